@@ -1,0 +1,87 @@
+"""embedlm: run quantized language models inside your own program.
+
+``import sdk`` costs a few milliseconds: every public name is loaded on first use, and neither torch
+nor transformers nor triton is imported until a model is opened.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sdk.demo import demo_model as demo_model
+    from sdk.errors import (
+        AlignmentError as AlignmentError,
+        CheckpointError as CheckpointError,
+        EngineClosedError as EngineClosedError,
+        EngineDeadError as EngineDeadError,
+        LoadCancelled as LoadCancelled,
+        OutOfMemoryError as OutOfMemoryError,
+        RequestError as RequestError,
+        SdkError as SdkError,
+        UnsupportedError as UnsupportedError,
+    )
+    from sdk.llm import LLM as LLM
+    from sdk.async_llm import AsyncLLM as AsyncLLM
+    from sdk.outputs import (
+        CompletionOutput as CompletionOutput,
+        EmbeddingOutput as EmbeddingOutput,
+        Logprob as Logprob,
+        RequestMetrics as RequestMetrics,
+        RequestOutput as RequestOutput,
+    )
+    from sdk.params import RequestOutputKind as RequestOutputKind
+    from sdk.params import SamplingParams as SamplingParams
+
+__version__ = "0.1.0"
+
+# Where each public name lives; __getattr__ imports the module when the name is first used.
+_EXPORTS = {
+    "LLM": "sdk.llm",
+    "AsyncLLM": "sdk.async_llm",
+    "SamplingParams": "sdk.params",
+    "RequestOutputKind": "sdk.params",
+    "RequestOutput": "sdk.outputs",
+    "CompletionOutput": "sdk.outputs",
+    "EmbeddingOutput": "sdk.outputs",
+    "Logprob": "sdk.outputs",
+    "RequestMetrics": "sdk.outputs",
+    "demo_model": "sdk.demo",
+    **dict.fromkeys(
+        (
+            "SdkError",
+            "CheckpointError",
+            "UnsupportedError",
+            "AlignmentError",
+            "RequestError",
+            "OutOfMemoryError",
+            "EngineClosedError",
+            "EngineDeadError",
+            "LoadCancelled",
+        ),
+        "sdk.errors",
+    ),
+}
+__all__ = ["__version__", *_EXPORTS]
+
+# An installed package holds quant/, kernels/, models/ and loaders/ inside sdk/; a checkout keeps them
+# beside it. With the checkout's root on the package path both import as sdk.quant, sdk.kernels, ...
+_root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+if os.path.isfile(os.path.join(_root, "pyproject.toml")) and _root not in __path__:
+    __path__.append(_root)
+
+logging.getLogger("sdk").addHandler(logging.NullHandler())
+
+
+def __getattr__(name: str) -> object:
+    module = _EXPORTS.get(name)
+    if module is None:
+        raise AttributeError(f"module 'sdk' has no attribute {name!r}")
+    return getattr(import_module(module), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,78 @@
+"""The contract between the scheduler and the ranks: what to run, and what came out.
+
+Both directions are immutable and picklable and hold ids and numbers only, no tensors: the same
+objects drive one rank in this process or several in others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from sdk.params import SamplingParams
+
+RequestKind = Literal["generate", "embed"]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStart:
+    """All a rank must know of a request it has not seen, or was told to forget (preemption).
+
+    ``token_ids`` are the prompt and everything generated so far; the first ``num_computed`` of them
+    already have their keys and values in ``pages`` (a prefix hit).
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    num_computed: int
+    pages: tuple[int, ...]
+    params: SamplingParams
+    kind: RequestKind = "generate"
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step. ``num_tokens`` is the step itself: request id -> tokens to run now, in batch order."""
+
+    step_id: int
+    num_tokens: tuple[tuple[str, int], ...] = ()
+    started: tuple[RequestStart, ...] = ()
+    #: Tokens committed since the last plan, so that every rank knows what to feed next.
+    appended: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    new_pages: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    #: Finished, aborted or preempted since the last plan: ranks forget them.
+    dropped: tuple[str, ...] = ()
+
+    @property
+    def empty(self) -> bool:
+        """True when no rank has anything to do."""
+        return not self.num_tokens and not self.dropped
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One token and, where asked for, its log-probability (natural log) and the best alternatives."""
+
+    token_id: int
+    logprob: float | None = None
+    rank: int | None = None
+    #: ``(token id, logprob, rank)``, best first; rank 1 is the most likely token.
+    top: tuple[tuple[int, float, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step produced.
+
+    ``sampled`` has an entry for exactly those requests whose last known token ran in this step.
+    ``prompt_logprobs`` scores the prompt tokens that follow the positions run in this step.
+    ``errors`` fails single requests (NaN logits) while the others go on.
+    """
+
+    step_id: int
+    sampled: Mapping[str, Sampled] = field(default_factory=dict)
+    prompt_logprobs: Mapping[str, tuple[Sampled, ...]] = field(default_factory=dict)
+    hidden: Mapping[str, list[float]] = field(default_factory=dict)
+    errors: Mapping[str, str] = field(default_factory=dict)

@@ -1,0 +1,45 @@
+"""Fixtures every area shares: the golden checkpoints and the two real models.
+
+The real models are put into the user's cache by ``make models`` (see ``sdk.demo``). A test that needs
+one asks for its fixture; without the file the test fails, because a silently skipped test proves
+nothing. Set ``EMBEDLM_TEST_MODELS`` to a folder that holds both files to use other copies.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.fixture(scope="session")
+def golden() -> Path:
+    """The folder of golden checkpoints (tests/golden/README.md says what is in them)."""
+    return GOLDEN
+
+
+def _model(name: str) -> Path:
+    folder = os.environ.get("EMBEDLM_TEST_MODELS")
+    if folder:
+        path = Path(folder) / name
+    else:
+        from sdk.demo import cache_folder
+
+        path = cache_folder() / name
+    assert path.is_file(), f"{path} is missing: run `make models`"
+    return path
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct, Q4_1 GGUF (a real model, 98 MB)."""
+    return _model("SmolLM2-135M-Instruct.Q4_1.gguf")
+
+
+@pytest.fixture(scope="session")
+def gemma3() -> Path:
+    """Gemma-3-270M, Q4_K_M GGUF (a real model with k-quants, 253 MB)."""
+    return _model("gemma-3-270m-q4_k_m.gguf")
