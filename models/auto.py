@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
 from sdk.kernels.ops import Ops
 from sdk.models.config import ModelConfig
@@ -43,8 +43,8 @@ def build_model(
     if has_own_file(name):
         facts = ModelConfig.from_dict(values)
         module = import_module(f"sdk.models.{name}")
-        model: CausalLM = module.Model(Source(checkpoint, facts, mesh, ops, max_model_len))
-        return model
+        source = Source(checkpoint, facts, mesh, ops, max_model_len)
+        return cast(CausalLM, module.Model(source))
     from sdk.models.hf_backend import build_hf_model
 
     return build_hf_model(checkpoint, values, mesh, ops)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from sdk.kernels.ops import Activation
 from sdk.models.rope import ROPE_TYPES, RopeSpec
@@ -165,7 +165,7 @@ class _Fields:
         self.values = values
         self.where = where
 
-    def fail(self, name: str, expected: str, found: object) -> None:
+    def fail(self, name: str, expected: str, found: object) -> NoReturn:
         raise CheckpointError(f"{self.where}: {name}: expected {expected}, found {found!r}")
 
     def has(self, name: str) -> bool:
@@ -175,7 +175,7 @@ class _Fields:
         value = self.values.get(name, default)
         if not isinstance(value, str) or not value:
             self.fail(name, "a name", value)
-        return str(value)
+        return value
 
     def count(self, name: str, limit: int, default: int | None = None) -> int:
         """An integer in ``1..limit``."""
@@ -184,13 +184,13 @@ class _Fields:
             value = int(value)
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
             self.fail(name, f"an integer in 1..{limit}", value)
-        return int(value)  # type: ignore[arg-type]
+        return value
 
     def positive(self, name: str, default: float | None = None) -> float:
         value = self.values.get(name, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             self.fail(name, "a number above 0", value)
-        number = float(value)  # type: ignore[arg-type]
+        number = float(value)
         if not (number > 0 and math.isfinite(number)):
             self.fail(name, "a number above 0", value)
         return number
@@ -202,7 +202,7 @@ class _Fields:
         value = self.values.get(name, default)
         if not isinstance(value, bool):
             self.fail(name, "true or false", value)
-        return bool(value)
+        return value
 
     def mapping(self, name: str) -> dict[str, Any]:
         """A nested object; empty when absent."""
@@ -217,8 +217,8 @@ class _Fields:
         if not isinstance(value, (list, tuple)) or len(value) != length:
             found = len(value) if isinstance(value, (list, tuple)) else value
             self.fail(name, f"a list of {length} numbers", found)
-        numbers = _Fields(dict(enumerate(value)), f"{self.where}: {name}")  # type: ignore[arg-type]
-        return tuple(numbers.positive(i) for i in range(length))  # type: ignore[arg-type]
+        numbers = _Fields({str(i): x for i, x in enumerate(value)}, f"{self.where}: {name}")
+        return tuple(numbers.positive(str(i)) for i in range(length))
 
 
 def _activation(fields: _Fields) -> Activation:

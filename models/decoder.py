@@ -51,7 +51,7 @@ class Step:
 
 
 class Attention:
-    """Grouped-query attention of layer ``index``; families with q/k norms override ``normalize``."""
+    """Grouped-query attention of one layer; families with q/k norms override ``normalize``."""
 
     def __init__(self, source: Source, path: str, index: int) -> None:
         c, heads = source.config, source.heads
@@ -86,7 +86,7 @@ class Attention:
 
     def __call__(self, x: Tensor, step: Step, pages: KVPages) -> Tensor:
         heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
-        q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        q, k, v = torch.split(heads, [self.heads, self.kv_heads, self.kv_heads], dim=1)
         q, k = self.normalize(q, k)
         cos, sin = step.angles if self.window is None else step.local_angles
         self.ops.rope_and_cache(q, k, v, cos, sin, step.batch, pages)

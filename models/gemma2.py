@@ -1,4 +1,4 @@
-"""Gemma 2: norms before and after each block, soft-capped scores and logits, every other layer slides.
+"""Gemma 2: norms around each block, soft-capped scores and logits, every other layer slides.
 
 Embeddings are scaled by ``sqrt(hidden_size)``; norm weights are stored minus 1. Riviere et al.,
 "Gemma 2" (2024); transformers' modeling_gemma2.py.

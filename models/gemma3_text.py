@@ -1,4 +1,4 @@
-"""Gemma 3, the text decoder: Gemma 2 with q/k norms, and two rotary embeddings instead of soft caps.
+"""Gemma 3, the text part: Gemma 2 with q/k norms and two rotary embeddings, no soft caps.
 
 Five of six layers slide and turn with a base of 10,000, every sixth sees everything and turns with
 1,000,000. "Gemma 3 Technical Report" (2025); transformers' modeling_gemma3.py.

@@ -50,7 +50,7 @@ class Linear:
 
 
 class Embedding:
-    """Rows of a weight by token id; each rank owns a run of the vocabulary, starting at ``start``."""
+    """Rows of a weight by token id; a rank owns a run of the vocabulary, from ``start`` on."""
 
     def __init__(self, weight: Weight, start: int, scale: float, mesh: Mesh) -> None:
         self.weight = weight

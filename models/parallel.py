@@ -47,7 +47,7 @@ class HeadShard:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """This rank's place among ``size`` ranks. With ``size`` 1 nothing is sent and nothing is cut."""
+    """This rank's place among ``size`` ranks. With ``size`` 1 nothing is sent and nothing cut."""
 
     rank: int = 0
     size: int = 1

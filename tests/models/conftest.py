@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,12 @@ def expected_logits(model: Any, ids: Sequence[int]) -> Tensor:
         return model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0].float()
 
 
+def prompt(length: int, seed: int) -> list[int]:
+    """Random token ids, none of them special."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 96, (length,), generator=generator).tolist()
+
+
 class Paged:
     """A model with its pages; every request gets shuffled pages, all filled with noise at first."""
 
@@ -135,7 +142,7 @@ class Paged:
         self.done: dict[str, int] = {}
 
     def step(self, work: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
-        """Run the given next tokens of each request in one batch; logits of each, ``[n, vocab]``."""
+        """Run the given next tokens of each request in one batch; logits ``[n, vocab]``."""
         positions: list[int] = []
         slots: list[int] = []
         for name, ids in work.items():
@@ -169,7 +176,7 @@ class Paged:
     def run(self, name: str, ids: Sequence[int], splits: Sequence[int] = ()) -> Tensor:
         """All of ``ids``, cut before the given positions: logits ``[len(ids), vocab]``."""
         edges = [0, *splits, len(ids)]
-        parts = [self.step({name: ids[a:b]})[name] for a, b in zip(edges, edges[1:], strict=False)]
+        parts = [self.step({name: ids[a:b]})[name] for a, b in pairwise(edges)]
         return torch.cat(parts)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models.conftest import Paged, checkpoint_of, expected_logits, tiny
+from tests.models.conftest import Paged, checkpoint_of, expected_logits, prompt, tiny
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -41,11 +41,6 @@ def oracle(request: pytest.FixtureRequest) -> Any:
     return tiny(request.param.split("-")[0], **ARCHITECTURES[request.param])
 
 
-def prompt(length: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, 96, (length,), generator=generator).tolist()
-
-
 def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert 0.5 < expected.std() < 20, "the reference logits must be O(1) for 1e-4 to mean something"
     assert (found - expected).abs().max() <= 1e-4
@@ -54,7 +49,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
 def test_logits_match_transformers_however_the_work_is_cut(
     oracle: Any, load: Callable[..., Any]
 ) -> None:
-    """One prefill; chunks with borders inside pages; token by token; ragged batches: also bitwise."""
+    """One prefill; chunks that end inside pages; token by token; ragged batches: bitwise."""
     checkpoint = checkpoint_of(oracle)
     model = load(checkpoint)
     assert checkpoint.unused() == []
