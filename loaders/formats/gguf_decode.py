@@ -98,9 +98,7 @@ def _dense(data: NDArray[np.uint8], dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(data if usable else data.copy()).view(dtype)
 
 
-def _affine(
-    kind: _Legacy, data: NDArray[np.uint8], shape: tuple[int, int], source: str
-) -> Affine:
+def _affine(kind: _Legacy, data: NDArray[np.uint8], shape: tuple[int, int], source: str) -> Affine:
     rows, columns = shape
     groups = columns // 32
     blocks = data.reshape(rows, groups, -1)
