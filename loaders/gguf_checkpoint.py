@@ -2,15 +2,15 @@
 
 The converter that wrote the file changed some tensors; pulling one undoes it:
 
-- llama, granite: rows of q and k (and their biases) are interleaved so that rotary pairs lie side by
-  side, ``gguf[h, i, j] = hf[h, j, i]``. Rows are whole blocks, so the packed rows are moved.
+- llama, granite: rows of q and k (and their biases) are interleaved so that rotary pairs lie side
+  by side, ``gguf[h, i, j] = hf[h, j, i]``. Rows are whole blocks, so the packed rows are moved.
 - gemma2, gemma3: norm weights are stored + 1.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -49,8 +49,8 @@ class GgufCheckpoint:
         self.on_bytes: Callable[[int, int], None] | None = None
         self._file: GgufFile | None = read_gguf(path)
         self._architecture = architecture(self._file)
-        self.config = build_config(self._file)
-        self.generation_config = build_generation_config(self._file, self.config)
+        self.config: Mapping[str, Any] = build_config(self._file)
+        self.generation_config: Mapping[str, Any] = build_generation_config(self._file, self.config)
         self._pulled: set[str] = set()
         self._done = 0
         self._total = sum(tensor.nbytes for tensor in self._file.tensors.values())

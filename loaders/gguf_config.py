@@ -1,8 +1,9 @@
 """GGUF metadata to the config dict of the Hugging Face model it was made from.
 
-Metadata keys carry the architecture in front: ``llama.block_count``. Numbers stored as float32 are read
-back as the shortest decimal that rounds to them (1e-05, not 9.999999747378752e-06), which is what the
-original config said. What the file leaves out is what llama.cpp assumes for that architecture.
+Metadata keys carry the architecture in front: ``llama.block_count``. Numbers stored as float32 are
+read back as the shortest decimal that rounds to them (1e-05, not 9.999999747378752e-06), which is
+what the original config said. What the file leaves out is what llama.cpp assumes for that
+architecture.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from sdk.loaders.gguf_metadata import Keys, shortest
 from sdk.loaders.gguf_reader import GgufFile
+from sdk.loaders.gguf_rope import rope_scaling
 from sdk.loaders.model_shapes import LIMITS, check_config
 from sdk.quant.errors import CheckpointError, UnsupportedError
 
@@ -35,67 +38,6 @@ _SAMPLING = {
     "general.sampling.min_p": "min_p",
     "general.sampling.penalty_repeat": "repetition_penalty",
 }
-
-
-class _Keys:
-    """Typed reading of the metadata of one architecture."""
-
-    def __init__(self, file: GgufFile, architecture: str) -> None:
-        self.metadata = file.metadata
-        self.source = str(file.path)
-        self.architecture = architecture
-
-    def fail(self, key: str, value: Any, expected: str) -> CheckpointError:
-        return CheckpointError(
-            f"{self.source}: {self.architecture}.{key} is {str(value)[:80]}, expected {expected}"
-        )
-
-    def get(self, key: str) -> Any:
-        return self.metadata.get(f"{self.architecture}.{key}")
-
-    def integer(self, key: str, limit: tuple[int, int], default: int | None = None) -> int:
-        """An integer of the file; ``default`` (None: required) when the file has none."""
-        value = self.get(key)
-        if value is None:
-            if default is None:
-                raise self.fail(key, "missing", "an integer")
-            return default
-        low, high = limit
-        if type(value) is not int or not low <= value <= high:
-            raise self.fail(key, value, f"an integer from {low} to {high}")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float | None:
-        value = self.get(key)
-        return default if value is None else self._number(value, key)
-
-    def _number(self, value: Any, key: str) -> float:
-        if type(value) not in (int, float) or not math.isfinite(value):
-            raise self.fail(key, value, "a finite number")
-        return shortest(value)
-
-    def per_layer(self, key: str, limit: str, layers: int, default: int | None = None) -> int:
-        """An integer that may also be stored as one per layer, which must then all be equal."""
-        value = self.get(key)
-        if not isinstance(value, np.ndarray):
-            return self.integer(key, LIMITS[limit], default)
-        if value.shape != (layers,) or value.dtype.kind not in "iu":
-            raise self.fail(key, f"an array of {len(value)}", f"{layers} integers")
-        if np.unique(value).size != 1:
-            raise UnsupportedError(
-                f"{self.source}: {self.architecture}.{key} differs from layer to layer, "
-                "which is not run; take a model with equal layers"
-            )
-        single = int(value[0])
-        low, high = LIMITS[limit]
-        if not low <= single <= high:
-            raise self.fail(key, single, f"integers from {low} to {high}")
-        return single
-
-
-def shortest(value: float) -> float:
-    """The shortest decimal that is the same float32: undoes the rounding of a config's number."""
-    return float(str(np.float32(value)))
 
 
 def architecture(file: GgufFile) -> str:
@@ -127,7 +69,39 @@ def build_config(file: GgufFile) -> dict[str, Any]:
         UnsupportedError: the model needs what is not run.
     """
     name = architecture(file)
-    keys = _Keys(file, name)
+    keys = Keys(file, name)
+    config: dict[str, Any] = {
+        "model_type": MODEL_TYPES[name],
+        **_sizes(keys),
+        "max_position_embeddings": keys.integer(
+            "context_length", LIMITS["max_position_embeddings"]
+        ),
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "rope_theta": keys.number("rope.freq_base", 10000.0),
+        "vocab_size": _vocab_size(file),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
+        "hidden_act": "silu",
+        "sliding_window": keys.integer("attention.sliding_window", (0, 1 << 31), 0) or None,
+    }
+    if config["rms_norm_eps"] is None:
+        raise keys.fail("attention.layer_norm_rms_epsilon", "missing", "a number")
+    width = config["head_dim"]
+    rotary = keys.integer("rope.dimension_count", LIMITS["head_dim"], width)
+    if rotary > width or rotary % 2:
+        raise keys.fail("rope.dimension_count", rotary, f"an even number up to {width}")
+    if rotary != width:
+        config["partial_rotary_factor"] = rotary / width
+    config["rope_scaling"] = rope_scaling(file, keys, rotary)
+    if name in _SPECIAL:
+        _SPECIAL[name](config, keys)
+    config.update(_token_ids(file, config["vocab_size"]))
+    check_config(config, str(file.path))
+    return config
+
+
+def _sizes(keys: Keys) -> dict[str, int]:
     layers = keys.integer("block_count", LIMITS["num_hidden_layers"])
     hidden = keys.integer("embedding_length", LIMITS["hidden_size"])
     heads = keys.per_layer("attention.head_count", "num_attention_heads", layers)
@@ -137,10 +111,9 @@ def build_config(file: GgufFile) -> dict[str, Any]:
     values = keys.integer("attention.value_length", LIMITS["head_dim"], width)
     if values != width:
         raise UnsupportedError(
-            f"{file.path}: keys of length {width} with values of length {values} are not run"
+            f"{keys.source}: keys of length {width} with values of length {values} are not run"
         )
-    config: dict[str, Any] = {
-        "model_type": MODEL_TYPES[name],
+    return {
         "num_hidden_layers": layers,
         "hidden_size": hidden,
         "intermediate_size": keys.per_layer("feed_forward_length", "intermediate_size", layers),
@@ -149,50 +122,25 @@ def build_config(file: GgufFile) -> dict[str, Any]:
             "attention.head_count_kv", "num_key_value_heads", layers, heads
         ),
         "head_dim": width,
-        "max_position_embeddings": keys.integer(
-            "context_length", LIMITS["max_position_embeddings"]
-        ),
-        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
-        "rope_theta": keys.number("rope.freq_base", 10000.0),
-        "rope_scaling": _rope_scaling(file, keys, width),
-        "vocab_size": _vocab_size(file),
-        "tie_word_embeddings": "output.weight" not in file.tensors,
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
-        "hidden_act": "silu",
     }
-    if config["rms_norm_eps"] is None:
-        raise keys.fail("attention.layer_norm_rms_epsilon", "missing", "a number")
-    rotary = keys.integer("rope.dimension_count", LIMITS["head_dim"], width)
-    if rotary > width:
-        raise keys.fail("rope.dimension_count", rotary, f"at most {width}")
-    if rotary != width:
-        config["partial_rotary_factor"] = rotary / width
-    window = keys.integer("attention.sliding_window", (0, 1 << 31), 0)
-    config["sliding_window"] = window or None
-    if name in _SPECIAL:
-        _SPECIAL[name](config, keys)
-    config.update(_token_ids(file, config["vocab_size"]))
-    check_config(config, str(file.path))
-    return config
 
 
 # -- what single architectures add -----------------------------------------------------------------
 
 
-def _llama(config: dict[str, Any], keys: _Keys) -> None:
+def _llama(config: dict[str, Any], keys: Keys) -> None:
     if config["sliding_window"]:
         config["model_type"] = "mistral"
 
 
-def _gemma2(config: dict[str, Any], keys: _Keys) -> None:
+def _gemma2(config: dict[str, Any], keys: Keys) -> None:
     config["sliding_window"] = config["sliding_window"] or 4096
     config["attn_logit_softcapping"] = keys.number("attn_logit_softcapping", 50.0)
     config["final_logit_softcapping"] = keys.number("final_logit_softcapping", 30.0)
     _gemma(config, keys, period=2, largest=46)
 
 
-def _gemma3(config: dict[str, Any], keys: _Keys) -> None:
+def _gemma3(config: dict[str, Any], keys: Keys) -> None:
     config["attn_logit_softcapping"] = None
     config["final_logit_softcapping"] = keys.number("final_logit_softcapping")
     _gemma(config, keys, period=6, largest=62)
@@ -206,7 +154,7 @@ def _gemma3(config: dict[str, Any], keys: _Keys) -> None:
     }
 
 
-def _gemma(config: dict[str, Any], keys: _Keys, period: int, largest: int) -> None:
+def _gemma(config: dict[str, Any], keys: Keys, period: int, largest: int) -> None:
     config["hidden_activation"] = config["hidden_act"] = "gelu_pytorch_tanh"
     config["layer_types"] = _layer_types(config, keys, period)
     # The 27B models divide by the square root of hidden size / heads, all others of the head size;
@@ -217,7 +165,7 @@ def _gemma(config: dict[str, Any], keys: _Keys, period: int, largest: int) -> No
     )
 
 
-def _phi3(config: dict[str, Any], keys: _Keys) -> None:
+def _phi3(config: dict[str, Any], keys: Keys) -> None:
     original = keys.integer(
         "rope.scaling.original_context_length",
         LIMITS["max_position_embeddings"],
@@ -226,20 +174,20 @@ def _phi3(config: dict[str, Any], keys: _Keys) -> None:
     config["original_max_position_embeddings"] = original
 
 
-def _olmo2(config: dict[str, Any], keys: _Keys) -> None:
+def _olmo2(config: dict[str, Any], keys: Keys) -> None:
     if config["sliding_window"]:
         config["model_type"] = "olmo3"
         config["layer_types"] = _layer_types(config, keys, 4)
 
 
-def _granite(config: dict[str, Any], keys: _Keys) -> None:
+def _granite(config: dict[str, Any], keys: Keys) -> None:
     config["attention_multiplier"] = keys.number("attention.scale") or config["head_dim"] ** -0.5
     config["embedding_multiplier"] = keys.number("embedding_scale") or 1.0
     config["residual_multiplier"] = keys.number("residual_scale") or 1.0
     config["logits_scaling"] = keys.number("logit_scale") or 1.0
 
 
-_SPECIAL: Mapping[str, Callable[[dict[str, Any], _Keys], None]] = {
+_SPECIAL: Mapping[str, Callable[[dict[str, Any], Keys], None]] = {
     "llama": _llama,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
@@ -249,8 +197,8 @@ _SPECIAL: Mapping[str, Callable[[dict[str, Any], _Keys], None]] = {
 }
 
 
-def _layer_types(config: dict[str, Any], keys: _Keys, period: int) -> list[str]:
-    """Local and global layers: stored per layer, or as "every n-th is global", or by architecture."""
+def _layer_types(config: dict[str, Any], keys: Keys, period: int) -> list[str]:
+    """Local and global layers: stored per layer, as "every n-th is global", or not at all."""
     layers = config["num_hidden_layers"]
     pattern = keys.get("attention.sliding_window_pattern")
     if isinstance(pattern, np.ndarray):
@@ -263,80 +211,6 @@ def _layer_types(config: dict[str, Any], keys: _Keys, period: int) -> list[str]:
     if not config["sliding_window"]:
         local = [False] * layers
     return ["sliding_attention" if value else "full_attention" for value in local]
-
-
-# -- rope ------------------------------------------------------------------------------------------
-
-
-def _rope_scaling(file: GgufFile, keys: _Keys, width: int) -> dict[str, Any] | None:
-    kind = keys.get("rope.scaling.type")
-    factor = keys.number("rope.scaling.factor", 1.0) or 1.0
-    rotary = keys.integer("rope.dimension_count", LIMITS["head_dim"], width)
-    if "rope_freqs.weight" in file.tensors:
-        # Llama 3 stores the result of its rule: what each frequency is divided by.
-        scale = factor if kind == "linear" else 1.0
-        factors = [scale * value for value in _factors(file, "rope_freqs.weight", rotary)]
-        return {"rope_type": "freq_factors", "factors": factors}
-    if "rope_factors_long.weight" in file.tensors or "rope_factors_short.weight" in file.tensors:
-        scaling: dict[str, Any] = {
-            "rope_type": "longrope",
-            "long_factor": _factors(file, "rope_factors_long.weight", rotary),
-            "short_factor": _factors(file, "rope_factors_short.weight", rotary),
-        }
-        return scaling | _optional(
-            keys, attention_factor="attn_factor", original_max_position_embeddings=_ORIGINAL
-        )
-    if kind is None or kind == "none" or (kind == "linear" and factor == 1.0):
-        return None
-    if kind == "linear":
-        return {"rope_type": "linear", "factor": factor}
-    if kind == "yarn":
-        return {"rope_type": "yarn", "factor": factor} | _optional(
-            keys,
-            original_max_position_embeddings=_ORIGINAL,
-            attention_factor="yarn_attn_factor",
-            beta_fast="yarn_beta_fast",
-            beta_slow="yarn_beta_slow",
-        )
-    if kind == "longrope":
-        raise CheckpointError(
-            f"{file.path}: rope.scaling.type is longrope, "
-            "but rope_factors_long.weight and rope_factors_short.weight are missing"
-        )
-    raise keys.fail("rope.scaling.type", kind, "none, linear, yarn or longrope")
-
-
-_ORIGINAL = "original_context_length"
-
-
-def _optional(keys: _Keys, **names: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for ours, theirs in names.items():
-        if theirs == _ORIGINAL:
-            value: float = keys.integer(
-                f"rope.scaling.{theirs}", LIMITS["max_position_embeddings"], 0
-            )
-        else:
-            value = keys.number(f"rope.scaling.{theirs}") or 0
-        if value:
-            found[ours] = value
-    return found
-
-
-def _factors(file: GgufFile, name: str, rotary: int) -> list[float]:
-    """A small float32 vector of positive numbers, one per pair of rotated dimensions."""
-    tensor = file.tensors.get(name)
-    if tensor is None:
-        raise CheckpointError(f"{file.path}: tensor {name!r} is missing")
-    if tensor.shape != (rotary // 2,) or tensor.type.name != "F32":
-        raise CheckpointError(
-            f"{file.path}: tensor {name!r} is {tensor.type.name} {list(tensor.shape)}, "
-            f"expected F32 [{rotary // 2}]"
-        )
-    values = file.data(name).reshape(-1).view("<f4")
-    if not (np.isfinite(values) & (values > 0)).all():
-        raise CheckpointError(f"{file.path}: tensor {name!r} holds a factor that is not positive")
-    return [float(value) for value in values]
 
 
 # -- vocabulary ------------------------------------------------------------------------------------
@@ -386,8 +260,8 @@ def build_generation_config(file: GgufFile, config: Mapping[str, Any]) -> dict[s
     found: dict[str, Any] = {}
     for key, name in _SAMPLING.items():
         value = file.metadata.get(key)
-        if type(value) in (int, float) and math.isfinite(value):
-            found[name] = value if type(value) is int else shortest(value)
+        if isinstance(value, int | float) and math.isfinite(value):
+            found[name] = value if isinstance(value, int) else shortest(value)
     ends = [
         config[f"{name}_token_id"] for name in ("eos", "eot", "eom") if f"{name}_token_id" in config
     ]

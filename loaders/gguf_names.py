@@ -46,8 +46,8 @@ _IN_LAYER = re.compile(r"model\.layers\.(\d{1,4})\.(.+)")
 def gguf_name(architecture: str, name: str) -> str | None:
     """The tensor that holds parameter ``name``; None when the architecture has no such parameter.
 
-    ``name`` is a matrix without its suffix (``model.layers.0.mlp.up_proj``) or a plain tensor with it
-    (``model.norm.weight``, ``model.layers.0.self_attn.q_proj.bias``).
+    ``name`` is a matrix without its suffix (``model.layers.0.mlp.up_proj``) or a plain tensor with
+    it (``model.norm.weight``, ``model.layers.0.self_attn.q_proj.bias``).
     """
     stem, suffix = name, ".weight"
     for ending in (".weight", ".bias"):

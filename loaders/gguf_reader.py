@@ -7,10 +7,11 @@ A GGUF file (versions 2 and 3) is::
     tensor descriptions name, u32 dimensions, u64 dims[], u32 type, u64 offset
     padding to `general.alignment` (32 if absent), then the data of the tensors, each padded alike
 
-A string is a u64 length and that many bytes of UTF-8; an array is a u32 element type, a u64 length and
-the elements. Every one of these numbers comes from a file somebody else made, so each is checked as a
-Python integer (which cannot overflow) against the bytes the file really has before anything is
-allocated or sliced, and the whole metadata may cost at most `METADATA_BUDGET` bytes of memory.
+A string is a u64 length and that many bytes of UTF-8; an array is a u32 element type, a u64 length
+and the elements. Every one of these numbers comes from a file somebody else made, so each is
+checked as a Python integer (which cannot overflow) against the bytes the file really has before
+anything is allocated or sliced, and the whole metadata may cost at most `METADATA_BUDGET` bytes of
+memory.
 
 Number arrays become numpy arrays in one copy and string arrays are read in one tight loop: the
 262,144-token vocabulary of Gemma 3 takes about 0.1 s.
@@ -38,8 +39,8 @@ from sdk.quant.errors import CheckpointError, UnsupportedError
 
 logger = logging.getLogger("sdk")
 
-#: What the metadata of one file may cost in memory. A 262k-token vocabulary with its scores and types
-#: costs 22 MB, one with 514k merges about 60 MB.
+#: What the metadata of one file may cost in memory. A 262k-token vocabulary with its scores and
+#: types costs 22 MB, one with 514k merges about 60 MB.
 METADATA_BUDGET = 128 << 20
 MAX_ALIGNMENT = 1 << 20
 MAX_SHARDS = 1024
@@ -54,7 +55,8 @@ _ARRAY_COST = 128
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 #: numpy type character by metadata type number (bool is read as u8 and compared with 0).
 _NUMBERS = {
-    0: "u1", 1: "i1", 2: "u2", 3: "i2", 4: "u4", 5: "i4", 6: "f4", 7: "u1", 10: "u8", 11: "i8", 12: "f8",
+    0: "u1", 1: "i1", 2: "u2", 3: "i2", 4: "u4", 5: "i4", 6: "f4", 7: "u1",
+    10: "u8", 11: "i8", 12: "f8",
 }  # fmt: skip
 _SPLIT_NAME = re.compile(r"^(?P<prefix>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$", re.DOTALL)
 
@@ -72,7 +74,10 @@ class GgufTensor:
 
 
 class GgufFile:
-    """One GGUF model: ``metadata`` (numbers, strings, numpy arrays, lists of str) and ``tensors``."""
+    """One GGUF model.
+
+    ``metadata`` maps keys to bool, int, float, str, numpy arrays of numbers and lists of str.
+    """
 
     def __init__(self, path: Path, metadata: dict[str, Any], shards: list[_Shard]) -> None:
         self.path = path
@@ -136,7 +141,8 @@ def read_gguf(path: Path) -> GgufFile:
         found = (shard.metadata.get("split.no"), shard.metadata.get("split.count"))
         if found != (index, count):
             raise CheckpointError(
-                f"{shard.file.path}: split.no and split.count are {found}, expected {(index, count)}"
+                f"{shard.file.path}: split.no and split.count are {found}, "
+                f"expected {(index, count)}"
             )
     total = sum(len(shard.tensors) for shard in shards)
     declared = metadata.get("split.tensors.count", total)
@@ -282,9 +288,9 @@ class _Header:
         dtype = np.dtype(self.order + _NUMBERS[kind])
         nbytes = count * dtype.itemsize
         start = self.take(nbytes, repr(key))
-        values = np.frombuffer(self.buffer[start : start + nbytes], dtype)
+        values: NDArray[Any] = np.frombuffer(self.buffer[start : start + nbytes], dtype)
         if kind == _BOOL:
-            return values != 0
+            return values.astype(np.bool_)
         return values.astype(dtype.newbyteorder("="), copy=False)
 
     def array(self, key: str, depth: int) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -61,9 +61,9 @@ class HfFolder:
                 raw["quantization_config"] = read_json(folder / name, MAX_CONFIG)
         files = _open_weights(folder, weights)
         refuse_quantized(raw, files.tensors, str(folder))
-        self.config = complete_config(raw, str(folder / "config.json"))
+        self.config: Mapping[str, Any] = complete_config(raw, str(folder / "config.json"))
         generation = folder / "generation_config.json"
-        self.generation_config: dict[str, Any] = (
+        self.generation_config: Mapping[str, Any] = (
             read_json(generation, MAX_CONFIG) if generation.is_file() else {}
         )
         self._files: SafetensorsFiles | None = files
@@ -226,9 +226,9 @@ def _no_weights(folder: Path, adapters: list[str]) -> CheckpointError:
 def complete_config(raw: dict[str, Any], source: str) -> dict[str, Any]:
     """A config.json with the defaults of its model class filled in, as transformers would.
 
-    Files leave out what equals the default of the class. Nothing from the hub or the folder is run:
-    ``auto_map`` is ignored, and an unknown ``model_type`` is left as it is. A model that also sees is
-    reduced to its language model.
+    Files leave out what equals the default of the class. Nothing from the hub or the folder is
+    run: ``auto_map`` is ignored, and an unknown ``model_type`` is left as it is. A model that also
+    sees is reduced to its language model.
 
     Raises:
         CheckpointError: a number is impossible, or the class refuses the config.

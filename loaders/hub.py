@@ -21,7 +21,8 @@ def download(name: str, revision: str | None, local_files_only: bool) -> Path:
     """The local folder of a hub model, downloaded when it is not there yet.
 
     Raises:
-        CheckpointError: no connection, no such model, or not in the cache with ``local_files_only``.
+        CheckpointError: no connection, no such model, or not in the cache with
+        ``local_files_only``.
     """
     from huggingface_hub import snapshot_download
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,8 +35,7 @@ def parse_json(text: bytes, source: str) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         values = dict(pairs)
         if len(values) != len(pairs):
-            seen: set[str] = set()
-            twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+            twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
             raise CheckpointError(f"{source}: the key {twice!r} is there twice")
         return values
 

@@ -1,9 +1,10 @@
 """A model file in memory: checked, mapped, sliced, and its pages handed back after use.
 
 The mapping is private (copy on write), so torch can wrap a slice without copying it and without a
-warning about read-only memory, while nothing can ever write to the file. A page costs memory only once
-it has been read; `release` gives the pages of a slice back after its values have been repacked, which
-keeps the peak of a load near the size of the repacked weights instead of twice that.
+warning about read-only memory, while nothing can ever write to the file. A page costs memory only
+once it has been read; `release` gives the pages of a slice back after its values have been
+repacked, which keeps the peak of a load near the size of the repacked weights instead of twice
+that.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ class MappedFile:
 def _map_privately(descriptor: int, size: int) -> mmap.mmap:
     if not hasattr(mmap, "MAP_PRIVATE"):
         return mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
-    # MAP_NORESERVE (named by Python 3.13 and later): a writable private mapping would otherwise count
-    # against the system's memory commitment, and a file larger than the memory could be refused.
+    # MAP_NORESERVE (named by Python 3.13 and later): a writable private mapping would otherwise
+    # count against the system's memory commitment, and a file larger than the memory could be
+    # refused.
     flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
     return mmap.mmap(descriptor, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)

@@ -43,8 +43,9 @@ def check_config(config: Mapping[str, Any], source: str) -> None:
             raise CheckpointError(f"{source}: {key} is {value!r}, expected {low} to {high}")
     for key in _POSITIVE_NUMBERS:
         value = config.get(key)
-        sound = type(value) in (int, float) and math.isfinite(value) and value > 0
-        if value is not None and not sound:
+        if value is None:
+            continue
+        if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
             raise CheckpointError(f"{source}: {key} is {value!r}, expected a positive number")
     heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if heads is not None and kv_heads is not None and heads % kv_heads:

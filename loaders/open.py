@@ -46,8 +46,8 @@ def _open_file(path: Path) -> Checkpoint:
         return HfFolder(path.parent, path)
     if path.suffix in _PICKLES:
         raise UnsupportedError(
-            f"{path}: a pickle, which can run any code when read, is not opened; open a folder with "
-            "config.json and safetensors files (save_pretrained writes one) or a GGUF file"
+            f"{path}: a pickle, which can run any code when read, is not opened; open a folder "
+            "with config.json and safetensors files (save_pretrained writes one) or a GGUF file"
         )
     return GgufCheckpoint(path)
 

@@ -1,9 +1,9 @@
 """Reads safetensors files: one file, or shards listed by an index; tensors come mapped, not copied.
 
-A file is a u64 header length, a JSON header ``{name: {dtype, shape, data_offsets: [begin, end]}}`` (and
-optionally ``__metadata__``), then the data, which the offsets must cover without gap or overlap. The
-header is parsed here rather than by the safetensors library, because the library takes the last of two
-equal keys without a word and its exceptions name neither file nor tensor.
+A file is a u64 header length, a JSON header ``{name: {dtype, shape, data_offsets: [begin, end]}}``
+(and optionally ``__metadata__``), then the data, which the offsets must cover without gap or
+overlap. The header is parsed here rather than by the safetensors library, because the library
+takes the last of two equal keys without a word and its exceptions name neither file nor tensor.
 """
 
 from __future__ import annotations
@@ -168,7 +168,8 @@ def read_index(index: Path, folder: Path) -> SafetensorsFiles:
     """Open the shards named by a ``model.safetensors.index.json``.
 
     Raises:
-        CheckpointError: a shard is missing or lies outside ``folder``, a tensor is in two shards, or
+        CheckpointError: a shard is missing or lies outside ``folder``, a tensor is in two shards,
+        or
             the index and the shards disagree about which tensor is where.
     """
     document = read_json(index, MAX_INDEX)
@@ -178,8 +179,8 @@ def read_index(index: Path, folder: Path) -> SafetensorsFiles:
     for name, shard in places.items():
         if not isinstance(shard, str) or not _is_plain(shard):
             raise CheckpointError(
-                f"{index}: tensor {name!r} is said to be in {shard!r}, which is not a plain name of "
-                "a .safetensors file in the same folder"
+                f"{index}: tensor {name!r} is said to be in {shard!r}, which is not a plain name "
+                "of a .safetensors file in the same folder"
             )
     shards = sorted(set(places.values()))
     missing = [shard for shard in shards if not (folder / shard).is_file()]
@@ -192,7 +193,8 @@ def read_index(index: Path, folder: Path) -> SafetensorsFiles:
             raise CheckpointError(f"{folder / shard}: tensor {name!r} of the index is not in it")
         if stored.file.path.name != shard:
             raise CheckpointError(
-                f"{index}: tensor {name!r} is said to be in {shard}, found in {stored.file.path.name}"
+                f"{index}: tensor {name!r} is said to be in {shard}, "
+                f"found in {stored.file.path.name}"
             )
     extra = sorted(files.tensors.keys() - places.keys())
     if extra:

@@ -1,10 +1,10 @@
 """GGUF blocks to runtime layouts: every value exactly as the file defines it.
 
 The legacy types are one scale (and minimum) per 32 values with 4-, 5- or 8-bit codes, which is the
-affine formula of `sdk.kernels.layouts`; only the order of the codes differs. ggml puts value j of a
-block into the low nibble of byte j and value j + 16 into its high nibble (5-bit types keep the fifth
-bits in a word beside); here the codes of a row become one bit stream in the order of the values.
-K-quants keep the bytes of their blocks. F32, F16 and BF16 keep their float type.
+affine formula of `sdk.kernels.layouts`; only the order of the codes differs. ggml puts value j of
+a block into the low nibble of byte j and value j + 16 into its high nibble (5-bit types keep the
+fifth bits in a word beside); here the codes of a row become one bit stream in the order of the
+values. K-quants keep the bytes of their blocks. F32, F16 and BF16 keep their float type.
 
 =====  ==================================  =========================
 type   bytes of a block of 32              value j
@@ -33,7 +33,8 @@ from sdk.quant.errors import CheckpointError, UnsupportedError
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 #: Byte offsets of the float16 scales inside one k-quant block.
 _K_SCALES = {"q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,)}
-#: Values repacked at a time: keeps the intermediate arrays (a few bytes per value) inside the caches.
+#: Values repacked at a time: keeps the intermediate arrays (a few bytes per value) inside the
+#: caches.
 _CHUNK = 1 << 19
 
 
@@ -88,7 +89,8 @@ def decode_matrix(kind: GgufType, data: NDArray[np.uint8], columns: int, source:
         return Blocks(shape, block_type, torch.from_numpy(data.copy()))
     raise UnsupportedError(
         f"{source}: the tensor type {kind.name} is not run yet; take or make a file with "
-        f"{', '.join(SUPPORTED_TYPES)} (for example `llama-quantize --allow-requantize IN OUT Q4_K_M`)"
+        f"{', '.join(SUPPORTED_TYPES)}, for example by "
+        "`llama-quantize --allow-requantize IN OUT Q4_K_M`"
     )
 
 
@@ -166,5 +168,6 @@ def _check_finite(scales: NDArray[np.float16], rows: int, source: str) -> None:
         index = int(np.argmin(finite.reshape(-1)))
         row = index // (scales.size // rows)
         raise CheckpointError(
-            f"{source}: a scale in row {row} is {scales.reshape(-1)[index]}, expected a finite number"
+            f"{source}: a scale in row {row} is {scales.reshape(-1)[index]}, "
+            "expected a finite number"
         )

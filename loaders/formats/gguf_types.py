@@ -61,7 +61,8 @@ GGUF_TYPES: dict[int, GgufType] = {
     42: GgufType("Q2_0", 64, 18),
 }
 
-#: Types that once existed. Files that hold them can only be converted again from the original model.
+#: Types that once existed. Files that hold them can only be converted again from the original
+#: model.
 REMOVED_TYPES: dict[int, str] = {
     4: "Q4_2",
     5: "Q4_3",

@@ -1,7 +1,7 @@
 """Finds out that a safetensors checkpoint is quantized, and by which method.
 
-Methods are recognised by ``quantization_config`` and by the names of the tensors, because either can be
-missing or wrong. None of them is decoded yet: `refuse_quantized` says which one it is.
+Methods are recognised by ``quantization_config`` and by the names of the tensors, because either
+can be missing or wrong. None of them is decoded yet: `refuse_quantized` says which one it is.
 """
 
 from __future__ import annotations
