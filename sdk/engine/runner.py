@@ -41,11 +41,11 @@ class RunnerConfig:
     hf_overrides: Mapping[str, Any] = field(default_factory=dict)
 
 
-def kv_spec(config: ModelConfig, page_size: int, dtype: str, ranks: int = 1) -> KVSpec:
-    """The KV cache one rank of ``ranks`` keeps for a model."""
+def kv_spec(config: ModelConfig, page_size: int, dtype: str, mesh: Mesh) -> KVSpec:
+    """The KV cache one rank keeps for a model: that of its own key/value heads."""
     return KVSpec(
         num_layers=config.num_layers,
-        kv_heads=max(config.num_kv_heads // ranks, 1),
+        kv_heads=mesh.heads(config.num_heads, config.num_kv_heads).kv_count,
         head_dim=config.head_dim,
         page_size=page_size,
         dtype=dtype,
@@ -87,14 +87,19 @@ class ModelRunner:
             undo.callback(checkpoint.close)
             self.ops = Ops(config.device, compute=config.compute, num_threads=config.num_threads)
             undo.callback(self.ops.close)
-            model_config = ModelConfig.from_dict({**checkpoint.config, **config.hf_overrides})
             self.model = build_model(
-                checkpoint, mesh, self.ops, max_model_len=config.max_model_len, config=model_config
+                checkpoint,
+                mesh,
+                self.ops,
+                max_model_len=config.max_model_len,
+                config={**checkpoint.config, **config.hf_overrides},
             )
             self.unused_tensors = checkpoint.unused()
-            spec = kv_spec(model_config, config.page_size, config.kv_dtype, mesh.size)
-            self.kv = KVCache(spec, config.num_pages)
-            self.sampler = Sampler(model_config.vocab_size)
+            facts = self.model.config
+            self.kv = KVCache(
+                kv_spec(facts, config.page_size, config.kv_dtype, mesh), config.num_pages
+            )
+            self.sampler = Sampler(facts.vocab_size)
             undo.pop_all()
         checkpoint.close()
 

@@ -34,7 +34,7 @@ def _oracle(path: Path) -> torch.nn.Module:
     """transformers' model with the exact values of the file's weights."""
     import transformers
 
-    checkpoint = open_checkpoint(path, tokenizer=False)
+    checkpoint = open_checkpoint(path)
     config = transformers.CONFIG_MAPPING[checkpoint.config["model_type"]](**checkpoint.config)
     config._attn_implementation = "eager"
     with torch.device("meta"):
