@@ -237,7 +237,11 @@ def test_equal_keys_and_names_are_refused(files: Any, save: Save) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        (b"general.architecture", b"general.\xffrchitecture", "name of metadata entry 0 is not UTF-8"),
+        (
+            b"general.architecture",
+            b"general.\xffrchitecture",
+            "name of metadata entry 0 is not UTF-8",
+        ),
         (b"llama", b"ll\xffma", "'general.architecture' is not UTF-8"),
         (b"llama", b"ll\0ma", "'general.architecture' holds a NUL"),
         (b"t3", b"\xff3", "string 3 of 'tokenizer.ggml.tokens' is not UTF-8"),
@@ -295,9 +299,7 @@ def test_a_file_cut_anywhere_in_its_header_or_data_is_refused(files: Any, save: 
             read_gguf(path)
 
 
-def test_no_mutation_of_a_header_gets_past_as_anything_but_an_error(
-    files: Any, save: Save
-) -> None:
+def test_no_mutation_of_a_header_gets_past_as_anything_but_an_error(files: Any, save: Save) -> None:
     model = files.llama()
     raw = model.build()
     numbers = list(model.fields.items())
@@ -391,7 +393,9 @@ def test_a_part_in_the_place_of_another_is_refused(files: Any, tmp_path: Path) -
 def test_a_tensor_in_two_parts_is_refused(files: Any, tmp_path: Path) -> None:
     paths = write_split(files, tmp_path, also_in_last="token_embd.weight")
     patch(paths[0], b"split.tensors.count\5\0\0\0\x0b", b"split.tensors.count\5\0\0\0\x0c")
-    with pytest.raises(CheckpointError, match=r"00003-of.*'token_embd.weight' is also in .*00001-of"):
+    with pytest.raises(
+        CheckpointError, match=r"00003-of.*'token_embd.weight' is also in .*00001-of"
+    ):
         read_gguf(paths[0])
 
 
@@ -403,9 +407,7 @@ def test_a_wrong_total_of_tensors_is_refused(files: Any, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("key", "value"), [("split.count", 2000), ("split.no", 60000)])
-def test_impossible_split_numbers_are_refused(
-    files: Any, save: Save, key: str, value: int
-) -> None:
+def test_impossible_split_numbers_are_refused(files: Any, save: Save, key: str, value: int) -> None:
     model = files.llama()
     model.metadata |= {"split.no": (2, 0), "split.count": (2, 2)} | {key: (2, value)}
     check_refused(save(model.build()), f"{key} is {value}, expected 0 to 1024")
