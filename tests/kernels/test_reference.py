@@ -100,7 +100,10 @@ def test_attention_matches_torch(ops: Ops, cases: Any, window: int | None) -> No
     if window is not None:
         visible &= at > at.unsqueeze(1) - window
     expected = torch.nn.functional.scaled_dot_product_attention(
-        *(x.double().transpose(0, 1) for x in (q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1))),
+        *(
+            x.double().transpose(0, 1)
+            for x in (q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1))
+        ),
         attn_mask=visible,
         scale=0.3,
     )
