@@ -78,7 +78,7 @@ class RopeAndCache:
             head_dim,
             half,
             pages.page_size,
-            ELEMENT_TYPES[_name(pages.k)],
+            ELEMENT_TYPES[pages.k.dtype],
         )
         check(self._engine.rope(self._engine.handle, byref(args), tokens), "rope_and_cache")
 
@@ -133,17 +133,13 @@ class Attention:
             kv_heads,
             head_dim,
             pages.page_size,
-            ELEMENT_TYPES[_name(pages.k)],
+            ELEMENT_TYPES[pages.k.dtype],
             window or 0,
             scale,
             softcap or 0.0,
             0,
         )
         check(self._engine.attention(self._engine.handle, byref(args)), "attention")
-
-
-def _name(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")
 
 
 def _inner_contiguous(x: Tensor, dtype: torch.dtype, what: str) -> None:

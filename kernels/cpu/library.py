@@ -10,6 +10,8 @@ import weakref
 from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
 from importlib.util import find_spec
 
+import torch
+
 from sdk.kernels.errors import KernelError
 
 #: Must equal kAbiVersion in native/abi.hpp; a library with another one is refused as stale.
@@ -19,9 +21,15 @@ ABI_VERSION = 1
 LEVELS = ("portable", "avx2", "avx2_vnni", "avx512_vnni")
 
 #: Element types as native/abi.hpp numbers them.
-ELEMENT_TYPES = {"float16": 0, "bfloat16": 1, "float32": 2, "uint8": 3, "int8": 4}
+ELEMENT_TYPES = {
+    torch.float16: 0,
+    torch.bfloat16: 1,
+    torch.float32: 2,
+    torch.uint8: 3,
+    torch.int8: 4,
+}
 
-_STATUS = {1: "out of memory", 2: "bad argument"}
+_STATUS = {1: "out of memory", 2: "the engine is closed"}
 
 
 class WeightView(Structure):
@@ -166,10 +174,11 @@ class Engine:
 
     def close(self) -> None:
         """Stop the threads and free the scratch memory. Idempotent."""
+        self.handle = 0
         self._release()
 
 
 def check(status: int, op: str) -> None:
     """:raises KernelError: when a native call reports anything but success."""
     if status:
-        raise KernelError(f"{op}: {_STATUS.get(status, status)}")
+        raise KernelError(f"{op}: {_STATUS[status]}")

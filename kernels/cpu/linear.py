@@ -146,7 +146,7 @@ def _pack_dense(w: Dense) -> tuple[Packed, Tensor, int]:
     values = w.values.contiguous()
     view = _view(n, k)
     view.dense = 1
-    view.scale_type = ELEMENT_TYPES[_name(values)]
+    view.scale_type = ELEMENT_TYPES[values.dtype]
     codes = torch.empty(view.row_blocks * ROWS * k, dtype=values.dtype)
     view.codes = codes.data_ptr()
     return Packed(Dense(values.to("meta")), view, codes), values, 0
@@ -166,12 +166,12 @@ def _pack_affine(w: Affine) -> tuple[Packed, Tensor, int]:
         view.unit = DEPTH if w.group % DEPTH == 0 else ROWS
         view.group_units = w.group // view.unit
     view.groups = w.scale.shape[1]
-    view.scale_type = ELEMENT_TYPES[_name(w.scale)]
+    view.scale_type = ELEMENT_TYPES[w.scale.dtype]
     scale = interleave(w.scale)
     minus = None if w.minus is None else interleave(w.minus)
     zeros = None if w.zeros is None else interleave(w.zeros)
     if minus is not None:
-        view.minus_type = ELEMENT_TYPES[_name(minus)]
+        view.minus_type = ELEMENT_TYPES[minus.dtype]
     facts = Affine(
         w.shape, w.bits, w.group, w.codes[:0, :0], w.scale[:0, :0], zero=w.zero, signed=w.signed
     )
@@ -212,11 +212,11 @@ def _pack_blocks(w: Blocks) -> tuple[Packed, Tensor, int]:
     minus = super_minus = None
     if w.type == "q6_k":
         view.zero = 32.0
-        view.scale_type = ELEMENT_TYPES["int8"]
+        view.scale_type = ELEMENT_TYPES[torch.int8]
         scale = interleave(blocks[:, :, 192:208].reshape(n, -1))
         super_scale = interleave(_halves(blocks, 208))
     else:
-        view.scale_type = view.minus_type = ELEMENT_TYPES["uint8"]
+        view.scale_type = view.minus_type = ELEMENT_TYPES[torch.uint8]
         low, mid, high = (blocks[:, :, 4 + i : 8 + i] for i in (0, 4, 8))
         scales = torch.cat((low & 63, (high & 15) | (low >> 6 << 4)), dim=2)
         mins = torch.cat((mid & 63, (high >> 4) | (mid >> 6 << 4)), dim=2)
@@ -277,7 +277,3 @@ def interleave(x: Tensor) -> Tensor:
 def deinterleave(x: Tensor, rows: int) -> Tensor:
     """The inverse of :func:`interleave`."""
     return x.transpose(1, 2).reshape(-1, x.shape[1])[:rows].contiguous()
-
-
-def _name(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")

@@ -94,6 +94,31 @@ def test_closing_gives_every_thread_back_and_may_be_repeated() -> None:
     assert thread_count() == before
 
 
+def test_a_closed_engine_says_so(cases: Any) -> None:
+    backend = cpu.open_backend("cpu", 2)
+    kernel = backend.implementations("linear")[0]
+    packed = kernel.pack(cases.affine(16, 32))
+    backend.close()
+    with pytest.raises(KernelError, match="linear: the engine is closed"):
+        kernel.matmul(packed, torch.zeros(1, 32), torch.zeros(1, 16))
+
+
+def test_running_out_of_memory_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(KernelError, match="attention: out of memory"):
+        library.check(1, "attention")
+
+    class Full:
+        def embedlm_levels(self) -> int:
+            return 1
+
+        def embedlm_engine_create(self, threads: int, level: int) -> None:
+            return None
+
+    monkeypatch.setattr(library, "find_library", Full)
+    with pytest.raises(KernelError, match="no engine of 8 threads: out of memory"):
+        cpu.open_backend("cpu", 8)
+
+
 def products(backend: Any, weights: list[Any], x: Any, rounds: int, out: list[Any]) -> None:
     kernel = backend.implementations("linear")[0]
     packed = [kernel.pack(weight) for weight in weights]

@@ -16,7 +16,7 @@ enum ElementType { kF16 = 0, kBF16 = 1, kF32 = 2, kU8 = 3, kI8 = 4 };
 enum SourceKind { kStream = 0, kQ4K = 1, kQ5K = 2, kQ6K = 3 };
 
 // What every exported function returns.
-enum Status { kOk = 0, kOutOfMemory = 1, kBadArgument = 2 };
+enum Status { kOk = 0, kOutOfMemory = 1, kClosed = 2 };
 
 enum { kRows = 16, kDepth = 32, kKeyTile = 64 };
 

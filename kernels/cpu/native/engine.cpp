@@ -114,6 +114,7 @@ EXPORT int embedlm_engine_level(const void* engine) {
 
 EXPORT int embedlm_pack(void* handle, const Weight* w, const void* source, int64_t row_bytes) {
     Engine* engine = static_cast<Engine*>(handle);
+    if (!engine) return kClosed;
     std::lock_guard<std::mutex> lock(engine->mutex);
     if (!engine->reserve_private((size_t)w->k)) return kOutOfMemory;
     parallel(engine, w->row_blocks, chunks_for(engine, w->n * w->k),
@@ -128,6 +129,7 @@ EXPORT int embedlm_pack(void* handle, const Weight* w, const void* source, int64
 
 EXPORT int embedlm_unpack(void* handle, const Weight* w, void* out, int64_t row_bytes) {
     Engine* engine = static_cast<Engine*>(handle);
+    if (!engine) return kClosed;
     std::lock_guard<std::mutex> lock(engine->mutex);
     if (!engine->reserve_private((size_t)w->k)) return kOutOfMemory;
     parallel(engine, w->row_blocks, chunks_for(engine, w->n * w->k),
@@ -143,6 +145,7 @@ EXPORT int embedlm_unpack(void* handle, const Weight* w, void* out, int64_t row_
 EXPORT int embedlm_rows(void* handle, const Weight* w, const int64_t* ids, int64_t count,
                         float* out) {
     Engine* engine = static_cast<Engine*>(handle);
+    if (!engine) return kClosed;
     std::lock_guard<std::mutex> lock(engine->mutex);
     parallel(engine, count, chunks_for(engine, count * w->k * 4),
              [=](int64_t begin, int64_t end, int) { gather_rows(*w, ids, out, begin, end); });
@@ -153,6 +156,7 @@ EXPORT int embedlm_rows(void* handle, const Weight* w, const int64_t* ids, int64
 EXPORT int embedlm_linear(void* handle, const Weight* w, const float* x, int64_t m, float* out,
                           int exact) {
     Engine* engine = static_cast<Engine*>(handle);
+    if (!engine) return kClosed;
     std::lock_guard<std::mutex> lock(engine->mutex);
     LinearArgs args = {w, x, m, out, {}};
     const size_t depth = (size_t)w->k_blocks * kDepth;
@@ -182,6 +186,7 @@ EXPORT int embedlm_linear(void* handle, const Weight* w, const float* x, int64_t
 
 EXPORT int embedlm_rms_norm(void* handle, const NormArgs* args, int64_t tokens) {
     Engine* engine = static_cast<Engine*>(handle);
+    if (!engine) return kClosed;
     std::lock_guard<std::mutex> lock(engine->mutex);
     parallel(engine, tokens, chunks_for(engine, tokens * args->width),
              [=](int64_t begin, int64_t end, int) { engine->kernels->rms_norm(args, begin, end); });
@@ -190,6 +195,7 @@ EXPORT int embedlm_rms_norm(void* handle, const NormArgs* args, int64_t tokens) 
 
 EXPORT int embedlm_gated(void* handle, const GatedArgs* args, int64_t tokens) {
     Engine* engine = static_cast<Engine*>(handle);
+    if (!engine) return kClosed;
     std::lock_guard<std::mutex> lock(engine->mutex);
     parallel(engine, tokens, chunks_for(engine, tokens * args->width * 8),
              [=](int64_t begin, int64_t end, int) { engine->kernels->gated(args, begin, end); });
@@ -198,6 +204,7 @@ EXPORT int embedlm_gated(void* handle, const GatedArgs* args, int64_t tokens) {
 
 EXPORT int embedlm_rope(void* handle, const RopeArgs* args, int64_t tokens) {
     Engine* engine = static_cast<Engine*>(handle);
+    if (!engine) return kClosed;
     std::lock_guard<std::mutex> lock(engine->mutex);
     const int64_t width = (int64_t)(args->heads + 2 * args->kv_heads) * args->head_dim;
     parallel(engine, tokens, chunks_for(engine, tokens * width),
@@ -207,6 +214,7 @@ EXPORT int embedlm_rope(void* handle, const RopeArgs* args, int64_t tokens) {
 
 EXPORT int embedlm_attention(void* handle, AttentionArgs* args) {
     Engine* engine = static_cast<Engine*>(handle);
+    if (!engine) return kClosed;
     std::lock_guard<std::mutex> lock(engine->mutex);
     const int group = args->heads / args->kv_heads;
     // 48 rows amortize the transposition of a tile and keep the item's state within 1 MiB.

@@ -320,7 +320,8 @@ INLINE VB field(VB p, int from, int mask, int to) {
     VI x = (VI)p;  // whole words: bits that cross a byte are masked away
     if (from > to) x = x >> (from - to);
     if (from < to) x = x << (to - from);
-    return (VB)x & (uint8_t)(mask << to);
+    const uint8_t m = (uint8_t)(mask << to);
+    return (VB)x & VB{m, m, m, m, m, m, m, m, m, m, m, m, m, m, m, m};
 }
 INLINE VF code_float(VB p, int b) { return to_float(((VI)p >> (8 * b)) & 255); }
 #if defined(__x86_64__)  // SSE2, which every x86-64 CPU has
