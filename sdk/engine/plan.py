@@ -31,8 +31,8 @@ class RequestStart:
     pages: tuple[int, ...]
     params: SamplingParams
     kind: RequestKind = "generate"
-    #: Token ids behind the words of ``params`` (bad words, EOS, breakers): see sdk.sampling.resolved.
-    resolved: ResolvedParams = ResolvedParams()
+    #: Token ids behind the words of ``params``: bad words, EOS, sequence breakers.
+    resolved: ResolvedParams = field(default_factory=ResolvedParams)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from sdk.engine.plan import Sampled
 
 
 def scored(logits: Tensor, token_id: int, num_top: int | None, also: Sequence[int] = ()) -> Sampled:
-    """Score ``token_id`` against ``logits [V]``, with the ``num_top`` best (-1: all) and ``also``."""
+    """Score ``token_id`` in ``logits [V]``, with the ``num_top`` best (-1: all) and ``also``."""
     # log_softmax of one row at a time: bitwise the same for any batch (see truncation).
     logprobs = torch.log_softmax(logits[None], -1)[0]
     ids = _best(logprobs, num_top or 0)

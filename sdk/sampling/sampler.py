@@ -23,7 +23,7 @@ from sdk.sampling.state import RequestState
 from sdk.sampling.truncation import draw
 
 _NOTHING_RESOLVED = ResolvedParams()
-# Rows truncated together. On a CPU a row (200 kB and its float64 sums) should stay in the cache: the
+# Rows truncated together. On a CPU a row (200 kB and its float64 sums) should stay in cache: the
 # cumsum of eight rows at once took 1.6 ms, of one row 0.03 ms. On a GPU launches cost more.
 _ROWS_CPU, _ROWS_GPU = 1, 64
 _KEPT_MU = 1024

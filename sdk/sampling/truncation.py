@@ -4,9 +4,10 @@ Order: temperature, ``min_p``, ``top_k``, ``typical_p``, ``top_p`` (vLLM's, with
 llama.cpp has it), XTC; or mirostat instead of them all. ``top_p`` therefore counts what the earlier
 ones left. Ties are always decided for the lowest token id.
 
-Only operations whose result for a row does not depend on the other rows, the alignment or the number
-of threads are used: element-wise arithmetic, softmax, cumsum, sorting of values. A float ``sum`` is
-split over threads when there is one row (seen to change the last bit at V = 33000), so none is taken.
+Only operations whose result for a row does not depend on the other rows, the alignment or the
+number of threads are used: element-wise arithmetic, softmax, cumsum, sorting of values. A float
+``sum`` is split over threads when there is one row (seen to change the last bit at V = 33000), so
+none is taken.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def _typical(scaled: Tensor, mass: Tensor) -> Tensor:
     terms = torch.where(probabilities > 0, probabilities * logprobs, 0.0)
     entropy = -terms.cumsum(-1, dtype=torch.float64)[:, -1:].to(torch.float32)
     distance = (-logprobs - entropy).abs()
-    order = distance.sort(-1, stable=True).indices
+    order = distance.sort(stable=True, dim=-1).indices
     cumulative = probabilities.gather(-1, order).cumsum(-1, dtype=torch.float64)
     before = cumulative.roll(1, -1)
     before[:, 0] = 0.0

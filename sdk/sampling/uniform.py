@@ -1,8 +1,8 @@
 """Random numbers without a generator: a pure function of (request seed, position, stream).
 
 A counter-based generator has no state to lose, so a request draws the same numbers alone, in a
-batch, after a preemption and on any device. Each word passes SplitMix64's finalizer (Steele, Lea and
-Flood 2014).
+batch, after a preemption and on any device. Each word passes SplitMix64's finalizer (Steele, Lea
+and Flood 2014).
 """
 
 from __future__ import annotations
