@@ -28,4 +28,4 @@ def uniform(seed: int, position: int, stream: int = TOKEN) -> float:
 
 def child_seed(seed: int, index: int) -> int:
     """The seed of answer ``index`` where ``n > 1``; answer 0 keeps the request's own."""
-    return seed if index == 0 else _mix(_mix(seed & _MASK) ^ _mix(index))
+    return seed if index == 0 else _mix(_mix(seed & _MASK) ^ index)

@@ -55,7 +55,7 @@ BAD = {
     "allowed_token_ids": [[], [-1], 7],
     "bad_words": ["word", [""], ["x"] * 1025, ["x" * 257]],
     "stop_regex": ["(", "", 3, "x" * 1025],
-    "logit_bias": [{-1: 1.0}, {1: 101}, {1: NAN}, {"a": 1}, [1], {i: 0.0 for i in range(4097)}],
+    "logit_bias": [{-1: 1.0}, {1: 101}, {1: NAN}, {"a": 1}, [1], dict.fromkeys(range(4097), 0.0)],
     "logits_processors": [[3], 3, [len] * 17],
     "structured_outputs": [{"json": {}}],
     "guided_decoding": [{"regex": "a"}],
@@ -91,7 +91,7 @@ def test_values_that_contradict_each_other_are_refused(values: dict, name: str) 
 def test_an_unknown_keyword_names_the_nearest_parameter() -> None:
     with pytest.raises(TypeError, match="'temprature'; did you mean 'temperature'"):
         SamplingParams(temprature=1.0)
-    with pytest.raises(TypeError, match="no parameter 'zzzz'$"):
+    with pytest.raises(TypeError, match=r"no parameter 'zzzz'$"):
         SamplingParams(zzzz=1.0)
     with pytest.raises(TypeError, match="top_k"):
         SamplingParams().clone(topk=3)
