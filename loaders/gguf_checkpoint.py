@@ -9,7 +9,6 @@ The converter that wrote the file changed some tensors; pulling one undoes it:
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -22,14 +21,13 @@ from torch import Tensor
 
 from sdk.loaders.formats.gguf_decode import decode_matrix
 from sdk.loaders.gguf_config import architecture, build_config, build_generation_config
+from sdk.loaders.gguf_header import GgufTensor
 from sdk.loaders.gguf_names import gguf_name
-from sdk.loaders.gguf_reader import GgufFile, GgufTensor, read_gguf
+from sdk.loaders.gguf_reader import GgufFile, read_gguf
 from sdk.loaders.model_shapes import expected_shape
 from sdk.quant.checkpoint import TensorEntry
 from sdk.quant.errors import CheckpointError
 from sdk.quant.weight import Weight, weight_of
-
-logger = logging.getLogger("sdk")
 
 _INTERLEAVED = frozenset({"llama", "granite"})
 _NORMS_PLUS_ONE = frozenset({"gemma2", "gemma3"})

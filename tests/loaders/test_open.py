@@ -272,6 +272,14 @@ def test_numbers_outside_their_limits_are_named(files: Any, key: str, value: Any
         complete_config(files.config(**{key: value}), "here")
 
 
+def test_sizes_that_differ_from_layer_to_layer_may_be_lists(files: Any) -> None:
+    raw = files.config(model_type="unknown_here", intermediate_size=[64, 128])
+    assert complete_config(raw, "here")["intermediate_size"] == [64, 128]
+    raw["intermediate_size"] = [64, 0]
+    with pytest.raises(CheckpointError, match="intermediate_size is 0, expected"):
+        complete_config(raw, "here")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -406,6 +414,9 @@ def test_a_model_in_the_hub_cache_is_opened_without_a_network(files: Any, hub_ca
     assert checkpoint.has("model.embed_tokens")
     with pytest.raises(CheckpointError, match=r"org/name: .*not found in the local cache"):
         open_checkpoint("org/name", revision="v2", local_files_only=True)
+    (snapshot / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"org/name: no config.json.*hf download org/name"):
+        open_checkpoint("org/name", local_files_only=True)
 
 
 def test_a_hub_id_that_is_not_in_the_cache_is_named(hub_cache: Path) -> None:
