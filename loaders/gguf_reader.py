@@ -58,10 +58,10 @@ class GgufFile:
         rows = math.prod(tensor.shape[:-1])
         return shard.file.view(tensor.start, tensor.nbytes).reshape(rows, tensor.nbytes // rows)
 
-    def release(self, name: str) -> None:
-        """Hand a tensor's pages back to the system once its values have been copied."""
+    def release(self, name: str, first: int, nbytes: int) -> None:
+        """Hand pages of a tensor back to the system once their values have been copied."""
         tensor = self.tensors[name]
-        self._shards[tensor.shard].file.release(tensor.start, tensor.nbytes)
+        self._shards[tensor.shard].file.release(tensor.start + first, nbytes)
 
 
 def read_gguf(path: Path) -> GgufFile:
@@ -71,30 +71,26 @@ def read_gguf(path: Path) -> GgufFile:
         CheckpointError: the file is damaged or contradicts itself, or a part is missing.
     """
     first = _Shard(path, 0)
-    metadata = first.metadata
-    count = metadata.get("split.count", 1)
-    number = metadata.get("split.no", 0)
-    for key, value in (("split.count", count), ("split.no", number)):
-        if type(value) is not int or not 0 <= value <= MAX_SHARDS:
-            raise CheckpointError(f"{path}: {key} is {value!r}, expected 0 to {MAX_SHARDS}")
+    count = first.split("count", MAX_SHARDS, default=1)
+    number = first.split("no", MAX_SHARDS, default=0)
     if count <= 1:
-        return GgufFile(path, metadata, [first])
+        return GgufFile(path, first.metadata, [first])
     paths = _shard_paths(path, number, count)
     shards = [first, *(_Shard(part, index) for index, part in enumerate(paths) if index)]
     for index, shard in enumerate(shards[1:], 1):
-        found = (shard.metadata.get("split.no"), shard.metadata.get("split.count"))
+        found = (shard.split("no", MAX_SHARDS), shard.split("count", MAX_SHARDS))
         if found != (index, count):
             raise CheckpointError(
                 f"{shard.file.path}: split.no and split.count are {found}, "
                 f"expected {(index, count)}"
             )
     total = sum(len(shard.tensors) for shard in shards)
-    declared = metadata.get("split.tensors.count", total)
+    declared = first.split("tensors.count", 1 << 31, default=total)
     if declared != total:
         raise CheckpointError(
             f"{path}: split.tensors.count is {declared}, the {count} files hold {total} tensors"
         )
-    return GgufFile(path, metadata, shards)
+    return GgufFile(path, first.metadata, shards)
 
 
 def _shard_paths(path: Path, number: int, count: int) -> list[Path]:
@@ -128,3 +124,12 @@ class _Shard:
         self.metadata = dict(header.metadata())
         self.tensors = list(header.tensors(self.metadata, index))
         self.file.release(0, header.position)
+
+    def split(self, key: str, limit: int, default: int = 0) -> int:
+        """An integer of the ``split.`` metadata."""
+        value = self.metadata.get(f"split.{key}", default)
+        if type(value) is not int or not 0 <= value <= limit:
+            raise CheckpointError(
+                f"{self.file.path}: split.{key} is {str(value)[:80]}, expected 0 to {limit}"
+            )
+        return value
