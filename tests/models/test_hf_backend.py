@@ -12,7 +12,14 @@ from torch import nn
 from sdk.models.hf_backend import ATTENTION_NAME, HFModel
 from sdk.models.parallel import Mesh
 from sdk.quant.errors import CheckpointError, UnsupportedError
-from tests.models.conftest import DictCheckpoint, Paged, checkpoint_of, expected_logits, prompt, tiny
+from tests.models.conftest import (
+    DictCheckpoint,
+    Paged,
+    checkpoint_of,
+    expected_logits,
+    prompt,
+    tiny,
+)
 
 #: Attention biases, partial rotation, layer norms, clipping, windows, parallel blocks, learned
 #: positions, Conv1D, interleaved rotation, logit scales, sinks with experts.

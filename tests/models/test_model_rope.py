@@ -58,9 +58,7 @@ def llama(name: str, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", SCALINGS)
-def test_llama_matches_transformers_with_every_scaling(
-    name: str, load: Callable[..., Any]
-) -> None:
+def test_llama_matches_transformers_with_every_scaling(name: str, load: Callable[..., Any]) -> None:
     oracle = llama(name)
     ids = prompt(61, 4)
     expected = expected_logits(oracle, ids)
