@@ -50,6 +50,18 @@ def build_model(
     return build_hf_model(checkpoint, values, mesh, ops)
 
 
+def read_config(values: Mapping[str, Any]) -> ModelConfig:
+    """The facts of the model a config describes, before anything is built.
+
+    :raises CheckpointError: and :raises UnsupportedError: as :func:`build_model`.
+    """
+    if has_own_file(model_type(values)):
+        return ModelConfig.from_dict(values)
+    from sdk.models.hf_backend import read_hf_config
+
+    return read_hf_config(values)
+
+
 def model_type(config: Mapping[str, Any]) -> str:
     """The file name of the model: a multimodal config is named by its text part."""
     text = config.get("text_config")

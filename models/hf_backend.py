@@ -59,6 +59,11 @@ def build_hf_model(
     return HFModel(model, config, checkpoint, ops)
 
 
+def read_hf_config(values: Mapping[str, Any]) -> ModelConfig:
+    """See :func:`sdk.models.auto.read_config`."""
+    return _facts(_read_config(values))
+
+
 def _read_config(values: Mapping[str, Any]) -> Any:
     """transformers' own config object; nothing in the file can make it run code or quantize."""
     import transformers
