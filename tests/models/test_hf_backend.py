@@ -155,6 +155,42 @@ def test_more_than_one_rank_is_refused(load: Callable[..., Any]) -> None:
         load(tiny("stablelm"), mesh=Mesh(0, 2, Unused()))  # type: ignore[arg-type]
 
 
+def test_a_gpt_neox_file_calls_its_head_embed_out(load: Callable[..., Any]) -> None:
+    oracle = tiny("gpt_neox", num_key_value_heads=4)
+    checkpoint = checkpoint_of(oracle)
+    checkpoint.tensors["embed_out.weight"] = checkpoint.tensors.pop("lm_head.weight")
+    found = Paged(load(checkpoint)).run("a", [5, 6, 7])
+    assert (found - expected_logits(oracle, [5, 6, 7])).abs().max() <= 1e-4
+
+
+def test_a_body_saved_alone_has_no_prefix(load: Callable[..., Any]) -> None:
+    oracle = tiny("gpt2", num_key_value_heads=4, n_inner=128)
+    checkpoint = checkpoint_of(oracle)
+    named = checkpoint.tensors.items()
+    checkpoint.tensors = {name.removeprefix("transformer."): t for name, t in named}
+    found = Paged(load(checkpoint)).run("a", [5, 6, 7])
+    assert (found - expected_logits(oracle, [5, 6, 7])).abs().max() <= 1e-4
+
+
+def test_experts_stored_one_by_one_are_refused(load: Callable[..., Any]) -> None:
+    checkpoint = checkpoint_of(tiny("mixtral", num_local_experts=2, num_hidden_layers=1))
+    del checkpoint.tensors["model.layers.0.mlp.experts.gate_up_proj"]
+    with pytest.raises(UnsupportedError, match="mlp.experts.gate_up_proj: .*one by one"):
+        load(checkpoint)
+
+
+def test_the_model_does_not_keep_the_checkpoint_open(load: Callable[..., Any]) -> None:
+    import gc
+    import weakref
+
+    checkpoint = checkpoint_of(tiny("stablelm"))
+    model, watched = load(checkpoint), weakref.ref(checkpoint)
+    del checkpoint
+    gc.collect()
+    assert watched() is None
+    assert model.config.num_layers == 3
+
+
 def test_a_missing_or_misshapen_tensor_is_named(load: Callable[..., Any]) -> None:
     for name in ("model.layers.1.self_attn.q_proj.weight", "model.norm.bias"):
         checkpoint = checkpoint_of(tiny("stablelm"))

@@ -163,5 +163,5 @@ def test_angles_do_not_depend_on_the_other_positions() -> None:
 
 
 def test_an_unknown_type_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected one of .*found 'spiral'"):
+    with pytest.raises(ValueError, match=r"expected one of .*found 'spiral'"):
         inverse_frequencies(RopeSpec(100.0, 8, 64, type="spiral"), 64)
