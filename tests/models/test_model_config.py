@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sdk.models.auto import has_own_file, model_type
+from sdk.models.auto import model_type, own_model, read_config
 from sdk.models.config import ModelConfig
 from sdk.models.rope import RopeSpec, inverse_frequencies
 from sdk.quant.errors import CheckpointError, UnsupportedError
@@ -122,6 +122,14 @@ def test_each_layer_has_the_window_of_its_family(
     changes: dict[str, Any], windows: tuple[int | None, ...]
 ) -> None:
     assert read(**changes).windows == windows
+
+
+def test_the_facts_of_a_model_can_be_read_without_building_it() -> None:
+    assert read_config(LLAMA) == ModelConfig.from_dict(LLAMA)
+    other = read_config({**LLAMA, "model_type": "gpt_neox", "num_attention_heads": 8})
+    assert (other.model_type, other.num_kv_heads, other.head_dim) == ("gpt_neox", 8, 8)
+    with pytest.raises(UnsupportedError, match="neither this package nor transformers"):
+        read_config({"model_type": "no_such_model"})
 
 
 def test_null_switches_gemma2_soft_caps_off() -> None:
@@ -244,7 +252,7 @@ def test_no_value_of_any_field_gives_another_error_or_hangs(model: str) -> None:
 
 @pytest.mark.parametrize("name", ["auto", "config", "rope", "hf_backend", "os.path", "../llama"])
 def test_only_model_files_are_models(name: str) -> None:
-    assert not has_own_file(name)
+    assert own_model(name) is None
 
 
 @pytest.mark.parametrize("found", [None, 7, "", "../llama", "a/b"])
