@@ -60,6 +60,14 @@ class EmbeddingOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoringOutput:
+    """How alike two texts are: the cosine of their embeddings, -1 to 1."""
+
+    request_id: str
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
 class RequestMetrics:
     """Times and counts of one request.
 

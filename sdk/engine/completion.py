@@ -20,10 +20,12 @@ from sdk.outputs import (
     RequestOutput,
 )
 from sdk.params import RequestOutputKind, SamplingParams
-from sdk.quant.checkpoint import Tokenizer
+from sdk.quant.tokenizer import Tokenizer
 from sdk.text.detokenizer import IncrementalDetokenizer
-from sdk.text.stops import StopMatcher
+from sdk.text.stops import StopMatcher, StopStrings
 
+#: How much of the prompt the detokenizer looks at, to know what the answer continues.
+_CONTEXT_TOKENS = 8
 DecodeToken = Callable[[int], str | None]
 
 
@@ -49,14 +51,18 @@ class Completion:
         self._decode = decode
         self._detokenizer: IncrementalDetokenizer | None = None
         self._stops: StopMatcher | None = None
+        self._stopped = False  # by a stop string
         if tokenizer is not None and params.detokenize and request.kind == "generate":
             self._detokenizer = IncrementalDetokenizer(
-                tokenizer, skip_special_tokens=params.skip_special_tokens
+                tokenizer,
+                prompt_token_ids=request.token_ids[-_CONTEXT_TOKENS:],
+                skip_special_tokens=params.skip_special_tokens,
+                spaces_between_special_tokens=params.spaces_between_special_tokens,
             )
-            if params.stop or params.stop_regex:
-                self._stops = StopMatcher(
-                    params.stop, params.stop_regex, params.include_stop_str_in_output
-                )
+            patterns = () if params.stop_regex is None else (params.stop_regex,)
+            stops = StopStrings(tuple(params.stop or ()), patterns)
+            if stops:
+                self._stops = StopMatcher(stops, params.include_stop_str_in_output)
         self._sent_text = 0  # for DELTA: what the last output had
         self._sent_tokens = 0
 
@@ -78,22 +84,24 @@ class Completion:
         stopped_by_token = request.finish_reason == "stop"
         if stopped_by_token and not request.params.include_stop_str_in_output:
             return None  # EOS and stop tokens are no part of the text
-        text = self._detokenizer.push([token_id])
-        if self._stops is None or len(self.token_ids) < request.params.min_tokens:
+        text = self._detokenizer.push(token_id)
+        if self._stops is None:
             self.text += text
             return None
-        self.text += self._stops.push(text)
-        return self._stops.matched
+        update = self._stops.push(text, len(self.token_ids) >= request.params.min_tokens)
+        self.text += update.text
+        self._stopped = update.stop is not None
+        return update.stop
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None) -> None:
         """No more tokens. Text that was held back comes out, unless a stop string cut it off."""
         self.finish_reason = reason
         self.stop_reason = stop_reason
-        if self._detokenizer is None or (self._stops is not None and self._stops.matched):
+        if self._detokenizer is None or self._stopped:
             return
         text = self._detokenizer.finish()
         if self._stops is not None:
-            text = self._stops.push(text) + self._stops.finish()
+            text = self._stops.push(text, can_stop=False).text + self._stops.finish()
         self.text += text
 
     def output(self, delta: bool, index: int | None = None) -> CompletionOutput:

@@ -20,8 +20,10 @@ from sdk.errors import EngineClosedError, EngineDeadError, RequestError
 from sdk.executors.base import Executor
 from sdk.outputs import EngineMetrics, FinishReason, RequestOutput
 from sdk.params import SamplingParams
-from sdk.quant.checkpoint import Tokenizer
+from sdk.quant.tokenizer import Tokenizer
+from sdk.sampling.resolved import ResolvedParams
 
+_NOTHING_RESOLVED = ResolvedParams()
 logger = logging.getLogger("sdk")
 
 
@@ -75,6 +77,7 @@ class Engine:
         cache_salt: str | None = None,
         kind: RequestKind = "generate",
         arrival_time: float | None = None,
+        resolved: ResolvedParams = _NOTHING_RESOLVED,
     ) -> None:
         """Queue a request. Raises RequestError, EngineDeadError or EngineClosedError; then nothing
         was queued. ``arrival_time`` is wall clock (default now); ``priority`` overrides ``params``.
@@ -100,6 +103,7 @@ class Engine:
                 priority=priority,
                 arrival_time=arrival,
                 salt=cache_salt,
+                resolved=resolved,
             )
             for child_id, child_params in children
         ]
