@@ -1,0 +1,168 @@
+"""What all tokenizers share: decoding by bytes, chat templates, and the guard around user text.
+
+**The guard.** ``encode_chat`` must turn the template's ``<|im_end|>`` into a control token and the
+user's ``<|im_end|>`` into seven characters of text, although the template has mixed both into one
+string. Before rendering, every control token spelled in a message gets a *breaker* inside: one
+private-use character found nowhere else. The broken spelling is not recognised in the rendered text,
+and the breaker is taken out of the pieces of ordinary text before they are encoded. A message without
+such spellings, which is nearly every message, is not touched at all, so its ids are those of the plain
+rendering; and whatever a template does with a message (strip, split, slice, join), a breaker stays
+where it was.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFacts:
+    """What a file says about its tokenizer besides the vocabulary."""
+
+    bos_token_id: int | None = None
+    eos_token_ids: frozenset[int] = frozenset()
+    special_ids: frozenset[int] = frozenset()
+    chat_template: str | None = None
+    chat_templates: Mapping[str, str] = field(default_factory=dict)
+    # Handed to templates as bos_token, eos_token, unk_token, pad_token.
+    names: Mapping[str, str] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+
+class TextTokenizer(ABC):
+    """Base of the tokenizers; see ``sdk.quant.tokenizer.Tokenizer`` for the contract."""
+
+    bytewise = True
+    strips_leading_space = False
+
+    def __init__(self, facts: TokenizerFacts) -> None:
+        self._facts = facts
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._facts.bos_token_id
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        return self._facts.eos_token_ids
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        return self._facts.special_ids
+
+    @property
+    def chat_template(self) -> str | None:
+        return self._facts.chat_template
+
+    @property
+    def chat_templates(self) -> Mapping[str, str]:
+        return self._facts.chat_templates
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        return self._facts.warnings
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int: ...
+
+    @abstractmethod
+    def encode(
+        self, text: str, add_special_tokens: bool = True, parse_special: bool = True
+    ) -> list[int]: ...
+
+    @abstractmethod
+    def id_to_bytes(self, token_id: int) -> bytes: ...
+
+    @abstractmethod
+    def token_to_id(self, token: str) -> int | None: ...
+
+    @abstractmethod
+    def id_to_token(self, token_id: int) -> str | None: ...
+
+    @abstractmethod
+    def _encode_rendered(self, text: str, breaker: str | None) -> list[int]:
+        """Ids of a rendered conversation; ``breaker`` marks spellings that are ordinary text."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        skipped = self._facts.special_ids if skip_special_tokens else frozenset()
+        parts = [self.id_to_bytes(token_id) for token_id in ids if token_id not in skipped]
+        data = b"".join(parts)
+        if self.strips_leading_space and data.startswith(b" "):
+            data = data[1:]
+        return data.decode("utf-8", "replace")
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        **kwargs: Any,
+    ) -> str:
+        from sdk.loaders.chat_template import render_chat
+
+        return render_chat(
+            self._template(chat_template, tools),
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            special_tokens=self._facts.names,
+            **kwargs,
+        )
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        **kwargs: Any,
+    ) -> list[int]:
+        from sdk.loaders.chat_template import ControlTextGuard, check_messages
+
+        check_messages(messages)
+        spellings = [self.id_to_token(token_id) for token_id in self.special_ids]
+        guard = ControlTextGuard(text for text in spellings if text)
+        outside = {"messages": messages, "tools": tools, **kwargs}
+        breaker = guard.choose_breaker(outside, self._template(chat_template, tools))
+        if breaker is not None:
+            outside = guard.break_up(outside, breaker)
+        text = self.apply_chat_template(
+            outside.pop("messages"),
+            add_generation_prompt=add_generation_prompt,
+            tools=outside.pop("tools"),
+            chat_template=chat_template,
+            **outside,
+        )
+        return self._encode_rendered(text, breaker)
+
+    def _template(self, chosen: str | None, tools: object) -> str:
+        """The source of the template to use: the caller's, a named one, or the default."""
+        from sdk.loaders.chat_template import TemplateError
+
+        named = self._facts.chat_templates
+        if chosen is not None:
+            return named.get(chosen, chosen)
+        if tools and "tool_use" in named:
+            return named["tool_use"]
+        if self._facts.chat_template is None:
+            raise TemplateError(
+                "the model has no chat template: pass chat_template= or a plain prompt"
+            )
+        return self._facts.chat_template
+
+
+def well_formed(text: str) -> str:
+    """``text`` without lone surrogates: pairs become their character, others U+FFFD."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text

@@ -1,0 +1,1 @@
+def tokenizer_json_for(*a): return None

@@ -1,0 +1,85 @@
+"""Byte-level BPE (GPT-2 and everything after it): every byte has a printable character of its own.
+
+A text is split into words by the model's regular expressions, each word is written in the byte
+alphabet and merged by rank. The splitting and merging run in the ``tokenizers`` library, which is
+exact here; which expressions a GGUF file means by ``tokenizer.ggml.pre`` is in ``pretokenizers.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+from sdk.loaders.tokenizer.pretokenizers import PreTokenizer
+
+
+def _alphabet() -> dict[str, int]:
+    """Character -> byte. Printable Latin-1 characters stand for themselves, the rest from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    table = {chr(byte): byte for byte in printable}
+    table.update({chr(0x100 + index): byte for index, byte in enumerate(others)})
+    return table
+
+
+BYTE_OF = _alphabet()
+
+
+def token_bytes(token: str) -> bytes:
+    """The bytes a token of the byte alphabet stands for; any other spelling is taken literally."""
+    try:
+        return bytes([BYTE_OF[character] for character in token])
+    except KeyError:
+        return token.encode("utf-8", "replace")
+
+
+def byte_level_encoder(
+    pieces: Mapping[str, int],
+    merges: Sequence[tuple[str, str]],
+    pre: PreTokenizer,
+) -> Callable[[str], list[int]]:
+    """A function from text to ids. ``pieces``: spelling -> id without control tokens.
+
+    Raises ValueError when a merge does not lead from pieces to a piece.
+    """
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+    model = models.BPE(vocab=dict(pieces), merges=list(merges), ignore_merges=pre.ignore_merges)
+    tokenizer = Tokenizer(model)
+    steps = [
+        pre_tokenizers.Split(Regex(pattern), behavior="isolated", invert=False)
+        for pattern in pre.patterns
+    ]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, byte_level])
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    return encode
+
+
+def raw_encoder(
+    pieces: Mapping[str, int], merges: Sequence[tuple[str, str]]
+) -> Callable[[str], list[int]]:
+    """Gemma 4's BPE: characters instead of bytes, ``▁`` for a space, ``<0xNN>`` for what is missing.
+
+    A line is one word; a run of newlines is one token where the vocabulary has it.
+    """
+    from tokenizers import Tokenizer, models
+
+    # The byte tokens must be in the model for its fallback, although no merge leads to them.
+    tokenizer = Tokenizer(models.BPE(vocab=dict(pieces), merges=list(merges), byte_fallback=True))
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = []
+        for line in re.findall(r"\n+|[^\n]+", text):
+            newlines = pieces.get(line) if line[0] == "\n" else None
+            if newlines is None:
+                ids += tokenizer.encode(line, add_special_tokens=False).ids
+            else:
+                ids.append(newlines)
+        return ids
+
+    return encode

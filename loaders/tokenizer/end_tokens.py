@@ -1,0 +1,53 @@
+"""Which tokens end an answer.
+
+Files name one end-of-text token; chat models stop at another (end of turn), which many files forget to
+name. llama.cpp therefore also looks at the spelling, and so do we. The rule differs in one point:
+spellings that other models use for ordinary text (``</s>`` is HTML to Gemma 3 and Phi-3) count only
+when the file marks the token as control.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+# These mean the same everywhere: files that mark them as ordinary text are wrong about it.
+_ALWAYS = (
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
+    "<|flush|>",
+    "<|calls|>",
+    "<|end_of_text|>",
+    "<end_of_turn>",
+    "<end_of_utterance>",
+)
+_IF_CONTROL = (
+    "<|endoftext|>",
+    "<｜end▁of▁sentence｜>",
+    "<turn|>",
+    "</s>",
+    "<eos>",
+    "<EOT>",
+    "_<EOT>",
+    "[EOT]",
+    "[EOS]",
+    "[e~[",
+)
+
+
+def end_token_ids(
+    token_to_id: Callable[[str], int | None], is_control: Callable[[int], bool]
+) -> frozenset[int]:
+    """Ids of the vocabulary whose spelling says "the answer ends here"."""
+    found: dict[str, int] = {}
+    for text in (*_ALWAYS, *_IF_CONTROL):
+        token_id = token_to_id(text)
+        if token_id is not None and (text in _ALWAYS or is_control(token_id)):
+            found[text] = token_id
+    # The harmony format (and solar-open) ends a message with <|end|> and goes on with the next one.
+    if {"<|call|>", "<|return|>"} <= found.keys() or {"<|calls|>", "<|flush|>"} <= found.keys():
+        found.pop("<|end|>", None)
+    return frozenset(found.values())

@@ -1,0 +1,1 @@
+def tokenizer_from_folder(*a): return None

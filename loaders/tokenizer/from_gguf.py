@@ -1,0 +1,263 @@
+"""Build a tokenizer from the metadata of a GGUF file.
+
+Everything in the file is checked before it is used: a wrong length, a merge without its two halves, a
+byte token ``<0x-1>`` or an id outside the vocabulary is a ``CheckpointError`` that names the file, the
+key, what was expected and what was found.
+
+Three sources, best first: a ``tokenizer.json`` beside the file (when it is of the same vocabulary), the
+key ``tokenizer.huggingface.json``, and the ``tokenizer.ggml.*`` keys.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from sdk.loaders.tokenizer.base import TokenizerFacts
+from sdk.loaders.tokenizer.byte_level import byte_level_encoder, raw_encoder
+from sdk.loaders.tokenizer.end_tokens import end_token_ids
+from sdk.loaders.tokenizer.metadata import Metadata
+from sdk.loaders.tokenizer.pretokenizers import DEFAULT, PRE_TOKENIZERS, PreTokenizer
+from sdk.loaders.tokenizer.spm import SpmEncoder
+from sdk.loaders.tokenizer.vocab import (
+    BYTE,
+    CONTROL,
+    NORMAL,
+    UNKNOWN,
+    USER_DEFINED,
+    EncodeRules,
+    Vocabulary,
+    VocabTokenizer,
+)
+from sdk.quant.errors import UnsupportedError
+from sdk.quant.tokenizer import Tokenizer
+
+_LOG = logging.getLogger("sdk")
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+_MODELS = ("gpt2", "llama", "gemma4")
+_TEMPLATE = "tokenizer.chat_template"
+
+
+@dataclass(frozen=True, slots=True)
+class _Specials:
+    bos: int | None
+    eos: int | None
+    unknown: int | None
+    padding: int | None
+    ends: frozenset[int]
+
+
+def tokenizer_from_gguf(metadata: Mapping[str, object], file: str) -> Tokenizer:
+    """The tokenizer of a GGUF file whose metadata has been read.
+
+    ``metadata``: key -> Python value; arrays as lists, tuples or numpy arrays, ``tokens`` and
+    ``merges`` as lists of str. ``file``: path of the file, for messages and to find a
+    ``tokenizer.json`` beside it.
+
+    Raises CheckpointError for contradictory metadata, UnsupportedError for a tokenizer model this
+    version does not know.
+    """
+    meta = Metadata(metadata, file)
+    model = meta.text("tokenizer.ggml.model")
+    if model is None:
+        raise meta.error("tokenizer.ggml.model", f"one of {', '.join(_MODELS)}", "no such key")
+    if model not in _MODELS:
+        raise UnsupportedError(
+            f"{file}: tokenizer.ggml.model: expected one of {', '.join(_MODELS)}, found {model!r}. "
+            "Open the file with skip_tokenizer_init=True and pass token ids"
+        )
+    tokens, kinds = _tokens(meta)
+    ids = dict(zip(tokens, range(len(tokens))))
+    if len(ids) != len(tokens):
+        twice = next(text for text, times in Counter(tokens).items() if times > 1)
+        raise meta.error("tokenizer.ggml.tokens", "no token twice", repr(twice))
+    specials = _specials(meta, model, ids, kinds)
+    vocabulary = Vocabulary(tokens, bytes(kinds), ids)
+    warnings: list[str] = []
+    pre = _pre_tokenizer(meta, model, warnings)
+    facts = _facts(meta, vocabulary, specials, warnings)
+    add_bos = meta.flag("tokenizer.ggml.add_bos_token", pre.add_bos or model == "llama")
+
+    from sdk.loaders.tokenizer.beside import tokenizer_json_for
+
+    better = tokenizer_json_for(meta, vocabulary, facts, add_bos)
+    if better is not None:
+        return better
+    encode: Callable[[str], list[int]]
+    if model == "llama":
+        encode = _spm(meta, vocabulary, specials.unknown)
+    else:
+        encode = _bpe(meta, vocabulary, pre, model)
+    for warning in warnings:
+        _LOG.warning("%s: %s", file, warning)
+    add_eos = meta.flag("tokenizer.ggml.add_eos_token", False)
+    spaced = model == "llama" and meta.flag("tokenizer.ggml.add_space_prefix", True)
+    rules = EncodeRules(
+        add_bos=add_bos,
+        add_eos_id=specials.eos if add_eos else None,
+        space_prefix=spaced,
+        escape_spaces=model != "gpt2",
+        rstrip_ids=_rstrip_ids(meta, vocabulary),
+    )
+    return VocabTokenizer(vocabulary, rules, facts, encode)
+
+
+def _tokens(meta: Metadata) -> tuple[list[str], bytearray]:
+    """The spellings and the type of every token."""
+    key = "tokenizer.ggml.tokens"
+    tokens = meta.strings(key)
+    if not tokens:
+        raise meta.error(key, "the vocabulary", "no such key" if tokens is None else "no tokens")
+    if "" in tokens:  # llama.cpp's spelling for a hole in the vocabulary
+        tokens = [text or f"[EMPTY_{i}]" for i, text in enumerate(tokens)]
+    types = meta.numbers("tokenizer.ggml.token_type", len(tokens), "iu")
+    if types is None:
+        return tokens, bytearray([NORMAL]) * len(tokens)
+    wrong = np.flatnonzero((types < 0) | (types > BYTE))
+    if len(wrong):
+        where = f"tokenizer.ggml.token_type[{wrong[0]}]"
+        raise meta.error(where, f"a type from 0 to {BYTE}", int(types[wrong[0]]))
+    for index in np.flatnonzero(types == BYTE).tolist():
+        if not _BYTE_TOKEN.fullmatch(tokens[index]):
+            raise meta.error(f"{key}[{index}]", "a byte token <0x00> to <0xFF>", tokens[index])
+    return tokens, bytearray(types.astype(np.uint8).tobytes())
+
+
+def _specials(
+    meta: Metadata, model: str, ids: Mapping[str, int], kinds: bytearray
+) -> _Specials:
+    """The special ids; marks in ``kinds`` as control what the file says is special."""
+    count = len(kinds)
+
+    def named(name: str, default: int | None = None) -> int | None:
+        token_id = meta.token_id(f"tokenizer.ggml.{name}_token_id", count)
+        if token_id is None and default is not None and default < count and model == "llama":
+            return default
+        return token_id
+
+    bos, eos, unknown = named("bos", 1), named("eos", 2), named("unknown", 0)
+    ends = {token_id for token_id in (eos, named("eot"), named("eom")) if token_id is not None}
+    by_name = end_token_ids(ids.get, lambda token_id: kinds[token_id] == CONTROL)
+    for token_id in by_name:
+        kinds[token_id] = CONTROL
+    for token_id in (bos, *ends):
+        if token_id is not None and kinds[token_id] == NORMAL:
+            kinds[token_id] = CONTROL
+    return _Specials(bos, eos, unknown, named("padding"), frozenset(ends | by_name))
+
+
+def _facts(
+    meta: Metadata, vocabulary: Vocabulary, specials: _Specials, warnings: list[str]
+) -> TokenizerFacts:
+    named = {
+        key.removeprefix(_TEMPLATE + "."): source
+        for key in meta.keys()
+        if key.startswith(_TEMPLATE + ".") and (source := meta.template(key)) is not None
+    }
+    names = {
+        f"{name}_token": vocabulary.tokens[token_id]
+        for name, token_id in (
+            ("bos", specials.bos),
+            ("eos", specials.eos),
+            ("unk", specials.unknown),
+            ("pad", specials.padding),
+        )
+        if token_id is not None
+    }
+    kinds = np.frombuffer(vocabulary.kinds, np.uint8)
+    special = np.flatnonzero((kinds == CONTROL) | (kinds == UNKNOWN)).tolist()
+    return TokenizerFacts(
+        bos_token_id=specials.bos,
+        eos_token_ids=specials.ends,
+        special_ids=frozenset(special),
+        chat_template=meta.template(_TEMPLATE) or named.pop("default", None),
+        chat_templates=named,
+        names=names,
+        warnings=tuple(warnings),
+    )
+
+
+def _pre_tokenizer(meta: Metadata, model: str, warnings: list[str]) -> PreTokenizer:
+    if model == "llama":
+        return DEFAULT
+    if model == "gemma4":
+        return PreTokenizer((), add_bos=True)
+    name = meta.text("tokenizer.ggml.pre")
+    pre = PRE_TOKENIZERS.get(name or "")
+    if pre is None:
+        said = "is missing" if name is None else f"{name!r} is not known"
+        warnings.append(f"tokenizer.ggml.pre {said}: using the default split of words, which may differ")
+        return DEFAULT
+    return pre
+
+
+def _spm(
+    meta: Metadata, vocabulary: Vocabulary, unknown: int | None
+) -> Callable[[str], list[int]]:
+    scores = meta.numbers("tokenizer.ggml.scores", len(vocabulary.tokens), "fiu")
+    if scores is None:
+        raise meta.error("tokenizer.ggml.scores", "the scores of the merges", "no such key")
+    if bool(np.isnan(scores).any()):
+        index = int(np.flatnonzero(np.isnan(scores))[0])
+        raise meta.error(f"tokenizer.ggml.scores[{index}]", "a number", "NaN")
+    pieces = dict(vocabulary.ids)
+    kinds = np.frombuffer(vocabulary.kinds, np.uint8)
+    byte_ids: list[int | None] = [None] * 256
+    for token_id in np.flatnonzero(kinds == BYTE).tolist():
+        byte_ids[int(vocabulary.tokens[token_id][3:5], 16)] = token_id
+    # Text never becomes a control or byte token by merging ("<" + "s" + ">").
+    for token_id in np.flatnonzero(
+        (kinds == BYTE) | (kinds == CONTROL) | (kinds == UNKNOWN)
+    ).tolist():
+        del pieces[vocabulary.tokens[token_id]]
+    return SpmEncoder(pieces, scores.tolist(), byte_ids, unknown).encode
+
+
+def _bpe(
+    meta: Metadata, vocabulary: Vocabulary, pre: PreTokenizer, model: str
+) -> Callable[[str], list[int]]:
+    key = "tokenizer.ggml.merges"
+    lines = meta.strings(key)
+    if lines is None:
+        raise meta.error(key, "the merges of a byte-level BPE", "no such key")
+    merges = [_halves(line) for line in lines]
+    if None in merges:
+        index = merges.index(None)
+        found = repr(lines[index])[:80]
+        raise meta.error(f"{key}[{index}]", "two pieces and a space between", found)
+    pairs = [pair for pair in merges if pair is not None]
+    # Text never becomes a control token by merging, nor by being a whole word (ignore_merges).
+    pieces = dict(vocabulary.ids)
+    for index, kind in enumerate(vocabulary.kinds):
+        if kind in (CONTROL, UNKNOWN):
+            del pieces[vocabulary.tokens[index]]
+    build = raw_encoder if model == "gemma4" else partial(byte_level_encoder, pre=pre)
+    try:
+        return build(pieces, pairs)
+    except Exception as error:  # the library raises plain Exception
+        for index, (left, right) in enumerate(pairs):
+            for piece in (left, right, left + right):
+                if piece not in pieces:
+                    where = f"{key}[{index}]"
+                    raise meta.error(where, "pieces of the vocabulary", repr(piece)) from None
+        raise meta.error(key, "a usable vocabulary and merges", error) from None
+
+
+def _halves(line: str) -> tuple[str, str] | None:
+    cut = line.find(" ", 1)
+    return (line[:cut], line[cut + 1 :]) if 0 < cut < len(line) - 1 else None
+
+
+def _rstrip_ids(meta: Metadata, vocabulary: Vocabulary) -> frozenset[int]:
+    """Tokens that swallow the white space after them. The file does not say; Phi-3's all but three do."""
+    name = (meta.text("general.name") or "").lower()
+    if "phi-3" not in name and "phi3" not in name:
+        return frozenset()
+    found = {i for i, kind in enumerate(vocabulary.kinds) if kind in (CONTROL, UNKNOWN, USER_DEFINED)}
+    return frozenset(found - {vocabulary.ids.get(t) for t in ("<unk>", "<s>", "<|endoftext|>")})

@@ -1,0 +1,58 @@
+"""Find the tokens that are recognised in raw text before any other tokenization.
+
+Control tokens (``<|im_start|>``) and user-defined tokens (Gemma's runs of newlines) are cut out of the
+text first; the rest goes to the model's own algorithm. A vocabulary may hold thousands of them (6,249
+control tokens in Gemma 3), so one search finds the two characters a token can start with, and only
+there the possible lengths are looked up.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Set as AbstractSet
+
+
+class SpecialSplitter:
+    """Cuts a text at the given tokens: leftmost first, the longest at each place."""
+
+    def __init__(self, tokens: Mapping[str, int], rstrip: AbstractSet[int] = frozenset()) -> None:
+        """``tokens``: spelling -> id; ``rstrip``: ids that swallow the white space after them."""
+        self._tokens = {text: token_id for text, token_id in tokens.items() if text}
+        self._rstrip = rstrip
+        lengths: dict[str, set[int]] = {}
+        for text in self._tokens:
+            lengths.setdefault(text[:2], set()).add(len(text))
+        for prefix, found in lengths.items():
+            if len(prefix) == 2 and prefix[0] in lengths:
+                found.add(1)
+        self._lengths = {prefix: sorted(found, reverse=True) for prefix, found in lengths.items()}
+        # Two-character prefixes come first, so that a one-character token does not hide them.
+        prefixes = sorted(self._lengths, key=len, reverse=True)
+        self._starts = re.compile("|".join(map(re.escape, prefixes))) if prefixes else None
+
+    def split(self, text: str) -> list[str | int]:
+        """The text as pieces of ordinary text (never empty) and token ids, in order."""
+        if self._starts is None:
+            return [text] if text else []
+        pieces: list[str | int] = []
+        begin = position = 0
+        while (match := self._starts.search(text, position)) is not None:
+            start = match.start()
+            for length in self._lengths[match.group()]:
+                token_id = self._tokens.get(text[start : start + length])
+                if token_id is not None:
+                    break
+            else:
+                position = start + 1
+                continue
+            if start > begin:
+                pieces.append(text[begin:start])
+            pieces.append(token_id)
+            begin = start + length
+            if token_id in self._rstrip:
+                while begin < len(text) and text[begin] in " \t\n\v\f\r":
+                    begin += 1
+            position = begin
+        if begin < len(text):
+            pieces.append(text[begin:])
+        return pieces

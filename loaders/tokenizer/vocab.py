@@ -1,0 +1,154 @@
+"""The tokenizer of a GGUF file: a vocabulary with token types, and a function that encodes text.
+
+Text is cut at control and user-defined tokens first (``special.py``); what lies between goes to the
+model's algorithm (``spm.py``, ``byte_level.py``). Behaviour follows llama.cpp, whose published test
+vectors are reproduced, with one deliberate difference: ordinary text never merges into a control or
+byte token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from sdk.loaders.tokenizer.base import TextTokenizer, TokenizerFacts, well_formed
+from sdk.loaders.tokenizer.byte_level import token_bytes
+from sdk.loaders.tokenizer.special import SpecialSplitter
+from sdk.loaders.tokenizer.spm import SPACE
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """``kinds``: the GGUF token type of each token (1 normal ... 6 byte)."""
+
+    tokens: Sequence[str]
+    kinds: bytes
+    ids: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeRules:
+    """``escape_spaces``: tokens spell a space ``▁``. ``space_prefix``: a text begins with one."""
+
+    add_bos: bool = False
+    add_eos_id: int | None = None
+    space_prefix: bool = False
+    escape_spaces: bool = False
+    rstrip_ids: frozenset[int] = frozenset()
+
+
+class VocabTokenizer(TextTokenizer):
+    """A tokenizer built from the metadata of a GGUF file."""
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        rules: EncodeRules,
+        facts: TokenizerFacts,
+        encode_text: Callable[[str], list[int]],
+    ) -> None:
+        super().__init__(facts)
+        self._vocabulary = vocabulary
+        self._rules = rules
+        self._encode_text = encode_text
+        self._bytes: dict[int, bytes] = {}
+        self.strips_leading_space = rules.space_prefix
+        tokens, kinds = vocabulary.tokens, vocabulary.kinds
+        user_defined = {text: i for i, text in _of_kind(tokens, kinds, USER_DEFINED)}
+        everything = dict(user_defined)
+        for kind in (CONTROL, UNKNOWN):
+            everything.update({text: i for i, text in _of_kind(tokens, kinds, kind)})
+        self._user_defined = SpecialSplitter(user_defined, rules.rstrip_ids)
+        self._everything = SpecialSplitter(everything, rules.rstrip_ids)
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._vocabulary.tokens)
+
+    def token_to_id(self, token: str) -> int | None:
+        return self._vocabulary.ids.get(token)
+
+    def id_to_token(self, token_id: int) -> str | None:
+        if 0 <= token_id < len(self._vocabulary.tokens):
+            return self._vocabulary.tokens[token_id]
+        return None
+
+    def id_to_bytes(self, token_id: int) -> bytes:
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._spelled(token_id)
+            if known:
+                self._bytes[token_id] = known
+        return known
+
+    def _spelled(self, token_id: int) -> bytes:
+        if not 0 <= token_id < len(self._vocabulary.tokens):
+            return b""
+        token, kind = self._vocabulary.tokens[token_id], self._vocabulary.kinds[token_id]
+        if kind == BYTE:
+            return bytes([int(token[3:5], 16)])
+        if kind in (CONTROL, UNKNOWN, USER_DEFINED):
+            return token.encode("utf-8", "replace")
+        if self._rules.escape_spaces:
+            return token.replace(SPACE, " ").encode("utf-8", "replace")
+        return token_bytes(token)
+
+    def encode(
+        self, text: str, add_special_tokens: bool = True, parse_special: bool = True
+    ) -> list[int]:
+        splitter = self._everything if parse_special else self._user_defined
+        ids = self._encode_pieces(splitter.split(well_formed(text)))
+        if add_special_tokens:
+            self._add_bos(ids)
+            if self._rules.add_eos_id is not None:
+                ids.append(self._rules.add_eos_id)
+        return ids
+
+    def _encode_rendered(self, text: str, breaker: str | None) -> list[int]:
+        pieces = self._everything.split(well_formed(text))
+        if breaker is not None:
+            unbroken: list[str | int] = []
+            for piece in pieces:
+                if isinstance(piece, int):
+                    unbroken.append(piece)
+                else:
+                    unbroken += self._user_defined.split(piece.replace(breaker, ""))
+            pieces = unbroken
+        ids = self._encode_pieces(pieces)
+        self._add_bos(ids)
+        return ids
+
+    def _encode_pieces(self, pieces: list[str | int]) -> list[int]:
+        ids: list[int] = []
+        rules = self._rules
+        after_special = True
+        for piece in pieces:
+            if isinstance(piece, int):
+                ids.append(piece)
+                after_special = True
+                continue
+            if rules.space_prefix and after_special:
+                piece = " " + piece
+            if rules.escape_spaces:
+                piece = piece.replace(" ", SPACE)
+            ids += self._encode_text(piece)
+            after_special = False
+        return ids
+
+    def _add_bos(self, ids: list[int]) -> None:
+        """BOS in front where the model wants it, unless the text already begins with it."""
+        bos = self.bos_token_id
+        if self._rules.add_bos and bos is not None and ids[:1] != [bos]:
+            ids.insert(0, bos)
+
+
+def _of_kind(tokens: Sequence[str], kinds: bytes, kind: int) -> list[tuple[int, str]]:
+    """(id, spelling) of the tokens of one type; bytes.find skips the other 250,000 quickly."""
+    found = []
+    index = kinds.find(kind)
+    while index >= 0:
+        found.append((index, tokens[index]))
+        index = kinds.find(kind, index + 1)
+    return found
