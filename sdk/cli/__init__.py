@@ -14,12 +14,12 @@ import traceback
 from collections.abc import Sequence
 
 from sdk import __version__
-from sdk.cli import bench, doctor, fetch_demo, inspect, plan, run
+from sdk.cli import bench, doctor, fetch_demo, inspect_file, plan, run
 from sdk.errors import SdkError
 
 COMMANDS = {
     "run": run,
-    "inspect": inspect,
+    "inspect": inspect_file,
     "plan": plan,
     "doctor": doctor,
     "bench": bench,
