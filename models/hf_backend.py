@@ -226,7 +226,12 @@ class PackedEmbedding(nn.Module):
 
 
 class GivenHidden(nn.Module):
-    """Stands where the body was, so that the causal LM's forward is its head alone."""
+    """Stands where the body was, so that the causal LM's forward is its head alone.
+
+    ``output_type``: what the body returns; every model reads its own fields of it.
+    """
+
+    output_type: Any = None
 
     @property
     def decoder(self) -> GivenHidden:
@@ -234,9 +239,7 @@ class GivenHidden(nn.Module):
         return self
 
     def forward(self, *no_ids: None, inputs_embeds: Tensor, **unused: Any) -> Any:
-        from transformers.modeling_outputs import MoeModelOutputWithPast
-
-        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+        return self.output_type(last_hidden_state=inputs_embeds)
 
 
 class HFModel:
@@ -253,7 +256,8 @@ class HFModel:
             if hasattr(module, "layer_idx"):
                 setattr(module, BINDING, self._step)
         self._body = getattr(model, model.base_model_prefix)
-        setattr(model, model.base_model_prefix, GivenHidden())
+        self._given = GivenHidden()
+        setattr(model, model.base_model_prefix, self._given)
         self._head = model
         self._prove()
 
@@ -275,6 +279,7 @@ class HFModel:
             )
         finally:
             step.batch, step.pages = None, ()
+        self._given.output_type = type(out)
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
 

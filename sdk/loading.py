@@ -10,7 +10,8 @@ from typing import Any
 
 from sdk.config import EngineConfig
 from sdk.engine.engine import Engine
-from sdk.engine.runner import ModelRunner, RunnerConfig, kv_spec
+from sdk.engine.kv_cache import kv_spec
+from sdk.engine.runner import ModelRunner, RunnerConfig
 from sdk.engine.scheduler import Scheduler, SchedulerConfig
 from sdk.errors import CheckpointError, RequestError, UnsupportedError
 from sdk.executors.local import LocalExecutor

@@ -22,7 +22,8 @@ class GgufType:
         return self.nbytes * 8 / self.elements
 
 
-#: By the number a file stores. Source: ggml's type traits.
+#: By the number a file stores. Source: ggml's type traits. 9 (Q8_1) and 15 (Q8_K) exist only while
+#: llama.cpp computes.
 GGUF_TYPES: dict[int, GgufType] = {
     0: GgufType("F32", 1, 4),
     1: GgufType("F16", 1, 2),
@@ -31,13 +32,11 @@ GGUF_TYPES: dict[int, GgufType] = {
     6: GgufType("Q5_0", 32, 22),
     7: GgufType("Q5_1", 32, 24),
     8: GgufType("Q8_0", 32, 34),
-    9: GgufType("Q8_1", 32, 36),
     10: GgufType("Q2_K", 256, 84),
     11: GgufType("Q3_K", 256, 110),
     12: GgufType("Q4_K", 256, 144),
     13: GgufType("Q5_K", 256, 176),
     14: GgufType("Q6_K", 256, 210),
-    15: GgufType("Q8_K", 256, 292),
     16: GgufType("IQ2_XXS", 256, 66),
     17: GgufType("IQ2_XS", 256, 74),
     18: GgufType("IQ3_XXS", 256, 98),

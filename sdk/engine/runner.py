@@ -11,16 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sdk.engine.kv_cache import KVCache
+from sdk.engine.kv_cache import KVCache, kv_spec
 from sdk.engine.plan import RequestStart, Sampled, StepPlan, StepResult
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.ops import Compute, Ops
 from sdk.loaders.open import open_checkpoint
 from sdk.models.auto import build_model
-from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
 from sdk.quant.checkpoint import Checkpoint
-from sdk.quant.spec import KVSpec
 from sdk.sampling.sampler import Sampler
 
 
@@ -39,17 +37,6 @@ class RunnerConfig:
     revision: str | None = None
     local_files_only: bool = False
     hf_overrides: Mapping[str, Any] = field(default_factory=dict)
-
-
-def kv_spec(config: ModelConfig, page_size: int, dtype: str, mesh: Mesh) -> KVSpec:
-    """The KV cache one rank keeps for a model: that of its own key/value heads."""
-    return KVSpec(
-        num_layers=config.num_layers,
-        kv_heads=mesh.heads(config.num_heads, config.num_kv_heads).kv_count,
-        head_dim=config.head_dim,
-        page_size=page_size,
-        dtype=dtype,
-    )
 
 
 class _Running:

@@ -141,8 +141,11 @@ class Paged:
         self.tables: dict[str, list[int]] = {}
         self.done: dict[str, int] = {}
 
-    def step(self, work: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
-        """Run the given next tokens of each request in one batch; logits ``[n, vocab]``."""
+    def step(self, work: Mapping[str, Sequence[int] | Tensor]) -> dict[str, Tensor]:
+        """Run the given next tokens of each request in one batch; logits ``[n, vocab]``.
+
+        A tensor ``[n, hidden]`` stands for tokens given as embeddings.
+        """
         positions: list[int] = []
         slots: list[int] = []
         for name, ids in work.items():
@@ -168,7 +171,7 @@ class Paged:
             max_query_len=max(counts),
             max_context_len=max(lengths),
         )
-        flat = torch.tensor([token for ids in work.values() for token in ids])
+        flat = torch.cat([torch.as_tensor(ids) for ids in work.values()])
         with torch.no_grad():
             logits = self.model.logits(self.model(flat, batch, self.kv))
         return dict(zip(work, logits.split(counts), strict=True))
