@@ -46,7 +46,9 @@ def test_close_closes_the_runner_once_and_ends_the_executor(ranks: ModuleType) -
         executor.start()
 
 
-def test_close_waits_for_the_step_in_progress(ranks: ModuleType, tmp_path: Path, eventually) -> None:
+def test_close_waits_for_the_step_in_progress(
+    ranks: ModuleType, tmp_path: Path, eventually
+) -> None:
     executor = LocalExecutor(ranks.FakeRunner, ranks.FakeConfig({(0, 1): "hold"}, str(tmp_path)))
     executor.start()
     results: list[int] = []
