@@ -243,9 +243,9 @@ def complete_config(raw: dict[str, Any], source: str) -> dict[str, Any]:
     check_config(raw, source)
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    if raw["model_type"] not in CONFIG_MAPPING:
-        return raw
     given = {key: value for key, value in raw.items() if key != "auto_map"}
+    if raw["model_type"] not in CONFIG_MAPPING:
+        return given
     try:
         filled = CONFIG_MAPPING[raw["model_type"]].from_dict(given).to_dict()
     except Exception as error:  # what a config class raises depends on the model and the version

@@ -14,22 +14,22 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from sdk.engine.engine import Engine
 from sdk.engine.plan import RequestKind
 from sdk.errors import EngineClosedError, EngineDeadError
-from sdk.outputs import EmbeddingOutput, RequestOutput
+from sdk.outputs import EngineMetrics, RequestOutput
 from sdk.params import SamplingParams
+from sdk.sampling.resolved import ResolvedParams
 
 logger = logging.getLogger("sdk")
-Output = RequestOutput | EmbeddingOutput
 
 
 class Listener(Protocol):
     """Where the outputs of a request go. Called by the stepping thread: must return at once."""
 
-    def deliver(self, output: Output) -> bool:
+    def deliver(self, output: RequestOutput) -> bool:
         """Take one output; ``False`` means nobody listens any more, and the request is aborted."""
 
     def fail(self, request_id: str, error: Exception) -> None:
@@ -45,10 +45,11 @@ class Job:
     params: SamplingParams
     listener: Listener
     prompt: str | None = None
-    priority: int = 0
+    priority: int | None = None
     cache_salt: str | None = None
     kind: RequestKind = "generate"
     arrival_time: float | None = None
+    resolved: ResolvedParams = ResolvedParams()
 
 
 class Driver:
@@ -127,29 +128,31 @@ class Driver:
             except (EngineDeadError, EngineClosedError):
                 continue  # every listener has been told
 
-    def step(self) -> list[Output]:
+    def step(self) -> list[RequestOutput]:
         """Take new commands, run one step, deliver its outputs and return them."""
         with self._step_lock:
             self.check_usable()
-            outputs = self._take_commands()
+            self._take_commands()
+            outputs: list[RequestOutput] = []
             if self._engine.has_unfinished:
                 try:
-                    outputs += self._engine.step()
+                    outputs = self._engine.step()
                 except Exception as error:
-                    self._die(error)
+                    self._die(EngineDeadError(f"a step failed: {type(error).__name__}: {error}"))
+                if self._engine.dead is not None:
+                    self._die(self._engine.dead)
             for output in outputs:
                 self._deliver(output)
             return outputs
 
-    def _take_commands(self) -> list[Output]:
-        outputs: list[Output] = []
+    def _take_commands(self) -> None:
         while True:
             with self._wake:
                 if not self._inbox:
-                    return outputs
+                    return
                 command = self._inbox.popleft()
             if isinstance(command, tuple):
-                outputs += self._engine.abort(command)
+                self._engine.abort(command)
                 continue
             try:
                 self._engine.add_request(
@@ -161,12 +164,13 @@ class Driver:
                     cache_salt=command.cache_salt,
                     kind=command.kind,
                     arrival_time=command.arrival_time,
+                    resolved=command.resolved,
                 )
             except Exception as error:  # refused: this request's caller gets the reason
                 self._listeners.pop(command.request_id, None)
                 command.listener.fail(command.request_id, error)
 
-    def _deliver(self, output: Output) -> None:
+    def _deliver(self, output: RequestOutput) -> None:
         listener = self._listeners.get(output.request_id)
         if listener is None:
             return
@@ -176,13 +180,8 @@ class Driver:
             del self._listeners[output.request_id]
             self._engine.abort((output.request_id,))
 
-    def _die(self, cause: Exception) -> None:
+    def _die(self, failure: EngineDeadError) -> NoReturn:
         """The engine cannot go on: tell everybody, refuse everything from now on."""
-        if isinstance(cause, EngineDeadError):
-            failure = cause
-        else:
-            failure = EngineDeadError(f"a step failed: {type(cause).__name__}: {cause}")
-            failure.__cause__ = cause
         logger.error("engine stopped: %s", failure)
         with self._wake:
             self._failure = failure
@@ -197,14 +196,14 @@ class Driver:
         for request_id, listener in waiting:
             listener.fail(request_id, error)
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> EngineMetrics:
         """A snapshot of the engine's counters."""
         return self._engine.get_metrics()
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes; ``False`` when some are in use."""
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes."""
         with self._step_lock:
-            return self._engine.reset_prefix_cache()
+            self._engine.reset_prefix_cache()
 
     def close(self) -> None:
         """Let the step in progress end, fail what is waiting, give everything back."""

@@ -10,18 +10,19 @@ from os import PathLike
 from typing import Any
 
 from sdk.config import EngineConfig
-from sdk.driver import Driver, Job, Listener, Output
+from sdk.driver import Driver, Job, Listener
 from sdk.engine.plan import RequestKind
 from sdk.errors import RequestError
 from sdk.explain import explain
 from sdk.listeners import AsyncMailbox, Collector, Mailbox
 from sdk.loading import load, plan
 from sdk.memory import MemoryPlan
-from sdk.outputs import EmbeddingOutput, RequestOutput, ScoringOutput
+from sdk.outputs import EmbeddingOutput, EngineMetrics, RequestOutput, ScoringOutput
 from sdk.params import RequestOutputKind, SamplingParams
 from sdk.progress import reporting
 from sdk.prompts import Message, Prompt, PromptLike, PromptReader, as_list, is_conversation
 from sdk.quant.tokenizer import Tokenizer
+from sdk.sampling.resolved import ResolvedParams, resolve
 
 ParamsLike = SamplingParams | Sequence[SamplingParams] | None
 
@@ -49,6 +50,7 @@ class LLM:
         self.memory_plan = loaded.plan
         self.max_model_len = loaded.plan.max_model_len
         self.load_warnings = loaded.warnings
+        self._eos_token_ids = loaded.eos_token_ids
         self._default_params = loaded.default_params
         self._runner = weakref.ref(loaded.runner)
         self._reader = PromptReader(
@@ -111,8 +113,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Like :meth:`generate` for one conversation or several, through the model's chat template.
 
-        ``template``: ``add_generation_prompt``, ``continue_final_message``, ``chat_template``,
-        ``tools``, ``chat_template_kwargs``.
+        ``template``: ``add_generation_prompt``, ``chat_template``, ``tools``,
+        ``chat_template_kwargs``.
         """
         chats = self._conversations(messages)
         params = self._params(sampling_params, len(chats))
@@ -142,11 +144,16 @@ class LLM:
         mailbox = Mailbox()
         finals = [p.clone(output_kind=RequestOutputKind.FINAL_ONLY) for p in params]
         jobs = self._jobs(prompts, finals, mailbox, priority=priority)
-        done: dict[str, Output] = {}
+        return self._wait(jobs, mailbox, "generate", use_tqdm)
+
+    def _wait(
+        self, jobs: Sequence[Job], mailbox: Mailbox, stage: str, use_tqdm: bool
+    ) -> list[RequestOutput]:
+        done: dict[str, RequestOutput] = {}
         try:
             self._driver.submit(jobs)
             bar = use_tqdm and len(jobs) > 1
-            with reporting("generate", "request", self.config.on_progress, bar=bar) as report:
+            with reporting(stage, "request", self.config.on_progress, bar=bar) as report:
                 while len(done) < len(jobs):
                     output = mailbox.get()
                     if output.finished:
@@ -155,7 +162,7 @@ class LLM:
         except BaseException:
             self._driver.abort(job.request_id for job in jobs)
             raise
-        return [_text(done[job.request_id]) for job in jobs]
+        return [done[job.request_id] for job in jobs]
 
     # ---- streams ---------------------------------------------------------------------------------
 
@@ -164,7 +171,7 @@ class LLM:
         prompt: PromptLike | Sequence[Message],
         sampling_params: SamplingParams | None = None,
         *,
-        priority: int = 0,
+        priority: int | None = None,
         **template: Any,
     ) -> Iterator[RequestOutput]:
         """Yield the answer to one prompt or conversation piece by piece (``text`` holds the new part).
@@ -179,7 +186,7 @@ class LLM:
         finished = False
         try:
             while not finished:
-                output = _text(mailbox.get())
+                output = mailbox.get()
                 finished = output.finished
                 yield output
         finally:
@@ -190,7 +197,7 @@ class LLM:
         self,
         prompt: Any,
         sampling_params: SamplingParams | None,
-        priority: int,
+        priority: int | None,
         template: Mapping[str, Any],
         mailbox: Any,
     ) -> tuple[Job, Any]:
@@ -247,7 +254,7 @@ class LLM:
         mailbox = AsyncMailbox()
         finals = [p.clone(output_kind=RequestOutputKind.FINAL_ONLY) for p in params]
         jobs = self._jobs(prompts, finals, mailbox, priority=priority)
-        done: dict[str, Output] = {}
+        done: dict[str, RequestOutput] = {}
         try:
             self._driver.submit(jobs)
             while len(done) < len(jobs):
@@ -257,14 +264,14 @@ class LLM:
         except BaseException:
             self._driver.abort(job.request_id for job in jobs)
             raise
-        return [_text(done[job.request_id]) for job in jobs]
+        return [done[job.request_id] for job in jobs]
 
     async def astream(
         self,
         prompt: PromptLike | Sequence[Message],
         sampling_params: SamplingParams | None = None,
         *,
-        priority: int = 0,
+        priority: int | None = None,
         **template: Any,
     ) -> AsyncIterator[RequestOutput]:
         """:meth:`stream` for an event loop. The request starts with the first ``async for`` step."""
@@ -273,7 +280,7 @@ class LLM:
         finished = False
         try:
             while not finished:
-                output = _text(await mailbox.get())
+                output = await mailbox.get()
                 finished = output.finished
                 yield output
         finally:
@@ -307,7 +314,7 @@ class LLM:
         """Finish everything enqueued; final outputs in the order of enqueueing."""
         self._driver.run()
         try:
-            return [_text(output) for output in self._collector.wait()]
+            return self._collector.wait()
         except KeyboardInterrupt:
             self._driver.abort(self._collector.pending())
             raise
@@ -315,7 +322,7 @@ class LLM:
     def step(self) -> list[RequestOutput]:
         """Run one engine step in this thread; what the enqueued requests produced in it."""
         self._driver.check_usable()
-        outputs = [o for o in self._driver.step() if isinstance(o, RequestOutput)]
+        outputs = self._driver.step()
         for output in outputs:
             if output.finished:
                 self._collector.discard(output.request_id)
@@ -352,27 +359,16 @@ class LLM:
         *,
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
-    ) -> list[EmbeddingOutput]:
-        """The last token's hidden state of each prompt, after the final norm, scaled to length 1."""
+    ) -> list[RequestOutput]:
+        """The last token's hidden state of each prompt, after the final norm, scaled to length 1.
+
+        ``outputs[0].embedding`` of each result holds ``hidden_size`` numbers.
+        """
         params = SamplingParams(truncate_prompt_tokens=truncate_prompt_tokens)
         read = [self._reader.read(item, params, room=0) for item in as_list(prompts)]
         mailbox = Mailbox()
         jobs = self._jobs(read, [params] * len(read), mailbox, kind="embed")
-        done: dict[str, EmbeddingOutput] = {}
-        try:
-            self._driver.submit(jobs)
-            bar = use_tqdm and len(jobs) > 1
-            with reporting("embed", "prompt", self.config.on_progress, bar=bar) as report:
-                while len(done) < len(jobs):
-                    output = mailbox.get()
-                    if not isinstance(output, EmbeddingOutput):
-                        raise RequestError(f"embed: request {output.request_id} was aborted")
-                    done[output.request_id] = output
-                    report(len(done), len(jobs))
-        except BaseException:
-            self._driver.abort(job.request_id for job in jobs)
-            raise
-        return [done[job.request_id] for job in jobs]
+        return self._wait(jobs, mailbox, "embed", use_tqdm)
 
     def score(
         self,
@@ -390,8 +386,7 @@ class LLM:
         if len(first) == 1:
             first = first * len(second)
         return [
-            ScoringOutput(b.request_id, sum(x * y for x, y in zip(a.embedding, b.embedding)))
-            for a, b in zip(first, second, strict=True)
+            ScoringOutput(b.request_id, _dot(a, b)) for a, b in zip(first, second, strict=True)
         ]
 
     # ---- information -----------------------------------------------------------------------------
@@ -403,15 +398,15 @@ class LLM:
         assert runner is not None
         return explain(self.config, self.model_config, self.memory_plan, runner, self.load_warnings)
 
-    def get_metrics(self) -> dict[str, float]:
+    def get_metrics(self) -> EngineMetrics:
         """Counters of the engine since it started."""
         self._driver.check_usable()
         return self._driver.metrics()
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; ``False`` if running requests keep some alive."""
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes."""
         self._driver.check_usable()
-        return self._driver.reset_prefix_cache()
+        self._driver.reset_prefix_cache()
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer. :raises RequestError: when it has none."""
@@ -447,8 +442,9 @@ class LLM:
         priority: int | Sequence[int] | None = None,
         kind: RequestKind = "generate",
     ) -> list[Job]:
+        priorities: list[int | None]
         if priority is None or isinstance(priority, int):
-            priorities = [priority if priority is not None else p.priority for p in params]
+            priorities = [priority] * len(prompts)
         else:
             priorities = list(priority)
             if len(priorities) != len(prompts):
@@ -458,25 +454,39 @@ class LLM:
         now = time.time()
         jobs = []
         for prompt, param, urgency in zip(prompts, params, priorities, strict=True):
-            number = next(self._ids)
             jobs.append(
                 Job(
-                    request_id=str(number),
+                    request_id=str(next(self._ids)),
                     prompt_token_ids=prompt.token_ids,
-                    # One seed per request in order of submission: a program that asks the same
-                    # things again gets the same answers, and two requests never share one.
-                    params=param.with_seed((self.config.seed << 32) + number),
+                    params=param,
                     listener=listener,
                     prompt=prompt.text,
                     priority=urgency,
                     cache_salt=prompt.cache_salt,
                     kind=kind,
                     arrival_time=now,
+                    resolved=self._resolve(param),
                 )
             )
         return jobs
 
+    def _resolve(self, params: SamplingParams) -> ResolvedParams:
+        """The token ids behind the words of ``params``."""
+        tokenizer = self._reader.tokenizer
+        start = tokenizer.token_to_id("<think>") if tokenizer is not None else None
+        end = tokenizer.token_to_id("</think>") if tokenizer is not None else None
+        return resolve(
+            params,
+            tokenizer,
+            self.model_config.vocab_size,
+            eos_token_ids=self._eos_token_ids,
+            think_start_id=start,
+            think_end_id=end,
+        )
 
-def _text(output: Output) -> RequestOutput:
-    assert isinstance(output, RequestOutput)
-    return output
+
+def _dot(a: RequestOutput, b: RequestOutput) -> float:
+    left, right = a.outputs[0], b.outputs[0]
+    if not isinstance(left, EmbeddingOutput) or not isinstance(right, EmbeddingOutput):
+        raise RequestError("score: a request was aborted")
+    return sum(x * y for x, y in zip(left.embedding, right.embedding, strict=True))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from sdk.params import SamplingParams
+from sdk.sampling.resolved import ResolvedParams
 
 RequestKind = Literal["generate", "embed"]
 
@@ -30,6 +31,8 @@ class RequestStart:
     pages: tuple[int, ...]
     params: SamplingParams
     kind: RequestKind = "generate"
+    #: The token ids behind the words in ``params``.
+    resolved: ResolvedParams = ResolvedParams()
 
 
 @dataclass(frozen=True, slots=True)

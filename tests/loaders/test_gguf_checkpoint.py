@@ -1,8 +1,10 @@
-"""GGUF files as checkpoints: names, undone transforms, configs, and files that contradict themselves."""
+"""GGUF files as checkpoints: names, undone transforms, configs, and contradictions."""
 
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -122,6 +124,32 @@ def test_gemma_3_270m_is_described_as_its_original(gemma3: Path) -> None:
     assert config["layer_types"] == (["sliding_attention"] * 5 + ["full_attention"]) * 3
 
 
+_MEASURE = """
+import resource, sys, torch
+from sdk.loaders.open import open_checkpoint
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before = peak()
+checkpoint = open_checkpoint(sys.argv[1])
+names = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
+names += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+weights = [checkpoint.weight("model.embed_tokens")]
+for layer in range(checkpoint.config["num_hidden_layers"]):
+    weights += [checkpoint.weight(f"model.layers.{layer}.{name}") for name in names]
+print(peak() - before, sum(weight.nbytes for weight in weights))
+"""
+
+
+def test_a_load_peaks_near_the_size_of_the_file(smollm2: Path) -> None:
+    """Pages already repacked are given back: without that the peak is twice the file."""
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", _MEASURE, str(smollm2)]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    peak, packed = map(int, done.stdout.split())
+    size = smollm2.stat().st_size
+    assert 0.9 * size < packed <= size
+    assert peak < size + (70 << 20)
+
+
 # -- pulling ---------------------------------------------------------------------------------------
 
 
@@ -143,7 +171,7 @@ def test_weights_stay_valid_after_close(files: Any, save: Save) -> None:
     checkpoint.close()
     checkpoint.close()
     assert torch.equal(weight.dequantize(), before)
-    with pytest.raises(CheckpointError, match="closed"):
+    with pytest.raises(CheckpointError, match=r"closed"):
         checkpoint.weight("model.layers.0.mlp.up_proj")
 
 
@@ -254,9 +282,18 @@ def test_a_tensor_with_a_scale_that_is_not_finite_is_refused(golden: Path, save:
         ("llama", "model.layers.12.post_attention_layernorm.weight", "blk.12.ffn_norm.weight"),
         ("qwen2", "model.layers.0.self_attn.k_proj.bias", "blk.0.attn_k.bias"),
         ("qwen3", "model.layers.0.self_attn.q_norm.weight", "blk.0.attn_q_norm.weight"),
-        ("gemma2", "model.layers.0.post_attention_layernorm.weight", "blk.0.post_attention_norm.weight"),
+        ("gemma2", "model.layers.0.input_layernorm.weight", "blk.0.attn_norm.weight"),
+        (
+            "gemma2",
+            "model.layers.0.post_attention_layernorm.weight",
+            "blk.0.post_attention_norm.weight",
+        ),
         ("gemma3", "model.layers.0.pre_feedforward_layernorm.weight", "blk.0.ffn_norm.weight"),
-        ("gemma3", "model.layers.0.post_feedforward_layernorm.weight", "blk.0.post_ffw_norm.weight"),
+        (
+            "gemma3",
+            "model.layers.0.post_feedforward_layernorm.weight",
+            "blk.0.post_ffw_norm.weight",
+        ),
         ("olmo2", "model.layers.0.post_feedforward_layernorm.weight", "blk.0.post_ffw_norm.weight"),
         ("phi3", "model.layers.0.self_attn.qkv_proj", "blk.0.attn_qkv.weight"),
         ("phi3", "model.layers.0.mlp.gate_up_proj", "blk.0.ffn_up.weight"),
@@ -333,7 +370,7 @@ def test_a_stored_pattern_of_local_layers_is_used(files: Any, save: Save) -> Non
     model = as_architecture(
         files, "gemma3", **window, attention__sliding_window_pattern=(9, (7, [True]))
     )
-    with pytest.raises(CheckpointError, match="sliding_window_pattern.*expected 3 values"):
+    with pytest.raises(CheckpointError, match=r"sliding_window_pattern.*expected 3 values"):
         config_of(model, save)
 
 
@@ -372,7 +409,7 @@ def test_phi_3_factors_become_longrope(files: Any, save: Save) -> None:
     }  # fmt: skip
     assert not any("rope_factors" in name for name in checkpoint.unused())
     del model.tensors["rope_factors_short.weight"]
-    with pytest.raises(CheckpointError, match="'rope_factors_short.weight' is missing"):
+    with pytest.raises(CheckpointError, match=r"'rope_factors_short.weight' is missing"):
         config_of(model, save)
 
 
@@ -484,7 +521,7 @@ def test_missing_metadata_are_named(files: Any, save: Save, key: str) -> None:
 def test_a_missing_architecture_is_named(files: Any, save: Save) -> None:
     model = files.llama()
     del model.metadata["general.architecture"]
-    with pytest.raises(CheckpointError, match="general.architecture is None"):
+    with pytest.raises(CheckpointError, match=r"general.architecture is None"):
         open_checkpoint(save(model.build()))
 
 
@@ -548,7 +585,7 @@ def test_rows_that_do_not_divide_into_pairs_are_refused(files: Any, save: Save) 
     }
     model.tensors["blk.0.attn_q.weight"] = ((32, 36), 0, files.f32(36, 32))
     checkpoint = open_checkpoint(save(model.build()))
-    with pytest.raises(CheckpointError, match="36 rows do not divide into 4 heads of pairs"):
+    with pytest.raises(CheckpointError, match=r"36 rows do not divide into 4 heads of pairs"):
         checkpoint.weight("model.layers.0.self_attn.q_proj")
 
 
