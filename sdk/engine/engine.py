@@ -21,8 +21,10 @@ from sdk.executors.base import Executor
 from sdk.outputs import EmbeddingOutput, FinishReason, RequestOutput
 from sdk.params import SamplingParams
 from sdk.quant.tokenizer import Tokenizer
+from sdk.sampling.resolved import ResolvedParams
 from sdk.text.stops import StopStrings
 
+_NOTHING_RESOLVED = ResolvedParams()
 logger = logging.getLogger("sdk")
 Output = RequestOutput | EmbeddingOutput
 
@@ -75,6 +77,7 @@ class Engine:
         cache_salt: str | None = None,
         kind: RequestKind = "generate",
         arrival_time: float | None = None,
+        resolved: ResolvedParams = _NOTHING_RESOLVED,
     ) -> None:
         """Queue a request. Raises RequestError, EngineDeadError or EngineClosedError; then nothing
         was queued. ``arrival_time`` is a moment of the scheduler's clock (default now) and decides
@@ -101,6 +104,7 @@ class Engine:
                 priority=priority,
                 arrival_time=arrival,
                 salt=cache_salt,
+                resolved=resolved,
             )
             for child_id, child_params in children
         ]

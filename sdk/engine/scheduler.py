@@ -522,4 +522,5 @@ def _start(request: Request) -> RequestStart:
         pages=tuple(request.pages),
         params=request.params,
         kind=request.kind,
+        resolved=request.resolved,
     )
