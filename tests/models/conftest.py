@@ -225,6 +225,7 @@ class _ThreadGroup:
         self.ranks.slots[self.rank] = x.clone()
         self.ranks.barrier.wait()
         gathered = list(self.ranks.slots)
+        assert {t.shape for t in gathered} == {x.shape}, "ranks must send tensors of one shape"
         self.ranks.barrier.wait()
         return gathered
 
