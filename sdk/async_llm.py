@@ -42,7 +42,7 @@ class AsyncLLM:
         prompt: PromptLike | Sequence[Message],
         sampling_params: SamplingParams | None = None,
         *,
-        priority: int = 0,
+        priority: int | None = None,
         **template: Any,
     ) -> AsyncIterator[RequestOutput]:
         """Stream one answer; see :meth:`LLM.astream`."""

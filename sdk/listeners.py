@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 
-from sdk.driver import Output
+from sdk.engine.engine import Output
 
 _Item = Output | Exception
 

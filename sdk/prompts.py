@@ -105,27 +105,21 @@ class PromptReader:
         params: SamplingParams,
         *,
         add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
         chat_template: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Prompt:
         """Render the conversation with the model's template; control tokens inside messages stay text."""
         tokenizer = self._need_tokenizer("chat")
-        if continue_final_message and add_generation_prompt:
-            raise RequestError(
-                "continue_final_message=True continues the last message: "
-                "it needs add_generation_prompt=False"
-            )
-        text, ids = tokenizer.encode_chat(
+        ids = tokenizer.encode_chat(
             messages,
             add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
             chat_template=chat_template or self._chat_template,
             tools=tools,
             **(chat_template_kwargs or {}),
         )
-        return Prompt(self._checked(ids, params, 1), text)
+        checked = self._checked(ids, params, 1)
+        return Prompt(checked, tokenizer.decode(checked, skip_special_tokens=False))
 
     def _checked(self, ids: Any, params: SamplingParams, room: int) -> tuple[int, ...]:
         if not isinstance(ids, Sequence) or not all(_is_id(item) for item in ids):

@@ -7,15 +7,14 @@ import torch
 
 from sdk.kernels.layouts import KVPages
 from sdk.models.config import ModelConfig
-from sdk.models.parallel import Mesh
 from sdk.quant.spec import KVSpec
 
 
-def kv_spec(config: ModelConfig, page_size: int, dtype: str, mesh: Mesh) -> KVSpec:
-    """The KV cache one rank keeps for a model: that of its own key/value heads."""
+def kv_spec(config: ModelConfig, kv_heads: int, page_size: int, dtype: str) -> KVSpec:
+    """The KV cache of a model for ``kv_heads`` of its heads: one rank's, or all ranks' together."""
     return KVSpec(
         num_layers=config.num_layers,
-        kv_heads=mesh.heads(config.num_heads, config.num_kv_heads).kv_count,
+        kv_heads=kv_heads,
         head_dim=config.head_dim,
         page_size=page_size,
         dtype=dtype,

@@ -16,6 +16,9 @@ from sdk.engine.pages import PageKey, page_key
 from sdk.engine.plan import RequestKind
 from sdk.outputs import FinishReason
 from sdk.params import SamplingParams
+from sdk.sampling.resolved import ResolvedParams
+
+_NOTHING_RESOLVED = ResolvedParams()
 
 
 class RequestStatus(enum.Enum):
@@ -70,6 +73,7 @@ class Request:
         "priority",
         "publishes",
         "queued_ts",
+        "resolved",
         "request_id",
         "salt",
         "scheduled_ts",
@@ -91,6 +95,7 @@ class Request:
         arrival_time: float = 0.0,
         salt: str | None = None,
         adapter: str | None = None,
+        resolved: ResolvedParams = _NOTHING_RESOLVED,
     ) -> None:
         self.request_id = request_id
         self.params = params
@@ -99,6 +104,7 @@ class Request:
         self.arrival_time = arrival_time
         self.salt = salt
         self.adapter = adapter
+        self.resolved = resolved
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None
 

@@ -83,8 +83,9 @@ class ModelRunner:
             )
             self.unused_tensors = checkpoint.unused()
             facts = self.model.config
+            heads = mesh.heads(facts.num_heads, facts.num_kv_heads).kv_count
             self.kv = KVCache(
-                kv_spec(facts, config.page_size, config.kv_dtype, mesh), config.num_pages
+                kv_spec(facts, heads, config.page_size, config.kv_dtype), config.num_pages
             )
             self.sampler = Sampler(facts.vocab_size)
             undo.pop_all()
@@ -118,6 +119,7 @@ class ModelRunner:
                 start.params,
                 start.token_ids[: start.num_prompt_tokens],
                 start.token_ids[start.num_prompt_tokens :],
+                start.resolved,
             )
         for request_id, token_ids in plan.appended:
             self._requests[request_id].token_ids.extend(token_ids)
@@ -174,7 +176,8 @@ class ModelRunner:
             request.num_computed += count
             if request.num_computed == len(request.token_ids):
                 if request.start.kind == "embed":
-                    embeddings[request_id] = hidden[end - 1].tolist()
+                    vector = torch.nn.functional.normalize(hidden[end - 1], dim=0)
+                    embeddings[request_id] = vector.tolist()
                 else:
                     sampling.append(request_id)
                     last_rows.append(end - 1)

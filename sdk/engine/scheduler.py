@@ -105,7 +105,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
-        self._clock = clock
+        self.clock = clock
         self._requests: dict[str, Request] = {}  # unfinished, by id
         self._waiting: list[Request] = []  # both sorted by Request.order
         self._running: list[Request] = []
@@ -165,7 +165,7 @@ class Scheduler:
         request.max_len = self._max_len
         if params.max_tokens is not None:
             request.max_len = min(self._max_len, num_tokens + params.max_tokens)
-        request.queued_ts = self._clock()
+        request.queued_ts = self.clock()
         self._num_added += 1
         priority = request.priority if config.policy == "priority" else 0
         request.order = (priority, request.arrival_time, self._num_added)
@@ -227,7 +227,7 @@ class Scheduler:
         """Decide the next step. Only queues and pages change; tokens count when committed."""
         if self._plan is not None:
             raise RuntimeError(f"step {self._step_id} was planned but not committed")
-        now = self._clock()
+        now = self.clock()
         self._expire(now)
         decodes: list[tuple[str, int]] = []
         chunks: list[tuple[str, int]] = []
@@ -395,7 +395,7 @@ class Scheduler:
                 f"commit of plan {plan.step_id} with the result of step {result.step_id}; "
                 f"the step in flight is {expected}"
             )
-        now = self._clock()
+        now = self.clock()
         updates, self._expired = self._expired, []
         in_flight, self._in_flight, self._plan = self._in_flight, [], None
         page_size, prompt_logprobs = self.config.page_size, result.prompt_logprobs
@@ -522,4 +522,5 @@ def _start(request: Request) -> RequestStart:
         pages=tuple(request.pages),
         params=request.params,
         kind=request.kind,
+        resolved=request.resolved,
     )

@@ -11,7 +11,7 @@ class Executor(Protocol):
     """Runs steps on 1..N ranks. Calls come one at a time, from any thread."""
 
     def start(self) -> None:
-        """Bring the ranks up (load the model, allocate the KV pages). Called once by the engine."""
+        """Bring the ranks up (load the model, allocate the KV pages). Called once, first."""
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step and return what it produced (``result.step_id == plan.step_id``).

@@ -36,7 +36,7 @@ def logits_of(path: Path, prompt: Tensor, compute: Compute, chunk: int) -> Tenso
     checkpoint = open_checkpoint(path)
     ops = Ops(compute=compute, num_threads=2)
     model = build_model(checkpoint, Mesh(), ops, max_model_len=64)
-    kv = KVCache(kv_spec(model.config, 16, "float32", Mesh()), 8)
+    kv = KVCache(kv_spec(model.config, model.config.num_kv_heads, 16, "float32"), 8)
     rows = []
     with torch.inference_mode():
         for begin in range(0, len(prompt), chunk):

@@ -482,6 +482,9 @@ CONTRADICTIONS: list[tuple[dict[str, tuple[int, Any]], str]] = [
     ({"llama.rope.freq_base": (6, float("inf"))}, "freq_base is inf, expected a finite number"),
     ({"llama.rope.freq_base": (8, "1e4")}, "freq_base is 1e4, expected a finite number"),
     ({"llama.rope.dimension_count": (4, 64)}, "dimension_count is 64, expected an even number"),
+    ({"llama.rope.freq_base": (12, 1e300)}, "freq_base is 1e.300, expected a finite number"),
+    ({"llama.rope.scaling.type": (4, 1)}, "scaling.type is 1, expected a name"),
+    ({"llama.expert_count": (4, 1025)}, "expert_count is 1025, expected an integer from 0 to 1024"),
     ({"llama.rope.scaling.type": (8, "magic")}, "scaling.type is magic, expected none, linear"),
     ({"llama.rope.scaling.type": (8, "longrope")}, "rope_factors_long.weight"),
     ({"llama.rope.scaling.factor": (6, -2.0)}, "factor is -2.0, expected a positive number"),
@@ -587,6 +590,37 @@ def test_rows_that_do_not_divide_into_pairs_are_refused(files: Any, save: Save) 
     checkpoint = open_checkpoint(save(model.build()))
     with pytest.raises(CheckpointError, match=r"36 rows do not divide into 4 heads of pairs"):
         checkpoint.weight("model.layers.0.self_attn.q_proj")
+
+
+OTHER_TYPES: list[tuple[int, Any]] = [
+    (4, 0), (5, -1), (10, 2**64 - 1), (11, -(2**63)), (6, float("nan")), (6, -0.0), (12, 1e300),
+    (7, True), (8, ""), (8, "x" * 1000), (9, (4, [])), (9, (4, [1, 2])), (9, (8, ["a", "b"])),
+    (9, (9, [(4, [1]), (8, ["a"])])), (9, (6, [0.5] * 8)), (9, (7, [True] * 8)),
+]  # fmt: skip
+OPTIONAL_KEYS = [
+    "split.count", "split.no", "split.tensors.count", "general.alignment", "general.sampling.temp",
+    "tokenizer.ggml.scores", "llama.vocab_size", "llama.expert_count", "llama.attention.key_length",
+    "llama.attention.value_length", "llama.attention.sliding_window", "llama.rope.freq_base",
+    "llama.rope.dimension_count", "llama.rope.scaling.type", "llama.rope.scaling.factor",
+    "llama.rope.scaling.original_context_length", "llama.rope.scaling.yarn_beta_fast",
+]  # fmt: skip
+
+
+def test_no_value_of_another_type_fails_in_another_way_than_by_an_error(
+    files: Any, save: Save
+) -> None:
+    keys = [*files.llama().metadata, *OPTIONAL_KEYS]
+    read = 0
+    for key in keys:
+        for value in OTHER_TYPES:
+            model = files.llama()
+            model.metadata[key] = value
+            try:
+                pull_all(open_checkpoint(save(model.build())))
+                read += 1
+            except SdkError:
+                pass
+    assert 0 < read < len(keys) * len(OTHER_TYPES) / 2
 
 
 def test_no_mutated_file_fails_in_another_way_than_by_an_error(files: Any, save: Save) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from sdk.kernels.errors import SdkError
 from sdk.loaders.hf_folder import MAX_CONFIG, HfFolder, complete_config
 from sdk.loaders.hub import is_hub_id
 from sdk.loaders.json_file import read_json
@@ -272,6 +273,14 @@ def test_numbers_outside_their_limits_are_named(files: Any, key: str, value: Any
         complete_config(files.config(**{key: value}), "here")
 
 
+def test_sizes_that_differ_from_layer_to_layer_may_be_lists(files: Any) -> None:
+    raw = files.config(model_type="unknown_here", intermediate_size=[64, 128])
+    assert complete_config(raw, "here")["intermediate_size"] == [64, 128]
+    raw["intermediate_size"] = [64, 0]
+    with pytest.raises(CheckpointError, match="intermediate_size is 0, expected"):
+        complete_config(raw, "here")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -288,6 +297,36 @@ def test_contradictions_in_a_config_are_named(
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
         complete_config(files.config(**changes), "here")
+
+
+ODD_VALUES: list[Any] = [
+    None, True, 0, -1, 2**63, 1e308, -0.5, "", "x", [], [1], ["x"], [[]], {}, {"a": 1}, {"a": {}},
+    {"rope_type": "yarn"}, {"rope_type": 3}, {"factor": "x"},
+]  # fmt: skip
+ODD_KEYS = [
+    "model_type", "text_config", "quantization_config", "auto_map", "architectures", "rope_theta",
+    "rope_scaling", "rope_parameters", "layer_types", "sliding_window", "head_dim", "hidden_act",
+    "tie_word_embeddings", "eos_token_id", "dtype", "torch_dtype", "rms_norm_eps",
+    *sorted(LIMITS),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "phi3", "granite"])
+def test_no_odd_value_in_a_config_fails_in_another_way_than_by_an_error(
+    files: Any, folder: Path, model_type: str
+) -> None:
+    opened = 0
+    for key in ODD_KEYS:
+        for value in ODD_VALUES:
+            config = files.config(model_type=model_type) | {key: value}
+            (folder / "config.json").write_text(json.dumps(config))
+            try:
+                checkpoint = open_checkpoint(folder)
+                checkpoint.weight("model.embed_tokens")
+                opened += 1
+            except SdkError:
+                pass
+    assert 0 < opened < len(ODD_KEYS) * len(ODD_VALUES)
 
 
 # -- quantized folders -----------------------------------------------------------------------------
@@ -406,6 +445,9 @@ def test_a_model_in_the_hub_cache_is_opened_without_a_network(files: Any, hub_ca
     assert checkpoint.has("model.embed_tokens")
     with pytest.raises(CheckpointError, match=r"org/name: .*not found in the local cache"):
         open_checkpoint("org/name", revision="v2", local_files_only=True)
+    (snapshot / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"org/name: no config.json.*hf download org/name"):
+        open_checkpoint("org/name", local_files_only=True)
 
 
 def test_a_hub_id_that_is_not_in_the_cache_is_named(hub_cache: Path) -> None:

@@ -232,6 +232,15 @@ class _ThreadGroup:
         x.copy_(torch.stack(self.all_gather(x)).sum(dim=0))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tensors this small are slower on two threads, much slower on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def ops() -> Iterator[Ops]:
     """The reference kernels, exact arithmetic."""
