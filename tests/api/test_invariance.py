@@ -81,14 +81,16 @@ def test_with_other_numbers_of_threads(
 
 
 @pytest.mark.model
-def test_preempted_and_recomputed(smollm2: Path, alone: tuple[object, ...]) -> None:
+def test_preempted_and_recomputed(smollm2: Path, llm: LLM) -> None:
+    params = PARAMS.clone(max_tokens=64)
+    llm.reset_prefix_cache()
+    alone = _facts(llm.generate(TEXT, params)[0])
     prompts = [f"Request {number}. {TEXT}" for number in range(3)] + [TEXT]
-    with LLM(smollm2, max_model_len=1024) as llm:
-        tokenizer, page = llm.get_tokenizer(), llm.memory_plan.page_bytes
-    # Pages for all prompts and one more token each, but not for the 24 that each will generate.
+    # Pages for all prompts and one more each, but not for the four that each answer needs.
+    tokenizer = llm.get_tokenizer()
     pages = sum(-(-(len(tokenizer.encode(prompt)) + 1) // 16) for prompt in prompts) + len(prompts)
-    with LLM(smollm2, max_model_len=512, kv_cache_memory_bytes=pages * page) as llm:
-        outputs = llm.generate(prompts, PARAMS)
-        assert llm.get_metrics()["num_preemptions"] > 0
+    memory = pages * llm.memory_plan.page_bytes
+    with LLM(smollm2, max_model_len=512, kv_cache_memory_bytes=memory) as small:
+        outputs = small.generate(prompts, params)
     assert outputs[-1].metrics is not None and outputs[-1].metrics.num_preemptions > 0
     assert _facts(outputs[-1]) == alone
