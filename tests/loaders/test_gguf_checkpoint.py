@@ -276,6 +276,21 @@ def test_a_tensor_with_a_scale_that_is_not_finite_is_refused(golden: Path, save:
         checkpoint.weight("model.layers.0.mlp.up_proj")
 
 
+def test_a_file_without_a_vocabulary_has_no_tokenizer(files: Any, save: Save) -> None:
+    model = files.llama()
+    model.metadata = {k: v for k, v in model.metadata.items() if not k.startswith("tokenizer")}
+    checkpoint = open_checkpoint(save(model.build()))
+    assert checkpoint.tokenizer is None
+    assert checkpoint.config["vocab_size"] == 8
+
+
+def test_the_tokenizer_of_a_file_comes_from_its_metadata(golden: Path) -> None:
+    checkpoint = open_checkpoint(golden / "arch-llama3" / "model.gguf")
+    ids = checkpoint.tokenizer.encode("hello")
+    assert checkpoint.tokenizer.decode(ids) == "hello"
+    assert checkpoint.tokenizer is checkpoint.tokenizer
+
+
 # -- names -----------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ from sdk.kernels.errors import SdkError
 from sdk.loaders.hf_folder import MAX_CONFIG, HfFolder, complete_config
 from sdk.loaders.hub import is_hub_id
 from sdk.loaders.json_file import read_json
-from sdk.loaders.model_shapes import LIMITS
+from sdk.loaders.model_shapes import LIMITS, expected_shape
 from sdk.loaders.open import open_checkpoint
 from sdk.quant.errors import CheckpointError, UnsupportedError
 
@@ -44,6 +44,12 @@ def test_the_rows_of_the_golden_folders_are_exact(path: Path) -> None:
         assert np.array_equal(weight.dequantize()[:8].numpy(), golden[name]), name
     assert checkpoint.format == "safetensors"
     assert "eos_token_id" in checkpoint.generation_config
+
+
+def test_the_tokenizer_of_a_folder_is_its_own(golden: Path, folder: Path) -> None:
+    tokenizer = open_checkpoint(golden / "arch-llama3" / "hf").tokenizer
+    assert tokenizer.decode(tokenizer.encode("hello")) == "hello"
+    assert open_checkpoint(folder).tokenizer is None
 
 
 def test_pulling_reports_bytes_and_leaves_the_rest_unused(files: Any, tmp_path: Path) -> None:
@@ -99,8 +105,11 @@ def test_the_language_model_is_found_wherever_it_is_kept(
 ) -> None:
     vision = {} if stored.startswith("embed") else {"vision_tower.x": np.ones(3)}
     checkpoint = open_checkpoint(files.folder(tmp_path / "model", {stored: ONES, **vision}))
+    seen: list[tuple[int, int]] = []
+    checkpoint.on_bytes = lambda done, total: seen.append((done, total))
     assert checkpoint.weight(ours).shape == (8, 32)
     assert checkpoint.unused() == []
+    assert seen == [(1024, 1024)]
 
 
 def test_an_outer_head_belongs_to_an_inner_language_model(files: Any, tmp_path: Path) -> None:
@@ -327,6 +336,36 @@ def test_no_odd_value_in_a_config_fails_in_another_way_than_by_an_error(
             except SdkError:
                 pass
     assert 0 < opened < len(ODD_KEYS) * len(ODD_VALUES)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("model.embed_tokens", (8, 32)),
+        ("model.layers.0.self_attn.q_proj", (32, 32)),
+        ("model.layers.0.self_attn.k_proj.bias", (16,)),
+        ("model.layers.0.self_attn.qkv_proj", (64, 32)),
+        ("model.layers.0.self_attn.o_proj", (32, 32)),
+        ("model.layers.0.mlp.gate_up_proj", (128, 32)),
+        ("model.layers.0.mlp.down_proj", (32, 64)),
+        ("model.layers.0.self_attn.k_norm", (8,)),
+        ("model.layers.0.input_layernorm", (32,)),
+        ("model.norm", (32,)),
+        ("model.layers.0.mlp.router", None),
+    ],
+)
+def test_shapes_follow_from_the_config(
+    files: Any, name: str, expected: tuple[int, ...] | None
+) -> None:
+    assert expected_shape(files.config(), name) == expected
+    assert expected_shape(files.config(model_type="gpt2"), name) is None
+    assert expected_shape({"model_type": "llama"}, name) is None
+
+
+def test_olmo_2_normalizes_all_heads_at_once(files: Any) -> None:
+    config = files.config(model_type="olmo2")
+    assert expected_shape(config, "model.layers.0.self_attn.q_norm") == (32,)
+    assert expected_shape(config, "model.layers.0.self_attn.k_norm") == (16,)
 
 
 # -- quantized folders -----------------------------------------------------------------------------
