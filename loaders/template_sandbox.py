@@ -53,7 +53,7 @@ _FILTERS = (
 ).split()
 # Methods that make much out of little, or take quadratic time, and that no template needs.
 _REFUSED_METHODS = frozenset(
-    {"translate", "maketrans", "to_bytes", "from_bytes", "format_map", "striptags", "unescape"}
+    {"translate", "maketrans", "to_bytes", "from_bytes", "striptags", "unescape"}
 )
 # Filters that look at the elements of a list one by one, or not at all.
 _SHALLOW = frozenset(
@@ -125,12 +125,16 @@ class Budget:
                     stack += item.values()
             if total > MAX_VALUE:
                 break
-        if total > MAX_VALUE:
-            raise BudgetError(f"a value of more than {MAX_VALUE} characters")
-        if isinstance(value, (Mapping, list, tuple)):
-            self._weights[id(value)] = (value, total)  # held, so that the id stays its own
+        self.remember(value, total)
         self.spend(total)
         return total
+
+    def remember(self, value: object, weight: int) -> None:
+        """The weight of a value that was weighed, or is the sum of two that were."""
+        if weight > MAX_VALUE:
+            raise BudgetError(f"a value of more than {MAX_VALUE} characters")
+        if isinstance(value, (Mapping, list, tuple)):
+            self._weights[id(value)] = (value, weight)  # held, so that the id stays its own
 
 
 class _Namespace(Namespace):  # type: ignore[misc]
@@ -275,10 +279,13 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):  # type: ignore[misc]
                     raise BudgetError(f"an integer of more than {MAX_INT_BITS} bits")
         elif operator == "%" and isinstance(left, (str, bytes)):
             self._check_percent(left, right)
-        elif isinstance(left, (str, bytes, list, tuple)) and isinstance(right, type(left)):
+        elif isinstance(left, (str, bytes)) and isinstance(right, (str, bytes)):
             budget.admit(len(left) + len(right))
         result = super().call_binop(context, operator, left, right)
-        if isinstance(result, (list, tuple, int)):
+        if isinstance(result, (list, tuple)) and operator == "+":
+            budget.admit(len(result))
+            budget.remember(result, budget.weigh(left) + budget.weigh(right))
+        elif isinstance(result, (list, tuple, int)):
             budget.weigh(result)
         return result
 

@@ -90,15 +90,17 @@ class _Window:
         self._after_special = False
 
     def push(self, token_id: int) -> str:
+        if self._tokenizer.id_to_token(token_id) is None:
+            return ""  # an id of the padded vocabulary: no text, and no neighbour of the next token
         self._ids.append(token_id)
         special = token_id in self._tokenizer.special_ids
         raw = self._tight and special and self._after_special
         self._after_special = special
         text = self._decode(self._ids)
         waiting = len(self._ids) - self._read
-        if text.endswith("\ufffd") and waiting < _MAX_WAITING:
-            return ""
         new = text[len(self._shown) :]
+        if (not new or text.endswith("\ufffd")) and waiting < _MAX_WAITING:
+            return ""
         # Keep the tokens that became text just now as the context of the next ones.
         self._ids = self._ids[self._read :]
         self._read = len(self._ids)

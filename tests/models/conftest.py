@@ -225,11 +225,21 @@ class _ThreadGroup:
         self.ranks.slots[self.rank] = x.clone()
         self.ranks.barrier.wait()
         gathered = list(self.ranks.slots)
+        assert {t.shape for t in gathered} == {x.shape}, "ranks must send tensors of one shape"
         self.ranks.barrier.wait()
         return gathered
 
     def all_reduce(self, x: Tensor) -> None:
         x.copy_(torch.stack(self.all_gather(x)).sum(dim=0))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tensors this small are slower on two threads, much slower on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
