@@ -59,10 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         return 130
-    except (SdkError, OSError, ImportError, ValueError, TypeError) as error:
-        expected = isinstance(error, (SdkError, OSError, ImportError))
-        if args.verbose or not expected:
-            # Anything else is a bug of ours, and a bug needs its traceback.
+    except (SdkError, OSError, ModuleNotFoundError) as error:
+        if isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("sdk"):
+            raise  # ours is missing: a bug, and a bug needs its traceback
+        if args.verbose:
             traceback.print_exc()
         print(f"embedlm: {error}", file=sys.stderr)
         return 2
