@@ -50,10 +50,12 @@ class OurEngine:
     def __init__(self, model: str, threads: int, streams: int, context: int) -> None:
         from sdk.llm import LLM
 
+        # Twice the seats, so twice the pages: with none to spare the scheduler holds the last
+        # prompts back until others end, and the streams would not run together.
         self._llm = LLM(
             model,
             num_threads=threads,
-            max_num_seqs=streams,
+            max_num_seqs=2 * streams,
             max_model_len=context,
             enable_prefix_caching=False,
         )
@@ -102,9 +104,7 @@ class OurEngine:
 class PeerEngine:
     """A worker script in another interpreter, spoken to in JSON lines (see bench_peer.py)."""
 
-    def __init__(
-        self, python: str, model: str, threads: int, streams: int, context: int
-    ) -> None:
+    def __init__(self, python: str, model: str, threads: int, streams: int, context: int) -> None:
         script = Path(__file__).with_name("bench_peer.py")
         try:
             self._process = subprocess.Popen(

@@ -56,9 +56,7 @@ class Peer:
         tokens = self._prefill(prompts)
         prefilled = time.perf_counter()
         for step in range(output_len - 1):
-            rows = [
-                (token, len(prompts[i]) + step, i, True) for i, token in enumerate(tokens)
-            ]
+            rows = [(token, len(prompts[i]) + step, i, True) for i, token in enumerate(tokens)]
             self._decode(rows)
             tokens = [self._argmax(i) for i in range(len(rows))]
         end = time.perf_counter()

@@ -106,7 +106,7 @@ def test_a_peer_is_asked_in_json_lines(tmp_path: Path) -> None:
 
 
 def test_a_peer_that_fails_says_why(tmp_path: Path) -> None:
-    code = "print('{\"error\": \"no such model\"}', flush=True)"
+    code = 'print(\'{"error": "no such model"}\', flush=True)'
     with pytest.raises(SdkError, match="the peer failed: no such model"):
         PeerEngine(fake_python(tmp_path, code), "m.gguf", 1, 1, 64)
 

@@ -153,8 +153,10 @@ def test_plan_prints_the_sums_of_the_library(smollm2: Path, capsys: Captured) ->
     assert main(["plan", str(smollm2), "--memory", "1GiB", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     expected = LLM.plan(smollm2, memory="1GiB")
-    assert report["total"] == expected.total == (
-        report["weights"] + report["workspace"] + report["kv_cache"]
+    assert (
+        report["total"]
+        == expected.total
+        == (report["weights"] + report["workspace"] + report["kv_cache"])
     )
     assert report["total"] <= report["budget"] == 2**30
     # 30 layers, 3 heads of 64 for keys and values, float16
@@ -163,9 +165,7 @@ def test_plan_prints_the_sums_of_the_library(smollm2: Path, capsys: Captured) ->
     assert capsys.readouterr().out == f"{expected}\n"
 
 
-def test_plan_with_too_small_a_budget_says_what_would_help(
-    smollm2: Path, capsys: Captured
-) -> None:
+def test_plan_with_too_small_a_budget_says_what_would_help(smollm2: Path, capsys: Captured) -> None:
     assert main(["plan", str(smollm2), "--memory", "100MB"]) == 2
     err = capsys.readouterr().err
     assert err.startswith("embedlm: the model does not fit")

@@ -87,7 +87,7 @@ def test_an_interpreter_without_pip_is_named(
     model: DemoModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho \"$0: No module named pip\" >&2\nexit 1\n")
+    python.write_text('#!/bin/sh\necho "$0: No module named pip" >&2\nexit 1\n')
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     with pytest.raises(CheckpointError, match="has no pip; install it"):

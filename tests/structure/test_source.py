@@ -25,10 +25,9 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 #: Files that would only get harder to read by being cut: their own limit, and why.
 LONG_FILES = {
-    "loaders/gguf_reader.py": (420, "one format, read top to bottom beside its specification"),
     "loaders/template_sandbox.py": (460, "every guard of the sandbox in one place to be reviewed"),
     "sdk/engine/scheduler.py": (540, "plan and commit read each other's state"),
-    "sdk/llm.py": (500, "the whole facade, sync and async twins side by side"),
+    "sdk/llm.py": (510, "the whole facade, sync and async twins side by side"),
 }
 
 TOP_LEVEL = {
@@ -38,6 +37,13 @@ TOP_LEVEL = {
 }
 #: What a checkout may hold besides, because a tool or a build made it (all in .gitignore).
 MADE = {".git", ".venv", "build", "dist", "bench-results", "__pycache__"}
+
+#: What a rank's own process may do, which the host's may not: (file, call) -> why.
+EXEMPT = {
+    ("sdk/executors/worker.py", "signal.signal"): "a child process of ours: the parent ends it",
+    ("sdk/executors/worker.py", "torch.set_num_threads"): "the same: the child's torch is ours",
+    ("sdk/executors/channel.py", "pickle.loads"): "plans and results from our own child process",
+}
 
 #: Modules of the engine that only decide, and must import without torch and numpy.
 PURE = (
@@ -134,7 +140,9 @@ def test_no_module_of_ours_hides_one_of_the_standard_library_or_of_a_dependency(
 
 def test_the_top_level_is_exactly_what_is_documented() -> None:
     here = {path.name for path in ROOT.iterdir()}
-    caches = {name for name in here if re.fullmatch(r"\.(venv-.*|.*cache|hypothesis|coverage)", name)}
+    caches = {
+        name for name in here if re.fullmatch(r"\.(venv-.*|.*cache|hypothesis|coverage)", name)
+    }
     assert sorted(TOP_LEVEL - here) == []
     assert sorted(here - TOP_LEVEL - MADE - caches) == []
 
@@ -220,11 +228,13 @@ def mutable_state(tree: ast.Module) -> list[str]:
 
 
 def test_library_code_leaves_the_host_alone() -> None:
-    found = {
-        name_of(p): forbidden(parse(p), may_print=name_of(p).startswith("sdk/cli/"))
-        for p in sources(*FOLDERS)
-    }
-    assert {name: errors for name, errors in found.items() if errors} == {}
+    found = []
+    for path in sources(*FOLDERS):
+        name = name_of(path)
+        for error in forbidden(parse(path), may_print=name.startswith("sdk/cli/")):
+            if not any(name == file and f" {call}" in error for file, call in EXEMPT):
+                found.append(f"{name}: {error}")
+    assert found == []
 
 
 def test_modules_hold_no_state() -> None:
@@ -251,7 +261,9 @@ def test_the_guest_check_notices(code: str) -> None:
     assert forbidden(ast.parse(code), may_print=False)
 
 
-@pytest.mark.parametrize("code", ["cache = {}", "seen: set[int] = set()", "lock = threading.Lock()"])
+@pytest.mark.parametrize(
+    "code", ["cache = {}", "seen: set[int] = set()", "lock = threading.Lock()"]
+)
 def test_the_state_check_notices(code: str) -> None:
     assert mutable_state(ast.parse(code))
 
