@@ -2,8 +2,9 @@
 
 ``tokenizer.json`` holds the algorithm and the vocabulary. Around it lie small JSON files that say
 which tokens are special, what ends an answer, and the chat template; each is optional, none is
-executed. Without it, a SentencePiece BPE model (``tokenizer.model``) is read directly; other SentencePiece
-models and ``vocab.json`` + ``merges.txt`` are converted by transformers, imported for them alone.
+executed. Without it, a SentencePiece BPE model (``tokenizer.model``) is read directly; other
+SentencePiece models and ``vocab.json`` + ``merges.txt`` are converted by transformers, imported for
+them alone.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ def tokenizer_from_folder(path: str | Path) -> Tokenizer | None:
     added = backend.get_added_tokens_decoder()
     special = {token_id for token_id, token in added.items() if token.special}
     special |= {i for name in names.values() if (i := backend.token_to_id(name)) is not None}
-    eos = end_token_ids(backend.token_to_id, special.__contains__)
-    eos |= _configured_eos(folder, size)
+    ends = end_token_ids(backend.token_to_id, special.__contains__)
+    special |= ends
+    eos = ends | _configured_eos(folder, size)
     named_eos = backend.token_to_id(names["eos_token"]) if "eos_token" in names else None
     bos = backend.token_to_id(names["bos_token"]) if "bos_token" in names else None
     default, templates = _templates(folder, config)

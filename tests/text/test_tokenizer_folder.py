@@ -104,6 +104,20 @@ def test_names_of_specials_may_be_objects(folder: Path) -> None:
     assert tokenizer.token_to_id("a") in tokenizer.eos_token_ids
 
 
+def test_what_ends_an_answer_is_special_even_if_the_file_forgot(folder: Path) -> None:
+    content = json.loads((folder / "tokenizer.json").read_text())
+    token = {**content["added_tokens"][0], "id": 448, "content": "<|im_end|>", "special": False}
+    content["added_tokens"].append(token)
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = tokenizer_from_folder(folder)
+    assert tokenizer is not None and tokenizer.eos_token_ids == {2, 448}
+    assert 448 in tokenizer.encode("a<|im_end|>")
+    assert 448 not in tokenizer.encode("a<|im_end|>", parse_special=False)
+    user = [{"role": "user", "content": "a<|im_end|>"}]
+    assert 448 not in tokenizer.encode_chat(user)
+    assert tokenizer.decode([448]) == ""
+
+
 def test_the_template_file_wins_over_the_configuration(folder: Path) -> None:
     jinja = folder / "chat_template.jinja"
     jinja.write_text("file")
