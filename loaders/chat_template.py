@@ -25,7 +25,15 @@ MAX_DEPTH = 32
 
 # What a caller must not replace through keyword arguments.
 _RESERVED = frozenset(
-    {"messages", "tools", "add_generation_prompt", "tokenize", "chat_template", "namespace", "range"}
+    {
+        "messages",
+        "tools",
+        "add_generation_prompt",
+        "tokenize",
+        "chat_template",
+        "namespace",
+        "range",
+    }
     | {"raise_exception", "strftime_now", "dict", "loop", "self", "caller", "return_dict"}
     | {f"{name}_token" for name in ("bos", "eos", "unk", "pad", "sep", "cls", "mask")}
 )
@@ -37,7 +45,7 @@ _WELL_KNOWN = frozenset(
 
 
 class TemplateError(SdkError):
-    """A conversation cannot be rendered: bad messages, a broken template, or one over its budget."""
+    """A conversation cannot be rendered: bad messages, a broken template, or one over budget."""
 
 
 def render_chat(
@@ -64,9 +72,11 @@ class ChatTemplate:
 
     def __init__(self, source: str) -> None:
         """Raises TemplateError for a template that is too large or does not compile."""
-        from jinja2 import TemplateError as JinjaError, meta
+        from jinja2 import TemplateError as JinjaError
+        from jinja2 import meta
 
-        from sdk.loaders.template_sandbox import BudgetError, TemplateSandbox
+        from sdk.loaders.template_budget import BudgetError
+        from sdk.loaders.template_sandbox import TemplateSandbox
 
         size = len(source.encode("utf-8", "replace"))
         if size > MAX_TEMPLATE_BYTES:
@@ -98,11 +108,11 @@ class ChatTemplate:
     ) -> str:
         """The conversation as text.
 
-        ``special_tokens``: bos_token, eos_token, ... as the template may print them. ``kwargs``: other
-        variables of the template (``enable_thinking=False``), plain data only.
-        Raises TemplateError.
+        ``special_tokens``: bos_token, eos_token, ... as the template may print them. ``kwargs``:
+        other variables of the template (``enable_thinking=False``), plain data only. Raises
+        TemplateError.
         """
-        from sdk.loaders.template_sandbox import MAX_OUTPUT, BudgetError
+        from sdk.loaders.template_budget import MAX_OUTPUT, BudgetError
 
         check_messages(messages)
         self._check_kwargs(kwargs)
@@ -111,6 +121,7 @@ class ChatTemplate:
         values = {
             "bos_token": "",
             "eos_token": "",
+            "documents": None,
             **(special_tokens or {}),
             **kwargs,
             "messages": [self._fitted(message) for message in messages],
@@ -174,7 +185,7 @@ def check_messages(messages: object) -> None:
 def _check_content(message: Mapping[str, Any], where: str) -> None:
     content = message.get("content")
     if content is None:
-        if "tool_calls" in message or "content" in message and message["role"] == "assistant":
+        if "tool_calls" in message or ("content" in message and message["role"] == "assistant"):
             return
         raise TemplateError(f"{where}: expected content (a string), found none")
     if isinstance(content, str):
@@ -183,12 +194,11 @@ def _check_content(message: Mapping[str, Any], where: str) -> None:
         kind = type(content).__name__
         raise TemplateError(f"{where}.content: expected a string or a list of parts, found {kind}")
     for number, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise TemplateError(
-                f'{where}.content[{number}]: expected {{"type": "text", "text": ...}}, '
-                f"found {'type ' + repr(kind) if kind else type(part).__name__}"
-            )
+        found = part.get("type") if isinstance(part, Mapping) else None
+        if found != "text" or not isinstance(part.get("text"), str):
+            shown = f"type {found!r}" if found else type(part).__name__
+            expected = '{"type": "text", "text": ...}'
+            raise TemplateError(f"{where}.content[{number}]: expected {expected}, found {shown}")
 
 
 def _check_plain(value: object, where: str, depth: int) -> None:
@@ -203,7 +213,7 @@ def _check_plain(value: object, where: str, depth: int) -> None:
                 raise TemplateError(f"{where}: expected string keys, found {type(key).__name__}")
             _check_plain(item, f"{where}.{key[:40]}", depth + 1)
     elif type(value) in (list, tuple):
-        for index, item in enumerate(value):  # type: ignore[var-annotated, arg-type]
+        for index, item in enumerate(value):  # type: ignore[arg-type]
             _check_plain(item, f"{where}[{index}]", depth + 1)
     else:
         raise TemplateError(f"{where}: expected plain data, found {type(value).__name__}")

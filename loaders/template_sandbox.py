@@ -1,20 +1,20 @@
 """A Jinja environment in which a hostile template can neither reach Python nor use it up.
 
-jinja2's ``ImmutableSandboxedEnvironment`` keeps templates away from attributes and mutation. It does
-not stop nested loops, ``'a' * 10**8``, ``9 ** 9 ** 9``, ``'%99999999d' % 1``, strings doubled in a loop
-or lists nested until printing one takes forever. This environment does, by three budgets of one
-rendering:
+jinja2's ``ImmutableSandboxedEnvironment`` keeps templates away from attributes and mutation. It
+does not stop nested loops, ``'a' * 10**8``, ``9 ** 9 ** 9``, ``'%99999999d' % 1``, strings doubled
+in a loop or lists nested until printing one takes forever. This environment does, by three budgets
+of one rendering:
 
 * **fuel**: loop rounds, calls, filters, operators and printed expressions cost one unit each, large
   values one more per 4,096 characters handled;
-* **CPU time of the rendering thread**, looked at every 32 units (CPU time, so that a busy machine does
-  not make a good template fail);
+* **CPU time of the rendering thread**, looked at every 32 units (CPU time, so that a busy machine
+  does not make a good template fail);
 * **characters made**, over all intermediate values; and a size limit for each single value, checked
   *before* the operation where the operation itself could explode.
 
-Everything a template does must therefore pass a checkpoint: the syntax tree is rewritten so that loops,
-``~`` and list literals call the environment, operators are intercepted, filters come from a list of
-harmless ones, and no constant is folded at compile time.
+Everything a template does must therefore pass a checkpoint: the syntax tree is rewritten so that
+loops, ``~`` and list literals call the environment, operators are intercepted, filters come from a
+list of harmless ones, and no constant is folded at compile time.
 """
 
 from __future__ import annotations
@@ -22,119 +22,51 @@ from __future__ import annotations
 import json
 import re
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from functools import wraps
 from typing import Any
 
 from jinja2 import nodes, pass_context
+from jinja2.defaults import DEFAULT_FILTERS, DEFAULT_TESTS
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
+from markupsafe import Markup
 
-MAX_FUEL = 2_000_000
-MAX_SECONDS = 1.0
-MAX_MADE = 128 * 1024 * 1024  # characters, all values of one rendering together
-MAX_VALUE = 4 * 1024 * 1024  # characters of one value, and
-ITEM_SIZE = 20  # what an element of a list counts for: at most 209,715 of them
-MAX_OUTPUT = 4 * 1024 * 1024
-MAX_WIDTH = 100_000  # integer arguments: widths, counts, fill lengths
-MAX_INT_BITS = 4096
-MAX_JSON_INDENT = 16
+from sdk.loaders.template_budget import (
+    ITEM_SIZE,
+    MAX_INT_BITS,
+    MAX_JSON_INDENT,
+    MAX_WIDTH,
+    Budget,
+    BudgetError,
+)
 
+# fmt: off
 _FILTERS = (
-    "abs attr bool capitalize center count d default dictsort e escape first float forceescape format "
-    "groupby indent int items join last length list lower map max min reject rejectattr replace "
-    "reverse round safe select selectattr sort string sum title tojson trim truncate unique upper"
-).split()
+    "abs", "attr", "capitalize", "center", "count", "d", "default", "dictsort", "e", "escape",
+    "first", "float", "forceescape", "format", "groupby", "indent", "int", "items", "join", "last",
+    "length", "list", "lower", "map", "max", "min", "reject", "rejectattr", "replace", "reverse",
+    "round", "safe", "select", "selectattr", "sort", "string", "sum", "title", "tojson", "trim",
+    "truncate", "unique", "upper",
+)
+# Filters that look at the elements of a list one by one, or not at all.
+_SHALLOW = frozenset({
+    "count", "d", "default", "dictsort", "first", "items", "last", "length", "list", "map", "max",
+    "min", "reject", "rejectattr", "reverse", "select", "selectattr", "sort", "sum", "unique",
+    "groupby",
+})
+# fmt: on
 # Methods that make much out of little, or take quadratic time, and that no template needs.
 _REFUSED_METHODS = frozenset(
     {"translate", "maketrans", "to_bytes", "from_bytes", "striptags", "unescape"}
 )
-# Filters that look at the elements of a list one by one, or not at all.
-_SHALLOW = frozenset(
-    "count d default dictsort first items last length list map max min reject rejectattr reverse "
-    "select selectattr sort sum unique groupby".split()
-)
 _CONVERSION = re.compile(r"%(?:\([^)]*\))?[#0\- +]*(\*|\d*)(?:\.(\*|\d*))?")
 _FORMAT_FIELD = re.compile(r"\{[^{}]*:[^{}]*(?:\{|\d{5})")
-
-
-class BudgetError(Exception):
-    """The template asked for more than a rendering may use; the message says for what."""
-
-
-class Budget:
-    """What one rendering has used."""
-
-    def __init__(self) -> None:
-        self.fuel = MAX_FUEL
-        self.made = 0
-        self._weights: dict[int, tuple[object, int]] = {}
-        self.deadline = time.thread_time() + MAX_SECONDS
-
-    def spend(self, size: int = 0) -> None:
-        """One step that handles ``size`` characters."""
-        before = self.fuel
-        self.fuel = before - 1 - (size >> 12)
-        if self.fuel >> 5 != before >> 5:
-            if self.fuel < 0:
-                raise BudgetError(f"more than {MAX_FUEL} operations")
-            if time.thread_time() > self.deadline:
-                raise BudgetError(f"more than {MAX_SECONDS:g} s of CPU time")
-
-    def admit(self, size: int) -> None:
-        """A new value of ``size`` characters is about to exist."""
-        if size > MAX_VALUE:
-            raise BudgetError(f"a value of {size} characters, at most {MAX_VALUE} are allowed")
-        self.made += size
-        if self.made > MAX_MADE:
-            raise BudgetError(f"more than {MAX_MADE} characters of intermediate values")
-        self.spend(size)
-
-    def weigh(self, value: object) -> int:
-        """Characters it would take to print a value, counting shared parts as often as they occur.
-
-        The weight of a container is remembered, so that a list that grows by one message at a time
-        is not walked through again; lists and dicts cannot change here.
-        """
-        total = 0
-        stack = [value]
-        while stack:
-            item = stack.pop()
-            total += ITEM_SIZE
-            if isinstance(item, (str, bytes)):
-                total += len(item)
-            elif isinstance(item, int):
-                if item.bit_length() > MAX_INT_BITS:
-                    raise BudgetError(f"an integer of more than {MAX_INT_BITS} bits")
-            elif isinstance(item, (Mapping, list, tuple)):
-                known = self._weights.get(id(item))
-                if known is not None:
-                    total += known[1]
-                    continue
-                if len(item) * ITEM_SIZE > MAX_VALUE:
-                    total += len(item) * ITEM_SIZE
-                    break
-                stack += item
-                if isinstance(item, Mapping):
-                    stack += item.values()
-            if total > MAX_VALUE:
-                break
-        self.remember(value, total)
-        self.spend(total)
-        return total
-
-    def remember(self, value: object, weight: int) -> None:
-        """The weight of a value that was weighed, or is the sum of two that were."""
-        if weight > MAX_VALUE:
-            raise BudgetError(f"a value of more than {MAX_VALUE} characters")
-        if isinstance(value, (Mapping, list, tuple)):
-            self._weights[id(value)] = (value, weight)  # held, so that the id stays its own
 
 
 class _Namespace(Namespace):  # type: ignore[misc]
@@ -150,7 +82,7 @@ class _Namespace(Namespace):  # type: ignore[misc]
 
 
 class _Generation(Extension):  # type: ignore[misc]
-    """``{% generation %}...{% endgeneration %}`` marks training targets; here it is just its body."""
+    """``{% generation %}...{% endgeneration %}`` marks training targets; here it is its body."""
 
     tags = frozenset({"generation"})
 
@@ -203,9 +135,13 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):  # type: ignore[misc]
             finalize=self._printed,
         )
         self._local = threading.local()
-        known = {**self.filters, "tojson": _to_json}
-        self.filters = {name: self._guarded(name, known[name]) for name in _FILTERS if name in known}
-        self.tests = {name: self._counted(test) for name, test in self.tests.items()}
+        known = {**DEFAULT_FILTERS, "tojson": _to_json}
+        self.filters = {
+            name: self._guarded(name, known[name]) for name in _FILTERS if name in known
+        }
+        self.tests: dict[str, Any] = {
+            name: self._counted(test) for name, test in DEFAULT_TESTS.items()
+        }
         for name in ("lipsum", "cycler", "joiner"):
             self.globals.pop(name, None)
         self.globals["namespace"] = _Namespace
@@ -245,12 +181,12 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):  # type: ignore[misc]
 
     # What jinja2 calls.
 
-    def concat(self, parts: Iterable[str]) -> str:  # type: ignore[override]
+    def concat(self, parts: Iterable[str]) -> str:
         parts = list(parts)
         self.budget.admit(sum(map(len, parts)))
         return "".join(parts)
 
-    @pass_context
+    @pass_context  # type: ignore[untyped-decorator]
     def _printed(self, _: Context, value: Any) -> Any:
         # With the context as an argument jinja2 cannot evaluate it while compiling.
         return self._text(value)
@@ -260,7 +196,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):  # type: ignore[misc]
         owner = getattr(function, "__self__", None)
         if owner is self:
             return function(*args)  # kwargs are jinja2's own, _loop_vars and _block_vars
-        if isinstance(owner, (str, bytes, int)) and not isinstance(owner, type):
+        if isinstance(owner, (str, bytes, int)):
             args = self._checked_method(owner, function.__name__, args, kwargs)
         formatted = getattr(getattr(function, "__wrapped__", None), "__self__", None)
         if isinstance(formatted, str):
@@ -274,9 +210,9 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):  # type: ignore[misc]
         if operator == "*":
             budget.admit(_product_size(left, right))
         elif operator == "**":
-            if isinstance(left, int) and isinstance(right, int):
-                if abs(right) > MAX_INT_BITS or left.bit_length() * abs(right) > MAX_INT_BITS:
-                    raise BudgetError(f"an integer of more than {MAX_INT_BITS} bits")
+            integers = isinstance(left, int) and isinstance(right, int)
+            if integers and max(left.bit_length(), 1) * abs(right) > MAX_INT_BITS:
+                raise BudgetError(f"an integer of more than {MAX_INT_BITS} bits")
         elif operator == "%" and isinstance(left, (str, bytes)):
             self._check_percent(left, right)
         elif isinstance(left, (str, bytes)) and isinstance(right, (str, bytes)):
@@ -294,9 +230,9 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):  # type: ignore[misc]
     def _text(self, value: Any) -> str:
         if not isinstance(value, str):
             self.budget.weigh(value)
-            value = str(value)
-        self.budget.spend(len(value))
-        return value
+        text = str(value)
+        self.budget.spend(len(text))
+        return text
 
     def _made(self, value: Any) -> Any:
         if isinstance(value, (str, bytes)):
@@ -330,7 +266,11 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):  # type: ignore[misc]
         if _FORMAT_FIELD.search(template):
             raise BudgetError("a format field with a nested or very large width")
         fields = template.count("{")
-        self.budget.admit(len(template) + fields * (self.budget.weigh(args) + self.budget.weigh(kwargs)) + fields * 9999)
+        self.budget.admit(
+            len(template)
+            + fields * (self.budget.weigh(args) + self.budget.weigh(kwargs))
+            + fields * 9999
+        )
 
     def _check_percent(self, template: Any, values: Any) -> None:
         text = template.decode("latin-1") if isinstance(template, bytes) else template
@@ -370,7 +310,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):  # type: ignore[misc]
         self, name: str, value: Any, rest: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
         """What a filter would make, where that can be far more than it was given."""
-        given = dict(zip(_PARAMETERS.get(name, ()), rest))
+        given = dict(zip(_PARAMETERS.get(name, ()), rest, strict=False))
         given.update(kwargs)
         if name not in _SHALLOW and not isinstance(value, str):
             self.budget.weigh(value)
@@ -424,10 +364,10 @@ def _product_size(left: Any, right: Any) -> int:
 
 
 def _replaced_size(text: Any, old: Any, new: Any) -> int:
-    if not isinstance(text, (str, bytes)) or not isinstance(old, type(text)):
+    kinds = {type(part) for part in (text, old, new)} - {Markup}
+    if kinds != {str} and kinds != {bytes}:
         return 0  # the call itself will complain
-    size = len(new) if isinstance(new, (str, bytes)) else 0
-    return len(text) + text.count(old) * size
+    return len(text) + int(text.count(old)) * len(new)
 
 
 def _to_json(

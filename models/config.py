@@ -52,6 +52,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "rope_local_base_freq": 10_000.0,
     },
     "qwen3": {"head_dim": 128},
+    "granite": {"attention_multiplier": 1.0},
 }
 
 

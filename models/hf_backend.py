@@ -134,9 +134,8 @@ def _construct(hf_config: Any) -> Any:
                 hf_config, attn_implementation=ATTENTION_NAME, dtype=torch.float32
             )
     except Exception as error:  # a tree transformers cannot build from this config
-        raise UnsupportedError(f"model_type {name!r}: transformers cannot build it: {error}") from (
-            error
-        )
+        message = f"model_type {name!r}: transformers cannot build it: {error}"
+        raise UnsupportedError(message) from error
     body = getattr(model, model.base_model_prefix, None)
     if body is None or "position_ids" not in inspect.signature(body.forward).parameters:
         raise UnsupportedError(f"model_type {name!r}: transformers' model takes no position_ids")
@@ -278,7 +277,7 @@ class HFModel:
         batch = AttentionBatch(zero, starts, one, table, zero, 1, 1, 1)
         try:
             self.logits(self(zero, batch, [KVPages(scratch, scratch.clone())] * c.num_layers))
-        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
             raise UnsupportedError(
                 f"model_type {c.model_type!r}: transformers' code fails on our pages: {error}"
             ) from error

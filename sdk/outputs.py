@@ -1,8 +1,8 @@
 """What the caller gets back: immutable snapshots with the names vLLM users know.
 
-An output object never changes after it was handed out: each step that has news builds new ones, with
-their own lists. ``finish_reason`` is ``stop`` (EOS, a stop token or a stop string), ``length`` (the
-parameter ``max_tokens`` or the end of the context), ``abort``, ``error`` or ``deadline``.
+An output object never changes after it was handed out: each step that has news builds new ones,
+with their own lists. ``finish_reason`` is ``stop`` (EOS, a stop token or a stop string), ``length``
+(the parameter ``max_tokens`` or the end of the context), ``abort``, ``error`` or ``deadline``.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Logprob:
 class CompletionOutput:
     """One of the ``n`` answers of a request.
 
-    ``stop_reason`` is the stop string or stop token id that ended the answer, ``None`` for EOS, and the
-    message when ``finish_reason`` is ``error``. With ``RequestOutputKind.DELTA`` ``text``, ``token_ids``
-    and ``logprobs`` hold what is new since the last output, else everything so far.
+    ``stop_reason`` is the stop string or stop token id that ended the answer, ``None`` for EOS, and
+    the message when ``finish_reason`` is ``error``. With ``RequestOutputKind.DELTA`` ``text``,
+    ``token_ids`` and ``logprobs`` hold what is new since the last output, else everything so far.
     ``cumulative_logprob`` (the sum over all tokens so far) needs ``logprobs``.
     """
 
@@ -51,9 +51,9 @@ class CompletionOutput:
 class RequestMetrics:
     """Times and counts of one request.
 
-    All times are seconds of the engine's monotonic clock, so that any two may be subtracted (differs
-    from vLLM, where ``arrival_time`` is wall clock); ``None`` until it happened. For a request with
-    several answers they span all of them, and the counts are sums.
+    All times are seconds of the engine's monotonic clock, so that any two may be subtracted
+    (differs from vLLM, where ``arrival_time`` is wall clock); ``None`` until it happened. For a
+    request with several answers they span all of them, and the counts are sums.
     """
 
     arrival_time: float
@@ -70,8 +70,8 @@ class RequestOutput:
     """News of one request: its prompt and its answers so far.
 
     ``prompt_logprobs`` starts with ``None`` because nothing precedes the first
-    token. ``num_cached_tokens`` is how many prompt tokens the prefix cache answered when the request
-    was first scheduled (``None`` before that).
+    token. ``num_cached_tokens`` is how many prompt tokens the prefix cache answered when the
+    request was first scheduled (``None`` before that).
     """
 
     request_id: str

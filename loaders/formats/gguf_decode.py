@@ -165,10 +165,9 @@ def _blocks(
 
 def _halves(blocks: NDArray[np.uint8], offset: int) -> NDArray[np.float16]:
     """The float16 at byte ``offset`` of every block: ``[rows, groups]``."""
-    values: NDArray[np.float16] = np.ascontiguousarray(blocks[:, :, offset : offset + 2]).view(
-        "<f2"
-    )
-    return values[:, :, 0]
+    halves = np.ascontiguousarray(blocks[:, :, offset : offset + 2])
+    values: NDArray[np.float16] = halves.view("<f2")[:, :, 0]
+    return values
 
 
 def _codes(kind: _Legacy, blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:

@@ -1,7 +1,7 @@
 """From sampled tokens to what the caller sees: text, stop strings, log-probabilities, snapshots.
 
-``Completion`` is one answer; ``Generation`` is one request of the caller with its ``n`` (or ``best_of``)
-answers. Both only collect: whether a request goes on is the scheduler's business.
+``Completion`` is one answer; ``Generation`` is one request of the caller with its ``n`` (or
+``best_of``) answers. Both only collect: whether a request goes on is the scheduler's business.
 """
 
 from __future__ import annotations
@@ -174,6 +174,8 @@ class Generation:
         if params.num_answers > params.n:
             best = sorted(self.completions, key=_badness)[: params.n]
             outputs = [completion.output(False, index) for index, completion in enumerate(best)]
+            if params.logprobs is None:  # they were needed to choose, not asked for
+                outputs = [replace(output, logprobs=None) for output in outputs]
         else:
             outputs = [one.output(delta) for one in self.completions if one.has_news or not delta]
         rows = self.prompt_logprobs

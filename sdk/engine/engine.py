@@ -1,7 +1,7 @@
 """The loop: plan a step, run it, commit it, turn the tokens into outputs.
 
-``Engine`` owns a :class:`~sdk.engine.scheduler.Scheduler` and an executor. It is not thread-safe: the
-caller (``LLM``) serializes the calls, except that ``add_request`` and ``abort`` may come while
+``Engine`` owns a :class:`~sdk.engine.scheduler.Scheduler` and an executor. It is not thread-safe:
+the caller (``LLM``) serializes the calls, except that ``add_request`` and ``abort`` may come while
 ``step`` waits for the executor.
 """
 
@@ -33,12 +33,12 @@ class Engine:
     """Requests in, outputs out, one step at a time. The executor has been started.
 
     ``tokenizer=None`` works on token ids alone: outputs carry no text, stop strings are refused.
-    ``vocab_size`` bounds the token ids of prompts. ``seed`` starts the generator that gives a seed to
-    requests without one.
+    ``vocab_size`` bounds the token ids of prompts. ``seed`` starts the generator that gives a seed
+    to requests without one.
 
     A failure of the executor ends the engine: every request in it gets an output with
-    ``finish_reason="error"``, ``dead`` holds the :class:`EngineDeadError`, and from then on requests and
-    steps raise it.
+    ``finish_reason="error"``, ``dead`` holds the :class:`EngineDeadError`, and from then on
+    requests and steps raise it.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class Engine:
         resolved: ResolvedParams = _NOTHING_RESOLVED,
     ) -> None:
         """Queue a request. Raises RequestError, EngineDeadError or EngineClosedError; then nothing
-        was queued. ``arrival_time`` is a moment of the scheduler's clock (default now) and decides who is
-        first; ``priority`` overrides ``params``.
+        was queued. ``arrival_time`` is a moment of the scheduler's clock (default now) and decides
+        who is first; ``priority`` overrides ``params``.
         """
         self._check_alive()
         if request_id in self._generations:
@@ -110,7 +110,9 @@ class Engine:
         ]
         stops = None
         if params.stop or params.stop_regex:
-            stops = StopStrings(params.stop, (params.stop_regex,) if params.stop_regex else ())
+            stops = StopStrings(
+                tuple(params.stop or ()), (params.stop_regex,) if params.stop_regex else ()
+            )
         # The text side first: it may raise, and then the scheduler must know nothing.
         generation.completions = [
             Completion(index, request, self._tokenizer, stops, self._decode_token)
@@ -133,8 +135,8 @@ class Engine:
     ) -> list[tuple[str, SamplingParams]]:
         """The scheduler's requests of one request: answer ``i`` has the seed of the request plus i.
 
-        They are equal otherwise, except that only the first scores the prompt, and that choosing the
-        best of several needs their log-probabilities.
+        They are equal otherwise, except that only the first scores the prompt, and that choosing
+        the best of several needs their log-probabilities.
         """
         params = params.with_seed(self._random.getrandbits(63))
         if kind == "embed" or params.num_answers == 1:
@@ -184,8 +186,8 @@ class Engine:
     def step(self) -> list[Output]:
         """Run one step; returns an output per request that has news (and wants to hear it).
 
-        An interrupt (KeyboardInterrupt) while the executor works is raised on after everything was put
-        back: the requests go on with the next step.
+        An interrupt (KeyboardInterrupt) while the executor works is raised on after everything was
+        put back: the requests go on with the next step.
         """
         self._check_alive()
         clock, seconds = time.perf_counter, self._seconds
@@ -307,9 +309,10 @@ class Engine:
     def get_metrics(self) -> dict[str, float]:
         """Counters since the engine was built; times are seconds.
 
-        ``prefix_queries`` and ``prefix_hits`` count whole pages looked up and found when requests were
-        admitted, ``cache_hit_rate`` is their quotient. ``num_prompt_tokens`` are the prompt tokens that
-        were computed: not those a prefix hit gave, and again those lost to a preemption.
+        ``prefix_queries`` and ``prefix_hits`` count whole pages looked up and found when requests
+        were admitted, ``cache_hit_rate`` is their quotient. ``num_prompt_tokens`` are the prompt
+        tokens that were computed: not those a prefix hit gave, and again those lost to a
+        preemption.
         """
         scheduler = self.scheduler
         pool = scheduler.pool

@@ -1,4 +1,4 @@
-"""What the engine needs of whatever runs its steps: one rank in this process, or several elsewhere."""
+"""What the engine needs of whatever runs its steps: one rank here, or several elsewhere."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Executor(Protocol):
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step and return what it produced (``result.step_id == plan.step_id``).
 
-        Ranks apply a plan in this order: ``dropped``, ``started``, ``new_pages``, ``appended``, then run
-        ``num_tokens``. One plan may drop and start the same id, and may drop an id a rank does not know
-        (after an interrupted step): both are fine. A plan may hold nothing but ``dropped``.
-        Page 0 belongs to no request: padding may point at it.
+        Ranks apply a plan in this order: ``dropped``, ``started``, ``new_pages``, ``appended``,
+        then run ``num_tokens``. One plan may drop and start the same id, and may drop an id a rank
+        does not know (after an interrupted step): both are fine. A plan may hold nothing but
+        ``dropped``. Page 0 belongs to no request: padding may point at it.
 
         An exception means that the ranks are lost: the engine fails every request with it.
         A failure of one request (NaN, a user's callback) goes into ``StepResult.errors`` instead.

@@ -1,11 +1,12 @@
 """Turn generated token ids into text as they arrive, without decoding anything twice.
 
-Most tokenizers are byte by byte (``Tokenizer.bytewise``): a token adds its bytes, and an incremental
-UTF-8 decoder keeps the beginning of a character until the rest of it arrives. That costs the same for
-the first token and the hundred-thousandth, and gives exactly ``tokenizer.decode`` of all ids.
+Most tokenizers are byte by byte (``Tokenizer.bytewise``): a token adds its bytes, and an
+incremental UTF-8 decoder keeps the beginning of a character until the rest of it arrives. That
+costs the same for the first token and the hundred-thousandth, and gives exactly
+``tokenizer.decode`` of all ids.
 
-Decoders that look at their neighbours (WordPiece joins ``##ing`` to the word before) are asked for a
-small window: the text of the last few tokens with and without the new one; the difference is new.
+Decoders that look at their neighbours (WordPiece joins ``##ing`` to the word before) are asked for
+a small window: the text of the last few tokens with and without the new one; the difference is new.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from sdk.quant.tokenizer import Tokenizer
 
-# Tokens that may be waiting for the rest of a character. A character has at most four bytes, so four
-# tokens; more are waiting for something that will not come.
+# Tokens that may be waiting for the rest of a character. A character has at most four bytes, so
+# four tokens; more are waiting for something that will not come.
 _MAX_WAITING = 6
 
 
@@ -47,7 +48,9 @@ class IncrementalDetokenizer:
             self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         else:
             tight = not (skip_special_tokens or spaces_between_special_tokens)
-            self._window = _Window(tokenizer, prompt_token_ids[-_MAX_WAITING:], self._skipped, tight)
+            self._window = _Window(
+                tokenizer, prompt_token_ids[-_MAX_WAITING:], self._skipped, tight
+            )
 
     def push(self, token_id: int) -> str:
         """The text that is certain now that this token is known; may be empty."""

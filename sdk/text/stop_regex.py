@@ -1,15 +1,15 @@
 r"""Regular expressions that are matched against a text while it is being written.
 
-``re`` can neither go on where it left off nor say "this may still become a match", and a pattern such
-as ``(a+)+b`` keeps it busy for hours. So a pattern is turned into a nondeterministic automaton that
-reads one character at a time and is in several states at once (Thompson, 1968): the time per character
-is bounded by the number of states, whatever the pattern. A match counts as soon as it is complete, so
-the shortest wins: ``\d+`` stops at the first digit.
+``re`` can neither go on where it left off nor say "this may still become a match", and a pattern
+such as ``(a+)+b`` keeps it busy for hours. So a pattern is turned into a nondeterministic automaton
+that reads one character at a time and is in several states at once (Thompson, 1968): the time per
+character is bounded by the number of states, whatever the pattern. A match counts as soon as it is
+complete, so the shortest wins: ``\d+`` stops at the first digit.
 
 Accepted: literals, classes, ``.``, groups, ``|``, ``* + ? {m,n}`` (lazy ones mean the same here),
-``^`` for the beginning of the text (of a line with ``(?m)``), the flags ``i m s x a``. Refused with a
-reason: ``$``, ``\b``, look-around, back-references, possessive and atomic groups, and anything that
-matches the empty text.
+``^`` for the beginning of the text (of a line with ``(?m)``), the flags ``i m s x a``. Refused with
+a reason: ``$``, ``\b``, look-around, back-references, possessive and atomic groups, and anything
+that matches the empty text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from typing import Any
 from sdk.errors import RequestError
 
 if sys.version_info >= (3, 11):
-    from re import _constants as sre, _parser as sre_parser  # type: ignore[attr-defined]
+    from re import _constants as sre  # type: ignore[attr-defined]
+    from re import _parser as sre_parser
 else:
     import sre_constants as sre
     import sre_parse as sre_parser
@@ -65,7 +66,9 @@ class StopRegex:
         try:
             tree = sre_parser.parse(pattern)
         except (re.error, RecursionError, OverflowError) as error:
-            raise RequestError(f"stop_regex {pattern!r}: not a regular expression: {error}") from None
+            raise RequestError(
+                f"stop_regex {pattern!r}: not a regular expression: {error}"
+            ) from None
         self._flags = tree.state.flags
         # States are numbered; 0 accepts. A state either reads a character that passes its test and
         # goes to its target, or (test None) is a fork to several states.
@@ -114,7 +117,8 @@ class StopRegex:
         if operation is sre.BRANCH:
             return self._add(None, 0, tuple(self._sequence(items, target) for items in argument[1]))
         if operation in (sre.MAX_REPEAT, sre.MIN_REPEAT):
-            return self._repeat(*argument, target)
+            least, most, items = argument
+            return self._repeat(least, most, items, target)
         if operation is sre.AT and argument is sre.AT_BEGINNING:
             state = self._add(None, 0, (target,))
             self._only_at_start.add(state)
@@ -152,9 +156,7 @@ class StopRegex:
         wanted = items[:1] != [(sre.NEGATE, None)]
         tests = [self._member(*item) for item in items if item[0] is not sre.NEGATE]
         if self._flags & re.IGNORECASE:
-            return lambda c: (
-                any(test(c.lower()) or test(c.upper()) for test in tests) is wanted
-            )
+            return lambda c: any(test(c.lower()) or test(c.upper()) for test in tests) is wanted
         return lambda c: any(test(c) for test in tests) is wanted
 
     def _member(self, operation: Any, argument: Any) -> Callable[[str], bool]:

@@ -2,8 +2,8 @@
 
 All stop strings of a request are matched at once, character by character, with an Aho-Corasick
 automaton: its state is the longest end of the text that is the beginning of a stop string, which is
-exactly the text that must not be shown yet. What is found does not depend on how the text was cut into
-tokens: the match that ends first, and of those that end together the longest.
+exactly the text that must not be shown yet. What is found does not depend on how the text was cut
+into tokens: the match that ends first, and of those that end together the longest.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ class StopStrings:
 
     def __init__(self, stop: Sequence[str] = (), stop_regex: Sequence[str] = ()) -> None:
         """Raises RequestError for too many, too long or empty ones, and for refused patterns."""
-        for name, values, most in (("stop", stop, MAX_STOPS), ("stop_regex", stop_regex, MAX_PATTERNS)):
+        for name, values, most in (
+            ("stop", stop, MAX_STOPS),
+            ("stop_regex", stop_regex, MAX_PATTERNS),
+        ):
             if isinstance(values, str):
                 raise RequestError(f"{name}: expected a list of strings, found a string")
             if len(values) > most:
@@ -136,7 +139,7 @@ class StopMatcher:
         self._state = stops.edges[state].get(character, 0)
         stop = stops.found[self._state]
         length = 0 if stop is None else len(stop)
-        for pattern, run in zip(stops.patterns, self._runs):
+        for pattern, run in zip(stops.patterns, self._runs, strict=True):
             matched = run.read(character)
             if matched is not None and matched > length:
                 stop, length = pattern.pattern, matched

@@ -1,8 +1,9 @@
-"""A rank without a model: its KV is a record of what was written where, its tokens are hashes of it.
+"""A rank without a model: its KV is a record of what was written where, its tokens are hashes of
+it.
 
-The KV value of a position is a hash of all KV values before it, as read back through the page table, and
-of the token; the next token is a hash of the last value. So a wrong page, a stale one, one that was
-never written, a missed token or a wrong position changes every token that follows, and
+The KV value of a position is a hash of all KV values before it, as read back through the page
+table, and of the token; the next token is a hash of the last value. So a wrong page, a stale one,
+one that was never written, a missed token or a wrong position changes every token that follows, and
 ``expected_tokens`` says what a request must produce whatever happens around it.
 """
 
@@ -39,7 +40,7 @@ def expected_tokens(prompt: list[int], num: int) -> list[int]:
 
 
 class FakeRunner:
-    """An executor. It knows nothing but what the plans told it, and complains about plans that lie."""
+    """An executor. It knows only what the plans told it, and complains about plans that lie."""
 
     def __init__(self, page_size: int, num_pages: int, published=None) -> None:
         self.page_size = page_size

@@ -160,9 +160,7 @@ def test_requests_behind_a_stream_of_new_ones_are_served_in_order(rig):
 
 
 def test_without_chunked_prefill_a_prompt_runs_in_one_step(rig):
-    r = rig(
-        enable_chunked_prefill=False, max_model_len=40, max_num_batched_tokens=40, num_pages=17
-    )
+    r = rig(enable_chunked_prefill=False, max_model_len=40, max_num_batched_tokens=40, num_pages=17)
     for i in range(6):
         r.add(str(i), prompt(25, seed=i), max_tokens=12)
     r.run()
@@ -368,9 +366,9 @@ def test_what_can_never_run_is_refused_while_others_wait(rig):
     r.add("b", prompt(10))
     with pytest.raises(RequestError, match="needs 5 KV pages of 4 tokens; 4 are available"):
         r.add("c", prompt(17))
-    with pytest.raises(RequestError, match="30 tokens; max_model_len is 30, and at least 1"):
+    with pytest.raises(RequestError, match="30 tokens; max_model_len is 30, and"):
         r.add("d", prompt(30))
-    with pytest.raises(RequestError, match="31 tokens; max_model_len is 30$"):
+    with pytest.raises(RequestError, match=r"31 tokens; max_model_len is 30$"):
         r.add("e", prompt(31), kind="embed")
     with pytest.raises(RequestError, match="prompt is empty"):
         r.add("f", [])

@@ -225,6 +225,7 @@ class _ThreadGroup:
         self.ranks.slots[self.rank] = x.clone()
         self.ranks.barrier.wait()
         gathered = list(self.ranks.slots)
+        assert {t.shape for t in gathered} == {x.shape}, "ranks must send tensors of one shape"
         self.ranks.barrier.wait()
         return gathered
 
@@ -241,10 +242,10 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="session")
-def ops() -> Iterator[Ops]:
-    """The reference kernels, exact arithmetic."""
-    found = Ops(compute="exact", num_threads=1, backends=("reference",))
+@pytest.fixture(scope="session", params=[("reference",), None], ids=["reference", "fastest"])
+def ops(request: pytest.FixtureRequest) -> Iterator[Ops]:
+    """Exact arithmetic: on the reference kernels, and on the first that take the work here."""
+    found = Ops(compute="exact", num_threads=1, backends=request.param)
     yield found
     found.close()
 

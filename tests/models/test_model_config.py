@@ -139,6 +139,12 @@ def test_null_switches_gemma2_soft_caps_off() -> None:
     assert (off.attention_softcap, off.final_softcap) == (None, None)
 
 
+def test_attention_scores_are_scaled_as_the_family_says() -> None:
+    assert read(query_pre_attn_scalar=25).attention_scale == 0.2
+    assert read(model_type="granite").attention_scale == 1.0
+    assert read(model_type="granite", attention_multiplier=0.5).attention_scale == 0.5
+
+
 def test_biases_follow_the_config() -> None:
     qwen = read(model_type="qwen2")
     assert (qwen.attention_bias, qwen.output_bias) == (True, False)

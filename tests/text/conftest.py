@@ -10,7 +10,19 @@ import pytest
 
 from sdk.loaders.tokenizer import tokenizer_from_gguf
 
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
@@ -59,7 +71,7 @@ def tiny_bpe(**changes: Any) -> dict[str, Any]:
         "tokenizer.ggml.token_type": [1] * 259 + [3, 3, 4],
         "tokenizer.ggml.merges": ["h e", "he l", "Ġ he"],
         "tokenizer.ggml.eos_token_id": 259,
-        "tokenizer.chat_template": "{% for m in messages %}{{ m['content'] }}<|im_end|>{% endfor %}",
+        "tokenizer.chat_template": "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}",
     }
     return {**metadata, **changes}
 
@@ -93,6 +105,12 @@ def gemma3_tokenizer(gemma3: Path) -> Any:
 def golden_tokenizer(golden: Path) -> Any:
     path = golden / "arch-llama3" / "model.gguf"
     return tokenizer_from_gguf(read_metadata(path), str(path))
+
+
+@pytest.fixture
+def golden_metadata(golden: Path) -> Any:
+    """A function: the metadata of the golden llama model, a fresh copy each time."""
+    return lambda: read_metadata(golden / "arch-llama3" / "model.gguf")
 
 
 @pytest.fixture

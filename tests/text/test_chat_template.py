@@ -1,5 +1,7 @@
 """Rendering conversations: what templates may use, and what is refused."""
 
+# ruff: noqa: E501 (tables of one-line templates)
+
 from __future__ import annotations
 
 from typing import Any
@@ -131,7 +133,7 @@ def test_nesting_is_bounded() -> None:
         deep = [deep]
     with pytest.raises(TemplateError, match="nested more than"):
         render("x", [{"role": "user", "content": "x", "deep": deep}])
-    with pytest.raises(TemplateError, match="tools.*nested more than"):
+    with pytest.raises(TemplateError, match=r"tools.*nested more than"):
         render("x", tools=deep)
 
 
@@ -195,7 +197,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_template_is_stopped(name: str) -> None:
-    with pytest.raises(TemplateError, match="stopped: it asked for|OverflowError: Range too big"):
+    with pytest.raises(TemplateError, match=r"stopped: it asked for|Range too big"):
         render(HOSTILE[name])
 
 

@@ -113,11 +113,12 @@ def test_bos_comes_once_with_or_without_the_template(gemma3_tokenizer: Any, spm:
     for template in ("{{ bos_token }}{{ messages[0].content }}", "{{ messages[0].content }}"):
         ids = gemma3_tokenizer.encode_chat(message, chat_template=template)
         assert ids[0] == 2 and ids.count(2) == 1
-    assert spm.encode_chat([{"role": "user", "content": "<s>"}], chat_template="{{ messages[0].content }}").count(1) == 1  # fmt: skip
+    user = [{"role": "user", "content": "<s>"}]
+    assert spm.encode_chat(user, chat_template="{{ messages[0].content }}").count(1) == 1
 
 
 def library(kind: str) -> JsonTokenizer:
-    """A tokenizer.json style tokenizer: byte-level, or SentencePiece's with ▁ before a first word."""
+    """A tokenizer.json style tokenizer: byte-level, or with ▁ before the first word."""
     if kind == "bytes":
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
         backend = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
@@ -134,7 +135,7 @@ def library(kind: str) -> JsonTokenizer:
     names = ["<|im_start|>", "<|im_end|>"]
     backend.add_special_tokens([AddedToken(name, normalized=False) for name in names])
     special = frozenset(backend.token_to_id(name) for name in names)
-    return JsonTokenizer(backend, TokenizerFacts(special_ids=special), None)
+    return JsonTokenizer(backend, TokenizerFacts(special_ids=special), "test")
 
 
 @pytest.mark.parametrize("kind", ["bytes", "pieces"])
@@ -161,7 +162,10 @@ def test_the_guarded_path_gives_the_ids_of_the_plain_one(kind: str) -> None:
 
 def test_roles_are_left_alone() -> None:
     guard = ControlTextGuard(["<|system|>", "[INST]", "madeupmessage", "\n"])
-    values = [{"role": "system", "content": "message with m"}, {"role": "user", "content": "INST]x"}]
+    values = [
+        {"role": "system", "content": "message with m"},
+        {"role": "user", "content": "INST]x"},
+    ]
     broken = guard.break_up(values, "\0")
     assert [message["role"] for message in broken] == ["system", "user"]
     assert broken[0] == values[0]

@@ -25,7 +25,7 @@ def library_tokenizer(kind: str) -> JsonTokenizer:
         backend.decoder = decoders.WordPiece(cleanup=True)
         backend.add_special_tokens([AddedToken("[SEP]"), AddedToken("[CLS]")])
         special = {backend.token_to_id("[SEP]"), backend.token_to_id("[CLS]")}
-        return JsonTokenizer(backend, TokenizerFacts(special_ids=frozenset(special)), None)
+        return JsonTokenizer(backend, TokenizerFacts(special_ids=frozenset(special)), "test")
     vocabulary = {piece: index for index, piece in enumerate(PIECES)}
     backend = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
     if kind == "bpe suffix":
@@ -38,7 +38,7 @@ def library_tokenizer(kind: str) -> JsonTokenizer:
             chain.append(decoders.Strip(" ", 1, 0))
         backend.decoder = decoders.Sequence(chain)
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
-    return JsonTokenizer(backend, TokenizerFacts(special_ids=frozenset({3})), None)
+    return JsonTokenizer(backend, TokenizerFacts(special_ids=frozenset({3})), "test")
 
 
 KINDS = ["wordpiece", "bpe suffix", "metaspace", "sentencepiece", "no strip"]

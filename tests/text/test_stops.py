@@ -60,7 +60,8 @@ def test_the_stop_that_ends_first_wins(
 
 PATTERNS = [
     "a+b", "(a|b)+c", "[^a]a", "ab{1,3}c", "(?:ab)*?c", "a.b", "(?s)a.b", "(?i)AB", r"\s\w", "^ab",
-    "(?m)^b", "(a+)+b", "[a-b]c?a", r"\d|c\S", r"[^\s\d]b", "(?i)[^A]b", r"(?a)\w ", "a{2}", "(|a)b",
+    "(?m)^b", "(a+)+b", "[a-b]c?a", r"\d|c\S", r"[^\s\d]b", "(?i)[^A]b", r"(?a)\w ", "a{2}",
+    "(|a)b",
 ]  # fmt: skip
 
 

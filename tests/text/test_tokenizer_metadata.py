@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -154,3 +155,38 @@ def test_named_templates_are_kept_apart(make_metadata: Any) -> None:
     assert tokenizer.apply_chat_template(message, tools=[{"name": "f"}]) == "T"
     assert tokenizer.apply_chat_template(message, chat_template="own") == "own"
     assert tokenizer.apply_chat_template(message) == "x<|im_end|>"
+
+
+ODD: list[Any] = [
+    None, 0, -1, 2**63, 2**32 - 1, 1.5, float("nan"), True, "", "x", "\ud800", "\0", [], [1], ["a"],
+    [[1]], [None], b"x", {}, "gpt2", "llama", "gemma4", "default", "{{",
+]  # fmt: skip
+
+
+def test_random_damage_ends_in_a_checkpoint_error_or_a_working_tokenizer(
+    make_metadata: Any,
+) -> None:
+    rng = random.Random(11)
+    refused = 0
+    for _ in range(500):
+        metadata = make_metadata[rng.choice(["gpt2", "llama"])]()
+        for _ in range(rng.randint(1, 2)):
+            key = rng.choice([*metadata, "tokenizer.huggingface.json", T + "eot_token_id"])
+            value = metadata.get(key)
+            if isinstance(value, list) and value and rng.random() < 0.7:
+                place = rng.randrange(len(value))
+                damaged = [value[:place], value[place:], [*value[:place], rng.choice(ODD)]]
+                damaged.append([*value[:place], value[0], *value[place + 1 :]])
+                damaged.append([*value[:place], rng.choice(ODD), *value[place + 1 :]])
+                metadata[key] = rng.choice(damaged)
+            else:
+                metadata[key] = rng.choice(ODD)
+        try:
+            tokenizer = tokenizer_from_gguf(metadata, "bad.gguf")
+        except CheckpointError as error:
+            assert "bad.gguf" in str(error)
+            refused += 1
+        else:
+            tokenizer.encode("hello ab <s><|im_end|> é\n")
+            tokenizer.decode(range(300))
+    assert 250 < refused < 500

@@ -13,7 +13,7 @@
 namespace LEVEL {
 
 // Registers: MR dots and MR accumulators, a code vector, scale and minus.
-enum { kMaxRows = kLanes == 16 ? 8 : 4 };
+enum { kMaxRows = kLanes == 16 ? 8 : 4, kPrefetch = 2048 };
 
 static void quantize(const LinearArgs* args, int64_t m_begin, int64_t m_end) {
     const Activations& act = args->act;
@@ -69,8 +69,8 @@ static void quantize(const LinearArgs* args, int64_t m_begin, int64_t m_end) {
     }
 }
 
-// MR rows of x times one row block. UNIT is 16 or 32; PREFETCH bytes ahead (0: none).
-template <int BITS, int UNIT, int MR, int PREFETCH>
+// MR rows of x times one row block. UNIT is 16 or 32.
+template <int BITS, int UNIT, int MR>
 static void block_int(const uint8_t* tiles, const float* scales, const float* minuses,
                       const Activations& act, int64_t m, float* out, int64_t stride, int valid) {
     const int kTile = BITS >= 8 ? 512 : 64 * BITS;
@@ -82,10 +82,10 @@ static void block_int(const uint8_t* tiles, const float* scales, const float* mi
         for (int r = 0; r < MR; ++r) acc[r] = zero();
         for (int64_t b = 0; b < blocks; ++b) {
             const uint8_t* tile = tiles + b * kTile;
-            if (PREFETCH && h == 0) {
+            if (MR == 1 && h == 0) {  // a lone row is bound by memory: ask ahead
 #pragma GCC unroll 8
                 for (int line = 0; line < kTile; line += 64)
-                    __builtin_prefetch(tile + PREFETCH + line);
+                    __builtin_prefetch(tile + kPrefetch + line);
             }
 #pragma GCC unroll 2
             for (int half = 0; half < kHalves; ++half) {
@@ -135,23 +135,18 @@ template <int BITS, int UNIT>
 static void rows_int(const uint8_t* tiles, const float* scales, const float* minuses,
                      const Activations& act, int64_t m, int64_t m_end, float* out, int64_t stride,
                      int valid) {
-    if (m_end - m == 1) {  // a lone row is bound by memory: ask 2 KiB ahead
-        block_int<BITS, UNIT, 1, 2048>(tiles, scales, minuses, act, m, out + m * stride, stride,
-                                       valid);
-        return;
-    }
     if (kMaxRows == 8)
         for (; m + 8 <= m_end; m += 8)
-            block_int<BITS, UNIT, kMaxRows, 0>(tiles, scales, minuses, act, m, out + m * stride,
-                                               stride, valid);
+            block_int<BITS, UNIT, kMaxRows>(tiles, scales, minuses, act, m, out + m * stride, stride,
+                                    valid);
     for (; m + 4 <= m_end; m += 4)
-        block_int<BITS, UNIT, 4, 0>(tiles, scales, minuses, act, m, out + m * stride, stride,
+        block_int<BITS, UNIT, 4>(tiles, scales, minuses, act, m, out + m * stride, stride,
                                     valid);
     for (; m + 2 <= m_end; m += 2)
-        block_int<BITS, UNIT, 2, 0>(tiles, scales, minuses, act, m, out + m * stride, stride,
+        block_int<BITS, UNIT, 2>(tiles, scales, minuses, act, m, out + m * stride, stride,
                                     valid);
     if (m < m_end)
-        block_int<BITS, UNIT, 1, 0>(tiles, scales, minuses, act, m, out + m * stride, stride,
+        block_int<BITS, UNIT, 1>(tiles, scales, minuses, act, m, out + m * stride, stride,
                                     valid);
 }
 

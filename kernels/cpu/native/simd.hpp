@@ -21,9 +21,8 @@ INLINE float half_to_float(uint16_t h) {
     uint32_t sign = (uint32_t)(h & 0x8000) << 16, bits = (uint32_t)(h & 0x7fff) << 13, out;
     float value;
     if (bits >= 0x0f800000) {
-        out = bits | 0x70000000;  // inf and NaN: 0x7c00 << 13 gains the float exponent's high bits
-        out |= 0x7f800000;
-        memcpy(&value, &out, 4);
+        bits |= 0x7f800000;  // inf and NaN
+        memcpy(&value, &bits, 4);
     } else {
         memcpy(&value, &bits, 4);
         value *= 0x1p112f;  // moves the exponent bias; exact, denormals included
@@ -115,7 +114,6 @@ INLINE VF power_of_two(VI n) {  // 2^n, n in -127..127 (-127 gives 0)
         _mm512_slli_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(127)), 23));
 }
 INLINE VI zero_int() { return _mm512_setzero_si512(); }
-INLINE VI add_int(VI a, VI b) { return _mm512_add_epi32(a, b); }
 INLINE VI set1_int(int x) { return _mm512_set1_epi32(x); }
 INLINE VB load_codes(const uint8_t* p) { return _mm512_loadu_si512(p); }
 INLINE void store_codes(uint8_t* p, VB x) { _mm512_storeu_si512(p, x); }
@@ -202,7 +200,6 @@ INLINE VF power_of_two(VI n) {
         _mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23));
 }
 INLINE VI zero_int() { return _mm256_setzero_si256(); }
-INLINE VI add_int(VI a, VI b) { return _mm256_add_epi32(a, b); }
 INLINE VI set1_int(int x) { return _mm256_set1_epi32(x); }
 INLINE VB load_codes(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
 INLINE void store_codes(uint8_t* p, VB x) { _mm256_storeu_si256((__m256i*)p, x); }
@@ -256,103 +253,102 @@ INLINE float reduce_max(VF a) {
     return _mm_cvtss_f32(_mm_max_ss(b, _mm_movehdup_ps(b)));
 }
 
-#else  // portable: plain loops, which the compiler turns into SSE2 or NEON where it can
+#else  // portable: 4 lanes in the compilers' own vector types, which become SSE2 or NEON
 
-enum { kLanes = 8 };
-struct VF {
-    float v[kLanes];
-};
-struct VI {
-    int32_t v[kLanes];
-};
-struct VB {
-    uint8_t v[4 * kLanes];
-};
-#define LANES(expression)                    \
-    VF out;                                  \
-    for (int i = 0; i < kLanes; ++i) out.v[i] = (expression); \
-    return out
-#define INT_LANES(expression)                \
-    VI out;                                  \
-    for (int i = 0; i < kLanes; ++i) out.v[i] = (expression); \
-    return out
-#define BYTE_LANES(expression)               \
-    VB out;                                  \
-    for (int i = 0; i < 4 * kLanes; ++i) out.v[i] = (uint8_t)(expression); \
-    return out
+enum { kLanes = 4 };
+typedef float VF __attribute__((vector_size(16)));
+typedef int32_t VI __attribute__((vector_size(16)));
+typedef uint8_t VB __attribute__((vector_size(16)));
 
-INLINE VF zero() { LANES(0.0f); }
-INLINE VF set1(float x) { LANES(x); }
-INLINE VF load(const float* p) { LANES(p[i]); }
-INLINE void store(float* p, VF x) { memcpy(p, x.v, sizeof x.v); }
-INLINE VF load_half(const uint16_t* p) { LANES(half_to_float(p[i])); }
-INLINE VF load_bf16(const uint16_t* p) { LANES(bf16_to_float(p[i])); }
-INLINE VF load_u8(const uint8_t* p) { LANES((float)p[i]); }
-INLINE VF load_i8(const uint8_t* p) { LANES((float)(int8_t)p[i]); }
+INLINE VF zero() { return VF{}; }
+INLINE VF set1(float x) { return VF{x, x, x, x}; }
+INLINE VF load(const float* p) {
+    VF x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+INLINE void store(float* p, VF x) { memcpy(p, &x, sizeof x); }
+INLINE VF load_half(const uint16_t* p) {
+    return VF{half_to_float(p[0]), half_to_float(p[1]), half_to_float(p[2]), half_to_float(p[3])};
+}
+INLINE VF load_bf16(const uint16_t* p) {
+    return VF{bf16_to_float(p[0]), bf16_to_float(p[1]), bf16_to_float(p[2]), bf16_to_float(p[3])};
+}
+INLINE VF load_u8(const uint8_t* p) {
+    return VF{(float)p[0], (float)p[1], (float)p[2], (float)p[3]};
+}
+INLINE VF load_i8(const uint8_t* p) {
+    return VF{(float)(int8_t)p[0], (float)(int8_t)p[1], (float)(int8_t)p[2], (float)(int8_t)p[3]};
+}
 INLINE void store_half(uint16_t* p, VF x) {
-    for (int i = 0; i < kLanes; ++i) p[i] = float_to_half(x.v[i]);
+    for (int i = 0; i < kLanes; ++i) p[i] = float_to_half(x[i]);
 }
-INLINE VF add(VF a, VF b) { LANES(a.v[i] + b.v[i]); }
-INLINE VF sub(VF a, VF b) { LANES(a.v[i] - b.v[i]); }
-INLINE VF mul(VF a, VF b) { LANES(a.v[i] * b.v[i]); }
-INLINE VF div(VF a, VF b) { LANES(a.v[i] / b.v[i]); }
+INLINE VF add(VF a, VF b) { return a + b; }
+INLINE VF sub(VF a, VF b) { return a - b; }
+INLINE VF mul(VF a, VF b) { return a * b; }
+INLINE VF div(VF a, VF b) { return a / b; }
 #if defined(__FP_FAST_FMAF)
-INLINE VF fma(VF a, VF b, VF c) { LANES(__builtin_fmaf(a.v[i], b.v[i], c.v[i])); }
+INLINE VF fma(VF a, VF b, VF c) {
+    for (int i = 0; i < kLanes; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return c;
+}
 #else  // a software fma costs ~20 times a multiplication: this level rounds twice
-INLINE VF fma(VF a, VF b, VF c) { LANES(a.v[i] * b.v[i] + c.v[i]); }
+INLINE VF fma(VF a, VF b, VF c) { return a * b + c; }
 #endif
-INLINE VF max(VF a, VF b) { LANES(a.v[i] > b.v[i] ? a.v[i] : b.v[i]); }
-INLINE VF min(VF a, VF b) { LANES(a.v[i] < b.v[i] ? a.v[i] : b.v[i]); }
-INLINE VF abs(VF a) { LANES(__builtin_fabsf(a.v[i])); }
-INLINE VF copysign(VF a, VF sign) { LANES(__builtin_copysignf(a.v[i], sign.v[i])); }
-INLINE VF select_less(VF a, VF b, VF yes, VF no) {
-    LANES(a.v[i] < b.v[i] ? yes.v[i] : no.v[i]);
+INLINE VF select(VI mask, VF yes, VF no) { return (VF)((mask & (VI)yes) | (~mask & (VI)no)); }
+INLINE VF max(VF a, VF b) { return select(a > b, a, b); }  // NaN in b wins
+INLINE VF min(VF a, VF b) { return select(a < b, a, b); }  // NaN in b wins
+INLINE VF abs(VF a) { return (VF)((VI)a & 0x7fffffff); }
+INLINE VF copysign(VF a, VF sign) {  // a >= 0
+    return (VF)((VI)a | ((VI)sign & (int32_t)0x80000000));
 }
-INLINE VI round_int(VF x) {  // |x| < 2^22; adding 1.5 * 2^23 rounds to nearest even
-    VI out;
-    for (int i = 0; i < kLanes; ++i) {
-        float shifted = x.v[i] + 12582912.0f;
-        memcpy(&out.v[i], &shifted, 4);
-        out.v[i] -= 0x4b400000;
-    }
-    return out;
+INLINE VF select_less(VF a, VF b, VF yes, VF no) { return select(a < b, yes, no); }
+// |x| < 2^22: adding 1.5 * 2^23 rounds to nearest even
+INLINE VI round_int(VF x) { return (VI)(x + 12582912.0f) - 0x4b400000; }
+INLINE VF to_float(VI x) { return __builtin_convertvector(x, VF); }
+INLINE VF power_of_two(VI n) { return (VF)((n + 127) << 23); }
+INLINE VI zero_int() { return VI{}; }
+INLINE VI set1_int(int x) { return VI{x, x, x, x}; }
+INLINE VB load_codes(const uint8_t* p) {
+    VB x;
+    memcpy(&x, p, sizeof x);
+    return x;
 }
-INLINE VF to_float(VI x) { LANES((float)x.v[i]); }
-INLINE VF power_of_two(VI n) {
-    VF out;
-    for (int i = 0; i < kLanes; ++i) {
-        uint32_t bits = ((uint32_t)n.v[i] + 127u) << 23;
-        memcpy(&out.v[i], &bits, 4);
-    }
-    return out;
+INLINE void store_codes(uint8_t* p, VB x) { memcpy(p, &x, sizeof x); }
+INLINE VB code_or(VB a, VB b) { return a | b; }
+INLINE VB field(VB p, int from, int mask, int to) {
+    VI x = (VI)p;  // whole words: bits that cross a byte are masked away
+    if (from > to) x = x >> (from - to);
+    if (from < to) x = x << (to - from);
+    return (VB)x & (uint8_t)(mask << to);
 }
-INLINE VI zero_int() { INT_LANES(0); }
-INLINE VI add_int(VI a, VI b) { INT_LANES(a.v[i] + b.v[i]); }
-INLINE VI set1_int(int x) { INT_LANES(x); }
-INLINE VB load_codes(const uint8_t* p) { BYTE_LANES(p[i]); }
-INLINE void store_codes(uint8_t* p, VB x) { memcpy(p, x.v, sizeof x.v); }
-INLINE VB code_or(VB a, VB b) { BYTE_LANES(a.v[i] | b.v[i]); }
-INLINE VB field(VB p, int from, int mask, int to) { BYTE_LANES(((p.v[i] >> from) & mask) << to); }
-INLINE VF code_float(VB p, int b) { LANES((float)p.v[4 * i + b]); }
+INLINE VF code_float(VB p, int b) { return to_float(((VI)p >> (8 * b)) & 255); }
+#if defined(__x86_64__)  // SSE2, which every x86-64 CPU has
+INLINE VI dot4(VI acc, VB codes, const int8_t* a) {
+    int32_t four;
+    memcpy(&four, a, 4);
+    const __m128i none = _mm_setzero_si128(), bytes = _mm_set1_epi32(four);
+    const __m128i wide = _mm_unpacklo_epi8(bytes, _mm_cmpgt_epi8(none, bytes));
+    const __m128i low = _mm_madd_epi16(_mm_unpacklo_epi8((__m128i)codes, none), wide);
+    const __m128i high = _mm_madd_epi16(_mm_unpackhi_epi8((__m128i)codes, none), wide);
+    const VI even = (VI)_mm_shuffle_ps((__m128)low, (__m128)high, 0x88);
+    const VI odd = (VI)_mm_shuffle_ps((__m128)low, (__m128)high, 0xdd);
+    return acc + (even + odd);
+}
+#else
 INLINE VI dot4(VI acc, VB c, const int8_t* a) {
-    INT_LANES(acc.v[i] + c.v[4 * i] * a[0] + c.v[4 * i + 1] * a[1] + c.v[4 * i + 2] * a[2] +
-              c.v[4 * i + 3] * a[3]);
+    for (int i = 0; i < kLanes; ++i)
+        acc[i] += c[4 * i] * a[0] + c[4 * i + 1] * a[1] + c[4 * i + 2] * a[2] + c[4 * i + 3] * a[3];
+    return acc;
 }
+#endif
 INLINE VI dot4_wide(VI acc, VB codes, const int8_t* a) { return dot4(acc, codes, a); }
 enum { kWideOffset = 0 };
-INLINE float reduce_add(VF a) {
-    float b[4];
-    for (int i = 0; i < 4; ++i) b[i] = a.v[i] + a.v[i + 4];
-    return (b[0] + b[2]) + (b[1] + b[3]);
-}
+INLINE float reduce_add(VF a) { return (a[0] + a[2]) + (a[1] + a[3]); }
 INLINE float reduce_max(VF a) {
-    float best = a.v[0];
-    for (int i = 1; i < kLanes; ++i) best = a.v[i] > best ? a.v[i] : best;
-    return best;
+    float low = a[0] > a[1] ? a[0] : a[1], high = a[2] > a[3] ? a[2] : a[3];
+    return low > high ? low : high;
 }
-#undef LANES
-#undef INT_LANES
-#undef BYTE_LANES
 
 #endif
 
