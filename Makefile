@@ -41,7 +41,10 @@ demo-model: build
 lint: $(VENV)/.embedlm-dev ## ruff and mypy
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m mypy -p sdk
+	@# mypy sees the four folders as sdk.* only in the layout of an installed package
+	rm -rf build/lint && mkdir -p build/lint
+	cp -r sdk build/lint/ && cp -r quant kernels models loaders build/lint/sdk/
+	cd build/lint && $(abspath $(PY)) -m mypy --config-file ../../pyproject.toml -p sdk
 
 bench: build demo-model ## tokens per second for 1 and 8 streams on the demo model
 	$(PY) -m sdk bench --streams 1,8

@@ -120,7 +120,7 @@ def fetch(
         _check_space(folder, model)
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=folder) as work:
             made = _assemble(model, Path(work), say)
-            os.replace(made, target)
+            made.replace(target)
     except OSError as error:
         raise CheckpointError(f"{target}: cannot be written: {error}") from error
     return target

@@ -185,8 +185,8 @@ def format_report(report: dict[str, Any], rows: Sequence[Row]) -> str:
     """The table, with what it was measured on above it."""
     bandwidth = report["read_bandwidth_gb_per_s"]
     head = (
-        f"{report['model']}: {report['prompt_len']} prompt and {report['output_len']} output tokens "
-        f"per stream, {report['threads']} threads, median of {report['rounds']} rounds\n"
+        f"{report['model']}: {report['prompt_len']} prompt and {report['output_len']} output "
+        f"tokens per stream, {report['threads']} threads, median of {report['rounds']} rounds\n"
         f"memory read bandwidth {bandwidth['before']} GB/s before, {bandwidth['after']} GB/s after"
     )
     cells = [[r.engine, str(r.streams), f"{r.prefill:.1f}", f"{r.decode:.1f}"] for r in rows]

@@ -3,8 +3,8 @@
 A script, run by path in any interpreter that has llama-cpp-python; imports nothing of this package.
 First line in: ``{"model", "threads", "streams", "context"}`` (streams: the most at once; context:
 tokens per stream), out: ``{"name"}``. Then per line in: ``{"prompts": [[id, ...], ...],
-"output_len"}``, out: ``{"prefill_s", "decode_s", "decode_tokens"}``. ``{"error"}`` on failure. Greedy,
-end-of-text ignored, KV cache in float16 (llama.cpp's default), all streams in one batch per step.
+"output_len"}``, out: ``{"prefill_s", "decode_s", "decode_tokens"}``. ``{"error"}`` on failure.
+Greedy, end-of-text ignored, KV cache in float16 (llama.cpp's default), all streams in one batch.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import platform
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from sdk import __version__
 from sdk.demo import cache_folder, demo_model
@@ -67,7 +68,7 @@ def check_device() -> list[Finding]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     memory = format_bytes(available_memory())
     found = [Finding("device", f"cpu ({platform.machine()}), {cores} cores, {memory} available")]
-    if os.path.exists("/proc/driver/nvidia"):
+    if Path("/proc/driver/nvidia").exists():
         found.append(Finding("gpu", "an NVIDIA driver is here; this release runs on the CPU"))
     return found
 

@@ -28,10 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from sdk.llm import LLM
 
-    given = {name: getattr(args, name) for name in OPTIONS}
-    plan = LLM.plan(
-        args.file, **{name: value for name, value in given.items() if value is not None}
-    )
+    given = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
+    plan = LLM.plan(args.file, **given)
     print(json.dumps(to_json(plan), indent=2) if args.json else plan)
     return 0
 

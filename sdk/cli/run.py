@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 Message = dict[str, str]
 
+#: What SmolLM2's authors recommend; the file itself carries no defaults, and at temperature 1 a model
+#: this small rambles.
+DEMO_SAMPLING = {"temperature": 0.2, "top_p": 0.9}
+
 
 @dataclass(slots=True)
 class Answer:
@@ -103,6 +107,8 @@ def sampling_params(args: argparse.Namespace) -> Any:
 
     names = ("max_tokens", "temperature", "top_p", "seed")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if args.file is None and args.model is None:
+        given = {**DEMO_SAMPLING, **given}
     SamplingParams(**given)
 
     def of(llm: LLM) -> SamplingParams:

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: parsing, exit codes, texts. ``main`` runs in this process."""
+"""The command line as a user meets it: parsing, exit codes, texts (``main`` in this process)."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def test_a_folder_that_cannot_be_made_is_named(model: DemoModel, tmp_path: Path)
 
 
 def test_a_missing_demo_model_says_how_to_get_it() -> None:
-    with pytest.raises(CheckpointError, match="`embedlm fetch-demo`.*`make models`"):
+    with pytest.raises(CheckpointError, match=r"`embedlm fetch-demo`.*`make models`"):
         sdk.demo_model()
 
 

@@ -187,9 +187,17 @@ def test_only_given_options_reach_the_engine() -> None:
 def test_given_parameters_lie_on_top_of_the_models_own() -> None:
     defaults = SamplingParams(temperature=0.6, top_k=40)
     llm: Any = SimpleNamespace(get_default_sampling_params=lambda: defaults)
-    params = run.sampling_params(parse("--max-tokens", "5", "--top-p", "0.9", "--seed", "7"))(llm)
+    args = parse("a.gguf", "--max-tokens", "5", "--top-p", "0.9", "--seed", "7")
+    params = run.sampling_params(args)(llm)
     assert (params.max_tokens, params.top_p, params.seed) == (5, 0.9, 7)
     assert (params.temperature, params.top_k) == (0.6, 40)
+
+
+def test_the_demo_model_gets_its_authors_temperature_unless_told_otherwise() -> None:
+    llm: Any = SimpleNamespace(get_default_sampling_params=SamplingParams)
+    assert run.sampling_params(parse())(llm).temperature == 0.2
+    assert run.sampling_params(parse("--temperature", "0.7"))(llm).temperature == 0.7
+    assert run.sampling_params(parse("other.gguf"))(llm).temperature == 1.0
 
 
 def test_a_bad_parameter_is_refused_before_the_model_is_opened(capsys: Captured) -> None:

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_python(code: str, *path: Path) -> str:
-    """Run ``code`` from the root of the checkout in a fresh interpreter, ``path`` first on its path."""
+    """Run ``code`` at the root of the checkout in a fresh interpreter, ``path`` on its path."""
     before = "import sys\n" + "".join(f"sys.path.insert(0, {str(p)!r})\n" for p in reversed(path))
     done = subprocess.run(
         [sys.executable, "-c", before + code], capture_output=True, text=True, cwd=ROOT, timeout=240
