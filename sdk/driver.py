@@ -16,10 +16,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
-from sdk.engine.engine import Engine
+from sdk.engine.engine import Engine, Output
 from sdk.engine.plan import RequestKind
 from sdk.errors import EngineClosedError, EngineDeadError
-from sdk.outputs import EngineMetrics, RequestOutput
 from sdk.params import SamplingParams
 from sdk.sampling.resolved import ResolvedParams
 
@@ -29,7 +28,7 @@ logger = logging.getLogger("sdk")
 class Listener(Protocol):
     """Where the outputs of a request go. Called by the stepping thread: must return at once."""
 
-    def deliver(self, output: RequestOutput) -> bool:
+    def deliver(self, output: Output) -> bool:
         """Take one output; ``False`` means nobody listens any more, and the request is aborted."""
 
     def fail(self, request_id: str, error: Exception) -> None:
@@ -128,15 +127,14 @@ class Driver:
             except (EngineDeadError, EngineClosedError):
                 continue  # every listener has been told
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> list[Output]:
         """Take new commands, run one step, deliver its outputs and return them."""
         with self._step_lock:
             self.check_usable()
-            self._take_commands()
-            outputs: list[RequestOutput] = []
+            outputs = self._take_commands()
             if self._engine.has_unfinished:
                 try:
-                    outputs = self._engine.step()
+                    outputs += self._engine.step()
                 except Exception as error:
                     self._die(EngineDeadError(f"a step failed: {type(error).__name__}: {error}"))
                 if self._engine.dead is not None:
@@ -145,14 +143,16 @@ class Driver:
                 self._deliver(output)
             return outputs
 
-    def _take_commands(self) -> None:
+    def _take_commands(self) -> list[Output]:
+        """Add and abort what callers asked for; the last outputs of aborted requests."""
+        outputs: list[Output] = []
         while True:
             with self._wake:
                 if not self._inbox:
-                    return
+                    return outputs
                 command = self._inbox.popleft()
             if isinstance(command, tuple):
-                self._engine.abort(command)
+                outputs += self._engine.abort(command)
                 continue
             try:
                 self._engine.add_request(
@@ -170,7 +170,7 @@ class Driver:
                 self._listeners.pop(command.request_id, None)
                 command.listener.fail(command.request_id, error)
 
-    def _deliver(self, output: RequestOutput) -> None:
+    def _deliver(self, output: Output) -> None:
         listener = self._listeners.get(output.request_id)
         if listener is None:
             return
@@ -196,14 +196,14 @@ class Driver:
         for request_id, listener in waiting:
             listener.fail(request_id, error)
 
-    def metrics(self) -> EngineMetrics:
+    def metrics(self) -> dict[str, float]:
         """A snapshot of the engine's counters."""
         return self._engine.get_metrics()
 
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes."""
         with self._step_lock:
-            self._engine.reset_prefix_cache()
+            return self._engine.reset_prefix_cache()
 
     def close(self) -> None:
         """Let the step in progress end, fail what is waiting, give everything back."""

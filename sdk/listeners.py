@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import queue
 
-from sdk.outputs import RequestOutput
+from sdk.engine.engine import Output
 
-_Item = RequestOutput | Exception
+_Item = Output | Exception
 
 
 class Mailbox:
@@ -16,14 +16,14 @@ class Mailbox:
     def __init__(self) -> None:
         self._items: queue.SimpleQueue[_Item] = queue.SimpleQueue()
 
-    def deliver(self, output: RequestOutput) -> bool:
+    def deliver(self, output: Output) -> bool:
         self._items.put(output)
         return True
 
     def fail(self, request_id: str, error: Exception) -> None:
         self._items.put(error)
 
-    def get(self) -> RequestOutput:
+    def get(self) -> Output:
         """The next output; raises what the request failed with."""
         item = self._items.get()
         if isinstance(item, Exception):
@@ -45,13 +45,13 @@ class AsyncMailbox:
             return False
         return True
 
-    def deliver(self, output: RequestOutput) -> bool:
+    def deliver(self, output: Output) -> bool:
         return self._post(output)
 
     def fail(self, request_id: str, error: Exception) -> None:
         self._post(error)
 
-    async def get(self) -> RequestOutput:
+    async def get(self) -> Output:
         """The next output; raises what the request failed with."""
         item = await self._items.get()
         if isinstance(item, Exception):
@@ -70,7 +70,7 @@ class Collector:
     def expect(self, request_id: str) -> None:
         self._order.append(request_id)
 
-    def deliver(self, output: RequestOutput) -> bool:
+    def deliver(self, output: Output) -> bool:
         if output.finished:
             self._results[output.request_id] = output
             self._arrived.put(None)
@@ -90,7 +90,7 @@ class Collector:
         """Requests without a final output."""
         return [request_id for request_id in self._order if request_id not in self._results]
 
-    def wait(self) -> list[RequestOutput]:
+    def wait(self) -> list[Output]:
         """All outputs in the order of enqueueing; raises the first failure. Then forgets them."""
         while self.pending():
             self._arrived.get()

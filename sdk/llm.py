@@ -11,13 +11,14 @@ from typing import Any
 
 from sdk.config import EngineConfig
 from sdk.driver import Driver, Job, Listener
+from sdk.engine.engine import Output
 from sdk.engine.plan import RequestKind
 from sdk.errors import RequestError
 from sdk.explain import explain
 from sdk.listeners import AsyncMailbox, Collector, Mailbox
 from sdk.loading import load, plan
 from sdk.memory import MemoryPlan
-from sdk.outputs import EmbeddingOutput, EngineMetrics, RequestOutput, ScoringOutput
+from sdk.outputs import EmbeddingOutput, RequestOutput, ScoringOutput
 from sdk.params import RequestOutputKind, SamplingParams
 from sdk.progress import reporting
 from sdk.prompts import Message, Prompt, PromptLike, PromptReader, as_list, is_conversation
@@ -144,12 +145,12 @@ class LLM:
         mailbox = Mailbox()
         finals = [p.clone(output_kind=RequestOutputKind.FINAL_ONLY) for p in params]
         jobs = self._jobs(prompts, finals, mailbox, priority=priority)
-        return self._wait(jobs, mailbox, "generate", use_tqdm)
+        return [_text(o) for o in self._wait(jobs, mailbox, "generate", use_tqdm)]
 
     def _wait(
         self, jobs: Sequence[Job], mailbox: Mailbox, stage: str, use_tqdm: bool
-    ) -> list[RequestOutput]:
-        done: dict[str, RequestOutput] = {}
+    ) -> list[Output]:
+        done: dict[str, Output] = {}
         try:
             self._driver.submit(jobs)
             bar = use_tqdm and len(jobs) > 1
@@ -186,7 +187,7 @@ class LLM:
         finished = False
         try:
             while not finished:
-                output = mailbox.get()
+                output = _text(mailbox.get())
                 finished = output.finished
                 yield output
         finally:
@@ -254,7 +255,7 @@ class LLM:
         mailbox = AsyncMailbox()
         finals = [p.clone(output_kind=RequestOutputKind.FINAL_ONLY) for p in params]
         jobs = self._jobs(prompts, finals, mailbox, priority=priority)
-        done: dict[str, RequestOutput] = {}
+        done: dict[str, Output] = {}
         try:
             self._driver.submit(jobs)
             while len(done) < len(jobs):
@@ -264,7 +265,7 @@ class LLM:
         except BaseException:
             self._driver.abort(job.request_id for job in jobs)
             raise
-        return [done[job.request_id] for job in jobs]
+        return [_text(done[job.request_id]) for job in jobs]
 
     async def astream(
         self,
@@ -280,7 +281,7 @@ class LLM:
         finished = False
         try:
             while not finished:
-                output = await mailbox.get()
+                output = _text(await mailbox.get())
                 finished = output.finished
                 yield output
         finally:
@@ -314,7 +315,7 @@ class LLM:
         """Finish everything enqueued; final outputs in the order of enqueueing."""
         self._driver.run()
         try:
-            return self._collector.wait()
+            return [_text(output) for output in self._collector.wait()]
         except KeyboardInterrupt:
             self._driver.abort(self._collector.pending())
             raise
@@ -322,7 +323,7 @@ class LLM:
     def step(self) -> list[RequestOutput]:
         """Run one engine step in this thread; what the enqueued requests produced in it."""
         self._driver.check_usable()
-        outputs = self._driver.step()
+        outputs = [o for o in self._driver.step() if isinstance(o, RequestOutput)]
         for output in outputs:
             if output.finished:
                 self._collector.discard(output.request_id)
@@ -359,16 +360,13 @@ class LLM:
         *,
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
-    ) -> list[RequestOutput]:
-        """The last token's hidden state of each prompt, after the final norm, scaled to length 1.
-
-        ``outputs[0].embedding`` of each result holds ``hidden_size`` numbers.
-        """
+    ) -> list[EmbeddingOutput]:
+        """The last token's hidden state of each prompt, after the final norm, scaled to length 1."""
         params = SamplingParams(truncate_prompt_tokens=truncate_prompt_tokens)
         read = [self._reader.read(item, params, room=0) for item in as_list(prompts)]
         mailbox = Mailbox()
         jobs = self._jobs(read, [params] * len(read), mailbox, kind="embed")
-        return self._wait(jobs, mailbox, "embed", use_tqdm)
+        return [_embedding(o) for o in self._wait(jobs, mailbox, "embed", use_tqdm)]
 
     def score(
         self,
@@ -398,15 +396,15 @@ class LLM:
         assert runner is not None
         return explain(self.config, self.model_config, self.memory_plan, runner, self.load_warnings)
 
-    def get_metrics(self) -> EngineMetrics:
+    def get_metrics(self) -> dict[str, float]:
         """Counters of the engine since it started."""
         self._driver.check_usable()
         return self._driver.metrics()
 
-    def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes."""
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; always possible, so always ``True``."""
         self._driver.check_usable()
-        self._driver.reset_prefix_cache()
+        return self._driver.reset_prefix_cache()
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer. :raises RequestError: when it has none."""
@@ -451,7 +449,7 @@ class LLM:
                 raise RequestError(
                     f"priority: expected one or {len(prompts)} numbers, found {len(priorities)}"
                 )
-        now = time.time()
+        now = time.monotonic()
         jobs = []
         for prompt, param, urgency in zip(prompts, params, priorities, strict=True):
             jobs.append(
@@ -485,8 +483,19 @@ class LLM:
         )
 
 
-def _dot(a: RequestOutput, b: RequestOutput) -> float:
-    left, right = a.outputs[0], b.outputs[0]
-    if not isinstance(left, EmbeddingOutput) or not isinstance(right, EmbeddingOutput):
-        raise RequestError("score: a request was aborted")
-    return sum(x * y for x, y in zip(left.embedding, right.embedding, strict=True))
+def _text(output: Output) -> RequestOutput:
+    assert isinstance(output, RequestOutput)
+    return output
+
+
+def _embedding(output: Output) -> EmbeddingOutput:
+    if isinstance(output, EmbeddingOutput):
+        return output
+    reason = output.outputs[0]
+    raise RequestError(
+        f"embed: request {output.request_id} ended with {reason.finish_reason}: {reason.stop_reason}"
+    )
+
+
+def _dot(a: EmbeddingOutput, b: EmbeddingOutput) -> float:
+    return sum(x * y for x, y in zip(a.embedding, b.embedding, strict=True))

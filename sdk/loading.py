@@ -12,7 +12,7 @@ from sdk.config import EngineConfig
 from sdk.engine.engine import Engine
 from sdk.engine.kv_cache import kv_spec
 from sdk.engine.runner import ModelRunner, RunnerConfig
-from sdk.engine.scheduler import SchedulerConfig
+from sdk.engine.scheduler import Scheduler, SchedulerConfig
 from sdk.errors import CheckpointError, RequestError, UnsupportedError
 from sdk.executors.local import LocalExecutor
 from sdk.loaders.open import open_checkpoint
@@ -85,13 +85,14 @@ def load(config: EngineConfig) -> Loaded:
         undo.callback(executor.close)
         with reporting("load", "B", config.on_progress) as report:
             checkpoint.on_bytes = report
-            engine = Engine(
-                scheduler_config,
-                executor,
-                tokenizer,
-                vocab_size=model_config.vocab_size,
-                seed=config.seed,
-            )
+            executor.start()
+        engine = Engine(
+            Scheduler(scheduler_config),
+            executor,
+            tokenizer,
+            vocab_size=model_config.vocab_size,
+            seed=config.seed,
+        )
         undo.pop_all()
     warnings = [f"unused tensor {name}" for name in executor.runner.unused_tensors]
     return Loaded(

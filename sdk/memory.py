@@ -222,12 +222,17 @@ def _too_small(
     ]
     if kv_budget is not None:
         lines.append(f"  kv_cache_memory_bytes {format_bytes(kv_budget)}")
+    short = max(context // 4, 1)
+    short_kv = -(-short // demand.page_size) * demand.page_bytes
     few = workspace_bytes(demand, 4, 64)
-    least = plan.weights + few + -(-256 // demand.page_size) * demand.page_bytes
+    least = plan.weights + few + short_kv
+    enough = f"memory={format_bytes(least)!r}"
+    if kv_budget is not None:
+        enough = f"kv_cache_memory_bytes={format_bytes(needed_kv)!r}"
     lines += [
         "what would help:",
-        f"  max_model_len=256 needs {format_bytes(needed_kv * 256 // max(context, 256))} of KV cache",
+        f"  max_model_len={short} needs {format_bytes(short_kv)} of KV cache for a request",
         f"  max_num_seqs=4, max_num_batched_tokens=64 needs {format_bytes(few)} of workspace",
-        f"  memory={format_bytes(least)!r} with both of them, or a smaller or more quantized model",
+        f"  {enough}, or a smaller or more quantized model",
     ]
     return "\n".join(lines)

@@ -92,10 +92,13 @@ class PromptReader:
             if salt is not None and (not isinstance(salt, str) or not salt):
                 raise RequestError(f"cache_salt: expected a non-empty string, found {salt!r}")
             ids = prompt[given[0]]
-            if given[0] == "prompt" and not isinstance(ids, str):
-                raise RequestError(f"prompt: expected a string, found {type(ids).__name__}")
-        if isinstance(ids, str):
-            text = ids
+            if given[0] == "prompt":
+                if not isinstance(ids, str):
+                    raise RequestError(f"prompt: expected a string, found {type(ids).__name__}")
+                text = ids
+        elif isinstance(prompt, str):
+            text = prompt
+        if text is not None:
             ids = self._need_tokenizer("a text prompt").encode(text)
         return Prompt(self._checked(ids, params, room), text, salt)
 

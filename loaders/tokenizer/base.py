@@ -3,11 +3,11 @@
 **The guard.** ``encode_chat`` must turn the template's ``<|im_end|>`` into a control token and the
 user's ``<|im_end|>`` into seven characters of text, although the template has mixed both into one
 string. Before rendering, every control token spelled in a message gets a *breaker* inside: one
-private-use character found nowhere else. The broken spelling is not recognised in the rendered text,
-and the breaker is taken out of the pieces of ordinary text before they are encoded. A message without
-such spellings, which is nearly every message, is not touched at all, so its ids are those of the plain
-rendering; and whatever a template does with a message (strip, split, slice, join), a breaker stays
-where it was.
+private-use character found nowhere else. The broken spelling is not recognised in the rendered
+text, and the breaker is taken out of the pieces of ordinary text before they are encoded. A message
+without such spellings, which is nearly every message, is not touched at all, so its ids are those
+of the plain rendering; and whatever a template does with a message (strip, split, slice, join), a
+breaker stays where it was.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ if TYPE_CHECKING:  # jinja2 is imported with the first conversation
     from sdk.loaders.chat_template import ChatTemplate, ControlTextGuard
 
 _MAX_TEMPLATES = 8  # compiled ones kept per tokenizer: the model's own and a few of callers
-
 
 
 @dataclass(frozen=True, slots=True)

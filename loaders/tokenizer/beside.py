@@ -1,7 +1,7 @@
 """The better source of a GGUF file's tokenizer: the original tokenizer.json, where there is one.
 
-It may lie beside the file or be stored under ``tokenizer.huggingface.json``. It is used only when it
-spells the tokens of the file's own vocabulary; a folder of downloads may hold somebody else's.
+It may lie beside the file or be stored under ``tokenizer.huggingface.json``. It is used only when
+it spells the tokens of the file's own vocabulary; a folder of downloads may hold somebody else's.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from sdk.loaders.tokenizer.base import TokenizerFacts
-from sdk.loaders.tokenizer.hf import JsonTokenizer
+from sdk.loaders.tokenizer.hf import JsonTokenizer, library_error
 from sdk.loaders.tokenizer.metadata import Metadata
-from sdk.loaders.tokenizer.vocab import CONTROL, NORMAL, UNKNOWN, Vocabulary
+from sdk.loaders.tokenizer.vocab import NORMAL, Vocabulary
+from sdk.quant.errors import CheckpointError
 
 _LOG = logging.getLogger("sdk")
 _KEY = "tokenizer.huggingface.json"
@@ -33,38 +35,35 @@ def tokenizer_json_for(
         sources.append((f"{meta.file}: {_KEY}", stored))
     for where, source in sources:
         try:
-            backend = _load(source)
-        except Exception as error:  # the library raises plain Exception
-            _LOG.warning("%s is not a tokenizer (%s); not used", where, error)
-            continue
-        if not _same_vocabulary(backend, vocabulary):
-            _LOG.warning("%s is of another vocabulary than %s; not used", where, meta.file)
-            continue
-        special = {
-            token_id
-            for token_id, token in backend.get_added_tokens_decoder().items()
-            if token.special
-        }
-        kinds = vocabulary.kinds
-        special |= {i for i in facts.special_ids if kinds[i] in (CONTROL, UNKNOWN)}
-        facts = replace(facts, special_ids=frozenset(special))
-        return JsonTokenizer(backend, facts, add_bos, chat_bos=add_bos)
+            backend = _load(source, where)
+            if not _same_vocabulary(backend, vocabulary):
+                _LOG.warning("%s is of another vocabulary than %s; not used", where, meta.file)
+                continue
+            added = backend.get_added_tokens_decoder()
+            special = facts.special_ids | {i for i, token in added.items() if token.special}
+            better = replace(facts, special_ids=special, warnings=())
+            return JsonTokenizer(backend, better, where, add_bos=add_bos, chat_bos=add_bos)
+        except CheckpointError as error:
+            _LOG.warning("%s; not used", error)
     return None
 
 
-def _load(source: str | Path) -> object:
+def _load(source: str | Path, where: str) -> Any:
     from tokenizers import Tokenizer
 
-    if isinstance(source, Path):
-        return Tokenizer.from_file(str(source))
-    return Tokenizer.from_str(source)
+    try:
+        if isinstance(source, Path):
+            return Tokenizer.from_file(str(source))
+        return Tokenizer.from_str(source)
+    except BaseException as error:
+        raise library_error(error, where) from None
 
 
-def _same_vocabulary(backend: object, vocabulary: Vocabulary) -> bool:
+def _same_vocabulary(backend: Any, vocabulary: Vocabulary) -> bool:
     count = len(vocabulary.tokens)
-    size = backend.get_vocab_size(with_added_tokens=True)  # type: ignore[attr-defined]
+    size = backend.get_vocab_size(with_added_tokens=True)
     if not 0 < size <= count:
         return False
     normal = [i for i in range(0, size, max(1, size // _SAMPLES)) if vocabulary.kinds[i] == NORMAL]
-    spelled = backend.id_to_token  # type: ignore[attr-defined]
+    spelled = backend.id_to_token
     return bool(normal) and all(spelled(i) == vocabulary.tokens[i] for i in normal)

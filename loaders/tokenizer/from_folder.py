@@ -1,9 +1,9 @@
 """The tokenizer of a Hugging Face folder.
 
-``tokenizer.json`` holds the algorithm and the vocabulary. Around it lie small JSON files that say which
-tokens are special, what ends an answer, and the chat template; each is optional, none is executed.
-Folders with only a SentencePiece model (``tokenizer.model``) or ``vocab.json`` + ``merges.txt`` are
-converted by transformers, which is imported for them alone.
+``tokenizer.json`` holds the algorithm and the vocabulary. Around it lie small JSON files that say
+which tokens are special, what ends an answer, and the chat template; each is optional, none is
+executed. Folders with only a SentencePiece model (``tokenizer.model``) or ``vocab.json`` +
+``merges.txt`` are converted by transformers, which is imported for them alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from sdk.loaders.tokenizer.base import TokenizerFacts
 from sdk.loaders.tokenizer.end_tokens import end_token_ids
-from sdk.loaders.tokenizer.hf import JsonTokenizer
+from sdk.loaders.tokenizer.hf import JsonTokenizer, library_error
 from sdk.loaders.tokenizer.metadata import MAX_TEMPLATE_BYTES
 from sdk.quant.errors import CheckpointError
 from sdk.quant.tokenizer import Tokenizer
@@ -56,7 +56,7 @@ def tokenizer_from_folder(path: str | Path) -> Tokenizer | None:
     if add_bos is not None and not isinstance(add_bos, bool):
         where = folder / "tokenizer_config.json"
         raise CheckpointError(f"{where}: add_bos_token: expected a bool, found {add_bos!r}")
-    return JsonTokenizer(backend, facts, add_bos)
+    return JsonTokenizer(backend, facts, str(folder / "tokenizer.json"), add_bos=add_bos)
 
 
 def _backend(folder: Path) -> Any:
@@ -67,8 +67,8 @@ def _backend(folder: Path) -> Any:
 
         try:
             return Backend.from_file(str(file))
-        except Exception as error:  # the library raises plain Exception
-            raise CheckpointError(f"{file}: expected a tokenizer, found {error}") from None
+        except BaseException as error:
+            raise library_error(error, str(file)) from None
     known = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
     found = [name for name in known if (folder / name).is_file()]
     if not found:

@@ -1,11 +1,11 @@
 """Build a tokenizer from the metadata of a GGUF file.
 
-Everything in the file is checked before it is used: a wrong length, a merge without its two halves, a
-byte token ``<0x-1>`` or an id outside the vocabulary is a ``CheckpointError`` that names the file, the
-key, what was expected and what was found.
+Everything in the file is checked before it is used: a wrong length, a merge without its two halves,
+a byte token ``<0x-1>`` or an id outside the vocabulary is a ``CheckpointError`` that names the
+file, the key, what was expected and what was found.
 
-Three sources, best first: a ``tokenizer.json`` beside the file (when it is of the same vocabulary), the
-key ``tokenizer.huggingface.json``, and the ``tokenizer.ggml.*`` keys.
+Three sources, best first: a ``tokenizer.json`` beside the file (when it is of the same vocabulary),
+the key ``tokenizer.huggingface.json``, and the ``tokenizer.ggml.*`` keys.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from sdk.loaders.tokenizer.vocab import (
     UNKNOWN,
     USER_DEFINED,
     EncodeRules,
-    Vocabulary,
     VocabTokenizer,
+    Vocabulary,
 )
 from sdk.quant.errors import UnsupportedError
 from sdk.quant.tokenizer import Tokenizer
@@ -73,7 +73,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, object], file: str) -> Tokenizer:
             "Open the file with skip_tokenizer_init=True and pass token ids"
         )
     tokens, kinds = _tokens(meta)
-    ids = dict(zip(tokens, range(len(tokens))))
+    ids = dict(zip(tokens, range(len(tokens)), strict=True))
     if len(ids) != len(tokens):
         twice = next(text for text, times in Counter(tokens).items() if times > 1)
         raise meta.error("tokenizer.ggml.tokens", "no token twice", repr(twice))
@@ -129,9 +129,7 @@ def _tokens(meta: Metadata) -> tuple[list[str], bytearray]:
     return tokens, bytearray(types.astype(np.uint8).tobytes())
 
 
-def _specials(
-    meta: Metadata, model: str, ids: Mapping[str, int], kinds: bytearray
-) -> _Specials:
+def _specials(meta: Metadata, model: str, ids: Mapping[str, int], kinds: bytearray) -> _Specials:
     """The special ids; marks in ``kinds`` as control what the file says is special."""
     count = len(kinds)
 
@@ -146,8 +144,8 @@ def _specials(
     by_name = end_token_ids(ids.get, lambda token_id: kinds[token_id] == CONTROL)
     for token_id in by_name:
         kinds[token_id] = CONTROL
-    for token_id in (bos, *ends):
-        if token_id is not None and kinds[token_id] == NORMAL:
+    for token_id in ends if bos is None else {bos, *ends}:
+        if kinds[token_id] == NORMAL:
             kinds[token_id] = CONTROL
     return _Specials(bos, eos, unknown, named("padding"), frozenset(ends | by_name))
 
@@ -157,7 +155,7 @@ def _facts(
 ) -> TokenizerFacts:
     named = {
         key.removeprefix(_TEMPLATE + "."): source
-        for key in meta.keys()
+        for key in meta.names()
         if key.startswith(_TEMPLATE + ".") and (source := meta.template(key)) is not None
     }
     names = {
@@ -192,14 +190,14 @@ def _pre_tokenizer(meta: Metadata, model: str, warnings: list[str]) -> PreTokeni
     pre = PRE_TOKENIZERS.get(name or "")
     if pre is None:
         said = "is missing" if name is None else f"{name!r} is not known"
-        warnings.append(f"tokenizer.ggml.pre {said}: using the default split of words, which may differ")
+        warnings.append(
+            f"tokenizer.ggml.pre {said}: using the default split of words, which may differ"
+        )
         return DEFAULT
     return pre
 
 
-def _spm(
-    meta: Metadata, vocabulary: Vocabulary, unknown: int | None
-) -> Callable[[str], list[int]]:
+def _spm(meta: Metadata, vocabulary: Vocabulary, unknown: int | None) -> Callable[[str], list[int]]:
     scores = meta.numbers("tokenizer.ggml.scores", len(vocabulary.tokens), "fiu")
     if scores is None:
         raise meta.error("tokenizer.ggml.scores", "the scores of the merges", "no such key")
@@ -255,9 +253,11 @@ def _halves(line: str) -> tuple[str, str] | None:
 
 
 def _rstrip_ids(meta: Metadata, vocabulary: Vocabulary) -> frozenset[int]:
-    """Tokens that swallow the white space after them. The file does not say; Phi-3's all but three do."""
+    """Tokens that swallow the white space after them (the file does not say): Phi-3's but three."""
     name = (meta.text("general.name") or "").lower()
     if "phi-3" not in name and "phi3" not in name:
         return frozenset()
-    found = {i for i, kind in enumerate(vocabulary.kinds) if kind in (CONTROL, UNKNOWN, USER_DEFINED)}
+    found = {
+        i for i, kind in enumerate(vocabulary.kinds) if kind in (CONTROL, UNKNOWN, USER_DEFINED)
+    }
     return frozenset(found - {vocabulary.ids.get(t) for t in ("<unk>", "<s>", "<|endoftext|>")})

@@ -1,10 +1,10 @@
 """A tokenizer.json, run by the ``tokenizers`` library.
 
 Encoding is the library's. Decoding is done byte by byte where the file's decoder allows it, which
-gives streaming and whole texts the same result: byte-level decoders, SentencePiece's chain (``▁`` is a
-space, ``<0xNN>`` a byte) and Metaspace. The one difference from the library: invalid UTF-8 becomes
-U+FFFD as Python's decoder does it, not one U+FFFD per byte of the whole run. Other decoders (WordPiece,
-...) are the library's.
+gives streaming and whole texts the same result: byte-level decoders, SentencePiece's chain (``▁``
+is a space, ``<0xNN>`` a byte) and Metaspace. The one difference from the library: invalid UTF-8
+becomes U+FFFD as Python's decoder does it, not one U+FFFD per byte of the whole run. Other decoders
+(WordPiece, ...) are the library's.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from sdk.loaders.tokenizer.base import TextTokenizer, TokenizerFacts, well_forme
 from sdk.loaders.tokenizer.byte_level import token_bytes
 from sdk.loaders.tokenizer.special import SpecialSplitter
 from sdk.loaders.tokenizer.spm import SPACE
+from sdk.quant.errors import CheckpointError
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -27,19 +28,30 @@ class JsonTokenizer(TextTokenizer):
     """``backend``: a ``tokenizers.Tokenizer``, which this object then owns."""
 
     def __init__(
-        self, backend: Any, facts: TokenizerFacts, add_bos: bool | None, chat_bos: bool = False
+        self,
+        backend: Any,
+        facts: TokenizerFacts,
+        file: str,
+        *,
+        add_bos: bool | None = None,
+        chat_bos: bool = False,
     ) -> None:
-        """``add_bos``: whether a text begins with BOS; None leaves it to the file.
+        """``file``: where the backend came from, for messages.
 
+        ``add_bos``: whether a text begins with BOS; None leaves it to the file.
         ``chat_bos``: whether a conversation does, when the template did not print it.
+
+        Raises CheckpointError when the backend fails at its first word.
         """
         super().__init__(facts)
+        self._file = file
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self._size = backend.get_vocab_size(with_added_tokens=True)
         self._added: dict[int, str] = {
-            token_id: token.content for token_id, token in backend.get_added_tokens_decoder().items()
+            token_id: token.content
+            for token_id, token in backend.get_added_tokens_decoder().items()
         }
         special = {self._added[i]: i for i in facts.special_ids if i in self._added}
         self._control = SpecialSplitter(special)
@@ -50,6 +62,7 @@ class JsonTokenizer(TextTokenizer):
         self._continued: Any = None
         self._kind, self.strips_leading_space = _decoder_kind(backend.decoder)
         self.bytewise = self._kind != "other"
+        self._run("a 1", add_special_tokens=True, parse_special=True)
 
     @property
     def vocab_size(self) -> int:
@@ -106,7 +119,12 @@ class JsonTokenizer(TextTokenizer):
     def _run(self, text: str, add_special_tokens: bool, parse_special: bool) -> list[int]:
         with self._lock:
             self._backend.encode_special_tokens = not parse_special
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            try:
+                ids: list[int] = self._backend.encode(
+                    text, add_special_tokens=add_special_tokens
+                ).ids
+            except BaseException as error:
+                raise library_error(error, self._file) from None
         return ids
 
     def _run_continued(self, text: str) -> list[int]:
@@ -139,6 +157,14 @@ class JsonTokenizer(TextTokenizer):
         return ids
 
 
+def library_error(error: BaseException, file: str) -> BaseException:
+    """What to raise for an error of the library: it knows plain Exception and, on a file whose
+    parts contradict each other, a PanicException that no ``except Exception`` sees."""
+    if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+        return CheckpointError(f"{file}: expected a tokenizer, found {str(error)[:300]}")
+    return error
+
+
 def _decoder_kind(decoder: Any) -> tuple[str, bool]:
     """How tokens become bytes ("bytes", "fallback", "spaces" or "other"), and whether the first
     space of a text is dropped."""
@@ -150,8 +176,8 @@ def _decoder_kind(decoder: Any) -> tuple[str, bool]:
     if kinds == ["ByteLevel"]:
         return "bytes", False
     if kinds == ["Metaspace"]:
-        plain = chain[0].get("replacement") == SPACE and chain[0].get("split", True) is not None
-        return ("spaces" if plain else "other"), chain[0].get("prepend_scheme") != "never"
+        kind = "spaces" if chain[0].get("replacement") == SPACE else "other"
+        return kind, chain[0].get("prepend_scheme") != "never"
     strip = kinds[-1:] == ["Strip"]
     if kinds[: len(kinds) - strip] == ["Replace", "ByteFallback", "Fuse"]:
         step = chain[0]

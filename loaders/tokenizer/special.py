@@ -1,9 +1,9 @@
 """Find the tokens that are recognised in raw text before any other tokenization.
 
-Control tokens (``<|im_start|>``) and user-defined tokens (Gemma's runs of newlines) are cut out of the
-text first; the rest goes to the model's own algorithm. A vocabulary may hold thousands of them (6,249
-control tokens in Gemma 3), so one search finds the two characters a token can start with, and only
-there the possible lengths are looked up.
+Control tokens (``<|im_start|>``) and user-defined tokens (Gemma's runs of newlines) are cut out of
+the text first; the rest goes to the model's own algorithm. A vocabulary may hold thousands of them
+(6,249 control tokens in Gemma 3), so one search finds the two characters a token can start with,
+and only there the possible lengths are looked up.
 """
 
 from __future__ import annotations

@@ -31,13 +31,13 @@ class RequestStart:
     pages: tuple[int, ...]
     params: SamplingParams
     kind: RequestKind = "generate"
-    #: The token ids behind the words in ``params``.
-    resolved: ResolvedParams = ResolvedParams()
+    #: Token ids behind the words of ``params``: bad words, EOS, sequence breakers.
+    resolved: ResolvedParams = field(default_factory=ResolvedParams)
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step; ``num_tokens`` is the step itself: (request id, tokens to run), in batch order."""
+    """One step. ``num_tokens`` is the step itself: request id -> tokens to run now, in batch order."""
 
     step_id: int
     num_tokens: tuple[tuple[str, int], ...] = ()
@@ -56,7 +56,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One token and, where asked for, its log-probability (natural log) and the alternatives."""
+    """One token and, where asked for, its log-probability (natural log) and the best alternatives."""
 
     token_id: int
     logprob: float | None = None

@@ -1,9 +1,9 @@
 """One request as the scheduler sees it: token ids, counters, pages and a status. No tensors.
 
-There is no stored phase. What a request needs next follows from two counters: ``num_computed`` tokens
-have their keys and values in ``pages``, ``len(token_ids)`` tokens are known. Prefill, a chunk of it, a
-prefix hit and decode differ only in how far the two are apart; a request samples in the step after
-which they are equal. Only ``Scheduler`` changes these fields.
+There is no stored phase. What a request needs next follows from two counters: ``num_computed``
+tokens have their keys and values in ``pages``, ``len(token_ids)`` tokens are known. Prefill, a
+chunk of it, a prefix hit and decode differ only in how far the two are apart; a request samples in
+the step after which they are equal. Only ``Scheduler`` changes these fields.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NOTHING_RESOLVED = ResolvedParams()
 
 
 class RequestStatus(enum.Enum):
-    """Where a request is. The last five are final, and their values are the public finish reasons."""
+    """Where a request is. The last five are final; their values are the public finish reasons."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -73,8 +73,8 @@ class Request:
         "priority",
         "publishes",
         "queued_ts",
-        "resolved",
         "request_id",
+        "resolved",
         "salt",
         "scheduled_ts",
         "status",
@@ -163,7 +163,7 @@ class Request:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """``stop``, ``length``, ``abort``, ``error``, ``deadline``, or ``None`` while unfinished."""
+        """``stop``, ``length``, ``abort``, ``error``, ``deadline``; ``None`` while unfinished."""
         return _FINISHED.get(self.status)
 
     @property
@@ -176,7 +176,7 @@ class Request:
 
     @property
     def uses_prefix_cache(self) -> bool:
-        """False where every position must run: prompt logprobs, embeddings (which may pool over all)."""
+        """False where every position must run: prompt logprobs, embeddings (which may pool)."""
         return self.kind == "generate" and not self.scores_prompt
 
     def extend_keys(self, root: bytes, page_size: int, num_pages: int) -> None:

@@ -60,10 +60,10 @@ def test_a_stream_adds_up_to_the_answer(smol: LLM) -> None:
 
 
 def test_a_chat_answers_and_ends_at_the_end_of_its_turn(smol: LLM) -> None:
-    messages = [{"role": "user", "content": "What is 2 + 2? Answer with one number."}]
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
     [output] = smol.chat(messages, SamplingParams(temperature=0, max_tokens=64))
     answer = output.outputs[0]
-    assert "4" in answer.text
+    assert "Paris" in answer.text
     assert answer.finish_reason == "stop"
     assert "<|im_end|>" not in answer.text
     streamed = "".join(
@@ -254,8 +254,8 @@ def test_abort_ends_a_request_in_the_middle_of_its_prefill(smollm2: Path) -> Non
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ("", "empty"),
-        ([[]], "empty"),
+        ([], "empty"),
+        ({"prompt_token_ids": []}, "empty"),
         ({"prompt_token_ids": [448]}, r"ids in 0\.\.447, found 448"),
         ({"prompt_token_ids": [-1]}, "found -1"),
         ({"prompt_token_ids": [1.5]}, "list of integers"),
@@ -272,7 +272,7 @@ def test_abort_ends_a_request_in_the_middle_of_its_prefill(smollm2: Path) -> Non
 def test_a_bad_prompt_is_refused_before_anything_runs(
     tiny_path: Path, prompt: object, message: str
 ) -> None:
-    with LLM(tiny_path, max_model_len=128, skip_tokenizer_init=False) as llm:
+    with LLM(tiny_path, max_model_len=128, seed=1) as llm:
         if prompt in ("",):
             prompt = {"prompt_token_ids": []}
         with pytest.raises(RequestError, match=message):
@@ -331,7 +331,7 @@ def test_a_missing_model_and_a_pickle_are_refused(tmp_path: Path) -> None:
         LLM(tmp_path / "nowhere.gguf")
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(CheckpointError, match="safetensors"):
+    with pytest.raises(CheckpointError, match="only pytorch_model.bin: such files are pickles"):
         LLM(tmp_path)
 
 
@@ -424,9 +424,9 @@ def test_ctrl_c_aborts_only_that_call(tiny: LLM, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_request_that_can_never_fit_is_rejected_while_others_run(tiny_path: Path) -> None:
-    with LLM(tiny_path, max_model_len=128, kv_cache_memory_bytes="64KiB") as llm:
-        assert llm.max_model_len < 128 or llm.generate(IDS, GREEDY)[0].finished
-        with pytest.raises(RequestError, match="context|pages"):
+    with LLM(tiny_path, kv_cache_memory_bytes="64KiB") as llm:
+        assert llm.max_model_len == 64  # the model's own context is 512
+        with pytest.raises(RequestError, match="the context holds 64"):
             llm.generate({"prompt_token_ids": [1] * 120}, GREEDY)
         assert llm.generate(IDS, GREEDY)[0].finished
 
