@@ -13,7 +13,7 @@ class CheckpointError(SdkError):
 
 
 class UnsupportedError(CheckpointError):
-    """The file is sound but holds something this version does not run; the message says what to do."""
+    """The file is sound but holds something we do not run yet; the message says what to do."""
 
 
 class AlignmentError(SdkError):

@@ -11,7 +11,7 @@ class RequestError(SdkError, ValueError):
 
 
 class OutOfMemoryError(SdkError, MemoryError):
-    """The memory budget cannot hold what was asked; lists the sums and three changes that would help."""
+    """The memory budget is too small; lists the sums and three changes that would help."""
 
 
 class EngineClosedError(SdkError, RuntimeError):

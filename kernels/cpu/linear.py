@@ -1,0 +1,283 @@
+"""Matrix products on packed weights: ``native/linear_int.hpp`` and ``native/linear_float.hpp``.
+
+A weight is repacked once: 16 rows interleaved, 32 k per tile, the codes in bit planes, so that one
+vector load feeds an integer dot product; scales stay in the file's own types. Every bit is kept:
+``unpack`` gives the canonical tensors back. Packed bytes exceed the canonical ones by the padding
+of rows to 16 and of k to 32, and by 2.8 % for q4_k (2.3 % q5_k), whose 6-bit scales become bytes.
+"""
+
+from __future__ import annotations
+
+from ctypes import byref
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sdk.kernels.cpu.elementwise import floats
+from sdk.kernels.cpu.library import ELEMENT_TYPES, Engine, WeightView, check
+from sdk.kernels.errors import KernelError
+from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Layout
+from sdk.kernels.registry import Problem
+
+ROWS = 16
+DEPTH = 32
+_SOURCES = {"q4_k": (1, 4), "q5_k": (2, 5), "q6_k": (3, 6)}
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A weight in tiles. ``view`` points into the tensors; ``facts`` is the layout without data."""
+
+    facts: Layout
+    view: WeightView
+    codes: Tensor
+    scale: Tensor | None = None
+    minus: Tensor | None = None
+    zeros: Tensor | None = None
+    super_scale: Tensor | None = None
+    super_minus: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        parts = (self.scale, self.minus, self.zeros, self.super_scale, self.super_minus)
+        return self.codes.nbytes + sum(part.nbytes for part in parts if part is not None)
+
+
+class Linear:
+    """See :class:`sdk.kernels.registry.LinearKernel`.
+
+    With ``exact=False`` activations are rounded to 8 bits per 32 values (quantized weights only);
+    with ``exact=True``, and always for dense weights, everything is fp32.
+    """
+
+    def __init__(self, engine: Engine, exact: bool) -> None:
+        self._engine = engine
+        self._exact = exact
+        self.name = "cpu.linear_exact" if exact else "cpu.linear"
+
+    def reject(self, problem: Problem) -> str | None:
+        if not self._exact and problem.compute == "exact":
+            return "rounds activations to 8 bits, compute is exact"
+        if problem.layout == "dense":
+            if problem.format not in ("float32", "float16", "bfloat16"):
+                return f"dense {problem.format}: expected float32, float16 or bfloat16"
+        elif problem.layout == "affine":
+            if not 2 <= problem.bits <= 8:
+                return f"{problem.bits} bits: expected 2 to 8"
+            if problem.group % 16 and problem.group < problem.in_features:
+                return f"group {problem.group}: expected a multiple of 16 or the whole row"
+        elif problem.layout == "blocks":
+            if problem.format not in _SOURCES:
+                return f"block type {problem.format}: expected {', '.join(_SOURCES)}"
+        else:
+            return f"layout {problem.layout!r}: expected dense, affine or blocks"
+        return None
+
+    def pack(self, layout: Layout) -> Packed:
+        match layout:
+            case Dense():
+                packed, source, row_bytes = _pack_dense(layout)
+            case Affine():
+                packed, source, row_bytes = _pack_affine(layout)
+            case Blocks():
+                packed, source, row_bytes = _pack_blocks(layout)
+        status = self._engine.pack(
+            self._engine.handle, byref(packed.view), source.data_ptr(), row_bytes
+        )
+        check(status, "pack")
+        return packed
+
+    def unpack(self, packed: Packed) -> Layout:
+        facts = packed.facts
+        match facts:
+            case Dense():
+                values = torch.empty(facts.shape, dtype=facts.values.dtype)
+                self._unpack_into(packed, values, 0)
+                return Dense(values)
+            case Affine():
+                codes = torch.zeros(facts.shape[0], -(-facts.shape[1] * facts.bits // 8)).byte()
+                self._unpack_into(packed, codes, codes.shape[1])
+                return _unpack_affine(packed, facts, codes)
+            case Blocks():
+                data = _unpack_block_scales(packed, facts)
+                self._unpack_into(packed, data, data.shape[1])
+                return Blocks(facts.shape, facts.type, data)
+
+    def _unpack_into(self, packed: Packed, out: Tensor, row_bytes: int) -> None:
+        status = self._engine.unpack(
+            self._engine.handle, byref(packed.view), out.data_ptr(), row_bytes
+        )
+        check(status, "unpack")
+
+    def matmul(self, packed: Packed, x: Tensor, out: Tensor) -> None:
+        floats(x, "linear x")
+        status = self._engine.linear(
+            self._engine.handle,
+            byref(packed.view),
+            x.data_ptr(),
+            x.shape[0],
+            out.data_ptr(),
+            self._exact,
+        )
+        check(status, "linear")
+
+    def rows(self, packed: Packed, ids: Tensor, out: Tensor) -> None:
+        if ids.dtype != torch.int64:
+            raise KernelError(f"rows: expected int64 ids, found {ids.dtype}")
+        status = self._engine.rows(
+            self._engine.handle, byref(packed.view), ids.data_ptr(), ids.shape[0], out.data_ptr()
+        )
+        check(status, "rows")
+
+    def nbytes(self, packed: Packed) -> int:
+        return packed.nbytes
+
+
+def _view(n: int, k: int) -> WeightView:
+    view = WeightView(n=n, k=k, row_blocks=-(-n // ROWS), k_blocks=-(-k // DEPTH))
+    view.unit = DEPTH
+    view.group_units = view.super_units = 1
+    return view
+
+
+def _pack_dense(w: Dense) -> tuple[Packed, Tensor, int]:
+    n, k = w.shape
+    values = w.values.contiguous()
+    view = _view(n, k)
+    view.dense = 1
+    view.scale_type = ELEMENT_TYPES[_name(values)]
+    codes = torch.empty(view.row_blocks * ROWS * k, dtype=values.dtype)
+    view.codes = codes.data_ptr()
+    return Packed(Dense(values.to("meta")), view, codes), values, 0
+
+
+def _pack_affine(w: Affine) -> tuple[Packed, Tensor, int]:
+    n, k = w.shape
+    if w.signed and (w.bits != 8 or w.zeros is not None):
+        raise KernelError("affine weight: signed codes must have 8 bits and no zero points")
+    view = _view(n, k)
+    view.bits = w.bits
+    view.flip = int(w.signed)
+    view.zero = (0 if w.minus is not None else w.zero) + (128 if w.signed else 0)
+    if w.group >= k:
+        view.group_units = view.k_blocks
+    else:
+        view.unit = DEPTH if w.group % DEPTH == 0 else ROWS
+        view.group_units = w.group // view.unit
+    view.groups = w.scale.shape[1]
+    view.scale_type = ELEMENT_TYPES[_name(w.scale)]
+    scale = interleave(w.scale)
+    minus = None if w.minus is None else interleave(w.minus)
+    zeros = None if w.zeros is None else interleave(w.zeros)
+    if minus is not None:
+        view.minus_type = ELEMENT_TYPES[_name(minus)]
+    facts = Affine(
+        w.shape, w.bits, w.group, w.codes.new_empty(0, 0), w.scale.new_empty(0, 0), zero=w.zero, signed=w.signed
+    )
+    codes = _codes(view)
+    packed = Packed(facts, view, codes, scale, minus, zeros)
+    _point(packed)
+    source = w.codes.contiguous()
+    return packed, source, source.shape[1]
+
+
+def _unpack_affine(packed: Packed, facts: Affine, codes: Tensor) -> Affine:
+    n = facts.shape[0]
+    assert packed.scale is not None
+    return Affine(
+        facts.shape,
+        facts.bits,
+        facts.group,
+        codes,
+        deinterleave(packed.scale, n),
+        facts.zero,
+        None if packed.zeros is None else deinterleave(packed.zeros, n),
+        None if packed.minus is None else deinterleave(packed.minus, n),
+        facts.signed,
+    )
+
+
+def _pack_blocks(w: Blocks) -> tuple[Packed, Tensor, int]:
+    n, k = w.shape
+    kind = BLOCK_TYPES[w.type]
+    data = w.data.contiguous()
+    blocks = data.view(n, -1, kind.nbytes)
+    view = _view(n, k)
+    view.source, view.bits = _SOURCES[w.type]
+    view.groups = k // kind.group
+    view.supers = k // kind.elements
+    view.super_units = kind.elements // kind.group
+    view.unit = kind.group
+    minus = super_minus = None
+    if w.type == "q6_k":
+        view.zero = 32.0
+        view.scale_type = ELEMENT_TYPES["int8"]
+        scale = interleave(blocks[:, :, 192:208].reshape(n, -1))
+        super_scale = interleave(_halves(blocks, 208))
+    else:
+        view.scale_type = view.minus_type = ELEMENT_TYPES["uint8"]
+        low, mid, high = (blocks[:, :, 4 + i : 8 + i] for i in (0, 4, 8))
+        scales = torch.cat((low & 63, (high & 15) | (low >> 6 << 4)), dim=2)
+        mins = torch.cat((mid & 63, (high >> 4) | (mid >> 6 << 4)), dim=2)
+        scale, minus = interleave(scales.view(n, -1)), interleave(mins.view(n, -1))
+        super_scale, super_minus = interleave(_halves(blocks, 0)), interleave(_halves(blocks, 2))
+    facts = Blocks(w.shape, w.type, w.data.new_empty(0, 0))
+    packed = Packed(facts, view, _codes(view), scale, minus, None, super_scale, super_minus)
+    _point(packed)
+    return packed, data, data.shape[1]
+
+
+def _unpack_block_scales(packed: Packed, facts: Blocks) -> Tensor:
+    """Rows of blocks with their scales in place and the codes' bytes zero."""
+    n, k = facts.shape
+    kind = BLOCK_TYPES[facts.type]
+    blocks = torch.zeros(n, k // kind.elements, kind.nbytes, dtype=torch.uint8)
+    assert packed.scale is not None and packed.super_scale is not None
+    scales = deinterleave(packed.scale, n).view(n, k // kind.elements, -1)
+    d = deinterleave(packed.super_scale, n).unsqueeze(2).view(torch.uint8)
+    if facts.type == "q6_k":
+        blocks[:, :, 192:208] = scales
+        blocks[:, :, 208:210] = d
+        return blocks.view(n, -1)
+    assert packed.minus is not None and packed.super_minus is not None
+    mins = deinterleave(packed.minus, n).view(n, k // kind.elements, -1)
+    blocks[:, :, 0:2] = d
+    blocks[:, :, 2:4] = deinterleave(packed.super_minus, n).unsqueeze(2).view(torch.uint8)
+    blocks[:, :, 4:8] = scales[:, :, :4] | (scales[:, :, 4:] >> 4 << 6)
+    blocks[:, :, 8:12] = mins[:, :, :4] | (mins[:, :, 4:] >> 4 << 6)
+    blocks[:, :, 12:16] = (scales[:, :, 4:] & 15) | (mins[:, :, 4:] << 4)
+    return blocks.view(n, -1)
+
+
+def _halves(blocks: Tensor, offset: int) -> Tensor:
+    """The float16 at byte ``offset`` of every block: ``[N, blocks]``."""
+    return blocks[:, :, offset : offset + 2].contiguous().view(torch.float16).squeeze(2)
+
+
+def _codes(view: WeightView) -> Tensor:
+    """Storage of the tiles; torch aligns it to 64 bytes."""
+    size = view.row_blocks * view.k_blocks * view.bits * 64
+    return torch.empty(size, dtype=torch.uint8)
+
+
+def _point(packed: Packed) -> None:
+    view = packed.view
+    for name in ("codes", "scale", "minus", "zeros", "super_scale", "super_minus"):
+        tensor = getattr(packed, name)
+        setattr(view, name, None if tensor is None else tensor.data_ptr())
+
+
+def interleave(x: Tensor) -> Tensor:
+    """``[N, G] -> [ceil(N / 16), G, 16]``, padded with zero rows."""
+    x = torch.nn.functional.pad(x, (0, 0, 0, -x.shape[0] % ROWS))
+    return x.view(-1, ROWS, x.shape[1]).transpose(1, 2).contiguous()
+
+
+def deinterleave(x: Tensor, rows: int) -> Tensor:
+    """The inverse of :func:`interleave`."""
+    return x.transpose(1, 2).reshape(-1, x.shape[1])[:rows].contiguous()
+
+
+def _name(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")

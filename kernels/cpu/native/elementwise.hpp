@@ -1,0 +1,169 @@
+// RMSNorm, gated activations and rotary embedding with the write into the KV pages.
+//
+// Every row (token) is computed on its own in a fixed order, so the batch never matters.
+#pragma once
+
+#include "abi.hpp"
+#include "simd.hpp"
+
+namespace LEVEL {
+
+// e^x for x in [-87.3, 88]; below, 0; above, e^88. NaN stays NaN. n = rint(x / ln 2), then a degree
+// 6 Taylor-like polynomial on |r| <= ln(2) / 2 (Cephes expf); error below 2 ulp.
+INLINE VF exp_of(VF x) {
+    VF limited = max(set1(-87.3f), min(set1(88.0f), x));
+    VI n = round_int(mul(limited, set1(1.44269504f)));
+    VF whole = to_float(n);
+    VF r = fma(whole, set1(-0.693359375f), limited);
+    r = fma(whole, set1(2.12194440e-4f), r);
+    VF p = set1(1.9875691500e-4f);
+    p = fma(p, r, set1(1.3981999507e-3f));
+    p = fma(p, r, set1(8.3334519073e-3f));
+    p = fma(p, r, set1(4.1665795894e-2f));
+    p = fma(p, r, set1(1.6666665459e-1f));
+    p = fma(p, r, set1(5.0000001201e-1f));
+    p = add(fma(mul(r, r), p, r), set1(1.0f));
+    return select_less(x, set1(-87.3f), zero(), mul(p, power_of_two(n)));
+}
+
+// tanh: a polynomial below 0.625, where 1 - e^-2x would cancel (Cephes tanhf); else from exp.
+INLINE VF tanh_of(VF x) {
+    VF size = abs(x), square = mul(x, x);
+    VF e = exp_of(mul(size, set1(-2.0f)));
+    VF far = copysign(div(sub(set1(1.0f), e), add(set1(1.0f), e)), x);
+    VF p = set1(-5.70498872745e-3f);
+    p = fma(p, square, set1(2.06390887954e-2f));
+    p = fma(p, square, set1(-5.37397155531e-2f));
+    p = fma(p, square, set1(1.33314422036e-1f));
+    p = fma(p, square, set1(-3.33332819422e-1f));
+    VF near = fma(mul(p, square), x, x);
+    return select_less(size, set1(0.625f), near, far);
+}
+
+static void rms_norm(const NormArgs* args, int64_t t_begin, int64_t t_end) {
+    const int64_t width = args->width;
+    const int64_t body = width / kLanes * kLanes;
+    for (int64_t t = t_begin; t < t_end; ++t) {
+        const float* x = args->x + t * width;
+        float* out = args->out + t * width;
+        VF sums[2] = {zero(), zero()};
+        if (args->residual) {
+            float* residual = args->residual + t * width;
+            for (int64_t i = 0; i < body; i += kLanes)
+                store(residual + i, add(load(residual + i), load(x + i)));
+            for (int64_t i = body; i < width; ++i) residual[i] += x[i];
+            x = residual;
+        }
+        for (int64_t i = 0; i < body; i += kLanes) {
+            VF value = load(x + i);
+            sums[(i / kLanes) & 1] = fma(value, value, sums[(i / kLanes) & 1]);
+        }
+        float total = reduce_add(add(sums[0], sums[1]));
+        for (int64_t i = body; i < width; ++i) total += x[i] * x[i];
+        float scale = 1.0f / __builtin_sqrtf(total / (float)width + args->eps);
+        for (int64_t i = 0; i < body; i += kLanes)
+            store(out + i, mul(mul(load(x + i), set1(scale)), load(args->weight + i)));
+        for (int64_t i = body; i < width; ++i) out[i] = x[i] * scale * args->weight[i];
+    }
+}
+
+template <int KIND>
+INLINE VF activate(VF x) {
+    VF exponent = mul(x, set1(-1.0f));
+    if (KIND == kGeluTanh) {  // 0.5 (1 + tanh u) = 1 / (1 + e^-2u), which does not cancel
+        VF inner = fma(mul(mul(x, x), set1(0.044715f)), x, x);
+        exponent = mul(inner, set1(-2.0f * 0.7978845608028654f));
+    }
+    return div(x, add(set1(1.0f), exp_of(exponent)));
+}
+
+static float gelu_of(float x) { return 0.5f * x * (1.0f + erff(x * 0.70710678f)); }
+
+template <int KIND>
+static void gated_rows(const GatedArgs* args, int64_t t_begin, int64_t t_end) {
+    const int64_t width = args->width;
+    for (int64_t t = t_begin; t < t_end; ++t) {
+        const float* gate = args->gate_up + 2 * t * width;
+        const float* up = gate + width;
+        float* out = args->out + t * width;
+        if (KIND == kGelu) {  // no model we know is limited by it: the C library's erff
+            for (int64_t i = 0; i < width; ++i) out[i] = gelu_of(gate[i]) * up[i];
+            continue;
+        }
+        int64_t i = 0;
+        for (; i + kLanes <= width; i += kLanes)
+            store(out + i, mul(activate<KIND>(load(gate + i)), load(up + i)));
+        if (i < width) {
+            float padded[2][kLanes] = {{0.0f}};
+            memcpy(padded[0], gate + i, (size_t)(width - i) * sizeof(float));
+            memcpy(padded[1], up + i, (size_t)(width - i) * sizeof(float));
+            store(padded[0], mul(activate<KIND>(load(padded[0])), load(padded[1])));
+            memcpy(out + i, padded[0], (size_t)(width - i) * sizeof(float));
+        }
+    }
+}
+
+static void gated(const GatedArgs* args, int64_t t_begin, int64_t t_end) {
+    switch (args->kind) {
+        case kSilu: gated_rows<kSilu>(args, t_begin, t_end); break;
+        case kGeluTanh: gated_rows<kGeluTanh>(args, t_begin, t_end); break;
+        default: gated_rows<kGelu>(args, t_begin, t_end);
+    }
+}
+
+// `count` floats into a page; float16 saturates at 65504 instead of becoming inf, NaN stays NaN.
+static void to_page(void* page, int64_t at, int type, const float* x, int count) {
+    if (type == kF32) {
+        memcpy((float*)page + at, x, (size_t)count * sizeof(float));
+        return;
+    }
+    uint16_t* to = (uint16_t*)page + at;
+    if (type == kBF16) {
+        for (int i = 0; i < count; ++i) to[i] = float_to_bf16(x[i]);
+        return;
+    }
+    int i = 0;
+    for (; i + kLanes <= count; i += kLanes)
+        store_half(to + i, max(set1(-65504.0f), min(set1(65504.0f), load(x + i))));
+    for (; i < count; ++i) {
+        float value = x[i] > 65504.0f ? 65504.0f : x[i] < -65504.0f ? -65504.0f : x[i];
+        to[i] = float_to_half(value);
+    }
+}
+
+// Halves rotate against each other: (a, b) -> (a c - b s, b c + a s), as Hugging Face models do.
+INLINE void rotate(const float* x, float* out, const float* cos, const float* sin, int half,
+                   int width) {
+    for (int i = 0; i < half; ++i) {
+        float a = x[i], b = x[i + half];
+        out[i] = a * cos[i] - b * sin[i];
+        out[i + half] = b * cos[i] + a * sin[i];
+    }
+    if (out != x)
+        for (int i = 2 * half; i < width; ++i) out[i] = x[i];
+}
+
+enum { kMaxHeadDim = 1024 };
+
+static void rope(const RopeArgs* a, int64_t t_begin, int64_t t_end) {
+    float rotated[kMaxHeadDim];
+    for (int64_t t = t_begin; t < t_end; ++t) {
+        const float* cos = a->cos + t * a->cos_token;
+        const float* sin = a->sin + t * a->sin_token;
+        for (int h = 0; h < a->heads; ++h) {
+            float* q = a->q + t * a->q_token + h * a->q_head;
+            rotate(q, rotated, cos, sin, a->half, 2 * a->half);
+            memcpy(q, rotated, sizeof(float) * 2 * (size_t)a->half);
+        }
+        int64_t page = a->slots[t] / a->page_size, slot = a->slots[t] % a->page_size;
+        for (int h = 0; h < a->kv_heads; ++h) {
+            rotate(a->k + t * a->k_token + h * a->k_head, rotated, cos, sin, a->half, a->head_dim);
+            to_page(a->k_pages, page * a->k_page + h * a->k_page_head + slot * a->k_page_slot,
+                    a->page_type, rotated, a->head_dim);
+            to_page(a->v_pages, page * a->v_page + h * a->v_page_head + slot * a->v_page_slot,
+                    a->page_type, a->v + t * a->v_token + h * a->v_head, a->head_dim);
+        }
+    }
+}
+
+}  // namespace LEVEL

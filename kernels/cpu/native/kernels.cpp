@@ -1,0 +1,17 @@
+// Compiled once per instruction-set level (CMakeLists.txt sets LEVEL and the flags); exports one
+// table. Nothing else in this object is visible to the linker.
+#include "attention.hpp"
+#include "elementwise.hpp"
+#include "linear_float.hpp"
+#include "linear_int.hpp"
+
+#define JOIN_(a, b) a##b
+#define JOIN(a, b) JOIN_(a, b)
+
+extern "C" {
+extern const KernelTable JOIN(kernels_, LEVEL);
+const KernelTable JOIN(kernels_, LEVEL) = {
+    LEVEL::quantize, LEVEL::linear_int, LEVEL::linear_float, LEVEL::rms_norm,
+    LEVEL::gated,    LEVEL::rope,       LEVEL::attention,
+};
+}

@@ -1,0 +1,240 @@
+// Packing codes into tiles, the inverse, and single rows as floats. Scalar: packing is bound by
+// memory, and embedding rows are few. Compiled for the baseline, without any vector extension.
+#include "pack.hpp"
+
+#include <string.h>
+
+namespace {
+
+// Bytes before the 2-bit and 1-bit planes of a tile and where their bits belong (planes.hpp).
+struct Planes {
+    int bits, low, mid, mid_shift, high, high_shift;
+    explicit Planes(int b)
+        : bits(b),
+          low(b & 4),
+          mid(low ? 256 : 0),
+          mid_shift(low),
+          high(mid + (b & 2 ? 128 : 0)),
+          high_shift(low + (b & 2)) {}
+};
+
+void put_code(const Planes& p, uint8_t* tile, int row, int k, uint32_t code) {
+    const int j = k / 4, at = row * 4 + k % 4;
+    if (p.bits == 8) {
+        tile[64 * j + at] = (uint8_t)code;
+        return;
+    }
+    if (p.low) tile[64 * (j & 3) + at] |= (uint8_t)((code & 15) << (j & 4));
+    if (p.bits & 2)
+        tile[p.mid + 64 * (j & 1) + at] |= (uint8_t)((code >> p.mid_shift & 3) << (j & 6));
+    if (p.bits & 1) tile[p.high + at] |= (uint8_t)((code >> p.high_shift & 1) << j);
+}
+
+uint32_t get_code(const Planes& p, const uint8_t* tile, int row, int k) {
+    const int j = k / 4, at = row * 4 + k % 4;
+    if (p.bits == 8) return tile[64 * j + at];
+    uint32_t code = 0;
+    if (p.low) code = tile[64 * (j & 3) + at] >> (j & 4) & 15u;
+    if (p.bits & 2) code |= (tile[p.mid + 64 * (j & 1) + at] >> (j & 6) & 3u) << p.mid_shift;
+    if (p.bits & 1) code |= (tile[p.high + at] >> j & 1u) << p.high_shift;
+    return code;
+}
+
+// ggml's 256-element blocks: where the low and high bits of element i lie (ggml-common.h).
+struct BlockBits {
+    int low_byte, low_shift, high_byte, high_shift, high_bits, nbytes;
+};
+
+BlockBits block_bits(int source, int i) {
+    if (source == kQ6K) {
+        const int half = i / 128, part = i / 32 % 4, l = i % 32;
+        return {64 * half + 32 * (part & 1) + l, 4 * (part >> 1), 128 + 32 * half + l, 2 * part, 2,
+                210};
+    }
+    const int pair = i / 64, nibble = i / 32 % 2, l = i % 32;
+    if (source == kQ4K) return {16 + 32 * pair + l, 4 * nibble, 0, 0, 0, 144};
+    return {48 + 32 * pair + l, 4 * nibble, 16 + l, i / 32, 1, 176};
+}
+
+void read_row(const Weight& w, const uint8_t* row, uint8_t* codes) {
+    if (w.source != kStream) {
+        for (int i = 0; i < 256; ++i) {
+            const BlockBits b = block_bits(w.source, i);
+            for (int64_t block = 0; block * 256 < w.k; ++block) {
+                const uint8_t* p = row + block * b.nbytes;
+                uint32_t code = p[b.low_byte] >> b.low_shift & 15u;
+                if (b.high_bits)
+                    code |= (p[b.high_byte] >> b.high_shift & ((1u << b.high_bits) - 1)) << 4;
+                codes[block * 256 + i] = (uint8_t)code;
+            }
+        }
+        return;
+    }
+    if (w.bits == 8) {
+        for (int64_t k = 0; k < w.k; ++k) codes[k] = row[k] ^ (w.flip ? 0x80 : 0);
+        return;
+    }
+    uint32_t buffer = 0, filled = 0;
+    const uint32_t mask = (1u << w.bits) - 1;
+    for (int64_t k = 0; k < w.k; ++k) {
+        if (filled < (uint32_t)w.bits) {
+            buffer |= (uint32_t)*row++ << filled;
+            filled += 8;
+        }
+        codes[k] = (uint8_t)(buffer & mask);
+        buffer >>= w.bits;
+        filled -= (uint32_t)w.bits;
+    }
+}
+
+void write_row(const Weight& w, const uint8_t* codes, uint8_t* row) {
+    if (w.source != kStream) {  // the bytes of the codes only; scales are written by Python
+        for (int i = 0; i < 256; ++i) {
+            const BlockBits b = block_bits(w.source, i);
+            for (int64_t block = 0; block * 256 < w.k; ++block) {
+                uint8_t* p = row + block * b.nbytes;
+                const uint32_t code = codes[block * 256 + i];
+                p[b.low_byte] |= (uint8_t)((code & 15) << b.low_shift);
+                if (b.high_bits) p[b.high_byte] |= (uint8_t)(code >> 4 << b.high_shift);
+            }
+        }
+        return;
+    }
+    if (w.bits == 8) {
+        for (int64_t k = 0; k < w.k; ++k) row[k] = codes[k] ^ (w.flip ? 0x80 : 0);
+        return;
+    }
+    uint32_t buffer = 0, filled = 0;
+    for (int64_t k = 0; k < w.k; ++k) {
+        buffer |= (uint32_t)codes[k] << filled;
+        filled += (uint32_t)w.bits;
+        if (filled >= 8) {
+            *row++ = (uint8_t)buffer;
+            buffer >>= 8;
+            filled -= 8;
+        }
+    }
+    if (filled) *row = (uint8_t)buffer;
+}
+
+size_t element_size(int type) { return type == kF32 ? 4 : type == kU8 || type == kI8 ? 1 : 2; }
+
+float half_value(uint16_t h) {
+    const uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = h & 0x7fffu;
+    uint32_t bits;
+    float value;
+    if (rest >= 0x7c00) {
+        bits = rest << 13 | 0x7f800000;
+    } else {
+        bits = rest << 13;
+        memcpy(&value, &bits, 4);
+        value *= 0x1p112f;
+        memcpy(&bits, &value, 4);
+    }
+    bits |= sign;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+float element(int type, const void* base, int64_t at) {
+    float value;
+    uint16_t h;
+    switch (type) {
+        case kF16:
+            memcpy(&h, (const uint16_t*)base + at, 2);
+            return half_value(h);
+        case kBF16: {
+            memcpy(&h, (const uint16_t*)base + at, 2);
+            const uint32_t bits = (uint32_t)h << 16;
+            memcpy(&value, &bits, 4);
+            return value;
+        }
+        case kF32: return ((const float*)base)[at];
+        case kU8: return (float)((const uint8_t*)base)[at];
+        default: return (float)((const int8_t*)base)[at];
+    }
+}
+
+}  // namespace
+
+void pack_blocks(const Weight& w, const uint8_t* source, int64_t row_bytes, int64_t begin,
+                 int64_t end, uint8_t* codes) {
+    const size_t tile = (size_t)w.bits * 64;
+    const Planes planes(w.bits);
+    for (int64_t b = begin; b < end; ++b) {
+        uint8_t* tiles = w.codes + b * w.k_blocks * (int64_t)tile;
+        memset(tiles, 0, tile * (size_t)w.k_blocks);
+        for (int r = 0; r < kRows && b * kRows + r < w.n; ++r) {
+            read_row(w, source + (b * kRows + r) * row_bytes, codes);
+            for (int64_t k = 0; k < w.k; ++k)
+                put_code(planes, tiles + k / kDepth * (int64_t)tile, r, (int)(k % kDepth), codes[k]);
+        }
+    }
+}
+
+void unpack_blocks(const Weight& w, uint8_t* out, int64_t row_bytes, int64_t begin, int64_t end,
+                   uint8_t* codes) {
+    const int64_t tile = (int64_t)w.bits * 64;
+    const Planes planes(w.bits);
+    for (int64_t b = begin; b < end; ++b) {
+        const uint8_t* tiles = w.codes + b * w.k_blocks * tile;
+        for (int r = 0; r < kRows && b * kRows + r < w.n; ++r) {
+            for (int64_t k = 0; k < w.k; ++k)
+                codes[k] = (uint8_t)get_code(planes, tiles + k / kDepth * tile, r, (int)(k % kDepth));
+            write_row(w, codes, out + (b * kRows + r) * row_bytes);
+        }
+    }
+}
+
+void dense_blocks(const Weight& w, void* plain, bool unpack, int64_t begin, int64_t end) {
+    const size_t size = element_size(w.scale_type);
+    for (int64_t b = begin; b < end; ++b) {
+        for (int r = 0; r < kRows; ++r) {
+            uint8_t* packed = w.codes + (size_t)(b * w.k * kRows + r) * size;
+            if (b * kRows + r >= w.n) {
+                for (int64_t k = 0; k < w.k && !unpack; ++k)
+                    memset(packed + (size_t)k * kRows * size, 0, size);
+                continue;
+            }
+            uint8_t* row = (uint8_t*)plain + (size_t)((b * kRows + r) * w.k) * size;
+            for (int64_t k = 0; k < w.k; ++k) {
+                uint8_t* inside = packed + (size_t)k * kRows * size;
+                uint8_t* outside = row + (size_t)k * size;
+                if (size == 2) memcpy(unpack ? outside : inside, unpack ? inside : outside, 2);
+                else memcpy(unpack ? outside : inside, unpack ? inside : outside, 4);
+            }
+        }
+    }
+}
+
+void gather_rows(const Weight& w, const int64_t* ids, float* out, int64_t begin, int64_t end) {
+    const Planes planes(w.bits);
+    const int64_t tile = (int64_t)w.bits * 64;
+    for (int64_t t = begin; t < end; ++t) {
+        const int64_t b = ids[t] / kRows;
+        const int r = (int)(ids[t] % kRows);
+        float* to = out + t * w.k;
+        if (w.dense) {
+            for (int64_t k = 0; k < w.k; ++k)
+                to[k] = element(w.scale_type, w.codes, (b * w.k + k) * kRows + r);
+            continue;
+        }
+        for (int64_t u = 0; u * w.unit < w.k; ++u) {
+            const int64_t at = (b * w.groups + u / w.group_units) * kRows + r;
+            float scale = element(w.scale_type, w.scale, at);
+            float minus = w.minus ? element(w.minus_type, w.minus, at) : 0.0f;
+            const float zero = w.zeros ? (float)w.zeros[at] : w.zero;
+            if (w.super_scale) {
+                const int64_t over = (b * w.supers + u / w.super_units) * kRows + r;
+                scale = element(kF16, w.super_scale, over) * scale;
+                if (w.super_minus) minus = element(kF16, w.super_minus, over) * minus;
+            }
+            const int64_t k_end = (u + 1) * w.unit < w.k ? (u + 1) * w.unit : w.k;
+            for (int64_t k = u * w.unit; k < k_end; ++k) {
+                const uint8_t* p = w.codes + (b * w.k_blocks + k / kDepth) * tile;
+                const float code = (float)get_code(planes, p, r, (int)(k % kDepth));
+                to[k] = (code - zero) * scale - minus;
+            }
+        }
+    }
+}

@@ -1,0 +1,15 @@
+// Between the canonical tensors of kernels/layouts.py and the tiles of planes.hpp.
+#pragma once
+
+#include "abi.hpp"
+
+// Codes of row blocks begin..end from `source` rows; `codes` is scratch for one row.
+void pack_blocks(const Weight& w, const uint8_t* source, int64_t row_bytes, int64_t begin,
+                 int64_t end, uint8_t* codes);
+// The inverse, into zeroed rows.
+void unpack_blocks(const Weight& w, uint8_t* out, int64_t row_bytes, int64_t begin, int64_t end,
+                   uint8_t* codes);
+// Dense values [N, K] <-> [row block][K][16].
+void dense_blocks(const Weight& w, void* plain, bool unpack, int64_t begin, int64_t end);
+// out[t] = w[ids[t]] for t in begin..end, with the operations of reference/decode.py.
+void gather_rows(const Weight& w, const int64_t* ids, float* out, int64_t begin, int64_t end);

@@ -1,0 +1,90 @@
+// Where the codes of a 16 x 32 tile lie, and the scales of a row block as floats.
+//
+// Eight vectors j = 0..7 hold the codes of 16 rows x 4 k (k = 4 j .. 4 j + 3), one 32-bit lane per
+// row: the operand of vpdpbusd. A tile stores them as planes of 4, 2 and 1 bits:
+//   4-bit plane, 256 bytes: byte vector i holds j = i in its low and j = i + 4 in its high nibbles
+//   2-bit plane, 128 bytes: byte vector i (0, 1) holds j = i, i + 2, i + 4, i + 6 from low to high
+//   1-bit plane,  64 bytes: bit j of every byte
+// bits = 2: 2 | 3: 2 1 | 4: 4 | 5: 4 1 | 6: 4 2 | 7: 4 2 1 (low plane first) | 8: plain bytes, 512.
+// So one load serves two, four or eight vectors, and unpacking is a shift and a mask each.
+#pragma once
+
+#include "abi.hpp"
+#include "simd.hpp"
+
+namespace LEVEL {
+
+// A tile already expanded to one byte per code by `expand`, for codes below 8 bits.
+enum { kExpanded = 9 };
+
+template <int BITS>
+INLINE VB codes_of(const uint8_t* tile, int j, int h) {
+    const uint8_t* p = tile + h * (4 * kLanes);
+    if (BITS >= 8) return load_codes(p + 64 * j);
+    const int low = BITS & 4 ? 256 : 0;            // bytes before the 2-bit plane
+    const int mid = low + (BITS & 2 ? 128 : 0);    // bytes before the 1-bit plane
+    const int low_bits = BITS & 4;
+    const int mid_bits = low_bits + (BITS & 2);
+    VB code;
+    if (BITS & 4) {
+        code = field(load_codes(p + 64 * (j & 3)), j & 4, 15, 0);
+        if (BITS & 2)
+            code = code_or(code, field(load_codes(p + low + 64 * (j & 1)), j & 6, 3, low_bits));
+    } else {
+        code = field(load_codes(p + 64 * (j & 1)), j & 6, 3, 0);
+    }
+    if (BITS & 1) code = code_or(code, field(load_codes(p + mid), j, 1, mid_bits));
+    return code;
+}
+
+// One tile of a lane group, one byte per code: [8][16 rows][4].
+template <int BITS>
+INLINE void expand(const uint8_t* tile, uint8_t* out) {
+    for (int h = 0; h < kRows / kLanes; ++h) {
+#pragma GCC unroll 8
+        for (int j = 0; j < 8; ++j)
+            store_codes(out + 64 * j + h * 4 * kLanes, codes_of<BITS>(tile, j, h));
+    }
+}
+
+// scale, zero and minus of unit u of row block b, lanes h * kLanes ...
+INLINE void scale_of(const Weight* w, int64_t b, int64_t u, int h, VF* scale, VF* zero_point,
+                     VF* minus) {
+    int64_t group = u / w->group_units;
+    if (group >= w->groups) group = w->groups - 1;  // a unit of nothing but padding
+    int64_t at = (b * w->groups + group) * kRows + h * kLanes;
+    VF s = load_as(w->scale_type, w->scale, at);
+    VF m = zero();
+    if (w->minus) m = load_as(w->minus_type, w->minus, at);
+    if (w->super_scale) {
+        int64_t over = (b * w->supers + u / w->super_units) * kRows + h * kLanes;
+        s = mul(load_half(w->super_scale + over), s);
+        if (w->super_minus) m = mul(load_half(w->super_minus + over), m);
+    }
+    *scale = s;
+    *minus = m;
+    *zero_point = w->zeros ? load_u8(w->zeros + at) : set1(w->zero);
+}
+
+// For the integer product: w . x = sum_u scale * (codes . q) + minus * (-sum q), with the zero
+// point folded into minus. Both [units][16], floats.
+INLINE void integer_scales(const Weight* w, int64_t b, float* scales, float* minuses) {
+    int64_t units = w->k_blocks * (kDepth / w->unit);
+    for (int64_t u = 0; u < units; ++u) {
+        if (u % w->group_units) {  // the same group as the unit before
+            for (int i = 0; i < kRows; i += kLanes) {
+                store(scales + u * kRows + i, load(scales + (u - 1) * kRows + i));
+                store(minuses + u * kRows + i, load(minuses + (u - 1) * kRows + i));
+            }
+            continue;
+        }
+        for (int h = 0; h < kRows / kLanes; ++h) {
+            VF scale, zero_point, minus;
+            scale_of(w, b, u, h, &scale, &zero_point, &minus);
+            store(scales + u * kRows + h * kLanes, scale);
+            store(minuses + u * kRows + h * kLanes, add(mul(scale, zero_point), minus));
+        }
+    }
+}
+
+}  // namespace LEVEL

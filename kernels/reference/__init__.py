@@ -1,0 +1,46 @@
+"""Pure torch: the floor every format and device can stand on, and the oracle of every kernel test.
+
+Exactness before speed: weights are decoded to float32 on the fly and multiplied in fixed tiles, so
+that a row's result is the same bits whatever else is in the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sdk.kernels.reference.attention import Attention, RopeAndCache
+from sdk.kernels.reference.linear import Linear
+from sdk.kernels.reference.norm import AddRmsNorm, GatedActivation, RmsNorm
+
+
+def available(device: str) -> str | None:
+    """Always: torch runs everywhere."""
+    return None
+
+
+def open_backend(device: str, num_threads: int) -> ReferenceBackend:
+    """``num_threads`` is not used: torch's own pool belongs to the host application."""
+    return ReferenceBackend()
+
+
+class ReferenceBackend:
+    """See :class:`sdk.kernels.registry.Backend`."""
+
+    name = "reference"
+
+    def __init__(self) -> None:
+        self._implementations: dict[str, Sequence[Any]] = {
+            "linear": (Linear(),),
+            "rms_norm": (RmsNorm(),),
+            "add_rms_norm": (AddRmsNorm(),),
+            "gated_activation": (GatedActivation(),),
+            "rope_and_cache": (RopeAndCache(),),
+            "attention": (Attention(),),
+        }
+
+    def implementations(self, op: str) -> Sequence[Any]:
+        return self._implementations.get(op, ())
+
+    def close(self) -> None:
+        """Nothing to give back."""

@@ -1,0 +1,150 @@
+"""Paged attention in torch, tile by tile with an online softmax (Milakov & Gimelshein 2018).
+
+Queries are taken 16 at a time and keys 64 at a time, tiles aligned at position 0 and padded: every
+product has one fixed shape, so a token's result does not depend on how its prompt was chunked. A
+masked key contributes exactly 0 and rescales by exactly 1.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sdk.kernels.batch import AttentionBatch
+from sdk.kernels.layouts import KVPages
+from sdk.kernels.registry import Problem
+
+QUERY_TILE = 16
+KEY_TILE = 64
+HALF_MAX = (
+    65504.0  # the largest float16: a key or value beyond it saturates instead of becoming inf
+)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding: x ``[T, heads, head_dim]``, cos and sin ``[T, rotary_dim / 2]``."""
+    half = cos.shape[1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    c, s = cos.unsqueeze(1), sin.unsqueeze(1)
+    return torch.cat((first * c - second * s, second * c + first * s, rest), dim=-1)
+
+
+class RopeAndCache:
+    """See :meth:`sdk.kernels.ops.Ops.rope_and_cache`."""
+
+    name = "reference.rope_and_cache"
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        batch: AttentionBatch,
+        pages: KVPages,
+    ) -> None:
+        q.copy_(rotate(q, cos, sin))
+        page = torch.div(batch.slots, pages.page_size, rounding_mode="floor")
+        offset = batch.slots % pages.page_size
+        pages.k[page, :, offset] = _to_cache(rotate(k, cos, sin), pages.k.dtype)
+        pages.v[page, :, offset] = _to_cache(v, pages.v.dtype)
+
+
+def _to_cache(x: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype == torch.float16:
+        x = x.clamp(-HALF_MAX, HALF_MAX)
+    return x.to(dtype)
+
+
+class Attention:
+    """See :meth:`sdk.kernels.ops.Ops.attention`."""
+
+    name = "reference.attention"
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def run(
+        self,
+        q: Tensor,
+        pages: KVPages,
+        batch: AttentionBatch,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        starts = batch.query_start.tolist()
+        lengths = batch.context_len.tolist()
+        view = out.view(q.shape)
+        for r, length in enumerate(lengths):
+            k, v = _gather(pages, batch.page_table[r], length)
+            first_position = length - (starts[r + 1] - starts[r])
+            for begin in range(starts[r], starts[r + 1], QUERY_TILE):
+                end = min(begin + QUERY_TILE, starts[r + 1])
+                position = first_position + begin - starts[r]
+                view[begin:end] = _tile(q[begin:end], k, v, position, scale, window, softcap, sinks)
+
+
+def _gather(pages: KVPages, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """One request's keys and values, float32 ``[kv_heads, padded length, head_dim]``."""
+    count = -(-length // pages.page_size)
+    ids = table[:count].to(torch.int64)
+    padded = -(-length // KEY_TILE) * KEY_TILE
+    gathered = []
+    for cache in (pages.k, pages.v):
+        x = cache[ids].to(torch.float32).transpose(0, 1)
+        x = x.reshape(x.shape[0], -1, x.shape[3])[:, :length]
+        gathered.append(torch.nn.functional.pad(x, (0, 0, 0, padded - length)))
+    return gathered[0], gathered[1]
+
+
+def _tile(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    position: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention of up to 16 consecutive tokens, the first at ``position``; shaped as q."""
+    tokens, heads, head_dim = q.shape
+    kv_heads = k.shape[0]
+    group = heads // kv_heads
+    q = torch.nn.functional.pad(q, (0, 0, 0, 0, 0, QUERY_TILE - tokens))
+    # [kv_heads, group * 16, head_dim]: the query heads that share a key head are one product
+    q = q.reshape(QUERY_TILE, kv_heads, group, head_dim).permute(1, 2, 0, 3)
+    q = q.reshape(kv_heads, group * QUERY_TILE, head_dim)
+    at = torch.arange(position, position + QUERY_TILE, device=q.device).repeat(group).unsqueeze(1)
+    best = torch.full((kv_heads, group * QUERY_TILE, 1), float("-inf"), device=q.device)
+    total = torch.zeros_like(best)
+    if sinks is not None:
+        best = sinks.to(torch.float32).reshape(kv_heads, group, 1, 1)
+        best = best.expand(-1, -1, QUERY_TILE, -1).reshape(kv_heads, group * QUERY_TILE, 1)
+        total = torch.ones_like(best)
+    result = torch.zeros_like(q)
+    for begin in range(0, position + tokens, KEY_TILE):
+        keys = torch.arange(begin, begin + KEY_TILE, device=q.device)
+        hidden = keys > at
+        if window is not None:
+            hidden |= keys <= at - window
+        score = torch.bmm(q, k[:, begin : begin + KEY_TILE].transpose(1, 2)) * scale
+        if softcap is not None:
+            score = torch.tanh(score / softcap) * softcap
+        score = score.masked_fill(hidden, float("-inf"))
+        peak = torch.maximum(best, score.amax(dim=-1, keepdim=True))
+        safe = peak.masked_fill(peak == float("-inf"), 0.0)
+        weight = torch.exp(score - safe)
+        shrink = torch.exp(best - safe)
+        total = total * shrink + weight.sum(dim=-1, keepdim=True)
+        result = result * shrink + torch.bmm(weight, v[:, begin : begin + KEY_TILE])
+        best = peak
+    result = (result / total).reshape(kv_heads, group, QUERY_TILE, head_dim)
+    return result.permute(2, 0, 1, 3).reshape(QUERY_TILE, heads, head_dim)[:tokens]

@@ -1,0 +1,130 @@
+"""The value of a packed weight: the definition every kernel must reproduce.
+
+Sources: ggml's block structs (ggml-common.h, ggml-quants.c) for the k-quants; all arithmetic is
+float32 in the order those decoders use, so that results are equal bit for bit.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sdk.kernels.errors import KernelError
+from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Layout
+
+
+def unpack_codes(codes: Tensor, bits: int, count: int) -> Tensor:
+    """Rows of an LSB-first bit stream, uint8 ``[N, bytes]`` -> codes, uint8 ``[N, count]``."""
+    if bits == 8:
+        return codes[:, :count]
+    if bits == 4:
+        pairs = torch.stack((codes & 15, codes >> 4), dim=2)
+        return pairs.reshape(codes.shape[0], -1)[:, :count]
+    shifts = torch.arange(8, dtype=torch.uint8, device=codes.device)
+    stream = ((codes.unsqueeze(2) >> shifts) & 1).reshape(codes.shape[0], -1)
+    planes = stream[:, : count * bits].reshape(codes.shape[0], count, bits)
+    weights = 1 << torch.arange(bits, dtype=torch.uint8, device=codes.device)
+    return (planes * weights).sum(dim=2, dtype=torch.uint8)
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """The inverse of :func:`unpack_codes`: uint8 ``[N, count]`` -> ``[N, ceil(count * bits / 8)]``."""
+    rows, count = codes.shape
+    if bits == 8:
+        return codes.contiguous()
+    if bits == 4:
+        if count % 2:
+            codes = torch.nn.functional.pad(codes, (0, 1))
+        return codes[:, 0::2] | (codes[:, 1::2] << 4)
+    shifts = torch.arange(bits, dtype=torch.uint8, device=codes.device)
+    stream = ((codes.unsqueeze(2) >> shifts) & 1).reshape(rows, count * bits)
+    stream = torch.nn.functional.pad(stream, (0, -(count * bits) % 8)).reshape(rows, -1, 8)
+    weights = 1 << torch.arange(8, dtype=torch.uint8, device=codes.device)
+    return (stream * weights).sum(dim=2, dtype=torch.uint8)
+
+
+def decode(layout: Layout) -> Tensor:
+    """The weight as float32 ``[N, K]``."""
+    match layout:
+        case Dense():
+            return layout.values.to(torch.float32)
+        case Affine():
+            return _decode_affine(layout)
+        case Blocks():
+            return _decode_blocks(layout)
+
+
+def _decode_affine(w: Affine) -> Tensor:
+    rows, columns = w.shape
+    codes = unpack_codes(w.codes, w.bits, columns)
+    if w.signed:
+        codes = codes.view(torch.int8)
+    groups = w.scale.shape[1]
+    short = groups * w.group - columns
+    values = codes.to(torch.float32)
+    if short:
+        values = torch.nn.functional.pad(values, (0, short))
+    values = values.reshape(rows, groups, w.group)
+    scale = w.scale.to(torch.float32).unsqueeze(2)
+    if w.minus is not None:
+        values = values * scale - w.minus.to(torch.float32).unsqueeze(2)
+    elif w.zeros is not None:
+        values = (values - w.zeros.to(torch.float32).unsqueeze(2)) * scale
+    else:
+        values = (values - float(w.zero)) * scale
+    return values.reshape(rows, groups * w.group)[:, :columns].contiguous()
+
+
+def _decode_blocks(w: Blocks) -> Tensor:
+    kind = BLOCK_TYPES.get(w.type)
+    if kind is None:
+        raise KernelError(f"block type: expected one of {sorted(BLOCK_TYPES)}, found {w.type!r}")
+    blocks = w.data.reshape(-1, kind.nbytes)
+    values = {"q4_k": _q4_k, "q5_k": _q5_k, "q6_k": _q6_k}[w.type](blocks)
+    return values.reshape(w.shape)
+
+
+def _half(blocks: Tensor, offset: int) -> Tensor:
+    """The little-endian float16 at byte ``offset`` of every block, as float32 ``[B, 1]``."""
+    return blocks[:, offset : offset + 2].contiguous().view(torch.float16).to(torch.float32)
+
+
+def _scales_and_mins(s: Tensor) -> tuple[Tensor, Tensor]:
+    """Eight 6-bit scales and eight 6-bit mins from twelve bytes: ``[B, 12]`` -> two ``[B, 8]``."""
+    low, mid, high = s[:, 0:4], s[:, 4:8], s[:, 8:12]
+    scales = torch.cat((low & 63, (high & 15) | ((low >> 6) << 4)), dim=1)
+    mins = torch.cat((mid & 63, (high >> 4) | ((mid >> 6) << 4)), dim=1)
+    return scales, mins
+
+
+def _q45_k(blocks: Tensor, codes: Tensor) -> Tensor:
+    """``d * sc * q - dmin * m`` with codes ``[B, 8, 32]``."""
+    scales, mins = _scales_and_mins(blocks[:, 4:16])
+    scale = (_half(blocks, 0) * scales.to(torch.float32)).unsqueeze(2)
+    minus = (_half(blocks, 2) * mins.to(torch.float32)).unsqueeze(2)
+    return scale * codes.to(torch.float32) - minus
+
+
+def _q4_k(blocks: Tensor) -> Tensor:
+    qs = blocks[:, 16:144].reshape(-1, 4, 32)
+    codes = torch.stack((qs & 15, qs >> 4), dim=2).reshape(-1, 8, 32)
+    return _q45_k(blocks, codes)
+
+
+def _q5_k(blocks: Tensor) -> Tensor:
+    qs = blocks[:, 48:176].reshape(-1, 4, 32)
+    low = torch.stack((qs & 15, qs >> 4), dim=2).reshape(-1, 8, 32)
+    shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device).reshape(1, 8, 1)
+    high = (blocks[:, 16:48].unsqueeze(1) >> shifts) & 1
+    return _q45_k(blocks, low | (high << 4))
+
+
+def _q6_k(blocks: Tensor) -> Tensor:
+    low = blocks[:, :128].reshape(-1, 2, 2, 32)
+    low = torch.cat((low & 15, low >> 4), dim=2)  # [B, 2, 4, 32]: l, l + 32, l + 64, l + 96
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=blocks.device)
+    high = (blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts.reshape(1, 1, 4, 1)) & 3
+    codes = (low | (high << 4)).to(torch.float32) - 32.0
+    scales = blocks[:, 192:208].contiguous().view(torch.int8).to(torch.float32)
+    scale = (_half(blocks, 208) * scales).reshape(-1, 16, 1)
+    return scale * codes.reshape(-1, 16, 16)

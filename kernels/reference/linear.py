@@ -1,0 +1,85 @@
+"""``y = x @ w.T`` with the weight decoded on the fly; always fp32 arithmetic on the exact values.
+
+Matches float64 to NMSE 1e-12. A library GEMM picks its blocking by the number of rows, which
+changes the order of additions; here every product is ``[16, K] x [K, n]`` with n a multiple of 16,
+so a row gets the same bits at every batch size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sdk.kernels.layouts import Affine, Blocks, Dense, Layout
+from sdk.kernels.reference.decode import decode
+from sdk.kernels.registry import Problem
+
+ROW_TILE = 16
+#: Output rows decoded at a time: bounds the scratch to 2048 * K * 4 bytes (12 MiB at K = 1536).
+OUT_TILE = 2048
+
+
+class Linear:
+    """See :class:`sdk.kernels.registry.LinearKernel`."""
+
+    name = "reference.linear"
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def pack(self, layout: Layout) -> Layout:
+        return layout
+
+    def unpack(self, packed: Layout) -> Layout:
+        return packed
+
+    def matmul(self, packed: Layout, x: Tensor, out: Tensor) -> None:
+        tokens = x.shape[0]
+        tiles = -(-tokens // ROW_TILE)
+        padded = torch.nn.functional.pad(x, (0, 0, 0, tiles * ROW_TILE - tokens))
+        for start in range(0, packed.shape[0], OUT_TILE):
+            stop = min(start + OUT_TILE, packed.shape[0])
+            w = decode(slice_rows(packed, start, stop))
+            w = torch.nn.functional.pad(w, (0, 0, 0, -w.shape[0] % ROW_TILE))
+            for tile in range(tiles):
+                first = tile * ROW_TILE
+                last = min(first + ROW_TILE, tokens)
+                y = torch.mm(padded[first : first + ROW_TILE], w.t())
+                out[first:last, start:stop] = y[: last - first, : stop - start]
+
+    def rows(self, packed: Layout, ids: Tensor, out: Tensor) -> None:
+        out.copy_(decode(gather_rows(packed, ids)))
+
+    def nbytes(self, packed: Layout) -> int:
+        return packed.nbytes
+
+
+def slice_rows(layout: Layout, start: int, stop: int) -> Layout:
+    """Output rows ``start:stop`` of a weight, as views."""
+    return _index_rows(layout, slice(start, stop), stop - start)
+
+
+def gather_rows(layout: Layout, ids: Tensor) -> Layout:
+    """Output rows ``ids`` (int64 ``[T]``) of a weight, copied."""
+    return _index_rows(layout, ids, ids.shape[0])
+
+
+def _index_rows(layout: Layout, index: slice | Tensor, count: int) -> Layout:
+    shape = (count, layout.shape[1])
+    match layout:
+        case Dense():
+            return Dense(layout.values[index])
+        case Blocks():
+            return Blocks(shape, layout.type, layout.data[index])
+        case Affine():
+            return Affine(
+                shape,
+                layout.bits,
+                layout.group,
+                layout.codes[index],
+                layout.scale[index],
+                layout.zero,
+                None if layout.zeros is None else layout.zeros[index],
+                None if layout.minus is None else layout.minus[index],
+                layout.signed,
+            )

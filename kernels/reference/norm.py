@@ -1,0 +1,57 @@
+"""RMSNorm, with and without the residual addition, and the gated activations; fp32."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sdk.kernels.errors import KernelError
+from sdk.kernels.registry import Problem
+
+
+class RmsNorm:
+    """See :meth:`sdk.kernels.ops.Ops.rms_norm`."""
+
+    name = "reference.rms_norm"
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def run(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+        mean = (x * x).mean(dim=-1, keepdim=True)
+        torch.mul(x * torch.rsqrt(mean + eps), weight, out=out)
+
+
+class AddRmsNorm:
+    """See :meth:`sdk.kernels.ops.Ops.add_rms_norm`."""
+
+    name = "reference.add_rms_norm"
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def run(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+        residual += x
+        RmsNorm().run(residual, weight, eps, out)
+
+
+class GatedActivation:
+    """See :meth:`sdk.kernels.ops.Ops.gated_activation`."""
+
+    name = "reference.gated_activation"
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def run(self, gate_up: Tensor, kind: str, out: Tensor) -> None:
+        gate, up = gate_up.chunk(2, dim=1)
+        if kind == "silu":
+            activated = F.silu(gate)
+        elif kind == "gelu_tanh":
+            activated = F.gelu(gate, approximate="tanh")
+        elif kind == "gelu":
+            activated = F.gelu(gate)
+        else:
+            raise KernelError(f"gated_activation: expected silu, gelu_tanh or gelu, found {kind!r}")
+        torch.mul(activated, up, out=out)

@@ -1,0 +1,123 @@
+"""Which kernel runs what: backends in order, each implementation accepts or says why not.
+
+``choose`` asks every implementation of an op, fastest backend first; the first whose ``reject``
+returns ``None`` wins, once, at load. The refusals are kept, so that ``llm.explain()`` can tell why
+a layer runs where it runs. ``kernels/reference`` never rejects: every format runs on every device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from sdk.kernels.errors import KernelError
+from sdk.kernels.layouts import Layout
+
+#: Backends, best first. A backend is a folder here with ``available`` and ``open_backend``.
+BACKENDS = ("cpu", "reference")
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What an implementation must know to accept or decline. Fields an op does not use stay unset.
+
+    ``compute`` is ``"auto"`` (activations may be rounded to 8 bits per block where the weight is
+    quantized) or ``"exact"`` (fp32 arithmetic on the dequantized values).
+    """
+
+    op: str
+    compute: str = "auto"
+    layout: str = ""
+    format: str = ""
+    bits: int = 0
+    group: int = 0
+    in_features: int = 0
+    out_features: int = 0
+    dtype: str = "float32"
+    head_dim: int = 0
+    kv_dtype: str = ""
+
+
+class Implementation(Protocol):
+    """One way to run one op."""
+
+    name: str
+
+    def reject(self, problem: Problem) -> str | None:
+        """Why this implementation cannot run the problem, or ``None`` when it can."""
+
+
+class LinearKernel(Implementation, Protocol):
+    """``y = x @ w.T`` on one packed weight. ``packed`` is whatever ``pack`` returned."""
+
+    def pack(self, layout: Layout) -> Any:
+        """Bring the weight into the kernel's own order, values unchanged; may keep ``layout``."""
+
+    def unpack(self, packed: Any) -> Layout:
+        """The inverse of :meth:`pack`, bit for bit."""
+
+    def matmul(self, packed: Any, x: Tensor, out: Tensor) -> None:
+        """``out [M, N] = x [M, K] @ w.T``; x and out float32 on a CPU, x contiguous."""
+
+    def rows(self, packed: Any, ids: Tensor, out: Tensor) -> None:
+        """``out [T, K] = w[ids]``, dequantized exactly; ids int64 ``[T]``, already checked."""
+
+    def nbytes(self, packed: Any) -> int:
+        """Bytes the packed weight occupies."""
+
+
+class Backend(Protocol):
+    """The kernels of one device for one engine; holds what they share, such as a thread pool."""
+
+    name: str
+
+    def implementations(self, op: str) -> Sequence[Any]:
+        """Implementations of ``op``, best first; empty when the backend has none."""
+
+    def close(self) -> None:
+        """Give back threads and memory. Idempotent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The implementation that won, and why the ones before it declined."""
+
+    implementation: Any
+    declined: tuple[tuple[str, str], ...]
+
+    @property
+    def name(self) -> str:
+        return str(self.implementation.name)
+
+
+def open_backends(
+    device: str, num_threads: int, only: Sequence[str] | None = None
+) -> tuple[list[Backend], tuple[tuple[str, str], ...]]:
+    """Open every backend that runs here: ``(backends, ((name, why not), ...))``."""
+    opened: list[Backend] = []
+    missing: list[tuple[str, str]] = []
+    for name in only or BACKENDS:
+        module = import_module(f"sdk.kernels.{name}")
+        reason = module.available(device)
+        if reason is None:
+            opened.append(module.open_backend(device, num_threads))
+        else:
+            missing.append((name, reason))
+    return opened, tuple(missing)
+
+
+def choose(backends: Sequence[Backend], problem: Problem) -> Choice:
+    """The first implementation that does not reject ``problem``. :raises KernelError: if all do."""
+    declined: list[tuple[str, str]] = []
+    for backend in backends:
+        for implementation in backend.implementations(problem.op):
+            reason = implementation.reject(problem)
+            if reason is None:
+                return Choice(implementation, tuple(declined))
+            declined.append((implementation.name, reason))
+    why = "; ".join(f"{name}: {reason}" for name, reason in declined) or "no backend has this op"
+    raise KernelError(f"no kernel runs {problem}: {why}")

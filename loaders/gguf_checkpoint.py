@@ -1,0 +1,173 @@
+"""A GGUF file as a `Checkpoint`: Hugging Face's names and values out of llama.cpp's.
+
+The converter that wrote the file changed some tensors; pulling one undoes it:
+
+- llama, granite: rows of q and k (and their biases) are interleaved so that rotary pairs lie side
+  by side, ``gguf[h, i, j] = hf[h, j, i]``. Rows are whole blocks, so the packed rows are moved.
+- gemma2, gemma3: norm weights are stored + 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sdk.loaders.formats.gguf_decode import decode_matrix
+from sdk.loaders.gguf_config import architecture, build_config, build_generation_config
+from sdk.loaders.gguf_header import GgufTensor
+from sdk.loaders.gguf_names import gguf_name
+from sdk.loaders.gguf_reader import GgufFile, read_gguf
+from sdk.loaders.model_shapes import expected_shape
+from sdk.quant.checkpoint import TensorEntry
+from sdk.quant.errors import CheckpointError
+from sdk.quant.weight import Weight, weight_of
+
+_INTERLEAVED = frozenset({"llama", "granite"})
+_NORMS_PLUS_ONE = frozenset({"gemma2", "gemma3"})
+#: Tensors that became part of the config.
+_IN_CONFIG = frozenset(
+    {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
+)
+
+
+class GgufCheckpoint:
+    """See `sdk.quant.checkpoint.Checkpoint`; ``path`` is the (first) file."""
+
+    format = "gguf"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.on_bytes: Callable[[int, int], None] | None = None
+        self._file: GgufFile | None = read_gguf(path)
+        self._architecture = architecture(self._file)
+        self.config: Mapping[str, Any] = build_config(self._file)
+        self.generation_config: Mapping[str, Any] = build_generation_config(self._file, self.config)
+        self._pulled: set[str] = set()
+        self._done = 0
+        self._total = sum(tensor.nbytes for tensor in self._file.tensors.values())
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The metadata of the file, as stored."""
+        return self._opened().metadata
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer built from the metadata; None when the file has no vocabulary."""
+        if "tokenizer.ggml.tokens" not in self.metadata:
+            return None
+        from sdk.loaders.tokenizer import tokenizer_from_gguf
+
+        return tokenizer_from_gguf(self.metadata, str(self.path))
+
+    def weight(self, name: str) -> Weight:
+        stored = self._find(name)
+        self._check_shape(name, stored)
+        if len(stored.shape) != 2:
+            raise self._fail(stored, f"shape {list(stored.shape)}, expected a matrix")
+        data = self._rows(name, stored)
+        layout = decode_matrix(
+            stored.type,
+            data,
+            stored.shape[1],
+            self._where(stored),
+            partial(self._opened().release, stored.name),
+        )
+        self._report(stored)
+        return weight_of(layout)
+
+    def tensor(self, name: str) -> Tensor:
+        stored = self._find(name)
+        self._check_shape(name, stored)
+        data = self._rows(name, stored)
+        layout = decode_matrix(stored.type, data, stored.shape[-1], self._where(stored))
+        values = weight_of(layout).dequantize().reshape(stored.shape)
+        plus_one = self._architecture in _NORMS_PLUS_ONE and name.endswith("norm.weight")
+        values = values - 1.0 if plus_one else values.clone()  # F32 shares the file's pages
+        self._report(stored)
+        return values
+
+    def has(self, name: str) -> bool:
+        return gguf_name(self._architecture, name) in self._opened().tensors
+
+    def entries(self) -> Sequence[TensorEntry]:
+        return [
+            TensorEntry(tensor.name, tensor.shape, tensor.type.name, tensor.nbytes)
+            for tensor in self._opened().tensors.values()
+        ]
+
+    def unused(self) -> list[str]:
+        return [
+            name
+            for name in self._opened().tensors
+            if name not in self._pulled and name not in _IN_CONFIG
+        ]
+
+    def close(self) -> None:
+        # The mapping itself goes with the last weight that shares its pages.
+        self._file = None
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _opened(self) -> GgufFile:
+        if self._file is None:
+            raise CheckpointError(f"{self.path}: the checkpoint is closed")
+        return self._file
+
+    def _where(self, stored: GgufTensor) -> str:
+        return f"{self.path}: tensor {stored.name!r}"
+
+    def _fail(self, stored: GgufTensor, what: str) -> CheckpointError:
+        return CheckpointError(f"{self._where(stored)}: {what}")
+
+    def _find(self, name: str) -> GgufTensor:
+        theirs = gguf_name(self._architecture, name)
+        stored = self._opened().tensors.get(theirs or "")
+        if stored is None:
+            tried = (
+                f"no tensor {theirs!r} in the file"
+                if theirs
+                else f"the architecture {self._architecture!r} has no such tensor in GGUF files"
+            )
+            raise CheckpointError(f"{self.path}: {name} is missing: {tried}")
+        return stored
+
+    def _check_shape(self, name: str, stored: GgufTensor) -> None:
+        expected = expected_shape(self.config, name.removesuffix(".weight"))
+        if expected is not None and stored.shape != expected:
+            raise self._fail(
+                stored,
+                f"shape {list(stored.shape)}, the metadata ask for {list(expected)} ({name})",
+            )
+
+    def _rows(self, name: str, stored: GgufTensor) -> NDArray[np.uint8]:
+        """The packed rows, in the order of the Hugging Face model."""
+        data = self._opened().data(stored.name)
+        stem = name.removesuffix(".bias")
+        if self._architecture not in _INTERLEAVED or not stem.endswith(("q_proj", "k_proj")):
+            return data
+        key = "num_attention_heads" if stem.endswith("q_proj") else "num_key_value_heads"
+        heads = self.config[key]
+        if name.endswith(".bias"):
+            data = data.reshape(stored.shape[0], -1)
+        rows, width = data.shape
+        if rows % (2 * heads):
+            raise self._fail(stored, f"{rows} rows do not divide into {heads} heads of pairs")
+        paired = data.reshape(heads, rows // heads // 2, 2, width)
+        copied = np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(rows, width)
+        self._opened().release(stored.name, 0, stored.nbytes)
+        return copied
+
+    def _report(self, stored: GgufTensor) -> None:
+        if stored.name in self._pulled:
+            return
+        self._pulled.add(stored.name)
+        self._done += stored.nbytes
+        if self.on_bytes is not None:
+            self.on_bytes(self._done, self._total)

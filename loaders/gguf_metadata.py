@@ -1,0 +1,86 @@
+"""Typed reading of GGUF metadata: a key is there with the right type and range, or an error."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from sdk.loaders.gguf_reader import GgufFile
+from sdk.loaders.model_shapes import LIMITS
+from sdk.quant.errors import CheckpointError, UnsupportedError
+
+
+class Keys:
+    """Typed reading of the metadata of one architecture."""
+
+    def __init__(self, file: GgufFile, architecture: str) -> None:
+        self.metadata = file.metadata
+        self.source = str(file.path)
+        self.architecture = architecture
+
+    def fail(self, key: str, value: Any, expected: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.source}: {self.architecture}.{key} is {str(value)[:80]}, expected {expected}"
+        )
+
+    def get(self, key: str) -> Any:
+        return self.metadata.get(f"{self.architecture}.{key}")
+
+    def integer(self, key: str, limit: tuple[int, int], default: int | None = None) -> int:
+        """An integer of the file; ``default`` (None: required) when the file has none."""
+        value = self.get(key)
+        if value is None:
+            if default is None:
+                raise self.fail(key, "missing", "an integer")
+            return default
+        low, high = limit
+        if type(value) is not int or not low <= value <= high:
+            raise self.fail(key, value, f"an integer from {low} to {high}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float | None:
+        value = self.get(key)
+        return default if value is None else self._number(value, key)
+
+    def _number(self, value: Any, key: str) -> float:
+        if not isinstance(value, int | float) or not math.isfinite(shortest(value)):
+            raise self.fail(key, value, "a finite number")
+        return shortest(value)
+
+    def text(self, key: str, default: str) -> str:
+        value = self.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, str):
+            raise self.fail(key, value, "a name")
+        return value
+
+    def per_layer(self, key: str, limit: str, layers: int, default: int | None = None) -> int:
+        """An integer that may also be stored as one per layer, which must then all be equal."""
+        value = self.get(key)
+        if not isinstance(value, np.ndarray):
+            return self.integer(key, LIMITS[limit], default)
+        if value.shape != (layers,) or value.dtype.kind not in "iu":
+            raise self.fail(key, f"an array of {len(value)}", f"{layers} integers")
+        if np.unique(value).size != 1:
+            raise UnsupportedError(
+                f"{self.source}: {self.architecture}.{key} differs from layer to layer, "
+                "which is not run; take a model with equal layers"
+            )
+        single = int(value[0])
+        low, high = LIMITS[limit]
+        if not low <= single <= high:
+            raise self.fail(key, single, f"integers from {low} to {high}")
+        return single
+
+
+def shortest(value: float) -> float:
+    """The shortest decimal that is the same float32: undoes the rounding of a config's number.
+
+    What float32 cannot hold becomes infinite.
+    """
+    if abs(value) > float(np.finfo(np.float32).max):
+        return math.copysign(math.inf, value)
+    return float(str(np.float32(value)))

@@ -1,0 +1,63 @@
+"""Which GGUF tensor holds which parameter of the Hugging Face model."""
+
+from __future__ import annotations
+
+import re
+
+_TOP = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+}
+#: Inside a layer, all architectures.
+_LAYER = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+#: What single architectures name otherwise.
+_GEMMA = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+_OTHERWISE = {
+    "gemma2": _GEMMA,
+    "gemma3": _GEMMA,
+    "olmo2": {
+        "post_attention_layernorm": "post_attention_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+    },
+    # Gate and up are one matrix, under the name of up.
+    "phi3": {"mlp.gate_up_proj": "ffn_up"},
+}
+_IN_LAYER = re.compile(r"model\.layers\.(\d{1,4})\.(.+)")
+
+
+def gguf_name(architecture: str, name: str) -> str | None:
+    """The tensor that holds parameter ``name``; None when the architecture has no such parameter.
+
+    ``name`` is a matrix without its suffix (``model.layers.0.mlp.up_proj``) or a plain tensor with
+    it (``model.norm.weight``, ``model.layers.0.self_attn.q_proj.bias``).
+    """
+    stem, suffix = name, ".weight"
+    for ending in (".weight", ".bias"):
+        if name.endswith(ending):
+            stem, suffix = name.removesuffix(ending), ending
+    if stem in _TOP:
+        return _TOP[stem] + suffix
+    match = _IN_LAYER.fullmatch(stem)
+    if match is None:
+        return None
+    table = _LAYER | _OTHERWISE.get(architecture, {})
+    part = table.get(match[2])
+    return None if part is None else f"blk.{int(match[1])}.{part}{suffix}"

@@ -1,0 +1,135 @@
+"""Reads GGUF models: metadata, tensors and their bytes, over one file or several.
+
+A model may be split over files named ``<prefix>-00001-of-00003.gguf``; it is opened by its first,
+which holds all metadata. `gguf_header` explains what is inside one file.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sdk.loaders.gguf_header import GgufHeader, GgufTensor
+from sdk.loaders.mapped_file import MappedFile
+from sdk.quant.errors import CheckpointError, UnsupportedError
+
+MAX_SHARDS = 1024
+_SPLIT_NAME = re.compile(r"^(?P<prefix>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$", re.DOTALL)
+
+
+class GgufFile:
+    """One GGUF model.
+
+    ``metadata`` maps keys to bool, int, float, str, numpy arrays of numbers and lists of str.
+    """
+
+    def __init__(self, path: Path, metadata: dict[str, Any], shards: list[_Shard]) -> None:
+        self.path = path
+        self.metadata = metadata
+        self.tensors: dict[str, GgufTensor] = {}
+        self._shards = shards
+        for shard in shards:
+            for tensor in shard.tensors:
+                if tensor.name in self.tensors:
+                    first = shards[self.tensors[tensor.name].shard].file.path.name
+                    raise CheckpointError(
+                        f"{shard.file.path}: tensor {tensor.name!r} is also in {first}"
+                    )
+                self.tensors[tensor.name] = tensor
+
+    def data(self, name: str) -> NDArray[np.uint8]:
+        """The bytes of a tensor as uint8 ``[rows, bytes per row]``, not copied.
+
+        Raises:
+            UnsupportedError: the file is big-endian.
+        """
+        tensor = self.tensors[name]
+        shard = self._shards[tensor.shard]
+        if shard.big_endian:
+            raise UnsupportedError(
+                f"{shard.file.path}: tensor {name!r} is stored big-endian, which is not run; "
+                "convert the file with gguf-py's gguf_convert_endian.py"
+            )
+        rows = math.prod(tensor.shape[:-1])
+        return shard.file.view(tensor.start, tensor.nbytes).reshape(rows, tensor.nbytes // rows)
+
+    def release(self, name: str, first: int, nbytes: int) -> None:
+        """Hand pages of a tensor back to the system once their values have been copied."""
+        tensor = self.tensors[name]
+        self._shards[tensor.shard].file.release(tensor.start + first, nbytes)
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """Read the header of a GGUF file, and of its other parts when it is the first of a split model.
+
+    Raises:
+        CheckpointError: the file is damaged or contradicts itself, or a part is missing.
+    """
+    first = _Shard(path, 0)
+    count = first.split("count", MAX_SHARDS, default=1)
+    number = first.split("no", MAX_SHARDS, default=0)
+    if count <= 1:
+        return GgufFile(path, first.metadata, [first])
+    paths = _shard_paths(path, number, count)
+    shards = [first, *(_Shard(part, index) for index, part in enumerate(paths) if index)]
+    for index, shard in enumerate(shards[1:], 1):
+        found = (shard.split("no", MAX_SHARDS), shard.split("count", MAX_SHARDS))
+        if found != (index, count):
+            raise CheckpointError(
+                f"{shard.file.path}: split.no and split.count are {found}, "
+                f"expected {(index, count)}"
+            )
+    total = sum(len(shard.tensors) for shard in shards)
+    declared = first.split("tensors.count", 1 << 31, default=total)
+    if declared != total:
+        raise CheckpointError(
+            f"{path}: split.tensors.count is {declared}, the {count} files hold {total} tensors"
+        )
+    return GgufFile(path, first.metadata, shards)
+
+
+def _shard_paths(path: Path, number: int, count: int) -> list[Path]:
+    match = _SPLIT_NAME.match(path.name)
+    if match is None or int(match["count"]) != count:
+        raise CheckpointError(
+            f"{path}: part {number + 1} of {count} of a split model, so its name must end in "
+            f"-{number + 1:05d}-of-{count:05d}.gguf"
+        )
+    paths = [
+        path.with_name(f"{match['prefix']}-{index:05d}-of-{count:05d}.gguf")
+        for index in range(1, count + 1)
+    ]
+    if number != 0 or int(match["number"]) != 1:
+        raise CheckpointError(
+            f"{path}: part {number + 1} of {count} of a split model; open {paths[0].name}"
+        )
+    missing = [part.name for part in paths if not part.is_file()]
+    if missing:
+        raise CheckpointError(f"{path}: parts of the split model are missing: {', '.join(missing)}")
+    return paths
+
+
+class _Shard:
+    """One file: its metadata and the tensors it holds."""
+
+    def __init__(self, path: Path, index: int) -> None:
+        self.file = MappedFile(path)
+        header = GgufHeader(self.file)
+        self.big_endian = header.order == ">"
+        self.metadata = dict(header.metadata())
+        self.tensors = list(header.tensors(self.metadata, index))
+        self.file.release(0, header.position)
+
+    def split(self, key: str, limit: int, default: int = 0) -> int:
+        """An integer of the ``split.`` metadata."""
+        value = self.metadata.get(f"split.{key}", default)
+        if type(value) is not int or not 0 <= value <= limit:
+            raise CheckpointError(
+                f"{self.file.path}: split.{key} is {str(value)[:80]}, expected 0 to {limit}"
+            )
+        return value

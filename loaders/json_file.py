@@ -1,0 +1,75 @@
+"""Reads JSON that somebody else wrote: bounded in size, depth and digits, no NaN, no key twice."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any, NoReturn
+
+from sdk.quant.errors import CheckpointError
+
+#: Brackets a document may have. A header of 400,000 tensors has 1.2 million; parsed, an empty list
+#: costs 56 bytes, so this bounds what a document of nothing but brackets can cost to 200 MB.
+MAX_BRACKETS = 3 << 20
+#: No size, count or offset has more digits than 2^64; int() of a million digits takes minutes.
+_MAX_DIGITS = 20
+
+
+def parse_json(text: bytes, source: str) -> dict[str, Any]:
+    """Parse a JSON object. ``source`` names the file (and part) in errors.
+
+    Raises:
+        CheckpointError: not UTF-8, not JSON, not an object, nested too deeply, a key twice in one
+            object, NaN or infinity, or a number of more than 20 digits.
+    """
+
+    def refuse_constant(name: str) -> NoReturn:
+        raise CheckpointError(f"{source}: {name} is not a number JSON allows")
+
+    def parse_integer(digits: str) -> int:
+        if len(digits) > _MAX_DIGITS:
+            raise CheckpointError(f"{source}: a number of {len(digits)} digits: {digits[:20]}...")
+        return int(digits)
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values = dict(pairs)
+        if len(values) != len(pairs):
+            twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+            raise CheckpointError(f"{source}: the key {twice!r} is there twice")
+        return values
+
+    if text.count(b"{") + text.count(b"[") > MAX_BRACKETS:
+        raise CheckpointError(f"{source}: more than {MAX_BRACKETS} lists and objects")
+    try:
+        value = json.loads(
+            text.decode("utf-8"),
+            object_pairs_hook=unique,
+            parse_constant=refuse_constant,
+            parse_int=parse_integer,
+        )
+    except RecursionError:
+        raise CheckpointError(f"{source}: nested too deeply") from None
+    except ValueError as error:
+        raise CheckpointError(f"{source}: not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{source}: a JSON object is expected, found {type(value).__name__}")
+    return value
+
+
+def read_json(path: Path, limit: int) -> dict[str, Any]:
+    """Read a JSON file of at most ``limit`` bytes.
+
+    Raises:
+        CheckpointError: the file is missing, too large, or not sound (see `parse_json`).
+    """
+    try:
+        with path.open("rb") as file:
+            text = file.read(limit + 1)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    if len(text) > limit:
+        raise CheckpointError(f"{path}: larger than {limit >> 20} MiB")
+    return parse_json(text, str(path))

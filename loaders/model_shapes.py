@@ -1,0 +1,96 @@
+"""What a model's config may say, and which shapes its tensors then have.
+
+A config is a file from somewhere: before a number in it sizes a list or a tensor it is held against
+these limits, which are several times what the largest published models use.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from sdk.quant.errors import CheckpointError
+
+MAX_LAYERS = 512
+#: Inclusive ranges of the integers of a config, by Hugging Face's names.
+LIMITS: dict[str, tuple[int, int]] = {
+    "num_hidden_layers": (1, MAX_LAYERS),
+    "hidden_size": (1, 1 << 20),
+    "intermediate_size": (1, 1 << 22),
+    "num_attention_heads": (1, 4096),
+    "num_key_value_heads": (1, 4096),
+    "head_dim": (1, 1 << 14),
+    "vocab_size": (1, 1 << 24),
+    "max_position_embeddings": (1, 1 << 31),
+    "sliding_window": (1, 1 << 31),
+}
+_POSITIVE_NUMBERS = ("rms_norm_eps", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar")
+#: The architectures whose tensors have the shapes of `expected_shape`.
+_KNOWN_SHAPES = frozenset(
+    ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "olmo2", "granite")
+)
+
+
+def check_config(config: Mapping[str, Any], source: str) -> None:
+    """Check the numbers of a config that are there; absent and null ones are left alone.
+
+    Raises:
+        CheckpointError: naming ``source``, the key, what is allowed and what was found.
+    """
+    for key, (low, high) in LIMITS.items():
+        value = config.get(key)
+        # Some models differ from layer to layer and give a list.
+        for item in value[:MAX_LAYERS] if isinstance(value, list) else [value]:
+            if item is not None and (type(item) is not int or not low <= item <= high):
+                raise CheckpointError(f"{source}: {key} is {item!r}, expected {low} to {high}")
+    for key in _POSITIVE_NUMBERS:
+        value = config.get(key)
+        if value is None:
+            continue
+        if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+            raise CheckpointError(f"{source}: {key} is {value!r}, expected a positive number")
+    heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
+        raise CheckpointError(
+            f"{source}: {heads} attention heads are not a multiple of {kv_heads} key/value heads"
+        )
+
+
+def head_dim(config: Mapping[str, Any]) -> int:
+    """The length of one head: ``head_dim``, or the hidden size divided by the heads."""
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+
+def expected_shape(config: Mapping[str, Any], name: str) -> tuple[int, ...] | None:
+    """The shape of tensor ``name`` (Hugging Face's, without ``.weight``); None when not known."""
+    if config.get("model_type") not in _KNOWN_SHAPES:
+        return None
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    inner, vocab = config.get("intermediate_size"), config.get("vocab_size")
+    if not (hidden and heads and inner and vocab):
+        return None
+    width = head_dim(config)
+    queries, keys = heads * width, (config.get("num_key_value_heads") or heads) * width
+    matrices: dict[str, tuple[int, int]] = {
+        "embed_tokens": (vocab, hidden),
+        "lm_head": (vocab, hidden),
+        "q_proj": (queries, hidden),
+        "k_proj": (keys, hidden),
+        "v_proj": (keys, hidden),
+        "qkv_proj": (queries + 2 * keys, hidden),
+        "o_proj": (hidden, queries),
+        "gate_proj": (inner, hidden),
+        "up_proj": (inner, hidden),
+        "gate_up_proj": (2 * inner, hidden),
+        "down_proj": (hidden, inner),
+    }
+    stem = name.removesuffix(".bias").rpartition(".")[2]
+    if stem in matrices:
+        return matrices[stem][:1] if name.endswith(".bias") else matrices[stem]
+    if stem in ("q_norm", "k_norm"):
+        whole = config["model_type"] == "olmo2"
+        return ({"q_norm": queries, "k_norm": keys}[stem] if whole else width,)
+    if stem == "norm" or stem.endswith("layernorm"):
+        return (hidden,)
+    return None

@@ -1,0 +1,224 @@
+"""Reads safetensors files: one file, or shards listed by an index; tensors come mapped, not copied.
+
+A file is a u64 header length, a JSON header ``{name: {dtype, shape, data_offsets: [begin, end]}}``
+(and optionally ``__metadata__``), then the data, which the offsets must cover without gap or
+overlap. The header is parsed here rather than by the safetensors library, because the library
+takes the last of two equal keys without a word and its exceptions name neither file nor tensor.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sdk.loaders.json_file import parse_json, read_json
+from sdk.loaders.mapped_file import MappedFile
+from sdk.quant.errors import CheckpointError, UnsupportedError
+
+logger = logging.getLogger("sdk")
+
+#: Headers of real files stay below 10 MB; the format itself allows 100 MB.
+MAX_HEADER = 64 << 20
+MAX_INDEX = 64 << 20
+MAX_RANK = 16
+
+#: Bits per value and the name of torch's type (None: torch has none that fits) by format name.
+DTYPES: dict[str, tuple[int, str | None]] = {
+    "F64": (64, "float64"),
+    "F32": (32, "float32"),
+    "F16": (16, "float16"),
+    "BF16": (16, "bfloat16"),
+    "I64": (64, "int64"),
+    "I32": (32, "int32"),
+    "I16": (16, "int16"),
+    "I8": (8, "int8"),
+    "U64": (64, "uint64"),
+    "U32": (32, "uint32"),
+    "U16": (16, "uint16"),
+    "U8": (8, "uint8"),
+    "BOOL": (8, "bool"),
+    "F8_E4M3": (8, "float8_e4m3fn"),
+    "F8_E5M2": (8, "float8_e5m2"),
+    "F8_E8M0": (8, "float8_e8m0fnu"),
+    "C64": (64, "complex64"),
+    "F6_E2M3": (6, None),
+    "F6_E3M2": (6, None),
+    "F4": (4, None),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where one tensor lies: its bytes are ``file[start : start + nbytes]``."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: MappedFile
+    start: int
+    nbytes: int
+
+
+class SafetensorsFiles:
+    """The tensors of one checkpoint, over one or several files, by name."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self.tensors: dict[str, StoredTensor] = {}
+        for path in files:
+            for tensor in _read_header(path):
+                other = self.tensors.get(tensor.name)
+                if other is not None:
+                    raise CheckpointError(
+                        f"{path}: tensor {tensor.name!r} is also in {other.file.path.name}"
+                    )
+                self.tensors[tensor.name] = tensor
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor, sharing the file's pages where its alignment allows.
+
+        Raises:
+            UnsupportedError: torch has no type for its values.
+        """
+        stored = self.tensors[name]
+        dtype = getattr(torch, DTYPES[stored.dtype][1] or "", None)
+        if dtype is None:
+            raise UnsupportedError(
+                f"{stored.file.path}: tensor {name!r} holds {stored.dtype}, for which this torch "
+                "has no type; use a checkpoint in F32, F16 or BF16"
+            )
+        if stored.nbytes == 0:
+            return torch.empty(stored.shape, dtype=dtype)
+        values = torch.from_numpy(stored.file.view(stored.start, stored.nbytes))
+        if stored.start % dtype.itemsize:
+            values = values.clone()
+        return values.view(dtype).reshape(stored.shape)
+
+    def release(self, name: str) -> None:
+        """Hand a tensor's pages back once its values have been copied."""
+        stored = self.tensors[name]
+        stored.file.release(stored.start, stored.nbytes)
+
+
+def _read_header(path: Path) -> list[StoredTensor]:
+    file = MappedFile(path)
+    if file.size < 8:
+        raise CheckpointError(f"{path}: {file.size} bytes are too few for a safetensors header")
+    length = int.from_bytes(file.buffer[:8], "little")
+    if length > min(file.size - 8, MAX_HEADER):
+        raise CheckpointError(
+            f"{path}: header length {length}, the file has {file.size - 8} bytes after it "
+            f"and at most {MAX_HEADER} are allowed"
+        )
+    header = parse_json(file.buffer[8 : 8 + length], f"{path} (header)")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise CheckpointError(f"{path}: __metadata__ must map names to strings")
+    data_start = 8 + length
+    tensors = [_tensor(file, name, entry, data_start) for name, entry in header.items()]
+    end = data_start
+    for tensor in sorted(tensors, key=lambda t: (t.start, t.nbytes)):
+        if tensor.start != end:
+            raise CheckpointError(
+                f"{path}: tensor {tensor.name!r} begins at byte {tensor.start - data_start} of the "
+                f"data, expected {end - data_start}: tensors must leave no gap and not overlap"
+            )
+        end += tensor.nbytes
+    if end != file.size:
+        raise CheckpointError(
+            f"{path}: the tensors end at byte {end}, the file has {file.size}: "
+            + ("it is truncated" if end > file.size else "there are bytes after the last tensor")
+        )
+    return tensors
+
+
+def _tensor(file: MappedFile, name: str, entry: Any, data_start: int) -> StoredTensor:
+    def fail(what: str) -> CheckpointError:
+        return CheckpointError(f"{file.path}: tensor {name!r}: {what}")
+
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise fail(f"expected dtype, shape and data_offsets, found {str(entry)[:80]}")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise fail(f"unknown dtype {dtype!r}")
+    if not _is_sizes(shape) or len(shape) > MAX_RANK:
+        raise fail(f"shape {str(shape)[:80]} is not a list of at most {MAX_RANK} sizes")
+    if not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise fail(f"data_offsets {str(offsets)[:80]} are not [begin, end]")
+    begin, end = offsets
+    bits = math.prod(shape) * DTYPES[dtype][0]
+    if bits != (end - begin) * 8:
+        raise fail(
+            f"{dtype} of shape {shape} takes {bits / 8:g} bytes, data_offsets give {end - begin}"
+        )
+    return StoredTensor(name, dtype, tuple(shape), file, data_start + begin, end - begin)
+
+
+def _is_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(v) is int and 0 <= v < 1 << 63 for v in value)
+
+
+def read_index(index: Path, folder: Path) -> SafetensorsFiles:
+    """Open the shards named by a ``model.safetensors.index.json``.
+
+    Raises:
+        CheckpointError: a shard is missing or lies outside ``folder``, a tensor is in two shards,
+        or
+            the index and the shards disagree about which tensor is where.
+    """
+    document = read_json(index, MAX_INDEX)
+    places = document.get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise CheckpointError(f"{index}: weight_map is missing or empty")
+    for name, shard in places.items():
+        if not isinstance(shard, str) or not _is_plain(shard):
+            raise CheckpointError(
+                f"{index}: tensor {name!r} is said to be in {shard!r}, which is not a plain name "
+                "of a .safetensors file in the same folder"
+            )
+    shards = sorted(set(places.values()))
+    missing = [shard for shard in shards if not (folder / shard).is_file()]
+    if missing:
+        raise CheckpointError(f"{index}: shards are missing: {', '.join(missing[:5])}")
+    files = SafetensorsFiles(checked_file(folder, shard) for shard in shards)
+    for name, shard in places.items():
+        stored = files.tensors.get(name)
+        if stored is None:
+            raise CheckpointError(f"{folder / shard}: tensor {name!r} of the index is not in it")
+        if stored.file.path.name != shard:
+            raise CheckpointError(
+                f"{index}: tensor {name!r} is said to be in {shard}, "
+                f"found in {stored.file.path.name}"
+            )
+    extra = sorted(files.tensors.keys() - places.keys())
+    if extra:
+        logger.warning("%s does not list %d tensors, %r among them", index, len(extra), extra[0])
+    return files
+
+
+def _is_plain(name: str) -> bool:
+    plain = PurePosixPath(name).name == name and "\\" not in name and "\0" not in name
+    return plain and name.endswith(".safetensors")
+
+
+def checked_file(folder: Path, name: str) -> Path:
+    """``folder / name``, refused when it is a link that leads out of the folder.
+
+    The one exception is the download cache of the Hugging Face hub, whose snapshots are folders of
+    links to ``../../blobs``.
+    """
+    path = folder / name
+    target, home = path.resolve(), folder.resolve()
+    blobs = home.parent.parent / "blobs"
+    in_cache = home.parent.name == "snapshots" and target.is_relative_to(blobs)
+    if not target.is_relative_to(home) and not in_cache:
+        raise CheckpointError(
+            f"{path}: a link to {target}, outside of its folder; put the file itself there"
+        )
+    return path

@@ -1,0 +1,185 @@
+"""What the decoders share: attention over pages, the gated MLP, and the walk through the layers.
+
+A layer takes ``(delta, residual)`` and returns the same: ``residual`` is the sum of everything
+before, ``delta`` the last block's output, not yet added. The addition then happens inside the next
+norm (``Ops.add_rms_norm``), one pass over memory instead of two. What differs between families,
+where the norms sit and what is scaled, is written out in each model's own file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from sdk.kernels.batch import AttentionBatch
+from sdk.kernels.layouts import KVPages
+from sdk.models.config import ModelConfig
+from sdk.models.layers import Linear, Source
+from sdk.models.rope import Rope
+
+
+class CausalLM(Protocol):
+    """A model as the engine sees it."""
+
+    config: ModelConfig
+
+    def __call__(self, inputs: Tensor, batch: AttentionBatch, kv: Sequence[KVPages]) -> Tensor:
+        """One step: hidden states ``[T, hidden]``, final norm applied.
+
+        ``inputs``: token ids int64 ``[T]``, or embeddings float32 ``[T, hidden]`` as they are
+        after the model's own scaling. Keys and values are written into ``kv``, one per layer.
+        """
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """``[R, hidden]`` -> float32 ``[R, vocab]``, final scaling and soft cap applied."""
+
+    def linears(self) -> Iterator[tuple[str, Linear]]:
+        """Every linear layer with its path."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What all layers of one step share; ``local_angles`` are those of Gemma 3's sliding layers."""
+
+    batch: AttentionBatch
+    angles: tuple[Tensor, Tensor]
+    local_angles: tuple[Tensor, Tensor]
+
+
+class Attention:
+    """Grouped-query attention of one layer; families with q/k norms override ``normalize``."""
+
+    def __init__(self, source: Source, path: str, index: int) -> None:
+        c, heads = source.config, source.heads
+        self.ops = source.ops
+        self.heads, self.kv_heads, self.head_dim = heads.count, heads.kv_count, c.head_dim
+        self.scale, self.softcap = c.attention_scale, c.attention_softcap
+        self.window = c.windows[index]
+        d = c.head_dim
+        keys = (c.num_kv_heads * d, heads.kv_start * d, heads.kv_count * d)
+        self.qkv = source.columns(
+            path,
+            "qkv_proj",
+            [
+                ("q_proj", c.num_heads * d, heads.start * d, heads.count * d),
+                ("k_proj", *keys),
+                ("v_proj", *keys),
+            ],
+            bias=c.attention_bias,
+        )
+        self.out = source.row(
+            f"{path}.o_proj",
+            c.num_heads * d,
+            heads.start * d,
+            heads.count * d,
+            bias=c.output_bias,
+        )
+
+    def normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q ``[T, heads, head_dim]`` and k ``[T, kv_heads, head_dim]`` before they are rotated."""
+        return q, k
+
+    def __call__(self, x: Tensor, step: Step, pages: KVPages) -> Tensor:
+        heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
+        q, k, v = torch.split(heads, [self.heads, self.kv_heads, self.kv_heads], dim=1)
+        q, k = self.normalize(q, k)
+        cos, sin = step.angles if self.window is None else step.local_angles
+        self.ops.rope_and_cache(q, k, v, cos, sin, step.batch, pages)
+        y = self.ops.attention(
+            q, pages, step.batch, scale=self.scale, window=self.window, softcap=self.softcap
+        )
+        return self.out(y)
+
+
+class HeadNormAttention(Attention):
+    """Attention whose queries and keys are RMS-normalized head by head (Qwen 3, Gemma 3)."""
+
+    plus_one: ClassVar[bool] = False
+
+    def __init__(self, source: Source, path: str, index: int) -> None:
+        super().__init__(source, path, index)
+        self.eps = source.config.rms_norm_eps
+        self.q_norm = source.norm(f"{path}.q_norm", self.head_dim, plus_one=self.plus_one)
+        self.k_norm = source.norm(f"{path}.k_norm", self.head_dim, plus_one=self.plus_one)
+
+    def normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        q = self.ops.rms_norm(q, self.q_norm, self.eps)
+        return q, self.ops.rms_norm(k, self.k_norm, self.eps)
+
+
+class MLP:
+    """``down(act(gate(x)) * up(x))``."""
+
+    def __init__(self, source: Source, path: str) -> None:
+        c = source.config
+        self.ops = source.ops
+        self.activation = c.activation
+        width = c.intermediate_size
+        start, count = source.mesh.columns(width)
+        self.gate_up = source.columns(
+            path,
+            "gate_up_proj",
+            [("gate_proj", width, start, count), ("up_proj", width, start, count)],
+            bias=c.mlp_bias,
+        )
+        self.down = source.row(f"{path}.down_proj", width, start, count, bias=c.mlp_bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(self.ops.gated_activation(self.gate_up(x), self.activation))
+
+
+class Layer(Protocol):
+    """One decoder layer: ``(delta, residual) -> (delta, residual)``; may change both in place."""
+
+    def __init__(self, source: Source, path: str, index: int) -> None: ...
+
+    def __call__(
+        self, delta: Tensor, residual: Tensor, step: Step, pages: KVPages
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class Decoder:
+    """Embedding, layers, final norm and head: a :class:`CausalLM`, but for its kind of layer."""
+
+    layer: ClassVar[type[Layer]]
+    #: Gemma stores norm weights minus 1.
+    norm_plus_one: ClassVar[bool] = False
+
+    def __init__(self, source: Source) -> None:
+        c = source.config
+        self.config = c
+        self.ops = source.ops
+        self.embedding, self.head = source.embedding_and_head()
+        self.layers = [self.layer(source, f"model.layers.{i}", i) for i in range(c.num_layers)]
+        self.norm = source.norm("model.norm", plus_one=self.norm_plus_one)
+        self.rope = Rope(c.rope, source.max_model_len, source.ops.device)
+        self.local_rope = (
+            None
+            if c.local_rope is None
+            else Rope(c.local_rope, source.max_model_len, source.ops.device)
+        )
+        self._linears = source.linears
+
+    def linears(self) -> Iterator[tuple[str, Linear]]:
+        """See :class:`CausalLM`."""
+        return iter(self._linears)
+
+    def __call__(self, inputs: Tensor, batch: AttentionBatch, kv: Sequence[KVPages]) -> Tensor:
+        """See :class:`CausalLM`."""
+        delta = inputs if inputs.is_floating_point() else self.embedding(inputs)
+        residual = torch.zeros_like(delta)
+        angles = self.rope.cos_sin(batch.positions)
+        local = angles if self.local_rope is None else self.local_rope.cos_sin(batch.positions)
+        step = Step(batch, angles, local)
+        for layer, pages in zip(self.layers, kv, strict=True):
+            delta, residual = layer(delta, residual, step, pages)
+        hidden, _ = self.ops.add_rms_norm(delta, residual, self.norm, self.config.rms_norm_eps)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See :class:`CausalLM`."""
+        return self.head(hidden)

@@ -1,0 +1,288 @@
+"""Any causal LM transformers knows: its modeling code with our linears and paged attention.
+
+The model is built without weights (``accelerate.init_empty_weights``), then
+
+* every ``nn.Linear`` becomes our :class:`~sdk.models.layers.Linear`, weights packed as in the file;
+* every ``nn.Embedding`` looks up packed rows; what is left (norms, biases) is read as float32;
+* attention goes through ``paged_attention`` below, which transformers calls by name;
+* transformers keeps no cache and builds no mask: positions are fed, pages are ours.
+
+All requests of a step run as one sequence of T tokens. That is sound because, apart from
+attention, a decoder treats every token by itself. It is slower than a model file of our own
+(transformers' own Python runs between the products) and runs on one rank only. Rotary scalings
+that depend on the length (``dynamic``, ``longrope``) follow transformers: the longest position of
+a step decides for all its requests.
+
+Side effects on the host: one entry in transformers' registry of attention functions, under a name
+nobody else uses; it acts only on modules we built. While a model is constructed, accelerate
+replaces ``nn.Module.register_parameter`` for the whole process and puts it back.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sdk.kernels.batch import AttentionBatch
+from sdk.kernels.layouts import KVPages
+from sdk.kernels.ops import Ops
+from sdk.models.config import ModelConfig
+from sdk.models.hf_weights import Filling
+from sdk.models.layers import Linear
+from sdk.models.parallel import Mesh
+from sdk.quant.checkpoint import Checkpoint
+from sdk.quant.errors import CheckpointError, UnsupportedError
+
+ATTENTION_NAME = "embedlm_paged"
+#: Where the modules of one model find their pages; set on each module that has a layer_idx.
+BINDING = "embedlm_attention"
+#: accelerate's patch is not thread-safe: two at once would put back each other's patched method.
+_CONSTRUCTION = Lock()
+
+
+def build_hf_model(
+    checkpoint: Checkpoint, values: Mapping[str, Any], mesh: Mesh, ops: Ops
+) -> HFModel:
+    """See :func:`sdk.models.auto.build_model`."""
+    hf_config = _read_config(values)
+    name = hf_config.model_type
+    if mesh.size > 1:
+        raise UnsupportedError(
+            f"model_type {name!r} runs through transformers, on one rank only: "
+            f"expected tensor_parallel_size=1, found {mesh.size}"
+        )
+    config = _facts(hf_config)
+    model = _construct(hf_config)
+    return HFModel(model, config, checkpoint, ops)
+
+
+def read_hf_config(values: Mapping[str, Any]) -> ModelConfig:
+    """See :func:`sdk.models.auto.read_config`."""
+    return _facts(_read_config(values))
+
+
+def _read_config(values: Mapping[str, Any]) -> Any:
+    """transformers' own config object; nothing in the file can make it run code or quantize."""
+    import transformers
+
+    name = str(values.get("model_type"))
+    if name not in transformers.CONFIG_MAPPING:
+        raise UnsupportedError(
+            f"model_type {name!r}: neither this package nor transformers "
+            f"{transformers.__version__} knows it; a newer transformers may"
+        )
+    skipped = ("auto_map", "quantization_config", "model_type", "architectures")
+    kept = {key: value for key, value in values.items() if key not in skipped}
+    try:
+        config = transformers.CONFIG_MAPPING[name](**kept)
+    except Exception as error:  # transformers raises whatever its validators raise
+        raise CheckpointError(f"config of {name!r}: transformers refuses it: {error}") from error
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedError(
+            f"model_type {name!r} is no causal language model in transformers "
+            f"{transformers.__version__}: convert the checkpoint to a text model"
+        )
+    kinds = set(getattr(config, "layer_types", None) or ())
+    unknown = kinds - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise UnsupportedError(
+            f"model_type {name!r}: layer_types: expected full_attention or sliding_attention, "
+            f"found {sorted(unknown)[0]!r}"
+        )
+    return config
+
+
+def _facts(hf_config: Any) -> ModelConfig:
+    """The sizes the engine needs; everything else stays transformers' business."""
+    c = hf_config.get_text_config()
+    heads = getattr(c, "num_attention_heads", None)
+    hidden = getattr(c, "hidden_size", None)
+    return ModelConfig.from_dict(
+        {
+            "model_type": hf_config.model_type,
+            "vocab_size": getattr(c, "vocab_size", None),
+            "hidden_size": hidden,
+            "intermediate_size": getattr(c, "intermediate_size", None) or hidden,
+            "num_hidden_layers": getattr(c, "num_hidden_layers", None),
+            "num_attention_heads": heads,
+            "num_key_value_heads": getattr(c, "num_key_value_heads", None) or heads,
+            "head_dim": getattr(c, "head_dim", None),
+            "rms_norm_eps": getattr(c, "rms_norm_eps", None) or 1e-5,
+            "max_position_embeddings": getattr(c, "max_position_embeddings", None),
+            "tie_word_embeddings": bool(getattr(c, "tie_word_embeddings", False)),
+        }
+    )
+
+
+def _construct(hf_config: Any) -> Any:
+    """The module tree, parameters on the meta device, computed buffers (rotary) real."""
+    import accelerate
+    import transformers
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, paged_attention)
+    name = hf_config.model_type
+    try:
+        with _CONSTRUCTION, accelerate.init_empty_weights(include_buffers=False):
+            model = transformers.AutoModelForCausalLM.from_config(
+                hf_config, attn_implementation=ATTENTION_NAME, dtype=torch.float32
+            )
+    except Exception as error:  # a tree transformers cannot build from this config
+        message = f"model_type {name!r}: transformers cannot build it: {error}"
+        raise UnsupportedError(message) from error
+    body = getattr(model, model.base_model_prefix, None)
+    if body is None or "position_ids" not in inspect.signature(body.forward).parameters:
+        raise UnsupportedError(f"model_type {name!r}: transformers' model takes no position_ids")
+    return model.eval()
+
+
+@dataclass(slots=True)
+class PagedStep:
+    """What the attention functions of one model share; filled for the time of a step."""
+
+    ops: Ops
+    name: str
+    config: Any
+    batch: AttentionBatch | None = None
+    pages: Sequence[KVPages] = ()
+    layers_run: int = 0
+
+    def window(self, layer: int, told: int | None) -> int | None:
+        """The sliding window: as transformers says, else as the config's layer types say."""
+        kinds = getattr(self.config, "layer_types", None)
+        if told is None and kinds and kinds[layer] == "sliding_attention":
+            told = self.config.sliding_window
+        return told
+
+
+def paged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **unused: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: q, k, v ``[1, heads, T, head_dim]``, already rotated.
+
+    ``s_aux`` are attention sinks. Returns ``[1, T, heads, head_dim]``.
+    """
+    step: PagedStep = getattr(module, BINDING)
+    assert step.batch is not None
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    pages = step.pages[layer]
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+    expected = (pages.k.shape[1], pages.k.shape[3])
+    for part, x in (("key", k), ("value", v)):
+        if tuple(x.shape[1:]) != expected:
+            raise UnsupportedError(
+                f"model_type {step.name!r}, layer {layer}: expected {part} heads x head_dim "
+                f"{expected}, found {tuple(x.shape[1:])}: this kind of attention has no cache yet"
+            )
+    nothing = q.new_empty(q.shape[0], 0)  # zero rotated dimensions
+    step.ops.rope_and_cache(q, k, v, nothing, nothing, step.batch, pages)
+    y = step.ops.attention(
+        q,
+        pages,
+        step.batch,
+        scale=q.shape[2] ** -0.5 if scaling is None else scaling,
+        window=step.window(layer, sliding_window),
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    step.layers_run += 1
+    return y.view(1, *q.shape), None
+
+
+class GivenHidden(nn.Module):
+    """Stands where the body was, so that the causal LM's forward is its head alone.
+
+    ``output_type``: what the body returns; every model reads its own fields of it.
+    """
+
+    output_type: Any = None
+
+    @property
+    def decoder(self) -> GivenHidden:
+        """OPT's causal LM calls the decoder inside its body."""
+        return self
+
+    def forward(self, *no_ids: None, inputs_embeds: Tensor, **unused: Any) -> Any:
+        return self.output_type(last_hidden_state=inputs_embeds)
+
+
+class HFModel:
+    """A :class:`sdk.models.decoder.CausalLM` around transformers' model."""
+
+    def __init__(self, model: Any, config: ModelConfig, checkpoint: Checkpoint, ops: Ops) -> None:
+        self.config = config
+        self._ops = ops
+        self._step = PagedStep(ops, config.model_type, model.config.get_text_config())
+        self._linears = Filling(checkpoint, ops, config.tie_word_embeddings, model).fill()
+        for module in model.modules():
+            if hasattr(module, "layer_idx"):
+                setattr(module, BINDING, self._step)
+        self._body = getattr(model, model.base_model_prefix)
+        self._given = GivenHidden()
+        setattr(model, model.base_model_prefix, self._given)
+        self._head = model
+        self._prove()
+
+    def linears(self) -> Iterator[tuple[str, Linear]]:
+        """See :class:`sdk.models.decoder.CausalLM`."""
+        return iter(self._linears)
+
+    @torch.no_grad()
+    def __call__(self, inputs: Tensor, batch: AttentionBatch, kv: Sequence[KVPages]) -> Tensor:
+        """See :class:`sdk.models.decoder.CausalLM`."""
+        step = self._step
+        step.batch, step.pages, step.layers_run = batch, kv, 0
+        given = "inputs_embeds" if inputs.is_floating_point() else "input_ids"
+        try:
+            out = self._body(
+                **{given: inputs.unsqueeze(0)},
+                position_ids=batch.positions.unsqueeze(0),
+                use_cache=False,
+            )
+        finally:
+            step.batch, step.pages = None, ()
+        self._given.output_type = type(out)
+        hidden: Tensor = out.last_hidden_state[0]
+        return hidden
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See :class:`sdk.models.decoder.CausalLM`."""
+        found: Tensor = self._head(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits[0]
+        return found.to(torch.float32)
+
+    def _prove(self) -> None:
+        """Run one token over scratch pages: every layer must attend through them."""
+        c, device = self.config, self._ops.device
+        scratch = torch.zeros(1, c.num_kv_heads, 1, c.head_dim, device=device)
+        one = torch.ones(1, dtype=torch.int32, device=device)
+        zero = torch.zeros(1, dtype=torch.int64, device=device)
+        starts = torch.tensor([0, 1], dtype=torch.int32, device=device)
+        table = torch.zeros(1, 1, dtype=torch.int32, device=device)
+        batch = AttentionBatch(zero, starts, one, table, zero, 1, 1, 1)
+        try:
+            self.logits(self(zero, batch, [KVPages(scratch, scratch.clone())] * c.num_layers))
+        except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
+            raise UnsupportedError(
+                f"model_type {c.model_type!r}: transformers' code fails on our pages: {error}"
+            ) from error
+        if self._step.layers_run != c.num_layers:
+            raise UnsupportedError(
+                f"model_type {c.model_type!r}: expected {c.num_layers} layers to attend through "
+                f"the pages, found {self._step.layers_run}: its attention cannot be replaced"
+            )

@@ -1,0 +1,239 @@
+"""The pieces a decoder is built from, and :class:`Source`, which pulls them from a checkpoint.
+
+There is one :class:`Linear` for every format: what the weight is made of is the weight's business.
+``Source`` cuts each matrix for this rank, fuses neighbours that read the same input (q, k and v;
+gate and up) and hands the result to its kernel at once, so that while a model loads at most one
+matrix exists twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sdk.kernels.ops import Ops
+from sdk.models.config import ModelConfig
+from sdk.models.parallel import Mesh
+from sdk.quant.checkpoint import Checkpoint
+from sdk.quant.errors import AlignmentError, CheckpointError
+from sdk.quant.weight import Side, Weight, concat
+
+#: Where the decoder's tensors start: plain models, then the two spellings of multimodal ones.
+ROOTS = (
+    ("model.", ""),
+    ("language_model.model.", "language_model."),
+    ("model.language_model.", ""),
+)
+
+
+class Linear:
+    """``y = x @ w.T + bias``; with ``reduce`` the products of all ranks are summed first."""
+
+    def __init__(
+        self, weight: Weight, bias: Tensor | None, mesh: Mesh, *, reduce: bool = False
+    ) -> None:
+        self.weight = weight
+        self.bias = bias
+        self.mesh = mesh
+        self.reduce = reduce
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``x [T, in] -> [T, out]``, float32."""
+        y = self.weight.matmul(x)
+        if self.reduce:
+            self.mesh.all_reduce(y)
+        if self.bias is not None:
+            y += self.bias
+        return y
+
+
+class Embedding:
+    """Rows of a weight by token id; a rank owns a run of the vocabulary, from ``start`` on."""
+
+    def __init__(self, weight: Weight, start: int, scale: float, mesh: Mesh) -> None:
+        self.weight = weight
+        self.start = start
+        self.scale = scale
+        self.mesh = mesh
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """ids int64 ``[T]`` -> float32 ``[T, hidden]``, times ``scale``."""
+        if self.mesh.size == 1:
+            x = self.weight.rows(ids)
+        else:
+            local = ids - self.start
+            mine = (local >= 0) & (local < self.weight.shape[0])
+            x = self.weight.rows(torch.where(mine, local, 0))
+            x = self.mesh.all_reduce(x * mine.unsqueeze(1))  # one rank's row plus zeros: exact
+        return x if self.scale == 1.0 else x * self.scale
+
+
+class Head:
+    """Hidden states to logits over the whole vocabulary."""
+
+    def __init__(self, linear: Linear, config: ModelConfig) -> None:
+        self.linear = linear
+        self.vocab_size = config.vocab_size
+        self.scale = config.logits_scale
+        self.softcap = config.final_softcap
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """``[R, hidden] -> [R, vocab]``, float32."""
+        mesh = self.linear.mesh
+        logits = self.linear(hidden)
+        if mesh.size > 1:  # the last rank's run may be shorter: gather runs of one length
+            missing = -(-self.vocab_size // mesh.size) - logits.shape[1]
+            logits = mesh.all_gather(torch.nn.functional.pad(logits, (0, missing)))
+            logits = logits[:, : self.vocab_size]
+        if self.scale != 1.0:
+            logits = logits / self.scale
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
+
+
+class Source:
+    """Where a model pulls its weights from: one rank's view of a checkpoint.
+
+    Every method raises :class:`CheckpointError` for a tensor that is missing or misshapen and
+    :class:`AlignmentError` for one that cannot be cut, naming it. ``linears`` collects what was
+    built, under its path.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, config: ModelConfig, mesh: Mesh, ops: Ops, max_model_len: int
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.config = config
+        self.mesh = mesh
+        self.ops = ops
+        self.max_model_len = max_model_len
+        self.heads = mesh.heads(config.num_heads, config.num_kv_heads)
+        self.linears: list[tuple[str, Linear]] = []
+        found = (root for root in ROOTS if checkpoint.has(f"{root[0]}embed_tokens"))
+        self._body, self._outer = next(found, ROOTS[0])
+
+    def _name(self, path: str) -> str:
+        """The checkpoint's name of ``model.…`` or ``lm_head``."""
+        if path.startswith("model."):
+            return self._body + path.removeprefix("model.")
+        return self._outer + path
+
+    def _pull(self, path: str, shape: tuple[int, int]) -> Weight:
+        weight = self.checkpoint.weight(self._name(path))
+        if weight.shape != shape:
+            raise CheckpointError(
+                f"{self._name(path)}: expected shape {list(shape)}, found {list(weight.shape)}"
+            )
+        return weight
+
+    def _cut(self, path: str, weight: Weight, side: Side, start: int, count: int) -> Weight:
+        if (start, count) == (0, weight.shape[0 if side == "out" else 1]):
+            return weight
+        try:
+            return weight.narrow(side, start, count)
+        except AlignmentError as error:
+            raise AlignmentError(
+                f"{self._name(path)}, tensor parallel size {self.mesh.size}: {error}"
+            ) from error
+
+    def vector(self, path: str, size: int) -> Tensor:
+        """A plain tensor ``[size]``, float32."""
+        tensor = self.checkpoint.tensor(self._name(path)).to(torch.float32)
+        if tuple(tensor.shape) != (size,):
+            raise CheckpointError(
+                f"{self._name(path)}: expected shape [{size}], found {list(tensor.shape)}"
+            )
+        return tensor.to(self.ops.device)
+
+    def norm(self, path: str, size: int | None = None, *, plus_one: bool = False) -> Tensor:
+        """The weight of an RMSNorm over ``size`` (hidden) features; Gemma's are stored minus 1."""
+        weight = self.vector(f"{path}.weight", size or self.config.hidden_size)
+        return weight + 1.0 if plus_one else weight
+
+    def _bias(self, path: str, size: int, required: bool) -> Tensor | None:
+        """A bias the config asks for, or that the file has without being asked."""
+        if not required and not self.checkpoint.has(self._name(f"{path}.bias")):
+            return None
+        return self.vector(f"{path}.bias", size)
+
+    def _bound(
+        self, path: str, weight: Weight, bias: Tensor | None, *, reduce: bool = False
+    ) -> Linear:
+        weight.bind(self.ops)
+        linear = Linear(weight, bias, self.mesh, reduce=reduce)
+        self.linears.append((path, linear))
+        return linear
+
+    def columns(
+        self,
+        path: str,
+        fused: str,
+        parts: Sequence[tuple[str, int, int, int]],
+        *,
+        bias: bool = False,
+    ) -> Linear:
+        """Projections of one input as one column-parallel linear.
+
+        ``parts``: ``(name, out_features, start, count)``, the run of each that is this rank's. A
+        file that holds them joined under ``fused`` (Phi-3) gives the same result.
+        """
+        hidden = self.config.hidden_size
+        whole = f"{path}.{fused}"
+        total = sum(size for _, size, _, _ in parts)
+        weights: list[Weight] = []
+        biases: list[Tensor | None] = []
+        if self.checkpoint.has(self._name(whole)):
+            weight = self._pull(whole, (total, hidden))
+            joined = self._bias(whole, total, bias)
+            if sum(count for *_, count in parts) == total:
+                return self._bound(whole, weight, joined)
+            offset = 0
+            for _, size, start, count in parts:
+                weights.append(self._cut(whole, weight, "out", offset + start, count))
+                first = offset + start
+                biases.append(None if joined is None else joined[first : first + count])
+                offset += size
+        else:
+            for name, size, start, count in parts:
+                part = f"{path}.{name}"
+                weights.append(
+                    self._cut(part, self._pull(part, (size, hidden)), "out", start, count)
+                )
+                own = self._bias(part, size, bias)
+                biases.append(None if own is None else own[start : start + count])
+        present = [b for b in biases if b is not None]
+        if present:  # a projection without a bias beside one that has it adds zero
+            present = [
+                torch.zeros(w.shape[0], device=self.ops.device) if b is None else b
+                for b, w in zip(biases, weights, strict=True)
+            ]
+        return self._bound(whole, concat(weights), torch.cat(present) if present else None)
+
+    def row(
+        self, path: str, in_features: int, start: int, count: int, *, bias: bool = False
+    ) -> Linear:
+        """A row-parallel linear back to the hidden size: this rank's inputs, summed over ranks."""
+        hidden = self.config.hidden_size
+        weight = self._pull(path, (hidden, in_features))
+        weight = self._cut(path, weight, "in", start, count)
+        return self._bound(path, weight, self._bias(path, hidden, bias), reduce=True)
+
+    def embedding_and_head(self) -> tuple[Embedding, Head]:
+        """The two ends of the model; tied, they share one weight."""
+        c = self.config
+        start, count = self.mesh.vocabulary(c.vocab_size)
+
+        def pull(path: str) -> Weight:
+            weight = self._pull(path, (c.vocab_size, c.hidden_size))
+            weight = self._cut(path, weight, "out", start, count)
+            weight.bind(self.ops)
+            return weight
+
+        weight = pull("model.embed_tokens")
+        embedding = Embedding(weight, start, c.embedding_scale, self.mesh)
+        if not c.tie_word_embeddings:
+            weight = pull("lm_head")
+        return embedding, Head(self._bound("lm_head", weight, None), c)

@@ -1,0 +1,187 @@
+"""Rotary position embedding: one angle per position and pair of dimensions, for every scaling.
+
+Dimension pair i of a head turns by ``position * inv_freq[i]``, ``inv_freq[i] = theta^(-2i/d)``.
+Models that were stretched to longer contexts change ``inv_freq`` ("scaling"), some also multiply
+cos and sin by ``attention_factor``. The arithmetic is float32 in the order transformers uses
+(modeling_rope_utils.py), so that both agree to the last bit but for cos and sin themselves.
+
+Two scalings depend on how long the context is, which would make a request's result depend on its
+length so far (and on its neighbours, if a batch decides). Here the engine's ``max_model_len``
+decides, once, as in vLLM:
+
+* ``dynamic`` (NTK): the base is the one of a context of ``max_model_len`` tokens; unscaled while
+  that is within ``max_position_embeddings``.
+* ``longrope`` (Phi-3): the long factors when ``max_model_len`` exceeds the original context.
+
+transformers decides by the longest position of each forward pass instead.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ROPE_TYPES = (
+    "default",
+    "linear",
+    "dynamic",
+    "yarn",
+    "longrope",
+    "llama3",
+    "proportional",
+    "freq_factors",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """The facts of one rotary embedding. A scaling uses only the fields it knows.
+
+    ``rotary_dim`` of the head's dimensions turn, the rest pass through. ``factor`` is how much
+    longer the context became, from ``original_max_position``; ``max_position`` is the model's
+    ``max_position_embeddings``. ``long_factors``, ``short_factors`` and ``freq_factors`` divide
+    ``inv_freq`` element by element (``[rotary_dim / 2]``).
+    """
+
+    theta: float
+    rotary_dim: int
+    max_position: int
+    type: str = "default"
+    factor: float = 1.0
+    original_max_position: int = 0
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    truncate: bool = True
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    turning_dim: int = 0
+    long_factors: tuple[float, ...] = ()
+    short_factors: tuple[float, ...] = ()
+    freq_factors: tuple[float, ...] = ()
+
+
+class Rope:
+    """The angles of one :class:`RopeSpec` in an engine of at most ``max_model_len`` tokens."""
+
+    def __init__(self, spec: RopeSpec, max_model_len: int, device: torch.device) -> None:
+        inv_freq, self.attention_factor = inverse_frequencies(spec, max_model_len)
+        self.inv_freq = inv_freq.to(device)
+
+    def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Positions int64 ``[T]`` -> cos and sin, float32 ``[T, rotary_dim / 2]``."""
+        angle = positions.to(torch.float32).unsqueeze(1) * self.inv_freq
+        return angle.cos() * self.attention_factor, angle.sin() * self.attention_factor
+
+
+def inverse_frequencies(spec: RopeSpec, max_model_len: int) -> tuple[Tensor, float]:
+    """``(inv_freq [rotary_dim / 2], attention_factor)``, float32."""
+    match spec.type:
+        case "default":
+            return _plain(spec, spec.theta), 1.0
+        case "linear":
+            return _plain(spec, spec.theta) / spec.factor, 1.0
+        case "dynamic":
+            return _dynamic(spec, max_model_len), 1.0
+        case "yarn":
+            return _yarn(spec)
+        case "longrope":
+            return _longrope(spec, max_model_len)
+        case "llama3":
+            return _llama3(spec), 1.0
+        case "proportional":
+            return _proportional(spec), 1.0
+        case "freq_factors":
+            return _plain(spec, spec.theta) / torch.tensor(spec.freq_factors), 1.0
+    raise ValueError(f"rope type: expected one of {ROPE_TYPES}, found {spec.type!r}")
+
+
+def _exponents(spec: RopeSpec) -> Tensor:
+    return torch.arange(0, spec.rotary_dim, 2, dtype=torch.float32) / spec.rotary_dim
+
+
+def _plain(spec: RopeSpec, base: float) -> Tensor:
+    return 1.0 / (base ** _exponents(spec))
+
+
+def _dynamic(spec: RopeSpec, max_model_len: int) -> Tensor:
+    """NTK-aware: the base grows so that the slowest pair spans the longer context."""
+    length = max(max_model_len, spec.max_position)
+    stretch = spec.factor * length / spec.max_position - (spec.factor - 1)
+    power = spec.rotary_dim / (spec.rotary_dim - 2)
+    return _plain(spec, spec.theta * float(stretch**power))
+
+
+def _proportional(spec: RopeSpec) -> Tensor:
+    """Only ``turning_dim`` dimensions turn, at the frequencies of the whole head; zeros follow."""
+    turning = spec.turning_dim // 2
+    inv_freq = _plain(spec, spec.theta)
+    inv_freq[turning:] = 0.0
+    return inv_freq / spec.factor
+
+
+def _yarn(spec: RopeSpec) -> tuple[Tensor, float]:
+    """Fast pairs keep their frequency, slow ones are interpolated, a ramp lies between.
+
+    Peng et al., "YaRN" (2023), equations 17 to 22.
+    """
+
+    def mscale(weight: float) -> float:
+        return 1.0 if spec.factor <= 1 else 0.1 * weight * math.log(spec.factor) + 1.0
+
+    attention_factor = spec.attention_factor
+    if attention_factor is None:
+        if spec.mscale and spec.mscale_all_dim:
+            attention_factor = mscale(spec.mscale) / mscale(spec.mscale_all_dim)
+        else:
+            attention_factor = mscale(1.0)
+
+    def dimension(rotations: float) -> float:
+        """The pair that turns ``rotations`` times over the original context."""
+        turns = spec.original_max_position / (rotations * 2 * math.pi)
+        return (spec.rotary_dim * math.log(turns)) / (2 * math.log(spec.theta))
+
+    low, high = dimension(spec.beta_fast), dimension(spec.beta_slow)
+    if spec.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, spec.rotary_dim - 1)
+    if low == high:
+        high += 0.001
+    pairs = torch.arange(spec.rotary_dim // 2, dtype=torch.float32)
+    keep = 1 - torch.clamp((pairs - low) / (high - low), 0, 1)
+    frequency = spec.theta ** _exponents(spec)
+    inv_freq = 1.0 / (spec.factor * frequency) * (1 - keep) + 1.0 / frequency * keep
+    return inv_freq, float(attention_factor)
+
+
+def _longrope(spec: RopeSpec, max_model_len: int) -> tuple[Tensor, float]:
+    """Each pair has its own measured divisor: one set for short, one for long contexts."""
+    attention_factor = spec.attention_factor
+    if attention_factor is None:
+        attention_factor = 1.0
+        if spec.factor > 1.0:
+            ratio = math.log(spec.factor) / math.log(spec.original_max_position)
+            attention_factor = math.sqrt(1 + ratio)
+    long = max_model_len > spec.original_max_position
+    factors = torch.tensor(spec.long_factors if long else spec.short_factors, dtype=torch.float32)
+    return 1.0 / (factors * spec.theta ** _exponents(spec)), attention_factor
+
+
+def _llama3(spec: RopeSpec) -> Tensor:
+    """Long waves are slowed by ``factor``, short ones kept, those between interpolated."""
+    inv_freq = _plain(spec, spec.theta)
+    context = spec.original_max_position
+    wavelength = 2 * math.pi / inv_freq
+    longest, shortest = context / spec.low_freq_factor, context / spec.high_freq_factor
+    scaled = torch.where(wavelength > longest, inv_freq / spec.factor, inv_freq)
+    smooth = (context / wavelength - spec.low_freq_factor) / (
+        spec.high_freq_factor - spec.low_freq_factor
+    )
+    between = (1 - smooth) * scaled / spec.factor + smooth * scaled
+    is_between = (wavelength >= shortest) & (wavelength <= longest)
+    return torch.where(is_between, between, scaled)

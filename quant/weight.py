@@ -1,0 +1,341 @@
+"""A runtime layout of one logical ``[out, in]`` matrix: packed, cut, joined and multiplied.
+
+A weight is born from a checkpoint as plain tensors (``layout``), may be cut for tensor parallelism
+(``narrow``) or fused with its neighbours (``concat``), and is then handed to its kernel once
+(``bind``), which may reorder it. ``dequantize`` is the definition of its value and gives the same
+bits before and after ``bind``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Layout
+from sdk.kernels.ops import BoundLinear, Ops
+from sdk.kernels.reference.decode import decode, pack_codes, unpack_codes
+from sdk.kernels.reference.linear import gather_rows, slice_rows
+from sdk.kernels.registry import Choice
+from sdk.quant.errors import AlignmentError
+from sdk.quant.spec import QuantSpec
+
+Side = Literal["in", "out"]
+
+
+class Weight(ABC):
+    """One matrix ``[out_features, in_features]``."""
+
+    shape: tuple[int, int]
+
+    @property
+    @abstractmethod
+    def spec(self) -> QuantSpec:
+        """What the matrix is made of."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes it occupies now."""
+
+    @abstractmethod
+    def dequantize(self) -> Tensor:
+        """Its value: float32 ``[out, in]``, freshly made."""
+
+    @abstractmethod
+    def narrow(self, side: Side, start: int, count: int) -> Weight:
+        """Rows (``"out"``) or columns (``"in"``) ``start : start + count``, before ``bind``.
+
+        :raises AlignmentError: when a cut along ``in`` falls inside a quantization group.
+        """
+
+    @abstractmethod
+    def bind(self, ops: Ops) -> None:
+        """Choose the kernel and hand the tensors to it. Once; ``matmul`` and ``rows`` need it."""
+
+    @abstractmethod
+    def matmul(self, x: Tensor) -> Tensor:
+        """``x [M, in] -> x @ w.T [M, out]``, float32."""
+
+    @abstractmethod
+    def rows(self, ids: Tensor) -> Tensor:
+        """Output rows ``ids`` (int64 ``[T]``), dequantized: float32 ``[T, in]``."""
+
+    @abstractmethod
+    def choices(self) -> list[Choice]:
+        """The kernel of each part; empty before ``bind``."""
+
+
+class PackedWeight(Weight):
+    """What all single-layout weights share; the subclasses know how their layout may be cut."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.shape = layout.shape
+        self._layout: Layout | None = layout
+        self._bound: BoundLinear | None = None
+
+    @property
+    def layout(self) -> Layout:
+        """The tensors, in the canonical order of :mod:`sdk.kernels.layouts`."""
+        if self._bound is not None:
+            return self._bound.layout()
+        assert self._layout is not None
+        return self._layout
+
+    @property
+    def nbytes(self) -> int:
+        return self._bound.nbytes if self._bound is not None else self.layout.nbytes
+
+    def dequantize(self) -> Tensor:
+        return decode(self.layout)
+
+    def narrow(self, side: Side, start: int, count: int) -> Weight:
+        limit = self.shape[0 if side == "out" else 1]
+        if start < 0 or count < 1 or start + count > limit:
+            raise AlignmentError(
+                f"cannot cut {side} features {start}..{start + count} of a weight with {limit}"
+            )
+        if side == "out":
+            return type(self)(slice_rows(self.layout, start, start + count))
+        return type(self)(self._narrow_in(start, count))
+
+    def _narrow_in(self, start: int, count: int) -> Layout:
+        raise NotImplementedError
+
+    def _check_group(self, group: int, start: int, count: int) -> None:
+        end = start + count
+        if start % group or (end % group and end != self.shape[1]):
+            raise AlignmentError(
+                f"in features {start}..{end} cut through a group: "
+                f"expected multiples of {group} ({self.spec}), in_features {self.shape[1]}"
+            )
+
+    def bind(self, ops: Ops) -> None:
+        if self._bound is None:
+            self._bound = ops.linear(self.layout)
+            self._layout = None
+
+    def matmul(self, x: Tensor) -> Tensor:
+        assert self._bound is not None, "bind() the weight before matmul()"
+        return self._bound.matmul(x)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        if self._bound is None:
+            return decode(gather_rows(self.layout, ids))
+        return self._bound.rows(ids)
+
+    def choices(self) -> list[Choice]:
+        return [] if self._bound is None else [self._bound.choice]
+
+
+class DenseWeight(PackedWeight):
+    """A plain matrix in the float type of its file."""
+
+    def __init__(self, layout: Layout) -> None:
+        assert isinstance(layout, Dense)
+        names = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+        if layout.values.dtype not in names:
+            raise AlignmentError(
+                f"dense weight: expected float32, float16 or bfloat16, found {layout.values.dtype}"
+            )
+        self._spec = QuantSpec.parse(names[layout.values.dtype])
+        super().__init__(layout)
+
+    @property
+    def spec(self) -> QuantSpec:
+        return self._spec
+
+    def _narrow_in(self, start: int, count: int) -> Layout:
+        layout = self.layout
+        assert isinstance(layout, Dense)
+        return Dense(layout.values[:, start : start + count])
+
+
+class AffineWeight(PackedWeight):
+    """2- to 8-bit integers in groups along ``in`` with scale and optional zero point or minimum."""
+
+    def __init__(self, layout: Layout) -> None:
+        assert isinstance(layout, Affine)
+        whole_row = layout.group >= layout.shape[1]
+        self._spec = QuantSpec(
+            "int",
+            layout.bits,
+            group=None if whole_row else layout.group,
+            symmetric=layout.minus is None and layout.zeros is None,
+        )
+        super().__init__(layout)
+
+    @property
+    def spec(self) -> QuantSpec:
+        return self._spec
+
+    def _narrow_in(self, start: int, count: int) -> Layout:
+        w = self.layout
+        assert isinstance(w, Affine)
+        self._check_group(w.group, start, count)
+        first, last = start // w.group, -(-(start + count) // w.group)
+        if start * w.bits % 8 == 0:
+            codes = w.codes[:, start * w.bits // 8 : -(-(start + count) * w.bits // 8)]
+        else:
+            whole = unpack_codes(w.codes, w.bits, w.shape[1])
+            codes = pack_codes(whole[:, start : start + count], w.bits)
+        return replace(
+            w,
+            shape=(w.shape[0], count),
+            codes=codes,
+            scale=w.scale[:, first:last],
+            zeros=None if w.zeros is None else w.zeros[:, first:last],
+            minus=None if w.minus is None else w.minus[:, first:last],
+        )
+
+
+class BlockWeight(PackedWeight):
+    """GGUF k-quants in the bytes of their file."""
+
+    def __init__(self, layout: Layout) -> None:
+        assert isinstance(layout, Blocks)
+        self._spec = QuantSpec.parse(layout.type)
+        super().__init__(layout)
+
+    @property
+    def spec(self) -> QuantSpec:
+        return self._spec
+
+    def _narrow_in(self, start: int, count: int) -> Layout:
+        w = self.layout
+        assert isinstance(w, Blocks)
+        kind = BLOCK_TYPES[w.type]
+        self._check_group(kind.elements, start, count)
+        first, last = start // kind.elements, (start + count) // kind.elements
+        data = w.data[:, first * kind.nbytes : last * kind.nbytes]
+        return Blocks((w.shape[0], count), w.type, data)
+
+
+class StackedWeight(Weight):
+    """Unlike weights one above the other: their outputs are concatenated.
+
+    This is how a fused q/k/v projection lives with a file that stores v at more bits.
+    """
+
+    def __init__(self, parts: Sequence[Weight]) -> None:
+        self.parts = tuple(parts)
+        self.shape = (sum(part.shape[0] for part in self.parts), self.parts[0].shape[1])
+
+    @property
+    def spec(self) -> QuantSpec:
+        specs = {str(part.spec): part.spec for part in self.parts}
+        if len(specs) == 1:
+            return self.parts[0].spec
+        bits = max(part.spec.bits for part in self.parts)
+        return QuantSpec("block", bits, name="+".join(specs))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def dequantize(self) -> Tensor:
+        return torch.cat([part.dequantize() for part in self.parts])
+
+    def narrow(self, side: Side, start: int, count: int) -> Weight:
+        if side == "in":
+            return StackedWeight([part.narrow(side, start, count) for part in self.parts])
+        if start < 0 or count < 1 or start + count > self.shape[0]:
+            raise AlignmentError(
+                f"cannot cut out features {start}..{start + count} of a weight with {self.shape[0]}"
+            )
+        kept: list[Weight] = []
+        offset = 0
+        for part in self.parts:
+            low, high = max(start - offset, 0), min(start + count - offset, part.shape[0])
+            if low < high:
+                kept.append(part.narrow("out", low, high - low))
+            offset += part.shape[0]
+        return kept[0] if len(kept) == 1 else StackedWeight(kept)
+
+    def bind(self, ops: Ops) -> None:
+        for part in self.parts:
+            part.bind(ops)
+
+    def matmul(self, x: Tensor) -> Tensor:
+        return torch.cat([part.matmul(x) for part in self.parts], dim=1)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        out = torch.empty(ids.shape[0], self.shape[1], device=ids.device)
+        offset = 0
+        for part in self.parts:
+            inside = (ids >= offset) & (ids < offset + part.shape[0])
+            if bool(inside.any()):
+                out[inside] = part.rows(ids[inside] - offset)
+            offset += part.shape[0]
+        return out
+
+    def choices(self) -> list[Choice]:
+        return [choice for part in self.parts for choice in part.choices()]
+
+
+def concat(weights: Sequence[Weight]) -> Weight:
+    """Weights one above the other as one: joined tensors where the layouts agree, else a stack.
+
+    :raises AlignmentError: when the ``in`` features differ.
+    """
+    widths = {weight.shape[1] for weight in weights}
+    if len(widths) != 1:
+        raise AlignmentError(f"cannot join weights of different in features: {sorted(widths)}")
+    if len(weights) == 1:
+        return weights[0]
+    parts: list[Weight] = []
+    for weight in weights:
+        parts.extend(weight.parts if isinstance(weight, StackedWeight) else (weight,))
+    layouts = [part.layout for part in parts if isinstance(part, PackedWeight)]
+    joined = _join(layouts) if len(layouts) == len(parts) else None
+    return StackedWeight(parts) if joined is None else weight_of(joined)
+
+
+def weight_of(layout: Layout) -> Weight:
+    """The weight class of a layout."""
+    match layout:
+        case Dense():
+            return DenseWeight(layout)
+        case Affine():
+            return AffineWeight(layout)
+        case Blocks():
+            return BlockWeight(layout)
+
+
+def _join(layouts: Sequence[Layout]) -> Layout | None:
+    """One layout of all, or ``None`` when any fact but the number of rows differs."""
+    first = layouts[0]
+    shape = (sum(layout.shape[0] for layout in layouts), first.shape[1])
+    if all(isinstance(w, Dense) for w in layouts):
+        values = [w.values for w in layouts if isinstance(w, Dense)]
+        if len({v.dtype for v in values}) == 1:
+            return Dense(torch.cat(values))
+        return None
+    if all(isinstance(w, Blocks) for w in layouts):
+        blocks = [w for w in layouts if isinstance(w, Blocks)]
+        if len({w.type for w in blocks}) == 1:
+            return Blocks(shape, blocks[0].type, torch.cat([w.data for w in blocks]))
+        return None
+    if not all(isinstance(w, Affine) for w in layouts):
+        return None
+    affine = [w for w in layouts if isinstance(w, Affine)]
+    facts = {
+        (w.bits, w.group, w.zero, w.signed, w.scale.dtype, w.zeros is None, w.minus is None)
+        for w in affine
+    }
+    if len(facts) != 1:
+        return None
+    zeros = [w.zeros for w in affine if w.zeros is not None]
+    minus = [w.minus for w in affine if w.minus is not None]
+    return replace(
+        affine[0],
+        shape=shape,
+        codes=torch.cat([w.codes for w in affine]),
+        scale=torch.cat([w.scale for w in affine]),
+        zeros=torch.cat(zeros) if zeros else None,
+        minus=torch.cat(minus) if minus else None,
+    )

@@ -1,0 +1,53 @@
+"""``AsyncLLM``: the asyncio names of vLLM's async engine, as a view on an :class:`sdk.LLM`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from sdk.llm import LLM
+from sdk.outputs import RequestOutput
+from sdk.params import SamplingParams
+from sdk.prompts import Message, PromptLike
+
+
+class AsyncLLM:
+    """Awaitable methods over an :class:`LLM`; not a second engine.
+
+    ``AsyncLLM(llm)`` shares ``llm`` and leaves closing to its owner; ``AsyncLLM("model.gguf", ...)``
+    makes one (which blocks while it loads) and closes it.
+    """
+
+    def __init__(self, model: Any, **options: Any) -> None:
+        if isinstance(model, LLM):
+            if options:
+                raise TypeError(f"AsyncLLM(llm) takes no options, found {sorted(options)}")
+            self.llm, self._owned = model, False
+        else:
+            self.llm, self._owned = LLM(model, **options), True
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the LLM if this view made it."""
+        if self._owned:
+            self.llm.close()
+
+    def generate(
+        self,
+        prompt: PromptLike | Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int | None = None,
+        **template: Any,
+    ) -> AsyncIterator[RequestOutput]:
+        """Stream one answer; see :meth:`LLM.astream`."""
+        return self.llm.astream(prompt, sampling_params, priority=priority, **template)
+
+    def abort(self, request_id: str | Sequence[str]) -> None:
+        """See :meth:`LLM.abort`."""
+        self.llm.abort(request_id)

@@ -1,0 +1,131 @@
+"""Every option of an engine, validated once and frozen.
+
+Names and defaults are those of vLLM's ``LLM`` where it has them. An option this version does not
+serve is refused with what to do instead: none is ignored in silence.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from sdk.errors import RequestError
+from sdk.memory import parse_bytes
+
+#: ``(stage, done, total)``; return ``False`` to cancel. Stages: ``"load"`` in bytes, ``"generate"``
+#: in requests.
+ProgressCallback = Callable[[str, int, int], "bool | None"]
+
+#: Options whose machinery comes with a later release, and the value that means "off".
+_NOT_YET: dict[str, tuple[Any, str]] = {
+    "quantization": (None, "load a checkpoint that is already quantized"),
+    "speculative_config": (None, "leave it unset"),
+    "enable_lora": (False, "merge the adapter into the weights"),
+    "swap_space": (0, "leave it at 0: preempted requests are recomputed"),
+    "trust_remote_code": (False, "code from checkpoints is never run"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """The options of one engine; ``LLM(**options)`` builds one. See ``docs/api.md`` for each.
+
+    Bytes may be written as ``"2GiB"``, ``"500MB"`` or a number. ``None`` means "decide for me".
+    """
+
+    model: str
+    tokenizer: str | None = None
+    tokenizer_mode: Literal["auto"] = "auto"
+    skip_tokenizer_init: bool = False
+    trust_remote_code: bool = False
+    tensor_parallel_size: int = 1
+    dtype: Literal["auto", "float32"] = "auto"
+    quantization: str | None = None
+    revision: str | None = None
+    chat_template: str | None = None
+    seed: int = 0
+    memory: int | str | None = None
+    kv_cache_memory_bytes: int | str | None = None
+    gpu_memory_utilization: float | None = None
+    enforce_eager: bool = False
+    hf_overrides: Mapping[str, Any] | None = None
+    device: Literal["auto", "cpu"] = "auto"
+    num_threads: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    block_size: int = 16
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    load_format: Literal["auto", "gguf", "safetensors"] = "auto"
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    speculative_config: Mapping[str, Any] | None = None
+    enable_lora: bool = False
+    swap_space: int | str = 0
+    compute: Literal["auto", "exact"] = "auto"
+    local_files_only: bool = False
+    on_progress: ProgressCallback | None = None
+
+    def __post_init__(self) -> None:
+        for name, (off, instead) in _NOT_YET.items():
+            if getattr(self, name) != off:
+                raise RequestError(
+                    f"{name}={getattr(self, name)!r} is not available in this release: {instead}"
+                )
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise RequestError(
+                    f"{name}: expected one of {', '.join(map(repr, allowed))}, "
+                    f"found {getattr(self, name)!r}"
+                )
+        for name, (low, high) in _COUNTS.items():
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+                raise RequestError(f"{name}: expected an integer in {low}..{high}, found {value!r}")
+        for name in ("memory", "kv_cache_memory_bytes"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, parse_bytes(value, name))
+        share = self.gpu_memory_utilization
+        if share is not None and not 0 < share <= 1:
+            raise RequestError(f"gpu_memory_utilization: expected a share in (0, 1], found {share}")
+        if self.block_size & (self.block_size - 1):
+            raise RequestError(f"block_size: expected a power of two, found {self.block_size}")
+        if self.on_progress is not None and not callable(self.on_progress):
+            raise RequestError(f"on_progress: expected a callable, found {self.on_progress!r}")
+
+    @classmethod
+    def from_options(cls, model: object, options: Mapping[str, Any]) -> EngineConfig:
+        """Build from keywords. :raises TypeError: for an unknown one, naming the nearest."""
+        known = {field.name for field in fields(cls)}
+        for name in options:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+                hint = f"; did you mean {close[0]!r}?" if close else ""
+                raise TypeError(f"LLM() got an unknown option {name!r}{hint}")
+        return cls(model=str(model), **options)
+
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "tokenizer_mode": ("auto",),
+    "dtype": ("auto", "float32"),
+    "device": ("auto", "cpu"),
+    "kv_cache_dtype": ("auto", "float32", "float16", "bfloat16"),
+    "load_format": ("auto", "gguf", "safetensors"),
+    "scheduling_policy": ("fcfs", "priority"),
+    "compute": ("auto", "exact"),
+}
+_COUNTS: dict[str, tuple[int, int]] = {
+    "tensor_parallel_size": (1, 64),
+    "seed": (0, 2**64 - 1),
+    "num_threads": (1, 1024),
+    "max_model_len": (1, 2**31 - 1),
+    "max_num_seqs": (1, 4096),
+    "max_num_batched_tokens": (1, 2**20),
+    "block_size": (1, 1024),
+}

@@ -1,0 +1,223 @@
+"""Runs one engine for callers on any thread and any event loop.
+
+The engine itself is single-threaded. Callers leave work in an inbox and get their outputs through a
+listener; one thread steps the engine, started on first use and asleep when there is nothing to do.
+A host that wants no thread steps itself (``step``): both ways take the same lock and may be mixed.
+Commands take effect between two steps, so an abort acts within one chunk of a prefill.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NoReturn, Protocol
+
+from sdk.engine.engine import Engine, Output
+from sdk.engine.plan import RequestKind
+from sdk.errors import EngineClosedError, EngineDeadError
+from sdk.params import SamplingParams
+from sdk.sampling.resolved import ResolvedParams
+
+logger = logging.getLogger("sdk")
+
+
+class Listener(Protocol):
+    """Where the outputs of a request go. Called by the stepping thread: must return at once."""
+
+    def deliver(self, output: Output) -> bool:
+        """Take one output; ``False`` means nobody listens any more, and the request is aborted."""
+
+    def fail(self, request_id: str, error: Exception) -> None:
+        """The request is over without a final output."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request on its way to the engine."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    listener: Listener
+    prompt: str | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    kind: RequestKind = "generate"
+    arrival_time: float | None = None
+    resolved: ResolvedParams = ResolvedParams()
+
+
+class Driver:
+    """Owns an engine; see the module. ``close`` is idempotent and safe from any thread."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._inbox: deque[Job | tuple[str, ...]] = deque()
+        self._wake = threading.Condition()
+        self._step_lock = threading.RLock()
+        self._listeners: dict[str, Listener] = {}
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._failure: EngineDeadError | None = None
+        self._owner = os.getpid()
+
+    def check_usable(self) -> None:
+        """:raises EngineClosedError: after ``close`` or in a forked child.
+        :raises EngineDeadError: after a failed step."""
+        if os.getpid() != self._owner:
+            raise EngineClosedError(
+                f"this LLM belongs to process {self._owner} and cannot be used in the forked child "
+                f"{os.getpid()}: create an LLM in the child, or start it with spawn"
+            )
+        if self._closed:
+            raise EngineClosedError("this LLM was closed")
+        if self._failure is not None:
+            raise self._failure
+
+    def submit(self, jobs: Sequence[Job], *, run: bool = True) -> None:
+        """Hand over requests; ``run=False`` leaves the stepping to the caller."""
+        with self._wake:
+            self.check_usable()
+            for job in jobs:
+                self._listeners[job.request_id] = job.listener
+                self._inbox.append(job)
+            if run:
+                self._start()
+            self._wake.notify_all()
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End requests at the next step boundary; unknown and finished ids are ignored."""
+        ids = tuple(request_ids)
+        if os.getpid() != self._owner or not ids:
+            return
+        with self._wake:
+            if self._closed:
+                return
+            self._inbox.append(ids)
+            self._wake.notify_all()
+
+    def run(self) -> None:
+        """Start the stepping thread if it is not running."""
+        with self._wake:
+            self.check_usable()
+            self._start()
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name="sdk-engine", daemon=True)
+            self._thread.start()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._inbox) or self._engine.has_unfinished
+
+    def _loop(self) -> None:
+        while True:
+            with self._wake:
+                while not self._closed and (self._failure is not None or not self.has_work):
+                    self._wake.wait()
+                if self._closed:
+                    return
+            try:
+                self.step()
+            except (EngineDeadError, EngineClosedError):
+                continue  # every listener has been told
+
+    def step(self) -> list[Output]:
+        """Take new commands, run one step, deliver its outputs and return them."""
+        with self._step_lock:
+            self.check_usable()
+            outputs = self._take_commands()
+            if self._engine.has_unfinished:
+                try:
+                    outputs += self._engine.step()
+                except Exception as error:
+                    self._die(EngineDeadError(f"a step failed: {type(error).__name__}: {error}"))
+                if self._engine.dead is not None:
+                    self._die(self._engine.dead)
+            for output in outputs:
+                self._deliver(output)
+            return outputs
+
+    def _take_commands(self) -> list[Output]:
+        """Add and abort what callers asked for; the last outputs of aborted requests."""
+        outputs: list[Output] = []
+        while True:
+            with self._wake:
+                if not self._inbox:
+                    return outputs
+                command = self._inbox.popleft()
+            if isinstance(command, tuple):
+                outputs += self._engine.abort(command)
+                continue
+            try:
+                self._engine.add_request(
+                    command.request_id,
+                    command.prompt_token_ids,
+                    command.params,
+                    prompt_text=command.prompt,
+                    priority=command.priority,
+                    cache_salt=command.cache_salt,
+                    kind=command.kind,
+                    arrival_time=command.arrival_time,
+                    resolved=command.resolved,
+                )
+            except Exception as error:  # refused: this request's caller gets the reason
+                self._listeners.pop(command.request_id, None)
+                command.listener.fail(command.request_id, error)
+
+    def _deliver(self, output: Output) -> None:
+        listener = self._listeners.get(output.request_id)
+        if listener is None:
+            return
+        if output.finished:
+            del self._listeners[output.request_id]
+        if not listener.deliver(output) and not output.finished:
+            del self._listeners[output.request_id]
+            self._engine.abort((output.request_id,))
+
+    def _die(self, failure: EngineDeadError) -> NoReturn:
+        """The engine cannot go on: tell everybody, refuse everything from now on."""
+        logger.error("engine stopped: %s", failure)
+        with self._wake:
+            self._failure = failure
+        self._fail_all(failure)
+        raise failure
+
+    def _fail_all(self, error: Exception) -> None:
+        with self._wake:
+            waiting = list(self._listeners.items())
+            self._listeners.clear()
+            self._inbox.clear()
+        for request_id, listener in waiting:
+            listener.fail(request_id, error)
+
+    def metrics(self) -> dict[str, float]:
+        """A snapshot of the engine's counters."""
+        return self._engine.get_metrics()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes."""
+        with self._step_lock:
+            return self._engine.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Let the step in progress end, fail what is waiting, give everything back."""
+        if os.getpid() != self._owner:
+            return  # a forked child shares the memory but owns neither threads nor workers
+        with self._wake:
+            already = self._closed
+            self._closed = True
+            self._wake.notify_all()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+        if already:
+            return
+        with self._step_lock:
+            self._engine.close()
+        self._fail_all(EngineClosedError("the LLM was closed while this request was running"))

@@ -1,0 +1,222 @@
+"""From sampled tokens to what the caller sees: text, stop strings, log-probabilities, snapshots.
+
+``Completion`` is one answer; ``Generation`` is one request of the caller with its ``n`` (or
+``best_of``) answers. Both only collect: whether a request goes on is the scheduler's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from sdk.engine.plan import Sampled
+from sdk.engine.request import Request
+from sdk.outputs import (
+    CompletionOutput,
+    EmbeddingOutput,
+    FinishReason,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+)
+from sdk.params import RequestOutputKind, SamplingParams
+from sdk.quant.tokenizer import Tokenizer
+from sdk.text.detokenizer import IncrementalDetokenizer
+from sdk.text.stops import StopMatcher, StopStrings
+
+DecodeToken = Callable[[int], str | None]
+
+
+class Completion:
+    """One answer: collects tokens, text and log-probabilities, and finds stop strings.
+
+    ``text`` never contains characters that may still turn out to be part of a stop string.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        request: Request,
+        tokenizer: Tokenizer | None,
+        stops: StopStrings | None,
+        decode: DecodeToken,
+    ) -> None:
+        params = request.params
+        self.index = index
+        self.request = request
+        self.text = ""
+        self.token_ids: list[int] = []
+        self.cumulative_logprob: float | None = None if params.logprobs is None else 0.0
+        self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
+        self.embedding: list[float] | None = None
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self._decode = decode
+        self._detokenizer: IncrementalDetokenizer | None = None
+        self._stops: StopMatcher | None = None
+        if tokenizer is not None and params.detokenize and request.kind == "generate":
+            self._detokenizer = IncrementalDetokenizer(
+                tokenizer,
+                prompt_token_ids=request.token_ids,
+                skip_special_tokens=params.skip_special_tokens,
+                spaces_between_special_tokens=params.spaces_between_special_tokens,
+            )
+            if stops is not None:
+                self._stops = StopMatcher(stops, params.include_stop_str_in_output)
+        self._stopped = False  # by a stop string: what comes after it is no part of the text
+        self._sent_text = 0  # for DELTA: what the last output had
+        self._sent_tokens = 0
+
+    @property
+    def has_news(self) -> bool:
+        """True when it has something that no DELTA output has shown."""
+        return self._sent_tokens < len(self.token_ids) or self.finish_reason is not None
+
+    def push(self, sampled: Sampled) -> str | None:
+        """Add one token; returns the stop string it completed, if any."""
+        request, token_id = self.request, sampled.token_id
+        self.token_ids.append(token_id)
+        if sampled.logprob is not None:
+            self.cumulative_logprob = (self.cumulative_logprob or 0.0) + sampled.logprob
+            if self.logprobs is not None:
+                self.logprobs.append(logprob_row(sampled, self._decode))
+        if self._detokenizer is None:
+            return None
+        stopped_by_token = request.finish_reason == "stop"
+        if stopped_by_token and not request.params.include_stop_str_in_output:
+            return None  # EOS and stop tokens are no part of the text
+        return self._add_text(self._detokenizer.push(token_id))
+
+    def _add_text(self, text: str) -> str | None:
+        if self._stops is None or self._stopped:
+            self.text += text
+            return None
+        update = self._stops.push(
+            text, can_stop=len(self.token_ids) >= self.request.params.min_tokens
+        )
+        self.text += update.text
+        self._stopped = update.stop is not None
+        return update.stop
+
+    def finish(self, reason: FinishReason, stop_reason: int | str | None) -> None:
+        """No more tokens. Text that was held back comes out, unless a stop string cut it off."""
+        self.finish_reason = reason
+        self.stop_reason = stop_reason
+        if self._detokenizer is not None and not self._stopped:
+            self._add_text(self._detokenizer.finish())
+            if self._stops is not None and not self._stopped:
+                self.text += self._stops.finish()
+
+    def output(self, delta: bool, index: int | None = None) -> CompletionOutput:
+        """A snapshot with lists of its own."""
+        first = self._sent_tokens if delta else 0
+        text = self.text[self._sent_text :] if delta else self.text
+        self._sent_tokens, self._sent_text = len(self.token_ids), len(self.text)
+        return CompletionOutput(
+            index=self.index if index is None else index,
+            text=text,
+            token_ids=self.token_ids[first:],
+            cumulative_logprob=self.cumulative_logprob,
+            logprobs=None if self.logprobs is None else self.logprobs[first:],
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+
+def logprob_row(sampled: Sampled, decode: DecodeToken) -> dict[int, Logprob]:
+    """One position: the best tokens and the chosen one, by token id, best first."""
+    row = {token: Logprob(value, rank, decode(token)) for token, value, rank in sampled.top}
+    if sampled.token_id not in row and sampled.logprob is not None:
+        row[sampled.token_id] = Logprob(sampled.logprob, sampled.rank, decode(sampled.token_id))
+    return row
+
+
+class Generation:
+    """One request of the caller: its prompt, its answers, and which outputs it is owed."""
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_text: str | None,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        arrival_time: float,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt_text = prompt_text
+        self.prompt_token_ids = list(prompt_token_ids)
+        self.params = params
+        self.arrival_time = arrival_time
+        self.completions: list[Completion] = []
+        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        if params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None]
+
+    @property
+    def finished(self) -> bool:
+        """True when every answer is finished."""
+        return all(completion.finish_reason is not None for completion in self.completions)
+
+    def output(self) -> RequestOutput | EmbeddingOutput | None:
+        """The next output, or None where ``output_kind`` asks for none now."""
+        params, finished = self.params, self.finished
+        kind = params.output_kind
+        if params.num_answers > params.n:  # which answers are the best is known only in the end
+            kind = RequestOutputKind.FINAL_ONLY
+        if kind is RequestOutputKind.FINAL_ONLY and not finished:
+            return None
+        delta = kind is RequestOutputKind.DELTA
+        embedding = self.completions[0].embedding
+        if embedding is not None:
+            return EmbeddingOutput(
+                self.request_id, list(self.prompt_token_ids), embedding, metrics=self.metrics()
+            )
+        if params.num_answers > params.n:
+            best = sorted(self.completions, key=_badness)[: params.n]
+            outputs = [completion.output(False, index) for index, completion in enumerate(best)]
+            if params.logprobs is None:  # they were needed to choose, not asked for
+                outputs = [replace(output, logprobs=None) for output in outputs]
+        else:
+            outputs = [one.output(delta) for one in self.completions if one.has_news or not delta]
+        rows = self.prompt_logprobs
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt_text,
+            prompt_token_ids=list(self.prompt_token_ids),
+            prompt_logprobs=None if rows is None else list(rows),
+            outputs=outputs,
+            finished=finished,
+            metrics=self.metrics(),
+            num_cached_tokens=self.completions[0].request.num_cached,
+        )
+
+    def metrics(self) -> RequestMetrics:
+        """Times over all answers: the first of each first, the last of each last."""
+        requests = [completion.request for completion in self.completions]
+        first = requests[0]
+        metrics = RequestMetrics(
+            arrival_time=self.arrival_time,
+            queued_ts=first.queued_ts,
+            scheduled_ts=first.scheduled_ts,
+            first_token_ts=first.first_token_ts,
+            last_token_ts=first.last_token_ts,
+            num_generation_tokens=first.num_output_tokens,
+            num_preemptions=first.num_preemptions,
+        )
+        if len(requests) == 1:
+            return metrics
+        return replace(
+            metrics,
+            scheduled_ts=min((r.scheduled_ts for r in requests if r.scheduled_ts), default=None),
+            first_token_ts=min(
+                (r.first_token_ts for r in requests if r.first_token_ts), default=None
+            ),
+            last_token_ts=max((r.last_token_ts for r in requests if r.last_token_ts), default=None),
+            num_generation_tokens=sum(r.num_output_tokens for r in requests),
+            num_preemptions=sum(r.num_preemptions for r in requests),
+        )
+
+
+def _badness(completion: Completion) -> tuple[bool, float]:
+    """Sorts the best answer first: answers in error last, then by cumulative log-probability."""
+    return completion.finish_reason == "error", -(completion.cumulative_logprob or 0.0)

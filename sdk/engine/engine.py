@@ -1,0 +1,350 @@
+"""The loop: plan a step, run it, commit it, turn the tokens into outputs.
+
+``Engine`` owns a :class:`~sdk.engine.scheduler.Scheduler` and an executor. It is not thread-safe:
+the caller (``LLM``) serializes the calls, except that ``add_request`` and ``abort`` may come while
+``step`` waits for the executor.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Iterable, Sequence
+
+from sdk.engine.completion import Completion, Generation, logprob_row
+from sdk.engine.plan import RequestKind, StepPlan, StepResult
+from sdk.engine.request import Request
+from sdk.engine.scheduler import RequestUpdate, Scheduler
+from sdk.errors import EngineClosedError, EngineDeadError, RequestError
+from sdk.executors.base import Executor
+from sdk.outputs import EmbeddingOutput, FinishReason, RequestOutput
+from sdk.params import SamplingParams
+from sdk.quant.tokenizer import Tokenizer
+from sdk.sampling.resolved import ResolvedParams
+from sdk.sampling.uniform import child_seed
+from sdk.text.stops import StopStrings
+
+_NOTHING_RESOLVED = ResolvedParams()
+logger = logging.getLogger("sdk")
+Output = RequestOutput | EmbeddingOutput
+
+
+class Engine:
+    """Requests in, outputs out, one step at a time. The executor has been started.
+
+    ``tokenizer=None`` works on token ids alone: outputs carry no text, stop strings are refused.
+    ``vocab_size`` bounds the token ids of prompts. ``seed`` starts the generator that gives a seed
+    to requests without one.
+
+    A failure of the executor ends the engine: every request in it gets an output with
+    ``finish_reason="error"``, ``dead`` holds the :class:`EngineDeadError`, and from then on
+    requests and steps raise it.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        tokenizer: Tokenizer | None = None,
+        *,
+        vocab_size: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.scheduler = scheduler
+        self.dead: EngineDeadError | None = None
+        self._executor = executor
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._random = random.Random(seed)
+        self._generations: dict[str, Generation] = {}  # unfinished, by the caller's id
+        self._owners: dict[str, tuple[Generation, Completion]] = {}  # by the scheduler's id
+        self._news: dict[Generation, None] = {}  # those owed an output, in order
+        self._decoded: dict[int, str] = {}  # token id -> text, for logprobs
+        self._num_finished = 0
+        self._seconds = [0.0, 0.0, 0.0, 0.0]  # plan, execute, commit, outputs
+        self._closed = False
+
+    # Requests
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        prompt_text: str | None = None,
+        priority: int | None = None,
+        cache_salt: str | None = None,
+        kind: RequestKind = "generate",
+        arrival_time: float | None = None,
+        resolved: ResolvedParams = _NOTHING_RESOLVED,
+    ) -> None:
+        """Queue a request. Raises RequestError, EngineDeadError or EngineClosedError; then nothing
+        was queued. ``arrival_time`` is a moment of the scheduler's clock (default now) and decides
+        who is first; ``priority`` overrides ``params``.
+        """
+        self._check_alive()
+        if request_id in self._generations:
+            raise RequestError(f"request id {request_id!r} is already in use")
+        if self._tokenizer is None and (params.stop or params.stop_regex):
+            raise RequestError("stop and stop_regex need a tokenizer; this engine has none")
+        self._check_token_ids(prompt_token_ids)
+        arrival = self.scheduler.clock() if arrival_time is None else arrival_time
+        generation = Generation(request_id, prompt_text, prompt_token_ids, params, arrival)
+        children = self._fan_out(request_id, params, kind)
+        for child_id, _ in children:
+            if child_id in self._owners:
+                raise RequestError(f"request id {request_id!r} is already in use (as {child_id!r})")
+        requests = [
+            Request(
+                child_id,
+                prompt_token_ids,
+                child_params,
+                kind=kind,
+                priority=priority,
+                arrival_time=arrival,
+                salt=cache_salt,
+                resolved=resolved,
+            )
+            for child_id, child_params in children
+        ]
+        stops = None
+        if params.stop or params.stop_regex:
+            stops = StopStrings(
+                tuple(params.stop or ()), (params.stop_regex,) if params.stop_regex else ()
+            )
+        # The text side first: it may raise, and then the scheduler must know nothing.
+        generation.completions = [
+            Completion(index, request, self._tokenizer, stops, self._decode_token)
+            for index, request in enumerate(requests)
+        ]
+        for request in requests:  # alike in all that is checked: the first is refused, or none
+            self.scheduler.add(request)
+        for request, completion in zip(requests, generation.completions, strict=True):
+            self._owners[request.request_id] = (generation, completion)
+        self._generations[request_id] = generation
+
+    def _check_token_ids(self, token_ids: Sequence[int]) -> None:
+        limit = self._vocab_size
+        if token_ids and limit is not None and not 0 <= min(token_ids) <= max(token_ids) < limit:
+            wrong = next(token for token in token_ids if not 0 <= token < limit)
+            raise RequestError(f"prompt token id {wrong} is outside the vocabulary [0, {limit})")
+
+    def _fan_out(
+        self, request_id: str, params: SamplingParams, kind: RequestKind
+    ) -> list[tuple[str, SamplingParams]]:
+        """The scheduler's requests of one request: answer ``i`` has a seed made from the request's and i.
+
+        They are equal otherwise, except that only the first scores the prompt, and that choosing
+        the best of several needs their log-probabilities.
+        """
+        params = params.with_seed(self._random.getrandbits(63))
+        if kind == "embed" or params.num_answers == 1:
+            return [(request_id, params)]
+        logprobs = params.logprobs
+        if logprobs is None and params.num_answers > params.n:
+            logprobs = 0
+        seed = params.seed or 0
+        return [
+            (
+                f"{request_id}#{index}",
+                params.clone(
+                    n=1,
+                    best_of=None,
+                    seed=child_seed(seed, index),
+                    logprobs=logprobs,
+                    prompt_logprobs=params.prompt_logprobs if index == 0 else None,
+                ),
+            )
+            for index in range(params.num_answers)
+        ]
+
+    def abort(self, request_ids: Iterable[str]) -> list[Output]:
+        """End requests now; their pages are free at once. Unknown and finished ids are ignored.
+
+        Returns their last outputs (``finish_reason="abort"``, with what was generated so far).
+        """
+        last = []
+        for request_id in request_ids:
+            generation = self._generations.get(request_id)
+            if generation is not None:
+                for completion in generation.completions:
+                    if completion.finish_reason is None:
+                        self.scheduler.abort(completion.request.request_id)
+                        self._finish(generation, completion, "abort")
+                del self._news[generation]
+                last.append(generation.output())
+        return [output for output in last if output is not None]
+
+    @property
+    def has_unfinished(self) -> bool:
+        """True while ``step`` has something to do or to return."""
+        return bool(self._generations or self._news)
+
+    # The loop
+
+    def step(self) -> list[Output]:
+        """Run one step; returns an output per request that has news (and wants to hear it).
+
+        An interrupt (KeyboardInterrupt) while the executor works is raised on after everything was
+        put back: the requests go on with the next step.
+        """
+        self._check_alive()
+        clock, seconds = time.perf_counter, self._seconds
+        begin = clock()
+        plan = self.scheduler.plan()
+        planned = clock()
+        try:
+            result = StepResult(plan.step_id) if plan.empty else self._execute(plan)
+        except Exception as error:
+            self._die(error)
+            return self._outputs()
+        except BaseException:
+            self.scheduler.rollback()
+            raise
+        executed = clock()
+        updates = self.scheduler.commit(plan, result)
+        committed = clock()
+        for update in updates:
+            self._apply(update)
+        outputs = self._outputs()
+        seconds[0] += planned - begin
+        seconds[1] += executed - planned
+        seconds[2] += committed - executed
+        seconds[3] += clock() - committed
+        return outputs
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        result = self._executor.execute(plan)
+        if result.step_id != plan.step_id:
+            raise RuntimeError(f"step {plan.step_id} was answered by step {result.step_id}")
+        return result
+
+    def _apply(self, update: RequestUpdate) -> None:
+        """Hand one request's news to its answer. What goes wrong here ends that request only."""
+        owner = self._owners.get(update.request.request_id)
+        if owner is None or owner[1].request is not update.request:
+            return
+        generation, completion = owner
+        request = update.request
+        stop: str | None = None
+        try:
+            if update.prompt_logprobs and generation.prompt_logprobs is not None:
+                generation.prompt_logprobs += [
+                    logprob_row(scored, self._decode_token) for scored in update.prompt_logprobs
+                ]
+            if update.sampled is not None:
+                stop = completion.push(update.sampled)
+                self._news[generation] = None
+            completion.embedding = update.hidden
+        except Exception as error:
+            logger.warning("request %s failed", request.request_id, exc_info=True)
+            self.scheduler.finish(request.request_id, "error")
+            self._finish(generation, completion, "error", f"{type(error).__name__}: {error}")
+            return
+        if stop is not None:
+            # The scheduler may have ended it with this very token: what the text says comes first.
+            self.scheduler.finish(request.request_id, "stop", stop)
+            self._finish(generation, completion, "stop", stop)
+        elif request.finish_reason is not None:
+            self._finish(generation, completion, request.finish_reason, request.stop_reason)
+
+    def _finish(
+        self,
+        generation: Generation,
+        completion: Completion,
+        reason: FinishReason,
+        stop_reason: int | str | None = None,
+    ) -> None:
+        try:
+            completion.finish(reason, stop_reason)
+        except Exception as error:
+            logger.warning("request %s failed", completion.request.request_id, exc_info=True)
+            completion.finish_reason = "error"
+            completion.stop_reason = f"{type(error).__name__}: {error}"
+        del self._owners[completion.request.request_id]
+        self._news[generation] = None
+        if generation.finished:
+            # The id is free for another request from now on; its last output is in _news.
+            del self._generations[generation.request_id]
+            self._num_finished += 1
+
+    def _outputs(self) -> list[Output]:
+        news, self._news = self._news, {}
+        outputs = [generation.output() for generation in news]
+        return [output for output in outputs if output is not None]
+
+    def _die(self, error: Exception) -> None:
+        """The ranks are lost: every request ends in error, now."""
+        logger.error("the executor failed; the engine is dead", exc_info=error)
+        self.dead = EngineDeadError(f"the executor failed: {type(error).__name__}: {error}")
+        self.dead.__cause__ = error
+        for generation, completion in list(self._owners.values()):
+            self.scheduler.finish(completion.request.request_id, "error", str(self.dead))
+            self._finish(generation, completion, "error", str(self.dead))
+
+    def _decode_token(self, token_id: int) -> str | None:
+        """The text of one token on its own, for logprobs."""
+        if self._tokenizer is None:
+            return None
+        text = self._decoded.get(token_id)
+        if text is None:
+            text = self._tokenizer.decode([token_id], skip_special_tokens=False)
+            self._decoded[token_id] = text
+        return text
+
+    # The engine itself
+
+    def _check_alive(self) -> None:
+        if self._closed:
+            raise EngineClosedError("the engine was closed")
+        if self.dead is not None:
+            raise EngineDeadError(str(self.dead)) from self.dead
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; always possible, so always True (vLLM's may refuse)."""
+        self.scheduler.reset_prefix_cache()
+        return True
+
+    def get_metrics(self) -> dict[str, float]:
+        """Counters since the engine was built; times are seconds.
+
+        ``prefix_queries`` and ``prefix_hits`` count whole pages looked up and found when requests
+        were admitted, ``cache_hit_rate`` is their quotient. ``num_prompt_tokens`` are the prompt
+        tokens that were computed: not those a prefix hit gave, and again those lost to a
+        preemption.
+        """
+        scheduler = self.scheduler
+        pool = scheduler.pool
+        return {
+            "num_running": scheduler.num_running,
+            "num_waiting": scheduler.num_waiting,
+            "num_finished": self._num_finished,
+            "num_steps": scheduler.num_steps,
+            "num_prompt_tokens": scheduler.num_prompt_tokens,
+            "num_generation_tokens": scheduler.num_generation_tokens,
+            "num_preemptions": scheduler.num_preemptions,
+            "prefix_queries": pool.queries,
+            "prefix_hits": pool.hits,
+            "cache_hit_rate": pool.hits / pool.queries if pool.queries else 0.0,
+            "num_pages": pool.capacity,
+            "num_pages_used": pool.capacity - pool.num_available,
+            "num_pages_cached": pool.num_cached,
+            "plan_seconds": self._seconds[0],
+            "execute_seconds": self._seconds[1],
+            "commit_seconds": self._seconds[2],
+            "output_seconds": self._seconds[3],
+        }
+
+    def close(self) -> None:
+        """Abort everything and close the executor; idempotent. Afterwards requests and steps raise
+        EngineClosedError.
+        """
+        if not self._closed:
+            self._closed = True
+            self.abort(list(self._generations))
+            self._news.clear()
+            self._executor.close()
+            self._tokenizer = None
+            self._decoded.clear()

@@ -1,0 +1,200 @@
+"""The pages of the KV cache: who holds them, what is in them, which may be thrown away.
+
+A page is the KV of ``page_size`` consecutive tokens of one request, in every layer. It is in
+exactly one of three states: **used** (reference count > 0), **cached** (nobody holds it, but its
+content is known and a later request may want it) or **free**. ``free + cached + used == capacity``
+at all times.
+
+*Prefix cache.* A full page is known by the digest of everything that determines its content: the
+tokens before it and in it, the adapter, the KV type and the caller's salt::
+
+    root   = sha256(adapter, KV type, salt)
+    key_0  = sha256(root,         tokens of page 0)
+    key_i  = sha256(digest_{i-1}, tokens of page i)
+
+On a hit the parent digest and the tokens are compared too, so that a collision gives a miss and
+never somebody else's text. A page becomes known (``publish``) only after the step that wrote it was
+committed, and is never written again while known: whoever shares it may read it at any time.
+
+*Eviction.* Least recently used first; the pages of one request are given back tail first, so that a
+prefix loses its end before its beginning (a page whose predecessor is gone can never be hit again).
+
+*Page 0* is reserved: padding in page tables and batches may point at it, and no request ever owns
+it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from hashlib import sha256
+from typing import NamedTuple
+
+
+class PageKey(NamedTuple):
+    """What a full page holds: its digest, the digest of the page before it, and its own tokens."""
+
+    digest: bytes
+    parent: bytes
+    token_ids: tuple[int, ...]
+
+
+def root_digest(adapter: str | None, kv_type: str, salt: str | None) -> bytes:
+    """The parent of a request's first page: requests that differ in it never share a page."""
+    return sha256(repr((adapter, kv_type, salt)).encode("utf-8", "surrogatepass")).digest()
+
+
+def page_key(parent: bytes, token_ids: Sequence[int]) -> PageKey:
+    """The key of the page with these tokens that follows the page ``parent``."""
+    digest = sha256(parent + array("q", token_ids).tobytes()).digest()
+    return PageKey(digest, parent, tuple(token_ids))
+
+
+class PagePool:
+    """Hands out the pages ``1 .. num_pages - 1`` and remembers what full pages hold.
+
+    Not thread-safe. ``queries`` and ``hits`` count whole pages looked up and found by requests that
+    were admitted, ``evictions`` cached pages whose content was given up for a new owner.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, enable_prefix_caching: bool = True) -> None:
+        if num_pages < 2:
+            raise ValueError(f"num_pages must be at least 2 (page 0 is reserved), got {num_pages}")
+        if page_size < 1:
+            raise ValueError(f"page_size must be at least 1, got {page_size}")
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.capacity = num_pages - 1
+        self.queries = 0
+        self.hits = 0
+        self.evictions = 0
+        self._references = [0] * num_pages
+        self._keys: list[PageKey | None] = [None] * num_pages
+        self._free = list(
+            range(num_pages - 1, 0, -1)
+        )  # a stack: the page given back last goes first
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._known: dict[bytes, int] = {}  # digest -> page
+
+    @property
+    def num_free(self) -> int:
+        """Pages with nothing in them."""
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Pages nobody holds whose content is known."""
+        return len(self._cached)
+
+    @property
+    def num_available(self) -> int:
+        """Pages a new owner could get now: free ones and cached ones."""
+        return len(self._free) + len(self._cached)
+
+    def match(self, keys: Sequence[PageKey]) -> list[int]:
+        """The known pages of the longest prefix of ``keys``. Changes nothing."""
+        pages = []
+        for key in keys:
+            page = self._known.get(key.digest)
+            if page is None or self._keys[page] != key:
+                break
+            pages.append(page)
+        return pages
+
+    def acquire(self, hits: Sequence[int], num_new: int, *, spare: int = 0) -> list[int] | None:
+        """``hits`` (from ``match``, just now) shared and ``num_new`` pages of one's own, or
+        nothing.
+
+        All or nothing: ``None`` changes nothing, and is returned when fewer than ``spare`` pages
+        would stay available.
+        """
+        references, cached = self._references, self._cached
+        num_idle = sum(references[page] == 0 for page in hits)
+        if num_new + num_idle + spare > len(self._free) + len(cached):
+            return None
+        for page in hits:  # before any eviction, which must not take them
+            if references[page] == 0:
+                del cached[page]
+            references[page] += 1
+        pages = list(hits)
+        for _ in range(num_new):
+            page = self._free.pop() if self._free else self._evict()
+            references[page] = 1
+            pages.append(page)
+        return pages
+
+    def _evict(self) -> int:
+        page, _ = self._cached.popitem(last=False)
+        self._forget(page)
+        self.evictions += 1
+        return page
+
+    def _forget(self, page: int) -> None:
+        key = self._keys[page]
+        if key is not None:
+            self._keys[page] = None
+            del self._known[key.digest]
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Give back one reference to each page; a request's whole table at once, head first."""
+        for page in reversed(pages):  # tail first into the LRU order: the tail is evicted first
+            count = self._references[page]
+            if count == 0:
+                raise ValueError(f"page {page} is released but nobody holds it")
+            self._references[page] = count - 1
+            if count == 1:
+                if self._keys[page] is None:
+                    self._free.append(page)
+                else:
+                    self._cached[page] = None
+
+    def publish(self, page: int, key: PageKey) -> None:
+        """Make a full page known, now that a committed step has written it.
+
+        Where another page already holds the same (two requests computed it side by side) that one
+        stays the known one and this page remains private.
+        """
+        if not self._references[page]:
+            raise ValueError(f"page {page} is published but nobody holds it")
+        if not self.enable_prefix_caching or self._keys[page] is not None:
+            return
+        if self._known.setdefault(key.digest, page) == page:
+            self._keys[page] = key
+
+    def forget(self, pages: Iterable[int]) -> None:
+        """Make these pages unknown: their content is not to be trusted. Owners keep them."""
+        for page in pages:
+            self._forget(page)
+            if page in self._cached:
+                del self._cached[page]
+                self._free.append(page)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the content of every page; pages in use stay with their owners."""
+        self._free.extend(self._cached)
+        self._cached.clear()
+        self._known.clear()
+        self._keys = [None] * self.num_pages
+
+    def check(self, held: Iterable[Sequence[int]] | None = None) -> None:
+        """Assert that the books balance; ``held`` are the page tables of all owners, if given."""
+        free, cached = set(self._free), set(self._cached)
+        used = {page for page, count in enumerate(self._references) if count}
+        assert all(count >= 0 for count in self._references), "a negative reference count"
+        assert len(free) == len(self._free), "a page is free twice"
+        assert not (free & cached or free & used or cached & used), "a page is in two states"
+        assert len(free) + len(cached) + len(used) == self.capacity, "a page was lost"
+        assert 0 not in free | cached | used, "the reserved page 0 was handed out"
+        known = {page: key for page, key in enumerate(self._keys) if key is not None}
+        assert not free & known.keys(), "a free page is known"
+        assert cached <= known.keys(), "a cached page is not known"
+        assert self._known == {key.digest: page for page, key in known.items()}, "digests differ"
+        if held is not None:
+            counts = [0] * self.num_pages
+            for pages in held:
+                assert len(set(pages)) == len(pages), "a page is twice in one table"
+                for page in pages:
+                    counts[page] += 1
+            assert counts == self._references, "reference counts and page tables differ"

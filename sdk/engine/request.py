@@ -1,0 +1,189 @@
+"""One request as the scheduler sees it: token ids, counters, pages and a status. No tensors.
+
+There is no stored phase. What a request needs next follows from two counters: ``num_computed``
+tokens have their keys and values in ``pages``, ``len(token_ids)`` tokens are known. Prefill, a
+chunk of it, a prefix hit and decode differ only in how far the two are apart; a request samples in
+the step after which they are equal. Only ``Scheduler`` changes these fields.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+
+from sdk.engine.pages import PageKey, page_key
+from sdk.engine.plan import RequestKind
+from sdk.outputs import FinishReason
+from sdk.params import SamplingParams
+from sdk.sampling.resolved import ResolvedParams
+
+_NOTHING_RESOLVED = ResolvedParams()
+
+
+class RequestStatus(enum.Enum):
+    """Where a request is. The last five are final; their values are the public finish reasons."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+    DEADLINE = "deadline"
+
+
+_FINISHED: dict[RequestStatus, FinishReason] = {
+    RequestStatus.STOP: "stop",
+    RequestStatus.LENGTH: "length",
+    RequestStatus.ABORT: "abort",
+    RequestStatus.ERROR: "error",
+    RequestStatus.DEADLINE: "deadline",
+}
+
+
+class Request:
+    """One generation (one of the ``n`` answers a caller asked for) or one embedding.
+
+    ``arrival_time`` orders requests (first come, first served); ``deadline`` is a moment of the
+    scheduler's clock or infinity. ``salt`` and ``adapter`` keep prefix-cache entries apart.
+    """
+
+    __slots__ = (
+        "adapter",
+        "arrival_time",
+        "deadline",
+        "first_token_ts",
+        "keys",
+        "kind",
+        "last_token_ts",
+        "max_len",
+        "min_available",
+        "num_cached",
+        "num_computed",
+        "num_preemptions",
+        "num_prompt_scored",
+        "num_prompt_tokens",
+        "num_published",
+        "num_sent",
+        "order",
+        "pages",
+        "params",
+        "priority",
+        "publishes",
+        "queued_ts",
+        "request_id",
+        "resolved",
+        "salt",
+        "scheduled_ts",
+        "status",
+        "stop_reason",
+        "stop_token_ids",
+        "token_ids",
+        "waits_for",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        kind: RequestKind = "generate",
+        priority: int | None = None,
+        arrival_time: float = 0.0,
+        salt: str | None = None,
+        adapter: str | None = None,
+        resolved: ResolvedParams = _NOTHING_RESOLVED,
+    ) -> None:
+        self.request_id = request_id
+        self.params = params
+        self.kind: RequestKind = kind
+        self.priority = params.priority if priority is None else priority
+        self.arrival_time = arrival_time
+        self.salt = salt
+        self.adapter = adapter
+        self.resolved = resolved
+        self.status = RequestStatus.WAITING
+        self.stop_reason: int | str | None = None
+
+        self.token_ids = list(prompt_token_ids)  # prompt, then output
+        self.num_prompt_tokens = len(self.token_ids)
+        self.num_computed = 0
+        self.num_cached: int | None = None  # the prefix hit as first reported; kept over preemption
+        self.num_sent = 0  # tokens the ranks know
+        self.num_prompt_scored = 0  # prompt_logprobs handed out so far
+        self.num_preemptions = 0
+
+        self.pages: list[int] = []
+        self.keys: list[PageKey] = []  # of its full pages, as far as they were needed
+        self.num_published = 0  # leading pages that need no publishing any more
+        self.publishes = False
+
+        # Set by Scheduler.add.
+        self.order: tuple[float, float, int] = (0, 0.0, 0)  # smaller runs first
+        self.max_len = 0  # finish with "length" at so many tokens
+        self.stop_token_ids: frozenset[int] = frozenset(params.stop_token_ids or ())
+        self.deadline = math.inf
+        # Why it was not admitted last time, so that the next plan need not find out again.
+        self.min_available = 0
+        self.waits_for: bytes | None = None
+
+        self.queued_ts = 0.0
+        self.scheduled_ts: float | None = None
+        self.first_token_ts: float | None = None
+        self.last_token_ts: float | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id!r}, {self.status.value}, {self.num_computed} of "
+            f"{self.num_tokens} tokens computed, {len(self.pages)} pages)"
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known: prompt and output."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """A copy of the tokens generated so far."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def finished(self) -> bool:
+        """True when it will never run again."""
+        return self.status in _FINISHED
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """``stop``, ``length``, ``abort``, ``error``, ``deadline``; ``None`` while unfinished."""
+        return _FINISHED.get(self.status)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """True while prompt logprobs are missing: they need the logits of every prompt position."""
+        return (
+            self.params.prompt_logprobs is not None
+            and self.num_prompt_scored < self.num_prompt_tokens - 1
+        )
+
+    @property
+    def uses_prefix_cache(self) -> bool:
+        """False where every position must run: prompt logprobs, embeddings (which may pool)."""
+        return self.kind == "generate" and not self.scores_prompt
+
+    def extend_keys(self, root: bytes, page_size: int, num_pages: int) -> None:
+        """Compute the chained keys of the first ``num_pages`` pages, all of them full."""
+        keys, tokens = self.keys, self.token_ids
+        parent = keys[-1].digest if keys else root
+        for start in range(len(keys) * page_size, num_pages * page_size, page_size):
+            key = page_key(parent, tokens[start : start + page_size])
+            keys.append(key)
+            parent = key.digest

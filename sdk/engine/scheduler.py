@@ -1,0 +1,526 @@
+"""Which request runs how many tokens in the next step, and what a finished step means.
+
+``plan()`` decides, ``commit()`` is the only place where a request advances, and the cost of both is
+proportional to the requests that run (prompts are hashed once, when they are first looked at).
+
+How a step is filled, with a budget of ``max_num_batched_tokens``:
+
+1. Every running request that needs one token (decode) gets it.
+2. What is left of the budget goes to prompts in progress, then to waiting requests, oldest first.
+   Since the budget is at least ``max_num_seqs`` a prompt in progress gets at least one token per
+   step however many requests decode, and decodes never wait for a long prompt.
+3. A waiting request is admitted only with pages for all its known tokens, all or nothing, and only
+   if one page per running request stays available (so that it is not thrown out by the next
+   decode). Nobody overtakes the oldest waiting request, except while it waits for a prefix (below).
+
+*Order* is arrival; with ``policy="priority"`` a smaller ``priority`` comes first. When a decode
+needs a page and none is left, the last in this order is preempted: its pages go back, and it starts
+over from its known tokens (or a fresh prefix hit) when there is room. A request with nobody behind
+it waits a step in place. The first in order can take everything, and everything is enough (``add``
+refuses what is not), so the first always advances and nobody starves. A waiting request does not
+preempt a running one.
+
+*Prefixes being computed.* A request whose next page is about to be published by a running one waits
+for it instead of computing it again: this is how ``n`` answers share a prompt, and how a batch with
+one system prompt computes it once. It keeps its place; others may be admitted meanwhile.
+
+*Without chunked prefill* every prompt runs in one step. A preempted request comes back with prompt
+and output as its prompt, so the budget must hold ``max_model_len`` tokens, which is checked.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Literal, NamedTuple
+
+from sdk.engine.pages import PagePool, root_digest
+from sdk.engine.plan import RequestStart, Sampled, StepPlan, StepResult
+from sdk.engine.request import Request, RequestStatus
+from sdk.errors import RequestError
+from sdk.outputs import FinishReason
+
+_RUNNING = RequestStatus.RUNNING
+_ORDER = attrgetter("order")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of one scheduler. ``num_pages`` includes the reserved page 0; lengths are tokens."""
+
+    num_pages: int
+    page_size: int = 16
+    max_model_len: int = 2048
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 2048
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    kv_type: str = "auto"
+    eos_token_ids: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.policy not in ("fcfs", "priority"):
+            raise ValueError(f"policy must be 'fcfs' or 'priority', got {self.policy!r}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
+                f"max_num_seqs ({self.max_num_seqs}): every running request decodes in every step"
+            )
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
+            raise ValueError(
+                f"without chunked prefill max_num_batched_tokens ({self.max_num_batched_tokens}) "
+                f"must be at least max_model_len ({self.max_model_len}): a prompt runs in one step"
+            )
+
+
+class RequestUpdate(NamedTuple):
+    """What one step (or a deadline) changed for one request; ``request`` is its state now."""
+
+    request: Request
+    sampled: Sampled | None = None
+    prompt_logprobs: tuple[Sampled, ...] = ()
+    hidden: list[float] | None = None
+
+
+class Scheduler:
+    """Continuous batching over a :class:`PagePool`. Not thread-safe.
+
+    ``plan`` and ``commit`` alternate. ``add``, ``abort`` and ``finish`` may come between the two: a
+    step that is running ignores what it computes for a request that is gone.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.config = config
+        self.pool = PagePool(config.num_pages, config.page_size, config.enable_prefix_caching)
+        self.num_preemptions = 0
+        self.num_prompt_tokens = 0
+        self.num_generation_tokens = 0
+        self.clock = clock
+        self._requests: dict[str, Request] = {}  # unfinished, by id
+        self._waiting: list[Request] = []  # both sorted by Request.order
+        self._running: list[Request] = []
+        self._promised: dict[bytes, Request] = {}  # page digest -> the running request writing it
+        self._deadlines: list[tuple[float, int, Request]] = []  # heap
+        self._dropped: list[str] = []
+        self._expired: list[RequestUpdate] = []
+        self._plan: StepPlan | None = None  # in flight, with what it runs:
+        self._in_flight: list[tuple[Request, int]] = []
+        self._num_added = 0
+        self._step_id = 0
+        # A request may know one token more than the pages hold: the last one is never read back.
+        self._max_len = min(config.max_model_len, self.pool.capacity * config.page_size + 1)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold pages."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that hold none, preempted ones included."""
+        return len(self._waiting)
+
+    @property
+    def num_steps(self) -> int:
+        """Plans made so far."""
+        return self._step_id
+
+    # Coming and going
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises RequestError for one that could never run, naming why."""
+        config, num_tokens = self.config, request.num_tokens
+        if request.request_id in self._requests:
+            raise RequestError(f"request id {request.request_id!r} is already in use")
+        if num_tokens == 0:
+            raise RequestError("the prompt is empty: at least one token is needed")
+        room = 1 if request.kind == "generate" else 0
+        if num_tokens + room > config.max_model_len:
+            raise RequestError(
+                f"the prompt has {num_tokens} tokens; max_model_len is {config.max_model_len}"
+                + (", and at least 1 must be left for the answer" if room else "")
+            )
+        num_pages = -(-num_tokens // config.page_size)
+        if num_pages > self.pool.capacity:
+            raise RequestError(
+                f"the prompt needs {num_pages} KV pages of {config.page_size} tokens; "
+                f"{self.pool.capacity} are available in all"
+            )
+        params = request.params
+        if not params.ignore_eos:
+            request.stop_token_ids |= config.eos_token_ids
+        request.max_len = self._max_len
+        if params.max_tokens is not None:
+            request.max_len = min(self._max_len, num_tokens + params.max_tokens)
+        request.queued_ts = self.clock()
+        self._num_added += 1
+        priority = request.priority if config.policy == "priority" else 0
+        request.order = (priority, request.arrival_time, self._num_added)
+        if params.deadline is not None:
+            request.deadline = request.queued_ts + params.deadline
+            if len(self._deadlines) > 2 * len(self._requests) + 64:  # mostly of finished requests
+                self._deadlines = [entry for entry in self._deadlines if not entry[2].finished]
+                heapq.heapify(self._deadlines)
+            heapq.heappush(self._deadlines, (request.deadline, self._num_added, request))
+        self._requests[request.request_id] = request
+        insort(self._waiting, request, key=_ORDER)
+
+    def abort(self, request_id: str) -> Request | None:
+        """End a request now, whatever it is doing; its pages are free at once. None: not known."""
+        return self.finish(request_id, "abort")
+
+    def finish(
+        self, request_id: str, reason: FinishReason, stop_reason: int | str | None = None
+    ) -> Request | None:
+        """End a request for a reason found outside (a stop string, an error). None: not known."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._end(request, reason, stop_reason)
+        return request
+
+    def _end(self, request: Request, reason: FinishReason, stop: int | str | None = None) -> None:
+        if request.status is _RUNNING:
+            self._remove(self._running, request)
+            self._release(request)
+        else:
+            self._remove(self._waiting, request)
+        request.status = RequestStatus(reason)
+        request.stop_reason = stop
+        del self._requests[request.request_id]
+
+    @staticmethod
+    def _remove(queue: list[Request], request: Request) -> None:
+        del queue[bisect_left(queue, request.order, key=_ORDER)]
+
+    def _release(self, request: Request) -> None:
+        """Take pages and promises from a running request, and have the ranks forget it."""
+        self.pool.release(request.pages)
+        for key in request.keys[request.num_published :]:
+            if self._promised.get(key.digest) is request:
+                del self._promised[key.digest]
+        request.pages = []
+        self._dropped.append(request.request_id)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes; what runs now goes on, but is not cached any more."""
+        self.pool.reset_prefix_cache()
+        self._promised.clear()
+        for request in self._running:
+            request.publishes = False
+
+    # A step
+
+    def plan(self) -> StepPlan:
+        """Decide the next step. Only queues and pages change; tokens count when committed."""
+        if self._plan is not None:
+            raise RuntimeError(f"step {self._step_id} was planned but not committed")
+        now = self.clock()
+        self._expire(now)
+        decodes: list[tuple[str, int]] = []
+        chunks: list[tuple[str, int]] = []
+        appended: list[tuple[str, tuple[int, ...]]] = []
+        new_pages: list[tuple[str, tuple[int, ...]]] = []
+        started: list[RequestStart] = []
+        self._in_flight = []
+        budget = self._plan_decodes(decodes, appended, new_pages)
+        for request in self._running:
+            need = len(request.token_ids) - request.num_computed
+            if need > 1 and budget:
+                num = min(need, budget)
+                budget -= num
+                chunks.append((request.request_id, num))
+                self._in_flight.append((request, num))
+        if self._waiting and budget and len(self._in_flight) == len(self._running):
+            for request, num in self._admit(budget, now):
+                (decodes if num == 1 else chunks).append((request.request_id, num))
+                self._in_flight.append((request, num))
+                started.append(_start(request))
+        dropped, self._dropped = tuple(self._dropped), []
+        self._step_id += 1
+        self._plan = StepPlan(
+            step_id=self._step_id,
+            num_tokens=tuple(decodes + chunks),
+            started=tuple(started),
+            appended=tuple(appended),
+            new_pages=tuple(new_pages),
+            dropped=dropped,
+        )
+        return self._plan
+
+    def _plan_decodes(
+        self,
+        decodes: list[tuple[str, int]],
+        appended: list[tuple[str, tuple[int, ...]]],
+        new_pages: list[tuple[str, tuple[int, ...]]],
+    ) -> int:
+        """Give every running request that needs one token that token; returns the budget left."""
+        page_size, running = self.config.page_size, self._running
+        index = 0
+        while index < len(running):  # preemption shortens the list behind index
+            request = running[index]
+            index += 1
+            tokens = request.token_ids
+            num_computed = request.num_computed
+            if len(tokens) - num_computed > 1:
+                continue
+            request_id = request.request_id
+            if num_computed == len(request.pages) * page_size:
+                page = self._grow(request)
+                if page is None:
+                    continue  # the last in order waits for a page in place
+                new_pages.append((request_id, (page,)))
+            if request.num_sent < len(tokens):
+                appended.append((request_id, tuple(tokens[request.num_sent :])))
+                request.num_sent = len(tokens)
+            decodes.append((request_id, 1))
+            self._in_flight.append((request, 1))
+        return self.config.max_num_batched_tokens - len(decodes)
+
+    def _grow(self, request: Request) -> int | None:
+        """One more page, taken from whoever is last in order if need be."""
+        while (pages := self.pool.acquire((), 1)) is None:
+            if self._running[-1] is request:
+                return None
+            self._preempt(self._running.pop())
+        request.pages += pages
+        return pages[0]
+
+    def _preempt(self, request: Request) -> None:
+        """Send a request that was just taken out of the running ones back to wait."""
+        self._release(request)
+        request.status = RequestStatus.PREEMPTED
+        request.num_computed = 0  # what the cache still has is looked up again when it is admitted
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        insort(self._waiting, request, key=_ORDER)
+
+    def _admit(self, budget: int, now: float) -> Iterator[tuple[Request, int]]:
+        """Start waiting requests in order while budget, seats and pages last."""
+        waiting, index = self._waiting, 0
+        while budget and index < len(waiting):
+            if index + len(self._running) >= self.config.max_num_seqs:
+                return  # one that waits for a prefix keeps its seat: index of them were passed over
+            request = waiting[index]
+            if request.waits_for in self._promised:
+                index += 1
+                continue
+            if self.pool.num_available < request.min_available + len(self._running):
+                return
+            hits = self._find_prefix(request)
+            if request.waits_for is not None:
+                index += 1
+                continue
+            num_computed = len(hits) * self.config.page_size
+            num = request.num_tokens - num_computed
+            if num > budget and not self.config.enable_chunked_prefill:
+                return
+            if not self._acquire(request, hits):
+                return
+            del waiting[index]
+            request.num_computed = num_computed
+            if request.num_cached is None:
+                request.num_cached = num_computed
+                request.scheduled_ts = now
+            num = min(num, budget)
+            budget -= num
+            yield request, num
+
+    def _find_prefix(self, request: Request) -> list[int]:
+        """The cached pages it may use; sets ``waits_for`` when a running request writes the next
+        one.
+
+        At least the last token is always left to run: a step of no tokens would sample nothing.
+        """
+        request.waits_for = None
+        if not self.config.enable_prefix_caching:
+            return []
+        config, num_tokens = self.config, request.num_tokens
+        root = root_digest(request.adapter, config.kv_type, request.salt)
+        request.extend_keys(root, config.page_size, num_tokens // config.page_size)
+        if not request.uses_prefix_cache:
+            return []
+        keys = request.keys[: (num_tokens - 1) // config.page_size]
+        hits = self.pool.match(keys)
+        if len(hits) < len(keys) and keys[len(hits)].digest in self._promised:
+            request.waits_for = keys[len(hits)].digest
+        return hits
+
+    def _acquire(self, request: Request, hits: list[int]) -> bool:
+        """Make a waiting request a running one with pages for all its tokens, or change nothing."""
+        pool, num_tokens = self.pool, request.num_tokens
+        num_new = -(-num_tokens // self.config.page_size) - len(hits)
+        pages = pool.acquire(hits, num_new, spare=len(self._running))
+        if pages is None:
+            request.min_available = num_new  # asking again is pointless with fewer
+            return False
+        request.pages = pages
+        request.num_sent = num_tokens
+        request.num_published = len(hits)
+        request.publishes = self.config.enable_prefix_caching
+        request.min_available = 0
+        request.status = _RUNNING
+        insort(self._running, request, key=_ORDER)
+        if request.num_preemptions == 0 and request.uses_prefix_cache:
+            pool.queries += (num_tokens - 1) // self.config.page_size
+            pool.hits += len(hits)
+        for key in request.keys[len(hits) :]:
+            self._promised.setdefault(key.digest, request)
+        return True
+
+    def _expire(self, now: float) -> None:
+        """End the requests whose deadline has passed; the next commit reports them."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            request = heapq.heappop(self._deadlines)[2]
+            if not request.finished:
+                self._end(request, "deadline")
+                self._expired.append(RequestUpdate(request))
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:
+        """Advance the requests of ``plan`` by what came out; returns those with news."""
+        if plan is not self._plan or result.step_id != plan.step_id:
+            expected = "none" if self._plan is None else self._plan.step_id
+            raise RuntimeError(
+                f"commit of plan {plan.step_id} with the result of step {result.step_id}; "
+                f"the step in flight is {expected}"
+            )
+        now = self.clock()
+        updates, self._expired = self._expired, []
+        in_flight, self._in_flight, self._plan = self._in_flight, [], None
+        page_size, prompt_logprobs = self.config.page_size, result.prompt_logprobs
+        for request, num in in_flight:
+            if request.status is not _RUNNING:
+                continue  # aborted while the step ran
+            if request.request_id in result.errors:
+                self._fail(request, result.errors[request.request_id], updates)
+                continue
+            before = request.num_computed
+            after = request.num_computed = before + num
+            if before < request.num_prompt_tokens:
+                self.num_prompt_tokens += min(after, request.num_prompt_tokens) - before
+            if request.publishes and after // page_size > request.num_published:
+                self._publish(request, after // page_size)
+            scored: tuple[Sampled, ...] = ()
+            if prompt_logprobs and request.request_id in prompt_logprobs:
+                # After a preemption the first positions come a second time.
+                known = max(0, request.num_prompt_scored - before)
+                scored = prompt_logprobs[request.request_id][known:]
+                request.num_prompt_scored += len(scored)
+            if after == len(request.token_ids):
+                self._complete(request, result, scored, now, updates)
+            elif scored:
+                updates.append(RequestUpdate(request, None, scored))
+        return updates
+
+    def _publish(self, request: Request, num_full: int) -> None:
+        """Let others find the pages that this committed step has filled."""
+        if num_full > len(request.keys):
+            config = self.config
+            root = root_digest(request.adapter, config.kv_type, request.salt)
+            request.extend_keys(root, config.page_size, num_full)
+        for index in range(request.num_published, num_full):
+            key = request.keys[index]
+            self.pool.publish(request.pages[index], key)
+            if self._promised.get(key.digest) is request:
+                del self._promised[key.digest]
+        request.num_published = num_full
+
+    def _complete(
+        self,
+        request: Request,
+        result: StepResult,
+        scored: tuple[Sampled, ...],
+        now: float,
+        updates: list[RequestUpdate],
+    ) -> None:
+        """All known tokens have run: there is a next token, or the embedding."""
+        request_id = request.request_id
+        if request.kind == "embed":
+            hidden = result.hidden.get(request_id)
+            if hidden is None:
+                self._fail(request, "the step returned no embedding", updates)
+                return
+            self._end(request, "stop")
+            updates.append(RequestUpdate(request, None, scored, hidden))
+            return
+        sampled = result.sampled.get(request_id)
+        if sampled is None:
+            self._fail(request, "the step returned no token", updates)
+            return
+        tokens = request.token_ids
+        tokens.append(sampled.token_id)
+        self.num_generation_tokens += 1
+        request.last_token_ts = now
+        if request.first_token_ts is None:
+            request.first_token_ts = now
+        if (
+            sampled.token_id in request.stop_token_ids
+            and request.num_output_tokens >= request.params.min_tokens
+        ):
+            is_eos = sampled.token_id in self.config.eos_token_ids and not request.params.ignore_eos
+            self._end(request, "stop", None if is_eos else sampled.token_id)
+        elif len(tokens) >= request.max_len:
+            self._end(request, "length")
+        updates.append(RequestUpdate(request, sampled, scored))
+
+    def _fail(self, request: Request, message: str, updates: list[RequestUpdate]) -> None:
+        """End one request in error. Its pages may hold NaN: nobody must find them in the cache."""
+        self.pool.forget(request.pages)
+        self._end(request, "error", message)
+        updates.append(RequestUpdate(request))
+
+    def rollback(self) -> None:
+        """Undo a step that was interrupted: everything that ran starts over from its known tokens.
+
+        What the ranks did of the step is unknown, so they are told to forget all of it.
+        """
+        if self._plan is not None:
+            self._dropped = [*self._plan.dropped, *self._dropped]
+            self._plan, self._in_flight = None, []
+            while self._running:
+                self._preempt(self._running.pop())
+
+    def check(self) -> None:
+        """Assert that queues, pages and counters agree (tests call it after every event)."""
+        self.pool.check([request.pages for request in self._running])
+        queued = self._waiting + self._running
+        assert {r.request_id: r for r in queued} == self._requests, "a request is lost or twice"
+        for queue in (self._waiting, self._running):
+            assert queue == sorted(queue, key=_ORDER), "a queue is out of order"
+        assert len(self._running) <= self.config.max_num_seqs, "too many requests run"
+        for request in self._waiting:
+            assert not request.pages and not request.num_computed, "a waiting request holds KV"
+        for request in self._running:
+            assert request.status is _RUNNING, "a running request is not marked so"
+            held = len(request.pages) * self.config.page_size
+            assert request.num_computed <= min(held, request.num_tokens - 1), "computed too much"
+            assert request.num_tokens <= request.max_len, "a request is too long"
+        assert set(self._promised.values()) <= set(self._running), "a promise nobody keeps"
+        assert all(math.isfinite(moment) for moment, _, _ in self._deadlines)
+
+
+def _start(request: Request) -> RequestStart:
+    """What the ranks must know to run a request that they do not know."""
+    return RequestStart(
+        request_id=request.request_id,
+        token_ids=tuple(request.token_ids),
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_computed=request.num_computed,
+        pages=tuple(request.pages),
+        params=request.params,
+        kind=request.kind,
+        resolved=request.resolved,
+    )

@@ -1,0 +1,54 @@
+"""What runs where and why, in words."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from sdk.config import EngineConfig
+from sdk.memory import MemoryPlan, format_bytes
+from sdk.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from sdk.engine.runner import ModelRunner
+
+
+def explain(
+    config: EngineConfig,
+    model: ModelConfig,
+    plan: MemoryPlan,
+    runner: ModelRunner,
+    warnings: tuple[str, ...],
+) -> str:
+    """The text of :meth:`sdk.LLM.explain`."""
+    ops = runner.ops
+    lines = [
+        f"model      {config.model} ({model.model_type}, {model.num_layers} layers)",
+        f"device     {ops.device}, {ops.num_threads} threads, compute={ops.compute}, "
+        f"backends {', '.join(ops.backend_names)}",
+    ]
+    lines += [f"           no {name} backend: {reason}" for name, reason in ops.declined_backends]
+    lines += [f"memory     {line}" for line in str(plan).splitlines()]
+    lines.append("linear layers")
+    groups: dict[tuple[str, str, tuple[tuple[str, str], ...]], list[tuple[str, int]]]
+    groups = defaultdict(list)
+    for name, linear in runner.model.linears():
+        weight = linear.weight
+        choices = weight.choices()
+        kernels = "+".join(dict.fromkeys(choice.name for choice in choices))
+        declined = tuple(dict.fromkeys(why for choice in choices for why in choice.declined))
+        groups[str(weight.spec), kernels, declined].append((name, weight.nbytes))
+    for (spec, kernels, declined), members in groups.items():
+        size = format_bytes(sum(nbytes for _, nbytes in members))
+        names = members[0][0] if len(members) == 1 else f"{len(members)} x {members[0][0]} ..."
+        lines.append(f"  {spec:<12} {kernels:<24} {size:>10}  {names}")
+        lines += [f"  {'':<12} not {name}: {reason}" for name, reason in declined]
+    lines.append("other operators")
+    for problem, choice in ops.chosen():
+        detail = " ".join(
+            filter(None, (problem.kv_dtype, problem.head_dim and f"head_dim {problem.head_dim}"))
+        )
+        lines.append(f"  {problem.op:<18} {choice.name} {detail}".rstrip())
+        lines += [f"  {'':<18} not {name}: {reason}" for name, reason in choice.declined]
+    lines += [f"warning    {warning}" for warning in warnings]
+    return "\n".join(lines)

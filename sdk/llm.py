@@ -1,0 +1,504 @@
+"""``LLM``: the one class an application needs."""
+
+from __future__ import annotations
+
+import itertools
+import time
+import weakref
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from os import PathLike
+from typing import Any
+
+from sdk.config import EngineConfig
+from sdk.driver import Driver, Job, Listener
+from sdk.engine.engine import Output
+from sdk.engine.plan import RequestKind
+from sdk.errors import RequestError
+from sdk.explain import explain
+from sdk.listeners import AsyncMailbox, Collector, Mailbox
+from sdk.loading import load, plan
+from sdk.memory import MemoryPlan, release_free_memory
+from sdk.outputs import EmbeddingOutput, RequestOutput, ScoringOutput
+from sdk.params import RequestOutputKind, SamplingParams
+from sdk.progress import reporting
+from sdk.prompts import Message, Prompt, PromptLike, PromptReader, as_list, is_conversation
+from sdk.quant.tokenizer import Tokenizer
+from sdk.sampling.resolved import ResolvedParams, resolve
+
+ParamsLike = SamplingParams | Sequence[SamplingParams] | None
+
+
+class LLM:
+    """A model loaded into this process, and the engine that serves it.
+
+    ``model`` is a GGUF file, a folder with safetensors and ``config.json``, or a hub id. The options
+    are the fields of :class:`sdk.config.EngineConfig`; the ones to know are ``memory="2GiB"`` (a hard
+    budget for weights, KV cache and workspace), ``max_model_len``, ``num_threads`` and
+    ``compute="exact"``.
+
+    One object serves sync, async and streaming callers from any thread and any event loop. Use it as
+    a context manager, or call :meth:`close`; a forgotten one is closed when it is collected.
+
+    :raises CheckpointError: the file is missing, damaged or of an unsupported kind.
+    :raises OutOfMemoryError: the budget cannot hold the model; nothing has been loaded then.
+    :raises RequestError: an option has a bad value. :raises TypeError: an option is unknown.
+    """
+
+    def __init__(self, model: str | PathLike[str], **options: Any) -> None:
+        self.config = EngineConfig.from_options(model, options)
+        loaded = load(self.config)
+        self.model_config = loaded.model_config
+        self.memory_plan = loaded.plan
+        self.max_model_len = loaded.plan.max_model_len
+        self.load_warnings = loaded.warnings
+        self._eos_token_ids = loaded.eos_token_ids
+        self._default_params = loaded.default_params
+        self._runner = weakref.ref(loaded.runner)
+        self._reader = PromptReader(
+            loaded.tokenizer,
+            vocab_size=loaded.model_config.vocab_size,
+            max_model_len=self.max_model_len,
+            chat_template=self.config.chat_template,
+        )
+        self._driver = Driver(loaded.engine)
+        self._collector = Collector()
+        self._ids = itertools.count()
+        self._close = weakref.finalize(self, self._driver.close)
+
+    @staticmethod
+    def plan(model: str | PathLike[str], **options: Any) -> MemoryPlan:
+        """What ``LLM(model, **options)`` would occupy, from the file's headers alone."""
+        return plan(EngineConfig.from_options(model, options))
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End what is running and give back memory, threads and processes. Idempotent."""
+        self._close()
+        self._reader.close()
+        release_free_memory()
+
+    # ---- batches ---------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        sampling_params: ParamsLike = None,
+        *,
+        priority: int | Sequence[int] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete prompts together and wait; one output per prompt, in their order.
+
+        ``sampling_params``: one for all or one each (default: the model's own).
+        Ctrl-C, or any exception here, aborts exactly this call's requests.
+
+        :raises RequestError: before anything runs, when a prompt or parameter is not acceptable.
+        :raises EngineDeadError: when a worker died. :raises EngineClosedError: on or after ``close``.
+        """
+        items = as_list(prompts)
+        params = self._params(sampling_params, len(items))
+        read = [self._reader.read(p, q) for p, q in zip(items, params, strict=True)]
+        return self._run(read, params, priority, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: ParamsLike = None,
+        *,
+        priority: int | Sequence[int] | None = None,
+        use_tqdm: bool = True,
+        **template: Any,
+    ) -> list[RequestOutput]:
+        """Like :meth:`generate` for one conversation or several, through the model's chat template.
+
+        ``template``: ``add_generation_prompt``, ``chat_template``, ``tools``,
+        ``chat_template_kwargs``.
+        """
+        chats = self._conversations(messages)
+        params = self._params(sampling_params, len(chats))
+        read = [
+            self._reader.read_chat(c, q, **template) for c, q in zip(chats, params, strict=True)
+        ]
+        return self._run(read, params, priority, use_tqdm)
+
+    @staticmethod
+    def _conversations(messages: Any) -> list[Sequence[Message]]:
+        if is_conversation(messages):
+            return [messages]
+        if not isinstance(messages, Sequence) or not all(map(is_conversation, messages)):
+            raise RequestError(
+                "messages: expected a list of {'role': ..., 'content': ...} or a list of such lists, "
+                f"found {messages!r:.80}"
+            )
+        return list(messages)
+
+    def _run(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        priority: int | Sequence[int] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        mailbox = Mailbox()
+        finals = [p.clone(output_kind=RequestOutputKind.FINAL_ONLY) for p in params]
+        jobs = self._jobs(prompts, finals, mailbox, priority=priority)
+        return [_text(o) for o in self._wait(jobs, mailbox, "generate", use_tqdm)]
+
+    def _wait(
+        self, jobs: Sequence[Job], mailbox: Mailbox, stage: str, use_tqdm: bool
+    ) -> list[Output]:
+        done: dict[str, Output] = {}
+        try:
+            self._driver.submit(jobs)
+            bar = use_tqdm and len(jobs) > 1
+            with reporting(stage, "request", self.config.on_progress, bar=bar) as report:
+                while len(done) < len(jobs):
+                    output = mailbox.get()
+                    if output.finished:
+                        done[output.request_id] = output
+                        report(len(done), len(jobs))
+        except BaseException:
+            self._driver.abort(job.request_id for job in jobs)
+            raise
+        return [done[job.request_id] for job in jobs]
+
+    # ---- streams ---------------------------------------------------------------------------------
+
+    def stream(
+        self,
+        prompt: PromptLike | Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int | None = None,
+        **template: Any,
+    ) -> Iterator[RequestOutput]:
+        """Yield the answer to one prompt or conversation piece by piece (``text`` holds the new part).
+
+        The request starts at once. Leaving the loop early aborts it.
+        """
+        job, mailbox = self._stream_job(prompt, sampling_params, priority, template, Mailbox())
+        self._driver.submit([job])
+        return self._read_stream(job, mailbox)
+
+    def _read_stream(self, job: Job, mailbox: Mailbox) -> Iterator[RequestOutput]:
+        finished = False
+        try:
+            while not finished:
+                output = _text(mailbox.get())
+                finished = output.finished
+                yield output
+        finally:
+            if not finished:
+                self._driver.abort([job.request_id])
+
+    def _stream_job(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams | None,
+        priority: int | None,
+        template: Mapping[str, Any],
+        mailbox: Any,
+    ) -> tuple[Job, Any]:
+        params = self._params(sampling_params, 1)[0]
+        if is_conversation(prompt):
+            read = self._reader.read_chat(prompt, params, **template)
+        elif template:
+            raise TypeError(f"stream(): {sorted(template)} only apply to a conversation")
+        else:
+            items = as_list(prompt)
+            if len(items) != 1:
+                raise RequestError(f"stream: expected one prompt, found {len(items)}")
+            read = self._reader.read(items[0], params)
+        delta = params.clone(output_kind=RequestOutputKind.DELTA)
+        return self._jobs([read], [delta], mailbox, priority=priority)[0], mailbox
+
+    # ---- async twins -----------------------------------------------------------------------------
+
+    async def agenerate(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        sampling_params: ParamsLike = None,
+        *,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """:meth:`generate` for an event loop; cancelling the task aborts its requests."""
+        items = as_list(prompts)
+        params = self._params(sampling_params, len(items))
+        read = [self._reader.read(p, q) for p, q in zip(items, params, strict=True)]
+        return await self._arun(read, params, priority)
+
+    async def achat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: ParamsLike = None,
+        *,
+        priority: int | Sequence[int] | None = None,
+        **template: Any,
+    ) -> list[RequestOutput]:
+        """:meth:`chat` for an event loop."""
+        chats = self._conversations(messages)
+        params = self._params(sampling_params, len(chats))
+        read = [
+            self._reader.read_chat(c, q, **template) for c, q in zip(chats, params, strict=True)
+        ]
+        return await self._arun(read, params, priority)
+
+    async def _arun(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        priority: int | Sequence[int] | None,
+    ) -> list[RequestOutput]:
+        mailbox = AsyncMailbox()
+        finals = [p.clone(output_kind=RequestOutputKind.FINAL_ONLY) for p in params]
+        jobs = self._jobs(prompts, finals, mailbox, priority=priority)
+        done: dict[str, Output] = {}
+        try:
+            self._driver.submit(jobs)
+            while len(done) < len(jobs):
+                output = await mailbox.get()
+                if output.finished:
+                    done[output.request_id] = output
+        except BaseException:
+            self._driver.abort(job.request_id for job in jobs)
+            raise
+        return [_text(done[job.request_id]) for job in jobs]
+
+    async def astream(
+        self,
+        prompt: PromptLike | Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int | None = None,
+        **template: Any,
+    ) -> AsyncIterator[RequestOutput]:
+        """:meth:`stream` for an event loop. The request starts with the first ``async for`` step."""
+        job, mailbox = self._stream_job(prompt, sampling_params, priority, template, AsyncMailbox())
+        self._driver.submit([job])
+        finished = False
+        try:
+            while not finished:
+                output = _text(await mailbox.get())
+                finished = output.finished
+                yield output
+        finally:
+            if not finished:
+                self._driver.abort([job.request_id])
+
+    # ---- stepping by hand ------------------------------------------------------------------------
+
+    def enqueue(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        sampling_params: ParamsLike = None,
+        *,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[str]:
+        """Queue prompts and return their request ids at once.
+
+        Nothing runs until :meth:`step`, :meth:`pump` or :meth:`wait_for_completion` is called (or
+        another call keeps the engine running).
+        """
+        items = as_list(prompts)
+        params = self._params(sampling_params, len(items))
+        read = [self._reader.read(p, q) for p, q in zip(items, params, strict=True)]
+        jobs = self._jobs(read, params, self._collector, priority=priority)
+        for job in jobs:
+            self._collector.expect(job.request_id)
+        self._driver.submit(jobs, run=False)
+        return [job.request_id for job in jobs]
+
+    def wait_for_completion(self) -> list[RequestOutput]:
+        """Finish everything enqueued; final outputs in the order of enqueueing."""
+        self._driver.run()
+        try:
+            return [_text(output) for output in self._collector.wait()]
+        except KeyboardInterrupt:
+            self._driver.abort(self._collector.pending())
+            raise
+
+    def step(self) -> list[RequestOutput]:
+        """Run one engine step in this thread; what the enqueued requests produced in it."""
+        self._driver.check_usable()
+        outputs = [o for o in self._driver.step() if isinstance(o, RequestOutput)]
+        for output in outputs:
+            if output.finished:
+                self._collector.discard(output.request_id)
+        return outputs
+
+    def pump(self, max_ms: float) -> list[RequestOutput]:
+        """Step for about ``max_ms`` milliseconds, for a host with a frame to draw.
+
+        Always runs at least one step when there is work; returns early when there is none. A step in
+        progress is not interrupted: bound it with ``max_num_batched_tokens``.
+        """
+        end = time.monotonic() + max_ms / 1000
+        outputs: list[RequestOutput] = []
+        while self._driver.has_work:
+            outputs += self.step()
+            if time.monotonic() >= end:
+                break
+        return outputs
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        """Whether a step would do anything."""
+        return self._driver.has_work
+
+    def abort(self, request_id: str | Sequence[str]) -> None:
+        """End requests with ``finish_reason="abort"``; unknown and finished ids are ignored."""
+        self._driver.abort([request_id] if isinstance(request_id, str) else request_id)
+
+    # ---- embeddings ------------------------------------------------------------------------------
+
+    def embed(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingOutput]:
+        """The last token's hidden state of each prompt, after the final norm, scaled to length 1."""
+        params = SamplingParams(truncate_prompt_tokens=truncate_prompt_tokens)
+        read = [self._reader.read(item, params, room=0) for item in as_list(prompts)]
+        mailbox = Mailbox()
+        jobs = self._jobs(read, [params] * len(read), mailbox, kind="embed")
+        return [_embedding(o) for o in self._wait(jobs, mailbox, "embed", use_tqdm)]
+
+    def score(
+        self,
+        data_1: PromptLike | Sequence[PromptLike],
+        data_2: PromptLike | Sequence[PromptLike],
+    ) -> list[ScoringOutput]:
+        """Cosine similarity of embeddings, pair by pair; one ``data_1`` may meet many ``data_2``."""
+        left, right = as_list(data_1), as_list(data_2)
+        if len(left) != len(right) and len(left) != 1:
+            raise RequestError(
+                f"score: expected one text or {len(right)} in data_1, found {len(left)}"
+            )
+        embedded = self.embed([*left, *right], use_tqdm=False)
+        first, second = embedded[: len(left)], embedded[len(left) :]
+        if len(first) == 1:
+            first = first * len(second)
+        return [
+            ScoringOutput(b.request_id, _dot(a, b)) for a, b in zip(first, second, strict=True)
+        ]
+
+    # ---- information -----------------------------------------------------------------------------
+
+    def explain(self) -> str:
+        """What runs where and why: memory, kernels per layer, and why faster ones declined."""
+        self._driver.check_usable()
+        runner = self._runner()
+        assert runner is not None
+        return explain(self.config, self.model_config, self.memory_plan, runner, self.load_warnings)
+
+    def get_metrics(self) -> dict[str, float]:
+        """Counters of the engine since it started."""
+        self._driver.check_usable()
+        return self._driver.metrics()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; always possible, so always ``True``."""
+        self._driver.check_usable()
+        return self._driver.reset_prefix_cache()
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. :raises RequestError: when it has none."""
+        self._driver.check_usable()
+        if self._reader.tokenizer is None:
+            raise RequestError("this LLM has no tokenizer")
+        return self._reader.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What a call without ``sampling_params`` uses: the checkpoint's generation config."""
+        return self._default_params
+
+    # ---- shared ----------------------------------------------------------------------------------
+
+    def _params(self, given: ParamsLike, count: int) -> list[SamplingParams]:
+        if given is None or isinstance(given, SamplingParams):
+            return [given or self._default_params] * count
+        params = list(given)
+        for item in params:
+            if not isinstance(item, SamplingParams):
+                raise RequestError(f"sampling_params: expected SamplingParams, found {item!r:.80}")
+        if len(params) != count:
+            raise RequestError(
+                f"sampling_params: expected one or one per prompt ({count}), found {len(params)}"
+            )
+        return params
+
+    def _jobs(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        listener: Listener,
+        *,
+        priority: int | Sequence[int] | None = None,
+        kind: RequestKind = "generate",
+    ) -> list[Job]:
+        priorities: list[int | None]
+        if priority is None or isinstance(priority, int):
+            priorities = [priority] * len(prompts)
+        else:
+            priorities = list(priority)
+            if len(priorities) != len(prompts):
+                raise RequestError(
+                    f"priority: expected one or {len(prompts)} numbers, found {len(priorities)}"
+                )
+        now = time.monotonic()
+        jobs = []
+        for prompt, param, urgency in zip(prompts, params, priorities, strict=True):
+            jobs.append(
+                Job(
+                    request_id=str(next(self._ids)),
+                    prompt_token_ids=prompt.token_ids,
+                    params=param,
+                    listener=listener,
+                    prompt=prompt.text,
+                    priority=urgency,
+                    cache_salt=prompt.cache_salt,
+                    kind=kind,
+                    arrival_time=now,
+                    resolved=self._resolve(param),
+                )
+            )
+        return jobs
+
+    def _resolve(self, params: SamplingParams) -> ResolvedParams:
+        """The token ids behind the words of ``params``."""
+        tokenizer = self._reader.tokenizer
+        start = tokenizer.token_to_id("<think>") if tokenizer is not None else None
+        end = tokenizer.token_to_id("</think>") if tokenizer is not None else None
+        return resolve(
+            params,
+            tokenizer,
+            self.model_config.vocab_size,
+            eos_token_ids=self._eos_token_ids,
+            think_start_id=start,
+            think_end_id=end,
+        )
+
+
+def _text(output: Output) -> RequestOutput:
+    assert isinstance(output, RequestOutput)
+    return output
+
+
+def _embedding(output: Output) -> EmbeddingOutput:
+    if isinstance(output, EmbeddingOutput):
+        return output
+    reason = output.outputs[0]
+    raise RequestError(
+        f"embed: request {output.request_id} ended with {reason.finish_reason}: {reason.stop_reason}"
+    )
+
+
+def _dot(a: EmbeddingOutput, b: EmbeddingOutput) -> float:
+    return sum(x * y for x, y in zip(a.embedding, b.embedding, strict=True))

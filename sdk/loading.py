@@ -1,0 +1,207 @@
+"""From options to a running engine: read the headers, plan the memory, then load."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sdk.config import EngineConfig
+from sdk.engine.engine import Engine
+from sdk.engine.kv_cache import kv_spec
+from sdk.engine.runner import ModelRunner, RunnerConfig
+from sdk.engine.scheduler import Scheduler, SchedulerConfig
+from sdk.errors import CheckpointError, RequestError, UnsupportedError
+from sdk.executors.local import LocalExecutor
+from sdk.loaders.open import open_checkpoint
+from sdk.loaders.tokenizer import tokenizer_from_folder
+from sdk.memory import Demand, MemoryPlan, available_memory, plan_memory
+from sdk.models.auto import read_config
+from sdk.models.config import ModelConfig
+from sdk.params import SamplingParams
+from sdk.progress import reporting
+from sdk.quant.checkpoint import Checkpoint
+from sdk.quant.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Everything an :class:`sdk.LLM` is made of."""
+
+    engine: Engine
+    runner: ModelRunner
+    tokenizer: Tokenizer | None
+    model_config: ModelConfig
+    plan: MemoryPlan
+    default_params: SamplingParams
+    eos_token_ids: frozenset[int]
+    warnings: tuple[str, ...]
+
+
+def plan(config: EngineConfig) -> MemoryPlan:
+    """The memory plan of ``config``; reads headers, loads nothing."""
+    checkpoint = _open(config)
+    try:
+        return _plan(config, checkpoint, _model_config(config, checkpoint))
+    finally:
+        checkpoint.close()
+
+
+def load(config: EngineConfig) -> Loaded:
+    """Build the engine; on any error everything built so far is given back."""
+    with contextlib.ExitStack() as undo:
+        checkpoint = _open(config)
+        undo.callback(checkpoint.close)
+        model_config = _model_config(config, checkpoint)
+        memory = _plan(config, checkpoint, model_config)
+        tokenizer = None if config.skip_tokenizer_init else _tokenizer(config, checkpoint)
+        default_params = _default_params(checkpoint.generation_config)
+        runner_config = RunnerConfig(
+            model=str(checkpoint.path),
+            num_pages=memory.num_pages + 1,  # page 0 belongs to nobody
+            page_size=memory.page_size,
+            kv_dtype=memory.kv_dtype,
+            max_model_len=memory.max_model_len,
+            num_threads=max(_threads(config) // config.tensor_parallel_size, 1),
+            compute=_compute(config),
+            hf_overrides=dict(config.hf_overrides or {}),
+        )
+        eos = frozenset(tokenizer.eos_token_ids if tokenizer is not None else _eos(checkpoint))
+        scheduler_config = SchedulerConfig(
+            num_pages=runner_config.num_pages,
+            page_size=memory.page_size,
+            max_model_len=memory.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            enable_prefix_caching=config.enable_prefix_caching,
+            enable_chunked_prefill=config.enable_chunked_prefill,
+            policy=config.scheduling_policy,
+            kv_type=memory.kv_dtype,
+            eos_token_ids=eos,
+        )
+        executor = _executor(config, runner_config, checkpoint)
+        undo.callback(executor.close)
+        with reporting("load", "B", config.on_progress) as report:
+            checkpoint.on_bytes = report
+            executor.start()
+        engine = Engine(
+            Scheduler(scheduler_config),
+            executor,
+            tokenizer,
+            vocab_size=model_config.vocab_size,
+            seed=config.seed,
+        )
+        undo.pop_all()
+    warnings = [f"unused tensor {name}" for name in executor.runner.unused_tensors]
+    return Loaded(
+        engine=engine,
+        runner=executor.runner,
+        tokenizer=tokenizer,
+        model_config=model_config,
+        plan=memory,
+        default_params=default_params,
+        eos_token_ids=eos,
+        warnings=tuple(warnings),
+    )
+
+
+def _open(config: EngineConfig) -> Checkpoint:
+    checkpoint = open_checkpoint(
+        config.model, revision=config.revision, local_files_only=config.local_files_only
+    )
+    if config.load_format not in ("auto", checkpoint.format):
+        checkpoint.close()
+        raise CheckpointError(
+            f"{checkpoint.path}: load_format={config.load_format!r}, but this is {checkpoint.format}"
+        )
+    return checkpoint
+
+
+def _model_config(config: EngineConfig, checkpoint: Checkpoint) -> ModelConfig:
+    return read_config({**checkpoint.config, **(config.hf_overrides or {})})
+
+
+def _compute(config: EngineConfig) -> str:
+    # dtype="float32" asks for the arithmetic that compute="exact" names
+    return "exact" if config.dtype == "float32" else config.compute
+
+
+def _threads(config: EngineConfig) -> int:
+    return config.num_threads or len(os.sched_getaffinity(0))
+
+
+def _plan(config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig) -> MemoryPlan:
+    dtype = config.kv_cache_dtype
+    if dtype == "auto":
+        dtype = "float32" if _compute(config) == "exact" else "float16"
+    # Every rank is a process of this machine: the budget holds the pages of all of them, and with
+    # more ranks than heads some heads are kept twice.
+    heads = max(model.num_kv_heads, config.tensor_parallel_size)
+    page_bytes = kv_spec(model, heads, config.block_size, dtype).page_bytes
+    return plan_memory(
+        Demand(
+            weights=sum(entry.nbytes for entry in checkpoint.entries()),
+            page_bytes=page_bytes,
+            page_size=config.block_size,
+            kv_dtype=dtype,
+            model_context=model.max_position,
+            hidden_size=model.hidden_size,
+            intermediate_size=model.intermediate_size,
+            vocab_size=model.vocab_size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        ),
+        budget=_bytes(config.memory),
+        kv_budget=_bytes(config.kv_cache_memory_bytes),
+        max_model_len=config.max_model_len,
+        available=available_memory(),
+    )
+
+
+def _bytes(value: int | str | None) -> int | None:
+    assert not isinstance(value, str)  # EngineConfig has parsed it
+    return value
+
+
+def _tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:
+    if config.tokenizer is None:
+        found: Tokenizer | None = checkpoint.tokenizer
+        return found
+    named = tokenizer_from_folder(config.tokenizer)
+    if named is None:
+        raise CheckpointError(f"{config.tokenizer}: no tokenizer files in it")
+    return named
+
+
+def _default_params(generation: Mapping[str, Any]) -> SamplingParams:
+    """What the checkpoint recommends; greedy where it says ``do_sample: false``."""
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    given = {name: generation[name] for name in names if generation.get(name) is not None}
+    if generation.get("do_sample") is False:
+        given["temperature"] = 0.0
+    try:
+        return SamplingParams.from_optional(**given)
+    except RequestError as error:
+        raise CheckpointError(f"generation_config: {error}") from error
+
+
+def _eos(checkpoint: Checkpoint) -> list[int]:
+    """The ids that end an answer where no tokenizer says so."""
+    for facts in (checkpoint.generation_config, checkpoint.config):
+        ids = facts.get("eos_token_id")
+        if isinstance(ids, int):
+            return [ids]
+        if isinstance(ids, list):
+            return [token for token in ids if isinstance(token, int)]
+    return []
+
+
+def _executor(
+    config: EngineConfig, runner_config: RunnerConfig, checkpoint: Checkpoint
+) -> LocalExecutor[ModelRunner]:
+    """One rank reuses the opened checkpoint."""
+    return LocalExecutor(
+        lambda given, mesh: ModelRunner(given, mesh, checkpoint), runner_config
+    )

@@ -1,0 +1,107 @@
+"""What the caller gets back: immutable snapshots with the names vLLM users know.
+
+An output object never changes after it was handed out: each step that has news builds new ones,
+with their own lists. ``finish_reason`` is ``stop`` (EOS, a stop token or a stop string), ``length``
+(the parameter ``max_tokens`` or the end of the context), ``abort``, ``error`` or ``deadline``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort", "error", "deadline"]
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Natural-log probability of one token; ``rank`` 1 is the most likely token."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One of the ``n`` answers of a request.
+
+    ``stop_reason`` is the stop string or stop token id that ended the answer, ``None`` for EOS, and
+    the message when ``finish_reason`` is ``error``. With ``RequestOutputKind.DELTA`` ``text``,
+    ``token_ids`` and ``logprobs`` hold what is new since the last output, else everything so far.
+    ``cumulative_logprob`` (the sum over all tokens so far) needs ``logprobs``.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    lora_request: object | None = None
+
+    @property
+    def finished(self) -> bool:
+        """True when nothing more will be generated for this answer."""
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Times and counts of one request.
+
+    All times are seconds of the engine's monotonic clock, so that any two may be subtracted
+    (differs from vLLM, where ``arrival_time`` is wall clock); ``None`` until it happened. For a
+    request with several answers they span all of them, and the counts are sums.
+    """
+
+    arrival_time: float
+    queued_ts: float
+    scheduled_ts: float | None = None
+    first_token_ts: float | None = None
+    last_token_ts: float | None = None
+    num_generation_tokens: int = 0
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """News of one request: its prompt and its answers so far.
+
+    ``prompt_logprobs`` starts with ``None`` because nothing precedes the first
+    token. ``num_cached_tokens`` is how many prompt tokens the prefix cache answered when the
+    request was first scheduled (``None`` before that).
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics | None = None
+    lora_request: object | None = None
+    num_cached_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """The pooled hidden state of one prompt, ``hidden_size`` numbers.
+
+    An embed request that fails or is aborted ends with a :class:`RequestOutput` that says why.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    embedding: list[float]
+    finished: bool = True
+    metrics: RequestMetrics | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringOutput:
+    """How alike two texts are: the cosine of their embeddings, -1 to 1."""
+
+    request_id: str
+    score: float

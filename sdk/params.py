@@ -1,0 +1,393 @@
+"""``SamplingParams``: what the caller may ask of one request, checked when it is constructed.
+
+Names and defaults are those of vLLM, with three differences on purpose: ``max_tokens=None`` means
+"up to the end of the context" (not 16), ``temperature`` is used exactly however small it is (only 0
+is greedy), and samplers known from llama.cpp (typical, DRY, XTC, mirostat) are ordinary parameters.
+A value out of range raises :class:`~sdk.errors.RequestError` naming the parameter, the value and
+the allowed range; an unknown keyword raises ``TypeError`` naming the nearest one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import enum
+import math
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sdk.errors import RequestError
+
+#: Limits, so that one request cannot exhaust the process. They are part of the error messages.
+MAX_N = 64
+MAX_LOGPROBS = 1024  # more than this: -1, the whole vocabulary
+MAX_TOKEN_ID = 2**31 - 1
+MAX_STOP_STRINGS = 64
+MAX_STOP_LENGTH = 1024
+MAX_TOKEN_LIST = 4096  # stop_token_ids, logprob_token_ids, logit_bias
+MAX_ALLOWED_IDS = 2**20
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_LENGTH = 256
+MAX_PROCESSORS = 16
+_INT31 = 2**31 - 1
+
+#: ``(output_token_ids, logits_row [V] float32) -> logits_row``, called for every sampled position.
+LogitsProcessor = Callable[[Sequence[int], Any], Any]
+
+
+class RequestOutputKind(enum.Enum):
+    """What each output of a stream holds: all text so far, the new text, or only the last."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+@dataclass(frozen=True)
+class _Range:
+    """Allowed numbers of one field; ``open_low`` excludes ``low`` itself."""
+
+    low: float
+    high: float
+    open_low: bool = False
+    optional: bool = False  # None allowed
+    also: tuple[float, ...] = ()  # values outside the range with a meaning of their own
+
+    def __contains__(self, value: float) -> bool:
+        if value in self.also:
+            return True
+        return (self.low < value if self.open_low else self.low <= value) and value <= self.high
+
+    def __str__(self) -> str:
+        text = f"{'(' if self.open_low else '['}{self.low}, {self.high}]"
+        text += "".join(f" or {value}" for value in self.also)
+        return text + (" or None" if self.optional else "")
+
+
+_INTEGERS = {
+    "n": _Range(1, MAX_N),
+    "best_of": _Range(1, MAX_N, optional=True),
+    "top_k": _Range(1, _INT31, also=(0, -1)),
+    "seed": _Range(-(2**63), 2**64 - 1, optional=True),
+    "max_tokens": _Range(1, _INT31, optional=True),
+    "min_tokens": _Range(0, _INT31),
+    "logprobs": _Range(0, MAX_LOGPROBS, optional=True, also=(-1,)),
+    "prompt_logprobs": _Range(0, MAX_LOGPROBS, optional=True, also=(-1,)),
+    "truncate_prompt_tokens": _Range(1, _INT31, optional=True, also=(-1,)),
+    "dry_allowed_length": _Range(0, _INT31),
+    "dry_penalty_last_n": _Range(0, _INT31, also=(-1,)),
+    "mirostat_mode": _Range(0, 0, also=(2,)),
+    "no_repeat_ngram_size": _Range(0, 1024),
+    "thinking_token_budget": _Range(0, _INT31, optional=True),
+    "priority": _Range(-(2**31), _INT31),
+}
+_FLOATS = {
+    "presence_penalty": _Range(-2, 2),
+    "frequency_penalty": _Range(-2, 2),
+    "repetition_penalty": _Range(0.01, 100),
+    "temperature": _Range(0, 1e6),
+    "top_p": _Range(0, 1, open_low=True),
+    "min_p": _Range(0, 1),
+    "typical_p": _Range(0, 1, open_low=True),
+    "dry_multiplier": _Range(0, 100),
+    "dry_base": _Range(1, 100),
+    "xtc_probability": _Range(0, 1),
+    "xtc_threshold": _Range(0, 1),
+    "mirostat_tau": _Range(0, 100),
+    "mirostat_eta": _Range(0, 1),
+    "deadline": _Range(0, 1e9, open_low=True, optional=True),
+    "guidance_scale": _Range(0, 1e3),
+}
+_BOOLEANS = (
+    "ignore_eos",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+)
+_TOKEN_LISTS = {
+    "stop_token_ids": MAX_TOKEN_LIST,
+    "logprob_token_ids": MAX_TOKEN_LIST,
+    "allowed_token_ids": MAX_ALLOWED_IDS,
+}
+_STRING_LISTS = {
+    "stop": (MAX_STOP_STRINGS, MAX_STOP_LENGTH),
+    "bad_words": (MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH),
+    "dry_sequence_breakers": (MAX_STOP_STRINGS, MAX_STOP_LENGTH),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one request is sampled, when it stops, what it returns. Change by :meth:`clone`.
+
+    **How many.** ``n`` answers are returned out of ``best_of`` (``None``: ``n``) generated.
+
+    **Logits.** ``repetition_penalty`` counts prompt and output, ``presence_penalty`` and
+    ``frequency_penalty`` the output only. ``logit_bias`` maps token id to an addend in [-100, 100].
+    ``allowed_token_ids`` forbids every other id; ``bad_words`` are never completed; ``min_tokens``
+    forbids EOS and ``stop_token_ids`` until that many tokens are out. ``no_repeat_ngram_size``
+    forbids repeating an n-gram of that size; ``dry_*`` penalizes continuing a repetition.
+    ``logits_processors`` are called as ``f(output_token_ids, logits_row) -> logits_row``; an
+    exception in one fails this request only. ``thinking_token_budget`` forces the end of thinking.
+
+    **Choice.** ``temperature`` 0 is greedy. ``top_k`` 0 and -1, ``top_p`` 1, ``min_p`` 0,
+    ``typical_p`` 1, ``xtc_probability`` 0 and ``mirostat_mode`` 0 are off; ``mirostat_mode=2``
+    replaces the other truncations. ``seed`` (-1 is ``None``) makes the answer repeatable whatever
+    else is in the batch.
+
+    **Stopping.** ``stop`` (a string or several), ``stop_token_ids``, ``stop_regex``, ``max_tokens``
+    (``None``: to the end of the context), EOS unless ``ignore_eos``, ``deadline`` in seconds after
+    arrival (finish reason ``"deadline"``, the partial answer is kept).
+
+    **Returned.** ``logprobs=k`` returns the k best and the chosen token, ``prompt_logprobs`` the
+    same for the prompt; -1 is the whole vocabulary, ``logprob_token_ids`` adds given ids. They are
+    natural logarithms of the model's own distribution, before anything above changes it.
+    ``truncate_prompt_tokens`` keeps the last so many tokens of a too long prompt (-1: what fits).
+
+    ``structured_outputs``, ``guided_decoding`` and a ``guidance_scale`` other than 1 are refused.
+    """
+
+    n: int = 1
+    best_of: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    seed: int | None = None
+    stop: str | Sequence[str] | None = ()
+    stop_token_ids: Sequence[int] | None = ()
+    stop_regex: str | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprob_token_ids: Sequence[int] | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    truncate_prompt_tokens: int | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    structured_outputs: Any = None
+    guided_decoding: Any = None
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = ()
+    logits_processors: Sequence[LogitsProcessor] | None = ()
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    dry_sequence_breakers: Sequence[str] | None = ("\n", ":", '"', "*")
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    mirostat_mode: int = 0
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1
+    no_repeat_ngram_size: int = 0
+    guidance_scale: float = 1.0
+    thinking_token_budget: int | None = None
+    priority: int = 0
+    deadline: float | None = None
+    extra_args: Mapping[str, Any] | None = None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> SamplingParams:
+        """Refuse unknown keywords with the nearest known one (a plain dataclass names none)."""
+        known = cls.__dataclass_fields__
+        for name in kwargs:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise TypeError(f"SamplingParams has no parameter {name!r}{hint}")
+        return object.__new__(cls)
+
+    def __post_init__(self) -> None:
+        for name, allowed in _INTEGERS.items():
+            self._set(name, _number(name, getattr(self, name), allowed, operator.index))
+        for name, allowed in _FLOATS.items():
+            self._set(name, _number(name, getattr(self, name), allowed, _to_float))
+        for name in _BOOLEANS:
+            if not isinstance(getattr(self, name), bool):
+                raise _refused(name, getattr(self, name), "True or False")
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise _refused("output_kind", self.output_kind, "a RequestOutputKind")
+        for name, limit in _TOKEN_LISTS.items():
+            self._set(name, _token_ids(name, getattr(self, name), limit))
+        for name, (count, length) in _STRING_LISTS.items():
+            self._set(name, _strings(name, getattr(self, name), count, length))
+        self._set("logit_bias", _logit_bias(self.logit_bias))
+        self._set("logits_processors", _processors(self.logits_processors))
+        if self.seed == -1:  # vLLM's spelling of "no seed"
+            self._set("seed", None)
+        if self.extra_args is not None:
+            if not isinstance(self.extra_args, Mapping):
+                raise _refused("extra_args", self.extra_args, "a mapping or None")
+            self._set("extra_args", dict(self.extra_args))
+        self._check_together()
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check_together(self) -> None:
+        """What depends on more than one field, and what this release does not do."""
+        if self.best_of is not None and self.best_of < self.n:
+            raise _refused("best_of", self.best_of, f"[n, {MAX_N}] with n = {self.n}")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise _refused("min_tokens", self.min_tokens, f"[0, max_tokens = {self.max_tokens}]")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise _refused("allowed_token_ids", [], "None or at least one token id")
+        if not self.detokenize and (self.stop or self.stop_regex):
+            raise _refused("detokenize", False, "True when stop or stop_regex is given")
+        if self.stop_regex is not None:
+            _check_regex(self.stop_regex)
+        for name in ("structured_outputs", "guided_decoding"):
+            if getattr(self, name) is not None:
+                raise RequestError(f"{name}: structured outputs come in a later release; pass None")
+        if self.guidance_scale != 1.0:
+            # Guidance mixes the logits of two prompts: the sampler sees one row of one request.
+            raise RequestError(
+                f"guidance_scale must be 1 (off), got {self.guidance_scale}: guidance needs a "
+                "second, negative prompt run beside the first, which is not supported"
+            )
+
+    @property
+    def greedy(self) -> bool:
+        """True when the best token is always taken, so that no random number is used."""
+        return self.temperature == 0.0
+
+    @property
+    def num_answers(self) -> int:
+        """How many answers are generated (``best_of``, or ``n``)."""
+        return self.n if self.best_of is None else self.best_of
+
+    def clone(self, **changes: Any) -> SamplingParams:
+        """A copy with ``changes`` applied and checked again."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return SamplingParams(**{**values, **changes})
+
+    def with_seed(self, seed: int) -> SamplingParams:
+        """These parameters if they have a seed, else a copy with ``seed`` modulo 2**64."""
+        return self if self.seed is not None else self.clone(seed=seed & (2**64 - 1))
+
+    @classmethod
+    def from_optional(cls, **values: Any) -> SamplingParams:
+        """Construct from optional values: ``None`` means the default.
+
+        JSON makes strings of the keys of ``logit_bias``; they become token ids again here.
+        """
+        given = {name: value for name, value in values.items() if value is not None}
+        bias = given.get("logit_bias")
+        if isinstance(bias, Mapping):
+            given["logit_bias"] = {
+                int(key) if isinstance(key, str) and key.isdecimal() else key: value
+                for key, value in bias.items()
+            }
+        return cls(**given)
+
+
+def _refused(name: str, value: object, allowed: str) -> RequestError:
+    shown = repr(value)
+    if len(shown) > 80:
+        shown = shown[:77] + "..."
+    return RequestError(f"{name} must be {allowed}, got {shown}")
+
+
+def _to_float(value: Any) -> float:
+    if isinstance(value, str | bytes):  # float("0.5") would work
+        raise TypeError
+    return float(value)
+
+
+def _number(name: str, value: Any, allowed: _Range, convert: Callable[[Any], Any]) -> Any:
+    if value is None and allowed.optional:
+        return None
+    kind = "an integer" if convert is operator.index else "a number"
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = convert(value)
+    except (TypeError, ValueError, OverflowError):
+        raise _refused(name, value, f"{kind} in {allowed}") from None
+    if number not in allowed or not math.isfinite(number):
+        raise _refused(name, value, f"{kind} in {allowed}")
+    return number
+
+
+def _sequence(name: str, value: Any, what: str, limit: int) -> tuple[Any, ...]:
+    if isinstance(value, str | bytes | Mapping):
+        raise _refused(name, value, f"a list of {what}")
+    try:
+        items = tuple(value)
+    except TypeError:
+        raise _refused(name, value, f"a list of {what}") from None
+    if len(items) > limit:
+        raise RequestError(f"{name} must hold at most {limit} {what}, got {len(items)}")
+    return items
+
+
+def _token_id(name: str, value: Any) -> int:
+    return int(_number(name, value, _Range(0, MAX_TOKEN_ID), operator.index))
+
+
+def _token_ids(name: str, value: Any, limit: int) -> tuple[int, ...] | None:
+    if value is None:
+        return () if name == "stop_token_ids" else None
+    return tuple(_token_id(name, item) for item in _sequence(name, value, "token ids", limit))
+
+
+def _strings(name: str, value: Any, count: int, length: int) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str) and name == "stop":
+        value = (value,)
+    items = _sequence(name, value, "strings", count)
+    for item in items:
+        if not isinstance(item, str) or not item:
+            raise _refused(name, item, "a list of non-empty strings")
+        if len(item) > length:
+            raise RequestError(f"{name}: a string has at most {length} characters, got {len(item)}")
+    return items
+
+
+def _logit_bias(value: Any) -> dict[int, float] | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise _refused("logit_bias", value, "a mapping of token id to number")
+    if len(value) > MAX_TOKEN_LIST:
+        raise RequestError(
+            f"logit_bias must hold at most {MAX_TOKEN_LIST} entries, got {len(value)}"
+        )
+    allowed = _Range(-100, 100)
+    return {
+        _token_id("logit_bias", key): _number("logit_bias", bias, allowed, _to_float)
+        for key, bias in value.items()
+    }
+
+
+def _processors(value: Any) -> tuple[LogitsProcessor, ...]:
+    if value is None:
+        return ()
+    items = _sequence("logits_processors", value, "callables", MAX_PROCESSORS)
+    for item in items:
+        if not callable(item):
+            raise _refused("logits_processors", item, "a list of callables")
+    return items
+
+
+def _check_regex(pattern: Any) -> None:
+    if not isinstance(pattern, str) or not 0 < len(pattern) <= MAX_STOP_LENGTH:
+        raise _refused("stop_regex", pattern, f"a pattern of 1 to {MAX_STOP_LENGTH} characters")
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise RequestError(f"stop_regex: not a regular expression: {error}") from None

@@ -1,0 +1,120 @@
+"""Weights of every layout, engines of every SIMD level, and a model of the 8-bit activations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from sdk.kernels.cpu import CpuBackend, levels, open_backend
+from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Layout
+
+LEVELS = levels()
+
+
+class Cases:
+    """What the tests of this folder share, handed out by the ``cases`` fixture."""
+
+    @staticmethod
+    def affine(
+        n: int,
+        k: int,
+        bits: int = 4,
+        group: int = 32,
+        kind: str = "minus",
+        scale: torch.dtype = torch.float16,
+        signed: bool = False,
+        seed: int = 0,
+    ) -> Affine:
+        """Random codes. ``kind``: ``zero`` (a constant), ``zeros`` (one per group) or ``minus``."""
+        random = torch.Generator().manual_seed(seed)
+        used = k * bits
+        codes = torch.randint(0, 256, (n, -(-used // 8)), generator=random).to(torch.uint8)
+        if used % 8:
+            codes[:, -1] &= (1 << used % 8) - 1
+        shape = (n, -(-k // group))
+        scales = (torch.rand(shape, generator=random) * 0.02 + 0.001).to(scale)
+        middle = 0 if signed else 1 << (bits - 1)
+        zeros = torch.randint(0, 1 << bits, shape, generator=random).to(torch.uint8)
+        return Affine(
+            (n, k),
+            bits,
+            group,
+            codes,
+            scales,
+            zero=middle if kind == "zero" else 0,
+            zeros=zeros if kind == "zeros" else None,
+            minus=(scales.float() * middle * 0.9).to(scale) if kind == "minus" else None,
+            signed=signed,
+        )
+
+    @staticmethod
+    def blocks(n: int, k: int, type: str, seed: int = 0) -> Blocks:
+        """Random bytes with ordinary float16 scales."""
+        random = torch.Generator().manual_seed(seed)
+        kind = BLOCK_TYPES[type]
+        count = k // kind.elements
+        data = torch.randint(0, 256, (n, count, kind.nbytes), generator=random).to(torch.uint8)
+        for offset in (208,) if type == "q6_k" else (0, 2):
+            d = (torch.rand(n, count, 1, generator=random) * 0.01).half()
+            data[:, :, offset : offset + 2] = d.view(torch.uint8)
+        return Blocks((n, k), type, data.view(n, -1))
+
+    @staticmethod
+    def dense(n: int, k: int, dtype: torch.dtype, seed: int = 0) -> Dense:
+        return Dense(torch.randn(n, k, generator=torch.Generator().manual_seed(seed)).to(dtype))
+
+    @staticmethod
+    def activations(m: int, k: int, seed: int = 1) -> Tensor:
+        """Normal values with a few large channels, as real activations have."""
+        random = torch.Generator().manual_seed(seed)
+        x = torch.randn(m, k, generator=random)
+        return x * (1 + 8 * (torch.rand(k, generator=random) > 0.97))
+
+    @staticmethod
+    def rounded(x: Tensor) -> Tensor:
+        """The exact model of 8-bit activations: float64 of ``scale * round(x / scale)`` per 32."""
+        m, k = x.shape
+        padded = torch.nn.functional.pad(x, (0, -k % 32)).view(m, -1, 32)
+        peak = padded.abs().amax(dim=2, keepdim=True)
+        inverse = torch.where(peak > 0, torch.full_like(peak, 127.0) / peak, 0.0)
+        codes = torch.round(padded * inverse)
+        return (codes.double() * (peak / 127.0).double()).view(m, -1)[:, :k]
+
+    @staticmethod
+    def nmse(found: Tensor, expected: Tensor) -> float:
+        """Squared error over squared signal, float64."""
+        found, expected = found.double(), expected.double()
+        return float((found - expected).square().sum() / expected.square().sum())
+
+    @staticmethod
+    def same(a: Layout, b: Layout) -> bool:
+        """Equal layouts, every tensor bit for bit."""
+        if type(a) is not type(b) or a.shape != b.shape:
+            return False
+        for name in a.__dataclass_fields__:
+            x, y = getattr(a, name), getattr(b, name)
+            if isinstance(x, Tensor):
+                if not isinstance(y, Tensor) or x.dtype != y.dtype or x.shape != y.shape:
+                    return False
+                if not torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8)):
+                    return False
+            elif x != y:
+                return False
+        return True
+
+
+@pytest.fixture(scope="session", params=LEVELS or ("missing",))
+def backend(request: pytest.FixtureRequest) -> Iterator[CpuBackend]:
+    """A backend of two threads at each SIMD level this CPU has."""
+    assert LEVELS, "the native module is not built: run `make build`"
+    opened = open_backend("cpu", 2, request.param)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="session")
+def cases() -> type[Cases]:
+    return Cases

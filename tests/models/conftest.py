@@ -1,0 +1,261 @@
+"""Tiny random models made by transformers, opened as our models, and a paged runner for both.
+
+``DictCheckpoint`` is the smallest checkpoint there is, a dict of tensors, so that these tests need
+no file format. ``Paged`` runs a model the way the engine does: requests own shuffled pages of 16
+tokens, a step is ``{request: number of tokens}``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from sdk.kernels.batch import AttentionBatch
+from sdk.kernels.layouts import Dense, KVPages
+from sdk.kernels.ops import Ops
+from sdk.models.auto import build_model
+from sdk.models.decoder import CausalLM
+from sdk.models.parallel import Mesh
+from sdk.quant.checkpoint import TensorEntry
+from sdk.quant.errors import CheckpointError
+from sdk.quant.weight import DenseWeight, Weight
+
+PAGE_SIZE = 16
+TINY = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+class DictCheckpoint:
+    """A :class:`sdk.quant.checkpoint.Checkpoint` over a state dict."""
+
+    path = Path("state_dict")
+    format = "safetensors"
+    tokenizer = None
+    on_bytes: Callable[[int, int], None] | None = None
+
+    def __init__(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        self.config = dict(config)
+        self.generation_config: dict[str, Any] = {}
+        self.tensors = dict(tensors)
+        self.pulled: set[str] = set()
+
+    def _take(self, name: str) -> Tensor:
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.path}: {name}: expected a tensor, found none")
+        self.pulled.add(name)
+        return self.tensors[name]
+
+    def weight(self, name: str) -> Weight:
+        return DenseWeight(Dense(self._take(f"{name}.weight")))
+
+    def tensor(self, name: str) -> Tensor:
+        return self._take(name).to(torch.float32)
+
+    def has(self, name: str) -> bool:
+        return name in self.tensors or f"{name}.weight" in self.tensors
+
+    def entries(self) -> Sequence[TensorEntry]:
+        return [TensorEntry(n, tuple(t.shape), "f32", t.nbytes) for n, t in self.tensors.items()]
+
+    def unused(self) -> list[str]:
+        return sorted(set(self.tensors) - self.pulled)
+
+    def close(self) -> None:
+        pass
+
+
+def tiny(model_type: str, seed: int = 0, **options: Any) -> Any:
+    """A seeded transformers model in float32 with eager attention and random norms and biases."""
+    values = {**TINY, **options}
+    config = transformers.AutoConfig.for_model(model_type, **values)
+    config.tie_word_embeddings = values.get("tie_word_embeddings", config.tie_word_embeddings)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.random.fork_rng():
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model = model.to(torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() == 1:
+                spread = 0.3 * noise
+                parameter.copy_(spread if name.endswith("bias") else parameter + spread)
+            else:
+                parameter.copy_(noise * (1.5 / parameter.shape[-1] ** 0.5))
+    return model
+
+
+def checkpoint_of(model: Any) -> DictCheckpoint:
+    """The model's tensors under the names ``save_pretrained`` would give them."""
+    tensors = {name: t.detach().clone() for name, t in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        tensors.pop("lm_head.weight", None)
+    return DictCheckpoint(model.config.to_dict(), tensors)
+
+
+def expected_logits(model: Any, ids: Sequence[int]) -> Tensor:
+    """transformers' logits at every position, float32 ``[T, vocab]``."""
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0].float()
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    """Random token ids, none of them special."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 96, (length,), generator=generator).tolist()
+
+
+class Paged:
+    """A model with its pages; every request gets shuffled pages, all filled with noise at first."""
+
+    def __init__(self, model: CausalLM, kv_heads: int | None = None, pages: int = 64) -> None:
+        c = model.config
+        shape = (pages, kv_heads or c.num_kv_heads, PAGE_SIZE, c.head_dim)
+        generator = torch.Generator().manual_seed(7)
+        self.model = model
+        self.kv = [
+            KVPages(
+                torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+            )
+            for _ in range(c.num_layers)
+        ]
+        self.free = torch.randperm(pages, generator=generator).tolist()
+        self.tables: dict[str, list[int]] = {}
+        self.done: dict[str, int] = {}
+
+    def step(self, work: Mapping[str, Sequence[int] | Tensor]) -> dict[str, Tensor]:
+        """Run the given next tokens of each request in one batch; logits ``[n, vocab]``.
+
+        A tensor ``[n, hidden]`` stands for tokens given as embeddings.
+        """
+        positions: list[int] = []
+        slots: list[int] = []
+        for name, ids in work.items():
+            table, begin = self.tables.setdefault(name, []), self.done.get(name, 0)
+            while len(table) * PAGE_SIZE < begin + len(ids):
+                table.append(self.free.pop())
+            for position in range(begin, begin + len(ids)):
+                positions.append(position)
+                slots.append(table[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE)
+            self.done[name] = begin + len(ids)
+        counts = [len(ids) for ids in work.values()]
+        lengths = [self.done[name] for name in work]
+        width = max(len(self.tables[name]) for name in work)
+        table = [self.tables[n] + [0] * (width - len(self.tables[n])) for n in work]
+        starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
+        batch = AttentionBatch(
+            positions=torch.tensor(positions),
+            query_start=torch.tensor(starts, dtype=torch.int32),
+            context_len=torch.tensor(lengths, dtype=torch.int32),
+            page_table=torch.tensor(table, dtype=torch.int32),
+            slots=torch.tensor(slots),
+            page_size=PAGE_SIZE,
+            max_query_len=max(counts),
+            max_context_len=max(lengths),
+        )
+        flat = torch.cat([torch.as_tensor(ids) for ids in work.values()])
+        with torch.no_grad():
+            logits = self.model.logits(self.model(flat, batch, self.kv))
+        return dict(zip(work, logits.split(counts), strict=True))
+
+    def run(self, name: str, ids: Sequence[int], splits: Sequence[int] = ()) -> Tensor:
+        """All of ``ids``, cut before the given positions: logits ``[len(ids), vocab]``."""
+        edges = [0, *splits, len(ids)]
+        parts = [self.step({name: ids[a:b]})[name] for a, b in pairwise(edges)]
+        return torch.cat(parts)
+
+
+class Ranks:
+    """``size`` simulated ranks, one thread each, that meet at a barrier for every collective."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.barrier = threading.Barrier(size, timeout=60)
+        self.slots: list[Tensor] = [torch.empty(0)] * size
+
+    def mesh(self, rank: int) -> Mesh:
+        return Mesh(rank, self.size, _ThreadGroup(self, rank))
+
+    def run(self, work: Callable[[Mesh], Any]) -> list[Any]:
+        """``work(mesh)`` on every rank; their results in rank order. The first error is raised."""
+        results: list[Any] = [None] * self.size
+        errors: list[BaseException] = []
+
+        def target(rank: int) -> None:
+            try:
+                results[rank] = work(self.mesh(rank))
+            except BaseException as error:
+                errors.append(error)
+                self.barrier.abort()
+
+        threads = [threading.Thread(target=target, args=(rank,)) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        real = [e for e in errors if not isinstance(e, threading.BrokenBarrierError)]
+        if errors:
+            raise (real or errors)[0]
+        return results
+
+
+class _ThreadGroup:
+    def __init__(self, ranks: Ranks, rank: int) -> None:
+        self.ranks, self.rank = ranks, rank
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        self.ranks.slots[self.rank] = x.clone()
+        self.ranks.barrier.wait()
+        gathered = list(self.ranks.slots)
+        assert {t.shape for t in gathered} == {x.shape}, "ranks must send tensors of one shape"
+        self.ranks.barrier.wait()
+        return gathered
+
+    def all_reduce(self, x: Tensor) -> None:
+        x.copy_(torch.stack(self.all_gather(x)).sum(dim=0))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tensors this small are slower on two threads, much slower on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", params=[("reference",), None], ids=["reference", "fastest"])
+def ops(request: pytest.FixtureRequest) -> Iterator[Ops]:
+    """Exact arithmetic: on the reference kernels, and on the first that take the work here."""
+    found = Ops(compute="exact", num_threads=1, backends=request.param)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def load(ops: Ops) -> Callable[..., CausalLM]:
+    """``load(transformers model or checkpoint, max_model_len=, mesh=)`` -> our model."""
+
+    def load(source: Any, max_model_len: int = 256, mesh: Mesh | None = None) -> CausalLM:
+        checkpoint = source if isinstance(source, DictCheckpoint) else checkpoint_of(source)
+        return build_model(checkpoint, mesh or Mesh(), ops, max_model_len=max_model_len)
+
+    return load

@@ -1,0 +1,237 @@
+"""A weight keeps its value through cutting, joining and binding, whatever its layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from sdk.kernels.errors import KernelError
+from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense
+from sdk.kernels.ops import Ops
+from sdk.kernels.reference.decode import pack_codes, unpack_codes
+from sdk.quant.errors import AlignmentError
+from sdk.quant.weight import (
+    AffineWeight,
+    BlockWeight,
+    DenseWeight,
+    StackedWeight,
+    Weight,
+    concat,
+    weight_of,
+)
+
+
+def _random(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def affine(
+    rows: int = 48,
+    columns: int = 256,
+    bits: int = 4,
+    group: int = 32,
+    kind: str = "minus",
+    seed: int = 0,
+) -> AffineWeight:
+    rng = _random(seed)
+    codes = torch.randint(0, 2**bits, (rows, columns), generator=rng, dtype=torch.uint8)
+    groups = -(-columns // group)
+    scale = torch.rand(rows, groups, generator=rng).half() / 8
+    options: dict[str, object] = {
+        "zero": {"zero": 2 ** (bits - 1)},
+        "zeros": {"zeros": torch.randint(0, 2**bits, (rows, groups), generator=rng).byte()},
+        "minus": {"minus": torch.rand(rows, groups, generator=rng).half()},
+    }[kind]
+    return AffineWeight(
+        Affine((rows, columns), bits, group, pack_codes(codes, bits), scale, **options)
+    )
+
+
+def blocks(kind: str, rows: int = 16, columns: int = 512, seed: int = 0) -> BlockWeight:
+    facts = BLOCK_TYPES[kind]
+    count = rows * columns // facts.elements
+    rng = _random(seed)
+    data = torch.randint(0, 256, (count, facts.nbytes), generator=rng, dtype=torch.uint8)
+    small = (torch.rand(count, 2, generator=rng) / 100).half().view(torch.uint8)
+    if kind == "q6_k":
+        data[:, 208:210] = small[:, :2]
+    else:
+        data[:, 0:4] = small
+    return BlockWeight(Blocks((rows, columns), kind, data.reshape(rows, -1)))
+
+
+def dense(dtype: torch.dtype, seed: int = 0) -> DenseWeight:
+    return DenseWeight(Dense(torch.randn(24, 256, generator=_random(seed)).to(dtype)))
+
+
+MAKERS: dict[str, Callable[[int], Weight]] = {
+    "f32": lambda seed: dense(torch.float32, seed),
+    "f16": lambda seed: dense(torch.float16, seed),
+    "bf16": lambda seed: dense(torch.bfloat16, seed),
+    "q4_k": lambda seed: blocks("q4_k", seed=seed),
+    "q5_k": lambda seed: blocks("q5_k", seed=seed),
+    "q6_k": lambda seed: blocks("q6_k", seed=seed),
+    **{
+        f"w{bits}-{kind}": lambda seed, bits=bits, kind=kind: affine(
+            bits=bits, kind=kind, seed=seed
+        )
+        for bits in range(2, 9)
+        for kind in ("zero", "zeros", "minus")
+    },
+}
+every_layout = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
+
+
+@every_layout
+def test_cutting_a_weight_cuts_its_value(make: Callable[[int], Weight]) -> None:
+    weight = make(1)
+    value = weight.dequantize()
+    assert value.shape == weight.shape and value.dtype == torch.float32
+    assert torch.equal(weight.narrow("out", 3, 7).dequantize(), value[3:10])
+    half = weight.shape[1] // 2
+    assert torch.equal(weight.narrow("in", half, half).dequantize(), value[:, half:])
+    assert torch.equal(
+        weight.narrow("in", half, half).narrow("out", 5, 2).dequantize(), value[5:7, half:]
+    )
+
+
+@every_layout
+def test_binding_changes_neither_value_nor_rows(make: Callable[[int], Weight]) -> None:
+    weight = make(2)
+    value = weight.dequantize()
+    ids = torch.tensor([0, 5, 5, weight.shape[0] - 1])
+    assert torch.equal(weight.rows(ids), value[ids])
+    ops = Ops(num_threads=1)
+    weight.bind(ops)
+    assert torch.equal(weight.dequantize(), value)
+    assert torch.equal(weight.rows(ids), value[ids])
+    assert len(weight.choices()) == 1
+    ops.close()
+
+
+@every_layout
+def test_an_exact_product_is_the_product_of_the_value(make: Callable[[int], Weight]) -> None:
+    weight = make(3)
+    value = weight.dequantize().double()
+    ops = Ops(num_threads=1, compute="exact")
+    weight.bind(ops)
+    x = torch.randn(5, weight.shape[1], generator=_random(9))
+    expected = x.double() @ value.T
+    error = (weight.matmul(x).double() - expected).square().sum() / expected.square().sum()
+    assert error < 1e-10
+    ops.close()
+
+
+@every_layout
+def test_like_weights_join_into_one_and_keep_their_values(make: Callable[[int], Weight]) -> None:
+    parts = [make(4), make(5), make(6)]
+    joined = concat(parts)
+    assert not isinstance(joined, StackedWeight)
+    assert torch.equal(joined.dequantize(), torch.cat([part.dequantize() for part in parts]))
+    assert concat(parts[:1]) is parts[0]
+
+
+def _stack() -> tuple[Weight, Tensor]:
+    parts = [affine(seed=1), blocks("q6_k", columns=256, seed=2), affine(bits=8, seed=3)]
+    return concat(parts), torch.cat([part.dequantize() for part in parts])
+
+
+def test_unlike_weights_are_stacked_and_behave_as_one() -> None:
+    weight, value = _stack()
+    assert isinstance(weight, StackedWeight) and weight.shape == value.shape
+    assert str(weight.spec) == "w4a16g32+q6_k+w8a16g32"
+    for start, count in ((0, 48), (40, 20), (47, 18), (0, weight.shape[0])):
+        assert torch.equal(
+            weight.narrow("out", start, count).dequantize(), value[start : start + count]
+        )
+    ops = Ops(num_threads=1, compute="exact")
+    weight.bind(ops)
+    ids = torch.tensor([100, 0, 50, 63, 64, 47, 48])
+    assert torch.equal(weight.rows(ids), value[ids])
+    x = torch.randn(3, 256, generator=_random(1))
+    torch.testing.assert_close(weight.matmul(x), x @ value.T, rtol=1e-4, atol=1e-4)
+    assert weight.nbytes == sum(part.nbytes for part in weight.parts)
+    assert len(weight.choices()) == 3
+    ops.close()
+
+
+def test_a_stack_of_one_kind_reports_that_kind() -> None:
+    assert str(StackedWeight([affine(), affine()]).spec) == "w4a16g32"
+
+
+def test_affine_weights_that_differ_in_one_fact_are_not_joined() -> None:
+    a = affine(kind="zero")
+    assert isinstance(concat([a, affine(kind="minus")]), StackedWeight)
+    assert isinstance(concat([a, affine(group=64)]), StackedWeight)
+    assert isinstance(concat([dense(torch.float16), dense(torch.float32)]), StackedWeight)
+    assert isinstance(
+        concat([blocks("q4_k", columns=256), blocks("q6_k", columns=256)]), StackedWeight
+    )
+
+
+@pytest.mark.parametrize(("side", "start", "count"), [("in", 16, 32), ("in", 0, 40)])
+def test_a_cut_through_a_group_is_refused(side: str, start: int, count: int) -> None:
+    with pytest.raises(AlignmentError, match="cut through a group: expected multiples of 32"):
+        affine().narrow(side, start, count)  # type: ignore[arg-type]
+
+
+def test_a_cut_through_a_block_is_refused() -> None:
+    with pytest.raises(AlignmentError, match="multiples of 256"):
+        blocks("q4_k").narrow("in", 128, 256)
+
+
+@pytest.mark.parametrize("make", [affine, lambda: _stack()[0]])
+def test_a_cut_outside_the_weight_is_refused(make: Callable[[], Weight]) -> None:
+    weight = make()
+    for start, count in ((-1, 4), (0, 0), (weight.shape[0] - 1, 2)):
+        with pytest.raises(AlignmentError, match="cannot cut out features"):
+            weight.narrow("out", start, count)
+
+
+def test_weights_of_different_width_cannot_be_joined() -> None:
+    with pytest.raises(AlignmentError, match=r"different in features: \[256, 512\]"):
+        concat([affine(), affine(columns=512)])
+
+
+def test_a_dense_weight_in_an_odd_type_is_refused() -> None:
+    with pytest.raises(AlignmentError, match=r"found torch\.float64"):
+        weight_of(Dense(torch.zeros(2, 2, dtype=torch.float64)))
+
+
+def test_odd_bit_widths_straddle_bytes_and_come_back() -> None:
+    for bits in range(1, 9):
+        for count in (1, 7, 8, 37):
+            codes = torch.randint(0, 2**bits, (3, count), generator=_random(bits)).byte()
+            packed = pack_codes(codes, bits)
+            assert packed.shape[1] == -(-count * bits // 8)
+            assert torch.equal(unpack_codes(packed, bits, count), codes)
+
+
+def test_hand_written_bytes_decode_as_the_layout_says() -> None:
+    # 3 bits, LSB first: codes 1..8 are the stream 0b...; 4 bits: low nibble first.
+    assert unpack_codes(torch.tensor([[0b11_010_001]]).byte(), 3, 2).tolist() == [[1, 2]]
+    assert unpack_codes(torch.tensor([[0x21, 0x43]]).byte(), 4, 4).tolist() == [[1, 2, 3, 4]]
+    weight = AffineWeight(
+        Affine(
+            (1, 4), 4, 2, torch.tensor([[0x21, 0x43]]).byte(), torch.tensor([[2.0, 10.0]]), zero=1
+        )
+    )
+    assert weight.dequantize().tolist() == [[0.0, 2.0, 20.0, 30.0]]
+
+
+def test_products_and_rows_check_their_arguments() -> None:
+    ops = Ops(num_threads=1)
+    weight = affine()
+    weight.bind(ops)
+    with pytest.raises(KernelError, match=r"expected x \[M, 256\], found \[2, 255\]"):
+        weight.matmul(torch.zeros(2, 255))
+    with pytest.raises(KernelError, match=r"expected ids in 0\.\.47, found 48"):
+        weight.rows(torch.tensor([0, 48]))
+    with pytest.raises(KernelError, match="found -1"):
+        weight.rows(torch.tensor([-1]))
+    assert weight.matmul(torch.zeros(0, 256)).shape == (0, 48)
+    assert weight.rows(torch.zeros(0, dtype=torch.int64)).shape == (0, 256)
+    ops.close()
