@@ -143,6 +143,8 @@ class ChatTemplate:
             raise TemplateError(f"chat template stopped: it asked for {error}") from None
         except Exception as error:  # whatever a template can provoke is the template's fault
             raise TemplateError(f"chat template failed: {_named(error)}") from None
+        finally:
+            self._sandbox.stop()
         return "".join(chunks)
 
     def _fitted(self, message: Mapping[str, Any]) -> dict[str, Any]:

@@ -157,6 +157,10 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):  # type: ignore[misc]
         """Begin a rendering in this thread with a fresh budget."""
         self._local.budget = Budget()
 
+    def stop(self) -> None:
+        """Forget the budget, which holds on to the values it has weighed."""
+        del self._local.budget
+
     def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> Any:
         tree = _Checkpoints().visit(source)
         tree.set_environment(self)

@@ -17,7 +17,7 @@ from sdk.errors import RequestError
 from sdk.explain import explain
 from sdk.listeners import AsyncMailbox, Collector, Mailbox
 from sdk.loading import load, plan
-from sdk.memory import MemoryPlan
+from sdk.memory import MemoryPlan, release_free_memory
 from sdk.outputs import EmbeddingOutput, RequestOutput, ScoringOutput
 from sdk.params import RequestOutputKind, SamplingParams
 from sdk.progress import reporting
@@ -79,6 +79,8 @@ class LLM:
     def close(self) -> None:
         """End what is running and give back memory, threads and processes. Idempotent."""
         self._close()
+        self._reader.close()
+        release_free_memory()
 
     # ---- batches ---------------------------------------------------------------------------------
 
@@ -408,6 +410,7 @@ class LLM:
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer. :raises RequestError: when it has none."""
+        self._driver.check_usable()
         if self._reader.tokenizer is None:
             raise RequestError("this LLM has no tokenizer")
         return self._reader.tokenizer

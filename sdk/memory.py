@@ -7,6 +7,7 @@ tokenizer (about 20 MiB for 50,000 tokens, 100 MiB for 262,144).
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 from dataclasses import dataclass
@@ -68,6 +69,17 @@ def available_memory() -> int:
     except OSError:
         pass
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def release_free_memory() -> None:
+    """Hand the C allocator's free pages back to the system.
+
+    glibc keeps what was freed for the next allocation: 20 to 80 MiB after a load or a close of a
+    100 MB model. Elsewhere this does nothing.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 @dataclass(frozen=True, slots=True)

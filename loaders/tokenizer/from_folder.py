@@ -2,8 +2,9 @@
 
 ``tokenizer.json`` holds the algorithm and the vocabulary. Around it lie small JSON files that say
 which tokens are special, what ends an answer, and the chat template; each is optional, none is
-executed. Folders with only a SentencePiece model (``tokenizer.model``) or ``vocab.json`` +
-``merges.txt`` are converted by transformers, which is imported for them alone.
+executed. Without it, a SentencePiece BPE model (``tokenizer.model``) is read directly; other
+SentencePiece models and ``vocab.json`` + ``merges.txt`` are converted by transformers, imported for
+them alone.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from typing import Any
 
 from sdk.loaders.tokenizer.base import TokenizerFacts
 from sdk.loaders.tokenizer.end_tokens import end_token_ids
+from sdk.loaders.tokenizer.from_gguf import tokenizer_from_gguf
 from sdk.loaders.tokenizer.hf import JsonTokenizer, library_error
 from sdk.loaders.tokenizer.metadata import MAX_TEMPLATE_BYTES
+from sdk.loaders.tokenizer.sentencepiece import sentencepiece_metadata
 from sdk.quant.errors import CheckpointError
 from sdk.quant.tokenizer import Tokenizer
 
@@ -31,6 +34,10 @@ def tokenizer_from_folder(path: str | Path) -> Tokenizer | None:
     """
     folder = Path(path)
     config = _read_json(folder / "tokenizer_config.json")
+    if not (folder / "tokenizer.json").is_file():
+        tokenizer = _from_sentencepiece(folder, config)
+        if tokenizer is not None:
+            return tokenizer
     backend = _backend(folder)
     if backend is None:
         return None
@@ -39,8 +46,9 @@ def tokenizer_from_folder(path: str | Path) -> Tokenizer | None:
     added = backend.get_added_tokens_decoder()
     special = {token_id for token_id, token in added.items() if token.special}
     special |= {i for name in names.values() if (i := backend.token_to_id(name)) is not None}
-    eos = end_token_ids(backend.token_to_id, special.__contains__)
-    eos |= _configured_eos(folder, size)
+    ends = end_token_ids(backend.token_to_id, special.__contains__)
+    special |= ends
+    eos = ends | _configured_eos(folder, size)
     named_eos = backend.token_to_id(names["eos_token"]) if "eos_token" in names else None
     bos = backend.token_to_id(names["bos_token"]) if "bos_token" in names else None
     default, templates = _templates(folder, config)
@@ -57,6 +65,33 @@ def tokenizer_from_folder(path: str | Path) -> Tokenizer | None:
         where = folder / "tokenizer_config.json"
         raise CheckpointError(f"{where}: add_bos_token: expected a bool, found {add_bos!r}")
     return JsonTokenizer(backend, facts, str(folder / "tokenizer.json"), add_bos=add_bos)
+
+
+def _from_sentencepiece(folder: Path, config: Mapping[str, Any]) -> Tokenizer | None:
+    """The tokenizer of ``tokenizer.model``, where that file says everything there is to know."""
+    file = folder / "tokenizer.model"
+    metadata = sentencepiece_metadata(file) if file.is_file() else None
+    if metadata is None or config.get("legacy") is False:
+        return None
+    count = len(metadata["tokenizer.ggml.tokens"])
+    added = config.get("added_tokens_decoder") or {}
+    if (folder / "added_tokens.json").is_file() or not set(added) <= set(map(str, range(count))):
+        return None  # tokens that are not in the model file
+    default, templates = _templates(folder, config)
+    if default is not None:
+        metadata["tokenizer.chat_template"] = default
+    for name, source in templates.items():
+        metadata[f"tokenizer.chat_template.{name}"] = source
+    for key, value in _special_names(folder, config).items():
+        if key != "pad_token" and value in metadata["tokenizer.ggml.tokens"]:
+            name = key.replace("unk_token", "unknown_token")
+            place = metadata["tokenizer.ggml.tokens"].index(value)
+            metadata[f"tokenizer.ggml.{name}_id"] = place
+    for key in ("add_bos_token", "add_eos_token"):
+        if config.get(key) is not None:
+            metadata[f"tokenizer.ggml.{key}"] = config[key]
+    eos = _configured_eos(folder, len(metadata["tokenizer.ggml.tokens"]))
+    return tokenizer_from_gguf(metadata, str(file), extra_eos=eos)
 
 
 def _backend(folder: Path) -> Any:

@@ -14,7 +14,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -53,12 +53,15 @@ class _Specials:
     ends: frozenset[int]
 
 
-def tokenizer_from_gguf(metadata: Mapping[str, object], file: str) -> Tokenizer:
+def tokenizer_from_gguf(
+    metadata: Mapping[str, object], file: str, *, extra_eos: frozenset[int] = frozenset()
+) -> Tokenizer:
     """The tokenizer of a GGUF file whose metadata has been read.
 
     ``metadata``: key -> Python value; arrays as lists, tuples or numpy arrays, ``tokens`` and
     ``merges`` as lists of str. ``file``: path of the file, for messages and to find a
-    ``tokenizer.json`` beside it.
+    ``tokenizer.json`` beside it. ``extra_eos``: ids that end an answer besides those in the file
+    (from a generation_config.json).
 
     Raises CheckpointError for contradictory metadata, UnsupportedError for a tokenizer model this
     version does not know.
@@ -78,6 +81,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, object], file: str) -> Tokenizer:
         twice = next(text for text, times in Counter(tokens).items() if times > 1)
         raise meta.error("tokenizer.ggml.tokens", "no token twice", repr(twice))
     specials = _specials(meta, model, ids, kinds)
+    specials = replace(specials, ends=specials.ends | extra_eos)
     vocabulary = Vocabulary(tokens, bytes(kinds), ids)
     warnings: list[str] = []
     pre = _pre_tokenizer(meta, model, warnings)

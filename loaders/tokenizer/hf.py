@@ -47,6 +47,7 @@ class JsonTokenizer(TextTokenizer):
         self._file = file
         backend.no_truncation()
         backend.no_padding()
+        _mark_special(backend, facts.special_ids)
         self._backend = backend
         self._size = backend.get_vocab_size(with_added_tokens=True)
         self._added: dict[int, str] = {
@@ -155,6 +156,17 @@ class JsonTokenizer(TextTokenizer):
         if self._chat_bos and bos is not None and ids[:1] != [bos]:
             ids.insert(0, bos)
         return ids
+
+
+def _mark_special(backend: Any, special: frozenset[int]) -> None:
+    """Mark in the backend what the files around it say is special, so that it stays text where
+    special tokens are not to be recognised."""
+    from tokenizers import AddedToken
+
+    added = backend.get_added_tokens_decoder()
+    unmarked = [i for i in sorted(special) if i not in added or not added[i].special]
+    names = [backend.id_to_token(i) for i in unmarked]
+    backend.add_special_tokens([AddedToken(n, special=True, normalized=False) for n in names if n])
 
 
 def library_error(error: BaseException, file: str) -> BaseException:

@@ -22,6 +22,7 @@ from sdk.outputs import EmbeddingOutput, FinishReason, RequestOutput
 from sdk.params import SamplingParams
 from sdk.quant.tokenizer import Tokenizer
 from sdk.sampling.resolved import ResolvedParams
+from sdk.sampling.uniform import child_seed
 from sdk.text.stops import StopStrings
 
 _NOTHING_RESOLVED = ResolvedParams()
@@ -133,7 +134,7 @@ class Engine:
     def _fan_out(
         self, request_id: str, params: SamplingParams, kind: RequestKind
     ) -> list[tuple[str, SamplingParams]]:
-        """The scheduler's requests of one request: answer ``i`` has the seed of the request plus i.
+        """The scheduler's requests of one request: answer ``i`` has a seed made from the request's and i.
 
         They are equal otherwise, except that only the first scores the prompt, and that choosing
         the best of several needs their log-probabilities.
@@ -151,7 +152,7 @@ class Engine:
                 params.clone(
                     n=1,
                     best_of=None,
-                    seed=(seed + index) % 2**64,
+                    seed=child_seed(seed, index),
                     logprobs=logprobs,
                     prompt_logprobs=params.prompt_logprobs if index == 0 else None,
                 ),
@@ -345,3 +346,5 @@ class Engine:
             self.abort(list(self._generations))
             self._news.clear()
             self._executor.close()
+            self._tokenizer = None
+            self._decoded.clear()

@@ -13,10 +13,12 @@ from torch import Tensor
 
 from sdk.engine.kv_cache import KVCache, kv_spec
 from sdk.engine.plan import RequestStart, Sampled, StepPlan, StepResult
+from sdk.errors import RequestError
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.ops import Compute, Ops
 from sdk.loaders.open import open_checkpoint
 from sdk.models.auto import build_model
+from sdk.memory import release_free_memory
 from sdk.models.parallel import Mesh
 from sdk.quant.checkpoint import Checkpoint
 from sdk.sampling.sampler import Sampler
@@ -90,6 +92,7 @@ class ModelRunner:
             self.sampler = Sampler(facts.vocab_size)
             undo.pop_all()
         checkpoint.close()
+        release_free_memory()
 
     def close(self) -> None:
         """Give everything back. Idempotent; the runner must not be used afterwards."""
@@ -165,12 +168,17 @@ class ModelRunner:
         last_rows: list[int] = []
         prompt_logprobs: dict[str, tuple[Sampled, ...]] = {}
         embeddings: dict[str, list[float]] = {}
+        errors: dict[str, str] = {}
         begin = 0
         for request_id, count in plan.num_tokens:
             request = self._requests[request_id]
             end = begin + count
             if request.start.params.prompt_logprobs is not None:
-                scored = self._score_prompt(request, hidden[begin:end])
+                try:
+                    scored = self._score_prompt(request, hidden[begin:end])
+                except RequestError as error:  # its logits are not finite
+                    errors[request_id] = str(error)
+                    scored = ()
                 if scored:
                     prompt_logprobs[request_id] = scored
             request.num_computed += count
@@ -183,14 +191,13 @@ class ModelRunner:
                     last_rows.append(end - 1)
             begin = end
         sampled: dict[str, Sampled] = {}
-        errors: dict[str, str] = {}
         if sampling:
             logits = self.model.logits(hidden[torch.tensor(last_rows)])
             if self._mesh.rank == 0:
                 outcomes = self.sampler.sample(logits, sampling)
                 for request_id, outcome in zip(sampling, outcomes, strict=True):
                     if isinstance(outcome, str):
-                        errors[request_id] = outcome
+                        errors.setdefault(request_id, outcome)
                     else:
                         sampled[request_id] = outcome
         return StepResult(plan.step_id, sampled, prompt_logprobs, embeddings, errors)
@@ -208,5 +215,7 @@ class ModelRunner:
         for begin in range(0, len(following), 128):
             part = following[begin : begin + 128]
             logits = self.model.logits(hidden[begin : begin + len(part)])
-            scored += self.sampler.score(logits, part, count)
+            scored += self.sampler.score(
+                logits, part, count, request.start.params.logprob_token_ids or ()
+            )
         return tuple(scored)

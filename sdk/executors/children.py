@@ -1,7 +1,7 @@
 """The worker processes of one executor: started, spoken to, diagnosed and ended.
 
-Waits for an answer are counted in ticks of one second and not read off the clock, so a host that was
-suspended (Ctrl-Z, a laptop's lid) does not give up its workers when it wakes.
+Waits for an answer are counted in ticks of one second and not read off the clock, so a host that
+was suspended (Ctrl-Z, a laptop's lid) does not give up its workers when it wakes.
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ from torch._C import _distributed_c10d
 
 from sdk.errors import SdkError
 
-
 # Untyped: torch's stubs leave out most of the backend's methods. `torch.distributed` exports the
 # same objects, some of them only from torch 2.6 on.
 _c10d: Any = _distributed_c10d

@@ -3,7 +3,7 @@
 It belongs to the process that started it and ends with it. A thread watches the control channel,
 which the kernel closes when the parent dies, and the parent's process id, for the case that a
 forked child of the parent keeps a copy of the channel. (Linux's PR_SET_PDEATHSIG is no help: it
-fires when the *thread* that started the worker ends, and a model may be loaded on a short-lived one.)
+fires when the *thread* that started the worker ends, and that may be a short-lived one.)
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from sdk.engine.engine import Engine
 from sdk.engine.scheduler import Scheduler, SchedulerConfig
 from sdk.errors import EngineClosedError, EngineDeadError, RequestError
 from sdk.params import RequestOutputKind, SamplingParams
+from sdk.sampling.uniform import child_seed
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
 
@@ -144,7 +145,7 @@ def test_several_answers_share_the_prompt_through_the_cache():
     assert not any(o.finished for o in outputs[:-1])
     starts = [s for plan in rig.runner.plans for s in plan.started]
     assert [s.num_computed for s in starts] == [0, 8, 8]
-    assert [s.params.seed for s in starts] == [7, 8, 9]
+    assert [s.params.seed for s in starts] == [child_seed(7, index) for index in range(3)]
     assert [s.params.prompt_logprobs for s in starts] == [0, None, None]
     assert final.metrics.num_generation_tokens == 18
     assert len(final.prompt_logprobs) == len(PROMPT)

@@ -49,7 +49,7 @@ def fail(fault: str | None, folder: str) -> None:
 
 
 class FakeRunner:
-    """Sums a fixed row over the ranks' parts of it; ``hidden`` shows the sum and the ranks' pids."""
+    """Sums fixed rows over the ranks' parts of them; ``hidden`` shows what the ranks said."""
 
     def __init__(self, config: FakeConfig, mesh: Mesh) -> None:
         self.config, self.mesh = config, mesh

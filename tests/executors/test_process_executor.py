@@ -145,7 +145,7 @@ def test_a_worker_lost_in_a_step_ends_the_step(started, fault: str, message: str
 
 def test_of_several_failures_the_cause_is_named_and_not_its_consequences(started) -> None:
     executor = started({(2, 1): "kill"}, size=4)
-    with pytest.raises(EngineDeadError, match="^rank 2 was killed"):
+    with pytest.raises(EngineDeadError, match=r"^rank 2 was killed"):
         executor.execute(StepPlan(1))
 
 
@@ -225,7 +225,7 @@ def test_a_factory_the_worker_cannot_import_is_reported(
 ) -> None:
     executor = ProcessExecutor(ranks.FakeRunner, ranks.FakeConfig(), 2)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != str(HERE)])
-    with pytest.raises(EngineDeadError, match="rank 1 failed: ModuleNotFoundError.*rank_runner"):
+    with pytest.raises(EngineDeadError, match=r"rank 1 failed: ModuleNotFoundError.*rank_runner"):
         executor.start()
     with pytest.raises(EngineDeadError, match="did not start"):
         executor.execute(StepPlan(1))
@@ -234,7 +234,7 @@ def test_a_factory_the_worker_cannot_import_is_reported(
 
 def test_a_factory_that_cannot_be_pickled_starts_nothing(ranks: ModuleType) -> None:
     executor = ProcessExecutor(lambda config, mesh: None, ranks.FakeConfig(), 2)
-    with pytest.raises(Exception, match="pickle|local object"):
+    with pytest.raises(Exception, match=r"pickle|local object"):
         executor.start()
     executor.close()
 

@@ -121,15 +121,17 @@ def test_200_engines_in_a_row_leave_memory_and_descriptors_where_they_were(golde
 
 @pytest.mark.model
 def test_close_gives_the_memory_of_a_real_model_back(smollm2: Path) -> None:
-    with LLM(smollm2, max_model_len=256) as llm:
-        llm.generate("warm up", SHORT)
-    gc.collect()
-    before = psutil.Process().memory_info().rss
-    with LLM(smollm2, max_model_len=1024) as llm:
-        llm.generate("word " * 800, SHORT)
-    gc.collect()
-    grown = psutil.Process().memory_info().rss - before
-    assert grown < smollm2.stat().st_size * 0.01 + 5 * 2**20, f"{grown / 2**20:.1f} MiB"
+    def use() -> int:
+        with LLM(smollm2, max_model_len=1024) as llm:
+            llm.generate("word " * 800, SHORT)
+        gc.collect()
+        return psutil.Process().memory_info().rss
+
+    use()  # loads what Python and torch load on first use, and keep
+    before = use()
+    for _ in range(3):
+        grown = use() - before
+        assert grown < smollm2.stat().st_size * 0.01 + 5 * 2**20, f"{grown / 2**20:.1f} MiB"
 
 
 @pytest.mark.model

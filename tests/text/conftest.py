@@ -107,6 +107,22 @@ def golden_tokenizer(golden: Path) -> Any:
     return tokenizer_from_gguf(read_metadata(path), str(path))
 
 
+@pytest.fixture(scope="session")
+def sentencepiece_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small BPE model trained by sentencepiece itself, with byte fallback, like Llama 2's."""
+    import sentencepiece
+
+    path = tmp_path_factory.mktemp("sentencepiece") / "tokenizer"
+    text = "the cat sat on the mat and the dog said hello to the other cats in the world "
+    lines = [text[i:] + text[: i % 37] for i in range(64)]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines), model_prefix=str(path), vocab_size=340, model_type="bpe",
+        byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
+        hard_vocab_limit=False, minloglevel=2,
+    )  # fmt: skip
+    return path.with_suffix(".model")
+
+
 @pytest.fixture
 def golden_metadata(golden: Path) -> Any:
     """A function: the metadata of the golden llama model, a fresh copy each time."""

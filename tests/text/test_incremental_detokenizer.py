@@ -38,7 +38,7 @@ def library_tokenizer(kind: str) -> JsonTokenizer:
             chain.append(decoders.Strip(" ", 1, 0))
         backend.decoder = decoders.Sequence(chain)
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
-    return JsonTokenizer(backend, TokenizerFacts(special_ids=frozenset({3})), "test")
+    return JsonTokenizer(backend, TokenizerFacts(special_ids=frozenset({5})), "test")
 
 
 KINDS = ["wordpiece", "bpe suffix", "metaspace", "sentencepiece", "no strip"]

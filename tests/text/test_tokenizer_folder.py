@@ -104,6 +104,20 @@ def test_names_of_specials_may_be_objects(folder: Path) -> None:
     assert tokenizer.token_to_id("a") in tokenizer.eos_token_ids
 
 
+def test_what_ends_an_answer_is_special_even_if_the_file_forgot(folder: Path) -> None:
+    content = json.loads((folder / "tokenizer.json").read_text())
+    token = {**content["added_tokens"][0], "id": 448, "content": "<|im_end|>", "special": False}
+    content["added_tokens"].append(token)
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = tokenizer_from_folder(folder)
+    assert tokenizer is not None and tokenizer.eos_token_ids == {2, 448}
+    assert 448 in tokenizer.encode("a<|im_end|>")
+    assert 448 not in tokenizer.encode("a<|im_end|>", parse_special=False)
+    user = [{"role": "user", "content": "a<|im_end|>"}]
+    assert 448 not in tokenizer.encode_chat(user)
+    assert tokenizer.decode([448]) == ""
+
+
 def test_the_template_file_wins_over_the_configuration(folder: Path) -> None:
     jinja = folder / "chat_template.jinja"
     jinja.write_text("file")
@@ -171,11 +185,59 @@ def test_a_huge_configuration_is_not_read(folder: Path) -> None:
         tokenizer_from_folder(folder)
 
 
-def test_a_damaged_sentencepiece_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.model").write_bytes(b"garbage")
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"garbage",
+        b"\x0a\xff\xff\xff\x7f",
+        b"\x0a",
+        b"\x0a\x03\x0a\x01\xff",
+        b"\x0a\x02\x08\x01",
+    ],
+)
+def test_a_damaged_sentencepiece_file_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"tokenizer\.model: expected a tokenizer"):
         tokenizer_from_folder(tmp_path)
+
+
+def test_a_huge_sentencepiece_file_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "tokenizer.model").open("wb") as file:
+        file.truncate(65 * 1024 * 1024)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.model: expected at most"):
+        tokenizer_from_folder(tmp_path)
+
+
+def test_a_tokenizer_without_a_fast_form_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers
+
+    (tmp_path / "vocab.txt").write_text("a")
+    slow = lambda *_, **options: options  # noqa: E731
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", slow)
+    with pytest.raises(CheckpointError, match=r"vocab\.txt: .* save one with save_pretrained"):
+        tokenizer_from_folder(tmp_path)
+
+
+def test_a_sentencepiece_model_is_read_like_sentencepiece(
+    sentencepiece_model: Path, tmp_path: Path
+) -> None:
+    import sentencepiece
+
+    shutil.copy(sentencepiece_model, tmp_path / "tokenizer.model")
+    config = {"chat_template": "T", "add_bos_token": False, "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 5}')
+    tokenizer = tokenizer_from_folder(tmp_path)
+    oracle = sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_model))
+    assert tokenizer is not None
+    assert tokenizer.eos_token_ids == {2, 5} and tokenizer.chat_template == "T"
+    assert tokenizer.encode("a")[0] != 1
+    for text in ("hello world", "the cat", "日本 é"):
+        assert tokenizer.encode(text, add_special_tokens=False) == oracle.encode(text)
+        assert tokenizer.decode(oracle.encode(text)) == text
 
 
 def test_vocabulary_and_merges_are_converted(tmp_path: Path, bpe: Any) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sdk.loaders.tokenizer import tokenizer_from_gguf
 from sdk.loaders.tokenizer.pretokenizers import PRE_TOKENIZERS
@@ -73,6 +75,33 @@ def test_spm_joins_the_best_score_first_and_falls_back_to_bytes(spm: Any) -> Non
     names = [spm.id_to_token(i) for i in spm.encode("ab é", add_special_tokens=False)]
     # ▁a scores better than ▁ab, but ab best of all: ab first, then ▁ + ab.
     assert names == ["▁ab", "▁", "<0xC3>", "<0xA9>"]
+
+
+def test_spm_equals_sentencepiece_on_any_text(sentencepiece_model: Path) -> None:
+    import sentencepiece
+
+    oracle = sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_model))
+    kinds = (("unknown", 2), ("control", 3), ("byte", 6))
+    count = oracle.vocab_size()
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": [oracle.id_to_piece(i) for i in range(count)],
+        "tokenizer.ggml.scores": [oracle.get_score(i) for i in range(count)],
+        "tokenizer.ggml.token_type": [
+            next((kind for name, kind in kinds if getattr(oracle, f"is_{name}")(i)), 1)
+            for i in range(count)
+        ],
+    }
+    tokenizer = tokenizer_from_gguf(metadata, "x.gguf")
+
+    @settings(max_examples=300, deadline=None)
+    @given(text=st.text("thecatsmodgnlrw  é日<>/s0x", min_size=1, max_size=40))
+    def check(text: str) -> None:
+        ids = oracle.encode(text)
+        assert tokenizer.encode(text, add_special_tokens=False, parse_special=False) == ids
+        assert tokenizer.decode(ids) == text
+
+    check()
 
 
 def test_missing_bytes_become_the_unknown_token(make_metadata: Any) -> None:
