@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 Message = dict[str, str]
 
-#: What SmolLM2's authors recommend; the file itself carries no defaults, and at temperature 1 a model
-#: this small rambles.
+#: What SmolLM2's authors recommend: the file carries no defaults, and at temperature 1 a model this
+#: small rambles.
 DEMO_SAMPLING = {"temperature": 0.2, "top_p": 0.9}
 
 
