@@ -112,13 +112,11 @@ class Child:
                 if message[0] == "failed":
                     consequence = message[2] == CollectiveError.__name__
                     return (2 if consequence else 0), self._reported(message)
-            return 3, EngineDeadError(f"rank {self.rank} is alive but does not answer")
         except ChildLost:
-            try:
-                code = self.process.wait(1.0)
-            except subprocess.TimeoutExpired:
-                return 3, EngineDeadError(f"rank {self.rank} closed its control channel")
-        return 1, EngineDeadError(f"rank {self.rank} {_exit_text(code)}{self._stderr_text()}")
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                how = _exit_text(self.process.wait(1.0))
+                return 1, EngineDeadError(f"rank {self.rank} {how}{self._stderr_text()}")
+        return 3, EngineDeadError(f"rank {self.rank} is alive but does not answer")
 
     def _reported(self, message: tuple[Any, ...]) -> EngineDeadError:
         return EngineDeadError(f"rank {self.rank} failed: {message[1]}{self._stderr_text()}")

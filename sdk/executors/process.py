@@ -20,6 +20,7 @@ import os
 import threading
 import time
 import weakref
+from dataclasses import replace
 from typing import Any, Generic
 
 from sdk.engine.plan import StepPlan, StepResult
@@ -30,6 +31,7 @@ from sdk.executors.gloo import CollectiveError, connect
 from sdk.executors.local import RankFactory, RunnerT
 from sdk.executors.worker import WorkerStart
 from sdk.models.parallel import Mesh
+from sdk.params import SamplingParams
 
 logger = logging.getLogger("sdk")
 
@@ -139,7 +141,7 @@ class ProcessExecutor(Generic[RunnerT]):
         with self._lock:
             self._check()
             try:
-                self._children.send(plan, self._collective_s)
+                self._children.send(_for_workers(plan), self._collective_s)
                 result = self.runner.execute(plan)
                 self._children.expect("done", self._collective_s)
             except BaseException as error:
@@ -194,3 +196,16 @@ class ProcessExecutor(Generic[RunnerT]):
             self._finalizer.detach()
         finally:
             self._lock.release()
+
+
+def _for_workers(plan: StepPlan) -> StepPlan:
+    """The plan without how to sample: rank 0 alone does that, and a logits processor need not be
+    picklable. ``prompt_logprobs`` stays: it decides which logits all ranks compute.
+    """
+    if not plan.started:
+        return plan
+    started = (
+        replace(start, params=SamplingParams(prompt_logprobs=start.params.prompt_logprobs))
+        for start in plan.started
+    )
+    return replace(plan, started=tuple(started))

@@ -337,11 +337,11 @@ def test_a_forked_child_neither_uses_nor_ends_the_ranks(started) -> None:
     assert executor.execute(StepPlan(2)).step_id == 2
 
 
-def test_a_talkative_worker_fills_no_disk(started) -> None:
+def test_a_talkative_worker_fills_no_disk(started, eventually: Poll) -> None:
     executor = started({(1, 1): "chatter"})
     executor.execute(StepPlan(1))
     child = executor._children._children[0]
-    assert os.fstat(child._stderr.fileno()).st_size == 0
+    assert eventually(lambda: os.fstat(child._stderr.fileno()).st_size == 0)
 
 
 def test_nothing_of_the_host_changes(started) -> None:
@@ -386,6 +386,13 @@ def run_script(folder: Path, rest: str) -> subprocess.Popen[str]:
     )
 
 
+def rest_of(host: subprocess.Popen[str]) -> str:
+    """What follows in the output (communicate() would lose what readline() has buffered)."""
+    with host:
+        assert host.stdout is not None
+        return host.stdout.read()
+
+
 def worker_named(host: subprocess.Popen[str]) -> int:
     assert host.stdout is not None
     word, pid = host.stdout.readline().split()
@@ -398,8 +405,8 @@ def test_a_script_without_a_guard_runs_once_and_leaves_nothing_at_exit(
 ) -> None:
     host = run_script(tmp_path, "print('end')\n")
     worker = worker_named(host)
-    output, _ = host.communicate()
-    assert (output, host.returncode) == ("end\n", 0)
+    output = rest_of(host)
+    assert (output, host.wait()) == ("end\n", 0)
     assert eventually(lambda: not psutil.pid_exists(worker))
     assert list((tmp_path / "scratch").iterdir()) == []
 
@@ -440,5 +447,5 @@ def test_a_forked_child_of_a_host_exits_in_the_ordinary_way(tmp_path: Path) -> N
         "print(executor.execute(StepPlan(2)).step_id)\n",
     )
     worker_named(host)
-    output, _ = host.communicate(timeout=60)
+    output = rest_of(host)
     assert output == "5\n2\n"
