@@ -72,8 +72,7 @@ class ChatTemplate:
 
     def __init__(self, source: str) -> None:
         """Raises TemplateError for a template that is too large or does not compile."""
-        from jinja2 import TemplateError as JinjaError
-        from jinja2 import meta
+        from jinja2 import TemplateError as JinjaError, meta
 
         from sdk.loaders.template_budget import BudgetError
         from sdk.loaders.template_sandbox import TemplateSandbox

@@ -34,6 +34,7 @@ from sdk.loaders.tokenizer.vocab import (
     EncodeRules,
     VocabTokenizer,
     Vocabulary,
+    of_kind,
 )
 from sdk.quant.errors import UnsupportedError
 from sdk.quant.tokenizer import Tokenizer
@@ -235,19 +236,28 @@ def _bpe(
         raise meta.error(f"{key}[{index}]", "two pieces and a space between", found)
     pairs = [pair for pair in merges if pair is not None]
     # Text never becomes a control token by merging, nor by being a whole word (ignore_merges).
+    control = {
+        text
+        for kind in (CONTROL, UNKNOWN)
+        for _, text in of_kind(vocabulary.tokens, vocabulary.kinds, kind)
+    }
     pieces = dict(vocabulary.ids)
-    for index, kind in enumerate(vocabulary.kinds):
-        if kind in (CONTROL, UNKNOWN):
-            del pieces[vocabulary.tokens[index]]
+    for text in control:
+        del pieces[text]
     build = raw_encoder if model == "gemma4" else partial(byte_level_encoder, pre=pre)
     try:
         return build(pieces, pairs)
-    except Exception as error:  # the library raises plain Exception
+    except Exception:  # the library raises plain Exception; what it found is looked for here
         for index, (left, right) in enumerate(pairs):
             for piece in (left, right, left + right):
-                if piece not in pieces:
+                if piece not in vocabulary.ids:
                     where = f"{key}[{index}]"
                     raise meta.error(where, "pieces of the vocabulary", repr(piece)) from None
+    # Some merges lead to a control token: without them it is a token like any other control token.
+    pairs = [pair for pair in pairs if control.isdisjoint((*pair, pair[0] + pair[1]))]
+    try:
+        return build(pieces, pairs)
+    except Exception as error:
         raise meta.error(key, "a usable vocabulary and merges", error) from None
 
 

@@ -9,8 +9,7 @@ and only there the possible lengths are looked up.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterator, Mapping, Set as AbstractSet
 
 
 class SpecialSplitter:

@@ -22,8 +22,10 @@ from typing import Any
 from sdk.errors import RequestError
 
 if sys.version_info >= (3, 11):
-    from re import _constants as sre  # type: ignore[attr-defined]
-    from re import _parser as sre_parser
+    from re import (
+        _constants as sre,  # type: ignore[attr-defined]
+        _parser as sre_parser,
+    )
 else:
     import sre_constants as sre
     import sre_parse as sre_parser

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from sdk.errors import RequestError
 from sdk.text.stop_regex import MAX_HELD, MAX_PATTERN_LEN, StopRegex

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from sdk.loaders.tokenizer import tokenizer_from_gguf
 from sdk.loaders.tokenizer.pretokenizers import PRE_TOKENIZERS

@@ -116,6 +116,19 @@ def test_a_malformed_merge_is_refused(make_metadata: Any, merge: str, words: lis
     refuse(metadata, *words)
 
 
+def test_a_vocabulary_the_library_cannot_use_is_refused(make_metadata: Any) -> None:
+    metadata = make_metadata["gpt2"]()
+    metadata[T + "tokens"][0] = "\ud800"  # no UTF-8
+    refuse(metadata, "merges", "a usable vocabulary")
+
+
+def test_merges_that_lead_to_a_control_token_are_left_out(make_metadata: Any) -> None:
+    metadata = make_metadata["gpt2"](**{T + "eos_token_id": 257})  # "hel"
+    tokenizer = tokenizer_from_gguf(metadata, "x.gguf")
+    assert tokenizer.encode("hel", parse_special=False) == [256, 108]
+    assert tokenizer.encode("hel") == [257]
+
+
 def test_merges_must_be_there_and_be_strings(make_metadata: Any) -> None:
     metadata = make_metadata["gpt2"]()
     metadata[T + "merges"] = [1, 2]
