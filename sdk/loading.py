@@ -15,11 +15,13 @@ from sdk.engine.runner import ModelRunner, RunnerConfig
 from sdk.engine.scheduler import Scheduler, SchedulerConfig
 from sdk.errors import CheckpointError, RequestError, UnsupportedError
 from sdk.executors.local import LocalExecutor
+from sdk.executors.process import ProcessExecutor
 from sdk.loaders.open import open_checkpoint
 from sdk.loaders.tokenizer import tokenizer_from_folder
 from sdk.memory import Demand, MemoryPlan, available_memory, plan_memory
 from sdk.models.auto import read_config
 from sdk.models.config import ModelConfig
+from sdk.models.parallel import Mesh
 from sdk.params import SamplingParams
 from sdk.progress import reporting
 from sdk.quant.checkpoint import Checkpoint
@@ -200,8 +202,18 @@ def _eos(checkpoint: Checkpoint) -> list[int]:
 
 def _executor(
     config: EngineConfig, runner_config: RunnerConfig, checkpoint: Checkpoint
-) -> LocalExecutor[ModelRunner]:
-    """One rank reuses the opened checkpoint."""
-    return LocalExecutor(
-        lambda given, mesh: ModelRunner(given, mesh, checkpoint), runner_config
+) -> LocalExecutor[ModelRunner] | ProcessExecutor[ModelRunner]:
+    """Rank 0 reuses the opened checkpoint; the other ranks open the file themselves."""
+
+    def own(given: RunnerConfig, mesh: Mesh) -> ModelRunner:
+        return ModelRunner(given, mesh, checkpoint)
+
+    if config.tensor_parallel_size == 1:
+        return LocalExecutor(own, runner_config)
+    return ProcessExecutor(
+        ModelRunner,
+        runner_config,
+        config.tensor_parallel_size,
+        num_threads=runner_config.num_threads,
+        own_factory=own,
     )

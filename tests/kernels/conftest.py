@@ -99,7 +99,9 @@ class Cases:
             if isinstance(x, Tensor):
                 if not isinstance(y, Tensor) or x.dtype != y.dtype or x.shape != y.shape:
                     return False
-                if not torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8)):
+                if not torch.equal(
+                    x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8)
+                ):
                     return False
             elif x != y:
                 return False

@@ -1,4 +1,4 @@
-"""Native paged attention and rotary embedding at every SIMD level, against float64 and reference."""
+"""Native paged attention and rotary embedding, at every SIMD level, against float64."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ def make_step(
     queries = []
     for r, (context, new) in enumerate(requests):
         random = torch.Generator().manual_seed(100 + r)
-        rows = torch.randn(3, 4096, 2, 8, generator=random)[:, :context]
+        rows = torch.randn(3, 256, 2, 8, generator=random)[:, :context]
         rows = rows.repeat(1, 1, heads, -(-head_dim // 8))[..., :head_dim]
         rows = rows * (1 + torch.arange(2 * heads).view(-1, 1) / 7)
-        for t in range(context):
-            page, slot = int(batch.page_table[r, t // page_size]), t % page_size
-            k[page, :, slot] = rows[0, t, :kv_heads].to(dtype)
-            v[page, :, slot] = rows[1, t, :kv_heads].to(dtype)
+        at = torch.arange(context)
+        page = batch.page_table[r].long()[at // page_size]
+        k[page, :, at % page_size] = rows[0, :, :kv_heads].to(dtype)
+        v[page, :, at % page_size] = rows[1, :, :kv_heads].to(dtype)
         queries.append(rows[2, context - new :, :heads])
     return Step(batch, KVPages(k, v), torch.cat(queries).contiguous())
 
@@ -148,10 +148,10 @@ def test_chunks_batches_and_threads_do_not_change_a_bit(
     backend: CpuBackend, options: dict[str, Any]
 ) -> None:
     (kernel,) = backend.implementations("attention")
-    whole = attend(kernel, make_step([(200, 200)], 6, 2, 64, 16, torch.float16), **options)
+    whole = attend(kernel, make_step([(150, 150)], 6, 2, 64, 16, torch.float16), **options)
     single = open_backend("cpu", 1, backend.engine.level)
     (alone,) = single.implementations("attention")
-    for chunks in ((1,) * 200, (64, 64, 72), (3, 190, 7)):
+    for chunks in ((1,) * 150, (64, 64, 22), (3, 140, 7)):
         end, parts = 0, []
         for new in chunks:
             end += new
@@ -192,9 +192,7 @@ def test_rope_and_cache_equals_the_reference_bit_for_bit(
             qkv = torch.randn(tokens, (heads + 2 * kv_heads) * head_dim, generator=random)
             qkv[0, 5] = float("nan")
             qkv[:, -3] *= 1e6  # beyond float16
-            q, k, v = (
-                x.view(tokens, -1, head_dim) for x in qkv.split([240, 80, 80], dim=1)
-            )
+            q, k, v = (x.view(tokens, -1, head_dim) for x in qkv.split([240, 80, 80], dim=1))
             angle = torch.rand(tokens, rotary // 2, generator=random) * 6
             shape = (num_pages, kv_heads, 16, head_dim)
             pages = KVPages(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
@@ -225,14 +223,14 @@ def test_attention_refuses_arguments_that_disagree(backend: CpuBackend) -> None:
         attend(kernel, step, sinks=torch.zeros(3))
     with pytest.raises(KernelError, match="expected a window of at least 1, found 0"):
         attend(kernel, step, window=0)
-    with pytest.raises(KernelError, match="expected int32 index tensors, found torch.int64"):
+    with pytest.raises(KernelError, match=r"expected int32 index tensors, found torch\.int64"):
         batch = replace(step.batch, page_table=step.batch.page_table.long())
         attend(kernel, replace(step, batch=batch))
-    with pytest.raises(KernelError, match="attention q: expected torch.float32 on cpu"):
+    with pytest.raises(KernelError, match=r"attention q: expected torch\.float32 on cpu"):
         attend(kernel, replace(step, q=step.q.double()))
     with pytest.raises(KernelError, match=r"KV pages: k .* do not agree"):
         attend(kernel, replace(step, pages=KVPages(step.pages.k, step.pages.v.half())))
-    with pytest.raises(KernelError, match="KV pages: expected .* with a contiguous last"):
+    with pytest.raises(KernelError, match=r"KV pages: expected .* with a contiguous last"):
         swapped = step.pages.k.transpose(2, 3)
         attend(kernel, replace(step, pages=KVPages(swapped, swapped)))
 
@@ -251,5 +249,5 @@ def test_rope_refuses_arguments_that_disagree(backend: CpuBackend) -> None:
     with pytest.raises(KernelError, match="KV pages: expected"):
         pages = KVPages(step.pages.k[:, :1], step.pages.v[:, :1])
         kernel.run(q, k, k, angle, angle, step.batch, pages)
-    with pytest.raises(KernelError, match="rope v: expected torch.float32 on cpu"):
+    with pytest.raises(KernelError, match=r"rope v: expected torch\.float32 on cpu"):
         kernel.run(q, k, k.double(), angle, angle, step.batch, step.pages)

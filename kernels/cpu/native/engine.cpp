@@ -101,7 +101,12 @@ EXPORT void* embedlm_engine_create(int threads, int level) {
     return new (std::nothrow) Engine(threads, level);
 }
 
-EXPORT void embedlm_engine_destroy(void* engine) { delete static_cast<Engine*>(engine); }
+EXPORT void embedlm_engine_destroy(void* handle) {
+    Engine* engine = static_cast<Engine*>(handle);
+    // In a forked child the threads do not exist, yet the condition variables count them as
+    // waiting and their destruction would block for ever: the child keeps its copy.
+    if (!engine->pool.inherited()) delete engine;
+}
 
 EXPORT int embedlm_engine_level(const void* engine) {
     return static_cast<const Engine*>(engine)->level;

@@ -43,10 +43,6 @@ Pool::Pool(int threads) : threads_(threads), owner_(getpid()) {
 }
 
 Pool::~Pool() {
-    if (getpid() != owner_) {  // a forked child has none of the threads: nothing to join
-        for (auto& worker : workers_) worker.detach();
-        return;
-    }
     stop_.store(true);
     {
         std::lock_guard<std::mutex> lock(mutex_);
@@ -54,6 +50,8 @@ Pool::~Pool() {
     }
     for (auto& worker : workers_) worker.join();
 }
+
+bool Pool::inherited() const { return getpid() != owner_; }
 
 void Pool::execute(uint32_t index, uint32_t count, int thread) {
     task_(context_, total_ * index / count, total_ * (index + 1) / count, thread);
@@ -96,7 +94,7 @@ void Pool::work(int thread) {
 void Pool::run(Task task, void* context, int64_t total, int64_t chunks) {
     if (chunks > total) chunks = total;
     if (chunks > 4096) chunks = 4096;
-    if (workers_.empty() || chunks <= 1 || getpid() != owner_) {
+    if (workers_.empty() || chunks <= 1 || inherited()) {
         task(context, 0, total, 0);
         return;
     }

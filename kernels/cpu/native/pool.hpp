@@ -27,6 +27,8 @@ public:
     Pool& operator=(const Pool&) = delete;
 
     int threads() const { return threads_; }
+    // True in a forked child, which has none of the threads.
+    bool inherited() const;
     // Runs task over 0..total in at most `chunks` pieces; returns when all are done. One caller at
     // a time (the engine holds a lock).
     void run(Task task, void* context, int64_t total, int64_t chunks);

@@ -1,0 +1,160 @@
+"""The native library as a guest: found or explained, threads that come and go, engines apart."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sdk.kernels import cpu
+from sdk.kernels.cpu import library
+from sdk.kernels.errors import KernelError
+from sdk.kernels.ops import Ops
+
+
+def thread_count() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def compile_library(folder: Path, source: str) -> str:
+    path = folder / "other.so"
+    code = folder / "other.c"
+    code.write_text(source)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", path, code], check=True)
+    return str(path)
+
+
+def test_a_missing_library_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "find_spec", lambda name: None)
+    reason = cpu.available("cpu")
+    assert reason == "native module not built: run `make build` (needs a C++ compiler)"
+    assert cpu.levels() == ()
+    assert cpu.simd_level() is None
+    with pytest.raises(KernelError, match="native module not built"):
+        cpu.open_backend("cpu", 1)
+
+
+def test_a_stale_library_is_refused(tmp_path: Path) -> None:
+    path = compile_library(tmp_path, "int embedlm_abi_version(void) { return 0; }")
+    found = library.load_library(path)
+    assert isinstance(found, str)
+    assert found.startswith("native module is stale: interface 0 in ")
+    assert found.endswith(f"expected {library.ABI_VERSION}: run `make build`")
+
+
+def test_a_foreign_or_broken_library_is_refused(tmp_path: Path) -> None:
+    foreign = library.load_library(compile_library(tmp_path, "int something;"))
+    assert isinstance(foreign, str) and foreign.startswith("native module cannot be loaded: ")
+    broken = tmp_path / "broken.so"
+    broken.write_bytes(b"not a library")
+    found = library.load_library(str(broken))
+    assert isinstance(found, str) and found.startswith("native module cannot be loaded: ")
+
+
+def test_other_devices_are_declined() -> None:
+    assert cpu.available("cuda:0") == "runs on the CPU only, not on cuda:0"
+    assert cpu.available("cpu") is None
+
+
+def test_ops_prefer_the_native_kernels(cases: Any) -> None:
+    ops = Ops("cpu", num_threads=1)
+    assert ops.backend_names == ("cpu", "reference")
+    assert ops.linear(cases.affine(16, 32)).choice.name == "cpu.linear"
+    exact = Ops("cpu", num_threads=1, compute="exact")
+    choice = exact.linear(cases.affine(16, 32)).choice
+    assert choice.name == "cpu.linear_exact"
+    assert choice.declined == (("cpu.linear", "rounds activations to 8 bits, compute is exact"),)
+    ops.close()
+    exact.close()
+
+
+def test_the_best_level_is_the_default_and_unknown_ones_raise() -> None:
+    assert cpu.simd_level() == cpu.levels()[-1]
+    backend = cpu.open_backend("cpu", 1)
+    assert backend.engine.level == cpu.simd_level()
+    backend.close()
+    with pytest.raises(KernelError, match=r"SIMD level: expected one of .* found 'mmx'"):
+        cpu.open_backend("cpu", 1, "mmx")
+
+
+def test_closing_gives_every_thread_back_and_may_be_repeated() -> None:
+    before = thread_count()
+    backends = [cpu.open_backend("cpu", 4) for _ in range(3)]
+    assert thread_count() == before + 9
+    for backend in backends:
+        backend.close()
+        backend.close()
+    assert thread_count() == before
+    cpu.open_backend("cpu", 4)  # dropped without close: the finaliser stops its threads
+    assert thread_count() == before
+
+
+def products(backend: Any, weights: list[Any], x: Any, rounds: int, out: list[Any]) -> None:
+    kernel = backend.implementations("linear")[0]
+    packed = [kernel.pack(weight) for weight in weights]
+    for _ in range(rounds):
+        for weight in packed:
+            y = torch.empty(x.shape[0], weight.facts.shape[0])
+            kernel.matmul(weight, x, y)
+            out.append(y)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["two engines", "one engine"])
+def test_two_threads_compute_what_one_does(cases: Any, shared: bool) -> None:
+    weights = [cases.affine(320, 256, 4, seed=i) for i in range(4)]
+    x = cases.activations(5, 256)
+    first = cpu.open_backend("cpu", 2)
+    second = first if shared else cpu.open_backend("cpu", 3)
+    expected: list[Any] = []
+    products(first, weights, x, 1, expected)
+    found: list[list[Any]] = [[], []]
+    threads = [
+        threading.Thread(target=products, args=(backend, weights, x, 50, out))
+        for backend, out in zip((first, second), found, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for out in found:
+        assert len(out) == 200
+        assert all(torch.equal(y, expected[i % 4]) for i, y in enumerate(out))
+    first.close()
+    second.close()
+
+
+def test_a_forked_child_can_close_what_it_inherited(cases: Any) -> None:
+    backend = cpu.open_backend("cpu", 3)
+    child = os.fork()
+    if child == 0:
+        backend.close()
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    backend.close()
+
+
+def test_the_baseline_holds_no_wide_instructions() -> None:
+    """Only the kernel tables may differ by level: anything else the linker could merge would bring
+    AVX code to a CPU without it."""
+    spec = library.find_spec("sdk.kernels.cpu._native")
+    assert spec is not None and spec.origin is not None
+    listing = subprocess.run(
+        ["objdump", "-d", "-C", "--no-show-raw-insn", spec.origin],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    function, wide = "", set()
+    for line in listing.splitlines():
+        if line.endswith(">:"):
+            function = line.split("<")[1]
+        elif "%ymm" in line or "%zmm" in line:
+            wide.add(function.removeprefix("void ").partition("::")[0])
+    compiled = {level for level in library.LEVELS if f"{level}::" in listing}
+    assert "portable" in compiled
+    assert wide == compiled - {"portable"}
