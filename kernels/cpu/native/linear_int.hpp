@@ -82,7 +82,7 @@ static void block_int(const uint8_t* tiles, const float* scales, const float* mi
         for (int r = 0; r < MR; ++r) acc[r] = zero();
         for (int64_t b = 0; b < blocks; ++b) {
             const uint8_t* tile = tiles + b * kTile;
-            if (MR == 1 && h == 0) {  // a lone row is bound by memory: ask ahead
+            if (h == 0) {  // few rows are bound by memory: ask ahead
 #pragma GCC unroll 8
                 for (int line = 0; line < kTile; line += 64)
                     __builtin_prefetch(tile + kPrefetch + line);
