@@ -24,7 +24,7 @@ from dataclasses import replace
 from typing import Any, Generic
 
 from sdk.engine.plan import StepPlan, StepResult
-from sdk.errors import EngineClosedError, EngineDeadError, SdkError
+from sdk.errors import EngineClosedError, EngineDeadError
 from sdk.executors.channel import pack
 from sdk.executors.children import ChildLost, Children
 from sdk.executors.gloo import CollectiveError, connect
@@ -91,6 +91,7 @@ class ProcessExecutor(Generic[RunnerT]):
 
         :raises EngineDeadError: when a child failed, with its error and its last messages.
         """
+        self._check_owner()
         with self._lock:
             self._check()
             try:
@@ -138,6 +139,7 @@ class ProcessExecutor(Generic[RunnerT]):
         :raises EngineDeadError: when a rank failed in this step or an earlier one.
         :raises EngineClosedError: after :meth:`close`, also in the middle of the step.
         """
+        self._check_owner()
         with self._lock:
             self._check()
             try:
@@ -146,7 +148,8 @@ class ProcessExecutor(Generic[RunnerT]):
                 self._children.expect("done", self._collective_s)
             except BaseException as error:
                 raised = self._end(error)
-                if isinstance(raised, Exception) and not isinstance(raised, SdkError):
+                final = isinstance(raised, EngineDeadError | EngineClosedError)
+                if isinstance(raised, Exception) and not final:
                     raised = EngineDeadError(f"rank 0 failed: {type(error).__name__}: {error}")
                 self._failure = f"a rank was lost in an earlier step: {raised}"
                 if raised is error:
@@ -154,9 +157,12 @@ class ProcessExecutor(Generic[RunnerT]):
                 raise raised from error
             return result
 
-    def _check(self) -> None:
+    def _check_owner(self) -> None:
+        # before the lock: a forked child may have inherited it locked
         if os.getpid() != self._owner:
             raise EngineClosedError(f"the executor belongs to process {self._owner}")
+
+    def _check(self) -> None:
         if self._closed:
             raise EngineClosedError("the executor was closed")
         if self._failure is not None:

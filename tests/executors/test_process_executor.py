@@ -171,10 +171,17 @@ def test_a_worker_stuck_after_its_last_sum_is_given_up(started, tmp_path: Path) 
         executor.execute(StepPlan(1))
 
 
-def test_an_error_of_rank_0_ends_the_workers(started, eventually: Poll) -> None:
-    executor = started({(0, 1): "oserror"})
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("oserror", r"^rank 0 failed: FileNotFoundError: model\.gguf"),
+        ("raise", r"^rank 0 failed: AlignmentError: 7 heads"),
+    ],
+)
+def test_an_error_of_rank_0_ends_the_workers(started, fault: str, message: str) -> None:
+    executor = started({(0, 1): fault})
     worker = worker_of(executor)
-    with pytest.raises(EngineDeadError, match=r"^rank 0 failed: FileNotFoundError: model\.gguf"):
+    with pytest.raises(EngineDeadError, match=message):
         executor.execute(StepPlan(1))
     assert not psutil.pid_exists(worker)
 
