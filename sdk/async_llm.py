@@ -14,7 +14,7 @@ from sdk.prompts import Message, PromptLike
 class AsyncLLM:
     """Awaitable methods over an :class:`LLM`; not a second engine.
 
-    ``AsyncLLM(llm)`` shares ``llm`` and leaves closing to its owner; ``AsyncLLM("model.gguf", ...)``
+    ``AsyncLLM(llm)`` shares ``llm`` and leaves closing to its owner; ``AsyncLLM("model.gguf")``
     makes one (which blocks while it loads) and closes it.
     """
 

@@ -13,7 +13,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn, Protocol
 
 from sdk.engine.engine import Engine, Output
@@ -48,7 +48,7 @@ class Job:
     cache_salt: str | None = None
     kind: RequestKind = "generate"
     arrival_time: float | None = None
-    resolved: ResolvedParams = ResolvedParams()
+    resolved: ResolvedParams = field(default_factory=ResolvedParams)
 
 
 class Driver:

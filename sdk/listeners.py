@@ -11,7 +11,7 @@ _Item = Output | Exception
 
 
 class Mailbox:
-    """Outputs of one call's requests, waited for by a thread. ``get`` can be interrupted (Ctrl-C)."""
+    """Outputs of one call's requests, waited for by a thread; Ctrl-C interrupts ``get``."""
 
     def __init__(self) -> None:
         self._items: queue.SimpleQueue[_Item] = queue.SimpleQueue()

@@ -31,13 +31,13 @@ ParamsLike = SamplingParams | Sequence[SamplingParams] | None
 class LLM:
     """A model loaded into this process, and the engine that serves it.
 
-    ``model`` is a GGUF file, a folder with safetensors and ``config.json``, or a hub id. The options
-    are the fields of :class:`sdk.config.EngineConfig`; the ones to know are ``memory="2GiB"`` (a hard
-    budget for weights, KV cache and workspace), ``max_model_len``, ``num_threads`` and
-    ``compute="exact"``.
+    ``model`` is a GGUF file, a folder with safetensors and ``config.json``, or a hub id. The
+    options are the fields of :class:`sdk.config.EngineConfig`; the ones to know are
+    ``memory="2GiB"`` (a hard budget for weights, KV cache and workspace), ``max_model_len``,
+    ``num_threads`` and ``compute="exact"``.
 
-    One object serves sync, async and streaming callers from any thread and any event loop. Use it as
-    a context manager, or call :meth:`close`; a forgotten one is closed when it is collected.
+    One object serves sync, async and streaming callers from any thread and any event loop. Use it
+    as a context manager, or call :meth:`close`; a forgotten one is closed when it is collected.
 
     :raises CheckpointError: the file is missing, damaged or of an unsupported kind.
     :raises OutOfMemoryError: the budget cannot hold the model; nothing has been loaded then.
@@ -98,7 +98,8 @@ class LLM:
         Ctrl-C, or any exception here, aborts exactly this call's requests.
 
         :raises RequestError: before anything runs, when a prompt or parameter is not acceptable.
-        :raises EngineDeadError: when a worker died. :raises EngineClosedError: on or after ``close``.
+        :raises EngineDeadError: when a worker died.
+        :raises EngineClosedError: on or after ``close``.
         """
         items = as_list(prompts)
         params = self._params(sampling_params, len(items))
@@ -132,8 +133,8 @@ class LLM:
             return [messages]
         if not isinstance(messages, Sequence) or not all(map(is_conversation, messages)):
             raise RequestError(
-                "messages: expected a list of {'role': ..., 'content': ...} or a list of such lists, "
-                f"found {messages!r:.80}"
+                "messages: expected a list of {'role': ..., 'content': ...} or a list of such "
+                f"lists, found {messages!r:.80}"
             )
         return list(messages)
 
@@ -177,7 +178,7 @@ class LLM:
         priority: int | None = None,
         **template: Any,
     ) -> Iterator[RequestOutput]:
-        """Yield the answer to one prompt or conversation piece by piece (``text`` holds the new part).
+        """Yield the answer to one prompt or conversation piece by piece; ``text`` is the new part.
 
         The request starts at once. Leaving the loop early aborts it.
         """
@@ -277,7 +278,7 @@ class LLM:
         priority: int | None = None,
         **template: Any,
     ) -> AsyncIterator[RequestOutput]:
-        """:meth:`stream` for an event loop. The request starts with the first ``async for`` step."""
+        """:meth:`stream` for an event loop; the request starts with the first ``async for``."""
         job, mailbox = self._stream_job(prompt, sampling_params, priority, template, AsyncMailbox())
         self._driver.submit([job])
         finished = False
@@ -334,8 +335,8 @@ class LLM:
     def pump(self, max_ms: float) -> list[RequestOutput]:
         """Step for about ``max_ms`` milliseconds, for a host with a frame to draw.
 
-        Always runs at least one step when there is work; returns early when there is none. A step in
-        progress is not interrupted: bound it with ``max_num_batched_tokens``.
+        Always runs at least one step when there is work; returns early when there is none. A step
+        in progress is not interrupted: bound it with ``max_num_batched_tokens``.
         """
         end = time.monotonic() + max_ms / 1000
         outputs: list[RequestOutput] = []
@@ -363,7 +364,7 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
     ) -> list[EmbeddingOutput]:
-        """The last token's hidden state of each prompt, after the final norm, scaled to length 1."""
+        """The last token's hidden state of each prompt after the final norm, scaled to length 1."""
         params = SamplingParams(truncate_prompt_tokens=truncate_prompt_tokens)
         read = [self._reader.read(item, params, room=0) for item in as_list(prompts)]
         mailbox = Mailbox()
@@ -375,7 +376,7 @@ class LLM:
         data_1: PromptLike | Sequence[PromptLike],
         data_2: PromptLike | Sequence[PromptLike],
     ) -> list[ScoringOutput]:
-        """Cosine similarity of embeddings, pair by pair; one ``data_1`` may meet many ``data_2``."""
+        """Cosine of embeddings, pair by pair; one ``data_1`` may meet many ``data_2``."""
         left, right = as_list(data_1), as_list(data_2)
         if len(left) != len(right) and len(left) != 1:
             raise RequestError(
@@ -385,9 +386,7 @@ class LLM:
         first, second = embedded[: len(left)], embedded[len(left) :]
         if len(first) == 1:
             first = first * len(second)
-        return [
-            ScoringOutput(b.request_id, _dot(a, b)) for a, b in zip(first, second, strict=True)
-        ]
+        return [ScoringOutput(b.request_id, _dot(a, b)) for a, b in zip(first, second, strict=True)]
 
     # ---- information -----------------------------------------------------------------------------
 
@@ -496,7 +495,8 @@ def _embedding(output: Output) -> EmbeddingOutput:
         return output
     reason = output.outputs[0]
     raise RequestError(
-        f"embed: request {output.request_id} ended with {reason.finish_reason}: {reason.stop_reason}"
+        f"embed: request {output.request_id} ended with {reason.finish_reason}: "
+        f"{reason.stop_reason}"
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from sdk.config import EngineConfig
@@ -13,9 +13,10 @@ from sdk.engine.engine import Engine
 from sdk.engine.kv_cache import kv_spec
 from sdk.engine.runner import ModelRunner, RunnerConfig
 from sdk.engine.scheduler import Scheduler, SchedulerConfig
-from sdk.errors import CheckpointError, RequestError, UnsupportedError
+from sdk.errors import CheckpointError, RequestError
 from sdk.executors.local import LocalExecutor
 from sdk.executors.process import ProcessExecutor
+from sdk.kernels.ops import Compute
 from sdk.loaders.open import open_checkpoint
 from sdk.loaders.tokenizer import tokenizer_from_folder
 from sdk.memory import Demand, MemoryPlan, available_memory, plan_memory
@@ -116,7 +117,8 @@ def _open(config: EngineConfig) -> Checkpoint:
     if config.load_format not in ("auto", checkpoint.format):
         checkpoint.close()
         raise CheckpointError(
-            f"{checkpoint.path}: load_format={config.load_format!r}, but this is {checkpoint.format}"
+            f"{checkpoint.path}: expected {config.load_format} (load_format), "
+            f"found {checkpoint.format}"
         )
     return checkpoint
 
@@ -125,7 +127,7 @@ def _model_config(config: EngineConfig, checkpoint: Checkpoint) -> ModelConfig:
     return read_config({**checkpoint.config, **(config.hf_overrides or {})})
 
 
-def _compute(config: EngineConfig) -> str:
+def _compute(config: EngineConfig) -> Compute:
     # dtype="float32" asks for the arithmetic that compute="exact" names
     return "exact" if config.dtype == "float32" else config.compute
 

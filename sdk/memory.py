@@ -1,4 +1,4 @@
-"""Memory as arithmetic: what an engine will occupy, from file headers alone, before anything is loaded.
+"""Memory as arithmetic: what an engine will occupy, known from file headers before it is loaded.
 
 Counted against ``memory=``: the packed weights, the key-value pages and the largest workspace of a
 step. Not counted: the Python interpreter with torch (about 220 MiB before any model) and the
@@ -60,7 +60,7 @@ def format_bytes(count: int) -> str:
 
 
 def available_memory() -> int:
-    """Bytes the machine can still give, as the kernel estimates them; all of RAM where it does not."""
+    """Bytes the machine can still give, as the kernel estimates; all of RAM where it does not."""
     try:
         with open("/proc/meminfo") as lines:
             for line in lines:
@@ -146,7 +146,9 @@ class MemoryPlan:
                 "no budget set" if self.budget is None else f"budget {format_bytes(self.budget)}",
             ),
         ]
-        lines = [f"{name:<10} {format_bytes(size):>10}  {note}".rstrip() for name, size, note in rows]
+        lines = [
+            f"{name:<10} {format_bytes(size):>10}  {note}".rstrip() for name, size, note in rows
+        ]
         lines.append(
             f"context    {self.max_model_len:>10}  tokens a request, "
             f"{self.full_requests:.1f} such requests at once"

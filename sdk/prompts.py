@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any, cast
 
 from sdk.errors import RequestError
 from sdk.params import SamplingParams
@@ -12,7 +12,7 @@ from sdk.quant.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 #: Text, token ids, or a dict with ``prompt`` or ``prompt_token_ids`` and perhaps ``cache_salt``.
-PromptLike = Union[str, Sequence[int], Mapping[str, Any]]
+PromptLike = str | Sequence[int] | Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,8 @@ def as_list(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
             f"prompt: expected text, token ids, a dict or a list of them, found {prompts!r:.80}"
         )
     if len(prompts) and all(_is_id(item) for item in prompts):
-        return [prompts]
-    return list(prompts)
+        return [cast("Sequence[int]", prompts)]
+    return list(cast("Sequence[PromptLike]", prompts))
 
 
 def _is_id(value: object) -> bool:
@@ -80,7 +80,7 @@ class PromptReader:
         return self.tokenizer
 
     def read(self, prompt: PromptLike, params: SamplingParams, *, room: int = 1) -> Prompt:
-        """:raises RequestError: naming what is wrong. ``room`` tokens must be left in the context."""
+        """:raises RequestError: naming what is wrong. ``room`` tokens of context must be left."""
         salt: str | None = None
         text: str | None = None
         ids: Any = prompt
@@ -116,7 +116,7 @@ class PromptReader:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Prompt:
-        """Render the conversation with the model's template; control tokens inside messages stay text."""
+        """Render with the model's template; control tokens inside messages stay text."""
         tokenizer = self._need_tokenizer("chat")
         ids = tokenizer.encode_chat(
             messages,

@@ -172,9 +172,9 @@ def _pack_affine(w: Affine) -> tuple[Packed, Tensor, int]:
     zeros = None if w.zeros is None else interleave(w.zeros)
     if minus is not None:
         view.minus_type = ELEMENT_TYPES[_name(minus)]
-    facts = Affine(
-        w.shape, w.bits, w.group, w.codes.new_empty(0, 0), w.scale.new_empty(0, 0), zero=w.zero, signed=w.signed
-    )
+    # new_empty and not a slice: a slice would keep the canonical tensors alive
+    no_codes, no_scale = w.codes.new_empty(0, 0), w.scale.new_empty(0, 0)
+    facts = Affine(w.shape, w.bits, w.group, no_codes, no_scale, zero=w.zero, signed=w.signed)
     codes = _codes(view)
     packed = Packed(facts, view, codes, scale, minus, zeros)
     _point(packed)

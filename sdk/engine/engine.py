@@ -134,7 +134,7 @@ class Engine:
     def _fan_out(
         self, request_id: str, params: SamplingParams, kind: RequestKind
     ) -> list[tuple[str, SamplingParams]]:
-        """The scheduler's requests of one request: answer ``i`` has a seed made from the request's and i.
+        """The scheduler's requests of one request: answer ``i`` has a seed made from its and ``i``.
 
         They are equal otherwise, except that only the first scores the prompt, and that choosing
         the best of several needs their log-probabilities.

@@ -25,9 +25,9 @@ class KVCache:
     """Keys and values of ``num_pages`` pages for every layer of one rank.
 
     One zeroed allocation of ``num_pages * spec.page_bytes`` bytes, which the operating system backs
-    with memory only where a page has been written; ``close`` returns all of it at once. All layers of
-    a page lie together, so that few pages in use touch little memory: spread over the layers, one
-    token of a 30-layer model would touch 60 huge pages of 2 MiB.
+    with memory only where a page has been written; ``close`` returns all of it at once. All layers
+    of a page lie together, so that few pages in use touch little memory: spread over the layers,
+    one token of a 30-layer model would touch 60 huge pages of 2 MiB.
     """
 
     def __init__(self, spec: KVSpec, num_pages: int) -> None:

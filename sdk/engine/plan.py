@@ -37,7 +37,7 @@ class RequestStart:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step. ``num_tokens`` is the step itself: request id -> tokens to run now, in batch order."""
+    """One step; ``num_tokens`` is the step itself: (request id, tokens to run), in batch order."""
 
     step_id: int
     num_tokens: tuple[tuple[str, int], ...] = ()
@@ -56,7 +56,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One token and, where asked for, its log-probability (natural log) and the best alternatives."""
+    """One token and, where asked for, its log-probability (natural log) and the alternatives."""
 
     token_id: int
     logprob: float | None = None

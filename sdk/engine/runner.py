@@ -17,8 +17,8 @@ from sdk.errors import RequestError
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.ops import Compute, Ops
 from sdk.loaders.open import open_checkpoint
-from sdk.models.auto import build_model
 from sdk.memory import release_free_memory
+from sdk.models.auto import build_model
 from sdk.models.parallel import Mesh
 from sdk.quant.checkpoint import Checkpoint
 from sdk.sampling.sampler import Sampler

@@ -10,10 +10,12 @@ import pytest
 from sdk import LLM, RequestOutput, SamplingParams
 
 TEXT = (
-    "A paged key-value cache stores the keys and values of every token in fixed-size pages, so that "
+    "A paged key-value cache stores keys and values of every token in fixed-size pages, so that "
     "requests of very different lengths share one pool of memory without fragmentation. "
 ) * 4
-PARAMS = SamplingParams(temperature=0.8, top_p=0.95, seed=7, max_tokens=24, logprobs=3, ignore_eos=True)
+PARAMS = SamplingParams(
+    temperature=0.8, top_p=0.95, seed=7, max_tokens=24, logprobs=3, ignore_eos=True
+)
 
 
 def _facts(output: RequestOutput) -> tuple[object, ...]:
@@ -65,9 +67,7 @@ def test_after_a_prefix_hit(llm: LLM, alone: tuple[object, ...]) -> None:
 @pytest.mark.model
 @pytest.mark.parametrize("budget", [16, 33, 100])
 def test_chunked_at_other_places(smollm2: Path, alone: tuple[object, ...], budget: int) -> None:
-    with LLM(
-        smollm2, max_model_len=1024, max_num_batched_tokens=budget, max_num_seqs=16
-    ) as llm:
+    with LLM(smollm2, max_model_len=1024, max_num_batched_tokens=budget, max_num_seqs=16) as llm:
         assert _facts(llm.generate(TEXT, PARAMS)[0]) == alone
 
 

@@ -42,12 +42,18 @@ def _host_state() -> dict[str, object]:
     process = psutil.Process()
     return {
         "environment": dict(os.environ),
-        "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)],
+        "signals": [
+            signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
+        ],
         "root handlers": list(logging.getLogger().handlers),
         "log level": logging.getLogger().level,
         "warning filters": list(warnings.filters),
         "torch threads": (torch.get_num_threads(), torch.get_num_interop_threads()),
-        "torch defaults": (torch.get_default_dtype(), torch.is_grad_enabled(), torch.initial_seed()),
+        "torch defaults": (
+            torch.get_default_dtype(),
+            torch.is_grad_enabled(),
+            torch.initial_seed(),
+        ),
         "torch random state": torch.random.get_rng_state().tolist(),
         "random state": random.getstate(),
         "directory": Path.cwd(),
@@ -217,7 +223,8 @@ def test_a_script_that_forgets_to_close_ends_by_itself(golden: Path) -> None:
         import sys
         from sdk import LLM, SamplingParams
         llm = LLM(sys.argv[1], max_model_len=64)
-        stream = llm.stream({"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=50, ignore_eos=True))
+        params = SamplingParams(max_tokens=50, ignore_eos=True)
+        stream = llm.stream({"prompt_token_ids": [1, 2, 3]}, params)
         next(stream)
         print("done")
     """

@@ -6,8 +6,7 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from transformers.generation import logits_process as hf
 
 from sdk.engine.plan import Sampled
