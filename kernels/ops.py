@@ -170,8 +170,8 @@ class Ops:
         """Rotate q (in place) and k, and write k and v into their page slots.
 
         q ``[T, heads, head_dim]``, k and v ``[T, kv_heads, head_dim]``, rows may be strided
-        views of one fused projection; cos and sin ``[T, rotary_dim / 2]`` (halves rotate against each other,
-        as Hugging Face models do; dimensions beyond ``rotary_dim`` pass through).
+        views of one fused projection; cos and sin ``[T, rotary_dim / 2]`` (halves rotate against
+        each other, as Hugging Face models do; dimensions beyond ``rotary_dim`` pass through).
         """
         if q.shape[0]:
             kernel = self._kernel(

@@ -9,27 +9,24 @@ The converter that wrote the file changed some tensors; pulling one undoes it:
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from sdk.loaders.formats.gguf_decode import decode_matrix
 from sdk.loaders.gguf_config import architecture, build_config, build_generation_config
+from sdk.loaders.gguf_header import GgufTensor
 from sdk.loaders.gguf_names import gguf_name
-from sdk.loaders.gguf_reader import GgufFile, GgufTensor, read_gguf
+from sdk.loaders.gguf_reader import GgufFile, read_gguf
 from sdk.loaders.model_shapes import expected_shape
 from sdk.quant.checkpoint import TensorEntry
 from sdk.quant.errors import CheckpointError
 from sdk.quant.weight import Weight, weight_of
-
-logger = logging.getLogger("sdk")
 
 _INTERLEAVED = frozenset({"llama", "granite"})
 _NORMS_PLUS_ONE = frozenset({"gemma2", "gemma3"})
@@ -75,9 +72,13 @@ class GgufCheckpoint:
         if len(stored.shape) != 2:
             raise self._fail(stored, f"shape {list(stored.shape)}, expected a matrix")
         data = self._rows(name, stored)
-        layout = decode_matrix(stored.type, data, stored.shape[1], self._where(stored))
-        if not _shares_memory(layout, data):
-            self._opened().release(stored.name)
+        layout = decode_matrix(
+            stored.type,
+            data,
+            stored.shape[1],
+            self._where(stored),
+            partial(self._opened().release, stored.name),
+        )
         self._report(stored)
         return weight_of(layout)
 
@@ -87,11 +88,8 @@ class GgufCheckpoint:
         data = self._rows(name, stored)
         layout = decode_matrix(stored.type, data, stored.shape[-1], self._where(stored))
         values = weight_of(layout).dequantize().reshape(stored.shape)
-        if self._architecture in _NORMS_PLUS_ONE and name.endswith("norm.weight"):
-            values = values - 1.0
-        elif _shares_memory(layout, data):
-            values = values.clone()
-        self._opened().release(stored.name)
+        plus_one = self._architecture in _NORMS_PLUS_ONE and name.endswith("norm.weight")
+        values = values - 1.0 if plus_one else values.clone()  # F32 shares the file's pages
         self._report(stored)
         return values
 
@@ -162,7 +160,9 @@ class GgufCheckpoint:
         if rows % (2 * heads):
             raise self._fail(stored, f"{rows} rows do not divide into {heads} heads of pairs")
         paired = data.reshape(heads, rows // heads // 2, 2, width)
-        return np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(rows, width)
+        copied = np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(rows, width)
+        self._opened().release(stored.name, 0, stored.nbytes)
+        return copied
 
     def _report(self, stored: GgufTensor) -> None:
         if stored.name in self._pulled:
@@ -171,10 +171,3 @@ class GgufCheckpoint:
         self._done += stored.nbytes
         if self.on_bytes is not None:
             self.on_bytes(self._done, self._total)
-
-
-def _shares_memory(layout: Any, data: NDArray[np.uint8]) -> bool:
-    values = getattr(layout, "values", None)
-    return isinstance(values, torch.Tensor) and np.shares_memory(
-        values.view(torch.uint8).numpy(), data
-    )

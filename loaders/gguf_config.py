@@ -31,6 +31,7 @@ MODEL_TYPES = {
     "olmo2": "olmo2",
     "granite": "granite",
 }
+MAX_EXPERTS = 1024
 _SAMPLING = {
     "general.sampling.temp": "temperature",
     "general.sampling.top_k": "top_k",
@@ -56,7 +57,7 @@ def architecture(file: GgufFile) -> str:
             f"are: {', '.join(MODEL_TYPES)}. If transformers knows the model, open its folder of "
             "safetensors files instead"
         )
-    if file.metadata.get(f"{name}.expert_count", 0):
+    if Keys(file, name).integer("expert_count", (0, MAX_EXPERTS), 0):
         raise UnsupportedError(f"{file.path}: mixture-of-experts models are not run yet")
     return name
 
@@ -260,8 +261,10 @@ def build_generation_config(file: GgufFile, config: Mapping[str, Any]) -> dict[s
     found: dict[str, Any] = {}
     for key, name in _SAMPLING.items():
         value = file.metadata.get(key)
-        if isinstance(value, int | float) and math.isfinite(value):
-            found[name] = value if isinstance(value, int) else shortest(value)
+        if type(value) is int:
+            found[name] = value
+        elif isinstance(value, float) and math.isfinite(shortest(value)):
+            found[name] = shortest(value)
     ends = [
         config[f"{name}_token_id"] for name in ("eos", "eot", "eom") if f"{name}_token_id" in config
     ]

@@ -45,9 +45,17 @@ class Keys:
         return default if value is None else self._number(value, key)
 
     def _number(self, value: Any, key: str) -> float:
-        if not isinstance(value, int | float) or not math.isfinite(value):
+        if not isinstance(value, int | float) or not math.isfinite(shortest(value)):
             raise self.fail(key, value, "a finite number")
         return shortest(value)
+
+    def text(self, key: str, default: str) -> str:
+        value = self.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, str):
+            raise self.fail(key, value, "a name")
+        return value
 
     def per_layer(self, key: str, limit: str, layers: int, default: int | None = None) -> int:
         """An integer that may also be stored as one per layer, which must then all be equal."""
@@ -69,5 +77,10 @@ class Keys:
 
 
 def shortest(value: float) -> float:
-    """The shortest decimal that is the same float32: undoes the rounding of a config's number."""
+    """The shortest decimal that is the same float32: undoes the rounding of a config's number.
+
+    What float32 cannot hold becomes infinite.
+    """
+    if abs(value) > float(np.finfo(np.float32).max):
+        return math.copysign(math.inf, value)
     return float(str(np.float32(value)))

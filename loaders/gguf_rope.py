@@ -23,7 +23,7 @@ def rope_scaling(file: GgufFile, keys: Keys, rotary: int) -> dict[str, Any] | No
     Raises:
         CheckpointError: an unknown type, or factors that are missing, misshapen or not positive.
     """
-    kind = keys.get("rope.scaling.type")
+    kind = keys.text("rope.scaling.type", "none")
     factor = keys.number("rope.scaling.factor") or 1.0  # llama.cpp reads 0 as 1
     if factor < 0:
         raise keys.fail("rope.scaling.factor", factor, "a positive number")
@@ -40,7 +40,7 @@ def rope_scaling(file: GgufFile, keys: Keys, rotary: int) -> dict[str, Any] | No
         return scaling | _optional(
             keys, attention_factor="attn_factor", original_max_position_embeddings=_ORIGINAL
         )
-    if kind is None or kind == "none" or (kind == "linear" and factor == 1.0):
+    if kind == "none" or (kind == "linear" and factor == 1.0):
         return None
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}

@@ -70,7 +70,7 @@ class HfFolder:
         self._names = _canonical_names(files)
         self._pulled: set[str] = set()
         self._done = 0
-        self._total = sum(tensor.nbytes for tensor in files.tensors.values())
+        self._total = sum(files.tensors[name].nbytes for name in self._names.values())
 
     @cached_property
     def tokenizer(self) -> Any:

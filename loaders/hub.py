@@ -21,8 +21,8 @@ def download(name: str, revision: str | None, local_files_only: bool) -> Path:
     """The local folder of a hub model, downloaded when it is not there yet.
 
     Raises:
-        CheckpointError: no connection, no such model, or not in the cache with
-        ``local_files_only``.
+        CheckpointError: no connection, no such model, not in the cache with ``local_files_only``,
+            or a repository without a config (of GGUF files, say).
     """
     from huggingface_hub import snapshot_download
 
@@ -40,4 +40,9 @@ def download(name: str, revision: str | None, local_files_only: bool) -> Path:
             f"{name}: not a local path, and not found {wanted}: {type(error).__name__}: "
             f"{str(error).strip().splitlines()[0] if str(error).strip() else 'no details'}"
         ) from error
+    if not (Path(folder) / "config.json").is_file():
+        raise CheckpointError(
+            f"{name}: no config.json in it. Of a GGUF model download one file "
+            f"(`hf download {name} FILE.gguf --local-dir .`) and open that"
+        )
     return Path(folder)

@@ -70,10 +70,12 @@ class MappedFile:
         """Hand the pages of a slice back to the system; a later read fetches them again.
 
         Only for slices nobody has written to: a changed page falls back to the file's contents.
+        Pages shared with the neighbouring slices are kept.
         """
-        if nbytes and hasattr(self._map, "madvise"):
-            first = start // mmap.PAGESIZE * mmap.PAGESIZE
-            self._map.madvise(mmap.MADV_DONTNEED, first, start + nbytes - first)
+        first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = (start + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if first < last and hasattr(self._map, "madvise"):
+            self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
 
 
 def _map_privately(descriptor: int, size: int) -> mmap.mmap:

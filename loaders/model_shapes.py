@@ -12,9 +12,10 @@ from typing import Any
 
 from sdk.quant.errors import CheckpointError
 
+MAX_LAYERS = 512
 #: Inclusive ranges of the integers of a config, by Hugging Face's names.
 LIMITS: dict[str, tuple[int, int]] = {
-    "num_hidden_layers": (1, 512),
+    "num_hidden_layers": (1, MAX_LAYERS),
     "hidden_size": (1, 1 << 20),
     "intermediate_size": (1, 1 << 22),
     "num_attention_heads": (1, 4096),
@@ -39,8 +40,10 @@ def check_config(config: Mapping[str, Any], source: str) -> None:
     """
     for key, (low, high) in LIMITS.items():
         value = config.get(key)
-        if value is not None and (type(value) is not int or not low <= value <= high):
-            raise CheckpointError(f"{source}: {key} is {value!r}, expected {low} to {high}")
+        # Some models differ from layer to layer and give a list.
+        for item in value[:MAX_LAYERS] if isinstance(value, list) else [value]:
+            if item is not None and (type(item) is not int or not low <= item <= high):
+                raise CheckpointError(f"{source}: {key} is {item!r}, expected {low} to {high}")
     for key in _POSITIVE_NUMBERS:
         value = config.get(key)
         if value is None:
@@ -48,7 +51,7 @@ def check_config(config: Mapping[str, Any], source: str) -> None:
         if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
             raise CheckpointError(f"{source}: {key} is {value!r}, expected a positive number")
     heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
-    if heads is not None and kv_heads is not None and heads % kv_heads:
+    if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
         raise CheckpointError(
             f"{source}: {heads} attention heads are not a multiple of {kv_heads} key/value heads"
         )

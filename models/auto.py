@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, cast
+from typing import Any
 
 from sdk.kernels.ops import Ops
 from sdk.models.config import ModelConfig
@@ -15,9 +15,6 @@ from sdk.models.layers import Source
 from sdk.models.parallel import Mesh
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.errors import CheckpointError
-
-#: What else lives in this folder and is no model.
-NOT_MODELS = ("auto", "config", "decoder", "hf_backend", "layers", "parallel", "rope")
 
 
 def build_model(
@@ -39,12 +36,10 @@ def build_model(
     :raises AlignmentError: a weight or the heads cannot be cut for this many ranks.
     """
     values = checkpoint.config if config is None else config
-    name = model_type(values)
-    if has_own_file(name):
+    model = own_model(model_type(values))
+    if model is not None:
         facts = ModelConfig.from_dict(values)
-        module = import_module(f"sdk.models.{name}")
-        source = Source(checkpoint, facts, mesh, ops, max_model_len)
-        return cast(CausalLM, module.Model(source))
+        return model(Source(checkpoint, facts, mesh, ops, max_model_len))
     from sdk.models.hf_backend import build_hf_model
 
     return build_hf_model(checkpoint, values, mesh, ops)
@@ -55,7 +50,7 @@ def read_config(values: Mapping[str, Any]) -> ModelConfig:
 
     :raises CheckpointError: and :raises UnsupportedError: as :func:`build_model`.
     """
-    if has_own_file(model_type(values)):
+    if own_model(model_type(values)) is not None:
         return ModelConfig.from_dict(values)
     from sdk.models.hf_backend import read_hf_config
 
@@ -73,8 +68,10 @@ def model_type(config: Mapping[str, Any]) -> str:
     return "gemma3_text" if found == "gemma3" else found
 
 
-def has_own_file(name: str) -> bool:
-    """Whether ``models/<name>.py`` exists and is a model."""
-    if not name.isidentifier() or name in NOT_MODELS:
-        return False
-    return find_spec(f"sdk.models.{name}") is not None
+def own_model(name: str) -> Callable[[Source], CausalLM] | None:
+    """The ``Model`` of ``models/<name>.py``; ``None`` where there is no such file or class."""
+    if not name.isidentifier() or find_spec(f"sdk.models.{name}") is None:
+        return None
+    found: Callable[[Source], CausalLM] | None
+    found = getattr(import_module(f"sdk.models.{name}"), "Model", None)
+    return found

@@ -52,6 +52,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "rope_local_base_freq": 10_000.0,
     },
     "qwen3": {"head_dim": 128},
+    "granite": {"attention_multiplier": 1.0},
 }
 
 
@@ -61,6 +62,7 @@ class ModelConfig:
 
     ``windows``: how many tokens a layer sees, itself included, ``None`` for all. ``local_rope``:
     the rotary embedding of the sliding layers where it differs from ``rope`` (Gemma 3).
+    ``attention_bias`` is that of q, k and v, ``output_bias`` of the projection after attention.
     ``logits_scale`` divides the logits; a softcap ``c`` turns ``x`` into ``c * tanh(x / c)``.
     """
 
@@ -85,6 +87,7 @@ class ModelConfig:
     residual_scale: float
     logits_scale: float
     attention_bias: bool
+    output_bias: bool
     mlp_bias: bool
     tie_word_embeddings: bool
 
@@ -115,6 +118,7 @@ class ModelConfig:
         head_dim = fields.count("head_dim", 4096, default=hidden // heads)
         layers = fields.count("num_hidden_layers", MAX_LAYERS)
         gemma = model_type.startswith("gemma")
+        bias = fields.flag("attention_bias", default=False)
         scale = fields.positive("query_pre_attn_scalar", default=float(head_dim)) ** -0.5
         rope, local_rope = _ropes(fields, head_dim)
         return cls(
@@ -140,7 +144,8 @@ class ModelConfig:
             ),
             residual_scale=fields.positive("residual_multiplier", default=1.0),
             logits_scale=fields.positive("logits_scaling", default=1.0),
-            attention_bias=fields.flag("attention_bias", default=model_type == "qwen2"),
+            attention_bias=bias or model_type == "qwen2",
+            output_bias=bias and model_type != "qwen2",
             mlp_bias=fields.flag("mlp_bias", default=False),
             tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
         )
@@ -186,14 +191,13 @@ class _Fields:
             self.fail(name, f"an integer in 1..{limit}", value)
         return value
 
-    def positive(self, name: str, default: float | None = None) -> float:
+    def positive(self, name: str, default: float | None = None, *, above: float = 0.0) -> float:
+        """A number, within what later powers and logarithms can bear."""
         value = self.values.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            self.fail(name, "a number above 0", value)
-        number = float(value)
-        if not (number > 0 and math.isfinite(number)):
-            self.fail(name, "a number above 0", value)
-        return number
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not max(above, 1e-30) <= value <= 1e30 or value == above:
+            self.fail(name, f"a number above {above:g}", value)
+        return float(value)
 
     def optional_positive(self, name: str) -> float | None:
         return self.positive(name) if self.has(name) else None
@@ -248,7 +252,9 @@ def _windows(fields: _Fields, model_type: str, layers: int) -> tuple[int | None,
         sliding = [kind == "sliding_attention" for kind in kinds]
     elif model_type in ("qwen2", "qwen3"):
         on = fields.flag("use_sliding_window", default=False) and fields.has("sliding_window")
-        first = int(fields.values.get("max_window_layers", 28)) if on else layers
+        first = fields.values.get("max_window_layers", 28) if on else layers
+        if not isinstance(first, int) or first < 0:
+            fields.fail("max_window_layers", "a number of layers", first)
         sliding = [layer >= first for layer in range(layers)]
     elif model_type in WINDOW_PATTERNS and fields.has("sliding_window"):
         pattern = fields.count(
@@ -301,6 +307,8 @@ def _rope(fields: _Fields, scaling: Mapping[str, Any], head_dim: int) -> RopeSpe
     )
     if outer is not None and kind == "longrope":
         original = fields.count("original_max_position_embeddings", MAX_POSITION)
+    if kind == "longrope" and original < 2:
+        s.fail("original_max_position_embeddings", "at least 2 tokens", original)
     by_length = kind in ("yarn", "longrope")
     needs_factor = kind in ("linear", "dynamic", "llama3")
     default_factor = max_position / original if by_length else None if needs_factor else 1.0
@@ -309,7 +317,7 @@ def _rope(fields: _Fields, scaling: Mapping[str, Any], head_dim: int) -> RopeSpe
         s.fail("high_freq_factor", f"a number above low_freq_factor {low}", high)
     half = rotary_dim // 2
     return RopeSpec(
-        theta=s.positive("rope_theta"),
+        theta=s.positive("rope_theta", above=1.0),
         rotary_dim=rotary_dim,
         max_position=max_position,
         type=kind,

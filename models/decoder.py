@@ -76,8 +76,7 @@ class Attention:
             c.num_heads * d,
             heads.start * d,
             heads.count * d,
-            # qwen2 has biases on q, k and v alone
-            bias=c.attention_bias and c.model_type != "qwen2",
+            bias=c.output_bias,
         )
 
     def normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

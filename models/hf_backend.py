@@ -23,24 +23,27 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sdk.kernels.batch import AttentionBatch
-from sdk.kernels.layouts import Dense, KVPages
+from sdk.kernels.layouts import KVPages
 from sdk.kernels.ops import Ops
 from sdk.models.config import ModelConfig
+from sdk.models.hf_weights import Filling
 from sdk.models.layers import Linear
 from sdk.models.parallel import Mesh
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.errors import CheckpointError, UnsupportedError
-from sdk.quant.weight import DenseWeight, Weight
 
 ATTENTION_NAME = "embedlm_paged"
 #: Where the modules of one model find their pages; set on each module that has a layer_idx.
 BINDING = "embedlm_attention"
+#: accelerate's patch is not thread-safe: two at once would put back each other's patched method.
+_CONSTRUCTION = Lock()
 
 
 def build_hf_model(
@@ -126,14 +129,13 @@ def _construct(hf_config: Any) -> Any:
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, paged_attention)
     name = hf_config.model_type
     try:
-        with accelerate.init_empty_weights(include_buffers=False):
+        with _CONSTRUCTION, accelerate.init_empty_weights(include_buffers=False):
             model = transformers.AutoModelForCausalLM.from_config(
                 hf_config, attn_implementation=ATTENTION_NAME, dtype=torch.float32
             )
     except Exception as error:  # a tree transformers cannot build from this config
-        raise UnsupportedError(f"model_type {name!r}: transformers cannot build it: {error}") from (
-            error
-        )
+        message = f"model_type {name!r}: transformers cannot build it: {error}"
+        raise UnsupportedError(message) from error
     body = getattr(model, model.base_model_prefix, None)
     if body is None or "position_ids" not in inspect.signature(body.forward).parameters:
         raise UnsupportedError(f"model_type {name!r}: transformers' model takes no position_ids")
@@ -202,29 +204,6 @@ def paged_attention(
     return y.view(1, *q.shape), None
 
 
-class PackedLinear(nn.Module):
-    """Stands where an ``nn.Linear`` was."""
-
-    def __init__(self, linear: Linear) -> None:
-        super().__init__()
-        self.linear = linear
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x.reshape(-1, x.shape[-1]))
-        return y.view(*x.shape[:-1], y.shape[-1])
-
-
-class PackedEmbedding(nn.Module):
-    """Stands where an ``nn.Embedding`` was."""
-
-    def __init__(self, packed: Weight) -> None:
-        super().__init__()
-        self.packed = packed
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.packed.rows(ids.reshape(-1)).view(*ids.shape, -1)
-
-
 class GivenHidden(nn.Module):
     """Stands where the body was, so that the causal LM's forward is its head alone.
 
@@ -247,11 +226,9 @@ class HFModel:
 
     def __init__(self, model: Any, config: ModelConfig, checkpoint: Checkpoint, ops: Ops) -> None:
         self.config = config
-        self._checkpoint, self._ops = checkpoint, ops
-        self._linears: list[tuple[str, Linear]] = []
-        self._embeddings: dict[int, Weight] = {}
+        self._ops = ops
         self._step = PagedStep(ops, config.model_type, model.config.get_text_config())
-        self._fill(model)
+        self._linears = Filling(checkpoint, ops, config.tie_word_embeddings, model).fill()
         for module in model.modules():
             if hasattr(module, "layer_idx"):
                 setattr(module, BINDING, self._step)
@@ -290,7 +267,7 @@ class HFModel:
         return found.to(torch.float32)
 
     def _prove(self) -> None:
-        """Run one token over scratch pages: every layer must attend through them, or none may."""
+        """Run one token over scratch pages: every layer must attend through them."""
         c, device = self.config, self._ops.device
         scratch = torch.zeros(1, c.num_kv_heads, 1, c.head_dim, device=device)
         one = torch.ones(1, dtype=torch.int32, device=device)
@@ -300,78 +277,12 @@ class HFModel:
         batch = AttentionBatch(zero, starts, one, table, zero, 1, 1, 1)
         try:
             self.logits(self(zero, batch, [KVPages(scratch, scratch.clone())] * c.num_layers))
-        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
             raise UnsupportedError(
-                f"model_type {c.model_type!r}: transformers' model does not run on our pages: {error}"
+                f"model_type {c.model_type!r}: transformers' code fails on our pages: {error}"
             ) from error
         if self._step.layers_run != c.num_layers:
             raise UnsupportedError(
                 f"model_type {c.model_type!r}: expected {c.num_layers} layers to attend through "
                 f"the pages, found {self._step.layers_run}: its attention cannot be replaced"
             )
-
-    def _fill(self, model: Any) -> None:
-        """Replace or load every parameter, in the order of the tree."""
-        from transformers.pytorch_utils import Conv1D
-
-        tied = model.get_output_embeddings() if self.config.tie_word_embeddings else None
-        embedding = model.get_input_embeddings()
-        for name, module in list(model.named_modules()):
-            if type(module) is nn.Embedding:
-                new: nn.Module = PackedEmbedding(self._pull(name, module))
-            elif type(module) is nn.Linear:
-                if module is tied and id(embedding) in self._embeddings:
-                    weight = self._embeddings[id(embedding)]
-                else:
-                    weight = self._pull(name, module)
-                new = PackedLinear(self._linear(name, weight, module))
-            elif type(module) is Conv1D:  # GPT-2 stores [in, out]: turned, so no longer packed
-                values = self._checkpoint.weight(name).dequantize().t().contiguous()
-                turned = DenseWeight(Dense(values))
-                turned.bind(self._ops)
-                new = PackedLinear(self._linear(name, turned, module))
-            else:
-                self._load_plain(name, module)
-                continue
-            model.set_submodule(name, new)
-
-    def _pull(self, name: str, module: Any) -> Weight:
-        weight = self._checkpoint.weight(name)
-        if weight.shape != tuple(module.weight.shape):
-            raise CheckpointError(
-                f"{name}: expected shape {list(module.weight.shape)}, found {list(weight.shape)}"
-            )
-        weight.bind(self._ops)
-        self._embeddings[id(module)] = weight
-        return weight
-
-    def _linear(self, name: str, weight: Weight, module: Any) -> Linear:
-        bias = None if module.bias is None else self._tensor(f"{name}.bias", module.bias)
-        linear = Linear(weight, bias, Mesh())
-        self._linears.append((name, linear))
-        return linear
-
-    def _load_plain(self, name: str, module: nn.Module) -> None:
-        """A module's own parameters (not its children's) and the buffers its file has."""
-        prefix = f"{name}." if name else ""
-        for key, parameter in list(module.named_parameters(recurse=False)):
-            value = nn.Parameter(self._tensor(prefix + key, parameter), requires_grad=False)
-            module.register_parameter(key, value)
-        for key, buffer in list(module.named_buffers(recurse=False)):
-            if key not in module._non_persistent_buffers_set:
-                module.register_buffer(key, self._tensor(prefix + key, buffer))
-            elif buffer.device != self._ops.device:
-                module.register_buffer(key, buffer.to(self._ops.device), persistent=False)
-
-    def _tensor(self, name: str, like: Tensor) -> Tensor:
-        """A parameter as float32; matrices live under their module's name in a checkpoint."""
-        stem = name.removesuffix(".weight")
-        if like.dim() == 2 and stem != name:
-            tensor = self._checkpoint.weight(stem).dequantize()
-        else:
-            tensor = self._checkpoint.tensor(name)
-        if tensor.shape != like.shape:
-            raise CheckpointError(
-                f"{name}: expected shape {list(like.shape)}, found {list(tensor.shape)}"
-            )
-        return tensor.to(self._ops.device, torch.float32)

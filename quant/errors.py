@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sdk.kernels.errors import SdkError
+from sdk.kernels.errors import SdkError as SdkError  # re-exported: loaders import from quant only
 
 
 class CheckpointError(SdkError):

@@ -3,16 +3,16 @@
 A :class:`Tokenizer` turns text into token ids and token ids into text. Three facts about it matter
 to the rest of the package:
 
-* **Two kinds of text.** A chat template writes control tokens such as ``<|im_end|>``; a user may type
-  the same characters. ``parse_special`` decides which it is: ``True`` turns the characters into the
-  control token, ``False`` encodes them as ordinary text. :meth:`Tokenizer.encode_chat` does both at
-  once: the template's control tokens are real, those inside the messages are text.
+* **Two kinds of text.** A chat template writes control tokens such as ``<|im_end|>``; a user may
+  type the same characters. ``parse_special`` decides which it is: ``True`` turns the characters
+  into the control token, ``False`` encodes them as ordinary text. :meth:`Tokenizer.encode_chat`
+  does both at once: the template's control tokens are real, those inside the messages are text.
 * **Most decoders work byte by byte.** When ``bytewise`` is true, the text of a list of ids is the
   UTF-8 decoding (invalid bytes become U+FFFD) of the joined ``id_to_bytes`` of each. Streaming then
   costs O(1) per token. Other decoders (WordPiece, ...) look at neighbours; see
   ``sdk.text.detokenizer``.
-* **An id may have no token.** Models pad their vocabulary, so an id from 0 to the model's padded size
-  can be sampled although it is >= ``vocab_size``; such an id adds no text.
+* **An id may have no token.** Models pad their vocabulary, so an id from 0 to the model's padded
+  size can be sampled although it is >= ``vocab_size``; such an id adds no text.
 """
 
 from __future__ import annotations

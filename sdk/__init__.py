@@ -68,7 +68,7 @@ _EXPORTS = {
 __all__ = ["__version__", *_EXPORTS]
 
 # An installed package holds quant/, kernels/, models/ and loaders/ inside sdk/, a checkout keeps
-# them beside it. With the checkout's root on the package path both import as sdk.quant, sdk.kernels, ...
+# them beside it. With the checkout's root on the package path both import as sdk.quant, ...
 _root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 if os.path.isfile(os.path.join(_root, "pyproject.toml")) and _root not in __path__:
     __path__.append(_root)

@@ -14,7 +14,7 @@ from sdk.prompts import Message, PromptLike
 class AsyncLLM:
     """Awaitable methods over an :class:`LLM`; not a second engine.
 
-    ``AsyncLLM(llm)`` shares ``llm`` and leaves closing to its owner; ``AsyncLLM("model.gguf", ...)``
+    ``AsyncLLM(llm)`` shares ``llm`` and leaves closing to its owner; ``AsyncLLM("model.gguf")``
     makes one (which blocks while it loads) and closes it.
     """
 
@@ -42,7 +42,7 @@ class AsyncLLM:
         prompt: PromptLike | Sequence[Message],
         sampling_params: SamplingParams | None = None,
         *,
-        priority: int = 0,
+        priority: int | None = None,
         **template: Any,
     ) -> AsyncIterator[RequestOutput]:
         """Stream one answer; see :meth:`LLM.astream`."""

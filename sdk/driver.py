@@ -13,17 +13,16 @@ import os
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import NoReturn, Protocol
 
-from sdk.engine.engine import Engine
+from sdk.engine.engine import Engine, Output
 from sdk.engine.plan import RequestKind
 from sdk.errors import EngineClosedError, EngineDeadError
-from sdk.outputs import EmbeddingOutput, RequestOutput
 from sdk.params import SamplingParams
+from sdk.sampling.resolved import ResolvedParams
 
 logger = logging.getLogger("sdk")
-Output = RequestOutput | EmbeddingOutput
 
 
 class Listener(Protocol):
@@ -45,10 +44,11 @@ class Job:
     params: SamplingParams
     listener: Listener
     prompt: str | None = None
-    priority: int = 0
+    priority: int | None = None
     cache_salt: str | None = None
     kind: RequestKind = "generate"
     arrival_time: float | None = None
+    resolved: ResolvedParams = field(default_factory=ResolvedParams)
 
 
 class Driver:
@@ -136,12 +136,15 @@ class Driver:
                 try:
                     outputs += self._engine.step()
                 except Exception as error:
-                    self._die(error)
+                    self._die(EngineDeadError(f"a step failed: {type(error).__name__}: {error}"))
+                if self._engine.dead is not None:
+                    self._die(self._engine.dead)
             for output in outputs:
                 self._deliver(output)
             return outputs
 
     def _take_commands(self) -> list[Output]:
+        """Add and abort what callers asked for; the last outputs of aborted requests."""
         outputs: list[Output] = []
         while True:
             with self._wake:
@@ -161,6 +164,7 @@ class Driver:
                     cache_salt=command.cache_salt,
                     kind=command.kind,
                     arrival_time=command.arrival_time,
+                    resolved=command.resolved,
                 )
             except Exception as error:  # refused: this request's caller gets the reason
                 self._listeners.pop(command.request_id, None)
@@ -176,13 +180,8 @@ class Driver:
             del self._listeners[output.request_id]
             self._engine.abort((output.request_id,))
 
-    def _die(self, cause: Exception) -> None:
+    def _die(self, failure: EngineDeadError) -> NoReturn:
         """The engine cannot go on: tell everybody, refuse everything from now on."""
-        if isinstance(cause, EngineDeadError):
-            failure = cause
-        else:
-            failure = EngineDeadError(f"a step failed: {type(cause).__name__}: {cause}")
-            failure.__cause__ = cause
         logger.error("engine stopped: %s", failure)
         with self._wake:
             self._failure = failure
@@ -202,7 +201,7 @@ class Driver:
         return self._engine.get_metrics()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes; ``False`` when some are in use."""
+        """Forget all cached prefixes."""
         with self._step_lock:
             return self._engine.reset_prefix_cache()
 

@@ -45,10 +45,8 @@ def explain(
         lines += [f"  {'':<12} not {name}: {reason}" for name, reason in declined]
     lines.append("other operators")
     for problem, choice in ops.chosen():
-        detail = " ".join(
-            filter(None, (problem.kv_dtype, problem.head_dim and f"head_dim {problem.head_dim}"))
-        )
-        lines.append(f"  {problem.op:<18} {choice.name} {detail}".rstrip())
+        head = f"head_dim {problem.head_dim}" if problem.head_dim else ""
+        lines.append(f"  {problem.op:<18} {choice.name} {problem.kv_dtype} {head}".rstrip())
         lines += [f"  {'':<18} not {name}: {reason}" for name, reason in choice.declined]
     lines += [f"warning    {warning}" for warning in warnings]
     return "\n".join(lines)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import queue
 
-from sdk.driver import Output
+from sdk.engine.engine import Output
 
 _Item = Output | Exception
 
 
 class Mailbox:
-    """Outputs of one call's requests, waited for by a thread. ``get`` can be interrupted (Ctrl-C)."""
+    """Outputs of one call's requests, waited for by a thread; Ctrl-C interrupts ``get``."""
 
     def __init__(self) -> None:
         self._items: queue.SimpleQueue[_Item] = queue.SimpleQueue()

@@ -10,18 +10,20 @@ from os import PathLike
 from typing import Any
 
 from sdk.config import EngineConfig
-from sdk.driver import Driver, Job, Listener, Output
+from sdk.driver import Driver, Job, Listener
+from sdk.engine.engine import Output
 from sdk.engine.plan import RequestKind
 from sdk.errors import RequestError
 from sdk.explain import explain
 from sdk.listeners import AsyncMailbox, Collector, Mailbox
 from sdk.loading import load, plan
-from sdk.memory import MemoryPlan
+from sdk.memory import MemoryPlan, release_free_memory
 from sdk.outputs import EmbeddingOutput, RequestOutput, ScoringOutput
 from sdk.params import RequestOutputKind, SamplingParams
 from sdk.progress import reporting
 from sdk.prompts import Message, Prompt, PromptLike, PromptReader, as_list, is_conversation
 from sdk.quant.tokenizer import Tokenizer
+from sdk.sampling.resolved import ResolvedParams, resolve
 
 ParamsLike = SamplingParams | Sequence[SamplingParams] | None
 
@@ -29,13 +31,13 @@ ParamsLike = SamplingParams | Sequence[SamplingParams] | None
 class LLM:
     """A model loaded into this process, and the engine that serves it.
 
-    ``model`` is a GGUF file, a folder with safetensors and ``config.json``, or a hub id. The options
-    are the fields of :class:`sdk.config.EngineConfig`; the ones to know are ``memory="2GiB"`` (a hard
-    budget for weights, KV cache and workspace), ``max_model_len``, ``num_threads`` and
-    ``compute="exact"``.
+    ``model`` is a GGUF file, a folder with safetensors and ``config.json``, or a hub id. The
+    options are the fields of :class:`sdk.config.EngineConfig`; the ones to know are
+    ``memory="2GiB"`` (a hard budget for weights, KV cache and workspace), ``max_model_len``,
+    ``num_threads`` and ``compute="exact"``.
 
-    One object serves sync, async and streaming callers from any thread and any event loop. Use it as
-    a context manager, or call :meth:`close`; a forgotten one is closed when it is collected.
+    One object serves sync, async and streaming callers from any thread and any event loop. Use it
+    as a context manager, or call :meth:`close`; a forgotten one is closed when it is collected.
 
     :raises CheckpointError: the file is missing, damaged or of an unsupported kind.
     :raises OutOfMemoryError: the budget cannot hold the model; nothing has been loaded then.
@@ -49,6 +51,7 @@ class LLM:
         self.memory_plan = loaded.plan
         self.max_model_len = loaded.plan.max_model_len
         self.load_warnings = loaded.warnings
+        self._eos_token_ids = loaded.eos_token_ids
         self._default_params = loaded.default_params
         self._runner = weakref.ref(loaded.runner)
         self._reader = PromptReader(
@@ -76,6 +79,8 @@ class LLM:
     def close(self) -> None:
         """End what is running and give back memory, threads and processes. Idempotent."""
         self._close()
+        self._reader.close()
+        release_free_memory()
 
     # ---- batches ---------------------------------------------------------------------------------
 
@@ -93,7 +98,8 @@ class LLM:
         Ctrl-C, or any exception here, aborts exactly this call's requests.
 
         :raises RequestError: before anything runs, when a prompt or parameter is not acceptable.
-        :raises EngineDeadError: when a worker died. :raises EngineClosedError: on or after ``close``.
+        :raises EngineDeadError: when a worker died.
+        :raises EngineClosedError: on or after ``close``.
         """
         items = as_list(prompts)
         params = self._params(sampling_params, len(items))
@@ -111,8 +117,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Like :meth:`generate` for one conversation or several, through the model's chat template.
 
-        ``template``: ``add_generation_prompt``, ``continue_final_message``, ``chat_template``,
-        ``tools``, ``chat_template_kwargs``.
+        ``template``: ``add_generation_prompt``, ``chat_template``, ``tools``,
+        ``chat_template_kwargs``.
         """
         chats = self._conversations(messages)
         params = self._params(sampling_params, len(chats))
@@ -127,8 +133,8 @@ class LLM:
             return [messages]
         if not isinstance(messages, Sequence) or not all(map(is_conversation, messages)):
             raise RequestError(
-                "messages: expected a list of {'role': ..., 'content': ...} or a list of such lists, "
-                f"found {messages!r:.80}"
+                "messages: expected a list of {'role': ..., 'content': ...} or a list of such "
+                f"lists, found {messages!r:.80}"
             )
         return list(messages)
 
@@ -142,11 +148,16 @@ class LLM:
         mailbox = Mailbox()
         finals = [p.clone(output_kind=RequestOutputKind.FINAL_ONLY) for p in params]
         jobs = self._jobs(prompts, finals, mailbox, priority=priority)
+        return [_text(o) for o in self._wait(jobs, mailbox, "generate", use_tqdm)]
+
+    def _wait(
+        self, jobs: Sequence[Job], mailbox: Mailbox, stage: str, use_tqdm: bool
+    ) -> list[Output]:
         done: dict[str, Output] = {}
         try:
             self._driver.submit(jobs)
             bar = use_tqdm and len(jobs) > 1
-            with reporting("generate", "request", self.config.on_progress, bar=bar) as report:
+            with reporting(stage, "request", self.config.on_progress, bar=bar) as report:
                 while len(done) < len(jobs):
                     output = mailbox.get()
                     if output.finished:
@@ -155,7 +166,7 @@ class LLM:
         except BaseException:
             self._driver.abort(job.request_id for job in jobs)
             raise
-        return [_text(done[job.request_id]) for job in jobs]
+        return [done[job.request_id] for job in jobs]
 
     # ---- streams ---------------------------------------------------------------------------------
 
@@ -164,10 +175,10 @@ class LLM:
         prompt: PromptLike | Sequence[Message],
         sampling_params: SamplingParams | None = None,
         *,
-        priority: int = 0,
+        priority: int | None = None,
         **template: Any,
     ) -> Iterator[RequestOutput]:
-        """Yield the answer to one prompt or conversation piece by piece (``text`` holds the new part).
+        """Yield the answer to one prompt or conversation piece by piece; ``text`` is the new part.
 
         The request starts at once. Leaving the loop early aborts it.
         """
@@ -190,7 +201,7 @@ class LLM:
         self,
         prompt: Any,
         sampling_params: SamplingParams | None,
-        priority: int,
+        priority: int | None,
         template: Mapping[str, Any],
         mailbox: Any,
     ) -> tuple[Job, Any]:
@@ -264,10 +275,10 @@ class LLM:
         prompt: PromptLike | Sequence[Message],
         sampling_params: SamplingParams | None = None,
         *,
-        priority: int = 0,
+        priority: int | None = None,
         **template: Any,
     ) -> AsyncIterator[RequestOutput]:
-        """:meth:`stream` for an event loop. The request starts with the first ``async for`` step."""
+        """:meth:`stream` for an event loop; the request starts with the first ``async for``."""
         job, mailbox = self._stream_job(prompt, sampling_params, priority, template, AsyncMailbox())
         self._driver.submit([job])
         finished = False
@@ -324,8 +335,8 @@ class LLM:
     def pump(self, max_ms: float) -> list[RequestOutput]:
         """Step for about ``max_ms`` milliseconds, for a host with a frame to draw.
 
-        Always runs at least one step when there is work; returns early when there is none. A step in
-        progress is not interrupted: bound it with ``max_num_batched_tokens``.
+        Always runs at least one step when there is work; returns early when there is none. A step
+        in progress is not interrupted: bound it with ``max_num_batched_tokens``.
         """
         end = time.monotonic() + max_ms / 1000
         outputs: list[RequestOutput] = []
@@ -353,33 +364,19 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
     ) -> list[EmbeddingOutput]:
-        """The last token's hidden state of each prompt, after the final norm, scaled to length 1."""
+        """The last token's hidden state of each prompt after the final norm, scaled to length 1."""
         params = SamplingParams(truncate_prompt_tokens=truncate_prompt_tokens)
         read = [self._reader.read(item, params, room=0) for item in as_list(prompts)]
         mailbox = Mailbox()
         jobs = self._jobs(read, [params] * len(read), mailbox, kind="embed")
-        done: dict[str, EmbeddingOutput] = {}
-        try:
-            self._driver.submit(jobs)
-            bar = use_tqdm and len(jobs) > 1
-            with reporting("embed", "prompt", self.config.on_progress, bar=bar) as report:
-                while len(done) < len(jobs):
-                    output = mailbox.get()
-                    if not isinstance(output, EmbeddingOutput):
-                        raise RequestError(f"embed: request {output.request_id} was aborted")
-                    done[output.request_id] = output
-                    report(len(done), len(jobs))
-        except BaseException:
-            self._driver.abort(job.request_id for job in jobs)
-            raise
-        return [done[job.request_id] for job in jobs]
+        return [_embedding(o) for o in self._wait(jobs, mailbox, "embed", use_tqdm)]
 
     def score(
         self,
         data_1: PromptLike | Sequence[PromptLike],
         data_2: PromptLike | Sequence[PromptLike],
     ) -> list[ScoringOutput]:
-        """Cosine similarity of embeddings, pair by pair; one ``data_1`` may meet many ``data_2``."""
+        """Cosine of embeddings, pair by pair; one ``data_1`` may meet many ``data_2``."""
         left, right = as_list(data_1), as_list(data_2)
         if len(left) != len(right) and len(left) != 1:
             raise RequestError(
@@ -389,10 +386,7 @@ class LLM:
         first, second = embedded[: len(left)], embedded[len(left) :]
         if len(first) == 1:
             first = first * len(second)
-        return [
-            ScoringOutput(b.request_id, sum(x * y for x, y in zip(a.embedding, b.embedding)))
-            for a, b in zip(first, second, strict=True)
-        ]
+        return [ScoringOutput(b.request_id, _dot(a, b)) for a, b in zip(first, second, strict=True)]
 
     # ---- information -----------------------------------------------------------------------------
 
@@ -409,12 +403,13 @@ class LLM:
         return self._driver.metrics()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; ``False`` if running requests keep some alive."""
+        """Forget all cached prefixes; always possible, so always ``True``."""
         self._driver.check_usable()
         return self._driver.reset_prefix_cache()
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer. :raises RequestError: when it has none."""
+        self._driver.check_usable()
         if self._reader.tokenizer is None:
             raise RequestError("this LLM has no tokenizer")
         return self._reader.tokenizer
@@ -447,36 +442,63 @@ class LLM:
         priority: int | Sequence[int] | None = None,
         kind: RequestKind = "generate",
     ) -> list[Job]:
+        priorities: list[int | None]
         if priority is None or isinstance(priority, int):
-            priorities = [priority if priority is not None else p.priority for p in params]
+            priorities = [priority] * len(prompts)
         else:
             priorities = list(priority)
             if len(priorities) != len(prompts):
                 raise RequestError(
                     f"priority: expected one or {len(prompts)} numbers, found {len(priorities)}"
                 )
-        now = time.time()
+        now = time.monotonic()
         jobs = []
         for prompt, param, urgency in zip(prompts, params, priorities, strict=True):
-            number = next(self._ids)
             jobs.append(
                 Job(
-                    request_id=str(number),
+                    request_id=str(next(self._ids)),
                     prompt_token_ids=prompt.token_ids,
-                    # One seed per request in order of submission: a program that asks the same
-                    # things again gets the same answers, and two requests never share one.
-                    params=param.with_seed((self.config.seed << 32) + number),
+                    params=param,
                     listener=listener,
                     prompt=prompt.text,
                     priority=urgency,
                     cache_salt=prompt.cache_salt,
                     kind=kind,
                     arrival_time=now,
+                    resolved=self._resolve(param),
                 )
             )
         return jobs
+
+    def _resolve(self, params: SamplingParams) -> ResolvedParams:
+        """The token ids behind the words of ``params``."""
+        tokenizer = self._reader.tokenizer
+        start = tokenizer.token_to_id("<think>") if tokenizer is not None else None
+        end = tokenizer.token_to_id("</think>") if tokenizer is not None else None
+        return resolve(
+            params,
+            tokenizer,
+            self.model_config.vocab_size,
+            eos_token_ids=self._eos_token_ids,
+            think_start_id=start,
+            think_end_id=end,
+        )
 
 
 def _text(output: Output) -> RequestOutput:
     assert isinstance(output, RequestOutput)
     return output
+
+
+def _embedding(output: Output) -> EmbeddingOutput:
+    if isinstance(output, EmbeddingOutput):
+        return output
+    reason = output.outputs[0]
+    raise RequestError(
+        f"embed: request {output.request_id} ended with {reason.finish_reason}: "
+        f"{reason.stop_reason}"
+    )
+
+
+def _dot(a: EmbeddingOutput, b: EmbeddingOutput) -> float:
+    return sum(x * y for x, y in zip(a.embedding, b.embedding, strict=True))

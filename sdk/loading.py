@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from sdk.config import EngineConfig
@@ -13,9 +13,10 @@ from sdk.engine.engine import Engine
 from sdk.engine.kv_cache import kv_spec
 from sdk.engine.runner import ModelRunner, RunnerConfig
 from sdk.engine.scheduler import Scheduler, SchedulerConfig
-from sdk.errors import CheckpointError, RequestError, UnsupportedError
+from sdk.errors import CheckpointError, RequestError
 from sdk.executors.local import LocalExecutor
 from sdk.executors.process import ProcessExecutor
+from sdk.kernels.ops import Compute
 from sdk.loaders.open import open_checkpoint
 from sdk.loaders.tokenizer import tokenizer_from_folder
 from sdk.memory import Demand, MemoryPlan, available_memory, plan_memory
@@ -38,6 +39,7 @@ class Loaded:
     model_config: ModelConfig
     plan: MemoryPlan
     default_params: SamplingParams
+    eos_token_ids: frozenset[int]
     warnings: tuple[str, ...]
 
 
@@ -61,7 +63,7 @@ def load(config: EngineConfig) -> Loaded:
         default_params = _default_params(checkpoint.generation_config)
         runner_config = RunnerConfig(
             model=str(checkpoint.path),
-            num_pages=memory.num_pages,
+            num_pages=memory.num_pages + 1,  # page 0 belongs to nobody
             page_size=memory.page_size,
             kv_dtype=memory.kv_dtype,
             max_model_len=memory.max_model_len,
@@ -69,33 +71,42 @@ def load(config: EngineConfig) -> Loaded:
             compute=_compute(config),
             hf_overrides=dict(config.hf_overrides or {}),
         )
+        eos = frozenset(tokenizer.eos_token_ids if tokenizer is not None else _eos(checkpoint))
+        scheduler_config = SchedulerConfig(
+            num_pages=runner_config.num_pages,
+            page_size=memory.page_size,
+            max_model_len=memory.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            enable_prefix_caching=config.enable_prefix_caching,
+            enable_chunked_prefill=config.enable_chunked_prefill,
+            policy=config.scheduling_policy,
+            kv_type=memory.kv_dtype,
+            eos_token_ids=eos,
+        )
+        executor = _executor(config, runner_config, checkpoint)
+        undo.callback(executor.close)
         with reporting("load", "B", config.on_progress) as report:
             checkpoint.on_bytes = report
-            executor = _executor(config, runner_config, checkpoint)
-            undo.callback(executor.close)
             executor.start()
-        eos = tokenizer.eos_token_ids if tokenizer is not None else _eos(checkpoint)
         engine = Engine(
-            Scheduler(
-                SchedulerConfig(
-                    num_pages=memory.num_pages,
-                    page_size=memory.page_size,
-                    max_model_len=memory.max_model_len,
-                    max_num_seqs=config.max_num_seqs,
-                    max_num_batched_tokens=config.max_num_batched_tokens,
-                    enable_prefix_caching=config.enable_prefix_caching,
-                    enable_chunked_prefill=config.enable_chunked_prefill,
-                    policy=config.scheduling_policy,
-                    eos_token_ids=eos,
-                )
-            ),
+            Scheduler(scheduler_config),
             executor,
             tokenizer,
+            vocab_size=model_config.vocab_size,
+            seed=config.seed,
         )
         undo.pop_all()
     warnings = [f"unused tensor {name}" for name in executor.runner.unused_tensors]
     return Loaded(
-        engine, executor.runner, tokenizer, model_config, memory, default_params, tuple(warnings)
+        engine=engine,
+        runner=executor.runner,
+        tokenizer=tokenizer,
+        model_config=model_config,
+        plan=memory,
+        default_params=default_params,
+        eos_token_ids=eos,
+        warnings=tuple(warnings),
     )
 
 
@@ -106,7 +117,8 @@ def _open(config: EngineConfig) -> Checkpoint:
     if config.load_format not in ("auto", checkpoint.format):
         checkpoint.close()
         raise CheckpointError(
-            f"{checkpoint.path}: load_format={config.load_format!r}, but this is {checkpoint.format}"
+            f"{checkpoint.path}: expected {config.load_format} (load_format), "
+            f"found {checkpoint.format}"
         )
     return checkpoint
 
@@ -115,7 +127,7 @@ def _model_config(config: EngineConfig, checkpoint: Checkpoint) -> ModelConfig:
     return read_config({**checkpoint.config, **(config.hf_overrides or {})})
 
 
-def _compute(config: EngineConfig) -> str:
+def _compute(config: EngineConfig) -> Compute:
     # dtype="float32" asks for the arithmetic that compute="exact" names
     return "exact" if config.dtype == "float32" else config.compute
 
@@ -128,12 +140,10 @@ def _plan(config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig) -> M
     dtype = config.kv_cache_dtype
     if dtype == "auto":
         dtype = "float32" if _compute(config) == "exact" else "float16"
-    size = config.tensor_parallel_size
-    # every rank is a process of this machine: the budget holds the pages of all of them
-    page_bytes = sum(
-        kv_spec(model, config.block_size, dtype, _rank(rank, size)).page_bytes
-        for rank in range(size)
-    )
+    # Every rank is a process of this machine: the budget holds the pages of all of them, and with
+    # more ranks than heads some heads are kept twice.
+    heads = max(model.num_kv_heads, config.tensor_parallel_size)
+    page_bytes = kv_spec(model, heads, config.block_size, dtype).page_bytes
     return plan_memory(
         Demand(
             weights=sum(entry.nbytes for entry in checkpoint.entries()),
@@ -179,3 +189,33 @@ def _default_params(generation: Mapping[str, Any]) -> SamplingParams:
         return SamplingParams.from_optional(**given)
     except RequestError as error:
         raise CheckpointError(f"generation_config: {error}") from error
+
+
+def _eos(checkpoint: Checkpoint) -> list[int]:
+    """The ids that end an answer where no tokenizer says so."""
+    for facts in (checkpoint.generation_config, checkpoint.config):
+        ids = facts.get("eos_token_id")
+        if isinstance(ids, int):
+            return [ids]
+        if isinstance(ids, list):
+            return [token for token in ids if isinstance(token, int)]
+    return []
+
+
+def _executor(
+    config: EngineConfig, runner_config: RunnerConfig, checkpoint: Checkpoint
+) -> LocalExecutor[ModelRunner] | ProcessExecutor[ModelRunner]:
+    """Rank 0 reuses the opened checkpoint; the other ranks open the file themselves."""
+
+    def own(given: RunnerConfig, mesh: Mesh) -> ModelRunner:
+        return ModelRunner(given, mesh, checkpoint)
+
+    if config.tensor_parallel_size == 1:
+        return LocalExecutor(own, runner_config)
+    return ProcessExecutor(
+        ModelRunner,
+        runner_config,
+        config.tensor_parallel_size,
+        num_threads=runner_config.num_threads,
+        own_factory=own,
+    )

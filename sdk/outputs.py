@@ -1,8 +1,8 @@
 """What the caller gets back: immutable snapshots with the names vLLM users know.
 
-An output object never changes after it was handed out: each step that has news builds new ones, with
-their own lists. ``finish_reason`` is ``stop`` (EOS, a stop token or a stop string), ``length`` (the
-parameter ``max_tokens`` or the end of the context), ``abort``, ``error`` or ``deadline``.
+An output object never changes after it was handed out: each step that has news builds new ones,
+with their own lists. ``finish_reason`` is ``stop`` (EOS, a stop token or a stop string), ``length``
+(the parameter ``max_tokens`` or the end of the context), ``abort``, ``error`` or ``deadline``.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Logprob:
 class CompletionOutput:
     """One of the ``n`` answers of a request.
 
-    ``stop_reason`` is the stop string or stop token id that ended the answer, ``None`` for EOS, and the
-    message when ``finish_reason`` is ``error``. With ``RequestOutputKind.DELTA`` ``text``, ``token_ids``
-    and ``logprobs`` hold what is new since the last output, else everything so far.
+    ``stop_reason`` is the stop string or stop token id that ended the answer, ``None`` for EOS, and
+    the message when ``finish_reason`` is ``error``. With ``RequestOutputKind.DELTA`` ``text``,
+    ``token_ids`` and ``logprobs`` hold what is new since the last output, else everything so far.
     ``cumulative_logprob`` (the sum over all tokens so far) needs ``logprobs``.
     """
 
@@ -48,24 +48,12 @@ class CompletionOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class EmbeddingOutput:
-    """The pooled hidden state of a prompt, ``hidden_size`` numbers."""
-
-    embedding: list[float]
-
-    @property
-    def hidden_size(self) -> int:
-        """How many numbers the embedding has."""
-        return len(self.embedding)
-
-
-@dataclass(frozen=True, slots=True)
 class RequestMetrics:
     """Times and counts of one request.
 
-    ``arrival_time`` is wall clock (seconds since the epoch); the ``_ts`` times are seconds of the
-    engine's monotonic clock, good for differences only, and ``None`` until it happened. For a request
-    with several answers they span all of them, and the counts are sums.
+    All times are seconds of the engine's monotonic clock, so that any two may be subtracted
+    (differs from vLLM, where ``arrival_time`` is wall clock); ``None`` until it happened. For a
+    request with several answers they span all of them, and the counts are sums.
     """
 
     arrival_time: float
@@ -81,17 +69,16 @@ class RequestMetrics:
 class RequestOutput:
     """News of one request: its prompt and its answers so far.
 
-    ``outputs`` holds :class:`CompletionOutput`, or for an ``embed`` request that succeeded one
-    :class:`EmbeddingOutput`. ``prompt_logprobs`` starts with ``None`` because nothing precedes the first
-    token. ``num_cached_tokens`` is how many prompt tokens the prefix cache answered when the request
-    was first scheduled (``None`` before that).
+    ``prompt_logprobs`` starts with ``None`` because nothing precedes the first
+    token. ``num_cached_tokens`` is how many prompt tokens the prefix cache answered when the
+    request was first scheduled (``None`` before that).
     """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     prompt_logprobs: list[dict[int, Logprob] | None] | None
-    outputs: list[CompletionOutput] | list[EmbeddingOutput]
+    outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics | None = None
     lora_request: object | None = None
@@ -99,32 +86,22 @@ class RequestOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineMetrics:
-    """Counters of one engine since it was built; times are seconds.
+class EmbeddingOutput:
+    """The pooled hidden state of one prompt, ``hidden_size`` numbers.
 
-    ``prefix_queries`` and ``prefix_hits`` count whole pages looked up and found when requests were
-    admitted; ``cache_hit_rate`` is their quotient. ``num_prompt_tokens`` counts the prompt tokens that
-    were computed (not those a prefix hit gave), again after a preemption.
+    An embed request that fails or is aborted ends with a :class:`RequestOutput` that says why.
     """
 
-    num_running: int
-    num_waiting: int
-    num_steps: int
-    num_prompt_tokens: int
-    num_generation_tokens: int
-    num_preemptions: int
-    num_finished: int
-    prefix_queries: int
-    prefix_hits: int
-    num_pages: int
-    num_pages_used: int
-    num_pages_cached: int
-    plan_seconds: float
-    execute_seconds: float
-    commit_seconds: float
-    output_seconds: float
+    request_id: str
+    prompt_token_ids: list[int]
+    embedding: list[float]
+    finished: bool = True
+    metrics: RequestMetrics | None = None
 
-    @property
-    def cache_hit_rate(self) -> float:
-        """Share of the looked-up pages that the prefix cache had (0 before the first lookup)."""
-        return self.prefix_hits / self.prefix_queries if self.prefix_queries else 0.0
+
+@dataclass(frozen=True, slots=True)
+class ScoringOutput:
+    """How alike two texts are: the cosine of their embeddings, -1 to 1."""
+
+    request_id: str
+    score: float

@@ -1,10 +1,10 @@
 """``SamplingParams``: what the caller may ask of one request, checked when it is constructed.
 
-Names and defaults are those of vLLM, with three differences on purpose: ``max_tokens=None`` means "up
-to the end of the context" (not 16), ``temperature`` is used exactly however small it is (0 alone means
-greedy), and samplers known from llama.cpp (typical, DRY, XTC, mirostat) are parameters like any other.
-A value out of range raises :class:`~sdk.errors.RequestError` naming the parameter, the value and the
-allowed range; an unknown keyword raises ``TypeError`` naming the nearest one. Nothing here imports torch.
+Names and defaults are those of vLLM, with three differences on purpose: ``max_tokens=None`` means
+"up to the end of the context" (not 16), ``temperature`` is used exactly however small it is (only 0
+is greedy), and samplers known from llama.cpp (typical, DRY, XTC, mirostat) are ordinary parameters.
+A value out of range raises :class:`~sdk.errors.RequestError` naming the parameter, the value and
+the allowed range; an unknown keyword raises ``TypeError`` naming the nearest one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LogitsProcessor = Callable[[Sequence[int], Any], Any]
 
 
 class RequestOutputKind(enum.Enum):
-    """What each output object of a stream holds: all text so far, the new text, or only the last one."""
+    """What each output of a stream holds: all text so far, the new text, or only the last."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -62,8 +62,8 @@ class _Range:
         return (self.low < value if self.open_low else self.low <= value) and value <= self.high
 
     def __str__(self) -> str:
-        text = f"{'(' if self.open_low else '['}{self.low:g}, {self.high:.12g}]"
-        text += "".join(f" or {value:g}" for value in self.also)
+        text = f"{'(' if self.open_low else '['}{self.low}, {self.high}]"
+        text += "".join(f" or {value}" for value in self.also)
         return text + (" or None" if self.optional else "")
 
 
@@ -122,32 +122,33 @@ _STRING_LISTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one request is sampled, when it stops and what it returns. Immutable: change by :meth:`clone`.
+    """How one request is sampled, when it stops, what it returns. Change by :meth:`clone`.
 
     **How many.** ``n`` answers are returned out of ``best_of`` (``None``: ``n``) generated.
 
     **Logits.** ``repetition_penalty`` counts prompt and output, ``presence_penalty`` and
     ``frequency_penalty`` the output only. ``logit_bias`` maps token id to an addend in [-100, 100].
     ``allowed_token_ids`` forbids every other id; ``bad_words`` are never completed; ``min_tokens``
-    forbids EOS and ``stop_token_ids`` until that many tokens are out. ``no_repeat_ngram_size`` forbids
-    repeating any n-gram of that size; ``dry_*`` penalizes continuing a repetition (llama.cpp's names).
-    ``logits_processors`` are called as ``f(output_token_ids, logits_row) -> logits_row``; an exception
-    in one fails this request only. ``thinking_token_budget`` forces the end-of-thinking token.
+    forbids EOS and ``stop_token_ids`` until that many tokens are out. ``no_repeat_ngram_size``
+    forbids repeating an n-gram of that size; ``dry_*`` penalizes continuing a repetition.
+    ``logits_processors`` are called as ``f(output_token_ids, logits_row) -> logits_row``; an
+    exception in one fails this request only. ``thinking_token_budget`` forces the end of thinking.
 
-    **Choice.** ``temperature`` 0 is greedy. ``top_k`` 0 and -1, ``top_p`` 1, ``min_p`` 0, ``typical_p``
-    1, ``xtc_probability`` 0 and ``mirostat_mode`` 0 are off; ``mirostat_mode=2`` replaces the other
-    truncations. ``seed`` (-1 is ``None``) makes the answer repeatable whatever else is in the batch.
+    **Choice.** ``temperature`` 0 is greedy. ``top_k`` 0 and -1, ``top_p`` 1, ``min_p`` 0,
+    ``typical_p`` 1, ``xtc_probability`` 0 and ``mirostat_mode`` 0 are off; ``mirostat_mode=2``
+    replaces the other truncations. ``seed`` (-1 is ``None``) makes the answer repeatable whatever
+    else is in the batch.
 
     **Stopping.** ``stop`` (a string or several), ``stop_token_ids``, ``stop_regex``, ``max_tokens``
     (``None``: to the end of the context), EOS unless ``ignore_eos``, ``deadline`` in seconds after
     arrival (finish reason ``"deadline"``, the partial answer is kept).
 
-    **Returned.** ``logprobs=k`` returns the k best and the chosen token, ``prompt_logprobs`` the same for
-    the prompt; -1 is the whole vocabulary, ``logprob_token_ids`` adds given ids. They are natural
-    logarithms of the model's own distribution, before any parameter above changes it.
+    **Returned.** ``logprobs=k`` returns the k best and the chosen token, ``prompt_logprobs`` the
+    same for the prompt; -1 is the whole vocabulary, ``logprob_token_ids`` adds given ids. They are
+    natural logarithms of the model's own distribution, before anything above changes it.
     ``truncate_prompt_tokens`` keeps the last so many tokens of a too long prompt (-1: what fits).
 
-    ``structured_outputs`` / ``guided_decoding`` and a ``guidance_scale`` other than 1 are refused for now.
+    ``structured_outputs``, ``guided_decoding`` and a ``guidance_scale`` other than 1 are refused.
     """
 
     n: int = 1
@@ -254,8 +255,8 @@ class SamplingParams:
         if self.guidance_scale != 1.0:
             # Guidance mixes the logits of two prompts: the sampler sees one row of one request.
             raise RequestError(
-                f"guidance_scale={self.guidance_scale}: only 1 (off) is supported, because guidance "
-                "needs a second, negative prompt run beside the first"
+                f"guidance_scale must be 1 (off), got {self.guidance_scale}: guidance needs a "
+                "second, negative prompt run beside the first, which is not supported"
             )
 
     @property
@@ -274,14 +275,14 @@ class SamplingParams:
         return SamplingParams(**{**values, **changes})
 
     def with_seed(self, seed: int) -> SamplingParams:
-        """These parameters if they have a seed, else a copy with ``seed`` (any int, kept to 64 bits)."""
+        """These parameters if they have a seed, else a copy with ``seed`` modulo 2**64."""
         return self if self.seed is not None else self.clone(seed=seed & (2**64 - 1))
 
     @classmethod
     def from_optional(cls, **values: Any) -> SamplingParams:
         """Construct from optional values: ``None`` means the default.
 
-        JSON turns the keys of ``logit_bias`` into strings; they are turned back into token ids here.
+        JSON makes strings of the keys of ``logit_bias``; they become token ids again here.
         """
         given = {name: value for name, value in values.items() if value is not None}
         bias = given.get("logit_bias")
@@ -301,9 +302,7 @@ def _refused(name: str, value: object, allowed: str) -> RequestError:
 
 
 def _to_float(value: Any) -> float:
-    if isinstance(
-        value, str | bytes
-    ):  # float("0.5") works, but a string here is a caller's mistake
+    if isinstance(value, str | bytes):  # float("0.5") would work
         raise TypeError
     return float(value)
 

@@ -19,8 +19,8 @@ def reporting(
 ) -> Iterator[Callable[[int, int], None]]:
     """Yields ``report(done, total)``.
 
-    With a callback, ``report`` calls it and raises :class:`LoadCancelled` when it returns ``False``;
-    otherwise a tqdm bar goes to standard error if that is a terminal.
+    With a callback, ``report`` calls it and raises :class:`LoadCancelled` when it returns
+    ``False``; otherwise a tqdm bar goes to standard error if that is a terminal.
     """
     if callback is not None:
 

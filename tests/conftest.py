@@ -1,8 +1,8 @@
 """Fixtures every area shares: the golden checkpoints and the two real models.
 
 The real models are put into the user's cache by ``make models`` (see ``sdk.demo``). A test that
-needs one asks for its fixture; without the file the test fails, because a silently skipped test proves
-nothing. Set ``EMBEDLM_TEST_MODELS`` to a folder that holds both files to use other copies.
+needs one asks for its fixture; without the file the test fails, because a silently skipped test
+proves nothing. Set ``EMBEDLM_TEST_MODELS`` to a folder that holds both files to use other copies.
 """
 
 from __future__ import annotations

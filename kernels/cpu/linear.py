@@ -172,9 +172,9 @@ def _pack_affine(w: Affine) -> tuple[Packed, Tensor, int]:
     zeros = None if w.zeros is None else interleave(w.zeros)
     if minus is not None:
         view.minus_type = ELEMENT_TYPES[minus.dtype]
-    facts = Affine(
-        w.shape, w.bits, w.group, w.codes[:0, :0], w.scale[:0, :0], zero=w.zero, signed=w.signed
-    )
+    # new_empty and not a slice: a slice would keep the canonical tensors alive
+    no_codes, no_scale = w.codes.new_empty(0, 0), w.scale.new_empty(0, 0)
+    facts = Affine(w.shape, w.bits, w.group, no_codes, no_scale, zero=w.zero, signed=w.signed)
     codes = _codes(view)
     packed = Packed(facts, view, codes, scale, minus, zeros)
     _point(packed)
@@ -222,7 +222,7 @@ def _pack_blocks(w: Blocks) -> tuple[Packed, Tensor, int]:
         mins = torch.cat((mid & 63, (high >> 4) | (mid >> 6 << 4)), dim=2)
         scale, minus = interleave(scales.view(n, -1)), interleave(mins.view(n, -1))
         super_scale, super_minus = interleave(_halves(blocks, 0)), interleave(_halves(blocks, 2))
-    facts = Blocks(w.shape, w.type, w.data[:0, :0])
+    facts = Blocks(w.shape, w.type, w.data.new_empty(0, 0))
     packed = Packed(facts, view, _codes(view), scale, minus, None, super_scale, super_minus)
     _point(packed)
     return packed, data, data.shape[1]

@@ -28,7 +28,7 @@ def unpack_codes(codes: Tensor, bits: int, count: int) -> Tensor:
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """The inverse of :func:`unpack_codes`: uint8 ``[N, count]`` -> ``[N, ceil(count * bits / 8)]``."""
+    """The inverse of :func:`unpack_codes`: codes ``[N, count]`` -> uint8 ``[N, bytes]``."""
     rows, count = codes.shape
     if bits == 8:
         return codes.contiguous()

@@ -19,6 +19,7 @@ Q8_0   f16 d, 32 signed bytes              d * q
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,6 +34,7 @@ from sdk.quant.errors import CheckpointError, UnsupportedError
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 #: Byte offsets of the float16 scales inside one k-quant block.
 _K_SCALES = {"q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,)}
+Copied = Callable[[int, int], None]
 #: Values repacked at a time: keeps the intermediate arrays (a few bytes per value) inside the
 #: caches.
 _CHUNK = 1 << 19
@@ -59,7 +61,13 @@ _LEGACY = {
 SUPPORTED_TYPES = (*_FLOATS, *_LEGACY, *(name.upper() for name in BLOCK_TYPES))
 
 
-def decode_matrix(kind: GgufType, data: NDArray[np.uint8], columns: int, source: str) -> Layout:
+def decode_matrix(
+    kind: GgufType,
+    data: NDArray[np.uint8],
+    columns: int,
+    source: str,
+    copied: Copied = lambda first, nbytes: None,
+) -> Layout:
     """The rows of one tensor as a layout.
 
     Args:
@@ -67,6 +75,8 @@ def decode_matrix(kind: GgufType, data: NDArray[np.uint8], columns: int, source:
         data: uint8 ``[rows, bytes per row]``; may be a view of the file.
         columns: values per row.
         source: file and tensor, for errors.
+        copied: called with (first byte, bytes) of each part of ``data`` that has been copied, so
+            that its pages can be given back while the rest is still to come.
 
     Returns:
         `Dense` shares memory with ``data`` where its alignment allows; the others never do.
@@ -79,14 +89,9 @@ def decode_matrix(kind: GgufType, data: NDArray[np.uint8], columns: int, source:
     if kind.name in _FLOATS:
         return Dense(_dense(data, _FLOATS[kind.name]))
     if kind.name in _LEGACY:
-        return _affine(_LEGACY[kind.name], data, shape, source)
-    block_type = kind.name.lower()
-    if block_type in BLOCK_TYPES:
-        blocks = data.reshape(-1, kind.nbytes)
-        for offset in _K_SCALES[block_type]:
-            scales = np.ascontiguousarray(blocks[:, offset : offset + 2]).view("<f2")
-            _check_finite(scales, shape[0], source)
-        return Blocks(shape, block_type, torch.from_numpy(data.copy()))
+        return _affine(_LEGACY[kind.name], data, shape, source, copied)
+    if kind.name.lower() in BLOCK_TYPES:
+        return _blocks(kind, data, shape, source, copied)
     raise UnsupportedError(
         f"{source}: the tensor type {kind.name} is not run yet; take or make a file with "
         f"{', '.join(SUPPORTED_TYPES)}, for example by "
@@ -100,21 +105,31 @@ def _dense(data: NDArray[np.uint8], dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(data if usable else data.copy()).view(dtype)
 
 
-def _affine(kind: _Legacy, data: NDArray[np.uint8], shape: tuple[int, int], source: str) -> Affine:
+def _affine(
+    kind: _Legacy,
+    data: NDArray[np.uint8],
+    shape: tuple[int, int],
+    source: str,
+    copied: Copied,
+) -> Affine:
     rows, columns = shape
     groups = columns // 32
     blocks = data.reshape(rows, groups, -1)
     codes = np.empty((rows, columns * kind.bits // 8), np.uint8)
+    scale = np.empty((rows, groups), np.float16)
+    minus = np.empty((rows, groups), np.float16) if kind.has_min else None
     step = max(1, _CHUNK // columns)
     for first in range(0, rows, step):
-        part = blocks[first : first + step]
-        codes[first : first + step] = _codes(kind, part).reshape(part.shape[0], -1)
-    scale = _halves(blocks, 0)
-    _check_finite(scale, rows, source)
-    minus = None
-    if kind.has_min:
-        minus = -_halves(blocks, 2)
-        _check_finite(minus, rows, source)
+        last = min(first + step, rows)
+        part = blocks[first:last]
+        codes[first:last] = _codes(kind, part).reshape(last - first, -1)
+        scale[first:last] = _halves(part, 0)
+        if minus is not None:
+            minus[first:last] = -_halves(part, 2)
+        copied(first * data.shape[1], (last - first) * data.shape[1])
+    for values in (scale, minus):
+        if values is not None:
+            _check_finite(values, rows, source)
     return Affine(
         shape,
         kind.bits,
@@ -127,10 +142,32 @@ def _affine(kind: _Legacy, data: NDArray[np.uint8], shape: tuple[int, int], sour
     )
 
 
+def _blocks(
+    kind: GgufType,
+    data: NDArray[np.uint8],
+    shape: tuple[int, int],
+    source: str,
+    copied: Copied,
+) -> Blocks:
+    name = kind.name.lower()
+    out = np.empty(data.shape, np.uint8)
+    step = max(1, _CHUNK // shape[1])
+    for first in range(0, shape[0], step):
+        part = data[first : first + step]
+        out[first : first + step] = part
+        copied(first * data.shape[1], part.nbytes)
+    blocks = out.reshape(-1, kind.nbytes)
+    for offset in _K_SCALES[name]:
+        scales = np.ascontiguousarray(blocks[:, offset : offset + 2]).view("<f2")
+        _check_finite(scales, shape[0], source)
+    return Blocks(shape, name, torch.from_numpy(out))
+
+
 def _halves(blocks: NDArray[np.uint8], offset: int) -> NDArray[np.float16]:
     """The float16 at byte ``offset`` of every block: ``[rows, groups]``."""
-    values = np.ascontiguousarray(blocks[:, :, offset : offset + 2]).view("<f2")[:, :, 0]
-    return np.ascontiguousarray(values, dtype=np.float16)
+    halves = np.ascontiguousarray(blocks[:, :, offset : offset + 2])
+    values: NDArray[np.float16] = halves.view("<f2")[:, :, 0]
+    return values
 
 
 def _codes(kind: _Legacy, blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:

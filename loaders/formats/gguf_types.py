@@ -17,10 +17,6 @@ class GgufType:
     elements: int
     nbytes: int
 
-    @property
-    def bits_per_weight(self) -> float:
-        return self.nbytes * 8 / self.elements
-
 
 #: By the number a file stores. Source: ggml's type traits. 9 (Q8_1) and 15 (Q8_K) exist only while
 #: llama.cpp computes.

@@ -3,20 +3,25 @@
 **The guard.** ``encode_chat`` must turn the template's ``<|im_end|>`` into a control token and the
 user's ``<|im_end|>`` into seven characters of text, although the template has mixed both into one
 string. Before rendering, every control token spelled in a message gets a *breaker* inside: one
-private-use character found nowhere else. The broken spelling is not recognised in the rendered text,
-and the breaker is taken out of the pieces of ordinary text before they are encoded. A message without
-such spellings, which is nearly every message, is not touched at all, so its ids are those of the plain
-rendering; and whatever a template does with a message (strip, split, slice, join), a breaker stays
-where it was.
+private-use character found nowhere else. The broken spelling is not recognised in the rendered
+text, and the breaker is taken out of the pieces of ordinary text before they are encoded. A message
+without such spellings, which is nearly every message, is not touched at all, so its ids are those
+of the plain rendering; and whatever a template does with a message (strip, split, slice, join), a
+breaker stays where it was.
 """
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:  # jinja2 is imported with the first conversation
+    from sdk.loaders.chat_template import ChatTemplate, ControlTextGuard
+
+_MAX_TEMPLATES = 8  # compiled ones kept per tokenizer: the model's own and a few of callers
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,8 @@ class TextTokenizer(ABC):
 
     def __init__(self, facts: TokenizerFacts) -> None:
         self._facts = facts
+        self._templates: dict[str, ChatTemplate] = {}
+        self._guard: ControlTextGuard | None = None
 
     @property
     def bos_token_id(self) -> int | None:
@@ -105,10 +112,7 @@ class TextTokenizer(ABC):
         chat_template: str | None = None,
         **kwargs: Any,
     ) -> str:
-        from sdk.loaders.chat_template import render_chat
-
-        return render_chat(
-            self._template(chat_template, tools),
+        return self._compiled(self._template(chat_template, tools)).render(
             messages,
             tools=tools,
             add_generation_prompt=add_generation_prompt,
@@ -128,12 +132,13 @@ class TextTokenizer(ABC):
         from sdk.loaders.chat_template import ControlTextGuard, check_messages
 
         check_messages(messages)
-        spellings = [self.id_to_token(token_id) for token_id in self.special_ids]
-        guard = ControlTextGuard(text for text in spellings if text)
-        outside = {"messages": messages, "tools": tools, **kwargs}
-        breaker = guard.choose_breaker(outside, self._template(chat_template, tools))
+        if self._guard is None:
+            spellings = map(self.id_to_token, sorted(self.special_ids))
+            self._guard = ControlTextGuard(text for text in spellings if text)
+        outside: dict[str, Any] = {"messages": messages, "tools": tools, **kwargs}
+        breaker = self._guard.choose_breaker(outside, self._template(chat_template, tools))
         if breaker is not None:
-            outside = guard.break_up(outside, breaker)
+            outside = self._guard.break_up(outside, breaker)
         text = self.apply_chat_template(
             outside.pop("messages"),
             add_generation_prompt=add_generation_prompt,
@@ -141,7 +146,20 @@ class TextTokenizer(ABC):
             chat_template=chat_template,
             **outside,
         )
+        if breaker is not None:  # a template may have asked for ASCII JSON
+            text = text.replace(json.dumps(breaker)[1:-1], breaker)
         return self._encode_rendered(text, breaker)
+
+    def _compiled(self, source: str) -> ChatTemplate:
+        from sdk.loaders.chat_template import ChatTemplate
+
+        template = self._templates.get(source)
+        if template is None:
+            template = ChatTemplate(source)
+            if len(self._templates) >= _MAX_TEMPLATES:
+                self._templates.clear()
+            self._templates[source] = template
+        return template
 
     def _template(self, chosen: str | None, tools: object) -> str:
         """The source of the template to use: the caller's, a named one, or the default."""

@@ -1,1 +1,69 @@
-def tokenizer_json_for(*a): return None
+"""The better source of a GGUF file's tokenizer: the original tokenizer.json, where there is one.
+
+It may lie beside the file or be stored under ``tokenizer.huggingface.json``. It is used only when
+it spells the tokens of the file's own vocabulary; a folder of downloads may hold somebody else's.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from sdk.loaders.tokenizer.base import TokenizerFacts
+from sdk.loaders.tokenizer.hf import JsonTokenizer, library_error
+from sdk.loaders.tokenizer.metadata import Metadata
+from sdk.loaders.tokenizer.vocab import NORMAL, Vocabulary
+from sdk.quant.errors import CheckpointError
+
+_LOG = logging.getLogger("sdk")
+_KEY = "tokenizer.huggingface.json"
+_SAMPLES = 509  # a prime, so that the sample does not follow the structure of the vocabulary
+
+
+def tokenizer_json_for(
+    meta: Metadata, vocabulary: Vocabulary, facts: TokenizerFacts, add_bos: bool
+) -> JsonTokenizer | None:
+    """The tokenizer of that file or key, or None (with a warning in the log when it is unfit)."""
+    beside = Path(meta.file).parent / "tokenizer.json"
+    sources: list[tuple[str, str | Path]] = []
+    if beside.is_file():
+        sources.append((str(beside), beside))
+    stored = meta.text(_KEY)
+    if stored is not None:
+        sources.append((f"{meta.file}: {_KEY}", stored))
+    for where, source in sources:
+        try:
+            backend = _load(source, where)
+            if not _same_vocabulary(backend, vocabulary):
+                _LOG.warning("%s is of another vocabulary than %s; not used", where, meta.file)
+                continue
+            added = backend.get_added_tokens_decoder()
+            special = facts.special_ids | {i for i, token in added.items() if token.special}
+            better = replace(facts, special_ids=special, warnings=())
+            return JsonTokenizer(backend, better, where, add_bos=add_bos, chat_bos=add_bos)
+        except CheckpointError as error:
+            _LOG.warning("%s; not used", error)
+    return None
+
+
+def _load(source: str | Path, where: str) -> Any:
+    from tokenizers import Tokenizer
+
+    try:
+        if isinstance(source, Path):
+            return Tokenizer.from_file(str(source))
+        return Tokenizer.from_str(source)
+    except BaseException as error:
+        raise library_error(error, where) from None
+
+
+def _same_vocabulary(backend: Any, vocabulary: Vocabulary) -> bool:
+    count = len(vocabulary.tokens)
+    size = backend.get_vocab_size(with_added_tokens=True)
+    if not 0 < size <= count:
+        return False
+    normal = [i for i in range(0, size, max(1, size // _SAMPLES)) if vocabulary.kinds[i] == NORMAL]
+    spelled = backend.id_to_token
+    return bool(normal) and all(spelled(i) == vocabulary.tokens[i] for i in normal)

@@ -2,7 +2,8 @@
 
 A text is split into words by the model's regular expressions, each word is written in the byte
 alphabet and merged by rank. The splitting and merging run in the ``tokenizers`` library, which is
-exact here; which expressions a GGUF file means by ``tokenizer.ggml.pre`` is in ``pretokenizers.py``.
+exact here; which expressions a GGUF file means by ``tokenizer.ggml.pre`` is in
+``pretokenizers.py``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from sdk.loaders.tokenizer.pretokenizers import PreTokenizer
 
 
 def _alphabet() -> dict[str, int]:
-    """Character -> byte. Printable Latin-1 characters stand for themselves, the rest from U+0100."""
+    """Character -> byte. Printable Latin-1 characters are themselves, the rest from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     table = {chr(byte): byte for byte in printable}
@@ -63,7 +64,7 @@ def byte_level_encoder(
 def raw_encoder(
     pieces: Mapping[str, int], merges: Sequence[tuple[str, str]]
 ) -> Callable[[str], list[int]]:
-    """Gemma 4's BPE: characters instead of bytes, ``▁`` for a space, ``<0xNN>`` for what is missing.
+    """Gemma 4's BPE: characters, not bytes; ``▁`` for a space, ``<0xNN>`` for what is missing.
 
     A line is one word; a run of newlines is one token where the vocabulary has it.
     """

@@ -1,9 +1,10 @@
 """Which tokens end an answer.
 
-Files name one end-of-text token; chat models stop at another (end of turn), which many files forget to
-name. llama.cpp therefore also looks at the spelling, and so do we. The rule differs in one point:
-spellings that other models use for ordinary text (``</s>`` is HTML to Gemma 3 and Phi-3) count only
-when the file marks the token as control.
+Files name one end-of-text token; chat models stop at another (end of turn), which many files forget
+to name. llama.cpp therefore also looks at the spelling, and so do we. The rule differs in one
+point: spellings that other models use for ordinary text (``</s>`` is HTML to Gemma 3 and Phi-3)
+count only when the file marks the token as control. The markers of fill-in-the-middle models are
+left out: they separate files rather than end an answer.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Build a tokenizer from the metadata of a GGUF file.
 
-Everything in the file is checked before it is used: a wrong length, a merge without its two halves, a
-byte token ``<0x-1>`` or an id outside the vocabulary is a ``CheckpointError`` that names the file, the
-key, what was expected and what was found.
+Everything in the file is checked before it is used: a wrong length, a merge without its two halves,
+a byte token ``<0x-1>`` or an id outside the vocabulary is a ``CheckpointError`` that names the
+file, the key, what was expected and what was found.
 
-Three sources, best first: a ``tokenizer.json`` beside the file (when it is of the same vocabulary), the
-key ``tokenizer.huggingface.json``, and the ``tokenizer.ggml.*`` keys.
+Three sources, best first: a ``tokenizer.json`` beside the file (when it is of the same vocabulary),
+the key ``tokenizer.huggingface.json``, and the ``tokenizer.ggml.*`` keys.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -32,8 +32,9 @@ from sdk.loaders.tokenizer.vocab import (
     UNKNOWN,
     USER_DEFINED,
     EncodeRules,
-    Vocabulary,
     VocabTokenizer,
+    Vocabulary,
+    of_kind,
 )
 from sdk.quant.errors import UnsupportedError
 from sdk.quant.tokenizer import Tokenizer
@@ -53,12 +54,15 @@ class _Specials:
     ends: frozenset[int]
 
 
-def tokenizer_from_gguf(metadata: Mapping[str, object], file: str) -> Tokenizer:
+def tokenizer_from_gguf(
+    metadata: Mapping[str, object], file: str, *, extra_eos: frozenset[int] = frozenset()
+) -> Tokenizer:
     """The tokenizer of a GGUF file whose metadata has been read.
 
     ``metadata``: key -> Python value; arrays as lists, tuples or numpy arrays, ``tokens`` and
     ``merges`` as lists of str. ``file``: path of the file, for messages and to find a
-    ``tokenizer.json`` beside it.
+    ``tokenizer.json`` beside it. ``extra_eos``: ids that end an answer besides those in the file
+    (from a generation_config.json).
 
     Raises CheckpointError for contradictory metadata, UnsupportedError for a tokenizer model this
     version does not know.
@@ -73,11 +77,12 @@ def tokenizer_from_gguf(metadata: Mapping[str, object], file: str) -> Tokenizer:
             "Open the file with skip_tokenizer_init=True and pass token ids"
         )
     tokens, kinds = _tokens(meta)
-    ids = dict(zip(tokens, range(len(tokens))))
+    ids = dict(zip(tokens, range(len(tokens)), strict=True))
     if len(ids) != len(tokens):
         twice = next(text for text, times in Counter(tokens).items() if times > 1)
         raise meta.error("tokenizer.ggml.tokens", "no token twice", repr(twice))
     specials = _specials(meta, model, ids, kinds)
+    specials = replace(specials, ends=specials.ends | extra_eos)
     vocabulary = Vocabulary(tokens, bytes(kinds), ids)
     warnings: list[str] = []
     pre = _pre_tokenizer(meta, model, warnings)
@@ -129,9 +134,7 @@ def _tokens(meta: Metadata) -> tuple[list[str], bytearray]:
     return tokens, bytearray(types.astype(np.uint8).tobytes())
 
 
-def _specials(
-    meta: Metadata, model: str, ids: Mapping[str, int], kinds: bytearray
-) -> _Specials:
+def _specials(meta: Metadata, model: str, ids: Mapping[str, int], kinds: bytearray) -> _Specials:
     """The special ids; marks in ``kinds`` as control what the file says is special."""
     count = len(kinds)
 
@@ -146,8 +149,8 @@ def _specials(
     by_name = end_token_ids(ids.get, lambda token_id: kinds[token_id] == CONTROL)
     for token_id in by_name:
         kinds[token_id] = CONTROL
-    for token_id in (bos, *ends):
-        if token_id is not None and kinds[token_id] == NORMAL:
+    for token_id in ends if bos is None else {bos, *ends}:
+        if kinds[token_id] == NORMAL:
             kinds[token_id] = CONTROL
     return _Specials(bos, eos, unknown, named("padding"), frozenset(ends | by_name))
 
@@ -157,7 +160,7 @@ def _facts(
 ) -> TokenizerFacts:
     named = {
         key.removeprefix(_TEMPLATE + "."): source
-        for key in meta.keys()
+        for key in meta.names()
         if key.startswith(_TEMPLATE + ".") and (source := meta.template(key)) is not None
     }
     names = {
@@ -192,14 +195,14 @@ def _pre_tokenizer(meta: Metadata, model: str, warnings: list[str]) -> PreTokeni
     pre = PRE_TOKENIZERS.get(name or "")
     if pre is None:
         said = "is missing" if name is None else f"{name!r} is not known"
-        warnings.append(f"tokenizer.ggml.pre {said}: using the default split of words, which may differ")
+        warnings.append(
+            f"tokenizer.ggml.pre {said}: using the default split of words, which may differ"
+        )
         return DEFAULT
     return pre
 
 
-def _spm(
-    meta: Metadata, vocabulary: Vocabulary, unknown: int | None
-) -> Callable[[str], list[int]]:
+def _spm(meta: Metadata, vocabulary: Vocabulary, unknown: int | None) -> Callable[[str], list[int]]:
     scores = meta.numbers("tokenizer.ggml.scores", len(vocabulary.tokens), "fiu")
     if scores is None:
         raise meta.error("tokenizer.ggml.scores", "the scores of the merges", "no such key")
@@ -233,19 +236,28 @@ def _bpe(
         raise meta.error(f"{key}[{index}]", "two pieces and a space between", found)
     pairs = [pair for pair in merges if pair is not None]
     # Text never becomes a control token by merging, nor by being a whole word (ignore_merges).
+    control = {
+        text
+        for kind in (CONTROL, UNKNOWN)
+        for _, text in of_kind(vocabulary.tokens, vocabulary.kinds, kind)
+    }
     pieces = dict(vocabulary.ids)
-    for index, kind in enumerate(vocabulary.kinds):
-        if kind in (CONTROL, UNKNOWN):
-            del pieces[vocabulary.tokens[index]]
+    for text in control:
+        del pieces[text]
     build = raw_encoder if model == "gemma4" else partial(byte_level_encoder, pre=pre)
     try:
         return build(pieces, pairs)
-    except Exception as error:  # the library raises plain Exception
+    except Exception:  # the library raises plain Exception; what it found is looked for here
         for index, (left, right) in enumerate(pairs):
             for piece in (left, right, left + right):
-                if piece not in pieces:
+                if piece not in vocabulary.ids:
                     where = f"{key}[{index}]"
                     raise meta.error(where, "pieces of the vocabulary", repr(piece)) from None
+    # Some merges lead to a control token: without them it is a token like any other control token.
+    pairs = [pair for pair in pairs if control.isdisjoint((*pair, pair[0] + pair[1]))]
+    try:
+        return build(pieces, pairs)
+    except Exception as error:
         raise meta.error(key, "a usable vocabulary and merges", error) from None
 
 
@@ -255,9 +267,11 @@ def _halves(line: str) -> tuple[str, str] | None:
 
 
 def _rstrip_ids(meta: Metadata, vocabulary: Vocabulary) -> frozenset[int]:
-    """Tokens that swallow the white space after them. The file does not say; Phi-3's all but three do."""
+    """Tokens that swallow the white space after them (the file does not say): Phi-3's but three."""
     name = (meta.text("general.name") or "").lower()
     if "phi-3" not in name and "phi3" not in name:
         return frozenset()
-    found = {i for i, kind in enumerate(vocabulary.kinds) if kind in (CONTROL, UNKNOWN, USER_DEFINED)}
+    found = {
+        i for i, kind in enumerate(vocabulary.kinds) if kind in (CONTROL, UNKNOWN, USER_DEFINED)
+    }
     return frozenset(found - {vocabulary.ids.get(t) for t in ("<unk>", "<s>", "<|endoftext|>")})

@@ -22,7 +22,7 @@ class Metadata:
     def error(self, key: str, expected: object, found: object) -> CheckpointError:
         return CheckpointError(f"{self.file}: {key}: expected {expected}, found {found}")
 
-    def keys(self) -> list[str]:
+    def names(self) -> list[str]:
         return list(self._values)
 
     def text(self, key: str) -> str | None:

@@ -1,9 +1,9 @@
 r"""How byte-level BPE models split a text into words: the table behind ``tokenizer.ggml.pre``.
 
-A GGUF file stores the name of the split, not the split itself, and a wrong one gives a silently worse
-model. Every entry is a list of regular expressions applied one after the other: what an expression
-matches becomes a word, and so does what lies between two matches; the next expression then splits
-those words further. The expressions are those of the models' own tokenizer.json files.
+A GGUF file stores the name of the split, not the split itself, and a wrong one gives a silently
+worse model. Every entry is a list of regular expressions applied one after the other: what an
+expression matches becomes a word, and so does what lies between two matches; the next expression
+then splits those words further. The expressions are those of the models' own tokenizer.json files.
 
 Sources: llama.cpp's ``llama-vocab.cpp`` (which name means which model) and the models' files.
 """

@@ -1,15 +1,15 @@
 """Find the tokens that are recognised in raw text before any other tokenization.
 
-Control tokens (``<|im_start|>``) and user-defined tokens (Gemma's runs of newlines) are cut out of the
-text first; the rest goes to the model's own algorithm. A vocabulary may hold thousands of them (6,249
-control tokens in Gemma 3), so one search finds the two characters a token can start with, and only
-there the possible lengths are looked up.
+Control tokens (``<|im_start|>``) and user-defined tokens (Gemma's runs of newlines) are cut out of
+the text first; the rest goes to the model's own algorithm. A vocabulary may hold thousands of them
+(6,249 control tokens in Gemma 3), so one search finds the two characters a token can start with,
+and only there the possible lengths are looked up.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Set as AbstractSet
+from collections.abc import Iterator, Mapping, Set as AbstractSet
 
 
 class SpecialSplitter:
@@ -30,29 +30,33 @@ class SpecialSplitter:
         prefixes = sorted(self._lengths, key=len, reverse=True)
         self._starts = re.compile("|".join(map(re.escape, prefixes))) if prefixes else None
 
-    def split(self, text: str) -> list[str | int]:
-        """The text as pieces of ordinary text (never empty) and token ids, in order."""
+    def find(self, text: str) -> Iterator[tuple[int, int, int]]:
+        """(start, end, token id) of every token in the text, in order and without overlap."""
         if self._starts is None:
-            return [text] if text else []
-        pieces: list[str | int] = []
-        begin = position = 0
+            return
+        position = 0
         while (match := self._starts.search(text, position)) is not None:
             start = match.start()
+            position = start + 1
             for length in self._lengths[match.group()]:
                 token_id = self._tokens.get(text[start : start + length])
                 if token_id is not None:
+                    position = start + length
+                    yield start, position, token_id
                     break
-            else:
-                position = start + 1
-                continue
+
+    def split(self, text: str) -> list[str | int]:
+        """The text as pieces of ordinary text (never empty) and token ids, in order."""
+        pieces: list[str | int] = []
+        begin = 0
+        for start, end, token_id in self.find(text):
             if start > begin:
                 pieces.append(text[begin:start])
             pieces.append(token_id)
-            begin = start + length
+            begin = end
             if token_id in self._rstrip:
                 while begin < len(text) and text[begin] in " \t\n\v\f\r":
                     begin += 1
-            position = begin
         if begin < len(text):
             pieces.append(text[begin:])
         return pieces

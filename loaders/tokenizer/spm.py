@@ -1,11 +1,11 @@
 """SentencePiece's BPE as GGUF files describe it: pieces with scores, no list of merges.
 
-Start from single characters; while two neighbours together are a piece, join the pair whose piece has
-the highest score (the leftmost of equals). Characters that are no piece become ``<0xNN>`` byte
+Start from single characters; while two neighbours together are a piece, join the pair whose piece
+has the highest score (the leftmost of equals). Characters that are no piece become ``<0xNN>`` byte
 tokens. A space is written ``▁``.
 
-A vocabulary of 262,144 pieces needs nothing but one dictionary this way (30 ms), where the equivalent
-list of merges for a general BPE has half a million entries and takes seconds to make.
+A vocabulary of 262,144 pieces needs nothing but one dictionary this way (30 ms), where the
+equivalent list of merges for a general BPE has half a million entries and takes seconds to make.
 
 Texts are cut before each run of ``▁`` that follows another character, which is exact as long as no
 piece has such a place inside, and the ids of a word are remembered: most words of a text repeat.
@@ -35,7 +35,7 @@ class SpmEncoder:
         byte_ids: Sequence[int | None],
         unknown_id: int | None,
     ) -> None:
-        """``pieces``: spelling -> id of everything plain text may become (no control or byte tokens).
+        """``pieces``: spelling -> id of what plain text may become (no control or byte tokens).
 
         ``scores``: by id. ``byte_ids``: the token of each byte 0..255, or None.
         """
@@ -44,7 +44,7 @@ class SpmEncoder:
         self._byte_ids = byte_ids
         self._unknown_id = unknown_id
         self._words: dict[str, list[int]] = {}
-        # The characters after which some piece continues with a ▁ (none in Llama's, ">" in Gemma's).
+        # Characters after which some piece goes on with a ▁ (none in Llama's, ">" in Gemma's).
         inside = re.findall(f"([^{SPACE}\0]){SPACE}", "\0".join(pieces))
         if inside:
             before = "[" + re.escape("".join(sorted(set(inside)))) + "]"

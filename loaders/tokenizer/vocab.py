@@ -56,10 +56,10 @@ class VocabTokenizer(TextTokenizer):
         self._bytes: dict[int, bytes] = {}
         self.strips_leading_space = rules.space_prefix
         tokens, kinds = vocabulary.tokens, vocabulary.kinds
-        user_defined = {text: i for i, text in _of_kind(tokens, kinds, USER_DEFINED)}
+        user_defined = {text: i for i, text in of_kind(tokens, kinds, USER_DEFINED)}
         everything = dict(user_defined)
         for kind in (CONTROL, UNKNOWN):
-            everything.update({text: i for i, text in _of_kind(tokens, kinds, kind)})
+            everything.update({text: i for i, text in of_kind(tokens, kinds, kind)})
         self._user_defined = SpecialSplitter(user_defined, rules.rstrip_ids)
         self._everything = SpecialSplitter(everything, rules.rstrip_ids)
 
@@ -144,7 +144,7 @@ class VocabTokenizer(TextTokenizer):
             ids.insert(0, bos)
 
 
-def _of_kind(tokens: Sequence[str], kinds: bytes, kind: int) -> list[tuple[int, str]]:
+def of_kind(tokens: Sequence[str], kinds: bytes, kind: int) -> list[tuple[int, str]]:
     """(id, spelling) of the tokens of one type; bytes.find skips the other 250,000 quickly."""
     found = []
     index = kinds.find(kind)

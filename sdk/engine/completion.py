@@ -1,7 +1,7 @@
 """From sampled tokens to what the caller sees: text, stop strings, log-probabilities, snapshots.
 
-``Completion`` is one answer; ``Generation`` is one request of the caller with its ``n`` (or ``best_of``)
-answers. Both only collect: whether a request goes on is the scheduler's business.
+``Completion`` is one answer; ``Generation`` is one request of the caller with its ``n`` (or
+``best_of``) answers. Both only collect: whether a request goes on is the scheduler's business.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from sdk.outputs import (
     RequestOutput,
 )
 from sdk.params import RequestOutputKind, SamplingParams
-from sdk.quant.checkpoint import Tokenizer
+from sdk.quant.tokenizer import Tokenizer
 from sdk.text.detokenizer import IncrementalDetokenizer
-from sdk.text.stops import StopMatcher
+from sdk.text.stops import StopMatcher, StopStrings
 
 DecodeToken = Callable[[int], str | None]
 
@@ -34,14 +34,19 @@ class Completion:
     """
 
     def __init__(
-        self, index: int, request: Request, tokenizer: Tokenizer | None, decode: DecodeToken
+        self,
+        index: int,
+        request: Request,
+        tokenizer: Tokenizer | None,
+        stops: StopStrings | None,
+        decode: DecodeToken,
     ) -> None:
         params = request.params
         self.index = index
         self.request = request
         self.text = ""
         self.token_ids: list[int] = []
-        self.cumulative_logprob: float | None = None
+        self.cumulative_logprob: float | None = None if params.logprobs is None else 0.0
         self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self.embedding: list[float] | None = None
         self.finish_reason: FinishReason | None = None
@@ -51,12 +56,14 @@ class Completion:
         self._stops: StopMatcher | None = None
         if tokenizer is not None and params.detokenize and request.kind == "generate":
             self._detokenizer = IncrementalDetokenizer(
-                tokenizer, skip_special_tokens=params.skip_special_tokens
+                tokenizer,
+                prompt_token_ids=request.token_ids,
+                skip_special_tokens=params.skip_special_tokens,
+                spaces_between_special_tokens=params.spaces_between_special_tokens,
             )
-            if params.stop or params.stop_regex:
-                self._stops = StopMatcher(
-                    params.stop, params.stop_regex, params.include_stop_str_in_output
-                )
+            if stops is not None:
+                self._stops = StopMatcher(stops, params.include_stop_str_in_output)
+        self._stopped = False  # by a stop string: what comes after it is no part of the text
         self._sent_text = 0  # for DELTA: what the last output had
         self._sent_tokens = 0
 
@@ -78,23 +85,27 @@ class Completion:
         stopped_by_token = request.finish_reason == "stop"
         if stopped_by_token and not request.params.include_stop_str_in_output:
             return None  # EOS and stop tokens are no part of the text
-        text = self._detokenizer.push([token_id])
-        if self._stops is None or len(self.token_ids) < request.params.min_tokens:
+        return self._add_text(self._detokenizer.push(token_id))
+
+    def _add_text(self, text: str) -> str | None:
+        if self._stops is None or self._stopped:
             self.text += text
             return None
-        self.text += self._stops.push(text)
-        return self._stops.matched
+        update = self._stops.push(
+            text, can_stop=len(self.token_ids) >= self.request.params.min_tokens
+        )
+        self.text += update.text
+        self._stopped = update.stop is not None
+        return update.stop
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None) -> None:
         """No more tokens. Text that was held back comes out, unless a stop string cut it off."""
         self.finish_reason = reason
         self.stop_reason = stop_reason
-        if self._detokenizer is None or (self._stops is not None and self._stops.matched):
-            return
-        text = self._detokenizer.finish()
-        if self._stops is not None:
-            text = self._stops.push(text) + self._stops.finish()
-        self.text += text
+        if self._detokenizer is not None and not self._stopped:
+            self._add_text(self._detokenizer.finish())
+            if self._stops is not None and not self._stopped:
+                self.text += self._stops.finish()
 
     def output(self, delta: bool, index: int | None = None) -> CompletionOutput:
         """A snapshot with lists of its own."""
@@ -146,7 +157,7 @@ class Generation:
         """True when every answer is finished."""
         return all(completion.finish_reason is not None for completion in self.completions)
 
-    def output(self) -> RequestOutput | None:
+    def output(self) -> RequestOutput | EmbeddingOutput | None:
         """The next output, or None where ``output_kind`` asks for none now."""
         params, finished = self.params, self.finished
         kind = params.output_kind
@@ -155,13 +166,16 @@ class Generation:
         if kind is RequestOutputKind.FINAL_ONLY and not finished:
             return None
         delta = kind is RequestOutputKind.DELTA
-        outputs: list[CompletionOutput] | list[EmbeddingOutput]
         embedding = self.completions[0].embedding
         if embedding is not None:
-            outputs = [EmbeddingOutput(list(embedding))]
-        elif params.num_answers > params.n:
+            return EmbeddingOutput(
+                self.request_id, list(self.prompt_token_ids), embedding, metrics=self.metrics()
+            )
+        if params.num_answers > params.n:
             best = sorted(self.completions, key=_badness)[: params.n]
             outputs = [completion.output(False, index) for index, completion in enumerate(best)]
+            if params.logprobs is None:  # they were needed to choose, not asked for
+                outputs = [replace(output, logprobs=None) for output in outputs]
         else:
             outputs = [one.output(delta) for one in self.completions if one.has_news or not delta]
         rows = self.prompt_logprobs

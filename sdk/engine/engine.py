@@ -1,7 +1,7 @@
 """The loop: plan a step, run it, commit it, turn the tokens into outputs.
 
-``Engine`` owns a :class:`~sdk.engine.scheduler.Scheduler` and an executor. It is not thread-safe: the
-caller (``LLM``) serializes the calls, except that ``add_request`` and ``abort`` may come while
+``Engine`` owns a :class:`~sdk.engine.scheduler.Scheduler` and an executor. It is not thread-safe:
+the caller (``LLM``) serializes the calls, except that ``add_request`` and ``abort`` may come while
 ``step`` waits for the executor.
 """
 
@@ -10,49 +10,53 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from sdk.engine.completion import Completion, Generation, logprob_row
 from sdk.engine.plan import RequestKind, StepPlan, StepResult
 from sdk.engine.request import Request
-from sdk.engine.scheduler import RequestUpdate, Scheduler, SchedulerConfig
+from sdk.engine.scheduler import RequestUpdate, Scheduler
 from sdk.errors import EngineClosedError, EngineDeadError, RequestError
 from sdk.executors.base import Executor
-from sdk.outputs import EngineMetrics, FinishReason, RequestOutput
+from sdk.outputs import EmbeddingOutput, FinishReason, RequestOutput
 from sdk.params import SamplingParams
-from sdk.quant.checkpoint import Tokenizer
+from sdk.quant.tokenizer import Tokenizer
+from sdk.sampling.resolved import ResolvedParams
+from sdk.sampling.uniform import child_seed
+from sdk.text.stops import StopStrings
 
+_NOTHING_RESOLVED = ResolvedParams()
 logger = logging.getLogger("sdk")
+Output = RequestOutput | EmbeddingOutput
 
 
 class Engine:
-    """Requests in, outputs out, one step at a time.
+    """Requests in, outputs out, one step at a time. The executor has been started.
 
     ``tokenizer=None`` works on token ids alone: outputs carry no text, stop strings are refused.
-    ``vocab_size`` bounds the token ids of prompts. ``seed`` starts the generator that gives a seed to
-    requests without one.
+    ``vocab_size`` bounds the token ids of prompts. ``seed`` starts the generator that gives a seed
+    to requests without one.
 
     A failure of the executor ends the engine: every request in it gets an output with
-    ``finish_reason="error"``, ``dead`` holds the :class:`EngineDeadError`, and new requests raise it.
+    ``finish_reason="error"``, ``dead`` holds the :class:`EngineDeadError`, and from then on
+    requests and steps raise it.
     """
 
     def __init__(
         self,
-        config: SchedulerConfig,
+        scheduler: Scheduler,
         executor: Executor,
         tokenizer: Tokenizer | None = None,
         *,
         vocab_size: int | None = None,
         seed: int = 0,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.scheduler = Scheduler(config, clock)
+        self.scheduler = scheduler
         self.dead: EngineDeadError | None = None
         self._executor = executor
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._random = random.Random(seed)
-        self._clock = clock
         self._generations: dict[str, Generation] = {}  # unfinished, by the caller's id
         self._owners: dict[str, tuple[Generation, Completion]] = {}  # by the scheduler's id
         self._news: dict[Generation, None] = {}  # those owed an output, in order
@@ -60,7 +64,6 @@ class Engine:
         self._num_finished = 0
         self._seconds = [0.0, 0.0, 0.0, 0.0]  # plan, execute, commit, outputs
         self._closed = False
-        executor.start()
 
     # Requests
 
@@ -75,9 +78,11 @@ class Engine:
         cache_salt: str | None = None,
         kind: RequestKind = "generate",
         arrival_time: float | None = None,
+        resolved: ResolvedParams = _NOTHING_RESOLVED,
     ) -> None:
         """Queue a request. Raises RequestError, EngineDeadError or EngineClosedError; then nothing
-        was queued. ``arrival_time`` is wall clock (default now); ``priority`` overrides ``params``.
+        was queued. ``arrival_time`` is a moment of the scheduler's clock (default now) and decides
+        who is first; ``priority`` overrides ``params``.
         """
         self._check_alive()
         if request_id in self._generations:
@@ -85,7 +90,7 @@ class Engine:
         if self._tokenizer is None and (params.stop or params.stop_regex):
             raise RequestError("stop and stop_regex need a tokenizer; this engine has none")
         self._check_token_ids(prompt_token_ids)
-        arrival = time.time() if arrival_time is None else arrival_time
+        arrival = self.scheduler.clock() if arrival_time is None else arrival_time
         generation = Generation(request_id, prompt_text, prompt_token_ids, params, arrival)
         children = self._fan_out(request_id, params, kind)
         for child_id, _ in children:
@@ -100,12 +105,18 @@ class Engine:
                 priority=priority,
                 arrival_time=arrival,
                 salt=cache_salt,
+                resolved=resolved,
             )
             for child_id, child_params in children
         ]
+        stops = None
+        if params.stop or params.stop_regex:
+            stops = StopStrings(
+                tuple(params.stop or ()), (params.stop_regex,) if params.stop_regex else ()
+            )
         # The text side first: it may raise, and then the scheduler must know nothing.
         generation.completions = [
-            Completion(index, request, self._tokenizer, self._decode_token)
+            Completion(index, request, self._tokenizer, stops, self._decode_token)
             for index, request in enumerate(requests)
         ]
         for request in requests:  # alike in all that is checked: the first is refused, or none
@@ -123,10 +134,10 @@ class Engine:
     def _fan_out(
         self, request_id: str, params: SamplingParams, kind: RequestKind
     ) -> list[tuple[str, SamplingParams]]:
-        """The scheduler's requests of one request: answer ``i`` has the seed of the request plus i.
+        """The scheduler's requests of one request: answer ``i`` has a seed made from its and ``i``.
 
-        They are equal otherwise, except that only the first scores the prompt, and that choosing the
-        best of several needs their log-probabilities.
+        They are equal otherwise, except that only the first scores the prompt, and that choosing
+        the best of several needs their log-probabilities.
         """
         params = params.with_seed(self._random.getrandbits(63))
         if kind == "embed" or params.num_answers == 1:
@@ -141,7 +152,7 @@ class Engine:
                 params.clone(
                     n=1,
                     best_of=None,
-                    seed=(seed + index) % 2**64,
+                    seed=child_seed(seed, index),
                     logprobs=logprobs,
                     prompt_logprobs=params.prompt_logprobs if index == 0 else None,
                 ),
@@ -149,11 +160,12 @@ class Engine:
             for index in range(params.num_answers)
         ]
 
-    def abort(self, request_ids: Iterable[str]) -> None:
-        """End requests now; their pages are free at once. Unknown ids are ignored.
+    def abort(self, request_ids: Iterable[str]) -> list[Output]:
+        """End requests now; their pages are free at once. Unknown and finished ids are ignored.
 
-        The next ``step`` returns their last output (``finish_reason="abort"``).
+        Returns their last outputs (``finish_reason="abort"``, with what was generated so far).
         """
+        last = []
         for request_id in request_ids:
             generation = self._generations.get(request_id)
             if generation is not None:
@@ -161,6 +173,9 @@ class Engine:
                     if completion.finish_reason is None:
                         self.scheduler.abort(completion.request.request_id)
                         self._finish(generation, completion, "abort")
+                del self._news[generation]
+                last.append(generation.output())
+        return [output for output in last if output is not None]
 
     @property
     def has_unfinished(self) -> bool:
@@ -169,16 +184,13 @@ class Engine:
 
     # The loop
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> list[Output]:
         """Run one step; returns an output per request that has news (and wants to hear it).
 
-        An interrupt (KeyboardInterrupt) while the executor works is raised on after everything was put
-        back: the requests go on with the next step.
+        An interrupt (KeyboardInterrupt) while the executor works is raised on after everything was
+        put back: the requests go on with the next step.
         """
-        if self._closed:
-            raise EngineClosedError("the engine was closed")
-        if self.dead is not None:
-            return self._outputs()
+        self._check_alive()
         clock, seconds = time.perf_counter, self._seconds
         begin = clock()
         plan = self.scheduler.plan()
@@ -258,7 +270,7 @@ class Engine:
             del self._generations[generation.request_id]
             self._num_finished += 1
 
-    def _outputs(self) -> list[RequestOutput]:
+    def _outputs(self) -> list[Output]:
         news, self._news = self._news, {}
         outputs = [generation.output() for generation in news]
         return [output for output in outputs if output is not None]
@@ -290,32 +302,40 @@ class Engine:
         if self.dead is not None:
             raise EngineDeadError(str(self.dead)) from self.dead
 
-    def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes."""
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; always possible, so always True (vLLM's may refuse)."""
         self.scheduler.reset_prefix_cache()
+        return True
 
-    def get_metrics(self) -> EngineMetrics:
-        """Counters since the engine was built."""
+    def get_metrics(self) -> dict[str, float]:
+        """Counters since the engine was built; times are seconds.
+
+        ``prefix_queries`` and ``prefix_hits`` count whole pages looked up and found when requests
+        were admitted, ``cache_hit_rate`` is their quotient. ``num_prompt_tokens`` are the prompt
+        tokens that were computed: not those a prefix hit gave, and again those lost to a
+        preemption.
+        """
         scheduler = self.scheduler
         pool = scheduler.pool
-        return EngineMetrics(
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
-            num_steps=scheduler.num_steps,
-            num_prompt_tokens=scheduler.num_prompt_tokens,
-            num_generation_tokens=scheduler.num_generation_tokens,
-            num_preemptions=scheduler.num_preemptions,
-            num_finished=self._num_finished,
-            prefix_queries=pool.queries,
-            prefix_hits=pool.hits,
-            num_pages=pool.capacity,
-            num_pages_used=pool.capacity - pool.num_available,
-            num_pages_cached=pool.num_cached,
-            plan_seconds=self._seconds[0],
-            execute_seconds=self._seconds[1],
-            commit_seconds=self._seconds[2],
-            output_seconds=self._seconds[3],
-        )
+        return {
+            "num_running": scheduler.num_running,
+            "num_waiting": scheduler.num_waiting,
+            "num_finished": self._num_finished,
+            "num_steps": scheduler.num_steps,
+            "num_prompt_tokens": scheduler.num_prompt_tokens,
+            "num_generation_tokens": scheduler.num_generation_tokens,
+            "num_preemptions": scheduler.num_preemptions,
+            "prefix_queries": pool.queries,
+            "prefix_hits": pool.hits,
+            "cache_hit_rate": pool.hits / pool.queries if pool.queries else 0.0,
+            "num_pages": pool.capacity,
+            "num_pages_used": pool.capacity - pool.num_available,
+            "num_pages_cached": pool.num_cached,
+            "plan_seconds": self._seconds[0],
+            "execute_seconds": self._seconds[1],
+            "commit_seconds": self._seconds[2],
+            "output_seconds": self._seconds[3],
+        }
 
     def close(self) -> None:
         """Abort everything and close the executor; idempotent. Afterwards requests and steps raise
@@ -326,3 +346,5 @@ class Engine:
             self.abort(list(self._generations))
             self._news.clear()
             self._executor.close()
+            self._tokenizer = None
+            self._decoded.clear()

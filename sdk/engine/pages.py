@@ -1,8 +1,9 @@
 """The pages of the KV cache: who holds them, what is in them, which may be thrown away.
 
-A page is the KV of ``page_size`` consecutive tokens of one request, in every layer. It is in exactly one
-of three states: **used** (reference count > 0), **cached** (nobody holds it, but its content is known
-and a later request may want it) or **free**. ``free + cached + used == capacity`` at all times.
+A page is the KV of ``page_size`` consecutive tokens of one request, in every layer. It is in
+exactly one of three states: **used** (reference count > 0), **cached** (nobody holds it, but its
+content is known and a later request may want it) or **free**. ``free + cached + used == capacity``
+at all times.
 
 *Prefix cache.* A full page is known by the digest of everything that determines its content: the
 tokens before it and in it, the adapter, the KV type and the caller's salt::
@@ -11,14 +12,15 @@ tokens before it and in it, the adapter, the KV type and the caller's salt::
     key_0  = sha256(root,         tokens of page 0)
     key_i  = sha256(digest_{i-1}, tokens of page i)
 
-On a hit the parent digest and the tokens are compared too, so that a collision gives a miss and never
-somebody else's text. A page becomes known (``publish``) only after the step that wrote it was committed,
-and is never written again while known: whoever shares it may read it at any time.
+On a hit the parent digest and the tokens are compared too, so that a collision gives a miss and
+never somebody else's text. A page becomes known (``publish``) only after the step that wrote it was
+committed, and is never written again while known: whoever shares it may read it at any time.
 
 *Eviction.* Least recently used first; the pages of one request are given back tail first, so that a
 prefix loses its end before its beginning (a page whose predecessor is gone can never be hit again).
 
-*Page 0* is reserved: padding in page tables and batches may point at it, and no request ever owns it.
+*Page 0* is reserved: padding in page tables and batches may point at it, and no request ever owns
+it.
 """
 
 from __future__ import annotations
@@ -56,9 +58,7 @@ class PagePool:
     were admitted, ``evictions`` cached pages whose content was given up for a new owner.
     """
 
-    def __init__(
-        self, num_pages: int, page_size: int, enable_prefix_caching: bool = True
-    ) -> None:
+    def __init__(self, num_pages: int, page_size: int, enable_prefix_caching: bool = True) -> None:
         if num_pages < 2:
             raise ValueError(f"num_pages must be at least 2 (page 0 is reserved), got {num_pages}")
         if page_size < 1:
@@ -72,7 +72,9 @@ class PagePool:
         self.evictions = 0
         self._references = [0] * num_pages
         self._keys: list[PageKey | None] = [None] * num_pages
-        self._free = list(range(num_pages - 1, 0, -1))  # a stack: the page given back last goes first
+        self._free = list(
+            range(num_pages - 1, 0, -1)
+        )  # a stack: the page given back last goes first
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._known: dict[bytes, int] = {}  # digest -> page
 
@@ -102,10 +104,11 @@ class PagePool:
         return pages
 
     def acquire(self, hits: Sequence[int], num_new: int, *, spare: int = 0) -> list[int] | None:
-        """``hits`` (from ``match``, just now) shared and ``num_new`` pages of one's own, or nothing.
+        """``hits`` (from ``match``, just now) shared and ``num_new`` pages of one's own, or
+        nothing.
 
-        All or nothing: ``None`` changes nothing, and is returned when fewer than ``spare`` pages would
-        stay available.
+        All or nothing: ``None`` changes nothing, and is returned when fewer than ``spare`` pages
+        would stay available.
         """
         references, cached = self._references, self._cached
         num_idle = sum(references[page] == 0 for page in hits)
@@ -135,7 +138,7 @@ class PagePool:
             del self._known[key.digest]
 
     def release(self, pages: Sequence[int]) -> None:
-        """Give back one reference to each page; give a request's whole table at once, head first."""
+        """Give back one reference to each page; a request's whole table at once, head first."""
         for page in reversed(pages):  # tail first into the LRU order: the tail is evicted first
             count = self._references[page]
             if count == 0:
@@ -155,12 +158,13 @@ class PagePool:
         """
         if not self._references[page]:
             raise ValueError(f"page {page} is published but nobody holds it")
-        if self.enable_prefix_caching and self._keys[page] is None:
-            if self._known.setdefault(key.digest, page) == page:
-                self._keys[page] = key
+        if not self.enable_prefix_caching or self._keys[page] is not None:
+            return
+        if self._known.setdefault(key.digest, page) == page:
+            self._keys[page] = key
 
     def forget(self, pages: Iterable[int]) -> None:
-        """Make these pages unknown, because their content is not to be trusted. Owners keep them."""
+        """Make these pages unknown: their content is not to be trusted. Owners keep them."""
         for page in pages:
             self._forget(page)
             if page in self._cached:

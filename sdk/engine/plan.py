@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from sdk.params import SamplingParams
+from sdk.sampling.resolved import ResolvedParams
 
 RequestKind = Literal["generate", "embed"]
 
@@ -30,6 +31,8 @@ class RequestStart:
     pages: tuple[int, ...]
     params: SamplingParams
     kind: RequestKind = "generate"
+    #: Token ids behind the words of ``params``: bad words, EOS, sequence breakers.
+    resolved: ResolvedParams = field(default_factory=ResolvedParams)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
 """One request as the scheduler sees it: token ids, counters, pages and a status. No tensors.
 
-There is no stored phase. What a request needs next follows from two counters: ``num_computed`` tokens
-have their keys and values in ``pages``, ``len(token_ids)`` tokens are known. Prefill, a chunk of it, a
-prefix hit and decode differ only in how far the two are apart; a request samples in the step after
-which they are equal. Only ``Scheduler`` changes these fields.
+There is no stored phase. What a request needs next follows from two counters: ``num_computed``
+tokens have their keys and values in ``pages``, ``len(token_ids)`` tokens are known. Prefill, a
+chunk of it, a prefix hit and decode differ only in how far the two are apart; a request samples in
+the step after which they are equal. Only ``Scheduler`` changes these fields.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from sdk.engine.pages import PageKey, page_key
 from sdk.engine.plan import RequestKind
 from sdk.outputs import FinishReason
 from sdk.params import SamplingParams
+from sdk.sampling.resolved import ResolvedParams
+
+_NOTHING_RESOLVED = ResolvedParams()
 
 
 class RequestStatus(enum.Enum):
-    """Where a request is. The last five are final, and their values are the public finish reasons."""
+    """Where a request is. The last five are final; their values are the public finish reasons."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -71,6 +74,7 @@ class Request:
         "publishes",
         "queued_ts",
         "request_id",
+        "resolved",
         "salt",
         "scheduled_ts",
         "status",
@@ -91,6 +95,7 @@ class Request:
         arrival_time: float = 0.0,
         salt: str | None = None,
         adapter: str | None = None,
+        resolved: ResolvedParams = _NOTHING_RESOLVED,
     ) -> None:
         self.request_id = request_id
         self.params = params
@@ -99,6 +104,7 @@ class Request:
         self.arrival_time = arrival_time
         self.salt = salt
         self.adapter = adapter
+        self.resolved = resolved
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None
 
@@ -157,7 +163,7 @@ class Request:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """``stop``, ``length``, ``abort``, ``error``, ``deadline``, or ``None`` while unfinished."""
+        """``stop``, ``length``, ``abort``, ``error``, ``deadline``; ``None`` while unfinished."""
         return _FINISHED.get(self.status)
 
     @property
@@ -170,7 +176,7 @@ class Request:
 
     @property
     def uses_prefix_cache(self) -> bool:
-        """False where every position must run: prompt logprobs, embeddings (which may pool over all)."""
+        """False where every position must run: prompt logprobs, embeddings (which may pool)."""
         return self.kind == "generate" and not self.scores_prompt
 
     def extend_keys(self, root: bytes, page_size: int, num_pages: int) -> None:

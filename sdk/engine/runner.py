@@ -13,9 +13,11 @@ from torch import Tensor
 
 from sdk.engine.kv_cache import KVCache, kv_spec
 from sdk.engine.plan import RequestStart, Sampled, StepPlan, StepResult
+from sdk.errors import RequestError
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.ops import Compute, Ops
 from sdk.loaders.open import open_checkpoint
+from sdk.memory import release_free_memory
 from sdk.models.auto import build_model
 from sdk.models.parallel import Mesh
 from sdk.quant.checkpoint import Checkpoint
@@ -83,12 +85,14 @@ class ModelRunner:
             )
             self.unused_tensors = checkpoint.unused()
             facts = self.model.config
+            heads = mesh.heads(facts.num_heads, facts.num_kv_heads).kv_count
             self.kv = KVCache(
-                kv_spec(facts, config.page_size, config.kv_dtype, mesh), config.num_pages
+                kv_spec(facts, heads, config.page_size, config.kv_dtype), config.num_pages
             )
             self.sampler = Sampler(facts.vocab_size)
             undo.pop_all()
         checkpoint.close()
+        release_free_memory()
 
     def close(self) -> None:
         """Give everything back. Idempotent; the runner must not be used afterwards."""
@@ -118,6 +122,7 @@ class ModelRunner:
                 start.params,
                 start.token_ids[: start.num_prompt_tokens],
                 start.token_ids[start.num_prompt_tokens :],
+                start.resolved,
             )
         for request_id, token_ids in plan.appended:
             self._requests[request_id].token_ids.extend(token_ids)
@@ -163,31 +168,36 @@ class ModelRunner:
         last_rows: list[int] = []
         prompt_logprobs: dict[str, tuple[Sampled, ...]] = {}
         embeddings: dict[str, list[float]] = {}
+        errors: dict[str, str] = {}
         begin = 0
         for request_id, count in plan.num_tokens:
             request = self._requests[request_id]
             end = begin + count
             if request.start.params.prompt_logprobs is not None:
-                scored = self._score_prompt(request, hidden[begin:end])
+                try:
+                    scored = self._score_prompt(request, hidden[begin:end])
+                except RequestError as error:  # its logits are not finite
+                    errors[request_id] = str(error)
+                    scored = ()
                 if scored:
                     prompt_logprobs[request_id] = scored
             request.num_computed += count
             if request.num_computed == len(request.token_ids):
                 if request.start.kind == "embed":
-                    embeddings[request_id] = hidden[end - 1].tolist()
+                    vector = torch.nn.functional.normalize(hidden[end - 1], dim=0)
+                    embeddings[request_id] = vector.tolist()
                 else:
                     sampling.append(request_id)
                     last_rows.append(end - 1)
             begin = end
         sampled: dict[str, Sampled] = {}
-        errors: dict[str, str] = {}
         if sampling:
             logits = self.model.logits(hidden[torch.tensor(last_rows)])
             if self._mesh.rank == 0:
                 outcomes = self.sampler.sample(logits, sampling)
                 for request_id, outcome in zip(sampling, outcomes, strict=True):
                     if isinstance(outcome, str):
-                        errors[request_id] = outcome
+                        errors.setdefault(request_id, outcome)
                     else:
                         sampled[request_id] = outcome
         return StepResult(plan.step_id, sampled, prompt_logprobs, embeddings, errors)
@@ -205,5 +215,7 @@ class ModelRunner:
         for begin in range(0, len(following), 128):
             part = following[begin : begin + 128]
             logits = self.model.logits(hidden[begin : begin + len(part)])
-            scored += self.sampler.score(logits, part, count)
+            scored += self.sampler.score(
+                logits, part, count, request.start.params.logprob_token_ids or ()
+            )
         return tuple(scored)

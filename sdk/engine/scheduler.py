@@ -6,25 +6,26 @@ proportional to the requests that run (prompts are hashed once, when they are fi
 How a step is filled, with a budget of ``max_num_batched_tokens``:
 
 1. Every running request that needs one token (decode) gets it.
-2. What is left of the budget goes to prompts in progress, then to waiting requests, oldest first. Since
-   the budget is at least ``max_num_seqs`` a prompt in progress gets at least one token per step however
-   many requests decode, and decodes never wait for a long prompt.
-3. A waiting request is admitted only with pages for all its known tokens, all or nothing, and only if
-   one page per running request stays available (so that it is not thrown out by the next decode).
-   Nobody overtakes the oldest waiting request, except while it waits for a prefix (below).
+2. What is left of the budget goes to prompts in progress, then to waiting requests, oldest first.
+   Since the budget is at least ``max_num_seqs`` a prompt in progress gets at least one token per
+   step however many requests decode, and decodes never wait for a long prompt.
+3. A waiting request is admitted only with pages for all its known tokens, all or nothing, and only
+   if one page per running request stays available (so that it is not thrown out by the next
+   decode). Nobody overtakes the oldest waiting request, except while it waits for a prefix (below).
 
-*Order* is arrival; with ``policy="priority"`` a smaller ``priority`` comes first. When a decode needs a
-page and none is left, the last in this order is preempted: its pages go back, and it starts over from
-its known tokens (or a fresh prefix hit) when there is room. A request with nobody behind it waits a step
-in place. The first in order can take everything, and everything is enough (``add`` refuses what is not),
-so the first always advances and nobody starves. A waiting request does not preempt a running one.
+*Order* is arrival; with ``policy="priority"`` a smaller ``priority`` comes first. When a decode
+needs a page and none is left, the last in this order is preempted: its pages go back, and it starts
+over from its known tokens (or a fresh prefix hit) when there is room. A request with nobody behind
+it waits a step in place. The first in order can take everything, and everything is enough (``add``
+refuses what is not), so the first always advances and nobody starves. A waiting request does not
+preempt a running one.
 
 *Prefixes being computed.* A request whose next page is about to be published by a running one waits
-for it instead of computing it again: this is how ``n`` answers share a prompt, and how a batch with one
-system prompt computes it once. It keeps its place; others may be admitted meanwhile.
+for it instead of computing it again: this is how ``n`` answers share a prompt, and how a batch with
+one system prompt computes it once. It keeps its place; others may be admitted meanwhile.
 
-*Without chunked prefill* every prompt runs in one step. A preempted request comes back with prompt and
-output as its prompt, so the budget must hold ``max_model_len`` tokens, which is checked.
+*Without chunked prefill* every prompt runs in one step. A preempted request comes back with prompt
+and output as its prompt, so the budget must hold ``max_model_len`` tokens, which is checked.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class SchedulerConfig:
 
 
 class RequestUpdate(NamedTuple):
-    """What one step (or a deadline) changed for one request; ``request`` shows its state after it."""
+    """What one step (or a deadline) changed for one request; ``request`` is its state now."""
 
     request: Request
     sampled: Sampled | None = None
@@ -93,8 +94,8 @@ class RequestUpdate(NamedTuple):
 class Scheduler:
     """Continuous batching over a :class:`PagePool`. Not thread-safe.
 
-    ``plan`` and ``commit`` alternate. ``add``, ``abort`` and ``finish`` may come between the two: a step
-    that is running ignores what it computes for a request that is gone.
+    ``plan`` and ``commit`` alternate. ``add``, ``abort`` and ``finish`` may come between the two: a
+    step that is running ignores what it computes for a request that is gone.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
-        self._clock = clock
+        self.clock = clock
         self._requests: dict[str, Request] = {}  # unfinished, by id
         self._waiting: list[Request] = []  # both sorted by Request.order
         self._running: list[Request] = []
@@ -165,7 +166,7 @@ class Scheduler:
         request.max_len = self._max_len
         if params.max_tokens is not None:
             request.max_len = min(self._max_len, num_tokens + params.max_tokens)
-        request.queued_ts = self._clock()
+        request.queued_ts = self.clock()
         self._num_added += 1
         priority = request.priority if config.policy == "priority" else 0
         request.order = (priority, request.arrival_time, self._num_added)
@@ -185,7 +186,7 @@ class Scheduler:
     def finish(
         self, request_id: str, reason: FinishReason, stop_reason: int | str | None = None
     ) -> Request | None:
-        """End a request for a reason found outside (stop string, a caller's error). None: not known."""
+        """End a request for a reason found outside (a stop string, an error). None: not known."""
         request = self._requests.get(request_id)
         if request is not None:
             self._end(request, reason, stop_reason)
@@ -227,7 +228,7 @@ class Scheduler:
         """Decide the next step. Only queues and pages change; tokens count when committed."""
         if self._plan is not None:
             raise RuntimeError(f"step {self._step_id} was planned but not committed")
-        now = self._clock()
+        now = self.clock()
         self._expire(now)
         decodes: list[tuple[str, int]] = []
         chunks: list[tuple[str, int]] = []
@@ -339,7 +340,8 @@ class Scheduler:
             yield request, num
 
     def _find_prefix(self, request: Request) -> list[int]:
-        """The cached pages it may use; sets ``waits_for`` when a running request writes the next one.
+        """The cached pages it may use; sets ``waits_for`` when a running request writes the next
+        one.
 
         At least the last token is always left to run: a step of no tokens would sample nothing.
         """
@@ -358,7 +360,7 @@ class Scheduler:
         return hits
 
     def _acquire(self, request: Request, hits: list[int]) -> bool:
-        """Make a waiting request a running one, with pages for all its tokens, or change nothing."""
+        """Make a waiting request a running one with pages for all its tokens, or change nothing."""
         pool, num_tokens = self.pool, request.num_tokens
         num_new = -(-num_tokens // self.config.page_size) - len(hits)
         pages = pool.acquire(hits, num_new, spare=len(self._running))
@@ -388,14 +390,14 @@ class Scheduler:
                 self._expired.append(RequestUpdate(request))
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:
-        """Advance the requests of ``plan`` (the last one) by what came out; returns those with news."""
+        """Advance the requests of ``plan`` by what came out; returns those with news."""
         if plan is not self._plan or result.step_id != plan.step_id:
             expected = "none" if self._plan is None else self._plan.step_id
             raise RuntimeError(
                 f"commit of plan {plan.step_id} with the result of step {result.step_id}; "
                 f"the step in flight is {expected}"
             )
-        now = self._clock()
+        now = self.clock()
         updates, self._expired = self._expired, []
         in_flight, self._in_flight, self._plan = self._in_flight, [], None
         page_size, prompt_logprobs = self.config.page_size, result.prompt_logprobs
@@ -468,9 +470,7 @@ class Scheduler:
             sampled.token_id in request.stop_token_ids
             and request.num_output_tokens >= request.params.min_tokens
         ):
-            is_eos = (
-                sampled.token_id in self.config.eos_token_ids and not request.params.ignore_eos
-            )
+            is_eos = sampled.token_id in self.config.eos_token_ids and not request.params.ignore_eos
             self._end(request, "stop", None if is_eos else sampled.token_id)
         elif len(tokens) >= request.max_len:
             self._end(request, "length")
@@ -522,4 +522,5 @@ def _start(request: Request) -> RequestStart:
         pages=tuple(request.pages),
         params=request.params,
         kind=request.kind,
+        resolved=request.resolved,
     )

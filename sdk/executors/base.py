@@ -1,4 +1,4 @@
-"""What the engine needs of whatever runs its steps: one rank in this process, or several elsewhere."""
+"""What the engine needs of whatever runs its steps: one rank here, or several elsewhere."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ class Executor(Protocol):
     """Runs steps on 1..N ranks. Calls come one at a time, from any thread."""
 
     def start(self) -> None:
-        """Bring the ranks up (load the model, allocate the KV pages). Called once by the engine."""
+        """Bring the ranks up (load the model, allocate the KV pages). Called once, first."""
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step and return what it produced (``result.step_id == plan.step_id``).
 
-        Ranks apply a plan in this order: ``dropped``, ``started``, ``new_pages``, ``appended``, then run
-        ``num_tokens``. One plan may drop and start the same id, and may drop an id a rank does not know
-        (after an interrupted step): both are fine. A plan may hold nothing but ``dropped``.
-        Page 0 belongs to no request: padding may point at it.
+        Ranks apply a plan in this order: ``dropped``, ``started``, ``new_pages``, ``appended``,
+        then run ``num_tokens``. One plan may drop and start the same id, and may drop an id a rank
+        does not know (after an interrupted step): both are fine. A plan may hold nothing but
+        ``dropped``. Page 0 belongs to no request: padding may point at it.
 
         An exception means that the ranks are lost: the engine fails every request with it.
         A failure of one request (NaN, a user's callback) goes into ``StepResult.errors`` instead.

@@ -1,8 +1,8 @@
 """Checkpoints written by other programs give the logits other programs computed from them.
 
 ``golden.npz`` holds float32 logits of every prompt position (tests/golden/README.md says how they
-were made). Exact arithmetic must reach them to 1e-4 of their norm; with activations rounded to 8 bits
-the bound is 0.04, the error llama.cpp makes on the same files (it measures 0.016 to 0.032).
+were made). Exact arithmetic must reach them to 1e-4 of their norm; with activations rounded to 8
+bits the bound is 0.04, the error llama.cpp makes on the same files (it measures 0.016 to 0.032).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def logits_of(path: Path, prompt: Tensor, compute: Compute, chunk: int) -> Tenso
     checkpoint = open_checkpoint(path)
     ops = Ops(compute=compute, num_threads=2)
     model = build_model(checkpoint, Mesh(), ops, max_model_len=64)
-    kv = KVCache(kv_spec(model.config, 16, "float32", Mesh()), 8)
+    kv = KVCache(kv_spec(model.config, model.config.num_kv_heads, 16, "float32"), 8)
     rows = []
     with torch.inference_mode():
         for begin in range(0, len(prompt), chunk):
@@ -47,7 +47,9 @@ def logits_of(path: Path, prompt: Tensor, compute: Compute, chunk: int) -> Tenso
                 query_start=torch.tensor([0, end - begin], dtype=torch.int32),
                 context_len=torch.tensor([end], dtype=torch.int32),
                 page_table=torch.tensor([[3, 5, 1, 2]], dtype=torch.int32),
-                slots=torch.tensor([[3, 5, 1, 2][p // 16] * 16 + p % 16 for p in range(begin, end)]),
+                slots=torch.tensor(
+                    [[3, 5, 1, 2][p // 16] * 16 + p % 16 for p in range(begin, end)]
+                ),
                 page_size=16,
                 max_query_len=end - begin,
                 max_context_len=end,

@@ -23,11 +23,17 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 def test_outputs_keep_the_order_of_the_prompts(tiny: LLM) -> None:
     prompts = [{"prompt_token_ids": [5 + i, 6, 7]} for i in range(20)]
-    lengths = [SamplingParams(temperature=0, max_tokens=1 + i % 7, ignore_eos=True) for i in range(20)]
+    lengths = [
+        SamplingParams(temperature=0, max_tokens=1 + i % 7, ignore_eos=True) for i in range(20)
+    ]
     outputs = tiny.generate(prompts, lengths)
     assert [output.prompt_token_ids[0] for output in outputs] == list(range(5, 25))
-    assert [len(output.outputs[0].token_ids) for output in outputs] == [1 + i % 7 for i in range(20)]
-    assert all(output.finished and output.outputs[0].finish_reason == "length" for output in outputs)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [
+        1 + i % 7 for i in range(20)
+    ]
+    assert all(
+        output.finished and output.outputs[0].finish_reason == "length" for output in outputs
+    )
 
 
 def test_every_way_of_writing_a_prompt_gives_the_same_answer(tiny: LLM) -> None:
@@ -60,10 +66,10 @@ def test_a_stream_adds_up_to_the_answer(smol: LLM) -> None:
 
 
 def test_a_chat_answers_and_ends_at_the_end_of_its_turn(smol: LLM) -> None:
-    messages = [{"role": "user", "content": "What is 2 + 2? Answer with one number."}]
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
     [output] = smol.chat(messages, SamplingParams(temperature=0, max_tokens=64))
     answer = output.outputs[0]
-    assert "4" in answer.text
+    assert "Paris" in answer.text
     assert answer.finish_reason == "stop"
     assert "<|im_end|>" not in answer.text
     streamed = "".join(
@@ -74,7 +80,11 @@ def test_a_chat_answers_and_ends_at_the_end_of_its_turn(smol: LLM) -> None:
 
 
 def test_stop_strings_end_an_answer_across_token_boundaries(smol: LLM) -> None:
-    free = smol.generate("1, 2, 3, 4,", SamplingParams(temperature=0, max_tokens=24))[0].outputs[0].text
+    free = (
+        smol.generate("1, 2, 3, 4,", SamplingParams(temperature=0, max_tokens=24))[0]
+        .outputs[0]
+        .text
+    )
     stop = free[7:12]
     for include in (False, True):
         params = SamplingParams(
@@ -98,7 +108,9 @@ def test_n_answers_come_in_order_and_differ(smol: LLM) -> None:
 def test_logprobs_of_the_whole_vocabulary_sum_to_one(tiny: LLM) -> None:
     import math
 
-    params = SamplingParams(temperature=0, max_tokens=2, logprobs=-1, prompt_logprobs=-1, ignore_eos=True)
+    params = SamplingParams(
+        temperature=0, max_tokens=2, logprobs=-1, prompt_logprobs=-1, ignore_eos=True
+    )
     [output] = tiny.generate(IDS, params)
     steps = [*output.outputs[0].logprobs, *output.prompt_logprobs[1:]]
     assert output.prompt_logprobs[0] is None and len(output.prompt_logprobs) == 4
@@ -113,7 +125,9 @@ def test_metrics_and_explain_tell_what_happened(tiny: LLM) -> None:
     [output] = tiny.generate(IDS, GREEDY)
     after = tiny.get_metrics()
     assert after["num_generation_tokens"] - before["num_generation_tokens"] == 8
-    assert output.metrics.arrival_time <= output.metrics.first_token_ts <= output.metrics.last_token_ts
+    assert (
+        output.metrics.arrival_time <= output.metrics.first_token_ts <= output.metrics.last_token_ts
+    )
     assert output.metrics.num_generation_tokens == 8
     text = tiny.explain()
     for expected in ("llama", "linear layers", "w8a16g32s", "attention", "memory"):
@@ -254,8 +268,8 @@ def test_abort_ends_a_request_in_the_middle_of_its_prefill(smollm2: Path) -> Non
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ("", "empty"),
-        ([[]], "empty"),
+        ([], "empty"),
+        ({"prompt_token_ids": []}, "empty"),
         ({"prompt_token_ids": [448]}, r"ids in 0\.\.447, found 448"),
         ({"prompt_token_ids": [-1]}, "found -1"),
         ({"prompt_token_ids": [1.5]}, "list of integers"),
@@ -264,7 +278,10 @@ def test_abort_ends_a_request_in_the_middle_of_its_prefill(smollm2: Path) -> Non
         ({"prompt": "a", "prompt_token_ids": [1]}, "either 'prompt' or 'prompt_token_ids'"),
         ({"text": "a"}, r"found the keys \['text'\]"),
         ({"prompt": "a", "cache_salt": 3}, "cache_salt: expected a non-empty string"),
-        ({"prompt_token_ids": [1] * 128}, "128 tokens, but the context holds 128 and 1 must be left"),
+        (
+            {"prompt_token_ids": [1] * 128},
+            "128 tokens, but the context holds 128 and 1 must be left",
+        ),
         (7, "expected text, token ids"),
         (b"bytes", "expected text, token ids"),
     ],
@@ -272,7 +289,7 @@ def test_abort_ends_a_request_in_the_middle_of_its_prefill(smollm2: Path) -> Non
 def test_a_bad_prompt_is_refused_before_anything_runs(
     tiny_path: Path, prompt: object, message: str
 ) -> None:
-    with LLM(tiny_path, max_model_len=128, skip_tokenizer_init=False) as llm:
+    with LLM(tiny_path, max_model_len=128, seed=1) as llm:
         if prompt in ("",):
             prompt = {"prompt_token_ids": []}
         with pytest.raises(RequestError, match=message):
@@ -331,7 +348,7 @@ def test_a_missing_model_and_a_pickle_are_refused(tmp_path: Path) -> None:
         LLM(tmp_path / "nowhere.gguf")
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(CheckpointError, match="safetensors"):
+    with pytest.raises(CheckpointError, match=r"only pytorch_model\.bin: such files are pickles"):
         LLM(tmp_path)
 
 
@@ -375,9 +392,7 @@ def test_an_exception_in_a_logits_processor_ends_that_request_only(tiny: LLM) ->
     def broken(tokens: object, logits: object) -> object:
         raise ValueError("my processor is broken")
 
-    good, bad = tiny.generate(
-        [IDS, IDS], [GREEDY, GREEDY.clone(logits_processors=[broken])]
-    )
+    good, bad = tiny.generate([IDS, IDS], [GREEDY, GREEDY.clone(logits_processors=[broken])])
     assert good.outputs[0].finish_reason == "length"
     assert bad.outputs[0].finish_reason == "error"
 
@@ -424,9 +439,9 @@ def test_ctrl_c_aborts_only_that_call(tiny: LLM, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_request_that_can_never_fit_is_rejected_while_others_run(tiny_path: Path) -> None:
-    with LLM(tiny_path, max_model_len=128, kv_cache_memory_bytes="64KiB") as llm:
-        assert llm.max_model_len < 128 or llm.generate(IDS, GREEDY)[0].finished
-        with pytest.raises(RequestError, match="context|pages"):
+    with LLM(tiny_path, kv_cache_memory_bytes="64KiB") as llm:
+        assert llm.max_model_len == 64  # the model's own context is 512
+        with pytest.raises(RequestError, match="the context holds 64"):
             llm.generate({"prompt_token_ids": [1] * 120}, GREEDY)
         assert llm.generate(IDS, GREEDY)[0].finished
 

@@ -1,4 +1,7 @@
-"""Model files written byte by byte, so that a test can make any single field lie."""
+"""Model files written byte by byte, so that a test can make any single field lie.
+
+``files`` hands the writers to the tests of this folder.
+"""
 
 from __future__ import annotations
 
@@ -168,6 +171,34 @@ def write_folder(
     return folder
 
 
+MATRICES = (
+    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+    "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
+)  # fmt: skip
+VECTORS = (
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
+    "post_feedforward_layernorm", "self_attn.q_norm", "self_attn.k_norm",
+)  # fmt: skip
+
+
+def pull_all(checkpoint: Any) -> None:
+    """What a model's constructors do, without knowing the model."""
+    checkpoint.weight("model.embed_tokens")
+    checkpoint.tensor("model.norm.weight")
+    if checkpoint.has("lm_head"):
+        checkpoint.weight("lm_head")
+    for layer in range(checkpoint.config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        for name in (*MATRICES, "self_attn.qkv_proj", "mlp.gate_up_proj"):
+            if checkpoint.has(prefix + name):
+                checkpoint.weight(prefix + name)
+            if checkpoint.has(f"{prefix}{name}.bias"):
+                checkpoint.tensor(f"{prefix}{name}.bias")
+        for name in VECTORS:
+            if checkpoint.has(f"{prefix}{name}.weight"):
+                checkpoint.tensor(f"{prefix}{name}.weight")
+
+
 @pytest.fixture
 def llama() -> GgufBytes:
     return llama_gguf()
@@ -197,4 +228,5 @@ def files() -> Any:
         safetensors=safetensors_bytes,
         config=hf_config,
         folder=write_folder,
+        pull_all=pull_all,
     )

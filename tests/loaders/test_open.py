@@ -11,10 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from sdk.loaders.hf_folder import MAX_CONFIG, HfFolder, complete_config
+from sdk.loaders.hf_folder import HfFolder
 from sdk.loaders.hub import is_hub_id
-from sdk.loaders.json_file import read_json
-from sdk.loaders.model_shapes import LIMITS
 from sdk.loaders.open import open_checkpoint
 from sdk.quant.errors import CheckpointError, UnsupportedError
 
@@ -43,6 +41,12 @@ def test_the_rows_of_the_golden_folders_are_exact(path: Path) -> None:
         assert np.array_equal(weight.dequantize()[:8].numpy(), golden[name]), name
     assert checkpoint.format == "safetensors"
     assert "eos_token_id" in checkpoint.generation_config
+
+
+def test_the_tokenizer_of_a_folder_is_its_own(golden: Path, folder: Path) -> None:
+    tokenizer = open_checkpoint(golden / "arch-llama3" / "hf").tokenizer
+    assert tokenizer.decode(tokenizer.encode("hello")) == "hello"
+    assert open_checkpoint(folder).tokenizer is None
 
 
 def test_pulling_reports_bytes_and_leaves_the_rest_unused(files: Any, tmp_path: Path) -> None:
@@ -98,8 +102,11 @@ def test_the_language_model_is_found_wherever_it_is_kept(
 ) -> None:
     vision = {} if stored.startswith("embed") else {"vision_tower.x": np.ones(3)}
     checkpoint = open_checkpoint(files.folder(tmp_path / "model", {stored: ONES, **vision}))
+    seen: list[tuple[int, int]] = []
+    checkpoint.on_bytes = lambda done, total: seen.append((done, total))
     assert checkpoint.weight(ours).shape == (8, 32)
     assert checkpoint.unused() == []
+    assert seen == [(1024, 1024)]
 
 
 def test_an_outer_head_belongs_to_an_inner_language_model(files: Any, tmp_path: Path) -> None:
@@ -199,150 +206,6 @@ def test_a_git_lfs_pointer_in_place_of_weights_is_named(folder: Path) -> None:
         open_checkpoint(folder)
 
 
-# -- configs ---------------------------------------------------------------------------------------
-
-
-def test_defaults_of_the_model_class_are_filled_in(files: Any, folder: Path) -> None:
-    config = open_checkpoint(folder).config
-    assert config["rms_norm_eps"] == 1e-6
-    assert config["rope_parameters"]["rope_theta"] == 10000.0
-    assert config["vocab_size"] == 8
-
-
-def test_code_named_by_a_config_is_ignored_and_an_unknown_model_left_as_it_is(
-    files: Any, tmp_path: Path
-) -> None:
-    config = files.config(auto_map={"AutoConfig": "evil.Config"}, torch_dtype="float32")
-    assert "auto_map" not in open_checkpoint(files.folder(tmp_path / "a", config=config)).config
-    config["model_type"] = "never_heard_of"
-    unknown = open_checkpoint(files.folder(tmp_path / "b", config=config)).config
-    assert unknown["model_type"] == "never_heard_of"
-    assert "auto_map" not in unknown
-
-
-def test_a_model_that_also_sees_is_reduced_to_its_language_model(files: Any) -> None:
-    text = files.config(model_type="gemma3_text", head_dim=8)
-    raw = {"model_type": "gemma3", "text_config": text, "eos_token_id": [1, 106]}
-    config = complete_config(raw, "config.json")
-    assert config["model_type"] == "gemma3_text"
-    assert config["eos_token_id"] == [1, 106]
-    assert config["hidden_size"] == 32
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "config.json: not valid JSON"),
-        ("[1]", "a JSON object is expected"),
-        ('{"model_type": "llama", "rms_norm_eps": NaN}', "NaN is not a number"),
-        ('{"model_type": "llama", "rms_norm_eps": -Infinity}', "-Infinity is not a number"),
-        ('{"a": 1, "a": 2}', "the key 'a' is there twice"),
-        ('{"a": ' + "[" * 10**5 + "]" * 10**5 + "}", "nested too deeply"),
-        ('{"vocab_size": 1' + "0" * 10**5 + "}", "a number of 100001 digits"),
-        ("{}", "model_type is None, expected a name"),
-        ('{"model_type": 3}', "model_type is 3"),
-    ],
-    ids=lambda value: value[:30],
-)
-def test_a_config_that_is_not_sound_is_refused(folder: Path, text: str, message: str) -> None:
-    (folder / "config.json").write_text(text)
-    with pytest.raises(CheckpointError, match=message):
-        open_checkpoint(folder)
-
-
-def test_a_missing_or_huge_config_is_refused(folder: Path) -> None:
-    path = folder / "config.json"
-    path.write_text("{" + " " * MAX_CONFIG + "}")
-    with pytest.raises(CheckpointError, match=r"config.json: larger than 8 MiB"):
-        open_checkpoint(folder)
-    path.unlink()
-    with pytest.raises(CheckpointError, match=r"neither config.json nor a .gguf file"):
-        open_checkpoint(folder)
-    with pytest.raises(CheckpointError, match=r"config.json: no such file"):
-        open_checkpoint(folder / "model.safetensors")
-    path.mkdir()
-    with pytest.raises(CheckpointError, match=r"config.json: cannot be read"):
-        read_json(path, 100)
-
-
-@pytest.mark.parametrize("key", sorted(LIMITS))
-@pytest.mark.parametrize("value", [0, -1, 2**40, 2**63, "8", 1.5, True])
-def test_numbers_outside_their_limits_are_named(files: Any, key: str, value: Any) -> None:
-    with pytest.raises(CheckpointError, match=f"here: {key} is {value!r}, expected"):
-        complete_config(files.config(**{key: value}), "here")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"rms_norm_eps": 0}, "rms_norm_eps is 0, expected a positive number"),
-        ({"rope_theta": -1.0}, "rope_theta is -1.0, expected a positive number"),
-        ({"rope_theta": "1e4"}, "rope_theta is '1e4', expected a positive number"),
-        ({"num_key_value_heads": 3}, "4 attention heads are not a multiple of 3"),
-        ({"rope_scaling": {"rope_type": "linear"}}, "not a sound llama config"),
-        ({"text_config": {"model_type": "llama", "vocab_size": 2**40}}, "text_config: vocab_size"),
-    ],
-)
-def test_contradictions_in_a_config_are_named(
-    files: Any, changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        complete_config(files.config(**changes), "here")
-
-
-# -- quantized folders -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{"quant_method": "gptq", "bits": 4}, {"quant_method": "awq"}, {"producer": {"name": "x"}}, {}],
-)
-def test_a_quantization_config_is_refused_by_name(
-    files: Any, tmp_path: Path, settings: dict[str, Any]
-) -> None:
-    method = settings.get("quant_method") or ("name" if settings else "unnamed")
-    config = files.config(quantization_config=settings)
-    message = f"quantized.*{method}.*next release"
-    with pytest.raises(UnsupportedError, match=message):
-        open_checkpoint(files.folder(tmp_path / "a", config=config))
-    config = {"model_type": "gemma3", "text_config": config}
-    with pytest.raises(UnsupportedError, match=message):
-        open_checkpoint(files.folder(tmp_path / "b", config=config))
-    apart = files.folder(tmp_path / "c")
-    (apart / "quantize_config.json").write_text(json.dumps(settings))
-    with pytest.raises(UnsupportedError, match=message):
-        open_checkpoint(apart)
-
-
-def test_a_quantization_config_that_is_no_object_is_refused(files: Any, tmp_path: Path) -> None:
-    config = files.config(quantization_config="gptq")
-    with pytest.raises(CheckpointError, match=r"quantization_config is gptq, expected an object"):
-        open_checkpoint(files.folder(tmp_path / "model", config=config))
-
-
-@pytest.mark.parametrize(
-    ("ending", "method"),
-    [
-        ("qweight", "GPTQ or AWQ"),
-        ("weight_packed", "compressed-tensors"),
-        ("weight_scale_inv", "FP8 in blocks"),
-        ("weight_scale", "FP8 or INT8"),
-        ("SCB", "bitsandbytes LLM.int8"),
-        ("weight.quant_state.bitsandbytes__nf4", "bitsandbytes nf4"),
-        ("weight.quant_state.bitsandbytes__fp4", "bitsandbytes fp4"),
-        ("gate_up_proj_blocks", "MXFP4"),
-        ("_weight_qdata", "torchao"),
-        ("W_q", "HQQ"),
-    ],
-)
-def test_quantized_tensors_are_recognised_without_a_config(
-    files: Any, tmp_path: Path, ending: str, method: str
-) -> None:
-    tensors = {EMBED: ONES, f"model.layers.0.mlp.down_proj.{ending}": np.ones(3)}
-    with pytest.raises(UnsupportedError, match=f"{ending}' is written by {method}"):
-        open_checkpoint(files.folder(tmp_path / "model", tensors))
-
-
 # -- paths and hub ids -----------------------------------------------------------------------------
 
 
@@ -406,6 +269,9 @@ def test_a_model_in_the_hub_cache_is_opened_without_a_network(files: Any, hub_ca
     assert checkpoint.has("model.embed_tokens")
     with pytest.raises(CheckpointError, match=r"org/name: .*not found in the local cache"):
         open_checkpoint("org/name", revision="v2", local_files_only=True)
+    (snapshot / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"org/name: no config.json.*hf download org/name"):
+        open_checkpoint("org/name", local_files_only=True)
 
 
 def test_a_hub_id_that_is_not_in_the_cache_is_named(hub_cache: Path) -> None:

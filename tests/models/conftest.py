@@ -225,6 +225,7 @@ class _ThreadGroup:
         self.ranks.slots[self.rank] = x.clone()
         self.ranks.barrier.wait()
         gathered = list(self.ranks.slots)
+        assert {t.shape for t in gathered} == {x.shape}, "ranks must send tensors of one shape"
         self.ranks.barrier.wait()
         return gathered
 
@@ -232,10 +233,19 @@ class _ThreadGroup:
         x.copy_(torch.stack(self.all_gather(x)).sum(dim=0))
 
 
-@pytest.fixture(scope="session")
-def ops() -> Iterator[Ops]:
-    """The reference kernels, exact arithmetic."""
-    found = Ops(compute="exact", num_threads=1, backends=("reference",))
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tensors this small are slower on two threads, much slower on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", params=[("reference",), None], ids=["reference", "fastest"])
+def ops(request: pytest.FixtureRequest) -> Iterator[Ops]:
+    """Exact arithmetic: on the reference kernels, and on the first that take the work here."""
+    found = Ops(compute="exact", num_threads=1, backends=request.param)
     yield found
     found.close()
 

@@ -12,7 +12,14 @@ from torch import nn
 from sdk.models.hf_backend import ATTENTION_NAME, HFModel
 from sdk.models.parallel import Mesh
 from sdk.quant.errors import CheckpointError, UnsupportedError
-from tests.models.conftest import DictCheckpoint, Paged, checkpoint_of, expected_logits, prompt, tiny
+from tests.models.conftest import (
+    DictCheckpoint,
+    Paged,
+    checkpoint_of,
+    expected_logits,
+    prompt,
+    tiny,
+)
 
 #: Attention biases, partial rotation, layer norms, clipping, windows, parallel blocks, learned
 #: positions, Conv1D, interleaved rotation, logit scales, sinks with experts.
@@ -146,6 +153,42 @@ def test_more_than_one_rank_is_refused(load: Callable[..., Any]) -> None:
 
     with pytest.raises(UnsupportedError, match="expected tensor_parallel_size=1, found 2"):
         load(tiny("stablelm"), mesh=Mesh(0, 2, Unused()))  # type: ignore[arg-type]
+
+
+def test_a_gpt_neox_file_calls_its_head_embed_out(load: Callable[..., Any]) -> None:
+    oracle = tiny("gpt_neox", num_key_value_heads=4)
+    checkpoint = checkpoint_of(oracle)
+    checkpoint.tensors["embed_out.weight"] = checkpoint.tensors.pop("lm_head.weight")
+    found = Paged(load(checkpoint)).run("a", [5, 6, 7])
+    assert (found - expected_logits(oracle, [5, 6, 7])).abs().max() <= 1e-4
+
+
+def test_a_body_saved_alone_has_no_prefix(load: Callable[..., Any]) -> None:
+    oracle = tiny("gpt2", num_key_value_heads=4, n_inner=128)
+    checkpoint = checkpoint_of(oracle)
+    named = checkpoint.tensors.items()
+    checkpoint.tensors = {name.removeprefix("transformer."): t for name, t in named}
+    found = Paged(load(checkpoint)).run("a", [5, 6, 7])
+    assert (found - expected_logits(oracle, [5, 6, 7])).abs().max() <= 1e-4
+
+
+def test_experts_stored_one_by_one_are_refused(load: Callable[..., Any]) -> None:
+    checkpoint = checkpoint_of(tiny("mixtral", num_local_experts=2, num_hidden_layers=1))
+    del checkpoint.tensors["model.layers.0.mlp.experts.gate_up_proj"]
+    with pytest.raises(UnsupportedError, match=r"mlp\.experts.gate_up_proj: .*one by one"):
+        load(checkpoint)
+
+
+def test_the_model_does_not_keep_the_checkpoint_open(load: Callable[..., Any]) -> None:
+    import gc
+    import weakref
+
+    checkpoint = checkpoint_of(tiny("stablelm"))
+    model, watched = load(checkpoint), weakref.ref(checkpoint)
+    del checkpoint
+    gc.collect()
+    assert watched() is None
+    assert model.config.num_layers == 3
 
 
 def test_a_missing_or_misshapen_tensor_is_named(load: Callable[..., Any]) -> None:

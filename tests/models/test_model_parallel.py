@@ -34,7 +34,9 @@ def joined(runs: list[tuple[int, int]]) -> list[int]:
     return [i for start, count in runs for i in range(start, start + count)]
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(9, 3, 2), (8, 8, 3), (32, 8, 4), (6, 3, 3)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size"), [(9, 3, 2), (8, 8, 3), (32, 8, 4), (6, 3, 3)]
+)
 def test_ranks_own_every_head_once_with_its_key_head(heads: int, kv_heads: int, size: int) -> None:
     shards = [mesh(rank, size).heads(heads, kv_heads) for rank in range(size)]
     assert joined([(s.start, s.count) for s in shards]) == list(range(heads))
@@ -98,7 +100,11 @@ def test_one_rank_sends_nothing() -> None:
 #: Uneven heads, copied key heads, joined files, norms over the whole width, biases, soft caps.
 CUT: dict[str, tuple[str, int, dict[str, Any]]] = {
     "llama": ("llama", 2, {}),
-    "uneven": ("llama", 2, {"num_attention_heads": 6, "num_key_value_heads": 3, "vocab_size": 97}),
+    "uneven": (
+        "llama",
+        2,
+        {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3, "vocab_size": 97},
+    ),
     "copied": ("llama", 4, {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
     "qwen2": ("qwen2", 2, {}),
     "qwen3": ("qwen3", 2, {}),

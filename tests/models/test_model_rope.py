@@ -58,9 +58,7 @@ def llama(name: str, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", SCALINGS)
-def test_llama_matches_transformers_with_every_scaling(
-    name: str, load: Callable[..., Any]
-) -> None:
+def test_llama_matches_transformers_with_every_scaling(name: str, load: Callable[..., Any]) -> None:
     oracle = llama(name)
     ids = prompt(61, 4)
     expected = expected_logits(oracle, ids)
@@ -165,5 +163,5 @@ def test_angles_do_not_depend_on_the_other_positions() -> None:
 
 
 def test_an_unknown_type_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected one of .*found 'spiral'"):
+    with pytest.raises(ValueError, match=r"expected one of .*found 'spiral'"):
         inverse_frequencies(RopeSpec(100.0, 8, 64, type="spiral"), 64)

@@ -1,0 +1,85 @@
+# embedlm: everything from a clean checkout. `make help` lists the targets.
+#
+#   make run   VENV=/path/to/env    use an environment you already have; its torch is left alone
+#   make test  VENV_FLAGS=--system-site-packages     a new .venv that sees the system's torch
+#   make test  PYTHON=python3.12 PIP_FLAGS="--extra-index-url ..."
+
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV ?= .venv
+VENV_FLAGS ?=
+PIP_FLAGS ?=
+PROMPT ?= Explain in two sentences why the sky is blue.
+PYTEST_FLAGS ?= -q
+
+PY := $(VENV)/bin/python
+CONSTRAINTS := $(VENV)/embedlm-constraints.txt
+PIP_INSTALL = $(PY) -m pip install --disable-pip-version-check $(PIP_FLAGS) -c $(CONSTRAINTS)
+NATIVE := CMakeLists.txt $(shell find kernels/cpu -name '*.cpp' -o -name '*.c' -o -name '*.h' -o -name '*.hpp' -o -name '*.inl' 2>/dev/null)
+BUILT_FROM := pyproject.toml $(wildcard $(NATIVE))
+
+.DEFAULT_GOAL := help
+.PHONY: help run test build models demo-model lint bench clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+run: build demo-model ## set up, fetch the demo model and stream an answer (PROMPT="...")
+	$(PY) -m sdk run --stats --prompt "$(PROMPT)"
+
+test: $(VENV)/.embedlm-dev models ## set up, build and run the whole test suite
+	$(PY) -m pytest $(PYTEST_FLAGS)
+
+build: $(VENV)/.embedlm-installed ## install this checkout (editable) with its native module
+
+models: build ## fetch both real models the tests use into the user's cache
+	$(PY) -m sdk fetch-demo --gemma
+
+demo-model: build
+	@$(PY) -m sdk fetch-demo
+
+lint: $(VENV)/.embedlm-dev ## ruff and mypy
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	@# mypy sees the four folders as sdk.* only in the layout of an installed package
+	rm -rf build/lint && mkdir -p build/lint
+	cp -r sdk build/lint/ && cp -r quant kernels models loaders build/lint/sdk/
+	cd build/lint && $(abspath $(PY)) -m mypy --config-file ../../pyproject.toml -p sdk
+
+bench: build demo-model ## tokens per second for 1 and 8 streams on the demo model
+	$(PY) -m sdk bench --streams 1,8
+
+clean: ## remove everything this Makefile made, except the models in the user's cache
+	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -f $(VENV)/.embedlm-dev $(VENV)/.embedlm-installed $(CONSTRAINTS)
+	find sdk quant kernels models loaders tests -name __pycache__ -prune -exec rm -rf {} +
+
+# --- stamps: each step runs again only when what it was made from has changed ---
+
+$(PY):
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+	  echo "embedlm: $(PYTHON) cannot make virtual environments; on Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "embedlm: Python 3.10 or newer is needed; name one with PYTHON=..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
+
+# The constraint goes into every pip call. An environment that has torch keeps exactly that torch;
+# without an NVIDIA driver the release with a CPU build is asked for; with one, pyproject's range.
+$(CONSTRAINTS): .ci/constraints-cpu.txt | $(PY)
+	@set -e; if found=$$($(PY) -c 'import importlib.metadata as m; print(m.version("torch"))' 2>/dev/null); then \
+	  echo "torch==$$found" > $@; echo "embedlm: keeping torch $$found"; \
+	elif command -v nvidia-smi >/dev/null || [ -e /proc/driver/nvidia ]; then \
+	  : > $@; \
+	else \
+	  cp $< $@; echo "embedlm: no NVIDIA driver, asking for the CPU build: $$(grep '^torch' $@)"; \
+	fi
+
+$(VENV)/.embedlm-installed: $(CONSTRAINTS) $(BUILT_FROM)
+	$(PIP_INSTALL) torch numpy
+	$(PIP_INSTALL) -e .
+	@$(PY) -m sdk doctor --only native || true
+	@touch $@
+
+$(VENV)/.embedlm-dev: $(VENV)/.embedlm-installed
+	$(PIP_INSTALL) -e ".[dev]"
+	@touch $@

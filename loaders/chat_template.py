@@ -1,0 +1,319 @@
+"""Chat templates: from a list of messages to the text a model was trained on.
+
+A template comes with the model file, so it is treated like any other data from outside: at most
+64 KiB, rendered in a sandbox with budgets (``template_sandbox.py``), 4 MiB of output at most, and
+every failure is a :class:`TemplateError`. The extensions are those that templates are written for
+(Hugging Face's): blocks trim their line, ``break``/``continue``, ``raise_exception``,
+``strftime_now``, plain ``tojson``, ``{% generation %}``.
+
+Messages come from outside too: they are checked to be plain data before a template sees them, and
+:class:`ControlTextGuard` keeps control tokens spelled by a user from becoming real.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from sdk.loaders.tokenizer.special import SpecialSplitter
+from sdk.quant.errors import SdkError
+
+MAX_TEMPLATE_BYTES = 64 * 1024
+MAX_DEPTH = 32
+
+# What a caller must not replace through keyword arguments.
+_RESERVED = frozenset(
+    {
+        "messages",
+        "tools",
+        "add_generation_prompt",
+        "tokenize",
+        "chat_template",
+        "namespace",
+        "range",
+    }
+    | {"raise_exception", "strftime_now", "dict", "loop", "self", "caller", "return_dict"}
+    | {f"{name}_token" for name in ("bos", "eos", "unk", "pad", "sep", "cls", "mask")}
+)
+# Switches of several model families: accepted by every template, read by some.
+_WELL_KNOWN = frozenset(
+    {"documents", "enable_thinking", "thinking", "reasoning_effort", "date_string"}
+    | {"builtin_tools", "tools_in_user_message", "add_vision_id", "controls", "tool_choice"}
+)
+
+
+class TemplateError(SdkError):
+    """A conversation cannot be rendered: bad messages, a broken template, or one over budget."""
+
+
+def render_chat(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool = True,
+    special_tokens: Mapping[str, str] | None = None,
+    **kwargs: Any,
+) -> str:
+    """Render one conversation; see :class:`ChatTemplate` to render many with the same template."""
+    return ChatTemplate(template).render(
+        messages,
+        tools=tools,
+        add_generation_prompt=add_generation_prompt,
+        special_tokens=special_tokens,
+        **kwargs,
+    )
+
+
+class ChatTemplate:
+    """A compiled template. Immutable; may render in several threads at once."""
+
+    def __init__(self, source: str) -> None:
+        """Raises TemplateError for a template that is too large or does not compile."""
+        from jinja2 import TemplateError as JinjaError, meta
+
+        from sdk.loaders.template_budget import BudgetError
+        from sdk.loaders.template_sandbox import TemplateSandbox
+
+        size = len(source.encode("utf-8", "replace"))
+        if size > MAX_TEMPLATE_BYTES:
+            raise TemplateError(
+                f"chat template of {size} bytes: at most {MAX_TEMPLATE_BYTES} are allowed"
+            )
+        self._sandbox = TemplateSandbox(_raise_exception)
+        self._sandbox.start()
+        try:
+            tree = self._sandbox.parse(source)
+            self._names = meta.find_undeclared_variables(tree)
+            self._reads_parts = _iterates_content(tree)
+            self._template = self._sandbox.from_string(source)
+        except JinjaError as error:
+            line = getattr(error, "lineno", None)
+            where = f" at line {line}" if line else ""
+            raise TemplateError(f"chat template does not compile{where}: {error}") from None
+        except (SyntaxError, ValueError, RecursionError, MemoryError, BudgetError) as error:
+            raise TemplateError(f"chat template does not compile: {_named(error)}") from None
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        special_tokens: Mapping[str, str] | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """The conversation as text.
+
+        ``special_tokens``: bos_token, eos_token, ... as the template may print them. ``kwargs``:
+        other variables of the template (``enable_thinking=False``), plain data only. Raises
+        TemplateError.
+        """
+        from sdk.loaders.template_budget import MAX_OUTPUT, BudgetError
+
+        check_messages(messages)
+        self._check_kwargs(kwargs)
+        if tools is not None:
+            _check_plain(tools, "tools", 0)
+        values = {
+            "bos_token": "",
+            "eos_token": "",
+            "documents": None,
+            **(special_tokens or {}),
+            **kwargs,
+            "messages": [self._fitted(message) for message in messages],
+            "tools": list(tools) if tools is not None else None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        self._sandbox.start()
+        chunks: list[str] = []
+        length = 0
+        try:
+            for chunk in self._template.generate(values):
+                length += len(chunk)
+                if length > MAX_OUTPUT:
+                    raise BudgetError(f"more than {MAX_OUTPUT} characters of output")
+                chunks.append(chunk)
+        except TemplateError:
+            raise
+        except BudgetError as error:
+            raise TemplateError(f"chat template stopped: it asked for {error}") from None
+        except Exception as error:  # whatever a template can provoke is the template's fault
+            raise TemplateError(f"chat template failed: {_named(error)}") from None
+        finally:
+            self._sandbox.stop()
+        return "".join(chunks)
+
+    def _fitted(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Text parts as one string, for templates that only know strings."""
+        content = message.get("content")
+        if isinstance(content, str) or content is None or self._reads_parts:
+            return dict(message)
+        return {**message, "content": "\n".join(part["text"] for part in content)}
+
+    def _check_kwargs(self, kwargs: Mapping[str, Any]) -> None:
+        for name, value in kwargs.items():
+            if name in _RESERVED or name.startswith("_"):
+                raise TemplateError(f"{name} cannot be set through chat template arguments")
+            known = (self._names - _RESERVED) | _WELL_KNOWN
+            if name not in known:
+                near = difflib.get_close_matches(name, sorted(known), 1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                raise TemplateError(f"the chat template knows no argument {name!r}{hint}")
+            _check_plain(value, name, 0)
+
+
+def check_messages(messages: object) -> None:
+    """Raise TemplateError unless ``messages`` is a conversation of plain data."""
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+        found = type(messages).__name__
+        raise TemplateError(f"messages: expected a list of messages, found {found}")
+    if not messages:
+        raise TemplateError("messages: expected at least one message, found none")
+    for index, message in enumerate(messages):
+        where = f"messages[{index}]"
+        if not isinstance(message, Mapping):
+            raise TemplateError(f"{where}: expected a dict, found {type(message).__name__}")
+        role = message.get("role")
+        if not isinstance(role, str) or not role:
+            raise TemplateError(f"{where}: expected a role (a string), found {role!r}")
+        _check_content(message, where)
+        _check_plain(message, where, 0)
+
+
+def _check_content(message: Mapping[str, Any], where: str) -> None:
+    content = message.get("content")
+    if content is None:
+        if "tool_calls" in message or ("content" in message and message["role"] == "assistant"):
+            return
+        raise TemplateError(f"{where}: expected content (a string), found none")
+    if isinstance(content, str):
+        return
+    if not isinstance(content, (list, tuple)):
+        kind = type(content).__name__
+        raise TemplateError(f"{where}.content: expected a string or a list of parts, found {kind}")
+    for number, part in enumerate(content):
+        found = part.get("type") if isinstance(part, Mapping) else None
+        if found != "text" or not isinstance(part.get("text"), str):
+            shown = f"type {found!r}" if found else type(part).__name__
+            expected = '{"type": "text", "text": ...}'
+            raise TemplateError(f"{where}.content[{number}]: expected {expected}, found {shown}")
+
+
+def _check_plain(value: object, where: str, depth: int) -> None:
+    """Only data that JSON could hold reaches a template: no objects with methods of their own."""
+    if depth > MAX_DEPTH:
+        raise TemplateError(f"{where}: nested more than {MAX_DEPTH} deep")
+    if value is None or type(value) in (str, int, float, bool):
+        return
+    if type(value) is dict:
+        for key, item in value.items():
+            if type(key) is not str:
+                raise TemplateError(f"{where}: expected string keys, found {type(key).__name__}")
+            _check_plain(item, f"{where}.{key[:40]}", depth + 1)
+    elif type(value) in (list, tuple):
+        for index, item in enumerate(value):  # type: ignore[arg-type]
+            _check_plain(item, f"{where}[{index}]", depth + 1)
+    else:
+        raise TemplateError(f"{where}: expected plain data, found {type(value).__name__}")
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(f"chat template: {message}")
+
+
+def _named(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error)[:300]}"
+
+
+def _iterates_content(tree: Any) -> bool:
+    """Whether a template loops over a message's content, i.e. understands a list of parts."""
+    from jinja2 import nodes
+
+    for loop in tree.find_all(nodes.For):
+        over = loop.iter
+        while isinstance(over, nodes.Filter):
+            over = over.node
+        if isinstance(over, nodes.Getattr):
+            name: object = over.attr
+        elif isinstance(over, nodes.Getitem) and isinstance(over.arg, nodes.Const):
+            name = over.arg.value
+        else:
+            name = getattr(over, "name", None)
+        if name in ("content", "contents"):
+            return True
+    return False
+
+
+class ControlTextGuard:
+    """Finds control tokens spelled inside messages and breaks them up with one private character.
+
+    A spelling is broken where it stands whole; and, because a template may put two texts side by
+    side, also where a text ends with the beginning of one or begins with the end of one.
+    """
+
+    # The last private-use characters of Unicode: unlikely in any text, and checked not to be there.
+    _CANDIDATES = tuple(chr(point) for point in range(0x10FFFD, 0x10FFBD, -1))
+
+    def __init__(self, spellings: Iterable[str]) -> None:
+        known = [text for text in spellings if len(text) > 1]
+        self._splitter = SpecialSplitter(dict.fromkeys(known, 0))
+        # Halves count only at a bracket or the like: a role that ends in a letter stays as it is.
+        opening = [text for text in known if not text[0].isalnum()]
+        closing = [text for text in known if not text[-1].isalnum()]
+        self._heads = {text[:length] for text in opening for length in range(1, len(text))}
+        self._tails = {text[length:] for text in closing for length in range(1, len(text))}
+        self._longest = max(map(len, known), default=1)
+
+    def choose_breaker(self, values: object, template: str) -> str | None:
+        """A character that occurs nowhere, or None when there is nothing to break up."""
+        texts = list(_texts(values))
+        if not any(self._broken(text, "\0") != text for text in texts):
+            return None
+        for breaker in self._CANDIDATES:
+            if breaker not in template and not any(breaker in text for text in texts):
+                return breaker
+        raise TemplateError("messages: hold every private-use character from U+10FFBE to U+10FFFD")
+
+    def break_up(self, values: Any, breaker: str) -> Any:
+        """``values`` with the breaker inside every spelling, in strings and keys at any depth."""
+        if isinstance(values, str):
+            return self._broken(values, breaker)
+        if isinstance(values, Mapping):
+            return {
+                self._inside(key, breaker): self.break_up(item, breaker)
+                for key, item in values.items()
+            }
+        if isinstance(values, (list, tuple)):
+            return [self.break_up(item, breaker) for item in values]
+        return values
+
+    def _broken(self, text: str, breaker: str) -> str:
+        broken = self._inside(text, breaker)
+        reach = range(1, min(self._longest, len(text) + 1))
+        if any(text[-length:] in self._heads for length in reach):
+            broken += breaker
+        if any(text[:length] in self._tails for length in reach):
+            broken = breaker + broken
+        return broken
+
+    def _inside(self, text: str, breaker: str) -> str:
+        """A breaker after the first character of each spelling, until none is left whole."""
+        while starts := [start for start, _, _ in self._splitter.find(text)]:
+            cuts = [0, *(start + 1 for start in starts), len(text)]
+            text = breaker.join(text[i:j] for i, j in pairwise(cuts))
+        return text
+
+
+def _texts(values: object) -> Iterator[str]:
+    if isinstance(values, str):
+        yield values
+    elif isinstance(values, Mapping):
+        for key, item in values.items():
+            yield key
+            yield from _texts(item)
+    elif isinstance(values, (list, tuple)):
+        for item in values:
+            yield from _texts(item)

@@ -1,0 +1,201 @@
+"""A tokenizer.json, run by the ``tokenizers`` library.
+
+Encoding is the library's. Decoding is done byte by byte where the file's decoder allows it, which
+gives streaming and whole texts the same result: byte-level decoders, SentencePiece's chain (``▁``
+is a space, ``<0xNN>`` a byte) and Metaspace. The one difference from the library: invalid UTF-8
+becomes U+FFFD as Python's decoder does it, not one U+FFFD per byte of the whole run. Other decoders
+(WordPiece, ...) are the library's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from sdk.loaders.tokenizer.base import TextTokenizer, TokenizerFacts, well_formed
+from sdk.loaders.tokenizer.byte_level import token_bytes
+from sdk.loaders.tokenizer.special import SpecialSplitter
+from sdk.loaders.tokenizer.spm import SPACE
+from sdk.quant.errors import CheckpointError
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class JsonTokenizer(TextTokenizer):
+    """``backend``: a ``tokenizers.Tokenizer``, which this object then owns."""
+
+    def __init__(
+        self,
+        backend: Any,
+        facts: TokenizerFacts,
+        file: str,
+        *,
+        add_bos: bool | None = None,
+        chat_bos: bool = False,
+    ) -> None:
+        """``file``: where the backend came from, for messages.
+
+        ``add_bos``: whether a text begins with BOS; None leaves it to the file.
+        ``chat_bos``: whether a conversation does, when the template did not print it.
+
+        Raises CheckpointError when the backend fails at its first word.
+        """
+        super().__init__(facts)
+        self._file = file
+        backend.no_truncation()
+        backend.no_padding()
+        _mark_special(backend, facts.special_ids)
+        self._backend = backend
+        self._size = backend.get_vocab_size(with_added_tokens=True)
+        self._added: dict[int, str] = {
+            token_id: token.content
+            for token_id, token in backend.get_added_tokens_decoder().items()
+        }
+        special = {self._added[i]: i for i in facts.special_ids if i in self._added}
+        self._control = SpecialSplitter(special)
+        self._add_bos = add_bos
+        self._chat_bos = chat_bos
+        # Whether control tokens are recognised is a setting of the backend, not of a call.
+        self._lock = threading.Lock()
+        self._continued: Any = None
+        self._kind, self.strips_leading_space = _decoder_kind(backend.decoder)
+        self.bytewise = self._kind != "other"
+        self._run("a 1", add_special_tokens=True, parse_special=True)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._size)
+
+    def token_to_id(self, token: str) -> int | None:
+        found: int | None = self._backend.token_to_id(token)
+        return found
+
+    def id_to_token(self, token_id: int) -> str | None:
+        if token_id < 0:
+            return None
+        found: str | None = self._backend.id_to_token(token_id)
+        return found
+
+    def id_to_bytes(self, token_id: int) -> bytes:
+        added = self._added.get(token_id)
+        if added is not None:
+            return added.encode("utf-8")
+        token = self.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._kind == "bytes":
+            return token_bytes(token)
+        if self._kind == "fallback" and (byte := _BYTE_TOKEN.fullmatch(token)):
+            return bytes([int(byte[1], 16)])
+        return token.replace(SPACE, " ").encode("utf-8")
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        if self.bytewise:
+            return super().decode(ids, skip_special_tokens)
+        skipped = self.special_ids if skip_special_tokens else frozenset()
+        kept = [i for i in ids if i not in skipped and 0 <= i < self._size]
+        text: str = self._backend.decode(kept, skip_special_tokens=False)
+        return text
+
+    def encode(
+        self, text: str, add_special_tokens: bool = True, parse_special: bool = True
+    ) -> list[int]:
+        ids = self._run(well_formed(text), add_special_tokens, parse_special)
+        bos = self.bos_token_id
+        if add_special_tokens and bos is not None:
+            if ids[:2] == [bos, bos]:  # the text already began with it
+                del ids[0]
+            elif self._add_bos and ids[:1] != [bos]:
+                ids.insert(0, bos)
+            elif self._add_bos is False and ids[:1] == [bos] and not self._begins_with(bos, text):
+                del ids[0]
+        return ids
+
+    def _begins_with(self, token_id: int, text: str) -> bool:
+        return text.startswith(self.id_to_token(token_id) or "\0")
+
+    def _run(self, text: str, add_special_tokens: bool, parse_special: bool) -> list[int]:
+        with self._lock:
+            self._backend.encode_special_tokens = not parse_special
+            try:
+                ids: list[int] = self._backend.encode(
+                    text, add_special_tokens=add_special_tokens
+                ).ids
+            except BaseException as error:
+                raise library_error(error, self._file) from None
+        return ids
+
+    def _run_continued(self, text: str) -> list[int]:
+        """Ids of plain text that does not begin the whole: no ▁ is put before its first word."""
+        if self._continued is None:
+            from tokenizers import Tokenizer
+
+            source = self._backend.to_str()
+            first, never = '"prepend_scheme":"first"', '"prepend_scheme":"never"'
+            self._continued = Tokenizer.from_str(source.replace(first, never))
+            self._continued.encode_special_tokens = True
+        ids: list[int] = self._continued.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def _encode_rendered(self, text: str, breaker: str | None) -> list[int]:
+        text = well_formed(text)
+        if breaker is None:
+            ids = self._run(text, False, True)
+        else:
+            ids = []
+            for piece in self._control.split(text):
+                if isinstance(piece, int):
+                    ids.append(piece)
+                    continue
+                plain = piece.replace(breaker, "")
+                ids += self._run_continued(plain) if ids else self._run(plain, False, False)
+        bos = self.bos_token_id
+        if self._chat_bos and bos is not None and ids[:1] != [bos]:
+            ids.insert(0, bos)
+        return ids
+
+
+def _mark_special(backend: Any, special: frozenset[int]) -> None:
+    """Mark in the backend what the files around it say is special, so that it stays text where
+    special tokens are not to be recognised."""
+    from tokenizers import AddedToken
+
+    added = backend.get_added_tokens_decoder()
+    unmarked = [i for i in sorted(special) if i not in added or not added[i].special]
+    names = [backend.id_to_token(i) for i in unmarked]
+    backend.add_special_tokens([AddedToken(n, special=True, normalized=False) for n in names if n])
+
+
+def library_error(error: BaseException, file: str) -> BaseException:
+    """What to raise for an error of the library: it knows plain Exception and, on a file whose
+    parts contradict each other, a PanicException that no ``except Exception`` sees."""
+    if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+        return CheckpointError(f"{file}: expected a tokenizer, found {str(error)[:300]}")
+    return error
+
+
+def _decoder_kind(decoder: Any) -> tuple[str, bool]:
+    """How tokens become bytes ("bytes", "fallback", "spaces" or "other"), and whether the first
+    space of a text is dropped."""
+    if decoder is None:
+        return "other", False
+    state = json.loads(decoder.__getstate__())
+    chain = state["decoders"] if state.get("type") == "Sequence" else [state]
+    kinds = [step["type"] for step in chain]
+    if kinds == ["ByteLevel"]:
+        return "bytes", False
+    if kinds == ["Metaspace"]:
+        kind = "spaces" if chain[0].get("replacement") == SPACE else "other"
+        return kind, chain[0].get("prepend_scheme") != "never"
+    strip = kinds[-1:] == ["Strip"]
+    if kinds[: len(kinds) - strip] == ["Replace", "ByteFallback", "Fuse"]:
+        step = chain[0]
+        to_space = step["pattern"] == {"String": SPACE} and step["content"] == " "
+        last = chain[-1]
+        one_space = not strip or (last["content"], last["start"], last["stop"]) == (" ", 1, 0)
+        if to_space and one_space:
+            return "fallback", strip
+    return "other", False

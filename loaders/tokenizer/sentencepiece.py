@@ -1,0 +1,94 @@
+"""A SentencePiece model file (``tokenizer.model``), read directly.
+
+The file is a protocol buffer: pieces with score and type, and how the text was prepared. A BPE
+model that leaves the text as it is (Llama 2, Mistral, Gemma) is exactly what a GGUF file stores
+under ``tokenizer.ggml.model = llama``, so it becomes that metadata; piece types even have the same
+numbers.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from sdk.quant.errors import CheckpointError
+
+_BPE = 2  # TrainerSpec.ModelType
+_MAX_BYTES = 64 * 1024 * 1024
+
+
+def sentencepiece_metadata(file: Path) -> dict[str, Any] | None:
+    """The model as GGUF tokenizer metadata; None for a kind of model that has no such form.
+
+    Raises CheckpointError for a file that is not a SentencePiece model.
+    """
+    size = file.stat().st_size
+    if size > _MAX_BYTES:
+        raise CheckpointError(f"{file}: expected at most {_MAX_BYTES} bytes, found {size}")
+    tokens: list[str] = []
+    scores: list[float] = []
+    kinds: list[int] = []
+    trainer: dict[int, Any] = {}
+    normalizer: dict[int, Any] = {}
+    try:
+        for field, value in _fields(file.read_bytes()):
+            if field == 1:
+                piece = dict(_fields(value))
+                tokens.append(piece[1].decode("utf-8"))
+                scores.append(struct.unpack("<f", piece.get(2, b"\0\0\0\0"))[0])
+                kinds.append(int(piece.get(3, 1)))
+            elif field == 2:
+                trainer = dict(_fields(value))
+            elif field == 3:
+                normalizer = dict(_fields(value))
+    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        found = str(error) or type(error).__name__
+        raise CheckpointError(f"{file}: expected a tokenizer model, found {found}") from None
+    if not tokens:
+        raise CheckpointError(f"{file}: expected a tokenizer model, found no pieces")
+    prepared = bool(normalizer.get(2)) or bool(normalizer.get(4, 1))
+    if trainer.get(3, 1) != _BPE or prepared:
+        return None
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.add_space_prefix": bool(normalizer.get(3, 1)),
+    }
+
+
+def _fields(data: Any) -> Iterator[tuple[int, Any]]:
+    """(number, value) of the fields of a message: int for varints, bytes for everything else."""
+    position = 0
+    while position < len(data):
+        key, position = _varint(data, position)
+        kind = key & 7
+        if kind == 0:
+            value, position = _varint(data, position)
+            yield key >> 3, value
+            continue
+        if kind == 2:
+            length, position = _varint(data, position)
+        elif kind in (1, 5):
+            length = 8 if kind == 1 else 4
+        else:
+            raise ValueError(f"wire type {kind}")
+        if position + length > len(data):
+            raise ValueError("the end of the file inside a field")
+        yield key >> 3, data[position : position + length]
+        position += length
+
+
+def _varint(data: bytes, position: int) -> tuple[int, int]:
+    value = shift = 0
+    while position < len(data) and shift < 64:
+        byte = data[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position
+        shift += 7
+    raise ValueError("a broken number")

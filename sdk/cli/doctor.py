@@ -1,0 +1,108 @@
+"""Say what runs here and how fast: device, SIMD level, native module, versions.
+
+Exit code 0 when everything is in order, 1 when something needed is missing or the slow kernels run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from sdk import __version__
+from sdk.demo import cache_folder, demo_model
+from sdk.errors import SdkError
+from sdk.memory import available_memory, format_bytes
+
+NEEDED = ("torch", "numpy", "safetensors", "gguf", "transformers", "accelerate", "tqdm")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line: what was looked at, what was found, and whether that is fine."""
+
+    name: str
+    text: str
+    fine: bool = True
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", choices=list(CHECKS), help="look at one thing")
+
+
+def run(args: argparse.Namespace) -> int:
+    checks = [CHECKS[args.only]] if args.only else list(CHECKS.values())
+    findings = [finding for check in checks for finding in check()]
+    width = max(len(finding.name) for finding in findings)
+    for finding in findings:
+        print(f"{'ok  ' if finding.fine else 'FAIL'}  {finding.name:<{width}}  {finding.text}")
+    return 0 if all(finding.fine for finding in findings) else 1
+
+
+def check_python() -> list[Finding]:
+    version = platform.python_version()
+    return [
+        Finding("embedlm", f"{__version__} in Python {version} ({sys.executable})"),
+    ]
+
+
+def check_native() -> list[Finding]:
+    """The native CPU module: the one line a slow machine needs."""
+    try:
+        from sdk.kernels import cpu
+    except ImportError as error:
+        return [Finding("native module", f"cannot be imported: {error}", False)]
+    why_not = cpu.available("cpu")
+    if why_not is not None:
+        text = f"{why_not}; models run on the reference kernels, many times slower. "
+        return [Finding("native module", text + "Install a C++ compiler and build again", False)]
+    return [Finding("native module", f"built, SIMD level {cpu.simd_level()}")]
+
+
+def check_device() -> list[Finding]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    memory = format_bytes(available_memory())
+    found = [Finding("device", f"cpu ({platform.machine()}), {cores} cores, {memory} available")]
+    if Path("/proc/driver/nvidia").exists():
+        found.append(Finding("gpu", "an NVIDIA driver is here; this release runs on the CPU"))
+    return found
+
+
+def check_versions() -> list[Finding]:
+    found = [_version(name) for name in NEEDED]
+    try:
+        found.append(Finding("triton", importlib.metadata.version("triton")))
+    except importlib.metadata.PackageNotFoundError:
+        found.append(Finding("triton", "not installed (only GPUs need it)"))
+    return found
+
+
+def _version(name: str) -> Finding:
+    try:
+        return Finding(name, importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(name, "not installed", False)
+
+
+def check_cache() -> list[Finding]:
+    try:
+        return [Finding("demo model", str(demo_model()))]
+    except SdkError as error:
+        return [
+            Finding("cache", str(cache_folder())),
+            Finding("demo model", f"{error} (not needed for other models)"),
+        ]
+
+
+CHECKS: dict[str, Callable[[], list[Finding]]] = {
+    "python": check_python,
+    "device": check_device,
+    "native": check_native,
+    "versions": check_versions,
+    "cache": check_cache,
+}

@@ -1,0 +1,31 @@
+"""Put the demo model into the cache.
+
+Prints the path of every model; progress goes to stderr, and only to a terminal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from sdk.demo import GEMMA3, SMOLLM2, fetch
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--gemma",
+        action="store_true",
+        help="also Gemma-3-270M Q4_K_M (253 MB), which the tests use (Gemma licence)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    on_progress = None
+    if sys.stderr.isatty():
+
+        def on_progress(text: str) -> None:
+            print(text, file=sys.stderr)
+
+    for model in [SMOLLM2, GEMMA3] if args.gemma else [SMOLLM2]:
+        print(fetch(model, on_progress=on_progress))
+    return 0

@@ -1,0 +1,172 @@
+"""Say what is in a model file: architecture, formats, bits and bytes per part."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from sdk.cli.table import format_table
+from sdk.memory import format_bytes
+
+if TYPE_CHECKING:
+    from sdk.quant.checkpoint import TensorEntry
+
+#: Which part of a model a tensor belongs to: the first line with a piece of its name wins. GGUF and
+#: Hugging Face names both occur, because entries carry the names of the file.
+PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("norms", ("norm", "layernorm")),
+    ("head", ("lm_head", "output.weight")),
+    ("embeddings", ("embed_tokens", "token_embd", "wte", "embed")),
+    ("attention", ("attn", "attention")),
+    ("mlp", ("mlp", "ffn", "experts")),
+)
+
+
+@dataclass(slots=True)
+class PartTotals:
+    """Sums over the tensors of one part."""
+
+    tensors: int = 0
+    parameters: int = 0
+    nbytes: int = 0
+    formats: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def bits(self) -> float:
+        return self.nbytes * 8 / max(self.parameters, 1)
+
+    def add(self, entry: TensorEntry) -> None:
+        self.tensors += 1
+        self.parameters += entry.num_elements
+        self.nbytes += entry.nbytes
+        self.formats[entry.format] += entry.nbytes
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "tensors": self.tensors,
+            "parameters": self.parameters,
+            "bytes": self.nbytes,
+            "bits_per_weight": round(self.bits, 4),
+            "formats": dict(self.formats),
+        }
+
+
+def part_of(name: str) -> str:
+    """``blk.0.attn_q.weight`` -> ``attention``; ``other`` for what no part claims."""
+    # "output.weight" is GGUF's head, but only as a whole name: "attn_output.weight" is not.
+    for part, pieces in PARTS:
+        for piece in pieces:
+            if piece == name or (piece != "output.weight" and piece in name):
+                return part
+    return "other"
+
+
+def sum_parts(entries: Iterable[TensorEntry]) -> dict[str, PartTotals]:
+    """Totals per part, in the order of :data:`PARTS`, without the empty ones."""
+    totals = {part: PartTotals() for part in [*(part for part, _ in PARTS), "other"]}
+    for entry in entries:
+        totals[part_of(entry.name)].add(entry)
+    return {part: total for part, total in totals.items() if total.tensors}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", help="a .gguf file, a folder with safetensors, or a hub id")
+    parser.add_argument("--tensors", action="store_true", help="list every tensor")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    from sdk.loaders.open import open_checkpoint
+
+    checkpoint = open_checkpoint(args.file)
+    try:
+        entries = list(checkpoint.entries())
+        config = dict(checkpoint.config)
+        facts = {"file": str(checkpoint.path), "format": checkpoint.format}
+    finally:
+        checkpoint.close()
+    show = to_json if args.json else to_text
+    print(show(facts, config, entries, tensors=args.tensors))
+    return 0
+
+
+def to_json(
+    facts: Mapping[str, str],
+    config: Mapping[str, Any],
+    entries: list[TensorEntry],
+    *,
+    tensors: bool,
+) -> str:
+    whole = PartTotals()
+    for entry in entries:
+        whole.add(entry)
+    report: dict[str, Any] = {
+        **facts,
+        "config": config,
+        "total": whole.to_json(),
+        "parts": {part: total.to_json() for part, total in sum_parts(entries).items()},
+    }
+    if tensors:
+        report["tensors"] = [
+            {"name": e.name, "shape": list(e.shape), "format": e.format, "bytes": e.nbytes}
+            for e in entries
+        ]
+    return json.dumps(report, indent=2, default=str)
+
+
+def to_text(
+    facts: Mapping[str, str],
+    config: Mapping[str, Any],
+    entries: list[TensorEntry],
+    *,
+    tensors: bool,
+) -> str:
+    parts = sum_parts(entries)
+    whole = PartTotals()
+    for entry in entries:
+        whole.add(entry)
+    rows = [_part_row(part, total) for part, total in parts.items()]
+    rows.append(_part_row("total", whole))
+    head = ["part", "formats", "tensors", "parameters", "bytes", "bits/weight"]
+    blocks = [_summary(facts, config), format_table(head, rows, left=2)]
+    if tensors:
+        listed = [
+            [e.name, e.format, "x".join(map(str, e.shape)), format_bytes(e.nbytes)] for e in entries
+        ]
+        blocks.append(format_table(["tensor", "format", "shape", "bytes"], listed, left=2))
+    return "\n\n".join(blocks)
+
+
+def _part_row(part: str, total: PartTotals) -> list[str]:
+    formats = " ".join(name for name, _ in total.formats.most_common())
+    return [
+        part,
+        formats,
+        str(total.tensors),
+        f"{total.parameters / 1e6:.1f} M",
+        format_bytes(total.nbytes),
+        f"{total.bits:.2f}",
+    ]
+
+
+def _summary(facts: Mapping[str, str], config: Mapping[str, Any]) -> str:
+    def get(name: str) -> str:
+        return str(config.get(name, "unknown"))
+
+    window = config.get("sliding_window")
+    return "\n".join(
+        [
+            f"file          {facts['file']} ({facts['format']})",
+            f"architecture  {get('model_type')}, {get('num_hidden_layers')} layers, "
+            f"hidden size {get('hidden_size')}",
+            f"attention     {get('num_attention_heads')} heads, "
+            f"{get('num_key_value_heads')} for keys and values"
+            + (f", sliding window {window}" if window else ""),
+            f"context       {get('max_position_embeddings')} tokens",
+            f"vocabulary    {get('vocab_size')} tokens",
+        ]
+    )

@@ -1,0 +1,53 @@
+"""Say what a model would occupy, from its headers alone: nothing is loaded.
+
+With a budget that is too small, the sums and what would help go to stderr and the exit code is 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sdk.memory import MemoryPlan
+
+OPTIONS = ("memory", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_dtype")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", help="a .gguf file, a folder with safetensors, or a hub id")
+    parser.add_argument("--memory", help="hard budget for weights, KV cache and workspace: 1GiB")
+    parser.add_argument("--max-model-len", type=int, help="tokens of one request")
+    parser.add_argument("--max-num-seqs", type=int, help="requests at once")
+    parser.add_argument("--max-num-batched-tokens", type=int, help="tokens of one step")
+    parser.add_argument("--kv-cache-dtype", help="float16 (default), bfloat16 or float32")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    from sdk.llm import LLM
+
+    given = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
+    plan = LLM.plan(args.file, **given)
+    print(json.dumps(to_json(plan), indent=2) if args.json else plan)
+    return 0
+
+
+def to_json(plan: MemoryPlan) -> dict[str, Any]:
+    """All sizes in bytes, lengths in tokens."""
+    return {
+        "budget": plan.budget,
+        "weights": plan.weights,
+        "workspace": plan.workspace,
+        "kv_cache": plan.kv_cache,
+        "total": plan.total,
+        "kv_dtype": plan.kv_dtype,
+        "kv_bytes_per_token": plan.page_bytes // plan.page_size,
+        "page_size": plan.page_size,
+        "page_bytes": plan.page_bytes,
+        "num_pages": plan.num_pages,
+        "max_model_len": plan.max_model_len,
+        "max_num_seqs": plan.max_num_seqs,
+        "full_requests": round(plan.full_requests, 2),
+    }

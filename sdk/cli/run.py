@@ -1,0 +1,196 @@
+"""Answer one prompt, or chat in the terminal, token by token.
+
+The answer alone goes to stdout; the summary goes to stderr, on a terminal or with ``--stats``.
+Ctrl-C ends the answer being written; at the prompt Ctrl-C or Ctrl-D leaves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sdk.demo import demo_model
+from sdk.errors import RequestError
+
+if TYPE_CHECKING:
+    from sdk.llm import LLM
+    from sdk.outputs import RequestOutput
+    from sdk.params import SamplingParams
+
+Message = dict[str, str]
+
+#: What SmolLM2's authors recommend: the file carries no defaults, and at temperature 1 a model this
+#: small rambles.
+DEMO_SAMPLING = {"temperature": 0.2, "top_p": 0.9}
+
+
+@dataclass(slots=True)
+class Answer:
+    """One finished answer and when its pieces came, in seconds of a monotonic clock."""
+
+    text: str = ""
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_tokens: int = 0
+    finish_reason: str | None = None
+    started: float = 0.0
+    first: float = 0.0
+    last: float = 0.0
+
+    def summary(self) -> str:
+        """``54 tokens, 31.2 tokens/s; 42 prompt tokens in 0.21 s (0 cached); stop``"""
+        speed = "-"
+        if self.num_tokens > 1 and self.last > self.first:
+            speed = f"{(self.num_tokens - 1) / (self.last - self.first):.1f}"
+        return (
+            f"{self.num_tokens} tokens, {speed} tokens/s; {self.num_prompt_tokens} prompt tokens, "
+            f"first token after {max(self.first - self.started, 0):.2f} s "
+            f"({self.num_cached_tokens} cached); {self.finish_reason or 'interrupted'}"
+        )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", nargs="?", help="the model (default: the demo model)")
+    parser.add_argument("--model", help="the same, as an option")
+    parser.add_argument("--prompt", "-p", help="answer this and leave; - reads standard input")
+    parser.add_argument("--system", help="the system message of the conversation")
+    parser.add_argument("--raw", action="store_true", help="no chat template: continue the text")
+    parser.add_argument("--max-tokens", type=int, help="longest answer (default: the context)")
+    parser.add_argument("--temperature", type=float, help="0 takes the likeliest token")
+    parser.add_argument("--top-p", type=float, help="sample from the likeliest tokens of this sum")
+    parser.add_argument("--seed", type=int, help="the same seed gives the same answer")
+    parser.add_argument("--memory", help="hard budget: 1GiB")
+    parser.add_argument("--threads", type=int, help="default: the CPUs of this process")
+    parser.add_argument("--stats", action="store_true", help="print tokens per second to stderr")
+
+
+def run(args: argparse.Namespace) -> int:
+    prompt = read_prompt(args)
+    if args.raw and (prompt is None or args.system is not None):
+        raise RequestError("--raw: expected --prompt or piped text, and no --system")
+    from sdk.llm import LLM
+
+    params = sampling_params(args)
+    with LLM(model_name(args), **engine_options(args)) as llm:
+        if prompt is not None:
+            messages = opening(args.system, prompt)
+            answer = write_answer(llm, prompt if args.raw else messages, params(llm))
+            if args.stats or sys.stderr.isatty():
+                print(answer.summary(), file=sys.stderr)
+            return 0 if answer.finish_reason is not None else 130
+        return chat(llm, args, params(llm))
+
+
+def model_name(args: argparse.Namespace) -> str:
+    """The model the user named, or the demo model."""
+    if args.file is not None and args.model is not None:
+        raise RequestError(f"name the model once: found {args.file!r} and --model {args.model!r}")
+    return args.file or args.model or str(demo_model())
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of ``LLM`` that were given."""
+    given = {"memory": args.memory, "num_threads": args.threads}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def sampling_params(args: argparse.Namespace) -> Any:
+    """A function from the loaded model to its parameters with the user's on top.
+
+    The user's values are checked here, before the model is loaded.
+    """
+    from sdk.params import SamplingParams
+
+    names = ("max_tokens", "temperature", "top_p", "seed")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if args.file is None and args.model is None:
+        given = {**DEMO_SAMPLING, **given}
+    SamplingParams(**given)
+
+    def of(llm: LLM) -> SamplingParams:
+        return llm.get_default_sampling_params().clone(**given)
+
+    return of
+
+
+def read_prompt(args: argparse.Namespace) -> str | None:
+    """The prompt of a single answer, ``None`` for a chat.
+
+    Text piped in is the prompt; with ``--prompt`` too, ``-`` asks for it.
+    """
+    if args.prompt is not None and args.prompt != "-":
+        return str(args.prompt)
+    if args.prompt is None and sys.stdin.isatty():
+        return None
+    text = sys.stdin.read().strip()
+    if not text:
+        raise RequestError("standard input: expected a prompt, found nothing (use --prompt TEXT)")
+    return text
+
+
+def opening(system: str | None, prompt: str) -> list[Message]:
+    """The first messages of a conversation."""
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    return [*messages, {"role": "user", "content": prompt}]
+
+
+def write_answer(llm: LLM, prompt: str | list[Message], params: SamplingParams) -> Answer:
+    """Stream one answer to stdout; Ctrl-C ends it and gives what there was."""
+    answer = Answer(started=time.monotonic())
+    stream = llm.stream(prompt, params)
+    try:
+        _collect(stream, answer)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        close = getattr(stream, "close", None)  # a generator aborts its request when closed
+        if close is not None:
+            close()
+    print(flush=True)
+    return answer
+
+
+def _collect(stream: Iterable[RequestOutput], answer: Answer) -> None:
+    for output in stream:
+        [piece] = output.outputs
+        now = time.monotonic()
+        if piece.token_ids:
+            answer.last = now
+            if not answer.num_tokens:
+                answer.first = now
+        answer.num_tokens += len(piece.token_ids)
+        answer.num_prompt_tokens = len(output.prompt_token_ids or ())
+        answer.num_cached_tokens = output.num_cached_tokens or 0
+        answer.text += piece.text
+        answer.finish_reason = piece.finish_reason
+        print(piece.text, end="", flush=True)
+
+
+def chat(llm: LLM, args: argparse.Namespace, params: SamplingParams) -> int:
+    """Read a line, answer it, keep the history; until Ctrl-D, Ctrl-C or /exit."""
+    print("Ctrl-C ends an answer, Ctrl-D leaves.", file=sys.stderr)
+    history = [] if args.system is None else [{"role": "system", "content": args.system}]
+    while True:
+        try:
+            line = input("> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            print(file=sys.stderr)
+            return 0
+        if line == "/exit":
+            return 0
+        if not line:
+            continue
+        turn = [*history, {"role": "user", "content": line}]
+        try:
+            answer = write_answer(llm, turn, params)
+        except RequestError as error:
+            # A conversation that outgrew the context must not end the program.
+            print(f"embedlm: {error}", file=sys.stderr)
+            continue
+        history = [*turn, {"role": "assistant", "content": answer.text}]
+        if args.stats or sys.stderr.isatty():
+            print(answer.summary(), file=sys.stderr)

@@ -1,0 +1,101 @@
+"""The collectives of CPU ranks: torch's gloo backend, over loopback, without process globals.
+
+``torch.distributed.init_process_group`` sets up one group for the whole process and would collide
+with a host that uses it. Here the backend's class is used directly: every engine has its own. The
+ranks find each other through a file in a private folder, and the device is bound to 127.0.0.1, so
+nothing listens on an outside address.
+
+When a rank dies, the kernel closes its connections and the others' collectives fail at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _distributed_c10d
+
+from sdk.errors import SdkError
+
+# Untyped: torch's stubs leave out most of the backend's methods. `torch.distributed` exports the
+# same objects, some of them only from torch 2.6 on.
+_c10d: Any = _distributed_c10d
+
+
+class CollectiveError(SdkError):
+    """A collective failed: another rank died, or did not take part in time."""
+
+
+class GlooGroup:
+    """Sums and gathers float32 CPU tensors over the ranks (:class:`sdk.models.parallel.Group`).
+
+    Every rank gets the same bits, and an element's sum does not depend on where in the tensor it
+    stands: two addends commute, and more are added in rank order. Gloo's own sum of three or more
+    starts each chunk of the tensor at another rank, so a row would depend on its neighbours.
+    """
+
+    def __init__(self, backend: Any, limit_s: float) -> None:
+        self._backend: Any = backend
+        self._size = backend.size()
+        self._reduce, self._gather = _c10d.AllreduceOptions(), _c10d.AllgatherOptions()
+        self._reduce.timeout = self._gather.timeout = timedelta(seconds=limit_s)
+
+    def all_reduce(self, x: Tensor) -> None:
+        """Sum ``x`` over all ranks, in place. :raises CollectiveError: see the class."""
+        if self._size > 2 or not x.is_contiguous():
+            total, *others = self.all_gather(x.contiguous())
+            for other in others:
+                total += other
+            x.copy_(total)
+            return
+        try:
+            self._open().allreduce([x], self._reduce).wait()
+        except RuntimeError as error:
+            raise CollectiveError(f"all_reduce: {error}") from error
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        """The ``x`` of every rank, in rank order. :raises CollectiveError: see the class."""
+        parts = list(torch.empty((self._size, *x.shape), dtype=x.dtype).unbind(0))
+        try:
+            self._open().allgather([parts], [x], self._gather).wait()
+        except RuntimeError as error:
+            raise CollectiveError(f"all_gather: {error}") from error
+        return parts
+
+    def _open(self) -> Any:
+        if self._backend is None:
+            raise CollectiveError("the group was closed")
+        return self._backend
+
+    def close(self) -> None:
+        """Drop the connections and gloo's threads. Idempotent."""
+        self._backend = None
+
+    def abandon(self) -> None:
+        """Never free the backend: in a forked child its destructor would join threads that the fork
+        did not copy, and hang."""
+        if self._backend is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._backend))
+
+
+def connect(folder: str, rank: int, size: int, *, connect_s: float, limit_s: float) -> GlooGroup:
+    """Join the ranks that meet in ``folder``; returns when this rank is connected to all others.
+
+    :param connect_s: how long to wait for the others.
+    :param limit_s: how long one collective may wait for another rank.
+    :raises CollectiveError: when they do not come.
+    """
+    # _Options and _devices carry an underscore, but are how torch's own init_process_group does it
+    options = _c10d.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=connect_s)
+    options._threads = 1  # collectives come one at a time
+    try:
+        options._devices = [_c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        store = _c10d.FileStore(str(Path(folder, "ranks")), size)
+        return GlooGroup(_c10d.ProcessGroupGloo(store, rank, size, options), limit_s)
+    except RuntimeError as error:
+        raise CollectiveError(f"rank {rank} cannot connect to the others: {error}") from error

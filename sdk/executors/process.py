@@ -1,0 +1,217 @@
+"""Tensor parallelism over processes: rank 0 here, every other rank in a child process.
+
+One step: the plan goes to every worker, all ranks run it at the same time and meet in the
+collectives of their models, rank 0's result counts, and the workers' answers close the step. So the
+ranks are never more than one step apart.
+
+Whatever goes wrong with one rank in a step ends all of them: the others would wait for it in their
+next collective. The kernel closes a dead worker's connections, so rank 0's collective (or its
+wait for the answer) fails at once; a worker that is alive and stuck is given up after
+``collective_s``.
+
+The children are started with ``subprocess``, not ``multiprocessing``: the host's main script is not
+imported again and needs no ``__main__`` guard.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from dataclasses import replace
+from typing import Any, Generic
+
+from sdk.engine.plan import StepPlan, StepResult
+from sdk.errors import EngineClosedError, EngineDeadError
+from sdk.executors.channel import pack
+from sdk.executors.children import ChildLost, Children
+from sdk.executors.gloo import CollectiveError, connect
+from sdk.executors.local import RankFactory, RunnerT
+from sdk.executors.worker import WorkerStart
+from sdk.models.parallel import Mesh
+from sdk.params import SamplingParams
+
+logger = logging.getLogger("sdk")
+
+_LOST = (CollectiveError, ChildLost)
+
+
+class ProcessExecutor(Generic[RunnerT]):
+    """Runs every step on ``size`` ranks: rank 0 in the calling thread, the others in children.
+
+    :param factory: builds a rank's runner. Pickled by reference: a function or class that the
+        children can import.
+    :param config: its first argument, in every rank; pickled.
+    :param size: the number of ranks.
+    :param num_threads: torch's threads in each child.
+    :param own_factory: builds rank 0's runner instead of ``factory``; never pickled.
+    :param startup_s: how long a child may take to import and connect, and to go on building its
+        runner when rank 0 has finished (plus three times what rank 0 took).
+    :param collective_s: how long rank 0 waits for a rank that is alive.
+    """
+
+    def __init__(
+        self,
+        factory: RankFactory[RunnerT],
+        config: Any,
+        size: int,
+        *,
+        num_threads: int = 1,
+        own_factory: RankFactory[RunnerT] | None = None,
+        startup_s: float = 120.0,
+        collective_s: float = 300.0,
+    ) -> None:
+        self._factory, self._own_factory = factory, own_factory or factory
+        self._config = config
+        self._size = size
+        self._num_threads = num_threads
+        self._startup_s, self._collective_s = startup_s, collective_s
+        self._runner: RunnerT | None = None
+        self._failure: str | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+        self._owner = os.getpid()
+        self._children = Children()
+        # also at interpreter exit, and in a forked child
+        self._finalizer = weakref.finalize(self, Children.stop, self._children, 1.0)
+
+    @property
+    def runner(self) -> RunnerT:
+        """Rank 0's. :raises EngineClosedError: before :meth:`start` and after :meth:`close`."""
+        if self._runner is None:
+            raise EngineClosedError("the executor is not running")
+        return self._runner
+
+    def start(self) -> None:
+        """Start the children, connect, build all ranks.
+
+        What rank 0's factory raises is raised on.
+
+        :raises EngineDeadError: when a child failed, with its error and its last messages.
+        """
+        self._check_owner()
+        with self._lock:
+            self._check()
+            try:
+                self._start()
+            except BaseException as error:
+                raised = self._end(error)
+                self._failure = f"the executor did not start: {raised}"
+                if raised is error:
+                    raise
+                raise raised from error
+
+    def _start(self) -> None:
+        start = WorkerStart(
+            0,
+            self._size,
+            "",
+            self._num_threads,
+            self._startup_s,
+            self._factory,
+            self._config,
+        )
+        pack(start)  # what cannot be pickled must fail before a process is started
+        self._children.spawn(self._size)
+        self._children.introduce(start, self._startup_s)
+        group = connect(
+            self._children.folder,
+            0,
+            self._size,
+            connect_s=self._startup_s,
+            limit_s=self._collective_s,
+        )
+        self._children.group = group
+        begin = time.monotonic()
+        self._runner = self._own_factory(self._config, Mesh(0, self._size, group))
+        built_s = time.monotonic() - begin
+        self._children.expect("ready", self._startup_s + 3 * built_s)
+        self._children.remove_folder()
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step on all ranks; rank 0's result.
+
+        An interrupt (KeyboardInterrupt) in the middle of rank 0's part ends the ranks too: call
+        this on a thread that gets none.
+
+        :raises EngineDeadError: when a rank failed in this step or an earlier one.
+        :raises EngineClosedError: after :meth:`close`, also in the middle of the step.
+        """
+        self._check_owner()
+        with self._lock:
+            self._check()
+            try:
+                self._children.send(_for_workers(plan), self._collective_s)
+                result = self.runner.execute(plan)
+                self._children.expect("done", self._collective_s)
+            except BaseException as error:
+                raised = self._end(error)
+                final = isinstance(raised, EngineDeadError | EngineClosedError)
+                if isinstance(raised, Exception) and not final:
+                    raised = EngineDeadError(f"rank 0 failed: {type(error).__name__}: {error}")
+                self._failure = f"a rank was lost in an earlier step: {raised}"
+                if raised is error:
+                    raise
+                raise raised from error
+            return result
+
+    def _check_owner(self) -> None:
+        # before the lock: a forked child may have inherited it locked
+        if os.getpid() != self._owner:
+            raise EngineClosedError(f"the executor belongs to process {self._owner}")
+
+    def _check(self) -> None:
+        if self._closed:
+            raise EngineClosedError("the executor was closed")
+        if self._failure is not None:
+            raise EngineDeadError(self._failure)
+
+    def _end(self, error: BaseException) -> BaseException:
+        """Kill the children; the error to raise: a worker's, where that was the cause."""
+        raised = error
+        if self._closed and isinstance(error, (*_LOST, EngineDeadError)):
+            raised = EngineClosedError("the executor was closed while it worked")
+        elif isinstance(error, _LOST):
+            raised = self._children.diagnose(error)
+        self._children.stop(0.0)
+        return raised
+
+    def close(self) -> None:
+        """End the children and close rank 0's runner.
+
+        A step in progress gets five seconds to finish, then its workers are killed and it raises.
+        Idempotent; no effect in a forked child.
+        """
+        if os.getpid() != self._owner:
+            return
+        self._closed = True
+        if not self._lock.acquire(timeout=5.0):
+            self._children.stop(0.0)  # the step's next collective fails
+            if not self._lock.acquire(timeout=10.0):
+                logger.warning(
+                    "close: rank 0 is still running its step; its memory is not freed yet"
+                )
+                return
+        try:
+            self._children.stop()
+            runner, self._runner = self._runner, None
+            if runner is not None:
+                runner.close()
+            self._finalizer.detach()
+        finally:
+            self._lock.release()
+
+
+def _for_workers(plan: StepPlan) -> StepPlan:
+    """The plan without how to sample: rank 0 alone does that, and a logits processor need not be
+    picklable. ``prompt_logprobs`` stays: it decides which logits all ranks compute.
+    """
+    if not plan.started:
+        return plan
+    started = (
+        replace(start, params=SamplingParams(prompt_logprobs=start.params.prompt_logprobs))
+        for start in plan.started
+    )
+    return replace(plan, started=tuple(started))

@@ -1,0 +1,7 @@
+"""From logits to tokens: what a request forbids, prefers and draws, whatever its neighbours.
+
+``resolved`` (pure Python) turns words into token ids once per request, ``uniform`` (pure Python)
+holds the random numbers, ``state`` what the sampler remembers of a request, ``processors`` the
+changes to one row of logits, ``truncation`` the vectorized choice, ``logprobs`` the scores,
+``sampler`` the whole.
+"""

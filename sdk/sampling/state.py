@@ -1,0 +1,85 @@
+"""What the sampler remembers of one request between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from sdk.params import SamplingParams
+from sdk.sampling.resolved import ResolvedParams
+
+
+class RequestState:
+    """Tokens so far and the counts derived from them; kept up to date by :meth:`append`."""
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        resolved: ResolvedParams,
+        prompt: Sequence[int],
+        output: Sequence[int],
+    ) -> None:
+        self.params = params
+        self.resolved = resolved
+        self.output: list[int] = []
+        self.tokens: list[int] = []
+        #: Token id -> how often it is in the output (0: in the prompt only).
+        self.counts: dict[int, int] = {}
+        #: First n-1 tokens of every n-gram so far -> the tokens that followed.
+        self.ngrams: dict[tuple[int, ...], set[int]] = {}
+        #: Tokens since thinking started; None outside thinking.
+        self.thinking: int | None = None
+        #: Mirostat's target surprise, and what it becomes when the sampled token is committed.
+        self.mu = 2.0 * params.mirostat_tau
+        self.next_mu = self.mu
+        self.penalized = (
+            params.repetition_penalty != 1.0
+            or params.presence_penalty != 0.0
+            or params.frequency_penalty != 0.0
+        )
+        self.wants_logprobs = params.logprobs is not None or params.logprob_token_ids is not None
+        self.processed = self.penalized or bool(
+            params.allowed_token_ids is not None
+            or resolved.bad_words
+            or params.logit_bias
+            or (params.min_tokens and resolved.end_ids)
+            or params.logits_processors
+            or params.dry_multiplier
+            or params.no_repeat_ngram_size
+            or params.thinking_token_budget is not None
+        )
+        #: The whole answer is one argmax.
+        self.plain_greedy = params.greedy and not self.processed and not self.wants_logprobs
+        self._extend(prompt, 0)
+        self._extend(output, 1)
+        self.output = list(output)
+
+    def append(self, token_ids: Iterable[int]) -> None:
+        """Take committed tokens into account."""
+        ids = list(token_ids)
+        self.output += ids
+        self._extend(ids, 1)
+        self.mu = self.next_mu
+
+    def _extend(self, ids: Sequence[int], weight: int) -> None:
+        if self.penalized:
+            for token in ids:
+                self.counts[token] = self.counts.get(token, 0) + weight
+        size = self.params.no_repeat_ngram_size
+        if size or self.params.dry_multiplier:
+            start = len(self.tokens)
+            self.tokens += ids
+            if size:
+                for end in range(max(start, size - 1), len(self.tokens)):
+                    prefix = tuple(self.tokens[end - size + 1 : end])
+                    self.ngrams.setdefault(prefix, set()).add(self.tokens[end])
+        if self.params.thinking_token_budget is not None:
+            for token in ids:
+                self._think(token)
+
+    def _think(self, token: int) -> None:
+        if token == self.resolved.think_start_id:
+            self.thinking = 0
+        elif token == self.resolved.think_end_id:
+            self.thinking = None
+        elif self.thinking is not None:
+            self.thinking += 1

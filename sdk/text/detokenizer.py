@@ -1,0 +1,119 @@
+"""Turn generated token ids into text as they arrive, without decoding anything twice.
+
+Most tokenizers are byte by byte (``Tokenizer.bytewise``): a token adds its bytes, and an
+incremental UTF-8 decoder keeps the beginning of a character until the rest of it arrives. That
+costs the same for the first token and the hundred-thousandth, and gives exactly
+``tokenizer.decode`` of all ids.
+
+Decoders that look at their neighbours (WordPiece joins ``##ing`` to the word before) are asked for
+a small window: the text of the last few tokens with and without the new one; the difference is new.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sdk.quant.tokenizer import Tokenizer
+
+# Tokens that may be waiting for the rest of a character. A character has at most four bytes, so
+# four tokens; more are waiting for something that will not come.
+_MAX_WAITING = 6
+
+
+class IncrementalDetokenizer:
+    """The text of one request's output. Not shared between threads."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        prompt_token_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+    ) -> None:
+        """``prompt_token_ids``: what the output continues. After a prompt the first word keeps its
+        leading space; only their end is looked at.
+
+        ``spaces_between_special_tokens=False``: where special tokens are shown, two in a row are
+        not separated by a space that the decoder would put there.
+        """
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._strip = tokenizer.strips_leading_space and not prompt_token_ids
+        if tokenizer.bytewise:
+            self._window = None
+            self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        else:
+            tight = not (skip_special_tokens or spaces_between_special_tokens)
+            self._window = _Window(
+                tokenizer, prompt_token_ids[-_MAX_WAITING:], self._skipped, tight
+            )
+
+    def push(self, token_id: int) -> str:
+        """The text that is certain now that this token is known; may be empty."""
+        if token_id in self._skipped:
+            return ""
+        if self._window is not None:
+            return self._window.push(token_id)
+        data = self._tokenizer.id_to_bytes(token_id)
+        if self._strip and data:
+            self._strip = False
+            data = data.removeprefix(b" ")
+        return self._utf8.decode(data)
+
+    def extend(self, token_ids: Iterable[int]) -> str:
+        """:meth:`push` for several tokens."""
+        return "".join([self.push(token_id) for token_id in token_ids])
+
+    def finish(self) -> str:
+        """What was still withheld: an unfinished character, as U+FFFD. Call it once, at the end."""
+        if self._window is not None:
+            return self._window.finish()
+        return self._utf8.decode(b"", final=True)
+
+
+class _Window:
+    """The last tokens of a text whose decoder looks at neighbours."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        skipped: frozenset[int],
+        tight: bool,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._ids = [token_id for token_id in prompt if token_id not in skipped]
+        self._read = len(self._ids)  # ids before this one are already text
+        self._shown = self._decode(self._ids)
+        self._tight = tight
+        self._after_special = False
+
+    def push(self, token_id: int) -> str:
+        if self._tokenizer.id_to_token(token_id) is None:
+            return ""  # an id of the padded vocabulary: no text, and no neighbour of the next token
+        self._ids.append(token_id)
+        special = token_id in self._tokenizer.special_ids
+        raw = self._tight and special and self._after_special
+        self._after_special = special
+        text = self._decode(self._ids)
+        waiting = len(self._ids) - self._read
+        new = text[len(self._shown) :]
+        if (not new or text.endswith("\ufffd")) and waiting < _MAX_WAITING:
+            return ""
+        # Keep the tokens that became text just now as the context of the next ones.
+        self._ids = self._ids[self._read :]
+        self._read = len(self._ids)
+        self._shown = self._decode(self._ids)
+        return (self._tokenizer.id_to_token(token_id) or "") if raw else new
+
+    def finish(self) -> str:
+        new = self._decode(self._ids)[len(self._shown) :]
+        self._ids, self._read, self._shown = [], 0, ""
+        return new
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)

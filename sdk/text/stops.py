@@ -1,0 +1,146 @@
+"""Stop strings and stop patterns across token boundaries.
+
+All stop strings of a request are matched at once, character by character, with an Aho-Corasick
+automaton: its state is the longest end of the text that is the beginning of a stop string, which is
+exactly the text that must not be shown yet. What is found does not depend on how the text was cut
+into tokens: the match that ends first, and of those that end together the longest.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from sdk.errors import RequestError
+from sdk.text.stop_regex import RegexRun, StopRegex
+
+MAX_STOPS = 256
+MAX_STOP_LEN = 1024
+MAX_PATTERNS = 16
+
+
+class StopUpdate(NamedTuple):
+    """What new text led to."""
+
+    text: str
+    """Text that may be shown now."""
+    stop: str | None = None
+    """The stop string or pattern that was found."""
+    dropped: int = 0
+    """Characters at the end of all text so far that must not be shown: the stop string itself
+    (unless it is included) and what came after it in the same token."""
+
+
+class StopStrings:
+    """The stop strings and patterns of one request, compiled. Immutable, may be shared."""
+
+    def __init__(self, stop: Sequence[str] = (), stop_regex: Sequence[str] = ()) -> None:
+        """Raises RequestError for too many, too long or empty ones, and for refused patterns."""
+        for name, values, most in (
+            ("stop", stop, MAX_STOPS),
+            ("stop_regex", stop_regex, MAX_PATTERNS),
+        ):
+            if isinstance(values, str):
+                raise RequestError(f"{name}: expected a list of strings, found a string")
+            if len(values) > most:
+                raise RequestError(f"{name}: at most {most} are allowed, found {len(values)}")
+        for text in stop:
+            if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_LEN:
+                size = len(text) if isinstance(text, str) else type(text).__name__
+                raise RequestError(
+                    f"stop: expected strings of 1 to {MAX_STOP_LEN} characters, found {size}"
+                )
+        self.patterns = tuple(StopRegex(pattern) for pattern in stop_regex)
+        self.edges: list[dict[str, int]] = [{}]
+        self.depth = [0]
+        self.found: list[str | None] = [None]
+        for text in stop:
+            self._insert(text)
+        self.fallback = self._link()
+
+    def __bool__(self) -> bool:
+        return len(self.edges) > 1 or bool(self.patterns)
+
+    def _insert(self, text: str) -> None:
+        state = 0
+        for character in text:
+            following = self.edges[state].get(character)
+            if following is None:
+                following = len(self.edges)
+                self.edges[state][character] = following
+                self.edges.append({})
+                self.depth.append(self.depth[state] + 1)
+                self.found.append(None)
+            state = following
+        self.found[state] = text
+
+    def _link(self) -> list[int]:
+        """Where to go on when no edge fits: the longest other beginning the text ends with."""
+        fallback = [0] * len(self.edges)
+        queue = deque(self.edges[0].values())
+        while queue:
+            state = queue.popleft()
+            for character, following in self.edges[state].items():
+                queue.append(following)
+                other = fallback[state]
+                while other and character not in self.edges[other]:
+                    other = fallback[other]
+                fallback[following] = self.edges[other].get(character, 0)
+                if self.found[following] is None:
+                    self.found[following] = self.found[fallback[following]]
+        return fallback
+
+
+class StopMatcher:
+    """The stop strings of one request, and how far its text has got. Not shared between threads."""
+
+    def __init__(self, stops: StopStrings, include_stop_str_in_output: bool = False) -> None:
+        self._stops = stops
+        self._include = include_stop_str_in_output
+        self._state = 0
+        self._runs: list[RegexRun] = [pattern.start() for pattern in stops.patterns]
+        self._held = ""
+
+    def push(self, text: str, can_stop: bool = True) -> StopUpdate:
+        """Take new text. With ``can_stop=False`` (before ``min_tokens``) a stop that ends in this
+        text is passed over; one that only begins in it still counts later.
+
+        After a stop was found, nothing more may be pushed.
+        """
+        if not self._stops:
+            return StopUpdate(text)
+        before = len(self._held)
+        everything = self._held + text
+        for index, character in enumerate(text):
+            stop, length = self._read(character)
+            if stop is not None and can_stop:
+                end = before + index + 1
+                keep = end if self._include else end - length
+                self._held = ""
+                return StopUpdate(everything[:keep], stop, len(everything) - keep)
+        held = self._stops.depth[self._state]
+        for run in self._runs:
+            held = max(held, run.held)
+        cut = len(everything) - held
+        self._held = everything[cut:]
+        return StopUpdate(everything[:cut])
+
+    def finish(self) -> str:
+        """The text that was held back, now that nothing follows."""
+        held, self._held = self._held, ""
+        return held
+
+    def _read(self, character: str) -> tuple[str | None, int]:
+        stops = self._stops
+        state = self._state
+        while state and character not in stops.edges[state]:
+            state = stops.fallback[state]
+        self._state = stops.edges[state].get(character, 0)
+        stop = stops.found[self._state]
+        length = 0 if stop is None else len(stop)
+        for pattern, run in zip(stops.patterns, self._runs, strict=True):
+            matched = run.read(character)
+            if matched is not None and matched > length:
+                stop, length = pattern.pattern, matched
+        return stop, length

@@ -1,0 +1,236 @@
+"""The command line as a user meets it: parsing, exit codes, texts (``main`` in this process)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sdk import __version__
+from sdk.cli import COMMANDS, build_parser, doctor, main
+from sdk.cli.inspect_file import part_of, sum_parts
+from sdk.cli.table import format_table
+from sdk.quant.checkpoint import TensorEntry
+
+Captured = pytest.CaptureFixture[str]
+
+
+def test_the_version_is_printed(capsys: Captured) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["--version"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out == f"embedlm {__version__}\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_a_help_text_and_a_summary(command: str, capsys: Captured) -> None:
+    with pytest.raises(SystemExit) as left:
+        main([command, "--help"])
+    assert left.value.code == 0
+    assert f"usage: embedlm {command}" in capsys.readouterr().out
+    assert COMMANDS[command].__doc__
+
+
+def test_no_command_and_an_unknown_one_are_user_errors(capsys: Captured) -> None:
+    for argv in [[], ["nonsense"]]:
+        with pytest.raises(SystemExit) as left:
+            main(argv)
+        assert left.value.code == 2
+        assert "usage: embedlm" in capsys.readouterr().err
+
+
+def test_the_module_is_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "sdk", "--version"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert (done.returncode, done.stdout) == (0, f"embedlm {__version__}\n")
+
+
+@pytest.mark.parametrize("command", ["inspect", "plan"])
+def test_a_missing_file_is_one_line_and_exit_code_2(command: str, capsys: Captured) -> None:
+    assert main([command, "/nowhere/model.gguf"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == "embedlm: /nowhere/model.gguf: no such file or folder\n"
+
+
+def test_verbose_adds_the_traceback(capsys: Captured) -> None:
+    assert main(["-v", "inspect", "/nowhere/model.gguf"]) == 2
+    captured = capsys.readouterr()
+    assert "Traceback" in captured.err
+    assert captured.err.endswith("embedlm: /nowhere/model.gguf: no such file or folder\n")
+
+
+def test_a_closed_pipe_is_not_an_error(golden: Path) -> None:
+    command = [sys.executable, "-m", "sdk", "inspect", str(golden / "gguf-Q4_1"), "--tensors"]
+    root = Path(__file__).parents[2]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=root
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait() == 0
+    process.stderr.close()
+
+
+# ---- inspect ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("token_embd.weight", "embeddings"),
+        ("model.embed_tokens.weight", "embeddings"),
+        ("output.weight", "head"),
+        ("lm_head.weight", "head"),
+        ("blk.0.attn_output.weight", "attention"),
+        ("blk.0.attn_q.bias", "attention"),
+        ("model.layers.3.self_attn.q_proj.weight", "attention"),
+        ("blk.0.attn_norm.weight", "norms"),
+        ("output_norm.weight", "norms"),
+        ("model.layers.0.self_attn.q_norm.weight", "norms"),
+        ("blk.0.ffn_down.weight", "mlp"),
+        ("model.layers.0.mlp.gate_proj.weight", "mlp"),
+        ("rope_freqs.weight", "other"),
+    ],
+)
+def test_a_tensor_belongs_to_a_part(name: str, part: str) -> None:
+    assert part_of(name) == part
+
+
+def test_parts_add_up() -> None:
+    entries = [
+        TensorEntry("blk.0.ffn_up.weight", (64, 32), "Q4_1", 1280),
+        TensorEntry("blk.0.ffn_down.weight", (32, 64), "Q8_0", 2176),
+        TensorEntry("output_norm.weight", (32,), "F32", 128),
+    ]
+    parts = sum_parts(entries)
+    assert list(parts) == ["norms", "mlp"]
+    mlp = parts["mlp"]
+    assert (mlp.tensors, mlp.parameters, mlp.nbytes) == (2, 4096, 3456)
+    assert mlp.bits == pytest.approx(6.75)
+    assert mlp.formats == {"Q4_1": 1280, "Q8_0": 2176}
+
+
+def test_inspect_shows_formats_and_bits_of_every_part(golden: Path, capsys: Captured) -> None:
+    assert main(["inspect", str(golden / "gguf-Q4_1" / "model.gguf")]) == 0
+    out = capsys.readouterr().out
+    assert "llama, 2 layers" in out
+    [mlp] = [line for line in out.splitlines() if line.startswith("mlp")]
+    assert mlp.split()[1] == "Q4_1"
+    assert mlp.split()[-1] == "5.00"
+    assert "blk.0" not in out
+
+
+def test_inspect_lists_tensors_when_asked(golden: Path, capsys: Captured) -> None:
+    assert main(["inspect", str(golden / "gguf-Q4_1" / "model.gguf"), "--tensors"]) == 0
+    assert "blk.0.ffn_down.weight" in capsys.readouterr().out
+
+
+def test_inspect_prints_json_whose_parts_add_up(golden: Path, capsys: Captured) -> None:
+    path = golden / "arch-llama3" / "hf"
+    assert main(["inspect", str(path), "--json", "--tensors"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["format"] == "safetensors"
+    assert report["config"]["model_type"] == "llama"
+    assert sum(part["bytes"] for part in report["parts"].values()) == report["total"]["bytes"]
+    assert sum(tensor["bytes"] for tensor in report["tensors"]) == report["total"]["bytes"]
+
+
+# ---- plan ---------------------------------------------------------------------------------------
+
+
+def test_plan_prints_the_sums_of_the_library(smollm2: Path, capsys: Captured) -> None:
+    from sdk import LLM
+
+    assert main(["plan", str(smollm2), "--memory", "1GiB", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    expected = LLM.plan(smollm2, memory="1GiB")
+    assert (
+        report["total"]
+        == expected.total
+        == (report["weights"] + report["workspace"] + report["kv_cache"])
+    )
+    assert report["total"] <= report["budget"] == 2**30
+    # 30 layers, 3 heads of 64 for keys and values, float16
+    assert report["kv_bytes_per_token"] == 2 * 30 * 3 * 64 * 2
+    assert main(["plan", str(smollm2), "--memory", "1GiB"]) == 0
+    assert capsys.readouterr().out == f"{expected}\n"
+
+
+def test_plan_with_too_small_a_budget_says_what_would_help(smollm2: Path, capsys: Captured) -> None:
+    assert main(["plan", str(smollm2), "--memory", "100MB"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("embedlm: the model does not fit")
+    assert err.count("needs") + err.count("memory=") >= 3
+
+
+def test_plan_refuses_a_size_it_cannot_read(smollm2: Path, capsys: Captured) -> None:
+    assert main(["plan", str(smollm2), "--memory", "lots"]) == 2
+    assert "expected a size such as '2GiB'" in capsys.readouterr().err
+
+
+# ---- doctor -------------------------------------------------------------------------------------
+
+
+def test_doctor_names_every_dependency_and_its_exit_code_is_the_worst_line(
+    capsys: Captured,
+) -> None:
+    code = main(["doctor"])
+    out = capsys.readouterr().out
+    for name in ["device", "native module", *doctor.NEEDED, "triton", "demo model"]:
+        assert any(line[6:].startswith(name) for line in out.splitlines()), name
+    assert code == (1 if "FAIL" in out else 0)
+
+
+def test_doctor_without_the_native_module_says_that_it_will_be_slow(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sdk.kernels.cpu.available", lambda device: "it is not built")
+    assert main(["doctor", "--only", "native"]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("FAIL  native module  it is not built; models run on the reference")
+    assert "C++ compiler" in out
+
+
+def test_doctor_misses_a_dependency_that_is_not_installed(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "NEEDED", ("surely-not-installed",))
+    assert main(["doctor", "--only", "versions"]) == 1
+    assert "FAIL  surely-not-installed  not installed" in capsys.readouterr().out
+
+
+# ---- the rest -----------------------------------------------------------------------------------
+
+
+def test_fetch_demo_prints_the_path_of_a_valid_file(
+    smollm2: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    folder = tmp_path / "cache" / "embedlm"
+    folder.mkdir(parents=True)
+    (folder / smollm2.name).symlink_to(smollm2)
+    assert main(["fetch-demo"]) == 0
+    assert capsys.readouterr().out == f"{folder / smollm2.name}\n"
+
+
+def test_tables_align_text_left_and_numbers_right() -> None:
+    assert format_table(["a", "bits"], [["long", "5"], ["x", "16.5"]]).splitlines() == [
+        "a     bits",
+        "----  ----",
+        "long     5",
+        "x     16.5",
+    ]
+
+
+def test_the_parser_knows_every_command() -> None:
+    args = build_parser().parse_args(["bench", "--streams", "1,4"])
+    assert args.run is COMMANDS["bench"].run
+    assert args.streams == (1, 4)

@@ -1,0 +1,237 @@
+"""``embedlm run``: what it asks of the engine, and what the user sees."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sdk.cli import build_parser, main, run
+from sdk.errors import CheckpointError, RequestError
+from sdk.params import SamplingParams
+
+Captured = pytest.CaptureFixture[str]
+ROOT = Path(__file__).parents[2]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def parse(*argv: str) -> argparse.Namespace:
+    return build_parser().parse_args(["run", *argv])
+
+
+def piece(text: str, ids: list[int], reason: str | None = None) -> Any:
+    return SimpleNamespace(
+        outputs=[SimpleNamespace(text=text, token_ids=ids, finish_reason=reason)],
+        prompt_token_ids=[1, 2, 3],
+        num_cached_tokens=2,
+    )
+
+
+class ScriptedLLM:
+    """Answers every prompt with the same pieces; keeps what it was asked."""
+
+    def __init__(self, pieces: list[Any]) -> None:
+        self.pieces = pieces
+        self.asked: list[Any] = []
+        self.closed = 0
+
+    def stream(self, prompt: Any, params: Any) -> Iterator[Any]:
+        self.asked.append(prompt)
+        try:
+            for item in self.pieces:
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+        finally:
+            self.closed += 1
+
+
+def answers(*texts: str) -> list[Any]:
+    pieces = [piece(text, [i]) for i, text in enumerate(texts[:-1])]
+    return [*pieces, piece(texts[-1], [9], "stop")]
+
+
+def typed(monkeypatch: pytest.MonkeyPatch, *lines: str | BaseException) -> None:
+    waiting = iter(lines)
+
+    def read(prompt: str) -> str:
+        line = next(waiting, EOFError())
+        if isinstance(line, BaseException):
+            raise line
+        return line
+
+    monkeypatch.setattr("builtins.input", read)
+
+
+def test_only_the_answer_goes_to_stdout(capsys: Captured) -> None:
+    answer = run.write_answer(ScriptedLLM(answers("Hel", "lo")), "Hi", SamplingParams())
+    assert capsys.readouterr().out == "Hello\n"
+    assert (answer.text, answer.num_tokens, answer.finish_reason) == ("Hello", 2, "stop")
+    assert (answer.num_prompt_tokens, answer.num_cached_tokens) == (3, 2)
+    assert answer.started <= answer.first <= answer.last
+
+
+def test_ctrl_c_ends_the_answer_and_keeps_what_there_is(capsys: Captured) -> None:
+    llm = ScriptedLLM([piece("Hel", [1]), KeyboardInterrupt()])
+    answer = run.write_answer(llm, "Hi", SamplingParams())
+    assert (answer.text, answer.finish_reason, llm.closed) == ("Hel", None, 1)
+    assert capsys.readouterr().out == "Hel\n"
+    assert "interrupted" in answer.summary()
+
+
+def test_the_summary_counts_decoding_from_the_first_token() -> None:
+    answer = run.Answer("x", 42, 16, 11, "length", started=10.0, first=10.5, last=11.5)
+    assert answer.summary() == (
+        "11 tokens, 10.0 tokens/s; 42 prompt tokens, first token after 0.50 s (16 cached); length"
+    )
+
+
+def test_the_summary_of_one_token_names_no_speed() -> None:
+    assert run.Answer("x", 4, 0, 1, "stop", 1.0, 1.5, 1.5).summary().startswith("1 tokens, - tok")
+
+
+def test_a_chat_keeps_its_history(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    llm = ScriptedLLM(answers("Fine", "."))
+    typed(monkeypatch, "How are you?", "", "And now?")
+    assert run.chat(llm, parse("--system", "Be brief"), SamplingParams()) == 0
+    assert llm.asked[1] == [
+        {"role": "system", "content": "Be brief"},
+        {"role": "user", "content": "How are you?"},
+        {"role": "assistant", "content": "Fine."},
+        {"role": "user", "content": "And now?"},
+    ]
+    assert capsys.readouterr().out == "Fine.\nFine.\n"
+
+
+@pytest.mark.parametrize("leave", ["/exit", EOFError(), KeyboardInterrupt()])
+def test_a_chat_ends(leave: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = ScriptedLLM([])
+    typed(monkeypatch, leave, "never asked")
+    assert run.chat(llm, parse(), SamplingParams()) == 0
+    assert llm.asked == []
+
+
+def test_a_chat_that_outgrows_the_context_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    llm = ScriptedLLM([RequestError("the prompt is too long")])
+    typed(monkeypatch, "one", "two")
+    assert run.chat(llm, parse(), SamplingParams()) == 0
+    assert [len(asked) for asked in llm.asked] == [1, 1]
+    assert capsys.readouterr().err.count("embedlm: the prompt is too long") == 2
+
+
+def test_statistics_go_to_stderr_when_asked(
+    monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    typed(monkeypatch, "Hi")
+    run.chat(ScriptedLLM(answers("a", "b")), parse("--stats"), SamplingParams())
+    captured = capsys.readouterr()
+    assert "2 tokens" in captured.err
+    assert captured.out == "ab\n"
+
+
+def test_piped_text_is_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(" Hello\n"))
+    assert run.read_prompt(parse()) == "Hello"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("piped"))
+    assert run.read_prompt(parse("--prompt", "named")) == "named"
+    assert run.read_prompt(parse("--prompt", "-")) == "piped"
+
+
+def test_a_terminal_without_a_prompt_is_a_chat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    assert run.read_prompt(parse()) is None
+
+
+def test_an_empty_pipe_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
+    with pytest.raises(RequestError, match="expected a prompt, found nothing"):
+        run.read_prompt(parse())
+
+
+def test_raw_needs_a_prompt_and_no_system_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    for argv in [["--raw"], ["--raw", "-p", "x", "--system", "y"]]:
+        with pytest.raises(RequestError, match="--raw"):
+            run.run(parse(*argv))
+
+
+def test_the_model_is_named_once_or_is_the_demo_model() -> None:
+    assert run.model_name(parse("a.gguf")) == "a.gguf"
+    assert run.model_name(parse("--model", "a.gguf")) == "a.gguf"
+    with pytest.raises(RequestError, match="name the model once"):
+        run.model_name(parse("a.gguf", "--model", "b.gguf"))
+    with pytest.raises(CheckpointError, match="embedlm fetch-demo"):
+        run.model_name(parse())
+
+
+def test_only_given_options_reach_the_engine() -> None:
+    assert run.engine_options(parse()) == {}
+    given = parse("--memory", "1GiB", "--threads", "2")
+    assert run.engine_options(given) == {"memory": "1GiB", "num_threads": 2}
+
+
+def test_given_parameters_lie_on_top_of_the_models_own() -> None:
+    defaults = SamplingParams(temperature=0.6, top_k=40)
+    llm: Any = SimpleNamespace(get_default_sampling_params=lambda: defaults)
+    args = parse("a.gguf", "--max-tokens", "5", "--top-p", "0.9", "--seed", "7")
+    params = run.sampling_params(args)(llm)
+    assert (params.max_tokens, params.top_p, params.seed) == (5, 0.9, 7)
+    assert (params.temperature, params.top_k) == (0.6, 40)
+
+
+def test_the_demo_model_gets_its_authors_temperature_unless_told_otherwise() -> None:
+    llm: Any = SimpleNamespace(get_default_sampling_params=SamplingParams)
+    assert run.sampling_params(parse())(llm).temperature == 0.2
+    assert run.sampling_params(parse("--temperature", "0.7"))(llm).temperature == 0.7
+    assert run.sampling_params(parse("other.gguf"))(llm).temperature == 1.0
+
+
+def test_a_bad_parameter_is_refused_before_the_model_is_opened(capsys: Captured) -> None:
+    assert main(["run", "/nowhere.gguf", "-p", "x", "--temperature", "-1"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("embedlm: ")
+    assert "temperature" in err and err.count("\n") == 1
+
+
+def test_a_missing_demo_model_is_one_line(capsys: Captured) -> None:
+    assert main(["run", "-p", "x"]) == 2
+    err = capsys.readouterr().err
+    assert "embedlm fetch-demo" in err and err.count("\n") == 1
+
+
+def test_the_real_model_answers_greedily_the_same_twice(smollm2: Path, capsys: Captured) -> None:
+    argv = ["run", str(smollm2), "-p", "What is the capital of France?", "--temperature", "0"]
+    argv += ["--max-tokens", "24", "--stats", "--memory", "1GiB"]
+    assert main(argv) == 0
+    first = capsys.readouterr()
+    assert "Paris" in first.out
+    assert "tokens/s" in first.err
+    assert main(argv) == 0
+    assert capsys.readouterr().out == first.out
+
+
+def test_ctrl_c_during_an_answer_of_the_real_model_leaves_quietly(smollm2: Path) -> None:
+    command = [sys.executable, "-m", "sdk", "run", str(smollm2), "-p", "Count to a thousand."]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.read(1)  # the answer has begun
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in err

@@ -1,0 +1,86 @@
+"""A scheduler and its fake runner, stepped together."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+# tests/ has no packages: the fake runner is loaded by path, once, under a name of its own.
+_spec = importlib.util.spec_from_file_location(
+    "fake_runner", Path(__file__).with_name("fake_runner.py")
+)
+fake_runner = importlib.util.module_from_spec(_spec)
+sys.modules["fake_runner"] = fake_runner
+_spec.loader.exec_module(fake_runner)
+
+from sdk.engine.request import Request  # noqa: E402
+from sdk.engine.scheduler import Scheduler, SchedulerConfig  # noqa: E402
+from sdk.params import SamplingParams  # noqa: E402
+
+
+class Rig:
+    """Steps a scheduler against a FakeRunner, checks every plan, and keeps the answers."""
+
+    def __init__(self, **options) -> None:
+        options = {"num_pages": 65, "page_size": 4, "max_model_len": 200, **options}
+        options.setdefault("max_num_batched_tokens", 200)
+        self.now = 0.0
+        self.config = SchedulerConfig(**options)
+        self.scheduler = Scheduler(self.config, clock=lambda: self.now)
+        self.pool = self.scheduler.pool
+        self.runner = fake_runner.FakeRunner(
+            self.config.page_size, self.config.num_pages, self._is_published
+        )
+        self.requests: dict[str, Request] = {}
+        self.updates = []
+
+    def _is_published(self, page: int) -> bool:
+        return self.pool._keys[page] is not None
+
+    def add(self, request_id: str, prompt, *, kind="generate", salt=None, priority=None, **params):
+        request = Request(
+            request_id,
+            prompt,
+            SamplingParams(**{"max_tokens": 8, **params}),
+            kind=kind,
+            salt=salt,
+            priority=priority,
+        )
+        self.scheduler.add(request)
+        self.requests[request_id] = request
+        return request
+
+    def step(self):
+        plan = self.scheduler.plan()
+        counts = [num for _, num in plan.num_tokens]
+        assert sum(counts) <= self.config.max_num_batched_tokens
+        assert len(counts) <= self.config.max_num_seqs
+        assert sorted(counts, key=lambda num: num > 1) == counts, "decodes come first"
+        self.scheduler.check()
+        updates = self.scheduler.commit(plan, self.runner.execute(plan))
+        self.scheduler.check()
+        self.updates += updates
+        return plan, updates
+
+    def run(self, limit: int = 2000) -> None:
+        for _ in range(limit):
+            if not self.scheduler.num_running and not self.scheduler.num_waiting:
+                return
+            self.step()
+        raise AssertionError("requests starve")
+
+    def assert_answers(self) -> None:
+        """Every request has the tokens it would have alone."""
+        for request in self.requests.values():
+            prompt = request.token_ids[: request.num_prompt_tokens]
+            output = request.output_token_ids
+            assert output == fake_runner.expected_tokens(prompt, len(output)), request
+
+
+@pytest.fixture
+def rig():
+    """Builds a Rig from SchedulerConfig fields."""
+    return Rig

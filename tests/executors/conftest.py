@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module of the fake runner, importable here and (through sys.path) in the workers."""
+    monkeypatch.syspath_prepend(str(HERE))
+    return importlib.import_module("rank_runner")
+
+
+@pytest.fixture
+def eventually() -> Callable[[Callable[[], bool]], bool]:
+    """Polls until true; the bound only keeps a broken program from hanging the tests."""
+
+    def poll(condition: Callable[[], bool]) -> bool:
+        deadline = time.monotonic() + 30
+        while not condition():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+        return True
+
+    return poll

@@ -1,0 +1,81 @@
+"""A runner with a real sum over the ranks and faults on demand; workers import it by name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from sdk.engine.plan import StepPlan, StepResult
+from sdk.errors import AlignmentError
+from sdk.models.parallel import Mesh
+
+
+@dataclass(frozen=True)
+class FakeConfig:
+    """``faults``: (rank, step) -> what goes wrong there; step 0 is the build."""
+
+    faults: dict[tuple[int, int], str] = field(default_factory=dict)
+    folder: str = ""
+
+
+def fail(fault: str | None, folder: str) -> None:
+    match fault:
+        case "raise":
+            print("a last word", file=sys.stderr)
+            raise AlignmentError("7 heads cannot be dealt out")
+        case "oserror":
+            raise FileNotFoundError("model.gguf")
+        case "interrupt":
+            raise KeyboardInterrupt
+        case "exit":
+            print("a last word", file=sys.stderr, flush=True)
+            os._exit(7)
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "hold":  # until the test says go on
+            Path(folder, "holding").touch()
+            while not Path(folder, "go").exists():
+                time.sleep(0.01)
+        case "chatter":
+            print("x" * 3_000_000, file=sys.stderr, flush=True)
+
+
+class FakeRunner:
+    """Sums fixed rows over the ranks' parts of them; ``hidden`` shows what the ranks said."""
+
+    def __init__(self, config: FakeConfig, mesh: Mesh) -> None:
+        self.config, self.mesh = config, mesh
+        self.closed = 0
+        self.steps = 0
+        fail(config.faults.get((mesh.rank, 0)), config.folder)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.steps += 1
+        fail(self.config.faults.get((self.mesh.rank, plan.step_id)), self.config.folder)
+        parts = torch.arange(64.0).reshape(8, 8).chunk(self.mesh.size, dim=1)
+        total = self.mesh.all_reduce(parts[self.mesh.rank].sum(dim=1))
+        # the pattern of a column-parallel layer: every rank holds some of the outputs
+        doubled = self.mesh.all_gather((2 * total).chunk(self.mesh.size)[self.mesh.rank])
+        pids = self.mesh.all_gather(torch.tensor([float(os.getpid())]))
+        ignoring = float(signal.getsignal(signal.SIGINT) is signal.SIG_IGN)
+        quiet = self.mesh.all_gather(torch.tensor([ignoring]))
+        return StepResult(
+            plan.step_id,
+            hidden={
+                "sum": total.tolist(),
+                "double": doubled.tolist(),
+                "pids": pids.tolist(),
+                "ignores_sigint": quiet.tolist(),
+            },
+        )
+
+    def close(self) -> None:
+        self.closed += 1

@@ -1,0 +1,333 @@
+"""The sampler's choices: distributions, truncations, determinism, bitwise invariance, errors."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from transformers.generation import logits_process as hf
+
+from sdk.engine.plan import Sampled
+from sdk.errors import RequestError
+from sdk.params import SamplingParams
+from sdk.sampling.resolved import ResolvedParams
+from sdk.sampling.sampler import Sampler
+from sdk.sampling.state import RequestState
+from sdk.sampling.truncation import keep_first, truncate
+from sdk.sampling.uniform import TOKEN, XTC, child_seed, uniform
+
+INF = float("inf")
+
+
+def some_logits(rows: int, vocab: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def kept(row: torch.Tensor, **values: object) -> set[int]:
+    """Ids that survive truncation of logits ``row``."""
+    params = SamplingParams(**values)
+    scaled = (row - row.max())[None] / params.temperature
+    result = truncate(scaled, [RequestState(params, ResolvedParams(), (), ())])
+    return set(torch.isfinite(result[0]).nonzero()[:, 0].tolist())
+
+
+def sample_one(row: torch.Tensor, params: SamplingParams, **more: object) -> Sampled | str:
+    sampler = Sampler(row.shape[-1])
+    sampler.add("a", params, **more)
+    return sampler.sample(row[None], ["a"])[0]
+
+
+def test_uniforms_are_flat_independent_and_fixed_for_ever() -> None:
+    values = np.array([uniform(7, position) for position in range(20000)])
+    assert values.min() >= 0 and values.max() < 1
+    counts = np.histogram(values, bins=50, range=(0, 1))[0]
+    assert ((counts - 400) ** 2 / 400).sum() < 85.4  # chi-square, 49 degrees of freedom, p = 0.001
+    others = np.array([uniform(7, position, XTC) for position in range(20000)])
+    assert abs(np.corrcoef(values, others)[0, 1]) < 0.025
+    assert abs(np.corrcoef(values[1:], values[:-1])[0, 1]) < 0.025
+    assert uniform(7, 3, TOKEN) == uniform(7 + 2**64, 3)
+    assert uniform(0, 0) == 0.13870941014555416
+
+
+def test_children_have_different_seeds_and_the_first_keeps_its_own() -> None:
+    seeds = {child_seed(5, index) for index in range(64)} | {child_seed(6, i) for i in range(64)}
+    assert len(seeds) == 128 and child_seed(5, 0) == 5
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"temperature": 0.5},
+        {"temperature": 2.0, "top_k": 6},
+        {"top_p": 0.8},
+        {"min_p": 0.1, "top_p": 0.95},
+    ],
+)
+def test_sampled_frequencies_follow_the_truncated_distribution(values: dict) -> None:
+    row = some_logits(1, 12, seed=3)[0] / 2
+    sampler = Sampler(12)
+    sampler.add("a", SamplingParams(seed=11, **values))
+    counts = np.zeros(12)
+    draws = 5000
+    for _ in range(draws):
+        result = sampler.sample(row[None], ["a"])[0]
+        counts[result.token_id] += 1
+        sampler.append("a", (result.token_id,))
+    survivors = sorted(kept(row, **values))
+    weights = np.exp(row.double().numpy() / values.get("temperature", 1.0))[survivors]
+    expected = weights / weights.sum() * draws
+    assert counts.sum() == counts[survivors].sum()
+    frequent = expected >= 5
+    chi = ((counts[survivors] - expected) ** 2 / expected)[frequent].sum()
+    assert chi < 31.3  # 11 degrees of freedom at most, p = 0.001
+
+
+WARPERS = [
+    ({"top_k": 7}, lambda: [hf.TopKLogitsWarper(7)]),
+    ({"top_p": 0.7}, lambda: [hf.TopPLogitsWarper(0.7)]),
+    ({"min_p": 0.05}, lambda: [hf.MinPLogitsWarper(0.05)]),
+    ({"typical_p": 0.6}, lambda: [hf.TypicalLogitsWarper(0.6)]),
+    (
+        {"temperature": 0.7, "top_k": 20, "top_p": 0.8},
+        lambda: [
+            hf.TemperatureLogitsWarper(0.7),
+            hf.TopKLogitsWarper(20),
+            hf.TopPLogitsWarper(0.8),
+        ],
+    ),
+    (
+        {"min_p": 0.02, "top_p": 0.9},
+        lambda: [hf.MinPLogitsWarper(0.02), hf.TopPLogitsWarper(0.9)],
+    ),
+]
+
+
+@pytest.mark.parametrize(("values", "warpers"), WARPERS)
+@pytest.mark.parametrize("seed", range(5))
+def test_truncation_keeps_what_transformers_keeps(values: dict, warpers, seed: int) -> None:
+    row = some_logits(1, 200, seed)[0]
+    scores = row[None]
+    for warper in warpers():
+        scores = warper(None, scores)
+    assert kept(row, **values) == set(torch.isfinite(scores[0]).nonzero()[:, 0].tolist())
+
+
+rows = st.lists(st.floats(-8, 8, width=32), min_size=2, max_size=40)
+
+
+@settings(max_examples=150, deadline=None)
+@given(rows, st.floats(0.01, 0.99))
+def test_top_p_keeps_the_smallest_set_that_reaches_its_mass(values: list, top_p: float) -> None:
+    row = torch.tensor(values)
+    survivors = kept(row, top_p=top_p)
+    probabilities = torch.softmax(row - row.max(), -1).double().tolist()
+    mass, total = sum(probabilities[i] for i in survivors), sum(probabilities)
+    assert mass >= top_p * total - 1e-9
+    assert mass - min(probabilities[i] for i in survivors) < top_p * total + 1e-9
+    dropped = [p for i, p in enumerate(probabilities) if i not in survivors]
+    assert min(probabilities[i] for i in survivors) >= max(dropped, default=0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(-3, 3), min_size=1, max_size=30), st.data())
+def test_keep_first_is_a_stable_descending_sort(values: list, data) -> None:
+    count = data.draw(st.integers(1, len(values)))
+    mask = keep_first(torch.tensor([values], dtype=torch.float32), torch.tensor([[count]]))
+    order = sorted(range(len(values)), key=lambda i: (-values[i], i))[:count]
+    assert set(mask[0].nonzero()[:, 0].tolist()) == set(order)
+
+
+def test_xtc_leaves_only_the_least_of_the_likely_and_only_as_often_as_asked() -> None:
+    row = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05]).log()
+    assert kept(row, xtc_probability=1.0, xtc_threshold=0.12) == {2, 3, 4}
+    assert kept(row, xtc_probability=1.0, xtc_threshold=0.35) == {0, 1, 2, 3, 4}
+    applied = sum(
+        kept(row, xtc_probability=0.3, xtc_threshold=0.12, seed=s) == {2, 3, 4}
+        for s in range(1, 1001)
+    )
+    assert applied == sum(uniform(s, 0, XTC) < 0.3 for s in range(1, 1001)) and 250 < applied < 350
+
+
+def test_mirostat_follows_its_definition_and_survives_a_preemption() -> None:
+    params = SamplingParams(mirostat_mode=2, mirostat_tau=3.0, mirostat_eta=0.2, seed=9)
+    steps = [some_logits(1, 50, seed) for seed in range(12)]
+    mu, expected = 6.0, []
+    for position, step in enumerate(steps):
+        p = torch.softmax(step[0] - step[0].max(), -1).double()
+        keep = (-p.log2() <= mu) | (p == p.max())
+        q = torch.where(keep, p, 0.0) / p[keep].sum()
+        token = int(torch.searchsorted(q.cumsum(0), uniform(9, position), right=True))
+        mu -= 0.2 * (-math.log2(q[token]) - 3.0)
+        expected.append(token)
+    sampler = Sampler(50)
+    sampler.add("a", params)
+    got: list[int] = []
+    for position, step in enumerate(steps):
+        if position == 6:
+            sampler.drop("a")
+            sampler.add("a", params, (), got)
+        assert sampler.sample(step, ["a"]) == sampler.sample(step, ["a"])  # asking is no commit
+        got.append(sampler.sample(step, ["a"])[0].token_id)
+        sampler.append("a", got[-1:])
+    assert got == expected
+
+
+def test_mirostat_remembers_a_bounded_number_of_preempted_requests() -> None:
+    sampler = Sampler(4)
+    for i in range(1100):
+        sampler.add(str(i), SamplingParams(mirostat_mode=2), (), (1,))
+        sampler.drop(str(i))
+    sampler.drop("never seen")
+    assert len(sampler) == 0 and len(sampler._preempted) == 1024
+
+
+def test_a_tiny_temperature_is_exact_and_zero_is_greedy() -> None:
+    row = torch.tensor([1.0, 1.002, 1.0])
+    tokens = {
+        sample_one(row, SamplingParams(temperature=0.005, seed=s)).token_id for s in range(50)
+    }
+    assert tokens == {0, 1, 2}  # the best is only e**0.4 times likelier
+    for temperature in (0.0, 1e-45, 1e-8):
+        chosen = {
+            sample_one(row, SamplingParams(temperature=temperature, seed=s)).token_id
+            for s in range(20)
+        }
+        assert chosen == {1}
+
+
+def test_the_lowest_id_wins_a_tie_everywhere() -> None:
+    row = torch.tensor([0.0, 2.0, 2.0, 2.0])
+    assert sample_one(row, SamplingParams(temperature=0)).token_id == 1
+    assert kept(row, top_k=2) == {1, 2}
+    scored = sample_one(row, SamplingParams(temperature=0, logprobs=2))
+    assert [entry[0] for entry in scored.top] == [1, 2] and scored.rank == 1
+
+
+VARIANTS = [
+    {"temperature": 0},
+    {},
+    {"temperature": 0, "logprobs": 5},
+    {"temperature": 0.7, "top_k": 40, "logprobs": 3},
+    {"top_p": 0.9, "min_p": 0.01},
+    {"typical_p": 0.8},
+    {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.2},
+    {"xtc_probability": 0.5, "xtc_threshold": 0.01, "no_repeat_ngram_size": 2},
+    {"mirostat_mode": 2},
+]
+
+
+@pytest.mark.parametrize("vocab", [1009, 33001])
+def test_a_row_is_bitwise_the_same_alone_batched_shuffled_and_with_any_threads(vocab: int) -> None:
+    logits = some_logits(32, vocab, seed=5)
+    sampler = Sampler(vocab)
+    for i in range(32):
+        params = SamplingParams(seed=100 + i, **VARIANTS[i % len(VARIANTS)])
+        sampler.add(str(i), params, (1, 2, 3), tuple(range(i)))
+    order = list(range(32))
+    random.Random(1).shuffle(order)
+    before, outcomes = torch.get_num_threads(), []
+    untouched = logits.clone()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            outcomes.append(sampler.sample(logits, [str(i) for i in range(32)]))
+            outcomes.append([sampler.sample(logits[i : i + 1], [str(i)])[0] for i in range(32)])
+            shuffled = sampler.sample(logits[order], [str(i) for i in order])
+            outcomes.append([shuffled[order.index(i)] for i in range(32)])
+    finally:
+        torch.set_num_threads(before)
+    assert all(outcome == outcomes[0] for outcome in outcomes)
+    assert all(isinstance(result, Sampled) for result in outcomes[0])
+    assert torch.equal(logits, untouched)
+
+
+def test_drawing_rows_together_equals_drawing_them_one_by_one() -> None:
+    from sdk.sampling.truncation import draw
+
+    logits = some_logits(9, 777, seed=2)
+    states = [
+        RequestState(SamplingParams(seed=i, **v), ResolvedParams(), (), ())
+        for i, v in enumerate(VARIANTS)
+        if v.get("temperature") != 0
+    ]
+    logits = logits[: len(states)]
+    alone = [draw(logits[i : i + 1], [state])[0] for i, state in enumerate(states)]
+    assert draw(logits, states) == alone
+
+
+def test_a_resumed_request_goes_on_as_if_nothing_happened() -> None:
+    params = SamplingParams(seed=3, repetition_penalty=1.2, no_repeat_ngram_size=2, top_p=0.9)
+    steps = some_logits(20, 30, seed=8)
+    whole, resumed = Sampler(30), Sampler(30)
+    whole.add("a", params, (4, 5))
+    output: list[int] = []
+    for step in steps:
+        resumed.add("a", params, (4, 5), output)
+        expected = whole.sample(step[None], ["a"])[0]
+        assert resumed.sample(step[None], ["a"])[0] == expected
+        output.append(expected.token_id)
+        whole.append("a", output[-1:])
+        resumed.drop("a")
+
+
+def test_the_host_s_random_state_is_left_alone() -> None:
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
+    sample_one(some_logits(1, 50)[0], SamplingParams(seed=1, top_p=0.5))
+    assert torch.equal(before[0], torch.get_rng_state()) and before[1] == random.getstate()
+    assert (before[2] == np.random.get_state()[1]).all()
+
+
+@pytest.mark.parametrize("values", [{"temperature": 0}, {"temperature": 1}, {"logprobs": 2}])
+def test_a_row_that_is_not_finite_fails_alone(values: dict) -> None:
+    logits = some_logits(4, 20)
+    logits[0, 3], logits[1, 4], logits[2] = float("nan"), INF, -INF
+    sampler = Sampler(20)
+    for name in "abcd":
+        sampler.add(name, SamplingParams(seed=1, **values))
+    results = sampler.sample(logits, list("abcd"))
+    assert [isinstance(result, str) for result in results] == [True, True, True, False]
+    assert all("not finite" in result for result in results[:3])
+
+
+def test_logprobs_are_those_of_the_raw_distribution() -> None:
+    row = some_logits(1, 40)[0]
+    reference = torch.log_softmax(row.double(), -1)
+    order = reference.argsort(descending=True).tolist()
+    params = SamplingParams(temperature=0.3, top_k=2, seed=2, logprobs=5, logit_bias={order[9]: 50})
+    result = sample_one(row, params)
+    assert result.token_id == order[9] and result.rank == 10
+    assert result.logprob == pytest.approx(reference[order[9]].item(), abs=1e-5)
+    assert [(t, r) for t, _, r in result.top] == [(t, i + 1) for i, t in enumerate(order[:5])]
+    for token, logprob, _ in result.top:
+        assert logprob == pytest.approx(reference[token].item(), abs=1e-5)
+
+
+def test_logprobs_zero_none_all_and_given_ids() -> None:
+    row = some_logits(1, 40)[0]
+    assert sample_one(row, SamplingParams(temperature=0)).logprob is None
+    none = sample_one(row, SamplingParams(temperature=0, logprobs=0))
+    assert none.top == () and none.rank == 1
+    everything = sample_one(row, SamplingParams(temperature=0, logprobs=-1))
+    assert [rank for _, _, rank in everything.top] == list(range(1, 41))
+    asked = sample_one(row, SamplingParams(temperature=0, logprobs=1, logprob_token_ids=[3, 7, 3]))
+    assert {entry[0] for entry in asked.top[1:]} == {3, 7} and len(asked.top) == 3
+    ranks = {token: rank for token, _, rank in everything.top}
+    assert all(ranks[token] == rank for token, _, rank in asked.top)
+
+
+def test_scoring_a_prompt_equals_scoring_its_rows_and_refuses_what_is_not_finite() -> None:
+    logits = some_logits(6, 33001)
+    sampler = Sampler(33001)
+    scored = sampler.score(logits, range(6), 2)
+    assert [entry.token_id for entry in scored] == list(range(6))
+    assert scored[4] == sampler.score(logits[4:5], [4], 2)[0] and len(scored[0].top) == 2
+    reference = torch.log_softmax(logits.double(), -1)
+    assert scored[2].logprob == pytest.approx(reference[2, 2].item(), abs=1e-4)
+    logits[3, 0] = float("nan")
+    with pytest.raises(RequestError, match="not finite"):
+        sampler.score(logits, range(6), 2)

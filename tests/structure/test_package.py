@@ -1,0 +1,98 @@
+"""The installed shape: what `import sdk` costs, versions, and the name ``kernels``."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import sdk
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_python(code: str, *path: Path) -> str:
+    """Run ``code`` at the root of the checkout in a fresh interpreter, ``path`` on its path."""
+    before = "import sys\n" + "".join(f"sys.path.insert(0, {str(p)!r})\n" for p in reversed(path))
+    done = subprocess.run(
+        [sys.executable, "-c", before + code], capture_output=True, text=True, cwd=ROOT, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    found = re.search(r'^version = "(.+)"$', text, re.MULTILINE)
+    assert found is not None
+    assert found[1] == sdk.__version__
+    assert f"## {sdk.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    code = "import sdk, json; print(json.dumps(sorted(sys.modules)))"
+    modules = set(json.loads(run_python(code)))
+    heavy = {"torch", "numpy", "transformers", "triton", "tokenizers", "safetensors", "gguf"}
+    heavy |= {"accelerate", "tqdm", "jinja2", "asyncio", "subprocess", "multiprocessing"}
+    assert modules & heavy == set()
+    assert len([name for name in modules if name.startswith("sdk")]) == 1
+
+
+def test_finding_the_demo_model_and_parsing_the_command_line_import_nothing_heavy() -> None:
+    code = (
+        "import sdk.demo, sdk.cli, json; sdk.cli.build_parser(); sdk.demo.cache_folder()\n"
+        "print(json.dumps(sorted(sys.modules)))"
+    )
+    modules = set(json.loads(run_python(code)))
+    assert modules & {"torch", "numpy", "transformers", "triton", "tokenizers"} == set()
+
+
+def test_every_public_name_can_be_loaded() -> None:
+    missing = [name for name in sdk.__all__ if not hasattr(sdk, name)]
+    assert missing == []
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = sdk.nonsense
+
+
+TRANSFORMERS_AND_KERNELS = """
+from transformers import LlamaForCausalLM
+import json
+try:
+    import kernels
+    where = getattr(kernels, "__file__", None)
+except ImportError:
+    where = None
+print(json.dumps(where))
+"""
+
+
+def test_transformers_imports_beside_our_kernels_folder() -> None:
+    # A namespace without a file counts as absent; a file would mean that our code was imported.
+    where = json.loads(run_python(TRANSFORMERS_AND_KERNELS))
+    assert where is None or not Path(where).is_relative_to(ROOT)
+
+
+def test_transformers_finds_the_real_kernels_package_beside_our_folder(tmp_path: Path) -> None:
+    package, facts = tmp_path / "kernels", tmp_path / "kernels-0.11.0.dist-info"
+    package.mkdir()
+    facts.mkdir()
+    # Any name can be imported from the stand-in, as transformers takes a dozen from the real one.
+    (package / "__init__.py").write_text(
+        "__version__ = '0.11.0'\n"
+        "class _Any:\n"
+        "    def __init__(self, *args, **kwargs): pass\n"
+        "    def __call__(self, *args, **kwargs): return self\n"
+        "def __getattr__(name):\n"
+        "    if name.startswith('__'): raise AttributeError(name)\n"
+        "    return _Any\n"
+    )
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: kernels\nVersion: 0.11.0\n")
+    where = json.loads(run_python(TRANSFORMERS_AND_KERNELS, ROOT, tmp_path))
+    assert where == str(package / "__init__.py")

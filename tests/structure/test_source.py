@@ -1,0 +1,274 @@
+"""The shape of the source: import order, sizes, and what library code never does."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("kernels", "quant", "loaders", "models", "sdk")
+
+#: What each folder may import of ours, besides itself.
+ALLOWED = {
+    "kernels": set(),
+    "quant": {"kernels"},
+    # the layouts are the plain tensors a format decodes into, not kernels
+    "loaders": {"quant", "kernels.layouts"},
+    "models": {"quant", "kernels"},
+    "sdk": {"kernels", "quant", "loaders", "models"},
+}
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+#: Files that would only get harder to read by being cut: their own limit, and why.
+LONG_FILES = {
+    "sdk/engine/scheduler.py": (540, "plan and commit read each other's state"),
+    "sdk/llm.py": (510, "the whole facade, sync and async twins side by side"),
+}
+
+TOP_LEVEL = {
+    *("sdk", "quant", "kernels", "models", "loaders", "tests", "docs", "pyproject.toml"),
+    *("README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "CMakeLists.txt"),
+    *(".ci", ".gitignore"),
+}
+#: What a checkout may hold besides, because a tool or a build made it (all in .gitignore).
+MADE = {".git", ".venv", "build", "dist", "bench-results", "__pycache__"}
+
+#: What a rank's own process may do, which the host's may not: (file, call) -> why.
+EXEMPT = {
+    ("sdk/executors/worker.py", "signal.signal"): "a child process of ours: the parent ends it",
+    ("sdk/executors/worker.py", "torch.set_num_threads"): "the same: the child's torch is ours",
+    ("sdk/executors/channel.py", "pickle.loads"): "plans and results from our own child process",
+}
+
+#: Modules of the engine that only decide, and must import without torch and numpy.
+PURE = (
+    *("sdk/params.py", "sdk/outputs.py", "sdk/memory.py", "sdk/demo.py", "sdk/engine/plan.py"),
+    *("sdk/engine/request.py", "sdk/engine/scheduler.py", "sdk/engine/pages.py"),
+)
+
+
+def sources(*folders: str) -> list[Path]:
+    found = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [path for path in found if "__pycache__" not in path.parts]
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every import, also those inside functions."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                yield node.lineno, "." * node.level
+            elif node.module == "sdk":
+                for alias in node.names:
+                    yield node.lineno, f"sdk.{alias.name}"
+            else:
+                yield node.lineno, node.module or ""
+
+
+def order_errors(folder: str, tree: ast.AST) -> list[str]:
+    errors = []
+    for line, name in imported(tree):
+        if name.startswith("."):
+            errors.append(f"line {line}: relative import")
+            continue
+        top, _, rest = name.partition(".")
+        if top in ("kernels", "quant", "loaders", "models"):
+            errors.append(f"line {line}: {name} (ours are imported as sdk.{top})")
+        if top != "sdk" or folder == "sdk":
+            continue
+        target = rest.partition(".")[0] or "sdk"
+        if target not in ("kernels", "quant", "loaders", "models"):
+            target = "sdk"
+        fine = {folder, *ALLOWED[folder]}
+        if target not in fine and rest not in fine:
+            errors.append(f"line {line}: {folder} imports {name}")
+    return errors
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_folders_import_only_what_lies_below_them(folder: str) -> None:
+    errors = {name_of(path): order_errors(folder, parse(path)) for path in sources(folder)}
+    assert errors, f"no sources in {folder}"
+    assert {name: found for name, found in errors.items() if found} == {}
+
+
+@pytest.mark.parametrize(
+    ("folder", "code"),
+    [
+        ("kernels", "from sdk.quant.spec import QuantSpec"),
+        ("quant", "import sdk.loaders.open"),
+        ("loaders", "def f():\n    from sdk.models.auto import build_model"),
+        ("models", "from sdk.loaders import open"),
+        ("quant", "from sdk.errors import SdkError"),
+        ("quant", "from sdk import LLM"),
+        ("sdk", "import kernels.ops"),
+        ("quant", "from .spec import QuantSpec"),
+    ],
+)
+def test_the_order_check_notices_a_wrong_import(folder: str, code: str) -> None:
+    assert order_errors(folder, ast.parse(code))
+
+
+def test_the_mapped_folders_have_no_init_file() -> None:
+    # With one, `import transformers` in a checkout would take our kernels/ for Hugging Face's.
+    found = [name for name in FOLDERS[:4] if (ROOT / name / "__init__.py").exists()]
+    assert found == []
+
+
+def test_no_module_of_ours_hides_one_of_the_standard_library_or_of_a_dependency() -> None:
+    hidden = {"types", "queue", "platform", "inspect", "safetensors", "gguf", "torch", "triton"}
+    dumping_grounds = {"utils", "util", "common", "helpers", "misc", "manager"}
+    found = [name_of(p) for p in sources(*FOLDERS) if p.stem in hidden | dumping_grounds]
+    assert found == []
+
+
+def test_the_top_level_is_exactly_what_is_documented() -> None:
+    here = {path.name for path in ROOT.iterdir()}
+    caches = {
+        name for name in here if re.fullmatch(r"\.(venv-.*|.*cache|hypothesis|coverage)", name)
+    }
+    assert sorted(TOP_LEVEL - here) == []
+    assert sorted(here - TOP_LEVEL - MADE - caches) == []
+
+
+def lines_of(name: str) -> int:
+    return len((ROOT / name).read_text(encoding="utf-8").splitlines())
+
+
+def test_files_are_short_enough_to_read() -> None:
+    lengths = {name_of(path): lines_of(name_of(path)) for path in sources(*FOLDERS)}
+    limits = {name: limit for name, (limit, _) in LONG_FILES.items()}
+    long = {name: n for name, n in lengths.items() if n > limits.get(name, MAX_FILE_LINES)}
+    assert long == {}
+
+
+def test_a_file_that_became_short_has_no_limit_of_its_own() -> None:
+    listed = [name for name in LONG_FILES if (ROOT / name).exists()]
+    assert [name for name in listed if lines_of(name) <= MAX_FILE_LINES] == []
+
+
+def test_functions_are_short_enough_to_read() -> None:
+    long = {}
+    for path in sources(*FOLDERS):
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno is not None
+                length = node.end_lineno - node.lineno + 1
+                if length > MAX_FUNCTION_LINES:
+                    long[f"{name_of(path)}:{node.name}"] = length
+    assert long == {}
+
+
+def forbidden(tree: ast.AST, *, may_print: bool) -> list[str]:
+    """What library code never does: print, globals, torch-wide settings, environment, handlers."""
+    found = []
+    for node in ast.walk(tree):
+        line = getattr(node, "lineno", 0)
+        if isinstance(node, ast.Global):
+            found.append(f"line {line}: global {', '.join(node.names)}")
+        elif isinstance(node, ast.Call):
+            call = ast.unparse(node.func)
+            if call == "print" and not may_print:
+                found.append(f"line {line}: print")
+            if re.fullmatch(r"torch\.set_\w+|os\.(putenv|unsetenv|chdir)|signal\.signal", call):
+                found.append(f"line {line}: {call}")
+            if re.fullmatch(r"os\.environ\.(update|setdefault|pop|clear)", call):
+                found.append(f"line {line}: {call}")
+            if re.fullmatch(r"logging\.(basicConfig|info|warning|error|debug)", call):
+                found.append(f"line {line}: {call} (the root logger is the host's)")
+            if re.fullmatch(r"(pickle|marshal)\.loads?|torch\.load|eval|exec", call):
+                found.append(f"line {line}: {call} runs what a file says")
+            if call == "warnings.filterwarnings" or call == "warnings.simplefilter":
+                found.append(f"line {line}: {call}")
+        elif isinstance(node, ast.Assign | ast.AugAssign | ast.Delete):
+            targets = [node.target] if isinstance(node, ast.AugAssign) else node.targets
+            for target in targets:
+                if ast.unparse(target).startswith("os.environ["):
+                    found.append(f"line {line}: os.environ is changed")
+    return found
+
+
+def mutable_state(tree: ast.Module) -> list[str]:
+    """Module-level names that functions could fill: empty containers and anything rebound later.
+
+    A table that is written down in full is a constant; ``cache = {}`` waits to be filled.
+    """
+    found = []
+    for node in tree.body:
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+            continue
+        value = node.value
+        empty = isinstance(value, ast.List | ast.Dict | ast.Set) and not (
+            value.keys if isinstance(value, ast.Dict) else value.elts
+        )
+        made = isinstance(value, ast.Call) and re.fullmatch(
+            r"(collections\.)?(dict|list|set|defaultdict|OrderedDict|deque|Counter)"
+            r"|threading\.\w+|itertools\.count|weakref\.\w+|contextvars\.ContextVar",
+            ast.unparse(value.func),
+        )
+        if empty or (made and not value.args):
+            found.append(f"line {node.lineno}: {ast.unparse(node)[:60]}")
+    return found
+
+
+def test_library_code_leaves_the_host_alone() -> None:
+    found = []
+    for path in sources(*FOLDERS):
+        name = name_of(path)
+        for error in forbidden(parse(path), may_print=name.startswith("sdk/cli/")):
+            if not any(name == file and f" {call}" in error for file, call in EXEMPT):
+                found.append(f"{name}: {error}")
+    assert found == []
+
+
+def test_modules_hold_no_state() -> None:
+    found = {name_of(p): mutable_state(parse(p)) for p in sources(*FOLDERS)}
+    assert {name: errors for name, errors in found.items() if errors} == {}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "print('x')",
+        "def f():\n    global x",
+        "torch.set_num_threads(1)",
+        "os.environ['A'] = 'b'",
+        "del os.environ['A']",
+        "os.environ.setdefault('A', 'b')",
+        "signal.signal(2, f)",
+        "logging.basicConfig()",
+        "pickle.load(f)",
+        "torch.load(f)",
+    ],
+)
+def test_the_guest_check_notices(code: str) -> None:
+    assert forbidden(ast.parse(code), may_print=False)
+
+
+@pytest.mark.parametrize(
+    "code", ["cache = {}", "seen: set[int] = set()", "lock = threading.Lock()"]
+)
+def test_the_state_check_notices(code: str) -> None:
+    assert mutable_state(ast.parse(code))
+
+
+@pytest.mark.parametrize("name", PURE)
+def test_deciding_modules_import_neither_torch_nor_numpy(name: str) -> None:
+    heavy = {"torch", "numpy", "transformers", "triton", "safetensors", "gguf"}
+    found = {imports.partition(".")[0] for _, imports in imported(parse(ROOT / name))}
+    assert found & heavy == set()

@@ -1,0 +1,221 @@
+"""Rendering conversations: what templates may use, and what is refused."""
+
+# ruff: noqa: E501 (tables of one-line templates)
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sdk.loaders.chat_template import MAX_DEPTH, ChatTemplate, TemplateError, render_chat
+
+USER = [{"role": "user", "content": "Hi"}]
+
+
+def render(source: str, messages: Any = USER, **kwargs: Any) -> str:
+    return render_chat(source, messages, **kwargs)
+
+
+def test_blocks_trim_their_lines_as_in_transformers() -> None:
+    source = "{% for m in messages %}\n  {% if true %}\n{{ m.role }}\n  {% endif %}\n{% endfor %}\n"
+    assert render(source) == "user\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),
+        ("{% for i in [1,2] %}{{ loop.last }}{{ loop.length }} {% endfor %}", "False2 True2 "),
+        ("{% generation %}{{ messages[0].content }}{% endgeneration %}", "Hi"),
+        ('{{ {"a": "<é>", "b": [1]}|tojson }}', '{"a": "<é>", "b": [1]}'),
+        ("{{ {'b': 1, 'a': 2}|tojson(indent=1, sort_keys=true) }}", '{\n "a": 2,\n "b": 1\n}'),
+        ("{{ {'a': [1, 2]}|tojson(separators=(',', ':')) }}", '{"a":[1,2]}'),
+        ("{{ strftime_now('%Y')|length }}", "4"),
+        ("{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = 1 %}{% endfor %}{{ ns.n }}", "1"),
+        ("{% macro f(x) %}<{{ x }}>{% endmacro %}{{ f('a') ~ f(1) }}", "<a><1>"),
+        ("{{ bos_token }}{{ messages|map(attribute='role')|join(',') }}{{ eos_token }}", "[B]user"),
+        ("{{ 'a,b'.split(',')[1] + '%s-%02d' % ('x', 3) + '{}'.format(4) }}", "bx-034"),
+        ("{{ ' x '|trim }}{{ ('ab' * 2)|upper }}{{ 2 ** 3 }}{{ 7 // 2 }}{{ -3|abs }}", "xABAB833"),
+        ("{{ (messages + [1])|length }}{{ messages[1:]|length }}{{ tools is none }}", "20True"),
+        ("{{ 'b' in ['a', 'b'] }}{{ messages[0] is mapping }}{{ x is defined }}", "TrueTrueFalse"),
+        ("{{ messages|selectattr('role', 'equalto', 'user')|list|length }}", "1"),
+        ("{{ add_generation_prompt }}", "True"),
+    ],
+)  # fmt: skip
+def test_what_templates_use_works(source: str, expected: str) -> None:
+    assert render(source, special_tokens={"bos_token": "[B]"}) == expected
+
+
+def test_a_template_may_refuse_a_conversation() -> None:
+    with pytest.raises(TemplateError, match="roles must alternate"):
+        render("{{ raise_exception('roles must alternate') }}")
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe|not callable"),
+        ("{{ (messages|attr('__class__')).x }}", "unsafe|undefined"),
+        ("{% include 'other' %}", "no loader"),
+        ("{% import 'os' as os %}", "no loader"),
+        ("{{ lipsum(n=9999) }}", "undefined"),
+        ("{{ cycler('a').next() }}", "undefined"),
+        ("{{ missing.field }}", "undefined"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{{ messages|xmlattr }}", "compile.*xmlattr"),
+        ("{% for %}", "compile at line 1"),
+        ("x\n{% if %}", "compile at line 2"),
+        ("{{ " + "(" * 5000 + ")" * 5000 + " }}", "compile.*Recursion"),
+        ("{{ 1" + "+1" * 15000 + " }}", "compile.*Recursion"),
+        ("{% for a in [1] %}" * 60 + "{% endfor %}" * 60, "compile"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "Recursion"),
+        ("{% set n = namespace() %}{% set n._x = 1 %}", "underscore"),
+        ("x" * 65537, "65537 bytes"),
+    ],
+)
+def test_attacks_and_mistakes_end_in_a_template_error(source: str, words: str) -> None:
+    with pytest.raises(TemplateError, match=f"(?s){words}"):
+        render(source)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("tokenize", True, "cannot be set"),
+        ("chat_template", "x", "cannot be set"),
+        ("bos_token", "x", "cannot be set"),
+        ("raise_exception", "x", "cannot be set"),
+        ("_private", 1, "cannot be set"),
+        ("persno", 1, "no argument 'persno'; did you mean person"),
+        ("person", object(), "person: expected plain data, found object"),
+        ("person", {1: 2}, "string keys, found int"),
+    ],
+)
+def test_arguments_are_checked(name: str, value: Any, words: str) -> None:
+    template = ChatTemplate("{{ person }}{{ bos_token }}{{ tokenize }}")
+    with pytest.raises(TemplateError, match=words):
+        template.render(USER, **{name: value})
+
+
+def test_arguments_that_the_template_reads_or_that_are_common_are_accepted() -> None:
+    assert render("{{ person }}", person="me", enable_thinking=False) == "me"
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ("Hi", "a list of messages, found str"),
+        ({"role": "user"}, "a list of messages, found dict"),
+        (None, "found NoneType"),
+        ([], "at least one"),
+        (["Hi"], r"messages\[0\]: expected a dict, found str"),
+        ([{"content": "Hi"}], "a role"),
+        ([{"role": 5, "content": "Hi"}], "a role.*found 5"),
+        ([{"role": "user"}], r"messages\[0\]: expected content"),
+        ([{"role": "user", "content": None}], "expected content"),
+        ([{"role": "user", "content": 5}], "a string or a list of parts, found int"),
+        ([{"role": "user", "content": ["x"]}], r"content\[0\].*found str"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "found type 'image'"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "found type 'text'"),
+        ([{"role": "user", "content": "x", "extra": object()}], "extra: expected plain data"),
+    ],
+)
+def test_messages_are_checked(messages: Any, words: str) -> None:
+    with pytest.raises(TemplateError, match=words):
+        render("x", messages)
+
+
+def test_nesting_is_bounded() -> None:
+    deep: Any = "x"
+    for _ in range(MAX_DEPTH + 1):
+        deep = [deep]
+    with pytest.raises(TemplateError, match="nested more than"):
+        render("x", [{"role": "user", "content": "x", "deep": deep}])
+    with pytest.raises(TemplateError, match=r"tools.*nested more than"):
+        render("x", tools=deep)
+
+
+def test_an_assistant_may_have_tool_calls_instead_of_content() -> None:
+    calls = [{"role": "assistant", "content": None, "tool_calls": []}]
+    assert render("{{ messages[0].content is none }}", calls) == "True"
+
+
+def test_text_parts_reach_a_template_in_the_form_it_reads() -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": t} for t in ("a", "b")]}]
+    assert render("{{ messages[0]['content'] + '!' }}", parts) == "a\nb!"
+    loop = "{% for part in messages[0]['content'] %}<{{ part.text }}>{% endfor %}"
+    assert render(loop, parts) == "<a><b>"
+
+
+HOSTILE = {
+    "nested loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "a long loop": "{% for i in range(99999) %}{% set x = range(99999)|sort %}{% endfor %}",
+    "range": "{% for i in range(10**9) %}{% endfor %}",
+    "repeated string": "{{ 'a' * 10**8 }}",
+    "repeated list": "{{ ([1] * 10**8)|length }}",
+    "power": "{{ 9 ** 999999 }}",
+    "squares": "{% set n = namespace(x=9) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}",
+    "doubling": "{% set n = namespace(s='ab') %}{% for i in range(99) %}{% set n.s = n.s + n.s %}{% endfor %}",
+    "joining": "{% set n = namespace(s='ab') %}{% for i in range(99) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+    "nested lists": "{% set n = namespace(s=[1]) %}{% for i in range(99) %}{% set n.s = [n.s, n.s] %}{% endfor %}{{ n.s }}",
+    "nested dicts": "{% set n = namespace(s=1) %}{% for i in range(99) %}{% set n.s = {'a': n.s, 'b': n.s} %}{% endfor %}{{ n.s|tojson }}",
+    "comparing": "{% set n = namespace(a=[1], b=[1]) %}{% for i in range(99) %}{% set n.a = [n.a, n.a] %}{% set n.b = (n.b, n.b)|list %}{% endfor %}{{ n.a == n.b }}",
+    "center filter": "{{ 'a'|center(10**8) }}",
+    "center method": "{{ 'a'.center(10**8) }}",
+    "percent": "{{ '%100000000d' % 1 }}",
+    "percent star": "{{ '%*d' % (99999999, 1) }}",
+    "percent precision": "{{ '%.100000000f' % 1 }}",
+    "percent bytes": "{{ '%100000000d'.encode() % 1 }}",
+    "many percents": "{{ '%99999d' * 99 % (1,) }}",
+    "format filter": "{{ '%100000000d'|format(1) }}",
+    "format": "{{ '{:>100000000}'.format(1) }}",
+    "nested format": "{{ '{:{}}'.format(1, 10**8) }}",
+    "format_map": "{{ '{a:>99999999}'.format_map({'a': 1}) }}",
+    "replace filter": "{{ ('a' * 99999)|replace('a', 'b' * 99999) }}",
+    "replace method": "{{ ('a' * 99999).replace('a', 'b' * 99999) }}",
+    "join filter": "{{ range(99999)|join('a' * 99999) }}",
+    "join method": "{{ ('a' * 99999).join('b' * 99999) }}",
+    "indent": "{{ ('\\n' * 99999)|indent(99999) }}",
+    "json indent": "{{ [1]|tojson(indent=99999) }}",
+    "tabs": "{{ ('\\t' * 99999).expandtabs(99999) }}",
+    "bytes of a number": "{{ (1).to_bytes(10**9, 'big') }}",
+    "digits": "{{ ('9' * 99999)|int }}",
+    "sum of lists": "{{ ([[1]] * 9999)|sum(start=[]) }}",
+    "a quadratic test": "{{ range(99999)|select('in', range(99999)|list)|list }}",
+    "a buffered block": "{% macro m() %}{% for i in range(99999) %}{{ 'a' * 99999 }}{% endfor %}{% endmacro %}{{ m() }}",
+    "a captured block": "{% for i in range(99999) %}{% set y %}{{ 'a' * 999999 }}{% endset %}{% endfor %}",
+    "mapped fill": "{{ range(99999)|map('center', 99999)|list }}",
+    "dict.fromkeys": "{{ dict.fromkeys(range(99999), 'a' * 99999) }}",
+    "translate": "{{ 'aaa'.translate({97: 'b' * 99999}) }}",
+    "date width": "{{ strftime_now('%99999999Y') }}",
+    "output": "{% for i in range(99999) %}{{ 'a' * 999 }}{% endfor %}",
+    "literal output": "{% for i in range(99999) %}" + "a" * 999 + "{% endfor %}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_template_is_stopped(name: str) -> None:
+    with pytest.raises(TemplateError, match=r"stopped: it asked for|Range too big"):
+        render(HOSTILE[name])
+
+
+def test_printing_a_namespace_does_not_descend_into_it() -> None:
+    source = "{% set n = namespace() %}{% for i in range(60) %}{% set n = namespace(a=n, b=n) %}{% endfor %}{{ n }}"
+    assert render(source) == "<namespace>"
+
+
+def test_a_long_conversation_is_far_below_the_budget() -> None:
+    source = (
+        "{% set ns = namespace(seen=[], text='') %}{% for m in messages %}{% if loop.index0 == "
+        "messages|length - 1 %}!{% endif %}{% set ns.seen = ns.seen + [m] %}<{{ m['role'] }}>"
+        "{{ m['content']|trim }}{% set ns.text = m.role %}{% endfor %}"
+    )
+    messages = [{"role": "user", "content": "word " * 100}] * 1000
+    assert len(render(source, messages)) > 500_000
+
+
+def test_one_template_renders_many_times_with_a_fresh_budget() -> None:
+    template = ChatTemplate("{% for i in range(99999) %}{% endfor %}{{ messages[0].content }}")
+    assert [template.render(USER) for _ in range(25)] == ["Hi"] * 25
