@@ -7,7 +7,7 @@
 
 #include <stdint.h>
 
-enum { kAbiVersion = 1 };
+enum { kAbiVersion = 2 };
 
 // Element types of scales, minima, pages and dense values.
 enum ElementType { kF16 = 0, kBF16 = 1, kF32 = 2, kU8 = 3, kI8 = 4 };
