@@ -108,6 +108,15 @@ class Cases:
         return True
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_torch_thread() -> Iterator[None]:
+    """torch's own threads spin for each other when a core is busy: 100 s instead of 5."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session", params=LEVELS or ("missing",))
 def backend(request: pytest.FixtureRequest) -> Iterator[CpuBackend]:
     """A backend of two threads at each SIMD level this CPU has."""
