@@ -1,11 +1,12 @@
 """Greedy answers on real weights against transformers on the dequantized weights.
 
-The oracle is transformers' own modeling code in float32, fed our answer token by token. Rule: where
-its best logit leads the second by more than ``NOISE`` times the standard deviation of its logits at
-that position, our token must be its best token. With ``compute="exact"`` the two differ by rounding
-only (measured below 2e-5 of the deviation); with 8-bit activations the logits carry noise of about
-2 % of it, and a difference of two such logits rarely exceeds 8 %. Closer races are counted, and may
-not be more than a tenth of all positions, so that the rule cannot excuse a broken model.
+The oracle is transformers' own modeling code in float32, fed our answer token by token. The rule:
+at every position our token is the oracle's best token, or the oracle's logit of it lies within
+``NOISE`` standard deviations (of the logits at that position) of the best one. So tokens are equal
+wherever the oracle's margin exceeds the noise, and no position goes unjudged. With
+``compute="exact"`` only the order of float32 additions differs. With 8-bit activations the
+difference of the two best logits carries noise of 0.107 deviations at the 99th percentile on
+SmolLM2 and 0.093 on Gemma; ``test_rounding.py`` bounds that noise itself.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import torch
 from sdk import LLM, SamplingParams
 from sdk.loaders.open import open_checkpoint
 
-NOISE = {"exact": 0.002, "auto": 0.08}
+NOISE = {"exact": 0.002, "auto": 0.12}
+#: At most so many of the 192 positions may differ at all; measured 0 and 0 (exact), 4 and 6 (auto).
+DIFFERENT = {"exact": 2, "auto": 12}
 PROMPTS = [
     "The capital of France is",
     "def fibonacci(n):",
@@ -67,30 +70,28 @@ def real(request: pytest.FixtureRequest) -> tuple[Path, torch.nn.Module]:
 
 @pytest.mark.model
 @pytest.mark.parametrize("compute", ["exact", "auto"])
-def test_greedy_tokens_equal_transformers_wherever_its_margin_is_clear(
+def test_greedy_tokens_equal_transformers_wherever_its_margin_exceeds_the_noise(
     real: tuple[Path, torch.nn.Module], compute: str
 ) -> None:
     path, oracle = real
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
     with LLM(path, compute=compute, kv_cache_dtype="float32", max_model_len=512) as llm:
         outputs = llm.generate(PROMPTS, params)
-    close = total = 0
+    different = 0
     for output in outputs:
         prompt, answer = list(output.prompt_token_ids), list(output.outputs[0].token_ids)
         assert len(answer) == MAX_TOKENS
         with torch.no_grad():
             logits = oracle(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
-        best = logits.topk(2).values
-        clear = (best[:, 0] - best[:, 1]) > NOISE[compute] * logits.std(dim=-1)
-        total += len(answer)
-        close += int((~clear).sum())
-        for step, (token, expected) in enumerate(
-            zip(answer, logits.argmax(-1).tolist(), strict=True)
-        ):
-            assert token == expected or not clear[step], (
-                f"{output.prompt!r}, token {step}: {token}, expected {expected}"
-            )
-    assert close <= total / 10, f"{close} of {total} positions were too close to judge"
+        best, expected = logits.max(dim=-1)
+        ours = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
+        lost = (best - ours) / logits.std(dim=-1)
+        assert lost.max() <= NOISE[compute], (
+            f"{output.prompt!r}: token {int(lost.argmax())} is {float(lost.max()):.3f} deviations "
+            f"worse than the best"
+        )
+        different += sum(a != b for a, b in zip(answer, expected.tolist(), strict=True))
+    assert different <= DIFFERENT[compute]
 
 
 @pytest.mark.model

@@ -1,0 +1,41 @@
+"""What rounding activations to 8 bits costs, measured on real weights against exact arithmetic.
+
+256 tokens of English (the text of Python's own help pages), float32 KV. Baselines measured when
+this was written; llama.cpp's logits of the same tokens lie 0.0345 and 0.0401 of their norm away
+from the exact ones, with a KL divergence of 0.0040 and 0.0059: being faster must not mean being
+further off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import pytest
+import torch
+from torch import Tensor
+
+from sdk.loaders.open import open_checkpoint
+
+TEXT = topics["assignment"][:2000]
+#: (relative error of the centred logits, mean KL): measured 0.0342, 0.0036 and 0.0248, 0.0027.
+BOUNDS = {"smollm2": (0.036, 0.0040), "gemma3": (0.027, 0.0030)}
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("name", ["smollm2", "gemma3"])
+def test_rounded_activations_stay_as_close_as_measured(
+    name: str, request: pytest.FixtureRequest, logits_of: Callable[..., Tensor]
+) -> None:
+    model: Path = request.getfixturevalue(name)
+    tokenizer = open_checkpoint(model).tokenizer
+    prompt = torch.tensor(tokenizer.encode(TEXT)[:256])
+    exact, rounded = (
+        logits_of(model, prompt, compute, 64).log_softmax(-1) for compute in ("exact", "auto")
+    )
+    centred = exact - exact.mean(-1, keepdim=True)
+    difference = rounded - rounded.mean(-1, keepdim=True) - centred
+    error, kl = BOUNDS[name]
+    assert float(difference.norm() / centred.norm()) < error
+    assert float((exact.exp() * (exact - rounded)).sum(-1).mean()) < kl
