@@ -149,6 +149,11 @@ class DenseWeight(PackedWeight):
     def spec(self) -> QuantSpec:
         return self._spec
 
+    def dequantize(self) -> Tensor:
+        layout = self.layout
+        assert isinstance(layout, Dense)
+        return layout.values.to(torch.float32, copy=True)
+
     def _narrow_in(self, start: int, count: int) -> Layout:
         layout = self.layout
         assert isinstance(layout, Dense)
@@ -176,7 +181,8 @@ class AffineWeight(PackedWeight):
     def _narrow_in(self, start: int, count: int) -> Layout:
         w = self.layout
         assert isinstance(w, Affine)
-        self._check_group(w.group, start, count)
+        if w.group < w.shape[1]:  # one group for the whole row may be cut anywhere
+            self._check_group(w.group, start, count)
         first, last = start // w.group, -(-(start + count) // w.group)
         if start * w.bits % 8 == 0:
             codes = w.codes[:, start * w.bits // 8 : -(-(start + count) * w.bits // 8)]

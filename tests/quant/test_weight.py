@@ -178,6 +178,20 @@ def test_a_cut_through_a_group_is_refused(side: str, start: int, count: int) -> 
         affine().narrow(side, start, count)  # type: ignore[arg-type]
 
 
+def test_one_group_for_the_whole_row_may_be_cut_anywhere() -> None:
+    weight = affine(group=256, kind="zeros")
+    assert torch.equal(weight.narrow("in", 6, 100).dequantize(), weight.dequantize()[:, 6:106])
+
+
+@every_layout
+def test_a_dequantized_weight_is_a_copy(make: Callable[[int], Weight]) -> None:
+    weight = make(7)
+    value = weight.dequantize()
+    kept = value.clone()
+    value.zero_()
+    assert torch.equal(weight.dequantize(), kept)
+
+
 def test_a_cut_through_a_block_is_refused() -> None:
     with pytest.raises(AlignmentError, match="multiples of 256"):
         blocks("q4_k").narrow("in", 128, 256)
