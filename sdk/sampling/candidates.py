@@ -19,7 +19,7 @@ from sdk.sampling.rows import (
     RunningSum,
     Scratch,
     ascending,
-    first_above,
+    from_least,
     largest,
 )
 from sdk.sampling.state import RequestState
@@ -54,10 +54,9 @@ class Candidates:
             self._weights = self._weights[index]
 
     def drop(self, index: Indices) -> None:
-        """Drop the candidates at ``index``."""
-        stays = np.ones(len(self.scaled), np.bool_)
-        stays[index] = False
-        self.keep(np.flatnonzero(stays))
+        """Make the candidates at ``index`` impossible; they keep their places."""
+        self.scaled[index] = -np.inf
+        self.weights()[index] = 0.0
 
 
 def draw(logits: Floats, state: RequestState, scratch: Scratch) -> int:
@@ -100,11 +99,11 @@ def _top_p(candidates: Candidates, mass: float, scratch: Scratch) -> None:
     # Tokens below the bound weigh less than (1 - mass) * total together, even if it were all n: the
     # others reach the mass, so the set lies among them.
     bound = (1 - mass) * total / len(weights)
-    candidates.keep(scratch.at_least(weights, np.float32(bound)))
-    weights = candidates.weights()
-    ordered = np.sort(weights)[::-1]
+    ordered = weights[scratch.at_least(weights, np.float32(bound))]
+    ordered.sort()
+    ordered = ordered[::-1]
     count = RunningSum(ordered).find(mass * total, "left") + 1
-    candidates.keep(first_above(weights, ordered[count - 1], count))
+    candidates.keep(from_least(weights, ordered[count - 1], count, scratch))
 
 
 def _typical(candidates: Candidates, mass: float, scratch: Scratch) -> None:

@@ -70,24 +70,24 @@ def largest(values: Floats, count: int, scratch: Scratch) -> Indices:
     if count >= size:
         return np.arange(size)
     chosen = None
-    if max(_GROUPS, 4 * count) <= size // 4:
-        # In 2 * count groups or more, count maxima reach the bound, and so at least count values.
-        groups = max(_GROUPS, 2 * count)
+    groups = max(_GROUPS, 2 * count)
+    if groups <= size // 8:
+        # ``count`` of the groups' maxima reach the bound, and so at least ``count`` values do.
         depth = size // groups
         peaks = values[: depth * groups].reshape(depth, groups).max(0)
-        peaks.partition(groups - count)
-        chosen = scratch.at_least(values, peaks[groups - count])
+        chosen = scratch.at_least(values, np.partition(peaks, -count)[-count])
         values = values[chosen]
-    kept = first_above(values, np.partition(values, len(values) - count)[-count], count)
+    kept = from_least(values, np.partition(values, -count)[-count], count, scratch)
     return kept if chosen is None else chosen[kept]
 
 
-def first_above(values: Floats, least: np.float32, count: int) -> Indices:
-    """Indices, ascending, of ``count`` values: those above ``least``, then the first equal to it."""
-    keep = values > least
-    room = count - np.count_nonzero(keep)
-    keep[np.flatnonzero(values == least)[:room]] = True
-    return np.flatnonzero(keep)
+def from_least(values: Floats, least: np.float32, count: int, scratch: Scratch) -> Indices:
+    """Indices, ascending, of the ``count`` largest, given the least of those values."""
+    kept = scratch.at_least(values, least)
+    excess = len(kept) - count
+    if excess:  # of the values equal to ``least``, the last ones stay out
+        kept = np.delete(kept, np.flatnonzero(values[kept] == least)[-excess:])
+    return kept
 
 
 def ascending(values: Floats, scratch: Scratch) -> Indices:

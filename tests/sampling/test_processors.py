@@ -6,8 +6,7 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from transformers.generation import logits_process as hf
 
 from sdk.engine.plan import Sampled
@@ -158,6 +157,15 @@ def test_user_processors_see_the_output_and_run_in_order() -> None:
     params = SamplingParams(logits_processors=[first, second], temperature=0)
     sampler.add("a", params, (1,), (2, 3))
     assert sampler.sample(row()[None], ["a"]) == [Sampled(5)] and seen == [(2, 3)]
+
+
+def test_a_user_processor_may_return_what_autograd_tracks() -> None:
+    weight = torch.ones(V, requires_grad=True)
+    sampler = Sampler(V)
+    sampler.add("a", SamplingParams(logits_processors=[lambda _, x: x * weight], seed=3))
+    sampler.add("b", SamplingParams(seed=3))
+    results = sampler.sample(torch.stack([row(), row()]), ["a", "b"])
+    assert isinstance(results[0], Sampled) and results[0] == results[1]
 
 
 def broken(output, logits):
