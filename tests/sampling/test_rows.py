@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 
 from sdk.sampling.rows import RunningSum, Scratch, ascending, largest
 
-sizes = st.sampled_from([1, 2, 255, 256, 257, 1000, 8192, 9001])
+sizes = st.sampled_from([1, 2, 255, 256, 257, 1000, 8192, 9001, 70001])
 
 
 def numbers(size: int, seed: int, distinct: int) -> np.ndarray:

@@ -159,6 +159,12 @@ def test_xtc_with_threshold_zero_leaves_the_least_likely_token_that_can_be_drawn
     assert truncation.draw(row[None], [state]) == [2]
 
 
+def test_mirostat_keeps_the_best_however_little_surprise_it_may_bring() -> None:
+    row = some_logits(1, 300, 6)[0]
+    row[[40, 90]] = row.max() + 1
+    assert kept(row, mirostat_mode=2, mirostat_tau=0.0) == {40, 90}
+
+
 COMBINED = [
     {"top_p": 0.9},
     {"temperature": 3.0, "top_p": 0.999},
