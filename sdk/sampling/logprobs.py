@@ -6,41 +6,46 @@ is the most likely token; of equally likely tokens the lowest id comes first.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from sdk.engine.plan import Sampled
+from sdk.sampling.rows import Floats, Scratch, largest
 
 
-def scored(logits: Tensor, token_id: int, num_top: int | None, also: Sequence[int] = ()) -> Sampled:
+def scored(
+    logits: Floats,
+    token_id: int,
+    num_top: int | None,
+    scratch: Scratch,
+    also: Sequence[int] = (),
+) -> Sampled:
     """Score ``token_id`` in ``logits [V]``, with the ``num_top`` best (-1: all) and ``also``."""
-    # log_softmax of one row at a time: bitwise the same for any batch (see truncation).
-    logprobs = torch.log_softmax(logits[None], -1)[0]
-    ids = _best(logprobs, num_top or 0)
-    top = list(zip(ids.tolist(), logprobs[ids].tolist(), range(1, len(ids) + 1), strict=True))
+    best = logits.max()
+    with np.errstate(all="ignore"):
+        below = np.subtract(logits, best, out=scratch.scaled)
+        weights = np.exp(below, out=scratch.weights)
+    # log p = logit - offset in float64; of its terms only the weights were rounded to float32.
+    offset = float(best) + math.log(weights.sum(dtype=np.float64))
+    count = len(logits) if num_top == -1 else num_top or 0
+    top: list[tuple[int, float, int]] = []
+    if count:
+        ids = largest(logits, count, scratch)
+        ids = ids[np.argsort(-logits[ids], kind="stable")]
+        scores = logits[ids].astype(np.float64) - offset
+        top = list(zip(ids.tolist(), scores.tolist(), range(1, len(ids) + 1), strict=True))
     if also:
         present = {entry[0] for entry in top}
-        extra = [(i, *_place(logprobs, i)) for i in also if i not in present]
+        extra = [(i, *_place(logits, i, offset)) for i in also if i not in present]
         top += sorted(dict.fromkeys(extra), key=lambda entry: entry[2])
-    logprob, rank = _place(logprobs, token_id)
+    logprob, rank = _place(logits, token_id, offset)
     return Sampled(token_id, logprob, rank, tuple(top))
 
 
-def _best(logprobs: Tensor, count: int) -> Tensor:
-    """Ids of the ``count`` largest, best first (topk alone may take any of several equals)."""
-    if count < 0 or count >= len(logprobs):
-        return logprobs.sort(descending=True, stable=True).indices
-    if count == 0:
-        return torch.empty(0, dtype=torch.int64, device=logprobs.device)
-    least = logprobs.topk(count).values[-1]
-    candidates = (logprobs >= least).nonzero()[:, 0]
-    order = logprobs[candidates].sort(descending=True, stable=True).indices
-    return candidates[order[:count]]
-
-
-def _place(logprobs: Tensor, token_id: int) -> tuple[float, int]:
-    value = logprobs[token_id]
-    better = int((logprobs > value).sum()) + int((logprobs[:token_id] == value).sum())
-    return value.item(), better + 1
+def _place(logits: Floats, token_id: int, offset: float) -> tuple[float, int]:
+    """A token's log-probability, and its rank by logit and then by id."""
+    value = logits[token_id]
+    better = np.count_nonzero(logits > value) + np.count_nonzero(logits[:token_id] == value)
+    return float(value) - offset, int(better) + 1

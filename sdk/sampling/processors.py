@@ -79,7 +79,7 @@ def _call_processors(row: Tensor, state: RequestState) -> Tensor:
                 f"logits processor {name} must return a tensor of shape {tuple(row.shape)}, "
                 f"got {found}"
             )
-        row = result.to(device=row.device, dtype=torch.float32)
+        row = result.detach().to(device=row.device, dtype=torch.float32)
     return row
 
 

@@ -16,16 +16,16 @@ from torch import Tensor
 from sdk.engine.plan import Sampled
 from sdk.errors import RequestError
 from sdk.params import SamplingParams
+from sdk.sampling import candidates, truncation
 from sdk.sampling.logprobs import scored
 from sdk.sampling.processors import process
 from sdk.sampling.resolved import ResolvedParams
+from sdk.sampling.rows import Scratch
 from sdk.sampling.state import RequestState
-from sdk.sampling.truncation import draw
 
 _NOTHING_RESOLVED = ResolvedParams()
-# Rows truncated together. On a CPU a row (200 kB and its float64 sums) should stay in cache: the
-# cumsum of eight rows at once took 1.6 ms, of one row 0.03 ms. On a GPU launches cost more.
-_ROWS_CPU, _ROWS_GPU = 1, 64
+# Rows truncated together on an accelerator: bounds the memory of a sort of [rows, V].
+_ROWS = 64
 _KEPT_MU = 1024
 
 
@@ -35,6 +35,7 @@ class Sampler:
     def __init__(self, vocab_size: int, device: torch.device | str = "cpu") -> None:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
+        self._scratch = Scratch(vocab_size)
         self._states: dict[str, RequestState] = {}
         # Mirostat's state cannot be rebuilt from tokens: kept over a preemption (oldest forgotten).
         self._preempted: OrderedDict[str, tuple[int, float]] = OrderedDict()
@@ -80,8 +81,7 @@ class Sampler:
         states = [self._states[request_id] for request_id in request_ids]
         best, values = _argmax(logits)
         results: list[Sampled | str] = [Sampled(token) for token in best]
-        waiting: list[int] = []
-        rows: dict[int, Tensor] = {}
+        waiting: list[tuple[int, Tensor]] = []
         for i, state in enumerate(states):
             if not math.isfinite(values[i]):
                 results[i] = f"the model's logits are not finite: their maximum is {values[i]}"
@@ -90,23 +90,25 @@ class Sampler:
                 if isinstance(row, str):
                     results[i] = row
                 elif not state.params.greedy:
-                    rows[i] = row
-                    waiting.append(i)
+                    waiting.append((i, row))
                 elif state.processed:
                     results[i] = Sampled(_argmax(row[None])[0][0])
-        block = _ROWS_CPU if logits.device.type == "cpu" else _ROWS_GPU
-        for start in range(0, len(waiting), block):
-            part = waiting[start : start + block]
-            tokens = draw(torch.stack([rows[i] for i in part]), [states[i] for i in part])
-            for i, token in zip(part, tokens, strict=True):
-                results[i] = Sampled(token)
+        if logits.device.type == "cpu":
+            for i, row in waiting:
+                results[i] = Sampled(candidates.draw(row.numpy(), states[i], self._scratch))
+        else:
+            for start in range(0, len(waiting), _ROWS):
+                part = waiting[start : start + _ROWS]
+                stacked = torch.stack([row for _, row in part])
+                tokens = truncation.draw(stacked, [states[i] for i, _ in part])
+                for (i, _), token in zip(part, tokens, strict=True):
+                    results[i] = Sampled(token)
         for i, state in enumerate(states):
             result = results[i]
             if state.wants_logprobs and isinstance(result, Sampled):
                 params = state.params
-                results[i] = scored(
-                    logits[i], result.token_id, params.logprobs, params.logprob_token_ids or ()
-                )
+                also = params.logprob_token_ids or ()
+                results[i] = self._scored(logits[i], result.token_id, params.logprobs, also)
         return results
 
     def _processed(self, logits: Tensor, state: RequestState) -> Tensor | str:
@@ -138,8 +140,13 @@ class Sampler:
                 raise RequestError(
                     f"the model's logits are not finite: their maximum is {value} (in the prompt)"
                 )
-            results.append(scored(row, int(token), num_top, also))
+            results.append(self._scored(row, int(token), num_top, also))
         return tuple(results)
+
+    def _scored(
+        self, row: Tensor, token_id: int, num_top: int | None, also: Sequence[int]
+    ) -> Sampled:
+        return scored(row.cpu().numpy(), token_id, num_top, self._scratch, also)
 
 
 def _argmax(logits: Tensor) -> tuple[list[int], list[float]]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from sdk.params import SamplingParams
 from sdk.sampling.resolved import ResolvedParams
+from sdk.sampling.uniform import uniform
 
 
 class RequestState:
@@ -31,6 +33,8 @@ class RequestState:
         #: Mirostat's target surprise, and what it becomes when the sampled token is committed.
         self.mu = 2.0 * params.mirostat_tau
         self.next_mu = self.mu
+        #: Below 1e-30 every gap between two floats is certainty already: nothing changes any more.
+        self.temperature = max(params.temperature, 1e-30)
         self.penalized = (
             params.repetition_penalty != 1.0
             or params.presence_penalty != 0.0
@@ -59,6 +63,15 @@ class RequestState:
         self.output += ids
         self._extend(ids, 1)
         self.mu = self.next_mu
+
+    def uniform(self, stream: int) -> float:
+        """This position's random number of ``stream``."""
+        return uniform(self.params.seed or 0, len(self.output), stream)
+
+    def learn(self, probability: float) -> None:
+        """Mirostat 2 (Basu et al. 2021): the target that follows a token of ``probability``."""
+        error = -math.log2(probability) - self.params.mirostat_tau
+        self.next_mu = self.mu - self.params.mirostat_eta * error
 
     def _extend(self, ids: Sequence[int], weight: int) -> None:
         if self.penalized:

@@ -1,13 +1,12 @@
-"""From processed logits to one token per row: temperature, truncation and the draw, vectorized.
+"""From processed logits to one token per row on an accelerator: temperature, truncation, the draw.
 
 Order: temperature, ``min_p``, ``top_k``, ``typical_p``, ``top_p`` (vLLM's, with typical where
 llama.cpp has it), XTC; or mirostat instead of them all. ``top_p`` therefore counts what the earlier
 ones left. Ties are always decided for the lowest token id.
 
-Only operations whose result for a row does not depend on the other rows, the alignment or the
-number of threads are used: element-wise arithmetic, softmax, cumsum, sorting of values. A float
-``sum`` is split over threads when there is one row (seen to change the last bit at V = 33000), so
-none is taken.
+All rows together, as a launch costs more than the arithmetic. :mod:`sdk.sampling.candidates` takes
+the same steps on a CPU, one row at a time; the two agree to rounding, not to the bit. Here too no
+operation mixes rows.
 """
 
 from __future__ import annotations
@@ -18,15 +17,14 @@ import torch
 from torch import Tensor
 
 from sdk.sampling.state import RequestState
-from sdk.sampling.uniform import TOKEN, XTC, uniform
+from sdk.sampling.uniform import TOKEN, XTC
 
 _DROPPED = float("-inf")
 
 
 def draw(logits: Tensor, states: Sequence[RequestState]) -> list[int]:
     """One token per row of ``logits [R, V]`` float32 (row ``i`` belongs to ``states[i]``)."""
-    # Below 1e-30 every gap between two floats is already certainty: nothing changes any more.
-    temperature = _column([max(s.params.temperature, 1e-30) for s in states], logits)
+    temperature = _column([s.temperature for s in states], logits)
     scaled = (logits - logits.amax(-1, keepdim=True)) / temperature.to(torch.float32)
     if any(s.params.mirostat_mode for s in states):
         for i, state in enumerate(states):
@@ -37,12 +35,12 @@ def draw(logits: Tensor, states: Sequence[RequestState]) -> list[int]:
     else:
         scaled = truncate(scaled, states)
     cumulative = torch.softmax(scaled, -1).cumsum(-1, dtype=torch.float64)
-    uniforms = _column([_uniform(s, TOKEN) for s in states], logits)
+    uniforms = _column([s.uniform(TOKEN) for s in states], logits)
     chosen = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
     tokens: list[int] = chosen[:, 0].tolist()
     for i, state in enumerate(states):
         if state.params.mirostat_mode:
-            _learn(torch.softmax(scaled[i], -1)[tokens[i]].item(), state)
+            state.learn(torch.softmax(scaled[i], -1)[tokens[i]].item())
     return tokens
 
 
@@ -63,14 +61,14 @@ def truncate(scaled: Tensor, states: Sequence[RequestState]) -> Tensor:
         scaled = _top_p(scaled, _column([p.top_p for p in all_params], scaled))
     for i, state in enumerate(states):
         probability = state.params.xtc_probability
-        if probability > 0 and _uniform(state, XTC) < probability:
+        if probability > 0 and state.uniform(XTC) < probability:
             _exclude_top(scaled[i : i + 1], state.params.xtc_threshold)
     return scaled
 
 
 def keep_first(values: Tensor, counts: Tensor, ordered: Tensor | None = None) -> Tensor:
     """Mask of the ``counts [R, 1]`` largest of each row of ``values [R, V]``, lowest id first."""
-    ordered = descending(values) if ordered is None else ordered
+    ordered = values.sort(-1, descending=True).values if ordered is None else ordered
     least = ordered.gather(-1, counts - 1)
     above = values > least
     tied = values == least
@@ -78,19 +76,10 @@ def keep_first(values: Tensor, counts: Tensor, ordered: Tensor | None = None) ->
     return above | (tied & (tied.cumsum(-1) <= room))
 
 
-def descending(values: Tensor) -> Tensor:
-    """Each row sorted, largest first. numpy sorts 49,152 floats in 0.1 ms, torch in 3 (AVX-512)."""
-    if values.device.type == "cpu":
-        negated = -values
-        negated.numpy().sort(axis=-1)
-        return -negated
-    return values.sort(-1, descending=True).values
-
-
 def _top_p(scaled: Tensor, mass: Tensor) -> Tensor:
     """The smallest set of most likely tokens whose probabilities reach ``mass`` of the total."""
     probabilities = torch.softmax(scaled, -1)
-    ordered = descending(probabilities)
+    ordered = probabilities.sort(-1, descending=True).values
     cumulative = ordered.cumsum(-1, dtype=torch.float64)
     short = (cumulative < mass * cumulative[:, -1:]).sum(-1, keepdim=True)
     counts = (short + 1).clamp(max=scaled.shape[-1])
@@ -100,11 +89,11 @@ def _top_p(scaled: Tensor, mass: Tensor) -> Tensor:
 
 def _typical(scaled: Tensor, mass: Tensor) -> Tensor:
     """Tokens whose surprise is closest to the entropy, up to ``mass`` (Meister et al. 2022)."""
-    logprobs = torch.log_softmax(scaled, -1)
     probabilities = torch.softmax(scaled, -1)
-    terms = torch.where(probabilities > 0, probabilities * logprobs, 0.0)
-    entropy = -terms.cumsum(-1, dtype=torch.float64)[:, -1:].to(torch.float32)
-    distance = (-logprobs - entropy).abs()
+    # The surprise less the entropy is the mean of ``scaled`` less ``scaled``.
+    terms = torch.where(probabilities > 0, probabilities * scaled, 0.0)
+    mean = terms.cumsum(-1, dtype=torch.float64)[:, -1:].to(torch.float32)
+    distance = (scaled - mean).abs()
     order = distance.sort(stable=True, dim=-1).indices
     cumulative = probabilities.gather(-1, order).cumsum(-1, dtype=torch.float64)
     before = cumulative.roll(1, -1)
@@ -116,27 +105,18 @@ def _typical(scaled: Tensor, mass: Tensor) -> Tensor:
 def _exclude_top(row: Tensor, threshold: float) -> None:
     """XTC (p-e-w 2024): of the tokens at or above ``threshold`` only the least likely stays."""
     probabilities = torch.softmax(row, -1)
-    likely = int((probabilities >= threshold).sum())
+    # A token whose probability is 0 cannot be drawn, so it is not the one that stays.
+    likely = int(((probabilities >= threshold) & (probabilities > 0)).sum())
     if likely >= 2:
         counts = _integers([likely - 1], row)
         row.masked_fill_(keep_first(probabilities, counts), _DROPPED)
 
 
 def _mirostat(row: Tensor, state: RequestState) -> None:
-    """Mirostat 2 (Basu et al. 2021): drop what surprises more than ``mu`` bits, keep the best."""
+    """Mirostat 2: drop what surprises more than ``mu`` bits, keep the best."""
     surprise = -torch.log_softmax(row, -1) / 0.6931471805599453
     best = row == 0.0
     row.masked_fill_((surprise > state.mu) & ~best, _DROPPED)
-
-
-def _learn(probability: float, state: RequestState) -> None:
-    surprise = -torch.tensor(probability, dtype=torch.float64).log2().item()
-    error = surprise - state.params.mirostat_tau
-    state.next_mu = state.mu - state.params.mirostat_eta * error
-
-
-def _uniform(state: RequestState, stream: int) -> float:
-    return uniform(state.params.seed or 0, len(state.output), stream)
 
 
 def _column(values: list[float], like: Tensor) -> Tensor:

@@ -159,6 +159,15 @@ def test_user_processors_see_the_output_and_run_in_order() -> None:
     assert sampler.sample(row()[None], ["a"]) == [Sampled(5)] and seen == [(2, 3)]
 
 
+def test_a_user_processor_may_return_what_autograd_tracks() -> None:
+    weight = torch.ones(V, requires_grad=True)
+    sampler = Sampler(V)
+    sampler.add("a", SamplingParams(logits_processors=[lambda _, x: x * weight], seed=3))
+    sampler.add("b", SamplingParams(seed=3))
+    results = sampler.sample(torch.stack([row(), row()]), ["a", "b"])
+    assert isinstance(results[0], Sampled) and results[0] == results[1]
+
+
 def broken(output, logits):
     raise KeyError("lost")
 
