@@ -13,7 +13,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import NoReturn, Protocol
 
@@ -146,6 +146,9 @@ class Driver:
                     self._step()
             except (EngineDeadError, EngineClosedError):
                 continue  # every listener has been told
+            except BaseException as error:  # SystemExit in a callback: nobody above would tell them
+                with suppress(EngineDeadError):
+                    self._die(EngineDeadError(f"a step failed: {type(error).__name__}: {error}"))
 
     def step(self) -> list[Output]:
         """Take new commands, run one step, deliver its outputs and return them.
