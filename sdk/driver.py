@@ -63,6 +63,7 @@ class Driver:
         self._guests: set[int] = set()  # other threads that want the lock: they go first
         self._stepping: int | None = None  # the thread inside a step
         self._listeners: dict[str, Listener] = {}
+        self._awaited: set[str] = set()  # of these, what the stepping thread is there for
         self._thread: threading.Thread | None = None
         self._closed = False
         self._failure: EngineDeadError | None = None
@@ -95,6 +96,7 @@ class Driver:
                 self._listeners[job.request_id] = job.listener
                 self._inbox.append(job)
             if run:
+                self._awaited.update(job.request_id for job in jobs)
                 self._start()
             self._wake.notify_all()
 
@@ -110,11 +112,13 @@ class Driver:
             self._wake.notify_all()
 
     def run(self) -> None:
-        """Start the stepping thread if it is not running."""
+        """Leave all that was submitted to the stepping thread."""
         self._refuse_inside_step()
         with self._wake:
             self.check_usable()
+            self._awaited.update(self._listeners)
             self._start()
+            self._wake.notify_all()
 
     def _refuse_inside_step(self) -> None:
         if self._stepping == threading.get_ident():
@@ -136,7 +140,7 @@ class Driver:
         while True:
             with self._wake:
                 while not self._closed and (
-                    self._guests or self._failure is not None or not self.has_work
+                    self._guests or self._failure is not None or not self._awaited
                 ):
                     self._wake.wait()
                 if self._closed:
@@ -218,7 +222,7 @@ class Driver:
                     resolved=command.resolved,
                 )
             except Exception as error:  # refused: this request's caller gets the reason
-                self._listeners.pop(command.request_id, None)
+                self._forget(command.request_id)
                 command.listener.fail(command.request_id, error)
             self._inbox.popleft()
 
@@ -227,10 +231,15 @@ class Driver:
         if listener is None:
             return
         if output.finished:
-            del self._listeners[output.request_id]
+            self._forget(output.request_id)
         if not listener.deliver(output) and not output.finished:
-            del self._listeners[output.request_id]
+            self._forget(output.request_id)
             self._engine.abort((output.request_id,))
+
+    def _forget(self, request_id: str) -> None:
+        with self._wake:
+            self._listeners.pop(request_id, None)
+            self._awaited.discard(request_id)
 
     def _die(self, failure: EngineDeadError) -> NoReturn:
         """The engine cannot go on: tell everybody, refuse everything from now on."""
@@ -244,6 +253,7 @@ class Driver:
         with self._wake:
             waiting = list(self._listeners.items())
             self._listeners.clear()
+            self._awaited.clear()
             self._inbox.clear()
         for request_id, listener in waiting:
             listener.fail(request_id, error)

@@ -136,7 +136,7 @@ def test_pages_with_nan_reach_neither_neighbours_nor_the_next_owner(
     tiny_path: Path, compute: str
 ) -> None:
     with LLM(tiny_path, max_model_len=128, compute=compute) as llm:
-        expected = ask(llm, 1, 2, 3, 4)
+        expected = ask(llm, 1, 2, 3, 4, 5, 6)
         llm.reset_prefix_cache()
         names = llm.enqueue([ids(1), ids(2), ids(3)], SHORT)
         llm.step()
@@ -150,10 +150,11 @@ def test_pages_with_nan_reach_neither_neighbours_nor_the_next_owner(
         good, bad, other = llm.wait_for_completion()
         assert [tokens(good), tokens(other)] == [expected[0], expected[2]]
         assert bad.outputs[0].finish_reason == "error" and tokens(bad) == expected[1][:1]
-        [again] = llm.enqueue([ids(4)], SHORT)
+        llm.enqueue([ids(4), ids(5), ids(6)], SHORT)
         llm.step()
-        assert set(books(llm)._running[0].pages) & set(pages), "the page is used again at once"
-        assert [tokens(output) for output in llm.wait_for_completion()] == [expected[3]]
+        used = {page for request in books(llm)._running for page in request.pages}
+        assert used & set(pages), "the poisoned page is used again"
+        assert [tokens(output) for output in llm.wait_for_completion()] == expected[3:]
         assert ask(llm, 2) == [expected[1]], "nothing of the failed request was cached"
 
 

@@ -71,7 +71,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from([None, None, "s"]),
         priority=st.integers(-1, 1),
         max_tokens=st.one_of(st.none(), st.integers(1, 20)),
-        min_tokens=st.integers(0, 1),
+        min_tokens=st.integers(0, 5),
         prompt_logprobs=st.sampled_from([None, None, 0]),
         deadline=st.sampled_from([None, None, None, 2.0, 9.0]),
     )
@@ -79,6 +79,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt = ([run for run in runs for _ in range(PAGE)] + tail)[: self.longest]
         if kind == "embed":
             params["prompt_logprobs"] = None
+        params["min_tokens"] = min(params["min_tokens"], params["max_tokens"] or 5)
         self.rig.add(str(self.num_added), prompt, kind=kind, **params)
         self.num_added += 1
 
@@ -93,8 +94,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         alive = [r for r in rig.requests.values() if not r.finished]
         rig.now += 0.25
         rig.runner.errors = errors or {}
+        running = set(scheduler._running)
         plan = scheduler.plan()
         scheduler.check()
+        self.check_turns(plan, running)
         alive = [r for r in alive if not r.finished]  # not those whose deadline has come
         counts = dict(plan.num_tokens)
         assert len(counts) == len(plan.num_tokens), "a request is twice in a step"
@@ -103,7 +106,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(num > 0 for num in counts.values())
         assert bool(counts) == bool(alive), "nothing runs though somebody waits"
         if alive:
-            first = min(alive, key=lambda request: request.order)
+            first = min(alive, key=self.turn)
             held_up = first.request_id not in counts
             # It may wait for a prefix that another is computing, or (priorities) for those who
             # run already: they end, so it runs after a bounded number of steps.
@@ -115,6 +118,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         rig.updates += scheduler.commit(plan, rig.runner.execute(plan))
         assert not rig.runner.errors
         scheduler.check()
+
+    def turn(self, request):
+        """Who is first, as the policy says."""
+        urgency = request.priority if self.rig.config.policy == "priority" else 0
+        return urgency, int(request.request_id)
+
+    def check_turns(self, plan, running) -> None:
+        """Nobody starts before one whose turn is earlier, or while one that runs lacks a page."""
+        started = [self.rig.requests[start.request_id] for start in plan.started]
+        if not started:
+            return
+        counts = dict(plan.num_tokens)
+        for request in self.rig.scheduler._running:
+            assert request.request_id in counts or request not in running
+        for request in self.rig.scheduler._waiting:
+            early = self.turn(request) < max(map(self.turn, started))
+            assert not early or request.waits_for is not None, "overtaken"
 
     def someone(self, data: st.DataObject, *, running: bool = False) -> str | None:
         alive = [
