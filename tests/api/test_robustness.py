@@ -342,9 +342,7 @@ def test_a_logits_processor_that_uses_its_own_engine_is_an_error_of_that_request
         calls[use]()
         return logits
 
-    bad, good = tiny.generate(
-        [ids(1), ids(2)], [SHORT.clone(logits_processors=[nested]), SHORT]
-    )
+    bad, good = tiny.generate([ids(1), ids(2)], [SHORT.clone(logits_processors=[nested]), SHORT])
     assert bad.outputs[0].finish_reason == "error"
     assert "its own step would never end" in str(bad.outputs[0].stop_reason)
     assert len(tokens(good)) == 8

@@ -1,4 +1,4 @@
-"""``tensor_parallel_size=2`` through the public class: the same answers, and no hang when it breaks."""
+"""Two ranks through the public class: the same answers, and no hang when one breaks."""
 
 from __future__ import annotations
 
