@@ -12,13 +12,14 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import NoReturn, Protocol
 
 from sdk.engine.engine import Engine, Output
 from sdk.engine.plan import RequestKind
-from sdk.errors import EngineClosedError, EngineDeadError
+from sdk.errors import EngineClosedError, EngineDeadError, RequestError
 from sdk.params import SamplingParams
 from sdk.sampling.resolved import ResolvedParams
 
@@ -59,7 +60,10 @@ class Driver:
         self._inbox: deque[Job | tuple[str, ...]] = deque()
         self._wake = threading.Condition()
         self._step_lock = threading.RLock()
+        self._guests: set[int] = set()  # other threads that want the lock: they go first
+        self._stepping: int | None = None  # the thread inside a step
         self._listeners: dict[str, Listener] = {}
+        self._awaited: set[str] = set()  # of these, what the stepping thread is there for
         self._thread: threading.Thread | None = None
         self._closed = False
         self._failure: EngineDeadError | None = None
@@ -79,13 +83,20 @@ class Driver:
             raise self._failure
 
     def submit(self, jobs: Sequence[Job], *, run: bool = True) -> None:
-        """Hand over requests; ``run=False`` leaves the stepping to the caller."""
+        """Hand over requests; ``run=False`` leaves the stepping to the caller.
+
+        :raises RequestError: in a logits processor, where the answer would be waited for in vain.
+        """
+        self.check_usable()  # before the lock, which a forked child may have inherited locked
+        if run:
+            self._refuse_inside_step()
         with self._wake:
             self.check_usable()
             for job in jobs:
                 self._listeners[job.request_id] = job.listener
                 self._inbox.append(job)
             if run:
+                self._awaited.update(job.request_id for job in jobs)
                 self._start()
             self._wake.notify_all()
 
@@ -101,10 +112,20 @@ class Driver:
             self._wake.notify_all()
 
     def run(self) -> None:
-        """Start the stepping thread if it is not running."""
+        """Leave all that was submitted to the stepping thread."""
+        self._refuse_inside_step()
         with self._wake:
             self.check_usable()
+            self._awaited.update(self._listeners)
             self._start()
+            self._wake.notify_all()
+
+    def _refuse_inside_step(self) -> None:
+        if self._stepping == threading.get_ident():
+            raise RequestError(
+                "a logits processor cannot step or wait for the LLM that runs it: its own step "
+                "would never end"
+            )
 
     def _start(self) -> None:
         if self._thread is None:
@@ -118,30 +139,63 @@ class Driver:
     def _loop(self) -> None:
         while True:
             with self._wake:
-                while not self._closed and (self._failure is not None or not self.has_work):
+                while not self._closed and (
+                    self._guests or self._failure is not None or not self._awaited
+                ):
                     self._wake.wait()
                 if self._closed:
                     return
             try:
-                self.step()
+                with self._step_lock:
+                    self._step()
             except (EngineDeadError, EngineClosedError):
                 continue  # every listener has been told
+            except BaseException as error:  # SystemExit in a callback: nobody above would tell them
+                with suppress(EngineDeadError):
+                    self._die(EngineDeadError(f"a step failed: {type(error).__name__}: {error}"))
 
     def step(self) -> list[Output]:
-        """Take new commands, run one step, deliver its outputs and return them."""
-        with self._step_lock:
-            self.check_usable()
+        """Take new commands, run one step, deliver its outputs and return them.
+
+        Takes turns with the stepping thread: waits for one step of it at most.
+        """
+        self._refuse_inside_step()
+        with self._turn():
+            return self._step()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """The step lock, ahead of the stepping thread, which would take it again at once."""
+        me = threading.get_ident()
+        try:
+            self._guests.add(me)
+            with self._step_lock:
+                yield
+        finally:
+            with self._wake:
+                self._guests.discard(me)
+                self._wake.notify_all()
+
+    def _step(self) -> list[Output]:
+        self.check_usable()
+        self._stepping = threading.get_ident()
+        try:
             outputs = self._take_commands()
             if self._engine.has_unfinished:
                 try:
                     outputs += self._engine.step()
                 except Exception as error:
-                    self._die(EngineDeadError(f"a step failed: {type(error).__name__}: {error}"))
+                    failure = f"a step failed: {type(error).__name__}: {error}"
+                    self._die(self._engine.dead or EngineDeadError(failure))
                 if self._engine.dead is not None:
                     self._die(self._engine.dead)
             for output in outputs:
                 self._deliver(output)
             return outputs
+        finally:
+            self._stepping = None
+            if self._closed:  # in the step itself, perhaps: by a callback or the garbage collector
+                self._end()
 
     def _take_commands(self) -> list[Output]:
         """Add and abort what callers asked for; the last outputs of aborted requests."""
@@ -150,9 +204,10 @@ class Driver:
             with self._wake:
                 if not self._inbox:
                     return outputs
-                command = self._inbox.popleft()
+                command = self._inbox[0]  # stays until done: an interrupt loses no request
             if isinstance(command, tuple):
                 outputs += self._engine.abort(command)
+                self._inbox.popleft()
                 continue
             try:
                 self._engine.add_request(
@@ -167,18 +222,24 @@ class Driver:
                     resolved=command.resolved,
                 )
             except Exception as error:  # refused: this request's caller gets the reason
-                self._listeners.pop(command.request_id, None)
+                self._forget(command.request_id)
                 command.listener.fail(command.request_id, error)
+            self._inbox.popleft()
 
     def _deliver(self, output: Output) -> None:
         listener = self._listeners.get(output.request_id)
         if listener is None:
             return
         if output.finished:
-            del self._listeners[output.request_id]
+            self._forget(output.request_id)
         if not listener.deliver(output) and not output.finished:
-            del self._listeners[output.request_id]
+            self._forget(output.request_id)
             self._engine.abort((output.request_id,))
+
+    def _forget(self, request_id: str) -> None:
+        with self._wake:
+            self._listeners.pop(request_id, None)
+            self._awaited.discard(request_id)
 
     def _die(self, failure: EngineDeadError) -> NoReturn:
         """The engine cannot go on: tell everybody, refuse everything from now on."""
@@ -192,6 +253,7 @@ class Driver:
         with self._wake:
             waiting = list(self._listeners.items())
             self._listeners.clear()
+            self._awaited.clear()
             self._inbox.clear()
         for request_id, listener in waiting:
             listener.fail(request_id, error)
@@ -202,7 +264,7 @@ class Driver:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes."""
-        with self._step_lock:
+        with self._turn():
             return self._engine.reset_prefix_cache()
 
     def close(self) -> None:
@@ -210,14 +272,15 @@ class Driver:
         if os.getpid() != self._owner:
             return  # a forked child shares the memory but owns neither threads nor workers
         with self._wake:
-            already = self._closed
             self._closed = True
             self._wake.notify_all()
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
-        if already:
-            return
+        if self._stepping == threading.get_ident():
+            return  # the step around us closes the engine when it ends
+        if self._thread not in (None, threading.current_thread()):
+            self._thread.join()
         with self._step_lock:
-            self._engine.close()
+            self._end()
+
+    def _end(self) -> None:
+        self._engine.close()
         self._fail_all(EngineClosedError("the LLM was closed while this request was running"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import threading
 
 from sdk.engine.engine import Output
 
@@ -60,43 +61,75 @@ class AsyncMailbox:
 
 
 class Collector:
-    """Final outputs of enqueued requests, kept until somebody asks."""
+    """Outputs of enqueued requests, kept until somebody asks: for all that is new, or to the end.
+
+    Of a request whose outputs are cumulative only the latest is kept.
+    """
 
     def __init__(self) -> None:
-        self._results: dict[str, _Item] = {}
-        self._order: list[str] = []
-        self._arrived: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._deltas: dict[str, bool] = {}  # in the order of enqueueing
+        self._finals: dict[str, _Item] = {}
+        self._news: dict[str, list[Output]] = {}
 
-    def expect(self, request_id: str) -> None:
-        self._order.append(request_id)
+    def expect(self, request_id: str, *, deltas: bool = False) -> None:
+        with self._changed:
+            self._deltas[request_id] = deltas
 
     def deliver(self, output: Output) -> bool:
-        if output.finished:
-            self._results[output.request_id] = output
-            self._arrived.put(None)
+        request_id = output.request_id
+        with self._changed:
+            if self._deltas[request_id]:
+                self._news.setdefault(request_id, []).append(output)
+            else:
+                self._news[request_id] = [output]
+            if output.finished:
+                self._finals[request_id] = output
+                self._changed.notify_all()
         return True
 
     def fail(self, request_id: str, error: Exception) -> None:
-        self._results[request_id] = error
-        self._arrived.put(None)
+        with self._changed:
+            self._finals[request_id] = error
+            self._changed.notify_all()
 
-    def discard(self, request_id: str) -> None:
-        """Forget a request whose final output was handed out in another way."""
-        if request_id in self._order:
-            self._order.remove(request_id)
-            self._results.pop(request_id, None)
+    @property
+    def has_news(self) -> bool:
+        """Whether ``take`` would return or raise anything."""
+        return bool(self._news or self._finals)
+
+    def take(self) -> list[Output]:
+        """What came since the last time, finished requests for the last time; raises a failure when
+        there is nothing to return.
+        """
+        with self._changed:
+            outputs = [output for news in self._news.values() for output in news]
+            self._news.clear()
+            for output in outputs:
+                if output.finished:
+                    del self._finals[output.request_id], self._deltas[output.request_id]
+            if not outputs:
+                for request_id, item in self._finals.items():
+                    if isinstance(item, Exception):
+                        del self._finals[request_id], self._deltas[request_id]
+                        raise item
+            self._changed.notify_all()
+            return outputs
 
     def pending(self) -> list[str]:
         """Requests without a final output."""
-        return [request_id for request_id in self._order if request_id not in self._results]
+        with self._changed:
+            return [request_id for request_id in self._deltas if request_id not in self._finals]
 
     def wait(self) -> list[Output]:
-        """All outputs in the order of enqueueing; raises the first failure. Then forgets them."""
-        while self.pending():
-            self._arrived.get()
-        items = [self._results[request_id] for request_id in self._order]
-        self._order.clear()
-        self._results.clear()
+        """All final outputs in the order of enqueueing, or the first failure; then forgets them."""
+        with self._changed:
+            while any(request_id not in self._finals for request_id in self._deltas):
+                self._changed.wait()
+            items = [self._finals[request_id] for request_id in self._deltas]
+            self._deltas.clear()
+            self._finals.clear()
+            self._news.clear()
         for item in items:
             if isinstance(item, Exception):
                 raise item

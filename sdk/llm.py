@@ -183,12 +183,15 @@ class LLM:
         The request starts at once. Leaving the loop early aborts it.
         """
         job, mailbox = self._stream_job(prompt, sampling_params, priority, template, Mailbox())
-        self._driver.submit([job])
-        return self._read_stream(job, mailbox)
+        reader = self._read_stream(job, mailbox)
+        next(reader)  # submits; from here on dropping the reader, even unread, aborts the request
+        return reader
 
-    def _read_stream(self, job: Job, mailbox: Mailbox) -> Iterator[RequestOutput]:
+    def _read_stream(self, job: Job, mailbox: Mailbox) -> Iterator[Any]:
         finished = False
         try:
+            self._driver.submit([job])
+            yield None
             while not finished:
                 output = _text(mailbox.get())
                 finished = output.finished
@@ -309,8 +312,10 @@ class LLM:
         params = self._params(sampling_params, len(items))
         read = [self._reader.read(p, q) for p, q in zip(items, params, strict=True)]
         jobs = self._jobs(read, params, self._collector, priority=priority)
-        for job in jobs:
-            self._collector.expect(job.request_id)
+        for job, param in zip(jobs, params, strict=True):
+            self._collector.expect(
+                job.request_id, deltas=param.output_kind is RequestOutputKind.DELTA
+            )
         self._driver.submit(jobs, run=False)
         return [job.request_id for job in jobs]
 
@@ -324,13 +329,14 @@ class LLM:
             raise
 
     def step(self) -> list[RequestOutput]:
-        """Run one engine step in this thread; what the enqueued requests produced in it."""
+        """Run one engine step in this thread; what is new of the enqueued requests.
+
+        Other threads may use this LLM at the same time: their steps count too, their outputs are
+        not among these. Raises what a request failed with, when there is nothing else to return.
+        """
         self._driver.check_usable()
-        outputs = [o for o in self._driver.step() if isinstance(o, RequestOutput)]
-        for output in outputs:
-            if output.finished:
-                self._collector.discard(output.request_id)
-        return outputs
+        self._driver.step()
+        return [_text(output) for output in self._collector.take()]
 
     def pump(self, max_ms: float) -> list[RequestOutput]:
         """Step for about ``max_ms`` milliseconds, for a host with a frame to draw.
@@ -339,17 +345,17 @@ class LLM:
         in progress is not interrupted: bound it with ``max_num_batched_tokens``.
         """
         end = time.monotonic() + max_ms / 1000
-        outputs: list[RequestOutput] = []
+        self._driver.check_usable()
         while self._driver.has_work:
-            outputs += self.step()
+            self._driver.step()
             if time.monotonic() >= end:
                 break
-        return outputs
+        return [_text(output) for output in self._collector.take()]
 
     @property
     def has_unfinished_requests(self) -> bool:
-        """Whether a step would do anything."""
-        return self._driver.has_work
+        """Whether a step would do or return anything."""
+        return self._driver.has_work or self._collector.has_news
 
     def abort(self, request_id: str | Sequence[str]) -> None:
         """End requests with ``finish_reason="abort"``; unknown and finished ids are ignored."""

@@ -123,6 +123,24 @@ def _open(config: EngineConfig) -> Checkpoint:
     return checkpoint
 
 
+class _NoRanks:
+    """A group that carries nothing: a mesh with it only tells how it would cut."""
+
+    def all_reduce(self, x: Any) -> None:
+        raise NotImplementedError
+
+    def all_gather(self, x: Any) -> list[Any]:
+        raise NotImplementedError
+
+
+def _check_cut(size: int, model: ModelConfig) -> None:
+    """Refuse a number of ranks that the model cannot be dealt to, before any of them starts."""
+    mesh = Mesh(0, size, _NoRanks())
+    mesh.heads(model.num_heads, model.num_kv_heads)
+    mesh.columns(model.intermediate_size)
+    mesh.vocabulary(model.vocab_size)
+
+
 def _model_config(config: EngineConfig, checkpoint: Checkpoint) -> ModelConfig:
     return read_config({**checkpoint.config, **(config.hf_overrides or {})})
 
@@ -140,6 +158,7 @@ def _plan(config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig) -> M
     dtype = config.kv_cache_dtype
     if dtype == "auto":
         dtype = "float32" if _compute(config) == "exact" else "float16"
+    _check_cut(config.tensor_parallel_size, model)
     # Every rank is a process of this machine: the budget holds the pages of all of them, and with
     # more ranks than heads some heads are kept twice.
     heads = max(model.num_kv_heads, config.tensor_parallel_size)

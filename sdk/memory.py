@@ -130,7 +130,8 @@ class MemoryPlan:
     @property
     def full_requests(self) -> float:
         """How many requests of ``max_model_len`` tokens fit at once."""
-        return min(self.kv_tokens / self.max_model_len, self.max_num_seqs)
+        pages_per_request = -(-self.max_model_len // self.page_size)
+        return min(self.num_pages / pages_per_request, self.max_num_seqs)
 
     def __str__(self) -> str:
         rows = [

@@ -14,6 +14,9 @@ Message = Mapping[str, Any]
 #: Text, token ids, or a dict with ``prompt`` or ``prompt_token_ids`` and perhaps ``cache_salt``.
 PromptLike = str | Sequence[int] | Mapping[str, Any]
 
+#: What a chat template is always given; ``chat_template_kwargs`` holds everything else.
+_TEMPLATE_ARGUMENTS = frozenset({"messages", "tools", "chat_template", "add_generation_prompt"})
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -118,12 +121,23 @@ class PromptReader:
     ) -> Prompt:
         """Render with the model's template; control tokens inside messages stay text."""
         tokenizer = self._need_tokenizer("chat")
+        variables = {} if chat_template_kwargs is None else chat_template_kwargs
+        if not isinstance(variables, Mapping) or not all(isinstance(k, str) for k in variables):
+            raise RequestError(
+                f"chat_template_kwargs: expected a dict with names as keys, found {variables!r:.80}"
+            )
+        reserved = sorted(_TEMPLATE_ARGUMENTS & variables.keys())
+        if reserved:
+            raise RequestError(
+                f"chat_template_kwargs: {', '.join(reserved)} cannot be set in it; pass it as an "
+                "argument of its own"
+            )
         ids = tokenizer.encode_chat(
             messages,
             add_generation_prompt=add_generation_prompt,
             chat_template=chat_template or self._chat_template,
             tools=tools,
-            **(chat_template_kwargs or {}),
+            **variables,
         )
         checked = self._checked(ids, params, 1)
         return Prompt(checked, tokenizer.decode(checked, skip_special_tokens=False))

@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from sdk.engine.completion import Completion, Generation, logprob_row
 from sdk.engine.plan import RequestKind, StepPlan, StepResult
@@ -187,33 +188,45 @@ class Engine:
     def step(self) -> list[Output]:
         """Run one step; returns an output per request that has news (and wants to hear it).
 
-        An interrupt (KeyboardInterrupt) while the executor works is raised on after everything was
-        put back: the requests go on with the next step.
+        An interrupt (KeyboardInterrupt) while the executor works, where nearly all time goes, is
+        raised on after everything was put back: the requests go on with the next step. In the
+        middle of the bookkeeping it cannot be undone and ends the engine.
         """
         self._check_alive()
         clock, seconds = time.perf_counter, self._seconds
         begin = clock()
-        plan = self.scheduler.plan()
+        with self._bookkeeping():
+            plan = self.scheduler.plan()
         planned = clock()
         try:
             result = StepResult(plan.step_id) if plan.empty else self._execute(plan)
         except Exception as error:
-            self._die(error)
+            self._die("the executor failed", error)
             return self._outputs()
         except BaseException:
             self.scheduler.rollback()
             raise
         executed = clock()
-        updates = self.scheduler.commit(plan, result)
-        committed = clock()
-        for update in updates:
-            self._apply(update)
-        outputs = self._outputs()
+        with self._bookkeeping():
+            updates = self.scheduler.commit(plan, result)
+            committed = clock()
+            for update in updates:
+                self._apply(update)
+            outputs = self._outputs()
         seconds[0] += planned - begin
         seconds[1] += executed - planned
         seconds[2] += committed - executed
         seconds[3] += clock() - committed
         return outputs
+
+    @contextmanager
+    def _bookkeeping(self) -> Iterator[None]:
+        """What breaks off in here leaves queues, pages and answers that do not fit together."""
+        try:
+            yield
+        except BaseException as error:
+            self._die("a step was broken off", error)
+            raise
 
     def _execute(self, plan: StepPlan) -> StepResult:
         result = self._executor.execute(plan)
@@ -275,10 +288,10 @@ class Engine:
         outputs = [generation.output() for generation in news]
         return [output for output in outputs if output is not None]
 
-    def _die(self, error: Exception) -> None:
-        """The ranks are lost: every request ends in error, now."""
-        logger.error("the executor failed; the engine is dead", exc_info=error)
-        self.dead = EngineDeadError(f"the executor failed: {type(error).__name__}: {error}")
+    def _die(self, what: str, error: BaseException) -> None:
+        """The ranks or the books are lost: every request ends in error, now."""
+        logger.error("%s; the engine is dead", what, exc_info=error)
+        self.dead = EngineDeadError(f"{what}: {type(error).__name__}: {error}")
         self.dead.__cause__ = error
         for generation, completion in list(self._owners.values()):
             self.scheduler.finish(completion.request.request_id, "error", str(self.dead))

@@ -184,8 +184,11 @@ class ModelRunner:
             request.num_computed += count
             if request.num_computed == len(request.token_ids):
                 if request.start.kind == "embed":
-                    vector = torch.nn.functional.normalize(hidden[end - 1], dim=0)
-                    embeddings[request_id] = vector.tolist()
+                    if bool(hidden[end - 1].isfinite().all()):
+                        vector = torch.nn.functional.normalize(hidden[end - 1], dim=0)
+                        embeddings[request_id] = vector.tolist()
+                    else:
+                        errors[request_id] = "the model's hidden state is not finite"
                 else:
                     sampling.append(request_id)
                     last_rows.append(end - 1)

@@ -10,8 +10,10 @@ How a step is filled, with a budget of ``max_num_batched_tokens``:
    Since the budget is at least ``max_num_seqs`` a prompt in progress gets at least one token per
    step however many requests decode, and decodes never wait for a long prompt.
 3. A waiting request is admitted only with pages for all its known tokens, all or nothing, and only
-   if one page per running request stays available (so that it is not thrown out by the next
-   decode). Nobody overtakes the oldest waiting request, except while it waits for a prefix (below).
+   if one page stays available for each running request that may still need one (so that it is not
+   thrown out by the next decode). A request whose longest answer fits the pages it holds counts for
+   none, so ``max_num_seqs`` requests of full length run in exactly the pages they fill. Nobody
+   overtakes the oldest waiting request, except while it waits for a prefix (below).
 
 *Order* is arrival; with ``policy="priority"`` a smaller ``priority`` comes first. When a decode
 needs a page and none is left, the last in this order is preempted: its pages go back, and it starts
@@ -171,7 +173,7 @@ class Scheduler:
         priority = request.priority if config.policy == "priority" else 0
         request.order = (priority, request.arrival_time, self._num_added)
         if params.deadline is not None:
-            request.deadline = request.queued_ts + params.deadline
+            request.deadline = request.arrival_time + params.deadline
             if len(self._deadlines) > 2 * len(self._requests) + 64:  # mostly of finished requests
                 self._deadlines = [entry for entry in self._deadlines if not entry[2].finished]
                 heapq.heapify(self._deadlines)
@@ -311,6 +313,7 @@ class Scheduler:
     def _admit(self, budget: int, now: float) -> Iterator[tuple[Request, int]]:
         """Start waiting requests in order while budget, seats and pages last."""
         waiting, index = self._waiting, 0
+        spare = sum(map(self._may_grow, self._running))
         while budget and index < len(waiting):
             if index + len(self._running) >= self.config.max_num_seqs:
                 return  # one that waits for a prefix keeps its seat: index of them were passed over
@@ -318,7 +321,7 @@ class Scheduler:
             if request.waits_for in self._promised:
                 index += 1
                 continue
-            if self.pool.num_available < request.min_available + len(self._running):
+            if self.pool.num_available < request.min_available + spare:
                 return
             hits = self._find_prefix(request)
             if request.waits_for is not None:
@@ -328,8 +331,9 @@ class Scheduler:
             num = request.num_tokens - num_computed
             if num > budget and not self.config.enable_chunked_prefill:
                 return
-            if not self._acquire(request, hits):
+            if not self._acquire(request, hits, spare):
                 return
+            spare += self._may_grow(request)
             del waiting[index]
             request.num_computed = num_computed
             if request.num_cached is None:
@@ -338,6 +342,13 @@ class Scheduler:
             num = min(num, budget)
             budget -= num
             yield request, num
+
+    def _may_grow(self, request: Request) -> bool:
+        """Whether its longest answer needs more pages than it holds."""
+        if request.kind == "embed":
+            return False
+        # the last token of an answer is never read back: its KV is not stored
+        return len(request.pages) * self.config.page_size < request.max_len - 1
 
     def _find_prefix(self, request: Request) -> list[int]:
         """The cached pages it may use; sets ``waits_for`` when a running request writes the next
@@ -359,11 +370,11 @@ class Scheduler:
             request.waits_for = keys[len(hits)].digest
         return hits
 
-    def _acquire(self, request: Request, hits: list[int]) -> bool:
+    def _acquire(self, request: Request, hits: list[int], spare: int) -> bool:
         """Make a waiting request a running one with pages for all its tokens, or change nothing."""
         pool, num_tokens = self.pool, request.num_tokens
         num_new = -(-num_tokens // self.config.page_size) - len(hits)
-        pages = pool.acquire(hits, num_new, spare=len(self._running))
+        pages = pool.acquire(hits, num_new, spare=spare)
         if pages is None:
             request.min_available = num_new  # asking again is pointless with fewer
             return False

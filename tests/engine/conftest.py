@@ -48,6 +48,7 @@ class Rig:
             kind=kind,
             salt=salt,
             priority=priority,
+            arrival_time=self.now,
         )
         self.scheduler.add(request)
         self.requests[request_id] = request

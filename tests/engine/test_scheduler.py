@@ -432,3 +432,45 @@ def test_a_running_request_publishes_nothing_after_a_reset(rig):
     again = r.add("b", prompt(10))
     r.run()
     assert again.num_cached == 0
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 8])
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_pool_of_exactly_all_seats_at_full_length_seats_everybody_at_once(
+    rig, page_size, caching
+):
+    r = rig(
+        num_pages=1 + 4 * 32 // page_size,
+        page_size=page_size,
+        max_model_len=32,
+        max_num_seqs=4,
+        enable_prefix_caching=caching,
+    )
+    for i in range(12):
+        r.add(str(i), prompt((1, 16, 30, 31)[i % 4], seed=i), max_tokens=None)
+    while r.scheduler.num_waiting:
+        plan = r.scheduler.plan()
+        assert r.scheduler.num_running == 4
+        r.scheduler.commit(plan, r.runner.execute(plan))
+    r.run()
+    r.assert_answers()
+    assert r.scheduler.num_preemptions == 0
+
+
+def test_a_page_is_kept_for_those_that_will_need_one_and_for_no_others(rig):
+    options = {"num_pages": 5, "page_size": 4, "max_model_len": 16, "max_num_seqs": 4}
+    r = rig(**options)
+    r.add("grows", prompt(4, 1), max_tokens=5)  # its fourth answer token is stored in a second page
+    r.add("waits", prompt(16, 2)[:13], max_tokens=1)
+    r.step()
+    assert r.scheduler.num_running == 1, "4 + 1 pages of 4 would be needed"
+    r = rig(**options)
+    r.add("fits", prompt(4, 1), max_tokens=1)
+    r.add("answers", prompt(3, 3), max_tokens=2)  # the last token's KV is never stored
+    r.add("embedding", prompt(4, 4), kind="embed", max_tokens=9)
+    r.add("last", prompt(4, 5), max_tokens=1)
+    plan, _ = r.step()
+    assert len(plan.started) == 4
+    r.run()
+    r.assert_answers()
+    assert r.scheduler.num_preemptions == 0

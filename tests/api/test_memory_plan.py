@@ -1,0 +1,31 @@
+"""What the memory plan promises is what the scheduler does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sdk import LLM, SamplingParams
+
+
+@pytest.mark.parametrize("max_model_len", [64, 50])
+def test_the_plans_full_length_requests_run_at_once_and_undisturbed(
+    tiny_path: Path, max_model_len: int
+) -> None:
+    with LLM(tiny_path, max_model_len=max_model_len, max_num_seqs=6) as llm:
+        assert llm.memory_plan.num_pages == 6 * 4
+        assert llm.memory_plan.full_requests == 6
+        prompts = [{"prompt_token_ids": [3 + i] * 7} for i in range(6)]
+        llm.enqueue(prompts, SamplingParams(max_tokens=None, ignore_eos=True, temperature=0))
+        llm.step()
+        assert llm.get_metrics()["num_running"] == 6
+        outputs = llm.wait_for_completion()
+        assert all(len(o.outputs[0].token_ids) == max_model_len - 7 for o in outputs)
+        assert llm.get_metrics()["num_preemptions"] == 0
+
+
+def test_a_context_that_ends_within_a_page_needs_all_of_it(tiny_path: Path) -> None:
+    page = LLM.plan(tiny_path).page_bytes
+    plan = LLM.plan(tiny_path, max_model_len=17, kv_cache_memory_bytes=3 * page)
+    assert (plan.num_pages, plan.full_requests) == (3, 1.5)

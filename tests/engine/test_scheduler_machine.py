@@ -1,0 +1,290 @@
+"""The scheduler under random use, against a runner that notices every wrong page and a naive model.
+
+Hypothesis chooses the limits (page size, pool, seats, budget, policy, chunks, prefix cache) and the
+events: requests of every kind, steps, aborts and failures between and during steps, stop strings,
+rollbacks, cache resets, the passing of time. After each event the books are checked; each answer
+must be what the request alone would have got.
+"""
+
+from __future__ import annotations
+
+import pytest
+from fake_runner import expected_tokens
+from hypothesis import HealthCheck, settings, strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+PAGE = 4  # prompts are made of runs this long, so that they share pages whatever the page size
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """``rig`` is set by the fixture below; the model is a dict of what was asked for."""
+
+    rig_class: type
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rig = None
+        self.num_added = 0
+        self.ended: dict[str, str] = {}  # the reasons this machine caused itself
+        self.steps_of_first = 0  # since the first in order last advanced
+
+    @initialize(
+        page_size=st.sampled_from([1, 2, 4, 8]),
+        pages=st.integers(3, 16),
+        max_model_len=st.integers(8, 48),
+        max_num_seqs=st.integers(1, 5),
+        budget=st.integers(0, 12),
+        chunked=st.booleans(),
+        caching=st.sampled_from([True, True, False]),
+        policy=st.sampled_from(["fcfs", "priority"]),
+        eos=st.sampled_from([False, False, True]),
+    )
+    def start(
+        self, page_size, pages, max_model_len, max_num_seqs, budget, chunked, caching, policy, eos
+    ) -> None:
+        least = max_num_seqs if chunked else max(max_num_seqs, max_model_len)
+        self.rig = self.rig_class(
+            num_pages=1 + pages,
+            page_size=page_size,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=least + budget,
+            enable_chunked_prefill=chunked,
+            enable_prefix_caching=caching,
+            policy=policy,
+            eos_token_ids=frozenset(range(0, 1000, 20)) if eos else frozenset(),
+        )
+        self.longest = min(max_model_len - 1, pages * page_size)
+
+    # Events
+
+    @rule(
+        count=st.integers(1, 4),
+        runs=st.lists(st.integers(0, 1), min_size=1, max_size=6),
+        tail=st.lists(st.integers(0, 999), min_size=1, max_size=9),
+        kind=st.sampled_from(["generate", "generate", "generate", "embed"]),
+        salt=st.sampled_from([None, None, "s"]),
+        priority=st.integers(-1, 1),
+        max_tokens=st.one_of(st.none(), st.integers(1, 30)),
+        min_tokens=st.integers(0, 5),
+        prompt_logprobs=st.sampled_from([None, None, 0]),
+        deadline=st.sampled_from([None, None, None, None, None, 3.0, 20.0]),
+    )
+    def add(self, count, runs, tail, kind, **params) -> None:
+        prompt = ([run for run in runs for _ in range(PAGE)] + tail)[: self.longest]
+        if kind == "embed":
+            params["prompt_logprobs"] = None
+        params["min_tokens"] = min(params["min_tokens"], params["max_tokens"] or 5)
+        for i in range(count):  # a batch with one prefix
+            self.rig.add(str(self.num_added), [*prompt[:-1], 7 * i], kind=kind, **params)
+            self.num_added += 1
+
+    @rule(times=st.integers(1, 8))
+    def step(self, times: int) -> None:
+        for _ in range(times):
+            self.do_step()
+
+    def do_step(self, during=None, errors=None) -> None:
+        """One step; the checks of ``Rig.step`` and that the first in order is never held up."""
+        rig, scheduler = self.rig, self.rig.scheduler
+        alive = [r for r in rig.requests.values() if not r.finished]
+        rig.now += 0.25
+        rig.runner.errors = errors or {}
+        running = set(scheduler._running)
+        plan = scheduler.plan()
+        scheduler.check()
+        self.check_turns(plan, running)
+        alive = [r for r in alive if not r.finished]  # not those whose deadline has come
+        counts = dict(plan.num_tokens)
+        assert len(counts) == len(plan.num_tokens), "a request is twice in a step"
+        assert sum(counts.values()) <= rig.config.max_num_batched_tokens
+        assert len(counts) <= rig.config.max_num_seqs
+        assert all(num > 0 for num in counts.values())
+        assert bool(counts) == bool(alive), "nothing runs though somebody waits"
+        if alive:
+            first = min(alive, key=self.turn)
+            held_up = first.request_id not in counts
+            # It may wait for a prefix that another is computing, or (priorities) for those who
+            # run already: they end, so it runs after a bounded number of steps.
+            self.steps_of_first = self.steps_of_first + 1 if held_up else 0
+            assert self.steps_of_first < 300, "the first in order starves"
+        if during is not None:
+            during()
+            scheduler.check()
+        rig.updates += scheduler.commit(plan, rig.runner.execute(plan))
+        assert not rig.runner.errors
+        scheduler.check()
+
+    def turn(self, request):
+        """Who is first, as the policy says."""
+        urgency = request.priority if self.rig.config.policy == "priority" else 0
+        return urgency, int(request.request_id)
+
+    def check_turns(self, plan, running) -> None:
+        """Nobody starts before one whose turn is earlier, or while one that runs lacks a page."""
+        started = [self.rig.requests[start.request_id] for start in plan.started]
+        if not started:
+            return
+        counts = dict(plan.num_tokens)
+        for request in self.rig.scheduler._running:
+            assert request.request_id in counts or request not in running
+        for request in self.rig.scheduler._waiting:
+            early = self.turn(request) < max(map(self.turn, started))
+            assert not early or request.waits_for is not None, "overtaken"
+
+    def someone(self, data: st.DataObject, *, running: bool = False) -> str | None:
+        alive = [
+            request_id
+            for request_id, request in self.rig.requests.items()
+            if not request.finished and (request.pages or not running)
+        ]
+        return data.draw(st.sampled_from(alive)) if alive else None
+
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        if (request_id := self.someone(data)) is not None:
+            assert self.rig.scheduler.abort(request_id).finish_reason == "abort"
+            self.ended[request_id] = "abort"
+            assert self.rig.scheduler.abort(request_id) is None
+
+    @rule(data=st.data())
+    def finish_by_stop_string(self, data: st.DataObject) -> None:
+        if (request_id := self.someone(data)) is not None:
+            self.rig.scheduler.finish(request_id, "stop", "word")
+            self.ended[request_id] = "stop"
+
+    @rule(data=st.data())
+    def abort_and_add_during_a_step(self, data: st.DataObject) -> None:
+        request_id = self.someone(data)
+
+        def during() -> None:
+            if request_id in self.rig.scheduler:
+                self.rig.scheduler.abort(request_id)
+                self.ended[request_id] = "abort"
+            self.rig.add(str(self.num_added), [1] * min(PAGE, self.longest))
+            self.num_added += 1
+
+        self.do_step(during)
+
+    @rule(data=st.data())
+    def fail(self, data: st.DataObject) -> None:
+        """The rank reports NaN for one request (which may not even be in this step)."""
+        if self.someone(data, running=True) is None:
+            self.do_step()
+        if (request_id := self.someone(data, running=True)) is None:
+            return
+        request = self.rig.requests[request_id]
+        before = request.num_computed, request.num_preemptions
+        held: list[int] = []
+        self.do_step(lambda: held.extend(request.pages), {request_id: "NaN"})
+        if request.finish_reason == "error":
+            self.ended[request_id] = "error"
+            assert request.stop_reason == "NaN"
+            assert not any(map(self.rig._is_published, held)), "a page with NaN can be found"
+        else:  # it did not run
+            now = request.num_computed, request.num_preemptions
+            assert now[0] == before[0] or now[1] > before[1] or request.finished
+
+    @rule(heard=st.booleans())
+    def roll_back(self, heard: bool) -> None:
+        """A step is interrupted after the ranks did all of it, or nothing."""
+        plan = self.rig.scheduler.plan()
+        if heard:
+            self.rig.runner.execute(plan)
+        self.rig.scheduler.rollback()
+        assert self.rig.scheduler.num_running == 0
+        assert self.rig.pool.num_available == self.rig.pool.capacity
+
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        self.rig.scheduler.reset_prefix_cache()
+        assert self.rig.pool.num_cached == 0
+
+    @rule(seconds=st.floats(0.1, 5))
+    def pass_time(self, seconds: float) -> None:
+        self.rig.now += seconds
+
+    # What must always hold
+
+    @precondition(lambda self: self.rig is not None)
+    @invariant()
+    def books_balance(self) -> None:
+        self.rig.scheduler.check()
+        alive = sum(not request.finished for request in self.rig.requests.values())
+        assert alive == self.rig.scheduler.num_running + self.rig.scheduler.num_waiting
+
+    def teardown(self) -> None:
+        if self.rig is None:
+            return
+        for _ in range(3000):
+            if not self.rig.scheduler.num_running + self.rig.scheduler.num_waiting:
+                break
+            self.do_step()
+        else:
+            raise AssertionError("requests starve")
+        self.do_step()  # the ranks hear of the last that ended
+        assert self.rig.pool.num_available == self.rig.pool.capacity, "a page leaked"
+        assert not self.rig.scheduler._promised
+        assert not self.rig.runner.requests, "a rank remembers a request that is gone"
+        for request_id, request in self.rig.requests.items():
+            self.check_answer(request_id, request)
+
+    def check_answer(self, request_id, request) -> None:
+        """Against the naive model: a request alone, with all the memory in the world."""
+        prompt = request.token_ids[: request.num_prompt_tokens]
+        output = request.output_token_ids
+        params, config, reason = request.params, self.rig.config, request.finish_reason
+        assert output == expected_tokens(prompt, len(output))
+        updates = [update for update in self.rig.updates if update.request is request]
+        sampled = [update.sampled.token_id for update in updates if update.sampled is not None]
+        assert sampled == output, "a token was reported twice or never"
+        if request_id in self.ended:
+            assert reason == self.ended[request_id]
+            return
+        if reason == "deadline":
+            assert params.deadline is not None and not updates[-1].sampled
+            return
+        if request.kind == "embed":
+            assert reason == "stop" and len(updates[-1].hidden) == len(prompt) and not output
+            return
+        longest = min(
+            config.max_model_len,
+            self.rig.pool.capacity * config.page_size + 1,
+            len(prompt) + (params.max_tokens or config.max_model_len),
+        )
+        ends = [i + 1 for i, token in enumerate(output) if token in config.eos_token_ids]
+        ends = [end for end in ends if end >= params.min_tokens]
+        if reason == "stop":
+            assert ends == [len(output)]
+        else:
+            assert reason == "length" and request.num_tokens == longest and not ends
+        if params.prompt_logprobs is not None:
+            scored = [entry.token_id for update in updates for entry in update.prompt_logprobs]
+            assert scored == prompt[1:], "every prompt position is scored once"
+            assert request.num_cached == 0
+
+
+@pytest.fixture
+def machine(rig):
+    """The machine, with the Rig of this folder's conftest."""
+    return type("Machine", (SchedulerMachine,), {"rig_class": rig})
+
+
+def test_any_sequence_of_events_keeps_books_answers_and_order(machine):
+    from hypothesis.stateful import run_state_machine_as_test
+
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=300,
+            stateful_step_count=40,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
