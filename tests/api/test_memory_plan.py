@@ -16,12 +16,12 @@ def test_the_plans_full_length_requests_run_at_once_and_undisturbed(
     with LLM(tiny_path, max_model_len=max_model_len, max_num_seqs=6) as llm:
         assert llm.memory_plan.num_pages == 6 * 4
         assert llm.memory_plan.full_requests == 6
-        prompts = [{"prompt_token_ids": [3 + i] * 7} for i in range(6)]
+        prompts = [{"prompt_token_ids": [3 + i] * (max_model_len - 3)} for i in range(6)]
         llm.enqueue(prompts, SamplingParams(max_tokens=None, ignore_eos=True, temperature=0))
         llm.step()
         assert llm.get_metrics()["num_running"] == 6
         outputs = llm.wait_for_completion()
-        assert all(len(o.outputs[0].token_ids) == max_model_len - 7 for o in outputs)
+        assert all(len(o.outputs[0].token_ids) == 3 for o in outputs)
         assert llm.get_metrics()["num_preemptions"] == 0
 
 

@@ -296,14 +296,16 @@ def test_an_exception_in_on_progress_aborts_only_that_call(tiny_path: Path) -> N
             raise ZeroDivisionError
 
     with LLM(tiny_path, max_model_len=128, on_progress=follow) as llm:
-        gate = Gate()
-        other = Caller(lambda: ask(llm, 1, 2, params=LONG.clone(logits_processors=[gate])))
-        gate.wait()
-        gate.open()
+        first, rest = Gate(), Gate(at=20)
+        other = Caller(lambda: ask(llm, 1, 2, params=LONG.clone(logits_processors=[first])))
+        first.wait()
+        first.open()
         with pytest.raises(ZeroDivisionError):
-            llm.generate([ids(3), ids(4)], [SHORT, LONG])
+            llm.generate([ids(3), ids(4)], [SHORT, LONG.clone(logits_processors=[rest])])
+        rest.open()
         answers = other.get()
         assert [len(answer) for answer in answers] == [100, 100]
+        assert rest.calls <= 20
         assert answers == [tokens(o) for o in _collect(llm, [ids(1), ids(2)], LONG)]
 
 
@@ -539,6 +541,17 @@ def test_two_threads_may_wait_for_what_was_enqueued(tiny: LLM) -> None:
     assert sorted(len(caller.get()) for caller in waiting) == [0, 2]
 
 
+def test_what_is_enqueued_runs_beside_other_calls_but_not_after_them(tiny: LLM) -> None:
+    [name] = tiny.enqueue(ids(2), LONG)
+    assert len(ask(tiny, 1)[0]) == 8
+    assert not tiny._driver._awaited and tiny.has_unfinished_requests
+    first = tiny.step()[-1]
+    assert first.request_id == name and not first.finished
+    assert len(tokens(tiny.step()[-1])) == len(tokens(first)) + 1
+    [output] = tiny.wait_for_completion()
+    assert len(tokens(output)) == 100
+
+
 @pytest.mark.parametrize("deltas", [False, True])
 def test_a_frame_loop_gets_its_answers_while_other_threads_generate(
     tiny: LLM, deltas: bool
@@ -567,17 +580,20 @@ def test_a_frame_loop_steps_before_the_engine_thread_does_again(tiny: LLM) -> No
     gate = Gate(at=5)
     other = Caller(lambda: ask(tiny, 1, params=LONG.clone(logits_processors=[gate])))
     gate.wait()
-    before = tiny.get_metrics()["num_steps"]
-    [name] = tiny.enqueue(ids(2), SHORT)
+    steppers: list[int | None] = []
+
+    def note(generated: Any, logits: Any) -> Any:
+        steppers.append(threading.get_ident())
+        return logits
+
+    [name] = tiny.enqueue(ids(2), SHORT.clone(logits_processors=[note]))
     frame = Caller(tiny.step)
-    _until(lambda: bool(tiny._driver._guests))
+    _until(lambda: frame.ident in tiny._driver._guests)
     gate.open()
-    [output] = frame.get()
-    steps = tiny.get_metrics()["num_steps"] - before
-    assert output.request_id == name and len(tokens(output)) == 1
-    assert books(tiny).num_running or steps < 100
-    other.get()
-    tiny.wait_for_completion()
+    output = frame.get()[0]
+    assert output.request_id == name and steppers[0] == frame.ident
+    assert len(other.get()[0]) == 100 and steppers[-1] != frame.ident
+    assert len(tokens(tiny.wait_for_completion()[0])) == 8
 
 
 def test_a_thousand_requests_and_random_aborts_all_end_and_are_counted(tiny_path: Path) -> None:
@@ -596,7 +612,7 @@ def test_a_thousand_requests_and_random_aborts_all_end_and_are_counted(tiny_path
                 break
             if rng.random() < 0.5:
                 name = rng.choice(names)
-                aborted |= {name} - last.keys()
+                aborted.add(name)
                 llm.abort(name)
             for output in llm.step():
                 assert not (output.request_id in last and last[output.request_id].finished)
