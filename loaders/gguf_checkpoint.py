@@ -112,6 +112,7 @@ class GgufCheckpoint:
     def close(self) -> None:
         # The mapping itself goes with the last weight that shares its pages.
         self._file = None
+        self.__dict__.pop("tokenizer", None)  # whoever asked for it may keep it alive
 
     # -- inside --------------------------------------------------------------------------------
 

@@ -117,6 +117,7 @@ class HfFolder:
     def close(self) -> None:
         # The mapping itself goes with the last weight that shares its pages.
         self._files = None
+        self.__dict__.pop("tokenizer", None)  # whoever asked for it may keep it alive
 
     # -- inside --------------------------------------------------------------------------------
 

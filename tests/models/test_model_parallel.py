@@ -160,7 +160,7 @@ def test_a_cut_through_a_group_names_the_layer_and_the_number_of_ranks(
                 return super().weight(name)
             self._take(f"{name}.weight")
             codes = torch.zeros(64, 32, dtype=torch.uint8)
-            return AffineWeight(Affine((64, 64), 4, 64, codes, torch.ones(64, 1)))
+            return AffineWeight(Affine((64, 64), 4, 48, codes, torch.ones(64, 2)))
 
     found = checkpoint_of(tiny("llama"))
     with pytest.raises(AlignmentError, match=r"layers\.0\.self_attn\.o_proj.*parallel size 2"):
