@@ -9,14 +9,16 @@ Activations are float32 ``[T, features]``; T counts the tokens of a step, all re
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from sdk.kernels.activations import LARGE, ActivationPool
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import KernelError
 from sdk.kernels.layouts import Affine, Blocks, Dense, KVPages, Layout
@@ -33,12 +35,13 @@ class BoundLinear:
     choice: Choice
     packed: Any
     shape: tuple[int, int]
+    empty: Callable[..., Tensor]
 
     def matmul(self, x: Tensor) -> Tensor:
         """``x [M, K] -> [M, N]``, float32."""
         if x.dim() != 2 or x.shape[1] != self.shape[1]:
             raise KernelError(f"linear: expected x [M, {self.shape[1]}], found {list(x.shape)}")
-        out = torch.empty(x.shape[0], self.shape[0], dtype=torch.float32, device=x.device)
+        out = self.empty(x.shape[0], self.shape[0])
         if x.shape[0]:
             self.choice.implementation.matmul(self.packed, x.contiguous(), out)
         return out
@@ -50,7 +53,7 @@ class BoundLinear:
             if low < 0 or high >= self.shape[0]:
                 bad = low if low < 0 else high
                 raise KernelError(f"rows: expected ids in 0..{self.shape[0] - 1}, found {bad}")
-        out = torch.empty(ids.shape[0], self.shape[1], dtype=torch.float32, device=ids.device)
+        out = self.empty(ids.shape[0], self.shape[1])
         if ids.numel():
             self.choice.implementation.rows(self.packed, ids.contiguous(), out)
         return out
@@ -89,11 +92,20 @@ class Ops:
         self.num_threads = num_threads
         self._backends, self.declined_backends = open_backends(device, num_threads, backends)
         self._chosen: dict[Problem, Choice] = {}
+        self._activations = ActivationPool()
 
     def close(self) -> None:
         """Stop the threads. Idempotent; the operators must not be used afterwards."""
         for backend in self._backends:
             backend.close()
+        self._activations.close()
+
+    def empty(self, *shape: int) -> Tensor:
+        """An uninitialized float32 tensor for the result of an operator."""
+        count = math.prod(shape)
+        if count * 4 < LARGE or self.device.type != "cpu":
+            return torch.empty(shape, dtype=torch.float32, device=self.device)
+        return self._activations.take(count).view(shape)
 
     @property
     def backend_names(self) -> tuple[str, ...]:
@@ -131,11 +143,11 @@ class Ops:
             **fields,
         )
         choice = choose(self._backends, problem)
-        return BoundLinear(choice, choice.implementation.pack(layout), layout.shape)
+        return BoundLinear(choice, choice.implementation.pack(layout), layout.shape, self.empty)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension."""
-        out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+        out = self.empty(*x.shape)
         if x.numel():
             self._kernel("rms_norm").run(x.contiguous(), weight, eps, out)
         return out
@@ -144,7 +156,7 @@ class Ops:
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         """``s = x + residual``; returns ``(rms_norm(s), s)``; ``residual`` becomes s."""
-        out = torch.empty_like(residual)
+        out = self.empty(*residual.shape)
         if x.numel():
             self._kernel("add_rms_norm").run(x.contiguous(), residual, weight, eps, out)
         return out, residual
@@ -152,7 +164,7 @@ class Ops:
     def gated_activation(self, gate_up: Tensor, kind: Activation) -> Tensor:
         """``act(gate) * up`` for ``gate_up [T, 2 I]`` = gate then up; float32 ``[T, I]``."""
         tokens, width = gate_up.shape
-        out = torch.empty(tokens, width // 2, dtype=torch.float32, device=gate_up.device)
+        out = self.empty(tokens, width // 2)
         if tokens:
             self._kernel("gated_activation", format=kind).run(gate_up.contiguous(), kind, out)
         return out
@@ -203,7 +215,7 @@ class Ops:
                 f"attention: {heads} query heads of {head_dim} do not fit "
                 f"pages {list(pages.k.shape)}"
             )
-        out = torch.empty(tokens, heads * head_dim, dtype=torch.float32, device=q.device)
+        out = self.empty(tokens, heads * head_dim)
         if tokens:
             kernel = self._kernel("attention", head_dim=head_dim, kv_dtype=_dtype_name(pages.k))
             kernel.run(q, pages, batch, scale, window, softcap, sinks, out)
