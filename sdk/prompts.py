@@ -118,9 +118,7 @@ class PromptReader:
             ids = self._need_tokenizer("a text prompt").encode(text)
         return Prompt(self._checked(ids, params, room), text, salt, negative)
 
-    def _negative(
-        self, key: str, ids: Any, params: SamplingParams, room: int
-    ) -> tuple[int, ...]:
+    def _negative(self, key: str, ids: Any, params: SamplingParams, room: int) -> tuple[int, ...]:
         """The token ids of a negative prompt, given as the prompt dict's ``key``."""
         if params.guidance_scale == 1.0:
             raise RequestError(f"{key} has no effect without a guidance_scale other than 1")

@@ -45,6 +45,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
+from sdk.engine.guides import in_prefill, longest_answer, share
 from sdk.engine.pages import PagePool, root_digest
 from sdk.engine.plan import RequestStart, Sampled, StepPlan, StepResult
 from sdk.engine.request import GUIDE_SUFFIX, Request, RequestStatus
@@ -176,7 +177,7 @@ class Scheduler:
             request.stop_token_ids |= config.eos_token_ids
         request.max_len = self._max_len
         if request.guide is not None:
-            request.max_len = num_tokens + self._longest_guided(num_tokens, request.guide)
+            request.max_len = num_tokens + longest_answer(request, request.guide, config, self.pool)
         if params.max_tokens is not None:
             request.max_len = min(request.max_len, num_tokens + params.max_tokens)
         if request.guide is not None:
@@ -193,37 +194,6 @@ class Scheduler:
             heapq.heappush(self._deadlines, (request.deadline, self._num_added, request))
         self._requests[request.request_id] = request
         insort(self._waiting, request, key=_ORDER)
-
-    def _longest_guided(self, num_tokens: int, guide: Request) -> int:
-        """The longest answer for which a prompt of ``num_tokens`` and its guide fit. Raises
-        RequestError when there is none.
-        """
-        config, size, negative = self.config, self.config.page_size, guide.num_tokens
-        if config.max_num_seqs < 2:
-            raise RequestError(
-                "guidance_scale: a guided request takes two seats; max_num_seqs is "
-                f"{config.max_num_seqs}"
-            )
-        if not config.enable_chunked_prefill:
-            raise RequestError("guidance_scale needs enable_chunked_prefill=True")
-        if not negative:
-            raise RequestError("the negative prompt is empty: at least one token is needed")
-        if negative >= config.max_model_len:
-            raise RequestError(
-                f"the negative prompt has {negative} tokens; max_model_len is "
-                f"{config.max_model_len}, and at least 1 must be left for the answer"
-            )
-        capacity = self.pool.capacity
-        # The last token of an answer is never read back. Both tables' last pages may be part full.
-        longest = (capacity * size - num_tokens - negative) // 2 + 1
-        while -(-(num_tokens + longest - 1) // size) - (-(negative + longest - 1) // size) > capacity:
-            longest -= 1
-        if longest < 1:
-            raise RequestError(
-                f"the prompt ({num_tokens} tokens) and its negative prompt ({negative}) need more "
-                f"than the {capacity} KV pages of {size} tokens that are available in all"
-            )
-        return min(longest, config.max_model_len - max(num_tokens, negative))
 
     def abort(self, request_id: str) -> Request | None:
         """End a request now, whatever it is doing; its pages are free at once. None: not known."""
@@ -288,8 +258,8 @@ class Scheduler:
         budget, everyone = self._plan_decodes(decodes, appended, new_pages)
         parts: list[tuple[Request, int]] = []
         for request in self._running:
-            if budget and _in_prefill(request):
-                for part in _share(request, budget):
+            if budget and in_prefill(request):
+                for part in share(request, budget):
                     budget -= part[1]
                     parts.append(part)
         if self._waiting and budget and everyone:
@@ -326,7 +296,7 @@ class Scheduler:
         while index < len(running):  # preemption shortens the list behind index
             request = running[index]
             index += 1
-            if _in_prefill(request):
+            if in_prefill(request):
                 continue
             sequences = request.sequences
             for sequence in sequences:
@@ -365,7 +335,9 @@ class Scheduler:
         self.num_preemptions += 1
         insort(self._waiting, request, key=_ORDER)
 
-    def _admit(self, budget: int, now: float) -> Iterator[tuple[Request, list[tuple[Request, int]]]]:
+    def _admit(
+        self, budget: int, now: float
+    ) -> Iterator[tuple[Request, list[tuple[Request, int]]]]:
         """Start waiting requests in order while budget, seats and pages last."""
         waiting, index = self._waiting, 0
         spare = sum(map(self._may_grow, self._running))
@@ -381,8 +353,8 @@ class Scheduler:
                 continue
             if self.pool.num_available < request.min_available + spare:
                 return
-            request.waits_for = None
-            hits = [self._find_prefix(request, sequence) for sequence in sequences]
+            hits = [self._find_prefix(sequence) for sequence in sequences]
+            request.waits_for = next((one.waits_for for one in sequences if one.waits_for), None)
             if request.waits_for is not None:
                 index += 1
                 continue
@@ -397,7 +369,7 @@ class Scheduler:
             if request.num_cached is None:
                 request.num_cached = num_computed
                 request.scheduled_ts = now
-            shares = _share(request, budget)
+            shares = share(request, budget)
             budget -= sum(num for _, num in shares)
             yield request, shares
 
@@ -409,12 +381,13 @@ class Scheduler:
         # the last token of an answer is never read back: its KV is not stored
         return sum(len(one.pages) * size < one.max_len - 1 for one in request.sequences)
 
-    def _find_prefix(self, owner: Request, request: Request) -> list[int]:
-        """The cached pages that ``request``, a sequence of ``owner``, may use; sets the owner's
-        ``waits_for`` when a running request writes the next one.
+    def _find_prefix(self, request: Request) -> list[int]:
+        """The cached pages it may use; sets ``waits_for`` when a running request writes the next
+        one.
 
         At least the last token is always left to run: a step of no tokens would sample nothing.
         """
+        request.waits_for = None
         if not self.config.enable_prefix_caching:
             return []
         config, num_tokens = self.config, request.num_tokens
@@ -425,7 +398,7 @@ class Scheduler:
         keys = request.keys[: (num_tokens - 1) // config.page_size]
         hits = self.pool.match(keys)
         if len(hits) < len(keys) and keys[len(hits)].digest in self._promised:
-            owner.waits_for = keys[len(hits)].digest
+            request.waits_for = keys[len(hits)].digest
         return hits
 
     def _acquire(self, request: Request, hits: list[list[int]], spare: int) -> bool:
@@ -597,30 +570,6 @@ class Scheduler:
                 assert answers[0] == answers[1], "a guide and its request have different answers"
         assert set(self._promised.values()) <= set(sequences), "a promise nobody keeps"
         assert all(math.isfinite(moment) for moment, _, _ in self._deadlines)
-
-
-def _in_prefill(request: Request) -> bool:
-    """Whether more than its (and its guide's) last known token has yet to run."""
-    if len(request.token_ids) - request.num_computed > 1:
-        return True
-    guide = request.guide
-    return guide is not None and len(guide.token_ids) - guide.num_computed > 1
-
-
-def _share(request: Request, budget: int) -> list[tuple[Request, int]]:
-    """What a request in prefill runs within ``budget`` tokens; something of it always does.
-
-    While a guided one cannot complete, both of its sequences keep their last token back.
-    """
-    need = request.num_tokens - request.num_computed
-    if request.guide is None:
-        return [(request, min(need, budget))]
-    others = request.guide.num_tokens - request.guide.num_computed
-    if need + others > budget:
-        need, others = need - 1, others - 1
-    num = min(need, budget)
-    shares = ((request, num), (request.guide, min(others, budget - num)))
-    return [(sequence, num) for sequence, num in shares if num]
 
 
 def _start(request: Request) -> RequestStart:
