@@ -50,6 +50,7 @@ class Job:
     kind: RequestKind = "generate"
     arrival_time: float | None = None
     resolved: ResolvedParams = field(default_factory=ResolvedParams)
+    negative_prompt_token_ids: tuple[int, ...] | None = None
 
 
 class Driver:
@@ -220,6 +221,7 @@ class Driver:
                     kind=command.kind,
                     arrival_time=command.arrival_time,
                     resolved=command.resolved,
+                    negative_prompt_token_ids=command.negative_prompt_token_ids,
                 )
             except Exception as error:  # refused: this request's caller gets the reason
                 self._forget(command.request_id)

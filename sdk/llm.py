@@ -472,6 +472,7 @@ class LLM:
                     kind=kind,
                     arrival_time=now,
                     resolved=self._resolve(param),
+                    negative_prompt_token_ids=prompt.negative_token_ids,
                 )
             )
         return jobs

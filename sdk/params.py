@@ -134,6 +134,12 @@ class SamplingParams:
     ``logits_processors`` are called as ``f(output_token_ids, logits_row) -> logits_row``; an
     exception in one fails this request only. ``thinking_token_budget`` forces the end of thinking.
 
+    **Guidance.** With a ``guidance_scale`` other than 1 the answer is also continued after a
+    negative prompt (the prompt dict's ``negative_prompt``; default: the prompt's last token), and
+    ``log p = log p_negative + guidance_scale * (log p_own - log p_negative)`` up to a constant
+    before everything above (classifier-free guidance, arXiv 2306.17806). It costs twice the work
+    and the KV pages, and two of ``max_num_seqs``.
+
     **Choice.** ``temperature`` 0 is greedy. ``top_k`` 0 and -1, ``top_p`` 1, ``min_p`` 0,
     ``typical_p`` 1, ``xtc_probability`` 0 and ``mirostat_mode`` 0 are off; ``mirostat_mode=2``
     replaces the other truncations. ``seed`` (-1 is ``None``) makes the answer repeatable whatever
@@ -145,10 +151,11 @@ class SamplingParams:
 
     **Returned.** ``logprobs=k`` returns the k best and the chosen token, ``prompt_logprobs`` the
     same for the prompt; -1 is the whole vocabulary, ``logprob_token_ids`` adds given ids. They are
-    natural logarithms of the model's own distribution, before anything above changes it.
+    natural logarithms of the model's own distribution, before anything above changes it (those of
+    an answer with a ``guidance_scale``: of the guided one).
     ``truncate_prompt_tokens`` keeps the last so many tokens of a too long prompt (-1: what fits).
 
-    ``structured_outputs``, ``guided_decoding`` and a ``guidance_scale`` other than 1 are refused.
+    ``structured_outputs`` and ``guided_decoding`` are refused.
     """
 
     n: int = 1
@@ -252,12 +259,6 @@ class SamplingParams:
         for name in ("structured_outputs", "guided_decoding"):
             if getattr(self, name) is not None:
                 raise RequestError(f"{name}: structured outputs come in a later release; pass None")
-        if self.guidance_scale != 1.0:
-            # Guidance mixes the logits of two prompts: the sampler sees one row of one request.
-            raise RequestError(
-                f"guidance_scale must be 1 (off), got {self.guidance_scale}: guidance needs a "
-                "second, negative prompt run beside the first, which is not supported"
-            )
 
     @property
     def greedy(self) -> bool:

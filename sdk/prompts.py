@@ -11,8 +11,11 @@ from sdk.params import SamplingParams
 from sdk.quant.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
-#: Text, token ids, or a dict with ``prompt`` or ``prompt_token_ids`` and perhaps ``cache_salt``.
+#: Text, token ids, or a dict with ``prompt`` or ``prompt_token_ids`` and perhaps ``cache_salt`` and
+#: ``negative_prompt`` or ``negative_prompt_token_ids`` (for a ``guidance_scale``).
 PromptLike = str | Sequence[int] | Mapping[str, Any]
+
+_NEGATIVE = ("negative_prompt", "negative_prompt_token_ids")
 
 #: What a chat template is always given; ``chat_template_kwargs`` holds everything else.
 _TEMPLATE_ARGUMENTS = frozenset({"messages", "tools", "chat_template", "add_generation_prompt"})
@@ -25,6 +28,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     text: str | None = None
     cache_salt: str | None = None
+    negative_token_ids: tuple[int, ...] | None = None
 
 
 def is_conversation(value: object) -> bool:
@@ -85,16 +89,21 @@ class PromptReader:
     def read(self, prompt: PromptLike, params: SamplingParams, *, room: int = 1) -> Prompt:
         """:raises RequestError: naming what is wrong. ``room`` tokens of context must be left."""
         salt: str | None = None
+        negative: tuple[int, ...] | None = None
         text: str | None = None
         ids: Any = prompt
         if isinstance(prompt, Mapping):
             given = [key for key in ("prompt", "prompt_token_ids") if key in prompt]
-            unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
-            if len(given) != 1 or unknown:
+            against = [key for key in _NEGATIVE if key in prompt]
+            unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt", *_NEGATIVE}
+            if len(given) != 1 or len(against) > 1 or unknown:
                 raise RequestError(
-                    "prompt: expected a dict with either 'prompt' or 'prompt_token_ids' "
-                    f"(and perhaps 'cache_salt'), found the keys {sorted(map(str, prompt))}"
+                    "prompt: expected a dict with either 'prompt' or 'prompt_token_ids' (and "
+                    "perhaps 'cache_salt' and 'negative_prompt' or 'negative_prompt_token_ids'), "
+                    f"found the keys {sorted(map(str, prompt))}"
                 )
+            if against:
+                negative = self._negative(against[0], prompt[against[0]], params, room)
             salt = prompt.get("cache_salt")
             if salt is not None and (not isinstance(salt, str) or not salt):
                 raise RequestError(f"cache_salt: expected a non-empty string, found {salt!r}")
@@ -107,7 +116,20 @@ class PromptReader:
             text = prompt
         if text is not None:
             ids = self._need_tokenizer("a text prompt").encode(text)
-        return Prompt(self._checked(ids, params, room), text, salt)
+        return Prompt(self._checked(ids, params, room), text, salt, negative)
+
+    def _negative(self, key: str, ids: Any, params: SamplingParams, room: int) -> tuple[int, ...]:
+        """The token ids of a negative prompt, given as the prompt dict's ``key``."""
+        if params.guidance_scale == 1.0:
+            raise RequestError(f"{key} has no effect without a guidance_scale other than 1")
+        if key == "negative_prompt":
+            if not isinstance(ids, str):
+                raise RequestError(f"{key}: expected a string, found {type(ids).__name__}")
+            ids = self._need_tokenizer("a text prompt").encode(ids)
+        try:
+            return self._checked(ids, params, room)
+        except RequestError as error:
+            raise RequestError(f"{key}: {error}") from None
 
     def read_chat(
         self,

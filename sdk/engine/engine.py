@@ -80,17 +80,21 @@ class Engine:
         kind: RequestKind = "generate",
         arrival_time: float | None = None,
         resolved: ResolvedParams = _NOTHING_RESOLVED,
+        negative_prompt_token_ids: Sequence[int] | None = None,
     ) -> None:
         """Queue a request. Raises RequestError, EngineDeadError or EngineClosedError; then nothing
         was queued. ``arrival_time`` is a moment of the scheduler's clock (default now) and decides
-        who is first; ``priority`` overrides ``params``.
+        who is first; ``priority`` overrides ``params``. ``negative_prompt_token_ids`` are what a
+        ``guidance_scale`` leads away from (default: the last prompt token).
         """
         self._check_alive()
         if request_id in self._generations:
             raise RequestError(f"request id {request_id!r} is already in use")
         if self._tokenizer is None and (params.stop or params.stop_regex):
             raise RequestError("stop and stop_regex need a tokenizer; this engine has none")
+        _check_guidance(params, kind, negative_prompt_token_ids)
         self._check_token_ids(prompt_token_ids)
+        self._check_token_ids(negative_prompt_token_ids or ())
         arrival = self.scheduler.clock() if arrival_time is None else arrival_time
         generation = Generation(request_id, prompt_text, prompt_token_ids, params, arrival)
         children = self._fan_out(request_id, params, kind)
@@ -107,14 +111,11 @@ class Engine:
                 arrival_time=arrival,
                 salt=cache_salt,
                 resolved=resolved,
+                negative_prompt_token_ids=negative_prompt_token_ids,
             )
             for child_id, child_params in children
         ]
-        stops = None
-        if params.stop or params.stop_regex:
-            stops = StopStrings(
-                tuple(params.stop or ()), (params.stop_regex,) if params.stop_regex else ()
-            )
+        stops = _stop_strings(params)
         # The text side first: it may raise, and then the scheduler must know nothing.
         generation.completions = [
             Completion(index, request, self._tokenizer, stops, self._decode_token)
@@ -361,3 +362,18 @@ class Engine:
             self._executor.close()
             self._tokenizer = None
             self._decoded.clear()
+
+
+def _check_guidance(
+    params: SamplingParams, kind: RequestKind, negative_prompt: Sequence[int] | None
+) -> None:
+    if params.guidance_scale != 1.0 and kind == "embed":
+        raise RequestError("guidance_scale guides answers; an embedding has none")
+    if params.guidance_scale == 1.0 and negative_prompt is not None:
+        raise RequestError("a negative prompt has no effect without a guidance_scale (not 1)")
+
+
+def _stop_strings(params: SamplingParams) -> StopStrings | None:
+    patterns = () if params.stop_regex is None else (params.stop_regex,)
+    stops = StopStrings(tuple(params.stop or ()), patterns)
+    return stops if stops else None

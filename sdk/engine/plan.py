@@ -33,6 +33,8 @@ class RequestStart:
     kind: RequestKind = "generate"
     #: Token ids behind the words of ``params``: bad words, EOS, sequence breakers.
     resolved: ResolvedParams = field(default_factory=ResolvedParams)
+    #: The request whose logits this one's guide: it is never sampled, its tokens are the other's.
+    guides: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,8 @@ class Sampled:
 class StepResult:
     """What one step produced.
 
-    ``sampled`` has an entry for exactly those requests whose last known token ran in this step.
+    ``sampled`` has an entry for exactly those requests whose last known token ran in this step
+    (guides aside: their last token runs in the step of their request's).
     ``prompt_logprobs`` scores the prompt tokens that follow the positions run in this step.
     ``errors`` fails single requests (NaN logits) while the others go on.
     """

@@ -19,6 +19,10 @@ from sdk.params import SamplingParams
 from sdk.sampling.resolved import ResolvedParams
 
 _NOTHING_RESOLVED = ResolvedParams()
+_GUIDE_PARAMS = SamplingParams()
+
+#: Makes a guide's id from its request's.
+GUIDE_SUFFIX = "~guide"
 
 
 class RequestStatus(enum.Enum):
@@ -46,6 +50,10 @@ _FINISHED: dict[RequestStatus, FinishReason] = {
 class Request:
     """One generation (one of the ``n`` answers a caller asked for) or one embedding.
 
+    With a ``guidance_scale`` it owns a ``guide``: a second sequence, with pages of its own, of the
+    negative prompt (default: the last prompt token) and the same answer. The two are queued,
+    admitted, preempted and ended as one; queues hold the request, never its guide.
+
     ``arrival_time`` orders requests (first come, first served); ``deadline`` is a moment of the
     scheduler's clock or infinity. ``salt`` and ``adapter`` keep prefix-cache entries apart.
     """
@@ -55,6 +63,8 @@ class Request:
         "arrival_time",
         "deadline",
         "first_token_ts",
+        "guide",
+        "guides",
         "keys",
         "kind",
         "last_token_ts",
@@ -96,6 +106,7 @@ class Request:
         salt: str | None = None,
         adapter: str | None = None,
         resolved: ResolvedParams = _NOTHING_RESOLVED,
+        negative_prompt_token_ids: Sequence[int] | None = None,
     ) -> None:
         self.request_id = request_id
         self.params = params
@@ -107,6 +118,12 @@ class Request:
         self.resolved = resolved
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None
+        self.guide: Request | None = None
+        self.guides: str | None = None  # set in a guide: the id of its request
+        if params.guidance_scale != 1.0 and kind == "generate":
+            if negative_prompt_token_ids is None:
+                negative_prompt_token_ids = prompt_token_ids[-1:]
+            self.guide = self._make_guide(negative_prompt_token_ids)
 
         self.token_ids = list(prompt_token_ids)  # prompt, then output
         self.num_prompt_tokens = len(self.token_ids)
@@ -135,11 +152,27 @@ class Request:
         self.first_token_ts: float | None = None
         self.last_token_ts: float | None = None
 
+    def _make_guide(self, negative_prompt_token_ids: Sequence[int]) -> Request:
+        guide = Request(
+            self.request_id + GUIDE_SUFFIX,
+            negative_prompt_token_ids,
+            _GUIDE_PARAMS,
+            salt=self.salt,
+            adapter=self.adapter,
+        )
+        guide.guides = self.request_id
+        return guide
+
     def __repr__(self) -> str:
         return (
             f"Request({self.request_id!r}, {self.status.value}, {self.num_computed} of "
             f"{self.num_tokens} tokens computed, {len(self.pages)} pages)"
         )
+
+    @property
+    def sequences(self) -> tuple[Request, ...]:
+        """What runs for it: itself, and its guide if it has one."""
+        return (self,) if self.guide is None else (self, self.guide)
 
     @property
     def num_tokens(self) -> int:

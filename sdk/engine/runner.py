@@ -21,6 +21,7 @@ from sdk.memory import release_free_memory
 from sdk.models.auto import build_model
 from sdk.models.parallel import Mesh
 from sdk.quant.checkpoint import Checkpoint
+from sdk.sampling.guidance import guided
 from sdk.sampling.sampler import Sampler
 
 
@@ -117,6 +118,8 @@ class ModelRunner:
                 self.sampler.drop(request_id)
         for start in plan.started:
             self._requests[start.request_id] = _Running(start)
+            if start.guides is not None:
+                continue  # the sampler knows its request
             self.sampler.add(
                 start.request_id,
                 start.params,
@@ -125,8 +128,10 @@ class ModelRunner:
                 start.resolved,
             )
         for request_id, token_ids in plan.appended:
-            self._requests[request_id].token_ids.extend(token_ids)
-            self.sampler.append(request_id, token_ids)
+            request = self._requests[request_id]
+            request.token_ids.extend(token_ids)
+            if request.start.guides is None:
+                self.sampler.append(request_id, token_ids)
         for request_id, pages in plan.new_pages:
             self._requests[request_id].pages.extend(pages)
 
@@ -166,6 +171,7 @@ class ModelRunner:
         """Advance the counters, score what was asked for and sample where a request's end ran."""
         sampling: list[str] = []
         last_rows: list[int] = []
+        guide_rows: dict[str, int] = {}  # by the request that is guided
         prompt_logprobs: dict[str, tuple[Sampled, ...]] = {}
         embeddings: dict[str, list[float]] = {}
         errors: dict[str, str] = {}
@@ -189,14 +195,21 @@ class ModelRunner:
                         embeddings[request_id] = vector.tolist()
                     else:
                         errors[request_id] = "the model's hidden state is not finite"
+                elif request.start.guides is not None:
+                    guide_rows[request.start.guides] = end - 1
                 else:
                     sampling.append(request_id)
                     last_rows.append(end - 1)
             begin = end
         sampled: dict[str, Sampled] = {}
         if sampling:
-            logits = self.model.logits(hidden[torch.tensor(last_rows)])
+            logits = self.model.logits(hidden[torch.tensor([*last_rows, *guide_rows.values()])])
             if self._mesh.rank == 0:
+                logits, negative = logits.tensor_split([len(sampling)])
+                for row, request_id in zip(negative, guide_rows, strict=True):
+                    own = logits[sampling.index(request_id)]
+                    scale = self._requests[request_id].start.params.guidance_scale
+                    own.copy_(guided(own, row, scale))
                 outcomes = self.sampler.sample(logits, sampling)
                 for request_id, outcome in zip(sampling, outcomes, strict=True):
                     if isinstance(outcome, str):

@@ -26,6 +26,10 @@ preempt a running one.
 for it instead of computing it again: this is how ``n`` answers share a prompt, and how a batch with
 one system prompt computes it once. It keeps its place; others may be admitted meanwhile.
 
+*Guidance.* A request with a guide (see ``Request``) takes two seats. In prefill the two share the
+budget as it comes, but the last known token of either runs only in a step in which the other's does
+too: that step has both rows of logits.
+
 *Without chunked prefill* every prompt runs in one step. A preempted request comes back with prompt
 and output as its prompt, so the budget must hold ``max_model_len`` tokens, which is checked.
 """
@@ -41,9 +45,10 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
+from sdk.engine.guides import in_prefill, longest_answer, share
 from sdk.engine.pages import PagePool, root_digest
 from sdk.engine.plan import RequestStart, Sampled, StepPlan, StepResult
-from sdk.engine.request import Request, RequestStatus
+from sdk.engine.request import GUIDE_SUFFIX, Request, RequestStatus
 from sdk.errors import RequestError
 from sdk.outputs import FinishReason
 
@@ -128,7 +133,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Requests that hold pages."""
+        """Requests that hold pages (a guided one counts once)."""
         return len(self._running)
 
     @property
@@ -148,6 +153,11 @@ class Scheduler:
         config, num_tokens = self.config, request.num_tokens
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is already in use")
+        if request.request_id.endswith(GUIDE_SUFFIX):
+            raise RequestError(
+                f"request id {request.request_id!r} must not end in {GUIDE_SUFFIX!r}: "
+                "guides have such ids"
+            )
         if num_tokens == 0:
             raise RequestError("the prompt is empty: at least one token is needed")
         room = 1 if request.kind == "generate" else 0
@@ -166,8 +176,12 @@ class Scheduler:
         if not params.ignore_eos:
             request.stop_token_ids |= config.eos_token_ids
         request.max_len = self._max_len
+        if request.guide is not None:
+            request.max_len = num_tokens + longest_answer(request, request.guide, config, self.pool)
         if params.max_tokens is not None:
-            request.max_len = min(self._max_len, num_tokens + params.max_tokens)
+            request.max_len = min(request.max_len, num_tokens + params.max_tokens)
+        if request.guide is not None:
+            request.guide.max_len = request.guide.num_tokens + request.max_len - num_tokens
         request.queued_ts = self.clock()
         self._num_added += 1
         priority = request.priority if config.policy == "priority" else 0
@@ -200,7 +214,8 @@ class Scheduler:
             self._release(request)
         else:
             self._remove(self._waiting, request)
-        request.status = RequestStatus(reason)
+        for sequence in request.sequences:
+            sequence.status = RequestStatus(reason)
         request.stop_reason = stop
         del self._requests[request.request_id]
 
@@ -210,19 +225,21 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         """Take pages and promises from a running request, and have the ranks forget it."""
-        self.pool.release(request.pages)
-        for key in request.keys[request.num_published :]:
-            if self._promised.get(key.digest) is request:
-                del self._promised[key.digest]
-        request.pages = []
-        self._dropped.append(request.request_id)
+        for sequence in request.sequences:
+            self.pool.release(sequence.pages)
+            for key in sequence.keys[sequence.num_published :]:
+                if self._promised.get(key.digest) is sequence:
+                    del self._promised[key.digest]
+            sequence.pages = []
+            self._dropped.append(sequence.request_id)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; what runs now goes on, but is not cached any more."""
         self.pool.reset_prefix_cache()
         self._promised.clear()
         for request in self._running:
-            request.publishes = False
+            for sequence in request.sequences:
+                sequence.publishes = False
 
     # A step
 
@@ -238,19 +255,20 @@ class Scheduler:
         new_pages: list[tuple[str, tuple[int, ...]]] = []
         started: list[RequestStart] = []
         self._in_flight = []
-        budget = self._plan_decodes(decodes, appended, new_pages)
+        budget, everyone = self._plan_decodes(decodes, appended, new_pages)
+        parts: list[tuple[Request, int]] = []
         for request in self._running:
-            need = len(request.token_ids) - request.num_computed
-            if need > 1 and budget:
-                num = min(need, budget)
-                budget -= num
-                chunks.append((request.request_id, num))
-                self._in_flight.append((request, num))
-        if self._waiting and budget and len(self._in_flight) == len(self._running):
-            for request, num in self._admit(budget, now):
-                (decodes if num == 1 else chunks).append((request.request_id, num))
-                self._in_flight.append((request, num))
-                started.append(_start(request))
+            if budget and in_prefill(request):
+                for part in share(request, budget):
+                    budget -= part[1]
+                    parts.append(part)
+        if self._waiting and budget and everyone:
+            for request, shares in self._admit(budget, now):
+                parts += shares
+                started += map(_start, request.sequences)
+        self._in_flight += parts
+        for sequence, num in parts:
+            (decodes if num == 1 else chunks).append((sequence.request_id, num))
         dropped, self._dropped = tuple(self._dropped), []
         self._step_id += 1
         self._plan = StepPlan(
@@ -268,66 +286,79 @@ class Scheduler:
         decodes: list[tuple[str, int]],
         appended: list[tuple[str, tuple[int, ...]]],
         new_pages: list[tuple[str, tuple[int, ...]]],
-    ) -> int:
-        """Give every running request that needs one token that token; returns the budget left."""
+    ) -> tuple[int, bool]:
+        """Give every running request that needs one token that token (its guide too).
+
+        Returns the budget left, and whether nobody lacked a page.
+        """
         page_size, running = self.config.page_size, self._running
-        index = 0
+        index, everyone = 0, True
         while index < len(running):  # preemption shortens the list behind index
             request = running[index]
             index += 1
-            tokens = request.token_ids
-            num_computed = request.num_computed
-            if len(tokens) - num_computed > 1:
+            if in_prefill(request):
                 continue
-            request_id = request.request_id
-            if num_computed == len(request.pages) * page_size:
-                page = self._grow(request)
-                if page is None:
-                    continue  # the last in order waits for a page in place
-                new_pages.append((request_id, (page,)))
-            if request.num_sent < len(tokens):
-                appended.append((request_id, tuple(tokens[request.num_sent :])))
-                request.num_sent = len(tokens)
-            decodes.append((request_id, 1))
-            self._in_flight.append((request, 1))
-        return self.config.max_num_batched_tokens - len(decodes)
+            sequences = request.sequences
+            for sequence in sequences:
+                if sequence.num_computed == len(sequence.pages) * page_size:
+                    page = self._grow(sequence, request)
+                    if page is None:
+                        everyone = False  # the last in order waits for a page in place
+                        break
+                    new_pages.append((sequence.request_id, (page,)))
+            else:
+                for sequence in sequences:
+                    tokens, request_id = sequence.token_ids, sequence.request_id
+                    if sequence.num_sent < len(tokens):
+                        appended.append((request_id, tuple(tokens[sequence.num_sent :])))
+                        sequence.num_sent = len(tokens)
+                    decodes.append((request_id, 1))
+                    self._in_flight.append((sequence, 1))
+        return self.config.max_num_batched_tokens - len(decodes), everyone
 
-    def _grow(self, request: Request) -> int | None:
-        """One more page, taken from whoever is last in order if need be."""
+    def _grow(self, sequence: Request, request: Request) -> int | None:
+        """One more page for a sequence of ``request``, taken from the last in order if need be."""
         while (pages := self.pool.acquire((), 1)) is None:
             if self._running[-1] is request:
                 return None
             self._preempt(self._running.pop())
-        request.pages += pages
+        sequence.pages += pages
         return pages[0]
 
     def _preempt(self, request: Request) -> None:
         """Send a request that was just taken out of the running ones back to wait."""
         self._release(request)
-        request.status = RequestStatus.PREEMPTED
-        request.num_computed = 0  # what the cache still has is looked up again when it is admitted
+        for sequence in request.sequences:
+            sequence.status = RequestStatus.PREEMPTED
+            sequence.num_computed = 0  # what the cache has is looked up again on admission
         request.num_preemptions += 1
         self.num_preemptions += 1
         insort(self._waiting, request, key=_ORDER)
 
-    def _admit(self, budget: int, now: float) -> Iterator[tuple[Request, int]]:
+    def _admit(
+        self, budget: int, now: float
+    ) -> Iterator[tuple[Request, list[tuple[Request, int]]]]:
         """Start waiting requests in order while budget, seats and pages last."""
         waiting, index = self._waiting, 0
         spare = sum(map(self._may_grow, self._running))
+        seats = sum(len(request.sequences) for request in self._running)
         while budget and index < len(waiting):
-            if index + len(self._running) >= self.config.max_num_seqs:
-                return  # one that waits for a prefix keeps its seat: index of them were passed over
             request = waiting[index]
+            sequences = request.sequences
+            seats += len(sequences)  # one that waits for a prefix keeps its seat
+            if seats > self.config.max_num_seqs or len(sequences) > budget:
+                return
             if request.waits_for in self._promised:
                 index += 1
                 continue
             if self.pool.num_available < request.min_available + spare:
                 return
-            hits = self._find_prefix(request)
+            hits = [self._find_prefix(sequence) for sequence in sequences]
+            request.waits_for = next((one.waits_for for one in sequences if one.waits_for), None)
             if request.waits_for is not None:
                 index += 1
                 continue
-            num_computed = len(hits) * self.config.page_size
+            num_computed = len(hits[0]) * self.config.page_size
             num = request.num_tokens - num_computed
             if num > budget and not self.config.enable_chunked_prefill:
                 return
@@ -335,20 +366,20 @@ class Scheduler:
                 return
             spare += self._may_grow(request)
             del waiting[index]
-            request.num_computed = num_computed
             if request.num_cached is None:
                 request.num_cached = num_computed
                 request.scheduled_ts = now
-            num = min(num, budget)
-            budget -= num
-            yield request, num
+            shares = share(request, budget)
+            budget -= sum(num for _, num in shares)
+            yield request, shares
 
-    def _may_grow(self, request: Request) -> bool:
-        """Whether its longest answer needs more pages than it holds."""
+    def _may_grow(self, request: Request) -> int:
+        """How many of its sequences need more pages than they hold for the longest answer."""
         if request.kind == "embed":
-            return False
+            return 0
+        size = self.config.page_size
         # the last token of an answer is never read back: its KV is not stored
-        return len(request.pages) * self.config.page_size < request.max_len - 1
+        return sum(len(one.pages) * size < one.max_len - 1 for one in request.sequences)
 
     def _find_prefix(self, request: Request) -> list[int]:
         """The cached pages it may use; sets ``waits_for`` when a running request writes the next
@@ -370,26 +401,35 @@ class Scheduler:
             request.waits_for = keys[len(hits)].digest
         return hits
 
-    def _acquire(self, request: Request, hits: list[int], spare: int) -> bool:
-        """Make a waiting request a running one with pages for all its tokens, or change nothing."""
-        pool, num_tokens = self.pool, request.num_tokens
-        num_new = -(-num_tokens // self.config.page_size) - len(hits)
-        pages = pool.acquire(hits, num_new, spare=spare)
+    def _acquire(self, request: Request, hits: list[list[int]], spare: int) -> bool:
+        """Make a waiting request a running one with pages for all its tokens, or change nothing.
+
+        ``hits`` are the known pages of each of its sequences.
+        """
+        pool, size, sequences = self.pool, self.config.page_size, request.sequences
+        num_new = [
+            -(-one.num_tokens // size) - len(known)
+            for one, known in zip(sequences, hits, strict=True)
+        ]
+        pages = pool.acquire([page for known in hits for page in known], sum(num_new), spare=spare)
         if pages is None:
-            request.min_available = num_new  # asking again is pointless with fewer
+            request.min_available = sum(num_new)  # asking again is pointless with fewer
             return False
-        request.pages = pages
-        request.num_sent = num_tokens
-        request.num_published = len(hits)
-        request.publishes = self.config.enable_prefix_caching
+        new = pages[sum(map(len, hits)) :]
+        for sequence, known, num in zip(sequences, hits, num_new, strict=True):
+            sequence.pages, new = known + new[:num], new[num:]
+            sequence.num_computed = len(known) * size
+            sequence.num_sent = sequence.num_tokens
+            sequence.num_published = len(known)
+            sequence.publishes = self.config.enable_prefix_caching
+            sequence.status = _RUNNING
+            if request.num_preemptions == 0 and sequence.uses_prefix_cache:
+                pool.queries += (sequence.num_tokens - 1) // size
+                pool.hits += len(known)
+            for key in sequence.keys[len(known) :]:
+                self._promised.setdefault(key.digest, sequence)
         request.min_available = 0
-        request.status = _RUNNING
         insort(self._running, request, key=_ORDER)
-        if request.num_preemptions == 0 and request.uses_prefix_cache:
-            pool.queries += (num_tokens - 1) // self.config.page_size
-            pool.hits += len(hits)
-        for key in request.keys[len(hits) :]:
-            self._promised.setdefault(key.digest, request)
         return True
 
     def _expire(self, now: float) -> None:
@@ -473,6 +513,8 @@ class Scheduler:
             return
         tokens = request.token_ids
         tokens.append(sampled.token_id)
+        if request.guide is not None:
+            request.guide.token_ids.append(sampled.token_id)
         self.num_generation_tokens += 1
         request.last_token_ts = now
         if request.first_token_ts is None:
@@ -489,7 +531,8 @@ class Scheduler:
 
     def _fail(self, request: Request, message: str, updates: list[RequestUpdate]) -> None:
         """End one request in error. Its pages may hold NaN: nobody must find them in the cache."""
-        self.pool.forget(request.pages)
+        for sequence in request.sequences:
+            self.pool.forget(sequence.pages)
         self._end(request, "error", message)
         updates.append(RequestUpdate(request))
 
@@ -506,20 +549,26 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert that queues, pages and counters agree (tests call it after every event)."""
-        self.pool.check([request.pages for request in self._running])
+        sequences = [one for request in self._running for one in request.sequences]
+        self.pool.check([one.pages for one in sequences])
         queued = self._waiting + self._running
         assert {r.request_id: r for r in queued} == self._requests, "a request is lost or twice"
         for queue in (self._waiting, self._running):
             assert queue == sorted(queue, key=_ORDER), "a queue is out of order"
-        assert len(self._running) <= self.config.max_num_seqs, "too many requests run"
+        assert len(sequences) <= self.config.max_num_seqs, "too many requests run"
         for request in self._waiting:
-            assert not request.pages and not request.num_computed, "a waiting request holds KV"
-        for request in self._running:
-            assert request.status is _RUNNING, "a running request is not marked so"
-            held = len(request.pages) * self.config.page_size
-            assert request.num_computed <= min(held, request.num_tokens - 1), "computed too much"
-            assert request.num_tokens <= request.max_len, "a request is too long"
-        assert set(self._promised.values()) <= set(self._running), "a promise nobody keeps"
+            for one in request.sequences:
+                assert not one.pages and not one.num_computed, "a waiting request holds KV"
+        for one in sequences:
+            assert one.status is _RUNNING, "a running request is not marked so"
+            held = len(one.pages) * self.config.page_size
+            assert one.num_computed <= min(held, one.num_tokens - 1), "computed too much"
+            assert one.num_tokens <= one.max_len, "a request is too long"
+        for request in queued:
+            if request.guide is not None:
+                answers = request.output_token_ids, request.guide.output_token_ids
+                assert answers[0] == answers[1], "a guide and its request have different answers"
+        assert set(self._promised.values()) <= set(sequences), "a promise nobody keeps"
         assert all(math.isfinite(moment) for moment, _, _ in self._deadlines)
 
 
@@ -534,4 +583,5 @@ def _start(request: Request) -> RequestStart:
         params=request.params,
         kind=request.kind,
         resolved=request.resolved,
+        guides=request.guides,
     )

@@ -40,7 +40,17 @@ class Rig:
     def _is_published(self, page: int) -> bool:
         return self.pool._keys[page] is not None
 
-    def add(self, request_id: str, prompt, *, kind="generate", salt=None, priority=None, **params):
+    def add(
+        self,
+        request_id: str,
+        prompt,
+        *,
+        kind="generate",
+        salt=None,
+        priority=None,
+        negative=None,
+        **params,
+    ):
         request = Request(
             request_id,
             prompt,
@@ -49,6 +59,7 @@ class Rig:
             salt=salt,
             priority=priority,
             arrival_time=self.now,
+            negative_prompt_token_ids=negative,
         )
         self.scheduler.add(request)
         self.requests[request_id] = request
@@ -78,7 +89,9 @@ class Rig:
         for request in self.requests.values():
             prompt = request.token_ids[: request.num_prompt_tokens]
             output = request.output_token_ids
-            assert output == fake_runner.expected_tokens(prompt, len(output)), request
+            guide = request.guide
+            negative = None if guide is None else guide.token_ids[: guide.num_prompt_tokens]
+            assert output == fake_runner.expected_tokens(prompt, len(output), negative), request
 
 
 @pytest.fixture

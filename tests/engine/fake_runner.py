@@ -24,19 +24,22 @@ def _value(before: list[bytes], token: int) -> bytes:
     return digest.digest()
 
 
-def _token(value: bytes) -> int:
-    return int.from_bytes(value, "little") % VOCAB
+def _token(*values: bytes) -> int:
+    """From the last value; a guided request has its own and its guide's."""
+    return sum(int.from_bytes(value, "little") for value in values) % VOCAB
 
 
-def expected_tokens(prompt: list[int], num: int) -> list[int]:
+def expected_tokens(prompt: list[int], num: int, negative: list[int] | None = None) -> list[int]:
     """The answer of a request that runs alone, in one piece, in pages nobody touched before."""
-    values: list[bytes] = []
-    tokens = list(prompt)
+    answer: list[int] = []
+    prompts = [prompt] if negative is None else [prompt, negative]
+    values: list[list[bytes]] = [[] for _ in prompts]
     for _ in range(num):
-        for token in tokens[len(values) :]:
-            values.append(_value(values, token))
-        tokens.append(_token(values[-1]))
-    return tokens[len(prompt) :]
+        for known, start in zip(values, prompts, strict=True):
+            for token in [*start, *answer][len(known) :]:
+                known.append(_value(known, token))
+        answer.append(_token(*(known[-1] for known in values)))
+    return answer
 
 
 class FakeRunner:
@@ -82,7 +85,8 @@ class FakeRunner:
         sampled, scored, hidden = {}, {}, {}
         for request_id, num in plan.num_tokens:
             assert num > 0, "a step of no tokens"
-            self._run(request_id, num, sampled, scored, hidden)
+            self._run(request_id, num, scored, hidden)
+        self._sample([request_id for request_id, _ in plan.num_tokens], sampled)
         errors, self.errors = self.errors, {}
         return StepResult(plan.step_id, sampled, scored, hidden, errors)
 
@@ -91,7 +95,25 @@ class FakeRunner:
         assert 0 < page < self.num_pages, "no such page"
         return page, position % self.page_size
 
-    def _run(self, request_id, num, sampled, scored, hidden) -> None:
+    def _sample(self, request_ids, sampled) -> None:
+        states = {request_id: self.requests[request_id] for request_id in request_ids}
+        last = {
+            request_id: state["last"]
+            for request_id, state in states.items()
+            if state["computed"] == len(state["tokens"]) and state["start"].kind == "generate"
+        }
+        guides = {states[name]["start"].guides: value for name, value in last.items()}
+        guides.pop(None, None)
+        assert guides.keys() <= last.keys(), "a guide completes without its request"
+        for request_id, value in last.items():
+            start = states[request_id]["start"]
+            if start.guides is None:
+                assert (request_id in guides) == (start.params.guidance_scale != 1), "no guide"
+                values = [value] + ([guides[request_id]] if request_id in guides else [])
+                wanted = start.params.logprobs is not None
+                sampled[request_id] = Sampled(_token(*values), -0.5 if wanted else None, 1)
+
+    def _run(self, request_id, num, scored, hidden) -> None:
         state = self.requests[request_id]
         pages, tokens, begin = state["pages"], state["tokens"], state["computed"]
         end = begin + num
@@ -102,7 +124,7 @@ class FakeRunner:
             assert not self.published(slot[0]), "a page others may read is written"
             values.append(_value(values, tokens[position]))
             self.slots[slot] = values[-1]
-        state["computed"] = end
+        state["computed"], state["last"] = end, values[-1]
         start = state["start"]
         if start.params.prompt_logprobs is not None and begin < start.num_prompt_tokens:
             last = min(end, start.num_prompt_tokens - 1)
@@ -113,6 +135,3 @@ class FakeRunner:
             return
         if start.kind == "embed":
             hidden[request_id] = [float(_token(value)) for value in values]
-        else:
-            wanted = start.params.logprobs is not None
-            sampled[request_id] = Sampled(_token(values[-1]), -0.5 if wanted else None, 1)

@@ -1,9 +1,9 @@
 """The scheduler under random use, against a runner that notices every wrong page and a naive model.
 
 Hypothesis chooses the limits (page size, pool, seats, budget, policy, chunks, prefix cache) and the
-events: requests of every kind, steps, aborts and failures between and during steps, stop strings,
-rollbacks, cache resets, the passing of time. After each event the books are checked; each answer
-must be what the request alone would have got.
+events: requests of every kind (guided ones too), steps, aborts and failures between and during
+steps, stop strings, rollbacks, cache resets, the passing of time. After each event the books are
+checked; each answer must be what the request alone would have got.
 """
 
 from __future__ import annotations
@@ -75,15 +75,36 @@ class SchedulerMachine(RuleBasedStateMachine):
         min_tokens=st.integers(0, 5),
         prompt_logprobs=st.sampled_from([None, None, 0]),
         deadline=st.sampled_from([None, None, None, None, None, 3.0, 20.0]),
+        negative=st.one_of(
+            st.none(), st.none(), st.lists(st.integers(0, 1), min_size=1, max_size=12)
+        ),
     )
-    def add(self, count, runs, tail, kind, **params) -> None:
+    def add(self, count, runs, tail, kind, negative, **params) -> None:
         prompt = ([run for run in runs for _ in range(PAGE)] + tail)[: self.longest]
         if kind == "embed":
             params["prompt_logprobs"] = None
         params["min_tokens"] = min(params["min_tokens"], params["max_tokens"] or 5)
+        config = self.rig.config
+        if (
+            negative is not None
+            and kind == "generate"
+            and config.max_num_seqs > 1
+            and config.enable_chunked_prefill
+            and self.longest_guided(len(prompt), len(negative))
+        ):
+            params |= {"guidance_scale": 1.5, "negative": negative}
         for i in range(count):  # a batch with one prefix
             self.rig.add(str(self.num_added), [*prompt[:-1], 7 * i], kind=kind, **params)
             self.num_added += 1
+
+    def longest_guided(self, num: int, negative: int) -> int:
+        """The longest answer for which both prompts fit, by trying them all."""
+        config, longest = self.rig.config, 0
+        for answer in range(1, config.max_model_len + 1 - max(num, negative)):
+            pages = [-(-(start + answer - 1) // config.page_size) for start in (num, negative)]
+            if sum(pages) <= self.rig.pool.capacity:
+                longest = answer
+        return longest
 
     @rule(times=st.integers(1, 8))
     def step(self, times: int) -> None:
@@ -109,7 +130,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert bool(counts) == bool(alive), "nothing runs though somebody waits"
         if alive:
             first = min(alive, key=self.turn)
-            held_up = first.request_id not in counts
+            held_up = not any(one.request_id in counts for one in first.sequences)
             # It may wait for a prefix that another is computing, or (priorities) for those who
             # run already: they end, so it runs after a bounded number of steps.
             self.steps_of_first = self.steps_of_first + 1 if held_up else 0
@@ -128,12 +149,15 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def check_turns(self, plan, running) -> None:
         """Nobody starts before one whose turn is earlier, or while one that runs lacks a page."""
-        started = [self.rig.requests[start.request_id] for start in plan.started]
+        started = [
+            self.rig.requests[start.request_id] for start in plan.started if start.guides is None
+        ]
         if not started:
             return
         counts = dict(plan.num_tokens)
         for request in self.rig.scheduler._running:
-            assert request.request_id in counts or request not in running
+            ran = any(one.request_id in counts for one in request.sequences)
+            assert ran or request not in running
         for request in self.rig.scheduler._waiting:
             early = self.turn(request) < max(map(self.turn, started))
             assert not early or request.waits_for is not None, "overtaken"
@@ -182,7 +206,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         request = self.rig.requests[request_id]
         before = request.num_computed, request.num_preemptions
         held: list[int] = []
-        self.do_step(lambda: held.extend(request.pages), {request_id: "NaN"})
+        self.do_step(
+            lambda: held.extend(page for one in request.sequences for page in one.pages),
+            {request_id: "NaN"},
+        )
         if request.finish_reason == "error":
             self.ended[request_id] = "error"
             assert request.stop_reason == "NaN"
@@ -240,7 +267,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt = request.token_ids[: request.num_prompt_tokens]
         output = request.output_token_ids
         params, config, reason = request.params, self.rig.config, request.finish_reason
-        assert output == expected_tokens(prompt, len(output))
+        guide = request.guide
+        negative = None if guide is None else guide.token_ids[: guide.num_prompt_tokens]
+        assert output == expected_tokens(prompt, len(output), negative)
         updates = [update for update in self.rig.updates if update.request is request]
         sampled = [update.sampled.token_id for update in updates if update.sampled is not None]
         assert sampled == output, "a token was reported twice or never"
@@ -257,6 +286,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             config.max_model_len,
             self.rig.pool.capacity * config.page_size + 1,
             len(prompt) + (params.max_tokens or config.max_model_len),
+            len(prompt)
+            + (
+                config.max_model_len
+                if guide is None
+                else self.longest_guided(len(prompt), len(negative))
+            ),
         )
         ends = [i + 1 for i, token in enumerate(output) if token in config.eos_token_ids]
         ends = [end for end in ends if end >= params.min_tokens]

@@ -45,7 +45,7 @@ BAD = {
     "thinking_token_budget": [-1],
     "priority": [2**31, 1.5],
     "deadline": [0, -1, NAN, INF],
-    "guidance_scale": [1.5, -1, NAN],
+    "guidance_scale": [-0.1, 1001, NAN],
     "ignore_eos": [1, None],
     "detokenize": ["yes"],
     "output_kind": [0, "DELTA"],
