@@ -91,6 +91,11 @@ class OnlyViews(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if str(func).rpartition(".")[0] not in _VIEWS:
+        kwargs = kwargs or {}
+        if str(func).rpartition(".")[0] in _VIEWS:
+            return func(*args, **kwargs)
+        with self:  # flatten, reshape, contiguous: made of views, or of views and a copy
+            result = func.decompose(*args, **kwargs)
+        if result is NotImplemented:
             raise CaptureError(f"a step with {func} cannot be recorded: it is not one of ours")
-        return func(*args, **(kwargs or {}))
+        return result
