@@ -1,8 +1,8 @@
 """A step recorded once and replayed: one native call instead of a Python call per operator.
 
-``Ops.capture`` runs a forward pass in which nothing is computed: every operator of the backend notes
-its arguments, and the tensors it would have made are fixed buffers from then on. ``Graph.replay``
-runs them all with the counts of a step. It is to a CPU what a CUDA graph is to a GPU, with one
+``Ops.capture`` runs a forward pass in which nothing is computed: every operator of the backend
+notes its arguments, and the tensors it would have made are fixed buffers from then on.
+``Graph.replay`` runs them all with the counts of a step. It is to a CPU what a CUDA graph is to a GPU, with one
 difference: a native operator takes its number of rows at run time, so that one graph as large as
 the largest step serves every smaller one.
 
@@ -28,9 +28,10 @@ Result = TypeVar("Result")
 _VIEWS = frozenset(
     f"aten.{name}"
     for name in (
-        "alias as_strided detach expand lift_fresh permute select slice split split_with_sizes squeeze "
-        "t transpose unsqueeze view _unsafe_view _reshape_alias"
-    ).split()
+        *("alias", "as_strided", "detach", "expand", "lift_fresh", "permute", "select", "slice"),
+        *("split", "split_with_sizes", "squeeze", "t", "transpose", "unsqueeze", "view"),
+        *("_unsafe_view", "_reshape_alias"),
+    )
 )
 
 
@@ -85,7 +86,7 @@ class Graph(Generic[Result]):
         self._recorded.run(*counts)
 
 
-class OnlyViews(TorchDispatchMode):
+class OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raises :class:`CaptureError` for every torch operation that touches data."""
 
     def __torch_dispatch__(
