@@ -2,9 +2,9 @@
 
 ``Ops.capture`` runs a forward pass in which nothing is computed: every operator of the backend
 notes its arguments, and the tensors it would have made are fixed buffers from then on.
-``Graph.replay`` runs them all with the counts of a step. It is to a CPU what a CUDA graph is to a GPU, with one
-difference: a native operator takes its number of rows at run time, so that one graph as large as
-the largest step serves every smaller one.
+``Graph.replay`` runs them all with the counts of a step. It is to a CPU what a CUDA graph is to a
+GPU, with one difference: a native operator takes its number of rows at run time, so that one graph
+as large as the largest step serves every smaller one.
 
 Anything a graph does not see would be lost on replay, so while capturing every torch operation that
 is not a mere view raises :class:`CaptureError`, and the caller runs such a model operator by
