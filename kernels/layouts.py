@@ -74,6 +74,8 @@ class BlockType:
 
 #: The block types kept in their file's bytes: ggml's k-quants, decoded in reference/decode.py.
 BLOCK_TYPES = {
+    "q2_k": BlockType("q2_k", 256, 84, 16),
+    "q3_k": BlockType("q3_k", 256, 110, 16),
     "q4_k": BlockType("q4_k", 256, 144, 32),
     "q5_k": BlockType("q5_k", 256, 176, 32),
     "q6_k": BlockType("q6_k", 256, 210, 16),

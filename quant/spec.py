@@ -9,7 +9,7 @@ from typing import Literal
 WeightKind = Literal["float", "int", "block"]
 
 _FLOATS = {"f32": 32, "f16": 16, "bf16": 16, "fp8": 8}
-_BLOCKS = {"q4_k": 4, "q5_k": 5, "q6_k": 6}
+_BLOCKS = {"q2_k": 2, "q3_k": 3, "q4_k": 4, "q5_k": 5, "q6_k": 6}
 _AFFINE = re.compile(r"w(?P<bits>[2-8])a(?P<act>8|16)(?:g(?P<group>\d+))?(?P<sym>s?)")
 
 

@@ -3,7 +3,8 @@
 A weight is repacked once: 16 rows interleaved, 32 k per tile, the codes in bit planes, so that one
 vector load feeds an integer dot product; scales stay in the file's own types. Every bit is kept:
 ``unpack`` gives the canonical tensors back. Packed bytes exceed the canonical ones by the padding
-of rows to 16 and of k to 32, and by 2.8 % for q4_k (2.3 % q5_k), whose 6-bit scales become bytes.
+of rows to 16 and of k to 32, and where 6-bit scales become bytes: 3.6 % for q3_k, 2.8 % q4_k,
+2.3 % q5_k.
 """
 
 from __future__ import annotations
@@ -18,11 +19,15 @@ from sdk.kernels.cpu.elementwise import floats
 from sdk.kernels.cpu.library import ELEMENT_TYPES, Engine, WeightView, check
 from sdk.kernels.errors import KernelError
 from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Layout
+from sdk.kernels.reference.decode import scales_and_mins, signed_scales
 from sdk.kernels.registry import Problem
 
 ROWS = 16
 DEPTH = 32
-_SOURCES = {"q4_k": (1, 4), "q5_k": (2, 5), "q6_k": (3, 6)}
+#: SourceKind of native/abi.hpp and bits of a code, by block type.
+_SOURCES = {"q2_k": (4, 2), "q3_k": (5, 3), "q4_k": (1, 4), "q5_k": (2, 5), "q6_k": (3, 6)}
+#: Element types that torch does not have: the halves of a byte.
+_LOW_4, _HIGH_4 = 7, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,23 +214,34 @@ def _pack_blocks(w: Blocks) -> tuple[Packed, Tensor, int]:
     view.supers = k // kind.elements
     view.super_units = kind.elements // kind.group
     view.unit = kind.group
-    minus = super_minus = None
-    if w.type == "q6_k":
-        view.zero = 32.0
-        view.scale_type = ELEMENT_TYPES[torch.int8]
-        scale = interleave(blocks[:, :, 192:208].reshape(n, -1))
-        super_scale = interleave(_halves(blocks, 208))
-    else:
-        view.scale_type = view.minus_type = ELEMENT_TYPES[torch.uint8]
-        low, mid, high = (blocks[:, :, 4 + i : 8 + i] for i in (0, 4, 8))
-        scales = torch.cat((low & 63, (high & 15) | (low >> 6 << 4)), dim=2)
-        mins = torch.cat((mid & 63, (high >> 4) | (mid >> 6 << 4)), dim=2)
-        scale, minus = interleave(scales.view(n, -1)), interleave(mins.view(n, -1))
-        super_scale, super_minus = interleave(_halves(blocks, 0)), interleave(_halves(blocks, 2))
+    scale, minus, super_scale, super_minus = (
+        None if part is None else interleave(part.reshape(n, -1))
+        for part in _block_scales(w.type, blocks, view)
+    )
     facts = Blocks(w.shape, w.type, w.data.new_empty(0, 0))
     packed = Packed(facts, view, _codes(view), scale, minus, None, super_scale, super_minus)
     _point(packed)
+    if w.type == "q2_k":  # one byte holds scale and min
+        view.minus = view.scale
     return packed, data, data.shape[1]
+
+
+def _block_scales(
+    type: str, blocks: Tensor, view: WeightView
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """Scales, mins and their float16 factors of ``[N, blocks, bytes]``; ``view`` gets the types."""
+    if type == "q2_k":
+        view.scale_type, view.minus_type = _LOW_4, _HIGH_4
+        return blocks[:, :, 0:16], None, _halves(blocks, 80), _halves(blocks, 82)
+    if type == "q3_k":
+        view.zero, view.scale_type = 4.0, ELEMENT_TYPES[torch.int8]
+        return signed_scales(blocks[:, :, 96:108]), None, _halves(blocks, 108), None
+    if type == "q6_k":
+        view.zero, view.scale_type = 32.0, ELEMENT_TYPES[torch.int8]
+        return blocks[:, :, 192:208], None, _halves(blocks, 208), None
+    view.scale_type = view.minus_type = ELEMENT_TYPES[torch.uint8]
+    scales, mins = scales_and_mins(blocks[:, :, 4:16])
+    return scales, mins, _halves(blocks, 0), _halves(blocks, 2)
 
 
 def _unpack_block_scales(packed: Packed, facts: Blocks) -> Tensor:
@@ -240,10 +256,22 @@ def _unpack_block_scales(packed: Packed, facts: Blocks) -> Tensor:
         blocks[:, :, 192:208] = scales
         blocks[:, :, 208:210] = d
         return blocks.view(n, -1)
-    assert packed.minus is not None and packed.super_minus is not None
+    if facts.type == "q3_k":
+        six = (scales + 32).view(torch.uint8)
+        blocks[:, :, 96:104] = six[:, :, :8] & 15 | six[:, :, 8:] << 4
+        for i in range(4):
+            blocks[:, :, 104:108] |= six[:, :, 4 * i : 4 * i + 4] >> 4 << 2 * i
+        blocks[:, :, 108:110] = d
+        return blocks.view(n, -1)
+    assert packed.super_minus is not None
+    d_min = deinterleave(packed.super_minus, n).unsqueeze(2).view(torch.uint8)
+    if facts.type == "q2_k":
+        blocks[:, :, 0:16] = scales
+        blocks[:, :, 80:84] = torch.cat((d, d_min), dim=2)
+        return blocks.view(n, -1)
+    assert packed.minus is not None
     mins = deinterleave(packed.minus, n).view(n, k // kind.elements, -1)
-    blocks[:, :, 0:2] = d
-    blocks[:, :, 2:4] = deinterleave(packed.super_minus, n).unsqueeze(2).view(torch.uint8)
+    blocks[:, :, 0:4] = torch.cat((d, d_min), dim=2)
     blocks[:, :, 4:8] = scales[:, :, :4] | (scales[:, :, 4:] >> 4 << 6)
     blocks[:, :, 8:12] = mins[:, :, :4] | (mins[:, :, 4:] >> 4 << 6)
     blocks[:, :, 12:16] = (scales[:, :, 4:] & 15) | (mins[:, :, 4:] << 4)

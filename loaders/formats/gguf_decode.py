@@ -33,7 +33,7 @@ from sdk.quant.errors import CheckpointError, UnsupportedError
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 #: Byte offsets of the float16 scales inside one k-quant block.
-_K_SCALES = {"q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,)}
+_K_SCALES = {"q2_k": (80, 82), "q3_k": (108,), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,)}
 Copied = Callable[[int, int], None]
 #: Values repacked at a time: keeps the intermediate arrays (a few bytes per value) inside the
 #: caches.

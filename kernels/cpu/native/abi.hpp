@@ -7,13 +7,24 @@
 
 #include <stdint.h>
 
-enum { kAbiVersion = 2 };
+enum { kAbiVersion = 3 };
 
-// Element types of scales, minima, pages and dense values.
-enum ElementType { kF16 = 0, kBF16 = 1, kF32 = 2, kU8 = 3, kI8 = 4 };
+// Element types of scales, minima, pages and dense values. kLow4 and kHigh4, for scales and minima
+// only, are the two halves of one byte (q2_k keeps both in it).
+enum ElementType {
+    kF16 = 0,
+    kBF16 = 1,
+    kF32 = 2,
+    kU8 = 3,
+    kI8 = 4,
+    kE4M3 = 5,
+    kE5M2 = 6,
+    kLow4 = 7,
+    kHigh4 = 8
+};
 
 // How the codes of a weight lie in its file: one bit stream per row, or ggml's blocks.
-enum SourceKind { kStream = 0, kQ4K = 1, kQ5K = 2, kQ6K = 3 };
+enum SourceKind { kStream = 0, kQ4K = 1, kQ5K = 2, kQ6K = 3, kQ2K = 4, kQ3K = 5 };
 
 // What every exported function returns.
 enum Status { kOk = 0, kOutOfMemory = 1, kClosed = 2 };
