@@ -5,8 +5,9 @@ One formula covers nearly every weight format (``k`` runs along the input, ``g =
     w[n, k] = scale[n, g] * (code[n, k] - zero[n, g])  or  scale[n, g] * code[n, k] - minus[n, g]
 
 ``Affine`` is that formula with the codes packed; ``Blocks`` keeps a GGUF k-quant in the bytes of
-its file, whose two-level scales would cost 7 to 11 % more if flattened; ``Dense`` is a plain
-matrix. A matrix is always ``[out, in]``, here ``[N, K]``.
+its file, whose two-level scales would cost 7 to 11 % more if flattened (q2_k 52 %); ``Float8`` is
+a matrix of 8-bit floats with scales, ``Dense`` a plain one. A matrix is always ``[out, in]``, here
+``[N, K]``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """``values [N, K]`` in float32, float16 or bfloat16."""
+    """``values [N, K]`` in float32, float16, bfloat16, float8_e4m3fn or float8_e5m2."""
 
     values: Tensor
 
@@ -29,6 +30,28 @@ class Dense:
     @property
     def nbytes(self) -> int:
         return self.values.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Float8:
+    """8-bit floats with a scale per block: ``w[n, k] = values[n, k] * scale[n // bn, k // bk]``.
+
+    ``values [N, K]`` in float8_e4m3fn or float8_e5m2, ``scale`` float32
+    ``[ceil(N / bn), ceil(K / bk)]``, ``block = (bn, bk)``: ``(N, K)`` is one scale per tensor,
+    ``(1, K)`` one per output channel; the last block of either direction may be shorter.
+    """
+
+    values: Tensor
+    scale: Tensor
+    block: tuple[int, int]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.values.shape[0], self.values.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + self.scale.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +118,7 @@ class Blocks:
         return self.data.nbytes
 
 
-Layout = Dense | Affine | Blocks
+Layout = Dense | Float8 | Affine | Blocks
 
 
 @dataclass(frozen=True, slots=True)

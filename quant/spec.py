@@ -8,7 +8,7 @@ from typing import Literal
 
 WeightKind = Literal["float", "int", "block"]
 
-_FLOATS = {"f32": 32, "f16": 16, "bf16": 16, "fp8": 8}
+_FLOATS = {"f32": 32, "f16": 16, "bf16": 16, "fp8": 8, "fp8_e5m2": 8}
 _BLOCKS = {"q2_k": 2, "q3_k": 3, "q4_k": 4, "q5_k": 5, "q6_k": 6}
 _AFFINE = re.compile(r"w(?P<bits>[2-8])a(?P<act>8|16)(?:g(?P<group>\d+))?(?P<sym>s?)")
 
@@ -17,9 +17,9 @@ _AFFINE = re.compile(r"w(?P<bits>[2-8])a(?P<act>8|16)(?:g(?P<group>\d+))?(?P<sym
 class QuantSpec:
     """Numerics of one weight.
 
-    Written ``f32``, ``f16``, ``bf16``, ``fp8``; ``q4_k`` … for GGUF blocks; ``w4a16g128`` for 4-bit
-    integers in groups of 128 with 16-bit activations, with a final ``s`` when symmetric; no ``g``
-    means one group per output channel.
+    Written ``f32``, ``f16``, ``bf16``, ``fp8`` (e4m3), ``fp8_e5m2``; ``q4_k`` … for GGUF blocks;
+    ``w4a16g128`` for 4-bit integers in groups of 128 with 16-bit activations, with a final ``s``
+    when symmetric; no ``g`` means one group per output channel.
     """
 
     kind: WeightKind

@@ -4,7 +4,7 @@ A weight is repacked once: 16 rows interleaved, 32 k per tile, the codes in bit 
 vector load feeds an integer dot product; scales stay in the file's own types. Every bit is kept:
 ``unpack`` gives the canonical tensors back. Packed bytes exceed the canonical ones by the padding
 of rows to 16 and of k to 32, and where 6-bit scales become bytes: 3.6 % for q3_k, 2.8 % q4_k,
-2.3 % q5_k.
+2.3 % q5_k. Scales of 8-bit floats are kept per row: 3.1 % more for blocks of 128 x 128.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from torch import Tensor
 from sdk.kernels.cpu.elementwise import floats
 from sdk.kernels.cpu.library import ELEMENT_TYPES, Engine, WeightView, check
 from sdk.kernels.errors import KernelError
-from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Layout
-from sdk.kernels.reference.decode import scales_and_mins, signed_scales
+from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layout
+from sdk.kernels.reference.decode import row_scales, scales_and_mins, signed_scales
 from sdk.kernels.registry import Problem
 
 ROWS = 16
 DEPTH = 32
+#: Torch types of plain values.
+_VALUES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 #: SourceKind of native/abi.hpp and bits of a code, by block type.
 _SOURCES = {"q2_k": (4, 2), "q3_k": (5, 3), "q4_k": (1, 4), "q5_k": (2, 5), "q6_k": (3, 6)}
 #: Element types that torch does not have: the halves of a byte.
@@ -65,8 +67,11 @@ class Linear:
         if not self._exact and problem.compute == "exact":
             return "rounds activations to 8 bits, compute is exact"
         if problem.layout == "dense":
-            if problem.format not in ("float32", "float16", "bfloat16"):
-                return f"dense {problem.format}: expected float32, float16 or bfloat16"
+            if problem.format not in _VALUES:
+                return f"dense {problem.format}: expected {', '.join(_VALUES)}"
+        elif problem.layout == "float8":
+            if problem.format not in _VALUES[3:]:
+                return f"scaled {problem.format}: expected {', '.join(_VALUES[3:])}"
         elif problem.layout == "affine":
             if not 2 <= problem.bits <= 8:
                 return f"{problem.bits} bits: expected 2 to 8"
@@ -76,13 +81,13 @@ class Linear:
             if problem.format not in _SOURCES:
                 return f"block type {problem.format}: expected {', '.join(_SOURCES)}"
         else:
-            return f"layout {problem.layout!r}: expected dense, affine or blocks"
+            return f"layout {problem.layout!r}: expected dense, float8, affine or blocks"
         return None
 
     def pack(self, layout: Layout) -> Packed:
         match layout:
-            case Dense():
-                packed, source, row_bytes = _pack_dense(layout)
+            case Dense() | Float8():
+                packed, source, row_bytes = _pack_values(layout)
             case Affine():
                 packed, source, row_bytes = _pack_affine(layout)
             case Blocks():
@@ -100,6 +105,12 @@ class Linear:
                 values = torch.empty(facts.shape, dtype=facts.values.dtype)
                 self._unpack_into(packed, values, 0)
                 return Dense(values)
+            case Float8():
+                values = torch.empty(facts.shape, dtype=facts.values.dtype)
+                self._unpack_into(packed, values, 0)
+                assert packed.scale is not None
+                scale = deinterleave(packed.scale, facts.shape[0])[:: facts.block[0]]
+                return Float8(values, scale.contiguous(), facts.block)
             case Affine():
                 codes = torch.zeros(facts.shape[0], -(-facts.shape[1] * facts.bits // 8)).byte()
                 self._unpack_into(packed, codes, codes.shape[1])
@@ -146,15 +157,22 @@ def _view(n: int, k: int) -> WeightView:
     return view
 
 
-def _pack_dense(w: Dense) -> tuple[Packed, Tensor, int]:
+def _pack_values(w: Dense | Float8) -> tuple[Packed, Tensor, int]:
     n, k = w.shape
     values = w.values.contiguous()
     view = _view(n, k)
     view.dense = 1
     view.scale_type = ELEMENT_TYPES[values.dtype]
     codes = torch.empty(view.row_blocks * ROWS * k, dtype=values.dtype)
-    view.codes = codes.data_ptr()
-    return Packed(Dense(values.to("meta")), view, codes), values, 0
+    scale = None
+    facts: Dense | Float8 = Dense(values.to("meta"))
+    if isinstance(w, Float8):
+        facts = Float8(facts.values, w.scale.to("meta"), w.block)
+        scale = interleave(row_scales(w))
+        view.groups, view.unit, view.group_units = w.scale.shape[1], 1, min(w.block[1], k)
+    packed = Packed(facts, view, codes, scale)
+    _point(packed)
+    return packed, values, 0
 
 
 def _pack_affine(w: Affine) -> tuple[Packed, Tensor, int]:

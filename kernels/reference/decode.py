@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.errors import KernelError
-from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Layout
+from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layout
 
 
 def unpack_codes(codes: Tensor, bits: int, count: int) -> Tensor:
@@ -48,10 +48,19 @@ def decode(layout: Layout) -> Tensor:
     match layout:
         case Dense():
             return layout.values.to(torch.float32)
+        case Float8():
+            scale = row_scales(layout).repeat_interleave(min(layout.block[1], layout.shape[1]), 1)
+            return layout.values.to(torch.float32) * scale[:, : layout.shape[1]]
         case Affine():
             return _decode_affine(layout)
         case Blocks():
             return _decode_blocks(layout)
+
+
+def row_scales(w: Float8) -> Tensor:
+    """The scales of every row: float32 ``[N, ceil(K / bk)]``."""
+    rows = w.shape[0]
+    return w.scale.repeat_interleave(min(w.block[0], max(rows, 1)), 0)[:rows]
 
 
 def _decode_affine(w: Affine) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.cpu import CpuBackend, levels, open_backend
-from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Layout
+from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layout
 
 LEVELS = levels()
 
@@ -62,6 +62,22 @@ class Cases:
             d = (torch.rand(n, count, 1, generator=random) * 0.01).half()
             data[:, :, offset : offset + 2] = d.view(torch.uint8)
         return Blocks((n, k), type, data.view(n, -1))
+
+    @staticmethod
+    def float8(
+        n: int,
+        k: int,
+        block: tuple[int, int],
+        dtype: torch.dtype = torch.float8_e4m3fn,
+        seed: int = 0,
+    ) -> Float8:
+        """Every finite code, infinities and NaN left out, with a float32 scale per block."""
+        random = torch.Generator().manual_seed(seed)
+        codes = torch.arange(256, dtype=torch.uint8)
+        finite = codes[codes.view(dtype).float().isfinite()]
+        values = finite[torch.randint(0, len(finite), (n, k), generator=random)].view(dtype)
+        grid = (-(-n // block[0]), -(-k // block[1]))
+        return Float8(values, torch.rand(grid, generator=random) * 0.02 + 0.001, block)
 
     @staticmethod
     def dense(n: int, k: int, dtype: torch.dtype, seed: int = 0) -> Dense:

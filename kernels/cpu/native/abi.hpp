@@ -37,7 +37,8 @@ enum { kRows = 16, kDepth = 32, kKeyTile = 64 };
 //
 //   value = (code - zero) * scale - minus      scale = super_scale * scale   where there is one
 //
-// `dense` weights have no codes: values[row block][k][row in block] in `scale_type`.
+// `dense` weights have no codes: values[row block][k][row in block] in `scale_type`, multiplied by
+// a float scale[row block][k / group_units][row in block] where there is one (unit is 1).
 struct Weight {
     int64_t n, k;
     int64_t row_blocks, k_blocks;
@@ -58,6 +59,9 @@ struct Weight {
     const uint16_t* super_scale;  // f16; may be null
     const uint16_t* super_minus;  // f16; may be null
 };
+
+// Whether linear_float needs scratch for the values of one row block, [k_blocks * 32][16] floats.
+static inline bool needs_values(const Weight* w) { return !w->dense || w->scale; }
 
 // Activations rounded to 8 bits per 32 values: x ~ scale * q.
 struct Activations {

@@ -162,11 +162,11 @@ EXPORT int embedlm_linear(void* handle, const Weight* w, const float* x, int64_t
     const size_t depth = (size_t)w->k_blocks * kDepth;
     const int64_t chunks = chunks_for(engine, m * w->n * w->k / (exact || w->dense ? 1 : 4));
     if (w->dense || exact) {
-        if (!w->dense && !engine->reserve_private(depth * kRows * sizeof(float)))
+        if (needs_values(w) && !engine->reserve_private(depth * kRows * sizeof(float)))
             return kOutOfMemory;
         parallel(engine, w->row_blocks, chunks, [=, &args](int64_t begin, int64_t end, int thread) {
             engine->kernels->linear_float(&args, begin, end,
-                                          w->dense ? nullptr : engine->private_scratch(thread));
+                                          needs_values(w) ? engine->private_scratch(thread) : nullptr);
         });
         return kOk;
     }

@@ -75,6 +75,22 @@ INLINE void scale_of(const Weight* w, int64_t b, int64_t u, int h, VF* scale, VF
     *zero_point = w->zeros ? load_u8(w->zeros + at) : set1(w->zero);
 }
 
+// The values of row block b of a dense weight with scales, [k][16].
+template <int TYPE>
+static void scaled_values(const Weight* w, int64_t b, float* out) {
+    const uint8_t* values = w->codes + b * w->k * kRows;
+    const float* scales = (const float*)w->scale + b * w->groups * kRows;
+    for (int64_t g = 0; g < w->groups; ++g) {
+        int64_t begin = g * w->group_units, end = begin + w->group_units;
+        if (end > w->k) end = w->k;
+        for (int h = 0; h < kRows / kLanes; ++h) {
+            VF scale = load(scales + g * kRows + h * kLanes);
+            for (int64_t at = begin * kRows + h * kLanes; at < end * kRows; at += kRows)
+                store(out + at, mul(load_as(TYPE, values, at), scale));
+        }
+    }
+}
+
 // For the integer product: w . x = sum_u scale * (codes . q) + minus * (-sum q), with the zero
 // point folded into minus. Both [units][16], floats.
 INLINE void integer_scales(const Weight* w, int64_t b, float* scales, float* minuses) {
