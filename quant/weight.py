@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layout
+from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layout, check_layout
 from sdk.kernels.ops import BoundLinear, Ops
 from sdk.kernels.reference.decode import decode, pack_codes, unpack_codes
 from sdk.kernels.reference.linear import gather_rows, slice_rows
@@ -173,17 +173,8 @@ class Float8Weight(PackedWeight):
 
     def __init__(self, layout: Layout) -> None:
         assert isinstance(layout, Float8)
-        values, scale = layout.values, layout.scale
-        (high, wide), (rows, columns) = layout.block, layout.shape
-        grid = (-(-rows // high), -(-columns // wide))
-        types = (torch.float8_e4m3fn, torch.float8_e5m2)
-        if values.dtype not in types or (scale.dtype, scale.shape) != (torch.float32, grid):
-            raise AlignmentError(
-                f"float8 weight {[rows, columns]} in blocks of {[high, wide]}: expected values in "
-                f"one of {list(types)} and float32 scales {list(grid)}, "
-                f"found {values.dtype} and {scale.dtype} {list(scale.shape)}"
-            )
-        self._spec = QuantSpec.parse(_FLOAT_NAMES[values.dtype])
+        check_layout(layout)
+        self._spec = QuantSpec.parse(_FLOAT_NAMES[layout.values.dtype])
         super().__init__(layout)
 
     @property

@@ -18,7 +18,7 @@ from torch import Tensor
 from sdk.kernels.cpu.elementwise import floats
 from sdk.kernels.cpu.library import ELEMENT_TYPES, Engine, WeightView, check
 from sdk.kernels.errors import KernelError
-from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layout
+from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layout, check_layout
 from sdk.kernels.reference.decode import row_scales, scales_and_mins, signed_scales
 from sdk.kernels.registry import Problem
 
@@ -85,6 +85,7 @@ class Linear:
         return None
 
     def pack(self, layout: Layout) -> Packed:
+        check_layout(layout)
         match layout:
             case Dense() | Float8():
                 packed, source, row_bytes = _pack_values(layout)
@@ -177,8 +178,6 @@ def _pack_values(w: Dense | Float8) -> tuple[Packed, Tensor, int]:
 
 def _pack_affine(w: Affine) -> tuple[Packed, Tensor, int]:
     n, k = w.shape
-    if w.signed and (w.bits != 8 or w.zeros is not None):
-        raise KernelError("affine weight: signed codes must have 8 bits and no zero points")
     view = _view(n, k)
     view.bits = w.bits
     view.flip = int(w.signed)

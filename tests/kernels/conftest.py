@@ -94,11 +94,11 @@ class Cases:
     def rounded(x: Tensor) -> Tensor:
         """The exact model of 8-bit activations: float64 of ``scale * round(x / scale)`` per 32."""
         m, k = x.shape
-        padded = torch.nn.functional.pad(x, (0, -k % 32)).view(m, -1, 32)
+        padded = torch.nn.functional.pad(x, (0, -k % 32)).view(m, -(-k // 32), 32)
         peak = padded.abs().amax(dim=2, keepdim=True)
         inverse = torch.where(peak > 0, torch.full_like(peak, 127.0) / peak, 0.0)
         codes = torch.round(padded * inverse)
-        return (codes.double() * (peak / 127.0).double()).view(m, -1)[:, :k]
+        return (codes.double() * (peak / 127.0).double()).flatten(1)[:, :k]
 
     @staticmethod
     def nmse(found: Tensor, expected: Tensor) -> float:
