@@ -67,8 +67,9 @@ class Weight(ABC):
         """Choose the kernel and hand the tensors to it. Once; ``matmul`` and ``rows`` need it."""
 
     @abstractmethod
-    def matmul(self, x: Tensor) -> Tensor:
-        """``x [M, in] -> x @ w.T [M, out]``, float32."""
+    def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """``x [M, in] -> x @ w.T [M, out]``, float32; into ``out`` if given (rows may be strided).
+        """
 
     @abstractmethod
     def rows(self, ids: Tensor) -> Tensor:
@@ -128,9 +129,9 @@ class PackedWeight(Weight):
             self._bound = ops.linear(self.layout)
             self._layout = None
 
-    def matmul(self, x: Tensor) -> Tensor:
+    def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         assert self._bound is not None, "bind() the weight before matmul()"
-        return self._bound.matmul(x)
+        return self._bound.matmul(x, out)
 
     def rows(self, ids: Tensor) -> Tensor:
         if self._bound is None:
@@ -261,6 +262,7 @@ class StackedWeight(Weight):
     def __init__(self, parts: Sequence[Weight]) -> None:
         self.parts = tuple(parts)
         self.shape = (sum(part.shape[0] for part in self.parts), self.parts[0].shape[1])
+        self._ops: Ops | None = None
 
     @property
     def spec(self) -> QuantSpec:
@@ -294,11 +296,19 @@ class StackedWeight(Weight):
         return kept[0] if len(kept) == 1 else StackedWeight(kept)
 
     def bind(self, ops: Ops) -> None:
+        self._ops = ops
         for part in self.parts:
             part.bind(ops)
 
-    def matmul(self, x: Tensor) -> Tensor:
-        return torch.cat([part.matmul(x) for part in self.parts], dim=1)
+    def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        assert self._ops is not None, "bind() the weight before matmul()"
+        if out is None:
+            out = self._ops.empty(x.shape[0], self.shape[0])
+        offset = 0
+        for part in self.parts:
+            part.matmul(x, out[:, offset : offset + part.shape[0]])
+            offset += part.shape[0]
+        return out
 
     def rows(self, ids: Tensor) -> Tensor:
         out = torch.empty(ids.shape[0], self.shape[1], device=ids.device)

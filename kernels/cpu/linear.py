@@ -9,14 +9,22 @@ of rows to 16 and of k to 32, and where 6-bit scales become bytes: 3.6 % for q3_
 
 from __future__ import annotations
 
-from ctypes import byref
+from ctypes import addressof, byref
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from sdk.kernels.cpu.elementwise import floats
-from sdk.kernels.cpu.library import ELEMENT_TYPES, Engine, WeightView, check
+from sdk.kernels.cpu.library import (
+    ELEMENT_TYPES,
+    EmbeddingArgs,
+    Engine,
+    LinearArgs,
+    OpKind,
+    WeightView,
+    check,
+)
 from sdk.kernels.errors import KernelError
 from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layout, check_layout
 from sdk.kernels.reference.decode import row_scales, scales_and_mins, signed_scales
@@ -129,23 +137,20 @@ class Linear:
 
     def matmul(self, packed: Packed, x: Tensor, out: Tensor) -> None:
         floats(x, "linear x")
-        status = self._engine.linear(
-            self._engine.handle,
-            byref(packed.view),
-            x.data_ptr(),
-            x.shape[0],
-            out.data_ptr(),
-            self._exact,
+        args = LinearArgs(
+            w=addressof(packed.view),
+            x=x.data_ptr(),
+            out=out.data_ptr(),
+            out_stride=out.stride(0),
+            exact=self._exact,
         )
-        check(status, "linear")
+        self._engine.run(OpKind.LINEAR, args, x.shape[0], "linear")
 
     def rows(self, packed: Packed, ids: Tensor, out: Tensor) -> None:
         if ids.dtype != torch.int64:
             raise KernelError(f"rows: expected int64 ids, found {ids.dtype}")
-        status = self._engine.rows(
-            self._engine.handle, byref(packed.view), ids.data_ptr(), ids.shape[0], out.data_ptr()
-        )
-        check(status, "rows")
+        args = EmbeddingArgs(addressof(packed.view), ids.data_ptr(), out.data_ptr())
+        self._engine.run(OpKind.EMBEDDING, args, ids.shape[0], "rows")
 
     def nbytes(self, packed: Packed) -> int:
         return packed.nbytes

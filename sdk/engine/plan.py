@@ -82,3 +82,5 @@ class StepResult:
     prompt_logprobs: Mapping[str, tuple[Sampled, ...]] = field(default_factory=dict)
     hidden: Mapping[str, list[float]] = field(default_factory=dict)
     errors: Mapping[str, str] = field(default_factory=dict)
+    #: Time the model itself took, without the bookkeeping around it.
+    native_seconds: float = 0.0

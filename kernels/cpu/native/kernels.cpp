@@ -12,6 +12,7 @@ extern "C" {
 extern const KernelTable JOIN(kernels_, LEVEL);
 const KernelTable JOIN(kernels_, LEVEL) = {
     LEVEL::quantize, LEVEL::linear_int, LEVEL::linear_float, LEVEL::rms_norm,
-    LEVEL::gated,    LEVEL::rope,       LEVEL::attention,
+    LEVEL::gated,    LEVEL::map,        LEVEL::angles,       LEVEL::rope,
+    LEVEL::attention,
 };
 }

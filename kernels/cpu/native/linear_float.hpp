@@ -56,15 +56,15 @@ static void block_float(const void* w, int64_t k, const float* x, float* out, in
 template <int TYPE>
 static void rows_float(const void* w, const LinearArgs* args, int64_t m, int64_t m_end,
                        int64_t b) {
-    int64_t n = args->w->n, k = args->w->k;
+    int64_t n = args->w->n, k = args->w->k, stride = args->out_stride;
     int valid = n - b * kRows < kRows ? (int)(n - b * kRows) : (int)kRows;
     float* out = args->out + b * kRows;
     if (kMaxFloatRows == 4)
         for (; m + 4 <= m_end; m += 4)
-            block_float<TYPE, kMaxFloatRows>(w, k, args->x + m * k, out + m * n, n, valid);
+            block_float<TYPE, kMaxFloatRows>(w, k, args->x + m * k, out + m * stride, stride, valid);
     for (; m + 2 <= m_end; m += 2)
-        block_float<TYPE, 2>(w, k, args->x + m * k, out + m * n, n, valid);
-    if (m < m_end) block_float<TYPE, 1>(w, k, args->x + m * k, out + m * n, n, valid);
+        block_float<TYPE, 2>(w, k, args->x + m * k, out + m * stride, stride, valid);
+    if (m < m_end) block_float<TYPE, 1>(w, k, args->x + m * k, out + m * stride, stride, valid);
 }
 
 // The values of one row block, [k_blocks * 32][16] floats.
@@ -101,8 +101,8 @@ static void linear_float(const LinearArgs* args, int64_t begin, int64_t end, uin
         for (int64_t b = begin; b < end; ++b) {
             float* values = (float*)scratch;
             if (w->dense && w->scale) {
-                if (w->scale_type == kE4M3) scaled_values<kE4M3>(w, b, values);
-                else scaled_values<kE5M2>(w, b, values);
+                if (w->scale_type == kE4M3) scaled_values<kE4M3>(w, b, 0, w->k, values);
+                else scaled_values<kE5M2>(w, b, 0, w->k, values);
                 rows_float<2>(values, args, m, m_end, b);
                 continue;
             }
