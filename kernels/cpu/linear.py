@@ -16,13 +16,25 @@ from torch import Tensor
 
 from sdk.kernels.cpu.elementwise import floats
 from sdk.kernels.cpu.library import ELEMENT_TYPES, Engine, WeightView, check
+from sdk.kernels.cpu.weight_memory import WeightMemory
 from sdk.kernels.errors import KernelError
 from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Layout
 from sdk.kernels.registry import Problem
 
 ROWS = 16
 DEPTH = 32
-_SOURCES = {"q4_k": (1, 4), "q5_k": (2, 5), "q6_k": (3, 6)}
+#: How native/abi.hpp numbers the block types, bits of a code, what is subtracted from it.
+_SOURCES = {
+    "q4_k": (1, 4, 0),
+    "q5_k": (2, 5, 0),
+    "q6_k": (3, 6, 32),
+    "q4_0": (16, 4, 8),
+    "q4_1": (17, 4, 0),
+    "q5_0": (18, 5, 16),
+    "q5_1": (19, 5, 0),
+    "q8_0": (20, 8, 128),
+}
+_WITH_MINIMUM = frozenset({"q4_1", "q5_1", "q4_k", "q5_k"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +63,9 @@ class Linear:
     with ``exact=True``, and always for dense weights, everything is fp32.
     """
 
-    def __init__(self, engine: Engine, exact: bool) -> None:
+    def __init__(self, engine: Engine, memory: WeightMemory, exact: bool) -> None:
         self._engine = engine
+        self._memory = memory
         self._exact = exact
         self.name = "cpu.linear_exact" if exact else "cpu.linear"
 
@@ -77,11 +90,11 @@ class Linear:
     def pack(self, layout: Layout) -> Packed:
         match layout:
             case Dense():
-                packed, source, row_bytes = _pack_dense(layout)
+                packed, source, row_bytes = _pack_dense(layout, self._memory)
             case Affine():
-                packed, source, row_bytes = _pack_affine(layout)
+                packed, source, row_bytes = _pack_affine(layout, self._memory)
             case Blocks():
-                packed, source, row_bytes = _pack_blocks(layout)
+                packed, source, row_bytes = _pack_blocks(layout, self._memory)
         status = self._engine.pack(
             self._engine.handle, byref(packed.view), source.data_ptr(), row_bytes
         )
@@ -141,18 +154,18 @@ def _view(n: int, k: int) -> WeightView:
     return view
 
 
-def _pack_dense(w: Dense) -> tuple[Packed, Tensor, int]:
+def _pack_dense(w: Dense, memory: WeightMemory) -> tuple[Packed, Tensor, int]:
     n, k = w.shape
     values = w.values.contiguous()
     view = _view(n, k)
     view.dense = 1
     view.scale_type = ELEMENT_TYPES[values.dtype]
-    codes = torch.empty(view.row_blocks * ROWS * k, dtype=values.dtype)
+    codes = memory.take((view.row_blocks * ROWS * k,), values.dtype)
     view.codes = codes.data_ptr()
     return Packed(Dense(values.to("meta")), view, codes), values, 0
 
 
-def _pack_affine(w: Affine) -> tuple[Packed, Tensor, int]:
+def _pack_affine(w: Affine, memory: WeightMemory) -> tuple[Packed, Tensor, int]:
     n, k = w.shape
     if w.signed and (w.bits != 8 or w.zeros is not None):
         raise KernelError("affine weight: signed codes must have 8 bits and no zero points")
@@ -175,7 +188,7 @@ def _pack_affine(w: Affine) -> tuple[Packed, Tensor, int]:
     # new_empty and not a slice: a slice would keep the canonical tensors alive
     no_codes, no_scale = w.codes.new_empty(0, 0), w.scale.new_empty(0, 0)
     facts = Affine(w.shape, w.bits, w.group, no_codes, no_scale, zero=w.zero, signed=w.signed)
-    codes = _codes(view)
+    codes = _codes(view, memory)
     packed = Packed(facts, view, codes, scale, minus, zeros)
     _point(packed)
     source = w.codes.contiguous()
@@ -198,34 +211,44 @@ def _unpack_affine(packed: Packed, facts: Affine, codes: Tensor) -> Affine:
     )
 
 
-def _pack_blocks(w: Blocks) -> tuple[Packed, Tensor, int]:
+def _pack_blocks(w: Blocks, memory: WeightMemory) -> tuple[Packed, Tensor, int]:
+    """Tensors for the native code to fill, scales included."""
     n, k = w.shape
     kind = BLOCK_TYPES[w.type]
-    data = w.data.contiguous()
-    blocks = data.view(n, -1, kind.nbytes)
+    data = w.data if w.data.stride(1) == 1 else w.data.contiguous()
     view = _view(n, k)
-    view.source, view.bits = _SOURCES[w.type]
-    view.groups = k // kind.group
-    view.supers = k // kind.elements
-    view.super_units = kind.elements // kind.group
+    view.source, view.bits, view.zero = _SOURCES[w.type]
     view.unit = kind.group
-    minus = super_minus = None
-    if w.type == "q6_k":
-        view.zero = 32.0
-        view.scale_type = ELEMENT_TYPES[torch.int8]
-        scale = interleave(blocks[:, :, 192:208].reshape(n, -1))
-        super_scale = interleave(_halves(blocks, 208))
-    else:
-        view.scale_type = view.minus_type = ELEMENT_TYPES[torch.uint8]
-        low, mid, high = (blocks[:, :, 4 + i : 8 + i] for i in (0, 4, 8))
-        scales = torch.cat((low & 63, (high & 15) | (low >> 6 << 4)), dim=2)
-        mins = torch.cat((mid & 63, (high >> 4) | (mid >> 6 << 4)), dim=2)
-        scale, minus = interleave(scales.view(n, -1)), interleave(mins.view(n, -1))
-        super_scale, super_minus = interleave(_halves(blocks, 0)), interleave(_halves(blocks, 2))
+    view.groups = k // kind.group
+    two_levels = kind.elements > kind.group
+    inner, outer = torch.float16, None
+    if two_levels:
+        view.supers = k // kind.elements
+        view.super_units = kind.elements // kind.group
+        inner = torch.int8 if w.type == "q6_k" else torch.uint8
+        outer = torch.float16
+    view.flip = int(w.type == "q8_0")
+    view.scale_type = view.minus_type = ELEMENT_TYPES[inner]
+
+    def scales(count: int, dtype: torch.dtype | None, there: bool = True) -> Tensor | None:
+        if dtype is None or not there:
+            return None
+        return memory.take((view.row_blocks, count, ROWS), dtype)
+
+    minimum = w.type in _WITH_MINIMUM
     facts = Blocks(w.shape, w.type, w.data.new_empty(0, 0))
-    packed = Packed(facts, view, _codes(view), scale, minus, None, super_scale, super_minus)
+    packed = Packed(
+        facts,
+        view,
+        _codes(view, memory),
+        scales(view.groups, inner),
+        scales(view.groups, inner, minimum),
+        None,
+        scales(view.supers, outer),
+        scales(view.supers, outer, minimum),
+    )
     _point(packed)
-    return packed, data, data.shape[1]
+    return packed, data, data.stride(0)
 
 
 def _unpack_block_scales(packed: Packed, facts: Blocks) -> Tensor:
@@ -233,7 +256,13 @@ def _unpack_block_scales(packed: Packed, facts: Blocks) -> Tensor:
     n, k = facts.shape
     kind = BLOCK_TYPES[facts.type]
     blocks = torch.zeros(n, k // kind.elements, kind.nbytes, dtype=torch.uint8)
-    assert packed.scale is not None and packed.super_scale is not None
+    assert packed.scale is not None
+    if packed.super_scale is None:
+        blocks[:, :, 0:2] = deinterleave(packed.scale, n).unsqueeze(2).view(torch.uint8)
+        if packed.minus is not None:  # the kernels subtract what the file adds
+            minimum = deinterleave(packed.minus, n).neg().unsqueeze(2)
+            blocks[:, :, 2:4] = minimum.view(torch.uint8)
+        return blocks.view(n, -1)
     scales = deinterleave(packed.scale, n).view(n, k // kind.elements, -1)
     d = deinterleave(packed.super_scale, n).unsqueeze(2).view(torch.uint8)
     if facts.type == "q6_k":
@@ -250,15 +279,9 @@ def _unpack_block_scales(packed: Packed, facts: Blocks) -> Tensor:
     return blocks.view(n, -1)
 
 
-def _halves(blocks: Tensor, offset: int) -> Tensor:
-    """The float16 at byte ``offset`` of every block: ``[N, blocks]``."""
-    return blocks[:, :, offset : offset + 2].contiguous().view(torch.float16).squeeze(2)
-
-
-def _codes(view: WeightView) -> Tensor:
-    """Storage of the tiles; torch aligns it to 64 bytes."""
-    size = view.row_blocks * view.k_blocks * view.bits * 64
-    return torch.empty(size, dtype=torch.uint8)
+def _codes(view: WeightView, memory: WeightMemory) -> Tensor:
+    """Storage of the tiles."""
+    return memory.take((view.row_blocks * view.k_blocks * view.bits * 64,), torch.uint8)
 
 
 def _point(packed: Packed) -> None:

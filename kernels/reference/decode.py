@@ -1,6 +1,6 @@
 """The value of a packed weight: the definition every kernel must reproduce.
 
-Sources: ggml's block structs (ggml-common.h, ggml-quants.c) for the k-quants; all arithmetic is
+Sources: ggml's block structs (ggml-common.h, ggml-quants.c) for the blocks; all arithmetic is
 float32 in the order those decoders use, so that results are equal bit for bit.
 """
 
@@ -80,13 +80,46 @@ def _decode_blocks(w: Blocks) -> Tensor:
     if kind is None:
         raise KernelError(f"block type: expected one of {sorted(BLOCK_TYPES)}, found {w.type!r}")
     blocks = w.data.reshape(-1, kind.nbytes)
-    values = {"q4_k": _q4_k, "q5_k": _q5_k, "q6_k": _q6_k}[w.type](blocks)
-    return values.reshape(w.shape)
+    return _BLOCK_DECODERS[w.type](blocks).reshape(w.shape)
 
 
 def _half(blocks: Tensor, offset: int) -> Tensor:
     """The little-endian float16 at byte ``offset`` of every block, as float32 ``[B, 1]``."""
     return blocks[:, offset : offset + 2].contiguous().view(torch.float16).to(torch.float32)
+
+
+def _nibbles(quants: Tensor) -> Tensor:
+    """Sixteen bytes -> codes ``[B, 32]``: the low nibbles, then the high ones."""
+    return torch.cat((quants & 15, quants >> 4), dim=1)
+
+
+def _fifth_bits(blocks: Tensor, offset: int) -> Tensor:
+    """The bits of the word at byte ``offset`` as the fifth bits of 32 codes."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)
+    word = blocks[:, offset : offset + 4].unsqueeze(2)
+    return (((word >> shifts) & 1) << 4).reshape(-1, 32)
+
+
+def _q4_0(blocks: Tensor) -> Tensor:
+    return (_nibbles(blocks[:, 2:]).to(torch.float32) - 8.0) * _half(blocks, 0)
+
+
+def _q4_1(blocks: Tensor) -> Tensor:
+    return _nibbles(blocks[:, 4:]).to(torch.float32) * _half(blocks, 0) + _half(blocks, 2)
+
+
+def _q5_0(blocks: Tensor) -> Tensor:
+    codes = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks, 2)
+    return (codes.to(torch.float32) - 16.0) * _half(blocks, 0)
+
+
+def _q5_1(blocks: Tensor) -> Tensor:
+    codes = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks, 4)
+    return codes.to(torch.float32) * _half(blocks, 0) + _half(blocks, 2)
+
+
+def _q8_0(blocks: Tensor) -> Tensor:
+    return blocks[:, 2:].view(torch.int8).to(torch.float32) * _half(blocks, 0)
 
 
 def _scales_and_mins(s: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,3 +161,15 @@ def _q6_k(blocks: Tensor) -> Tensor:
     scales = blocks[:, 192:208].contiguous().view(torch.int8).to(torch.float32)
     scale = (_half(blocks, 208) * scales).reshape(-1, 16, 1)
     return scale * codes.reshape(-1, 16, 16)
+
+
+_BLOCK_DECODERS = {
+    "q4_0": _q4_0,
+    "q4_1": _q4_1,
+    "q5_0": _q5_0,
+    "q5_1": _q5_1,
+    "q8_0": _q8_0,
+    "q4_k": _q4_k,
+    "q5_k": _q5_k,
+    "q6_k": _q6_k,
+}

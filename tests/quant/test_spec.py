@@ -9,7 +9,7 @@ from sdk.quant.spec import KVSpec, QuantSpec
 
 
 @pytest.mark.parametrize(
-    "text", ["f32", "f16", "bf16", "fp8", "q4_k", "q5_k", "q6_k", "w4a16g128", "w8a8", "w4a16g32s"]
+    "text", ["f32", "f16", "bf16", "fp8", "q4_1", "q4_k", "q5_k", "q6_k", "w4a16g128", "w8a8", "w4a16g32s"]
 )
 def test_a_spec_reads_back_as_written(text: str) -> None:
     assert str(QuantSpec.parse(text)) == text

@@ -116,7 +116,7 @@ EXPORT int embedlm_pack(void* handle, const Weight* w, const void* source, int64
     Engine* engine = static_cast<Engine*>(handle);
     if (!engine) return kClosed;
     std::lock_guard<std::mutex> lock(engine->mutex);
-    if (!engine->reserve_private((size_t)w->k)) return kOutOfMemory;
+    if (!engine->reserve_private(w->dense ? 0 : pack_scratch(*w))) return kOutOfMemory;
     parallel(engine, w->row_blocks, chunks_for(engine, w->n * w->k),
              [=](int64_t begin, int64_t end, int thread) {
                  if (w->dense) dense_blocks(*w, const_cast<void*>(source), false, begin, end);
@@ -131,7 +131,7 @@ EXPORT int embedlm_unpack(void* handle, const Weight* w, void* out, int64_t row_
     Engine* engine = static_cast<Engine*>(handle);
     if (!engine) return kClosed;
     std::lock_guard<std::mutex> lock(engine->mutex);
-    if (!engine->reserve_private((size_t)w->k)) return kOutOfMemory;
+    if (!engine->reserve_private(w->dense ? 0 : pack_scratch(*w))) return kOutOfMemory;
     parallel(engine, w->row_blocks, chunks_for(engine, w->n * w->k),
              [=](int64_t begin, int64_t end, int thread) {
                  if (w->dense) dense_blocks(*w, out, true, begin, end);
