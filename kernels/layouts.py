@@ -79,6 +79,8 @@ BLOCK_TYPES = {
     "q5_0": BlockType("q5_0", 32, 22, 32),
     "q5_1": BlockType("q5_1", 32, 24, 32),
     "q8_0": BlockType("q8_0", 32, 34, 32),
+    "q2_k": BlockType("q2_k", 256, 84, 16),
+    "q3_k": BlockType("q3_k", 256, 110, 16),
     "q4_k": BlockType("q4_k", 256, 144, 32),
     "q5_k": BlockType("q5_k", 256, 176, 32),
     "q6_k": BlockType("q6_k", 256, 210, 16),

@@ -10,7 +10,7 @@ WeightKind = Literal["float", "int", "block"]
 
 _FLOATS = {"f32": 32, "f16": 16, "bf16": 16, "fp8": 8}
 _LEGACY = {"q4_0": 4, "q4_1": 4, "q5_0": 5, "q5_1": 5, "q8_0": 8}
-_BLOCKS = {**_LEGACY, "q4_k": 4, "q5_k": 5, "q6_k": 6}
+_BLOCKS = {**_LEGACY, "q2_k": 2, "q3_k": 3, "q4_k": 4, "q5_k": 5, "q6_k": 6}
 _AFFINE = re.compile(r"w(?P<bits>[2-8])a(?P<act>8|16)(?:g(?P<group>\d+))?(?P<sym>s?)")
 
 

@@ -3,7 +3,8 @@
 A weight is repacked once: 16 rows interleaved, 32 k per tile, the codes in bit planes, so that one
 vector load feeds an integer dot product; scales stay in the file's own types. Every bit is kept:
 ``unpack`` gives the canonical tensors back. Packed bytes exceed the canonical ones by the padding
-of rows to 16 and of k to 32, and by 2.8 % for q4_k (2.3 % q5_k), whose 6-bit scales become bytes.
+of rows to 16 and of k to 32, and where 6-bit scales become bytes: 3.6 % for q3_k, 2.8 % q4_k,
+2.3 % q5_k.
 """
 
 from __future__ import annotations
@@ -23,18 +24,33 @@ from sdk.kernels.registry import Problem
 
 ROWS = 16
 DEPTH = 32
-#: How native/abi.hpp numbers the block types, bits of a code, what is subtracted from it.
+#: Element types that torch does not have: the halves of a byte.
+_LOW_4, _HIGH_4 = 7, 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A block type as native/abi.hpp knows it; ``zero`` is subtracted from a code of ``bits``."""
+
+    number: int
+    bits: int
+    zero: int = 0
+    scale: torch.dtype = torch.uint8
+    has_minus: bool = False
+
+
 _SOURCES = {
-    "q4_k": (1, 4, 0),
-    "q5_k": (2, 5, 0),
-    "q6_k": (3, 6, 32),
-    "q4_0": (16, 4, 8),
-    "q4_1": (17, 4, 0),
-    "q5_0": (18, 5, 16),
-    "q5_1": (19, 5, 0),
-    "q8_0": (20, 8, 128),
+    "q4_0": _Source(16, 4, 8, torch.float16),
+    "q4_1": _Source(17, 4, 0, torch.float16, has_minus=True),
+    "q5_0": _Source(18, 5, 16, torch.float16),
+    "q5_1": _Source(19, 5, 0, torch.float16, has_minus=True),
+    "q8_0": _Source(20, 8, 128, torch.float16),
+    "q2_k": _Source(4, 2, has_minus=True),
+    "q3_k": _Source(5, 3, 4, torch.int8),
+    "q4_k": _Source(1, 4, has_minus=True),
+    "q5_k": _Source(2, 5, has_minus=True),
+    "q6_k": _Source(3, 6, 32, torch.int8),
 }
-_WITH_MINIMUM = frozenset({"q4_1", "q5_1", "q4_k", "q5_k"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,42 +228,36 @@ def _unpack_affine(packed: Packed, facts: Affine, codes: Tensor) -> Affine:
 
 
 def _pack_blocks(w: Blocks, memory: WeightMemory) -> tuple[Packed, Tensor, int]:
-    """Tensors for the native code to fill, scales included."""
+    """The tensors for the native code to fill, scales included."""
     n, k = w.shape
-    kind = BLOCK_TYPES[w.type]
+    kind, source = BLOCK_TYPES[w.type], _SOURCES[w.type]
     data = w.data if w.data.stride(1) == 1 else w.data.contiguous()
     view = _view(n, k)
-    view.source, view.bits, view.zero = _SOURCES[w.type]
+    view.source, view.bits, view.zero = source.number, source.bits, source.zero
+    view.flip = int(w.type == "q8_0")
     view.unit = kind.group
     view.groups = k // kind.group
-    two_levels = kind.elements > kind.group
-    inner, outer = torch.float16, None
-    if two_levels:
+    view.scale_type = view.minus_type = ELEMENT_TYPES[source.scale]
+
+    def scales(groups: int, dtype: torch.dtype) -> Tensor:
+        return memory.take((view.row_blocks, groups, ROWS), dtype)
+
+    scale = scales(view.groups, source.scale)
+    minus = super_scale = super_minus = None
+    if source.has_minus and w.type != "q2_k":
+        minus = scales(view.groups, source.scale)
+    if kind.elements > kind.group:
         view.supers = k // kind.elements
         view.super_units = kind.elements // kind.group
-        inner = torch.int8 if w.type == "q6_k" else torch.uint8
-        outer = torch.float16
-    view.flip = int(w.type == "q8_0")
-    view.scale_type = view.minus_type = ELEMENT_TYPES[inner]
-
-    def scales(count: int, dtype: torch.dtype | None, there: bool = True) -> Tensor | None:
-        if dtype is None or not there:
-            return None
-        return memory.take((view.row_blocks, count, ROWS), dtype)
-
-    minimum = w.type in _WITH_MINIMUM
+        super_scale = scales(view.supers, torch.float16)
+        super_minus = scales(view.supers, torch.float16) if source.has_minus else None
     facts = Blocks(w.shape, w.type, w.data.new_empty(0, 0))
-    packed = Packed(
-        facts,
-        view,
-        _codes(view, memory),
-        scales(view.groups, inner),
-        scales(view.groups, inner, minimum),
-        None,
-        scales(view.supers, outer),
-        scales(view.supers, outer, minimum),
-    )
+    codes = _codes(view, memory)
+    packed = Packed(facts, view, codes, scale, minus, None, super_scale, super_minus)
     _point(packed)
+    if w.type == "q2_k":  # one byte holds scale and min
+        view.scale_type, view.minus_type = _LOW_4, _HIGH_4
+        view.minus = view.scale
     return packed, data, data.stride(0)
 
 
@@ -269,10 +279,22 @@ def _unpack_block_scales(packed: Packed, facts: Blocks) -> Tensor:
         blocks[:, :, 192:208] = scales
         blocks[:, :, 208:210] = d
         return blocks.view(n, -1)
-    assert packed.minus is not None and packed.super_minus is not None
+    if facts.type == "q3_k":
+        six = (scales + 32).view(torch.uint8)
+        blocks[:, :, 96:104] = six[:, :, :8] & 15 | six[:, :, 8:] << 4
+        for i in range(4):
+            blocks[:, :, 104:108] |= six[:, :, 4 * i : 4 * i + 4] >> 4 << 2 * i
+        blocks[:, :, 108:110] = d
+        return blocks.view(n, -1)
+    assert packed.super_minus is not None
+    d_min = deinterleave(packed.super_minus, n).unsqueeze(2).view(torch.uint8)
+    if facts.type == "q2_k":
+        blocks[:, :, 0:16] = scales
+        blocks[:, :, 80:84] = torch.cat((d, d_min), dim=2)
+        return blocks.view(n, -1)
+    assert packed.minus is not None
     mins = deinterleave(packed.minus, n).view(n, k // kind.elements, -1)
-    blocks[:, :, 0:2] = d
-    blocks[:, :, 2:4] = deinterleave(packed.super_minus, n).unsqueeze(2).view(torch.uint8)
+    blocks[:, :, 0:4] = torch.cat((d, d_min), dim=2)
     blocks[:, :, 4:8] = scales[:, :, :4] | (scales[:, :, 4:] >> 4 << 6)
     blocks[:, :, 8:12] = mins[:, :, :4] | (mins[:, :, 4:] >> 4 << 6)
     blocks[:, :, 12:16] = (scales[:, :, 4:] & 15) | (mins[:, :, 4:] << 4)

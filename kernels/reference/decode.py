@@ -122,17 +122,46 @@ def _q8_0(blocks: Tensor) -> Tensor:
     return blocks[:, 2:].view(torch.int8).to(torch.float32) * _half(blocks, 0)
 
 
-def _scales_and_mins(s: Tensor) -> tuple[Tensor, Tensor]:
-    """Eight 6-bit scales and eight 6-bit mins from twelve bytes: ``[B, 12]`` -> two ``[B, 8]``."""
-    low, mid, high = s[:, 0:4], s[:, 4:8], s[:, 8:12]
-    scales = torch.cat((low & 63, (high & 15) | ((low >> 6) << 4)), dim=1)
-    mins = torch.cat((mid & 63, (high >> 4) | ((mid >> 6) << 4)), dim=1)
+def scales_and_mins(s: Tensor) -> tuple[Tensor, Tensor]:
+    """q4_k, q5_k: uint8 ``[..., 12]`` -> eight 6-bit scales and eight 6-bit mins, ``[..., 8]``."""
+    low, mid, high = s[..., 0:4], s[..., 4:8], s[..., 8:12]
+    scales = torch.cat((low & 63, (high & 15) | ((low >> 6) << 4)), dim=-1)
+    mins = torch.cat((mid & 63, (high >> 4) | ((mid >> 6) << 4)), dim=-1)
     return scales, mins
+
+
+def signed_scales(s: Tensor) -> Tensor:
+    """q3_k: uint8 ``[..., 12]`` -> sixteen 6-bit scales minus 32, int8 ``[..., 16]``."""
+    low, high = s[..., 0:8], s[..., 8:12]
+    low = torch.cat((low & 15, low >> 4), dim=-1)
+    high = torch.cat([high >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1)
+    return (low | (high << 4)).view(torch.int8) - 32
+
+
+def _q2_k(blocks: Tensor) -> Tensor:
+    scales = blocks[:, 0:16]
+    scale = (_half(blocks, 80) * (scales & 15).to(torch.float32)).unsqueeze(2)
+    minus = (_half(blocks, 82) * (scales >> 4).to(torch.float32)).unsqueeze(2)
+    return scale * _two_bits(blocks[:, 16:80]).reshape(-1, 16, 16).to(torch.float32) - minus
+
+
+def _q3_k(blocks: Tensor) -> Tensor:
+    shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device).reshape(1, 8, 1)
+    high = (blocks[:, 0:32].unsqueeze(1) >> shifts) & 1
+    codes = _two_bits(blocks[:, 32:96]).reshape(-1, 8, 32) | (high << 2)
+    scale = _half(blocks, 108) * signed_scales(blocks[:, 96:108]).to(torch.float32)
+    return scale.unsqueeze(2) * (codes.reshape(-1, 16, 16).to(torch.float32) - 4.0)
+
+
+def _two_bits(quants: Tensor) -> Tensor:
+    """``[B, 64]`` -> 256 codes: 32 bytes hold 128, their lowest bits the first 32."""
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=quants.device)
+    return (quants.reshape(-1, 2, 1, 32) >> shifts.reshape(1, 1, 4, 1)) & 3
 
 
 def _q45_k(blocks: Tensor, codes: Tensor) -> Tensor:
     """``d * sc * q - dmin * m`` with codes ``[B, 8, 32]``."""
-    scales, mins = _scales_and_mins(blocks[:, 4:16])
+    scales, mins = scales_and_mins(blocks[:, 4:16])
     scale = (_half(blocks, 0) * scales.to(torch.float32)).unsqueeze(2)
     minus = (_half(blocks, 2) * mins.to(torch.float32)).unsqueeze(2)
     return scale * codes.to(torch.float32) - minus
@@ -155,8 +184,7 @@ def _q5_k(blocks: Tensor) -> Tensor:
 def _q6_k(blocks: Tensor) -> Tensor:
     low = blocks[:, :128].reshape(-1, 2, 2, 32)
     low = torch.cat((low & 15, low >> 4), dim=2)  # [B, 2, 4, 32]: l, l + 32, l + 64, l + 96
-    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=blocks.device)
-    high = (blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts.reshape(1, 1, 4, 1)) & 3
+    high = _two_bits(blocks[:, 128:192])
     codes = (low | (high << 4)).to(torch.float32) - 32.0
     scales = blocks[:, 192:208].contiguous().view(torch.int8).to(torch.float32)
     scale = (_half(blocks, 208) * scales).reshape(-1, 16, 1)
@@ -169,6 +197,8 @@ _BLOCK_DECODERS = {
     "q5_0": _q5_0,
     "q5_1": _q5_1,
     "q8_0": _q8_0,
+    "q2_k": _q2_k,
+    "q3_k": _q3_k,
     "q4_k": _q4_k,
     "q5_k": _q5_k,
     "q6_k": _q6_k,

@@ -57,7 +57,8 @@ class Cases:
         kind = BLOCK_TYPES[type]
         count = k // kind.elements
         data = torch.randint(0, 256, (n, count, kind.nbytes), generator=random).to(torch.uint8)
-        for offset in (208,) if type == "q6_k" else (0, 2):
+        offsets = {"q2_k": (80, 82), "q3_k": (108,), "q6_k": (208,)}
+        for offset in offsets.get(type, (0, 2)):
             d = (torch.rand(n, count, 1, generator=random) * 0.01).half()
             data[:, :, offset : offset + 2] = d.view(torch.uint8)
         return Blocks((n, k), type, data.view(n, -1))

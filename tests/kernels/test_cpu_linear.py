@@ -15,7 +15,7 @@ from torch import Tensor
 from sdk.kernels.cpu import CpuBackend, levels, open_backend
 from sdk.kernels.cpu.linear import Linear
 from sdk.kernels.errors import KernelError
-from sdk.kernels.layouts import Affine, Blocks, Dense, Layout
+from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Layout
 from sdk.kernels.reference.decode import decode
 from sdk.kernels.registry import Problem
 
@@ -55,7 +55,7 @@ def weights(cases: Any) -> list[Layout]:
         for i, (n, k, group) in enumerate(SHAPES)
     ]
     found += [cases.affine(33, 96, 8, 32, kind, signed=True) for kind in ("zero", "minus")]
-    found += [cases.blocks(37, 512, name) for name in ("q4_k", "q5_k", "q6_k")]
+    found += [cases.blocks(37, 512, name) for name in BLOCK_TYPES]
     found += [cases.dense(37, 77, dtype) for dtype in FLOATS]
     return found
 
@@ -117,6 +117,7 @@ def test_a_row_has_the_same_bits_in_every_batch(
         cases.affine(37, 200, bits, 32, "zeros") for bits in (2, 3, 4, 5, 6, 7, 8)
     ]
     wide += [cases.affine(37, 200, 6, 16), cases.blocks(37, 512, "q6_k")]
+    wide += [cases.blocks(37, 512, "q2_k"), cases.blocks(37, 512, "q3_k")]
     wide += [cases.dense(37, 77, dtype) for dtype in FLOATS]
     wide += [cases.affine(700, 576, 4, 32)]  # large enough for every thread
     for weight in wide:
@@ -172,15 +173,15 @@ def test_zero_and_tiny_activations_give_zero(backend: CpuBackend, cases: Any) ->
     assert multiply(kernel, kernel.pack(cases.affine(20, 96)), x).abs().max() == 0
 
 
-def test_packed_weights_take_at_most_three_percent_more(backend: CpuBackend, cases: Any) -> None:
+def test_packed_weights_take_at_most_four_percent_more(backend: CpuBackend, cases: Any) -> None:
     kernel, _ = kernels(backend)
     layouts = [cases.affine(256, 1024, bits, 32, "minus") for bits in range(2, 9)]
     layouts += [cases.affine(256, 1024, 4, 128, "zeros"), cases.affine(256, 1024, 3, 16, "zero")]
-    layouts += [cases.blocks(256, 1024, name) for name in ("q4_k", "q5_k", "q6_k")]
+    layouts += [cases.blocks(256, 1024, name) for name in BLOCK_TYPES]
     layouts += [cases.dense(256, 1000, dtype) for dtype in FLOATS]
     for layout in layouts:
         packed = kernel.pack(layout)
-        assert layout.nbytes <= kernel.nbytes(packed) <= 1.03 * layout.nbytes
+        assert layout.nbytes <= kernel.nbytes(packed) <= 1.04 * layout.nbytes
         assert packed.codes.data_ptr() % 64 == 0
 
 
@@ -190,7 +191,7 @@ def test_packed_weights_take_at_most_three_percent_more(backend: CpuBackend, cas
         ({"layout": "affine", "bits": 9, "group": 32}, "9 bits: expected 2 to 8"),
         ({"layout": "affine", "bits": 1, "group": 32}, "1 bits: expected 2 to 8"),
         ({"layout": "affine", "bits": 4, "group": 24}, "group 24: expected a multiple of 16"),
-        ({"layout": "blocks", "format": "q2_k"}, "block type q2_k: expected q4_k, q5_k, q6_k"),
+        ({"layout": "blocks", "format": "q8_k"}, "block type q8_k: expected q2_k, q3_k, q4_k"),
         ({"layout": "dense", "format": "float64"}, "dense float64: expected float32"),
         ({"layout": "lut"}, "layout 'lut': expected dense, affine or blocks"),
     ],

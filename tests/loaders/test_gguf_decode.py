@@ -21,7 +21,7 @@ QUANTIZED = [name for name in SUPPORTED_TYPES if name not in ("F32", "F16", "BF1
 #: Where the float16 scales (and minima) of a block lie.
 SCALES = {
     "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0],
-    "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208],
+    "Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208],
 }  # fmt: skip
 
 

@@ -56,10 +56,11 @@ def blocks(kind: str, rows: int = 16, columns: int = 512, seed: int = 0) -> Bloc
     rng = _random(seed)
     data = torch.randint(0, 256, (count, facts.nbytes), generator=rng, dtype=torch.uint8)
     small = (torch.rand(count, 2, generator=rng) / 100).half().view(torch.uint8)
-    if kind == "q6_k":
-        data[:, 208:210] = small[:, :2]
+    if kind in ("q3_k", "q6_k"):
+        data[:, -2:] = small[:, :2]
     else:
-        data[:, 0:4] = small
+        first = 80 if kind == "q2_k" else 0
+        data[:, first : first + 4] = small
     return BlockWeight(Blocks((rows, columns), kind, data.reshape(rows, -1)))
 
 
@@ -71,9 +72,7 @@ MAKERS: dict[str, Callable[[int], Weight]] = {
     "f32": lambda seed: dense(torch.float32, seed),
     "f16": lambda seed: dense(torch.float16, seed),
     "bf16": lambda seed: dense(torch.bfloat16, seed),
-    "q4_k": lambda seed: blocks("q4_k", seed=seed),
-    "q5_k": lambda seed: blocks("q5_k", seed=seed),
-    "q6_k": lambda seed: blocks("q6_k", seed=seed),
+    **{name: lambda seed, name=name: blocks(name, seed=seed) for name in BLOCK_TYPES},
     **{
         f"w{bits}-{kind}": lambda seed, bits=bits, kind=kind: affine(
             bits=bits, kind=kind, seed=seed

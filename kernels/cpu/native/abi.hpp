@@ -9,14 +9,34 @@
 
 enum { kAbiVersion = 3 };
 
-// Element types of scales, minima, pages and dense values.
-enum ElementType { kF16 = 0, kBF16 = 1, kF32 = 2, kU8 = 3, kI8 = 4 };
+// Element types of scales, minima, pages and dense values. kLow4 and kHigh4, for scales and minima
+// only, are the two halves of one byte (q2_k keeps both in it).
+enum ElementType {
+    kF16 = 0,
+    kBF16 = 1,
+    kF32 = 2,
+    kU8 = 3,
+    kI8 = 4,
+    kE4M3 = 5,
+    kE5M2 = 6,
+    kLow4 = 7,
+    kHigh4 = 8
+};
 
 // How the codes of a weight lie in its file: one bit stream per row, or ggml's blocks.
 // The blocks from kQ4_0 on hold 32 values with one scale, the others 256 with two levels of them.
 enum SourceKind {
-    kStream = 0, kQ4K = 1, kQ5K = 2, kQ6K = 3,
-    kQ4_0 = 16, kQ4_1 = 17, kQ5_0 = 18, kQ5_1 = 19, kQ8_0 = 20,
+    kStream = 0,
+    kQ4K = 1,
+    kQ5K = 2,
+    kQ6K = 3,
+    kQ2K = 4,
+    kQ3K = 5,
+    kQ4_0 = 16,
+    kQ4_1 = 17,
+    kQ5_0 = 18,
+    kQ5_1 = 19,
+    kQ8_0 = 20
 };
 
 // What every exported function returns.

@@ -31,34 +31,42 @@ uint32_t get_code(const Planes& p, const uint8_t* tile, int row, int k) {
 }
 
 // ggml's 256-element blocks: where the low and high bits of element i lie (ggml-common.h).
+// Block layouts, in bytes: q2_k scales[16] codes[64] d dmin; q3_k high bits[32] codes[64]
+// scales[12] d; q4_k d dmin scales[12] codes[128]; q5_k d dmin scales[12] high bits[32] codes[128];
+// q6_k low bits[128] high bits[64] scales[16] d.
 struct BlockBits {
-    int low_byte, low_shift, high_byte, high_shift, high_bits, nbytes;
+    int low_byte, low_shift, low_bits, high_byte, high_shift, high_bits, nbytes;
 };
 
 BlockBits block_bits(int source, int i) {
-    if (source == kQ6K) {
-        const int half = i / 128, part = i / 32 % 4, l = i % 32;
-        return {64 * half + 32 * (part & 1) + l, 4 * (part >> 1), 128 + 32 * half + l, 2 * part, 2,
-                210};
+    const int half = i / 128, part = i / 32 % 4, l = i % 32;  // 128 codes share 32 bytes
+    const int pair = i / 64, nibble = i / 32 % 2;             // 64 codes share 32 bytes
+    switch (source) {
+        case kQ2K: return {16 + 32 * half + l, 2 * part, 2, 0, 0, 0, 84};
+        case kQ3K: return {32 + 32 * half + l, 2 * part, 2, l, i / 32, 1, 110};
+        case kQ4K: return {16 + 32 * pair + l, 4 * nibble, 4, 0, 0, 0, 144};
+        case kQ5K: return {48 + 32 * pair + l, 4 * nibble, 4, 16 + l, i / 32, 1, 176};
+        default:
+            return {64 * half + 32 * (part & 1) + l, 4 * (part >> 1), 4, 128 + 32 * half + l,
+                    2 * part, 2, 210};
     }
-    const int pair = i / 64, nibble = i / 32 % 2, l = i % 32;
-    if (source == kQ4K) return {16 + 32 * pair + l, 4 * nibble, 0, 0, 0, 144};
-    return {48 + 32 * pair + l, 4 * nibble, 16 + l, i / 32, 1, 176};
 }
+
+uint32_t low_mask(int bits) { return (1u << bits) - 1; }
 
 // One byte per code.
 void read_row(const Weight& w, const uint8_t* row, uint8_t* codes) {
     if (w.source != kStream) {
         for (int i = 0; i < 256; i += 32) {  // the bits of 32 codes lie in 32 bytes
             const BlockBits b = block_bits(w.source, i);
-            const int high_mask = (1 << b.high_bits) - 1;
             for (int64_t block = 0; block * 256 < w.k; ++block) {
                 const uint8_t* low = row + block * b.nbytes + b.low_byte;
                 const uint8_t* high = row + block * b.nbytes + b.high_byte;
+                const uint32_t mask = low_mask(b.low_bits), high_mask = low_mask(b.high_bits);
                 uint8_t* to = codes + block * 256 + i;
-                for (int l = 0; l < 32; ++l) to[l] = low[l] >> b.low_shift & 15;
+                for (int l = 0; l < 32; ++l) to[l] = (uint8_t)(low[l] >> b.low_shift & mask);
                 for (int l = 0; l < 32 && b.high_bits; ++l)
-                    to[l] |= (uint8_t)((high[l] >> b.high_shift & high_mask) << 4);
+                    to[l] |= (uint8_t)((high[l] >> b.high_shift & high_mask) << b.low_bits);
             }
         }
     } else if (w.bits == 8) {
@@ -79,8 +87,8 @@ void write_row(const Weight& w, const uint8_t* codes, uint8_t* row) {
             for (int64_t block = 0; block * 256 < w.k; ++block) {
                 uint8_t* p = row + block * b.nbytes;
                 const uint32_t code = codes[block * 256 + i];
-                p[b.low_byte] |= (uint8_t)((code & 15) << b.low_shift);
-                if (b.high_bits) p[b.high_byte] |= (uint8_t)(code >> 4 << b.high_shift);
+                p[b.low_byte] |= (uint8_t)((code & low_mask(b.low_bits)) << b.low_shift);
+                if (b.high_bits) p[b.high_byte] |= (uint8_t)(code >> b.low_bits << b.high_shift);
             }
         }
         return;
@@ -136,6 +144,8 @@ float element(int type, const void* base, int64_t at) {
         }
         case kF32: return ((const float*)base)[at];
         case kU8: return (float)((const uint8_t*)base)[at];
+        case kLow4: return (float)(((const uint8_t*)base)[at] & 15);
+        case kHigh4: return (float)(((const uint8_t*)base)[at] >> 4);
         default: return (float)((const int8_t*)base)[at];
     }
 }

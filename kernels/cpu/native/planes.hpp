@@ -47,15 +47,24 @@ INLINE void expand(const uint8_t* tile, uint8_t* out) {
     }
 }
 
+// kLanes scales or minima of any stored type, as float.
+INLINE VF load_scale(int type, const void* base, int64_t index) {
+    if (type != kLow4 && type != kHigh4) return load_as(type, base, index);
+    VF byte = load_u8((const uint8_t*)base + index);
+    // (byte - 7.5) / 16 lies within 0.47 of byte >> 4
+    VF high = to_float(round_int(mul(sub(byte, set1(7.5f)), set1(0.0625f))));
+    return type == kHigh4 ? high : sub(byte, mul(high, set1(16.0f)));
+}
+
 // scale, zero and minus of unit u of row block b, lanes h * kLanes ...
 INLINE void scale_of(const Weight* w, int64_t b, int64_t u, int h, VF* scale, VF* zero_point,
                      VF* minus) {
     int64_t group = u / w->group_units;
     if (group >= w->groups) group = w->groups - 1;  // a unit of nothing but padding
     int64_t at = (b * w->groups + group) * kRows + h * kLanes;
-    VF s = load_as(w->scale_type, w->scale, at);
+    VF s = load_scale(w->scale_type, w->scale, at);
     VF m = zero();
-    if (w->minus) m = load_as(w->minus_type, w->minus, at);
+    if (w->minus) m = load_scale(w->minus_type, w->minus, at);
     if (w->super_scale) {
         int64_t over = (b * w->supers + u / w->super_units) * kRows + h * kLanes;
         s = mul(load_half(w->super_scale + over), s);

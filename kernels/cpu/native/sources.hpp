@@ -28,6 +28,20 @@ Legacy legacy_of(int source) {
 
 bool is_legacy(int source) { return source >= kQ4_0; }
 
+// Where the float16 scale of a k-quant block and that of its minima lie (0: none).
+struct Supers {
+    int scale, minus;
+};
+
+Supers supers_of(int source) {
+    switch (source) {
+        case kQ2K: return {80, 82};
+        case kQ3K: return {108, 0};
+        case kQ6K: return {208, 0};
+        default: return {0, 2};
+    }
+}
+
 uint16_t half_at(const uint8_t* p) {
     uint16_t h;
     memcpy(&h, p, 2);
@@ -100,39 +114,49 @@ void write_legacy(const Weight& w, const uint8_t* codes, uint8_t* row) {
     }
 }
 
-// The two levels of scales of one k-quant row block, interleaved.
+// The scales and minima inside one k-quant block, 16 rows interleaved.
+void inner_scales(int source, const uint8_t* block, uint8_t* scale, uint8_t* minus) {
+    if (source == kQ2K || source == kQ6K) {
+        const uint8_t* bytes = block + (source == kQ6K ? 192 : 0);
+        for (int g = 0; g < 16; ++g) scale[g * kRows] = bytes[g];
+    } else if (source == kQ3K) {  // 6 bits each, minus 32
+        const uint8_t *low = block + 96, *high = block + 104;
+        for (int g = 0; g < 16; ++g)
+            scale[g * kRows] = (uint8_t)(((low[g & 7] >> (g & 8) / 2 & 15) |
+                                          (high[g & 3] >> g / 4 * 2 & 3) << 4) - 32);
+    } else {  // 6 bits each: scales 0..3, minima 0..3, then the rest
+        for (int g = 0; g < 4; ++g) {
+            const int low = block[4 + g], mid = block[8 + g], high = block[12 + g];
+            scale[g * kRows] = (uint8_t)(low & 63);
+            minus[g * kRows] = (uint8_t)(mid & 63);
+            scale[(g + 4) * kRows] = (uint8_t)((high & 15) | low >> 6 << 4);
+            minus[(g + 4) * kRows] = (uint8_t)(high >> 4 | mid >> 6 << 4);
+        }
+    }
+}
+
+// Both levels of scales of one k-quant row block; rows beyond `count` become zeros.
 void pack_k_scales(const Weight& w, int64_t b, const uint8_t* const* rows, int count, int nbytes) {
-    const int64_t groups = b * w.groups * kRows, supers = b * w.supers * kRows;
-    uint8_t* scale = (uint8_t*)const_cast<void*>(w.scale) + groups;
-    uint8_t* minus = w.minus ? (uint8_t*)const_cast<void*>(w.minus) + groups : nullptr;
-    uint16_t* super_scale = const_cast<uint16_t*>(w.super_scale) + supers;
-    uint16_t* super_minus = w.super_minus ? const_cast<uint16_t*>(w.super_minus) + supers : nullptr;
+    const int64_t groups = w.groups * kRows, supers = w.supers * kRows;
+    const int64_t step = w.groups / w.supers * kRows;
+    const Supers at = supers_of(w.source);
+    uint8_t* scale = (uint8_t*)const_cast<void*>(w.scale) + b * groups;
+    uint8_t* minus = w.minus ? (uint8_t*)const_cast<void*>(w.minus) + b * groups : nullptr;
+    uint16_t* super_scale = const_cast<uint16_t*>(w.super_scale) + b * supers;
+    uint16_t* super_minus = at.minus ? const_cast<uint16_t*>(w.super_minus) + b * supers : nullptr;
     if (count < kRows) {
-        memset(scale, 0, (size_t)(w.groups * kRows));
-        if (minus) memset(minus, 0, (size_t)(w.groups * kRows));
-        memset(super_scale, 0, (size_t)(w.supers * kRows * 2));
-        if (super_minus) memset(super_minus, 0, (size_t)(w.supers * kRows * 2));
+        memset(scale, 0, (size_t)groups);
+        if (minus) memset(minus, 0, (size_t)groups);
+        memset(super_scale, 0, (size_t)supers * 2);
+        if (at.minus) memset(super_minus, 0, (size_t)supers * 2);
     }
     for (int64_t block = 0; block < w.supers; ++block) {
         for (int r = 0; r < count; ++r) {
             const uint8_t* p = rows[r] + block * nbytes;
-            if (w.source == kQ6K) {
-                for (int g = 0; g < 16; ++g) scale[(block * 16 + g) * kRows + r] = p[192 + g];
-                super_scale[block * kRows + r] = half_at(p + 208);
-                continue;
-            }
-            super_scale[block * kRows + r] = half_at(p);
-            super_minus[block * kRows + r] = half_at(p + 2);
-            const uint8_t* six = p + 4;  // 6 bits each: scales 0..3, mins 0..3, then the rest
-            for (int g = 0; g < 4; ++g) {
-                uint8_t* s = scale + (block * 8 + g) * kRows + r;
-                uint8_t* m = minus + (block * 8 + g) * kRows + r;
-                const int low = six[g], mid = six[4 + g], high = six[8 + g];
-                s[0] = (uint8_t)(low & 63);
-                m[0] = (uint8_t)(mid & 63);
-                s[4 * kRows] = (uint8_t)((high & 15) | low >> 6 << 4);
-                m[4 * kRows] = (uint8_t)(high >> 4 | mid >> 6 << 4);
-            }
+            inner_scales(w.source, p, scale + block * step + r,
+                         minus ? minus + block * step + r : nullptr);
+            super_scale[block * kRows + r] = half_at(p + at.scale);
+            if (at.minus) super_minus[block * kRows + r] = half_at(p + at.minus);
         }
     }
 }
