@@ -40,16 +40,16 @@ class _Source:
 
 
 _SOURCES = {
-    "q4_0": _Source(16, 4, 8, torch.float16),
-    "q4_1": _Source(17, 4, 0, torch.float16, has_minus=True),
-    "q5_0": _Source(18, 5, 16, torch.float16),
-    "q5_1": _Source(19, 5, 0, torch.float16, has_minus=True),
-    "q8_0": _Source(20, 8, 128, torch.float16),
     "q2_k": _Source(4, 2, has_minus=True),
     "q3_k": _Source(5, 3, 4, torch.int8),
     "q4_k": _Source(1, 4, has_minus=True),
     "q5_k": _Source(2, 5, has_minus=True),
     "q6_k": _Source(3, 6, 32, torch.int8),
+    "q4_0": _Source(16, 4, 8, torch.float16),
+    "q4_1": _Source(17, 4, 0, torch.float16, has_minus=True),
+    "q5_0": _Source(18, 5, 16, torch.float16),
+    "q5_1": _Source(19, 5, 0, torch.float16, has_minus=True),
+    "q8_0": _Source(20, 8, 128, torch.float16),
 }
 
 
