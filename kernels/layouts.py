@@ -4,10 +4,10 @@ One formula covers nearly every weight format (``k`` runs along the input, ``g =
 
     w[n, k] = scale[n, g] * (code[n, k] - zero[n, g])  or  scale[n, g] * code[n, k] - minus[n, g]
 
-``Affine`` is that formula with the codes packed; ``Blocks`` keeps a GGUF k-quant in the bytes of
-its file, whose two-level scales would cost 7 to 11 % more if flattened (q2_k 52 %); ``Float8`` is
-a matrix of 8-bit floats with scales, ``Dense`` a plain one. A matrix is always ``[out, in]``, here
-``[N, K]``.
+``Affine`` is that formula with the codes packed; ``Blocks`` keeps the blocks of a GGUF file as they
+are, so that loading copies nothing (and k-quants, whose two-level scales would cost 7 to 52 % more
+if flattened, keep their size); ``Float8`` is a matrix of 8-bit floats with scales, ``Dense`` a
+plain one. A matrix is always ``[out, in]``, here ``[N, K]``.
 """
 
 from __future__ import annotations
@@ -101,8 +101,13 @@ class BlockType:
         return self.nbytes * 8 / self.elements
 
 
-#: The block types kept in their file's bytes: ggml's k-quants, decoded in reference/decode.py.
+#: ggml's block types, decoded in reference/decode.py.
 BLOCK_TYPES = {
+    "q4_0": BlockType("q4_0", 32, 18, 32),
+    "q4_1": BlockType("q4_1", 32, 20, 32),
+    "q5_0": BlockType("q5_0", 32, 22, 32),
+    "q5_1": BlockType("q5_1", 32, 24, 32),
+    "q8_0": BlockType("q8_0", 32, 34, 32),
     "q2_k": BlockType("q2_k", 256, 84, 16),
     "q3_k": BlockType("q3_k", 256, 110, 16),
     "q4_k": BlockType("q4_k", 256, 144, 32),

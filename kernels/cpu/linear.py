@@ -25,19 +25,43 @@ from sdk.kernels.cpu.library import (
     WeightView,
     check,
 )
+from sdk.kernels.cpu.weight_memory import WeightMemory
 from sdk.kernels.errors import KernelError
 from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layout, check_layout
-from sdk.kernels.reference.decode import row_scales, scales_and_mins, signed_scales
+from sdk.kernels.reference.decode import row_scales
 from sdk.kernels.registry import Problem
 
 ROWS = 16
 DEPTH = 32
 #: Torch types of plain values.
 _VALUES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
-#: SourceKind of native/abi.hpp and bits of a code, by block type.
-_SOURCES = {"q2_k": (4, 2), "q3_k": (5, 3), "q4_k": (1, 4), "q5_k": (2, 5), "q6_k": (3, 6)}
 #: Element types that torch does not have: the halves of a byte.
 _LOW_4, _HIGH_4 = 7, 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A block type as native/abi.hpp knows it; ``zero`` is subtracted from a code of ``bits``."""
+
+    number: int
+    bits: int
+    zero: int = 0
+    scale: torch.dtype = torch.uint8
+    has_minus: bool = False
+
+
+_SOURCES = {
+    "q2_k": _Source(4, 2, has_minus=True),
+    "q3_k": _Source(5, 3, 4, torch.int8),
+    "q4_k": _Source(1, 4, has_minus=True),
+    "q5_k": _Source(2, 5, has_minus=True),
+    "q6_k": _Source(3, 6, 32, torch.int8),
+    "q4_0": _Source(16, 4, 8, torch.float16),
+    "q4_1": _Source(17, 4, 0, torch.float16, has_minus=True),
+    "q5_0": _Source(18, 5, 16, torch.float16),
+    "q5_1": _Source(19, 5, 0, torch.float16, has_minus=True),
+    "q8_0": _Source(20, 8, 128, torch.float16),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +90,9 @@ class Linear:
     with ``exact=True``, and always for dense weights, everything is fp32.
     """
 
-    def __init__(self, engine: Engine, exact: bool) -> None:
+    def __init__(self, engine: Engine, memory: WeightMemory, exact: bool) -> None:
         self._engine = engine
+        self._memory = memory
         self._exact = exact
         self.name = "cpu.linear_exact" if exact else "cpu.linear"
 
@@ -96,11 +121,11 @@ class Linear:
         check_layout(layout)
         match layout:
             case Dense() | Float8():
-                packed, source, row_bytes = _pack_values(layout)
+                packed, source, row_bytes = _pack_values(layout, self._memory)
             case Affine():
-                packed, source, row_bytes = _pack_affine(layout)
+                packed, source, row_bytes = _pack_affine(layout, self._memory)
             case Blocks():
-                packed, source, row_bytes = _pack_blocks(layout)
+                packed, source, row_bytes = _pack_blocks(layout, self._memory)
         status = self._engine.pack(
             self._engine.handle, byref(packed.view), source.data_ptr(), row_bytes
         )
@@ -163,13 +188,13 @@ def _view(n: int, k: int) -> WeightView:
     return view
 
 
-def _pack_values(w: Dense | Float8) -> tuple[Packed, Tensor, int]:
+def _pack_values(w: Dense | Float8, memory: WeightMemory) -> tuple[Packed, Tensor, int]:
     n, k = w.shape
     values = w.values.contiguous()
     view = _view(n, k)
     view.dense = 1
     view.scale_type = ELEMENT_TYPES[values.dtype]
-    codes = torch.empty(view.row_blocks * ROWS * k, dtype=values.dtype)
+    codes = memory.take((view.row_blocks * ROWS * k,), values.dtype)
     scale = None
     facts: Dense | Float8 = Dense(values.to("meta"))
     if isinstance(w, Float8):
@@ -181,7 +206,7 @@ def _pack_values(w: Dense | Float8) -> tuple[Packed, Tensor, int]:
     return packed, values, 0
 
 
-def _pack_affine(w: Affine) -> tuple[Packed, Tensor, int]:
+def _pack_affine(w: Affine, memory: WeightMemory) -> tuple[Packed, Tensor, int]:
     n, k = w.shape
     view = _view(n, k)
     view.bits = w.bits
@@ -202,7 +227,7 @@ def _pack_affine(w: Affine) -> tuple[Packed, Tensor, int]:
     # new_empty and not a slice: a slice would keep the canonical tensors alive
     no_codes, no_scale = w.codes.new_empty(0, 0), w.scale.new_empty(0, 0)
     facts = Affine(w.shape, w.bits, w.group, no_codes, no_scale, zero=w.zero, signed=w.signed)
-    codes = _codes(view)
+    codes = _codes(view, memory)
     packed = Packed(facts, view, codes, scale, minus, zeros)
     _point(packed)
     source = w.codes.contiguous()
@@ -225,45 +250,38 @@ def _unpack_affine(packed: Packed, facts: Affine, codes: Tensor) -> Affine:
     )
 
 
-def _pack_blocks(w: Blocks) -> tuple[Packed, Tensor, int]:
+def _pack_blocks(w: Blocks, memory: WeightMemory) -> tuple[Packed, Tensor, int]:
+    """The tensors for the native code to fill, scales included."""
     n, k = w.shape
-    kind = BLOCK_TYPES[w.type]
-    data = w.data.contiguous()
-    blocks = data.view(n, -1, kind.nbytes)
+    kind, source = BLOCK_TYPES[w.type], _SOURCES[w.type]
+    data = w.data if w.data.stride(1) == 1 else w.data.contiguous()
     view = _view(n, k)
-    view.source, view.bits = _SOURCES[w.type]
-    view.groups = k // kind.group
-    view.supers = k // kind.elements
-    view.super_units = kind.elements // kind.group
+    view.source, view.bits, view.zero = source.number, source.bits, source.zero
+    view.flip = int(w.type == "q8_0")
     view.unit = kind.group
-    scale, minus, super_scale, super_minus = (
-        None if part is None else interleave(part.reshape(n, -1))
-        for part in _block_scales(w.type, blocks, view)
-    )
+    view.groups = k // kind.group
+    view.scale_type = view.minus_type = ELEMENT_TYPES[source.scale]
+
+    def scales(groups: int, dtype: torch.dtype) -> Tensor:
+        return memory.take((view.row_blocks, groups, ROWS), dtype)
+
+    scale = scales(view.groups, source.scale)
+    minus = super_scale = super_minus = None
+    if source.has_minus and w.type != "q2_k":
+        minus = scales(view.groups, source.scale)
+    if kind.elements > kind.group:
+        view.supers = k // kind.elements
+        view.super_units = kind.elements // kind.group
+        super_scale = scales(view.supers, torch.float16)
+        super_minus = scales(view.supers, torch.float16) if source.has_minus else None
     facts = Blocks(w.shape, w.type, w.data.new_empty(0, 0))
-    packed = Packed(facts, view, _codes(view), scale, minus, None, super_scale, super_minus)
+    codes = _codes(view, memory)
+    packed = Packed(facts, view, codes, scale, minus, None, super_scale, super_minus)
     _point(packed)
     if w.type == "q2_k":  # one byte holds scale and min
-        view.minus = view.scale
-    return packed, data, data.shape[1]
-
-
-def _block_scales(
-    type: str, blocks: Tensor, view: WeightView
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Scales, mins and their float16 factors of ``[N, blocks, bytes]``; ``view`` gets the types."""
-    if type == "q2_k":
         view.scale_type, view.minus_type = _LOW_4, _HIGH_4
-        return blocks[:, :, 0:16], None, _halves(blocks, 80), _halves(blocks, 82)
-    if type == "q3_k":
-        view.zero, view.scale_type = 4.0, ELEMENT_TYPES[torch.int8]
-        return signed_scales(blocks[:, :, 96:108]), None, _halves(blocks, 108), None
-    if type == "q6_k":
-        view.zero, view.scale_type = 32.0, ELEMENT_TYPES[torch.int8]
-        return blocks[:, :, 192:208], None, _halves(blocks, 208), None
-    view.scale_type = view.minus_type = ELEMENT_TYPES[torch.uint8]
-    scales, mins = scales_and_mins(blocks[:, :, 4:16])
-    return scales, mins, _halves(blocks, 0), _halves(blocks, 2)
+        view.minus = view.scale
+    return packed, data, data.stride(0)
 
 
 def _unpack_block_scales(packed: Packed, facts: Blocks) -> Tensor:
@@ -271,7 +289,13 @@ def _unpack_block_scales(packed: Packed, facts: Blocks) -> Tensor:
     n, k = facts.shape
     kind = BLOCK_TYPES[facts.type]
     blocks = torch.zeros(n, k // kind.elements, kind.nbytes, dtype=torch.uint8)
-    assert packed.scale is not None and packed.super_scale is not None
+    assert packed.scale is not None
+    if packed.super_scale is None:
+        blocks[:, :, 0:2] = deinterleave(packed.scale, n).unsqueeze(2).view(torch.uint8)
+        if packed.minus is not None:  # the kernels subtract what the file adds
+            minimum = deinterleave(packed.minus, n).neg().unsqueeze(2)
+            blocks[:, :, 2:4] = minimum.view(torch.uint8)
+        return blocks.view(n, -1)
     scales = deinterleave(packed.scale, n).view(n, k // kind.elements, -1)
     d = deinterleave(packed.super_scale, n).unsqueeze(2).view(torch.uint8)
     if facts.type == "q6_k":
@@ -300,15 +324,9 @@ def _unpack_block_scales(packed: Packed, facts: Blocks) -> Tensor:
     return blocks.view(n, -1)
 
 
-def _halves(blocks: Tensor, offset: int) -> Tensor:
-    """The float16 at byte ``offset`` of every block: ``[N, blocks]``."""
-    return blocks[:, :, offset : offset + 2].contiguous().view(torch.float16).squeeze(2)
-
-
-def _codes(view: WeightView) -> Tensor:
-    """Storage of the tiles; torch aligns it to 64 bytes."""
-    size = view.row_blocks * view.k_blocks * view.bits * 64
-    return torch.empty(size, dtype=torch.uint8)
+def _codes(view: WeightView, memory: WeightMemory) -> Tensor:
+    """Storage of the tiles."""
+    return memory.take((view.row_blocks * view.k_blocks * view.bits * 64,), torch.uint8)
 
 
 def _point(packed: Packed) -> None:

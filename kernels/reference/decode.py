@@ -1,6 +1,6 @@
 """The value of a packed weight: the definition every kernel must reproduce.
 
-Sources: ggml's block structs (ggml-common.h, ggml-quants.c) for the k-quants; all arithmetic is
+Sources: ggml's block structs (ggml-common.h, ggml-quants.c) for the blocks; all arithmetic is
 float32 in the order those decoders use, so that results are equal bit for bit.
 """
 
@@ -89,7 +89,7 @@ def _decode_blocks(w: Blocks) -> Tensor:
     if kind is None:
         raise KernelError(f"block type: expected one of {sorted(BLOCK_TYPES)}, found {w.type!r}")
     blocks = w.data.reshape(-1, kind.nbytes)
-    return _BLOCK_VALUES[w.type](blocks).reshape(w.shape)
+    return _BLOCK_DECODERS[w.type](blocks).reshape(w.shape)
 
 
 def _half(blocks: Tensor, offset: int) -> Tensor:
@@ -97,7 +97,41 @@ def _half(blocks: Tensor, offset: int) -> Tensor:
     return blocks[:, offset : offset + 2].contiguous().view(torch.float16).to(torch.float32)
 
 
-def scales_and_mins(s: Tensor) -> tuple[Tensor, Tensor]:
+def _nibbles(quants: Tensor) -> Tensor:
+    """Sixteen bytes -> codes ``[B, 32]``: the low nibbles, then the high ones."""
+    return torch.cat((quants & 15, quants >> 4), dim=1)
+
+
+def _fifth_bits(blocks: Tensor, offset: int) -> Tensor:
+    """The bits of the word at byte ``offset`` as the fifth bits of 32 codes."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)
+    word = blocks[:, offset : offset + 4].unsqueeze(2)
+    return (((word >> shifts) & 1) << 4).reshape(-1, 32)
+
+
+def _q4_0(blocks: Tensor) -> Tensor:
+    return (_nibbles(blocks[:, 2:]).to(torch.float32) - 8.0) * _half(blocks, 0)
+
+
+def _q4_1(blocks: Tensor) -> Tensor:
+    return _nibbles(blocks[:, 4:]).to(torch.float32) * _half(blocks, 0) + _half(blocks, 2)
+
+
+def _q5_0(blocks: Tensor) -> Tensor:
+    codes = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks, 2)
+    return (codes.to(torch.float32) - 16.0) * _half(blocks, 0)
+
+
+def _q5_1(blocks: Tensor) -> Tensor:
+    codes = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks, 4)
+    return codes.to(torch.float32) * _half(blocks, 0) + _half(blocks, 2)
+
+
+def _q8_0(blocks: Tensor) -> Tensor:
+    return blocks[:, 2:].view(torch.int8).to(torch.float32) * _half(blocks, 0)
+
+
+def _scales_and_mins(s: Tensor) -> tuple[Tensor, Tensor]:
     """q4_k, q5_k: uint8 ``[..., 12]`` -> eight 6-bit scales and eight 6-bit mins, ``[..., 8]``."""
     low, mid, high = s[..., 0:4], s[..., 4:8], s[..., 8:12]
     scales = torch.cat((low & 63, (high & 15) | ((low >> 6) << 4)), dim=-1)
@@ -105,7 +139,7 @@ def scales_and_mins(s: Tensor) -> tuple[Tensor, Tensor]:
     return scales, mins
 
 
-def signed_scales(s: Tensor) -> Tensor:
+def _signed_scales(s: Tensor) -> Tensor:
     """q3_k: uint8 ``[..., 12]`` -> sixteen 6-bit scales minus 32, int8 ``[..., 16]``."""
     low, high = s[..., 0:8], s[..., 8:12]
     low = torch.cat((low & 15, low >> 4), dim=-1)
@@ -124,7 +158,7 @@ def _q3_k(blocks: Tensor) -> Tensor:
     shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device).reshape(1, 8, 1)
     high = (blocks[:, 0:32].unsqueeze(1) >> shifts) & 1
     codes = _two_bits(blocks[:, 32:96]).reshape(-1, 8, 32) | (high << 2)
-    scale = _half(blocks, 108) * signed_scales(blocks[:, 96:108]).to(torch.float32)
+    scale = _half(blocks, 108) * _signed_scales(blocks[:, 96:108]).to(torch.float32)
     return scale.unsqueeze(2) * (codes.reshape(-1, 16, 16).to(torch.float32) - 4.0)
 
 
@@ -136,7 +170,7 @@ def _two_bits(quants: Tensor) -> Tensor:
 
 def _q45_k(blocks: Tensor, codes: Tensor) -> Tensor:
     """``d * sc * q - dmin * m`` with codes ``[B, 8, 32]``."""
-    scales, mins = scales_and_mins(blocks[:, 4:16])
+    scales, mins = _scales_and_mins(blocks[:, 4:16])
     scale = (_half(blocks, 0) * scales.to(torch.float32)).unsqueeze(2)
     minus = (_half(blocks, 2) * mins.to(torch.float32)).unsqueeze(2)
     return scale * codes.to(torch.float32) - minus
@@ -166,4 +200,15 @@ def _q6_k(blocks: Tensor) -> Tensor:
     return scale * codes.reshape(-1, 16, 16)
 
 
-_BLOCK_VALUES = {"q2_k": _q2_k, "q3_k": _q3_k, "q4_k": _q4_k, "q5_k": _q5_k, "q6_k": _q6_k}
+_BLOCK_DECODERS = {
+    "q4_0": _q4_0,
+    "q4_1": _q4_1,
+    "q5_0": _q5_0,
+    "q5_1": _q5_1,
+    "q8_0": _q8_0,
+    "q2_k": _q2_k,
+    "q3_k": _q3_k,
+    "q4_k": _q4_k,
+    "q5_k": _q5_k,
+    "q6_k": _q6_k,
+}

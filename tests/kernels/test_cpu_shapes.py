@@ -13,7 +13,7 @@ from torch import Tensor
 from sdk.kernels.cpu import CpuBackend
 from sdk.kernels.cpu.linear import Linear
 from sdk.kernels.errors import KernelError
-from sdk.kernels.layouts import Affine, Blocks, Dense, Float8, Layout
+from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layout
 from sdk.kernels.ops import Ops
 from sdk.kernels.reference.decode import decode
 from sdk.kernels.registry import Problem
@@ -101,7 +101,7 @@ def test_8_bit_floats_of_any_shape_are_right(
     check(backend, cases, weight, m, decode(weight).abs())
 
 
-@pytest.mark.parametrize("type", ["q2_k", "q3_k", "q4_k", "q5_k", "q6_k"])
+@pytest.mark.parametrize("type", BLOCK_TYPES)
 @pytest.mark.parametrize(("n", "k"), [(1, 256), (15, 512), (17, 768)])
 def test_blocks_of_any_number_of_rows_are_right(
     backend: CpuBackend, cases: Any, type: str, n: int, k: int

@@ -15,6 +15,7 @@ from sdk.quant.spec import KVSpec, QuantSpec
         "f16",
         "bf16",
         "fp8",
+        "q4_1",
         "q2_k",
         "q3_k",
         "q4_k",

@@ -24,7 +24,20 @@ enum ElementType {
 };
 
 // How the codes of a weight lie in its file: one bit stream per row, or ggml's blocks.
-enum SourceKind { kStream = 0, kQ4K = 1, kQ5K = 2, kQ6K = 3, kQ2K = 4, kQ3K = 5 };
+// The blocks from kQ4_0 on hold 32 values with one scale, the others 256 with two levels of them.
+enum SourceKind {
+    kStream = 0,
+    kQ4K = 1,
+    kQ5K = 2,
+    kQ6K = 3,
+    kQ2K = 4,
+    kQ3K = 5,
+    kQ4_0 = 16,
+    kQ4_1 = 17,
+    kQ5_0 = 18,
+    kQ5_1 = 19,
+    kQ8_0 = 20
+};
 
 // What every exported function returns.
 enum Status { kOk = 0, kOutOfMemory = 1, kClosed = 2, kUnknownOp = 3 };

@@ -1,8 +1,10 @@
-// Packing codes into tiles, the inverse, and single rows as floats. Scalar: packing is bound by
-// memory, and embedding rows are few. Compiled for the baseline, without any vector extension.
+// Packing codes into tiles, the inverse, and single rows as floats. Compiled for the baseline: moving
+// words and the loops the compiler vectorizes with SSE2 already keep packing bound by memory.
 #include "pack.hpp"
 
 #include <string.h>
+
+#include "sources.hpp"
 
 namespace {
 
@@ -17,18 +19,6 @@ struct Planes {
           high(mid + (b & 2 ? 128 : 0)),
           high_shift(low + (b & 2)) {}
 };
-
-void put_code(const Planes& p, uint8_t* tile, int row, int k, uint32_t code) {
-    const int j = k / 4, at = row * 4 + k % 4;
-    if (p.bits == 8) {
-        tile[64 * j + at] = (uint8_t)code;
-        return;
-    }
-    if (p.low) tile[64 * (j & 3) + at] |= (uint8_t)((code & 15) << (j & 4));
-    if (p.bits & 2)
-        tile[p.mid + 64 * (j & 1) + at] |= (uint8_t)((code >> p.mid_shift & 3) << (j & 6));
-    if (p.bits & 1) tile[p.high + at] |= (uint8_t)((code >> p.high_shift & 1) << j);
-}
 
 uint32_t get_code(const Planes& p, const uint8_t* tile, int row, int k) {
     const int j = k / 4, at = row * 4 + k % 4;
@@ -64,38 +54,33 @@ BlockBits block_bits(int source, int i) {
 
 uint32_t low_mask(int bits) { return (1u << bits) - 1; }
 
+// One byte per code.
 void read_row(const Weight& w, const uint8_t* row, uint8_t* codes) {
     if (w.source != kStream) {
-        for (int i = 0; i < 256; ++i) {
+        for (int i = 0; i < 256; i += 32) {  // the bits of 32 codes lie in 32 bytes
             const BlockBits b = block_bits(w.source, i);
             for (int64_t block = 0; block * 256 < w.k; ++block) {
-                const uint8_t* p = row + block * b.nbytes;
-                uint32_t code = p[b.low_byte] >> b.low_shift & low_mask(b.low_bits);
-                if (b.high_bits)
-                    code |= (p[b.high_byte] >> b.high_shift & low_mask(b.high_bits)) << b.low_bits;
-                codes[block * 256 + i] = (uint8_t)code;
+                const uint8_t* low = row + block * b.nbytes + b.low_byte;
+                const uint8_t* high = row + block * b.nbytes + b.high_byte;
+                const uint32_t mask = low_mask(b.low_bits), high_mask = low_mask(b.high_bits);
+                uint8_t* to = codes + block * 256 + i;
+                for (int l = 0; l < 32; ++l) to[l] = (uint8_t)(low[l] >> b.low_shift & mask);
+                for (int l = 0; l < 32 && b.high_bits; ++l)
+                    to[l] |= (uint8_t)((high[l] >> b.high_shift & high_mask) << b.low_bits);
             }
         }
-        return;
-    }
-    if (w.bits == 8) {
+    } else if (w.bits == 8) {
         for (int64_t k = 0; k < w.k; ++k) codes[k] = row[k] ^ (w.flip ? 0x80 : 0);
-        return;
-    }
-    uint32_t buffer = 0, filled = 0;
-    const uint32_t mask = low_mask(w.bits);
-    for (int64_t k = 0; k < w.k; ++k) {
-        if (filled < (uint32_t)w.bits) {
-            buffer |= (uint32_t)*row++ << filled;
-            filled += 8;
-        }
-        codes[k] = (uint8_t)(buffer & mask);
-        buffer >>= w.bits;
-        filled -= (uint32_t)w.bits;
+    } else {
+        expand_stream(w.bits, row, w.k, codes);
     }
 }
 
 void write_row(const Weight& w, const uint8_t* codes, uint8_t* row) {
+    if (is_legacy(w.source)) {
+        write_legacy(w, codes, row);
+        return;
+    }
     if (w.source != kStream) {  // the bytes of the codes only; scales are written by Python
         for (int i = 0; i < 256; ++i) {
             const BlockBits b = block_bits(w.source, i);
@@ -177,18 +162,32 @@ float element(int type, const void* base, int64_t at) {
 
 }  // namespace
 
+size_t pack_scratch(const Weight& w) {
+    return (size_t)(w.k_blocks * kDepth) * kRows;
+}
+
 void pack_blocks(const Weight& w, const uint8_t* source, int64_t row_bytes, int64_t begin,
                  int64_t end, uint8_t* codes) {
-    const size_t tile = (size_t)w.bits * 64;
-    const Planes planes(w.bits);
+    const int64_t tile = (int64_t)w.bits * 64, stride = w.k_blocks * kDepth;
+    const ToTile to_tile = to_tile_of(w.bits);
     for (int64_t b = begin; b < end; ++b) {
-        uint8_t* tiles = w.codes + b * w.k_blocks * (int64_t)tile;
-        memset(tiles, 0, tile * (size_t)w.k_blocks);
-        for (int r = 0; r < kRows && b * kRows + r < w.n; ++r) {
-            read_row(w, source + (b * kRows + r) * row_bytes, codes);
-            for (int64_t k = 0; k < w.k; ++k)
-                put_code(planes, tiles + k / kDepth * (int64_t)tile, r, (int)(k % kDepth), codes[k]);
+        const uint8_t* rows[kRows];
+        const int64_t left = w.n - b * kRows;
+        const int count = left < kRows ? (int)left : (int)kRows;
+        for (int r = 0; r < count; ++r) rows[r] = source + (b * kRows + r) * row_bytes;
+        if (is_legacy(w.source)) {
+            pack_legacy(w, b, rows, count);
+            continue;
         }
+        if (w.source != kStream)
+            pack_k_scales(w, b, rows, count, block_bits(w.source, 0).nbytes);
+        for (int r = 0; r < kRows; ++r) {
+            uint8_t* row = codes + r * stride;
+            if (r < count) read_row(w, rows[r], row);
+            memset(row + (r < count ? w.k : 0), 0, (size_t)(stride - (r < count ? w.k : 0)));
+        }
+        uint8_t* tiles = w.codes + b * w.k_blocks * tile;
+        for (int64_t t = 0; t < w.k_blocks; ++t) to_tile(codes + t * kDepth, stride, tiles + t * tile);
     }
 }
 
@@ -206,25 +205,37 @@ void unpack_blocks(const Weight& w, uint8_t* out, int64_t row_bytes, int64_t beg
     }
 }
 
-void dense_blocks(const Weight& w, void* plain, bool unpack, int64_t begin, int64_t end) {
-    const size_t size = element_size(w.scale_type);
+namespace {
+
+// Row r of a block of 16, T by T; a stretch of k whose tiles stay in the L1 cache.
+template <typename T>
+void dense_rows(const Weight& w, T* plain, bool unpack, int64_t begin, int64_t end) {
+    const int64_t stretch = 256;
     for (int64_t b = begin; b < end; ++b) {
-        for (int r = 0; r < kRows; ++r) {
-            uint8_t* packed = w.codes + (size_t)(b * w.k * kRows + r) * size;
-            if (b * kRows + r >= w.n) {
-                for (int64_t k = 0; k < w.k && !unpack; ++k)
-                    memset(packed + (size_t)k * kRows * size, 0, size);
-                continue;
-            }
-            uint8_t* row = (uint8_t*)plain + (size_t)((b * kRows + r) * w.k) * size;
-            for (int64_t k = 0; k < w.k; ++k) {
-                uint8_t* inside = packed + (size_t)k * kRows * size;
-                uint8_t* outside = row + (size_t)k * size;
-                if (size == 1) *(unpack ? outside : inside) = *(unpack ? inside : outside);
-                else if (size == 2) memcpy(unpack ? outside : inside, unpack ? inside : outside, 2);
-                else memcpy(unpack ? outside : inside, unpack ? inside : outside, 4);
+        T* packed = (T*)w.codes + b * w.k * kRows;
+        const int64_t left = w.n - b * kRows;
+        for (int64_t first = 0; first < w.k; first += stretch) {
+            const int64_t last = first + stretch < w.k ? first + stretch : w.k;
+            for (int r = 0; r < kRows; ++r) {
+                T* row = plain + (b * kRows + r) * w.k;
+                if (r >= left)
+                    for (int64_t k = first; k < last && !unpack; ++k) packed[k * kRows + r] = 0;
+                else if (unpack)
+                    for (int64_t k = first; k < last; ++k) row[k] = packed[k * kRows + r];
+                else
+                    for (int64_t k = first; k < last; ++k) packed[k * kRows + r] = row[k];
             }
         }
+    }
+}
+
+}  // namespace
+
+void dense_blocks(const Weight& w, void* plain, bool unpack, int64_t begin, int64_t end) {
+    switch (element_size(w.scale_type)) {
+        case 1: dense_rows(w, (uint8_t*)plain, unpack, begin, end); break;
+        case 2: dense_rows(w, (uint16_t*)plain, unpack, begin, end); break;
+        default: dense_rows(w, (uint32_t*)plain, unpack, begin, end);
     }
 }
 
