@@ -101,8 +101,7 @@ static void linear_float(const LinearArgs* args, int64_t begin, int64_t end, uin
         for (int64_t b = begin; b < end; ++b) {
             float* values = (float*)scratch;
             if (w->dense && w->scale) {
-                if (w->scale_type == kE4M3) scaled_values<kE4M3>(w, b, 0, w->k, values);
-                else scaled_values<kE5M2>(w, b, 0, w->k, values);
+                scaled_values(w, b, 0, w->k, values);
                 rows_float<2>(values, args, m, m_end, b);
                 continue;
             }

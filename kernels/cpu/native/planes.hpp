@@ -66,9 +66,8 @@ INLINE void scale_of(const Weight* w, int64_t b, int64_t u, int h, VF* scale, VF
     *zero_point = w->zeros ? load_u8(w->zeros + at) : set1(w->zero);
 }
 
-// k in [begin, end) of row block b of a dense weight with scales, [end - begin][16].
 template <int TYPE>
-static void scaled_values(const Weight* w, int64_t b, int64_t begin, int64_t end, float* out) {
+static void scaled_values_of(const Weight* w, int64_t b, int64_t begin, int64_t end, float* out) {
     const uint8_t* values = w->codes + b * w->k * kRows;
     const float* scales = (const float*)w->scale + b * w->groups * kRows;
     while (begin < end) {
@@ -82,6 +81,12 @@ static void scaled_values(const Weight* w, int64_t b, int64_t begin, int64_t end
             }
         }
     }
+}
+
+// k in [begin, end) of row block b of a dense weight with scales, [end - begin][16].
+static void scaled_values(const Weight* w, int64_t b, int64_t begin, int64_t end, float* out) {
+    if (w->scale_type == kE4M3) scaled_values_of<kE4M3>(w, b, begin, end, out);
+    else scaled_values_of<kE5M2>(w, b, begin, end, out);
 }
 
 // For the integer product: w . x = sum_u scale * (codes . q) + minus * (-sum q), with the zero
