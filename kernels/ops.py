@@ -22,7 +22,7 @@ from sdk.kernels.activations import LARGE, ActivationPool
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import KernelError
 from sdk.kernels.graph import CaptureError, Graph, OnlyViews
-from sdk.kernels.layouts import Affine, Blocks, Dense, KVPages, Layout
+from sdk.kernels.layouts import Affine, Blocks, Dense, Float8, KVPages, Layout
 from sdk.kernels.registry import Choice, Problem, choose, open_backends
 
 Result = TypeVar("Result")
@@ -165,10 +165,10 @@ class Ops:
         """Choose a kernel for a weight and pack the weight for it."""
         out_features, in_features = layout.shape
         match layout:
-            case Dense():
+            case Dense() | Float8():
                 fields: dict[str, Any] = {
-                    "layout": "dense",
-                    "format": str(layout.values.dtype).removeprefix("torch."),
+                    "layout": "dense" if isinstance(layout, Dense) else "float8",
+                    "format": _dtype_name(layout.values),
                 }
             case Affine():
                 fields = {"layout": "affine", "bits": layout.bits, "group": layout.group}

@@ -22,6 +22,7 @@ from sdk.kernels.cpu.elementwise import (
 )
 from sdk.kernels.cpu.library import Engine, Program, find_library, levels
 from sdk.kernels.cpu.linear import Linear
+from sdk.kernels.cpu.weight_memory import WeightMemory
 
 __all__ = ["CpuBackend", "available", "levels", "open_backend", "simd_level"]
 
@@ -52,8 +53,12 @@ class CpuBackend:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self._memory = WeightMemory()
         self._implementations: dict[str, Sequence[Any]] = {
-            "linear": (Linear(engine, exact=False), Linear(engine, exact=True)),
+            "linear": (
+                Linear(engine, self._memory, exact=False),
+                Linear(engine, self._memory, exact=True),
+            ),
             "rms_norm": (RmsNorm(engine),),
             "add_rms_norm": (AddRmsNorm(engine),),
             "gated_activation": (GatedActivation(engine),),
@@ -79,3 +84,4 @@ class CpuBackend:
 
     def close(self) -> None:
         self.engine.close()
+        self._memory.close()

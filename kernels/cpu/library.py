@@ -28,6 +28,8 @@ ELEMENT_TYPES = {
     torch.float32: 2,
     torch.uint8: 3,
     torch.int8: 4,
+    torch.float8_e4m3fn: 5,
+    torch.float8_e5m2: 6,
 }
 
 _STATUS = {1: "out of memory", 2: "the engine is closed", 3: "no such operator"}

@@ -353,6 +353,26 @@ INLINE float reduce_max(VF a) {
 
 #endif
 
+// 8-bit floats through float16: e5m2 is its upper byte; e4m3 has the same fields 1 bit lower, its
+// exponents 8 less, and NaN instead of 480.
+INLINE VF load_e5m2(const uint8_t* p) {
+    uint16_t wide[kLanes];
+    for (int i = 0; i < kLanes; ++i) wide[i] = (uint16_t)(p[i] << 8);
+    return load_half(wide);
+}
+INLINE VF load_e4m3(const uint8_t* p) {
+    uint16_t wide[kLanes];
+    for (int i = 0; i < kLanes; ++i) wide[i] = (uint16_t)((p[i] & 0x80) << 8 | (p[i] & 0x7f) << 7);
+    VF value = mul(load_half(wide), set1(256.0f));
+    return select_less(abs(value), set1(480.0f), value, set1(__builtin_nanf("")));
+}
+
+// The high half of a byte, as float: (byte - 7.5) / 16 lies within 0.47 of it.
+INLINE VF load_high4(const uint8_t* p) {
+    return to_float(round_int(mul(sub(load_u8(p), set1(7.5f)), set1(0.0625f))));
+}
+INLINE VF load_low4(const uint8_t* p) { return sub(load_u8(p), mul(load_high4(p), set1(16.0f))); }
+
 // kLanes elements of any stored type, as float.
 INLINE VF load_as(int type, const void* base, int64_t index) {
     switch (type) {
@@ -360,6 +380,10 @@ INLINE VF load_as(int type, const void* base, int64_t index) {
         case 1: return load_bf16((const uint16_t*)base + index);
         case 2: return load((const float*)base + index);
         case 3: return load_u8((const uint8_t*)base + index);
+        case 5: return load_e4m3((const uint8_t*)base + index);
+        case 6: return load_e5m2((const uint8_t*)base + index);
+        case 7: return load_low4((const uint8_t*)base + index);
+        case 8: return load_high4((const uint8_t*)base + index);
         default: return load_i8((const uint8_t*)base + index);
     }
 }
