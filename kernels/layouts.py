@@ -6,7 +6,8 @@ One formula covers nearly every weight format (``k`` runs along the input, ``g =
 
 ``Affine`` is that formula with the codes packed; ``Blocks`` keeps the blocks of a GGUF file as they
 are, so that loading copies nothing (and k-quants, whose two-level scales would cost 7 to 11 % more
-if flattened, keep their size); ``Dense`` is a plain matrix. A matrix is always ``[out, in]``, here ``[N, K]``.
+if flattened, keep their size); ``Dense`` is a plain matrix. A matrix is always ``[out, in]``, here
+``[N, K]``.
 """
 
 from __future__ import annotations
