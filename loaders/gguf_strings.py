@@ -17,8 +17,9 @@ def short_strings(raw: NDArray[np.uint8], count: int) -> tuple[list[str], int] |
     """``count`` strings, each after its length as a little-endian u64, and the bytes they take.
 
     None when they have to be read one by one: one is longer than 255 bytes, holds a NUL, is not
-    UTF-8 or is not there, or the bytes around an empty one look like a length. What is returned is what reading them one by one gives: the lengths
-    lead from each string to the next, and no other byte is zero.
+    UTF-8 or is not there, or the bytes around an empty one look like a length. What is returned is
+    what reading them one by one gives: the lengths lead from each string to the next, and no other
+    byte is zero.
     """
     values: list[str] = []
     position = 0
