@@ -161,9 +161,7 @@ class Driver:
     @property
     def _must_wait(self) -> bool:
         """Whether the stepping thread has nothing to do, or is not to do it."""
-        return bool(
-            self._closed or self._guests or self._failure is not None or not self._awaited
-        )
+        return bool(self._closed or self._guests or self._failure is not None or not self._awaited)
 
     def step(self) -> list[Output]:
         """Take new commands, run one step, deliver its outputs and return them.

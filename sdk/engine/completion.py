@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 
 from sdk.engine.plan import Sampled
 from sdk.engine.request import Request, RequestStatus
@@ -25,6 +26,7 @@ from sdk.text.stops import StopMatcher, StopStrings
 
 DecodeToken = Callable[[int], str | None]
 _STOP = RequestStatus.STOP
+_REASON = attrgetter("finish_reason")
 
 
 def is_watched(params: SamplingParams) -> bool:
@@ -96,7 +98,7 @@ class Completion:
     @property
     def has_news(self) -> bool:
         """True when it has something that no DELTA output has shown."""
-        return self._num_shown < self.request.num_tokens or self.finish_reason is not None
+        return self._num_shown < len(self.request.token_ids) or self.finish_reason is not None
 
     def push(self, sampled: Sampled) -> str | None:
         """The request has one more token; returns the stop string it completed, if any."""
@@ -114,7 +116,10 @@ class Completion:
         end = self._num_read = len(request.token_ids)
         if request.status is _STOP and not request.params.include_stop_str_in_output:
             end -= 1  # EOS and stop tokens are no part of the text
-        return self._add_text(self._detokenizer.extend(request.token_ids[first:end]))
+        new = request.token_ids[first:end]
+        detokenizer = self._detokenizer
+        text = detokenizer.push(new[0]) if len(new) == 1 else detokenizer.extend(new)
+        return self._add_text(text)
 
     def _add_text(self, text: str) -> str | None:
         if self._stops is None:
@@ -142,7 +147,7 @@ class Completion:
         request, text, logprobs = self.request, self._text, self.logprobs
         first = request.num_prompt_tokens
         if delta:
-            first, self._num_shown, self._text = self._num_shown, request.num_tokens, ""
+            first, self._num_shown, self._text = self._num_shown, len(request.token_ids), ""
         if logprobs is not None:
             logprobs = logprobs[first - request.num_prompt_tokens :]
         return CompletionOutput(
@@ -191,7 +196,7 @@ class Generation:
     @property
     def finished(self) -> bool:
         """True when every answer is finished."""
-        return None not in [completion.finish_reason for completion in self.completions]
+        return all(map(_REASON, self.completions))
 
     def output(self) -> RequestOutput | EmbeddingOutput | None:
         """The next output, or None where ``output_kind`` asks for none now."""
@@ -210,7 +215,7 @@ class Generation:
             if params.logprobs is None:  # they were needed to choose, not asked for
                 outputs = [output._replace(logprobs=None) for output in outputs]
         else:
-            outputs = [one.output(delta) for one in self.completions if one.has_news or not delta]
+            outputs = [one.output(delta) for one in self.completions if not delta or one.has_news]
         rows = self.prompt_logprobs
         return RequestOutput(
             self.request_id,
@@ -220,7 +225,8 @@ class Generation:
             outputs,
             finished,
             self.metrics(),
-            num_cached_tokens=self.completions[0].request.num_cached,
+            None,
+            self.completions[0].request.num_cached,
         )
 
     def metrics(self) -> RequestMetrics:
@@ -232,7 +238,7 @@ class Generation:
             first.scheduled_ts,
             first.first_token_ts,
             first.last_token_ts,
-            first.num_output_tokens,
+            len(first.token_ids) - first.num_prompt_tokens,
             first.num_preemptions,
         )
         if len(self.completions) == 1:

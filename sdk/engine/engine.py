@@ -64,7 +64,7 @@ class Engine:
         self._news: dict[Generation, None] = {}  # those owed an output, in order
         self._decoded: dict[int, str] = {}  # token id -> text, for logprobs
         self._num_finished = 0
-        self._seconds = [0.0] * 5  # plan, execute, commit, outputs; native calls, which are part of execute
+        self._seconds = [0.0] * 5  # plan, execute, commit, outputs; of execute, native calls
         self._closed = False
 
     # Requests
@@ -251,7 +251,8 @@ class Engine:
             if update.sampled is not None:
                 stop = completion.push(update.sampled)
                 self._news[generation] = None
-            completion.embedding = update.hidden
+            elif update.hidden is not None:
+                completion.embedding = update.hidden
         except Exception as error:
             logger.warning("request %s failed", request.request_id, exc_info=True)
             self.scheduler.finish(request.request_id, "error")
@@ -327,8 +328,8 @@ class Engine:
         ``prefix_queries`` and ``prefix_hits`` count whole pages looked up and found when requests
         were admitted, ``cache_hit_rate`` is their quotient. ``num_prompt_tokens`` are the prompt
         tokens that were computed: not those a prefix hit gave, and again those lost to a
-        preemption. ``native_seconds`` is the part of ``execute_seconds`` spent in native calls: what
-        is left of the time a caller waited is Python.
+        preemption. ``native_seconds`` is the part of ``execute_seconds`` spent in native calls:
+        what is left of the time a caller waited is Python.
         """
         scheduler = self.scheduler
         pool = scheduler.pool

@@ -3,22 +3,20 @@
 Both directions are immutable and picklable and hold ids and numbers only, no tensors: the same
 objects drive one rank in this process or several in others.
 
-Those made in every step are named tuples: a frozen dataclass of six fields takes 0.7 us to make, a
-tuple 0.2 us, and at 32 requests a step makes 33 of them.
+Those made in every step are named tuples: a frozen dataclass of nine fields takes 0.9 us to make, a
+named tuple 0.2 us, and 32 requests make 34 of them in a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from sdk.params import SamplingParams
 from sdk.sampling.resolved import ResolvedParams
 
 RequestKind = Literal["generate", "embed"]
-
-_NONE: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +79,8 @@ class StepResult(NamedTuple):
     """
 
     step_id: int
-    sampled: Mapping[str, Sampled] = _NONE
-    prompt_logprobs: Mapping[str, tuple[Sampled, ...]] = _NONE
-    hidden: Mapping[str, list[float]] = _NONE
-    errors: Mapping[str, str] = _NONE
+    sampled: Mapping[str, Sampled] = {}
+    prompt_logprobs: Mapping[str, tuple[Sampled, ...]] = {}
+    hidden: Mapping[str, list[float]] = {}
+    errors: Mapping[str, str] = {}
     native_seconds: float = 0.0

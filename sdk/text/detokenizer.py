@@ -55,18 +55,25 @@ class IncrementalDetokenizer:
 
     def push(self, token_id: int) -> str:
         """The text that is certain now that this token is known; may be empty."""
-        return self.extend((token_id,))
+        if token_id in self._skipped:
+            return ""
+        if self._window is not None:
+            return self._window.push(token_id)
+        return self._decode(self._tokenizer.id_to_bytes(token_id))
 
     def extend(self, token_ids: Iterable[int]) -> str:
         """:meth:`push` for several tokens."""
         kept = [token_id for token_id in token_ids if token_id not in self._skipped]
         if self._window is not None:
             return "".join(map(self._window.push, kept))
-        new = b"".join(map(self._tokenizer.id_to_bytes, kept))
-        if self._strip and new:
+        return self._decode(b"".join(map(self._tokenizer.id_to_bytes, kept)))
+
+    def _decode(self, data: bytes) -> str:
+        if self._strip and data:
             self._strip = False
-            new = new.removeprefix(b" ")
-        data = self._rest + new
+            data = data.removeprefix(b" ")
+        if self._rest:
+            data = self._rest + data
         text, used = utf_8_decode(data, "replace", False)
         self._rest = data[used:]
         return text
