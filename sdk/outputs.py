@@ -35,7 +35,7 @@ class CompletionOutput(NamedTuple):
     ``cumulative_logprob`` (the sum over all tokens so far) needs ``logprobs``.
     """
 
-    index: int
+    index: int  # type: ignore[assignment]  # the answer's number, not tuple.index
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
