@@ -13,6 +13,7 @@ from sdk.kernels.cpu.attention import Attention, RopeAndCache
 from sdk.kernels.cpu.elementwise import AddRmsNorm, GatedActivation, RmsNorm
 from sdk.kernels.cpu.library import Engine, find_library, levels
 from sdk.kernels.cpu.linear import Linear
+from sdk.kernels.cpu.sampling import Sample
 
 __all__ = ["CpuBackend", "available", "levels", "open_backend", "simd_level"]
 
@@ -50,6 +51,7 @@ class CpuBackend:
             "gated_activation": (GatedActivation(engine),),
             "rope_and_cache": (RopeAndCache(engine),),
             "attention": (Attention(engine),),
+            "sample": (Sample(engine),),
         }
 
     def implementations(self, op: str) -> Sequence[Any]:

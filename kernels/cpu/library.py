@@ -15,7 +15,7 @@ import torch
 from sdk.kernels.errors import KernelError
 
 #: Must equal kAbiVersion in native/abi.hpp; a library with another one is refused as stale.
-ABI_VERSION = 2
+ABI_VERSION = 3
 
 #: Instruction-set levels, worst to best, in the order of native/levels.hpp.
 LEVELS = ("portable", "avx2", "avx2_vnni", "avx512_vnni")
@@ -88,6 +88,14 @@ class AttentionArgs(Structure):
     ]
 
 
+class SampleArgs(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("logits", "draws", "tokens", "best", "probabilities")),
+        ("width", c_int64),
+        ("stride", c_int64),
+    ]
+
+
 _SIGNATURES = {
     "levels": (c_int, ()),
     "engine_create": (c_void_p, (c_int, c_int)),
@@ -101,6 +109,7 @@ _SIGNATURES = {
     "gated": (c_int, (c_void_p, POINTER(GatedArgs), c_int64)),
     "rope": (c_int, (c_void_p, POINTER(RopeArgs), c_int64)),
     "attention": (c_int, (c_void_p, POINTER(AttentionArgs))),
+    "sample": (c_int, (c_void_p, POINTER(SampleArgs), c_int64)),
 }
 
 
@@ -170,6 +179,7 @@ class Engine:
         self.gated = library.embedlm_gated
         self.rope = library.embedlm_rope
         self.attention = library.embedlm_attention
+        self.sample = library.embedlm_sample
         self._release = weakref.finalize(self, library.embedlm_engine_destroy, handle)
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from sdk.kernels.reference.attention import Attention, RopeAndCache
 from sdk.kernels.reference.linear import Linear
 from sdk.kernels.reference.norm import AddRmsNorm, GatedActivation, RmsNorm
+from sdk.kernels.reference.sampling import Sample
 
 
 def available(device: str) -> str | None:
@@ -37,6 +38,7 @@ class ReferenceBackend:
             "gated_activation": (GatedActivation(),),
             "rope_and_cache": (RopeAndCache(),),
             "attention": (Attention(),),
+            "sample": (Sample(),),
         }
 
     def implementations(self, op: str) -> Sequence[Any]:

@@ -90,7 +90,7 @@ class ModelRunner:
             self.kv = KVCache(
                 kv_spec(facts, heads, config.page_size, config.kv_dtype), config.num_pages
             )
-            self.sampler = Sampler(facts.vocab_size)
+            self.sampler = Sampler(facts.vocab_size, self.ops)
             undo.pop_all()
         checkpoint.close()
         release_free_memory()

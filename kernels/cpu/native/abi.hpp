@@ -7,7 +7,7 @@
 
 #include <stdint.h>
 
-enum { kAbiVersion = 2 };
+enum { kAbiVersion = 3 };
 
 // Element types of scales, minima, pages and dense values.
 enum ElementType { kF16 = 0, kBF16 = 1, kF32 = 2, kU8 = 3, kI8 = 4 };
@@ -117,6 +117,25 @@ struct AttentionArgs {
     int32_t query_tile;    // tokens per work item; filled by the engine
 };
 
+// How one row's token is chosen; kernels/sampling.py says what each number means. Temperature 0 is
+// the argmax, whatever the others are.
+struct Draw {
+    double temperature, min_p, typical_p, top_p;
+    double xtc_threshold;  // negative: off
+    double mirostat_mu;    // NaN: off
+    int64_t top_k;         // 0: off
+    double uniform;        // in [0, 1)
+};
+
+struct SampleArgs {
+    const float* logits;
+    const Draw* draws;      // null: the argmax of every row
+    int64_t* tokens;
+    float* best;            // the row's maximum; NaN if there is one in it
+    double* probabilities;  // the token's share of what could be drawn; 1 where there is no draw
+    int64_t width, stride;
+};
+
 // One instruction-set level's kernels. Ranges are half open; `scratch` is 64-byte aligned.
 struct KernelTable {
     void (*quantize)(const LinearArgs*, int64_t m_begin, int64_t m_end);
@@ -128,4 +147,6 @@ struct KernelTable {
     void (*rope)(const RopeArgs*, int64_t t_begin, int64_t t_end);
     void (*attention)(const AttentionArgs*, int64_t item_begin, int64_t item_end,
                       uint8_t* scratch);
+    void (*sample)(const SampleArgs*, int64_t row_begin, int64_t row_end, uint8_t* scratch);
+    int64_t (*sample_scratch)(int64_t width);  // bytes
 };

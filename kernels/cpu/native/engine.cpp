@@ -240,3 +240,16 @@ EXPORT int embedlm_attention(void* handle, AttentionArgs* args) {
     });
     return kOk;
 }
+
+EXPORT int embedlm_sample(void* handle, const SampleArgs* args, int64_t rows) {
+    Engine* engine = static_cast<Engine*>(handle);
+    if (!engine) return kClosed;
+    std::lock_guard<std::mutex> lock(engine->mutex);
+    if (!engine->reserve_private((size_t)engine->kernels->sample_scratch(args->width)))
+        return kOutOfMemory;
+    parallel(engine, rows, chunks_for(engine, rows * args->width),
+             [=](int64_t begin, int64_t end, int thread) {
+                 engine->kernels->sample(args, begin, end, engine->private_scratch(thread));
+             });
+    return kOk;
+}
