@@ -2,11 +2,10 @@
 
 The steps, in this order (vLLM's, with typical where llama.cpp has it): temperature, ``min_p``,
 ``top_k``, ``typical_p``, ``top_p``, XTC, the draw; or mirostat in place of the truncations. Each
-counts what the earlier ones left, except that ``min_p`` and XTC's threshold are shares of the best
-and of all that is left. A token's *gap* is ``(best - logit) / temperature``, its weight ``e^-gap``;
-a token is likelier than another when its gap is smaller or, where they are equal, its id. The draw
-takes the first token, in order of ids, at which the running sum of the weights exceeds ``uniform``
-times their total.
+counts what the earlier ones left. A token's *gap* is ``(best - logit) / temperature``, its weight
+``e^-gap``, or 0 beyond a gap of 87.3 (e^-87.3 is 1e-38). A token is likelier than another when its
+gap is smaller or, where they are equal, its id. The draw takes the first token, in order of ids,
+with which the running sum of the weights exceeds ``uniform`` times their total.
 
 Arithmetic: gaps are float32 (one rounding for the difference, one for the quotient), sums float64.
 Two kernels may round weights differently by some 1e-7 and choose other tokens only where
@@ -33,6 +32,9 @@ DRAW = np.dtype(
         ("uniform", np.float64),
     ]
 )
+
+#: The largest gap with a weight.
+FAR = float(np.float32(87.3))
 
 Draws = NDArray[np.void]
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.registry import Problem
-from sdk.kernels.sampling import Draws, Tokens
+from sdk.kernels.sampling import FAR, Draws, Tokens
 
 # Rows worked on together: bounds the memory of a sort of [rows, V].
 _ROWS = 64
-_FAR = float("inf")
+_DROPPED = float("inf")
 
 
 class Sample:
@@ -52,7 +52,7 @@ def draw(logits: Tensor, draws: Draws) -> tuple[list[int], list[float]]:
     """Tokens and their probabilities for ``logits [R, V]``, whose maxima are finite."""
     temperature = _column(np.maximum(draws["temperature"], 1e-30), logits).to(torch.float32)
     gaps = truncate((logits.amax(-1, keepdim=True) - logits) / temperature, draws)
-    weights = (-gaps.double()).exp()
+    weights = _weights(gaps)
     sums = weights.cumsum(-1)
     goal = _column(draws["uniform"], logits) * sums[:, -1:]
     chosen = torch.searchsorted(sums, goal, right=True)
@@ -67,14 +67,14 @@ def truncate(gaps: Tensor, draws: Draws) -> Tensor:
     if (min_p > 0).any():
         # p >= min_p * p_best, as gaps: log p_best - log p <= -log(min_p)
         most = -_column(min_p, gaps).log().to(torch.float32)
-        gaps = gaps.masked_fill(gaps > most, _FAR)
+        gaps = gaps.masked_fill(gaps > most, _DROPPED)
     vocab = gaps.shape[-1]
     counts = np.where(mirostat | (draws["top_k"] <= 0), vocab, np.minimum(draws["top_k"], vocab))
     if (counts < vocab).any():
-        gaps = gaps.masked_fill(~keep_first(gaps, _column(counts, gaps)), _FAR)
+        gaps = gaps.masked_fill(~keep_first(gaps, _column(counts, gaps)), _DROPPED)
     typical_p = np.where(mirostat, 1.0, draws["typical_p"])
     if (typical_p < 1).any():
-        weights = (-gaps.double()).exp()
+        weights = _weights(gaps)
         terms = torch.where(weights > 0, weights * gaps, 0.0)
         mean = _total(terms) / _total(weights)
         gaps = _keep_mass(gaps, (gaps - mean.to(torch.float32)).abs(), typical_p)
@@ -101,27 +101,32 @@ def _keep_mass(gaps: Tensor, values: Tensor, masses: np.ndarray) -> Tensor:
     """Keep the tokens of the smallest ``values [R, V]`` whose weights reach ``masses [R]``."""
     mass = _column(masses, gaps)
     order = values.sort(dim=-1, stable=True).indices
-    sums = (-gaps.double()).exp().gather(-1, order).cumsum(-1)
+    sums = _weights(gaps).gather(-1, order).cumsum(-1)
     before = sums.roll(1, -1)
     before[:, 0] = 0.0
     kept = (before < mass * sums[:, -1:]) | (mass >= 1)
-    return gaps.masked_fill(~torch.zeros_like(kept).scatter(-1, order, kept), _FAR)
+    kept[:, 0] = True  # also of a mass so small that its share of the total is 0
+    return gaps.masked_fill(~torch.zeros_like(kept).scatter(-1, order, kept), _DROPPED)
 
 
 def _exclude_top(row: Tensor, threshold: float) -> None:
     """XTC (p-e-w 2024): of the tokens at or above ``threshold`` only the least likely stays."""
-    weights = (-row.double()).exp()
+    weights = _weights(row)
     # A token whose weight is 0 cannot be drawn, so it is not the one that stays.
     likely = int(((weights >= threshold * _total(weights)) & (weights > 0)).sum())
     if likely >= 2:
         first = keep_first(row, torch.tensor([[likely - 1]], device=row.device))
-        row.masked_fill_(first, _FAR)
+        row.masked_fill_(first, _DROPPED)
 
 
 def _mirostat(row: Tensor, mu: float) -> None:
     """Mirostat 2 (Basu et al. 2021): drop what surprises more than ``mu`` bits, keep the best."""
-    total = _total((-row.double()).exp())
-    row.masked_fill_((row > mu * math.log(2) - total.log()) & (row > 0), _FAR)
+    total = _total(_weights(row))
+    row.masked_fill_((row > mu * math.log(2) - total.log()) & (row > 0), _DROPPED)
+
+
+def _weights(gaps: Tensor) -> Tensor:
+    return (-gaps.double()).exp().masked_fill(gaps > FAR, 0.0)
 
 
 def _total(values: Tensor) -> Tensor:

@@ -10,190 +10,13 @@
 // lie, and only the few logits within the bound become candidates.
 #pragma once
 
-#include "abi.hpp"
-#include "elementwise.hpp"
-#include "simd.hpp"
+#include "row.hpp"
 
 namespace LEVEL {
 
-enum { kPart = 16, kPieces = kPart / kLanes, kBins = 2048, kDigit = 1024, kFew = 48 };
-static const int64_t kGroup = 512;
+enum { kDigit = 1024, kFew = 48, kNear = 500 };
 
-// exp_of is 0 beyond it: such a token is never drawn.
-static const float kFar = 87.3f;
 static const uint64_t kAll = ~(uint64_t)0;
-
-// One row, and the thread's memory for it.
-struct Row {
-    const float* logits;
-    int64_t width, groups;
-    float best, temperature;
-    float* peaks;    // [groups][16]: lane i has the best of the group's logits i, i + 16, ...
-    double* sums;    // [groups] weights of a group added up
-    double* bins;    // [kBins]
-    float* room;     // [kGroup]
-    // Candidates, ids ascending.
-    int64_t count;
-    int32_t* ids;
-    float* gaps;
-    float* weights;
-    float* distances;
-    uint64_t* keys;
-    uint64_t* spare;
-};
-
-// Lays the row's memory out from `at`; returns the bytes it takes.
-static int64_t place(Row* row, int64_t width, uint8_t* at) {
-    row->width = width;
-    row->groups = (width + kGroup - 1) / kGroup;
-    const int64_t n = row->groups * kGroup, start = (int64_t)(uintptr_t)at;
-    row->room = (float*)at, at += kGroup * sizeof(float);
-    row->bins = (double*)at, at += kBins * sizeof(double);
-    row->sums = (double*)at, at += (row->groups + 7) / 8 * 8 * (int64_t)sizeof(double);
-    row->peaks = (float*)at, at += row->groups * kPart * (int64_t)sizeof(float);
-    row->ids = (int32_t*)at, at += n * (int64_t)sizeof(int32_t);
-    row->gaps = (float*)at, at += n * (int64_t)sizeof(float);
-    row->weights = (float*)at, at += n * (int64_t)sizeof(float);
-    row->distances = (float*)at, at += n * (int64_t)sizeof(float);
-    row->keys = (uint64_t*)at, at += n * (int64_t)sizeof(uint64_t);
-    row->spare = (uint64_t*)at, at += n * (int64_t)sizeof(uint64_t);
-    return (int64_t)(uintptr_t)at - start;
-}
-
-static int64_t sample_scratch(int64_t width) {
-    Row row;
-    return place(&row, width, nullptr);
-}
-
-INLINE uint32_t bits_of(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    return bits;
-}
-
-// The 512 logits of a group; minus infinity after the row's end.
-static const float* group_of(const Row* row, int64_t group) {
-    const float* x = row->logits + group * kGroup;
-    const int64_t left = row->width - group * kGroup;
-    if (left >= kGroup) return x;
-    memcpy(row->room, x, (size_t)left * sizeof(float));
-    for (int64_t i = left; i < kGroup; ++i) row->room[i] = -INFINITY;
-    return row->room;
-}
-
-// Finds the best logit (NaN if there is one) and fills `peaks`.
-static void survey(Row* row) {
-    uint32_t nan = 0;
-    VF best[kPieces];
-    for (int v = 0; v < kPieces; ++v) best[v] = set1(-INFINITY);
-    for (int64_t g = 0; g < row->groups; ++g) {
-        const float* x = group_of(row, g);
-        for (int v = 0; v < kPieces; ++v) {
-            VF peak = set1(-INFINITY);
-            for (const float* at = x + v * kLanes; at < x + kGroup; at += 4 * kPart) {
-                VF a = load(at), b = load(at + kPart);
-                VF c = load(at + 2 * kPart), d = load(at + 3 * kPart);
-                nan |= lanes_nan(a, b) | lanes_nan(c, d);
-                peak = max(peak, max(max(a, b), max(c, d)));
-            }
-            store(row->peaks + g * kPart + v * kLanes, peak);
-            best[v] = max(best[v], peak);
-        }
-    }
-    for (int v = 1; v < kPieces; ++v) best[0] = max(best[0], best[v]);
-    row->best = nan ? NAN : reduce_max(best[0]) + 0.0f;  // never -0: gaps are never negative
-}
-
-// The first token whose logit is the best (or NaN).
-static int64_t first_best(const Row* row) {
-    if (row->best != row->best) {
-        for (int64_t i = 0; i < row->width; ++i)
-            if (row->logits[i] != row->logits[i]) return i;
-    }
-    const VF best = set1(row->best);
-    for (int64_t g = 0; g < row->groups; ++g) {
-        uint32_t found = 0;
-        for (int v = 0; v < kPieces; ++v)
-            found |= lanes_at_least(load(row->peaks + g * kPart + v * kLanes), best);
-        if (!found) continue;
-        const float* x = group_of(row, g);
-        for (int i = 0; i < kGroup; ++i)
-            if (x[i] == row->best) return g * kGroup + i;
-    }
-    return 0;
-}
-
-INLINE VF gap_of(const Row* row, VF logits) {
-    VF below = sub(set1(row->best), logits);
-    return row->temperature == 1.0f ? below : div(below, set1(row->temperature));
-}
-
-// The sum of `n` weights (a multiple of 16) in float64: 16 running sums, added in pairs.
-static double sum_of(const float* weights, int64_t n) {
-    VD sums[2 * kPieces];
-    for (int i = 0; i < 2 * kPieces; ++i) sums[i] = zero_wide();
-    for (int64_t i = 0; i < n; i += kPart)
-        for (int v = 0; v < kPieces; ++v) add_wide(sums + 2 * v, load(weights + i + v * kLanes));
-    double lanes[kPart];
-    for (int i = 0; i < 2 * kPieces; ++i) store_wide(lanes + i * (kLanes / 2), sums[i]);
-    for (int step = kPart / 2; step; step /= 2)
-        for (int i = 0; i < step; ++i) lanes[i] += lanes[i + step];
-    return lanes[0];
-}
-
-// The weights of a group's tokens, in `room`.
-static void weigh_group(const Row* row, int64_t group) {
-    const float* x = group_of(row, group);
-    for (int i = 0; i < kGroup; i += kLanes)
-        store(row->room + i, exp_of(sub(zero(), gap_of(row, load(x + i)))));
-}
-
-// Fills `sums` for the whole row; returns their total.
-static double weigh_row(const Row* row) {
-    double total = 0;
-    for (int64_t g = 0; g < row->groups; ++g) {
-        weigh_group(row, g);
-        total += row->sums[g] = sum_of(row->room, kGroup);
-    }
-    return total;
-}
-
-// Fills `weights`; returns their total.
-static double weigh_candidates(Row* row) {
-    const int64_t padded = (row->count + kPart - 1) / kPart * kPart;
-    for (int64_t i = row->count; i < padded; ++i) row->gaps[i] = INFINITY;
-    for (int64_t i = 0; i < padded; i += kLanes)
-        store(row->weights + i, exp_of(sub(zero(), load(row->gaps + i))));
-    return sum_of(row->weights, padded);
-}
-
-// The group in which the running sum of `sums` exceeds `goal`, and the sum before it. Where rounding
-// hides it, the last one that is not zero.
-static int64_t find_group(const double* sums, int64_t count, double goal, double* before) {
-    double running = 0;
-    int64_t found = 0;
-    for (int64_t g = 0; g < count; ++g) {
-        if (sums[g] > 0) {
-            found = g;
-            *before = running;
-        }
-        running += sums[g];
-        if (running > goal) break;
-    }
-    return found;
-}
-
-// The same number by number.
-static int64_t find(const float* weights, int64_t count, double goal) {
-    double running = 0;
-    int64_t found = 0;
-    for (int64_t i = 0; i < count; ++i) {
-        if (weights[i] > 0) found = i;
-        running += (double)weights[i];
-        if (running > goal) break;
-    }
-    return found;
-}
 
 // Sorts keys that agree but for their low 20 + 32 bits and of which equal ones are in order.
 static void sort_keys(uint64_t* keys, uint64_t* spare, int64_t n) {
@@ -221,11 +44,16 @@ static void insertion_sort(uint64_t* keys, int64_t n) {
     }
 }
 
+INLINE uint64_t key_of(const float* values, int64_t i) {
+    return (uint64_t)bits_of(values[i]) << 32 | (uint64_t)i;
+}
+
 // In ascending order of (value, index): the key of the element with which the sum of the weights
-// (null: 1 each) reaches `goal`; kAll if none does. Values are not negative.
+// (null: 1 each) reaches `goal`, or exceeds 0; kAll if none does. Values are not negative.
 static uint64_t cut(const Row* row, const float* values, const float* weights, int64_t n,
                     double goal) {
     uint64_t* keys = row->keys;
+    if (!(goal > 0)) goal = 5e-324;  // a tiny share of a total below 1
     double running = 0;
     int64_t held = 0;
     uint32_t bin = 0;
@@ -238,9 +66,8 @@ static uint64_t cut(const Row* row, const float* values, const float* weights, i
         if (bin == kBins) return kAll;
     }
     for (int64_t i = 0; i < n; ++i) {
-        const uint32_t bits = bits_of(values[i]);
-        keys[held] = (uint64_t)bits << 32 | (uint64_t)i;
-        held += few || bits >> 20 == bin;
+        keys[held] = key_of(values, i);
+        held += few || keys[held] >> 52 == bin;
     }
     if (held <= kFew) insertion_sort(keys, held);
     else sort_keys(keys, row->spare, held);
@@ -275,9 +102,17 @@ static void collect(Row* row, float limit) {
             float gaps[kLanes];
             const VF gap = gap_of(row, logits);
             store(gaps, gap);
-            for (uint32_t left = lanes_at_least(far, gap); left; left &= left - 1) {
+            const int32_t id = (int32_t)(g * kGroup) + i;
+            uint32_t left = lanes_at_least(far, gap);
+            if (left == kEvery) {
+                for (int lane = 0; lane < kLanes; ++lane) row->ids[n + lane] = id + lane;
+                store(row->gaps + n, gap);
+                n += kLanes;
+                continue;
+            }
+            for (; left; left &= left - 1) {
                 const int lane = __builtin_ctz(left);
-                row->ids[n] = (int32_t)(g * kGroup + i + lane);
+                row->ids[n] = id + lane;
                 row->gaps[n++] = gaps[lane];
             }
         }
@@ -292,7 +127,7 @@ static void keep(Row* row, const float* values, uint64_t last) {
     for (int64_t i = 0; i < row->count; ++i) {
         row->ids[n] = row->ids[i];
         row->gaps[n] = row->gaps[i];
-        n += ((uint64_t)bits_of(values[i]) << 32 | (uint64_t)i) <= last;
+        n += key_of(values, i) <= last;
     }
     row->count = n;
 }
@@ -332,52 +167,62 @@ static void keep_typical(Row* row, double mass) {
 
 // Of the candidates with at least `threshold` of the weight only the least likely can be drawn.
 static void exclude_top(Row* row, double threshold, double total) {
+    const double bound = threshold * total;
+    uint64_t last = 0;
     int64_t likely = 0;
-    for (int64_t i = 0; i < row->count; ++i)
-        likely += row->weights[i] >= threshold * total && row->weights[i] > 0;
-    if (likely < 2) return;
-    const uint64_t last = cut(row, row->gaps, nullptr, row->count, (double)(likely - 1));
-    for (int64_t i = 0; i < row->count; ++i)
-        if (((uint64_t)bits_of(row->gaps[i]) << 32 | (uint64_t)i) <= last) row->weights[i] = 0;
+    for (int64_t i = 0; i < row->count; ++i) {
+        if (!(row->weights[i] >= bound) || !(row->weights[i] > 0)) continue;
+        const uint64_t key = row->keys[likely++] = key_of(row->gaps, i);
+        if (key > last) last = key;
+    }
+    for (int64_t i = 0; i < likely; ++i)
+        if (row->keys[i] != last) row->weights[(uint32_t)row->keys[i]] = 0;
 }
 
 // Mirostat 2 replaces the other truncations.
 INLINE bool surprising(const Draw* draw) { return draw->mirostat_mu == draw->mirostat_mu; }
 
-// The largest gap that can matter, from the truncations that need no more than the row; `total`
-// becomes the weight of the row where that was needed, else stays 0.
-static float limit_of(Row* row, const Draw* draw, double* total) {
-    float limit = kFar;
+INLINE bool ranked(const Row* row, const Draw* draw) {
+    return draw->top_k > 0 && draw->top_k < row->width;
+}
+
+// The largest gap that min_p and top_k, or else mirostat, leave; or one that top_k takes up again.
+static float limit_of(Row* row, const Draw* draw) {
     if (surprising(draw)) {  // at most mu bits of surprise, or the best
-        *total = weigh_row(row);
-        const double most = draw->mirostat_mu * 0.6931471805599453 - log(*total);
+        const double most = draw->mirostat_mu * 0.6931471805599453 - log(weigh_row(row));
         return most < 0 ? 0.0f : most < kFar ? (float)most : kFar;
     }
-    if (draw->min_p > 0 && -log(draw->min_p) < kFar) limit = (float)-log(draw->min_p);
-    if (draw->top_k > 0 && draw->top_k < row->width) {
-        const float ranked = rank_limit(row, draw->top_k);
-        if (ranked < limit) limit = ranked;
-    } else if (draw->top_p < 1 && draw->typical_p >= 1 && limit == kFar) {
-        // Tokens below the bound weigh less than (1 - mass) * total together, even if it were all
-        // of them: the others reach the mass.
-        *total = weigh_row(row);
-        const double bound = -log((1 - draw->top_p) * *total / (double)row->width) + 1e-3;
-        if (bound < kFar) limit = (float)bound;
-    }
-    return limit;
+    const float limit = ranked(row, draw) ? rank_limit(row, draw->top_k) : kFar;
+    const float least = draw->min_p > 0 ? (float)-log(draw->min_p) : kFar;
+    return least < limit ? least : limit;
+}
+
+// Collects and weighs tokens that reach `mass` of the row's weight; returns the sum to be reached.
+static double collect_mass(Row* row, double mass) {
+    const double total = weigh_row(row), goal = mass * total;
+    // The likeliest 500 are nearly always enough, and then nothing else is looked at twice.
+    collect(row, rank_limit(row, kNear));
+    if (row->count < 2 * kNear && weigh_candidates(row) >= goal) return goal;
+    // Tokens below the bound weigh less than (1 - mass) * total together, even if it were all of
+    // them. 1e-3 is more than any rounding.
+    const double bound = -log((1 - mass) * total / (double)row->width) + 1e-3;
+    collect(row, bound < kFar ? (float)bound : kFar);
+    weigh_candidates(row);
+    return goal;
 }
 
 // Leaves the candidates that every truncation but XTC leaves.
 static void truncate(Row* row, const Draw* draw) {
-    double total = 0;
-    collect(row, limit_of(row, draw, &total));
+    const bool plain = draw->min_p <= 0 && !ranked(row, draw) && draw->typical_p >= 1;
+    double goal = 0;
+    if (plain && draw->top_p < 1 && !surprising(draw)) goal = collect_mass(row, draw->top_p);
+    else collect(row, limit_of(row, draw));
     if (surprising(draw)) return;
-    if (draw->top_k > 0 && draw->top_k < row->count)
+    if (ranked(row, draw) && draw->top_k < row->count)
         keep(row, row->gaps, cut(row, row->gaps, nullptr, row->count, (double)draw->top_k));
     if (draw->typical_p < 1) keep_typical(row, draw->typical_p);
     if (draw->top_p < 1) {
-        const double left = weigh_candidates(row);
-        const double goal = draw->top_p * (total > 0 ? total : left);
+        if (!(goal > 0)) goal = draw->top_p * weigh_candidates(row);
         keep(row, row->gaps, cut(row, row->gaps, row->weights, row->count, goal));
     }
 }
@@ -413,8 +258,7 @@ static int64_t draw_from_candidates(Row* row, const Draw* draw, double* probabil
 // The token of a row whose best logit is finite, and its share of what could be drawn.
 static int64_t draw_token(Row* row, const Draw* draw, double* probability) {
     row->temperature = draw->temperature > 1e-30 ? (float)draw->temperature : 1e-30f;
-    const bool ranked = draw->top_k > 0 && draw->top_k < row->width;
-    if (!ranked && draw->min_p <= 0 && draw->typical_p >= 1 && draw->top_p >= 1 &&
+    if (!ranked(row, draw) && draw->min_p <= 0 && draw->typical_p >= 1 && draw->top_p >= 1 &&
         draw->xtc_threshold < 0 && !surprising(draw))
         return draw_from_row(row, draw->uniform, probability);
     truncate(row, draw);
