@@ -22,6 +22,7 @@ from sdk.kernels.cpu.elementwise import (
 )
 from sdk.kernels.cpu.library import Engine, Program, find_library, levels
 from sdk.kernels.cpu.linear import Linear
+from sdk.kernels.cpu.sampling import Sample
 from sdk.kernels.cpu.weight_memory import WeightMemory
 
 __all__ = ["CpuBackend", "available", "levels", "open_backend", "simd_level"]
@@ -68,6 +69,7 @@ class CpuBackend:
             "find_places": (Places(engine),),
             "rope_and_cache": (RopeAndCache(engine),),
             "attention": (Attention(engine),),
+            "sample": (Sample(engine),),
         }
 
     def implementations(self, op: str) -> Sequence[Any]:

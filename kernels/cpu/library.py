@@ -48,6 +48,7 @@ class OpKind(IntEnum):
     ROPE = 7
     ATTENTION = 8
     PLACES = 9
+    SAMPLE = 10
 
 
 class Count(IntEnum):
@@ -165,6 +166,14 @@ class AttentionArgs(Structure):
         ("softcap", c_float),
         ("query_tile", c_int32),
         ("shared", c_void_p),
+    ]
+
+
+class SampleArgs(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("logits", "draws", "tokens", "best", "probabilities")),
+        ("width", c_int64),
+        ("stride", c_int64),
     ]
 
 

@@ -204,7 +204,26 @@ struct AttentionArgs {
     uint8_t* shared;       // memory of all threads; filled by the engine
 };
 
-// The operators. All but kOpAttention and kOpPlaces are row-wise: row t of the result depends on row
+// How one row's token is chosen; kernels/sampling.py says what each number means. Temperature 0 is
+// the argmax, whatever the others are.
+struct Draw {
+    double temperature, min_p, typical_p, top_p;
+    double xtc_threshold;  // negative: off
+    double mirostat_mu;    // NaN: off
+    int64_t top_k;         // 0: off
+    double uniform;        // in [0, 1)
+};
+
+struct SampleArgs {
+    const float* logits;
+    const Draw* draws;      // null: the argmax of every row
+    int64_t* tokens;
+    float* best;            // the row's maximum; NaN if there is one in it
+    double* probabilities;  // the token's share of what could be drawn; 1 where there is no draw
+    int64_t width, stride;
+};
+
+// The operators. All but kOpAttention, kOpPlaces and kOpSample are row-wise: row t of the result depends on row
 // t of the arguments alone (of a linear layer that is the rounding of its activations).
 enum OpKind {
     kOpEmbedding = 0,
@@ -217,7 +236,7 @@ enum OpKind {
     kOpRope = 7,
     kOpAttention = 8,
     kOpPlaces = 9,
-    kOpKinds = 10,
+    kOpSample = 10,
 };
 
 // What a step counts; an operator runs over one of these (times `per` for row-wise ones).
@@ -236,4 +255,6 @@ struct KernelTable {
     void (*rope)(const RopeArgs*, int64_t t_begin, int64_t t_end);
     void (*attention)(const AttentionArgs*, int64_t item_begin, int64_t item_end,
                       uint8_t* scratch);
+    void (*sample)(const SampleArgs*, int64_t row_begin, int64_t row_end, uint8_t* scratch);
+    int64_t (*sample_scratch)(int64_t width);  // bytes
 };

@@ -105,3 +105,4 @@ EXPORT int embedlm_program_run(void* handle, void* program, const int64_t* count
     std::lock_guard<std::mutex> lock(machine->mutex);
     return guarded([=]() -> int { return machine->run(*static_cast<Program*>(program), counts); });
 }
+

@@ -151,6 +151,17 @@ INLINE float reduce_add(VF x) {
     return _mm_cvtss_f32(_mm_add_ss(b, _mm_movehdup_ps(b)));
 }
 INLINE float reduce_max(VF x) { return _mm512_reduce_max_ps(x); }
+// One bit per lane: a >= b; a or b is NaN.
+INLINE uint32_t lanes_at_least(VF a, VF b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
+INLINE uint32_t lanes_nan(VF a, VF b) { return _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q); }
+typedef __m512d VD;  // kLanes / 2 doubles
+INLINE VD zero_wide() { return _mm512_setzero_pd(); }
+INLINE void store_wide(double* p, VD x) { _mm512_storeu_pd(p, x); }
+INLINE void add_wide(VD* sums, VF x) {  // sums[0]: the first half of the lanes, sums[1]: the second
+    sums[0] = _mm512_add_pd(sums[0], _mm512_cvtps_pd(_mm512_castps512_ps256(x)));
+    __m256d high = _mm512_extractf64x4_pd(_mm512_castps_pd(x), 1);
+    sums[1] = _mm512_add_pd(sums[1], _mm512_cvtps_pd(_mm256_castpd_ps(high)));
+}
 
 #elif defined(__AVX2__)
 
@@ -252,6 +263,19 @@ INLINE float reduce_max(VF a) {
     b = _mm_max_ps(b, _mm_movehl_ps(b, b));
     return _mm_cvtss_f32(_mm_max_ss(b, _mm_movehdup_ps(b)));
 }
+INLINE uint32_t lanes_at_least(VF a, VF b) {
+    return (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GE_OQ));
+}
+INLINE uint32_t lanes_nan(VF a, VF b) {
+    return (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_UNORD_Q));
+}
+typedef __m256d VD;
+INLINE VD zero_wide() { return _mm256_setzero_pd(); }
+INLINE void store_wide(double* p, VD x) { _mm256_storeu_pd(p, x); }
+INLINE void add_wide(VD* sums, VF x) {
+    sums[0] = _mm256_add_pd(sums[0], _mm256_cvtps_pd(_mm256_castps256_ps128(x)));
+    sums[1] = _mm256_add_pd(sums[1], _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1)));
+}
 
 #else  // portable: 4 lanes in the compilers' own vector types, which become SSE2 or NEON
 
@@ -349,6 +373,18 @@ INLINE float reduce_add(VF a) { return (a[0] + a[2]) + (a[1] + a[3]); }
 INLINE float reduce_max(VF a) {
     float low = a[0] > a[1] ? a[0] : a[1], high = a[2] > a[3] ? a[2] : a[3];
     return low > high ? low : high;
+}
+INLINE uint32_t lane_bits(VI mask) {  // one bit of every lane that is all ones
+    return (uint32_t)((mask[0] & 1) | (mask[1] & 2) | (mask[2] & 4) | (mask[3] & 8));
+}
+INLINE uint32_t lanes_at_least(VF a, VF b) { return lane_bits(a >= b); }
+INLINE uint32_t lanes_nan(VF a, VF b) { return lane_bits((a != a) | (b != b)); }
+typedef double VD __attribute__((vector_size(16)));
+INLINE VD zero_wide() { return VD{}; }
+INLINE void store_wide(double* p, VD x) { memcpy(p, &x, sizeof x); }
+INLINE void add_wide(VD* sums, VF x) {
+    sums[0] += VD{(double)x[0], (double)x[1]};
+    sums[1] += VD{(double)x[2], (double)x[3]};
 }
 
 #endif
