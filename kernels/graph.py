@@ -1,10 +1,10 @@
 """A step recorded once and replayed: one native call instead of a Python call per operator.
 
-``Ops.capture`` runs a forward pass in which nothing is computed: every operator of the backend notes
-its arguments, and the tensors it would have made are fixed buffers from then on. ``Graph.replay``
-runs them all with the counts of a step. It is to a CPU what a CUDA graph is to a GPU, with one
-difference: a native operator takes its number of rows at run time, so that one graph as large as
-the largest step serves every smaller one.
+``Ops.capture`` runs a forward pass in which nothing is computed: every operator of the backend
+notes its arguments, and the tensors it would have made are fixed buffers from then on.
+``Graph.replay`` runs them all with the counts of a step. It is to a CPU what a CUDA graph is to a
+GPU, with one difference: a native operator takes its number of rows at run time, so that one graph
+as large as the largest step serves every smaller one.
 
 Anything a graph does not see would be lost on replay, so while capturing every torch operation that
 is not a mere view raises :class:`CaptureError`, and the caller runs such a model operator by
@@ -28,9 +28,10 @@ Result = TypeVar("Result")
 _VIEWS = frozenset(
     f"aten.{name}"
     for name in (
-        "alias as_strided detach expand lift_fresh permute select slice split split_with_sizes squeeze "
-        "t transpose unsqueeze view _unsafe_view _reshape_alias"
-    ).split()
+        *("alias", "as_strided", "detach", "expand", "lift_fresh", "permute", "select", "slice"),
+        *("split", "split_with_sizes", "squeeze", "t", "transpose", "unsqueeze", "view"),
+        *("_unsafe_view", "_reshape_alias"),
+    )
 )
 
 
@@ -85,12 +86,17 @@ class Graph(Generic[Result]):
         self._recorded.run(*counts)
 
 
-class OnlyViews(TorchDispatchMode):
+class OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raises :class:`CaptureError` for every torch operation that touches data."""
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if str(func).rpartition(".")[0] not in _VIEWS:
+        kwargs = kwargs or {}
+        if str(func).rpartition(".")[0] in _VIEWS:
+            return func(*args, **kwargs)
+        with self:  # flatten, reshape, contiguous: made of views, or of views and a copy
+            result = func.decompose(*args, **kwargs)
+        if result is NotImplemented:
             raise CaptureError(f"a step with {func} cannot be recorded: it is not one of ours")
-        return func(*args, **(kwargs or {}))
+        return result

@@ -141,7 +141,7 @@ class Ops:
         self._buffers = buffers = ActivationPool(same_size=True)
         limits = (tokens, outputs, requests)
         try:
-            with backend.record(limits) as recorded, OnlyViews():
+            with backend.record(limits) as recorded, OnlyViews():  # type: ignore[no-untyped-call]
                 return Graph(recorded, forward(), buffers, limits)
         finally:
             self._buffers = None
@@ -249,7 +249,7 @@ class Ops:
     def rope_angles(
         self, positions: Tensor, inv_freq: Tensor, factor: float
     ) -> tuple[Tensor, Tensor]:
-        """cos and sin of ``positions[t] * inv_freq[i]`` in float32, times ``factor``: ``[T, half]``.
+        """cos and sin of ``positions[t] * inv_freq[i]``, times ``factor``: float32 ``[T, half]``.
 
         positions int64 ``[T]``, inv_freq float32 ``[half]``.
         """

@@ -68,8 +68,7 @@ class Weight(ABC):
 
     @abstractmethod
     def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """``x [M, in] -> x @ w.T [M, out]``, float32; into ``out`` if given (rows may be strided).
-        """
+        """``x [M, in] -> x @ w.T [M, out]``, float32; into ``out`` (rows may be strided) or new."""
 
     @abstractmethod
     def rows(self, ids: Tensor) -> Tensor:

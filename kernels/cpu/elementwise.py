@@ -120,7 +120,9 @@ class Map:
         rows = x.numel() // width
         if floats(x, self._what) is not x:
             raise KernelError(f"{self._what}: expected contiguous rows, found {x.stride()}")
-        if other is not None and other.numel() != (width if self._what == "add_bias" else x.numel()):
+        if other is not None and other.numel() != (
+            width if self._what == "add_bias" else x.numel()
+        ):
             raise KernelError(
                 f"{self._what}: {list(other.shape)} does not fit rows {list(x.shape)}"
             )

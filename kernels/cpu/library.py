@@ -300,7 +300,7 @@ class Program:
 
     def run(self, tokens: int, outputs: int, requests: int) -> None:
         """All operators with these counts. :raises KernelError: when the library reports it."""
-        self._counts[:] = (tokens, outputs, requests)
+        self._counts[:] = [tokens, outputs, requests]
         check(self._run(self._engine.handle, self._handle, self._counts), "step")
 
 

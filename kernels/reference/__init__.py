@@ -36,9 +36,7 @@ class ReferenceBackend:
             "rms_norm": (RmsNorm(),),
             "add_rms_norm": (AddRmsNorm(),),
             "gated_activation": (GatedActivation(),),
-            **{
-                kind: (Map(kind),) for kind in ("zeros", "add", "add_bias", "scale", "softcap")
-            },
+            **{kind: (Map(kind),) for kind in ("zeros", "add", "add_bias", "scale", "softcap")},
             "rope_angles": (RopeAngles(),),
             "select_rows": (SelectRows(),),
             "find_places": (Places(),),

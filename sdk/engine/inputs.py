@@ -97,4 +97,3 @@ class StepInputs:
             max_query_len=int(np.diff(self._starts[: requests + 1]).max()),
             max_context_len=int(self._lengths[:requests].max()),
         )
-

@@ -119,7 +119,7 @@ class ModelRunner:
         self.__dict__.pop("model", None)
 
     def _capture(self) -> None:
-        """Record a step as large as the largest there will be; smaller ones replay its beginning."""
+        """Record a step as large as the largest there will be; smaller ones use its first rows."""
         inputs = self._inputs
         tokens, requests = inputs.token_ids.shape[0], inputs.output_rows.shape[0]
 

@@ -9,6 +9,20 @@
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
+namespace {
+
+// Runs body, which may allocate, and returns its status.
+template <typename Body>
+int guarded(const Body& body) {
+    try {
+        return body();
+    } catch (const std::bad_alloc&) {
+        return kOutOfMemory;
+    }
+}
+
+}  // namespace
+
 EXPORT int embedlm_abi_version() { return kAbiVersion; }
 
 // Bit i: level i runs on this CPU (levels.hpp).
@@ -37,13 +51,12 @@ EXPORT int embedlm_pack(void* handle, const Weight* w, const void* source, int64
     if (!machine) return kClosed;
     std::lock_guard<std::mutex> lock(machine->mutex);
     if (!machine->reserve_private(w->dense ? 0 : pack_scratch(*w))) return kOutOfMemory;
-    machine->parallel(w->row_blocks, w->n * w->k,
-             [=](int64_t begin, int64_t end, int thread) {
-                 if (w->dense) dense_blocks(*w, const_cast<void*>(source), false, begin, end);
-                 else
-                     pack_blocks(*w, static_cast<const uint8_t*>(source), row_bytes, begin, end,
-                                 machine->private_scratch(thread));
-             });
+    machine->parallel(w->row_blocks, w->n * w->k, [=](int64_t begin, int64_t end, int thread) {
+        if (w->dense) dense_blocks(*w, const_cast<void*>(source), false, begin, end);
+        else
+            pack_blocks(*w, static_cast<const uint8_t*>(source), row_bytes, begin, end,
+                        machine->private_scratch(thread));
+    });
     return kOk;
 }
 
@@ -52,13 +65,12 @@ EXPORT int embedlm_unpack(void* handle, const Weight* w, void* out, int64_t row_
     if (!machine) return kClosed;
     std::lock_guard<std::mutex> lock(machine->mutex);
     if (!machine->reserve_private(w->dense ? 0 : pack_scratch(*w))) return kOutOfMemory;
-    machine->parallel(w->row_blocks, w->n * w->k,
-             [=](int64_t begin, int64_t end, int thread) {
-                 if (w->dense) dense_blocks(*w, out, true, begin, end);
-                 else
-                     unpack_blocks(*w, static_cast<uint8_t*>(out), row_bytes, begin, end,
-                                   machine->private_scratch(thread));
-             });
+    machine->parallel(w->row_blocks, w->n * w->k, [=](int64_t begin, int64_t end, int thread) {
+        if (w->dense) dense_blocks(*w, out, true, begin, end);
+        else
+            unpack_blocks(*w, static_cast<uint8_t*>(out), row_bytes, begin, end,
+                          machine->private_scratch(thread));
+    });
     return kOk;
 }
 
@@ -67,10 +79,12 @@ EXPORT int embedlm_run(void* handle, int kind, const void* args, int64_t rows) {
     Machine* machine = static_cast<Machine*>(handle);
     if (!machine) return kClosed;
     std::lock_guard<std::mutex> lock(machine->mutex);
-    machine->single.clear();
-    if (!machine->single.add(kind, args, kTokens, 1)) return kUnknownOp;
-    const int64_t counts[kCounts] = {rows, 0, 0};
-    return machine->run(machine->single, counts);
+    return guarded([=]() -> int {
+        machine->single.clear();
+        if (!machine->single.add(kind, args, kTokens, 1)) return kUnknownOp;
+        const int64_t counts[kCounts] = {rows, 0, 0};
+        return machine->run(machine->single, counts);
+    });
 }
 
 EXPORT void* embedlm_program_create() { return new (std::nothrow) Program; }
@@ -79,7 +93,9 @@ EXPORT void embedlm_program_destroy(void* program) { delete static_cast<Program*
 
 // One more operator: `per` rows for each of what `count` counts (Count in abi.hpp).
 EXPORT int embedlm_program_add(void* program, int kind, const void* args, int count, int64_t per) {
-    return static_cast<Program*>(program)->add(kind, args, (Count)count, per) ? kOk : kUnknownOp;
+    return guarded([=]() -> int {
+        return static_cast<Program*>(program)->add(kind, args, (Count)count, per) ? kOk : kUnknownOp;
+    });
 }
 
 // The whole program with these counts, in one call.
@@ -87,5 +103,5 @@ EXPORT int embedlm_program_run(void* handle, void* program, const int64_t* count
     Machine* machine = static_cast<Machine*>(handle);
     if (!machine) return kClosed;
     std::lock_guard<std::mutex> lock(machine->mutex);
-    return machine->run(*static_cast<Program*>(program), counts);
+    return guarded([=]() -> int { return machine->run(*static_cast<Program*>(program), counts); });
 }
