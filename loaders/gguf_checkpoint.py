@@ -68,7 +68,7 @@ class GgufCheckpoint:
         """The tokenizer built from the metadata; None when the file has no vocabulary."""
         if "tokenizer.ggml.tokens" not in self.metadata:
             return None
-        from sdk.loaders.tokenizer import tokenizer_from_gguf
+        from sdk.loaders.tokenizer.from_gguf import tokenizer_from_gguf
 
         return tokenizer_from_gguf(self.metadata, str(self.path))
 
@@ -161,8 +161,7 @@ class GgufCheckpoint:
         if rows % (2 * heads):
             raise self._fail(stored, f"{rows} rows do not divide into {heads} heads of pairs")
         paired = data.reshape(heads, rows // heads // 2, 2, width)
-        copied = np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(rows, width)
-        return copied
+        return np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(rows, width)
 
     def _report(self, stored: GgufTensor) -> None:
         self._mapped.append(stored)

@@ -76,7 +76,7 @@ class HfFolder:
     @cached_property
     def tokenizer(self) -> Any:
         """The tokenizer of the folder; None when it has none."""
-        from sdk.loaders.tokenizer import tokenizer_from_folder
+        from sdk.loaders.tokenizer.from_folder import tokenizer_from_folder
 
         return tokenizer_from_folder(self.path)
 

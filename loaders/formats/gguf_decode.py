@@ -76,6 +76,4 @@ def _check_finite(data: NDArray[np.uint8], block: int, offset: int, source: str)
         return
     row, at = np.argwhere(exponents == 0x7C)[0]
     found = words[row, at].copy().view("<f2")[0]
-    raise CheckpointError(
-        f"{source}: a scale in row {row} is {found}, expected a finite number"
-    )
+    raise CheckpointError(f"{source}: a scale in row {row} is {found}, expected a finite number")

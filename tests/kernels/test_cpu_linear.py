@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sdk.kernels.cpu import CpuBackend, levels, open_backend
 from sdk.kernels.cpu.linear import Linear
+from sdk.kernels.cpu.weight_memory import CHUNK
 from sdk.kernels.errors import KernelError
 from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layout
 from sdk.kernels.reference.decode import decode
@@ -68,6 +69,31 @@ def test_packing_keeps_every_bit(backend: CpuBackend, cases: Any, weights: list[
     kernel, _ = kernels(backend)
     for weight in weights:
         assert cases.same(kernel.unpack(kernel.pack(weight)), weight), weight.shape
+
+
+@pytest.mark.parametrize("rows", [1, 15, 16, 33])
+def test_packing_keeps_every_bit_at_the_edges_of_a_tile(
+    backend: CpuBackend, cases: Any, rows: int
+) -> None:
+    """One row, one group, rows beside a multiple of 16, columns beside those of 8 and 32."""
+    found: list[Layout] = [
+        cases.affine(rows, k, bits, 32, signed=bits == 8 and k == 33)
+        for bits in range(2, 9)
+        for k in (1, 7, 8, 9, 31, 32, 33, 257)
+    ]
+    found += [
+        cases.blocks(rows, count * BLOCK_TYPES[name].elements, name)
+        for name in BLOCK_TYPES
+        for count in (1, 3)
+    ]
+    found += [cases.dense(rows, k, dtype) for k in (1, 255, 256, 257) for dtype in FLOATS]
+    kernel, _ = kernels(backend)
+    for weight in found:
+        packed = kernel.pack(weight)
+        assert cases.same(kernel.unpack(packed), weight), weight.shape
+        ids, out = torch.arange(rows), torch.empty(rows, weight.shape[1])
+        kernel.rows(packed, ids, out)
+        assert torch.equal(out, decode(weight)), weight.shape
 
 
 def test_rows_equal_the_reference_bit_for_bit(backend: CpuBackend, weights: list[Layout]) -> None:
@@ -257,10 +283,27 @@ def test_wrong_arguments_raise(backend: CpuBackend, cases: Any) -> None:
         kernel.pack(signed)
 
 
-def test_weights_cut_from_larger_ones_pack_the_same(backend: CpuBackend, cases: Any) -> None:
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+def test_weights_cut_from_larger_ones_pack_the_same(
+    backend: CpuBackend, cases: Any, name: str
+) -> None:
     """Views with strides, as narrow() makes them."""
     kernel, _ = kernels(backend)
-    whole: Blocks = cases.blocks(20, 512, "q4_k")
-    cut = Blocks((20, 256), "q4_k", whole.data[:, 144:])
-    same = Blocks((20, 256), "q4_k", whole.data[:, 144:].clone())
-    assert torch.equal(kernel.pack(cut).codes, kernel.pack(same).codes)
+    kind = BLOCK_TYPES[name]
+    whole: Blocks = cases.blocks(20, 2 * kind.elements, name)
+    cut = Blocks((20, kind.elements), name, whole.data[:, kind.nbytes :])
+    assert cases.same(kernel.unpack(kernel.pack(cut)), cut)
+
+
+def test_packed_weights_share_mappings_that_end_with_the_last_of_them(
+    backend: CpuBackend, cases: Any
+) -> None:
+    kernel, _ = kernels(backend)
+    first, second = (kernel.pack(cases.affine(32, 64, 4, 32)) for _ in range(2))
+    assert 0 < second.codes.data_ptr() - first.codes.data_ptr() < CHUNK
+    large = kernel.pack(cases.dense(16, CHUNK // 64 + 1, torch.float32))
+    assert large.codes.nbytes > CHUNK
+    again = kernel.pack(cases.affine(32, 64, 4, 32))
+    del second, large
+    for packed in (first, again):
+        assert cases.same(kernel.unpack(packed), cases.affine(32, 64, 4, 32))
