@@ -7,10 +7,18 @@
 
 #include <stdint.h>
 
-enum { kAbiVersion = 2 };
+enum { kAbiVersion = 3 };
 
 // Element types of scales, minima, pages and dense values.
-enum ElementType { kF16 = 0, kBF16 = 1, kF32 = 2, kU8 = 3, kI8 = 4 };
+enum ElementType {
+    kF16 = 0,
+    kBF16 = 1,
+    kF32 = 2,
+    kU8 = 3,
+    kI8 = 4,
+    kE4M3 = 5,
+    kE5M2 = 6,
+};
 
 // How the codes of a weight lie in its file: one bit stream per row, or ggml's blocks.
 enum SourceKind { kStream = 0, kQ4K = 1, kQ5K = 2, kQ6K = 3 };
@@ -19,6 +27,9 @@ enum SourceKind { kStream = 0, kQ4K = 1, kQ5K = 2, kQ6K = 3 };
 enum Status { kOk = 0, kOutOfMemory = 1, kClosed = 2 };
 
 enum { kRows = 16, kDepth = 32, kKeyTile = 64 };
+
+// Matrix products hand out strips of two row blocks: a broadcast activation meets both.
+enum { kStrip = 2, kStripRows = kStrip * kRows };
 
 // A packed weight. Rows come in blocks of 16, k in blocks of 32; one tile of 16 x 32 codes is
 // `bits * 64` bytes (planes.hpp). Everything that belongs to a row is interleaved 16-fold:
@@ -48,14 +59,17 @@ struct Weight {
     const uint16_t* super_minus;  // f16; may be null
 };
 
-// Activations rounded to 8 bits per 32 values: x ~ scale * q.
+// 32 activations rounded to 8 bits: x ~ scale * q. One record, so that a row is one pointer.
+struct Rounded {
+    int8_t q[kDepth];
+    float scale;
+    float sum;      // of q
+    float half[2];  // sum of q[0..15] and q[16..31]
+};
+
 struct Activations {
     int64_t k_blocks;
-    int8_t* q;          // [M][k_blocks * 32]
-    float* scale;       // [M][k_blocks]
-    int32_t* sum;       // [M][k_blocks][2]: sum(q) over each half block, or first all of it
-                        // where the weight's unit is 32
-    float* minus_sum;   // [M][k_blocks][2]: -scale * sum
+    Rounded* blocks;  // [M][k_blocks]
 };
 
 struct LinearArgs {
@@ -63,6 +77,7 @@ struct LinearArgs {
     const float* x;
     int64_t m;
     float* out;
+    int64_t out_stride;  // floats between the rows of out
     Activations act;
 };
 
@@ -120,8 +135,8 @@ struct AttentionArgs {
 // One instruction-set level's kernels. Ranges are half open; `scratch` is 64-byte aligned.
 struct KernelTable {
     void (*quantize)(const LinearArgs*, int64_t m_begin, int64_t m_end);
-    void (*linear_int)(const LinearArgs*, int64_t block_begin, int64_t block_end, uint8_t* scratch);
-    void (*linear_float)(const LinearArgs*, int64_t block_begin, int64_t block_end,
+    void (*linear_int)(const LinearArgs*, int64_t strip_begin, int64_t strip_end, uint8_t* scratch);
+    void (*linear_float)(const LinearArgs*, int64_t strip_begin, int64_t strip_end,
                          uint8_t* scratch);
     void (*rms_norm)(const NormArgs*, int64_t t_begin, int64_t t_end);
     void (*gated)(const GatedArgs*, int64_t t_begin, int64_t t_end);

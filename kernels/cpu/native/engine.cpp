@@ -8,6 +8,7 @@
 
 #include "abi.hpp"
 #include "levels.hpp"
+#include "linear_scratch.hpp"
 #include "pack.hpp"
 #include "pool.hpp"
 
@@ -71,20 +72,6 @@ void parallel(Engine* engine, int64_t total, int64_t chunks, const Body& body) {
 int64_t chunks_for(const Engine* engine, int64_t work) {
     if (work < 65536) return 1;
     return kChunksPerThread * engine->pool.threads();
-}
-
-bool reserve_activations(Engine* engine, LinearArgs* args) {
-    const size_t m = (size_t)args->m, blocks = (size_t)args->w->k_blocks;
-    const size_t q = round_up(m * blocks * kDepth), scale = round_up(m * blocks * 4);
-    const size_t pair = round_up(m * blocks * 8);
-    if (!engine->shared.reserve(q + scale + 2 * pair)) return false;
-    uint8_t* at = engine->shared.data();
-    args->act.k_blocks = args->w->k_blocks;
-    args->act.q = reinterpret_cast<int8_t*>(at);
-    args->act.scale = reinterpret_cast<float*>(at + q);
-    args->act.minus_sum = reinterpret_cast<float*>(at + q + scale);
-    args->act.sum = reinterpret_cast<int32_t*>(at + q + scale + pair);
-    return true;
 }
 
 }  // namespace
@@ -158,27 +145,23 @@ EXPORT int embedlm_linear(void* handle, const Weight* w, const float* x, int64_t
     Engine* engine = static_cast<Engine*>(handle);
     if (!engine) return kClosed;
     std::lock_guard<std::mutex> lock(engine->mutex);
-    LinearArgs args = {w, x, m, out, {}};
-    const size_t depth = (size_t)w->k_blocks * kDepth;
+    LinearArgs args = {w, x, m, out, w->n, {}};
+    const int64_t strips = strips_of(*w);
     const int64_t chunks = chunks_for(engine, m * w->n * w->k / (exact || w->dense ? 1 : 4));
+    if (!engine->reserve_private(linear_private_bytes(*w, m, exact))) return kOutOfMemory;
     if (w->dense || exact) {
-        if (!w->dense && !engine->reserve_private(depth * kRows * sizeof(float)))
-            return kOutOfMemory;
-        parallel(engine, w->row_blocks, chunks, [=, &args](int64_t begin, int64_t end, int thread) {
-            engine->kernels->linear_float(&args, begin, end,
-                                          w->dense ? nullptr : engine->private_scratch(thread));
+        parallel(engine, strips, chunks, [=, &args](int64_t begin, int64_t end, int thread) {
+            engine->kernels->linear_float(&args, begin, end, engine->private_scratch(thread));
         });
         return kOk;
     }
-    const size_t scales = depth / (size_t)w->unit * kRows * sizeof(float) * 2;
-    if (!reserve_activations(engine, &args) ||
-        !engine->reserve_private(scales + (m > 1 ? depth * kRows : 0)))
-        return kOutOfMemory;
+    if (!engine->shared.reserve(activation_bytes(m, w->k_blocks))) return kOutOfMemory;
+    place_activations(&args.act, engine->shared.data(), w->k_blocks);
     parallel(engine, m, chunks_for(engine, m * w->k),
              [=, &args](int64_t begin, int64_t end, int) {
                  engine->kernels->quantize(&args, begin, end);
              });
-    parallel(engine, w->row_blocks, chunks, [=, &args](int64_t begin, int64_t end, int thread) {
+    parallel(engine, strips, chunks, [=, &args](int64_t begin, int64_t end, int thread) {
         engine->kernels->linear_int(&args, begin, end, engine->private_scratch(thread));
     });
     return kOk;
