@@ -73,6 +73,9 @@ template <int BITS, int UNIT, bool MINUS, int MR>
 __attribute__((noinline)) static void panel_int(const Panel* p, const Rounded* x, float* sums) {
     const int kTile = BITS >= 8 ? 512 : 64 * BITS;
     const int kHalves = kDepth / UNIT;
+    // A dot is summed in this many parts, so that enough of them are under way: a vpdpbusd takes
+    // four cycles and two start in each.
+    const int kChains = kMaxRows < 6 || MR > 4 ? 1 : MR == 4 ? (UNIT == 16 ? 1 : 2) : UNIT / 8;
     const bool kOffset = !MINUS || (BITS == 8 && kWideOffset != 0);
     const int64_t stride = p->x_stride, blocks = p->blocks, ahead_step = p->ahead_step;
     const uint8_t *tile0 = p->codes[0], *tile1 = p->codes[1];
@@ -97,18 +100,24 @@ __attribute__((noinline)) static void panel_int(const Panel* p, const Rounded* x
         VF t0[MR], t1[MR];
 #pragma GCC unroll 2
         for (int half = 0; half < kHalves; ++half) {
-            VI dot0[MR], dot1[MR];
+            VI dot0[MR * kChains], dot1[MR * kChains];
 #pragma GCC unroll 8
-            for (int r = 0; r < MR; ++r) dot0[r] = dot1[r] = zero_int();
+            for (int r = 0; r < MR * kChains; ++r) dot0[r] = dot1[r] = zero_int();
 #pragma GCC unroll 8
             for (int j = half * UNIT / 4; j < (half + 1) * UNIT / 4; ++j) {
                 const VB code0 = codes_of<BITS>(tile0, j, 0), code1 = codes_of<BITS>(tile1, j, 0);
 #pragma GCC unroll 8
                 for (int r = 0; r < MR; ++r) {
                     const int8_t* a = x[r * stride].q + 4 * j;
-                    dot0[r] = BITS == 8 ? dot4_wide(dot0[r], code0, a) : dot4(dot0[r], code0, a);
-                    dot1[r] = BITS == 8 ? dot4_wide(dot1[r], code1, a) : dot4(dot1[r], code1, a);
+                    const int c = j % kChains * MR + r;
+                    dot0[c] = BITS == 8 ? dot4_wide(dot0[c], code0, a) : dot4(dot0[c], code0, a);
+                    dot1[c] = BITS == 8 ? dot4_wide(dot1[c], code1, a) : dot4(dot1[c], code1, a);
                 }
+            }
+#pragma GCC unroll 8
+            for (int c = MR; c < MR * kChains; ++c) {
+                dot0[c % MR] = add_int(dot0[c % MR], dot0[c]);
+                dot1[c % MR] = add_int(dot1[c % MR], dot1[c]);
             }
             const VF scale0 = load(scales), scale1 = load(scales + kLanes);
 #pragma GCC unroll 8
@@ -174,60 +183,69 @@ INLINE int64_t element_bytes(int type) {
     return type == kF32 ? 4 : type == kF16 || type == kBF16 ? 2 : 1;
 }
 
-// Scales and negated minima, zero point folded in, of units [begin, end) of a row block; `to` the
-// next column of [units][kStripRows]. Asks for what lies `ahead` groups further.
-static void unit_scales(const Weight* w, int64_t b, int64_t begin, int64_t end, int64_t ahead,
-                        float* scales, float* minuses) {
-    const bool offset = w->minus || w->zeros;
-    const int64_t group_units = w->group_units, super_units = w->super_units;
-    const int64_t scale_bytes = element_bytes(w->scale_type);
-    const int64_t minus_bytes = w->minus ? element_bytes(w->minus_type) : 1;
-    int64_t group = begin / group_units, used = begin % group_units;
-    int64_t super = begin / super_units, super_used = begin % super_units;
-    VF scale[kPerBlock], minus[kPerBlock], over[kPerBlock], over_minus[kPerBlock];
-    bool fresh = true, super_fresh = w->super_scale != nullptr;
-    for (int64_t u = begin; u < end; ++u) {
-        if (super_fresh) {
-            const int64_t at = (b * w->supers + super) * kRows;
-            for (int h = 0; h < kPerBlock; ++h) {
-                over[h] = load_half(w->super_scale + at + h * kLanes);
-                if (w->super_minus) over_minus[h] = load_half(w->super_minus + at + h * kLanes);
-            }
-            super_fresh = false;
-        }
-        if (fresh) {
-            const int64_t last = group < w->groups ? group : w->groups - 1;  // padding: any scale
-            const int64_t at = (b * w->groups + last) * kRows, next = at + ahead * kRows;
-            __builtin_prefetch((const uint8_t*)w->scale + next * scale_bytes);
-            if (w->minus) __builtin_prefetch((const uint8_t*)w->minus + next * minus_bytes);
-            for (int h = 0; h < kPerBlock; ++h) {
-                VF s = load_as(w->scale_type, w->scale, at + h * kLanes);
-                if (w->super_scale) s = mul(over[h], s);
-                scale[h] = s;
-                if (!offset) continue;
-                VF m = zero();
-                if (w->minus) m = load_as(w->minus_type, w->minus, at + h * kLanes);
-                if (w->super_minus) m = mul(over_minus[h], m);
-                const VF z = w->zeros ? load_u8(w->zeros + at + h * kLanes) : set1(w->zero);
-                minus[h] = sub(zero(), add(mul(s, z), m));
-            }
-            fresh = false;
-        }
-        for (int h = 0; h < kPerBlock; ++h) {
-            store(scales + h * kLanes, scale[h]);
-            if (offset) store(minuses + h * kLanes, minus[h]);
-        }
-        scales += kStripRows;
-        minuses += kStripRows;
+// Which units of a row block, and how many groups further to ask for memory.
+struct Units {
+    int64_t block, begin, end, ahead;
+};
+
+// Per unit the 16 values of its group as floats; `to` is [units][kStripRows].
+template <int TYPE>
+static void units_of(const Weight* w, const void* base, const Units& units, float* to) {
+    const int64_t group_units = w->group_units, bytes = element_bytes(TYPE);
+    const int64_t last = (units.block + 1) * w->groups - 1;  // also for units of padding
+    int64_t group = units.block * w->groups + units.begin / group_units;
+    int64_t used = units.begin % group_units;
+    for (int64_t u = units.begin; u < units.end; ++u, to += kStripRows) {
+        const int64_t at = (group < last ? group : last) * kRows;
+        __builtin_prefetch((const uint8_t*)base + (at + units.ahead * kRows) * bytes);
+        for (int i = 0; i < kRows; i += kLanes) store(to + i, load_as(TYPE, base, at + i));
         if (++used == group_units) {
             used = 0;
             ++group;
-            fresh = true;
         }
-        if (++super_used == super_units && w->super_scale) {
-            super_used = 0;
-            super_fresh = fresh = true;
-            ++super;
+    }
+}
+
+static void units_as(int type, const Weight* w, const void* base, const Units& units, float* to) {
+    switch (type) {
+        case kF16: units_of<kF16>(w, base, units, to); break;
+        case kBF16: units_of<kBF16>(w, base, units, to); break;
+        case kF32: units_of<kF32>(w, base, units, to); break;
+        case kU8: units_of<kU8>(w, base, units, to); break;
+        case kI8: units_of<kI8>(w, base, units, to); break;
+        case kE4M3: units_of<kE4M3>(w, base, units, to); break;
+        case kE5M2: units_of<kE5M2>(w, base, units, to); break;
+    }
+}
+
+static void times_super(const Weight* w, const uint16_t* super, const Units& units, float* to) {
+    int64_t over = units.block * w->supers + units.begin / w->super_units;
+    int64_t used = units.begin % w->super_units;
+    for (int64_t u = units.begin; u < units.end; ++u, to += kStripRows) {
+        for (int i = 0; i < kRows; i += kLanes)
+            store(to + i, mul(load_half(super + over * kRows + i), load(to + i)));
+        if (++used == w->super_units) {
+            used = 0;
+            ++over;
+        }
+    }
+}
+
+// Scales and, where there is a minimum or a zero point per group, -(scale * zero + minus).
+static void unit_scales(const Weight* w, const Units& units, float* scales, float* minuses) {
+    units_as(w->scale_type, w, w->scale, units, scales);
+    if (w->super_scale) times_super(w, w->super_scale, units, scales);
+    if (!w->minus && !w->zeros) return;
+    if (w->zeros) units_as(kU8, w, w->zeros, units, minuses);
+    else units_as(w->minus_type, w, w->minus, units, minuses);
+    if (w->super_minus) times_super(w, w->super_minus, units, minuses);
+    const VF zero_point = set1(w->zero);
+    for (int64_t at = 0; at < (units.end - units.begin) * kStripRows; at += kStripRows) {
+        for (int i = 0; i < kRows; i += kLanes) {
+            VF value = load(minuses + at + i);
+            if (w->zeros) value = mul(load(scales + at + i), value);
+            else if (w->zero != 0.0f) value = add(mul(load(scales + at + i), zero_point), value);
+            store(minuses + at + i, sub(zero(), value));
         }
     }
 }
@@ -305,7 +323,7 @@ static void strips_int(const LinearArgs* args, int64_t begin, int64_t end, uint8
                     panel.ahead[b] = w->codes + next.block[b] * row_bytes + next_i * 64 * BITS;
                     const int64_t ahead = (next.block[b] - strip.block[b]) * w->groups +
                                           (next_i - i) * per_block / w->group_units;
-                    unit_scales(w, strip.block[b], i * per_block, i_end * per_block, ahead,
+                    unit_scales(w, {strip.block[b], i * per_block, i_end * per_block, ahead},
                                 scales + b * kRows, minuses + b * kRows);
                 }
                 panel.ahead_step = 64 * BITS;

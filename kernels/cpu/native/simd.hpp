@@ -144,6 +144,7 @@ INLINE VF power_of_two(VI n) {  // 2^n, n in -127..127 (-127 gives 0)
         _mm512_slli_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(127)), 23));
 }
 INLINE VI zero_int() { return _mm512_setzero_si512(); }
+INLINE VI add_int(VI a, VI b) { return _mm512_add_epi32(a, b); }
 // The larger of a and |b| by their bits: inf and NaN are above every number.
 INLINE VF max_bits(VF a, VF b) {
     return _mm512_castsi512_ps(
@@ -261,6 +262,7 @@ INLINE VF power_of_two(VI n) {
         _mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23));
 }
 INLINE VI zero_int() { return _mm256_setzero_si256(); }
+INLINE VI add_int(VI a, VI b) { return _mm256_add_epi32(a, b); }
 // The larger of a and |b| by their bits: inf and NaN are above every number.
 INLINE VF max_bits(VF a, VF b) {
     return _mm256_castsi256_ps(
@@ -398,6 +400,7 @@ INLINE VI round_int(VF x) { return (VI)(x + 12582912.0f) - 0x4b400000; }
 INLINE VF to_float(VI x) { return __builtin_convertvector(x, VF); }
 INLINE VF power_of_two(VI n) { return (VF)((n + 127) << 23); }
 INLINE VI zero_int() { return VI{}; }
+INLINE VI add_int(VI a, VI b) { return a + b; }
 // The larger of a and |b| by their bits: inf and NaN are above every number.
 INLINE VF max_bits(VF a, VF b) { return select((VI)a > (VI)abs(b), a, abs(b)); }
 // 32 values times `inverse`, rounded to nearest even, at most 127 in magnitude
