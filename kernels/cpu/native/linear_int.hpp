@@ -1,17 +1,17 @@
 // y = x W^T with activations rounded to 8 bits per 32 values and integer dot products.
 //
 // Per output, for each block of 32 k in order, with its units u of 32 or twice 16 k:
-//     t = (codes . q - zero * sum(q)) * scale_w                     summed over the units by fma,
-//         t = fma(-minus, sum(q), t)                                where there is a minimum
+//     t = (codes . q - zero * sum(q)) * scale_w    summed over the units by fma, and
+//     t = t - minus * sum(q)                       by fma, where there is a minimum
 //     acc = fma(t, scale_x, acc)
 // The part in integers is exact, also where it is done in floats (below 2^24), so neither the vector
 // width nor the number of rows handled at a time (MR) changes a bit: a row alone, in a batch, or in
 // a chunk gives the same result. The levels with a fused multiply-add agree bit for bit too.
 //
-// A strip of two row blocks goes through k in chunks that stay in the first-level cache: their
-// scales become floats once, from 9 rows on their codes become bytes once, and each group of MR rows
-// of x runs over the chunk with 2 * MR dot products in registers. While a chunk runs for the first
-// rows the next one is asked for: memory is read in the order of the work, a chunk ahead.
+// A strip of two row blocks goes through k in chunks that stay in the first-level cache: their scales
+// become floats once, from 9 rows on codes of other than 4 and 8 bits become bytes once, and each
+// group of MR rows of x runs over the chunk with 2 * MR dot products in registers. While a chunk runs
+// for the first rows the next one is asked for: memory is read in the order of the work.
 #pragma once
 
 #include "linear_scratch.hpp"
@@ -33,9 +33,10 @@ struct Panel {
     const uint8_t* ahead[2];  // tiles to ask for meanwhile; null: none
     int64_t ahead_step;
     const float* scales;   // [units][kStripRows]
-    const float* minuses;  // the same; minus itself is stored negated
+    const float* minuses;  // the same, zero points folded in
     int64_t blocks;        // of the chunk
     int64_t x_stride;      // records between rows of x
+    int64_t sums_stride;   // floats between rows of sums
     float zero;
     bool first;            // sums start here
 };
@@ -77,7 +78,7 @@ __attribute__((noinline)) static void panel_int(const Panel* p, const Rounded* x
     // four cycles and two start in each.
     const int kChains = kMaxRows < 6 || MR > 4 ? 1 : MR == 4 ? (UNIT == 16 ? 1 : 2) : UNIT / 8;
     const bool kOffset = !MINUS || (BITS == 8 && kWideOffset != 0);
-    const int64_t stride = p->x_stride, blocks = p->blocks, ahead_step = p->ahead_step;
+    const int64_t stride = p->x_stride, sums_stride = p->sums_stride, blocks = p->blocks, ahead_step = p->ahead_step;
     const uint8_t *tile0 = p->codes[0], *tile1 = p->codes[1];
     const uint8_t *ahead0 = p->ahead[0], *ahead1 = p->ahead[1];
     const float *scales = p->scales, *minuses = p->minuses;
@@ -85,8 +86,8 @@ __attribute__((noinline)) static void panel_int(const Panel* p, const Rounded* x
     VF acc0[MR], acc1[MR];
 #pragma GCC unroll 8
     for (int r = 0; r < MR; ++r) {
-        acc0[r] = p->first ? zero() : load(sums + r * kStripRows);
-        acc1[r] = p->first ? zero() : load(sums + r * kStripRows + kLanes);
+        acc0[r] = p->first ? zero() : load(sums + r * sums_stride);
+        acc1[r] = p->first ? zero() : load(sums + r * sums_stride + kLanes);
     }
     for (int64_t i = 0; i < blocks; ++i, ++x, tile0 += kTile, tile1 += kTile) {
         if (ahead0) {
@@ -133,8 +134,8 @@ __attribute__((noinline)) static void panel_int(const Panel* p, const Rounded* x
                 t0[r] = half ? fma(value0, scale0, t0[r]) : mul(value0, scale0);
                 t1[r] = half ? fma(value1, scale1, t1[r]) : mul(value1, scale1);
                 if (MINUS) {
-                    t0[r] = fma(load(minuses), sum, t0[r]);
-                    t1[r] = fma(load(minuses + kLanes), sum, t1[r]);
+                    t0[r] = fnma(load(minuses), sum, t0[r]);
+                    t1[r] = fnma(load(minuses + kLanes), sum, t1[r]);
                 }
             }
             scales += kStripRows;
@@ -149,19 +150,19 @@ __attribute__((noinline)) static void panel_int(const Panel* p, const Rounded* x
     }
 #pragma GCC unroll 8
     for (int r = 0; r < MR; ++r) {
-        store(sums + r * kStripRows, acc0[r]);
-        store(sums + r * kStripRows + kLanes, acc1[r]);
+        store(sums + r * sums_stride, acc0[r]);
+        store(sums + r * sums_stride + kLanes, acc1[r]);
     }
 }
 
 // All rows of one pass over one chunk, the largest MR first.
 template <int BITS, int UNIT, bool MINUS>
 static void rows_int(Panel* p, const Rounded* x, int64_t m, float* sums) {
-    enum { kMost = UNIT == 16 ? kMaxFineRows : kMaxRows };
+    enum { kMost = UNIT == 16 ? kMaxFineRows : BITS == 4 || BITS >= 8 ? kMaxRows : kMaxFineRows };
     while (m > 0) {
         int done = 1;
-        if (BITS >= 8 && kMost == 6 && m >= 6) {
-            panel_int<BITS, UNIT, MINUS, BITS >= 8 ? kMost : 1>(p, x, sums);
+        if (kMost == 6 && m >= 6 && m != 8) {
+            panel_int<BITS, UNIT, MINUS, kMost>(p, x, sums);
             done = kMost;
         } else if (kMost >= 4 && m >= 4) {
             panel_int<BITS, UNIT, MINUS, kMost >= 4 ? 4 : 1>(p, x, sums);
@@ -175,7 +176,7 @@ static void rows_int(Panel* p, const Rounded* x, int64_t m, float* sums) {
         p->ahead[0] = p->ahead[1] = nullptr;
         m -= done;
         x += done * p->x_stride;
-        sums += done * kStripRows;
+        sums += done * p->sums_stride;
     }
 }
 
@@ -231,7 +232,7 @@ static void times_super(const Weight* w, const uint16_t* super, const Units& uni
     }
 }
 
-// Scales and, where there is a minimum or a zero point per group, -(scale * zero + minus).
+// Scales and, where there is a minimum or a zero point per group, scale * zero + minus.
 static void unit_scales(const Weight* w, const Units& units, float* scales, float* minuses) {
     units_as(w->scale_type, w, w->scale, units, scales);
     if (w->super_scale) times_super(w, w->super_scale, units, scales);
@@ -239,13 +240,13 @@ static void unit_scales(const Weight* w, const Units& units, float* scales, floa
     if (w->zeros) units_as(kU8, w, w->zeros, units, minuses);
     else units_as(w->minus_type, w, w->minus, units, minuses);
     if (w->super_minus) times_super(w, w->super_minus, units, minuses);
+    if (w->minus && w->zero == 0.0f) return;
     const VF zero_point = set1(w->zero);
     for (int64_t at = 0; at < (units.end - units.begin) * kStripRows; at += kStripRows) {
         for (int i = 0; i < kRows; i += kLanes) {
-            VF value = load(minuses + at + i);
-            if (w->zeros) value = mul(load(scales + at + i), value);
-            else if (w->zero != 0.0f) value = add(mul(load(scales + at + i), zero_point), value);
-            store(minuses + at + i, sub(zero(), value));
+            const VF scale = load(scales + at + i), value = load(minuses + at + i);
+            store(minuses + at + i,
+                  w->zeros ? mul(scale, value) : add(mul(scale, zero_point), value));
         }
     }
 }
@@ -269,15 +270,19 @@ INLINE Strip strip_at(const Weight* w, int64_t index) {
 static void store_strip(const LinearArgs* args, int64_t index, int valid, int64_t m, int64_t m_end,
                         const float* sums) {
     float* out = args->out + index * kStripRows;
-    for (int64_t r = m; r < m_end; ++r, sums += kStripRows)
-        memcpy(out + r * args->out_stride, sums, sizeof(float) * (size_t)valid);
+    for (int64_t r = m; r < m_end; ++r, sums += kStripRows) {
+        float* to = out + r * args->out_stride;
+        if (valid == kStripRows)
+            for (int i = 0; i < kStripRows; i += kLanes) store(to + i, load(sums + i));
+        else memcpy(to, sums, sizeof(float) * (size_t)valid);
+    }
 }
 
 // One chunk of one strip for `m` rows of x.
 template <int BITS, int UNIT, bool MINUS>
 static void chunk_int(Panel panel, const uint8_t* const* tiles, const Rounded* x, int64_t m,
                       float* sums, uint8_t* expanded) {
-    const bool expand_first = BITS < 8 && m >= kExpandFrom;
+    const bool expand_first = BITS < 8 && (BITS != 4 || UNIT == 16) && m >= kExpandFrom;
     if (expand_first)
         for (int b = 0; b < kStrip; ++b)
             for (int64_t i = 0; i < panel.blocks; ++i)
@@ -310,6 +315,9 @@ static void strips_int(const LinearArgs* args, int64_t begin, int64_t end, uint8
         const int64_t m_end = m + pass < args->m ? m + pass : args->m;
         for (int64_t s = begin; s < end; ++s) {
             const Strip strip = strip_at(w, s);
+            // A single chunk needs no sums in between.
+            const bool direct = chunks == 1 && strip.valid == kStripRows;
+            float* to = direct ? args->out + m * args->out_stride + s * kStripRows : sums;
             for (int64_t c = 0; c < chunks; ++c) {
                 const int64_t i = blocks * c / chunks, i_end = blocks * (c + 1) / chunks;
                 // The chunk after this one: of this strip, or the first of the next.
@@ -331,12 +339,13 @@ static void strips_int(const LinearArgs* args, int64_t begin, int64_t end, uint8
                 panel.minuses = minuses;
                 panel.blocks = i_end - i;
                 panel.x_stride = blocks;
+                panel.sums_stride = direct ? args->out_stride : (int64_t)kStripRows;
                 panel.zero = (MINUS ? 0.0f : w->zero) - (BITS == 8 ? kWideOffset : 0);
                 panel.first = c == 0;
                 chunk_int<BITS, UNIT, MINUS>(panel, tiles, args->act.blocks + m * blocks + i,
-                                             m_end - m, sums, expanded);
+                                             m_end - m, to, expanded);
             }
-            store_strip(args, s, strip.valid, m, m_end, sums);
+            if (!direct) store_strip(args, s, strip.valid, m, m_end, sums);
         }
     }
 }

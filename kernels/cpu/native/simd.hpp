@@ -127,6 +127,7 @@ INLINE VF sub(VF a, VF b) { return _mm512_sub_ps(a, b); }
 INLINE VF mul(VF a, VF b) { return _mm512_mul_ps(a, b); }
 INLINE VF div(VF a, VF b) { return _mm512_div_ps(a, b); }
 INLINE VF fma(VF a, VF b, VF c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE VF fnma(VF a, VF b, VF c) { return _mm512_fnmadd_ps(a, b, c); }  // c - a * b
 INLINE VF max(VF a, VF b) { return _mm512_max_ps(a, b); }  // NaN in b wins
 INLINE VF min(VF a, VF b) { return _mm512_min_ps(a, b); }  // NaN in b wins
 INLINE VF abs(VF a) { return _mm512_abs_ps(a); }
@@ -246,6 +247,7 @@ INLINE VF sub(VF a, VF b) { return _mm256_sub_ps(a, b); }
 INLINE VF mul(VF a, VF b) { return _mm256_mul_ps(a, b); }
 INLINE VF div(VF a, VF b) { return _mm256_div_ps(a, b); }
 INLINE VF fma(VF a, VF b, VF c) { return _mm256_fmadd_ps(a, b, c); }
+INLINE VF fnma(VF a, VF b, VF c) { return _mm256_fnmadd_ps(a, b, c); }  // c - a * b
 INLINE VF max(VF a, VF b) { return _mm256_max_ps(a, b); }  // NaN in b wins
 INLINE VF min(VF a, VF b) { return _mm256_min_ps(a, b); }  // NaN in b wins
 INLINE VF abs(VF a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
@@ -387,6 +389,7 @@ INLINE VF fma(VF a, VF b, VF c) {
 #else  // a software fma costs ~20 times a multiplication: this level rounds twice
 INLINE VF fma(VF a, VF b, VF c) { return a * b + c; }
 #endif
+INLINE VF fnma(VF a, VF b, VF c) { return fma(-a, b, c); }  // c - a * b
 INLINE VF select(VI mask, VF yes, VF no) { return (VF)((mask & (VI)yes) | (~mask & (VI)no)); }
 INLINE VF max(VF a, VF b) { return select(a > b, a, b); }  // NaN in b wins
 INLINE VF min(VF a, VF b) { return select(a < b, a, b); }  // NaN in b wins
