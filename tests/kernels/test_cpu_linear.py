@@ -39,7 +39,7 @@ SCALED = ((37, 77, (37, 77)), (37, 77, (1, 77)), (40, 300, (128, 128)), (50, 70,
 
 
 def kernels(backend: CpuBackend) -> tuple[Linear, Linear]:
-    rounding, exact = backend.implementations("linear")
+    rounding, _, exact = backend.implementations("linear")
     return rounding, exact
 
 
