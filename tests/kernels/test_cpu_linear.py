@@ -6,6 +6,7 @@ float64 model; about 1e-4 against unrounded activations.
 
 from __future__ import annotations
 
+from ctypes import byref
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.cpu import CpuBackend, levels, open_backend
+from sdk.kernels.cpu.library import WeightView
 from sdk.kernels.cpu.linear import Linear
 from sdk.kernels.errors import KernelError
 from sdk.kernels.layouts import Affine, Blocks, Dense, Layout
@@ -134,16 +136,24 @@ def test_a_row_has_the_same_bits_in_every_batch(
 def test_the_levels_agree(cases: Any) -> None:
     """Integer dots are exact and each output sums its groups in order: with a fused multiply-add
     the bits are equal; the portable level rounds twice."""
-    weight, x = cases.affine(33, 576, 5, 32), cases.activations(9, 576)
-    outs = {}
-    for level in levels():
-        backend = open_backend("cpu", 1, level)
-        kernel, _ = kernels(backend)
-        outs[level] = multiply(kernel, kernel.pack(weight), x)
+    weights = [cases.affine(33, 1000, bits, 32, kind) for bits in range(2, 9) for kind in KINDS]
+    weights += [cases.affine(33, 1000, bits, 16, "zeros") for bits in (4, 8)]
+    weights += [cases.affine(33, 96, 8, 32, kind, signed=True) for kind in ("zero", "minus")]
+    weights += [cases.blocks(33, 1024, name) for name in ("q4_k", "q5_k", "q6_k")]
+    weights += [cases.dense(33, 1000, dtype) for dtype in FLOATS]
+    backends = {level: open_backend("cpu", 1, level) for level in levels()}
+    for weight in weights:
+        x = cases.activations(9, weight.shape[1])
+        for exact in (False, True):
+            outs = {}
+            for level, backend in backends.items():
+                kernel = kernels(backend)[exact]
+                outs[level] = multiply(kernel, kernel.pack(weight), x)
+            fused = [out for level, out in outs.items() if level != "portable"]
+            assert all(torch.equal(out, fused[0]) for out in fused), weight.shape
+            assert all(cases.nmse(outs["portable"], out) < 1e-12 for out in fused)
+    for backend in backends.values():
         backend.close()
-    fused = [out for level, out in outs.items() if level != "portable"]
-    assert all(torch.equal(out, fused[0]) for out in fused)
-    assert all(cases.nmse(outs["portable"], out) < 1e-12 for out in fused)
 
 
 def test_long_rows_and_large_batches_stay_exact(backend: CpuBackend, cases: Any) -> None:
@@ -170,6 +180,27 @@ def test_zero_and_tiny_activations_give_zero(backend: CpuBackend, cases: Any) ->
     x = torch.zeros(2, 96)
     x[1] = 1e-39
     assert multiply(kernel, kernel.pack(cases.affine(20, 96)), x).abs().max() == 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "number"), [(torch.float8_e4m3fn, 5), (torch.float8_e5m2, 6)], ids=["e4m3", "e5m2"]
+)
+@pytest.mark.parametrize("m", [1, 16])
+def test_every_8_bit_float_has_its_value(
+    backend: CpuBackend, dtype: torch.dtype, number: int, m: int
+) -> None:
+    """A column of all 256 codes times one, through the loader and through the converted chunk."""
+    codes = torch.arange(256).to(torch.uint8)
+    view = WeightView(n=256, k=1, row_blocks=16, k_blocks=1, dense=1, scale_type=number)
+    view.unit, view.group_units, view.super_units = 32, 1, 1
+    view.codes = codes.data_ptr()
+    engine, x, out = backend.engine, torch.ones(m, 1), torch.empty(m, 256)
+    status = engine.linear(engine.handle, byref(view), x.data_ptr(), m, out.data_ptr(), 0)
+    assert status == 0
+    expected = codes.view(dtype).float()
+    for row in out:
+        assert torch.equal(row.isnan(), expected.isnan())
+        assert torch.equal(row.nan_to_num(), expected.nan_to_num())
 
 
 def test_packed_weights_take_at_most_three_percent_more(backend: CpuBackend, cases: Any) -> None:
