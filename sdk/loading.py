@@ -68,8 +68,11 @@ def load(config: EngineConfig) -> Loaded:
             page_size=memory.page_size,
             kv_dtype=memory.kv_dtype,
             max_model_len=memory.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
             num_threads=max(_threads(config) // config.tensor_parallel_size, 1),
             compute=_compute(config),
+            enforce_eager=config.enforce_eager,
             hf_overrides=dict(config.hf_overrides or {}),
         )
         eos = frozenset(tokenizer.eos_token_ids if tokenizer is not None else _eos(checkpoint))

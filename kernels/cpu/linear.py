@@ -4,26 +4,37 @@ A weight is repacked once: 16 rows interleaved, 32 k per tile, the codes in bit 
 vector load feeds an integer dot product; scales stay in the file's own types. Every bit is kept:
 ``unpack`` gives the canonical tensors back. Packed bytes exceed the canonical ones by the padding
 of rows to 16 and of k to 32, and where 6-bit scales become bytes: 3.6 % for q3_k, 2.8 % q4_k,
-2.3 % q5_k.
+2.3 % q5_k. Scales of 8-bit floats are kept per row: 3.1 % more for blocks of 128 x 128.
 """
 
 from __future__ import annotations
 
-from ctypes import byref
+from ctypes import addressof, byref
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from sdk.kernels.cpu.elementwise import floats
-from sdk.kernels.cpu.library import ELEMENT_TYPES, Engine, WeightView, check
+from sdk.kernels.cpu.library import (
+    ELEMENT_TYPES,
+    EmbeddingArgs,
+    Engine,
+    LinearArgs,
+    OpKind,
+    WeightView,
+    check,
+)
 from sdk.kernels.cpu.weight_memory import WeightMemory
 from sdk.kernels.errors import KernelError
-from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Layout
+from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layout, check_layout
+from sdk.kernels.reference.decode import row_scales
 from sdk.kernels.registry import Problem
 
 ROWS = 16
 DEPTH = 32
+#: Torch types of plain values.
+_VALUES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 #: Element types that torch does not have: the halves of a byte.
 _LOW_4, _HIGH_4 = 7, 8
 
@@ -89,8 +100,11 @@ class Linear:
         if not self._exact and problem.compute == "exact":
             return "rounds activations to 8 bits, compute is exact"
         if problem.layout == "dense":
-            if problem.format not in ("float32", "float16", "bfloat16"):
-                return f"dense {problem.format}: expected float32, float16 or bfloat16"
+            if problem.format not in _VALUES:
+                return f"dense {problem.format}: expected {', '.join(_VALUES)}"
+        elif problem.layout == "float8":
+            if problem.format not in _VALUES[3:]:
+                return f"scaled {problem.format}: expected {', '.join(_VALUES[3:])}"
         elif problem.layout == "affine":
             if not 2 <= problem.bits <= 8:
                 return f"{problem.bits} bits: expected 2 to 8"
@@ -100,13 +114,14 @@ class Linear:
             if problem.format not in _SOURCES:
                 return f"block type {problem.format}: expected {', '.join(_SOURCES)}"
         else:
-            return f"layout {problem.layout!r}: expected dense, affine or blocks"
+            return f"layout {problem.layout!r}: expected dense, float8, affine or blocks"
         return None
 
     def pack(self, layout: Layout) -> Packed:
+        check_layout(layout)
         match layout:
-            case Dense():
-                packed, source, row_bytes = _pack_dense(layout, self._memory)
+            case Dense() | Float8():
+                packed, source, row_bytes = _pack_values(layout, self._memory)
             case Affine():
                 packed, source, row_bytes = _pack_affine(layout, self._memory)
             case Blocks():
@@ -124,6 +139,12 @@ class Linear:
                 values = torch.empty(facts.shape, dtype=facts.values.dtype)
                 self._unpack_into(packed, values, 0)
                 return Dense(values)
+            case Float8():
+                values = torch.empty(facts.shape, dtype=facts.values.dtype)
+                self._unpack_into(packed, values, 0)
+                assert packed.scale is not None
+                scale = deinterleave(packed.scale, facts.shape[0])[:: facts.block[0]]
+                return Float8(values, scale.contiguous(), facts.block)
             case Affine():
                 codes = torch.zeros(facts.shape[0], -(-facts.shape[1] * facts.bits // 8)).byte()
                 self._unpack_into(packed, codes, codes.shape[1])
@@ -141,23 +162,20 @@ class Linear:
 
     def matmul(self, packed: Packed, x: Tensor, out: Tensor) -> None:
         floats(x, "linear x")
-        status = self._engine.linear(
-            self._engine.handle,
-            byref(packed.view),
-            x.data_ptr(),
-            x.shape[0],
-            out.data_ptr(),
-            self._exact,
+        args = LinearArgs(
+            w=addressof(packed.view),
+            x=x.data_ptr(),
+            out=out.data_ptr(),
+            out_stride=out.stride(0),
+            exact=self._exact,
         )
-        check(status, "linear")
+        self._engine.run(OpKind.LINEAR, args, x.shape[0], "linear")
 
     def rows(self, packed: Packed, ids: Tensor, out: Tensor) -> None:
         if ids.dtype != torch.int64:
             raise KernelError(f"rows: expected int64 ids, found {ids.dtype}")
-        status = self._engine.rows(
-            self._engine.handle, byref(packed.view), ids.data_ptr(), ids.shape[0], out.data_ptr()
-        )
-        check(status, "rows")
+        args = EmbeddingArgs(addressof(packed.view), ids.data_ptr(), out.data_ptr())
+        self._engine.run(OpKind.EMBEDDING, args, ids.shape[0], "rows")
 
     def nbytes(self, packed: Packed) -> int:
         return packed.nbytes
@@ -170,21 +188,26 @@ def _view(n: int, k: int) -> WeightView:
     return view
 
 
-def _pack_dense(w: Dense, memory: WeightMemory) -> tuple[Packed, Tensor, int]:
+def _pack_values(w: Dense | Float8, memory: WeightMemory) -> tuple[Packed, Tensor, int]:
     n, k = w.shape
     values = w.values.contiguous()
     view = _view(n, k)
     view.dense = 1
     view.scale_type = ELEMENT_TYPES[values.dtype]
     codes = memory.take((view.row_blocks * ROWS * k,), values.dtype)
-    view.codes = codes.data_ptr()
-    return Packed(Dense(values.to("meta")), view, codes), values, 0
+    scale = None
+    facts: Dense | Float8 = Dense(values.to("meta"))
+    if isinstance(w, Float8):
+        facts = Float8(facts.values, w.scale.to("meta"), w.block)
+        scale = interleave(row_scales(w))
+        view.groups, view.unit, view.group_units = w.scale.shape[1], 1, min(w.block[1], k)
+    packed = Packed(facts, view, codes, scale)
+    _point(packed)
+    return packed, values, 0
 
 
 def _pack_affine(w: Affine, memory: WeightMemory) -> tuple[Packed, Tensor, int]:
     n, k = w.shape
-    if w.signed and (w.bits != 8 or w.zeros is not None):
-        raise KernelError("affine weight: signed codes must have 8 bits and no zero points")
     view = _view(n, k)
     view.bits = w.bits
     view.flip = int(w.signed)

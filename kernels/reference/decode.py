@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.errors import KernelError
-from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Layout
+from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layout
 
 
 def unpack_codes(codes: Tensor, bits: int, count: int) -> Tensor:
@@ -48,10 +48,19 @@ def decode(layout: Layout) -> Tensor:
     match layout:
         case Dense():
             return layout.values.to(torch.float32)
+        case Float8():
+            scale = row_scales(layout).repeat_interleave(min(layout.block[1], layout.shape[1]), 1)
+            return layout.values.to(torch.float32) * scale[:, : layout.shape[1]]
         case Affine():
             return _decode_affine(layout)
         case Blocks():
             return _decode_blocks(layout)
+
+
+def row_scales(w: Float8) -> Tensor:
+    """The scales of every row: float32 ``[N, ceil(K / bk)]``."""
+    rows = w.shape[0]
+    return w.scale.repeat_interleave(min(w.block[0], max(rows, 1)), 0)[:rows]
 
 
 def _decode_affine(w: Affine) -> Tensor:
@@ -122,7 +131,7 @@ def _q8_0(blocks: Tensor) -> Tensor:
     return blocks[:, 2:].view(torch.int8).to(torch.float32) * _half(blocks, 0)
 
 
-def scales_and_mins(s: Tensor) -> tuple[Tensor, Tensor]:
+def _scales_and_mins(s: Tensor) -> tuple[Tensor, Tensor]:
     """q4_k, q5_k: uint8 ``[..., 12]`` -> eight 6-bit scales and eight 6-bit mins, ``[..., 8]``."""
     low, mid, high = s[..., 0:4], s[..., 4:8], s[..., 8:12]
     scales = torch.cat((low & 63, (high & 15) | ((low >> 6) << 4)), dim=-1)
@@ -130,7 +139,7 @@ def scales_and_mins(s: Tensor) -> tuple[Tensor, Tensor]:
     return scales, mins
 
 
-def signed_scales(s: Tensor) -> Tensor:
+def _signed_scales(s: Tensor) -> Tensor:
     """q3_k: uint8 ``[..., 12]`` -> sixteen 6-bit scales minus 32, int8 ``[..., 16]``."""
     low, high = s[..., 0:8], s[..., 8:12]
     low = torch.cat((low & 15, low >> 4), dim=-1)
@@ -149,7 +158,7 @@ def _q3_k(blocks: Tensor) -> Tensor:
     shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device).reshape(1, 8, 1)
     high = (blocks[:, 0:32].unsqueeze(1) >> shifts) & 1
     codes = _two_bits(blocks[:, 32:96]).reshape(-1, 8, 32) | (high << 2)
-    scale = _half(blocks, 108) * signed_scales(blocks[:, 96:108]).to(torch.float32)
+    scale = _half(blocks, 108) * _signed_scales(blocks[:, 96:108]).to(torch.float32)
     return scale.unsqueeze(2) * (codes.reshape(-1, 16, 16).to(torch.float32) - 4.0)
 
 
@@ -161,7 +170,7 @@ def _two_bits(quants: Tensor) -> Tensor:
 
 def _q45_k(blocks: Tensor, codes: Tensor) -> Tensor:
     """``d * sc * q - dmin * m`` with codes ``[B, 8, 32]``."""
-    scales, mins = scales_and_mins(blocks[:, 4:16])
+    scales, mins = _scales_and_mins(blocks[:, 4:16])
     scale = (_half(blocks, 0) * scales.to(torch.float32)).unsqueeze(2)
     minus = (_half(blocks, 2) * mins.to(torch.float32)).unsqueeze(2)
     return scale * codes.to(torch.float32) - minus

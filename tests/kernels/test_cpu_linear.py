@@ -16,7 +16,7 @@ from sdk.kernels.cpu import CpuBackend, levels, open_backend
 from sdk.kernels.cpu.linear import Linear
 from sdk.kernels.cpu.weight_memory import CHUNK
 from sdk.kernels.errors import KernelError
-from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Layout
+from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layout
 from sdk.kernels.reference.decode import decode
 from sdk.kernels.registry import Problem
 
@@ -33,6 +33,9 @@ SHAPES = (
 )
 KINDS = ("zero", "zeros", "minus")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+#: (rows, columns, scale block): per tensor, per channel, 2-D with short blocks at both ends.
+SCALED = ((37, 77, (37, 77)), (37, 77, (1, 77)), (40, 300, (128, 128)), (50, 70, (24, 20)))
 
 
 def kernels(backend: CpuBackend) -> tuple[Linear, Linear]:
@@ -57,7 +60,8 @@ def weights(cases: Any) -> list[Layout]:
     ]
     found += [cases.affine(33, 96, 8, 32, kind, signed=True) for kind in ("zero", "minus")]
     found += [cases.blocks(37, 512, name) for name in BLOCK_TYPES]
-    found += [cases.dense(37, 77, dtype) for dtype in FLOATS]
+    found += [cases.dense(37, 77, dtype) for dtype in (*FLOATS, *FLOAT8)]
+    found += [cases.float8(n, k, block, dtype) for n, k, block in SCALED for dtype in FLOAT8]
     return found
 
 
@@ -116,11 +120,35 @@ def test_rounded_products_match_the_float64_model_of_the_rounding(
 ) -> None:
     kernel, _ = kernels(backend)
     for weight in weights:
-        if isinstance(weight, Dense):
+        if isinstance(weight, Dense | Float8):
             continue
         x = cases.activations(7, weight.shape[1])
         out = multiply(kernel, kernel.pack(weight), x)
         assert cases.nmse(out, cases.rounded(x) @ decode(weight).double().T) < 1e-12
+
+
+def test_products_of_8_bit_floats_are_those_of_their_float32_values(
+    backend: CpuBackend, cases: Any
+) -> None:
+    kernel, _ = kernels(backend)
+    found: list[Layout] = [cases.dense(37, 77, dtype) for dtype in FLOAT8]
+    found += [cases.float8(n, k, block, dtype) for n, k, block in SCALED for dtype in FLOAT8]
+    for weight in found:
+        x = cases.activations(5, weight.shape[1])
+        out = multiply(kernel, kernel.pack(weight), x)
+        assert torch.equal(out, multiply(kernel, kernel.pack(Dense(decode(weight))), x))
+
+
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_every_8_bit_float_has_its_value(backend: CpuBackend, dtype: torch.dtype) -> None:
+    kernel, _ = kernels(backend)
+    values = torch.arange(256, dtype=torch.uint8).view(dtype).view(256, 1)
+    for weight in (Dense(values), Float8(values, torch.full((1, 1), 0.3), (256, 1))):
+        packed, expected = kernel.pack(weight), decode(weight)
+        rows = torch.empty(256, 1)
+        kernel.rows(packed, torch.arange(256), rows)
+        for found in (rows, multiply(kernel, packed, torch.ones(1, 1)).T):
+            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_rounding_activations_costs_little(backend: CpuBackend, cases: Any) -> None:
@@ -144,7 +172,8 @@ def test_a_row_has_the_same_bits_in_every_batch(
     ]
     wide += [cases.affine(37, 200, 6, 16), cases.blocks(37, 512, "q6_k")]
     wide += [cases.blocks(37, 512, "q2_k"), cases.blocks(37, 512, "q3_k")]
-    wide += [cases.dense(37, 77, dtype) for dtype in FLOATS]
+    wide += [cases.dense(37, 77, dtype) for dtype in (*FLOATS, *FLOAT8)]
+    wide += [cases.float8(50, 300, (128, 128)), cases.float8(600, 500, (1, 500))]
     wide += [cases.affine(700, 576, 4, 32)]  # large enough for every thread
     for weight in wide:
         packed = kernel.pack(weight)
@@ -204,7 +233,8 @@ def test_packed_weights_take_at_most_four_percent_more(backend: CpuBackend, case
     layouts = [cases.affine(256, 1024, bits, 32, "minus") for bits in range(2, 9)]
     layouts += [cases.affine(256, 1024, 4, 128, "zeros"), cases.affine(256, 1024, 3, 16, "zero")]
     layouts += [cases.blocks(256, 1024, name) for name in BLOCK_TYPES]
-    layouts += [cases.dense(256, 1000, dtype) for dtype in FLOATS]
+    layouts += [cases.dense(256, 1000, dtype) for dtype in (*FLOATS, *FLOAT8)]
+    layouts += [cases.float8(256, 1024, block) for block in ((128, 128), (1, 1024), (256, 1024))]
     for layout in layouts:
         packed = kernel.pack(layout)
         assert layout.nbytes <= kernel.nbytes(packed) <= 1.04 * layout.nbytes
@@ -219,7 +249,8 @@ def test_packed_weights_take_at_most_four_percent_more(backend: CpuBackend, case
         ({"layout": "affine", "bits": 4, "group": 24}, "group 24: expected a multiple of 16"),
         ({"layout": "blocks", "format": "q8_k"}, "block type q8_k: expected q2_k, q3_k, q4_k"),
         ({"layout": "dense", "format": "float64"}, "dense float64: expected float32"),
-        ({"layout": "lut"}, "layout 'lut': expected dense, affine or blocks"),
+        ({"layout": "float8", "format": "float16"}, "scaled float16: expected float8_e4m3fn"),
+        ({"layout": "lut"}, "layout 'lut': expected dense, float8, affine or blocks"),
     ],
 )
 def test_what_the_kernels_cannot_run_is_declined(

@@ -110,7 +110,10 @@ void write_row(const Weight& w, const uint8_t* codes, uint8_t* row) {
     if (filled) *row = (uint8_t)buffer;
 }
 
-size_t element_size(int type) { return type == kF32 ? 4 : type == kU8 || type == kI8 ? 1 : 2; }
+size_t element_size(int type) {
+    if (type == kF32) return 4;
+    return type == kF16 || type == kBF16 ? 2 : 1;
+}
 
 float half_value(uint16_t h) {
     const uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = h & 0x7fffu;
@@ -129,6 +132,11 @@ float half_value(uint16_t h) {
     return value;
 }
 
+float e4m3_value(uint8_t code) {  // no infinities; all bits set is NaN
+    if ((code & 0x7f) == 0x7f) return __builtin_nanf("");
+    return 256.0f * half_value((uint16_t)((code & 0x80) << 8 | (code & 0x7f) << 7));
+}
+
 float element(int type, const void* base, int64_t at) {
     float value;
     uint16_t h;
@@ -144,6 +152,8 @@ float element(int type, const void* base, int64_t at) {
         }
         case kF32: return ((const float*)base)[at];
         case kU8: return (float)((const uint8_t*)base)[at];
+        case kE5M2: return half_value((uint16_t)(((const uint8_t*)base)[at] << 8));
+        case kE4M3: return e4m3_value(((const uint8_t*)base)[at]);
         case kLow4: return (float)(((const uint8_t*)base)[at] & 15);
         case kHigh4: return (float)(((const uint8_t*)base)[at] >> 4);
         default: return (float)((const int8_t*)base)[at];
@@ -222,8 +232,11 @@ void dense_rows(const Weight& w, T* plain, bool unpack, int64_t begin, int64_t e
 }  // namespace
 
 void dense_blocks(const Weight& w, void* plain, bool unpack, int64_t begin, int64_t end) {
-    if (element_size(w.scale_type) == 2) dense_rows(w, (uint16_t*)plain, unpack, begin, end);
-    else dense_rows(w, (uint32_t*)plain, unpack, begin, end);
+    switch (element_size(w.scale_type)) {
+        case 1: dense_rows(w, (uint8_t*)plain, unpack, begin, end); break;
+        case 2: dense_rows(w, (uint16_t*)plain, unpack, begin, end); break;
+        default: dense_rows(w, (uint32_t*)plain, unpack, begin, end);
+    }
 }
 
 void gather_rows(const Weight& w, const int64_t* ids, float* out, int64_t begin, int64_t end) {
@@ -234,8 +247,11 @@ void gather_rows(const Weight& w, const int64_t* ids, float* out, int64_t begin,
         const int r = (int)(ids[t] % kRows);
         float* to = out + t * w.k;
         if (w.dense) {
-            for (int64_t k = 0; k < w.k; ++k)
+            const float* scale = (const float*)w.scale;
+            for (int64_t k = 0; k < w.k; ++k) {
                 to[k] = element(w.scale_type, w.codes, (b * w.k + k) * kRows + r);
+                if (scale) to[k] *= scale[(b * w.groups + k / w.group_units) * kRows + r];
+            }
             continue;
         }
         for (int64_t u = 0; u * w.unit < w.k; ++u) {

@@ -47,24 +47,15 @@ INLINE void expand(const uint8_t* tile, uint8_t* out) {
     }
 }
 
-// kLanes scales or minima of any stored type, as float.
-INLINE VF load_scale(int type, const void* base, int64_t index) {
-    if (type != kLow4 && type != kHigh4) return load_as(type, base, index);
-    VF byte = load_u8((const uint8_t*)base + index);
-    // (byte - 7.5) / 16 lies within 0.47 of byte >> 4
-    VF high = to_float(round_int(mul(sub(byte, set1(7.5f)), set1(0.0625f))));
-    return type == kHigh4 ? high : sub(byte, mul(high, set1(16.0f)));
-}
-
 // scale, zero and minus of unit u of row block b, lanes h * kLanes ...
 INLINE void scale_of(const Weight* w, int64_t b, int64_t u, int h, VF* scale, VF* zero_point,
                      VF* minus) {
     int64_t group = u / w->group_units;
     if (group >= w->groups) group = w->groups - 1;  // a unit of nothing but padding
     int64_t at = (b * w->groups + group) * kRows + h * kLanes;
-    VF s = load_scale(w->scale_type, w->scale, at);
+    VF s = load_as(w->scale_type, w->scale, at);
     VF m = zero();
-    if (w->minus) m = load_scale(w->minus_type, w->minus, at);
+    if (w->minus) m = load_as(w->minus_type, w->minus, at);
     if (w->super_scale) {
         int64_t over = (b * w->supers + u / w->super_units) * kRows + h * kLanes;
         s = mul(load_half(w->super_scale + over), s);
@@ -73,6 +64,29 @@ INLINE void scale_of(const Weight* w, int64_t b, int64_t u, int h, VF* scale, VF
     *scale = s;
     *minus = m;
     *zero_point = w->zeros ? load_u8(w->zeros + at) : set1(w->zero);
+}
+
+template <int TYPE>
+static void scaled_values_of(const Weight* w, int64_t b, int64_t begin, int64_t end, float* out) {
+    const uint8_t* values = w->codes + b * w->k * kRows;
+    const float* scales = (const float*)w->scale + b * w->groups * kRows;
+    while (begin < end) {
+        const int64_t group = begin / w->group_units;
+        int64_t group_end = (group + 1) * w->group_units;
+        if (group_end > end) group_end = end;
+        for (; begin < group_end; ++begin, out += kRows) {
+            for (int i = 0; i < kRows; i += kLanes) {
+                VF value = load_as(TYPE, values, begin * kRows + i);
+                store(out + i, mul(value, load(scales + group * kRows + i)));
+            }
+        }
+    }
+}
+
+// k in [begin, end) of row block b of a dense weight with scales, [end - begin][16].
+static void scaled_values(const Weight* w, int64_t b, int64_t begin, int64_t end, float* out) {
+    if (w->scale_type == kE4M3) scaled_values_of<kE4M3>(w, b, begin, end, out);
+    else scaled_values_of<kE5M2>(w, b, begin, end, out);
 }
 
 // For the integer product: w . x = sum_u scale * (codes . q) + minus * (-sum q), with the zero
