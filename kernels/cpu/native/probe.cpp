@@ -27,6 +27,7 @@ double seconds_since(Clock::time_point start) {
 // body(thread) returns a rate; all threads start together. The sum of the rates, 0 without threads.
 template <typename Body>
 double sum_of_rates(int threads, const Body& body) {
+    if (threads < 1) return 0;
     try {
         std::vector<double> rates((size_t)threads);
         std::vector<std::thread> running;
@@ -155,6 +156,7 @@ PeakLoop peak_loop(int level) {
 // Bytes per second that `threads` threads read together, each over and over through `bytes` of its
 // own for `seconds`. 0: no memory or no threads.
 EXPORT double embedlm_probe_read(int64_t bytes, int threads, double seconds) {
+    if (bytes < 1 || threads < 1) return 0;
     const size_t part = ((size_t)bytes + 4095) / 4096 * 4096, size = part * (size_t)threads;
     void* data = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (data == MAP_FAILED) return 0;

@@ -85,21 +85,21 @@ def busy_core() -> Iterator[None]:
 
 def measure_prefix(settings: Settings, engines: Engines) -> list[Result]:
     """Prompts of their own in every round: one that was seen before would be found whole."""
-
-    def sample(engine: Worker, number: int) -> dict[str, float]:
-        both = make_load(engines.vocab_size, 2, PREFIX_PROMPT, 1, seed=number)
-        first, other = both.prompts
-        again = first[:PREFIX_SHARED] + other[PREFIX_SHARED:]
-        cold = engine.measure(Load((first,), 1)).prefill_s
-        hit = engine.measure(Load((again,), 1)).prefill_s
-        return {"cold_ms": 1000 * cold, "hit_ms": 1000 * hit, "gain": cold / hit}
-
     with Engines() as caching:
         for peer in settings.engines(without=["transformers"]):
             opening = settings.opening(peer.engine, 1, PREFIX_PROMPT + 20, prefix=True)
             caching.open(opening, peer.python)
+        vocab_size = caching.vocab_size
+
+        def sample(engine: Worker, number: int) -> dict[str, float]:
+            first, other = make_load(vocab_size, 2, PREFIX_PROMPT, 1, seed=number).prompts
+            again = first[:PREFIX_SHARED] + other[PREFIX_SHARED:]
+            cold = engine.measure(Load((first,), 1)).prefill_s
+            hit = engine.measure(Load((again,), 1)).prefill_s
+            return {"cold_ms": 1000 * cold, "hit_ms": 1000 * hit, "gain": cold / hit}
+
         for engine in caching.opened:
-            sample(engine, -1)
+            sample(engine, settings.rounds)
         return in_rounds(settings, caching, {}, sample)
 
 

@@ -1,0 +1,206 @@
+"""The workers of ``embedlm bench``: their protocol, their order, and how they end."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sdk.cli import main
+from sdk.cli.bench.engines import Engines, Load, Opening, Sample, Worker
+from sdk.cli.bench.own import OwnEngine
+from sdk.cli.bench.peer import answers, open_peer
+from sdk.errors import SdkError
+
+Captured = pytest.CaptureFixture[str]
+HELLO = "{'name': 'peer %(streams)d %(context)d %(kv)s' % hello, 'kv': 'f16', 'open_s': 1.5, "
+HELLO += "'vocab_size': 448}"
+#: Answers every load alike, and notes in a file what it was asked.
+FAKE = f"""
+import json, sys
+def say(reply):
+    print(json.dumps(reply), flush=True)
+hello = json.loads(sys.stdin.readline())
+say({HELLO})
+for line in sys.stdin:
+    n = len(json.loads(line)['prompts'])
+    with open(sys.argv[0] + '.log', 'a') as log:
+        log.write('asked\\n')
+    say({{'prefill_s': 2.0, 'decode_s': 4.0, 'decode_tokens': 8 * n}})
+with open(sys.argv[0] + '.log', 'a') as log:
+    log.write('ended\\n')
+"""
+
+
+def fake_python(folder: Path, code: str) -> str:
+    """An "interpreter" that runs ``code`` instead of the worker script."""
+    folder.mkdir(exist_ok=True)
+    script = folder / "worker.py"
+    script.write_text(code)
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{script}"\n')
+    python.chmod(0o755)
+    return str(python)
+
+
+def opening(engine: str = "llama.cpp", model: str = "m.gguf", **changed: Any) -> Opening:
+    return Opening(
+        **{"engine": engine, "model": model, "threads": 2, "streams": 8, "context": 192, **changed}
+    )
+
+
+def test_a_peer_is_asked_in_json_lines(tmp_path: Path) -> None:
+    with Engines() as engines:
+        peer = engines.open(opening(kv="int8"), fake_python(tmp_path, FAKE))
+        assert (peer.name, peer.kv, peer.open_s) == ("peer 8 192 int8", "f16", 1.5)
+        assert engines.vocab_size == 448
+        sample = peer.measure(Load(((1, 2, 3), (4, 5, 6)), 9))
+        assert sample == Sample(prefill_s=2.0, decode_s=4.0, decode_tokens=16)
+    assert (tmp_path / "worker.py.log").read_text() == "asked\nended\n"
+
+
+def test_every_other_round_runs_in_reverse() -> None:
+    engines = Engines()
+    engines.opened = ["a", "b"]  # type: ignore[list-item]
+    assert [list(engines.interleaved(i)) for i in range(3)] == [["a", "b"], ["b", "a"], ["a", "b"]]
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ('print(\'{"error": "no such model"}\', flush=True)', "the worker failed: no such model"),
+        ("raise SystemExit(3)", "ended without a word, exit code 3"),
+        ("import os; os.abort()", "ended without a word, exit code -6"),
+    ],
+)
+def test_a_peer_that_fails_is_an_error_that_names_it(
+    tmp_path: Path, code: str, message: str
+) -> None:
+    with pytest.raises(SdkError, match=rf"llama\.cpp: .*{message}"):
+        Worker(opening(), fake_python(tmp_path, code))
+
+
+def test_an_interpreter_that_is_not_there_is_named() -> None:
+    with pytest.raises(SdkError, match=r"llama\.cpp: /nowhere/python cannot be started"):
+        Worker(opening(), "/nowhere/python")
+
+
+@pytest.mark.parametrize("module", ["llama_cpp", "vllm", "transformers"])
+def test_a_worker_without_its_engine_answers_with_an_error(tmp_path: Path, module: str) -> None:
+    (tmp_path / f"{module}.py").write_text("raise ImportError('stand-in without a library')")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="{tmp_path}" exec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    with pytest.raises(SdkError, match="ImportError: stand-in without a library"):
+        Worker(opening(module.replace("_", ".")), str(python))
+
+
+def test_what_a_worker_prints_does_not_disturb_its_answers(tmp_path: Path) -> None:
+    code = (
+        "import os, sys\n"
+        f"sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
+        "from sdk.cli.bench.peer import serve\n"
+        "class Loud:\n"
+        "    hello = {'name': 'loud', 'kv': '', 'open_s': 0, 'vocab_size': 1}\n"
+        "    def __init__(self, **opening):\n"
+        "        print('from Python', flush=True)\n"
+        "        os.write(1, b'from C\\n')\n"
+        "serve(Loud)\n"
+    )
+    with Engines() as engines:
+        assert engines.open(opening(), fake_python(tmp_path, code)).name == "loud"
+
+
+@contextmanager
+def interrupted_after(seconds: float) -> Iterator[None]:
+    """What Ctrl-C does to the main thread."""
+    old = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+
+
+def test_ctrl_c_ends_every_worker_at_once(tmp_path: Path) -> None:
+    stuck = FAKE.replace("    n = len", "    while True: pass\n    n = len")
+    with pytest.raises(KeyboardInterrupt), Engines() as engines:
+        first = engines.open(opening(), fake_python(tmp_path / "a", FAKE))
+        second = engines.open(opening(), fake_python(tmp_path / "b", stuck))
+        with interrupted_after(0.8):
+            second.measure(Load(((1,),), 2))
+    processes = [worker._process for worker in (first, second)]
+    assert [process.poll() is None for process in processes] == [False, False]
+    assert processes[1].returncode == -signal.SIGKILL
+
+
+def test_ctrl_c_in_the_middle_of_opening_ends_that_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[str]] = []
+    real = subprocess.Popen
+
+    def popen(*args: Any, **options: Any) -> Any:
+        started.append(real(*args, **options))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    with pytest.raises(KeyboardInterrupt), interrupted_after(0.3):
+        Worker(opening(), fake_python(tmp_path, "while True: pass"))
+    assert started[0].returncode == -signal.SIGKILL
+
+
+def ask(engine: Any, *questions: dict[str, Any]) -> list[dict[str, Any]]:
+    return list(answers([json.dumps(question) for question in questions], engine))
+
+
+def test_our_worker_decodes_all_streams_together(golden: Path) -> None:
+    first = {"engine": "embedlm", "model": str(golden / "gguf-Q4_1" / "model.gguf"), "threads": 1}
+    first |= {"streams": 3, "context": 64, "kv": "float32", "prefix_cache": False}
+    load = {"prompts": [[5 + i] * 10 for i in range(3)], "output_len": 6}
+    hello, sample = ask(OwnEngine, first, load)
+    assert hello["kv"] == "float32" and hello["vocab_size"] > 0
+    assert sample["decode_tokens"] == 15
+    assert sample["prefill_s"] > 0 and sample["decode_s"] > 0
+
+
+def test_an_error_of_our_worker_is_its_last_answer(golden: Path) -> None:
+    first = {"engine": "embedlm", "model": str(golden / "gguf-Q4_1" / "model.gguf"), "threads": 1}
+    first |= {"streams": 1, "context": 64, "kv": "float3", "prefix_cache": False}
+    (reply,) = ask(OwnEngine, first, {"prompts": [[1]], "output_len": 1})
+    assert "kv_cache_dtype" in reply["error"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "kv", "message"),
+    [
+        ("transformers", "int8", "transformers keeps keys and values in the model's type"),
+        ("transformers-bf16", "float16", "transformers-bf16 keeps keys and values"),
+        ("nonsense", "auto", "KeyError: 'nonsense'"),
+    ],
+)
+def test_a_peer_refuses_what_it_cannot_do(engine: str, kv: str, message: str) -> None:
+    first = {"engine": engine, "model": "m", "threads": 1, "streams": 1, "context": 64}
+    (reply,) = ask(open_peer, {**first, "kv": kv, "prefix_cache": False})
+    assert message in reply["error"]
+
+
+def test_transformers_runs_beside_us_on_the_unpacked_weights(
+    golden: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    file = tmp_path / "bench.json"
+    argv = ["bench", str(golden / "gguf-Q4_1" / "model.gguf"), "--threads", "1", "--rounds", "1"]
+    argv += ["--suite", "decode", "--streams", "2", "--output-len", "4", "--json", str(file)]
+    assert main([*argv, "--against", "transformers"]) == 0
+    ours, theirs = json.loads(file.read_text())["results"]["decode"]
+    assert theirs["engine"].startswith("transformers ") and theirs["kv"] == "float32"
+    assert ours["median"]["decode_tok_s"] > 0 and theirs["median"]["decode_tok_s"] > 0
+    assert "embedlm / it" in capsys.readouterr().out
