@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from sdk.cli import bench, build_parser, main
-from sdk.cli.bench import engines, models, plots
+from sdk.cli.bench import accuracy, engines, models, plots
 from sdk.cli.bench.engines import Load, Peer, Sample
 from sdk.cli.bench.report import Metric, Result, Section, cells, ratio, to_markdown, to_text
 from sdk.cli.bench.settings import make_load
@@ -87,7 +89,7 @@ def test_a_peer_that_is_not_installed_is_named(
 def test_plots_without_matplotlib_are_refused_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["bench", "x.gguf", "--plots", "folder"]) == 2
     assert "--plots: matplotlib is not installed" in capsys.readouterr().err
 
@@ -164,7 +166,7 @@ REPORT = {
         "simd": "avx2",
         "python": "3.11.0",
         "read_gb_per_s": {"before": 48.0, "after": 50.0},
-        "int8_tops": 2.0,
+        "int8_tops": {"before": 2.0, "after": 1.9},
     },
     "settings": {"threads": 2, "rounds": 3, "output_len": 64},
 }
@@ -173,7 +175,10 @@ REPORT = {
 def test_text_and_markdown_say_the_same() -> None:
     section = Section("Decode", "all together", [RATE], ROWS)
     text, markdown = (write(REPORT, [section]) for write in (to_text, to_markdown))
-    for part in ("m.gguf, 2 threads, median of 3 rounds", "memory read 48.0 GB/s before, 50.0"):
+    for part in (
+        "m.gguf, 2 threads, median of 3 rounds",
+        "memory read 48.0 GB/s before, 50.0 after",
+    ):
         assert part in text and part in markdown
     lines = text.splitlines()
     assert lines[-1].split() == ["llama.cpp", "1.0", "float16", "8", "100.0", "9.00"]
@@ -205,6 +210,56 @@ def test_limits_come_from_memory_or_from_the_integer_units() -> None:
     assert plots.limit("decode", 32, machine, WORK, 2) == 8000  # 2e12 / 2.5e8
     assert plots.limit("context", 5000, machine, WORK, 2) == 250  # 5000 * 20 kB more
     assert plots.limit("context", 5000, machine, WORK, 1) == 50e9 / 150e6
+
+
+class Drawing:
+    """Stands in for matplotlib's figures and axes: every call is noted, and gives another."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[object, ...], dict[str, object]]] = []
+
+    def __getattr__(self, name: str) -> object:
+        def note(*args: object, **options: object) -> Drawing:
+            self.calls.append((name, args, options))
+            return self
+
+        return note
+
+    def all(self, name: str) -> list[tuple[object, ...]]:
+        return [args for called, args, _ in self.calls if called == name]
+
+
+@pytest.fixture
+def drawing(monkeypatch: pytest.MonkeyPatch) -> Drawing:
+    found = Drawing()
+    module = ModuleType("matplotlib.figure")
+    module.Figure = lambda **options: found  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "matplotlib", ModuleType("matplotlib"))
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", module)
+    return found
+
+
+def test_a_plot_has_labelled_axes_and_the_machines_limit(drawing: Drawing, tmp_path: Path) -> None:
+    plots.check_matplotlib()
+    sections = {"decode": Section("Decode", "note", [RATE], ROWS)}
+    (path,) = plots.write_plots(tmp_path / "new", REPORT, sections, WORK)
+    assert path == tmp_path / "new" / "decode.png" and path.parent.is_dir()
+    ours, theirs, limits = drawing.all("plot")
+    assert (ours[:2], theirs[:2]) == (([0, 1], [200, 900]), ([0, 1], [50, 100]))
+    assert list(limits[1]) == [500, 4000]  # type: ignore[call-overload]
+    assert drawing.all("set_xticks") == [(range(2), ["1", "8"])]
+    assert drawing.all("set_xlabel") == [("streams at once",)]
+    assert drawing.all("set_ylabel") == [("tok/s",)]
+    assert drawing.all("savefig") == [(path,)]
+
+
+def test_columns_without_a_case_become_bars_of_their_own(drawing: Drawing, tmp_path: Path) -> None:
+    rows = [Result("embedlm", "embedlm 1.0", "", {}, {"rate": [3.0], "share": [40.0]})]
+    metrics = [RATE, Metric("share", "% of peak", ratio=False)]
+    plots.write_plots(tmp_path, REPORT, {"gemm": Section("GEMM", "note", metrics, rows)}, WORK)
+    assert [bar[1] for bar in drawing.all("bar")] == [[3.0], [40.0]]
+    assert drawing.all("set_ylabel") == [("tok/s",), ("% of peak",)]
+    assert drawing.all("axhline") == [(100,)]
 
 
 def test_work_counts_what_a_token_reads(golden: Path) -> None:
@@ -285,12 +340,12 @@ def test_the_unpacked_copy_has_the_same_weights(golden: Path) -> None:
 def test_a_real_run_fills_tables_and_files(golden: Path, tmp_path: Path, capsys: Captured) -> None:
     file, page = tmp_path / "bench.json", tmp_path / "bench.md"
     argv = ["bench", str(golden / "gguf-Q4_1" / "model.gguf"), "--threads", "1", "--rounds", "2"]
-    argv += ["--suite", "prefill,decode,busy,roofline,startup", "--streams", "1,3"]
+    argv += ["--suite", "prefill,decode,busy,roofline", "--streams", "1,3"]
     argv += ["--prompt-len", "20,30", "--output-len", "6"]
     assert main([*argv, "--json", str(file), "--markdown", str(page)]) == 0
     report = json.loads(file.read_text())
     found = report["results"]
-    assert list(found) == ["prefill", "decode", "busy", "roofline", "startup"]
+    assert list(found) == ["prefill", "decode", "busy", "roofline"]
     assert [row["prompt"] for row in found["prefill"]] == [20, 30]
     assert [row["streams"] for row in found["decode"]] == [1, 3]
     for rows in found.values():
@@ -306,5 +361,34 @@ def test_a_real_run_fills_tables_and_files(golden: Path, tmp_path: Path, capsys:
 
 def test_json_alone_on_stdout(golden: Path, capsys: Captured) -> None:
     argv = ["bench", str(golden / "gguf-Q4_0" / "model.gguf"), "--threads", "1", "--rounds", "1"]
-    assert main([*argv, "--suite", "context", "--context", "24", "--json", "-"]) == 0
-    assert list(json.loads(capsys.readouterr().out)["results"]) == ["context"]
+    assert main([*argv, "--suite", "gemm", "--json", "-"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["results"]["gemm"]
+    assert 0 < row["median"]["tops"] < row["median"]["peak_tops"]
+
+
+@pytest.mark.model
+def test_accuracy_is_measured_against_exact_arithmetic(smollm2: Path, capsys: Captured) -> None:
+    assert main(["bench", str(smollm2), "--suite", "accuracy", "--json", "-"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["results"]["accuracy"]
+    assert row["kv"] == "float32"
+    assert 0.1 < row["median"]["error"] < 3.6  # percent
+    assert 0 < row["median"]["kl"] < 0.004
+
+
+def test_logits_are_compared_without_their_mean_and_by_divergence() -> None:
+    import torch
+
+    exact = torch.tensor([[0.0, 2.0], [4.0, 4.0]])
+    row = Result("e", "e", "", {})
+    same = accuracy.compare(row, exact, exact + 7)
+    assert same.median("error") == 0
+    assert abs(same.median("kl")) < 1e-6
+    row = accuracy.compare(Result("e", "e", "", {}), exact, torch.tensor([[0.0, 3.0], [4.0, 4.0]]))
+    assert row.median("error") == pytest.approx(50)  # half of sqrt(2) where sqrt(2) was expected
+    assert row.median("kl") == pytest.approx(0.0204, abs=1e-3)
+
+
+def test_accuracy_needs_a_tokenizer_and_enough_text(golden: Path, capsys: Captured) -> None:
+    folder = golden / "arch-llama3"
+    assert main(["bench", str(folder), "--suite", "accuracy"]) == 2
+    assert "--suite accuracy: expected " in capsys.readouterr().err

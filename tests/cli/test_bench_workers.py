@@ -6,14 +6,15 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sdk.cli import main
+from sdk.cli import bench, main
+from sdk.cli.bench import engines as bench_engines
 from sdk.cli.bench.engines import Engines, Load, Opening, Sample, Worker
 from sdk.cli.bench.own import OwnEngine
 from sdk.cli.bench.peer import answers, open_peer
@@ -66,7 +67,8 @@ def test_a_peer_is_asked_in_json_lines(tmp_path: Path) -> None:
     assert (tmp_path / "worker.py.log").read_text() == "asked\nended\n"
 
 
-def test_every_other_round_runs_in_reverse() -> None:
+def test_every_other_round_runs_in_reverse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_engines, "_SETTLE", 0)
     engines = Engines()
     engines.opened = ["a", "b"]  # type: ignore[list-item]
     assert [list(engines.interleaved(i)) for i in range(3)] == [["a", "b"], ["b", "a"], ["a", "b"]]
@@ -204,3 +206,103 @@ def test_transformers_runs_beside_us_on_the_unpacked_weights(
     assert theirs["engine"].startswith("transformers ") and theirs["kv"] == "float32"
     assert ours["median"]["decode_tok_s"] > 0 and theirs["median"]["decode_tok_s"] > 0
     assert "embedlm / it" in capsys.readouterr().out
+
+
+#: Notes which engine was asked what, in the order of asking. A prompt takes a millisecond for each
+#: token it does not share with the one before, decoding as long for each token.
+LOGGED = """
+import json, sys
+def say(reply):
+    print(json.dumps(reply), flush=True)
+hello = json.loads(sys.stdin.readline())
+def note(what):
+    with open(sys.argv[1], 'a') as log:
+        log.write(hello['engine'] + ' ' + what + chr(10))
+note('open %(streams)d %(context)d %(prefix_cache)s' % hello)
+say({'name': hello['engine'], 'kv': hello['kv'], 'open_s': 0.5, 'vocab_size': 448})
+last = []
+for line in sys.stdin:
+    load = json.loads(line)
+    prompts, count = load['prompts'], load['output_len']
+    note('%d x %d + %d' % (len(prompts), len(prompts[0]), count))
+    known = 0
+    if hello['prefix_cache']:
+        while known < min(len(last), len(prompts[0])) and last[known] == prompts[0][known]:
+            known += 1
+    last = prompts[0]
+    new = (len(prompts[0]) - known) * len(prompts)
+    decoded = (count - 1) * len(prompts)
+    say({'prefill_s': new / 1000, 'decode_s': decoded / 1000, 'decode_tokens': decoded})
+note('end')
+"""
+Run = Callable[..., tuple[dict[str, Any], list[str]]]
+
+
+@pytest.fixture
+def run_with_fakes(tmp_path: Path, golden: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """``run(*options)``: results and log of a run in which every engine is a stand-in."""
+    script, log, report = (tmp_path / name for name in ("worker.py", "log", "report.json"))
+    script.write_text(LOGGED)
+
+    def command(engine: str, python: str) -> list[str]:
+        return [sys.executable, "-S", str(script), str(log)]
+
+    monkeypatch.setattr(bench_engines, "command", command)
+    monkeypatch.setattr(bench_engines, "_SETTLE", 0)
+    monkeypatch.setattr(bench, "machine_limits", lambda threads: bench.Limits("avx2", 50.0, 2.0))
+
+    def run(*options: str) -> tuple[dict[str, Any], list[str]]:
+        model = str(golden / "gguf-Q4_1" / "model.gguf")
+        assert main(["bench", model, "--rounds", "2", *options, "--json", str(report)]) == 0
+        return json.loads(report.read_text())["results"], log.read_text().splitlines()
+
+    return run
+
+
+def test_engines_are_opened_once_and_take_turns(run_with_fakes: Run) -> None:
+    options = "--suite prefill,decode --streams 2 --prompt-len 300 --output-len 5"
+    results, log = run_with_fakes(*options.split(), "--against", "llama.cpp=py")
+    one, two = ("embedlm", "llama.cpp")
+    assert log == [
+        *(f"{name} open 2 308 False" for name in (one, two)),
+        *(f"{name} 1 x 300 + 2" for name in (one, two)),
+        *(f"{name} 1 x 300 + 1" for name in (one, two, two, one)),
+        *(f"{name} 2 x 128 + 2" for name in (one, two)),
+        *(f"{name} 2 x 128 + 5" for name in (one, two, two, one)),
+        *(f"{name} end" for name in (one, two)),
+    ]
+    for row in results["prefill"]:
+        assert row["samples"] == {"prefill_tok_s": [1000.0, 1000.0]}
+    for row in results["decode"]:
+        assert row["samples"] == {"decode_tok_s": [1000.0, 1000.0]}
+
+
+def test_a_prefix_hit_computes_only_what_is_new(run_with_fakes: Run) -> None:
+    results, log = run_with_fakes("--suite", "prefix", "--against", "llama.cpp=py,transformers=py")
+    assert [line for line in log if "open" in line] == [
+        "embedlm open 1 1120 True",
+        "llama.cpp open 1 1120 True",
+    ]
+    for row in results["prefix"]:
+        assert row["median"] == {"cold_ms": 1100.0, "hit_ms": 100.0, "gain": 11.0}
+
+
+def test_every_start_up_is_a_fresh_process_and_the_first_does_not_count(
+    run_with_fakes: Run,
+) -> None:
+    results, log = run_with_fakes("--suite", "startup", "--against", "llama.cpp=py")
+    opened = [line.split()[0] for line in log if "open" in line]
+    assert opened == ["llama.cpp", "embedlm", "embedlm", "llama.cpp", "llama.cpp", "embedlm"]
+    for row in results["startup"]:
+        assert row["samples"]["open_s"] == [0.516, 0.516]
+        assert all(seconds > 0.016 for seconds in row["samples"]["process_s"])
+
+
+def test_the_context_suite_opens_one_stream_of_the_longest(run_with_fakes: Run) -> None:
+    options = "--suite context --context 64,200 --output-len 3 --kv-dtype float32"
+    results, log = run_with_fakes(*options.split())
+    assert log[0] == "embedlm open 1 203 False"
+    assert [(row["context"], row["kv"]) for row in results["context"]] == [
+        (64, "float32"),
+        (200, "float32"),
+    ]

@@ -13,6 +13,7 @@ import os
 import platform
 import shlex
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -95,12 +96,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"measure these too, of {', '.join(PEERS)}, each in the interpreter that has it "
         "(default: this one)",
     )
-    numbers = {"metavar": "N[,...]", "type": parse_lengths}
-    parser.add_argument("--prompt-len", **numbers, help="of prefill (default: 512)")
+    parser.add_argument(
+        "--prompt-len", metavar="N[,...]", type=parse_lengths, help="of prefill (default: 512)"
+    )
     parser.add_argument(
         "--streams", metavar="N[,...]", type=parse_streams, help="of decode (default: 1,8)"
     )
-    parser.add_argument("--context", **numbers, help="default: 256,1024,2048,4096")
+    parser.add_argument(
+        "--context", metavar="N[,...]", type=parse_lengths, help="default: 256,1024,2048,4096"
+    )
     parser.add_argument("--output-len", type=parse_count, help="decoded tokens (default: 64)")
     parser.add_argument(
         "--kv-dtype",
@@ -136,12 +140,10 @@ def run(args: argparse.Namespace) -> int:
             unpacked=model.unpacked,
             progress=_progress,
         )
-        from sdk.kernels.cpu.probe import read_bandwidth
-
         work = work_of(model.path)
-        before = read_bandwidth(settings.threads)
+        before = machine_limits(settings.threads)
         sections = measure(settings, args.suite)
-        report = make_report(args, settings, before)
+        report = make_report(args, settings, before, machine_limits(settings.threads))
     report["results"] = {
         name: [result.to_json() for result in section.results] for name, section in sections
     }
@@ -149,25 +151,39 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def make_report(args: argparse.Namespace, settings: Settings, before: float) -> dict[str, Any]:
-    """All but the results: how to repeat the run, and the machine it ran on."""
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the machine does at most: 10^9 bytes read and 10^12 8-bit operations per second."""
+
+    simd: str
+    read: float
+    int8: float
+
+
+def machine_limits(threads: int) -> Limits:
+    """:raises KernelError: without the native module."""
     from sdk.kernels.cpu import simd_level
     from sdk.kernels.cpu.probe import int8_peak, read_bandwidth
 
+    read = read_bandwidth(threads)
     level = simd_level() or "portable"
+    return Limits(level, round(read / 1e9, 2), round(int8_peak(threads, level) / 1e12, 3))
+
+
+def make_report(
+    args: argparse.Namespace, settings: Settings, before: Limits, after: Limits
+) -> dict[str, Any]:
+    """All but the results: how to repeat the run, and the machine it ran on."""
     return {
         "command": command(args),
         "model": Path(settings.model).name,
         "machine": {
             "cpu": cpu_name(),
             "cpus": len(os.sched_getaffinity(0)),
-            "simd": level,
+            "simd": before.simd,
             "python": platform.python_version(),
-            "read_gb_per_s": {
-                "before": round(before / 1e9, 2),
-                "after": round(read_bandwidth(settings.threads) / 1e9, 2),
-            },
-            "int8_tops": round(int8_peak(settings.threads, level) / 1e12, 3),
+            "read_gb_per_s": {"before": before.read, "after": after.read},
+            "int8_tops": {"before": before.int8, "after": after.int8},
         },
         "settings": {
             "threads": settings.threads,

@@ -39,7 +39,7 @@ def measure_accuracy(settings: Settings, engines: Engines) -> list[Result]:
     prompt = english(settings.model)
     exact = _model_logits(settings, prompt, "exact", "float32")
     ours = _model_logits(settings, prompt, "auto", kv)
-    found = [_compare(Result(OURS, f"{OURS} {__version__}", kv, {}), exact, ours)]
+    found = [compare(Result(OURS, f"{OURS} {__version__}", kv, {}), exact, ours)]
     with TemporaryDirectory() as folder, Engines() as readers:
         for peer in settings.engines(without=["vllm", "transformers"])[1:]:
             opening = settings.opening(peer.engine, 1, TOKENS, kv=kv)
@@ -48,7 +48,7 @@ def measure_accuracy(settings: Settings, engines: Engines) -> list[Result]:
             worker.logits(prompt, path)
             rows = numpy.fromfile(path, numpy.float32).reshape(TOKENS, -1)
             theirs = torch.from_numpy(rows)[:, : exact.shape[1]]
-            found.append(_compare(Result(peer.engine, worker.name, worker.kv, {}), exact, theirs))
+            found.append(compare(Result(peer.engine, worker.name, worker.kv, {}), exact, theirs))
     return found
 
 
@@ -69,7 +69,7 @@ def english(model: str) -> list[int]:
     return tokens
 
 
-def _compare(result: Result, exact: Tensor, logits: Tensor) -> Result:
+def compare(result: Result, exact: Tensor, logits: Tensor) -> Result:
     """Relative error of the logits without their mean, in percent, and KL(exact || engine)."""
     centred = exact - exact.mean(-1, keepdim=True)
     difference = logits - logits.mean(-1, keepdim=True) - centred

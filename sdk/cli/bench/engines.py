@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -138,7 +138,6 @@ class Worker:
         self.vocab_size = int(hello["vocab_size"])
 
     def measure(self, load: Load) -> Sample:
-        time.sleep(_SETTLE)
         return Sample(**self._ask({"prompts": load.prompts, "output_len": load.output_len}))
 
     def logits(self, prompt: Sequence[int], path: Path) -> None:
@@ -225,6 +224,12 @@ class Engines:
         for engine in self.opened:
             engine.close(now=error is not None)
 
-    def interleaved(self, round_number: int) -> Sequence[Worker]:
-        """All engines; every other round in reverse, so that none always runs on a warm machine."""
-        return self.opened if round_number % 2 == 0 else self.opened[::-1]
+    def interleaved(self, round_number: int) -> Iterator[Worker]:
+        """All engines; every other round in reverse, so that none always runs on a warm machine.
+
+        Where there are several, each waits until the threads of the last one have gone to sleep.
+        """
+        for worker in self.opened if round_number % 2 == 0 else self.opened[::-1]:
+            if len(self.opened) > 1:
+                time.sleep(_SETTLE)
+            yield worker

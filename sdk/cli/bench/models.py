@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -113,15 +115,17 @@ def write_unpacked(model: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    unpacked = AutoModelForCausalLM.from_pretrained(
-        model.parent, gguf_file=model.name, dtype=torch.float32
-    )
+    with contextlib.redirect_stderr(io.StringIO()):  # progress bars, three of them
+        unpacked = AutoModelForCausalLM.from_pretrained(
+            model.parent, gguf_file=model.name, dtype=torch.float32
+        )
     # The values are plain floats by now, but transformers still refuses to save what came from
     # GGUF while the model says so.
     del unpacked.config.quantization_config
     unpacked.hf_quantizer = None
     unpacked.is_quantized = False
-    unpacked.save_pretrained(folder)
+    with contextlib.redirect_stderr(io.StringIO()):
+        unpacked.save_pretrained(folder)
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,7 @@ def _draw_over(
         )
     kv = next((result.kv for result in section.results if result.engine == OURS), "")
     limits = [limit(suite, case, report["machine"], work, KV_BYTES.get(kv, 2)) for case in cases]
-    axes.plot(range(len(cases)), limits, "k--", label="limit of this machine")
+    axes.plot(range(len(cases)), limits, "k--", marker="_", label="limit of this machine")
     axes.set_xticks(range(len(cases)), [str(case) for case in cases])
     axes.set_xlabel(label)
     axes.set_ylabel(metric.heading)
@@ -85,8 +85,8 @@ def limit(suite: str, case: int, machine: Mapping[str, Any], work: Work, kv_byte
 
     Prompt tokens share one reading of the weights, decoded ones share it between their streams.
     """
-    bandwidth = 1e9 * max(machine["read_gb_per_s"].values())
-    peak = 1e12 * machine["int8_tops"]
+    bandwidth: float = 1e9 * max(machine["read_gb_per_s"].values())
+    peak: float = 1e12 * max(machine["int8_tops"].values())
     if suite == "prefill":
         return peak / (2 * work.prompt_weights)
     streams = case if suite == "decode" else 1
@@ -109,7 +109,7 @@ def _draw_bars(path: Path, section: Section, report: Mapping[str, Any]) -> None:
         axes.set_xticks(range(len(values)), names, rotation=20, ha="right", fontsize="small")
         axes.set_ylabel(metric.heading)
         if metric.heading.startswith("%"):
-            axes.axhline(100, color="k", linestyle="--", label="limit")
+            axes.axhline(100, color="k", linestyle="--", label="100 %")
             axes.legend(fontsize="small")
     figure.suptitle(f"{section.title}: {report['model']}")
     figure.savefig(path, dpi=120)

@@ -31,7 +31,7 @@ class Result:
     engine: str
     name: str
     kv: str
-    case: dict[str, int | str]
+    case: dict[str, int]
     samples: dict[str, list[float]] = field(default_factory=dict)
 
     def add(self, **values: float) -> None:
@@ -98,13 +98,13 @@ def cells(section: Section) -> tuple[list[str], list[list[str]]]:
 def heading(report: Mapping[str, Any]) -> str:
     """The machine and the run, in three lines."""
     machine, settings = report["machine"], report["settings"]
-    before, after = (machine["read_gb_per_s"][when] for when in ("before", "after"))
+    read, peak = machine["read_gb_per_s"], machine["int8_tops"]
     return (
         f"{report['model']}, {settings['threads']} threads, median of {settings['rounds']} rounds, "
         f"engines in turn\n"
         f"{machine['cpu']}, {machine['cpus']} CPUs, {machine['simd']}; Python {machine['python']}\n"
-        f"memory read {before:.1f} GB/s before, {after:.1f} GB/s after; "
-        f"8-bit integer peak {machine['int8_tops']:.2f} TOPS"
+        f"memory read {read['before']:.1f} GB/s before, {read['after']:.1f} after; "
+        f"8-bit integer peak {peak['before']:.2f} TOPS before, {peak['after']:.2f} after"
     )
 
 
