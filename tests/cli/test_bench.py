@@ -299,14 +299,16 @@ def test_a_busy_core_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     assert started[0].poll() is not None
 
 
-def test_a_model_of_random_weights_runs_and_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in {"_HIDDEN": 64, "_LAYERS": 1, "_HEADS": 4, "_KV_HEADS": 2}.items():
-        monkeypatch.setattr(models, name, value)
-    monkeypatch.setattr(models, "_HEAD_DIM", 16)
-    monkeypatch.setattr(models, "_MLP", 96)
-    monkeypatch.setattr(models, "_VOCAB", 128)
+@pytest.fixture
+def tiny_random(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``random-1b`` is a few kilobytes here."""
+    sizes = {"HIDDEN": 64, "LAYERS": 1, "HEADS": 4, "KV_HEADS": 2, "HEAD_DIM": 16}
+    for name, size in {**sizes, "MLP": 96, "VOCAB": 128}.items():
+        monkeypatch.setattr(models, f"_{name}", size)
+
+
+@pytest.mark.usefixtures("tiny_random")
+def test_a_model_of_random_weights_runs_and_is_removed() -> None:
     with models.ModelFiles("random-1b") as made:
         file = Path(made.path)
         work = models.work_of(made.path)
@@ -366,13 +368,13 @@ def test_json_alone_on_stdout(golden: Path, capsys: Captured) -> None:
     assert 0 < row["median"]["tops"] < row["median"]["peak_tops"]
 
 
-@pytest.mark.model
-def test_accuracy_is_measured_against_exact_arithmetic(smollm2: Path, capsys: Captured) -> None:
-    assert main(["bench", str(smollm2), "--suite", "accuracy", "--json", "-"]) == 0
+def test_accuracy_is_measured_against_exact_arithmetic(golden: Path, capsys: Captured) -> None:
+    model = str(golden / "gguf-Q4_1" / "model.gguf")
+    assert main(["bench", model, "--suite", "accuracy", "--json", "-"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["results"]["accuracy"]
     assert row["kv"] == "float32"
-    assert 0.1 < row["median"]["error"] < 3.6  # percent
-    assert 0 < row["median"]["kl"] < 0.004
+    assert 0.1 < row["median"]["error"] < 5  # percent
+    assert 0 < row["median"]["kl"] < 0.01
 
 
 def test_logits_are_compared_without_their_mean_and_by_divergence() -> None:
@@ -388,7 +390,12 @@ def test_logits_are_compared_without_their_mean_and_by_divergence() -> None:
     assert row.median("kl") == pytest.approx(0.0204, abs=1e-3)
 
 
-def test_accuracy_needs_a_tokenizer_and_enough_text(golden: Path, capsys: Captured) -> None:
-    folder = golden / "arch-llama3"
-    assert main(["bench", str(folder), "--suite", "accuracy"]) == 2
-    assert "--suite accuracy: expected " in capsys.readouterr().err
+@pytest.mark.usefixtures("tiny_random")
+def test_accuracy_needs_a_tokenizer_and_enough_text(
+    golden: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["bench", "random-1b", "--suite", "accuracy"]) == 2
+    assert "expected a model with a tokenizer, found none" in capsys.readouterr().err
+    monkeypatch.setattr(accuracy, "TEXT", "a few words")
+    assert main(["bench", str(golden / "arch-llama3"), "--suite", "accuracy"]) == 2
+    assert "expected 256 tokens, found " in capsys.readouterr().err
