@@ -125,8 +125,8 @@ void loop_portable(int64_t loops) {
     memset(b, 2, sizeof b);
     for (; loops; --loops) {
         asm volatile("" : : "r"(a), "r"(b) : "memory");  // read them again, every time
-        for (int i = 0; i < 16; ++i)
-            for (int j = 0; j < 4; ++j) sums[i] += a[4 * i + j] * b[4 * i + j];
+        for (int j = 0; j < 64; j += 16)
+            for (int i = 0; i < 16; ++i) sums[i] += a[i + j] * b[i + j];
     }
     asm volatile("" : : "r"(sums) : "memory");
 }

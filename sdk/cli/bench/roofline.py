@@ -7,18 +7,17 @@ import time
 from sdk.cli.bench.engines import OURS, Engines
 from sdk.cli.bench.models import work_of
 from sdk.cli.bench.report import Result
-from sdk.cli.bench.settings import Settings, make_load
+from sdk.cli.bench.settings import DECODE_PROMPT, Settings, make_load
 
 #: A large layer of a 1B model under a full prefill step.
 GEMM_TOKENS, GEMM_OUT, GEMM_IN, GEMM_GROUP = 512, 8192, 2048, 32
-_PROMPT = 128
 
 
 def measure_roofline(settings: Settings, engines: Engines) -> list[Result]:
     """Decode beside the file's bytes at the best read bandwidth seen in this suite."""
     from sdk.kernels.cpu.probe import read_bandwidth
 
-    load = make_load(engines.vocab_size, 1, _PROMPT, settings.output_len, seed=1)
+    load = make_load(engines.vocab_size, 1, DECODE_PROMPT, settings.output_len, seed=1)
     results = {e.name: Result(e.engine, e.name, e.kv, {}) for e in engines.opened}
     for engine in engines.opened:
         engine.measure(load)

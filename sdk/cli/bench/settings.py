@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from sdk.cli.bench.engines import OURS, Engines, Load, Opening, Peer, Worker
 from sdk.cli.bench.report import Result
 
+#: Tokens of context before decoding is measured, where the suite does not vary them.
+DECODE_PROMPT = 128
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:

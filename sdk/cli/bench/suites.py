@@ -14,10 +14,8 @@ from sdk.cli.bench.accuracy import measure_accuracy
 from sdk.cli.bench.engines import Engines, Load, Worker
 from sdk.cli.bench.report import Metric, Result, Section
 from sdk.cli.bench.roofline import measure_gemm, measure_roofline
-from sdk.cli.bench.settings import Settings, in_rounds, make_load, same_load
+from sdk.cli.bench.settings import DECODE_PROMPT, Settings, in_rounds, make_load, same_load
 
-#: Tokens of context before decoding is measured, where the suite does not vary them.
-DECODE_PROMPT = 128
 #: A prompt of the prefix suite, and how much of it the next one shares.
 PREFIX_PROMPT, PREFIX_SHARED = 1100, 1000
 #: What a start-up ends with: the first token after a short prompt.
