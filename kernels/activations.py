@@ -21,30 +21,47 @@ _Array = NDArray[np.float32]
 LARGE = 256 * 1024
 
 
+class _Block:
+    """Memory for at least ``count`` numbers."""
+
+    __slots__ = ("count", "memory")
+
+    def __init__(self, count: int) -> None:
+        self.memory = mmap.mmap(-1, -(-count * 4 // LARGE) * LARGE)
+        self.count = count
+
+    def size(self) -> int:
+        return self.count
+
+
 class ActivationPool:
-    """Hands out float32 tensors of at least ``LARGE`` bytes. Not thread-safe: one engine's steps.
+    """Hands out float32 tensors. Not thread-safe: one engine's steps.
 
     A block is free again when the last tensor on it is gone, views included. The best fitting free
     block is taken; when all are too small, the largest of them gives way to a new one, so that
-    there are never more blocks than were once in use together.
+    there are never more blocks than were once in use together. With ``same_size`` a block only ever
+    holds tensors of one size, and none gives way.
     """
 
-    def __init__(self) -> None:
-        self._free: list[mmap.mmap] = []
-        self._lent: dict[int, tuple[weakref.ref[_Array], mmap.mmap]] = {}
+    def __init__(self, same_size: bool = False) -> None:
+        self._same_size = same_size
+        self._free: list[_Block] = []
+        self._lent: dict[int, tuple[weakref.ref[_Array], _Block]] = {}
 
     def take(self, count: int) -> Tensor:
         """``count`` float32 values, uninitialized."""
-        nbytes = count * 4
-        fitting = [block for block in self._free if len(block) >= nbytes]
+        if self._same_size:
+            fitting = [block for block in self._free if block.count == count]
+        else:
+            fitting = [block for block in self._free if block.count >= count]
         if fitting:
-            block = min(fitting, key=len)
+            block = min(fitting, key=_Block.size)
             self._free.remove(block)
         else:
-            if self._free:
-                self._free.remove(max(self._free, key=len))
-            block = mmap.mmap(-1, -(-nbytes // LARGE) * LARGE)
-        array = np.frombuffer(block, dtype=np.float32, count=count)
+            if self._free and not self._same_size:
+                self._free.remove(max(self._free, key=_Block.size))
+            block = _Block(count)
+        array = np.frombuffer(block.memory, dtype=np.float32, count=count)
         key = id(array)
 
         def release(_: weakref.ref[_Array], pool: ActivationPool = self) -> None:

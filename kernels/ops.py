@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,9 +21,12 @@ from torch import Tensor
 from sdk.kernels.activations import LARGE, ActivationPool
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import KernelError
-from sdk.kernels.layouts import Affine, Blocks, Dense, KVPages, Layout
+from sdk.kernels.graph import CaptureError, Graph, OnlyViews
+from sdk.kernels.layouts import Affine, Blocks, Dense, Float8, KVPages, Layout
 from sdk.kernels.registry import Choice, Problem, choose, open_backends
+from sdk.kernels.sampling import DRAW, Draws, Tokens
 
+Result = TypeVar("Result")
 Compute = Literal["auto", "exact"]
 Activation = Literal["silu", "gelu_tanh", "gelu"]
 
@@ -35,25 +38,31 @@ class BoundLinear:
     choice: Choice
     packed: Any
     shape: tuple[int, int]
-    empty: Callable[..., Tensor]
+    ops: Ops
 
-    def matmul(self, x: Tensor) -> Tensor:
-        """``x [M, K] -> [M, N]``, float32."""
+    def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """``x [M, K] -> [M, N]``, float32; into ``out``, whose rows may be strided, if given."""
         if x.dim() != 2 or x.shape[1] != self.shape[1]:
             raise KernelError(f"linear: expected x [M, {self.shape[1]}], found {list(x.shape)}")
-        out = self.empty(x.shape[0], self.shape[0])
+        if out is None:
+            out = self.ops.empty(x.shape[0], self.shape[0])
+        elif out.shape != (x.shape[0], self.shape[0]) or out.stride(1) != 1:
+            raise KernelError(
+                f"linear: expected out [{x.shape[0]}, {self.shape[0]}], found {list(out.shape)} "
+                f"with strides {out.stride()}"
+            )
         if x.shape[0]:
             self.choice.implementation.matmul(self.packed, x.contiguous(), out)
         return out
 
     def rows(self, ids: Tensor) -> Tensor:
         """``w[ids]``, dequantized exactly: ids int64 ``[T]`` -> float32 ``[T, K]``."""
-        if ids.numel():
+        if ids.numel() and not self.ops.capturing:
             low, high = int(ids.min()), int(ids.max())
             if low < 0 or high >= self.shape[0]:
                 bad = low if low < 0 else high
                 raise KernelError(f"rows: expected ids in 0..{self.shape[0] - 1}, found {bad}")
-        out = self.empty(ids.shape[0], self.shape[1])
+        out = self.ops.empty(ids.shape[0], self.shape[1])
         if ids.numel():
             self.choice.implementation.rows(self.packed, ids.contiguous(), out)
         return out
@@ -93,6 +102,8 @@ class Ops:
         self._backends, self.declined_backends = open_backends(device, num_threads, backends)
         self._chosen: dict[Problem, Choice] = {}
         self._activations = ActivationPool()
+        self._buffers: ActivationPool | None = None  # of the graph being captured
+        self._sampling: Any = None
 
     def close(self) -> None:
         """Stop the threads. Idempotent; the operators must not be used afterwards."""
@@ -103,9 +114,39 @@ class Ops:
     def empty(self, *shape: int) -> Tensor:
         """An uninitialized float32 tensor for the result of an operator."""
         count = math.prod(shape)
+        if self._buffers is not None:
+            return self._buffers.take(count).view(shape)
         if count * 4 < LARGE or self.device.type != "cpu":
             return torch.empty(shape, dtype=torch.float32, device=self.device)
         return self._activations.take(count).view(shape)
+
+    @property
+    def capturing(self) -> bool:
+        """True while operators are recorded, not run: then tensors hold nothing to look at."""
+        return self._buffers is not None
+
+    def capture(
+        self, forward: Callable[[], Result], *, tokens: int, outputs: int, requests: int
+    ) -> Graph[Result]:
+        """Record what ``forward`` computes on tensors of so many tokens, outputs and requests.
+
+        After :meth:`select_rows` every operator runs over the outputs, before over the tokens.
+
+        :raises CaptureError: when ``forward`` does anything but view tensors and call operators of
+            one native backend.
+        """
+        backend = self._backends[0]
+        if not hasattr(backend, "record"):
+            raise CaptureError(f"{backend.name} kernels cannot be recorded")
+        # A buffer is reused for tensors of its own size only, so that in a phase of several
+        # operators (native/program.hpp) a row's memory is never another row's.
+        self._buffers = buffers = ActivationPool(same_size=True)
+        limits = (tokens, outputs, requests)
+        try:
+            with backend.record(limits) as recorded, OnlyViews():  # type: ignore[no-untyped-call]
+                return Graph(recorded, forward(), buffers, limits)
+        finally:
+            self._buffers = None
 
     @property
     def backend_names(self) -> tuple[str, ...]:
@@ -126,10 +167,10 @@ class Ops:
         """Choose a kernel for a weight and pack the weight for it."""
         out_features, in_features = layout.shape
         match layout:
-            case Dense():
+            case Dense() | Float8():
                 fields: dict[str, Any] = {
-                    "layout": "dense",
-                    "format": str(layout.values.dtype).removeprefix("torch."),
+                    "layout": "dense" if isinstance(layout, Dense) else "float8",
+                    "format": _dtype_name(layout.values),
                 }
             case Affine():
                 fields = {"layout": "affine", "bits": layout.bits, "group": layout.group}
@@ -143,13 +184,13 @@ class Ops:
             **fields,
         )
         choice = choose(self._backends, problem)
-        return BoundLinear(choice, choice.implementation.pack(layout), layout.shape, self.empty)
+        return BoundLinear(choice, choice.implementation.pack(layout), layout.shape, self)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension."""
+        """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension; x may be strided."""
         out = self.empty(*x.shape)
         if x.numel():
-            self._kernel("rms_norm").run(x.contiguous(), weight, eps, out)
+            self._kernel("rms_norm").run(x, weight, eps, out)
         return out
 
     def add_rms_norm(
@@ -158,7 +199,7 @@ class Ops:
         """``s = x + residual``; returns ``(rms_norm(s), s)``; ``residual`` becomes s."""
         out = self.empty(*residual.shape)
         if x.numel():
-            self._kernel("add_rms_norm").run(x.contiguous(), residual, weight, eps, out)
+            self._kernel("add_rms_norm").run(x, residual, weight, eps, out)
         return out, residual
 
     def gated_activation(self, gate_up: Tensor, kind: Activation) -> Tensor:
@@ -168,6 +209,62 @@ class Ops:
         if tokens:
             self._kernel("gated_activation", format=kind).run(gate_up.contiguous(), kind, out)
         return out
+
+    def zeros(self, rows: int, width: int) -> Tensor:
+        """``[rows, width]`` of zeros."""
+        out = self.empty(rows, width)
+        if rows:
+            self._kernel("zeros").run(out)
+        return out
+
+    def add(self, x: Tensor, other: Tensor) -> Tensor:
+        """``x += other``, both of one shape; returns x."""
+        if x.numel():
+            self._kernel("add").run(x, other)
+        return x
+
+    def add_bias(self, x: Tensor, bias: Tensor) -> Tensor:
+        """``x += bias`` for every row of ``x [T, N]``; returns x."""
+        if x.numel():
+            self._kernel("add_bias").run(x, bias)
+        return x
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        """``x *= factor``; returns x."""
+        if x.numel() and factor != 1.0:
+            self._kernel("scale").run(x, None, factor)
+        return x
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        """``x = cap * tanh(x / cap)`` in place; returns x."""
+        if x.numel():
+            self._kernel("softcap").run(x, None, cap)
+        return x
+
+    def select_rows(self, x: Tensor, rows: Tensor) -> Tensor:
+        """``x[rows]``: x float32 ``[T, N]``, rows int64 ``[R]``, which must lie in 0..T - 1."""
+        out = self.empty(rows.shape[0], x.shape[1])
+        if rows.shape[0]:
+            self._kernel("select_rows").run(x, rows, out)
+        return out
+
+    def rope_angles(
+        self, positions: Tensor, inv_freq: Tensor, factor: float
+    ) -> tuple[Tensor, Tensor]:
+        """cos and sin of ``positions[t] * inv_freq[i]``, times ``factor``: float32 ``[T, half]``.
+
+        positions int64 ``[T]``, inv_freq float32 ``[half]``.
+        """
+        tokens, half = positions.shape[0], inv_freq.shape[0]
+        cos, sin = self.empty(tokens, half), self.empty(tokens, half)
+        if tokens and half:
+            self._kernel("rope_angles").run(positions, inv_freq, factor, cos, sin)
+        return cos, sin
+
+    def find_places(self, batch: AttentionBatch) -> None:
+        """Fill ``batch.positions`` and ``batch.slots`` from its other tensors."""
+        if batch.num_tokens:
+            self._kernel("find_places").run(batch)
 
     def rope_and_cache(
         self,
@@ -220,6 +317,34 @@ class Ops:
             kernel = self._kernel("attention", head_dim=head_dim, kv_dtype=_dtype_name(pages.k))
             kernel.run(q, pages, batch, scale, window, softcap, sinks, out)
         return out
+
+    def argmax(self, logits: Tensor) -> Tokens:
+        """The first best token of each row of ``logits [R, V]`` float32; no probabilities."""
+        return self._sample(logits, None)
+
+    def sample(self, logits: Tensor, draws: Draws) -> Tokens:
+        """One token per row of ``logits [R, V]`` float32, as ``draws [R]`` say.
+
+        See :mod:`sdk.kernels.sampling`. A row whose maximum is not finite gets no draw.
+        """
+        if draws.dtype != DRAW or draws.shape != logits.shape[:1]:
+            raise KernelError(
+                f"sample: expected one DRAW for each row of logits {list(logits.shape)}, "
+                f"found {draws.dtype} {list(draws.shape)}"
+            )
+        return self._sample(logits, draws)
+
+    def _sample(self, logits: Tensor, draws: Draws | None) -> Tokens:
+        if logits.dim() != 2 or logits.dtype != torch.float32 or not logits.shape[1]:
+            raise KernelError(
+                f"sample: expected float32 logits [R, V], found {logits.dtype} {list(logits.shape)}"
+            )
+        if not logits.shape[0]:
+            return Tokens([], [], [])
+        if self._sampling is None:  # once: making and looking up a Problem takes 2 us
+            self._sampling = self._kernel("sample")
+        result: Tokens = self._sampling.run(logits, draws)
+        return result
 
 
 def _dtype_name(tensor: Tensor) -> str:

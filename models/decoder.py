@@ -171,9 +171,11 @@ class Decoder:
     def __call__(self, inputs: Tensor, batch: AttentionBatch, kv: Sequence[KVPages]) -> Tensor:
         """See :class:`CausalLM`."""
         delta = inputs if inputs.is_floating_point() else self.embedding(inputs)
-        residual = torch.zeros_like(delta)
-        angles = self.rope.cos_sin(batch.positions)
-        local = angles if self.local_rope is None else self.local_rope.cos_sin(batch.positions)
+        residual = self.ops.zeros(*delta.shape)
+        angles = self.rope.cos_sin(batch.positions, self.ops)
+        local = angles
+        if self.local_rope is not None:
+            local = self.local_rope.cos_sin(batch.positions, self.ops)
         step = Step(batch, angles, local)
         for layer, pages in zip(self.layers, kv, strict=True):
             delta, residual = layer(delta, residual, step, pages)

@@ -25,9 +25,9 @@ class GraniteLayer(LlamaLayer):
         self, delta: Tensor, residual: Tensor, step: Step, pages: KVPages
     ) -> tuple[Tensor, Tensor]:
         x, residual = self.ops.add_rms_norm(delta, residual, self.input_norm, self.eps)
-        delta = self.attention(x, step, pages) * self.multiplier
+        delta = self.ops.scale(self.attention(x, step, pages), self.multiplier)
         x, residual = self.ops.add_rms_norm(delta, residual, self.post_attention_norm, self.eps)
-        return self.mlp(x) * self.multiplier, residual
+        return self.ops.scale(self.mlp(x), self.multiplier), residual
 
 
 class Model(Decoder):

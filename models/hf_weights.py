@@ -98,7 +98,7 @@ class Filling:
 
     def _linear(self, name: str, weight: Weight, module: Any) -> Linear:
         bias = None if module.bias is None else self._tensor(f"{name}.bias", module.bias)
-        linear = Linear(weight, bias, Mesh())
+        linear = Linear(weight, bias, Mesh(), self.ops)
         self.linears.append((name, linear))
         return linear
 

@@ -32,8 +32,9 @@ class Linear:
     """``y = x @ w.T + bias``; with ``reduce`` the products of all ranks are summed first."""
 
     def __init__(
-        self, weight: Weight, bias: Tensor | None, mesh: Mesh, *, reduce: bool = False
+        self, weight: Weight, bias: Tensor | None, mesh: Mesh, ops: Ops, *, reduce: bool = False
     ) -> None:
+        self.ops = ops
         self.weight = weight
         self.bias = bias
         self.mesh = mesh
@@ -45,14 +46,15 @@ class Linear:
         if self.reduce:
             self.mesh.all_reduce(y)
         if self.bias is not None:
-            y += self.bias
+            self.ops.add_bias(y, self.bias)
         return y
 
 
 class Embedding:
     """Rows of a weight by token id; a rank owns a run of the vocabulary, from ``start`` on."""
 
-    def __init__(self, weight: Weight, start: int, scale: float, mesh: Mesh) -> None:
+    def __init__(self, weight: Weight, start: int, scale: float, mesh: Mesh, ops: Ops) -> None:
+        self.ops = ops
         self.weight = weight
         self.start = start
         self.scale = scale
@@ -67,7 +69,7 @@ class Embedding:
             mine = (local >= 0) & (local < self.weight.shape[0])
             x = self.weight.rows(torch.where(mine, local, 0))
             x = self.mesh.all_reduce(x * mine.unsqueeze(1))  # one rank's row plus zeros: exact
-        return x if self.scale == 1.0 else x * self.scale
+        return self.ops.scale(x, self.scale)
 
 
 class Head:
@@ -87,10 +89,9 @@ class Head:
             missing = -(-self.vocab_size // mesh.size) - logits.shape[1]
             logits = mesh.all_gather(torch.nn.functional.pad(logits, (0, missing)))
             logits = logits[:, : self.vocab_size]
-        if self.scale != 1.0:
-            logits = logits / self.scale
+        logits = self.linear.ops.scale(logits, 1.0 / self.scale)
         if self.softcap is not None:
-            logits = torch.tanh(logits / self.softcap) * self.softcap
+            logits = self.linear.ops.softcap(logits, self.softcap)
         return logits
 
 
@@ -163,7 +164,7 @@ class Source:
         self, path: str, weight: Weight, bias: Tensor | None, *, reduce: bool = False
     ) -> Linear:
         weight.bind(self.ops)
-        linear = Linear(weight, bias, self.mesh, reduce=reduce)
+        linear = Linear(weight, bias, self.mesh, self.ops, reduce=reduce)
         self.linears.append((path, linear))
         return linear
 
@@ -233,7 +234,7 @@ class Source:
             return weight
 
         weight = pull("model.embed_tokens")
-        embedding = Embedding(weight, start, c.embedding_scale, self.mesh)
+        embedding = Embedding(weight, start, c.embedding_scale, self.mesh, self.ops)
         if not c.tie_word_embeddings:
             weight = pull("lm_head")
         return embedding, Head(self._bound("lm_head", weight, None), c)

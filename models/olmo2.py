@@ -64,9 +64,9 @@ class Olmo2Layer:
     def __call__(
         self, delta: Tensor, residual: Tensor, step: Step, pages: KVPages
     ) -> tuple[Tensor, Tensor]:
-        residual += delta
+        self.ops.add(residual, delta)
         x = self.attention(residual, step, pages)
-        residual += self.ops.rms_norm(x, self.post_attention_norm, self.eps)
+        self.ops.add(residual, self.ops.rms_norm(x, self.post_attention_norm, self.eps))
         x = self.mlp(residual)
         return self.ops.rms_norm(x, self.post_mlp_norm, self.eps), residual
 

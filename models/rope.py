@@ -24,6 +24,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sdk.kernels.ops import Ops
+
 ROPE_TYPES = (
     "default",
     "linear",
@@ -73,10 +75,9 @@ class Rope:
         inv_freq, self.attention_factor = inverse_frequencies(spec, max_model_len)
         self.inv_freq = inv_freq.to(device)
 
-    def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def cos_sin(self, positions: Tensor, ops: Ops) -> tuple[Tensor, Tensor]:
         """Positions int64 ``[T]`` -> cos and sin, float32 ``[T, rotary_dim / 2]``."""
-        angle = positions.to(torch.float32).unsqueeze(1) * self.inv_freq
-        return angle.cos() * self.attention_factor, angle.sin() * self.attention_factor
+        return ops.rope_angles(positions, self.inv_freq, self.attention_factor)
 
 
 def inverse_frequencies(spec: RopeSpec, max_model_len: int) -> tuple[Tensor, float]:

@@ -28,6 +28,10 @@ def explain(
         f"backends {', '.join(ops.backend_names)}",
     ]
     lines += [f"           no {name} backend: {reason}" for name, reason in ops.declined_backends]
+    steps = "replayed from one recorded graph"
+    if runner.eager_reason is not None:
+        steps = f"operator by operator: {runner.eager_reason}"
+    lines.append(f"steps      {steps}")
     lines += [f"memory     {line}" for line in str(plan).splitlines()]
     lines.append("linear layers")
     groups: dict[tuple[str, str, tuple[tuple[str, str], ...]], list[tuple[str, int]]]

@@ -6,13 +6,24 @@ it raw pointers. Matrix products read weights repacked once at load (``native/pl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from sdk.kernels.cpu.attention import Attention, RopeAndCache
-from sdk.kernels.cpu.elementwise import AddRmsNorm, GatedActivation, RmsNorm
-from sdk.kernels.cpu.library import Engine, find_library, levels
+from sdk.kernels.cpu.attention import Attention, Places, RopeAndCache
+from sdk.kernels.cpu.elementwise import (
+    MAPS,
+    AddRmsNorm,
+    GatedActivation,
+    Map,
+    RmsNorm,
+    RopeAngles,
+    SelectRows,
+)
+from sdk.kernels.cpu.library import Engine, Program, find_library, levels
 from sdk.kernels.cpu.linear import Linear
+from sdk.kernels.cpu.sampling import Sample
+from sdk.kernels.cpu.weight_memory import WeightMemory
 
 __all__ = ["CpuBackend", "available", "levels", "open_backend", "simd_level"]
 
@@ -43,17 +54,36 @@ class CpuBackend:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self._memory = WeightMemory()
         self._implementations: dict[str, Sequence[Any]] = {
-            "linear": (Linear(engine, exact=False), Linear(engine, exact=True)),
+            "linear": (
+                Linear(engine, self._memory, exact=False),
+                Linear(engine, self._memory, exact=True),
+            ),
             "rms_norm": (RmsNorm(engine),),
             "add_rms_norm": (AddRmsNorm(engine),),
             "gated_activation": (GatedActivation(engine),),
+            **{kind: (Map(engine, kind),) for kind in MAPS},
+            "rope_angles": (RopeAngles(engine),),
+            "select_rows": (SelectRows(engine),),
+            "find_places": (Places(engine),),
             "rope_and_cache": (RopeAndCache(engine),),
             "attention": (Attention(engine),),
+            "sample": (Sample(engine),),
         }
 
     def implementations(self, op: str) -> Sequence[Any]:
         return self._implementations.get(op, ())
 
+    @contextmanager
+    def record(self, limits: tuple[int, int, int]) -> Iterator[Program]:
+        """See :class:`sdk.kernels.graph.Recorder`."""
+        program = self.engine.recording = Program(self.engine, limits)
+        try:
+            yield program
+        finally:
+            self.engine.recording = None
+
     def close(self) -> None:
         self.engine.close()
+        self._memory.close()

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from ctypes import byref
-
 import torch
 from torch import Tensor
 
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.cpu.elementwise import floats
-from sdk.kernels.cpu.library import ELEMENT_TYPES, AttentionArgs, Engine, RopeArgs, check
+from sdk.kernels.cpu.library import (
+    ELEMENT_TYPES,
+    AttentionArgs,
+    Engine,
+    OpKind,
+    PlacesArgs,
+    RopeArgs,
+)
 from sdk.kernels.errors import KernelError
 from sdk.kernels.layouts import KVPages
 from sdk.kernels.registry import Problem
@@ -80,7 +85,7 @@ class RopeAndCache:
             pages.page_size,
             ELEMENT_TYPES[pages.k.dtype],
         )
-        check(self._engine.rope(self._engine.handle, byref(args), tokens), "rope_and_cache")
+        self._engine.run(OpKind.ROPE, args, tokens, "rope_and_cache")
 
 
 class Attention:
@@ -138,8 +143,33 @@ class Attention:
             scale,
             softcap or 0.0,
             0,
+            None,
         )
-        check(self._engine.attention(self._engine.handle, byref(args)), "attention")
+        self._engine.run(OpKind.ATTENTION, args, batch.num_requests, "attention")
+
+
+class Places:
+    """See :meth:`sdk.kernels.ops.Ops.find_places`."""
+
+    name = "cpu.find_places"
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def run(self, batch: AttentionBatch) -> None:
+        args = PlacesArgs(
+            batch.query_start.data_ptr(),
+            batch.context_len.data_ptr(),
+            batch.page_table.data_ptr(),
+            batch.positions.data_ptr(),
+            batch.slots.data_ptr(),
+            batch.page_table.stride(0),
+            batch.page_size,
+        )
+        self._engine.run(OpKind.PLACES, args, batch.num_requests, "find_places")
 
 
 def _inner_contiguous(x: Tensor, dtype: torch.dtype, what: str) -> None:

@@ -1,17 +1,25 @@
-"""RMSNorm and gated activations: ``native/elementwise.hpp``."""
+"""RMSNorm, gated activations and the small row-wise operators: ``native/elementwise.hpp``."""
 
 from __future__ import annotations
-
-from ctypes import byref
 
 import torch
 from torch import Tensor
 
-from sdk.kernels.cpu.library import Engine, GatedArgs, NormArgs, check
+from sdk.kernels.cpu.library import (
+    AnglesArgs,
+    Engine,
+    GatedArgs,
+    MapArgs,
+    NormArgs,
+    OpKind,
+    SelectArgs,
+)
 from sdk.kernels.errors import KernelError
 from sdk.kernels.registry import Problem
 
 _KINDS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
+#: In-place operators on rows, as native/abi.hpp numbers them.
+MAPS = {"zeros": 0, "add": 1, "add_bias": 2, "scale": 3, "softcap": 4}
 
 
 class RmsNorm:
@@ -56,16 +64,24 @@ def _norm(
     if weight.shape != (width,):
         raise KernelError(f"rms_norm: expected weight [{width}], found {list(weight.shape)}")
     weight = floats(weight, "rms_norm weight")
-    floats(x, "rms_norm x")
+    if x.dtype != torch.float32 or x.dim() > 3 or x.stride(-1) != 1:
+        raise KernelError(
+            f"rms_norm: expected float32 rows of at most 3 dimensions, found {x.dtype} "
+            f"{list(x.shape)} with strides {x.stride()}"
+        )
+    inner = x.shape[1] if x.dim() == 3 else 1
     args = NormArgs(
         x.data_ptr(),
         None if residual is None else floats(residual, "rms_norm residual").data_ptr(),
         weight.data_ptr(),
         out.data_ptr(),
         width,
+        inner,
+        x.stride(0) if x.dim() > 1 else 0,
+        x.stride(1) if x.dim() == 3 else 0,
         eps,
     )
-    check(engine.rms_norm(engine.handle, byref(args), x.numel() // width), "rms_norm")
+    engine.run(OpKind.NORM, args, x.numel() // width, "rms_norm")
 
 
 class GatedActivation:
@@ -84,7 +100,82 @@ class GatedActivation:
     def run(self, gate_up: Tensor, kind: str, out: Tensor) -> None:
         floats(gate_up, "gated_activation")
         args = GatedArgs(gate_up.data_ptr(), out.data_ptr(), out.shape[1], _KINDS[kind])
-        check(self._engine.gated(self._engine.handle, byref(args), out.shape[0]), "gated")
+        self._engine.run(OpKind.GATED, args, out.shape[0], "gated")
+
+
+class Map:
+    """See ``Ops.zeros``, ``add``, ``add_bias``, ``scale`` and ``softcap``: one of them each."""
+
+    def __init__(self, engine: Engine, kind: str) -> None:
+        self._engine = engine
+        self._kind = MAPS[kind]
+        self._what = kind
+        self.name = f"cpu.{kind}"
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def run(self, x: Tensor, other: Tensor | None = None, factor: float = 0.0) -> None:
+        width = x.shape[-1]
+        rows = x.numel() // width
+        if floats(x, self._what) is not x:
+            raise KernelError(f"{self._what}: expected contiguous rows, found {x.stride()}")
+        if other is not None and other.numel() != (
+            width if self._what == "add_bias" else x.numel()
+        ):
+            raise KernelError(
+                f"{self._what}: {list(other.shape)} does not fit rows {list(x.shape)}"
+            )
+        data = None if other is None else floats(other, self._what).data_ptr()
+        args = MapArgs(x.data_ptr(), data, width, factor, self._kind)
+        self._engine.run(OpKind.MAP, args, rows, self._what)
+
+
+class RopeAngles:
+    """See :meth:`sdk.kernels.ops.Ops.rope_angles`."""
+
+    name = "cpu.rope_angles"
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def run(
+        self, positions: Tensor, inv_freq: Tensor, factor: float, cos: Tensor, sin: Tensor
+    ) -> None:
+        if positions.dtype != torch.int64 or not positions.is_contiguous():
+            raise KernelError(f"rope_angles: expected int64 positions, found {positions.dtype}")
+        inv_freq = floats(inv_freq, "rope_angles")
+        args = AnglesArgs(
+            positions.data_ptr(),
+            inv_freq.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            inv_freq.shape[0],
+            factor,
+        )
+        self._engine.run(OpKind.ANGLES, args, positions.shape[0], "rope_angles")
+
+
+class SelectRows:
+    """See :meth:`sdk.kernels.ops.Ops.select_rows`."""
+
+    name = "cpu.select_rows"
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def run(self, x: Tensor, rows: Tensor, out: Tensor) -> None:
+        if rows.dtype != torch.int64 or not rows.is_contiguous():
+            raise KernelError(f"select_rows: expected int64 rows, found {rows.dtype}")
+        x = floats(x, "select_rows")
+        args = SelectArgs(x.data_ptr(), rows.data_ptr(), out.data_ptr(), x.shape[1])
+        self._engine.run(OpKind.SELECT, args, rows.shape[0], "select_rows")
 
 
 def floats(x: Tensor, what: str) -> Tensor:

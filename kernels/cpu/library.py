@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, byref, c_float, c_int, c_int32, c_int64, c_void_p
+from enum import IntEnum
 from importlib.util import find_spec
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from sdk.kernels.errors import KernelError
 
 #: Must equal kAbiVersion in native/abi.hpp; a library with another one is refused as stale.
-ABI_VERSION = 2
+ABI_VERSION = 3
 
 #: Instruction-set levels, worst to best, in the order of native/levels.hpp.
 LEVELS = ("portable", "avx2", "avx2_vnni", "avx512_vnni")
@@ -27,9 +28,35 @@ ELEMENT_TYPES = {
     torch.float32: 2,
     torch.uint8: 3,
     torch.int8: 4,
+    torch.float8_e4m3fn: 5,
+    torch.float8_e5m2: 6,
 }
 
-_STATUS = {1: "out of memory", 2: "the engine is closed"}
+_STATUS = {1: "out of memory", 2: "the engine is closed", 3: "no such operator"}
+
+
+class OpKind(IntEnum):
+    """The operators as native/abi.hpp numbers them."""
+
+    EMBEDDING = 0
+    LINEAR = 1
+    NORM = 2
+    GATED = 3
+    MAP = 4
+    ANGLES = 5
+    SELECT = 6
+    ROPE = 7
+    ATTENTION = 8
+    PLACES = 9
+    SAMPLE = 10
+
+
+class Count(IntEnum):
+    """What of a step an operator runs over, as native/abi.hpp numbers them."""
+
+    TOKENS = 0
+    OUTPUTS = 1
+    REQUESTS = 2
 
 
 class WeightView(Structure):
@@ -47,10 +74,63 @@ class WeightView(Structure):
     ]
 
 
+class Activations(Structure):
+    """Rounded activations: the library's own business."""
+
+    _fields_ = [
+        ("k_blocks", c_int64),
+        *((name, c_void_p) for name in ("q", "scale", "sum", "minus_sum")),
+    ]
+
+
+class LinearArgs(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("w", "x", "out")),
+        ("out_stride", c_int64),
+        ("exact", c_int32),
+        ("m", c_int64),
+        ("act", Activations),
+    ]
+
+
+class EmbeddingArgs(Structure):
+    _fields_ = [(name, c_void_p) for name in ("w", "ids", "out")]
+
+
+class MapArgs(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "other")),
+        ("width", c_int64),
+        ("factor", c_float),
+        ("kind", c_int32),
+    ]
+
+
+class AnglesArgs(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("positions", "inv_freq", "cos", "sin")),
+        ("half", c_int64),
+        ("factor", c_float),
+    ]
+
+
+class SelectArgs(Structure):
+    _fields_ = [*((name, c_void_p) for name in ("x", "rows", "out")), ("width", c_int64)]
+
+
+class PlacesArgs(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("query_start", "context_len", "page_table")),
+        *((name, c_void_p) for name in ("positions", "slots")),
+        ("table_width", c_int64),
+        ("page_size", c_int32),
+    ]
+
+
 class NormArgs(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("x", "residual", "weight", "out")),
-        ("width", c_int64),
+        *((name, c_int64) for name in ("width", "inner", "outer_stride", "inner_stride")),
         ("eps", c_float),
     ]
 
@@ -85,6 +165,15 @@ class AttentionArgs(Structure):
         ("scale", c_float),
         ("softcap", c_float),
         ("query_tile", c_int32),
+        ("shared", c_void_p),
+    ]
+
+
+class SampleArgs(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("logits", "draws", "tokens", "best", "probabilities")),
+        ("width", c_int64),
+        ("stride", c_int64),
     ]
 
 
@@ -95,12 +184,11 @@ _SIGNATURES = {
     "engine_level": (c_int, (c_void_p,)),
     "pack": (c_int, (c_void_p, POINTER(WeightView), c_void_p, c_int64)),
     "unpack": (c_int, (c_void_p, POINTER(WeightView), c_void_p, c_int64)),
-    "rows": (c_int, (c_void_p, POINTER(WeightView), c_void_p, c_int64, c_void_p)),
-    "linear": (c_int, (c_void_p, POINTER(WeightView), c_void_p, c_int64, c_void_p, c_int)),
-    "rms_norm": (c_int, (c_void_p, POINTER(NormArgs), c_int64)),
-    "gated": (c_int, (c_void_p, POINTER(GatedArgs), c_int64)),
-    "rope": (c_int, (c_void_p, POINTER(RopeArgs), c_int64)),
-    "attention": (c_int, (c_void_p, POINTER(AttentionArgs))),
+    "run": (c_int, (c_void_p, c_int, c_void_p, c_int64)),
+    "program_create": (c_void_p, ()),
+    "program_destroy": (None, (c_void_p,)),
+    "program_add": (c_int, (c_void_p, c_int, c_void_p, c_int, c_int64)),
+    "program_run": (c_int, (c_void_p, c_void_p, POINTER(c_int64))),
 }
 
 
@@ -164,18 +252,65 @@ class Engine:
         self.level = LEVELS[library.embedlm_engine_level(handle)]
         self.pack = library.embedlm_pack
         self.unpack = library.embedlm_unpack
-        self.rows = library.embedlm_rows
-        self.linear = library.embedlm_linear
-        self.rms_norm = library.embedlm_rms_norm
-        self.gated = library.embedlm_gated
-        self.rope = library.embedlm_rope
-        self.attention = library.embedlm_attention
+        self.library = library
+        self.recording: Program | None = None
+        self._run = library.embedlm_run
         self._release = weakref.finalize(self, library.embedlm_engine_destroy, handle)
+
+    def run(self, kind: OpKind, args: Structure, rows: int, what: str) -> None:
+        """One operator over ``rows`` rows (attention and places: requests), now; while a program is
+        being recorded, later. :raises KernelError: naming ``what``, when the library reports it.
+        """
+        if self.recording is not None:
+            self.recording.add(kind, args, rows)
+        else:
+            check(self._run(self.handle, kind, byref(args), rows), what)
 
     def close(self) -> None:
         """Stop the threads and free the scratch memory. Idempotent."""
         self.handle = 0
         self._release()
+
+
+class Program:
+    """Operators recorded for one engine, to be run in one call with any counts up to ``limits``.
+
+    ``limits`` are the rows tensors have while recording, for tokens, outputs and requests. After a
+    select everything runs over the outputs.
+    """
+
+    def __init__(self, engine: Engine, limits: tuple[int, int, int]) -> None:
+        self._engine = engine
+        self._limits = limits
+        self._count = Count.TOKENS
+        handle = engine.library.embedlm_program_create()
+        if not handle:
+            raise KernelError("no program: out of memory")
+        self._handle: int = handle
+        self._counts = (c_int64 * 3)()
+        self._run = engine.library.embedlm_program_run
+        self._release = weakref.finalize(self, engine.library.embedlm_program_destroy, handle)
+
+    def add(self, kind: OpKind, args: Structure, rows: int) -> None:
+        """Called by :meth:`Engine.run`."""
+        if kind is OpKind.SELECT:
+            self._count = Count.OUTPUTS
+        count = self._count
+        if kind in (OpKind.ATTENTION, OpKind.PLACES):
+            count = Count.REQUESTS
+        per, rest = divmod(rows, self._limits[count])
+        if rest or not per:
+            raise KernelError(
+                f"recording {kind.name}: expected a multiple of {self._limits[count]} rows, "
+                f"found {rows}"
+            )
+        add = self._engine.library.embedlm_program_add
+        check(add(self._handle, kind, byref(args), count, per), f"recording {kind.name}")
+
+    def run(self, tokens: int, outputs: int, requests: int) -> None:
+        """All operators with these counts. :raises KernelError: when the library reports it."""
+        self._counts[:] = [tokens, outputs, requests]
+        check(self._run(self._engine.handle, self._handle, self._counts), "step")
 
 
 def check(status: int, op: str) -> None:

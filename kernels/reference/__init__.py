@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from sdk.kernels.reference.attention import Attention, RopeAndCache
+from sdk.kernels.reference.elementwise import Map, Places, RopeAngles, SelectRows
 from sdk.kernels.reference.linear import Linear
 from sdk.kernels.reference.norm import AddRmsNorm, GatedActivation, RmsNorm
+from sdk.kernels.reference.sampling import Sample
 
 
 def available(device: str) -> str | None:
@@ -35,8 +37,13 @@ class ReferenceBackend:
             "rms_norm": (RmsNorm(),),
             "add_rms_norm": (AddRmsNorm(),),
             "gated_activation": (GatedActivation(),),
+            **{kind: (Map(kind),) for kind in ("zeros", "add", "add_bias", "scale", "softcap")},
+            "rope_angles": (RopeAngles(),),
+            "select_rows": (SelectRows(),),
+            "find_places": (Places(),),
             "rope_and_cache": (RopeAndCache(),),
             "attention": (Attention(),),
+            "sample": (Sample(),),
         }
 
     def implementations(self, op: str) -> Sequence[Any]:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from sdk.engine.inputs import Running, StepInputs
 from sdk.engine.kv_cache import KVCache, kv_spec
-from sdk.engine.plan import RequestStart, Sampled, StepPlan, StepResult
+from sdk.engine.plan import Sampled, StepPlan, StepResult
 from sdk.errors import RequestError
-from sdk.kernels.batch import AttentionBatch
+from sdk.kernels.graph import CaptureError, Graph
 from sdk.kernels.ops import Compute, Ops
 from sdk.loaders.open import open_checkpoint
 from sdk.memory import release_free_memory
@@ -34,25 +35,27 @@ class RunnerConfig:
     page_size: int
     kv_dtype: str
     max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
     num_threads: int
     device: str = "cpu"
     compute: Compute = "auto"
+    enforce_eager: bool = False
     revision: str | None = None
     local_files_only: bool = False
     hf_overrides: Mapping[str, Any] = field(default_factory=dict)
 
 
-class _Running:
-    """What a rank remembers of a request between steps."""
+@dataclass(slots=True)
+class _Wanted:
+    """What becomes of a step's rows: whose token is sampled from which, who guides whom."""
 
-    __slots__ = ("num_computed", "num_prompt", "pages", "start", "token_ids")
-
-    def __init__(self, start: RequestStart) -> None:
-        self.start = start
-        self.token_ids = list(start.token_ids)
-        self.num_prompt = start.num_prompt_tokens
-        self.num_computed = start.num_computed
-        self.pages = list(start.pages)
+    sampling: list[str] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    #: By the request that is guided.
+    guides: dict[str, int] = field(default_factory=dict)
+    #: Requests to look at after the run, with their first and last row + 1.
+    special: list[tuple[str, Running, int, int]] = field(default_factory=list)
 
 
 class ModelRunner:
@@ -65,7 +68,7 @@ class ModelRunner:
         self, config: RunnerConfig, mesh: Mesh, checkpoint: Checkpoint | None = None
     ) -> None:
         self._mesh = mesh
-        self._requests: dict[str, _Running] = {}
+        self._requests: dict[str, Running] = {}
         self.unused_tensors: list[str] = []
         with contextlib.ExitStack() as undo:
             if checkpoint is None:
@@ -90,7 +93,18 @@ class ModelRunner:
             self.kv = KVCache(
                 kv_spec(facts, heads, config.page_size, config.kv_dtype), config.num_pages
             )
-            self.sampler = Sampler(facts.vocab_size)
+            self.sampler = Sampler(facts.vocab_size, self.ops)
+            self._inputs = StepInputs(
+                config.max_num_batched_tokens,
+                config.max_num_seqs,
+                config.max_model_len,
+                config.page_size,
+            )
+            self._graph: Graph[tuple[Tensor, Tensor]] | None = None
+            #: Why steps run operator by operator; ``None`` when they are replayed from a graph.
+            self.eager_reason: str | None = "enforce_eager"
+            if not config.enforce_eager:
+                self._capture()
             undo.pop_all()
         checkpoint.close()
         release_free_memory()
@@ -98,26 +112,70 @@ class ModelRunner:
     def close(self) -> None:
         """Give everything back. Idempotent; the runner must not be used afterwards."""
         self._requests.clear()
+        self._inputs.forget()
+        self._graph = None
         self.kv.close()
         self.ops.close()
         self.__dict__.pop("model", None)
+
+    def _capture(self) -> None:
+        """Record a step as large as the largest there will be; smaller ones use its first rows."""
+        inputs = self._inputs
+        tokens, requests = inputs.token_ids.shape[0], inputs.output_rows.shape[0]
+
+        def forward() -> tuple[Tensor, Tensor]:
+            self.ops.find_places(inputs.batch)
+            hidden = self.model(inputs.token_ids, inputs.batch, self.kv.layers)
+            return hidden, self.model.logits(self.ops.select_rows(hidden, inputs.output_rows))
+
+        try:
+            with torch.inference_mode():
+                self._graph = self.ops.capture(
+                    forward, tokens=tokens, outputs=requests, requests=requests
+                )
+            self.eager_reason = None
+        except CaptureError as error:
+            self.eager_reason = str(error)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step; see :class:`sdk.engine.plan.StepResult` for what comes back."""
         self._update(plan)
         if not plan.num_tokens:
             return StepResult(plan.step_id)
+        rows = [(self._requests[request_id], count) for request_id, count in plan.num_tokens]
+        wanted = self._wanted(plan, rows)
+        outputs = [*wanted.rows, *wanted.guides.values()] if wanted.guides else wanted.rows
+        tokens = self._inputs.fill(rows, outputs)
         with torch.inference_mode():
-            tokens, batch = self._batch(plan)
-            hidden = self.model(tokens, batch, self.kv.layers)
-            return self._finish(plan, hidden, batch)
+            begin = time.perf_counter()
+            hidden, logits = self._forward(tokens, len(rows), len(outputs))
+            seconds = time.perf_counter() - begin
+            for request, count in rows:
+                request.num_computed += count
+            return self._finish(plan, wanted, hidden, logits, seconds)
+
+    def _forward(self, tokens: int, requests: int, outputs: int) -> tuple[Tensor, Tensor]:
+        """Hidden states ``[T, hidden]`` and the wanted rows' logits ``[outputs, vocab]``."""
+        if self._graph is not None:
+            self._graph.replay(tokens=tokens, outputs=outputs, requests=requests)
+            hidden, logits = self._graph.result
+            return hidden, logits[:outputs]
+        batch = self._inputs.view(tokens, requests)
+        self.ops.find_places(batch)
+        hidden = self.model(self._inputs.token_ids[:tokens], batch, self.kv.layers)
+        if not outputs:
+            return hidden, hidden[:0]
+        rows = self._inputs.output_rows[:outputs]
+        return hidden, self.model.logits(self.ops.select_rows(hidden, rows))
 
     def _update(self, plan: StepPlan) -> None:
+        if plan.dropped:
+            self._inputs.forget()
         for request_id in plan.dropped:
             if self._requests.pop(request_id, None) is not None:
                 self.sampler.drop(request_id)
         for start in plan.started:
-            self._requests[start.request_id] = _Running(start)
+            self._requests[start.request_id] = Running(start)
             if start.guides is not None:
                 continue  # the sampler knows its request
             self.sampler.add(
@@ -135,50 +193,43 @@ class ModelRunner:
         for request_id, pages in plan.new_pages:
             self._requests[request_id].pages.extend(pages)
 
-    def _batch(self, plan: StepPlan) -> tuple[Tensor, AttentionBatch]:
-        """The step's tokens, int64 ``[T]``, and where each one stands."""
-        page_size = self.kv.spec.page_size
-        rows = [(self._requests[request_id], count) for request_id, count in plan.num_tokens]
-        tokens: list[int] = []
-        starts = [0]
-        for request, count in rows:
-            tokens += request.token_ids[request.num_computed : request.num_computed + count]
-            starts.append(starts[-1] + count)
-        table = np.zeros((len(rows), max(len(request.pages) for request, _ in rows)), np.int32)
-        positions = np.empty(len(tokens), np.int64)
-        slots = np.empty(len(tokens), np.int64)
-        for row, (request, count) in enumerate(rows):
-            table[row, : len(request.pages)] = request.pages
-            at = np.arange(request.num_computed, request.num_computed + count)
-            positions[starts[row] : starts[row + 1]] = at
-            slots[starts[row] : starts[row + 1]] = (
-                table[row, at // page_size].astype(np.int64) * page_size + at % page_size
-            )
-        lengths = [request.num_computed + count for request, count in rows]
-        batch = AttentionBatch(
-            positions=torch.from_numpy(positions),
-            query_start=torch.tensor(starts, dtype=torch.int32),
-            context_len=torch.tensor(lengths, dtype=torch.int32),
-            page_table=torch.from_numpy(table),
-            slots=torch.from_numpy(slots),
-            page_size=page_size,
-            max_query_len=max(count for _, count in rows),
-            max_context_len=max(lengths),
-        )
-        return torch.tensor(tokens, dtype=torch.int64), batch
+    def _wanted(self, plan: StepPlan, rows: list[tuple[Running, int]]) -> _Wanted:
+        """Which rows are sampled or looked at: those where the known tokens of a request end."""
+        wanted = _Wanted()
+        end = 0
+        for (request_id, _), (request, count) in zip(plan.num_tokens, rows, strict=True):
+            begin, end = end, end + count
+            start = request.start
+            ends = request.num_computed + count == len(request.token_ids)
+            embeds = ends and start.kind == "embed"
+            if embeds or start.params.prompt_logprobs is not None:
+                wanted.special.append((request_id, request, begin, end))
+            if ends and not embeds:
+                if start.guides is not None:
+                    wanted.guides[start.guides] = end - 1
+                else:
+                    wanted.sampling.append(request_id)
+                    wanted.rows.append(end - 1)
+        return wanted
 
-    def _finish(self, plan: StepPlan, hidden: Tensor, batch: AttentionBatch) -> StepResult:
-        """Advance the counters, score what was asked for and sample where a request's end ran."""
-        sampling: list[str] = []
-        last_rows: list[int] = []
-        guide_rows: dict[str, int] = {}  # by the request that is guided
+    def _finish(
+        self, plan: StepPlan, wanted: _Wanted, hidden: Tensor, logits: Tensor, seconds: float
+    ) -> StepResult:
+        """Score what was asked for and sample where a request's end ran."""
+        sampled: dict[str, Sampled] = {}
         prompt_logprobs: dict[str, tuple[Sampled, ...]] = {}
         embeddings: dict[str, list[float]] = {}
         errors: dict[str, str] = {}
-        begin = 0
-        for request_id, count in plan.num_tokens:
-            request = self._requests[request_id]
-            end = begin + count
+        if wanted.sampling and self._mesh.rank == 0:
+            if wanted.guides:
+                logits = self._guided(wanted, logits)
+            outcomes = self.sampler.sample(logits, wanted.sampling)
+            for request_id, outcome in zip(wanted.sampling, outcomes, strict=True):
+                if isinstance(outcome, str):
+                    errors[request_id] = outcome
+                else:
+                    sampled[request_id] = outcome
+        for request_id, request, begin, end in wanted.special:
             if request.start.params.prompt_logprobs is not None:
                 try:
                     scored = self._score_prompt(request, hidden[begin:end])
@@ -187,43 +238,28 @@ class ModelRunner:
                     scored = ()
                 if scored:
                     prompt_logprobs[request_id] = scored
-            request.num_computed += count
-            if request.num_computed == len(request.token_ids):
-                if request.start.kind == "embed":
-                    if bool(hidden[end - 1].isfinite().all()):
-                        vector = torch.nn.functional.normalize(hidden[end - 1], dim=0)
-                        embeddings[request_id] = vector.tolist()
-                    else:
-                        errors[request_id] = "the model's hidden state is not finite"
-                elif request.start.guides is not None:
-                    guide_rows[request.start.guides] = end - 1
+            if request.start.kind == "embed" and request.num_computed == len(request.token_ids):
+                if bool(hidden[end - 1].isfinite().all()):
+                    vector = torch.nn.functional.normalize(hidden[end - 1], dim=0)
+                    embeddings[request_id] = vector.tolist()
                 else:
-                    sampling.append(request_id)
-                    last_rows.append(end - 1)
-            begin = end
-        sampled: dict[str, Sampled] = {}
-        if sampling:
-            logits = self.model.logits(hidden[torch.tensor([*last_rows, *guide_rows.values()])])
-            if self._mesh.rank == 0:
-                logits, negative = logits.tensor_split([len(sampling)])
-                for row, request_id in zip(negative, guide_rows, strict=True):
-                    own = logits[sampling.index(request_id)]
-                    scale = self._requests[request_id].start.params.guidance_scale
-                    own.copy_(guided(own, row, scale))
-                outcomes = self.sampler.sample(logits, sampling)
-                for request_id, outcome in zip(sampling, outcomes, strict=True):
-                    if isinstance(outcome, str):
-                        errors.setdefault(request_id, outcome)
-                    else:
-                        sampled[request_id] = outcome
-        return StepResult(plan.step_id, sampled, prompt_logprobs, embeddings, errors)
+                    errors[request_id] = "the model's hidden state is not finite"
+        return StepResult(plan.step_id, sampled, prompt_logprobs, embeddings, errors, seconds)
 
-    def _score_prompt(self, request: _Running, hidden: Tensor) -> tuple[Sampled, ...]:
+    def _guided(self, wanted: _Wanted, logits: Tensor) -> Tensor:
+        """The rows to sample, each guided one moved away from what its guide says."""
+        logits, negative = logits.tensor_split([len(wanted.sampling)])
+        for row, request_id in zip(negative, wanted.guides, strict=True):
+            own = logits[wanted.sampling.index(request_id)]
+            own.copy_(guided(own, row, self._requests[request_id].start.params.guidance_scale))
+        return logits
+
+    def _score_prompt(self, request: Running, hidden: Tensor) -> tuple[Sampled, ...]:
         """Log-probabilities of the prompt tokens that follow the rows just run.
 
         The head runs on 128 rows at a time: with 262,144 tokens that is 134 MB of logits.
         """
-        first = request.num_computed
+        first = request.num_computed - len(hidden)
         following = request.token_ids[first + 1 : min(first + 1 + len(hidden), request.num_prompt)]
         count = request.start.params.prompt_logprobs
         assert count is not None

@@ -119,15 +119,15 @@ def test_nan_in_the_guides_logits_ends_exactly_its_request(tiny_path: Path) -> N
         llm.reset_prefix_cache()
         runner = llm._runner()
         assert runner is not None
-        logits = runner.model.logits
+        forward = runner._forward
 
-        def poisoned(hidden: Any) -> Any:
-            rows = logits(hidden)
+        def poisoned(*counts: int) -> Any:
+            hidden, rows = forward(*counts)
             if len(rows) == 3:  # two requests and, last, a guide
                 rows[2, 5] = math.nan
-            return rows
+            return hidden, rows
 
-        runner.model.logits = poisoned
+        runner._forward = poisoned
         good, bad = llm.generate([OWN, PROMPT], [PLAIN, GUIDED])
         assert facts(good) == facts(expected)
         assert bad.outputs[0].finish_reason == "error"

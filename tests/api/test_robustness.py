@@ -112,17 +112,17 @@ def test_nan_logits_end_exactly_their_request(llm: LLM) -> None:
     llm.reset_prefix_cache()
     runner = llm._runner()
     assert runner is not None
-    logits, calls = runner.model.logits, 0
+    forward, calls = runner._forward, 0
 
-    def poisoned(hidden: Any) -> Any:
+    def poisoned(*counts: int) -> Any:
         nonlocal calls
         calls += 1
-        rows = logits(hidden)
+        hidden, rows = forward(*counts)
         if calls == 4:
             rows[1, 5] = math.nan
-        return rows
+        return hidden, rows
 
-    runner.model.logits = poisoned
+    runner._forward = poisoned
     good, bad, other = llm.generate([ids(1), ids(2), ids(3)], SHORT)
     assert [tokens(good), tokens(other)] == [expected[0], expected[2]]
     assert bad.outputs[0].finish_reason == "error" and tokens(bad) == expected[1][:3]
@@ -161,11 +161,16 @@ def test_pages_with_nan_reach_neither_neighbours_nor_the_next_owner(
 def test_an_embedding_that_is_not_finite_is_an_error(llm: LLM) -> None:
     runner = llm._runner()
     assert runner is not None
-    model = runner.model
-    runner.model = lambda *inputs: model(*inputs) * math.nan
+    forward = runner._forward
+
+    def poisoned(*counts: int) -> Any:
+        hidden, rows = forward(*counts)
+        return hidden * math.nan, rows
+
+    runner._forward = poisoned
     with pytest.raises(RequestError, match="hidden state is not finite"):
         llm.embed([ids(1)])
-    runner.model = model
+    runner._forward = forward
     assert len(llm.embed([ids(1)])[0].embedding) == llm.model_config.hidden_size
     settle(llm)
 

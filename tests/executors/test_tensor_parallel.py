@@ -45,6 +45,8 @@ def test_two_ranks_choose_the_tokens_of_one(golden: Path, checkpoint: str) -> No
         page_size=16,
         kv_dtype="float32",
         max_model_len=128,
+        max_num_seqs=8,
+        max_num_batched_tokens=128,
         num_threads=1,
         compute="exact",
     )

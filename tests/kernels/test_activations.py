@@ -41,7 +41,7 @@ def test_there_are_never_more_blocks_than_were_in_use_together() -> None:
         pair = [pool.take(COUNT * number), pool.take(COUNT * number)]
         del pair
         assert len(pool._free) == 2
-    assert {len(block) for block in pool._free} == {LARGE * 49}
+    assert {len(block.memory) for block in pool._free} == {LARGE * 49}
     small = pool.take(COUNT)  # a larger block serves a smaller wish
     assert len(pool._free) == 1
     del small

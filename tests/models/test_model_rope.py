@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from sdk.kernels.ops import Ops
 from sdk.models.config import ModelConfig
 from sdk.models.rope import Rope, RopeSpec, inverse_frequencies
 from tests.models.conftest import Paged, checkpoint_of, expected_logits, prompt, tiny
@@ -143,9 +144,10 @@ def test_llama3_as_freq_factors_gives_the_same_angles() -> None:
     factors = tuple((plain / inverse_frequencies(scaled, 256)[0]).tolist())
     spec = RopeSpec(500.0, 16, 256, type="freq_factors", freq_factors=factors)
     positions = torch.arange(200)
+    ops = Ops("cpu", num_threads=1)
     for a, b in zip(
-        Rope(spec, 256, CPU).cos_sin(positions),
-        Rope(scaled, 256, CPU).cos_sin(positions),
+        Rope(spec, 256, CPU).cos_sin(positions, ops),
+        Rope(scaled, 256, CPU).cos_sin(positions, ops),
         strict=True,
     ):
         assert (a - b).abs().max() < 1e-4
@@ -154,10 +156,11 @@ def test_llama3_as_freq_factors_gives_the_same_angles() -> None:
 def test_angles_do_not_depend_on_the_other_positions() -> None:
     """Bitwise: a vectorized cosine must not treat the end of a tensor differently."""
     rope = Rope(RopeSpec(10000.0, 26, 4096), 4096, CPU)
+    ops = Ops("cpu", num_threads=1)
     positions = torch.randperm(3000)
-    whole = rope.cos_sin(positions)
+    whole = rope.cos_sin(positions, ops)
     for begin, end in [(0, 1), (1, 8), (500, 533), (2999, 3000)]:
-        part = rope.cos_sin(positions[begin:end])
+        part = rope.cos_sin(positions[begin:end], ops)
         assert torch.equal(part[0], whole[0][begin:end])
         assert torch.equal(part[1], whole[1][begin:end])
 

@@ -7,16 +7,40 @@
 
 #include <stdint.h>
 
-enum { kAbiVersion = 2 };
+enum { kAbiVersion = 3 };
 
-// Element types of scales, minima, pages and dense values.
-enum ElementType { kF16 = 0, kBF16 = 1, kF32 = 2, kU8 = 3, kI8 = 4 };
+// Element types of scales, minima, pages and dense values. kLow4 and kHigh4, for scales and minima
+// only, are the two halves of one byte (q2_k keeps both in it).
+enum ElementType {
+    kF16 = 0,
+    kBF16 = 1,
+    kF32 = 2,
+    kU8 = 3,
+    kI8 = 4,
+    kE4M3 = 5,
+    kE5M2 = 6,
+    kLow4 = 7,
+    kHigh4 = 8
+};
 
 // How the codes of a weight lie in its file: one bit stream per row, or ggml's blocks.
-enum SourceKind { kStream = 0, kQ4K = 1, kQ5K = 2, kQ6K = 3 };
+// The blocks from kQ4_0 on hold 32 values with one scale, the others 256 with two levels of them.
+enum SourceKind {
+    kStream = 0,
+    kQ4K = 1,
+    kQ5K = 2,
+    kQ6K = 3,
+    kQ2K = 4,
+    kQ3K = 5,
+    kQ4_0 = 16,
+    kQ4_1 = 17,
+    kQ5_0 = 18,
+    kQ5_1 = 19,
+    kQ8_0 = 20
+};
 
 // What every exported function returns.
-enum Status { kOk = 0, kOutOfMemory = 1, kClosed = 2 };
+enum Status { kOk = 0, kOutOfMemory = 1, kClosed = 2, kUnknownOp = 3 };
 
 enum { kRows = 16, kDepth = 32, kKeyTile = 64 };
 
@@ -26,7 +50,8 @@ enum { kRows = 16, kDepth = 32, kKeyTile = 64 };
 //
 //   value = (code - zero) * scale - minus      scale = super_scale * scale   where there is one
 //
-// `dense` weights have no codes: values[row block][k][row in block] in `scale_type`.
+// `dense` weights have no codes: values[row block][k][row in block] in `scale_type`, multiplied by
+// a float scale[row block][k / group_units][row in block] where there is one (unit is 1).
 struct Weight {
     int64_t n, k;
     int64_t row_blocks, k_blocks;
@@ -48,6 +73,9 @@ struct Weight {
     const uint16_t* super_minus;  // f16; may be null
 };
 
+// Whether linear_float needs scratch for the values of one row block, [k_blocks * 32][16] floats.
+static inline bool needs_values(const Weight* w) { return !w->dense || w->scale; }
+
 // Activations rounded to 8 bits per 32 values: x ~ scale * q.
 struct Activations {
     int64_t k_blocks;
@@ -60,18 +88,29 @@ struct Activations {
 
 struct LinearArgs {
     const Weight* w;
-    const float* x;
-    int64_t m;
-    float* out;
-    Activations act;
+    const float* x;   // [m, k]
+    float* out;       // [m, n], rows out_stride apart
+    int64_t out_stride;
+    int32_t exact;    // fp32 on the dequantized values
+    int64_t m;        // filled by the executor
+    Activations act;  // filled by the executor
 };
 
+// out[t] = dequantized row ids[t] of the weight.
+struct EmbeddingArgs {
+    const Weight* w;
+    const int64_t* ids;
+    float* out;
+};
+
+// Row t of x is its (t / inner, t % inner) one: heads of a wider projection need no copy.
 struct NormArgs {
     const float* x;
-    float* residual;  // null: plain rms_norm
+    float* residual;  // null: plain rms_norm; contiguous, like out
     const float* weight;
     float* out;
     int64_t width;
+    int64_t inner, outer_stride, inner_stride;
     float eps;
 };
 
@@ -82,6 +121,53 @@ struct GatedArgs {
     float* out;
     int64_t width;  // of the output
     int32_t kind;
+};
+
+// One row of `width` floats at a time.
+enum MapKind {
+    kMapZero = 0,     // x = 0
+    kMapAdd = 1,      // x += other, row by row
+    kMapBias = 2,     // x += other, one vector for all rows
+    kMapScale = 3,    // x *= factor
+    kMapSoftcap = 4,  // x = factor * tanh(x / factor)
+};
+
+struct MapArgs {
+    float* x;
+    const float* other;
+    int64_t width;
+    float factor;
+    int32_t kind;
+};
+
+// cos and sin of positions[t] * inv_freq[i], times factor: [T, half].
+struct AnglesArgs {
+    const int64_t* positions;
+    const float* inv_freq;
+    float* cos;
+    float* sin;
+    int64_t half;
+    float factor;
+};
+
+// out[t] = x[rows[t]], `width` floats.
+struct SelectArgs {
+    const float* x;
+    const int64_t* rows;
+    float* out;
+    int64_t width;
+};
+
+// Where every token of a step stands, from what a request is: the last query_len tokens of
+// context_len, whose keys lie in the request's row of the page table.
+struct PlacesArgs {
+    const int32_t* query_start;
+    const int32_t* context_len;
+    const int32_t* page_table;
+    int64_t* positions;
+    int64_t* slots;
+    int64_t table_width;
+    int32_t page_size;
 };
 
 // Strides count elements. The last dimension is always contiguous.
@@ -115,7 +201,46 @@ struct AttentionArgs {
     int64_t window;  // 0: none
     float scale, softcap;  // softcap 0: none
     int32_t query_tile;    // tokens per work item; filled by the engine
+    uint8_t* shared;       // memory of all threads; filled by the engine
 };
+
+// How one row's token is chosen; kernels/sampling.py says what each number means. Temperature 0 is
+// the argmax, whatever the others are.
+struct Draw {
+    double temperature, min_p, typical_p, top_p;
+    double xtc_threshold;  // negative: off
+    double mirostat_mu;    // NaN: off
+    int64_t top_k;         // 0: off
+    double uniform;        // in [0, 1)
+};
+
+struct SampleArgs {
+    const float* logits;
+    const Draw* draws;      // null: the argmax of every row
+    int64_t* tokens;
+    float* best;            // the row's maximum; NaN if there is one in it
+    double* probabilities;  // the token's share of what could be drawn; 1 where there is no draw
+    int64_t width, stride;
+};
+
+// The operators. All but kOpAttention, kOpPlaces and kOpSample are row-wise: row t of the result depends on row
+// t of the arguments alone (of a linear layer that is the rounding of its activations).
+enum OpKind {
+    kOpEmbedding = 0,
+    kOpLinear = 1,
+    kOpNorm = 2,
+    kOpGated = 3,
+    kOpMap = 4,
+    kOpAngles = 5,
+    kOpSelect = 6,
+    kOpRope = 7,
+    kOpAttention = 8,
+    kOpPlaces = 9,
+    kOpSample = 10,
+};
+
+// What a step counts; an operator runs over one of these (times `per` for row-wise ones).
+enum Count { kTokens = 0, kOutputs = 1, kRequests = 2, kCounts = 3 };
 
 // One instruction-set level's kernels. Ranges are half open; `scratch` is 64-byte aligned.
 struct KernelTable {
@@ -125,7 +250,11 @@ struct KernelTable {
                          uint8_t* scratch);
     void (*rms_norm)(const NormArgs*, int64_t t_begin, int64_t t_end);
     void (*gated)(const GatedArgs*, int64_t t_begin, int64_t t_end);
+    void (*map)(const MapArgs*, int64_t t_begin, int64_t t_end);
+    void (*angles)(const AnglesArgs*, int64_t t_begin, int64_t t_end);
     void (*rope)(const RopeArgs*, int64_t t_begin, int64_t t_end);
     void (*attention)(const AttentionArgs*, int64_t item_begin, int64_t item_end,
                       uint8_t* scratch);
+    void (*sample)(const SampleArgs*, int64_t row_begin, int64_t row_end, uint8_t* scratch);
+    int64_t (*sample_scratch)(int64_t width);  // bytes
 };

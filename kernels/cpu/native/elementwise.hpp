@@ -44,7 +44,8 @@ static void rms_norm(const NormArgs* args, int64_t t_begin, int64_t t_end) {
     const int64_t width = args->width;
     const int64_t body = width / kLanes * kLanes;
     for (int64_t t = t_begin; t < t_end; ++t) {
-        const float* x = args->x + t * width;
+        const float* x = args->x + t / args->inner * args->outer_stride +
+                         t % args->inner * args->inner_stride;
         float* out = args->out + t * width;
         VF sums[2] = {zero(), zero()};
         if (args->residual) {
@@ -108,6 +109,47 @@ static void gated(const GatedArgs* args, int64_t t_begin, int64_t t_end) {
         case kSilu: gated_rows<kSilu>(args, t_begin, t_end); break;
         case kGeluTanh: gated_rows<kGeluTanh>(args, t_begin, t_end); break;
         default: gated_rows<kGelu>(args, t_begin, t_end);
+    }
+}
+
+static void map(const MapArgs* args, int64_t t_begin, int64_t t_end) {
+    const int64_t width = args->width;
+    for (int64_t t = t_begin; t < t_end; ++t) {
+        float* x = args->x + t * width;
+        const float* other = args->kind == kMapAdd ? args->other + t * width : args->other;
+        switch (args->kind) {
+            case kMapZero: memset(x, 0, sizeof(float) * (size_t)width); break;
+            case kMapAdd:
+            case kMapBias:
+                for (int64_t i = 0; i < width; ++i) x[i] += other[i];
+                break;
+            case kMapScale:
+                for (int64_t i = 0; i < width; ++i) x[i] *= args->factor;
+                break;
+            default: {
+                const VF cap = set1(args->factor);
+                int64_t i = 0;
+                for (; i + kLanes <= width; i += kLanes)
+                    store(x + i, mul(tanh_of(div(load(x + i), cap)), cap));
+                if (i < width) {
+                    float padded[kLanes] = {0.0f};
+                    memcpy(padded, x + i, (size_t)(width - i) * sizeof(float));
+                    store(padded, mul(tanh_of(div(load(padded), cap)), cap));
+                    memcpy(x + i, padded, (size_t)(width - i) * sizeof(float));
+                }
+            }
+        }
+    }
+}
+
+static void angles(const AnglesArgs* args, int64_t t_begin, int64_t t_end) {
+    for (int64_t t = t_begin; t < t_end; ++t) {
+        const float position = (float)args->positions[t];
+        for (int64_t i = 0; i < args->half; ++i) {
+            const float angle = position * args->inv_freq[i];
+            args->cos[t * args->half + i] = cosf(angle) * args->factor;
+            args->sin[t * args->half + i] = sinf(angle) * args->factor;
+        }
     }
 }
 

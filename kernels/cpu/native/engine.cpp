@@ -1,90 +1,24 @@
-// The exported functions: one engine per Ops, its threads, scratch memory and instruction-set level.
+// The exported functions: one machine per engine, programs recorded for it.
 //
 // Nothing here throws or aborts: every function returns a Status. Calls on one engine from several
 // threads wait for one another; engines are independent.
-#include <stdlib.h>
-
 #include <new>
 
-#include "abi.hpp"
-#include "levels.hpp"
 #include "pack.hpp"
-#include "pool.hpp"
+#include "program.hpp"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace {
 
-constexpr size_t kAlign = 64;
-// Chunks per thread and op: enough that a thread that loses its core delays the others little.
-constexpr int64_t kChunksPerThread = 4;
-
-size_t round_up(size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
-
-// Memory that grows and is kept: the hot path allocates nothing.
-class Scratch {
-public:
-    ~Scratch() { free(data_); }
-    bool reserve(size_t bytes) {
-        if (bytes <= size_) return true;
-        free(data_);
-        data_ = static_cast<uint8_t*>(aligned_alloc(kAlign, round_up(bytes)));
-        size_ = data_ ? bytes : 0;
-        return data_ != nullptr;
-    }
-    uint8_t* data() { return data_; }
-
-private:
-    uint8_t* data_ = nullptr;
-    size_t size_ = 0;
-};
-
-struct Engine {
-    Engine(int threads, int level_)
-        : pool(threads), kernels(kernel_table(level_)), level(level_) {}
-    // Private memory of `bytes` for every thread.
-    bool reserve_private(size_t bytes) {
-        stride = round_up(bytes);
-        return thread_scratch.reserve(stride * (size_t)pool.threads());
-    }
-    uint8_t* private_scratch(int thread) { return thread_scratch.data() + stride * (size_t)thread; }
-
-    Pool pool;
-    const KernelTable* kernels;
-    int level;
-    std::mutex mutex;
-    Scratch shared, thread_scratch;
-    size_t stride = 0;
-};
-
-// Runs body(begin, end, thread) over 0..total on the engine's threads.
+// Runs body, which may allocate, and returns its status.
 template <typename Body>
-void parallel(Engine* engine, int64_t total, int64_t chunks, const Body& body) {
-    engine->pool.run(
-        [](void* context, int64_t begin, int64_t end, int thread) {
-            (*static_cast<const Body*>(context))(begin, end, thread);
-        },
-        const_cast<void*>(static_cast<const void*>(&body)), total, chunks);
-}
-
-// `work` (about one per multiply) below which waking the threads costs more than it gives.
-int64_t chunks_for(const Engine* engine, int64_t work) {
-    if (work < 65536) return 1;
-    return kChunksPerThread * engine->pool.threads();
-}
-
-bool reserve_activations(Engine* engine, LinearArgs* args) {
-    const size_t m = (size_t)args->m, blocks = (size_t)args->w->k_blocks;
-    const size_t q = round_up(m * blocks * kDepth), scale = round_up(m * blocks * 4);
-    const size_t pair = round_up(m * blocks * 8);
-    if (!engine->shared.reserve(q + scale + 2 * pair)) return false;
-    uint8_t* at = engine->shared.data();
-    args->act.k_blocks = args->w->k_blocks;
-    args->act.q = reinterpret_cast<int8_t*>(at);
-    args->act.scale = reinterpret_cast<float*>(at + q);
-    args->act.minus_sum = reinterpret_cast<float*>(at + q + scale);
-    args->act.sum = reinterpret_cast<int32_t*>(at + q + scale + pair);
-    return true;
+int guarded(const Body& body) {
+    try {
+        return body();
+    } catch (const std::bad_alloc&) {
+        return kOutOfMemory;
+    }
 }
 
 }  // namespace
@@ -98,145 +32,77 @@ EXPORT int embedlm_levels() { return available_levels(); }
 EXPORT void* embedlm_engine_create(int threads, int level) {
     if (level < 0) level = best_level();
     if (threads < 1 || level >= kLevelCount || !(available_levels() >> level & 1)) return nullptr;
-    return new (std::nothrow) Engine(threads, level);
+    return new (std::nothrow) Machine(threads, level);
 }
 
 EXPORT void embedlm_engine_destroy(void* handle) {
-    Engine* engine = static_cast<Engine*>(handle);
+    Machine* machine = static_cast<Machine*>(handle);
     // In a forked child the threads do not exist, yet the condition variables count them as
     // waiting and their destruction would block for ever: the child keeps its copy.
-    if (!engine->pool.inherited()) delete engine;
+    if (!machine->pool.inherited()) delete machine;
 }
 
 EXPORT int embedlm_engine_level(const void* engine) {
-    return static_cast<const Engine*>(engine)->level;
+    return static_cast<const Machine*>(engine)->level;
 }
 
 EXPORT int embedlm_pack(void* handle, const Weight* w, const void* source, int64_t row_bytes) {
-    Engine* engine = static_cast<Engine*>(handle);
-    if (!engine) return kClosed;
-    std::lock_guard<std::mutex> lock(engine->mutex);
-    if (!engine->reserve_private((size_t)w->k)) return kOutOfMemory;
-    parallel(engine, w->row_blocks, chunks_for(engine, w->n * w->k),
-             [=](int64_t begin, int64_t end, int thread) {
-                 if (w->dense) dense_blocks(*w, const_cast<void*>(source), false, begin, end);
-                 else
-                     pack_blocks(*w, static_cast<const uint8_t*>(source), row_bytes, begin, end,
-                                 engine->private_scratch(thread));
-             });
+    Machine* machine = static_cast<Machine*>(handle);
+    if (!machine) return kClosed;
+    std::lock_guard<std::mutex> lock(machine->mutex);
+    if (!machine->reserve_private(w->dense ? 0 : pack_scratch(*w))) return kOutOfMemory;
+    machine->parallel(w->row_blocks, w->n * w->k, [=](int64_t begin, int64_t end, int thread) {
+        if (w->dense) dense_blocks(*w, const_cast<void*>(source), false, begin, end);
+        else
+            pack_blocks(*w, static_cast<const uint8_t*>(source), row_bytes, begin, end,
+                        machine->private_scratch(thread));
+    });
     return kOk;
 }
 
 EXPORT int embedlm_unpack(void* handle, const Weight* w, void* out, int64_t row_bytes) {
-    Engine* engine = static_cast<Engine*>(handle);
-    if (!engine) return kClosed;
-    std::lock_guard<std::mutex> lock(engine->mutex);
-    if (!engine->reserve_private((size_t)w->k)) return kOutOfMemory;
-    parallel(engine, w->row_blocks, chunks_for(engine, w->n * w->k),
-             [=](int64_t begin, int64_t end, int thread) {
-                 if (w->dense) dense_blocks(*w, out, true, begin, end);
-                 else
-                     unpack_blocks(*w, static_cast<uint8_t*>(out), row_bytes, begin, end,
-                                   engine->private_scratch(thread));
-             });
-    return kOk;
-}
-
-EXPORT int embedlm_rows(void* handle, const Weight* w, const int64_t* ids, int64_t count,
-                        float* out) {
-    Engine* engine = static_cast<Engine*>(handle);
-    if (!engine) return kClosed;
-    std::lock_guard<std::mutex> lock(engine->mutex);
-    parallel(engine, count, chunks_for(engine, count * w->k * 4),
-             [=](int64_t begin, int64_t end, int) { gather_rows(*w, ids, out, begin, end); });
-    return kOk;
-}
-
-// out [m, n] = x [m, k] W^T; exact: fp32 on the dequantized values.
-EXPORT int embedlm_linear(void* handle, const Weight* w, const float* x, int64_t m, float* out,
-                          int exact) {
-    Engine* engine = static_cast<Engine*>(handle);
-    if (!engine) return kClosed;
-    std::lock_guard<std::mutex> lock(engine->mutex);
-    LinearArgs args = {w, x, m, out, {}};
-    const size_t depth = (size_t)w->k_blocks * kDepth;
-    const int64_t chunks = chunks_for(engine, m * w->n * w->k / (exact || w->dense ? 1 : 4));
-    if (w->dense || exact) {
-        if (!w->dense && !engine->reserve_private(depth * kRows * sizeof(float)))
-            return kOutOfMemory;
-        parallel(engine, w->row_blocks, chunks, [=, &args](int64_t begin, int64_t end, int thread) {
-            engine->kernels->linear_float(&args, begin, end,
-                                          w->dense ? nullptr : engine->private_scratch(thread));
-        });
-        return kOk;
-    }
-    const size_t scales = depth / (size_t)w->unit * kRows * sizeof(float) * 2;
-    if (!reserve_activations(engine, &args) ||
-        !engine->reserve_private(scales + (m > 1 ? depth * kRows : 0)))
-        return kOutOfMemory;
-    parallel(engine, m, chunks_for(engine, m * w->k),
-             [=, &args](int64_t begin, int64_t end, int) {
-                 engine->kernels->quantize(&args, begin, end);
-             });
-    parallel(engine, w->row_blocks, chunks, [=, &args](int64_t begin, int64_t end, int thread) {
-        engine->kernels->linear_int(&args, begin, end, engine->private_scratch(thread));
+    Machine* machine = static_cast<Machine*>(handle);
+    if (!machine) return kClosed;
+    std::lock_guard<std::mutex> lock(machine->mutex);
+    if (!machine->reserve_private(w->dense ? 0 : pack_scratch(*w))) return kOutOfMemory;
+    machine->parallel(w->row_blocks, w->n * w->k, [=](int64_t begin, int64_t end, int thread) {
+        if (w->dense) dense_blocks(*w, out, true, begin, end);
+        else
+            unpack_blocks(*w, static_cast<uint8_t*>(out), row_bytes, begin, end,
+                          machine->private_scratch(thread));
     });
     return kOk;
 }
 
-EXPORT int embedlm_rms_norm(void* handle, const NormArgs* args, int64_t tokens) {
-    Engine* engine = static_cast<Engine*>(handle);
-    if (!engine) return kClosed;
-    std::lock_guard<std::mutex> lock(engine->mutex);
-    parallel(engine, tokens, chunks_for(engine, tokens * args->width),
-             [=](int64_t begin, int64_t end, int) { engine->kernels->rms_norm(args, begin, end); });
-    return kOk;
-}
-
-EXPORT int embedlm_gated(void* handle, const GatedArgs* args, int64_t tokens) {
-    Engine* engine = static_cast<Engine*>(handle);
-    if (!engine) return kClosed;
-    std::lock_guard<std::mutex> lock(engine->mutex);
-    parallel(engine, tokens, chunks_for(engine, tokens * args->width * 8),
-             [=](int64_t begin, int64_t end, int) { engine->kernels->gated(args, begin, end); });
-    return kOk;
-}
-
-EXPORT int embedlm_rope(void* handle, const RopeArgs* args, int64_t tokens) {
-    Engine* engine = static_cast<Engine*>(handle);
-    if (!engine) return kClosed;
-    std::lock_guard<std::mutex> lock(engine->mutex);
-    const int64_t width = (int64_t)(args->heads + 2 * args->kv_heads) * args->head_dim;
-    parallel(engine, tokens, chunks_for(engine, tokens * width),
-             [=](int64_t begin, int64_t end, int) { engine->kernels->rope(args, begin, end); });
-    return kOk;
-}
-
-EXPORT int embedlm_attention(void* handle, AttentionArgs* args) {
-    Engine* engine = static_cast<Engine*>(handle);
-    if (!engine) return kClosed;
-    std::lock_guard<std::mutex> lock(engine->mutex);
-    const int group = args->heads / args->kv_heads;
-    // 48 rows amortize the transposition of a tile and keep the item's state within 1 MiB.
-    const int tile = group < 48 ? 48 / group : 1;
-    if (!engine->shared.reserve(sizeof(int64_t) * (size_t)(args->requests + 1)))
-        return kOutOfMemory;
-    int64_t* items = reinterpret_cast<int64_t*>(engine->shared.data());
-    int64_t work = 0;
-    items[0] = 0;
-    for (int r = 0; r < args->requests; ++r) {
-        const int64_t tokens = args->query_start[r + 1] - args->query_start[r];
-        items[r + 1] = items[r] + (tokens + tile - 1) / tile * args->kv_heads;
-        work += tokens * args->context_len[r] * args->heads * args->head_dim;
-    }
-    args->item_start = items;
-    args->query_tile = tile;
-    const size_t padded = round_up((size_t)args->head_dim * 4) / 4, rows = (size_t)(tile * group);
-    const size_t floats = padded * kKeyTile * 2 + rows * (kKeyTile + padded + 2);
-    if (!engine->reserve_private(floats * sizeof(float))) return kOutOfMemory;
-    const int64_t total = items[args->requests];
-    parallel(engine, total, work < 16384 ? 1 : total, [=](int64_t begin, int64_t end, int thread) {
-        engine->kernels->attention(args, begin, end, engine->private_scratch(thread));
+// One operator over `rows` rows (kOpAttention and kOpPlaces: requests), now.
+EXPORT int embedlm_run(void* handle, int kind, const void* args, int64_t rows) {
+    Machine* machine = static_cast<Machine*>(handle);
+    if (!machine) return kClosed;
+    std::lock_guard<std::mutex> lock(machine->mutex);
+    return guarded([=]() -> int {
+        machine->single.clear();
+        if (!machine->single.add(kind, args, kTokens, 1)) return kUnknownOp;
+        const int64_t counts[kCounts] = {rows, 0, 0};
+        return machine->run(machine->single, counts);
     });
-    return kOk;
 }
+
+EXPORT void* embedlm_program_create() { return new (std::nothrow) Program; }
+
+EXPORT void embedlm_program_destroy(void* program) { delete static_cast<Program*>(program); }
+
+// One more operator: `per` rows for each of what `count` counts (Count in abi.hpp).
+EXPORT int embedlm_program_add(void* program, int kind, const void* args, int count, int64_t per) {
+    return guarded([=]() -> int {
+        return static_cast<Program*>(program)->add(kind, args, (Count)count, per) ? kOk : kUnknownOp;
+    });
+}
+
+// The whole program with these counts, in one call.
+EXPORT int embedlm_program_run(void* handle, void* program, const int64_t* counts) {
+    Machine* machine = static_cast<Machine*>(handle);
+    if (!machine) return kClosed;
+    std::lock_guard<std::mutex> lock(machine->mutex);
+    return guarded([=]() -> int { return machine->run(*static_cast<Program*>(program), counts); });
+}
+

@@ -171,10 +171,10 @@ static void blocks_int(const LinearArgs* args, int64_t begin, int64_t end, uint8
                 for (int64_t i = 0; i < w->k_blocks; ++i)
                     expand<BITS>(tiles + i * 64 * BITS, expanded + i * 512);
                 rows_int<kExpanded, UNIT>(expanded, scales, minuses, args->act, m, m_end, out,
-                                          w->n, valid);
+                                          args->out_stride, valid);
             } else {
-                rows_int<BITS, UNIT>(tiles, scales, minuses, args->act, m, m_end, out, w->n,
-                                     valid);
+                rows_int<BITS, UNIT>(tiles, scales, minuses, args->act, m, m_end, out,
+                                     args->out_stride, valid);
             }
         }
     }

@@ -29,6 +29,7 @@ bool spin(Ready ready) {
     return false;
 }
 
+constexpr uint32_t epoch_of(uint64_t job) { return (uint32_t)(job >> 32); }
 constexpr uint32_t count_of(uint64_t job) { return (uint32_t)(job >> 16) & 0xffff; }
 constexpr uint32_t next_of(uint64_t job) { return (uint32_t)job & 0xffff; }
 
@@ -53,8 +54,30 @@ Pool::~Pool() {
 
 bool Pool::inherited() const { return getpid() != owner_; }
 
-void Pool::execute(uint32_t index, uint32_t count, int thread) {
-    task_(context_, total_ * index / count, total_ * (index + 1) / count, thread);
+// Runs phases of one chunk from `phase` on, then lets the others in to the first that has more.
+void Pool::open(int phase, int thread) {
+    for (; phase < count_ && phases_[phase].chunks <= 1; ++phase)
+        task_(context_, phase, 0, phases_[phase].total, thread);
+    if (phase == count_) {
+        finished_.store(true, std::memory_order_seq_cst);
+        if (callers_.load(std::memory_order_seq_cst)) {
+            std::lock_guard<std::mutex> lock(mutex_);
+            end_.notify_all();
+        }
+        return;
+    }
+    done_.store(0, std::memory_order_relaxed);
+    const uint64_t epoch = base_ + (uint32_t)phase;
+    job_.store(epoch << 32 | (uint64_t)phases_[phase].chunks << 16, std::memory_order_seq_cst);
+    if (sleepers_.load(std::memory_order_seq_cst)) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        wake_.notify_all();
+    }
+    // The caller may have given up spinning: it has chunks to claim again.
+    if (callers_.load(std::memory_order_seq_cst)) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        end_.notify_all();
+    }
 }
 
 bool Pool::claim_and_run(int thread) {
@@ -62,59 +85,52 @@ bool Pool::claim_and_run(int thread) {
     if (next_of(job) >= count_of(job)) return false;
     job = job_.fetch_add(1, std::memory_order_acq_rel);
     if (next_of(job) >= count_of(job)) return false;
-    // Our chunk is not done, so the job cannot end: task_ and context_ are stable until we say so.
-    const uint32_t count = count_of(job);
-    execute(next_of(job), count, thread);
-    if (done_.fetch_add(1, std::memory_order_seq_cst) + 1 == count &&
-        caller_sleeps_.load(std::memory_order_seq_cst)) {
-        std::lock_guard<std::mutex> lock(mutex_);
-        finished_.notify_one();
-    }
+    // Our chunk is not done, so the phase cannot end: what describes the job is stable until then.
+    const uint32_t count = count_of(job), index = next_of(job);
+    const int phase = (int)(epoch_of(job) - base_);
+    const int64_t total = phases_[phase].total;
+    task_(context_, phase, total * index / count, total * (index + 1) / count, thread);
+    if (done_.fetch_add(1, std::memory_order_acq_rel) + 1 == count) open(phase + 1, thread);
     return true;
+}
+
+// Spins, then sleeps until `ready()`; `waiting` tells the others whom they have to wake.
+template <typename Ready>
+void Pool::await(std::condition_variable& signal, std::atomic<int>& waiting, Ready ready) {
+    if (spin(ready)) return;
+    std::unique_lock<std::mutex> lock(mutex_);
+    waiting.fetch_add(1, std::memory_order_seq_cst);
+    signal.wait(lock, ready);
+    waiting.fetch_sub(1, std::memory_order_seq_cst);
 }
 
 void Pool::work(int thread) {
     while (!stop_.load(std::memory_order_relaxed)) {
         if (claim_and_run(thread)) continue;
-        auto ready = [this] {
-            const uint64_t job = job_.load(std::memory_order_acquire);
-            return next_of(job) < count_of(job) || stop_.load(std::memory_order_relaxed);
-        };
-        if (spin(ready)) continue;
-        std::unique_lock<std::mutex> lock(mutex_);
-        sleepers_.fetch_add(1, std::memory_order_seq_cst);
-        wake_.wait(lock, [this] {
+        await(wake_, sleepers_, [this] {
             const uint64_t job = job_.load(std::memory_order_seq_cst);
-            return next_of(job) < count_of(job) || stop_.load();
+            return next_of(job) < count_of(job) || stop_.load(std::memory_order_seq_cst);
         });
-        sleepers_.fetch_sub(1, std::memory_order_seq_cst);
     }
 }
 
-void Pool::run(Task task, void* context, int64_t total, int64_t chunks) {
-    if (chunks > total) chunks = total;
-    if (chunks > 4096) chunks = 4096;
-    if (workers_.empty() || chunks <= 1 || inherited()) {
-        task(context, 0, total, 0);
+void Pool::run(Task task, void* context, const Phase* phases, int count) {
+    if (workers_.empty() || inherited()) {
+        for (int i = 0; i < count; ++i) task(context, i, 0, phases[i].total, 0);
         return;
     }
+    base_ = epoch_of(job_.load(std::memory_order_relaxed)) + 1;
     task_ = task;
     context_ = context;
-    total_ = total;
-    done_.store(0, std::memory_order_relaxed);
-    const uint64_t epoch = (job_.load(std::memory_order_relaxed) >> 32) + 1;
-    const uint32_t count = (uint32_t)chunks;
-    job_.store(epoch << 32 | (uint64_t)count << 16, std::memory_order_seq_cst);
-    if (sleepers_.load(std::memory_order_seq_cst) > 0) {
-        std::lock_guard<std::mutex> lock(mutex_);
-        wake_.notify_all();
+    phases_ = phases;
+    count_ = count;
+    finished_.store(false, std::memory_order_relaxed);
+    open(0, 0);
+    while (!finished_.load(std::memory_order_acquire)) {
+        if (claim_and_run(0)) continue;
+        await(end_, callers_, [this] {
+            const uint64_t job = job_.load(std::memory_order_seq_cst);
+            return next_of(job) < count_of(job) || finished_.load(std::memory_order_seq_cst);
+        });
     }
-    while (claim_and_run(0)) {
-    }
-    auto all_done = [this, count] { return done_.load(std::memory_order_seq_cst) >= count; };
-    if (spin(all_done)) return;
-    std::unique_lock<std::mutex> lock(mutex_);
-    caller_sleeps_.store(true, std::memory_order_seq_cst);
-    finished_.wait(lock, all_done);
-    caller_sleeps_.store(false, std::memory_order_seq_cst);
 }

@@ -1,0 +1,254 @@
+#include "program.hpp"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "attention_plan.hpp"
+#include "linear_scratch.hpp"
+#include "pack.hpp"
+
+namespace {
+
+// Chunks per thread and phase: enough that a thread that loses its core delays the others little.
+constexpr int64_t kChunksPerThread = 4;
+// Work (about one per multiplication in registers, 8 per exponential) below which a second thread
+// costs more than it gives.
+constexpr int64_t kWorthSharing = 65536;
+
+bool integer(const Op& op) {
+    return op.kind == kOpLinear && !op.linear.exact && !op.linear.w->dense;
+}
+
+// Work of one row of a row-wise part.
+int64_t row_work(const Op& op) {
+    switch (op.kind) {
+        case kOpEmbedding: return 4 * op.embedding.w->k;
+        case kOpLinear: return 2 * op.linear.w->k;
+        case kOpNorm: return 2 * op.norm.width;
+        case kOpGated: return 8 * op.gated.width;
+        case kOpMap: return op.map.kind == kMapSoftcap ? 8 * op.map.width : op.map.width;
+        case kOpAngles: return 64 * op.angles.half;
+        case kOpSelect: return op.select.width;
+        case kOpRope: return 2 * (op.rope.heads + 2 * op.rope.kv_heads) * (int64_t)op.rope.head_dim;
+        default: return 0;
+    }
+}
+
+size_t args_size(int kind) {
+    switch (kind) {
+        case kOpEmbedding: return sizeof(EmbeddingArgs);
+        case kOpLinear: return sizeof(LinearArgs);
+        case kOpNorm: return sizeof(NormArgs);
+        case kOpGated: return sizeof(GatedArgs);
+        case kOpMap: return sizeof(MapArgs);
+        case kOpAngles: return sizeof(AnglesArgs);
+        case kOpSelect: return sizeof(SelectArgs);
+        case kOpRope: return sizeof(RopeArgs);
+        case kOpAttention: return sizeof(AttentionArgs);
+        case kOpPlaces: return sizeof(PlacesArgs);
+        case kOpSample: return sizeof(SampleArgs);
+        default: return 0;
+    }
+}
+
+void select_rows(const SelectArgs& a, int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t)
+        memcpy(a.out + t * a.width, a.x + a.rows[t] * a.width, sizeof(float) * (size_t)a.width);
+}
+
+void find_places(const PlacesArgs& a, int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+        const int32_t* pages = a.page_table + r * a.table_width;
+        int64_t position = a.context_len[r] - (a.query_start[r + 1] - a.query_start[r]);
+        for (int64_t t = a.query_start[r]; t < a.query_start[r + 1]; ++t, ++position) {
+            a.positions[t] = position;
+            a.slots[t] = (int64_t)pages[position / a.page_size] * a.page_size +
+                         position % a.page_size;
+        }
+    }
+}
+
+}  // namespace
+
+Scratch::~Scratch() { free(data_); }
+
+bool Scratch::reserve(size_t bytes, bool zeroed) {
+    if (bytes <= size_) return true;
+    free(data_);
+    data_ = static_cast<uint8_t*>(aligned_alloc(64, aligned(bytes)));
+    size_ = data_ ? bytes : 0;
+    if (data_ && zeroed) memset(data_, 0, bytes);
+    return data_ != nullptr;
+}
+
+bool Program::add(int kind, const void* args, Count count, int64_t per) {
+    const size_t size = args_size(kind);
+    if (!size) return false;
+    Op op;
+    memset(static_cast<void*>(&op), 0, sizeof op);
+    op.kind = (OpKind)kind;
+    op.count = count;
+    op.per = per;
+    memcpy(static_cast<void*>(&op.embedding), args, size);
+    const bool rounded = integer(op) && same_activations(op);
+    ops_.push_back(op);
+    const int index = (int)ops_.size() - 1;
+    switch (op.kind) {
+        case kOpLinear:
+            if (integer(op) && !rounded) add_part(index, false);
+            add_part(index, true);
+            break;
+        case kOpAttention:
+        case kOpPlaces:
+        case kOpSample: add_part(index, true); break;
+        default: add_part(index, false);
+    }
+    return true;
+}
+
+// The operator before has rounded the very rows this one multiplies.
+bool Program::same_activations(const Op& op) const {
+    if (ops_.empty()) return false;
+    const Op& last = ops_.back();
+    return integer(last) && last.linear.x == op.linear.x && last.linear.w->k == op.linear.w->k &&
+           last.linear.w->unit == op.linear.w->unit && last.count == op.count && last.per == op.per;
+}
+
+void Program::add_part(int op, bool tiles) {
+    const Count count = ops_[(size_t)op].count;
+    const int part = (int)parts_.size();
+    parts_.push_back({op, tiles});
+    if (!tiles && !stages_.empty() && !stages_.back().tiles && stages_.back().count == count) {
+        stages_.back().last = part + 1;
+        return;
+    }
+    stages_.push_back({part, part + 1, count, tiles});
+}
+
+void Program::clear() {
+    ops_.clear();
+    parts_.clear();
+    stages_.clear();
+}
+
+bool Machine::reserve_private(size_t bytes) {
+    stride_ = aligned(bytes);
+    return private_.reserve(stride_ * (size_t)pool.threads());
+}
+
+int64_t Machine::chunks_for(int64_t total, int64_t work) const {
+    if (work < kWorthSharing) return 1;
+    const int64_t chunks = kChunksPerThread * pool.threads();
+    const int64_t most = total < kMaxChunks ? total : (int64_t)kMaxChunks;
+    return chunks < most ? chunks : most;
+}
+
+struct Machine::Frame {
+    Machine* machine;
+    const Program* program;
+};
+
+// Sizes of all phases and scratch memory for one run, and the fields of Op that depend on them.
+Status Machine::prepare(Program& program, const int64_t* counts) {
+    size_t shared = 0, most_private = 0, attention = 0;
+    for (Op& op : program.ops_) {
+        const int64_t n = counts[op.count] * op.per;
+        if (op.kind == kOpLinear) {
+            op.linear.m = n;
+            const size_t mine = linear_private_bytes(*op.linear.w, n, op.linear.exact != 0);
+            most_private = mine > most_private ? mine : most_private;
+            if (integer(op)) {
+                const size_t bytes = activation_bytes(n, op.linear.w->k_blocks);
+                shared = bytes > shared ? bytes : shared;
+            }
+        } else if (op.kind == kOpAttention) {
+            const AttentionPlan plan = plan_attention(&op.attention, (int)n, pool.threads());
+            most_private = plan.private_bytes > most_private ? plan.private_bytes : most_private;
+            attention = plan.shared_bytes > attention ? plan.shared_bytes : attention;
+        } else if (op.kind == kOpSample) {
+            const size_t mine = (size_t)kernels->sample_scratch(op.sample.width);
+            most_private = mine > most_private ? mine : most_private;
+        }
+    }
+    if (!activations_.reserve(shared) || !attention_.reserve(attention, true) ||
+        !reserve_private(most_private))
+        return kOutOfMemory;
+    phases_.clear();
+    for (const Program::Stage& stage : program.stages_) {
+        int64_t total = counts[stage.count], work = 0, chunks = 0;
+        if (stage.tiles) {
+            Op& op = program.ops_[(size_t)program.parts_[(size_t)stage.first].op];
+            if (op.kind == kOpLinear) {
+                const Weight& w = *op.linear.w;
+                total = w.row_blocks;
+                work = op.linear.m * w.n * w.k / (integer(op) ? 4 : 1);
+            } else if (op.kind == kOpAttention) {
+                op.attention.shared = attention_.data();
+                total = start_attention(&op.attention, (int)total, pool.threads(), &chunks);
+            } else if (op.kind == kOpSample) {
+                work = total * op.sample.width;
+            }
+        } else {
+            for (int i = stage.first; i < stage.last; ++i) {
+                const Op& op = program.ops_[(size_t)program.parts_[(size_t)i].op];
+                work += total * op.per * row_work(op);
+            }
+        }
+        phases_.push_back({total, chunks ? chunks : chunks_for(total, work)});
+    }
+    for (Op& op : program.ops_)
+        if (integer(op))
+            place_activations(&op.linear.act, activations_.data(), op.linear.m,
+                              op.linear.w->k_blocks);
+    return kOk;
+}
+
+// Rows begin..end of a row-wise part.
+void Machine::rows(const Op& op, int64_t begin, int64_t end) {
+    switch (op.kind) {
+        case kOpEmbedding:
+            gather_rows(*op.embedding.w, op.embedding.ids, op.embedding.out, begin, end);
+            break;
+        case kOpLinear: kernels->quantize(&op.linear, begin, end); break;
+        case kOpNorm: kernels->rms_norm(&op.norm, begin, end); break;
+        case kOpGated: kernels->gated(&op.gated, begin, end); break;
+        case kOpMap: kernels->map(&op.map, begin, end); break;
+        case kOpAngles: kernels->angles(&op.angles, begin, end); break;
+        case kOpSelect: select_rows(op.select, begin, end); break;
+        case kOpRope: kernels->rope(&op.rope, begin, end); break;
+        default: break;
+    }
+}
+
+void Machine::tiles(const Op& op, int64_t begin, int64_t end, int thread) {
+    uint8_t* scratch = private_scratch(thread);
+    switch (op.kind) {
+        case kOpLinear:
+            (integer(op) ? kernels->linear_int : kernels->linear_float)(&op.linear, begin, end,
+                                                                        scratch);
+            break;
+        case kOpAttention: kernels->attention(&op.attention, begin, end, scratch); break;
+        case kOpSample: kernels->sample(&op.sample, begin, end, scratch); break;
+        default: find_places(op.places, begin, end);
+    }
+}
+
+void Machine::chunk(void* context, int phase, int64_t begin, int64_t end, int thread) {
+    const Frame& frame = *static_cast<const Frame*>(context);
+    if (begin == end) return;
+    const Program& program = *frame.program;
+    const Program::Stage& stage = program.stages_[(size_t)phase];
+    for (int i = stage.first; i < stage.last; ++i) {
+        const Op& op = program.ops_[(size_t)program.parts_[(size_t)i].op];
+        if (stage.tiles) frame.machine->tiles(op, begin, end, thread);
+        else frame.machine->rows(op, begin * op.per, end * op.per);
+    }
+}
+
+Status Machine::run(Program& program, const int64_t* counts) {
+    const Status status = prepare(program, counts);
+    if (status != kOk) return status;
+    Frame frame = {this, &program};
+    pool.run(&Machine::chunk, &frame, phases_.data(), (int)phases_.size());
+    return kOk;
+}

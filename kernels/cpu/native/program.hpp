@@ -1,0 +1,113 @@
+// A list of operators, run as phases: one call of a decode step, or of a single operator.
+//
+// Row-wise operators that follow one another become one phase over the rows: every thread takes some
+// tokens through all of them, and no thread waits for another in between. That is right because an
+// operator's row t needs row t of its arguments alone, and because memory that two operators of a
+// phase share holds rows of the same width (kernels/graph.py). A matrix product is one phase over
+// blocks of 16 output rows; the rounding of its activations is row-wise and joins the phase before.
+// Attention is one phase over its work items (attention.hpp).
+#pragma once
+
+#include <vector>
+
+#include "levels.hpp"
+#include "pool.hpp"
+
+struct Op {
+    OpKind kind;
+    Count count;      // what of the step it runs over
+    int64_t per;      // rows per counted thing
+    union {
+        EmbeddingArgs embedding;
+        LinearArgs linear;
+        NormArgs norm;
+        GatedArgs gated;
+        MapArgs map;
+        AnglesArgs angles;
+        SelectArgs select;
+        RopeArgs rope;
+        AttentionArgs attention;
+        PlacesArgs places;
+        SampleArgs sample;
+    };
+};
+
+class Program {
+public:
+    // `args` points to the structure of `kind`. False for a kind that does not exist.
+    bool add(int kind, const void* args, Count count, int64_t per);
+    void clear();
+
+private:
+    friend class Machine;
+    // What a phase runs: row-wise parts one after another, or one operator's tiles.
+    struct Part {
+        int op;
+        bool tiles;
+    };
+    struct Stage {
+        int first, last;  // parts
+        Count count;
+        bool tiles;
+    };
+    void add_part(int op, bool tiles);
+    bool same_activations(const Op& op) const;
+
+    std::vector<Op> ops_;
+    std::vector<Part> parts_;
+    std::vector<Stage> stages_;
+};
+
+// Memory that grows and is kept: the hot path allocates nothing.
+class Scratch {
+public:
+    Scratch() = default;
+    Scratch(const Scratch&) = delete;
+    Scratch& operator=(const Scratch&) = delete;
+    ~Scratch();
+    bool reserve(size_t bytes, bool zeroed = false);
+    uint8_t* data() { return data_; }
+
+private:
+    uint8_t* data_ = nullptr;
+    size_t size_ = 0;
+};
+
+// Threads, kernels and scratch memory: what runs programs. One caller at a time.
+class Machine {
+public:
+    Machine(int threads, int level) : pool(threads), kernels(kernel_table(level)), level(level) {}
+
+    Status run(Program& program, const int64_t* counts);
+    // Runs body(begin, end, thread) over 0..total.
+    template <typename Body>
+    void parallel(int64_t total, int64_t work, const Body& body) {
+        const Phase phase = {total, chunks_for(total, work)};
+        pool.run(
+            [](void* context, int, int64_t begin, int64_t end, int thread) {
+                (*static_cast<const Body*>(context))(begin, end, thread);
+            },
+            const_cast<void*>(static_cast<const void*>(&body)), &phase, 1);
+    }
+    // Private memory of `bytes` for every thread.
+    bool reserve_private(size_t bytes);
+    uint8_t* private_scratch(int thread) { return private_.data() + stride_ * (size_t)thread; }
+
+    Pool pool;
+    const KernelTable* kernels;
+    int level;
+    std::mutex mutex;
+    Program single;  // reused for calls of one operator
+
+private:
+    struct Frame;  // what the threads need to know of the run
+    int64_t chunks_for(int64_t total, int64_t work) const;
+    Status prepare(Program& program, const int64_t* counts);
+    void rows(const Op& op, int64_t begin, int64_t end);
+    void tiles(const Op& op, int64_t begin, int64_t end, int thread);
+    static void chunk(void* context, int phase, int64_t begin, int64_t end, int thread);
+
+    Scratch activations_, attention_, private_;
+    size_t stride_ = 0;
+    std::vector<Phase> phases_;
+};

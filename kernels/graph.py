@@ -1,0 +1,102 @@
+"""A step recorded once and replayed: one native call instead of a Python call per operator.
+
+``Ops.capture`` runs a forward pass in which nothing is computed: every operator of the backend
+notes its arguments, and the tensors it would have made are fixed buffers from then on.
+``Graph.replay`` runs them all with the counts of a step. It is to a CPU what a CUDA graph is to a
+GPU, with one difference: a native operator takes its number of rows at run time, so that one graph
+as large as the largest step serves every smaller one.
+
+Anything a graph does not see would be lost on replay, so while capturing every torch operation that
+is not a mere view raises :class:`CaptureError`, and the caller runs such a model operator by
+operator instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any, Generic, Protocol, TypeVar
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sdk.kernels.activations import ActivationPool
+from sdk.kernels.errors import KernelError
+
+Result = TypeVar("Result")
+
+#: Torch operations that move no data.
+_VIEWS = frozenset(
+    f"aten.{name}"
+    for name in (
+        *("alias", "as_strided", "detach", "expand", "lift_fresh", "permute", "select", "slice"),
+        *("split", "split_with_sizes", "squeeze", "t", "transpose", "unsqueeze", "view"),
+        *("_unsafe_view", "_reshape_alias"),
+    )
+)
+
+
+class CaptureError(KernelError):
+    """The forward pass cannot be recorded; the message names what stood in the way."""
+
+
+class Recorded(Protocol):
+    """What a backend noted."""
+
+    def run(self, tokens: int, outputs: int, requests: int) -> None: ...
+
+
+class Recorder(Protocol):
+    """A backend that can record its operators.
+
+    ``limits``: the rows that tensors of tokens, outputs and requests have while recording.
+    """
+
+    def record(self, limits: tuple[int, int, int]) -> AbstractContextManager[Recorded]: ...
+
+
+class Graph(Generic[Result]):
+    """A recorded forward pass. Owns its buffers; the weights must outlive it.
+
+    ``result`` is what the forward pass returned: buffers, whose first rows a replay fills.
+    """
+
+    def __init__(
+        self,
+        recorded: Recorded,
+        result: Result,
+        buffers: ActivationPool,
+        limits: tuple[int, int, int],
+    ) -> None:
+        self._recorded = recorded
+        self._buffers = buffers
+        self.result = result
+        self.max_tokens, self.max_outputs, self.max_requests = limits
+
+    def replay(self, *, tokens: int, outputs: int, requests: int) -> None:
+        """Run the step on what its input buffers hold now: their first ``tokens`` and so on.
+
+        :raises KernelError: for counts beyond the recorded ones, or when the native call fails.
+        """
+        counts = (tokens, outputs, requests)
+        if tokens > self.max_tokens or outputs > self.max_outputs or requests > self.max_requests:
+            limits = (self.max_tokens, self.max_outputs, self.max_requests)
+            raise KernelError(
+                f"replay: expected at most {limits} tokens, outputs and requests, found {counts}"
+            )
+        self._recorded.run(*counts)
+
+
+class OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises :class:`CaptureError` for every torch operation that touches data."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if str(func).rpartition(".")[0] in _VIEWS:
+            return func(*args, **kwargs)
+        with self:  # flatten, reshape, contiguous: made of views, or of views and a copy
+            result = func.decompose(*args, **kwargs)
+        if result is NotImplemented:
+            raise CaptureError(f"a step with {func} cannot be recorded: it is not one of ours")
+        return result

@@ -1,0 +1,77 @@
+"""The small row-wise operators, and where each token of a step stands; fp32."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sdk.kernels.batch import AttentionBatch
+from sdk.kernels.registry import Problem
+
+
+class Map:
+    """See ``Ops.zeros``, ``add``, ``add_bias``, ``scale`` and ``softcap``: one of them each."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self.name = f"reference.{kind}"
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def run(self, x: Tensor, other: Tensor | None = None, factor: float = 0.0) -> None:
+        match self._kind:
+            case "zeros":
+                x.zero_()
+            case "scale":
+                x *= factor
+            case "softcap":
+                torch.mul(torch.tanh(x / factor), factor, out=x)
+            case _:
+                assert other is not None
+                x += other
+
+
+class RopeAngles:
+    """See :meth:`sdk.kernels.ops.Ops.rope_angles`."""
+
+    name = "reference.rope_angles"
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def run(
+        self, positions: Tensor, inv_freq: Tensor, factor: float, cos: Tensor, sin: Tensor
+    ) -> None:
+        angle = positions.to(torch.float32).unsqueeze(1) * inv_freq
+        torch.mul(angle.cos(), factor, out=cos)
+        torch.mul(angle.sin(), factor, out=sin)
+
+
+class SelectRows:
+    """See :meth:`sdk.kernels.ops.Ops.select_rows`."""
+
+    name = "reference.select_rows"
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def run(self, x: Tensor, rows: Tensor, out: Tensor) -> None:
+        torch.index_select(x, 0, rows, out=out)
+
+
+class Places:
+    """See :meth:`sdk.kernels.ops.Ops.find_places`."""
+
+    name = "reference.find_places"
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def run(self, batch: AttentionBatch) -> None:
+        counts = batch.query_start.diff().long()
+        owner = torch.repeat_interleave(counts)  # the request of each token
+        first = batch.context_len.long() - counts - batch.query_start[:-1].long()
+        torch.add(torch.arange(batch.num_tokens), first[owner], out=batch.positions)
+        page = batch.page_table[owner, batch.positions // batch.page_size].long()
+        batch.slots.copy_(page * batch.page_size + batch.positions % batch.page_size)

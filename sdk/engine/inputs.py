@@ -1,0 +1,99 @@
+"""The fixed tensors a step reads, written once per step: what a recorded step is replayed on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from sdk.engine.plan import RequestStart
+from sdk.kernels.batch import AttentionBatch
+
+
+class Running:
+    """What a rank remembers of a request between steps."""
+
+    __slots__ = ("num_computed", "num_prompt", "pages", "start", "token_ids")
+
+    def __init__(self, start: RequestStart) -> None:
+        self.start = start
+        self.token_ids = list(start.token_ids)
+        self.num_prompt = start.num_prompt_tokens
+        self.num_computed = start.num_computed
+        self.pages = list(start.pages)
+
+
+class StepInputs:
+    """Tokens, their requests and the rows wanted of one step, in buffers that stay.
+
+    A request that stands in the same row as in the step before has only its new pages written.
+    """
+
+    def __init__(
+        self, max_tokens: int, max_requests: int, max_model_len: int, page_size: int
+    ) -> None:
+        width = -(-max_model_len // page_size)
+        self._tokens = np.zeros(max_tokens, np.int64)
+        self._rows = np.zeros(max_requests, np.int64)
+        self._starts = np.zeros(max_requests + 1, np.int32)
+        self._lengths = np.zeros(max_requests, np.int32)
+        self._table = np.zeros((max_requests, width), np.int32)
+        self._places: list[tuple[Running | None, int]] = [(None, 0)] * max_requests
+        self.token_ids = torch.from_numpy(self._tokens)
+        #: Rows of hidden states whose logits are wanted.
+        self.output_rows = torch.from_numpy(self._rows)
+        self.batch = AttentionBatch(
+            positions=torch.zeros(max_tokens, dtype=torch.int64),
+            query_start=torch.from_numpy(self._starts),
+            context_len=torch.from_numpy(self._lengths),
+            page_table=torch.from_numpy(self._table),
+            slots=torch.zeros(max_tokens, dtype=torch.int64),
+            page_size=page_size,
+            max_query_len=max_tokens,
+            max_context_len=max_model_len,
+        )
+
+    def fill(self, rows: Sequence[tuple[Running, int]], outputs: Sequence[int]) -> int:
+        """Write the step: so many tokens of each request, and the rows wanted; counts the tokens.
+
+        Positions and slots are the business of ``Ops.find_places``.
+        """
+        end = 0
+        for row, (request, count) in enumerate(rows):
+            first = request.num_computed
+            begin, end = end, end + count
+            if count == 1:
+                self._tokens[begin] = request.token_ids[first]
+            else:
+                self._tokens[begin:end] = request.token_ids[first : first + count]
+            self._starts[row + 1] = end
+            self._lengths[row] = first + count
+            owner, written = self._places[row]
+            if owner is not request:
+                written = 0
+            if written != len(request.pages):
+                self._table[row, written : len(request.pages)] = request.pages[written:]
+                self._places[row] = request, len(request.pages)
+        self._rows[: len(outputs)] = outputs
+        return end
+
+    def forget(self) -> None:
+        """Requests were dropped: hold on to none of them."""
+        self._places = [(None, 0)] * len(self._places)
+
+    def view(self, tokens: int, requests: int) -> AttentionBatch:
+        """The batch of the step just written, for a pass that is not a replay."""
+        whole = self.batch
+        pages = max(len(place[0].pages) for place in self._places[:requests] if place[0])
+        return replace(
+            whole,
+            positions=whole.positions[:tokens],
+            query_start=whole.query_start[: requests + 1],
+            context_len=whole.context_len[:requests],
+            page_table=whole.page_table[:requests, :pages],
+            slots=whole.slots[:tokens],
+            max_query_len=int(np.diff(self._starts[: requests + 1]).max()),
+            max_context_len=int(self._lengths[:requests].max()),
+        )
