@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sdk.kernels.cpu.attention import Attention, RopeAndCache
+from sdk.kernels.cpu.attention import Attention
 from sdk.kernels.cpu.elementwise import AddRmsNorm, GatedActivation, RmsNorm
 from sdk.kernels.cpu.library import Engine, find_library, levels
 from sdk.kernels.cpu.linear import Linear
+from sdk.kernels.cpu.rope import RopeAndCache, RopeAngles
 
 __all__ = ["CpuBackend", "available", "levels", "open_backend", "simd_level"]
 
@@ -48,6 +49,7 @@ class CpuBackend:
             "rms_norm": (RmsNorm(engine),),
             "add_rms_norm": (AddRmsNorm(engine),),
             "gated_activation": (GatedActivation(engine),),
+            "rope_angles": (RopeAngles(engine),),
             "rope_and_cache": (RopeAndCache(engine),),
             "attention": (Attention(engine),),
         }

@@ -15,7 +15,7 @@ import torch
 from sdk.kernels.errors import KernelError
 
 #: Must equal kAbiVersion in native/abi.hpp; a library with another one is refused as stale.
-ABI_VERSION = 2
+ABI_VERSION = 3
 
 #: Instruction-set levels, worst to best, in the order of native/levels.hpp.
 LEVELS = ("portable", "avx2", "avx2_vnni", "avx512_vnni")
@@ -29,7 +29,11 @@ ELEMENT_TYPES = {
     torch.int8: 4,
 }
 
-_STATUS = {1: "out of memory", 2: "the engine is closed"}
+_STATUS = {
+    1: "out of memory",
+    2: "the engine is closed",
+    3: "a page id, slot or length lies outside of its tensor",
+}
 
 
 class WeightView(Structure):
@@ -59,14 +63,23 @@ class GatedArgs(Structure):
     _fields_ = [("gate_up", c_void_p), ("out", c_void_p), ("width", c_int64), ("kind", c_int32)]
 
 
+class AnglesArgs(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("positions", "inv_freq", "cos", "sin")),
+        ("half", c_int64),
+        ("factor", c_float),
+    ]
+
+
 class RopeArgs(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("q", "k", "v", "cos", "sin", "slots")),
-        *((name, c_void_p) for name in ("k_pages", "v_pages")),
+        *((name, c_void_p) for name in ("k_pages", "v_pages", "k_scales", "v_scales")),
         *((name, c_int64) for name in ("q_token", "q_head", "k_token", "k_head")),
         *((name, c_int64) for name in ("v_token", "v_head", "cos_token", "sin_token")),
-        *((name, c_int64) for name in ("k_page", "k_page_head", "k_page_slot")),
+        *((name, c_int64) for name in ("k_page", "k_page_head", "k_page_dim")),
         *((name, c_int64) for name in ("v_page", "v_page_head", "v_page_slot")),
+        *((name, c_int64) for name in ("scale_page", "scale_head", "num_pages")),
         *((name, c_int32) for name in ("heads", "kv_heads", "head_dim", "half")),
         *((name, c_int32) for name in ("page_size", "page_type")),
     ]
@@ -74,17 +87,20 @@ class RopeArgs(Structure):
 
 class AttentionArgs(Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("q", "out", "k_pages", "v_pages", "query_start")),
-        *((name, c_void_p) for name in ("context_len", "page_table", "sinks", "item_start")),
+        *((name, c_void_p) for name in ("q", "out", "k_pages", "v_pages", "k_scales", "v_scales")),
+        *((name, c_void_p) for name in ("query_start", "context_len", "page_table")),
+        *((name, c_void_p) for name in ("sinks", "shared")),
         *((name, c_int64) for name in ("q_token", "q_head", "table_width")),
-        *((name, c_int64) for name in ("k_page", "k_page_head", "k_page_slot")),
+        *((name, c_int64) for name in ("k_page", "k_page_head", "k_page_dim")),
         *((name, c_int64) for name in ("v_page", "v_page_head", "v_page_slot")),
+        *((name, c_int64) for name in ("scale_page", "scale_head", "num_pages", "tokens")),
+        ("window", c_int64),
         *((name, c_int32) for name in ("requests", "heads", "kv_heads", "head_dim")),
         *((name, c_int32) for name in ("page_size", "page_type")),
-        ("window", c_int64),
         ("scale", c_float),
         ("softcap", c_float),
         ("query_tile", c_int32),
+        ("run_chunks", c_int32),
     ]
 
 
@@ -100,6 +116,7 @@ _SIGNATURES = {
     "rms_norm": (c_int, (c_void_p, POINTER(NormArgs), c_int64)),
     "gated": (c_int, (c_void_p, POINTER(GatedArgs), c_int64)),
     "rope": (c_int, (c_void_p, POINTER(RopeArgs), c_int64)),
+    "rope_angles": (c_int, (c_void_p, POINTER(AnglesArgs), c_int64)),
     "attention": (c_int, (c_void_p, POINTER(AttentionArgs))),
 }
 
@@ -169,6 +186,7 @@ class Engine:
         self.rms_norm = library.embedlm_rms_norm
         self.gated = library.embedlm_gated
         self.rope = library.embedlm_rope
+        self.rope_angles = library.embedlm_rope_angles
         self.attention = library.embedlm_attention
         self._release = weakref.finalize(self, library.embedlm_engine_destroy, handle)
 

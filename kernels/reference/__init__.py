@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sdk.kernels.reference.attention import Attention, RopeAndCache
+from sdk.kernels.reference.attention import Attention
 from sdk.kernels.reference.linear import Linear
 from sdk.kernels.reference.norm import AddRmsNorm, GatedActivation, RmsNorm
+from sdk.kernels.reference.rope import RopeAndCache, RopeAngles
 
 
 def available(device: str) -> str | None:
@@ -35,6 +36,7 @@ class ReferenceBackend:
             "rms_norm": (RmsNorm(),),
             "add_rms_norm": (AddRmsNorm(),),
             "gated_activation": (GatedActivation(),),
+            "rope_angles": (RopeAngles(),),
             "rope_and_cache": (RopeAndCache(),),
             "attention": (Attention(),),
         }

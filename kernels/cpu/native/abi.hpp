@@ -7,7 +7,7 @@
 
 #include <stdint.h>
 
-enum { kAbiVersion = 2 };
+enum { kAbiVersion = 3 };
 
 // Element types of scales, minima, pages and dense values.
 enum ElementType { kF16 = 0, kBF16 = 1, kF32 = 2, kU8 = 3, kI8 = 4 };
@@ -16,9 +16,10 @@ enum ElementType { kF16 = 0, kBF16 = 1, kF32 = 2, kU8 = 3, kI8 = 4 };
 enum SourceKind { kStream = 0, kQ4K = 1, kQ5K = 2, kQ6K = 3 };
 
 // What every exported function returns.
-enum Status { kOk = 0, kOutOfMemory = 1, kClosed = 2 };
+// kBadIndex: a page table, slot or length points outside of its tensor.
+enum Status { kOk = 0, kOutOfMemory = 1, kClosed = 2, kBadIndex = 3 };
 
-enum { kRows = 16, kDepth = 32, kKeyTile = 64 };
+enum { kRows = 16, kDepth = 32 };
 
 // A packed weight. Rows come in blocks of 16, k in blocks of 32; one tile of 16 x 32 codes is
 // `bits * 64` bytes (planes.hpp). Everything that belongs to a row is interleaved 16-fold:
@@ -84,7 +85,19 @@ struct GatedArgs {
     int32_t kind;
 };
 
-// Strides count elements. The last dimension is always contiguous.
+// cos and sin [T, half] = factor * cos, sin (position * inv_freq), the angle in float32.
+struct AnglesArgs {
+    const int64_t* positions;
+    const float* inv_freq;
+    float* cos;
+    float* sin;
+    int64_t half;
+    float factor;
+};
+
+// Strides count elements. A key lies across its page, one slot beside the next (k_page_dim apart
+// are its dimensions), so that keys are vector lanes; a value lies along it. 8-bit pages have one
+// f16 scale per slot and head, [num_pages][kv_heads][page_size], slots side by side.
 struct RopeArgs {
     float* q;
     const float* k;
@@ -94,8 +107,12 @@ struct RopeArgs {
     const int64_t* slots;
     void* k_pages;
     void* v_pages;
+    uint16_t* k_scales;  // null unless the pages are kI8
+    uint16_t* v_scales;
     int64_t q_token, q_head, k_token, k_head, v_token, v_head, cos_token, sin_token;
-    int64_t k_page, k_page_head, k_page_slot, v_page, v_page_head, v_page_slot;
+    int64_t k_page, k_page_head, k_page_dim, v_page, v_page_head, v_page_slot;
+    int64_t scale_page, scale_head;  // of both
+    int64_t num_pages;
     int32_t heads, kv_heads, head_dim, half, page_size, page_type;
 };
 
@@ -104,17 +121,23 @@ struct AttentionArgs {
     float* out;  // [T, heads * head_dim]
     const void* k_pages;
     const void* v_pages;
+    const uint16_t* k_scales;  // as in RopeArgs
+    const uint16_t* v_scales;
     const int32_t* query_start;
     const int32_t* context_len;
     const int32_t* page_table;
-    const float* sinks;       // null: none
-    const int64_t* item_start;  // [requests + 1] work items before each request; filled by the engine
+    const float* sinks;  // null: none
+    uint8_t* shared;     // of attention alone, zero when allocated; set by the engine
     int64_t q_token, q_head, table_width;
-    int64_t k_page, k_page_head, k_page_slot, v_page, v_page_head, v_page_slot;
-    int32_t requests, heads, kv_heads, head_dim, page_size, page_type;
-    int64_t window;  // 0: none
-    float scale, softcap;  // softcap 0: none
-    int32_t query_tile;    // tokens per work item; filled by the engine
+    int64_t k_page, k_page_head, k_page_dim, v_page, v_page_head, v_page_slot;
+    int64_t scale_page, scale_head;
+    int64_t num_pages, tokens;  // tokens: rows of q and out
+    int64_t window;             // 0: none
+    int32_t requests;           // filled by plan_attention
+    int32_t heads, kv_heads, head_dim, page_size, page_type;
+    float scale, softcap;   // softcap 0: none
+    int32_t query_tile;     // tokens of a query tile; filled by plan_attention
+    int32_t run_chunks;     // most chunks of an item of a split request; filled by plan_attention
 };
 
 // One instruction-set level's kernels. Ranges are half open; `scratch` is 64-byte aligned.
@@ -128,4 +151,5 @@ struct KernelTable {
     void (*rope)(const RopeArgs*, int64_t t_begin, int64_t t_end);
     void (*attention)(const AttentionArgs*, int64_t item_begin, int64_t item_end,
                       uint8_t* scratch);
+    void (*rope_angles)(const AnglesArgs*, int64_t t_begin, int64_t t_end);
 };

@@ -3,10 +3,12 @@
 // Nothing here throws or aborts: every function returns a Status. Calls on one engine from several
 // threads wait for one another; engines are independent.
 #include <stdlib.h>
+#include <string.h>
 
 #include <new>
 
 #include "abi.hpp"
+#include "attention_plan.hpp"
 #include "levels.hpp"
 #include "pack.hpp"
 #include "pool.hpp"
@@ -32,6 +34,13 @@ public:
         size_ = data_ ? bytes : 0;
         return data_ != nullptr;
     }
+    // The same, all zero whenever it has grown.
+    bool reserve_zeroed(size_t bytes) {
+        if (bytes <= size_) return true;
+        if (!reserve(bytes)) return false;
+        memset(data_, 0, size_);
+        return true;
+    }
     uint8_t* data() { return data_; }
 
 private:
@@ -53,7 +62,7 @@ struct Engine {
     const KernelTable* kernels;
     int level;
     std::mutex mutex;
-    Scratch shared, thread_scratch;
+    Scratch shared, thread_scratch, attention;
     size_t stride = 0;
 };
 
@@ -206,9 +215,21 @@ EXPORT int embedlm_rope(void* handle, const RopeArgs* args, int64_t tokens) {
     Engine* engine = static_cast<Engine*>(handle);
     if (!engine) return kClosed;
     std::lock_guard<std::mutex> lock(engine->mutex);
+    if (!slots_in_range(args, tokens)) return kBadIndex;
     const int64_t width = (int64_t)(args->heads + 2 * args->kv_heads) * args->head_dim;
     parallel(engine, tokens, chunks_for(engine, tokens * width),
              [=](int64_t begin, int64_t end, int) { engine->kernels->rope(args, begin, end); });
+    return kOk;
+}
+
+EXPORT int embedlm_rope_angles(void* handle, const AnglesArgs* args, int64_t tokens) {
+    Engine* engine = static_cast<Engine*>(handle);
+    if (!engine) return kClosed;
+    std::lock_guard<std::mutex> lock(engine->mutex);
+    parallel(engine, tokens, chunks_for(engine, tokens * args->half * 64),
+             [=](int64_t begin, int64_t end, int) {
+                 engine->kernels->rope_angles(args, begin, end);
+             });
     return kOk;
 }
 
@@ -216,27 +237,15 @@ EXPORT int embedlm_attention(void* handle, AttentionArgs* args) {
     Engine* engine = static_cast<Engine*>(handle);
     if (!engine) return kClosed;
     std::lock_guard<std::mutex> lock(engine->mutex);
-    const int group = args->heads / args->kv_heads;
-    // 48 rows amortize the transposition of a tile and keep the item's state within 1 MiB.
-    const int tile = group < 48 ? 48 / group : 1;
-    if (!engine->shared.reserve(sizeof(int64_t) * (size_t)(args->requests + 1)))
+    const AttentionPlan plan = plan_attention(args, args->requests, engine->pool.threads());
+    if (plan.status != kOk) return plan.status;
+    if (!engine->attention.reserve_zeroed(plan.shared_bytes) ||
+        !engine->reserve_private(plan.private_bytes))
         return kOutOfMemory;
-    int64_t* items = reinterpret_cast<int64_t*>(engine->shared.data());
-    int64_t work = 0;
-    items[0] = 0;
-    for (int r = 0; r < args->requests; ++r) {
-        const int64_t tokens = args->query_start[r + 1] - args->query_start[r];
-        items[r + 1] = items[r] + (tokens + tile - 1) / tile * args->kv_heads;
-        work += tokens * args->context_len[r] * args->heads * args->head_dim;
-    }
-    args->item_start = items;
-    args->query_tile = tile;
-    const size_t padded = round_up((size_t)args->head_dim * 4) / 4, rows = (size_t)(tile * group);
-    const size_t floats = padded * kKeyTile * 2 + rows * (kKeyTile + padded + 2);
-    if (!engine->reserve_private(floats * sizeof(float))) return kOutOfMemory;
-    const int64_t total = items[args->requests];
-    parallel(engine, total, work < 16384 ? 1 : total, [=](int64_t begin, int64_t end, int thread) {
-        engine->kernels->attention(args, begin, end, engine->private_scratch(thread));
-    });
+    args->shared = engine->attention.data();
+    parallel(engine, plan.items, plan.work < 16384 ? 1 : plan.items,
+             [=](int64_t begin, int64_t end, int thread) {
+                 engine->kernels->attention(args, begin, end, engine->private_scratch(thread));
+             });
     return kOk;
 }

@@ -4,6 +4,7 @@
 #include "elementwise.hpp"
 #include "linear_float.hpp"
 #include "linear_int.hpp"
+#include "rope.hpp"
 
 #define JOIN_(a, b) a##b
 #define JOIN(a, b) JOIN_(a, b)
@@ -12,6 +13,6 @@ extern "C" {
 extern const KernelTable JOIN(kernels_, LEVEL);
 const KernelTable JOIN(kernels_, LEVEL) = {
     LEVEL::quantize, LEVEL::linear_int, LEVEL::linear_float, LEVEL::rms_norm,
-    LEVEL::gated,    LEVEL::rope,       LEVEL::attention,
+    LEVEL::gated,    LEVEL::rope,       LEVEL::attention,    LEVEL::rope_angles,
 };
 }
