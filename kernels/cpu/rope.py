@@ -100,7 +100,5 @@ class RopeAngles:
                 f"rope angles: positions {list(positions.shape)} and inv_freq "
                 f"{list(inv_freq.shape)} do not fit {list(cos.shape)} and {list(sin.shape)}"
             )
-        args = AnglesArgs(
-            *(x.data_ptr() for x in (positions, inv_freq, cos, sin)), half, factor
-        )
+        args = AnglesArgs(*(x.data_ptr() for x in (positions, inv_freq, cos, sin)), half, factor)
         check(self._engine.rope_angles(self._engine.handle, byref(args), tokens), "rope angles")

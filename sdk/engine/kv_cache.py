@@ -69,5 +69,7 @@ def _layer(memory: Tensor, spec: KVSpec, num_pages: int, layer: int) -> KVPages:
     v = view(dtype, count * dtype.itemsize, (heads, slots, width))
     if dtype != torch.int8:
         return KVPages(k, v)
-    scales = (view(torch.float16, 2 * count + i * heads * slots * 2, (heads, slots)) for i in (0, 1))
+    scales = (
+        view(torch.float16, 2 * count + i * heads * slots * 2, (heads, slots)) for i in (0, 1)
+    )
     return KVPages(k, v, *scales)
