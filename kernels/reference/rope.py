@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -47,6 +49,8 @@ class RopeAndCache:
             pages.k[page, :, offset] = _to_cache(k, pages.k.dtype)
             pages.v[page, :, offset] = _to_cache(v, pages.v.dtype)
             return
+        q.copy_(mixed(q))
+        k = mixed(k.clamp(-HALF_MAX, HALF_MAX))
         pages.k[page, :, offset], pages.k_scale[page, :, offset] = round_codes(k)
         pages.v[page, :, offset], pages.v_scale[page, :, offset] = round_codes(v)
 
@@ -55,6 +59,22 @@ def _to_cache(x: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype == torch.float16:
         x = x.clamp(-HALF_MAX, HALF_MAX)
     return x.to(dtype)
+
+
+def mixed(x: Tensor) -> Tensor:
+    """``x [..., d]`` times the orthonormal Hadamard matrix of the largest power of two in d.
+
+    Products of mixed vectors are those of the vectors. Keys have a few large channels, which would
+    set the step of all others in int8: mixed, they are everybody's.
+    """
+    block = x.shape[-1] & -x.shape[-1]
+    span = 1
+    while span < block:
+        pairs = x.unflatten(-1, (-1, 2, span))
+        first, second = pairs[..., 0, :], pairs[..., 1, :]
+        x = torch.stack((first + second, first - second), dim=-2).flatten(-3)
+        span *= 2
+    return x * (1.0 / math.sqrt(block))
 
 
 def round_codes(x: Tensor) -> tuple[Tensor, Tensor]:

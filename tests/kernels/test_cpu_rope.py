@@ -14,7 +14,7 @@ from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.cpu import CpuBackend
 from sdk.kernels.errors import KernelError
 from sdk.kernels.layouts import KVPages
-from sdk.kernels.reference.rope import RopeAndCache, RopeAngles
+from sdk.kernels.reference.rope import RopeAndCache, RopeAngles, mixed
 from sdk.models.rope import Rope, RopeSpec
 from sdk.quant.spec import KVSpec
 
@@ -75,10 +75,12 @@ def test_int8_pages_are_within_half_a_step_of_their_values(backend: CpuBackend) 
     _, (q, k, v) = rows(64)
     v *= torch.logspace(-9, 4, TOKENS).view(-1, 1, 1)
     still = torch.zeros(TOKENS, 0)
+    whole = q.clone()
     kernel.run(q, k, v, still, still, batch, pages)
+    assert (q[:, :2] * mixed(k)).sum(2).sub((whole[:, :2] * k).sum(2)).abs().max() < 1e-4
     assert pages.k_scale is not None and pages.v_scale is not None
     at = batch.slots // 16, slice(None), batch.slots % 16
-    for x, codes, scales in ((k, pages.k, pages.k_scale), (v, pages.v, pages.v_scale)):
+    for x, codes, scales in ((mixed(k), pages.k, pages.k_scale), (v, pages.v, pages.v_scale)):
         scale = scales[at].float().unsqueeze(2)
         error = (codes[at].float() * scale - x).abs()
         assert (error <= 0.5005 * scale + 2.0**-24 * 64).all()

@@ -21,7 +21,7 @@ namespace LEVEL {
 // Turns one row's scores into weights; returns peak and total of its record.
 INLINE void soften(const AttentionArgs* a, const Chunk& c, float* s, int lo, int hi, float* record) {
     const int begin = lo / kLanes * kLanes, end = (hi + kLanes - 1) / kLanes * kLanes;
-    for (int t = begin; t < end; t += kLanes) {
+    for (int t = begin; t < end && (c.key_scale || a->softcap > 0.0f); t += kLanes) {
         VF x = load(s + t);
         if (c.key_scale) x = mul(x, load(c.key_scale + t));
         if (a->softcap > 0.0f) x = mul(tanh_of(div(x, set1(a->softcap))), set1(a->softcap));
@@ -50,14 +50,12 @@ INLINE void soften(const AttentionArgs* a, const Chunk& c, float* s, int lo, int
 
 // state <- state folded with one more record.
 INLINE void fold(float* state, const float* part, int64_t padded) {
-    float *tail = state + padded, shrink[kLanes] = {0.0f};
+    float *tail = state + padded, totals[kLanes];
     const float peak = part[padded] > tail[0] ? part[padded] : tail[0];
-    shrink[0] = tail[0] - peak;
-    shrink[1] = part[padded] - peak;
-    store(shrink, exp_of(load(shrink)));
-    const VF old_part = set1(shrink[0]), new_part = set1(shrink[1]);
+    const VF old_part = exp_of(set1(tail[0] - peak)), new_part = exp_of(set1(part[padded] - peak));
+    store(totals, fma(set1(part[padded + 1]), new_part, mul(set1(tail[1]), old_part)));
     tail[0] = peak;
-    tail[1] = tail[1] * shrink[0] + part[padded + 1] * shrink[1];
+    tail[1] = totals[0];
     for (int64_t d = 0; d < padded; d += kLanes)
         store(state + d, fma(load(part + d), new_part, mul(load(state + d), old_part)));
 }
@@ -80,7 +78,7 @@ static void make_records(const Item& item, const Chunk& c, int64_t begin, int i,
     }
     if (first >= end) return;
     const Products multiply = products(c.type, mr), single = products(c.type, 1);
-    multiply.score(c, item.q + i * width, width, first, end, item.weights);
+    multiply.score(c, item.q + i * item.padded, item.padded, width, first, end, item.weights);
     for (int j = 0; j < mr; ++j) {
         float* part = parts + j * item.record;
         memset(part, 0, sizeof(float) * (size_t)item.padded);
@@ -146,16 +144,14 @@ INLINE void finish(const Item& item, int i) {
     for (; d < a->head_dim; ++d) out[d] = state[d] / total;
 }
 
-// Queries times the scale, block after block of rows as [head_dim][rows of the block].
-static void pack_queries(const Item& item) {
+// Queries times the scale, one row after the other.
+static void scale_queries(const Item& item) {
     const AttentionArgs* a = item.a;
     for (int i = 0; i < item.rows; ++i) {
-        const int block = i / kAttentionRows * kAttentionRows;
-        const int mr = block + kAttentionRows < item.rows ? (int)kAttentionRows : item.rows - block;
         const float* q = a->q + (item.token + i / item.group) * a->q_token +
                          (item.head * item.group + i % item.group) * a->q_head;
-        float* to = item.q + block * a->head_dim + i - block;
-        for (int d = 0; d < a->head_dim; ++d) to[d * mr] = q[d] * a->scale;
+        float* to = item.q + i * item.padded;
+        for (int d = 0; d < a->head_dim; ++d) to[d] = q[d] * a->scale;
     }
 }
 
@@ -180,7 +176,7 @@ static Item make_item(const AttentionArgs* a, int r, int head, int64_t t_begin, 
     item.parts = item.weights + kAttentionRows * kChunkKeys;
     item.q = item.parts + kAttentionRows * item.record;
     item.states = item.q + item.rows * item.padded;
-    pack_queries(item);
+    scale_queries(item);
     return item;
 }
 

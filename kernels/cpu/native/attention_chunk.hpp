@@ -170,12 +170,14 @@ static void convert(const Item& item, int64_t begin, int first, int count, Chunk
     for (int v = 0; v < kKeyVectors; ++v) c->keys[v] = item.keys + v * kLanes;
 }
 
-// Dot products of MR rows, packed q[d][MR], with NV vectors of keys: scores[MR][128].
+// Dot products of MR rows, `stride` floats apart, with NV vectors of keys: scores[MR][128].
 template <int TYPE, int MR, int NV>
-static void score_vectors(const float* q, const void* const* keys, int64_t key_dim, int width,
-                          float* scores) {
+static void score_vectors(const float* q, int64_t stride, const void* const* keys, int64_t key_dim,
+                          int width, float* scores) {
     VF acc[MR][NV];
+#pragma GCC unroll 6
     for (int r = 0; r < MR; ++r)
+#pragma GCC unroll 4
         for (int c = 0; c < NV; ++c) acc[r][c] = zero();
     for (int d = 0; d < width; ++d) {
         VF key[NV];
@@ -183,24 +185,28 @@ static void score_vectors(const float* q, const void* const* keys, int64_t key_d
         for (int c = 0; c < NV; ++c) key[c] = load_as(TYPE, keys[c], d * key_dim);
 #pragma GCC unroll 6
         for (int r = 0; r < MR; ++r) {
-            VF x = set1(q[d * MR + r]);
+            VF x = set1(q[r * stride + d]);
 #pragma GCC unroll 4
             for (int c = 0; c < NV; ++c) acc[r][c] = fma(key[c], x, acc[r][c]);
         }
     }
+#pragma GCC unroll 6
     for (int r = 0; r < MR; ++r)
+#pragma GCC unroll 4
         for (int c = 0; c < NV; ++c) store(scores + r * kChunkKeys + c * kLanes, acc[r][c]);
 }
 
 template <int TYPE, int MR>
-static void score_rows(const Chunk& c, const float* q, int width, int first, int end,
+static void score_rows(const Chunk& c, const float* q, int64_t stride, int width, int first, int end,
                        float* scores) {
     for (int v = first / kLanes; v * kLanes < end;) {
+        const void* const* keys = c.keys + v;
+        float* to = scores + v * kLanes;
         const bool four = v + 4 <= kKeyVectors && (v + 2) * kLanes < end;
-        if (four) score_vectors<TYPE, MR, 4>(q, c.keys + v, c.key_dim, width, scores + v * kLanes);
+        if (four) score_vectors<TYPE, MR, 4>(q, stride, keys, c.key_dim, width, to);
         else if (v + 2 <= kKeyVectors)
-            score_vectors<TYPE, MR, 2>(q, c.keys + v, c.key_dim, width, scores + v * kLanes);
-        else score_vectors<TYPE, MR, 1>(q, c.keys + v, c.key_dim, width, scores + v * kLanes);
+            score_vectors<TYPE, MR, 2>(q, stride, keys, c.key_dim, width, to);
+        else score_vectors<TYPE, MR, 1>(q, stride, keys, c.key_dim, width, to);
         v += four ? 4 : 2;
     }
 }
@@ -211,7 +217,9 @@ static void value_vectors(const Chunk& c, int lo, int hi, const float* weights, 
                           int64_t record) {
     const int mask = (1 << c.segment_shift) - 1;
     VF sum[MR][NV];
+#pragma GCC unroll 6
     for (int r = 0; r < MR; ++r)
+#pragma GCC unroll 4
         for (int v = 0; v < NV; ++v) sum[r][v] = load(out + r * record + d + v * kLanes);
     for (int t = lo; t < hi;) {
         const void* base = c.values[t >> c.segment_shift];
@@ -229,7 +237,9 @@ static void value_vectors(const Chunk& c, int lo, int hi, const float* weights, 
             }
         }
     }
+#pragma GCC unroll 6
     for (int r = 0; r < MR; ++r)
+#pragma GCC unroll 4
         for (int v = 0; v < NV; ++v) store(out + r * record + d + v * kLanes, sum[r][v]);
 }
 
@@ -245,7 +255,8 @@ static void value_rows(const Chunk& c, int lo, int hi, const float* weights, int
 
 // The two products for one number of rows and one type.
 struct Products {
-    void (*score)(const Chunk&, const float* q, int width, int first, int end, float* scores);
+    void (*score)(const Chunk&, const float* q, int64_t stride, int width, int first, int end,
+                  float* scores);
     void (*values)(const Chunk&, int lo, int hi, const float* weights, int width, float* out,
                    int64_t record);
 };

@@ -13,7 +13,7 @@
 
 enum {
     kChunkKeys = 128,
-    kQueryRows = 48,        // rows (tokens x query heads of a key head) of a query tile
+    kQueryRows = 96,        // rows (tokens x query heads of a key head) of a query tile
     kMaxSplitPairs = 1024,  // counters at the start of the shared memory: one per (request, head)
     kPartExtra = 16,        // floats of a record beside its values: peak, total, padding
 };

@@ -11,9 +11,9 @@ namespace LEVEL {
 enum { kMaxHeadDim = 256 };
 
 // Beyond float16's range values saturate instead of becoming inf; NaN stays NaN.
-INLINE uint16_t to_half(float x) {
-    return float_to_half(x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x);
-}
+INLINE float saturate(float x) { return x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x; }
+
+INLINE uint16_t to_half(float x) { return float_to_half(saturate(x)); }
 
 // `count` floats as 16-bit values of a page.
 INLINE void narrow(const float* x, int count, int type, uint16_t* to) {
@@ -25,6 +25,23 @@ INLINE void narrow(const float* x, int count, int type, uint16_t* to) {
     for (; i + kLanes <= count; i += kLanes)
         store_half(to + i, max(set1(-65504.0f), min(set1(65504.0f), load(x + i))));
     for (; i < count; ++i) to[i] = to_half(x[i]);
+}
+
+// Mixes the dimensions of a head, in blocks of the largest power of two that divides it: the
+// orthonormal Hadamard matrix, which leaves q k as it is when both are mixed. Keys have a few large
+// channels that would set the step of all others: with one scale a head the KL divergence of
+// Gemma 3 270M falls from 0.0072 to 0.0011 this way, of SmolLM2 from 0.0011 to 0.0003.
+static void mix(float* x, int width) {
+    const int block = width & -width;
+    for (int span = 1; span < block; span *= 2)
+        for (int i = 0; i < width; i += 2 * span)
+            for (int j = i; j < i + span; ++j) {
+                const float a = x[j], b = x[j + span];
+                x[j] = a + b;
+                x[j + span] = a - b;
+            }
+    const float norm = (float)(1.0 / __builtin_sqrt((double)block));
+    for (int i = 0; i < width; ++i) x[i] *= norm;
 }
 
 // x ~ scale * to, |to| <= 127. The scale is rounded to float16 first and the codes follow it, so
@@ -103,6 +120,7 @@ static void rope(const RopeArgs* a, int64_t t_begin, int64_t t_end) {
         for (int h = 0; h < a->heads; ++h) {
             float* q = a->q + t * a->q_token + h * a->q_head;
             rotate(q, q, cos, sin, a->half, a->head_dim);
+            if (a->page_type == kI8) mix(q, a->head_dim);
         }
         const int64_t page = a->slots[t] / a->page_size, slot = a->slots[t] % a->page_size;
         for (int h = 0; h < a->kv_heads; ++h) {
@@ -110,6 +128,10 @@ static void rope(const RopeArgs* a, int64_t t_begin, int64_t t_end) {
             uint16_t* k_scale = a->k_scales ? a->k_scales + at : nullptr;
             uint16_t* v_scale = a->v_scales ? a->v_scales + at : nullptr;
             rotate(a->k + t * a->k_token + h * a->k_head, rotated, cos, sin, a->half, a->head_dim);
+            if (a->page_type == kI8) {
+                for (int d = 0; d < a->head_dim; ++d) rotated[d] = saturate(rotated[d]);
+                mix(rotated, a->head_dim);
+            }
             to_page(a->k_pages, page * a->k_page + h * a->k_page_head + slot, a->k_page_dim,
                     k_scale, a->page_type, rotated, a->head_dim);
             to_page(a->v_pages, page * a->v_page + h * a->v_page_head + slot * a->v_page_slot, 1,
