@@ -15,6 +15,7 @@
 
 #include "attention_chunk.hpp"
 #include "elementwise.hpp"
+#include "rope.hpp"
 
 namespace LEVEL {
 
@@ -142,6 +143,7 @@ INLINE void finish(const Item& item, int i) {
     for (; d + kLanes <= a->head_dim; d += kLanes)
         store(out + d, div(load(state + d), set1(total)));
     for (; d < a->head_dim; ++d) out[d] = state[d] / total;
+    if (a->page_type == kI8) mix(out, a->head_dim);  // its values lie mixed
 }
 
 // Queries times the scale, one row after the other.
