@@ -70,7 +70,7 @@ def mixed(x: Tensor) -> Tensor:
     block = x.shape[-1] & -x.shape[-1]
     span = 1
     while span < block:
-        pairs = x.unflatten(-1, (-1, 2, span))
+        pairs = x.reshape(*x.shape[:-1], -1, 2, span)
         first, second = pairs[..., 0, :], pairs[..., 1, :]
         x = torch.stack((first + second, first - second), dim=-2).flatten(-3)
         span *= 2

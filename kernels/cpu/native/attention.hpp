@@ -20,7 +20,8 @@
 namespace LEVEL {
 
 // Turns one row's scores into weights; returns peak and total of its record.
-INLINE void soften(const AttentionArgs* a, const Chunk& c, float* s, int lo, int hi, float* record) {
+INLINE void soften(const AttentionArgs* a, const Chunk& c, float* s, int lo, int hi,
+                   float* record) {
     const int begin = lo / kLanes * kLanes, end = (hi + kLanes - 1) / kLanes * kLanes;
     for (int t = begin; t < end && (c.key_scale || a->softcap > 0.0f); t += kLanes) {
         VF x = load(s + t);

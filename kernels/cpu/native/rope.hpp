@@ -30,7 +30,8 @@ INLINE void narrow(const float* x, int count, int type, uint16_t* to) {
 // Mixes the dimensions of a head, in blocks of the largest power of two that divides it, by the
 // orthonormal Hadamard matrix: q k stays as it is when both are mixed, and mixing twice restores.
 // A few large channels would set the step of all others: with one scale a head the KL divergence
-// of Gemma 3 270M with int8 pages falls from 0.0058 to 0.0009 this way, SmolLM2's from 0.00125.
+// of Gemma 3 270M with int8 pages falls from 0.0058 to 0.0012 this way, that of SmolLM2 from
+// 0.00125 to 0.00026.
 static void mix(float* x, int width) {
     const int block = width & -width;
     for (int span = 1; span < block; span *= 2)
