@@ -199,8 +199,8 @@ class KVPages:
     In memory a page's keys of one head lie transposed, ``[head_dim][page_size]``, so that
     neighbouring keys are the lanes of a vector; its values lie ``[page_size][head_dim]``. int8
     pages have ``k_scale`` and ``v_scale``, float16 ``[num_pages, kv_heads, page_size]``:
-    value = scale * code; their keys are mixed (``reference/rope.py``), and so are the queries that
-    ``rope_and_cache`` leaves for them.
+    value = scale * code. Their keys and values lie mixed (``reference/rope.py``):
+    ``rope_and_cache`` mixes the queries too, and ``attention`` its result back.
     """
 
     k: Tensor

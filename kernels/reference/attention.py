@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.layouts import KVPages
+from sdk.kernels.reference.rope import mixed
 from sdk.kernels.registry import Problem
 
 QUERY_TILE = 16
@@ -47,6 +48,8 @@ class Attention:
                 end = min(begin + QUERY_TILE, starts[r + 1])
                 position = first_position + begin - starts[r]
                 view[begin:end] = _tile(q[begin:end], k, v, position, scale, window, softcap, sinks)
+        if pages.v_scale is not None:
+            view.copy_(mixed(view))
 
 
 def _gather(pages: KVPages, table: Tensor, length: int) -> tuple[Tensor, Tensor]:

@@ -50,7 +50,7 @@ class RopeAndCache:
             pages.v[page, :, offset] = _to_cache(v, pages.v.dtype)
             return
         q.copy_(mixed(q))
-        k = mixed(k.clamp(-HALF_MAX, HALF_MAX))
+        k, v = (mixed(x.clamp(-HALF_MAX, HALF_MAX)) for x in (k, v))
         pages.k[page, :, offset], pages.k_scale[page, :, offset] = round_codes(k)
         pages.v[page, :, offset], pages.v_scale[page, :, offset] = round_codes(v)
 
@@ -64,13 +64,13 @@ def _to_cache(x: Tensor, dtype: torch.dtype) -> Tensor:
 def mixed(x: Tensor) -> Tensor:
     """``x [..., d]`` times the orthonormal Hadamard matrix of the largest power of two in d.
 
-    Products of mixed vectors are those of the vectors. Keys have a few large channels, which would
-    set the step of all others in int8: mixed, they are everybody's.
+    Products of mixed vectors are those of the vectors, and mixing twice restores one. A few large
+    channels would set the step of all others in int8: mixed, they are everybody's.
     """
     block = x.shape[-1] & -x.shape[-1]
     span = 1
     while span < block:
-        pairs = x.unflatten(-1, (-1, 2, span))
+        pairs = x.reshape(*x.shape[:-1], -1, 2, span)
         first, second = pairs[..., 0, :], pairs[..., 1, :]
         x = torch.stack((first + second, first - second), dim=-2).flatten(-3)
         span *= 2

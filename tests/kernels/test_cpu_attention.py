@@ -16,7 +16,7 @@ from sdk.kernels.cpu import CpuBackend, levels, open_backend
 from sdk.kernels.errors import KernelError
 from sdk.kernels.layouts import KVPages
 from sdk.kernels.reference.attention import Attention
-from sdk.kernels.reference.rope import round_codes
+from sdk.kernels.reference.rope import mixed, round_codes
 from sdk.kernels.registry import Problem
 from sdk.quant.spec import KVSpec
 
@@ -135,6 +135,8 @@ def expected(step: Step, **options: Any) -> Tensor:
                 score = torch.cat((score, options["sinks"].double().unsqueeze(1)), dim=1)
             weight = score.softmax(dim=1)[:, : position + 1 - low]
             out[t] = torch.einsum("ht,thd->hd", weight, v[low : position + 1])
+    if step.pages.v_scale is not None:
+        out = mixed(out)
     return out.view(tokens, -1)
 
 

@@ -67,7 +67,7 @@ def test_rope_and_cache_equals_the_reference_bit_for_bit(
     if dtype == "float16":
         assert results[0][2].max() == 65504
     if dtype == "int8":
-        assert results[0][3].isnan().sum() == 1 and results[0][4].max() == 65504
+        assert results[0][3].isnan().sum() == 1 and results[0][4].isfinite().all()
 
 
 def test_int8_pages_are_within_half_a_step_of_their_values(backend: CpuBackend) -> None:
@@ -81,7 +81,10 @@ def test_int8_pages_are_within_half_a_step_of_their_values(backend: CpuBackend) 
     assert (q[:, :2] * mixed(k)).sum(2).sub((whole[:, :2] * k).sum(2)).abs().max() < 1e-4
     assert pages.k_scale is not None and pages.v_scale is not None
     at = batch.slots // 16, slice(None), batch.slots % 16
-    for x, codes, scales in ((mixed(k), pages.k, pages.k_scale), (v, pages.v, pages.v_scale)):
+    for x, codes, scales in (
+        (mixed(k), pages.k, pages.k_scale),
+        (mixed(v), pages.v, pages.v_scale),
+    ):
         scale = scales[at].float().unsqueeze(2)
         error = (codes[at].float() * scale - x).abs()
         assert (error <= 0.5005 * scale + 2.0**-24 * 64).all()

@@ -15,11 +15,13 @@
 
 #include "attention_chunk.hpp"
 #include "elementwise.hpp"
+#include "rope.hpp"
 
 namespace LEVEL {
 
 // Turns one row's scores into weights; returns peak and total of its record.
-INLINE void soften(const AttentionArgs* a, const Chunk& c, float* s, int lo, int hi, float* record) {
+INLINE void soften(const AttentionArgs* a, const Chunk& c, float* s, int lo, int hi,
+                   float* record) {
     const int begin = lo / kLanes * kLanes, end = (hi + kLanes - 1) / kLanes * kLanes;
     for (int t = begin; t < end && (c.key_scale || a->softcap > 0.0f); t += kLanes) {
         VF x = load(s + t);
@@ -142,6 +144,7 @@ INLINE void finish(const Item& item, int i) {
     for (; d + kLanes <= a->head_dim; d += kLanes)
         store(out + d, div(load(state + d), set1(total)));
     for (; d < a->head_dim; ++d) out[d] = state[d] / total;
+    if (a->page_type == kI8) mix(out, a->head_dim);  // its values lie mixed
 }
 
 // Queries times the scale, one row after the other.

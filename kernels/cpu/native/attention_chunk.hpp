@@ -197,8 +197,8 @@ static void score_vectors(const float* q, int64_t stride, const void* const* key
 }
 
 template <int TYPE, int MR>
-static void score_rows(const Chunk& c, const float* q, int64_t stride, int width, int first, int end,
-                       float* scores) {
+static void score_rows(const Chunk& c, const float* q, int64_t stride, int width, int first,
+                       int end, float* scores) {
     for (int v = first / kLanes; v * kLanes < end;) {
         const void* const* keys = c.keys + v;
         float* to = scores + v * kLanes;
