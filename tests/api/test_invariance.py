@@ -52,7 +52,7 @@ def test_in_a_batch_of_32(llm: LLM, alone: tuple[object, ...]) -> None:
     others = [f"{number} {TEXT[number * 7 :]}" for number in range(31)]
     outputs = llm.generate([*others[:15], TEXT, *others[15:]], PARAMS)
     assert _facts(outputs[15]) == alone
-    assert len({_facts(output)[0] for output in outputs}) > 10  # the others are other requests
+    assert len({_facts(output)[0] for output in outputs}) > 5  # the others are other requests
 
 
 @pytest.mark.model

@@ -214,7 +214,7 @@ def test_a_missing_demo_model_is_one_line(capsys: Captured) -> None:
 
 
 def test_the_real_model_answers_greedily_the_same_twice(smollm2: Path, capsys: Captured) -> None:
-    argv = ["run", str(smollm2), "-p", "What is the capital of France?", "--temperature", "0"]
+    argv = ["run", str(smollm2), "-p", "Name the capital of France.", "--temperature", "0"]
     argv += ["--max-tokens", "24", "--stats", "--memory", "1GiB"]
     assert main(argv) == 0
     first = capsys.readouterr()
