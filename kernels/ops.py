@@ -24,7 +24,7 @@ from sdk.kernels.errors import KernelError
 from sdk.kernels.graph import CaptureError, Graph, OnlyViews
 from sdk.kernels.layouts import Affine, Blocks, Dense, Float8, KVPages, Layout
 from sdk.kernels.registry import Choice, Problem, choose, open_backends
-from sdk.kernels.sampling import DRAW, Draws, Tokens
+from sdk.kernels.sampling import DRAW, Draws, SampleBuffers, Tokens
 
 Result = TypeVar("Result")
 Compute = Literal["auto", "exact"]
@@ -325,7 +325,9 @@ class Ops:
 
     def argmax(self, logits: Tensor) -> Tokens:
         """The first best token of each row of ``logits [R, V]`` float32; no probabilities."""
-        return self._sample(logits, None)
+        out = SampleBuffers(logits.shape[0])
+        self._sample(logits, None, out)
+        return out.read(logits.shape[0])
 
     def sample(self, logits: Tensor, draws: Draws) -> Tokens:
         """One token per row of ``logits [R, V]`` float32, as ``draws [R]`` say.
@@ -337,19 +339,28 @@ class Ops:
                 f"sample: expected one DRAW for each row of logits {list(logits.shape)}, "
                 f"found {draws.dtype} {list(draws.shape)}"
             )
-        return self._sample(logits, draws)
+        out = SampleBuffers(logits.shape[0])
+        self._sample(logits, draws, out)
+        return out.read(logits.shape[0])
 
-    def _sample(self, logits: Tensor, draws: Draws | None) -> Tokens:
+    def sample_into(self, logits: Tensor, buffers: SampleBuffers) -> None:
+        """As :meth:`sample`, the draws taken from ``buffers`` and the outcome left there."""
+        if len(buffers.tokens) < logits.shape[0]:
+            raise KernelError(
+                f"sample: expected buffers for {logits.shape[0]} rows, found {len(buffers.tokens)}"
+            )
+        self._sample(logits, buffers.draws, buffers)
+
+    def _sample(self, logits: Tensor, draws: Draws | None, out: SampleBuffers) -> None:
         if logits.dim() != 2 or logits.dtype != torch.float32 or not logits.shape[1]:
             raise KernelError(
                 f"sample: expected float32 logits [R, V], found {logits.dtype} {list(logits.shape)}"
             )
         if not logits.shape[0]:
-            return Tokens([], [], [])
+            return
         if self._sampling is None:  # once: making and looking up a Problem takes 2 us
             self._sampling = self._kernel("sample")
-        result: Tokens = self._sampling.run(logits, draws)
-        return result
+        self._sampling.run(logits, draws, out)
 
 
 def _dtype_name(tensor: Tensor) -> str:

@@ -63,6 +63,11 @@ def join_draws(packed: Sequence[bytes], uniforms: Sequence[float]) -> Draws:
     return draws
 
 
+#: The draw of a row whose token is the argmax.
+GREEDY = pack_draw(temperature=0.0)
+_UNIFORM = struct.Struct("=d")
+
+
 class Tokens(NamedTuple):
     """What became of R rows.
 
@@ -74,3 +79,31 @@ class Tokens(NamedTuple):
     tokens: list[int]
     best: list[float]
     probabilities: list[float]
+
+
+class SampleBuffers:
+    """Memory that stays: draws of up to ``rows`` rows, all greedy at first, and their outcome."""
+
+    def __init__(self, rows: int) -> None:
+        self._records = bytearray(GREEDY * rows)
+        self._written = [GREEDY] * rows
+        self.draws: Draws = np.frombuffer(self._records, DRAW)
+        self.tokens = np.zeros(rows, np.int64)
+        self.best = np.zeros(rows, np.float32)
+        self.probabilities = np.ones(rows, np.float64)
+        # Read in the few instructions of a memoryview: after a step the caches hold weights.
+        self._views = [memoryview(x) for x in (self.tokens, self.best, self.probabilities)]
+
+    def set(self, row: int, packed: bytes, uniform: float) -> None:
+        """The draw of one row; writing what already stands there costs nothing."""
+        at = row * _RECORD.size
+        if self._written[row] is not packed:
+            self._records[at : at + _RECORD.size] = packed
+            self._written[row] = packed
+        if packed is not GREEDY:
+            _UNIFORM.pack_into(self._records, at + _RECORD.size - _UNIFORM.size, uniform)
+
+    def read(self, rows: int) -> Tokens:
+        """The outcome of the first ``rows`` rows."""
+        tokens, best, probabilities = (view[:rows].tolist() for view in self._views)
+        return Tokens(tokens, best, probabilities)

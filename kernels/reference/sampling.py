@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.registry import Problem
-from sdk.kernels.sampling import FAR, Draws, Tokens
+from sdk.kernels.sampling import FAR, Draws, SampleBuffers
 
 # Rows worked on together: bounds the memory of a sort of [rows, V].
 _ROWS = 64
@@ -28,7 +28,7 @@ class Sample:
     def reject(self, problem: Problem) -> str | None:
         return None
 
-    def run(self, logits: Tensor, draws: Draws | None) -> Tokens:
+    def run(self, logits: Tensor, draws: Draws | None, out: SampleBuffers) -> None:
         logits = logits.detach()
         values = logits.amax(-1)
         # max names no particular one of equal values, or of several NaN
@@ -45,7 +45,9 @@ class Sample:
                 found = draw(logits[torch.tensor(part, device=logits.device)], draws[part])
                 for row, token, probability in zip(part, *found, strict=True):
                     tokens[row], probabilities[row] = token, probability
-        return Tokens(tokens, best, probabilities)
+        rows = len(tokens)
+        out.tokens[:rows], out.best[:rows] = tokens, best
+        out.probabilities[:rows] = probabilities
 
 
 def draw(logits: Tensor, draws: Draws) -> tuple[list[int], list[float]]:

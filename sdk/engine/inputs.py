@@ -10,6 +10,7 @@ import torch
 
 from sdk.engine.plan import RequestStart
 from sdk.kernels.batch import AttentionBatch
+from sdk.kernels.sampling import SampleBuffers
 
 
 class Running:
@@ -42,8 +43,9 @@ class StepInputs:
         self._table = np.zeros((max_requests, width), np.int32)
         self._places: list[tuple[Running | None, int]] = [(None, 0)] * max_requests
         self.token_ids = torch.from_numpy(self._tokens)
-        #: Rows of hidden states whose logits are wanted.
+        #: Rows of hidden states whose logits are wanted, and how each is drawn.
         self.output_rows = torch.from_numpy(self._rows)
+        self.sampling = SampleBuffers(max_requests)
         self.batch = AttentionBatch(
             positions=torch.zeros(max_tokens, dtype=torch.int64),
             query_start=torch.from_numpy(self._starts),

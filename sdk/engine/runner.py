@@ -126,7 +126,9 @@ class ModelRunner:
         def forward() -> tuple[Tensor, Tensor]:
             self.ops.find_places(inputs.batch)
             hidden = self.model(inputs.token_ids, inputs.batch, self.kv.layers)
-            return hidden, self.model.logits(self.ops.select_rows(hidden, inputs.output_rows))
+            logits = self.model.logits(self.ops.select_rows(hidden, inputs.output_rows))
+            self.ops.sample_into(logits, inputs.sampling)
+            return hidden, logits
 
         try:
             with torch.inference_mode():
@@ -146,27 +148,34 @@ class ModelRunner:
         wanted = self._wanted(plan, rows)
         outputs = [*wanted.rows, *wanted.guides.values()] if wanted.guides else wanted.rows
         tokens = self._inputs.fill(rows, outputs)
-        with torch.inference_mode():
-            begin = time.perf_counter()
-            hidden, logits = self._forward(tokens, len(rows), len(outputs))
-            seconds = time.perf_counter() - begin
-            for request, count in rows:
-                request.num_computed += count
-            return self._finish(plan, wanted, hidden, logits, seconds)
+        self.sampler.write_draws(wanted.sampling, self._inputs.sampling)
+        begin = time.perf_counter()
+        hidden, logits = self._forward(tokens, len(rows), len(outputs))
+        seconds = time.perf_counter() - begin
+        for request, count in rows:
+            request.num_computed += count
+        if wanted.guides or wanted.special:  # torch changes or reads what was made in this mode
+            with torch.inference_mode():
+                return self._finish(plan, wanted, hidden, logits, seconds)
+        return self._finish(plan, wanted, hidden, logits, seconds)
 
     def _forward(self, tokens: int, requests: int, outputs: int) -> tuple[Tensor, Tensor]:
-        """Hidden states ``[T, hidden]`` and the wanted rows' logits ``[outputs, vocab]``."""
+        """Hidden states and the wanted rows' logits: the first ``tokens`` and ``outputs`` rows."""
         if self._graph is not None:
             self._graph.replay(tokens=tokens, outputs=outputs, requests=requests)
-            hidden, logits = self._graph.result
-            return hidden, logits[:outputs]
-        batch = self._inputs.view(tokens, requests)
-        self.ops.find_places(batch)
-        hidden = self.model(self._inputs.token_ids[:tokens], batch, self.kv.layers)
-        if not outputs:
-            return hidden, hidden[:0]
-        rows = self._inputs.output_rows[:outputs]
-        return hidden, self.model.logits(self.ops.select_rows(hidden, rows))
+            return self._graph.result
+        inputs = self._inputs
+        with torch.inference_mode():
+            batch = inputs.view(tokens, requests)
+            self.ops.find_places(batch)
+            hidden = self.model(inputs.token_ids[:tokens], batch, self.kv.layers)
+            if not outputs:
+                return hidden, hidden[:0]
+            rows = self.ops.select_rows(hidden, inputs.output_rows[:outputs])
+            logits = self.model.logits(rows)
+            if self._mesh.rank == 0:
+                self.ops.sample_into(logits, inputs.sampling)
+            return hidden, logits
 
     def _update(self, plan: StepPlan) -> None:
         if plan.dropped:
@@ -221,9 +230,11 @@ class ModelRunner:
         embeddings: dict[str, list[float]] = {}
         errors: dict[str, str] = {}
         if wanted.sampling and self._mesh.rank == 0:
-            if wanted.guides:
-                logits = self._guided(wanted, logits)
-            outcomes = self.sampler.sample(logits, wanted.sampling)
+            if wanted.guides:  # what was drawn is not guided yet
+                outcomes = self.sampler.sample(self._guided(wanted, logits), wanted.sampling)
+            else:
+                chosen = self._inputs.sampling.read(len(wanted.sampling))
+                outcomes = self.sampler.collect(logits, wanted.sampling, chosen)
             for request_id, outcome in zip(wanted.sampling, outcomes, strict=True):
                 if isinstance(outcome, str):
                     errors[request_id] = outcome
@@ -248,7 +259,8 @@ class ModelRunner:
 
     def _guided(self, wanted: _Wanted, logits: Tensor) -> Tensor:
         """The rows to sample, each guided one moved away from what its guide says."""
-        logits, negative = logits.tensor_split([len(wanted.sampling)])
+        outputs = len(wanted.sampling) + len(wanted.guides)
+        logits, negative = logits[:outputs].tensor_split([len(wanted.sampling)])
         for row, request_id in zip(negative, wanted.guides, strict=True):
             own = logits[wanted.sampling.index(request_id)]
             own.copy_(guided(own, row, self._requests[request_id].start.params.guidance_scale))

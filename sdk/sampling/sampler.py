@@ -15,7 +15,7 @@ from torch import Tensor
 from sdk.engine.plan import Sampled
 from sdk.errors import RequestError
 from sdk.kernels.ops import Ops
-from sdk.kernels.sampling import Tokens, join_draws, pack_draw
+from sdk.kernels.sampling import GREEDY, SampleBuffers, Tokens, join_draws
 from sdk.params import SamplingParams
 from sdk.sampling.logprobs import scored
 from sdk.sampling.processors import process
@@ -25,7 +25,6 @@ from sdk.sampling.state import RequestState
 from sdk.sampling.uniform import TOKEN
 
 _NOTHING_RESOLVED = ResolvedParams()
-_GREEDY = pack_draw(temperature=0.0)
 _KEPT_MU = 1024
 
 
@@ -69,34 +68,46 @@ class Sampler:
             if len(self._preempted) > _KEPT_MU:
                 self._preempted.popitem(last=False)
 
+    def write_draws(self, request_ids: Sequence[str], buffers: SampleBuffers) -> None:
+        """How the coming step's rows are to be drawn; those to be processed first: greedily."""
+        known = self._states
+        for row, request_id in enumerate(request_ids):
+            state = known[request_id]
+            if state.greedy or state.processed:
+                buffers.set(row, GREEDY, 0.0)
+            else:
+                buffers.set(row, state.draw(), state.uniform(TOKEN))
+
     def sample(self, logits: Tensor, request_ids: Sequence[str]) -> list[Sampled | str]:
-        """Sample row ``i`` of ``logits [R, V]`` float32 for ``request_ids[i]``.
+        """:meth:`write_draws`, the draw and :meth:`collect` in one."""
+        buffers = SampleBuffers(len(request_ids))
+        self.write_draws(request_ids, buffers)
+        self._ops.sample_into(logits, buffers)
+        return self.collect(logits, request_ids, buffers.read(len(request_ids)))
+
+    def collect(
+        self, logits: Tensor, request_ids: Sequence[str], chosen: Tokens
+    ) -> list[Sampled | str]:
+        """What became of row ``i`` of ``logits [R or more, V]``, drawn as :meth:`write_draws` said.
 
         A string in place of a result says why that request failed: its logits are not finite (NaN,
         +inf, or nothing but -inf), its parameters forbid every token, a logits processor raised.
         ``logits`` is not changed.
         """
-        known = self._states
-        states = [known[request_id] for request_id in request_ids]
-        plain = True
-        for state in states:
-            if not state.plain_greedy:
-                plain = False
-                break
-        if plain:
-            chosen = self._ops.argmax(logits)
-        else:
-            chosen = self._draw(logits, [None if s.processed else s for s in states])
         results: list[Sampled | str] = [
             Sampled(token)
             if -math.inf < best < math.inf
             else f"the model's logits are not finite: their maximum is {best}"
             for token, best in zip(chosen.tokens, chosen.best, strict=True)
         ]
-        if not plain:
+        known = self._states
+        states = [known[request_id] for request_id in request_ids]
+        if not all(state.plain for state in states):
             self._process(logits, states, results)
             for i, state in enumerate(states):
                 result = results[i]
+                if state.mirostat and not state.processed and isinstance(result, Sampled):
+                    state.learn(chosen.probabilities[i])
                 if state.wants_logprobs and isinstance(result, Sampled):
                     params = state.params
                     also = params.logprob_token_ids or ()
@@ -109,7 +120,7 @@ class Sampler:
         uniforms: list[float] = []
         for state in states:
             if state is None or state.greedy:
-                draws.append(_GREEDY)
+                draws.append(GREEDY)
                 uniforms.append(0.0)
             else:
                 draws.append(state.draw())

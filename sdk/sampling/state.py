@@ -51,11 +51,11 @@ class RequestState:
             or params.thinking_token_budget is not None
         )
         self.greedy = params.greedy
-        #: The whole answer is one argmax.
-        self.plain_greedy = self.greedy and not self.processed and not self.wants_logprobs
+        self.mirostat = params.mirostat_mode != 0
+        #: The draw is the whole answer: nothing changes the logits before, nothing is asked after.
+        self.plain = not (self.processed or self.wants_logprobs or self.mirostat)
         self._seed = 0 if params.seed is None else params.seed
         self._draw = self._pack()
-        self.mirostat = params.mirostat_mode != 0
         self._changing = self.mirostat or params.xtc_probability > 0
         self._extend(prompt, 0)
         self._extend(output, 1)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sdk import LLM, EngineClosedError, EngineDeadError, RequestError, RequestOutput, SamplingParams
 
@@ -114,12 +115,14 @@ def test_nan_logits_end_exactly_their_request(llm: LLM) -> None:
     assert runner is not None
     forward, calls = runner._forward, 0
 
+    @torch.inference_mode()
     def poisoned(*counts: int) -> Any:
         nonlocal calls
         calls += 1
         hidden, rows = forward(*counts)
         if calls == 4:
             rows[1, 5] = math.nan
+            runner.ops.sample_into(rows[: counts[2]], runner._inputs.sampling)
         return hidden, rows
 
     runner._forward = poisoned
@@ -163,6 +166,7 @@ def test_an_embedding_that_is_not_finite_is_an_error(llm: LLM) -> None:
     assert runner is not None
     forward = runner._forward
 
+    @torch.inference_mode()
     def poisoned(*counts: int) -> Any:
         hidden, rows = forward(*counts)
         return hidden * math.nan, rows

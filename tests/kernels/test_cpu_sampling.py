@@ -18,15 +18,27 @@ from sdk.kernels.cpu import CpuBackend, open_backend
 from sdk.kernels.errors import KernelError
 from sdk.kernels.ops import Ops
 from sdk.kernels.reference.sampling import Sample as Reference, truncate
-from sdk.kernels.sampling import DRAW, Draws, join_draws, pack_draw
+from sdk.kernels.sampling import DRAW, Draws, SampleBuffers, Tokens, join_draws, pack_draw
 
 INF, NAN = float("inf"), float("nan")
 WIDTHS = (1, 2, 15, 16, 17, 511, 512, 513, 1000, 4096, 9001)
 
 
-def native(backend: CpuBackend) -> Any:
+class Sampled:
+    """A kernel with buffers of its own for every call."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+
+    def run(self, logits: Tensor, draws: Draws | None) -> Tokens:
+        out = SampleBuffers(len(logits))
+        self._kernel.run(logits, draws, out)
+        return out.read(len(logits))
+
+
+def native(backend: CpuBackend) -> Sampled:
     (kernel,) = backend.implementations("sample")
-    return kernel
+    return Sampled(kernel)
 
 
 def logits_of(kind: str, rows: int, width: int, rng: np.random.Generator) -> Tensor:
@@ -81,7 +93,7 @@ def explained(row: Tensor, draw: Draws, token: int) -> bool:
                     moved[name] = np.clip(moved[name] + dm, 5e-324, 1 - 1e-16)
             moved["mirostat_mu"] += dm
             moved["xtc_threshold"] += dm
-            if Reference().run(row, moved).tokens[0] == token:
+            if Sampled(Reference()).run(row, moved).tokens[0] == token:
                 return True
     return False
 
@@ -93,7 +105,7 @@ def test_tokens_are_the_reference_s_but_for_rounding(
 ) -> None:
     rng = np.random.default_rng(width)
     logits, draws = logits_of(kind, 150, width, rng), random_draws(150, rng)
-    found, expected = native(backend).run(logits, draws), Reference().run(logits, draws)
+    found, expected = native(backend).run(logits, draws), Sampled(Reference()).run(logits, draws)
     assert found.best == expected.best
     different = [i for i in range(150) if found.tokens[i] != expected.tokens[i]]
     unexplained = [
