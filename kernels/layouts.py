@@ -4,21 +4,28 @@ One formula covers nearly every weight format (``k`` runs along the input, ``g =
 
     w[n, k] = scale[n, g] * (code[n, k] - zero[n, g])  or  scale[n, g] * code[n, k] - minus[n, g]
 
-``Affine`` is that formula with the codes packed; ``Blocks`` keeps a GGUF k-quant in the bytes of
-its file, whose two-level scales would cost 7 to 11 % more if flattened; ``Dense`` is a plain
-matrix. A matrix is always ``[out, in]``, here ``[N, K]``.
+``Affine`` is that formula with the codes packed; ``Blocks`` keeps the blocks of a GGUF file as they
+are, so that loading copies nothing (and k-quants, whose two-level scales would cost 7 to 52 % more
+if flattened, keep their size); ``Float8`` is a matrix of 8-bit floats with scales, ``Dense`` a
+plain one. A matrix is always ``[out, in]``, here ``[N, K]``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+from sdk.kernels.errors import KernelError
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """``values [N, K]`` in float32, float16 or bfloat16."""
+    """``values [N, K]`` in float32, float16, bfloat16, float8_e4m3fn or float8_e5m2."""
 
     values: Tensor
 
@@ -29,6 +36,28 @@ class Dense:
     @property
     def nbytes(self) -> int:
         return self.values.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Float8:
+    """8-bit floats with a scale per block: ``w[n, k] = values[n, k] * scale[n // bn, k // bk]``.
+
+    ``values [N, K]`` in float8_e4m3fn or float8_e5m2, ``scale`` float32
+    ``[ceil(N / bn), ceil(K / bk)]``, ``block = (bn, bk)``: ``(N, K)`` is one scale per tensor,
+    ``(1, K)`` one per output channel; the last block of either direction may be shorter.
+    """
+
+    values: Tensor
+    scale: Tensor
+    block: tuple[int, int]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.values.shape[0], self.values.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + self.scale.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +101,15 @@ class BlockType:
         return self.nbytes * 8 / self.elements
 
 
-#: The block types kept in their file's bytes: ggml's k-quants, decoded in reference/decode.py.
+#: ggml's block types, decoded in reference/decode.py.
 BLOCK_TYPES = {
+    "q4_0": BlockType("q4_0", 32, 18, 32),
+    "q4_1": BlockType("q4_1", 32, 20, 32),
+    "q5_0": BlockType("q5_0", 32, 22, 32),
+    "q5_1": BlockType("q5_1", 32, 24, 32),
+    "q8_0": BlockType("q8_0", 32, 34, 32),
+    "q2_k": BlockType("q2_k", 256, 84, 16),
+    "q3_k": BlockType("q3_k", 256, 110, 16),
     "q4_k": BlockType("q4_k", 256, 144, 32),
     "q5_k": BlockType("q5_k", 256, 176, 32),
     "q6_k": BlockType("q6_k", 256, 210, 16),
@@ -93,7 +129,67 @@ class Blocks:
         return self.data.nbytes
 
 
-Layout = Dense | Affine | Blocks
+Layout = Dense | Float8 | Affine | Blocks
+
+
+def check_layout(layout: Layout) -> None:
+    """What kernels rely on when they follow raw pointers.
+
+    :raises KernelError: when a tensor's shape or type contradicts the layout.
+    """
+    rows, columns = layout.shape
+    if rows < 1 or columns < 1:
+        raise KernelError(f"weight: expected rows and columns, found {list(layout.shape)}")
+    match layout:
+        case Dense():
+            _expect("dense values", layout.values, (rows, columns), (*_FLOATS, *_FLOAT8))
+        case Float8():
+            high, wide = layout.block
+            if high < 1 or wide < 1:
+                raise KernelError(f"float8 block: expected sizes from 1, found {layout.block}")
+            _expect("float8 values", layout.values, (rows, columns), _FLOAT8)
+            grid = (-(-rows // high), -(-columns // wide))
+            _expect("float8 scale", layout.scale, grid, (torch.float32,))
+        case Affine():
+            _check_affine(layout)
+        case Blocks():
+            kind = BLOCK_TYPES.get(layout.type)
+            if kind is None or columns % kind.elements:
+                raise KernelError(
+                    f"blocks: expected whole blocks of one of {sorted(BLOCK_TYPES)}, "
+                    f"found {columns} columns of {layout.type!r}"
+                )
+            size = columns // kind.elements * kind.nbytes
+            _expect("blocks", layout.data, (rows, size), (torch.uint8,))
+
+
+def _check_affine(w: Affine) -> None:
+    if not 1 <= w.bits <= 8 or w.group < 1:
+        raise KernelError(
+            f"affine weight: expected 1 to 8 bits and groups from 1, found {w.bits} and {w.group}"
+        )
+    if w.signed and (w.bits != 8 or w.zeros is not None):
+        raise KernelError("affine weight: signed codes must have 8 bits and no zero points")
+    if w.zeros is not None and w.minus is not None:
+        raise KernelError("affine weight: expected zeros or minus, found both")
+    rows, columns = w.shape
+    _expect("affine codes", w.codes, (rows, -(-columns * w.bits // 8)), (torch.uint8,))
+    grid = (rows, -(-columns // w.group))
+    _expect("affine scale", w.scale, grid, _FLOATS)
+    if w.zeros is not None:
+        _expect("affine zeros", w.zeros, grid, (torch.uint8,))
+    if w.minus is not None:
+        _expect("affine minus", w.minus, grid, _FLOATS)
+
+
+def _expect(
+    what: str, tensor: Tensor, shape: tuple[int, ...], types: tuple[torch.dtype, ...]
+) -> None:
+    if tuple(tensor.shape) != shape or tensor.dtype not in types:
+        names = " or ".join(str(dtype) for dtype in types)
+        raise KernelError(
+            f"{what}: expected {names} {list(shape)}, found {tensor.dtype} {list(tensor.shape)}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,9 @@ from sdk.kernels.activations import LARGE, ActivationPool
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import KernelError
 from sdk.kernels.graph import CaptureError, Graph, OnlyViews
-from sdk.kernels.layouts import Affine, Blocks, Dense, KVPages, Layout
+from sdk.kernels.layouts import Affine, Blocks, Dense, Float8, KVPages, Layout
 from sdk.kernels.registry import Choice, Problem, choose, open_backends
+from sdk.kernels.sampling import DRAW, Draws, Tokens
 
 Result = TypeVar("Result")
 Compute = Literal["auto", "exact"]
@@ -102,6 +103,7 @@ class Ops:
         self._chosen: dict[Problem, Choice] = {}
         self._activations = ActivationPool()
         self._buffers: ActivationPool | None = None  # of the graph being captured
+        self._sampling: Any = None
 
     def close(self) -> None:
         """Stop the threads. Idempotent; the operators must not be used afterwards."""
@@ -165,10 +167,10 @@ class Ops:
         """Choose a kernel for a weight and pack the weight for it."""
         out_features, in_features = layout.shape
         match layout:
-            case Dense():
+            case Dense() | Float8():
                 fields: dict[str, Any] = {
-                    "layout": "dense",
-                    "format": str(layout.values.dtype).removeprefix("torch."),
+                    "layout": "dense" if isinstance(layout, Dense) else "float8",
+                    "format": _dtype_name(layout.values),
                 }
             case Affine():
                 fields = {"layout": "affine", "bits": layout.bits, "group": layout.group}
@@ -315,6 +317,34 @@ class Ops:
             kernel = self._kernel("attention", head_dim=head_dim, kv_dtype=_dtype_name(pages.k))
             kernel.run(q, pages, batch, scale, window, softcap, sinks, out)
         return out
+
+    def argmax(self, logits: Tensor) -> Tokens:
+        """The first best token of each row of ``logits [R, V]`` float32; no probabilities."""
+        return self._sample(logits, None)
+
+    def sample(self, logits: Tensor, draws: Draws) -> Tokens:
+        """One token per row of ``logits [R, V]`` float32, as ``draws [R]`` say.
+
+        See :mod:`sdk.kernels.sampling`. A row whose maximum is not finite gets no draw.
+        """
+        if draws.dtype != DRAW or draws.shape != logits.shape[:1]:
+            raise KernelError(
+                f"sample: expected one DRAW for each row of logits {list(logits.shape)}, "
+                f"found {draws.dtype} {list(draws.shape)}"
+            )
+        return self._sample(logits, draws)
+
+    def _sample(self, logits: Tensor, draws: Draws | None) -> Tokens:
+        if logits.dim() != 2 or logits.dtype != torch.float32 or not logits.shape[1]:
+            raise KernelError(
+                f"sample: expected float32 logits [R, V], found {logits.dtype} {list(logits.shape)}"
+            )
+        if not logits.shape[0]:
+            return Tokens([], [], [])
+        if self._sampling is None:  # once: making and looking up a Problem takes 2 us
+            self._sampling = self._kernel("sample")
+        result: Tokens = self._sampling.run(logits, draws)
+        return result
 
 
 def _dtype_name(tensor: Tensor) -> str:

@@ -9,8 +9,9 @@ The converter that wrote the file changed some tensors; pulling one undoes it:
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ from sdk.quant.weight import Weight, weight_of
 
 _INTERLEAVED = frozenset({"llama", "granite"})
 _NORMS_PLUS_ONE = frozenset({"gemma2", "gemma3"})
+#: Bytes of pulled tensors whose pages stay in memory: by then a weight has been packed, and if not,
+#: its pages come back from the file. Keeps the peak of a load near the size of the packed weights.
+_MAPPED = 32 * 2**20
 #: Tensors that became part of the config.
 _IN_CONFIG = frozenset(
     {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
@@ -49,6 +53,8 @@ class GgufCheckpoint:
         self.config: Mapping[str, Any] = build_config(self._file)
         self.generation_config: Mapping[str, Any] = build_generation_config(self._file, self.config)
         self._pulled: set[str] = set()
+        self._mapped: deque[GgufTensor] = deque()
+        self._mapped_bytes = 0
         self._done = 0
         self._total = sum(tensor.nbytes for tensor in self._file.tensors.values())
 
@@ -62,7 +68,7 @@ class GgufCheckpoint:
         """The tokenizer built from the metadata; None when the file has no vocabulary."""
         if "tokenizer.ggml.tokens" not in self.metadata:
             return None
-        from sdk.loaders.tokenizer import tokenizer_from_gguf
+        from sdk.loaders.tokenizer.from_gguf import tokenizer_from_gguf
 
         return tokenizer_from_gguf(self.metadata, str(self.path))
 
@@ -72,13 +78,7 @@ class GgufCheckpoint:
         if len(stored.shape) != 2:
             raise self._fail(stored, f"shape {list(stored.shape)}, expected a matrix")
         data = self._rows(name, stored)
-        layout = decode_matrix(
-            stored.type,
-            data,
-            stored.shape[1],
-            self._where(stored),
-            partial(self._opened().release, stored.name),
-        )
+        layout = decode_matrix(stored.type, data, stored.shape[1], self._where(stored))
         self._report(stored)
         return weight_of(layout)
 
@@ -161,11 +161,15 @@ class GgufCheckpoint:
         if rows % (2 * heads):
             raise self._fail(stored, f"{rows} rows do not divide into {heads} heads of pairs")
         paired = data.reshape(heads, rows // heads // 2, 2, width)
-        copied = np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(rows, width)
-        self._opened().release(stored.name, 0, stored.nbytes)
-        return copied
+        return np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(rows, width)
 
     def _report(self, stored: GgufTensor) -> None:
+        self._mapped.append(stored)
+        self._mapped_bytes += stored.nbytes
+        while self._mapped_bytes > _MAPPED:
+            oldest = self._mapped.popleft()
+            self._mapped_bytes -= oldest.nbytes
+            self._opened().release(oldest.name)
         if stored.name in self._pulled:
             return
         self._pulled.add(stored.name)

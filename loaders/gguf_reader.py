@@ -58,10 +58,10 @@ class GgufFile:
         rows = math.prod(tensor.shape[:-1])
         return shard.file.view(tensor.start, tensor.nbytes).reshape(rows, tensor.nbytes // rows)
 
-    def release(self, name: str, first: int, nbytes: int) -> None:
-        """Hand pages of a tensor back to the system once their values have been copied."""
+    def release(self, name: str) -> None:
+        """Hand the pages of a tensor back to the system; reading it fetches them again."""
         tensor = self.tensors[name]
-        self._shards[tensor.shard].file.release(tensor.start + first, nbytes)
+        self._shards[tensor.shard].file.release(tensor.start, tensor.nbytes)
 
 
 def read_gguf(path: Path) -> GgufFile:

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sdk.kernels.layouts import Dense
-from sdk.loaders.formats.quantized import CONFIG_FILES, refuse_quantized
+from sdk.kernels.layouts import Dense, Float8, Layout
+from sdk.loaders.formats.float8 import FLOAT8, SCALES, Float8Settings, scaled_matrix
+from sdk.loaders.formats.quantized import CONFIG_FILES, quantization
 from sdk.loaders.json_file import read_json
 from sdk.loaders.model_shapes import check_config, expected_shape
 from sdk.loaders.safetensors_reader import (
@@ -23,7 +24,7 @@ from sdk.loaders.safetensors_reader import (
 )
 from sdk.quant.checkpoint import TensorEntry
 from sdk.quant.errors import CheckpointError, UnsupportedError
-from sdk.quant.weight import DenseWeight, Weight
+from sdk.quant.weight import Weight, weight_of
 
 logger = logging.getLogger("sdk")
 
@@ -60,7 +61,7 @@ class HfFolder:
             if "quantization_config" not in raw and (folder / name).is_file():
                 raw["quantization_config"] = read_json(folder / name, MAX_CONFIG)
         files = _open_weights(folder, weights)
-        refuse_quantized(raw, files.tensors, str(folder))
+        self._float8 = quantization(raw, files.tensors, str(folder))
         self.config: Mapping[str, Any] = complete_config(raw, str(folder / "config.json"))
         generation = folder / "generation_config.json"
         self.generation_config: Mapping[str, Any] = (
@@ -75,7 +76,7 @@ class HfFolder:
     @cached_property
     def tokenizer(self) -> Any:
         """The tokenizer of the folder; None when it has none."""
-        from sdk.loaders.tokenizer import tokenizer_from_folder
+        from sdk.loaders.tokenizer.from_folder import tokenizer_from_folder
 
         return tokenizer_from_folder(self.path)
 
@@ -83,9 +84,12 @@ class HfFolder:
         stored = self._find(name, f"{name}.weight")
         if len(stored.shape) != 2:
             raise self._fail(stored, f"shape {list(stored.shape)}, expected a matrix")
-        values = self._read(name, stored)
+        if self._float8 is not None and stored.dtype in FLOAT8:
+            layout: Layout = self._scaled(name, stored, self._float8)
+        else:
+            layout = Dense(self._read(name, stored))
         self._report(stored)
-        return DenseWeight(Dense(values))
+        return weight_of(layout)
 
     def tensor(self, name: str) -> Tensor:
         stored = self._find(name, name)
@@ -135,13 +139,31 @@ class HfFolder:
             raise CheckpointError(f"{self.path}: {name} is missing: no tensor {key!r} in the files")
         return files.tensors[self._names[key]]
 
-    def _read(self, name: str, stored: StoredTensor) -> Tensor:
+    def _scaled(self, name: str, stored: StoredTensor, settings: Float8Settings) -> Float8:
+        values = self._read(name, stored, FLOAT8)
+        keys = [name + ending for ending in SCALES if name + ending in self._names]
+        if len(keys) != 1:
+            names = " and ".join(keys) or "none"
+            raise self._fail(stored, f"{stored.dtype}: expected one scale beside it, found {names}")
+        scale = self._find(name, keys[0])
+        layout = scaled_matrix(
+            values,
+            self._opened().tensor(scale.name),
+            settings,
+            f"{scale.file.path}: tensor {scale.name!r}",
+        )
+        for key in (keys[0], f"{name}.input_scale"):
+            if key in self._names:
+                self._report(self._find(name, key))
+        return layout
+
+    def _read(self, name: str, stored: StoredTensor, types: tuple[str, ...] = _FLOATS) -> Tensor:
         expected = expected_shape(self.config, name.removesuffix(".weight"))
         if expected is not None and stored.shape != expected:
             raise self._fail(
                 stored, f"shape {list(stored.shape)}, the config asks for {list(expected)} ({name})"
             )
-        if stored.dtype not in _FLOATS:
+        if stored.dtype not in types:
             raise UnsupportedError(
                 f"{stored.file.path}: tensor {stored.name!r} is {stored.dtype}, which is not run "
                 f"as a plain tensor; save the model in {', '.join(_FLOATS)}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from sdk.loaders.gguf_checkpoint import GgufCheckpoint
-from sdk.loaders.hf_folder import HfFolder
 from sdk.loaders.hub import download, is_hub_id
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.errors import CheckpointError, UnsupportedError
@@ -43,7 +42,7 @@ def open_checkpoint(
 
 def _open_file(path: Path) -> Checkpoint:
     if path.suffix == ".safetensors":
-        return HfFolder(path.parent, path)
+        return _hf_folder(path.parent, path)
     if path.suffix in _PICKLES:
         raise UnsupportedError(
             f"{path}: a pickle, which can run any code when read, is not opened; open a folder "
@@ -54,7 +53,7 @@ def _open_file(path: Path) -> Checkpoint:
 
 def _open_folder(folder: Path) -> Checkpoint:
     if (folder / "config.json").is_file():
-        return HfFolder(folder)
+        return _hf_folder(folder)
     models = sorted(folder.glob("*.gguf"))
     first = [path for path in models if "-of-" not in path.name or "-00001-of-" in path.name]
     if len(first) == 1:
@@ -63,3 +62,9 @@ def _open_folder(folder: Path) -> Checkpoint:
         names = ", ".join(path.name for path in first[:5])
         raise CheckpointError(f"{folder}: several GGUF models in it, name one: {names}")
     raise CheckpointError(f"{folder}: neither config.json nor a .gguf file in it")
+
+
+def _hf_folder(folder: Path, file: Path | None = None) -> Checkpoint:
+    from sdk.loaders.hf_folder import HfFolder  # five modules that a GGUF file does not need
+
+    return HfFolder(folder, file)

@@ -8,8 +8,9 @@ from typing import Literal
 
 WeightKind = Literal["float", "int", "block"]
 
-_FLOATS = {"f32": 32, "f16": 16, "bf16": 16, "fp8": 8}
-_BLOCKS = {"q4_k": 4, "q5_k": 5, "q6_k": 6}
+_FLOATS = {"f32": 32, "f16": 16, "bf16": 16, "fp8": 8, "fp8_e5m2": 8}
+_LEGACY = {"q4_0": 4, "q4_1": 4, "q5_0": 5, "q5_1": 5, "q8_0": 8}
+_BLOCKS = {**_LEGACY, "q2_k": 2, "q3_k": 3, "q4_k": 4, "q5_k": 5, "q6_k": 6}
 _AFFINE = re.compile(r"w(?P<bits>[2-8])a(?P<act>8|16)(?:g(?P<group>\d+))?(?P<sym>s?)")
 
 
@@ -17,9 +18,10 @@ _AFFINE = re.compile(r"w(?P<bits>[2-8])a(?P<act>8|16)(?:g(?P<group>\d+))?(?P<sym
 class QuantSpec:
     """Numerics of one weight.
 
-    Written ``f32``, ``f16``, ``bf16``, ``fp8``; ``q4_k`` … for GGUF blocks; ``w4a16g128`` for 4-bit
-    integers in groups of 128 with 16-bit activations, with a final ``s`` when symmetric; no ``g``
-    means one group per output channel.
+    Written ``f32``, ``f16``, ``bf16``, ``fp8`` (e4m3), ``fp8_e5m2``; ``q4_0``, ``q4_k`` … for GGUF
+    blocks;
+    ``w4a16g128`` for 4-bit integers in groups of 128 with 16-bit activations, with a final ``s``
+    when symmetric; no ``g`` means one group per output channel.
     """
 
     kind: WeightKind
@@ -41,7 +43,7 @@ class QuantSpec:
         if text in _FLOATS:
             return cls("float", _FLOATS[text], text)
         if text in _BLOCKS:
-            return cls("block", _BLOCKS[text], text, group=256)
+            return cls("block", _BLOCKS[text], text, group=32 if text in _LEGACY else 256)
         found = _AFFINE.fullmatch(text)
         if found is None:
             known = ", ".join([*_FLOATS, *_BLOCKS])

@@ -16,15 +16,24 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Layout
+from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layout, check_layout
 from sdk.kernels.ops import BoundLinear, Ops
 from sdk.kernels.reference.decode import decode, pack_codes, unpack_codes
 from sdk.kernels.reference.linear import gather_rows, slice_rows
 from sdk.kernels.registry import Choice
 from sdk.quant.errors import AlignmentError
+from sdk.quant.join import join
 from sdk.quant.spec import QuantSpec
 
 Side = Literal["in", "out"]
+
+_FLOAT_NAMES = {
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "fp8",
+    torch.float8_e5m2: "fp8_e5m2",
+}
 
 
 class Weight(ABC):
@@ -137,12 +146,11 @@ class DenseWeight(PackedWeight):
 
     def __init__(self, layout: Layout) -> None:
         assert isinstance(layout, Dense)
-        names = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
-        if layout.values.dtype not in names:
+        if layout.values.dtype not in _FLOAT_NAMES:
             raise AlignmentError(
-                f"dense weight: expected float32, float16 or bfloat16, found {layout.values.dtype}"
+                f"dense weight: expected one of {list(_FLOAT_NAMES)}, found {layout.values.dtype}"
             )
-        self._spec = QuantSpec.parse(names[layout.values.dtype])
+        self._spec = QuantSpec.parse(_FLOAT_NAMES[layout.values.dtype])
         super().__init__(layout)
 
     @property
@@ -158,6 +166,29 @@ class DenseWeight(PackedWeight):
         layout = self.layout
         assert isinstance(layout, Dense)
         return Dense(layout.values[:, start : start + count])
+
+
+class Float8Weight(PackedWeight):
+    """8-bit floats with a float32 scale per tensor, output channel or 2-D block."""
+
+    def __init__(self, layout: Layout) -> None:
+        assert isinstance(layout, Float8)
+        check_layout(layout)
+        self._spec = QuantSpec.parse(_FLOAT_NAMES[layout.values.dtype])
+        super().__init__(layout)
+
+    @property
+    def spec(self) -> QuantSpec:
+        return self._spec
+
+    def _narrow_in(self, start: int, count: int) -> Layout:
+        w = self.layout
+        assert isinstance(w, Float8)
+        wide = w.block[1]
+        if wide < w.shape[1]:
+            self._check_group(wide, start, count)
+        scale = w.scale[:, start // wide : -(-(start + count) // wide)]
+        return Float8(w.values[:, start : start + count], scale, w.block)
 
 
 class AffineWeight(PackedWeight):
@@ -306,7 +337,7 @@ def concat(weights: Sequence[Weight]) -> Weight:
     for weight in weights:
         parts.extend(weight.parts if isinstance(weight, StackedWeight) else (weight,))
     layouts = [part.layout for part in parts if isinstance(part, PackedWeight)]
-    joined = _join(layouts) if len(layouts) == len(parts) else None
+    joined = join(layouts) if len(layouts) == len(parts) else None
     return StackedWeight(parts) if joined is None else weight_of(joined)
 
 
@@ -315,42 +346,9 @@ def weight_of(layout: Layout) -> Weight:
     match layout:
         case Dense():
             return DenseWeight(layout)
+        case Float8():
+            return Float8Weight(layout)
         case Affine():
             return AffineWeight(layout)
         case Blocks():
             return BlockWeight(layout)
-
-
-def _join(layouts: Sequence[Layout]) -> Layout | None:
-    """One layout of all, or ``None`` when any fact but the number of rows differs."""
-    first = layouts[0]
-    shape = (sum(layout.shape[0] for layout in layouts), first.shape[1])
-    if all(isinstance(w, Dense) for w in layouts):
-        values = [w.values for w in layouts if isinstance(w, Dense)]
-        if len({v.dtype for v in values}) == 1:
-            return Dense(torch.cat(values))
-        return None
-    if all(isinstance(w, Blocks) for w in layouts):
-        blocks = [w for w in layouts if isinstance(w, Blocks)]
-        if len({w.type for w in blocks}) == 1:
-            return Blocks(shape, blocks[0].type, torch.cat([w.data for w in blocks]))
-        return None
-    if not all(isinstance(w, Affine) for w in layouts):
-        return None
-    affine = [w for w in layouts if isinstance(w, Affine)]
-    facts = {
-        (w.bits, w.group, w.zero, w.signed, w.scale.dtype, w.zeros is None, w.minus is None)
-        for w in affine
-    }
-    if len(facts) != 1:
-        return None
-    zeros = [w.zeros for w in affine if w.zeros is not None]
-    minus = [w.minus for w in affine if w.minus is not None]
-    return replace(
-        affine[0],
-        shape=shape,
-        codes=torch.cat([w.codes for w in affine]),
-        scale=torch.cat([w.scale for w in affine]),
-        zeros=torch.cat(zeros) if zeros else None,
-        minus=torch.cat(minus) if minus else None,
-    )

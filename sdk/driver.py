@@ -78,6 +78,10 @@ class Driver:
                 f"this LLM belongs to process {self._owner} and cannot be used in the forked child "
                 f"{os.getpid()}: create an LLM in the child, or start it with spawn"
             )
+        self._check_open()
+
+    def _check_open(self) -> None:
+        """The same within the process: a step does not ask the system which one that is."""
         if self._closed:
             raise EngineClosedError("this LLM was closed")
         if self._failure is not None:
@@ -139,13 +143,12 @@ class Driver:
 
     def _loop(self) -> None:
         while True:
-            with self._wake:
-                while not self._closed and (
-                    self._guests or self._failure is not None or not self._awaited
-                ):
-                    self._wake.wait()
-                if self._closed:
-                    return
+            if self._must_wait:  # asked without the lock first: nobody is told anything here
+                with self._wake:
+                    while self._must_wait and not self._closed:
+                        self._wake.wait()
+                    if self._closed:
+                        return
             try:
                 with self._step_lock:
                     self._step()
@@ -154,6 +157,11 @@ class Driver:
             except BaseException as error:  # SystemExit in a callback: nobody above would tell them
                 with suppress(EngineDeadError):
                     self._die(EngineDeadError(f"a step failed: {type(error).__name__}: {error}"))
+
+    @property
+    def _must_wait(self) -> bool:
+        """Whether the stepping thread has nothing to do, or is not to do it."""
+        return bool(self._closed or self._guests or self._failure is not None or not self._awaited)
 
     def step(self) -> list[Output]:
         """Take new commands, run one step, deliver its outputs and return them.
@@ -173,12 +181,13 @@ class Driver:
             with self._step_lock:
                 yield
         finally:
-            with self._wake:
-                self._guests.discard(me)
-                self._wake.notify_all()
+            self._guests.discard(me)
+            if self._thread is not None:
+                with self._wake:
+                    self._wake.notify_all()
 
     def _step(self) -> list[Output]:
-        self.check_usable()
+        self._check_open()
         self._stepping = threading.get_ident()
         try:
             outputs = self._take_commands()
@@ -201,11 +210,8 @@ class Driver:
     def _take_commands(self) -> list[Output]:
         """Add and abort what callers asked for; the last outputs of aborted requests."""
         outputs: list[Output] = []
-        while True:
-            with self._wake:
-                if not self._inbox:
-                    return outputs
-                command = self._inbox[0]  # stays until done: an interrupt loses no request
+        while self._inbox:
+            command = self._inbox[0]  # stays until done: an interrupt loses no request
             if isinstance(command, tuple):
                 outputs += self._engine.abort(command)
                 self._inbox.popleft()
@@ -227,6 +233,7 @@ class Driver:
                 self._forget(command.request_id)
                 command.listener.fail(command.request_id, error)
             self._inbox.popleft()
+        return outputs
 
     def _deliver(self, output: Output) -> None:
         listener = self._listeners.get(output.request_id)

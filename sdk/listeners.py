@@ -67,7 +67,8 @@ class Collector:
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._deltas: dict[str, bool] = {}  # in the order of enqueueing
         self._finals: dict[str, _Item] = {}
         self._news: dict[str, list[Output]] = {}
@@ -78,7 +79,7 @@ class Collector:
 
     def deliver(self, output: Output) -> bool:
         request_id = output.request_id
-        with self._changed:
+        with self._lock:
             if self._deltas[request_id]:
                 self._news.setdefault(request_id, []).append(output)
             else:
@@ -102,7 +103,7 @@ class Collector:
         """What came since the last time, finished requests for the last time; raises a failure when
         there is nothing to return.
         """
-        with self._changed:
+        with self._lock:
             outputs = [output for news in self._news.values() for output in news]
             self._news.clear()
             for output in outputs:

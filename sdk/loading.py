@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sdk.config import EngineConfig
 from sdk.engine.engine import Engine
@@ -15,10 +15,8 @@ from sdk.engine.runner import ModelRunner, RunnerConfig
 from sdk.engine.scheduler import Scheduler, SchedulerConfig
 from sdk.errors import CheckpointError, RequestError
 from sdk.executors.local import LocalExecutor
-from sdk.executors.process import ProcessExecutor
 from sdk.kernels.ops import Compute
 from sdk.loaders.open import open_checkpoint
-from sdk.loaders.tokenizer import tokenizer_from_folder
 from sdk.memory import Demand, MemoryPlan, available_memory, plan_memory
 from sdk.models.auto import read_config
 from sdk.models.config import ModelConfig
@@ -27,6 +25,9 @@ from sdk.params import SamplingParams
 from sdk.progress import reporting
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from sdk.executors.process import ProcessExecutor
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +196,8 @@ def _tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None
     if config.tokenizer is None:
         found: Tokenizer | None = checkpoint.tokenizer
         return found
+    from sdk.loaders.tokenizer.from_folder import tokenizer_from_folder
+
     named = tokenizer_from_folder(config.tokenizer)
     if named is None:
         raise CheckpointError(f"{config.tokenizer}: no tokenizer files in it")
@@ -234,6 +237,8 @@ def _executor(
 
     if config.tensor_parallel_size == 1:
         return LocalExecutor(own, runner_config)
+    from sdk.executors.process import ProcessExecutor
+
     return ProcessExecutor(
         ModelRunner,
         runner_config,

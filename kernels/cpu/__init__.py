@@ -22,6 +22,8 @@ from sdk.kernels.cpu.elementwise import (
 )
 from sdk.kernels.cpu.library import Engine, Program, find_library, levels
 from sdk.kernels.cpu.linear import Linear
+from sdk.kernels.cpu.sampling import Sample
+from sdk.kernels.cpu.weight_memory import WeightMemory
 
 __all__ = ["CpuBackend", "available", "levels", "open_backend", "simd_level"]
 
@@ -52,8 +54,12 @@ class CpuBackend:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self._memory = WeightMemory()
         self._implementations: dict[str, Sequence[Any]] = {
-            "linear": (Linear(engine, exact=False), Linear(engine, exact=True)),
+            "linear": (
+                Linear(engine, self._memory, exact=False),
+                Linear(engine, self._memory, exact=True),
+            ),
             "rms_norm": (RmsNorm(engine),),
             "add_rms_norm": (AddRmsNorm(engine),),
             "gated_activation": (GatedActivation(engine),),
@@ -63,6 +69,7 @@ class CpuBackend:
             "find_places": (Places(engine),),
             "rope_and_cache": (RopeAndCache(engine),),
             "attention": (Attention(engine),),
+            "sample": (Sample(engine),),
         }
 
     def implementations(self, op: str) -> Sequence[Any]:
@@ -79,3 +86,4 @@ class CpuBackend:
 
     def close(self) -> None:
         self.engine.close()
+        self._memory.close()

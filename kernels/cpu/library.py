@@ -28,6 +28,8 @@ ELEMENT_TYPES = {
     torch.float32: 2,
     torch.uint8: 3,
     torch.int8: 4,
+    torch.float8_e4m3fn: 5,
+    torch.float8_e5m2: 6,
 }
 
 _STATUS = {1: "out of memory", 2: "the engine is closed", 3: "no such operator"}
@@ -46,6 +48,7 @@ class OpKind(IntEnum):
     ROPE = 7
     ATTENTION = 8
     PLACES = 9
+    SAMPLE = 10
 
 
 class Count(IntEnum):
@@ -163,6 +166,14 @@ class AttentionArgs(Structure):
         ("softcap", c_float),
         ("query_tile", c_int32),
         ("shared", c_void_p),
+    ]
+
+
+class SampleArgs(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("logits", "draws", "tokens", "best", "probabilities")),
+        ("width", c_int64),
+        ("stride", c_int64),
     ]
 
 

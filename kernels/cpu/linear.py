@@ -3,7 +3,8 @@
 A weight is repacked once: 16 rows interleaved, 32 k per tile, the codes in bit planes, so that one
 vector load feeds an integer dot product; scales stay in the file's own types. Every bit is kept:
 ``unpack`` gives the canonical tensors back. Packed bytes exceed the canonical ones by the padding
-of rows to 16 and of k to 32, and by 2.8 % for q4_k (2.3 % q5_k), whose 6-bit scales become bytes.
+of rows to 16 and of k to 32, and where 6-bit scales become bytes: 3.6 % for q3_k, 2.8 % q4_k,
+2.3 % q5_k. Scales of 8-bit floats are kept per row: 3.1 % more for blocks of 128 x 128.
 """
 
 from __future__ import annotations
@@ -24,13 +25,43 @@ from sdk.kernels.cpu.library import (
     WeightView,
     check,
 )
+from sdk.kernels.cpu.weight_memory import WeightMemory
 from sdk.kernels.errors import KernelError
-from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Layout
+from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layout, check_layout
+from sdk.kernels.reference.decode import row_scales
 from sdk.kernels.registry import Problem
 
 ROWS = 16
 DEPTH = 32
-_SOURCES = {"q4_k": (1, 4), "q5_k": (2, 5), "q6_k": (3, 6)}
+#: Torch types of plain values.
+_VALUES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+#: Element types that torch does not have: the halves of a byte.
+_LOW_4, _HIGH_4 = 7, 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A block type as native/abi.hpp knows it; ``zero`` is subtracted from a code of ``bits``."""
+
+    number: int
+    bits: int
+    zero: int = 0
+    scale: torch.dtype = torch.uint8
+    has_minus: bool = False
+
+
+_SOURCES = {
+    "q2_k": _Source(4, 2, has_minus=True),
+    "q3_k": _Source(5, 3, 4, torch.int8),
+    "q4_k": _Source(1, 4, has_minus=True),
+    "q5_k": _Source(2, 5, has_minus=True),
+    "q6_k": _Source(3, 6, 32, torch.int8),
+    "q4_0": _Source(16, 4, 8, torch.float16),
+    "q4_1": _Source(17, 4, 0, torch.float16, has_minus=True),
+    "q5_0": _Source(18, 5, 16, torch.float16),
+    "q5_1": _Source(19, 5, 0, torch.float16, has_minus=True),
+    "q8_0": _Source(20, 8, 128, torch.float16),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +90,9 @@ class Linear:
     with ``exact=True``, and always for dense weights, everything is fp32.
     """
 
-    def __init__(self, engine: Engine, exact: bool) -> None:
+    def __init__(self, engine: Engine, memory: WeightMemory, exact: bool) -> None:
         self._engine = engine
+        self._memory = memory
         self._exact = exact
         self.name = "cpu.linear_exact" if exact else "cpu.linear"
 
@@ -68,8 +100,11 @@ class Linear:
         if not self._exact and problem.compute == "exact":
             return "rounds activations to 8 bits, compute is exact"
         if problem.layout == "dense":
-            if problem.format not in ("float32", "float16", "bfloat16"):
-                return f"dense {problem.format}: expected float32, float16 or bfloat16"
+            if problem.format not in _VALUES:
+                return f"dense {problem.format}: expected {', '.join(_VALUES)}"
+        elif problem.layout == "float8":
+            if problem.format not in _VALUES[3:]:
+                return f"scaled {problem.format}: expected {', '.join(_VALUES[3:])}"
         elif problem.layout == "affine":
             if not 2 <= problem.bits <= 8:
                 return f"{problem.bits} bits: expected 2 to 8"
@@ -79,17 +114,18 @@ class Linear:
             if problem.format not in _SOURCES:
                 return f"block type {problem.format}: expected {', '.join(_SOURCES)}"
         else:
-            return f"layout {problem.layout!r}: expected dense, affine or blocks"
+            return f"layout {problem.layout!r}: expected dense, float8, affine or blocks"
         return None
 
     def pack(self, layout: Layout) -> Packed:
+        check_layout(layout)
         match layout:
-            case Dense():
-                packed, source, row_bytes = _pack_dense(layout)
+            case Dense() | Float8():
+                packed, source, row_bytes = _pack_values(layout, self._memory)
             case Affine():
-                packed, source, row_bytes = _pack_affine(layout)
+                packed, source, row_bytes = _pack_affine(layout, self._memory)
             case Blocks():
-                packed, source, row_bytes = _pack_blocks(layout)
+                packed, source, row_bytes = _pack_blocks(layout, self._memory)
         status = self._engine.pack(
             self._engine.handle, byref(packed.view), source.data_ptr(), row_bytes
         )
@@ -103,6 +139,12 @@ class Linear:
                 values = torch.empty(facts.shape, dtype=facts.values.dtype)
                 self._unpack_into(packed, values, 0)
                 return Dense(values)
+            case Float8():
+                values = torch.empty(facts.shape, dtype=facts.values.dtype)
+                self._unpack_into(packed, values, 0)
+                assert packed.scale is not None
+                scale = deinterleave(packed.scale, facts.shape[0])[:: facts.block[0]]
+                return Float8(values, scale.contiguous(), facts.block)
             case Affine():
                 codes = torch.zeros(facts.shape[0], -(-facts.shape[1] * facts.bits // 8)).byte()
                 self._unpack_into(packed, codes, codes.shape[1])
@@ -146,21 +188,26 @@ def _view(n: int, k: int) -> WeightView:
     return view
 
 
-def _pack_dense(w: Dense) -> tuple[Packed, Tensor, int]:
+def _pack_values(w: Dense | Float8, memory: WeightMemory) -> tuple[Packed, Tensor, int]:
     n, k = w.shape
     values = w.values.contiguous()
     view = _view(n, k)
     view.dense = 1
     view.scale_type = ELEMENT_TYPES[values.dtype]
-    codes = torch.empty(view.row_blocks * ROWS * k, dtype=values.dtype)
-    view.codes = codes.data_ptr()
-    return Packed(Dense(values.to("meta")), view, codes), values, 0
+    codes = memory.take((view.row_blocks * ROWS * k,), values.dtype)
+    scale = None
+    facts: Dense | Float8 = Dense(values.to("meta"))
+    if isinstance(w, Float8):
+        facts = Float8(facts.values, w.scale.to("meta"), w.block)
+        scale = interleave(row_scales(w))
+        view.groups, view.unit, view.group_units = w.scale.shape[1], 1, min(w.block[1], k)
+    packed = Packed(facts, view, codes, scale)
+    _point(packed)
+    return packed, values, 0
 
 
-def _pack_affine(w: Affine) -> tuple[Packed, Tensor, int]:
+def _pack_affine(w: Affine, memory: WeightMemory) -> tuple[Packed, Tensor, int]:
     n, k = w.shape
-    if w.signed and (w.bits != 8 or w.zeros is not None):
-        raise KernelError("affine weight: signed codes must have 8 bits and no zero points")
     view = _view(n, k)
     view.bits = w.bits
     view.flip = int(w.signed)
@@ -180,7 +227,7 @@ def _pack_affine(w: Affine) -> tuple[Packed, Tensor, int]:
     # new_empty and not a slice: a slice would keep the canonical tensors alive
     no_codes, no_scale = w.codes.new_empty(0, 0), w.scale.new_empty(0, 0)
     facts = Affine(w.shape, w.bits, w.group, no_codes, no_scale, zero=w.zero, signed=w.signed)
-    codes = _codes(view)
+    codes = _codes(view, memory)
     packed = Packed(facts, view, codes, scale, minus, zeros)
     _point(packed)
     source = w.codes.contiguous()
@@ -203,34 +250,38 @@ def _unpack_affine(packed: Packed, facts: Affine, codes: Tensor) -> Affine:
     )
 
 
-def _pack_blocks(w: Blocks) -> tuple[Packed, Tensor, int]:
+def _pack_blocks(w: Blocks, memory: WeightMemory) -> tuple[Packed, Tensor, int]:
+    """The tensors for the native code to fill, scales included."""
     n, k = w.shape
-    kind = BLOCK_TYPES[w.type]
-    data = w.data.contiguous()
-    blocks = data.view(n, -1, kind.nbytes)
+    kind, source = BLOCK_TYPES[w.type], _SOURCES[w.type]
+    data = w.data if w.data.stride(1) == 1 else w.data.contiguous()
     view = _view(n, k)
-    view.source, view.bits = _SOURCES[w.type]
-    view.groups = k // kind.group
-    view.supers = k // kind.elements
-    view.super_units = kind.elements // kind.group
+    view.source, view.bits, view.zero = source.number, source.bits, source.zero
+    view.flip = int(w.type == "q8_0")
     view.unit = kind.group
-    minus = super_minus = None
-    if w.type == "q6_k":
-        view.zero = 32.0
-        view.scale_type = ELEMENT_TYPES[torch.int8]
-        scale = interleave(blocks[:, :, 192:208].reshape(n, -1))
-        super_scale = interleave(_halves(blocks, 208))
-    else:
-        view.scale_type = view.minus_type = ELEMENT_TYPES[torch.uint8]
-        low, mid, high = (blocks[:, :, 4 + i : 8 + i] for i in (0, 4, 8))
-        scales = torch.cat((low & 63, (high & 15) | (low >> 6 << 4)), dim=2)
-        mins = torch.cat((mid & 63, (high >> 4) | (mid >> 6 << 4)), dim=2)
-        scale, minus = interleave(scales.view(n, -1)), interleave(mins.view(n, -1))
-        super_scale, super_minus = interleave(_halves(blocks, 0)), interleave(_halves(blocks, 2))
+    view.groups = k // kind.group
+    view.scale_type = view.minus_type = ELEMENT_TYPES[source.scale]
+
+    def scales(groups: int, dtype: torch.dtype) -> Tensor:
+        return memory.take((view.row_blocks, groups, ROWS), dtype)
+
+    scale = scales(view.groups, source.scale)
+    minus = super_scale = super_minus = None
+    if source.has_minus and w.type != "q2_k":
+        minus = scales(view.groups, source.scale)
+    if kind.elements > kind.group:
+        view.supers = k // kind.elements
+        view.super_units = kind.elements // kind.group
+        super_scale = scales(view.supers, torch.float16)
+        super_minus = scales(view.supers, torch.float16) if source.has_minus else None
     facts = Blocks(w.shape, w.type, w.data.new_empty(0, 0))
-    packed = Packed(facts, view, _codes(view), scale, minus, None, super_scale, super_minus)
+    codes = _codes(view, memory)
+    packed = Packed(facts, view, codes, scale, minus, None, super_scale, super_minus)
     _point(packed)
-    return packed, data, data.shape[1]
+    if w.type == "q2_k":  # one byte holds scale and min
+        view.scale_type, view.minus_type = _LOW_4, _HIGH_4
+        view.minus = view.scale
+    return packed, data, data.stride(0)
 
 
 def _unpack_block_scales(packed: Packed, facts: Blocks) -> Tensor:
@@ -238,32 +289,44 @@ def _unpack_block_scales(packed: Packed, facts: Blocks) -> Tensor:
     n, k = facts.shape
     kind = BLOCK_TYPES[facts.type]
     blocks = torch.zeros(n, k // kind.elements, kind.nbytes, dtype=torch.uint8)
-    assert packed.scale is not None and packed.super_scale is not None
+    assert packed.scale is not None
+    if packed.super_scale is None:
+        blocks[:, :, 0:2] = deinterleave(packed.scale, n).unsqueeze(2).view(torch.uint8)
+        if packed.minus is not None:  # the kernels subtract what the file adds
+            minimum = deinterleave(packed.minus, n).neg().unsqueeze(2)
+            blocks[:, :, 2:4] = minimum.view(torch.uint8)
+        return blocks.view(n, -1)
     scales = deinterleave(packed.scale, n).view(n, k // kind.elements, -1)
     d = deinterleave(packed.super_scale, n).unsqueeze(2).view(torch.uint8)
     if facts.type == "q6_k":
         blocks[:, :, 192:208] = scales
         blocks[:, :, 208:210] = d
         return blocks.view(n, -1)
-    assert packed.minus is not None and packed.super_minus is not None
+    if facts.type == "q3_k":
+        six = (scales + 32).view(torch.uint8)
+        blocks[:, :, 96:104] = six[:, :, :8] & 15 | six[:, :, 8:] << 4
+        for i in range(4):
+            blocks[:, :, 104:108] |= six[:, :, 4 * i : 4 * i + 4] >> 4 << 2 * i
+        blocks[:, :, 108:110] = d
+        return blocks.view(n, -1)
+    assert packed.super_minus is not None
+    d_min = deinterleave(packed.super_minus, n).unsqueeze(2).view(torch.uint8)
+    if facts.type == "q2_k":
+        blocks[:, :, 0:16] = scales
+        blocks[:, :, 80:84] = torch.cat((d, d_min), dim=2)
+        return blocks.view(n, -1)
+    assert packed.minus is not None
     mins = deinterleave(packed.minus, n).view(n, k // kind.elements, -1)
-    blocks[:, :, 0:2] = d
-    blocks[:, :, 2:4] = deinterleave(packed.super_minus, n).unsqueeze(2).view(torch.uint8)
+    blocks[:, :, 0:4] = torch.cat((d, d_min), dim=2)
     blocks[:, :, 4:8] = scales[:, :, :4] | (scales[:, :, 4:] >> 4 << 6)
     blocks[:, :, 8:12] = mins[:, :, :4] | (mins[:, :, 4:] >> 4 << 6)
     blocks[:, :, 12:16] = (scales[:, :, 4:] & 15) | (mins[:, :, 4:] << 4)
     return blocks.view(n, -1)
 
 
-def _halves(blocks: Tensor, offset: int) -> Tensor:
-    """The float16 at byte ``offset`` of every block: ``[N, blocks]``."""
-    return blocks[:, :, offset : offset + 2].contiguous().view(torch.float16).squeeze(2)
-
-
-def _codes(view: WeightView) -> Tensor:
-    """Storage of the tiles; torch aligns it to 64 bytes."""
-    size = view.row_blocks * view.k_blocks * view.bits * 64
-    return torch.empty(size, dtype=torch.uint8)
+def _codes(view: WeightView, memory: WeightMemory) -> Tensor:
+    """Storage of the tiles."""
+    return memory.take((view.row_blocks * view.k_blocks * view.bits * 64,), torch.uint8)
 
 
 def _point(packed: Packed) -> None:

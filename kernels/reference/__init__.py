@@ -13,6 +13,7 @@ from sdk.kernels.reference.attention import Attention, RopeAndCache
 from sdk.kernels.reference.elementwise import Map, Places, RopeAngles, SelectRows
 from sdk.kernels.reference.linear import Linear
 from sdk.kernels.reference.norm import AddRmsNorm, GatedActivation, RmsNorm
+from sdk.kernels.reference.sampling import Sample
 
 
 def available(device: str) -> str | None:
@@ -42,6 +43,7 @@ class ReferenceBackend:
             "find_places": (Places(),),
             "rope_and_cache": (RopeAndCache(),),
             "attention": (Attention(),),
+            "sample": (Sample(),),
         }
 
     def implementations(self, op: str) -> Sequence[Any]:

@@ -1,6 +1,6 @@
 """The value of a packed weight: the definition every kernel must reproduce.
 
-Sources: ggml's block structs (ggml-common.h, ggml-quants.c) for the k-quants; all arithmetic is
+Sources: ggml's block structs (ggml-common.h, ggml-quants.c) for the blocks; all arithmetic is
 float32 in the order those decoders use, so that results are equal bit for bit.
 """
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.errors import KernelError
-from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Layout
+from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layout
 
 
 def unpack_codes(codes: Tensor, bits: int, count: int) -> Tensor:
@@ -48,10 +48,19 @@ def decode(layout: Layout) -> Tensor:
     match layout:
         case Dense():
             return layout.values.to(torch.float32)
+        case Float8():
+            scale = row_scales(layout).repeat_interleave(min(layout.block[1], layout.shape[1]), 1)
+            return layout.values.to(torch.float32) * scale[:, : layout.shape[1]]
         case Affine():
             return _decode_affine(layout)
         case Blocks():
             return _decode_blocks(layout)
+
+
+def row_scales(w: Float8) -> Tensor:
+    """The scales of every row: float32 ``[N, ceil(K / bk)]``."""
+    rows = w.shape[0]
+    return w.scale.repeat_interleave(min(w.block[0], max(rows, 1)), 0)[:rows]
 
 
 def _decode_affine(w: Affine) -> Tensor:
@@ -80,8 +89,7 @@ def _decode_blocks(w: Blocks) -> Tensor:
     if kind is None:
         raise KernelError(f"block type: expected one of {sorted(BLOCK_TYPES)}, found {w.type!r}")
     blocks = w.data.reshape(-1, kind.nbytes)
-    values = {"q4_k": _q4_k, "q5_k": _q5_k, "q6_k": _q6_k}[w.type](blocks)
-    return values.reshape(w.shape)
+    return _BLOCK_DECODERS[w.type](blocks).reshape(w.shape)
 
 
 def _half(blocks: Tensor, offset: int) -> Tensor:
@@ -89,12 +97,75 @@ def _half(blocks: Tensor, offset: int) -> Tensor:
     return blocks[:, offset : offset + 2].contiguous().view(torch.float16).to(torch.float32)
 
 
+def _nibbles(quants: Tensor) -> Tensor:
+    """Sixteen bytes -> codes ``[B, 32]``: the low nibbles, then the high ones."""
+    return torch.cat((quants & 15, quants >> 4), dim=1)
+
+
+def _fifth_bits(blocks: Tensor, offset: int) -> Tensor:
+    """The bits of the word at byte ``offset`` as the fifth bits of 32 codes."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)
+    word = blocks[:, offset : offset + 4].unsqueeze(2)
+    return (((word >> shifts) & 1) << 4).reshape(-1, 32)
+
+
+def _q4_0(blocks: Tensor) -> Tensor:
+    return (_nibbles(blocks[:, 2:]).to(torch.float32) - 8.0) * _half(blocks, 0)
+
+
+def _q4_1(blocks: Tensor) -> Tensor:
+    return _nibbles(blocks[:, 4:]).to(torch.float32) * _half(blocks, 0) + _half(blocks, 2)
+
+
+def _q5_0(blocks: Tensor) -> Tensor:
+    codes = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks, 2)
+    return (codes.to(torch.float32) - 16.0) * _half(blocks, 0)
+
+
+def _q5_1(blocks: Tensor) -> Tensor:
+    codes = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks, 4)
+    return codes.to(torch.float32) * _half(blocks, 0) + _half(blocks, 2)
+
+
+def _q8_0(blocks: Tensor) -> Tensor:
+    return blocks[:, 2:].view(torch.int8).to(torch.float32) * _half(blocks, 0)
+
+
 def _scales_and_mins(s: Tensor) -> tuple[Tensor, Tensor]:
-    """Eight 6-bit scales and eight 6-bit mins from twelve bytes: ``[B, 12]`` -> two ``[B, 8]``."""
-    low, mid, high = s[:, 0:4], s[:, 4:8], s[:, 8:12]
-    scales = torch.cat((low & 63, (high & 15) | ((low >> 6) << 4)), dim=1)
-    mins = torch.cat((mid & 63, (high >> 4) | ((mid >> 6) << 4)), dim=1)
+    """q4_k, q5_k: uint8 ``[..., 12]`` -> eight 6-bit scales and eight 6-bit mins, ``[..., 8]``."""
+    low, mid, high = s[..., 0:4], s[..., 4:8], s[..., 8:12]
+    scales = torch.cat((low & 63, (high & 15) | ((low >> 6) << 4)), dim=-1)
+    mins = torch.cat((mid & 63, (high >> 4) | ((mid >> 6) << 4)), dim=-1)
     return scales, mins
+
+
+def _signed_scales(s: Tensor) -> Tensor:
+    """q3_k: uint8 ``[..., 12]`` -> sixteen 6-bit scales minus 32, int8 ``[..., 16]``."""
+    low, high = s[..., 0:8], s[..., 8:12]
+    low = torch.cat((low & 15, low >> 4), dim=-1)
+    high = torch.cat([high >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1)
+    return (low | (high << 4)).view(torch.int8) - 32
+
+
+def _q2_k(blocks: Tensor) -> Tensor:
+    scales = blocks[:, 0:16]
+    scale = (_half(blocks, 80) * (scales & 15).to(torch.float32)).unsqueeze(2)
+    minus = (_half(blocks, 82) * (scales >> 4).to(torch.float32)).unsqueeze(2)
+    return scale * _two_bits(blocks[:, 16:80]).reshape(-1, 16, 16).to(torch.float32) - minus
+
+
+def _q3_k(blocks: Tensor) -> Tensor:
+    shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device).reshape(1, 8, 1)
+    high = (blocks[:, 0:32].unsqueeze(1) >> shifts) & 1
+    codes = _two_bits(blocks[:, 32:96]).reshape(-1, 8, 32) | (high << 2)
+    scale = _half(blocks, 108) * _signed_scales(blocks[:, 96:108]).to(torch.float32)
+    return scale.unsqueeze(2) * (codes.reshape(-1, 16, 16).to(torch.float32) - 4.0)
+
+
+def _two_bits(quants: Tensor) -> Tensor:
+    """``[B, 64]`` -> 256 codes: 32 bytes hold 128, their lowest bits the first 32."""
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=quants.device)
+    return (quants.reshape(-1, 2, 1, 32) >> shifts.reshape(1, 1, 4, 1)) & 3
 
 
 def _q45_k(blocks: Tensor, codes: Tensor) -> Tensor:
@@ -122,9 +193,22 @@ def _q5_k(blocks: Tensor) -> Tensor:
 def _q6_k(blocks: Tensor) -> Tensor:
     low = blocks[:, :128].reshape(-1, 2, 2, 32)
     low = torch.cat((low & 15, low >> 4), dim=2)  # [B, 2, 4, 32]: l, l + 32, l + 64, l + 96
-    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=blocks.device)
-    high = (blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts.reshape(1, 1, 4, 1)) & 3
+    high = _two_bits(blocks[:, 128:192])
     codes = (low | (high << 4)).to(torch.float32) - 32.0
     scales = blocks[:, 192:208].contiguous().view(torch.int8).to(torch.float32)
     scale = (_half(blocks, 208) * scales).reshape(-1, 16, 1)
     return scale * codes.reshape(-1, 16, 16)
+
+
+_BLOCK_DECODERS = {
+    "q4_0": _q4_0,
+    "q4_1": _q4_1,
+    "q5_0": _q5_0,
+    "q5_1": _q5_1,
+    "q8_0": _q8_0,
+    "q2_k": _q2_k,
+    "q3_k": _q3_k,
+    "q4_k": _q4_k,
+    "q5_k": _q5_k,
+    "q6_k": _q6_k,
+}

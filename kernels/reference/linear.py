@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sdk.kernels.layouts import Affine, Blocks, Dense, Layout
+from sdk.kernels.layouts import Affine, Blocks, Dense, Float8, Layout
 from sdk.kernels.reference.decode import decode
 from sdk.kernels.registry import Problem
 
@@ -69,6 +69,8 @@ def _index_rows(layout: Layout, index: slice | Tensor, count: int) -> Layout:
     match layout:
         case Dense():
             return Dense(layout.values[index])
+        case Float8():
+            return _index_float8(layout, index)
         case Blocks():
             return Blocks(shape, layout.type, layout.data[index])
         case Affine():
@@ -83,3 +85,13 @@ def _index_rows(layout: Layout, index: slice | Tensor, count: int) -> Layout:
                 None if layout.minus is None else layout.minus[index],
                 layout.signed,
             )
+
+
+def _index_float8(w: Float8, index: slice | Tensor) -> Float8:
+    """Whole blocks of rows keep their scales; other rows get one of their own each."""
+    high, wide = w.block
+    if isinstance(index, slice) and index.start % high == 0:
+        scale = w.scale[index.start // high : -(-index.stop // high)]
+        return Float8(w.values[index], scale, w.block)
+    rows = torch.arange(w.shape[0], device=w.scale.device)[index]
+    return Float8(w.values[index], w.scale[rows // high], (1, wide))

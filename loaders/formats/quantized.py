@@ -1,7 +1,7 @@
 """Finds out that a safetensors checkpoint is quantized, and by which method.
 
 Methods are recognised by ``quantization_config`` and by the names of the tensors, because either
-can be missing or wrong. None of them is decoded yet: `refuse_quantized` says which one it is.
+can be missing or wrong. Only fp8 is decoded yet: `quantization` says which of the others it is.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from sdk.loaders.formats.float8 import SCALES, Float8Settings, float8_settings
 from sdk.quant.errors import CheckpointError, UnsupportedError
 
 #: Ends of tensor names that only one method (or family) writes.
@@ -33,13 +34,16 @@ CONFIG_FILES = (
 )
 
 
-def refuse_quantized(config: Mapping[str, Any], tensors: Iterable[str], source: str) -> None:
-    """Refuse a checkpoint that is quantized.
+def quantization(
+    config: Mapping[str, Any], tensors: Iterable[str], source: str
+) -> Float8Settings | None:
+    """The settings of an fp8 checkpoint; None when it is not quantized.
 
     Raises:
-        CheckpointError: ``quantization_config`` is not an object.
-        UnsupportedError: naming the method.
+        CheckpointError: ``quantization_config`` is not sound.
+        UnsupportedError: any other method, by name.
     """
+    found: Float8Settings | None = None
     settings = config.get("quantization_config")
     text = config.get("text_config")
     if settings is None and isinstance(text, Mapping):
@@ -50,11 +54,14 @@ def refuse_quantized(config: Mapping[str, Any], tensors: Iterable[str], source: 
                 f"{source}: quantization_config is {str(settings)[:80]}, expected an object"
             )
         method = settings.get("quant_method") or settings.get("producer") or "an unnamed method"
-        raise _unsupported(source, f"quantization_config names {str(method)[:80]}")
+        if method != "fp8":
+            raise _unsupported(source, f"quantization_config names {str(method)[:80]}")
+        found = float8_settings(settings, source)
     for name in tensors:
         for ending, method in _TELLTALES:
-            if name.endswith(ending):
+            if name.endswith(ending) and not (found and ending in SCALES):
                 raise _unsupported(source, f"tensor {name!r} is written by {method}")
+    return found
 
 
 def _unsupported(source: str, why: str) -> UnsupportedError:

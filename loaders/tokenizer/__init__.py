@@ -1,8 +1,4 @@
-"""Tokenizers: text <-> token ids, read from a GGUF file's metadata or a Hugging Face folder."""
+"""Tokenizers: text <-> token ids, read from a GGUF file's metadata or a Hugging Face folder.
 
-from __future__ import annotations
-
-from sdk.loaders.tokenizer.from_folder import tokenizer_from_folder
-from sdk.loaders.tokenizer.from_gguf import tokenizer_from_gguf
-
-__all__ = ["tokenizer_from_folder", "tokenizer_from_gguf"]
+The two are ``from_gguf`` and ``from_folder``; a model needs one, so neither is imported here.
+"""

@@ -41,11 +41,11 @@ def byte_level_encoder(
 ) -> Callable[[str], list[int]]:
     """A function from text to ids. ``pieces``: spelling -> id without control tokens.
 
-    Raises ValueError when a merge does not lead from pieces to a piece.
+    Raises whatever the library raises when a merge does not lead from pieces to a piece.
     """
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-    model = models.BPE(vocab=dict(pieces), merges=list(merges), ignore_merges=pre.ignore_merges)
+    model = models.BPE(vocab=dict(pieces), merges=merges, ignore_merges=pre.ignore_merges)
     tokenizer = Tokenizer(model)
     steps = [
         pre_tokenizers.Split(Regex(pattern), behavior="isolated", invert=False)
@@ -71,7 +71,7 @@ def raw_encoder(
     from tokenizers import Tokenizer, models
 
     # The byte tokens must be in the model for its fallback, although no merge leads to them.
-    tokenizer = Tokenizer(models.BPE(vocab=dict(pieces), merges=list(merges), byte_fallback=True))
+    tokenizer = Tokenizer(models.BPE(vocab=dict(pieces), merges=merges, byte_fallback=True))
 
     def encode(text: str) -> list[int]:
         ids: list[int] = []

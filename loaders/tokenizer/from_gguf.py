@@ -13,9 +13,11 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import repeat
+from typing import Any
 
 import numpy as np
 
@@ -229,12 +231,6 @@ def _bpe(
     lines = meta.strings(key)
     if lines is None:
         raise meta.error(key, "the merges of a byte-level BPE", "no such key")
-    merges = [_halves(line) for line in lines]
-    if None in merges:
-        index = merges.index(None)
-        found = repr(lines[index])[:80]
-        raise meta.error(f"{key}[{index}]", "two pieces and a space between", found)
-    pairs = [pair for pair in merges if pair is not None]
     # Text never becomes a control token by merging, nor by being a whole word (ignore_merges).
     control = {
         text
@@ -246,13 +242,9 @@ def _bpe(
         del pieces[text]
     build = raw_encoder if model == "gemma4" else partial(byte_level_encoder, pre=pre)
     try:
-        return build(pieces, pairs)
+        return build(pieces, _Merges(lines))
     except Exception:  # the library raises plain Exception; what it found is looked for here
-        for index, (left, right) in enumerate(pairs):
-            for piece in (left, right, left + right):
-                if piece not in vocabulary.ids:
-                    where = f"{key}[{index}]"
-                    raise meta.error(where, "pieces of the vocabulary", repr(piece)) from None
+        pairs = _pairs(meta, key, lines, vocabulary.ids)
     # Some merges lead to a control token: without them it is a token like any other control token.
     pairs = [pair for pair in pairs if control.isdisjoint((*pair, pair[0] + pair[1]))]
     try:
@@ -261,9 +253,44 @@ def _bpe(
         raise meta.error(key, "a usable vocabulary and merges", error) from None
 
 
-def _halves(line: str) -> tuple[str, str] | None:
-    cut = line.find(" ", 1)
-    return (line[:cut], line[cut + 1 :]) if 0 < cut < len(line) - 1 else None
+class _Merges(Sequence[tuple[str, str]]):
+    """Lines with one space each as pairs, made while they are read.
+
+    A list of 50,000 tuples would start a full garbage collection: 40 ms beside torch's objects.
+    """
+
+    def __init__(self, lines: list[str]) -> None:
+        self._lines = lines
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __getitem__(self, index: Any) -> Any:
+        return tuple(self._lines[index].split(" "))
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(tuple, map(str.split, self._lines, repeat(" ")))
+
+
+def _pairs(
+    meta: Metadata, key: str, lines: list[str], ids: Mapping[str, int]
+) -> list[tuple[str, str]]:
+    """The merges one by one, the first space after a character being the one between the pieces.
+
+    :raises CheckpointError: naming the merge that is not of two pieces of the vocabulary.
+    """
+    pairs: list[tuple[str, str]] = []
+    for index, line in enumerate(lines):
+        cut = line.find(" ", 1)
+        if not 0 < cut < len(line) - 1:
+            found = repr(line)[:80]
+            raise meta.error(f"{key}[{index}]", "two pieces and a space between", found)
+        left, right = line[:cut], line[cut + 1 :]
+        for piece in (left, right, left + right):
+            if piece not in ids:
+                raise meta.error(f"{key}[{index}]", "pieces of the vocabulary", repr(piece))
+        pairs.append((left, right))
+    return pairs
 
 
 def _rstrip_ids(meta: Metadata, vocabulary: Vocabulary) -> frozenset[int]:

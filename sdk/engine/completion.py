@@ -7,10 +7,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from operator import attrgetter
 
 from sdk.engine.plan import Sampled
-from sdk.engine.request import Request
+from sdk.engine.request import Request, RequestStatus
 from sdk.outputs import (
     CompletionOutput,
     EmbeddingOutput,
@@ -25,13 +25,42 @@ from sdk.text.detokenizer import IncrementalDetokenizer
 from sdk.text.stops import StopMatcher, StopStrings
 
 DecodeToken = Callable[[int], str | None]
+_STOP = RequestStatus.STOP
+_REASON = attrgetter("finish_reason")
+
+
+def is_watched(params: SamplingParams) -> bool:
+    """Whether an answer must hear of each token when it comes, and not only of its end."""
+    return (
+        params.output_kind is not RequestOutputKind.FINAL_ONLY
+        or params.logprobs is not None
+        or bool(params.stop or params.stop_regex)
+    )
 
 
 class Completion:
-    """One answer: collects tokens, text and log-probabilities, and finds stop strings.
+    """One answer: makes text and log-probabilities of its request's tokens, finds stop strings.
 
-    ``text`` never contains characters that may still turn out to be part of a stop string.
+    Text is made when somebody needs it: with every token of a watched request, else at the end.
+    It never contains characters that may still turn out to be part of a stop string.
     """
+
+    __slots__ = (
+        "_decode",
+        "_detokenizer",
+        "_num_read",
+        "_num_shown",
+        "_stopped",
+        "_stops",
+        "_text",
+        "cumulative_logprob",
+        "embedding",
+        "finish_reason",
+        "index",
+        "logprobs",
+        "request",
+        "stop_reason",
+    )
 
     def __init__(
         self,
@@ -44,8 +73,6 @@ class Completion:
         params = request.params
         self.index = index
         self.request = request
-        self.text = ""
-        self.token_ids: list[int] = []
         self.cumulative_logprob: float | None = None if params.logprobs is None else 0.0
         self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self.embedding: list[float] | None = None
@@ -64,37 +91,44 @@ class Completion:
             if stops is not None:
                 self._stops = StopMatcher(stops, params.include_stop_str_in_output)
         self._stopped = False  # by a stop string: what comes after it is no part of the text
-        self._sent_text = 0  # for DELTA: what the last output had
-        self._sent_tokens = 0
+        self._text = ""  # not shown yet where outputs are deltas, else all of it
+        self._num_read = request.num_prompt_tokens  # tokens that are text already
+        self._num_shown = request.num_prompt_tokens  # for DELTA: what the outputs had
 
     @property
     def has_news(self) -> bool:
         """True when it has something that no DELTA output has shown."""
-        return self._sent_tokens < len(self.token_ids) or self.finish_reason is not None
+        return self._num_shown < len(self.request.token_ids) or self.finish_reason is not None
 
     def push(self, sampled: Sampled) -> str | None:
-        """Add one token; returns the stop string it completed, if any."""
-        request, token_id = self.request, sampled.token_id
-        self.token_ids.append(token_id)
+        """The request has one more token; returns the stop string it completed, if any."""
         if sampled.logprob is not None:
             self.cumulative_logprob = (self.cumulative_logprob or 0.0) + sampled.logprob
             if self.logprobs is not None:
                 self.logprobs.append(logprob_row(sampled, self._decode))
-        if self._detokenizer is None:
+        return self._read()
+
+    def _read(self) -> str | None:
+        """Make text of the tokens that are none yet; returns the stop string they completed."""
+        if self._detokenizer is None or self._stopped:
             return None
-        stopped_by_token = request.finish_reason == "stop"
-        if stopped_by_token and not request.params.include_stop_str_in_output:
-            return None  # EOS and stop tokens are no part of the text
-        return self._add_text(self._detokenizer.push(token_id))
+        request, first = self.request, self._num_read
+        end = self._num_read = len(request.token_ids)
+        if request.status is _STOP and not request.params.include_stop_str_in_output:
+            end -= 1  # EOS and stop tokens are no part of the text
+        new = request.token_ids[first:end]
+        detokenizer = self._detokenizer
+        text = detokenizer.push(new[0]) if len(new) == 1 else detokenizer.extend(new)
+        return self._add_text(text)
 
     def _add_text(self, text: str) -> str | None:
-        if self._stops is None or self._stopped:
-            self.text += text
+        if self._stops is None:
+            self._text += text
             return None
-        update = self._stops.push(
-            text, can_stop=len(self.token_ids) >= self.request.params.min_tokens
-        )
-        self.text += update.text
+        request = self.request
+        can_stop = request.num_output_tokens >= request.params.min_tokens
+        update = self._stops.push(text, can_stop)
+        self._text += update.text
         self._stopped = update.stop is not None
         return update.stop
 
@@ -102,24 +136,28 @@ class Completion:
         """No more tokens. Text that was held back comes out, unless a stop string cut it off."""
         self.finish_reason = reason
         self.stop_reason = stop_reason
+        self._read()
         if self._detokenizer is not None and not self._stopped:
             self._add_text(self._detokenizer.finish())
             if self._stops is not None and not self._stopped:
-                self.text += self._stops.finish()
+                self._text += self._stops.finish()
 
     def output(self, delta: bool, index: int | None = None) -> CompletionOutput:
         """A snapshot with lists of its own."""
-        first = self._sent_tokens if delta else 0
-        text = self.text[self._sent_text :] if delta else self.text
-        self._sent_tokens, self._sent_text = len(self.token_ids), len(self.text)
+        request, text, logprobs = self.request, self._text, self.logprobs
+        first = request.num_prompt_tokens
+        if delta:
+            first, self._num_shown, self._text = self._num_shown, len(request.token_ids), ""
+        if logprobs is not None:
+            logprobs = logprobs[first - request.num_prompt_tokens :]
         return CompletionOutput(
-            index=self.index if index is None else index,
-            text=text,
-            token_ids=self.token_ids[first:],
-            cumulative_logprob=self.cumulative_logprob,
-            logprobs=None if self.logprobs is None else self.logprobs[first:],
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
+            self.index if index is None else index,
+            text,
+            request.token_ids[first:],
+            self.cumulative_logprob,
+            logprobs,
+            self.finish_reason,
+            self.stop_reason,
         )
 
 
@@ -148,6 +186,9 @@ class Generation:
         self.params = params
         self.arrival_time = arrival_time
         self.completions: list[Completion] = []
+        self._kind = params.output_kind
+        if params.num_answers > params.n:  # which answers are the best is known only in the end
+            self._kind = RequestOutputKind.FINAL_ONLY
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         if params.prompt_logprobs is not None:
             self.prompt_logprobs = [None]
@@ -155,17 +196,14 @@ class Generation:
     @property
     def finished(self) -> bool:
         """True when every answer is finished."""
-        return all(completion.finish_reason is not None for completion in self.completions)
+        return all(map(_REASON, self.completions))
 
     def output(self) -> RequestOutput | EmbeddingOutput | None:
         """The next output, or None where ``output_kind`` asks for none now."""
         params, finished = self.params, self.finished
-        kind = params.output_kind
-        if params.num_answers > params.n:  # which answers are the best is known only in the end
-            kind = RequestOutputKind.FINAL_ONLY
-        if kind is RequestOutputKind.FINAL_ONLY and not finished:
+        if self._kind is RequestOutputKind.FINAL_ONLY and not finished:
             return None
-        delta = kind is RequestOutputKind.DELTA
+        delta = self._kind is RequestOutputKind.DELTA
         embedding = self.completions[0].embedding
         if embedding is not None:
             return EmbeddingOutput(
@@ -175,38 +213,38 @@ class Generation:
             best = sorted(self.completions, key=_badness)[: params.n]
             outputs = [completion.output(False, index) for index, completion in enumerate(best)]
             if params.logprobs is None:  # they were needed to choose, not asked for
-                outputs = [replace(output, logprobs=None) for output in outputs]
+                outputs = [output._replace(logprobs=None) for output in outputs]
         else:
-            outputs = [one.output(delta) for one in self.completions if one.has_news or not delta]
+            outputs = [one.output(delta) for one in self.completions if not delta or one.has_news]
         rows = self.prompt_logprobs
         return RequestOutput(
-            request_id=self.request_id,
-            prompt=self.prompt_text,
-            prompt_token_ids=list(self.prompt_token_ids),
-            prompt_logprobs=None if rows is None else list(rows),
-            outputs=outputs,
-            finished=finished,
-            metrics=self.metrics(),
-            num_cached_tokens=self.completions[0].request.num_cached,
+            self.request_id,
+            self.prompt_text,
+            self.prompt_token_ids,
+            None if rows is None else list(rows),
+            outputs,
+            finished,
+            self.metrics(),
+            None,
+            self.completions[0].request.num_cached,
         )
 
     def metrics(self) -> RequestMetrics:
         """Times over all answers: the first of each first, the last of each last."""
-        requests = [completion.request for completion in self.completions]
-        first = requests[0]
+        first = self.completions[0].request
         metrics = RequestMetrics(
-            arrival_time=self.arrival_time,
-            queued_ts=first.queued_ts,
-            scheduled_ts=first.scheduled_ts,
-            first_token_ts=first.first_token_ts,
-            last_token_ts=first.last_token_ts,
-            num_generation_tokens=first.num_output_tokens,
-            num_preemptions=first.num_preemptions,
+            self.arrival_time,
+            first.queued_ts,
+            first.scheduled_ts,
+            first.first_token_ts,
+            first.last_token_ts,
+            len(first.token_ids) - first.num_prompt_tokens,
+            first.num_preemptions,
         )
-        if len(requests) == 1:
+        if len(self.completions) == 1:
             return metrics
-        return replace(
-            metrics,
+        requests = [completion.request for completion in self.completions]
+        return metrics._replace(
             scheduled_ts=min((r.scheduled_ts for r in requests if r.scheduled_ts), default=None),
             first_token_ts=min(
                 (r.first_token_ts for r in requests if r.first_token_ts), default=None

@@ -10,10 +10,9 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 
-from sdk.engine.completion import Completion, Generation, logprob_row
+from sdk.engine.completion import Completion, Generation, is_watched, logprob_row
 from sdk.engine.plan import RequestKind, StepPlan, StepResult
 from sdk.engine.request import Request
 from sdk.engine.scheduler import RequestUpdate, Scheduler
@@ -27,6 +26,8 @@ from sdk.sampling.uniform import child_seed
 from sdk.text.stops import StopStrings
 
 _NOTHING_RESOLVED = ResolvedParams()
+#: What breaks off in the bookkeeping leaves queues, pages and answers that do not fit together.
+_BROKEN_OFF = "a step was broken off"
 logger = logging.getLogger("sdk")
 Output = RequestOutput | EmbeddingOutput
 
@@ -63,7 +64,7 @@ class Engine:
         self._news: dict[Generation, None] = {}  # those owed an output, in order
         self._decoded: dict[int, str] = {}  # token id -> text, for logprobs
         self._num_finished = 0
-        self._seconds = [0.0, 0.0, 0.0, 0.0]  # plan, execute, commit, outputs
+        self._seconds = [0.0] * 5  # plan, execute, commit, outputs; of execute, native calls
         self._closed = False
 
     # Requests
@@ -112,6 +113,7 @@ class Engine:
                 salt=cache_salt,
                 resolved=resolved,
                 negative_prompt_token_ids=negative_prompt_token_ids,
+                watched=is_watched(child_params),
             )
             for child_id, child_params in children
         ]
@@ -196,38 +198,36 @@ class Engine:
         self._check_alive()
         clock, seconds = time.perf_counter, self._seconds
         begin = clock()
-        with self._bookkeeping():
+        try:
             plan = self.scheduler.plan()
-        planned = clock()
+            planned = clock()
+        except BaseException as error:
+            self._die(_BROKEN_OFF, error)
+            raise
         try:
             result = StepResult(plan.step_id) if plan.empty else self._execute(plan)
+            executed = clock()
         except Exception as error:
             self._die("the executor failed", error)
             return self._outputs()
         except BaseException:
             self.scheduler.rollback()
             raise
-        executed = clock()
-        with self._bookkeeping():
+        try:
             updates = self.scheduler.commit(plan, result)
             committed = clock()
             for update in updates:
                 self._apply(update)
-            outputs = self._outputs()
-        seconds[0] += planned - begin
-        seconds[1] += executed - planned
-        seconds[2] += committed - executed
-        seconds[3] += clock() - committed
-        return outputs
-
-    @contextmanager
-    def _bookkeeping(self) -> Iterator[None]:
-        """What breaks off in here leaves queues, pages and answers that do not fit together."""
-        try:
-            yield
+            outputs = self._outputs() if self._news else []
+            seconds[0] += planned - begin
+            seconds[1] += executed - planned
+            seconds[2] += committed - executed
+            seconds[3] += clock() - committed
+            seconds[4] += result.native_seconds
         except BaseException as error:
-            self._die("a step was broken off", error)
+            self._die(_BROKEN_OFF, error)
             raise
+        return outputs
 
     def _execute(self, plan: StepPlan) -> StepResult:
         result = self._executor.execute(plan)
@@ -251,7 +251,8 @@ class Engine:
             if update.sampled is not None:
                 stop = completion.push(update.sampled)
                 self._news[generation] = None
-            completion.embedding = update.hidden
+            elif update.hidden is not None:
+                completion.embedding = update.hidden
         except Exception as error:
             logger.warning("request %s failed", request.request_id, exc_info=True)
             self.scheduler.finish(request.request_id, "error")
@@ -327,7 +328,8 @@ class Engine:
         ``prefix_queries`` and ``prefix_hits`` count whole pages looked up and found when requests
         were admitted, ``cache_hit_rate`` is their quotient. ``num_prompt_tokens`` are the prompt
         tokens that were computed: not those a prefix hit gave, and again those lost to a
-        preemption.
+        preemption. ``native_seconds`` is the part of ``execute_seconds`` spent in native calls:
+        what is left of the time a caller waited is Python.
         """
         scheduler = self.scheduler
         pool = scheduler.pool
@@ -349,6 +351,7 @@ class Engine:
             "execute_seconds": self._seconds[1],
             "commit_seconds": self._seconds[2],
             "output_seconds": self._seconds[3],
+            "native_seconds": self._seconds[4],
         }
 
     def close(self) -> None:

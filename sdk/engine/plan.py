@@ -2,13 +2,16 @@
 
 Both directions are immutable and picklable and hold ids and numbers only, no tensors: the same
 objects drive one rank in this process or several in others.
+
+Those made in every step are named tuples: a frozen dataclass of nine fields takes 0.9 us to make, a
+named tuple 0.2 us, and 32 requests make 34 of them in a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from sdk.params import SamplingParams
 from sdk.sampling.resolved import ResolvedParams
@@ -37,8 +40,7 @@ class RequestStart:
     guides: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(NamedTuple):
     """One step; ``num_tokens`` is the step itself: (request id, tokens to run), in batch order."""
 
     step_id: int
@@ -56,8 +58,7 @@ class StepPlan:
         return not self.num_tokens and not self.dropped
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(NamedTuple):
     """One token and, where asked for, its log-probability (natural log) and the alternatives."""
 
     token_id: int
@@ -67,20 +68,19 @@ class Sampled:
     top: tuple[tuple[int, float, int], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(NamedTuple):
     """What one step produced.
 
     ``sampled`` has an entry for exactly those requests whose last known token ran in this step
     (guides aside: their last token runs in the step of their request's).
     ``prompt_logprobs`` scores the prompt tokens that follow the positions run in this step.
     ``errors`` fails single requests (NaN logits) while the others go on.
+    ``native_seconds`` is the part of the step that rank 0 spent inside native calls.
     """
 
     step_id: int
-    sampled: Mapping[str, Sampled] = field(default_factory=dict)
-    prompt_logprobs: Mapping[str, tuple[Sampled, ...]] = field(default_factory=dict)
-    hidden: Mapping[str, list[float]] = field(default_factory=dict)
-    errors: Mapping[str, str] = field(default_factory=dict)
-    #: Time the model itself took, without the bookkeeping around it.
+    sampled: Mapping[str, Sampled] = {}
+    prompt_logprobs: Mapping[str, tuple[Sampled, ...]] = {}
+    hidden: Mapping[str, list[float]] = {}
+    errors: Mapping[str, str] = {}
     native_seconds: float = 0.0

@@ -55,7 +55,8 @@ class Request:
     admitted, preempted and ended as one; queues hold the request, never its guide.
 
     ``arrival_time`` orders requests (first come, first served); ``deadline`` is a moment of the
-    scheduler's clock or infinity. ``salt`` and ``adapter`` keep prefix-cache entries apart.
+    scheduler's clock or infinity. ``salt`` and ``adapter`` keep prefix-cache entries apart. Of one
+    that is not ``watched`` a step reports only the end, not each token.
     """
 
     __slots__ = (
@@ -92,6 +93,7 @@ class Request:
         "stop_token_ids",
         "token_ids",
         "waits_for",
+        "watched",
     )
 
     def __init__(
@@ -107,6 +109,7 @@ class Request:
         adapter: str | None = None,
         resolved: ResolvedParams = _NOTHING_RESOLVED,
         negative_prompt_token_ids: Sequence[int] | None = None,
+        watched: bool = True,
     ) -> None:
         self.request_id = request_id
         self.params = params
@@ -116,6 +119,7 @@ class Request:
         self.salt = salt
         self.adapter = adapter
         self.resolved = resolved
+        self.watched = watched
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None
         self.guide: Request | None = None

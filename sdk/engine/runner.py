@@ -93,7 +93,7 @@ class ModelRunner:
             self.kv = KVCache(
                 kv_spec(facts, heads, config.page_size, config.kv_dtype), config.num_pages
             )
-            self.sampler = Sampler(facts.vocab_size)
+            self.sampler = Sampler(facts.vocab_size, self.ops)
             self._inputs = StepInputs(
                 config.max_num_batched_tokens,
                 config.max_num_seqs,

@@ -248,36 +248,36 @@ class Scheduler:
         if self._plan is not None:
             raise RuntimeError(f"step {self._step_id} was planned but not committed")
         now = self.clock()
-        self._expire(now)
+        if self._deadlines:
+            self._expire(now)
         decodes: list[tuple[str, int]] = []
         chunks: list[tuple[str, int]] = []
         appended: list[tuple[str, tuple[int, ...]]] = []
         new_pages: list[tuple[str, tuple[int, ...]]] = []
         started: list[RequestStart] = []
+        prefills: list[Request] = []
         self._in_flight = []
-        budget, everyone = self._plan_decodes(decodes, appended, new_pages)
-        parts: list[tuple[Request, int]] = []
-        for request in self._running:
-            if budget and in_prefill(request):
-                for part in share(request, budget):
-                    budget -= part[1]
-                    parts.append(part)
+        everyone = self._plan_decodes(decodes, appended, new_pages, prefills)
+        budget = self.config.max_num_batched_tokens - len(decodes)
+        for request in prefills:
+            for part in share(request, budget) if budget else ():
+                budget -= part[1]
+                self._in_flight.append(part)
         if self._waiting and budget and everyone:
             for request, shares in self._admit(budget, now):
-                parts += shares
+                self._in_flight += shares
                 started += map(_start, request.sequences)
-        self._in_flight += parts
-        for sequence, num in parts:
+        for sequence, num in self._in_flight[len(decodes) :]:
             (decodes if num == 1 else chunks).append((sequence.request_id, num))
-        dropped, self._dropped = tuple(self._dropped), []
+        dropped, self._dropped = self._dropped, []
         self._step_id += 1
         self._plan = StepPlan(
-            step_id=self._step_id,
-            num_tokens=tuple(decodes + chunks),
-            started=tuple(started),
-            appended=tuple(appended),
-            new_pages=tuple(new_pages),
-            dropped=dropped,
+            self._step_id,
+            tuple(decodes + chunks),
+            tuple(started),
+            tuple(appended),
+            tuple(new_pages),
+            tuple(dropped),
         )
         return self._plan
 
@@ -286,17 +286,16 @@ class Scheduler:
         decodes: list[tuple[str, int]],
         appended: list[tuple[str, tuple[int, ...]]],
         new_pages: list[tuple[str, tuple[int, ...]]],
-    ) -> tuple[int, bool]:
+        prefills: list[Request],
+    ) -> bool:
         """Give every running request that needs one token that token (its guide too).
 
-        Returns the budget left, and whether nobody lacked a page.
+        Those that need more are put into ``prefills``. Returns whether nobody lacked a page.
         """
-        page_size, running = self.config.page_size, self._running
-        index, everyone = 0, True
-        while index < len(running):  # preemption shortens the list behind index
-            request = running[index]
-            index += 1
+        page_size, in_flight, everyone = self.config.page_size, self._in_flight, True
+        for request in self._running:  # preemption shortens the list behind this one
             if in_prefill(request):
+                prefills.append(request)
                 continue
             sequences = request.sequences
             for sequence in sequences:
@@ -313,8 +312,8 @@ class Scheduler:
                         appended.append((request_id, tuple(tokens[sequence.num_sent :])))
                         sequence.num_sent = len(tokens)
                     decodes.append((request_id, 1))
-                    self._in_flight.append((sequence, 1))
-        return self.config.max_num_batched_tokens - len(decodes), everyone
+                    in_flight.append((sequence, 1))
+        return everyone
 
     def _grow(self, sequence: Request, request: Request) -> int | None:
         """One more page for a sequence of ``request``, taken from the last in order if need be."""
@@ -451,12 +450,13 @@ class Scheduler:
         now = self.clock()
         updates, self._expired = self._expired, []
         in_flight, self._in_flight, self._plan = self._in_flight, [], None
-        page_size, prompt_logprobs = self.config.page_size, result.prompt_logprobs
+        page_size = self.config.page_size
+        errors, prompt_logprobs = result.errors, result.prompt_logprobs
         for request, num in in_flight:
             if request.status is not _RUNNING:
                 continue  # aborted while the step ran
-            if request.request_id in result.errors:
-                self._fail(request, result.errors[request.request_id], updates)
+            if errors and request.request_id in errors:
+                self._fail(request, errors[request.request_id], updates)
                 continue
             before = request.num_computed
             after = request.num_computed = before + num
@@ -511,22 +511,24 @@ class Scheduler:
         if sampled is None:
             self._fail(request, "the step returned no token", updates)
             return
-        tokens = request.token_ids
-        tokens.append(sampled.token_id)
+        tokens, token_id = request.token_ids, sampled.token_id
+        tokens.append(token_id)
         if request.guide is not None:
-            request.guide.token_ids.append(sampled.token_id)
+            request.guide.token_ids.append(token_id)
         self.num_generation_tokens += 1
         request.last_token_ts = now
         if request.first_token_ts is None:
             request.first_token_ts = now
         if (
-            sampled.token_id in request.stop_token_ids
+            token_id in request.stop_token_ids
             and request.num_output_tokens >= request.params.min_tokens
         ):
-            is_eos = sampled.token_id in self.config.eos_token_ids and not request.params.ignore_eos
-            self._end(request, "stop", None if is_eos else sampled.token_id)
+            is_eos = token_id in self.config.eos_token_ids and not request.params.ignore_eos
+            self._end(request, "stop", None if is_eos else token_id)
         elif len(tokens) >= request.max_len:
             self._end(request, "length")
+        elif not (request.watched or scored):
+            return
         updates.append(RequestUpdate(request, sampled, scored))
 
     def _fail(self, request: Request, message: str, updates: list[RequestUpdate]) -> None:

@@ -214,4 +214,4 @@ def _for_workers(plan: StepPlan) -> StepPlan:
         replace(start, params=SamplingParams(prompt_logprobs=start.params.prompt_logprobs))
         for start in plan.started
     )
-    return replace(plan, started=tuple(started))
+    return plan._replace(started=tuple(started))

@@ -10,31 +10,30 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from sdk.engine.plan import Sampled
 from sdk.errors import RequestError
+from sdk.kernels.ops import Ops
+from sdk.kernels.sampling import Tokens, join_draws, pack_draw
 from sdk.params import SamplingParams
-from sdk.sampling import candidates, truncation
 from sdk.sampling.logprobs import scored
 from sdk.sampling.processors import process
 from sdk.sampling.resolved import ResolvedParams
 from sdk.sampling.rows import Scratch
 from sdk.sampling.state import RequestState
+from sdk.sampling.uniform import TOKEN
 
 _NOTHING_RESOLVED = ResolvedParams()
-# Rows truncated together on an accelerator: bounds the memory of a sort of [rows, V].
-_ROWS = 64
+_GREEDY = pack_draw(temperature=0.0)
 _KEPT_MU = 1024
 
 
 class Sampler:
     """Per-request sampling state and the step's draw, for one model of ``vocab_size`` tokens."""
 
-    def __init__(self, vocab_size: int, device: torch.device | str = "cpu") -> None:
-        self.vocab_size = vocab_size
-        self.device = torch.device(device)
+    def __init__(self, vocab_size: int, ops: Ops) -> None:
+        self._ops = ops
         self._scratch = Scratch(vocab_size)
         self._states: dict[str, RequestState] = {}
         # Mirostat's state cannot be rebuilt from tokens: kept over a preemption (oldest forgotten).
@@ -77,54 +76,84 @@ class Sampler:
         +inf, or nothing but -inf), its parameters forbid every token, a logits processor raised.
         ``logits`` is not changed.
         """
-        logits = logits.detach()
-        states = [self._states[request_id] for request_id in request_ids]
-        best, values = _argmax(logits)
-        results: list[Sampled | str] = [Sampled(token) for token in best]
-        waiting: list[tuple[int, Tensor]] = []
-        for i, state in enumerate(states):
-            if not math.isfinite(values[i]):
-                results[i] = f"the model's logits are not finite: their maximum is {values[i]}"
-            elif not state.plain_greedy:
-                row = self._processed(logits[i], state)
-                if isinstance(row, str):
-                    results[i] = row
-                elif not state.params.greedy:
-                    waiting.append((i, row))
-                elif state.processed:
-                    results[i] = Sampled(_argmax(row[None])[0][0])
-        if logits.device.type == "cpu":
-            for i, row in waiting:
-                results[i] = Sampled(candidates.draw(row.numpy(), states[i], self._scratch))
+        known = self._states
+        states = [known[request_id] for request_id in request_ids]
+        plain = True
+        for state in states:
+            if not state.plain_greedy:
+                plain = False
+                break
+        if plain:
+            chosen = self._ops.argmax(logits)
         else:
-            for start in range(0, len(waiting), _ROWS):
-                part = waiting[start : start + _ROWS]
-                stacked = torch.stack([row for _, row in part])
-                tokens = truncation.draw(stacked, [states[i] for i, _ in part])
-                for (i, _), token in zip(part, tokens, strict=True):
-                    results[i] = Sampled(token)
-        for i, state in enumerate(states):
-            result = results[i]
-            if state.wants_logprobs and isinstance(result, Sampled):
-                params = state.params
-                also = params.logprob_token_ids or ()
-                results[i] = self._scored(logits[i], result.token_id, params.logprobs, also)
+            chosen = self._draw(logits, [None if s.processed else s for s in states])
+        results: list[Sampled | str] = [
+            Sampled(token)
+            if -math.inf < best < math.inf
+            else f"the model's logits are not finite: their maximum is {best}"
+            for token, best in zip(chosen.tokens, chosen.best, strict=True)
+        ]
+        if not plain:
+            self._process(logits, states, results)
+            for i, state in enumerate(states):
+                result = results[i]
+                if state.wants_logprobs and isinstance(result, Sampled):
+                    params = state.params
+                    also = params.logprob_token_ids or ()
+                    results[i] = self._scored(logits[i], result.token_id, params.logprobs, also)
         return results
 
-    def _processed(self, logits: Tensor, state: RequestState) -> Tensor | str:
-        """The row after the request's processors, or why there is none."""
-        if not state.processed:
-            return logits
-        try:
-            row = process(logits.clone(), state)
-        except RequestError as error:
-            return str(error)
-        value = _argmax(row[None])[1][0]
-        if value == -math.inf:
-            return "the request's parameters forbid every token"
-        if not math.isfinite(value):
-            return f"logits are not finite after the request's processors: their maximum is {value}"
-        return row
+    def _draw(self, logits: Tensor, states: Sequence[RequestState | None]) -> Tokens:
+        """One token per row; without a state it is the argmax."""
+        draws: list[bytes] = []
+        uniforms: list[float] = []
+        for state in states:
+            if state is None or state.greedy:
+                draws.append(_GREEDY)
+                uniforms.append(0.0)
+            else:
+                draws.append(state.draw())
+                uniforms.append(state.uniform(TOKEN))
+        chosen = self._ops.sample(logits, join_draws(draws, uniforms))
+        for i, state in enumerate(states):
+            if state is not None and state.mirostat and math.isfinite(chosen.best[i]):
+                state.learn(chosen.probabilities[i])
+        return chosen
+
+    def _process(
+        self, logits: Tensor, states: Sequence[RequestState], results: list[Sampled | str]
+    ) -> None:
+        """Replace the results of the finite rows whose requests change their logits."""
+        indices = [
+            i for i, s in enumerate(states) if s.processed and isinstance(results[i], Sampled)
+        ]
+        if not indices:
+            return
+        rows = logits.detach()[indices]  # a copy
+        drawing: list[RequestState | None] = []
+        for row, i in zip(rows, indices, strict=True):
+            state = states[i]
+            try:
+                changed = process(row, state)
+            except RequestError as error:
+                results[i] = str(error)
+                drawing.append(None)
+                continue
+            if changed is not row:
+                row.copy_(changed)
+            drawing.append(state)
+        chosen = self._draw(rows, drawing)
+        for i, drawn, token, best in zip(indices, drawing, chosen.tokens, chosen.best, strict=True):
+            if drawn is None:
+                continue
+            if best == -math.inf:
+                results[i] = "the request's parameters forbid every token"
+            elif not math.isfinite(best):
+                results[i] = (
+                    f"logits are not finite after the request's processors: their maximum is {best}"
+                )
+            else:
+                results[i] = Sampled(token)
 
     def score(
         self, logits: Tensor, token_ids: Sequence[int], num_top: int, also: Sequence[int] = ()
@@ -133,30 +162,17 @@ class Sampler:
 
         Raises RequestError when a row is not finite.
         """
-        results: list[Sampled] = []
-        for row, token in zip(logits.detach(), token_ids, strict=True):
-            value = _argmax(row[None])[1][0]
-            if not math.isfinite(value):
+        for best in self._ops.argmax(logits).best:
+            if not math.isfinite(best):
                 raise RequestError(
-                    f"the model's logits are not finite: their maximum is {value} (in the prompt)"
+                    f"the model's logits are not finite: their maximum is {best} (in the prompt)"
                 )
-            results.append(self._scored(row, int(token), num_top, also))
-        return tuple(results)
+        return tuple(
+            self._scored(row, int(token), num_top, also)
+            for row, token in zip(logits, token_ids, strict=True)
+        )
 
     def _scored(
         self, row: Tensor, token_id: int, num_top: int | None, also: Sequence[int]
     ) -> Sampled:
-        return scored(row.cpu().numpy(), token_id, num_top, self._scratch, also)
-
-
-def _argmax(logits: Tensor) -> tuple[list[int], list[float]]:
-    """First index of each row's maximum, and the maximum (NaN if there is one).
-
-    numpy's argmax takes 2 us for 49,152 floats where torch's takes 28.
-    """
-    if logits.device.type == "cpu":
-        array = logits.numpy()
-        best = array.argmax(-1)
-        return best.tolist(), array[range(len(best)), best].tolist()
-    values, indices = logits.max(-1)
-    return indices.tolist(), values.tolist()
+        return scored(row.detach().cpu().numpy(), token_id, num_top, self._scratch, also)

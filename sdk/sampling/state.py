@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from sdk.kernels.sampling import pack_draw
 from sdk.params import SamplingParams
 from sdk.sampling.resolved import ResolvedParams
-from sdk.sampling.uniform import uniform
+from sdk.sampling.uniform import XTC, uniform
 
 
 class RequestState:
@@ -33,8 +34,6 @@ class RequestState:
         #: Mirostat's target surprise, and what it becomes when the sampled token is committed.
         self.mu = 2.0 * params.mirostat_tau
         self.next_mu = self.mu
-        #: Below 1e-30 every gap between two floats is certainty already: nothing changes any more.
-        self.temperature = max(params.temperature, 1e-30)
         self.penalized = (
             params.repetition_penalty != 1.0
             or params.presence_penalty != 0.0
@@ -51,8 +50,13 @@ class RequestState:
             or params.no_repeat_ngram_size
             or params.thinking_token_budget is not None
         )
+        self.greedy = params.greedy
         #: The whole answer is one argmax.
-        self.plain_greedy = params.greedy and not self.processed and not self.wants_logprobs
+        self.plain_greedy = self.greedy and not self.processed and not self.wants_logprobs
+        self._seed = 0 if params.seed is None else params.seed
+        self._draw = self._pack()
+        self.mirostat = params.mirostat_mode != 0
+        self._changing = self.mirostat or params.xtc_probability > 0
         self._extend(prompt, 0)
         self._extend(output, 1)
         self.output = list(output)
@@ -66,7 +70,29 @@ class RequestState:
 
     def uniform(self, stream: int) -> float:
         """This position's random number of ``stream``."""
-        return uniform(self.params.seed or 0, len(self.output), stream)
+        return uniform(self._seed, len(self.output), stream)
+
+    def draw(self) -> bytes:
+        """What decides this position's token but for its random number."""
+        if not self._changing:
+            return self._draw
+        params = self.params
+        if self.mirostat:
+            return self._pack(mirostat_mu=self.mu)
+        if self.uniform(XTC) < params.xtc_probability:
+            return self._pack(xtc_threshold=params.xtc_threshold)
+        return self._draw
+
+    def _pack(self, **changing: float) -> bytes:
+        params = self.params
+        return pack_draw(
+            temperature=params.temperature,
+            min_p=params.min_p,
+            typical_p=params.typical_p,
+            top_p=params.top_p,
+            top_k=max(params.top_k, 0),
+            **changing,
+        )
 
     def learn(self, probability: float) -> None:
         """Mirostat 2 (Basu et al. 2021): the target that follows a token of ``probability``."""

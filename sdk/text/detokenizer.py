@@ -1,7 +1,7 @@
 """Turn generated token ids into text as they arrive, without decoding anything twice.
 
-Most tokenizers are byte by byte (``Tokenizer.bytewise``): a token adds its bytes, and an
-incremental UTF-8 decoder keeps the beginning of a character until the rest of it arrives. That
+Most tokenizers are byte by byte (``Tokenizer.bytewise``): a token adds its bytes, and the
+beginning of a character is kept until the rest of it arrives. That
 costs the same for the first token and the hundred-thousandth, and gives exactly
 ``tokenizer.decode`` of all ids.
 
@@ -11,7 +11,7 @@ a small window: the text of the last few tokens with and without the new one; th
 
 from __future__ import annotations
 
-import codecs
+from codecs import utf_8_decode
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,8 @@ _MAX_WAITING = 6
 
 class IncrementalDetokenizer:
     """The text of one request's output. Not shared between threads."""
+
+    __slots__ = ("_rest", "_skipped", "_strip", "_tokenizer", "_window")
 
     def __init__(
         self,
@@ -43,10 +45,9 @@ class IncrementalDetokenizer:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._strip = tokenizer.strips_leading_space and not prompt_token_ids
-        if tokenizer.bytewise:
-            self._window = None
-            self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        else:
+        self._rest = b""  # the beginning of a character
+        self._window: _Window | None = None
+        if not tokenizer.bytewise:
             tight = not (skip_special_tokens or spaces_between_special_tokens)
             self._window = _Window(
                 tokenizer, prompt_token_ids[-_MAX_WAITING:], self._skipped, tight
@@ -58,21 +59,30 @@ class IncrementalDetokenizer:
             return ""
         if self._window is not None:
             return self._window.push(token_id)
-        data = self._tokenizer.id_to_bytes(token_id)
-        if self._strip and data:
-            self._strip = False
-            data = data.removeprefix(b" ")
-        return self._utf8.decode(data)
+        return self._decode(self._tokenizer.id_to_bytes(token_id))
 
     def extend(self, token_ids: Iterable[int]) -> str:
         """:meth:`push` for several tokens."""
-        return "".join([self.push(token_id) for token_id in token_ids])
+        kept = [token_id for token_id in token_ids if token_id not in self._skipped]
+        if self._window is not None:
+            return "".join(map(self._window.push, kept))
+        return self._decode(b"".join(map(self._tokenizer.id_to_bytes, kept)))
+
+    def _decode(self, data: bytes) -> str:
+        if self._strip and data:
+            self._strip = False
+            data = data.removeprefix(b" ")
+        if self._rest:
+            data = self._rest + data
+        text, used = utf_8_decode(data, "replace", False)
+        self._rest = data[used:]
+        return text
 
     def finish(self) -> str:
         """What was still withheld: an unfinished character, as U+FFFD. Call it once, at the end."""
         if self._window is not None:
             return self._window.finish()
-        return self._utf8.decode(b"", final=True)
+        return self._rest.decode("utf-8", "replace")
 
 
 class _Window:

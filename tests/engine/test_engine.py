@@ -93,6 +93,60 @@ def test_final_only_gives_one_output():
     assert output.finished and output.outputs[0].token_ids == WORDS[:6]
 
 
+@pytest.mark.parametrize("end", ["length", "abort", "stop token", "shown stop token"])
+def test_the_text_of_an_answer_that_only_its_end_shows_is_made_at_its_end(end):
+    class Counting(WordTokenizer):
+        read = 0
+
+        def id_to_bytes(self, token_id):
+            self.read += 1
+            return super().id_to_bytes(token_id)
+
+    rig = Rig(tokenizer := Counting())
+    stop = [WORDS[4]] if "token" in end else None
+    shown = end == "shown stop token"
+    kind = RequestOutputKind.FINAL_ONLY
+    rig.add(output_kind=kind, stop_token_ids=stop, include_stop_str_in_output=shown)
+    for _ in range(4):
+        assert rig.engine.step() == []
+    assert tokenizer.read == 0
+    [output] = rig.engine.abort(["a"]) if end == "abort" else rig.run()
+    tokens = {"length": 6, "abort": 4}.get(end, 5)
+    assert output.outputs[0].token_ids == WORDS[:tokens]
+    assert output.outputs[0].text == "".join(TEXT[: tokens - (end == "stop token")])
+
+
+def test_an_answer_that_only_its_end_shows_still_stops_at_a_stop_string():
+    rig = Rig(WordTokenizer())
+    rig.add(output_kind=RequestOutputKind.FINAL_ONLY, stop=[TEXT[2]], max_tokens=30)
+    [output] = rig.run()
+    assert output.outputs[0].text == "".join(TEXT[:2])
+    assert output.outputs[0].token_ids == WORDS[:3]
+
+
+def test_an_exception_while_making_the_text_of_the_end_ends_that_request_only():
+    tokenizer = WordTokenizer()
+    tokenizer.broken = WORDS[1]
+    rig = Rig(tokenizer)
+    rig.add("bad", output_kind=RequestOutputKind.FINAL_ONLY)
+    rig.add("good", prompt=[8, 9], output_kind=RequestOutputKind.FINAL_ONLY)
+    last = {o.request_id: o.outputs[0] for o in rig.run()}
+    assert (last["bad"].finish_reason, last["bad"].token_ids) == ("error", WORDS[:6])
+    assert last["bad"].stop_reason == "LookupError: no such word"
+    assert last["good"].token_ids == expected_tokens([8, 9], 6)
+
+
+def test_outputs_do_not_share_lists_with_the_engine():
+    rig = Rig(WordTokenizer())
+    prompt = list(PROMPT)
+    rig.add(prompt=prompt)
+    outputs = rig.engine.step()
+    prompt.clear()
+    outputs[0].prompt_token_ids.clear()
+    outputs[0].outputs[0].token_ids.clear()
+    assert rig.run()[-1].outputs[0].token_ids == WORDS[:6]
+
+
 @pytest.mark.parametrize("include", [False, True])
 def test_a_stop_string_across_tokens_ends_the_answer_and_the_request(include):
     rig = Rig(WordTokenizer())
@@ -276,6 +330,15 @@ def test_metrics_tell_when_and_how_much():
     assert engine["num_running"] == engine["num_waiting"] == engine["num_pages_used"] == 0
     assert engine["num_steps"] == 6 and engine["plan_seconds"] > 0
     assert rig.engine.reset_prefix_cache() and rig.engine.get_metrics()["num_pages_cached"] == 0
+
+
+def test_metrics_sum_what_the_steps_spent_in_native_calls():
+    rig = Rig()
+    rig.add(max_tokens=3)
+    execute = rig.runner.execute
+    rig.runner.execute = lambda plan: execute(plan)._replace(native_seconds=0.25)
+    rig.run()
+    assert rig.engine.get_metrics()["native_seconds"] == 0.75
 
 
 def test_a_refused_request_leaves_nothing_behind():

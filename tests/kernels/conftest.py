@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.cpu import CpuBackend, levels, open_backend
-from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Layout
+from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layout
 
 LEVELS = levels()
 
@@ -57,10 +57,27 @@ class Cases:
         kind = BLOCK_TYPES[type]
         count = k // kind.elements
         data = torch.randint(0, 256, (n, count, kind.nbytes), generator=random).to(torch.uint8)
-        for offset in (208,) if type == "q6_k" else (0, 2):
+        offsets = {"q2_k": (80, 82), "q3_k": (108,), "q6_k": (208,)}
+        for offset in offsets.get(type, (0, 2)):
             d = (torch.rand(n, count, 1, generator=random) * 0.01).half()
             data[:, :, offset : offset + 2] = d.view(torch.uint8)
         return Blocks((n, k), type, data.view(n, -1))
+
+    @staticmethod
+    def float8(
+        n: int,
+        k: int,
+        block: tuple[int, int],
+        dtype: torch.dtype = torch.float8_e4m3fn,
+        seed: int = 0,
+    ) -> Float8:
+        """Every finite code, infinities and NaN left out, with a float32 scale per block."""
+        random = torch.Generator().manual_seed(seed)
+        codes = torch.arange(256, dtype=torch.uint8)
+        finite = codes[codes.view(dtype).float().isfinite()]
+        values = finite[torch.randint(0, len(finite), (n, k), generator=random)].view(dtype)
+        grid = (-(-n // block[0]), -(-k // block[1]))
+        return Float8(values, torch.rand(grid, generator=random) * 0.02 + 0.001, block)
 
     @staticmethod
     def dense(n: int, k: int, dtype: torch.dtype, seed: int = 0) -> Dense:
@@ -77,11 +94,11 @@ class Cases:
     def rounded(x: Tensor) -> Tensor:
         """The exact model of 8-bit activations: float64 of ``scale * round(x / scale)`` per 32."""
         m, k = x.shape
-        padded = torch.nn.functional.pad(x, (0, -k % 32)).view(m, -1, 32)
+        padded = torch.nn.functional.pad(x, (0, -k % 32)).view(m, -(-k // 32), 32)
         peak = padded.abs().amax(dim=2, keepdim=True)
         inverse = torch.where(peak > 0, torch.full_like(peak, 127.0) / peak, 0.0)
         codes = torch.round(padded * inverse)
-        return (codes.double() * (peak / 127.0).double()).view(m, -1)[:, :k]
+        return (codes.double() * (peak / 127.0).double()).flatten(1)[:, :k]
 
     @staticmethod
     def nmse(found: Tensor, expected: Tensor) -> float:

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from sdk.kernels.cpu import CpuBackend, levels, open_backend
 from sdk.kernels.cpu.linear import Linear
+from sdk.kernels.cpu.weight_memory import CHUNK
 from sdk.kernels.errors import KernelError
-from sdk.kernels.layouts import Affine, Blocks, Dense, Layout
+from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layout
 from sdk.kernels.reference.decode import decode
 from sdk.kernels.registry import Problem
 
@@ -32,6 +33,9 @@ SHAPES = (
 )
 KINDS = ("zero", "zeros", "minus")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+#: (rows, columns, scale block): per tensor, per channel, 2-D with short blocks at both ends.
+SCALED = ((37, 77, (37, 77)), (37, 77, (1, 77)), (40, 300, (128, 128)), (50, 70, (24, 20)))
 
 
 def kernels(backend: CpuBackend) -> tuple[Linear, Linear]:
@@ -55,8 +59,9 @@ def weights(cases: Any) -> list[Layout]:
         for i, (n, k, group) in enumerate(SHAPES)
     ]
     found += [cases.affine(33, 96, 8, 32, kind, signed=True) for kind in ("zero", "minus")]
-    found += [cases.blocks(37, 512, name) for name in ("q4_k", "q5_k", "q6_k")]
-    found += [cases.dense(37, 77, dtype) for dtype in FLOATS]
+    found += [cases.blocks(37, 512, name) for name in BLOCK_TYPES]
+    found += [cases.dense(37, 77, dtype) for dtype in (*FLOATS, *FLOAT8)]
+    found += [cases.float8(n, k, block, dtype) for n, k, block in SCALED for dtype in FLOAT8]
     return found
 
 
@@ -64,6 +69,31 @@ def test_packing_keeps_every_bit(backend: CpuBackend, cases: Any, weights: list[
     kernel, _ = kernels(backend)
     for weight in weights:
         assert cases.same(kernel.unpack(kernel.pack(weight)), weight), weight.shape
+
+
+@pytest.mark.parametrize("rows", [1, 15, 16, 33])
+def test_packing_keeps_every_bit_at_the_edges_of_a_tile(
+    backend: CpuBackend, cases: Any, rows: int
+) -> None:
+    """One row, one group, rows beside a multiple of 16, columns beside those of 8 and 32."""
+    found: list[Layout] = [
+        cases.affine(rows, k, bits, 32, signed=bits == 8 and k == 33)
+        for bits in range(2, 9)
+        for k in (1, 7, 8, 9, 31, 32, 33, 257)
+    ]
+    found += [
+        cases.blocks(rows, count * BLOCK_TYPES[name].elements, name)
+        for name in BLOCK_TYPES
+        for count in (1, 3)
+    ]
+    found += [cases.dense(rows, k, dtype) for k in (1, 255, 256, 257) for dtype in FLOATS]
+    kernel, _ = kernels(backend)
+    for weight in found:
+        packed = kernel.pack(weight)
+        assert cases.same(kernel.unpack(packed), weight), weight.shape
+        ids, out = torch.arange(rows), torch.empty(rows, weight.shape[1])
+        kernel.rows(packed, ids, out)
+        assert torch.equal(out, decode(weight)), weight.shape
 
 
 def test_rows_equal_the_reference_bit_for_bit(backend: CpuBackend, weights: list[Layout]) -> None:
@@ -90,11 +120,35 @@ def test_rounded_products_match_the_float64_model_of_the_rounding(
 ) -> None:
     kernel, _ = kernels(backend)
     for weight in weights:
-        if isinstance(weight, Dense):
+        if isinstance(weight, Dense | Float8):
             continue
         x = cases.activations(7, weight.shape[1])
         out = multiply(kernel, kernel.pack(weight), x)
         assert cases.nmse(out, cases.rounded(x) @ decode(weight).double().T) < 1e-12
+
+
+def test_products_of_8_bit_floats_are_those_of_their_float32_values(
+    backend: CpuBackend, cases: Any
+) -> None:
+    kernel, _ = kernels(backend)
+    found: list[Layout] = [cases.dense(37, 77, dtype) for dtype in FLOAT8]
+    found += [cases.float8(n, k, block, dtype) for n, k, block in SCALED for dtype in FLOAT8]
+    for weight in found:
+        x = cases.activations(5, weight.shape[1])
+        out = multiply(kernel, kernel.pack(weight), x)
+        assert torch.equal(out, multiply(kernel, kernel.pack(Dense(decode(weight))), x))
+
+
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_every_8_bit_float_has_its_value(backend: CpuBackend, dtype: torch.dtype) -> None:
+    kernel, _ = kernels(backend)
+    values = torch.arange(256, dtype=torch.uint8).view(dtype).view(256, 1)
+    for weight in (Dense(values), Float8(values, torch.full((1, 1), 0.3), (256, 1))):
+        packed, expected = kernel.pack(weight), decode(weight)
+        rows = torch.empty(256, 1)
+        kernel.rows(packed, torch.arange(256), rows)
+        for found in (rows, multiply(kernel, packed, torch.ones(1, 1)).T):
+            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_rounding_activations_costs_little(backend: CpuBackend, cases: Any) -> None:
@@ -117,7 +171,9 @@ def test_a_row_has_the_same_bits_in_every_batch(
         cases.affine(37, 200, bits, 32, "zeros") for bits in (2, 3, 4, 5, 6, 7, 8)
     ]
     wide += [cases.affine(37, 200, 6, 16), cases.blocks(37, 512, "q6_k")]
-    wide += [cases.dense(37, 77, dtype) for dtype in FLOATS]
+    wide += [cases.blocks(37, 512, "q2_k"), cases.blocks(37, 512, "q3_k")]
+    wide += [cases.dense(37, 77, dtype) for dtype in (*FLOATS, *FLOAT8)]
+    wide += [cases.float8(50, 300, (128, 128)), cases.float8(600, 500, (1, 500))]
     wide += [cases.affine(700, 576, 4, 32)]  # large enough for every thread
     for weight in wide:
         packed = kernel.pack(weight)
@@ -172,15 +228,16 @@ def test_zero_and_tiny_activations_give_zero(backend: CpuBackend, cases: Any) ->
     assert multiply(kernel, kernel.pack(cases.affine(20, 96)), x).abs().max() == 0
 
 
-def test_packed_weights_take_at_most_three_percent_more(backend: CpuBackend, cases: Any) -> None:
+def test_packed_weights_take_at_most_four_percent_more(backend: CpuBackend, cases: Any) -> None:
     kernel, _ = kernels(backend)
     layouts = [cases.affine(256, 1024, bits, 32, "minus") for bits in range(2, 9)]
     layouts += [cases.affine(256, 1024, 4, 128, "zeros"), cases.affine(256, 1024, 3, 16, "zero")]
-    layouts += [cases.blocks(256, 1024, name) for name in ("q4_k", "q5_k", "q6_k")]
-    layouts += [cases.dense(256, 1000, dtype) for dtype in FLOATS]
+    layouts += [cases.blocks(256, 1024, name) for name in BLOCK_TYPES]
+    layouts += [cases.dense(256, 1000, dtype) for dtype in (*FLOATS, *FLOAT8)]
+    layouts += [cases.float8(256, 1024, block) for block in ((128, 128), (1, 1024), (256, 1024))]
     for layout in layouts:
         packed = kernel.pack(layout)
-        assert layout.nbytes <= kernel.nbytes(packed) <= 1.03 * layout.nbytes
+        assert layout.nbytes <= kernel.nbytes(packed) <= 1.04 * layout.nbytes
         assert packed.codes.data_ptr() % 64 == 0
 
 
@@ -190,9 +247,10 @@ def test_packed_weights_take_at_most_three_percent_more(backend: CpuBackend, cas
         ({"layout": "affine", "bits": 9, "group": 32}, "9 bits: expected 2 to 8"),
         ({"layout": "affine", "bits": 1, "group": 32}, "1 bits: expected 2 to 8"),
         ({"layout": "affine", "bits": 4, "group": 24}, "group 24: expected a multiple of 16"),
-        ({"layout": "blocks", "format": "q2_k"}, "block type q2_k: expected q4_k, q5_k, q6_k"),
+        ({"layout": "blocks", "format": "q8_k"}, "block type q8_k: expected q2_k, q3_k, q4_k"),
         ({"layout": "dense", "format": "float64"}, "dense float64: expected float32"),
-        ({"layout": "lut"}, "layout 'lut': expected dense, affine or blocks"),
+        ({"layout": "float8", "format": "float16"}, "scaled float16: expected float8_e4m3fn"),
+        ({"layout": "lut"}, "layout 'lut': expected dense, float8, affine or blocks"),
     ],
 )
 def test_what_the_kernels_cannot_run_is_declined(
@@ -225,10 +283,27 @@ def test_wrong_arguments_raise(backend: CpuBackend, cases: Any) -> None:
         kernel.pack(signed)
 
 
-def test_weights_cut_from_larger_ones_pack_the_same(backend: CpuBackend, cases: Any) -> None:
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+def test_weights_cut_from_larger_ones_pack_the_same(
+    backend: CpuBackend, cases: Any, name: str
+) -> None:
     """Views with strides, as narrow() makes them."""
     kernel, _ = kernels(backend)
-    whole: Blocks = cases.blocks(20, 512, "q4_k")
-    cut = Blocks((20, 256), "q4_k", whole.data[:, 144:])
-    same = Blocks((20, 256), "q4_k", whole.data[:, 144:].clone())
-    assert torch.equal(kernel.pack(cut).codes, kernel.pack(same).codes)
+    kind = BLOCK_TYPES[name]
+    whole: Blocks = cases.blocks(20, 2 * kind.elements, name)
+    cut = Blocks((20, kind.elements), name, whole.data[:, kind.nbytes :])
+    assert cases.same(kernel.unpack(kernel.pack(cut)), cut)
+
+
+def test_packed_weights_share_mappings_that_end_with_the_last_of_them(
+    backend: CpuBackend, cases: Any
+) -> None:
+    kernel, _ = kernels(backend)
+    first, second = (kernel.pack(cases.affine(32, 64, 4, 32)) for _ in range(2))
+    assert 0 < second.codes.data_ptr() - first.codes.data_ptr() < CHUNK
+    large = kernel.pack(cases.dense(16, CHUNK // 64 + 1, torch.float32))
+    assert large.codes.nbytes > CHUNK
+    again = kernel.pack(cases.affine(32, 64, 4, 32))
+    del second, large
+    for packed in (first, again):
+        assert cases.same(kernel.unpack(packed), cases.affine(32, 64, 4, 32))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.errors import KernelError
-from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense
+from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8
 from sdk.kernels.ops import Ops
 from sdk.kernels.reference.decode import pack_codes, unpack_codes
 from sdk.quant.errors import AlignmentError
@@ -17,6 +17,7 @@ from sdk.quant.weight import (
     AffineWeight,
     BlockWeight,
     DenseWeight,
+    Float8Weight,
     StackedWeight,
     Weight,
     concat,
@@ -56,10 +57,11 @@ def blocks(kind: str, rows: int = 16, columns: int = 512, seed: int = 0) -> Bloc
     rng = _random(seed)
     data = torch.randint(0, 256, (count, facts.nbytes), generator=rng, dtype=torch.uint8)
     small = (torch.rand(count, 2, generator=rng) / 100).half().view(torch.uint8)
-    if kind == "q6_k":
-        data[:, 208:210] = small[:, :2]
+    if kind in ("q3_k", "q6_k"):
+        data[:, -2:] = small[:, :2]
     else:
-        data[:, 0:4] = small
+        first = 80 if kind == "q2_k" else 0
+        data[:, first : first + 4] = small
     return BlockWeight(Blocks((rows, columns), kind, data.reshape(rows, -1)))
 
 
@@ -67,13 +69,25 @@ def dense(dtype: torch.dtype, seed: int = 0) -> DenseWeight:
     return DenseWeight(Dense(torch.randn(24, 256, generator=_random(seed)).to(dtype)))
 
 
+def float8(block: tuple[int, int], dtype: torch.dtype, seed: int = 0, rows: int = 24) -> Weight:
+    rng = _random(seed)
+    values = torch.randn(rows, 256, generator=rng).to(dtype)
+    grid = (-(-rows // block[0]), -(-256 // block[1]))
+    return weight_of(Float8(values, torch.rand(grid, generator=rng) / 8, block))
+
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MAKERS: dict[str, Callable[[int], Weight]] = {
     "f32": lambda seed: dense(torch.float32, seed),
     "f16": lambda seed: dense(torch.float16, seed),
     "bf16": lambda seed: dense(torch.bfloat16, seed),
-    "q4_k": lambda seed: blocks("q4_k", seed=seed),
-    "q5_k": lambda seed: blocks("q5_k", seed=seed),
-    "q6_k": lambda seed: blocks("q6_k", seed=seed),
+    "fp8": lambda seed: dense(E4M3, seed),
+    "fp8_e5m2": lambda seed: dense(E5M2, seed),
+    "fp8-tensor": lambda seed: float8((24, 256), E4M3, seed),
+    "fp8-channel": lambda seed: float8((1, 256), E5M2, seed),
+    "fp8-block": lambda seed: float8((16, 128), E4M3, seed),
+    "fp8-whole-blocks": lambda seed: float8((8, 128), E4M3, seed),
+    **{name: lambda seed, name=name: blocks(name, seed=seed) for name in BLOCK_TYPES},
     **{
         f"w{bits}-{kind}": lambda seed, bits=bits, kind=kind: affine(
             bits=bits, kind=kind, seed=seed
@@ -195,6 +209,26 @@ def test_a_dequantized_weight_is_a_copy(make: Callable[[int], Weight]) -> None:
 def test_a_cut_through_a_block_is_refused() -> None:
     with pytest.raises(AlignmentError, match="multiples of 256"):
         blocks("q4_k").narrow("in", 128, 256)
+    with pytest.raises(AlignmentError, match=r"multiples of 128 \(fp8\)"):
+        float8((16, 128), E4M3).narrow("in", 0, 64)
+
+
+def test_8_bit_floats_of_unlike_blocks_join_when_their_columns_agree() -> None:
+    parts = [float8((24, 256), E4M3, 1), float8((1, 256), E4M3, 2), float8((8, 999), E4M3, 3)]
+    joined = concat(parts)
+    assert isinstance(joined, Float8Weight) and str(joined.spec) == "fp8"
+    assert torch.equal(joined.dequantize(), torch.cat([part.dequantize() for part in parts]))
+    kept = concat([float8((8, 128), E4M3, 1), float8((8, 128), E4M3, 2)]).layout  # type: ignore[attr-defined]
+    assert kept.block == (8, 128) and kept.scale.shape == (6, 2)
+    assert isinstance(concat([parts[0], float8((24, 128), E4M3)]), StackedWeight)
+    assert isinstance(concat([parts[0], float8((24, 256), E5M2)]), StackedWeight)
+
+
+def test_scales_that_do_not_fit_8_bit_floats_are_refused() -> None:
+    values = torch.zeros(24, 256).to(E4M3)
+    for scale in (torch.ones(2, 2), torch.ones(3, 1), torch.ones(3, 2).half()):
+        with pytest.raises(KernelError, match=r"float8 scale: expected torch\.float32 \[3, 2\]"):
+            weight_of(Float8(values, scale, (8, 128)))
 
 
 @pytest.mark.parametrize("make", [affine, lambda: _stack()[0]])

@@ -11,6 +11,7 @@ from transformers.generation import logits_process as hf
 
 from sdk.engine.plan import Sampled
 from sdk.errors import RequestError
+from sdk.kernels.ops import Ops
 from sdk.params import SamplingParams
 from sdk.sampling.processors import process
 from sdk.sampling.resolved import ResolvedParams, resolve
@@ -126,7 +127,7 @@ def test_min_tokens_forbids_every_end_until_reached() -> None:
     assert banned(processed(params, (1,), (1, 1), resolved)) == set()
 
 
-def test_a_spent_thinking_budget_forces_the_end_of_thinking() -> None:
+def test_a_spent_thinking_budget_forces_the_end_of_thinking(ops: Ops) -> None:
     resolved = ResolvedParams(think_start_id=8, think_end_id=9)
     params = SamplingParams(thinking_token_budget=2, temperature=0)
     for output, forced in [
@@ -137,12 +138,12 @@ def test_a_spent_thinking_budget_forces_the_end_of_thinking() -> None:
     ]:
         result = processed(params, (), output, resolved)
         assert (banned(result) == set(range(V)) - {9}) is forced
-    sampler = Sampler(V)
+    sampler = Sampler(V, ops)
     sampler.add("a", params.clone(thinking_token_budget=0), (8,), (), resolved)
     assert sampler.sample(row()[None], ["a"]) == [Sampled(9)]
 
 
-def test_user_processors_see_the_output_and_run_in_order() -> None:
+def test_user_processors_see_the_output_and_run_in_order(ops: Ops) -> None:
     seen = []
 
     def first(output, logits):
@@ -153,15 +154,15 @@ def test_user_processors_see_the_output_and_run_in_order() -> None:
         logits[5] = 100.0
         return logits
 
-    sampler = Sampler(V)
+    sampler = Sampler(V, ops)
     params = SamplingParams(logits_processors=[first, second], temperature=0)
     sampler.add("a", params, (1,), (2, 3))
     assert sampler.sample(row()[None], ["a"]) == [Sampled(5)] and seen == [(2, 3)]
 
 
-def test_a_user_processor_may_return_what_autograd_tracks() -> None:
+def test_a_user_processor_may_return_what_autograd_tracks(ops: Ops) -> None:
     weight = torch.ones(V, requires_grad=True)
-    sampler = Sampler(V)
+    sampler = Sampler(V, ops)
     sampler.add("a", SamplingParams(logits_processors=[lambda _, x: x * weight], seed=3))
     sampler.add("b", SamplingParams(seed=3))
     results = sampler.sample(torch.stack([row(), row()]), ["a", "b"])
@@ -182,8 +183,8 @@ def broken(output, logits):
         (lambda output, logits: logits - INF, "forbid every token"),
     ],
 )
-def test_a_misbehaving_user_processor_fails_its_request_alone(processor, message) -> None:
-    sampler = Sampler(V)
+def test_a_misbehaving_user_processor_fails_its_request_alone(ops: Ops, processor, message) -> None:
+    sampler = Sampler(V, ops)
     sampler.add("bad", SamplingParams(logits_processors=[processor]))
     sampler.add("good", SamplingParams(temperature=0))
     bad, good = sampler.sample(torch.stack([row(), row()]), ["bad", "good"])
@@ -192,8 +193,8 @@ def test_a_misbehaving_user_processor_fails_its_request_alone(processor, message
         raise AssertionError(bad)
 
 
-def test_parameters_that_leave_no_token_fail_the_request() -> None:
-    sampler = Sampler(V)
+def test_parameters_that_leave_no_token_fail_the_request(ops: Ops) -> None:
+    sampler = Sampler(V, ops)
     resolved = ResolvedParams(end_ids=(3,))
     sampler.add("a", SamplingParams(allowed_token_ids=[3], min_tokens=1), (), (), resolved)
     assert sampler.sample(row()[None], ["a"]) == ["the request's parameters forbid every token"]

@@ -11,6 +11,7 @@ import torch
 
 from sdk.engine.plan import Sampled
 from sdk.errors import RequestError
+from sdk.kernels.ops import Ops
 from sdk.params import SamplingParams
 from sdk.sampling.sampler import Sampler
 from sdk.sampling.uniform import TOKEN, XTC, child_seed, uniform
@@ -22,8 +23,10 @@ def some_logits(rows: int, vocab: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def sample_one(row: torch.Tensor, params: SamplingParams, **more: object) -> Sampled | str:
-    sampler = Sampler(row.shape[-1])
+def sample_one(
+    ops: Ops, row: torch.Tensor, params: SamplingParams, **more: object
+) -> Sampled | str:
+    sampler = Sampler(row.shape[-1], ops)
     sampler.add("a", params, **more)
     return sampler.sample(row[None], ["a"])[0]
 
@@ -45,7 +48,7 @@ def test_children_have_different_seeds_and_the_first_keeps_its_own() -> None:
     assert len(seeds) == 128 and child_seed(5, 0) == 5
 
 
-def test_mirostat_follows_its_definition_and_survives_a_preemption() -> None:
+def test_mirostat_follows_its_definition_and_survives_a_preemption(ops: Ops) -> None:
     params = SamplingParams(mirostat_mode=2, mirostat_tau=3.0, mirostat_eta=0.2, seed=9)
     steps = [some_logits(1, 50, seed) for seed in range(12)]
     mu, expected = 6.0, []
@@ -56,7 +59,7 @@ def test_mirostat_follows_its_definition_and_survives_a_preemption() -> None:
         token = int(torch.searchsorted(q.cumsum(0), uniform(9, position), right=True))
         mu -= 0.2 * (-math.log2(q[token]) - 3.0)
         expected.append(token)
-    sampler = Sampler(50)
+    sampler = Sampler(50, ops)
     sampler.add("a", params)
     got: list[int] = []
     for position, step in enumerate(steps):
@@ -69,8 +72,8 @@ def test_mirostat_follows_its_definition_and_survives_a_preemption() -> None:
     assert got == expected
 
 
-def test_mirostat_remembers_a_bounded_number_of_preempted_requests() -> None:
-    sampler = Sampler(4)
+def test_mirostat_remembers_a_bounded_number_of_preempted_requests(ops: Ops) -> None:
+    sampler = Sampler(4, ops)
     for i in range(1100):
         sampler.add(str(i), SamplingParams(mirostat_mode=2), (), (1,))
         sampler.drop(str(i))
@@ -78,24 +81,24 @@ def test_mirostat_remembers_a_bounded_number_of_preempted_requests() -> None:
     assert len(sampler) == 0 and len(sampler._preempted) == 1024
 
 
-def test_a_tiny_temperature_is_exact_and_zero_is_greedy() -> None:
+def test_a_tiny_temperature_is_exact_and_zero_is_greedy(ops: Ops) -> None:
     row = torch.tensor([1.0, 1.002, 1.0])
     tokens = {
-        sample_one(row, SamplingParams(temperature=0.005, seed=s)).token_id for s in range(50)
+        sample_one(ops, row, SamplingParams(temperature=0.005, seed=s)).token_id for s in range(50)
     }
     assert tokens == {0, 1, 2}  # the best is only e**0.4 times likelier
     for temperature in (0.0, 1e-45, 1e-8):
         chosen = {
-            sample_one(row, SamplingParams(temperature=temperature, seed=s)).token_id
+            sample_one(ops, row, SamplingParams(temperature=temperature, seed=s)).token_id
             for s in range(20)
         }
         assert chosen == {1}
 
 
-def test_the_lowest_id_wins_a_tie_everywhere() -> None:
+def test_the_lowest_id_wins_a_tie_everywhere(ops: Ops) -> None:
     row = torch.tensor([0.0, 2.0, 2.0, 2.0])
-    assert sample_one(row, SamplingParams(temperature=0)).token_id == 1
-    scored = sample_one(row, SamplingParams(temperature=0, logprobs=2))
+    assert sample_one(ops, row, SamplingParams(temperature=0)).token_id == 1
+    scored = sample_one(ops, row, SamplingParams(temperature=0, logprobs=2))
     assert [entry[0] for entry in scored.top] == [1, 2] and scored.rank == 1
 
 
@@ -114,23 +117,25 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize("vocab", [1009, 33001])
-def test_a_row_is_bitwise_the_same_alone_batched_shuffled_and_with_any_threads(vocab: int) -> None:
-    logits = some_logits(32, vocab, seed=5)
-    sampler = Sampler(vocab)
-    for i in range(32):
+def test_a_row_is_bitwise_the_same_alone_batched_shuffled_and_with_any_threads(
+    ops: Ops, vocab: int
+) -> None:
+    logits = some_logits(12, vocab, seed=5)
+    sampler = Sampler(vocab, ops)
+    for i in range(12):
         params = SamplingParams(seed=100 + i, **VARIANTS[i % len(VARIANTS)])
         sampler.add(str(i), params, (1, 2, 3), tuple(range(i)))
-    order = list(range(32))
+    order = list(range(12))
     random.Random(1).shuffle(order)
     before, outcomes = torch.get_num_threads(), []
     untouched = logits.clone()
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            outcomes.append(sampler.sample(logits, [str(i) for i in range(32)]))
-            outcomes.append([sampler.sample(logits[i : i + 1], [str(i)])[0] for i in range(32)])
+            outcomes.append(sampler.sample(logits, [str(i) for i in range(12)]))
+            outcomes.append([sampler.sample(logits[i : i + 1], [str(i)])[0] for i in range(12)])
             shuffled = sampler.sample(logits[order], [str(i) for i in order])
-            outcomes.append([shuffled[order.index(i)] for i in range(32)])
+            outcomes.append([shuffled[order.index(i)] for i in range(12)])
     finally:
         torch.set_num_threads(before)
     assert all(outcome == outcomes[0] for outcome in outcomes)
@@ -138,10 +143,10 @@ def test_a_row_is_bitwise_the_same_alone_batched_shuffled_and_with_any_threads(v
     assert torch.equal(logits, untouched)
 
 
-def test_a_resumed_request_goes_on_as_if_nothing_happened() -> None:
+def test_a_resumed_request_goes_on_as_if_nothing_happened(ops: Ops) -> None:
     params = SamplingParams(seed=3, repetition_penalty=1.2, no_repeat_ngram_size=2, top_p=0.9)
     steps = some_logits(20, 30, seed=8)
-    whole, resumed = Sampler(30), Sampler(30)
+    whole, resumed = Sampler(30, ops), Sampler(30, ops)
     whole.add("a", params, (4, 5))
     output: list[int] = []
     for step in steps:
@@ -153,27 +158,27 @@ def test_a_resumed_request_goes_on_as_if_nothing_happened() -> None:
         resumed.drop("a")
 
 
-def test_the_host_s_random_state_is_left_alone() -> None:
+def test_the_host_s_random_state_is_left_alone(ops: Ops) -> None:
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
-    sample_one(some_logits(1, 50)[0], SamplingParams(seed=1, top_p=0.5))
+    sample_one(ops, some_logits(1, 50)[0], SamplingParams(seed=1, top_p=0.5))
     assert torch.equal(before[0], torch.get_rng_state()) and before[1] == random.getstate()
     assert (before[2] == np.random.get_state()[1]).all()
 
 
-def test_the_host_s_numpy_error_settings_do_not_matter() -> None:
+def test_the_host_s_numpy_error_settings_do_not_matter(ops: Ops) -> None:
     row = some_logits(1, 2000)[0]
     row[5], row[6] = -INF, -1e30
     for values in (*VARIANTS, {"temperature": 1e-30, "logprobs": 3}):
-        expected = sample_one(row, SamplingParams(seed=1, **values))
+        expected = sample_one(ops, row, SamplingParams(seed=1, **values))
         with np.errstate(all="raise"):
-            assert sample_one(row, SamplingParams(seed=1, **values)) == expected
+            assert sample_one(ops, row, SamplingParams(seed=1, **values)) == expected
 
 
 @pytest.mark.parametrize("values", [{"temperature": 0}, {"temperature": 1}, {"logprobs": 2}])
-def test_a_row_that_is_not_finite_fails_alone(values: dict) -> None:
+def test_a_row_that_is_not_finite_fails_alone(ops: Ops, values: dict) -> None:
     logits = some_logits(4, 20)
     logits[0, 3], logits[1, 4], logits[2] = float("nan"), INF, -INF
-    sampler = Sampler(20)
+    sampler = Sampler(20, ops)
     for name in "abcd":
         sampler.add(name, SamplingParams(seed=1, **values))
     results = sampler.sample(logits, list("abcd"))
@@ -181,12 +186,12 @@ def test_a_row_that_is_not_finite_fails_alone(values: dict) -> None:
     assert all("not finite" in result for result in results[:3])
 
 
-def test_logprobs_are_those_of_the_raw_distribution() -> None:
+def test_logprobs_are_those_of_the_raw_distribution(ops: Ops) -> None:
     row = some_logits(1, 40)[0]
     reference = torch.log_softmax(row.double(), -1)
     order = reference.argsort(descending=True).tolist()
     params = SamplingParams(temperature=0.3, top_k=2, seed=2, logprobs=5, logit_bias={order[9]: 50})
-    result = sample_one(row, params)
+    result = sample_one(ops, row, params)
     assert result.token_id == order[9] and result.rank == 10
     assert result.logprob == pytest.approx(reference[order[9]].item(), abs=1e-5)
     assert [(t, r) for t, _, r in result.top] == [(t, i + 1) for i, t in enumerate(order[:5])]
@@ -194,35 +199,39 @@ def test_logprobs_are_those_of_the_raw_distribution() -> None:
         assert logprob == pytest.approx(reference[token].item(), abs=1e-5)
 
 
-def test_ranks_agree_with_the_order_of_the_best_where_rounding_makes_logits_near() -> None:
+def test_ranks_agree_with_the_order_of_the_best_where_rounding_makes_logits_near(ops: Ops) -> None:
     row = torch.full((9000,), -50.0)
     row[7], row[8], row[20], row[30] = 1e-10, 2e-10, 10.0, 2e-10  # 10 - 1e-10 is 10
-    result = sample_one(row, SamplingParams(temperature=0, logprobs=4, logprob_token_ids=[0, 1]))
+    result = sample_one(
+        ops, row, SamplingParams(temperature=0, logprobs=4, logprob_token_ids=[0, 1])
+    )
     assert [token for token, _, _ in result.top] == [20, 8, 30, 7, 0, 1]
     assert [rank for _, _, rank in result.top] == [1, 2, 3, 4, 5, 6]
     ranks = [
-        sample_one(row, SamplingParams(logprobs=0, seed=1, logit_bias={i: 100})).rank
+        sample_one(ops, row, SamplingParams(logprobs=0, seed=1, logit_bias={i: 100})).rank
         for i in (20, 8, 30, 7)
     ]
     assert ranks == [1, 2, 3, 4]
 
 
-def test_logprobs_zero_none_all_and_given_ids() -> None:
+def test_logprobs_zero_none_all_and_given_ids(ops: Ops) -> None:
     row = some_logits(1, 40)[0]
-    assert sample_one(row, SamplingParams(temperature=0)).logprob is None
-    none = sample_one(row, SamplingParams(temperature=0, logprobs=0))
+    assert sample_one(ops, row, SamplingParams(temperature=0)).logprob is None
+    none = sample_one(ops, row, SamplingParams(temperature=0, logprobs=0))
     assert none.top == () and none.rank == 1
-    everything = sample_one(row, SamplingParams(temperature=0, logprobs=-1))
+    everything = sample_one(ops, row, SamplingParams(temperature=0, logprobs=-1))
     assert [rank for _, _, rank in everything.top] == list(range(1, 41))
-    asked = sample_one(row, SamplingParams(temperature=0, logprobs=1, logprob_token_ids=[3, 7, 3]))
+    asked = sample_one(
+        ops, row, SamplingParams(temperature=0, logprobs=1, logprob_token_ids=[3, 7, 3])
+    )
     assert {entry[0] for entry in asked.top[1:]} == {3, 7} and len(asked.top) == 3
     ranks = {token: rank for token, _, rank in everything.top}
     assert all(ranks[token] == rank for token, _, rank in asked.top)
 
 
-def test_scoring_a_prompt_equals_scoring_its_rows_and_refuses_what_is_not_finite() -> None:
+def test_scoring_a_prompt_equals_scoring_its_rows_and_refuses_what_is_not_finite(ops: Ops) -> None:
     logits = some_logits(6, 33001)
-    sampler = Sampler(33001)
+    sampler = Sampler(33001, ops)
     scored = sampler.score(logits, range(6), 2)
     assert [entry.token_id for entry in scored] == list(range(6))
     assert scored[4] == sampler.score(logits[4:5], [4], 2)[0] and len(scored[0].top) == 2

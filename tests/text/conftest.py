@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sdk.loaders.tokenizer import tokenizer_from_gguf
+from sdk.loaders.tokenizer.from_gguf import tokenizer_from_gguf
 
 _SCALARS = {
     0: "B",

@@ -180,7 +180,7 @@ def test_a_text_with_every_private_character_is_refused() -> None:
 
 
 def test_a_chat_without_a_template_says_so(make_metadata: Any) -> None:
-    from sdk.loaders.tokenizer import tokenizer_from_gguf
+    from sdk.loaders.tokenizer.from_gguf import tokenizer_from_gguf
 
     metadata = make_metadata["llama"]()
     tokenizer = tokenizer_from_gguf(metadata, "x.gguf")

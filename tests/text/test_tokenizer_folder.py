@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from sdk.loaders.tokenizer import tokenizer_from_folder, tokenizer_from_gguf
+from sdk.loaders.tokenizer.from_folder import tokenizer_from_folder
+from sdk.loaders.tokenizer.from_gguf import tokenizer_from_gguf
 from sdk.loaders.tokenizer.hf import JsonTokenizer
 from sdk.loaders.tokenizer.vocab import VocabTokenizer
 from sdk.quant.errors import CheckpointError

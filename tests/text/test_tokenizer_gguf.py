@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from sdk.loaders.tokenizer import tokenizer_from_gguf
+from sdk.loaders.tokenizer.from_gguf import tokenizer_from_gguf
 from sdk.loaders.tokenizer.pretokenizers import PRE_TOKENIZERS
 
 VECTORS = json.loads((Path(__file__).parent / "llama_cpp_vectors.json").read_text("utf-8"))

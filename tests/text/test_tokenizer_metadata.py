@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sdk.loaders.tokenizer import tokenizer_from_gguf
+from sdk.loaders.tokenizer.from_gguf import tokenizer_from_gguf
 from sdk.quant.errors import CheckpointError, UnsupportedError
 
 T = "tokenizer.ggml."

@@ -9,11 +9,35 @@
 
 enum { kAbiVersion = 3 };
 
-// Element types of scales, minima, pages and dense values.
-enum ElementType { kF16 = 0, kBF16 = 1, kF32 = 2, kU8 = 3, kI8 = 4 };
+// Element types of scales, minima, pages and dense values. kLow4 and kHigh4, for scales and minima
+// only, are the two halves of one byte (q2_k keeps both in it).
+enum ElementType {
+    kF16 = 0,
+    kBF16 = 1,
+    kF32 = 2,
+    kU8 = 3,
+    kI8 = 4,
+    kE4M3 = 5,
+    kE5M2 = 6,
+    kLow4 = 7,
+    kHigh4 = 8
+};
 
 // How the codes of a weight lie in its file: one bit stream per row, or ggml's blocks.
-enum SourceKind { kStream = 0, kQ4K = 1, kQ5K = 2, kQ6K = 3 };
+// The blocks from kQ4_0 on hold 32 values with one scale, the others 256 with two levels of them.
+enum SourceKind {
+    kStream = 0,
+    kQ4K = 1,
+    kQ5K = 2,
+    kQ6K = 3,
+    kQ2K = 4,
+    kQ3K = 5,
+    kQ4_0 = 16,
+    kQ4_1 = 17,
+    kQ5_0 = 18,
+    kQ5_1 = 19,
+    kQ8_0 = 20
+};
 
 // What every exported function returns.
 enum Status { kOk = 0, kOutOfMemory = 1, kClosed = 2, kUnknownOp = 3 };
@@ -26,7 +50,8 @@ enum { kRows = 16, kDepth = 32, kKeyTile = 64 };
 //
 //   value = (code - zero) * scale - minus      scale = super_scale * scale   where there is one
 //
-// `dense` weights have no codes: values[row block][k][row in block] in `scale_type`.
+// `dense` weights have no codes: values[row block][k][row in block] in `scale_type`, multiplied by
+// a float scale[row block][k / group_units][row in block] where there is one (unit is 1).
 struct Weight {
     int64_t n, k;
     int64_t row_blocks, k_blocks;
@@ -47,6 +72,9 @@ struct Weight {
     const uint16_t* super_scale;  // f16; may be null
     const uint16_t* super_minus;  // f16; may be null
 };
+
+// Whether linear_float needs scratch for the values of one row block, [k_blocks * 32][16] floats.
+static inline bool needs_values(const Weight* w) { return !w->dense || w->scale; }
 
 // Activations rounded to 8 bits per 32 values: x ~ scale * q.
 struct Activations {
@@ -176,7 +204,26 @@ struct AttentionArgs {
     uint8_t* shared;       // memory of all threads; filled by the engine
 };
 
-// The operators. All but kOpAttention and kOpPlaces are row-wise: row t of the result depends on row
+// How one row's token is chosen; kernels/sampling.py says what each number means. Temperature 0 is
+// the argmax, whatever the others are.
+struct Draw {
+    double temperature, min_p, typical_p, top_p;
+    double xtc_threshold;  // negative: off
+    double mirostat_mu;    // NaN: off
+    int64_t top_k;         // 0: off
+    double uniform;        // in [0, 1)
+};
+
+struct SampleArgs {
+    const float* logits;
+    const Draw* draws;      // null: the argmax of every row
+    int64_t* tokens;
+    float* best;            // the row's maximum; NaN if there is one in it
+    double* probabilities;  // the token's share of what could be drawn; 1 where there is no draw
+    int64_t width, stride;
+};
+
+// The operators. All but kOpAttention, kOpPlaces and kOpSample are row-wise: row t of the result depends on row
 // t of the arguments alone (of a linear layer that is the rounding of its activations).
 enum OpKind {
     kOpEmbedding = 0,
@@ -189,7 +236,7 @@ enum OpKind {
     kOpRope = 7,
     kOpAttention = 8,
     kOpPlaces = 9,
-    kOpKinds = 10,
+    kOpSample = 10,
 };
 
 // What a step counts; an operator runs over one of these (times `per` for row-wise ones).
@@ -208,4 +255,6 @@ struct KernelTable {
     void (*rope)(const RopeArgs*, int64_t t_begin, int64_t t_end);
     void (*attention)(const AttentionArgs*, int64_t item_begin, int64_t item_end,
                       uint8_t* scratch);
+    void (*sample)(const SampleArgs*, int64_t row_begin, int64_t row_end, uint8_t* scratch);
+    int64_t (*sample_scratch)(int64_t width);  // bytes
 };

@@ -50,7 +50,7 @@ EXPORT int embedlm_pack(void* handle, const Weight* w, const void* source, int64
     Machine* machine = static_cast<Machine*>(handle);
     if (!machine) return kClosed;
     std::lock_guard<std::mutex> lock(machine->mutex);
-    if (!machine->reserve_private((size_t)w->k)) return kOutOfMemory;
+    if (!machine->reserve_private(w->dense ? 0 : pack_scratch(*w))) return kOutOfMemory;
     machine->parallel(w->row_blocks, w->n * w->k, [=](int64_t begin, int64_t end, int thread) {
         if (w->dense) dense_blocks(*w, const_cast<void*>(source), false, begin, end);
         else
@@ -64,7 +64,7 @@ EXPORT int embedlm_unpack(void* handle, const Weight* w, void* out, int64_t row_
     Machine* machine = static_cast<Machine*>(handle);
     if (!machine) return kClosed;
     std::lock_guard<std::mutex> lock(machine->mutex);
-    if (!machine->reserve_private((size_t)w->k)) return kOutOfMemory;
+    if (!machine->reserve_private(w->dense ? 0 : pack_scratch(*w))) return kOutOfMemory;
     machine->parallel(w->row_blocks, w->n * w->k, [=](int64_t begin, int64_t end, int thread) {
         if (w->dense) dense_blocks(*w, out, true, begin, end);
         else
@@ -105,3 +105,4 @@ EXPORT int embedlm_program_run(void* handle, void* program, const int64_t* count
     std::lock_guard<std::mutex> lock(machine->mutex);
     return guarded([=]() -> int { return machine->run(*static_cast<Program*>(program), counts); });
 }
+

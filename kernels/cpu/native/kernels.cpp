@@ -4,6 +4,7 @@
 #include "elementwise.hpp"
 #include "linear_float.hpp"
 #include "linear_int.hpp"
+#include "sampling.hpp"
 
 #define JOIN_(a, b) a##b
 #define JOIN(a, b) JOIN_(a, b)
@@ -14,5 +15,6 @@ const KernelTable JOIN(kernels_, LEVEL) = {
     LEVEL::quantize, LEVEL::linear_int, LEVEL::linear_float, LEVEL::rms_norm,
     LEVEL::gated,    LEVEL::map,        LEVEL::angles,       LEVEL::rope,
     LEVEL::attention,
+    LEVEL::sample,   LEVEL::sample_scratch,
 };
 }

@@ -99,16 +99,23 @@ static void linear_float(const LinearArgs* args, int64_t begin, int64_t end, uin
     for (int64_t m = 0; m < args->m; m += pass) {
         int64_t m_end = m + pass < args->m ? m + pass : args->m;
         for (int64_t b = begin; b < end; ++b) {
+            float* values = (float*)scratch;
+            if (w->dense && w->scale) {
+                scaled_values(w, b, 0, w->k, values);
+                rows_float<2>(values, args, m, m_end, b);
+                continue;
+            }
             if (w->dense) {
                 int64_t at = b * w->k * kRows;
                 switch (w->scale_type) {
                     case 0: rows_float<0>((const uint16_t*)w->codes + at, args, m, m_end, b); break;
                     case 1: rows_float<1>((const uint16_t*)w->codes + at, args, m, m_end, b); break;
+                    case 5: rows_float<5>(w->codes + at, args, m, m_end, b); break;
+                    case 6: rows_float<6>(w->codes + at, args, m, m_end, b); break;
                     default: rows_float<2>((const float*)w->codes + at, args, m, m_end, b);
                 }
                 continue;
             }
-            float* values = (float*)scratch;
             switch (w->bits) {
                 case 2: decode_block<2>(w, b, values); break;
                 case 3: decode_block<3>(w, b, values); break;

@@ -27,7 +27,7 @@ inline void place_activations(Activations* act, uint8_t* at, int64_t m, int64_t 
 // Of one thread.
 inline size_t linear_private_bytes(const Weight& w, int64_t m, bool exact) {
     const size_t depth = (size_t)w.k_blocks * kDepth;
-    if (w.dense) return 0;
-    if (exact) return depth * kRows * sizeof(float);
+    if (!needs_values(&w)) return 0;
+    if (exact || w.dense) return depth * kRows * sizeof(float);
     return depth / (size_t)w.unit * kRows * sizeof(float) * 2 + (m > 1 ? depth * kRows : 0);
 }

@@ -1,8 +1,10 @@
-// Packing codes into tiles, the inverse, and single rows as floats. Scalar: packing is bound by
-// memory, and embedding rows are few. Compiled for the baseline, without any vector extension.
+// Packing codes into tiles, the inverse, and single rows as floats. Compiled for the baseline: moving
+// words and the loops the compiler vectorizes with SSE2 already keep packing bound by memory.
 #include "pack.hpp"
 
 #include <string.h>
+
+#include "sources.hpp"
 
 namespace {
 
@@ -18,18 +20,6 @@ struct Planes {
           high_shift(low + (b & 2)) {}
 };
 
-void put_code(const Planes& p, uint8_t* tile, int row, int k, uint32_t code) {
-    const int j = k / 4, at = row * 4 + k % 4;
-    if (p.bits == 8) {
-        tile[64 * j + at] = (uint8_t)code;
-        return;
-    }
-    if (p.low) tile[64 * (j & 3) + at] |= (uint8_t)((code & 15) << (j & 4));
-    if (p.bits & 2)
-        tile[p.mid + 64 * (j & 1) + at] |= (uint8_t)((code >> p.mid_shift & 3) << (j & 6));
-    if (p.bits & 1) tile[p.high + at] |= (uint8_t)((code >> p.high_shift & 1) << j);
-}
-
 uint32_t get_code(const Planes& p, const uint8_t* tile, int row, int k) {
     const int j = k / 4, at = row * 4 + k % 4;
     if (p.bits == 8) return tile[64 * j + at];
@@ -41,61 +31,64 @@ uint32_t get_code(const Planes& p, const uint8_t* tile, int row, int k) {
 }
 
 // ggml's 256-element blocks: where the low and high bits of element i lie (ggml-common.h).
+// Block layouts, in bytes: q2_k scales[16] codes[64] d dmin; q3_k high bits[32] codes[64]
+// scales[12] d; q4_k d dmin scales[12] codes[128]; q5_k d dmin scales[12] high bits[32] codes[128];
+// q6_k low bits[128] high bits[64] scales[16] d.
 struct BlockBits {
-    int low_byte, low_shift, high_byte, high_shift, high_bits, nbytes;
+    int low_byte, low_shift, low_bits, high_byte, high_shift, high_bits, nbytes;
 };
 
 BlockBits block_bits(int source, int i) {
-    if (source == kQ6K) {
-        const int half = i / 128, part = i / 32 % 4, l = i % 32;
-        return {64 * half + 32 * (part & 1) + l, 4 * (part >> 1), 128 + 32 * half + l, 2 * part, 2,
-                210};
+    const int half = i / 128, part = i / 32 % 4, l = i % 32;  // 128 codes share 32 bytes
+    const int pair = i / 64, nibble = i / 32 % 2;             // 64 codes share 32 bytes
+    switch (source) {
+        case kQ2K: return {16 + 32 * half + l, 2 * part, 2, 0, 0, 0, 84};
+        case kQ3K: return {32 + 32 * half + l, 2 * part, 2, l, i / 32, 1, 110};
+        case kQ4K: return {16 + 32 * pair + l, 4 * nibble, 4, 0, 0, 0, 144};
+        case kQ5K: return {48 + 32 * pair + l, 4 * nibble, 4, 16 + l, i / 32, 1, 176};
+        default:
+            return {64 * half + 32 * (part & 1) + l, 4 * (part >> 1), 4, 128 + 32 * half + l,
+                    2 * part, 2, 210};
     }
-    const int pair = i / 64, nibble = i / 32 % 2, l = i % 32;
-    if (source == kQ4K) return {16 + 32 * pair + l, 4 * nibble, 0, 0, 0, 144};
-    return {48 + 32 * pair + l, 4 * nibble, 16 + l, i / 32, 1, 176};
 }
 
+uint32_t low_mask(int bits) { return (1u << bits) - 1; }
+
+// One byte per code.
 void read_row(const Weight& w, const uint8_t* row, uint8_t* codes) {
     if (w.source != kStream) {
-        for (int i = 0; i < 256; ++i) {
+        for (int i = 0; i < 256; i += 32) {  // the bits of 32 codes lie in 32 bytes
             const BlockBits b = block_bits(w.source, i);
             for (int64_t block = 0; block * 256 < w.k; ++block) {
-                const uint8_t* p = row + block * b.nbytes;
-                uint32_t code = p[b.low_byte] >> b.low_shift & 15u;
-                if (b.high_bits)
-                    code |= (p[b.high_byte] >> b.high_shift & ((1u << b.high_bits) - 1)) << 4;
-                codes[block * 256 + i] = (uint8_t)code;
+                const uint8_t* low = row + block * b.nbytes + b.low_byte;
+                const uint8_t* high = row + block * b.nbytes + b.high_byte;
+                const uint32_t mask = low_mask(b.low_bits), high_mask = low_mask(b.high_bits);
+                uint8_t* to = codes + block * 256 + i;
+                for (int l = 0; l < 32; ++l) to[l] = (uint8_t)(low[l] >> b.low_shift & mask);
+                for (int l = 0; l < 32 && b.high_bits; ++l)
+                    to[l] |= (uint8_t)((high[l] >> b.high_shift & high_mask) << b.low_bits);
             }
         }
-        return;
-    }
-    if (w.bits == 8) {
+    } else if (w.bits == 8) {
         for (int64_t k = 0; k < w.k; ++k) codes[k] = row[k] ^ (w.flip ? 0x80 : 0);
-        return;
-    }
-    uint32_t buffer = 0, filled = 0;
-    const uint32_t mask = (1u << w.bits) - 1;
-    for (int64_t k = 0; k < w.k; ++k) {
-        if (filled < (uint32_t)w.bits) {
-            buffer |= (uint32_t)*row++ << filled;
-            filled += 8;
-        }
-        codes[k] = (uint8_t)(buffer & mask);
-        buffer >>= w.bits;
-        filled -= (uint32_t)w.bits;
+    } else {
+        expand_stream(w.bits, row, w.k, codes);
     }
 }
 
 void write_row(const Weight& w, const uint8_t* codes, uint8_t* row) {
+    if (is_legacy(w.source)) {
+        write_legacy(w, codes, row);
+        return;
+    }
     if (w.source != kStream) {  // the bytes of the codes only; scales are written by Python
         for (int i = 0; i < 256; ++i) {
             const BlockBits b = block_bits(w.source, i);
             for (int64_t block = 0; block * 256 < w.k; ++block) {
                 uint8_t* p = row + block * b.nbytes;
                 const uint32_t code = codes[block * 256 + i];
-                p[b.low_byte] |= (uint8_t)((code & 15) << b.low_shift);
-                if (b.high_bits) p[b.high_byte] |= (uint8_t)(code >> 4 << b.high_shift);
+                p[b.low_byte] |= (uint8_t)((code & low_mask(b.low_bits)) << b.low_shift);
+                if (b.high_bits) p[b.high_byte] |= (uint8_t)(code >> b.low_bits << b.high_shift);
             }
         }
         return;
@@ -117,7 +110,10 @@ void write_row(const Weight& w, const uint8_t* codes, uint8_t* row) {
     if (filled) *row = (uint8_t)buffer;
 }
 
-size_t element_size(int type) { return type == kF32 ? 4 : type == kU8 || type == kI8 ? 1 : 2; }
+size_t element_size(int type) {
+    if (type == kF32) return 4;
+    return type == kF16 || type == kBF16 ? 2 : 1;
+}
 
 float half_value(uint16_t h) {
     const uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = h & 0x7fffu;
@@ -136,6 +132,11 @@ float half_value(uint16_t h) {
     return value;
 }
 
+float e4m3_value(uint8_t code) {  // no infinities; all bits set is NaN
+    if ((code & 0x7f) == 0x7f) return __builtin_nanf("");
+    return 256.0f * half_value((uint16_t)((code & 0x80) << 8 | (code & 0x7f) << 7));
+}
+
 float element(int type, const void* base, int64_t at) {
     float value;
     uint16_t h;
@@ -151,24 +152,42 @@ float element(int type, const void* base, int64_t at) {
         }
         case kF32: return ((const float*)base)[at];
         case kU8: return (float)((const uint8_t*)base)[at];
+        case kE5M2: return half_value((uint16_t)(((const uint8_t*)base)[at] << 8));
+        case kE4M3: return e4m3_value(((const uint8_t*)base)[at]);
+        case kLow4: return (float)(((const uint8_t*)base)[at] & 15);
+        case kHigh4: return (float)(((const uint8_t*)base)[at] >> 4);
         default: return (float)((const int8_t*)base)[at];
     }
 }
 
 }  // namespace
 
+size_t pack_scratch(const Weight& w) {
+    return (size_t)(w.k_blocks * kDepth) * kRows;
+}
+
 void pack_blocks(const Weight& w, const uint8_t* source, int64_t row_bytes, int64_t begin,
                  int64_t end, uint8_t* codes) {
-    const size_t tile = (size_t)w.bits * 64;
-    const Planes planes(w.bits);
+    const int64_t tile = (int64_t)w.bits * 64, stride = w.k_blocks * kDepth;
+    const ToTile to_tile = to_tile_of(w.bits);
     for (int64_t b = begin; b < end; ++b) {
-        uint8_t* tiles = w.codes + b * w.k_blocks * (int64_t)tile;
-        memset(tiles, 0, tile * (size_t)w.k_blocks);
-        for (int r = 0; r < kRows && b * kRows + r < w.n; ++r) {
-            read_row(w, source + (b * kRows + r) * row_bytes, codes);
-            for (int64_t k = 0; k < w.k; ++k)
-                put_code(planes, tiles + k / kDepth * (int64_t)tile, r, (int)(k % kDepth), codes[k]);
+        const uint8_t* rows[kRows];
+        const int64_t left = w.n - b * kRows;
+        const int count = left < kRows ? (int)left : (int)kRows;
+        for (int r = 0; r < count; ++r) rows[r] = source + (b * kRows + r) * row_bytes;
+        if (is_legacy(w.source)) {
+            pack_legacy(w, b, rows, count);
+            continue;
         }
+        if (w.source != kStream)
+            pack_k_scales(w, b, rows, count, block_bits(w.source, 0).nbytes);
+        for (int r = 0; r < kRows; ++r) {
+            uint8_t* row = codes + r * stride;
+            if (r < count) read_row(w, rows[r], row);
+            memset(row + (r < count ? w.k : 0), 0, (size_t)(stride - (r < count ? w.k : 0)));
+        }
+        uint8_t* tiles = w.codes + b * w.k_blocks * tile;
+        for (int64_t t = 0; t < w.k_blocks; ++t) to_tile(codes + t * kDepth, stride, tiles + t * tile);
     }
 }
 
@@ -186,24 +205,37 @@ void unpack_blocks(const Weight& w, uint8_t* out, int64_t row_bytes, int64_t beg
     }
 }
 
-void dense_blocks(const Weight& w, void* plain, bool unpack, int64_t begin, int64_t end) {
-    const size_t size = element_size(w.scale_type);
+namespace {
+
+// Row r of a block of 16, T by T; a stretch of k whose tiles stay in the L1 cache.
+template <typename T>
+void dense_rows(const Weight& w, T* plain, bool unpack, int64_t begin, int64_t end) {
+    const int64_t stretch = 256;
     for (int64_t b = begin; b < end; ++b) {
-        for (int r = 0; r < kRows; ++r) {
-            uint8_t* packed = w.codes + (size_t)(b * w.k * kRows + r) * size;
-            if (b * kRows + r >= w.n) {
-                for (int64_t k = 0; k < w.k && !unpack; ++k)
-                    memset(packed + (size_t)k * kRows * size, 0, size);
-                continue;
-            }
-            uint8_t* row = (uint8_t*)plain + (size_t)((b * kRows + r) * w.k) * size;
-            for (int64_t k = 0; k < w.k; ++k) {
-                uint8_t* inside = packed + (size_t)k * kRows * size;
-                uint8_t* outside = row + (size_t)k * size;
-                if (size == 2) memcpy(unpack ? outside : inside, unpack ? inside : outside, 2);
-                else memcpy(unpack ? outside : inside, unpack ? inside : outside, 4);
+        T* packed = (T*)w.codes + b * w.k * kRows;
+        const int64_t left = w.n - b * kRows;
+        for (int64_t first = 0; first < w.k; first += stretch) {
+            const int64_t last = first + stretch < w.k ? first + stretch : w.k;
+            for (int r = 0; r < kRows; ++r) {
+                T* row = plain + (b * kRows + r) * w.k;
+                if (r >= left)
+                    for (int64_t k = first; k < last && !unpack; ++k) packed[k * kRows + r] = 0;
+                else if (unpack)
+                    for (int64_t k = first; k < last; ++k) row[k] = packed[k * kRows + r];
+                else
+                    for (int64_t k = first; k < last; ++k) packed[k * kRows + r] = row[k];
             }
         }
+    }
+}
+
+}  // namespace
+
+void dense_blocks(const Weight& w, void* plain, bool unpack, int64_t begin, int64_t end) {
+    switch (element_size(w.scale_type)) {
+        case 1: dense_rows(w, (uint8_t*)plain, unpack, begin, end); break;
+        case 2: dense_rows(w, (uint16_t*)plain, unpack, begin, end); break;
+        default: dense_rows(w, (uint32_t*)plain, unpack, begin, end);
     }
 }
 
@@ -215,8 +247,11 @@ void gather_rows(const Weight& w, const int64_t* ids, float* out, int64_t begin,
         const int r = (int)(ids[t] % kRows);
         float* to = out + t * w.k;
         if (w.dense) {
-            for (int64_t k = 0; k < w.k; ++k)
+            const float* scale = (const float*)w.scale;
+            for (int64_t k = 0; k < w.k; ++k) {
                 to[k] = element(w.scale_type, w.codes, (b * w.k + k) * kRows + r);
+                if (scale) to[k] *= scale[(b * w.groups + k / w.group_units) * kRows + r];
+            }
             continue;
         }
         for (int64_t u = 0; u * w.unit < w.k; ++u) {

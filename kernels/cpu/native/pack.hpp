@@ -1,9 +1,13 @@
 // Between the canonical tensors of kernels/layouts.py and the tiles of planes.hpp.
 #pragma once
 
+#include <stddef.h>
+
 #include "abi.hpp"
 
-// Codes of row blocks begin..end from `source` rows; `codes` is scratch for one row.
+// Bytes of the scratch memory `codes` of both below.
+size_t pack_scratch(const Weight& w);
+// Codes of row blocks begin..end from `source` rows; where these are ggml's blocks, the scales too.
 void pack_blocks(const Weight& w, const uint8_t* source, int64_t row_bytes, int64_t begin,
                  int64_t end, uint8_t* codes);
 // The inverse, into zeroed rows.

@@ -66,6 +66,29 @@ INLINE void scale_of(const Weight* w, int64_t b, int64_t u, int h, VF* scale, VF
     *zero_point = w->zeros ? load_u8(w->zeros + at) : set1(w->zero);
 }
 
+template <int TYPE>
+static void scaled_values_of(const Weight* w, int64_t b, int64_t begin, int64_t end, float* out) {
+    const uint8_t* values = w->codes + b * w->k * kRows;
+    const float* scales = (const float*)w->scale + b * w->groups * kRows;
+    while (begin < end) {
+        const int64_t group = begin / w->group_units;
+        int64_t group_end = (group + 1) * w->group_units;
+        if (group_end > end) group_end = end;
+        for (; begin < group_end; ++begin, out += kRows) {
+            for (int i = 0; i < kRows; i += kLanes) {
+                VF value = load_as(TYPE, values, begin * kRows + i);
+                store(out + i, mul(value, load(scales + group * kRows + i)));
+            }
+        }
+    }
+}
+
+// k in [begin, end) of row block b of a dense weight with scales, [end - begin][16].
+static void scaled_values(const Weight* w, int64_t b, int64_t begin, int64_t end, float* out) {
+    if (w->scale_type == kE4M3) scaled_values_of<kE4M3>(w, b, begin, end, out);
+    else scaled_values_of<kE5M2>(w, b, begin, end, out);
+}
+
 // For the integer product: w . x = sum_u scale * (codes . q) + minus * (-sum q), with the zero
 // point folded into minus. Both [units][16], floats.
 INLINE void integer_scales(const Weight* w, int64_t b, float* scales, float* minuses) {

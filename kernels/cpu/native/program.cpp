@@ -46,6 +46,7 @@ size_t args_size(int kind) {
         case kOpRope: return sizeof(RopeArgs);
         case kOpAttention: return sizeof(AttentionArgs);
         case kOpPlaces: return sizeof(PlacesArgs);
+        case kOpSample: return sizeof(SampleArgs);
         default: return 0;
     }
 }
@@ -98,7 +99,8 @@ bool Program::add(int kind, const void* args, Count count, int64_t per) {
             add_part(index, true);
             break;
         case kOpAttention:
-        case kOpPlaces: add_part(index, true); break;
+        case kOpPlaces:
+        case kOpSample: add_part(index, true); break;
         default: add_part(index, false);
     }
     return true;
@@ -163,6 +165,9 @@ Status Machine::prepare(Program& program, const int64_t* counts) {
             const AttentionPlan plan = plan_attention(&op.attention, (int)n, pool.threads());
             most_private = plan.private_bytes > most_private ? plan.private_bytes : most_private;
             attention = plan.shared_bytes > attention ? plan.shared_bytes : attention;
+        } else if (op.kind == kOpSample) {
+            const size_t mine = (size_t)kernels->sample_scratch(op.sample.width);
+            most_private = mine > most_private ? mine : most_private;
         }
     }
     if (!activations_.reserve(shared) || !attention_.reserve(attention, true) ||
@@ -180,6 +185,8 @@ Status Machine::prepare(Program& program, const int64_t* counts) {
             } else if (op.kind == kOpAttention) {
                 op.attention.shared = attention_.data();
                 total = start_attention(&op.attention, (int)total, pool.threads(), &chunks);
+            } else if (op.kind == kOpSample) {
+                work = total * op.sample.width;
             }
         } else {
             for (int i = stage.first; i < stage.last; ++i) {
@@ -221,6 +228,7 @@ void Machine::tiles(const Op& op, int64_t begin, int64_t end, int thread) {
                                                                         scratch);
             break;
         case kOpAttention: kernels->attention(&op.attention, begin, end, scratch); break;
+        case kOpSample: kernels->sample(&op.sample, begin, end, scratch); break;
         default: find_places(op.places, begin, end);
     }
 }

@@ -28,6 +28,7 @@ struct Op {
         RopeArgs rope;
         AttentionArgs attention;
         PlacesArgs places;
+        SampleArgs sample;
     };
 };
 

@@ -151,6 +151,17 @@ INLINE float reduce_add(VF x) {
     return _mm_cvtss_f32(_mm_add_ss(b, _mm_movehdup_ps(b)));
 }
 INLINE float reduce_max(VF x) { return _mm512_reduce_max_ps(x); }
+// One bit per lane: a >= b; a or b is NaN.
+INLINE uint32_t lanes_at_least(VF a, VF b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
+INLINE uint32_t lanes_nan(VF a, VF b) { return _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q); }
+typedef __m512d VD;  // kLanes / 2 doubles
+INLINE VD zero_wide() { return _mm512_setzero_pd(); }
+INLINE void store_wide(double* p, VD x) { _mm512_storeu_pd(p, x); }
+INLINE void add_wide(VD* sums, VF x) {  // sums[0]: the first half of the lanes, sums[1]: the second
+    sums[0] = _mm512_add_pd(sums[0], _mm512_cvtps_pd(_mm512_castps512_ps256(x)));
+    __m256d high = _mm512_extractf64x4_pd(_mm512_castps_pd(x), 1);
+    sums[1] = _mm512_add_pd(sums[1], _mm512_cvtps_pd(_mm256_castpd_ps(high)));
+}
 
 #elif defined(__AVX2__)
 
@@ -252,6 +263,19 @@ INLINE float reduce_max(VF a) {
     b = _mm_max_ps(b, _mm_movehl_ps(b, b));
     return _mm_cvtss_f32(_mm_max_ss(b, _mm_movehdup_ps(b)));
 }
+INLINE uint32_t lanes_at_least(VF a, VF b) {
+    return (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GE_OQ));
+}
+INLINE uint32_t lanes_nan(VF a, VF b) {
+    return (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_UNORD_Q));
+}
+typedef __m256d VD;
+INLINE VD zero_wide() { return _mm256_setzero_pd(); }
+INLINE void store_wide(double* p, VD x) { _mm256_storeu_pd(p, x); }
+INLINE void add_wide(VD* sums, VF x) {
+    sums[0] = _mm256_add_pd(sums[0], _mm256_cvtps_pd(_mm256_castps256_ps128(x)));
+    sums[1] = _mm256_add_pd(sums[1], _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1)));
+}
 
 #else  // portable: 4 lanes in the compilers' own vector types, which become SSE2 or NEON
 
@@ -350,8 +374,40 @@ INLINE float reduce_max(VF a) {
     float low = a[0] > a[1] ? a[0] : a[1], high = a[2] > a[3] ? a[2] : a[3];
     return low > high ? low : high;
 }
+INLINE uint32_t lane_bits(VI mask) {  // one bit of every lane that is all ones
+    return (uint32_t)((mask[0] & 1) | (mask[1] & 2) | (mask[2] & 4) | (mask[3] & 8));
+}
+INLINE uint32_t lanes_at_least(VF a, VF b) { return lane_bits(a >= b); }
+INLINE uint32_t lanes_nan(VF a, VF b) { return lane_bits((a != a) | (b != b)); }
+typedef double VD __attribute__((vector_size(16)));
+INLINE VD zero_wide() { return VD{}; }
+INLINE void store_wide(double* p, VD x) { memcpy(p, &x, sizeof x); }
+INLINE void add_wide(VD* sums, VF x) {
+    sums[0] += VD{(double)x[0], (double)x[1]};
+    sums[1] += VD{(double)x[2], (double)x[3]};
+}
 
 #endif
+
+// 8-bit floats through float16: e5m2 is its upper byte; e4m3 has the same fields 1 bit lower, its
+// exponents 8 less, and NaN instead of 480.
+INLINE VF load_e5m2(const uint8_t* p) {
+    uint16_t wide[kLanes];
+    for (int i = 0; i < kLanes; ++i) wide[i] = (uint16_t)(p[i] << 8);
+    return load_half(wide);
+}
+INLINE VF load_e4m3(const uint8_t* p) {
+    uint16_t wide[kLanes];
+    for (int i = 0; i < kLanes; ++i) wide[i] = (uint16_t)((p[i] & 0x80) << 8 | (p[i] & 0x7f) << 7);
+    VF value = mul(load_half(wide), set1(256.0f));
+    return select_less(abs(value), set1(480.0f), value, set1(__builtin_nanf("")));
+}
+
+// The high half of a byte, as float: (byte - 7.5) / 16 lies within 0.47 of it.
+INLINE VF load_high4(const uint8_t* p) {
+    return to_float(round_int(mul(sub(load_u8(p), set1(7.5f)), set1(0.0625f))));
+}
+INLINE VF load_low4(const uint8_t* p) { return sub(load_u8(p), mul(load_high4(p), set1(16.0f))); }
 
 // kLanes elements of any stored type, as float.
 INLINE VF load_as(int type, const void* base, int64_t index) {
@@ -360,6 +416,10 @@ INLINE VF load_as(int type, const void* base, int64_t index) {
         case 1: return load_bf16((const uint16_t*)base + index);
         case 2: return load((const float*)base + index);
         case 3: return load_u8((const uint8_t*)base + index);
+        case 5: return load_e4m3((const uint8_t*)base + index);
+        case 6: return load_e5m2((const uint8_t*)base + index);
+        case 7: return load_low4((const uint8_t*)base + index);
+        case 8: return load_high4((const uint8_t*)base + index);
         default: return load_i8((const uint8_t*)base + index);
     }
 }

@@ -1,0 +1,216 @@
+// How ggml's blocks of 32 values become tiles (planes.hpp), 16 rows at a time, and the scales of all
+// of ggml's blocks. Included by pack.cpp alone.
+//
+// Everything is moved in words of four codes, which a 4-bit tile keeps as ggml's blocks of 32 have
+// them: byte i holds code i in its low and code i + 16 in its high nibble in both.
+#pragma once
+
+#include <string.h>
+
+#include "abi.hpp"
+
+namespace {
+
+// A type of 32 values per block: where its parts lie.
+struct Legacy {
+    int nbytes, minus, fifth, codes;  // minus, fifth: 0 where there is none; the scale is at 0
+};
+
+Legacy legacy_of(int source) {
+    switch (source) {
+        case kQ4_0: return {18, 0, 0, 2};
+        case kQ4_1: return {20, 2, 0, 4};
+        case kQ5_0: return {22, 0, 2, 6};
+        case kQ5_1: return {24, 2, 4, 8};
+        default: return {34, 0, 0, 2};  // kQ8_0
+    }
+}
+
+bool is_legacy(int source) { return source >= kQ4_0; }
+
+// Where the float16 scale of a k-quant block and that of its minima lie (0: none).
+struct Supers {
+    int scale, minus;
+};
+
+Supers supers_of(int source) {
+    switch (source) {
+        case kQ2K: return {80, 82};
+        case kQ3K: return {108, 0};
+        case kQ6K: return {208, 0};
+        default: return {0, 2};
+    }
+}
+
+uint16_t half_at(const uint8_t* p) {
+    uint16_t h;
+    memcpy(&h, p, 2);
+    return h;
+}
+
+// Bits 0, 4, 8 ... 28 of x, moved together.
+uint32_t every_fourth(uint32_t x) {
+    x &= 0x11111111u;
+    x = (x | x >> 3) & 0x03030303u;
+    x = (x | x >> 6) & 0x000f000fu;
+    return (x | x >> 12) & 255u;
+}
+
+// One tile from the blocks `rows[0..count)`, all of them at byte `at` of their rows.
+void legacy_tile(const Legacy& kind, int bits, uint32_t flip, const uint8_t* const* rows, int count,
+                 int64_t at, uint8_t* tile) {
+    const int words = bits == 8 ? 8 : 4;
+    for (int r = 0; r < count; ++r) {
+        const uint8_t* block = rows[r] + at;
+        uint32_t quads[8];
+        memcpy(quads, block + kind.codes, (size_t)words * 4);
+        for (int j = 0; j < words; ++j) {
+            quads[j] ^= flip;
+            memcpy(tile + 64 * j + 4 * r, &quads[j], 4);
+        }
+        if (!kind.fifth) continue;
+        uint32_t fifth;
+        memcpy(&fifth, block + kind.fifth, 4);
+        for (int t = 0; t < 4; ++t)
+            tile[256 + 4 * r + t] = (uint8_t)every_fourth(fifth >> t);
+    }
+}
+
+// Codes and scales of one row block; rows beyond `count` become zeros.
+void pack_legacy(const Weight& w, int64_t b, const uint8_t* const* rows, int count) {
+    const Legacy kind = legacy_of(w.source);
+    const int64_t tile = (int64_t)w.bits * 64;
+    const uint32_t flip = w.flip ? 0x80808080u : 0;
+    uint8_t* codes = w.codes + b * w.k_blocks * tile;
+    uint16_t* scale = (uint16_t*)const_cast<void*>(w.scale) + b * w.groups * kRows;
+    uint16_t* minus = w.minus ? (uint16_t*)const_cast<void*>(w.minus) + b * w.groups * kRows : 0;
+    for (int64_t t = 0; t < w.k_blocks; ++t, codes += tile) {
+        const int64_t at = t * kind.nbytes;
+        if (count < kRows) memset(codes, 0, (size_t)tile);
+        legacy_tile(kind, w.bits, flip, rows, count, at, codes);
+        for (int r = 0; r < kRows; ++r) {
+            const bool there = r < count;
+            scale[t * kRows + r] = there ? half_at(rows[r] + at) : 0;
+            if (minus)  // the file adds what the kernels subtract
+                minus[t * kRows + r] = there ? half_at(rows[r] + at + kind.minus) ^ 0x8000 : 0;
+        }
+    }
+}
+
+// The bytes of the codes of one row; scales are written by Python.
+void write_legacy(const Weight& w, const uint8_t* codes, uint8_t* row) {
+    const Legacy kind = legacy_of(w.source);
+    for (int64_t t = 0; t < w.k_blocks; ++t, row += kind.nbytes, codes += kDepth) {
+        if (w.bits == 8) {
+            for (int i = 0; i < kDepth; ++i) row[kind.codes + i] = codes[i] ^ (w.flip ? 0x80 : 0);
+            continue;
+        }
+        for (int i = 0; i < 16; ++i)
+            row[kind.codes + i] = (uint8_t)((codes[i] & 15) | codes[i + 16] << 4);
+        if (!kind.fifth) continue;
+        uint32_t fifth = 0;
+        for (int k = 0; k < kDepth; ++k) fifth |= (uint32_t)(codes[k] >> 4 & 1) << k;
+        memcpy(row + kind.fifth, &fifth, 4);
+    }
+}
+
+// The scales and minima inside one k-quant block, 16 rows interleaved.
+void inner_scales(int source, const uint8_t* block, uint8_t* scale, uint8_t* minus) {
+    if (source == kQ2K || source == kQ6K) {
+        const uint8_t* bytes = block + (source == kQ6K ? 192 : 0);
+        for (int g = 0; g < 16; ++g) scale[g * kRows] = bytes[g];
+    } else if (source == kQ3K) {  // 6 bits each, minus 32
+        const uint8_t *low = block + 96, *high = block + 104;
+        for (int g = 0; g < 16; ++g)
+            scale[g * kRows] = (uint8_t)(((low[g & 7] >> (g & 8) / 2 & 15) |
+                                          (high[g & 3] >> g / 4 * 2 & 3) << 4) - 32);
+    } else {  // 6 bits each: scales 0..3, minima 0..3, then the rest
+        for (int g = 0; g < 4; ++g) {
+            const int low = block[4 + g], mid = block[8 + g], high = block[12 + g];
+            scale[g * kRows] = (uint8_t)(low & 63);
+            minus[g * kRows] = (uint8_t)(mid & 63);
+            scale[(g + 4) * kRows] = (uint8_t)((high & 15) | low >> 6 << 4);
+            minus[(g + 4) * kRows] = (uint8_t)(high >> 4 | mid >> 6 << 4);
+        }
+    }
+}
+
+// Both levels of scales of one k-quant row block; rows beyond `count` become zeros.
+void pack_k_scales(const Weight& w, int64_t b, const uint8_t* const* rows, int count, int nbytes) {
+    const int64_t groups = w.groups * kRows, supers = w.supers * kRows;
+    const int64_t step = w.groups / w.supers * kRows;
+    const Supers at = supers_of(w.source);
+    uint8_t* scale = (uint8_t*)const_cast<void*>(w.scale) + b * groups;
+    uint8_t* minus = w.minus ? (uint8_t*)const_cast<void*>(w.minus) + b * groups : nullptr;
+    uint16_t* super_scale = const_cast<uint16_t*>(w.super_scale) + b * supers;
+    uint16_t* super_minus = at.minus ? const_cast<uint16_t*>(w.super_minus) + b * supers : nullptr;
+    if (count < kRows) {
+        memset(scale, 0, (size_t)groups);
+        if (minus) memset(minus, 0, (size_t)groups);
+        memset(super_scale, 0, (size_t)supers * 2);
+        if (at.minus) memset(super_minus, 0, (size_t)supers * 2);
+    }
+    for (int64_t block = 0; block < w.supers; ++block) {
+        for (int r = 0; r < count; ++r) {
+            const uint8_t* p = rows[r] + block * nbytes;
+            inner_scales(w.source, p, scale + block * step + r,
+                         minus ? minus + block * step + r : nullptr);
+            super_scale[block * kRows + r] = half_at(p + at.scale);
+            if (at.minus) super_minus[block * kRows + r] = half_at(p + at.minus);
+        }
+    }
+}
+
+// One tile from 16 rows of one byte per code, `stride` bytes apart.
+template <int BITS>
+void bytes_to_tile(const uint8_t* codes, int64_t stride, uint8_t* tile) {
+    uint8_t v[8][64];
+    for (int r = 0; r < kRows; ++r)
+        for (int j = 0; j < 8; ++j) memcpy(v[j] + 4 * r, codes + r * stride + 4 * j, 4);
+    if (BITS == 8) {
+        memcpy(tile, v, 512);
+        return;
+    }
+    const int mid = BITS & 4 ? 256 : 0, high = mid + (BITS & 2 ? 128 : 0);
+    const int mid_bit = BITS & 4, high_bit = mid_bit + (BITS & 2);
+    for (int i = 0; i < 4 && (BITS & 4); ++i)
+        for (int x = 0; x < 64; ++x)
+            tile[64 * i + x] = (uint8_t)((v[i][x] & 15) | (v[i + 4][x] & 15) << 4);
+    for (int i = 0; i < 2 && (BITS & 2); ++i)
+        for (int x = 0; x < 64; ++x)
+            tile[mid + 64 * i + x] =
+                (uint8_t)((v[i][x] >> mid_bit & 3) | (v[i + 2][x] >> mid_bit & 3) << 2 |
+                          (v[i + 4][x] >> mid_bit & 3) << 4 | (v[i + 6][x] >> mid_bit & 3) << 6);
+    for (int x = 0; x < 64 && (BITS & 1); ++x) {
+        int byte = 0;
+        for (int j = 0; j < 8; ++j) byte |= (v[j][x] >> high_bit & 1) << j;
+        tile[high + x] = (uint8_t)byte;
+    }
+}
+
+typedef void (*ToTile)(const uint8_t* codes, int64_t stride, uint8_t* tile);
+
+ToTile to_tile_of(int bits) {
+    switch (bits) {
+        case 2: return bytes_to_tile<2>;
+        case 3: return bytes_to_tile<3>;
+        case 4: return bytes_to_tile<4>;
+        case 5: return bytes_to_tile<5>;
+        case 6: return bytes_to_tile<6>;
+        case 7: return bytes_to_tile<7>;
+        default: return bytes_to_tile<8>;
+    }
+}
+
+// Codes of `bits` bits (2..7), eight at a time: they fill whole bytes.
+void expand_stream(int bits, const uint8_t* row, int64_t k, uint8_t* codes) {
+    const uint64_t mask = (1u << bits) - 1;
+    for (int64_t i = 0; i < k; i += 8, row += bits) {
+        const int64_t left = k - i < 8 ? k - i : 8;
+        uint64_t eight = 0;
+        memcpy(&eight, row, (size_t)(left == 8 ? bits : (left * bits + 7) / 8));
+        for (int64_t c = 0; c < left; ++c) codes[i + c] = (uint8_t)(eight >> (bits * c) & mask);
+    }
+}
+
+}  // namespace

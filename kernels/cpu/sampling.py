@@ -1,0 +1,51 @@
+"""One token per row of logits: ``native/sampling.hpp``."""
+
+from __future__ import annotations
+
+from ctypes import addressof, c_double, c_float, c_int64
+
+from torch import Tensor
+
+from sdk.kernels.cpu.library import Engine, OpKind, SampleArgs
+from sdk.kernels.errors import KernelError
+from sdk.kernels.registry import Problem
+from sdk.kernels.sampling import Draws, Tokens
+
+
+class Sample:
+    """See :meth:`sdk.kernels.ops.Ops.sample`.
+
+    Agrees with the reference as :mod:`sdk.kernels.sampling` says; weights below e^-87.3 of the
+    best are 0. A row's token is the same at every AVX level.
+    """
+
+    name = "cpu.sample"
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def run(self, logits: Tensor, draws: Draws | None) -> Tokens:
+        """``logits [R, V]`` float32, R and V at least 1; without ``draws`` the argmax."""
+        if not logits.is_cpu:
+            raise KernelError(f"sample: expected logits on cpu, found {logits.device}")
+        rows, width = logits.shape
+        if width >= 2**31:
+            raise KernelError(f"sample: expected less than 2**31 logits a row, found {width}")
+        if logits.stride(1) != 1:
+            logits = logits.contiguous()
+        # ctypes arrays: made and read in a fifth of the time that tensors take.
+        tokens, best, probabilities = (c_int64 * rows)(), (c_float * rows)(), (c_double * rows)()
+        args = SampleArgs(
+            logits.data_ptr(),
+            None if draws is None else draws.ctypes.data,
+            addressof(tokens),
+            addressof(best),
+            addressof(probabilities),
+            width,
+            logits.stride(0),
+        )
+        self._engine.run(OpKind.SAMPLE, args, rows, "sample")
+        return Tokens(tokens[:], best[:], probabilities[:])

@@ -1,0 +1,76 @@
+"""What decides the token of one row of logits: the numbers every sampling kernel takes.
+
+The steps, in this order (vLLM's, with typical where llama.cpp has it): temperature, ``min_p``,
+``top_k``, ``typical_p``, ``top_p``, XTC, the draw; or mirostat in place of the truncations. Each
+counts what the earlier ones left. A token's *gap* is ``(best - logit) / temperature``, its weight
+``e^-gap``, or 0 beyond a gap of 87.3 (e^-87.3 is 1e-38). A token is likelier than another when its
+gap is smaller or, where they are equal, its id. The draw takes the first token, in order of ids,
+with which the running sum of the weights exceeds ``uniform`` times their total.
+
+Arithmetic: gaps are float32 (one rounding for the difference, one for the quotient), sums float64.
+Two kernels may round weights differently by some 1e-7 and choose other tokens only where
+``uniform``, or the mass of a truncation, lies that near to a boundary.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+#: One row, as ``Draw`` of cpu/native/abi.hpp. Temperature 0 is the argmax, below 1e-30 it is 1e-30;
+#: ``min_p`` 0, ``typical_p`` 1, ``top_p`` 1, ``top_k`` 0, a negative ``xtc_threshold`` and a NaN
+#: ``mirostat_mu`` (bits of surprise) are off. ``uniform`` is in [0, 1).
+DRAW = np.dtype(
+    [
+        *((name, np.float64) for name in ("temperature", "min_p", "typical_p", "top_p")),
+        *((name, np.float64) for name in ("xtc_threshold", "mirostat_mu")),
+        ("top_k", np.int64),
+        ("uniform", np.float64),
+    ]
+)
+
+#: The largest gap with a weight.
+FAR = float(np.float32(87.3))
+
+Draws = NDArray[np.void]
+
+_RECORD = struct.Struct("=6dqd")
+
+
+def pack_draw(
+    temperature: float = 1.0,
+    min_p: float = 0.0,
+    typical_p: float = 1.0,
+    top_p: float = 1.0,
+    xtc_threshold: float = -1.0,
+    mirostat_mu: float = float("nan"),
+    top_k: int = 0,
+) -> bytes:
+    """One ``DRAW`` as bytes: what does not change from token to token is packed once."""
+    return _RECORD.pack(
+        temperature, min_p, typical_p, top_p, xtc_threshold, mirostat_mu, top_k, 0.0
+    )
+
+
+def join_draws(packed: Sequence[bytes], uniforms: Sequence[float]) -> Draws:
+    """``DRAW [R]`` of R packed ones and their numbers in [0, 1)."""
+    draws = np.frombuffer(bytearray().join(packed), DRAW)
+    draws["uniform"] = uniforms
+    return draws
+
+
+class Tokens(NamedTuple):
+    """What became of R rows.
+
+    ``tokens``; ``best``, the rows' maxima (NaN where there is a NaN: unless it is finite the row's
+    token is that of the maximum, or the first NaN's); ``probabilities``, the tokens' shares of what
+    could be drawn (1 where nothing was drawn).
+    """
+
+    tokens: list[int]
+    best: list[float]
+    probabilities: list[float]

