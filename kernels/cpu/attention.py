@@ -166,7 +166,8 @@ class Places:
             batch.page_table.data_ptr(),
             batch.positions.data_ptr(),
             batch.slots.data_ptr(),
-            batch.page_table.stride(0),
+            batch.page_table.stride(0) if batch.num_requests > 1 else batch.page_table.shape[1],
+            batch.num_tokens,
             batch.page_size,
         )
         self._engine.run(OpKind.PLACES, args, batch.num_requests, "find_places")

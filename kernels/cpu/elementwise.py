@@ -174,7 +174,7 @@ class SelectRows:
         if rows.dtype != torch.int64 or not rows.is_contiguous():
             raise KernelError(f"select_rows: expected int64 rows, found {rows.dtype}")
         x = floats(x, "select_rows")
-        args = SelectArgs(x.data_ptr(), rows.data_ptr(), out.data_ptr(), x.shape[1])
+        args = SelectArgs(x.data_ptr(), rows.data_ptr(), out.data_ptr(), x.shape[1], x.shape[0])
         self._engine.run(OpKind.SELECT, args, rows.shape[0], "select_rows")
 
 

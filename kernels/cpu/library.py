@@ -16,7 +16,7 @@ import torch
 from sdk.kernels.errors import KernelError
 
 #: Must equal kAbiVersion in native/abi.hpp; a library with another one is refused as stale.
-ABI_VERSION = 3
+ABI_VERSION = 4
 
 #: Instruction-set levels, worst to best, in the order of native/levels.hpp.
 LEVELS = ("portable", "avx2", "avx2_vnni", "avx512_vnni")
@@ -32,7 +32,12 @@ ELEMENT_TYPES = {
     torch.float8_e5m2: 6,
 }
 
-_STATUS = {1: "out of memory", 2: "the engine is closed", 3: "no such operator"}
+_STATUS = {
+    1: "out of memory",
+    2: "the engine is closed",
+    3: "no such operator",
+    4: "an index lies outside of its tensor",
+}
 
 
 class OpKind(IntEnum):
@@ -115,7 +120,10 @@ class AnglesArgs(Structure):
 
 
 class SelectArgs(Structure):
-    _fields_ = [*((name, c_void_p) for name in ("x", "rows", "out")), ("width", c_int64)]
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "rows", "out")),
+        *((name, c_int64) for name in ("width", "count")),
+    ]
 
 
 class PlacesArgs(Structure):
@@ -123,6 +131,7 @@ class PlacesArgs(Structure):
         *((name, c_void_p) for name in ("query_start", "context_len", "page_table")),
         *((name, c_void_p) for name in ("positions", "slots")),
         ("table_width", c_int64),
+        ("tokens", c_int64),
         ("page_size", c_int32),
     ]
 
@@ -180,6 +189,7 @@ class SampleArgs(Structure):
 _SIGNATURES = {
     "levels": (c_int, ()),
     "engine_create": (c_void_p, (c_int, c_int)),
+    "engine_close": (None, (c_void_p,)),
     "engine_destroy": (None, (c_void_p,)),
     "engine_level": (c_int, (c_void_p,)),
     "pack": (c_int, (c_void_p, POINTER(WeightView), c_void_p, c_int64)),
@@ -255,7 +265,8 @@ class Engine:
         self.library = library
         self.recording: Program | None = None
         self._run = library.embedlm_run
-        self._release = weakref.finalize(self, library.embedlm_engine_destroy, handle)
+        # Only what nothing refers to any more is destroyed: another thread may be in a call.
+        weakref.finalize(self, library.embedlm_engine_destroy, handle)
 
     def run(self, kind: OpKind, args: Structure, rows: int, what: str) -> None:
         """One operator over ``rows`` rows (attention and places: requests), now; while a program is
@@ -267,9 +278,8 @@ class Engine:
             check(self._run(self.handle, kind, byref(args), rows), what)
 
     def close(self) -> None:
-        """Stop the threads and free the scratch memory. Idempotent."""
-        self.handle = 0
-        self._release()
+        """Stop the threads and free the scratch memory, after the calls that run. Idempotent."""
+        self.library.embedlm_engine_close(self.handle)
 
 
 class Program:
@@ -289,7 +299,7 @@ class Program:
         self._handle: int = handle
         self._counts = (c_int64 * 3)()
         self._run = engine.library.embedlm_program_run
-        self._release = weakref.finalize(self, engine.library.embedlm_program_destroy, handle)
+        weakref.finalize(self, engine.library.embedlm_program_destroy, handle)
 
     def add(self, kind: OpKind, args: Structure, rows: int) -> None:
         """Called by :meth:`Engine.run`."""

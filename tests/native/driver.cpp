@@ -3,6 +3,8 @@
 // Whatever comes out is compared with what one thread, another number of rows, or single calls give.
 #include "driver.hpp"
 
+#include <math.h>
+
 #include <functional>
 #include <thread>
 #include <vector>
@@ -16,7 +18,7 @@ void check_packing(Engine& engine, Packed& made) {
     Buffer<uint8_t> back(made.source.size());
     back.zero();
     CHECK(embedlm_unpack(engine.handle, &made.w, back.data(), made.row_bytes) == kOk);
-    if (made.w.source == kStream) {
+    if (made.w.source == kStream) {  // dense values too
         CHECK(back.starts_like(made.source, back.size()));
         return;
     }
@@ -57,16 +59,22 @@ void check_products(Random& random, Engine& one, Engine& many, Packed& made) {
     CHECK(first.starts_like(second, 5 * k));
 }
 
+void check_weight(Random& random, Engine& one, Engine& many, Packed& made) {
+    point(made);
+    check_packing(many, made);
+    check_products(random, one, many, made);
+}
+
 void weights(Random& random, Engine& one, Engine& many) {
     for (int i = 0; i < 8; ++i) {
         const int64_t n = random.below(4) ? random.between(1, 90) : 1;
         const int64_t k = random.below(4) ? random.between(1, 300) : 1;
-        Packed made = i < 5 ? affine(random, n, k)
-                            : i < 7 ? blocks(random, n, 256 * random.between(1, 2))
-                                    : dense(random, n, k);
-        point(made);
-        check_packing(many, made);
-        check_products(random, one, many, made);
+        Packed made = i < 6 ? affine(random, n, k) : dense(random, n, k);
+        check_weight(random, one, many, made);
+    }
+    for (const BlockKind& kind : kBlockKinds) {
+        Packed made = blocks(random, kind, random.between(1, 40), kind.elements == 32 ? 5 : 2);
+        check_weight(random, one, many, made);
     }
 }
 
@@ -119,8 +127,35 @@ void rowwise(Random& random, Engine& one, Engine& many) {
     if (!count) return;
     Buffer<int64_t> chosen = indices(random, 7, count);
     both(one, many, 7 * width, [&](Engine& engine, float* out) {
-        engine.run(kOpSelect, SelectArgs{residual.data(), chosen.data(), out, width}, 7);
+        engine.run(kOpSelect, SelectArgs{residual.data(), chosen.data(), out, width, count}, 7);
     });
+}
+
+void sampling(Random& random, Engine& one, Engine& many) {
+    const int64_t rows = random.between(1, 5), width = random.below(2) ? random.between(1, 90) : 30000;
+    const int64_t stride = width + random.below(3);
+    Buffer<float> logits = floats(random, rows * stride);
+    std::vector<Draw> draws;
+    for (int64_t r = 0; r < rows; ++r) {
+        const bool typical = random.below(2), exclude = random.below(2);
+        const double mu = random.below(3) ? (double)NAN : 5.0;
+        draws.push_back({random.below(4) ? 0.8 : 0.0, random.below(2) ? 0.05 : 0.0,
+                         typical ? 0.7 : 1.0, random.below(2) ? 0.9 : 1.0, exclude ? 0.1 : -1.0, mu,
+                         random.below(2) ? random.between(1, 50) : 0,
+                         (double)random.below(1000) / 1000.0});
+    }
+    for (const Draw* draw : {static_cast<const Draw*>(nullptr), (const Draw*)draws.data()}) {
+        Buffer<int64_t> tokens[2] = {Buffer<int64_t>(rows), Buffer<int64_t>(rows)};
+        Buffer<double> shares[2] = {Buffer<double>(rows), Buffer<double>(rows)};
+        Buffer<float> best(rows);
+        for (int i = 0; i < 2; ++i) {
+            SampleArgs args{logits.data(),    draw,  tokens[i].data(), best.data(),
+                            shares[i].data(), width, stride};
+            (i ? many : one).run(kOpSample, args, rows);
+        }
+        CHECK(tokens[0].starts_like(tokens[1], rows) && shares[0].starts_like(shares[1], rows));
+        for (int64_t r = 0; r < rows; ++r) CHECK(tokens[0][r] >= 0 && tokens[0][r] < width);
+    }
 }
 
 // --- attention ---
@@ -212,7 +247,7 @@ void attention(Random& random, Engine& one, Engine& many) {
         Buffer<int64_t> positions(tokens), slots(tokens);
         Buffer<float> cos(tokens * half), sin(tokens * half);
         PlacesArgs places{start.data(),     context.data(), table.data(),           positions.data(),
-                          slots.data(),     s.table_width,  (int32_t)s.page_size};
+                          slots.data(),     s.table_width,  tokens,               (int32_t)s.page_size};
         many.run(kOpPlaces, places, s.requests);
         many.run(kOpAngles,
                  AnglesArgs{positions.data(), frequencies.data(), cos.data(), sin.data(), half, 1},
@@ -274,7 +309,7 @@ void program(Random& random, Engine& one, Engine& many) {
         add(kOpLinear, kTokens, linear(down, gated, delta));
     }
     add(kOpMap, kTokens, MapArgs{sum.data(), delta.data(), width, 0, kMapAdd});
-    add(kOpSelect, kOutputs, SelectArgs{sum.data(), rows.data(), chosen.data(), width});
+    add(kOpSelect, kOutputs, SelectArgs{sum.data(), rows.data(), chosen.data(), width, tokens});
     add(kOpLinear, kOutputs, linear(head, chosen, logits));
     add(kOpMap, kOutputs, MapArgs{logits.data(), nullptr, vocabulary, 5.0f, kMapSoftcap});
 
@@ -282,7 +317,7 @@ void program(Random& random, Engine& one, Engine& many) {
     CHECK(recorded);
     for (const Line& line : lines)
         CHECK(embedlm_program_add(recorded, line.kind, line.args.data(), line.count, 1) == kOk);
-    CHECK(embedlm_program_add(recorded, kOpKinds, lines[0].args.data(), kTokens, 1) == kUnknownOp);
+    CHECK(embedlm_program_add(recorded, 99, lines[0].args.data(), kTokens, 1) == kUnknownOp);
     const int64_t runs[][kCounts] = {{1, 1, 1}, {24, 6, 4}, {7, 3, 1}, {2, 0, 1}, {0, 0, 0}};
     for (const int64_t* counts : runs) {
         for (const Line& line : lines)
@@ -301,6 +336,7 @@ void program(Random& random, Engine& one, Engine& many) {
 void everything(Random& random, Engine& one, Engine& many) {
     weights(random, one, many);
     rowwise(random, one, many);
+    sampling(random, one, many);
     attention(random, one, many);
     program(random, one, many);
 }
@@ -325,7 +361,11 @@ int main(int argc, char** argv) {
     const int rounds = argc > 1 ? atoi(argv[1]) : 3;
     CHECK(embedlm_abi_version() == kAbiVersion);
     CHECK(!embedlm_engine_create(0, -1) && !embedlm_engine_create(1, kLevelCount));
-    CHECK(embedlm_run(nullptr, kOpMap, nullptr, 1) == kClosed);
+    void* closed = embedlm_engine_create(3, 0);
+    embedlm_engine_close(closed);
+    embedlm_engine_close(closed);
+    CHECK(embedlm_run(closed, kOpMap, nullptr, 1) == kClosed);
+    embedlm_engine_destroy(closed);
     for (int level = 0; level < kLevelCount; ++level) {
         if (!(embedlm_levels() >> level & 1)) continue;
         for (int threads = 1; threads <= 4; ++threads) Engine(threads, level);  // never used

@@ -14,6 +14,7 @@ extern "C" {
 int embedlm_abi_version();
 int embedlm_levels();
 void* embedlm_engine_create(int threads, int level);
+void embedlm_engine_close(void* handle);
 void embedlm_engine_destroy(void* handle);
 int embedlm_engine_level(const void* engine);
 int embedlm_pack(void* handle, const Weight* w, const void* source, int64_t row_bytes);
@@ -95,11 +96,15 @@ inline Buffer<int64_t> indices(Random& random, int64_t count, int64_t below) {
     return made;
 }
 
-inline int64_t size_of(int type) { return type == kF32 ? 4 : type == kU8 || type == kI8 ? 1 : 2; }
+inline int64_t size_of(int type) { return type == kF32 ? 4 : type == kF16 || type == kBF16 ? 2 : 1; }
 
-// Numbers of about 0.01 in a float type, any byte in the others.
+// Numbers of about 0.01 in a float type, any byte that is not NaN in the others.
 inline Buffer<uint8_t> elements(Random& random, int type, int64_t count) {
-    if (type == kU8 || type == kI8) return bytes(random, count);
+    if (size_of(type) == 1) {
+        Buffer<uint8_t> made = bytes(random, count);
+        for (int64_t i = 0; type >= kE4M3 && i < count; ++i) made[i] &= 0xbf;
+        return made;
+    }
     Buffer<uint8_t> made(count * size_of(type));
     for (int64_t i = 0; i < count; ++i) {
         const uint16_t half = (uint16_t)(type == kF16 ? 0x2000 + random.below(1024)
@@ -144,23 +149,11 @@ inline Packed shaped(int64_t n, int64_t k) {
     return made;
 }
 
-// Scales for what `made.w` says, and room for the codes.
-inline void fill(Random& random, Packed& made, bool minus, bool zeros, bool supers) {
-    Weight& w = made.w;
-    made.codes = Buffer<uint8_t>(w.row_blocks * w.k_blocks * w.bits * 64);
-    const int64_t scales = w.row_blocks * w.groups * kRows, over = w.row_blocks * w.supers * kRows;
-    made.scale = elements(random, w.scale_type, scales);
-    if (minus) made.minus = elements(random, w.minus_type, scales);
-    if (zeros) made.zeros = bytes(random, scales);
-    if (supers) made.super_scale = elements(random, kF16, over);
-    if (supers && minus) made.super_minus = elements(random, kF16, over);
-}
-
 inline void point(Packed& made) {
     auto data = [](Buffer<uint8_t>& buffer) { return buffer.size() ? buffer.data() : nullptr; };
     made.w.codes = made.codes.data();
     made.w.scale = data(made.scale);
-    made.w.minus = data(made.minus);
+    made.w.minus = made.w.source == kQ2K ? made.w.scale : data(made.minus);
     made.w.zeros = data(made.zeros);
     made.w.super_scale = reinterpret_cast<uint16_t*>(data(made.super_scale));
     made.w.super_minus = reinterpret_cast<uint16_t*>(data(made.super_minus));
@@ -182,8 +175,11 @@ inline Packed affine(Random& random, int64_t n, int64_t k) {
     }
     w.scale_type = (int32_t)random.below(3);
     w.minus_type = (int32_t)random.below(3);
-    const int64_t kind = random.below(3);
-    fill(random, made, kind == 1, kind == 2, false);
+    const int64_t scales = w.row_blocks * w.groups * kRows, kind = random.below(3);
+    made.codes = Buffer<uint8_t>(w.row_blocks * w.k_blocks * w.bits * 64);
+    made.scale = elements(random, w.scale_type, scales);
+    if (kind == 1) made.minus = elements(random, w.minus_type, scales);
+    if (kind == 2) made.zeros = bytes(random, scales);
     made.row_bytes = (k * w.bits + 7) / 8;
     made.source = bytes(random, n * made.row_bytes);
     if (k * w.bits % 8)  // the last byte of a row holds nothing else
@@ -192,28 +188,69 @@ inline Packed affine(Random& random, int64_t n, int64_t k) {
     return made;
 }
 
-inline Packed blocks(Random& random, int64_t n, int64_t k) {
+// ggml's blocks: where the float16 scale and minimum lie in one, -1: there is none.
+struct BlockKind {
+    int source, bits, elements, nbytes, unit, scale, minus;
+};
+
+constexpr BlockKind kBlockKinds[] = {
+    {kQ2K, 2, 256, 84, 16, 80, 82},  {kQ3K, 3, 256, 110, 16, 108, -1},
+    {kQ4K, 4, 256, 144, 32, 0, 2},   {kQ5K, 5, 256, 176, 32, 0, 2},
+    {kQ6K, 6, 256, 210, 16, 208, -1}, {kQ4_0, 4, 32, 18, 32, 0, -1},
+    {kQ4_1, 4, 32, 20, 32, 0, 2},    {kQ5_0, 5, 32, 22, 32, 0, -1},
+    {kQ5_1, 5, 32, 24, 32, 0, 2},    {kQ8_0, 8, 32, 34, 32, 0, -1},
+};
+
+// One to `most` blocks wide. Packing fills the scales.
+inline Packed blocks(Random& random, const BlockKind& kind, int64_t n, int64_t most) {
+    const int64_t wide = random.between(1, most), k = wide * kind.elements;
     Packed made = shaped(n, k);
     Weight& w = made.w;
-    w.source = (int32_t)random.between(kQ4K, kQ6K);
-    w.bits = w.source + 3;
-    w.unit = w.source == kQ6K ? 16 : 32;
-    w.groups = k / w.unit;
-    w.supers = k / 256;
-    w.super_units = 256 / w.unit;
-    w.scale_type = w.source == kQ6K ? kI8 : kU8;
-    w.minus_type = kU8;
-    fill(random, made, w.source != kQ6K, false, true);
-    made.row_bytes = k / 256 * (w.source == kQ4K ? 144 : w.source == kQ5K ? 176 : 210);
+    w.source = kind.source;
+    w.bits = kind.bits;
+    w.flip = kind.source == kQ8_0;
+    w.zero = kind.minus < 0 ? (float)(1 << (kind.bits - 1)) : 0.0f;
+    w.unit = kind.unit;
+    w.groups = k / kind.unit;
+    made.codes = Buffer<uint8_t>(w.row_blocks * w.k_blocks * w.bits * 64);
+    const int64_t scales = w.row_blocks * w.groups * kRows;
+    if (kind.elements == 32) {
+        w.scale_type = w.minus_type = kF16;
+        made.scale = Buffer<uint8_t>(2 * scales);
+        if (kind.minus >= 0) made.minus = Buffer<uint8_t>(2 * scales);
+    } else {
+        w.supers = wide;
+        w.super_units = kind.elements / kind.unit;
+        w.scale_type = kind.source == kQ2K ? kLow4 : kind.minus < 0 ? kI8 : kU8;
+        w.minus_type = kind.source == kQ2K ? kHigh4 : kU8;
+        made.scale = Buffer<uint8_t>(scales);
+        if (kind.minus >= 0 && kind.source != kQ2K) made.minus = Buffer<uint8_t>(scales);
+        made.super_scale = Buffer<uint8_t>(2 * w.row_blocks * wide * kRows);
+        if (kind.minus >= 0) made.super_minus = Buffer<uint8_t>(made.super_scale.size());
+    }
+    made.row_bytes = wide * kind.nbytes;
     made.source = bytes(random, n * made.row_bytes);
+    for (int64_t at = 0; at < made.source.size(); at += kind.nbytes) {  // below 1: never NaN
+        made.source[at + kind.scale + 1] &= 0x3b;
+        if (kind.minus >= 0) made.source[at + kind.minus + 1] &= 0x3b;
+    }
     return made;
 }
 
+// Plain values; 8-bit floats with scales of their own or without.
 inline Packed dense(Random& random, int64_t n, int64_t k) {
+    constexpr int types[] = {kF16, kBF16, kF32, kE4M3, kE5M2};
     Packed made = shaped(n, k);
-    made.w.dense = 1;
-    made.w.scale_type = (int32_t)random.below(3);
-    made.codes = Buffer<uint8_t>(made.w.row_blocks * kRows * k * size_of(made.w.scale_type));
-    made.source = elements(random, made.w.scale_type, n * k);
+    Weight& w = made.w;
+    w.dense = 1;
+    w.scale_type = types[random.below(5)];
+    if (w.scale_type >= kE4M3 && random.below(3)) {
+        w.unit = 1;
+        w.group_units = (int32_t)random.between(1, k);
+        w.groups = (k + w.group_units - 1) / w.group_units;
+        made.scale = elements(random, kF32, w.row_blocks * w.groups * kRows);
+    }
+    made.codes = Buffer<uint8_t>(w.row_blocks * kRows * k * size_of(w.scale_type));
+    made.source = elements(random, w.scale_type, n * k);
     return made;
 }

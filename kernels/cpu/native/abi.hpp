@@ -7,7 +7,7 @@
 
 #include <stdint.h>
 
-enum { kAbiVersion = 3 };
+enum { kAbiVersion = 4 };
 
 // Element types of scales, minima, pages and dense values. kLow4 and kHigh4, for scales and minima
 // only, are the two halves of one byte (q2_k keeps both in it).
@@ -39,8 +39,9 @@ enum SourceKind {
     kQ8_0 = 20
 };
 
-// What every exported function returns.
-enum Status { kOk = 0, kOutOfMemory = 1, kClosed = 2, kUnknownOp = 3 };
+// What every exported function returns. kBadIndex: an index points outside of its tensor; nothing was
+// computed.
+enum Status { kOk = 0, kOutOfMemory = 1, kClosed = 2, kUnknownOp = 3, kBadIndex = 4 };
 
 enum { kRows = 16, kDepth = 32, kKeyTile = 64 };
 
@@ -150,12 +151,12 @@ struct AnglesArgs {
     float factor;
 };
 
-// out[t] = x[rows[t]], `width` floats.
+// out[t] = x[rows[t]], `width` floats. x has `count` rows.
 struct SelectArgs {
     const float* x;
     const int64_t* rows;
     float* out;
-    int64_t width;
+    int64_t width, count;
 };
 
 // Where every token of a step stands, from what a request is: the last query_len tokens of
@@ -167,6 +168,7 @@ struct PlacesArgs {
     int64_t* positions;
     int64_t* slots;
     int64_t table_width;
+    int64_t tokens;  // room in positions and slots
     int32_t page_size;
 };
 

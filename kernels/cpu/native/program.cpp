@@ -68,9 +68,40 @@ void find_places(const PlacesArgs& a, int64_t begin, int64_t end) {
     }
 }
 
+bool in_range(const int64_t* indices, int64_t count, int64_t limit) {
+    for (int64_t i = 0; i < count; ++i)
+        if (indices[i] < 0 || indices[i] >= limit) return false;
+    return true;
+}
+
+bool in_range(const PlacesArgs& a, int64_t requests) {
+    for (int64_t r = 0; r < requests; ++r) {
+        const int64_t tokens = (int64_t)a.query_start[r + 1] - a.query_start[r];
+        if (tokens < 0 || a.context_len[r] < tokens ||
+            a.context_len[r] > a.table_width * a.page_size)
+            return false;
+    }
+    return a.query_start[0] >= 0 && a.query_start[requests] <= a.tokens;
+}
+
+// What an operator reads as an index before anything runs. A wrong one would touch wild memory;
+// looking at them costs less than a nanosecond each.
+bool indices_in_range(const Op& op, int64_t n) {
+    switch (op.kind) {
+        case kOpEmbedding: return in_range(op.embedding.ids, n, op.embedding.w->n);
+        case kOpSelect: return in_range(op.select.rows, n, op.select.count);
+        case kOpPlaces: return in_range(op.places, n);
+        default: return true;
+    }
+}
+
 }  // namespace
 
-Scratch::~Scratch() { free(data_); }
+void Scratch::release() {
+    free(data_);
+    data_ = nullptr;
+    size_ = 0;
+}
 
 bool Scratch::reserve(size_t bytes, bool zeroed) {
     if (bytes <= size_) return true;
@@ -153,6 +184,7 @@ Status Machine::prepare(Program& program, const int64_t* counts) {
     size_t shared = 0, most_private = 0, attention = 0;
     for (Op& op : program.ops_) {
         const int64_t n = counts[op.count] * op.per;
+        if (!indices_in_range(op, n)) return kBadIndex;
         if (op.kind == kOpLinear) {
             op.linear.m = n;
             const size_t mine = linear_private_bytes(*op.linear.w, n, op.linear.exact != 0);
@@ -243,6 +275,12 @@ void Machine::chunk(void* context, int phase, int64_t begin, int64_t end, int th
         if (stage.tiles) frame.machine->tiles(op, begin, end, thread);
         else frame.machine->rows(op, begin * op.per, end * op.per);
     }
+}
+
+void Machine::close() {
+    closed = true;
+    pool.stop();
+    for (Scratch* memory : {&activations_, &attention_, &private_}) memory->release();
 }
 
 Status Machine::run(Program& program, const int64_t* counts) {
