@@ -89,6 +89,11 @@ class Graph(Generic[Result]):
 class OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raises :class:`CaptureError` for every torch operation that touches data."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: torch would import its compiler, 800 modules, only to leave this class alone."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:

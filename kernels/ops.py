@@ -167,8 +167,12 @@ class Ops:
             found = self._chosen[problem] = choose(self._backends, problem)
         return found.implementation
 
-    def linear(self, layout: Layout) -> BoundLinear:
-        """Choose a kernel for a weight and pack the weight for it."""
+    def linear(self, layout: Layout, activation_bits: int = 8) -> BoundLinear:
+        """Choose a kernel for a weight and pack the weight for it.
+
+        ``activation_bits``: 8, or 16 where a rounded input would cost too much accuracy. Says
+        nothing with ``compute="exact"`` or for plain floats.
+        """
         out_features, in_features = layout.shape
         match layout:
             case Dense() | Float8():
@@ -185,6 +189,7 @@ class Ops:
             compute=self.compute,
             in_features=in_features,
             out_features=out_features,
+            activation_bits=activation_bits,
             **fields,
         )
         choice = choose(self._backends, problem)

@@ -25,8 +25,8 @@ BACKENDS = ("cpu", "reference")
 class Problem:
     """What an implementation must know to accept or decline. Fields an op does not use stay unset.
 
-    ``compute`` is ``"auto"`` (activations may be rounded to 8 bits per block where the weight is
-    quantized) or ``"exact"`` (fp32 arithmetic on the dequantized values).
+    ``compute`` is ``"auto"`` (activations may be rounded to ``activation_bits`` per block where the
+    weight is quantized) or ``"exact"`` (fp32 arithmetic on the dequantized values).
     """
 
     op: str
@@ -37,6 +37,7 @@ class Problem:
     group: int = 0
     in_features: int = 0
     out_features: int = 0
+    activation_bits: int = 8
     dtype: str = "float32"
     head_dim: int = 0
     kv_dtype: str = ""

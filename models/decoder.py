@@ -18,7 +18,7 @@ from torch import Tensor
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.layouts import KVPages
 from sdk.models.config import ModelConfig
-from sdk.models.layers import Linear, Source
+from sdk.models.layers import ACCURATE, Linear, Source
 from sdk.models.rope import Rope
 
 
@@ -70,6 +70,7 @@ class Attention:
                 ("v_proj", *keys),
             ],
             bias=c.attention_bias,
+            activation_bits=ACCURATE,
         )
         self.out = source.row(
             f"{path}.o_proj",

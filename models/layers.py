@@ -28,6 +28,12 @@ ROOTS = (
 )
 
 
+#: Activation bits of the projections that decide most per multiplication. Rounding to 8 bits moves
+#: SmolLM2's logits by 0.034 of their norm, 0.020 of it through q, k and v (an eighth of the work of
+#: a layer), 0.018 through the head, which runs for sampled tokens only.
+ACCURATE = 16
+
+
 class Linear:
     """``y = x @ w.T + bias``; with ``reduce`` the products of all ranks are summed first."""
 
@@ -161,9 +167,15 @@ class Source:
         return self.vector(f"{path}.bias", size)
 
     def _bound(
-        self, path: str, weight: Weight, bias: Tensor | None, *, reduce: bool = False
+        self,
+        path: str,
+        weight: Weight,
+        bias: Tensor | None,
+        *,
+        reduce: bool = False,
+        activation_bits: int = 8,
     ) -> Linear:
-        weight.bind(self.ops)
+        weight.bind(self.ops, activation_bits)
         linear = Linear(weight, bias, self.mesh, self.ops, reduce=reduce)
         self.linears.append((path, linear))
         return linear
@@ -175,11 +187,13 @@ class Source:
         parts: Sequence[tuple[str, int, int, int]],
         *,
         bias: bool = False,
+        activation_bits: int = 8,
     ) -> Linear:
         """Projections of one input as one column-parallel linear.
 
         ``parts``: ``(name, out_features, start, count)``, the run of each that is this rank's. A
         file that holds them joined under ``fused`` (Phi-3) gives the same result.
+        ``activation_bits``: see :meth:`sdk.kernels.ops.Ops.linear`.
         """
         hidden = self.config.hidden_size
         whole = f"{path}.{fused}"
@@ -190,7 +204,7 @@ class Source:
             weight = self._pull(whole, (total, hidden))
             joined = self._bias(whole, total, bias)
             if sum(count for *_, count in parts) == total:
-                return self._bound(whole, weight, joined)
+                return self._bound(whole, weight, joined, activation_bits=activation_bits)
             offset = 0
             for _, size, start, count in parts:
                 weights.append(self._cut(whole, weight, "out", offset + start, count))
@@ -211,7 +225,8 @@ class Source:
                 torch.zeros(w.shape[0], device=self.ops.device) if b is None else b
                 for b, w in zip(biases, weights, strict=True)
             ]
-        return self._bound(whole, concat(weights), torch.cat(present) if present else None)
+        joined = torch.cat(present) if present else None
+        return self._bound(whole, concat(weights), joined, activation_bits=activation_bits)
 
     def row(
         self, path: str, in_features: int, start: int, count: int, *, bias: bool = False
@@ -230,7 +245,7 @@ class Source:
         def pull(path: str) -> Weight:
             weight = self._pull(path, (c.vocab_size, c.hidden_size))
             weight = self._cut(path, weight, "out", start, count)
-            weight.bind(self.ops)
+            weight.bind(self.ops, ACCURATE)
             return weight
 
         weight = pull("model.embed_tokens")

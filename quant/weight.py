@@ -63,8 +63,11 @@ class Weight(ABC):
         """
 
     @abstractmethod
-    def bind(self, ops: Ops) -> None:
-        """Choose the kernel and hand the tensors to it. Once; ``matmul`` and ``rows`` need it."""
+    def bind(self, ops: Ops, activation_bits: int = 8) -> None:
+        """Choose the kernel and hand the tensors to it. Once; ``matmul`` and ``rows`` need it.
+
+        ``activation_bits``: see :meth:`sdk.kernels.ops.Ops.linear`.
+        """
 
     @abstractmethod
     def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -123,9 +126,9 @@ class PackedWeight(Weight):
                 f"expected multiples of {group} ({self.spec}), in_features {self.shape[1]}"
             )
 
-    def bind(self, ops: Ops) -> None:
+    def bind(self, ops: Ops, activation_bits: int = 8) -> None:
         if self._bound is None:
-            self._bound = ops.linear(self.layout)
+            self._bound = ops.linear(self.layout, activation_bits)
             self._layout = None
 
     def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -294,10 +297,10 @@ class StackedWeight(Weight):
             offset += part.shape[0]
         return kept[0] if len(kept) == 1 else StackedWeight(kept)
 
-    def bind(self, ops: Ops) -> None:
+    def bind(self, ops: Ops, activation_bits: int = 8) -> None:
         self._ops = ops
         for part in self.parts:
-            part.bind(ops)
+            part.bind(ops, activation_bits)
 
     def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         assert self._ops is not None, "bind() the weight before matmul()"

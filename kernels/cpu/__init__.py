@@ -56,10 +56,7 @@ class CpuBackend:
         self.engine = engine
         self._memory = WeightMemory()
         self._implementations: dict[str, Sequence[Any]] = {
-            "linear": (
-                Linear(engine, self._memory, exact=False),
-                Linear(engine, self._memory, exact=True),
-            ),
+            "linear": (*(Linear(engine, self._memory, bits) for bits in (8, 16, 32)),),
             "rms_norm": (RmsNorm(engine),),
             "add_rms_norm": (AddRmsNorm(engine),),
             "gated_activation": (GatedActivation(engine),),

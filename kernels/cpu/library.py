@@ -84,7 +84,7 @@ class Activations(Structure):
 
     _fields_ = [
         ("k_blocks", c_int64),
-        *((name, c_void_p) for name in ("q", "scale", "sum", "minus_sum")),
+        ("blocks", c_void_p),
     ]
 
 
@@ -93,6 +93,7 @@ class LinearArgs(Structure):
         *((name, c_void_p) for name in ("w", "x", "out")),
         ("out_stride", c_int64),
         ("exact", c_int32),
+        ("planes", c_int32),
         ("m", c_int64),
         ("act", Activations),
     ]

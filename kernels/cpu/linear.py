@@ -86,19 +86,23 @@ class Packed:
 class Linear:
     """See :class:`sdk.kernels.registry.LinearKernel`.
 
-    With ``exact=False`` activations are rounded to 8 bits per 32 values (quantized weights only);
-    with ``exact=True``, and always for dense weights, everything is fp32.
+    ``activation_bits`` 8: activations are rounded per 32 values (quantized weights only). 16: what
+    the rounding left is rounded again, and both parts are multiplied, as two rows that are added.
+    32, and always for plain floats: everything is fp32.
     """
 
-    def __init__(self, engine: Engine, memory: WeightMemory, exact: bool) -> None:
+    def __init__(self, engine: Engine, memory: WeightMemory, activation_bits: int) -> None:
         self._engine = engine
         self._memory = memory
-        self._exact = exact
-        self.name = "cpu.linear_exact" if exact else "cpu.linear"
+        self._bits = activation_bits
+        self.name = {8: "cpu.linear", 16: "cpu.linear_a16", 32: "cpu.linear_exact"}[activation_bits]
 
     def reject(self, problem: Problem) -> str | None:
-        if not self._exact and problem.compute == "exact":
-            return "rounds activations to 8 bits, compute is exact"
+        if self._bits < 32 and problem.compute == "exact":
+            return f"rounds activations to {self._bits} bits, compute is exact"
+        plain = problem.layout in ("dense", "float8")
+        if self._bits < problem.activation_bits and not plain:
+            return f"rounds activations to {self._bits} bits, {problem.activation_bits} are wanted"
         if problem.layout == "dense":
             if problem.format not in _VALUES:
                 return f"dense {problem.format}: expected {', '.join(_VALUES)}"
@@ -167,7 +171,8 @@ class Linear:
             x=x.data_ptr(),
             out=out.data_ptr(),
             out_stride=out.stride(0),
-            exact=self._exact,
+            exact=self._bits == 32,
+            planes=2 if self._bits == 16 and not packed.view.dense else 1,
         )
         self._engine.run(OpKind.LINEAR, args, x.shape[0], "linear")
 

@@ -130,7 +130,7 @@ def test_metrics_and_explain_tell_what_happened(tiny: LLM) -> None:
     )
     assert output.metrics.num_generation_tokens == 8
     text = tiny.explain()
-    for expected in ("llama", "linear layers", "w8a16g32s", "attention", "memory"):
+    for expected in ("llama", "linear layers", "q8_0", "attention", "memory"):
         assert expected in text
 
 

@@ -1,17 +1,24 @@
-"""``embedlm bench``: loads, medians, the peer's protocol, and one real measurement."""
+"""``embedlm bench`` on the command line: options, reports, and real runs of a tiny model."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from sdk.cli import bench, build_parser, main
-from sdk.cli.bench_engines import Engines, Load, PeerEngine, Sample
-from sdk.errors import RequestError, SdkError
+from sdk.cli.bench import accuracy, engines, models, plots
+from sdk.cli.bench.engines import Load, Peer, Sample
+from sdk.cli.bench.report import Metric, Result, Section, cells, ratio, to_markdown, to_text
+from sdk.cli.bench.settings import make_load
+from sdk.cli.bench.suites import SUITES, busy_core
+from sdk.kernels.cpu import levels, probe
+from sdk.kernels.errors import KernelError
 
 Captured = pytest.CaptureFixture[str]
 
@@ -20,15 +27,16 @@ def parse(*argv: str) -> argparse.Namespace:
     return build_parser().parse_args(["bench", *argv])
 
 
-@pytest.mark.parametrize("text", ["", "0", "1,", "a", "-1", "257"])
-def test_bad_numbers_of_streams_are_refused(text: str, capsys: Captured) -> None:
+@pytest.mark.parametrize("option", ["--streams", "--prompt-len", "--context"])
+@pytest.mark.parametrize("text", ["", "0", "1,", "a", "-1", "2000000"])
+def test_bad_lists_of_numbers_are_refused(option: str, text: str, capsys: Captured) -> None:
     with pytest.raises(SystemExit) as left:
-        parse(f"--streams={text}")
+        parse(f"{option}={text}")
     assert left.value.code == 2
-    assert "expected numbers in 1..256" in capsys.readouterr().err
+    assert "expected numbers in 1.." in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["--rounds", "--threads", "--prompt-len", "--output-len"])
+@pytest.mark.parametrize("option", ["--rounds", "--threads", "--output-len"])
 def test_counts_are_positive(option: str, capsys: Captured) -> None:
     with pytest.raises(SystemExit):
         parse(f"{option}=0")
@@ -40,108 +48,354 @@ def test_one_output_token_leaves_nothing_to_decode(capsys: Captured) -> None:
     assert "--output-len: expected at least 2" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text", ["", "decode,nonsense", "Decode", "all,decode"])
+def test_an_unknown_suite_is_refused_with_the_known_ones(text: str, capsys: Captured) -> None:
+    with pytest.raises(SystemExit) as left:
+        parse(f"--suite={text}")
+    assert left.value.code == 2
+    assert "expected all or names of prefill, decode, " in capsys.readouterr().err
+
+
+def test_suites_are_named_once_each_or_all_together() -> None:
+    assert parse().suite == ("prefill", "decode")
+    assert parse("--suite", "gemm,decode,gemm").suite == ("gemm", "decode")
+    assert parse("--suite", "all").suite == tuple(SUITES)
+
+
+@pytest.mark.parametrize("text", ["", "exllama", "vllm=", "=py", "vllm,vllm=py"])
+def test_an_unknown_peer_is_refused_with_the_known_ones(text: str, capsys: Captured) -> None:
+    with pytest.raises(SystemExit) as left:
+        parse(f"--against={text}")
+    assert left.value.code == 2
+    assert "each of llama.cpp, vllm, " in capsys.readouterr().err
+
+
+def test_each_peer_may_have_an_interpreter_of_its_own() -> None:
+    assert parse("--against", "llama.cpp=/a/python,transformers").against == (
+        Peer("llama.cpp", "/a/python"),
+        Peer("transformers"),
+    )
+
+
+def test_a_peer_that_is_not_installed_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["bench", "x.gguf", "--against", "llama.cpp"]) == 2
+    assert "--against llama.cpp: llama_cpp is not installed here" in capsys.readouterr().err
+    engines.check_peer(Peer("llama.cpp", "/a/python"))  # the worker will say
+
+
+def test_plots_without_matplotlib_are_refused_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["bench", "x.gguf", "--plots", "folder"]) == 2
+    assert "--plots: matplotlib is not installed" in capsys.readouterr().err
+
+
+def test_a_missing_model_is_one_line(capsys: Captured) -> None:
+    assert main(["bench", "/nowhere/model.gguf"]) == 2
+    assert capsys.readouterr().err == "embedlm: /nowhere/model.gguf: no such file or folder\n"
+
+
+def test_the_command_in_a_report_repeats_the_run_without_paths() -> None:
+    args = parse("/models/m 1.gguf", "--streams", "1,4", "--against", "llama.cpp=/a/python")
+    assert bench.command(args) == ("embedlm bench 'm 1.gguf' --against llama.cpp --streams 1,4")
+    assert bench.command(parse()) == "embedlm bench"
+    assert bench.command(parse("--rounds", "5", "--output-len", "9")) == (
+        "embedlm bench --output-len 9"
+    )
+
+
 def test_a_load_is_the_same_every_time_and_has_no_control_tokens() -> None:
-    load = bench.make_load(49152, 8, 128, 64)
-    assert load == bench.make_load(49152, 8, 128, 64)
+    load = make_load(49152, 8, 128, 64, seed=8)
+    assert load == make_load(49152, 8, 128, 64, seed=8)
+    assert load != make_load(49152, 8, 128, 64, seed=9)
     assert len(set(load.prompts)) == 8
     assert load.prompt_tokens == 8 * 128
     assert all(1000 <= token < 49152 for prompt in load.prompts for token in prompt)
-    small = bench.make_load(448, 1, 16, 2)
+    small = make_load(448, 1, 16, 2, seed=1)
     assert all(224 <= token < 448 for token in small.prompts[0])
 
 
-def test_a_row_reports_medians() -> None:
-    row = bench.Row("e", 1, [Sample(1.0, 10.0), Sample(100.0, 30.0), Sample(3.0, 20.0)])
-    assert (row.prefill, row.decode) == (3.0, 20.0)
-    assert row.to_json()["decode_samples"] == [10.0, 30.0, 20.0]
+def test_a_sample_without_decoded_tokens_has_no_rate() -> None:
+    assert Sample(1.0, 0.0, 0).decode_rate == 0
+    assert Sample(1.0, 2.0, 64).decode_rate == 32
 
 
-def test_every_other_round_runs_in_reverse() -> None:
-    engines = Engines()
-    engines.opened = ["a", "b"]  # type: ignore[list-item]
-    assert [list(engines.interleaved(i)) for i in range(3)] == [["a", "b"], ["b", "a"], ["a", "b"]]
+def result(engine: str, streams: int, *rates: float) -> Result:
+    return Result(engine, f"{engine} 1.0", "float16", {"streams": streams}, {"rate": list(rates)})
 
 
-def test_bandwidth_is_a_plausible_number() -> None:
-    assert 0.5 < bench.read_bandwidth(1) < 2000
+RATE = Metric("rate", "tok/s")
+ROWS = [
+    result("embedlm", 1, 100.0, 300.0, 200.0),
+    result("llama.cpp", 1, 50.0, 60.0, 40.0),
+    result("embedlm", 8, 900.0),
+    result("llama.cpp", 8, 100.0),
+]
 
 
-def test_a_peer_needs_llama_cpp_or_an_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(RequestError, match="llama-cpp-python is not installed here"):
-        bench.peer_python(parse("--against", "llama.cpp"))
-    assert bench.peer_python(parse("--against", "llama.cpp", "--peer-python", "py")) == "py"
-    assert bench.peer_python(parse()) is None
+def test_a_row_holds_medians_and_ratios_of_the_same_case() -> None:
+    assert ROWS[0].median("rate") == 200
+    assert ratio(ROWS[1], ROWS, "rate") == 4
+    assert ratio(ROWS[3], ROWS, "rate") == 9
+    assert ratio(ROWS[0], ROWS, "rate") is None
+    assert ratio(result("vllm", 16, 1.0), ROWS, "rate") is None
+    assert ratio(result("vllm", 1, 0.0), ROWS, "rate") is None
 
 
-def test_an_interpreter_without_a_peer_is_refused() -> None:
-    with pytest.raises(RequestError, match="expected --against"):
-        bench.peer_python(parse("--peer-python", "py"))
+def test_ratio_columns_are_there_only_beside_a_peer() -> None:
+    head, rows = cells(Section("Decode", "note", [RATE], ROWS))
+    assert head == ["engine", "KV", "streams", "tok/s", "embedlm / it"]
+    assert rows[1] == ["llama.cpp 1.0", "float16", "1", "50.0", "4.00"]
+    head, rows = cells(Section("Decode", "note", [RATE], [ROWS[0]]))
+    assert head == ["engine", "KV", "streams", "tok/s"]
+    assert rows == [["embedlm 1.0", "float16", "1", "200.0"]]
+    head, rows = cells(Section("Share", "note", [Metric("rate", "%", ratio=False)], ROWS))
+    assert head == ["engine", "KV", "streams", "%"]
 
 
-def fake_python(folder: Path, code: str) -> str:
-    """An "interpreter" that runs ``code`` instead of the worker script."""
-    script = folder / "worker.py"
-    script.write_text(code)
-    python = folder / "python"
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{script}"\n')
-    python.chmod(0o755)
-    return str(python)
+REPORT = {
+    "command": "embedlm bench m.gguf",
+    "model": "m.gguf",
+    "machine": {
+        "cpu": "A CPU",
+        "cpus": 2,
+        "simd": "avx2",
+        "python": "3.11.0",
+        "read_gb_per_s": {"before": 48.0, "after": 50.0},
+        "int8_tops": {"before": 2.0, "after": 1.9},
+    },
+    "settings": {"threads": 2, "rounds": 3, "output_len": 64},
+}
 
 
-def test_a_peer_is_asked_in_json_lines(tmp_path: Path) -> None:
-    code = (
-        "import json, sys\n"
-        "hello = json.loads(sys.stdin.readline())\n"
-        "print(json.dumps({'name': 'peer %(streams)d %(context)d' % hello}), flush=True)\n"
-        "for line in sys.stdin:\n"
-        "    n = len(json.loads(line)['prompts'])\n"
-        "    reply = {'prefill_s': 2.0, 'decode_s': 4.0, 'decode_tokens': 8 * n}\n"
-        "    print(json.dumps(reply), flush=True)\n"
-    )
-    peer = PeerEngine(fake_python(tmp_path, code), "m.gguf", 2, 8, 192)
-    assert peer.name == "peer 8 192"
-    assert peer.measure(Load(((1, 2, 3), (4, 5, 6)), 9)) == Sample(prefill=3.0, decode=4.0)
-    peer.close()
+def test_text_and_markdown_say_the_same() -> None:
+    section = Section("Decode", "all together", [RATE], ROWS)
+    text, markdown = (write(REPORT, [section]) for write in (to_text, to_markdown))
+    for part in (
+        "m.gguf, 2 threads, median of 3 rounds",
+        "memory read 48.0 GB/s before, 50.0 after",
+    ):
+        assert part in text and part in markdown
+    lines = text.splitlines()
+    assert lines[-1].split() == ["llama.cpp", "1.0", "float16", "8", "100.0", "9.00"]
+    assert markdown.startswith("```bash\nembedlm bench m.gguf\n```\n")
+    assert "| engine | KV | streams | tok/s | embedlm / it |\n| --- | ---: |" in markdown
+    assert markdown.endswith("| llama.cpp 1.0 | float16 | 8 | 100.0 | 9.00 |\n")
 
 
-def test_a_peer_that_fails_says_why(tmp_path: Path) -> None:
-    code = 'print(\'{"error": "no such model"}\', flush=True)'
-    with pytest.raises(SdkError, match="the peer failed: no such model"):
-        PeerEngine(fake_python(tmp_path, code), "m.gguf", 1, 1, 64)
+def test_json_keeps_every_sample() -> None:
+    assert ROWS[0].to_json() == {
+        "engine": "embedlm 1.0",
+        "kv": "float16",
+        "streams": 1,
+        "median": {"rate": 200.0},
+        "samples": {"rate": [100.0, 300.0, 200.0]},
+    }
 
 
-def test_a_peer_that_dies_is_an_error_and_not_a_hang(tmp_path: Path) -> None:
-    with pytest.raises(SdkError, match="ended without a word"):
-        PeerEngine(fake_python(tmp_path, "raise SystemExit(3)"), "m.gguf", 1, 1, 64)
+WORK = models.Work(
+    bytes_per_token=100_000_000, prompt_weights=10**8, decode_weights=125 * 10**6, kv_numbers=10**4
+)
 
 
-def test_an_interpreter_that_is_not_there_is_named() -> None:
-    with pytest.raises(SdkError, match="--peer-python /nowhere/python: cannot be started"):
-        PeerEngine("/nowhere/python", "m.gguf", 1, 1, 64)
+def test_limits_come_from_memory_or_from_the_integer_units() -> None:
+    machine = REPORT["machine"]
+    assert plots.limit("prefill", 512, machine, WORK, 2) == 10_000  # 2e12 / 2e8
+    assert plots.limit("decode", 1, machine, WORK, 2) == 500  # 50e9 / 100e6
+    assert plots.limit("decode", 8, machine, WORK, 2) == 4000
+    assert plots.limit("decode", 32, machine, WORK, 2) == 8000  # 2e12 / 2.5e8
+    assert plots.limit("context", 5000, machine, WORK, 2) == 250  # 5000 * 20 kB more
+    assert plots.limit("context", 5000, machine, WORK, 1) == 50e9 / 150e6
 
 
-def test_the_worker_without_llama_cpp_answers_with_an_error(tmp_path: Path) -> None:
-    (tmp_path / "llama_cpp.py").write_text("raise ImportError('stand-in without a library')")
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nPYTHONPATH="{tmp_path}" exec "{sys.executable}" "$@"\n')
-    python.chmod(0o755)
-    with pytest.raises(SdkError, match="ImportError: stand-in without a library"):
-        PeerEngine(str(python), "m.gguf", 1, 1, 64)
+class Drawing:
+    """Stands in for matplotlib's figures and axes: every call is noted, and gives another."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[object, ...], dict[str, object]]] = []
+
+    def __getattr__(self, name: str) -> object:
+        def note(*args: object, **options: object) -> Drawing:
+            self.calls.append((name, args, options))
+            return self
+
+        return note
+
+    def all(self, name: str) -> list[tuple[object, ...]]:
+        return [args for called, args, _ in self.calls if called == name]
 
 
-def test_a_real_measurement_fills_the_table_and_the_file(
-    golden: Path, tmp_path: Path, capsys: Captured
-) -> None:
-    file = tmp_path / "bench.json"
-    argv = ["bench", str(golden / "gguf-Q4_1" / "model.gguf"), "--streams", "1,3"]
-    argv += ["--prompt-len", "20", "--output-len", "6", "--rounds", "2", "--json", str(file)]
-    assert main([*argv, "--threads", "1"]) == 0
+@pytest.fixture
+def drawing(monkeypatch: pytest.MonkeyPatch) -> Drawing:
+    found = Drawing()
+    module = ModuleType("matplotlib.figure")
+    module.Figure = lambda **options: found  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "matplotlib", ModuleType("matplotlib"))
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", module)
+    return found
+
+
+def test_a_plot_has_labelled_axes_and_the_machines_limit(drawing: Drawing, tmp_path: Path) -> None:
+    plots.check_matplotlib()
+    sections = {"decode": Section("Decode", "note", [RATE], ROWS)}
+    (path,) = plots.write_plots(tmp_path / "new", REPORT, sections, WORK)
+    assert path == tmp_path / "new" / "decode.png" and path.parent.is_dir()
+    ours, theirs, limits = drawing.all("plot")
+    assert (ours[:2], theirs[:2]) == (([0, 1], [200, 900]), ([0, 1], [50, 100]))
+    assert list(limits[1]) == [500, 4000]  # type: ignore[call-overload]
+    assert drawing.all("set_xticks") == [(range(2), ["1", "8"])]
+    assert drawing.all("set_xlabel") == [("streams at once",)]
+    assert drawing.all("set_ylabel") == [("tok/s",)]
+    assert drawing.all("savefig") == [(path,)]
+
+
+def test_columns_without_a_case_become_bars_of_their_own(drawing: Drawing, tmp_path: Path) -> None:
+    rows = [Result("embedlm", "embedlm 1.0", "", {}, {"rate": [3.0], "share": [40.0]})]
+    metrics = [RATE, Metric("share", "% of peak", ratio=False)]
+    plots.write_plots(tmp_path, REPORT, {"gemm": Section("GEMM", "note", metrics, rows)}, WORK)
+    assert [bar[1] for bar in drawing.all("bar")] == [[3.0], [40.0]]
+    assert drawing.all("set_ylabel") == [("tok/s",), ("% of peak",)]
+    assert drawing.all("axhline") == [(100,)]
+
+
+def test_work_counts_what_a_token_reads(golden: Path) -> None:
+    tied = models.work_of(str(golden / "gguf-Q4_1" / "model.gguf"))
+    file = (golden / "gguf-Q4_1" / "model.gguf").stat().st_size
+    assert 0.5 * file < tied.bytes_per_token < file
+    assert tied.decode_weights > tied.prompt_weights > 0
+
+
+def test_probes_measure_plausible_limits() -> None:
+    assert 0.2e9 < probe.read_bandwidth(1, seconds=0.005) < 2e12
+    for level in levels():
+        assert 1e8 < probe.int8_peak(2, level, seconds=0.005) < 1e14
+
+
+def test_probes_refuse_what_is_not_there() -> None:
+    with pytest.raises(KernelError, match=r"SIMD level: expected one of .*found 'sse9'"):
+        probe.int8_peak(1, "sse9")
+    with pytest.raises(KernelError, match="read bandwidth: not measured"):
+        probe.read_bandwidth(0)
+    with pytest.raises(KernelError, match="int8 peak of portable: not measured"):
+        probe.int8_peak(0, "portable")
+
+
+def test_a_busy_core_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    real = subprocess.Popen
+
+    def popen(argv: list[str]) -> subprocess.Popen[bytes]:
+        started.append(real(argv))
+        return started[0]
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    with pytest.raises(KeyboardInterrupt), busy_core():
+        assert started[0].poll() is None
+        raise KeyboardInterrupt
+    assert started[0].poll() is not None
+
+
+@pytest.fixture
+def tiny_random(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``random-1b`` is a few kilobytes here."""
+    sizes = {"HIDDEN": 64, "LAYERS": 1, "HEADS": 4, "KV_HEADS": 2, "HEAD_DIM": 16}
+    for name, size in {**sizes, "MLP": 96, "VOCAB": 128}.items():
+        monkeypatch.setattr(models, f"_{name}", size)
+
+
+@pytest.mark.usefixtures("tiny_random")
+def test_a_model_of_random_weights_runs_and_is_removed() -> None:
+    with models.ModelFiles("random-1b") as made:
+        file = Path(made.path)
+        work = models.work_of(made.path)
+        assert work.decode_weights - work.prompt_weights == 64 * 128
+        assert work.kv_numbers == 2 * 2 * 16
+        with engines.Engines() as opened:
+            worker = opened.open(engines.Opening("embedlm", made.path, 1, 1, 32))
+            assert worker.measure(Load(((5, 6, 7),), 4)).decode_tokens == 3
+    assert not file.exists()
+
+
+def test_the_unpacked_copy_has_the_same_weights(golden: Path) -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    from sdk.loaders.open import open_checkpoint
+
+    with models.ModelFiles(str(golden / "gguf-Q8_0" / "model.gguf")) as files:
+        folder = Path(files.unpacked())
+        assert files.unpacked() == str(folder)
+        tensors = load_file(folder / "model.safetensors")
+    checkpoint = open_checkpoint(golden / "gguf-Q8_0" / "model.gguf")
+    for name in ("model.embed_tokens", "model.layers.0.self_attn.q_proj"):
+        expected = checkpoint.weight(name).dequantize()
+        assert torch.equal(tensors[f"{name}.weight"], expected)
+    checkpoint.close()
+    with models.ModelFiles("a/folder") as files:
+        assert files.unpacked() == "a/folder"
+
+
+def test_a_real_run_fills_tables_and_files(golden: Path, tmp_path: Path, capsys: Captured) -> None:
+    file, page = tmp_path / "bench.json", tmp_path / "bench.md"
+    argv = ["bench", str(golden / "gguf-Q4_1" / "model.gguf"), "--threads", "1", "--rounds", "2"]
+    argv += ["--suite", "prefill,decode,busy,roofline", "--streams", "1,3"]
+    argv += ["--prompt-len", "20,30", "--output-len", "6"]
+    assert main([*argv, "--json", str(file), "--markdown", str(page)]) == 0
     report = json.loads(file.read_text())
-    assert [row["streams"] for row in report["results"]] == [1, 3]
-    for row in report["results"]:
-        assert len(row["decode_samples"]) == 2
-        assert row["prefill_tokens_per_s"] > 0 and row["decode_tokens_per_s"] > 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("model.gguf: 20 prompt and 6 output tokens")
-    assert [line.split()[:2] for line in lines[-2:]] == [["embedlm", "1"], ["embedlm", "3"]]
+    found = report["results"]
+    assert list(found) == ["prefill", "decode", "busy", "roofline"]
+    assert [row["prompt"] for row in found["prefill"]] == [20, 30]
+    assert [row["streams"] for row in found["decode"]] == [1, 3]
+    for rows in found.values():
+        for row in rows:
+            assert row["kv"] == "float16"
+            assert all(len(values) == 2 for values in row["samples"].values())
+            assert all(value > 0 for value in row["median"].values())
+    out = capsys.readouterr().out
+    assert out.startswith("model.gguf, 1 threads, median of 2 rounds")
+    assert "Roofline, decode: " in out
+    assert str(tmp_path) not in page.read_text()
+
+
+def test_json_alone_on_stdout(golden: Path, capsys: Captured) -> None:
+    argv = ["bench", str(golden / "gguf-Q4_0" / "model.gguf"), "--threads", "1", "--rounds", "1"]
+    assert main([*argv, "--suite", "gemm", "--json", "-"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["results"]["gemm"]
+    assert 0 < row["median"]["tops"] < row["median"]["peak_tops"]
+
+
+def test_accuracy_is_measured_against_exact_arithmetic(golden: Path, capsys: Captured) -> None:
+    model = str(golden / "gguf-Q4_1" / "model.gguf")
+    assert main(["bench", model, "--suite", "accuracy", "--json", "-"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["results"]["accuracy"]
+    assert row["kv"] == "float32"
+    assert 0.1 < row["median"]["error"] < 5  # percent
+    assert 0 < row["median"]["kl"] < 0.01
+
+
+def test_logits_are_compared_without_their_mean_and_by_divergence() -> None:
+    import torch
+
+    exact = torch.tensor([[0.0, 2.0], [4.0, 4.0]])
+    row = Result("e", "e", "", {})
+    same = accuracy.compare(row, exact, exact + 7)
+    assert same.median("error") == 0
+    assert abs(same.median("kl")) < 1e-6
+    row = accuracy.compare(Result("e", "e", "", {}), exact, torch.tensor([[0.0, 3.0], [4.0, 4.0]]))
+    assert row.median("error") == pytest.approx(50)  # half of sqrt(2) where sqrt(2) was expected
+    assert row.median("kl") == pytest.approx(0.0204, abs=1e-3)
+
+
+@pytest.mark.usefixtures("tiny_random")
+def test_accuracy_needs_a_tokenizer_and_enough_text(
+    golden: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["bench", "random-1b", "--suite", "accuracy"]) == 2
+    assert "expected a model with a tokenizer, found none" in capsys.readouterr().err
+    monkeypatch.setattr(accuracy, "TEXT", "a few words")
+    assert main(["bench", str(golden / "arch-llama3"), "--suite", "accuracy"]) == 2
+    assert "expected 256 tokens, found " in capsys.readouterr().err

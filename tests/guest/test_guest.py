@@ -105,6 +105,18 @@ def test_a_fresh_process_sees_no_output_no_files_and_no_leftover_threads(
 
 
 @pytest.mark.model
+def test_opening_a_model_does_not_import_the_compiler_of_torch(golden: Path) -> None:
+    code = """
+        import sys
+        from sdk import LLM
+        with LLM(sys.argv[1], max_model_len=64) as llm:
+            llm.generate([{"prompt_token_ids": [1, 2, 3]}])
+        print(sorted({"torch._dynamo", "sympy", "transformers"} & set(sys.modules)))
+    """
+    assert run_python(code, golden / "gguf-Q4_1" / "model.gguf") == "[]\n"
+
+
+@pytest.mark.model
 def test_200_engines_in_a_row_leave_memory_and_descriptors_where_they_were(golden: Path) -> None:
     model = golden / "gguf-Q4_K_M" / "model.gguf"
     process = psutil.Process()

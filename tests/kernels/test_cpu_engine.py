@@ -68,7 +68,15 @@ def test_ops_prefer_the_native_kernels(cases: Any) -> None:
     exact = Ops("cpu", num_threads=1, compute="exact")
     choice = exact.linear(cases.affine(16, 32)).choice
     assert choice.name == "cpu.linear_exact"
-    assert choice.declined == (("cpu.linear", "rounds activations to 8 bits, compute is exact"),)
+    assert choice.declined == (
+        ("cpu.linear", "rounds activations to 8 bits, compute is exact"),
+        ("cpu.linear_a16", "rounds activations to 16 bits, compute is exact"),
+    )
+    wide = ops.linear(cases.affine(16, 32), activation_bits=16).choice
+    assert wide.name == "cpu.linear_a16"
+    assert wide.declined == (("cpu.linear", "rounds activations to 8 bits, 16 are wanted"),)
+    dense = ops.linear(cases.dense(16, 32, torch.float16), activation_bits=16).choice
+    assert dense.name == "cpu.linear"
     ops.close()
     exact.close()
 

@@ -39,7 +39,7 @@ SCALED = ((37, 77, (37, 77)), (37, 77, (1, 77)), (40, 300, (128, 128)), (50, 70,
 
 
 def kernels(backend: CpuBackend) -> tuple[Linear, Linear]:
-    rounding, exact = backend.implementations("linear")
+    rounding, _, exact = backend.implementations("linear")
     return rounding, exact
 
 
@@ -190,16 +190,24 @@ def test_a_row_has_the_same_bits_in_every_batch(
 def test_the_levels_agree(cases: Any) -> None:
     """Integer dots are exact and each output sums its groups in order: with a fused multiply-add
     the bits are equal; the portable level rounds twice."""
-    weight, x = cases.affine(33, 576, 5, 32), cases.activations(9, 576)
-    outs = {}
-    for level in levels():
-        backend = open_backend("cpu", 1, level)
-        kernel, _ = kernels(backend)
-        outs[level] = multiply(kernel, kernel.pack(weight), x)
+    weights = [cases.affine(33, 1000, bits, 32, kind) for bits in range(2, 9) for kind in KINDS]
+    weights += [cases.affine(33, 1000, bits, 16, "zeros") for bits in (4, 8)]
+    weights += [cases.affine(33, 96, 8, 32, kind, signed=True) for kind in ("zero", "minus")]
+    weights += [cases.blocks(33, 1024, name) for name in ("q4_k", "q5_k", "q6_k")]
+    weights += [cases.dense(33, 1000, dtype) for dtype in FLOATS]
+    backends = {level: open_backend("cpu", 1, level) for level in levels()}
+    for weight in weights:
+        x = cases.activations(9, weight.shape[1])
+        for exact in (False, True):
+            outs = {}
+            for level, backend in backends.items():
+                kernel = kernels(backend)[exact]
+                outs[level] = multiply(kernel, kernel.pack(weight), x)
+            fused = [out for level, out in outs.items() if level != "portable"]
+            assert all(torch.equal(out, fused[0]) for out in fused), weight.shape
+            assert all(cases.nmse(outs["portable"], out) < 1e-12 for out in fused)
+    for backend in backends.values():
         backend.close()
-    fused = [out for level, out in outs.items() if level != "portable"]
-    assert all(torch.equal(out, fused[0]) for out in fused)
-    assert all(cases.nmse(outs["portable"], out) < 1e-12 for out in fused)
 
 
 def test_long_rows_and_large_batches_stay_exact(backend: CpuBackend, cases: Any) -> None:

@@ -45,6 +45,9 @@ enum Status { kOk = 0, kOutOfMemory = 1, kClosed = 2, kUnknownOp = 3, kBadIndex 
 
 enum { kRows = 16, kDepth = 32, kKeyTile = 64 };
 
+// Matrix products hand out strips of two row blocks: a broadcast activation meets both.
+enum { kStrip = 2, kStripRows = kStrip * kRows };
+
 // A packed weight. Rows come in blocks of 16, k in blocks of 32; one tile of 16 x 32 codes is
 // `bits * 64` bytes (planes.hpp). Everything that belongs to a row is interleaved 16-fold:
 // scale[row block][group][row in block]. A tile unit is 16 or 32 k that share their scale.
@@ -74,17 +77,17 @@ struct Weight {
     const uint16_t* super_minus;  // f16; may be null
 };
 
-// Whether linear_float needs scratch for the values of one row block, [k_blocks * 32][16] floats.
-static inline bool needs_values(const Weight* w) { return !w->dense || w->scale; }
+// 32 activations rounded to 8 bits: x ~ scale * q. One record, so that a row is one pointer.
+struct Rounded {
+    int8_t q[kDepth];
+    float scale;
+    float sum;      // of q
+    float half[2];  // sum of q[0..15] and q[16..31]
+};
 
-// Activations rounded to 8 bits per 32 values: x ~ scale * q.
 struct Activations {
     int64_t k_blocks;
-    int8_t* q;          // [M][k_blocks * 32]
-    float* scale;       // [M][k_blocks]
-    int32_t* sum;       // [M][k_blocks][2]: sum(q) over each half block, or first all of it
-                        // where the weight's unit is 32
-    float* minus_sum;   // [M][k_blocks][2]: -scale * sum
+    Rounded* blocks;  // [M][k_blocks]
 };
 
 struct LinearArgs {
@@ -93,7 +96,8 @@ struct LinearArgs {
     float* out;       // [m, n], rows out_stride apart
     int64_t out_stride;
     int32_t exact;    // fp32 on the dequantized values
-    int64_t m;        // filled by the executor
+    int32_t planes;   // 2: activations as the sum of two rounded rows, 16 bits together
+    int64_t m;        // rounded rows; filled by the executor
     Activations act;  // filled by the executor
 };
 
@@ -247,8 +251,8 @@ enum Count { kTokens = 0, kOutputs = 1, kRequests = 2, kCounts = 3 };
 // One instruction-set level's kernels. Ranges are half open; `scratch` is 64-byte aligned.
 struct KernelTable {
     void (*quantize)(const LinearArgs*, int64_t m_begin, int64_t m_end);
-    void (*linear_int)(const LinearArgs*, int64_t block_begin, int64_t block_end, uint8_t* scratch);
-    void (*linear_float)(const LinearArgs*, int64_t block_begin, int64_t block_end,
+    void (*linear_int)(const LinearArgs*, int64_t strip_begin, int64_t strip_end, uint8_t* scratch);
+    void (*linear_float)(const LinearArgs*, int64_t strip_begin, int64_t strip_end,
                          uint8_t* scratch);
     void (*rms_norm)(const NormArgs*, int64_t t_begin, int64_t t_end);
     void (*gated)(const GatedArgs*, int64_t t_begin, int64_t t_end);

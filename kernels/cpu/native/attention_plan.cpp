@@ -1,6 +1,6 @@
 #include "attention_plan.hpp"
 
-#include "linear_scratch.hpp"
+#include "program.hpp"
 
 AttentionPlan plan_attention(AttentionArgs* args, int requests, int) {
     const int group = args->heads / args->kv_heads;

@@ -1,79 +1,89 @@
 // y = x W^T in fp32 on exact weight values: dense weights, and compute="exact" for packed ones.
 //
-// Each output has four accumulators, k mod 4, joined as (0 + 1) + (2 + 3): one order for every M.
-// Lanes run over the 16 rows of a block, so no horizontal sum is needed. Packed weights are decoded
-// with the operations of reference/decode.py, one rounding each, and equal it bit for bit.
+// Each output sums its products by fma in order of k, 128 at a time from zero, and adds these sums in
+// order: one order for every M and level, and a shorter chain than one sum over all of k. Lanes run
+// over the rows of a block, so no horizontal sum is needed. Packed weights are decoded with the
+// operations of reference/decode.py, one rounding each, and equal it bit for bit.
 #pragma once
 
-#include "planes.hpp"
+#include "linear_int.hpp"
 
 namespace LEVEL {
 
-enum { kMaxFloatRows = kLanes == 16 ? 4 : 2 };
+// Two sums per row, two values and a broadcast in registers.
+enum { kMaxFloatRows = kLanes == 16 ? 8 : 4, kConvertFrom = 9 };
 
-template <int TYPE>
-INLINE VF load_value(const void* base, int64_t index) {
-    return load_as(TYPE, base, index);
-}
+// One chunk of one strip, for two vectors of rows.
+struct FloatPanel {
+    const void* values[2];  // [k][16] of TYPE, from the vector's first row on
+    const uint8_t* ahead[2];  // bytes to ask for meanwhile; null: none
+    int64_t k;              // of the chunk
+    int64_t x_stride;
+    bool first;  // sums start here
+};
 
 template <int TYPE, int MR>
-static void block_float(const void* w, int64_t k, const float* x, float* out, int64_t stride,
-                        int valid) {
-    for (int h = 0; h < kRows / kLanes; ++h) {
-        VF acc[MR][4];
-        for (int r = 0; r < MR; ++r)
-            for (int c = 0; c < 4; ++c) acc[r][c] = zero();
-        int64_t i = 0;
-        for (; i + 4 <= k; i += 4) {
-#pragma GCC unroll 4
-            for (int c = 0; c < 4; ++c) {
-                VF value = load_value<TYPE>(w, (i + c) * kRows + h * kLanes);
-#pragma GCC unroll 4
-                for (int r = 0; r < MR; ++r)
-                    acc[r][c] = fma(value, set1(x[r * k + i + c]), acc[r][c]);
-            }
+__attribute__((noinline)) static void panel_float(const FloatPanel* p, const float* x,
+                                                  float* sums) {
+    const int64_t k = p->k, stride = p->x_stride;
+    const void *value0 = p->values[0], *value1 = p->values[1];
+    VF acc0[MR], acc1[MR];
+#pragma GCC unroll 8
+    for (int r = 0; r < MR; ++r) acc0[r] = acc1[r] = zero();
+    if (p->ahead[0]) {
+        const int64_t step = element_bytes(TYPE) * kRows;
+        for (int64_t i = 0; i < k * step; i += 64) {
+            __builtin_prefetch(p->ahead[0] + i);
+            __builtin_prefetch(p->ahead[1] + i);
         }
-        for (int c = 0; c < 3; ++c) {
-            if (i + c >= k) break;
-            VF value = load_value<TYPE>(w, (i + c) * kRows + h * kLanes);
-            for (int r = 0; r < MR; ++r)
-                acc[r][c] = fma(value, set1(x[r * k + i + c]), acc[r][c]);
-        }
+    }
+    for (int64_t i = 0; i < k; ++i, ++x) {
+        const VF a = load_as(TYPE, value0, i * kRows), b = load_as(TYPE, value1, i * kRows);
+#pragma GCC unroll 8
         for (int r = 0; r < MR; ++r) {
-            VF sum = add(add(acc[r][0], acc[r][1]), add(acc[r][2], acc[r][3]));
-            float* to = out + r * stride + h * kLanes;
-            if (valid >= (h + 1) * kLanes) {
-                store(to, sum);
-            } else if (valid > h * kLanes) {
-                float lanes[kLanes];
-                store(lanes, sum);
-                memcpy(to, lanes, sizeof(float) * (size_t)(valid - h * kLanes));
-            }
+            const VF each = set1(x[r * stride]);
+            acc0[r] = fma(a, each, acc0[r]);
+            acc1[r] = fma(b, each, acc1[r]);
         }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < MR; ++r) {
+        float* to = sums + r * kStripRows;
+        store(to, p->first ? acc0[r] : add(load(to), acc0[r]));
+        store(to + kLanes, p->first ? acc1[r] : add(load(to + kLanes), acc1[r]));
     }
 }
 
 template <int TYPE>
-static void rows_float(const void* w, const LinearArgs* args, int64_t m, int64_t m_end,
-                       int64_t b) {
-    int64_t n = args->w->n, k = args->w->k, stride = args->out_stride;
-    int valid = n - b * kRows < kRows ? (int)(n - b * kRows) : (int)kRows;
-    float* out = args->out + b * kRows;
-    if (kMaxFloatRows == 4)
-        for (; m + 4 <= m_end; m += 4)
-            block_float<TYPE, kMaxFloatRows>(w, k, args->x + m * k, out + m * stride, stride, valid);
-    for (; m + 2 <= m_end; m += 2)
-        block_float<TYPE, 2>(w, k, args->x + m * k, out + m * stride, stride, valid);
-    if (m < m_end) block_float<TYPE, 1>(w, k, args->x + m * k, out + m * stride, stride, valid);
+static void rows_float(FloatPanel* p, const float* x, int64_t m, float* sums) {
+    while (m > 0) {
+        int done = 1;
+        if (kMaxFloatRows == 8 && m >= 8) {
+            panel_float<TYPE, kMaxFloatRows>(p, x, sums);
+            done = 8;
+        } else if (m >= 4) {
+            panel_float<TYPE, 4>(p, x, sums);
+            done = 4;
+        } else if (m >= 2) {
+            panel_float<TYPE, 2>(p, x, sums);
+            done = 2;
+        } else {
+            panel_float<TYPE, 1>(p, x, sums);
+        }
+        p->ahead[0] = p->ahead[1] = nullptr;
+        m -= done;
+        x += done * p->x_stride;
+        sums += done * kStripRows;
+    }
 }
 
-// The values of one row block, [k_blocks * 32][16] floats.
+// k blocks [i, i_end) of one row block as floats, [32 * blocks][16].
 template <int BITS>
-static void decode_block(const Weight* w, int64_t b, float* out) {
+static void decode_blocks(const Weight* w, int64_t b, int64_t i, int64_t i_end, float* out) {
     const uint8_t* tiles = w->codes + b * w->k_blocks * 64 * BITS;
     const int per_unit = w->unit / 4;  // vectors j that share a scale
-    for (int64_t i = 0; i < w->k_blocks; ++i) {
-        for (int h = 0; h < kRows / kLanes; ++h) {
+    for (; i < i_end; ++i, out += kDepth * kRows) {
+        for (int h = 0; h < kPerBlock; ++h) {
             VF scale = zero(), zero_point = zero(), minus = zero();
 #pragma GCC unroll 8
             for (int j = 0; j < 8; ++j) {
@@ -81,7 +91,7 @@ static void decode_block(const Weight* w, int64_t b, float* out) {
                     scale_of(w, b, i * (kDepth / w->unit) + j / per_unit, h, &scale, &zero_point,
                              &minus);
                 VB code = codes_of<BITS>(tiles + i * 64 * BITS, j, h);
-                float* to = out + (i * kDepth + 4 * j) * kRows + h * kLanes;
+                float* to = out + 4 * j * kRows + h * kLanes;
 #pragma GCC unroll 4
                 for (int c = 0; c < 4; ++c)
                     store(to + c * kRows,
@@ -91,41 +101,83 @@ static void decode_block(const Weight* w, int64_t b, float* out) {
     }
 }
 
+static void decode_chunk(const Weight* w, int64_t b, int64_t i, int64_t i_end, float* out) {
+    switch (w->bits) {
+        case 2: decode_blocks<2>(w, b, i, i_end, out); break;
+        case 3: decode_blocks<3>(w, b, i, i_end, out); break;
+        case 4: decode_blocks<4>(w, b, i, i_end, out); break;
+        case 5: decode_blocks<5>(w, b, i, i_end, out); break;
+        case 6: decode_blocks<6>(w, b, i, i_end, out); break;
+        case 7: decode_blocks<7>(w, b, i, i_end, out); break;
+        case 8: decode_blocks<8>(w, b, i, i_end, out); break;
+    }
+}
+
+// One chunk of one strip for `m` rows of x; `blocks` its two parts of [k][16] TYPE.
+template <int TYPE>
+static void chunk_float(FloatPanel panel, const void* const* blocks, const float* x, int64_t m,
+                        float* sums, float* values) {
+    if (TYPE != kF32 && m >= kConvertFrom) {
+        for (int b = 0; b < kStrip; ++b)
+            for (int64_t i = 0; i < panel.k * kRows; i += kLanes)
+                store(values + b * kFloatChunk * kRows + i, load_as(TYPE, blocks[b], i));
+        const void* converted[] = {values, values + kFloatChunk * kRows};
+        panel.ahead[0] = panel.ahead[1] = nullptr;
+        chunk_float<kF32>(panel, converted, x, m, sums, values);
+        return;
+    }
+    for (int g = 0; g < kPerBlock; ++g) {
+        for (int v = 0; v < 2; ++v) {
+            const int b = (2 * g + v) / kPerBlock, at = (2 * g + v) % kPerBlock * kLanes;
+            panel.values[v] = (const uint8_t*)blocks[b] + at * element_bytes(TYPE);
+        }
+        rows_float<TYPE>(&panel, x, m, sums + 2 * g * kLanes);
+    }
+}
+
+static void chunk_of(int type, const FloatPanel& panel, const void* const* blocks, const float* x,
+                     int64_t m, float* sums, float* values) {
+    switch (type) {
+        case kF16: chunk_float<kF16>(panel, blocks, x, m, sums, values); break;
+        case kBF16: chunk_float<kBF16>(panel, blocks, x, m, sums, values); break;
+        case kE4M3: chunk_float<kE4M3>(panel, blocks, x, m, sums, values); break;
+        case kE5M2: chunk_float<kE5M2>(panel, blocks, x, m, sums, values); break;
+        default: chunk_float<kF32>(panel, blocks, x, m, sums, values);
+    }
+}
+
 static void linear_float(const LinearArgs* args, int64_t begin, int64_t end, uint8_t* scratch) {
     const Weight* w = args->w;
-    // Activations of one pass stay within 256 KiB of the second-level cache.
-    int64_t pass = 65536 / (w->k ? w->k : 1) / 4 * 4;
-    if (pass < 16) pass = 16;
+    const int64_t k = w->k, pass = rows_per_pass(args->m, k ? k * 4 : 1);
+    const int64_t row_bytes = k * kRows * element_bytes(w->scale_type);
+    float* sums = (float*)scratch;
+    float* values = sums + pass * kStripRows;
     for (int64_t m = 0; m < args->m; m += pass) {
-        int64_t m_end = m + pass < args->m ? m + pass : args->m;
-        for (int64_t b = begin; b < end; ++b) {
-            float* values = (float*)scratch;
-            if (w->dense && w->scale) {
-                scaled_values(w, b, 0, w->k, values);
-                rows_float<2>(values, args, m, m_end, b);
-                continue;
-            }
-            if (w->dense) {
-                int64_t at = b * w->k * kRows;
-                switch (w->scale_type) {
-                    case 0: rows_float<0>((const uint16_t*)w->codes + at, args, m, m_end, b); break;
-                    case 1: rows_float<1>((const uint16_t*)w->codes + at, args, m, m_end, b); break;
-                    case 5: rows_float<5>(w->codes + at, args, m, m_end, b); break;
-                    case 6: rows_float<6>(w->codes + at, args, m, m_end, b); break;
-                    default: rows_float<2>((const float*)w->codes + at, args, m, m_end, b);
+        const int64_t m_end = m + pass < args->m ? m + pass : args->m;
+        for (int64_t s = begin; s < end; ++s) {
+            const Strip strip = strip_at(w, s), after = strip_at(w, s + 1);
+            for (int64_t i = 0; i < k; i += kFloatChunk) {
+                const int64_t i_end = i + kFloatChunk < k ? i + kFloatChunk : k;
+                FloatPanel panel = {{}, {}, i_end - i, k, i == 0};
+                const void* blocks[] = {values, values + kFloatChunk * kRows};
+                for (int b = 0; b < kStrip; ++b) {
+                    if (w->dense && w->scale) {
+                        scaled_values(w, strip.block[b], i, i_end, values + b * kFloatChunk * kRows);
+                    } else if (w->dense) {
+                        const int64_t step = row_bytes / (k * kRows) * kRows;
+                        const Strip& next = i_end < k ? strip : after;
+                        blocks[b] = w->codes + strip.block[b] * row_bytes + i * step;
+                        panel.ahead[b] = w->codes + next.block[b] * row_bytes +
+                                         (i_end < k ? i_end * step : 0);
+                    } else {
+                        decode_chunk(w, strip.block[b], i / kDepth, (i_end + kDepth - 1) / kDepth,
+                                     values + b * kFloatChunk * kRows);
+                    }
                 }
-                continue;
+                chunk_of(w->dense && !w->scale ? w->scale_type : (int)kF32, panel, blocks, args->x + m * k + i,
+                         m_end - m, sums, values);
             }
-            switch (w->bits) {
-                case 2: decode_block<2>(w, b, values); break;
-                case 3: decode_block<3>(w, b, values); break;
-                case 4: decode_block<4>(w, b, values); break;
-                case 5: decode_block<5>(w, b, values); break;
-                case 6: decode_block<6>(w, b, values); break;
-                case 7: decode_block<7>(w, b, values); break;
-                case 8: decode_block<8>(w, b, values); break;
-            }
-            rows_float<2>(values, args, m, m_end, b);
+            store_strip(args, s, strip.valid, m, m_end, sums);
         }
     }
 }

@@ -1,192 +1,383 @@
 // y = x W^T with activations rounded to 8 bits per 32 values and integer dot products.
 //
-// Per output: for each unit u of 16 or 32 k, in order,
-//     acc = fma(float(codes . q), scale_w * scale_x, acc)
-//     acc = fma(minus, -scale_x * sum(q), acc)
-// The integer dot is exact, so neither the vector width nor the number of rows handled at a time
-// (MR) changes a bit: a row alone, in a batch, or in a chunk gives the same result. The levels with
-// a fused multiply-add agree with one another bit for bit too.
+// Per output, for each block of 32 k in order, with its units u of 32 or twice 16 k:
+//     t = (codes . q - zero * sum(q)) * scale_w    summed over the units by fma, and
+//     t = t - minus * sum(q)                       by fma, where there is a minimum
+//     acc = fma(t, scale_x, acc)
+// The part in integers is exact, also where it is done in floats (below 2^24), so neither the vector
+// width nor the number of rows handled at a time (MR) changes a bit: a row alone, in a batch, or in
+// a chunk gives the same result. The levels with a fused multiply-add agree bit for bit too.
+//
+// A strip of two row blocks goes through k in chunks that stay in the first-level cache: their scales
+// become floats once, from 9 rows on codes of other than 4 and 8 bits become bytes once, and each
+// group of MR rows of x runs over the chunk with 2 * MR dot products in registers. While a chunk runs
+// for the first rows the next one is asked for: memory is read in the order of the work.
 #pragma once
 
+#include "linear_scratch.hpp"
 #include "planes.hpp"
 
 namespace LEVEL {
 
-// Registers: MR dots and MR accumulators, a code vector, scale and minus.
-enum { kMaxRows = kLanes == 16 ? 8 : 4, kPrefetch = 2048 };
+enum {
+    kPerBlock = kRows / kLanes,  // vectors of a row block; they are worked on in pairs
+    // Registers: two dots and two sums per row, two codes, a broadcast, scales and minima.
+    kMaxRows = kLanes == 16 ? 6 : 2,
+    kMaxFineRows = kLanes == 16 ? 4 : 2,  // units of 16 keep the first half's t as well
+    kExpandFrom = 9,
+};
 
+// One chunk of one strip, for two vectors of rows.
+struct Panel {
+    const uint8_t* codes[2];
+    const uint8_t* ahead[2];  // tiles to ask for meanwhile; null: none
+    int64_t ahead_step;
+    const float* scales;   // [units][kStripRows]
+    const float* minuses;  // the same, zero points folded in
+    int64_t blocks;        // of the chunk
+    int64_t x_stride;      // records between rows of x
+    int64_t sums_stride;   // floats between rows of sums
+    float zero;
+    bool first;            // sums start here
+};
+
+// What rounding left of a block, rounded again: x ~ scale * q + (scale / 254) * (the result's q).
+static void round_rest(const float* x, const Rounded& first, Rounded* to) {
+    memset(to, 0, sizeof *to);
+    const float scale = first.scale / 254.0f;
+    if (!(scale > 1e-36f)) return;  // zero, not a number, or too small to have a reciprocal
+    float rest[kDepth];
+    for (int i = 0; i < kDepth; ++i) rest[i] = __builtin_fmaf(-first.scale, first.q[i], x[i]);
+    to->scale = scale;
+    round_block(rest, 1.0f / scale, to->q, to->half);
+    to->sum = to->half[0] + to->half[1];
+}
+
+// Rows m_begin..m_end of x; with two planes each becomes two rounded rows, one after the other.
 static void quantize(const LinearArgs* args, int64_t m_begin, int64_t m_end) {
-    const Activations& act = args->act;
-    int64_t k = args->w->k, blocks = act.k_blocks;
+    const int64_t k = args->w->k, blocks = args->act.k_blocks;
     for (int64_t m = m_begin; m < m_end; ++m) {
-        const float* row = args->x + m * k;
-        int8_t* q = act.q + m * blocks * kDepth;
-        for (int64_t b = 0; b < blocks; ++b, q += kDepth) {
+        Rounded* to = args->act.blocks + m * args->planes * blocks;
+        for (int64_t b = 0; b < blocks; ++b, ++to) {
             float padded[kDepth];
-            const float* x = row + b * kDepth;
+            const float* x = args->x + m * k + b * kDepth;
             if ((b + 1) * kDepth > k) {
                 memset(padded, 0, sizeof padded);
                 memcpy(padded, x, (size_t)(k - b * kDepth) * sizeof(float));
                 x = padded;
             }
-            // The bits of |x| order like the values, with inf and NaN above every number.
-            uint32_t peak = 0;
-            for (int i = 0; i < kDepth; ++i) {
-                uint32_t bits;
-                memcpy(&bits, x + i, 4);
-                bits &= 0x7fffffff;
-                peak = bits > peak ? bits : peak;
-            }
-            float largest;
-            memcpy(&largest, &peak, 4);
-            float scale = largest / 127.0f;
+            VF peak = zero();
+            for (int i = 0; i < kDepth; i += kLanes) peak = max_bits(peak, load(x + i));
+            const float largest = reduce_bits(peak);
             // Not a number: the scale says so and the row's outputs become NaN. Below 1e-36 the
             // reciprocal would overflow: such a block counts as zero.
-            bool ordinary = peak < 0x7f800000 && largest > 1e-36f;
-            if (peak >= 0x7f800000) scale = __builtin_nanf("");
-            if (peak < 0x7f800000 && !ordinary) scale = 0.0f;
-            float inverse = ordinary ? 127.0f / largest : 0.0f;
-            int32_t sums[2] = {0, 0};
-            for (int half = 0; half < 2; ++half) {
-                for (int i = 16 * half; i < 16 * half + 16; ++i) {
-                    // + 1.5 * 2^23 rounds to nearest even
-                    float shifted = (ordinary ? x[i] : 0.0f) * inverse + 12582912.0f;
-                    int32_t code;
-                    memcpy(&code, &shifted, 4);
-                    code -= 0x4b400000;
-                    q[i] = (int8_t)code;
-                    sums[half] += code;
-                }
+            if (largest > 1e-36f && largest <= 0x1.fffffep127f) {
+                to->scale = largest / 127.0f;
+                round_block(x, 127.0f / largest, to->q, to->half);
+            } else {
+                memset(to, 0, sizeof *to);
+                if (!(largest <= 1e-36f)) to->scale = __builtin_nanf("");
             }
-            int64_t at = m * blocks + b;
-            act.scale[at] = scale;
-            if (args->w->unit == kDepth) sums[0] += sums[1];
-            for (int half = 0; half < 2; ++half) {
-                act.sum[2 * at + half] = sums[half];
-                act.minus_sum[2 * at + half] = -scale * (float)sums[half];
-            }
+            to->sum = to->half[0] + to->half[1];
+            if (args->planes == 2) round_rest(x, *to, to + blocks);
         }
     }
 }
 
-// MR rows of x times one row block. UNIT is 16 or 32.
-template <int BITS, int UNIT, int MR>
-static void block_int(const uint8_t* tiles, const float* scales, const float* minuses,
-                      const Activations& act, int64_t m, float* out, int64_t stride, int valid) {
+template <int BITS, int UNIT, bool MINUS, int MR>
+__attribute__((noinline)) static void panel_int(const Panel* p, const Rounded* x, float* sums) {
     const int kTile = BITS >= 8 ? 512 : 64 * BITS;
     const int kHalves = kDepth / UNIT;
-    const int64_t blocks = act.k_blocks;
-    const int8_t* q = act.q + m * blocks * kDepth;
-    for (int h = 0; h < kRows / kLanes; ++h) {
-        VF acc[MR];
-        for (int r = 0; r < MR; ++r) acc[r] = zero();
-        for (int64_t b = 0; b < blocks; ++b) {
-            const uint8_t* tile = tiles + b * kTile;
-            if (h == 0) {  // few rows are bound by memory: ask ahead
+    // A dot is summed in this many parts, so that enough of them are under way: a vpdpbusd takes
+    // four cycles and two start in each.
+    const int kChains = kMaxRows < 6 || MR > 4 ? 1 : MR == 4 ? (UNIT == 16 ? 1 : 2) : UNIT / 8;
+    const bool kOffset = !MINUS || (BITS == 8 && kWideOffset != 0);
+    const int64_t stride = p->x_stride, sums_stride = p->sums_stride, blocks = p->blocks, ahead_step = p->ahead_step;
+    const uint8_t *tile0 = p->codes[0], *tile1 = p->codes[1];
+    const uint8_t *ahead0 = p->ahead[0], *ahead1 = p->ahead[1];
+    const float *scales = p->scales, *minuses = p->minuses;
+    const VF zero_point = set1(p->zero);
+    VF acc0[MR], acc1[MR];
 #pragma GCC unroll 8
-                for (int line = 0; line < kTile; line += 64)
-                    __builtin_prefetch(tile + kPrefetch + line);
+    for (int r = 0; r < MR; ++r) {
+        acc0[r] = p->first ? zero() : load(sums + r * sums_stride);
+        acc1[r] = p->first ? zero() : load(sums + r * sums_stride + kLanes);
+    }
+    for (int64_t i = 0; i < blocks; ++i, ++x, tile0 += kTile, tile1 += kTile) {
+        if (ahead0) {
+            for (int64_t line = 0; line < ahead_step; line += 64) {
+                __builtin_prefetch(ahead0 + line);
+                __builtin_prefetch(ahead1 + line);
             }
-#pragma GCC unroll 2
-            for (int half = 0; half < kHalves; ++half) {
-                VI dot[MR];
-#pragma GCC unroll 8
-                for (int r = 0; r < MR; ++r) {
-                    dot[r] = zero_int();
-                    if (BITS == 8 && kWideOffset != 0) {
-                        dot[r] = set1_int(kWideOffset *
-                                          act.sum[2 * ((m + r) * blocks + b) + half]);
-                    }
-                }
-#pragma GCC unroll 8
-                for (int j = half * UNIT / 4; j < (half + 1) * UNIT / 4; ++j) {
-                    VB code = codes_of<BITS>(tile, j, h);
-#pragma GCC unroll 8
-                    for (int r = 0; r < MR; ++r) {
-                        const int8_t* a = q + (r * blocks + b) * kDepth + 4 * j;
-                        dot[r] = BITS == 8 ? dot4_wide(dot[r], code, a) : dot4(dot[r], code, a);
-                    }
-                }
-                int64_t unit = (b * kHalves + half) * kRows + h * kLanes;
-                VF scale = load(scales + unit), minus = load(minuses + unit);
-#pragma GCC unroll 8
-                for (int r = 0; r < MR; ++r) {
-                    int64_t at = (m + r) * blocks + b;
-                    acc[r] = fma(to_float(dot[r]), mul(scale, set1(act.scale[at])), acc[r]);
-                    acc[r] = fma(minus, set1(act.minus_sum[2 * at + half]), acc[r]);
-                }
-            }
+            ahead0 += ahead_step;
+            ahead1 += ahead_step;
         }
-        for (int r = 0; r < MR; ++r) {
-            float* to = out + r * stride + h * kLanes;
-            if (valid >= (h + 1) * kLanes) {
-                store(to, acc[r]);
-            } else if (valid > h * kLanes) {
-                float lanes[kLanes];
-                store(lanes, acc[r]);
-                memcpy(to, lanes, sizeof(float) * (size_t)(valid - h * kLanes));
+        VF t0[MR], t1[MR];
+#pragma GCC unroll 2
+        for (int half = 0; half < kHalves; ++half) {
+            VI dot0[MR * kChains], dot1[MR * kChains];
+#pragma GCC unroll 8
+            for (int r = 0; r < MR * kChains; ++r) dot0[r] = dot1[r] = zero_int();
+#pragma GCC unroll 8
+            for (int j = half * UNIT / 4; j < (half + 1) * UNIT / 4; ++j) {
+                const VB code0 = codes_of<BITS>(tile0, j, 0), code1 = codes_of<BITS>(tile1, j, 0);
+#pragma GCC unroll 8
+                for (int r = 0; r < MR; ++r) {
+                    const int8_t* a = x[r * stride].q + 4 * j;
+                    const int c = j % kChains * MR + r;
+                    dot0[c] = BITS == 8 ? dot4_wide(dot0[c], code0, a) : dot4(dot0[c], code0, a);
+                    dot1[c] = BITS == 8 ? dot4_wide(dot1[c], code1, a) : dot4(dot1[c], code1, a);
+                }
             }
+#pragma GCC unroll 8
+            for (int c = MR; c < MR * kChains; ++c) {
+                dot0[c % MR] = add_int(dot0[c % MR], dot0[c]);
+                dot1[c % MR] = add_int(dot1[c % MR], dot1[c]);
+            }
+            const VF scale0 = load(scales), scale1 = load(scales + kLanes);
+#pragma GCC unroll 8
+            for (int r = 0; r < MR; ++r) {
+                const Rounded& block = x[r * stride];
+                const VF sum = set1(kHalves == 1 ? block.sum : block.half[half]);
+                VF value0 = to_float(dot0[r]), value1 = to_float(dot1[r]);
+                if (kOffset) {
+                    const VF offset = mul(zero_point, sum);
+                    value0 = sub(value0, offset);
+                    value1 = sub(value1, offset);
+                }
+                t0[r] = half ? fma(value0, scale0, t0[r]) : mul(value0, scale0);
+                t1[r] = half ? fma(value1, scale1, t1[r]) : mul(value1, scale1);
+                if (MINUS) {
+                    t0[r] = fnma(load(minuses), sum, t0[r]);
+                    t1[r] = fnma(load(minuses + kLanes), sum, t1[r]);
+                }
+            }
+            scales += kStripRows;
+            minuses += kStripRows;
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < MR; ++r) {
+            const VF scale = set1(x[r * stride].scale);
+            acc0[r] = fma(t0[r], scale, acc0[r]);
+            acc1[r] = fma(t1[r], scale, acc1[r]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < MR; ++r) {
+        store(sums + r * sums_stride, acc0[r]);
+        store(sums + r * sums_stride + kLanes, acc1[r]);
+    }
+}
+
+// All rows of one pass over one chunk, the largest MR first.
+template <int BITS, int UNIT, bool MINUS>
+static void rows_int(Panel* p, const Rounded* x, int64_t m, float* sums) {
+    enum { kMost = UNIT == 16 ? kMaxFineRows : BITS == 4 || BITS >= 8 ? kMaxRows : kMaxFineRows };
+    while (m > 0) {
+        int done = 1;
+        if (kMost == 6 && m >= 6 && m != 8) {
+            panel_int<BITS, UNIT, MINUS, kMost>(p, x, sums);
+            done = kMost;
+        } else if (kMost >= 4 && m >= 4) {
+            panel_int<BITS, UNIT, MINUS, kMost >= 4 ? 4 : 1>(p, x, sums);
+            done = 4;
+        } else if (m >= 2) {
+            panel_int<BITS, UNIT, MINUS, 2>(p, x, sums);
+            done = 2;
+        } else {
+            panel_int<BITS, UNIT, MINUS, 1>(p, x, sums);
+        }
+        p->ahead[0] = p->ahead[1] = nullptr;
+        m -= done;
+        x += done * p->x_stride;
+        sums += done * p->sums_stride;
+    }
+}
+
+INLINE int64_t element_bytes(int type) {
+    return type == kF32 ? 4 : type == kF16 || type == kBF16 ? 2 : 1;
+}
+
+// Which units of a row block, and how many groups further to ask for memory.
+struct Units {
+    int64_t block, begin, end, ahead;
+};
+
+// Per unit the 16 values of its group as floats; `to` is [units][kStripRows].
+template <int TYPE>
+static void units_of(const Weight* w, const void* base, const Units& units, float* to) {
+    const int64_t group_units = w->group_units, bytes = element_bytes(TYPE);
+    const int64_t last = (units.block + 1) * w->groups - 1;  // also for units of padding
+    int64_t group = units.block * w->groups + units.begin / group_units;
+    int64_t used = units.begin % group_units;
+    for (int64_t u = units.begin; u < units.end; ++u, to += kStripRows) {
+        const int64_t at = (group < last ? group : last) * kRows;
+        __builtin_prefetch((const uint8_t*)base + (at + units.ahead * kRows) * bytes);
+        for (int i = 0; i < kRows; i += kLanes) store(to + i, load_as(TYPE, base, at + i));
+        if (++used == group_units) {
+            used = 0;
+            ++group;
         }
     }
 }
 
-// All M rows of x times one row block, the largest MR first.
-template <int BITS, int UNIT>
-static void rows_int(const uint8_t* tiles, const float* scales, const float* minuses,
-                     const Activations& act, int64_t m, int64_t m_end, float* out, int64_t stride,
-                     int valid) {
-    if (kMaxRows == 8)
-        for (; m + 8 <= m_end; m += 8)
-            block_int<BITS, UNIT, kMaxRows>(tiles, scales, minuses, act, m, out + m * stride, stride,
-                                    valid);
-    for (; m + 4 <= m_end; m += 4)
-        block_int<BITS, UNIT, 4>(tiles, scales, minuses, act, m, out + m * stride, stride,
-                                    valid);
-    for (; m + 2 <= m_end; m += 2)
-        block_int<BITS, UNIT, 2>(tiles, scales, minuses, act, m, out + m * stride, stride,
-                                    valid);
-    if (m < m_end)
-        block_int<BITS, UNIT, 1>(tiles, scales, minuses, act, m, out + m * stride, stride,
-                                    valid);
+static void units_as(int type, const Weight* w, const void* base, const Units& units, float* to) {
+    switch (type) {
+        case kF16: units_of<kF16>(w, base, units, to); break;
+        case kBF16: units_of<kBF16>(w, base, units, to); break;
+        case kF32: units_of<kF32>(w, base, units, to); break;
+        case kU8: units_of<kU8>(w, base, units, to); break;
+        case kI8: units_of<kI8>(w, base, units, to); break;
+        case kE4M3: units_of<kE4M3>(w, base, units, to); break;
+        case kE5M2: units_of<kE5M2>(w, base, units, to); break;
+        case kLow4: units_of<kLow4>(w, base, units, to); break;
+        case kHigh4: units_of<kHigh4>(w, base, units, to); break;
+    }
 }
 
-template <int BITS, int UNIT>
-static void blocks_int(const LinearArgs* args, int64_t begin, int64_t end, uint8_t* scratch) {
+static void times_super(const Weight* w, const uint16_t* super, const Units& units, float* to) {
+    int64_t over = units.block * w->supers + units.begin / w->super_units;
+    int64_t used = units.begin % w->super_units;
+    for (int64_t u = units.begin; u < units.end; ++u, to += kStripRows) {
+        for (int i = 0; i < kRows; i += kLanes)
+            store(to + i, mul(load_half(super + over * kRows + i), load(to + i)));
+        if (++used == w->super_units) {
+            used = 0;
+            ++over;
+        }
+    }
+}
+
+// Scales and, where there is a minimum or a zero point per group, scale * zero + minus.
+static void unit_scales(const Weight* w, const Units& units, float* scales, float* minuses) {
+    units_as(w->scale_type, w, w->scale, units, scales);
+    if (w->super_scale) times_super(w, w->super_scale, units, scales);
+    if (!w->minus && !w->zeros) return;
+    if (w->zeros) units_as(kU8, w, w->zeros, units, minuses);
+    else units_as(w->minus_type, w, w->minus, units, minuses);
+    if (w->super_minus) times_super(w, w->super_minus, units, minuses);
+    if (w->minus && w->zero == 0.0f) return;
+    const VF zero_point = set1(w->zero);
+    for (int64_t at = 0; at < (units.end - units.begin) * kStripRows; at += kStripRows) {
+        for (int i = 0; i < kRows; i += kLanes) {
+            const VF scale = load(scales + at + i), value = load(minuses + at + i);
+            store(minuses + at + i,
+                  w->zeros ? mul(scale, value) : add(mul(scale, zero_point), value));
+        }
+    }
+}
+
+// Where a strip's two row blocks lie; a last strip of one block takes it twice.
+struct Strip {
+    int64_t block[2];
+    int valid;  // rows
+};
+
+INLINE Strip strip_at(const Weight* w, int64_t index) {
+    Strip strip;
+    const int64_t b = index * kStrip, rows = w->n - b * kRows;
+    strip.block[0] = b < w->row_blocks ? b : w->row_blocks - 1;
+    strip.block[1] = b + 1 < w->row_blocks ? b + 1 : strip.block[0];
+    strip.valid = rows < kStripRows ? (int)rows : (int)kStripRows;
+    return strip;
+}
+
+// [m][kStripRows] into the strip's columns of out; of two planes, the sum.
+static void store_strip(const LinearArgs* args, int64_t index, int valid, int64_t m, int64_t m_end,
+                        float* sums) {
+    float* out = args->out + index * kStripRows;
+    for (int64_t r = m; r < m_end; r += args->planes, sums += args->planes * kStripRows) {
+        float* to = out + r / args->planes * args->out_stride;
+        if (args->planes == 2)
+            for (int i = 0; i < kStripRows; i += kLanes)
+                store(sums + i, add(load(sums + i), load(sums + kStripRows + i)));
+        if (valid == kStripRows)
+            for (int i = 0; i < kStripRows; i += kLanes) store(to + i, load(sums + i));
+        else memcpy(to, sums, sizeof(float) * (size_t)valid);
+    }
+}
+
+// One chunk of one strip for `m` rows of x.
+template <int BITS, int UNIT, bool MINUS>
+static void chunk_int(Panel panel, const uint8_t* const* tiles, const Rounded* x, int64_t m,
+                      float* sums, uint8_t* expanded) {
+    const bool expand_first = BITS < 8 && (BITS != 4 || UNIT == 16) && m >= kExpandFrom;
+    if (expand_first)
+        for (int b = 0; b < kStrip; ++b)
+            for (int64_t i = 0; i < panel.blocks; ++i)
+                expand<BITS>(tiles[b] + i * 64 * BITS, expanded + (b * kChunkBlocks + i) * 512);
+    const float *scales = panel.scales, *minuses = panel.minuses;
+    for (int g = 0; g < kPerBlock; ++g) {
+        for (int v = 0; v < 2; ++v) {
+            const int b = (2 * g + v) / kPerBlock, at = (2 * g + v) % kPerBlock * kLanes * 4;
+            panel.codes[v] = (expand_first ? expanded + b * kChunkBlocks * 512 : tiles[b]) + at;
+        }
+        panel.scales = scales + 2 * g * kLanes;
+        panel.minuses = minuses + 2 * g * kLanes;
+        float* to = sums + 2 * g * kLanes;
+        if (expand_first) rows_int<kExpanded, UNIT, MINUS>(&panel, x, m, to);
+        else rows_int<BITS, UNIT, MINUS>(&panel, x, m, to);
+    }
+}
+
+template <int BITS, int UNIT, bool MINUS>
+static void strips_int(const LinearArgs* args, int64_t begin, int64_t end, uint8_t* scratch) {
     const Weight* w = args->w;
-    const int64_t units = w->k_blocks * (kDepth / UNIT);
-    float* scales = (float*)scratch;
-    float* minuses = scales + units * kRows;
-    uint8_t* expanded = (uint8_t*)(minuses + units * kRows);
-    // Activations of one pass stay within 256 KiB of the second-level cache.
-    int64_t pass = 262144 / (w->k_blocks * kDepth) / 8 * 8;
-    if (pass < 8) pass = 8;
+    const int64_t blocks = w->k_blocks, chunks = (blocks + kChunkBlocks - 1) / kChunkBlocks;
+    const int64_t pass = rows_per_pass(args->m, blocks * (int64_t)sizeof(Rounded));
+    const int64_t per_block = kDepth / UNIT, row_bytes = blocks * 64 * BITS;
+    float* sums = (float*)scratch;
+    float* scales = sums + pass * kStripRows;
+    float* minuses = scales + kChunkBlocks * per_block * kStripRows;
+    uint8_t* expanded = (uint8_t*)(minuses + kChunkBlocks * per_block * kStripRows);
     for (int64_t m = 0; m < args->m; m += pass) {
-        int64_t m_end = m + pass < args->m ? m + pass : args->m;
-        for (int64_t b = begin; b < end; ++b) {
-            const uint8_t* tiles = w->codes + b * w->k_blocks * 64 * BITS;
-            int valid = w->n - b * kRows < kRows ? (int)(w->n - b * kRows) : (int)kRows;
-            float* out = args->out + b * kRows;
-            integer_scales(w, b, scales, minuses);
-            if (BITS != 8 && BITS != 4 && m_end - m >= 2 * kMaxRows) {
-                for (int64_t i = 0; i < w->k_blocks; ++i)
-                    expand<BITS>(tiles + i * 64 * BITS, expanded + i * 512);
-                rows_int<kExpanded, UNIT>(expanded, scales, minuses, args->act, m, m_end, out,
-                                          args->out_stride, valid);
-            } else {
-                rows_int<BITS, UNIT>(tiles, scales, minuses, args->act, m, m_end, out,
-                                     args->out_stride, valid);
+        const int64_t m_end = m + pass < args->m ? m + pass : args->m;
+        for (int64_t s = begin; s < end; ++s) {
+            const Strip strip = strip_at(w, s);
+            // A single chunk needs no sums in between, unless two rows become one.
+            const bool direct = chunks == 1 && strip.valid == kStripRows && args->planes == 1;
+            float* to = direct ? args->out + m * args->out_stride + s * kStripRows : sums;
+            for (int64_t c = 0; c < chunks; ++c) {
+                const int64_t i = blocks * c / chunks, i_end = blocks * (c + 1) / chunks;
+                // The chunk after this one: of this strip, or the first of the next.
+                const bool last = c + 1 == chunks;
+                const Strip next = last ? strip_at(w, s + 1) : strip;
+                const int64_t next_i = last ? 0 : i_end;
+                const uint8_t* tiles[kStrip];
+                Panel panel;
+                for (int b = 0; b < kStrip; ++b) {
+                    tiles[b] = w->codes + strip.block[b] * row_bytes + i * 64 * BITS;
+                    panel.ahead[b] = w->codes + next.block[b] * row_bytes + next_i * 64 * BITS;
+                    const int64_t ahead = (next.block[b] - strip.block[b]) * w->groups +
+                                          (next_i - i) * per_block / w->group_units;
+                    unit_scales(w, {strip.block[b], i * per_block, i_end * per_block, ahead},
+                                scales + b * kRows, minuses + b * kRows);
+                }
+                panel.ahead_step = 64 * BITS;
+                panel.scales = scales;
+                panel.minuses = minuses;
+                panel.blocks = i_end - i;
+                panel.x_stride = blocks;
+                panel.sums_stride = direct ? args->out_stride : (int64_t)kStripRows;
+                panel.zero = (MINUS ? 0.0f : w->zero) - (BITS == 8 ? kWideOffset : 0);
+                panel.first = c == 0;
+                chunk_int<BITS, UNIT, MINUS>(panel, tiles, args->act.blocks + m * blocks + i,
+                                             m_end - m, to, expanded);
             }
+            if (!direct) store_strip(args, s, strip.valid, m, m_end, sums);
         }
     }
 }
 
 static void linear_int(const LinearArgs* args, int64_t begin, int64_t end, uint8_t* scratch) {
-    bool fine = args->w->unit == 16;
+    const bool fine = args->w->unit == 16, minus = args->w->minus || args->w->zeros;
     switch (args->w->bits) {
-#define CASE(BITS)                                                        \
-    case BITS:                                                            \
-        if (fine) blocks_int<BITS, 16>(args, begin, end, scratch);        \
-        else blocks_int<BITS, 32>(args, begin, end, scratch);             \
+#define CASE(BITS)                                                             \
+    case BITS:                                                                 \
+        if (fine && minus) strips_int<BITS, 16, true>(args, begin, end, scratch);  \
+        else if (fine) strips_int<BITS, 16, false>(args, begin, end, scratch);     \
+        else if (minus) strips_int<BITS, 32, true>(args, begin, end, scratch);     \
+        else strips_int<BITS, 32, false>(args, begin, end, scratch);               \
         break
         CASE(2);
         CASE(3);

@@ -1,33 +1,41 @@
-// How much scratch memory a matrix product needs, and how rounded activations lie in theirs.
+// Sizes of the memory that matrix products work in, and how they cut their work; plain C++.
 #pragma once
 
 #include <stddef.h>
 
 #include "abi.hpp"
 
-inline size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
+enum {
+    kChunkBlocks = 24,          // k blocks whose scales and expanded codes stay in the first-level cache
+    kFloatChunk = 128,    // the same for fp32 values, in k
+    kPassBytes = 393216,  // activations of one pass over the weights, within the second-level cache
+};
 
-inline size_t activation_bytes(int64_t m, int64_t k_blocks) {
-    const size_t blocks = (size_t)(m * k_blocks);
-    return aligned(blocks * kDepth) + aligned(blocks * 4) + 2 * aligned(blocks * 8);
+static inline size_t activation_bytes(int64_t m, int64_t k_blocks) {
+    return (size_t)(m * k_blocks) * sizeof(Rounded);
 }
 
-inline void place_activations(Activations* act, uint8_t* at, int64_t m, int64_t k_blocks) {
-    const size_t blocks = (size_t)(m * k_blocks);
+// `at` is 64-byte aligned and has activation_bytes(m, k_blocks).
+static inline void place_activations(Activations* act, uint8_t* at, int64_t k_blocks) {
     act->k_blocks = k_blocks;
-    act->q = reinterpret_cast<int8_t*>(at);
-    at += aligned(blocks * kDepth);
-    act->scale = reinterpret_cast<float*>(at);
-    at += aligned(blocks * 4);
-    act->minus_sum = reinterpret_cast<float*>(at);
-    at += aligned(blocks * 8);
-    act->sum = reinterpret_cast<int32_t*>(at);
+    act->blocks = (Rounded*)at;
 }
 
-// Of one thread.
-inline size_t linear_private_bytes(const Weight& w, int64_t m, bool exact) {
-    const size_t depth = (size_t)w.k_blocks * kDepth;
-    if (!needs_values(&w)) return 0;
-    if (exact || w.dense) return depth * kRows * sizeof(float);
-    return depth / (size_t)w.unit * kRows * sizeof(float) * 2 + (m > 1 ? depth * kRows : 0);
+static inline int64_t strips_of(const Weight& w) { return (w.row_blocks + kStrip - 1) / kStrip; }
+
+// Rows of x that go through the weights together: `row_bytes` each.
+static inline int64_t rows_per_pass(int64_t m, int64_t row_bytes) {
+    int64_t rows = kPassBytes / row_bytes / 24 * 24;
+    if (rows < 24) rows = 24;
+    return rows < m ? rows : m;
+}
+
+// Running sums of a pass, then scales and minima and expanded codes, or values as floats.
+static inline size_t linear_private_bytes(const Weight& w, int64_t m, bool exact) {
+    const bool floats = exact || w.dense;
+    const int64_t row_bytes = floats ? w.k * 4 : w.k_blocks * (int64_t)sizeof(Rounded);
+    const size_t sums = (size_t)rows_per_pass(m, row_bytes ? row_bytes : 1) * kStripRows * 4;
+    if (floats) return sums + (size_t)kFloatChunk * kStripRows * 4;
+    const size_t scales = (size_t)(kChunkBlocks * kDepth / w.unit) * kStripRows * 4;
+    return sums + 2 * scales + (size_t)kChunkBlocks * kDepth * kStripRows;
 }

@@ -72,7 +72,7 @@ void read_row(const Weight& w, const uint8_t* row, uint8_t* codes) {
     } else if (w.bits == 8) {
         for (int64_t k = 0; k < w.k; ++k) codes[k] = row[k] ^ (w.flip ? 0x80 : 0);
     } else {
-        expand_stream(w.bits, row, w.k, codes);
+        expand_of(w.bits)(row, w.k, codes);
     }
 }
 

@@ -89,25 +89,4 @@ static void scaled_values(const Weight* w, int64_t b, int64_t begin, int64_t end
     else scaled_values_of<kE5M2>(w, b, begin, end, out);
 }
 
-// For the integer product: w . x = sum_u scale * (codes . q) + minus * (-sum q), with the zero
-// point folded into minus. Both [units][16], floats.
-INLINE void integer_scales(const Weight* w, int64_t b, float* scales, float* minuses) {
-    int64_t units = w->k_blocks * (kDepth / w->unit);
-    for (int64_t u = 0; u < units; ++u) {
-        if (u % w->group_units) {  // the same group as the unit before
-            for (int i = 0; i < kRows; i += kLanes) {
-                store(scales + u * kRows + i, load(scales + (u - 1) * kRows + i));
-                store(minuses + u * kRows + i, load(minuses + (u - 1) * kRows + i));
-            }
-            continue;
-        }
-        for (int h = 0; h < kRows / kLanes; ++h) {
-            VF scale, zero_point, minus;
-            scale_of(w, b, u, h, &scale, &zero_point, &minus);
-            store(scales + u * kRows + h * kLanes, scale);
-            store(minuses + u * kRows + h * kLanes, add(mul(scale, zero_point), minus));
-        }
-    }
-}
-
 }  // namespace LEVEL

@@ -142,7 +142,7 @@ bool Program::same_activations(const Op& op) const {
     if (ops_.empty()) return false;
     const Op& last = ops_.back();
     return integer(last) && last.linear.x == op.linear.x && last.linear.w->k == op.linear.w->k &&
-           last.linear.w->unit == op.linear.w->unit && last.count == op.count && last.per == op.per;
+           last.linear.planes == op.linear.planes && last.count == op.count && last.per == op.per;
 }
 
 void Program::add_part(int op, bool tiles) {
@@ -186,11 +186,11 @@ Status Machine::prepare(Program& program, const int64_t* counts) {
         const int64_t n = counts[op.count] * op.per;
         if (!indices_in_range(op, n)) return kBadIndex;
         if (op.kind == kOpLinear) {
-            op.linear.m = n;
-            const size_t mine = linear_private_bytes(*op.linear.w, n, op.linear.exact != 0);
+            op.linear.m = n * op.linear.planes;
+            const size_t mine = linear_private_bytes(*op.linear.w, op.linear.m, op.linear.exact != 0);
             most_private = mine > most_private ? mine : most_private;
             if (integer(op)) {
-                const size_t bytes = activation_bytes(n, op.linear.w->k_blocks);
+                const size_t bytes = activation_bytes(op.linear.m, op.linear.w->k_blocks);
                 shared = bytes > shared ? bytes : shared;
             }
         } else if (op.kind == kOpAttention) {
@@ -212,7 +212,7 @@ Status Machine::prepare(Program& program, const int64_t* counts) {
             Op& op = program.ops_[(size_t)program.parts_[(size_t)stage.first].op];
             if (op.kind == kOpLinear) {
                 const Weight& w = *op.linear.w;
-                total = w.row_blocks;
+                total = strips_of(w);
                 work = op.linear.m * w.n * w.k / (integer(op) ? 4 : 1);
             } else if (op.kind == kOpAttention) {
                 op.attention.shared = attention_.data();
@@ -230,8 +230,7 @@ Status Machine::prepare(Program& program, const int64_t* counts) {
     }
     for (Op& op : program.ops_)
         if (integer(op))
-            place_activations(&op.linear.act, activations_.data(), op.linear.m,
-                              op.linear.w->k_blocks);
+            place_activations(&op.linear.act, activations_.data(), op.linear.w->k_blocks);
     return kOk;
 }
 

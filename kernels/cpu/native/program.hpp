@@ -58,6 +58,8 @@ private:
     std::vector<Stage> stages_;
 };
 
+inline size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
+
 // Memory that grows and is kept: the hot path allocates nothing.
 class Scratch {
 public:

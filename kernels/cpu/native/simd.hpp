@@ -65,6 +65,24 @@ INLINE float bf16_to_float(uint16_t h) {
     return value;
 }
 
+// 8-bit floats: the bits of a float16, whose exponent has 5 bits; e4m3 is then 2^8 too small.
+INLINE float e5m2_to_float(uint8_t x) { return half_to_float((uint16_t)(x << 8)); }
+INLINE float e4m3_to_float(uint8_t x) {
+    if ((x & 0x7f) == 0x7f) return __builtin_nanf("");
+    return half_to_float((uint16_t)((x & 0x80) << 8 | (x & 0x7f) << 7)) * 256.0f;
+}
+
+#if defined(__AVX2__)
+// sums[h] = sum of bytes 16 h .. 16 h + 15 of q
+INLINE void half_sums(__m256i q, float* sums) {
+    __m256i s = _mm256_sad_epu8(_mm256_xor_si256(q, _mm256_set1_epi8((char)0x80)),
+                                _mm256_setzero_si256());
+    s = _mm256_add_epi32(s, _mm256_shuffle_epi32(s, 0x4e));
+    sums[0] = (float)(_mm256_extract_epi32(s, 0) - 16 * 128);
+    sums[1] = (float)(_mm256_extract_epi32(s, 4) - 16 * 128);
+}
+#endif
+
 #if defined(__AVX512VNNI__)
 
 enum { kLanes = 16 };
@@ -89,6 +107,18 @@ INLINE VF load_u8(const uint8_t* p) {
 INLINE VF load_i8(const uint8_t* p) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
 }
+INLINE VF load_e5m2(const uint8_t* p) {
+    __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p));
+    return _mm512_cvtph_ps(_mm256_slli_epi16(wide, 8));
+}
+INLINE VF load_e4m3(const uint8_t* p) {
+    const __m128i x = _mm_loadu_si128((const __m128i*)p), low = _mm_set1_epi8(0x7f);
+    const __mmask16 nan = _mm_cmpeq_epi8_mask(_mm_and_si128(x, low), low);
+    const __m256i wide = _mm256_cvtepi8_epi16(x);  // the sign goes to the top
+    const __m256i half = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16((short)0xbf80));
+    const VF value = _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0f));
+    return _mm512_mask_mov_ps(value, nan, _mm512_set1_ps(__builtin_nanf("")));
+}
 INLINE void store_half(uint16_t* p, VF x) {
     _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
@@ -97,6 +127,7 @@ INLINE VF sub(VF a, VF b) { return _mm512_sub_ps(a, b); }
 INLINE VF mul(VF a, VF b) { return _mm512_mul_ps(a, b); }
 INLINE VF div(VF a, VF b) { return _mm512_div_ps(a, b); }
 INLINE VF fma(VF a, VF b, VF c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE VF fnma(VF a, VF b, VF c) { return _mm512_fnmadd_ps(a, b, c); }  // c - a * b
 INLINE VF max(VF a, VF b) { return _mm512_max_ps(a, b); }  // NaN in b wins
 INLINE VF min(VF a, VF b) { return _mm512_min_ps(a, b); }  // NaN in b wins
 INLINE VF abs(VF a) { return _mm512_abs_ps(a); }
@@ -114,7 +145,21 @@ INLINE VF power_of_two(VI n) {  // 2^n, n in -127..127 (-127 gives 0)
         _mm512_slli_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(127)), 23));
 }
 INLINE VI zero_int() { return _mm512_setzero_si512(); }
-INLINE VI set1_int(int x) { return _mm512_set1_epi32(x); }
+INLINE VI add_int(VI a, VI b) { return _mm512_add_epi32(a, b); }
+// The larger of a and |b| by their bits: inf and NaN are above every number.
+INLINE VF max_bits(VF a, VF b) {
+    return _mm512_castsi512_ps(
+        _mm512_max_epi32(_mm512_castps_si512(a), _mm512_castps_si512(_mm512_abs_ps(b))));
+}
+// 32 values times `inverse`, rounded to nearest even, at most 127 in magnitude
+INLINE void round_block(const float* x, float inverse, int8_t* q, float* sums) {
+    const VF by = _mm512_set1_ps(inverse);
+    const __m128i low = _mm512_cvtepi32_epi8(round_int(mul(load(x), by)));
+    const __m128i high = _mm512_cvtepi32_epi8(round_int(mul(load(x + 16), by)));
+    const __m256i all = _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
+    _mm256_storeu_si256((__m256i*)q, all);
+    half_sums(all, sums);
+}
 INLINE VB load_codes(const uint8_t* p) { return _mm512_loadu_si512(p); }
 INLINE void store_codes(uint8_t* p, VB x) { _mm512_storeu_si512(p, x); }
 INLINE VB code_or(VB a, VB b) { return _mm512_or_si512(a, b); }
@@ -162,6 +207,12 @@ INLINE void add_wide(VD* sums, VF x) {  // sums[0]: the first half of the lanes,
     __m256d high = _mm512_extractf64x4_pd(_mm512_castps_pd(x), 1);
     sums[1] = _mm512_add_pd(sums[1], _mm512_cvtps_pd(_mm256_castpd_ps(high)));
 }
+INLINE float reduce_bits(VF x) {  // the largest by its bits, x >= 0 or NaN
+    const int32_t bits = _mm512_reduce_max_epi32(_mm512_castps_si512(x));
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
 
 #elif defined(__AVX2__)
 
@@ -187,6 +238,18 @@ INLINE VF load_u8(const uint8_t* p) {
 INLINE VF load_i8(const uint8_t* p) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
 }
+INLINE VF load_e5m2(const uint8_t* p) {
+    __m128i wide = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)p));
+    return _mm256_cvtph_ps(_mm_slli_epi16(wide, 8));
+}
+INLINE VF load_e4m3(const uint8_t* p) {
+    const __m128i x = _mm_loadl_epi64((const __m128i*)p), low = _mm_set1_epi8(0x7f);
+    const __m256i nan = _mm256_cvtepi8_epi32(_mm_cmpeq_epi8(_mm_and_si128(x, low), low));
+    const __m128i wide = _mm_cvtepi8_epi16(x);  // the sign goes to the top
+    const __m128i half = _mm_and_si128(_mm_slli_epi16(wide, 7), _mm_set1_epi16((short)0xbf80));
+    const VF value = _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(256.0f));
+    return _mm256_or_ps(value, _mm256_castsi256_ps(nan));
+}
 INLINE void store_half(uint16_t* p, VF x) {
     _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
@@ -195,6 +258,7 @@ INLINE VF sub(VF a, VF b) { return _mm256_sub_ps(a, b); }
 INLINE VF mul(VF a, VF b) { return _mm256_mul_ps(a, b); }
 INLINE VF div(VF a, VF b) { return _mm256_div_ps(a, b); }
 INLINE VF fma(VF a, VF b, VF c) { return _mm256_fmadd_ps(a, b, c); }
+INLINE VF fnma(VF a, VF b, VF c) { return _mm256_fnmadd_ps(a, b, c); }  // c - a * b
 INLINE VF max(VF a, VF b) { return _mm256_max_ps(a, b); }  // NaN in b wins
 INLINE VF min(VF a, VF b) { return _mm256_min_ps(a, b); }  // NaN in b wins
 INLINE VF abs(VF a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
@@ -211,7 +275,24 @@ INLINE VF power_of_two(VI n) {
         _mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23));
 }
 INLINE VI zero_int() { return _mm256_setzero_si256(); }
-INLINE VI set1_int(int x) { return _mm256_set1_epi32(x); }
+INLINE VI add_int(VI a, VI b) { return _mm256_add_epi32(a, b); }
+// The larger of a and |b| by their bits: inf and NaN are above every number.
+INLINE VF max_bits(VF a, VF b) {
+    return _mm256_castsi256_ps(
+        _mm256_max_epi32(_mm256_castps_si256(a), _mm256_castps_si256(abs(b))));
+}
+// 32 values times `inverse`, rounded to nearest even, at most 127 in magnitude
+INLINE void round_block(const float* x, float inverse, int8_t* q, float* sums) {
+    const VF by = _mm256_set1_ps(inverse);
+    const __m256i low = _mm256_packs_epi32(round_int(mul(load(x), by)),
+                                           round_int(mul(load(x + 8), by)));
+    const __m256i high = _mm256_packs_epi32(round_int(mul(load(x + 16), by)),
+                                            round_int(mul(load(x + 24), by)));
+    const __m256i all = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high),
+                                                    _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    _mm256_storeu_si256((__m256i*)q, all);
+    half_sums(all, sums);
+}
 INLINE VB load_codes(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
 INLINE void store_codes(uint8_t* p, VB x) { _mm256_storeu_si256((__m256i*)p, x); }
 INLINE VB code_or(VB a, VB b) { return _mm256_or_si256(a, b); }
@@ -276,6 +357,13 @@ INLINE void add_wide(VD* sums, VF x) {
     sums[0] = _mm256_add_pd(sums[0], _mm256_cvtps_pd(_mm256_castps256_ps128(x)));
     sums[1] = _mm256_add_pd(sums[1], _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1)));
 }
+INLINE float reduce_bits(VF a) {  // the largest by its bits, a >= 0 or NaN
+    const __m256i x = _mm256_castps_si256(a);
+    __m128i b = _mm_max_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    b = _mm_max_epi32(b, _mm_shuffle_epi32(b, 0x4e));
+    b = _mm_max_epi32(b, _mm_shuffle_epi32(b, 0xb1));
+    return _mm_cvtss_f32(_mm_castsi128_ps(b));
+}
 
 #else  // portable: 4 lanes in the compilers' own vector types, which become SSE2 or NEON
 
@@ -304,6 +392,12 @@ INLINE VF load_u8(const uint8_t* p) {
 INLINE VF load_i8(const uint8_t* p) {
     return VF{(float)(int8_t)p[0], (float)(int8_t)p[1], (float)(int8_t)p[2], (float)(int8_t)p[3]};
 }
+INLINE VF load_e5m2(const uint8_t* p) {
+    return VF{e5m2_to_float(p[0]), e5m2_to_float(p[1]), e5m2_to_float(p[2]), e5m2_to_float(p[3])};
+}
+INLINE VF load_e4m3(const uint8_t* p) {
+    return VF{e4m3_to_float(p[0]), e4m3_to_float(p[1]), e4m3_to_float(p[2]), e4m3_to_float(p[3])};
+}
 INLINE void store_half(uint16_t* p, VF x) {
     for (int i = 0; i < kLanes; ++i) p[i] = float_to_half(x[i]);
 }
@@ -319,6 +413,7 @@ INLINE VF fma(VF a, VF b, VF c) {
 #else  // a software fma costs ~20 times a multiplication: this level rounds twice
 INLINE VF fma(VF a, VF b, VF c) { return a * b + c; }
 #endif
+INLINE VF fnma(VF a, VF b, VF c) { return fma(-a, b, c); }  // c - a * b
 INLINE VF select(VI mask, VF yes, VF no) { return (VF)((mask & (VI)yes) | (~mask & (VI)no)); }
 INLINE VF max(VF a, VF b) { return select(a > b, a, b); }  // NaN in b wins
 INLINE VF min(VF a, VF b) { return select(a < b, a, b); }  // NaN in b wins
@@ -332,7 +427,19 @@ INLINE VI round_int(VF x) { return (VI)(x + 12582912.0f) - 0x4b400000; }
 INLINE VF to_float(VI x) { return __builtin_convertvector(x, VF); }
 INLINE VF power_of_two(VI n) { return (VF)((n + 127) << 23); }
 INLINE VI zero_int() { return VI{}; }
-INLINE VI set1_int(int x) { return VI{x, x, x, x}; }
+INLINE VI add_int(VI a, VI b) { return a + b; }
+// The larger of a and |b| by their bits: inf and NaN are above every number.
+INLINE VF max_bits(VF a, VF b) { return select((VI)a > (VI)abs(b), a, abs(b)); }
+// 32 values times `inverse`, rounded to nearest even, at most 127 in magnitude
+INLINE void round_block(const float* x, float inverse, int8_t* q, float* sums) {
+    VI total = VI{};
+    for (int i = 0; i < 32; i += kLanes) {
+        const VI code = round_int(mul(load(x + i), set1(inverse)));
+        for (int lane = 0; lane < kLanes; ++lane) q[i + lane] = (int8_t)code[lane];
+        total = i % 16 ? total + code : code;
+        sums[i / 16] = (float)(total[0] + total[1] + total[2] + total[3]);
+    }
+}
 INLINE VB load_codes(const uint8_t* p) {
     VB x;
     memcpy(&x, p, sizeof x);
@@ -386,22 +493,13 @@ INLINE void add_wide(VD* sums, VF x) {
     sums[0] += VD{(double)x[0], (double)x[1]};
     sums[1] += VD{(double)x[2], (double)x[3]};
 }
+INLINE float reduce_bits(VF a) {  // the largest by its bits, a >= 0 or NaN
+    VF b = max_bits(a, VF{a[2], a[3], a[0], a[1]});
+    b = max_bits(b, VF{b[1], b[0], b[3], b[2]});
+    return b[0];
+}
 
 #endif
-
-// 8-bit floats through float16: e5m2 is its upper byte; e4m3 has the same fields 1 bit lower, its
-// exponents 8 less, and NaN instead of 480.
-INLINE VF load_e5m2(const uint8_t* p) {
-    uint16_t wide[kLanes];
-    for (int i = 0; i < kLanes; ++i) wide[i] = (uint16_t)(p[i] << 8);
-    return load_half(wide);
-}
-INLINE VF load_e4m3(const uint8_t* p) {
-    uint16_t wide[kLanes];
-    for (int i = 0; i < kLanes; ++i) wide[i] = (uint16_t)((p[i] & 0x80) << 8 | (p[i] & 0x7f) << 7);
-    VF value = mul(load_half(wide), set1(256.0f));
-    return select_less(abs(value), set1(480.0f), value, set1(__builtin_nanf("")));
-}
 
 // The high half of a byte, as float: (byte - 7.5) / 16 lies within 0.47 of it.
 INLINE VF load_high4(const uint8_t* p) {

@@ -202,14 +202,30 @@ ToTile to_tile_of(int bits) {
     }
 }
 
-// Codes of `bits` bits (2..7), eight at a time: they fill whole bytes.
-void expand_stream(int bits, const uint8_t* row, int64_t k, uint8_t* codes) {
-    const uint64_t mask = (1u << bits) - 1;
-    for (int64_t i = 0; i < k; i += 8, row += bits) {
-        const int64_t left = k - i < 8 ? k - i : 8;
+// Codes of BITS bits (2..7), eight at a time: they fill whole bytes.
+template <int BITS>
+void expand_stream(const uint8_t* row, int64_t k, uint8_t* codes) {
+    const uint64_t mask = (1u << BITS) - 1;
+    for (; k >= 8; k -= 8, row += BITS, codes += 8) {
         uint64_t eight = 0;
-        memcpy(&eight, row, (size_t)(left == 8 ? bits : (left * bits + 7) / 8));
-        for (int64_t c = 0; c < left; ++c) codes[i + c] = (uint8_t)(eight >> (bits * c) & mask);
+        memcpy(&eight, row, BITS);
+        for (int c = 0; c < 8; ++c) codes[c] = (uint8_t)(eight >> (BITS * c) & mask);
+    }
+    uint64_t rest = 0;
+    memcpy(&rest, row, (size_t)(k * BITS + 7) / 8);
+    for (int c = 0; c < k; ++c) codes[c] = (uint8_t)(rest >> (BITS * c) & mask);
+}
+
+typedef void (*Expand)(const uint8_t* row, int64_t k, uint8_t* codes);
+
+Expand expand_of(int bits) {
+    switch (bits) {
+        case 2: return expand_stream<2>;
+        case 3: return expand_stream<3>;
+        case 4: return expand_stream<4>;
+        case 5: return expand_stream<5>;
+        case 6: return expand_stream<6>;
+        default: return expand_stream<7>;
     }
 }
 

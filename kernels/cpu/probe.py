@@ -1,0 +1,52 @@
+"""The limits of this machine, measured: what a benchmark's speeds are shares of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from ctypes import c_double, c_int, c_int64
+from typing import Any
+
+from sdk.kernels.cpu.library import LEVELS, find_library
+from sdk.kernels.errors import KernelError
+
+#: Each thread reads this much over and over: far beyond the cache of any core.
+_BYTES = 128 * 2**20
+
+
+def read_bandwidth(num_threads: int, seconds: float = 0.1) -> float:
+    """Bytes per second that ``num_threads`` threads read together, best of three measurements.
+
+    :raises KernelError: without the native module, or out of memory or threads.
+    """
+    read = _function("probe_read", c_int64)
+    return _best("read bandwidth", [read(_BYTES, num_threads, seconds) for _ in range(3)])
+
+
+def int8_peak(num_threads: int, level: str, seconds: float = 0.1) -> float:
+    """8-bit integer operations per second (a multiply-add is two), best of three measurements.
+
+    ``level``: the instruction set whose dot product is measured, one of ``levels()``.
+
+    :raises KernelError: without the native module, for a level this CPU lacks, or out of threads.
+    """
+    if level not in LEVELS:
+        raise KernelError(f"SIMD level: expected one of {LEVELS}, found {level!r}")
+    peak = _function("probe_int8_peak", c_int)
+    index = LEVELS.index(level)
+    return _best(f"int8 peak of {level}", [peak(index, num_threads, seconds) for _ in range(3)])
+
+
+def _function(name: str, first: type) -> Callable[..., float]:
+    library = find_library()
+    if isinstance(library, str):
+        raise KernelError(library)
+    function: Any = getattr(library, f"embedlm_{name}")
+    function.restype = c_double
+    function.argtypes = (first, c_int, c_double)
+    return function  # type: ignore[no-any-return]
+
+
+def _best(what: str, rates: list[float]) -> float:
+    if not all(rates):
+        raise KernelError(f"{what}: not measured: out of memory or threads, or not available here")
+    return max(rates)

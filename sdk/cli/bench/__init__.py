@@ -1,0 +1,237 @@
+"""Measure speed and accuracy on this machine, alone or side by side with other engines.
+
+Every engine gets the same prompt ids, the same threads and greedy decoding without end-of-text;
+rounds are interleaved and the median is reported. The machine's own limits are measured before and
+after: they bound every speed, and tell whether the machine was quiet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sdk.cli.bench.engines import PEERS, check_peer, parse_peers
+from sdk.cli.bench.models import RANDOM_1B, ModelFiles, Work, work_of
+from sdk.cli.bench.plots import check_matplotlib, write_plots
+from sdk.cli.bench.report import Section, to_markdown, to_text
+from sdk.cli.bench.settings import Settings
+from sdk.cli.bench.suites import SUITES, measure
+from sdk.errors import RequestError
+
+#: Of every option that changes what is measured; a report's command repeats those that differ.
+DEFAULTS: dict[str, Any] = {
+    "suite": ("prefill", "decode"),
+    "against": (),
+    "prompt_len": (512,),
+    "streams": (1, 8),
+    "context": (256, 1024, 2048, 4096),
+    "output_len": 64,
+    "kv_dtype": "auto",
+    "rounds": 5,
+    "threads": None,
+}
+
+
+def parse_numbers(text: str, low: int, high: int) -> tuple[int, ...]:
+    """``"1,8"`` -> ``(1, 8)``, each number once."""
+    pieces = text.split(",")
+    numbers = tuple(int(piece) for piece in pieces if piece.isascii() and piece.isdigit())
+    if len(numbers) < len(pieces) or not all(low <= number <= high for number in numbers):
+        raise argparse.ArgumentTypeError(
+            f"expected numbers in {low}..{high} such as {low},{min(8 * low, high)}, found {text!r}"
+        )
+    return tuple(dict.fromkeys(numbers))
+
+
+def parse_streams(text: str) -> tuple[int, ...]:
+    return parse_numbers(text, 1, 256)
+
+
+def parse_lengths(text: str) -> tuple[int, ...]:
+    return parse_numbers(text, 1, 2**20)
+
+
+def parse_count(text: str) -> int:
+    """A positive integer."""
+    count = int(text) if text.isascii() and text.isdigit() else 0
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive integer, found {text!r}")
+    return count
+
+
+def parse_suites(text: str) -> tuple[str, ...]:
+    names = tuple(SUITES) if text == "all" else tuple(dict.fromkeys(text.split(",")))
+    for name in names:
+        if name not in SUITES:
+            raise argparse.ArgumentTypeError(
+                f"expected all or names of {', '.join(SUITES)}; found {name!r}"
+            )
+    return names
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "file",
+        nargs="?",
+        help=f"the model (default: the demo model); {RANDOM_1B} makes a 585 MB file of random "
+        "4-bit weights in a temporary folder",
+    )
+    parser.add_argument(
+        "--suite",
+        type=parse_suites,
+        metavar="NAME[,...]",
+        help=f"all, or of {', '.join(SUITES)} (default: prefill,decode)",
+    )
+    parser.add_argument(
+        "--against",
+        type=parse_peers,
+        metavar="NAME[=PYTHON][,...]",
+        help=f"measure these too, of {', '.join(PEERS)}, each in the interpreter that has it "
+        "(default: this one)",
+    )
+    parser.add_argument(
+        "--prompt-len", metavar="N[,...]", type=parse_lengths, help="of prefill (default: 512)"
+    )
+    parser.add_argument(
+        "--streams", metavar="N[,...]", type=parse_streams, help="of decode (default: 1,8)"
+    )
+    parser.add_argument(
+        "--context", metavar="N[,...]", type=parse_lengths, help="default: 256,1024,2048,4096"
+    )
+    parser.add_argument("--output-len", type=parse_count, help="decoded tokens (default: 64)")
+    parser.add_argument(
+        "--kv-dtype",
+        help="type of keys and values, ours and llama.cpp's, where int8 is its q8_0 "
+        "(default: auto, each engine's own)",
+    )
+    parser.add_argument("--rounds", type=parse_count, help="default: 5")
+    parser.add_argument("--threads", type=parse_count, help="default: the CPUs of this process")
+    parser.add_argument("--json", metavar="FILE", help="write all samples; - for stdout, no table")
+    parser.add_argument("--markdown", metavar="FILE", help="write the tables with their command")
+    parser.add_argument("--plots", metavar="FOLDER", help="draw one PNG per suite (matplotlib)")
+    parser.set_defaults(**DEFAULTS)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.output_len < 2:
+        raise RequestError("--output-len: expected at least 2, found 1 (nothing would be decoded)")
+    for peer in args.against:
+        check_peer(peer)
+    if args.plots:
+        check_matplotlib()
+    with ModelFiles(args.file) as model:
+        settings = Settings(
+            model=model.path,
+            threads=args.threads or len(os.sched_getaffinity(0)),
+            rounds=args.rounds,
+            kv=args.kv_dtype,
+            peers=args.against,
+            streams=args.streams,
+            prompt_lens=args.prompt_len,
+            contexts=args.context,
+            output_len=args.output_len,
+            unpacked=model.unpacked,
+            progress=_progress,
+        )
+        work = work_of(model.path)
+        before = machine_limits(settings.threads)
+        sections = measure(settings, args.suite)
+        report = make_report(args, settings, before, machine_limits(settings.threads))
+    report["results"] = {
+        name: [result.to_json() for result in section.results] for name, section in sections
+    }
+    _write(args, report, dict(sections), work)
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the machine does at most: 10^9 bytes read and 10^12 8-bit operations per second."""
+
+    simd: str
+    read: float
+    int8: float
+
+
+def machine_limits(threads: int) -> Limits:
+    """:raises KernelError: without the native module."""
+    from sdk.kernels.cpu import simd_level
+    from sdk.kernels.cpu.probe import int8_peak, read_bandwidth
+
+    read = read_bandwidth(threads)
+    level = simd_level() or "portable"
+    return Limits(level, round(read / 1e9, 2), round(int8_peak(threads, level) / 1e12, 3))
+
+
+def make_report(
+    args: argparse.Namespace, settings: Settings, before: Limits, after: Limits
+) -> dict[str, Any]:
+    """All but the results: how to repeat the run, and the machine it ran on."""
+    return {
+        "command": command(args),
+        "model": Path(settings.model).name,
+        "machine": {
+            "cpu": cpu_name(),
+            "cpus": len(os.sched_getaffinity(0)),
+            "simd": before.simd,
+            "python": platform.python_version(),
+            "read_gb_per_s": {"before": before.read, "after": after.read},
+            "int8_tops": {"before": before.int8, "after": after.int8},
+        },
+        "settings": {
+            "threads": settings.threads,
+            "rounds": settings.rounds,
+            "output_len": settings.output_len,
+        },
+    }
+
+
+def command(args: argparse.Namespace) -> str:
+    """The command line that repeats this run, without where model and interpreters lie here."""
+    words = ["embedlm", "bench"]
+    if args.file:
+        words.append(Path(args.file).name)
+    for option, default in DEFAULTS.items():
+        value = getattr(args, option)
+        if value == default:
+            continue
+        if option == "against":
+            value = tuple(peer.engine for peer in value)
+        text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        words += [f"--{option.replace('_', '-')}", text]
+    return shlex.join(words)
+
+
+def cpu_name() -> str:
+    """As the operating system calls it; the architecture where it does not say."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _write(
+    args: argparse.Namespace, report: dict[str, Any], sections: dict[str, Section], work: Work
+) -> None:
+    data = json.dumps(report, indent=2)
+    if args.json and args.json != "-":
+        Path(args.json).write_text(data + "\n")
+    if args.markdown:
+        Path(args.markdown).write_text(to_markdown(report, sections.values()))
+    if args.plots:
+        write_plots(Path(args.plots), report, sections, work)
+    print(data if args.json == "-" else to_text(report, sections.values()))
+
+
+def _progress(text: str) -> None:
+    if sys.stderr.isatty():
+        print(text, file=sys.stderr)

@@ -1,0 +1,235 @@
+"""What the bench drives: engines in processes of their own, this package's like any other.
+
+Every engine is a worker that is spoken to in JSON lines (``peer.py`` has the protocol), so that all
+of them start, run and are timed in the same way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from sdk.errors import RequestError, SdkError
+
+OURS = "embedlm"
+#: Peers and the module each needs.
+PEERS = {
+    "llama.cpp": "llama_cpp",
+    "vllm": "vllm",
+    "vllm-bf16": "vllm",
+    "transformers": "transformers",
+    "transformers-bf16": "transformers",
+}
+#: Threads of an OpenMP runtime spin on after their last work, longest in Intel's: 0.2 s.
+_SETTLE = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One measurement: all prompts at once, each answered with ``output_len`` tokens, greedy."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    output_len: int
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(prompt) for prompt in self.prompts)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One load's times: until every stream has its first token, and then while all decode."""
+
+    prefill_s: float
+    decode_s: float
+    decode_tokens: int
+
+    @property
+    def decode_rate(self) -> float:
+        """Tokens per second, all streams together; 0 where nothing was decoded."""
+        return self.decode_tokens / self.decode_s if self.decode_tokens else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What a worker opens. ``streams``: the most at once; ``context``: tokens per stream."""
+
+    engine: str
+    model: str
+    threads: int
+    streams: int
+    context: int
+    kv: str = "auto"
+    prefix_cache: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """An engine to compare with, and the interpreter that has it."""
+
+    engine: str
+    python: str = sys.executable
+
+
+def parse_peers(text: str) -> tuple[Peer, ...]:
+    """``"llama.cpp=/venv/bin/python,vllm"``, each engine once."""
+    peers: dict[str, Peer] = {}
+    for piece in text.split(","):
+        engine, named, python = piece.partition("=")
+        if engine not in PEERS or bool(named) > bool(python) or engine in peers:
+            raise argparse.ArgumentTypeError(
+                f"expected NAME or NAME=PYTHON, each of {', '.join(PEERS)} at most once; "
+                f"found {piece!r}"
+            )
+        peers[engine] = Peer(engine, python or sys.executable)
+    return tuple(peers.values())
+
+
+def check_peer(peer: Peer) -> None:
+    """:raises RequestError: when no interpreter was named and this one lacks the peer."""
+    module = PEERS[peer.engine]
+    if peer.python == sys.executable and importlib.util.find_spec(module) is None:
+        raise RequestError(
+            f"--against {peer.engine}: {module} is not installed here; install it, or name an "
+            f"interpreter that has it: --against {peer.engine}=/path/to/python"
+        )
+
+
+class Worker:
+    """One opened engine.
+
+    ``name`` and ``kv`` are what it says of itself; ``open_s`` is the time its constructor took.
+    """
+
+    def __init__(self, opening: Opening, python: str = sys.executable) -> None:
+        self.engine = opening.engine
+        try:
+            self._process = subprocess.Popen(
+                command(opening.engine, python),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                env=environment(opening),
+                start_new_session=True,  # Ctrl-C reaches this process, which ends the others
+            )
+        except OSError as error:
+            raise SdkError(f"{opening.engine}: {python} cannot be started: {error}") from error
+        try:
+            hello = self._ask(asdict(opening))
+        except BaseException:
+            self.close(now=True)
+            raise
+        self.name = str(hello["name"])
+        self.kv = str(hello["kv"])
+        self.open_s = float(hello["open_s"])
+        self.vocab_size = int(hello["vocab_size"])
+
+    def measure(self, load: Load) -> Sample:
+        return Sample(**self._ask({"prompts": load.prompts, "output_len": load.output_len}))
+
+    def logits(self, prompt: Sequence[int], path: Path) -> None:
+        """Write float32 ``[len(prompt), vocab_size]``, row-major without a header, to ``path``."""
+        self._ask({"logits_of": prompt, "path": str(path)})
+
+    def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # it ended; what it said last is read below
+            self._process.stdin.write(json.dumps(question) + "\n")
+            self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            code = self._process.wait()
+            raise SdkError(f"{self.engine}: the worker ended without a word, exit code {code}")
+        reply: dict[str, Any] = json.loads(line)
+        if "error" in reply:
+            raise SdkError(f"{self.engine}: the worker failed: {reply['error']}")
+        return reply
+
+    def close(self, *, now: bool = False) -> None:
+        """End the process: by itself when it is idle, by force ``now`` or after ten seconds."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+        try:
+            self._process.wait(timeout=0 if now else 10)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+
+def command(engine: str, python: str) -> list[str]:
+    """The worker of ``engine``: ours is a module of this package, peers run a lone script."""
+    if engine == OURS:
+        return [python, "-m", "sdk.cli.bench.own"]
+    return [python, str(Path(__file__).with_name("peer.py"))]
+
+
+def environment(opening: Opening) -> dict[str, str]:
+    """Variables of a worker: how peers are told the number of threads and to stay one process."""
+    found = dict(os.environ)
+    if opening.engine == OURS:
+        root = str(Path(__file__).parents[3])  # a checkout need not be installed
+        found["PYTHONPATH"] = os.pathsep.join(filter(None, (root, found.get("PYTHONPATH"))))
+        return found
+    found["OMP_NUM_THREADS"] = str(opening.threads)
+    found["TOKENIZERS_PARALLELISM"] = "false"
+    if opening.engine.startswith("vllm"):
+        cpus = sorted(os.sched_getaffinity(0))[: opening.threads]
+        found["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cpus))
+        found["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        found["VLLM_CPU_KVCACHE_SPACE"] = "4"
+        found["VLLM_NO_USAGE_STATS"] = "1"
+    return found
+
+
+class Engines:
+    """Several workers opened together and closed together."""
+
+    def __init__(self) -> None:
+        self.opened: list[Worker] = []
+
+    def open(self, opening: Opening, python: str = sys.executable) -> Worker:
+        worker = Worker(opening, python)
+        self.opened.append(worker)
+        return worker
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the smallest vocabulary: engines pad theirs differently, and all get the same ids."""
+        return min(worker.vocab_size for worker in self.opened)
+
+    def __enter__(self) -> Engines:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for engine in self.opened:
+            engine.close(now=error is not None)
+
+    def interleaved(self, round_number: int) -> Iterator[Worker]:
+        """All engines; every other round in reverse, so that none always runs on a warm machine.
+
+        Where there are several, each waits until the threads of the last one have gone to sleep.
+        """
+        for worker in self.opened if round_number % 2 == 0 else self.opened[::-1]:
+            if len(self.opened) > 1:
+                time.sleep(_SETTLE)
+            yield worker

@@ -1,0 +1,87 @@
+"""This package as the bench runs it: the worker of ``peer.py``'s protocol around an ``LLM``."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from sdk import __version__
+from sdk.cli.bench.peer import serve
+
+if TYPE_CHECKING:
+    from sdk.llm import LLM
+
+
+class OwnEngine:
+    """An ``LLM`` stepped by hand."""
+
+    def __init__(
+        self,
+        engine: str,
+        model: str,
+        threads: int,
+        streams: int,
+        context: int,
+        kv: str,
+        prefix_cache: bool,
+    ) -> None:
+        from sdk.llm import LLM
+
+        start = time.perf_counter()
+        # Twice the seats, so twice the pages: with none to spare the scheduler holds the last
+        # prompts back until others end, and the streams would not run together.
+        self._llm: LLM = LLM(
+            model,
+            num_threads=threads,
+            max_num_seqs=2 * streams,
+            max_model_len=context,
+            enable_prefix_caching=prefix_cache,
+            kv_cache_dtype=kv,
+        )
+        self.hello = {
+            "name": f"{engine} {__version__}",
+            "kv": str(self._llm.memory_plan.kv_dtype),
+            "vocab_size": self._llm.model_config.vocab_size,
+            "open_s": time.perf_counter() - start,
+        }
+
+    def measure(self, prompts: list[list[int]], output_len: int) -> dict[str, float]:
+        """Decoding is timed from the first token of the last stream to the end of the first."""
+        from sdk.params import RequestOutputKind, SamplingParams
+
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=output_len,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        start = time.perf_counter()
+        waiting = set(self._llm.enqueue([{"prompt_token_ids": p} for p in prompts], params))
+        left = set(waiting)
+        prefilled = ended = start
+        tokens = 0
+        while left:
+            outputs = self._llm.step()
+            now = time.perf_counter()
+            all_run = not waiting and len(left) == len(prompts)
+            made = 0
+            for output in outputs:
+                made += len(output.outputs[0].token_ids)
+                waiting.discard(output.request_id)
+                if output.finished:
+                    left.discard(output.request_id)
+            if all_run:
+                tokens += made
+                ended = now
+            elif not waiting and prefilled == start:
+                prefilled = ended = now
+        return {
+            "prefill_s": prefilled - start,
+            "decode_s": ended - prefilled,
+            "decode_tokens": tokens,
+        }
+
+
+if __name__ == "__main__":
+    serve(OwnEngine)

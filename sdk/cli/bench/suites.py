@@ -1,0 +1,244 @@
+"""What can be measured: every suite with its question, its columns and how it is run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from sdk.cli.bench.accuracy import measure_accuracy
+from sdk.cli.bench.engines import Engines, Load, Worker
+from sdk.cli.bench.report import Metric, Result, Section
+from sdk.cli.bench.roofline import measure_gemm, measure_roofline
+from sdk.cli.bench.settings import DECODE_PROMPT, Settings, in_rounds, make_load, same_load
+
+#: A prompt of the prefix suite, and how much of it the next one shares.
+PREFIX_PROMPT, PREFIX_SHARED = 1100, 1000
+#: What a start-up ends with: the first token after a short prompt.
+STARTUP_PROMPT, STARTUP_CONTEXT = 16, 512
+
+PREFILL = Metric("prefill_tok_s", "prefill tok/s")
+DECODE = Metric("decode_tok_s", "decode tok/s")
+
+
+def decode_rate(engine: Worker, load: Load) -> dict[str, float]:
+    return {"decode_tok_s": engine.measure(load).decode_rate}
+
+
+def measure_prefill(settings: Settings, engines: Engines) -> list[Result]:
+    def sample(engine: Worker, load: Load) -> dict[str, float]:
+        return {"prefill_tok_s": load.prompt_tokens / engine.measure(load).prefill_s}
+
+    found = []
+    for length in settings.prompt_lens:
+        load = make_load(engines.vocab_size, 1, length, 1, seed=length)
+        found += same_load(settings, engines, {"prompt": length}, load, sample)
+    return found
+
+
+def measure_decode(settings: Settings, engines: Engines) -> list[Result]:
+    found = []
+    for streams in settings.streams:
+        load = make_load(
+            engines.vocab_size, streams, DECODE_PROMPT, settings.output_len, seed=streams
+        )
+        found += same_load(settings, engines, {"streams": streams}, load, decode_rate)
+    return found
+
+
+def measure_context(settings: Settings, engines: Engines) -> list[Result]:
+    found = []
+    for context in settings.contexts:
+        load = make_load(engines.vocab_size, 1, context, settings.output_len, seed=context)
+        found += same_load(settings, engines, {"context": context}, load, decode_rate)
+    return found
+
+
+def measure_busy(settings: Settings, engines: Engines) -> list[Result]:
+    def sample(engine: Worker, load: Load) -> dict[str, float]:
+        quiet = engine.measure(load).decode_rate
+        with busy_core():
+            busy = engine.measure(load).decode_rate
+        return {"quiet_tok_s": quiet, "busy_tok_s": busy, "share": 100 * busy / quiet}
+
+    load = make_load(engines.vocab_size, 1, DECODE_PROMPT, settings.output_len, seed=1)
+    return same_load(settings, engines, {}, load, sample)
+
+
+@contextmanager
+def busy_core() -> Iterator[None]:
+    """A process that never rests, on the last of this process's CPUs."""
+    busy = subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"])
+    try:
+        os.sched_setaffinity(busy.pid, {max(os.sched_getaffinity(0))})
+        yield
+    finally:
+        busy.kill()
+        busy.wait()
+
+
+def measure_prefix(settings: Settings, engines: Engines) -> list[Result]:
+    """Prompts of their own in every round: one that was seen before would be found whole."""
+    with Engines() as caching:
+        for peer in settings.engines(without=["transformers"]):
+            opening = settings.opening(peer.engine, 1, PREFIX_PROMPT + 20, prefix=True)
+            caching.open(opening, peer.python)
+        vocab_size = caching.vocab_size
+
+        def sample(engine: Worker, number: int) -> dict[str, float]:
+            first, other = make_load(vocab_size, 2, PREFIX_PROMPT, 1, seed=number).prompts
+            again = first[:PREFIX_SHARED] + other[PREFIX_SHARED:]
+            cold = engine.measure(Load((first,), 1)).prefill_s
+            hit = engine.measure(Load((again,), 1)).prefill_s
+            return {"cold_ms": 1000 * cold, "hit_ms": 1000 * hit, "gain": cold / hit}
+
+        for engine in caching.opened:
+            sample(engine, settings.rounds)
+        return in_rounds(settings, caching, {}, sample)
+
+
+def measure_startup(settings: Settings, engines: Engines) -> list[Result]:
+    """A fresh process each time; the first of each engine only warms the page cache."""
+    results: dict[str, Result] = {}
+    peers = settings.engines()
+    for number in range(-1, settings.rounds):
+        for peer in peers if number % 2 == 0 else peers[::-1]:
+            with Engines() as one:
+                start = time.perf_counter()
+                worker = one.open(settings.opening(peer.engine, 1, STARTUP_CONTEXT), peer.python)
+                opened = time.perf_counter() - start
+                load = make_load(worker.vocab_size, 1, STARTUP_PROMPT, 1, seed=1)
+                first = worker.measure(load).prefill_s
+            if number >= 0:
+                result = Result(peer.engine, worker.name, worker.kv, {})
+                results.setdefault(peer.engine, result).add(
+                    open_s=worker.open_s + first, process_s=opened + first
+                )
+        settings.progress(f"start-up: round {number + 1} of {settings.rounds}")
+    return [results[peer.engine] for peer in peers]
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """``size``: how many streams, and how many tokens of each, the engines are opened for.
+
+    Suites without a size open their own; the others share what is open when ``group`` is equal.
+    """
+
+    title: str
+    note: str
+    metrics: Sequence[Metric]
+    measure: Callable[[Settings, Engines], list[Result]]
+    size: Callable[[Settings], tuple[int, int]] | None = None
+    group: str = "own"
+
+
+SUITES = {
+    "prefill": Suite(
+        "Prefill",
+        "one prompt of random tokens until its first token",
+        [PREFILL],
+        measure_prefill,
+        lambda settings: (1, max(settings.prompt_lens) + 8),
+        "speed",
+    ),
+    "decode": Suite(
+        "Decode",
+        f"all streams together, each after {DECODE_PROMPT} tokens, end-of-text ignored",
+        [DECODE],
+        measure_decode,
+        lambda settings: (max(settings.streams), DECODE_PROMPT + settings.output_len),
+        "speed",
+    ),
+    "busy": Suite(
+        "Busy host",
+        "one stream, alone and beside a process that never rests on one of the CPUs",
+        [
+            Metric("quiet_tok_s", "quiet tok/s"),
+            Metric("busy_tok_s", "busy tok/s"),
+            Metric("share", "% kept", ratio=False),
+        ],
+        measure_busy,
+        lambda settings: (1, DECODE_PROMPT + settings.output_len),
+        "speed",
+    ),
+    "roofline": Suite(
+        "Roofline, decode",
+        "one stream against the time it takes to read the weights once from memory",
+        [
+            DECODE,
+            Metric("limit_tok_s", "limit tok/s", ratio=False),
+            Metric("share", "% of limit", ratio=False),
+        ],
+        measure_roofline,
+        lambda settings: (1, DECODE_PROMPT + settings.output_len),
+        "speed",
+    ),
+    "context": Suite(
+        "Context",
+        "one stream decodes after a prompt of that many tokens",
+        [DECODE],
+        measure_context,
+        lambda settings: (1, max(settings.contexts) + settings.output_len),
+        "context",
+    ),
+    "gemm": Suite(
+        "Roofline, matrix product",
+        "[512, 2048] by a 4-bit [8192, 2048] in groups of 32, against the 8-bit integer peak",
+        [
+            Metric("tops", "TOPS", 3, ratio=False),
+            Metric("peak_tops", "peak TOPS", 3, ratio=False),
+            Metric("share", "% of peak", ratio=False),
+        ],
+        measure_gemm,
+    ),
+    "prefix": Suite(
+        "Prefix hit",
+        f"time to first token of {PREFIX_PROMPT} tokens, and again when {PREFIX_SHARED} are known",
+        [
+            Metric("cold_ms", "cold ms"),
+            Metric("hit_ms", "hit ms"),
+            Metric("gain", "cold / hit", ratio=False),
+        ],
+        measure_prefix,
+    ),
+    "startup": Suite(
+        "Start-up",
+        "fresh process, file in the page cache: constructor to first token, and the whole process "
+        "with Python's imports",
+        [
+            Metric("open_s", "open to first token s", 3),
+            Metric("process_s", "process to first token s", 3),
+        ],
+        measure_startup,
+    ),
+    "accuracy": Suite(
+        "Accuracy",
+        "logits of 256 tokens of English against exact arithmetic on the same weights: relative "
+        "error of the centred logits, mean KL divergence",
+        [Metric("error", "error %", 2), Metric("kl", "KL", 5)],
+        measure_accuracy,
+    ),
+}
+
+
+def measure(settings: Settings, names: Sequence[str]) -> list[tuple[str, Section]]:
+    """Run the suites ``names``; their results in the same order."""
+    found: dict[str, list[Result]] = {}
+    for group in dict.fromkeys(SUITES[name].group for name in names):
+        suites = {name: SUITES[name] for name in names if SUITES[name].group == group}
+        sizes = [suite.size(settings) for suite in suites.values() if suite.size is not None]
+        streams, context = map(max, zip(*sizes, strict=True)) if sizes else (0, 0)
+        with settings.opened(settings.engines() if sizes else [], streams, context) as engines:
+            for name, suite in suites.items():
+                settings.progress(suite.title)
+                found[name] = suite.measure(settings, engines)
+    return [
+        (name, Section(suite.title, suite.note, suite.metrics, found[name]))
+        for name, suite in SUITES.items()
+        if name in found
+    ]
