@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sdk.kernels.checks import expect
 from sdk.kernels.errors import KernelError
+from sdk.kernels.layouts import KVPages
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class AttentionBatch:
     max_query_len: int
     max_context_len: int
 
-    def check(self) -> None:
+    def check(self, pages: KVPages | None = None) -> None:
         """:raises KernelError: unless the tensors are as said above; their contents are checked by
         the operators that follow them."""
         tokens, requests = self.num_tokens, self.num_requests
@@ -49,8 +50,9 @@ class AttentionBatch:
             raise KernelError(
                 f"batch page_table: expected contiguous rows, found {self.page_table.stride()}"
             )
-        if self.page_size < 1:
-            raise KernelError(f"batch: expected a page_size of at least 1, found {self.page_size}")
+        if self.page_size < 1 or (pages is not None and pages.page_size != self.page_size):
+            found = "" if pages is None else f", and {pages.page_size} in KV pages"
+            raise KernelError(f"batch: expected a page size, found {self.page_size}{found}")
 
     @property
     def num_tokens(self) -> int:

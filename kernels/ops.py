@@ -310,12 +310,11 @@ class Ops:
         views of one fused projection; cos and sin ``[T, rotary_dim / 2]`` (halves rotate against
         each other, as Hugging Face models do; dimensions beyond ``rotary_dim`` pass through).
         """
-        batch.check()
+        batch.check(pages)
         for name, x in (("q", q), ("k", k), ("v", v)):
             expect(f"rope {name}", x, torch.float32, batch.num_tokens, None, None)
         for name, x in (("cos", cos), ("sin", sin)):
             expect(f"rope {name}", x, torch.float32, batch.num_tokens, None)
-        _check_page_size(batch, pages)
         if q.shape[0]:
             kernel = self._kernel(
                 "rope_and_cache", head_dim=k.shape[2], kv_dtype=_dtype_name(pages.k)
@@ -339,9 +338,8 @@ class Ops:
         ``softcap``: scores become ``cap * tanh(score / cap)`` (Gemma 2). ``sinks [heads]``: one
         more logit per head that takes probability but has no value.
         """
-        batch.check()
+        batch.check(pages)
         expect("attention q", q, torch.float32, batch.num_tokens, None, None)
-        _check_page_size(batch, pages)
         if sinks is not None:
             expect("attention sinks", sinks, torch.float32, q.shape[1])
         tokens, heads, head_dim = q.shape
@@ -390,13 +388,6 @@ class Ops:
             self._sampling = self._kernel("sample")
         result: Tokens = self._sampling.run(logits, draws)
         return result
-
-
-def _check_page_size(batch: AttentionBatch, pages: KVPages) -> None:
-    if batch.page_size != pages.page_size:
-        raise KernelError(
-            f"KV pages: expected pages of {batch.page_size} tokens, found {pages.page_size}"
-        )
 
 
 def _dtype_name(tensor: Tensor) -> str:

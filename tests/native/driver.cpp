@@ -1,4 +1,4 @@
-// Random shapes through every exported function, for valgrind and the sanitizers: driver [rounds].
+// Random shapes through every operator and both ways to run it, for valgrind and the sanitizers: driver [rounds].
 //
 // Whatever comes out is compared with what one thread, another number of rows, or single calls give.
 #include "driver.hpp"
@@ -33,11 +33,12 @@ void check_packing(Engine& engine, Packed& made) {
 void check_products(Random& random, Engine& one, Engine& many, Packed& made) {
     const int64_t n = made.w.n, k = made.w.k, stride = n + random.below(3), most = 33;
     Buffer<float> x = floats(random, most * k);
-    for (int exact = 0; exact < 2; ++exact) {
+    for (int planes = 0; planes < 3; ++planes) {  // 0: fp32
         Buffer<float> expected(most * n);
         LinearArgs args{};
         args.w = &made.w;
-        args.exact = exact;
+        args.exact = !planes;
+        args.planes = planes && !made.w.dense ? planes : 1;
         for (int64_t m : {33, 7, 2, 1, 0}) {
             Buffer<float> mine(m * k), out(m ? (m - 1) * stride + n : 0);
             memcpy(mine.data(), x.data(), sizeof(float) * (size_t)(m * k));
@@ -285,6 +286,7 @@ void program(Random& random, Engine& one, Engine& many) {
         args.x = from.data();
         args.out = to.data();
         args.out_stride = w.w.n;
+        args.planes = 1;
         return args;
     };
     struct Line {
