@@ -372,7 +372,7 @@ class Ops:
         ):
             raise KernelError(
                 f"sample: expected one DRAW for each row of logits {list(logits.shape)}, "
-                f"contiguous, found {draws.dtype} {list(draws.shape)} {draws.strides}"
+                f"found {draws.dtype} {list(draws.shape)} with strides {draws.strides}"
             )
         return self._sample(logits, draws)
 

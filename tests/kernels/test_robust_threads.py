@@ -149,7 +149,9 @@ def test_engines_come_and_go_in_several_threads(cases: Any) -> None:
             ops.close()
 
     together(live, live, live)
-    assert tasks() <= before
+    deadline = time.monotonic() + PATIENCE
+    while len(tasks()) > len(before):  # the system lists a thread a moment longer than it lives
+        assert time.monotonic() < deadline, "threads are left over"
 
 
 def test_other_python_threads_go_on_during_a_call(cases: Any) -> None:
