@@ -67,6 +67,6 @@ for name in asan ubsan stdc++; do
   preload+=" $(c++ -print-file-name=lib$name.so)"
 done
 LD_PRELOAD=$preload ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=1 \
-  "$python" "$tree/tests/native/run_tests.py" "$tree" tests/kernels -q \
+  "$python" "$tree/tests/native/run_tests.py" "$tree" tests/kernels -q --capture=sys \
   --deselect tests/kernels/test_disassembly.py "$@" # that one looks at the released code
 say "clean"
