@@ -194,10 +194,19 @@ def _expect(
 
 @dataclass(frozen=True, slots=True)
 class KVPages:
-    """One layer's keys and values: ``k``, ``v`` ``[num_pages, kv_heads, page_size, head_dim]``."""
+    """One layer's keys and values: ``k``, ``v`` ``[num_pages, kv_heads, page_size, head_dim]``.
+
+    In memory a page's keys of one head lie transposed, ``[head_dim][page_size]``, so that
+    neighbouring keys are the lanes of a vector; its values lie ``[page_size][head_dim]``. int8
+    pages have ``k_scale`` and ``v_scale``, float16 ``[num_pages, kv_heads, page_size]``:
+    value = scale * code. Their keys and values lie mixed (``reference/rope.py``):
+    ``rope_and_cache`` mixes the queries too, and ``attention`` its result back.
+    """
 
     k: Tensor
     v: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
     @property
     def page_size(self) -> int:

@@ -60,12 +60,15 @@ class QuantSpec:
         )
 
 
+_KV_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
+
+
 @dataclass(frozen=True, slots=True)
 class KVSpec:
     """Shape and numerics of one model's KV cache on one rank.
 
-    Per layer two tensors ``[num_pages, kv_heads, page_size, head_dim]`` of ``dtype``
-    (``float32``, ``float16`` or ``bfloat16``).
+    Per layer two tensors ``[num_pages, kv_heads, page_size, head_dim]`` of ``dtype``: ``float32``,
+    ``float16``, ``bfloat16``, or ``int8`` with a float16 scale per token and head.
     """
 
     num_layers: int
@@ -75,7 +78,13 @@ class KVSpec:
     dtype: str = "float16"
 
     @property
+    def layer_bytes(self) -> int:
+        """Bytes of one page of one layer, keys and values with their scales."""
+        scale = 2 if self.dtype == "int8" else 0
+        width = self.head_dim * _KV_BYTES[self.dtype] + scale
+        return 2 * self.kv_heads * self.page_size * width
+
+    @property
     def page_bytes(self) -> int:
-        """Bytes of one page over all layers, keys and values."""
-        width = {"float32": 4, "float16": 2, "bfloat16": 2}[self.dtype]
-        return 2 * self.num_layers * self.kv_heads * self.page_size * self.head_dim * width
+        """Bytes of one page over all layers."""
+        return self.num_layers * self.layer_bytes

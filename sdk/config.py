@@ -59,7 +59,7 @@ class EngineConfig:
     block_size: int = 16
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
-    kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8"] = "auto"
     load_format: Literal["auto", "gguf", "safetensors"] = "auto"
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     speculative_config: Mapping[str, Any] | None = None
@@ -115,7 +115,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "tokenizer_mode": ("auto",),
     "dtype": ("auto", "float32"),
     "device": ("auto", "cpu"),
-    "kv_cache_dtype": ("auto", "float32", "float16", "bfloat16"),
+    "kv_cache_dtype": ("auto", "float32", "float16", "bfloat16", "int8"),
     "load_format": ("auto", "gguf", "safetensors"),
     "scheduling_policy": ("fcfs", "priority"),
     "compute": ("auto", "exact"),

@@ -10,18 +10,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from sdk.kernels.cpu.attention import Attention, Places, RopeAndCache
+from sdk.kernels.cpu.attention import Attention, Places
 from sdk.kernels.cpu.elementwise import (
     MAPS,
     AddRmsNorm,
     GatedActivation,
     Map,
     RmsNorm,
-    RopeAngles,
     SelectRows,
 )
 from sdk.kernels.cpu.library import Engine, Program, find_library, levels
 from sdk.kernels.cpu.linear import Linear
+from sdk.kernels.cpu.rope import RopeAndCache, RopeAngles
 from sdk.kernels.cpu.sampling import Sample
 from sdk.kernels.cpu.weight_memory import WeightMemory
 

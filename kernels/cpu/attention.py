@@ -1,4 +1,4 @@
-"""Rotary embedding with the KV write, and paged attention: ``native/attention.hpp``."""
+"""Paged attention: ``native/attention.hpp``."""
 
 from __future__ import annotations
 
@@ -7,85 +7,17 @@ from torch import Tensor
 
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.cpu.elementwise import floats
-from sdk.kernels.cpu.library import (
-    ELEMENT_TYPES,
-    AttentionArgs,
-    Engine,
-    OpKind,
-    PlacesArgs,
-    RopeArgs,
+from sdk.kernels.cpu.library import ELEMENT_TYPES, AttentionArgs, Engine, OpKind, PlacesArgs
+from sdk.kernels.cpu.pages import (
+    check_pages,
+    inner_contiguous,
+    page_pointers,
+    page_strides,
+    reject,
 )
 from sdk.kernels.errors import KernelError
 from sdk.kernels.layouts import KVPages
 from sdk.kernels.registry import Problem
-
-_PAGE_TYPES = ("float32", "float16", "bfloat16")
-_MAX_HEAD_DIM = 256
-
-
-def _reject(problem: Problem) -> str | None:
-    if problem.kv_dtype not in _PAGE_TYPES:
-        return f"KV pages of {problem.kv_dtype}: expected {', '.join(_PAGE_TYPES)}"
-    if problem.head_dim % 8 or not 0 < problem.head_dim <= _MAX_HEAD_DIM:
-        return f"head_dim {problem.head_dim}: expected a multiple of 8 up to {_MAX_HEAD_DIM}"
-    return None
-
-
-class RopeAndCache:
-    """See :meth:`sdk.kernels.ops.Ops.rope_and_cache`."""
-
-    name = "cpu.rope_and_cache"
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def reject(self, problem: Problem) -> str | None:
-        return _reject(problem)
-
-    def run(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        batch: AttentionBatch,
-        pages: KVPages,
-    ) -> None:
-        tokens, kv_heads, head_dim = k.shape
-        half = cos.shape[1]
-        if v.shape != k.shape or q.shape[0] != tokens or q.shape[2] != head_dim:
-            raise KernelError(
-                f"rope: q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not agree"
-            )
-        if cos.shape != (tokens, half) or sin.shape != cos.shape or 2 * half > head_dim:
-            raise KernelError(
-                f"rope: expected cos and sin [{tokens}, at most {head_dim // 2}], "
-                f"found {list(cos.shape)} and {list(sin.shape)}"
-            )
-        if batch.slots.shape != (tokens,) or batch.slots.dtype != torch.int64:
-            raise KernelError(f"rope: expected int64 slots [{tokens}], found {batch.slots.shape}")
-        for name, x in (("q", q), ("k", k), ("v", v), ("cos", cos), ("sin", sin)):
-            _inner_contiguous(x, torch.float32, f"rope {name}")
-        _check_pages(pages, kv_heads, head_dim)
-        slots = batch.slots.contiguous()
-        args = RopeArgs(
-            *(x.data_ptr() for x in (q, k, v, cos, sin, slots, pages.k, pages.v)),
-            *q.stride()[:2],
-            *k.stride()[:2],
-            *v.stride()[:2],
-            cos.stride(0),
-            sin.stride(0),
-            *pages.k.stride()[:3],
-            *pages.v.stride()[:3],
-            q.shape[1],
-            kv_heads,
-            head_dim,
-            half,
-            pages.page_size,
-            ELEMENT_TYPES[pages.k.dtype],
-        )
-        self._engine.run(OpKind.ROPE, args, tokens, "rope_and_cache")
 
 
 class Attention:
@@ -97,7 +29,7 @@ class Attention:
         self._engine = engine
 
     def reject(self, problem: Problem) -> str | None:
-        return _reject(problem)
+        return reject(problem)
 
     def run(
         self,
@@ -112,8 +44,8 @@ class Attention:
     ) -> None:
         _, heads, head_dim = q.shape
         kv_heads = pages.k.shape[1]
-        _inner_contiguous(q, torch.float32, "attention q")
-        _check_pages(pages, kv_heads, head_dim)
+        inner_contiguous(q, torch.float32, "attention q")
+        check_pages(pages, kv_heads, head_dim)
         if sinks is not None:
             sinks = floats(sinks, "attention sinks")
             if sinks.shape != (heads,):
@@ -126,24 +58,27 @@ class Attention:
                 raise KernelError(f"attention: expected int32 index tensors, found {x.dtype}")
             index[i] = x.contiguous()
         args = AttentionArgs(
-            *(x.data_ptr() for x in (q, out, pages.k, pages.v, *index)),
+            q.data_ptr(),
+            out.data_ptr(),
+            *page_pointers(pages),
+            *(x.data_ptr() for x in index),
             None if sinks is None else sinks.data_ptr(),
             None,
             *q.stride()[:2],
             index[2].shape[1],
-            *pages.k.stride()[:3],
-            *pages.v.stride()[:3],
+            *page_strides(pages),
+            q.shape[0],
+            window or 0,
             batch.num_requests,
             heads,
             kv_heads,
             head_dim,
             pages.page_size,
             ELEMENT_TYPES[pages.k.dtype],
-            window or 0,
             scale,
             softcap or 0.0,
             0,
-            None,
+            0,
         )
         self._engine.run(OpKind.ATTENTION, args, batch.num_requests, "attention")
 
@@ -160,37 +95,18 @@ class Places:
         return None
 
     def run(self, batch: AttentionBatch) -> None:
+        inner_contiguous(batch.positions, torch.int64, "positions")
+        inner_contiguous(batch.slots, torch.int64, "slots")
+        for x in (batch.query_start, batch.context_len, batch.page_table):
+            inner_contiguous(x, torch.int32, "index tensors")
         args = PlacesArgs(
             batch.query_start.data_ptr(),
             batch.context_len.data_ptr(),
             batch.page_table.data_ptr(),
             batch.positions.data_ptr(),
             batch.slots.data_ptr(),
-            batch.page_table.stride(0) if batch.num_requests > 1 else batch.page_table.shape[1],
-            batch.num_tokens,
+            batch.page_table.stride(0),
+            min(batch.positions.shape[0], batch.slots.shape[0]),
             batch.page_size,
         )
         self._engine.run(OpKind.PLACES, args, batch.num_requests, "find_places")
-
-
-def _inner_contiguous(x: Tensor, dtype: torch.dtype, what: str) -> None:
-    if x.dtype != dtype or x.device.type != "cpu" or x.stride(-1) != 1:
-        raise KernelError(
-            f"{what}: expected {dtype} on cpu with a contiguous last dimension, "
-            f"found {x.dtype} on {x.device} with strides {x.stride()}"
-        )
-
-
-def _check_pages(pages: KVPages, kv_heads: int, head_dim: int) -> None:
-    if pages.k.shape != pages.v.shape or pages.k.dtype != pages.v.dtype:
-        raise KernelError(
-            f"KV pages: k {list(pages.k.shape)} {pages.k.dtype} and "
-            f"v {list(pages.v.shape)} {pages.v.dtype} do not agree"
-        )
-    if pages.k.shape[1] != kv_heads or pages.k.shape[3] != head_dim:
-        raise KernelError(
-            f"KV pages: expected [pages, {kv_heads}, page_size, {head_dim}], "
-            f"found {list(pages.k.shape)}"
-        )
-    _inner_contiguous(pages.k, pages.k.dtype, "KV pages")
-    _inner_contiguous(pages.v, pages.k.dtype, "KV pages")

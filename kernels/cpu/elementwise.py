@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.cpu.library import (
-    AnglesArgs,
     Engine,
     GatedArgs,
     MapArgs,
@@ -131,34 +130,6 @@ class Map:
         data = None if other is None else other.data_ptr()
         args = MapArgs(x.data_ptr(), data, width, factor, self._kind)
         self._engine.run(OpKind.MAP, args, rows, self._what)
-
-
-class RopeAngles:
-    """See :meth:`sdk.kernels.ops.Ops.rope_angles`."""
-
-    name = "cpu.rope_angles"
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def reject(self, problem: Problem) -> str | None:
-        return None
-
-    def run(
-        self, positions: Tensor, inv_freq: Tensor, factor: float, cos: Tensor, sin: Tensor
-    ) -> None:
-        if positions.dtype != torch.int64 or not positions.is_contiguous():
-            raise KernelError(f"rope_angles: expected int64 positions, found {positions.dtype}")
-        inv_freq = floats(inv_freq, "rope_angles")
-        args = AnglesArgs(
-            positions.data_ptr(),
-            inv_freq.data_ptr(),
-            cos.data_ptr(),
-            sin.data_ptr(),
-            inv_freq.shape[0],
-            factor,
-        )
-        self._engine.run(OpKind.ANGLES, args, positions.shape[0], "rope_angles")
 
 
 class SelectRows:

@@ -36,7 +36,7 @@ _STATUS = {
     1: "out of memory",
     2: "the engine is closed",
     3: "no such operator",
-    4: "an index lies outside of its tensor",
+    4: "a token or page id, row, slot or length lies outside of its tensor",
 }
 
 
@@ -123,7 +123,7 @@ class AnglesArgs(Structure):
 class SelectArgs(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("x", "rows", "out")),
-        *((name, c_int64) for name in ("width", "count")),
+        *((name, c_int64) for name in ("width", "size")),
     ]
 
 
@@ -131,8 +131,7 @@ class PlacesArgs(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("query_start", "context_len", "page_table")),
         *((name, c_void_p) for name in ("positions", "slots")),
-        ("table_width", c_int64),
-        ("tokens", c_int64),
+        *((name, c_int64) for name in ("table_width", "tokens")),
         ("page_size", c_int32),
     ]
 
@@ -152,11 +151,12 @@ class GatedArgs(Structure):
 class RopeArgs(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("q", "k", "v", "cos", "sin", "slots")),
-        *((name, c_void_p) for name in ("k_pages", "v_pages")),
+        *((name, c_void_p) for name in ("k_pages", "v_pages", "k_scales", "v_scales")),
         *((name, c_int64) for name in ("q_token", "q_head", "k_token", "k_head")),
         *((name, c_int64) for name in ("v_token", "v_head", "cos_token", "sin_token")),
-        *((name, c_int64) for name in ("k_page", "k_page_head", "k_page_slot")),
+        *((name, c_int64) for name in ("k_page", "k_page_head", "k_page_dim")),
         *((name, c_int64) for name in ("v_page", "v_page_head", "v_page_slot")),
+        *((name, c_int64) for name in ("scale_page", "scale_head", "num_pages")),
         *((name, c_int32) for name in ("heads", "kv_heads", "head_dim", "half")),
         *((name, c_int32) for name in ("page_size", "page_type")),
     ]
@@ -164,18 +164,20 @@ class RopeArgs(Structure):
 
 class AttentionArgs(Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("q", "out", "k_pages", "v_pages", "query_start")),
-        *((name, c_void_p) for name in ("context_len", "page_table", "sinks", "item_start")),
+        *((name, c_void_p) for name in ("q", "out", "k_pages", "v_pages", "k_scales", "v_scales")),
+        *((name, c_void_p) for name in ("query_start", "context_len", "page_table")),
+        *((name, c_void_p) for name in ("sinks", "shared")),
         *((name, c_int64) for name in ("q_token", "q_head", "table_width")),
-        *((name, c_int64) for name in ("k_page", "k_page_head", "k_page_slot")),
+        *((name, c_int64) for name in ("k_page", "k_page_head", "k_page_dim")),
         *((name, c_int64) for name in ("v_page", "v_page_head", "v_page_slot")),
+        *((name, c_int64) for name in ("scale_page", "scale_head", "num_pages", "tokens")),
+        ("window", c_int64),
         *((name, c_int32) for name in ("requests", "heads", "kv_heads", "head_dim")),
         *((name, c_int32) for name in ("page_size", "page_type")),
-        ("window", c_int64),
         ("scale", c_float),
         ("softcap", c_float),
         ("query_tile", c_int32),
-        ("shared", c_void_p),
+        ("run_chunks", c_int32),
     ]
 
 

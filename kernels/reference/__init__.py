@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sdk.kernels.reference.attention import Attention, RopeAndCache
-from sdk.kernels.reference.elementwise import Map, Places, RopeAngles, SelectRows
+from sdk.kernels.reference.attention import Attention
+from sdk.kernels.reference.elementwise import Map, Places, SelectRows
 from sdk.kernels.reference.linear import Linear
 from sdk.kernels.reference.norm import AddRmsNorm, GatedActivation, RmsNorm
+from sdk.kernels.reference.rope import RopeAndCache, RopeAngles
 from sdk.kernels.reference.sampling import Sample
 
 

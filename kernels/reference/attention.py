@@ -12,52 +12,11 @@ from torch import Tensor
 
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.layouts import KVPages
+from sdk.kernels.reference.rope import mixed
 from sdk.kernels.registry import Problem
 
 QUERY_TILE = 16
 KEY_TILE = 64
-HALF_MAX = (
-    65504.0  # the largest float16: a key or value beyond it saturates instead of becoming inf
-)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding: x ``[T, heads, head_dim]``, cos and sin ``[T, rotary_dim / 2]``."""
-    half = cos.shape[1]
-    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    c, s = cos.unsqueeze(1), sin.unsqueeze(1)
-    return torch.cat((first * c - second * s, second * c + first * s, rest), dim=-1)
-
-
-class RopeAndCache:
-    """See :meth:`sdk.kernels.ops.Ops.rope_and_cache`."""
-
-    name = "reference.rope_and_cache"
-
-    def reject(self, problem: Problem) -> str | None:
-        return None
-
-    def run(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        batch: AttentionBatch,
-        pages: KVPages,
-    ) -> None:
-        q.copy_(rotate(q, cos, sin))
-        page = torch.div(batch.slots, pages.page_size, rounding_mode="floor")
-        offset = batch.slots % pages.page_size
-        pages.k[page, :, offset] = _to_cache(rotate(k, cos, sin), pages.k.dtype)
-        pages.v[page, :, offset] = _to_cache(v, pages.v.dtype)
-
-
-def _to_cache(x: Tensor, dtype: torch.dtype) -> Tensor:
-    if dtype == torch.float16:
-        x = x.clamp(-HALF_MAX, HALF_MAX)
-    return x.to(dtype)
 
 
 class Attention:
@@ -89,6 +48,8 @@ class Attention:
                 end = min(begin + QUERY_TILE, starts[r + 1])
                 position = first_position + begin - starts[r]
                 view[begin:end] = _tile(q[begin:end], k, v, position, scale, window, softcap, sinks)
+        if pages.v_scale is not None:
+            view.copy_(mixed(view))
 
 
 def _gather(pages: KVPages, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
@@ -97,8 +58,11 @@ def _gather(pages: KVPages, table: Tensor, length: int) -> tuple[Tensor, Tensor]
     ids = table[:count].to(torch.int64)
     padded = -(-length // KEY_TILE) * KEY_TILE
     gathered = []
-    for cache in (pages.k, pages.v):
-        x = cache[ids].to(torch.float32).transpose(0, 1)
+    for cache, scale in ((pages.k, pages.k_scale), (pages.v, pages.v_scale)):
+        x = cache[ids].to(torch.float32)
+        if scale is not None:
+            x = x * scale[ids].to(torch.float32).unsqueeze(3)
+        x = x.transpose(0, 1)
         x = x.reshape(x.shape[0], -1, x.shape[3])[:, :length]
         gathered.append(torch.nn.functional.pad(x, (0, 0, 0, padded - length)))
     return gathered[0], gathered[1]

@@ -32,22 +32,6 @@ class Map:
                 x += other
 
 
-class RopeAngles:
-    """See :meth:`sdk.kernels.ops.Ops.rope_angles`."""
-
-    name = "reference.rope_angles"
-
-    def reject(self, problem: Problem) -> str | None:
-        return None
-
-    def run(
-        self, positions: Tensor, inv_freq: Tensor, factor: float, cos: Tensor, sin: Tensor
-    ) -> None:
-        angle = positions.to(torch.float32).unsqueeze(1) * inv_freq
-        torch.mul(angle.cos(), factor, out=cos)
-        torch.mul(angle.sin(), factor, out=sin)
-
-
 class SelectRows:
     """See :meth:`sdk.kernels.ops.Ops.select_rows`."""
 

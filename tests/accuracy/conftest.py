@@ -19,15 +19,17 @@ from sdk.models.parallel import Mesh
 PAGE = 16
 
 
-def _logits_of(path: Path, prompt: Tensor, compute: Compute, chunk: int) -> Tensor:
-    """Float32 ``[len(prompt), vocab]``, the prompt fed ``chunk`` tokens at a time, float32 KV."""
+def _logits_of(
+    path: Path, prompt: Tensor, compute: Compute, chunk: int, kv_dtype: str = "float32"
+) -> Tensor:
+    """Float32 ``[len(prompt), vocab]``, the prompt fed ``chunk`` tokens at a time."""
     checkpoint = open_checkpoint(path)
     ops = Ops(compute=compute, num_threads=2)
     model = build_model(checkpoint, Mesh(), ops, max_model_len=512)
     assert checkpoint.unused() == []
     pages = -(-len(prompt) // PAGE)
     table = torch.arange(pages, 0, -1)  # last page first: the order must not matter
-    kv = KVCache(kv_spec(model.config, model.config.num_kv_heads, PAGE, "float32"), pages + 1)
+    kv = KVCache(kv_spec(model.config, model.config.num_kv_heads, PAGE, kv_dtype), pages + 1)
     rows = []
     with torch.inference_mode():
         for begin in range(0, len(prompt), chunk):
@@ -50,6 +52,6 @@ def _logits_of(path: Path, prompt: Tensor, compute: Compute, chunk: int) -> Tens
 
 
 @pytest.fixture(scope="session")
-def logits_of() -> Callable[[Path, Tensor, Compute, int], Tensor]:
-    """``logits_of(path, prompt, compute, chunk)``."""
+def logits_of() -> Callable[..., Tensor]:
+    """``logits_of(path, prompt, compute, chunk, kv_dtype="float32")``."""
     return _logits_of

@@ -1,4 +1,4 @@
-"""Native paged attention and rotary embedding, at every SIMD level, against float64."""
+"""Native paged attention at every SIMD level, against float64."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from sdk.engine.kv_cache import KVCache
 from sdk.kernels.batch import AttentionBatch
-from sdk.kernels.cpu import CpuBackend, open_backend
+from sdk.kernels.cpu import CpuBackend, levels, open_backend
 from sdk.kernels.errors import KernelError
 from sdk.kernels.layouts import KVPages
-from sdk.kernels.reference.attention import Attention, RopeAndCache
+from sdk.kernels.reference.attention import Attention
+from sdk.kernels.reference.rope import mixed, round_codes
 from sdk.kernels.registry import Problem
+from sdk.quant.spec import KVSpec
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DTYPES = ("float32", "float16", "bfloat16", "int8")
 
 
 @dataclass(frozen=True)
@@ -55,30 +58,50 @@ def make_batch(requests: Sequence[tuple[int, int]], page_size: int) -> tuple[Att
     return batch, sum(counts) + 2
 
 
+def make_pages(num_pages: int, kv_heads: int, page_size: int, head_dim: int, dtype: str) -> KVPages:
+    """One layer as the cache lays it out, every slot NaN."""
+    pages = KVCache(KVSpec(1, kv_heads, head_dim, page_size, dtype), num_pages).layers[0]
+    for x in (pages.k, pages.v) if pages.k_scale is None else (pages.k_scale, pages.v_scale):
+        assert x is not None
+        x.fill_(float("nan"))
+    return pages
+
+
+def dequantized(pages: KVPages) -> tuple[Tensor, Tensor]:
+    """Keys and values in float64, ``[num_pages, page_size, kv_heads, head_dim]``."""
+    k, v = pages.k.double(), pages.v.double()
+    if pages.k_scale is not None and pages.v_scale is not None:
+        k, v = k * pages.k_scale.unsqueeze(3), v * pages.v_scale.unsqueeze(3)
+    return k.transpose(1, 2), v.transpose(1, 2)
+
+
 def make_step(
     requests: Sequence[tuple[int, int]],
     heads: int,
     kv_heads: int,
     head_dim: int,
     page_size: int,
-    dtype: torch.dtype,
+    dtype: str,
 ) -> Step:
     """Keys and values depend on the request and the position only; unused slots hold NaN."""
     batch, num_pages = make_batch(requests, page_size)
-    shape = (num_pages, kv_heads, page_size, head_dim)
-    k, v = (torch.full(shape, float("nan"), dtype=dtype) for _ in range(2))
+    pages = make_pages(num_pages, kv_heads, page_size, head_dim, dtype)
     queries = []
     for r, (context, new) in enumerate(requests):
         random = torch.Generator().manual_seed(100 + r)
-        rows = torch.randn(3, 256, 2, 8, generator=random)[:, :context]
+        rows = torch.randn(3, 1024, 2, 8, generator=random)[:, :context]
         rows = rows.repeat(1, 1, heads, -(-head_dim // 8))[..., :head_dim]
         rows = rows * (1 + torch.arange(2 * heads).view(-1, 1) / 7)
         at = torch.arange(context)
-        page = batch.page_table[r].long()[at // page_size]
-        k[page, :, at % page_size] = rows[0, :, :kv_heads].to(dtype)
-        v[page, :, at % page_size] = rows[1, :, :kv_heads].to(dtype)
+        page, slot = batch.page_table[r].long()[at // page_size], at % page_size
+        k, v = rows[0, :, :kv_heads], rows[1, :, :kv_heads]
+        if pages.k_scale is None or pages.v_scale is None:
+            pages.k[page, :, slot], pages.v[page, :, slot] = (x.to(pages.k.dtype) for x in (k, v))
+        else:
+            pages.k[page, :, slot], pages.k_scale[page, :, slot] = round_codes(k)
+            pages.v[page, :, slot], pages.v_scale[page, :, slot] = round_codes(v)
         queries.append(rows[2, context - new :, :heads])
-    return Step(batch, KVPages(k, v), torch.cat(queries).contiguous())
+    return Step(batch, pages, torch.cat(queries).contiguous())
 
 
 def attend(kernel: Any, step: Step, **options: Any) -> Tensor:
@@ -93,13 +116,14 @@ def expected(step: Step, **options: Any) -> Tensor:
     """Float64, token by token, from the definition."""
     tokens, heads, head_dim = step.q.shape
     group = heads // step.pages.k.shape[1]
+    keys, values = dequantized(step.pages)
     out = torch.empty(tokens, heads, head_dim, dtype=torch.float64)
     starts = step.batch.query_start.tolist()
     for r, context in enumerate(step.batch.context_len.tolist()):
         ids = torch.arange(context)
         page = step.batch.page_table[r].long()[ids // step.batch.page_size]
-        k = step.pages.k[page, :, ids % step.batch.page_size].double().repeat_interleave(group, 1)
-        v = step.pages.v[page, :, ids % step.batch.page_size].double().repeat_interleave(group, 1)
+        slot = ids % step.batch.page_size
+        k, v = (x[page, slot].repeat_interleave(group, 1) for x in (keys, values))
         for t in range(starts[r], starts[r + 1]):
             position = int(step.batch.positions[t])
             low = max(0, position + 1 - (options.get("window") or context))
@@ -111,10 +135,12 @@ def expected(step: Step, **options: Any) -> Tensor:
                 score = torch.cat((score, options["sinks"].double().unsqueeze(1)), dim=1)
             weight = score.softmax(dim=1)[:, : position + 1 - low]
             out[t] = torch.einsum("ht,thd->hd", weight, v[low : position + 1])
+    if step.pages.v_scale is not None:
+        out = mixed(out)
     return out.view(tokens, -1)
 
 
-MIXED = ((1, 1), (100, 1), (70, 70), (200, 17), (65, 64))
+MIXED = ((1, 1), (100, 1), (70, 70), (300, 17), (700, 1), (129, 64))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -125,13 +151,16 @@ MIXED = ((1, 1), (100, 1), (70, 70), (200, 17), (65, 64))
         (4, 4, 72, 7, {}),
         (8, 1, 128, 32, {"window": 20}),
         (4, 2, 256, 16, {"softcap": 3.0}),
-        (6, 2, 8, 1, {"window": 70, "sinks": torch.linspace(-2, 4, 6)}),
+        (6, 2, 8, 1, {"window": 170, "sinks": torch.linspace(-2, 4, 6)}),
+        (14, 1, 40, 24, {"window": 70}),
+        (2, 1, 80, 256, {"softcap": 5.0, "sinks": torch.tensor([1.0, -1.0])}),
+        (5, 1, 16, 8, {"window": 130}),
     ],
 )
 def test_attention_matches_float64(
     backend: CpuBackend,
     cases: Any,
-    dtype: torch.dtype,
+    dtype: str,
     heads: int,
     kv_heads: int,
     head_dim: int,
@@ -143,12 +172,13 @@ def test_attention_matches_float64(
     assert cases.nmse(attend(kernel, step, **options), expected(step, **options)) < 1e-11
 
 
+@pytest.mark.parametrize("dtype", ["float16", "int8"])
 @pytest.mark.parametrize("options", [{}, {"window": 90}, {"softcap": 5.0}])
 def test_chunks_batches_and_threads_do_not_change_a_bit(
-    backend: CpuBackend, options: dict[str, Any]
+    backend: CpuBackend, dtype: str, options: dict[str, Any]
 ) -> None:
     (kernel,) = backend.implementations("attention")
-    whole = attend(kernel, make_step([(150, 150)], 6, 2, 64, 16, torch.float16), **options)
+    whole = attend(kernel, make_step([(150, 150)], 6, 2, 64, 16, dtype), **options)
     single = open_backend("cpu", 1, backend.engine.level)
     (alone,) = single.implementations("attention")
     for chunks in ((1,) * 150, (64, 64, 22), (3, 140, 7)):
@@ -156,69 +186,102 @@ def test_chunks_batches_and_threads_do_not_change_a_bit(
         for new in chunks:
             end += new
             # the same request 0, now beside another one and with other pages
-            step = make_step([(end, new), (33, 5)], 6, 2, 64, 8, torch.float16)
+            step = make_step([(end, new), (33, 5)], 6, 2, 64, 8, dtype)
             parts.append(attend(alone if len(chunks) == 3 else kernel, step, **options)[:new])
         assert torch.equal(torch.cat(parts), whole)
     single.close()
 
 
+@pytest.mark.parametrize("options", [{}, {"window": 400, "sinks": torch.linspace(-1, 3, 6)}])
+def test_spreading_a_context_over_threads_does_not_change_a_bit(
+    backend: CpuBackend, options: dict[str, Any]
+) -> None:
+    whole = make_step([(1000, 1000)], 6, 2, 64, 16, "float16")
+    (kernel,) = backend.implementations("attention")
+    wanted = attend(kernel, whole, **options)[-5:]
+    for threads in (1, 2, 3):
+        other = open_backend("cpu", threads, backend.engine.level)
+        (kernel,) = other.implementations("attention")
+        for requests in ([(1000, 1)], [(1000, 5)], [(1000, 1)] + [(900, 1)] * 30):
+            step, new = make_step(requests, 6, 2, 64, 16, "float16"), requests[0][1]
+            for _ in range(3):  # what one call leaves behind is right for the next
+                assert torch.equal(attend(kernel, step, **options)[:new], wanted[5 - new :])
+        other.close()
+
+
+def test_levels_with_fused_multiply_add_agree_to_the_bit() -> None:
+    step = make_step(MIXED, 6, 2, 40, 16, "int8")
+    found = []
+    for level in levels():
+        opened = open_backend("cpu", 2, level)
+        (kernel,) = opened.implementations("attention")
+        found.append(attend(kernel, step, window=250, softcap=4.0))
+        opened.close()
+    assert all(torch.equal(x, found[-1]) for x in found[1:])
+
+
+def test_a_request_without_tokens_is_passed_over(backend: CpuBackend) -> None:
+    (kernel,) = backend.implementations("attention")
+    step = make_step([(40, 3), (200, 1)], 4, 2, 16, 16, "float32")
+    wanted = attend(kernel, step)
+    batch = replace(
+        step.batch,
+        query_start=torch.tensor([0, 0, 3, 3, 4], dtype=torch.int32),
+        context_len=torch.tensor([0, 40, 20, 200], dtype=torch.int32),
+        page_table=step.batch.page_table[[0, 0, 0, 1]],
+    )
+    assert torch.equal(attend(kernel, replace(step, batch=batch)), wanted)
+
+
 def test_queries_may_be_views_of_a_fused_projection(backend: CpuBackend) -> None:
     (kernel,) = backend.implementations("attention")
-    step = make_step([(40, 9)], 4, 2, 16, 16, torch.float32)
+    step = make_step([(40, 9)], 4, 2, 16, 16, "float32")
     fused = torch.zeros(9, 8, 16)
     fused[:, 2:6] = step.q
     assert torch.equal(attend(kernel, replace(step, q=fused[:, 2:6])), attend(kernel, step))
 
 
-def test_a_batch_of_many_requests_matches_the_reference(backend: CpuBackend, cases: Any) -> None:
-    (kernel,) = backend.implementations("attention")
-    step = make_step([(i + 1, 1) for i in range(64)], 4, 2, 32, 16, torch.float32)
-    pages = KVPages(*(torch.nan_to_num(x) for x in (step.pages.k, step.pages.v)))
-    clean = replace(step, pages=pages)  # the reference multiplies stale slots by zero
-    assert cases.nmse(attend(kernel, step), attend(Attention(), clean)) < 1e-11
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rope_and_cache_equals_the_reference_bit_for_bit(
-    backend: CpuBackend, dtype: torch.dtype
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_a_batch_of_many_requests_matches_the_reference(
+    backend: CpuBackend, cases: Any, dtype: str
 ) -> None:
-    (kernel,) = backend.implementations("rope_and_cache")
-    batch, num_pages = make_batch(MIXED, 16)
-    tokens, heads, kv_heads, head_dim = batch.num_tokens, 6, 2, 40
-    for rotary in (40, 24):
-        results = []
-        for run in (kernel.run, RopeAndCache().run):
-            random = torch.Generator().manual_seed(0)
-            qkv = torch.randn(tokens, (heads + 2 * kv_heads) * head_dim, generator=random)
-            qkv[0, 5] = float("nan")
-            qkv[:, -3] *= 1e6  # beyond float16
-            q, k, v = (x.view(tokens, -1, head_dim) for x in qkv.split([240, 80, 80], dim=1))
-            angle = torch.rand(tokens, rotary // 2, generator=random) * 6
-            shape = (num_pages, kv_heads, 16, head_dim)
-            pages = KVPages(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
-            run(q, k, v, angle.cos(), angle.sin(), batch, pages)
-            results.append((qkv, pages.k.float(), pages.v.float()))
-        for found, wanted in zip(*results, strict=True):
-            assert torch.equal(found.isnan(), wanted.isnan())
-            assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
-        if dtype == torch.float16:
-            assert results[0][2].nan_to_num().abs().max() == 65504
+    (kernel,) = backend.implementations("attention")
+    step = make_step([(i + 1, 1) for i in range(64)], 4, 2, 32, 16, dtype)
+    found = attend(kernel, step)
+    for x in (step.pages.k, step.pages.v, step.pages.k_scale, step.pages.v_scale):
+        if x is not None and x.is_floating_point():
+            x.nan_to_num_()  # the reference multiplies stale slots by zero
+    assert cases.nmse(found, attend(Attention(), step)) < 1e-11
 
 
-@pytest.mark.parametrize("op", ["attention", "rope_and_cache"])
-def test_what_the_kernels_cannot_run_is_declined(backend: CpuBackend, op: str) -> None:
-    (kernel,) = backend.implementations(op)
-    reason = kernel.reject(Problem(op, head_dim=64, kv_dtype="int8"))
-    assert reason == "KV pages of int8: expected float32, float16, bfloat16"
+def test_a_key_that_is_not_a_number_reaches_only_those_who_see_it(backend: CpuBackend) -> None:
+    (kernel,) = backend.implementations("attention")
+    for dtype in DTYPES:
+        step = make_step([(60, 60), (20, 20)], 4, 2, 16, 16, dtype)
+        clean = attend(kernel, step)
+        page, slot = int(step.batch.page_table[0, 50 // 16]), 50 % 16
+        (step.pages.k if step.pages.k_scale is None else step.pages.k_scale)[page, :, slot] = float(
+            "nan"
+        )
+        found = attend(kernel, step)
+        assert found[50:60].isnan().all()
+        assert torch.equal(found[:50], clean[:50]) and torch.equal(found[60:], clean[60:])
+
+
+def test_what_the_kernel_cannot_run_is_declined(backend: CpuBackend) -> None:
+    (kernel,) = backend.implementations("attention")
+    reason = kernel.reject(Problem("attention", head_dim=64, kv_dtype="int4"))
+    assert reason == "KV pages of int4: expected float32, float16, bfloat16, int8"
     for head_dim in (0, 12, 264):
-        reason = kernel.reject(Problem(op, head_dim=head_dim, kv_dtype="float16"))
+        reason = kernel.reject(Problem("attention", head_dim=head_dim, kv_dtype="float16"))
         assert reason == f"head_dim {head_dim}: expected a multiple of 8 up to 256"
-    assert kernel.reject(Problem(op, head_dim=256, kv_dtype="bfloat16")) is None
+    assert kernel.reject(Problem("attention", head_dim=256, kv_dtype="int8")) is None
 
 
 def test_attention_refuses_arguments_that_disagree(backend: CpuBackend) -> None:
     (kernel,) = backend.implementations("attention")
-    step = make_step([(4, 2)], 4, 2, 16, 16, torch.float32)
+    step = make_step([(4, 2)], 4, 2, 16, 16, "float32")
+    k, v = step.pages.k, step.pages.v
     with pytest.raises(KernelError, match=r"expected sinks \[4\], found \[3\]"):
         attend(kernel, step, sinks=torch.zeros(3))
     with pytest.raises(KernelError, match="expected a window of at least 1, found 0"):
@@ -229,25 +292,43 @@ def test_attention_refuses_arguments_that_disagree(backend: CpuBackend) -> None:
     with pytest.raises(KernelError, match=r"attention q: expected torch\.float32 on cpu"):
         attend(kernel, replace(step, q=step.q.double()))
     with pytest.raises(KernelError, match=r"KV pages: k .* do not agree"):
-        attend(kernel, replace(step, pages=KVPages(step.pages.k, step.pages.v.half())))
+        attend(kernel, replace(step, pages=KVPages(k, v.half())))
     with pytest.raises(KernelError, match=r"KV pages: expected .* with a contiguous last"):
-        swapped = step.pages.k.transpose(2, 3)
-        attend(kernel, replace(step, pages=KVPages(swapped, swapped)))
+        attend(kernel, replace(step, pages=KVPages(k, v.transpose(2, 3))))
+    with pytest.raises(KernelError, match=r"expected keys on cpu that lie \[head_dim, page_size\]"):
+        attend(kernel, replace(step, pages=KVPages(v, v)))
 
 
-def test_rope_refuses_arguments_that_disagree(backend: CpuBackend) -> None:
-    (kernel,) = backend.implementations("rope_and_cache")
-    step = make_step([(4, 2)], 4, 2, 16, 16, torch.float32)
-    q, k, angle = torch.zeros(2, 4, 16), torch.zeros(2, 2, 16), torch.zeros(2, 8)
-    with pytest.raises(KernelError, match=r"rope: q .* do not agree"):
-        kernel.run(q, k, k[:, :1], angle, angle, step.batch, step.pages)
-    with pytest.raises(KernelError, match=r"expected cos and sin \[2, at most 8\]"):
-        kernel.run(q, k, k, torch.zeros(2, 9), torch.zeros(2, 9), step.batch, step.pages)
-    with pytest.raises(KernelError, match=r"expected int64 slots \[2\]"):
-        batch = replace(step.batch, slots=step.batch.slots[:1])
-        kernel.run(q, k, k, angle, angle, batch, step.pages)
-    with pytest.raises(KernelError, match="KV pages: expected"):
-        pages = KVPages(step.pages.k[:, :1], step.pages.v[:, :1])
-        kernel.run(q, k, k, angle, angle, step.batch, pages)
-    with pytest.raises(KernelError, match=r"rope v: expected torch\.float32 on cpu"):
-        kernel.run(q, k, k.double(), angle, angle, step.batch, step.pages)
+def test_int8_pages_are_refused_without_their_scales(backend: CpuBackend) -> None:
+    (kernel,) = backend.implementations("attention")
+    step = make_step([(4, 2)], 4, 2, 16, 16, "int8")
+    pages = step.pages
+    assert pages.k_scale is not None
+    with pytest.raises(KernelError, match=r"expected scales \[3, 2, 16\], found None"):
+        attend(kernel, replace(step, pages=KVPages(pages.k, pages.v)))
+    with pytest.raises(KernelError, match=r"KV scales: expected torch\.float16 on cpu"):
+        wide = pages.k_scale.float()
+        attend(kernel, replace(step, pages=replace(pages, k_scale=wide, v_scale=wide)))
+    with pytest.raises(KernelError, match=r"the scales' strides .* do not agree"):
+        other = pages.k_scale.clone()
+        attend(kernel, replace(step, pages=replace(pages, k_scale=other)))
+
+
+@pytest.mark.parametrize("wrong", ["page", "negative page", "narrow table", "length", "starts"])
+def test_tables_that_point_outside_of_the_pages_are_refused(
+    backend: CpuBackend, wrong: str
+) -> None:
+    (kernel,) = backend.implementations("attention")
+    step = make_step([(40, 2), (70, 1)], 4, 2, 16, 16, "float32")
+    batch = step.batch
+    table, lengths = batch.page_table.clone(), batch.context_len.clone()
+    table[1, 4] = {"page": step.pages.k.shape[0], "negative page": -1}.get(wrong, table[1, 4])
+    if wrong == "narrow table":
+        table = table[:, :4]
+    if wrong == "length":
+        lengths[0] = 1  # less than the tokens of this step
+    starts = batch.query_start + (1 if wrong == "starts" else 0)
+    broken = replace(batch, page_table=table, context_len=lengths, query_start=starts)
+    with pytest.raises(KernelError, match="a token or page id, row, slot or length lies outside"):
+        attend(kernel, replace(step, batch=broken))
+    assert attend(kernel, step).isfinite().all()

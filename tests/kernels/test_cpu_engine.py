@@ -186,6 +186,8 @@ def test_the_baseline_holds_no_wide_instructions() -> None:
     for line in listing.splitlines():
         if line.endswith(">:"):
             function = line.split("<")[1]
+        elif function.startswith("(anonymous namespace)::loop_avx"):
+            continue  # the peak probe: assembly of one level each, chosen at run time
         elif "%ymm" in line or "%zmm" in line:
             wide.add(function.removeprefix("void ").partition("::")[0])
     compiled = {level for level in library.LEVELS if f"{level}::" in listing}

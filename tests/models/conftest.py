@@ -129,11 +129,13 @@ class Paged:
     def __init__(self, model: CausalLM, kv_heads: int | None = None, pages: int = 64) -> None:
         c = model.config
         shape = (pages, kv_heads or c.num_kv_heads, PAGE_SIZE, c.head_dim)
+        transposed = (*shape[:2], c.head_dim, PAGE_SIZE)
         generator = torch.Generator().manual_seed(7)
         self.model = model
         self.kv = [
             KVPages(
-                torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+                torch.randn(transposed, generator=generator).transpose(2, 3),
+                torch.randn(shape, generator=generator),
             )
             for _ in range(c.num_layers)
         ]

@@ -1,6 +1,7 @@
-// Random shapes through every operator and both ways to run it, for valgrind and the sanitizers: driver [rounds].
+// Random shapes through every operator, one by one and recorded, for valgrind and the sanitizers.
 //
-// Whatever comes out is compared with what one thread, another number of rows, or single calls give.
+// driver [rounds]. What comes out is compared with what one thread, another number of rows, or single
+// calls give.
 #include "driver.hpp"
 
 #include <math.h>
@@ -169,14 +170,18 @@ struct Shape {
 // Keys and values as far as they were written; the rest stays uninitialized.
 struct Cache {
     explicit Cache(const Shape& s)
-        : k(s.pages * s.kv_heads * s.page_size * s.head_dim * size_of(s.type)), v(k.size()) {}
+        : k(s.pages * s.kv_heads * s.page_size * s.head_dim * size_of(s.type)),
+          v(k.size()),
+          k_scales(s.pages * s.kv_heads * s.page_size),
+          v_scales(k_scales.size()) {}
     Buffer<uint8_t> k, v;
+    Buffer<uint16_t> k_scales, v_scales;
 };
 
 // One engine's way through a step: rotates and writes `qkv`, attends.
 void attend(Engine& engine, const Shape& s, Cache& cache, Buffer<float> qkv, AttentionArgs args,
             float* cos, float* sin, const int64_t* slots, int64_t tokens) {
-    const int64_t slot = s.head_dim, head = slot * s.page_size, page = head * s.kv_heads;
+    const int64_t head = s.head_dim * s.page_size, page = head * s.kv_heads;
     const int64_t token = (s.heads + 2 * s.kv_heads) * s.head_dim, half = s.head_dim / 4;
     RopeArgs rope{};
     rope.q = qkv.data();
@@ -187,12 +192,18 @@ void attend(Engine& engine, const Shape& s, Cache& cache, Buffer<float> qkv, Att
     rope.slots = slots;
     rope.k_pages = cache.k.data();
     rope.v_pages = cache.v.data();
+    if (s.type == kI8) rope.k_scales = cache.k_scales.data();
+    if (s.type == kI8) rope.v_scales = cache.v_scales.data();
     rope.q_token = rope.k_token = rope.v_token = token;
     rope.q_head = rope.k_head = rope.v_head = s.head_dim;
     rope.cos_token = rope.sin_token = half;
     rope.k_page = rope.v_page = args.k_page = args.v_page = page;
     rope.k_page_head = rope.v_page_head = args.k_page_head = args.v_page_head = head;
-    rope.k_page_slot = rope.v_page_slot = args.k_page_slot = args.v_page_slot = slot;
+    rope.k_page_dim = args.k_page_dim = s.page_size;
+    rope.v_page_slot = args.v_page_slot = s.head_dim;
+    rope.scale_page = args.scale_page = s.kv_heads * s.page_size;
+    rope.scale_head = args.scale_head = s.page_size;
+    rope.num_pages = args.num_pages = s.pages;
     rope.heads = args.heads = (int32_t)s.heads;
     rope.kv_heads = args.kv_heads = (int32_t)s.kv_heads;
     rope.head_dim = args.head_dim = (int32_t)s.head_dim;
@@ -203,24 +214,28 @@ void attend(Engine& engine, const Shape& s, Cache& cache, Buffer<float> qkv, Att
     args.q = rope.q;
     args.q_token = token;
     args.q_head = s.head_dim;
+    args.tokens = tokens;
     args.k_pages = rope.k_pages;
     args.v_pages = rope.v_pages;
+    args.k_scales = rope.k_scales;
+    args.v_scales = rope.v_scales;
     args.scale = 0.3f;
     engine.run(kOpAttention, args, s.requests);
 }
 
 // A prompt and a few more tokens of every request, in pages handed out at random.
 void attention(Random& random, Engine& one, Engine& many) {
-    const int64_t most = 90, sizes[] = {1, 7, 16};
+    const int64_t most = 300, sizes[] = {1, 7, 16, 64};
+    const int types[] = {kF32, kF16, kBF16, kI8};
     Shape s{};
     s.requests = random.between(1, 4);
     s.kv_heads = random.between(1, 3);
     s.heads = s.kv_heads * random.between(1, 4);
     s.head_dim = 8 * random.between(1, 9);
-    s.page_size = sizes[random.below(3)];
+    s.page_size = sizes[random.below(4)];
     s.table_width = (most + s.page_size - 1) / s.page_size;
     s.pages = s.requests * s.table_width;
-    s.type = (int)random.below(3);
+    s.type = types[random.below(4)];
     Buffer<int32_t> table(s.pages), start(s.requests + 1), context(s.requests);
     for (int64_t i = 0; i < s.pages; ++i) {
         table[i] = (int32_t)i;
@@ -240,7 +255,7 @@ void attention(Random& random, Engine& one, Engine& many) {
     for (int step = 0; step < 4; ++step) {
         start[0] = 0;
         for (int64_t r = 0; r < s.requests; ++r) {
-            const int32_t added = (int32_t)(step ? random.below(4) : random.between(1, 80));
+            const int32_t added = (int32_t)(step ? random.below(4) : random.between(1, most - 10));
             start[r + 1] = start[r] + added;
             context[r] += added;
         }

@@ -39,11 +39,11 @@ enum SourceKind {
     kQ8_0 = 20
 };
 
-// What every exported function returns. kBadIndex: an index points outside of its tensor; nothing was
-// computed.
+// What every exported function returns.
+// kBadIndex: a token or page id, row, slot or length points outside of its tensor.
 enum Status { kOk = 0, kOutOfMemory = 1, kClosed = 2, kUnknownOp = 3, kBadIndex = 4 };
 
-enum { kRows = 16, kDepth = 32, kKeyTile = 64 };
+enum { kRows = 16, kDepth = 32 };
 
 // Matrix products hand out strips of two row blocks: a broadcast activation meets both.
 enum { kStrip = 2, kStripRows = kStrip * kRows };
@@ -145,7 +145,7 @@ struct MapArgs {
     int32_t kind;
 };
 
-// cos and sin of positions[t] * inv_freq[i], times factor: [T, half].
+// cos and sin [T, half] = factor * cos, sin (position * inv_freq), the angle in float32.
 struct AnglesArgs {
     const int64_t* positions;
     const float* inv_freq;
@@ -155,12 +155,13 @@ struct AnglesArgs {
     float factor;
 };
 
-// out[t] = x[rows[t]], `width` floats. x has `count` rows.
+// out[t] = x[rows[t]], `width` floats.
 struct SelectArgs {
     const float* x;
     const int64_t* rows;
     float* out;
-    int64_t width, count;
+    int64_t width;
+    int64_t size;  // rows of x
 };
 
 // Where every token of a step stands, from what a request is: the last query_len tokens of
@@ -176,7 +177,9 @@ struct PlacesArgs {
     int32_t page_size;
 };
 
-// Strides count elements. The last dimension is always contiguous.
+// Strides count elements. A key lies across its page, one slot beside the next (k_page_dim apart
+// are its dimensions), so that keys are vector lanes; a value lies along it. 8-bit pages have one
+// f16 scale per slot and head, [num_pages][kv_heads][page_size], slots side by side.
 struct RopeArgs {
     float* q;
     const float* k;
@@ -186,8 +189,12 @@ struct RopeArgs {
     const int64_t* slots;
     void* k_pages;
     void* v_pages;
+    uint16_t* k_scales;  // null unless the pages are kI8
+    uint16_t* v_scales;
     int64_t q_token, q_head, k_token, k_head, v_token, v_head, cos_token, sin_token;
-    int64_t k_page, k_page_head, k_page_slot, v_page, v_page_head, v_page_slot;
+    int64_t k_page, k_page_head, k_page_dim, v_page, v_page_head, v_page_slot;
+    int64_t scale_page, scale_head;  // of both
+    int64_t num_pages;
     int32_t heads, kv_heads, head_dim, half, page_size, page_type;
 };
 
@@ -196,18 +203,23 @@ struct AttentionArgs {
     float* out;  // [T, heads * head_dim]
     const void* k_pages;
     const void* v_pages;
+    const uint16_t* k_scales;  // as in RopeArgs
+    const uint16_t* v_scales;
     const int32_t* query_start;
     const int32_t* context_len;
     const int32_t* page_table;
-    const float* sinks;       // null: none
-    const int64_t* item_start;  // [requests + 1] work items before each request; filled by the engine
+    const float* sinks;  // null: none
+    uint8_t* shared;     // of attention alone, zero when allocated; set by the engine
     int64_t q_token, q_head, table_width;
-    int64_t k_page, k_page_head, k_page_slot, v_page, v_page_head, v_page_slot;
-    int32_t requests, heads, kv_heads, head_dim, page_size, page_type;
-    int64_t window;  // 0: none
-    float scale, softcap;  // softcap 0: none
-    int32_t query_tile;    // tokens per work item; filled by the engine
-    uint8_t* shared;       // memory of all threads; filled by the engine
+    int64_t k_page, k_page_head, k_page_dim, v_page, v_page_head, v_page_slot;
+    int64_t scale_page, scale_head;
+    int64_t num_pages, tokens;  // tokens: rows of q and out
+    int64_t window;             // 0: none
+    int32_t requests;           // filled by plan_attention
+    int32_t heads, kv_heads, head_dim, page_size, page_type;
+    float scale, softcap;   // softcap 0: none
+    int32_t query_tile;     // tokens of a query tile; filled by plan_attention
+    int32_t run_chunks;     // most chunks of an item of a split request; filled by plan_attention
 };
 
 // How one row's token is chosen; kernels/sampling.py says what each number means. Temperature 0 is
@@ -229,8 +241,9 @@ struct SampleArgs {
     int64_t width, stride;
 };
 
-// The operators. All but kOpAttention, kOpPlaces and kOpSample are row-wise: row t of the result depends on row
-// t of the arguments alone (of a linear layer that is the rounding of its activations).
+// The operators. Most are row-wise: row t of the result depends on row t of the arguments alone.
+// Not so kOpAttention, kOpSample and, but for the rounding of its activations, kOpLinear; kOpPlaces
+// prepares the step for the others.
 enum OpKind {
     kOpEmbedding = 0,
     kOpLinear = 1,
@@ -257,10 +270,10 @@ struct KernelTable {
     void (*rms_norm)(const NormArgs*, int64_t t_begin, int64_t t_end);
     void (*gated)(const GatedArgs*, int64_t t_begin, int64_t t_end);
     void (*map)(const MapArgs*, int64_t t_begin, int64_t t_end);
-    void (*angles)(const AnglesArgs*, int64_t t_begin, int64_t t_end);
     void (*rope)(const RopeArgs*, int64_t t_begin, int64_t t_end);
     void (*attention)(const AttentionArgs*, int64_t item_begin, int64_t item_end,
                       uint8_t* scratch);
+    void (*rope_angles)(const AnglesArgs*, int64_t t_begin, int64_t t_end);
     void (*sample)(const SampleArgs*, int64_t row_begin, int64_t row_end, uint8_t* scratch);
     int64_t (*sample_scratch)(int64_t width);  // bytes
 };

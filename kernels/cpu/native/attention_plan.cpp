@@ -1,31 +1,69 @@
 #include "attention_plan.hpp"
 
-#include "program.hpp"
+namespace {
 
-AttentionPlan plan_attention(AttentionArgs* args, int requests, int) {
-    const int group = args->heads / args->kv_heads;
-    // 48 rows amortize the transposition of a tile and keep the item's state within 1 MiB.
-    args->requests = requests;
-    args->query_tile = group < 48 ? 48 / group : 1;
-    const size_t padded = aligned((size_t)args->head_dim * 4) / 4;
-    const size_t rows = (size_t)(args->query_tile * group);
-    const size_t floats = padded * kKeyTile * 2 + rows * (kKeyTile + padded + 2);
-    return {0, sizeof(int64_t) * (size_t)(requests + 1), floats * sizeof(float)};
+constexpr int64_t kItemsPerThread = 8;
+
+// A wrong length or page id would read wild memory; 256 ids take 30 ns.
+bool tables_in_range(const AttentionArgs* a, int requests) {
+    for (int r = 0; r < requests; ++r) {
+        const int64_t tokens = a->query_start[r + 1] - a->query_start[r];
+        const int64_t context = a->context_len[r];
+        const int64_t pages = (context + a->page_size - 1) / a->page_size;
+        if (tokens < 0 || context < tokens || pages > a->table_width) return false;
+        const int32_t* table = a->page_table + r * a->table_width;
+        uint32_t largest = 0;  // a negative id is a large one
+        for (int64_t i = 0; i < pages; ++i) {
+            const uint32_t id = (uint32_t)table[i];
+            largest = id > largest ? id : largest;
+        }
+        if (pages && largest >= (uint64_t)a->num_pages) return false;
+    }
+    return a->query_start[0] >= 0 && a->query_start[requests] <= a->tokens;
 }
 
-int64_t start_attention(AttentionArgs* args, int requests, int, int64_t* chunks) {
-    int64_t* items = reinterpret_cast<int64_t*>(args->shared);
-    int64_t work = 0;
-    items[0] = 0;
-    for (int r = 0; r < requests; ++r) {
-        const int64_t tokens = args->query_start[r + 1] - args->query_start[r];
-        items[r + 1] =
-            items[r] + (tokens + args->query_tile - 1) / args->query_tile * args->kv_heads;
-        work += tokens * args->context_len[r] * args->heads * args->head_dim;
+}  // namespace
+
+AttentionPlan plan_attention(AttentionArgs* a, int requests, int threads) {
+    AttentionPlan plan = {0, 0, 0, 0, kOk};
+    a->requests = requests;
+    if (!tables_in_range(a, requests)) {
+        plan.status = kBadIndex;
+        return plan;
     }
-    args->item_start = items;
-    const int64_t total = items[requests];
-    *chunks = work < 16384 ? 1 : total < 4096 ? total : 4096;
-    if (*chunks < 1) *chunks = 1;
-    return total;
+    const int group = a->heads / a->kv_heads;
+    a->query_tile = group < kQueryRows ? kQueryRows / group : 1;
+    a->run_chunks = INT32_MAX;
+    int64_t chunks = 0;
+    for (int r = 0; r < requests; ++r) {
+        const RequestShare s = request_share(a, r);
+        const int64_t all = (a->context_len[r] + kChunkKeys - 1) / kChunkKeys;
+        chunks += a->kv_heads * (s.tiles == 1 ? s.end_chunk - s.first_chunk : s.tiles * all);
+        plan.work += s.tokens * a->context_len[r] * a->heads * a->head_dim;
+    }
+    // No item longer than its share lets the others wait; with enough requests none is cut.
+    if (threads > 1 && (int64_t)requests * a->kv_heads <= kMaxSplitPairs) {
+        const int64_t share = chunks / (threads * kItemsPerThread);
+        a->run_chunks = share > 1 ? (int32_t)(share < INT32_MAX ? share : INT32_MAX) : 1;
+    }
+    int64_t records = 0;
+    for (int r = 0; r < requests; ++r) {
+        const RequestShare s = request_share(a, r);
+        plan.items += s.tiles * s.runs * a->kv_heads;
+        records += split_records(a, s);
+    }
+    const int64_t padded = padded_dim(a), record = padded + kPartExtra;
+    const int64_t rows = (int64_t)a->query_tile * group;
+    plan.shared_bytes = kMaxSplitPairs * sizeof(int32_t) + (size_t)(records * record) * 4;
+    // keys, values, their scales; weights and records of a block of rows; queries, records
+    plan.private_bytes = (size_t)((2 * padded + 2) * kChunkKeys + 8 * (kChunkKeys + record) +
+                                  rows * (padded + record)) * 4;
+    return plan;
+}
+
+bool slots_in_range(const RopeArgs* a, int64_t tokens) {
+    const uint64_t slots = (uint64_t)a->num_pages * (uint64_t)a->page_size;
+    bool fits = true;
+    for (int64_t t = 0; t < tokens; ++t) fits &= (uint64_t)a->slots[t] < slots;
+    return fits;
 }

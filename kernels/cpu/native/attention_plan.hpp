@@ -1,16 +1,59 @@
-// The work items of one attention call and the memory they need.
+// How one attention call is cut into work items: plain arithmetic, shared by the caller, who needs
+// sizes, and by the kernels, which find their items with it. Nothing here changes a result.
+//
+// A context is cut into chunks of 128 keys at absolute positions. A request whose rows fit one
+// query tile (decode, short ends of prompts) may have its chunks spread over several items, each
+// of which leaves one record per chunk and row in shared memory; the last one folds them. Longer
+// ones are cut into query tiles, each of which goes through its chunks alone.
 #pragma once
 
 #include <stddef.h>
 
 #include "abi.hpp"
 
-struct AttentionPlan {
-    int64_t items;
-    size_t shared_bytes;   // of all threads
-    size_t private_bytes;  // of one thread
+enum {
+    kChunkKeys = 128,
+    kQueryRows = 96,        // rows (tokens x query heads of a key head) of a query tile
+    kMaxSplitPairs = 1024,  // counters at the start of the shared memory: one per (request, head)
+    kPartExtra = 16,        // floats of a record beside its values: peak, total, padding
 };
 
+// Floats of a head, padded to the widest vector: the same at every instruction-set level.
+static inline int64_t padded_dim(const AttentionArgs* a) { return (a->head_dim + 15) / 16 * 16; }
+
+// Work of one request: `tiles` query tiles, or one whose chunks first_chunk..end_chunk are spread
+// over `runs` items; that times the key heads.
+struct RequestShare {
+    int64_t tokens, tiles, runs, first_chunk, end_chunk;
+};
+
+static inline RequestShare request_share(const AttentionArgs* a, int r) {
+    RequestShare s = {a->query_start[r + 1] - a->query_start[r], 0, 1, 0, 0};
+    s.tiles = (s.tokens + a->query_tile - 1) / a->query_tile;
+    if (s.tiles != 1) return s;
+    int64_t lowest = a->window ? a->context_len[r] - s.tokens + 1 - a->window : 0;
+    s.first_chunk = lowest > 0 ? lowest / kChunkKeys : 0;
+    s.end_chunk = (a->context_len[r] + kChunkKeys - 1) / kChunkKeys;
+    s.runs = (s.end_chunk - s.first_chunk + a->run_chunks - 1) / a->run_chunks;
+    return s;
+}
+
+// Records of a request's split chunks in shared memory, all key heads together.
+static inline int64_t split_records(const AttentionArgs* a, const RequestShare& s) {
+    return s.runs > 1 ? (s.end_chunk - s.first_chunk) * s.tokens * a->heads : 0;
+}
+
+struct AttentionPlan {
+    int64_t items;
+    int64_t work;  // about one per multiply
+    size_t shared_bytes, private_bytes;
+    int status;  // Status; anything but kOk: nothing must run
+};
+
+// Checks the index tensors, cuts `requests` requests into items for `threads` threads and writes
+// how into `args`. Before the items run, args->shared must point at shared_bytes bytes that were
+// zero when they were allocated and that nobody else writes to.
 AttentionPlan plan_attention(AttentionArgs* args, int requests, int threads);
-// After `shared` is set: fills item_start.
-int64_t start_attention(AttentionArgs* args, int requests, int threads, int64_t* chunks);
+
+// Whether all slots lie in the pages.
+bool slots_in_range(const RopeArgs* args, int64_t tokens);

@@ -1,4 +1,4 @@
-// RMSNorm, gated activations and rotary embedding with the write into the KV pages.
+// RMSNorm and gated activations.
 //
 // Every row (token) is computed on its own in a fixed order, so the batch never matters.
 #pragma once
@@ -138,72 +138,6 @@ static void map(const MapArgs* args, int64_t t_begin, int64_t t_end) {
                     memcpy(x + i, padded, (size_t)(width - i) * sizeof(float));
                 }
             }
-        }
-    }
-}
-
-static void angles(const AnglesArgs* args, int64_t t_begin, int64_t t_end) {
-    for (int64_t t = t_begin; t < t_end; ++t) {
-        const float position = (float)args->positions[t];
-        for (int64_t i = 0; i < args->half; ++i) {
-            const float angle = position * args->inv_freq[i];
-            args->cos[t * args->half + i] = cosf(angle) * args->factor;
-            args->sin[t * args->half + i] = sinf(angle) * args->factor;
-        }
-    }
-}
-
-// `count` floats into a page; float16 saturates at 65504 instead of becoming inf, NaN stays NaN.
-static void to_page(void* page, int64_t at, int type, const float* x, int count) {
-    if (type == kF32) {
-        memcpy((float*)page + at, x, (size_t)count * sizeof(float));
-        return;
-    }
-    uint16_t* to = (uint16_t*)page + at;
-    if (type == kBF16) {
-        for (int i = 0; i < count; ++i) to[i] = float_to_bf16(x[i]);
-        return;
-    }
-    int i = 0;
-    for (; i + kLanes <= count; i += kLanes)
-        store_half(to + i, max(set1(-65504.0f), min(set1(65504.0f), load(x + i))));
-    for (; i < count; ++i) {
-        float value = x[i] > 65504.0f ? 65504.0f : x[i] < -65504.0f ? -65504.0f : x[i];
-        to[i] = float_to_half(value);
-    }
-}
-
-// Halves rotate against each other: (a, b) -> (a c - b s, b c + a s), as Hugging Face models do.
-INLINE void rotate(const float* x, float* out, const float* cos, const float* sin, int half,
-                   int width) {
-    for (int i = 0; i < half; ++i) {
-        float a = x[i], b = x[i + half];
-        out[i] = a * cos[i] - b * sin[i];
-        out[i + half] = b * cos[i] + a * sin[i];
-    }
-    if (out != x)
-        for (int i = 2 * half; i < width; ++i) out[i] = x[i];
-}
-
-enum { kMaxHeadDim = 1024 };
-
-static void rope(const RopeArgs* a, int64_t t_begin, int64_t t_end) {
-    float rotated[kMaxHeadDim];
-    for (int64_t t = t_begin; t < t_end; ++t) {
-        const float* cos = a->cos + t * a->cos_token;
-        const float* sin = a->sin + t * a->sin_token;
-        for (int h = 0; h < a->heads; ++h) {
-            float* q = a->q + t * a->q_token + h * a->q_head;
-            rotate(q, rotated, cos, sin, a->half, 2 * a->half);
-            memcpy(q, rotated, sizeof(float) * 2 * (size_t)a->half);
-        }
-        int64_t page = a->slots[t] / a->page_size, slot = a->slots[t] % a->page_size;
-        for (int h = 0; h < a->kv_heads; ++h) {
-            rotate(a->k + t * a->k_token + h * a->k_head, rotated, cos, sin, a->half, a->head_dim);
-            to_page(a->k_pages, page * a->k_page + h * a->k_page_head + slot * a->k_page_slot,
-                    a->page_type, rotated, a->head_dim);
-            to_page(a->v_pages, page * a->v_page + h * a->v_page_head + slot * a->v_page_slot,
-                    a->page_type, a->v + t * a->v_token + h * a->v_head, a->head_dim);
         }
     }
 }

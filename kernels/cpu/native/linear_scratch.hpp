@@ -6,7 +6,7 @@
 #include "abi.hpp"
 
 enum {
-    kChunkBlocks = 24,          // k blocks whose scales and expanded codes stay in the first-level cache
+    kChunkBlocks = 24,    // k blocks whose scales and expanded codes stay in the first-level cache
     kFloatChunk = 128,    // the same for fp32 values, in k
     kPassBytes = 393216,  // activations of one pass over the weights, within the second-level cache
 };

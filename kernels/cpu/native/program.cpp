@@ -14,6 +14,7 @@ constexpr int64_t kChunksPerThread = 4;
 // Work (about one per multiplication in registers, 8 per exponential) below which a second thread
 // costs more than it gives.
 constexpr int64_t kWorthSharing = 65536;
+constexpr int64_t kWorthSharingItems = 16384;  // of attention, whose items are uneven
 
 bool integer(const Op& op) {
     return op.kind == kOpLinear && !op.linear.exact && !op.linear.w->dense;
@@ -56,43 +57,38 @@ void select_rows(const SelectArgs& a, int64_t begin, int64_t end) {
         memcpy(a.out + t * a.width, a.x + a.rows[t] * a.width, sizeof(float) * (size_t)a.width);
 }
 
-void find_places(const PlacesArgs& a, int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r) {
+// False where a request's tokens or pages lie outside of their tensors.
+bool find_places(const PlacesArgs& a, int64_t requests) {
+    if (requests && a.query_start[0] < 0) return false;
+    for (int64_t r = 0; r < requests; ++r) {
         const int32_t* pages = a.page_table + r * a.table_width;
-        int64_t position = a.context_len[r] - (a.query_start[r + 1] - a.query_start[r]);
-        for (int64_t t = a.query_start[r]; t < a.query_start[r + 1]; ++t, ++position) {
+        const int64_t begin = a.query_start[r], end = a.query_start[r + 1];
+        int64_t position = a.context_len[r] - (end - begin);
+        if (end < begin || end > a.tokens || position < 0 ||
+            a.context_len[r] > a.table_width * a.page_size)
+            return false;
+        for (int64_t t = begin; t < end; ++t, ++position) {
             a.positions[t] = position;
             a.slots[t] = (int64_t)pages[position / a.page_size] * a.page_size +
                          position % a.page_size;
         }
     }
-}
-
-bool in_range(const int64_t* indices, int64_t count, int64_t limit) {
-    for (int64_t i = 0; i < count; ++i)
-        if (indices[i] < 0 || indices[i] >= limit) return false;
     return true;
 }
 
-bool in_range(const PlacesArgs& a, int64_t requests) {
-    for (int64_t r = 0; r < requests; ++r) {
-        const int64_t tokens = (int64_t)a.query_start[r + 1] - a.query_start[r];
-        if (tokens < 0 || a.context_len[r] < tokens ||
-            a.context_len[r] > a.table_width * a.page_size)
-            return false;
-    }
-    return a.query_start[0] >= 0 && a.query_start[requests] <= a.tokens;
+bool in_range(const int64_t* ids, int64_t count, int64_t limit) {
+    bool fits = true;
+    for (int64_t i = 0; i < count; ++i) fits &= (uint64_t)ids[i] < (uint64_t)limit;
+    return fits;
 }
 
-// What an operator reads as an index before anything runs. A wrong one would touch wild memory;
-// looking at them costs less than a nanosecond each.
-bool indices_in_range(const Op& op, int64_t n) {
-    switch (op.kind) {
-        case kOpEmbedding: return in_range(op.embedding.ids, n, op.embedding.w->n);
-        case kOpSelect: return in_range(op.select.rows, n, op.select.count);
-        case kOpPlaces: return in_range(op.places, n);
-        default: return true;
-    }
+// The same requests over the same pages: what was checked and planned for one layer holds.
+bool same_plan(const AttentionArgs& a, const AttentionArgs& b) {
+    return a.query_start == b.query_start && a.context_len == b.context_len &&
+           a.page_table == b.page_table && a.table_width == b.table_width &&
+           a.num_pages == b.num_pages && a.tokens == b.tokens && a.window == b.window &&
+           a.heads == b.heads && a.kv_heads == b.kv_heads && a.head_dim == b.head_dim &&
+           a.page_size == b.page_size;
 }
 
 }  // namespace
@@ -130,8 +126,8 @@ bool Program::add(int kind, const void* args, Count count, int64_t per) {
             add_part(index, true);
             break;
         case kOpAttention:
-        case kOpPlaces:
         case kOpSample: add_part(index, true); break;
+        case kOpPlaces: break;  // before the threads start: see prepare
         default: add_part(index, false);
     }
     return true;
@@ -182,9 +178,11 @@ struct Machine::Frame {
 // Sizes of all phases and scratch memory for one run, and the fields of Op that depend on them.
 Status Machine::prepare(Program& program, const int64_t* counts) {
     size_t shared = 0, most_private = 0, attention = 0;
+    AttentionPlan plan = {};
+    const AttentionArgs* planned = nullptr;
+    const RopeArgs* written = nullptr;
     for (Op& op : program.ops_) {
         const int64_t n = counts[op.count] * op.per;
-        if (!indices_in_range(op, n)) return kBadIndex;
         if (op.kind == kOpLinear) {
             op.linear.m = n * op.linear.planes;
             const size_t mine = linear_private_bytes(*op.linear.w, op.linear.m, op.linear.exact != 0);
@@ -194,9 +192,31 @@ Status Machine::prepare(Program& program, const int64_t* counts) {
                 shared = bytes > shared ? bytes : shared;
             }
         } else if (op.kind == kOpAttention) {
-            const AttentionPlan plan = plan_attention(&op.attention, (int)n, pool.threads());
-            most_private = plan.private_bytes > most_private ? plan.private_bytes : most_private;
-            attention = plan.shared_bytes > attention ? plan.shared_bytes : attention;
+            if (planned && same_plan(*planned, op.attention)) {
+                op.attention.requests = planned->requests;
+                op.attention.query_tile = planned->query_tile;
+                op.attention.run_chunks = planned->run_chunks;
+            } else {
+                plan = plan_attention(&op.attention, (int)n, pool.threads());
+                if (plan.status != kOk) return (Status)plan.status;
+                planned = &op.attention;
+                most_private = plan.private_bytes > most_private ? plan.private_bytes : most_private;
+                attention = plan.shared_bytes > attention ? plan.shared_bytes : attention;
+            }
+            op.items = plan.items;
+            op.work = plan.work;
+        } else if (op.kind == kOpPlaces) {
+            if (!find_places(op.places, n)) return kBadIndex;
+        } else if (op.kind == kOpEmbedding) {
+            if (!in_range(op.embedding.ids, n, op.embedding.w->n)) return kBadIndex;
+        } else if (op.kind == kOpSelect) {
+            if (!in_range(op.select.rows, n, op.select.size)) return kBadIndex;
+        } else if (op.kind == kOpRope) {
+            const bool checked = written && written->slots == op.rope.slots &&
+                                 written->num_pages == op.rope.num_pages &&
+                                 written->page_size == op.rope.page_size;
+            if (!checked && !slots_in_range(&op.rope, n)) return kBadIndex;
+            written = &op.rope;
         } else if (op.kind == kOpSample) {
             const size_t mine = (size_t)kernels->sample_scratch(op.sample.width);
             most_private = mine > most_private ? mine : most_private;
@@ -216,7 +236,9 @@ Status Machine::prepare(Program& program, const int64_t* counts) {
                 work = op.linear.m * w.n * w.k / (integer(op) ? 4 : 1);
             } else if (op.kind == kOpAttention) {
                 op.attention.shared = attention_.data();
-                total = start_attention(&op.attention, (int)total, pool.threads(), &chunks);
+                total = op.items;
+                const int64_t most = total < kMaxChunks ? total : (int64_t)kMaxChunks;
+                chunks = op.work < kWorthSharingItems || most < 1 ? 1 : most;
             } else if (op.kind == kOpSample) {
                 work = total * op.sample.width;
             }
@@ -244,7 +266,7 @@ void Machine::rows(const Op& op, int64_t begin, int64_t end) {
         case kOpNorm: kernels->rms_norm(&op.norm, begin, end); break;
         case kOpGated: kernels->gated(&op.gated, begin, end); break;
         case kOpMap: kernels->map(&op.map, begin, end); break;
-        case kOpAngles: kernels->angles(&op.angles, begin, end); break;
+        case kOpAngles: kernels->rope_angles(&op.angles, begin, end); break;
         case kOpSelect: select_rows(op.select, begin, end); break;
         case kOpRope: kernels->rope(&op.rope, begin, end); break;
         default: break;
@@ -259,8 +281,7 @@ void Machine::tiles(const Op& op, int64_t begin, int64_t end, int thread) {
                                                                         scratch);
             break;
         case kOpAttention: kernels->attention(&op.attention, begin, end, scratch); break;
-        case kOpSample: kernels->sample(&op.sample, begin, end, scratch); break;
-        default: find_places(op.places, begin, end);
+        default: kernels->sample(&op.sample, begin, end, scratch);
     }
 }
 

@@ -17,6 +17,7 @@ struct Op {
     OpKind kind;
     Count count;      // what of the step it runs over
     int64_t per;      // rows per counted thing
+    int64_t items, work;  // of attention; filled for each run
     union {
         EmbeddingArgs embedding;
         LinearArgs linear;

@@ -115,7 +115,8 @@ INLINE VF load_e4m3(const uint8_t* p) {
     const __m128i x = _mm_loadu_si128((const __m128i*)p), low = _mm_set1_epi8(0x7f);
     const __mmask16 nan = _mm_cmpeq_epi8_mask(_mm_and_si128(x, low), low);
     const __m256i wide = _mm256_cvtepi8_epi16(x);  // the sign goes to the top
-    const __m256i half = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16((short)0xbf80));
+    const __m256i half =
+        _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16((short)0xbf80));
     const VF value = _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0f));
     return _mm512_mask_mov_ps(value, nan, _mm512_set1_ps(__builtin_nanf("")));
 }

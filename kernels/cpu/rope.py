@@ -1,0 +1,102 @@
+"""Rotary embedding with the KV write, and its angles: ``native/rope.hpp``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sdk.kernels.batch import AttentionBatch
+from sdk.kernels.cpu.library import ELEMENT_TYPES, AnglesArgs, Engine, OpKind, RopeArgs
+from sdk.kernels.cpu.pages import (
+    check_pages,
+    inner_contiguous,
+    page_pointers,
+    page_strides,
+    reject,
+)
+from sdk.kernels.errors import KernelError
+from sdk.kernels.layouts import KVPages
+from sdk.kernels.registry import Problem
+
+
+class RopeAndCache:
+    """See :meth:`sdk.kernels.ops.Ops.rope_and_cache`."""
+
+    name = "cpu.rope_and_cache"
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def reject(self, problem: Problem) -> str | None:
+        return reject(problem)
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        batch: AttentionBatch,
+        pages: KVPages,
+    ) -> None:
+        tokens, kv_heads, head_dim = k.shape
+        half = cos.shape[1]
+        if v.shape != k.shape or q.shape[0] != tokens or q.shape[2] != head_dim:
+            raise KernelError(
+                f"rope: q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not agree"
+            )
+        if cos.shape != (tokens, half) or sin.shape != cos.shape or 2 * half > head_dim:
+            raise KernelError(
+                f"rope: expected cos and sin [{tokens}, at most {head_dim // 2}], "
+                f"found {list(cos.shape)} and {list(sin.shape)}"
+            )
+        if batch.slots.shape != (tokens,) or batch.slots.dtype != torch.int64:
+            raise KernelError(f"rope: expected int64 slots [{tokens}], found {batch.slots.shape}")
+        for name, x in (("q", q), ("k", k), ("v", v), ("cos", cos), ("sin", sin)):
+            inner_contiguous(x, torch.float32, f"rope {name}")
+        check_pages(pages, kv_heads, head_dim)
+        slots = batch.slots.contiguous()
+        args = RopeArgs(
+            *(x.data_ptr() for x in (q, k, v, cos, sin, slots)),
+            *page_pointers(pages),
+            *q.stride()[:2],
+            *k.stride()[:2],
+            *v.stride()[:2],
+            cos.stride(0),
+            sin.stride(0),
+            *page_strides(pages),
+            q.shape[1],
+            kv_heads,
+            head_dim,
+            half,
+            pages.page_size,
+            ELEMENT_TYPES[pages.k.dtype],
+        )
+        self._engine.run(OpKind.ROPE, args, tokens, "rope_and_cache")
+
+
+class RopeAngles:
+    """cos and sin of int64 positions: see :class:`sdk.kernels.reference.rope.RopeAngles`."""
+
+    name = "cpu.rope_angles"
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def run(
+        self, positions: Tensor, inv_freq: Tensor, factor: float, cos: Tensor, sin: Tensor
+    ) -> None:
+        tokens, half = cos.shape
+        inner_contiguous(positions, torch.int64, "rope positions")
+        inner_contiguous(inv_freq, torch.float32, "rope inv_freq")
+        if positions.shape != (tokens,) or inv_freq.shape != (half,) or sin.shape != cos.shape:
+            raise KernelError(
+                f"rope angles: positions {list(positions.shape)} and inv_freq "
+                f"{list(inv_freq.shape)} do not fit {list(cos.shape)} and {list(sin.shape)}"
+            )
+        args = AnglesArgs(*(x.data_ptr() for x in (positions, inv_freq, cos, sin)), half, factor)
+        self._engine.run(OpKind.ANGLES, args, tokens, "rope angles")

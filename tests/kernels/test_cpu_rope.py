@@ -1,0 +1,138 @@
+"""Native rotary embedding and the write into KV pages, at every SIMD level."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sdk.engine.kv_cache import KVCache
+from sdk.kernels.batch import AttentionBatch
+from sdk.kernels.cpu import CpuBackend
+from sdk.kernels.errors import KernelError
+from sdk.kernels.layouts import KVPages
+from sdk.kernels.ops import Ops
+from sdk.kernels.reference.rope import RopeAndCache, RopeAngles, mixed
+from sdk.models.rope import Rope, RopeSpec
+from sdk.quant.spec import KVSpec
+
+DTYPES = ("float32", "float16", "bfloat16", "int8")
+TOKENS, NUM_PAGES = 70, 6
+
+
+def make_batch(page_size: int) -> AttentionBatch:
+    """Slots in random order; attention's own index tensors are not read here."""
+    slots = torch.randperm(NUM_PAGES * page_size, generator=torch.Generator().manual_seed(3))
+    empty = torch.zeros(1, dtype=torch.int32)
+    slots = slots[:TOKENS]
+    return AttentionBatch(slots, empty, empty, empty[None], slots, page_size, 1, 1)
+
+
+def make_pages(kv_heads: int, page_size: int, head_dim: int, dtype: str) -> KVPages:
+    return KVCache(KVSpec(1, kv_heads, head_dim, page_size, dtype), NUM_PAGES).layers[0]
+
+
+def rows(head_dim: int, seed: int = 0) -> tuple[Tensor, list[Tensor]]:
+    """One fused projection of 6 query and 2 key heads, and its q, k, v."""
+    fused = torch.randn(TOKENS, 10 * head_dim, generator=torch.Generator().manual_seed(seed))
+    split = fused.split([6 * head_dim, 2 * head_dim, 2 * head_dim], dim=1)
+    return fused, [x.view(TOKENS, -1, head_dim) for x in split]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("head_dim", "rotary", "page_size"), [(40, 40, 16), (64, 24, 13)])
+def test_rope_and_cache_equals_the_reference_bit_for_bit(
+    backend: CpuBackend, dtype: str, head_dim: int, rotary: int, page_size: int
+) -> None:
+    (kernel,) = backend.implementations("rope_and_cache")
+    batch = make_batch(page_size)
+    angle = torch.rand(TOKENS, rotary // 2, generator=torch.Generator().manual_seed(1)) * 6
+    results = []
+    for run in (kernel.run, RopeAndCache().run):
+        fused, (q, k, v) = rows(head_dim)
+        k[3, 1, 5] = float("nan")
+        v[:, 1, -3] *= 1e6  # beyond float16
+        v[4, 0, 2] = float("inf")
+        v[5] = 0.0
+        pages = make_pages(2, page_size, head_dim, dtype)
+        run(q, k, v, angle.cos(), angle.sin(), batch, pages)
+        scales = [x for x in (pages.k_scale, pages.v_scale) if x is not None]
+        results.append([fused, *(x.float() for x in (pages.k, pages.v, *scales))])
+    for found, wanted in zip(*results, strict=True):
+        assert torch.equal(found.isnan(), wanted.isnan())
+        assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
+    if dtype == "float16":
+        assert results[0][2].max() == 65504
+    if dtype == "int8":
+        assert results[0][3].isnan().sum() == 1 and results[0][4].isfinite().all()
+
+
+def test_int8_pages_are_within_half_a_step_of_their_values(backend: CpuBackend) -> None:
+    (kernel,) = backend.implementations("rope_and_cache")
+    batch, pages = make_batch(16), make_pages(2, 16, 64, "int8")
+    _, (q, k, v) = rows(64)
+    v *= torch.logspace(-9, 4, TOKENS).view(-1, 1, 1)
+    still = torch.zeros(TOKENS, 0)
+    whole = q.clone()
+    kernel.run(q, k, v, still, still, batch, pages)
+    assert (q[:, :2] * mixed(k)).sum(2).sub((whole[:, :2] * k).sum(2)).abs().max() < 1e-4
+    assert pages.k_scale is not None and pages.v_scale is not None
+    at = batch.slots // 16, slice(None), batch.slots % 16
+    for x, codes, scales in (
+        (mixed(k), pages.k, pages.k_scale),
+        (mixed(v), pages.v, pages.v_scale),
+    ):
+        scale = scales[at].float().unsqueeze(2)
+        error = (codes[at].float() * scale - x).abs()
+        assert (error <= 0.5005 * scale + 2.0**-24 * 64).all()
+        peak = x.abs().amax(dim=2, keepdim=True)
+        large = peak > 0.01  # smaller scales are denormal
+        assert (scale[large] <= peak[large] / 127 * 1.001).all()
+
+
+def test_angles_are_those_of_the_models(backend: CpuBackend) -> None:
+    (kernel,) = backend.implementations("rope_angles")
+    positions = torch.tensor([0, 1, 2, 77, 4095, 131071])
+    rope = Rope(RopeSpec(theta=1e5, rotary_dim=48, max_position=8192), 8192, torch.device("cpu"))
+    found, wanted = ([torch.empty(6, 24), torch.empty(6, 24)] for _ in range(2))
+    kernel.run(positions, rope.inv_freq, 1.25, *found)
+    RopeAngles().run(positions, rope.inv_freq, 1.25, *wanted)
+    plain = rope.cos_sin(positions, Ops("cpu", backends=["reference"]))
+    for x, y, z in zip(found, wanted, plain, strict=True):
+        assert torch.equal(y, z * 1.25)
+        assert (x - y).abs().max() < 3e-7  # 2 units in the last place
+    with pytest.raises(KernelError, match=r"rope angles: positions \[6\] and inv_freq \[23\]"):
+        kernel.run(positions, rope.inv_freq[:23], 1.0, *found)
+
+
+def test_rope_refuses_arguments_that_disagree(backend: CpuBackend) -> None:
+    (kernel,) = backend.implementations("rope_and_cache")
+    batch, pages = make_batch(16), make_pages(2, 16, 16, "float32")
+    _, (q, k, v) = rows(16)
+    angle = torch.zeros(TOKENS, 8)
+    with pytest.raises(KernelError, match=r"rope: q .* do not agree"):
+        kernel.run(q, k, v[:, :1], angle, angle, batch, pages)
+    with pytest.raises(KernelError, match=r"expected cos and sin \[70, at most 8\]"):
+        kernel.run(q, k, v, torch.zeros(70, 9), torch.zeros(70, 9), batch, pages)
+    with pytest.raises(KernelError, match=r"expected int64 slots \[70\]"):
+        kernel.run(q, k, v, angle, angle, replace(batch, slots=batch.slots[:1]), pages)
+    with pytest.raises(KernelError, match="KV pages: expected"):
+        kernel.run(q, k, v, angle, angle, batch, KVPages(pages.k[:, :1], pages.v[:, :1]))
+    with pytest.raises(KernelError, match=r"rope v: expected torch\.float32 on cpu"):
+        kernel.run(q, k, v.double(), angle, angle, batch, pages)
+
+
+@pytest.mark.parametrize("slot", [-1, NUM_PAGES * 16])
+def test_slots_outside_of_the_pages_are_refused(backend: CpuBackend, slot: int) -> None:
+    (kernel,) = backend.implementations("rope_and_cache")
+    batch, pages = make_batch(16), make_pages(2, 16, 16, "float16")
+    _, parts = rows(16)
+    still: Any = torch.zeros(TOKENS, 0)
+    slots = batch.slots.clone()
+    slots[7] = slot
+    with pytest.raises(KernelError, match="a token or page id, row, slot or length lies outside"):
+        kernel.run(*parts, still, still, replace(batch, slots=slots), pages)
+    assert not pages.k.any() and not pages.v.any()
