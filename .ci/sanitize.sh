@@ -47,15 +47,15 @@ say "building with -fsanitize=thread"  # threads are not a matter of levels: the
 build thread . driver "-fsanitize=thread" -DHAS_AVX2=OFF
 
 say "driver under the address, undefined-behaviour and leak sanitizers"
-ASAN_OPTIONS=detect_leaks=1 "$out/address/driver"
+ASAN_OPTIONS=detect_leaks=1 "$out/address/driver" 50
 
 say "driver under the thread sanitizer"
-"$out/thread/driver"
+"$out/thread/driver" 10
 
 if command -v valgrind >/dev/null; then
   say "driver under valgrind, which has no AVX-512: at the levels below it"
   build plain . driver "" -DHAS_AVX_VNNI=OFF -DHAS_AVX512_VNNI=OFF
-  valgrind --quiet --error-exitcode=1 --leak-check=full "$out/plain/driver"
+  valgrind --quiet --error-exitcode=1 --leak-check=full "$out/plain/driver" 5
 else
   say "valgrind is not installed: left out"
 fi

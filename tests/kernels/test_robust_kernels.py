@@ -55,8 +55,12 @@ def make_batch(**changes: Any) -> AttentionBatch:
     return replace(batch, **changes)
 
 
-def make_pages() -> KVPages:
-    return KVPages(torch.zeros(4, 2, 4, 16), torch.zeros(4, 2, 4, 16))
+def make_pages(dtype: torch.dtype = torch.float32, page_size: int = 4) -> KVPages:
+    """Keys lie transposed in their pages; 8-bit pages have scales."""
+    k = torch.zeros(4, 2, 16, page_size, dtype=dtype).transpose(2, 3)
+    scales = [torch.ones(4, 2, page_size, dtype=torch.float16) for _ in range(2)]
+    v = torch.zeros(4, 2, page_size, 16, dtype=dtype)
+    return KVPages(k, v, *(scales if dtype == torch.int8 else ()))
 
 
 def rope(ops: Ops, batch: AttentionBatch, pages: KVPages, tokens: int = 6) -> None:
@@ -248,7 +252,9 @@ def test_indices_outside_of_their_tensor_are_refused(ops: Ops, cases: Any, bad: 
     linear = ops.linear(cases.affine(4, 96))
     with pytest.raises(KernelError, match=rf"rows: expected ids in 0..3, found {bad}"):
         linear.rows(torch.tensor([0, bad]))
-    with pytest.raises(KernelError, match="select_rows: an index lies outside of its tensor"):
+    with pytest.raises(
+        KernelError, match="select_rows: a token or page id, row, slot or length lies outside"
+    ):
         ops.select_rows(X, torch.tensor([0, bad]))
 
 
@@ -264,7 +270,9 @@ def test_a_replayed_step_refuses_indices_outside_of_their_tensor(ops: Ops, cases
         graph.replay(tokens=3, outputs=2, requests=1)
         before = graph.result.clone()
         tensor[1] = bad
-        with pytest.raises(KernelError, match="step: an index lies outside of its tensor"):
+        with pytest.raises(
+            KernelError, match="step: a token or page id, row, slot or length lies outside"
+        ):
             graph.replay(tokens=3, outputs=2, requests=1)
         assert torch.equal(graph.result, before)
         tensor.zero_()
@@ -319,8 +327,51 @@ def test_batches_that_are_not_what_they_say_are_refused(ops: Ops, what: str) -> 
 def test_requests_that_reach_beyond_their_tensors_have_no_places(
     ops: Ops, changes: dict[str, Any]
 ) -> None:
-    with pytest.raises(KernelError, match="find_places: an index lies outside of its tensor"):
+    with pytest.raises(
+        KernelError, match="find_places: a token or page id, row, slot or length lies outside"
+    ):
         ops.find_places(make_batch(**changes))
+
+
+PAGE_TYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int8]
+
+
+@pytest.mark.parametrize("dtype", PAGE_TYPES)
+@pytest.mark.parametrize("bad", [4, -1, 2**31 - 1, -(2**31)])
+def test_pages_that_do_not_exist_are_refused(ops: Ops, dtype: torch.dtype, bad: int) -> None:
+    pages, batch = make_pages(dtype), make_batch()
+    q = torch.zeros(6, 4, 16)
+    batch.page_table[0, 1] = bad
+    with pytest.raises(KernelError, match=r"attention: a token or page id, row, slot or length"):
+        ops.attention(q, pages, batch, scale=1.0)
+    batch = make_batch()
+    batch.page_table[1, 1] = bad  # behind the context: never looked at
+    assert not ops.attention(q, pages, batch, scale=1.0).any()
+
+
+@pytest.mark.parametrize("dtype", PAGE_TYPES)
+@pytest.mark.parametrize("bad", [16, -1, 2**40, -(2**62)])
+def test_slots_outside_of_the_pages_are_refused(ops: Ops, dtype: torch.dtype, bad: int) -> None:
+    pages, batch = make_pages(dtype), make_batch()
+    rope(ops, batch, pages)
+    batch.slots[5] = bad
+    with pytest.raises(KernelError, match=r"rope_and_cache: a token or page id, row, slot or"):
+        rope(ops, batch, pages)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"query_start": torch.tensor([0, 5, 7], dtype=torch.int32)},
+        {"query_start": torch.tensor([-1, 5, 6], dtype=torch.int32)},
+        {"query_start": torch.tensor([0, 7, 6], dtype=torch.int32)},
+        {"context_len": torch.tensor([4, 3], dtype=torch.int32)},
+        {"context_len": torch.tensor([9, 3], dtype=torch.int32)},
+    ],
+)
+def test_attention_beyond_its_tensors_is_refused(ops: Ops, changes: dict[str, Any]) -> None:
+    with pytest.raises(KernelError, match=r"attention: a token or page id, row, slot or length"):
+        ops.attention(torch.zeros(6, 4, 16), make_pages(), make_batch(**changes), scale=1.0)
 
 
 def test_places_are_found_where_they_are(ops: Ops) -> None:
@@ -333,7 +384,7 @@ def test_places_are_found_where_they_are(ops: Ops) -> None:
 
 
 def test_pages_of_another_size_are_refused(ops: Ops) -> None:
-    pages = KVPages(torch.zeros(8, 2, 2, 16), torch.zeros(8, 2, 2, 16))
+    pages = make_pages(page_size=2)
     with pytest.raises(KernelError, match="page size, found 4, and 2 in KV pages"):
         rope(ops, make_batch(), pages)
     with pytest.raises(KernelError, match="page size, found 4, and 2 in KV pages"):
