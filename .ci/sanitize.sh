@@ -66,7 +66,9 @@ preload=
 for name in asan ubsan stdc++; do
   preload+=" $(c++ -print-file-name=lib$name.so)"
 done
+# Two tests look at the code of the released library, not at what it computes.
 LD_PRELOAD=$preload ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=1 \
   "$python" "$tree/tests/native/run_tests.py" "$tree" tests/kernels -q --capture=sys \
-  --deselect tests/kernels/test_disassembly.py "$@" # that one looks at the released code
+  --deselect tests/kernels/test_disassembly.py \
+  --deselect tests/kernels/test_cpu_engine.py::test_the_baseline_holds_no_wide_instructions "$@"
 say "clean"
