@@ -268,8 +268,9 @@ class Engine:
         self.library = library
         self.recording: Program | None = None
         self._run = library.embedlm_run
-        # Only what nothing refers to any more is destroyed: another thread may be in a call.
-        weakref.finalize(self, library.embedlm_engine_destroy, handle)
+        # Only what nothing refers to any more is destroyed, and nothing at exit: another thread,
+        # a daemon even then, may be in a call.
+        weakref.finalize(self, library.embedlm_engine_destroy, handle).atexit = False
 
     def run(self, kind: OpKind, args: Structure, rows: int, what: str) -> None:
         """One operator over ``rows`` rows (attention and places: requests), now; while a program is
@@ -302,7 +303,7 @@ class Program:
         self._handle: int = handle
         self._counts = (c_int64 * 3)()
         self._run = engine.library.embedlm_program_run
-        weakref.finalize(self, engine.library.embedlm_program_destroy, handle)
+        weakref.finalize(self, engine.library.embedlm_program_destroy, handle).atexit = False
 
     def add(self, kind: OpKind, args: Structure, rows: int) -> None:
         """Called by :meth:`Engine.run`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import subprocess
 import sys
 import threading
 import time
@@ -210,6 +211,33 @@ def test_a_forked_child_can_open_an_engine_of_its_own(cases: Any) -> None:
 
     assert in_child(body) is True
     ops.close()
+
+
+def test_a_process_may_end_while_daemon_threads_are_in_a_call() -> None:
+    program = """
+import threading
+import torch
+from sdk.kernels.layouts import Dense
+from sdk.kernels.ops import Ops
+
+ops = Ops("cpu", num_threads=2)
+linear, x = ops.linear(Dense(torch.randn(512, 512))), torch.randn(16, 512)
+started = threading.Barrier(4)
+
+def use():  # torch's own operators do not survive this: they end in std::terminate
+    out, matmul = torch.empty(16, 512), linear.choice.implementation.matmul
+    started.wait()
+    while True:
+        matmul(linear.packed, x, out)
+
+for _ in range(3):
+    threading.Thread(target=use, daemon=True).start()
+started.wait()
+"""
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=PATIENCE)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def asleep(task: str) -> bool:

@@ -52,9 +52,7 @@ EXPORT void embedlm_engine_destroy(void* handle) {
     Machine* machine = static_cast<Machine*>(handle);
     // In a forked child the threads do not exist, yet the condition variables count them as
     // waiting and their destruction would block for ever: the child keeps its copy.
-    if (machine->pool.inherited()) return;
-    embedlm_engine_close(handle);  // at exit a daemon thread may still be in a call
-    delete machine;
+    if (!machine->pool.inherited()) delete machine;
 }
 
 EXPORT int embedlm_engine_level(const void* engine) {
