@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # `make sanitize`: the native kernels under the address, undefined-behaviour, leak and thread
 # sanitizers and valgrind. .ci/sanitize.sh PYTHON [pytest arguments]; everything it makes lies in
-# build/sanitize. The library is built in a copy of the tree, so that the checkout keeps its own.
+# build/sanitize, a copy of the tree with the sanitized library in it among them.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$1
@@ -34,14 +34,11 @@ build() {
 }
 
 say "building with -fsanitize=address,undefined"
-mkdir -p "$tree"
-for folder in sdk kernels quant loaders models tests; do
-  rm -rf "${tree:?}/$folder"
-  cp -rp "$folder" "$tree/"
-done
-cp -p CMakeLists.txt pyproject.toml "$tree/"
-find "$tree" -name '*.so' -delete
-build address "$tree" all "-fsanitize=address,undefined $stop"
+# SKBUILD: the library is not copied into the checkout, which keeps its own
+build address . all "-fsanitize=address,undefined $stop" -DSKBUILD=ON
+rm -rf "$tree" && mkdir -p "$tree"
+cp -r sdk kernels quant loaders models tests pyproject.toml "$tree/"
+cp "$out/address/_native.so" "$tree/kernels/cpu/"
 
 say "building with -fsanitize=thread"  # threads are not a matter of levels: the smallest build
 build thread . driver "-fsanitize=thread" -DHAS_AVX2=OFF
