@@ -19,7 +19,7 @@ NATIVE := CMakeLists.txt $(shell find kernels/cpu -name '*.cpp' -o -name '*.c' -
 BUILT_FROM := pyproject.toml $(wildcard $(NATIVE))
 
 .DEFAULT_GOAL := help
-.PHONY: help run test build models demo-model lint bench clean
+.PHONY: help run test build models demo-model lint sanitize bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -45,6 +45,9 @@ lint: $(VENV)/.embedlm-dev ## ruff and mypy
 	rm -rf build/lint && mkdir -p build/lint
 	cp -r sdk build/lint/ && cp -r quant kernels models loaders build/lint/sdk/
 	cd build/lint && $(abspath $(PY)) -m mypy --config-file ../../pyproject.toml -p sdk
+
+sanitize: $(VENV)/.embedlm-dev ## the kernels under valgrind and the address, undefined-behaviour and thread sanitizers
+	.ci/sanitize.sh $(abspath $(PY))
 
 bench: build demo-model ## tokens per second for 1 and 8 streams on the demo model
 	$(PY) -m sdk bench --streams 1,8

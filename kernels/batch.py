@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+from sdk.kernels.checks import expect
+from sdk.kernels.errors import KernelError
+from sdk.kernels.layouts import KVPages
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +33,26 @@ class AttentionBatch:
     page_size: int
     max_query_len: int
     max_context_len: int
+
+    def check(self, pages: KVPages | None = None) -> None:
+        """:raises KernelError: unless the tensors are as said above; their contents are checked by
+        the operators that follow them."""
+        tokens, requests = self.num_tokens, self.num_requests
+        expect("batch positions", self.positions, torch.int64, tokens)
+        expect("batch query_start", self.query_start, torch.int32, requests + 1)
+        expect("batch context_len", self.context_len, torch.int32, requests)
+        expect("batch page_table", self.page_table, torch.int32, requests, None)
+        expect("batch slots", self.slots, torch.int64, tokens)
+        for x in (self.positions, self.query_start, self.context_len, self.slots):
+            if not x.is_contiguous():
+                raise KernelError(f"batch: expected contiguous rows, found strides {x.stride()}")
+        if self.page_table.stride(1) != 1 and self.page_table.shape[1] > 1:
+            raise KernelError(
+                f"batch page_table: expected contiguous rows, found {self.page_table.stride()}"
+            )
+        if self.page_size < 1 or (pages is not None and pages.page_size != self.page_size):
+            found = "" if pages is None else f", and {pages.page_size} in KV pages"
+            raise KernelError(f"batch: expected a page size, found {self.page_size}{found}")
 
     @property
     def num_tokens(self) -> int:

@@ -20,12 +20,15 @@ from torch import Tensor
 
 from sdk.kernels.activations import LARGE, ActivationPool
 from sdk.kernels.batch import AttentionBatch
+from sdk.kernels.checks import expect
 from sdk.kernels.errors import KernelError
 from sdk.kernels.graph import CaptureError, Graph, OnlyViews
 from sdk.kernels.layouts import Affine, Blocks, Dense, Float8, KVPages, Layout
 from sdk.kernels.registry import Choice, Problem, choose, open_backends
 from sdk.kernels.sampling import DRAW, Draws, SampleBuffers, Tokens
 
+#: Beyond any machine; a mistyped number must not use up the system's threads.
+MAX_THREADS = 1024
 Result = TypeVar("Result")
 Compute = Literal["auto", "exact"]
 Activation = Literal["silu", "gelu_tanh", "gelu"]
@@ -42,21 +45,22 @@ class BoundLinear:
 
     def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """``x [M, K] -> [M, N]``, float32; into ``out``, whose rows may be strided, if given."""
-        if x.dim() != 2 or x.shape[1] != self.shape[1]:
-            raise KernelError(f"linear: expected x [M, {self.shape[1]}], found {list(x.shape)}")
+        expect("linear x", x, torch.float32, None, self.shape[1])
         if out is None:
             out = self.ops.empty(x.shape[0], self.shape[0])
-        elif out.shape != (x.shape[0], self.shape[0]) or out.stride(1) != 1:
-            raise KernelError(
-                f"linear: expected out [{x.shape[0]}, {self.shape[0]}], found {list(out.shape)} "
-                f"with strides {out.stride()}"
-            )
+        else:
+            expect("linear out", out, torch.float32, x.shape[0], self.shape[0])
+            if out.stride(1) != 1 or (out.shape[0] > 1 and out.stride(0) < out.shape[1]):
+                raise KernelError(
+                    f"linear out: expected rows of their own, found strides {out.stride()}"
+                )
         if x.shape[0]:
             self.choice.implementation.matmul(self.packed, x.contiguous(), out)
         return out
 
     def rows(self, ids: Tensor) -> Tensor:
         """``w[ids]``, dequantized exactly: ids int64 ``[T]`` -> float32 ``[T, K]``."""
+        expect("rows ids", ids, torch.int64, None)
         if ids.numel() and not self.ops.capturing:
             low, high = int(ids.min()), int(ids.max())
             if low < 0 or high >= self.shape[0]:
@@ -94,8 +98,8 @@ class Ops:
     ) -> None:
         if num_threads is None:
             num_threads = len(os.sched_getaffinity(0))
-        if num_threads < 1:
-            raise KernelError(f"num_threads: expected at least 1, found {num_threads}")
+        if not 1 <= num_threads <= MAX_THREADS:
+            raise KernelError(f"num_threads: expected 1 to {MAX_THREADS}, found {num_threads}")
         self.device = torch.device(device)
         self.compute: Compute = compute
         self.num_threads = num_threads
@@ -193,6 +197,8 @@ class Ops:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension; x may be strided."""
+        expect("rms_norm x", x, torch.float32)
+        expect("rms_norm weight", weight, torch.float32, x.shape[-1])
         out = self.empty(*x.shape)
         if x.numel():
             self._kernel("rms_norm").run(x, weight, eps, out)
@@ -202,6 +208,9 @@ class Ops:
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         """``s = x + residual``; returns ``(rms_norm(s), s)``; ``residual`` becomes s."""
+        expect("add_rms_norm x", x, torch.float32)
+        expect("add_rms_norm residual", residual, torch.float32, *x.shape)
+        expect("add_rms_norm weight", weight, torch.float32, x.shape[-1])
         out = self.empty(*residual.shape)
         if x.numel():
             self._kernel("add_rms_norm").run(x, residual, weight, eps, out)
@@ -209,7 +218,10 @@ class Ops:
 
     def gated_activation(self, gate_up: Tensor, kind: Activation) -> Tensor:
         """``act(gate) * up`` for ``gate_up [T, 2 I]`` = gate then up; float32 ``[T, I]``."""
+        expect("gated_activation", gate_up, torch.float32, None, None)
         tokens, width = gate_up.shape
+        if width % 2:
+            raise KernelError(f"gated_activation: expected an even width, found {width}")
         out = self.empty(tokens, width // 2)
         if tokens:
             self._kernel("gated_activation", format=kind).run(gate_up.contiguous(), kind, out)
@@ -218,36 +230,44 @@ class Ops:
     def zeros(self, rows: int, width: int) -> Tensor:
         """``[rows, width]`` of zeros."""
         out = self.empty(rows, width)
-        if rows:
+        if out.numel():
             self._kernel("zeros").run(out)
         return out
 
     def add(self, x: Tensor, other: Tensor) -> Tensor:
         """``x += other``, both of one shape; returns x."""
+        expect("add x", x, torch.float32)
+        expect("add other", other, torch.float32, *x.shape)
         if x.numel():
             self._kernel("add").run(x, other)
         return x
 
     def add_bias(self, x: Tensor, bias: Tensor) -> Tensor:
         """``x += bias`` for every row of ``x [T, N]``; returns x."""
+        expect("add_bias x", x, torch.float32)
+        expect("add_bias bias", bias, torch.float32, x.shape[-1])
         if x.numel():
             self._kernel("add_bias").run(x, bias)
         return x
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
         """``x *= factor``; returns x."""
+        expect("scale x", x, torch.float32)
         if x.numel() and factor != 1.0:
             self._kernel("scale").run(x, None, factor)
         return x
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         """``x = cap * tanh(x / cap)`` in place; returns x."""
+        expect("softcap x", x, torch.float32)
         if x.numel():
             self._kernel("softcap").run(x, None, cap)
         return x
 
     def select_rows(self, x: Tensor, rows: Tensor) -> Tensor:
-        """``x[rows]``: x float32 ``[T, N]``, rows int64 ``[R]``, which must lie in 0..T - 1."""
+        """``x[rows]``: x float32 ``[T, N]``, rows int64 ``[R]``, all of them in 0..T - 1."""
+        expect("select_rows x", x, torch.float32, None, None)
+        expect("select_rows rows", rows, torch.int64, None)
         out = self.empty(rows.shape[0], x.shape[1])
         if rows.shape[0]:
             self._kernel("select_rows").run(x, rows, out)
@@ -260,6 +280,8 @@ class Ops:
 
         positions int64 ``[T]``, inv_freq float32 ``[half]``.
         """
+        expect("rope_angles positions", positions, torch.int64, None)
+        expect("rope_angles inv_freq", inv_freq, torch.float32, None)
         tokens, half = positions.shape[0], inv_freq.shape[0]
         cos, sin = self.empty(tokens, half), self.empty(tokens, half)
         if tokens and half:
@@ -268,6 +290,7 @@ class Ops:
 
     def find_places(self, batch: AttentionBatch) -> None:
         """Fill ``batch.positions`` and ``batch.slots`` from its other tensors."""
+        batch.check()
         if batch.num_tokens:
             self._kernel("find_places").run(batch)
 
@@ -287,6 +310,11 @@ class Ops:
         views of one fused projection; cos and sin ``[T, rotary_dim / 2]`` (halves rotate against
         each other, as Hugging Face models do; dimensions beyond ``rotary_dim`` pass through).
         """
+        batch.check(pages)
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            expect(f"rope {name}", x, torch.float32, batch.num_tokens, None, None)
+        for name, x in (("cos", cos), ("sin", sin)):
+            expect(f"rope {name}", x, torch.float32, batch.num_tokens, None)
         if q.shape[0]:
             kernel = self._kernel(
                 "rope_and_cache", head_dim=k.shape[2], kv_dtype=_dtype_name(pages.k)
@@ -310,6 +338,10 @@ class Ops:
         ``softcap``: scores become ``cap * tanh(score / cap)`` (Gemma 2). ``sinks [heads]``: one
         more logit per head that takes probability but has no value.
         """
+        batch.check(pages)
+        expect("attention q", q, torch.float32, batch.num_tokens, None, None)
+        if sinks is not None:
+            expect("attention sinks", sinks, torch.float32, q.shape[1])
         tokens, heads, head_dim = q.shape
         kv_heads = pages.k.shape[1]
         if heads % kv_heads or pages.k.shape[3] != head_dim:
@@ -334,10 +366,15 @@ class Ops:
 
         See :mod:`sdk.kernels.sampling`. A row whose maximum is not finite gets no draw.
         """
-        if draws.dtype != DRAW or draws.shape != logits.shape[:1]:
+        if (
+            draws.dtype != DRAW
+            or draws.shape != logits.shape[:1]
+            or not draws.flags.c_contiguous
+            or not draws.flags.aligned
+        ):
             raise KernelError(
                 f"sample: expected one DRAW for each row of logits {list(logits.shape)}, "
-                f"found {draws.dtype} {list(draws.shape)}"
+                f"found {draws.dtype} {list(draws.shape)} with strides {draws.strides}"
             )
         out = SampleBuffers(logits.shape[0])
         self._sample(logits, draws, out)
@@ -356,6 +393,7 @@ class Ops:
             raise KernelError(
                 f"sample: expected float32 logits [R, V], found {logits.dtype} {list(logits.shape)}"
             )
+        expect("sample logits", logits, torch.float32)
         if not logits.shape[0]:
             return
         if self._sampling is None:  # once: making and looking up a Problem takes 2 us

@@ -125,7 +125,9 @@ class Map:
             raise KernelError(
                 f"{self._what}: {list(other.shape)} does not fit rows {list(x.shape)}"
             )
-        data = None if other is None else floats(other, self._what).data_ptr()
+        # Kept in a name: it may be a copy, which must live until the call is over.
+        other = None if other is None else floats(other, self._what)
+        data = None if other is None else other.data_ptr()
         args = MapArgs(x.data_ptr(), data, width, factor, self._kind)
         self._engine.run(OpKind.MAP, args, rows, self._what)
 

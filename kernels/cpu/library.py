@@ -16,7 +16,7 @@ import torch
 from sdk.kernels.errors import KernelError
 
 #: Must equal kAbiVersion in native/abi.hpp; a library with another one is refused as stale.
-ABI_VERSION = 3
+ABI_VERSION = 4
 
 #: Instruction-set levels, worst to best, in the order of native/levels.hpp.
 LEVELS = ("portable", "avx2", "avx2_vnni", "avx512_vnni")
@@ -192,6 +192,7 @@ class SampleArgs(Structure):
 _SIGNATURES = {
     "levels": (c_int, ()),
     "engine_create": (c_void_p, (c_int, c_int)),
+    "engine_close": (None, (c_void_p,)),
     "engine_destroy": (None, (c_void_p,)),
     "engine_level": (c_int, (c_void_p,)),
     "pack": (c_int, (c_void_p, POINTER(WeightView), c_void_p, c_int64)),
@@ -267,7 +268,9 @@ class Engine:
         self.library = library
         self.recording: Program | None = None
         self._run = library.embedlm_run
-        self._release = weakref.finalize(self, library.embedlm_engine_destroy, handle)
+        # Only what nothing refers to any more is destroyed, and nothing at exit: another thread,
+        # a daemon even then, may be in a call.
+        weakref.finalize(self, library.embedlm_engine_destroy, handle).atexit = False
 
     def run(self, kind: OpKind, args: Structure, rows: int, what: str) -> None:
         """One operator over ``rows`` rows (attention and places: requests), now; while a program is
@@ -279,9 +282,8 @@ class Engine:
             check(self._run(self.handle, kind, byref(args), rows), what)
 
     def close(self) -> None:
-        """Stop the threads and free the scratch memory. Idempotent."""
-        self.handle = 0
-        self._release()
+        """Stop the threads and free the scratch memory, after the calls that run. Idempotent."""
+        self.library.embedlm_engine_close(self.handle)
 
 
 class Program:
@@ -301,7 +303,7 @@ class Program:
         self._handle: int = handle
         self._counts = (c_int64 * 3)()
         self._run = engine.library.embedlm_program_run
-        self._release = weakref.finalize(self, engine.library.embedlm_program_destroy, handle)
+        weakref.finalize(self, engine.library.embedlm_program_destroy, handle).atexit = False
 
     def add(self, kind: OpKind, args: Structure, rows: int) -> None:
         """Called by :meth:`Engine.run`."""

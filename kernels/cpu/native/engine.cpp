@@ -35,6 +35,19 @@ EXPORT void* embedlm_engine_create(int threads, int level) {
     return new (std::nothrow) Machine(threads, level);
 }
 
+// Waits for the call that runs, then gives back threads and memory. Calls that come later, those
+// that wait already among them, return kClosed; the handle stays valid until it is destroyed.
+EXPORT void embedlm_engine_close(void* handle) {
+    Machine* machine = static_cast<Machine*>(handle);
+    // A forked child has no threads to stop, and a lock held when it was made stays held for ever.
+    if (machine->pool.inherited()) {
+        machine->closed = true;
+        return;
+    }
+    std::lock_guard<std::mutex> lock(machine->mutex);
+    machine->close();
+}
+
 EXPORT void embedlm_engine_destroy(void* handle) {
     Machine* machine = static_cast<Machine*>(handle);
     // In a forked child the threads do not exist, yet the condition variables count them as
@@ -48,8 +61,8 @@ EXPORT int embedlm_engine_level(const void* engine) {
 
 EXPORT int embedlm_pack(void* handle, const Weight* w, const void* source, int64_t row_bytes) {
     Machine* machine = static_cast<Machine*>(handle);
-    if (!machine) return kClosed;
     std::lock_guard<std::mutex> lock(machine->mutex);
+    if (machine->closed) return kClosed;
     if (!machine->reserve_private(w->dense ? 0 : pack_scratch(*w))) return kOutOfMemory;
     machine->parallel(w->row_blocks, w->n * w->k, [=](int64_t begin, int64_t end, int thread) {
         if (w->dense) dense_blocks(*w, const_cast<void*>(source), false, begin, end);
@@ -62,8 +75,8 @@ EXPORT int embedlm_pack(void* handle, const Weight* w, const void* source, int64
 
 EXPORT int embedlm_unpack(void* handle, const Weight* w, void* out, int64_t row_bytes) {
     Machine* machine = static_cast<Machine*>(handle);
-    if (!machine) return kClosed;
     std::lock_guard<std::mutex> lock(machine->mutex);
+    if (machine->closed) return kClosed;
     if (!machine->reserve_private(w->dense ? 0 : pack_scratch(*w))) return kOutOfMemory;
     machine->parallel(w->row_blocks, w->n * w->k, [=](int64_t begin, int64_t end, int thread) {
         if (w->dense) dense_blocks(*w, out, true, begin, end);
@@ -77,8 +90,8 @@ EXPORT int embedlm_unpack(void* handle, const Weight* w, void* out, int64_t row_
 // One operator over `rows` rows (kOpAttention and kOpPlaces: requests), now.
 EXPORT int embedlm_run(void* handle, int kind, const void* args, int64_t rows) {
     Machine* machine = static_cast<Machine*>(handle);
-    if (!machine) return kClosed;
     std::lock_guard<std::mutex> lock(machine->mutex);
+    if (machine->closed) return kClosed;
     return guarded([=]() -> int {
         machine->single.clear();
         if (!machine->single.add(kind, args, kTokens, 1)) return kUnknownOp;
@@ -101,8 +114,7 @@ EXPORT int embedlm_program_add(void* program, int kind, const void* args, int co
 // The whole program with these counts, in one call.
 EXPORT int embedlm_program_run(void* handle, void* program, const int64_t* counts) {
     Machine* machine = static_cast<Machine*>(handle);
-    if (!machine) return kClosed;
     std::lock_guard<std::mutex> lock(machine->mutex);
+    if (machine->closed) return kClosed;
     return guarded([=]() -> int { return machine->run(*static_cast<Program*>(program), counts); });
 }
-

@@ -222,8 +222,9 @@ void dense_rows(const Weight& w, T* plain, bool unpack, int64_t begin, int64_t e
                     for (int64_t k = first; k < last && !unpack; ++k) packed[k * kRows + r] = 0;
                 else if (unpack)
                     for (int64_t k = first; k < last; ++k) row[k] = packed[k * kRows + r];
-                else
-                    for (int64_t k = first; k < last; ++k) packed[k * kRows + r] = row[k];
+                else  // a view of a file may lie at any address
+                    for (int64_t k = first; k < last; ++k)
+                        memcpy(packed + k * kRows + r, row + k, sizeof(T));
             }
         }
     }

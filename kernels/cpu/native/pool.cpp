@@ -43,13 +43,16 @@ Pool::Pool(int threads) : threads_(threads), owner_(getpid()) {
     }
 }
 
-Pool::~Pool() {
+Pool::~Pool() { stop(); }
+
+void Pool::stop() {
     stop_.store(true);
     {
         std::lock_guard<std::mutex> lock(mutex_);
         wake_.notify_all();
     }
     for (auto& worker : workers_) worker.join();
+    workers_.clear();
 }
 
 bool Pool::inherited() const { return getpid() != owner_; }

@@ -37,6 +37,8 @@ public:
     Pool& operator=(const Pool&) = delete;
 
     int threads() const { return threads_; }
+    // Ends the threads; nothing may run afterwards. Idempotent.
+    void stop();
     // True in a forked child, which has none of the threads.
     bool inherited() const;
     // Runs all phases; returns when the last is done. One caller at a time (the engine holds a lock).

@@ -93,7 +93,11 @@ bool same_plan(const AttentionArgs& a, const AttentionArgs& b) {
 
 }  // namespace
 
-Scratch::~Scratch() { free(data_); }
+void Scratch::release() {
+    free(data_);
+    data_ = nullptr;
+    size_ = 0;
+}
 
 bool Scratch::reserve(size_t bytes, bool zeroed) {
     if (bytes <= size_) return true;
@@ -291,6 +295,12 @@ void Machine::chunk(void* context, int phase, int64_t begin, int64_t end, int th
         if (stage.tiles) frame.machine->tiles(op, begin, end, thread);
         else frame.machine->rows(op, begin * op.per, end * op.per);
     }
+}
+
+void Machine::close() {
+    closed = true;
+    pool.stop();
+    for (Scratch* memory : {&activations_, &attention_, &private_}) memory->release();
 }
 
 Status Machine::run(Program& program, const int64_t* counts) {

@@ -67,7 +67,8 @@ public:
     Scratch() = default;
     Scratch(const Scratch&) = delete;
     Scratch& operator=(const Scratch&) = delete;
-    ~Scratch();
+    ~Scratch() { release(); }
+    void release();
     bool reserve(size_t bytes, bool zeroed = false);
     uint8_t* data() { return data_; }
 
@@ -82,6 +83,8 @@ public:
     Machine(int threads, int level) : pool(threads), kernels(kernel_table(level)), level(level) {}
 
     Status run(Program& program, const int64_t* counts);
+    // Stops the threads and frees the memory.
+    void close();
     // Runs body(begin, end, thread) over 0..total.
     template <typename Body>
     void parallel(int64_t total, int64_t work, const Body& body) {
@@ -100,6 +103,7 @@ public:
     const KernelTable* kernels;
     int level;
     std::mutex mutex;
+    std::atomic<bool> closed{false};  // nothing may run any more
     Program single;  // reused for calls of one operator
 
 private:

@@ -1,0 +1,402 @@
+// Random shapes through every operator, one by one and recorded, for valgrind and the sanitizers.
+//
+// driver [rounds]. What comes out is compared with what one thread, another number of rows, or single
+// calls give.
+#include "driver.hpp"
+
+#include <math.h>
+
+#include <functional>
+#include <thread>
+#include <vector>
+
+namespace {
+
+// --- weights ---
+
+void check_packing(Engine& engine, Packed& made) {
+    CHECK(embedlm_pack(engine.handle, &made.w, made.source.data(), made.row_bytes) == kOk);
+    Buffer<uint8_t> back(made.source.size());
+    back.zero();
+    CHECK(embedlm_unpack(engine.handle, &made.w, back.data(), made.row_bytes) == kOk);
+    if (made.w.source == kStream) {  // dense values too
+        CHECK(back.starts_like(made.source, back.size()));
+        return;
+    }
+    Buffer<uint8_t> codes(made.codes.size());  // of blocks only the codes come back
+    Weight again = made.w;
+    again.codes = codes.data();
+    CHECK(embedlm_pack(engine.handle, &again, back.data(), made.row_bytes) == kOk);
+    CHECK(codes.starts_like(made.codes, codes.size()));
+}
+
+// A row is the same in every batch and on every number of threads; nothing beside it is written.
+void check_products(Random& random, Engine& one, Engine& many, Packed& made) {
+    const int64_t n = made.w.n, k = made.w.k, stride = n + random.below(3), most = 33;
+    Buffer<float> x = floats(random, most * k);
+    for (int planes = 0; planes < 3; ++planes) {  // 0: fp32
+        Buffer<float> expected(most * n);
+        LinearArgs args{};
+        args.w = &made.w;
+        args.exact = !planes;
+        args.planes = planes && !made.w.dense ? planes : 1;
+        for (int64_t m : {33, 7, 2, 1, 0}) {
+            Buffer<float> mine(m * k), out(m ? (m - 1) * stride + n : 0);
+            memcpy(mine.data(), x.data(), sizeof(float) * (size_t)(m * k));
+            args.x = mine.data();
+            args.out = m == most ? expected.data() : out.data();
+            args.out_stride = m == most ? n : stride;
+            for (int64_t i = 0; i < out.size(); ++i) out[i] = -77.0f;
+            (m == most ? one : many).run(kOpLinear, args, m);
+            for (int64_t r = 0; m < most && r < m; ++r) {
+                CHECK(memcmp(&out[r * stride], &expected[r * n], sizeof(float) * (size_t)n) == 0);
+                for (int64_t i = n; r + 1 < m && i < stride; ++i) CHECK(out[r * stride + i] == -77.0f);
+            }
+        }
+    }
+    Buffer<int64_t> ids = indices(random, 5, n);
+    Buffer<float> first(5 * k), second(5 * k);
+    one.run(kOpEmbedding, EmbeddingArgs{&made.w, ids.data(), first.data()}, 5);
+    many.run(kOpEmbedding, EmbeddingArgs{&made.w, ids.data(), second.data()}, 5);
+    CHECK(first.starts_like(second, 5 * k));
+}
+
+void check_weight(Random& random, Engine& one, Engine& many, Packed& made) {
+    point(made);
+    check_packing(many, made);
+    check_products(random, one, many, made);
+}
+
+void weights(Random& random, Engine& one, Engine& many) {
+    for (int i = 0; i < 8; ++i) {
+        const int64_t n = random.below(4) ? random.between(1, 90) : 1;
+        const int64_t k = random.below(4) ? random.between(1, 300) : 1;
+        Packed made = i < 6 ? affine(random, n, k) : dense(random, n, k);
+        check_weight(random, one, many, made);
+    }
+    for (const BlockKind& kind : kBlockKinds) {
+        Packed made = blocks(random, kind, random.between(1, 40), kind.elements == 32 ? 5 : 2);
+        check_weight(random, one, many, made);
+    }
+}
+
+// --- row-wise operators ---
+
+// Both engines run `call(engine, output)`, an output of `size` floats each; the results are equal.
+void both(Engine& one, Engine& many, int64_t size,
+          const std::function<void(Engine&, float*)>& call) {
+    Buffer<float> first(size), second(size);
+    call(one, first.data());
+    call(many, second.data());
+    CHECK(first.starts_like(second, size));
+}
+
+void rowwise(Random& random, Engine& one, Engine& many) {
+    const int64_t rows = random.below(3) ? random.below(9) : 400, width = random.between(1, 200);
+    const int64_t inner = random.between(1, 3), apart = width + random.below(9);
+    const int64_t token = inner * apart + random.below(5);
+    Buffer<float> wide = floats(random, rows * token), weight = floats(random, width);
+    const int64_t count = rows * inner;
+    Buffer<float> residual = floats(random, count * width), other = floats(random, count * width);
+    for (bool adding : {false, true}) {
+        both(one, many, count * width, [&](Engine& engine, float* out) {
+            Buffer<float> sum = residual;
+            engine.run(kOpNorm,
+                       NormArgs{wide.data(), adding ? sum.data() : nullptr, weight.data(), out,
+                                width, inner, token, apart, 1e-5f},
+                       count);
+        });
+    }
+    Buffer<float> gate_up = floats(random, count * 2 * width);
+    for (int kind = kSilu; kind <= kGelu; ++kind) {
+        both(one, many, count * width, [&](Engine& engine, float* out) {
+            engine.run(kOpGated, GatedArgs{gate_up.data(), out, width, kind}, count);
+        });
+    }
+    for (int kind = kMapZero; kind <= kMapSoftcap; ++kind) {
+        both(one, many, count * width, [&](Engine& engine, float* out) {
+            if (kind != kMapZero) memcpy(out, residual.data(), sizeof(float) * (size_t)(count * width));
+            float* add = kind == kMapAdd ? other.data() : kind == kMapBias ? weight.data() : nullptr;
+            engine.run(kOpMap, MapArgs{out, add, width, 2.5f, kind}, count);
+        });
+    }
+    Buffer<int64_t> positions = indices(random, rows, 5000);
+    both(one, many, 2 * rows * width, [&](Engine& engine, float* out) {
+        engine.run(kOpAngles,
+                   AnglesArgs{positions.data(), weight.data(), out, out + rows * width, width, 1.5f},
+                   rows);
+    });
+    if (!count) return;
+    Buffer<int64_t> chosen = indices(random, 7, count);
+    both(one, many, 7 * width, [&](Engine& engine, float* out) {
+        engine.run(kOpSelect, SelectArgs{residual.data(), chosen.data(), out, width, count}, 7);
+    });
+}
+
+void sampling(Random& random, Engine& one, Engine& many) {
+    const int64_t rows = random.between(1, 5), width = random.below(2) ? random.between(1, 90) : 30000;
+    const int64_t stride = width + random.below(3);
+    Buffer<float> logits = floats(random, rows * stride);
+    std::vector<Draw> draws;
+    for (int64_t r = 0; r < rows; ++r) {
+        const bool typical = random.below(2), exclude = random.below(2);
+        const double mu = random.below(3) ? (double)NAN : 5.0;
+        draws.push_back({random.below(4) ? 0.8 : 0.0, random.below(2) ? 0.05 : 0.0,
+                         typical ? 0.7 : 1.0, random.below(2) ? 0.9 : 1.0, exclude ? 0.1 : -1.0, mu,
+                         random.below(2) ? random.between(1, 50) : 0,
+                         (double)random.below(1000) / 1000.0});
+    }
+    for (const Draw* draw : {static_cast<const Draw*>(nullptr), (const Draw*)draws.data()}) {
+        Buffer<int64_t> tokens[2] = {Buffer<int64_t>(rows), Buffer<int64_t>(rows)};
+        Buffer<double> shares[2] = {Buffer<double>(rows), Buffer<double>(rows)};
+        Buffer<float> best(rows);
+        for (int i = 0; i < 2; ++i) {
+            SampleArgs args{logits.data(),    draw,  tokens[i].data(), best.data(),
+                            shares[i].data(), width, stride};
+            (i ? many : one).run(kOpSample, args, rows);
+        }
+        CHECK(tokens[0].starts_like(tokens[1], rows) && shares[0].starts_like(shares[1], rows));
+        for (int64_t r = 0; r < rows; ++r) CHECK(tokens[0][r] >= 0 && tokens[0][r] < width);
+    }
+}
+
+// --- attention ---
+
+struct Shape {
+    int64_t requests, heads, kv_heads, head_dim, page_size, pages, table_width;
+    int type;
+};
+
+// Keys and values as far as they were written. Vectors of keys reach into slots that are not, and what
+// lies there is discarded: NaN shows that nothing of it comes through. Values stay uninitialized.
+struct Cache {
+    explicit Cache(const Shape& s)
+        : k(s.pages * s.kv_heads * s.page_size * s.head_dim * size_of(s.type)),
+          v(k.size()),
+          k_scales(s.pages * s.kv_heads * s.page_size),
+          v_scales(k_scales.size()) {
+        for (int64_t i = 0; i < k.size(); ++i) k[i] = 0xff;
+    }
+    Buffer<uint8_t> k, v;
+    Buffer<uint16_t> k_scales, v_scales;
+};
+
+// One engine's way through a step: rotates and writes `qkv`, attends.
+void attend(Engine& engine, const Shape& s, Cache& cache, Buffer<float> qkv, AttentionArgs args,
+            float* cos, float* sin, const int64_t* slots, int64_t tokens) {
+    const int64_t head = s.head_dim * s.page_size, page = head * s.kv_heads;
+    const int64_t token = (s.heads + 2 * s.kv_heads) * s.head_dim, half = s.head_dim / 4;
+    RopeArgs rope{};
+    rope.q = qkv.data();
+    rope.k = rope.q + s.heads * s.head_dim;
+    rope.v = rope.k + s.kv_heads * s.head_dim;
+    rope.cos = cos;
+    rope.sin = sin;
+    rope.slots = slots;
+    rope.k_pages = cache.k.data();
+    rope.v_pages = cache.v.data();
+    if (s.type == kI8) rope.k_scales = cache.k_scales.data();
+    if (s.type == kI8) rope.v_scales = cache.v_scales.data();
+    rope.q_token = rope.k_token = rope.v_token = token;
+    rope.q_head = rope.k_head = rope.v_head = s.head_dim;
+    rope.cos_token = rope.sin_token = half;
+    rope.k_page = rope.v_page = args.k_page = args.v_page = page;
+    rope.k_page_head = rope.v_page_head = args.k_page_head = args.v_page_head = head;
+    rope.k_page_dim = args.k_page_dim = s.page_size;
+    rope.v_page_slot = args.v_page_slot = s.head_dim;
+    rope.scale_page = args.scale_page = s.kv_heads * s.page_size;
+    rope.scale_head = args.scale_head = s.page_size;
+    rope.num_pages = args.num_pages = s.pages;
+    rope.heads = args.heads = (int32_t)s.heads;
+    rope.kv_heads = args.kv_heads = (int32_t)s.kv_heads;
+    rope.head_dim = args.head_dim = (int32_t)s.head_dim;
+    rope.half = (int32_t)half;
+    rope.page_size = args.page_size = (int32_t)s.page_size;
+    rope.page_type = args.page_type = s.type;
+    engine.run(kOpRope, rope, tokens);
+    args.q = rope.q;
+    args.q_token = token;
+    args.q_head = s.head_dim;
+    args.tokens = tokens;
+    args.k_pages = rope.k_pages;
+    args.v_pages = rope.v_pages;
+    args.k_scales = rope.k_scales;
+    args.v_scales = rope.v_scales;
+    args.scale = 0.3f;
+    engine.run(kOpAttention, args, s.requests);
+}
+
+// A prompt and a few more tokens of every request, in pages handed out at random.
+void attention(Random& random, Engine& one, Engine& many) {
+    const int64_t most = 300, sizes[] = {1, 7, 16, 64};
+    const int types[] = {kF32, kF16, kBF16, kI8};
+    Shape s{};
+    s.requests = random.between(1, 4);
+    s.kv_heads = random.between(1, 3);
+    s.heads = s.kv_heads * random.between(1, 4);
+    s.head_dim = 8 * random.between(1, 9);
+    s.page_size = sizes[random.below(4)];
+    s.table_width = (most + s.page_size - 1) / s.page_size;
+    s.pages = s.requests * s.table_width;
+    s.type = types[random.below(4)];
+    Buffer<int32_t> table(s.pages), start(s.requests + 1), context(s.requests);
+    for (int64_t i = 0; i < s.pages; ++i) {
+        table[i] = (int32_t)i;
+        std::swap(table[i], table[random.below(i + 1)]);
+    }
+    context.zero();
+    Buffer<float> sinks = floats(random, s.heads), frequencies = floats(random, s.head_dim / 4);
+    Cache first(s), second(s);
+    AttentionArgs args{};
+    args.query_start = start.data();
+    args.context_len = context.data();
+    args.page_table = table.data();
+    args.table_width = s.table_width;
+    args.sinks = random.below(2) ? sinks.data() : nullptr;
+    args.window = random.below(2) ? random.between(1, most) : 0;
+    args.softcap = random.below(2) ? 3.0f : 0.0f;
+    for (int step = 0; step < 4; ++step) {
+        start[0] = 0;
+        for (int64_t r = 0; r < s.requests; ++r) {
+            const int32_t added = (int32_t)(step ? random.below(4) : random.between(1, most - 10));
+            start[r + 1] = start[r] + added;
+            context[r] += added;
+        }
+        const int64_t tokens = start[s.requests], half = s.head_dim / 4;
+        Buffer<int64_t> positions(tokens), slots(tokens);
+        Buffer<float> cos(tokens * half), sin(tokens * half);
+        PlacesArgs places{start.data(),     context.data(), table.data(),           positions.data(),
+                          slots.data(),     s.table_width,  tokens,               (int32_t)s.page_size};
+        many.run(kOpPlaces, places, s.requests);
+        many.run(kOpAngles,
+                 AnglesArgs{positions.data(), frequencies.data(), cos.data(), sin.data(), half, 1},
+                 tokens);
+        const Buffer<float> qkv = floats(random, tokens * (s.heads + 2 * s.kv_heads) * s.head_dim);
+        Cache* cache = &first;
+        both(one, many, tokens * s.heads * s.head_dim, [&](Engine& engine, float* out) {
+            args.out = out;
+            attend(engine, s, *cache, qkv, args, cos.data(), sin.data(), slots.data(), tokens);
+            cache = &second;
+            for (int64_t i = 0; i < tokens * s.heads * s.head_dim; ++i) CHECK(out[i] == out[i]);
+        });
+    }
+}
+
+// --- programs ---
+
+// A small model of every row-wise operator: recorded, it gives what its operators give one by one.
+void program(Random& random, Engine& one, Engine& many) {
+    const int64_t tokens = 24, outputs = 6, width = 96, wide = 160, vocabulary = 40;
+    Packed embedding = affine(random, vocabulary, width), up = affine(random, 2 * wide, width);
+    Packed down = affine(random, width, wide), head = dense(random, vocabulary, width);
+    for (Packed* made : {&embedding, &up, &down, &head}) {
+        point(*made);
+        check_packing(many, *made);
+    }
+    Buffer<int64_t> ids = indices(random, tokens, vocabulary), rows(outputs);
+    rows.zero();
+    Buffer<float> norm = floats(random, width), bias = floats(random, 2 * wide);
+    Buffer<float> sum(tokens * width), x(tokens * width), delta(tokens * width);
+    Buffer<float> gate_up(tokens * 2 * wide), gated(tokens * wide);
+    Buffer<float> chosen(outputs * width), logits(outputs * vocabulary);
+    auto linear = [](Packed& w, Buffer<float>& from, Buffer<float>& to) {
+        LinearArgs args{};
+        args.w = &w.w;
+        args.x = from.data();
+        args.out = to.data();
+        args.out_stride = w.w.n;
+        args.planes = 1;
+        return args;
+    };
+    struct Line {
+        int kind;
+        Count count;
+        std::vector<uint8_t> args;
+    };
+    std::vector<Line> lines;
+    auto add = [&](int kind, Count count, const auto& args) {
+        const uint8_t* begin = reinterpret_cast<const uint8_t*>(&args);
+        lines.push_back({kind, count, std::vector<uint8_t>(begin, begin + sizeof args)});
+    };
+    add(kOpEmbedding, kTokens, EmbeddingArgs{&embedding.w, ids.data(), delta.data()});
+    add(kOpMap, kTokens, MapArgs{sum.data(), nullptr, width, 0, kMapZero});
+    for (int layer = 0; layer < 2; ++layer) {
+        add(kOpNorm, kTokens,
+            NormArgs{delta.data(), sum.data(), norm.data(), x.data(), width, 1, width, 0, 1e-5f});
+        add(kOpLinear, kTokens, linear(up, x, gate_up));
+        add(kOpLinear, kTokens, linear(up, x, gate_up));  // the same rows: rounded once
+        add(kOpMap, kTokens, MapArgs{gate_up.data(), bias.data(), 2 * wide, 0, kMapBias});
+        add(kOpGated, kTokens, GatedArgs{gate_up.data(), gated.data(), wide, kSilu});
+        add(kOpLinear, kTokens, linear(down, gated, delta));
+    }
+    add(kOpMap, kTokens, MapArgs{sum.data(), delta.data(), width, 0, kMapAdd});
+    add(kOpSelect, kOutputs, SelectArgs{sum.data(), rows.data(), chosen.data(), width, tokens});
+    add(kOpLinear, kOutputs, linear(head, chosen, logits));
+    add(kOpMap, kOutputs, MapArgs{logits.data(), nullptr, vocabulary, 5.0f, kMapSoftcap});
+
+    void* recorded = embedlm_program_create();
+    CHECK(recorded);
+    for (const Line& line : lines)
+        CHECK(embedlm_program_add(recorded, line.kind, line.args.data(), line.count, 1) == kOk);
+    CHECK(embedlm_program_add(recorded, 99, lines[0].args.data(), kTokens, 1) == kUnknownOp);
+    const int64_t runs[][kCounts] = {{1, 1, 1}, {24, 6, 4}, {7, 3, 1}, {2, 0, 1}, {0, 0, 0}};
+    for (const int64_t* counts : runs) {
+        for (const Line& line : lines)
+            CHECK(embedlm_run(one.handle, line.kind, line.args.data(), counts[line.count]) == kOk);
+        const Buffer<float> hidden = sum, expected = logits;
+        logits.zero();
+        CHECK(embedlm_program_run(many.handle, recorded, counts) == kOk);
+        CHECK(sum.starts_like(hidden, counts[kTokens] * width));
+        CHECK(logits.starts_like(expected, counts[kOutputs] * vocabulary));
+    }
+    embedlm_program_destroy(recorded);
+}
+
+// --- engines ---
+
+void everything(Random& random, Engine& one, Engine& many) {
+    weights(random, one, many);
+    rowwise(random, one, many);
+    sampling(random, one, many);
+    attention(random, one, many);
+    program(random, one, many);
+}
+
+// Two threads at once, with an engine each and with the same one.
+void together(int level, bool shared) {
+    Engine one(1, level), first(2, level), second(3, level);
+    std::thread threads[2];
+    for (int i = 0; i < 2; ++i) {
+        threads[i] = std::thread([&, i] {
+            Random random(100u + (unsigned)i);
+            Engine alone(1, level);
+            everything(random, alone, shared || i == 0 ? first : second);
+        });
+    }
+    for (std::thread& thread : threads) thread.join();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    const int rounds = argc > 1 ? atoi(argv[1]) : 3;
+    CHECK(embedlm_abi_version() == kAbiVersion);
+    CHECK(!embedlm_engine_create(0, -1) && !embedlm_engine_create(1, kLevelCount));
+    void* closed = embedlm_engine_create(3, 0);
+    embedlm_engine_close(closed);
+    embedlm_engine_close(closed);
+    CHECK(embedlm_run(closed, kOpMap, nullptr, 1) == kClosed);
+    embedlm_engine_destroy(closed);
+    for (int level = 0; level < kLevelCount; ++level) {
+        if (!(embedlm_levels() >> level & 1)) continue;
+        for (int threads = 1; threads <= 4; ++threads) Engine(threads, level);  // never used
+        for (int round = 0; round < rounds; ++round) {
+            Random random((unsigned)(level * 1000 + round));
+            Engine one(1, level), many((int)random.between(2, 4), level);
+            everything(random, one, many);
+        }
+        together(level, false);
+        together(level, true);
+        printf("driver: level %d, %d rounds\n", level, rounds);
+    }
+}

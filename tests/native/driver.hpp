@@ -1,0 +1,256 @@
+// What driver.cpp feeds the library with: memory without slack, random numbers and random weights.
+#pragma once
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <random>
+#include <utility>
+
+#include "levels.hpp"
+
+extern "C" {
+int embedlm_abi_version();
+int embedlm_levels();
+void* embedlm_engine_create(int threads, int level);
+void embedlm_engine_close(void* handle);
+void embedlm_engine_destroy(void* handle);
+int embedlm_engine_level(const void* engine);
+int embedlm_pack(void* handle, const Weight* w, const void* source, int64_t row_bytes);
+int embedlm_unpack(void* handle, const Weight* w, void* out, int64_t row_bytes);
+int embedlm_run(void* handle, int kind, const void* args, int64_t rows);
+void* embedlm_program_create();
+void embedlm_program_destroy(void* program);
+int embedlm_program_add(void* program, int kind, const void* args, int count, int64_t per);
+int embedlm_program_run(void* handle, void* program, const int64_t* counts);
+}
+
+#define CHECK(condition)                                              \
+    do {                                                              \
+        if (!(condition)) {                                           \
+            fprintf(stderr, "driver:%d: %s\n", __LINE__, #condition); \
+            exit(1);                                                  \
+        }                                                             \
+    } while (0)
+
+// A seed gives the same numbers everywhere.
+class Random {
+public:
+    explicit Random(unsigned seed) : bits_(seed) {}
+    int64_t below(int64_t n) { return (int64_t)(bits_() % (uint64_t)n); }
+    int64_t between(int64_t low, int64_t high) { return low + below(high - low + 1); }
+    float value() { return (float)below(2000) / 500.0f - 2.0f; }
+
+private:
+    std::mt19937 bits_;
+};
+
+// Memory exactly as large as asked for and not initialized: the tools see every byte that is touched
+// outside of it and every one that is used before it was written.
+template <typename T>
+class Buffer {
+public:
+    explicit Buffer(int64_t size = 0) : size_(size) {
+        void* data = nullptr;
+        CHECK(posix_memalign(&data, 64, sizeof(T) * (size_t)(size ? size : 1)) == 0);
+        data_ = static_cast<T*>(data);
+    }
+    Buffer(const Buffer& other) : Buffer(other.size_) {
+        memcpy(data_, other.data_, sizeof(T) * (size_t)size_);
+    }
+    Buffer& operator=(Buffer other) {
+        std::swap(data_, other.data_);
+        std::swap(size_, other.size_);
+        return *this;
+    }
+    ~Buffer() { free(data_); }
+    T* data() { return data_; }
+    T& operator[](int64_t i) { return data_[i]; }
+    int64_t size() const { return size_; }
+    void zero() { memset(data_, 0, sizeof(T) * (size_t)size_); }
+    bool starts_like(const Buffer& other, int64_t count) const {
+        return memcmp(data_, other.data_, sizeof(T) * (size_t)count) == 0;
+    }
+
+private:
+    T* data_;
+    int64_t size_;
+};
+
+inline Buffer<float> floats(Random& random, int64_t count) {
+    Buffer<float> made(count);
+    for (int64_t i = 0; i < count; ++i) made[i] = random.value();
+    return made;
+}
+
+inline Buffer<uint8_t> bytes(Random& random, int64_t count) {
+    Buffer<uint8_t> made(count);
+    for (int64_t i = 0; i < count; ++i) made[i] = (uint8_t)random.below(256);
+    return made;
+}
+
+inline Buffer<int64_t> indices(Random& random, int64_t count, int64_t below) {
+    Buffer<int64_t> made(count);
+    for (int64_t i = 0; i < count; ++i) made[i] = random.below(below);
+    return made;
+}
+
+inline int64_t size_of(int type) { return type == kF32 ? 4 : type == kF16 || type == kBF16 ? 2 : 1; }
+
+// Numbers of about 0.01 in a float type, any byte that is not NaN in the others.
+inline Buffer<uint8_t> elements(Random& random, int type, int64_t count) {
+    if (size_of(type) == 1) {
+        Buffer<uint8_t> made = bytes(random, count);
+        for (int64_t i = 0; type >= kE4M3 && i < count; ++i) made[i] &= 0xbf;
+        return made;
+    }
+    Buffer<uint8_t> made(count * size_of(type));
+    for (int64_t i = 0; i < count; ++i) {
+        const uint16_t half = (uint16_t)(type == kF16 ? 0x2000 + random.below(1024)
+                                                      : 0x3c00 + random.below(128));
+        const float single = 0.008f + (float)random.below(1000) * 1e-5f;
+        if (type == kF32) memcpy(made.data() + 4 * i, &single, 4);
+        else memcpy(made.data() + 2 * i, &half, 2);
+    }
+    return made;
+}
+
+class Engine {
+public:
+    Engine(int threads, int level) : handle(embedlm_engine_create(threads, level)) {
+        CHECK(handle && embedlm_engine_level(handle) == level);
+    }
+    Engine(const Engine&) = delete;
+    ~Engine() { embedlm_engine_destroy(handle); }
+    template <typename Args>
+    void run(int kind, const Args& args, int64_t rows) {
+        CHECK(embedlm_run(handle, kind, &args, rows) == kOk);
+    }
+    void* const handle;
+};
+
+// --- weights ---
+
+struct Packed {
+    Weight w{};
+    int64_t row_bytes = 0;
+    Buffer<uint8_t> source, codes, scale, minus, zeros, super_scale, super_minus;
+};
+
+inline Packed shaped(int64_t n, int64_t k) {
+    Packed made;
+    made.w.n = n;
+    made.w.k = k;
+    made.w.row_blocks = (n + kRows - 1) / kRows;
+    made.w.k_blocks = (k + kDepth - 1) / kDepth;
+    made.w.unit = kDepth;
+    made.w.group_units = made.w.super_units = 1;
+    return made;
+}
+
+inline void point(Packed& made) {
+    auto data = [](Buffer<uint8_t>& buffer) { return buffer.size() ? buffer.data() : nullptr; };
+    made.w.codes = made.codes.data();
+    made.w.scale = data(made.scale);
+    made.w.minus = made.w.source == kQ2K ? made.w.scale : data(made.minus);
+    made.w.zeros = data(made.zeros);
+    made.w.super_scale = reinterpret_cast<uint16_t*>(data(made.super_scale));
+    made.w.super_minus = reinterpret_cast<uint16_t*>(data(made.super_minus));
+}
+
+inline Packed affine(Random& random, int64_t n, int64_t k) {
+    Packed made = shaped(n, k);
+    Weight& w = made.w;
+    w.bits = (int32_t)random.between(2, 8);
+    w.flip = w.bits == 8 && random.below(2);
+    w.zero = (float)random.below(1 << w.bits);
+    const int64_t group = random.below(4) ? 16 * random.between(1, 8) : k;
+    w.groups = (k + group - 1) / group;
+    if (group >= k) {
+        w.group_units = (int32_t)w.k_blocks;
+    } else {
+        w.unit = group % kDepth ? 16 : 32;
+        w.group_units = (int32_t)(group / w.unit);
+    }
+    w.scale_type = (int32_t)random.below(3);
+    w.minus_type = (int32_t)random.below(3);
+    const int64_t scales = w.row_blocks * w.groups * kRows, kind = random.below(3);
+    made.codes = Buffer<uint8_t>(w.row_blocks * w.k_blocks * w.bits * 64);
+    made.scale = elements(random, w.scale_type, scales);
+    if (kind == 1) made.minus = elements(random, w.minus_type, scales);
+    if (kind == 2) made.zeros = bytes(random, scales);
+    made.row_bytes = (k * w.bits + 7) / 8;
+    made.source = bytes(random, n * made.row_bytes);
+    if (k * w.bits % 8)  // the last byte of a row holds nothing else
+        for (int64_t r = 1; r <= n; ++r)
+            made.source[r * made.row_bytes - 1] &= (uint8_t)((1 << k * w.bits % 8) - 1);
+    return made;
+}
+
+// ggml's blocks: where the float16 scale and minimum lie in one, -1: there is none.
+struct BlockKind {
+    int source, bits, elements, nbytes, unit, scale, minus;
+};
+
+constexpr BlockKind kBlockKinds[] = {
+    {kQ2K, 2, 256, 84, 16, 80, 82},  {kQ3K, 3, 256, 110, 16, 108, -1},
+    {kQ4K, 4, 256, 144, 32, 0, 2},   {kQ5K, 5, 256, 176, 32, 0, 2},
+    {kQ6K, 6, 256, 210, 16, 208, -1}, {kQ4_0, 4, 32, 18, 32, 0, -1},
+    {kQ4_1, 4, 32, 20, 32, 0, 2},    {kQ5_0, 5, 32, 22, 32, 0, -1},
+    {kQ5_1, 5, 32, 24, 32, 0, 2},    {kQ8_0, 8, 32, 34, 32, 0, -1},
+};
+
+// One to `most` blocks wide. Packing fills the scales.
+inline Packed blocks(Random& random, const BlockKind& kind, int64_t n, int64_t most) {
+    const int64_t wide = random.between(1, most), k = wide * kind.elements;
+    Packed made = shaped(n, k);
+    Weight& w = made.w;
+    w.source = kind.source;
+    w.bits = kind.bits;
+    w.flip = kind.source == kQ8_0;
+    w.zero = kind.minus < 0 ? (float)(1 << (kind.bits - 1)) : 0.0f;
+    w.unit = kind.unit;
+    w.groups = k / kind.unit;
+    made.codes = Buffer<uint8_t>(w.row_blocks * w.k_blocks * w.bits * 64);
+    const int64_t scales = w.row_blocks * w.groups * kRows;
+    if (kind.elements == 32) {
+        w.scale_type = w.minus_type = kF16;
+        made.scale = Buffer<uint8_t>(2 * scales);
+        if (kind.minus >= 0) made.minus = Buffer<uint8_t>(2 * scales);
+    } else {
+        w.supers = wide;
+        w.super_units = kind.elements / kind.unit;
+        w.scale_type = kind.source == kQ2K ? kLow4 : kind.minus < 0 ? kI8 : kU8;
+        w.minus_type = kind.source == kQ2K ? kHigh4 : kU8;
+        made.scale = Buffer<uint8_t>(scales);
+        if (kind.minus >= 0 && kind.source != kQ2K) made.minus = Buffer<uint8_t>(scales);
+        made.super_scale = Buffer<uint8_t>(2 * w.row_blocks * wide * kRows);
+        if (kind.minus >= 0) made.super_minus = Buffer<uint8_t>(made.super_scale.size());
+    }
+    made.row_bytes = wide * kind.nbytes;
+    made.source = bytes(random, n * made.row_bytes);
+    for (int64_t at = 0; at < made.source.size(); at += kind.nbytes) {  // below 1: never NaN
+        made.source[at + kind.scale + 1] &= 0x3b;
+        if (kind.minus >= 0) made.source[at + kind.minus + 1] &= 0x3b;
+    }
+    return made;
+}
+
+// Plain values; 8-bit floats with scales of their own or without.
+inline Packed dense(Random& random, int64_t n, int64_t k) {
+    constexpr int types[] = {kF16, kBF16, kF32, kE4M3, kE5M2};
+    Packed made = shaped(n, k);
+    Weight& w = made.w;
+    w.dense = 1;
+    w.scale_type = types[random.below(5)];
+    if (w.scale_type >= kE4M3 && random.below(3)) {
+        w.unit = 1;
+        w.group_units = (int32_t)random.between(1, k);
+        w.groups = (k + w.group_units - 1) / w.group_units;
+        made.scale = elements(random, kF32, w.row_blocks * w.groups * kRows);
+    }
+    made.codes = Buffer<uint8_t>(w.row_blocks * kRows * k * size_of(w.scale_type));
+    made.source = elements(random, w.scale_type, n * k);
+    return made;
+}
