@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,7 +92,9 @@ class SampleBuffers:
         self.best = np.zeros(rows, np.float32)
         self.probabilities = np.ones(rows, np.float64)
         # Read in the few instructions of a memoryview: after a step the caches hold weights.
-        self._views = [memoryview(x) for x in (self.tokens, self.best, self.probabilities)]
+        self._views: list[Any] = [
+            memoryview(x) for x in (self.tokens, self.best, self.probabilities)
+        ]
 
     def set(self, row: int, packed: bytes, uniform: float) -> None:
         """The draw of one row; writing what already stands there costs nothing."""
