@@ -92,9 +92,7 @@ class SampleBuffers:
         self.best = np.zeros(rows, np.float32)
         self.probabilities = np.ones(rows, np.float64)
         # Read in the few instructions of a memoryview: after a step the caches hold weights.
-        self._views: list[Any] = [
-            memoryview(x) for x in (self.tokens, self.best, self.probabilities)
-        ]
+        self._views: list[Any] = [x.data for x in (self.tokens, self.best, self.probabilities)]
 
     def set(self, row: int, packed: bytes, uniform: float) -> None:
         """The draw of one row; writing what already stands there costs nothing."""
