@@ -4,7 +4,7 @@
 // tokens through all of them, and no thread waits for another in between. That is right because an
 // operator's row t needs row t of its arguments alone, and because memory that two operators of a
 // phase share holds rows of the same width (kernels/graph.py). A matrix product is one phase over
-// blocks of 16 output rows; the rounding of its activations is row-wise and joins the phase before.
+// strips of 32 output rows; the rounding of its activations is row-wise and joins the phase before.
 // Attention is one phase over its work items (attention.hpp).
 #pragma once
 
