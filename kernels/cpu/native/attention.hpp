@@ -64,7 +64,7 @@ INLINE void fold(float* state, const float* part, int64_t padded) {
 
 // The records of rows i..i + mr of one chunk, into parts[mr][record].
 static void make_records(const Item& item, const Chunk& c, int64_t begin, int i, int mr,
-                         float* parts) {
+                         float* parts, Ahead* ahead) {
     const AttentionArgs* a = item.a;
     const int width = a->head_dim;
     int lo[kAttentionRows], hi[kAttentionRows];
@@ -80,7 +80,8 @@ static void make_records(const Item& item, const Chunk& c, int64_t begin, int i,
     }
     if (first >= end) return;
     const Products multiply = products(c.type, mr), single = products(c.type, 1);
-    multiply.score(c, item.q + i * item.padded, item.padded, width, first, end, item.weights);
+    multiply.score(c, item.q + i * item.padded, item.padded, width, first, end, item.weights,
+                   ahead);
     for (int j = 0; j < mr; ++j) {
         float* part = parts + j * item.record;
         memset(part, 0, sizeof(float) * (size_t)item.padded);
@@ -93,18 +94,18 @@ static void make_records(const Item& item, const Chunk& c, int64_t begin, int i,
         const int stop = together ? low : hi[j];
         if (lo[j] < stop)
             single.values(c, lo[j], stop, item.weights + j * kChunkKeys, width,
-                          parts + j * item.record, item.record);
+                          parts + j * item.record, item.record, ahead);
     }
     if (!together) return;
-    multiply.values(c, low, high, item.weights, width, parts, item.record);
+    multiply.values(c, low, high, item.weights, width, parts, item.record, ahead);
     for (int j = 0; j < mr; ++j)
         if (high < hi[j])
             single.values(c, high, hi[j], item.weights + j * kChunkKeys, width,
-                          parts + j * item.record, item.record);
+                          parts + j * item.record, item.record, ahead);
 }
 
 // One chunk for all rows: folded into the item's states, or left in `split` as records.
-static void attend_chunk(const Item& item, int64_t begin, float* split) {
+static void attend_chunk(const Item& item, int64_t begin, float* split, Ahead* ahead) {
     const AttentionArgs* a = item.a;
     int first = 0, count = 0, hi = 0, lo = 0;
     visible(item, begin, 0, &first, &hi);
@@ -118,7 +119,7 @@ static void attend_chunk(const Item& item, int64_t begin, float* split) {
     for (int i = 0; i < item.rows; i += kAttentionRows) {
         const int mr = i + kAttentionRows < item.rows ? (int)kAttentionRows : item.rows - i;
         float* parts = split ? split + i * item.record : item.parts;
-        make_records(item, c, begin, i, mr, parts);
+        make_records(item, c, begin, i, mr, parts, ahead);
         for (int j = 0; j < mr && !split; ++j) {
             visible(item, begin, i + j, &lo, &hi);
             if (lo < hi) fold(item.states + (i + j) * item.record, parts + j * item.record,
@@ -179,76 +180,112 @@ static Item make_item(const AttentionArgs* a, int r, int head, int64_t t_begin, 
     item.parts = item.weights + kAttentionRows * kChunkKeys;
     item.q = item.parts + kAttentionRows * item.record;
     item.states = item.q + item.rows * item.padded;
-    scale_queries(item);
     return item;
 }
 
-// All chunks of an item, folded as they come.
-static void attend(const Item& item) {
-    const int64_t last = item.position + item.rows / item.group - 1;
-    const int64_t lowest = item.a->window ? item.position - item.a->window + 1 : 0;
-    for (int i = 0; i < item.rows; ++i) begin_state(item, i);
-    int64_t begin = (lowest > 0 ? lowest : 0) / kChunkKeys * kChunkKeys;
-    prefetch(item, begin, last + 1);
-    for (; begin <= last; begin += kChunkKeys) {
-        prefetch(item, begin + kChunkKeys, last + 1);
-        attend_chunk(item, begin, nullptr);
+// An item and the positions begin..end it goes through, chunk by chunk.
+struct Stretch {
+    Item item;
+    int64_t begin, end;
+    // Of a request that is split: the records of its head, [chunk][row][record], the position of
+    // the first of them, their number, and how many stretches are done, of how many.
+    float* records;
+    int64_t records_begin, chunks, runs;
+    int32_t* counter;
+};
+
+// Item n of request r; `split` are the records of the request.
+static Stretch stretch_at(const AttentionArgs* a, int r, const RequestShare& s, int64_t n,
+                          float* split, uint8_t* scratch) {
+    const int head = (int)(n % a->kv_heads);
+    const int64_t part = n / a->kv_heads;
+    Stretch to = {};
+    if (s.runs > 1) {
+        to.item = make_item(a, r, head, 0, s.tokens, scratch);
+        to.chunks = s.end_chunk - s.first_chunk;
+        to.runs = s.runs;
+        to.records = split + to.chunks * to.item.rows * to.item.record * head;
+        to.records_begin = s.first_chunk * kChunkKeys;
+        to.counter = (int32_t*)a->shared + r * a->kv_heads + head;
+        to.begin = to.records_begin + to.chunks * part / s.runs * kChunkKeys;
+        to.end = to.records_begin + to.chunks * (part + 1) / s.runs * kChunkKeys;
+    } else {
+        // The last tokens see the most keys: they go first, so that no thread ends with them.
+        const int64_t t = (s.tiles - 1 - part) * a->query_tile;
+        const int64_t t_end = t + a->query_tile < s.tokens ? t + a->query_tile : s.tokens;
+        to.item = make_item(a, r, head, t, t_end, scratch);
+        const int64_t lowest = a->window ? to.item.position - a->window + 1 : 0;
+        to.begin = (lowest > 0 ? lowest : 0) / kChunkKeys * kChunkKeys;
+        to.end = INT64_MAX;
     }
-    for (int i = 0; i < item.rows; ++i) finish(item, i);
+    const int64_t known = to.item.position + to.item.rows / to.item.group;
+    to.end = to.end < known ? to.end : known;
+    return to;
 }
 
-// Run `run` of a split request's chunks; `records` [chunk][row][record] are those of its head.
-// Whoever finishes the last run folds them all.
-static void attend_split(const Item& item, const RequestShare& s, int64_t run, float* records,
-                         int32_t* counter) {
-    const int64_t chunks = s.end_chunk - s.first_chunk, size = item.rows * item.record;
-    const int64_t end = (s.first_chunk + chunks * (run + 1) / s.runs) * kChunkKeys;
-    const int64_t known = item.position + s.tokens, stop = end < known ? end : known;
-    int64_t c = chunks * run / s.runs;
-    prefetch(item, (s.first_chunk + c) * kChunkKeys, stop);
-    for (; (s.first_chunk + c) * kChunkKeys < stop; ++c) {
-        prefetch(item, (s.first_chunk + c + 1) * kChunkKeys, stop);
-        attend_chunk(item, (s.first_chunk + c) * kChunkKeys, records + c * size);
-    }
-    if (__atomic_add_fetch(counter, 1, __ATOMIC_ACQ_REL) != s.runs) return;
-    __atomic_store_n(counter, 0, __ATOMIC_RELAXED);  // for the next call
-    for (int i = 0; i < item.rows; ++i) {
-        begin_state(item, i);
-        for (int64_t c = 0; c < chunks; ++c) {
+// Folds the records of all chunks into the result.
+static void fold_split(const Stretch& s) {
+    for (int i = 0; i < s.item.rows; ++i) {
+        begin_state(s.item, i);
+        for (int64_t c = 0; c < s.chunks; ++c) {
             int lo, hi;
-            visible(item, (s.first_chunk + c) * kChunkKeys, i, &lo, &hi);
+            visible(s.item, s.records_begin + c * kChunkKeys, i, &lo, &hi);
             if (lo < hi)
-                fold(item.states + i * item.record, records + c * size + i * item.record,
-                     item.padded);
+                fold(s.item.states + i * s.item.record,
+                     s.records + (c * s.item.rows + i) * s.item.record, s.item.padded);
         }
-        finish(item, i);
+        finish(s.item, i);
+    }
+}
+
+// All chunks of a stretch, folded as they come or left as records, which the last stretch of a
+// split request folds. Meanwhile the next chunk is asked for, after the last one that of `next`.
+static void attend(const Stretch& s, const Stretch* next) {
+    const Item& item = s.item;
+    scale_queries(item);
+    for (int i = 0; i < item.rows && !s.records; ++i) begin_state(item, i);
+    for (int64_t begin = s.begin; begin < s.end; begin += kChunkKeys) {
+        Ahead ahead;
+        const int64_t after = begin + kChunkKeys;
+        if (after < s.end) look_ahead(item, after, s.end, &ahead);
+        else if (next) look_ahead(next->item, next->begin, next->end, &ahead);
+        else ahead.count = ahead.per_step = 0;
+        spread(&ahead, item, s.end - begin);
+        const int64_t chunk = (begin - s.records_begin) / kChunkKeys;
+        attend_chunk(item, begin, s.records ? s.records + chunk * item.rows * item.record : nullptr,
+                     &ahead);
+    }
+    if (!s.records) {
+        for (int i = 0; i < item.rows; ++i) finish(item, i);
+    } else if (__atomic_add_fetch(s.counter, 1, __ATOMIC_ACQ_REL) == s.runs) {
+        __atomic_store_n(s.counter, 0, __ATOMIC_RELAXED);  // for the next call
+        fold_split(s);
     }
 }
 
 static void attention(const AttentionArgs* a, int64_t begin, int64_t end, uint8_t* scratch) {
-    int32_t* counters = (int32_t*)a->shared;
     float* split = (float*)(a->shared + kMaxSplitPairs * sizeof(int32_t));
-    const int64_t record = padded_dim(a) + kPartExtra;
-    int64_t first = 0;  // item of request r
+    Stretch two[2];
+    int64_t first = 0, started = 0;  // item of request r; stretches
     for (int r = 0; first < end; ++r) {
         const RequestShare s = request_share(a, r);
-        const int64_t items = s.tiles * s.runs * a->kv_heads, records = split_records(a, s);
+        const int64_t items = s.tiles * s.runs * a->kv_heads;
         for (int64_t n = begin > first ? begin - first : 0; n < items && first + n < end; ++n) {
-            const int head = (int)(n % a->kv_heads);
-            if (s.runs > 1) {
-                attend_split(make_item(a, r, head, 0, s.tokens, scratch), s, n / a->kv_heads,
-                             split + records / a->kv_heads * head * record,
-                             counters + r * a->kv_heads + head);
+            Stretch* now = two + started % 2;
+            *now = stretch_at(a, r, s, n, split, scratch);
+            if (started++) {
+                attend(two[started % 2], now);
                 continue;
             }
-            // The last tokens see the most keys: they go first, so that no thread ends with them.
-            const int64_t t = (s.tiles - 1 - n / a->kv_heads) * a->query_tile;
-            const int64_t t_end = t + a->query_tile < s.tokens ? t + a->query_tile : s.tokens;
-            attend(make_item(a, r, head, t, t_end, scratch));
+            Ahead ahead;  // nothing is computed yet: all at once
+            look_ahead(now->item, now->begin, now->end, &ahead);
+            ahead.per_step = INT32_MAX;
+            ask(&ahead);
         }
         first += items;
-        split += records * record;
+        split += split_records(a, s) * (padded_dim(a) + kPartExtra);
     }
+    if (started) attend(two[(started - 1) % 2], nullptr);
 }
 
 }  // namespace LEVEL

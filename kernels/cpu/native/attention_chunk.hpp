@@ -12,6 +12,30 @@ namespace LEVEL {
 // Rows that share a loaded vector: as many accumulators as the registers hold.
 enum { kAttentionRows = kLanes == 16 ? 6 : 3, kKeyVectors = kChunkKeys / kLanes };
 
+// Memory that will be needed next, asked for line by line between the multiplications of now: all at
+// once it would fill the queue of misses, and memory and arithmetic would take turns.
+struct Ahead {
+    const char* runs[2 * kChunkKeys];  // of `run_bytes` each, keys before values
+    int64_t run_bytes;
+    int count, next;         // runs; the one after `at`'s
+    const char *at, *end;    // within a run
+    int per_step;            // lines
+};
+
+INLINE void ask(Ahead* ahead) {
+    for (int i = 0; i < ahead->per_step; ++i, ahead->at += 64) {
+        if (ahead->at == ahead->end) {
+            if (ahead->next == ahead->count) {
+                ahead->per_step = 0;
+                return;
+            }
+            ahead->at = ahead->runs[ahead->next++];
+            ahead->end = ahead->at + ahead->run_bytes;
+        }
+        __builtin_prefetch(ahead->at, 0, 2);
+    }
+}
+
 // Where the keys and values of a chunk lie. Keys t of vector v are the lanes of
 // keys[v] + d * key_dim; value t is values[t >> segment_shift] + (t & mask) * value_slot.
 struct Chunk {
@@ -94,27 +118,37 @@ INLINE bool reads_pages(const Item& item) {
            (item.rows <= 2 * kAttentionRows || item.a->page_type == kF32);
 }
 
-// Asks for the keys and values of the chunk at `begin`, up to position `end`: pages lie scattered,
-// so the hardware learns of each too late. A context of 4096 in float16 took 147 us a layer with
-// this and 266 without.
-static void prefetch(const Item& item, int64_t begin, int64_t end) {
+// The keys and values of the chunk at `begin`, up to position `end`: pages lie scattered, so the
+// hardware learns of each too late.
+static void look_ahead(const Item& item, int64_t begin, int64_t end, Ahead* ahead) {
     const AttentionArgs* a = item.a;
+    ahead->count = ahead->next = ahead->per_step = 0;
+    ahead->at = ahead->end = nullptr;
     if (!reads_pages(item)) return;
     const int shift = __builtin_ctz((unsigned)a->page_size), mask = a->page_size - 1;
     const int slots = a->page_size < kChunkKeys ? a->page_size : (int)kChunkKeys;
-    const int64_t size = element_size(a->page_type);
-    if (end > begin + kChunkKeys) end = begin + kChunkKeys;
-    for (int64_t position = begin; position < end; position += slots) {
+    const int64_t keys = end - begin < kChunkKeys ? end - begin : kChunkKeys;
+    const int runs = (int)((keys + slots - 1) / slots);
+    for (int i = 0; i < runs; ++i) {
+        const int64_t position = begin + i * slots;
         const int64_t page = item.table[position >> shift], slot = position & mask;
         const int64_t key = page * a->k_page + item.head * a->k_page_head;
         const int64_t value = page * a->v_page + item.head * a->v_page_head + slot * a->v_page_slot;
-        const char* k = (const char*)element(a->k_pages, key, a->page_type);
-        const char* v = (const char*)element(a->v_pages, value, a->page_type);
-        for (int64_t i = 0; i < slots * a->head_dim * size; i += 64) {
-            __builtin_prefetch(k + i, 0, 2);
-            __builtin_prefetch(v + i, 0, 2);
-        }
+        ahead->runs[i] = (const char*)element(a->k_pages, key, a->page_type);
+        ahead->runs[runs + i] = (const char*)element(a->v_pages, value, a->page_type);
     }
+    ahead->count = 2 * runs;
+    ahead->run_bytes = slots * a->head_dim * element_size(a->page_type);
+}
+
+// Asks for everything while `item` works on `keys` keys.
+static void spread(Ahead* ahead, const Item& item, int64_t keys) {
+    if (!ahead->count) return;
+    if (keys > kChunkKeys) keys = kChunkKeys;
+    const int64_t vectors = 4 * kLanes, width = item.a->head_dim;  // see score_rows, value_rows
+    const int64_t steps = (keys + vectors - 1) / vectors * width + (width + vectors - 1) / vectors * keys;
+    const int64_t lines = ahead->count * ahead->run_bytes / 64;
+    ahead->per_step = (int)((lines + steps - 1) / steps);
 }
 
 // The scales of the chunk's codes as floats; slots that no row sees may hold anything.
@@ -173,7 +207,7 @@ static void convert(const Item& item, int64_t begin, int first, int count, Chunk
 // Dot products of MR rows, `stride` floats apart, with NV vectors of keys: scores[MR][128].
 template <int TYPE, int MR, int NV>
 static void score_vectors(const float* q, int64_t stride, const void* const* keys, int64_t key_dim,
-                          int width, float* scores) {
+                          int width, float* scores, Ahead* ahead) {
     VF acc[MR][NV];
 #pragma GCC unroll 6
     for (int r = 0; r < MR; ++r)
@@ -183,6 +217,7 @@ static void score_vectors(const float* q, int64_t stride, const void* const* key
         VF key[NV];
 #pragma GCC unroll 4
         for (int c = 0; c < NV; ++c) key[c] = load_as(TYPE, keys[c], d * key_dim);
+        ask(ahead);
 #pragma GCC unroll 6
         for (int r = 0; r < MR; ++r) {
             VF x = set1(q[r * stride + d]);
@@ -198,15 +233,15 @@ static void score_vectors(const float* q, int64_t stride, const void* const* key
 
 template <int TYPE, int MR>
 static void score_rows(const Chunk& c, const float* q, int64_t stride, int width, int first,
-                       int end, float* scores) {
+                       int end, float* scores, Ahead* ahead) {
     for (int v = first / kLanes; v * kLanes < end;) {
         const void* const* keys = c.keys + v;
         float* to = scores + v * kLanes;
         const bool four = v + 4 <= kKeyVectors && (v + 2) * kLanes < end;
-        if (four) score_vectors<TYPE, MR, 4>(q, stride, keys, c.key_dim, width, to);
+        if (four) score_vectors<TYPE, MR, 4>(q, stride, keys, c.key_dim, width, to, ahead);
         else if (v + 2 <= kKeyVectors)
-            score_vectors<TYPE, MR, 2>(q, stride, keys, c.key_dim, width, to);
-        else score_vectors<TYPE, MR, 1>(q, stride, keys, c.key_dim, width, to);
+            score_vectors<TYPE, MR, 2>(q, stride, keys, c.key_dim, width, to, ahead);
+        else score_vectors<TYPE, MR, 1>(q, stride, keys, c.key_dim, width, to, ahead);
         v += four ? 4 : 2;
     }
 }
@@ -214,7 +249,7 @@ static void score_rows(const Chunk& c, const float* q, int64_t stride, int width
 // out[MR][record] += weights[MR][lo..hi) x values, NV vectors of the head from d on.
 template <int TYPE, int MR, int NV>
 static void value_vectors(const Chunk& c, int lo, int hi, const float* weights, int d, float* out,
-                          int64_t record) {
+                          int64_t record, Ahead* ahead) {
     const int mask = (1 << c.segment_shift) - 1;
     VF sum[MR][NV];
 #pragma GCC unroll 6
@@ -229,6 +264,7 @@ static void value_vectors(const Chunk& c, int lo, int hi, const float* weights, 
             VF value[NV];
 #pragma GCC unroll 4
             for (int v = 0; v < NV; ++v) value[v] = load_as(TYPE, base, at + v * kLanes);
+            ask(ahead);
 #pragma GCC unroll 6
             for (int r = 0; r < MR; ++r) {
                 VF weight = set1(weights[r * kChunkKeys + t]);
@@ -245,20 +281,20 @@ static void value_vectors(const Chunk& c, int lo, int hi, const float* weights, 
 
 template <int TYPE, int MR>
 static void value_rows(const Chunk& c, int lo, int hi, const float* weights, int width, float* out,
-                       int64_t record) {
+                       int64_t record, Ahead* ahead) {
     int d = 0;
     for (; d + 4 * kLanes <= width; d += 4 * kLanes)
-        value_vectors<TYPE, MR, 4>(c, lo, hi, weights, d, out, record);
+        value_vectors<TYPE, MR, 4>(c, lo, hi, weights, d, out, record, ahead);
     for (; d < width; d += kLanes)
-        value_vectors<TYPE, MR, 1>(c, lo, hi, weights, d, out, record);
+        value_vectors<TYPE, MR, 1>(c, lo, hi, weights, d, out, record, ahead);
 }
 
 // The two products for one number of rows and one type.
 struct Products {
     void (*score)(const Chunk&, const float* q, int64_t stride, int width, int first, int end,
-                  float* scores);
+                  float* scores, Ahead* ahead);
     void (*values)(const Chunk&, int lo, int hi, const float* weights, int width, float* out,
-                   int64_t record);
+                   int64_t record, Ahead* ahead);
 };
 
 template <int TYPE>

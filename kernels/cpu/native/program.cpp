@@ -15,6 +15,7 @@ constexpr int64_t kChunksPerThread = 4;
 // costs more than it gives.
 constexpr int64_t kWorthSharing = 65536;
 constexpr int64_t kWorthSharingItems = 16384;  // of attention, whose items are uneven
+constexpr int64_t kItemWork = 262144;          // of a chunk of its items, about 10 us
 
 bool integer(const Op& op) {
     return op.kind == kOpLinear && !op.linear.exact && !op.linear.w->dense;
@@ -237,8 +238,11 @@ Status Machine::prepare(Program& program, const int64_t* counts) {
             } else if (op.kind == kOpAttention) {
                 op.attention.shared = attention_.data();
                 total = op.items;
+                // Items of a chunk ask for one another's memory; large ones go alone.
+                const int64_t least = kChunksPerThread * pool.threads();
+                const int64_t fine = op.work / kItemWork > least ? op.work / kItemWork : least;
                 const int64_t most = total < kMaxChunks ? total : (int64_t)kMaxChunks;
-                chunks = op.work < kWorthSharingItems || most < 1 ? 1 : most;
+                chunks = op.work < kWorthSharingItems || most < 1 ? 1 : fine < most ? fine : most;
             } else if (op.kind == kOpSample) {
                 work = total * op.sample.width;
             }
