@@ -51,9 +51,10 @@ def test_integer_products_are_vnni_instructions(functions: dict[str, list[str]])
     products = inner(functions, "panel_int")
     assert len(products) >= 80  # bits, unit, minimum and rows make a function each
     for symbol, lines in products.items():
-        # 8 per 32 k, for each row of x (the last number in the symbol) and both row blocks
+        # 8 per 32 k, for each row of x (the last number in the symbol) and both row blocks; twice
+        # where the compiler made two loops of it, with and without something left to prefetch
         rows = int(re.findall(r"Li(\d+)E", symbol)[-1])
-        assert count(lines, r"\bvpdpbusd\b") == 16 * rows, symbol
+        assert count(lines, r"\bvpdpbusd\b") in (16 * rows, 32 * rows), symbol
 
 
 def test_sums_stay_in_registers(functions: dict[str, list[str]]) -> None:

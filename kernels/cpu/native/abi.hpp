@@ -7,7 +7,7 @@
 
 #include <stdint.h>
 
-enum { kAbiVersion = 4 };
+enum { kAbiVersion = 5 };
 
 // Element types of scales, minima, pages and dense values. kLow4 and kHigh4, for scales and minima
 // only, are the two halves of one byte (q2_k keeps both in it).
@@ -49,8 +49,10 @@ enum { kRows = 16, kDepth = 32 };
 enum { kStrip = 2, kStripRows = kStrip * kRows };
 
 // A packed weight. Rows come in blocks of 16, k in blocks of 32; one tile of 16 x 32 codes is
-// `bits * 64` bytes (planes.hpp). Everything that belongs to a row is interleaved 16-fold:
-// scale[row block][group][row in block]. A tile unit is 16 or 32 k that share their scale.
+// `bits * 64` bytes (planes.hpp). The tiles of a strip's two blocks take turns, so that a strip is
+// one stream of memory; a last block alone has its tiles in a row. Everything that belongs to a row
+// is interleaved 16-fold: scale[row block][group][row in block]. A tile unit is 16 or 32 k that
+// share their scale.
 //
 //   value = (code - zero) * scale - minus      scale = super_scale * scale   where there is one
 //
@@ -76,6 +78,20 @@ struct Weight {
     const uint16_t* super_scale;  // f16; may be null
     const uint16_t* super_minus;  // f16; may be null
 };
+
+// The tiles of a row block, `step` bytes apart.
+struct Tiles {
+    uint8_t* first;
+    int64_t step;
+};
+
+static inline struct Tiles tiles_of(const struct Weight* w, int64_t block) {
+    const int64_t tile = w->bits * 64;
+    const int paired = (block | 1) < w->row_blocks;
+    uint8_t* strip = w->codes + block / kStrip * kStrip * w->k_blocks * tile;
+    struct Tiles tiles = {paired && block % kStrip ? strip + tile : strip, paired ? 2 * tile : tile};
+    return tiles;
+}
 
 // 32 activations rounded to 8 bits: x ~ scale * q. One record, so that a row is one pointer.
 struct Rounded {

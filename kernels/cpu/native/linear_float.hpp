@@ -80,7 +80,7 @@ static void rows_float(FloatPanel* p, const float* x, int64_t m, float* sums) {
 // k blocks [i, i_end) of one row block as floats, [32 * blocks][16].
 template <int BITS>
 static void decode_blocks(const Weight* w, int64_t b, int64_t i, int64_t i_end, float* out) {
-    const uint8_t* tiles = w->codes + b * w->k_blocks * 64 * BITS;
+    const Tiles tiles = tiles_of(w, b);
     const int per_unit = w->unit / 4;  // vectors j that share a scale
     for (; i < i_end; ++i, out += kDepth * kRows) {
         for (int h = 0; h < kPerBlock; ++h) {
@@ -90,7 +90,7 @@ static void decode_blocks(const Weight* w, int64_t b, int64_t i, int64_t i_end, 
                 if (j % per_unit == 0)
                     scale_of(w, b, i * (kDepth / w->unit) + j / per_unit, h, &scale, &zero_point,
                              &minus);
-                VB code = codes_of<BITS>(tiles + i * 64 * BITS, j, h);
+                VB code = codes_of<BITS>(tiles.first + i * tiles.step, j, h);
                 float* to = out + 4 * j * kRows + h * kLanes;
 #pragma GCC unroll 4
                 for (int c = 0; c < 4; ++c)

@@ -26,14 +26,19 @@ enum {
     kMaxRows = kLanes == 16 ? 6 : 2,
     kMaxFineRows = kLanes == 16 ? 4 : 2,  // units of 16 keep the first half's t as well
     kExpandFrom = 9,
-    kPrefetch = 2048,
+    kPrefetch = 8192,
 };
 
 // One chunk of one strip, for two vectors of rows.
 struct Panel {
     const uint8_t* codes[2];
-    const uint8_t* ahead[2];  // tiles to ask for meanwhile; null: none
-    int64_t ahead_step, ahead_skip, ahead_end;  // at tile ahead_end they skip to the next strip
+    int64_t step;  // bytes between tiles
+    // What to ask memory for meanwhile: `lines` of 64 bytes per block, from `ahead` to its end.
+    const uint8_t *ahead, *ahead_end;
+    int64_t lines;
+    const uint8_t *chunk, *share_end;  // in memory: this chunk, of a share of strips
+    int64_t tiles;  // bytes of a block's tiles, one or two
+    bool fresh;     // first chunk of the share: nothing has been asked for
     const float* scales;   // [units][kStripRows]
     const float* minuses;  // the same, zero points folded in
     int64_t blocks;        // of the chunk
@@ -86,18 +91,29 @@ static void quantize(const LinearArgs* args, int64_t m_begin, int64_t m_end) {
     }
 }
 
+// How much to ask for while a chunk goes through so many products, each of which takes it from the
+// start. With one product that is what it needs itself a little later. With more, all of the next
+// chunk, a part with each product: if everything went with the first, memory would rest afterwards.
+INLINE void pace(Panel* p, int64_t products) {
+    const int64_t bytes = p->tiles * p->blocks, left = p->share_end - p->chunk;
+    int64_t until = bytes + (products > 1 && bytes > kPrefetch ? bytes : kPrefetch);
+    if (until > left) until = left;
+    p->ahead_end = p->chunk + until;
+    const int64_t lines = (p->ahead_end - p->ahead + 63) / 64, steps = products * p->blocks;
+    p->lines = p->fresh ? p->tiles / 64 : (lines + steps - 1) / steps;
+}
+
 template <int BITS, int UNIT, bool MINUS, int MR>
-__attribute__((noinline)) static void panel_int(const Panel* p, const Rounded* x, float* sums) {
-    const int kTile = BITS >= 8 ? 512 : 64 * BITS;
+__attribute__((noinline)) static void panel_int(Panel* p, const Rounded* x, float* sums) {
     const int kHalves = kDepth / UNIT;
     // A dot is summed in this many parts, so that enough of them are under way: a vpdpbusd takes
     // four cycles and two start in each.
     const int kChains = kMaxRows < 6 || MR > 4 ? 1 : MR == 4 ? (UNIT == 16 ? 1 : 2) : UNIT / 8;
     const bool kOffset = !MINUS || (BITS == 8 && kWideOffset != 0);
     const int64_t stride = p->x_stride, sums_stride = p->sums_stride;
-    const int64_t blocks = p->blocks, ahead_step = p->ahead_step;
+    const int64_t blocks = p->blocks, step = p->step, ahead_bytes = p->lines * 64;
     const uint8_t *tile0 = p->codes[0], *tile1 = p->codes[1];
-    const uint8_t *ahead0 = p->ahead[0], *ahead1 = p->ahead[1];
+    const uint8_t *ahead = p->ahead, *const ahead_end = p->ahead_end;
     const float *scales = p->scales, *minuses = p->minuses;
     const VF zero_point = set1(p->zero);
     VF acc0[MR], acc1[MR];
@@ -106,19 +122,9 @@ __attribute__((noinline)) static void panel_int(const Panel* p, const Rounded* x
         acc0[r] = p->first ? zero() : load(sums + r * sums_stride);
         acc1[r] = p->first ? zero() : load(sums + r * sums_stride + kLanes);
     }
-    for (int64_t i = 0; i < blocks; ++i, ++x, tile0 += kTile, tile1 += kTile) {
-        if (ahead0) {
-            if (i == p->ahead_end) {
-                ahead0 += p->ahead_skip;
-                ahead1 += p->ahead_skip;
-            }
-            for (int64_t line = 0; line < ahead_step; line += 64) {
-                __builtin_prefetch(ahead0 + line);
-                __builtin_prefetch(ahead1 + line);
-            }
-            ahead0 += ahead_step;
-            ahead1 += ahead_step;
-        }
+    for (int64_t i = 0; i < blocks; ++i, ++x, tile0 += step, tile1 += step) {
+        const uint8_t* stop = ahead + ahead_bytes < ahead_end ? ahead + ahead_bytes : ahead_end;
+        for (; ahead < stop; ahead += 64) __builtin_prefetch(ahead);
         VF t0[MR], t1[MR];
 #pragma GCC unroll 2
         for (int half = 0; half < kHalves; ++half) {
@@ -174,30 +180,42 @@ __attribute__((noinline)) static void panel_int(const Panel* p, const Rounded* x
         store(sums + r * sums_stride, acc0[r]);
         store(sums + r * sums_stride + kLanes, acc1[r]);
     }
+    p->ahead = ahead;
 }
 
-// All rows of one pass over one chunk, the largest MR first.
+// Rows of x for the next product, of the m that are left.
+INLINE int rows_at_once(int most, int64_t m) {
+    return most == 6 && m >= 6 && m != 8 ? 6 : most >= 4 && m >= 4 ? 4 : m >= 2 ? 2 : 1;
+}
+
+// All rows of one pass over one chunk, for kPerBlock vectors of each block.
 template <int BITS, int UNIT, bool MINUS>
 static void rows_int(Panel* p, const Rounded* x, int64_t m, float* sums) {
-    enum { kMost = UNIT == 16 ? kMaxFineRows : BITS == 4 || BITS >= 8 ? kMaxRows : kMaxFineRows };
-    while (m > 0) {
-        int done = 1;
-        if (kMost == 6 && m >= 6 && m != 8) {
-            panel_int<BITS, UNIT, MINUS, kMost>(p, x, sums);
-            done = kMost;
-        } else if (kMost >= 4 && m >= 4) {
-            panel_int<BITS, UNIT, MINUS, kMost >= 4 ? 4 : 1>(p, x, sums);
-            done = 4;
-        } else if (m >= 2) {
-            panel_int<BITS, UNIT, MINUS, 2>(p, x, sums);
-            done = 2;
-        } else {
-            panel_int<BITS, UNIT, MINUS, 1>(p, x, sums);
+    enum { kMost = UNIT == 32 && (BITS == 4 || BITS >= 8) ? kMaxRows : kMaxFineRows };
+    int64_t products = 0;
+    for (int64_t left = m; left > 0; left -= rows_at_once(kMost, left)) ++products;
+    pace(p, products * kPerBlock);
+    const uint8_t* const codes[2] = {p->codes[0], p->codes[1]};
+    const float *scales = p->scales, *minuses = p->minuses;
+    for (int g = 0; g < kPerBlock; ++g) {
+        for (int v = 0; v < 2; ++v)
+            p->codes[v] = codes[(2 * g + v) / kPerBlock] + (2 * g + v) % kPerBlock * kLanes * 4;
+        p->scales = scales + 2 * g * kLanes;
+        p->minuses = minuses + 2 * g * kLanes;
+        const Rounded* rows = x;
+        float* to = sums + 2 * g * kLanes;
+        for (int64_t left = m; left > 0;) {
+            const int count = rows_at_once(kMost, left);
+            switch (count) {
+                case 6: panel_int<BITS, UNIT, MINUS, kMost>(p, rows, to); break;
+                case 4: panel_int<BITS, UNIT, MINUS, kMost >= 4 ? 4 : 1>(p, rows, to); break;
+                case 2: panel_int<BITS, UNIT, MINUS, 2>(p, rows, to); break;
+                default: panel_int<BITS, UNIT, MINUS, 1>(p, rows, to);
+            }
+            left -= count;
+            rows += count * p->x_stride;
+            to += count * p->sums_stride;
         }
-        p->ahead[0] = p->ahead[1] = nullptr;
-        m -= done;
-        x += done * p->x_stride;
-        sums += done * p->sums_stride;
     }
 }
 
@@ -309,25 +327,19 @@ static void store_strip(const LinearArgs* args, int64_t index, int valid, int64_
 
 // One chunk of one strip for `m` rows of x.
 template <int BITS, int UNIT, bool MINUS>
-static void chunk_int(Panel panel, const uint8_t* const* tiles, const Rounded* x, int64_t m,
-                      float* sums, uint8_t* expanded) {
-    const bool expand_first = BITS < 8 && (BITS != 4 || UNIT == 16) && m >= kExpandFrom;
-    if (expand_first)
-        for (int b = 0; b < kStrip; ++b)
-            for (int64_t i = 0; i < panel.blocks; ++i)
-                expand<BITS>(tiles[b] + i * 64 * BITS, expanded + (b * kChunkBlocks + i) * 512);
-    const float *scales = panel.scales, *minuses = panel.minuses;
-    for (int g = 0; g < kPerBlock; ++g) {
-        for (int v = 0; v < 2; ++v) {
-            const int b = (2 * g + v) / kPerBlock, at = (2 * g + v) % kPerBlock * kLanes * 4;
-            panel.codes[v] = (expand_first ? expanded + b * kChunkBlocks * 512 : tiles[b]) + at;
-        }
-        panel.scales = scales + 2 * g * kLanes;
-        panel.minuses = minuses + 2 * g * kLanes;
-        float* to = sums + 2 * g * kLanes;
-        if (expand_first) rows_int<kExpanded, UNIT, MINUS>(&panel, x, m, to);
-        else rows_int<BITS, UNIT, MINUS>(&panel, x, m, to);
+static void chunk_int(Panel* panel, const Rounded* x, int64_t m, float* sums, uint8_t* expanded) {
+    if (BITS == 8 || (BITS == 4 && UNIT == 32) || m < kExpandFrom) {
+        rows_int<BITS, UNIT, MINUS>(panel, x, m, sums);
+        return;
     }
+    for (int b = 0; b < kStrip; ++b) {
+        uint8_t* to = expanded + b * kChunkBlocks * 512;
+        for (int64_t i = 0; i < panel->blocks; ++i)
+            expand<BITS>(panel->codes[b] + i * panel->step, to + i * 512);
+        panel->codes[b] = to;
+    }
+    panel->step = 512;
+    rows_int<kExpanded, UNIT, MINUS>(panel, x, m, sums);
 }
 
 template <int BITS, int UNIT, bool MINUS>
@@ -340,8 +352,15 @@ static void strips_int(const LinearArgs* args, int64_t begin, int64_t end, uint8
     float* scales = sums + pass * kStripRows;
     float* minuses = scales + kChunkBlocks * per_block * kStripRows;
     uint8_t* expanded = (uint8_t*)(minuses + kChunkBlocks * per_block * kStripRows);
+    const int64_t last = end * kStrip < w->row_blocks ? end * kStrip : w->row_blocks;
     for (int64_t m = 0; m < args->m; m += pass) {
         const int64_t m_end = m + pass < args->m ? m + pass : args->m;
+        Panel panel;
+        panel.share_end = w->codes + last * row_bytes;
+        panel.ahead = w->codes + begin * kStrip * row_bytes;
+        panel.fresh = true;
+        for (int64_t i = 0; i < kPrefetch; i += 64) __builtin_prefetch(panel.ahead + i);
+        panel.ahead += kPrefetch;
         for (int64_t s = begin; s < end; ++s) {
             const Strip strip = strip_at(w, s);
             // A single chunk needs no sums in between, unless two rows become one.
@@ -349,20 +368,14 @@ static void strips_int(const LinearArgs* args, int64_t begin, int64_t end, uint8
             float* to = direct ? args->out + m * args->out_stride + s * kStripRows : sums;
             for (int64_t c = 0; c < chunks; ++c) {
                 const int64_t i = blocks * c / chunks, i_end = blocks * (c + 1) / chunks;
-                // 2 KiB ahead in both blocks; what follows their ends is the next strip's.
-                const int64_t distance = kPrefetch / (64 * BITS) + 1;
-                const bool over = i + distance >= blocks;
-                const uint8_t* tiles[kStrip];
-                Panel panel;
                 for (int b = 0; b < kStrip; ++b) {
-                    tiles[b] = w->codes + strip.block[b] * row_bytes + i * 64 * BITS;
-                    panel.ahead[b] = tiles[b] + distance * 64 * BITS + (over ? row_bytes : 0);
+                    const Tiles tiles = tiles_of(w, strip.block[b]);
+                    panel.codes[b] = tiles.first + i * tiles.step;
+                    panel.step = panel.tiles = tiles.step;
                     unit_scales(w, {strip.block[b], i * per_block, i_end * per_block},
                                 scales + b * kRows, minuses + b * kRows);
                 }
-                panel.ahead_step = 64 * BITS;
-                panel.ahead_skip = row_bytes;
-                panel.ahead_end = over ? -1 : blocks - distance - i;
+                panel.chunk = panel.codes[0];
                 panel.scales = scales;
                 panel.minuses = minuses;
                 panel.blocks = i_end - i;
@@ -370,8 +383,9 @@ static void strips_int(const LinearArgs* args, int64_t begin, int64_t end, uint8
                 panel.sums_stride = direct ? args->out_stride : (int64_t)kStripRows;
                 panel.zero = (MINUS ? 0.0f : w->zero) - (BITS == 8 ? kWideOffset : 0);
                 panel.first = c == 0;
-                chunk_int<BITS, UNIT, MINUS>(panel, tiles, args->act.blocks + m * blocks + i,
-                                             m_end - m, to, expanded);
+                chunk_int<BITS, UNIT, MINUS>(&panel, args->act.blocks + m * blocks + i, m_end - m,
+                                             to, expanded);
+                panel.fresh = false;
             }
             if (!direct) store_strip(args, s, strip.valid, m, m_end, sums);
         }

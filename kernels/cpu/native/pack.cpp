@@ -168,7 +168,7 @@ size_t pack_scratch(const Weight& w) {
 
 void pack_blocks(const Weight& w, const uint8_t* source, int64_t row_bytes, int64_t begin,
                  int64_t end, uint8_t* codes) {
-    const int64_t tile = (int64_t)w.bits * 64, stride = w.k_blocks * kDepth;
+    const int64_t stride = w.k_blocks * kDepth;
     const ToTile to_tile = to_tile_of(w.bits);
     for (int64_t b = begin; b < end; ++b) {
         const uint8_t* rows[kRows];
@@ -186,20 +186,21 @@ void pack_blocks(const Weight& w, const uint8_t* source, int64_t row_bytes, int6
             if (r < count) read_row(w, rows[r], row);
             memset(row + (r < count ? w.k : 0), 0, (size_t)(stride - (r < count ? w.k : 0)));
         }
-        uint8_t* tiles = w.codes + b * w.k_blocks * tile;
-        for (int64_t t = 0; t < w.k_blocks; ++t) to_tile(codes + t * kDepth, stride, tiles + t * tile);
+        const Tiles tiles = tiles_of(&w, b);
+        for (int64_t t = 0; t < w.k_blocks; ++t)
+            to_tile(codes + t * kDepth, stride, tiles.first + t * tiles.step);
     }
 }
 
 void unpack_blocks(const Weight& w, uint8_t* out, int64_t row_bytes, int64_t begin, int64_t end,
                    uint8_t* codes) {
-    const int64_t tile = (int64_t)w.bits * 64;
     const Planes planes(w.bits);
     for (int64_t b = begin; b < end; ++b) {
-        const uint8_t* tiles = w.codes + b * w.k_blocks * tile;
+        const Tiles tiles = tiles_of(&w, b);
         for (int r = 0; r < kRows && b * kRows + r < w.n; ++r) {
             for (int64_t k = 0; k < w.k; ++k)
-                codes[k] = (uint8_t)get_code(planes, tiles + k / kDepth * tile, r, (int)(k % kDepth));
+                codes[k] = (uint8_t)get_code(planes, tiles.first + k / kDepth * tiles.step, r,
+                                             (int)(k % kDepth));
             write_row(w, codes, out + (b * kRows + r) * row_bytes);
         }
     }
@@ -242,7 +243,6 @@ void dense_blocks(const Weight& w, void* plain, bool unpack, int64_t begin, int6
 
 void gather_rows(const Weight& w, const int64_t* ids, float* out, int64_t begin, int64_t end) {
     const Planes planes(w.bits);
-    const int64_t tile = (int64_t)w.bits * 64;
     for (int64_t t = begin; t < end; ++t) {
         const int64_t b = ids[t] / kRows;
         const int r = (int)(ids[t] % kRows);
@@ -255,6 +255,7 @@ void gather_rows(const Weight& w, const int64_t* ids, float* out, int64_t begin,
             }
             continue;
         }
+        const Tiles tiles = tiles_of(&w, b);
         for (int64_t u = 0; u * w.unit < w.k; ++u) {
             const int64_t at = (b * w.groups + u / w.group_units) * kRows + r;
             float scale = element(w.scale_type, w.scale, at);
@@ -267,7 +268,7 @@ void gather_rows(const Weight& w, const int64_t* ids, float* out, int64_t begin,
             }
             const int64_t k_end = (u + 1) * w.unit < w.k ? (u + 1) * w.unit : w.k;
             for (int64_t k = u * w.unit; k < k_end; ++k) {
-                const uint8_t* p = w.codes + (b * w.k_blocks + k / kDepth) * tile;
+                const uint8_t* p = tiles.first + k / kDepth * tiles.step;
                 const float code = (float)get_code(planes, p, r, (int)(k % kDepth));
                 to[k] = (code - zero) * scale - minus;
             }

@@ -81,10 +81,11 @@ void pack_legacy(const Weight& w, int64_t b, const uint8_t* const* rows, int cou
     const Legacy kind = legacy_of(w.source);
     const int64_t tile = (int64_t)w.bits * 64;
     const uint32_t flip = w.flip ? 0x80808080u : 0;
-    uint8_t* codes = w.codes + b * w.k_blocks * tile;
+    const Tiles tiles = tiles_of(&w, b);
+    uint8_t* codes = tiles.first;
     uint16_t* scale = (uint16_t*)const_cast<void*>(w.scale) + b * w.groups * kRows;
     uint16_t* minus = w.minus ? (uint16_t*)const_cast<void*>(w.minus) + b * w.groups * kRows : 0;
-    for (int64_t t = 0; t < w.k_blocks; ++t, codes += tile) {
+    for (int64_t t = 0; t < w.k_blocks; ++t, codes += tiles.step) {
         const int64_t at = t * kind.nbytes;
         if (count < kRows) memset(codes, 0, (size_t)tile);
         legacy_tile(kind, w.bits, flip, rows, count, at, codes);
