@@ -32,7 +32,7 @@ INLINE void ask(Ahead* ahead) {
             ahead->at = ahead->runs[ahead->next++];
             ahead->end = ahead->at + ahead->run_bytes;
         }
-        __builtin_prefetch(ahead->at, 0, 2);
+        __builtin_prefetch(ahead->at);
     }
 }
 

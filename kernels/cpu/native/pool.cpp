@@ -6,7 +6,7 @@
 
 namespace {
 
-constexpr std::chrono::microseconds kSpin(50);
+constexpr std::chrono::microseconds kSpin(200);
 
 inline void relax() {
 #if defined(__x86_64__)

@@ -12,9 +12,9 @@ namespace {
 // Chunks per thread and phase: enough that a thread that loses its core delays the others little.
 constexpr int64_t kChunksPerThread = 4;
 // Work (about one per multiplication in registers, 8 per exponential) below which a second thread
-// costs more than it gives.
-constexpr int64_t kWorthSharing = 65536;
-constexpr int64_t kWorthSharingItems = 16384;  // of attention, whose items are uneven
+// costs more than it gives, and the least of a chunk: about 3 and 1.5 us.
+constexpr int64_t kWorthSharing = 16384;
+constexpr int64_t kChunkWork = 8192;
 constexpr int64_t kItemWork = 262144;          // of a chunk of its items, about 10 us
 
 bool integer(const Op& op) {
@@ -31,7 +31,7 @@ int64_t row_work(const Op& op) {
         case kOpMap: return op.map.kind == kMapSoftcap ? 8 * op.map.width : op.map.width;
         case kOpAngles: return 64 * op.angles.half;
         case kOpSelect: return op.select.width;
-        case kOpRope: return 2 * (op.rope.heads + 2 * op.rope.kv_heads) * (int64_t)op.rope.head_dim;
+        case kOpRope: return 4 * (op.rope.heads + 2 * op.rope.kv_heads) * (int64_t)op.rope.head_dim;
         default: return 0;
     }
 }
@@ -166,7 +166,8 @@ bool Machine::reserve_private(size_t bytes) {
 
 int64_t Machine::chunks_for(int64_t total, int64_t work) const {
     if (work < kWorthSharing) return 1;
-    const int64_t chunks = kChunksPerThread * pool.threads();
+    int64_t chunks = kChunksPerThread * pool.threads();
+    if (chunks > work / kChunkWork) chunks = work / kChunkWork;
     const int64_t most = total < kMaxChunks ? total : (int64_t)kMaxChunks;
     return chunks < most ? chunks : most;
 }
@@ -242,7 +243,7 @@ Status Machine::prepare(Program& program, const int64_t* counts) {
                 const int64_t least = kChunksPerThread * pool.threads();
                 const int64_t fine = op.work / kItemWork > least ? op.work / kItemWork : least;
                 const int64_t most = total < kMaxChunks ? total : (int64_t)kMaxChunks;
-                chunks = op.work < kWorthSharingItems || most < 1 ? 1 : fine < most ? fine : most;
+                chunks = op.work < kWorthSharing || most < 1 ? 1 : fine < most ? fine : most;
             } else if (op.kind == kOpSample) {
                 work = total * op.sample.width;
             }
