@@ -277,18 +277,23 @@ enum OpKind {
 // What a step counts; an operator runs over one of these (times `per` for row-wise ones).
 enum Count { kTokens = 0, kOutputs = 1, kRequests = 2, kCounts = 3 };
 
+// Items of a phase for one thread. It usually goes on with those up to `reach`, and often comes from
+// those before `begin` (then it is resumed): what one call asks memory for may serve the next.
+struct Share {
+    int64_t begin, end, reach;
+    int32_t resumed;
+};
+
 // One instruction-set level's kernels. Ranges are half open; `scratch` is 64-byte aligned.
 struct KernelTable {
     void (*quantize)(const LinearArgs*, int64_t m_begin, int64_t m_end);
-    void (*linear_int)(const LinearArgs*, int64_t strip_begin, int64_t strip_end, uint8_t* scratch);
-    void (*linear_float)(const LinearArgs*, int64_t strip_begin, int64_t strip_end,
-                         uint8_t* scratch);
+    void (*linear_int)(const LinearArgs*, const Share* strips, uint8_t* scratch);
+    void (*linear_float)(const LinearArgs*, const Share* strips, uint8_t* scratch);
     void (*rms_norm)(const NormArgs*, int64_t t_begin, int64_t t_end);
     void (*gated)(const GatedArgs*, int64_t t_begin, int64_t t_end);
     void (*map)(const MapArgs*, int64_t t_begin, int64_t t_end);
     void (*rope)(const RopeArgs*, int64_t t_begin, int64_t t_end);
-    void (*attention)(const AttentionArgs*, int64_t item_begin, int64_t item_end,
-                      uint8_t* scratch);
+    void (*attention)(const AttentionArgs*, const Share* items, uint8_t* scratch);
     void (*rope_angles)(const AnglesArgs*, int64_t t_begin, int64_t t_end);
     void (*sample)(const SampleArgs*, int64_t row_begin, int64_t row_end, uint8_t* scratch);
     int64_t (*sample_scratch)(int64_t width);  // bytes

@@ -263,29 +263,32 @@ static void attend(const Stretch& s, const Stretch* next) {
     }
 }
 
-static void attention(const AttentionArgs* a, int64_t begin, int64_t end, uint8_t* scratch) {
+static void attention(const AttentionArgs* a, const Share* share, uint8_t* scratch) {
     float* split = (float*)(a->shared + kMaxSplitPairs * sizeof(int32_t));
+    // The item after the last, if it is this thread's too, is only asked for.
+    const int64_t end = share->end < share->reach ? share->end + 1 : share->end;
     Stretch two[2];
-    int64_t first = 0, started = 0;  // item of request r; stretches
+    int64_t first = 0, found = 0;  // item of request r; stretches
     for (int r = 0; first < end; ++r) {
         const RequestShare s = request_share(a, r);
         const int64_t items = s.tiles * s.runs * a->kv_heads;
-        for (int64_t n = begin > first ? begin - first : 0; n < items && first + n < end; ++n) {
-            Stretch* now = two + started % 2;
+        int64_t n = share->begin > first ? share->begin - first : 0;
+        for (; n < items && first + n < end; ++n) {
+            Stretch* now = two + found % 2;
             *now = stretch_at(a, r, s, n, split, scratch);
-            if (started++) {
-                attend(two[started % 2], now);
-                continue;
+            if (found++) {
+                attend(two[found % 2], now);
+            } else if (!share->resumed) {  // nothing to compute yet: all at once
+                Ahead ahead;
+                look_ahead(now->item, now->begin, now->end, &ahead);
+                ahead.per_step = INT32_MAX;
+                ask(&ahead);
             }
-            Ahead ahead;  // nothing is computed yet: all at once
-            look_ahead(now->item, now->begin, now->end, &ahead);
-            ahead.per_step = INT32_MAX;
-            ask(&ahead);
         }
         first += items;
         split += split_records(a, s) * (padded_dim(a) + kPartExtra);
     }
-    if (started) attend(two[(started - 1) % 2], nullptr);
+    if (found && end == share->end) attend(two[(found - 1) % 2], nullptr);
 }
 
 }  // namespace LEVEL

@@ -127,7 +127,7 @@ static void look_ahead(const Item& item, int64_t begin, int64_t end, Ahead* ahea
     if (!reads_pages(item)) return;
     const int shift = __builtin_ctz((unsigned)a->page_size), mask = a->page_size - 1;
     const int slots = a->page_size < kChunkKeys ? a->page_size : (int)kChunkKeys;
-    const int64_t keys = end - begin < kChunkKeys ? end - begin : kChunkKeys;
+    const int64_t keys = end - begin < kChunkKeys ? end - begin : (int64_t)kChunkKeys;
     const int runs = (int)((keys + slots - 1) / slots);
     for (int i = 0; i < runs; ++i) {
         const int64_t position = begin + i * slots;
@@ -146,7 +146,8 @@ static void spread(Ahead* ahead, const Item& item, int64_t keys) {
     if (!ahead->count) return;
     if (keys > kChunkKeys) keys = kChunkKeys;
     const int64_t vectors = 4 * kLanes, width = item.a->head_dim;  // see score_rows, value_rows
-    const int64_t steps = (keys + vectors - 1) / vectors * width + (width + vectors - 1) / vectors * keys;
+    const int64_t steps = (keys + vectors - 1) / vectors * width +
+                          (width + vectors - 1) / vectors * keys;
     const int64_t lines = ahead->count * ahead->run_bytes / 64;
     ahead->per_step = (int)((lines + steps - 1) / steps);
 }

@@ -30,14 +30,15 @@ __attribute__((noinline)) static void panel_float(const FloatPanel* p, const flo
     VF acc0[MR], acc1[MR];
 #pragma GCC unroll 8
     for (int r = 0; r < MR; ++r) acc0[r] = acc1[r] = zero();
-    if (p->ahead[0]) {
-        const int64_t step = element_bytes(TYPE) * kRows;
-        for (int64_t i = 0; i < k * step; i += 64) {
-            __builtin_prefetch(p->ahead[0] + i);
-            __builtin_prefetch(p->ahead[1] + i);
-        }
-    }
+    const uint8_t *ahead0 = p->ahead[0], *ahead1 = p->ahead[1];
+    const int64_t per_line = 64 / (element_bytes(TYPE) * kRows);  // k of a block in 64 bytes
     for (int64_t i = 0; i < k; ++i, ++x) {
+        if (ahead0 && i % per_line == 0) {
+            __builtin_prefetch(ahead0);
+            __builtin_prefetch(ahead1);
+            ahead0 += 64;
+            ahead1 += 64;
+        }
         const VF a = load_as(TYPE, value0, i * kRows), b = load_as(TYPE, value1, i * kRows);
 #pragma GCC unroll 8
         for (int r = 0; r < MR; ++r) {
@@ -146,7 +147,7 @@ static void chunk_of(int type, const FloatPanel& panel, const void* const* block
     }
 }
 
-static void linear_float(const LinearArgs* args, int64_t begin, int64_t end, uint8_t* scratch) {
+static void linear_float(const LinearArgs* args, const Share* strips, uint8_t* scratch) {
     const Weight* w = args->w;
     const int64_t k = w->k, pass = rows_per_pass(args->m, k ? k * 4 : 1);
     const int64_t row_bytes = k * kRows * element_bytes(w->scale_type);
@@ -154,7 +155,7 @@ static void linear_float(const LinearArgs* args, int64_t begin, int64_t end, uin
     float* values = sums + pass * kStripRows;
     for (int64_t m = 0; m < args->m; m += pass) {
         const int64_t m_end = m + pass < args->m ? m + pass : args->m;
-        for (int64_t s = begin; s < end; ++s) {
+        for (int64_t s = strips->begin; s < strips->end; ++s) {
             const Strip strip = strip_at(w, s), after = strip_at(w, s + 1);
             for (int64_t i = 0; i < k; i += kFloatChunk) {
                 const int64_t i_end = i + kFloatChunk < k ? i + kFloatChunk : k;

@@ -10,9 +10,8 @@
 //
 // A strip of two row blocks goes through k in chunks that stay in the first-level cache: their scales
 // become floats once, from 9 rows on codes of other than 4 and 8 bits become bytes once, and each
-// group of MR rows of x runs over the chunk with 2 * MR dot products in registers. While a chunk runs
-// for the first rows, memory is asked for 2 KiB ahead. A whole chunk ahead was slower (M = 1: 4.3
-// against 3.1 ms a token on a busy machine): a thread's share of a small matrix is 2 or 3 strips.
+// group of MR rows of x runs over the chunk with 2 * MR dot products in registers. Meanwhile memory is
+// asked for what comes next (pace), also across strips and calls: a start from nothing costs 2 us.
 #pragma once
 
 #include "linear_scratch.hpp"
@@ -33,12 +32,13 @@ enum {
 struct Panel {
     const uint8_t* codes[2];
     int64_t step;  // bytes between tiles
-    // What to ask memory for meanwhile: `lines` of 64 bytes per block, from `ahead` to its end.
+    // What to ask memory for meanwhile: `lines` of 64 bytes per block, from `ahead` to its end;
+    // null: from where the call before this one ended.
     const uint8_t *ahead, *ahead_end;
     int64_t lines;
-    const uint8_t *chunk, *share_end;  // in memory: this chunk, of a share of strips
+    const uint8_t *chunk, *reach;  // this chunk; the end of the thread's memory
     int64_t tiles;  // bytes of a block's tiles, one or two
-    bool fresh;     // first chunk of the share: nothing has been asked for
+    bool fresh;     // little of this chunk has been asked for
     const float* scales;   // [units][kStripRows]
     const float* minuses;  // the same, zero points folded in
     int64_t blocks;        // of the chunk
@@ -95,10 +95,10 @@ static void quantize(const LinearArgs* args, int64_t m_begin, int64_t m_end) {
 // start. With one product that is what it needs itself a little later. With more, all of the next
 // chunk, a part with each product: if everything went with the first, memory would rest afterwards.
 INLINE void pace(Panel* p, int64_t products) {
-    const int64_t bytes = p->tiles * p->blocks, left = p->share_end - p->chunk;
-    int64_t until = bytes + (products > 1 && bytes > kPrefetch ? bytes : kPrefetch);
-    if (until > left) until = left;
-    p->ahead_end = p->chunk + until;
+    const int64_t bytes = p->tiles * p->blocks, left = p->reach - p->chunk;
+    const int64_t further = products > 1 && bytes > kPrefetch ? bytes : (int64_t)kPrefetch;
+    if (!p->ahead) p->ahead = p->chunk + (further < left ? further : left);
+    p->ahead_end = p->chunk + (bytes + further < left ? bytes + further : left);
     const int64_t lines = (p->ahead_end - p->ahead + 63) / 64, steps = products * p->blocks;
     p->lines = p->fresh ? p->tiles / 64 : (lines + steps - 1) / steps;
 }
@@ -343,7 +343,7 @@ static void chunk_int(Panel* panel, const Rounded* x, int64_t m, float* sums, ui
 }
 
 template <int BITS, int UNIT, bool MINUS>
-static void strips_int(const LinearArgs* args, int64_t begin, int64_t end, uint8_t* scratch) {
+static void strips_int(const LinearArgs* args, const Share* strips, uint8_t* scratch) {
     const Weight* w = args->w;
     const int64_t blocks = w->k_blocks, chunks = (blocks + kChunkBlocks - 1) / kChunkBlocks;
     const int64_t pass = rows_per_pass(args->m, blocks * (int64_t)sizeof(Rounded));
@@ -352,16 +352,20 @@ static void strips_int(const LinearArgs* args, int64_t begin, int64_t end, uint8
     float* scales = sums + pass * kStripRows;
     float* minuses = scales + kChunkBlocks * per_block * kStripRows;
     uint8_t* expanded = (uint8_t*)(minuses + kChunkBlocks * per_block * kStripRows);
-    const int64_t last = end * kStrip < w->row_blocks ? end * kStrip : w->row_blocks;
+    const bool again = pass < args->m;  // over the same strips: what follows them is not next
+    const int64_t last = (again ? strips->end : strips->reach) * kStrip;
     for (int64_t m = 0; m < args->m; m += pass) {
         const int64_t m_end = m + pass < args->m ? m + pass : args->m;
         Panel panel;
-        panel.share_end = w->codes + last * row_bytes;
-        panel.ahead = w->codes + begin * kStrip * row_bytes;
-        panel.fresh = true;
-        for (int64_t i = 0; i < kPrefetch; i += 64) __builtin_prefetch(panel.ahead + i);
-        panel.ahead += kPrefetch;
-        for (int64_t s = begin; s < end; ++s) {
+        panel.reach = w->codes + (last < w->row_blocks ? last : w->row_blocks) * row_bytes;
+        panel.ahead = nullptr;
+        panel.fresh = again || !strips->resumed;
+        if (panel.fresh) {
+            const uint8_t* start = w->codes + strips->begin * kStrip * row_bytes;
+            panel.ahead = start + kPrefetch < panel.reach ? start + kPrefetch : panel.reach;
+            for (; start < panel.ahead; start += 64) __builtin_prefetch(start);
+        }
+        for (int64_t s = strips->begin; s < strips->end; ++s) {
             const Strip strip = strip_at(w, s);
             // A single chunk needs no sums in between, unless two rows become one.
             const bool direct = chunks == 1 && strip.valid == kStripRows && args->planes == 1;
@@ -392,15 +396,15 @@ static void strips_int(const LinearArgs* args, int64_t begin, int64_t end, uint8
     }
 }
 
-static void linear_int(const LinearArgs* args, int64_t begin, int64_t end, uint8_t* scratch) {
+static void linear_int(const LinearArgs* args, const Share* strips, uint8_t* scratch) {
     const bool fine = args->w->unit == 16, minus = args->w->minus || args->w->zeros;
     switch (args->w->bits) {
 #define CASE(BITS)                                                             \
     case BITS:                                                                 \
-        if (fine && minus) strips_int<BITS, 16, true>(args, begin, end, scratch);  \
-        else if (fine) strips_int<BITS, 16, false>(args, begin, end, scratch);     \
-        else if (minus) strips_int<BITS, 32, true>(args, begin, end, scratch);     \
-        else strips_int<BITS, 32, false>(args, begin, end, scratch);               \
+        if (fine && minus) strips_int<BITS, 16, true>(args, strips, scratch);  \
+        else if (fine) strips_int<BITS, 16, false>(args, strips, scratch);     \
+        else if (minus) strips_int<BITS, 32, true>(args, strips, scratch);     \
+        else strips_int<BITS, 32, false>(args, strips, scratch);               \
         break
         CASE(2);
         CASE(3);

@@ -29,13 +29,13 @@ bool spin(Ready ready) {
     return false;
 }
 
-constexpr uint32_t epoch_of(uint64_t job) { return (uint32_t)(job >> 32); }
-constexpr uint32_t count_of(uint64_t job) { return (uint32_t)(job >> 16) & 0xffff; }
-constexpr uint32_t next_of(uint64_t job) { return (uint32_t)job & 0xffff; }
+constexpr uint32_t epoch_of(uint64_t own) { return (uint32_t)(own >> 32); }
+constexpr uint32_t end_of(uint64_t own) { return (uint32_t)(own >> 16) & 0xffff; }
+constexpr uint32_t next_of(uint64_t own) { return (uint32_t)own & 0xffff; }
 
 }  // namespace
 
-Pool::Pool(int threads) : threads_(threads), owner_(getpid()) {
+Pool::Pool(int threads) : own_(new Own[(size_t)threads]), threads_(threads), owner_(getpid()) {
     try {
         for (int i = 1; i < threads; ++i) workers_.emplace_back(&Pool::work, this, i);
     } catch (...) {  // the system has no more threads: run with those there are
@@ -59,8 +59,10 @@ bool Pool::inherited() const { return getpid() != owner_; }
 
 // Runs phases of one chunk from `phase` on, then lets the others in to the first that has more.
 void Pool::open(int phase, int thread) {
-    for (; phase < count_ && phases_[phase].chunks <= 1; ++phase)
-        task_(context_, phase, 0, phases_[phase].total, thread);
+    for (; phase < count_ && phases_[phase].chunks <= 1; ++phase) {
+        const int64_t total = phases_[phase].total;
+        task_(context_, phase, {0, total, total, 0}, thread);
+    }
     if (phase == count_) {
         finished_.store(true, std::memory_order_seq_cst);
         if (callers_.load(std::memory_order_seq_cst)) {
@@ -71,7 +73,12 @@ void Pool::open(int phase, int thread) {
     }
     done_.store(0, std::memory_order_relaxed);
     const uint64_t epoch = base_ + (uint32_t)phase;
-    job_.store(epoch << 32 | (uint64_t)phases_[phase].chunks << 16, std::memory_order_seq_cst);
+    const int64_t chunks = phases_[phase].chunks;
+    for (int t = 0; t < threads_; ++t) {
+        const uint64_t next = (uint64_t)first_chunk(chunks, t), end = (uint64_t)first_chunk(chunks, t + 1);
+        own_[t].word.store(epoch << 32 | end << 16 | next, std::memory_order_release);
+    }
+    opened_.fetch_add(1, std::memory_order_seq_cst);
     if (sleepers_.load(std::memory_order_seq_cst)) {
         std::lock_guard<std::mutex> lock(mutex_);
         wake_.notify_all();
@@ -83,18 +90,32 @@ void Pool::open(int phase, int thread) {
     }
 }
 
-bool Pool::claim_and_run(int thread) {
-    uint64_t job = job_.load(std::memory_order_acquire);
-    if (next_of(job) >= count_of(job)) return false;
-    job = job_.fetch_add(1, std::memory_order_acq_rel);
-    if (next_of(job) >= count_of(job)) return false;
+// The next of `owner`'s chunks, if there is one left.
+bool Pool::claim(int owner, int thread) {
+    std::atomic<uint64_t>& word = own_[owner].word;
+    uint64_t own = word.load(std::memory_order_acquire);
+    if (next_of(own) >= end_of(own)) return false;
+    own = word.fetch_add(1, std::memory_order_acq_rel);
+    if (next_of(own) >= end_of(own)) return false;
     // Our chunk is not done, so the phase cannot end: what describes the job is stable until then.
-    const uint32_t count = count_of(job), index = next_of(job);
-    const int phase = (int)(epoch_of(job) - base_);
-    const int64_t total = phases_[phase].total;
-    task_(context_, phase, total * index / count, total * (index + 1) / count, thread);
-    if (done_.fetch_add(1, std::memory_order_acq_rel) + 1 == count) open(phase + 1, thread);
+    const int phase = (int)(epoch_of(own) - base_);
+    const int64_t total = phases_[phase].total, chunks = phases_[phase].chunks;
+    const int64_t index = next_of(own);
+    Share share = {total * index / chunks, total * (index + 1) / chunks, 0, 0};
+    share.reach = share.end;
+    if (owner == thread) {
+        share.reach = total * end_of(own) / chunks;
+        share.resumed = index > first_chunk(chunks, thread);
+    }
+    task_(context_, phase, share, thread);
+    if (done_.fetch_add(1, std::memory_order_acq_rel) + 1 == chunks) open(phase + 1, thread);
     return true;
+}
+
+bool Pool::claim_and_run(int thread) {
+    for (int i = 0; i < threads_; ++i)
+        if (claim((thread + i) % threads_, thread)) return true;
+    return false;
 }
 
 // Spins, then sleeps until `ready()`; `waiting` tells the others whom they have to wake.
@@ -109,20 +130,22 @@ void Pool::await(std::condition_variable& signal, std::atomic<int>& waiting, Rea
 
 void Pool::work(int thread) {
     while (!stop_.load(std::memory_order_relaxed)) {
+        const uint32_t seen = opened_.load(std::memory_order_seq_cst);
         if (claim_and_run(thread)) continue;
-        await(wake_, sleepers_, [this] {
-            const uint64_t job = job_.load(std::memory_order_seq_cst);
-            return next_of(job) < count_of(job) || stop_.load(std::memory_order_seq_cst);
+        await(wake_, sleepers_, [=] {
+            return opened_.load(std::memory_order_seq_cst) != seen ||
+                   stop_.load(std::memory_order_seq_cst);
         });
     }
 }
 
 void Pool::run(Task task, void* context, const Phase* phases, int count) {
     if (workers_.empty() || inherited()) {
-        for (int i = 0; i < count; ++i) task(context, i, 0, phases[i].total, 0);
+        for (int i = 0; i < count; ++i)
+            task(context, i, {0, phases[i].total, phases[i].total, 0}, 0);
         return;
     }
-    base_ = epoch_of(job_.load(std::memory_order_relaxed)) + 1;
+    base_ += (uint32_t)count_;
     task_ = task;
     context_ = context;
     phases_ = phases;
@@ -130,10 +153,11 @@ void Pool::run(Task task, void* context, const Phase* phases, int count) {
     finished_.store(false, std::memory_order_relaxed);
     open(0, 0);
     while (!finished_.load(std::memory_order_acquire)) {
+        const uint32_t seen = opened_.load(std::memory_order_seq_cst);
         if (claim_and_run(0)) continue;
-        await(end_, callers_, [this] {
-            const uint64_t job = job_.load(std::memory_order_seq_cst);
-            return next_of(job) < count_of(job) || finished_.load(std::memory_order_seq_cst);
+        await(end_, callers_, [=] {
+            return opened_.load(std::memory_order_seq_cst) != seen ||
+                   finished_.load(std::memory_order_seq_cst);
         });
     }
 }

@@ -1,8 +1,9 @@
 // The threads of one engine. No global state: two engines never meet.
 //
-// A job is a list of phases, run one after another; a phase is a number of chunks that threads claim
-// one by one from an atomic counter. A thread that the host's scheduler has taken away costs at most
-// the chunk it holds, and nobody waits for a thread that has not woken up yet. Whoever finishes the
+// A job is a list of phases, run one after another; a phase is a number of chunks, of which every
+// thread owns a run. It claims its own one by one, so that it reads memory in one direction, and then
+// those that others have left. A thread that the host's scheduler has taken away costs at most the
+// chunk it holds, and nobody waits for a thread that has not woken up yet. Whoever finishes the
 // last chunk of a phase opens the next one; phases of one chunk it runs itself, so that a decode
 // step's small operators cost no meeting of the threads (about 0.2 us each time).
 // Which thread computes a chunk never changes a result.
@@ -15,9 +16,12 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
+
+#include "abi.hpp"
 
 struct Phase {
     int64_t total;   // items
@@ -28,8 +32,8 @@ enum { kMaxChunks = 4096 };
 
 class Pool {
 public:
-    // A chunk: (context, phase, first item, last item, thread).
-    typedef void (*Task)(void* context, int phase, int64_t begin, int64_t end, int thread);
+    // Runs a chunk of a phase.
+    typedef void (*Task)(void* context, int phase, const Share& share, int thread);
 
     explicit Pool(int threads);
     ~Pool();
@@ -47,13 +51,20 @@ public:
 private:
     void work(int thread);
     bool claim_and_run(int thread);
+    bool claim(int owner, int thread);
     void open(int phase, int thread);
+    int64_t first_chunk(int64_t chunks, int thread) const { return chunks * thread / threads_; }
     template <typename Ready>
     void await(std::condition_variable& signal, std::atomic<int>& waiting, Ready ready);
 
-    // epoch (32 bits) | chunks (16) | next chunk (16): one word, so that a late thread can never
-    // mistake a new phase's chunk for one of the phase it woke up for. The epoch counts phases.
-    alignas(64) std::atomic<uint64_t> job_{0};
+    // Of each thread's own chunks: epoch (32 bits) | end (16) | next (16). One word, so that a late
+    // thread can never mistake a new phase's chunk for one of the phase it woke up for. The epoch
+    // counts phases.
+    struct alignas(64) Own {
+        std::atomic<uint64_t> word{0};
+    };
+    std::unique_ptr<Own[]> own_;
+    alignas(64) std::atomic<uint32_t> opened_{0};  // phases with more than one chunk so far
     alignas(64) std::atomic<uint32_t> done_{0};
     alignas(64) std::atomic<bool> finished_{true};
     std::atomic<int> sleepers_{0}, callers_{0};
@@ -62,7 +73,7 @@ private:
     void* context_ = nullptr;
     const Phase* phases_ = nullptr;
     int count_ = 0;
-    uint32_t base_ = 0;  // the epoch of phase 0
+    uint32_t base_ = 1;  // the epoch of phase 0
     int threads_;
     pid_t owner_;
     std::mutex mutex_;

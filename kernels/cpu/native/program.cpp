@@ -278,27 +278,26 @@ void Machine::rows(const Op& op, int64_t begin, int64_t end) {
     }
 }
 
-void Machine::tiles(const Op& op, int64_t begin, int64_t end, int thread) {
+void Machine::tiles(const Op& op, const Share& share, int thread) {
     uint8_t* scratch = private_scratch(thread);
     switch (op.kind) {
         case kOpLinear:
-            (integer(op) ? kernels->linear_int : kernels->linear_float)(&op.linear, begin, end,
-                                                                        scratch);
+            (integer(op) ? kernels->linear_int : kernels->linear_float)(&op.linear, &share, scratch);
             break;
-        case kOpAttention: kernels->attention(&op.attention, begin, end, scratch); break;
-        default: kernels->sample(&op.sample, begin, end, scratch);
+        case kOpAttention: kernels->attention(&op.attention, &share, scratch); break;
+        default: kernels->sample(&op.sample, share.begin, share.end, scratch);
     }
 }
 
-void Machine::chunk(void* context, int phase, int64_t begin, int64_t end, int thread) {
+void Machine::chunk(void* context, int phase, const Share& share, int thread) {
     const Frame& frame = *static_cast<const Frame*>(context);
-    if (begin == end) return;
+    if (share.begin == share.end) return;
     const Program& program = *frame.program;
     const Program::Stage& stage = program.stages_[(size_t)phase];
     for (int i = stage.first; i < stage.last; ++i) {
         const Op& op = program.ops_[(size_t)program.parts_[(size_t)i].op];
-        if (stage.tiles) frame.machine->tiles(op, begin, end, thread);
-        else frame.machine->rows(op, begin * op.per, end * op.per);
+        if (stage.tiles) frame.machine->tiles(op, share, thread);
+        else frame.machine->rows(op, share.begin * op.per, share.end * op.per);
     }
 }
 

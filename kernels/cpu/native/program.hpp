@@ -90,8 +90,8 @@ public:
     void parallel(int64_t total, int64_t work, const Body& body) {
         const Phase phase = {total, chunks_for(total, work)};
         pool.run(
-            [](void* context, int, int64_t begin, int64_t end, int thread) {
-                (*static_cast<const Body*>(context))(begin, end, thread);
+            [](void* context, int, const Share& share, int thread) {
+                (*static_cast<const Body*>(context))(share.begin, share.end, thread);
             },
             const_cast<void*>(static_cast<const void*>(&body)), &phase, 1);
     }
@@ -111,8 +111,8 @@ private:
     int64_t chunks_for(int64_t total, int64_t work) const;
     Status prepare(Program& program, const int64_t* counts);
     void rows(const Op& op, int64_t begin, int64_t end);
-    void tiles(const Op& op, int64_t begin, int64_t end, int thread);
-    static void chunk(void* context, int phase, int64_t begin, int64_t end, int thread);
+    void tiles(const Op& op, const Share& share, int thread);
+    static void chunk(void* context, int phase, const Share& share, int thread);
 
     Scratch activations_, attention_, private_;
     size_t stride_ = 0;
