@@ -14,23 +14,29 @@ GEMM_TOKENS, GEMM_OUT, GEMM_IN, GEMM_GROUP = 512, 8192, 2048, 32
 
 
 def measure_roofline(settings: Settings, engines: Engines) -> list[Result]:
-    """Decode beside the file's bytes at the best read bandwidth seen in this suite."""
+    """Decode beside the file's bytes at the read bandwidth right before and after each run.
+
+    A shared host's bandwidth changes by a factor of two from one second to the next: one number for
+    the whole suite would say nothing.
+    """
     from sdk.kernels.cpu.probe import read_bandwidth
 
     load = make_load(engines.vocab_size, 1, DECODE_PROMPT, settings.output_len, seed=1)
     results = {e.name: Result(e.engine, e.name, e.kv, {}) for e in engines.opened}
     for engine in engines.opened:
         engine.measure(load)
-    bandwidth = read_bandwidth(settings.threads)
+    nbytes = work_of(settings.model).bytes_per_token
+    before = read_bandwidth(settings.threads)
     for number in range(settings.rounds):
         for engine in engines.interleaved(number):
-            results[engine.name].add(decode_tok_s=engine.measure(load).decode_rate)
-        bandwidth = max(bandwidth, read_bandwidth(settings.threads))
+            rate = engine.measure(load).decode_rate
+            after = read_bandwidth(settings.threads)
+            limit = (before + after) / 2 / nbytes
+            results[engine.name].add(
+                decode_tok_s=rate, limit_tok_s=limit, share=100 * rate / limit
+            )
+            before = after
         settings.progress(f"roofline: round {number + 1} of {settings.rounds}")
-    limit = bandwidth / work_of(settings.model).bytes_per_token
-    for result in results.values():
-        for rate in result.samples["decode_tok_s"][:]:
-            result.add(limit_tok_s=limit, share=100 * rate / limit)
     return list(results.values())
 
 
