@@ -13,13 +13,13 @@ from sdk.kernels.errors import KernelError
 _BYTES = 128 * 2**20
 
 
-def read_bandwidth(num_threads: int, seconds: float = 0.1) -> float:
-    """Bytes per second that ``num_threads`` threads read together, best of three measurements.
+def read_bandwidth(num_threads: int, seconds: float = 0.1, tries: int = 3) -> float:
+    """Bytes per second that ``num_threads`` threads read together, best of ``tries`` measurements.
 
     :raises KernelError: without the native module, or out of memory or threads.
     """
     read = _function("probe_read", c_int64)
-    return _best("read bandwidth", [read(_BYTES, num_threads, seconds) for _ in range(3)])
+    return _best("read bandwidth", [read(_BYTES, num_threads, seconds) for _ in range(tries)])
 
 
 def int8_peak(num_threads: int, level: str, seconds: float = 0.1) -> float:

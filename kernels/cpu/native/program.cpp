@@ -177,87 +177,118 @@ struct Machine::Frame {
     const Program* program;
 };
 
-// Sizes of all phases and scratch memory for one run, and the fields of Op that depend on them.
-Status Machine::prepare(Program& program, const int64_t* counts) {
-    size_t shared = 0, most_private = 0, attention = 0;
+// What the operators of one run need, and what is known of it already: an index tensor that several
+// operators share is checked once.
+struct Machine::Needs {
+    size_t activations = 0, attention = 0, each_thread = 0;
     AttentionPlan plan = {};
     const AttentionArgs* planned = nullptr;
     const RopeArgs* written = nullptr;
+};
+
+namespace {
+
+void at_least(size_t* bytes, size_t needed) { *bytes = needed > *bytes ? needed : *bytes; }
+
+}  // namespace
+
+// Cuts attention into items; layers over the same requests share one plan.
+Status Machine::plan_items(Op* op, int64_t requests, Needs* needs) {
+    AttentionArgs& args = op->attention;
+    if (needs->planned && same_plan(*needs->planned, args)) {
+        args.requests = needs->planned->requests;
+        args.query_tile = needs->planned->query_tile;
+        args.run_chunks = needs->planned->run_chunks;
+    } else {
+        needs->plan = plan_attention(&args, (int)requests, pool.threads());
+        if (needs->plan.status != kOk) return (Status)needs->plan.status;
+        needs->planned = &args;
+        at_least(&needs->each_thread, needs->plan.private_bytes);
+        at_least(&needs->attention, needs->plan.shared_bytes);
+    }
+    op->items = needs->plan.items;
+    op->work = needs->plan.work;
+    return kOk;
+}
+
+// Fills in the fields of an operator that depend on the run; its indices must lie in their tensors.
+Status Machine::bind(Op* op, int64_t n, Needs* needs) {
+    bool fits = true;
+    switch (op->kind) {
+        case kOpLinear: {
+            LinearArgs& args = op->linear;
+            args.m = n * args.planes;
+            at_least(&needs->each_thread, linear_private_bytes(*args.w, args.m, args.exact != 0));
+            if (integer(*op))
+                at_least(&needs->activations, activation_bytes(args.m, args.w->k_blocks));
+            break;
+        }
+        case kOpAttention: return plan_items(op, n, needs);
+        case kOpPlaces: fits = find_places(op->places, n); break;
+        case kOpEmbedding: fits = in_range(op->embedding.ids, n, op->embedding.w->n); break;
+        case kOpSelect: fits = in_range(op->select.rows, n, op->select.size); break;
+        case kOpRope: {
+            const RopeArgs* last = needs->written;
+            const bool checked = last && last->slots == op->rope.slots &&
+                                 last->num_pages == op->rope.num_pages &&
+                                 last->page_size == op->rope.page_size;
+            fits = checked || slots_in_range(&op->rope, n);
+            needs->written = &op->rope;
+            break;
+        }
+        case kOpSample:
+            at_least(&needs->each_thread, (size_t)kernels->sample_scratch(op->sample.width));
+            break;
+        default: break;
+    }
+    return fits ? kOk : kBadIndex;
+}
+
+// Items and chunks of a stage that hands out one operator's tiles.
+Phase Machine::tile_phase(const Op& op, int64_t count) const {
+    if (op.kind == kOpAttention) {
+        // Items of a chunk ask for one another's memory; large ones go alone.
+        const int64_t least = kChunksPerThread * pool.threads(), fine = op.work / kItemWork;
+        const int64_t wanted = fine > least ? fine : least;
+        const int64_t most = op.items < kMaxChunks ? op.items : (int64_t)kMaxChunks;
+        return {op.items, op.work < kWorthSharing || most < 1 ? 1 : wanted < most ? wanted : most};
+    }
+    if (op.kind == kOpSample) return {count, chunks_for(count, count * op.sample.width)};
+    const Weight& w = *op.linear.w;
+    const int64_t strips = strips_of(w);
+    return {strips, chunks_for(strips, op.linear.m * w.n * w.k / (integer(op) ? 4 : 1))};
+}
+
+// Everything that depends on the counts of a run: fields of operators, scratch memory, phases.
+Status Machine::prepare(Program& program, const int64_t* counts) {
+    Needs needs;
     for (Op& op : program.ops_) {
-        const int64_t n = counts[op.count] * op.per;
-        if (op.kind == kOpLinear) {
-            op.linear.m = n * op.linear.planes;
-            const size_t mine = linear_private_bytes(*op.linear.w, op.linear.m, op.linear.exact != 0);
-            most_private = mine > most_private ? mine : most_private;
-            if (integer(op)) {
-                const size_t bytes = activation_bytes(op.linear.m, op.linear.w->k_blocks);
-                shared = bytes > shared ? bytes : shared;
-            }
-        } else if (op.kind == kOpAttention) {
-            if (planned && same_plan(*planned, op.attention)) {
-                op.attention.requests = planned->requests;
-                op.attention.query_tile = planned->query_tile;
-                op.attention.run_chunks = planned->run_chunks;
-            } else {
-                plan = plan_attention(&op.attention, (int)n, pool.threads());
-                if (plan.status != kOk) return (Status)plan.status;
-                planned = &op.attention;
-                most_private = plan.private_bytes > most_private ? plan.private_bytes : most_private;
-                attention = plan.shared_bytes > attention ? plan.shared_bytes : attention;
-            }
-            op.items = plan.items;
-            op.work = plan.work;
-        } else if (op.kind == kOpPlaces) {
-            if (!find_places(op.places, n)) return kBadIndex;
-        } else if (op.kind == kOpEmbedding) {
-            if (!in_range(op.embedding.ids, n, op.embedding.w->n)) return kBadIndex;
-        } else if (op.kind == kOpSelect) {
-            if (!in_range(op.select.rows, n, op.select.size)) return kBadIndex;
-        } else if (op.kind == kOpRope) {
-            const bool checked = written && written->slots == op.rope.slots &&
-                                 written->num_pages == op.rope.num_pages &&
-                                 written->page_size == op.rope.page_size;
-            if (!checked && !slots_in_range(&op.rope, n)) return kBadIndex;
-            written = &op.rope;
-        } else if (op.kind == kOpSample) {
-            const size_t mine = (size_t)kernels->sample_scratch(op.sample.width);
-            most_private = mine > most_private ? mine : most_private;
-        }
+        const Status status = bind(&op, counts[op.count] * op.per, &needs);
+        if (status != kOk) return status;
     }
-    if (!activations_.reserve(shared) || !attention_.reserve(attention, true) ||
-        !reserve_private(most_private))
+    if (!activations_.reserve(needs.activations) || !attention_.reserve(needs.attention, true) ||
+        !reserve_private(needs.each_thread))
         return kOutOfMemory;
-    phases_.clear();
-    for (const Program::Stage& stage : program.stages_) {
-        int64_t total = counts[stage.count], work = 0, chunks = 0;
-        if (stage.tiles) {
-            Op& op = program.ops_[(size_t)program.parts_[(size_t)stage.first].op];
-            if (op.kind == kOpLinear) {
-                const Weight& w = *op.linear.w;
-                total = strips_of(w);
-                work = op.linear.m * w.n * w.k / (integer(op) ? 4 : 1);
-            } else if (op.kind == kOpAttention) {
-                op.attention.shared = attention_.data();
-                total = op.items;
-                // Items of a chunk ask for one another's memory; large ones go alone.
-                const int64_t least = kChunksPerThread * pool.threads();
-                const int64_t fine = op.work / kItemWork > least ? op.work / kItemWork : least;
-                const int64_t most = total < kMaxChunks ? total : (int64_t)kMaxChunks;
-                chunks = op.work < kWorthSharing || most < 1 ? 1 : fine < most ? fine : most;
-            } else if (op.kind == kOpSample) {
-                work = total * op.sample.width;
-            }
-        } else {
-            for (int i = stage.first; i < stage.last; ++i) {
-                const Op& op = program.ops_[(size_t)program.parts_[(size_t)i].op];
-                work += total * op.per * row_work(op);
-            }
-        }
-        phases_.push_back({total, chunks ? chunks : chunks_for(total, work)});
-    }
-    for (Op& op : program.ops_)
+    for (Op& op : program.ops_) {
+        if (op.kind == kOpAttention) op.attention.shared = attention_.data();
         if (integer(op))
             place_activations(&op.linear.act, activations_.data(), op.linear.w->k_blocks);
+    }
+    phases_.clear();
+    for (const Program::Stage& stage : program.stages_) {
+        const int64_t count = counts[stage.count];
+        if (stage.tiles) {
+            const int op = program.parts_[(size_t)stage.first].op;
+            phases_.push_back(tile_phase(program.ops_[(size_t)op], count));
+            continue;
+        }
+        int64_t work = 0;
+        for (int i = stage.first; i < stage.last; ++i) {
+            const Op& op = program.ops_[(size_t)program.parts_[(size_t)i].op];
+            work += count * op.per * row_work(op);
+        }
+        phases_.push_back({count, chunks_for(count, work)});
+    }
     return kOk;
 }
 

@@ -109,7 +109,11 @@ public:
 private:
     struct Frame;  // what the threads need to know of the run
     int64_t chunks_for(int64_t total, int64_t work) const;
+    struct Needs;
     Status prepare(Program& program, const int64_t* counts);
+    Status bind(Op* op, int64_t n, Needs* needs);
+    Status plan_items(Op* op, int64_t requests, Needs* needs);
+    Phase tile_phase(const Op& op, int64_t count) const;
     void rows(const Op& op, int64_t begin, int64_t end);
     void tiles(const Op& op, const Share& share, int thread);
     static void chunk(void* context, int phase, const Share& share, int thread);

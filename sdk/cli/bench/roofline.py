@@ -16,25 +16,26 @@ GEMM_TOKENS, GEMM_OUT, GEMM_IN, GEMM_GROUP = 512, 8192, 2048, 32
 def measure_roofline(settings: Settings, engines: Engines) -> list[Result]:
     """Decode beside the file's bytes at the read bandwidth right before and after each run.
 
-    A shared host's bandwidth changes by a factor of two from one second to the next: one number for
-    the whole suite would say nothing.
+    A shared host's bandwidth changes by a factor of two within a second: one number for the whole
+    suite would say nothing, nor would the best tenth of a second beside an average over a run.
     """
     from sdk.kernels.cpu.probe import read_bandwidth
+
+    def bandwidth() -> float:
+        return read_bandwidth(settings.threads, seconds=0.4, tries=1)
 
     load = make_load(engines.vocab_size, 1, DECODE_PROMPT, settings.output_len, seed=1)
     results = {e.name: Result(e.engine, e.name, e.kv, {}) for e in engines.opened}
     for engine in engines.opened:
         engine.measure(load)
     nbytes = work_of(settings.model).bytes_per_token
-    before = read_bandwidth(settings.threads)
+    before = bandwidth()
     for number in range(settings.rounds):
         for engine in engines.interleaved(number):
             rate = engine.measure(load).decode_rate
-            after = read_bandwidth(settings.threads)
+            after = bandwidth()
             limit = (before + after) / 2 / nbytes
-            results[engine.name].add(
-                decode_tok_s=rate, limit_tok_s=limit, share=100 * rate / limit
-            )
+            results[engine.name].add(decode_tok_s=rate, limit_tok_s=limit, share=100 * rate / limit)
             before = after
         settings.progress(f"roofline: round {number + 1} of {settings.rounds}")
     return list(results.values())
