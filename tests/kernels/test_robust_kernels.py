@@ -313,17 +313,18 @@ def test_batches_that_are_not_what_they_say_are_refused(ops: Ops, what: str) -> 
         ops.attention(torch.zeros(6, 4, 16), make_pages(), batch, scale=1.0)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"query_start": torch.tensor([0, 5, 7], dtype=torch.int32)},
-        {"query_start": torch.tensor([-1, 5, 6], dtype=torch.int32)},
-        {"query_start": torch.tensor([0, 7, 6], dtype=torch.int32)},
-        {"context_len": torch.tensor([4, 3], dtype=torch.int32)},
-        {"context_len": torch.tensor([5, -3], dtype=torch.int32)},
-        {"context_len": torch.tensor([9, 3], dtype=torch.int32)},
-    ],
-)
+#: Requests whose tokens, lengths or pages lie outside of their tensors.
+BEYOND = [
+    {"query_start": torch.tensor([0, 5, 7], dtype=torch.int32)},
+    {"query_start": torch.tensor([-1, 5, 6], dtype=torch.int32)},
+    {"query_start": torch.tensor([0, 7, 6], dtype=torch.int32)},
+    {"context_len": torch.tensor([4, 3], dtype=torch.int32)},
+    {"context_len": torch.tensor([5, -3], dtype=torch.int32)},
+    {"context_len": torch.tensor([9, 3], dtype=torch.int32)},
+]
+
+
+@pytest.mark.parametrize("changes", BEYOND)
 def test_requests_that_reach_beyond_their_tensors_have_no_places(
     ops: Ops, changes: dict[str, Any]
 ) -> None:
@@ -359,16 +360,7 @@ def test_slots_outside_of_the_pages_are_refused(ops: Ops, dtype: torch.dtype, ba
         rope(ops, batch, pages)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"query_start": torch.tensor([0, 5, 7], dtype=torch.int32)},
-        {"query_start": torch.tensor([-1, 5, 6], dtype=torch.int32)},
-        {"query_start": torch.tensor([0, 7, 6], dtype=torch.int32)},
-        {"context_len": torch.tensor([4, 3], dtype=torch.int32)},
-        {"context_len": torch.tensor([9, 3], dtype=torch.int32)},
-    ],
-)
+@pytest.mark.parametrize("changes", BEYOND)
 def test_attention_beyond_its_tensors_is_refused(ops: Ops, changes: dict[str, Any]) -> None:
     with pytest.raises(KernelError, match=r"attention: a token or page id, row, slot or length"):
         ops.attention(torch.zeros(6, 4, 16), make_pages(), make_batch(**changes), scale=1.0)

@@ -85,12 +85,11 @@ struct Tiles {
     int64_t step;
 };
 
-static inline struct Tiles tiles_of(const struct Weight* w, int64_t block) {
+static inline Tiles tiles_of(const Weight* w, int64_t block) {
     const int64_t tile = w->bits * 64;
-    const int paired = (block | 1) < w->row_blocks;
+    const bool paired = (block | 1) < w->row_blocks;
     uint8_t* strip = w->codes + block / kStrip * kStrip * w->k_blocks * tile;
-    struct Tiles tiles = {paired && block % kStrip ? strip + tile : strip, paired ? 2 * tile : tile};
-    return tiles;
+    return {paired && block % kStrip ? strip + tile : strip, paired ? kStrip * tile : tile};
 }
 
 // 32 activations rounded to 8 bits: x ~ scale * q. One record, so that a row is one pointer.

@@ -75,7 +75,8 @@ void Pool::open(int phase, int thread) {
     const uint64_t epoch = base_ + (uint32_t)phase;
     const int64_t chunks = phases_[phase].chunks;
     for (int t = 0; t < threads_; ++t) {
-        const uint64_t next = (uint64_t)first_chunk(chunks, t), end = (uint64_t)first_chunk(chunks, t + 1);
+        const uint64_t next = (uint64_t)first_chunk(chunks, t);
+        const uint64_t end = (uint64_t)first_chunk(chunks, t + 1);
         own_[t].word.store(epoch << 32 | end << 16 | next, std::memory_order_release);
     }
     opened_.fetch_add(1, std::memory_order_seq_cst);
@@ -129,13 +130,14 @@ void Pool::await(std::condition_variable& signal, std::atomic<int>& waiting, Rea
 }
 
 void Pool::work(int thread) {
+    uint32_t seen = 0;  // nothing is open, and nothing read, before the constructor is done
     while (!stop_.load(std::memory_order_relaxed)) {
-        const uint32_t seen = opened_.load(std::memory_order_seq_cst);
-        if (claim_and_run(thread)) continue;
         await(wake_, sleepers_, [=] {
             return opened_.load(std::memory_order_seq_cst) != seen ||
                    stop_.load(std::memory_order_seq_cst);
         });
+        seen = opened_.load(std::memory_order_seq_cst);
+        while (claim_and_run(thread)) continue;
     }
 }
 

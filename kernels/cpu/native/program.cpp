@@ -31,6 +31,7 @@ int64_t row_work(const Op& op) {
         case kOpMap: return op.map.kind == kMapSoftcap ? 8 * op.map.width : op.map.width;
         case kOpAngles: return 64 * op.angles.half;
         case kOpSelect: return op.select.width;
+        // keys lie transposed in their pages: every number is a store of its own
         case kOpRope: return 4 * (op.rope.heads + 2 * op.rope.kv_heads) * (int64_t)op.rope.head_dim;
         default: return 0;
     }
