@@ -170,7 +170,7 @@ class Ops:
     def linear(self, layout: Layout, activation_bits: int = 8) -> BoundLinear:
         """Choose a kernel for a weight and pack the weight for it.
 
-        ``activation_bits``: 8, or 16 where a rounded input would cost too much accuracy. Says
+        ``activation_bits``: 8, or 16 for the blocks of an input that cost the most accuracy. Says
         nothing with ``compute="exact"`` or for plain floats.
         """
         out_features, in_features = layout.shape

@@ -86,9 +86,9 @@ class Packed:
 class Linear:
     """See :class:`sdk.kernels.registry.LinearKernel`.
 
-    ``activation_bits`` 8: activations are rounded per 32 values (quantized weights only). 16: what
-    the rounding left is rounded again, and both parts are multiplied, as two rows that are added.
-    32, and always for plain floats: everything is fp32.
+    ``activation_bits`` 8: activations are rounded per 32 values (quantized weights only). 16: of
+    blocks whose step is above their row's root mean square, what the rounding left is rounded and
+    multiplied too. 32, and always for plain floats: everything is fp32.
     """
 
     def __init__(self, engine: Engine, memory: WeightMemory, activation_bits: int) -> None:

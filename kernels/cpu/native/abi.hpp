@@ -96,13 +96,14 @@ static inline Tiles tiles_of(const Weight* w, int64_t block) {
 struct Rounded {
     int8_t q[kDepth];
     float scale;
-    float sum;      // of q
-    float half[2];  // sum of q[0..15] and q[16..31]
+    int32_t sum;      // of q
+    int32_t half[2];  // sum of q[0..15] and q[16..31]
 };
 
 struct Activations {
     int64_t k_blocks;
-    Rounded* blocks;  // [M][k_blocks]
+    Rounded* blocks;  // [M][planes][k_blocks]
+    uint32_t* rest;   // [M][chunks of k]: a bit for each block of the chunk that is rounded twice
 };
 
 struct LinearArgs {
@@ -111,8 +112,8 @@ struct LinearArgs {
     float* out;       // [m, n], rows out_stride apart
     int64_t out_stride;
     int32_t exact;    // fp32 on the dequantized values
-    int32_t planes;   // 2: activations as the sum of two rounded rows, 16 bits together
-    int64_t m;        // rounded rows; filled by the executor
+    int32_t planes;   // 2: blocks that 8 bits fit badly are sums of two rounded ones (linear_int.hpp)
+    int64_t m;        // rows; filled by the executor
     Activations act;  // filled by the executor
 };
 

@@ -22,7 +22,7 @@ namespace LEVEL {
 enum {
     kPerBlock = kRows / kLanes,  // vectors of a row block; they are worked on in pairs
     // Registers: two dots and two sums per row, two codes, a broadcast, scales and minima.
-    kMaxRows = kLanes == 16 ? 6 : 2,
+    kMaxRows = kLanes == 16 ? 5 : 2,
     kMaxFineRows = kLanes == 16 ? 4 : 2,  // units of 16 keep the first half's t as well
     kExpandFrom = 9,
     kPrefetch = 8192,
@@ -43,14 +43,32 @@ struct Panel {
     const float* minuses;  // the same, zero points folded in
     int64_t blocks;        // of the chunk
     int64_t x_stride;      // records between rows of x
+    // Bits of the blocks that a row has rounded twice, words between rows; null: none has any.
+    const uint32_t* rest;
+    int64_t rest_stride, to_rest;  // to_rest: records from a block to what its rounding left
     int64_t sums_stride;   // floats between rows of sums
-    float zero;
+    int32_t zero;
     bool first;            // sums start here
 };
 
+static void round_one(const float* x, Rounded* to) {
+    VF peak = zero();
+    for (int i = 0; i < kDepth; i += kLanes) peak = max_bits(peak, load(x + i));
+    const float largest = reduce_bits(peak);
+    // Not a number: the scale says so and the row's outputs become NaN. Below 1e-36 the
+    // reciprocal would overflow: such a block counts as zero.
+    if (largest > 1e-36f && largest <= 0x1.fffffep127f) {
+        to->scale = largest / 127.0f;
+        round_block(x, 127.0f / largest, to->q, to->half);
+    } else {
+        memset(to, 0, sizeof *to);
+        if (!(largest <= 1e-36f)) to->scale = __builtin_nanf("");
+    }
+    to->sum = to->half[0] + to->half[1];
+}
+
 // What rounding left of a block, rounded again: x ~ scale * q + (scale / 254) * (the result's q).
 static void round_rest(const float* x, const Rounded& first, Rounded* to) {
-    memset(to, 0, sizeof *to);
     const float scale = first.scale / 254.0f;
     if (!(scale > 1e-36f)) return;  // zero, not a number, or too small to have a reciprocal
     float rest[kDepth];
@@ -60,34 +78,43 @@ static void round_rest(const float* x, const Rounded& first, Rounded* to) {
     to->sum = to->half[0] + to->half[1];
 }
 
-// Rows m_begin..m_end of x; with two planes each becomes two rounded rows, one after the other.
+// 32 values from x on, of which the row of k has the first ones; `padded` holds them where it ends.
+INLINE const float* whole_block(const float* x, int64_t k, int64_t b, float* padded) {
+    x += b * kDepth;
+    if ((b + 1) * kDepth <= k) return x;
+    memset(padded, 0, kDepth * sizeof(float));
+    memcpy(padded, x, (size_t)(k - b * kDepth) * sizeof(float));
+    return padded;
+}
+
+// The second plane of a row: blocks with a step above the row's root mean square. In the inputs of
+// q, k, v and the head of a language model that is a fifth of the blocks with 4/5 of the error.
+static void round_again(const LinearArgs* args, const float* x, const Rounded* first, Rounded* to,
+                        uint32_t* rest) {
+    const int64_t k = args->w->k, blocks = args->act.k_blocks, chunks = chunks_of(blocks);
+    float padded[kDepth], total = 0.0f;
+    for (int64_t b = 0; b < blocks; ++b) total += first[b].scale * first[b].scale;
+    memset(to, 0, (size_t)blocks * sizeof *to);
+    for (int64_t c = 0; c < chunks; ++c) {
+        const int64_t begin = chunk_begin(blocks, c), end = chunk_begin(blocks, c + 1);
+        rest[c] = 0;
+        for (int64_t b = begin; b < end; ++b) {
+            if (!(first[b].scale * first[b].scale * (float)blocks > total)) continue;
+            round_rest(whole_block(x, k, b, padded), first[b], to + b);
+            rest[c] |= 1u << (b - begin);
+        }
+    }
+}
+
 static void quantize(const LinearArgs* args, int64_t m_begin, int64_t m_end) {
     const int64_t k = args->w->k, blocks = args->act.k_blocks;
+    float padded[kDepth];
     for (int64_t m = m_begin; m < m_end; ++m) {
+        const float* x = args->x + m * k;
         Rounded* to = args->act.blocks + m * args->planes * blocks;
-        for (int64_t b = 0; b < blocks; ++b, ++to) {
-            float padded[kDepth];
-            const float* x = args->x + m * k + b * kDepth;
-            if ((b + 1) * kDepth > k) {
-                memset(padded, 0, sizeof padded);
-                memcpy(padded, x, (size_t)(k - b * kDepth) * sizeof(float));
-                x = padded;
-            }
-            VF peak = zero();
-            for (int i = 0; i < kDepth; i += kLanes) peak = max_bits(peak, load(x + i));
-            const float largest = reduce_bits(peak);
-            // Not a number: the scale says so and the row's outputs become NaN. Below 1e-36 the
-            // reciprocal would overflow: such a block counts as zero.
-            if (largest > 1e-36f && largest <= 0x1.fffffep127f) {
-                to->scale = largest / 127.0f;
-                round_block(x, 127.0f / largest, to->q, to->half);
-            } else {
-                memset(to, 0, sizeof *to);
-                if (!(largest <= 1e-36f)) to->scale = __builtin_nanf("");
-            }
-            to->sum = to->half[0] + to->half[1];
-            if (args->planes == 2) round_rest(x, *to, to + blocks);
-        }
+        for (int64_t b = 0; b < blocks; ++b) round_one(whole_block(x, k, b, padded), to + b);
+        if (args->planes == 2)
+            round_again(args, x, to, to + blocks, args->act.rest + m * chunks_of(blocks));
     }
 }
 
@@ -108,21 +135,24 @@ __attribute__((noinline)) static void panel_int(Panel* p, const Rounded* x, floa
     const int kHalves = kDepth / UNIT;
     // A dot is summed in this many parts, so that enough of them are under way: a vpdpbusd takes
     // four cycles and two start in each.
-    const int kChains = kMaxRows < 6 || MR > 4 ? 1 : MR == 4 ? (UNIT == 16 ? 1 : 2) : UNIT / 8;
+    const int kChains = kMaxRows < 5 || MR > 4 ? 1 : MR == 4 ? (UNIT == 16 ? 1 : 2) : UNIT / 8;
     const bool kOffset = !MINUS || (BITS == 8 && kWideOffset != 0);
     const int64_t stride = p->x_stride, sums_stride = p->sums_stride;
     const int64_t blocks = p->blocks, step = p->step, ahead_bytes = p->lines * 64;
     const uint8_t *tile0 = p->codes[0], *tile1 = p->codes[1];
+    const Rounded* const first_block = x;
+    uint32_t rest = 0;
+    for (int r = 0; p->rest && r < MR; ++r) rest |= p->rest[r * p->rest_stride];
     const uint8_t *ahead = p->ahead, *const ahead_end = p->ahead_end;
     const float *scales = p->scales, *minuses = p->minuses;
-    const VF zero_point = set1(p->zero);
+    const VI less = set1_int(-p->zero);
     VF acc0[MR], acc1[MR];
 #pragma GCC unroll 8
     for (int r = 0; r < MR; ++r) {
         acc0[r] = p->first ? zero() : load(sums + r * sums_stride);
         acc1[r] = p->first ? zero() : load(sums + r * sums_stride + kLanes);
     }
-    for (int64_t i = 0; i < blocks; ++i, ++x, tile0 += step, tile1 += step) {
+    for (int64_t i = 0;;) {
         const uint8_t* stop = ahead + ahead_bytes < ahead_end ? ahead + ahead_bytes : ahead_end;
         for (; ahead < stop; ahead += 64) __builtin_prefetch(ahead);
         VF t0[MR], t1[MR];
@@ -130,7 +160,13 @@ __attribute__((noinline)) static void panel_int(Panel* p, const Rounded* x, floa
         for (int half = 0; half < kHalves; ++half) {
             VI dot0[MR * kChains], dot1[MR * kChains];
 #pragma GCC unroll 8
-            for (int r = 0; r < MR * kChains; ++r) dot0[r] = dot1[r] = zero_int();
+            for (int r = 0; r < MR; ++r) {  // from -zero * sum(q) on
+                const Rounded& block = x[r * stride];
+                const int32_t sum = kHalves == 1 ? block.sum : block.half[half];
+                dot0[r] = dot1[r] = kOffset ? mul_int(set1_int(sum), less) : zero_int();
+            }
+#pragma GCC unroll 8
+            for (int r = MR; r < MR * kChains; ++r) dot0[r] = dot1[r] = zero_int();
 #pragma GCC unroll 8
             for (int j = half * UNIT / 4; j < (half + 1) * UNIT / 4; ++j) {
                 const VB code0 = codes_of<BITS>(tile0, j, 0), code1 = codes_of<BITS>(tile1, j, 0);
@@ -150,17 +186,12 @@ __attribute__((noinline)) static void panel_int(Panel* p, const Rounded* x, floa
             const VF scale0 = load(scales), scale1 = load(scales + kLanes);
 #pragma GCC unroll 8
             for (int r = 0; r < MR; ++r) {
-                const Rounded& block = x[r * stride];
-                const VF sum = set1(kHalves == 1 ? block.sum : block.half[half]);
-                VF value0 = to_float(dot0[r]), value1 = to_float(dot1[r]);
-                if (kOffset) {
-                    const VF offset = mul(zero_point, sum);
-                    value0 = sub(value0, offset);
-                    value1 = sub(value1, offset);
-                }
+                const VF value0 = to_float(dot0[r]), value1 = to_float(dot1[r]);
                 t0[r] = half ? fma(value0, scale0, t0[r]) : mul(value0, scale0);
                 t1[r] = half ? fma(value1, scale1, t1[r]) : mul(value1, scale1);
                 if (MINUS) {
+                    const Rounded& block = x[r * stride];
+                    const VF sum = to_float(set1_int(kHalves == 1 ? block.sum : block.half[half]));
                     t0[r] = fnma(load(minuses), sum, t0[r]);
                     t1[r] = fnma(load(minuses + kLanes), sum, t1[r]);
                 }
@@ -174,6 +205,21 @@ __attribute__((noinline)) static void panel_int(Panel* p, const Rounded* x, floa
             acc0[r] = fma(t0[r], scale, acc0[r]);
             acc1[r] = fma(t1[r], scale, acc1[r]);
         }
+        if (++i < blocks) {
+            ++x;
+            tile0 += step;
+            tile1 += step;
+            continue;
+        }
+        // Then the blocks that any of the rows has rounded twice; in the others what is left is 0.
+        if (!rest) break;
+        const int64_t b = __builtin_ctz(rest);
+        rest &= rest - 1;
+        x = first_block + p->to_rest + b;
+        tile0 = p->codes[0] + b * step;
+        tile1 = p->codes[1] + b * step;
+        scales = p->scales + b * kHalves * kStripRows;
+        minuses = p->minuses + b * kHalves * kStripRows;
     }
 #pragma GCC unroll 8
     for (int r = 0; r < MR; ++r) {
@@ -185,7 +231,20 @@ __attribute__((noinline)) static void panel_int(Panel* p, const Rounded* x, floa
 
 // Rows of x for the next product, of the m that are left.
 INLINE int rows_at_once(int most, int64_t m) {
-    return most == 6 && m >= 6 && m != 8 ? 6 : most >= 4 && m >= 4 ? 4 : m >= 2 ? 2 : 1;
+    if (most >= 5 && (m == 8 || m == 16)) return 8;
+    return most >= 5 && m >= 5 ? 5 : most >= 4 && m >= 4 ? 4 : m >= 2 ? 2 : 1;
+}
+
+template <int BITS, int UNIT, bool MINUS>
+static void panel_rows(Panel* p, const Rounded* x, int rows, float* sums) {
+    enum { kMost = UNIT == 32 && (BITS == 4 || BITS >= 8) ? kMaxRows : kMaxFineRows };
+    switch (rows) {
+        case 8: panel_int<BITS, UNIT, MINUS, kMost >= 5 ? 8 : 1>(p, x, sums); break;
+        case 5: panel_int<BITS, UNIT, MINUS, kMost >= 5 ? 5 : 1>(p, x, sums); break;
+        case 4: panel_int<BITS, UNIT, MINUS, kMost >= 4 ? 4 : 1>(p, x, sums); break;
+        case 2: panel_int<BITS, UNIT, MINUS, 2>(p, x, sums); break;
+        default: panel_int<BITS, UNIT, MINUS, 1>(p, x, sums);
+    }
 }
 
 // All rows of one pass over one chunk, for kPerBlock vectors of each block.
@@ -203,19 +262,17 @@ static void rows_int(Panel* p, const Rounded* x, int64_t m, float* sums) {
         p->scales = scales + 2 * g * kLanes;
         p->minuses = minuses + 2 * g * kLanes;
         const Rounded* rows = x;
+        const uint32_t* const rest = p->rest;
         float* to = sums + 2 * g * kLanes;
         for (int64_t left = m; left > 0;) {
             const int count = rows_at_once(kMost, left);
-            switch (count) {
-                case 6: panel_int<BITS, UNIT, MINUS, kMost>(p, rows, to); break;
-                case 4: panel_int<BITS, UNIT, MINUS, kMost >= 4 ? 4 : 1>(p, rows, to); break;
-                case 2: panel_int<BITS, UNIT, MINUS, 2>(p, rows, to); break;
-                default: panel_int<BITS, UNIT, MINUS, 1>(p, rows, to);
-            }
+            panel_rows<BITS, UNIT, MINUS>(p, rows, count, to);
             left -= count;
             rows += count * p->x_stride;
             to += count * p->sums_stride;
+            if (rest) p->rest += count * p->rest_stride;
         }
+        p->rest = rest;
     }
 }
 
@@ -310,15 +367,11 @@ INLINE Strip strip_at(const Weight* w, int64_t index) {
     return strip;
 }
 
-// [m][kStripRows] into the strip's columns of out; of two planes, the sum.
+// [m][kStripRows] into the strip's columns of out.
 static void store_strip(const LinearArgs* args, int64_t index, int valid, int64_t m, int64_t m_end,
-                        float* sums) {
-    float* out = args->out + index * kStripRows;
-    for (int64_t r = m; r < m_end; r += args->planes, sums += args->planes * kStripRows) {
-        float* to = out + r / args->planes * args->out_stride;
-        if (args->planes == 2)
-            for (int i = 0; i < kStripRows; i += kLanes)
-                store(sums + i, add(load(sums + i), load(sums + kStripRows + i)));
+                        const float* sums) {
+    for (; m < m_end; ++m, sums += kStripRows) {
+        float* to = args->out + m * args->out_stride + index * kStripRows;
         if (valid == kStripRows)
             for (int i = 0; i < kStripRows; i += kLanes) store(to + i, load(sums + i));
         else memcpy(to, sums, sizeof(float) * (size_t)valid);
@@ -345,7 +398,7 @@ static void chunk_int(Panel* panel, const Rounded* x, int64_t m, float* sums, ui
 template <int BITS, int UNIT, bool MINUS>
 static void strips_int(const LinearArgs* args, const Share* strips, uint8_t* scratch) {
     const Weight* w = args->w;
-    const int64_t blocks = w->k_blocks, chunks = (blocks + kChunkBlocks - 1) / kChunkBlocks;
+    const int64_t blocks = w->k_blocks, chunks = chunks_of(blocks), row = args->planes * blocks;
     const int64_t pass = rows_per_pass(args->m, blocks * (int64_t)sizeof(Rounded));
     const int64_t per_block = kDepth / UNIT, row_bytes = blocks * 64 * BITS;
     float* sums = (float*)scratch;
@@ -367,11 +420,10 @@ static void strips_int(const LinearArgs* args, const Share* strips, uint8_t* scr
         }
         for (int64_t s = strips->begin; s < strips->end; ++s) {
             const Strip strip = strip_at(w, s);
-            // A single chunk needs no sums in between, unless two rows become one.
-            const bool direct = chunks == 1 && strip.valid == kStripRows && args->planes == 1;
+            const bool direct = chunks == 1 && strip.valid == kStripRows;  // no sums in between
             float* to = direct ? args->out + m * args->out_stride + s * kStripRows : sums;
             for (int64_t c = 0; c < chunks; ++c) {
-                const int64_t i = blocks * c / chunks, i_end = blocks * (c + 1) / chunks;
+                const int64_t i = chunk_begin(blocks, c), i_end = chunk_begin(blocks, c + 1);
                 for (int b = 0; b < kStrip; ++b) {
                     const Tiles tiles = tiles_of(w, strip.block[b]);
                     panel.codes[b] = tiles.first + i * tiles.step;
@@ -383,12 +435,15 @@ static void strips_int(const LinearArgs* args, const Share* strips, uint8_t* scr
                 panel.scales = scales;
                 panel.minuses = minuses;
                 panel.blocks = i_end - i;
-                panel.x_stride = blocks;
+                panel.x_stride = row;
+                panel.rest = args->planes == 2 ? args->act.rest + m * chunks + c : nullptr;
+                panel.rest_stride = chunks;
+                panel.to_rest = blocks;
                 panel.sums_stride = direct ? args->out_stride : (int64_t)kStripRows;
-                panel.zero = (MINUS ? 0.0f : w->zero) - (BITS == 8 ? kWideOffset : 0);
+                panel.zero = (MINUS ? 0 : (int32_t)w->zero) - (BITS == 8 ? kWideOffset : 0);
                 panel.first = c == 0;
-                chunk_int<BITS, UNIT, MINUS>(&panel, args->act.blocks + m * blocks + i, m_end - m,
-                                             to, expanded);
+                chunk_int<BITS, UNIT, MINUS>(&panel, args->act.blocks + m * row + i, m_end - m, to,
+                                             expanded);
                 panel.fresh = false;
             }
             if (!direct) store_strip(args, s, strip.valid, m, m_end, sums);

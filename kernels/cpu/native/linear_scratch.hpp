@@ -11,14 +11,28 @@ enum {
     kPassBytes = 393216,  // activations of one pass over the weights, within the second-level cache
 };
 
-static inline size_t activation_bytes(int64_t m, int64_t k_blocks) {
-    return (size_t)(m * k_blocks) * sizeof(Rounded);
+// The k blocks of a row go in chunks of equal length, at most kChunkBlocks.
+static inline int64_t chunks_of(int64_t blocks) {
+    return (blocks + kChunkBlocks - 1) / kChunkBlocks;
+}
+static inline int64_t chunk_begin(int64_t blocks, int64_t c) {
+    return blocks * c / chunks_of(blocks);
 }
 
-// `at` is 64-byte aligned and has activation_bytes(m, k_blocks).
-static inline void place_activations(Activations* act, uint8_t* at, int64_t k_blocks) {
-    act->k_blocks = k_blocks;
-    act->blocks = (Rounded*)at;
+static inline size_t rounded_bytes(const LinearArgs& args) {
+    return (size_t)(args.m * args.planes * args.w->k_blocks) * sizeof(Rounded);
+}
+
+static inline size_t activation_bytes(const LinearArgs& args) {
+    const int64_t words = args.planes == 2 ? args.m * chunks_of(args.w->k_blocks) : 0;
+    return rounded_bytes(args) + (size_t)words * sizeof(uint32_t);
+}
+
+// `at` is 64-byte aligned and has activation_bytes(*args).
+static inline void place_activations(LinearArgs* args, uint8_t* at) {
+    args->act.k_blocks = args->w->k_blocks;
+    args->act.blocks = (Rounded*)at;
+    args->act.rest = (uint32_t*)(at + rounded_bytes(*args));
 }
 
 static inline int64_t strips_of(const Weight& w) { return (w.row_blocks + kStrip - 1) / kStrip; }

@@ -218,10 +218,9 @@ Status Machine::bind(Op* op, int64_t n, Needs* needs) {
     switch (op->kind) {
         case kOpLinear: {
             LinearArgs& args = op->linear;
-            args.m = n * args.planes;
+            args.m = n;
             at_least(&needs->each_thread, linear_private_bytes(*args.w, args.m, args.exact != 0));
-            if (integer(*op))
-                at_least(&needs->activations, activation_bytes(args.m, args.w->k_blocks));
+            if (integer(*op)) at_least(&needs->activations, activation_bytes(args));
             break;
         }
         case kOpAttention: return plan_items(op, n, needs);
@@ -272,8 +271,7 @@ Status Machine::prepare(Program& program, const int64_t* counts) {
         return kOutOfMemory;
     for (Op& op : program.ops_) {
         if (op.kind == kOpAttention) op.attention.shared = attention_.data();
-        if (integer(op))
-            place_activations(&op.linear.act, activations_.data(), op.linear.w->k_blocks);
+        if (integer(op)) place_activations(&op.linear, activations_.data());
     }
     phases_.clear();
     for (const Program::Stage& stage : program.stages_) {

@@ -74,12 +74,12 @@ INLINE float e4m3_to_float(uint8_t x) {
 
 #if defined(__AVX2__)
 // sums[h] = sum of bytes 16 h .. 16 h + 15 of q
-INLINE void half_sums(__m256i q, float* sums) {
+INLINE void half_sums(__m256i q, int32_t* sums) {
     __m256i s = _mm256_sad_epu8(_mm256_xor_si256(q, _mm256_set1_epi8((char)0x80)),
                                 _mm256_setzero_si256());
     s = _mm256_add_epi32(s, _mm256_shuffle_epi32(s, 0x4e));
-    sums[0] = (float)(_mm256_extract_epi32(s, 0) - 16 * 128);
-    sums[1] = (float)(_mm256_extract_epi32(s, 4) - 16 * 128);
+    sums[0] = _mm256_extract_epi32(s, 0) - 16 * 128;
+    sums[1] = _mm256_extract_epi32(s, 4) - 16 * 128;
 }
 #endif
 
@@ -146,6 +146,8 @@ INLINE VF power_of_two(VI n) {  // 2^n, n in -127..127 (-127 gives 0)
         _mm512_slli_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(127)), 23));
 }
 INLINE VI zero_int() { return _mm512_setzero_si512(); }
+INLINE VI set1_int(int32_t x) { return _mm512_set1_epi32(x); }
+INLINE VI mul_int(VI a, VI b) { return _mm512_mullo_epi32(a, b); }
 INLINE VI add_int(VI a, VI b) { return _mm512_add_epi32(a, b); }
 // The larger of a and |b| by their bits: inf and NaN are above every number.
 INLINE VF max_bits(VF a, VF b) {
@@ -153,7 +155,7 @@ INLINE VF max_bits(VF a, VF b) {
         _mm512_max_epi32(_mm512_castps_si512(a), _mm512_castps_si512(_mm512_abs_ps(b))));
 }
 // 32 values times `inverse`, rounded to nearest even, at most 127 in magnitude
-INLINE void round_block(const float* x, float inverse, int8_t* q, float* sums) {
+INLINE void round_block(const float* x, float inverse, int8_t* q, int32_t* sums) {
     const VF by = _mm512_set1_ps(inverse);
     const __m128i low = _mm512_cvtepi32_epi8(round_int(mul(load(x), by)));
     const __m128i high = _mm512_cvtepi32_epi8(round_int(mul(load(x + 16), by)));
@@ -276,6 +278,8 @@ INLINE VF power_of_two(VI n) {
         _mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23));
 }
 INLINE VI zero_int() { return _mm256_setzero_si256(); }
+INLINE VI set1_int(int32_t x) { return _mm256_set1_epi32(x); }
+INLINE VI mul_int(VI a, VI b) { return _mm256_mullo_epi32(a, b); }
 INLINE VI add_int(VI a, VI b) { return _mm256_add_epi32(a, b); }
 // The larger of a and |b| by their bits: inf and NaN are above every number.
 INLINE VF max_bits(VF a, VF b) {
@@ -283,7 +287,7 @@ INLINE VF max_bits(VF a, VF b) {
         _mm256_max_epi32(_mm256_castps_si256(a), _mm256_castps_si256(abs(b))));
 }
 // 32 values times `inverse`, rounded to nearest even, at most 127 in magnitude
-INLINE void round_block(const float* x, float inverse, int8_t* q, float* sums) {
+INLINE void round_block(const float* x, float inverse, int8_t* q, int32_t* sums) {
     const VF by = _mm256_set1_ps(inverse);
     const __m256i low = _mm256_packs_epi32(round_int(mul(load(x), by)),
                                            round_int(mul(load(x + 8), by)));
@@ -428,17 +432,19 @@ INLINE VI round_int(VF x) { return (VI)(x + 12582912.0f) - 0x4b400000; }
 INLINE VF to_float(VI x) { return __builtin_convertvector(x, VF); }
 INLINE VF power_of_two(VI n) { return (VF)((n + 127) << 23); }
 INLINE VI zero_int() { return VI{}; }
+INLINE VI set1_int(int32_t x) { return VI{x, x, x, x}; }
+INLINE VI mul_int(VI a, VI b) { return a * b; }
 INLINE VI add_int(VI a, VI b) { return a + b; }
 // The larger of a and |b| by their bits: inf and NaN are above every number.
 INLINE VF max_bits(VF a, VF b) { return select((VI)a > (VI)abs(b), a, abs(b)); }
 // 32 values times `inverse`, rounded to nearest even, at most 127 in magnitude
-INLINE void round_block(const float* x, float inverse, int8_t* q, float* sums) {
+INLINE void round_block(const float* x, float inverse, int8_t* q, int32_t* sums) {
     VI total = VI{};
     for (int i = 0; i < 32; i += kLanes) {
         const VI code = round_int(mul(load(x + i), set1(inverse)));
         for (int lane = 0; lane < kLanes; ++lane) q[i + lane] = (int8_t)code[lane];
         total = i % 16 ? total + code : code;
-        sums[i / 16] = (float)(total[0] + total[1] + total[2] + total[3]);
+        sums[i / 16] = total[0] + total[1] + total[2] + total[3];
     }
 }
 INLINE VB load_codes(const uint8_t* p) {
