@@ -159,70 +159,6 @@ static void scale_queries(const Item& item) {
     }
 }
 
-// Tokens t_begin..t_end of request r under one key head.
-static Item make_item(const AttentionArgs* a, int r, int head, int64_t t_begin, int64_t t_end,
-                      uint8_t* scratch) {
-    Item item;
-    item.a = a;
-    item.table = a->page_table + r * a->table_width;
-    item.head = head;
-    item.group = a->heads / a->kv_heads;
-    item.rows = (int)(t_end - t_begin) * item.group;
-    item.token = a->query_start[r] + t_begin;
-    item.position = a->context_len[r] - (a->query_start[r + 1] - item.token);
-    item.padded = padded_dim(a);
-    item.record = item.padded + kPartExtra;
-    item.keys = (float*)scratch;
-    item.values = item.keys + item.padded * kChunkKeys;
-    item.key_scale = item.values + item.padded * kChunkKeys;
-    item.value_scale = item.key_scale + kChunkKeys;
-    item.weights = item.value_scale + kChunkKeys;
-    item.parts = item.weights + kAttentionRows * kChunkKeys;
-    item.q = item.parts + kAttentionRows * item.record;
-    item.states = item.q + item.rows * item.padded;
-    return item;
-}
-
-// An item and the positions begin..end it goes through, chunk by chunk.
-struct Stretch {
-    Item item;
-    int64_t begin, end;
-    // Of a request that is split: the records of its head, [chunk][row][record], the position of
-    // the first of them, their number, and how many stretches are done, of how many.
-    float* records;
-    int64_t records_begin, chunks, runs;
-    int32_t* counter;
-};
-
-// Item n of request r; `split` are the records of the request.
-static Stretch stretch_at(const AttentionArgs* a, int r, const RequestShare& s, int64_t n,
-                          float* split, uint8_t* scratch) {
-    const int head = (int)(n % a->kv_heads);
-    const int64_t part = n / a->kv_heads;
-    Stretch to = {};
-    if (s.runs > 1) {
-        to.item = make_item(a, r, head, 0, s.tokens, scratch);
-        to.chunks = s.end_chunk - s.first_chunk;
-        to.runs = s.runs;
-        to.records = split + to.chunks * to.item.rows * to.item.record * head;
-        to.records_begin = s.first_chunk * kChunkKeys;
-        to.counter = (int32_t*)a->shared + r * a->kv_heads + head;
-        to.begin = to.records_begin + to.chunks * part / s.runs * kChunkKeys;
-        to.end = to.records_begin + to.chunks * (part + 1) / s.runs * kChunkKeys;
-    } else {
-        // The last tokens see the most keys: they go first, so that no thread ends with them.
-        const int64_t t = (s.tiles - 1 - part) * a->query_tile;
-        const int64_t t_end = t + a->query_tile < s.tokens ? t + a->query_tile : s.tokens;
-        to.item = make_item(a, r, head, t, t_end, scratch);
-        const int64_t lowest = a->window ? to.item.position - a->window + 1 : 0;
-        to.begin = (lowest > 0 ? lowest : 0) / kChunkKeys * kChunkKeys;
-        to.end = INT64_MAX;
-    }
-    const int64_t known = to.item.position + to.item.rows / to.item.group;
-    to.end = to.end < known ? to.end : known;
-    return to;
-}
-
 // Folds the records of all chunks into the result.
 static void fold_split(const Stretch& s) {
     for (int i = 0; i < s.item.rows; ++i) {
@@ -239,21 +175,16 @@ static void fold_split(const Stretch& s) {
 }
 
 // All chunks of a stretch, folded as they come or left as records, which the last stretch of a
-// split request folds. Meanwhile the next chunk is asked for, after the last one that of `next`.
-static void attend(const Stretch& s, const Stretch* next) {
+// split request folds. Meanwhile memory is asked for what comes later.
+static void attend(const Stretch& s, Ahead* ahead) {
     const Item& item = s.item;
     scale_queries(item);
     for (int i = 0; i < item.rows && !s.records; ++i) begin_state(item, i);
     for (int64_t begin = s.begin; begin < s.end; begin += kChunkKeys) {
-        Ahead ahead;
-        const int64_t after = begin + kChunkKeys;
-        if (after < s.end) look_ahead(item, after, s.end, &ahead);
-        else if (next) look_ahead(next->item, next->begin, next->end, &ahead);
-        else ahead.count = ahead.per_step = 0;
-        spread(&ahead, item, s.end - begin);
+        pace(ahead, item, begin, s.end);
         const int64_t chunk = (begin - s.records_begin) / kChunkKeys;
         attend_chunk(item, begin, s.records ? s.records + chunk * item.rows * item.record : nullptr,
-                     &ahead);
+                     ahead);
     }
     if (!s.records) {
         for (int i = 0; i < item.rows; ++i) finish(item, i);
@@ -264,31 +195,11 @@ static void attend(const Stretch& s, const Stretch* next) {
 }
 
 static void attention(const AttentionArgs* a, const Share* share, uint8_t* scratch) {
-    float* split = (float*)(a->shared + kMaxSplitPairs * sizeof(int32_t));
-    // The item after the last, if it is this thread's too, is only asked for.
-    const int64_t end = share->end < share->reach ? share->end + 1 : share->end;
-    Stretch two[2];
-    int64_t first = 0, found = 0;  // item of request r; stretches
-    for (int r = 0; first < end; ++r) {
-        const RequestShare s = request_share(a, r);
-        const int64_t items = s.tiles * s.runs * a->kv_heads;
-        int64_t n = share->begin > first ? share->begin - first : 0;
-        for (; n < items && first + n < end; ++n) {
-            Stretch* now = two + found % 2;
-            *now = stretch_at(a, r, s, n, split, scratch);
-            if (found++) {
-                attend(two[found % 2], now);
-            } else if (!share->resumed) {  // nothing to compute yet: all at once
-                Ahead ahead;
-                look_ahead(now->item, now->begin, now->end, &ahead);
-                ahead.per_step = INT32_MAX;
-                ask(&ahead);
-            }
-        }
-        first += items;
-        split += split_records(a, s) * (padded_dim(a) + kPartExtra);
-    }
-    if (found && end == share->end) attend(two[(found - 1) % 2], nullptr);
+    Walk walk = walk_from(a, share->begin, share->end);
+    Ahead ahead;
+    look_ahead(a, *share, scratch, &ahead);
+    Stretch stretch;
+    while (next_stretch(&walk, scratch, &stretch)) attend(stretch, &ahead);
 }
 
 }  // namespace LEVEL

@@ -4,37 +4,9 @@
 // keys in order. Read straight from pages or from converted copies, the bits are the same.
 #pragma once
 
-#include "attention_plan.hpp"
-#include "simd.hpp"
+#include "attention_items.hpp"
 
 namespace LEVEL {
-
-// Rows that share a loaded vector: as many accumulators as the registers hold.
-enum { kAttentionRows = kLanes == 16 ? 6 : 3, kKeyVectors = kChunkKeys / kLanes };
-
-// Memory that will be needed next, asked for line by line between the multiplications of now: all at
-// once it would fill the queue of misses, and memory and arithmetic would take turns.
-struct Ahead {
-    const char* runs[2 * kChunkKeys];  // of `run_bytes` each, keys before values
-    int64_t run_bytes;
-    int count, next;         // runs; the one after `at`'s
-    const char *at, *end;    // within a run
-    int per_step;            // lines
-};
-
-INLINE void ask(Ahead* ahead) {
-    for (int i = 0; i < ahead->per_step; ++i, ahead->at += 64) {
-        if (ahead->at == ahead->end) {
-            if (ahead->next == ahead->count) {
-                ahead->per_step = 0;
-                return;
-            }
-            ahead->at = ahead->runs[ahead->next++];
-            ahead->end = ahead->at + ahead->run_bytes;
-        }
-        __builtin_prefetch(ahead->at);
-    }
-}
 
 // Where the keys and values of a chunk lie. Keys t of vector v are the lanes of
 // keys[v] + d * key_dim; value t is values[t >> segment_shift] + (t & mask) * value_slot.
@@ -48,12 +20,6 @@ struct Chunk {
     const float* value_scale;
 };
 
-INLINE int64_t element_size(int type) { return type == kF32 ? 4 : type == kI8 ? 1 : 2; }
-
-INLINE const void* element(const void* base, int64_t index, int type) {
-    return (const uint8_t*)base + index * element_size(type);
-}
-
 INLINE float load_one(int type, const void* base, int64_t i) {
     switch (type) {
         case kF32: return ((const float*)base)[i];
@@ -63,31 +29,12 @@ INLINE float load_one(int type, const void* base, int64_t i) {
     }
 }
 
-// What an item works on, and its private memory.
-struct Item {
-    const AttentionArgs* a;
-    const int32_t* table;
-    int head, group, rows;
-    int64_t token;           // the item's first row of q and out
-    int64_t position;        // of that token in its request
-    int64_t padded, record;  // floats of a head and of a record
-    float *keys, *values;    // [head_dim][128], [128][padded]: converted copies
-    float *key_scale, *value_scale;
-    float *weights, *parts, *q, *states;
-};
-
 // Keys of a chunk that begins at `begin` which row i sees: lo..hi, empty where lo >= hi.
 INLINE void visible(const Item& item, int64_t begin, int i, int* lo, int* hi) {
     const int64_t position = item.position + i / item.group - begin;
     const int64_t from = item.a->window ? position - item.a->window + 1 : 0;
     *lo = from < 0 ? 0 : from > kChunkKeys ? (int)kChunkKeys : (int)from;
     *hi = position < 0 ? 0 : position >= kChunkKeys ? (int)kChunkKeys : (int)position + 1;
-}
-
-// Pages whose slots are whole vectors can be read in place.
-INLINE bool in_place(const AttentionArgs* a) {
-    return (a->page_size & (a->page_size - 1)) == 0 && a->page_size % kLanes == 0 &&
-           a->head_dim % kLanes == 0;
 }
 
 // Points at keys and values first..count of the chunk at `begin` in their pages. Vectors beyond
@@ -110,46 +57,6 @@ static void locate(const Item& item, int64_t begin, int count, Chunk* c) {
         const int64_t at = item.table[position >> shift] * a->v_page + item.head * a->v_page_head;
         c->values[s] = element(a->v_pages, at + (position & mask) * a->v_page_slot, a->page_type);
     }
-}
-
-// Few rows read their pages in place, many rows a copy converted once.
-INLINE bool reads_pages(const Item& item) {
-    return in_place(item.a) &&
-           (item.rows <= 2 * kAttentionRows || item.a->page_type == kF32);
-}
-
-// The keys and values of the chunk at `begin`, up to position `end`: pages lie scattered, so the
-// hardware learns of each too late.
-static void look_ahead(const Item& item, int64_t begin, int64_t end, Ahead* ahead) {
-    const AttentionArgs* a = item.a;
-    ahead->count = ahead->next = ahead->per_step = 0;
-    ahead->at = ahead->end = nullptr;
-    if (!reads_pages(item)) return;
-    const int shift = __builtin_ctz((unsigned)a->page_size), mask = a->page_size - 1;
-    const int slots = a->page_size < kChunkKeys ? a->page_size : (int)kChunkKeys;
-    const int64_t keys = end - begin < kChunkKeys ? end - begin : (int64_t)kChunkKeys;
-    const int runs = (int)((keys + slots - 1) / slots);
-    for (int i = 0; i < runs; ++i) {
-        const int64_t position = begin + i * slots;
-        const int64_t page = item.table[position >> shift], slot = position & mask;
-        const int64_t key = page * a->k_page + item.head * a->k_page_head;
-        const int64_t value = page * a->v_page + item.head * a->v_page_head + slot * a->v_page_slot;
-        ahead->runs[i] = (const char*)element(a->k_pages, key, a->page_type);
-        ahead->runs[runs + i] = (const char*)element(a->v_pages, value, a->page_type);
-    }
-    ahead->count = 2 * runs;
-    ahead->run_bytes = slots * a->head_dim * element_size(a->page_type);
-}
-
-// Asks for everything while `item` works on `keys` keys.
-static void spread(Ahead* ahead, const Item& item, int64_t keys) {
-    if (!ahead->count) return;
-    if (keys > kChunkKeys) keys = kChunkKeys;
-    const int64_t vectors = 4 * kLanes, width = item.a->head_dim;  // see score_rows, value_rows
-    const int64_t steps = (keys + vectors - 1) / vectors * width +
-                          (width + vectors - 1) / vectors * keys;
-    const int64_t lines = ahead->count * ahead->run_bytes / 64;
-    ahead->per_step = (int)((lines + steps - 1) / steps);
 }
 
 // The scales of the chunk's codes as floats; slots that no row sees may hold anything.

@@ -1,0 +1,241 @@
+// The work items of an attention call, one after the other, and the memory they will read.
+#pragma once
+
+#include "attention_plan.hpp"
+#include "simd.hpp"
+
+namespace LEVEL {
+
+// Rows that share a loaded vector: as many accumulators as the registers hold.
+enum { kAttentionRows = kLanes == 16 ? 6 : 3, kKeyVectors = kChunkKeys / kLanes };
+
+INLINE int64_t element_size(int type) { return type == kF32 ? 4 : type == kI8 ? 1 : 2; }
+
+INLINE const void* element(const void* base, int64_t index, int type) {
+    return (const uint8_t*)base + index * element_size(type);
+}
+
+// What an item works on, and its private memory.
+struct Item {
+    const AttentionArgs* a;
+    const int32_t* table;
+    int head, group, rows;
+    int64_t token;           // the item's first row of q and out
+    int64_t position;        // of that token in its request
+    int64_t padded, record;  // floats of a head and of a record
+    float *keys, *values;    // [head_dim][128], [128][padded]: converted copies
+    float *key_scale, *value_scale;
+    float *weights, *parts, *q, *states;
+};
+
+// Pages whose slots are whole vectors can be read in place.
+INLINE bool in_place(const AttentionArgs* a) {
+    return (a->page_size & (a->page_size - 1)) == 0 && a->page_size % kLanes == 0 &&
+           a->head_dim % kLanes == 0;
+}
+
+// Few rows read their pages in place, many rows a copy converted once.
+INLINE bool reads_pages(const Item& item) {
+    return in_place(item.a) &&
+           (item.rows <= 2 * kAttentionRows || item.a->page_type == kF32);
+}
+
+// Tokens t_begin..t_end of request r under one key head.
+static Item make_item(const AttentionArgs* a, int r, int head, int64_t t_begin, int64_t t_end,
+                      uint8_t* scratch) {
+    Item item;
+    item.a = a;
+    item.table = a->page_table + r * a->table_width;
+    item.head = head;
+    item.group = a->heads / a->kv_heads;
+    item.rows = (int)(t_end - t_begin) * item.group;
+    item.token = a->query_start[r] + t_begin;
+    item.position = a->context_len[r] - (a->query_start[r + 1] - item.token);
+    item.padded = padded_dim(a);
+    item.record = item.padded + kPartExtra;
+    item.keys = (float*)scratch;
+    item.values = item.keys + item.padded * kChunkKeys;
+    item.key_scale = item.values + item.padded * kChunkKeys;
+    item.value_scale = item.key_scale + kChunkKeys;
+    item.weights = item.value_scale + kChunkKeys;
+    item.parts = item.weights + kAttentionRows * kChunkKeys;
+    item.q = item.parts + kAttentionRows * item.record;
+    item.states = item.q + item.rows * item.padded;
+    return item;
+}
+
+// An item and the positions begin..end it goes through, chunk by chunk.
+struct Stretch {
+    Item item;
+    int64_t begin, end;
+    // Of a request that is split: the records of its head, [chunk][row][record], the position of
+    // the first of them, their number, and how many stretches are done, of how many.
+    float* records;
+    int64_t records_begin, chunks, runs;
+    int32_t* counter;
+};
+
+// Item n of request r; `split` are the records of the request.
+static Stretch stretch_at(const AttentionArgs* a, int r, const RequestShare& s, int64_t n,
+                          float* split, uint8_t* scratch) {
+    const int head = (int)(n % a->kv_heads);
+    const int64_t part = n / a->kv_heads;
+    Stretch to = {};
+    if (s.runs > 1) {
+        to.item = make_item(a, r, head, 0, s.tokens, scratch);
+        to.chunks = s.end_chunk - s.first_chunk;
+        to.runs = s.runs;
+        to.records = split + to.chunks * to.item.rows * to.item.record * head;
+        to.records_begin = s.first_chunk * kChunkKeys;
+        to.counter = (int32_t*)a->shared + r * a->kv_heads + head;
+        to.begin = to.records_begin + to.chunks * part / s.runs * kChunkKeys;
+        to.end = to.records_begin + to.chunks * (part + 1) / s.runs * kChunkKeys;
+    } else {
+        // The last tokens see the most keys: they go first, so that no thread ends with them.
+        const int64_t t = (s.tiles - 1 - part) * a->query_tile;
+        const int64_t t_end = t + a->query_tile < s.tokens ? t + a->query_tile : s.tokens;
+        to.item = make_item(a, r, head, t, t_end, scratch);
+        const int64_t lowest = a->window ? to.item.position - a->window + 1 : 0;
+        to.begin = (lowest > 0 ? lowest : 0) / kChunkKeys * kChunkKeys;
+        to.end = INT64_MAX;
+    }
+    const int64_t known = to.item.position + to.item.rows / to.item.group;
+    to.end = to.end < known ? to.end : known;
+    return to;
+}
+
+// A thread's items, one after the other.
+struct Walk {
+    const AttentionArgs* a;
+    int r;               // the request
+    RequestShare share;  // its
+    int64_t item, items, left;  // of the request: the next one, all; of the thread
+    float* split;        // the request's records
+};
+
+static void enter(Walk* walk, int r) {
+    walk->r = r;
+    walk->share = request_share(walk->a, r);
+    walk->items = walk->share.tiles * walk->share.runs * walk->a->kv_heads;
+}
+
+static Walk walk_from(const AttentionArgs* a, int64_t begin, int64_t end) {
+    Walk walk = {};
+    walk.a = a;
+    walk.left = end - begin;
+    walk.item = begin;
+    walk.split = (float*)(a->shared + kMaxSplitPairs * sizeof(int32_t));
+    if (walk.left > 0) enter(&walk, 0);
+    return walk;
+}
+
+// False at the end.
+static bool next_stretch(Walk* walk, uint8_t* scratch, Stretch* to) {
+    if (walk->left <= 0) return false;
+    while (walk->item >= walk->items) {
+        walk->item -= walk->items;
+        walk->split += split_records(walk->a, walk->share) * (padded_dim(walk->a) + kPartExtra);
+        enter(walk, walk->r + 1);
+    }
+    *to = stretch_at(walk->a, walk->r, walk->share, walk->item++, walk->split, scratch);
+    --walk->left;
+    return true;
+}
+
+// Pages lie scattered, so the hardware learns of each too late. The keys and values of the pages
+// that the thread will come to are asked for, a constant distance ahead, between the multiplications
+// of now: all at once they would fill the queue of misses, and memory and arithmetic would take
+// turns.
+struct Ahead {
+    Walk walk;
+    Stretch stretch;    // the cursor is in it
+    int64_t position;   // of the next page in it
+    const char* values; // of the page whose keys were the run before
+    uint8_t* scratch;
+    int64_t run_bytes;
+    const char* runs[2 * kChunkKeys / 4];  // to ask for during this chunk
+    int count, next;         // runs; the one after `at`'s
+    const char *at, *end;    // within a run
+    int per_step;            // lines
+};
+
+enum { kAheadBytes = 32768 };  // most of the first-level cache
+
+// Keys of a page, at most a chunk's.
+INLINE int64_t page_keys(const AttentionArgs* a) {
+    return a->page_size < kChunkKeys ? a->page_size : (int64_t)kChunkKeys;
+}
+
+// The keys of the cursor's page, then its values; null at the end.
+static const char* next_run(Ahead* ahead) {
+    const AttentionArgs* a = ahead->walk.a;
+    if (ahead->values) {
+        const char* values = ahead->values;
+        ahead->values = nullptr;
+        return values;
+    }
+    while (ahead->position >= ahead->stretch.end) {
+        if (!next_stretch(&ahead->walk, ahead->scratch, &ahead->stretch)) return nullptr;
+        const bool reads = reads_pages(ahead->stretch.item);
+        ahead->position = reads ? ahead->stretch.begin : ahead->stretch.end;
+    }
+    const Item& item = ahead->stretch.item;
+    const int64_t page = item.table[ahead->position / a->page_size];
+    const int64_t slot = ahead->position % a->page_size;
+    // of a page longer than a chunk, another part of all keys each time
+    const int64_t key = page * a->k_page + item.head * a->k_page_head + slot * a->head_dim;
+    const int64_t value = page * a->v_page + item.head * a->v_page_head + slot * a->v_page_slot;
+    ahead->position += page_keys(a);
+    ahead->values = (const char*)element(a->v_pages, value, a->page_type);
+    return (const char*)element(a->k_pages, key, a->page_type);
+}
+
+INLINE void ask(Ahead* ahead) {
+    for (int i = 0; i < ahead->per_step; ++i, ahead->at += 64) {
+        if (ahead->at == ahead->end) {
+            if (ahead->next == ahead->count) {
+                ahead->per_step = 0;
+                return;
+            }
+            ahead->at = ahead->runs[ahead->next++];
+            ahead->end = ahead->at + ahead->run_bytes;
+        }
+        __builtin_prefetch(ahead->at);
+    }
+}
+
+// What the first items need is asked for at once, unless the call before has done it.
+static void look_ahead(const AttentionArgs* a, const Share& share, uint8_t* scratch, Ahead* ahead) {
+    memset(ahead, 0, sizeof *ahead);
+    ahead->walk = walk_from(a, share.begin, share.reach);
+    ahead->scratch = scratch;
+    ahead->run_bytes = page_keys(a) * a->head_dim * element_size(a->page_type);
+    for (int64_t bytes = 0; bytes < kAheadBytes; bytes += ahead->run_bytes) {
+        const char* run = next_run(ahead);
+        if (!run) return;
+        for (int64_t i = 0; i < ahead->run_bytes && !share.resumed; i += 64)
+            __builtin_prefetch(run + i);
+    }
+}
+
+// While `item` works on the chunk at `begin`, as much as that reads is asked for.
+static void pace(Ahead* ahead, const Item& item, int64_t begin, int64_t end) {
+    const AttentionArgs* a = item.a;
+    const int64_t keys = end - begin < kChunkKeys ? end - begin : (int64_t)kChunkKeys;
+    const int64_t pages = reads_pages(item) ? (keys + page_keys(a) - 1) / page_keys(a) : 0;
+    ahead->count = ahead->next = ahead->per_step = 0;
+    ahead->at = ahead->end = nullptr;
+    while (ahead->count < 2 * pages) {
+        const char* run = next_run(ahead);
+        if (!run) break;
+        ahead->runs[ahead->count++] = run;
+    }
+    if (!ahead->count) return;
+    const int64_t vectors = 4 * kLanes, width = a->head_dim;  // see score_rows, value_rows
+    const int64_t steps = (keys + vectors - 1) / vectors * width +
+                          (width + vectors - 1) / vectors * keys;
+    const int64_t lines = ahead->count * ahead->run_bytes / 64;
+    ahead->per_step = (int)((lines + steps - 1) / steps);
+}
+
+}  // namespace LEVEL
