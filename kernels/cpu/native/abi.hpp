@@ -282,6 +282,8 @@ enum Count { kTokens = 0, kOutputs = 1, kRequests = 2, kCounts = 3 };
 struct Share {
     int64_t begin, end, reach;
     int32_t resumed;
+    // What the thread will read first in a later phase: asked for when `reach` is; null: unknown.
+    const uint8_t *then = nullptr, *then_end = nullptr;
 };
 
 // One instruction-set level's kernels. Ranges are half open; `scratch` is 64-byte aligned.

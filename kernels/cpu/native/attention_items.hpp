@@ -149,8 +149,9 @@ static bool next_stretch(Walk* walk, uint8_t* scratch, Stretch* to) {
 struct Ahead {
     Walk walk;
     Stretch stretch;    // the cursor is in it
-    int64_t position;   // of the next page in it
-    const char* values; // of the page whose keys were the run before
+    int64_t position;    // of the next page in it
+    const char* values;  // of the page whose keys were the run before
+    const uint8_t *then, *then_end;  // what the thread reads after its items
     uint8_t* scratch;
     int64_t run_bytes;
     const char* runs[2 * kChunkKeys / 4];  // to ask for during this chunk
@@ -166,7 +167,7 @@ INLINE int64_t page_keys(const AttentionArgs* a) {
     return a->page_size < kChunkKeys ? a->page_size : (int64_t)kChunkKeys;
 }
 
-// The keys of the cursor's page, then its values; null at the end.
+// The keys of the cursor's page, then its values, then what follows the items; null at the end.
 static const char* next_run(Ahead* ahead) {
     const AttentionArgs* a = ahead->walk.a;
     if (ahead->values) {
@@ -175,7 +176,12 @@ static const char* next_run(Ahead* ahead) {
         return values;
     }
     while (ahead->position >= ahead->stretch.end) {
-        if (!next_stretch(&ahead->walk, ahead->scratch, &ahead->stretch)) return nullptr;
+        if (!next_stretch(&ahead->walk, ahead->scratch, &ahead->stretch)) {
+            const char* run = (const char*)ahead->then;
+            if (ahead->then_end - ahead->then < ahead->run_bytes) return nullptr;
+            ahead->then += ahead->run_bytes;
+            return run;
+        }
         const bool reads = reads_pages(ahead->stretch.item);
         ahead->position = reads ? ahead->stretch.begin : ahead->stretch.end;
     }
@@ -209,6 +215,8 @@ static void look_ahead(const AttentionArgs* a, const Share& share, uint8_t* scra
     memset(ahead, 0, sizeof *ahead);
     ahead->walk = walk_from(a, share.begin, share.reach);
     ahead->scratch = scratch;
+    ahead->then = share.then;
+    ahead->then_end = share.then_end;
     ahead->run_bytes = page_keys(a) * a->head_dim * element_size(a->page_type);
     for (int64_t bytes = 0; bytes < kAheadBytes; bytes += ahead->run_bytes) {
         const char* run = next_run(ahead);

@@ -32,11 +32,12 @@ enum {
 struct Panel {
     const uint8_t* codes[2];
     int64_t step;  // bytes between tiles
-    // What to ask memory for meanwhile: `lines` of 64 bytes per block, from `ahead` to its end;
-    // null: from where the call before this one ended.
-    const uint8_t *ahead, *ahead_end;
+    // What to ask memory for meanwhile: `lines` of 64 bytes per block, in two stretches. `ahead` null:
+    // from where the chunk before this one ended.
+    const uint8_t *ahead, *ahead_end, *then, *then_end;
     int64_t lines;
     const uint8_t *chunk, *reach;  // this chunk; the end of the thread's memory
+    const uint8_t *later, *later_end;  // what it will read after that
     int64_t tiles;  // bytes of a block's tiles, one or two
     bool fresh;     // little of this chunk has been asked for
     const float* scales;   // [units][kStripRows]
@@ -124,9 +125,13 @@ static void quantize(const LinearArgs* args, int64_t m_begin, int64_t m_end) {
 INLINE void pace(Panel* p, int64_t products) {
     const int64_t bytes = p->tiles * p->blocks, left = p->reach - p->chunk;
     const int64_t further = products > 1 && bytes > kPrefetch ? bytes : (int64_t)kPrefetch;
+    const int64_t beyond = bytes + further - left;  // of what comes later
     if (!p->ahead) p->ahead = p->chunk + (further < left ? further : left);
-    p->ahead_end = p->chunk + (bytes + further < left ? bytes + further : left);
-    const int64_t lines = (p->ahead_end - p->ahead + 63) / 64, steps = products * p->blocks;
+    p->ahead_end = beyond < 0 ? p->chunk + bytes + further : p->reach;
+    if (beyond > 0 && p->later)
+        p->then_end = beyond < p->later_end - p->later ? p->later + beyond : p->later_end;
+    const int64_t wanted = p->ahead_end - p->ahead + (p->then_end - p->then);
+    const int64_t lines = (wanted + 63) / 64, steps = products * p->blocks;
     p->lines = p->fresh ? p->tiles / 64 : (lines + steps - 1) / steps;
 }
 
@@ -143,7 +148,7 @@ __attribute__((noinline)) static void panel_int(Panel* p, const Rounded* x, floa
     const Rounded* const first_block = x;
     uint32_t rest = 0;
     for (int r = 0; p->rest && r < MR; ++r) rest |= p->rest[r * p->rest_stride];
-    const uint8_t *ahead = p->ahead, *const ahead_end = p->ahead_end;
+    const uint8_t *ahead = p->ahead, *ahead_end = p->ahead_end;
     const float *scales = p->scales, *minuses = p->minuses;
     const VI less = set1_int(-p->zero);
     VF acc0[MR], acc1[MR];
@@ -155,6 +160,10 @@ __attribute__((noinline)) static void panel_int(Panel* p, const Rounded* x, floa
     for (int64_t i = 0;;) {
         const uint8_t* stop = ahead + ahead_bytes < ahead_end ? ahead + ahead_bytes : ahead_end;
         for (; ahead < stop; ahead += 64) __builtin_prefetch(ahead);
+        if (ahead == ahead_end) {
+            ahead = p->then;
+            ahead_end = p->then = p->then_end;
+        }
         VF t0[MR], t1[MR];
 #pragma GCC unroll 2
         for (int half = 0; half < kHalves; ++half) {
@@ -227,6 +236,7 @@ __attribute__((noinline)) static void panel_int(Panel* p, const Rounded* x, floa
         store(sums + r * sums_stride + kLanes, acc1[r]);
     }
     p->ahead = ahead;
+    p->ahead_end = ahead_end;
 }
 
 // Rows of x for the next product, of the m that are left.
@@ -274,6 +284,7 @@ static void rows_int(Panel* p, const Rounded* x, int64_t m, float* sums) {
         }
         p->rest = rest;
     }
+    p->ahead = nullptr;
 }
 
 INLINE int64_t element_bytes(int type) {
@@ -412,6 +423,8 @@ static void strips_int(const LinearArgs* args, const Share* strips, uint8_t* scr
         Panel panel;
         panel.reach = w->codes + (last < w->row_blocks ? last : w->row_blocks) * row_bytes;
         panel.ahead = nullptr;
+        panel.later = panel.then = panel.then_end = again ? nullptr : strips->then;
+        panel.later_end = strips->then_end;
         panel.fresh = again || !strips->resumed;
         if (panel.fresh) {
             const uint8_t* start = w->codes + strips->begin * kStrip * row_bytes;

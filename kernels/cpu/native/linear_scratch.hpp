@@ -35,6 +35,12 @@ static inline void place_activations(LinearArgs* args, uint8_t* at) {
     args->act.rest = (uint32_t*)(at + rounded_bytes(*args));
 }
 
+// Bytes of the codes before a strip.
+static inline int64_t code_bytes(const Weight& w, int64_t strip) {
+    const int64_t row_blocks = strip * kStrip;
+    return (row_blocks < w.row_blocks ? row_blocks : w.row_blocks) * w.k_blocks * 64 * w.bits;
+}
+
 static inline int64_t strips_of(const Weight& w) { return (w.row_blocks + kStrip - 1) / kStrip; }
 
 // Rows of x that go through the weights together: `row_bytes` each.

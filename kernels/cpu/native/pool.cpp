@@ -105,8 +105,9 @@ bool Pool::claim(int owner, int thread) {
     Share share = {total * index / chunks, total * (index + 1) / chunks, 0, 0};
     share.reach = share.end;
     if (owner == thread) {
-        share.reach = total * end_of(own) / chunks;
-        share.resumed = index > first_chunk(chunks, thread);
+        const Share all = this->own(phases_[phase], thread);
+        share.reach = all.reach;
+        share.resumed = share.begin > all.begin;
     }
     task_(context_, phase, share, thread);
     if (done_.fetch_add(1, std::memory_order_acq_rel) + 1 == chunks) open(phase + 1, thread);

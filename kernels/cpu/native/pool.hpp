@@ -41,6 +41,12 @@ public:
     Pool& operator=(const Pool&) = delete;
 
     int threads() const { return threads_; }
+    // The items of a phase that a thread owns.
+    Share own(const Phase& phase, int thread) const {
+        const int64_t begin = phase.total * first_chunk(phase.chunks, thread) / phase.chunks;
+        const int64_t end = phase.total * first_chunk(phase.chunks, thread + 1) / phase.chunks;
+        return {begin, end, end, 0};
+    }
     // Ends the threads; nothing may run afterwards. Idempotent.
     void stop();
     // True in a forked child, which has none of the threads.

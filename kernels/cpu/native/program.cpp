@@ -151,13 +151,17 @@ void Program::add_part(int op, bool tiles) {
         stages_.back().last = part + 1;
         return;
     }
-    stages_.push_back({part, part + 1, count, tiles});
+    const bool announced = tiles && last_tiles_ >= 0 && integer(ops_[(size_t)op]);
+    if (announced) stages_[(size_t)last_tiles_].then = (int)stages_.size();
+    if (tiles) last_tiles_ = (int)stages_.size();
+    stages_.push_back({part, part + 1, count, tiles, -1, announced});
 }
 
 void Program::clear() {
     ops_.clear();
     parts_.clear();
     stages_.clear();
+    last_tiles_ = -1;
 }
 
 bool Machine::reserve_private(size_t bytes) {
@@ -319,11 +323,26 @@ void Machine::tiles(const Op& op, const Share& share, int thread) {
     }
 }
 
-void Machine::chunk(void* context, int phase, const Share& share, int thread) {
+// Says in `share` what memory the thread will read first in a stage of integer tiles.
+void Machine::announce(const Program& program, int stage, int thread, Share* share) const {
+    const int op = program.parts_[(size_t)program.stages_[(size_t)stage].first].op;
+    const Weight& w = *program.ops_[(size_t)op].linear.w;
+    const Share strips = pool.own(phases_[(size_t)stage], thread);
+    share->then = w.codes + code_bytes(w, strips.begin);
+    share->then_end = w.codes + code_bytes(w, strips.end);
+}
+
+void Machine::chunk(void* context, int phase, const Share& chunk, int thread) {
     const Frame& frame = *static_cast<const Frame*>(context);
-    if (share.begin == share.end) return;
+    if (chunk.begin == chunk.end) return;
     const Program& program = *frame.program;
     const Program::Stage& stage = program.stages_[(size_t)phase];
+    Share share = chunk;
+    if (stage.then >= 0) frame.machine->announce(program, stage.then, thread, &share);
+    if (stage.announced) {
+        const Share own = frame.machine->pool.own(frame.machine->phases_[(size_t)phase], thread);
+        share.resumed |= share.begin == own.begin;
+    }
     for (int i = stage.first; i < stage.last; ++i) {
         const Op& op = program.ops_[(size_t)program.parts_[(size_t)i].op];
         if (stage.tiles) frame.machine->tiles(op, share, thread);

@@ -50,6 +50,8 @@ private:
         int first, last;  // parts
         Count count;
         bool tiles;
+        int then;        // the next stage of tiles if it reads integer weights, else -1
+        bool announced;  // this stage is another's `then`
     };
     void add_part(int op, bool tiles);
     bool same_activations(const Op& op) const;
@@ -57,6 +59,7 @@ private:
     std::vector<Op> ops_;
     std::vector<Part> parts_;
     std::vector<Stage> stages_;
+    int last_tiles_ = -1;  // stage
 };
 
 inline size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
@@ -116,6 +119,7 @@ private:
     Phase tile_phase(const Op& op, int64_t count) const;
     void rows(const Op& op, int64_t begin, int64_t end);
     void tiles(const Op& op, const Share& share, int thread);
+    void announce(const Program& program, int stage, int thread, Share* share) const;
     static void chunk(void* context, int phase, const Share& share, int thread);
 
     Scratch activations_, attention_, private_;
