@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ctypes import c_int32, c_int64
 from dataclasses import replace
 
 import numpy as np
@@ -42,6 +43,11 @@ class StepInputs:
         self._lengths = np.zeros(max_requests, np.int32)
         self._table = np.zeros((max_requests, width), np.int32)
         self._places: list[tuple[Running | None, int]] = [(None, 0)] * max_requests
+        #: Tokens and lengths as ctypes sees them, see ``SampleBuffers.read_tokens``.
+        self._arrays = (
+            (c_int64 * max_tokens).from_buffer(self._tokens),
+            (c_int32 * max_requests).from_buffer(self._lengths),
+        )
         self.token_ids = torch.from_numpy(self._tokens)
         #: Rows of hidden states whose logits are wanted, and how each is drawn.
         self.output_rows = torch.from_numpy(self._rows)
@@ -72,14 +78,25 @@ class StepInputs:
                 self._tokens[begin:end] = request.token_ids[first : first + count]
             self._starts[row + 1] = end
             self._lengths[row] = first + count
-            owner, written = self._places[row]
-            if owner is not request:
-                written = 0
-            if written != len(request.pages):
-                self._table[row, written : len(request.pages)] = request.pages[written:]
-                self._places[row] = request, len(request.pages)
+            self.write_pages(row, request)
         self._rows[: len(outputs)] = outputs
         return end
+
+    def write_pages(self, row: int, request: Running) -> None:
+        """Write the pages that the request of this row has and the row has not."""
+        owner, written = self._places[row]
+        if owner is not request:
+            written = 0
+        if written != len(request.pages):
+            self._table[row, written : len(request.pages)] = request.pages[written:]
+            self._places[row] = request, len(request.pages)
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Write the step before once more: each request has one token, the one that follows."""
+        rows = len(tokens)
+        known, lengths = self._arrays
+        known[:rows] = tokens
+        lengths[:rows] = [length + 1 for length in lengths[:rows]]
 
     def forget(self) -> None:
         """Requests were dropped: hold on to none of them."""

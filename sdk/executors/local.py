@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from sdk.engine.plan import StepPlan, StepResult
@@ -15,8 +15,13 @@ from sdk.models.parallel import Mesh
 class Runner(Protocol):
     """One rank, as executors see it; :class:`sdk.engine.runner.ModelRunner` is the real one."""
 
+    native_seconds: float
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step."""
+
+    def execute_again(self, plan: StepPlan, tokens: Sequence[int]) -> StepResult | list[int]:
+        """Run the rows of the last step once more."""
 
     def close(self) -> None:
         """Give everything back."""
@@ -60,6 +65,16 @@ class LocalExecutor(Generic[RunnerT]):
         """Run one step; what the runner raises is raised on."""
         with self._lock:
             return self.runner.execute(plan)
+
+    def execute_again(self, plan: StepPlan, tokens: Sequence[int]) -> StepResult | list[int]:
+        """Run the rows of the last step once more, on the tokens they sampled."""
+        with self._lock:
+            return self.runner.execute_again(plan, tokens)
+
+    @property
+    def native_seconds(self) -> float:
+        """See :class:`sdk.executors.base.Executor`."""
+        return self.runner.native_seconds
 
     def close(self) -> None:
         """Close the runner, after the step in progress. Idempotent; no effect in a forked child."""

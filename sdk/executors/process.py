@@ -20,6 +20,7 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Generic
 
@@ -156,6 +157,15 @@ class ProcessExecutor(Generic[RunnerT]):
                     raise
                 raise raised from error
             return result
+
+    def execute_again(self, plan: StepPlan, tokens: Sequence[int]) -> StepResult:
+        """A step like any other: only rank 0 knows what it sampled."""
+        return self.execute(plan.going_on(tokens))
+
+    @property
+    def native_seconds(self) -> float:
+        """See :class:`sdk.executors.base.Executor`."""
+        return self.runner.native_seconds
 
     def _check_owner(self) -> None:
         # before the lock: a forked child may have inherited it locked
