@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from ctypes import Array, c_float, c_int64
-from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,6 +91,8 @@ class SampleBuffers:
         self.tokens = np.zeros(rows, np.int64)
         self.best = np.zeros(rows, np.float32)
         self.probabilities = np.ones(rows, np.float64)
+        # Read in the few instructions of a memoryview: after a step the caches hold weights.
+        self._views: list[Any] = [x.data for x in (self.tokens, self.best, self.probabilities)]
 
     def set(self, row: int, packed: bytes, uniform: float) -> None:
         """The draw of one row; writing what already stands there costs nothing."""
@@ -105,21 +105,5 @@ class SampleBuffers:
 
     def read(self, rows: int) -> Tokens:
         """The outcome of the first ``rows`` rows."""
-        tokens, best, probabilities = self.tokens[:rows], self.best[:rows], self.probabilities[:rows]
-        return Tokens(tokens.tolist(), best.tolist(), probabilities.tolist())
-
-    def read_tokens(self, rows: int) -> list[int] | None:
-        """The tokens of the first ``rows`` rows; ``None`` unless all their maxima are finite."""
-        tokens, maxima = self._arrays
-        for best in maxima[:rows]:
-            if best - best != 0.0:
-                return None
-        return tokens[:rows]
-
-    @cached_property
-    def _arrays(self) -> tuple[Array[c_int64], Array[c_float]]:
-        """The outcome as ctypes sees it: after a step the caches hold weights, and the code that
-        made the native call is in them again. Through numpy 10 us more.
-        """
-        rows = len(self.tokens)
-        return (c_int64 * rows).from_buffer(self.tokens), (c_float * rows).from_buffer(self.best)
+        tokens, best, probabilities = (view[:rows].tolist() for view in self._views)
+        return Tokens(tokens, best, probabilities)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import c_int32, c_int64
+from ctypes import c_float, c_int32, c_int64
 from dataclasses import replace
 
 import numpy as np
@@ -43,15 +43,19 @@ class StepInputs:
         self._lengths = np.zeros(max_requests, np.int32)
         self._table = np.zeros((max_requests, width), np.int32)
         self._places: list[tuple[Running | None, int]] = [(None, 0)] * max_requests
-        #: Tokens and lengths as ctypes sees them, see ``SampleBuffers.read_tokens``.
-        self._arrays = (
-            (c_int64 * max_tokens).from_buffer(self._tokens),
-            (c_int32 * max_requests).from_buffer(self._lengths),
-        )
         self.token_ids = torch.from_numpy(self._tokens)
         #: Rows of hidden states whose logits are wanted, and how each is drawn.
         self.output_rows = torch.from_numpy(self._rows)
         self.sampling = SampleBuffers(max_requests)
+        # Tokens, lengths, what is sampled and its logits as ctypes sees them: after a step the caches
+        # hold weights, and code that serves the native call anyway is the cheapest to run then.
+        # Reading tokens takes 8 us in this way, 28 through memoryviews.
+        self._arrays = (
+            (c_int64 * max_tokens).from_buffer(self._tokens),
+            (c_int32 * max_requests).from_buffer(self._lengths),
+            (c_int64 * max_requests).from_buffer(self.sampling.tokens),
+            (c_float * max_requests).from_buffer(self.sampling.best),
+        )
         self.batch = AttentionBatch(
             positions=torch.zeros(max_tokens, dtype=torch.int64),
             query_start=torch.from_numpy(self._starts),
@@ -94,9 +98,17 @@ class StepInputs:
     def advance(self, tokens: Sequence[int]) -> None:
         """Write the step before once more: each request has one token, the one that follows."""
         rows = len(tokens)
-        known, lengths = self._arrays
+        known, lengths, _, _ = self._arrays
         known[:rows] = tokens
         lengths[:rows] = [length + 1 for length in lengths[:rows]]
+
+    def sampled(self, rows: int) -> list[int] | None:
+        """The tokens sampled in the first ``rows`` rows; None unless their logits are finite."""
+        _, _, tokens, maxima = self._arrays
+        for best in maxima[:rows]:
+            if best - best != 0.0:
+                return None
+        return tokens[:rows]
 
     def forget(self) -> None:
         """Requests were dropped: hold on to none of them."""

@@ -195,7 +195,7 @@ class ModelRunner:
         begin = perf_counter()
         graph.replay_again()
         self.native_seconds += perf_counter() - begin
-        sampled = inputs.sampling.read_tokens(len(tokens))
+        sampled = inputs.sampled(len(tokens))
         if sampled is None:  # not all are finite
             wanted = _Wanted([request_id for request_id, _ in plan.num_tokens])
             return self._finish(plan, wanted, *graph.result)
