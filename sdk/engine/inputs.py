@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from ctypes import c_float, c_int32, c_int64
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,14 +48,14 @@ class StepInputs:
         #: Rows of hidden states whose logits are wanted, and how each is drawn.
         self.output_rows = torch.from_numpy(self._rows)
         self.sampling = SampleBuffers(max_requests)
-        # Tokens, lengths, what is sampled and its logits as ctypes sees them: after a step the caches
-        # hold weights, and code that serves the native call anyway is the cheapest to run then.
-        # Reading tokens takes 8 us in this way, 28 through memoryviews.
-        self._arrays = (
-            (c_int64 * max_tokens).from_buffer(self._tokens),
-            (c_int32 * max_requests).from_buffer(self._lengths),
-            (c_int64 * max_requests).from_buffer(self.sampling.tokens),
-            (c_float * max_requests).from_buffer(self.sampling.best),
+        # Tokens, lengths, what is sampled and its logits for ctypes: a step leaves the caches full
+        # of weights, and then the code that made the native call is the cheapest to run again.
+        # Reading the tokens takes 8 us like this, 28 through memoryviews.
+        self._arrays: tuple[Any, Any, Any, Any] = (
+            (c_int64 * max_tokens).from_buffer(self._tokens.data),
+            (c_int32 * max_requests).from_buffer(self._lengths.data),
+            (c_int64 * max_requests).from_buffer(self.sampling.tokens.data),
+            (c_float * max_requests).from_buffer(self.sampling.best.data),
         )
         self.batch = AttentionBatch(
             positions=torch.zeros(max_tokens, dtype=torch.int64),
@@ -95,7 +96,7 @@ class StepInputs:
             self._table[row, written : len(request.pages)] = request.pages[written:]
             self._places[row] = request, len(request.pages)
 
-    def advance(self, tokens: Sequence[int]) -> None:
+    def advance(self, tokens: list[int]) -> None:
         """Write the step before once more: each request has one token, the one that follows."""
         rows = len(tokens)
         known, lengths, _, _ = self._arrays

@@ -9,7 +9,7 @@ named tuple 0.2 us, and 32 requests make 34 of them in a step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -52,7 +52,7 @@ class StepPlan(NamedTuple):
     #: Finished, aborted or preempted since the last plan: ranks forget them.
     dropped: tuple[str, ...] = ()
 
-    def going_on(self, tokens: Sequence[int]) -> StepPlan:
+    def going_on(self, tokens: list[int]) -> StepPlan:
         """This plan, of one token in each row, with these tokens appended to its rows."""
         rows = zip(self.num_tokens, tokens, strict=True)
         return self._replace(appended=tuple((name, (token,)) for (name, _), token in rows))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -78,7 +78,7 @@ class ModelRunner:
         # of each time it was, of which neither requests nor sampler know yet.
         self._rows: list[Running] = []
         self._drawing: list[tuple[int, RequestState]] = []
-        self._again: list[Sequence[int]] = []
+        self._again: list[list[int]] = []
         self.unused_tensors: list[str] = []
         #: Spent in native calls so far.
         self.native_seconds = 0.0
@@ -176,7 +176,7 @@ class ModelRunner:
                 self._rows, self._drawing = [request for request, _ in rows], drawing
         return self._finish(plan, wanted, hidden, logits)
 
-    def execute_again(self, plan: StepPlan, tokens: Sequence[int]) -> StepResult | list[int]:
+    def execute_again(self, plan: StepPlan, tokens: list[int]) -> StepResult | list[int]:
         """See :meth:`sdk.executors.base.Executor.execute_again`.
 
         It touches as little as it can: a step leaves the caches full of weights, and each function

@@ -40,7 +40,7 @@ import heapq
 import math
 import time
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Literal, NamedTuple
@@ -124,7 +124,7 @@ class Scheduler:
         self._plan: StepPlan | None = None  # in flight, with what it runs:
         self._in_flight: list[tuple[Request, int]] = []
         #: Unless empty, the plan is the rows of the last one again: the tokens they go on with.
-        self.next_tokens: Sequence[int] = ()
+        self.next_tokens: list[int] = []
         # What runs are requests that need one token each, and nobody came or went since the plan:
         self._steady = False
         self._num_tokens: tuple[tuple[str, int], ...] = ()
@@ -262,7 +262,7 @@ class Scheduler:
         self._num_steps += 1
         if self._steady and (plan := self._plan_again()) is not None:
             return plan
-        self.next_tokens, self._again = (), None
+        self.next_tokens, self._again = [], None
         decodes: list[tuple[str, int]] = []
         chunks: list[tuple[str, int]] = []
         appended: list[tuple[str, tuple[int, ...]]] = []
@@ -282,9 +282,8 @@ class Scheduler:
                 started += [sequence.start() for sequence in request.sequences]
         for sequence, num in self._in_flight[len(decodes) :]:
             (decodes if num == 1 else chunks).append((sequence.request_id, num))
-        self._steady = everyone and not (prefills or started) and 0 < len(decodes) == len(
-            self._running  # and nobody has a guide
-        )
+        alone = len(decodes) == len(self._running)  # nobody has a guide
+        self._steady = everyone and alone and not (prefills or started)
         dropped, self._dropped = self._dropped, []
         self._step_id += 1
         self._num_tokens = tuple(decodes + chunks)
@@ -479,11 +478,11 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, result: StepResult | list[int]) -> list[RequestUpdate]:
         """Advance the requests of ``plan`` by what came out; returns those with news."""
-        only_tokens = isinstance(result, list)
-        if plan is not self._plan or not (only_tokens or result.step_id == plan.step_id):
+        step_id = plan.step_id if isinstance(result, list) else result.step_id
+        if plan is not self._plan or step_id != plan.step_id:
             expected = "none" if self._plan is None else self._plan.step_id
             raise RuntimeError(
-                f"commit of plan {plan.step_id} with the result of step {result.step_id}; "
+                f"commit of plan {plan.step_id} with the result of step {step_id}; "
                 f"the step in flight is {expected}"
             )
         now = self.clock()
@@ -526,7 +525,7 @@ class Scheduler:
     def _commit_tokens(
         self,
         in_flight: list[tuple[Request, int]],
-        tokens: Sequence[int],
+        tokens: list[int],
         now: float,
         updates: list[RequestUpdate],
     ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 from sdk.engine.plan import StepPlan, StepResult
@@ -30,7 +29,7 @@ class Executor(Protocol):
         A failure of one request (NaN, a user's callback) goes into ``StepResult.errors`` instead.
         """
 
-    def execute_again(self, plan: StepPlan, tokens: Sequence[int]) -> StepResult | list[int]:
+    def execute_again(self, plan: StepPlan, tokens: list[int]) -> StepResult | list[int]:
         """``execute(plan.going_on(tokens))``, where ``tokens`` are what the step before sampled.
 
         ``plan`` has the rows of that step, one token in each, and at most new pages besides. What

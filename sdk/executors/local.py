@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
 from sdk.engine.plan import StepPlan, StepResult
@@ -20,7 +20,7 @@ class Runner(Protocol):
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step."""
 
-    def execute_again(self, plan: StepPlan, tokens: Sequence[int]) -> StepResult | list[int]:
+    def execute_again(self, plan: StepPlan, tokens: list[int]) -> StepResult | list[int]:
         """Run the rows of the last step once more."""
 
     def close(self) -> None:
@@ -66,7 +66,7 @@ class LocalExecutor(Generic[RunnerT]):
         with self._lock:
             return self.runner.execute(plan)
 
-    def execute_again(self, plan: StepPlan, tokens: Sequence[int]) -> StepResult | list[int]:
+    def execute_again(self, plan: StepPlan, tokens: list[int]) -> StepResult | list[int]:
         """Run the rows of the last step once more, on the tokens they sampled."""
         with self._lock:
             return self.runner.execute_again(plan, tokens)

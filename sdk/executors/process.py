@@ -20,7 +20,6 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Generic
 
@@ -158,7 +157,7 @@ class ProcessExecutor(Generic[RunnerT]):
                 raise raised from error
             return result
 
-    def execute_again(self, plan: StepPlan, tokens: Sequence[int]) -> StepResult:
+    def execute_again(self, plan: StepPlan, tokens: list[int]) -> StepResult:
         """A step like any other: only rank 0 knows what it sampled."""
         return self.execute(plan.going_on(tokens))
 
