@@ -109,7 +109,8 @@ class StepInputs:
         for best in maxima[:rows]:
             if best - best != 0.0:
                 return None
-        return tokens[:rows]
+        found: list[int] = tokens[:rows]
+        return found
 
     def forget(self) -> None:
         """Requests were dropped: hold on to none of them."""

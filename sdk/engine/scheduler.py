@@ -282,7 +282,7 @@ class Scheduler:
                 started += [sequence.start() for sequence in request.sequences]
         for sequence, num in self._in_flight[len(decodes) :]:
             (decodes if num == 1 else chunks).append((sequence.request_id, num))
-        alone = len(decodes) == len(self._running)  # nobody has a guide
+        alone = 0 < len(decodes) == len(self._running)  # nobody has a guide
         self._steady = everyone and alone and not (prefills or started)
         dropped, self._dropped = self._dropped, []
         self._step_id += 1
@@ -315,7 +315,8 @@ class Scheduler:
                 new_pages.append((request.request_id, (page,)))
             self._step_id += 1
             plan = StepPlan(self._step_id, self._num_tokens, new_pages=tuple(new_pages))
-            self._again = None if new_pages else plan
+            if not new_pages:
+                self._again = plan
         self._plan = plan
         return plan
 
@@ -637,7 +638,7 @@ class Scheduler:
         """
         if self._plan is not None:
             self._dropped = [*self._plan.dropped, *self._dropped]
-            self._plan, self._in_flight = None, []
+            self._plan, self._in_flight, self._steady = None, [], False
             while self._running:
                 self._preempt(self._running.pop())
 
