@@ -206,14 +206,13 @@ class Driver:
     def _step(self) -> list[Output]:
         outputs = self._take_commands() if self._inbox else []
         engine = self._engine
-        if engine.has_unfinished:
-            try:
-                outputs += engine.step()
-            except Exception as error:
-                failure = f"a step failed: {type(error).__name__}: {error}"
-                self._die(engine.dead or EngineDeadError(failure))
-            if engine.dead is not None:
-                self._die(engine.dead)
+        try:
+            outputs += engine.step()
+        except Exception as error:
+            failure = f"a step failed: {type(error).__name__}: {error}"
+            self._die(engine.dead or EngineDeadError(failure))
+        if engine.dead is not None:
+            self._die(engine.dead)
         for output in outputs:
             self._deliver(output)
         return outputs

@@ -195,7 +195,10 @@ class Engine:
         raised on after everything was put back: the requests go on with the next step. In the
         middle of the bookkeeping it cannot be undone and ends the engine.
         """
-        self._check_alive()
+        if self._closed or self.dead is not None:
+            self._check_alive()
+        if not (self._generations or self._news):
+            return []
         clock, seconds = time.perf_counter, self._seconds
         begin = clock()
         try:
