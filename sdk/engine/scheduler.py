@@ -30,6 +30,9 @@ one system prompt computes it once. It keeps its place; others may be admitted m
 budget as it comes, but the last known token of either runs only in a step in which the other's does
 too: that step has both rows of logits.
 
+*Steady steps.* While all that runs are requests that need one token each, and nobody comes or goes,
+``plan()`` returns the last plan once more and ``next_tokens`` says what its rows go on with.
+
 *Without chunked prefill* every prompt runs in one step. A preempted request comes back with prompt
 and output as its prompt, so the budget must hold ``max_model_len`` tokens, which is checked.
 """
