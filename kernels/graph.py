@@ -44,6 +44,8 @@ class Recorded(Protocol):
 
     def run(self, tokens: int, outputs: int, requests: int) -> None: ...
 
+    def run_again(self) -> None: ...
+
 
 class Recorder(Protocol):
     """A backend that can record its operators.
@@ -58,6 +60,7 @@ class Graph(Generic[Result]):
     """A recorded forward pass. Owns its buffers; the weights must outlive it.
 
     ``result`` is what the forward pass returned: buffers, whose first rows a replay fills.
+    ``replay_again()`` is a replay with the counts of the last one.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class Graph(Generic[Result]):
         self._recorded = recorded
         self._buffers = buffers
         self.result = result
+        self.replay_again = recorded.run_again
         self.max_tokens, self.max_outputs, self.max_requests = limits
 
     def replay(self, *, tokens: int, outputs: int, requests: int) -> None:

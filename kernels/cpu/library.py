@@ -324,7 +324,12 @@ class Program:
     def run(self, tokens: int, outputs: int, requests: int) -> None:
         """All operators with these counts. :raises KernelError: when the library reports it."""
         self._counts[:] = [tokens, outputs, requests]
-        check(self._run(self._engine.handle, self._handle, self._counts), "step")
+        self.run_again()
+
+    def run_again(self) -> None:
+        """With the counts of the last run. :raises KernelError: when the library reports it."""
+        if status := self._run(self._engine.handle, self._handle, self._counts):
+            check(status, "step")
 
 
 def check(status: int, op: str) -> None:

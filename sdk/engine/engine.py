@@ -64,7 +64,7 @@ class Engine:
         self._news: dict[Generation, None] = {}  # those owed an output, in order
         self._decoded: dict[int, str] = {}  # token id -> text, for logprobs
         self._num_finished = 0
-        self._seconds = [0.0] * 5  # plan, execute, commit, outputs; of execute, native calls
+        self._seconds = [0.0] * 4  # plan, execute, commit, outputs
         self._closed = False
 
     # Requests
@@ -195,7 +195,10 @@ class Engine:
         raised on after everything was put back: the requests go on with the next step. In the
         middle of the bookkeeping it cannot be undone and ends the engine.
         """
-        self._check_alive()
+        if self._closed or self.dead is not None:
+            self._check_alive()
+        if not (self._generations or self._news):
+            return []
         clock, seconds = time.perf_counter, self._seconds
         begin = clock()
         try:
@@ -205,7 +208,13 @@ class Engine:
             self._die(_BROKEN_OFF, error)
             raise
         try:
-            result = StepResult(plan.step_id) if plan.empty else self._execute(plan)
+            result: StepResult | list[int]
+            if tokens := self.scheduler.next_tokens:
+                result = self._executor.execute_again(plan, tokens)
+            elif plan.num_tokens or plan.dropped:
+                result = self._execute(plan)
+            else:
+                result = StepResult(plan.step_id)
             executed = clock()
         except Exception as error:
             self._die("the executor failed", error)
@@ -223,7 +232,6 @@ class Engine:
             seconds[1] += executed - planned
             seconds[2] += committed - executed
             seconds[3] += clock() - committed
-            seconds[4] += result.native_seconds
         except BaseException as error:
             self._die(_BROKEN_OFF, error)
             raise
@@ -351,7 +359,7 @@ class Engine:
             "execute_seconds": self._seconds[1],
             "commit_seconds": self._seconds[2],
             "output_seconds": self._seconds[3],
-            "native_seconds": self._seconds[4],
+            "native_seconds": self._executor.native_seconds,
         }
 
     def close(self) -> None:

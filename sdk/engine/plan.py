@@ -52,10 +52,10 @@ class StepPlan(NamedTuple):
     #: Finished, aborted or preempted since the last plan: ranks forget them.
     dropped: tuple[str, ...] = ()
 
-    @property
-    def empty(self) -> bool:
-        """True when no rank has anything to do."""
-        return not self.num_tokens and not self.dropped
+    def going_on(self, tokens: list[int]) -> StepPlan:
+        """This plan, of one token in each row, with these tokens appended to its rows."""
+        rows = zip(self.num_tokens, tokens, strict=True)
+        return self._replace(appended=tuple((name, (token,)) for (name, _), token in rows))
 
 
 class Sampled(NamedTuple):
@@ -75,7 +75,6 @@ class StepResult(NamedTuple):
     (guides aside: their last token runs in the step of their request's).
     ``prompt_logprobs`` scores the prompt tokens that follow the positions run in this step.
     ``errors`` fails single requests (NaN logits) while the others go on.
-    ``native_seconds`` is the part of the step that rank 0 spent inside native calls.
     """
 
     step_id: int
@@ -83,4 +82,3 @@ class StepResult(NamedTuple):
     prompt_logprobs: Mapping[str, tuple[Sampled, ...]] = {}
     hidden: Mapping[str, list[float]] = {}
     errors: Mapping[str, str] = {}
-    native_seconds: float = 0.0

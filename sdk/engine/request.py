@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 
 from sdk.engine.pages import PageKey, page_key
-from sdk.engine.plan import RequestKind
+from sdk.engine.plan import RequestKind, RequestStart
 from sdk.outputs import FinishReason
 from sdk.params import SamplingParams
 from sdk.sampling.resolved import ResolvedParams
@@ -77,7 +77,7 @@ class Request:
         "num_prompt_scored",
         "num_prompt_tokens",
         "num_published",
-        "num_sent",
+        "num_started",
         "order",
         "pages",
         "params",
@@ -133,7 +133,7 @@ class Request:
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed = 0
         self.num_cached: int | None = None  # the prefix hit as first reported; kept over preemption
-        self.num_sent = 0  # tokens the ranks know
+        self.num_started = 0  # tokens the ranks were given when it was admitted
         self.num_prompt_scored = 0  # prompt_logprobs handed out so far
         self.num_preemptions = 0
 
@@ -215,6 +215,20 @@ class Request:
     def uses_prefix_cache(self) -> bool:
         """False where every position must run: prompt logprobs, embeddings (which may pool)."""
         return self.kind == "generate" and not self.scores_prompt
+
+    def start(self) -> RequestStart:
+        """What the ranks must know to run it, when they do not know it."""
+        return RequestStart(
+            request_id=self.request_id,
+            token_ids=tuple(self.token_ids),
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_computed=self.num_computed,
+            pages=tuple(self.pages),
+            params=self.params,
+            kind=self.kind,
+            resolved=self.resolved,
+            guides=self.guides,
+        )
 
     def extend_keys(self, root: bytes, page_size: int, num_pages: int) -> None:
         """Compute the chained keys of the first ``num_pages`` pages, all of them full."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -24,6 +24,11 @@ from sdk.models.parallel import Mesh
 from sdk.quant.checkpoint import Checkpoint
 from sdk.sampling.guidance import guided
 from sdk.sampling.sampler import Sampler
+from sdk.sampling.state import RequestState
+from sdk.sampling.uniform import TOKEN
+
+#: Steps run again before requests and sampler hear of their tokens, at the next page boundary.
+_MAX_AGAIN = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +74,14 @@ class ModelRunner:
     ) -> None:
         self._mesh = mesh
         self._requests: dict[str, Running] = {}
+        # The last step, while it can be run again: its rows, those drawn at random, and the tokens
+        # of each time it was, of which neither requests nor sampler know yet.
+        self._rows: list[Running] = []
+        self._drawing: list[tuple[int, RequestState]] = []
+        self._again: list[list[int]] = []
         self.unused_tensors: list[str] = []
+        #: Spent in native calls so far.
+        self.native_seconds = 0.0
         with contextlib.ExitStack() as undo:
             if checkpoint is None:
                 checkpoint = open_checkpoint(
@@ -112,6 +124,7 @@ class ModelRunner:
     def close(self) -> None:
         """Give everything back. Idempotent; the runner must not be used afterwards."""
         self._requests.clear()
+        self._rows, self._drawing = [], []
         self._inputs.forget()
         self._graph = None
         self.kv.close()
@@ -149,15 +162,63 @@ class ModelRunner:
         outputs = [*wanted.rows, *wanted.guides.values()] if wanted.guides else wanted.rows
         tokens = self._inputs.fill(rows, outputs)
         self.sampler.write_draws(wanted.sampling, self._inputs.sampling)
-        begin = time.perf_counter()
+        begin = perf_counter()
         hidden, logits = self._forward(tokens, len(rows), len(outputs))
-        seconds = time.perf_counter() - begin
+        self.native_seconds += perf_counter() - begin
         for request, count in rows:
             request.num_computed += count
         if wanted.guides or wanted.special:  # torch changes or reads what was made in this mode
             with torch.inference_mode():
-                return self._finish(plan, wanted, hidden, logits, seconds)
-        return self._finish(plan, wanted, hidden, logits, seconds)
+                return self._finish(plan, wanted, hidden, logits)
+        if self._graph is not None and len(wanted.sampling) == len(rows) == tokens:
+            drawing = self.sampler.drawing(wanted.sampling)
+            if drawing is not None:
+                self._rows, self._drawing = [request for request, _ in rows], drawing
+        return self._finish(plan, wanted, hidden, logits)
+
+    def execute_again(self, plan: StepPlan, tokens: list[int]) -> StepResult | list[int]:
+        """See :meth:`sdk.executors.base.Executor.execute_again`.
+
+        It touches as little as it can: a step leaves the caches full of weights, and each function
+        or object not used since costs 1 to 10 us.
+        """
+        graph, inputs = self._graph, self._inputs
+        if graph is None or not self._rows:
+            return self.execute(plan.going_on(tokens))
+        if plan.new_pages:
+            self._extend_rows(plan)
+        self._again.append(tokens)
+        inputs.advance(tokens)
+        for row, state in self._drawing:
+            ahead = len(self._again)
+            inputs.sampling.set(row, state.draw(ahead), state.uniform(TOKEN, ahead))
+        begin = perf_counter()
+        graph.replay_again()
+        self.native_seconds += perf_counter() - begin
+        sampled = inputs.sampled(len(tokens))
+        if sampled is None:  # not all are finite
+            wanted = _Wanted([request_id for request_id, _ in plan.num_tokens])
+            return self._finish(plan, wanted, *graph.result)
+        return sampled
+
+    def _extend_rows(self, plan: StepPlan) -> None:
+        for request_id, pages in plan.new_pages:
+            request = self._requests[request_id]
+            request.pages.extend(pages)
+            self._inputs.write_pages(self._rows.index(request), request)
+        if len(self._again) >= _MAX_AGAIN:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Tell requests and sampler the tokens of the steps that were run again."""
+        again, self._again = self._again, []
+        if not again:
+            return
+        for row, request in enumerate(self._rows):
+            tokens = [step[row] for step in again]
+            request.token_ids += tokens
+            request.num_computed += len(tokens)
+            self.sampler.append(request.start.request_id, tokens)
 
     def _forward(self, tokens: int, requests: int, outputs: int) -> tuple[Tensor, Tensor]:
         """Hidden states and the wanted rows' logits: the first ``tokens`` and ``outputs`` rows."""
@@ -178,6 +239,8 @@ class ModelRunner:
             return hidden, logits
 
     def _update(self, plan: StepPlan) -> None:
+        self._settle()
+        self._rows, self._drawing = [], []
         if plan.dropped:
             self._inputs.forget()
         for request_id in plan.dropped:
@@ -222,7 +285,7 @@ class ModelRunner:
         return wanted
 
     def _finish(
-        self, plan: StepPlan, wanted: _Wanted, hidden: Tensor, logits: Tensor, seconds: float
+        self, plan: StepPlan, wanted: _Wanted, hidden: Tensor, logits: Tensor
     ) -> StepResult:
         """Score what was asked for and sample where a request's end ran."""
         sampled: dict[str, Sampled] = {}
@@ -255,7 +318,7 @@ class ModelRunner:
                     embeddings[request_id] = vector.tolist()
                 else:
                     errors[request_id] = "the model's hidden state is not finite"
-        return StepResult(plan.step_id, sampled, prompt_logprobs, embeddings, errors, seconds)
+        return StepResult(plan.step_id, sampled, prompt_logprobs, embeddings, errors)
 
     def _guided(self, wanted: _Wanted, logits: Tensor) -> Tensor:
         """The rows to sample, each guided one moved away from what its guide says."""

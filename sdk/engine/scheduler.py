@@ -30,6 +30,9 @@ one system prompt computes it once. It keeps its place; others may be admitted m
 budget as it comes, but the last known token of either runs only in a step in which the other's does
 too: that step has both rows of logits.
 
+*Steady steps.* While all that runs are requests that need one token each, and nobody comes or goes,
+``plan()`` returns the last plan once more and ``next_tokens`` says what its rows go on with.
+
 *Without chunked prefill* every prompt runs in one step. A preempted request comes back with prompt
 and output as its prompt, so the budget must hold ``max_model_len`` tokens, which is checked.
 """
@@ -123,8 +126,15 @@ class Scheduler:
         self._expired: list[RequestUpdate] = []
         self._plan: StepPlan | None = None  # in flight, with what it runs:
         self._in_flight: list[tuple[Request, int]] = []
+        #: Unless empty, the plan is the rows of the last one again: the tokens they go on with.
+        self.next_tokens: list[int] = []
+        # What runs are requests that need one token each, and nobody came or went since the plan:
+        self._steady = False
+        self._num_tokens: tuple[tuple[str, int], ...] = ()
+        self._again: StepPlan | None = None  # with nothing but these rows
+        self._full: list[Request] = []  # they need a page now
         self._num_added = 0
-        self._step_id = 0
+        self._step_id = self._num_steps = 0
         # A request may know one token more than the pages hold: the last one is never read back.
         self._max_len = min(config.max_model_len, self.pool.capacity * config.page_size + 1)
 
@@ -144,7 +154,7 @@ class Scheduler:
     @property
     def num_steps(self) -> int:
         """Plans made so far."""
-        return self._step_id
+        return self._num_steps
 
     # Coming and going
 
@@ -212,6 +222,8 @@ class Scheduler:
         if request.status is _RUNNING:
             self._remove(self._running, request)
             self._release(request)
+            if self._plan is None:  # else commit() looks at them once more
+                self._in_flight = []
         else:
             self._remove(self._waiting, request)
         for sequence in request.sequences:
@@ -232,6 +244,7 @@ class Scheduler:
                     del self._promised[key.digest]
             sequence.pages = []
             self._dropped.append(sequence.request_id)
+        self._steady, self._full = False, []
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; what runs now goes on, but is not cached any more."""
@@ -247,9 +260,12 @@ class Scheduler:
         """Decide the next step. Only queues and pages change; tokens count when committed."""
         if self._plan is not None:
             raise RuntimeError(f"step {self._step_id} was planned but not committed")
-        now = self.clock()
         if self._deadlines:
-            self._expire(now)
+            self._expire(self.clock())
+        self._num_steps += 1
+        if self._steady and (plan := self._plan_again()) is not None:
+            return plan
+        self.next_tokens, self._again = [], None
         decodes: list[tuple[str, int]] = []
         chunks: list[tuple[str, int]] = []
         appended: list[tuple[str, tuple[int, ...]]] = []
@@ -264,22 +280,48 @@ class Scheduler:
                 budget -= part[1]
                 self._in_flight.append(part)
         if self._waiting and budget and everyone:
-            for request, shares in self._admit(budget, now):
+            for request, shares in self._admit(budget, self.clock()):
                 self._in_flight += shares
-                started += map(_start, request.sequences)
+                started += [sequence.start() for sequence in request.sequences]
         for sequence, num in self._in_flight[len(decodes) :]:
             (decodes if num == 1 else chunks).append((sequence.request_id, num))
+        alone = 0 < len(decodes) == len(self._running)  # nobody has a guide
+        self._steady = everyone and alone and not (prefills or started)
         dropped, self._dropped = self._dropped, []
         self._step_id += 1
+        self._num_tokens = tuple(decodes + chunks)
         self._plan = StepPlan(
             self._step_id,
-            tuple(decodes + chunks),
+            self._num_tokens,
             tuple(started),
             tuple(appended),
             tuple(new_pages),
             tuple(dropped),
         )
         return self._plan
+
+    def _plan_again(self) -> StepPlan | None:
+        """The rows of the last plan once more. None: somebody may be admitted, or pages lack.
+
+        While nobody needs a page it is the same object: nothing is made or looked at row by row.
+        """
+        if self._waiting and len(self._running) < self.config.max_num_seqs:
+            return None
+        plan = self._again
+        if plan is None or self._full:
+            pages = self.pool.acquire((), len(self._full))
+            if pages is None:
+                return None
+            new_pages = []
+            for request, page in zip(self._full, pages, strict=True):
+                request.pages.append(page)
+                new_pages.append((request.request_id, (page,)))
+            self._step_id += 1
+            plan = StepPlan(self._step_id, self._num_tokens, new_pages=tuple(new_pages))
+            if not new_pages:
+                self._again = plan
+        self._plan = plan
+        return plan
 
     def _plan_decodes(
         self,
@@ -307,10 +349,9 @@ class Scheduler:
                     new_pages.append((sequence.request_id, (page,)))
             else:
                 for sequence in sequences:
-                    tokens, request_id = sequence.token_ids, sequence.request_id
-                    if sequence.num_sent < len(tokens):
-                        appended.append((request_id, tuple(tokens[sequence.num_sent :])))
-                        sequence.num_sent = len(tokens)
+                    request_id, known = sequence.request_id, sequence.num_computed
+                    if known >= sequence.num_started:
+                        appended.append((request_id, (sequence.token_ids[known],)))
                     decodes.append((request_id, 1))
                     in_flight.append((sequence, 1))
         return everyone
@@ -418,7 +459,7 @@ class Scheduler:
         for sequence, known, num in zip(sequences, hits, num_new, strict=True):
             sequence.pages, new = known + new[:num], new[num:]
             sequence.num_computed = len(known) * size
-            sequence.num_sent = sequence.num_tokens
+            sequence.num_started = sequence.num_tokens
             sequence.num_published = len(known)
             sequence.publishes = self.config.enable_prefix_caching
             sequence.status = _RUNNING
@@ -439,17 +480,21 @@ class Scheduler:
                 self._end(request, "deadline")
                 self._expired.append(RequestUpdate(request))
 
-    def commit(self, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:
+    def commit(self, plan: StepPlan, result: StepResult | list[int]) -> list[RequestUpdate]:
         """Advance the requests of ``plan`` by what came out; returns those with news."""
-        if plan is not self._plan or result.step_id != plan.step_id:
+        step_id = plan.step_id if isinstance(result, list) else result.step_id
+        if plan is not self._plan or step_id != plan.step_id:
             expected = "none" if self._plan is None else self._plan.step_id
             raise RuntimeError(
-                f"commit of plan {plan.step_id} with the result of step {result.step_id}; "
+                f"commit of plan {plan.step_id} with the result of step {step_id}; "
                 f"the step in flight is {expected}"
             )
         now = self.clock()
         updates, self._expired = self._expired, []
-        in_flight, self._in_flight, self._plan = self._in_flight, [], None
+        in_flight, self._plan = self._in_flight, None
+        if isinstance(result, list):
+            self._commit_tokens(in_flight, result, now, updates)
+            return updates
         page_size = self.config.page_size
         errors, prompt_logprobs = result.errors, result.prompt_logprobs
         for request, num in in_flight:
@@ -474,7 +519,48 @@ class Scheduler:
                 self._complete(request, result, scored, now, updates)
             elif scored:
                 updates.append(RequestUpdate(request, None, scored))
+        if self._steady:
+            self.next_tokens = [request.token_ids[-1] for request, _ in in_flight]
+            self._full = [r for r, _ in in_flight if r.num_computed == len(r.pages) * page_size]
+        else:
+            self._in_flight = []
         return updates
+
+    def _commit_tokens(
+        self,
+        in_flight: list[tuple[Request, int]],
+        tokens: list[int],
+        now: float,
+        updates: list[RequestUpdate],
+    ) -> None:
+        """Commit a plan that was the last one once more: a token for each, and nothing else."""
+        page_size = self.config.page_size
+        full: list[Request] = []
+        row = -1
+        for request, _ in in_flight:
+            row += 1
+            if request.status is not _RUNNING:
+                continue  # aborted while the step ran
+            token_id, known = tokens[row], request.token_ids
+            after = request.num_computed = len(known)
+            if not after % page_size:
+                if request.publishes:
+                    self._publish(request, after // page_size)
+                if after == len(request.pages) * page_size:
+                    full.append(request)
+            known.append(token_id)
+            self.num_generation_tokens += 1
+            request.last_token_ts = now
+            if (
+                request.watched
+                or token_id in request.stop_token_ids
+                or len(known) >= request.max_len
+            ):
+                self._report(request, Sampled(token_id), (), updates)
+        if self._steady:
+            self.next_tokens, self._full = tokens, full
+        else:
+            self._in_flight = []
 
     def _publish(self, request: Request, num_full: int) -> None:
         """Let others find the pages that this committed step has filled."""
@@ -511,21 +597,31 @@ class Scheduler:
         if sampled is None:
             self._fail(request, "the step returned no token", updates)
             return
-        tokens, token_id = request.token_ids, sampled.token_id
-        tokens.append(token_id)
+        request.token_ids.append(sampled.token_id)
         if request.guide is not None:
-            request.guide.token_ids.append(token_id)
+            request.guide.token_ids.append(sampled.token_id)
         self.num_generation_tokens += 1
         request.last_token_ts = now
         if request.first_token_ts is None:
             request.first_token_ts = now
+        self._report(request, sampled, scored, updates)
+
+    def _report(
+        self,
+        request: Request,
+        sampled: Sampled,
+        scored: tuple[Sampled, ...],
+        updates: list[RequestUpdate],
+    ) -> None:
+        """A request has one more token: end it where that was the last, tell who watches."""
+        token_id = sampled.token_id
         if (
             token_id in request.stop_token_ids
             and request.num_output_tokens >= request.params.min_tokens
         ):
             is_eos = token_id in self.config.eos_token_ids and not request.params.ignore_eos
             self._end(request, "stop", None if is_eos else token_id)
-        elif len(tokens) >= request.max_len:
+        elif len(request.token_ids) >= request.max_len:
             self._end(request, "length")
         elif not (request.watched or scored):
             return
@@ -545,7 +641,7 @@ class Scheduler:
         """
         if self._plan is not None:
             self._dropped = [*self._plan.dropped, *self._dropped]
-            self._plan, self._in_flight = None, []
+            self._plan, self._in_flight, self._steady = None, [], False
             while self._running:
                 self._preempt(self._running.pop())
 
@@ -572,18 +668,3 @@ class Scheduler:
                 assert answers[0] == answers[1], "a guide and its request have different answers"
         assert set(self._promised.values()) <= set(sequences), "a promise nobody keeps"
         assert all(math.isfinite(moment) for moment, _, _ in self._deadlines)
-
-
-def _start(request: Request) -> RequestStart:
-    """What the ranks must know to run a request that they do not know."""
-    return RequestStart(
-        request_id=request.request_id,
-        token_ids=tuple(request.token_ids),
-        num_prompt_tokens=request.num_prompt_tokens,
-        num_computed=request.num_computed,
-        pages=tuple(request.pages),
-        params=request.params,
-        kind=request.kind,
-        resolved=request.resolved,
-        guides=request.guides,
-    )

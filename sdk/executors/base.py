@@ -10,6 +10,10 @@ from sdk.engine.plan import StepPlan, StepResult
 class Executor(Protocol):
     """Runs steps on 1..N ranks. Calls come one at a time, from any thread."""
 
+    @property
+    def native_seconds(self) -> float:
+        """How long rank 0 has been inside native calls so far."""
+
     def start(self) -> None:
         """Bring the ranks up (load the model, allocate the KV pages). Called once, first."""
 
@@ -23,6 +27,13 @@ class Executor(Protocol):
 
         An exception means that the ranks are lost: the engine fails every request with it.
         A failure of one request (NaN, a user's callback) goes into ``StepResult.errors`` instead.
+        """
+
+    def execute_again(self, plan: StepPlan, tokens: list[int]) -> StepResult | list[int]:
+        """``execute(plan.going_on(tokens))``, where ``tokens`` are what the step before sampled.
+
+        ``plan`` has the rows of that step, one token in each, and at most new pages besides. What
+        comes back may be a token for each row instead, where that is all there is to say.
         """
 
     def close(self) -> None:

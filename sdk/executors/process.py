@@ -157,6 +157,15 @@ class ProcessExecutor(Generic[RunnerT]):
                 raise raised from error
             return result
 
+    def execute_again(self, plan: StepPlan, tokens: list[int]) -> StepResult:
+        """A step like any other: only rank 0 knows what it sampled."""
+        return self.execute(plan.going_on(tokens))
+
+    @property
+    def native_seconds(self) -> float:
+        """See :class:`sdk.executors.base.Executor`."""
+        return self.runner.native_seconds
+
     def _check_owner(self) -> None:
         # before the lock: a forked child may have inherited it locked
         if os.getpid() != self._owner:

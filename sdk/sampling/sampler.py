@@ -78,6 +78,13 @@ class Sampler:
             else:
                 buffers.set(row, state.draw(), state.uniform(TOKEN))
 
+    def drawing(self, request_ids: Sequence[str]) -> list[tuple[int, RequestState]] | None:
+        """The rows that are drawn at random, if the tokens alone are wanted of all the rows."""
+        states = [self._states[request_id] for request_id in request_ids]
+        if not all(state.plain for state in states):
+            return None
+        return [(row, state) for row, state in enumerate(states) if not state.greedy]
+
     def sample(self, logits: Tensor, request_ids: Sequence[str]) -> list[Sampled | str]:
         """:meth:`write_draws`, the draw and :meth:`collect` in one."""
         buffers = SampleBuffers(len(request_ids))

@@ -68,18 +68,18 @@ class RequestState:
         self._extend(ids, 1)
         self.mu = self.next_mu
 
-    def uniform(self, stream: int) -> float:
-        """This position's random number of ``stream``."""
-        return uniform(self._seed, len(self.output), stream)
+    def uniform(self, stream: int, ahead: int = 0) -> float:
+        """The random number of ``stream`` for this position, or one so far ``ahead``."""
+        return uniform(self._seed, len(self.output) + ahead, stream)
 
-    def draw(self) -> bytes:
-        """What decides this position's token but for its random number."""
+    def draw(self, ahead: int = 0) -> bytes:
+        """What decides that position's token but for its random number."""
         if not self._changing:
             return self._draw
         params = self.params
         if self.mirostat:
             return self._pack(mirostat_mu=self.mu)
-        if self.uniform(XTC) < params.xtc_probability:
+        if self.uniform(XTC, ahead) < params.xtc_probability:
             return self._pack(xtc_threshold=params.xtc_threshold)
         return self._draw
 

@@ -108,25 +108,34 @@ def llm(tiny_path: Path) -> Iterator[LLM]:
 # ---- NaN -----------------------------------------------------------------------------------------
 
 
-def test_nan_logits_end_exactly_their_request(llm: LLM) -> None:
+@pytest.mark.parametrize("kind", ["only tokens", "logprobs beside them"])
+def test_nan_logits_end_exactly_their_request(llm: LLM, kind: str) -> None:
     expected = ask(llm, 1, 2, 3)
     llm.reset_prefix_cache()
     runner = llm._runner()
-    assert runner is not None
-    forward, calls = runner._forward, 0
+    assert runner is not None and runner._graph is not None
+    graph, forward, again, calls = runner._graph, runner._forward, runner._graph.replay_again, 0
 
     @torch.inference_mode()
-    def poisoned(*counts: int) -> Any:
+    def poison(logits: torch.Tensor) -> None:
         nonlocal calls
         calls += 1
-        hidden, rows = forward(*counts)
         if calls == 4:
-            rows[1, 5] = math.nan
-            runner.ops.sample_into(rows[: counts[2]], runner._inputs.sampling)
-        return hidden, rows
+            logits[1, 5] = math.nan
+            runner.ops.sample_into(logits[:3], runner._inputs.sampling)
 
-    runner._forward = poisoned
-    good, bad, other = llm.generate([ids(1), ids(2), ids(3)], SHORT)
+    def poisoned(*counts: int) -> Any:
+        hidden, logits = forward(*counts)
+        poison(logits)
+        return hidden, logits
+
+    def poisoned_again() -> None:
+        again()
+        poison(graph.result[1])
+
+    runner._forward, graph.replay_again = poisoned, poisoned_again
+    params = [SHORT, SHORT, SHORT if kind == "only tokens" else SHORT.clone(logprobs=1)]
+    good, bad, other = llm.generate([ids(1), ids(2), ids(3)], params)
     assert [tokens(good), tokens(other)] == [expected[0], expected[2]]
     assert bad.outputs[0].finish_reason == "error" and tokens(bad) == expected[1][:3]
     assert "not finite" in str(bad.outputs[0].stop_reason)

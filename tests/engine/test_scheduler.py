@@ -215,7 +215,7 @@ def test_a_page_is_known_only_after_its_step_was_committed(rig):
     request = r.add("a", prompt(16))
     plan = r.scheduler.plan()
     assert r.pool.match(request.keys) == []
-    result = r.runner.execute(plan)
+    result = r.execute(plan)
     assert r.pool.match(request.keys) == []
     r.scheduler.commit(plan, result)
     assert len(r.pool.match(request.keys)) == 4
@@ -241,21 +241,22 @@ def test_an_abort_gives_pages_back_at_once_and_reaches_the_ranks(rig, when):
     request = r.add("a", prompt(40), max_tokens=20)
     if when == "waiting":
         r.scheduler.abort("a")
-        assert r.scheduler.plan().empty
+        plan = r.scheduler.plan()
+        assert not plan.num_tokens and not plan.dropped
         return
     plan = r.scheduler.plan()
     if when == "in flight":
         r.scheduler.abort("a")
         assert r.pool.num_available == r.pool.capacity
         again = r.add("a", prompt(12, seed=3))  # the id is free again, even now
-        assert r.scheduler.commit(plan, r.runner.execute(plan)) == []
+        assert r.scheduler.commit(plan, r.execute(plan)) == []
         next_plan, _ = r.step()
         assert next_plan.dropped == ("a",) and next_plan.started[0].token_ids == (*prompt(12, 3),)
         r.run()
         assert again.num_output_tokens == 8
         r.assert_answers()
         return
-    r.scheduler.commit(plan, r.runner.execute(plan))
+    r.scheduler.commit(plan, r.execute(plan))
     if when == "running":
         r.step()
         r.step()
@@ -401,7 +402,7 @@ def test_plan_and_commit_must_alternate(rig):
         r.scheduler.plan()
     with pytest.raises(RuntimeError, match="result of step 7; the step in flight is 1"):
         r.scheduler.commit(plan, StepResult(7))
-    r.scheduler.commit(plan, r.runner.execute(plan))
+    r.scheduler.commit(plan, r.execute(plan))
     with pytest.raises(RuntimeError, match="the step in flight is none"):
         r.scheduler.commit(plan, StepResult(plan.step_id))
 
@@ -413,7 +414,7 @@ def test_a_rolled_back_step_is_done_again(rig):
     r.step()
     r.scheduler.abort("gone")
     plan = r.scheduler.plan()
-    r.runner.execute(plan)  # the ranks did it, but nobody heard
+    r.execute(plan)  # the ranks did it, but nobody heard
     r.scheduler.rollback()
     r.scheduler.check()
     plan, _ = r.step()
@@ -451,7 +452,7 @@ def test_a_pool_of_exactly_all_seats_at_full_length_seats_everybody_at_once(
     while r.scheduler.num_waiting:
         plan = r.scheduler.plan()
         assert r.scheduler.num_running == 4
-        r.scheduler.commit(plan, r.runner.execute(plan))
+        r.scheduler.commit(plan, r.execute(plan))
     r.run()
     r.assert_answers()
     assert r.scheduler.num_preemptions == 0
@@ -474,3 +475,53 @@ def test_a_page_is_kept_for_those_that_will_need_one_and_for_no_others(rig):
     r.run()
     r.assert_answers()
     assert r.scheduler.num_preemptions == 0
+
+
+def test_while_requests_stay_the_plan_is_the_same_object_but_for_new_pages(rig):
+    r = rig(page_size=4)
+    r.add("a", prompt(5), max_tokens=40)
+    r.add("b", prompt(6, seed=2), max_tokens=40)
+    r.step()
+    r.step()
+    plans = [r.step()[0] for _ in range(28)]
+    bare = [plan for plan in plans if not plan.new_pages]
+    assert len(bare) == 14 and len({id(plan) for plan in bare}) == 1
+    assert not any(bare[0][2:])
+    grown = [plan for plan in plans if plan.new_pages]
+    assert all(len(plan.new_pages) == 1 for plan in grown)
+    assert not any(plan.appended or plan.started or plan.dropped for plan in grown)
+    r.run()
+    r.assert_answers()
+
+
+def test_requests_that_stay_are_planned_anew_when_somebody_may_join(rig):
+    r = rig(max_num_seqs=2)
+    for name, count in (("a", 30), ("b", 10), ("c", 8)):
+        r.add(name, prompt(5, seed=ord(name)), max_tokens=count)
+    r.step()
+    r.step()
+    for _ in range(3):  # one waits, but there is no seat
+        plan, _ = r.step()
+        assert r.scheduler.num_waiting == 1 and not plan.appended
+    while r.scheduler.num_waiting:
+        plan, _ = r.step()
+    assert [start.request_id for start in plan.started] == ["c"] and plan.dropped == ("b",)
+    r.run()
+    r.assert_answers()
+
+
+def test_a_request_that_is_aborted_while_a_step_runs_again_takes_no_token_from_it(rig):
+    r = rig()
+    for name in "ab":
+        r.add(name, prompt(5, seed=ord(name)), max_tokens=20)
+    for _ in range(4):
+        r.step()
+    plan = r.scheduler.plan()
+    assert r.scheduler.next_tokens
+    gone = r.scheduler.abort("a")
+    known = gone.num_tokens
+    r.scheduler.commit(plan, r.execute(plan))
+    assert gone.num_tokens == known and r.scheduler._in_flight == []
+    assert r.step()[0].dropped == ("a",)
+    r.run()
+    r.assert_answers()

@@ -138,7 +138,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if during is not None:
             during()
             scheduler.check()
-        rig.updates += scheduler.commit(plan, rig.runner.execute(plan))
+        rig.updates += scheduler.commit(plan, rig.execute(plan))
         assert not rig.runner.errors
         scheduler.check()
 
@@ -223,7 +223,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """A step is interrupted after the ranks did all of it, or nothing."""
         plan = self.rig.scheduler.plan()
         if heard:
-            self.rig.runner.execute(plan)
+            self.rig.execute(plan)
         self.rig.scheduler.rollback()
         assert self.rig.scheduler.num_running == 0
         assert self.rig.pool.num_available == self.rig.pool.capacity

@@ -77,5 +77,9 @@ class FakeRunner:
             },
         )
 
+    def execute_again(self, plan: StepPlan, tokens: list[int]) -> list[int]:
+        self.execute(plan)
+        return [token + 1 for token in tokens]
+
     def close(self) -> None:
         self.closed += 1

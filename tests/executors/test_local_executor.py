@@ -42,17 +42,27 @@ def test_close_closes_the_runner_once_and_ends_the_executor(ranks: ModuleType) -
     assert runner.closed == 1
     with pytest.raises(EngineClosedError, match="not running"):
         executor.execute(StepPlan(1))
+    with pytest.raises(EngineClosedError, match="not running"):
+        executor.execute_again(StepPlan(1), [0])
     with pytest.raises(EngineClosedError, match="was closed"):
         executor.start()
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["new", "again"])
 def test_close_waits_for_the_step_in_progress(
-    ranks: ModuleType, tmp_path: Path, eventually
+    ranks: ModuleType, tmp_path: Path, eventually, again: bool
 ) -> None:
     executor = LocalExecutor(ranks.FakeRunner, ranks.FakeConfig({(0, 1): "hold"}, str(tmp_path)))
     executor.start()
     results: list[int] = []
-    step = threading.Thread(target=lambda: results.append(executor.execute(StepPlan(1)).step_id))
+
+    def run() -> None:
+        if again:
+            results.extend(executor.execute_again(StepPlan(1), [0]))
+        else:
+            results.append(executor.execute(StepPlan(1)).step_id)
+
+    step = threading.Thread(target=run)
     step.start()
     assert eventually((tmp_path / "holding").exists)
     runner = executor.runner
