@@ -423,7 +423,8 @@ static void strips_int(const LinearArgs* args, const Share* strips, uint8_t* scr
         Panel panel;
         panel.reach = w->codes + (last < w->row_blocks ? last : w->row_blocks) * row_bytes;
         panel.ahead = nullptr;
-        panel.later = panel.then = panel.then_end = again ? nullptr : strips->then;
+        panel.later = again ? nullptr : strips->then;
+        panel.then = panel.then_end = panel.later ? panel.later : panel.reach;
         panel.later_end = strips->then_end;
         panel.fresh = again || !strips->resumed;
         if (panel.fresh) {
