@@ -16,7 +16,7 @@ import torch
 from sdk.kernels.errors import KernelError
 
 #: Must equal kAbiVersion in native/abi.hpp; a library with another one is refused as stale.
-ABI_VERSION = 5
+ABI_VERSION = 6
 
 #: Instruction-set levels, worst to best, in the order of native/levels.hpp.
 LEVELS = ("portable", "avx2", "avx2_vnni", "avx512_vnni")
@@ -85,6 +85,7 @@ class Activations(Structure):
     _fields_ = [
         ("k_blocks", c_int64),
         ("blocks", c_void_p),
+        ("rest", c_void_p),
     ]
 
 
@@ -197,6 +198,7 @@ _SIGNATURES = {
     "engine_level": (c_int, (c_void_p,)),
     "pack": (c_int, (c_void_p, POINTER(WeightView), c_void_p, c_int64)),
     "unpack": (c_int, (c_void_p, POINTER(WeightView), c_void_p, c_int64)),
+    "args_size": (c_int64, (c_int,)),
     "run": (c_int, (c_void_p, c_int, c_void_p, c_int64)),
     "program_create": (c_void_p, ()),
     "program_destroy": (None, (c_void_p,)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import threading
@@ -45,6 +46,15 @@ def test_a_stale_library_is_refused(tmp_path: Path) -> None:
     assert isinstance(found, str)
     assert found.startswith("native module is stale: interface 0 in ")
     assert found.endswith(f"expected {library.ABI_VERSION}: run `make build`")
+
+
+@pytest.mark.parametrize("kind", library.OpKind)
+def test_arguments_have_the_size_the_library_reads(kind: library.OpKind) -> None:
+    native = library.find_library()
+    assert not isinstance(native, str), native
+    arguments = getattr(library, f"{kind.name.capitalize()}Args")
+    assert ctypes.sizeof(arguments) == native.embedlm_args_size(kind)
+    assert native.embedlm_args_size(len(library.OpKind)) == 0
 
 
 def test_a_foreign_or_broken_library_is_refused(tmp_path: Path) -> None:

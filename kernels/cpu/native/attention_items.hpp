@@ -148,16 +148,16 @@ static bool next_stretch(Walk* walk, uint8_t* scratch, Stretch* to) {
 // turns.
 struct Ahead {
     Walk walk;
-    Stretch stretch;    // the cursor is in it
+    Stretch stretch;     // the cursor is in it
     int64_t position;    // of the next page in it
     const char* values;  // of the page whose keys were the run before
     const uint8_t *then, *then_end;  // what the thread reads after its items
     uint8_t* scratch;
     int64_t run_bytes;
-    const char* runs[2 * kChunkKeys / 4];  // to ask for during this chunk
-    int count, next;         // runs; the one after `at`'s
-    const char *at, *end;    // within a run
-    int per_step;            // lines
+    const char* runs[2 * kChunkKeys / 4];  // of this chunk; a page has 4 keys or more
+    int count, next;       // runs; the one after `at`'s
+    const char *at, *end;  // within a run
+    int per_step;          // lines
 };
 
 enum { kAheadBytes = 32768 };  // most of the first-level cache

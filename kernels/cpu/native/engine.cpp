@@ -100,6 +100,9 @@ EXPORT int embedlm_run(void* handle, int kind, const void* args, int64_t rows) {
     });
 }
 
+// Of the structure that `kind` takes: a caller whose own differs must not call.
+EXPORT int64_t embedlm_args_size(int kind) { return (int64_t)args_size(kind); }
+
 EXPORT void* embedlm_program_create() { return new (std::nothrow) Program; }
 
 EXPORT void embedlm_program_destroy(void* program) { delete static_cast<Program*>(program); }

@@ -4,9 +4,10 @@
 //     t = (codes . q - zero * sum(q)) * scale_w    summed over the units by fma, and
 //     t = t - minus * sum(q)                       by fma, where there is a minimum
 //     acc = fma(t, scale_x, acc)
-// The part in integers is exact, also where it is done in floats (below 2^24), so neither the vector
-// width nor the number of rows handled at a time (MR) changes a bit: a row alone, in a batch, or in
-// a chunk gives the same result. The levels with a fused multiply-add agree bit for bit too.
+// and after a chunk's blocks (below) the same for what rounding left of some of them (round_again).
+// The part in integers is exact, and so is its conversion (below 2^24), so neither the vector width
+// nor the number of rows handled at a time (MR) changes a bit: a row alone, in a batch, or in a chunk
+// gives the same result. The levels with a fused multiply-add agree bit for bit too.
 //
 // A strip of two row blocks goes through k in chunks that stay in the first-level cache: their scales
 // become floats once, from 9 rows on codes of other than 4 and 8 bits become bytes once, and each

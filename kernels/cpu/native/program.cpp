@@ -37,23 +37,6 @@ int64_t row_work(const Op& op) {
     }
 }
 
-size_t args_size(int kind) {
-    switch (kind) {
-        case kOpEmbedding: return sizeof(EmbeddingArgs);
-        case kOpLinear: return sizeof(LinearArgs);
-        case kOpNorm: return sizeof(NormArgs);
-        case kOpGated: return sizeof(GatedArgs);
-        case kOpMap: return sizeof(MapArgs);
-        case kOpAngles: return sizeof(AnglesArgs);
-        case kOpSelect: return sizeof(SelectArgs);
-        case kOpRope: return sizeof(RopeArgs);
-        case kOpAttention: return sizeof(AttentionArgs);
-        case kOpPlaces: return sizeof(PlacesArgs);
-        case kOpSample: return sizeof(SampleArgs);
-        default: return 0;
-    }
-}
-
 void select_rows(const SelectArgs& a, int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t)
         memcpy(a.out + t * a.width, a.x + a.rows[t] * a.width, sizeof(float) * (size_t)a.width);
@@ -94,6 +77,23 @@ bool same_plan(const AttentionArgs& a, const AttentionArgs& b) {
 }
 
 }  // namespace
+
+size_t args_size(int kind) {
+    switch (kind) {
+        case kOpEmbedding: return sizeof(EmbeddingArgs);
+        case kOpLinear: return sizeof(LinearArgs);
+        case kOpNorm: return sizeof(NormArgs);
+        case kOpGated: return sizeof(GatedArgs);
+        case kOpMap: return sizeof(MapArgs);
+        case kOpAngles: return sizeof(AnglesArgs);
+        case kOpSelect: return sizeof(SelectArgs);
+        case kOpRope: return sizeof(RopeArgs);
+        case kOpAttention: return sizeof(AttentionArgs);
+        case kOpPlaces: return sizeof(PlacesArgs);
+        case kOpSample: return sizeof(SampleArgs);
+        default: return 0;
+    }
+}
 
 void Scratch::release() {
     free(data_);

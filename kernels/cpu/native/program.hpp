@@ -33,6 +33,9 @@ struct Op {
     };
 };
 
+// Bytes of the arguments of an operator; 0 for a kind that does not exist.
+size_t args_size(int kind);
+
 class Program {
 public:
     // `args` points to the structure of `kind`. False for a kind that does not exist.
