@@ -328,6 +328,15 @@ static void store_strip(const LinearArgs* args, int64_t index, int valid, int64_
     }
 }
 
+// Makes the strip's columns of out this core's own before they are written: a row of logits is 192 KiB
+// from the next, so that each store waited for its line (the head takes 0.94 of its time, 16 rows).
+INLINE void own_lines(const LinearArgs* args, int64_t index, int64_t m, int64_t m_end) {
+    for (; m < m_end; ++m) {
+        const float* to = args->out + m * args->out_stride + index * kStripRows;
+        for (int i = 0; i < kStripRows; i += 16) __builtin_prefetch(to + i, 1);
+    }
+}
+
 // One chunk of one strip for `m` rows of x.
 template <int BITS, int UNIT, bool MINUS>
 static void chunk_int(Panel* panel, const Rounded* x, int64_t m, float* sums, uint8_t* expanded) {
@@ -375,6 +384,7 @@ static void strips_int(const LinearArgs* args, const Share* strips, uint8_t* scr
             const Strip strip = strip_at(w, s);
             const bool direct = chunks == 1 && strip.valid == kStripRows;  // no sums in between
             float* to = direct ? args->out + m * args->out_stride + s * kStripRows : sums;
+            if (direct && s + 1 < strips->end) own_lines(args, s + 1, m, m_end);
             for (int64_t c = 0; c < chunks; ++c) {
                 const int64_t i = chunk_begin(blocks, c), i_end = chunk_begin(blocks, c + 1);
                 for (int b = 0; b < kStrip; ++b) {
