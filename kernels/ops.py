@@ -181,7 +181,9 @@ class Ops:
                     "format": _dtype_name(layout.values),
                 }
             case Affine():
-                fields = {"layout": "affine", "bits": layout.bits, "group": layout.group}
+                kind = "" if layout.table is None else "table"
+                fields = {"layout": "affine", "format": kind}
+                fields |= {"bits": layout.bits, "group": layout.group}
             case Blocks():
                 fields = {"layout": "blocks", "format": layout.type}
         problem = Problem(

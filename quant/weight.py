@@ -23,7 +23,7 @@ from sdk.kernels.reference.linear import gather_rows, slice_rows
 from sdk.kernels.registry import Choice
 from sdk.quant.errors import AlignmentError
 from sdk.quant.join import join
-from sdk.quant.spec import QuantSpec
+from sdk.quant.spec import QuantSpec, WeightKind
 
 Side = Literal["in", "out"]
 
@@ -195,17 +195,20 @@ class Float8Weight(PackedWeight):
 
 
 class AffineWeight(PackedWeight):
-    """2- to 8-bit integers in groups along ``in`` with scale and optional zero point or minimum."""
+    """Integers or indices of a table in groups along ``in``: see `sdk.kernels.layouts.Affine`."""
 
     def __init__(self, layout: Layout) -> None:
         assert isinstance(layout, Affine)
-        whole_row = layout.group >= layout.shape[1]
-        self._spec = QuantSpec(
-            "int",
-            layout.bits,
-            group=None if whole_row else layout.group,
-            symmetric=layout.minus is None and layout.zeros is None,
-        )
+        if layout.name:
+            kind: WeightKind = "block" if layout.table is None else "table"
+            self._spec = QuantSpec(kind, layout.bits, layout.name, layout.group)
+        else:
+            self._spec = QuantSpec(
+                "int",
+                layout.bits,
+                group=None if layout.group >= layout.shape[1] else layout.group,
+                symmetric=layout.minus is None and layout.zeros is None,
+            )
         super().__init__(layout)
 
     @property
@@ -217,12 +220,15 @@ class AffineWeight(PackedWeight):
         assert isinstance(w, Affine)
         if w.group < w.shape[1]:  # one group for the whole row may be cut anywhere
             self._check_group(w.group, start, count)
-        first, last = start // w.group, -(-(start + count) // w.group)
+        if w.super_scale is not None and w.super_group < w.shape[1]:
+            self._check_group(w.super_group, start, count)
+        end = start + count
+        first, last = start // w.group, -(-end // w.group)
         if start * w.bits % 8 == 0:
-            codes = w.codes[:, start * w.bits // 8 : -(-(start + count) * w.bits // 8)]
+            codes = w.codes[:, start * w.bits // 8 : -(-end * w.bits // 8)]
         else:
             whole = unpack_codes(w.codes, w.bits, w.shape[1])
-            codes = pack_codes(whole[:, start : start + count], w.bits)
+            codes = pack_codes(whole[:, start:end], w.bits)
         return replace(
             w,
             shape=(w.shape[0], count),
@@ -230,11 +236,14 @@ class AffineWeight(PackedWeight):
             scale=w.scale[:, first:last],
             zeros=None if w.zeros is None else w.zeros[:, first:last],
             minus=None if w.minus is None else w.minus[:, first:last],
+            super_scale=None
+            if w.super_scale is None
+            else w.super_scale[:, start // w.super_group : -(-end // w.super_group)],
         )
 
 
 class BlockWeight(PackedWeight):
-    """GGUF k-quants in the bytes of their file."""
+    """GGUF blocks in the bytes of their file."""
 
     def __init__(self, layout: Layout) -> None:
         assert isinstance(layout, Blocks)

@@ -110,6 +110,8 @@ class Linear:
             if problem.format not in _VALUES[3:]:
                 return f"scaled {problem.format}: expected {', '.join(_VALUES[3:])}"
         elif problem.layout == "affine":
+            if problem.format == "table":
+                return "codes that index a table"
             if not 2 <= problem.bits <= 8:
                 return f"{problem.bits} bits: expected 2 to 8"
             if problem.group % 16 and problem.group < problem.in_features:
