@@ -107,16 +107,16 @@ def test_a_scale_may_lie_in_another_shard(write: Write) -> None:
 @pytest.mark.parametrize(
     ("beside", "message"),
     [
-        ({}, r"F8_E4M3: expected one scale beside it, found none"),
+        ({}, r"weight' is F8_E4M3, which is not run as a plain tensor"),
         (
             {"weight_scale": torch.ones(1), "weight_scale_inv": torch.ones(1)},
-            r"found .*weight_scale_inv and .*weight_scale$",
+            r"expected one scale beside it, found .weight_scale_inv and .weight_scale$",
         ),
         ({"weight_scale": torch.ones(31)}, r"shape \[31, 1\], expected \[32, 1\] for \[32, 64\]"),
         ({"weight_scale": torch.ones(32, 2)}, r"shape \[32, 2\], expected \[32, 1\]"),
         ({"weight_scale": torch.tensor(float("nan"))}, r"weight_scale': a scale is not a finite"),
         ({"weight_scale": torch.full((32,), float("inf"))}, "a scale is not a finite number"),
-        ({"weight_scale": torch.tensor(1)}, r"a scale in torch\.int64, expected a float type"),
+        ({"weight_scale": torch.tensor(1)}, r"weight_scale': I64, expected F32 or F16 or BF16"),
         (
             {"weight": values()[:, :32], "weight_scale": torch.tensor(1.0)},
             r"shape \[32, 32\], the config asks for \[32, 64\]",
@@ -146,5 +146,17 @@ def test_an_impossible_block_size_is_refused(write: Write, size: Any) -> None:
 def test_other_meanings_of_the_same_names_are_refused(write: Write) -> None:
     with pytest.raises(UnsupportedError, match="scales that divide are not run yet"):
         open_checkpoint(write({"weight_scale_method": "row"}, weight_scale_inv=torch.ones(32)))
-    with pytest.raises(UnsupportedError, match="qweight' is written by GPTQ or AWQ"):
-        open_checkpoint(write(None, qweight=torch.ones(3)))
+
+
+def test_an_8_bit_matrix_is_one_entry_with_its_scales(write: Write) -> None:
+    path = write(None, weight_scale=torch.tensor(0.5), input_scale=torch.tensor(2.0))
+    entries = {entry.name: entry for entry in open_checkpoint(path).entries()}
+    assert sorted(entries) == ["model.embed_tokens.weight", DOWN]
+    found = entries[DOWN]
+    assert (found.shape, found.format, found.nbytes) == ((32, 64), "fp8", 32 * 64 + 8)
+
+
+def test_a_scaled_matrix_of_another_type_is_refused(write: Write) -> None:
+    path = write(None, weight=torch.ones(32, 64), weight_scale=torch.tensor(0.5))
+    with pytest.raises(CheckpointError, match=r"weight': F32 .*expected a matrix in F8_E4M3 or"):
+        open_checkpoint(path).entries()
