@@ -35,15 +35,21 @@ _TELLTALES = (
     (".weight_scale_inv", "fp8", "FP8 in blocks"),
     (".weight_scale", "fp8", "FP8 or INT8 with weight scales"),
     (".SCB", "bitsandbytes", "bitsandbytes LLM.int8"),
-    (".quant_state.bitsandbytes__nf4", "bitsandbytes", "bitsandbytes nf4"),
-    (".quant_state.bitsandbytes__fp4", "bitsandbytes", "bitsandbytes fp4"),
+    (".weight.quant_state.bitsandbytes__nf4", "bitsandbytes", "bitsandbytes nf4"),
+    (".weight.quant_state.bitsandbytes__fp4", "bitsandbytes", "bitsandbytes fp4"),
     ("_proj_blocks", "mxfp4", "MXFP4"),
     ("._weight_qdata", "torchao", "torchao"),
     (".W_q", "hqq", "HQQ"),
     (".act.scales", "", "AWQ for activation functions with scales of their own (MPT, Falcon)"),
 )
 #: Methods under more than one name.
-_ALIASES = {"intel_auto_round": "auto_round", "autoround": "auto_round"}
+_ALIASES = {
+    "intel_auto_round": "auto_round",
+    "autoround": "auto_round",
+    "modelopt_fp4": "modelopt",
+    "modelopt_mixed": "modelopt",
+    "modelopt_mxfp8": "modelopt",
+}
 #: Methods that are not run, by name.
 _REFUSED = {
     "aqlm": "AQLM, sums of code books",

@@ -1,0 +1,81 @@
+"""Matrices of integers with one code per byte, as `Affine` layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sdk.kernels.layouts import Affine
+from sdk.loaders.formats.bit_rows import pack_rows
+from sdk.loaders.formats.stored_layer import StoredLayer
+
+
+def signed_matrix(
+    layer: StoredLayer,
+    ending: str,
+    values: Tensor,
+    scale: Tensor,
+    group: int,
+    points: Tensor | None = None,
+    widths: Collection[int] = (),
+) -> Affine:
+    """Signed integers, one per byte; packed where they are said to need fewer bits.
+
+    Args:
+        layer: for errors.
+        ending: of the matrix, for errors.
+        values: int8 ``[N, K]``; may be a view of the file.
+        scale: floats ``[N, ceil(K / group)]``.
+        group: columns that share a scale.
+        points: zero points, int8 of the shape of ``scale``.
+        widths: numbers of bits the file says its integers have; empty: 8.
+
+    Returns:
+        A layout of the smallest width that holds every code. 8-bit codes without zero points share
+        memory with ``values``.
+
+    Raises:
+        CheckpointError: a code needs more bits than any of ``widths``, or zero points of another
+            shape or range.
+    """
+    shape = (values.shape[0], values.shape[1])
+    bits = _width(layer, ending, values, widths)
+    if points is not None:
+        if points.shape != scale.shape:
+            raise layer.fail(
+                ending,
+                f"zero points of shape {list(points.shape)}, expected {list(scale.shape)} as the "
+                "scales",
+            )
+        if not bool(points.any()):
+            points = None
+    codes = values.view(torch.uint8)
+    if bits == 8 and points is None:
+        return Affine(shape, 8, group, codes, scale, signed=True)
+    half = np.uint8(1 << bits - 1)
+    # In two's complement adding half the range makes codes unsigned; bytes wrap around.
+    packed = torch.from_numpy(pack_rows(codes.numpy() + half, bits))
+    if points is None:
+        return Affine(shape, bits, group, packed, scale, zero=int(half))
+    zeros = points.view(torch.uint8).numpy() + half
+    if int(zeros.max()) >= 1 << bits:
+        raise layer.fail(ending, f"a zero point is outside of the range of {bits} bits")
+    return Affine(shape, bits, group, packed, scale, zeros=torch.from_numpy(zeros))
+
+
+def _width(layer: StoredLayer, ending: str, values: Tensor, widths: Collection[int]) -> int:
+    """The smallest of ``widths`` that holds every code."""
+    allowed = sorted(widths) or [8]
+    if allowed == [8]:
+        return 8
+    codes = values.numpy()
+    least, greatest = int(codes.min()), int(codes.max())
+    for bits in allowed:
+        if -1 << bits - 1 <= least and greatest < 1 << bits - 1:
+            return bits
+    raise layer.fail(
+        ending, f"codes from {least} to {greatest}, expected integers of {allowed[-1]} bits"
+    )
