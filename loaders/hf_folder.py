@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.layouts import Dense
-from sdk.loaders.formats.quantized import CONFIG_FILES, Quantization, quantization
+from sdk.loaders.formats.quantized import CONFIG_FILES, KV_SCALES, Quantization, quantization
 from sdk.loaders.formats.stored_layer import StoredLayer
 from sdk.loaders.json_file import read_json
 from sdk.loaders.model_shapes import check_config, expected_shape
@@ -62,6 +62,8 @@ class HfFolder:
         )
         self._files: SafetensorsFiles | None = files
         self._tensors = _canonical_names(files)
+        if any(name.endswith(KV_SCALES) for name in self._tensors):
+            logger.info("%s: its scales for an 8-bit KV cache are not used", folder)
         self._pulled: set[str] = set()
         self._warned: set[str] = set()
         self._done = 0
@@ -114,7 +116,7 @@ class HfFolder:
             stored.name
             for name, stored in self._tensors.items()
             if stored.name not in self._pulled
-            and not name.endswith(_IGNORABLE)
+            and not name.endswith((*_IGNORABLE, *KV_SCALES))
             and not (tied and name == "lm_head.weight")
         ]
 

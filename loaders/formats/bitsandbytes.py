@@ -1,9 +1,10 @@
 """bitsandbytes (``quant_method: bitsandbytes``): LLM.int8 and the 4-bit types nf4 and fp4.
 
 LLM.int8: ``P.weight`` int8 ``[N, K]``, ``P.SCB`` float32 ``[N]``; a weight is ``code * SCB / 127``.
-4 bits: ``P.weight`` uint8 ``[N * K / 2, 1]``, the flattened matrix with the even element in the high
-half of a byte, and beside it, all named ``P.weight.*``: ``quant_map`` (what the 16 codes mean),
-``absmax`` (the scale of every ``blocksize`` elements), ``quant_state.bitsandbytes__nf4`` (JSON).
+4 bits: ``P.weight`` uint8 ``[N * K / 2, 1]``, the flattened matrix with the even element in the
+high half of a byte, and beside it, all named ``P.weight.*``: ``quant_map`` (what the 16 codes
+mean), ``absmax`` (the scale of every ``blocksize`` elements), ``quant_state.bitsandbytes__nf4``
+(JSON).
 With double quantization ``absmax`` are codes too: ``nested_quant_map[code] * nested_absmax[i //
 nested_blocksize] + nested_offset``. Source: bitsandbytes 0.50.
 """

@@ -37,6 +37,7 @@ from sdk.loaders.formats.scales import (
     floats,
     matrix,
     number,
+    numerics,
     row_groups,
 )
 from sdk.loaders.formats.stored_layer import StoredLayer
@@ -59,14 +60,13 @@ _FORMATS = (
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """What one entry of ``config_groups`` says of its weights (``group`` columns, ``block`` rows
-    and columns, where it names a size) and of the activations they are multiplied with."""
+    """What one entry of ``config_groups`` says of its weights: ``group`` columns, or a ``block`` of
+    rows and columns, where it names a size."""
 
     kind: str
     bits: int
     group: int | None = None
     block: tuple[int, int] | None = None
-    activation_bits: int = 16
 
     def __str__(self) -> str:
         return f"{self.bits}-bit {self.kind}"
@@ -81,13 +81,12 @@ class Settings:
     def bits_of(self, kind: str) -> list[int]:
         return sorted({scheme.bits for scheme in self.schemes if scheme.kind == kind})
 
-    @property
-    def groups(self) -> set[int]:
-        return {scheme.group for scheme in self.schemes if scheme.group is not None}
+    def groups_of(self, columns: int) -> set[int]:
+        """Columns that may share a scale; the whole row, where no entry has groups."""
+        return {scheme.group or columns for scheme in self.schemes}
 
-    @property
-    def blocks(self) -> list[tuple[int, int]]:
-        groups = [(1, size) for size in sorted(self.groups)]
+    def blocks_of(self, columns: int) -> list[tuple[int, int]]:
+        groups = [(1, size) for size in sorted(self.groups_of(columns))]
         return [scheme.block for scheme in self.schemes if scheme.block is not None] + groups
 
 
@@ -97,13 +96,7 @@ def settings(config: Mapping[str, Any], source: str) -> Settings:
         CheckpointError: a field that is there is not sound.
         UnsupportedError: sparse or rotated weights, or a format that is not known.
     """
-    for field in ("sparsity_config", "transform_config"):
-        value = config.get(field)
-        if isinstance(value, Mapping) and value and value.get("format") != "dense":
-            raise UnsupportedError(
-                f"{source}: {field} in quantization_config: sparse and rotated weights are not "
-                "run; take a checkpoint that is only quantized"
-            )
+    _check_plain(config, source)
     status = config.get("quantization_status", "compressed")
     if status != "compressed":
         raise UnsupportedError(
@@ -116,6 +109,22 @@ def settings(config: Mapping[str, Any], source: str) -> Settings:
         raise CheckpointError(f"{source}: config_groups is {str(groups)[:80]}, expected an object")
     schemes = [_scheme(group, f"{source}: config_groups.{name}") for name, group in groups.items()]
     return Settings(tuple(scheme for scheme in schemes if scheme is not None))
+
+
+def _check_plain(config: Mapping[str, Any], source: str) -> None:
+    """Neither sparse nor rotated."""
+    for field, key, plain in (
+        ("sparsity_config", "format", (None, "dense")),
+        ("transform_config", "config_groups", (None, {})),
+    ):
+        value = config.get(field) or {}
+        if not isinstance(value, Mapping):
+            raise CheckpointError(f"{source}: {field} is {str(value)[:80]}, expected an object")
+        if value.get(key) not in plain:
+            raise UnsupportedError(
+                f"{source}: {field} says {key} {str(value[key])[:80]}: sparse and rotated weights "
+                "are not run; take a checkpoint that is only quantized"
+            )
 
 
 def _check_format(name: Any, source: str) -> None:
@@ -141,16 +150,13 @@ def _scheme(group: Any, source: str) -> Scheme | None:
     if kind not in ("int", "float"):
         raise CheckpointError(f"{source}.weights.type is {str(kind)[:80]!r}, expected int or float")
     size = weights.get("group_size")
-    if size is not None and (type(size) is not int or size < 1 and size != -1):
+    if size is not None and (type(size) is not int or (size < 1 and size != -1)):
         raise CheckpointError(f"{source}.weights.group_size is {str(size)[:80]}, expected from 1")
-    inputs = group.get("input_activations")
-    rounded = isinstance(inputs, Mapping) and inputs.get("num_bits") == 8
     return Scheme(
         kind,
         bits,
         None if size == -1 else size,
         _block(weights.get("block_structure"), source),
-        8 if rounded else 16,
     )
 
 
@@ -173,14 +179,16 @@ def outline(layer: StoredLayer, settings: Settings) -> tuple[tuple[int, int], st
         kind = layer.stored(".weight").dtype
         shape = scales.outline(layer, ".weight", ("I8", *FLOAT8))
         if kind == "I8":
-            return shape, f"w{(settings.bits_of('int') or [8])[0]}"
+            bits = (settings.bits_of("int") or [8])[0]
+            return shape, numerics(layer, ".weight_scale", bits, shape[1])
         powers = layer.stored(".weight_scale").dtype in EXPONENTS
         return shape, "mxfp8" if powers else FLOAT8[kind]
     rows, size = scales.outline(layer, ".weight_packed", ("I32", "U8"))
     if layer.stored(".weight_packed").dtype == "U8":
         return (rows, size * 2), "nvfp4" if layer.has(".weight_global_scale") else "mxfp4"
-    shape = layer.shape or _stored_shape(layer) or (rows, size * 32 // settings.bits_of("int")[0])
-    return shape, f"w{_width(layer, size, shape[1], settings)[0]}"
+    shape = layer.shape or _stored_shape(layer) or (rows, size * 32 // 4)
+    bits, _ = _width(layer, size, shape[1], settings)
+    return shape, numerics(layer, ".weight_scale", bits, shape[1])
 
 
 def decode(layer: StoredLayer, settings: Settings) -> Layout:
@@ -212,10 +220,12 @@ def _unpacked(layer: StoredLayer, settings: Settings) -> Layout:
     values = matrix(layer, ".weight", ("I8", *FLOAT8))
     if values.dtype != torch.int8:
         _expect(layer, ".weight", settings, "float", 8)
-        return float8(layer, values, ".weight", ".weight_scale", settings.blocks)
+        return float8(
+            layer, values, ".weight", ".weight_scale", settings.blocks_of(values.shape[1])
+        )
     shape = (values.shape[0], values.shape[1])
     scale, group = row_groups(
-        layer, ".weight_scale", floats(layer, ".weight_scale"), shape, settings.groups
+        layer, ".weight_scale", floats(layer, ".weight_scale"), shape, settings.groups_of(shape[1])
     )
     points = None
     if layer.has(".weight_zero_point"):
@@ -248,7 +258,7 @@ def _integers(layer: StoredLayer, settings: Settings) -> Affine:
     else:
         codes = words.view(torch.uint8)[:, : -(-shape[1] * bits // 8)]
     scale, group = row_groups(
-        layer, ".weight_scale", floats(layer, ".weight_scale"), shape, settings.groups
+        layer, ".weight_scale", floats(layer, ".weight_scale"), shape, settings.groups_of(shape[1])
     )
     layout = Affine(shape, bits, group, codes, scale, zero=1 << bits - 1)
     if layer.has(".weight_zero_point"):
@@ -266,7 +276,7 @@ def _stored_shape(layer: StoredLayer) -> tuple[int, int] | None:
 
 
 def _width(layer: StoredLayer, words: int, columns: int, settings: Settings) -> tuple[int, bool]:
-    """Bits of a code, and whether none straddles two words, as before version 0.12."""
+    """Bits of a code, and whether none straddles two words, as in older files."""
     said = settings.bits_of("int") if settings.schemes else range(1, 9)
     for bits in said:
         if -(-columns * bits // 32) == words:
@@ -292,7 +302,7 @@ def _zeros(layer: StoredLayer, layout: Affine, whole: bool) -> Tensor:
     """Zero points as unsigned codes, uint8 of the shape of the scales."""
     rows, groups = layout.scale.shape
     bits, ending = layout.bits, ".weight_zero_point"
-    if layer.stored(ending).dtype == "I8":  # one per byte, as before version 0.9
+    if layer.stored(ending).dtype == "I8":  # one per byte, as in older files
         points = layer.read(ending, _INT8, (rows, groups))
         zeros = points.numpy().view(np.uint8) + np.uint8(1 << bits - 1)
     else:

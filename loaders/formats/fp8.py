@@ -43,8 +43,8 @@ def settings(config: Mapping[str, Any], source: str) -> Settings:
     semantics = config.get("weight_scale_semantics", "inverse")
     if semantics != "inverse":
         raise UnsupportedError(
-            f"{source}: weight_scale_semantics is {str(semantics)[:80]}, which is not run; expected "
-            "inverse"
+            f"{source}: weight_scale_semantics is {str(semantics)[:80]}, which is not run; "
+            "expected inverse"
         )
     block = config.get("weight_block_size")
     if block is None:

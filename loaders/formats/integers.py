@@ -34,15 +34,14 @@ def signed_matrix(
         widths: numbers of bits the file says its integers have; empty: 8.
 
     Returns:
-        A layout of the smallest width that holds every code. 8-bit codes without zero points share
-        memory with ``values``.
+        A layout of the smallest width that holds every code and zero point. 8-bit codes without
+        zero points share memory with ``values``.
 
     Raises:
-        CheckpointError: a code needs more bits than any of ``widths``, or zero points of another
-            shape or range.
+        CheckpointError: a number needs more bits than any of ``widths``, or the zero points have
+            another shape.
     """
     shape = (values.shape[0], values.shape[1])
-    bits = _width(layer, ending, values, widths)
     if points is not None:
         if points.shape != scale.shape:
             raise layer.fail(
@@ -52,6 +51,7 @@ def signed_matrix(
             )
         if not bool(points.any()):
             points = None
+    bits = _width(layer, ending, [values] if points is None else [values, points], widths)
     codes = values.view(torch.uint8)
     if bits == 8 and points is None:
         return Affine(shape, 8, group, codes, scale, signed=True)
@@ -60,19 +60,17 @@ def signed_matrix(
     packed = torch.from_numpy(pack_rows(codes.numpy() + half, bits))
     if points is None:
         return Affine(shape, bits, group, packed, scale, zero=int(half))
-    zeros = points.view(torch.uint8).numpy() + half
-    if int(zeros.max()) >= 1 << bits:
-        raise layer.fail(ending, f"a zero point is outside of the range of {bits} bits")
-    return Affine(shape, bits, group, packed, scale, zeros=torch.from_numpy(zeros))
+    zeros = torch.from_numpy(points.view(torch.uint8).numpy() + half)
+    return Affine(shape, bits, group, packed, scale, zeros=zeros)
 
 
-def _width(layer: StoredLayer, ending: str, values: Tensor, widths: Collection[int]) -> int:
-    """The smallest of ``widths`` that holds every code."""
+def _width(layer: StoredLayer, ending: str, tensors: list[Tensor], widths: Collection[int]) -> int:
+    """The smallest of ``widths`` that holds every number in ``tensors``."""
     allowed = sorted(widths) or [8]
     if allowed == [8]:
         return 8
-    codes = values.numpy()
-    least, greatest = int(codes.min()), int(codes.max())
+    least = min(int(tensor.numpy().min()) for tensor in tensors)
+    greatest = max(int(tensor.numpy().max()) for tensor in tensors)
     for bits in allowed:
         if -1 << bits - 1 <= least and greatest < 1 << bits - 1:
             return bits

@@ -1,11 +1,10 @@
 """ModelOpt (``quant_method: modelopt``, or hf_quant_config.json): 8- and 4-bit floats.
 
 ``P.weight`` is float8_e4m3fn ``[N, K]`` with ``P.weight_scale`` for the tensor (FP8), every row
-(FP8_PER_CHANNEL_PER_TOKEN), 128 x 128 block (FP8_PB_WO, stored ``[., 1, ., 1]``) or power of two for
-32 columns (MXFP8); or uint8 ``[N, K / 2]``, two e2m1 floats each, with a float8_e4m3fn scale for 16
-columns and ``P.weight_scale_2`` for all, which multiplies (NVFP4). The tensors tell which it is, so
-MIXED_PRECISION needs nothing of its own. Source: Model Optimizer 0.29's exported checkpoints, and
-what vLLM reads of them.
+(FP8_PER_CHANNEL_PER_TOKEN), 128 x 128 block (FP8_PB_WO, stored ``[., 1, ., 1]``) or a power of two
+for 32 columns (MXFP8); or uint8 ``[N, K / 2]``, two e2m1 floats each, with a float8_e4m3fn scale
+for 16 columns and ``P.weight_scale_2`` for all, which multiplies (NVFP4). The tensors tell which it
+is, so MIXED_PRECISION needs nothing of its own. Source: ModelOpt's checkpoints as vLLM reads them.
 """
 
 from __future__ import annotations

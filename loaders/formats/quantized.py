@@ -27,6 +27,12 @@ CONFIG_FILES = (
     "hf_quant_config.json",
     "quantization_config.json",
 )
+#: Ends of the names of scales for an 8-bit KV cache. Ours are 16 bits, or 8 with scales computed
+#: from the values themselves, which lose less than these: they are not needed.
+KV_SCALES = (
+    *(".self_attn.k_scale", ".self_attn.v_scale", ".attn.k_scale", ".attn.v_scale", ".kv_scale"),
+    *(".k_proj.k_scale", ".v_proj.v_scale", ".k_proj.output_scale", ".v_proj.output_scale"),
+)
 #: Ends of tensor names that only one method (or family) writes: the module to ask where no config
 #: names one, and what to call it.
 _TELLTALES = (
@@ -150,7 +156,7 @@ def unsupported(source: str, why: str) -> UnsupportedError:
 
 
 def _told_tales(tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[str, str, str]]:
-    """The first tensor of every telltale ending found."""
+    """The first tensor of every telltale ending found, the ones that tell most in front."""
     endings = tuple(ending for ending, *_ in _TELLTALES)
     found: dict[str, tuple[str, str, str]] = {}
     seen: set[str] = set()
@@ -161,7 +167,7 @@ def _told_tales(tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[str, str
             if name.endswith(tale[0]) and tale[0] not in seen:
                 seen.add(tale[0])
                 found[name] = tale
-    return found
+    return dict(sorted(found.items(), key=lambda item: _TELLTALES.index(item[1])))
 
 
 def _method(settings: Mapping[str, Any], source: str) -> str | None:

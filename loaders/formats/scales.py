@@ -38,6 +38,13 @@ def outline(layer: StoredLayer, ending: str, types: Collection[str]) -> tuple[in
     return stored.shape[0], stored.shape[1]
 
 
+def numerics(layer: StoredLayer, ending: str, bits: int, columns: int) -> str:
+    """What integers of ``bits`` with the scales at ``ending`` are called: ``w4g128``, ``w8``."""
+    stored = layer.stored(ending).shape
+    groups = stored[1] if len(stored) == 2 else 1
+    return f"w{bits}" if groups < 2 else f"w{bits}g{-(-columns // groups)}"
+
+
 def matrix(layer: StoredLayer, ending: str, types: Collection[str]) -> Tensor:
     """A matrix that is stored in the shape it has.
 
@@ -177,5 +184,7 @@ def _check_finite(layer: StoredLayer, ending: str, values: Tensor) -> None:
     first = 0x7F if values.dtype == torch.float8_e4m3fn else 0x7C
     codes = values.view(torch.uint8).numpy()
     for row in range(0, len(codes), 256):  # in parts that stay in the cache
-        if codes.size and int((codes[row : row + 256] & 0x7F).max()) >= first:
-            raise layer.fail(ending, f"a weight in rows {row} to {row + 255} is not finite")
+        found = codes[row : row + 256] & 0x7F
+        if int(found.max()) >= first:
+            at = row + int((found >= first).any(axis=1).argmax())
+            raise layer.fail(ending, f"a weight in row {at} is not a finite number")

@@ -1,8 +1,8 @@
 """torchao (``quant_method: torchao``) as transformers 5 saves it in safetensors files.
 
 ``P._weight_qdata`` holds int8 codes or 8-bit floats ``[N, K]``, ``P._weight_scale`` the scale of a
-tensor, row or group of columns, ``P._weight_zero_point`` what is subtracted from the codes. Codes of
-fewer bits are stored one per byte too and packed here. The older checkpoints, pickles of tensor
+tensor, row or group of columns, ``P._weight_zero_point`` what is subtracted from the codes. Codes
+of fewer bits are stored one per byte too and packed here. The older checkpoints, pickles of tensor
 classes, are not opened. Source: torchao 0.18, `torchao/prototype/safetensors`.
 """
 
@@ -24,6 +24,7 @@ from sdk.loaders.formats.scales import (
     float8,
     floats,
     matrix,
+    numerics,
     row_groups,
 )
 from sdk.loaders.formats.stored_layer import StoredLayer
@@ -51,7 +52,8 @@ def settings(config: Mapping[str, Any], source: str) -> Settings:
 def outline(layer: StoredLayer, settings: Settings) -> tuple[tuple[int, int], str]:
     """See :class:`sdk.loaders.formats.stored_layer.Format`."""
     shape = scales.outline(layer, _CODES, ("I8", *FLOAT8))
-    return shape, FLOAT8.get(layer.stored(_CODES).dtype, "w8")
+    kind = FLOAT8.get(layer.stored(_CODES).dtype)
+    return shape, kind or numerics(layer, _SCALE, 8, shape[1])
 
 
 def decode(layer: StoredLayer, settings: Settings) -> Layout:
