@@ -19,6 +19,7 @@ from sdk.loaders.formats.stored_layer import Format, StoredLayer
 from sdk.loaders.safetensors_reader import StoredTensor
 from sdk.quant.checkpoint import TensorEntry
 from sdk.quant.errors import CheckpointError, UnsupportedError
+from sdk.quant.permuted import Permuted
 
 #: Files beside config.json in which older tools put the same settings.
 CONFIG_FILES = (
@@ -92,7 +93,7 @@ class Quantization:
         nbytes = sum(stored.nbytes for stored in self.tensors_of(layer))
         return TensorEntry(name, shape, numerics, nbytes)
 
-    def decode(self, layer: StoredLayer) -> Layout:
+    def decode(self, layer: StoredLayer) -> Layout | Permuted:
         return self.format.decode(layer, self.settings)
 
 
