@@ -251,7 +251,7 @@ def _zeros(layer: StoredLayer, sizes: _Sizes, settings: Settings) -> tuple[int, 
                 "are lost; quantize the model again (AutoGPTQ issues 325 and 354)"
             )
         if bits == 3:  # no program takes the 1 from words that share a field
-            stored = (stored + 1) & 7
+            stored = (stored + np.uint8(1)) & np.uint8(7)
         else:
             ones = np.uint32(sum(1 << i for i in range(0, 32, bits)))
             stored = _fields(words.view(np.uint32) + ones, sizes, settings)
