@@ -275,6 +275,18 @@ class Ops:
             self._kernel("select_rows").run(x, rows, out)
         return out
 
+    def take_columns(self, x: Tensor, order: Tensor, *, back: bool = False) -> Tensor:
+        """``x[:, order]`` of x float32 ``[T, N]``, or the inverse with ``back``.
+
+        order int32 ``[N]``: 0..N - 1, each once.
+        """
+        expect("take_columns x", x, torch.float32, None, None)
+        expect("take_columns order", order, torch.int32, x.shape[1])
+        out = self.empty(*x.shape)
+        if out.numel():
+            self._kernel("take_columns").run(x, order, back, out)
+        return out
+
     def rope_angles(
         self, positions: Tensor, inv_freq: Tensor, factor: float
     ) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,7 @@ from sdk.loaders.safetensors_folder import open_weights
 from sdk.loaders.safetensors_reader import SafetensorsFiles, StoredTensor
 from sdk.quant.checkpoint import TensorEntry
 from sdk.quant.errors import CheckpointError, UnsupportedError
+from sdk.quant.permuted import Permuted, PermutedWeight
 from sdk.quant.weight import Weight, weight_of
 
 logger = logging.getLogger("sdk")
@@ -173,7 +174,11 @@ class HfFolder:
 
     def _decoded(self, layer: StoredLayer) -> Weight:
         assert self._quantization is not None
-        weight = weight_of(self._quantization.decode(layer))
+        found = self._quantization.decode(layer)
+        if isinstance(found, Permuted):
+            weight: Weight = PermutedWeight(weight_of(found.layout), found.order)
+        else:
+            weight = weight_of(found)
         for stored in layer.taken:
             self._opened().release(stored.name)
         if self._adds_nothing(f"{layer.name}.bias"):

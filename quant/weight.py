@@ -62,6 +62,10 @@ class Weight(ABC):
         :raises AlignmentError: when a cut along ``in`` falls inside a quantization group.
         """
 
+    def joined(self, others: Sequence[Weight]) -> Weight | None:
+        """This weight above the others as one, where their layouts agree; else ``None``."""
+        return None
+
     @abstractmethod
     def bind(self, ops: Ops, activation_bits: int = 8) -> None:
         """Choose the kernel and hand the tensors to it. Once; ``matmul`` and ``rows`` need it.
@@ -114,6 +118,11 @@ class PackedWeight(Weight):
         if side == "out":
             return type(self)(slice_rows(self.layout, start, start + count))
         return type(self)(self._narrow_in(start, count))
+
+    def joined(self, others: Sequence[Weight]) -> Weight | None:
+        layouts = [part.layout for part in (self, *others) if isinstance(part, PackedWeight)]
+        joined = join(layouts) if len(layouts) == 1 + len(others) else None
+        return None if joined is None else weight_of(joined)
 
     def _narrow_in(self, start: int, count: int) -> Layout:
         raise NotImplementedError
@@ -348,9 +357,7 @@ def concat(weights: Sequence[Weight]) -> Weight:
     parts: list[Weight] = []
     for weight in weights:
         parts.extend(weight.parts if isinstance(weight, StackedWeight) else (weight,))
-    layouts = [part.layout for part in parts if isinstance(part, PackedWeight)]
-    joined = join(layouts) if len(layouts) == len(parts) else None
-    return StackedWeight(parts) if joined is None else weight_of(joined)
+    return parts[0].joined(parts[1:]) or StackedWeight(parts)
 
 
 def weight_of(layout: Layout) -> Weight:

@@ -16,7 +16,7 @@ import torch
 from sdk.kernels.errors import KernelError
 
 #: Must equal kAbiVersion in native/abi.hpp; a library with another one is refused as stale.
-ABI_VERSION = 6
+ABI_VERSION = 7
 
 #: Instruction-set levels, worst to best, in the order of native/levels.hpp.
 LEVELS = ("portable", "avx2", "avx2_vnni", "avx512_vnni")
@@ -54,6 +54,7 @@ class OpKind(IntEnum):
     ATTENTION = 8
     PLACES = 9
     SAMPLE = 10
+    TAKE = 11
 
 
 class Count(IntEnum):
@@ -125,6 +126,14 @@ class SelectArgs(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("x", "rows", "out")),
         *((name, c_int64) for name in ("width", "size")),
+    ]
+
+
+class TakeArgs(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "order", "out")),
+        ("width", c_int64),
+        ("back", c_int32),
     ]
 
 

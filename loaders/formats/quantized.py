@@ -15,10 +15,12 @@ from importlib.util import find_spec
 from typing import Any, cast
 
 from sdk.kernels.layouts import Layout
+from sdk.loaders.formats.qweight import order_of
 from sdk.loaders.formats.stored_layer import Format, StoredLayer
 from sdk.loaders.safetensors_reader import StoredTensor
 from sdk.quant.checkpoint import TensorEntry
 from sdk.quant.errors import CheckpointError, UnsupportedError
+from sdk.quant.permuted import Permuted
 
 #: Files beside config.json in which older tools put the same settings.
 CONFIG_FILES = (
@@ -104,7 +106,7 @@ class Quantization:
         nbytes = sum(stored.nbytes for stored in self.tensors_of(layer))
         return TensorEntry(name, shape, numerics, nbytes)
 
-    def decode(self, layer: StoredLayer) -> Layout:
+    def decode(self, layer: StoredLayer) -> Layout | Permuted:
         return self.format.decode(layer, self.settings)
 
 
@@ -138,7 +140,9 @@ def quantization(
             if settings is None:
                 return None
             raise unsupported(source, "quantization_config names no method")
-        name, (_, method, words) = next(iter(told.items()))
+        name, (ending, method, words) = next(iter(told.items()))
+        if ending == ".qweight" and _is_awq(name, tensors):
+            method = "awq"
         why = f"tensor {name!r} is written by {words}"
     module = _module(method, why, source)
     for name, (ending, _, words) in told.items():
@@ -168,6 +172,12 @@ def _told_tales(tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[str, str
                 seen.add(tale[0])
                 found[name] = tale
     return dict(sorted(found.items(), key=lambda item: _TELLTALES.index(item[1])))
+
+
+def _is_awq(qweight: str, tensors: Mapping[str, StoredTensor]) -> bool:
+    """Whether AWQ rather than GPTQ wrote a layer, where no config says."""
+    scales = tensors.get(qweight.removesuffix("qweight") + "scales")
+    return scales is not None and order_of(tensors[qweight], scales) not in (None, "gptq")
 
 
 def _method(settings: Mapping[str, Any], source: str) -> str | None:

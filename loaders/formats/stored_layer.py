@@ -11,6 +11,7 @@ from torch import Tensor
 from sdk.kernels.layouts import Layout
 from sdk.loaders.safetensors_reader import StoredTensor
 from sdk.quant.errors import CheckpointError
+from sdk.quant.permuted import Permuted
 
 
 class StoredLayer:
@@ -123,7 +124,7 @@ class Format(Protocol):
     def outline(self, layer: StoredLayer, settings: Any) -> tuple[tuple[int, int], str]:
         """Shape ``(N, K)`` and numerics (``"gptq-w4g128"``) of a layer, from the headers alone."""
 
-    def decode(self, layer: StoredLayer, settings: Any) -> Layout:
+    def decode(self, layer: StoredLayer, settings: Any) -> Layout | Permuted:
         """The layer in a canonical layout. Numpy for whole matrices: quant/join.py says why.
 
         Raises:

@@ -7,7 +7,7 @@
 
 #include <stdint.h>
 
-enum { kAbiVersion = 6 };
+enum { kAbiVersion = 7 };
 
 // Element types of scales, minima, pages and dense values. kLow4 and kHigh4, for scales and minima
 // only, are the two halves of one byte (q2_k keeps both in it).
@@ -180,6 +180,16 @@ struct SelectArgs {
     int64_t size;  // rows of x
 };
 
+// out[t][k] = x[t][order[k]]; back: out[t][order[k]] = x[t][k]. `width` floats a row, order a
+// permutation of 0..width - 1. out is not x.
+struct TakeArgs {
+    const float* x;
+    const int32_t* order;
+    float* out;
+    int64_t width;
+    int32_t back;
+};
+
 // Where every token of a step stands, from what a request is: the last query_len tokens of
 // context_len, whose keys lie in the request's row of the page table.
 struct PlacesArgs {
@@ -272,6 +282,7 @@ enum OpKind {
     kOpAttention = 8,
     kOpPlaces = 9,
     kOpSample = 10,
+    kOpTake = 11,
 };
 
 // What a step counts; an operator runs over one of these (times `per` for row-wise ones).
