@@ -19,12 +19,16 @@ from sdk.quant.weight import Weight
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of a file, from its header: nothing is read."""
+    """One tensor of a file, from its header: nothing is read.
+
+    ``nbytes`` are those in the file, ``held`` those once it is loaded, where these are others.
+    """
 
     name: str
     shape: tuple[int, ...]
     format: str
     nbytes: int
+    held: int | None = None
 
     @property
     def num_elements(self) -> int:
