@@ -22,12 +22,14 @@ class TensorEntry:
     """One tensor of a file, or the tensors of one packed layer, from the headers: nothing is read.
 
     ``shape`` counts weights, not bytes; ``format`` is ``"F16"``, ``"q4_k"``, ``"gptq-w4g128"``.
+    ``nbytes`` are those in the file, ``held`` those once it is loaded, where these are others.
     """
 
     name: str
     shape: tuple[int, ...]
     format: str
     nbytes: int
+    held: int | None = None
 
     @property
     def num_elements(self) -> int:
