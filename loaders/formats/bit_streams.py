@@ -84,6 +84,11 @@ def packed(codes: Bytes, bits: int) -> Bytes:
     return stream.reshape(rows, -1)[:, : -(-count * bits // 8)]
 
 
+def packed_matrix(codes: Bytes, bits: int) -> Bytes:
+    """:func:`packed`, for whole matrices."""
+    return codes if bits == 8 else _by_rows(codes, lambda rows: packed(rows, bits))
+
+
 def in_order(streams: Bytes, bits: int, order: NDArray[np.intp]) -> Bytes:
     """The same codes, ``order[j]`` of a row being its ``j``-th."""
     return _by_rows(

@@ -39,8 +39,8 @@ _STORAGE = ("U8", "BF16", "F16", "F32")
 #: The JSON has some 170 bytes.
 _MAX_STATE = 4096
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-#: Elements dequantized at a time: 2 MiB of float32.
-_CHUNK = 1 << 19
+#: Weights dequantized at a time: what torch converts without its threads (quant/join.py).
+_CHUNK = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from sdk.kernels.layouts import Affine, Layout
 from sdk.loaders.formats import scales
-from sdk.loaders.formats.bit_rows import Bytes, pack_rows, unpack_rows
+from sdk.loaders.formats.bit_streams import Bytes, in_order, packed_matrix, unpacked
 from sdk.loaders.formats.float4 import mxfp4, nvfp4
 from sdk.loaders.formats.integers import signed_matrix
 from sdk.loaders.formats.scales import (
@@ -42,6 +42,7 @@ from sdk.loaders.formats.scales import (
 )
 from sdk.loaders.formats.stored_layer import StoredLayer
 from sdk.quant.errors import CheckpointError, UnsupportedError
+from sdk.quant.permuted import Permuted
 
 ENDINGS = (".weight_packed", ".weight_scale")
 #: For rounding activations, which the kernels do by rules of their own.
@@ -191,7 +192,7 @@ def outline(layer: StoredLayer, settings: Settings) -> tuple[tuple[int, int], st
     return shape, numerics(layer, ".weight_scale", bits, shape[1])
 
 
-def decode(layer: StoredLayer, settings: Settings) -> Layout:
+def decode(layer: StoredLayer, settings: Settings) -> Layout | Permuted:
     """The layout of a layer.
 
     Raises:
@@ -244,7 +245,7 @@ def _expect(layer: StoredLayer, ending: str, settings: Settings, kind: str, bits
         )
 
 
-def _integers(layer: StoredLayer, settings: Settings) -> Affine:
+def _integers(layer: StoredLayer, settings: Settings) -> Affine | Permuted:
     """Codes in words of 32 bits."""
     words = layer.read(".weight_packed", _INT32)
     shape = _stored_shape(layer) or layer.shape
@@ -254,7 +255,7 @@ def _integers(layer: StoredLayer, settings: Settings) -> Affine:
     layer.check_shape(".weight_shape", shape)
     bits, whole = _width(layer, words.shape[1], shape[1], settings)
     if whole:
-        codes = torch.from_numpy(pack_rows(_spread(words, bits)[:, : shape[1]], bits))
+        codes = torch.from_numpy(packed_matrix(_spread(words, bits)[:, : shape[1]], bits))
     else:
         codes = words.view(torch.uint8)[:, : -(-shape[1] * bits // 8)]
     scale, group = row_groups(
@@ -311,23 +312,30 @@ def _zeros(layer: StoredLayer, layout: Affine, whole: bool) -> Tensor:
         if whole:
             zeros = _spread(words, bits)[:, :rows].T
         else:
-            zeros = unpack_rows(words.numpy().view(np.uint8), bits, rows).T
+            zeros = unpacked(words.numpy().view(np.uint8), bits, rows).T
     if int(zeros.max()) >= 1 << bits:
         raise layer.fail(ending, f"a zero point is outside of the range of {bits} bits")
     return torch.from_numpy(np.ascontiguousarray(zeros))
 
 
-def _ordered(layer: StoredLayer, layout: Affine) -> Affine:
-    """Columns whose groups are listed one by one (``actorder: group``)."""
-    groups = layer.read(".weight_g_idx", _INT32, (layout.shape[1],)).numpy()
+def _ordered(layer: StoredLayer, layout: Affine) -> Affine | Permuted:
+    """Columns whose groups are listed one by one (``actorder: group``), sorted by group."""
+    columns, count = layout.shape[1], layout.scale.shape[1]
+    groups = layer.read(".weight_g_idx", _INT32, (columns,)).numpy()
     if (groups == -1).all():
         return layout
-    count = layout.scale.shape[1]
-    if int(groups.min()) < 0 or int(groups.max()) >= count:
+    least, most = int(groups.min()), int(groups.max())
+    if least < 0 or most >= count:
         raise layer.fail(
-            ".weight_g_idx",
-            f"groups from {groups.min()} to {groups.max()}, expected 0 to {count - 1}",
+            ".weight_g_idx", f"groups from {least} to {most}, expected 0 to {count - 1}"
         )
-    if np.array_equal(groups, np.arange(layout.shape[1]) // layout.group):
+    runs = np.arange(columns) // layout.group
+    if np.array_equal(groups, runs):
         return layout
-    raise layer.fail(".weight_g_idx", "columns in another order")
+    order = np.argsort(groups, kind="stable")
+    if not np.array_equal(groups[order], runs):
+        raise layer.fail(
+            ".weight_g_idx", f"groups of unlike sizes, expected {layout.group} columns in each"
+        )
+    codes = torch.from_numpy(in_order(layout.codes.numpy(), layout.bits, order))
+    return Permuted(replace(layout, codes=codes), torch.from_numpy(order.astype(np.int32)))

@@ -27,7 +27,7 @@ def nvfp4(layer: StoredLayer, packed: Tensor, ending: str, factor: float) -> Aff
     """
     scale = layer.read(ending, ("F8_E4M3",))
     shape = _shape(layer, packed, ending, scale, NVFP4_GROUP)
-    if bool((scale.view(torch.uint8) & 0x7F == 0x7F).any()):
+    if (scale.view(torch.uint8).numpy() & 0x7F == 0x7F).any():
         raise layer.fail(ending, "a scale is not a finite number")
     return Affine(
         shape,

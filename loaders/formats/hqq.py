@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.layouts import Affine, Dense, Layout
-from sdk.loaders.formats.bit_rows import Bytes, pack_rows
+from sdk.loaders.formats.bit_streams import Bytes, packed_matrix
 from sdk.loaders.formats.scales import FLOATS, floats
 from sdk.loaders.formats.stored_layer import StoredLayer
 
@@ -37,6 +37,8 @@ BESIDE = (
     *(".quant_scale", ".quant_zero", *_NOTES),
 )
 _INTEGERS = ("U8", "I32", "I64")
+#: Weights dequantized at a time: what torch converts without its threads (quant/join.py).
+_CHUNK = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,17 +86,28 @@ def decode(layer: StoredLayer, settings: Settings) -> Layout:
     scale, zero = (_per_group(layer, name, groups) for name in (".scale", ".zero"))
     if meta.axis == 0 or columns % meta.group:
         shape = (-1, 1) if meta.axis == 1 else (1, -1)
-        along = [values.to(torch.float32).reshape(shape) for values in (scale, zero)]
-        values = (torch.from_numpy(codes).to(torch.float32) - along[1]) * along[0]
-        return Dense(values.reshape(rows, columns).to(scale.dtype))
+        return Dense(_values(codes, scale.reshape(shape), zero.reshape(shape)).reshape(meta.shape))
     grid = (rows, columns // meta.group)
     whole = bool(((zero == zero.round()) & (zero >= 0) & (zero < 1 << meta.bits)).all())
-    packed = torch.from_numpy(pack_rows(codes.reshape(rows, columns), meta.bits))
+    packed = torch.from_numpy(packed_matrix(codes.reshape(rows, columns), meta.bits))
     layout = Affine(meta.shape, meta.bits, meta.group, packed, scale.reshape(grid))
     if whole:
         return replace(layout, zeros=zero.to(torch.uint8).reshape(grid))
     minus = scale.to(torch.float32) * zero.to(torch.float32)
     return replace(layout, minus=minus.reshape(grid))
+
+
+def _values(codes: Bytes, scale: Tensor, zero: Tensor) -> Tensor:
+    """``(codes - zero) * scale`` of a matrix of groups, in the type of the scales."""
+    values = torch.empty(codes.shape, dtype=scale.dtype)
+    factor, minus = (part.to(torch.float32).numpy() for part in (scale, zero))
+    step = max(_CHUNK // codes.shape[1], 1)
+    for start in range(0, len(codes), step):
+        rows = slice(start, start + step)
+        along = rows if len(factor) > 1 else slice(None)
+        product = (codes[rows].astype(np.float32) - minus[along]) * factor[along]
+        values[rows] = torch.from_numpy(product)
+    return values
 
 
 def _codes(layer: StoredLayer, meta: _Meta, rows: int, columns: int) -> Bytes:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.layouts import Affine
-from sdk.loaders.formats.bit_rows import pack_rows
+from sdk.loaders.formats.bit_streams import packed_matrix
 from sdk.loaders.formats.stored_layer import StoredLayer
 
 
@@ -57,7 +57,7 @@ def signed_matrix(
         return Affine(shape, 8, group, codes, scale, signed=True)
     half = np.uint8(1 << bits - 1)
     # In two's complement adding half the range makes codes unsigned; bytes wrap around.
-    packed = torch.from_numpy(pack_rows(codes.numpy() + half, bits))
+    packed = torch.from_numpy(packed_matrix(codes.numpy() + half, bits))
     if points is None:
         return Affine(shape, bits, group, packed, scale, zero=int(half))
     zeros = torch.from_numpy(points.view(torch.uint8).numpy() + half)

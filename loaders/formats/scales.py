@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.layouts import Float8
+from sdk.loaders.formats.bit_streams import all_finite
 from sdk.loaders.formats.stored_layer import StoredLayer
 
 FLOATS = ("F32", "F16", "BF16")
@@ -62,7 +63,7 @@ def floats(layer: StoredLayer, ending: str) -> Tensor:
         CheckpointError: one of them is not finite.
     """
     scale = layer.read(ending, FLOATS)
-    if not bool(scale.isfinite().all()):
+    if not all_finite(scale):
         raise layer.fail(ending, "a scale is not a finite number")
     return scale
 
@@ -82,7 +83,7 @@ def exponents(layer: StoredLayer, ending: str) -> Tensor:
         CheckpointError: one of them is the byte 255, which is not a number.
     """
     scale = layer.read(ending, EXPONENTS).view(torch.uint8)
-    if bool((scale == 255).any()):
+    if (scale.numpy() == 255).any():
         raise layer.fail(ending, "a scale is 255, which is not a number")
     return scale.view(torch.float8_e8m0fnu)
 

@@ -251,6 +251,16 @@ def test_a_list_of_groups_that_says_nothing_new_is_accepted(layers: Any, groups:
     assert torch.equal(layers.weight(settings(ints(4, 16)), tensors).dequantize(), expected)
 
 
+def test_columns_may_name_their_groups(layers: Any) -> None:
+    tensors, values = packed(4, (32, 64), 16)
+    groups = torch.randperm(64, generator=torch.Generator().manual_seed(3)) // 16
+    tensors[".weight_g_idx"] = groups.int()
+    unscaled = values / spread(tensors[".weight_scale"], 16, 64)
+    weight = layers.weight(settings({**ints(4, 16), "actorder": "group"}), tensors)
+    expected = unscaled.round() * tensors[".weight_scale"][:, groups]
+    assert torch.equal(weight.dequantize(), expected)
+
+
 def test_one_entry_stands_for_all_tensors_of_a_layer(layers: Any) -> None:
     tensors, _ = packed(4, (32, 64), 16)
     [found] = layers.open(settings(ints(4, 16)), tensors).entries()
@@ -306,6 +316,7 @@ def scale_with(value: float) -> Tensor:
         (".weight_zero_point", torch.zeros(32, 4).int(), r"shape \[32, 4\], expected \[4, 4\]"),
         (".weight_g_idx", torch.full((64,), 4).int(), "groups from 4 to 4, expected 0 to 3"),
         (".weight_g_idx", torch.full((64,), -2).int(), "groups from -2 to -2, expected 0 to 3"),
+        (".weight_g_idx", torch.zeros(64).int(), "groups of unlike sizes, expected 16 columns"),
         (".weight_g_idx", torch.zeros(63).int(), r"shape \[63\], expected \[64\]"),
     ],
 )
