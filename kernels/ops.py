@@ -184,6 +184,7 @@ class Ops:
                 kind = "" if layout.table is None else "table"
                 fields = {"layout": "affine", "format": kind}
                 fields |= {"bits": layout.bits, "group": layout.group}
+                fields["super_group"] = layout.super_group
             case Blocks():
                 fields = {"layout": "blocks", "format": layout.type}
         problem = Problem(

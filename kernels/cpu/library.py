@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from ctypes import POINTER, Structure, byref, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, byref, c_float, c_int, c_int32, c_int64, c_uint8, c_void_p
 from enum import IntEnum
 from importlib.util import find_spec
 
@@ -30,6 +30,7 @@ ELEMENT_TYPES = {
     torch.int8: 4,
     torch.float8_e4m3fn: 5,
     torch.float8_e5m2: 6,
+    torch.float8_e8m0fnu: 9,
 }
 
 _STATUS = {
@@ -73,10 +74,13 @@ class WeightView(Structure):
         *((name, c_int32) for name in ("dense", "bits", "source", "flip", "unit")),
         *((name, c_int32) for name in ("group_units", "super_units", "scale_type", "minus_type")),
         ("zero", c_float),
+        ("super_type", c_int32),
+        ("step", c_float),
+        ("steps", c_uint8 * 16),
         ("groups", c_int64),
         ("supers", c_int64),
         *((name, c_void_p) for name in ("codes", "scale", "minus", "zeros")),
-        *((name, c_void_p) for name in ("super_scale", "super_minus")),
+        *((name, c_void_p) for name in ("super_scale", "super_minus", "table")),
     ]
 
 

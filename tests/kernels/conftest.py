@@ -86,7 +86,7 @@ class Cases:
         random = torch.Generator().manual_seed(seed)
         whole = Cases.affine(n, k, bits, group, "zero", seed=seed)
         count = 1 << bits
-        table = torch.linspace(-1, 1, count) ** 3 if not values else torch.tensor(values)
+        table = torch.linspace(-1, 1, count) ** 3 if not values else torch.tensor(list(values))
         shape = whole.scale.shape
         if scale == torch.uint8:
             scales = torch.randint(0, 256, shape, generator=random).to(torch.uint8)
