@@ -3,6 +3,7 @@
 One formula covers nearly every weight format (``k`` runs along the input, ``g = k // group``)::
 
     w[n, k] = scale[n, g] * (code[n, k] - zero[n, g])  or  scale[n, g] * code[n, k] - minus[n, g]
+                                                       or  scale[n, g] * table[code[n, k]]
 
 ``Affine`` is that formula with the codes packed; ``Blocks`` keeps the blocks of a GGUF file as they
 are, so that loading copies nothing (and k-quants, whose two-level scales would cost 7 to 52 % more
@@ -21,6 +22,10 @@ from sdk.kernels.errors import KernelError
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+#: Scales that are powers of two (MX formats) or short floats (NVFP4) stay bytes.
+_SCALES = (*_FLOATS, torch.float8_e4m3fn, torch.float8_e8m0fnu)
+#: What tables are indexed by; each has a kernel.
+TABLE_BITS = (1, 3, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +67,19 @@ class Float8:
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """Integer codes in groups along K.
+    """Codes in groups along K: integers, or indices of a table.
 
     ``codes`` uint8 ``[N, ceil(K * bits / 8)]``, each row one bit stream, lowest bit first
     (4 bits: byte j holds code 2j in its low and code 2j + 1 in its high nibble).
-    ``scale [N, ceil(K / group)]`` in the file's own float type, never rounded again.
-    Exactly one of: ``zero`` (one constant for all), ``zeros`` (uint8 per group) or ``minus`` (float
+    ``scale [N, ceil(K / group)]`` in the file's own type, never rounded again: float32, float16,
+    bfloat16, float8_e4m3fn, or float8_e8m0fnu (a byte e is ``2^(e - 127)``).
+    At most one of: ``zero`` (one constant for all), ``zeros`` (uint8 per group) or ``minus`` (float
     per group) says what is subtracted. ``signed`` codes are two's complement (8 bits only).
+
+    ``table`` float32 ``[2^bits]`` (1, 3 or 4 bits): the codes are indices, nothing is subtracted.
+    ``super_scale`` float32 or float16 ``[N, ceil(K / super_group)]``: a second level of scales,
+    ``scale`` may then be uint8 or int8 too. The scale of a weight is the product, in float32.
+    ``name``: what users call the format (``nf4``), where bits and group do not say it.
     """
 
     shape: tuple[int, int]
@@ -80,28 +91,42 @@ class Affine:
     zeros: Tensor | None = None
     minus: Tensor | None = None
     signed: bool = False
+    table: Tensor | None = None
+    super_scale: Tensor | None = None
+    super_group: int = 0
+    name: str = ""
 
     @property
     def nbytes(self) -> int:
-        extra = sum(t.nbytes for t in (self.zeros, self.minus) if t is not None)
-        return self.codes.nbytes + self.scale.nbytes + extra
+        parts = (self.codes, self.scale, self.zeros, self.minus, self.super_scale)
+        return sum(part.nbytes for part in parts if part is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """A GGUF block type: ``elements`` weights in ``nbytes`` bytes."""
+    """A GGUF block type: ``elements`` weights in ``nbytes`` bytes, a scale per ``group``.
+
+    ``table``: what the codes index, where they are not integers.
+    """
 
     name: str
     elements: int
     nbytes: int
     group: int
+    table: tuple[float, ...] = ()
 
     @property
     def bits_per_weight(self) -> float:
         return self.nbytes * 8 / self.elements
 
 
-#: ggml's block types, decoded in reference/decode.py.
+#: The 4-bit floats of MXFP4 and NVFP4: 2 bits of exponent, 1 of mantissa. Source: OCP Microscaling
+#: Formats 1.0; a negative zero is a zero.
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+#: Source: ggml-common.h, kvalues_iq4nl.
+IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+#: ggml's block types that are kept as they are, decoded in reference/decode.py.
 BLOCK_TYPES = {
     "q4_0": BlockType("q4_0", 32, 18, 32),
     "q4_1": BlockType("q4_1", 32, 20, 32),
@@ -113,6 +138,9 @@ BLOCK_TYPES = {
     "q4_k": BlockType("q4_k", 256, 144, 32),
     "q5_k": BlockType("q5_k", 256, 176, 32),
     "q6_k": BlockType("q6_k", 256, 210, 16),
+    "iq4_nl": BlockType("iq4_nl", 32, 18, 32, IQ4),
+    "iq4_xs": BlockType("iq4_xs", 256, 136, 32, IQ4),
+    "mxfp4": BlockType("mxfp4", 32, 17, 32, E2M1),
 }
 
 
@@ -172,14 +200,37 @@ def _check_affine(w: Affine) -> None:
         raise KernelError("affine weight: signed codes must have 8 bits and no zero points")
     if w.zeros is not None and w.minus is not None:
         raise KernelError("affine weight: expected zeros or minus, found both")
+    if w.table is not None:
+        _check_table(w, w.table)
     rows, columns = w.shape
     _expect("affine codes", w.codes, (rows, -(-columns * w.bits // 8)), (torch.uint8,))
     grid = (rows, -(-columns // w.group))
-    _expect("affine scale", w.scale, grid, _FLOATS)
+    integers = (torch.uint8, torch.int8) if w.super_scale is not None else ()
+    _expect("affine scale", w.scale, grid, (*_SCALES, *integers))
     if w.zeros is not None:
         _expect("affine zeros", w.zeros, grid, (torch.uint8,))
     if w.minus is not None:
         _expect("affine minus", w.minus, grid, _FLOATS)
+    if w.super_scale is not None:
+        if w.super_group < 1 or (w.super_group % w.group and w.super_group < columns):
+            raise KernelError(
+                f"affine weight: expected super groups of whole groups of {w.group}, "
+                f"found {w.super_group}"
+            )
+        if w.minus is not None:
+            raise KernelError("affine weight: expected minus or two levels of scales, found both")
+        supers = (rows, -(-columns // w.super_group))
+        _expect("affine super_scale", w.super_scale, supers, (torch.float32, torch.float16))
+
+
+def _check_table(w: Affine, table: Tensor) -> None:
+    if w.bits not in TABLE_BITS:
+        raise KernelError(f"affine table: expected {TABLE_BITS} bits, found {w.bits}")
+    if w.zero or w.zeros is not None or w.minus is not None or w.signed:
+        raise KernelError("affine table: nothing is subtracted from its values")
+    _expect("affine table", table, (1 << w.bits,), (torch.float32,))
+    if not bool(table.isfinite().all()):
+        raise KernelError(f"affine table: expected finite values, found {table.tolist()}")
 
 
 def _expect(

@@ -181,7 +181,10 @@ class Ops:
                     "format": _dtype_name(layout.values),
                 }
             case Affine():
-                fields = {"layout": "affine", "bits": layout.bits, "group": layout.group}
+                kind = "" if layout.table is None else "table"
+                fields = {"layout": "affine", "format": kind}
+                fields |= {"bits": layout.bits, "group": layout.group}
+                fields["super_group"] = layout.super_group
             case Blocks():
                 fields = {"layout": "blocks", "format": layout.type}
         problem = Problem(
@@ -271,6 +274,18 @@ class Ops:
         out = self.empty(rows.shape[0], x.shape[1])
         if rows.shape[0]:
             self._kernel("select_rows").run(x, rows, out)
+        return out
+
+    def take_columns(self, x: Tensor, order: Tensor, *, back: bool = False) -> Tensor:
+        """``x[:, order]`` of x float32 ``[T, N]``, or the inverse with ``back``.
+
+        order int32 ``[N]``: 0..N - 1, each once.
+        """
+        expect("take_columns x", x, torch.float32, None, None)
+        expect("take_columns order", order, torch.int32, x.shape[1])
+        out = self.empty(*x.shape)
+        if out.numel():
+            self._kernel("take_columns").run(x, order, back, out)
         return out
 
     def rope_angles(

@@ -35,6 +35,7 @@ class Problem:
     format: str = ""
     bits: int = 0
     group: int = 0
+    super_group: int = 0
     in_features: int = 0
     out_features: int = 0
     activation_bits: int = 8

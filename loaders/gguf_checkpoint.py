@@ -9,16 +9,20 @@ The converter that wrote the file changed some tensors; pulling one undoes it:
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sdk.kernels.layouts import Affine, Layout
 from sdk.loaders.formats.gguf_decode import decode_matrix
 from sdk.loaders.gguf_config import architecture, build_config, build_generation_config
 from sdk.loaders.gguf_header import GgufTensor
@@ -79,6 +83,9 @@ class GgufCheckpoint:
             raise self._fail(stored, f"shape {list(stored.shape)}, expected a matrix")
         data = self._rows(name, stored)
         layout = decode_matrix(stored.type, data, stored.shape[1], self._where(stored))
+        factor = self._factor_beside(stored)
+        if factor is not None:
+            layout = self._times(stored, layout, factor)
         self._report(stored)
         return weight_of(layout)
 
@@ -98,7 +105,7 @@ class GgufCheckpoint:
 
     def entries(self) -> Sequence[TensorEntry]:
         return [
-            TensorEntry(tensor.name, tensor.shape, tensor.type.name, tensor.nbytes)
+            TensorEntry(tensor.name, tensor.shape, tensor.type.name, tensor.nbytes, _held(tensor))
             for tensor in self._opened().tensors.values()
         ]
 
@@ -163,6 +170,34 @@ class GgufCheckpoint:
         paired = data.reshape(heads, rows // heads // 2, 2, width)
         return np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(rows, width)
 
+    def _factor_beside(self, stored: GgufTensor) -> float | None:
+        """The number all of a matrix is to be multiplied by: NVFP4 files have it beside.
+
+        Its neighbour ``input_scale`` is for engines that round activations to 4 bits.
+        """
+        stem = stored.name.removesuffix(".weight")
+        tensors = self._opened().tensors
+        if f"{stem}.input_scale" in tensors:
+            self._report(tensors[f"{stem}.input_scale"])
+        beside = tensors.get(f"{stem}.scale")
+        if beside is None:
+            return None
+        if beside.shape != (1,) or beside.type.name != "F32":
+            raise self._fail(
+                beside, f"expected one F32, found {beside.type.name} {list(beside.shape)}"
+            )
+        factor = float(self._opened().data(beside.name).view("<f4")[0, 0])
+        if not math.isfinite(factor):
+            raise self._fail(beside, f"expected a finite number, found {factor}")
+        self._report(beside)
+        return factor
+
+    def _times(self, stored: GgufTensor, layout: Layout, factor: float) -> Layout:
+        if not isinstance(layout, Affine) or layout.super_scale is not None:
+            raise self._fail(stored, f"{stored.type.name} with a .scale beside, expected NVFP4")
+        rows, columns = layout.shape
+        return replace(layout, super_scale=torch.full((rows, 1), factor), super_group=columns)
+
     def _report(self, stored: GgufTensor) -> None:
         self._mapped.append(stored)
         self._mapped_bytes += stored.nbytes
@@ -176,3 +211,8 @@ class GgufCheckpoint:
         self._done += stored.nbytes
         if self.on_bytes is not None:
             self.on_bytes(self._done, self._total)
+
+
+def _held(tensor: GgufTensor) -> int | None:
+    kind = tensor.type
+    return tensor.nbytes // kind.nbytes * kind.held if kind.held else None

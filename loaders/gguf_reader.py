@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sdk.loaders.formats.gguf_byte_order import to_little_endian
 from sdk.loaders.gguf_header import GgufHeader, GgufTensor
 from sdk.loaders.mapped_file import MappedFile
-from sdk.quant.errors import CheckpointError, UnsupportedError
+from sdk.quant.errors import CheckpointError
 
 MAX_SHARDS = 1024
 _SPLIT_NAME = re.compile(r"^(?P<prefix>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$", re.DOTALL)
@@ -43,20 +44,20 @@ class GgufFile:
                 self.tensors[tensor.name] = tensor
 
     def data(self, name: str) -> NDArray[np.uint8]:
-        """The bytes of a tensor as uint8 ``[rows, bytes per row]``, not copied.
+        """The bytes of a tensor as uint8 ``[rows, bytes per row]``, as little-endian files have it.
+
+        Not copied unless the file is big-endian.
 
         Raises:
-            UnsupportedError: the file is big-endian.
+            UnsupportedError: a type whose big-endian form is not defined.
         """
         tensor = self.tensors[name]
         shard = self._shards[tensor.shard]
-        if shard.big_endian:
-            raise UnsupportedError(
-                f"{shard.file.path}: tensor {name!r} is stored big-endian, which is not run; "
-                "convert the file with gguf-py's gguf_convert_endian.py"
-            )
         rows = math.prod(tensor.shape[:-1])
-        return shard.file.view(tensor.start, tensor.nbytes).reshape(rows, tensor.nbytes // rows)
+        data = shard.file.view(tensor.start, tensor.nbytes).reshape(rows, tensor.nbytes // rows)
+        if not shard.big_endian:
+            return data
+        return to_little_endian(tensor.type, data, f"{shard.file.path}: tensor {name!r}")
 
     def release(self, name: str) -> None:
         """Hand the pages of a tensor back to the system; reading it fetches them again."""

@@ -11,28 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sdk.kernels.layouts import Dense, Float8, Layout
-from sdk.loaders.formats.float8 import FLOAT8, SCALES, Float8Settings, scaled_matrix
-from sdk.loaders.formats.quantized import CONFIG_FILES, quantization
+from sdk.kernels.layouts import Dense
+from sdk.loaders.formats.quantized import CONFIG_FILES, KV_SCALES, Quantization, quantization
+from sdk.loaders.formats.stored_layer import StoredLayer
 from sdk.loaders.json_file import read_json
 from sdk.loaders.model_shapes import check_config, expected_shape
-from sdk.loaders.safetensors_reader import (
-    SafetensorsFiles,
-    StoredTensor,
-    checked_file,
-    read_index,
-)
+from sdk.loaders.safetensors_folder import open_weights
+from sdk.loaders.safetensors_reader import SafetensorsFiles, StoredTensor
 from sdk.quant.checkpoint import TensorEntry
 from sdk.quant.errors import CheckpointError, UnsupportedError
+from sdk.quant.permuted import Permuted, PermutedWeight
 from sdk.quant.weight import Weight, weight_of
 
 logger = logging.getLogger("sdk")
 
 #: The largest config.json in use (with long lists of quantized layers) stays below 2 MB.
 MAX_CONFIG = 8 << 20
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _FLOATS = ("F32", "F16", "BF16")
 #: Tensors that carry nothing a model needs: buffers computed anew from the config.
 _IGNORABLE = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.masked_bias")
@@ -58,20 +52,23 @@ class HfFolder:
         self.on_bytes: Callable[[int, int], None] | None = None
         raw = read_json(folder / "config.json", MAX_CONFIG)
         for name in CONFIG_FILES:
-            if "quantization_config" not in raw and (folder / name).is_file():
+            if raw.get("quantization_config") is None and (folder / name).is_file():
                 raw["quantization_config"] = read_json(folder / name, MAX_CONFIG)
-        files = _open_weights(folder, weights)
-        self._float8 = quantization(raw, files.tensors, str(folder))
+        files = open_weights(folder, weights)
+        self._quantization = quantization(raw, files.tensors, str(folder))
         self.config: Mapping[str, Any] = complete_config(raw, str(folder / "config.json"))
         generation = folder / "generation_config.json"
         self.generation_config: Mapping[str, Any] = (
             read_json(generation, MAX_CONFIG) if generation.is_file() else {}
         )
         self._files: SafetensorsFiles | None = files
-        self._names = _canonical_names(files)
+        self._tensors = _canonical_names(files)
+        if any(name.endswith(KV_SCALES) for name in self._tensors):
+            logger.info("%s: its scales for an 8-bit KV cache are not used", folder)
         self._pulled: set[str] = set()
+        self._warned: set[str] = set()
         self._done = 0
-        self._total = sum(files.tensors[name].nbytes for name in self._names.values())
+        self._total = sum(stored.nbytes for stored in self._tensors.values())
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -81,13 +78,13 @@ class HfFolder:
         return tokenizer_from_folder(self.path)
 
     def weight(self, name: str) -> Weight:
+        layer = self._packed(name)
+        if layer is not None:
+            return self._decoded(layer)
         stored = self._find(name, f"{name}.weight")
         if len(stored.shape) != 2:
             raise self._fail(stored, f"shape {list(stored.shape)}, expected a matrix")
-        if self._float8 is not None and stored.dtype in FLOAT8:
-            layout: Layout = self._scaled(name, stored, self._float8)
-        else:
-            layout = Dense(self._read(name, stored))
+        layout = Dense(self._read(name, stored))
         self._report(stored)
         return weight_of(layout)
 
@@ -100,21 +97,27 @@ class HfFolder:
 
     def has(self, name: str) -> bool:
         self._opened()
-        return name in self._names or f"{name}.weight" in self._names
+        if self._adds_nothing(name):
+            return False
+        known = name in self._tensors or f"{name}.weight" in self._tensors
+        return known or self._packed(name) is not None
 
     def entries(self) -> Sequence[TensorEntry]:
-        return [
-            TensorEntry(tensor.name, tensor.shape, tensor.dtype, tensor.nbytes)
-            for tensor in self._opened().tensors.values()
-        ]
+        entries = {
+            stored.name: TensorEntry(stored.name, stored.shape, stored.dtype, stored.nbytes)
+            for stored in self._opened().tensors.values()
+        }
+        if self._quantization is not None:
+            self._join_packed(self._quantization, entries)
+        return list(entries.values())
 
     def unused(self) -> list[str]:
         tied = bool(self.config.get("tie_word_embeddings"))
         return [
-            stored
-            for name, stored in self._names.items()
-            if stored not in self._pulled
-            and not name.endswith(_IGNORABLE)
+            stored.name
+            for name, stored in self._tensors.items()
+            if stored.name not in self._pulled
+            and not name.endswith((*_IGNORABLE, *KV_SCALES))
             and not (tied and name == "lm_head.weight")
         ]
 
@@ -134,36 +137,78 @@ class HfFolder:
         return CheckpointError(f"{stored.file.path}: tensor {stored.name!r}: {what}")
 
     def _find(self, name: str, key: str) -> StoredTensor:
-        files = self._opened()
-        if key not in self._names:
+        self._opened()
+        if key not in self._tensors:
             raise CheckpointError(f"{self.path}: {name} is missing: no tensor {key!r} in the files")
-        return files.tensors[self._names[key]]
+        return self._tensors[key]
 
-    def _scaled(self, name: str, stored: StoredTensor, settings: Float8Settings) -> Float8:
-        values = self._read(name, stored, FLOAT8)
-        keys = [name + ending for ending in SCALES if name + ending in self._names]
-        if len(keys) != 1:
-            names = " and ".join(keys) or "none"
-            raise self._fail(stored, f"{stored.dtype}: expected one scale beside it, found {names}")
-        scale = self._find(name, keys[0])
-        layout = scaled_matrix(
-            values,
-            self._opened().tensor(scale.name),
-            settings,
-            f"{scale.file.path}: tensor {scale.name!r}",
+    def _packed(self, name: str) -> StoredLayer | None:
+        """The tensors of a layer; None where it is a plain one."""
+        files = self._opened()
+        if self._quantization is None:
+            return None
+        shape = expected_shape(self.config, name)
+        layer = StoredLayer(
+            name,
+            (shape[0], shape[1]) if shape is not None and len(shape) == 2 else None,
+            self._tensors,
+            files.metadata,
+            self.path,
+            self._take,
+            self._warn,
         )
-        for key in (keys[0], f"{name}.input_scale"):
-            if key in self._names:
-                self._report(self._find(name, key))
-        return layout
+        return layer if self._quantization.packs(layer) else None
 
-    def _read(self, name: str, stored: StoredTensor, types: tuple[str, ...] = _FLOATS) -> Tensor:
+    def _join_packed(self, quantization: Quantization, entries: dict[str, TensorEntry]) -> None:
+        """One entry in place of all the tensors of each packed layer."""
+        for name, stored in self._tensors.items():
+            path = quantization.layer_of(name)
+            layer = None if path is None else self._packed(path)
+            if path is None or layer is None or stored.name not in entries:
+                continue
+            for part in quantization.tensors_of(layer):
+                if part is not stored:
+                    entries.pop(part.name, None)
+            file_path = stored.name.removesuffix(name.removeprefix(path))
+            entries[stored.name] = quantization.entry(layer, file_path)
+
+    def _decoded(self, layer: StoredLayer) -> Weight:
+        assert self._quantization is not None
+        found = self._quantization.decode(layer)
+        if isinstance(found, Permuted):
+            weight: Weight = PermutedWeight(weight_of(found.layout), found.order)
+        else:
+            weight = weight_of(found)
+        for stored in layer.taken:
+            self._opened().release(stored.name)
+        if self._adds_nothing(f"{layer.name}.bias"):
+            self._report(self._tensors[f"{layer.name}.bias"])
+        return weight
+
+    def _adds_nothing(self, name: str) -> bool:
+        """The bias of a packed layer, all zeros: some quantizers write one for every layer."""
+        stem = name.removesuffix(".bias")
+        if stem == name or name not in self._tensors or self._packed(stem) is None:
+            return False
+        return not bool(self._opened().tensor(self._tensors[name].name).any())
+
+    def _take(self, stored: StoredTensor) -> Tensor:
+        values = self._opened().tensor(stored.name)
+        self._report(stored)
+        return values
+
+    def _warn(self, what: str, name: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            logger.warning("%s: %s: %s (and maybe others)", self.path, name, what)
+
+    def _read(self, name: str, stored: StoredTensor) -> Tensor:
         expected = expected_shape(self.config, name.removesuffix(".weight"))
         if expected is not None and stored.shape != expected:
             raise self._fail(
                 stored, f"shape {list(stored.shape)}, the config asks for {list(expected)} ({name})"
             )
-        if stored.dtype not in types:
+        if stored.dtype not in _FLOATS:
             raise UnsupportedError(
                 f"{stored.file.path}: tensor {stored.name!r} is {stored.dtype}, which is not run "
                 f"as a plain tensor; save the model in {', '.join(_FLOATS)}"
@@ -179,71 +224,22 @@ class HfFolder:
             self.on_bytes(self._done, self._total)
 
 
-def _canonical_names(files: SafetensorsFiles) -> dict[str, str]:
-    """Our name of every tensor of the language model -> its name in the files."""
-    stored = list(files.tensors)
-    if "embed_tokens.weight" in files.tensors:  # saved without a head
-        return {f"model.{name}": name for name in stored}
+def _canonical_names(files: SafetensorsFiles) -> dict[str, StoredTensor]:
+    """Every tensor of the language model by our name of it."""
+    stored = files.tensors
+    if any(name.startswith("embed_tokens.") for name in stored):  # saved without a head
+        return {f"model.{name}": tensor for name, tensor in stored.items()}
     if any(name.startswith("model.layers.") for name in stored):
-        return {name: name for name in stored}
+        return dict(stored)
     found = {
-        ours + name.removeprefix(theirs): name
+        ours + name.removeprefix(theirs): tensor
         for theirs, ours in _PREFIXES
-        for name in stored
+        for name, tensor in stored.items()
         if name.startswith(theirs)
     }
     if not found:
-        return {name: name for name in stored}
-    if "lm_head.weight" in files.tensors:
-        found["lm_head.weight"] = "lm_head.weight"
-    return found
-
-
-def _open_weights(folder: Path, weights: Path | None) -> SafetensorsFiles:
-    """The safetensors files of a folder: those of the index, else the one there is."""
-    if weights is not None:
-        return SafetensorsFiles([checked_file(folder, weights.name)])
-    index = folder / INDEX_NAME
-    found = sorted(path.name for path in folder.glob("*.safetensors"))
-    if index.is_file():
-        files = read_index(index, folder)
-        listed = {tensor.file.path.name for tensor in files.tensors.values()}
-        stale = [name for name in found if name not in listed]
-        if stale:
-            logger.warning(
-                "%s: not listed in %s, ignored: %s", folder, INDEX_NAME, ", ".join(stale)
-            )
-        return files
-    if SINGLE_NAME in found:
-        others = [name for name in found if name != SINGLE_NAME]
-        if others:
-            logger.warning("%s: beside %s, ignored: %s", folder, SINGLE_NAME, ", ".join(others))
-        return SafetensorsFiles([checked_file(folder, SINGLE_NAME)])
-    models = [name for name in found if not name.startswith("adapter_")]
-    if len(models) == 1:
-        return SafetensorsFiles([checked_file(folder, models[0])])
-    if models:
-        raise CheckpointError(
-            f"{folder}: {len(models)} safetensors files ({', '.join(models[:3])}, ...) but no "
-            f"{INDEX_NAME} that says what is where; download the index too"
-        )
-    raise _no_weights(folder, found)
-
-
-def _no_weights(folder: Path, adapters: list[str]) -> CheckpointError:
-    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES)
-    if pickles:
-        return UnsupportedError(
-            f"{folder}: only {', '.join(pickles[:3])}: such files are pickles, which can run any "
-            "code when read, and are not opened. Convert them where you trust them: "
-            'python -c "from transformers import AutoModelForCausalLM as M; '
-            f"M.from_pretrained('{folder}').save_pretrained('OUT')\""
-        )
-    if adapters:
-        return UnsupportedError(
-            f"{folder}: {', '.join(adapters)} is an adapter for another model, not a model"
-        )
-    return CheckpointError(f"{folder}: no .safetensors files in it")
+        return dict(stored)
+    return found | {name: stored[name] for name in stored if name.startswith("lm_head.")}
 
 
 def complete_config(raw: dict[str, Any], source: str) -> dict[str, Any]:

@@ -67,12 +67,18 @@ class StoredTensor:
 
 
 class SafetensorsFiles:
-    """The tensors of one checkpoint, over one or several files, by name."""
+    """The tensors of one checkpoint, over one or several files, by name.
+
+    ``metadata``: the texts of all headers.
+    """
 
     def __init__(self, files: Iterable[Path]) -> None:
         self.tensors: dict[str, StoredTensor] = {}
+        self.metadata: dict[str, str] = {}
         for path in files:
-            for tensor in _read_header(path):
+            tensors, metadata = _read_header(path)
+            self.metadata |= metadata
+            for tensor in tensors:
                 other = self.tensors.get(tensor.name)
                 if other is not None:
                     raise CheckpointError(
@@ -106,7 +112,7 @@ class SafetensorsFiles:
         stored.file.release(stored.start, stored.nbytes)
 
 
-def _read_header(path: Path) -> list[StoredTensor]:
+def _read_header(path: Path) -> tuple[list[StoredTensor], dict[str, str]]:
     file = MappedFile(path)
     if file.size < 8:
         raise CheckpointError(f"{path}: {file.size} bytes are too few for a safetensors header")
@@ -135,7 +141,7 @@ def _read_header(path: Path) -> list[StoredTensor]:
             f"{path}: the tensors end at byte {end}, the file has {file.size}: "
             + ("it is truncated" if end > file.size else "there are bytes after the last tensor")
         )
-    return tensors
+    return tensors, metadata
 
 
 def _tensor(file: MappedFile, name: str, entry: Any, data_start: int) -> StoredTensor:

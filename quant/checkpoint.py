@@ -19,12 +19,17 @@ from sdk.quant.weight import Weight
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of a file, from its header: nothing is read."""
+    """One tensor of a file, or the tensors of one packed layer, from the headers: nothing is read.
+
+    ``shape`` counts weights, not bytes; ``format`` is ``"F16"``, ``"q4_k"``, ``"gptq-w4g128"``.
+    ``nbytes`` are those in the file, ``held`` those once it is loaded, where these are others.
+    """
 
     name: str
     shape: tuple[int, ...]
     format: str
     nbytes: int
+    held: int | None = None
 
     @property
     def num_elements(self) -> int:
@@ -66,7 +71,7 @@ class Checkpoint(Protocol):
         """Whether ``weight(name)`` or ``tensor(name)`` would find something."""
 
     def entries(self) -> Sequence[TensorEntry]:
-        """Every tensor of the file, under the name the file gives it."""
+        """Every tensor of the file under the name the file gives it; a packed layer is one."""
 
     def unused(self) -> list[str]:
         """Tensors nothing has pulled yet, under the file's names."""

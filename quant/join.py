@@ -32,14 +32,11 @@ def join(layouts: Sequence[Layout]) -> Layout | None:
     if not all(isinstance(w, Affine) for w in layouts):
         return None
     affine = [w for w in layouts if isinstance(w, Affine)]
-    facts = {
-        (w.bits, w.group, w.zero, w.signed, w.scale.dtype, w.zeros is None, w.minus is None)
-        for w in affine
-    }
-    if len(facts) != 1:
+    if len({_facts(w) for w in affine}) != 1:
         return None
     zeros = [w.zeros for w in affine if w.zeros is not None]
     minus = [w.minus for w in affine if w.minus is not None]
+    supers = [w.super_scale for w in affine if w.super_scale is not None]
     return replace(
         affine[0],
         shape=shape,
@@ -47,7 +44,16 @@ def join(layouts: Sequence[Layout]) -> Layout | None:
         scale=torch.cat([w.scale for w in affine]),
         zeros=torch.cat(zeros) if zeros else None,
         minus=torch.cat(minus) if minus else None,
+        super_scale=torch.cat(supers) if supers else None,
     )
+
+
+def _facts(w: Affine) -> tuple[object, ...]:
+    """All that is not a row's own."""
+    table = None if w.table is None else tuple(w.table.tolist())
+    level = None if w.super_scale is None else w.super_scale.dtype
+    kinds = (w.zeros is None, w.minus is None, table, level)
+    return w.name, w.bits, w.group, w.super_group, w.zero, w.signed, w.scale.dtype, kinds
 
 
 def _join_float8(parts: Sequence[Float8]) -> Float8 | None:

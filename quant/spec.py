@@ -6,11 +6,22 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-WeightKind = Literal["float", "int", "block"]
+WeightKind = Literal["float", "int", "block", "table"]
 
 _FLOATS = {"f32": 32, "f16": 16, "bf16": 16, "fp8": 8, "fp8_e5m2": 8}
-_LEGACY = {"q4_0": 4, "q4_1": 4, "q5_0": 5, "q5_1": 5, "q8_0": 8}
-_BLOCKS = {**_LEGACY, "q2_k": 2, "q3_k": 3, "q4_k": 4, "q5_k": 5, "q6_k": 6}
+#: GGUF blocks of integers: bits of a code and values of a block.
+_BLOCKS = {
+    "q4_0": (4, 32), "q4_1": (4, 32), "q5_0": (5, 32), "q5_1": (5, 32), "q8_0": (8, 32),
+    "q2_k": (2, 256), "q3_k": (3, 256), "q4_k": (4, 256), "q5_k": (5, 256), "q6_k": (6, 256),
+    "q2_0": (2, 64), "tq1_0": (2, 256), "tq2_0": (2, 256),
+}  # fmt: skip
+#: Codes that index a table: bits of a code in memory and values that share a scale.
+_TABLES = {
+    "nf4": (4, 64), "fp4": (4, 64), "mxfp4": (4, 32), "nvfp4": (4, 16),
+    "iq1_s": (3, 32), "iq1_m": (3, 16), "iq2_xxs": (3, 32), "iq2_xs": (3, 16), "iq2_s": (3, 16),
+    "iq3_xxs": (4, 32), "iq3_s": (4, 32), "iq4_nl": (4, 32), "iq4_xs": (4, 32), "q1_0": (1, 128),
+}  # fmt: skip
+_TABLE = re.compile(r"(?P<name>[a-z0-9_]+?)(?:g(?P<group>[1-9]\d*))?")
 _AFFINE = re.compile(r"w(?P<bits>[2-8])a(?P<act>8|16)(?:g(?P<group>\d+))?(?P<sym>s?)")
 
 
@@ -19,7 +30,9 @@ class QuantSpec:
     """Numerics of one weight.
 
     Written ``f32``, ``f16``, ``bf16``, ``fp8`` (e4m3), ``fp8_e5m2``; ``q4_0``, ``q4_k`` … for GGUF
-    blocks;
+    blocks; ``nf4``, ``fp4``, ``nvfp4`` … for codes that index a table, with ``g128`` behind the
+    name where the group is not the format's own; ``bits`` counts those in memory, where iq1 to iq3
+    and tq1_0, whose files share bits between values, take more than their names say;
     ``w4a16g128`` for 4-bit integers in groups of 128 with 16-bit activations, with a final ``s``
     when symmetric; no ``g`` means one group per output channel.
     """
@@ -32,6 +45,8 @@ class QuantSpec:
     activation_bits: int = 16
 
     def __str__(self) -> str:
+        if self.kind == "table" and self.group != _TABLES[self.name][1]:
+            return f"{self.name}g{self.group}"
         if self.kind != "int":
             return self.name
         group = "" if self.group is None else f"g{self.group}"
@@ -43,10 +58,15 @@ class QuantSpec:
         if text in _FLOATS:
             return cls("float", _FLOATS[text], text)
         if text in _BLOCKS:
-            return cls("block", _BLOCKS[text], text, group=32 if text in _LEGACY else 256)
+            bits, size = _BLOCKS[text]
+            return cls("block", bits, text, group=size)
+        table = _TABLE.fullmatch(text)
+        if table is not None and table["name"] in _TABLES:
+            bits, size = _TABLES[table["name"]]
+            return cls("table", bits, table["name"], group=int(table["group"] or size))
         found = _AFFINE.fullmatch(text)
         if found is None:
-            known = ", ".join([*_FLOATS, *_BLOCKS])
+            known = ", ".join([*_FLOATS, *_BLOCKS, *_TABLES])
             raise ValueError(f"quant spec: expected {known} or w4a16g128-like, found {text!r}")
         group = found["group"]
         if group is not None and int(group) < 1:

@@ -23,7 +23,7 @@ from sdk.kernels.reference.linear import gather_rows, slice_rows
 from sdk.kernels.registry import Choice
 from sdk.quant.errors import AlignmentError
 from sdk.quant.join import join
-from sdk.quant.spec import QuantSpec
+from sdk.quant.spec import QuantSpec, WeightKind
 
 Side = Literal["in", "out"]
 
@@ -61,6 +61,10 @@ class Weight(ABC):
 
         :raises AlignmentError: when a cut along ``in`` falls inside a quantization group.
         """
+
+    def joined(self, others: Sequence[Weight]) -> Weight | None:
+        """This weight above the others as one, where their layouts agree; else ``None``."""
+        return None
 
     @abstractmethod
     def bind(self, ops: Ops, activation_bits: int = 8) -> None:
@@ -114,6 +118,11 @@ class PackedWeight(Weight):
         if side == "out":
             return type(self)(slice_rows(self.layout, start, start + count))
         return type(self)(self._narrow_in(start, count))
+
+    def joined(self, others: Sequence[Weight]) -> Weight | None:
+        layouts = [part.layout for part in (self, *others) if isinstance(part, PackedWeight)]
+        joined = join(layouts) if len(layouts) == 1 + len(others) else None
+        return None if joined is None else weight_of(joined)
 
     def _narrow_in(self, start: int, count: int) -> Layout:
         raise NotImplementedError
@@ -195,17 +204,20 @@ class Float8Weight(PackedWeight):
 
 
 class AffineWeight(PackedWeight):
-    """2- to 8-bit integers in groups along ``in`` with scale and optional zero point or minimum."""
+    """Integers or indices of a table in groups along ``in``: see `sdk.kernels.layouts.Affine`."""
 
     def __init__(self, layout: Layout) -> None:
         assert isinstance(layout, Affine)
-        whole_row = layout.group >= layout.shape[1]
-        self._spec = QuantSpec(
-            "int",
-            layout.bits,
-            group=None if whole_row else layout.group,
-            symmetric=layout.minus is None and layout.zeros is None,
-        )
+        if layout.name:
+            kind: WeightKind = "block" if layout.table is None else "table"
+            self._spec = QuantSpec(kind, layout.bits, layout.name, layout.group)
+        else:
+            self._spec = QuantSpec(
+                "int",
+                layout.bits,
+                group=None if layout.group >= layout.shape[1] else layout.group,
+                symmetric=layout.minus is None and layout.zeros is None,
+            )
         super().__init__(layout)
 
     @property
@@ -217,12 +229,15 @@ class AffineWeight(PackedWeight):
         assert isinstance(w, Affine)
         if w.group < w.shape[1]:  # one group for the whole row may be cut anywhere
             self._check_group(w.group, start, count)
-        first, last = start // w.group, -(-(start + count) // w.group)
+        if w.super_scale is not None and w.super_group < w.shape[1]:
+            self._check_group(w.super_group, start, count)
+        end = start + count
+        first, last = start // w.group, -(-end // w.group)
         if start * w.bits % 8 == 0:
-            codes = w.codes[:, start * w.bits // 8 : -(-(start + count) * w.bits // 8)]
+            codes = w.codes[:, start * w.bits // 8 : -(-end * w.bits // 8)]
         else:
             whole = unpack_codes(w.codes, w.bits, w.shape[1])
-            codes = pack_codes(whole[:, start : start + count], w.bits)
+            codes = pack_codes(whole[:, start:end], w.bits)
         return replace(
             w,
             shape=(w.shape[0], count),
@@ -230,11 +245,14 @@ class AffineWeight(PackedWeight):
             scale=w.scale[:, first:last],
             zeros=None if w.zeros is None else w.zeros[:, first:last],
             minus=None if w.minus is None else w.minus[:, first:last],
+            super_scale=None
+            if w.super_scale is None
+            else w.super_scale[:, start // w.super_group : -(-end // w.super_group)],
         )
 
 
 class BlockWeight(PackedWeight):
-    """GGUF k-quants in the bytes of their file."""
+    """GGUF blocks in the bytes of their file."""
 
     def __init__(self, layout: Layout) -> None:
         assert isinstance(layout, Blocks)
@@ -339,9 +357,7 @@ def concat(weights: Sequence[Weight]) -> Weight:
     parts: list[Weight] = []
     for weight in weights:
         parts.extend(weight.parts if isinstance(weight, StackedWeight) else (weight,))
-    layouts = [part.layout for part in parts if isinstance(part, PackedWeight)]
-    joined = join(layouts) if len(layouts) == len(parts) else None
-    return StackedWeight(parts) if joined is None else weight_of(joined)
+    return parts[0].joined(parts[1:]) or StackedWeight(parts)
 
 
 def weight_of(layout: Layout) -> Weight:

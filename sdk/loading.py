@@ -169,7 +169,9 @@ def _plan(config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig) -> M
     page_bytes = kv_spec(model, heads, config.block_size, dtype).page_bytes
     return plan_memory(
         Demand(
-            weights=sum(entry.nbytes for entry in checkpoint.entries()),
+            weights=sum(
+                entry.nbytes if entry.held is None else entry.held for entry in checkpoint.entries()
+            ),
             page_bytes=page_bytes,
             page_size=config.block_size,
             kv_dtype=dtype,

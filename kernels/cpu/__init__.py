@@ -18,6 +18,7 @@ from sdk.kernels.cpu.elementwise import (
     Map,
     RmsNorm,
     SelectRows,
+    TakeColumns,
 )
 from sdk.kernels.cpu.library import Engine, Program, find_library, levels
 from sdk.kernels.cpu.linear import Linear
@@ -63,6 +64,7 @@ class CpuBackend:
             **{kind: (Map(engine, kind),) for kind in MAPS},
             "rope_angles": (RopeAngles(engine),),
             "select_rows": (SelectRows(engine),),
+            "take_columns": (TakeColumns(engine),),
             "find_places": (Places(engine),),
             "rope_and_cache": (RopeAndCache(engine),),
             "attention": (Attention(engine),),

@@ -12,6 +12,7 @@ from sdk.kernels.cpu.library import (
     NormArgs,
     OpKind,
     SelectArgs,
+    TakeArgs,
 )
 from sdk.kernels.errors import KernelError
 from sdk.kernels.registry import Problem
@@ -149,6 +150,28 @@ class SelectRows:
         x = floats(x, "select_rows")
         args = SelectArgs(x.data_ptr(), rows.data_ptr(), out.data_ptr(), x.shape[1], x.shape[0])
         self._engine.run(OpKind.SELECT, args, rows.shape[0], "select_rows")
+
+
+class TakeColumns:
+    """See :meth:`sdk.kernels.ops.Ops.take_columns`."""
+
+    name = "cpu.take_columns"
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def run(self, x: Tensor, order: Tensor, back: bool, out: Tensor) -> None:
+        if order.dtype != torch.int32 or order.shape != x.shape[1:] or not order.is_contiguous():
+            raise KernelError(
+                f"take_columns: expected an int32 order [{x.shape[1]}], found {order.dtype} "
+                f"{list(order.shape)}"
+            )
+        x = floats(x, "take_columns")
+        args = TakeArgs(x.data_ptr(), order.data_ptr(), out.data_ptr(), x.shape[1], back)
+        self._engine.run(OpKind.TAKE, args, x.shape[0], "take_columns")
 
 
 def floats(x: Tensor, what: str) -> Tensor:

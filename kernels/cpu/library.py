@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from ctypes import POINTER, Structure, byref, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, byref, c_float, c_int, c_int32, c_int64, c_uint8, c_void_p
 from enum import IntEnum
 from importlib.util import find_spec
 
@@ -16,7 +16,7 @@ import torch
 from sdk.kernels.errors import KernelError
 
 #: Must equal kAbiVersion in native/abi.hpp; a library with another one is refused as stale.
-ABI_VERSION = 6
+ABI_VERSION = 7
 
 #: Instruction-set levels, worst to best, in the order of native/levels.hpp.
 LEVELS = ("portable", "avx2", "avx2_vnni", "avx512_vnni")
@@ -30,6 +30,7 @@ ELEMENT_TYPES = {
     torch.int8: 4,
     torch.float8_e4m3fn: 5,
     torch.float8_e5m2: 6,
+    torch.float8_e8m0fnu: 9,
 }
 
 _STATUS = {
@@ -54,6 +55,7 @@ class OpKind(IntEnum):
     ATTENTION = 8
     PLACES = 9
     SAMPLE = 10
+    TAKE = 11
 
 
 class Count(IntEnum):
@@ -72,10 +74,13 @@ class WeightView(Structure):
         *((name, c_int32) for name in ("dense", "bits", "source", "flip", "unit")),
         *((name, c_int32) for name in ("group_units", "super_units", "scale_type", "minus_type")),
         ("zero", c_float),
+        ("super_type", c_int32),
+        ("step", c_float),
+        ("steps", c_uint8 * 16),
         ("groups", c_int64),
         ("supers", c_int64),
         *((name, c_void_p) for name in ("codes", "scale", "minus", "zeros")),
-        *((name, c_void_p) for name in ("super_scale", "super_minus")),
+        *((name, c_void_p) for name in ("super_scale", "super_minus", "table")),
     ]
 
 
@@ -125,6 +130,14 @@ class SelectArgs(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("x", "rows", "out")),
         *((name, c_int64) for name in ("width", "size")),
+    ]
+
+
+class TakeArgs(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "order", "out")),
+        ("width", c_int64),
+        ("back", c_int32),
     ]
 
 

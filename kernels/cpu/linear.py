@@ -10,7 +10,7 @@ of rows to 16 and of k to 32, and where 6-bit scales become bytes: 3.6 % for q3_
 from __future__ import annotations
 
 from ctypes import addressof, byref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,18 +25,29 @@ from sdk.kernels.cpu.library import (
     WeightView,
     check,
 )
+from sdk.kernels.cpu.packed_scales import ROWS, deinterleave, interleave, unpack_block_scales
 from sdk.kernels.cpu.weight_memory import WeightMemory
 from sdk.kernels.errors import KernelError
-from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layout, check_layout
+from sdk.kernels.layouts import (
+    BLOCK_TYPES,
+    TABLE_BITS,
+    Affine,
+    Blocks,
+    Dense,
+    Float8,
+    Layout,
+    check_layout,
+)
 from sdk.kernels.reference.decode import row_scales
 from sdk.kernels.registry import Problem
 
-ROWS = 16
 DEPTH = 32
 #: Torch types of plain values.
 _VALUES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 #: Element types that torch does not have: the halves of a byte.
 _LOW_4, _HIGH_4 = 7, 8
+#: Added to the entries of a table of 8-bit integers, which makes them unsigned.
+STEP_ZERO = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +72,9 @@ _SOURCES = {
     "q5_0": _Source(18, 5, 16, torch.float16),
     "q5_1": _Source(19, 5, 0, torch.float16, has_minus=True),
     "q8_0": _Source(20, 8, 128, torch.float16),
+    "iq4_nl": _Source(21, 4, STEP_ZERO, torch.float16),
+    "mxfp4": _Source(22, 4, STEP_ZERO, torch.float8_e8m0fnu),
+    "iq4_xs": _Source(23, 4, STEP_ZERO, torch.int8),
 }
 
 
@@ -76,6 +90,7 @@ class Packed:
     zeros: Tensor | None = None
     super_scale: Tensor | None = None
     super_minus: Tensor | None = None
+    table: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -110,8 +125,13 @@ class Linear:
             if problem.format not in _VALUES[3:]:
                 return f"scaled {problem.format}: expected {', '.join(_VALUES[3:])}"
         elif problem.layout == "affine":
-            if not 2 <= problem.bits <= 8:
+            if problem.format == "table":
+                if problem.bits not in TABLE_BITS:
+                    return f"a table of {problem.bits} bits: expected one of {TABLE_BITS}"
+            elif not 2 <= problem.bits <= 8:
                 return f"{problem.bits} bits: expected 2 to 8"
+            if problem.super_group % DEPTH and problem.super_group < problem.in_features:
+                return f"super group {problem.super_group}: expected a multiple of {DEPTH}"
             if problem.group % 16 and problem.group < problem.in_features:
                 return f"group {problem.group}: expected a multiple of 16 or the whole row"
         elif problem.layout == "blocks":
@@ -154,7 +174,9 @@ class Linear:
                 self._unpack_into(packed, codes, codes.shape[1])
                 return _unpack_affine(packed, facts, codes)
             case Blocks():
-                data = _unpack_block_scales(packed, facts)
+                assert packed.scale is not None
+                supers = (packed.super_scale, packed.super_minus)
+                data = unpack_block_scales(facts, packed.scale, packed.minus, *supers)
                 self._unpack_into(packed, data, data.shape[1])
                 return Blocks(facts.shape, facts.type, data)
 
@@ -225,33 +247,65 @@ def _pack_affine(w: Affine, memory: WeightMemory) -> tuple[Packed, Tensor, int]:
     view.groups = w.scale.shape[1]
     view.scale_type = ELEMENT_TYPES[w.scale.dtype]
     scale = interleave(w.scale)
+    super_scale = None
+    if w.super_scale is not None:
+        super_scale = interleave(w.super_scale)
+        view.super_type = ELEMENT_TYPES[super_scale.dtype]
+        view.supers = w.super_scale.shape[1]
+        view.super_units = -(-min(w.super_group, view.k_blocks * DEPTH) // view.unit)
     minus = None if w.minus is None else interleave(w.minus)
     zeros = None if w.zeros is None else interleave(w.zeros)
     if minus is not None:
         view.minus_type = ELEMENT_TYPES[minus.dtype]
     # new_empty and not a slice: a slice would keep the canonical tensors alive
-    no_codes, no_scale = w.codes.new_empty(0, 0), w.scale.new_empty(0, 0)
-    facts = Affine(w.shape, w.bits, w.group, no_codes, no_scale, zero=w.zero, signed=w.signed)
+    none = {"codes": w.codes.new_empty(0, 0), "scale": w.scale.new_empty(0, 0)}
+    facts = replace(w, **none, zeros=None, minus=None, super_scale=None)
     codes = _codes(view, memory)
-    packed = Packed(facts, view, codes, scale, minus, zeros)
+    packed = Packed(
+        facts, view, codes, scale, minus, zeros, super_scale, table=_tabulate(view, w.table)
+    )
     _point(packed)
     source = w.codes.contiguous()
     return packed, source, source.shape[1]
 
 
+def _tabulate(view: WeightView, table: Tensor | None) -> Tensor | None:
+    """The table with 16 entries, and its steps: 8-bit integers of equal distance."""
+    if table is None:
+        return None
+    view.zero = STEP_ZERO
+    view.step, steps = integer_steps(table)
+    for i, step in enumerate(steps):
+        view.steps[i] = step + STEP_ZERO
+    return torch.nn.functional.pad(table, (0, 16 - len(table))).contiguous()
+
+
+def integer_steps(table: Tensor) -> tuple[float, list[int]]:
+    """``table[i] ~ step * steps[i]`` with steps from -127 to 127.
+
+    The step is the one of about 4000 with the smallest squared error. iq1 to iq4, the 4-bit floats
+    of MX and NV formats and signs are multiples of a step: no error. NF4's is 2e-5 of the squared
+    weights and FP4's 1e-5 (normal weights in groups of 64), where the rounding of activations costs
+    1e-4 of the squared result.
+    """
+    values = table.double()
+    peak = float(values.abs().max()) or 1.0
+    inverse = torch.arange(64 * 64, 127 * 64 + 1, dtype=torch.float64).unsqueeze(1) / (64 * peak)
+    error = ((values * inverse).round() / inverse - values).square().sum(1)
+    best = inverse[error.argmin()]
+    return 1.0 / float(best), [int(step) for step in (values * best).round()]
+
+
 def _unpack_affine(packed: Packed, facts: Affine, codes: Tensor) -> Affine:
     n = facts.shape[0]
     assert packed.scale is not None
-    return Affine(
-        facts.shape,
-        facts.bits,
-        facts.group,
-        codes,
-        deinterleave(packed.scale, n),
-        facts.zero,
-        None if packed.zeros is None else deinterleave(packed.zeros, n),
-        None if packed.minus is None else deinterleave(packed.minus, n),
-        facts.signed,
+    return replace(
+        facts,
+        codes=codes,
+        scale=deinterleave(packed.scale, n),
+        zeros=None if packed.zeros is None else deinterleave(packed.zeros, n),
+        minus=None if packed.minus is None else deinterleave(packed.minus, n),
+        super_scale=None if packed.super_scale is None else deinterleave(packed.super_scale, n),
     )
 
 
@@ -281,52 +335,13 @@ def _pack_blocks(w: Blocks, memory: WeightMemory) -> tuple[Packed, Tensor, int]:
         super_minus = scales(view.supers, torch.float16) if source.has_minus else None
     facts = Blocks(w.shape, w.type, w.data.new_empty(0, 0))
     codes = _codes(view, memory)
-    packed = Packed(facts, view, codes, scale, minus, None, super_scale, super_minus)
+    table = _tabulate(view, torch.tensor(kind.table, dtype=torch.float32)) if kind.table else None
+    packed = Packed(facts, view, codes, scale, minus, None, super_scale, super_minus, table)
     _point(packed)
     if w.type == "q2_k":  # one byte holds scale and min
         view.scale_type, view.minus_type = _LOW_4, _HIGH_4
         view.minus = view.scale
     return packed, data, data.stride(0)
-
-
-def _unpack_block_scales(packed: Packed, facts: Blocks) -> Tensor:
-    """Rows of blocks with their scales in place and the codes' bytes zero."""
-    n, k = facts.shape
-    kind = BLOCK_TYPES[facts.type]
-    blocks = torch.zeros(n, k // kind.elements, kind.nbytes, dtype=torch.uint8)
-    assert packed.scale is not None
-    if packed.super_scale is None:
-        blocks[:, :, 0:2] = deinterleave(packed.scale, n).unsqueeze(2).view(torch.uint8)
-        if packed.minus is not None:  # the kernels subtract what the file adds
-            minimum = deinterleave(packed.minus, n).neg().unsqueeze(2)
-            blocks[:, :, 2:4] = minimum.view(torch.uint8)
-        return blocks.view(n, -1)
-    scales = deinterleave(packed.scale, n).view(n, k // kind.elements, -1)
-    d = deinterleave(packed.super_scale, n).unsqueeze(2).view(torch.uint8)
-    if facts.type == "q6_k":
-        blocks[:, :, 192:208] = scales
-        blocks[:, :, 208:210] = d
-        return blocks.view(n, -1)
-    if facts.type == "q3_k":
-        six = (scales + 32).view(torch.uint8)
-        blocks[:, :, 96:104] = six[:, :, :8] & 15 | six[:, :, 8:] << 4
-        for i in range(4):
-            blocks[:, :, 104:108] |= six[:, :, 4 * i : 4 * i + 4] >> 4 << 2 * i
-        blocks[:, :, 108:110] = d
-        return blocks.view(n, -1)
-    assert packed.super_minus is not None
-    d_min = deinterleave(packed.super_minus, n).unsqueeze(2).view(torch.uint8)
-    if facts.type == "q2_k":
-        blocks[:, :, 0:16] = scales
-        blocks[:, :, 80:84] = torch.cat((d, d_min), dim=2)
-        return blocks.view(n, -1)
-    assert packed.minus is not None
-    mins = deinterleave(packed.minus, n).view(n, k // kind.elements, -1)
-    blocks[:, :, 0:4] = torch.cat((d, d_min), dim=2)
-    blocks[:, :, 4:8] = scales[:, :, :4] | (scales[:, :, 4:] >> 4 << 6)
-    blocks[:, :, 8:12] = mins[:, :, :4] | (mins[:, :, 4:] >> 4 << 6)
-    blocks[:, :, 12:16] = (scales[:, :, 4:] & 15) | (mins[:, :, 4:] << 4)
-    return blocks.view(n, -1)
 
 
 def _codes(view: WeightView, memory: WeightMemory) -> Tensor:
@@ -336,17 +351,6 @@ def _codes(view: WeightView, memory: WeightMemory) -> Tensor:
 
 def _point(packed: Packed) -> None:
     view = packed.view
-    for name in ("codes", "scale", "minus", "zeros", "super_scale", "super_minus"):
+    for name in ("codes", "scale", "minus", "zeros", "super_scale", "super_minus", "table"):
         tensor = getattr(packed, name)
         setattr(view, name, None if tensor is None else tensor.data_ptr())
-
-
-def interleave(x: Tensor) -> Tensor:
-    """``[N, G] -> [ceil(N / 16), G, 16]``, padded with zero rows."""
-    x = torch.nn.functional.pad(x, (0, 0, 0, -x.shape[0] % ROWS))
-    return x.view(-1, ROWS, x.shape[1]).transpose(1, 2).contiguous()
-
-
-def deinterleave(x: Tensor, rows: int) -> Tensor:
-    """The inverse of :func:`interleave`."""
-    return x.transpose(1, 2).reshape(-1, x.shape[1])[:rows].contiguous()

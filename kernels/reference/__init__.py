@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sdk.kernels.reference.attention import Attention
-from sdk.kernels.reference.elementwise import Map, Places, SelectRows
+from sdk.kernels.reference.elementwise import Map, Places, SelectRows, TakeColumns
 from sdk.kernels.reference.linear import Linear
 from sdk.kernels.reference.norm import AddRmsNorm, GatedActivation, RmsNorm
 from sdk.kernels.reference.rope import RopeAndCache, RopeAngles
@@ -41,6 +41,7 @@ class ReferenceBackend:
             **{kind: (Map(kind),) for kind in ("zeros", "add", "add_bias", "scale", "softcap")},
             "rope_angles": (RopeAngles(),),
             "select_rows": (SelectRows(),),
+            "take_columns": (TakeColumns(),),
             "find_places": (Places(),),
             "rope_and_cache": (RopeAndCache(),),
             "attention": (Attention(),),

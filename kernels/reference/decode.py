@@ -70,11 +70,11 @@ def _decode_affine(w: Affine) -> Tensor:
         codes = codes.view(torch.int8)
     groups = w.scale.shape[1]
     short = groups * w.group - columns
-    values = codes.to(torch.float32)
+    values = codes.to(torch.float32) if w.table is None else w.table[codes.to(torch.int64)]
     if short:
         values = torch.nn.functional.pad(values, (0, short))
     values = values.reshape(rows, groups, w.group)
-    scale = w.scale.to(torch.float32).unsqueeze(2)
+    scale = group_scales(w).unsqueeze(2)
     if w.minus is not None:
         values = values * scale - w.minus.to(torch.float32).unsqueeze(2)
     elif w.zeros is not None:
@@ -82,6 +82,15 @@ def _decode_affine(w: Affine) -> Tensor:
     else:
         values = (values - float(w.zero)) * scale
     return values.reshape(rows, groups * w.group)[:, :columns].contiguous()
+
+
+def group_scales(w: Affine) -> Tensor:
+    """Both levels of scales multiplied: float32 ``[N, ceil(K / group)]``."""
+    scale = w.scale.to(torch.float32)
+    if w.super_scale is None:
+        return scale
+    of = torch.arange(scale.shape[1], device=scale.device) * w.group // w.super_group
+    return w.super_scale.to(torch.float32)[:, of] * scale
 
 
 def _decode_blocks(w: Blocks) -> Tensor:
@@ -200,6 +209,32 @@ def _q6_k(blocks: Tensor) -> Tensor:
     return scale * codes.reshape(-1, 16, 16)
 
 
+def _table(kind: str, codes: Tensor) -> Tensor:
+    """The table of a block type at ``codes``, float32."""
+    table = torch.tensor(BLOCK_TYPES[kind].table, dtype=torch.float32, device=codes.device)
+    return table[codes.to(torch.int64)]
+
+
+def _iq4_nl(blocks: Tensor) -> Tensor:
+    return _half(blocks, 0) * _table("iq4_nl", _nibbles(blocks[:, 2:]))
+
+
+def _iq4_xs(blocks: Tensor) -> Tensor:
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device)
+    high = (blocks[:, 2:4].unsqueeze(2) >> shifts).reshape(-1, 8) & 3
+    low = blocks[:, 4:8]
+    low = torch.stack((low & 15, low >> 4), dim=2).reshape(-1, 8)
+    scales = (low | (high << 4)).view(torch.int8) - 32  # 6 bits each
+    scale = (_half(blocks, 0) * scales.to(torch.float32)).unsqueeze(2)
+    codes = _nibbles(blocks[:, 8:].reshape(-1, 16)).reshape(-1, 8, 32)
+    return scale * _table("iq4_xs", codes)
+
+
+def _mxfp4(blocks: Tensor) -> Tensor:
+    scale = blocks[:, :1].contiguous().view(torch.float8_e8m0fnu).to(torch.float32)
+    return scale * _table("mxfp4", _nibbles(blocks[:, 1:]))
+
+
 _BLOCK_DECODERS = {
     "q4_0": _q4_0,
     "q4_1": _q4_1,
@@ -211,4 +246,7 @@ _BLOCK_DECODERS = {
     "q4_k": _q4_k,
     "q5_k": _q5_k,
     "q6_k": _q6_k,
+    "iq4_nl": _iq4_nl,
+    "iq4_xs": _iq4_xs,
+    "mxfp4": _mxfp4,
 }

@@ -44,6 +44,21 @@ class SelectRows:
         torch.index_select(x, 0, rows, out=out)
 
 
+class TakeColumns:
+    """See :meth:`sdk.kernels.ops.Ops.take_columns`."""
+
+    name = "reference.take_columns"
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def run(self, x: Tensor, order: Tensor, back: bool, out: Tensor) -> None:
+        if back:
+            out[:, order.long()] = x
+        else:
+            torch.index_select(x, 1, order, out=out)
+
+
 class Places:
     """See :meth:`sdk.kernels.ops.Ops.find_places`."""
 

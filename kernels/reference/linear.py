@@ -7,6 +7,8 @@ so a row gets the same bits at every batch size.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -74,16 +76,14 @@ def _index_rows(layout: Layout, index: slice | Tensor, count: int) -> Layout:
         case Blocks():
             return Blocks(shape, layout.type, layout.data[index])
         case Affine():
-            return Affine(
-                shape,
-                layout.bits,
-                layout.group,
-                layout.codes[index],
-                layout.scale[index],
-                layout.zero,
-                None if layout.zeros is None else layout.zeros[index],
-                None if layout.minus is None else layout.minus[index],
-                layout.signed,
+            return replace(
+                layout,
+                shape=shape,
+                codes=layout.codes[index],
+                scale=layout.scale[index],
+                zeros=None if layout.zeros is None else layout.zeros[index],
+                minus=None if layout.minus is None else layout.minus[index],
+                super_scale=None if layout.super_scale is None else layout.super_scale[index],
             )
 
 

@@ -1,7 +1,8 @@
 """GGUF tensors to runtime layouts: every value exactly as the file defines it.
 
-Quantized types keep the bytes of their blocks, F32, F16 and BF16 their float type; both are views
-of the file wherever its alignment allows, so that nothing is copied before a kernel packs them.
+Most quantized types keep the bytes of their blocks, F32, F16 and BF16 their float type; both are
+views of the file wherever its alignment allows, so that nothing is copied before a kernel packs
+them. `gguf_repack` and `gguf_codebooks` bring the others into a layout that kernels run.
 """
 
 from __future__ import annotations
@@ -12,18 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sdk.kernels.layouts import BLOCK_TYPES, Blocks, Dense, Layout
+from sdk.loaders.formats import gguf_codebooks, gguf_repack
 from sdk.loaders.formats.gguf_types import GgufType
-from sdk.quant.errors import CheckpointError, UnsupportedError
+from sdk.quant.errors import CheckpointError
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-#: Byte offsets of the float16 scales inside one block.
-_SCALES = {
-    "q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q8_0": (0,),
-    "q2_k": (80, 82), "q3_k": (108,), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,),
-}  # fmt: skip
-
-#: The types that run, by their names in GGUF_TYPES.
-SUPPORTED_TYPES = (*_FLOATS, *(name.upper() for name in BLOCK_TYPES))
+_NUMBERS = {"F64": "<f8", "I8": "<i1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}
+_REPACKED = {**gguf_repack.DECODERS, **gguf_codebooks.DECODERS}
 
 
 def decode_matrix(
@@ -41,25 +37,29 @@ def decode_matrix(
         source: file and tensor, for errors.
 
     Returns:
-        A layout that shares memory with ``data``, except floats that are not aligned.
+        A layout that shares memory with ``data`` where that has its form already. Integers and F64
+        become float32, F64 rounded.
 
     Raises:
-        UnsupportedError: a type that does not run yet.
-        CheckpointError: a scale that is not finite.
+        CheckpointError: a scale that is not finite, an integer that float32 cannot hold.
     """
     if kind.name in _FLOATS:
         return Dense(_dense(data, _FLOATS[kind.name]))
+    if kind.name in _NUMBERS:
+        return Dense(_as_float32(data, kind, source))
+    blocks = data.reshape(data.shape[0], -1, kind.nbytes)
+    for offset in kind.halves:
+        _check_finite(blocks[:, :, offset : offset + 2], source)
+    if kind.name == "IQ1_M":
+        _check_finite(gguf_codebooks.iq1_m_scale(blocks), source)
+    if kind.name in ("MXFP4", "NVFP4"):
+        _check_bytes(blocks, kind, source)
+    if kind.name in _REPACKED:
+        return _REPACKED[kind.name](blocks, columns)
     name = kind.name.lower()
-    if name in BLOCK_TYPES:
-        for offset in _SCALES[name]:
-            _check_finite(data, kind.nbytes, offset, source)
-        writable = data if data.flags.writeable else data.copy()
-        return Blocks((data.shape[0], columns), name, torch.from_numpy(writable))
-    raise UnsupportedError(
-        f"{source}: the tensor type {kind.name} is not run yet; take or make a file with "
-        f"{', '.join(SUPPORTED_TYPES)}, for example by "
-        "`llama-quantize --allow-requantize IN OUT Q4_K_M`"
-    )
+    assert name in BLOCK_TYPES, name
+    writable = data if data.flags.writeable else data.copy()
+    return Blocks((data.shape[0], columns), name, torch.from_numpy(writable))
 
 
 def _dense(data: NDArray[np.uint8], dtype: torch.dtype) -> Tensor:
@@ -68,12 +68,32 @@ def _dense(data: NDArray[np.uint8], dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(data if usable else data.copy()).view(dtype)
 
 
-def _check_finite(data: NDArray[np.uint8], block: int, offset: int, source: str) -> None:
-    """The float16 at byte ``offset`` of every block."""
-    words = data.reshape(data.shape[0], -1, block)[:, :, offset : offset + 2]
-    exponents = words[:, :, 1] & 0x7C  # little-endian; all ones: infinite or not a number
+def _as_float32(data: NDArray[np.uint8], kind: GgufType, source: str) -> Tensor:
+    values = np.ascontiguousarray(data).view(_NUMBERS[kind.name])
+    with np.errstate(over="ignore"):
+        rounded = values.astype(np.float32)
+    if kind.name != "F64" and not np.array_equal(rounded.astype(np.float64), values):
+        raise CheckpointError(f"{source}: expected integers float32 can hold, found larger ones")
+    return torch.from_numpy(rounded)
+
+
+def _check_finite(halves: NDArray[np.uint8], source: str) -> None:
+    """The float16 of every block, ``[rows, blocks, 2]``."""
+    exponents = halves[:, :, 1] & 0x7C  # little-endian; all ones: infinite or not a number
     if not exponents.size or exponents.max() < 0x7C:
         return
     row, at = np.argwhere(exponents == 0x7C)[0]
-    found = words[row, at].copy().view("<f2")[0]
+    found = halves[row, at].copy().view("<f2")[0]
     raise CheckpointError(f"{source}: a scale in row {row} is {found}, expected a finite number")
+
+
+def _check_bytes(blocks: NDArray[np.uint8], kind: GgufType, source: str) -> None:
+    """Scales of one byte: MXFP4 has no 255 (not a number), NVFP4 no sign."""
+    scales, limit = (blocks[:, :, :1], 254) if kind.name == "MXFP4" else (blocks[:, :, :4], 127)
+    if not scales.size or scales.max() <= limit:
+        return
+    row, at, part = np.argwhere(scales > limit)[0]
+    raise CheckpointError(
+        f"{source}: a scale in row {row} is the byte {scales[row, at, part]}, "
+        f"expected 0 to {limit} ({kind.name})"
+    )

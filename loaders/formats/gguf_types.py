@@ -1,7 +1,7 @@
 """The tensor types a GGUF file can hold: how many values one block has, and how many bytes.
 
 A row of K values is K / elements blocks one after another, so its length in bytes is known without
-knowing what the bytes mean. `gguf_decode` knows what they mean for the types that run today.
+knowing what the bytes mean. `gguf_decode` knows what they mean.
 """
 
 from __future__ import annotations
@@ -11,11 +11,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class GgufType:
-    """One ggml tensor type: ``elements`` values are stored in ``nbytes`` bytes."""
+    """One ggml tensor type: ``elements`` values are stored in ``nbytes`` bytes.
+
+    ``halves``: at which bytes of a block float16 scales lie. ``held``: bytes of a block in memory,
+    where these are others (`gguf_codebooks`, `gguf_repack`).
+    """
 
     name: str
     elements: int
     nbytes: int
+    halves: tuple[int, ...] = ()
+    held: int = 0
 
 
 #: By the number a file stores. Source: ggml's type traits. 9 (Q8_1) and 15 (Q8_K) exist only while
@@ -23,37 +29,37 @@ class GgufType:
 GGUF_TYPES: dict[int, GgufType] = {
     0: GgufType("F32", 1, 4),
     1: GgufType("F16", 1, 2),
-    2: GgufType("Q4_0", 32, 18),
-    3: GgufType("Q4_1", 32, 20),
-    6: GgufType("Q5_0", 32, 22),
-    7: GgufType("Q5_1", 32, 24),
-    8: GgufType("Q8_0", 32, 34),
-    10: GgufType("Q2_K", 256, 84),
-    11: GgufType("Q3_K", 256, 110),
-    12: GgufType("Q4_K", 256, 144),
-    13: GgufType("Q5_K", 256, 176),
-    14: GgufType("Q6_K", 256, 210),
-    16: GgufType("IQ2_XXS", 256, 66),
-    17: GgufType("IQ2_XS", 256, 74),
-    18: GgufType("IQ3_XXS", 256, 98),
-    19: GgufType("IQ1_S", 256, 50),
-    20: GgufType("IQ4_NL", 32, 18),
-    21: GgufType("IQ3_S", 256, 110),
-    22: GgufType("IQ2_S", 256, 82),
-    23: GgufType("IQ4_XS", 256, 136),
-    24: GgufType("I8", 1, 1),
-    25: GgufType("I16", 1, 2),
-    26: GgufType("I32", 1, 4),
-    27: GgufType("I64", 1, 8),
-    28: GgufType("F64", 1, 8),
-    29: GgufType("IQ1_M", 256, 56),
+    2: GgufType("Q4_0", 32, 18, (0,)),
+    3: GgufType("Q4_1", 32, 20, (0, 2)),
+    6: GgufType("Q5_0", 32, 22, (0,)),
+    7: GgufType("Q5_1", 32, 24, (0, 2)),
+    8: GgufType("Q8_0", 32, 34, (0,)),
+    10: GgufType("Q2_K", 256, 84, (80, 82)),
+    11: GgufType("Q3_K", 256, 110, (108,)),
+    12: GgufType("Q4_K", 256, 144, (0, 2)),
+    13: GgufType("Q5_K", 256, 176, (0, 2)),
+    14: GgufType("Q6_K", 256, 210, (208,)),
+    16: GgufType("IQ2_XXS", 256, 66, (0,), held=106),
+    17: GgufType("IQ2_XS", 256, 74, (0,), held=114),
+    18: GgufType("IQ3_XXS", 256, 98, (0,), held=138),
+    19: GgufType("IQ1_S", 256, 50, (0,), held=106),
+    20: GgufType("IQ4_NL", 32, 18, (0,)),
+    21: GgufType("IQ3_S", 256, 110, (0,), held=138),
+    22: GgufType("IQ2_S", 256, 82, (0,), held=114),
+    23: GgufType("IQ4_XS", 256, 136, (0,)),
+    24: GgufType("I8", 1, 1, held=4),
+    25: GgufType("I16", 1, 2, held=4),
+    26: GgufType("I32", 1, 4, held=4),
+    27: GgufType("I64", 1, 8, held=4),
+    28: GgufType("F64", 1, 8, held=4),
+    29: GgufType("IQ1_M", 256, 56, held=114),
     30: GgufType("BF16", 1, 2),
-    34: GgufType("TQ1_0", 256, 54),
-    35: GgufType("TQ2_0", 256, 66),
+    34: GgufType("TQ1_0", 256, 54, (52,), held=66),
+    35: GgufType("TQ2_0", 256, 66, (64,)),
     39: GgufType("MXFP4", 32, 17),
     40: GgufType("NVFP4", 64, 36),
-    41: GgufType("Q1_0", 128, 18),
-    42: GgufType("Q2_0", 64, 18),
+    41: GgufType("Q1_0", 128, 18, (0,)),
+    42: GgufType("Q2_0", 64, 18, (0,)),
 }
 
 #: Types that once existed. Files that hold them can only be converted again from the original

@@ -1,30 +1,27 @@
-"""Finds out that a safetensors checkpoint is quantized, and by which method.
+"""Finds out that a safetensors checkpoint is quantized, by which method, and who decodes it.
 
-Methods are recognised by ``quantization_config`` and by the names of the tensors, because either
-can be missing or wrong. Only fp8 is decoded yet: `quantization` says which of the others it is.
+A method is a module of this folder, called as ``quantization_config.quant_method`` says (dashes
+become underscores); :class:`sdk.loaders.formats.stored_layer.Format` is what it offers. The names
+of the tensors are looked at too, because a config can be missing or wrong: they decide.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, cast
 
-from sdk.loaders.formats.float8 import SCALES, Float8Settings, float8_settings
+from sdk.kernels.layouts import Layout
+from sdk.loaders.formats.qweight import order_of
+from sdk.loaders.formats.stored_layer import Format, StoredLayer
+from sdk.loaders.safetensors_reader import StoredTensor
+from sdk.quant.checkpoint import TensorEntry
 from sdk.quant.errors import CheckpointError, UnsupportedError
+from sdk.quant.permuted import Permuted
 
-#: Ends of tensor names that only one method (or family) writes.
-_TELLTALES = (
-    (".qweight", "GPTQ or AWQ"),
-    (".weight_packed", "compressed-tensors"),
-    (".weight_scale_inv", "FP8 in blocks"),
-    (".weight_scale", "FP8 or INT8 with weight scales"),
-    (".SCB", "bitsandbytes LLM.int8"),
-    (".quant_state.bitsandbytes__nf4", "bitsandbytes nf4"),
-    (".quant_state.bitsandbytes__fp4", "bitsandbytes fp4"),
-    ("_proj_blocks", "MXFP4"),
-    ("._weight_qdata", "torchao"),
-    (".W_q", "HQQ"),
-)
 #: Files beside config.json in which older tools put the same settings.
 CONFIG_FILES = (
     "quantize_config.json",
@@ -32,40 +29,178 @@ CONFIG_FILES = (
     "hf_quant_config.json",
     "quantization_config.json",
 )
+#: Ends of the names of scales for an 8-bit KV cache. Ours are 16 bits, or 8 with scales computed
+#: from the values themselves, which lose less than these: they are not needed.
+KV_SCALES = (
+    *(".self_attn.k_scale", ".self_attn.v_scale", ".attn.k_scale", ".attn.v_scale", ".kv_scale"),
+    *(".k_proj.k_scale", ".v_proj.v_scale", ".k_proj.output_scale", ".v_proj.output_scale"),
+)
+#: Ends of tensor names that only one method (or family) writes: the module to ask where no config
+#: names one, and what to call it.
+_TELLTALES = (
+    (".qweight", "gptq", "GPTQ or AWQ"),
+    (".weight_packed", "compressed_tensors", "compressed-tensors"),
+    (".weight_scale_inv", "fp8", "FP8 in blocks"),
+    (".weight_scale", "fp8", "FP8 or INT8 with weight scales"),
+    (".SCB", "bitsandbytes", "bitsandbytes LLM.int8"),
+    (".weight.quant_state.bitsandbytes__nf4", "bitsandbytes", "bitsandbytes nf4"),
+    (".weight.quant_state.bitsandbytes__fp4", "bitsandbytes", "bitsandbytes fp4"),
+    ("_proj_blocks", "mxfp4", "MXFP4"),
+    ("._weight_qdata", "torchao", "torchao"),
+    (".W_q", "hqq", "HQQ"),
+    (".act.scales", "", "AWQ for activation functions with scales of their own (MPT, Falcon)"),
+)
+#: Methods under more than one name.
+_ALIASES = {
+    "intel_auto_round": "auto_round",
+    "autoround": "auto_round",
+    "modelopt_fp4": "modelopt",
+    "modelopt_mixed": "modelopt",
+    "modelopt_mxfp8": "modelopt",
+}
+#: Methods that are not run, by name.
+_REFUSED = {
+    "aqlm": "AQLM, sums of code books",
+    "bitblas": "BitBLAS, codes in the order of one GPU kernel",
+    "bitnet": "BitNet, ternary codes",
+    "eetq": "EETQ, codes in the order of one GPU kernel",
+    "exl2": "EXL2, bit widths that change inside a matrix",
+    "exl3": "EXL3, trellis codes",
+    "higgs": "HIGGS, rotated vectors on a grid",
+    "marlin": "Marlin, codes in the order of one GPU kernel",
+    "qqq": "QQQ, codes in the order of one GPU kernel",
+    "quanto": "Quanto, which has no file format of its own",
+    "quark": "Quark",
+    "sparseml": "SparseML, sparse matrices",
+    "spqr": "SpQR, outliers beside the codes",
+    "vptq": "VPTQ, vector code books",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """The method of a checkpoint; ``settings`` is what its module made of the config."""
+
+    method: str
+    format: Format
+    settings: Any
+
+    def layer_of(self, tensor: str) -> str | None:
+        """The layer that ``tensor`` makes a packed one; None where it makes none."""
+        for ending in self.format.ENDINGS:
+            if tensor.endswith(ending):
+                return tensor.removesuffix(ending)
+        return None
+
+    def packs(self, layer: StoredLayer) -> bool:
+        return any(layer.has(ending) for ending in self.format.ENDINGS)
+
+    def tensors_of(self, layer: StoredLayer) -> list[StoredTensor]:
+        """All there are of a packed layer."""
+        endings = (*self.format.ENDINGS, *self.format.BESIDE)
+        return [layer.stored(ending) for ending in endings if layer.has(ending)]
+
+    def entry(self, layer: StoredLayer, name: str) -> TensorEntry:
+        """A packed layer as one entry, under the ``name`` the file gives it."""
+        shape, numerics = self.format.outline(layer, self.settings)
+        nbytes = sum(stored.nbytes for stored in self.tensors_of(layer))
+        return TensorEntry(name, shape, numerics, nbytes)
+
+    def decode(self, layer: StoredLayer) -> Layout | Permuted:
+        return self.format.decode(layer, self.settings)
 
 
 def quantization(
-    config: Mapping[str, Any], tensors: Iterable[str], source: str
-) -> Float8Settings | None:
-    """The settings of an fp8 checkpoint; None when it is not quantized.
+    config: Mapping[str, Any], tensors: Mapping[str, StoredTensor], source: str
+) -> Quantization | None:
+    """The method of a checkpoint; None when it is not quantized.
+
+    Args:
+        config: ``config.json``, ``quantization_config`` being where some tools put it elsewhere.
+        tensors: all of the checkpoint, by name.
+        source: the folder, for errors.
 
     Raises:
-        CheckpointError: ``quantization_config`` is not sound.
-        UnsupportedError: any other method, by name.
+        CheckpointError: ``quantization_config`` is not sound, or the tensors are another method's.
+        UnsupportedError: a method that is not run, by name.
     """
-    found: Float8Settings | None = None
     settings = config.get("quantization_config")
     text = config.get("text_config")
     if settings is None and isinstance(text, Mapping):
         settings = text.get("quantization_config")
-    if settings is not None:
-        if not isinstance(settings, Mapping):
-            raise CheckpointError(
-                f"{source}: quantization_config is {str(settings)[:80]}, expected an object"
-            )
-        method = settings.get("quant_method") or settings.get("producer") or "an unnamed method"
-        if method != "fp8":
-            raise _unsupported(source, f"quantization_config names {str(method)[:80]}")
-        found = float8_settings(settings, source)
-    for name in tensors:
-        for ending, method in _TELLTALES:
-            if name.endswith(ending) and not (found and ending in SCALES):
-                raise _unsupported(source, f"tensor {name!r} is written by {method}")
-    return found
+    if settings is not None and not isinstance(settings, Mapping):
+        raise CheckpointError(
+            f"{source}: quantization_config is {str(settings)[:80]}, expected an object"
+        )
+    told = _told_tales(tensors)
+    method = None if settings is None else _method(settings, source)
+    why = f"quantization_config names {method}"
+    if method is None:
+        if not told:
+            if settings is None:
+                return None
+            raise unsupported(source, "quantization_config names no method")
+        name, (ending, method, words) = next(iter(told.items()))
+        if ending == ".qweight" and _is_awq(name, tensors):
+            method = "awq"
+        why = f"tensor {name!r} is written by {words}"
+    module = _module(method, why, source)
+    for name, (ending, _, words) in told.items():
+        if ending not in (*module.ENDINGS, *module.BESIDE):
+            raise CheckpointError(f"{source}: {why}, but tensor {name!r} is written by {words}")
+    return Quantization(method, module, module.settings(settings or {}, source))
 
 
-def _unsupported(source: str, why: str) -> UnsupportedError:
+def unsupported(source: str, why: str) -> UnsupportedError:
+    """The error for quantized weights that are not run; ``why`` names the method or the setting."""
     return UnsupportedError(
-        f"{source}: the weights are quantized ({why}), which comes with the next release; "
-        "until then open the model in F32, F16 or BF16, or as a GGUF file"
+        f"{source}: the weights are quantized ({why}), which is not run; "
+        "open the model in F32, F16 or BF16, or as a GGUF file"
     )
+
+
+def _told_tales(tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[str, str, str]]:
+    """The first tensor of every telltale ending found, the ones that tell most in front."""
+    endings = tuple(ending for ending, *_ in _TELLTALES)
+    found: dict[str, tuple[str, str, str]] = {}
+    seen: set[str] = set()
+    for name in tensors:
+        if not name.endswith(endings):
+            continue
+        for tale in _TELLTALES:
+            if name.endswith(tale[0]) and tale[0] not in seen:
+                seen.add(tale[0])
+                found[name] = tale
+    return dict(sorted(found.items(), key=lambda item: _TELLTALES.index(item[1])))
+
+
+def _is_awq(qweight: str, tensors: Mapping[str, StoredTensor]) -> bool:
+    """Whether AWQ rather than GPTQ wrote a layer, where no config says."""
+    scales = tensors.get(qweight.removesuffix("qweight") + "scales")
+    return scales is not None and order_of(tensors[qweight], scales) not in (None, "gptq")
+
+
+def _method(settings: Mapping[str, Any], source: str) -> str | None:
+    """The name of the method as a module's; ModelOpt signs as the producer instead."""
+    method = settings.get("quant_method")
+    producer = settings.get("producer")
+    if method is None and producer is not None:
+        method = producer.get("name") if isinstance(producer, Mapping) else producer
+    if method is None:
+        return None
+    if not isinstance(method, str):
+        raise CheckpointError(
+            f"{source}: quant_method is {str(method)[:80]}, expected the name of a method"
+        )
+    name = re.sub(r"[^a-z0-9]+", "_", method[:80].lower())
+    return _ALIASES.get(name, name)
+
+
+def _module(method: str, why: str, source: str) -> Format:
+    if method in _REFUSED:
+        raise unsupported(source, f"{why}: {_REFUSED[method]}")
+    path = f"sdk.loaders.formats.{method}"
+    module = import_module(path) if method and find_spec(path) is not None else None
+    if not hasattr(module, "ENDINGS"):  # a module of this folder that is no method
+        raise unsupported(source, why)
+    return cast("Format", module)

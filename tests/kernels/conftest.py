@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -57,11 +58,55 @@ class Cases:
         kind = BLOCK_TYPES[type]
         count = k // kind.elements
         data = torch.randint(0, 256, (n, count, kind.nbytes), generator=random).to(torch.uint8)
+        if type == "mxfp4":
+            data[:, :, 0] = torch.randint(110, 125, (n, count), generator=random)
+            return Blocks((n, k), type, data.view(n, -1))
         offsets = {"q2_k": (80, 82), "q3_k": (108,), "q6_k": (208,)}
+        offsets |= {"iq4_nl": (0,), "iq4_xs": (0,)}
         for offset in offsets.get(type, (0, 2)):
             d = (torch.rand(n, count, 1, generator=random) * 0.01).half()
             data[:, :, offset : offset + 2] = d.view(torch.uint8)
         return Blocks((n, k), type, data.view(n, -1))
+
+    @staticmethod
+    def table(
+        n: int,
+        k: int,
+        bits: int = 4,
+        group: int = 32,
+        scale: torch.dtype = torch.float16,
+        super_group: int = 0,
+        values: Sequence[float] = (),
+        seed: int = 0,
+    ) -> Affine:
+        """Random codes that index ``values`` (or NF4-like ones); two levels of scales on request.
+
+        ``super_group`` with uint8 scales has float16 super scales, else float32 ones.
+        """
+        random = torch.Generator().manual_seed(seed)
+        whole = Cases.affine(n, k, bits, group, "zero", seed=seed)
+        count = 1 << bits
+        table = torch.linspace(-1, 1, count) ** 3 if not values else torch.tensor(list(values))
+        shape = whole.scale.shape
+        if scale == torch.uint8:
+            scales = torch.randint(0, 256, shape, generator=random).to(torch.uint8)
+        elif scale == torch.float8_e8m0fnu:
+            codes = torch.randint(110, 125, shape, generator=random)
+            scales = codes.to(torch.uint8).view(scale)
+        else:
+            scales = (torch.rand(shape, generator=random) + 0.1).to(scale)
+        supers = None
+        if super_group:
+            supers = torch.rand(n, -(-k // super_group), generator=random) * 0.01 + 0.001
+            supers = supers.half() if scale == torch.uint8 else supers
+        return replace(
+            whole,
+            scale=scales,
+            zero=0,
+            table=table.float(),
+            super_scale=supers,
+            super_group=super_group,
+        )
 
     @staticmethod
     def float8(

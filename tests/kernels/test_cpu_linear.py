@@ -6,6 +6,7 @@ float64 model; about 1e-4 against unrounded activations.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,10 +14,20 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.cpu import CpuBackend, levels, open_backend
-from sdk.kernels.cpu.linear import Linear
+from sdk.kernels.cpu.linear import Linear, integer_steps
 from sdk.kernels.cpu.weight_memory import CHUNK
 from sdk.kernels.errors import KernelError
-from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layout
+from sdk.kernels.layouts import (
+    BLOCK_TYPES,
+    E2M1,
+    IQ4,
+    TABLE_BITS,
+    Affine,
+    Blocks,
+    Dense,
+    Float8,
+    Layout,
+)
 from sdk.kernels.reference.decode import decode, pack_codes
 from sdk.kernels.registry import Problem
 
@@ -30,6 +41,16 @@ SHAPES = (
     (20, 77, 77),
     (16, 130, 32),
     (5, 8, 1000),
+)
+#: The tables of bitsandbytes' 4-bit types. Sources: QLoRA (Dettmers et al., 2023), appendix E, and
+#: bitsandbytes' create_fp4_map.
+NF4 = (
+    *(-1.0, -0.6961928, -0.52507305, -0.39491749, -0.28444138, -0.18477343, -0.09105004, 0.0),
+    *(0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0),
+)
+FP4 = (
+    *(0.0, 0.0052083333, 0.6666667, 1.0, 0.3333333, 0.5, 0.1666667, 0.25),
+    *(0.0, -0.0052083333, -0.6666667, -1.0, -0.3333333, -0.5, -0.1666667, -0.25),
 )
 KINDS = ("zero", "zeros", "minus")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -49,6 +70,25 @@ def multiply(kernel: Linear, packed: Any, x: Tensor) -> Tensor:
     return out
 
 
+def tables(cases: Any, rows: int) -> list[Layout]:
+    """Codes of every width that index a table, every type of scales, one and two levels of them."""
+    e8m0, e4m3 = torch.float8_e8m0fnu, torch.float8_e4m3fn
+    found: list[Layout] = [
+        cases.table(rows, k, bits, group, dtype, values=range(-5, (1 << bits) - 5), seed=bits + i)
+        for bits in TABLE_BITS
+        for i, (k, group, dtype) in enumerate(
+            [(96, 32, torch.float16), (200, 16, torch.float32), (256, 64, torch.bfloat16)]
+        )
+    ]
+    found += [cases.table(rows, 160, 4, 32, e8m0, values=E2M1)]
+    found += [cases.table(rows, 80, 4, 16, e4m3, 80, values=E2M1)]
+    found += [cases.table(rows, 8192, 4, 4096, torch.float32, values=IQ4)]
+    found += [cases.table(rows, 77, 4, 77, torch.float32, values=IQ4)]
+    found += [cases.table(rows, 512, 3, group, torch.uint8, 256) for group in (16, 32)]
+    found += [cases.table(rows, 600, 4, 32, torch.uint8, 256, values=IQ4)]
+    return found
+
+
 @pytest.fixture
 def weights(cases: Any) -> list[Layout]:
     """Every bit width, group, zero-point kind and scale type, signed codes, blocks and dense."""
@@ -60,6 +100,7 @@ def weights(cases: Any) -> list[Layout]:
     ]
     found += [cases.affine(33, 96, 8, 32, kind, signed=True) for kind in ("zero", "minus")]
     found += [cases.blocks(37, 512, name) for name in BLOCK_TYPES]
+    found += tables(cases, 37)
     found += [cases.dense(37, 77, dtype) for dtype in (*FLOATS, *FLOAT8)]
     found += [cases.float8(n, k, block, dtype) for n, k, block in SCALED for dtype in FLOAT8]
     return found
@@ -115,6 +156,14 @@ def test_exact_products_match_float64(
         assert cases.nmse(out, x.double() @ decode(weight).double().T) < 1e-12
 
 
+def stepped(weight: Layout) -> Layout:
+    """The weight with the table that integer products use."""
+    if not isinstance(weight, Affine) or weight.table is None:
+        return weight
+    step, steps = integer_steps(weight.table)
+    return replace(weight, table=torch.tensor(steps) * step)
+
+
 def test_rounded_products_match_the_float64_model_of_the_rounding(
     backend: CpuBackend, cases: Any, weights: list[Layout]
 ) -> None:
@@ -124,7 +173,26 @@ def test_rounded_products_match_the_float64_model_of_the_rounding(
             continue
         x = cases.activations(7, weight.shape[1])
         out = multiply(kernel, kernel.pack(weight), x)
-        assert cases.nmse(out, cases.rounded(x) @ decode(weight).double().T) < 1e-12
+        assert cases.nmse(out, cases.rounded(x) @ decode(stepped(weight)).double().T) < 1e-12
+
+
+def test_tables_of_the_formats_lose_less_as_integers_than_activations_do(cases: Any) -> None:
+    """Exact but for NF4 and FP4, whose error is a fifth and a tenth of the activations' (1e-4)."""
+    exact = [E2M1, IQ4, (-1.0, 1.0), (*range(-15, 16, 2),)]
+    exact += [tuple(v / 8 for v in (-43, -25, -8, 8, 25, 43, 0, 0))]
+    exact += [tuple(v / 4 for v in (4, 12, 20, 28, 36, 44, 52, 62, *range(-4, -36, -4)))]
+    for values in exact:
+        table = torch.tensor(values, dtype=torch.float32)
+        step, steps = integer_steps(table)
+        torch.testing.assert_close(torch.tensor(steps) * step, table, rtol=1e-7, atol=0)
+    normal = torch.randn(4000, 64, generator=torch.Generator().manual_seed(2))
+    normal /= normal.abs().amax(dim=1, keepdim=True)
+    for values, bound in ((NF4, 2.5e-5), (FP4, 1.5e-5)):
+        table = torch.tensor(values)
+        step, steps = integer_steps(table)
+        assert max(steps) <= 127 and min(steps) >= -127
+        codes = (normal.unsqueeze(2) - table).abs().argmin(dim=2)
+        assert cases.nmse((torch.tensor(steps) * step)[codes], table[codes]) < bound
 
 
 def test_products_of_8_bit_floats_are_those_of_their_float32_values(
@@ -197,6 +265,8 @@ def test_a_row_has_the_same_bits_in_every_batch(
     wide: list[Layout] = [
         cases.affine(37, 200, bits, 32, "zeros") for bits in (2, 3, 4, 5, 6, 7, 8)
     ]
+    wide += [cases.blocks(37, 512, name) for name in ("iq4_nl", "iq4_xs", "mxfp4")]
+    wide += tables(cases, 37)
     wide += [cases.affine(37, 200, 6, 16), cases.blocks(37, 512, "q6_k")]
     wide += [cases.blocks(37, 512, "q2_k"), cases.blocks(37, 512, "q3_k")]
     wide += [cases.dense(37, 77, dtype) for dtype in (*FLOATS, *FLOAT8)]
@@ -221,6 +291,8 @@ def test_the_levels_agree(cases: Any) -> None:
     weights += [cases.affine(33, 1000, bits, 16, "zeros") for bits in (4, 8)]
     weights += [cases.affine(33, 96, 8, 32, kind, signed=True) for kind in ("zero", "minus")]
     weights += [cases.blocks(33, 1024, name) for name in ("q4_k", "q5_k", "q6_k")]
+    weights += [cases.blocks(33, 1024, name) for name in ("iq4_nl", "iq4_xs", "mxfp4")]
+    weights += tables(cases, 33)
     weights += [cases.dense(33, 1000, dtype) for dtype in FLOATS]
     backends = {level: open_backend("cpu", 1, level) for level in levels()}
     for weight in weights:
@@ -269,6 +341,9 @@ def test_packed_weights_take_at_most_four_percent_more(backend: CpuBackend, case
     layouts += [cases.affine(256, 1024, 4, 128, "zeros"), cases.affine(256, 1024, 3, 16, "zero")]
     layouts += [cases.blocks(256, 1024, name) for name in BLOCK_TYPES]
     layouts += [cases.dense(256, 1000, dtype) for dtype in (*FLOATS, *FLOAT8)]
+    layouts += [cases.table(256, 1024, bits, 32, torch.uint8, 256) for bits in TABLE_BITS]
+    layouts += [cases.table(256, 1024, 4, 16, torch.float8_e4m3fn, 1024)]
+    layouts += [cases.table(256, 1024, 4, 32, torch.float8_e8m0fnu)]
     layouts += [cases.float8(256, 1024, block) for block in ((128, 128), (1, 1024), (256, 1024))]
     for layout in layouts:
         packed = kernel.pack(layout)
@@ -281,6 +356,11 @@ def test_packed_weights_take_at_most_four_percent_more(backend: CpuBackend, case
     [
         ({"layout": "affine", "bits": 9, "group": 32}, "9 bits: expected 2 to 8"),
         ({"layout": "affine", "bits": 1, "group": 32}, "1 bits: expected 2 to 8"),
+        ({"layout": "affine", "format": "table", "bits": 2}, "a table of 2 bits: expected one of"),
+        (
+            {"layout": "affine", "bits": 4, "group": 16, "super_group": 48},
+            "super group 48: expected a multiple of 32",
+        ),
         ({"layout": "affine", "bits": 4, "group": 24}, "group 24: expected a multiple of 16"),
         ({"layout": "blocks", "format": "q8_k"}, "block type q8_k: expected q2_k, q3_k, q4_k"),
         ({"layout": "dense", "format": "float64"}, "dense float64: expected float32"),
@@ -328,6 +408,20 @@ def test_weights_cut_from_larger_ones_pack_the_same(
     whole: Blocks = cases.blocks(20, 2 * kind.elements, name)
     cut = Blocks((20, kind.elements), name, whole.data[:, kind.nbytes :])
     assert cases.same(kernel.unpack(kernel.pack(cut)), cut)
+
+
+def test_every_power_of_two_is_a_scale(backend: CpuBackend) -> None:
+    powers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e8m0fnu).view(256, 1)
+    codes = torch.full((256, 16), 0x11, dtype=torch.uint8)  # 1: the value is the scale
+    weight = Affine((256, 32), 4, 32, codes, powers, table=torch.arange(16.0))
+    kernel, exact = kernels(backend)
+    packed, expected = kernel.pack(weight), decode(weight)
+    rows = torch.empty(256, 32)
+    kernel.rows(packed, torch.arange(256), rows)
+    x = torch.zeros(1, 32)
+    x[0, 5] = 1
+    for found in (rows[:, 5:6], multiply(exact, packed, x).T):
+        torch.testing.assert_close(found, expected[:, 5:6], rtol=0, atol=0, equal_nan=True)
 
 
 def test_packed_weights_share_mappings_that_end_with_the_last_of_them(

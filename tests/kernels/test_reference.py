@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import gguf
@@ -12,7 +13,7 @@ import torch
 
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import KernelError
-from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, KVPages
+from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, KVPages, check_layout
 from sdk.kernels.ops import Ops
 from sdk.kernels.reference.decode import decode, pack_codes, unpack_codes
 
@@ -23,7 +24,7 @@ def ops() -> Ops:
 
 
 @pytest.mark.parametrize("name", sorted(BLOCK_TYPES))
-def test_k_quants_decode_as_ggml_does(cases: Any, name: str) -> None:
+def test_blocks_decode_as_ggml_does(cases: Any, name: str) -> None:
     weight = cases.blocks(9, 1024, name)
     found = decode(weight).numpy()
     kind = gguf.GGMLQuantizationType[name.upper()]
@@ -63,6 +64,55 @@ def test_the_affine_formula_by_hand() -> None:
     ]
     signed = torch.tensor([[255, 1]], dtype=torch.uint8)
     assert decode(Affine((1, 2), 8, 2, signed, scale[:, :1], signed=True)).tolist() == [[-2, 2]]
+
+
+def test_codes_that_index_a_table_by_hand() -> None:
+    codes = torch.tensor([[0xF0, 0x21]], dtype=torch.uint8)  # 0, 15 | 1, 2 in groups of two
+    table = torch.arange(16.0) - 3
+    scale = torch.tensor([[2.0, 0.5]])
+    one = Affine((1, 4), 4, 2, codes, scale, table=table)
+    assert decode(one).tolist() == [[-6, 24, -1, -0.5]]
+    bytes = torch.tensor([[126, 130]], dtype=torch.uint8)  # 2^-1, 2^3
+    powers = replace(one, scale=bytes.view(torch.float8_e8m0fnu))
+    assert decode(powers).tolist() == [[-1.5, 6, -16, -8]]
+    levels = replace(
+        one,
+        scale=torch.tensor([[3, 250]], dtype=torch.uint8),
+        super_scale=torch.tensor([[0.5]]),
+        super_group=4,
+    )
+    assert decode(levels).tolist() == [[-4.5, 18, -250, -125]]
+    each = replace(levels, super_scale=torch.tensor([[0.5, 2.0]]), super_group=2)
+    assert decode(each).tolist() == [[-4.5, 18, -1000, -500]]
+    bits = torch.tensor([[0b0110]], dtype=torch.uint8)
+    signs = Affine((1, 4), 1, 4, bits, scale[:, :1], table=torch.tensor([-1.0, 1.0]))
+    assert decode(signs).tolist() == [[-2, 2, 2, -2]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"bits": 2}, r"affine table: expected \(1, 3, 4\) bits, found 2"),
+        ({"zero": 8}, "affine table: nothing is subtracted"),
+        ({"zeros": torch.zeros(3, 4).byte()}, "affine table: nothing is subtracted"),
+        ({"table": torch.zeros(15)}, r"affine table: expected torch.float32 \[16\], found .*15"),
+        ({"table": torch.zeros(16).half()}, r"affine table: .* found torch.float16"),
+        ({"table": torch.full((16,), float("nan"))}, "affine table: expected finite values"),
+        ({"scale": torch.ones(3, 4).byte()}, r"affine scale: .* found torch.uint8"),
+        ({"super_scale": torch.ones(3, 2)}, "super groups of whole groups of 32, found 0"),
+        ({"super_scale": torch.ones(3, 2), "super_group": 48}, "whole groups of 32, found 48"),
+        ({"super_scale": torch.ones(3, 3), "super_group": 64}, r"super_scale: .*\[3, 2\], found"),
+        (
+            {"super_scale": torch.ones(3, 2).double(), "super_group": 64},
+            r"super_scale: .* found torch.float64",
+        ),
+    ],
+)
+def test_a_table_that_contradicts_its_weight_is_refused(
+    cases: Any, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(KernelError, match=message):
+        check_layout(replace(cases.table(3, 128), **change))
 
 
 def test_a_row_has_the_same_bits_in_every_batch(ops: Ops, cases: Any) -> None:

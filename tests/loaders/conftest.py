@@ -14,6 +14,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import save_file
+
+from sdk.loaders.open import open_checkpoint
 
 #: struct codes of the metadata types a GGUF file numbers 0 to 12 (8 is a string, 9 an array).
 CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -197,6 +200,48 @@ def pull_all(checkpoint: Any) -> None:
         for name in VECTORS:
             if checkpoint.has(f"{prefix}{name}.weight"):
                 checkpoint.tensor(f"{prefix}{name}.weight")
+
+
+LAYER = "model.layers.0.mlp.down_proj"
+
+
+@dataclass
+class LayerFolder:
+    """Writes folders whose one quantized matrix is ``LAYER`` of the shape asked for."""
+
+    path: Path
+
+    def open(
+        self,
+        settings: dict[str, Any] | None,
+        tensors: dict[str, Any],
+        shape: tuple[int, int] = (32, 64),
+        metadata: dict[str, str] | None = None,
+    ) -> Any:
+        """The checkpoint; ``tensors`` are torch tensors, named by what follows the layer's name."""
+        rows, columns = shape
+        config = hf_config(hidden_size=rows, intermediate_size=columns, head_dim=8)
+        if settings is not None:
+            config["quantization_config"] = settings
+        write_folder(self.path, config=config)
+        stored = {LAYER + ending: tensor.contiguous() for ending, tensor in tensors.items()}
+        save_file(stored, self.path / "model.safetensors", metadata)
+        return self.reopen()
+
+    def reopen(self) -> Any:
+        return open_checkpoint(self.path)
+
+    def weight(self, *args: Any, **kwargs: Any) -> Any:
+        """The matrix; every tensor must have counted as used."""
+        checkpoint = self.open(*args, **kwargs)
+        weight = checkpoint.weight(LAYER)
+        assert checkpoint.unused() == []
+        return weight
+
+
+@pytest.fixture
+def layers(tmp_path: Path) -> LayerFolder:
+    return LayerFolder(tmp_path / "model")
 
 
 @pytest.fixture

@@ -107,16 +107,16 @@ def test_a_scale_may_lie_in_another_shard(write: Write) -> None:
 @pytest.mark.parametrize(
     ("beside", "message"),
     [
-        ({}, r"F8_E4M3: expected one scale beside it, found none"),
+        ({}, r"weight' is F8_E4M3, which is not run as a plain tensor"),
         (
             {"weight_scale": torch.ones(1), "weight_scale_inv": torch.ones(1)},
-            r"found .*weight_scale_inv and .*weight_scale$",
+            r"expected one scale beside it, found .weight_scale_inv and .weight_scale$",
         ),
         ({"weight_scale": torch.ones(31)}, r"shape \[31, 1\], expected \[32, 1\] for \[32, 64\]"),
         ({"weight_scale": torch.ones(32, 2)}, r"shape \[32, 2\], expected \[32, 1\]"),
         ({"weight_scale": torch.tensor(float("nan"))}, r"weight_scale': a scale is not a finite"),
         ({"weight_scale": torch.full((32,), float("inf"))}, "a scale is not a finite number"),
-        ({"weight_scale": torch.tensor(1)}, r"a scale in torch\.int64, expected a float type"),
+        ({"weight_scale": torch.tensor(1)}, r"weight_scale': I64, expected F32 or F16 or BF16"),
         (
             {"weight": values()[:, :32], "weight_scale": torch.tensor(1.0)},
             r"shape \[32, 32\], the config asks for \[32, 64\]",
@@ -143,8 +143,56 @@ def test_an_impossible_block_size_is_refused(write: Write, size: Any) -> None:
         open_checkpoint(write({"weight_block_size": size}))
 
 
-def test_other_meanings_of_the_same_names_are_refused(write: Write) -> None:
-    with pytest.raises(UnsupportedError, match="scales that divide are not run yet"):
-        open_checkpoint(write({"weight_scale_method": "row"}, weight_scale_inv=torch.ones(32)))
-    with pytest.raises(UnsupportedError, match="qweight' is written by GPTQ or AWQ"):
-        open_checkpoint(write(None, qweight=torch.ones(3)))
+@pytest.mark.parametrize(("method", "scale"), [("tensor", ()), ("row", (32,)), ("block", (2, 4))])
+def test_scales_with_a_method_divide(write: Write, method: str, scale: tuple[int, ...]) -> None:
+    settings = {"weight_scale_method": method, "weight_scale_semantics": "inverse"}
+    if method == "block":
+        settings["weight_block_size"] = [16, 16]
+    factor = torch.rand(scale) + 0.5
+    weight = open_checkpoint(write(settings, weight_scale_inv=factor)).weight(DOWN)
+    high, wide = (16, 16) if method == "block" else (1, 64)
+    grid = factor.reshape(1, 1) if method == "tensor" else factor.reshape(len(factor), -1)
+    spread = grid.repeat_interleave(high, 0).repeat_interleave(wide, 1)
+    torch.testing.assert_close(weight.dequantize(), values().float() / spread, rtol=1e-6, atol=0)
+
+
+def test_scales_that_divide_are_not_zero_and_of_the_known_meaning(write: Write) -> None:
+    settings = {"weight_scale_method": "row"}
+    with pytest.raises(CheckpointError, match=r"weight_scale_inv': a scale is 0, and divides"):
+        open_checkpoint(write(settings, weight_scale_inv=torch.zeros(32))).weight(DOWN)
+    with pytest.raises(UnsupportedError, match="weight_scale_semantics is direct, which is not ru"):
+        open_checkpoint(write({**settings, "weight_scale_semantics": "direct"}))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e8m0fnu])
+@pytest.mark.parametrize("block", [[128, 128], [8, 32], [1, 32]])
+def test_scales_may_be_powers_of_two_in_bytes(
+    write: Write, dtype: torch.dtype, block: list[int]
+) -> None:
+    grid = (-(-32 // block[0]), -(-64 // block[1]))
+    powers = torch.randint(110, 140, grid, dtype=torch.uint8)
+    settings = {"weight_block_size": block, "scale_fmt": "ue8m0"}
+    weight = open_checkpoint(write(settings, weight_scale_inv=powers.view(dtype))).weight(DOWN)
+    spread = powers.int().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1) - 127
+    assert torch.equal(weight.dequantize(), torch.ldexp(values().float(), spread[:32, :64]))
+
+
+def test_names_of_mistral_are_read_too(write: Write) -> None:
+    path = write(None, qscale_weight=torch.tensor(0.5), qscale_act=torch.tensor(3.0))
+    checkpoint = open_checkpoint(path)
+    assert torch.equal(checkpoint.weight(DOWN).dequantize(), values().float() * 0.5)
+    assert "model.layers.0.mlp.down_proj.qscale_act" not in checkpoint.unused()
+
+
+def test_an_8_bit_matrix_is_one_entry_with_its_scales(write: Write) -> None:
+    path = write(None, weight_scale=torch.tensor(0.5), input_scale=torch.tensor(2.0))
+    entries = {entry.name: entry for entry in open_checkpoint(path).entries()}
+    assert sorted(entries) == ["model.embed_tokens.weight", DOWN]
+    found = entries[DOWN]
+    assert (found.shape, found.format, found.nbytes) == ((32, 64), "fp8", 32 * 64 + 8)
+
+
+def test_a_scaled_matrix_of_another_type_is_refused(write: Write) -> None:
+    path = write(None, weight=torch.ones(32, 64), weight_scale=torch.tensor(0.5))
+    with pytest.raises(CheckpointError, match=r"weight': F32 .*expected a matrix in F8_E4M3 or"):
+        open_checkpoint(path).entries()

@@ -5,24 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 
 import gguf
+import libgguf
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from sdk.kernels.layouts import Blocks, Dense
+from sdk.kernels.layouts import BLOCK_TYPES, Blocks, Dense
 from sdk.kernels.reference.decode import decode
-from sdk.loaders.formats.gguf_decode import SUPPORTED_TYPES, decode_matrix
+from sdk.loaders.formats import gguf_codebooks
+from sdk.loaders.formats.gguf_byte_order import to_little_endian
+from sdk.loaders.formats.gguf_decode import decode_matrix
 from sdk.loaders.formats.gguf_types import GGUF_TYPES, GgufType
 from sdk.loaders.gguf_reader import read_gguf
 from sdk.quant.errors import CheckpointError, UnsupportedError
+from sdk.quant.weight import weight_of
 
 BY_NAME = {kind.name: kind for kind in GGUF_TYPES.values()}
-QUANTIZED = [name for name in SUPPORTED_TYPES if name not in ("F32", "F16", "BF16")]
-#: Where the float16 scales (and minima) of a block lie.
-SCALES = {
-    "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0],
-    "Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208],
-}  # fmt: skip
+QUANTIZED = [kind.name for kind in GGUF_TYPES.values() if kind.elements > 1]
+#: Types whose blocks stay as they are.
+KEPT = [name for name in QUANTIZED if name.lower() in BLOCK_TYPES]
 
 
 def bits(values: NDArray[np.float32]) -> NDArray[np.uint32]:
@@ -33,13 +34,31 @@ def random_rows(kind: GgufType, rows: int, columns: int) -> NDArray[np.uint8]:
     """Blocks of random bits, all codes and sub-scales, with scales that are finite."""
     rng = np.random.default_rng(len(kind.name) + columns)
     blocks = rng.integers(0, 256, (rows * columns // kind.elements, kind.nbytes), np.uint8)
-    for offset in SCALES[kind.name]:
+    for offset in kind.halves:
         scales = rng.standard_normal(len(blocks)).astype("<f2")
         blocks[:, offset : offset + 2] = scales.view(np.uint8).reshape(-1, 2)
+    if kind.name == "MXFP4":
+        blocks[:, 0] = rng.integers(0, 251, len(blocks))  # above, 6 times it overflows
+    if kind.name == "NVFP4":
+        blocks[:, :4] &= 0x7F
+    if kind.name == "IQ1_M":
+        blocks[:, 55] &= 0xBF  # the exponent's top bit
     return blocks.reshape(rows, -1)
 
 
+def native(kind: GgufType, data: NDArray[np.uint8]) -> NDArray[np.float32]:
+    if kind.name == "Q2_0":  # in neither package: (code - 1) * d, four codes to a byte
+        blocks = data.reshape(len(data), -1, 18)
+        codes = np.stack([blocks[:, :, 2:] >> shift & 3 for shift in (0, 2, 4, 6)], axis=3)
+        d = blocks[:, :, :2].copy().view("<f2").astype(np.float32)
+        return ((codes.reshape(*d.shape[:2], 64).astype(np.float32) - 1) * d).reshape(len(data), -1)
+    number = next(number for number, one in GGUF_TYPES.items() if one is kind)
+    return np.asarray(libgguf.dequantize_rows(data, number), np.float32).reshape(len(data), -1)
+
+
 def reference(kind: GgufType, data: NDArray[np.uint8]) -> NDArray[np.float32]:
+    if kind.name in ("Q1_0", "Q2_0"):  # not in this package
+        return native(kind, data)
     values: NDArray[np.float32] = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind.name])
     return values
 
@@ -51,7 +70,9 @@ def test_random_blocks_decode_to_the_same_bits(name: str, shape: tuple[int, int]
     data = random_rows(kind, *shape)
     layout = decode_matrix(kind, data, shape[1], "test")
     assert layout.shape == shape
-    assert np.array_equal(bits(decode(layout).numpy()), bits(reference(kind, data)))
+    found = bits(decode(layout).numpy())
+    assert np.array_equal(found, bits(reference(kind, data)))
+    assert np.array_equal(found, bits(native(kind, data)))
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
@@ -63,12 +84,45 @@ def test_rows_shorter_than_a_k_quant_block_decode(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_packed_weights_take_no_more_bytes_than_in_the_file(name: str) -> None:
+def test_weights_take_as_many_bytes_as_their_type_says(name: str) -> None:
     kind = BY_NAME[name]
     data = random_rows(kind, 4, 512)
     layout = decode_matrix(kind, data, 512, "test")
-    assert isinstance(layout, Blocks)
-    assert layout.nbytes == data.nbytes
+    assert isinstance(layout, Blocks) == (name in KEPT)
+    assert layout.nbytes == data.nbytes // kind.nbytes * (kind.held or kind.nbytes)
+    assert str(weight_of(layout).spec) == name.lower()
+    if name not in ("TQ1_0", *gguf_codebooks.DECODERS):
+        assert layout.nbytes == data.nbytes
+
+
+@pytest.mark.parametrize("name", gguf_codebooks.DECODERS)
+def test_every_entry_of_a_codebook_and_every_sign_has_its_value(name: str) -> None:
+    """Random indices miss some of 2048; here each comes with each sign."""
+    kind = BY_NAME[name]
+    rng = np.random.default_rng(1)
+    rows = [random_rows(kind, 64, 256)]
+    for value in range(256):
+        row = random_rows(kind, 8, 256)
+        codes = row[:, kind.halves[0] + 2 :] if kind.halves else row[:, :48]
+        codes[:] = rng.permuted(np.full_like(codes, value) ^ rng.integers(0, 8, codes.shape) << 5)
+        rows.append(row)
+    data = np.concatenate(rows)
+    layout = decode_matrix(kind, data, 256, "test")
+    assert np.array_equal(bits(decode(layout).numpy()), bits(native(kind, data)))
+
+
+@pytest.mark.parametrize("name", ["F64", "I8", "I16", "I32", "I64"])
+def test_other_numbers_become_float32(name: str) -> None:
+    dtype = np.dtype({"F": "<f", "I": "<i"}[name[0]] + str(int(name[1:]) // 8))
+    values = np.random.default_rng(2).integers(-128, 128, (3, 32)).astype(dtype)
+    layout = decode_matrix(BY_NAME[name], values.view(np.uint8).reshape(3, -1), 32, "test")
+    assert np.array_equal(decode(layout).numpy(), values)
+
+
+def test_an_integer_float32_cannot_hold_is_refused() -> None:
+    values = np.array([[1 << 24, (1 << 24) + 1]], "<i4")
+    with pytest.raises(CheckpointError, match="here: expected integers float32 can hold"):
+        decode_matrix(BY_NAME["I32"], values.view(np.uint8).reshape(1, -1), 2, "here")
 
 
 @pytest.mark.parametrize("name", ["F32", "F16", "BF16"])
@@ -91,11 +145,11 @@ def test_dense_tensors_share_the_bytes_they_come_from_unless_misaligned() -> Non
     assert decode(shifted).max() == 0
 
 
-@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("name", [kind.name for kind in BY_NAME.values() if kind.halves])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_scale_that_is_not_finite_is_refused(name: str, bad: float) -> None:
     kind = BY_NAME[name]
-    for offset in SCALES[name]:
+    for offset in kind.halves:
         data = random_rows(kind, 4, 512)
         per_row = 512 // kind.elements
         blocks = data.reshape(-1, kind.nbytes)
@@ -105,12 +159,45 @@ def test_a_scale_that_is_not_finite_is_refused(name: str, bad: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [kind for kind in GGUF_TYPES.values() if kind.name not in SUPPORTED_TYPES]
+    ("name", "byte", "bad", "message"),
+    [
+        ("IQ1_M", 55, 0x7C, "a scale in row 1 is"),
+        ("MXFP4", 0, 255, r"a scale in row 1 is the byte 255, expected 0 to 254 \(MXFP4\)"),
+        ("NVFP4", 2, 0x80, r"a scale in row 1 is the byte 128, expected 0 to 127 \(NVFP4\)"),
+    ],
 )
-def test_types_that_do_not_run_are_named_with_what_to_do(kind: GgufType) -> None:
-    data = np.zeros((2, kind.nbytes), np.uint8)
-    with pytest.raises(UnsupportedError, match=rf"f.gguf: 'w'.*{kind.name} .*Q4_K.*llama-quantize"):
-        decode_matrix(kind, data, kind.elements, "f.gguf: 'w'")
+def test_a_scale_that_is_no_number_is_refused(name: str, byte: int, bad: int, message: str) -> None:
+    kind = BY_NAME[name]
+    data = random_rows(kind, 2, 256)
+    data.reshape(2, -1, kind.nbytes)[1, 0, byte] = bad
+    if name == "IQ1_M":
+        data.reshape(2, -1, kind.nbytes)[1, 0, 53] = 0xC0  # the rest of the exponent
+    with pytest.raises(CheckpointError, match=f"here: {message}"):
+        decode_matrix(kind, data, 256, "here")
+
+
+@pytest.mark.parametrize("kind", GGUF_TYPES.values(), ids=lambda kind: kind.name)
+def test_big_endian_tensors_are_turned_round_or_refused(kind: GgufType) -> None:
+    if kind.elements > 1:
+        data = random_rows(kind, 3, 512)
+    else:
+        numbers = np.random.default_rng(3).integers(0, 100, (3, 512))
+        dtype = {"F16": "<f2", "BF16": "<i2"}.get(
+            kind.name, f"<{kind.name[0].lower()}{kind.nbytes}"
+        )
+        data = numbers.astype(dtype).view(np.uint8)
+    if kind.name in ("Q5_0", "Q5_1", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ3_XXS"):
+        with pytest.raises(UnsupportedError, match=f"here: {kind.name} in a big-endian file"):
+            to_little_endian(kind, data, "here")
+        return
+    turned = data.copy().reshape(3, -1, kind.nbytes)
+    words = [*kind.halves, *([2] if kind.name == "IQ4_XS" else [])]
+    if kind.elements == 1:
+        turned = turned[:, :, ::-1].copy()
+    for at in words:
+        turned[:, :, [at, at + 1]] = turned[:, :, [at + 1, at]]
+    found = to_little_endian(kind, turned.reshape(data.shape), "here")
+    assert np.array_equal(found, data)
 
 
 GOLDEN_FILES = sorted((Path(__file__).parents[1] / "golden").glob("*/model.gguf"))

@@ -81,15 +81,26 @@ def test_versions_2_and_3_are_read(files: Any, save: Save, version: int) -> None
     assert len(read_gguf(save(model.build())).tensors) == 11
 
 
-def test_a_big_endian_header_is_read_and_its_data_refused(files: Any, save: Save) -> None:
+def test_a_big_endian_file_is_read_like_its_little_endian_twin(files: Any, save: Save) -> None:
     model = files.llama()
     model.order = ">"
+    originals = {name: data for name, (_, _, data) in model.tensors.items()}
+    for name, (dims, kind, data) in model.tensors.items():
+        model.tensors[name] = (dims, kind, np.frombuffer(data, "<f4").astype(">f4").tobytes())
     found = read_gguf(save(model.build()))
     assert found.metadata["llama.embedding_length"] == 32
     assert found.metadata["tokenizer.ggml.token_type"].tolist() == [1] * 8
     assert found.metadata["tokenizer.ggml.token_type"].dtype == np.dtype("=i4")
-    with pytest.raises(UnsupportedError, match=r"token_embd.weight.*big-endian"):
-        found.data("token_embd.weight")
+    assert {name: bytes(found.data(name)) for name in found.tensors} == originals
+
+
+def test_a_type_without_a_big_endian_form_is_refused(files: Any, save: Save) -> None:
+    model = files.llama()
+    model.order = ">"
+    model.tensors["output.weight"] = ((32, 8), 6, bytes(8 * 22))  # Q5_0
+    found = read_gguf(save(model.build()))
+    with pytest.raises(UnsupportedError, match=r"\.gguf: tensor 'output\.weight': Q5_0 in a big"):
+        found.data("output.weight")
 
 
 def test_another_alignment_is_honoured(files: Any, save: Save) -> None:

@@ -189,24 +189,47 @@ def test_olmo_2_normalizes_all_heads_at_once(files: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{"quant_method": "gptq", "bits": 4}, {"quant_method": "awq"}, {"producer": {"name": "x"}}, {}],
+    ("settings", "named"),
+    [
+        ({"quant_method": "AQLM"}, "names aqlm: AQLM, sums of code books"),
+        ({"quant_method": "bitblas"}, "names bitblas: BitBLAS, codes in the order of one GPU"),
+        ({"quant_method": "bitnet"}, "names bitnet: BitNet, ternary codes"),
+        ({"quant_method": "exl3"}, "names exl3: EXL3, trellis codes"),
+        ({"quant_method": "higgs"}, "names higgs: HIGGS, rotated vectors"),
+        ({"quant_method": "marlin"}, "names marlin: Marlin, codes in the order of one GPU"),
+        ({"quant_method": "quark"}, "names quark: Quark"),
+        ({"quant_method": "sparseml"}, "names sparseml: SparseML, sparse"),
+        ({"quant_method": "spqr"}, "names spqr: SpQR, outliers"),
+        ({"quant_method": "vptq"}, "names vptq: VPTQ, vector code books"),
+        ({"quant_method": "gguf-types"}, "names gguf_types"),
+        ({"quant_method": "../no"}, "names _no"),
+        ({"quant_method": ""}, "names "),
+        ({"producer": {"name": "nobody"}}, "names nobody"),
+        ({"producer": "nobody"}, "names nobody"),
+        ({}, "quantization_config names no method"),
+    ],
 )
-def test_a_quantization_config_is_refused_by_name(
-    files: Any, tmp_path: Path, settings: dict[str, Any]
+def test_a_method_that_is_not_run_is_refused_by_name(
+    files: Any, tmp_path: Path, settings: dict[str, Any], named: str
 ) -> None:
-    method = settings.get("quant_method") or ("name" if settings else "unnamed")
     config = files.config(quantization_config=settings)
-    message = f"quantized.*{method}.*next release"
+    message = rf"weights are quantized \(.*{named}.*\), which is not run; open the model in F32"
     with pytest.raises(UnsupportedError, match=message):
         open_checkpoint(files.folder(tmp_path / "a", config=config))
     config = {"model_type": "gemma3", "text_config": config}
     with pytest.raises(UnsupportedError, match=message):
         open_checkpoint(files.folder(tmp_path / "b", config=config))
-    apart = files.folder(tmp_path / "c")
+    apart = files.folder(tmp_path / "c", config=files.config(quantization_config=None))
     (apart / "quantize_config.json").write_text(json.dumps(settings))
     with pytest.raises(UnsupportedError, match=message):
         open_checkpoint(apart)
+
+
+@pytest.mark.parametrize("method", [3, ["gptq"], {"name": "gptq"}, True])
+def test_a_method_without_a_name_is_refused(files: Any, tmp_path: Path, method: Any) -> None:
+    config = files.config(quantization_config={"quant_method": method})
+    with pytest.raises(CheckpointError, match=r"quant_method is .*, expected the name of a method"):
+        open_checkpoint(files.folder(tmp_path / "model", config=config))
 
 
 def test_a_quantization_config_that_is_no_object_is_refused(files: Any, tmp_path: Path) -> None:
@@ -220,8 +243,6 @@ def test_a_quantization_config_that_is_no_object_is_refused(files: Any, tmp_path
     [
         ("qweight", "GPTQ or AWQ"),
         ("weight_packed", "compressed-tensors"),
-        ("weight_scale_inv", "FP8 in blocks"),
-        ("weight_scale", "FP8 or INT8"),
         ("SCB", "bitsandbytes LLM.int8"),
         ("weight.quant_state.bitsandbytes__nf4", "bitsandbytes nf4"),
         ("weight.quant_state.bitsandbytes__fp4", "bitsandbytes fp4"),
@@ -230,9 +251,22 @@ def test_a_quantization_config_that_is_no_object_is_refused(files: Any, tmp_path
         ("W_q", "HQQ"),
     ],
 )
-def test_quantized_tensors_are_recognised_without_a_config(
+def test_tensors_of_another_method_than_the_config_names_are_refused(
     files: Any, tmp_path: Path, ending: str, method: str
 ) -> None:
     tensors = {EMBED: ONES, f"model.layers.0.mlp.down_proj.{ending}": np.ones(3)}
+    config = files.config(quantization_config={"quant_method": "fp8"})
+    message = rf"quantization_config names fp8, but tensor .*{ending}' is written by {method}"
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(files.folder(tmp_path / "model", tensors, config))
+
+
+@pytest.mark.parametrize(
+    ("ending", "method"), [("gate_up_proj_blocks", "MXFP4"), ("act.scales", "AWQ for activation")]
+)
+def test_quantized_tensors_are_recognised_without_a_config(
+    files: Any, tmp_path: Path, ending: str, method: str
+) -> None:
+    tensors = {EMBED: ONES, f"model.layers.0.mlp.{ending}": np.ones(3)}
     with pytest.raises(UnsupportedError, match=f"{ending}' is written by {method}"):
         open_checkpoint(files.folder(tmp_path / "model", tensors))

@@ -131,6 +131,13 @@ void rowwise(Random& random, Engine& one, Engine& many) {
     both(one, many, 7 * width, [&](Engine& engine, float* out) {
         engine.run(kOpSelect, SelectArgs{residual.data(), chosen.data(), out, width, count}, 7);
     });
+    Buffer<int32_t> order(width);
+    for (int64_t k = 0; k < width; ++k) order[k] = (int32_t)(width - 1 - k);
+    for (int32_t back : {0, 1}) {
+        both(one, many, count * width, [&](Engine& engine, float* out) {
+            engine.run(kOpTake, TakeArgs{residual.data(), order.data(), out, width, back}, count);
+        });
+    }
 }
 
 void sampling(Random& random, Engine& one, Engine& many) {
@@ -297,6 +304,9 @@ void program(Random& random, Engine& one, Engine& many) {
     rows.zero();
     Buffer<float> norm = floats(random, width), bias = floats(random, 2 * wide);
     Buffer<float> sum(tokens * width), x(tokens * width), delta(tokens * width);
+    Buffer<float> taken(tokens * width);
+    Buffer<int32_t> order(width);
+    for (int64_t k = 0; k < width; ++k) order[k] = (int32_t)((k * 5 + 3) % width);
     Buffer<float> gate_up(tokens * 2 * wide), gated(tokens * wide);
     Buffer<float> chosen(outputs * width), logits(outputs * vocabulary);
     auto linear = [](Packed& w, Buffer<float>& from, Buffer<float>& to) {
@@ -323,8 +333,9 @@ void program(Random& random, Engine& one, Engine& many) {
     for (int layer = 0; layer < 2; ++layer) {
         add(kOpNorm, kTokens,
             NormArgs{delta.data(), sum.data(), norm.data(), x.data(), width, 1, width, 0, 1e-5f});
-        add(kOpLinear, kTokens, linear(up, x, gate_up));
-        add(kOpLinear, kTokens, linear(up, x, gate_up));  // the same rows: rounded once
+        add(kOpTake, kTokens, TakeArgs{x.data(), order.data(), taken.data(), width, 0});
+        add(kOpLinear, kTokens, linear(up, taken, gate_up));
+        add(kOpLinear, kTokens, linear(up, taken, gate_up));  // the same rows: rounded once
         add(kOpMap, kTokens, MapArgs{gate_up.data(), bias.data(), 2 * wide, 0, kMapBias});
         add(kOpGated, kTokens, GatedArgs{gate_up.data(), gated.data(), wide, kSilu});
         add(kOpLinear, kTokens, linear(down, gated, delta));

@@ -23,6 +23,17 @@ from sdk.quant.spec import KVSpec, QuantSpec
         "q4_k",
         "q5_k",
         "q6_k",
+        "nf4",
+        "nf4g128",
+        "fp4g4096",
+        "mxfp4",
+        "nvfp4",
+        "iq4_nl",
+        "iq4_xs",
+        "iq3_s",
+        "iq1_m",
+        "q1_0",
+        "tq1_0",
         "w4a16g128",
         "w8a8",
         "w4a16g32s",
@@ -45,7 +56,9 @@ def test_every_integer_spec_survives_a_round_trip(
     assert QuantSpec.parse(str(spec)) == spec
 
 
-@pytest.mark.parametrize("text", ["", "w9a16", "w4", "w4a4", "q8_k", "w4a16g0", "W4A16", "w4a16gx"])
+@pytest.mark.parametrize(
+    "text", ["", "w9a16", "w4", "w4a4", "q8_k", "w4a16g0", "W4A16", "w4a16gx", "nf4g0", "nf5"]
+)
 def test_an_unknown_spec_is_refused_by_name(text: str) -> None:
     with pytest.raises(ValueError, match="quant spec") as error:
         QuantSpec.parse(text)

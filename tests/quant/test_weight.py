@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from sdk.kernels.errors import KernelError
-from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8
+from sdk.kernels.layouts import BLOCK_TYPES, E2M1, Affine, Blocks, Dense, Float8
 from sdk.kernels.ops import Ops
 from sdk.kernels.reference.decode import pack_codes, unpack_codes
 from sdk.quant.errors import AlignmentError
@@ -57,12 +58,32 @@ def blocks(kind: str, rows: int = 16, columns: int = 512, seed: int = 0) -> Bloc
     rng = _random(seed)
     data = torch.randint(0, 256, (count, facts.nbytes), generator=rng, dtype=torch.uint8)
     small = (torch.rand(count, 2, generator=rng) / 100).half().view(torch.uint8)
-    if kind in ("q3_k", "q6_k"):
+    if kind == "mxfp4":
+        data[:, 0] = 120
+    elif kind in ("q3_k", "q6_k"):
         data[:, -2:] = small[:, :2]
     else:
         first = 80 if kind == "q2_k" else 0
         data[:, first : first + 4] = small
     return BlockWeight(Blocks((rows, columns), kind, data.reshape(rows, -1)))
+
+
+def table(kind: str, seed: int = 0, rows: int = 48) -> Weight:
+    """``nf4``: one level of scales; ``nvfp4``: 8-bit floats and a factor per row; ``iq3_s``: 8-bit
+    integers and a float16 per 128 values (256 in files)."""
+    rng = _random(seed)
+    codes = torch.randint(0, 256, (rows, 128), generator=rng, dtype=torch.uint8)
+    values = torch.linspace(-1, 1, 16) if kind == "nf4" else torch.tensor(E2M1)
+    one = Affine((rows, 256), 4, 64, codes, torch.rand(rows, 4, generator=rng), table=values)
+    if kind == "nvfp4":
+        scale = torch.rand(rows, 16, generator=rng).to(E4M3)
+        factor = torch.rand(rows, 1, generator=rng)
+        one = replace(one, group=16, scale=scale, super_scale=factor, super_group=256)
+    if kind == "iq3_s":
+        scale = torch.randint(0, 32, (rows, 8), generator=rng).byte()
+        supers = torch.rand(rows, 2, generator=rng).half()
+        one = replace(one, group=32, scale=scale, super_scale=supers, super_group=128)
+    return weight_of(replace(one, name=kind))
 
 
 def dense(dtype: torch.dtype, seed: int = 0) -> DenseWeight:
@@ -87,6 +108,7 @@ MAKERS: dict[str, Callable[[int], Weight]] = {
     "fp8-channel": lambda seed: float8((1, 256), E5M2, seed),
     "fp8-block": lambda seed: float8((16, 128), E4M3, seed),
     "fp8-whole-blocks": lambda seed: float8((8, 128), E4M3, seed),
+    **{name: lambda seed, name=name: table(name, seed) for name in ("nf4", "nvfp4", "iq3_s")},
     **{name: lambda seed, name=name: blocks(name, seed=seed) for name in BLOCK_TYPES},
     **{
         f"w{bits}-{kind}": lambda seed, bits=bits, kind=kind: affine(
@@ -204,6 +226,21 @@ def test_a_dequantized_weight_is_a_copy(make: Callable[[int], Weight]) -> None:
     kept = value.clone()
     value.zero_()
     assert torch.equal(weight.dequantize(), kept)
+
+
+def test_a_cut_through_a_group_of_either_level_is_refused() -> None:
+    with pytest.raises(AlignmentError, match=r"multiples of 128 \(iq3_s\)"):
+        table("iq3_s").narrow("in", 64, 128)
+    with pytest.raises(AlignmentError, match=r"multiples of 16 \(nvfp4\)"):
+        table("nvfp4").narrow("in", 8, 16)
+
+
+def test_tables_of_unlike_values_are_not_joined() -> None:
+    parts = [table("nf4"), table("nvfp4")]
+    assert isinstance(concat(parts), StackedWeight) and str(concat(parts).spec) == "nf4+nvfp4"
+    layout = parts[0].layout  # type: ignore[attr-defined]
+    other = weight_of(replace(layout, table=layout.table * 2))
+    assert isinstance(concat([parts[0], other]), StackedWeight)
 
 
 def test_a_cut_through_a_block_is_refused() -> None:

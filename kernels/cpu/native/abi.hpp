@@ -7,10 +7,10 @@
 
 #include <stdint.h>
 
-enum { kAbiVersion = 6 };
+enum { kAbiVersion = 7 };
 
 // Element types of scales, minima, pages and dense values. kLow4 and kHigh4, for scales and minima
-// only, are the two halves of one byte (q2_k keeps both in it).
+// only, are the two halves of one byte (q2_k keeps both in it); kE8M0, for scales, is an exponent of 2.
 enum ElementType {
     kF16 = 0,
     kBF16 = 1,
@@ -20,11 +20,13 @@ enum ElementType {
     kE4M3 = 5,
     kE5M2 = 6,
     kLow4 = 7,
-    kHigh4 = 8
+    kHigh4 = 8,
+    kE8M0 = 9
 };
 
 // How the codes of a weight lie in its file: one bit stream per row, or ggml's blocks.
-// The blocks from kQ4_0 on hold 32 values with one scale, the others 256 with two levels of them.
+// The blocks from kQ4_0 on have codes that move in words (sources.hpp), with one scale for 32 values;
+// kIQ4XS and those before kQ4_0 are blocks of 256 with two levels of scales.
 enum SourceKind {
     kStream = 0,
     kQ4K = 1,
@@ -36,7 +38,10 @@ enum SourceKind {
     kQ4_1 = 17,
     kQ5_0 = 18,
     kQ5_1 = 19,
-    kQ8_0 = 20
+    kQ8_0 = 20,
+    kIQ4NL = 21,
+    kMXFP4 = 22,
+    kIQ4XS = 23
 };
 
 // What every exported function returns.
@@ -55,6 +60,9 @@ enum { kStrip = 2, kStripRows = kStrip * kRows };
 // share their scale.
 //
 //   value = (code - zero) * scale - minus      scale = super_scale * scale   where there is one
+//   value = table[code] * scale                where there is a table
+//
+// Integer products take a table's entries as 8 bits: table[i] ~ (steps[i] - 128) * step.
 //
 // `dense` weights have no codes: values[row block][k][row in block] in `scale_type`, multiplied by
 // a float scale[row block][k / group_units][row in block] where there is one (unit is 1).
@@ -62,21 +70,25 @@ struct Weight {
     int64_t n, k;
     int64_t row_blocks, k_blocks;
     int32_t dense;         // 1: `codes` holds plain values of type scale_type
-    int32_t bits;          // 2..8
+    int32_t bits;          // 2..8; with a table 1, 3 or 4
     int32_t source;        // SourceKind
     int32_t flip;          // 1: codes are stored with the top bit flipped (two's complement source)
     int32_t unit;          // 16 or 32
     int32_t group_units;   // units that share one scale
     int32_t super_units;   // units that share one super_scale
     int32_t scale_type, minus_type;
-    float zero;            // used where `zeros` is null; includes the 128 of a flipped code
+    float zero;            // used where `zeros` is null; includes the 128 of a flipped code or a step
+    int32_t super_type;    // kF16 or kF32, of super_scale
+    float step;
+    uint8_t steps[16];
     int64_t groups, supers;
     uint8_t* codes;
     const void* scale;
     const void* minus;        // may be null
     const uint8_t* zeros;     // may be null
-    const uint16_t* super_scale;  // f16; may be null
+    const void* super_scale;  // may be null
     const uint16_t* super_minus;  // f16; may be null
+    const float* table;       // 16; may be null
 };
 
 // The tiles of a row block, `step` bytes apart.
@@ -180,6 +192,16 @@ struct SelectArgs {
     int64_t size;  // rows of x
 };
 
+// out[t][k] = x[t][order[k]]; back: out[t][order[k]] = x[t][k]. `width` floats a row, order a
+// permutation of 0..width - 1. out is not x.
+struct TakeArgs {
+    const float* x;
+    const int32_t* order;
+    float* out;
+    int64_t width;
+    int32_t back;
+};
+
 // Where every token of a step stands, from what a request is: the last query_len tokens of
 // context_len, whose keys lie in the request's row of the page table.
 struct PlacesArgs {
@@ -272,6 +294,7 @@ enum OpKind {
     kOpAttention = 8,
     kOpPlaces = 9,
     kOpSample = 10,
+    kOpTake = 11,
 };
 
 // What a step counts; an operator runs over one of these (times `per` for row-wise ones).

@@ -78,6 +78,12 @@ static void rows_float(FloatPanel* p, const float* x, int64_t m, float* sums) {
     }
 }
 
+template <int BITS>
+INLINE VF value_of(const Weight* w, VB code, int c, VF zero_point, VF scale, VF minus) {
+    if (BITS >= kLookup) return mul(look_up_float(w->table, code_int(code, c)), scale);
+    return sub(mul(sub(code_float(code, c), zero_point), scale), minus);
+}
+
 // k blocks [i, i_end) of one row block as floats, [32 * blocks][16].
 template <int BITS>
 static void decode_blocks(const Weight* w, int64_t b, int64_t i, int64_t i_end, float* out) {
@@ -91,19 +97,21 @@ static void decode_blocks(const Weight* w, int64_t b, int64_t i, int64_t i_end, 
                 if (j % per_unit == 0)
                     scale_of(w, b, i * (kDepth / w->unit) + j / per_unit, h, &scale, &zero_point,
                              &minus);
-                VB code = codes_of<BITS>(tiles.first + i * tiles.step, j, h);
+                VB code = codes_of<BITS & kBitsMask>(tiles.first + i * tiles.step, j, h);
                 float* to = out + 4 * j * kRows + h * kLanes;
 #pragma GCC unroll 4
                 for (int c = 0; c < 4; ++c)
-                    store(to + c * kRows,
-                          sub(mul(sub(code_float(code, c), zero_point), scale), minus));
+                    store(to + c * kRows, value_of<BITS>(w, code, c, zero_point, scale, minus));
             }
         }
     }
 }
 
 static void decode_chunk(const Weight* w, int64_t b, int64_t i, int64_t i_end, float* out) {
-    switch (w->bits) {
+    switch (w->table ? w->bits + kLookup : w->bits) {
+        case 1 + kLookup: decode_blocks<1 + kLookup>(w, b, i, i_end, out); break;
+        case 3 + kLookup: decode_blocks<3 + kLookup>(w, b, i, i_end, out); break;
+        case 4 + kLookup: decode_blocks<4 + kLookup>(w, b, i, i_end, out); break;
         case 2: decode_blocks<2>(w, b, i, i_end, out); break;
         case 3: decode_blocks<3>(w, b, i, i_end, out); break;
         case 4: decode_blocks<4>(w, b, i, i_end, out); break;

@@ -10,8 +10,8 @@
 // gives the same result. The levels with a fused multiply-add agree bit for bit too.
 //
 // A strip of two row blocks goes through k in chunks that stay in the first-level cache: their scales
-// become floats once, from 9 rows on codes of other than 4 and 8 bits become bytes once, and each
-// group of MR rows of x runs over the chunk with 2 * MR dot products in registers. Meanwhile memory is
+// become floats once, from 9 rows on codes of other than 4 and 8 bits become bytes once (those that
+// index a table sooner), and each group of MR rows of x runs over the chunk with 2 * MR dot products in registers. Meanwhile memory is
 // asked for what comes next (pace), also across strips and calls: a start from nothing costs 2 us.
 #pragma once
 
@@ -26,12 +26,14 @@ enum {
     kMaxRows = kLanes == 16 ? 5 : 2,
     kMaxFineRows = kLanes == 16 ? 4 : 2,  // units of 16 keep the first half's t as well
     kExpandFrom = 9,
+    kLookUpOnceFrom = 5,  // the same for codes that index a table; of 4 bits, others always
     kPrefetch = 8192,
 };
 
 // One chunk of one strip, for two vectors of rows.
 struct Panel {
     const uint8_t* codes[2];
+    const uint8_t* steps;  // a table's entries
     int64_t step;  // bytes between tiles
     // What to ask memory for meanwhile: `lines` of 64 bytes per block, in two stretches. `ahead` null:
     // from where the chunk before this one ended.
@@ -75,7 +77,7 @@ __attribute__((noinline)) static void panel_int(Panel* p, const Rounded* x, floa
     // A dot is summed in this many parts, so that enough of them are under way: a vpdpbusd takes
     // four cycles and two start in each.
     const int kChains = kMaxRows < 5 || MR > 4 ? 1 : MR == 4 ? (UNIT == 16 ? 1 : 2) : UNIT / 8;
-    const bool kOffset = !MINUS || (BITS == 8 && kWideOffset != 0);
+    const bool kOffset = !MINUS || (is_wide<BITS>() && kWideOffset != 0);
     const int64_t stride = p->x_stride, sums_stride = p->sums_stride;
     const int64_t blocks = p->blocks, step = p->step, ahead_bytes = p->lines * 64;
     const uint8_t *tile0 = p->codes[0], *tile1 = p->codes[1];
@@ -85,6 +87,7 @@ __attribute__((noinline)) static void panel_int(Panel* p, const Rounded* x, floa
     const uint8_t *ahead = p->ahead, *ahead_end = p->ahead_end;
     const float *scales = p->scales, *minuses = p->minuses;
     const VI less = set1_int(-p->zero);
+    const VB table = table_of<BITS>(p->steps);
     VF acc0[MR], acc1[MR];
 #pragma GCC unroll 8
     for (int r = 0; r < MR; ++r) {
@@ -112,13 +115,16 @@ __attribute__((noinline)) static void panel_int(Panel* p, const Rounded* x, floa
             for (int r = MR; r < MR * kChains; ++r) dot0[r] = dot1[r] = zero_int();
 #pragma GCC unroll 8
             for (int j = half * UNIT / 4; j < (half + 1) * UNIT / 4; ++j) {
-                const VB code0 = codes_of<BITS>(tile0, j, 0), code1 = codes_of<BITS>(tile1, j, 0);
+                const VB code0 = operands<BITS>(tile0, j, 0, table);
+                const VB code1 = operands<BITS>(tile1, j, 0, table);
 #pragma GCC unroll 8
                 for (int r = 0; r < MR; ++r) {
                     const int8_t* a = x[r * stride].q + 4 * j;
                     const int c = j % kChains * MR + r;
-                    dot0[c] = BITS == 8 ? dot4_wide(dot0[c], code0, a) : dot4(dot0[c], code0, a);
-                    dot1[c] = BITS == 8 ? dot4_wide(dot1[c], code1, a) : dot4(dot1[c], code1, a);
+                    dot0[c] = is_wide<BITS>() ? dot4_wide(dot0[c], code0, a)
+                                              : dot4(dot0[c], code0, a);
+                    dot1[c] = is_wide<BITS>() ? dot4_wide(dot1[c], code1, a)
+                                              : dot4(dot1[c], code1, a);
                 }
             }
 #pragma GCC unroll 8
@@ -173,20 +179,21 @@ __attribute__((noinline)) static void panel_int(Panel* p, const Rounded* x, floa
     p->ahead_end = ahead_end;
 }
 
-// Rows of x for one product: codes of other widths and units of 16 need more registers.
-constexpr int most_rows(int bits, int unit) {
-    return unit == 32 && (bits == 4 || bits >= 8) ? kMaxRows : kMaxFineRows;
-}
-
 // Rows of x for the next product, of the m that are left.
 INLINE int rows_at_once(int most, int64_t m) {
     if (most >= 5 && (m == 8 || m == 16)) return 8;
     return most >= 5 && m >= 5 ? 5 : most >= 4 && m >= 4 ? 4 : m >= 2 ? 2 : 1;
 }
 
+// Rows of x for one product: codes of other widths and units of 16 need more registers.
+template <int BITS, int UNIT>
+constexpr int most_rows() {
+    return UNIT == 32 && (BITS == 4 || BITS == 8 || BITS == kExpanded) ? kMaxRows : kMaxFineRows;
+}
+
 template <int BITS, int UNIT, bool MINUS>
 static void panel_rows(Panel* p, const Rounded* x, int rows, float* sums) {
-    const int kMost = most_rows(BITS, UNIT);
+    const int kMost = most_rows<BITS, UNIT>();
     switch (rows) {
         case 8: panel_int<BITS, UNIT, MINUS, kMost >= 5 ? 8 : 1>(p, x, sums); break;
         case 5: panel_int<BITS, UNIT, MINUS, kMost >= 5 ? 5 : 1>(p, x, sums); break;
@@ -199,7 +206,7 @@ static void panel_rows(Panel* p, const Rounded* x, int rows, float* sums) {
 // All rows of one pass over one chunk, for kPerBlock vectors of each block.
 template <int BITS, int UNIT, bool MINUS>
 static void rows_int(Panel* p, const Rounded* x, int64_t m, float* sums) {
-    const int kMost = most_rows(BITS, UNIT);
+    const int kMost = most_rows<BITS, UNIT>();
     int64_t products = 0;
     for (int64_t left = m; left > 0; left -= rows_at_once(kMost, left)) ++products;
     pace(p, products * kPerBlock);
@@ -267,15 +274,17 @@ static void units_as(int type, const Weight* w, const void* base, const Units& u
         case kE5M2: units_of<kE5M2>(w, base, units, to); break;
         case kLow4: units_of<kLow4>(w, base, units, to); break;
         case kHigh4: units_of<kHigh4>(w, base, units, to); break;
+        case kE8M0: units_of<kE8M0>(w, base, units, to); break;
     }
 }
 
-static void times_super(const Weight* w, const uint16_t* super, const Units& units, float* to) {
+static void times_super(const Weight* w, int type, const void* super, const Units& units,
+                        float* to) {
     int64_t over = units.block * w->supers + units.begin / w->super_units;
     int64_t used = units.begin % w->super_units;
     for (int64_t u = units.begin; u < units.end; ++u, to += kStripRows) {
         for (int i = 0; i < kRows; i += kLanes)
-            store(to + i, mul(load_half(super + over * kRows + i), load(to + i)));
+            store(to + i, mul(load_as(type, super, over * kRows + i), load(to + i)));
         if (++used == w->super_units) {
             used = 0;
             ++over;
@@ -286,11 +295,15 @@ static void times_super(const Weight* w, const uint16_t* super, const Units& uni
 // Scales and, where there is a minimum or a zero point per group, scale * zero + minus.
 static void unit_scales(const Weight* w, const Units& units, float* scales, float* minuses) {
     units_as(w->scale_type, w, w->scale, units, scales);
-    if (w->super_scale) times_super(w, w->super_scale, units, scales);
+    if (w->super_scale) times_super(w, w->super_type, w->super_scale, units, scales);
+    if (w->table)
+        for (int64_t at = 0; at < (units.end - units.begin) * kStripRows; at += kStripRows)
+            for (int i = 0; i < kRows; i += kLanes)
+                store(scales + at + i, mul(load(scales + at + i), set1(w->step)));
     if (!w->minus && !w->zeros) return;
     if (w->zeros) units_as(kU8, w, w->zeros, units, minuses);
     else units_as(w->minus_type, w, w->minus, units, minuses);
-    if (w->super_minus) times_super(w, w->super_minus, units, minuses);
+    if (w->super_minus) times_super(w, kF16, w->super_minus, units, minuses);
     if (w->minus && w->zero == 0.0f) return;
     const VF zero_point = set1(w->zero);
     for (int64_t at = 0; at < (units.end - units.begin) * kStripRows; at += kStripRows) {
@@ -340,18 +353,26 @@ INLINE void own_lines(const LinearArgs* args, int64_t index, int64_t m, int64_t 
 // One chunk of one strip for `m` rows of x.
 template <int BITS, int UNIT, bool MINUS>
 static void chunk_int(Panel* panel, const Rounded* x, int64_t m, float* sums, uint8_t* expanded) {
-    if (BITS == 8 || (BITS == 4 && UNIT == 32) || m < kExpandFrom) {
-        rows_int<BITS, UNIT, MINUS>(panel, x, m, sums);
-        return;
+    if constexpr (BITS < kLookup) {
+        if (BITS == 8 || (BITS == 4 && UNIT == 32) || m < kExpandFrom) {
+            rows_int<BITS, UNIT, MINUS>(panel, x, m, sums);
+            return;
+        }
+    } else if constexpr (BITS == kLookup + 4) {
+        if (m < kLookUpOnceFrom) {
+            rows_int<BITS, UNIT, MINUS>(panel, x, m, sums);
+            return;
+        }
     }
+    const VB table = table_of<BITS>(panel->steps);
     for (int b = 0; b < kStrip; ++b) {
         uint8_t* to = expanded + b * kChunkBlocks * 512;
         for (int64_t i = 0; i < panel->blocks; ++i)
-            expand<BITS>(panel->codes[b] + i * panel->step, to + i * 512);
+            expand<BITS>(panel->codes[b] + i * panel->step, to + i * 512, table);
         panel->codes[b] = to;
     }
     panel->step = 512;
-    rows_int<kExpanded, UNIT, MINUS>(panel, x, m, sums);
+    rows_int<is_wide<BITS>() ? 8 : (int)kExpanded, UNIT, MINUS>(panel, x, m, sums);
 }
 
 template <int BITS, int UNIT, bool MINUS>
@@ -359,7 +380,7 @@ static void strips_int(const LinearArgs* args, const Share* strips, uint8_t* scr
     const Weight* w = args->w;
     const int64_t blocks = w->k_blocks, chunks = chunks_of(blocks), row = args->planes * blocks;
     const int64_t pass = rows_per_pass(args->m, blocks * (int64_t)sizeof(Rounded));
-    const int64_t per_block = kDepth / UNIT, row_bytes = blocks * 64 * BITS;
+    const int64_t per_block = kDepth / UNIT, row_bytes = blocks * 64 * (BITS & kBitsMask);
     float* sums = (float*)scratch;
     float* scales = sums + pass * kStripRows;
     float* minuses = scales + kChunkBlocks * per_block * kStripRows;
@@ -403,7 +424,8 @@ static void strips_int(const LinearArgs* args, const Share* strips, uint8_t* scr
                 panel.rest_stride = chunks;
                 panel.to_rest = blocks;
                 panel.sums_stride = direct ? args->out_stride : (int64_t)kStripRows;
-                panel.zero = (MINUS ? 0 : (int32_t)w->zero) - (BITS == 8 ? kWideOffset : 0);
+                panel.zero = (MINUS ? 0 : (int32_t)w->zero) - (is_wide<BITS>() ? kWideOffset : 0);
+                panel.steps = w->steps;
                 panel.first = c == 0;
                 chunk_int<BITS, UNIT, MINUS>(&panel, args->act.blocks + m * row + i, m_end - m, to,
                                              expanded);
@@ -416,6 +438,20 @@ static void strips_int(const LinearArgs* args, const Share* strips, uint8_t* scr
 
 static void linear_int(const LinearArgs* args, const Share* strips, uint8_t* scratch) {
     const bool fine = args->w->unit == 16, minus = args->w->minus || args->w->zeros;
+    if (args->w->table) {
+        switch (args->w->bits) {
+#define CASE(BITS)                                                                     \
+    case BITS:                                                                         \
+        if (fine) strips_int<kLookup + BITS, 16, false>(args, strips, scratch);        \
+        else strips_int<kLookup + BITS, 32, false>(args, strips, scratch);             \
+        break
+            CASE(1);
+            CASE(3);
+            CASE(4);
+#undef CASE
+        }
+        return;
+    }
     switch (args->w->bits) {
 #define CASE(BITS)                                                             \
     case BITS:                                                                 \

@@ -137,6 +137,13 @@ float e4m3_value(uint8_t code) {  // no infinities; all bits set is NaN
     return 256.0f * half_value((uint16_t)((code & 0x80) << 8 | (code & 0x7f) << 7));
 }
 
+float e8m0_value(uint8_t code) {  // 2^(code - 127); 255 is NaN
+    const uint32_t bits = code == 0 ? 0x00400000u : code == 255 ? 0x7fc00000u : (uint32_t)code << 23;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
 float element(int type, const void* base, int64_t at) {
     float value;
     uint16_t h;
@@ -156,6 +163,7 @@ float element(int type, const void* base, int64_t at) {
         case kE4M3: return e4m3_value(((const uint8_t*)base)[at]);
         case kLow4: return (float)(((const uint8_t*)base)[at] & 15);
         case kHigh4: return (float)(((const uint8_t*)base)[at] >> 4);
+        case kE8M0: return e8m0_value(((const uint8_t*)base)[at]);
         default: return (float)((const int8_t*)base)[at];
     }
 }
@@ -263,14 +271,14 @@ void gather_rows(const Weight& w, const int64_t* ids, float* out, int64_t begin,
             const float zero = w.zeros ? (float)w.zeros[at] : w.zero;
             if (w.super_scale) {
                 const int64_t over = (b * w.supers + u / w.super_units) * kRows + r;
-                scale = element(kF16, w.super_scale, over) * scale;
+                scale = element(w.super_type, w.super_scale, over) * scale;
                 if (w.super_minus) minus = element(kF16, w.super_minus, over) * minus;
             }
             const int64_t k_end = (u + 1) * w.unit < w.k ? (u + 1) * w.unit : w.k;
             for (int64_t k = u * w.unit; k < k_end; ++k) {
                 const uint8_t* p = tiles.first + k / kDepth * tiles.step;
-                const float code = (float)get_code(planes, p, r, (int)(k % kDepth));
-                to[k] = (code - zero) * scale - minus;
+                const uint32_t code = get_code(planes, p, r, (int)(k % kDepth));
+                to[k] = w.table ? w.table[code] * scale : ((float)code - zero) * scale - minus;
             }
         }
     }

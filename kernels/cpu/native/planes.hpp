@@ -5,7 +5,7 @@
 //   4-bit plane, 256 bytes: byte vector i holds j = i in its low and j = i + 4 in its high nibbles
 //   2-bit plane, 128 bytes: byte vector i (0, 1) holds j = i, i + 2, i + 4, i + 6 from low to high
 //   1-bit plane,  64 bytes: bit j of every byte
-// bits = 2: 2 | 3: 2 1 | 4: 4 | 5: 4 1 | 6: 4 2 | 7: 4 2 1 (low plane first) | 8: plain bytes, 512.
+// bits = 1: 1 | 2: 2 | 3: 2 1 | 4: 4 | 5: 4 1 | 6: 4 2 | 7: 4 2 1 (low plane first) | 8: plain bytes, 512.
 // So one load serves two, four or eight vectors, and unpacking is a shift and a mask each.
 #pragma once
 
@@ -16,6 +16,15 @@ namespace LEVEL {
 
 // A tile already expanded to one byte per code by `expand`, for codes below 8 bits.
 enum { kExpanded = 9 };
+
+// Added to a number of bits: the codes index a table, whose entries become the operands.
+enum { kLookup = 16, kBitsMask = 15 };
+
+// Operands above 127 (dot4_wide).
+template <int BITS>
+constexpr bool is_wide() {
+    return BITS == 8 || BITS >= kLookup;
+}
 
 template <int BITS>
 INLINE VB codes_of(const uint8_t* tile, int j, int h) {
@@ -30,20 +39,34 @@ INLINE VB codes_of(const uint8_t* tile, int j, int h) {
         code = field(load_codes(p + 64 * (j & 3)), j & 4, 15, 0);
         if (BITS & 2)
             code = code_or(code, field(load_codes(p + low + 64 * (j & 1)), j & 6, 3, low_bits));
-    } else {
+    } else if (BITS & 2) {
         code = field(load_codes(p + 64 * (j & 1)), j & 6, 3, 0);
+    } else {
+        return field(load_codes(p), j, 1, 0);
     }
     if (BITS & 1) code = code_or(code, field(load_codes(p + mid), j, 1, mid_bits));
     return code;
 }
 
-// One tile of a lane group, one byte per code: [8][16 rows][4].
 template <int BITS>
-INLINE void expand(const uint8_t* tile, uint8_t* out) {
+INLINE VB table_of(const uint8_t* steps) {
+    return BITS >= kLookup ? load_table(steps) : VB();
+}
+
+// What is multiplied: the codes, or what they index.
+template <int BITS>
+INLINE VB operands(const uint8_t* tile, int j, int h, VB table) {
+    const VB code = codes_of<BITS & kBitsMask>(tile, j, h);
+    return BITS >= kLookup ? look_up(table, code) : code;
+}
+
+// One tile of a lane group, one byte per operand: [8][16 rows][4].
+template <int BITS>
+INLINE void expand(const uint8_t* tile, uint8_t* out, VB table) {
     for (int h = 0; h < kRows / kLanes; ++h) {
 #pragma GCC unroll 8
         for (int j = 0; j < 8; ++j)
-            store_codes(out + 64 * j + h * 4 * kLanes, codes_of<BITS>(tile, j, h));
+            store_codes(out + 64 * j + h * 4 * kLanes, operands<BITS>(tile, j, h, table));
     }
 }
 
@@ -58,7 +81,7 @@ INLINE void scale_of(const Weight* w, int64_t b, int64_t u, int h, VF* scale, VF
     if (w->minus) m = load_as(w->minus_type, w->minus, at);
     if (w->super_scale) {
         int64_t over = (b * w->supers + u / w->super_units) * kRows + h * kLanes;
-        s = mul(load_half(w->super_scale + over), s);
+        s = mul(load_as(w->super_type, w->super_scale, over), s);
         if (w->super_minus) m = mul(load_half(w->super_minus + over), m);
     }
     *scale = s;

@@ -31,6 +31,7 @@ int64_t row_work(const Op& op) {
         case kOpMap: return op.map.kind == kMapSoftcap ? 8 * op.map.width : op.map.width;
         case kOpAngles: return 64 * op.angles.half;
         case kOpSelect: return op.select.width;
+        case kOpTake: return 2 * op.take.width;
         // keys lie transposed in their pages: every number is a store of its own
         case kOpRope: return 4 * (op.rope.heads + 2 * op.rope.kv_heads) * (int64_t)op.rope.head_dim;
         default: return 0;
@@ -40,6 +41,17 @@ int64_t row_work(const Op& op) {
 void select_rows(const SelectArgs& a, int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t)
         memcpy(a.out + t * a.width, a.x + a.rows[t] * a.width, sizeof(float) * (size_t)a.width);
+}
+
+void take_columns(const TakeArgs& a, int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+        const float* x = a.x + t * a.width;
+        float* out = a.out + t * a.width;
+        if (a.back)
+            for (int64_t k = 0; k < a.width; ++k) out[a.order[k]] = x[k];
+        else
+            for (int64_t k = 0; k < a.width; ++k) out[k] = x[a.order[k]];
+    }
 }
 
 // False where a request's tokens or pages lie outside of their tensors.
@@ -61,7 +73,9 @@ bool find_places(const PlacesArgs& a, int64_t requests) {
     return true;
 }
 
-bool in_range(const int64_t* ids, int64_t count, int64_t limit) {
+// Ids of either width; a negative one converts to more than any limit.
+template <typename Id>
+bool in_range(const Id* ids, int64_t count, int64_t limit) {
     bool fits = true;
     for (int64_t i = 0; i < count; ++i) fits &= (uint64_t)ids[i] < (uint64_t)limit;
     return fits;
@@ -87,6 +101,7 @@ size_t args_size(int kind) {
         case kOpMap: return sizeof(MapArgs);
         case kOpAngles: return sizeof(AnglesArgs);
         case kOpSelect: return sizeof(SelectArgs);
+        case kOpTake: return sizeof(TakeArgs);
         case kOpRope: return sizeof(RopeArgs);
         case kOpAttention: return sizeof(AttentionArgs);
         case kOpPlaces: return sizeof(PlacesArgs);
@@ -231,6 +246,7 @@ Status Machine::bind(Op* op, int64_t n, Needs* needs) {
         case kOpPlaces: fits = find_places(op->places, n); break;
         case kOpEmbedding: fits = in_range(op->embedding.ids, n, op->embedding.w->n); break;
         case kOpSelect: fits = in_range(op->select.rows, n, op->select.size); break;
+        case kOpTake: fits = in_range(op->take.order, op->take.width, op->take.width); break;
         case kOpRope: {
             const RopeArgs* last = needs->written;
             const bool checked = last && last->slots == op->rope.slots &&
@@ -307,6 +323,7 @@ void Machine::rows(const Op& op, int64_t begin, int64_t end) {
         case kOpMap: kernels->map(&op.map, begin, end); break;
         case kOpAngles: kernels->rope_angles(&op.angles, begin, end); break;
         case kOpSelect: select_rows(op.select, begin, end); break;
+        case kOpTake: take_columns(op.take, begin, end); break;
         case kOpRope: kernels->rope(&op.rope, begin, end); break;
         default: break;
     }

@@ -26,6 +26,7 @@ struct Op {
         MapArgs map;
         AnglesArgs angles;
         SelectArgs select;
+        TakeArgs take;
         RopeArgs rope;
         AttentionArgs attention;
         PlacesArgs places;

@@ -72,6 +72,13 @@ INLINE float e4m3_to_float(uint8_t x) {
     return half_to_float((uint16_t)((x & 0x80) << 8 | (x & 0x7f) << 7)) * 256.0f;
 }
 
+INLINE float e8m0_to_float(uint8_t x) {  // 2^(x - 127); the first is denormal, 255 is NaN
+    const uint32_t bits = x == 0 ? 0x00400000u : x == 255 ? 0x7fc00000u : (uint32_t)x << 23;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
 #if defined(__AVX2__)
 // sums[h] = sum of bytes 16 h .. 16 h + 15 of q
 INLINE void half_sums(__m256i q, int32_t* sums) {
@@ -119,6 +126,13 @@ INLINE VF load_e4m3(const uint8_t* p) {
         _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16((short)0xbf80));
     const VF value = _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0f));
     return _mm512_mask_mov_ps(value, nan, _mm512_set1_ps(__builtin_nanf("")));
+}
+INLINE VF load_e8m0(const uint8_t* p) {
+    const __m512i x = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+    const __m512i quiet = _mm512_set1_epi32(0x00400000);  // also 2^-127
+    const __m512i bits = _mm512_max_epi32(_mm512_slli_epi32(x, 23), quiet);
+    const __mmask16 nan = _mm512_cmpeq_epi32_mask(x, _mm512_set1_epi32(255));
+    return _mm512_castsi512_ps(_mm512_mask_or_epi32(bits, nan, bits, quiet));
 }
 INLINE void store_half(uint16_t* p, VF x) {
     _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
@@ -173,12 +187,18 @@ INLINE VB field(VB p, int from, int mask, int to) {
     if (from < to) shifted = _mm512_slli_epi16(p, (unsigned)(to - from));
     return _mm512_and_si512(shifted, _mm512_set1_epi8((char)(mask << to)));
 }
-// Byte b of every 32-bit lane, as float.
-INLINE VF code_float(VB p, int b) {
-    __m512i x = b == 3 ? _mm512_srli_epi32(p, 24)
-                       : _mm512_and_si512(_mm512_srli_epi32(p, (unsigned)(8 * b)),
-                                          _mm512_set1_epi32(255));
-    return _mm512_cvtepi32_ps(x);
+// Byte b of every 32-bit lane.
+INLINE VI code_int(VB p, int b) {
+    if (b == 3) return _mm512_srli_epi32(p, 24);
+    return _mm512_and_si512(_mm512_srli_epi32(p, (unsigned)(8 * b)), _mm512_set1_epi32(255));
+}
+// Entries of a table of 16 bytes, or floats; indices are below 16.
+INLINE VB load_table(const uint8_t* p) {
+    return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)p));
+}
+INLINE VB look_up(VB table, VB index) { return _mm512_shuffle_epi8(table, index); }
+INLINE VF look_up_float(const float* table, VI index) {
+    return _mm512_permutexvar_ps(index, _mm512_loadu_ps(table));
 }
 INLINE int32_t load_int(const void* p) {
     int32_t x;
@@ -253,6 +273,13 @@ INLINE VF load_e4m3(const uint8_t* p) {
     const VF value = _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(256.0f));
     return _mm256_or_ps(value, _mm256_castsi256_ps(nan));
 }
+INLINE VF load_e8m0(const uint8_t* p) {
+    const __m256i x = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+    const __m256i quiet = _mm256_set1_epi32(0x00400000);  // also 2^-127
+    const __m256i bits = _mm256_max_epi32(_mm256_slli_epi32(x, 23), quiet);
+    const __m256i nan = _mm256_cmpeq_epi32(x, _mm256_set1_epi32(255));
+    return _mm256_castsi256_ps(_mm256_or_si256(bits, _mm256_and_si256(nan, quiet)));
+}
 INLINE void store_half(uint16_t* p, VF x) {
     _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
@@ -307,10 +334,18 @@ INLINE VB field(VB p, int from, int mask, int to) {
     if (from < to) shifted = _mm256_slli_epi16(p, to - from);
     return _mm256_and_si256(shifted, _mm256_set1_epi8((char)(mask << to)));
 }
-INLINE VF code_float(VB p, int b) {
-    __m256i x = b == 3 ? _mm256_srli_epi32(p, 24)
-                       : _mm256_and_si256(_mm256_srli_epi32(p, 8 * b), _mm256_set1_epi32(255));
-    return _mm256_cvtepi32_ps(x);
+INLINE VI code_int(VB p, int b) {
+    if (b == 3) return _mm256_srli_epi32(p, 24);
+    return _mm256_and_si256(_mm256_srli_epi32(p, 8 * b), _mm256_set1_epi32(255));
+}
+INLINE VB load_table(const uint8_t* p) {
+    return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p));
+}
+INLINE VB look_up(VB table, VB index) { return _mm256_shuffle_epi8(table, index); }
+INLINE VF look_up_float(const float* table, VI index) {
+    const VF low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), index);
+    const VF high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), index);
+    return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(index, 28)));
 }
 INLINE int32_t load_int(const void* p) {
     int32_t x;
@@ -403,6 +438,9 @@ INLINE VF load_e5m2(const uint8_t* p) {
 INLINE VF load_e4m3(const uint8_t* p) {
     return VF{e4m3_to_float(p[0]), e4m3_to_float(p[1]), e4m3_to_float(p[2]), e4m3_to_float(p[3])};
 }
+INLINE VF load_e8m0(const uint8_t* p) {
+    return VF{e8m0_to_float(p[0]), e8m0_to_float(p[1]), e8m0_to_float(p[2]), e8m0_to_float(p[3])};
+}
 INLINE void store_half(uint16_t* p, VF x) {
     for (int i = 0; i < kLanes; ++i) p[i] = float_to_half(x[i]);
 }
@@ -461,7 +499,17 @@ INLINE VB field(VB p, int from, int mask, int to) {
     const uint8_t m = (uint8_t)(mask << to);
     return (VB)x & VB{m, m, m, m, m, m, m, m, m, m, m, m, m, m, m, m};
 }
-INLINE VF code_float(VB p, int b) { return to_float(((VI)p >> (8 * b)) & 255); }
+INLINE VI code_int(VB p, int b) { return ((VI)p >> (8 * b)) & 255; }
+INLINE VB load_table(const uint8_t* p) { return load_codes(p); }
+INLINE VB look_up(VB table, VB index) {
+    uint8_t entries[16];
+    memcpy(entries, &table, 16);
+    for (int i = 0; i < 16; ++i) index[i] = entries[index[i]];
+    return index;
+}
+INLINE VF look_up_float(const float* table, VI index) {
+    return VF{table[index[0]], table[index[1]], table[index[2]], table[index[3]]};
+}
 #if defined(__x86_64__)  // SSE2, which every x86-64 CPU has
 INLINE VI dot4(VI acc, VB codes, const int8_t* a) {
     int32_t four;
@@ -508,6 +556,8 @@ INLINE float reduce_bits(VF a) {  // the largest by its bits, a >= 0 or NaN
 
 #endif
 
+INLINE VF code_float(VB p, int b) { return to_float(code_int(p, b)); }
+
 // The high half of a byte, as float: (byte - 7.5) / 16 lies within 0.47 of it.
 INLINE VF load_high4(const uint8_t* p) {
     return to_float(round_int(mul(sub(load_u8(p), set1(7.5f)), set1(0.0625f))));
@@ -525,6 +575,7 @@ INLINE VF load_as(int type, const void* base, int64_t index) {
         case 6: return load_e5m2((const uint8_t*)base + index);
         case 7: return load_low4((const uint8_t*)base + index);
         case 8: return load_high4((const uint8_t*)base + index);
+        case 9: return load_e8m0((const uint8_t*)base + index);
         default: return load_i8((const uint8_t*)base + index);
     }
 }

@@ -1,5 +1,5 @@
-// How ggml's blocks of 32 values become tiles (planes.hpp), 16 rows at a time, and the scales of all
-// of ggml's blocks. Included by pack.cpp alone.
+// How ggml's blocks of 32 values, and iq4_xs's of eight times 32, become tiles (planes.hpp), 16 rows
+// at a time, and the scales of all of ggml's blocks. Included by pack.cpp alone.
 //
 // Everything is moved in words of four codes, which a 4-bit tile keeps as ggml's blocks of 32 have
 // them: byte i holds code i in its low and code i + 16 in its high nibble in both.
@@ -11,22 +11,29 @@
 
 namespace {
 
-// A type of 32 values per block: where its parts lie.
+// A type whose 32 codes lie together: where its parts are, and how many times 32 values a block has.
 struct Legacy {
-    int nbytes, minus, fifth, codes;  // minus, fifth: 0 where there is none; the scale is at 0
+    int nbytes, minus, fifth, codes, tiles;  // minus, fifth: 0 where there is none; the scale is at 0
 };
 
 Legacy legacy_of(int source) {
     switch (source) {
-        case kQ4_0: return {18, 0, 0, 2};
-        case kQ4_1: return {20, 2, 0, 4};
-        case kQ5_0: return {22, 0, 2, 6};
-        case kQ5_1: return {24, 2, 4, 8};
-        default: return {34, 0, 0, 2};  // kQ8_0
+        case kQ4_0: case kIQ4NL: return {18, 0, 0, 2, 1};
+        case kQ4_1: return {20, 2, 0, 4, 1};
+        case kQ5_0: return {22, 0, 2, 6, 1};
+        case kQ5_1: return {24, 2, 4, 8, 1};
+        case kMXFP4: return {17, 0, 0, 1, 1};
+        case kIQ4XS: return {136, 0, 0, 8, 8};
+        default: return {34, 0, 0, 2, 1};  // kQ8_0
     }
 }
 
 bool is_legacy(int source) { return source >= kQ4_0; }
+
+// Where the codes of tile t lie in a row, less kind.codes.
+int64_t tile_at(const Legacy& kind, int64_t t) {
+    return t / kind.tiles * kind.nbytes + t % kind.tiles * 16;
+}
 
 // Where the float16 scale of a k-quant block and that of its minima lie (0: none).
 struct Supers {
@@ -76,6 +83,28 @@ void legacy_tile(const Legacy& kind, int bits, uint32_t flip, const uint8_t* con
     }
 }
 
+// The scale of tile t of one row and what goes with it; null: a row of padding.
+void pack_tile_scale(const Weight& w, const Legacy& kind, int64_t b, int64_t t, int r,
+                     const uint8_t* row) {
+    const int64_t at = (b * w.groups + t) * kRows + r;
+    const uint8_t* p = row ? row + t / kind.tiles * kind.nbytes : nullptr;
+    if (w.source == kIQ4XS) {  // d, the high 2 bits of eight scales, their low 4 bits; minus 32
+        const int g = (int)(t % kind.tiles);
+        const int low = p ? p[4 + g / 2] >> g % 2 * 4 & 15 : 0;
+        const int high = p ? half_at(p + 2) >> 2 * g & 3 : 2;
+        ((int8_t*)const_cast<void*>(w.scale))[at] = (int8_t)((low | high << 4) - 32);
+        if (g == 0)
+            ((uint16_t*)const_cast<void*>(w.super_scale))[(b * w.supers + t / 8) * kRows + r] =
+                p ? half_at(p) : 0;
+    } else if (w.source == kMXFP4) {
+        ((uint8_t*)const_cast<void*>(w.scale))[at] = p ? p[0] : 0;
+    } else {
+        ((uint16_t*)const_cast<void*>(w.scale))[at] = p ? half_at(p) : 0;
+    }
+    if (w.minus)  // the file adds what the kernels subtract
+        ((uint16_t*)const_cast<void*>(w.minus))[at] = p ? half_at(p + kind.minus) ^ 0x8000 : 0;
+}
+
 // Codes and scales of one row block; rows beyond `count` become zeros.
 void pack_legacy(const Weight& w, int64_t b, const uint8_t* const* rows, int count) {
     const Legacy kind = legacy_of(w.source);
@@ -83,25 +112,20 @@ void pack_legacy(const Weight& w, int64_t b, const uint8_t* const* rows, int cou
     const uint32_t flip = w.flip ? 0x80808080u : 0;
     const Tiles tiles = tiles_of(&w, b);
     uint8_t* codes = tiles.first;
-    uint16_t* scale = (uint16_t*)const_cast<void*>(w.scale) + b * w.groups * kRows;
-    uint16_t* minus = w.minus ? (uint16_t*)const_cast<void*>(w.minus) + b * w.groups * kRows : 0;
     for (int64_t t = 0; t < w.k_blocks; ++t, codes += tiles.step) {
-        const int64_t at = t * kind.nbytes;
         if (count < kRows) memset(codes, 0, (size_t)tile);
-        legacy_tile(kind, w.bits, flip, rows, count, at, codes);
-        for (int r = 0; r < kRows; ++r) {
-            const bool there = r < count;
-            scale[t * kRows + r] = there ? half_at(rows[r] + at) : 0;
-            if (minus)  // the file adds what the kernels subtract
-                minus[t * kRows + r] = there ? half_at(rows[r] + at + kind.minus) ^ 0x8000 : 0;
-        }
+        legacy_tile(kind, w.bits, flip, rows, count, tile_at(kind, t), codes);
+        for (int r = 0; r < kRows; ++r)
+            pack_tile_scale(w, kind, b, t, r, r < count ? rows[r] : nullptr);
     }
 }
 
 // The bytes of the codes of one row; scales are written by Python.
 void write_legacy(const Weight& w, const uint8_t* codes, uint8_t* row) {
     const Legacy kind = legacy_of(w.source);
-    for (int64_t t = 0; t < w.k_blocks; ++t, row += kind.nbytes, codes += kDepth) {
+    uint8_t* const first = row;
+    for (int64_t t = 0; t < w.k_blocks; ++t, codes += kDepth) {
+        row = first + tile_at(kind, t);
         if (w.bits == 8) {
             for (int i = 0; i < kDepth; ++i) row[kind.codes + i] = codes[i] ^ (w.flip ? 0x80 : 0);
             continue;
@@ -143,7 +167,7 @@ void pack_k_scales(const Weight& w, int64_t b, const uint8_t* const* rows, int c
     const Supers at = supers_of(w.source);
     uint8_t* scale = (uint8_t*)const_cast<void*>(w.scale) + b * groups;
     uint8_t* minus = w.minus ? (uint8_t*)const_cast<void*>(w.minus) + b * groups : nullptr;
-    uint16_t* super_scale = const_cast<uint16_t*>(w.super_scale) + b * supers;
+    uint16_t* super_scale = (uint16_t*)const_cast<void*>(w.super_scale) + b * supers;
     uint16_t* super_minus = at.minus ? const_cast<uint16_t*>(w.super_minus) + b * supers : nullptr;
     if (count < kRows) {
         memset(scale, 0, (size_t)groups);
@@ -193,6 +217,7 @@ typedef void (*ToTile)(const uint8_t* codes, int64_t stride, uint8_t* tile);
 
 ToTile to_tile_of(int bits) {
     switch (bits) {
+        case 1: return bytes_to_tile<1>;
         case 2: return bytes_to_tile<2>;
         case 3: return bytes_to_tile<3>;
         case 4: return bytes_to_tile<4>;
@@ -203,7 +228,7 @@ ToTile to_tile_of(int bits) {
     }
 }
 
-// Codes of BITS bits (2..7), eight at a time: they fill whole bytes.
+// Codes of BITS bits (1..7), eight at a time: they fill whole bytes.
 template <int BITS>
 void expand_stream(const uint8_t* row, int64_t k, uint8_t* codes) {
     const uint64_t mask = (1u << BITS) - 1;
@@ -221,6 +246,7 @@ typedef void (*Expand)(const uint8_t* row, int64_t k, uint8_t* codes);
 
 Expand expand_of(int bits) {
     switch (bits) {
+        case 1: return expand_stream<1>;
         case 2: return expand_stream<2>;
         case 3: return expand_stream<3>;
         case 4: return expand_stream<4>;

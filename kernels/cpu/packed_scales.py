@@ -1,0 +1,82 @@
+"""Scales as the native kernels keep them, 16 rows interleaved, and back as files have them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sdk.kernels.layouts import BLOCK_TYPES, Blocks
+
+#: Rows of a block of a packed weight.
+ROWS = 16
+
+
+def interleave(x: Tensor) -> Tensor:
+    """``[N, G] -> [ceil(N / 16), G, 16]``, padded with zero rows."""
+    if x.itemsize == 1:  # torch cannot pad every type of 8 bits
+        return _interleave(x.view(torch.uint8)).view(x.dtype)
+    return _interleave(x)
+
+
+def _interleave(x: Tensor) -> Tensor:
+    x = torch.nn.functional.pad(x, (0, 0, 0, -x.shape[0] % ROWS))
+    return x.view(-1, ROWS, x.shape[1]).transpose(1, 2).contiguous()
+
+
+def deinterleave(x: Tensor, rows: int) -> Tensor:
+    """The inverse of :func:`interleave`."""
+    return x.transpose(1, 2).reshape(-1, x.shape[1])[:rows].contiguous()
+
+
+def unpack_block_scales(
+    facts: Blocks,
+    scale: Tensor,
+    minus: Tensor | None,
+    super_scale: Tensor | None,
+    super_minus: Tensor | None,
+) -> Tensor:
+    """Rows of blocks with their scales in place and the codes' bytes zero."""
+    n, k = facts.shape
+    kind = BLOCK_TYPES[facts.type]
+    blocks = torch.zeros(n, k // kind.elements, kind.nbytes, dtype=torch.uint8)
+    if super_scale is None:
+        one = deinterleave(scale, n).unsqueeze(2).view(torch.uint8)
+        blocks[:, :, 0 : one.shape[2]] = one
+        if minus is not None:  # the kernels subtract what the file adds
+            minimum = deinterleave(minus, n).neg().unsqueeze(2)
+            blocks[:, :, 2:4] = minimum.view(torch.uint8)
+        return blocks.view(n, -1)
+    scales = deinterleave(scale, n).view(n, k // kind.elements, -1)
+    d = deinterleave(super_scale, n).unsqueeze(2).view(torch.uint8)
+    if facts.type == "q6_k":
+        blocks[:, :, 192:208] = scales
+        blocks[:, :, 208:210] = d
+        return blocks.view(n, -1)
+    if facts.type == "q3_k":
+        six = (scales + 32).view(torch.uint8)
+        blocks[:, :, 96:104] = six[:, :, :8] & 15 | six[:, :, 8:] << 4
+        for i in range(4):
+            blocks[:, :, 104:108] |= six[:, :, 4 * i : 4 * i + 4] >> 4 << 2 * i
+        blocks[:, :, 108:110] = d
+        return blocks.view(n, -1)
+    if facts.type == "iq4_xs":
+        six = (scales + 32).view(torch.uint8)
+        blocks[:, :, 0:2] = d
+        for i in range(4):
+            blocks[:, :, 4 + i] = (six[:, :, 2 * i] & 15) | six[:, :, 2 * i + 1] << 4
+            blocks[:, :, 2] |= six[:, :, i] >> 4 << 2 * i
+            blocks[:, :, 3] |= six[:, :, 4 + i] >> 4 << 2 * i
+        return blocks.view(n, -1)
+    assert super_minus is not None
+    d_min = deinterleave(super_minus, n).unsqueeze(2).view(torch.uint8)
+    if facts.type == "q2_k":
+        blocks[:, :, 0:16] = scales
+        blocks[:, :, 80:84] = torch.cat((d, d_min), dim=2)
+        return blocks.view(n, -1)
+    assert minus is not None
+    mins = deinterleave(minus, n).view(n, k // kind.elements, -1)
+    blocks[:, :, 0:4] = torch.cat((d, d_min), dim=2)
+    blocks[:, :, 4:8] = scales[:, :, :4] | (scales[:, :, 4:] >> 4 << 6)
+    blocks[:, :, 8:12] = mins[:, :, :4] | (mins[:, :, 4:] >> 4 << 6)
+    blocks[:, :, 12:16] = (scales[:, :, 4:] & 15) | (mins[:, :, 4:] << 4)
+    return blocks.view(n, -1)

@@ -1,0 +1,207 @@
+"""bitsandbytes (``quant_method: bitsandbytes``): LLM.int8 and the 4-bit types nf4 and fp4.
+
+LLM.int8: ``P.weight`` int8 ``[N, K]``, ``P.SCB`` float32 ``[N]``; a weight is ``code * SCB / 127``.
+4 bits: ``P.weight`` uint8 ``[N * K / 2, 1]``, the flattened matrix with the even element in the
+high half of a byte, and beside it, all named ``P.weight.*``: ``quant_map`` (what the 16 codes
+mean), ``absmax`` (the scale of every ``blocksize`` elements), ``quant_state.bitsandbytes__nf4``
+(JSON).
+With double quantization ``absmax`` are codes too: ``nested_quant_map[code] * nested_absmax[i //
+nested_blocksize] + nested_offset``. Source: bitsandbytes 0.50.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sdk.kernels.layouts import Affine, Dense, Layout
+from sdk.loaders.formats import scales
+from sdk.loaders.formats.scales import floats, matrix
+from sdk.loaders.formats.stored_layer import StoredLayer
+from sdk.loaders.json_file import parse_json
+from sdk.quant.errors import CheckpointError
+
+_STATE = ".weight.quant_state.bitsandbytes__"
+ENDINGS = (".SCB", f"{_STATE}nf4", f"{_STATE}fp4")
+BESIDE = (
+    *(".weight", ".weight_format", ".weight.absmax", ".weight.quant_map"),
+    *(".weight.nested_absmax", ".weight.nested_quant_map"),
+)
+#: What the bytes of a 4-bit matrix may be stored as, for the sake of sharding by others.
+_STORAGE = ("U8", "BF16", "F16", "F32")
+#: The JSON has some 170 bytes.
+_MAX_STATE = 4096
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+#: Weights dequantized at a time: what torch converts without its threads (quant/join.py).
+_CHUNK = 1 << 15
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Nothing: every layer describes itself."""
+
+
+def settings(config: Mapping[str, Any], source: str) -> Settings:
+    """See :class:`sdk.loaders.formats.stored_layer.Format`."""
+    return Settings()
+
+
+def outline(layer: StoredLayer, settings: Settings) -> tuple[tuple[int, int], str]:
+    """See :class:`sdk.loaders.formats.stored_layer.Format`."""
+    if layer.has(".SCB"):
+        return scales.outline(layer, ".weight", ("I8",)), "w8"
+    kind = "nf4" if layer.has(f"{_STATE}nf4") else "fp4"
+    return layer.shape or _state(layer, kind).shape, kind
+
+
+def decode(layer: StoredLayer, settings: Settings) -> Layout:
+    """The layout of a layer.
+
+    Raises:
+        CheckpointError: its tensors disagree with one another or with its description.
+    """
+    if layer.has(".SCB"):
+        return _int8(layer)
+    kind = "nf4" if layer.has(f"{_STATE}nf4") else "fp4"
+    return _four_bits(layer, kind)
+
+
+def _int8(layer: StoredLayer) -> Affine:
+    values = matrix(layer, ".weight", ("I8",))
+    if layer.has(".weight_format"):
+        order = layer.read(".weight_format", ("U8",))
+        if order.numel() != 1 or int(order) != 0:
+            raise layer.fail(
+                ".weight_format",
+                f"is {order.flatten()[:4].tolist()}, expected 0: the others are orders of one "
+                "kind of GPU; save the model again with a newer bitsandbytes",
+            )
+    scale = floats(layer, ".SCB").to(torch.float32)
+    if scale.shape != values.shape[:1]:
+        raise layer.fail(
+            ".SCB", f"shape {list(scale.shape)}, expected [{values.shape[0]}], one for every row"
+        )
+    shape = (values.shape[0], values.shape[1])
+    codes, scale = values.view(torch.uint8), (scale / 127).reshape(-1, 1)
+    return Affine(shape, 8, shape[1], codes, scale, signed=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """The JSON of a 4-bit matrix: its shape, and the elements of a block."""
+
+    shape: tuple[int, int]
+    block: int
+    dtype: torch.dtype
+    nested_block: int
+    nested_offset: float
+
+
+def _four_bits(layer: StoredLayer, kind: str) -> Layout:
+    state = _state(layer, kind)
+    rows, columns = state.shape
+    count = rows * columns
+    packed = layer.read(".weight", _STORAGE).flatten().view(torch.uint8)
+    if packed.numel() != -(-count // 2):
+        raise layer.fail(
+            ".weight",
+            f"{packed.numel()} bytes, expected {-(-count // 2)} for {list(state.shape)} 4-bit "
+            "weights",
+        )
+    table = floats(layer, ".weight.quant_map").to(torch.float32)
+    if tuple(table.shape) != (16,):
+        raise layer.fail(".weight.quant_map", f"shape {list(table.shape)}, expected [16]")
+    scale = _absmax(layer, state, -(-count // state.block))
+    if columns % state.block:
+        # Blocks go on into the next row, which no layout has; these are sizes that the common
+        # models do not have (K % 64). The value is the one bitsandbytes computes with.
+        return Dense(_values(packed.numpy(), table.numpy(), scale, state))
+    codes = packed.numpy().reshape(rows, columns // 2)
+    return Affine(
+        state.shape,
+        4,
+        state.block,
+        torch.from_numpy(codes << 4 | codes >> 4),
+        torch.from_numpy(scale).reshape(rows, columns // state.block),
+        table=table,
+        name=kind,
+    )
+
+
+def _values(
+    packed: NDArray[np.uint8], table: NDArray[np.float32], scale: NDArray[np.float32], state: _State
+) -> Tensor:
+    count = state.shape[0] * state.shape[1]
+    values = torch.empty(count, dtype=state.dtype)
+    for start in range(0, count, _CHUNK):
+        stop = min(start + _CHUNK, count)
+        pairs = packed[start // 2 : -(-stop // 2)]
+        codes = np.stack((pairs >> 4, pairs & 15), axis=1).reshape(-1)[: stop - start]
+        of = np.arange(start, stop) // state.block
+        values[start:stop] = torch.from_numpy(table[codes] * scale[of])
+    return values.reshape(state.shape)
+
+
+def _absmax(layer: StoredLayer, state: _State, blocks: int) -> NDArray[np.float32]:
+    """The scale of every block, float32."""
+    ending = ".weight.absmax"
+    stored = layer.read(ending, ("U8", "F32"))
+    if tuple(stored.shape) != (blocks,):
+        raise layer.fail(ending, f"shape {list(stored.shape)}, expected [{blocks}]")
+    if stored.dtype == torch.float32:
+        return np.array(floats(layer, ending).numpy())
+    supers = floats(layer, ".weight.nested_absmax").to(torch.float32).numpy()
+    meanings = floats(layer, ".weight.nested_quant_map").to(torch.float32).numpy()
+    if not state.nested_block:
+        raise layer.fail(ending, "codes of scales, but the quant_state has no nested_blocksize")
+    expected = {
+        ".weight.nested_absmax": (supers, -(-blocks // state.nested_block)),
+        ".weight.nested_quant_map": (meanings, 256),
+    }
+    for name, (values, size) in expected.items():
+        if values.shape != (size,):
+            raise layer.fail(name, f"shape {list(values.shape)}, expected [{size}]")
+    scale = meanings[stored.numpy()] * supers[np.arange(blocks) // state.nested_block]
+    return np.asarray(scale + np.float32(state.nested_offset), np.float32)
+
+
+def _state(layer: StoredLayer, kind: str) -> _State:
+    ending = _STATE + kind
+    stored = layer.read(ending, ("U8",))
+    if stored.dim() != 1 or not 0 < stored.numel() <= _MAX_STATE:
+        raise layer.fail(
+            ending, f"shape {list(stored.shape)}, expected 1 to {_MAX_STATE} bytes of JSON"
+        )
+    try:
+        state = parse_json(stored.numpy().tobytes(), "quant_state")
+    except CheckpointError as error:
+        raise layer.fail(ending, str(error)) from None
+
+    def expect(key: str, sound: bool, wanted: str) -> None:
+        if not sound:
+            raise layer.fail(ending, f"{key} is {str(state.get(key))[:80]}, expected {wanted}")
+
+    shape, block = state.get("shape"), state.get("blocksize")
+    sizes = isinstance(shape, list) and all(type(size) is int and size > 0 for size in shape)
+    expect("shape", sizes and len(shape) == 2, "two sizes")
+    layer.check_shape(ending, tuple(shape))
+    expect("quant_type", state.get("quant_type") == kind, kind)
+    expect("blocksize", _is_block(block), "a power of two from 16 to 65536")
+    expect("dtype", state.get("dtype") in _DTYPES, " or ".join(_DTYPES))
+    nested, offset = state.get("nested_blocksize", 0), state.get("nested_offset", 0.0)
+    expect("nested_blocksize", nested == 0 or _is_block(nested), "a power of two from 16 to 65536")
+    expect("nested_dtype", state.get("nested_dtype", "float32") == "float32", "float32")
+    number = type(offset) in (int, float) and math.isfinite(offset)
+    expect("nested_offset", number, "a finite number")
+    return _State(tuple(shape), block, _DTYPES[state["dtype"]], nested, float(offset))
+
+
+def _is_block(size: Any) -> bool:
+    return type(size) is int and 16 <= size <= 65536 and size & size - 1 == 0

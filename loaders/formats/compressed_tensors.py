@@ -1,0 +1,341 @@
+"""compressed-tensors (``quant_method: compressed-tensors``): what llm-compressor writes.
+
+====================== ============================================================================
+``P.weight_packed``    int32 ``[N, ceil(K * bits / 32)]``: integers plus ``2 ** (bits - 1)``, one
+                       bit stream a row; or uint8 ``[N, K / 2]``: 4-bit floats, low half first
+``P.weight``           int8, or 8-bit floats ``[N, K]``
+``P.weight_scale``     per tensor, row, group or block; bytes 2^(e - 127) in the MX formats
+``weight_zero_point``  int8 ``[N, groups]``, or int32, packed along the rows as the weights are
+``weight_global_scale`` of NVFP4: divides the scales
+``P.weight_g_idx``     the group of every column; -1: not used
+====================== ============================================================================
+
+Which of these a layer has decides what it is. The groups of ``config_groups`` must describe it; to
+which layers they are meant to apply (``targets``, ``ignore``) is not asked. Source: the
+compressed-tensors 0.19 package; scales are as the file has them, never rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sdk.kernels.layouts import Affine, Layout
+from sdk.loaders.formats import scales
+from sdk.loaders.formats.bit_streams import Bytes, in_order, packed_matrix, unpacked
+from sdk.loaders.formats.float4 import mxfp4, nvfp4
+from sdk.loaders.formats.integers import signed_matrix
+from sdk.loaders.formats.scales import (
+    EXPONENTS,
+    FLOAT8,
+    float8,
+    floats,
+    matrix,
+    number,
+    numerics,
+    row_groups,
+)
+from sdk.loaders.formats.stored_layer import StoredLayer
+from sdk.quant.errors import CheckpointError, UnsupportedError
+from sdk.quant.permuted import Permuted
+
+ENDINGS = (".weight_packed", ".weight_scale")
+#: For rounding activations, which the kernels do by rules of their own.
+_INPUTS = (".input_scale", ".input_zero_point", ".input_global_scale")
+BESIDE = (
+    *(".weight", ".weight_shape", ".weight_zero_point", ".weight_global_scale", ".weight_g_idx"),
+    *_INPUTS,
+)
+_INT32, _INT8, _BYTES = ("I32",), ("I8",), ("U8",)
+
+_FORMATS = (
+    *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense"),
+    *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """What one entry of ``config_groups`` says of its weights: ``group`` columns, or a ``block`` of
+    rows and columns, where it names a size."""
+
+    kind: str
+    bits: int
+    group: int | None = None
+    block: tuple[int, int] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.bits}-bit {self.kind}"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The entries of ``config_groups``; none: the tensors alone decide."""
+
+    schemes: tuple[Scheme, ...] = ()
+
+    def bits_of(self, kind: str) -> list[int]:
+        return sorted({scheme.bits for scheme in self.schemes if scheme.kind == kind})
+
+    def groups_of(self, columns: int) -> set[int]:
+        """Columns that may share a scale; the whole row, where no entry has groups."""
+        return {scheme.group or columns for scheme in self.schemes}
+
+    def blocks_of(self, columns: int) -> list[tuple[int, int]]:
+        groups = [(1, size) for size in sorted(self.groups_of(columns))]
+        return [scheme.block for scheme in self.schemes if scheme.block is not None] + groups
+
+
+def settings(config: Mapping[str, Any], source: str) -> Settings:
+    """
+    Raises:
+        CheckpointError: a field that is there is not sound.
+        UnsupportedError: sparse or rotated weights, or a format that is not known.
+    """
+    _check_plain(config, source)
+    status = config.get("quantization_status", "compressed")
+    if status != "compressed":
+        raise UnsupportedError(
+            f"{source}: quantization_status is {str(status)[:80]!r}, expected 'compressed': save "
+            "the model with save_compressed=True"
+        )
+    _check_format(config.get("format"), source)
+    groups = config.get("config_groups") or {}
+    if not isinstance(groups, Mapping):
+        raise CheckpointError(f"{source}: config_groups is {str(groups)[:80]}, expected an object")
+    schemes = [_scheme(group, f"{source}: config_groups.{name}") for name, group in groups.items()]
+    return Settings(tuple(scheme for scheme in schemes if scheme is not None))
+
+
+def _check_plain(config: Mapping[str, Any], source: str) -> None:
+    """Neither sparse nor rotated."""
+    for field, key, plain in (
+        ("sparsity_config", "format", (None, "dense")),
+        ("transform_config", "config_groups", (None, {})),
+    ):
+        value = config.get(field) or {}
+        if not isinstance(value, Mapping):
+            raise CheckpointError(f"{source}: {field} is {str(value)[:80]}, expected an object")
+        if value.get(key) not in plain:
+            raise UnsupportedError(
+                f"{source}: {field} says {key} {str(value[key])[:80]}: sparse and rotated weights "
+                "are not run; take a checkpoint that is only quantized"
+            )
+
+
+def _check_format(name: Any, source: str) -> None:
+    if name is not None and name not in _FORMATS:
+        raise UnsupportedError(
+            f"{source}: the format {str(name)[:80]!r} of compressed-tensors is not run, expected "
+            f"one of {', '.join(_FORMATS)}"
+        )
+
+
+def _scheme(group: Any, source: str) -> Scheme | None:
+    if not isinstance(group, Mapping):
+        raise CheckpointError(f"{source} is {str(group)[:80]}, expected an object")
+    _check_format(group.get("format"), source)
+    weights = group.get("weights")
+    if weights is None:
+        return None
+    if not isinstance(weights, Mapping):
+        raise CheckpointError(f"{source}.weights is {str(weights)[:80]}, expected an object")
+    bits, kind = weights.get("num_bits", 8), weights.get("type", "int")
+    if type(bits) is not int or not 1 <= bits <= 8:
+        raise CheckpointError(f"{source}.weights.num_bits is {bits!r}, expected 1 to 8")
+    if kind not in ("int", "float"):
+        raise CheckpointError(f"{source}.weights.type is {str(kind)[:80]!r}, expected int or float")
+    size = weights.get("group_size")
+    if size is not None and (type(size) is not int or (size < 1 and size != -1)):
+        raise CheckpointError(f"{source}.weights.group_size is {str(size)[:80]}, expected from 1")
+    return Scheme(
+        kind,
+        bits,
+        None if size == -1 else size,
+        _block(weights.get("block_structure"), source),
+    )
+
+
+def _block(value: Any, source: str) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    if isinstance(value, str):  # "128x128" of files before 2025
+        value = [int(size) for size in value.split("x") if size.isdecimal() and len(size) < 9]
+    sound = isinstance(value, list) and len(value) == 2
+    if not sound or any(type(size) is not int or size < 1 for size in value):
+        raise CheckpointError(
+            f"{source}.weights.block_structure is {str(value)[:80]}, expected [rows, columns]"
+        )
+    return value[0], value[1]
+
+
+def outline(layer: StoredLayer, settings: Settings) -> tuple[tuple[int, int], str]:
+    """See :class:`sdk.loaders.formats.stored_layer.Format`."""
+    if not layer.has(".weight_packed"):
+        kind = layer.stored(".weight").dtype
+        shape = scales.outline(layer, ".weight", ("I8", *FLOAT8))
+        if kind == "I8":
+            bits = (settings.bits_of("int") or [8])[0]
+            return shape, numerics(layer, ".weight_scale", bits, shape[1])
+        powers = layer.stored(".weight_scale").dtype in EXPONENTS
+        return shape, "mxfp8" if powers else FLOAT8[kind]
+    rows, size = scales.outline(layer, ".weight_packed", ("I32", "U8"))
+    if layer.stored(".weight_packed").dtype == "U8":
+        return (rows, size * 2), "nvfp4" if layer.has(".weight_global_scale") else "mxfp4"
+    shape = layer.shape or _stored_shape(layer) or (rows, size * 32 // 4)
+    bits, _ = _width(layer, size, shape[1], settings)
+    return shape, numerics(layer, ".weight_scale", bits, shape[1])
+
+
+def decode(layer: StoredLayer, settings: Settings) -> Layout | Permuted:
+    """The layout of a layer.
+
+    Raises:
+        CheckpointError: its tensors disagree with one another or with the settings.
+    """
+    for ending in _INPUTS:
+        layer.skip(ending)
+    if not layer.has(".weight_packed"):
+        return _unpacked(layer, settings)
+    shape = scales.outline(layer, ".weight_packed", ("I32", "U8"))
+    if layer.stored(".weight_packed").dtype == "I32":
+        return _integers(layer, settings)
+    _expect(layer, ".weight_packed", settings, "float", 4)
+    layer.check_shape(".weight_packed", (shape[0], shape[1] * 2))
+    packed = layer.read(".weight_packed", _BYTES)
+    if not layer.has(".weight_global_scale"):
+        return mxfp4(layer, packed, ".weight_scale")
+    factor = number(layer, ".weight_global_scale")
+    if factor <= 0:
+        raise layer.fail(".weight_global_scale", f"is {factor}, expected a positive number")
+    return nvfp4(layer, packed, ".weight_scale", 1 / factor)
+
+
+def _unpacked(layer: StoredLayer, settings: Settings) -> Layout:
+    """One weight per byte, an integer or an 8-bit float."""
+    values = matrix(layer, ".weight", ("I8", *FLOAT8))
+    if values.dtype != torch.int8:
+        _expect(layer, ".weight", settings, "float", 8)
+        return float8(
+            layer, values, ".weight", ".weight_scale", settings.blocks_of(values.shape[1])
+        )
+    shape = (values.shape[0], values.shape[1])
+    scale, group = row_groups(
+        layer, ".weight_scale", floats(layer, ".weight_scale"), shape, settings.groups_of(shape[1])
+    )
+    points = None
+    if layer.has(".weight_zero_point"):
+        points = layer.read(".weight_zero_point", _INT8)
+    widths = settings.bits_of("int")
+    layout = signed_matrix(layer, ".weight", values, scale, group, points, widths)
+    _expect(layer, ".weight", settings, "int", layout.bits)
+    return layout
+
+
+def _expect(layer: StoredLayer, ending: str, settings: Settings, kind: str, bits: int) -> None:
+    if settings.schemes and bits not in settings.bits_of(kind):
+        said = ", ".join(sorted({str(scheme) for scheme in settings.schemes}))
+        raise layer.fail(
+            ending, f"holds {bits}-bit {kind} weights, quantization_config describes {said}"
+        )
+
+
+def _integers(layer: StoredLayer, settings: Settings) -> Affine | Permuted:
+    """Codes in words of 32 bits."""
+    words = layer.read(".weight_packed", _INT32)
+    shape = _stored_shape(layer) or layer.shape
+    if shape is None or shape[0] != words.shape[0]:
+        found = "there is no weight_shape" if shape is None else f"weight_shape is {list(shape)}"
+        raise layer.fail(".weight_packed", f"has {words.shape[0]} rows, {found}")
+    layer.check_shape(".weight_shape", shape)
+    bits, whole = _width(layer, words.shape[1], shape[1], settings)
+    if whole:
+        codes = torch.from_numpy(packed_matrix(_spread(words, bits)[:, : shape[1]], bits))
+    else:
+        codes = words.view(torch.uint8)[:, : -(-shape[1] * bits // 8)]
+    scale, group = row_groups(
+        layer, ".weight_scale", floats(layer, ".weight_scale"), shape, settings.groups_of(shape[1])
+    )
+    layout = Affine(shape, bits, group, codes, scale, zero=1 << bits - 1)
+    if layer.has(".weight_zero_point"):
+        layout = replace(layout, zero=0, zeros=_zeros(layer, layout, whole))
+    return _ordered(layer, layout) if layer.has(".weight_g_idx") else layout
+
+
+def _stored_shape(layer: StoredLayer) -> tuple[int, int] | None:
+    if not layer.has(".weight_shape"):
+        return None
+    sizes = [int(size) for size in layer.read(".weight_shape", ("I64", "I32")).flatten()[:9]]
+    if len(sizes) != 2 or min(sizes) < 1:
+        raise layer.fail(".weight_shape", f"is {sizes}, expected two sizes")
+    return sizes[0], sizes[1]
+
+
+def _width(layer: StoredLayer, words: int, columns: int, settings: Settings) -> tuple[int, bool]:
+    """Bits of a code, and whether none straddles two words, as in older files."""
+    said = settings.bits_of("int") if settings.schemes else range(1, 9)
+    for bits in said:
+        if -(-columns * bits // 32) == words:
+            return bits, False
+    for bits in said:
+        if -(-columns // (32 // bits)) == words:
+            return bits, True
+    raise layer.fail(
+        ".weight_packed",
+        f"rows of {words} words for {columns} columns, which are not codes of "
+        f"{' or '.join(str(bits) for bits in said) or 'no'} bits as quantization_config describes",
+    )
+
+
+def _spread(words: Tensor, bits: int) -> Bytes:
+    """``32 // bits`` codes of every word, the lowest first: ``[rows, codes]``."""
+    source, mask = words.numpy().view("<u4"), (1 << bits) - 1
+    codes = [source >> np.uint32(bits * i) & mask for i in range(32 // bits)]
+    return np.stack(codes, axis=2).astype(np.uint8).reshape(len(source), -1)
+
+
+def _zeros(layer: StoredLayer, layout: Affine, whole: bool) -> Tensor:
+    """Zero points as unsigned codes, uint8 of the shape of the scales."""
+    rows, groups = layout.scale.shape
+    bits, ending = layout.bits, ".weight_zero_point"
+    if layer.stored(ending).dtype == "I8":  # one per byte, as in older files
+        points = layer.read(ending, _INT8, (rows, groups))
+        zeros = points.numpy().view(np.uint8) + np.uint8(1 << bits - 1)
+    else:
+        size = -(-rows // (32 // bits)) if whole else -(-rows * bits // 32)
+        words = layer.read(ending, _INT32, (size, groups)).t().contiguous()
+        if whole:
+            zeros = _spread(words, bits)[:, :rows].T
+        else:
+            zeros = unpacked(words.numpy().view(np.uint8), bits, rows).T
+    if int(zeros.max()) >= 1 << bits:
+        raise layer.fail(ending, f"a zero point is outside of the range of {bits} bits")
+    return torch.from_numpy(np.ascontiguousarray(zeros))
+
+
+def _ordered(layer: StoredLayer, layout: Affine) -> Affine | Permuted:
+    """Columns whose groups are listed one by one (``actorder: group``), sorted by group."""
+    columns, count = layout.shape[1], layout.scale.shape[1]
+    groups = layer.read(".weight_g_idx", _INT32, (columns,)).numpy()
+    if (groups == -1).all():
+        return layout
+    least, most = int(groups.min()), int(groups.max())
+    if least < 0 or most >= count:
+        raise layer.fail(
+            ".weight_g_idx", f"groups from {least} to {most}, expected 0 to {count - 1}"
+        )
+    runs = np.arange(columns) // layout.group
+    if np.array_equal(groups, runs):
+        return layout
+    order = np.argsort(groups, kind="stable")
+    if not np.array_equal(groups[order], runs):
+        raise layer.fail(
+            ".weight_g_idx", f"groups of unlike sizes, expected {layout.group} columns in each"
+        )
+    codes = torch.from_numpy(in_order(layout.codes.numpy(), layout.bits, order))
+    return Permuted(replace(layout, codes=codes), torch.from_numpy(order.astype(np.int32)))

@@ -1,0 +1,80 @@
+"""FP8 folders (``quant_method: fp8``): an 8-bit matrix ``P.weight`` with a scale beside it.
+
+``P.weight_scale_inv`` holds a number per block of ``weight_block_size`` (the last blocks are cut),
+``P.weight_scale`` one number or one per row. Both multiply, whatever the name says, except in files
+of gptqmodel, whose settings have a ``weight_scale_method``: there they divide. Scales may be stored
+as powers of two (``scale_fmt: ue8m0``). Which layers are 8-bit is seen from their tensors;
+``input_scale`` is for activations, which are not rounded to 8-bit floats here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sdk.kernels.layouts import Float8
+from sdk.loaders.formats import scales
+from sdk.loaders.formats.scales import FLOAT8, float8, matrix
+from sdk.loaders.formats.stored_layer import StoredLayer
+from sdk.quant.errors import CheckpointError, UnsupportedError
+
+#: The last is Mistral's name.
+ENDINGS = (".weight_scale_inv", ".weight_scale", ".qscale_weight")
+_INPUTS = (".input_scale", ".activation_scale", ".qscale_act")
+BESIDE = (".weight", *_INPUTS)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What ``quantization_config`` says: rows and columns of a block, or no blocks."""
+
+    block: tuple[int, int] | None
+    divide: bool = False
+
+
+def settings(config: Mapping[str, Any], source: str) -> Settings:
+    """
+    Raises:
+        CheckpointError: the block size is no pair of positive integers.
+        UnsupportedError: scales that are applied in a way that is not known.
+    """
+    divide = "weight_scale_method" in config
+    semantics = config.get("weight_scale_semantics", "inverse")
+    if semantics != "inverse":
+        raise UnsupportedError(
+            f"{source}: weight_scale_semantics is {str(semantics)[:80]}, which is not run; "
+            "expected inverse"
+        )
+    block = config.get("weight_block_size")
+    if block is None:
+        return Settings(None, divide)
+    sound = isinstance(block, list) and len(block) == 2
+    if not sound or any(type(size) is not int or size < 1 for size in block):
+        raise CheckpointError(
+            f"{source}: weight_block_size is {str(block)[:80]}, expected [rows, columns]"
+        )
+    return Settings((block[0], block[1]), divide)
+
+
+def outline(layer: StoredLayer, settings: Settings) -> tuple[tuple[int, int], str]:
+    """See :class:`sdk.loaders.formats.stored_layer.Format`."""
+    shape = scales.outline(layer, ".weight", FLOAT8)
+    layer.check_shape(".weight", shape)
+    return shape, FLOAT8[layer.stored(".weight").dtype]
+
+
+def decode(layer: StoredLayer, settings: Settings) -> Float8:
+    """One scale, one per row (``[N]`` or ``[N, 1]``), or one per block.
+
+    Raises:
+        CheckpointError: not one kind of scale, or it has another shape or type, or is not finite.
+    """
+    present = [ending for ending in ENDINGS if layer.has(ending)]
+    if len(present) != 1:
+        raise layer.fail(".weight", f"expected one scale beside it, found {' and '.join(present)}")
+    for ending in _INPUTS:
+        layer.skip(ending)
+    values = matrix(layer, ".weight", FLOAT8)
+    blocks = () if settings.block is None else (settings.block,)
+    return float8(layer, values, ".weight", present[0], blocks, settings.divide)

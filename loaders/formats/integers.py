@@ -1,0 +1,79 @@
+"""Matrices of integers with one code per byte, as `Affine` layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sdk.kernels.layouts import Affine
+from sdk.loaders.formats.bit_streams import packed_matrix
+from sdk.loaders.formats.stored_layer import StoredLayer
+
+
+def signed_matrix(
+    layer: StoredLayer,
+    ending: str,
+    values: Tensor,
+    scale: Tensor,
+    group: int,
+    points: Tensor | None = None,
+    widths: Collection[int] = (),
+) -> Affine:
+    """Signed integers, one per byte; packed where they are said to need fewer bits.
+
+    Args:
+        layer: for errors.
+        ending: of the matrix, for errors.
+        values: int8 ``[N, K]``; may be a view of the file.
+        scale: floats ``[N, ceil(K / group)]``.
+        group: columns that share a scale.
+        points: zero points, int8 of the shape of ``scale``.
+        widths: numbers of bits the file says its integers have; empty: 8.
+
+    Returns:
+        A layout of the smallest width that holds every code and zero point. 8-bit codes without
+        zero points share memory with ``values``.
+
+    Raises:
+        CheckpointError: a number needs more bits than any of ``widths``, or the zero points have
+            another shape.
+    """
+    shape = (values.shape[0], values.shape[1])
+    if points is not None:
+        if points.shape != scale.shape:
+            raise layer.fail(
+                ending,
+                f"zero points of shape {list(points.shape)}, expected {list(scale.shape)} as the "
+                "scales",
+            )
+        if not bool(points.any()):
+            points = None
+    bits = _width(layer, ending, [values] if points is None else [values, points], widths)
+    codes = values.view(torch.uint8)
+    if bits == 8 and points is None:
+        return Affine(shape, 8, group, codes, scale, signed=True)
+    half = np.uint8(1 << bits - 1)
+    # In two's complement adding half the range makes codes unsigned; bytes wrap around.
+    packed = torch.from_numpy(packed_matrix(codes.numpy() + half, bits))
+    if points is None:
+        return Affine(shape, bits, group, packed, scale, zero=int(half))
+    zeros = torch.from_numpy(points.view(torch.uint8).numpy() + half)
+    return Affine(shape, bits, group, packed, scale, zeros=zeros)
+
+
+def _width(layer: StoredLayer, ending: str, tensors: list[Tensor], widths: Collection[int]) -> int:
+    """The smallest of ``widths`` that holds every number in ``tensors``."""
+    allowed = sorted(widths) or [8]
+    if allowed == [8]:
+        return 8
+    least = min(int(tensor.numpy().min()) for tensor in tensors)
+    greatest = max(int(tensor.numpy().max()) for tensor in tensors)
+    for bits in allowed:
+        if -1 << bits - 1 <= least and greatest < 1 << bits - 1:
+            return bits
+    raise layer.fail(
+        ending, f"codes from {least} to {greatest}, expected integers of {allowed[-1]} bits"
+    )

@@ -1,0 +1,132 @@
+"""One packed layer as its format sees it, and what every format module offers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from sdk.kernels.layouts import Layout
+from sdk.loaders.safetensors_reader import StoredTensor
+from sdk.quant.errors import CheckpointError
+from sdk.quant.permuted import Permuted
+
+
+class StoredLayer:
+    """The tensors of one layer of a folder, called by their endings (``".qweight"``).
+
+    ``name`` is the layer as models spell it, ``shape`` the ``(N, K)`` its config asks for, None
+    where that is not known; ``metadata`` the texts in the headers of the files.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        shape: tuple[int, int] | None,
+        tensors: Mapping[str, StoredTensor],
+        metadata: Mapping[str, str],
+        folder: Path,
+        take: Callable[[StoredTensor], Tensor],
+        warn: Callable[[str, str], None],
+    ) -> None:
+        self.name = name
+        self.shape = shape
+        self.metadata = metadata
+        self._tensors = tensors
+        self._folder = folder
+        self._take = take
+        self._warn = warn
+        self.taken: list[StoredTensor] = []
+
+    def has(self, ending: str) -> bool:
+        return self.name + ending in self._tensors
+
+    def stored(self, ending: str) -> StoredTensor:
+        """Where the tensor lies, with its shape and type (``"I32"``): nothing is read.
+
+        Raises:
+            CheckpointError: the layer has no such tensor.
+        """
+        found = self._tensors.get(self.name + ending)
+        if found is None:
+            raise self.fail(ending, "missing")
+        return found
+
+    def read(
+        self, ending: str, types: tuple[str, ...], shape: tuple[int, ...] | None = None
+    ) -> Tensor:
+        """The tensor, which from now on counts as used; it lies in the file: never write to it.
+
+        Args:
+            ending: what follows the name of the layer.
+            types: safetensors' names of the types it may have.
+            shape: what it must be, where that is known.
+
+        Raises:
+            CheckpointError: it is missing, or has another type or shape.
+        """
+        stored = self.stored(ending)
+        if stored.dtype not in types:
+            raise self.fail(ending, f"{stored.dtype}, expected {' or '.join(types)}")
+        if shape is not None and stored.shape != shape:
+            raise self.fail(ending, f"shape {list(stored.shape)}, expected {list(shape)}")
+        values = self._take(stored)
+        self.taken.append(stored)
+        return values
+
+    def skip(self, ending: str) -> None:
+        """Count a tensor as used that is not needed, if it is there."""
+        if self.has(ending):
+            self._take(self.stored(ending))
+
+    def check_shape(self, ending: str, shape: tuple[int, int]) -> None:
+        """
+        Raises:
+            CheckpointError: the config asks for another ``(N, K)`` than the tensor at ``ending``
+                was found to hold.
+        """
+        if self.shape is not None and shape != self.shape:
+            raise self.fail(
+                ending, f"shape {list(shape)}, the config asks for {list(self.shape)} ({self.name})"
+            )
+
+    def fail(self, ending: str, what: str) -> CheckpointError:
+        """An error that names the file, the tensor and ``what``: expected and found."""
+        found = self._tensors.get(self.name + ending)
+        path, name = self._folder, self.name + ending
+        if found is not None:
+            path, name = found.file.path, found.name
+        return CheckpointError(f"{path}: tensor {name!r}: {what}")
+
+    def warn(self, what: str) -> None:
+        """Log ``what``, once per checkpoint, with the name of the first layer it is true of."""
+        self._warn(what, self.name)
+
+
+class Format(Protocol):
+    """A module of this folder, found by its name: ``quantization_config.quant_method``."""
+
+    #: A layer is packed if it has a tensor with one of these endings, whatever a config says.
+    ENDINGS: tuple[str, ...]
+    #: Endings of its other tensors.
+    BESIDE: tuple[str, ...]
+
+    def settings(self, config: Mapping[str, Any], source: str) -> Any:
+        """``quantization_config`` (empty where a folder has none), parsed and checked.
+
+        Raises:
+            CheckpointError: naming ``source``, the key, what was expected and found.
+            UnsupportedError: it asks for something that is not run.
+        """
+
+    def outline(self, layer: StoredLayer, settings: Any) -> tuple[tuple[int, int], str]:
+        """Shape ``(N, K)`` and numerics (``"gptq-w4g128"``) of a layer, from the headers alone."""
+
+    def decode(self, layer: StoredLayer, settings: Any) -> Layout | Permuted:
+        """The layer in a canonical layout. Numpy for whole matrices: quant/join.py says why.
+
+        Raises:
+            CheckpointError: see :meth:`StoredLayer.fail`.
+        """

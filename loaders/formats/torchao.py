@@ -1,0 +1,111 @@
+"""torchao (``quant_method: torchao``) as transformers 5 saves it in safetensors files.
+
+``P._weight_qdata`` holds int8 codes or 8-bit floats ``[N, K]``, ``P._weight_scale`` the scale of a
+tensor, row or group of columns, ``P._weight_zero_point`` what is subtracted from the codes. Codes
+of fewer bits are stored one per byte too and packed here. The older checkpoints, pickles of tensor
+classes, are not opened. Source: torchao 0.18, `torchao/prototype/safetensors`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sdk.kernels.layouts import Affine, Layout
+from sdk.loaders.formats import scales
+from sdk.loaders.formats.integers import signed_matrix
+from sdk.loaders.formats.scales import (
+    FLOAT8,
+    FLOATS,
+    float8,
+    floats,
+    matrix,
+    numerics,
+    row_groups,
+)
+from sdk.loaders.formats.stored_layer import StoredLayer
+from sdk.loaders.json_file import parse_json
+from sdk.quant.errors import UnsupportedError
+
+ENDINGS = ("._weight_qdata",)
+BESIDE = ("._weight_scale", "._weight_zero_point")
+_CODES, _SCALE, _POINTS = *ENDINGS, *BESIDE
+_KINDS = ("Int8Tensor", "IntxUnpackedToInt8Tensor", "Float8Tensor")
+#: The text in the header about one tensor has some 200 bytes.
+_MAX_TEXT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Nothing: the tensors of a layer say all."""
+
+
+def settings(config: Mapping[str, Any], source: str) -> Settings:
+    """See :class:`sdk.loaders.formats.stored_layer.Format`."""
+    return Settings()
+
+
+def outline(layer: StoredLayer, settings: Settings) -> tuple[tuple[int, int], str]:
+    """See :class:`sdk.loaders.formats.stored_layer.Format`."""
+    shape = scales.outline(layer, _CODES, ("I8", *FLOAT8))
+    kind = FLOAT8.get(layer.stored(_CODES).dtype)
+    return shape, kind or numerics(layer, _SCALE, 8, shape[1])
+
+
+def decode(layer: StoredLayer, settings: Settings) -> Layout:
+    """The layout of a layer.
+
+    Raises:
+        CheckpointError: its tensors disagree.
+        UnsupportedError: it is in one of torchao's other types.
+    """
+    _check_kind(layer)
+    values = matrix(layer, _CODES, ("I8", *FLOAT8))
+    if values.dtype != torch.int8:
+        return float8(layer, values, _CODES, _SCALE)
+    shape = (values.shape[0], values.shape[1])
+    scale, group = row_groups(layer, _SCALE, floats(layer, _SCALE), shape)
+    points = _points(layer, scale) if layer.has(_POINTS) else None
+    if points is None or points.dtype == torch.int8:
+        return signed_matrix(layer, _CODES, values, scale, group, points, range(2, 9))
+    minus = scale.to(torch.float32) * points.to(torch.float32)
+    return Affine(shape, 8, group, values.view(torch.uint8), scale, minus=minus, signed=True)
+
+
+def _check_kind(layer: StoredLayer) -> None:
+    """Held against the text in the header of the file, where it is: ``{"_type": ...}``."""
+    name = layer.stored(_CODES).name.removesuffix(_CODES) + ".weight"
+    text = layer.metadata.get(name)
+    if text is None:
+        return
+    if len(text) > _MAX_TEXT:
+        raise layer.fail(_CODES, f"described by {len(text)} characters of metadata")
+    kind = parse_json(text.encode(), f"metadata of {name}").get("_type")
+    if kind not in _KINDS:
+        raise UnsupportedError(
+            f"{layer.fail(_CODES, 'packed as ' + str(kind)[:80])}, expected {' or '.join(_KINDS)}; "
+            "quantize with weights of 8 bits or unpacked ones"
+        )
+
+
+def _points(layer: StoredLayer, scale: Tensor) -> Tensor:
+    """Zero points of the shape of ``scale``: int8 where they are whole."""
+    points = layer.read(_POINTS, ("I8", *FLOATS))
+    if points.is_floating_point():
+        points = floats(layer, _POINTS)
+    if points.numel() == 1:
+        points = points.reshape(1, 1).expand(scale.shape).contiguous()
+    if points.dim() == 1:
+        points = points.reshape(-1, 1)
+    if points.shape != scale.shape:
+        raise layer.fail(
+            _POINTS, f"shape {list(points.shape)}, expected {list(scale.shape)} as the scales"
+        )
+    whole = points.is_floating_point() and bool(
+        ((points == points.round()) & (points.abs() < 128)).all()
+    )
+    return points.to(torch.int8) if whole else points

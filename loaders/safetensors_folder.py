@@ -1,0 +1,67 @@
+"""Which safetensors files of a folder are the model's: the index's, else the one there is."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from sdk.loaders.safetensors_reader import SafetensorsFiles, checked_file, read_index
+from sdk.quant.errors import CheckpointError, UnsupportedError
+
+logger = logging.getLogger("sdk")
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+
+
+def open_weights(folder: Path, weights: Path | None = None) -> SafetensorsFiles:
+    """The tensors of a folder, or of the one file in it called as ``weights``.
+
+    Raises:
+        CheckpointError: there is no such file, or it is not clear which ones are meant.
+        UnsupportedError: there are only pickles or adapters.
+    """
+    if weights is not None:
+        return SafetensorsFiles([checked_file(folder, weights.name)])
+    index = folder / INDEX_NAME
+    found = sorted(path.name for path in folder.glob("*.safetensors"))
+    if index.is_file():
+        files = read_index(index, folder)
+        listed = {tensor.file.path.name for tensor in files.tensors.values()}
+        stale = [name for name in found if name not in listed]
+        if stale:
+            logger.warning(
+                "%s: not listed in %s, ignored: %s", folder, INDEX_NAME, ", ".join(stale)
+            )
+        return files
+    if SINGLE_NAME in found:
+        others = [name for name in found if name != SINGLE_NAME]
+        if others:
+            logger.warning("%s: beside %s, ignored: %s", folder, SINGLE_NAME, ", ".join(others))
+        return SafetensorsFiles([checked_file(folder, SINGLE_NAME)])
+    models = [name for name in found if not name.startswith("adapter_")]
+    if len(models) == 1:
+        return SafetensorsFiles([checked_file(folder, models[0])])
+    if models:
+        raise CheckpointError(
+            f"{folder}: {len(models)} safetensors files ({', '.join(models[:3])}, ...) but no "
+            f"{INDEX_NAME} that says what is where; download the index too"
+        )
+    raise _no_weights(folder, found)
+
+
+def _no_weights(folder: Path, adapters: list[str]) -> CheckpointError:
+    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES)
+    if pickles:
+        return UnsupportedError(
+            f"{folder}: only {', '.join(pickles[:3])}: such files are pickles, which can run any "
+            "code when read, and are not opened. Convert them where you trust them: "
+            'python -c "from transformers import AutoModelForCausalLM as M; '
+            f"M.from_pretrained('{folder}').save_pretrained('OUT')\""
+        )
+    if adapters:
+        return UnsupportedError(
+            f"{folder}: {', '.join(adapters)} is an adapter for another model, not a model"
+        )
+    return CheckpointError(f"{folder}: no .safetensors files in it")

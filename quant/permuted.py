@@ -1,0 +1,94 @@
+"""A weight whose columns lie in another order than the features they multiply.
+
+Quantizers that go through the columns by importance (``desc_act``, "act-order") let every column
+name its group. Sorted by group, a group is a run of columns again, as every kernel expects, and it
+is the input that is put into that order first: 4 bytes a column, and one pass over a row of
+activations, instead of a scale looked up for every weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sdk.kernels.layouts import Layout
+from sdk.kernels.ops import Ops
+from sdk.kernels.registry import Choice
+from sdk.quant.errors import AlignmentError
+from sdk.quant.spec import QuantSpec
+from sdk.quant.weight import Side, Weight, concat
+
+
+@dataclass(frozen=True, slots=True)
+class Permuted:
+    """``layout``, whose column ``j`` is column ``order[j]`` of the matrix; order int32 ``[K]``."""
+
+    layout: Layout
+    order: Tensor
+
+
+class PermutedWeight(Weight):
+    """``inner`` with its columns in another ``order`` (int32 ``[in]``, a permutation)."""
+
+    def __init__(self, inner: Weight, order: Tensor) -> None:
+        assert order.dtype == torch.int32 and order.shape == inner.shape[1:]
+        self.shape = inner.shape
+        self.inner = inner
+        self.order = order
+        self._ops: Ops | None = None
+
+    @property
+    def spec(self) -> QuantSpec:
+        return self.inner.spec
+
+    @property
+    def nbytes(self) -> int:
+        return self.inner.nbytes + self.order.nbytes
+
+    def dequantize(self) -> Tensor:
+        return self._back(self.inner.dequantize())
+
+    def narrow(self, side: Side, start: int, count: int) -> Weight:
+        if side == "out":
+            return PermutedWeight(self.inner.narrow(side, start, count), self.order)
+        if (start, count) == (0, self.shape[1]):
+            return self
+        raise AlignmentError(
+            f"cannot cut in features {start}..{start + count}: the columns of this weight are "
+            f"sorted by group (desc_act), its groups spread over all {self.shape[1]}"
+        )
+
+    def joined(self, others: Sequence[Weight]) -> Weight | None:
+        """One weight where all have the same order, as quantizers give to those of one input."""
+        inner = [self.inner]
+        for other in others:
+            if not isinstance(other, PermutedWeight) or not torch.equal(other.order, self.order):
+                return None
+            inner.append(other.inner)
+        return PermutedWeight(concat(inner), self.order)
+
+    def bind(self, ops: Ops, activation_bits: int = 8) -> None:
+        self._ops = ops
+        self.order = self.order.to(ops.device)
+        self.inner.bind(ops, activation_bits)
+
+    def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        assert self._ops is not None, "bind() the weight before matmul()"
+        return self.inner.matmul(self._ops.take_columns(x, self.order), out)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        found = self.inner.rows(ids)
+        if self._ops is None:
+            return self._back(found)
+        return self._ops.take_columns(found, self.order, back=True)
+
+    def choices(self) -> list[Choice]:
+        return self.inner.choices()
+
+    def _back(self, x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        out[:, self.order.long()] = x
+        return out
