@@ -357,7 +357,17 @@ def concat(weights: Sequence[Weight]) -> Weight:
     parts: list[Weight] = []
     for weight in weights:
         parts.extend(weight.parts if isinstance(weight, StackedWeight) else (weight,))
-    return parts[0].joined(parts[1:]) or StackedWeight(parts)
+    whole = parts[0].joined(parts[1:])
+    if whole is not None:
+        return whole
+    runs: list[Weight] = []  # neighbours that agree: Q4_K_M has v in more bits than q and k
+    for part in parts:
+        joined = runs[-1].joined([part]) if runs else None
+        if joined is None:
+            runs.append(part)
+        else:
+            runs[-1] = joined
+    return StackedWeight(runs)
 
 
 def weight_of(layout: Layout) -> Weight:

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     )
     from sdk.params import RequestOutputKind as RequestOutputKind
     from sdk.params import SamplingParams as SamplingParams
+    from sdk.quant_report import LayerReport as LayerReport
+    from sdk.quant_report import QuantReport as QuantReport
 
 __version__ = "0.1.0"
 
@@ -49,6 +51,8 @@ _EXPORTS = {
     "EmbeddingOutput": "sdk.outputs",
     "Logprob": "sdk.outputs",
     "RequestMetrics": "sdk.outputs",
+    "QuantReport": "sdk.quant_report",
+    "LayerReport": "sdk.quant_report",
     "demo_model": "sdk.demo",
     **dict.fromkeys(
         (

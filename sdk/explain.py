@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from sdk.config import EngineConfig
-from sdk.memory import MemoryPlan, format_bytes
+from sdk.memory import MemoryPlan
 from sdk.models.config import ModelConfig
+from sdk.quant_report import quant_report
 
 if TYPE_CHECKING:
     from sdk.engine.runner import ModelRunner
@@ -34,19 +34,7 @@ def explain(
     lines.append(f"steps      {steps}")
     lines += [f"memory     {line}" for line in str(plan).splitlines()]
     lines.append("linear layers")
-    groups: dict[tuple[str, str, tuple[tuple[str, str], ...]], list[tuple[str, int]]]
-    groups = defaultdict(list)
-    for name, linear in runner.model.linears():
-        weight = linear.weight
-        choices = weight.choices()
-        kernels = "+".join(dict.fromkeys(choice.name for choice in choices))
-        declined = tuple(dict.fromkeys(why for choice in choices for why in choice.declined))
-        groups[str(weight.spec), kernels, declined].append((name, weight.nbytes))
-    for (spec, kernels, declined), members in groups.items():
-        size = format_bytes(sum(nbytes for _, nbytes in members))
-        names = members[0][0] if len(members) == 1 else f"{len(members)} x {members[0][0]} ..."
-        lines.append(f"  {spec:<12} {kernels:<24} {size:>10}  {names}")
-        lines += [f"  {'':<12} not {name}: {reason}" for name, reason in declined]
+    lines += [f"  {line}" for line in str(quant_report(runner.model.linears())).splitlines()]
     lines.append("other operators")
     for problem, choice in ops.chosen():
         head = f"head_dim {problem.head_dim}" if problem.head_dim else ""

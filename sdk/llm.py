@@ -23,6 +23,7 @@ from sdk.params import RequestOutputKind, SamplingParams
 from sdk.progress import reporting
 from sdk.prompts import Message, Prompt, PromptLike, PromptReader, as_list, is_conversation
 from sdk.quant.tokenizer import Tokenizer
+from sdk.quant_report import QuantReport, quant_report
 from sdk.sampling.resolved import ResolvedParams, resolve
 
 ParamsLike = SamplingParams | Sequence[SamplingParams] | None
@@ -402,6 +403,13 @@ class LLM:
         runner = self._runner()
         assert runner is not None
         return explain(self.config, self.model_config, self.memory_plan, runner, self.load_warnings)
+
+    def quant_report(self) -> QuantReport:
+        """Format, bits, bytes and kernel of every linear layer, and why no faster one took it."""
+        self._driver.check_usable()
+        runner = self._runner()
+        assert runner is not None
+        return quant_report(runner.model.linears())
 
     def get_metrics(self) -> dict[str, float]:
         """Counters of the engine since it started."""

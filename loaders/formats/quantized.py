@@ -59,7 +59,7 @@ _ALIASES = {
     "modelopt_mxfp8": "modelopt",
 }
 #: Methods that are not run, by name.
-_REFUSED = {
+REFUSED = {
     "aqlm": "AQLM, sums of code books",
     "bitblas": "BitBLAS, codes in the order of one GPU kernel",
     "bitnet": "BitNet, ternary codes",
@@ -197,8 +197,8 @@ def _method(settings: Mapping[str, Any], source: str) -> str | None:
 
 
 def _module(method: str, why: str, source: str) -> Format:
-    if method in _REFUSED:
-        raise unsupported(source, f"{why}: {_REFUSED[method]}")
+    if method in REFUSED:
+        raise unsupported(source, f"{why}: {REFUSED[method]}")
     path = f"sdk.loaders.formats.{method}"
     module = import_module(path) if method and find_spec(path) is not None else None
     if not hasattr(module, "ENDINGS"):  # a module of this folder that is no method

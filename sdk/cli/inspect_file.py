@@ -14,6 +14,7 @@ from sdk.memory import format_bytes
 
 if TYPE_CHECKING:
     from sdk.quant.checkpoint import TensorEntry
+    from sdk.quant_report import QuantReport
 
 #: Which part of a model a tensor belongs to: the first line with a piece of its name wins. GGUF and
 #: Hugging Face names both occur, because entries carry the names of the file.
@@ -76,6 +77,9 @@ def sum_parts(entries: Iterable[TensorEntry]) -> dict[str, PartTotals]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", help="a .gguf file, a folder with safetensors, or a hub id")
     parser.add_argument("--tensors", action="store_true", help="list every tensor")
+    parser.add_argument(
+        "--kernels", action="store_true", help="load it: the kernel of every layer, and why"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -89,15 +93,26 @@ def run(args: argparse.Namespace) -> int:
         facts = {"file": str(checkpoint.path), "format": checkpoint.format}
     finally:
         checkpoint.close()
+    report = kernels(args.file) if args.kernels else None
     show = to_json if args.json else to_text
-    print(show(facts, config, entries, tensors=args.tensors))
+    print(show(facts, config, entries, report, tensors=args.tensors))
     return 0
+
+
+def kernels(file: str) -> QuantReport:
+    """The model is loaded with next to no room for requests, and closed again."""
+    from sdk.llm import LLM
+
+    room = {"max_model_len": 64, "max_num_seqs": 1, "max_num_batched_tokens": 64}
+    with LLM(file, skip_tokenizer_init=True, **room) as llm:
+        return llm.quant_report()
 
 
 def to_json(
     facts: Mapping[str, str],
     config: Mapping[str, Any],
     entries: list[TensorEntry],
+    kernels: QuantReport | None,
     *,
     tensors: bool,
 ) -> str:
@@ -115,6 +130,8 @@ def to_json(
             {"name": e.name, "shape": list(e.shape), "format": e.format, "bytes": e.nbytes}
             for e in entries
         ]
+    if kernels is not None:
+        report["kernels"] = kernels.to_dict()
     return json.dumps(report, indent=2, default=str)
 
 
@@ -122,6 +139,7 @@ def to_text(
     facts: Mapping[str, str],
     config: Mapping[str, Any],
     entries: list[TensorEntry],
+    kernels: QuantReport | None,
     *,
     tensors: bool,
 ) -> str:
@@ -138,7 +156,30 @@ def to_text(
             [e.name, e.format, "x".join(map(str, e.shape)), format_bytes(e.nbytes)] for e in entries
         ]
         blocks.append(format_table(["tensor", "format", "shape", "bytes"], listed, left=2))
+    if kernels is not None:
+        blocks.append(_kernel_table(kernels))
     return "\n\n".join(blocks)
+
+
+def _kernel_table(report: QuantReport) -> str:
+    head = ["layer", "format", "kernel", "shape", "bits/weight", "bytes"]
+    rows = [
+        [
+            layer.name,
+            layer.format,
+            layer.kernel,
+            "x".join(map(str, layer.shape)),
+            f"{layer.bits_per_weight:.2f}",
+            format_bytes(layer.nbytes),
+        ]
+        for layer in report.layers
+    ]
+    reasons = dict.fromkeys(
+        f"{layer.format}: not {name}: {why}"
+        for layer in report.layers
+        for name, why in layer.declined
+    )
+    return "\n".join([format_table(head, rows, left=3), *reasons])
 
 
 def _part_row(part: str, total: PartTotals) -> list[str]:

@@ -134,6 +134,20 @@ def test_metrics_and_explain_tell_what_happened(tiny: LLM) -> None:
         assert expected in text
 
 
+def test_the_quant_report_counts_every_linear_layer_of_the_model(tiny: LLM) -> None:
+    report = tiny.quant_report()
+    config = tiny.model_config
+    names = [layer.name for layer in report.layers]
+    assert len(names) == len(set(names)) == 4 * config.num_layers + 1
+    assert {layer.format for layer in report.layers} == {"q8_0"}
+    assert {layer.kernel for layer in report.layers} == {"cpu.linear", "cpu.linear_a16"}
+    assert report.bits_per_weight == pytest.approx(8.5, rel=0.01)
+    assert report.nbytes == sum(layer.nbytes for layer in report.layers)
+    assert report.to_dict()["layers"][0]["name"] == names[0]
+    last = str(report).splitlines()[-1]
+    assert last.startswith("all") and "bits" in last
+
+
 def test_embeddings_have_length_one_and_score_compares_them(smol: LLM) -> None:
     texts = ["A cat sat on the mat.", "A cat is sitting on a mat.", "Interest rates rose sharply."]
     embedded = smol.embed(texts)

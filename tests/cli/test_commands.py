@@ -144,6 +144,21 @@ def test_inspect_prints_json_whose_parts_add_up(golden: Path, capsys: Captured) 
     assert sum(tensor["bytes"] for tensor in report["tensors"]) == report["total"]["bytes"]
 
 
+def test_inspect_names_the_kernel_of_every_matrix_and_why(golden: Path, capsys: Captured) -> None:
+    path = golden / "gguf-Q4_K_M" / "model.gguf"
+    assert main(["inspect", str(path), "--kernels"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    [head] = [line.split() for line in lines if line.startswith("lm_head")]
+    assert head[1:3] == ["q6_k", "cpu.linear_a16"]
+    [value] = [line.split() for line in lines if "layers.1.self_attn.qkv_proj[384:512]" in line]
+    assert value[1] == "q6_k"
+    assert any("not cpu.linear: rounds activations to 8 bits" in line for line in lines)
+    assert main(["inspect", str(path), "--kernels", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)["kernels"]
+    assert sum(layer["nbytes"] for layer in report["layers"]) == report["bytes"]
+    assert report["bits_per_weight"] == pytest.approx(report["bytes"] * 8 / report["weights"], 1e-3)
+
+
 # ---- plan ---------------------------------------------------------------------------------------
 
 

@@ -198,6 +198,17 @@ def test_a_stack_of_one_kind_reports_that_kind() -> None:
     assert str(StackedWeight([affine(), affine()]).spec) == "w4a16g32"
 
 
+def test_neighbours_that_agree_are_joined_beside_one_that_does_not() -> None:
+    q, k, v = blocks("q4_k", 32), blocks("q4_k", 16, seed=1), blocks("q6_k", 16, seed=2)
+    stack = concat([q, k, v])
+    assert isinstance(stack, StackedWeight)
+    assert [part.shape for part in stack.parts] == [(48, 512), (16, 512)]
+    value = torch.cat([part.dequantize() for part in (q, k, v)])
+    assert torch.equal(stack.dequantize(), value)
+    apart = concat([q, v, k])
+    assert isinstance(apart, StackedWeight) and len(apart.parts) == 3
+
+
 def test_affine_weights_that_differ_in_one_fact_are_not_joined() -> None:
     a = affine(kind="zero")
     assert isinstance(concat([a, affine(kind="minus")]), StackedWeight)

@@ -1,0 +1,106 @@
+"""What every linear layer of a loaded model is made of, and which kernel runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from sdk.memory import format_bytes
+from sdk.quant.weight import StackedWeight, Weight
+
+if TYPE_CHECKING:
+    from sdk.models.layers import Linear
+
+
+@dataclass(frozen=True, slots=True)
+class LayerReport:
+    """One matrix; a fused layer whose projections are of unlike formats is one per projection.
+
+    ``bits_per_weight`` counts the bytes in memory, scales and padding included. ``declined`` says
+    which faster kernels did not take it, and why.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    format: str
+    bits_per_weight: float
+    nbytes: int
+    kernel: str
+    declined: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class QuantReport:
+    """See :meth:`sdk.LLM.quant_report`; ``str()`` is a summary, ``layers`` has every matrix."""
+
+    layers: tuple[LayerReport, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def num_weights(self) -> int:
+        return sum(layer.shape[0] * layer.shape[1] for layer in self.layers)
+
+    @property
+    def bits_per_weight(self) -> float:
+        return self.nbytes * 8 / max(self.num_weights, 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "bits_per_weight": round(self.bits_per_weight, 4),
+            "bytes": self.nbytes,
+            "weights": self.num_weights,
+            "layers": [asdict(layer) for layer in self.layers],
+        }
+
+    def __str__(self) -> str:
+        groups: dict[tuple[Any, ...], list[LayerReport]] = {}
+        for layer in self.layers:
+            groups.setdefault((layer.format, layer.kernel, layer.declined), []).append(layer)
+        lines = []
+        for (numerics, kernel, declined), members in groups.items():
+            size = format_bytes(sum(member.nbytes for member in members))
+            part = QuantReport(tuple(members))
+            name = members[0].name
+            names = name if len(members) == 1 else f"{len(members)} x {name} ..."
+            lines.append(
+                f"{numerics:<12} {part.bits_per_weight:5.2f} bits  {kernel:<18} {size:>10}  {names}"
+            )
+            lines += [f"{'':<12} not {name}: {reason}" for name, reason in declined]
+        total = format_bytes(self.nbytes)
+        lines.append(f"{'all':<12} {self.bits_per_weight:5.2f} bits  {'':<18} {total:>10}")
+        return "\n".join(lines)
+
+
+def quant_report(linears: Iterable[tuple[str, Linear]]) -> QuantReport:
+    """The report of a model's linear layers; with several ranks, of this rank's part of them."""
+    return QuantReport(
+        tuple(
+            LayerReport(
+                name,
+                weight.shape,
+                str(weight.spec),
+                weight.nbytes * 8 / (weight.shape[0] * weight.shape[1]),
+                weight.nbytes,
+                "+".join(choice.name for choice in weight.choices()),
+                tuple(why for choice in weight.choices() for why in choice.declined),
+            )
+            for path, linear in linears
+            for name, weight in _matrices(path, linear.weight)
+        )
+    )
+
+
+def _matrices(path: str, weight: Weight) -> Iterator[tuple[str, Weight]]:
+    if not isinstance(weight, StackedWeight):
+        yield path, weight
+        return
+    start = 0
+    for part in weight.parts:
+        stop = start + part.shape[0]
+        yield f"{path}[{start}:{stop}]", part
+        start = stop
