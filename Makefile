@@ -19,7 +19,7 @@ NATIVE := CMakeLists.txt $(shell find kernels/cpu -name '*.cpp' -o -name '*.c' -
 BUILT_FROM := pyproject.toml $(wildcard $(NATIVE))
 
 .DEFAULT_GOAL := help
-.PHONY: help run test build models demo-model lint sanitize bench clean
+.PHONY: help run test build models demo-model lint sanitize fuzz bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -48,6 +48,9 @@ lint: $(VENV)/.embedlm-dev ## ruff and mypy
 
 sanitize: $(VENV)/.embedlm-dev ## the kernels under valgrind and the address, undefined-behaviour and thread sanitizers
 	.ci/sanitize.sh $(abspath $(PY))
+
+fuzz: $(VENV)/.embedlm-dev ## damaged model files for ten minutes
+	$(PY) tests/loaders/fuzz.py --seconds 600 --seed $$RANDOM
 
 bench: build demo-model ## tokens per second for 1 and 8 streams on the demo model
 	$(PY) -m sdk bench --streams 1,8
