@@ -47,7 +47,7 @@ class Dense:
 class Float8:
     """8-bit floats with a scale per block: ``w[n, k] = values[n, k] * scale[n // bn, k // bk]``.
 
-    ``values [N, K]`` in float8_e4m3fn or float8_e5m2, ``scale`` float32
+    ``values [N, K]`` in float8_e4m3fn or float8_e5m2, ``scale`` float32 or float8_e8m0fnu
     ``[ceil(N / bn), ceil(K / bk)]``, ``block = (bn, bk)``: ``(N, K)`` is one scale per tensor,
     ``(1, K)`` one per output channel; the last block of either direction may be shorter.
     """
@@ -177,7 +177,7 @@ def check_layout(layout: Layout) -> None:
                 raise KernelError(f"float8 block: expected sizes from 1, found {layout.block}")
             _expect("float8 values", layout.values, (rows, columns), _FLOAT8)
             grid = (-(-rows // high), -(-columns // wide))
-            _expect("float8 scale", layout.scale, grid, (torch.float32,))
+            _expect("float8 scale", layout.scale, grid, (torch.float32, torch.float8_e8m0fnu))
         case Affine():
             _check_affine(layout)
         case Blocks():

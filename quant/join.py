@@ -59,7 +59,7 @@ def _facts(w: Affine) -> tuple[object, ...]:
 def _join_float8(parts: Sequence[Float8]) -> Float8 | None:
     """Whole blocks stay blocks; scales of unlike height become one per output channel."""
     columns = parts[0].shape[1]
-    if len({(w.values.dtype, min(w.block[1], columns)) for w in parts}) != 1:
+    if len({(w.values.dtype, w.scale.dtype, min(w.block[1], columns)) for w in parts}) != 1:
         return None
     values = _stacked([w.values.view(torch.uint8) for w in parts]).view(parts[0].values.dtype)
     high, wide = parts[0].block

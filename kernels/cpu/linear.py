@@ -228,6 +228,7 @@ def _pack_values(w: Dense | Float8, memory: WeightMemory) -> tuple[Packed, Tenso
         facts = Float8(facts.values, w.scale.to("meta"), w.block)
         scale = interleave(row_scales(w))
         view.groups, view.unit, view.group_units = w.scale.shape[1], 1, min(w.block[1], k)
+        view.super_type = ELEMENT_TYPES[w.scale.dtype]
     packed = Packed(facts, view, codes, scale)
     _point(packed)
     return packed, values, 0

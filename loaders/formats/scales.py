@@ -153,9 +153,9 @@ def float8(
     """
     _check_finite(layer, weight, values)
     powers = layer.stored(ending).dtype in EXPONENTS
-    stored = exponents(layer, ending) if powers else floats(layer, ending)
-    scale = stored.to(torch.float32, copy=True)
+    scale = exponents(layer, ending) if powers else floats(layer, ending).to(torch.float32)
     if divide:
+        scale = scale.to(torch.float32)
         scale = 1 / scale
         if not bool(scale.isfinite().all()):
             raise layer.fail(ending, "a scale is 0, and divides")

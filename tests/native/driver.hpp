@@ -248,6 +248,7 @@ inline Packed dense(Random& random, int64_t n, int64_t k) {
         w.unit = 1;
         w.group_units = (int32_t)random.between(1, k);
         w.groups = (k + w.group_units - 1) / w.group_units;
+        w.super_type = kF32;
         made.scale = elements(random, kF32, w.row_blocks * w.groups * kRows);
     }
     made.codes = Buffer<uint8_t>(w.row_blocks * kRows * k * size_of(w.scale_type));
