@@ -80,6 +80,7 @@ class Affine:
     ``super_scale`` float32 or float16 ``[N, ceil(K / super_group)]``: a second level of scales,
     ``scale`` may then be uint8 or int8 too. The scale of a weight is the product, in float32.
     ``name``: what users call the format (``nf4``), where bits and group do not say it.
+    ``activation_bits``: what the file rounds the inputs of this matrix to, 16 where it does not.
     """
 
     shape: tuple[int, int]
@@ -95,6 +96,7 @@ class Affine:
     super_scale: Tensor | None = None
     super_group: int = 0
     name: str = ""
+    activation_bits: int = 16
 
     @property
     def nbytes(self) -> int:

@@ -52,7 +52,7 @@ def _facts(w: Affine) -> tuple[object, ...]:
     """All that is not a row's own."""
     table = None if w.table is None else tuple(w.table.tolist())
     level = None if w.super_scale is None else w.super_scale.dtype
-    kinds = (w.zeros is None, w.minus is None, table, level)
+    kinds = (w.zeros is None, w.minus is None, table, level, w.activation_bits)
     return w.name, w.bits, w.group, w.super_group, w.zero, w.signed, w.scale.dtype, kinds
 
 

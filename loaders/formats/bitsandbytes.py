@@ -39,6 +39,7 @@ _STORAGE = ("U8", "BF16", "F16", "F32")
 #: The JSON has some 170 bytes.
 _MAX_STATE = 4096
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 #: Weights dequantized at a time: what torch converts without its threads (quant/join.py).
 _CHUNK = 1 << 15
 
@@ -58,7 +59,8 @@ def outline(layer: StoredLayer, settings: Settings) -> tuple[tuple[int, int], st
     if layer.has(".SCB"):
         return scales.outline(layer, ".weight", ("I8",)), "w8"
     kind = "nf4" if layer.has(f"{_STATE}nf4") else "fp4"
-    return layer.shape or _state(layer, kind).shape, kind
+    state = _state(layer, kind)
+    return state.shape, kind if state.stays_packed else _NAMES[state.dtype]
 
 
 def decode(layer: StoredLayer, settings: Settings) -> Layout:
@@ -103,6 +105,11 @@ class _State:
     nested_block: int
     nested_offset: float
 
+    @property
+    def stays_packed(self) -> bool:
+        """Blocks are parts of a row."""
+        return self.shape[1] % self.block == 0
+
 
 def _four_bits(layer: StoredLayer, kind: str) -> Layout:
     state = _state(layer, kind)
@@ -119,7 +126,7 @@ def _four_bits(layer: StoredLayer, kind: str) -> Layout:
     if tuple(table.shape) != (16,):
         raise layer.fail(".weight.quant_map", f"shape {list(table.shape)}, expected [16]")
     scale = _absmax(layer, state, -(-count // state.block))
-    if columns % state.block:
+    if not state.stays_packed:
         # Blocks go on into the next row, which no layout has; these are sizes that the common
         # models do not have (K % 64). The value is the one bitsandbytes computes with.
         return Dense(_values(packed.numpy(), table.numpy(), scale, state))
@@ -194,7 +201,7 @@ def _state(layer: StoredLayer, kind: str) -> _State:
     layer.check_shape(ending, tuple(shape))
     expect("quant_type", state.get("quant_type") == kind, kind)
     expect("blocksize", _is_block(block), "a power of two from 16 to 65536")
-    expect("dtype", state.get("dtype") in _DTYPES, " or ".join(_DTYPES))
+    expect("dtype", str(state.get("dtype")) in _DTYPES, " or ".join(_DTYPES))
     nested, offset = state.get("nested_blocksize", 0), state.get("nested_offset", 0.0)
     expect("nested_blocksize", nested == 0 or _is_block(nested), "a power of two from 16 to 65536")
     expect("nested_dtype", state.get("nested_dtype", "float32") == "float32", "float32")

@@ -16,7 +16,8 @@ from sdk.kernels.layouts import Float8
 from sdk.loaders.formats.bit_streams import all_finite
 from sdk.loaders.formats.stored_layer import StoredLayer
 
-FLOATS = ("F32", "F16", "BF16")
+#: The float types of scales, by safetensors' names and ours.
+FLOATS = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 #: The 8-bit floats, by safetensors' names and ours.
 FLOAT8 = {"F8_E4M3": "fp8", "F8_E5M2": "fp8_e5m2"}
 #: Powers of two as bytes: ``2 ** (byte - 127)``, 255 is not a number (OCP Microscaling 1.0, E8M0).
@@ -62,7 +63,7 @@ def floats(layer: StoredLayer, ending: str) -> Tensor:
     Raises:
         CheckpointError: one of them is not finite.
     """
-    scale = layer.read(ending, FLOATS)
+    scale = layer.read(ending, tuple(FLOATS))
     if not all_finite(scale):
         raise layer.fail(ending, "a scale is not a finite number")
     return scale

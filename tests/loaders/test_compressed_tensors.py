@@ -142,6 +142,18 @@ def test_bytes_of_integers_take_one_scale_or_one_per_row(
     assert weight.layout.signed
 
 
+@pytest.mark.parametrize("shape", [(1,), (12,), (12, 1)])
+def test_bytes_of_integers_take_one_zero_point_or_one_per_row(
+    layers: Any, shape: tuple[int, ...]
+) -> None:
+    codes, scale = random(-128, 128, 12, 64).to(torch.int8), scales(*shape)
+    points = random(-128, 128, *shape, seed=1).to(torch.int8)
+    tensors = {".weight": codes, ".weight_scale": scale, ".weight_zero_point": points}
+    weight = layers.weight(settings(ints(8)), tensors, (12, 64))
+    expected = (codes.float() - points.float().reshape(-1, 1)) * scale.reshape(-1, 1)
+    assert torch.equal(weight.dequantize(), expected)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_bytes_of_few_bits_are_packed(layers: Any, bits: int, symmetric: bool) -> None:
@@ -156,6 +168,8 @@ def test_bytes_of_few_bits_are_packed(layers: Any, bits: int, symmetric: bool) -
     assert torch.equal(weight.dequantize(), expected)
     assert (weight.spec.bits, weight.spec.symmetric) == (bits, symmetric)
     assert weight.layout.codes.shape == (12, 64 * bits // 8)
+    [entry] = layers.open(settings(ints(bits, 16)), tensors, (12, 64)).entries()
+    assert entry.held == entry.nbytes - codes.nbytes + codes.nbytes * bits // 8
 
 
 @pytest.mark.parametrize(
@@ -226,6 +240,18 @@ def test_mxfp4_scales_are_powers_of_two(layers: Any) -> None:
     wide = powers.repeat_interleave(32, 1).int() - 127
     assert torch.equal(weight.dequantize(), torch.ldexp(values, wide))
     assert str(weight.spec) == "mxfp4"
+
+
+def test_the_spec_says_to_how_many_bits_the_file_rounds_activations(layers: Any) -> None:
+    tensors, _ = packed(4, (32, 64), 16)
+    said = settings(ints(4, 16))
+    assert str(layers.weight(said, tensors).spec) == "w4a16g16s"
+    said["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "type": "int"}
+    assert str(layers.weight(said, tensors).spec) == "w4a8g16s"
+    codes = {".weight": random(-128, 128, 32, 64).char(), ".weight_scale": scales(32, 1)}
+    said = settings(ints(8))
+    said["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "type": "int"}
+    assert str(layers.weight(said, codes).spec) == "w8a8s"
 
 
 def test_groups_of_unlike_layers_may_be_mixed(layers: Any) -> None:
