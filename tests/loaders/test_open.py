@@ -49,6 +49,27 @@ def test_the_rows_of_the_golden_folders_are_exact(config: Path) -> None:
     assert ("eos_token_id" in checkpoint.generation_config) == described
 
 
+QUANTIZED = sorted(p.parent for p in GOLDEN.glob("*/config.json"))
+
+
+@pytest.mark.parametrize("path", QUANTIZED, ids=lambda p: p.name)
+def test_the_rows_of_quantized_golden_folders_are_those_of_their_writers(path: Path) -> None:
+    checkpoint = open_checkpoint(path)
+    golden = np.load(path / "golden.npz")
+    names = [name for name in golden.files if name.startswith("w_")]
+    assert names
+    for name in names:
+        found = checkpoint.weight(f"model.layers.{name[2:]}").dequantize()[:8].numpy()
+        np.testing.assert_allclose(found, golden[name], rtol=1e-6, atol=0, err_msg=name)
+
+
+def test_two_orders_of_the_same_codes_are_the_same_weights(golden: Path) -> None:
+    gemm, gemv = (open_checkpoint(golden / name) for name in ("awq-gemm", "awq-gemv"))
+    for name in ("self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj", "mlp.down_proj"):
+        path = f"model.layers.1.{name}"
+        assert torch.equal(gemm.weight(path).dequantize(), gemv.weight(path).dequantize())
+
+
 def test_the_tokenizer_of_a_folder_is_its_own(golden: Path, folder: Path) -> None:
     tokenizer = open_checkpoint(golden / "arch-llama3" / "hf").tokenizer
     assert tokenizer.decode(tokenizer.encode("hello")) == "hello"
