@@ -71,8 +71,8 @@ INLINE void expand(const uint8_t* tile, uint8_t* out, VB table) {
 }
 
 // scale, zero and minus of unit u of row block b, lanes h * kLanes ...
-INLINE void scale_of(const Weight* w, int64_t b, int64_t u, int h, VF* scale, VF* zero_point,
-                     VF* minus) {
+__attribute__((noinline)) static void scale_of(const Weight* w, int64_t b, int64_t u, int h,
+                                               VF* scale, VF* zero_point, VF* minus) {
     int64_t group = u / w->group_units;
     if (group >= w->groups) group = w->groups - 1;  // a unit of nothing but padding
     int64_t at = (b * w->groups + group) * kRows + h * kLanes;
