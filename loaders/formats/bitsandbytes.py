@@ -195,7 +195,8 @@ def _state(layer: StoredLayer, kind: str) -> _State:
         if not sound:
             raise layer.fail(ending, f"{key} is {str(state.get(key))[:80]}, expected {wanted}")
 
-    shape, block = state.get("shape"), state.get("blocksize")
+    shape: Any = state.get("shape")
+    block: Any = state.get("blocksize")
     sizes = isinstance(shape, list) and all(type(size) is int and size > 0 for size in shape)
     expect("shape", sizes and len(shape) == 2, "two sizes")
     layer.check_shape(ending, tuple(shape))

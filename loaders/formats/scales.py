@@ -167,7 +167,7 @@ def float8(
         scale = scale.reshape(scale.shape[0], scale.shape[2])
     if scale.dim() == 1:
         scale = scale.reshape(-1, 1)
-    fits = {
+    fits: dict[tuple[int, ...], tuple[int, int]] = {
         (-(-rows // high), -(-columns // wide)): (high, wide)
         for high, wide in (*blocks, (1, columns))
     }
