@@ -30,31 +30,23 @@ def folder(files: Any, tmp_path: Path) -> Path:
 # -- folders ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", sorted(GOLDEN.glob("arch-*/hf")), ids=lambda p: p.parent.name)
-def test_the_rows_of_the_golden_folders_are_exact(path: Path) -> None:
-    checkpoint = open_checkpoint(path)
-    golden = np.load(path.parent / "golden.npz")
+FOLDERS = sorted({*GOLDEN.glob("*/config.json"), *GOLDEN.glob("*/hf/config.json")})
+
+
+@pytest.mark.parametrize("config", FOLDERS, ids=lambda p: str(p.parent.relative_to(GOLDEN)))
+def test_the_rows_of_the_golden_folders_are_exact(config: Path) -> None:
+    checkpoint = open_checkpoint(config.parent)
+    home = config.parent.parent if config.parent.name == "hf" else config.parent
+    golden = np.load(home / "golden.npz")
     names = [name for name in golden.files if name.startswith("w_")]
     assert names
     for name in names:
         weight = checkpoint.weight(f"model.layers.{name[2:]}")
-        assert np.array_equal(weight.dequantize()[:8].numpy(), golden[name]), name
+        # Other programs multiply the scales of NVFP4 and LLM.int8 in another order.
+        np.testing.assert_allclose(weight.dequantize()[:8].numpy(), golden[name], rtol=2e-7)
     assert checkpoint.format == "safetensors"
-    assert "eos_token_id" in checkpoint.generation_config
-
-
-QUANTIZED = sorted(p.parent for p in GOLDEN.glob("*/config.json"))
-
-
-@pytest.mark.parametrize("path", QUANTIZED, ids=lambda p: p.name)
-def test_the_rows_of_quantized_golden_folders_are_those_of_their_writers(path: Path) -> None:
-    checkpoint = open_checkpoint(path)
-    golden = np.load(path / "golden.npz")
-    names = [name for name in golden.files if name.startswith("w_")]
-    assert names
-    for name in names:
-        found = checkpoint.weight(f"model.layers.{name[2:]}").dequantize()[:8].numpy()
-        np.testing.assert_allclose(found, golden[name], rtol=1e-6, atol=0, err_msg=name)
+    described = (config.parent / "generation_config.json").is_file()
+    assert ("eos_token_id" in checkpoint.generation_config) == described
 
 
 @pytest.mark.parametrize("names", [("awq-gemm", "awq-gemv"), ("fp8-block", "ct-fp8-block")])
