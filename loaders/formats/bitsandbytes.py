@@ -129,6 +129,7 @@ def _four_bits(layer: StoredLayer, kind: str) -> Layout:
     if not state.stays_packed:
         # Blocks go on into the next row, which no layout has; these are sizes that the common
         # models do not have (K % 64). The value is the one bitsandbytes computes with.
+        layer.warn(f"blocks over the ends of rows: held as {_NAMES[state.dtype]}, not in 4 bits")
         return Dense(_values(packed.numpy(), table.numpy(), scale, state))
     codes = packed.numpy().reshape(rows, columns // 2)
     return Affine(

@@ -92,6 +92,7 @@ def decode(layer: StoredLayer, settings: Settings) -> Layout:
     codes = _codes(layer, meta, count, meta.group if meta.axis == 1 else groups)
     scale, zero = (_per_group(layer, name, groups) for name in (".scale", ".zero"))
     if not meta.stays_packed:
+        layer.warn(f"groups of more than one row: held as floats, not in {meta.bits} bits")
         shape = (-1, 1) if meta.axis == 1 else (1, -1)
         return Dense(_values(codes, scale.reshape(shape), zero.reshape(shape)).reshape(meta.shape))
     grid = (rows, columns // meta.group)

@@ -106,10 +106,11 @@ def test_4_bit_codes_index_the_table_of_the_file(
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("shape", [(12, 72), (12, 31)])
 def test_blocks_over_the_end_of_a_row_are_dequantized_to_the_type_in_the_state(
-    layers: Any, dtype: str, shape: tuple[int, int]
+    layers: Any, dtype: str, shape: tuple[int, int], caplog: pytest.LogCaptureFixture
 ) -> None:
     tensors, expected = four_bits(shape, state={"dtype": dtype})
     weight = layers.weight(SETTINGS, tensors, shape)
+    assert f"blocks over the ends of rows: held as {weight.spec}, not in 4 bits" in caplog.text
     assert torch.equal(weight.dequantize(), expected.to(getattr(torch, dtype)).float())
     assert weight.layout.values.dtype == getattr(torch, dtype)
     [entry] = layers.open(SETTINGS, tensors, shape).entries()

@@ -97,10 +97,11 @@ def test_whole_zeros_stay_bytes(layers: Any) -> None:
 @pytest.mark.parametrize(("axis", "group"), [(0, 16), (0, 80), (1, 64)])
 @pytest.mark.parametrize("packing", ["4bit_u8", "3bit_32"])
 def test_groups_across_rows_are_dequantized_to_the_type_of_the_scales(
-    layers: Any, packing: str, axis: int, group: int
+    layers: Any, packing: str, axis: int, group: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     tensors, expected = matrix(packing, group, axis)
     weight = layers.weight(SETTINGS, tensors, SHAPE)
+    assert "groups of more than one row: held as floats" in caplog.text
     assert str(weight.spec) == "f16"
     [entry] = layers.open(SETTINGS, tensors, SHAPE).entries()
     assert entry.format == "f16" and weight.nbytes <= entry.held <= weight.nbytes + 1000
