@@ -294,16 +294,18 @@ def test_one_entry_stands_for_all_tensors_of_a_layer(layers: Any) -> None:
     assert found.nbytes == sum(tensor.nbytes for tensor in tensors.values())
 
 
-def test_scales_for_a_kv_cache_are_left_alone(layers: Any) -> None:
+@pytest.mark.parametrize("value", [float("nan"), 0.0, -1.0, 1e9])
+def test_scales_for_a_kv_cache_are_reported_and_left_alone(
+    layers: Any, caplog: pytest.LogCaptureFixture, value: float
+) -> None:
     names = (".self_attn.k_scale", ".self_attn.v_proj.v_scale", ".self_attn.k_proj.output_scale")
     tensors, expected = packed(4, (32, 64), 16)
-    checkpoint = layers.open(settings(ints(4, 16)), tensors)
-    assert torch.equal(checkpoint.weight(LAYER).dequantize(), expected)
-    checkpoint = layers.open(
-        settings(ints(4, 16), kv_cache_scheme={"num_bits": 8, "type": "float"}),
-        {**tensors, **{name: torch.tensor([float("nan")]) for name in names}},
-    )
-    assert torch.equal(checkpoint.weight(LAYER).dequantize(), expected)
+    said = settings(ints(4, 16), kv_cache_scheme={"num_bits": 8, "type": "float"})
+    beside = {name: torch.tensor([value]) for name in names}
+    with caplog.at_level("INFO", logger="sdk"):
+        weight = layers.weight(said, {**tensors, **beside})
+    assert torch.equal(weight.dequantize(), expected)
+    assert caplog.text.count("scales for an 8-bit KV cache are not used") == 1
 
 
 def corrupt(ending: str, value: Tensor | None) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
