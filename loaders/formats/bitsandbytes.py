@@ -44,17 +44,11 @@ _NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 _CHUNK = 1 << 15
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
+def settings(config: Mapping[str, Any], source: str) -> None:
     """Nothing: every layer describes itself."""
 
 
-def settings(config: Mapping[str, Any], source: str) -> Settings:
-    """See :class:`sdk.loaders.formats.stored_layer.Format`."""
-    return Settings()
-
-
-def outline(layer: StoredLayer, settings: Settings) -> tuple[tuple[int, int], str]:
+def outline(layer: StoredLayer, settings: None) -> tuple[tuple[int, int], str]:
     """See :class:`sdk.loaders.formats.stored_layer.Format`."""
     if layer.has(".SCB"):
         return scales.outline(layer, ".weight", ("I8",)), "w8"
@@ -63,7 +57,7 @@ def outline(layer: StoredLayer, settings: Settings) -> tuple[tuple[int, int], st
     return state.shape, kind if state.stays_packed else _NAMES[state.dtype]
 
 
-def decode(layer: StoredLayer, settings: Settings) -> Layout:
+def decode(layer: StoredLayer, settings: None) -> Layout:
     """The layout of a layer.
 
     Raises:

@@ -42,11 +42,6 @@ _CHUNK = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """Nothing: every layer describes itself."""
-
-
-@dataclass(frozen=True, slots=True)
 class _Meta:
     shape: tuple[int, int]
     bits: int
@@ -60,12 +55,11 @@ class _Meta:
         return self.axis == 1 and self.shape[1] % self.group == 0
 
 
-def settings(config: Mapping[str, Any], source: str) -> Settings:
-    """See :class:`sdk.loaders.formats.stored_layer.Format`."""
-    return Settings()
+def settings(config: Mapping[str, Any], source: str) -> None:
+    """Nothing: every layer describes itself."""
 
 
-def outline(layer: StoredLayer, settings: Settings) -> tuple[tuple[int, int], str]:
+def outline(layer: StoredLayer, settings: None) -> tuple[tuple[int, int], str]:
     """See :class:`sdk.loaders.formats.stored_layer.Format`."""
     meta = _meta(layer)
     if not meta.stays_packed:
@@ -73,7 +67,7 @@ def outline(layer: StoredLayer, settings: Settings) -> tuple[tuple[int, int], st
     return meta.shape, f"w{meta.bits}g{meta.group}"
 
 
-def decode(layer: StoredLayer, settings: Settings) -> Layout:
+def decode(layer: StoredLayer, settings: None) -> Layout:
     """The layout of a layer; groups along axis 0, or over the end of a row, are dequantized to the
     type of the scales.
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,24 +40,18 @@ _KINDS = ("Int8Tensor", "IntxUnpackedToInt8Tensor", "Float8Tensor")
 _MAX_TEXT = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
+def settings(config: Mapping[str, Any], source: str) -> None:
     """Nothing: the tensors of a layer say all."""
 
 
-def settings(config: Mapping[str, Any], source: str) -> Settings:
-    """See :class:`sdk.loaders.formats.stored_layer.Format`."""
-    return Settings()
-
-
-def outline(layer: StoredLayer, settings: Settings) -> tuple[tuple[int, int], str]:
+def outline(layer: StoredLayer, settings: None) -> tuple[tuple[int, int], str]:
     """See :class:`sdk.loaders.formats.stored_layer.Format`."""
     shape = scales.outline(layer, _CODES, ("I8", *FLOAT8))
     kind = FLOAT8.get(layer.stored(_CODES).dtype)
     return shape, kind or numerics(layer, _SCALE, _described(layer), shape[1])
 
 
-def decode(layer: StoredLayer, settings: Settings) -> Layout:
+def decode(layer: StoredLayer, settings: None) -> Layout:
     """The layout of a layer.
 
     Raises:
