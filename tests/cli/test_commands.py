@@ -159,6 +159,15 @@ def test_inspect_names_the_kernel_of_every_matrix_and_why(golden: Path, capsys: 
     assert report["bits_per_weight"] == pytest.approx(report["bytes"] * 8 / report["weights"], 1e-3)
 
 
+def test_inspect_counts_the_weights_of_packed_layers(golden: Path, capsys: Captured) -> None:
+    assert main(["inspect", str(golden / "gptq-w4-g128-act"), "--tensors"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    [mlp] = [line for line in lines if line.startswith("mlp")]
+    assert mlp.split()[1:5] == ["gptq-w4g128", "F32", "12", "0.8"]
+    [down] = [line for line in lines if line.startswith("model.layers.1.mlp.down_proj ")]
+    assert down.split()[1:3] == ["gptq-w4g128", "256x512"]
+
+
 # ---- plan ---------------------------------------------------------------------------------------
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import libgguf
 import numpy as np
 import pytest
+from gguf.scripts.gguf_convert_endian import byteswap_tensors
 from numpy.typing import NDArray
 
 from sdk.kernels.layouts import BLOCK_TYPES, Blocks, Dense
@@ -198,6 +200,17 @@ def test_big_endian_tensors_are_turned_round_or_refused(kind: GgufType) -> None:
         turned[:, :, [at, at + 1]] = turned[:, :, [at + 1, at]]
     found = to_little_endian(kind, turned.reshape(data.shape), "here")
     assert np.array_equal(found, data)
+
+
+@pytest.mark.parametrize("name", ["MXFP4", "NVFP4", "Q4_0", "Q4_K", "Q6_K", "Q8_0"])
+def test_blocks_are_turned_round_as_the_gguf_package_does(name: str) -> None:
+    kind = BY_NAME[name]
+    data = random_rows(kind, 3, 512)
+    turn = byteswap_tensors[gguf.GGMLQuantizationType[name]]
+    flat = SimpleNamespace(data=data.copy().reshape(-1))
+    for at in range(0, data.size, kind.nbytes):
+        turn(flat, at)
+    assert np.array_equal(to_little_endian(kind, data, "here").reshape(-1), flat.data)
 
 
 GOLDEN_FILES = sorted((Path(__file__).parents[1] / "golden").glob("*/model.gguf"))

@@ -45,7 +45,18 @@ def test_the_rows_of_the_golden_folders_are_exact(config: Path) -> None:
         # Other programs multiply the scales of NVFP4 and LLM.int8 in another order.
         np.testing.assert_allclose(weight.dequantize()[:8].numpy(), golden[name], rtol=2e-7)
     assert checkpoint.format == "safetensors"
-    assert "eos_token_id" in checkpoint.generation_config
+    described = (config.parent / "generation_config.json").is_file()
+    assert ("eos_token_id" in checkpoint.generation_config) == described
+
+
+@pytest.mark.parametrize("names", [("awq-gemm", "awq-gemv"), ("fp8-block", "ct-fp8-block")])
+def test_two_spellings_of_the_same_codes_are_the_same_weights(
+    golden: Path, names: tuple[str, str]
+) -> None:
+    one, other = (open_checkpoint(golden / name) for name in names)
+    for name in ("self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj", "mlp.down_proj"):
+        path = f"model.layers.1.{name}"
+        assert torch.equal(one.weight(path).dequantize(), other.weight(path).dequantize())
 
 
 def test_the_tokenizer_of_a_folder_is_its_own(golden: Path, folder: Path) -> None:

@@ -33,7 +33,6 @@ enum {
 // One chunk of one strip, for two vectors of rows.
 struct Panel {
     const uint8_t* codes[2];
-    const uint8_t* steps;  // a table's entries
     int64_t step;  // bytes between tiles
     // What to ask memory for meanwhile: `lines` of 64 bytes per block, in two stretches. `ahead` null:
     // from where the chunk before this one ended.
@@ -53,6 +52,7 @@ struct Panel {
     int64_t sums_stride;   // floats between rows of sums
     int32_t zero;
     bool first;            // sums start here
+    const uint8_t* steps;  // a table's entries
 };
 
 // How much to ask for while a chunk goes through so many products, each of which takes it from the
