@@ -12,6 +12,7 @@ from __future__ import annotations
 import mmap
 import os
 import stat
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,11 @@ from sdk.quant.errors import CheckpointError
 
 #: First bytes of the text file that git leaves in place of a large file that was not downloaded.
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+#: A writable private mapping counts against the system's memory commitment without this flag, and a
+#: file larger than the memory is refused. Python names it from 3.13 on; Linux has it at 0x4000 on
+#: these machines (asm-generic/mman.h, arch/x86).
+_LINUX = sys.platform == "linux" and os.uname().machine in ("x86_64", "aarch64", "riscv64")
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if _LINUX else 0)
 
 
 class MappedFile:
@@ -81,8 +87,5 @@ class MappedFile:
 def _map_privately(descriptor: int, size: int) -> mmap.mmap:
     if not hasattr(mmap, "MAP_PRIVATE"):
         return mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
-    # MAP_NORESERVE (named by Python 3.13 and later): a writable private mapping would otherwise
-    # count against the system's memory commitment, and a file larger than the memory could be
-    # refused.
-    flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+    flags = mmap.MAP_PRIVATE | _NO_RESERVE
     return mmap.mmap(descriptor, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)

@@ -46,6 +46,17 @@ def test_metadata_and_tensors_equal_those_the_gguf_package_reads(golden: Path) -
         assert bytes(ours.data(tensor.name)) == tensor.data.tobytes()
 
 
+def test_a_file_larger_than_the_memory_is_mapped(tmp_path: Path) -> None:
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    path = tmp_path / "large.bin"
+    with path.open("wb") as file:
+        file.write(b"GGUF")
+        file.truncate(2 * memory + (30 << 30))  # a hole, which takes no room on the disk
+    mapped = MappedFile(path)
+    assert mapped.size > 2 * memory
+    assert mapped.view(mapped.size - 4, 4).tolist() == [0] * 4
+
+
 def test_every_type_table_entry_agrees_with_the_gguf_package() -> None:
     from sdk.loaders.formats.gguf_types import GGUF_TYPES
 
