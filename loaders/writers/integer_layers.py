@@ -1,0 +1,124 @@
+"""A packed layer as the tensors GPTQ, AWQ and compressed-tensors store: the readers' inverse.
+
+See ``loaders/formats`` for what each tensor means. Codes are bit streams along K in memory as in
+GPTQ and compressed-tensors, so that writing them is a view, or a transposition, of words.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sdk.kernels.layouts import Affine, Float8, Layout
+from sdk.loaders.formats.bit_streams import packed_matrix, unpacked
+from sdk.quant.errors import QuantizationError
+from sdk.quant.permuted import Permuted
+
+#: Which of eight neighbouring outputs each nibble of an AWQ word holds.
+_AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
+_LOST = "columns of this layer lie in another order, which the format cannot say"
+
+
+def gptq_tensors(weight: Layout | Permuted) -> dict[str, Tensor]:
+    """``.qweight``, ``.qzeros``, ``.scales`` and ``.g_idx``, zero points as the second version."""
+    order = None
+    if isinstance(weight, Permuted):
+        weight, order = weight.layout, weight.order.long()
+    layout = _affine(weight)
+    columns = layout.shape[1]
+    codes = layout.codes
+    groups = torch.arange(columns, dtype=torch.int32) // layout.group
+    if order is not None:
+        back = torch.argsort(order)
+        whole = unpacked(codes.numpy(), layout.bits, columns)[:, back.numpy()]
+        codes = torch.from_numpy(packed_matrix(whole, layout.bits))
+        groups = groups[back]
+    return {
+        ".qweight": _words(codes).t().contiguous(),
+        ".qzeros": _words(_packed(_zeros(layout).T, layout.bits)),
+        ".scales": layout.scale.t().contiguous(),
+        ".g_idx": groups,
+    }
+
+
+def awq_tensors(weight: Layout | Permuted) -> dict[str, Tensor]:
+    """``.qweight``, ``.qzeros`` and ``.scales`` of the order called gemm.
+
+    :raises QuantizationError: the outputs are no multiple of 8, or not 4 bits.
+    """
+    layout = _affine(weight)
+    rows, columns = layout.shape
+    if rows % 8 or layout.bits != 4:
+        raise QuantizationError(
+            f"AWQ needs 4 bits and outputs in eights, found {layout.bits} bits and {rows} outputs"
+        )
+    codes = unpacked(layout.codes.numpy(), 4, columns)
+    return {
+        ".qweight": _awq_words(codes.T),
+        ".qzeros": _awq_words(_zeros(layout).T),
+        ".scales": layout.scale.t().contiguous(),
+    }
+
+
+def packed_tensors(weight: Layout | Permuted) -> dict[str, Tensor]:
+    """compressed-tensors' pack-quantized: ``.weight_packed``, ``.weight_scale``, ..."""
+    layout = _affine(weight)
+    found = {
+        ".weight_packed": _words(layout.codes),
+        ".weight_scale": layout.scale,
+        ".weight_shape": torch.tensor(layout.shape, dtype=torch.int64),
+    }
+    if layout.zeros is not None:
+        along_outputs = _words(_packed(_zeros(layout).T, layout.bits))
+        found[".weight_zero_point"] = along_outputs.t().contiguous()
+    return found
+
+
+def int8_tensors(weight: Layout | Permuted) -> dict[str, Tensor]:
+    """compressed-tensors' int-quantized: ``.weight`` int8 and ``.weight_scale``."""
+    layout = _affine(weight)
+    signed = (layout.codes.numpy() ^ np.uint8(128)).view(np.int8)  # 0 .. 255 to -128 .. 127
+    return {".weight": torch.from_numpy(signed), ".weight_scale": layout.scale}
+
+
+def float8_tensors(weight: Layout | Permuted) -> dict[str, Tensor]:
+    """compressed-tensors' float-quantized: ``.weight`` and ``.weight_scale``."""
+    assert isinstance(weight, Float8)
+    per_tensor = weight.scale.numel() == 1 and weight.block == weight.shape
+    scale = weight.scale.reshape(1) if per_tensor else weight.scale
+    return {".weight": weight.values, ".weight_scale": scale}
+
+
+def _affine(weight: Layout | Permuted) -> Affine:
+    if isinstance(weight, Permuted):
+        raise QuantizationError(_LOST)
+    assert isinstance(weight, Affine) and weight.minus is None and weight.table is None
+    return weight
+
+
+def _zeros(layout: Affine) -> NDArray[np.uint8]:
+    """Zero points of all groups, ``[N, G]``."""
+    if layout.zeros is not None:
+        return layout.zeros.numpy()
+    return np.full(tuple(layout.scale.shape), layout.zero, np.uint8)
+
+
+def _packed(codes: NDArray[np.uint8], bits: int) -> Tensor:
+    return torch.from_numpy(packed_matrix(np.ascontiguousarray(codes), bits))
+
+
+def _words(streams: Tensor) -> Tensor:
+    """Bytes ``[M, n]`` as int32 ``[M, ceil(n / 4)]``."""
+    padded = torch.nn.functional.pad(streams, (0, -streams.shape[1] % 4))
+    return padded.contiguous().view(torch.int32)
+
+
+def _awq_words(codes: NDArray[np.uint8]) -> Tensor:
+    """Codes ``[M, N]`` below 16 to int32 ``[M, N / 8]``."""
+    eights = np.ascontiguousarray(codes).reshape(len(codes), -1, 8)[:, :, _AWQ_ORDER]
+    words = np.zeros(eights.shape[:2], np.uint32)
+    for i in range(8):
+        words |= eights[:, :, i].astype(np.uint32) << np.uint32(4 * i)
+    return torch.from_numpy(words.view(np.int32))

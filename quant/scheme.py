@@ -1,0 +1,124 @@
+"""What a model is to be quantized with: the names users write, and what they stand for."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from sdk.kernels.layouts import BLOCK_TYPES
+from sdk.quant.errors import QuantizationError
+from sdk.quant.methods.gguf_mixtures import FILE_TYPES
+from sdk.quant.spec import QuantSpec
+
+Method = Literal["rtn", "hqq", "gptq", "awq", "smoothquant", "fp8", "gguf"]
+Container = Literal["gptq", "awq", "compressed-tensors", "gguf"]
+
+#: Columns per scale where a name does not say.
+_GROUPS = {"rtn": None, "hqq": 64, "gptq": 128, "awq": 128, "smoothquant": None}
+_CONTAINERS: dict[str, Container] = {"gptq": "gptq", "awq": "awq", "gguf": "gguf"}
+_WITH_DATA = ("gptq", "awq", "smoothquant")
+_SHORT = {
+    "int8": "rtn-w8s", "int4": "hqq-w4g64", "w8a8": "smoothquant-w8",
+    "hqq": "hqq-w4g64", "gptq": "gptq-w4g128", "awq": "awq-w4g128", "rtn": "rtn-w8s",
+    "smoothquant": "smoothquant-w8", "fp8": "fp8-channel",
+}  # fmt: skip
+_INTEGERS = re.compile(
+    r"(?P<method>rtn|hqq|gptq|awq|smoothquant)-w(?P<bits>[2-8])(?:a(?P<act>8|16))?"
+    r"(?:g(?P<group>[1-9]\d{0,5}))?(?P<sym>s?)(?P<order>-act)?"
+)
+_FLOAT8 = re.compile(r"fp8-(tensor|channel|block)")
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How to quantize and where to put it.
+
+    Written ``gptq-w4g128`` (4 bits, a scale per 128 columns; no ``g`` is one per output channel
+    for ``rtn`` and ``smoothquant`` and 128 or 64 for the others), with ``s`` behind for symmetric
+    grids and ``-act`` for GPTQ groups in the order of importance; ``fp8-tensor``, ``fp8-channel``,
+    ``fp8-block``; a GGUF type or mixture (``q4_0``, ``q4_k_m``); or a short name: ``int4``
+    (``hqq-w4g64``), ``int8`` (``rtn-w8s``), ``w8a8``, ``gptq``, ``awq``, ``hqq``, ``fp8``.
+    """
+
+    text: str
+    method: Method
+    container: Container
+    #: Integers and blocks; ``fp8`` for 8-bit floats.
+    spec: QuantSpec
+    #: 8-bit floats: what shares a scale.
+    share: str = ""
+    #: GPTQ: groups follow the order of importance.
+    sorted_columns: bool = False
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether calibration text is run through the model."""
+        return self.method in _WITH_DATA
+
+    @classmethod
+    def parse(cls, text: str) -> Scheme:
+        """:raises QuantizationError: for an unknown name, naming the nearest known one."""
+        name = _SHORT.get(text.lower(), text.lower())
+        if name in FILE_TYPES:
+            kind = FILE_TYPES[name].base
+            return cls(name, "gguf", "gguf", QuantSpec.parse(kind))
+        floats = _FLOAT8.fullmatch(name)
+        if floats is not None:
+            spec = QuantSpec.parse("fp8")
+            return cls(name, "fp8", "compressed-tensors", spec, share=floats[1])
+        found = _INTEGERS.fullmatch(name)
+        if found is None:
+            known = [*_SHORT, *FILE_TYPES, "fp8-tensor", "fp8-channel", "fp8-block"]
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise QuantizationError(
+                f"scheme: expected one of {', '.join(known)} or gptq-w4g128-like, "
+                f"found {text[:80]!r}{hint}"
+            )
+        return cls._of_integers(name, found)
+
+    @classmethod
+    def _of_integers(cls, name: str, found: re.Match[str]) -> Scheme:
+        method = found["method"]
+        bits = int(found["bits"])
+        group = int(found["group"]) if found["group"] else _GROUPS[method]
+        smooth = method == "smoothquant"
+        spec = QuantSpec("int", bits, group=group, symmetric=bool(found["sym"]) or smooth)
+        if smooth or found["act"] == "8":
+            spec = replace(spec, activation_bits=8)
+        wrong = None
+        if method == "awq" and (bits != 4 or spec.symmetric):
+            wrong = "awq files hold 4 bits with zero points"
+        elif found["order"] and method != "gptq":
+            wrong = "-act is an order of gptq"
+        elif spec.activation_bits == 8 and (bits != 8 or group is not None):
+            wrong = "8-bit activations are run with 8-bit weights per output channel"
+        elif method == "gptq" and bits in (5, 6, 7):
+            wrong = "gptq files hold 2, 3, 4 or 8 bits"
+        if wrong is not None:
+            raise QuantizationError(f"scheme: {name}: {wrong}")
+        return cls(
+            name,
+            method,  # type: ignore[arg-type]  # what the pattern admits
+            _CONTAINERS.get(method, "compressed-tensors"),
+            spec,
+            sorted_columns=bool(found["order"]),
+        )
+
+    def check(self, name: str, columns: int) -> None:
+        """:raises QuantizationError: when rows of ``columns`` do not divide into groups."""
+        if self.spec.kind == "int":
+            group = self.spec.group or columns
+        elif self.spec.kind == "block" and self.text in BLOCK_TYPES:
+            group = BLOCK_TYPES[self.text].elements if not self.text.endswith("_k") else 32
+        else:
+            return
+        if columns % group:
+            fits = next((g for g in (128, 64, 32, 16) if columns % g == 0), None)
+            instead = "a scheme without groups" if fits is None else f"groups of {fits}"
+            raise QuantizationError(
+                f"{name}: {columns} columns do not divide into groups of {group} ({self.text}): "
+                f"ask for {instead}"
+            )

@@ -1,0 +1,104 @@
+"""Quantizing a model in this process, into files that this and other engines read."""
+
+from __future__ import annotations
+
+import hashlib
+from os import PathLike
+from pathlib import Path
+
+from torch import Tensor
+
+from sdk.config import ProgressCallback
+from sdk.errors import QuantizationError, RequestError
+from sdk.loaders.open import open_checkpoint
+from sdk.loaders.writers.gguf_writer import GgufWriter
+from sdk.loaders.writers.hf_writer import HfWriter
+from sdk.progress import reporting
+from sdk.quant.checkpoint import Checkpoint
+from sdk.quant.scheme import Scheme
+from sdk.quantizing.job import Job, Writer
+from sdk.quantizing.text import Calibration, calibration_ids
+
+#: Sequences and tokens of each that methods with data look at.
+SHAPE = (128, 512)
+
+
+def quantize(
+    model: str | PathLike[str],
+    out: str | PathLike[str],
+    scheme: str = "gptq-w4g128",
+    *,
+    calibration: Calibration | None = None,
+    calibration_shape: tuple[int, int] | None = None,
+    num_threads: int | None = None,
+    on_progress: ProgressCallback | None = None,
+) -> Path:
+    """Quantize ``model`` into ``out`` and return its path.
+
+    Layer by layer: memory holds two layers in float32 and little else. What is finished stays in
+    ``OUT.partial`` when the job is stopped, and the same call goes on from there.
+
+    Args:
+        model: a GGUF file, a folder with safetensors, or a hub id.
+        out: what will be made: a folder, or a ``.gguf`` file. It must not exist.
+        scheme: see :class:`sdk.quant.scheme.Scheme`: ``gptq-w4g128``, ``awq``, ``int8``, ``fp8``,
+            ``q4_k_m``, ...
+        calibration: text, texts, or lists of token ids, for methods that look at activations.
+            Default: Python's help topics. GGUF types use it only if it is given.
+        calibration_shape: how many sequences of how many tokens to take; default 128 of 512, or
+            as many as the text has.
+        num_threads: default: the CPUs this process may run on.
+        on_progress: called with ``("quantize", layers done, layers)``; returns False to stop.
+
+    Raises:
+        CheckpointError: the model is missing or damaged.
+        QuantizationError: the scheme is unknown, does not suit the model, or ``out`` exists or
+            cannot be written.
+        RequestError: too little calibration text.
+        LoadCancelled: ``on_progress`` returned False.
+    """
+    wanted = Scheme.parse(scheme)
+    target = Path(out).expanduser()
+    if (target.suffix == ".gguf") != (wanted.container == "gguf"):
+        expected = "a .gguf file" if wanted.container == "gguf" else "a folder"
+        raise QuantizationError(f"{target}: {wanted.text} is written as {expected}")
+    checkpoint = open_checkpoint(str(model))
+    try:
+        ids = None
+        if wanted.needs_data or (calibration is not None and wanted.container == "gguf"):
+            ids = _ids(checkpoint, calibration, calibration_shape)
+        writer: Writer
+        kinds = None
+        if wanted.container == "gguf":
+            writer = made = GgufWriter(checkpoint, wanted)
+            kinds = made.kind
+        else:
+            writer = HfWriter(checkpoint, wanted)
+        facts = {
+            "model": str(checkpoint.path.resolve()),
+            "tensors": _digest(repr([(e.name, e.shape, e.format) for e in checkpoint.entries()])),
+            "scheme": wanted.text,
+            "calibration": None if ids is None else _digest(repr(ids.tolist())),
+        }
+        job = Job(checkpoint, wanted, writer, kinds, ids, target, facts, num_threads)
+        try:
+            with reporting("quantize", "layer", on_progress) as report:
+                job.run(report)
+        finally:
+            job.close()
+    finally:
+        checkpoint.close()
+    return target
+
+
+def _ids(
+    checkpoint: Checkpoint, calibration: Calibration | None, shape: tuple[int, int] | None
+) -> Tensor:
+    if shape is not None and (len(shape) != 2 or min(shape) < 1):
+        raise RequestError(f"calibration_shape: expected two counts from 1, found {shape}")
+    vocab = int(checkpoint.config["vocab_size"])
+    return calibration_ids(calibration, checkpoint.tokenizer, vocab, shape, SHAPE)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,62 @@
+"""What a model reads while it is calibrated: the caller's text, or one that Python brings along."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sdk.errors import RequestError
+from sdk.quant.tokenizer import Tokenizer
+
+#: Text or texts, or token ids: one list of a sequence each.
+Calibration = str | Sequence[str] | Sequence[Sequence[int]]
+
+
+def calibration_ids(
+    given: Calibration | None,
+    tokenizer: Tokenizer | None,
+    vocab_size: int,
+    shape: tuple[int, int] | None,
+    most: tuple[int, int],
+) -> Tensor:
+    """Token ids int64 ``[S, T]``: of exactly ``shape``, or without it as many sequences as there
+    are, up to ``most``.
+
+    Args:
+        given: None for the built-in text, Python's own help topics (English prose, tables and
+            programs, 550 KB). Texts are joined, and cut into sequences from the beginning.
+        tokenizer: of the model; not needed where ids are given.
+
+    Raises:
+        RequestError: too little text, ids outside the vocabulary, or no tokenizer.
+    """
+    if given is not None and not isinstance(given, str) and given and not isinstance(given[0], str):
+        ids = [int(token) for row in given for token in row]  # type: ignore[union-attr]
+    else:
+        if tokenizer is None:
+            raise RequestError("calibration: the model has no tokenizer: give lists of token ids")
+        texts = [_built_in()] if given is None else [given] if isinstance(given, str) else given
+        ids = tokenizer.encode("\n\n".join(map(str, texts)), add_special_tokens=False)
+    sequences, tokens = shape or most
+    if shape is None and len(ids) >= tokens:
+        sequences = min(sequences, len(ids) // tokens)
+    if len(ids) < sequences * tokens:
+        raise RequestError(
+            f"calibration: expected at least {sequences * tokens} tokens "
+            f"({sequences} x {tokens}), found {len(ids)}"
+        )
+    found = torch.tensor(ids[: sequences * tokens], dtype=torch.int64).view(sequences, tokens)
+    if int(found.min()) < 0 or int(found.max()) >= vocab_size:
+        raise RequestError(
+            f"calibration: expected token ids from 0 to {vocab_size - 1}, found "
+            f"{int(found.min())} to {int(found.max())}"
+        )
+    return found
+
+
+def _built_in() -> str:
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name] for name in sorted(topics))
