@@ -57,6 +57,15 @@ class Scheme:
         """Whether calibration text is run through the model."""
         return self.method in _WITH_DATA
 
+    def packed_bytes(self, rows: int, columns: int) -> int:
+        """Bytes in memory of a matrix by a method without data."""
+        if self.method == "fp8":
+            tiles = {"tensor": 1, "channel": rows, "block": -(-rows // 128) * -(-columns // 128)}
+            return rows * columns + 4 * tiles[self.share]
+        groups = rows * -(-columns // (self.spec.group or columns))
+        beside = 4 if self.method == "hqq" else 2 if self.spec.symmetric else 3
+        return rows * -(-columns * self.spec.bits // 8) + groups * beside
+
     @classmethod
     def parse(cls, text: str) -> Scheme:
         """:raises QuantizationError: for an unknown name, naming the nearest known one."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         EngineDeadError as EngineDeadError,
         LoadCancelled as LoadCancelled,
         OutOfMemoryError as OutOfMemoryError,
+        QuantizationError as QuantizationError,
         RequestError as RequestError,
         SdkError as SdkError,
         UnsupportedError as UnsupportedError,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
         RequestMetrics as RequestMetrics,
         RequestOutput as RequestOutput,
     )
+    from sdk.quantizing import quantize as quantize
     from sdk.params import RequestOutputKind as RequestOutputKind
     from sdk.params import SamplingParams as SamplingParams
 
@@ -50,6 +52,7 @@ _EXPORTS = {
     "Logprob": "sdk.outputs",
     "RequestMetrics": "sdk.outputs",
     "demo_model": "sdk.demo",
+    "quantize": "sdk.quantizing",
     **dict.fromkeys(
         (
             "SdkError",
@@ -61,6 +64,7 @@ _EXPORTS = {
             "EngineClosedError",
             "EngineDeadError",
             "LoadCancelled",
+            "QuantizationError",
         ),
         "sdk.errors",
     ),

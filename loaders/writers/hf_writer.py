@@ -8,12 +8,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sdk.kernels.layouts import Dense, Layout
-from sdk.loaders.json_file import read_json
 from sdk.loaders.hf_folder import MAX_CONFIG
+from sdk.loaders.json_file import read_json
 from sdk.loaders.writers import integer_layers
 from sdk.loaders.writers.parts import join_parts
 from sdk.quant.checkpoint import Checkpoint

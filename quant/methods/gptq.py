@@ -6,8 +6,8 @@ upper Cholesky factor of its inverse, rounding column i by ``e`` changes the col
 ``gram[i, i]`` ("act-order"): those that matter most while all others can still make up for them.
 
 With ``static`` groups the steps come from the original weights, so that a group stays a run of
-columns and any kernel reads it. Without, groups are formed in the order of visiting: somewhat better
-at few bits, but the columns must be stored (and multiplied) in that order.
+columns and any kernel reads it. Without, groups are formed in the order of visiting: somewhat
+better at few bits, but the columns must be stored (and multiplied) in that order.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ _DAMPING = 0.01
 _MOST_DAMPING = 10.0
 
 
-def gptq(weight: Tensor, gram: Tensor, spec: QuantSpec, *, static: bool = True) -> Affine | Permuted:
+def gptq(
+    weight: Tensor, gram: Tensor, spec: QuantSpec, *, static: bool = True
+) -> Affine | Permuted:
     """``weight`` float32 ``[N, K]``, ``gram`` float32 ``[K, K]``; the columns visited by weight.
 
     :raises QuantizationError: ``spec`` is not of integers, or ``gram`` cannot be factored.
@@ -46,10 +48,9 @@ def gptq(weight: Tensor, gram: Tensor, spec: QuantSpec, *, static: bool = True) 
     order = torch.argsort(diagonal, descending=True, stable=True)
     dead = diagonal == 0
     weight = torch.where(dead, 0.0, weight)
-    importance = grouped((diagonal / diagonal.mean().clamp(min=1e-30)).unsqueeze(0), group)[0]
     factor = _factor(gram, dead, order)
     if static or group >= columns:
-        steps = fit_steps(grouped(weight, group), spec, importance)
+        steps = fit_steps(grouped(weight, group), spec)
         of = order // group
         codes = _walk(weight[:, order].t().contiguous(), factor, _Given(steps, of), spec.bits)
         back = torch.empty_like(codes)
@@ -103,13 +104,13 @@ class _Fitted:
     def at(self, column: int, ahead: Tensor) -> tuple[Tensor, Tensor]:
         if column % self.group == 0:
             columns = ahead[: self.group].t().unsqueeze(1)
-            even = torch.ones(1, columns.shape[2])
-            self._found.append(fit_steps(columns, self.spec, even))
+            self._found.append(fit_steps(columns, self.spec))
         return self._found[-1].scale[:, 0], self._found[-1].zero[:, 0]
 
     def steps(self) -> Steps:
         return Steps(
-            torch.cat([s.scale for s in self._found], 1), torch.cat([s.zero for s in self._found], 1)
+            torch.cat([s.scale for s in self._found], 1),
+            torch.cat([s.zero for s in self._found], 1),
         )
 
 

@@ -18,7 +18,7 @@ from sdk.kernels.reference.decode import pack_codes
 from sdk.quant.methods.integers import check_integers, fit_steps, group_of, grouped, stored_scale
 from sdk.quant.spec import QuantSpec
 
-_ROUNDS = 20
+_ROUNDS = 10
 _NORM = 0.7
 _BETA = 10.0
 _BETA_GROWTH = 1.01
@@ -55,13 +55,14 @@ def _chunk(groups: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor, Tensor]:
         codes = torch.round(values + zero).clamp_(0, top)
         error = values - codes + zero
         size = error.abs()
-        total = size.pow(_NORM).sum(2, keepdim=True)
+        slope = size.clamp(min=1e-8).pow_(_NORM - 1)
+        total = (size * slope).sum(2, keepdim=True)
         better = total < least
         if not bool(better.any()):
             break
         least, best = torch.where(better, total, least), torch.where(better, zero, best)
-        kept = error.sign() * (size - size.clamp(min=1e-8).pow_(_NORM - 1) / beta).clamp_(min=0)
-        zero = (codes - values + kept).mean(2, keepdim=True)
+        kept = error.sign_().mul_(size.sub_(slope.div_(beta)).clamp_(min=0))
+        zero = codes.sub_(values).add_(kept).mean(2, keepdim=True)
         beta *= _BETA_GROWTH
     minus = (best.squeeze(2) * start.scale).half().to(torch.float32)  # as it will be stored
     stored = (minus / start.scale).unsqueeze(2)

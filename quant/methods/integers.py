@@ -1,6 +1,6 @@
 """Integers in groups along K: where a group's steps lie, and rounding to them.
 
-``w ~ scale * (code - zero)`` with ``code`` and ``zero`` in ``0 .. 2^bits - 1``. A symmetric grid has
+``w ~ scale * (code - zero)``, ``code`` and ``zero`` in ``0 .. 2^bits - 1``. A symmetric grid has
 ``zero = 2^(bits - 1)`` everywhere; its step spreads the largest magnitude over half the range,
 ``max|w| / ((2^bits - 1) / 2)``, so that one end is cut by half a step and all others gain. Scales
 are rounded to float16 before a code is chosen, because that is what files hold: what is written is
@@ -9,6 +9,7 @@ what was optimized. Source: the quantizer of GPTQ (Frantar et al. 2022) as AutoG
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,11 +23,6 @@ from sdk.quant.spec import QuantSpec
 #: The smallest normal float16; a scale below it would lose bits.
 _SMALLEST = 2.0**-14
 _LARGEST = 65504.0
-#: Ranges tried by a search, as parts of the whole one.
-_SHRINKS = torch.linspace(1.0, 0.5, 26).tolist()
-#: The exponent of the error that a search minimizes; GPTQ's own ("mse"). Below 2, single outliers
-#: do not decide.
-_NORM = 2.4
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,27 +55,35 @@ def grouped(weight: Tensor, group: int) -> Tensor:
     return weight.reshape(weight.shape[0], -1, group)
 
 
-def fit_steps(groups: Tensor, spec: QuantSpec, importance: Tensor | None = None) -> Steps:
-    """The steps of every group of ``[N, G, g]``.
+def fit_steps(groups: Tensor, spec: QuantSpec) -> Steps:
+    """Steps that span every group of ``[N, G, g]`` from its smallest to its largest value."""
+    low, high = _range(groups)
+    return _steps(low, high, spec)
 
-    Without ``importance`` they span smallest to largest value. With it (float32 ``[G, g]``, how
-    much an error of each column weighs) narrower ranges are tried too and the best is kept.
-    """
-    low = groups.amin(2).clamp_(max=0)
-    high = groups.amax(2).clamp_(min=0)
-    if importance is None:
-        return _steps(low, high, spec)
+
+def narrower_steps(
+    groups: Tensor,
+    spec: QuantSpec,
+    shrinks: Sequence[float],
+    error: Callable[[Steps], Tensor],
+) -> Steps:
+    """Those steps, over parts of each group's range, of which ``error [N, G]`` is smallest."""
+    low, high = _range(groups)
     best = _steps(low, high, spec)
-    least = _error(groups, best, spec, importance)
-    for shrink in _SHRINKS[1:]:
+    least = torch.full_like(best.scale, float("inf"))
+    for shrink in shrinks:
         tried = _steps(low * shrink, high * shrink, spec)
-        error = _error(groups, tried, spec, importance)
-        better = error < least
-        least = torch.where(better, error, least)
+        found = error(tried)
+        better = found < least
+        least = torch.where(better, found, least)
         best = Steps(
             torch.where(better, tried.scale, best.scale), torch.where(better, tried.zero, best.zero)
         )
     return best
+
+
+def _range(groups: Tensor) -> tuple[Tensor, Tensor]:
+    return groups.amin(2).clamp_(max=0), groups.amax(2).clamp_(min=0)
 
 
 def _steps(low: Tensor, high: Tensor, spec: QuantSpec) -> Steps:
@@ -92,11 +96,6 @@ def _steps(low: Tensor, high: Tensor, spec: QuantSpec) -> Steps:
         zero = torch.round(-low / torch.where(span > 0, span / top, 1.0)).clamp_(0, top)
     scale = stored_scale(torch.where(span > 0, span / top, 1.0))
     return Steps(scale.to(torch.float32), zero)
-
-
-def _error(groups: Tensor, steps: Steps, spec: QuantSpec, importance: Tensor) -> Tensor:
-    off = steps.values(steps.codes(groups, spec.bits)).sub_(groups).abs_().pow_(_NORM)
-    return off.mul_(importance).sum(2)
 
 
 def stored_scale(scale: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """GGUF k-quants, Q2_K to Q6_K: 256 values, a small integer scale per 16 or 32 of them.
 
-Two kinds. With minima (Q2_K, Q4_K, Q5_K): ``w = d * sc * code - dmin * m``, ``sc`` and ``m`` of 4 or
-6 bits. Without (Q3_K, Q6_K): ``w = d * sc * code``, signed. For each group a few widths of the grid
-are tried; for each, the codes that come out give scale and minimum by weighted least squares, and
+Two kinds. With minima (Q2_K, Q4_K, Q5_K): ``w = d * sc * code - dmin * m``, ``sc`` and ``m`` of 4
+or 6 bits. Without (Q3_K, Q6_K): ``w = d * sc * code``, signed. For each group a few widths of the
+grid are tried; for each, the codes that come out give scale and minimum by weighted least squares, and
 the best is kept. Then the scales are rounded to integers, the codes chosen again, and ``d`` (and
 ``dmin``) fitted once more to the whole block. Errors are weighed by how much a value is likely to
 matter: by its size, and by the mean square of the inputs where that is known.
@@ -112,9 +112,7 @@ def _with_minima(x: Floats, w: Floats, kind: _Kind) -> _Fitted:
     return np.concatenate((d, dmin), 1), both, flat
 
 
-def _line(
-    x: Floats, w: Floats, codes: Floats, w_sum: Floats, w_x: Floats
-) -> tuple[Floats, Floats]:
+def _line(x: Floats, w: Floats, codes: Floats, w_sum: Floats, w_x: Floats) -> tuple[Floats, Floats]:
     """Scale and offset (at most 0) of the weighted line through ``(codes, x)``."""
     weighted = w * codes
     w_l = weighted.sum(2, keepdims=True)

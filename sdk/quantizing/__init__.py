@@ -6,21 +6,15 @@ import hashlib
 from os import PathLike
 from pathlib import Path
 
-from torch import Tensor
-
 from sdk.config import ProgressCallback
-from sdk.errors import QuantizationError, RequestError
+from sdk.errors import QuantizationError
 from sdk.loaders.open import open_checkpoint
 from sdk.loaders.writers.gguf_writer import GgufWriter
 from sdk.loaders.writers.hf_writer import HfWriter
 from sdk.progress import reporting
-from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.scheme import Scheme
 from sdk.quantizing.job import Job, Writer
 from sdk.quantizing.text import Calibration, calibration_ids
-
-#: Sequences and tokens of each that methods with data look at.
-SHAPE = (128, 512)
 
 
 def quantize(
@@ -29,7 +23,8 @@ def quantize(
     scheme: str = "gptq-w4g128",
     *,
     calibration: Calibration | None = None,
-    calibration_shape: tuple[int, int] | None = None,
+    sequences: int = 128,
+    tokens: int = 512,
     num_threads: int | None = None,
     on_progress: ProgressCallback | None = None,
 ) -> Path:
@@ -45,8 +40,8 @@ def quantize(
             ``q4_k_m``, ...
         calibration: text, texts, or lists of token ids, for methods that look at activations.
             Default: Python's help topics. GGUF types use it only if it is given.
-        calibration_shape: how many sequences of how many tokens to take; default 128 of 512, or
-            as many as the text has.
+        sequences: how many to take of the text, at most.
+        tokens: of each sequence.
         num_threads: default: the CPUs this process may run on.
         on_progress: called with ``("quantize", layers done, layers)``; returns False to stop.
 
@@ -66,7 +61,13 @@ def quantize(
     try:
         ids = None
         if wanted.needs_data or (calibration is not None and wanted.container == "gguf"):
-            ids = _ids(checkpoint, calibration, calibration_shape)
+            ids = calibration_ids(
+                calibration,
+                checkpoint.tokenizer,
+                int(checkpoint.config["vocab_size"]),
+                sequences,
+                tokens,
+            )
         writer: Writer
         kinds = None
         if wanted.container == "gguf":
@@ -89,15 +90,6 @@ def quantize(
     finally:
         checkpoint.close()
     return target
-
-
-def _ids(
-    checkpoint: Checkpoint, calibration: Calibration | None, shape: tuple[int, int] | None
-) -> Tensor:
-    if shape is not None and (len(shape) != 2 or min(shape) < 1):
-        raise RequestError(f"calibration_shape: expected two counts from 1, found {shape}")
-    vocab = int(checkpoint.config["vocab_size"])
-    return calibration_ids(calibration, checkpoint.tokenizer, vocab, shape, SHAPE)
 
 
 def _digest(text: str) -> str:

@@ -26,7 +26,7 @@ from sdk.quant.permuted import Permuted, PermutedWeight
 from sdk.quant.quantize import Packed, quantize_joined, quantize_without_data, to_blocks
 from sdk.quant.scheme import Scheme
 from sdk.quant.weight import Weight, weight_of
-from sdk.quantizing.folds import folded
+from sdk.quantizing.folds import Folding
 from sdk.quantizing.layers import LayerRun
 
 Report = Callable[[int, int], None]
@@ -148,8 +148,7 @@ class Job:
         free = free_space(self.folder)
         if free < needed:
             raise QuantizationError(
-                f"{self.out}: expected {needed // 10**6} MB of free space, "
-                f"found {free // 10**6} MB"
+                f"{self.out}: expected {needed // 10**6} MB of free space, found {free // 10**6} MB"
             )
 
     # -- layers --------------------------------------------------------------------------------
@@ -205,7 +204,14 @@ class Job:
         """The layer's matrices, and the norms that were changed to suit them."""
         packed: dict[str, Packed] = {}
         if self.scheme.method in ("awq", "smoothquant"):
-            return folded(self.checkpoint, self.scheme, index, inputs)
+            return Folding(
+                self.checkpoint,
+                self.scheme,
+                self.layers.config,
+                f"model.layers.{index}",
+                inputs,
+                plus_one=self.layers.model.norm_plus_one,
+            ).run()
         for names, statistics in inputs.items():
             if self.scheme.method == "gptq":
                 weights = {name: self._values(name) for name in names}
@@ -216,7 +222,9 @@ class Job:
 
     def _ends(self, count: int) -> None:
         """The tensors outside the layers."""
-        found = [self.writer.plain("model.norm.weight", self.checkpoint.tensor("model.norm.weight"))]
+        found = [
+            self.writer.plain("model.norm.weight", self.checkpoint.tensor("model.norm.weight"))
+        ]
         names = ["model.embed_tokens"]
         if not self.layers.config.tie_word_embeddings:
             names.append("lm_head")

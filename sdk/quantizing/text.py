@@ -18,11 +18,10 @@ def calibration_ids(
     given: Calibration | None,
     tokenizer: Tokenizer | None,
     vocab_size: int,
-    shape: tuple[int, int] | None,
-    most: tuple[int, int],
+    sequences: int,
+    tokens: int,
 ) -> Tensor:
-    """Token ids int64 ``[S, T]``: of exactly ``shape``, or without it as many sequences as there
-    are, up to ``most``.
+    """Token ids int64 ``[S, tokens]``: as many sequences as the text has, up to ``sequences``.
 
     Args:
         given: None for the built-in text, Python's own help topics (English prose, tables and
@@ -32,6 +31,10 @@ def calibration_ids(
     Raises:
         RequestError: too little text, ids outside the vocabulary, or no tokenizer.
     """
+    if min(sequences, tokens) < 1:
+        raise RequestError(
+            f"calibration: expected 1 or more sequences and tokens, found {sequences} and {tokens}"
+        )
     if given is not None and not isinstance(given, str) and given and not isinstance(given[0], str):
         ids = [int(token) for row in given for token in row]  # type: ignore[union-attr]
     else:
@@ -39,14 +42,9 @@ def calibration_ids(
             raise RequestError("calibration: the model has no tokenizer: give lists of token ids")
         texts = [_built_in()] if given is None else [given] if isinstance(given, str) else given
         ids = tokenizer.encode("\n\n".join(map(str, texts)), add_special_tokens=False)
-    sequences, tokens = shape or most
-    if shape is None and len(ids) >= tokens:
-        sequences = min(sequences, len(ids) // tokens)
-    if len(ids) < sequences * tokens:
-        raise RequestError(
-            f"calibration: expected at least {sequences * tokens} tokens "
-            f"({sequences} x {tokens}), found {len(ids)}"
-        )
+    sequences = min(sequences, len(ids) // tokens)
+    if not sequences:
+        raise RequestError(f"calibration: expected at least {tokens} tokens, found {len(ids)}")
     found = torch.tensor(ids[: sequences * tokens], dtype=torch.int64).view(sequences, tokens)
     if int(found.min()) < 0 or int(found.max()) >= vocab_size:
         raise RequestError(

@@ -1,0 +1,59 @@
+"""Quantizing while a model is loaded: matrices become packed as they are pulled."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from sdk.kernels.layouts import Dense
+from sdk.quant.checkpoint import Checkpoint, TensorEntry
+from sdk.quant.derived import DerivedCheckpoint
+from sdk.quant.errors import QuantizationError
+from sdk.quant.quantize import quantize_without_data
+from sdk.quant.scheme import Scheme
+from sdk.quant.weight import PackedWeight, Weight, weight_of
+
+#: Matrices of the numbered blocks of a model, whatever it calls them; not embedding and head.
+_IN_BLOCK = re.compile(r"\.\d+\.")
+_FLOATS = ("F32", "F16", "BF16")
+
+
+def scheme_at_load(name: str) -> Scheme:
+    """:raises QuantizationError: an unknown scheme, or one that needs text or makes a file."""
+    scheme = Scheme.parse(name)
+    if scheme.needs_data or scheme.container == "gguf":
+        raise QuantizationError(
+            f"quantization={name!r}: expected a scheme that needs no text (int4, int8, fp8, "
+            "hqq-w4g64, rtn-w4g64-like); make a file of the others with `embedlm quantize`. "
+            "A checkpoint that is quantized already needs no quantization="
+        )
+    return scheme
+
+
+def packed_at_load(checkpoint: Checkpoint, name: str | None) -> Checkpoint:
+    """``checkpoint``, packed by scheme ``name`` while it is pulled; as it is where that is None."""
+    return checkpoint if name is None else QuantizedAtLoad(checkpoint, scheme_at_load(name))
+
+
+class QuantizedAtLoad(DerivedCheckpoint):
+    """``inner`` with the float matrices of its blocks packed; what is packed already stays so."""
+
+    def __init__(self, inner: Checkpoint, scheme: Scheme) -> None:
+        super().__init__(inner, self._packed)
+        self._scheme = scheme
+
+    def _packed(self, name: str, weight: Weight) -> Weight:
+        floats = isinstance(weight, PackedWeight) and isinstance(weight.layout, Dense)
+        if not floats or not _IN_BLOCK.search(name):
+            return weight
+        return weight_of(quantize_without_data(name, weight.dequantize(), self._scheme))
+
+    def entries(self) -> Sequence[TensorEntry]:
+        return [self._entry(entry) for entry in self.inner.entries()]
+
+    def _entry(self, entry: TensorEntry) -> TensorEntry:
+        matrix = len(entry.shape) == 2 and _IN_BLOCK.search(entry.name)
+        if not matrix or entry.format not in _FLOATS:
+            return entry
+        return replace(entry, held=self._scheme.packed_bytes(entry.shape[0], entry.shape[1]))
