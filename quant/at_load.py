@@ -31,6 +31,11 @@ def scheme_at_load(name: str) -> Scheme:
     return scheme
 
 
+def is_in_block(entry: TensorEntry) -> bool:
+    """Whether an entry of a file is a matrix that is quantized."""
+    return len(entry.shape) == 2 and _IN_BLOCK.search(entry.name) is not None
+
+
 def packed_at_load(checkpoint: Checkpoint, name: str | None) -> Checkpoint:
     """``checkpoint``, packed by scheme ``name`` while it is pulled; as it is where that is None."""
     return checkpoint if name is None else QuantizedAtLoad(checkpoint, scheme_at_load(name))
@@ -53,7 +58,6 @@ class QuantizedAtLoad(DerivedCheckpoint):
         return [self._entry(entry) for entry in self.inner.entries()]
 
     def _entry(self, entry: TensorEntry) -> TensorEntry:
-        matrix = len(entry.shape) == 2 and _IN_BLOCK.search(entry.name)
-        if not matrix or entry.format not in _FLOATS:
+        if not is_in_block(entry) or entry.format not in _FLOATS:
             return entry
         return replace(entry, held=self._scheme.packed_bytes(entry.shape[0], entry.shape[1]))

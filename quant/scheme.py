@@ -7,17 +7,16 @@ import re
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from sdk.kernels.layouts import BLOCK_TYPES
 from sdk.quant.errors import QuantizationError
 from sdk.quant.methods.gguf_mixtures import FILE_TYPES
 from sdk.quant.spec import QuantSpec
 
 Method = Literal["rtn", "hqq", "gptq", "awq", "smoothquant", "fp8", "gguf"]
-Container = Literal["gptq", "awq", "compressed-tensors", "gguf"]
+Container = Literal["gptq", "awq", "hqq", "compressed-tensors", "gguf"]
 
 #: Columns per scale where a name does not say.
 _GROUPS = {"rtn": None, "hqq": 64, "gptq": 128, "awq": 128, "smoothquant": None}
-_CONTAINERS: dict[str, Container] = {"gptq": "gptq", "awq": "awq", "gguf": "gguf"}
+_CONTAINERS: dict[str, Container] = {"gptq": "gptq", "awq": "awq", "hqq": "hqq", "gguf": "gguf"}
 _WITH_DATA = ("gptq", "awq", "smoothquant")
 _SHORT = {
     "int8": "rtn-w8s", "int4": "hqq-w4g64", "w8a8": "smoothquant-w8",
@@ -104,6 +103,8 @@ class Scheme:
             wrong = "-act is an order of gptq"
         elif spec.activation_bits == 8 and (bits != 8 or group is not None):
             wrong = "8-bit activations are run with 8-bit weights per output channel"
+        elif method == "hqq" and (bits in (5, 6, 7) or spec.symmetric):
+            wrong = "hqq has 2, 3, 4 or 8 bits with zero points"
         elif method == "gptq" and bits in (5, 6, 7):
             wrong = "gptq files hold 2, 3, 4 or 8 bits"
         if wrong is not None:
@@ -118,13 +119,8 @@ class Scheme:
 
     def check(self, name: str, columns: int) -> None:
         """:raises QuantizationError: when rows of ``columns`` do not divide into groups."""
-        if self.spec.kind == "int":
-            group = self.spec.group or columns
-        elif self.spec.kind == "block" and self.text in BLOCK_TYPES:
-            group = BLOCK_TYPES[self.text].elements if not self.text.endswith("_k") else 32
-        else:
-            return
-        if columns % group:
+        group = self.spec.group
+        if self.spec.kind == "int" and group is not None and columns % group:
             fits = next((g for g in (128, 64, 32, 16) if columns % g == 0), None)
             instead = "a scheme without groups" if fits is None else f"groups of {fits}"
             raise QuantizationError(

@@ -109,6 +109,10 @@ def _encoding(scheme: Scheme) -> tuple[_Encode, dict[str, Any]]:
             "modules_to_not_convert": None,
         }
         return integer_layers.awq_tensors, settings
+    if scheme.container == "hqq":
+        weights = {"nbits": spec.bits, "group_size": group, "axis": 1}
+        settings = {"quant_method": "hqq", "quant_config": {"weight_quant_params": weights}}
+        return integer_layers.hqq_tensors, settings
     return _compressed_tensors(scheme)
 
 

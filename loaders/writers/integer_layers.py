@@ -1,4 +1,4 @@
-"""A packed layer as the tensors GPTQ, AWQ and compressed-tensors store: the readers' inverse.
+"""A packed layer as the tensors GPTQ, AWQ, HQQ and compressed-tensors store: the readers' inverse.
 
 See ``loaders/formats`` for what each tensor means. Codes are bit streams along K in memory as in
 GPTQ and compressed-tensors, so that writing them is a view, or a transposition, of words.
@@ -18,6 +18,8 @@ from sdk.quant.permuted import Permuted
 
 #: Which of eight neighbouring outputs each nibble of an AWQ word holds.
 _AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
+#: HQQ: what a packing is called and how many codes a word has.
+_HQQ_PACKINGS = {8: ("8bit_u8", 1), 4: ("4bit_u8", 2), 2: ("2bit_u8", 4), 3: ("3bit_32", 10)}
 _LOST = "columns of this layer lie in another order, which the format cannot say"
 
 
@@ -60,6 +62,30 @@ def awq_tensors(weight: Layout | Permuted) -> dict[str, Tensor]:
         ".qzeros": _awq_words(_zeros(layout).T),
         ".scales": layout.scale.t().contiguous(),
     }
+
+
+def hqq_tensors(weight: Layout | Permuted) -> dict[str, Tensor]:
+    """HQQ's own: ``.W_q`` with ``.scale``, ``.zero`` and what they mean, groups along axis 1."""
+    assert isinstance(weight, Affine) and weight.minus is not None
+    rows, columns = weight.shape
+    packing, per_word = _HQQ_PACKINGS[weight.bits]
+    groups = unpacked(weight.codes.numpy(), weight.bits, columns).reshape(-1, weight.group)
+    kind = np.int32 if weight.bits == 3 else np.uint8
+    short = -len(groups) % per_word
+    runs = np.pad(groups, ((0, short), (0, 0))).reshape(per_word, -1, weight.group).astype(kind)
+    words = np.zeros(runs.shape[1:], kind)
+    for i, run in enumerate(runs):  # the first run of groups is in the highest bits
+        words |= run << kind(weight.bits * (per_word - 1 - i))
+    scale = weight.scale.to(torch.float32)
+    found = {
+        ".W_q": torch.from_numpy(words),
+        ".scale": weight.scale.reshape(-1, 1),
+        ".zero": (weight.minus.to(torch.float32) / scale).reshape(-1, 1),
+        ".shape": torch.tensor([rows, columns], dtype=torch.int64),
+        ".packing": torch.tensor(list(packing.encode()), dtype=torch.uint8),
+    }
+    numbers = {".nbits": weight.bits, ".group_size": weight.group, ".axis": 1}
+    return found | {ending: torch.tensor(number) for ending, number in numbers.items()}
 
 
 def packed_tensors(weight: Layout | Permuted) -> dict[str, Tensor]:

@@ -2,10 +2,10 @@
 
 Two kinds. With minima (Q2_K, Q4_K, Q5_K): ``w = d * sc * code - dmin * m``, ``sc`` and ``m`` of 4
 or 6 bits. Without (Q3_K, Q6_K): ``w = d * sc * code``, signed. For each group a few widths of the
-grid are tried; for each, the codes that come out give scale and minimum by weighted least squares, and
-the best is kept. Then the scales are rounded to integers, the codes chosen again, and ``d`` (and
-``dmin``) fitted once more to the whole block. Errors are weighed by how much a value is likely to
-matter: by its size, and by the mean square of the inputs where that is known.
+grid are tried; for each, the codes that come out give scale and minimum by weighted least squares,
+and the best is kept. Then the scales are rounded to integers, the codes chosen again, and ``d``
+(and ``dmin``) fitted once more to the whole block. Errors are weighed by how much a value is likely
+to matter: by its size, and by the mean square of the inputs where that is known.
 
 Sources: ggml-quants.c for the layout of the bytes and the idea of the search (make_qkx2_quants,
 make_qx_quants); the last fit is not in it, so bytes differ from llama.cpp's.

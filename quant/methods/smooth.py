@@ -1,8 +1,8 @@
 """SmoothQuant: inputs that vary much between channels are evened out before both are rounded.
 
 Xiao et al. (2022): with ``s[k] = max|x_k|^a / max|w_k|^(1 - a)`` the input is divided and the
-weight multiplied; what is hard about the activations moves into the weights, which are easier. ``a = 0.8``
-is what llm-compressor takes for Llama; the paper's own models had 0.5.
+weight multiplied; what is hard about the activations moves into the weights, which are easier.
+``a = 0.8`` is what llm-compressor takes for Llama; the paper's own models had 0.5.
 """
 
 from __future__ import annotations

@@ -11,7 +11,9 @@ from sdk.errors import QuantizationError
 from sdk.loaders.open import open_checkpoint
 from sdk.loaders.writers.gguf_writer import GgufWriter
 from sdk.loaders.writers.hf_writer import HfWriter
+from sdk.models.auto import read_config
 from sdk.progress import reporting
+from sdk.quant.at_load import is_in_block
 from sdk.quant.scheme import Scheme
 from sdk.quantizing.job import Job, Writer
 from sdk.quantizing.text import Calibration, calibration_ids
@@ -59,12 +61,15 @@ def quantize(
         raise QuantizationError(f"{target}: {wanted.text} is written as {expected}")
     checkpoint = open_checkpoint(str(model))
     try:
+        for entry in checkpoint.entries():
+            if is_in_block(entry):
+                wanted.check(entry.name, entry.shape[1])
         ids = None
         if wanted.needs_data or (calibration is not None and wanted.container == "gguf"):
             ids = calibration_ids(
                 calibration,
                 checkpoint.tokenizer,
-                int(checkpoint.config["vocab_size"]),
+                read_config(checkpoint.config),
                 sequences,
                 tokens,
             )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sdk.errors import RequestError
+from sdk.models.config import ModelConfig
 from sdk.quant.tokenizer import Tokenizer
 
 #: Text or texts, or token ids: one list of a sequence each.
@@ -17,7 +18,7 @@ Calibration = str | Sequence[str] | Sequence[Sequence[int]]
 def calibration_ids(
     given: Calibration | None,
     tokenizer: Tokenizer | None,
-    vocab_size: int,
+    config: ModelConfig,
     sequences: int,
     tokens: int,
 ) -> Tensor:
@@ -35,6 +36,11 @@ def calibration_ids(
         raise RequestError(
             f"calibration: expected 1 or more sequences and tokens, found {sequences} and {tokens}"
         )
+    if tokens > config.max_position:
+        raise RequestError(
+            f"calibration: expected sequences of {config.max_position} tokens at most, the context "
+            f"of the model, found {tokens}"
+        )
     if given is not None and not isinstance(given, str) and given and not isinstance(given[0], str):
         ids = [int(token) for row in given for token in row]  # type: ignore[union-attr]
     else:
@@ -46,9 +52,9 @@ def calibration_ids(
     if not sequences:
         raise RequestError(f"calibration: expected at least {tokens} tokens, found {len(ids)}")
     found = torch.tensor(ids[: sequences * tokens], dtype=torch.int64).view(sequences, tokens)
-    if int(found.min()) < 0 or int(found.max()) >= vocab_size:
+    if int(found.min()) < 0 or int(found.max()) >= config.vocab_size:
         raise RequestError(
-            f"calibration: expected token ids from 0 to {vocab_size - 1}, found "
+            f"calibration: expected token ids from 0 to {config.vocab_size - 1}, found "
             f"{int(found.min())} to {int(found.max())}"
         )
     return found
