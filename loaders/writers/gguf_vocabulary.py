@@ -8,20 +8,19 @@ another one would be a silently worse model.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from sdk.loaders.json_file import read_json
 from sdk.loaders.tokenizer.pretokenizers import PRE_TOKENIZERS
 from sdk.loaders.tokenizer.sentencepiece import sentencepiece_metadata
 from sdk.loaders.tokenizer.vocab import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from sdk.quant.tokenizer import Tokenizer
 
-_MAX_JSON = 64 << 20
 _PREFIX = "tokenizer.ggml."
 #: What ``ByteLevel`` splits by when it is asked to.
 _BYTE_LEVEL = PRE_TOKENIZERS["gpt-2"].patterns[0]
@@ -36,7 +35,7 @@ def vocabulary_metadata(folder: Path, tokenizer: Tokenizer, vocab_size: int) -> 
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise CheckpointError(f"{folder}: no tokenizer.json, which a GGUF file is made with")
-    whole = read_json(path, _MAX_JSON)
+    whole = json.loads(path.read_text(encoding="utf-8"))  # the tokenizer has been made of it
     model = whole.get("model")
     if not isinstance(model, Mapping) or model.get("type") != "BPE":
         raise UnsupportedError(f"{path}: expected a BPE tokenizer, found {str(model)[:40]!r}")
@@ -133,7 +132,7 @@ def _facts(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
     """Special ids, whether a text begins with one, and the template."""
     config: dict[str, Any] = {}
     if (folder / "tokenizer_config.json").is_file():
-        config = read_json(folder / "tokenizer_config.json", _MAX_JSON)
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     found: dict[str, Any] = {}
     for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         spelled = config.get(f"{ours}_token")
