@@ -10,6 +10,7 @@ from torch import Tensor
 from sdk.kernels.layouts import Blocks, Layout
 from sdk.quant.calibration import InputStatistics
 from sdk.quant.errors import QuantizationError
+from sdk.quant.methods.float4 import mxfp4, nvfp4
 from sdk.quant.methods.float8 import to_float8
 from sdk.quant.methods.gguf_blocks import one_scale_blocks
 from sdk.quant.methods.gptq import gptq
@@ -38,6 +39,8 @@ def quantize_without_data(name: str, weight: Tensor, scheme: Scheme) -> Layout:
     scheme.check(name, weight.shape[1])
     if scheme.method == "fp8":
         return to_float8(weight, scheme.share)
+    if scheme.method == "float4":
+        return mxfp4(weight) if scheme.text == "mxfp4" else nvfp4(weight)
     if scheme.method == "hqq":
         return hqq(weight, scheme.spec)
     return round_to_nearest(weight, scheme.spec)

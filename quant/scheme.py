@@ -11,7 +11,7 @@ from sdk.quant.errors import QuantizationError
 from sdk.quant.methods.gguf_mixtures import FILE_TYPES
 from sdk.quant.spec import QuantSpec
 
-Method = Literal["rtn", "hqq", "gptq", "awq", "smoothquant", "fp8", "gguf"]
+Method = Literal["rtn", "hqq", "gptq", "awq", "smoothquant", "fp8", "float4", "gguf"]
 Container = Literal["gptq", "awq", "hqq", "compressed-tensors", "gguf"]
 
 #: Columns per scale where a name does not say.
@@ -27,6 +27,7 @@ _INTEGERS = re.compile(
     r"(?P<method>rtn|hqq|gptq|awq|smoothquant)-w(?P<bits>[2-8])(?:a(?P<act>8|16))?"
     r"(?:g(?P<group>[1-9]\d{0,5}))?(?P<sym>s?)(?P<order>-act)?"
 )
+_FLOAT4 = ("mxfp4", "nvfp4")
 _FLOAT8 = re.compile(r"fp8-(tensor|channel|block)")
 
 
@@ -37,8 +38,8 @@ class Scheme:
     Written ``gptq-w4g128`` (4 bits, a scale per 128 columns; no ``g`` is one per output channel
     for ``rtn`` and ``smoothquant`` and 128 or 64 for the others), with ``s`` behind for symmetric
     grids and ``-act`` for GPTQ groups in the order of importance; ``fp8-tensor``, ``fp8-channel``,
-    ``fp8-block``; a GGUF type or mixture (``q4_0``, ``q4_k_m``); or a short name: ``int4``
-    (``hqq-w4g64``), ``int8`` (``rtn-w8s``), ``w8a8``, ``gptq``, ``awq``, ``hqq``, ``fp8``.
+    ``fp8-block``; ``mxfp4``, ``nvfp4``; a GGUF type or mixture (``q4_0``, ``q4_k_m``); or a short
+    name: ``int4`` (``hqq-w4g64``), ``int8`` (``rtn-w8s``), ``w8a8``, ``gptq``, ``awq``, ``hqq``, ``fp8``.
     """
 
     text: str
@@ -61,6 +62,9 @@ class Scheme:
         if self.method == "fp8":
             tiles = {"tensor": 1, "channel": rows, "block": -(-rows // 128) * -(-columns // 128)}
             return rows * columns + 4 * tiles[self.share]
+        if self.method == "float4":
+            each = rows * columns // (self.spec.group or columns)
+            return rows * columns // 2 + each + (4 * rows if self.text == "nvfp4" else 0)
         groups = rows * -(-columns // (self.spec.group or columns))
         beside = 4 if self.method == "hqq" else 2 if self.spec.symmetric else 3
         return rows * -(-columns * self.spec.bits // 8) + groups * beside
@@ -72,13 +76,15 @@ class Scheme:
         if name in FILE_TYPES:
             kind = FILE_TYPES[name].base
             return cls(name, "gguf", "gguf", QuantSpec.parse(kind))
+        if name in _FLOAT4:
+            return cls(name, "float4", "compressed-tensors", QuantSpec.parse(name))
         floats = _FLOAT8.fullmatch(name)
         if floats is not None:
             spec = QuantSpec.parse("fp8")
             return cls(name, "fp8", "compressed-tensors", spec, share=floats[1])
         found = _INTEGERS.fullmatch(name)
         if found is None:
-            known = [*_SHORT, *FILE_TYPES, "fp8-tensor", "fp8-channel", "fp8-block"]
+            known = [*_SHORT, *FILE_TYPES, *_FLOAT4, "fp8-tensor", "fp8-channel", "fp8-block"]
             close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise QuantizationError(
@@ -120,7 +126,7 @@ class Scheme:
     def check(self, name: str, columns: int) -> None:
         """:raises QuantizationError: when rows of ``columns`` do not divide into groups."""
         group = self.spec.group
-        if self.spec.kind == "int" and group is not None and columns % group:
+        if self.method != "gguf" and group is not None and columns % group:
             fits = next((g for g in (128, 64, 32, 16) if columns % g == 0), None)
             instead = "a scheme without groups" if fits is None else f"groups of {fits}"
             raise QuantizationError(

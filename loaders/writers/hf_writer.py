@@ -128,6 +128,11 @@ def _compressed_tensors(scheme: Scheme) -> tuple[_Encode, dict[str, Any]]:
             weights["block_structure"] = [128, 128]
             inputs = {**weights, "dynamic": True, "strategy": "group", "group_size": 128}
             del inputs["block_structure"]
+    elif scheme.method == "float4":
+        encode, format_ = integer_layers.float4_tensors, f"{scheme.text}-pack-quantized"
+        kind = "group" if scheme.text == "mxfp4" else "tensor_group"
+        weights |= {"num_bits": 4, "strategy": kind, "group_size": spec.group}
+        inputs = None
     else:
         weights |= {"num_bits": spec.bits, "type": "int", "symmetric": spec.symmetric}
         weights["strategy"] = "channel" if spec.group is None else "group"

@@ -117,6 +117,15 @@ def float8_tensors(weight: Layout | Permuted) -> dict[str, Tensor]:
     return {".weight": weight.values, ".weight_scale": scale}
 
 
+def float4_tensors(weight: Layout | Permuted) -> dict[str, Tensor]:
+    """compressed-tensors' nvfp4- and mxfp4-pack-quantized: ``.weight_packed``, its scales."""
+    assert isinstance(weight, Affine) and weight.table is not None
+    found = {".weight_packed": weight.codes, ".weight_scale": weight.scale}
+    if weight.super_scale is None:
+        return {**found, ".weight_scale": weight.scale.view(torch.uint8)}
+    return found | {".weight_global_scale": 1 / weight.super_scale[0]}
+
+
 def _affine(weight: Layout | Permuted) -> Affine:
     if isinstance(weight, Permuted):
         raise QuantizationError(_LOST)

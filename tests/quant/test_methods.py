@@ -15,6 +15,7 @@ from sdk.kernels.reference.decode import decode
 from sdk.quant.calibration import InputStatistics
 from sdk.quant.errors import QuantizationError
 from sdk.quant.methods.awq import clip_and_round, stretch
+from sdk.quant.methods.float4 import mxfp4, nvfp4
 from sdk.quant.methods.float8 import to_float8
 from sdk.quant.methods.gguf_blocks import one_scale_blocks
 from sdk.quant.methods.gptq import gptq
@@ -224,6 +225,25 @@ def test_8_bit_floats_use_their_whole_range(share: str, count: int) -> None:
     assert error(found, weight) < 0.03
     assert float(found.values.float().abs().max()) == 448.0
     assert torch.equal(decode(found)[7], weight[7])
+
+
+@pytest.mark.parametrize(("make", "known"), [(mxfp4, 0.1160), (nvfp4, 0.0952)])
+def test_4_bit_floats_leave_no_more_error_than_ggmls(
+    make: Callable[[Tensor], Affine], known: float
+) -> None:
+    weight = gaussian()
+    assert error(make(weight), weight) < 1.02 * known
+    weight[0], weight[1], weight[2] = 0, 1e-20, 1e20
+    found = make(weight)
+    check_layout(found)
+    assert bool(decode(found).isfinite().all())
+    assert torch.equal(decode(found)[0], weight[0])
+
+
+def test_4_bit_floats_go_to_the_even_code_half_way() -> None:
+    weight = torch.tensor([[0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -0.75, 6.0, *[0.0] * 23]])
+    expected = [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, -1.0, 6.0]
+    assert decode(mxfp4(weight))[0, :9].tolist() == expected
 
 
 def test_statistics_are_those_of_all_rows() -> None:
