@@ -70,17 +70,8 @@ EXACT = [
     *("gptq-w4g32s", "gptq-w4g32-act", "gptq-w3g64s-act"),
     *("awq-w4g32", "awq-w4g128"),
     *(f"rtn-w{bits}g64{sym}" for bits in range(2, 9) for sym in ("", "s")),
-    *(
-        "rtn-w4",
-        "rtn-w8s",
-        "rtn-w8a8s",
-        "smoothquant-w8",
-        "fp8-tensor",
-        "fp8-channel",
-        "fp8-block",
-        "mxfp4",
-        "nvfp4",
-    ),
+    *("rtn-w4", "rtn-w8s", "rtn-w8a8s", "smoothquant-w8", "mxfp4", "nvfp4"),
+    *("fp8-tensor", "fp8-channel", "fp8-block"),
 ]
 
 
