@@ -39,7 +39,8 @@ class Scheme:
     for ``rtn`` and ``smoothquant`` and 128 or 64 for the others), with ``s`` behind for symmetric
     grids and ``-act`` for GPTQ groups in the order of importance; ``fp8-tensor``, ``fp8-channel``,
     ``fp8-block``; ``mxfp4``, ``nvfp4``; a GGUF type or mixture (``q4_0``, ``q4_k_m``); or a short
-    name: ``int4`` (``hqq-w4g64``), ``int8`` (``rtn-w8s``), ``w8a8``, ``gptq``, ``awq``, ``hqq``, ``fp8``.
+    name: ``int4`` (``hqq-w4g64``), ``int8`` (``rtn-w8s``), ``w8a8``, ``gptq``, ``awq``, ``hqq``,
+    ``fp8``.
     """
 
     text: str

@@ -27,7 +27,8 @@ def gptq_tensors(weight: Layout | Permuted) -> dict[str, Tensor]:
     """``.qweight``, ``.qzeros``, ``.scales`` and ``.g_idx``, zero points as the second version."""
     order = None
     if isinstance(weight, Permuted):
-        weight, order = weight.layout, weight.order.long()
+        order = weight.order.long()
+        weight = weight.layout
     layout = _affine(weight)
     columns = layout.shape[1]
     codes = layout.codes

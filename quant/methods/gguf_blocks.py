@@ -8,6 +8,7 @@ whose range is one step longer. Source: ggml-quants.c, ``quantize_row_*_ref``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,8 +18,9 @@ from torch import Tensor
 from sdk.kernels.layouts import BLOCK_TYPES, Blocks
 from sdk.quant.errors import QuantizationError
 
-Floats = NDArray[np.float32]
-Bytes = NDArray[np.uint8]
+#: float32 and uint8; numpy's stubs do not keep either through arithmetic with constants.
+Floats = NDArray[Any]
+Bytes = NDArray[Any]
 
 #: Values quantized at a time, so that what lies between fits the caches.
 _CHUNK = 1 << 18
@@ -56,7 +58,8 @@ def in_blocks(weight: Tensor, kind: str, make: Callable[[Floats], Bytes]) -> Ten
 
 def reciprocal(d: Floats) -> Floats:
     """``1 / d``, and 0 where ``d`` is."""
-    return np.divide(np.float32(1), d, out=np.zeros_like(d), where=d != 0)
+    found: Floats = np.divide(np.float32(1), d, out=np.zeros_like(d), where=d != 0)
+    return found
 
 
 def halves(values: Floats) -> Bytes:

@@ -74,9 +74,9 @@ def _factor(gram: Tensor, dead: Tensor, order: Tensor) -> Tensor:
         factor, failed = torch.linalg.cholesky_ex(damped)
         if not int(failed):
             inverse = torch.cholesky_inverse(factor)
-            factor, failed = torch.linalg.cholesky_ex(inverse, upper=True)
-            if not int(failed) and bool(factor.isfinite().all()):
-                return factor
+            found: tuple[Tensor, Tensor] = torch.linalg.cholesky_ex(inverse, upper=True)
+            if not int(found[1]) and bool(found[0].isfinite().all()):
+                return found[0]
         step *= 2
         damping *= 2
     raise QuantizationError("the inputs of the layer are not finite, or all of them are zero")

@@ -80,11 +80,17 @@ def _importance(groups: Floats, kind: _Kind, inputs: Floats | None) -> Floats:
     if inputs is not None:
         mean = np.square(groups).mean((1, 2), keepdims=True)
         known: Floats = inputs.reshape(groups.shape) * np.sqrt(mean + np.square(groups))
-        return known + np.float32(1e-30)
+        return _positive(known)
     if not kind.minima:
-        return np.square(groups) + np.float32(1e-30)
+        return _positive(np.square(groups))
     spread = np.sqrt(np.square(groups).mean(2, keepdims=True))
-    return np.abs(groups) + spread + np.float32(1e-30)
+    return _positive(np.abs(groups) + spread)
+
+
+def _positive(weights: Floats) -> Floats:
+    """No sum of weights may be 0."""
+    found: Floats = weights + np.float32(1e-30)
+    return found
 
 
 def _with_minima(x: Floats, w: Floats, kind: _Kind) -> _Fitted:
@@ -134,8 +140,8 @@ def _integers(values: Floats, top: int) -> tuple[Floats, Floats]:
 
 
 def _codes(x: Floats, scale: Floats, minimum: Floats, top: int) -> Floats:
-    found = np.rint((x + minimum[:, :, None]) * reciprocal(scale)[:, :, None]).clip(0, top)
-    return found.astype(np.float32)
+    found: Floats = np.rint((x + minimum[:, :, None]) * reciprocal(scale)[:, :, None]).clip(0, top)
+    return found
 
 
 def _refit(
@@ -187,8 +193,8 @@ def _signed(x: Floats, w: Floats, kind: _Kind) -> _Fitted:
 
 
 def _signed_codes(x: Floats, scale: Floats, top: int) -> Floats:
-    found = np.rint(x * reciprocal(scale)[:, :, None]).clip(-top, top - 1)
-    return found.astype(np.float32)
+    found: Floats = np.rint(x * reciprocal(scale)[:, :, None]).clip(-top, top - 1)
+    return found
 
 
 def _half(values: Floats) -> Floats:

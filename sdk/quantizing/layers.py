@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -122,7 +123,7 @@ class _written:
         self._shape = shape
 
     def __enter__(self) -> NDArray[np.float32]:
-        self._array: NDArray[np.float32] = np.lib.format.open_memmap(
+        self._array: np.memmap[Any, np.dtype[np.float32]] = np.lib.format.open_memmap(
             self._part, mode="w+", dtype=np.float32, shape=self._shape
         )
         return self._array

@@ -42,7 +42,7 @@ def calibration_ids(
             f"of the model, found {tokens}"
         )
     if given is not None and not isinstance(given, str) and given and not isinstance(given[0], str):
-        ids = [int(token) for row in given for token in row]  # type: ignore[union-attr]
+        ids = [int(token) for row in given for token in row]
     else:
         if tokenizer is None:
             raise RequestError("calibration: the model has no tokenizer: give lists of token ids")
