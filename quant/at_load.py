@@ -9,13 +9,15 @@ from dataclasses import replace
 from sdk.kernels.layouts import Dense
 from sdk.quant.checkpoint import Checkpoint, TensorEntry
 from sdk.quant.derived import DerivedCheckpoint
-from sdk.quant.errors import QuantizationError
+from sdk.quant.errors import QuantizationError, UnsupportedError
 from sdk.quant.quantize import quantize_without_data
 from sdk.quant.scheme import Scheme
 from sdk.quant.weight import PackedWeight, Weight, weight_of
 
 #: Matrices of the numbered blocks of a model, whatever it calls them; not embedding and head.
 _IN_BLOCK = re.compile(r"\.\d+\.")
+#: Models of transformers whose matrices are [in, out].
+_TURNED = ("gpt2", "openai-gpt")
 _FLOATS = ("F32", "F16", "BF16")
 
 
@@ -37,8 +39,18 @@ def is_in_block(entry: TensorEntry) -> bool:
 
 
 def packed_at_load(checkpoint: Checkpoint, name: str | None) -> Checkpoint:
-    """``checkpoint``, packed by scheme ``name`` while it is pulled; as it is where that is None."""
-    return checkpoint if name is None else QuantizedAtLoad(checkpoint, scheme_at_load(name))
+    """``checkpoint``, packed by scheme ``name`` while it is pulled; as it is where that is None.
+
+    :raises UnsupportedError: a model whose matrices are stored turned, so that they cannot be.
+    """
+    if name is None:
+        return checkpoint
+    if checkpoint.config.get("model_type") in _TURNED:
+        raise UnsupportedError(
+            f"{checkpoint.path}: quantization={name!r}: {checkpoint.config['model_type']} stores "
+            "its matrices turned, they are not packed"
+        )
+    return QuantizedAtLoad(checkpoint, scheme_at_load(name))
 
 
 class QuantizedAtLoad(DerivedCheckpoint):

@@ -22,6 +22,7 @@ _ROUNDS = 10
 _NORM = 0.7
 _BETA = 10.0
 _BETA_GROWTH = 1.01
+_LARGEST_HALF = 65504.0
 #: Weights worked on at a time: a pass over them stays in the caches, and memory does not grow.
 _CHUNK = 1 << 18
 
@@ -39,9 +40,10 @@ def hqq(weight: Tensor, spec: QuantSpec) -> Affine:
     codes, scale, minus = (torch.cat(found) for found in zip(*parts, strict=True))
     packed = pack_codes(codes.reshape(rows, -1)[:, :columns], spec.bits)
     group = group_of(spec, columns)
-    return Affine(
-        (rows, columns), spec.bits, group, packed, stored_scale(scale), minus=minus.half()
-    )
+    stored = stored_scale(scale)
+    fits = stored.dtype == torch.float16 and float(minus.abs().max()) <= _LARGEST_HALF
+    minus = minus.half() if fits else minus
+    return Affine((rows, columns), spec.bits, group, packed, stored, minus=minus)
 
 
 def _chunk(groups: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor, Tensor]:
@@ -64,7 +66,5 @@ def _chunk(groups: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor, Tensor]:
         kept = error.sign_().mul_(size.sub_(slope.div_(beta)).clamp_(min=0))
         zero = codes.sub_(values).add_(kept).mean(2, keepdim=True)
         beta *= _BETA_GROWTH
-    minus = (best.squeeze(2) * start.scale).half().to(torch.float32)  # as it will be stored
-    stored = (minus / start.scale).unsqueeze(2)
-    codes = torch.round(values + stored).clamp_(0, top)
-    return codes.to(torch.uint8), start.scale, minus
+    codes = torch.round(values + best).clamp_(0, top)
+    return codes.to(torch.uint8), start.scale, best.squeeze(2) * start.scale

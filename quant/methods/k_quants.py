@@ -98,8 +98,10 @@ def _with_minima(x: Floats, w: Floats, kind: _Kind) -> _Fitted:
     span = x.max(2, keepdims=True) - low
     per_unit = reciprocal(span)
     w_sum, w_x = w.sum(2, keepdims=True), (w * x).sum(2, keepdims=True)
-    scale, least = span / np.float32(kind.top), low
-    best = np.full_like(low, np.inf)
+    scale, least = span / np.float32(kind.top), low  # all there is to say of a constant
+    codes = np.rint((x - low) * (per_unit * kind.top))
+    off = codes * scale + least - x
+    best = (w * off * off).sum(2, keepdims=True)
     for width in _WIDTHS_WITH_MINIMA:
         codes = np.rint((x - low) * (per_unit * (kind.top + width))).clip(0, kind.top)
         tried, offset = _line(x, w, codes, w_sum, w_x)

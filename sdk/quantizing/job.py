@@ -23,7 +23,13 @@ from sdk.quant.calibration import InputStatistics, Observer
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.derived import DerivedCheckpoint
 from sdk.quant.permuted import Permuted, PermutedWeight
-from sdk.quant.quantize import Packed, quantize_joined, quantize_without_data, to_blocks
+from sdk.quant.quantize import (
+    Packed,
+    check_finite,
+    quantize_joined,
+    quantize_without_data,
+    to_blocks,
+)
 from sdk.quant.scheme import Scheme
 from sdk.quant.weight import Weight, weight_of
 from sdk.quantizing.folds import Folding
@@ -163,16 +169,18 @@ class Job:
                 )
             self.layers.embed(self.checkpoint, self.ids, self._inputs(0))
         layer = self.layers.build(observing, index)
-        if self.ids is not None:
+        names, plain = observing.pulled
+        packed: dict[str, Packed] = {}
+        changed: dict[str, Tensor] = {}
+        if self.ids is None:
+            packed = {name: self._without_data(name) for name in names}
+        else:
+            for name in names:  # before they are run, so that the error names the right one
+                check_finite(name, self._values(name))
             for _ in self.layers.outputs(layer, self._inputs(index)):
                 pass
-        del layer
-        names, plain = observing.pulled
-        if self.ids is not None:
+            del layer
             packed, changed = self._with_data(index, observer.inputs)
-        else:
-            packed, changed = {name: self._without_data(name) for name in names}, {}
-        if self.ids is not None:
             after = DerivedCheckpoint(
                 self.checkpoint, lambda name, weight: _weight(packed[name]), changed
             )

@@ -155,7 +155,7 @@ def test_hqq_beats_rounding_on_heavy_tails(bits: int) -> None:
     weight, spec = heavy(), QuantSpec.parse(f"w{bits}a16g64")
     near = (value(hqq(weight, spec)) - weight).abs().pow(0.7).sum()
     plain = (value(round_to_nearest(weight, spec)) - weight).abs().pow(0.7).sum()
-    assert near < 0.97 * plain
+    assert near < 0.98 * plain
 
 
 @pytest.mark.parametrize("text", ["w4a16g64", "w4a16g64s", "w3a16g128", "w8a16", "w2a16g32"])

@@ -39,7 +39,7 @@ def test_a_name_says_method_container_and_numerics(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("q4_k_n", "did you mean 'q4_k_m'"),
+        ("q4_k_n", "did you mean 'q4_k_"),
         ("", "expected one of"),
         ("gptq-w9g128", "expected one of"),
         ("gptq-w4g0", "expected one of"),
