@@ -6,6 +6,8 @@ import hashlib
 from os import PathLike
 from pathlib import Path
 
+from torch import Tensor
+
 from sdk.config import ProgressCallback
 from sdk.errors import QuantizationError
 from sdk.loaders.open import open_checkpoint
@@ -14,8 +16,9 @@ from sdk.loaders.writers.hf_writer import HfWriter
 from sdk.models.auto import read_config
 from sdk.progress import reporting
 from sdk.quant.at_load import is_in_block
+from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.scheme import Scheme
-from sdk.quantizing.job import Job, Writer
+from sdk.quantizing.job import Job
 from sdk.quantizing.text import Calibration, calibration_ids
 
 
@@ -66,27 +69,9 @@ def quantize(
                 wanted.check(entry.name, entry.shape[1])
         ids = None
         if wanted.needs_data or (calibration is not None and wanted.container == "gguf"):
-            ids = calibration_ids(
-                calibration,
-                checkpoint.tokenizer,
-                read_config(checkpoint.config),
-                sequences,
-                tokens,
-            )
-        writer: Writer
-        kinds = None
-        if wanted.container == "gguf":
-            writer = made = GgufWriter(checkpoint, wanted)
-            kinds = made.kind
-        else:
-            writer = HfWriter(checkpoint, wanted)
-        facts = {
-            "model": str(checkpoint.path.resolve()),
-            "tensors": _digest(repr([(e.name, e.shape, e.format) for e in checkpoint.entries()])),
-            "scheme": wanted.text,
-            "calibration": None if ids is None else _digest(repr(ids.tolist())),
-        }
-        job = Job(checkpoint, wanted, writer, kinds, ids, target, facts, num_threads)
+            config = read_config(checkpoint.config)
+            ids = calibration_ids(calibration, checkpoint.tokenizer, config, sequences, tokens)
+        job = _job(checkpoint, wanted, ids, target, num_threads)
         try:
             with reporting("quantize", "layer", on_progress) as report:
                 job.run(report)
@@ -95,6 +80,23 @@ def quantize(
     finally:
         checkpoint.close()
     return target
+
+
+def _job(
+    checkpoint: Checkpoint, scheme: Scheme, ids: Tensor | None, out: Path, num_threads: int | None
+) -> Job:
+    """The job, with what tells it from others in the folder of what is unfinished."""
+    facts = {
+        "model": str(checkpoint.path.resolve()),
+        "tensors": _digest(repr([(e.name, e.shape, e.format) for e in checkpoint.entries()])),
+        "scheme": scheme.text,
+        "calibration": None if ids is None else _digest(repr(ids.tolist())),
+    }
+    if scheme.container == "gguf":
+        writer = GgufWriter(checkpoint, scheme)
+        return Job(checkpoint, scheme, writer, writer.kind, ids, out, facts, num_threads)
+    folder = HfWriter(checkpoint, scheme)
+    return Job(checkpoint, scheme, folder, None, ids, out, facts, num_threads)
 
 
 def _digest(text: str) -> str:
