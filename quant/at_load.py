@@ -10,11 +10,13 @@ from sdk.kernels.layouts import Dense
 from sdk.quant.checkpoint import Checkpoint, TensorEntry
 from sdk.quant.derived import DerivedCheckpoint
 from sdk.quant.errors import QuantizationError, UnsupportedError
-from sdk.quant.quantize import quantize_without_data
+from sdk.quant.quantize import quantize_rows, quantize_without_data
 from sdk.quant.scheme import Scheme
 from sdk.quant.weight import PackedWeight, Weight, weight_of
 
-#: Matrices of the numbered blocks of a model, whatever it calls them; not embedding and head.
+#: Embedding and head, as folders and GGUF files call them.
+_ENDS = ("embed_tokens", "lm_head", "token_embd", "output")
+#: Matrices of the numbered blocks of a model, whatever it calls them.
 _IN_BLOCK = re.compile(r"\.\d+\.")
 #: Models of transformers whose matrices are [in, out].
 _TURNED = ("gpt2", "openai-gpt")
@@ -61,15 +63,23 @@ class QuantizedAtLoad(DerivedCheckpoint):
         self._scheme = scheme
 
     def _packed(self, name: str, weight: Weight) -> Weight:
-        floats = isinstance(weight, PackedWeight) and isinstance(weight.layout, Dense)
-        if not floats or not _IN_BLOCK.search(name):
+        if not isinstance(weight, PackedWeight) or not isinstance(weight.layout, Dense):
             return weight
-        return weight_of(quantize_without_data(name, weight.dequantize(), self._scheme))
+        if _IN_BLOCK.search(name):
+            return weight_of(quantize_without_data(name, weight.dequantize(), self._scheme))
+        if self._scheme.head is not None and name.endswith(_ENDS):
+            return weight_of(quantize_rows(name, weight, self._scheme.head))
+        return weight
 
     def entries(self) -> Sequence[TensorEntry]:
         return [self._entry(entry) for entry in self.inner.entries()]
 
     def _entry(self, entry: TensorEntry) -> TensorEntry:
-        if not is_in_block(entry) or entry.format not in _FLOATS:
+        if len(entry.shape) != 2 or entry.format not in _FLOATS:
             return entry
-        return replace(entry, held=self._scheme.packed_bytes(entry.shape[0], entry.shape[1]))
+        rows, columns = entry.shape
+        if self._scheme.head is not None and entry.name.removesuffix(".weight").endswith(_ENDS):
+            return replace(entry, held=self._scheme.head_bytes(rows, columns))
+        if not is_in_block(entry):
+            return entry
+        return replace(entry, held=self._scheme.packed_bytes(rows, columns))

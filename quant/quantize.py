@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -15,12 +15,17 @@ from sdk.quant.methods.float8 import to_float8
 from sdk.quant.methods.gguf_blocks import one_scale_blocks
 from sdk.quant.methods.gptq import gptq
 from sdk.quant.methods.hqq import hqq
-from sdk.quant.methods.integers import round_to_nearest
+from sdk.quant.methods.integers import round_rows, round_to_nearest
 from sdk.quant.methods.k_quants import K_QUANTS, k_blocks
 from sdk.quant.permuted import Permuted
 from sdk.quant.scheme import Scheme
+from sdk.quant.spec import QuantSpec
+from sdk.quant.weight import Weight
 
 Packed = Layout | Permuted
+
+#: Rows of an embedding worked on at a time: 65 MB in float32 at 2048 columns.
+_ROWS = 8192
 
 
 def check_finite(name: str, weight: Tensor) -> None:
@@ -44,6 +49,22 @@ def quantize_without_data(name: str, weight: Tensor, scheme: Scheme) -> Layout:
     if scheme.method == "hqq":
         return hqq(weight, scheme.spec)
     return round_to_nearest(weight, scheme.spec)
+
+
+def quantize_rows(name: str, weight: Weight, spec: QuantSpec) -> Layout:
+    """The embedding or the head in integers, some rows at a time: it is the largest matrix.
+
+    :raises QuantizationError: naming the matrix, when it is not finite.
+    """
+    rows = weight.shape[0]
+
+    def chunks() -> Iterator[Tensor]:
+        for start in range(0, rows, _ROWS):
+            values = weight.narrow("out", start, min(_ROWS, rows - start)).dequantize()
+            check_finite(name, values)
+            yield values
+
+    return round_rows(chunks(), spec)
 
 
 def to_blocks(name: str, weight: Tensor, kind: str, mean_square: Tensor | None = None) -> Blocks:

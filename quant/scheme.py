@@ -14,18 +14,20 @@ from sdk.quant.spec import QuantSpec
 Method = Literal["rtn", "hqq", "gptq", "awq", "smoothquant", "fp8", "float4", "gguf"]
 Container = Literal["gptq", "awq", "hqq", "compressed-tensors", "gguf"]
 
+#: Columns per scale of embedding and head, below 8 bits.
+_HEAD_GROUP = 64
 #: Columns per scale where a name does not say.
 _GROUPS = {"rtn": None, "hqq": 64, "gptq": 128, "awq": 128, "smoothquant": None}
 _CONTAINERS: dict[str, Container] = {"gptq": "gptq", "awq": "awq", "hqq": "hqq", "gguf": "gguf"}
 _WITH_DATA = ("gptq", "awq", "smoothquant")
 _SHORT = {
-    "int8": "rtn-w8s", "int4": "hqq-w4g64", "w8a8": "smoothquant-w8",
+    "int8": "rtn-w8s-h8", "int4": "hqq-w4g64-h8", "w8a8": "smoothquant-w8",
     "hqq": "hqq-w4g64", "gptq": "gptq-w4g128", "awq": "awq-w4g128", "rtn": "rtn-w8s",
     "smoothquant": "smoothquant-w8", "fp8": "fp8-channel",
 }  # fmt: skip
 _INTEGERS = re.compile(
     r"(?P<method>rtn|hqq|gptq|awq|smoothquant)-w(?P<bits>[2-8])(?:a(?P<act>8|16))?"
-    r"(?:g(?P<group>[1-9]\d{0,5}))?(?P<sym>s?)(?P<order>-act)?"
+    r"(?:g(?P<group>[1-9]\d{0,5}))?(?P<sym>s?)(?P<order>-act)?(?:-h(?P<head>[4-8]))?"
 )
 _FLOAT4 = ("mxfp4", "nvfp4")
 _FLOAT8 = re.compile(r"fp8-(tensor|channel|block)")
@@ -37,10 +39,11 @@ class Scheme:
 
     Written ``gptq-w4g128`` (4 bits, a scale per 128 columns; no ``g`` is one per output channel
     for ``rtn`` and ``smoothquant`` and 128 or 64 for the others), with ``s`` behind for symmetric
-    grids and ``-act`` for GPTQ groups in the order of importance; ``fp8-tensor``, ``fp8-channel``,
+    grids, ``-act`` for GPTQ groups in the order of importance, ``-h6`` for embedding and head in
+    6 bits (4 to 8; without it they stay as they are); ``fp8-tensor``, ``fp8-channel``,
     ``fp8-block``; ``mxfp4``, ``nvfp4``; a GGUF type or mixture (``q4_0``, ``q4_k_m``); or a short
-    name: ``int4`` (``hqq-w4g64``), ``int8`` (``rtn-w8s``), ``w8a8``, ``gptq``, ``awq``, ``hqq``,
-    ``fp8``.
+    name: ``int4`` (``hqq-w4g64-h8``), ``int8`` (``rtn-w8s-h8``), ``w8a8``, ``gptq``, ``awq``,
+    ``hqq``, ``fp8``.
     """
 
     text: str
@@ -52,14 +55,22 @@ class Scheme:
     share: str = ""
     #: GPTQ: groups follow the order of importance.
     sorted_columns: bool = False
+    #: Embedding and head, where they are packed too.
+    head: QuantSpec | None = None
 
     @property
     def needs_data(self) -> bool:
         """Whether calibration text is run through the model."""
         return self.method in _WITH_DATA
 
+    def head_bytes(self, rows: int, columns: int) -> int:
+        """Bytes in memory of the packed embedding."""
+        assert self.head is not None
+        groups = rows * -(-columns // (self.head.group or columns))
+        return rows * -(-columns * self.head.bits // 8) + groups * (2 if self.head.symmetric else 3)
+
     def packed_bytes(self, rows: int, columns: int) -> int:
-        """Bytes in memory of a matrix by a method without data."""
+        """Bytes in memory of a matrix of a layer by a method without data."""
         if self.method == "fp8":
             tiles = {"tensor": 1, "channel": rows, "block": -(-rows // 128) * -(-columns // 128)}
             return rows * columns + 4 * tiles[self.share]
@@ -103,6 +114,14 @@ class Scheme:
         spec = QuantSpec("int", bits, group=group, symmetric=bool(found["sym"]) or smooth)
         if smooth or found["act"] == "8":
             spec = replace(spec, activation_bits=8)
+        head = None
+        if found["head"]:
+            few = int(found["head"]) < 8
+            head = QuantSpec("int", int(found["head"]), group=_HEAD_GROUP if few else None)
+            head = replace(head, symmetric=not few)
+        container = _CONTAINERS.get(method, "compressed-tensors")
+        if method == "gptq" and head is not None:
+            container = "compressed-tensors"
         wrong = None
         if method == "awq" and (bits != 4 or spec.symmetric):
             wrong = "awq files hold 4 bits with zero points"
@@ -110,6 +129,10 @@ class Scheme:
             wrong = "-act is an order of gptq"
         elif spec.activation_bits == 8 and (bits != 8 or group is not None):
             wrong = "8-bit activations are run with 8-bit weights per output channel"
+        elif head is not None and container == "awq":
+            wrong = "awq files hold no packed embedding"
+        elif found["order"] and head is not None:
+            wrong = "compressed-tensors files hold columns in their own order"
         elif method == "hqq" and (bits in (5, 6, 7) or spec.symmetric):
             wrong = "hqq has 2, 3, 4 or 8 bits with zero points"
         elif method == "gptq" and bits in (5, 6, 7):
@@ -119,9 +142,10 @@ class Scheme:
         return cls(
             name,
             method,  # type: ignore[arg-type]  # what the pattern admits
-            _CONTAINERS.get(method, "compressed-tensors"),
+            container,
             spec,
             sorted_columns=bool(found["order"]),
+            head=head,
         )
 
     def check(self, name: str, columns: int) -> None:

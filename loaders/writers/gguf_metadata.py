@@ -86,6 +86,11 @@ def _rope(config: Mapping[str, Any], name: str, source: str) -> dict[str, Any]:
         "rope.freq_base": float(given["rope_theta"]),
         "rope.dimension_count": int(width * share),
     }
+    local = (config.get("rope_parameters") or {}).get("sliding_attention")
+    if isinstance(local, Mapping):
+        facts["rope.freq_base_swa"] = float(local["rope_theta"])
+    elif config.get("rope_local_base_freq"):
+        facts["rope.freq_base_swa"] = float(config["rope_local_base_freq"])
     if kind in ("default", "llama3"):
         return facts
     if kind == "linear":

@@ -43,6 +43,7 @@ def vocabulary_metadata(folder: Path, tokenizer: Tokenizer, vocab_size: int) -> 
     tokens, kinds = _tokens(whole, model["vocab"], vocab_size)
     if model.get("byte_fallback"):
         found = _sentencepiece(folder, tokens, kinds, merges)
+        found[f"{_PREFIX}add_space_prefix"] = _adds_space(whole)
     else:
         found = {
             f"{_PREFIX}model": "gpt2",
@@ -126,6 +127,17 @@ def _sentencepiece(
     scores = [-float(rank.get(text, last)) for text in tokens]
     found[f"{_PREFIX}scores"] = np.array(scores, np.float32)
     return found
+
+
+def _adds_space(whole: Mapping[str, Any]) -> bool:
+    """Whether a text gets a space in front before it is cut."""
+    steps = [whole.get("normalizer") or {}, whole.get("pre_tokenizer") or {}]
+    steps += [part for step in steps for part in step.get("normalizers", ())]
+    spaced = any(step.get("type") == "Prepend" for step in steps)
+    return spaced or any(
+        step.get("type") == "Metaspace" and step.get("prepend_scheme", "always") != "never"
+        for step in steps
+    )
 
 
 def _facts(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -18,7 +18,9 @@ from sdk.loaders.writers.parts import join_parts
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.errors import UnsupportedError
 from sdk.quant.permuted import Permuted
+from sdk.quant.quantize import quantize_rows
 from sdk.quant.scheme import Scheme
+from sdk.quant.spec import QuantSpec
 from sdk.quant.weight import PackedWeight, Weight
 
 #: What a folder holds besides weights and config, copied as it is.
@@ -60,7 +62,10 @@ class HfWriter:
         return {name: tensor}, ""
 
     def whole(self, name: str, weight: Weight) -> tuple[dict[str, Tensor], str]:
-        """The embedding or the head: as it is, or in float16 where it was packed."""
+        """The embedding or the head: packed if the scheme says so, else as it is, or in float16
+        where it was packed in the source."""
+        if self._scheme.head is not None:
+            return self.matrix(name, quantize_rows(name, weight, self._scheme.head))
         layout = weight.layout if isinstance(weight, PackedWeight) else None
         values = layout.values if isinstance(layout, Dense) else weight.dequantize().half()
         return {f"{name}.weight": values}, ""
@@ -77,6 +82,8 @@ class HfWriter:
                 shutil.copyfile(self._folder / name, out / name)
 
 
+#: How the embedding and the head are called in a config.
+_ENDS = ["re:.*embed_tokens", "re:.*lm_head"]
 _Encode = Callable[["Layout | Permuted"], dict[str, Tensor]]
 
 
@@ -116,6 +123,14 @@ def _encoding(scheme: Scheme) -> tuple[_Encode, dict[str, Any]]:
     return _compressed_tensors(scheme)
 
 
+def _integers(spec: QuantSpec) -> dict[str, Any]:
+    """compressed-tensors' words for integers."""
+    found = {"num_bits": spec.bits, "type": "int", "symmetric": spec.symmetric, "dynamic": False}
+    if spec.group is None:
+        return {**found, "strategy": "channel"}
+    return {**found, "strategy": "group", "group_size": spec.group}
+
+
 def _compressed_tensors(scheme: Scheme) -> tuple[_Encode, dict[str, Any]]:
     spec = scheme.spec
     weights: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
@@ -134,10 +149,7 @@ def _compressed_tensors(scheme: Scheme) -> tuple[_Encode, dict[str, Any]]:
         weights |= {"num_bits": 4, "strategy": kind, "group_size": spec.group}
         inputs = None
     else:
-        weights |= {"num_bits": spec.bits, "type": "int", "symmetric": spec.symmetric}
-        weights["strategy"] = "channel" if spec.group is None else "group"
-        if spec.group is not None:
-            weights["group_size"] = spec.group
+        weights = _integers(spec)
         if spec.activation_bits == 8:
             encode, format_ = integer_layers.int8_tensors, "int-quantized"
             inputs = {**weights, "dynamic": True, "strategy": "token"}
@@ -145,12 +157,16 @@ def _compressed_tensors(scheme: Scheme) -> tuple[_Encode, dict[str, Any]]:
             encode, format_ = integer_layers.packed_tensors, "pack-quantized"
             inputs = None
     layers = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    groups = {"group_0": {**layers, "output_activations": None}}
+    if scheme.head is not None:
+        ends = {"targets": _ENDS, "weights": _integers(scheme.head), "input_activations": None}
+        groups["group_1"] = {**ends, "output_activations": None}
     settings = {
         "quant_method": "compressed-tensors",
         "format": format_,
         "quantization_status": "compressed",
-        "config_groups": {"group_0": {**layers, "output_activations": None}},
-        "ignore": ["lm_head"],
+        "config_groups": groups,
+        "ignore": ["lm_head"] if scheme.head is None else [],
         "kv_cache_scheme": None,
     }
     return encode, settings

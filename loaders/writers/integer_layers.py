@@ -67,8 +67,12 @@ def awq_tensors(weight: Layout | Permuted) -> dict[str, Tensor]:
 
 def hqq_tensors(weight: Layout | Permuted) -> dict[str, Tensor]:
     """HQQ's own: ``.W_q`` with ``.scale``, ``.zero`` and what they mean, groups along axis 1."""
-    assert isinstance(weight, Affine) and weight.minus is not None
+    assert isinstance(weight, Affine)
     rows, columns = weight.shape
+    if weight.minus is None:  # the embedding
+        zero = torch.from_numpy(_zeros(weight)).to(torch.float32)
+    else:
+        zero = weight.minus.to(torch.float32) / weight.scale.to(torch.float32)
     packing, per_word = _HQQ_PACKINGS[weight.bits]
     groups = unpacked(weight.codes.numpy(), weight.bits, columns).reshape(-1, weight.group)
     kind = np.int32 if weight.bits == 3 else np.uint8
@@ -77,11 +81,10 @@ def hqq_tensors(weight: Layout | Permuted) -> dict[str, Tensor]:
     words = np.zeros(runs.shape[1:], kind)
     for i, run in enumerate(runs):  # the first run of groups is in the highest bits
         words |= run << kind(weight.bits * (per_word - 1 - i))
-    scale = weight.scale.to(torch.float32)
     found = {
         ".W_q": torch.from_numpy(words),
         ".scale": weight.scale.reshape(-1, 1),
-        ".zero": (weight.minus.to(torch.float32) / scale).reshape(-1, 1),
+        ".zero": zero.reshape(-1, 1),
         ".shape": torch.tensor([rows, columns], dtype=torch.int64),
         ".packing": torch.tensor(list(packing.encode()), dtype=torch.uint8),
     }

@@ -22,6 +22,7 @@ from sdk.quant.methods.integers import (
     fit_steps,
     group_of,
     grouped,
+    joined_steps,
     narrower_steps,
 )
 from sdk.quant.spec import QuantSpec
@@ -81,7 +82,7 @@ def clip_and_round(weight: Tensor, gram: Tensor, spec: QuantSpec) -> Affine:
     own = _block_grams(gram, group)
     step = max(_CHUNK // columns, 1)
     parts = [_clipped(groups[i : i + step], own, spec) for i in range(0, rows, step)]
-    steps = Steps(torch.cat([p.scale for p in parts]), torch.cat([p.zero for p in parts]))
+    steps = joined_steps(parts)
     codes = steps.codes(groups, spec.bits).reshape(rows, -1)[:, :columns]
     return as_affine(codes, steps, spec, columns)
 

@@ -9,7 +9,7 @@ what was optimized. Source: the quantizer of GPTQ (Frantar et al. 2022) as AutoG
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,8 +20,8 @@ from sdk.kernels.reference.decode import pack_codes
 from sdk.quant.errors import QuantizationError
 from sdk.quant.spec import QuantSpec
 
-#: The smallest normal float16; a scale below it would lose bits.
-_SMALLEST = 2.0**-14
+#: The smallest scale stored as a float16, where that still has 5 bits.
+_SMALLEST = 2.0**-20
 _LARGEST = 65504.0
 
 
@@ -102,11 +102,11 @@ def stored_scale(scale: Tensor) -> Tensor:
     """Scales in the type that files hold them in: float16, or float32 where that cannot.
 
     A scale too small to matter (its group is all but zero beside others) is raised to the smallest
-    normal float16.
+    that keeps some bits.
     """
     if bool((scale > _LARGEST).any()):
         return scale.to(torch.float32)
-    if float(scale.amax()) < 64 * _SMALLEST:  # a whole matrix of tiny values keeps its precision
+    if float(scale.amax()) < 16 * _SMALLEST:  # a whole matrix of tiny values keeps its precision
         return scale.to(torch.float32)
     return scale.clamp(min=_SMALLEST).to(torch.float16)
 
@@ -141,9 +141,23 @@ def round_to_nearest(weight: Tensor, spec: QuantSpec) -> Affine:
 
     :raises QuantizationError: ``spec`` is not of integers.
     """
+    return round_rows([weight], spec)
+
+
+def round_rows(parts: Iterable[Tensor], spec: QuantSpec) -> Affine:
+    """:func:`round_to_nearest` of a matrix that comes some rows at a time."""
     check_integers(spec)
-    columns = weight.shape[1]
-    groups = grouped(weight, group_of(spec, columns))
-    steps = fit_steps(groups, spec)
-    codes = steps.codes(groups, spec.bits).reshape(weight.shape[0], -1)[:, :columns]
-    return as_affine(codes, steps, spec, columns)
+    codes: list[Tensor] = []
+    steps: list[Steps] = []
+    for part in parts:
+        groups = grouped(part, group_of(spec, part.shape[1]))
+        steps.append(fit_steps(groups, spec))
+        found = steps[-1].codes(groups, spec.bits).to(torch.uint8)
+        codes.append(found.reshape(part.shape[0], -1)[:, : part.shape[1]])
+    whole = torch.cat(codes)
+    return as_affine(whole, joined_steps(steps), spec, whole.shape[1])
+
+
+def joined_steps(parts: Sequence[Steps]) -> Steps:
+    """The steps of rows one above the other."""
+    return Steps(torch.cat([p.scale for p in parts]), torch.cat([p.zero for p in parts]))

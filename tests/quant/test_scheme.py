@@ -17,6 +17,7 @@ from sdk.quant.scheme import Scheme
         ("gptq-w4g32-act", "gptq", "gptq", "w4a16g32", True),
         ("AWQ", "awq", "awq", "w4a16g128", True),
         ("int4", "hqq", "hqq", "w4a16g64", False),
+        ("gptq-w4g64-h6", "gptq", "compressed-tensors", "w4a16g64", True),
         ("int8", "rtn", "compressed-tensors", "w8a16s", False),
         ("rtn-w4g64", "rtn", "compressed-tensors", "w4a16g64", False),
         ("rtn-w8a8s", "rtn", "compressed-tensors", "w8a8s", False),
@@ -48,6 +49,8 @@ def test_a_name_says_method_container_and_numerics(
         ("gptq-w5g128", "2, 3, 4 or 8 bits"),
         ("rtn-w4a8", "8-bit weights per output channel"),
         ("awq-w4g128-act", "an order of gptq"),
+        ("awq-w4g128-h6", "no packed embedding"),
+        ("gptq-w4g128-act-h6", "in their own order"),
     ],
 )
 def test_an_unknown_or_impossible_name_is_refused(text: str, message: str) -> None:
