@@ -298,6 +298,13 @@ def test_a_model_run_by_transformers_code_is_not_written(tmp_path: Path) -> None
         LLM(folder, quantization="int8", skip_tokenizer_init=True)
 
 
+def test_a_model_in_use_can_be_quantized(llama: Path, tmp_path: Path, ids: Ids) -> None:
+    with LLM(llama, max_model_len=64) as llm:
+        out = llm.quantize(tmp_path / "made", "int8")
+        assert llm.generate("hello", SamplingParams(max_tokens=2))[0].outputs[0].token_ids
+    assert divergence(out, llama, ids[0]) < SCHEMES["int8"]
+
+
 # -- at load ---------------------------------------------------------------------------------------
 
 
