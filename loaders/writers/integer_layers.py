@@ -109,6 +109,7 @@ def packed_tensors(weight: Layout | Permuted) -> dict[str, Tensor]:
 def int8_tensors(weight: Layout | Permuted) -> dict[str, Tensor]:
     """compressed-tensors' int-quantized: ``.weight`` int8 and ``.weight_scale``."""
     layout = _affine(weight)
+    assert layout.bits == 8 and layout.zeros is None and layout.zero == 128
     signed = (layout.codes.numpy() ^ np.uint8(128)).view(np.int8)  # 0 .. 255 to -128 .. 127
     return {".weight": torch.from_numpy(signed), ".weight_scale": layout.scale}
 
@@ -150,8 +151,8 @@ def _packed(codes: NDArray[np.uint8], bits: int) -> Tensor:
 
 def _words(streams: Tensor) -> Tensor:
     """Bytes ``[M, n]`` as int32 ``[M, ceil(n / 4)]``."""
-    padded = torch.nn.functional.pad(streams, (0, -streams.shape[1] % 4))
-    return padded.contiguous().view(torch.int32)
+    padded = np.pad(streams.numpy(), ((0, 0), (0, -streams.shape[1] % 4)))
+    return torch.from_numpy(np.ascontiguousarray(padded).view(np.int32))
 
 
 def _awq_words(codes: NDArray[np.uint8]) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def source(tmp_path: Path) -> HfFolder:
 def packed(scheme: Scheme, name: str, weight: Tensor) -> Any:
     if not scheme.needs_data or scheme.method != "gptq":
         if scheme.method in ("awq", "smoothquant"):
-            scheme = Scheme.parse(scheme.text.replace(scheme.method, "rtn"))
+            scheme = replace(scheme, method="rtn")
         return quantize_without_data(name, weight, scheme)
     seen = InputStatistics(weight.shape[1])
     seen.add(torch.randn(300, weight.shape[1], generator=torch.Generator().manual_seed(5)))
