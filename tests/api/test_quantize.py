@@ -119,7 +119,7 @@ def test_a_gguf_file_says_what_the_converter_of_llama_cpp_says(
         else:
             assert mine == theirs, key
     made, original = open_checkpoint(out), open_checkpoint(folder)
-    for text in ("Hello, World!", " two  spaces", "naïve ÿ 12345", "</s>"):
+    for text in ("Hello, World!", "two  spaces", "naïve ÿ 12345", "</s>"):
         assert made.tokenizer.encode(text) == original.tokenizer.encode(text), text
     made.close()
     original.close()
@@ -317,12 +317,10 @@ def test_a_model_is_packed_while_it_is_loaded(
     small = LLM.plan(folder, max_model_len=64, quantization=scheme)
     assert small.weights < plain.weights
     with LLM(folder, max_model_len=64, quantization=scheme) as llm:
-        held = sum(linear.weight.nbytes for name, linear in llm._runner().model.linears()
-                   if "layers" in name)  # fmt: skip
-    checkpoint = open_checkpoint(folder)
-    others = sum(e.nbytes for e in checkpoint.entries() if "layers" not in e.name)
-    checkpoint.close()
-    assert held + others <= small.weights * 1.04
+        model = llm._runner().model
+        weights = [linear.weight for _, linear in model.linears()] + [model.embedding.weight]
+        held = sum({id(weight): weight.nbytes for weight in weights}.values())
+    assert 0.97 * small.weights < held < 1.04 * small.weights + 2**14
 
 
 def test_ranks_pack_their_own_part(llama: Path, ids: Ids) -> None:
