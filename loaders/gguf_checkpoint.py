@@ -33,8 +33,9 @@ from sdk.quant.checkpoint import TensorEntry
 from sdk.quant.errors import CheckpointError
 from sdk.quant.weight import Weight, weight_of
 
-_INTERLEAVED = frozenset({"llama", "granite"})
-_NORMS_PLUS_ONE = frozenset({"gemma2", "gemma3"})
+#: Architectures whose rows of q and k are interleaved, and those whose norms are stored plus 1.
+INTERLEAVED = frozenset({"llama", "granite"})
+NORMS_PLUS_ONE = frozenset({"gemma2", "gemma3"})
 #: Bytes of pulled tensors whose pages stay in memory: by then a weight has been packed, and if not,
 #: its pages come back from the file. Keeps the peak of a load near the size of the packed weights.
 _MAPPED = 32 * 2**20
@@ -95,7 +96,7 @@ class GgufCheckpoint:
         data = self._rows(name, stored)
         layout = decode_matrix(stored.type, data, stored.shape[-1], self._where(stored))
         values = weight_of(layout).dequantize().reshape(stored.shape)
-        plus_one = self._architecture in _NORMS_PLUS_ONE and name.endswith("norm.weight")
+        plus_one = self._architecture in NORMS_PLUS_ONE and name.endswith("norm.weight")
         values = values - 1.0 if plus_one else values.clone()  # F32 shares the file's pages
         self._report(stored)
         return values
@@ -158,7 +159,7 @@ class GgufCheckpoint:
         """The packed rows, in the order of the Hugging Face model."""
         data = self._opened().data(stored.name)
         stem = name.removesuffix(".bias")
-        if self._architecture not in _INTERLEAVED or not stem.endswith(("q_proj", "k_proj")):
+        if self._architecture not in INTERLEAVED or not stem.endswith(("q_proj", "k_proj")):
             return data
         key = "num_attention_heads" if stem.endswith("q_proj") else "num_key_value_heads"
         heads = self.config[key]

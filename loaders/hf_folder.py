@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +28,9 @@ logger = logging.getLogger("sdk")
 
 #: The largest config.json in use (with long lists of quantized layers) stays below 2 MB.
 MAX_CONFIG = 8 << 20
+#: Bytes of plain matrices whose pages stay in memory after they were pulled: by then they have
+#: been packed for their kernels, or quantized.
+_MAPPED = 32 * 2**20
 _FLOATS = ("F32", "F16", "BF16")
 #: Tensors that carry nothing a model needs: buffers computed anew from the config.
 _IGNORABLE = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.masked_bias")
@@ -67,6 +71,7 @@ class HfFolder:
             logger.info("%s: its scales for an 8-bit KV cache are not used", folder)
         self._pulled: set[str] = set()
         self._warned: set[str] = set()
+        self._mapped: deque[StoredTensor] = deque()
         self._done = 0
         self._total = sum(stored.nbytes for stored in self._tensors.values())
 
@@ -86,6 +91,7 @@ class HfFolder:
             raise self._fail(stored, f"shape {list(stored.shape)}, expected a matrix")
         layout = Dense(self._read(name, stored))
         self._report(stored)
+        self._release_older(stored)
         return weight_of(layout)
 
     def tensor(self, name: str) -> Tensor:
@@ -184,6 +190,13 @@ class HfFolder:
         if self._adds_nothing(f"{layer.name}.bias"):
             self._report(self._tensors[f"{layer.name}.bias"])
         return weight
+
+    def _release_older(self, stored: StoredTensor) -> None:
+        """Hand back the pages of plain matrices pulled before this one; what is still used of them
+        comes back from the file."""
+        self._mapped.append(stored)
+        while sum(matrix.nbytes for matrix in self._mapped) > max(_MAPPED, stored.nbytes):
+            self._opened().release(self._mapped.popleft().name)
 
     def _adds_nothing(self, name: str) -> bool:
         """The bias of a packed layer, all zeros: some quantizers write one for every layer."""

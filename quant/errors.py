@@ -18,3 +18,7 @@ class UnsupportedError(CheckpointError):
 
 class AlignmentError(SdkError):
     """A weight cannot be cut where asked: the cut falls inside a quantization group."""
+
+
+class QuantizationError(SdkError):
+    """A matrix or a model cannot be quantized as asked; the message says what to ask instead."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         EngineDeadError as EngineDeadError,
         LoadCancelled as LoadCancelled,
         OutOfMemoryError as OutOfMemoryError,
+        QuantizationError as QuantizationError,
         RequestError as RequestError,
         SdkError as SdkError,
         UnsupportedError as UnsupportedError,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
         RequestMetrics as RequestMetrics,
         RequestOutput as RequestOutput,
     )
+    from sdk.quantizing import quantize as quantize
     from sdk.params import RequestOutputKind as RequestOutputKind
     from sdk.params import SamplingParams as SamplingParams
     from sdk.quant_report import LayerReport as LayerReport
@@ -54,6 +56,7 @@ _EXPORTS = {
     "QuantReport": "sdk.quant_report",
     "LayerReport": "sdk.quant_report",
     "demo_model": "sdk.demo",
+    "quantize": "sdk.quantizing",
     **dict.fromkeys(
         (
             "SdkError",
@@ -65,6 +68,7 @@ _EXPORTS = {
             "EngineClosedError",
             "EngineDeadError",
             "LoadCancelled",
+            "QuantizationError",
         ),
         "sdk.errors",
     ),

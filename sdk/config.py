@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from sdk.errors import RequestError
+from sdk.errors import QuantizationError, RequestError
 from sdk.memory import parse_bytes
 
 #: ``(stage, done, total)``; return ``False`` to cancel. Stages: ``"load"`` in bytes, ``"generate"``
@@ -20,7 +20,6 @@ ProgressCallback = Callable[[str, int, int], "bool | None"]
 
 #: Options whose machinery comes with a later release, and the value that means "off".
 _NOT_YET: dict[str, tuple[Any, str]] = {
-    "quantization": (None, "load a checkpoint that is already quantized"),
     "speculative_config": (None, "leave it unset"),
     "enable_lora": (False, "merge the adapter into the weights"),
     "swap_space": (0, "leave it at 0: preempted requests are recomputed"),
@@ -91,6 +90,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, parse_bytes(value, name))
+        if self.quantization is not None:
+            _check_quantization(self.quantization)
         share = self.gpu_memory_utilization
         if share is not None and not 0 < share <= 1:
             raise RequestError(f"gpu_memory_utilization: expected a share in (0, 1], found {share}")
@@ -109,6 +110,15 @@ class EngineConfig:
                 hint = f"; did you mean {close[0]!r}?" if close else ""
                 raise TypeError(f"LLM() got an unknown option {name!r}{hint}")
         return cls(model=str(model), **options)
+
+
+def _check_quantization(name: object) -> None:
+    from sdk.quant.at_load import scheme_at_load  # with torch
+
+    try:
+        scheme_at_load(str(name))
+    except QuantizationError as error:
+        raise RequestError(str(error)) from error
 
 
 _CHOICES: dict[str, tuple[str, ...]] = {

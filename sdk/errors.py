@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from sdk.kernels.errors import KernelError, SdkError
-from sdk.quant.errors import AlignmentError, CheckpointError, UnsupportedError
+from sdk.quant.errors import (
+    AlignmentError,
+    CheckpointError,
+    QuantizationError,
+    UnsupportedError,
+)
 
 
 class RequestError(SdkError, ValueError):
@@ -34,6 +39,7 @@ __all__ = [
     "KernelError",
     "LoadCancelled",
     "OutOfMemoryError",
+    "QuantizationError",
     "RequestError",
     "SdkError",
     "UnsupportedError",

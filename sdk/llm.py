@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from sdk.config import EngineConfig
@@ -70,6 +71,12 @@ class LLM:
     def plan(model: str | PathLike[str], **options: Any) -> MemoryPlan:
         """What ``LLM(model, **options)`` would occupy, from the file's headers alone."""
         return plan(EngineConfig.from_options(model, options))
+
+    def quantize(self, out: str | PathLike[str], scheme: str, **options: Any) -> Path:
+        """This model's checkpoint, quantized into ``out``: see :func:`sdk.quantize`."""
+        from sdk.quantizing import quantize  # with the writers
+
+        return quantize(self.config.model, out, scheme, **options)
 
     def __enter__(self) -> LLM:
         return self

@@ -23,6 +23,7 @@ from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
 from sdk.params import SamplingParams
 from sdk.progress import reporting
+from sdk.quant.at_load import packed_at_load
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.tokenizer import Tokenizer
 
@@ -74,6 +75,7 @@ def load(config: EngineConfig) -> Loaded:
             compute=_compute(config),
             enforce_eager=config.enforce_eager,
             hf_overrides=dict(config.hf_overrides or {}),
+            quantization=config.quantization,
         )
         eos = frozenset(tokenizer.eos_token_ids if tokenizer is not None else _eos(checkpoint))
         scheduler_config = SchedulerConfig(
@@ -124,7 +126,7 @@ def _open(config: EngineConfig) -> Checkpoint:
             f"{checkpoint.path}: expected {config.load_format} (load_format), "
             f"found {checkpoint.format}"
         )
-    return checkpoint
+    return packed_at_load(checkpoint, config.quantization)
 
 
 class _NoRanks:

@@ -14,13 +14,14 @@ import traceback
 from collections.abc import Sequence
 
 from sdk import __version__
-from sdk.cli import bench, doctor, fetch_demo, inspect_file, plan, run
+from sdk.cli import bench, doctor, fetch_demo, inspect_file, plan, quantize, run
 from sdk.errors import SdkError
 
 COMMANDS = {
     "run": run,
     "inspect": inspect_file,
     "plan": plan,
+    "quantize": quantize,
     "doctor": doctor,
     "bench": bench,
     "fetch-demo": fetch_demo,

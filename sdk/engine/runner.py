@@ -21,6 +21,7 @@ from sdk.loaders.open import open_checkpoint
 from sdk.memory import release_free_memory
 from sdk.models.auto import build_model
 from sdk.models.parallel import Mesh
+from sdk.quant.at_load import packed_at_load
 from sdk.quant.checkpoint import Checkpoint
 from sdk.sampling.guidance import guided
 from sdk.sampling.sampler import Sampler
@@ -49,6 +50,7 @@ class RunnerConfig:
     revision: str | None = None
     local_files_only: bool = False
     hf_overrides: Mapping[str, Any] = field(default_factory=dict)
+    quantization: str | None = None
 
 
 @dataclass(slots=True)
@@ -89,6 +91,7 @@ class ModelRunner:
                     revision=config.revision,
                     local_files_only=config.local_files_only,
                 )
+                checkpoint = packed_at_load(checkpoint, config.quantization)
             undo.callback(checkpoint.close)
             self.ops = Ops(config.device, compute=config.compute, num_threads=config.num_threads)
             undo.callback(self.ops.close)

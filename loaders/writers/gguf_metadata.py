@@ -1,0 +1,134 @@
+"""The metadata of a GGUF file from the config of a Hugging Face model: gguf_config's inverse."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from sdk.loaders.gguf_config import MODEL_TYPES
+from sdk.quant.errors import UnsupportedError
+
+#: Hugging Face model_type -> architecture.
+ARCHITECTURES = {theirs: name for name, theirs in MODEL_TYPES.items()} | {"mistral": "llama"}
+_REQUIRED = {
+    "num_hidden_layers": "block_count",
+    "max_position_embeddings": "context_length",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "vocab_size": "vocab_size",
+}
+_GRANITE = {
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+}
+
+
+def architecture_of(config: Mapping[str, Any], source: str) -> str:
+    """:raises UnsupportedError: GGUF files of this model are not written."""
+    name = ARCHITECTURES.get(config["model_type"])
+    if name is None:
+        raise UnsupportedError(
+            f"{source}: {config['model_type']} models are not written as GGUF files; those that "
+            f"are: {', '.join(ARCHITECTURES)}"
+        )
+    return name
+
+
+def model_metadata(config: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Everything but the tokenizer.
+
+    :raises UnsupportedError: the model has what a GGUF file cannot say.
+    """
+    name = architecture_of(config, source)
+    given = dict(config)
+    heads = given["num_attention_heads"]
+    if given.get("num_key_value_heads") is None:
+        given["num_key_value_heads"] = heads
+    if given.get("head_dim") is None:
+        given["head_dim"] = given["hidden_size"] // heads
+    facts: dict[str, Any] = {theirs: int(given[ours]) for ours, theirs in _REQUIRED.items()}
+    facts["attention.value_length"] = facts["attention.key_length"]
+    facts["attention.layer_norm_rms_epsilon"] = float(given["rms_norm_eps"])
+    facts |= _rope(given, name, source)
+    if given.get("sliding_window") and given.get("use_sliding_window", True):
+        facts["attention.sliding_window"] = int(given["sliding_window"])
+    for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if given.get(cap):
+            facts[cap] = float(given[cap])
+    if name == "granite":
+        facts |= {theirs: float(given[ours]) for ours, theirs in _GRANITE.items()}
+    metadata: dict[str, Any] = {"general.architecture": name, "general.quantization_version": 2}
+    return metadata | {f"{name}.{key}": value for key, value in facts.items()}
+
+
+def _parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary settings of the layers that see everything, in transformers' two spellings."""
+    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if isinstance(found.get("full_attention"), Mapping):
+        found = found["full_attention"]
+    return {"rope_theta": config.get("rope_theta", 10000.0), **found}
+
+
+def _rope(config: Mapping[str, Any], name: str, source: str) -> dict[str, Any]:
+    given = _parameters(config)
+    kind = given.get("rope_type") or given.get("type") or "default"
+    width = config["head_dim"]
+    share = config.get("partial_rotary_factor") or given.get("partial_rotary_factor") or 1.0
+    facts: dict[str, Any] = {
+        "rope.freq_base": float(given["rope_theta"]),
+        "rope.dimension_count": int(width * share),
+    }
+    local = (config.get("rope_parameters") or {}).get("sliding_attention")
+    if isinstance(local, Mapping):
+        facts["rope.freq_base_swa"] = float(local["rope_theta"])
+    elif config.get("rope_local_base_freq"):
+        facts["rope.freq_base_swa"] = float(config["rope_local_base_freq"])
+    if kind in ("default", "llama3"):
+        return facts
+    if kind == "linear":
+        return facts | {
+            "rope.scaling.type": "linear",
+            "rope.scaling.factor": float(given["factor"]),
+        }
+    if kind == "yarn":
+        original = given.get("original_max_position_embeddings", config["max_position_embeddings"])
+        return facts | {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": float(given["factor"]),
+            "rope.scaling.original_context_length": int(original),
+        }
+    raise UnsupportedError(
+        f"{source}: {name} with rope_type {kind!r} is not written as a GGUF file"
+    )
+
+
+def rope_factors(config: Mapping[str, Any]) -> np.ndarray[Any, np.dtype[np.float32]] | None:
+    """Llama 3's rule as a factor per frequency, ``rope_freqs.weight``; None for other models.
+
+    Long waves are stretched by ``factor``, short ones stay, between them it is blended.
+    """
+    given = _parameters(config)
+    if (given.get("rope_type") or given.get("type")) != "llama3":
+        return None
+    width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    low, high = float(given["low_freq_factor"]), float(given["high_freq_factor"])
+    original, factor = float(given["original_max_position_embeddings"]), float(given["factor"])
+    found = []
+    for i in range(0, width, 2):
+        wave = 2 * math.pi * float(given["rope_theta"]) ** (i / width)
+        if wave < original / high:
+            found.append(1.0)
+        elif wave > original / low:
+            found.append(factor)
+        else:
+            smooth = (original / wave - low) / (high - low)
+            found.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(found, np.float32)

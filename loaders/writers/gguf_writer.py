@@ -1,0 +1,159 @@
+"""A quantized model as a GGUF file: llama.cpp's names and values out of Hugging Face's.
+
+What :mod:`sdk.loaders.gguf_checkpoint` undoes is done here: rows of q and k of llama and granite
+are interleaved (whole rows, so after they were packed), Gemma's norms are stored plus 1.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sdk.kernels.layouts import Blocks, Dense, Layout
+from sdk.loaders.gguf_checkpoint import (
+    INTERLEAVED,
+    NORMS_PLUS_ONE,
+    GgufCheckpoint,
+)
+from sdk.loaders.gguf_names import gguf_name
+from sdk.loaders.writers.gguf_file import GgufEntry, write_gguf
+from sdk.loaders.writers.gguf_metadata import architecture_of, model_metadata, rope_factors
+from sdk.loaders.writers.gguf_vocabulary import vocabulary_metadata
+from sdk.loaders.writers.parts import read_parts, write_part
+from sdk.quant.checkpoint import Checkpoint
+from sdk.quant.errors import CheckpointError, UnsupportedError
+from sdk.quant.methods.gguf_mixtures import FILE_TYPES, tensor_type
+from sdk.quant.permuted import Permuted
+from sdk.quant.quantize import to_blocks
+from sdk.quant.scheme import Scheme
+from sdk.quant.weight import Weight
+
+#: Rows of the embedding worked on at a time: 65 MB in float32 at 2048 columns.
+_ROWS = 8192
+_ROPE = "rope_freqs.weight"
+
+
+class GgufWriter:
+    """See :class:`sdk.quantizing.job.Writer`.
+
+    :raises UnsupportedError: an architecture or a tokenizer that GGUF files cannot hold.
+    """
+
+    def __init__(self, source: Checkpoint, scheme: Scheme) -> None:
+        self._scheme = scheme
+        self._config = source.config
+        self._architecture = architecture_of(source.config, str(source.path))
+        self._metadata = _metadata(source)
+        self._metadata["general.file_type"] = FILE_TYPES[scheme.text].number
+        self._rope = _rope_factors(source)
+        self._path = source.path
+
+    def kind(self, name: str, columns: int) -> str:
+        """The block type of a matrix of a layer, ``"f16"`` where no block divides its rows."""
+        theirs = self._name(name).split(".")
+        config = self._config
+        kv_heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+        return tensor_type(
+            self._scheme.text,
+            theirs[2],
+            int(theirs[1]),
+            config["num_hidden_layers"],
+            columns,
+            grouped=config["num_attention_heads"] // kv_heads,
+        )
+
+    def matrix(self, name: str, weight: Layout | Permuted) -> tuple[dict[str, Tensor], str]:
+        """The bytes of a matrix, and its type and shape as a note."""
+        if isinstance(weight, Blocks):
+            return self._encoded(name, weight.data, weight.type, weight.shape)
+        assert isinstance(weight, Dense)
+        return self._encoded(name, weight.values.view(torch.uint8), "f16", weight.shape)
+
+    def plain(self, name: str, tensor: Tensor) -> tuple[dict[str, Tensor], str]:
+        """A norm or a bias, in float32."""
+        if self._architecture in NORMS_PLUS_ONE and name.endswith("norm.weight"):
+            tensor = tensor + 1.0
+        rows = tensor.to(torch.float32).reshape(-1, 1).contiguous().view(torch.uint8)
+        return self._encoded(name, rows, "f32", tuple(tensor.shape))
+
+    def whole(self, name: str, weight: Weight) -> tuple[dict[str, Tensor], str]:
+        """The embedding or the head, packed."""
+        tied = bool(self._config.get("tie_word_embeddings"))
+        part = "output" if tied or name == "lm_head" else "token_embd"
+        rows, columns = weight.shape
+        kind = tensor_type(self._scheme.text, part, 0, 1, columns)
+        parts = []
+        for start in range(0, rows, _ROWS):
+            values = weight.narrow("out", start, min(_ROWS, rows - start)).dequantize()
+            if kind == "f16":
+                parts.append(values.half().view(torch.uint8))
+            else:
+                parts.append(to_blocks(name, values, kind).data)
+        return self._encoded(name, torch.cat(parts), kind, weight.shape)
+
+    def finish(self, parts: Sequence[Path], out: Path) -> None:
+        """The file ``out``."""
+        if self._rope is not None:
+            path = parts[0].with_name("rope.safetensors")
+            note = _note("f32", tuple(self._rope.shape))
+            write_part(path, {_ROPE: self._rope.view(torch.uint8)}, {_ROPE: note})
+            parts = [*parts, path]
+        tensors, notes = read_parts(parts)
+        entries = []
+        for tensor in tensors:
+            kind, shape = json.loads(notes[tensor.name])
+            entries.append(GgufEntry(tensor.name, tuple(shape), kind, tensor))
+        write_gguf(out, self._metadata, entries)
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _name(self, name: str) -> str:
+        found = gguf_name(self._architecture, name)
+        if found is None:
+            raise UnsupportedError(
+                f"{self._path}: {name}: GGUF files of {self._architecture} have no such tensor"
+            )
+        return found
+
+    def _encoded(
+        self, name: str, rows: Tensor, kind: str, shape: tuple[int, ...]
+    ) -> tuple[dict[str, Tensor], str]:
+        """``rows`` uint8 ``[N, bytes of a row]``, in llama.cpp's order."""
+        stem = name.removesuffix(".bias")
+        if self._architecture in INTERLEAVED and stem.endswith(("q_proj", "k_proj")):
+            key = "num_attention_heads" if stem.endswith("q_proj") else "num_key_value_heads"
+            heads = self._config[key]
+            split = rows.numpy().reshape(heads, 2, len(rows) // heads // 2, -1)
+            rows = torch.from_numpy(np.ascontiguousarray(split.swapaxes(1, 2)))
+        return {self._name(name): rows.reshape(-1)}, _note(kind, shape)
+
+
+def _note(kind: str, shape: tuple[int, ...]) -> str:
+    return json.dumps([kind.upper(), list(shape)])
+
+
+def _metadata(source: Checkpoint) -> dict[str, Any]:
+    """Of a GGUF file, what it says; of a folder, made from its config and tokenizer."""
+    if isinstance(source, GgufCheckpoint):
+        split = ("split.no", "split.count", "split.tensors.count", "general.alignment")
+        return {key: value for key, value in source.metadata.items() if key not in split}
+    if source.tokenizer is None:
+        raise CheckpointError(f"{source.path}: no tokenizer, which a GGUF file is made with")
+    found = model_metadata(source.config, str(source.path))
+    found["general.name"] = source.path.resolve().name
+    vocabulary = vocabulary_metadata(source.path, source.tokenizer, source.config["vocab_size"])
+    return found | vocabulary
+
+
+def _rope_factors(source: Checkpoint) -> Tensor | None:
+    scaling = source.config.get("rope_scaling") or {}
+    if isinstance(source, GgufCheckpoint) and scaling.get("rope_type") == "freq_factors":
+        return torch.tensor(scaling["factors"], dtype=torch.float32)
+    factors = rope_factors(source.config)
+    return None if factors is None else torch.from_numpy(factors)

@@ -1,0 +1,172 @@
+"""A quantized model as a folder that transformers, vLLM and this package read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from sdk.kernels.layouts import Dense, Layout
+from sdk.loaders.hf_folder import MAX_CONFIG
+from sdk.loaders.json_file import read_json
+from sdk.loaders.writers import integer_layers
+from sdk.loaders.writers.parts import join_parts
+from sdk.quant.checkpoint import Checkpoint
+from sdk.quant.errors import UnsupportedError
+from sdk.quant.permuted import Permuted
+from sdk.quant.quantize import quantize_rows
+from sdk.quant.scheme import Scheme
+from sdk.quant.spec import QuantSpec
+from sdk.quant.weight import PackedWeight, Weight
+
+#: What a folder holds besides weights and config, copied as it is.
+_BESIDE = (
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
+    *("generation_config.json", "LICENSE", "LICENSE.txt", "README.md"),
+)
+
+
+class HfWriter:
+    """See :class:`sdk.quantizing.job.Writer`.
+
+    :raises UnsupportedError: the source is no folder of a plain language model.
+    """
+
+    def __init__(self, source: Checkpoint, scheme: Scheme) -> None:
+        if source.format != "safetensors":
+            raise UnsupportedError(
+                f"{source.path}: {scheme.text} is written as a folder, for which config and "
+                "tokenizer of the original folder are needed; a GGUF file becomes another GGUF file"
+            )
+        self._folder = source.path
+        self._config = read_json(source.path / "config.json", MAX_CONFIG)
+        if "text_config" in self._config:
+            raise UnsupportedError(
+                f"{source.path}: the text part of a multimodal model is not written as a folder"
+            )
+        self._scheme = scheme
+        self._encode, self._settings = _encoding(scheme)
+
+    def matrix(self, name: str, weight: Layout | Permuted) -> tuple[dict[str, Tensor], str]:
+        """The tensors of a quantized layer, by their names in the file, and a note (none)."""
+        found = self._encode(weight)
+        return {name + ending: tensor for ending, tensor in found.items()}, ""
+
+    def plain(self, name: str, tensor: Tensor) -> tuple[dict[str, Tensor], str]:
+        """A norm or a bias, in float32."""
+        return {name: tensor}, ""
+
+    def whole(self, name: str, weight: Weight) -> tuple[dict[str, Tensor], str]:
+        """The embedding or the head: packed if the scheme says so, else as it is, or in float16
+        where it was packed in the source."""
+        if self._scheme.head is not None:
+            return self.matrix(name, quantize_rows(name, weight, self._scheme.head))
+        layout = weight.layout if isinstance(weight, PackedWeight) else None
+        values = layout.values if isinstance(layout, Dense) else weight.dequantize().half()
+        return {f"{name}.weight": values}, ""
+
+    def finish(self, parts: Sequence[Path], out: Path) -> None:
+        """The folder ``out``, which does not exist yet."""
+        out.mkdir()
+        join_parts(parts, out)
+        config = {key: value for key, value in self._config.items() if key != "quantization_config"}
+        config["quantization_config"] = self._settings
+        (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        for name in _BESIDE:
+            if (self._folder / name).is_file():
+                shutil.copyfile(self._folder / name, out / name)
+
+
+#: How the embedding and the head are called in a config.
+_ENDS = ["re:.*embed_tokens", "re:.*lm_head"]
+_Encode = Callable[["Layout | Permuted"], dict[str, Tensor]]
+
+
+def _encoding(scheme: Scheme) -> tuple[_Encode, dict[str, Any]]:
+    """How a layer is stored, and the ``quantization_config`` that says so."""
+    spec = scheme.spec
+    group = -1 if spec.group is None else spec.group
+    if scheme.container == "gptq":
+        settings = {
+            "quant_method": "gptq",
+            "bits": spec.bits,
+            "group_size": group,
+            "sym": spec.symmetric,
+            "desc_act": scheme.sorted_columns,
+            "static_groups": not scheme.sorted_columns,
+            "true_sequential": False,
+            "damp_percent": 0.01,
+            "lm_head": False,
+            "checkpoint_format": "gptq_v2",
+            "pack_dtype": "int32",
+        }
+        return integer_layers.gptq_tensors, settings
+    if scheme.container == "awq":
+        settings = {
+            "quant_method": "awq",
+            "bits": spec.bits,
+            "group_size": group,
+            "zero_point": True,
+            "version": "gemm",
+            "modules_to_not_convert": None,
+        }
+        return integer_layers.awq_tensors, settings
+    if scheme.container == "hqq":
+        weights = {"nbits": spec.bits, "group_size": group, "axis": 1}
+        settings = {"quant_method": "hqq", "quant_config": {"weight_quant_params": weights}}
+        return integer_layers.hqq_tensors, settings
+    return _compressed_tensors(scheme)
+
+
+def _integers(spec: QuantSpec) -> dict[str, Any]:
+    """compressed-tensors' words for integers."""
+    found = {"num_bits": spec.bits, "type": "int", "symmetric": spec.symmetric, "dynamic": False}
+    if spec.group is None:
+        return {**found, "strategy": "channel"}
+    return {**found, "strategy": "group", "group_size": spec.group}
+
+
+def _compressed_tensors(scheme: Scheme) -> tuple[_Encode, dict[str, Any]]:
+    spec = scheme.spec
+    weights: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+    inputs: dict[str, Any] | None = {**weights, "dynamic": True, "strategy": "token"}
+    encode: _Encode
+    if scheme.method == "fp8":
+        encode, format_ = integer_layers.float8_tensors, "float-quantized"
+        weights["strategy"] = scheme.share
+        if scheme.share == "block":
+            weights["block_structure"] = [128, 128]
+            inputs = {**weights, "dynamic": True, "strategy": "group", "group_size": 128}
+            del inputs["block_structure"]
+    elif scheme.method == "float4":
+        encode, format_ = integer_layers.float4_tensors, f"{scheme.text}-pack-quantized"
+        kind = "group" if scheme.text == "mxfp4" else "tensor_group"
+        weights |= {"num_bits": 4, "strategy": kind, "group_size": spec.group}
+        inputs = None
+    else:
+        weights = _integers(spec)
+        if spec.activation_bits == 8:
+            encode, format_ = integer_layers.int8_tensors, "int-quantized"
+            inputs = {**weights, "dynamic": True, "strategy": "token"}
+        else:
+            encode, format_ = integer_layers.packed_tensors, "pack-quantized"
+            inputs = None
+    layers = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    groups = {"group_0": {**layers, "output_activations": None}}
+    if scheme.head is not None:
+        ends = {"targets": _ENDS, "weights": _integers(scheme.head), "input_activations": None}
+        groups["group_1"] = {**ends, "output_activations": None}
+    settings = {
+        "quant_method": "compressed-tensors",
+        "format": format_,
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": ["lm_head"] if scheme.head is None else [],
+        "kv_cache_scheme": None,
+    }
+    return encode, settings

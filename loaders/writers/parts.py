@@ -1,0 +1,148 @@
+"""Tensors into safetensors files: one part at a time while a model is made, then joined.
+
+A part is a sound safetensors file. It appears under its name when it is complete, so that whoever
+finds it may rely on it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: Bytes of one file of a folder, as other writers have it.
+MAX_SHARD = 5 * 10**9
+_TYPES = {
+    torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.uint8: "U8",
+    torch.int8: "I8", torch.int32: "I32", torch.int64: "I64", torch.float8_e4m3fn: "F8_E4M3",
+}  # fmt: skip
+#: Data begin at a multiple of this.
+_ALIGNMENT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class PartTensor:
+    """Where a tensor of a part lies: ``begin`` and ``end`` count from the start of the file."""
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    path: Path
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
+
+def write_part(path: Path, tensors: Mapping[str, Tensor], notes: Mapping[str, str]) -> None:
+    """A safetensors file of ``tensors`` with ``notes`` as its metadata.
+
+    :raises OSError: it cannot be written.
+    """
+    described: dict[str, Any] = {"__metadata__": dict(notes)} if notes else {}
+    offset = 0
+    for name, tensor in tensors.items():
+        described[name] = {
+            "dtype": _TYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + tensor.nbytes],
+        }
+        offset += tensor.nbytes
+    made = path.with_name(path.name + ".part")
+    with made.open("wb") as out:
+        out.write(_header(described))
+        for tensor in tensors.values():
+            out.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        out.flush()
+        os.fsync(out.fileno())
+    made.replace(path)
+
+
+def _header(described: Mapping[str, Any]) -> bytes:
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return struct.pack("<Q", len(text)) + text
+
+
+def read_parts(paths: Sequence[Path]) -> tuple[list[PartTensor], dict[str, str]]:
+    """The tensors of all parts in their order, and all their notes."""
+    found: list[PartTensor] = []
+    notes: dict[str, str] = {}
+    for path in paths:
+        with path.open("rb") as file:
+            (size,) = struct.unpack("<Q", file.read(8))
+            described = json.loads(file.read(size))
+        notes.update(described.pop("__metadata__", {}))
+        for name, facts in described.items():
+            begin, end = (8 + size + offset for offset in facts["data_offsets"])
+            shape = tuple(facts["shape"])
+            found.append(PartTensor(name, facts["dtype"], shape, path, begin, end))
+    return found, notes
+
+
+def copy_data(tensor: PartTensor, out: Any) -> None:
+    """The bytes of a tensor into an open file."""
+    with tensor.path.open("rb") as source:
+        source.seek(tensor.begin)
+        left = tensor.nbytes
+        while left:
+            chunk = source.read(min(left, 1 << 22))
+            out.write(chunk)
+            left -= len(chunk)
+
+
+def join_parts(paths: Sequence[Path], folder: Path, max_shard: int = MAX_SHARD) -> None:
+    """``model.safetensors``, or numbered files of up to ``max_shard`` bytes and their index."""
+    tensors, _ = read_parts(paths)
+    shards: list[list[PartTensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if shards[-1] and size + tensor.nbytes > max_shard:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += tensor.nbytes
+    where: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        name = "model.safetensors" if len(shards) == 1 else name
+        _write_shard(folder / name, shard)
+        where.update((tensor.name, name) for tensor in shard)
+    if len(shards) > 1:
+        total = sum(tensor.nbytes for tensor in tensors)
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def _write_shard(path: Path, tensors: Sequence[PartTensor]) -> None:
+    described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for tensor in tensors:
+        end = offset + tensor.nbytes
+        described[tensor.name] = {
+            "dtype": tensor.type,
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    with path.open("wb") as out:
+        out.write(_header(described))
+        for tensor in tensors:
+            copy_data(tensor, out)
+
+
+def free_space(folder: Path) -> int:
+    """Bytes that may still be written to where ``folder`` is or will be."""
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free

@@ -1,0 +1,118 @@
+"""What the inputs of a layer are like: the statistics that quantizers weigh errors by.
+
+A weight that is pulled through :class:`Observer` records what it is multiplied with. Weights that a
+model joins because they read the same input (q, k and v) are recorded once, together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sdk.kernels.ops import Ops
+from sdk.kernels.registry import Choice
+from sdk.quant.errors import QuantizationError
+from sdk.quant.spec import QuantSpec
+from sdk.quant.weight import Side, Weight, concat
+
+
+class InputStatistics:
+    """Sums over the rows ``x`` that entered a layer of ``features`` inputs.
+
+    ``gram`` is the mean of ``x x^T``, float32 ``[K, K]``; its diagonal, the mean square per input
+    channel, is what llama.cpp calls the importance matrix.
+    """
+
+    def __init__(self, features: int) -> None:
+        self.count = 0
+        self._gram = torch.zeros(features, features)
+        self._sizes = torch.zeros(features, dtype=torch.float64)
+        self.largest = torch.zeros(features)
+
+    def add(self, x: Tensor) -> None:
+        """``x`` float32 ``[T, K]``. :raises QuantizationError: when a value is not finite."""
+        sizes = x.abs()
+        total = sizes.sum(0, dtype=torch.float64)
+        if not bool(total.isfinite().all()):
+            raise QuantizationError("an input is not a finite number")
+        self._gram.addmm_(x.t(), x)
+        self._sizes += total
+        torch.maximum(self.largest, sizes.amax(0), out=self.largest)
+        self.count += x.shape[0]
+
+    @property
+    def gram(self) -> Tensor:
+        return self._gram / max(self.count, 1)
+
+    @property
+    def mean_square(self) -> Tensor:
+        return self._gram.diagonal() / max(self.count, 1)
+
+    @property
+    def mean_size(self) -> Tensor:
+        """The mean of ``|x|`` per input channel, float32."""
+        return (self._sizes / max(self.count, 1)).to(torch.float32)
+
+
+class Observer:
+    """Makes observed weights and keeps what they have seen, by the names pulled."""
+
+    def __init__(self) -> None:
+        self.inputs: dict[tuple[str, ...], InputStatistics] = {}
+
+    def watch(self, name: str, weight: Weight) -> Weight:
+        return ObservedWeight((name,), weight, self)
+
+    def of(self, names: tuple[str, ...], features: int) -> InputStatistics:
+        return self.inputs.setdefault(names, InputStatistics(features))
+
+
+class ObservedWeight(Weight):
+    """``inner``, which records its inputs; ``names`` are the matrices joined in it."""
+
+    def __init__(self, names: tuple[str, ...], inner: Weight, observer: Observer) -> None:
+        self.shape = inner.shape
+        self.names = names
+        self.inner = inner
+        self.observer = observer
+
+    @property
+    def spec(self) -> QuantSpec:
+        return self.inner.spec
+
+    @property
+    def nbytes(self) -> int:
+        return self.inner.nbytes
+
+    def dequantize(self) -> Tensor:
+        return self.inner.dequantize()
+
+    def narrow(self, side: Side, start: int, count: int) -> Weight:
+        return ObservedWeight(self.names, self.inner.narrow(side, start, count), self.observer)
+
+    def joined(self, others: Sequence[Weight]) -> Weight | None:
+        names, inner = self.names, [self.inner]
+        for other in others:
+            if not isinstance(other, ObservedWeight):
+                return None
+            names += other.names
+            inner.append(other.inner)
+        return ObservedWeight(names, concat(inner), self.observer)
+
+    def bind(self, ops: Ops, activation_bits: int = 8) -> None:
+        self.inner.bind(ops, activation_bits)
+
+    def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        try:
+            self.observer.of(self.names, self.shape[1]).add(x)
+        except QuantizationError as error:
+            raise QuantizationError(f"{' and '.join(self.names)}: {error}") from error
+        return self.inner.matmul(x, out)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return self.inner.rows(ids)
+
+    def choices(self) -> list[Choice]:
+        return self.inner.choices()

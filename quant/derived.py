@@ -1,0 +1,68 @@
+"""A checkpoint made from another: some of its weights are observed, replaced or packed anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from sdk.quant.checkpoint import Checkpoint, TensorEntry
+from sdk.quant.weight import Weight
+
+#: ``(name, the original weight) -> weight``.
+Change = Callable[[str, Weight], Weight]
+
+
+class DerivedCheckpoint:
+    """See :class:`sdk.quant.checkpoint.Checkpoint`; ``change`` makes every weight that is pulled.
+
+    ``tensors`` stand in place of plain tensors of those names. ``pulled`` holds the names asked
+    for, matrices and plain tensors, in their order.
+    """
+
+    def __init__(
+        self, inner: Checkpoint, change: Change, tensors: Mapping[str, Tensor] | None = None
+    ) -> None:
+        self.inner = inner
+        self.path: Path = inner.path
+        self.format = inner.format
+        self.config: Mapping[str, Any] = inner.config
+        self.generation_config: Mapping[str, Any] = inner.generation_config
+        self.pulled: tuple[list[str], list[str]] = ([], [])
+        self._change = change
+        self._tensors = tensors or {}
+
+    @property
+    def on_bytes(self) -> Callable[[int, int], None] | None:
+        return self.inner.on_bytes
+
+    @on_bytes.setter
+    def on_bytes(self, report: Callable[[int, int], None] | None) -> None:
+        self.inner.on_bytes = report
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.inner.tokenizer
+
+    def weight(self, name: str) -> Weight:
+        self.pulled[0].append(name)
+        return self._change(name, self.inner.weight(name))
+
+    def tensor(self, name: str) -> Tensor:
+        self.pulled[1].append(name)
+        found = self._tensors.get(name)
+        return self.inner.tensor(name) if found is None else found.clone()
+
+    def has(self, name: str) -> bool:
+        return self.inner.has(name)
+
+    def entries(self) -> Sequence[TensorEntry]:
+        return self.inner.entries()
+
+    def unused(self) -> list[str]:
+        return self.inner.unused()
+
+    def close(self) -> None:
+        self.inner.close()

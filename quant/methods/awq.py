@@ -1,0 +1,104 @@
+"""AWQ: columns that meet large inputs are stretched before they are rounded.
+
+Lin et al., "AWQ: Activation-aware Weight Quantization" (2023). Multiplying column k of a weight by
+``s[k]`` and dividing its input by the same changes nothing but the rounding: stretched columns keep
+more. ``s`` is a power of the mean size of the input over a power of the mean size of the weight;
+the exponent is searched. Then the ends of each group's range are clipped as far as that pays.
+
+Errors are measured at the output, ``tr(D G D^T)`` for a change ``D`` of the weight and the Gram
+matrix ``G`` of its inputs: the exact mean over the calibration text without running it again.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sdk.kernels.layouts import Affine
+from sdk.quant.calibration import InputStatistics
+from sdk.quant.methods.integers import (
+    Steps,
+    as_affine,
+    fit_steps,
+    group_of,
+    grouped,
+    joined_steps,
+    narrower_steps,
+)
+from sdk.quant.spec import QuantSpec
+
+_EXPONENTS = [i / 20 for i in range(20)]
+#: Ranges tried when ends are clipped, as parts of the whole one.
+_CLIPS = [1 - i / 20 for i in range(11)]
+#: Rows of a matrix that decide on the exponent: more change it by less than a step of the search.
+_SAMPLE = 512
+#: Weights clipped at a time, which bounds the memory for it.
+_CHUNK = 1 << 21
+
+
+def stretch(
+    weight: Tensor, inputs: InputStatistics, spec: QuantSpec, of: Tensor | None = None
+) -> Tensor:
+    """The best ``s``, float32 ``[K]``, for ``weight`` float32 ``[N, K]``.
+
+    ``of`` int64 ``[K]``: columns with the same number there must have the same ``s``, because one
+    row before makes all of them (query heads that share a value head).
+    """
+    gram = inputs.gram
+    rows = weight[:: -(-weight.shape[0] // _SAMPLE)]
+    group = group_of(spec, weight.shape[1])
+    sizes = grouped(weight.abs(), group)
+    w_mean = (sizes / sizes.amax(2, keepdim=True).clamp(min=1e-12)).mean(0).reshape(-1)
+    x_mean = inputs.mean_size
+    best, least = torch.ones(weight.shape[1]), float("inf")
+    for exponent in _EXPONENTS:
+        s = (x_mean.pow(exponent) / (w_mean.pow(1 - exponent) + 1e-4)).clamp(min=1e-4)
+        if of is not None:
+            total = torch.zeros(int(of.max()) + 1).index_add_(0, of, s.log())
+            s = (total / torch.bincount(of)).exp()[of]
+        s = s / (s.max() * s.min()).sqrt()
+        off = _rounded(rows * s, spec) / s - rows
+        error = float(((off @ gram) * off).sum())
+        if error < least:
+            best, least = s, error
+    return best
+
+
+def _rounded(weight: Tensor, spec: QuantSpec) -> Tensor:
+    groups = grouped(weight, group_of(spec, weight.shape[1]))
+    steps = fit_steps(groups, spec)
+    values = steps.values(steps.codes(groups, spec.bits)).reshape(weight.shape[0], -1)
+    return values[:, : weight.shape[1]]
+
+
+def clip_and_round(weight: Tensor, gram: Tensor, spec: QuantSpec) -> Affine:
+    """``weight`` float32 ``[N, K]`` to the nearest steps of ranges that suit the inputs.
+
+    A group's error is taken by itself, without what it has in common with other groups.
+    """
+    rows, columns = weight.shape
+    group = group_of(spec, columns)
+    groups = grouped(weight, group)
+    own = _block_grams(gram, group)
+    step = max(_CHUNK // columns, 1)
+    parts = [_clipped(groups[i : i + step], own, spec) for i in range(0, rows, step)]
+    steps = joined_steps(parts)
+    codes = steps.codes(groups, spec.bits).reshape(rows, -1)[:, :columns]
+    return as_affine(codes, steps, spec, columns)
+
+
+def _block_grams(gram: Tensor, group: int) -> Tensor:
+    """The Gram matrices of each group's columns: ``[G, g, g]``."""
+    short = -gram.shape[0] % group
+    padded = torch.nn.functional.pad(gram, (0, short, 0, short))
+    count = padded.shape[0] // group
+    blocks = padded.view(count, group, count, group)
+    return blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()
+
+
+def _clipped(groups: Tensor, grams: Tensor, spec: QuantSpec) -> Steps:
+    def error(steps: Steps) -> Tensor:
+        off = steps.values(steps.codes(groups, spec.bits)).sub_(groups).transpose(0, 1)
+        return (torch.bmm(off, grams) * off).sum(2).t()
+
+    return narrower_steps(groups, spec, _CLIPS, error)

@@ -1,0 +1,75 @@
+"""4-bit floats (e2m1) with small scales: MXFP4 and NVFP4.
+
+MXFP4 gives 32 values a power of two, ``2^(floor(log2(amax)) - 2)``, so that the largest lies
+between 4 and 8 (6 is the end of the range: what is above is cut). Source: OCP Microscaling Formats
+1.0, 6.3. NVFP4 gives 16 values an 8-bit float near ``amax / 6``, and the matrix one float32 that
+brings those into its range. Here that one is a power of two, which costs nothing and whose inverse,
+which is what files store, is exact.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sdk.kernels.layouts import E2M1, Affine
+from sdk.kernels.reference.decode import pack_codes
+
+_MX_GROUP, _NV_GROUP = 32, 16
+_LARGEST_CODE, _LARGEST_SCALE = 6.0, 448.0
+#: Half way between neighbouring magnitudes; on one, the even code is nearer.
+_BETWEEN = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+
+
+def mxfp4(weight: Tensor) -> Affine:
+    """``weight`` float32 ``[N, K]``, K a multiple of 32."""
+    groups = weight.reshape(weight.shape[0], -1, _MX_GROUP)
+    _, exponent = torch.frexp(groups.abs().amax(2))  # amax = m * 2^exponent with m in [0.5, 1)
+    biased = (exponent - 3 + 127).clamp_(0, 254).to(torch.uint8)
+    scale = biased.view(torch.float8_e8m0fnu)
+    codes = _codes(groups, scale.to(torch.float32))
+    return _layout(weight, codes, scale, _MX_GROUP, "mxfp4")
+
+
+def nvfp4(weight: Tensor) -> Affine:
+    """``weight`` float32 ``[N, K]``, K a multiple of 16."""
+    rows, columns = weight.shape
+    groups = weight.reshape(rows, -1, _NV_GROUP)
+    largest = groups.abs().amax(2)
+    whole = float(largest.max())
+    factor = 1.0
+    if whole > 0:
+        wanted = torch.tensor(whole / (_LARGEST_SCALE * _LARGEST_CODE))
+        factor = float(2.0 ** wanted.log2().ceil().clamp(-126, 126))
+    scale = (largest / (_LARGEST_CODE * factor)).clamp_(max=_LARGEST_SCALE)
+    scale = scale.to(torch.float8_e4m3fn)
+    codes = _codes(groups, scale.to(torch.float32) * factor)
+    layout = _layout(weight, codes, scale, _NV_GROUP, "nvfp4")
+    return Affine(
+        layout.shape,
+        4,
+        _NV_GROUP,
+        layout.codes,
+        scale,
+        table=layout.table,
+        super_scale=torch.full((rows, 1), factor),
+        super_group=columns,
+        name="nvfp4",
+    )
+
+
+def _codes(groups: Tensor, scale: Tensor) -> Tensor:
+    """Grouped values to the nearest codes, ties to even, uint8 of the same shape."""
+    inverse = torch.where(scale > 0, 1 / scale, 0.0).unsqueeze(2)
+    scaled = groups * inverse
+    size = scaled.abs()
+    low = torch.bucketize(size, _BETWEEN)  # a tie goes down
+    tie = torch.bucketize(size, _BETWEEN, right=True) != low
+    code = low + (tie & (low % 2 == 1))
+    return (code + 8 * (scaled < 0)).to(torch.uint8)
+
+
+def _layout(weight: Tensor, codes: Tensor, scale: Tensor, group: int, name: str) -> Affine:
+    shape = (weight.shape[0], weight.shape[1])
+    packed = pack_codes(codes.reshape(shape), 4)
+    return Affine(shape, 4, group, packed, scale, table=torch.tensor(E2M1), name=name)

@@ -1,0 +1,34 @@
+"""8-bit floats: e4m3 with a float32 scale per tensor, output channel or block of 128 x 128.
+
+The largest magnitude that shares a scale becomes 448, the largest e4m3; a cast of what lies above
+would give NaN, so values are clamped first. No data is needed: activations are rounded the same
+way, token by token, when the model runs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sdk.kernels.layouts import Float8
+
+LARGEST = 448.0
+_BLOCK = 128
+
+
+def to_float8(weight: Tensor, share: str) -> Float8:
+    """``weight`` float32 ``[N, K]``; ``share`` is ``"tensor"``, ``"channel"`` or ``"block"``."""
+    rows, columns = weight.shape
+    block = {
+        "tensor": (rows, columns),
+        "channel": (1, columns),
+        "block": (min(_BLOCK, rows), min(_BLOCK, columns)),
+    }[share]
+    short = (-rows % block[0], -columns % block[1])
+    padded = torch.nn.functional.pad(weight, (0, short[1], 0, short[0]))
+    tiles = padded.reshape(-(-rows // block[0]), block[0], -(-columns // block[1]), block[1])
+    largest = tiles.abs().amax((1, 3))
+    scale = torch.where(largest > 0, largest / LARGEST, 1.0)
+    scaled = (tiles / scale[:, None, :, None]).clamp_(-LARGEST, LARGEST)
+    values = scaled.reshape(padded.shape)[:rows, :columns].to(torch.float8_e4m3fn)
+    return Float8(values, scale, block)

@@ -1,0 +1,117 @@
+"""One layer's matrices into packed layouts, by whichever method a scheme names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from sdk.kernels.layouts import Blocks, Layout
+from sdk.quant.calibration import InputStatistics
+from sdk.quant.errors import QuantizationError
+from sdk.quant.methods.float4 import mxfp4, nvfp4
+from sdk.quant.methods.float8 import to_float8
+from sdk.quant.methods.gguf_blocks import one_scale_blocks
+from sdk.quant.methods.gptq import gptq
+from sdk.quant.methods.hqq import hqq
+from sdk.quant.methods.integers import round_rows, round_to_nearest
+from sdk.quant.methods.k_quants import K_QUANTS, k_blocks
+from sdk.quant.permuted import Permuted
+from sdk.quant.scheme import Scheme
+from sdk.quant.spec import QuantSpec
+from sdk.quant.weight import Weight
+
+Packed = Layout | Permuted
+
+#: Rows of an embedding worked on at a time: 65 MB in float32 at 2048 columns.
+_ROWS = 8192
+
+
+def check_finite(name: str, weight: Tensor) -> None:
+    """:raises QuantizationError: naming the matrix, when a value is an infinity or NaN."""
+    if not bool(weight.isfinite().all()):
+        bad = int((~weight.isfinite()).sum())
+        raise QuantizationError(f"{name}: expected finite numbers, found {bad} that are not")
+
+
+def quantize_without_data(name: str, weight: Tensor, scheme: Scheme) -> Layout:
+    """``weight`` float32 ``[N, K]`` by RTN, HQQ or as 8-bit floats.
+
+    :raises QuantizationError: naming the matrix: not finite, or not of whole groups.
+    """
+    check_finite(name, weight)
+    scheme.check(name, weight.shape[1])
+    if scheme.method == "fp8":
+        return to_float8(weight, scheme.share)
+    if scheme.method == "float4":
+        return mxfp4(weight) if scheme.text == "mxfp4" else nvfp4(weight)
+    if scheme.method == "hqq":
+        return hqq(weight, scheme.spec)
+    return round_to_nearest(weight, scheme.spec)
+
+
+def quantize_rows(name: str, weight: Weight, spec: QuantSpec) -> Layout:
+    """The embedding or the head in integers, some rows at a time: it is the largest matrix.
+
+    :raises QuantizationError: naming the matrix, when it is not finite.
+    """
+    rows = weight.shape[0]
+
+    def chunks() -> Iterator[Tensor]:
+        for start in range(0, rows, _ROWS):
+            values = weight.narrow("out", start, min(_ROWS, rows - start)).dequantize()
+            check_finite(name, values)
+            yield values
+
+    return round_rows(chunks(), spec)
+
+
+def to_blocks(name: str, weight: Tensor, kind: str, mean_square: Tensor | None = None) -> Blocks:
+    """``weight`` float32 ``[N, K]`` in GGUF blocks of ``kind``.
+
+    ``mean_square``: of the layer's inputs, float32 ``[K]``, by which k-quants weigh errors.
+
+    :raises QuantizationError: naming the matrix.
+    """
+    check_finite(name, weight)
+    try:
+        if kind in K_QUANTS:
+            return k_blocks(weight, kind, mean_square)
+        return one_scale_blocks(weight, kind)
+    except QuantizationError as error:
+        raise QuantizationError(f"{name}: {error}") from error
+
+
+def quantize_joined(
+    weights: Mapping[str, Tensor], inputs: InputStatistics, scheme: Scheme
+) -> dict[str, Packed]:
+    """Matrices ``[N_i, K]`` that read the same input by GPTQ, all at once.
+
+    The walk over the columns depends on the inputs alone, so joined matrices cost one walk.
+
+    :raises QuantizationError: naming the matrices.
+    """
+    for name, weight in weights.items():
+        check_finite(name, weight)
+        scheme.check(name, weight.shape[1])
+    static = not scheme.sorted_columns
+    try:
+        whole = gptq(torch.cat(list(weights.values())), inputs.gram, scheme.spec, static=static)
+    except QuantizationError as error:
+        raise QuantizationError(f"{' and '.join(weights)}: {error}") from error
+    found: dict[str, Packed] = {}
+    start = 0
+    for name, weight in weights.items():
+        end = start + weight.shape[0]
+        found[name] = _rows(whole, start, end)
+        start = end
+    return found
+
+
+def _rows(whole: Packed, start: int, end: int) -> Packed:
+    from sdk.kernels.reference.linear import slice_rows
+
+    if isinstance(whole, Permuted):
+        return Permuted(slice_rows(whole.layout, start, end), whole.order)
+    return slice_rows(whole, start, end)

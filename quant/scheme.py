@@ -1,0 +1,160 @@
+"""What a model is to be quantized with: the names users write, and what they stand for."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from sdk.quant.errors import QuantizationError
+from sdk.quant.methods.gguf_mixtures import FILE_TYPES
+from sdk.quant.spec import QuantSpec
+
+Method = Literal["rtn", "hqq", "gptq", "awq", "smoothquant", "fp8", "float4", "gguf"]
+Container = Literal["gptq", "awq", "hqq", "compressed-tensors", "gguf"]
+
+#: Columns per scale of embedding and head, below 8 bits.
+_HEAD_GROUP = 64
+#: Columns per scale where a name does not say.
+_GROUPS = {"rtn": None, "hqq": 64, "gptq": 128, "awq": 128, "smoothquant": None}
+_CONTAINERS: dict[str, Container] = {"gptq": "gptq", "awq": "awq", "hqq": "hqq", "gguf": "gguf"}
+_WITH_DATA = ("gptq", "awq", "smoothquant")
+_SHORT = {
+    "int8": "rtn-w8s-h8", "int4": "hqq-w4g64-h8", "w8a8": "smoothquant-w8",
+    "hqq": "hqq-w4g64", "gptq": "gptq-w4g128", "awq": "awq-w4g128", "rtn": "rtn-w8s",
+    "smoothquant": "smoothquant-w8", "fp8": "fp8-channel",
+}  # fmt: skip
+_INTEGERS = re.compile(
+    r"(?P<method>rtn|hqq|gptq|awq|smoothquant)-w(?P<bits>[2-8])(?:a(?P<act>8|16))?"
+    r"(?:g(?P<group>[1-9]\d{0,5}))?(?P<sym>s?)(?P<order>-act)?(?:-h(?P<head>[4-8]))?"
+)
+_FLOAT4 = ("mxfp4", "nvfp4")
+_FLOAT8 = re.compile(r"fp8-(tensor|channel|block)")
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How to quantize and where to put it.
+
+    Written ``gptq-w4g128`` (4 bits, a scale per 128 columns; no ``g`` is one per output channel
+    for ``rtn`` and ``smoothquant`` and 128 or 64 for the others), with ``s`` behind for symmetric
+    grids, ``-act`` for GPTQ groups in the order of importance, ``-h6`` for embedding and head in
+    6 bits (4 to 8; without it they stay as they are); ``fp8-tensor``, ``fp8-channel``,
+    ``fp8-block``; ``mxfp4``, ``nvfp4``; a GGUF type or mixture (``q4_0``, ``q4_k_m``); or a short
+    name: ``int4`` (``hqq-w4g64-h8``), ``int8`` (``rtn-w8s-h8``), ``w8a8``, ``gptq``, ``awq``,
+    ``hqq``, ``fp8``.
+    """
+
+    text: str
+    method: Method
+    container: Container
+    #: Integers and blocks; ``fp8`` for 8-bit floats.
+    spec: QuantSpec
+    #: 8-bit floats: what shares a scale.
+    share: str = ""
+    #: GPTQ: groups follow the order of importance.
+    sorted_columns: bool = False
+    #: Embedding and head, where they are packed too.
+    head: QuantSpec | None = None
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether calibration text is run through the model."""
+        return self.method in _WITH_DATA
+
+    def head_bytes(self, rows: int, columns: int) -> int:
+        """Bytes in memory of the packed embedding."""
+        assert self.head is not None
+        groups = rows * -(-columns // (self.head.group or columns))
+        return rows * -(-columns * self.head.bits // 8) + groups * (2 if self.head.symmetric else 3)
+
+    def packed_bytes(self, rows: int, columns: int) -> int:
+        """Bytes in memory of a matrix of a layer by a method without data."""
+        if self.method == "fp8":
+            tiles = {"tensor": 1, "channel": rows, "block": -(-rows // 128) * -(-columns // 128)}
+            return rows * columns + 4 * tiles[self.share]
+        if self.method == "float4":
+            each = rows * columns // (self.spec.group or columns)
+            return rows * columns // 2 + each + (4 * rows if self.text == "nvfp4" else 0)
+        groups = rows * -(-columns // (self.spec.group or columns))
+        beside = 4 if self.method == "hqq" else 2 if self.spec.symmetric else 3
+        return rows * -(-columns * self.spec.bits // 8) + groups * beside
+
+    @classmethod
+    def parse(cls, text: str) -> Scheme:
+        """:raises QuantizationError: for an unknown name, naming the nearest known one."""
+        name = _SHORT.get(text.lower(), text.lower())
+        if name in FILE_TYPES:
+            kind = FILE_TYPES[name].base
+            return cls(name, "gguf", "gguf", QuantSpec.parse(kind))
+        if name in _FLOAT4:
+            return cls(name, "float4", "compressed-tensors", QuantSpec.parse(name))
+        floats = _FLOAT8.fullmatch(name)
+        if floats is not None:
+            spec = QuantSpec.parse("fp8")
+            return cls(name, "fp8", "compressed-tensors", spec, share=floats[1])
+        found = _INTEGERS.fullmatch(name)
+        if found is None:
+            known = [*_SHORT, *FILE_TYPES, *_FLOAT4, "fp8-tensor", "fp8-channel", "fp8-block"]
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise QuantizationError(
+                f"scheme: expected one of {', '.join(known)} or gptq-w4g128-like, "
+                f"found {text[:80]!r}{hint}"
+            )
+        return cls._of_integers(name, found)
+
+    @classmethod
+    def _of_integers(cls, name: str, found: re.Match[str]) -> Scheme:
+        method = found["method"]
+        bits = int(found["bits"])
+        group = int(found["group"]) if found["group"] else _GROUPS[method]
+        smooth = method == "smoothquant"
+        spec = QuantSpec("int", bits, group=group, symmetric=bool(found["sym"]) or smooth)
+        if smooth or found["act"] == "8":
+            spec = replace(spec, activation_bits=8)
+        head = None
+        if found["head"]:
+            few = int(found["head"]) < 8
+            head = QuantSpec("int", int(found["head"]), group=_HEAD_GROUP if few else None)
+            head = replace(head, symmetric=not few)
+        container = _CONTAINERS.get(method, "compressed-tensors")
+        if method == "gptq" and head is not None:
+            container = "compressed-tensors"
+        wrong = None
+        if method == "awq" and (bits != 4 or spec.symmetric):
+            wrong = "awq files hold 4 bits with zero points"
+        elif found["order"] and method != "gptq":
+            wrong = "-act is an order of gptq"
+        elif spec.activation_bits == 8 and (bits != 8 or group is not None):
+            wrong = "8-bit activations are run with 8-bit weights per output channel"
+        elif head is not None and container == "awq":
+            wrong = "awq files hold no packed embedding"
+        elif found["order"] and head is not None:
+            wrong = "compressed-tensors files hold columns in their own order"
+        elif method == "hqq" and (bits in (5, 6, 7) or spec.symmetric):
+            wrong = "hqq has 2, 3, 4 or 8 bits with zero points"
+        elif method == "gptq" and bits in (5, 6, 7):
+            wrong = "gptq files hold 2, 3, 4 or 8 bits"
+        if wrong is not None:
+            raise QuantizationError(f"scheme: {name}: {wrong}")
+        return cls(
+            name,
+            method,  # type: ignore[arg-type]  # what the pattern admits
+            container,
+            spec,
+            sorted_columns=bool(found["order"]),
+            head=head,
+        )
+
+    def check(self, name: str, columns: int) -> None:
+        """:raises QuantizationError: when rows of ``columns`` do not divide into groups."""
+        group = self.spec.group
+        if self.method != "gguf" and group is not None and columns % group:
+            fits = next((g for g in (128, 64, 32, 16) if columns % g == 0), None)
+            instead = "a scheme without groups" if fits is None else f"groups of {fits}"
+            raise QuantizationError(
+                f"{name}: {columns} columns do not divide into groups of {group} ({self.text}): "
+                f"ask for {instead}"
+            )

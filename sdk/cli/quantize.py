@@ -1,0 +1,49 @@
+"""Quantize a model into a folder or a .gguf file that this and other engines read.
+
+Layer by layer, with little memory. Interrupted, it keeps what is finished beside OUT, and the same
+command goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", help="a folder with safetensors, a .gguf file, or a hub id")
+    parser.add_argument("out", help="what is made: a folder, or a .gguf file; must not exist")
+    parser.add_argument(
+        "--scheme",
+        default="gptq-w4g128",
+        help="gptq-w4g128 (default; -w2, -w3, -w8, s for symmetric, -act), awq, int8, w8a8, "
+        "rtn-w4g64, fp8, fp8-block; for .gguf: q4_0, q8_0, q4_k_m, q5_k_m, q6_k, ...",
+    )
+    parser.add_argument(
+        "--calibration",
+        metavar="FILE",
+        help="text the model reads while it is calibrated (default: Python's help topics)",
+    )
+    parser.add_argument("--sequences", type=int, default=128, help="of calibration text, at most")
+    parser.add_argument("--tokens", type=int, default=512, help="of each sequence")
+    parser.add_argument("--num-threads", type=int, help="default: the CPUs this process may use")
+
+
+def run(args: argparse.Namespace) -> int:
+    from sdk.quantizing import quantize
+
+    text = None
+    if args.calibration is not None:
+        text = Path(args.calibration).read_text(encoding="utf-8")
+    print(
+        quantize(
+            args.file,
+            args.out,
+            args.scheme,
+            calibration=text,
+            sequences=args.sequences,
+            tokens=args.tokens,
+            num_threads=args.num_threads,
+        )
+    )
+    return 0

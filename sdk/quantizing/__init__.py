@@ -1,0 +1,103 @@
+"""Quantizing a model in this process, into files that this and other engines read."""
+
+from __future__ import annotations
+
+import hashlib
+from os import PathLike
+from pathlib import Path
+
+from torch import Tensor
+
+from sdk.config import ProgressCallback
+from sdk.errors import QuantizationError
+from sdk.loaders.open import open_checkpoint
+from sdk.loaders.writers.gguf_writer import GgufWriter
+from sdk.loaders.writers.hf_writer import HfWriter
+from sdk.models.auto import read_config
+from sdk.progress import reporting
+from sdk.quant.at_load import is_in_block
+from sdk.quant.checkpoint import Checkpoint
+from sdk.quant.scheme import Scheme
+from sdk.quantizing.job import Job
+from sdk.quantizing.text import Calibration, calibration_ids
+
+
+def quantize(
+    model: str | PathLike[str],
+    out: str | PathLike[str],
+    scheme: str = "gptq-w4g128",
+    *,
+    calibration: Calibration | None = None,
+    sequences: int = 128,
+    tokens: int = 512,
+    num_threads: int | None = None,
+    on_progress: ProgressCallback | None = None,
+) -> Path:
+    """Quantize ``model`` into ``out`` and return its path.
+
+    Layer by layer: memory holds two layers in float32 and little else. What is finished stays in
+    ``OUT.partial`` when the job is stopped, and the same call goes on from there.
+
+    Args:
+        model: a GGUF file, a folder with safetensors, or a hub id.
+        out: what will be made: a folder, or a ``.gguf`` file. It must not exist.
+        scheme: see :class:`sdk.quant.scheme.Scheme`: ``gptq-w4g128``, ``awq``, ``int8``, ``fp8``,
+            ``q4_k_m``, ...
+        calibration: text, texts, or lists of token ids, for methods that look at activations.
+            Default: Python's help topics. GGUF types use it only if it is given.
+        sequences: how many to take of the text, at most.
+        tokens: of each sequence.
+        num_threads: default: the CPUs this process may run on.
+        on_progress: called with ``("quantize", layers done, layers)``; returns False to stop.
+
+    Raises:
+        CheckpointError: the model is missing or damaged.
+        QuantizationError: the scheme is unknown, does not suit the model, or ``out`` exists or
+            cannot be written.
+        RequestError: too little calibration text.
+        LoadCancelled: ``on_progress`` returned False.
+    """
+    wanted = Scheme.parse(scheme)
+    target = Path(out).expanduser()
+    if (target.suffix == ".gguf") != (wanted.container == "gguf"):
+        expected = "a .gguf file" if wanted.container == "gguf" else "a folder"
+        raise QuantizationError(f"{target}: {wanted.text} is written as {expected}")
+    checkpoint = open_checkpoint(str(model))
+    try:
+        for entry in checkpoint.entries():
+            if is_in_block(entry):
+                wanted.check(entry.name, entry.shape[1])
+        ids = None
+        if wanted.needs_data or (calibration is not None and wanted.container == "gguf"):
+            config = read_config(checkpoint.config)
+            ids = calibration_ids(calibration, checkpoint.tokenizer, config, sequences, tokens)
+        job = _job(checkpoint, wanted, ids, target, num_threads)
+        try:
+            with reporting("quantize", "layer", on_progress) as report:
+                job.run(report)
+        finally:
+            job.close()
+    finally:
+        checkpoint.close()
+    return target
+
+
+def _job(
+    checkpoint: Checkpoint, scheme: Scheme, ids: Tensor | None, out: Path, num_threads: int | None
+) -> Job:
+    """The job, with what tells it from others in the folder of what is unfinished."""
+    facts = {
+        "model": str(checkpoint.path.resolve()),
+        "tensors": _digest(repr([(e.name, e.shape, e.format) for e in checkpoint.entries()])),
+        "scheme": scheme.text,
+        "calibration": None if ids is None else _digest(repr(ids.tolist())),
+    }
+    if scheme.container == "gguf":
+        writer = GgufWriter(checkpoint, scheme)
+        return Job(checkpoint, scheme, writer, writer.kind, ids, out, facts, num_threads)
+    folder = HfWriter(checkpoint, scheme)
+    return Job(checkpoint, scheme, folder, None, ids, out, facts, num_threads)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

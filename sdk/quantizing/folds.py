@@ -1,0 +1,126 @@
+"""AWQ and SmoothQuant on a layer: factors per input channel, put into what comes before.
+
+The input of q, k and v, and that of gate and up, is the output of a norm, whose weight takes the
+factors. The input of the output projection is linear in the values, that of down is linear in up:
+there the rows before take them (AWQ only, and only where those rows are a matrix of their own).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from sdk.models.config import ModelConfig
+from sdk.quant.calibration import InputStatistics
+from sdk.quant.checkpoint import Checkpoint
+from sdk.quant.methods.awq import clip_and_round, stretch
+from sdk.quant.methods.integers import round_to_nearest
+from sdk.quant.methods.smooth import smoothing
+from sdk.quant.quantize import Packed, check_finite
+from sdk.quant.scheme import Scheme
+
+#: Inputs of these are norms' outputs: ``(the matrices, the norms it may be, the first that is)``.
+_AFTER_NORMS = (
+    (("q_proj", "qkv_proj"), ("input_layernorm",)),
+    (("gate_proj", "gate_up_proj"), ("pre_feedforward_layernorm", "post_attention_layernorm")),
+)
+#: Whose input is linear in the rows of which.
+_AFTER_ROWS = {"o_proj": "self_attn.v_proj", "down_proj": "mlp.up_proj"}
+#: Architectures without norms before their blocks.
+_NO_NORMS = ("olmo2",)
+
+
+class Folding:
+    """One layer's weights and plain tensors, changed in place of the checkpoint's.
+
+    ``path``: of the layer, ``model.layers.0``; ``plus_one``: norms are stored minus 1.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        scheme: Scheme,
+        config: ModelConfig,
+        path: str,
+        inputs: Mapping[tuple[str, ...], InputStatistics],
+        *,
+        plus_one: bool,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.scheme = scheme
+        self.config = config
+        self.path = path
+        self.plus_one = plus_one
+        self.inputs = inputs
+        self.weights = {n: checkpoint.weight(n).dequantize() for names in inputs for n in names}
+        self.tensors: dict[str, Tensor] = {}
+        #: By the first name: what each input was divided by.
+        self.factors: dict[str, Tensor] = {}
+        for name, weight in self.weights.items():
+            check_finite(name, weight)
+            scheme.check(name, weight.shape[1])
+
+    def run(self) -> tuple[dict[str, Packed], dict[str, Tensor]]:
+        """The packed matrices, and the plain tensors that were changed."""
+        for names, statistics in self.inputs.items():
+            self._fold(names, statistics)
+        packed: dict[str, Packed] = {}
+        for names, statistics in self.inputs.items():
+            gram = statistics.gram
+            s = self.factors.get(names[0])
+            if s is not None:
+                gram = gram / s / s.unsqueeze(1)
+            for name in names:
+                packed[name] = self._packed(name, gram)
+        return packed, self.tensors
+
+    def _packed(self, name: str, gram: Tensor) -> Packed:
+        weight = self.weights.pop(name)
+        # Clipping queries and keys would distort the products of both: the paper leaves them alone.
+        if self.scheme.method == "smoothquant" or name.endswith(("q_proj", "k_proj", "qkv_proj")):
+            return round_to_nearest(weight, self.scheme.spec)
+        return clip_and_round(weight, gram, self.scheme.spec)
+
+    def _fold(self, names: tuple[str, ...], statistics: InputStatistics) -> None:
+        last = names[0].rsplit(".", 1)[1]
+        for matrices, norms in _AFTER_NORMS:
+            if last in matrices and self.checkpoint.config["model_type"] not in _NO_NORMS:
+                found = (n for n in norms if self.checkpoint.has(f"{self.path}.{n}.weight"))
+                norm = next(found, None)
+                if norm is not None:
+                    self._into_norm(f"{self.path}.{norm}.weight", names, statistics)
+                return
+        before = f"{self.path}.{_AFTER_ROWS.get(last)}"
+        if self.scheme.method == "awq" and before in self.weights:
+            self._into_rows(before, names[0], statistics)
+
+    def _into_norm(self, norm: str, names: tuple[str, ...], statistics: InputStatistics) -> None:
+        weight = torch.cat([self.weights[name] for name in names])
+        if self.scheme.method == "smoothquant":
+            s = smoothing(weight, statistics.largest)
+        else:
+            s = stretch(weight, statistics, self.scheme.spec)
+        one = 1.0 if self.plus_one else 0.0
+        self.tensors[norm] = (self.checkpoint.tensor(norm) + one) / s - one
+        self._stretched(names, s)
+
+    def _into_rows(self, before: str, name: str, statistics: InputStatistics) -> None:
+        weight, rows = self.weights[name], self.weights[before]
+        columns = torch.arange(weight.shape[1])
+        shared = weight.shape[1] // rows.shape[0]  # query heads beside one another share values
+        width = self.config.head_dim if shared > 1 else 1
+        of = columns // (shared * width) * width + columns % width
+        s = stretch(weight, statistics, self.scheme.spec, of)
+        own = torch.ones(rows.shape[0]).scatter_(0, of, s)
+        self.weights[before] = rows / own.unsqueeze(1)
+        bias = f"{before}.bias"
+        if self.checkpoint.has(bias):
+            self.tensors[bias] = self.checkpoint.tensor(bias) / own
+        self._stretched((name,), s)
+
+    def _stretched(self, names: tuple[str, ...], s: Tensor) -> None:
+        for name in names:
+            self.weights[name] = self.weights[name] * s
+        self.factors[names[0]] = s

@@ -1,0 +1,256 @@
+"""Making a quantized model, layer by layer, so that it can be stopped and gone on with.
+
+Everything unfinished lies in a folder beside the result, ``OUT.partial``: what the job is
+(``job.json``), a part per finished layer and, for methods that need data, the input of the next
+layer. A layer is finished when its part has its name; whoever starts the same job again goes on
+behind the last one. The parts become the result at the very end, under its name at once.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from sdk.errors import QuantizationError
+from sdk.kernels.layouts import Dense, Layout
+from sdk.loaders.writers.parts import free_space, write_part
+from sdk.quant.calibration import InputStatistics, Observer
+from sdk.quant.checkpoint import Checkpoint
+from sdk.quant.derived import DerivedCheckpoint
+from sdk.quant.permuted import Permuted, PermutedWeight
+from sdk.quant.quantize import (
+    Packed,
+    check_finite,
+    quantize_joined,
+    quantize_without_data,
+    to_blocks,
+)
+from sdk.quant.scheme import Scheme
+from sdk.quant.weight import Weight, weight_of
+from sdk.quantizing.folds import Folding
+from sdk.quantizing.layers import LayerRun
+
+Report = Callable[[int, int], None]
+Encoded = tuple[dict[str, Tensor], str]
+
+
+class Writer(Protocol):
+    """What a format makes of a model; tensors come back under their names in the file, with a note
+    that ``finish`` reads again."""
+
+    def matrix(self, name: str, weight: Layout | Permuted) -> Encoded:
+        """A quantized matrix of a layer."""
+
+    def plain(self, name: str, tensor: Tensor) -> Encoded:
+        """A norm or bias, float32."""
+
+    def whole(self, name: str, weight: Weight) -> Encoded:
+        """The embedding or the head."""
+
+    def finish(self, parts: Sequence[Path], out: Path) -> None:
+        """Everything at ``out``, which does not exist yet."""
+
+
+class Job:
+    """One model into one scheme.
+
+    Args:
+        checkpoint: the original.
+        writer: of the scheme's format.
+        kinds: for GGUF, the block type of a matrix by name and columns.
+        ids: calibration text, int64 ``[S, T]``; None for methods without data.
+        out: what will be made.
+        facts: what makes this job the same as one begun before.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        scheme: Scheme,
+        writer: Writer,
+        kinds: Callable[[str, int], str] | None,
+        ids: Tensor | None,
+        out: Path,
+        facts: Mapping[str, object],
+        num_threads: int | None = None,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.scheme = scheme
+        self.writer = writer
+        self.kinds = kinds
+        self.ids = ids
+        self.out = out
+        self.facts = json.dumps(facts, indent=2, sort_keys=True)
+        self.folder = out.with_name(out.name + ".partial")
+        tokens = 1 if ids is None else ids.shape[1]
+        self.layers = LayerRun(checkpoint, tokens, num_threads)
+
+    def close(self) -> None:
+        """Idempotent; leaves what is finished on the disk."""
+        self.layers.close()
+
+    def run(self, report: Report) -> None:
+        """Do what is left. ``report(done, total)`` counts layers, and stops the job by raising.
+
+        :raises QuantizationError: OUT exists, no space, another job's unfinished folder, or a
+            matrix that cannot be quantized.
+        """
+        count = self.layers.config.num_layers
+        try:
+            self._enter()
+            first = next(i for i in range(count + 2) if not self._part(i).is_file())
+            report(min(first, count), count)
+            for index in range(first, count):
+                self._layer(index)
+                report(index + 1, count)
+            if first <= count:
+                self._ends(count)
+            made = self.folder / "made"
+            if made.is_dir():
+                shutil.rmtree(made)
+            self.writer.finish([self._part(i) for i in range(count + 1)], made)
+            self._expect_no_result()
+            made.rename(self.out)
+            shutil.rmtree(self.folder)
+        except OSError as error:
+            raise QuantizationError(f"{self.out}: cannot be written: {error}") from error
+
+    # -- the folder ----------------------------------------------------------------------------
+
+    def _part(self, index: int) -> Path:
+        return self.folder / f"part-{index:05d}.safetensors"
+
+    def _inputs(self, index: int) -> Path:
+        return self.folder / f"inputs-{index:05d}.npy"
+
+    def _expect_no_result(self) -> None:
+        if self.out.exists():
+            raise QuantizationError(f"{self.out}: exists already; name another place, or remove it")
+
+    def _enter(self) -> None:
+        self._expect_no_result()
+        note = self.folder / "job.json"
+        if note.is_file() and note.read_text(encoding="utf-8") != self.facts:
+            raise QuantizationError(
+                f"{self.folder}: holds an unfinished job of another model, scheme or calibration; "
+                "remove it, or name another place"
+            )
+        self._check_space()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        note.write_text(self.facts, encoding="utf-8")
+
+    def _check_space(self) -> None:
+        """The parts and the result lie side by side at the end."""
+        spec = self.scheme.spec
+        weights = sum(entry.num_elements for entry in self.checkpoint.entries())
+        needed = 2 * weights * spec.bits // 8
+        if self.ids is not None:
+            needed += 2 * self.ids.numel() * self.layers.config.hidden_size * 4
+        free = free_space(self.folder)
+        if free < needed:
+            raise QuantizationError(
+                f"{self.out}: expected {needed // 10**6} MB of free space, found {free // 10**6} MB"
+            )
+
+    # -- layers --------------------------------------------------------------------------------
+
+    def _layer(self, index: int) -> None:
+        observer = Observer()
+        observing = DerivedCheckpoint(self.checkpoint, observer.watch)
+        if self.ids is not None and not self._inputs(index).is_file():
+            if index:
+                raise QuantizationError(
+                    f"{self._inputs(index)}: missing; remove {self.folder} and start again"
+                )
+            self.layers.embed(self.checkpoint, self.ids, self._inputs(0))
+        layer = self.layers.build(observing, index)
+        names, plain = observing.pulled
+        packed: dict[str, Packed] = {}
+        changed: dict[str, Tensor] = {}
+        if self.ids is None:
+            packed = {name: self._without_data(name) for name in names}
+        else:
+            for name in names:  # before they are run, so that the error names the right one
+                check_finite(name, self._values(name))
+            for _ in self.layers.outputs(layer, self._inputs(index)):
+                pass
+            del layer
+            packed, changed = self._with_data(index, observer.inputs)
+            after = DerivedCheckpoint(
+                self.checkpoint, lambda name, weight: _weight(packed[name]), changed
+            )
+            made = self.layers.build(after, index)
+            self.layers.advance(made, self._inputs(index), self._inputs(index + 1))
+        tensors = {n: changed[n] if n in changed else self.checkpoint.tensor(n) for n in plain}
+        self._write(
+            index,
+            [self.writer.matrix(name, packed[name]) for name in names]
+            + [self.writer.plain(name, tensor) for name, tensor in tensors.items()],
+        )
+        self._inputs(index).unlink(missing_ok=True)
+
+    def _values(self, name: str) -> Tensor:
+        return self.checkpoint.weight(name).dequantize()
+
+    def _without_data(self, name: str, inputs: InputStatistics | None = None) -> Packed:
+        weight = self._values(name)
+        if self.kinds is None:
+            return quantize_without_data(name, weight, self.scheme)
+        kind = self.kinds(name, weight.shape[1])
+        if kind == "f16":
+            return Dense(weight.half())
+        return to_blocks(name, weight, kind, None if inputs is None else inputs.mean_square)
+
+    def _with_data(
+        self, index: int, inputs: Mapping[tuple[str, ...], InputStatistics]
+    ) -> tuple[dict[str, Packed], dict[str, Tensor]]:
+        """The layer's matrices, and the norms that were changed to suit them."""
+        packed: dict[str, Packed] = {}
+        if self.scheme.method in ("awq", "smoothquant"):
+            return Folding(
+                self.checkpoint,
+                self.scheme,
+                self.layers.config,
+                f"model.layers.{index}",
+                inputs,
+                plus_one=self.layers.model.norm_plus_one,
+            ).run()
+        for names, statistics in inputs.items():
+            if self.scheme.method == "gptq":
+                weights = {name: self._values(name) for name in names}
+                packed.update(quantize_joined(weights, statistics, self.scheme))
+            else:
+                packed.update((name, self._without_data(name, statistics)) for name in names)
+        return packed, {}
+
+    def _ends(self, count: int) -> None:
+        """The tensors outside the layers."""
+        found = [
+            self.writer.plain("model.norm.weight", self.checkpoint.tensor("model.norm.weight"))
+        ]
+        names = ["model.embed_tokens"]
+        if not self.layers.config.tie_word_embeddings:
+            names.append("lm_head")
+        found += [self.writer.whole(name, self.checkpoint.weight(name)) for name in names]
+        self._write(count, found)
+        self._inputs(count).unlink(missing_ok=True)
+
+    def _write(self, index: int, encoded: Sequence[Encoded]) -> None:
+        tensors: dict[str, Tensor] = {}
+        notes: dict[str, str] = {}
+        for found, note in encoded:
+            tensors |= found
+            if note:
+                notes |= dict.fromkeys(found, note)
+        write_part(self._part(index), tensors, notes)
+
+
+def _weight(packed: Packed) -> Weight:
+    if isinstance(packed, Permuted):
+        return PermutedWeight(weight_of(packed.layout), packed.order)
+    return weight_of(packed)
