@@ -166,6 +166,23 @@ def test_shards_win_over_a_stale_single_file(
     assert "ignored: model.safetensors" in caplog.text
 
 
+def test_an_index_may_be_called_after_its_shards(files: Any, folder: Path) -> None:
+    (folder / "model.safetensors").rename(
+        folder / "gptq_model-4bit-128g-00001-of-00002.safetensors"
+    )
+    files.folder(
+        folder, {"other": np.ones(3)}, name="gptq_model-4bit-128g-00002-of-00002.safetensors"
+    )
+    places = {EMBED: "1", "other": "2"}
+    index = {
+        name: f"gptq_model-4bit-128g-0000{part}-of-00002.safetensors"
+        for name, part in places.items()
+    }
+    path = folder / "gptq_model-4bit-128g.safetensors.index.json"
+    path.write_text(json.dumps({"weight_map": index}))
+    assert [entry.name for entry in open_checkpoint(folder).entries()] == [EMBED, "other"]
+
+
 def test_other_files_beside_a_single_one_are_ignored_and_reported(
     files: Any, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
