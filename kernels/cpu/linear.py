@@ -254,7 +254,8 @@ def _pack_affine(w: Affine, memory: WeightMemory) -> tuple[Packed, Tensor, int]:
         super_scale = interleave(w.super_scale)
         view.super_type = ELEMENT_TYPES[super_scale.dtype]
         view.supers = w.super_scale.shape[1]
-        view.super_units = -(-min(w.super_group, view.k_blocks * DEPTH) // view.unit)
+        whole = w.super_group >= k  # units of padding too
+        view.super_units = (view.k_blocks * DEPTH if whole else w.super_group) // view.unit
     minus = None if w.minus is None else interleave(w.minus)
     zeros = None if w.zeros is None else interleave(w.zeros)
     if minus is not None:

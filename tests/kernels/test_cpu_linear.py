@@ -83,7 +83,7 @@ def tables(cases: Any, rows: int) -> list[Layout]:
         )
     ]
     found += [cases.table(rows, 160, 4, 32, e8m0, values=E2M1)]
-    found += [cases.table(rows, 80, 4, 16, e4m3, 80, values=E2M1)]
+    found += [cases.table(rows, k, 4, 16, e4m3, k, values=E2M1) for k in (80, 256)]
     found += [cases.table(rows, 8192, 4, 4096, torch.float32, values=IQ4)]
     found += [cases.table(rows, 77, 4, 77, torch.float32, values=IQ4)]
     found += [cases.table(rows, 512, 3, group, torch.uint8, 256) for group in (16, 32)]

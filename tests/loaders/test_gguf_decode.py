@@ -9,12 +9,13 @@ import gguf
 import libgguf
 import numpy as np
 import pytest
+import torch
 from gguf.scripts.gguf_convert_endian import byteswap_tensors
 from numpy.typing import NDArray
 
 from sdk.kernels.layouts import BLOCK_TYPES, Blocks, Dense
 from sdk.kernels.reference.decode import decode
-from sdk.loaders.formats import gguf_codebooks
+from sdk.loaders.formats import gguf_codebooks, gguf_decode
 from sdk.loaders.formats.gguf_byte_order import to_little_endian
 from sdk.loaders.formats.gguf_decode import decode_matrix
 from sdk.loaders.formats.gguf_types import GGUF_TYPES, GgufType
@@ -111,6 +112,19 @@ def test_every_entry_of_a_codebook_and_every_sign_has_its_value(name: str) -> No
     data = np.concatenate(rows)
     layout = decode_matrix(kind, data, 256, "test")
     assert np.array_equal(bits(decode(layout).numpy()), bits(native(kind, data)))
+
+
+@pytest.mark.parametrize("name", ["IQ3_XXS", "TQ1_0", "NVFP4"])
+def test_rows_of_a_large_matrix_are_taken_apart_in_stretches(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = BY_NAME[name]
+    data = random_rows(kind, 50, 512)
+    at_once = decode(decode_matrix(kind, data, 512, "test"))
+    monkeypatch.setattr(gguf_decode, "_STRETCH", 7 * data.shape[1] + 1)
+    layout = decode_matrix(kind, data, 512, "test")
+    assert layout.shape == (50, 512)
+    assert torch.equal(decode(layout), at_once)
 
 
 @pytest.mark.parametrize("name", ["F64", "I8", "I16", "I32", "I64"])

@@ -10,7 +10,7 @@
 enum { kAbiVersion = 7 };
 
 // Element types of scales, minima, pages and dense values. kLow4 and kHigh4, for scales and minima
-// only, are the two halves of one byte (q2_k keeps both in it); kE8M0, for scales, is an exponent of 2.
+// only, are the two halves of one byte (q2_k keeps both in it); kE8M0, for scales, is a power of two.
 enum ElementType {
     kF16 = 0,
     kBF16 = 1,

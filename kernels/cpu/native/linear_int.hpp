@@ -11,8 +11,9 @@
 //
 // A strip of two row blocks goes through k in chunks that stay in the first-level cache: their scales
 // become floats once, from 9 rows on codes of other than 4 and 8 bits become bytes once (those that
-// index a table sooner), and each group of MR rows of x runs over the chunk with 2 * MR dot products in registers. Meanwhile memory is
-// asked for what comes next (pace), also across strips and calls: a start from nothing costs 2 us.
+// index a table sooner), and each group of MR rows of x runs over the chunk with 2 * MR dot products
+// in registers. Meanwhile memory is asked for what comes next (pace), also across strips and calls: a
+// start from nothing costs 2 us.
 #pragma once
 
 #include "planes.hpp"
