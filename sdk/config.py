@@ -55,7 +55,7 @@ class EngineConfig:
     num_threads: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
+    max_num_batched_tokens: int = 256
     block_size: int = 16
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True

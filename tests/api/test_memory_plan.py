@@ -13,7 +13,8 @@ from sdk import LLM, SamplingParams
 def test_the_plans_full_length_requests_run_at_once_and_undisturbed(
     tiny_path: Path, max_model_len: int
 ) -> None:
-    with LLM(tiny_path, max_model_len=max_model_len, max_num_seqs=6) as llm:
+    limits = {"max_model_len": max_model_len, "max_num_seqs": 6, "max_num_batched_tokens": 512}
+    with LLM(tiny_path, **limits) as llm:
         assert llm.memory_plan.num_pages == 6 * 4
         assert llm.memory_plan.full_requests == 6
         prompts = [{"prompt_token_ids": [3 + i] * (max_model_len - 3)} for i in range(6)]

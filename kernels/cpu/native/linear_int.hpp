@@ -180,20 +180,20 @@ __attribute__((noinline)) static void panel_int(Panel* p, const Rounded* x, floa
     p->ahead_end = ahead_end;
 }
 
+// Rows of x for one product: codes of other widths and units of 16 need more registers.
+constexpr int most_rows(int bits, int unit) {
+    return unit == 32 && (bits == 4 || bits == 8 || bits == kExpanded) ? kMaxRows : kMaxFineRows;
+}
+
 // Rows of x for the next product, of the m that are left.
 INLINE int rows_at_once(int most, int64_t m) {
     if (most >= 5 && (m == 8 || m == 16)) return 8;
     return most >= 5 && m >= 5 ? 5 : most >= 4 && m >= 4 ? 4 : m >= 2 ? 2 : 1;
 }
 
-template <int BITS, int UNIT>
-constexpr int most_rows() {
-    return UNIT == 32 && (BITS == 4 || BITS == 8 || BITS == kExpanded) ? kMaxRows : kMaxFineRows;
-}
-
 template <int BITS, int UNIT, bool MINUS>
 static void panel_rows(Panel* p, const Rounded* x, int rows, float* sums) {
-    const int kMost = most_rows<BITS, UNIT>();
+    const int kMost = most_rows(BITS, UNIT);
     switch (rows) {
         case 8: panel_int<BITS, UNIT, MINUS, kMost >= 5 ? 8 : 1>(p, x, sums); break;
         case 5: panel_int<BITS, UNIT, MINUS, kMost >= 5 ? 5 : 1>(p, x, sums); break;
@@ -206,7 +206,7 @@ static void panel_rows(Panel* p, const Rounded* x, int rows, float* sums) {
 // All rows of one pass over one chunk, for kPerBlock vectors of each block.
 template <int BITS, int UNIT, bool MINUS>
 static void rows_int(Panel* p, const Rounded* x, int64_t m, float* sums) {
-    const int kMost = most_rows<BITS, UNIT>();
+    const int kMost = most_rows(BITS, UNIT);
     int64_t products = 0;
     for (int64_t left = m; left > 0; left -= rows_at_once(kMost, left)) ++products;
     pace(p, products * kPerBlock);
@@ -341,6 +341,15 @@ static void store_strip(const LinearArgs* args, int64_t index, int valid, int64_
     }
 }
 
+// Makes the strip's columns of out this core's own before they are written: a row of logits is 192 KiB
+// from the next, so that each store waited for its line (the head takes 0.94 of its time, 16 rows).
+INLINE void own_lines(const LinearArgs* args, int64_t index, int64_t m, int64_t m_end) {
+    for (; m < m_end; ++m) {
+        const float* to = args->out + m * args->out_stride + index * kStripRows;
+        for (int i = 0; i < kStripRows; i += 16) __builtin_prefetch(to + i, 1);
+    }
+}
+
 // One chunk of one strip for `m` rows of x.
 template <int BITS, int UNIT, bool MINUS>
 static void chunk_int(Panel* panel, const Rounded* x, int64_t m, float* sums, uint8_t* expanded) {
@@ -396,6 +405,7 @@ static void strips_int(const LinearArgs* args, const Share* strips, uint8_t* scr
             const Strip strip = strip_at(w, s);
             const bool direct = chunks == 1 && strip.valid == kStripRows;  // no sums in between
             float* to = direct ? args->out + m * args->out_stride + s * kStripRows : sums;
+            if (direct && s + 1 < strips->end) own_lines(args, s + 1, m, m_end);
             for (int64_t c = 0; c < chunks; ++c) {
                 const int64_t i = chunk_begin(blocks, c), i_end = chunk_begin(blocks, c + 1);
                 for (int b = 0; b < kStrip; ++b) {
