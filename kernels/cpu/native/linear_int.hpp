@@ -180,21 +180,20 @@ __attribute__((noinline)) static void panel_int(Panel* p, const Rounded* x, floa
     p->ahead_end = ahead_end;
 }
 
+// Rows of x for one product: codes of other widths and units of 16 need more registers.
+constexpr int most_rows(int bits, int unit) {
+    return unit == 32 && (bits == 4 || bits == 8 || bits == kExpanded) ? kMaxRows : kMaxFineRows;
+}
+
 // Rows of x for the next product, of the m that are left.
 INLINE int rows_at_once(int most, int64_t m) {
     if (most >= 5 && (m == 8 || m == 16)) return 8;
     return most >= 5 && m >= 5 ? 5 : most >= 4 && m >= 4 ? 4 : m >= 2 ? 2 : 1;
 }
 
-// Rows of x for one product: codes of other widths and units of 16 need more registers.
-template <int BITS, int UNIT>
-constexpr int most_rows() {
-    return UNIT == 32 && (BITS == 4 || BITS == 8 || BITS == kExpanded) ? kMaxRows : kMaxFineRows;
-}
-
 template <int BITS, int UNIT, bool MINUS>
 static void panel_rows(Panel* p, const Rounded* x, int rows, float* sums) {
-    const int kMost = most_rows<BITS, UNIT>();
+    const int kMost = most_rows(BITS, UNIT);
     switch (rows) {
         case 8: panel_int<BITS, UNIT, MINUS, kMost >= 5 ? 8 : 1>(p, x, sums); break;
         case 5: panel_int<BITS, UNIT, MINUS, kMost >= 5 ? 5 : 1>(p, x, sums); break;
@@ -207,7 +206,7 @@ static void panel_rows(Panel* p, const Rounded* x, int rows, float* sums) {
 // All rows of one pass over one chunk, for kPerBlock vectors of each block.
 template <int BITS, int UNIT, bool MINUS>
 static void rows_int(Panel* p, const Rounded* x, int64_t m, float* sums) {
-    const int kMost = most_rows<BITS, UNIT>();
+    const int kMost = most_rows(BITS, UNIT);
     int64_t products = 0;
     for (int64_t left = m; left > 0; left -= rows_at_once(kMost, left)) ++products;
     pace(p, products * kPerBlock);
