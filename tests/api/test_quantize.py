@@ -320,7 +320,7 @@ def test_a_model_is_packed_while_it_is_loaded(
         model = llm._runner().model
         weights = [linear.weight for _, linear in model.linears()] + [model.embedding.weight]
         held = sum({id(weight): weight.nbytes for weight in weights}.values())
-    assert 0.97 * small.weights < held < 1.04 * small.weights + 2**14
+    assert 0.9 * small.weights < held < small.weights  # 4 % are for kernels that take more
 
 
 def test_ranks_pack_their_own_part(llama: Path, ids: Ids) -> None:
