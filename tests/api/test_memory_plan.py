@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from sdk import LLM, SamplingParams
+from sdk.loaders.open import open_checkpoint
+from sdk.memory import PACKING
 
 
 @pytest.mark.parametrize("max_model_len", [64, 50])
@@ -30,3 +32,13 @@ def test_a_context_that_ends_within_a_page_needs_all_of_it(tiny_path: Path) -> N
     page = LLM.plan(tiny_path).page_bytes
     plan = LLM.plan(tiny_path, max_model_len=17, kv_cache_memory_bytes=3 * page)
     assert (plan.num_pages, plan.full_requests) == (3, 1.5)
+
+
+def test_weights_that_grow_at_load_are_planned_as_they_are_held(golden: Path) -> None:
+    """IQ3_S takes 3.44 bits per weight in the file and 4.31 in memory."""
+    path = golden / "gguf-IQ3_S" / "model.gguf"
+    entries = open_checkpoint(path).entries()
+    assert {entry.format for entry in entries if entry.held is not None} == {"IQ3_S"}
+    held = sum(entry.nbytes if entry.held is None else entry.held for entry in entries)
+    assert held > 1.1 * sum(entry.nbytes for entry in entries)
+    assert LLM.plan(path).weights == int(held * PACKING)
