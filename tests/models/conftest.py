@@ -255,9 +255,13 @@ def ops(request: pytest.FixtureRequest) -> Iterator[Ops]:
 @pytest.fixture
 def load(ops: Ops) -> Callable[..., CausalLM]:
     """``load(transformers model or checkpoint, max_model_len=, mesh=)`` -> our model."""
+    # An Ops belongs to one rank, and its weight memory to one thread: the simulated ranks, which
+    # share it, load one after another (at once, one head in a hundred lay over another weight).
+    turn = threading.Lock()
 
     def load(source: Any, max_model_len: int = 256, mesh: Mesh | None = None) -> CausalLM:
         checkpoint = source if isinstance(source, DictCheckpoint) else checkpoint_of(source)
-        return build_model(checkpoint, mesh or Mesh(), ops, max_model_len=max_model_len)
+        with turn:
+            return build_model(checkpoint, mesh or Mesh(), ops, max_model_len=max_model_len)
 
     return load
