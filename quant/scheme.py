@@ -43,8 +43,8 @@ class Scheme:
     6 bits (4 to 8; without it they stay as they are; files with it are read by this package
     alone: transformers would leave such an embedding as it was initialized); ``fp8-tensor``,
     ``fp8-channel``, ``fp8-block``; ``mxfp4``, ``nvfp4``; a GGUF type or mixture (``q4_0``,
-    ``q4_k_m``); or a short name: ``int4`` (``hqq-w4g64-h8``), ``int8`` (``rtn-w8s-h8``), ``w8a8``, ``gptq``, ``awq``,
-    ``hqq``, ``fp8``.
+    ``q4_k_m``); or a short name: ``int4`` (``hqq-w4g64-h8``), ``int8`` (``rtn-w8s-h8``),
+    ``w8a8``, ``gptq``, ``awq``, ``hqq``, ``fp8``.
     """
 
     text: str
