@@ -40,10 +40,11 @@ class Scheme:
     Written ``gptq-w4g128`` (4 bits, a scale per 128 columns; no ``g`` is one per output channel
     for ``rtn`` and ``smoothquant`` and 128 or 64 for the others), with ``s`` behind for symmetric
     grids, ``-act`` for GPTQ groups in the order of importance, ``-h6`` for embedding and head in
-    6 bits (4 to 8; without it they stay as they are); ``fp8-tensor``, ``fp8-channel``,
-    ``fp8-block``; ``mxfp4``, ``nvfp4``; a GGUF type or mixture (``q4_0``, ``q4_k_m``); or a short
-    name: ``int4`` (``hqq-w4g64-h8``), ``int8`` (``rtn-w8s-h8``), ``w8a8``, ``gptq``, ``awq``,
-    ``hqq``, ``fp8``.
+    6 bits (4 to 8; without it they stay as they are; files with it are read by this package
+    alone: transformers would leave such an embedding as it was initialized); ``fp8-tensor``,
+    ``fp8-channel``, ``fp8-block``; ``mxfp4``, ``nvfp4``; a GGUF type or mixture (``q4_0``,
+    ``q4_k_m``); or a short name: ``int4`` (``hqq-w4g64-h8``), ``int8`` (``rtn-w8s-h8``),
+    ``w8a8``, ``gptq``, ``awq``, ``hqq``, ``fp8``.
     """
 
     text: str
