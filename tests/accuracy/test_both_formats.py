@@ -129,7 +129,7 @@ def gguf_of(model: Any) -> GgufBytes:
             heads = len(values) // config.head_dim
             pairs = values.view(heads, 2, config.head_dim // 2, -1)
             values = pairs.transpose(1, 2).reshape(values.shape)
-        if parts[4] == "experts":
+        if parts[4:5] == ["experts"]:
             part = parts[-1].removesuffix("_proj")
             experts.setdefault(f"blk.{parts[2]}.ffn_{part}_exps.{suffix}", []).append(values)
             continue
