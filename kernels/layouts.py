@@ -47,7 +47,7 @@ class Dense:
 class Float8:
     """8-bit floats with a scale per block: ``w[n, k] = values[n, k] * scale[n // bn, k // bk]``.
 
-    ``values [N, K]`` in float8_e4m3fn or float8_e5m2, ``scale`` float32
+    ``values [N, K]`` in float8_e4m3fn or float8_e5m2, ``scale`` float32 or float8_e8m0fnu
     ``[ceil(N / bn), ceil(K / bk)]``, ``block = (bn, bk)``: ``(N, K)`` is one scale per tensor,
     ``(1, K)`` one per output channel; the last block of either direction may be shorter.
     """
@@ -80,6 +80,7 @@ class Affine:
     ``super_scale`` float32 or float16 ``[N, ceil(K / super_group)]``: a second level of scales,
     ``scale`` may then be uint8 or int8 too. The scale of a weight is the product, in float32.
     ``name``: what users call the format (``nf4``), where bits and group do not say it.
+    ``activation_bits``: what the file rounds the inputs of this matrix to, 16 where it does not.
     """
 
     shape: tuple[int, int]
@@ -95,6 +96,7 @@ class Affine:
     super_scale: Tensor | None = None
     super_group: int = 0
     name: str = ""
+    activation_bits: int = 16
 
     @property
     def nbytes(self) -> int:
@@ -177,7 +179,7 @@ def check_layout(layout: Layout) -> None:
                 raise KernelError(f"float8 block: expected sizes from 1, found {layout.block}")
             _expect("float8 values", layout.values, (rows, columns), _FLOAT8)
             grid = (-(-rows // high), -(-columns // wide))
-            _expect("float8 scale", layout.scale, grid, (torch.float32,))
+            _expect("float8 scale", layout.scale, grid, (torch.float32, torch.float8_e8m0fnu))
         case Affine():
             _check_affine(layout)
         case Blocks():

@@ -10,7 +10,8 @@ from sdk.quant.errors import CheckpointError, UnsupportedError
 
 logger = logging.getLogger("sdk")
 
-INDEX_NAME = "model.safetensors.index.json"
+INDEX_ENDING = ".safetensors.index.json"
+INDEX_NAME = f"model{INDEX_ENDING}"
 SINGLE_NAME = "model.safetensors"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
@@ -24,15 +25,15 @@ def open_weights(folder: Path, weights: Path | None = None) -> SafetensorsFiles:
     """
     if weights is not None:
         return SafetensorsFiles([checked_file(folder, weights.name)])
-    index = folder / INDEX_NAME
+    index = _index(folder)
     found = sorted(path.name for path in folder.glob("*.safetensors"))
-    if index.is_file():
+    if index is not None:
         files = read_index(index, folder)
         listed = {tensor.file.path.name for tensor in files.tensors.values()}
         stale = [name for name in found if name not in listed]
         if stale:
             logger.warning(
-                "%s: not listed in %s, ignored: %s", folder, INDEX_NAME, ", ".join(stale)
+                "%s: not listed in %s, ignored: %s", folder, index.name, ", ".join(stale)
             )
         return files
     if SINGLE_NAME in found:
@@ -49,6 +50,14 @@ def open_weights(folder: Path, weights: Path | None = None) -> SafetensorsFiles:
             f"{INDEX_NAME} that says what is where; download the index too"
         )
     raise _no_weights(folder, found)
+
+
+def _index(folder: Path) -> Path | None:
+    """The index of the shards; AutoGPTQ calls it after the model's bits and group."""
+    if (folder / INDEX_NAME).is_file():
+        return folder / INDEX_NAME
+    others = list(folder.glob(f"*{INDEX_ENDING}"))
+    return others[0] if len(others) == 1 else None
 
 
 def _no_weights(folder: Path, adapters: list[str]) -> CheckpointError:

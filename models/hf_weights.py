@@ -60,18 +60,16 @@ class Filling:
 
         for name, module in list(self.model.named_modules()):
             if type(module) is nn.Embedding:
-                weight = self._pull(name, module)
+                weight = self._pull(name, tuple(module.weight.shape))
                 if module is self.tied_to:
                     self.tied = weight
                 new: nn.Module = PackedEmbedding(weight)
             elif type(module) is nn.Linear:
                 shared = self.tied if module is self.head else None
-                new = PackedLinear(self._linear(name, shared or self._pull(name, module), module))
-            elif type(module) is Conv1D:  # GPT-2 stores [in, out]: turned, so no longer packed
-                values = self.checkpoint.weight(self._name(name)).dequantize().t().contiguous()
-                turned = DenseWeight(Dense(values))
-                turned.bind(self.ops)
-                new = PackedLinear(self._linear(name, turned, module))
+                weight = shared or self._pull(name, tuple(module.weight.shape))
+                new = PackedLinear(self._linear(name, weight, module))
+            elif type(module) is Conv1D:
+                new = PackedLinear(self._linear(name, self._turned(name, module), module))
             else:
                 self._load_plain(name, module)
                 continue
@@ -87,11 +85,24 @@ class Filling:
         spellings = (name, name.removeprefix(prefix), name.replace("lm_head", "embed_out"))
         return next((n for n in spellings if self.checkpoint.has(n)), name)
 
-    def _pull(self, name: str, module: Any) -> Weight:
+    def _pull(self, name: str, shape: tuple[int, ...]) -> Weight:
         weight = self.checkpoint.weight(self._name(name))
-        if weight.shape != tuple(module.weight.shape):
+        if weight.shape != shape:
             raise CheckpointError(
-                f"{name}: expected shape {list(module.weight.shape)}, found {list(weight.shape)}"
+                f"{name}: expected shape {list(shape)}, found {list(weight.shape)}"
+            )
+        weight.bind(self.ops)
+        return weight
+
+    def _turned(self, name: str, module: Any) -> Weight:
+        """GPT-2's files hold ``[in, out]`` in floats; quantizers write ``[out, in]`` as for all."""
+        weight = self.checkpoint.weight(self._name(name))
+        if weight.spec.kind == "float":
+            weight = DenseWeight(Dense(weight.dequantize().t().contiguous()))
+        shape = tuple(module.weight.shape)[::-1]
+        if weight.shape != shape:
+            raise CheckpointError(
+                f"{name}: expected shape {list(shape)}, found {list(weight.shape)}"
             )
         weight.bind(self.ops)
         return weight

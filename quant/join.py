@@ -52,14 +52,14 @@ def _facts(w: Affine) -> tuple[object, ...]:
     """All that is not a row's own."""
     table = None if w.table is None else tuple(w.table.tolist())
     level = None if w.super_scale is None else w.super_scale.dtype
-    kinds = (w.zeros is None, w.minus is None, table, level)
+    kinds = (w.zeros is None, w.minus is None, table, level, w.activation_bits)
     return w.name, w.bits, w.group, w.super_group, w.zero, w.signed, w.scale.dtype, kinds
 
 
 def _join_float8(parts: Sequence[Float8]) -> Float8 | None:
     """Whole blocks stay blocks; scales of unlike height become one per output channel."""
     columns = parts[0].shape[1]
-    if len({(w.values.dtype, min(w.block[1], columns)) for w in parts}) != 1:
+    if len({(w.values.dtype, w.scale.dtype, min(w.block[1], columns)) for w in parts}) != 1:
         return None
     values = _stacked([w.values.view(torch.uint8) for w in parts]).view(parts[0].values.dtype)
     high, wide = parts[0].block

@@ -226,6 +226,7 @@ class AffineWeight(PackedWeight):
                 layout.bits,
                 group=None if layout.group >= layout.shape[1] else layout.group,
                 symmetric=layout.minus is None and layout.zeros is None,
+                activation_bits=layout.activation_bits,
             )
         super().__init__(layout)
 

@@ -114,7 +114,8 @@ class Linear:
 
     ``activation_bits`` 8: activations are rounded per 32 values (quantized weights only). 16: of
     blocks whose step is above their row's root mean square, what the rounding left is rounded and
-    multiplied too. 32, and always for plain floats: everything is fp32.
+    multiplied too. With either, the values of a table are 8-bit integers (``integer_steps``). 32,
+    and always for plain floats: everything is fp32.
     """
 
     def __init__(self, engine: Engine, memory: WeightMemory, activation_bits: int) -> None:
@@ -257,6 +258,7 @@ def _pack_values(w: Dense | Float8, memory: WeightMemory) -> tuple[Packed, Tenso
         facts = Float8(facts.values, w.scale.to("meta"), w.block)
         scale = interleave(row_scales(w))
         view.groups, view.unit, view.group_units = w.scale.shape[1], 1, min(w.block[1], k)
+        view.super_type = ELEMENT_TYPES[w.scale.dtype]
     packed = Packed(facts, view, codes, scale)
     _point(packed)
     return packed, values, 0
@@ -281,14 +283,21 @@ def _pack_affine(w: Affine, memory: WeightMemory) -> tuple[Packed, Tensor, int]:
         super_scale = interleave(w.super_scale)
         view.super_type = ELEMENT_TYPES[super_scale.dtype]
         view.supers = w.super_scale.shape[1]
-        view.super_units = -(-min(w.super_group, view.k_blocks * DEPTH) // view.unit)
+        whole = w.super_group >= k  # units of padding too
+        view.super_units = (view.k_blocks * DEPTH if whole else w.super_group) // view.unit
     minus = None if w.minus is None else interleave(w.minus)
     zeros = None if w.zeros is None else interleave(w.zeros)
     if minus is not None:
         view.minus_type = ELEMENT_TYPES[minus.dtype]
     # new_empty and not a slice: a slice would keep the canonical tensors alive
-    none = {"codes": w.codes.new_empty(0, 0), "scale": w.scale.new_empty(0, 0)}
-    facts = replace(w, **none, zeros=None, minus=None, super_scale=None)
+    facts = replace(
+        w,
+        codes=w.codes.new_empty(0, 0),
+        scale=w.scale.new_empty(0, 0),
+        zeros=None,
+        minus=None,
+        super_scale=None,
+    )
     codes = _codes(view, memory)
     packed = Packed(
         facts, view, codes, scale, minus, zeros, super_scale, table=_tabulate(view, w.table)

@@ -49,7 +49,8 @@ def decode(layout: Layout) -> Tensor:
         case Dense():
             return layout.values.to(torch.float32)
         case Float8():
-            scale = row_scales(layout).repeat_interleave(min(layout.block[1], layout.shape[1]), 1)
+            scale = row_scales(layout).to(torch.float32)
+            scale = scale.repeat_interleave(min(layout.block[1], layout.shape[1]), 1)
             return layout.values.to(torch.float32) * scale[:, : layout.shape[1]]
         case Affine():
             return _decode_affine(layout)
@@ -58,9 +59,9 @@ def decode(layout: Layout) -> Tensor:
 
 
 def row_scales(w: Float8) -> Tensor:
-    """The scales of every row: float32 ``[N, ceil(K / bk)]``."""
+    """The scales of every row, in their own type: ``[N, ceil(K / bk)]``."""
     rows = w.shape[0]
-    return w.scale.repeat_interleave(min(w.block[0], max(rows, 1)), 0)[:rows]
+    return w.scale[torch.arange(rows, device=w.scale.device) // w.block[0]]
 
 
 def _decode_affine(w: Affine) -> Tensor:

@@ -39,29 +39,25 @@ _STORAGE = ("U8", "BF16", "F16", "F32")
 #: The JSON has some 170 bytes.
 _MAX_STATE = 4096
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 #: Weights dequantized at a time: what torch converts without its threads (quant/join.py).
 _CHUNK = 1 << 15
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
+def settings(config: Mapping[str, Any], source: str) -> None:
     """Nothing: every layer describes itself."""
 
 
-def settings(config: Mapping[str, Any], source: str) -> Settings:
-    """See :class:`sdk.loaders.formats.stored_layer.Format`."""
-    return Settings()
-
-
-def outline(layer: StoredLayer, settings: Settings) -> tuple[tuple[int, int], str]:
+def outline(layer: StoredLayer, settings: None) -> tuple[tuple[int, int], str]:
     """See :class:`sdk.loaders.formats.stored_layer.Format`."""
     if layer.has(".SCB"):
         return scales.outline(layer, ".weight", ("I8",)), "w8"
     kind = "nf4" if layer.has(f"{_STATE}nf4") else "fp4"
-    return layer.shape or _state(layer, kind).shape, kind
+    state = _state(layer, kind)
+    return state.shape, kind if state.stays_packed else _NAMES[state.dtype]
 
 
-def decode(layer: StoredLayer, settings: Settings) -> Layout:
+def decode(layer: StoredLayer, settings: None) -> Layout:
     """The layout of a layer.
 
     Raises:
@@ -103,6 +99,11 @@ class _State:
     nested_block: int
     nested_offset: float
 
+    @property
+    def stays_packed(self) -> bool:
+        """Blocks are parts of a row."""
+        return self.shape[1] % self.block == 0
+
 
 def _four_bits(layer: StoredLayer, kind: str) -> Layout:
     state = _state(layer, kind)
@@ -119,9 +120,10 @@ def _four_bits(layer: StoredLayer, kind: str) -> Layout:
     if tuple(table.shape) != (16,):
         raise layer.fail(".weight.quant_map", f"shape {list(table.shape)}, expected [16]")
     scale = _absmax(layer, state, -(-count // state.block))
-    if columns % state.block:
+    if not state.stays_packed:
         # Blocks go on into the next row, which no layout has; these are sizes that the common
         # models do not have (K % 64). The value is the one bitsandbytes computes with.
+        layer.warn(f"blocks over the ends of rows: held as {_NAMES[state.dtype]}, not in 4 bits")
         return Dense(_values(packed.numpy(), table.numpy(), scale, state))
     codes = packed.numpy().reshape(rows, columns // 2)
     return Affine(
@@ -188,13 +190,14 @@ def _state(layer: StoredLayer, kind: str) -> _State:
         if not sound:
             raise layer.fail(ending, f"{key} is {str(state.get(key))[:80]}, expected {wanted}")
 
-    shape, block = state.get("shape"), state.get("blocksize")
+    shape: Any = state.get("shape")
+    block: Any = state.get("blocksize")
     sizes = isinstance(shape, list) and all(type(size) is int and size > 0 for size in shape)
     expect("shape", sizes and len(shape) == 2, "two sizes")
     layer.check_shape(ending, tuple(shape))
     expect("quant_type", state.get("quant_type") == kind, kind)
     expect("blocksize", _is_block(block), "a power of two from 16 to 65536")
-    expect("dtype", state.get("dtype") in _DTYPES, " or ".join(_DTYPES))
+    expect("dtype", str(state.get("dtype")) in _DTYPES, " or ".join(_DTYPES))
     nested, offset = state.get("nested_blocksize", 0), state.get("nested_offset", 0.0)
     expect("nested_blocksize", nested == 0 or _is_block(nested), "a power of two from 16 to 65536")
     expect("nested_dtype", state.get("nested_dtype", "float32") == "float32", "float32")

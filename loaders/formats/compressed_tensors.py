@@ -62,12 +62,13 @@ _FORMATS = (
 @dataclass(frozen=True, slots=True)
 class Scheme:
     """What one entry of ``config_groups`` says of its weights: ``group`` columns, or a ``block`` of
-    rows and columns, where it names a size."""
+    rows and columns, where it names a size; and to how many bits it rounds their inputs."""
 
     kind: str
     bits: int
     group: int | None = None
     block: tuple[int, int] | None = None
+    activation_bits: int = 16
 
     def __str__(self) -> str:
         return f"{self.bits}-bit {self.kind}"
@@ -81,6 +82,11 @@ class Settings:
 
     def bits_of(self, kind: str) -> list[int]:
         return sorted({scheme.bits for scheme in self.schemes if scheme.kind == kind})
+
+    def activation_bits_of(self, bits: int) -> int:
+        """Of inputs of integers of ``bits``: 8 where all entries that describe them say so."""
+        said = [s.activation_bits for s in self.schemes if (s.kind, s.bits) == ("int", bits)]
+        return max(said, default=16)
 
     def groups_of(self, columns: int) -> set[int]:
         """Columns that may share a scale; the whole row, where no entry has groups."""
@@ -153,11 +159,14 @@ def _scheme(group: Any, source: str) -> Scheme | None:
     size = weights.get("group_size")
     if size is not None and (type(size) is not int or (size < 1 and size != -1)):
         raise CheckpointError(f"{source}.weights.group_size is {str(size)[:80]}, expected from 1")
+    inputs = group.get("input_activations")
+    rounded = isinstance(inputs, Mapping) and inputs.get("num_bits") == 8
     return Scheme(
         kind,
         bits,
         None if size == -1 else size,
         _block(weights.get("block_structure"), source),
+        8 if rounded else 16,
     )
 
 
@@ -180,7 +189,7 @@ def outline(layer: StoredLayer, settings: Settings) -> tuple[tuple[int, int], st
         kind = layer.stored(".weight").dtype
         shape = scales.outline(layer, ".weight", ("I8", *FLOAT8))
         if kind == "I8":
-            bits = (settings.bits_of("int") or [8])[0]
+            bits = (settings.bits_of("int") or [8])[-1]
             return shape, numerics(layer, ".weight_scale", bits, shape[1])
         powers = layer.stored(".weight_scale").dtype in EXPONENTS
         return shape, "mxfp8" if powers else FLOAT8[kind]
@@ -234,7 +243,7 @@ def _unpacked(layer: StoredLayer, settings: Settings) -> Layout:
     widths = settings.bits_of("int")
     layout = signed_matrix(layer, ".weight", values, scale, group, points, widths)
     _expect(layer, ".weight", settings, "int", layout.bits)
-    return layout
+    return replace(layout, activation_bits=settings.activation_bits_of(layout.bits))
 
 
 def _expect(layer: StoredLayer, ending: str, settings: Settings, kind: str, bits: int) -> None:
@@ -261,7 +270,15 @@ def _integers(layer: StoredLayer, settings: Settings) -> Affine | Permuted:
     scale, group = row_groups(
         layer, ".weight_scale", floats(layer, ".weight_scale"), shape, settings.groups_of(shape[1])
     )
-    layout = Affine(shape, bits, group, codes, scale, zero=1 << bits - 1)
+    layout = Affine(
+        shape,
+        bits,
+        group,
+        codes,
+        scale,
+        zero=1 << bits - 1,
+        activation_bits=settings.activation_bits_of(bits),
+    )
     if layer.has(".weight_zero_point"):
         layout = replace(layout, zero=0, zeros=_zeros(layer, layout, whole))
     return _ordered(layer, layout) if layer.has(".weight_g_idx") else layout

@@ -7,7 +7,6 @@ rounded to 8-bit floats here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from sdk.kernels.layouts import Float8
@@ -19,22 +18,16 @@ ENDINGS = (".weight_scale",)
 BESIDE = (".weight", ".input_scale", ".input_scale_ub")
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
+def settings(config: Mapping[str, Any], source: str) -> None:
     """Nothing: the tensors of a layer say all."""
 
 
-def settings(config: Mapping[str, Any], source: str) -> Settings:
-    """See :class:`sdk.loaders.formats.stored_layer.Format`."""
-    return Settings()
-
-
-def outline(layer: StoredLayer, settings: Settings) -> tuple[tuple[int, int], str]:
+def outline(layer: StoredLayer, settings: None) -> tuple[tuple[int, int], str]:
     """See :class:`sdk.loaders.formats.stored_layer.Format`."""
     return scales.outline(layer, ".weight", FLOAT8), FLOAT8[layer.stored(".weight").dtype]
 
 
-def decode(layer: StoredLayer, settings: Settings) -> Float8:
+def decode(layer: StoredLayer, settings: None) -> Float8:
     """
     Raises:
         CheckpointError: the tensors of the layer disagree.

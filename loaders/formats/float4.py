@@ -25,6 +25,8 @@ def nvfp4(layer: StoredLayer, packed: Tensor, ending: str, factor: float) -> Aff
     Raises:
         CheckpointError: scales of another shape, or one that is not a number.
     """
+    if not abs(factor) < 2.0**127:
+        raise layer.fail(ending, f"times {factor}, expected a finite factor")
     scale = layer.read(ending, ("F8_E4M3",))
     shape = _shape(layer, packed, ending, scale, NVFP4_GROUP)
     if (scale.view(torch.uint8).numpy() & 0x7F == 0x7F).any():

@@ -108,7 +108,6 @@ def codebook(name: str) -> _Bytes:
     )
     powers = base ** np.arange(digits)
     found: _Bytes = (np.flatnonzero(there)[:, None] // powers % base).astype(np.uint8)
-    found.setflags(write=False)
     return found
 
 

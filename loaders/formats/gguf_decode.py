@@ -7,12 +7,15 @@ them. `gguf_repack` and `gguf_codebooks` bring the others into a layout that ker
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sdk.kernels.layouts import BLOCK_TYPES, Blocks, Dense, Layout
+from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Layout
 from sdk.loaders.formats import gguf_codebooks, gguf_repack
 from sdk.loaders.formats.gguf_types import GgufType
 from sdk.quant.errors import CheckpointError
@@ -20,6 +23,8 @@ from sdk.quant.errors import CheckpointError
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NUMBERS = {"F64": "<f8", "I8": "<i1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}
 _REPACKED = {**gguf_repack.DECODERS, **gguf_codebooks.DECODERS}
+#: Bytes of the file taken apart at a time: some 60 MB besides, most of it indices.
+_STRETCH = 2 << 20
 
 
 def decode_matrix(
@@ -55,11 +60,38 @@ def decode_matrix(
     if kind.name in ("MXFP4", "NVFP4"):
         _check_bytes(blocks, kind, source)
     if kind.name in _REPACKED:
-        return _REPACKED[kind.name](blocks, columns)
+        return _in_stretches(_REPACKED[kind.name], blocks, columns)
     name = kind.name.lower()
     assert name in BLOCK_TYPES, name
     writable = data if data.flags.writeable else data.copy()
     return Blocks((data.shape[0], columns), name, torch.from_numpy(writable))
+
+
+def _in_stretches(
+    decoder: Callable[[NDArray[np.uint8], int], Affine], blocks: NDArray[np.uint8], columns: int
+) -> Affine:
+    """Some rows at a time: of an embedding the indices alone would take more than its codes."""
+    total = len(blocks)
+    rows = max(_STRETCH // blocks[0].nbytes, 1)
+    first = decoder(blocks[:rows], columns)
+    if rows >= total:
+        return first
+    codes, scale, supers = (
+        None if part is None else torch.empty((total, part.shape[1]), dtype=part.dtype)
+        for part in (first.codes, first.scale, first.super_scale)
+    )
+    assert codes is not None and scale is not None
+    whole = replace(first, shape=(total, columns), codes=codes, scale=scale, super_scale=supers)
+    for start in range(0, total, rows):
+        part = decoder(blocks[start : start + rows], columns) if start else first
+        for to, some in (
+            (codes, part.codes),
+            (scale, part.scale),
+            (supers, part.super_scale),
+        ):
+            if to is not None and some is not None:  # numpy: torch would wake its threads for it
+                to.view(torch.uint8).numpy()[start : start + rows] = some.view(torch.uint8).numpy()
+    return whole
 
 
 def _dense(data: NDArray[np.uint8], dtype: torch.dtype) -> Tensor:

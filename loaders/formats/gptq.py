@@ -123,7 +123,7 @@ def layer_settings(
             f"{source}: settings of single layers are {str(overrides)[:80]}, expected an object"
         )
     for own in (overrides or {}).values():
-        if not isinstance(own, Mapping) or (own.get("bits") or 0) == 16:
+        if not isinstance(own, Mapping) or own.get("bits") in (16, 32):
             continue  # a layer that is not quantized
         all_bits.append(integer(own, ("bits", "w_bit"), source, 2, 8) or bits)
         groups.append(integer(own, ("group_size",), source, -1, MAX_GROUP) or group)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.layouts import Affine, Dense, Layout
-from sdk.loaders.formats.bit_streams import Bytes, packed_matrix
+from sdk.loaders.formats.bit_streams import Bytes, all_finite, packed_matrix
 from sdk.loaders.formats.scales import FLOATS, floats
 from sdk.loaders.formats.stored_layer import StoredLayer
 
@@ -42,11 +42,6 @@ _CHUNK = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """Nothing: every layer describes itself."""
-
-
-@dataclass(frozen=True, slots=True)
 class _Meta:
     shape: tuple[int, int]
     bits: int
@@ -54,19 +49,25 @@ class _Meta:
     axis: int
     packing: str
 
+    @property
+    def stays_packed(self) -> bool:
+        """Groups are parts of a row."""
+        return self.axis == 1 and self.shape[1] % self.group == 0
 
-def settings(config: Mapping[str, Any], source: str) -> Settings:
-    """See :class:`sdk.loaders.formats.stored_layer.Format`."""
-    return Settings()
+
+def settings(config: Mapping[str, Any], source: str) -> None:
+    """Nothing: every layer describes itself."""
 
 
-def outline(layer: StoredLayer, settings: Settings) -> tuple[tuple[int, int], str]:
+def outline(layer: StoredLayer, settings: None) -> tuple[tuple[int, int], str]:
     """See :class:`sdk.loaders.formats.stored_layer.Format`."""
     meta = _meta(layer)
+    if not meta.stays_packed:
+        return meta.shape, FLOATS.get(layer.stored(".scale").dtype, "f32")
     return meta.shape, f"w{meta.bits}g{meta.group}"
 
 
-def decode(layer: StoredLayer, settings: Settings) -> Layout:
+def decode(layer: StoredLayer, settings: None) -> Layout:
     """The layout of a layer; groups along axis 0, or over the end of a row, are dequantized to the
     type of the scales.
 
@@ -84,7 +85,8 @@ def decode(layer: StoredLayer, settings: Settings) -> Layout:
     count = groups if meta.axis == 1 else meta.group  # rows of the matrix of groups
     codes = _codes(layer, meta, count, meta.group if meta.axis == 1 else groups)
     scale, zero = (_per_group(layer, name, groups) for name in (".scale", ".zero"))
-    if meta.axis == 0 or columns % meta.group:
+    if not meta.stays_packed:
+        layer.warn(f"groups of more than one row: held as floats, not in {meta.bits} bits")
         shape = (-1, 1) if meta.axis == 1 else (1, -1)
         return Dense(_values(codes, scale.reshape(shape), zero.reshape(shape)).reshape(meta.shape))
     grid = (rows, columns // meta.group)
@@ -94,6 +96,8 @@ def decode(layer: StoredLayer, settings: Settings) -> Layout:
     if whole:
         return replace(layout, zeros=zero.to(torch.uint8).reshape(grid))
     minus = scale.to(torch.float32) * zero.to(torch.float32)
+    if not all_finite(minus):
+        raise layer.fail(".zero", "times its scale is not a finite number")
     return replace(layout, minus=minus.reshape(grid))
 
 
@@ -115,9 +119,9 @@ def _codes(layer: StoredLayer, meta: _Meta, rows: int, columns: int) -> Bytes:
     bits, per_word = _PACKINGS[meta.packing]
     dtype = torch.int32 if meta.packing == "3bit_32" else torch.uint8
     stored = layer.read(".W_q", ("U8", "I32", *FLOATS))
-    # view_as_float stores the bytes under a float type
-    stored = stored.view(dtype) if stored.is_floating_point() else stored
     expected = (-(-rows // per_word), columns)
+    if stored.is_floating_point() and stored.nbytes == expected[0] * columns * dtype.itemsize:
+        stored = stored.flatten().view(dtype).reshape(expected)  # saved with view_as_float
     if stored.dtype != dtype or tuple(stored.shape) != expected:
         raise layer.fail(
             ".W_q",

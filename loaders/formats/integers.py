@@ -30,7 +30,7 @@ def signed_matrix(
         values: int8 ``[N, K]``; may be a view of the file.
         scale: floats ``[N, ceil(K / group)]``.
         group: columns that share a scale.
-        points: zero points, int8 of the shape of ``scale``.
+        points: zero points, int8: one, or as many as scales.
         widths: numbers of bits the file says its integers have; empty: 8.
 
     Returns:
@@ -43,14 +43,7 @@ def signed_matrix(
     """
     shape = (values.shape[0], values.shape[1])
     if points is not None:
-        if points.shape != scale.shape:
-            raise layer.fail(
-                ending,
-                f"zero points of shape {list(points.shape)}, expected {list(scale.shape)} as the "
-                "scales",
-            )
-        if not bool(points.any()):
-            points = None
+        points = _like(layer, ending, points, scale)
     bits = _width(layer, ending, [values] if points is None else [values, points], widths)
     codes = values.view(torch.uint8)
     if bits == 8 and points is None:
@@ -62,6 +55,19 @@ def signed_matrix(
         return Affine(shape, bits, group, packed, scale, zero=int(half))
     zeros = torch.from_numpy(points.view(torch.uint8).numpy() + half)
     return Affine(shape, bits, group, packed, scale, zeros=zeros)
+
+
+def _like(layer: StoredLayer, ending: str, points: Tensor, scale: Tensor) -> Tensor | None:
+    """Zero points in the shape of the scales; None where all are 0."""
+    if points.numel() not in (1, scale.numel()):
+        raise layer.fail(
+            ending,
+            f"zero points of shape {list(points.shape)}, expected that of the scales, "
+            f"{list(scale.shape)}",
+        )
+    if not points.numpy().any():
+        return None
+    return points.expand(scale.shape) if points.numel() == 1 else points.reshape(scale.shape)
 
 
 def _width(layer: StoredLayer, ending: str, tensors: list[Tensor], widths: Collection[int]) -> int:

@@ -10,7 +10,6 @@ is, so MIXED_PRECISION needs nothing of its own. Source: ModelOpt's checkpoints 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from sdk.kernels.layouts import Layout
@@ -30,13 +29,9 @@ _ALGORITHMS = (
 _BLOCKS = ((128, 128), (1, MXFP4_GROUP))
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """Nothing: the tensors of a layer say all."""
+def settings(config: Mapping[str, Any], source: str) -> None:
+    """Nothing: the tensors of a layer say all.
 
-
-def settings(config: Mapping[str, Any], source: str) -> Settings:
-    """
     Raises:
         CheckpointError: no ``quant_algo`` is named.
         UnsupportedError: one that is not run.
@@ -52,14 +47,13 @@ def settings(config: Mapping[str, Any], source: str) -> Settings:
             f"{source}: the quant_algo {algorithm[:80]!r} of ModelOpt is not run, expected one of "
             f"{_said()}"
         )
-    return Settings()
 
 
 def _said() -> str:
     return ", ".join(_ALGORITHMS)
 
 
-def outline(layer: StoredLayer, settings: Settings) -> tuple[tuple[int, int], str]:
+def outline(layer: StoredLayer, settings: None) -> tuple[tuple[int, int], str]:
     """See :class:`sdk.loaders.formats.stored_layer.Format`."""
     rows, columns = scales.outline(layer, ".weight", ("F8_E4M3", "U8"))
     if layer.stored(".weight").dtype == "U8":
@@ -67,7 +61,7 @@ def outline(layer: StoredLayer, settings: Settings) -> tuple[tuple[int, int], st
     return (rows, columns), "mxfp8" if layer.stored(".weight_scale").dtype in EXPONENTS else "fp8"
 
 
-def decode(layer: StoredLayer, settings: Settings) -> Layout:
+def decode(layer: StoredLayer, settings: None) -> Layout:
     """The layout of a layer.
 
     Raises:

@@ -103,8 +103,12 @@ class Quantization:
     def entry(self, layer: StoredLayer, name: str) -> TensorEntry:
         """A packed layer as one entry, under the ``name`` the file gives it."""
         shape, numerics = self.format.outline(layer, self.settings)
-        nbytes = sum(stored.nbytes for stored in self.tensors_of(layer))
-        return TensorEntry(name, shape, numerics, nbytes)
+        sizes = [stored.nbytes for stored in self.tensors_of(layer)]
+        bits = _bits_held(numerics)
+        held = None
+        if bits is not None:  # the largest tensor is that of the codes
+            held = sum(sizes) - max(sizes) + -(-shape[0] * shape[1] * bits // 8)
+        return TensorEntry(name, shape, numerics, sum(sizes), held)
 
     def decode(self, layer: StoredLayer) -> Layout | Permuted:
         return self.format.decode(layer, self.settings)
@@ -149,6 +153,12 @@ def quantization(
         if ending not in (*module.ENDINGS, *module.BESIDE):
             raise CheckpointError(f"{source}: {why}, but tensor {name!r} is written by {words}")
     return Quantization(method, module, module.settings(settings or {}, source))
+
+
+def _bits_held(numerics: str) -> int | None:
+    """Bits of a weight once loaded, where a file may store it in more or fewer."""
+    integer = re.search(r"(?:^|-)w([1-8])", numerics)
+    return int(integer[1]) if integer else {"f32": 32, "f16": 16, "bf16": 16}.get(numerics)
 
 
 def unsupported(source: str, why: str) -> UnsupportedError:

@@ -16,7 +16,8 @@ from sdk.kernels.layouts import Float8
 from sdk.loaders.formats.bit_streams import all_finite
 from sdk.loaders.formats.stored_layer import StoredLayer
 
-FLOATS = ("F32", "F16", "BF16")
+#: The float types of scales, by safetensors' names and ours.
+FLOATS = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 #: The 8-bit floats, by safetensors' names and ours.
 FLOAT8 = {"F8_E4M3": "fp8", "F8_E5M2": "fp8_e5m2"}
 #: Powers of two as bytes: ``2 ** (byte - 127)``, 255 is not a number (OCP Microscaling 1.0, E8M0).
@@ -62,7 +63,7 @@ def floats(layer: StoredLayer, ending: str) -> Tensor:
     Raises:
         CheckpointError: one of them is not finite.
     """
-    scale = layer.read(ending, FLOATS)
+    scale = layer.read(ending, tuple(FLOATS))
     if not all_finite(scale):
         raise layer.fail(ending, "a scale is not a finite number")
     return scale
@@ -153,9 +154,9 @@ def float8(
     """
     _check_finite(layer, weight, values)
     powers = layer.stored(ending).dtype in EXPONENTS
-    stored = exponents(layer, ending) if powers else floats(layer, ending)
-    scale = stored.to(torch.float32, copy=True)
+    scale = exponents(layer, ending) if powers else floats(layer, ending).to(torch.float32)
     if divide:
+        scale = scale.to(torch.float32)
         scale = 1 / scale
         if not bool(scale.isfinite().all()):
             raise layer.fail(ending, "a scale is 0, and divides")
@@ -166,7 +167,7 @@ def float8(
         scale = scale.reshape(scale.shape[0], scale.shape[2])
     if scale.dim() == 1:
         scale = scale.reshape(-1, 1)
-    fits = {
+    fits: dict[tuple[int, ...], tuple[int, int]] = {
         (-(-rows // high), -(-columns // wide)): (high, wide)
         for high, wide in (*blocks, (1, columns))
     }

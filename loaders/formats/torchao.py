@@ -8,8 +8,8 @@ classes, are not opened. Source: torchao 0.18, `torchao/prototype/safetensors`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sdk.kernels.layouts import Affine, Layout
 from sdk.loaders.formats import scales
+from sdk.loaders.formats.bit_streams import all_finite
 from sdk.loaders.formats.integers import signed_matrix
 from sdk.loaders.formats.scales import (
     FLOAT8,
@@ -39,31 +40,25 @@ _KINDS = ("Int8Tensor", "IntxUnpackedToInt8Tensor", "Float8Tensor")
 _MAX_TEXT = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
+def settings(config: Mapping[str, Any], source: str) -> None:
     """Nothing: the tensors of a layer say all."""
 
 
-def settings(config: Mapping[str, Any], source: str) -> Settings:
-    """See :class:`sdk.loaders.formats.stored_layer.Format`."""
-    return Settings()
-
-
-def outline(layer: StoredLayer, settings: Settings) -> tuple[tuple[int, int], str]:
+def outline(layer: StoredLayer, settings: None) -> tuple[tuple[int, int], str]:
     """See :class:`sdk.loaders.formats.stored_layer.Format`."""
     shape = scales.outline(layer, _CODES, ("I8", *FLOAT8))
     kind = FLOAT8.get(layer.stored(_CODES).dtype)
-    return shape, kind or numerics(layer, _SCALE, 8, shape[1])
+    return shape, kind or numerics(layer, _SCALE, _described(layer), shape[1])
 
 
-def decode(layer: StoredLayer, settings: Settings) -> Layout:
+def decode(layer: StoredLayer, settings: None) -> Layout:
     """The layout of a layer.
 
     Raises:
         CheckpointError: its tensors disagree.
         UnsupportedError: it is in one of torchao's other types.
     """
-    _check_kind(layer)
+    _described(layer)
     values = matrix(layer, _CODES, ("I8", *FLOAT8))
     if values.dtype != torch.int8:
         return float8(layer, values, _CODES, _SCALE)
@@ -73,23 +68,32 @@ def decode(layer: StoredLayer, settings: Settings) -> Layout:
     if points is None or points.dtype == torch.int8:
         return signed_matrix(layer, _CODES, values, scale, group, points, range(2, 9))
     minus = scale.to(torch.float32) * points.to(torch.float32)
+    if not all_finite(minus):
+        raise layer.fail(_POINTS, "times its scale is not a finite number")
     return Affine(shape, 8, group, values.view(torch.uint8), scale, minus=minus, signed=True)
 
 
-def _check_kind(layer: StoredLayer) -> None:
-    """Held against the text in the header of the file, where it is: ``{"_type": ...}``."""
+def _described(layer: StoredLayer) -> int:
+    """The bits of the codes, as the text in the header of the file says: 8 where there is none.
+
+    Raises:
+        UnsupportedError: it is a kind of tensor that is not run.
+    """
     name = layer.stored(_CODES).name.removesuffix(_CODES) + ".weight"
     text = layer.metadata.get(name)
     if text is None:
-        return
+        return 8
     if len(text) > _MAX_TEXT:
         raise layer.fail(_CODES, f"described by {len(text)} characters of metadata")
-    kind = parse_json(text.encode(), f"metadata of {name}").get("_type")
+    described = parse_json(text.encode(), f"metadata of {name}")
+    kind = described.get("_type")
     if kind not in _KINDS:
         raise UnsupportedError(
             f"{layer.fail(_CODES, 'packed as ' + str(kind)[:80])}, expected {' or '.join(_KINDS)}; "
             "quantize with weights of 8 bits or unpacked ones"
         )
+    target = re.search(r"'target_dtype': .*?int([1-8])\b", str(described))
+    return 8 if target is None else int(target[1])
 
 
 def _points(layer: StoredLayer, scale: Tensor) -> Tensor:

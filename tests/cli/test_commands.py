@@ -144,6 +144,15 @@ def test_inspect_prints_json_whose_parts_add_up(golden: Path, capsys: Captured) 
     assert sum(tensor["bytes"] for tensor in report["tensors"]) == report["total"]["bytes"]
 
 
+def test_inspect_counts_the_weights_of_packed_layers(golden: Path, capsys: Captured) -> None:
+    assert main(["inspect", str(golden / "gptq-w4-g128-act"), "--tensors"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    [mlp] = [line for line in lines if line.startswith("mlp")]
+    assert mlp.split()[1:5] == ["gptq-w4g128", "F32", "12", "0.8"]
+    [down] = [line for line in lines if line.startswith("model.layers.1.mlp.down_proj ")]
+    assert down.split()[1:3] == ["gptq-w4g128", "256x512"]
+
+
 # ---- plan ---------------------------------------------------------------------------------------
 
 

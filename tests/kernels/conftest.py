@@ -115,14 +115,20 @@ class Cases:
         block: tuple[int, int],
         dtype: torch.dtype = torch.float8_e4m3fn,
         seed: int = 0,
+        powers: bool = False,
     ) -> Float8:
-        """Every finite code, infinities and NaN left out, with a float32 scale per block."""
+        """Every finite code, infinities and NaN left out, with a scale per block: float32, or
+        ``powers`` of two."""
         random = torch.Generator().manual_seed(seed)
         codes = torch.arange(256, dtype=torch.uint8)
         finite = codes[codes.view(dtype).float().isfinite()]
         values = finite[torch.randint(0, len(finite), (n, k), generator=random)].view(dtype)
         grid = (-(-n // block[0]), -(-k // block[1]))
-        return Float8(values, torch.rand(grid, generator=random) * 0.02 + 0.001, block)
+        scale = torch.rand(grid, generator=random) * 0.02 + 0.001
+        if powers:
+            raw = torch.randint(117, 122, grid, generator=random).to(torch.uint8)
+            scale = raw.view(torch.float8_e8m0fnu)
+        return Float8(values, scale, block)
 
     @staticmethod
     def dense(n: int, k: int, dtype: torch.dtype, seed: int = 0) -> Dense:

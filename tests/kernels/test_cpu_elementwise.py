@@ -86,6 +86,19 @@ def test_a_row_has_the_same_bits_in_every_batch(backend: CpuBackend, cases: Any)
         assert torch.equal(one_half[0], half[row])
 
 
+@pytest.mark.parametrize("width", WIDTHS)
+def test_columns_are_taken_in_any_order_and_put_back(
+    backend: CpuBackend, cases: Any, width: int
+) -> None:
+    (kernel,) = backend.implementations("take_columns")
+    x, order = cases.activations(7, width), torch.randperm(width)
+    taken, back = torch.empty_like(x), torch.empty_like(x)
+    kernel.run(x, order.int(), False, taken)
+    assert torch.equal(taken, x[:, order])
+    kernel.run(taken, order.int(), True, back)
+    assert torch.equal(back, x)
+
+
 def test_unknown_activations_are_declined(backend: CpuBackend) -> None:
     (kernel,) = backend.implementations("gated_activation")
     reason = kernel.reject(Problem("gated_activation", format="relu"))
@@ -101,5 +114,12 @@ def test_wrong_arguments_raise(backend: CpuBackend) -> None:
         norm.run(x, torch.ones(7), 1e-5, out)
     with pytest.raises(KernelError, match="rms_norm weight: expected float32 on cpu"):
         norm.run(x, torch.ones(8, dtype=torch.float16), 1e-5, out)
+    (take,) = backend.implementations("take_columns")
+    for order in (torch.zeros(7).int(), torch.zeros(8).long(), torch.zeros(16).int()[::2]):
+        with pytest.raises(KernelError, match=r"take_columns: expected an int32 order \[8\]"):
+            take.run(x, order, False, out)
+    for bad in (-1, 8):
+        with pytest.raises(KernelError, match=r"take_columns: .* lies outside of its tensor"):
+            take.run(x, torch.tensor([0, 1, 2, bad, 4, 5, 6, 7]).int(), False, out)
     with pytest.raises(KernelError, match="add_rms_norm: expected a contiguous residual"):
         adding.run(x, torch.zeros(8, 2).T, torch.ones(8), 1e-5, out)

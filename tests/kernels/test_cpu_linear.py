@@ -57,6 +57,8 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 #: (rows, columns, scale block): per tensor, per channel, 2-D with short blocks at both ends.
 SCALED = ((37, 77, (37, 77)), (37, 77, (1, 77)), (40, 300, (128, 128)), (50, 70, (24, 20)))
+#: The same, with scales that are powers of two.
+POWERS = ((37, 70, (1, 32)), (40, 300, (128, 128)), (37, 77, (37, 77)))
 
 
 def kernels(backend: CpuBackend) -> tuple[Linear, Linear]:
@@ -81,12 +83,18 @@ def tables(cases: Any, rows: int) -> list[Layout]:
         )
     ]
     found += [cases.table(rows, 160, 4, 32, e8m0, values=E2M1)]
-    found += [cases.table(rows, 80, 4, 16, e4m3, 80, values=E2M1)]
+    found += [cases.table(rows, k, 4, 16, e4m3, k, values=E2M1) for k in (80, 256)]
     found += [cases.table(rows, 8192, 4, 4096, torch.float32, values=IQ4)]
     found += [cases.table(rows, 77, 4, 77, torch.float32, values=IQ4)]
     found += [cases.table(rows, 512, 3, group, torch.uint8, 256) for group in (16, 32)]
     found += [cases.table(rows, 600, 4, 32, torch.uint8, 256, values=IQ4)]
     return found
+
+
+def scaled(cases: Any) -> list[Layout]:
+    """8-bit floats with every kind of scales."""
+    found = [cases.float8(n, k, block, dtype) for n, k, block in SCALED for dtype in FLOAT8]
+    return found + [cases.float8(n, k, block, powers=True) for n, k, block in POWERS]
 
 
 @pytest.fixture
@@ -102,7 +110,7 @@ def weights(cases: Any) -> list[Layout]:
     found += [cases.blocks(37, 512, name) for name in BLOCK_TYPES]
     found += tables(cases, 37)
     found += [cases.dense(37, 77, dtype) for dtype in (*FLOATS, *FLOAT8)]
-    found += [cases.float8(n, k, block, dtype) for n, k, block in SCALED for dtype in FLOAT8]
+    found += scaled(cases)
     return found
 
 
@@ -200,7 +208,7 @@ def test_products_of_8_bit_floats_are_those_of_their_float32_values(
 ) -> None:
     kernel, _ = kernels(backend)
     found: list[Layout] = [cases.dense(37, 77, dtype) for dtype in FLOAT8]
-    found += [cases.float8(n, k, block, dtype) for n, k, block in SCALED for dtype in FLOAT8]
+    found += scaled(cases)
     for weight in found:
         x = cases.activations(5, weight.shape[1])
         out = multiply(kernel, kernel.pack(weight), x)
@@ -271,6 +279,7 @@ def test_a_row_has_the_same_bits_in_every_batch(
     wide += [cases.blocks(37, 512, "q2_k"), cases.blocks(37, 512, "q3_k")]
     wide += [cases.dense(37, 77, dtype) for dtype in (*FLOATS, *FLOAT8)]
     wide += [cases.float8(50, 300, (128, 128)), cases.float8(600, 500, (1, 500))]
+    wide += [cases.float8(50, 300, (1, 32), powers=True)]
     wide += [cases.affine(700, 576, 4, 32)]  # large enough for every thread
     for weight in wide:
         packed = kernel.pack(weight)

@@ -48,6 +48,7 @@ def float8_facts(draw: st.DrawFn) -> dict[str, Any]:
         "k": k,
         "block": (draw(st.sampled_from([1, 3, 16, n, n + 9])), draw(st.integers(1, k + 9))),
         "dtype": draw(st.sampled_from([torch.float8_e4m3fn, torch.float8_e5m2])),
+        "powers": draw(st.booleans()),
         "seed": draw(st.integers(0, 99)),
     }
 

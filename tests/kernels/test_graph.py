@@ -36,6 +36,7 @@ class Net:
         self.head = ops.linear(cases.dense(40, WIDTH, torch.float16, seed=4))
         self.norm = torch.rand(WIDTH) + 0.5
         self.bias = torch.randn(2 * WIDE)
+        self.order = torch.randperm(WIDTH).int()
         self.ids = torch.randint(0, 64, (TOKENS,))
         self.rows = torch.zeros(OUTPUTS, dtype=torch.int64)
 
@@ -45,7 +46,8 @@ class Net:
         residual = ops.zeros(*delta.shape)
         for _ in range(2):
             x, residual = ops.add_rms_norm(delta, residual, self.norm, 1e-5)
-            wide = ops.add_bias(self.up.matmul(x), self.bias)
+            taken = ops.take_columns(x, self.order)
+            wide = ops.add_bias(self.up.matmul(taken), self.bias)
             delta = self.down.matmul(ops.gated_activation(wide, "silu"))
         ops.add(residual, delta)
         hidden = ops.rms_norm(residual, self.norm, 1e-5)

@@ -33,6 +33,19 @@ def test_blocks_decode_as_ggml_does(cases: Any, name: str) -> None:
     assert np.array_equal(found, np.asarray(native).reshape(found.shape))
 
 
+def test_columns_are_taken_in_any_order_and_put_back(ops: Ops) -> None:
+    x = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    order = torch.tensor([2, 0, 1]).int()
+    taken = ops.take_columns(x, order)
+    assert taken.tolist() == [[3.0, 1.0, 2.0], [6.0, 4.0, 5.0]]
+    assert torch.equal(ops.take_columns(taken, order, back=True), x)
+    assert ops.take_columns(x[:0], order).shape == (0, 3)
+    with pytest.raises(KernelError, match=r"take_columns order: expected torch\.int32 \[3\]"):
+        ops.take_columns(x, order[:2])
+    with pytest.raises(KernelError, match="take_columns order"):
+        ops.take_columns(x, order.long())
+
+
 def test_an_unknown_block_type_raises() -> None:
     with pytest.raises(KernelError, match=r"block type: expected one of .* found 'q9'"):
         decode(Blocks((1, 256), "q9", torch.zeros(1, 10, dtype=torch.uint8)))

@@ -106,12 +106,16 @@ def test_4_bit_codes_index_the_table_of_the_file(
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("shape", [(12, 72), (12, 31)])
 def test_blocks_over_the_end_of_a_row_are_dequantized_to_the_type_in_the_state(
-    layers: Any, dtype: str, shape: tuple[int, int]
+    layers: Any, dtype: str, shape: tuple[int, int], caplog: pytest.LogCaptureFixture
 ) -> None:
     tensors, expected = four_bits(shape, state={"dtype": dtype})
     weight = layers.weight(SETTINGS, tensors, shape)
+    assert f"blocks over the ends of rows: held as {weight.spec}, not in 4 bits" in caplog.text
     assert torch.equal(weight.dequantize(), expected.to(getattr(torch, dtype)).float())
     assert weight.layout.values.dtype == getattr(torch, dtype)
+    [entry] = layers.open(SETTINGS, tensors, shape).entries()
+    assert entry.format == str(weight.spec)
+    assert weight.nbytes <= entry.held <= weight.nbytes + 1000
 
 
 def test_codes_may_be_stored_as_floats(layers: Any) -> None:
@@ -165,6 +169,7 @@ def test_4_bit_tensors_that_do_not_fit_are_refused(
         ({"blocksize": "64"}, "blocksize is 64, expected a power of two"),
         ({"blocksize": 96}, "blocksize is 96, expected a power of two"),
         ({"dtype": "int8"}, "dtype is int8, expected float32 or float16 or bfloat16"),
+        ({"dtype": ["float32"]}, "dtype is .*, expected float32 or float16 or bfloat16"),
         ({"nested_blocksize": -1}, "nested_blocksize is -1, expected a power of two"),
         ({"nested_blocksize": 0}, "codes of scales, but the quant_state has no nested_blocksize"),
         ({"nested_offset": "0"}, "nested_offset is 0, expected a finite number"),

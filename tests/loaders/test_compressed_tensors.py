@@ -142,6 +142,18 @@ def test_bytes_of_integers_take_one_scale_or_one_per_row(
     assert weight.layout.signed
 
 
+@pytest.mark.parametrize("shape", [(1,), (12,), (12, 1)])
+def test_bytes_of_integers_take_one_zero_point_or_one_per_row(
+    layers: Any, shape: tuple[int, ...]
+) -> None:
+    codes, scale = random(-128, 128, 12, 64).to(torch.int8), scales(*shape)
+    points = random(-128, 128, *shape, seed=1).to(torch.int8)
+    tensors = {".weight": codes, ".weight_scale": scale, ".weight_zero_point": points}
+    weight = layers.weight(settings(ints(8)), tensors, (12, 64))
+    expected = (codes.float() - points.float().reshape(-1, 1)) * scale.reshape(-1, 1)
+    assert torch.equal(weight.dequantize(), expected)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_bytes_of_few_bits_are_packed(layers: Any, bits: int, symmetric: bool) -> None:
@@ -156,6 +168,8 @@ def test_bytes_of_few_bits_are_packed(layers: Any, bits: int, symmetric: bool) -
     assert torch.equal(weight.dequantize(), expected)
     assert (weight.spec.bits, weight.spec.symmetric) == (bits, symmetric)
     assert weight.layout.codes.shape == (12, 64 * bits // 8)
+    [entry] = layers.open(settings(ints(bits, 16)), tensors, (12, 64)).entries()
+    assert entry.held == entry.nbytes - codes.nbytes + codes.nbytes * bits // 8
 
 
 @pytest.mark.parametrize(
@@ -228,6 +242,18 @@ def test_mxfp4_scales_are_powers_of_two(layers: Any) -> None:
     assert str(weight.spec) == "mxfp4"
 
 
+def test_the_spec_says_to_how_many_bits_the_file_rounds_activations(layers: Any) -> None:
+    tensors, _ = packed(4, (32, 64), 16)
+    said = settings(ints(4, 16))
+    assert str(layers.weight(said, tensors).spec) == "w4a16g16s"
+    said["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "type": "int"}
+    assert str(layers.weight(said, tensors).spec) == "w4a8g16s"
+    codes = {".weight": random(-128, 128, 32, 64).char(), ".weight_scale": scales(32, 1)}
+    said = settings(ints(8))
+    said["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "type": "int"}
+    assert str(layers.weight(said, codes).spec) == "w8a8s"
+
+
 def test_groups_of_unlike_layers_may_be_mixed(layers: Any) -> None:
     said = settings(ints(4, 16), ints(8), floats(8), floats(4, group_size=32))
     tensors, expected = packed(4, (32, 64), 16)
@@ -268,16 +294,18 @@ def test_one_entry_stands_for_all_tensors_of_a_layer(layers: Any) -> None:
     assert found.nbytes == sum(tensor.nbytes for tensor in tensors.values())
 
 
-def test_scales_for_a_kv_cache_are_left_alone(layers: Any) -> None:
+@pytest.mark.parametrize("value", [float("nan"), 0.0, -1.0, 1e9])
+def test_scales_for_a_kv_cache_are_reported_and_left_alone(
+    layers: Any, caplog: pytest.LogCaptureFixture, value: float
+) -> None:
     names = (".self_attn.k_scale", ".self_attn.v_proj.v_scale", ".self_attn.k_proj.output_scale")
     tensors, expected = packed(4, (32, 64), 16)
-    checkpoint = layers.open(settings(ints(4, 16)), tensors)
-    assert torch.equal(checkpoint.weight(LAYER).dequantize(), expected)
-    checkpoint = layers.open(
-        settings(ints(4, 16), kv_cache_scheme={"num_bits": 8, "type": "float"}),
-        {**tensors, **{name: torch.tensor([float("nan")]) for name in names}},
-    )
-    assert torch.equal(checkpoint.weight(LAYER).dequantize(), expected)
+    said = settings(ints(4, 16), kv_cache_scheme={"num_bits": 8, "type": "float"})
+    beside = {name: torch.tensor([value]) for name in names}
+    with caplog.at_level("INFO", logger="sdk"):
+        weight = layers.weight(said, {**tensors, **beside})
+    assert torch.equal(weight.dequantize(), expected)
+    assert caplog.text.count("scales for an 8-bit KV cache are not used") == 1
 
 
 def corrupt(ending: str, value: Tensor | None) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
@@ -333,6 +361,7 @@ def test_tensors_that_do_not_fit_are_refused(
     [
         (".weight_global_scale", torch.tensor([0.0]), "is 0.0, expected a positive number"),
         (".weight_global_scale", torch.tensor([-1.0]), "is -1.0, expected a positive number"),
+        (".weight_global_scale", torch.tensor([1e-44]), "expected a finite factor"),
         (".weight_global_scale", torch.tensor([float("nan")]), "not a finite number"),
         (".weight_global_scale", torch.ones(2), r"shape \[2\], expected one number"),
         (".weight_scale", torch.full((12, 4), 127).byte().view(torch.float8_e4m3fn), "not a fin"),
@@ -350,7 +379,7 @@ def test_4_bit_floats_that_do_not_fit_are_refused(
         ".weight_global_scale": torch.tensor([300.0]),
         ending: value,
     }
-    with pytest.raises(CheckpointError, match=f"{ending}': .*{message}"):
+    with pytest.raises(CheckpointError, match=f"down_proj.*: .*{message}"):
         layers.weight(settings(floats(4, group_size=16)), tensors, (12, 64))
 
 

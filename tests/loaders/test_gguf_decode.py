@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import libgguf
 import numpy as np
 import pytest
+import torch
+from gguf.scripts.gguf_convert_endian import byteswap_tensors
 from numpy.typing import NDArray
 
 from sdk.kernels.layouts import BLOCK_TYPES, Blocks, Dense
 from sdk.kernels.reference.decode import decode
-from sdk.loaders.formats import gguf_codebooks
+from sdk.loaders.formats import gguf_codebooks, gguf_decode
 from sdk.loaders.formats.gguf_byte_order import to_little_endian
 from sdk.loaders.formats.gguf_decode import decode_matrix
 from sdk.loaders.formats.gguf_types import GGUF_TYPES, GgufType
@@ -111,6 +114,19 @@ def test_every_entry_of_a_codebook_and_every_sign_has_its_value(name: str) -> No
     assert np.array_equal(bits(decode(layout).numpy()), bits(native(kind, data)))
 
 
+@pytest.mark.parametrize("name", ["IQ3_XXS", "TQ1_0", "NVFP4"])
+def test_rows_of_a_large_matrix_are_taken_apart_in_stretches(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = BY_NAME[name]
+    data = random_rows(kind, 50, 512)
+    at_once = decode(decode_matrix(kind, data, 512, "test"))
+    monkeypatch.setattr(gguf_decode, "_STRETCH", 7 * data.shape[1] + 1)
+    layout = decode_matrix(kind, data, 512, "test")
+    assert layout.shape == (50, 512)
+    assert torch.equal(decode(layout), at_once)
+
+
 @pytest.mark.parametrize("name", ["F64", "I8", "I16", "I32", "I64"])
 def test_other_numbers_become_float32(name: str) -> None:
     dtype = np.dtype({"F": "<f", "I": "<i"}[name[0]] + str(int(name[1:]) // 8))
@@ -198,6 +214,17 @@ def test_big_endian_tensors_are_turned_round_or_refused(kind: GgufType) -> None:
         turned[:, :, [at, at + 1]] = turned[:, :, [at + 1, at]]
     found = to_little_endian(kind, turned.reshape(data.shape), "here")
     assert np.array_equal(found, data)
+
+
+@pytest.mark.parametrize("name", ["MXFP4", "NVFP4", "Q4_0", "Q4_K", "Q6_K", "Q8_0"])
+def test_blocks_are_turned_round_as_the_gguf_package_does(name: str) -> None:
+    kind = BY_NAME[name]
+    data = random_rows(kind, 3, 512)
+    turn = byteswap_tensors[gguf.GGMLQuantizationType[name]]
+    flat = SimpleNamespace(data=data.copy().reshape(-1))
+    for at in range(0, data.size, kind.nbytes):
+        turn(flat, at)
+    assert np.array_equal(to_little_endian(kind, data, "here").reshape(-1), flat.data)
 
 
 GOLDEN_FILES = sorted((Path(__file__).parents[1] / "golden").glob("*/model.gguf"))

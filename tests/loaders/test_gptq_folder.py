@@ -236,6 +236,18 @@ def test_columns_without_groups_of_their_own_need_no_order(write: Folder) -> Non
     assert torch.equal(weight.dequantize(), layer.values)
 
 
+def test_the_tensors_decide_what_is_quantized_and_not_the_lists(write: Folder) -> None:
+    layer = Layer()
+    plain = "model.layers.0.mlp.up_proj"
+    lists = {"modules_in_block_to_quantize": [["mlp.up_proj"]], "modules_to_not_convert": [LAYER]}
+    path = write(layer.tensors(), settings(**lists))
+    tensors = {f"{LAYER}.{name}": tensor for name, tensor in layer.tensors().items()}
+    save_file({**tensors, f"{plain}.weight": torch.ones(64, 32)}, path / "model.safetensors")
+    checkpoint = open_checkpoint(path)
+    assert torch.equal(checkpoint.weight(LAYER).dequantize(), layer.values)
+    assert str(checkpoint.weight(plain).spec) == "f32"
+
+
 # -- the folder around the layer -------------------------------------------------------------------
 
 
@@ -373,6 +385,36 @@ def test_codes_in_the_order_of_a_gpu_kernel_are_refused_by_name(
 def test_without_settings_the_number_of_bits_is_asked_for(write: Folder) -> None:
     with pytest.raises(CheckpointError, match=r"bits is missing in quantization_config \(or quant"):
         open_checkpoint(write(Layer().tensors(), None))
+
+
+ODD: list[Any] = [
+    None, True, 0, -1, 2**70, 1.5, "", "x", "4", [], [1], [[]], {}, {"a": 1}, {"a": {"bits": []}},
+    {"a": {"bits": 4, "sym": []}},
+]  # fmt: skip
+KEYS = (
+    "quant_method", "bits", "group_size", "sym", "desc_act", "checkpoint_format", "format",
+    "dynamic", "is_marlin_format", "version", "zero_point", "packing_format", "extra_config",
+    "data_type", "act_bits", "producer", "w_bit", "rotation_config",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "auto-round"])
+def test_no_odd_setting_fails_in_another_way_than_by_an_error(write: Folder, method: str) -> None:
+    path = write(Layer().tensors(), settings())
+    config = json.loads((path / "config.json").read_text())
+    opened = 0
+    for key in KEYS:
+        for value in ODD:
+            config["quantization_config"] = {**settings(), "quant_method": method, key: value}
+            (path / "config.json").write_text(json.dumps(config))
+            try:
+                checkpoint = open_checkpoint(path)
+                checkpoint.entries()
+                checkpoint.weight(LAYER)
+                opened += 1
+            except CheckpointError:
+                pass
+    assert 0 < opened < len(KEYS) * len(ODD) or method == "awq"
 
 
 def changed(name: str, index: Any, value: Any) -> dict[str, Tensor]:

@@ -97,11 +97,14 @@ def test_whole_zeros_stay_bytes(layers: Any) -> None:
 @pytest.mark.parametrize(("axis", "group"), [(0, 16), (0, 80), (1, 64)])
 @pytest.mark.parametrize("packing", ["4bit_u8", "3bit_32"])
 def test_groups_across_rows_are_dequantized_to_the_type_of_the_scales(
-    layers: Any, packing: str, axis: int, group: int
+    layers: Any, packing: str, axis: int, group: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     tensors, expected = matrix(packing, group, axis)
     weight = layers.weight(SETTINGS, tensors, SHAPE)
+    assert "groups of more than one row: held as floats" in caplog.text
     assert str(weight.spec) == "f16"
+    [entry] = layers.open(SETTINGS, tensors, SHAPE).entries()
+    assert entry.format == "f16" and weight.nbytes <= entry.held <= weight.nbytes + 1000
     torch.testing.assert_close(weight.dequantize().double(), expected, rtol=2**-11, atol=2**-24)
 
 
@@ -127,6 +130,8 @@ def test_without_settings_the_tensors_decide(layers: Any) -> None:
         (".W_q", torch.zeros(30, 15).byte(), r"shape \[30, 15\], expected torch.uint8 \[30, 16\]"),
         (".W_q", torch.zeros(30, 16).int(), r"int32 of shape .*, expected torch.uint8 \[30, 16\]"),
         (".W_q", torch.zeros(30, 16).char(), "I8, expected U8 or I32"),
+        (".W_q", torch.zeros(30, 7).half(), r"float16 of shape \[30, 7\], expected torch.uint8"),
+        (".W_q", torch.tensor(0.5), r"float32 of shape \[\], expected torch.uint8"),
         (
             ".scale",
             torch.ones(59, 1),
@@ -152,6 +157,14 @@ def test_tensors_that_do_not_fit_are_refused(
     tensors, _ = matrix("4bit_u8", bits=3)
     tensors[ending] = value
     with pytest.raises(CheckpointError, match=f"down_proj{ending}': .*{message}"):
+        layers.weight(SETTINGS, tensors, SHAPE)
+
+
+def test_a_zero_that_overflows_with_its_scale_is_refused(layers: Any) -> None:
+    tensors, _ = matrix("4bit_u8")
+    tensors[".scale"] = torch.full((60, 1), 1e30)
+    tensors[".zero"] = torch.full((60, 1), 1e30) + 0.5
+    with pytest.raises(CheckpointError, match=r"zero': times its scale is not a finite number"):
         layers.weight(SETTINGS, tensors, SHAPE)
 
 

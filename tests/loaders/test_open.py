@@ -50,7 +50,18 @@ def test_the_rows_of_the_golden_folders_are_exact(config: Path) -> None:
         # Other programs multiply the scales of NVFP4 and LLM.int8 in another order.
         np.testing.assert_allclose(found.numpy(), golden[name], rtol=2e-7)
     assert checkpoint.format == "safetensors"
-    assert "eos_token_id" in checkpoint.generation_config
+    described = (config.parent / "generation_config.json").is_file()
+    assert ("eos_token_id" in checkpoint.generation_config) == described
+
+
+@pytest.mark.parametrize("names", [("awq-gemm", "awq-gemv"), ("fp8-block", "ct-fp8-block")])
+def test_two_spellings_of_the_same_codes_are_the_same_weights(
+    golden: Path, names: tuple[str, str]
+) -> None:
+    one, other = (open_checkpoint(golden / name) for name in names)
+    for name in ("self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj", "mlp.down_proj"):
+        path = f"model.layers.1.{name}"
+        assert torch.equal(one.weight(path).dequantize(), other.weight(path).dequantize())
 
 
 def test_the_tokenizer_of_a_folder_is_its_own(golden: Path, folder: Path) -> None:
@@ -158,6 +169,23 @@ def test_shards_win_over_a_stale_single_file(
         checkpoint = open_checkpoint(folder)
     assert [entry.name for entry in checkpoint.entries()] == [EMBED]
     assert "ignored: model.safetensors" in caplog.text
+
+
+def test_an_index_may_be_called_after_its_shards(files: Any, folder: Path) -> None:
+    (folder / "model.safetensors").rename(
+        folder / "gptq_model-4bit-128g-00001-of-00002.safetensors"
+    )
+    files.folder(
+        folder, {"other": np.ones(3)}, name="gptq_model-4bit-128g-00002-of-00002.safetensors"
+    )
+    places = {EMBED: "1", "other": "2"}
+    index = {
+        name: f"gptq_model-4bit-128g-0000{part}-of-00002.safetensors"
+        for name, part in places.items()
+    }
+    path = folder / "gptq_model-4bit-128g.safetensors.index.json"
+    path.write_text(json.dumps({"weight_map": index}))
+    assert [entry.name for entry in open_checkpoint(folder).entries()] == [EMBED, "other"]
 
 
 def test_other_files_beside_a_single_one_are_ignored_and_reported(

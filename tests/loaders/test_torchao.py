@@ -15,8 +15,9 @@ SETTINGS = {"quant_method": "torchao", "quant_type": {"default": {}}}
 SHAPE = (12, 64)
 
 
-def note(kind: str) -> dict[str, str]:
-    text = json.dumps({"_type": kind, "_data": {"block_size": [1, 64]}})
+def note(kind: str, bits: int = 8) -> dict[str, str]:
+    target = {"_type": "torch.dtype", "_data": f"int{bits}"}
+    text = json.dumps({"_type": kind, "_data": {"block_size": [1, 64], "target_dtype": target}})
     return {"model.layers.0.mlp.down_proj.weight": text}
 
 
@@ -47,11 +48,14 @@ def test_unpacked_codes_take_the_bits_they_need(layers: Any, bits: int, asymmetr
     codes, scale = random(bits, *SHAPE), torch.rand(12, 4)
     points = random(bits, 12, 4) if asymmetric else torch.zeros(12, 4, dtype=torch.int8)
     found = tensors(codes, scale, points)
-    weight = layers.weight(SETTINGS, found, SHAPE, note("IntxUnpackedToInt8Tensor"))
+    described = note("IntxUnpackedToInt8Tensor", bits)
+    weight = layers.weight(SETTINGS, found, SHAPE, described)
     spread = scale.repeat_interleave(16, 1)
     expected = (codes.float() - points.float().repeat_interleave(16, 1)) * spread
     assert torch.equal(weight.dequantize(), expected)
     assert (weight.spec.bits, weight.spec.group) == (bits, 16)
+    [entry] = layers.open(SETTINGS, found, SHAPE, described).entries()
+    assert (entry.shape, entry.format) == (SHAPE, f"w{bits}g16")
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -91,6 +95,7 @@ def test_other_kinds_of_tensors_are_refused_by_name(layers: Any, kind: str) -> N
         (tensors(random(8, *SHAPE), torch.rand(12, 4), torch.zeros(12, 4).int()), "I32, expected"),
         (tensors(torch.zeros(SHAPE).int(), torch.rand(12, 1)), "I32 of shape .*, expected a matr"),
         ({"._weight_qdata": random(8, *SHAPE)}, "_weight_scale': missing"),
+        (tensors(random(8, *SHAPE), torch.full((12, 1), 1e30), torch.full((12, 1), 1e30)), "times"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(

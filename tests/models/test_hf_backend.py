@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from sdk.kernels.layouts import Affine
 from sdk.models.hf_backend import ATTENTION_NAME, HFModel
 from sdk.models.parallel import Mesh
 from sdk.quant.errors import CheckpointError, UnsupportedError
+from sdk.quant.weight import Weight, weight_of
 from tests.models.conftest import (
     DictCheckpoint,
     Paged,
@@ -166,6 +168,30 @@ def test_a_body_saved_alone_has_no_prefix(load: Callable[..., Any]) -> None:
     checkpoint.tensors = {name.removeprefix("transformer."): t for name, t in named}
     found = Paged(load(checkpoint)).run("a", [5, 6, 7])
     assert (found - expected_logits(oracle, [5, 6, 7])).abs().max() <= 1e-4
+
+
+def test_quantizers_write_gpt_2s_matrices_as_all_others(load: Callable[..., Any]) -> None:
+    class Quantized(DictCheckpoint):
+        """``c_proj`` as 8-bit integers ``[out, in]``, nearly its values."""
+
+        def weight(self, name: str) -> Weight:
+            if not name.endswith("attn.c_proj"):
+                return super().weight(name)
+            values = self._take(f"{name}.weight").t()
+            scale = values.abs().amax(dim=1, keepdim=True) / 127
+            codes = (values / scale).round().to(torch.int8).view(torch.uint8).contiguous()
+            shape = (values.shape[0], values.shape[1])
+            return weight_of(Affine(shape, 8, shape[1], codes, scale, signed=True))
+
+    oracle = tiny("gpt2", num_key_value_heads=4, n_inner=128)
+    plain = checkpoint_of(oracle)
+    expected = expected_logits(oracle, [5, 6, 7])
+    found = Paged(load(Quantized(plain.config, plain.tensors))).run("a", [5, 6, 7])
+    assert (found - expected).norm() < 0.03 * expected.norm()
+    name = "transformer.h.0.attn.c_proj.weight"
+    plain.tensors[name] = plain.tensors[name][:, :32].clone()
+    with pytest.raises(CheckpointError, match=r"c_proj: expected shape \[64, 64\], found \[32, 64"):
+        load(plain)
 
 
 def test_experts_stored_one_by_one_are_refused(load: Callable[..., Any]) -> None:

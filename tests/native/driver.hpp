@@ -102,7 +102,8 @@ inline int64_t size_of(int type) { return type == kF32 ? 4 : type == kF16 || typ
 inline Buffer<uint8_t> elements(Random& random, int type, int64_t count) {
     if (size_of(type) == 1) {
         Buffer<uint8_t> made = bytes(random, count);
-        for (int64_t i = 0; type >= kE4M3 && i < count; ++i) made[i] &= 0xbf;
+        const uint8_t mask = type == kE8M0 ? 0x7f : 0xbf;  // at most 1, as a power of two
+        for (int64_t i = 0; type >= kE4M3 && i < count; ++i) made[i] &= mask;
         return made;
     }
     Buffer<uint8_t> made(count * size_of(type));
@@ -136,6 +137,7 @@ struct Packed {
     Weight w{};
     int64_t row_bytes = 0;
     Buffer<uint8_t> source, codes, scale, minus, zeros, super_scale, super_minus;
+    Buffer<float> table;
 };
 
 inline Packed shaped(int64_t n, int64_t k) {
@@ -155,14 +157,28 @@ inline void point(Packed& made) {
     made.w.scale = data(made.scale);
     made.w.minus = made.w.source == kQ2K ? made.w.scale : data(made.minus);
     made.w.zeros = data(made.zeros);
-    made.w.super_scale = reinterpret_cast<uint16_t*>(data(made.super_scale));
+    made.w.super_scale = data(made.super_scale);
     made.w.super_minus = reinterpret_cast<uint16_t*>(data(made.super_minus));
+    made.w.table = made.table.size() ? made.table.data() : nullptr;
+}
+
+// The codes index a table from now on.
+inline void tabulate(Random& random, Packed& made) {
+    made.table = floats(random, 16);
+    made.w.zero = 128.0f;
+    made.w.step = 0.01f;
+    for (uint8_t& step : made.w.steps) step = (uint8_t)random.between(1, 255);
 }
 
 inline Packed affine(Random& random, int64_t n, int64_t k) {
     Packed made = shaped(n, k);
     Weight& w = made.w;
     w.bits = (int32_t)random.between(2, 8);
+    const bool table = random.below(3) == 0;
+    if (table) {
+        constexpr int32_t widths[] = {1, 3, 4};
+        w.bits = widths[random.below(3)];
+    }
     w.flip = w.bits == 8 && random.below(2);
     w.zero = (float)random.below(1 << w.bits);
     const int64_t group = random.below(4) ? 16 * random.between(1, 8) : k;
@@ -175,8 +191,20 @@ inline Packed affine(Random& random, int64_t n, int64_t k) {
     }
     w.scale_type = (int32_t)random.below(3);
     w.minus_type = (int32_t)random.below(3);
-    const int64_t scales = w.row_blocks * w.groups * kRows, kind = random.below(3);
+    const int64_t scales = w.row_blocks * w.groups * kRows, kind = table ? 0 : random.below(3);
     made.codes = Buffer<uint8_t>(w.row_blocks * w.k_blocks * w.bits * 64);
+    if (table) {
+        constexpr int32_t types[] = {kF16, kF32, kU8, kI8, kE4M3, kE8M0};
+        tabulate(random, made);
+        w.scale_type = types[random.below(6)];
+        if (random.below(2)) {  // a second level: one scale for the row, or one for 64 k
+            const int64_t units = w.k_blocks * kDepth / w.unit;
+            w.super_type = random.below(2) ? kF32 : kF16;
+            w.super_units = (int32_t)(random.below(2) ? units : 64 / w.unit);
+            w.supers = (units + w.super_units - 1) / w.super_units;
+            made.super_scale = elements(random, w.super_type, w.row_blocks * w.supers * kRows);
+        }
+    }
     made.scale = elements(random, w.scale_type, scales);
     if (kind == 1) made.minus = elements(random, w.minus_type, scales);
     if (kind == 2) made.zeros = bytes(random, scales);
@@ -199,6 +227,8 @@ constexpr BlockKind kBlockKinds[] = {
     {kQ6K, 6, 256, 210, 16, 208, -1}, {kQ4_0, 4, 32, 18, 32, 0, -1},
     {kQ4_1, 4, 32, 20, 32, 0, 2},    {kQ5_0, 5, 32, 22, 32, 0, -1},
     {kQ5_1, 5, 32, 24, 32, 0, 2},    {kQ8_0, 8, 32, 34, 32, 0, -1},
+    {kIQ4NL, 4, 32, 18, 32, 0, -1},  {kMXFP4, 4, 32, 17, 32, 0, -1},
+    {kIQ4XS, 4, 256, 136, 32, 0, -1},
 };
 
 // One to `most` blocks wide. Packing fills the scales.
@@ -210,12 +240,14 @@ inline Packed blocks(Random& random, const BlockKind& kind, int64_t n, int64_t m
     w.bits = kind.bits;
     w.flip = kind.source == kQ8_0;
     w.zero = kind.minus < 0 ? (float)(1 << (kind.bits - 1)) : 0.0f;
+    if (kind.source >= kIQ4NL) tabulate(random, made);
     w.unit = kind.unit;
     w.groups = k / kind.unit;
     made.codes = Buffer<uint8_t>(w.row_blocks * w.k_blocks * w.bits * 64);
     const int64_t scales = w.row_blocks * w.groups * kRows;
     if (kind.elements == 32) {
-        w.scale_type = w.minus_type = kF16;
+        w.scale_type = kind.source == kMXFP4 ? kE8M0 : kF16;
+        w.minus_type = kF16;
         made.scale = Buffer<uint8_t>(2 * scales);
         if (kind.minus >= 0) made.minus = Buffer<uint8_t>(2 * scales);
     } else {
@@ -231,7 +263,8 @@ inline Packed blocks(Random& random, const BlockKind& kind, int64_t n, int64_t m
     made.row_bytes = wide * kind.nbytes;
     made.source = bytes(random, n * made.row_bytes);
     for (int64_t at = 0; at < made.source.size(); at += kind.nbytes) {  // below 1: never NaN
-        made.source[at + kind.scale + 1] &= 0x3b;
+        if (kind.source == kMXFP4) made.source[at] &= 0x7f;
+        else made.source[at + kind.scale + 1] &= 0x3b;
         if (kind.minus >= 0) made.source[at + kind.minus + 1] &= 0x3b;
     }
     return made;
@@ -248,6 +281,7 @@ inline Packed dense(Random& random, int64_t n, int64_t k) {
         w.unit = 1;
         w.group_units = (int32_t)random.between(1, k);
         w.groups = (k + w.group_units - 1) / w.group_units;
+        w.super_type = kF32;
         made.scale = elements(random, kF32, w.row_blocks * w.groups * kRows);
     }
     made.codes = Buffer<uint8_t>(w.row_blocks * kRows * k * size_of(w.scale_type));

@@ -264,7 +264,7 @@ def test_8_bit_floats_of_unlike_blocks_join_when_their_columns_agree() -> None:
 def test_scales_that_do_not_fit_8_bit_floats_are_refused() -> None:
     values = torch.zeros(24, 256).to(E4M3)
     for scale in (torch.ones(2, 2), torch.ones(3, 1), torch.ones(3, 2).half()):
-        with pytest.raises(KernelError, match=r"float8 scale: expected torch\.float32 \[3, 2\]"):
+        with pytest.raises(KernelError, match=r"float8 scale: expected .* \[3, 2\], found"):
             weight_of(Float8(values, scale, (8, 128)))
 
 

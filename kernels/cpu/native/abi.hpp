@@ -10,7 +10,7 @@
 enum { kAbiVersion = 8 };
 
 // Element types of scales, minima, pages and dense values. kLow4 and kHigh4, for scales and minima
-// only, are the two halves of one byte (q2_k keeps both in it); kE8M0, for scales, is an exponent of 2.
+// only, are the two halves of one byte (q2_k keeps both in it); kE8M0, for scales, is a power of two.
 enum ElementType {
     kF16 = 0,
     kBF16 = 1,
@@ -65,7 +65,7 @@ enum { kStrip = 2, kStripRows = kStrip * kRows };
 // Integer products take a table's entries as 8 bits: table[i] ~ (steps[i] - 128) * step.
 //
 // `dense` weights have no codes: values[row block][k][row in block] in `scale_type`, multiplied by
-// a float scale[row block][k / group_units][row in block] where there is one (unit is 1).
+// a scale[row block][k / group_units][row in block] of super_type where there is one (unit is 1).
 struct Weight {
     int64_t n, k;
     int64_t row_blocks, k_blocks;
@@ -78,7 +78,7 @@ struct Weight {
     int32_t super_units;   // units that share one super_scale
     int32_t scale_type, minus_type;
     float zero;            // used where `zeros` is null; includes the 128 of a flipped code or a step
-    int32_t super_type;    // kF16 or kF32, of super_scale
+    int32_t super_type;    // kF16 or kF32, of super_scale; of a dense weight's scale kF32 or kE8M0
     float step;
     uint8_t steps[16];
     int64_t groups, supers;

@@ -11,8 +11,9 @@
 //
 // A strip of two row blocks goes through k in chunks that stay in the first-level cache: their scales
 // become floats once, from 9 rows on codes of other than 4 and 8 bits become bytes once (those that
-// index a table sooner), and each group of MR rows of x runs over the chunk with 2 * MR dot products in registers. Meanwhile memory is
-// asked for what comes next (pace), also across strips and calls: a start from nothing costs 2 us.
+// index a table sooner), and each group of MR rows of x runs over the chunk with 2 * MR dot products
+// in registers. Meanwhile memory is asked for what comes next (pace), also across strips and calls: a
+// start from nothing costs 2 us.
 #pragma once
 
 #include "planes.hpp"
@@ -33,7 +34,6 @@ enum {
 // One chunk of one strip, for two vectors of rows.
 struct Panel {
     const uint8_t* codes[2];
-    const uint8_t* steps;  // a table's entries
     int64_t step;  // bytes between tiles
     // What to ask memory for meanwhile: `lines` of 64 bytes per block, in two stretches. `ahead` null:
     // from where the chunk before this one ended.
@@ -53,6 +53,7 @@ struct Panel {
     int64_t sums_stride;   // floats between rows of sums
     int32_t zero;
     bool first;            // sums start here
+    const uint8_t* steps;  // a table's entries
 };
 
 // How much to ask for while a chunk goes through so many products, each of which takes it from the

@@ -256,10 +256,10 @@ void gather_rows(const Weight& w, const int64_t* ids, float* out, int64_t begin,
         const int r = (int)(ids[t] % kRows);
         float* to = out + t * w.k;
         if (w.dense) {
-            const float* scale = (const float*)w.scale;
             for (int64_t k = 0; k < w.k; ++k) {
                 to[k] = element(w.scale_type, w.codes, (b * w.k + k) * kRows + r);
-                if (scale) to[k] *= scale[(b * w.groups + k / w.group_units) * kRows + r];
+                const int64_t at = (b * w.groups + k / w.group_units) * kRows + r;
+                if (w.scale) to[k] *= element(w.super_type, w.scale, at);
             }
             continue;
         }

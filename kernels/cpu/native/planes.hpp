@@ -71,8 +71,8 @@ INLINE void expand(const uint8_t* tile, uint8_t* out, VB table) {
 }
 
 // scale, zero and minus of unit u of row block b, lanes h * kLanes ...
-INLINE void scale_of(const Weight* w, int64_t b, int64_t u, int h, VF* scale, VF* zero_point,
-                     VF* minus) {
+__attribute__((noinline)) static void scale_of(const Weight* w, int64_t b, int64_t u, int h,
+                                               VF* scale, VF* zero_point, VF* minus) {
     int64_t group = u / w->group_units;
     if (group >= w->groups) group = w->groups - 1;  // a unit of nothing but padding
     int64_t at = (b * w->groups + group) * kRows + h * kLanes;
@@ -92,15 +92,17 @@ INLINE void scale_of(const Weight* w, int64_t b, int64_t u, int h, VF* scale, VF
 template <int TYPE>
 static void scaled_values_of(const Weight* w, int64_t b, int64_t begin, int64_t end, float* out) {
     const uint8_t* values = w->codes + b * w->k * kRows;
-    const float* scales = (const float*)w->scale + b * w->groups * kRows;
     while (begin < end) {
-        const int64_t group = begin / w->group_units;
+        const int64_t group = begin / w->group_units, scale = (b * w->groups + group) * kRows;
+        VF scales[kRows / kLanes];
+        for (int h = 0; h < kRows / kLanes; ++h)
+            scales[h] = load_as(w->super_type, w->scale, scale + h * kLanes);
         int64_t group_end = (group + 1) * w->group_units;
         if (group_end > end) group_end = end;
         for (; begin < group_end; ++begin, out += kRows) {
-            for (int i = 0; i < kRows; i += kLanes) {
-                VF value = load_as(TYPE, values, begin * kRows + i);
-                store(out + i, mul(value, load(scales + group * kRows + i)));
+            for (int h = 0; h < kRows / kLanes; ++h) {
+                VF value = load_as(TYPE, values, begin * kRows + h * kLanes);
+                store(out + h * kLanes, mul(value, scales[h]));
             }
         }
     }
