@@ -50,8 +50,9 @@ def test_the_rows_of_the_golden_folders_are_exact(config: Path) -> None:
         # Other programs multiply the scales of NVFP4 and LLM.int8 in another order.
         np.testing.assert_allclose(found.numpy(), golden[name], rtol=2e-7)
     assert checkpoint.format == "safetensors"
-    described = (config.parent / "generation_config.json").is_file()
-    assert ("eos_token_id" in checkpoint.generation_config) == described
+    described = config.parent / "generation_config.json"
+    stored = json.loads(described.read_text()) if described.is_file() else {}
+    assert checkpoint.generation_config == stored
 
 
 @pytest.mark.parametrize("names", [("awq-gemm", "awq-gemv"), ("fp8-block", "ct-fp8-block")])
