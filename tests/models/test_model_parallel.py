@@ -115,7 +115,11 @@ CUT: dict[str, tuple[str, int, dict[str, Any]]] = {
     "gemma2": ("gemma2", 2, {"sliding_window": 9}),
     "gemma3": ("gemma3_text", 2, {"num_key_value_heads": 1, "sliding_window": 8}),
     "mixtral": ("mixtral", 2, {"num_local_experts": 5}),
-    "qwen3_moe": ("qwen3_moe", 2, {"num_experts": 6, "moe_intermediate_size": 96}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        2,
+        {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 96},
+    ),
     "gpt_oss": ("gpt_oss", 4, {"num_local_experts": 6, "num_experts_per_tok": 3}),
 }
 
