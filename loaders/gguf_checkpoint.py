@@ -85,7 +85,7 @@ class GgufCheckpoint:
         data = self._rows(name, stored)
         if expert is not None:
             data = data[expert * stored.shape[1] : (expert + 1) * stored.shape[1]]
-        layout = decode_matrix(stored.type, data, stored.shape[1], self._where(stored))
+        layout = decode_matrix(stored.type, data, stored.shape[-1], self._where(stored))
         factor = self._factor_beside(stored)
         if factor is not None:
             layout = self._times(stored, layout, factor)
