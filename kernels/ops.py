@@ -22,16 +22,18 @@ from sdk.kernels.activations import LARGE, ActivationPool
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.checks import expect
 from sdk.kernels.errors import KernelError
+from sdk.kernels.experts import ExpertOps
 from sdk.kernels.graph import CaptureError, Graph, OnlyViews
-from sdk.kernels.layouts import Affine, Blocks, Dense, Float8, KVPages, Layout
-from sdk.kernels.registry import Choice, Problem, choose, open_backends
+from sdk.kernels.layouts import KVPages, Layout
+from sdk.kernels.registry import Choice, Problem, choose, linear_problem, open_backends
 from sdk.kernels.sampling import DRAW, Draws, SampleBuffers, Tokens
 
 #: Beyond any machine; a mistyped number must not use up the system's threads.
 MAX_THREADS = 1024
 Result = TypeVar("Result")
 Compute = Literal["auto", "exact"]
-Activation = Literal["silu", "gelu_tanh", "gelu"]
+#: The last is gpt-oss' gate: see kernels/reference/norm.py.
+Activation = Literal["silu", "gelu_tanh", "gelu", "clamped_swiglu"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,7 @@ class BoundLinear:
     packed: Any
     shape: tuple[int, int]
     ops: Ops
+    problem: Problem
 
     def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """``x [M, K] -> [M, N]``, float32; into ``out``, whose rows may be strided, if given."""
@@ -81,7 +84,7 @@ class BoundLinear:
         return int(self.choice.implementation.nbytes(self.packed))
 
 
-class Ops:
+class Ops(ExpertOps):
     """Chosen kernels plus what they share (the thread pool). Owned by one rank, closed with it.
 
     ``num_threads`` defaults to the CPUs this process may run on. ``backends`` restricts the choice
@@ -173,30 +176,10 @@ class Ops:
         ``activation_bits``: 8, or 16 for the blocks of an input that cost the most accuracy. Says
         nothing with ``compute="exact"`` or for plain floats.
         """
-        out_features, in_features = layout.shape
-        match layout:
-            case Dense() | Float8():
-                fields: dict[str, Any] = {
-                    "layout": "dense" if isinstance(layout, Dense) else "float8",
-                    "format": _dtype_name(layout.values),
-                }
-            case Affine():
-                kind = "" if layout.table is None else "table"
-                fields = {"layout": "affine", "format": kind}
-                fields |= {"bits": layout.bits, "group": layout.group}
-                fields["super_group"] = layout.super_group
-            case Blocks():
-                fields = {"layout": "blocks", "format": layout.type}
-        problem = Problem(
-            "linear",
-            compute=self.compute,
-            in_features=in_features,
-            out_features=out_features,
-            activation_bits=activation_bits,
-            **fields,
-        )
+        problem = linear_problem(layout, self.compute, activation_bits)
         choice = choose(self._backends, problem)
-        return BoundLinear(choice, choice.implementation.pack(layout), layout.shape, self)
+        packed = choice.implementation.pack(layout)
+        return BoundLinear(choice, packed, layout.shape, self, problem)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension; x may be strided."""

@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
 from sdk.kernels.errors import KernelError
-from sdk.kernels.layouts import Layout
+from sdk.kernels.layouts import Affine, Blocks, Dense, Float8, Layout
+
+if TYPE_CHECKING:
+    from sdk.kernels.experts import Routes
 
 #: Backends, best first. A backend is a folder here with ``available`` and ``open_backend``.
 BACKENDS = ("cpu", "reference")
@@ -71,6 +74,14 @@ class LinearKernel(Implementation, Protocol):
     def nbytes(self, packed: Any) -> int:
         """Bytes the packed weight occupies."""
 
+    def group(self, packed: Sequence[Any]) -> Any:
+        """The weights of all experts of a layer, of one shape and format, as one thing."""
+
+    def matmul_routed(
+        self, group: Any, x: Tensor, routes: Routes, by_token: bool, out: Tensor
+    ) -> None:
+        """``out[r] = x[routes.tokens[r] if by_token else r] @ w[routes.owners[r]].T``."""
+
 
 class Backend(Protocol):
     """The kernels of one device for one engine; holds what they share, such as a thread pool."""
@@ -123,3 +134,29 @@ def choose(backends: Sequence[Backend], problem: Problem) -> Choice:
             declined.append((implementation.name, reason))
     why = "; ".join(f"{name}: {reason}" for name, reason in declined) or "no backend has this op"
     raise KernelError(f"no kernel runs {problem}: {why}")
+
+
+def linear_problem(layout: Layout, compute: str, activation_bits: int) -> Problem:
+    """What a kernel must know of a weight to multiply with it."""
+    match layout:
+        case Dense() | Float8():
+            fields: dict[str, Any] = {
+                "layout": "dense" if isinstance(layout, Dense) else "float8",
+                "format": str(layout.values.dtype).removeprefix("torch."),
+            }
+        case Affine():
+            kind = "" if layout.table is None else "table"
+            fields = {"layout": "affine", "format": kind}
+            fields |= {"bits": layout.bits, "group": layout.group}
+            fields["super_group"] = layout.super_group
+        case Blocks():
+            fields = {"layout": "blocks", "format": layout.type}
+    out_features, in_features = layout.shape
+    return Problem(
+        "linear",
+        compute=compute,
+        in_features=in_features,
+        out_features=out_features,
+        activation_bits=activation_bits,
+        **fields,
+    )

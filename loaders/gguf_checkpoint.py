@@ -26,9 +26,9 @@ from sdk.kernels.layouts import Affine, Layout
 from sdk.loaders.formats.gguf_decode import decode_matrix
 from sdk.loaders.gguf_config import architecture, build_config, build_generation_config
 from sdk.loaders.gguf_header import GgufTensor
-from sdk.loaders.gguf_names import gguf_name
+from sdk.loaders.gguf_names import expert_of, gguf_name, single_expert
 from sdk.loaders.gguf_reader import GgufFile, read_gguf
-from sdk.loaders.model_shapes import expected_shape
+from sdk.loaders.model_shapes import expected_shape, num_experts
 from sdk.quant.checkpoint import TensorEntry
 from sdk.quant.errors import CheckpointError
 from sdk.quant.weight import Weight, weight_of
@@ -80,10 +80,13 @@ class GgufCheckpoint:
     def weight(self, name: str) -> Weight:
         stored = self._find(name)
         self._check_shape(name, stored)
-        if len(stored.shape) != 2:
+        expert = self._expert(name, stored)
+        if len(stored.shape) != (2 if expert is None else 3):
             raise self._fail(stored, f"shape {list(stored.shape)}, expected a matrix")
         data = self._rows(name, stored)
-        layout = decode_matrix(stored.type, data, stored.shape[1], self._where(stored))
+        if expert is not None:
+            data = data[expert * stored.shape[1] : (expert + 1) * stored.shape[1]]
+        layout = decode_matrix(stored.type, data, stored.shape[-1], self._where(stored))
         factor = self._factor_beside(stored)
         if factor is not None:
             layout = self._times(stored, layout, factor)
@@ -94,15 +97,18 @@ class GgufCheckpoint:
         stored = self._find(name)
         self._check_shape(name, stored)
         data = self._rows(name, stored)
+        expert, shape = self._expert(name, stored), stored.shape
+        if expert is not None:
+            data, shape = data[expert : expert + 1], shape[1:]
         layout = decode_matrix(stored.type, data, stored.shape[-1], self._where(stored))
-        values = weight_of(layout).dequantize().reshape(stored.shape)
+        values = weight_of(layout).dequantize().reshape(shape)
         plus_one = self._architecture in NORMS_PLUS_ONE and name.endswith("norm.weight")
         values = values - 1.0 if plus_one else values.clone()  # F32 shares the file's pages
         self._report(stored)
         return values
 
     def has(self, name: str) -> bool:
-        return gguf_name(self._architecture, name) in self._opened().tensors
+        return self._stored(name)[1] is not None
 
     def entries(self) -> Sequence[TensorEntry]:
         return [
@@ -135,9 +141,24 @@ class GgufCheckpoint:
     def _fail(self, stored: GgufTensor, what: str) -> CheckpointError:
         return CheckpointError(f"{self._where(stored)}: {what}")
 
+    def _stored(self, name: str) -> tuple[str | None, GgufTensor | None]:
+        """What the file calls ``name``, and the tensor: of all experts where it is one of them."""
+        tensors = self._opened().tensors
+        joined, expert = expert_of(name)
+        theirs = gguf_name(self._architecture, joined)
+        if theirs is not None and expert is not None:
+            if expert >= (num_experts(self.config) or 0):
+                return theirs, None
+            single = single_expert(theirs, expert)
+            theirs = single if single in tensors else theirs
+        return theirs, tensors.get(theirs or "")
+
+    def _expert(self, name: str, stored: GgufTensor) -> int | None:
+        """Which part of a tensor of all experts ``name`` is; None where the tensor is its own."""
+        return expert_of(name)[1] if "_exps." in stored.name else None
+
     def _find(self, name: str) -> GgufTensor:
-        theirs = gguf_name(self._architecture, name)
-        stored = self._opened().tensors.get(theirs or "")
+        theirs, stored = self._stored(name)
         if stored is None:
             tried = (
                 f"no tensor {theirs!r} in the file"
@@ -149,6 +170,8 @@ class GgufCheckpoint:
 
     def _check_shape(self, name: str, stored: GgufTensor) -> None:
         expected = expected_shape(self.config, name.removesuffix(".weight"))
+        if expected is not None and self._expert(name, stored) is not None:
+            expected = (num_experts(self.config) or 0, *expected)
         if expected is not None and stored.shape != expected:
             raise self._fail(
                 stored,

@@ -30,8 +30,14 @@ MODEL_TYPES = {
     "phi3": "phi3",
     "olmo2": "olmo2",
     "granite": "granite",
+    "qwen3moe": "qwen3_moe",
+    "gpt-oss": "gpt_oss",
 }
 MAX_EXPERTS = 1024
+#: Those that may have experts: llama is then Mixtral.
+_WITH_EXPERTS = ("llama", "qwen3moe", "gpt-oss")
+#: How a router's logits become weights: a softmax over all, or over the chosen ones.
+_GATING = {"llama": 1, "qwen3moe": 1, "gpt-oss": 3}
 _SAMPLING = {
     "general.sampling.temp": "temperature",
     "general.sampling.top_k": "top_k",
@@ -57,8 +63,8 @@ def architecture(file: GgufFile) -> str:
             f"are: {', '.join(MODEL_TYPES)}. If transformers knows the model, open its folder of "
             "safetensors files instead"
         )
-    if Keys(file, name).integer("expert_count", (0, MAX_EXPERTS), 0):
-        raise UnsupportedError(f"{file.path}: mixture-of-experts models are not run yet")
+    if Keys(file, name).integer("expert_count", (0, MAX_EXPERTS), 0) and name not in _WITH_EXPERTS:
+        raise UnsupportedError(f"{file.path}: {name} is not run as a mixture of experts")
     return name
 
 
@@ -95,11 +101,37 @@ def build_config(file: GgufFile) -> dict[str, Any]:
     if rotary != width:
         config["partial_rotary_factor"] = rotary / width
     config["rope_scaling"] = rope_scaling(file, keys, rotary)
+    config.update(_experts(keys, name))
     if name in _SPECIAL:
         _SPECIAL[name](config, keys)
     config.update(_token_ids(file, config["vocab_size"]))
     check_config(config, str(file.path))
     return config
+
+
+def _experts(keys: Keys, name: str) -> dict[str, Any]:
+    """What a mixture of experts adds; nothing for other models."""
+    count = keys.integer("expert_count", (0, MAX_EXPERTS), 0)
+    if not count:
+        if name in ("qwen3moe", "gpt-oss"):
+            raise keys.fail("expert_count", count, f"1 to {MAX_EXPERTS}")
+        return {}
+    run = {"expert_gating_func": _GATING[name], "expert_group_count": 1}
+    for key in (*run, "expert_shared_count", "leading_dense_block_count"):
+        value = keys.integer(key, (0, 1 << 16), 0)
+        if value not in (0, run.get(key, 0)):
+            raise UnsupportedError(f"{keys.source}: {name} with {key} {value} is not run")
+    scale = keys.number("expert_weights_scale", 1.0)
+    if scale not in (0.0, 1.0):
+        raise UnsupportedError(
+            f"{keys.source}: {name} with expert_weights_scale {scale} is not run"
+        )
+    wide = keys.integer("expert_feed_forward_length", LIMITS["intermediate_size"], 0)
+    used = keys.integer("expert_used_count", (1, count))
+    found: dict[str, Any] = {"num_local_experts": count, "num_experts_per_tok": used}
+    if name == "qwen3moe":
+        return found | {"moe_intermediate_size": wide, "norm_topk_prob": True} if wide else found
+    return found | {"intermediate_size": wide} if wide else found
 
 
 def _sizes(keys: Keys) -> dict[str, int]:
@@ -117,7 +149,7 @@ def _sizes(keys: Keys) -> dict[str, int]:
     return {
         "num_hidden_layers": layers,
         "hidden_size": hidden,
-        "intermediate_size": keys.per_layer("feed_forward_length", "intermediate_size", layers),
+        "intermediate_size": _width(keys, layers),
         "num_attention_heads": heads,
         "num_key_value_heads": keys.per_layer(
             "attention.head_count_kv", "num_key_value_heads", layers, heads
@@ -126,11 +158,19 @@ def _sizes(keys: Keys) -> dict[str, int]:
     }
 
 
+def _width(keys: Keys, layers: int) -> int:
+    """Of the MLP; a file whose layers all have experts may not say."""
+    experts = keys.integer("expert_feed_forward_length", LIMITS["intermediate_size"], 0)
+    return keys.per_layer("feed_forward_length", "intermediate_size", layers, experts or None)
+
+
 # -- what single architectures add -----------------------------------------------------------------
 
 
 def _llama(config: dict[str, Any], keys: Keys) -> None:
-    if config["sliding_window"]:
+    if "num_local_experts" in config:
+        config["model_type"] = "mixtral"
+    elif config["sliding_window"]:
         config["model_type"] = "mistral"
 
 
@@ -188,6 +228,12 @@ def _granite(config: dict[str, Any], keys: Keys) -> None:
     config["logits_scaling"] = keys.number("logit_scale") or 1.0
 
 
+def _gpt_oss(config: dict[str, Any], keys: Keys) -> None:
+    config["layer_types"] = _layer_types(config, keys, 2)
+    if config["rope_scaling"]:
+        config["rope_scaling"]["truncate"] = False
+
+
 _SPECIAL: Mapping[str, Callable[[dict[str, Any], Keys], None]] = {
     "llama": _llama,
     "gemma2": _gemma2,
@@ -195,6 +241,7 @@ _SPECIAL: Mapping[str, Callable[[dict[str, Any], Keys], None]] = {
     "phi3": _phi3,
     "olmo2": _olmo2,
     "granite": _granite,
+    "gpt-oss": _gpt_oss,
 }
 
 

@@ -21,6 +21,10 @@ _LAYER = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }
@@ -39,8 +43,28 @@ _OTHERWISE = {
     },
     # Gate and up are one matrix, under the name of up.
     "phi3": {"mlp.gate_up_proj": "ffn_up"},
+    "gpt-oss": {
+        "self_attn.sinks": "attn_sinks",
+        "mlp.router": "ffn_gate_inp",
+        "post_attention_layernorm": "post_attention_norm",
+    },
 }
 _IN_LAYER = re.compile(r"model\.layers\.(\d{1,4})\.(.+)")
+_EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d{1,4})\.(.+)")
+
+
+def expert_of(name: str) -> tuple[str, int | None]:
+    """The name of a tensor that holds all experts of a layer, and which of them ``name`` is."""
+    match = _EXPERT.fullmatch(name)
+    return (name, None) if match is None else (f"{match[1]}.{match[3]}", int(match[2]))
+
+
+def single_expert(theirs: str, expert: int) -> str:
+    """The tensor of one expert in a file that has one each, as those of 2023 do.
+
+    ``blk.0.ffn_up_exps.weight`` -> ``blk.0.ffn_up.3.weight``.
+    """
+    return theirs.replace("_exps.", f".{expert}.")
 
 
 def gguf_name(architecture: str, name: str) -> str | None:

@@ -15,14 +15,15 @@ from torch import Tensor
 from sdk.kernels.layouts import Dense
 from sdk.loaders.formats.quantized import CONFIG_FILES, KV_SCALES, Quantization, quantization
 from sdk.loaders.formats.stored_layer import StoredLayer
+from sdk.loaders.hf_experts import JoinedPart, joined_part, spelled_as_ours
 from sdk.loaders.json_file import read_json
-from sdk.loaders.model_shapes import check_config, expected_shape
+from sdk.loaders.model_shapes import check_config, expected_shape, num_experts
 from sdk.loaders.safetensors_folder import open_weights
 from sdk.loaders.safetensors_reader import SafetensorsFiles, StoredTensor
 from sdk.quant.checkpoint import TensorEntry
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from sdk.quant.permuted import Permuted, PermutedWeight
-from sdk.quant.weight import Weight, weight_of
+from sdk.quant.weight import PackedWeight, Weight, weight_of
 
 logger = logging.getLogger("sdk")
 
@@ -72,6 +73,7 @@ class HfFolder:
         self._pulled: set[str] = set()
         self._warned: set[str] = set()
         self._mapped: deque[StoredTensor] = deque()
+        self._whole: tuple[str, Weight] | None = None
         self._done = 0
         self._total = sum(stored.nbytes for stored in self._tensors.values())
 
@@ -86,6 +88,9 @@ class HfFolder:
         layer = self._packed(name)
         if layer is not None:
             return self._decoded(layer)
+        part = self._joined(name)
+        if part is not None:
+            return self._cut(name, part)
         stored = self._find(name, f"{name}.weight")
         if len(stored.shape) != 2:
             raise self._fail(stored, f"shape {list(stored.shape)}, expected a matrix")
@@ -95,6 +100,12 @@ class HfFolder:
         return weight_of(layout)
 
     def tensor(self, name: str) -> Tensor:
+        part = self._joined(name)
+        if part is not None:
+            whole = self._find(name, part.whole)
+            values = self._read(part.whole, whole)[part.expert]
+            self._report(whole)
+            return part.of(values).to(torch.float32, copy=True)
         stored = self._find(name, name)
         values = self._read(name, stored).to(torch.float32, copy=True)
         self._opened().release(stored.name)
@@ -106,7 +117,7 @@ class HfFolder:
         if self._adds_nothing(name):
             return False
         known = name in self._tensors or f"{name}.weight" in self._tensors
-        return known or self._packed(name) is not None
+        return known or self._packed(name) is not None or self._joined(name) is not None
 
     def entries(self) -> Sequence[TensorEntry]:
         entries = {
@@ -129,7 +140,7 @@ class HfFolder:
 
     def close(self) -> None:
         # The mapping itself goes with the last weight that shares its pages.
-        self._files = None
+        self._files = self._whole = None
         self.__dict__.pop("tokenizer", None)  # whoever asked for it may keep it alive
 
     # -- inside --------------------------------------------------------------------------------
@@ -164,6 +175,36 @@ class HfFolder:
             self._warn,
         )
         return layer if self._quantization.packs(layer) else None
+
+    def _joined(self, name: str) -> JoinedPart | None:
+        """Where an expert's matrix or bias lies in a tensor of all; None where it has its own."""
+        if name in self._tensors or f"{name}.weight" in self._tensors:
+            return None
+        part = joined_part(name, self.config)
+        if part is None or part.expert >= (num_experts(self.config) or 0):
+            return None
+        known = part.whole in self._tensors or self._packed(part.whole) is not None
+        return part if known else None
+
+    def _cut(self, name: str, part: JoinedPart) -> Weight:
+        """One expert's matrix out of a tensor of all; the last such tensor is kept at hand."""
+        if part.whole in self._tensors:
+            stored = self._tensors[part.whole]
+            values = self._read(part.whole, stored)[part.expert]
+            turned = self.config["model_type"] == "gpt_oss"
+            self._report(stored)
+            return weight_of(Dense(part.of(values.t() if turned else values)))
+        if self._whole is None or self._whole[0] != part.whole:
+            layer = self._packed(part.whole)
+            assert layer is not None
+            self._whole = part.whole, self._decoded(layer)
+        weight, count = self._whole[1], num_experts(self.config) or 1
+        first, rows, step = part.rows(weight.shape[0] // count)
+        if weight.shape[0] % count or not isinstance(weight, PackedWeight):
+            raise CheckpointError(
+                f"{self.path}: {name}: {weight.shape[0]} rows for {count} experts"
+            )
+        return weight.take_rows(first, rows, step)
 
     def _join_packed(self, quantization: Quantization, entries: dict[str, TensorEntry]) -> None:
         """One entry in place of all the tensors of each packed layer."""
@@ -239,11 +280,11 @@ class HfFolder:
 
 def _canonical_names(files: SafetensorsFiles) -> dict[str, StoredTensor]:
     """Every tensor of the language model by our name of it."""
-    stored = files.tensors
+    stored = {spelled_as_ours(name): tensor for name, tensor in files.tensors.items()}
     if any(name.startswith("embed_tokens.") for name in stored):  # saved without a head
         return {f"model.{name}": tensor for name, tensor in stored.items()}
     if any(name.startswith("model.layers.") for name in stored):
-        return dict(stored)
+        return stored
     found = {
         ours + name.removeprefix(theirs): tensor
         for theirs, ours in _PREFIXES
@@ -251,7 +292,7 @@ def _canonical_names(files: SafetensorsFiles) -> dict[str, StoredTensor]:
         if name.startswith(theirs)
     }
     if not found:
-        return dict(stored)
+        return stored
     return found | {name: stored[name] for name in stored if name.startswith("lm_head.")}
 
 

@@ -24,11 +24,18 @@ LIMITS: dict[str, tuple[int, int]] = {
     "vocab_size": (1, 1 << 24),
     "max_position_embeddings": (1, 1 << 31),
     "sliding_window": (1, 1 << 31),
+    "num_local_experts": (1, 1024),
+    "num_experts": (1, 1024),
+    "num_experts_per_tok": (1, 1024),
+    "moe_intermediate_size": (1, 1 << 22),
 }
 _POSITIVE_NUMBERS = ("rms_norm_eps", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar")
 #: The architectures whose tensors have the shapes of `expected_shape`.
 _KNOWN_SHAPES = frozenset(
-    ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "olmo2", "granite")
+    (
+        *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "olmo2"),
+        *("granite", "mixtral", "qwen3_moe", "gpt_oss"),
+    )
 )
 
 
@@ -62,6 +69,38 @@ def head_dim(config: Mapping[str, Any]) -> int:
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
 
 
+def num_experts(config: Mapping[str, Any]) -> int | None:
+    """Experts of a layer; None for a model without any."""
+    found: int | None = config.get("num_experts") or config.get("num_local_experts")
+    return found
+
+
+def _experts_shape(config: Mapping[str, Any], name: str) -> tuple[int, ...] | None:
+    """Of one expert's tensor (``….experts.3.up_proj``), or of one that holds those of all."""
+    hidden = config["hidden_size"]
+    inner = config.get("moe_intermediate_size") or config["intermediate_size"]
+    part = name.partition(".experts.")[2]
+    number, _, own = part.partition(".")
+    joined = not number.isdecimal()
+    if joined:
+        own = part
+    stem = own.removesuffix("_bias").removesuffix(".bias")
+    shapes = {
+        "gate_proj": (inner, hidden),
+        "up_proj": (inner, hidden),
+        "gate_up_proj": (2 * inner, hidden),
+        "down_proj": (hidden, inner),
+    }
+    shape: tuple[int, ...] | None = shapes.get(stem)
+    if shape is None:
+        return None
+    if own != stem:
+        shape = shape[:1]
+    elif joined and config["model_type"] == "gpt_oss":
+        shape = shape[::-1]
+    return (num_experts(config) or 0, *shape) if joined else shape
+
+
 def expected_shape(config: Mapping[str, Any], name: str) -> tuple[int, ...] | None:
     """The shape of tensor ``name`` (Hugging Face's, without ``.weight``); None when not known."""
     if config.get("model_type") not in _KNOWN_SHAPES:
@@ -70,6 +109,8 @@ def expected_shape(config: Mapping[str, Any], name: str) -> tuple[int, ...] | No
     inner, vocab = config.get("intermediate_size"), config.get("vocab_size")
     if not (hidden and heads and inner and vocab):
         return None
+    if ".experts." in name:
+        return _experts_shape(config, name)
     width = head_dim(config)
     queries, keys = heads * width, (config.get("num_key_value_heads") or heads) * width
     matrices: dict[str, tuple[int, int]] = {
@@ -85,12 +126,17 @@ def expected_shape(config: Mapping[str, Any], name: str) -> tuple[int, ...] | No
         "gate_up_proj": (2 * inner, hidden),
         "down_proj": (hidden, inner),
     }
+    experts = num_experts(config)
+    if experts is not None:
+        matrices["gate"] = matrices["router"] = (experts, hidden)
     stem = name.removesuffix(".bias").rpartition(".")[2]
     if stem in matrices:
         return matrices[stem][:1] if name.endswith(".bias") else matrices[stem]
     if stem in ("q_norm", "k_norm"):
         whole = config["model_type"] == "olmo2"
         return ({"q_norm": queries, "k_norm": keys}[stem] if whole else width,)
+    if stem == "sinks":
+        return (heads,)
     if stem == "norm" or stem.endswith("layernorm"):
         return (hidden,)
     return None

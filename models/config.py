@@ -22,6 +22,7 @@ MAX_LAYERS = 512
 MAX_WIDTH = 1 << 20
 MAX_VOCAB = 1 << 24
 MAX_POSITION = 1 << 27
+MAX_EXPERTS = 1024
 
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
@@ -32,7 +33,15 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_tanh": "gelu_tanh",
 }
 #: Which layers slide when the config lists no ``layer_types``: all (1), or all but every n-th.
-WINDOW_PATTERNS = {"mistral": 1, "phi3": 1, "gemma2": 2, "gemma3_text": 6}
+WINDOW_PATTERNS = {
+    "mistral": 1,
+    "mixtral": 1,
+    "phi3": 1,
+    "qwen3_moe": 1,
+    "gemma2": 2,
+    "gpt_oss": 2,
+    "gemma3_text": 6,
+}
 #: What a family takes where its config says nothing (transformers' class defaults).
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "gemma2": {
@@ -52,8 +61,25 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "rope_local_base_freq": 10_000.0,
     },
     "qwen3": {"head_dim": 128},
+    "qwen3_moe": {"norm_topk_prob": False},
+    "gpt_oss": {"head_dim": 64, "attention_bias": True},
     "granite": {"attention_multiplier": 1.0},
 }
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSpec:
+    """A mixture of ``count`` experts of ``width`` features, of which a token uses ``per_token``.
+
+    ``normalized``: the weights of a token's experts sum to 1. ``layers``: which have experts; the
+    others have an ordinary MLP of ``ModelConfig.intermediate_size``.
+    """
+
+    count: int
+    per_token: int
+    width: int
+    normalized: bool
+    layers: tuple[bool, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +116,7 @@ class ModelConfig:
     output_bias: bool
     mlp_bias: bool
     tie_word_embeddings: bool
+    experts: ExpertSpec | None = None
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:
@@ -131,7 +158,7 @@ class ModelConfig:
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             rms_norm_eps=fields.positive("rms_norm_eps"),
-            activation=_activation(fields),
+            activation=_activation(fields, model_type),
             max_position=fields.count("max_position_embeddings", MAX_POSITION),
             rope=rope,
             local_rope=local_rope,
@@ -148,6 +175,7 @@ class ModelConfig:
             output_bias=bias and model_type != "qwen2",
             mlp_bias=fields.flag("mlp_bias", default=False),
             tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
+            experts=_experts(fields, model_type, layers),
         )
 
 
@@ -225,7 +253,32 @@ class _Fields:
         return tuple(numbers.positive(str(i)) for i in range(length))
 
 
-def _activation(fields: _Fields) -> Activation:
+def _experts(fields: _Fields, model_type: str, layers: int) -> ExpertSpec | None:
+    if model_type not in ("mixtral", "qwen3_moe", "gpt_oss"):
+        return None
+    name = "num_experts" if fields.has("num_experts") else "num_local_experts"
+    count = fields.count(name, MAX_EXPERTS)
+    wide = "moe_intermediate_size" if model_type == "qwen3_moe" else "intermediate_size"
+    step = fields.count("decoder_sparse_step", MAX_LAYERS, default=1)
+    dense = fields.values.get("mlp_only_layers", ())
+    if not isinstance(dense, (list, tuple)):
+        fields.fail("mlp_only_layers", "a list of layers", dense)
+    return ExpertSpec(
+        count=count,
+        per_token=fields.count("num_experts_per_tok", count),
+        width=fields.count(wide, MAX_WIDTH),
+        normalized=fields.flag("norm_topk_prob", default=True),
+        layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
+    )
+
+
+def _activation(fields: _Fields, model_type: str) -> Activation:
+    if model_type == "gpt_oss":
+        for name, expected in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
+            if fields.positive(name, default=expected) != expected:
+                found = fields.values[name]
+                raise UnsupportedError(f"config: {name}: expected {expected}, found {found}")
+        return "clamped_swiglu"
     names = ("hidden_activation", "hidden_act")
     name = next((n for n in names if fields.has(n)), "hidden_act")
     found = fields.text(name, default="silu")
@@ -256,6 +309,8 @@ def _windows(fields: _Fields, model_type: str, layers: int) -> tuple[int | None,
         if not isinstance(first, int) or first < 0:
             fields.fail("max_window_layers", "a number of layers", first)
         sliding = [layer >= first for layer in range(layers)]
+    elif model_type == "qwen3_moe" and not fields.flag("use_sliding_window", default=False):
+        sliding = [False] * layers
     elif model_type in WINDOW_PATTERNS and fields.has("sliding_window"):
         pattern = fields.count(
             "sliding_window_pattern", MAX_LAYERS, default=WINDOW_PATTERNS[model_type]

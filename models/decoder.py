@@ -18,7 +18,7 @@ from torch import Tensor
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.layouts import KVPages
 from sdk.models.config import ModelConfig
-from sdk.models.layers import ACCURATE, Linear, Source
+from sdk.models.layers import ACCURATE, ExpertLinear, Linear, Source
 from sdk.models.rope import Rope
 
 
@@ -37,7 +37,7 @@ class CausalLM(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """``[R, hidden]`` -> float32 ``[R, vocab]``, final scaling and soft cap applied."""
 
-    def linears(self) -> Iterator[tuple[str, Linear]]:
+    def linears(self) -> Iterator[tuple[str, Linear | ExpertLinear]]:
         """Every linear layer with its path."""
 
 
@@ -51,7 +51,10 @@ class Step:
 
 
 class Attention:
-    """Grouped-query attention of one layer; families with q/k norms override ``normalize``."""
+    """Grouped-query attention of one layer; families with q/k norms override ``normalize``.
+
+    ``sinks`` float32 ``[heads]``: see :meth:`sdk.kernels.ops.Ops.attention`.
+    """
 
     def __init__(self, source: Source, path: str, index: int) -> None:
         c, heads = source.config, source.heads
@@ -59,6 +62,7 @@ class Attention:
         self.heads, self.kv_heads, self.head_dim = heads.count, heads.kv_count, c.head_dim
         self.scale, self.softcap = c.attention_scale, c.attention_softcap
         self.window = c.windows[index]
+        self.sinks: Tensor | None = None
         d = c.head_dim
         keys = (c.num_kv_heads * d, heads.kv_start * d, heads.kv_count * d)
         self.qkv = source.columns(
@@ -91,7 +95,13 @@ class Attention:
         cos, sin = step.angles if self.window is None else step.local_angles
         self.ops.rope_and_cache(q, k, v, cos, sin, step.batch, pages)
         y = self.ops.attention(
-            q, pages, step.batch, scale=self.scale, window=self.window, softcap=self.softcap
+            q,
+            pages,
+            step.batch,
+            scale=self.scale,
+            window=self.window,
+            softcap=self.softcap,
+            sinks=self.sinks,
         )
         return self.out(y)
 
@@ -165,7 +175,7 @@ class Decoder:
         )
         self._linears = source.linears
 
-    def linears(self) -> Iterator[tuple[str, Linear]]:
+    def linears(self) -> Iterator[tuple[str, Linear | ExpertLinear]]:
         """See :class:`CausalLM`."""
         return iter(self._linears)
 

@@ -13,11 +13,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from sdk.kernels.experts import Routes
 from sdk.kernels.ops import Ops
 from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.errors import AlignmentError, CheckpointError
+from sdk.quant.experts import ExpertWeights
 from sdk.quant.weight import Side, Weight, concat
 
 #: Where the decoder's tensors start: plain models, then the two spellings of multimodal ones.
@@ -53,6 +55,28 @@ class Linear:
             self.mesh.all_reduce(y)
         if self.bias is not None:
             self.ops.add_bias(y, self.bias)
+        return y
+
+
+class ExpertLinear:
+    """``y[r] = x[r] @ w[expert of r].T + bias[expert of r]``, rows in the order of the experts.
+
+    ``by_token``: x has a row per token instead. ``bias``: float32 ``[E, N]``.
+    """
+
+    def __init__(
+        self, weight: ExpertWeights, bias: Tensor | None, ops: Ops, *, by_token: bool
+    ) -> None:
+        self.ops = ops
+        self.weight = weight
+        self.bias = bias
+        self.by_token = by_token
+
+    def __call__(self, x: Tensor, routes: Routes) -> Tensor:
+        """See :meth:`sdk.quant.experts.ExpertWeights.matmul_routed`."""
+        y = self.weight.matmul_routed(x, routes, by_token=self.by_token)
+        if self.bias is not None:
+            self.ops.add_owners_bias(y, self.bias, routes)
         return y
 
 
@@ -118,7 +142,7 @@ class Source:
         self.ops = ops
         self.max_model_len = max_model_len
         self.heads = mesh.heads(config.num_heads, config.num_kv_heads)
-        self.linears: list[tuple[str, Linear]] = []
+        self.linears: list[tuple[str, Linear | ExpertLinear]] = []
         found = (root for root in ROOTS if checkpoint.has(f"{root[0]}embed_tokens"))
         self._body, self._outer = next(found, ROOTS[0])
 
@@ -236,6 +260,69 @@ class Source:
         weight = self._pull(path, (hidden, in_features))
         weight = self._cut(path, weight, "in", start, count)
         return self._bound(path, weight, self._bias(path, hidden, bias), reduce=True)
+
+    def router(self, path: str, count: int) -> Linear:
+        """The logits of ``count`` experts; every rank has all of it."""
+        weight = self._pull(path, (count, self.config.hidden_size))
+        bias = self._bias(path, count, False)
+        return self._bound(path, weight, bias, activation_bits=ACCURATE)
+
+    def expert_columns(
+        self, path: str, names: tuple[str, ...], start: int, count: int
+    ) -> ExpertLinear:
+        """Projections of one input, for every expert: this rank's run of each, joined."""
+        hidden, spec = self.config.hidden_size, self.config.experts
+        assert spec is not None
+        weights, biases = [], []
+        for expert in range(spec.count):
+            parts = [f"{path}.{expert}.{name}" for name in names]
+            whole = [self._pull(part, (spec.width, hidden)) for part in parts]
+            cut = [
+                self._cut(part, weight, "out", start, count)
+                for part, weight in zip(parts, whole, strict=True)
+            ]
+            weights.append(concat(cut))
+            weights[-1].bind(self.ops)
+            own = [self._bias(part, spec.width, False) for part in parts]
+            biases.append([None if b is None else b[start : start + count] for b in own])
+        fused = "_".join(name.removesuffix("_proj") for name in names) + "_proj"
+        return self._bound_experts(f"{path}.{fused}", weights, biases, by_token=True)
+
+    def expert_rows(self, path: str, name: str, start: int, count: int) -> ExpertLinear:
+        """Back to the hidden size, for every expert: this rank's inputs.
+
+        The ranks' results are to be summed: the bias is the first one's.
+        """
+        hidden, spec = self.config.hidden_size, self.config.experts
+        assert spec is not None
+        weights, biases = [], []
+        for expert in range(spec.count):
+            part = f"{path}.{expert}.{name}"
+            weight = self._cut(part, self._pull(part, (hidden, spec.width)), "in", start, count)
+            weight.bind(self.ops)
+            weights.append(weight)
+            bias = self._bias(part, hidden, False)
+            biases.append([bias if self.mesh.rank == 0 else None])
+        return self._bound_experts(f"{path}.{name}", weights, biases, by_token=False)
+
+    def _bound_experts(
+        self,
+        path: str,
+        weights: list[Weight],
+        biases: list[list[Tensor | None]],
+        *,
+        by_token: bool,
+    ) -> ExpertLinear:
+        """``biases``: of each expert's parts; all of them or none."""
+        weight = ExpertWeights(weights)
+        weight.bind(self.ops)
+        present = [[b for b in own if b is not None] for own in biases]
+        if len({len(own) for own in present}) != 1 or len(present[0]) not in (0, len(biases[0])):
+            raise CheckpointError(f"{self._name(path)}: expected a bias for every expert or none")
+        joined = torch.stack([torch.cat(own) for own in present]) if present[0] else None
+        linear = ExpertLinear(weight, joined, self.ops, by_token=by_token)
+        self.linears.append((path, linear))
+        return linear
 
     def embedding_and_head(self) -> tuple[Embedding, Head]:
         """The two ends of the model; tied, they share one weight."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sdk.kernels.layouts import KVPages
 from sdk.models.decoder import MLP, Attention, Decoder, Step
+from sdk.models.experts import ExpertMLP
 from sdk.models.layers import Source
 
 
@@ -26,7 +27,11 @@ class LlamaLayer:
         self.input_norm = source.norm(f"{path}.input_layernorm")
         self.attention = self.attention_type(source, f"{path}.self_attn", index)
         self.post_attention_norm = source.norm(f"{path}.post_attention_layernorm")
-        self.mlp = MLP(source, f"{path}.mlp")
+        self.mlp = self.feed_forward(source, f"{path}.mlp", index)
+
+    def feed_forward(self, source: Source, path: str, index: int) -> MLP | ExpertMLP:
+        """What the layer ends with."""
+        return MLP(source, path)
 
     def __call__(
         self, delta: Tensor, residual: Tensor, step: Step, pages: KVPages

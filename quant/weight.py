@@ -116,8 +116,12 @@ class PackedWeight(Weight):
                 f"cannot cut {side} features {start}..{start + count} of a weight with {limit}"
             )
         if side == "out":
-            return type(self)(slice_rows(self.layout, start, start + count))
+            return self.take_rows(start, count)
         return type(self)(self._narrow_in(start, count))
+
+    def take_rows(self, start: int, count: int, step: int = 1) -> Weight:
+        """``count`` output rows, every ``step``-th from ``start`` on; before ``bind``."""
+        return type(self)(slice_rows(self.layout, start, start + count * step, step))
 
     def joined(self, others: Sequence[Weight]) -> Weight | None:
         layouts = [part.layout for part in (self, *others) if isinstance(part, PackedWeight)]
@@ -140,9 +144,14 @@ class PackedWeight(Weight):
             self._bound = ops.linear(self.layout, activation_bits)
             self._layout = None
 
+    @property
+    def bound(self) -> BoundLinear:
+        """The weight in the hands of its kernel."""
+        assert self._bound is not None, "bind() the weight first"
+        return self._bound
+
     def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        assert self._bound is not None, "bind() the weight before matmul()"
-        return self._bound.matmul(x, out)
+        return self.bound.matmul(x, out)
 
     def rows(self, ids: Tensor) -> Tensor:
         if self._bound is None:

@@ -144,6 +144,8 @@ def _check_cut(size: int, model: ModelConfig) -> None:
     mesh = Mesh(0, size, _NoRanks())
     mesh.heads(model.num_heads, model.num_kv_heads)
     mesh.columns(model.intermediate_size)
+    if model.experts is not None:
+        mesh.columns(model.experts.width)
     mesh.vocabulary(model.vocab_size)
 
 
@@ -169,6 +171,7 @@ def _plan(config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig) -> M
     # more ranks than heads some heads are kept twice.
     heads = max(model.num_kv_heads, config.tensor_parallel_size)
     page_bytes = kv_spec(model, heads, config.block_size, dtype).page_bytes
+    experts = model.experts
     return plan_memory(
         Demand(
             weights=sum(
@@ -183,6 +186,8 @@ def _plan(config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig) -> M
             vocab_size=model.vocab_size,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            experts_per_token=0 if experts is None else experts.per_token,
+            expert_width=0 if experts is None else experts.width,
         ),
         budget=_bytes(config.memory),
         kv_budget=_bytes(config.kv_cache_memory_bytes),

@@ -87,7 +87,10 @@ def release_free_memory() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What the plan is made from. Sizes in bytes; ``page_bytes`` over all layers and ranks."""
+    """What the plan is made from. Sizes in bytes; ``page_bytes`` over all layers and ranks.
+
+    ``experts_per_token`` and ``expert_width`` are those of a mixture of experts.
+    """
 
     weights: int
     page_bytes: int
@@ -99,6 +102,8 @@ class Demand:
     vocab_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    experts_per_token: int = 0
+    expert_width: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,10 +169,12 @@ def workspace_bytes(demand: Demand, seqs: int, tokens: int) -> int:
     """The largest step's scratch: activations of its tokens and the logits of its requests.
 
     A token has about six rows of hidden and three of intermediate size alive at once (residual,
-    norm, q/k/v, attention, output; gate, up, product), in float32; the sampler holds the logits
-    twice (itself and log-probabilities).
+    norm, q/k/v, attention, output; gate, up, product), in float32, and for each of its experts
+    gate, up, product and output; the sampler holds the logits twice (itself and log-probabilities).
     """
-    activations = tokens * (6 * demand.hidden_size + 3 * demand.intermediate_size) * 4
+    expert = 3 * demand.expert_width + demand.hidden_size
+    row = 6 * demand.hidden_size + 3 * demand.intermediate_size + demand.experts_per_token * expert
+    activations = tokens * row * 4
     return ENGINE_BYTES + activations + min(seqs, tokens) * demand.vocab_size * 4 * 2
 
 

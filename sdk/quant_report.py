@@ -7,15 +7,17 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from sdk.memory import format_bytes
+from sdk.quant.experts import ExpertWeights
 from sdk.quant.weight import StackedWeight, Weight
 
 if TYPE_CHECKING:
-    from sdk.models.layers import Linear
+    from sdk.models.layers import ExpertLinear, Linear
 
 
 @dataclass(frozen=True, slots=True)
 class LayerReport:
-    """One matrix; a fused layer whose projections are of unlike formats is one per projection.
+    """One matrix; a fused layer whose projections are of unlike formats is one per projection, the
+    experts of a layer are one together.
 
     ``bits_per_weight`` counts the bytes in memory, scales and padding included. ``declined`` says
     which faster kernels did not take it, and why.
@@ -76,7 +78,7 @@ class QuantReport:
         return "\n".join(lines)
 
 
-def quant_report(linears: Iterable[tuple[str, Linear]]) -> QuantReport:
+def quant_report(linears: Iterable[tuple[str, Linear | ExpertLinear]]) -> QuantReport:
     """The report of a model's linear layers; with several ranks, of this rank's part of them."""
     return QuantReport(
         tuple(
@@ -86,8 +88,8 @@ def quant_report(linears: Iterable[tuple[str, Linear]]) -> QuantReport:
                 str(weight.spec),
                 weight.nbytes * 8 / (weight.shape[0] * weight.shape[1]),
                 weight.nbytes,
-                "+".join(choice.name for choice in weight.choices()),
-                tuple(why for choice in weight.choices() for why in choice.declined),
+                "+".join(dict.fromkeys(choice.name for choice in weight.choices())),
+                tuple(dict.fromkeys(why for c in weight.choices() for why in c.declined)),
             )
             for path, linear in linears
             for name, weight in _matrices(path, linear.weight)
@@ -96,7 +98,7 @@ def quant_report(linears: Iterable[tuple[str, Linear]]) -> QuantReport:
 
 
 def _matrices(path: str, weight: Weight) -> Iterator[tuple[str, Weight]]:
-    if not isinstance(weight, StackedWeight):
+    if not isinstance(weight, StackedWeight) or isinstance(weight, ExpertWeights):
         yield path, weight
         return
     start = 0

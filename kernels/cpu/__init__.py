@@ -20,6 +20,7 @@ from sdk.kernels.cpu.elementwise import (
     SelectRows,
     TakeColumns,
 )
+from sdk.kernels.cpu.experts import AddOwnersBias, Combine, Group, Route
 from sdk.kernels.cpu.library import Engine, Program, find_library, levels
 from sdk.kernels.cpu.linear import Linear
 from sdk.kernels.cpu.rope import RopeAndCache, RopeAngles
@@ -58,6 +59,10 @@ class CpuBackend:
         self._memory = WeightMemory()
         self._implementations: dict[str, Sequence[Any]] = {
             "linear": (*(Linear(engine, self._memory, bits) for bits in (8, 16, 32)),),
+            "route": (Route(engine),),
+            "group": (Group(engine),),
+            "add_owners_bias": (AddOwnersBias(engine),),
+            "combine": (Combine(engine),),
             "rms_norm": (RmsNorm(engine),),
             "add_rms_norm": (AddRmsNorm(engine),),
             "gated_activation": (GatedActivation(engine),),

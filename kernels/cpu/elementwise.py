@@ -17,7 +17,7 @@ from sdk.kernels.cpu.library import (
 from sdk.kernels.errors import KernelError
 from sdk.kernels.registry import Problem
 
-_KINDS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
+_KINDS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "clamped_swiglu": 3}
 #: In-place operators on rows, as native/abi.hpp numbers them.
 MAPS = {"zeros": 0, "add": 1, "add_bias": 2, "scale": 3, "softcap": 4}
 

@@ -16,7 +16,7 @@ import torch
 from sdk.kernels.errors import KernelError
 
 #: Must equal kAbiVersion in native/abi.hpp; a library with another one is refused as stale.
-ABI_VERSION = 7
+ABI_VERSION = 8
 
 #: Instruction-set levels, worst to best, in the order of native/levels.hpp.
 LEVELS = ("portable", "avx2", "avx2_vnni", "avx512_vnni")
@@ -56,6 +56,11 @@ class OpKind(IntEnum):
     PLACES = 9
     SAMPLE = 10
     TAKE = 11
+    ROUTE = 12
+    GROUP = 13
+    EXPERTS = 14
+    BIAS = 15
+    COMBINE = 16
 
 
 class Count(IntEnum):
@@ -102,6 +107,45 @@ class LinearArgs(Structure):
         ("planes", c_int32),
         ("m", c_int64),
         ("act", Activations),
+        ("source", c_void_p),
+    ]
+
+
+class RouteArgs(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("logits", "chosen", "weights")),
+        ("experts", c_int64),
+        *((name, c_int32) for name in ("k", "normalized")),
+    ]
+
+
+class GroupArgs(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("chosen", "places", "tokens", "owners")),
+        *((name, c_void_p) for name in ("starts", "active")),
+        *((name, c_int64) for name in ("count", "rows")),
+        ("k", c_int32),
+    ]
+
+
+class ExpertsArgs(Structure):
+    _fields_ = [
+        ("each", LinearArgs),
+        *((name, c_void_p) for name in ("experts", "starts", "active")),
+        ("count", c_int64),
+        ("k", c_int32),
+    ]
+
+
+class BiasArgs(Structure):
+    _fields_ = [*((name, c_void_p) for name in ("x", "bias", "owners")), ("width", c_int64)]
+
+
+class CombineArgs(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "weights", "places", "out")),
+        ("width", c_int64),
+        ("k", c_int32),
     ]
 
 

@@ -9,7 +9,8 @@ of rows to 16 and of k to 32, and where 6-bit scales become bytes: 3.6 % for q3_
 
 from __future__ import annotations
 
-from ctypes import addressof, byref
+from collections.abc import Sequence
+from ctypes import Array, addressof, byref, c_void_p
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,6 +21,7 @@ from sdk.kernels.cpu.library import (
     ELEMENT_TYPES,
     EmbeddingArgs,
     Engine,
+    ExpertsArgs,
     LinearArgs,
     OpKind,
     WeightView,
@@ -28,6 +30,7 @@ from sdk.kernels.cpu.library import (
 from sdk.kernels.cpu.packed_scales import ROWS, deinterleave, interleave, unpack_block_scales
 from sdk.kernels.cpu.weight_memory import WeightMemory
 from sdk.kernels.errors import KernelError
+from sdk.kernels.experts import Routes
 from sdk.kernels.layouts import (
     BLOCK_TYPES,
     TABLE_BITS,
@@ -96,6 +99,14 @@ class Packed:
     def nbytes(self) -> int:
         parts = (self.scale, self.minus, self.zeros, self.super_scale, self.super_minus)
         return self.codes.nbytes + sum(part.nbytes for part in parts if part is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedExperts:
+    """The weights of a layer's experts, and where the library finds their views."""
+
+    weights: tuple[Packed, ...]
+    addresses: Array[c_void_p]
 
 
 class Linear:
@@ -189,7 +200,26 @@ class Linear:
 
     def matmul(self, packed: Packed, x: Tensor, out: Tensor) -> None:
         floats(x, "linear x")
-        args = LinearArgs(
+        self._engine.run(OpKind.LINEAR, self._arguments(packed, x, out), x.shape[0], "linear")
+
+    def group(self, packed: Sequence[Packed]) -> PackedExperts:
+        weights = tuple(packed)
+        addresses = (c_void_p * len(weights))(*(addressof(weight.view) for weight in weights))
+        return PackedExperts(weights, addresses)
+
+    def matmul_routed(
+        self, group: PackedExperts, x: Tensor, routes: Routes, by_token: bool, out: Tensor
+    ) -> None:
+        floats(x, "experts x")
+        each = self._arguments(group.weights[0], x, out)
+        if by_token:
+            each.source = routes.tokens.data_ptr()
+        pointers = (addressof(group.addresses), routes.starts.data_ptr(), routes.active.data_ptr())
+        args = ExpertsArgs(each, *pointers, len(group.weights), routes.weights.shape[1])
+        self._engine.run(OpKind.EXPERTS, args, out.shape[0], "experts")
+
+    def _arguments(self, packed: Packed, x: Tensor, out: Tensor) -> LinearArgs:
+        return LinearArgs(
             w=addressof(packed.view),
             x=x.data_ptr(),
             out=out.data_ptr(),
@@ -197,7 +227,6 @@ class Linear:
             exact=self._bits == 32,
             planes=2 if self._bits == 16 and not packed.view.dense else 1,
         )
-        self._engine.run(OpKind.LINEAR, args, x.shape[0], "linear")
 
     def rows(self, packed: Packed, ids: Tensor, out: Tensor) -> None:
         if ids.dtype != torch.int64:

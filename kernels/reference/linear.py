@@ -7,11 +7,13 @@ so a row gets the same bits at every batch size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from sdk.kernels.experts import Routes
 from sdk.kernels.layouts import Affine, Blocks, Dense, Float8, Layout
 from sdk.kernels.reference.decode import decode
 from sdk.kernels.registry import Problem
@@ -55,10 +57,19 @@ class Linear:
     def nbytes(self, packed: Layout) -> int:
         return packed.nbytes
 
+    def group(self, packed: Sequence[Layout]) -> Sequence[Layout]:
+        return packed
 
-def slice_rows(layout: Layout, start: int, stop: int) -> Layout:
-    """Output rows ``start:stop`` of a weight, as views."""
-    return _index_rows(layout, slice(start, stop), stop - start)
+    def matmul_routed(
+        self, group: Sequence[Layout], x: Tensor, routes: Routes, by_token: bool, out: Tensor
+    ) -> None:
+        for expert, rows, own in routes.parts(x, by_token):
+            self.matmul(group[expert], own, out[rows])
+
+
+def slice_rows(layout: Layout, start: int, stop: int, step: int = 1) -> Layout:
+    """Output rows ``start:stop:step`` of a weight, as views."""
+    return _index_rows(layout, slice(start, stop, step), len(range(start, stop, step)))
 
 
 def gather_rows(layout: Layout, ids: Tensor) -> Layout:
@@ -90,7 +101,7 @@ def _index_rows(layout: Layout, index: slice | Tensor, count: int) -> Layout:
 def _index_float8(w: Float8, index: slice | Tensor) -> Float8:
     """Whole blocks of rows keep their scales; other rows get one of their own each."""
     high, wide = w.block
-    if isinstance(index, slice) and index.start % high == 0:
+    if isinstance(index, slice) and index.start % high == 0 and index.step == 1:
         scale = w.scale[index.start // high : -(-index.stop // high)]
         return Float8(w.values[index], scale, w.block)
     rows = torch.arange(w.shape[0], device=w.scale.device)[index]

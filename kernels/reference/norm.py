@@ -52,6 +52,11 @@ class GatedActivation:
             activated = F.gelu(gate, approximate="tanh")
         elif kind == "gelu":
             activated = F.gelu(gate)
+        elif kind == "clamped_swiglu":  # Source: gpt-oss' reference code, swiglu()
+            gate = gate.clamp(max=7.0)
+            activated = gate * torch.sigmoid(1.702 * gate)
+            up = up.clamp(-7.0, 7.0) + 1.0
         else:
-            raise KernelError(f"gated_activation: expected silu, gelu_tanh or gelu, found {kind!r}")
+            names = "silu, gelu_tanh, gelu or clamped_swiglu"
+            raise KernelError(f"gated_activation: expected {names}, found {kind!r}")
         torch.mul(activated, up, out=out)

@@ -45,7 +45,7 @@ _TELLTALES = (
     (".SCB", "bitsandbytes", "bitsandbytes LLM.int8"),
     (".weight.quant_state.bitsandbytes__nf4", "bitsandbytes", "bitsandbytes nf4"),
     (".weight.quant_state.bitsandbytes__fp4", "bitsandbytes", "bitsandbytes fp4"),
-    ("_proj_blocks", "mxfp4", "MXFP4"),
+    ("_blocks", "mxfp4", "MXFP4"),
     ("._weight_qdata", "torchao", "torchao"),
     (".W_q", "hqq", "HQQ"),
     (".act.scales", "", "AWQ for activation functions with scales of their own (MPT, Falcon)"),

@@ -121,7 +121,7 @@ class Format(Protocol):
             UnsupportedError: it asks for something that is not run.
         """
 
-    def outline(self, layer: StoredLayer, settings: Any) -> tuple[tuple[int, int], str]:
+    def outline(self, layer: StoredLayer, settings: Any) -> tuple[tuple[int, ...], str]:
         """Shape ``(N, K)`` and numerics (``"gptq-w4g128"``) of a layer, from the headers alone."""
 
     def decode(self, layer: StoredLayer, settings: Any) -> Layout | Permuted:

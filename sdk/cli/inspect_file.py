@@ -199,6 +199,8 @@ def _summary(facts: Mapping[str, str], config: Mapping[str, Any]) -> str:
         return str(config.get(name, "unknown"))
 
     window = config.get("sliding_window")
+    experts = config.get("num_experts") or config.get("num_local_experts")
+    mixture = f"experts       {experts}, {get('num_experts_per_tok')} for each token"
     return "\n".join(
         [
             f"file          {facts['file']} ({facts['format']})",
@@ -207,6 +209,7 @@ def _summary(facts: Mapping[str, str], config: Mapping[str, Any]) -> str:
             f"attention     {get('num_attention_heads')} heads, "
             f"{get('num_key_value_heads')} for keys and values"
             + (f", sliding window {window}" if window else ""),
+            *([mixture] if experts else []),
             f"context       {get('max_position_embeddings')} tokens",
             f"vocabulary    {get('vocab_size')} tokens",
         ]

@@ -23,6 +23,9 @@ CASES = [
     if folder.is_dir()
     for path in json.loads((folder / "origin.json").read_text())["paths"]
 ]
+#: Positions that rounded activations send to another expert. Here the second and third
+#: logit of a router are 0.027 apart; llama.cpp takes the other expert as well.
+REROUTED = {"gptoss-mxfp4": [14]}
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:
@@ -41,6 +44,9 @@ def test_logits_are_those_of_the_reference(
         prompt = torch.from_numpy(golden["prompt"])
         expected = torch.from_numpy(golden["logits"])
     whole = logits_of(path, prompt, compute, len(prompt))
-    assert _distance(whole, expected) < bound
+    compared = torch.ones(len(prompt), dtype=torch.bool)
+    if compute == "auto":
+        compared[REROUTED.get(folder.name, [])] = False
+    assert _distance(whole[compared], expected[compared]) < bound
     for chunk in (1, 9):
         assert torch.equal(logits_of(path, prompt, compute, chunk), whole)

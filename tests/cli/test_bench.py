@@ -262,6 +262,20 @@ def test_columns_without_a_case_become_bars_of_their_own(drawing: Drawing, tmp_p
     assert drawing.all("axhline") == [(100,)]
 
 
+def test_a_token_meets_some_of_the_experts_only(golden: Path) -> None:
+    from sdk.loaders.open import open_checkpoint
+
+    path = golden / "gptoss-mxfp4"
+    work = models.work_of(str(path))
+    sizes = {entry.name: entry.nbytes for entry in open_checkpoint(path).entries()}
+    experts = sum(nbytes for name, nbytes in sizes.items() if ".experts." in name)
+    embedding = sizes["model.embed_tokens.weight"]
+    assert work.bytes_per_token == sum(sizes.values()) - embedding - experts // 2
+    per_layer = 2 * 3 * 128 * 128  # two experts of gate, up and down
+    assert work.decode_weights - work.prompt_weights == 448 * 128
+    assert per_layer * 2 < work.prompt_weights < per_layer * 2 + 2 * 70_000
+
+
 def test_work_counts_what_a_token_reads(golden: Path) -> None:
     tied = models.work_of(str(golden / "gguf-Q4_1" / "model.gguf"))
     file = (golden / "gguf-Q4_1" / "model.gguf").stat().st_size

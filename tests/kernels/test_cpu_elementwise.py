@@ -41,18 +41,21 @@ def test_adding_the_residual_first_gives_the_same_norm(
     assert torch.equal(out, expected)
 
 
-@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "gelu"])
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "gelu", "clamped_swiglu"])
 def test_gated_activation_matches_float64(backend: CpuBackend, cases: Any, kind: str) -> None:
     (kernel,) = backend.implementations("gated_activation")
     gate = torch.cat((torch.linspace(-12, 12, 5001), torch.tensor([-200.0, 200.0, -1e30, 0.0])))
-    up = torch.randn(gate.shape[0])
+    up = 3.0 * torch.randn(gate.shape[0])
     out = torch.empty(1, gate.shape[0])
     kernel.run(torch.cat((gate, up)).unsqueeze(0), kind, out)
     g = gate.double()
+    if kind == "clamped_swiglu":
+        g, up = g.clamp(max=7.0), up.clamp(-7.0, 7.0) + 1.0
     activated = {
         "silu": F.silu(g),
         "gelu_tanh": F.gelu(g, approximate="tanh"),
         "gelu": F.gelu(g),
+        "clamped_swiglu": g * torch.sigmoid(1.702 * g),
     }[kind]
     error = (out[0].double() - activated * up.double()).abs()
     assert (error <= 1e-6 * (up.double() * g).abs() + 1e-12).all()
@@ -60,7 +63,7 @@ def test_gated_activation_matches_float64(backend: CpuBackend, cases: Any, kind:
 
 def test_nan_stays_nan(backend: CpuBackend) -> None:
     (kernel,) = backend.implementations("gated_activation")
-    for kind in ("silu", "gelu_tanh", "gelu"):
+    for kind in ("silu", "gelu_tanh", "gelu", "clamped_swiglu"):
         out = torch.empty(1, 20)
         gate_up = torch.ones(1, 40)
         gate_up[0, 3] = gate_up[0, 39] = float("nan")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sdk.kernels.layouts import E2M1
 from sdk.kernels.reference.decode import decode
-from sdk.loaders.formats.gpt_oss import experts
+from sdk.loaders.formats import mxfp4
 from sdk.loaders.formats.stored_layer import StoredLayer
 from sdk.loaders.safetensors_reader import SafetensorsFiles
 from sdk.quant.errors import CheckpointError, UnsupportedError
@@ -162,14 +162,16 @@ def expert_layer(path: Path, **tensors: Tensor) -> StoredLayer:
     )
 
 
-def test_every_expert_of_gpt_oss_is_a_matrix_of_4_bit_floats(tmp_path: Path) -> None:
+def test_the_experts_of_gpt_oss_are_one_matrix_of_4_bit_floats(tmp_path: Path) -> None:
     codes = torch.randint(0, 16, (3, 12, 64), generator=torch.Generator().manual_seed(0))
     powers = torch.randint(110, 140, (3, 12, 2), dtype=torch.uint8)
     blocks = (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8).reshape(3, 12, 2, 16)
-    found = experts(expert_layer(tmp_path, blocks=blocks, scales=powers))
+    layer = expert_layer(tmp_path, blocks=blocks, scales=powers)
+    assert mxfp4.outline(layer, None) == ((3, 12, 64), "mxfp4")
+    found = mxfp4.decode(layer, None)
     wide = powers.repeat_interleave(32, 2).int() - 127
     expected = torch.ldexp(torch.tensor(E2M1)[codes], wide)
-    assert torch.equal(torch.stack([decode(layout) for layout in found]), expected)
+    assert torch.equal(decode(found), expected.flatten(0, 1))
 
 
 @pytest.mark.parametrize(
@@ -187,4 +189,4 @@ def test_experts_whose_shapes_disagree_are_refused(
         tmp_path, blocks=torch.zeros(blocks).byte(), scales=torch.zeros(powers).byte()
     )
     with pytest.raises(CheckpointError, match=message):
-        experts(layer)
+        mxfp4.decode(layer, None)

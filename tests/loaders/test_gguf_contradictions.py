@@ -82,11 +82,20 @@ def test_a_missing_architecture_is_named(files: Any, save: Save) -> None:
         open_checkpoint(save(model.build()))
 
 
+EXPERTS = {"llama.expert_count": (4, 8), "llama.expert_used_count": (4, 2)}
+
+
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
         ({"general.architecture": (8, "rwkv7")}, "'rwkv7' is not run.*llama, qwen2"),
-        ({"llama.expert_count": (4, 8)}, "mixture-of-experts"),
+        (
+            {"general.architecture": (8, "qwen2"), "qwen2.expert_count": (4, 8)},
+            "qwen2 is not run as a mixture of experts",
+        ),
+        ({**EXPERTS, "llama.expert_shared_count": (4, 1)}, "with expert_shared_count 1"),
+        ({**EXPERTS, "llama.expert_gating_func": (4, 2)}, "with expert_gating_func 2"),
+        ({**EXPERTS, "llama.expert_weights_scale": (6, 2.5)}, r"with expert_weights_scale 2\.5"),
         ({"llama.attention.value_length": (4, 16)}, "keys of length 8 with values of length 16"),
         (
             {"llama.block_count": (4, 2), "llama.attention.head_count_kv": (9, (4, [2, 4]))},

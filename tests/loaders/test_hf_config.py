@@ -261,12 +261,7 @@ def test_tensors_of_another_method_than_the_config_names_are_refused(
         open_checkpoint(files.folder(tmp_path / "model", tensors, config))
 
 
-@pytest.mark.parametrize(
-    ("ending", "method"), [("gate_up_proj_blocks", "MXFP4"), ("act.scales", "AWQ for activation")]
-)
-def test_quantized_tensors_are_recognised_without_a_config(
-    files: Any, tmp_path: Path, ending: str, method: str
-) -> None:
-    tensors = {EMBED: ONES, f"model.layers.0.mlp.{ending}": np.ones(3)}
-    with pytest.raises(UnsupportedError, match=f"{ending}' is written by {method}"):
+def test_quantized_tensors_are_recognised_without_a_config(files: Any, tmp_path: Path) -> None:
+    tensors = {EMBED: ONES, "model.layers.0.mlp.act.scales": np.ones(3)}
+    with pytest.raises(UnsupportedError, match=r"act\.scales' is written by AWQ for activation"):
         open_checkpoint(files.folder(tmp_path / "model", tensors))

@@ -105,10 +105,33 @@ def tiny(model_type: str, seed: int = 0, **options: Any) -> Any:
 
 def checkpoint_of(model: Any) -> DictCheckpoint:
     """The model's tensors under the names ``save_pretrained`` would give them."""
-    tensors = {name: t.detach().clone() for name, t in model.state_dict().items()}
+    state = {name: t.detach().clone() for name, t in model.state_dict().items()}
+    kind = model.config.model_type
+    tensors = {n: t for name, own in state.items() for n, t in _by_expert(kind, name, own)}
     if model.config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
     return DictCheckpoint(model.config.to_dict(), tensors)
+
+
+def _by_expert(model_type: str, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """transformers joins the experts of a layer in one tensor; gpt-oss' lie turned, gate and up
+    taking turns."""
+    path, found, part = name.partition(".mlp.experts.")
+    gpt_oss = model_type == "gpt_oss"
+    if not found or model_type not in ("mixtral", "qwen3_moe", "gpt_oss"):
+        yield name, tensor
+        return
+    stem, suffix = part.removesuffix("_bias"), "bias" if part.endswith("_bias") else "weight"
+    for index, own in enumerate(tensor):
+        own = own.t() if gpt_oss and suffix == "weight" else own
+        parts = {stem: own}
+        if stem == "gate_up_proj":
+            half = len(own) // 2
+            parts = {"gate_proj": own[:half], "up_proj": own[half:]}
+            if gpt_oss:
+                parts = {"gate_proj": own[::2], "up_proj": own[1::2]}
+        for key, values in parts.items():
+            yield f"{path}.mlp.experts.{index}.{key}.{suffix}", values.contiguous()
 
 
 def expected_logits(model: Any, ids: Sequence[int]) -> Tensor:
@@ -254,14 +277,15 @@ def ops(request: pytest.FixtureRequest) -> Iterator[Ops]:
 
 @pytest.fixture
 def load(ops: Ops) -> Callable[..., CausalLM]:
-    """``load(transformers model or checkpoint, max_model_len=, mesh=)`` -> our model."""
-    # An Ops belongs to one rank, and its weight memory to one thread: the simulated ranks, which
-    # share it, load one after another (at once, one head in a hundred lay over another weight).
-    turn = threading.Lock()
+    """``load(transformers model or checkpoint, max_model_len=, mesh=)`` -> our model.
+
+    One at a time: simulated ranks share an engine, whose memory for weights is for one thread.
+    """
+    loading = threading.Lock()
 
     def load(source: Any, max_model_len: int = 256, mesh: Mesh | None = None) -> CausalLM:
         checkpoint = source if isinstance(source, DictCheckpoint) else checkpoint_of(source)
-        with turn:
+        with loading:
             return build_model(checkpoint, mesh or Mesh(), ops, max_model_len=max_model_len)
 
     return load

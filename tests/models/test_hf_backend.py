@@ -24,7 +24,7 @@ from tests.models.conftest import (
 )
 
 #: Attention biases, partial rotation, layer norms, clipping, windows, parallel blocks, learned
-#: positions, Conv1D, interleaved rotation, logit scales, sinks with experts.
+#: positions, Conv1D, interleaved rotation, logit scales, experts, sinks.
 OTHERS: dict[str, dict[str, Any]] = {
     "stablelm": {"partial_rotary_factor": 0.5, "use_qkv_bias": True},
     "gpt_neox": {"num_key_value_heads": 4},
@@ -37,12 +37,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     "glm": {},
     "phi": {},
     "exaone4": {},
-    "gpt_oss": {
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "sliding_window": 8,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    },
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "granite_swa": {"sliding_window": 8},
 }
 
 
@@ -68,7 +64,7 @@ def test_logits_match_transformers_in_one_prefill_in_chunks_and_in_a_batch(
     third = batch.step({"a": ids[40:]})["a"]
     batched = torch.cat((first, second, third))
     for found in (chunked, batched):
-        if name == "gpt_oss":  # transformers' own expert products depend on the batch
+        if name == "olmoe":  # transformers' own expert products depend on the batch
             assert (found - expected).abs().max() <= 1e-4
         else:
             assert torch.equal(found, whole)
@@ -199,7 +195,9 @@ def test_quantizers_write_gpt_2s_matrices_as_all_others(load: Callable[..., Any]
 
 
 def test_experts_stored_one_by_one_are_refused(load: Callable[..., Any]) -> None:
-    checkpoint = checkpoint_of(tiny("mixtral", num_local_experts=2, num_hidden_layers=1))
+    checkpoint = checkpoint_of(
+        tiny("olmoe", num_experts=2, num_experts_per_tok=1, num_hidden_layers=1)
+    )
     del checkpoint.tensors["model.layers.0.mlp.experts.gate_up_proj"]
     with pytest.raises(UnsupportedError, match=r"mlp\.experts.gate_up_proj: .*one by one"):
         load(checkpoint)

@@ -26,6 +26,16 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "phi3": {"sliding_window": None},
     "phi3-sliding": {"sliding_window": 11},
     "olmo2": {},
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 14},
+    "qwen3_moe": {
+        "num_experts": 9,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
+    "qwen3_moe-whole-softmax": {"num_experts": 3, "num_experts_per_tok": 1, "head_dim": 24},
+    "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 8},
     "granite": {
         "embedding_multiplier": 3.0,
         "attention_multiplier": 0.3,

@@ -114,6 +114,13 @@ CUT: dict[str, tuple[str, int, dict[str, Any]]] = {
     "granite": ("granite", 2, {"logits_scaling": 2.0, "residual_multiplier": 0.5}),
     "gemma2": ("gemma2", 2, {"sliding_window": 9}),
     "gemma3": ("gemma3_text", 2, {"num_key_value_heads": 1, "sliding_window": 8}),
+    "mixtral": ("mixtral", 2, {"num_local_experts": 5}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        2,
+        {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 96},
+    ),
+    "gpt_oss": ("gpt_oss", 4, {"num_local_experts": 6, "num_experts_per_tok": 3}),
 }
 
 

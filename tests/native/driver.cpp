@@ -363,6 +363,66 @@ void program(Random& random, Engine& one, Engine& many) {
     embedlm_program_destroy(recorded);
 }
 
+// --- mixtures of experts ---
+
+// A token's sum is the same alone and in a batch, on any number of threads.
+void experts(Random& random, Engine& one, Engine& many) {
+    const int64_t count = 5, width = 96, wide = 72, tokens = 17;
+    const int32_t k = 2;
+    for (int plain = 0; plain < 2; ++plain) {
+        std::vector<Packed> made;
+        std::vector<const Weight*> views;
+        while ((int64_t)made.size() < count) {  // of one kind: units of one size
+            Packed weight = plain ? dense(random, wide, width) : affine(random, wide, width);
+            if (made.empty() || weight.w.unit == made[0].w.unit) made.push_back(weight);
+        }
+        for (Packed& weight : made) {
+            point(weight);
+            check_packing(many, weight);
+            views.push_back(&weight.w);
+        }
+        Buffer<float> x = floats(random, tokens * width), logits = floats(random, tokens * count);
+        Buffer<float> bias = floats(random, count * wide);
+        auto mixture = [&](Engine& engine, int64_t first, int64_t number) {
+            const int64_t rows = number * k;
+            Buffer<float> given(number * width), scores(number * count), weights(rows);
+            Buffer<float> product(rows * wide), sum(number * wide);
+            Buffer<int32_t> chosen(rows), places(rows), owners(rows), whose(rows);
+            Buffer<int32_t> starts(count + 1), active(count + 1);
+            memcpy(given.data(), &x[first * width], sizeof(float) * (size_t)(number * width));
+            memcpy(scores.data(), &logits[first * count], sizeof(float) * (size_t)(number * count));
+            LinearArgs each{};
+            each.w = views[0];
+            each.x = given.data();
+            each.out = product.data();
+            each.out_stride = wide;
+            each.planes = 1;
+            each.source = whose.data();
+            engine.run(kOpRoute,
+                       RouteArgs{scores.data(), chosen.data(), weights.data(), count, k, plain},
+                       number);
+            engine.run(kOpGroup,
+                       GroupArgs{chosen.data(), places.data(), whose.data(), owners.data(),
+                                 starts.data(), active.data(), count, 0, k},
+                       rows);
+            engine.run(kOpExperts,
+                       ExpertsArgs{each, views.data(), starts.data(), active.data(), count, k}, rows);
+            engine.run(kOpBias, BiasArgs{product.data(), bias.data(), owners.data(), wide}, rows);
+            engine.run(kOpCombine,
+                       CombineArgs{product.data(), weights.data(), places.data(), sum.data(), wide, k},
+                       number);
+            return sum;
+        };
+        Buffer<float> whole = mixture(many, 0, tokens);
+        CHECK(mixture(one, 0, tokens).starts_like(whole, tokens * wide));
+        for (int64_t t = 0; t < tokens; t += 5) {
+            Buffer<float> alone = mixture(many, t, 1);
+            CHECK(memcmp(&alone[0], &whole[t * wide], sizeof(float) * (size_t)wide) == 0);
+        }
+        mixture(many, 0, 0);
+    }
+}
+
 // --- engines ---
 
 void everything(Random& random, Engine& one, Engine& many) {
@@ -371,6 +431,7 @@ void everything(Random& random, Engine& one, Engine& many) {
     sampling(random, one, many);
     attention(random, one, many);
     program(random, one, many);
+    experts(random, one, many);
 }
 
 // Two threads at once, with an engine each and with the same one.

@@ -7,7 +7,7 @@
 
 #include <stdint.h>
 
-enum { kAbiVersion = 7 };
+enum { kAbiVersion = 8 };
 
 // Element types of scales, minima, pages and dense values. kLow4 and kHigh4, for scales and minima
 // only, are the two halves of one byte (q2_k keeps both in it); kE8M0, for scales, is a power of two.
@@ -127,6 +127,7 @@ struct LinearArgs {
     int32_t planes;   // 2: blocks that 8 bits fit badly are sums of two rounded ones
     int64_t m;        // rows; filled by the executor
     Activations act;  // filled by the executor
+    const int32_t* source;  // row m is row source[m] of x; null: row m
 };
 
 // out[t] = dequantized row ids[t] of the weight.
@@ -147,7 +148,8 @@ struct NormArgs {
     float eps;
 };
 
-enum ActivationKind { kSilu = 0, kGeluTanh = 1, kGelu = 2 };
+// kClampedSwiglu is gpt-oss': gate * sigmoid(1.702 gate) * (up + 1), gate at most 7, up within +-7.
+enum ActivationKind { kSilu = 0, kGeluTanh = 1, kGelu = 2, kClampedSwiglu = 3 };
 
 struct GatedArgs {
     const float* gate_up;
@@ -279,9 +281,61 @@ struct SampleArgs {
     int64_t width, stride;
 };
 
+// The k best of `experts` logits of each token, best first, and their weights: a softmax over those
+// (normalized) or the part they have in the softmax over all.
+struct RouteArgs {
+    const float* logits;  // [T, experts]
+    int32_t* chosen;      // [T, k]
+    float* weights;       // [T, k]
+    int64_t experts;
+    int32_t k;
+    int32_t normalized;
+};
+
+// The rows of a step by expert: one for each token and each of its k experts.
+struct GroupArgs {
+    const int32_t* chosen;  // [rows], token by token
+    int32_t* places;        // [rows]: where the row of a choice is
+    int32_t* tokens;        // [rows], by expert: whose row it is
+    int32_t* owners;        // [rows], by expert: the expert's own number
+    int32_t* starts;        // [count + 1]: the first row of an expert
+    int32_t* active;        // [count + 1]: the experts that have rows; last, how many there are
+    int64_t count;          // experts
+    int64_t rows;           // filled by the executor
+    int32_t k;
+};
+
+// One matrix per expert, all of one shape and format; `each` has the rows of all of them.
+struct ExpertsArgs {
+    LinearArgs each;  // w: the first expert's
+    const Weight* const* experts;
+    const int32_t* starts;
+    const int32_t* active;
+    int64_t count;
+    int32_t k;
+};
+
+// x[row] += bias[owners[row]]
+struct BiasArgs {
+    float* x;
+    const float* bias;  // [experts, width]
+    const int32_t* owners;
+    int64_t width;
+};
+
+// out[t] = the sum of weights[t][j] * x[places[t][j]], in the order of j.
+struct CombineArgs {
+    const float* x;
+    const float* weights;
+    const int32_t* places;
+    float* out;
+    int64_t width;
+    int32_t k;
+};
+
 // The operators. Most are row-wise: row t of the result depends on row t of the arguments alone.
-// Not so kOpAttention, kOpSample and, but for the rounding of its activations, kOpLinear; kOpPlaces
-// prepares the step for the others.
+// Not so kOpAttention, kOpSample, kOpGroup and, but for the rounding of their activations, kOpLinear
+// and kOpExperts; kOpCombine reads rows of other tokens. kOpPlaces prepares the step for the others.
 enum OpKind {
     kOpEmbedding = 0,
     kOpLinear = 1,
@@ -295,6 +349,11 @@ enum OpKind {
     kOpPlaces = 9,
     kOpSample = 10,
     kOpTake = 11,
+    kOpRoute = 12,
+    kOpGroup = 13,
+    kOpExperts = 14,
+    kOpBias = 15,
+    kOpCombine = 16,
 };
 
 // What a step counts; an operator runs over one of these (times `per` for row-wise ones).

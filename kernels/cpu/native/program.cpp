@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "attention_plan.hpp"
+#include "experts.hpp"
 #include "linear_scratch.hpp"
 #include "pack.hpp"
 
@@ -17,9 +18,9 @@ constexpr int64_t kWorthSharing = 16384;
 constexpr int64_t kChunkWork = 8192;
 constexpr int64_t kItemWork = 262144;          // of a chunk of its items, about 10 us
 
-bool integer(const Op& op) {
-    return op.kind == kOpLinear && !op.linear.exact && !op.linear.w->dense;
-}
+bool rounds(const LinearArgs& args) { return !args.exact && !args.w->dense; }
+
+bool integer(const Op& op) { return op.kind == kOpLinear && rounds(op.linear); }
 
 // Work of one row of a row-wise part.
 int64_t row_work(const Op& op) {
@@ -32,6 +33,10 @@ int64_t row_work(const Op& op) {
         case kOpAngles: return 64 * op.angles.half;
         case kOpSelect: return op.select.width;
         case kOpTake: return 2 * op.take.width;
+        case kOpRoute: return 8 * op.route.experts;
+        case kOpExperts: return 2 * op.experts.each.w->k;
+        case kOpBias: return op.bias.width;
+        case kOpCombine: return op.combine.width * op.combine.k;
         // keys lie transposed in their pages: every number is a store of its own
         case kOpRope: return 4 * (op.rope.heads + 2 * op.rope.kv_heads) * (int64_t)op.rope.head_dim;
         default: return 0;
@@ -106,6 +111,11 @@ size_t args_size(int kind) {
         case kOpAttention: return sizeof(AttentionArgs);
         case kOpPlaces: return sizeof(PlacesArgs);
         case kOpSample: return sizeof(SampleArgs);
+        case kOpRoute: return sizeof(RouteArgs);
+        case kOpGroup: return sizeof(GroupArgs);
+        case kOpExperts: return sizeof(ExpertsArgs);
+        case kOpBias: return sizeof(BiasArgs);
+        case kOpCombine: return sizeof(CombineArgs);
         default: return 0;
     }
 }
@@ -142,9 +152,15 @@ bool Program::add(int kind, const void* args, Count count, int64_t per) {
             if (integer(op) && !rounded) add_part(index, false);
             add_part(index, true);
             break;
+        case kOpExperts:
+            if (rounds(op.experts.each)) add_part(index, false);
+            add_part(index, true);
+            break;
         case kOpAttention:
+        case kOpGroup:
         case kOpSample: add_part(index, true); break;
         case kOpPlaces: break;  // before the threads start: see prepare
+        case kOpCombine: add_part(index, false, true); break;
         default: add_part(index, false);
     }
     return true;
@@ -158,18 +174,19 @@ bool Program::same_activations(const Op& op) const {
            last.linear.planes == op.linear.planes && last.count == op.count && last.per == op.per;
 }
 
-void Program::add_part(int op, bool tiles) {
+void Program::add_part(int op, bool tiles, bool alone) {
     const Count count = ops_[(size_t)op].count;
     const int part = (int)parts_.size();
     parts_.push_back({op, tiles});
-    if (!tiles && !stages_.empty() && !stages_.back().tiles && stages_.back().count == count) {
+    if (!tiles && !alone && !stages_.empty() && !stages_.back().tiles && !stages_.back().alone &&
+        stages_.back().count == count) {
         stages_.back().last = part + 1;
         return;
     }
     const bool announced = tiles && last_tiles_ >= 0 && integer(ops_[(size_t)op]);
     if (announced) stages_[(size_t)last_tiles_].then = (int)stages_.size();
     if (tiles) last_tiles_ = (int)stages_.size();
-    stages_.push_back({part, part + 1, count, tiles, -1, announced});
+    stages_.push_back({part, part + 1, count, tiles, -1, announced, alone});
 }
 
 void Program::clear() {
@@ -242,6 +259,14 @@ Status Machine::bind(Op* op, int64_t n, Needs* needs) {
             if (integer(*op)) at_least(&needs->activations, activation_bytes(args));
             break;
         }
+        case kOpExperts: {
+            LinearArgs& each = op->experts.each;
+            each.m = n;
+            at_least(&needs->each_thread, expert_private_bytes(op->experts));
+            if (rounds(each)) at_least(&needs->activations, activation_bytes(each));
+            break;
+        }
+        case kOpGroup: op->group.rows = n; break;
         case kOpAttention: return plan_items(op, n, needs);
         case kOpPlaces: fits = find_places(op->places, n); break;
         case kOpEmbedding: fits = in_range(op->embedding.ids, n, op->embedding.w->n); break;
@@ -274,6 +299,12 @@ Phase Machine::tile_phase(const Op& op, int64_t count) const {
         return {op.items, op.work < kWorthSharing || most < 1 ? 1 : wanted < most ? wanted : most};
     }
     if (op.kind == kOpSample) return {count, chunks_for(count, count * op.sample.width)};
+    if (op.kind == kOpGroup) return {1, 1};
+    if (op.kind == kOpExperts) {
+        const LinearArgs& each = op.experts.each;
+        const int64_t strips = expert_strips(op.experts);
+        return {strips, chunks_for(strips, each.m * each.w->n * each.w->k / (rounds(each) ? 4 : 1))};
+    }
     const Weight& w = *op.linear.w;
     const int64_t strips = strips_of(w);
     return {strips, chunks_for(strips, op.linear.m * w.n * w.k / (integer(op) ? 4 : 1))};
@@ -292,6 +323,8 @@ Status Machine::prepare(Program& program, const int64_t* counts) {
     for (Op& op : program.ops_) {
         if (op.kind == kOpAttention) op.attention.shared = attention_.data();
         if (integer(op)) place_activations(&op.linear, activations_.data());
+        if (op.kind == kOpExperts && rounds(op.experts.each))
+            place_activations(&op.experts.each, activations_.data());
     }
     phases_.clear();
     for (const Program::Stage& stage : program.stages_) {
@@ -324,6 +357,10 @@ void Machine::rows(const Op& op, int64_t begin, int64_t end) {
         case kOpAngles: kernels->rope_angles(&op.angles, begin, end); break;
         case kOpSelect: select_rows(op.select, begin, end); break;
         case kOpTake: take_columns(op.take, begin, end); break;
+        case kOpRoute: route(op.route, begin, end); break;
+        case kOpExperts: kernels->quantize(&op.experts.each, begin, end); break;
+        case kOpBias: add_biases(op.bias, begin, end); break;
+        case kOpCombine: combine(op.combine, begin, end); break;
         case kOpRope: kernels->rope(&op.rope, begin, end); break;
         default: break;
     }
@@ -336,6 +373,8 @@ void Machine::tiles(const Op& op, const Share& share, int thread) {
             (integer(op) ? kernels->linear_int : kernels->linear_float)(&op.linear, &share, scratch);
             break;
         case kOpAttention: kernels->attention(&op.attention, &share, scratch); break;
+        case kOpExperts: expert_tiles(*kernels, op.experts, share, scratch); break;
+        case kOpGroup: group_rows(op.group); break;
         default: kernels->sample(&op.sample, share.begin, share.end, scratch);
     }
 }

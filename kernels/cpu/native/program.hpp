@@ -5,7 +5,8 @@
 // operator's row t needs row t of its arguments alone, and because memory that two operators of a
 // phase share holds rows of the same width (kernels/graph.py). A matrix product is one phase over
 // strips of 32 output rows; the rounding of its activations is row-wise and joins the phase before.
-// Attention is one phase over its work items (attention.hpp).
+// Attention is one phase over its work items (attention.hpp), a product of experts one over the strips
+// of those that have rows (experts.hpp).
 #pragma once
 
 #include <vector>
@@ -31,6 +32,11 @@ struct Op {
         AttentionArgs attention;
         PlacesArgs places;
         SampleArgs sample;
+        RouteArgs route;
+        GroupArgs group;
+        ExpertsArgs experts;
+        BiasArgs bias;
+        CombineArgs combine;
     };
 };
 
@@ -56,8 +62,9 @@ private:
         bool tiles;
         int then;        // the next stage of tiles if it reads integer weights, else -1
         bool announced;  // this stage is another's `then`
+        bool alone;      // no other part may join: its rows read other rows
     };
-    void add_part(int op, bool tiles);
+    void add_part(int op, bool tiles, bool alone = false);
     bool same_activations(const Op& op) const;
 
     std::vector<Op> ops_;

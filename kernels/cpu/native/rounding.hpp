@@ -65,7 +65,7 @@ static void quantize(const LinearArgs* args, int64_t m_begin, int64_t m_end) {
     const int64_t k = args->w->k, blocks = args->act.k_blocks;
     float padded[kDepth];
     for (int64_t m = m_begin; m < m_end; ++m) {
-        const float* x = args->x + m * k;
+        const float* x = args->x + (args->source ? args->source[m] : m) * k;
         Rounded* to = args->act.blocks + m * args->planes * blocks;
         for (int64_t b = 0; b < blocks; ++b) round_one(whole_block(x, k, b, padded), to + b);
         if (args->planes == 2)

@@ -151,17 +151,24 @@ def work_of(model: str) -> Work:
 
     checkpoint = open_checkpoint(model)
     try:
-        parts = sum_parts(checkpoint.entries())
+        entries = checkpoint.entries()
+        parts = sum_parts(entries)
         config = checkpoint.config
     finally:
         checkpoint.close()
+    # Of its experts a token meets some only.
+    experts = [e for e in entries if ".experts." in e.name or "_exps." in e.name]
+    count = config.get("num_experts") or config.get("num_local_experts") or 1
+    idle = 1 - config["num_experts_per_tok"] / count if experts else 0.0
+    idle_bytes = int(idle * sum(entry.nbytes for entry in experts))
     layers = sum(parts[part].parameters for part in ("attention", "mlp") if part in parts)
+    layers -= int(idle * sum(entry.num_elements for entry in experts))
     head = parts.get("head", parts["embeddings"])
     skipped = parts["embeddings"].nbytes if "head" in parts else 0
     heads = config.get("num_key_value_heads") or config["num_attention_heads"]
     size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     return Work(
-        bytes_per_token=sum(part.nbytes for part in parts.values()) - skipped,
+        bytes_per_token=sum(part.nbytes for part in parts.values()) - skipped - idle_bytes,
         prompt_weights=layers,
         decode_weights=layers + head.parameters,
         kv_numbers=2 * config["num_hidden_layers"] * heads * size,

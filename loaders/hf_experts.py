@@ -1,0 +1,72 @@
+"""Where the matrices of single experts lie in a Hugging Face folder.
+
+Our name of one is ``model.layers.0.mlp.experts.3.gate_proj``. Files have a tensor of that name, or
+Mixtral's first spelling of it (``block_sparse_moe.experts.3.w1``), or one tensor with all experts
+of a layer, gate above up: ``mlp.experts.gate_up_proj [E, 2I, H]``. That of gpt-oss is turned
+(``[E, H, 2I]``) unless it is packed, and its rows of gate and up take turns.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+_MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_FIRST_SPELLING = re.compile(r"(.+\.)block_sparse_moe\.(experts\.\d+\.)?(gate|w[123])\b(.*)")
+_ONE = re.compile(r"(.+\.mlp\.experts)\.(\d{1,4})\.(gate|up|down)_proj(\.bias)?")
+
+
+def spelled_as_ours(name: str) -> str:
+    """The name of a tensor with Mixtral's first spelling of it replaced."""
+    found = _FIRST_SPELLING.fullmatch(name)
+    if found is None:
+        return name
+    path, expert, part, ending = found.groups()
+    return f"{path}mlp.{expert or ''}{_MIXTRAL.get(part, part)}{ending}"
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedPart:
+    """One expert's matrix or bias inside ``whole``: the ``part``-th of ``parts`` in its rows.
+
+    ``turns``: its rows and those of the other parts take turns.
+    """
+
+    whole: str
+    expert: int
+    part: int
+    parts: int
+    turns: bool
+
+    def rows(self, total: int) -> tuple[int, int, int]:
+        """First row, number of rows, step, where every expert has ``total`` rows."""
+        count = total // self.parts
+        begin = self.expert * total
+        if self.turns:
+            return begin + self.part, count, self.parts
+        return begin + self.part * count, count, 1
+
+    def of(self, values: Tensor) -> Tensor:
+        """The rows among one expert's."""
+        if self.turns:
+            return values[self.part :: self.parts]
+        count = len(values) // self.parts
+        return values[self.part * count : (self.part + 1) * count]
+
+
+def joined_part(name: str, config: Mapping[str, Any]) -> JoinedPart | None:
+    """Where ``name`` lies if the experts are joined; None for anything but an expert's."""
+    found = _ONE.fullmatch(name)
+    if found is None:
+        return None
+    path, expert, part, bias = found.groups()
+    suffix = "_bias" if bias else ""
+    if part == "down":
+        return JoinedPart(f"{path}.down_proj{suffix}", int(expert), 0, 1, False)
+    turns = config.get("model_type") == "gpt_oss"
+    at = ("gate", "up").index(part)
+    return JoinedPart(f"{path}.gate_up_proj{suffix}", int(expert), at, 2, turns)
