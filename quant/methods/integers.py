@@ -72,7 +72,9 @@ def narrower_steps(
     ``error`` makes ``[n, G]`` of the changes ``[n, G, g]`` of some rows.
     """
     rows = max(_CHUNK // (groups.shape[1] * groups.shape[2]), 1)
-    return joined_steps([_narrower(part, spec, shrinks, error) for part in groups.split(rows)])
+    return joined_steps(
+        [_narrower(part, spec, shrinks, error) for part in torch.split(groups, rows)]
+    )
 
 
 def _narrower(
