@@ -102,7 +102,7 @@ def test_columns_are_taken_in_any_order_and_put_back(
 def test_unknown_activations_are_declined(backend: CpuBackend) -> None:
     (kernel,) = backend.implementations("gated_activation")
     reason = kernel.reject(Problem("gated_activation", format="relu"))
-    assert reason == "activation 'relu': expected one of silu, gelu_tanh, gelu"
+    assert reason == "activation 'relu': expected one of silu, gelu_tanh, gelu, clamped_swiglu"
     assert kernel.reject(Problem("gated_activation", format="silu")) is None
 
 
