@@ -8,6 +8,7 @@ first other exception and keeps that file; a case that hangs ends the process wi
 from __future__ import annotations
 
 import argparse
+import copy
 import faulthandler
 import json
 import logging
@@ -120,7 +121,7 @@ def _damage_json(text: str, rng: random.Random) -> str:
         elif rng.random() < 0.2 and isinstance(holder[key], int):
             holder[key] += rng.choice((-1, 1))
         else:
-            holder[key] = rng.choice(_VALUES)
+            holder[key] = copy.deepcopy(rng.choice(_VALUES))
     return json.dumps(value)
 
 
