@@ -314,9 +314,7 @@ class Ops(ExpertOps):
         for name, x in (("cos", cos), ("sin", sin)):
             expect(f"rope {name}", x, torch.float32, batch.num_tokens, None)
         if q.shape[0]:
-            kernel = self._kernel(
-                "rope_and_cache", head_dim=k.shape[2], kv_dtype=_dtype_name(pages.k)
-            )
+            kernel = self._kernel("rope_and_cache", head_dim=k.shape[2], kv_dtype=pages.dtype)
             kernel.run(q, k, v, cos, sin, batch, pages)
 
     def attention(
@@ -342,14 +340,14 @@ class Ops(ExpertOps):
             expect("attention sinks", sinks, torch.float32, q.shape[1])
         tokens, heads, head_dim = q.shape
         kv_heads = pages.k.shape[1]
-        if heads % kv_heads or pages.k.shape[3] != head_dim:
+        if heads % kv_heads or pages.head_dim != head_dim:
             raise KernelError(
                 f"attention: {heads} query heads of {head_dim} do not fit "
                 f"pages {list(pages.k.shape)}"
             )
         out = self.empty(tokens, heads * head_dim)
         if tokens:
-            kernel = self._kernel("attention", head_dim=head_dim, kv_dtype=_dtype_name(pages.k))
+            kernel = self._kernel("attention", head_dim=head_dim, kv_dtype=pages.dtype)
             kernel.run(q, pages, batch, scale, window, softcap, sinks, out)
         return out
 
@@ -397,7 +395,3 @@ class Ops(ExpertOps):
         if self._sampling is None:  # once: making and looking up a Problem takes 2 us
             self._sampling = self._kernel("sample")
         self._sampling.run(logits, draws, out)
-
-
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
