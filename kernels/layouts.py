@@ -262,12 +262,17 @@ class KVPages:
     zero in sixteenths, value = scale * (code - zero). Keys and values of integers lie mixed
     (``reference/page_codes.py``): ``rope_and_cache`` mixes the queries too, and ``attention`` its
     result back.
+
+    ``k_centre`` float32 ``[kv_heads, head_dim]`` is taken from every rotated key before it is
+    written. All scores of a query change by the same, which softmax does not see, but a softcap or
+    a sink would: ``attention`` refuses them.
     """
 
     k: Tensor
     v: Tensor
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+    k_centre: Tensor | None = None
 
     @property
     def page_size(self) -> int:

@@ -345,6 +345,8 @@ class Ops(ExpertOps):
                 f"attention: {heads} query heads of {head_dim} do not fit "
                 f"pages {list(pages.k.shape)}"
             )
+        if pages.k_centre is not None and (softcap or sinks is not None):
+            raise KernelError("attention: keys with a centre allow neither softcap nor sinks")
         out = self.empty(tokens, heads * head_dim)
         if tokens:
             kernel = self._kernel("attention", head_dim=head_dim, kv_dtype=pages.dtype)

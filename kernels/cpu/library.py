@@ -216,7 +216,7 @@ class PageSide(Structure):
 
 class RopeArgs(Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("q", "k", "v", "cos", "sin", "slots")),
+        *((name, c_void_p) for name in ("q", "k", "v", "cos", "sin", "slots", "key_centre")),
         *((name, PageSide) for name in ("keys", "values")),
         *((name, c_int64) for name in ("q_token", "q_head", "k_token", "k_head")),
         *((name, c_int64) for name in ("v_token", "v_head", "cos_token", "sin_token")),

@@ -63,6 +63,16 @@ def check_pages(pages: KVPages, kv_heads: int, head_dim: int) -> None:
         )
     for x, scale in ((k, pages.k_scale), (v, pages.v_scale)):
         _check_scale(x, scale, head_dim)
+    centre = pages.k_centre
+    if centre is not None and (
+        centre.dtype != torch.float32
+        or centre.shape != (kv_heads, head_dim)
+        or not centre.is_contiguous()
+    ):
+        raise KernelError(
+            f"KV pages: expected a contiguous float32 centre [{kv_heads}, {head_dim}], "
+            f"found {centre.dtype} {list(centre.shape)}"
+        )
 
 
 def _check_scale(x: Tensor, scale: Tensor | None, head_dim: int) -> None:

@@ -50,9 +50,10 @@ class RopeAndCache:
         for name, x in (("q", q), ("k", k), ("v", v), ("cos", cos), ("sin", sin)):
             inner_contiguous(x, torch.float32, f"rope {name}")
         check_pages(pages, kv_heads, head_dim)
-        slots = batch.slots.contiguous()
+        slots, centre = batch.slots.contiguous(), pages.k_centre
         args = RopeArgs(
             *(x.data_ptr() for x in (q, k, v, cos, sin, slots)),
+            None if centre is None else centre.data_ptr(),
             *page_sides(pages),
             *q.stride()[:2],
             *k.stride()[:2],

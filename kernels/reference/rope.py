@@ -43,6 +43,8 @@ class RopeAndCache:
         if is_mixed(pages.k.dtype):
             q.copy_(mixed(q))
         k = rotate(k, cos, sin)
+        if pages.k_centre is not None:
+            k = k - pages.k_centre
         for x, to, scales in ((k, pages.k, pages.k_scale), (v, pages.v, pages.v_scale)):
             if scales is None:
                 to[page, :, offset] = _to_cache(x, to.dtype)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sdk.engine.inputs import Running, StepInputs
+from sdk.engine.key_centres import centre_keys
 from sdk.engine.kv_cache import KVCache, kv_spec
 from sdk.engine.plan import Sampled, StepPlan, StepResult
 from sdk.errors import RequestError
@@ -108,6 +109,7 @@ class ModelRunner:
             self.kv = KVCache(
                 kv_spec(facts, heads, config.page_size, config.kv_dtype), config.num_pages
             )
+            centre_keys(self.kv, self.model)
             self.sampler = Sampler(facts.vocab_size, self.ops)
             self._inputs = StepInputs(
                 config.max_num_batched_tokens,

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sdk.engine.key_centres import centre_keys
 from sdk.engine.kv_cache import KVCache, kv_spec
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.ops import Compute, Ops
@@ -30,6 +31,7 @@ def _logits_of(
     pages = -(-len(prompt) // PAGE)
     table = torch.arange(pages, 0, -1)  # last page first: the order must not matter
     kv = KVCache(kv_spec(model.config, model.config.num_kv_heads, PAGE, kv_dtype), pages + 1)
+    centre_keys(kv, model)
     rows = []
     with torch.inference_mode():
         for begin in range(0, len(prompt), chunk):

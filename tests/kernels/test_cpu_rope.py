@@ -16,7 +16,7 @@ from sdk.kernels.errors import KernelError
 from sdk.kernels.layouts import KVPages
 from sdk.kernels.ops import Ops
 from sdk.kernels.reference.page_codes import decode, mixed
-from sdk.kernels.reference.rope import RopeAndCache, RopeAngles
+from sdk.kernels.reference.rope import RopeAndCache, RopeAngles, rotate
 from sdk.models.rope import Rope, RopeSpec
 from sdk.quant.spec import KVSpec
 
@@ -72,6 +72,25 @@ def test_rope_and_cache_equals_the_reference_bit_for_bit(
         assert results[0][2].max() == 65504
     if dtype == "int8":
         assert results[0][3].isnan().any() and results[0][4].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
+def test_a_centre_is_taken_from_every_key(backend: CpuBackend, dtype: str) -> None:
+    (kernel,) = backend.implementations("rope_and_cache")
+    batch = make_batch(16)
+    angle = torch.rand(TOKENS, 32, generator=torch.Generator().manual_seed(1)) * 6
+    centre = torch.randn(2, 64, generator=torch.Generator().manual_seed(2))
+    written = []
+    for run in (kernel.run, RopeAndCache().run):
+        _, (q, k, v) = rows(64)
+        pages = replace(make_pages(2, 16, 64, dtype), k_centre=centre)
+        run(q, k, v, angle.cos(), angle.sin(), batch, pages)
+        written.append(pages)
+    assert torch.equal(written[0].k, written[1].k) and torch.equal(written[0].v, written[1].v)
+    if dtype == "float32":
+        _, (_, k, _) = rows(64)
+        at = batch.slots // 16, slice(None), batch.slots % 16
+        assert torch.equal(written[0].k[at], rotate(k, angle.cos(), angle.sin()) - centre)
 
 
 def test_int8_pages_are_within_half_a_step_of_their_values(backend: CpuBackend) -> None:
@@ -150,6 +169,8 @@ def test_rope_refuses_arguments_that_disagree(backend: CpuBackend) -> None:
         kernel.run(q, k, v, angle, angle, replace(batch, slots=batch.slots[:1]), pages)
     with pytest.raises(KernelError, match="KV pages: expected"):
         kernel.run(q, k, v, angle, angle, batch, KVPages(pages.k[:, :1], pages.v[:, :1]))
+    with pytest.raises(KernelError, match=r"float32 centre \[2, 16\], found .* \[16\]"):
+        kernel.run(q, k, v, angle, angle, batch, replace(pages, k_centre=torch.zeros(16)))
     with pytest.raises(KernelError, match=r"rope v: expected torch\.float32 on cpu"):
         kernel.run(q, k, v.double(), angle, angle, batch, pages)
 

@@ -241,6 +241,7 @@ struct RopeArgs {
     const float* cos;
     const float* sin;
     const int64_t* slots;
+    const float* key_centre;  // [kv_heads][head_dim], taken from every key; null: none
     PageSide keys, values;
     int64_t q_token, q_head, k_token, k_head, v_token, v_head, cos_token, sin_token;
     int64_t num_pages;

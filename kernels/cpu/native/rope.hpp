@@ -46,6 +46,8 @@ static void rope(const RopeArgs* a, int64_t t_begin, int64_t t_end) {
         const int64_t page = a->slots[t] / a->page_size, slot = a->slots[t] % a->page_size;
         for (int h = 0; h < a->kv_heads; ++h) {
             rotate(a->k + t * a->k_token + h * a->k_head, key, cos, sin, a->half, a->head_dim);
+            const float* centre = a->key_centre ? a->key_centre + h * a->head_dim : nullptr;
+            for (int d = 0; d < a->head_dim && centre; ++d) key[d] -= centre[d];
             const PageSide &keys = a->keys, &values = a->values;
             if (keys.scales) prepare(key, key, a->head_dim, keys.type);
             to_page(keys, page * keys.page + h * keys.head + slot, keys.step,

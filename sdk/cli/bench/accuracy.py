@@ -83,6 +83,7 @@ def _model_logits(settings: Settings, prompt: list[int], compute: Compute, kv: s
     """Float32 ``[TOKENS, vocab]`` straight from the model, without an engine around it."""
     import torch
 
+    from sdk.engine.key_centres import centre_keys
     from sdk.engine.kv_cache import KVCache, kv_spec
     from sdk.kernels.batch import AttentionBatch
     from sdk.kernels.ops import Ops
@@ -97,6 +98,7 @@ def _model_logits(settings: Settings, prompt: list[int], compute: Compute, kv: s
         model = build_model(checkpoint, Mesh(), ops, max_model_len=TOKENS)
         spec = kv_spec(model.config, model.config.num_kv_heads, _PAGE, kv)
         cache = KVCache(spec, TOKENS // _PAGE)
+        centre_keys(cache, model)
         pages = torch.arange(TOKENS // _PAGE, dtype=torch.int32)
         with torch.inference_mode():
             for begin in range(0, TOKENS, _CHUNK):
