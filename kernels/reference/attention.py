@@ -63,7 +63,8 @@ def _gather(pages: KVPages, table: Tensor, length: int) -> tuple[Tensor, Tensor]
         if scale is None:
             x = x.to(torch.float32)
         else:
-            x = decode(x, scale[ids].unflatten(1, (x.shape[1], -1)).transpose(2, 3))
+            words = scale[ids].view(count, x.shape[1], -1, pages.page_size)
+            x = decode(x, words.transpose(2, 3))
         x = x.transpose(0, 1)
         x = x.reshape(x.shape[0], -1, x.shape[3])[:, :length]
         gathered.append(torch.nn.functional.pad(x, (0, 0, 0, padded - length)))

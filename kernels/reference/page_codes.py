@@ -52,7 +52,7 @@ def encode(x: Tensor, dtype: torch.dtype, groups: int) -> tuple[Tensor, Tensor]:
     x = x.clamp(-HALF_MAX, HALF_MAX)
     if is_mixed(dtype):
         x = mixed(x)
-    parts = x.split(scale_group(x.shape[-1], groups), dim=-1)
+    parts = torch.split(x, scale_group(x.shape[-1], groups), dim=-1)
     rounded = [
         round_nibbles(part) if dtype == torch.uint8 else round_codes(part, dtype) for part in parts
     ]

@@ -89,7 +89,7 @@ def _layer(memory: Tensor, spec: KVSpec, num_pages: int, layer: int, begin: int)
         offset += part.code_bytes
     for part in (keys, values):
         dtype = torch.int16 if part.dtype == "int4" else torch.float16
-        shape = (heads * part.groups, slots)
-        scales.append(view(dtype, offset, shape) if part.groups else None)
+        groups = heads * part.groups
+        scales.append(view(dtype, offset, (groups, slots)) if groups else None)
         offset += part.scale_bytes
     return KVPages(codes[0].transpose(2, 3), codes[1], *scales)
