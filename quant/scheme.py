@@ -29,6 +29,8 @@ _INTEGERS = re.compile(
     r"(?P<method>rtn|hqq|gptq|awq|smoothquant)-w(?P<bits>[2-8])(?:a(?P<act>8|16))?"
     r"(?:g(?P<group>[1-9]\d{0,5}))?(?P<sym>s?)(?P<order>-act)?(?:-h(?P<head>[4-8]))?"
 )
+#: Types to which nothing is gained by making up for errors.
+_EASY = ("f16", "q8_0")
 _FLOAT4 = ("mxfp4", "nvfp4")
 _FLOAT8 = re.compile(r"fp8-(tensor|channel|block)")
 
@@ -43,8 +45,8 @@ class Scheme:
     6 bits (4 to 8; without it they stay as they are; files with it are read by this package
     alone: transformers would leave such an embedding as it was initialized); ``fp8-tensor``,
     ``fp8-channel``, ``fp8-block``; ``mxfp4``, ``nvfp4``; a GGUF type or mixture (``q4_0``,
-    ``q4_k_m``); or a short name: ``int4`` (``hqq-w4g64-h8``), ``int8`` (``rtn-w8s-h8``),
-    ``w8a8``, ``gptq``, ``awq``, ``hqq``, ``fp8``.
+    ``q4_k_m``), with ``gptq-`` before it rounded by GPTQ; or a short name: ``int4``
+    (``hqq-w4g64-h8``), ``int8`` (``rtn-w8s-h8``), ``w8a8``, ``gptq``, ``awq``, ``hqq``, ``fp8``.
     """
 
     text: str
@@ -58,6 +60,8 @@ class Scheme:
     sorted_columns: bool = False
     #: Embedding and head, where they are packed too.
     head: QuantSpec | None = None
+    #: GGUF: the key of ``FILE_TYPES``.
+    mixture: str = ""
 
     @property
     def needs_data(self) -> bool:
@@ -86,9 +90,11 @@ class Scheme:
     def parse(cls, text: str) -> Scheme:
         """:raises QuantizationError: for an unknown name, naming the nearest known one."""
         name = _SHORT.get(text.lower(), text.lower())
-        if name in FILE_TYPES:
-            kind = FILE_TYPES[name].base
-            return cls(name, "gguf", "gguf", QuantSpec.parse(kind))
+        mixture = name.removeprefix("gptq-")
+        by: Method = "gguf" if mixture == name else "gptq"
+        if mixture in FILE_TYPES and (by == "gguf" or FILE_TYPES[mixture].base not in _EASY):
+            kind = QuantSpec.parse(FILE_TYPES[mixture].base)
+            return cls(name, by, "gguf", kind, mixture=mixture)
         if name in _FLOAT4:
             return cls(name, "float4", "compressed-tensors", QuantSpec.parse(name))
         floats = _FLOAT8.fullmatch(name)
@@ -152,7 +158,7 @@ class Scheme:
     def check(self, name: str, columns: int) -> None:
         """:raises QuantizationError: when rows of ``columns`` do not divide into groups."""
         group = self.spec.group
-        if self.method != "gguf" and group is not None and columns % group:
+        if self.container != "gguf" and group is not None and columns % group:
             fits = next((g for g in (128, 64, 32, 16) if columns % g == 0), None)
             instead = "a scheme without groups" if fits is None else f"groups of {fits}"
             raise QuantizationError(

@@ -51,7 +51,8 @@ def token_windows(
     own = tokens - len(begin)
     count = min(windows, len(ids) // own) if own > 0 else 0
     if not count:
-        raise RequestError(f"{what}: expected at least {max(own, 1)} tokens, found {len(ids)}")
+        length = len(begin) + len(ids) if ids else 0
+        raise RequestError(f"{what}: expected at least {tokens} tokens, found {length}")
     found = torch.tensor(ids[: count * own], dtype=torch.int64).view(count, own)
     if int(found.min()) < 0 or int(found.max()) >= config.vocab_size:
         raise RequestError(

@@ -61,11 +61,13 @@ class HfWriter:
         """A norm or a bias, in float32."""
         return {name: tensor}, ""
 
-    def whole(self, name: str, weight: Weight) -> tuple[dict[str, Tensor], str]:
+    def whole(
+        self, name: str, weight: Weight, gram: Tensor | None = None
+    ) -> tuple[dict[str, Tensor], str]:
         """The embedding or the head: packed if the scheme says so, else as it is, or in float16
-        where it was packed in the source."""
+        where it was packed in the source. ``gram``: of the inputs it is rounded for, by GPTQ."""
         if self._scheme.head is not None:
-            return self.matrix(name, quantize_rows(name, weight, self._scheme.head))
+            return self.matrix(name, quantize_rows(name, weight, self._scheme.head, gram))
         layout = weight.layout if isinstance(weight, PackedWeight) else None
         values = layout.values if isinstance(layout, Dense) else weight.dequantize().half()
         return {f"{name}.weight": values}, ""

@@ -87,9 +87,7 @@ def _extreme(x: Floats) -> Floats:
     return found
 
 
-def _best(
-    x: Floats, w: Floats, levels: Callable[[np.float32], Floats], widths: Floats
-) -> Floats:
+def _best(x: Floats, w: Floats, levels: Callable[[np.float32], Floats], widths: Floats) -> Floats:
     """The least squares scale of that width whose levels fit best."""
     scale = np.zeros((*x.shape[:2], 1), np.float32)
     best = np.full_like(scale, -1)

@@ -136,9 +136,7 @@ def in_blocks(
     return torch.from_numpy(data.reshape(weight.shape[0], -1))
 
 
-def block_values(
-    weight: Tensor, kind: str, inputs: Floats | None
-) -> tuple[Floats, Floats | None]:
+def block_values(weight: Tensor, kind: str, inputs: Floats | None) -> tuple[Floats, Floats | None]:
     """Values ``[B, elements]`` and inputs by the blocks of a row.
 
     :raises QuantizationError: K is not a multiple of the block.

@@ -122,6 +122,7 @@ def evaluate(
                 report(done, len(ids))
         prompt_speed, decode_speed = _speeds(tested, ids[0].tolist())
         plan = tested.plan
+        weight_bytes, num_weights = _weights(own)
         known_perplexity, perplexity = comparison.perplexities
         return Evaluation(
             model=own.model,
@@ -135,8 +136,8 @@ def evaluate(
             top1=comparison.agreement,
             perplexity=perplexity,
             reference_perplexity=known_perplexity,
-            weight_bytes=plan.weights,
-            bits_per_weight=plan.weights * 8 / _num_weights(own),
+            weight_bytes=weight_bytes,
+            bits_per_weight=weight_bytes * 8 / num_weights,
             kv_bytes_per_token=plan.page_bytes // plan.page_size,
             prompt_tokens_per_second=prompt_speed,
             decode_tokens_per_second=decode_speed,
@@ -146,25 +147,29 @@ def evaluate(
 def _same_windows(
     own: EngineConfig, other: EngineConfig, text: Text, windows: int, tokens: int
 ) -> Tensor:
-    """Token ids int64 ``[S, tokens]`` that mean the same to both models; reads headers only."""
-    found = []
+    """Token ids int64 ``[S, tokens]`` that mean the same to both models; reads headers only.
+
+    A model without a tokenizer reads what the other's makes of the text.
+    """
+    found, sizes = [], []
     for config in (own, other):
         with contextlib.closing(_checkpoint(config)) as checkpoint:
             facts = read_config({**checkpoint.config, **(config.hf_overrides or {})})
-            ids = token_windows("text", text, checkpoint.tokenizer, facts, windows, tokens)
-            found.append((facts.vocab_size, ids))
-    (size, ids), (other_size, other_ids) = found
-    if size != other_size:
+            sizes.append(facts.vocab_size)
+            tokenizer = checkpoint.tokenizer
+            if tokenizer is not None or (config is other and not found):
+                found.append(token_windows("text", text, tokenizer, facts, windows, tokens))
+    if sizes[0] != sizes[1]:
         raise RequestError(
-            f"{own.model}: expected the vocabulary of {other.model}, {other_size} tokens, "
-            f"found {size}"
+            f"{own.model}: expected the vocabulary of {other.model}, {sizes[1]} tokens, "
+            f"found {sizes[0]}"
         )
-    if not torch.equal(ids, other_ids):
+    if not torch.equal(found[0], found[-1]):
         raise RequestError(
             f"{own.model}: expected the vocabulary of {other.model}, found that the same text "
             "becomes other tokens"
         )
-    return ids
+    return found[0]
 
 
 def _checkpoint(config: EngineConfig) -> Checkpoint:
@@ -174,9 +179,12 @@ def _checkpoint(config: EngineConfig) -> Checkpoint:
     return packed_at_load(checkpoint, config.quantization)
 
 
-def _num_weights(config: EngineConfig) -> int:
+def _weights(config: EngineConfig) -> tuple[int, int]:
+    """Bytes of all tensors once they are loaded, and how many numbers they stand for."""
     with contextlib.closing(_checkpoint(config)) as checkpoint:
-        return sum(entry.num_elements for entry in checkpoint.entries())
+        entries = checkpoint.entries()
+        held = (e.nbytes if e.held is None else e.held for e in entries)
+        return sum(held), sum(e.num_elements for e in entries)
 
 
 def _compare(

@@ -27,6 +27,7 @@ from sdk import (
 from sdk.cli import main
 from sdk.loaders.open import open_checkpoint
 from sdk.loaders.writers import parts
+from sdk.quant.scheme import Scheme
 
 TOKENS = 24
 Ids = list[list[int]]
@@ -67,12 +68,12 @@ SCHEMES = {
     "gptq-w4g32": 0.1, "gptq-w4g32-act": 0.1, "gptq-w4g32-h6": 0.1, "awq-w4g32": 0.1,
     "hqq-w4g32": 0.1, "int4": 0.1, "int8": 2e-3, "rtn-w8s": 1e-3, "rtn-w8a8s": 1e-3, "w8a8": 1e-3,
     "fp8": 0.01, "fp8-block": 0.01, "nvfp4": 0.2, "mxfp4": 0.3,
-    "q8_0": 1e-3, "q4_0": 0.2, "q4_k_m": 0.1,
+    "q8_0": 1e-3, "q4_0": 0.2, "q4_k_m": 0.1, "iq4_nl": 0.2, "gptq-q4_0": 0.1, "gptq-q4_k_m": 0.1,
 }  # fmt: skip
 
 
 def target(tmp_path: Path, scheme: str) -> Path:
-    return tmp_path / ("made.gguf" if scheme.startswith("q") else "made")
+    return tmp_path / ("made.gguf" if Scheme.parse(scheme).container == "gguf" else "made")
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

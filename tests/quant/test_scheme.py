@@ -26,6 +26,8 @@ from sdk.quant.scheme import Scheme
         ("fp8-block", "fp8", "compressed-tensors", "fp8", False),
         ("q4_k_m", "gguf", "gguf", "q4_k", False),
         ("q8_0", "gguf", "gguf", "q8_0", False),
+        ("gptq-q4_k_m", "gptq", "gguf", "q4_k", True),
+        ("gptq-iq4_nl", "gptq", "gguf", "iq4_nl", True),
     ],
 )
 def test_a_name_says_method_container_and_numerics(
@@ -44,6 +46,8 @@ def test_a_name_says_method_container_and_numerics(
         ("", "expected one of"),
         ("gptq-w9g128", "expected one of"),
         ("gptq-w4g0", "expected one of"),
+        ("gptq-q8_0", "expected one of"),
+        ("gptq-gptq-q4_0", "expected one of"),
         ("x" * 500, "expected one of"),
         ("awq-w3g128", "4 bits with zero points"),
         ("gptq-w5g128", "2, 3, 4 or 8 bits"),
