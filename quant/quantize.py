@@ -89,12 +89,12 @@ def quantize_joined(
     weights: Mapping[str, Tensor],
     inputs: InputStatistics,
     scheme: Scheme,
-    kind: str | None = None,
+    kind: QuantSpec,
 ) -> dict[str, Packed]:
     """Matrices ``[N_i, K]`` that read the same input by GPTQ, all at once.
 
     The walk over the columns depends on the inputs alone, so joined matrices cost one walk.
-    ``kind``: the GGUF block type they get.
+    ``kind``: integers or a GGUF block type.
 
     :raises QuantizationError: naming the matrices.
     """
@@ -104,10 +104,10 @@ def quantize_joined(
     whole = torch.cat(list(weights.values()))
     found: Packed
     try:
-        if kind is not None:
-            found = gptq_blocks(whole, inputs.gram, kind)
+        if kind.kind == "int":
+            found = gptq(whole, inputs.gram, kind, static=not scheme.sorted_columns)
         else:
-            found = gptq(whole, inputs.gram, scheme.spec, static=not scheme.sorted_columns)
+            found = gptq_blocks(whole, inputs.gram, kind.name)
     except QuantizationError as error:
         raise QuantizationError(f"{' and '.join(weights)}: {error}") from error
     parts: dict[str, Packed] = {}

@@ -19,7 +19,7 @@ from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.errors import UnsupportedError
 from sdk.quant.permuted import Permuted
 from sdk.quant.quantize import quantize_rows
-from sdk.quant.scheme import Scheme
+from sdk.quant.scheme import MATTERING, Scheme
 from sdk.quant.spec import QuantSpec
 from sdk.quant.weight import PackedWeight, Weight
 
@@ -84,7 +84,8 @@ class HfWriter:
                 shutil.copyfile(self._folder / name, out / name)
 
 
-#: How the embedding and the head are called in a config.
+#: How matrices with more bits, and the embedding and the head, are called in a config.
+_MORE = [f"re:.*{name}$" for name in MATTERING]
 _ENDS = ["re:.*embed_tokens", "re:.*lm_head"]
 _Encode = Callable[["Layout | Permuted"], dict[str, Tensor]]
 
@@ -160,6 +161,9 @@ def _compressed_tensors(scheme: Scheme) -> tuple[_Encode, dict[str, Any]]:
             inputs = None
     layers = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
     groups = {"group_0": {**layers, "output_activations": None}}
+    if scheme.more is not None:
+        more = {"targets": _MORE, "weights": _integers(scheme.more)}
+        groups["group_2"] = {**groups["group_0"], **more}
     if scheme.head is not None:
         ends = {"targets": _ENDS, "weights": _integers(scheme.head), "input_activations": None}
         groups["group_1"] = {**ends, "output_activations": None}

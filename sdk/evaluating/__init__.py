@@ -31,6 +31,8 @@ _DECODED = 64
 _FEWEST_TOKENS = 16
 #: What both models are opened with, and nobody else may say.
 _OWN_OPTIONS = ("max_model_len", "max_num_seqs", "tensor_parallel_size", "skip_tokenizer_init")
+#: What holds for the reference too; of steps because both are compared step by step.
+_SHARED_OPTIONS = ("hf_overrides", "num_threads", "max_num_batched_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +88,8 @@ def evaluate(
         on_progress: called with ``("evaluate", windows done, windows)``; returns False to stop.
         options: of :class:`sdk.LLM` for ``model``: ``compute="exact"`` with
             ``kv_cache_dtype="float32"`` leaves the loss of the weights alone,
-            ``quantization="int4"`` packs them while they are loaded. ``hf_overrides`` and
-            ``num_threads`` are the reference's too.
+            ``quantization="int4"`` packs them while they are loaded. ``hf_overrides``,
+            ``num_threads`` and ``max_num_batched_tokens`` are the reference's too.
 
     Raises:
         CheckpointError: a model is missing or damaged.
@@ -107,7 +109,7 @@ def evaluate(
         "enable_prefix_caching": False,
     }
     exact = {"compute": "exact", "kv_cache_dtype": "float32"}
-    kept = {name: options[name] for name in ("hf_overrides", "num_threads") if name in options}
+    kept = {name: options[name] for name in _SHARED_OPTIONS if name in options}
     own = EngineConfig.from_options(model, {**shared, **options})
     other = EngineConfig.from_options(
         model if reference is None else reference, {**shared, **kept, **exact}

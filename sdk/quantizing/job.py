@@ -32,6 +32,7 @@ from sdk.quant.quantize import (
     to_blocks,
 )
 from sdk.quant.scheme import Scheme
+from sdk.quant.spec import QuantSpec
 from sdk.quant.weight import Weight, weight_of
 from sdk.quantizing.folds import Folding
 from sdk.quantizing.layers import LayerRun
@@ -227,13 +228,15 @@ class Job:
             if self.scheme.method != "gptq":
                 packed.update((name, self._without_data(name, statistics)) for name in names)
                 continue
-            by_kind: dict[str | None, dict[str, Tensor]] = {}
+            by_kind: dict[QuantSpec, dict[str, Tensor]] = {}
             for name in names:
                 values = self._values(name)
-                kind = None if self.kinds is None else self.kinds(name, values.shape[1])
+                kind = self.scheme.spec_of(name)
+                if self.kinds is not None:
+                    kind = QuantSpec.parse(self.kinds(name, values.shape[1]))
                 by_kind.setdefault(kind, {})[name] = values
             for kind, weights in by_kind.items():
-                if kind in ("f16", "q8_0"):
+                if kind.name in ("f16", "q8_0"):
                     packed.update((name, self._without_data(name, statistics)) for name in weights)
                 else:
                     packed.update(quantize_joined(weights, statistics, self.scheme, kind))

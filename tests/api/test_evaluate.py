@@ -79,6 +79,11 @@ def test_steps_do_not_change_the_logits(base: Path, ids: list[list[int]]) -> Non
     assert torch.equal(logits_of(base, ids[0], step=5, enforce_eager=True), whole)
 
 
+def test_the_step_of_both_models_may_be_chosen(base: Path, ids: list[list[int]]) -> None:
+    found = sdk.evaluate(base, text=ids, tokens=TOKENS, max_num_batched_tokens=7, **EXACT)
+    assert (found.kl_mean, found.top1) == (0.0, 1.0)
+
+
 def test_bytes_and_speed_are_those_of_the_model_not_of_the_reference(
     base: Path, ids: list[list[int]]
 ) -> None:

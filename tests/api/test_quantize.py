@@ -65,7 +65,7 @@ def divergence(model: Path, base: Path, prompt: list[int], **options: object) ->
 
 #: Mean divergence to the original on the three tiny models, at most.
 SCHEMES = {
-    "gptq-w4g32": 0.1, "gptq-w4g32-act": 0.1, "gptq-w4g32-h6": 0.1, "awq-w4g32": 0.1,
+    "gptq-w4g32": 0.1, "gptq-w4g32-act": 0.1, "gptq-w4g32-mix-h5": 0.1, "awq-w4g32": 0.1,
     "hqq-w4g32": 0.1, "int4": 0.1, "int8": 2e-3, "rtn-w8s": 1e-3, "rtn-w8a8s": 1e-3, "w8a8": 1e-3,
     "fp8": 0.01, "fp8-block": 0.01, "nvfp4": 0.2, "mxfp4": 0.3,
     "q8_0": 1e-3, "q4_0": 0.2, "q4_k_m": 0.1, "iq4_nl": 0.2, "gptq-q4_0": 0.1, "gptq-q4_k_m": 0.1,

@@ -18,6 +18,7 @@ from sdk.quant.scheme import Scheme
         ("AWQ", "awq", "awq", "w4a16g128", True),
         ("int4", "hqq", "hqq", "w4a16g64", False),
         ("gptq-w4g64-h6", "gptq", "compressed-tensors", "w4a16g64", True),
+        ("gptq-w4g64-mix-h5", "gptq", "compressed-tensors", "w4a16g64", True),
         ("int8", "rtn", "compressed-tensors", "w8a16s", False),
         ("rtn-w4g64", "rtn", "compressed-tensors", "w4a16g64", False),
         ("rtn-w8a8s", "rtn", "compressed-tensors", "w8a8s", False),
@@ -55,6 +56,8 @@ def test_a_name_says_method_container_and_numerics(
         ("awq-w4g128-act", "an order of gptq"),
         ("awq-w4g128-h6", "no packed embedding"),
         ("gptq-w4g128-act-h6", "in their own order"),
+        ("gptq-w4g128-act-mix", "in their own order"),
+        ("rtn-w4g64-mix", "one bit more, by gptq"),
     ],
 )
 def test_an_unknown_or_impossible_name_is_refused(text: str, message: str) -> None:
