@@ -159,14 +159,23 @@ def _compressed_tensors(scheme: Scheme) -> tuple[_Encode, dict[str, Any]]:
         else:
             encode, format_ = integer_layers.packed_tensors, "pack-quantized"
             inputs = None
-    layers = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
-    groups = {"group_0": {**layers, "output_activations": None}}
-    if scheme.more is not None:
-        more = {"targets": _MORE, "weights": _integers(scheme.more)}
-        groups["group_2"] = {**groups["group_0"], **more}
+    layers: dict[str, Any] = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": inputs,
+    }
+    layers["output_activations"] = None
+    groups = {"group_0": layers}
     if scheme.head is not None:
-        ends = {"targets": _ENDS, "weights": _integers(scheme.head), "input_activations": None}
-        groups["group_1"] = {**ends, "output_activations": None}
+        weights = _integers(scheme.head)
+        groups["group_1"] = {
+            **layers,
+            "targets": _ENDS,
+            "weights": weights,
+            "input_activations": None,
+        }
+    if scheme.more is not None:
+        groups["group_2"] = {**layers, "targets": _MORE, "weights": _integers(scheme.more)}
     settings = {
         "quant_method": "compressed-tensors",
         "format": format_,

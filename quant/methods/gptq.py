@@ -118,15 +118,15 @@ def _block_steps(weight: Tensor, kind: str, diagonal: Tensor) -> BlockSteps:
     """Of all blocks, found some rows at a time."""
     find = one_scale_steps if kind in ONE_SCALE else k_steps
     parts = []
-    for part in weight.split(max(_CHUNK // weight.shape[1], 1)):
+    for part in torch.split(weight, max(_CHUNK // weight.shape[1], 1)):
         x, own = block_values(part, kind, diagonal.numpy())
         assert own is not None
         parts.append(find(x, kind, np.tile(own, (len(x) // len(own), 1))))
-    joined = (
+    stored, small, scale, offset = (
         np.concatenate([getattr(part, name) for part in parts])
         for name in ("stored", "small", "scale", "offset")
     )
-    return BlockSteps(*joined, top=parts[0].top, table=parts[0].table)
+    return BlockSteps(stored, small, scale, offset, parts[0].top, parts[0].table)
 
 
 def _suited(groups: Tensor, spec: QuantSpec, matters: Tensor) -> Steps:

@@ -115,6 +115,13 @@ def evaluate(
         model if reference is None else reference, {**shared, **kept, **exact}
     )
     ids = _same_windows(own, other, evaluation_text() if text is None else text, windows, tokens)
+    return _compared(own, other, ids, on_progress)
+
+
+def _compared(
+    own: EngineConfig, other: EngineConfig, ids: Tensor, on_progress: ProgressCallback | None
+) -> Evaluation:
+    """``ids`` int64 ``[S, T]``: the windows both read."""
     with opened(own) as tested, opened(other) as known:
         comparison = Comparison()
         with reporting("evaluate", "window", on_progress) as report:
@@ -132,7 +139,7 @@ def evaluate(
             compute=own.compute,
             kv_dtype=plan.kv_dtype,
             windows=len(ids),
-            tokens=tokens,
+            tokens=ids.shape[1],
             kl_mean=comparison.mean(),
             kl_p99=comparison.quantile(0.99),
             top1=comparison.agreement,
@@ -153,7 +160,8 @@ def _same_windows(
 
     A model without a tokenizer reads what the other's makes of the text.
     """
-    found, sizes = [], []
+    found: list[Tensor] = []
+    sizes: list[int] = []
     for config in (own, other):
         with contextlib.closing(_checkpoint(config)) as checkpoint:
             facts = read_config({**checkpoint.config, **(config.hf_overrides or {})})
@@ -220,6 +228,7 @@ def _speeds(loaded: Loaded, tokens: Sequence[int]) -> tuple[float, float]:
     while engine.has_unfinished:
         outputs += engine.step()
     times = outputs[-1].metrics
+    assert times is not None
     assert times.first_token_ts is not None and times.last_token_ts is not None
     first = times.first_token_ts - times.arrival_time
     rest = times.last_token_ts - times.first_token_ts

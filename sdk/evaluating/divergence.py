@@ -13,14 +13,12 @@ _ROWS = 32
 
 def divergences(reference: Tensor, logits: Tensor) -> Tensor:
     """``KL(reference || model)`` in nats of each row of float32 ``[n, vocab]``: float64 ``[n]``."""
-    found = [
-        (a.exp() * (a - b)).sum(-1, dtype=torch.float64)
-        for a, b in (
-            (x.log_softmax(-1), y.log_softmax(-1))
-            for x, y in zip(reference.split(_ROWS), logits.split(_ROWS), strict=True)
-        )
-    ]
-    return torch.cat(found)
+    parts = zip(torch.split(reference, _ROWS), torch.split(logits, _ROWS), strict=True)
+    return torch.cat([_divergence(x.log_softmax(-1), y.log_softmax(-1)) for x, y in parts])
+
+
+def _divergence(p: Tensor, q: Tensor) -> Tensor:
+    return (p.exp() * (p - q)).sum(-1, dtype=torch.float64)
 
 
 class Comparison:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import closing
 from os import PathLike
 from pathlib import Path
 
@@ -63,8 +64,7 @@ def quantize(
     if (target.suffix == ".gguf") != (wanted.container == "gguf"):
         expected = "a .gguf file" if wanted.container == "gguf" else "a folder"
         raise QuantizationError(f"{target}: {wanted.text} is written as {expected}")
-    checkpoint = open_checkpoint(str(model))
-    try:
+    with closing(open_checkpoint(str(model))) as checkpoint:
         for entry in checkpoint.entries():
             if is_in_block(entry):
                 wanted.check(entry.name, entry.shape[1])
@@ -74,14 +74,11 @@ def quantize(
             text = calibration_text() if calibration is None else calibration
             tokenizer = checkpoint.tokenizer
             ids = token_windows("calibration", text, tokenizer, config, sequences, tokens)
-        job = _job(checkpoint, wanted, ids, target, num_threads)
-        try:
-            with reporting("quantize", "layer", on_progress) as report:
-                job.run(report)
-        finally:
-            job.close()
-    finally:
-        checkpoint.close()
+        with (
+            closing(_job(checkpoint, wanted, ids, target, num_threads)) as job,
+            reporting("quantize", "layer", on_progress) as report,
+        ):
+            job.run(report)
     return target
 
 
