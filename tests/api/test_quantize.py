@@ -156,6 +156,23 @@ def test_weights_are_what_the_methods_make_of_the_originals(
     original.close()
 
 
+def test_a_mixture_has_one_bit_more_for_values_and_the_outputs_of_the_mlp(
+    llama: Path, tmp_path: Path, ids: Ids
+) -> None:
+    out = tmp_path / "made"
+    sdk.quantize(llama, out, "gptq-w4g32-mix", calibration=ids, tokens=TOKENS)
+    made = open_checkpoint(out)
+    specs = {
+        part: str(made.weight(f"model.layers.1.{part}").spec)
+        for part in ("self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj", "mlp.down_proj")
+    }
+    made.close()
+    assert list(specs.values()) == ["w4a16g32", "w5a16g32", "w4a16g32", "w5a16g32"]
+    groups = json.loads((out / "config.json").read_text())["quantization_config"]["config_groups"]
+    bits = {tuple(group["targets"]): group["weights"]["num_bits"] for group in groups.values()}
+    assert bits == {("Linear",): 4, ("re:.*v_proj$", "re:.*down_proj$"): 5}
+
+
 class Stopping:
     """``on_progress`` that stops after so many layers."""
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sdk.kernels.layouts import Affine, check_layout
+from sdk.kernels.layouts import Affine, Dense, check_layout
 from sdk.kernels.reference.decode import decode
 from sdk.quant.calibration import InputStatistics
 from sdk.quant.errors import QuantizationError
@@ -25,7 +25,7 @@ from sdk.quant.methods.integers import round_to_nearest
 from sdk.quant.methods.k_quants import K_QUANTS, k_blocks
 from sdk.quant.methods.smooth import smoothing
 from sdk.quant.permuted import Permuted, PermutedWeight
-from sdk.quant.quantize import to_blocks
+from sdk.quant.quantize import quantize_rows, to_blocks
 from sdk.quant.spec import QuantSpec
 from sdk.quant.weight import weight_of
 
@@ -207,6 +207,17 @@ def test_gptq_of_some_rows_at_a_time_is_gptq_of_the_whole() -> None:
     assert whole.zeros is not None and parts.zeros is not None
     assert torch.equal(whole.zeros, parts.zeros)
     assert float((decode(whole) != decode(parts)).float().mean()) < 0.001
+
+
+def test_a_head_is_rounded_for_the_inputs_it_meets() -> None:
+    """On SmolLM2's, in 6 bits, the divergence of the answers fell from 0.0076 to 0.0012."""
+    weight, x = gaussian(96, 256), inputs(256)
+    head, spec = weight_of(Dense(weight)), QuantSpec.parse("w6a16g64")
+    plain, informed = (
+        output_error(quantize_rows("head", head, spec, gram), weight, x)
+        for gram in (None, statistics(x).gram)
+    )
+    assert informed < 0.7 * plain
 
 
 def test_gptq_lives_with_inputs_that_are_always_zero_or_equal() -> None:
