@@ -1,6 +1,6 @@
 """What rounding alone leaves of weights: the second table of docs/quantization.md.
 
-    python tests/accuracy/rounding_errors.py
+    python -m tests.accuracy.rounding_errors
 
 Relative root mean square error on values of a normal distribution and of Student's t with 4 degrees
 of freedom, 256 rows of 1024. Methods that look at inputs are not here: they trade this error for
