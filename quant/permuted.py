@@ -45,6 +45,10 @@ class PermutedWeight(Weight):
         return self.inner.spec
 
     @property
+    def inputs(self) -> str:
+        return self.inner.inputs
+
+    @property
     def nbytes(self) -> int:
         return self.inner.nbytes + self.order.nbytes
 

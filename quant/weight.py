@@ -16,7 +16,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layout, check_layout
+from sdk.kernels.layouts import (
+    BLOCK_TYPES,
+    ActivationScheme,
+    Affine,
+    Blocks,
+    Dense,
+    Float8,
+    Layout,
+    check_layout,
+    inputs_of,
+)
 from sdk.kernels.ops import BoundLinear, Ops
 from sdk.kernels.reference.decode import decode, pack_codes, unpack_codes
 from sdk.kernels.reference.linear import gather_rows, slice_rows
@@ -36,6 +46,12 @@ _FLOAT_NAMES = {
 }
 
 
+def _with_inputs(spec: QuantSpec, inputs: ActivationScheme | None) -> QuantSpec:
+    if inputs is None:
+        return spec
+    return replace(spec, activation_bits=inputs.bits, float_activations=inputs.floats)
+
+
 class Weight(ABC):
     """One matrix ``[out_features, in_features]``."""
 
@@ -45,6 +61,11 @@ class Weight(ABC):
     @abstractmethod
     def spec(self) -> QuantSpec:
         """What the matrix is made of."""
+
+    @property
+    def inputs(self) -> str:
+        """How its file wants what it is multiplied with rounded, in words; empty: not at all."""
+        return ""
 
     @property
     @abstractmethod
@@ -93,6 +114,11 @@ class PackedWeight(Weight):
         self.shape = layout.shape
         self._layout: Layout | None = layout
         self._bound: BoundLinear | None = None
+        self._inputs = inputs_of(layout)
+
+    @property
+    def inputs(self) -> str:
+        return "" if self._inputs is None else str(self._inputs)
 
     @property
     def layout(self) -> Layout:
@@ -195,7 +221,8 @@ class Float8Weight(PackedWeight):
     def __init__(self, layout: Layout) -> None:
         assert isinstance(layout, Float8)
         check_layout(layout)
-        self._spec = QuantSpec.parse(_FLOAT_NAMES[layout.values.dtype])
+        spec = QuantSpec.parse(_FLOAT_NAMES[layout.values.dtype])
+        self._spec = _with_inputs(spec, layout.inputs)
         super().__init__(layout)
 
     @property
@@ -209,7 +236,7 @@ class Float8Weight(PackedWeight):
         if wide < w.shape[1]:
             self._check_group(wide, start, count)
         scale = w.scale[:, start // wide : -(-(start + count) // wide)]
-        return Float8(w.values[:, start : start + count], scale, w.block)
+        return replace(w, values=w.values[:, start : start + count], scale=scale)
 
 
 class AffineWeight(PackedWeight):
@@ -219,15 +246,15 @@ class AffineWeight(PackedWeight):
         assert isinstance(layout, Affine)
         if layout.name:
             kind: WeightKind = "block" if layout.table is None else "table"
-            self._spec = QuantSpec(kind, layout.bits, layout.name, layout.group)
+            spec = QuantSpec(kind, layout.bits, layout.name, layout.group)
         else:
-            self._spec = QuantSpec(
+            spec = QuantSpec(
                 "int",
                 layout.bits,
                 group=None if layout.group >= layout.shape[1] else layout.group,
                 symmetric=layout.minus is None and layout.zeros is None,
-                activation_bits=layout.activation_bits,
             )
+        self._spec = _with_inputs(spec, layout.inputs)
         super().__init__(layout)
 
     @property
@@ -301,6 +328,10 @@ class StackedWeight(Weight):
             return self.parts[0].spec
         bits = max(part.spec.bits for part in self.parts)
         return QuantSpec("block", bits, name="+".join(specs))
+
+    @property
+    def inputs(self) -> str:
+        return "+".join(dict.fromkeys(part.inputs for part in self.parts if part.inputs))
 
     @property
     def nbytes(self) -> int:
