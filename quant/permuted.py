@@ -37,16 +37,13 @@ class PermutedWeight(Weight):
         assert order.dtype == torch.int32 and order.shape == inner.shape[1:]
         self.shape = inner.shape
         self.inner = inner
+        self.inputs = inner.inputs
         self.order = order
         self._ops: Ops | None = None
 
     @property
     def spec(self) -> QuantSpec:
         return self.inner.spec
-
-    @property
-    def inputs(self) -> str:
-        return self.inner.inputs
 
     @property
     def nbytes(self) -> int:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from sdk.kernels.layouts import ActivationScheme
 
 WeightKind = Literal["float", "int", "block", "table"]
 
@@ -59,6 +62,12 @@ class QuantSpec:
         if self.kind == "table" and self.group != _TABLES[self.name][1]:
             name = f"{name}g{self.group}"
         return name if self.activation_bits == 16 else name + inputs
+
+    def rounding(self, inputs: ActivationScheme | None) -> QuantSpec:
+        """The same, multiplied with ``inputs`` that are rounded so."""
+        if inputs is None:
+            return self
+        return replace(self, activation_bits=inputs.bits, float_activations=inputs.floats)
 
     @classmethod
     def parse(cls, text: str) -> QuantSpec:

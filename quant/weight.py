@@ -16,17 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from sdk.kernels.layouts import (
-    BLOCK_TYPES,
-    ActivationScheme,
-    Affine,
-    Blocks,
-    Dense,
-    Float8,
-    Layout,
-    check_layout,
-    inputs_of,
-)
+from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layout, check_layout
 from sdk.kernels.ops import BoundLinear, Ops
 from sdk.kernels.reference.decode import decode, pack_codes, unpack_codes
 from sdk.kernels.reference.linear import gather_rows, slice_rows
@@ -46,26 +36,17 @@ _FLOAT_NAMES = {
 }
 
 
-def _with_inputs(spec: QuantSpec, inputs: ActivationScheme | None) -> QuantSpec:
-    if inputs is None:
-        return spec
-    return replace(spec, activation_bits=inputs.bits, float_activations=inputs.floats)
-
-
 class Weight(ABC):
     """One matrix ``[out_features, in_features]``."""
 
     shape: tuple[int, int]
+    #: How its file wants what it is multiplied with rounded, in words; empty: not at all.
+    inputs: str = ""
 
     @property
     @abstractmethod
     def spec(self) -> QuantSpec:
         """What the matrix is made of."""
-
-    @property
-    def inputs(self) -> str:
-        """How its file wants what it is multiplied with rounded, in words; empty: not at all."""
-        return ""
 
     @property
     @abstractmethod
@@ -114,11 +95,6 @@ class PackedWeight(Weight):
         self.shape = layout.shape
         self._layout: Layout | None = layout
         self._bound: BoundLinear | None = None
-        self._inputs = inputs_of(layout)
-
-    @property
-    def inputs(self) -> str:
-        return "" if self._inputs is None else str(self._inputs)
 
     @property
     def layout(self) -> Layout:
@@ -222,7 +198,8 @@ class Float8Weight(PackedWeight):
         assert isinstance(layout, Float8)
         check_layout(layout)
         spec = QuantSpec.parse(_FLOAT_NAMES[layout.values.dtype])
-        self._spec = _with_inputs(spec, layout.inputs)
+        self._spec = spec.rounding(layout.inputs)
+        self.inputs = str(layout.inputs or "")
         super().__init__(layout)
 
     @property
@@ -254,7 +231,8 @@ class AffineWeight(PackedWeight):
                 group=None if layout.group >= layout.shape[1] else layout.group,
                 symmetric=layout.minus is None and layout.zeros is None,
             )
-        self._spec = _with_inputs(spec, layout.inputs)
+        self._spec = spec.rounding(layout.inputs)
+        self.inputs = str(layout.inputs or "")
         super().__init__(layout)
 
     @property
@@ -319,6 +297,7 @@ class StackedWeight(Weight):
     def __init__(self, parts: Sequence[Weight]) -> None:
         self.parts = tuple(parts)
         self.shape = (sum(part.shape[0] for part in self.parts), self.parts[0].shape[1])
+        self.inputs = "+".join(dict.fromkeys(part.inputs for part in parts if part.inputs))
         self._ops: Ops | None = None
 
     @property
@@ -328,10 +307,6 @@ class StackedWeight(Weight):
             return self.parts[0].spec
         bits = max(part.spec.bits for part in self.parts)
         return QuantSpec("block", bits, name="+".join(specs))
-
-    @property
-    def inputs(self) -> str:
-        return "+".join(dict.fromkeys(part.inputs for part in self.parts if part.inputs))
 
     @property
     def nbytes(self) -> int:
