@@ -26,9 +26,9 @@ _TABLES = {
 }  # fmt: skip
 _TABLE = re.compile(r"(?P<name>[a-z0-9_]+?)(?:g(?P<group>[1-9]\d*))?")
 _AFFINE = re.compile(
-    r"w(?P<bits>[2-8])a(?P<float>fp)?(?P<act>16|[2-8])(?:g(?P<group>\d+))?(?P<sym>s?)"
+    r"w(?P<bits>[2-8])a(?P<float>fp(?=[48]))?(?P<act>16|[2-8])(?:g(?P<group>\d+))?(?P<sym>s?)"
 )
-_ROUNDED = re.compile(r"(?P<name>[a-z0-9_]+?)a(?P<float>fp)?(?P<act>[2-8])")
+_ROUNDED = re.compile(r"(?P<name>[a-z0-9_]+?)a(?P<float>fp(?=[48]))?(?P<act>[2-8])")
 
 
 @dataclass(frozen=True, slots=True)

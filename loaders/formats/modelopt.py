@@ -4,10 +4,10 @@
 (FP8_PER_CHANNEL_PER_TOKEN), 128 x 128 block (FP8_PB_WO, stored ``[., 1, ., 1]``) or a power of two
 for 32 columns (MXFP8); or uint8 ``[N, K / 2]``, two e2m1 floats each, with a float8_e4m3fn scale
 for 16 columns and ``P.weight_scale_2`` for all, which multiplies (NVFP4). The tensors tell which it
-is, so MIXED_PRECISION needs nothing of its own. With a ``P.input_scale`` (but for W4A16_NVFP4) activations are rounded
-alike: to 8-bit floats by this scale, or to e2m1 in groups of 16, whose scales become 8-bit floats
-divided by it. FP8_PER_CHANNEL_PER_TOKEN rounds them token by token, MXFP8 in groups of 32. Source:
-ModelOpt's checkpoints as vLLM reads them.
+is, so MIXED_PRECISION needs nothing of its own. With a ``P.input_scale`` (but for W4A16_NVFP4)
+activations are rounded alike: to 8-bit floats by this scale, or to e2m1 in groups of 16, whose
+scales become 8-bit floats divided by it. FP8_PER_CHANNEL_PER_TOKEN rounds them token by token,
+MXFP8 in groups of 32. Source: ModelOpt's checkpoints as vLLM reads them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Files that say how activations are rounded, against the forward passes of what wrote them.
 
-``logits_act`` of a golden are llm-compressor's, in float32. Our definition of the rounding, put into
-transformers' model, gives them to 1e-6. Through our kernels additions come in another order: where
-that moves a number over the edge between two codes, the rest of the row is rounded otherwise. With
+``logits_act`` of a golden are llm-compressor's, in float32. Our definition of the rounding, put
+into transformers' model, gives them to 1e-6. Through our kernels additions come in another order:
+where that moves a number over the edge between two codes, what follows is rounded otherwise. With
 8-bit floats hardly any does; of int8 per token the lowest code is such an edge in every other row,
 because -127.5 steps are the row's own largest magnitude.
 """

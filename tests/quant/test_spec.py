@@ -57,7 +57,23 @@ def test_every_integer_spec_survives_a_round_trip(
 
 
 @pytest.mark.parametrize(
-    "text", ["", "w9a16", "w4", "w4a4", "q8_k", "w4a16g0", "W4A16", "w4a16gx", "nf4g0", "nf5"]
+    "text",
+    [
+        "",
+        "w9a16",
+        "w4",
+        "w4a1",
+        "w4afp6",
+        "w4afp16",
+        "fp8a",
+        "f32a9",
+        "q8_k",
+        "w4a16g0",
+        "W4A16",
+        "w4a16gx",
+        "nf4g0",
+        "nf5",
+    ],
 )
 def test_an_unknown_spec_is_refused_by_name(text: str) -> None:
     with pytest.raises(ValueError, match="quant spec") as error:
