@@ -72,22 +72,15 @@ class QuantSpec:
     @classmethod
     def parse(cls, text: str) -> QuantSpec:
         """The inverse of ``str()``. :raises ValueError: naming the text and the accepted forms."""
-        if text in _FLOATS:
-            return cls("float", _FLOATS[text], text)
-        if text in _BLOCKS:
-            bits, size = _BLOCKS[text]
-            return cls("block", bits, text, group=size)
-        table = _TABLE.fullmatch(text)
-        if table is not None and table["name"] in _TABLES:
-            bits, size = _TABLES[table["name"]]
-            return cls("table", bits, table["name"], group=int(table["group"] or size))
-        found = _AFFINE.fullmatch(text)
+        plain = cls._named(text)
+        if plain is not None:
+            return plain
         rounded = _ROUNDED.fullmatch(text)
-        if found is None and rounded is not None:
+        plain = None if rounded is None else cls._named(rounded["name"])
+        if plain is not None and rounded is not None:
             bits, is_float = int(rounded["act"]), rounded["float"] is not None
-            return replace(
-                cls.parse(rounded["name"]), activation_bits=bits, float_activations=is_float
-            )
+            return replace(plain, activation_bits=bits, float_activations=is_float)
+        found = _AFFINE.fullmatch(text)
         if found is None:
             known = ", ".join([*_FLOATS, *_BLOCKS, *_TABLES])
             raise ValueError(f"quant spec: expected {known} or w4a16g128-like, found {text!r}")
@@ -102,6 +95,20 @@ class QuantSpec:
             activation_bits=int(found["act"]),
             float_activations=found["float"] is not None,
         )
+
+    @classmethod
+    def _named(cls, text: str) -> QuantSpec | None:
+        """Floats, blocks and tables."""
+        if text in _FLOATS:
+            return cls("float", _FLOATS[text], text)
+        if text in _BLOCKS:
+            bits, size = _BLOCKS[text]
+            return cls("block", bits, text, group=size)
+        table = _TABLE.fullmatch(text)
+        if table is None or table["name"] not in _TABLES:
+            return None
+        bits, size = _TABLES[table["name"]]
+        return cls("table", bits, table["name"], group=int(table["group"] or size))
 
 
 _KV_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
