@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from sdk.kernels.layouts import ActivationScheme, Affine, Float8, Layout
 from sdk.loaders.formats.scales import number
@@ -104,8 +104,10 @@ def described(said: Any, source: str) -> Inputs | None:
             f"{source}: activations of {bits} bits and type {str(kind)[:80]!r} are not run, "
             "expected int, or float with 4 or 8 bits"
         )
-    codes = {8: "e4m3", 4: "e2m1"}[bits] if kind == "float" else "int"
-    scheme = ActivationScheme(codes, bits, symmetric=said.get("symmetric", True) is not False)  # type: ignore[arg-type]  # one of its codes
+    codes: Literal["int", "e4m3", "e2m1"] = "int"
+    if kind == "float":
+        codes = "e4m3" if bits == 8 else "e2m1"
+    scheme = ActivationScheme(codes, bits, symmetric=said.get("symmetric", True) is not False)
     strategy = said.get("strategy", "tensor")
     if not said.get("dynamic", False):
         if strategy not in ("tensor", None):

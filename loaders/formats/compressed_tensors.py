@@ -55,6 +55,9 @@ BESIDE = (
     *(".weight", ".weight_shape", ".weight_zero_point", ".weight_global_scale", ".weight_g_idx"),
     *_INPUTS,
 )
+_LONGEST = 200
+#: What targets are made of that name many layers: ``re:.*(gate|up)_proj$``.
+_PATTERN = re.compile(r"[\w.*+?|()\[\]\\$^-]{1,200}")
 _INT32, _INT8, _BYTES = ("I32",), ("I8",), ("U8",)
 
 _FORMATS = (
@@ -178,11 +181,18 @@ def _scheme(group: Any, source: str) -> Scheme | None:
 
 
 def _is_target(name: str, target: str) -> bool:
-    """A target is a layer's name, or a pattern for the beginning of names behind ``re:``."""
+    """A target is a layer's name, or a pattern for the beginning of names behind ``re:``.
+
+    Patterns that could take long, with repeated groups or many repetitions, match nothing.
+    """
     if not target.startswith("re:"):
         return name == target
+    pattern = target.removeprefix("re:")
+    long = len(name) > _LONGEST or len(re.findall(r"[*+]", pattern)) > 3
+    if long or not _PATTERN.fullmatch(pattern) or re.search(r"\)[*+?]", pattern):
+        return False
     try:
-        return re.match(target.removeprefix("re:"), name) is not None
+        return re.match(pattern, name) is not None
     except re.error:
         return False
 

@@ -133,7 +133,8 @@ def test_groups_of_one_kind_that_round_otherwise_are_told_apart_by_their_targets
     for targets, scheme in (
         (["re:.*down_proj"], None),
         (["model.layers.0.mlp.down_proj"], None),
-        (["re:.*q_proj", "re:("], Scheme("int")),
+        (["re:.*mlp.(gate|up|down)_proj$"], None),
+        (["re:.*q_proj", "re:(", "re:(.*)*.*", "re:" + ".*" * 50], Scheme("int")),
     ):
         groups["group_1"]["targets"] = targets
         assert inputs_of(layers.weight(config, integers(), SHAPE).layout) == scheme
