@@ -40,10 +40,10 @@ class Inputs:
             CheckpointError: one of them is missing, or no positive number.
         """
         if self.static:
-            point = 0
+            static, point = positive(layer, scale), 0
             if not self.scheme.symmetric:
                 point = _zero_point(layer, zero, 1 << self.scheme.bits - 1)
-            return replace(self.scheme, static=positive(layer, scale), zero=point)
+            return replace(self.scheme, static=static, zero=point)
         if self.scheme.rule == "nv":
             return replace(self.scheme, factor=positive(layer, factor))
         return self.scheme
