@@ -174,7 +174,8 @@ class Ops(ExpertOps):
         """Choose a kernel for a weight and pack the weight for it.
 
         ``activation_bits``: 8, or 16 for the blocks of an input that cost the most accuracy. Says
-        nothing with ``compute="exact"`` or for plain floats.
+        nothing with ``compute="exact"``, for plain floats, or where the file of the weight says how
+        inputs are rounded.
         """
         problem = linear_problem(layout, self.compute, activation_bits)
         choice = choose(self._backends, problem)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from sdk.kernels.layouts import Blocks, Layout
+from sdk.kernels.layouts import ActivationScheme, Blocks, Layout
 from sdk.quant.calibration import InputStatistics
 from sdk.quant.errors import QuantizationError
 from sdk.quant.methods.float4 import mxfp4, nvfp4
@@ -28,6 +29,13 @@ Packed = Layout | Permuted
 _ROWS = 8192
 
 
+def inputs_rounded(scheme: Scheme) -> ActivationScheme | None:
+    """How layers of this scheme round what they are multiplied with: as its files say."""
+    if scheme.method == "fp8":
+        return ActivationScheme("e4m3", group=128 if scheme.share == "block" else 0)
+    return ActivationScheme("int") if scheme.spec.activation_bits == 8 else None
+
+
 def check_finite(name: str, weight: Tensor) -> None:
     """:raises QuantizationError: naming the matrix, when a value is an infinity or NaN."""
     if not bool(weight.isfinite().all()):
@@ -43,12 +51,12 @@ def quantize_without_data(name: str, weight: Tensor, scheme: Scheme) -> Layout:
     check_finite(name, weight)
     scheme.check(name, weight.shape[1])
     if scheme.method == "fp8":
-        return to_float8(weight, scheme.share)
+        return replace(to_float8(weight, scheme.share), inputs=inputs_rounded(scheme))
     if scheme.method == "float4":
         return mxfp4(weight) if scheme.text == "mxfp4" else nvfp4(weight)
     if scheme.method == "hqq":
         return hqq(weight, scheme.spec)
-    return round_to_nearest(weight, scheme.spec)
+    return replace(round_to_nearest(weight, scheme.spec), inputs=inputs_rounded(scheme))
 
 
 def quantize_rows(name: str, weight: Weight, spec: QuantSpec, gram: Tensor | None = None) -> Layout:
