@@ -13,7 +13,7 @@ plain one. A matrix is always ``[out, in]``, here ``[N, K]``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -162,6 +162,16 @@ class Blocks:
 Layout = Dense | Float8 | Affine | Blocks
 
 
+def on_device(layout: Layout, device: torch.device) -> Layout:
+    """The layout with its tensors on ``device``; itself where they are there already."""
+    moved = {
+        field.name: value.to(device)
+        for field in fields(layout)
+        if isinstance(value := getattr(layout, field.name), Tensor) and value.device != device
+    }
+    return replace(layout, **moved) if moved else layout
+
+
 def check_layout(layout: Layout) -> None:
     """What kernels rely on when they follow raw pointers.
 
@@ -249,11 +259,11 @@ def _expect(
 class KVPages:
     """One layer's keys and values: ``k``, ``v`` ``[num_pages, kv_heads, page_size, head_dim]``.
 
-    In memory a page's keys of one head lie transposed, ``[head_dim][page_size]``, so that
-    neighbouring keys are the lanes of a vector; its values lie ``[page_size][head_dim]``. int8
-    pages have ``k_scale`` and ``v_scale``, float16 ``[num_pages, kv_heads, page_size]``:
-    value = scale * code. Their keys and values lie mixed (``reference/rope.py``):
-    ``rope_and_cache`` mixes the queries too, and ``attention`` its result back.
+    How they lie in memory is the backend's choice: see ``cpu/pages.py`` (keys transposed) and
+    ``gpu/pages.py``. Pages of int8, float8_e4m3fn and float8_e5m2 have ``k_scale`` and ``v_scale``,
+    float16 ``[num_pages, kv_heads, page_size]``: value = scale * code. Their keys and values lie
+    mixed (``reference/rope.py``): ``rope_and_cache`` mixes the queries too, and ``attention`` its
+    result back.
     """
 
     k: Tensor

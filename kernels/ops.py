@@ -24,7 +24,7 @@ from sdk.kernels.checks import expect
 from sdk.kernels.errors import KernelError
 from sdk.kernels.experts import ExpertOps
 from sdk.kernels.graph import CaptureError, Graph, OnlyViews
-from sdk.kernels.layouts import KVPages, Layout
+from sdk.kernels.layouts import KVPages, Layout, on_device
 from sdk.kernels.registry import Choice, Problem, choose, linear_problem, open_backends
 from sdk.kernels.sampling import DRAW, Draws, SampleBuffers, Tokens
 
@@ -64,7 +64,8 @@ class BoundLinear:
     def rows(self, ids: Tensor) -> Tensor:
         """``w[ids]``, dequantized exactly: ids int64 ``[T]`` -> float32 ``[T, K]``."""
         expect("rows ids", ids, torch.int64, None)
-        if ids.numel() and not self.ops.capturing:
+        # On a GPU looking at them would wait for it; its kernels skip what is not there.
+        if ids.numel() and not self.ops.capturing and ids.is_cpu:
             low, high = int(ids.min()), int(ids.max())
             if low < 0 or high >= self.shape[0]:
                 bad = low if low < 0 else high
@@ -156,6 +157,11 @@ class Ops(ExpertOps):
             self._buffers = None
 
     @property
+    def keys_transposed(self) -> bool:
+        """How the keys of KV pages are to lie: see :class:`sdk.kernels.registry.Backend`."""
+        return self._backends[0].keys_transposed
+
+    @property
     def backend_names(self) -> tuple[str, ...]:
         return tuple(backend.name for backend in self._backends)
 
@@ -178,7 +184,7 @@ class Ops(ExpertOps):
         """
         problem = linear_problem(layout, self.compute, activation_bits)
         choice = choose(self._backends, problem)
-        packed = choice.implementation.pack(layout)
+        packed = choice.implementation.pack(on_device(layout, self.device))
         return BoundLinear(choice, packed, layout.shape, self, problem)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

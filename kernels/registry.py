@@ -87,6 +87,9 @@ class Backend(Protocol):
     """The kernels of one device for one engine; holds what they share, such as a thread pool."""
 
     name: str
+    #: Whether a page's keys of one head are to lie ``[head_dim][page_size]`` in memory, else
+    #: ``[page_size][head_dim]`` like its values (``KVPages``).
+    keys_transposed: bool
 
     def implementations(self, op: str) -> Sequence[Any]:
         """Implementations of ``op``, best first; empty when the backend has none."""

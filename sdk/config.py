@@ -50,7 +50,7 @@ class EngineConfig:
     gpu_memory_utilization: float | None = None
     enforce_eager: bool = False
     hf_overrides: Mapping[str, Any] | None = None
-    device: Literal["auto", "cpu"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     num_threads: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 64
@@ -58,7 +58,9 @@ class EngineConfig:
     block_size: int = 16
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
-    kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8"] = "auto"
+    kv_cache_dtype: Literal[
+        "auto", "float32", "float16", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2"
+    ] = "auto"
     load_format: Literal["auto", "gguf", "safetensors"] = "auto"
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     speculative_config: Mapping[str, Any] | None = None
@@ -124,8 +126,11 @@ def _check_quantization(name: object) -> None:
 _CHOICES: dict[str, tuple[str, ...]] = {
     "tokenizer_mode": ("auto",),
     "dtype": ("auto", "float32"),
-    "device": ("auto", "cpu"),
-    "kv_cache_dtype": ("auto", "float32", "float16", "bfloat16", "int8"),
+    "device": ("auto", "cpu", "cuda"),
+    "kv_cache_dtype": (
+        *("auto", "float32", "float16", "bfloat16"),
+        *("int8", "float8_e4m3fn", "float8_e5m2"),
+    ),
     "load_format": ("auto", "gguf", "safetensors"),
     "scheduling_policy": ("fcfs", "priority"),
     "compute": ("auto", "exact"),

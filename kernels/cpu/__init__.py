@@ -53,6 +53,7 @@ class CpuBackend:
     """See :class:`sdk.kernels.registry.Backend`."""
 
     name = "cpu"
+    keys_transposed = True
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine

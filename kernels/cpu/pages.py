@@ -1,4 +1,8 @@
-"""KV pages as the native kernels take them: checked, then pointers and strides."""
+"""KV pages as the native kernels take them: checked, then pointers and strides.
+
+In memory a page's keys of one head lie transposed, ``[head_dim][page_size]``, so that neighbouring
+keys are the lanes of a vector; its values lie ``[page_size][head_dim]``.
+"""
 
 from __future__ import annotations
 

@@ -32,6 +32,7 @@ class ReferenceBackend:
     """See :class:`sdk.kernels.registry.Backend`."""
 
     name = "reference"
+    keys_transposed = True
 
     def __init__(self) -> None:
         self._implementations: dict[str, Sequence[Any]] = {

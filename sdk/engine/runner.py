@@ -106,7 +106,10 @@ class ModelRunner:
             facts = self.model.config
             heads = mesh.heads(facts.num_heads, facts.num_kv_heads).kv_count
             self.kv = KVCache(
-                kv_spec(facts, heads, config.page_size, config.kv_dtype), config.num_pages
+                kv_spec(facts, heads, config.page_size, config.kv_dtype),
+                config.num_pages,
+                self.ops.device,
+                keys_transposed=self.ops.keys_transposed,
             )
             self.sampler = Sampler(facts.vocab_size, self.ops)
             self._inputs = StepInputs(
@@ -114,6 +117,7 @@ class ModelRunner:
                 config.max_num_seqs,
                 config.max_model_len,
                 config.page_size,
+                self.ops.device,
             )
             self._graph: Graph[tuple[Tensor, Tensor]] | None = None
             #: Why steps run operator by operator; ``None`` when they are replayed from a graph.

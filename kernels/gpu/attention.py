@@ -1,0 +1,232 @@
+"""Paged attention on the GPU: which kernels a step needs, and with which tiles.
+
+Requests with one query in the step are ``attention_decode.py``'s, all others
+``attention_prefill.py``'s; a step that has both launches both. The products' operands are of the
+pages' own type (float16 for codes, which it holds exactly), or float32 where ``exact`` asks for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sdk.kernels.batch import AttentionBatch
+from sdk.kernels.errors import KernelError
+from sdk.kernels.gpu.attention_decode import decode_kernel, join_kernel, shared_kernel, split_count
+from sdk.kernels.gpu.attention_prefill import prefill_kernel
+from sdk.kernels.gpu.launch import INTERPRETED, expect_on_device
+from sdk.kernels.gpu.pages import check_pages, hadamard_block, kind, page_arguments, reject
+from sdk.kernels.layouts import KVPages
+from sdk.kernels.registry import Problem
+
+_DOTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
+#: Rows of a tile of queries, and of a tile over a shared prefix.
+_ROWS = 64
+#: Parts summed at a time.
+_JOINED = 8
+
+
+class Attention:
+    """See :meth:`sdk.kernels.ops.Ops.attention`."""
+
+    def __init__(self, exact: bool) -> None:
+        self._exact = exact
+        self.name = "gpu.attention_exact" if exact else "gpu.attention"
+
+    def reject(self, problem: Problem) -> str | None:
+        if problem.compute == "exact" and not self._exact:
+            return 'its products round to 16 bits: compute="exact"'
+        return reject(problem)
+
+    def run(
+        self,
+        q: Tensor,
+        pages: KVPages,
+        batch: AttentionBatch,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        _, heads, head_dim = q.shape
+        kv_heads = pages.k.shape[1]
+        check_pages(pages, kv_heads, head_dim)
+        index = (batch.query_start, batch.context_len, batch.page_table)
+        expect_on_device("attention", q, pages.k, out, *index, sinks)
+        if q.stride(2) != 1:
+            raise KernelError(f"attention q: expected contiguous heads, found {q.stride()}")
+        if window is not None and window < 1:
+            raise KernelError(f"attention: expected a window of at least 1, found {window}")
+        step = _Step(q, pages, batch, out, sinks, scale, softcap, window, self._dot(pages))
+        if batch.max_query_len > 1:
+            step.prefill()
+        if batch.max_query_len == 1 or batch.num_requests > 1:
+            step.decode()
+
+    def _dot(self, pages: KVPages) -> Any:
+        """The type of the products' operands; cards before 8.0 have none for bfloat16."""
+        dtype = pages.k.dtype
+        if self._exact:
+            return tl.float32
+        if dtype == torch.bfloat16 and not INTERPRETED:
+            old = torch.cuda.get_device_capability(pages.k.device) < (8, 0)
+            return tl.float32 if old and torch.version.hip is None else tl.bfloat16
+        return _DOTS.get(dtype, tl.float16)
+
+
+class _Step:
+    """The arguments all kernels of one call share."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        pages: KVPages,
+        batch: AttentionBatch,
+        out: Tensor,
+        sinks: Tensor | None,
+        scale: float,
+        softcap: float | None,
+        window: int | None,
+        dot: Any,
+    ) -> None:
+        self.q, self.batch, self.out = q, batch, out
+        self.heads, self.head_dim = q.shape[1:]
+        self.kv_heads = pages.k.shape[1]
+        self.sinks = sinks if sinks is not None else q
+        k, v, k_scale, v_scale, *self.page_strides = page_arguments(pages)
+        self.tensors = (k, v, k_scale, v_scale)
+        self.numbers = (scale, softcap or 0.0, window or 0)
+        self.group = self.heads // self.kv_heads
+        width = dot.primitive_bitwidth // 8
+        self.block_d = max(16, triton.next_power_of_2(self.head_dim))
+        self.constants = {
+            "GROUP": self.group,
+            "PAGE": pages.page_size,
+            "HEAD_DIM": self.head_dim,
+            "BLOCK_D": self.block_d,
+            # Two tiles of keys and of values, as operands, are within 64 KiB of shared memory.
+            "BLOCK_N": max(16, min(64, 16384 // (self.block_d * width))),
+            "KIND": kind(pages),
+            "DOT": dot,
+            "WIDEN": INTERPRETED and dot == tl.bfloat16,
+            "WINDOW": window is not None,
+            "SOFTCAP": softcap is not None,
+            "SINKS": sinks is not None,
+        }
+        self.mix = hadamard_block(self.head_dim)
+
+    def prefill(self) -> None:
+        """Requests of several queries."""
+        batch = self.batch
+        rows = max(_ROWS, triton.next_power_of_2(self.group))
+        tiles = batch.num_tokens // (rows // self.group) + batch.num_requests
+        prefill_kernel[(tiles, self.kv_heads)](
+            self.q,
+            self.out,
+            self.sinks,
+            batch.query_start,
+            batch.context_len,
+            batch.page_table,
+            *self.tensors,
+            *self.q.stride()[:2],
+            batch.page_table.stride(0),
+            *self.page_strides,
+            *self.numbers,
+            batch.num_requests,
+            self.kv_heads,
+            **self.constants,
+            BLOCK_M=rows,
+            MIX=self.mix,
+            num_warps=4 if self.block_d <= 128 else 8,
+        )
+
+    def decode(self) -> None:
+        """Requests of one query."""
+        batch = self.batch
+        splits = split_count(batch.max_context_len)
+        shared = batch.shared_len if splits > 1 else None
+        parts = sums = self.out
+        if splits > 1:
+            parts = self.out.new_empty(batch.num_requests, self.heads, splits, self.head_dim)
+            sums = self.out.new_empty(batch.num_requests, self.heads, splits, 2)
+        if shared is not None:
+            self._shared(shared, parts, sums, splits)
+        decode_kernel[(batch.num_requests, self.kv_heads, splits)](
+            self.q,
+            self.out,
+            parts,
+            sums,
+            self.sinks,
+            batch.query_start,
+            batch.context_len,
+            batch.page_table,
+            batch.context_len if shared is None else shared,
+            *self.tensors,
+            *self.q.stride()[:2],
+            batch.page_table.stride(0),
+            *self.page_strides,
+            *self.numbers,
+            batch.max_context_len,
+            splits,
+            self.kv_heads,
+            **self.constants,
+            BLOCK_M=max(16, triton.next_power_of_2(self.group)),
+            SHARED=shared is not None,
+            WHOLE=splits == 1,
+            MIX=self.mix,
+            num_warps=4,
+        )
+        if splits > 1:
+            join_kernel[(batch.num_requests, self.heads)](
+                parts,
+                sums,
+                self.out,
+                batch.query_start,
+                batch.context_len,
+                self.numbers[2],
+                batch.max_context_len,
+                splits,
+                self.heads,
+                **{key: self.constants[key] for key in _JOIN_CONSTANTS},
+                BLOCK_S=_JOINED,
+                SHARED=shared is not None,
+                MIX=self.mix,
+                num_warps=4,
+            )
+
+    def _shared(self, shared: Tensor, parts: Tensor, sums: Tensor, splits: int) -> None:
+        """The prefix that all requests have in the same pages."""
+        batch = self.batch
+        rows = max(_ROWS, triton.next_power_of_2(self.group))
+        tiles = triton.cdiv(batch.num_requests, rows // self.group)
+        shared_kernel[(tiles, self.kv_heads, splits)](
+            self.q,
+            parts,
+            sums,
+            self.sinks,
+            batch.query_start,
+            batch.context_len,
+            batch.page_table,
+            shared,
+            *self.tensors,
+            *self.q.stride()[:2],
+            *self.page_strides,
+            *self.numbers,
+            batch.max_context_len,
+            splits,
+            batch.num_requests,
+            self.kv_heads,
+            **self.constants,
+            BLOCK_M=rows,
+            num_warps=4 if self.block_d <= 128 else 8,
+        )
+
+
+_JOIN_CONSTANTS = ("HEAD_DIM", "BLOCK_D", "BLOCK_N", "KIND", "WINDOW")
+
+OPS: dict[str, tuple[Any, ...]] = {"attention": (Attention(exact=False), Attention(exact=True))}

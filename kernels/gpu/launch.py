@@ -1,0 +1,29 @@
+"""What launchers share: where the kernels run, and what they insist on."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from sdk.kernels.errors import KernelError
+
+#: True under TRITON_INTERPRET=1: kernels then run as Python, on tensors of the CPU. The
+#: interpreter's bfloat16 dot is wrong, so kernels widen its operands (``WIDEN``).
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+
+def expect_on_device(what: str, *tensors: Tensor | None) -> None:
+    """:raises KernelError: unless all tensors lie on one device that Triton kernels reach."""
+    devices = {x.device for x in tensors if x is not None}
+    wanted = "cpu" if INTERPRETED else "cuda"
+    if len(devices) != 1 or next(iter(devices)).type != wanted:
+        found = ", ".join(sorted(map(str, devices)))
+        raise KernelError(f"{what}: expected tensors on one {wanted} device, found {found}")
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many programs of four warps run side by side at least; 1 under the interpreter."""
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

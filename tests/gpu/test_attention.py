@@ -1,0 +1,295 @@
+"""Paged attention under the Triton interpreter, against a softmax in float64 and the reference.
+
+The interpreter takes about 3 ms for a tile of keys, so contexts are short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sdk.engine.kv_cache import KVCache
+from sdk.kernels.batch import AttentionBatch
+from sdk.kernels.errors import KernelError
+from sdk.kernels.gpu import attention_decode
+from sdk.kernels.gpu.attention import Attention
+from sdk.kernels.layouts import KVPages
+from sdk.kernels.reference.attention import Attention as Reference
+from sdk.kernels.reference.rope import mixed, round_codes
+from sdk.kernels.registry import Problem
+from sdk.quant.spec import KVSpec
+
+#: What 16-bit weights of the values leave of exactness, beside the largest value of about 3.
+ROUNDED = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 2e-2}
+
+
+@dataclass(frozen=True)
+class Step:
+    """Requests of (context, new tokens) with their pages filled, and their queries."""
+
+    batch: AttentionBatch
+    pages: KVPages
+    q: Tensor
+
+    def run(self, *, exact: bool = False, sinks: Tensor | None = None, **options: Any) -> Tensor:
+        """``[T, heads, head_dim]``."""
+        out = torch.full((self.q.shape[0], self.q[0].numel()), float("nan"))
+        settings: dict[str, Any] = {"scale": 0.2, "window": None, "softcap": None} | options
+        Attention(exact).run(self.q, self.pages, self.batch, **settings, sinks=sinks, out=out)
+        return out.view(self.q.shape)
+
+
+def make_step(
+    requests: Sequence[tuple[int, int]],
+    heads: int = 2,
+    kv_heads: int = 1,
+    head_dim: int = 64,
+    page_size: int = 16,
+    dtype: str = "float32",
+    shared: int = 0,
+) -> Step:
+    """Pages in random order, unused slots NaN; ``shared`` tokens of all in the same pages."""
+    random = torch.Generator().manual_seed(len(requests) + head_dim)
+    common = shared // page_size
+    counts = [-(-context // page_size) for context, _ in requests]
+    order = torch.randperm(sum(counts) + 2, generator=random).tolist()
+    first = [order.pop() for _ in range(common)]
+    spec = KVSpec(1, kv_heads, head_dim, page_size, dtype)
+    pages = KVCache(spec, sum(counts) + 2, keys_transposed=False).layers[0]
+    for x in (pages.k, pages.v) if pages.k_scale is None else (pages.k_scale, pages.v_scale):
+        assert x is not None
+        x.fill_(float("nan"))
+    tables, starts = [], [0]
+    for (context, new), count in zip(requests, counts, strict=True):
+        own = first + [order.pop() for _ in range(count - common)]
+        tables.append(own + [0] * (max(counts) - count))
+        starts.append(starts[-1] + new)
+        for begin in range(0, context, page_size):
+            page, rows = own[begin // page_size], min(page_size, context - begin)
+            for target, scale in ((pages.k, pages.k_scale), (pages.v, pages.v_scale)):
+                x = torch.randn(kv_heads, rows, head_dim, generator=random)
+                if scale is None:
+                    target[page, :, :rows] = x.to(target.dtype)
+                else:
+                    codes = round_codes(mixed(x), target.dtype)
+                    target[page, :, :rows], scale[page, :, :rows] = codes
+    q = torch.randn(starts[-1], heads + 1, head_dim, generator=random)[:, :heads]  # strided
+    batch = AttentionBatch(
+        positions=torch.zeros(starts[-1], dtype=torch.int64),
+        query_start=torch.tensor(starts, dtype=torch.int32),
+        context_len=torch.tensor([c for c, _ in requests], dtype=torch.int32),
+        page_table=torch.tensor(tables, dtype=torch.int32),
+        slots=torch.zeros(starts[-1], dtype=torch.int64),
+        page_size=page_size,
+        max_query_len=max(new for _, new in requests),
+        max_context_len=max(c for c, _ in requests),
+        shared_len=torch.tensor([shared], dtype=torch.int32) if shared else None,
+    )
+    return Step(batch, pages, q)
+
+
+def hadamard(size: int) -> Tensor:
+    """Orthonormal, in blocks of the largest power of two within ``size``."""
+    block = torch.ones(1, 1, dtype=torch.float64)
+    while block.shape[0] < (size & -size):
+        block = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), block)
+    return torch.block_diag(*[block / block.shape[0] ** 0.5] * (size // block.shape[0]))
+
+
+def expected(
+    step: Step,
+    *,
+    scale: float = 0.2,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """The definition, token by token and head by head, in float64."""
+    pages, batch = step.pages, step.batch
+    k, v = pages.k.double(), pages.v.double()
+    if pages.k_scale is not None and pages.v_scale is not None:
+        k, v = k * pages.k_scale.double()[..., None], v * pages.v_scale.double()[..., None]
+    out = torch.zeros(step.q.shape, dtype=torch.float64)
+    group = step.q.shape[1] // k.shape[1]
+    for r, length in enumerate(batch.context_len.tolist()):
+        start, end = batch.query_start[r : r + 2].tolist()
+        for token in range(start, end):
+            last = length - (end - token)
+            first = 0 if window is None else max(0, last - window + 1)
+            places = [(int(batch.page_table[r, t // batch.page_size]), t % batch.page_size)
+                      for t in range(first, last + 1)]  # fmt: skip
+            for head in range(step.q.shape[1]):
+                keys = torch.stack([k[page, head // group, slot] for page, slot in places])
+                values = torch.stack([v[page, head // group, slot] for page, slot in places])
+                score = keys @ step.q[token, head].double() * scale
+                if softcap is not None:
+                    score = torch.tanh(score / softcap) * softcap
+                if sinks is not None:
+                    score = torch.cat([score, sinks[head].double()[None]])
+                weights = score.softmax(0)[: len(values)]
+                out[token, head] = weights @ values
+    return out if pages.v_scale is None else out @ hadamard(out.shape[2])
+
+
+def close(found: Tensor, wanted: Tensor, tolerance: float) -> None:
+    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "heads", "kv_heads", "page_size", "dtype"),
+    [
+        (64, 4, 1, 16, "float32"),
+        (80, 2, 2, 32, "float32"),
+        (96, 8, 1, 64, "float16"),
+        (128, 4, 1, 16, "bfloat16"),
+        (256, 3, 1, 32, "float16"),
+        (64, 8, 1, 64, "int8"),
+        (80, 4, 1, 16, "int8"),
+        (96, 1, 1, 16, "float8_e4m3fn"),
+        (128, 8, 1, 32, "float8_e5m2"),
+        (256, 4, 1, 64, "int8"),
+    ],
+)
+def test_decode_and_prompts_are_the_softmax_of_the_definition(
+    head_dim: int, heads: int, kv_heads: int, page_size: int, dtype: str
+) -> None:
+    # one key, a full page, one more, a chunk behind a cached prefix, a whole prompt
+    requests = [(1, 1), (page_size, 1), (page_size + 1, 1), (page_size + 21, 5), (18, 18)]
+    step = make_step(requests, heads, kv_heads, head_dim, page_size, dtype)
+    tolerance = ROUNDED.get(dtype, 3e-3)
+    close(step.run(), expected(step), tolerance)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int8", "float8_e4m3fn"])
+def test_exact_arithmetic_leaves_nothing_but_float32(dtype: str) -> None:
+    step = make_step([(40, 1), (40, 9)], 4, 2, 64, 16, dtype)
+    close(step.run(exact=True), expected(step), 3e-6)
+
+
+@pytest.mark.parametrize("requests", [[(300, 1), (90, 1)], [(90, 40), (90, 1)]])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": 1},
+        {"window": 70, "softcap": 3.0},
+        {"window": 33, "sinks": torch.tensor([0.5, -1.0])},
+        {"sinks": torch.tensor([8.0, -40.0])},
+    ],
+)
+def test_windows_caps_and_sinks(requests: list[tuple[int, int]], options: dict[str, Any]) -> None:
+    step = make_step(requests)
+    close(step.run(**options), expected(step, **options), 3e-6)
+
+
+def test_the_reference_gives_the_same() -> None:
+    step = make_step([(50, 1), (37, 20)], 4, 2, 80, 16, "int8")
+    out = torch.empty(step.q.shape[0], step.q[0].numel())
+    Reference().run(step.q, step.pages, step.batch, 0.2, 24, None, None, out)
+    found = step.run(exact=True, window=24)
+    torch.testing.assert_close(found, out.view(found.shape), rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int8"])
+def test_long_contexts_are_joined_from_their_splits(dtype: str) -> None:
+    step = make_step([(256, 1), (257, 1), (600, 1), (3, 1)], 3, 1, 64, 32, dtype)
+    close(step.run(), expected(step), 3e-3)
+
+
+def test_a_context_of_many_splits_has_longer_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_decode, "SPLIT", attention_decode.SPLIT.__class__(64))
+    monkeypatch.setattr(attention_decode, "MAX_SPLITS", attention_decode.SPLIT.__class__(2))
+    step = make_step([(600, 1), (100, 1)])
+    close(step.run(), expected(step), 3e-6)
+
+
+def alone(step: Step, request: int) -> Step:
+    """One request of a step as a step of its own."""
+    start, end = step.batch.query_start[request : request + 2].tolist()
+    length = int(step.batch.context_len[request])
+    batch = replace(
+        step.batch,
+        positions=step.batch.positions[start:end],
+        query_start=torch.tensor([0, end - start], dtype=torch.int32),
+        context_len=step.batch.context_len[request : request + 1],
+        page_table=step.batch.page_table[request : request + 1],
+        slots=step.batch.slots[start:end],
+        max_query_len=end - start,
+        max_context_len=length,
+        shared_len=None,
+    )
+    return Step(batch, step.pages, step.q[start:end])
+
+
+def test_a_row_does_not_depend_on_its_batch() -> None:
+    step = make_step([(300, 1), (40, 1), (30, 17), (280, 3)], 4, 1, 64, 16, "float16")
+    together = step.run(window=200)
+    for request in range(4):
+        part = alone(step, request)
+        start = int(step.batch.query_start[request])
+        found = part.run(window=200)
+        assert torch.equal(found, together[start : start + len(found)]), request
+
+
+def test_a_prompt_does_not_depend_on_its_chunks() -> None:
+    step = make_step([(70, 70)], 2, 1, 64, 16, "float16")
+    whole = step.run()
+    for length, count in ((33, 33), (66, 33), (70, 4)):
+        batch = replace(
+            step.batch,
+            positions=step.batch.positions[:count],
+            slots=step.batch.slots[:count],
+            query_start=torch.tensor([0, count], dtype=torch.int32),
+            context_len=torch.tensor([length], dtype=torch.int32),
+            max_query_len=count,
+            max_context_len=length,
+        )
+        part = Step(batch, step.pages, step.q[length - count : length]).run()
+        assert torch.equal(part, whole[length - count : length]), (length, count)
+
+
+@pytest.mark.parametrize("shared", [64, 256, 528])
+def test_a_shared_prefix_is_read_once_and_changes_nothing(shared: int) -> None:
+    requests = [(600, 1), (541, 1), (533, 4), (529, 1)]
+    step = make_step(requests, 2, 1, 64, 16, "float32", shared)
+    options: dict[str, Any] = {"sinks": torch.tensor([0.5, 1.0])}
+    found = step.run(**options)
+    close(found, expected(step, **options), 3e-6)
+    apart = Step(replace(step.batch, shared_len=None), step.pages, step.q).run(**options)
+    torch.testing.assert_close(found, apart, rtol=0, atol=1e-6)
+
+
+def test_a_window_hides_most_of_a_shared_prefix() -> None:
+    step = make_step([(600, 1), (700, 1)], 2, 1, 64, 16, "float32", 512)
+    close(step.run(window=150), expected(step, window=150), 3e-6)
+
+
+def test_what_cannot_be_run_is_declined() -> None:
+    fast, exact = Attention(exact=False), Attention(exact=True)
+    fine = Problem("attention", head_dim=64, kv_dtype="float16")
+    assert fast.reject(fine) is None
+    assert "round to 16 bits" in str(fast.reject(replace(fine, compute="exact")))
+    assert exact.reject(replace(fine, compute="exact")) is None
+    assert "head_dim 20" in str(fast.reject(replace(fine, head_dim=20)))
+    assert "float64" in str(fast.reject(replace(fine, kv_dtype="float64")))
+
+
+def test_pages_that_lie_otherwise_are_refused() -> None:
+    step = make_step([(5, 1)])
+    turned = step.pages.k.transpose(2, 3).contiguous().transpose(2, 3)
+    with pytest.raises(KernelError, match="do not agree"):
+        replace(step, pages=KVPages(turned, step.pages.v)).run()
+    both = KVPages(turned, step.pages.v.transpose(2, 3).contiguous().transpose(2, 3))
+    with pytest.raises(KernelError, match="lie \\[page_size, head_dim\\]"):
+        replace(step, pages=both).run()
+    with pytest.raises(KernelError, match="expected \\[pages, 2, page_size, 64\\]"):
+        Attention(False).run(
+            step.q, make_step([(5, 1)], kv_heads=2, head_dim=80).pages, step.batch,
+            1.0, None, None, None, torch.empty(1, 128),
+        )  # fmt: skip
+    with pytest.raises(KernelError, match="window of at least 1"):
+        step.run(window=0)
