@@ -392,6 +392,16 @@ class Ops(ExpertOps):
             )
         self._sample(logits, buffers.draws, buffers)
 
+    def sample_rows(self, logits: Tensor, draws: Tensor) -> Tensor:
+        """As :meth:`sample`, without leaving a GPU: float64 ``[R, 3]``, token, best, probability.
+
+        ``draws`` float64 ``[R, 8]``: the bytes of a DRAW for each row.
+        """
+        expect("sample logits", logits, torch.float32, None, None)
+        expect("sample draws", draws, torch.float64, logits.shape[0], 8)
+        found: Tensor = self._kernel("sample").rows(logits, draws)
+        return found
+
     def _sample(self, logits: Tensor, draws: Draws | None, out: SampleBuffers) -> None:
         if logits.dim() != 2 or logits.dtype != torch.float32 or not logits.shape[1]:
             raise KernelError(

@@ -82,10 +82,16 @@ class Tokens(NamedTuple):
 
 
 class SampleBuffers:
-    """Memory that stays: draws of up to ``rows`` rows, all greedy at first, and their outcome."""
+    """Memory that stays: draws of up to ``rows`` rows, all greedy at first, and their outcome.
 
-    def __init__(self, rows: int) -> None:
-        self._records = bytearray(GREEDY * rows)
+    ``records``: where the draws are to lie, ``rows * DRAW.itemsize`` bytes; else memory of its own.
+    """
+
+    def __init__(self, rows: int, records: memoryview | None = None) -> None:
+        self._records = memoryview(bytearray(len(GREEDY) * rows))
+        if records is not None:
+            self._records = records.cast("B")
+        self._records[:] = GREEDY * rows
         self._written = [GREEDY] * rows
         self.draws: Draws = np.frombuffer(self._records, DRAW)
         self.tokens = np.zeros(rows, np.int64)
@@ -102,6 +108,11 @@ class SampleBuffers:
             self._written[row] = packed
         if packed is not GREEDY:
             _UNIFORM.pack_into(self._records, at + _RECORD.size - _UNIFORM.size, uniform)
+
+    def write(self, outcome: NDArray[np.float64]) -> None:
+        """The outcome of as many rows as ``outcome [R, 3]`` has: token, best, probability."""
+        rows = len(outcome)
+        self.tokens[:rows], self.best[:rows], self.probabilities[:rows] = outcome.T
 
     def read(self, rows: int) -> Tokens:
         """The outcome of the first ``rows`` rows."""

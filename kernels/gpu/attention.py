@@ -53,9 +53,7 @@ class Attention:
         sinks: Tensor | None,
         out: Tensor,
     ) -> None:
-        _, heads, head_dim = q.shape
-        kv_heads = pages.k.shape[1]
-        check_pages(pages, kv_heads, head_dim)
+        check_pages(pages, pages.k.shape[1], q.shape[2])
         index = (batch.query_start, batch.context_len, batch.page_table)
         expect_on_device("attention", q, pages.k, out, *index, sinks)
         if q.stride(2) != 1:

@@ -112,11 +112,10 @@ def decode_kernel(
     split = split_size(longest if SHARED else length)
     begin = tl.maximum(part * split, first)
     end = tl.minimum(part * split + split, length)
+    if SHARED:  # whole splits of the prefix are shared_kernel's
+        begin = tl.maximum(begin, tl.load(shared_len) // split * split)
     if begin >= end:
         return
-    if SHARED:
-        if part * split + split <= tl.load(shared_len):
-            return
     row = tl.arange(0, BLOCK_M)
     column = tl.arange(0, BLOCK_D)
     head = kv_head * GROUP + row
@@ -127,10 +126,10 @@ def decode_kernel(
     )
     best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
-    if SINKS:
-        if begin <= first:
-            best = tl.load(sinks + head, mask=row < GROUP, other=0.0) * LOG2E
-            total += 1.0
+    if SINKS:  # the first split counts it
+        logit = tl.load(sinks + head, mask=row < GROUP, other=0.0)
+        best = tl.where(begin <= first, logit * LOG2E, best)
+        total = tl.where(begin <= first, 1.0, total)
     best, total, result = attend(
         operand(query, DOT, WIDEN),
         tl.full((BLOCK_M,), 0, tl.int32) + (length - 1),

@@ -102,7 +102,10 @@ def places_kernel(
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Each token's position, and the slot of its key and value."""
+    """Each token's position, and the slot of its key and value.
+
+    Tokens after the last request's, with which a captured step is filled up, have slot -1.
+    """
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = token < tokens
     owner = tl.zeros((BLOCK,), tl.int32)  # the last request that begins at or before the token
@@ -115,11 +118,13 @@ def places_kernel(
         high = tl.where(after, high, middle)
         span = span // 2
     following = tl.load(query_start + owner + 1)
-    position = tl.load(context_len + owner) - following + token
-    mask = mask & (token < following)
-    page = tl.load(table + owner.to(tl.int64) * table_row + position // PAGE, mask=mask, other=0)
+    real = token < following
+    position = tl.where(real, tl.load(context_len + owner) - following + token, 0)
+    place = table + owner.to(tl.int64) * table_row + position // PAGE
+    page = tl.load(place, mask=mask & real, other=0)
+    slot = page.to(tl.int64) * PAGE + position % PAGE
     tl.store(positions + token, position.to(tl.int64), mask=mask)
-    tl.store(slots + token, page.to(tl.int64) * PAGE + position % PAGE, mask=mask)
+    tl.store(slots + token, tl.where(real, slot, -1), mask=mask)
 
 
 class GatedActivation:

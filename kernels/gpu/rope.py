@@ -149,7 +149,7 @@ def rope_kernel(
         slot = tl.load(slots + token)
         is_key = part < tiles + kv_tiles
         head = (part - tiles - tl.where(is_key, 0, kv_tiles)) * BLOCK_H + row
-        real = head < kv_heads
+        real = (head < kv_heads) & (slot >= 0)  # -1: see places_kernel
         mask = real[:, None] & (column < HEAD_DIM)[None, :]
         place = slot // PAGE * stride_page + head * stride_head + slot % PAGE * stride_slot
         at_scale = slot // PAGE * scale_page + head * scale_head + slot % PAGE

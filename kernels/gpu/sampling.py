@@ -272,36 +272,31 @@ class Sample:
         """
         rows = logits.shape[0]
         numbers = None
-        if draws is not None:
-            if (draws["temperature"][:rows] > 0).any():
-                raw = torch.from_numpy(draws[:rows].view("f8").reshape(rows, 8))
-                numbers = raw.to(logits.device, non_blocking=True)
-        found = sample_rows(logits, numbers).cpu().numpy()
-        out.tokens[:rows], out.best[:rows], out.probabilities[:rows] = found.T
+        if draws is not None and (draws["temperature"][:rows] > 0).any():
+            raw = torch.from_numpy(draws[:rows].view("f8").reshape(rows, 8))
+            numbers = raw.to(logits.device, non_blocking=True)
+        out.write(self.rows(logits, numbers).cpu().numpy())
 
-
-def sample_rows(logits: Tensor, draws: Tensor | None) -> Tensor:
-    """Tokens, maxima and probabilities as float64 ``[R, 3]`` on the logits' device.
-
-    ``draws`` float64 ``[R, 8]``: the bytes of ``DRAW``.
-    """
-    if logits.stride(1) != 1:
-        logits = logits.contiguous()
-    expect_on_device("sample", logits, draws)
-    rows, width = logits.shape
-    chunks = triton.cdiv(width, _CHUNK)
-    peaks = logits.new_empty(rows, chunks)
-    places = logits.new_empty(rows, chunks, dtype=torch.int32)
-    out = logits.new_empty(rows, 3, dtype=torch.float64)
-    stride = logits.stride(0)
-    peaks_kernel[(rows, chunks)](
-        logits, peaks, places, width, stride, chunks, CHUNK=_CHUNK, num_warps=8
-    )
-    sample_kernel[(rows,)](
-        logits, peaks, places, out if draws is None else draws, out, width, stride, chunks,
-        DRAWN=draws is not None, CHUNKS=triton.next_power_of_2(chunks), BLOCK=_BLOCK, num_warps=8,
-    )  # fmt: skip
-    return out
+    def rows(self, logits: Tensor, draws: Tensor | None) -> Tensor:
+        """See :meth:`sdk.kernels.ops.Ops.sample_rows`; without ``draws`` the argmax."""
+        if logits.stride(1) != 1:
+            logits = logits.contiguous()
+        expect_on_device("sample", logits, draws)
+        rows, width = logits.shape
+        chunks = triton.cdiv(width, _CHUNK)
+        peaks = logits.new_empty(rows, chunks)
+        places = logits.new_empty(rows, chunks, dtype=torch.int32)
+        out = logits.new_empty(rows, 3, dtype=torch.float64)
+        stride = logits.stride(0)
+        peaks_kernel[(rows, chunks)](
+            logits, peaks, places, width, stride, chunks, CHUNK=_CHUNK, num_warps=8
+        )
+        sample_kernel[(rows,)](
+            logits, peaks, places, out if draws is None else draws, out, width, stride, chunks,
+            DRAWN=draws is not None, CHUNKS=triton.next_power_of_2(chunks), BLOCK=_BLOCK,
+            num_warps=8,
+        )  # fmt: skip
+        return out
 
 
 OPS: dict[str, tuple[Any, ...]] = {"sample": (Sample(),)}

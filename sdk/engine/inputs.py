@@ -19,6 +19,7 @@ from sdk.kernels.sampling import SampleBuffers
 
 _CPU = torch.device("cpu")
 _LINE = 64  # bytes of a cache line
+_TYPES = {np.int32: torch.int32, np.int64: torch.int64, np.float64: torch.float64}
 #: A prefix is worth a pass of its own from so many requests and tokens on: fewer splits of keys
 #: (kernels/gpu/attention_decode.py) are not read once for enough rows.
 _SHARED_REQUESTS, _SHARED_TOKENS = 4, 512
@@ -59,8 +60,7 @@ class _Buffers:
         for (dtype, shape), begin in zip(parts, offsets, strict=False):
             size = math.prod(shape) * np.dtype(dtype).itemsize
             self.arrays.append(self._host.numpy()[begin : begin + size].view(dtype).reshape(shape))
-            kind = torch.int64 if dtype is np.int64 else torch.int32
-            self.tensors.append(self._device[begin : begin + size].view(kind).view(shape))
+            self.tensors.append(self._device[begin : begin + size].view(_TYPES[dtype]).view(shape))
 
     def send(self) -> None:
         """Copy what the arrays hold now."""
@@ -91,17 +91,18 @@ class StepInputs:
             (np.int32, (max_requests,)),
             (np.int32, (1,)),
             (np.int32, (max_requests, width)),
+            (np.float64, (max_requests, 8)),
         )
-        self._tokens, self._rows, self._starts, self._lengths, self._shared, self._table = (
+        self._tokens, self._rows, self._starts, self._lengths, self._shared, self._table, draws = (
             self._buffers.arrays
         )
-        #: Rows of hidden states whose logits are wanted.
-        self.token_ids, self.output_rows, starts, lengths, self._shared_len, table = (
+        #: ``output_rows``: the rows of hidden states whose logits are wanted; ``draws``: the bytes
+        #: of how each is drawn.
+        self.token_ids, self.output_rows, starts, lengths, self._shared_len, table, self.draws = (
             self._buffers.tensors
         )
         self._places: list[tuple[Running | None, int]] = [(None, 0)] * max_requests
-        #: How each of them is drawn.
-        self.sampling = SampleBuffers(max_requests)
+        self.sampling = SampleBuffers(max_requests, draws.data)
         # Tokens, lengths, what is sampled and its logits for ctypes: a step leaves the caches full
         # of weights, and then the code that made the native call is the cheapest to run again.
         # Reading the tokens takes 8 us like this, 28 through memoryviews.
@@ -188,6 +189,25 @@ class StepInputs:
             max_query_len=int(np.diff(self._starts[: requests + 1]).max()),
             max_context_len=int(self._lengths[:requests].max()),
             shared_len=self._shared_len if shared else None,
+        )
+
+    def fill_up(self, requests: int, size: int) -> None:
+        """Make the decode step just written one of ``size`` rows, the last of them nobody's."""
+        self._starts[requests + 1 : size + 1] = requests
+        self._rows[requests:size] = 0
+        self._buffers.send()
+
+    def decoding(self, size: int) -> AttentionBatch:
+        """The batch of every decode step of ``size`` rows, in buffers that stay."""
+        whole = self.batch
+        return replace(
+            whole,
+            positions=whole.positions[:size],
+            query_start=whole.query_start[: size + 1],
+            context_len=whole.context_len[:size],
+            page_table=whole.page_table[:size],
+            slots=whole.slots[:size],
+            max_query_len=1,
         )
 
     def _shared_tokens(self, requests: int) -> int:

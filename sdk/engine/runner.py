@@ -15,6 +15,7 @@ from sdk.engine.inputs import Running, StepInputs
 from sdk.engine.kv_cache import KVCache, kv_spec
 from sdk.engine.plan import Sampled, StepPlan, StepResult
 from sdk.errors import RequestError
+from sdk.kernels.gpu.graphs import StepGraphs
 from sdk.kernels.graph import CaptureError, Graph
 from sdk.kernels.ops import Compute, Ops
 from sdk.loaders.open import open_checkpoint
@@ -120,6 +121,8 @@ class ModelRunner:
                 self.ops.device,
             )
             self._graph: Graph[tuple[Tensor, Tensor]] | None = None
+            #: On a GPU: decode steps of so many requests, with what was sampled.
+            self._decode_graphs: StepGraphs[tuple[Tensor, Tensor, Tensor]] | None = None
             #: Why steps run operator by operator; ``None`` when they are replayed from a graph.
             self.eager_reason: str | None = "enforce_eager"
             if not config.enforce_eager:
@@ -133,7 +136,7 @@ class ModelRunner:
         self._requests.clear()
         self._rows, self._drawing = [], []
         self._inputs.forget()
-        self._graph = None
+        self._graph = self._decode_graphs = None
         self.kv.close()
         self.ops.close()
         self.__dict__.pop("model", None)
@@ -142,6 +145,10 @@ class ModelRunner:
         """Record a step as large as the largest there will be; smaller ones use its first rows."""
         inputs = self._inputs
         tokens, requests = inputs.token_ids.shape[0], inputs.output_rows.shape[0]
+        if self.ops.device.type == "cuda":
+            self._decode_graphs = StepGraphs(self._decode, min(tokens, requests))
+            self.eager_reason = None
+            return
 
         def forward() -> tuple[Tensor, Tensor]:
             self.ops.find_places(inputs.batch)
@@ -158,6 +165,17 @@ class ModelRunner:
             self.eager_reason = None
         except CaptureError as error:
             self.eager_reason = str(error)
+
+    def _decode(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The decode step of ``size`` rows: hidden states, logits and ``Ops.sample_rows``."""
+        inputs = self._inputs
+        with torch.inference_mode():
+            batch = inputs.decoding(size)
+            self.ops.find_places(batch)
+            hidden = self.model(inputs.token_ids[:size], batch, self.kv.layers)
+            rows = self.ops.select_rows(hidden, inputs.output_rows[:size])
+            logits = self.model.logits(rows)
+            return hidden, logits, self.ops.sample_rows(logits, inputs.draws[:size])
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step; see :class:`sdk.engine.plan.StepResult` for what comes back."""
@@ -233,6 +251,12 @@ class ModelRunner:
             self._graph.replay(tokens=tokens, outputs=outputs, requests=requests)
             return self._graph.result
         inputs = self._inputs
+        if self._decode_graphs is not None and tokens == requests == outputs:
+            size = self._decode_graphs.size(requests)
+            inputs.fill_up(requests, size)
+            hidden, logits, sampled = self._decode_graphs.replay(size)
+            inputs.sampling.write(sampled[:requests].cpu().numpy())
+            return hidden, logits
         with torch.inference_mode():
             batch = inputs.view(tokens, requests)
             self.ops.find_places(batch)

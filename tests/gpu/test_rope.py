@@ -51,7 +51,7 @@ def written(
     run: Any, fused: Tensor, heads: int, kv_heads: int, pages: KVPages, rotary: int
 ) -> tuple[Tensor, KVPages]:
     """q as ``run`` leaves it, and the pages."""
-    tokens, _, head_dim = fused.shape
+    tokens = fused.shape[0]
     q, k, v = torch.split(fused.clone(), [heads, kv_heads, kv_heads], dim=1)
     random = torch.Generator().manual_seed(9)
     angle = torch.rand(tokens, rotary // 2, generator=random) * 7

@@ -155,8 +155,8 @@ def run_rows() -> None:
 
 def run_sampling() -> None:
     logits = torch.zeros(2, 32000)
-    sampling.sample_rows(logits, None)
-    sampling.sample_rows(logits, torch.zeros(2, 8, dtype=torch.float64))
+    sampling.Sample().rows(logits, None)
+    sampling.Sample().rows(logits, torch.zeros(2, 8, dtype=torch.float64))
 
 
 def compiled(target: str, launches: Callable[[], None]) -> list[Compiled]:
