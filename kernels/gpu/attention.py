@@ -117,6 +117,8 @@ class _Step:
             "SINKS": sinks is not None,
         }
         self.mix = hadamard_block(self.head_dim)
+        # Of a tile of 64 rows: with four, codes of head_dim 128 spill on sm_90 (255 registers).
+        self.warps = 8 if self.block_d > 128 or kind(pages) else 4
 
     def prefill(self) -> None:
         """Requests of several queries."""
@@ -140,7 +142,7 @@ class _Step:
             **self.constants,
             BLOCK_M=rows,
             MIX=self.mix,
-            num_warps=4 if self.block_d <= 128 else 8,
+            num_warps=self.warps,
         )
 
     def decode(self) -> None:
@@ -221,7 +223,7 @@ class _Step:
             self.kv_heads,
             **self.constants,
             BLOCK_M=rows,
-            num_warps=4 if self.block_d <= 128 else 8,
+            num_warps=self.warps,
         )
 
 

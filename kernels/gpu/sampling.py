@@ -112,6 +112,7 @@ def _cut(
         short = below < goal
         low += (tl.sum(short.to(tl.int32), axis=0) - 1) << shift
         before = tl.max(tl.where(short, below, 0.0), axis=0)
+    low = tl.minimum(low, 0x7F800000)  # infinity: all of them together weigh less
     final = -1
     for start in range(0, width, BLOCK):
         index = start + tl.arange(0, BLOCK)
@@ -214,10 +215,13 @@ def _drawn(row, width, best, temperature, draw, BLOCK: tl.constexpr):
             most = (-tl.log(min_p)).to(tl.float32)
         top_k = tl.load(draw + 6).to(tl.int64, bitcast=True)
         if (top_k > 0) & (top_k < width):
-            most, last = _cut(
+            cut, cut_last = _cut(
                 row, width, best, temperature, most, last, mean, near, near_last,
                 top_k.to(tl.float64), False, True, BLOCK,
             )  # fmt: skip
+            last = tl.where(cut < most, cut_last, last)
+            last = tl.where(cut == most, tl.minimum(cut_last, last), last)
+            most = tl.minimum(cut, most)
         typical_p = tl.load(draw + 2)
         if typical_p < 1.0:
             total, moment, _ = _sums(

@@ -1,18 +1,22 @@
-"""Attention, rope, row-wise and sampling kernels compiled ahead of time, without a card.
+"""Attention, rope, row-wise and sampling kernels compiled for cards that are not here.
 
-The launchers run on tensors of the CPU with a driver that only knows a target, so what is compiled
-are the variants a card would be given. ``python FILE`` compiles every variant for every target and
-prints registers and shared memory.
+    python compile_attention.py '[["sm_90", "attention int8 .*"], ["gfx942", "rope .*"]]'
+
+Run as a program, because Triton must not interpret here; one JSON line per kernel. The launchers
+run on tensors of the CPU with a driver that only knows a target, so what is compiled are the
+variants a card would be given.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +26,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from sdk.engine.kv_cache import KVCache
 from sdk.kernels.batch import AttentionBatch
@@ -159,56 +165,42 @@ def run_sampling() -> None:
     sampling.Sample().rows(logits, torch.zeros(2, 8, dtype=torch.float64))
 
 
-def compiled(target: str, launches: Callable[[], None]) -> list[Compiled]:
-    with compiling(target) as found:
-        launches()
+def cases() -> Iterator[tuple[str, Callable[[], None]]]:
+    """Every variant, by name."""
+    yield "rows", run_rows
+    yield "sampling", run_sampling
+    for dtype in DTYPES:
+        yield f"rope {dtype}", partial(run_rope, dtype)
+        for head_dim, rich in itertools.product((64, 80, 96, 128, 256), (False, True)):
+            label = f"attention {dtype} {head_dim}{' window cap sinks cascade' if rich else ''}"
+            yield label, partial(run_attention, dtype, head_dim, rich=rich)
+    yield "attention exact", partial(run_attention, "float16", exact=True)
+
+
+def line(target: str, label: str, kernel: Compiled) -> dict[str, Any]:
+    """What a test or a log wants to know of a kernel."""
+    found: dict[str, Any] = {"target": target, "case": label, "kernel": kernel.name}
+    found["shared"] = kernel.shared
+    if target.startswith("sm_"):
+        sass = kernel.sass()
+        # Plain loads or asynchronous copies to shared memory, of 128 bits.
+        wide = re.findall(r"LDGSTS\S*\.128|LDG\.E\S*\.128", sass)
+        matrix = set(re.findall(r"\bHG?MMA\b", sass))
+        found |= kernel.usage() | {"wide": len(wide), "matrix": sorted(matrix)}
     return found
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_every_target_gets_attention_of_its_page_types(target: str) -> None:
-    dtype = {"sm_75": "bfloat16", "sm_80": "float8_e4m3fn", "gfx90a": "int8"}.get(target, "float16")
-    names = {kernel.name for kernel in compiled(target, lambda: run_attention(dtype))}
-    assert names == {"prefill_kernel", "decode_kernel", "join_kernel"}
-    assert {kernel.name for kernel in compiled(target, lambda: run_rope(dtype))} == {"rope_kernel"}
-
-
-def test_row_wise_kernels_and_the_sampler_compile() -> None:
-    names = {kernel.name for kernel in compiled("sm_90", run_rows)}
-    assert {"norm_kernel", "gated_kernel", "map_kernel", "gather_kernel"} < names
-    kernels = compiled("sm_90", run_sampling)
-    assert {kernel.name for kernel in kernels} == {"peaks_kernel", "sample_kernel"}
-    assert all(kernel.usage()["STACK"] == 0 for kernel in kernels)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_decoding_on_sm_90_reads_16_bytes_at_a_time_and_spills_nothing(dtype: str) -> None:
-    for kernel in compiled("sm_90", lambda: run_attention(dtype)):
-        usage = kernel.usage()
-        assert usage["STACK"] == 0, (kernel.name, usage)
-        if kernel.name == "join_kernel":
-            continue
-        sass = kernel.sass()
-        # asynchronous copies to shared memory (LDGSTS) or plain loads, of 128 bits
-        assert re.search(r"LDGSTS\S*\.128|LDG\.E\S*\.128", sass), kernel.name
-        assert re.search(r"HMMA|HGMMA", sass), kernel.name
-
-
-def sweep(targets: Sequence[str]) -> None:
-    """Compile everything; print a line per kernel."""
-    cases: list[tuple[str, Callable[[], None]]] = [("rows", run_rows), ("sampling", run_sampling)]
-    for dtype in DTYPES:
-        cases.append((f"rope {dtype}", lambda d=dtype: run_rope(d)))  # type: ignore[misc]
-        for head_dim, rich in itertools.product((64, 80, 96, 128, 256), (False, True)):
-            label = f"attention {dtype} {head_dim}{' window cap sinks cascade' if rich else ''}"
-            cases.append(
-                (label, lambda d=dtype, h=head_dim, r=rich: run_attention(d, h, rich=r))  # type: ignore[misc]
-            )
-    for target, (label, launches) in itertools.product(targets, cases):
-        for kernel in compiled(target, launches):
-            usage = kernel.usage() if "cubin" in kernel.asm else {}
-            print(target, label, kernel.name, f"shared {kernel.shared}", usage, flush=True)
+def main(jobs: Sequence[Sequence[str]]) -> None:
+    """``jobs``: (target, a pattern of the names of cases)."""
+    for target, wanted in jobs:
+        for label, launches in cases():
+            if not re.fullmatch(wanted, label):
+                continue
+            with compiling(target) as found:
+                launches()
+            for kernel in found:
+                print(json.dumps(line(target, label, kernel)), flush=True)
 
 
 if __name__ == "__main__":
-    sweep(sys.argv[1:] or list(TARGETS))
+    main(json.loads(sys.argv[1]))

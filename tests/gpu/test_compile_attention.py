@@ -1,0 +1,66 @@
+"""Attention, rope, row-wise and sampling kernels compile for every target, without a card.
+
+``aot/compile_attention.py`` does it, in a process where Triton does not interpret. ``make
+compile-attention`` compiles every variant; here is one of each kernel and page type.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAM = Path(__file__).with_name("aot") / "compile_attention.py"
+#: Page types each target is shown with: together all of them.
+SHOWN = {
+    "sm_75": "bfloat16",
+    "sm_80": "float8_e4m3fn",
+    "sm_89": "float8_e5m2",
+    "sm_100": "bfloat16",
+    "sm_120": "float16",
+    "gfx90a": "float32",
+    "gfx942": "int8",
+}
+
+
+def compiled(folder: Path, *jobs: tuple[str, str]) -> list[dict[str, Any]]:
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env["TRITON_CACHE_DIR"] = str(folder)
+    command = [sys.executable, str(PROGRAM), json.dumps(jobs)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_every_target_gets_its_kernels(tmp_path: Path) -> None:
+    jobs = [(target, f"(attention|rope) {dtype}( 128)?") for target, dtype in SHOWN.items()]
+    found = compiled(tmp_path, *jobs)
+    names = {"prefill_kernel", "decode_kernel", "join_kernel", "rope_kernel"}
+    for target in SHOWN:
+        assert {x["kernel"] for x in found if x["target"] == target} == names, target
+
+
+def test_row_wise_kernels_and_the_sampler_spill_nothing_on_sm_90(tmp_path: Path) -> None:
+    found = compiled(tmp_path, ("sm_90", "rows|sampling|rope .*"))
+    names = {x["kernel"] for x in found}
+    assert {"norm_kernel", "gated_kernel", "map_kernel", "gather_kernel", "places_kernel"} < names
+    assert {"peaks_kernel", "sample_kernel", "rope_kernel", "angles_kernel"} < names
+    assert [x for x in found if x["STACK"]] == []
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_attention_on_sm_90_reads_16_bytes_at_a_time_and_spills_nothing(
+    tmp_path: Path, dtype: str
+) -> None:
+    found = compiled(tmp_path, ("sm_90", f"attention {dtype} 128.*"))
+    assert "shared_kernel" in {x["kernel"] for x in found}
+    for kernel in found:
+        assert kernel["STACK"] == 0, kernel
+        if kernel["kernel"] != "join_kernel":
+            assert kernel["wide"], kernel
+            assert kernel["matrix"], kernel
