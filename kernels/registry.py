@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sdk.kernels.experts import Routes
 
 #: Backends, best first. A backend is a folder here with ``available`` and ``open_backend``.
-BACKENDS = ("cpu", "reference")
+BACKENDS = ("gpu", "cpu", "reference")
 
 
 @dataclass(frozen=True, slots=True)
