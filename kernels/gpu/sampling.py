@@ -111,8 +111,8 @@ def _cut(
             below += tl.sum(tl.where(key[:, None] < bound[None, :], weight[:, None], 0.0), axis=0)
         short = below < goal
         low += (tl.sum(short.to(tl.int32), axis=0) - 1) << shift
+        low = tl.minimum(low, 0x7F800000)  # infinity: all of them together weigh less
         before = tl.max(tl.where(short, below, 0.0), axis=0)
-    low = tl.minimum(low, 0x7F800000)  # infinity: all of them together weigh less
     final = -1
     for start in range(0, width, BLOCK):
         index = start + tl.arange(0, BLOCK)
