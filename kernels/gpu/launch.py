@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 from torch import Tensor
 
@@ -20,10 +19,3 @@ def expect_on_device(what: str, *tensors: Tensor | None) -> None:
     if len(devices) != 1 or next(iter(devices)).type != wanted:
         found = ", ".join(sorted(map(str, devices)))
         raise KernelError(f"{what}: expected tensors on one {wanted} device, found {found}")
-
-
-def multiprocessors(device: torch.device) -> int:
-    """How many programs of four warps run side by side at least; 1 under the interpreter."""
-    if device.type != "cuda":
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)

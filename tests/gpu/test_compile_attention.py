@@ -26,6 +26,11 @@ SHOWN = {
     "gfx90a": "float32",
     "gfx942": "int8",
 }
+#: Bytes of shared memory a program may have there.
+LIMITS = {
+    "sm_75": 64, "sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99,
+    "gfx90a": 64, "gfx942": 64,
+}  # fmt: skip
 
 
 def compiled(folder: Path, *jobs: tuple[str, str]) -> list[dict[str, Any]]:
@@ -34,7 +39,9 @@ def compiled(folder: Path, *jobs: tuple[str, str]) -> list[dict[str, Any]]:
     command = [sys.executable, str(PROGRAM), json.dumps(jobs)]
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [x for x in found if x["shared"] > LIMITS[x["target"]] * 1024] == []
+    return found
 
 
 def test_every_target_gets_its_kernels(tmp_path: Path) -> None:
