@@ -26,7 +26,7 @@ SHOWN = {
     "gfx90a": "float32",
     "gfx942": "int8",
 }
-#: Bytes of shared memory a program may have there.
+#: KiB of shared memory a program may have there.
 LIMITS = {
     "sm_75": 64, "sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99,
     "gfx90a": 64, "gfx942": 64,

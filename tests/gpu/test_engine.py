@@ -58,8 +58,9 @@ class _Again:
         self.result: tuple[Tensor, ...] = forward(size)
 
     def replay(self) -> None:
-        for old, new in zip(self.result, self._forward(self._size), strict=True):
-            old.copy_(new)
+        with torch.inference_mode():
+            for old, new in zip(self.result, self._forward(self._size), strict=True):
+                old.copy_(new)
 
 
 def test_decode_steps_filled_up_to_a_bucket_give_the_same_answers(
