@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sdk.kernels.experts import Routes
 
 #: Backends, best first. A backend is a folder here with ``available`` and ``open_backend``.
-BACKENDS = ("cpu", "reference")
+BACKENDS = ("gpu", "cpu", "reference")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +143,7 @@ def linear_problem(layout: Layout, compute: str, activation_bits: int) -> Proble
             fields: dict[str, Any] = {
                 "layout": "dense" if isinstance(layout, Dense) else "float8",
                 "format": str(layout.values.dtype).removeprefix("torch."),
+                "group": layout.block[1] if isinstance(layout, Float8) else 0,
             }
         case Affine():
             kind = "" if layout.table is None else "table"
