@@ -162,14 +162,14 @@ class Blocks:
 Layout = Dense | Float8 | Affine | Blocks
 
 
-def on_device(layout: Layout, device: torch.device) -> Layout:
-    """The layout with its tensors on ``device``; itself where they are there already."""
-    moved = {
+def to_device(layout: Layout, device: torch.device) -> Layout:
+    """The same weight with its tensors on ``device``; no copy where they are there already."""
+    tensors = {
         field.name: value.to(device)
         for field in fields(layout)
-        if isinstance(value := getattr(layout, field.name), Tensor) and value.device != device
+        if isinstance(value := getattr(layout, field.name), Tensor)
     }
-    return replace(layout, **moved) if moved else layout
+    return replace(layout, **tensors)
 
 
 def check_layout(layout: Layout) -> None:

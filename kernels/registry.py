@@ -146,6 +146,7 @@ def linear_problem(layout: Layout, compute: str, activation_bits: int) -> Proble
             fields: dict[str, Any] = {
                 "layout": "dense" if isinstance(layout, Dense) else "float8",
                 "format": str(layout.values.dtype).removeprefix("torch."),
+                "group": layout.block[1] if isinstance(layout, Float8) else 0,
             }
         case Affine():
             kind = "" if layout.table is None else "table"
