@@ -26,7 +26,7 @@ from sdk.kernels.experts import ExpertOps
 from sdk.kernels.graph import CaptureError, Graph, OnlyViews
 from sdk.kernels.layouts import KVPages, Layout, to_device
 from sdk.kernels.registry import Choice, Problem, choose, linear_problem, open_backends
-from sdk.kernels.sampling import DRAW, Draws, SampleBuffers, Tokens
+from sdk.kernels.sampling import DRAW, Draws, Penalties, SampleBuffers, Tokens
 
 #: Beyond any machine; a mistyped number must not use up the system's threads.
 MAX_THREADS = 1024
@@ -364,6 +364,17 @@ class Ops(ExpertOps):
         out = SampleBuffers(logits.shape[0])
         self._sample(logits, None, out)
         return out.read(logits.shape[0])
+
+    def penalize(self, logits: Tensor, penalties: Penalties) -> None:
+        """Lower what was there already in ``logits [R, V]`` float32: :class:`Penalties`."""
+        expect("penalize logits", logits, torch.float32, None, None)
+        rows, ids, counts, factors = penalties
+        expect("penalize rows", rows, torch.int64, None)
+        expect("penalize ids", ids, torch.int64, rows.shape[0])
+        expect("penalize counts", counts, torch.float32, rows.shape[0])
+        expect("penalize factors", factors, torch.float32, logits.shape[0], 3)
+        if rows.shape[0]:
+            self._kernel("penalize").run(logits, penalties)
 
     def sample(self, logits: Tensor, draws: Draws) -> Tokens:
         """One token per row of ``logits [R, V]`` float32, as ``draws [R]`` say.

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 #: One row, as ``Draw`` of cpu/native/abi.hpp. Temperature 0 is the argmax, below 1e-30 it is 1e-30;
 #: ``min_p`` 0, ``typical_p`` 1, ``top_p`` 1, ``top_k`` 0, a negative ``xtc_threshold`` and a NaN
@@ -66,6 +67,21 @@ def join_draws(packed: Sequence[bytes], uniforms: Sequence[float]) -> Draws:
 #: The draw of a row whose token is the argmax.
 GREEDY = pack_draw(temperature=0.0)
 _UNIFORM = struct.Struct("=d")
+
+
+class Penalties(NamedTuple):
+    """What tokens that were there already cost, E of them in R rows, each once in its row.
+
+    ``rows`` and ``ids`` int64 ``[E]``; ``counts`` float32 ``[E]``, how often the token is in the
+    output (0: in the prompt only); ``factors`` float32 ``[R, 3]``: repetition (Keskar et al. 2019:
+    divides a positive logit, multiplies another), frequency (subtracted for each time) and presence
+    (subtracted once).
+    """
+
+    rows: Tensor
+    ids: Tensor
+    counts: Tensor
+    factors: Tensor
 
 
 class Tokens(NamedTuple):

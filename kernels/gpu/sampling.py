@@ -19,9 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu.launch import expect_on_device
 from sdk.kernels.registry import Problem
-from sdk.kernels.sampling import FAR, Draws, SampleBuffers
+from sdk.kernels.sampling import FAR, Draws, Penalties, SampleBuffers
 
 _FAR = tl.constexpr(FAR)
 _LN2 = tl.constexpr(0.6931471805599453)
@@ -261,6 +262,44 @@ def _drawn(row, width, best, temperature, draw, BLOCK: tl.constexpr):
     )  # fmt: skip
 
 
+@triton.jit
+def penalize_kernel(
+    logits, rows, ids, counts, factors, entries, stride, width, BLOCK: tl.constexpr
+):
+    """A thread per entry; no two have the same logit."""
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(rows + entry, mask=entry < entries, other=0)
+    token = tl.load(ids + entry, mask=entry < entries, other=-1)
+    mask = (token >= 0) & (token < width)
+    place = logits + row * stride + token
+    value = tl.load(place, mask=mask, other=0.0)
+    count = tl.load(counts + entry, mask=mask, other=0.0)
+    repetition = tl.load(factors + row * 3)
+    value = tl.where(value > 0.0, tl.div_rn(value, repetition), value * repetition)
+    value -= tl.load(factors + row * 3 + 1) * count
+    value -= tl.where(count > 0.0, tl.load(factors + row * 3 + 2), 0.0)
+    tl.store(place, value, mask=mask)
+
+
+class Penalize:
+    """See :meth:`sdk.kernels.ops.Ops.penalize`."""
+
+    name = "gpu.penalize"
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def run(self, logits: Tensor, penalties: Penalties) -> None:
+        if logits.stride(1) != 1:
+            raise KernelError(f"penalize: expected contiguous rows, found {logits.stride()}")
+        parts = [x.contiguous() for x in penalties]
+        expect_on_device("penalize", logits, *parts)
+        entries = parts[0].shape[0]
+        penalize_kernel[(triton.cdiv(entries, 256),)](
+            logits, *parts, entries, logits.stride(0), logits.shape[1], BLOCK=256
+        )
+
+
 class Sample:
     """See :meth:`sdk.kernels.ops.Ops.sample`."""
 
@@ -303,4 +342,4 @@ class Sample:
         return out
 
 
-OPS: dict[str, tuple[Any, ...]] = {"sample": (Sample(),)}
+OPS: dict[str, tuple[Any, ...]] = {"penalize": (Penalize(),), "sample": (Sample(),)}

@@ -15,7 +15,7 @@ from sdk.kernels.reference.experts import AddOwnersBias, Combine, Group, Route
 from sdk.kernels.reference.linear import Linear
 from sdk.kernels.reference.norm import AddRmsNorm, GatedActivation, RmsNorm
 from sdk.kernels.reference.rope import RopeAndCache, RopeAngles
-from sdk.kernels.reference.sampling import Sample
+from sdk.kernels.reference.sampling import Penalize, Sample
 
 
 def available(device: str) -> str | None:
@@ -51,6 +51,7 @@ class ReferenceBackend:
             "find_places": (Places(),),
             "rope_and_cache": (RopeAndCache(),),
             "attention": (Attention(),),
+            "penalize": (Penalize(),),
             "sample": (Sample(),),
         }
 

@@ -14,9 +14,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from sdk.kernels.gpu.sampling import Sample
-from sdk.kernels.reference.sampling import Sample as Reference, truncate
-from sdk.kernels.sampling import DRAW, Draws, SampleBuffers, Tokens, join_draws, pack_draw
+from sdk.kernels.errors import KernelError
+from sdk.kernels.gpu.sampling import Penalize, Sample
+from sdk.kernels.reference.sampling import Sample as Reference, penalize, truncate
+from sdk.kernels.sampling import (
+    DRAW,
+    Draws,
+    Penalties,
+    SampleBuffers,
+    Tokens,
+    join_draws,
+    pack_draw,
+)
 
 INF, NAN = float("inf"), float("nan")
 KINDS = ("normal", "ties", "flat", "forbidden", "one", "huge")
@@ -164,3 +173,24 @@ def test_a_row_s_token_depends_on_nothing_but_the_row() -> None:
     room[:, 3:-4] = logits[torch.from_numpy(order)]  # other alignment, rows apart
     found = chosen(Sample(), room[:, 3:-4], draws[order])
     assert list(found) == [[column[i] for i in order] for column in together]
+
+
+def test_penalties_of_all_rows_are_one_kernel_s_and_the_reference_s() -> None:
+    random = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, 400, generator=random) * 4
+    logits[0, 7] = -INF
+    rows = torch.tensor([0] * 300 + [2] * 5)
+    ids = torch.cat([torch.randperm(400, generator=random)[:300], torch.tensor([7, 0, 399, 3, 2])])
+    penalties = Penalties(
+        rows,
+        ids,
+        torch.randint(0, 4, (305,), generator=random).float(),
+        torch.tensor([[1.3, 0.2, 0.5], [9.0, 9.0, 9.0], [1.0, -0.4, 0.0]]),
+    )
+    found, wanted = logits.clone(), logits.clone()
+    Penalize().run(found, penalties)
+    penalize(wanted, penalties)
+    assert torch.equal(found, wanted)
+    assert torch.equal(found[1], logits[1]) and not torch.equal(found[0], logits[0])
+    with pytest.raises(KernelError, match="contiguous rows"):
+        Penalize().run(logits.t(), penalties)

@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 from sdk.engine.kv_cache import KVCache
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.gpu import attention, elementwise, launch, norm, rope, sampling
+from sdk.kernels.sampling import Penalties
 from sdk.quant.spec import KVSpec
 
 TARGETS = {
@@ -161,6 +162,9 @@ def run_rows() -> None:
 
 def run_sampling() -> None:
     logits = torch.zeros(2, 32000)
+    entries = torch.zeros(9, dtype=torch.int64)
+    penalties = Penalties(entries, entries, torch.zeros(9), torch.zeros(2, 3))
+    sampling.Penalize().run(logits, penalties)
     sampling.Sample().rows(logits, None)
     sampling.Sample().rows(logits, torch.zeros(2, 8, dtype=torch.float64))
 
