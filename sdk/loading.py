@@ -111,7 +111,6 @@ def load(config: EngineConfig) -> Loaded:
             seed=config.seed,
         )
         undo.pop_all()
-    warnings = [f"unused tensor {name}" for name in executor.runner.unused_tensors]
     return Loaded(
         engine=engine,
         runner=executor.runner,
@@ -120,7 +119,7 @@ def load(config: EngineConfig) -> Loaded:
         plan=memory,
         default_params=default_params,
         eos_token_ids=eos,
-        warnings=tuple(warnings),
+        warnings=tuple(f"unused tensor {name}" for name in executor.runner.unused_tensors),
     )
 
 

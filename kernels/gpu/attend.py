@@ -30,37 +30,12 @@ def capped(score, softcap):
 
 @triton.jit
 def attend(
-    q,
-    at,
-    best,
-    total,
-    result,
-    begin,
-    end,
-    table,
-    k,
-    v,
-    k_scale,
-    v_scale,
-    head,
-    stride_page,
-    stride_head,
-    stride_slot,
-    scale_page,
-    scale_head,
-    scale,
-    softcap,
-    window,
-    PAGE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    KIND: tl.constexpr,
-    DOT: tl.constexpr,
-    WIDEN: tl.constexpr,
-    WINDOW: tl.constexpr,
+    q, at, best, total, result, begin, end, table, k, v, k_scale, v_scale, head, stride_page,
+    stride_head, stride_slot, scale_page, scale_head, scale, softcap, window,
+    PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    KIND: tl.constexpr, DOT: tl.constexpr, WIDEN: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
-):
+):  # fmt: skip
     """Queries ``q [M, BLOCK_D]`` at positions ``at [M]`` see the keys ``begin .. end - 1``.
 
     ``begin`` is a multiple of ``BLOCK_N``. ``best`` (base 2), ``total`` ``[M]`` and ``result

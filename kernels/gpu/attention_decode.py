@@ -53,49 +53,14 @@ def first_key(position, window, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit
 def decode_kernel(
-    q,
-    out,
-    parts,
-    sums,
-    sinks,
-    query_start,
-    context_len,
-    table,
-    shared_len,
-    k,
-    v,
-    k_scale,
-    v_scale,
-    q_token,
-    q_head,
-    table_row,
-    stride_page,
-    stride_head,
-    stride_slot,
-    scale_page,
-    scale_head,
-    scale,
-    softcap,
-    window,
-    longest,
-    splits,
-    kv_heads,
-    GROUP: tl.constexpr,
-    PAGE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    KIND: tl.constexpr,
-    DOT: tl.constexpr,
-    WIDEN: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr,
-    SHARED: tl.constexpr,
-    WHOLE: tl.constexpr,
-    MIX: tl.constexpr,
-):
+    q, out, parts, sums, sinks, query_start, context_len, table, shared_len, k, v, k_scale,
+    v_scale, q_token, q_head, table_row, stride_page, stride_head, stride_slot, scale_page,
+    scale_head, scale, softcap, window, longest, splits, kv_heads,
+    GROUP: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr, DOT: tl.constexpr,
+    WIDEN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    SHARED: tl.constexpr, WHOLE: tl.constexpr, MIX: tl.constexpr,
+):  # fmt: skip
     """Grid (requests, key heads, splits). ``WHOLE``: one split, and ``out`` is written.
 
     q float32 with rows at ``token * q_token + head * q_head``; out float32 ``[T, heads,
@@ -121,9 +86,8 @@ def decode_kernel(
     head = kv_head * GROUP + row
     inside = (row < GROUP)[:, None] & (column < HEAD_DIM)[None, :]
     token = token.to(tl.int64)
-    query = tl.load(
-        q + token * q_token + head[:, None] * q_head + column[None, :], mask=inside, other=0.0
-    )
+    at_query = token * q_token + head * q_head
+    query = tl.load(q + at_query[:, None] + column[None, :], mask=inside, other=0.0)
     best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     if SINKS:  # the first split counts it
@@ -131,46 +95,20 @@ def decode_kernel(
         best = tl.where(begin <= first, logit * LOG2E, best)
         total = tl.where(begin <= first, 1.0, total)
     best, total, result = attend(
-        operand(query, DOT, WIDEN),
-        tl.full((BLOCK_M,), 0, tl.int32) + (length - 1),
-        best,
-        total,
-        tl.zeros((BLOCK_M, BLOCK_D), tl.float32),
-        begin,
-        end,
-        table + request.to(tl.int64) * table_row,
-        k,
-        v,
-        k_scale,
-        v_scale,
-        kv_head,
-        stride_page,
-        stride_head,
-        stride_slot,
-        scale_page,
-        scale_head,
-        scale,
-        softcap,
-        window,
-        PAGE,
-        HEAD_DIM,
-        BLOCK_D,
-        BLOCK_N,
-        KIND,
-        DOT,
-        WIDEN,
-        WINDOW,
-        SOFTCAP,
-    )
-    heads = kv_heads * GROUP
+        operand(query, DOT, WIDEN), tl.full((BLOCK_M,), 0, tl.int32) + (length - 1), best, total,
+        tl.zeros((BLOCK_M, BLOCK_D), tl.float32), begin, end,
+        table + request.to(tl.int64) * table_row, k, v, k_scale, v_scale, kv_head, stride_page,
+        stride_head, stride_slot, scale_page, scale_head, scale, softcap, window, PAGE, HEAD_DIM,
+        BLOCK_D, BLOCK_N, KIND, DOT, WIDEN, WINDOW, SOFTCAP,
+    )  # fmt: skip
     if WHOLE:
         result = result / total[:, None]
         if KIND != FLOAT:
             result = mixed(result, BLOCK_M, BLOCK_D, MIX)
-        place = (token * heads + head) * HEAD_DIM
+        place = (token * (kv_heads * GROUP) + head) * HEAD_DIM
         tl.store(out + place[:, None] + column[None, :], result, mask=inside)
     else:
-        place = (request.to(tl.int64) * heads + head) * splits + part
+        place = (request.to(tl.int64) * (kv_heads * GROUP) + head) * splits + part
         tl.store(parts + place[:, None] * HEAD_DIM + column[None, :], result, mask=inside)
         tl.store(sums + place * 2, best, mask=row < GROUP)
         tl.store(sums + place * 2 + 1, total, mask=row < GROUP)
@@ -178,45 +116,13 @@ def decode_kernel(
 
 @triton.jit
 def shared_kernel(
-    q,
-    parts,
-    sums,
-    sinks,
-    query_start,
-    context_len,
-    table,
-    shared_len,
-    k,
-    v,
-    k_scale,
-    v_scale,
-    q_token,
-    q_head,
-    stride_page,
-    stride_head,
-    stride_slot,
-    scale_page,
-    scale_head,
-    scale,
-    softcap,
-    window,
-    longest,
-    splits,
-    requests,
-    kv_heads,
-    GROUP: tl.constexpr,
-    PAGE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    KIND: tl.constexpr,
-    DOT: tl.constexpr,
-    WIDEN: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr,
-):
+    q, parts, sums, sinks, query_start, context_len, table, shared_len, k, v, k_scale, v_scale,
+    q_token, q_head, stride_page, stride_head, stride_slot, scale_page, scale_head, scale, softcap,
+    window, longest, splits, requests, kv_heads,
+    GROUP: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr, DOT: tl.constexpr,
+    WIDEN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
     """Grid (tiles of requests, key heads, splits): the whole splits of the first ``shared_len``
     keys, which all requests have in the pages of the first one. Rows are (request, head)."""
     kv_head, part = tl.program_id(1), tl.program_id(2)
@@ -242,37 +148,12 @@ def shared_kernel(
         best = tl.where(starts, tl.load(sinks + head) * LOG2E, best)
         total = tl.where(starts, 1.0, total)
     best, total, result = attend(
-        operand(query, DOT, WIDEN),
-        position,
-        best,
-        total,
-        tl.zeros((BLOCK_M, BLOCK_D), tl.float32),
-        part * split,
-        part * split + split,
-        table,
-        k,
-        v,
-        k_scale,
-        v_scale,
-        kv_head,
-        stride_page,
-        stride_head,
-        stride_slot,
-        scale_page,
-        scale_head,
-        scale,
-        softcap,
-        window,
-        PAGE,
-        HEAD_DIM,
-        BLOCK_D,
-        BLOCK_N,
-        KIND,
-        DOT,
-        WIDEN,
-        WINDOW,
+        operand(query, DOT, WIDEN), position, best, total,
+        tl.zeros((BLOCK_M, BLOCK_D), tl.float32), part * split, part * split + split, table, k, v,
+        k_scale, v_scale, kv_head, stride_page, stride_head, stride_slot, scale_page, scale_head,
+        scale, softcap, window, PAGE, HEAD_DIM, BLOCK_D, BLOCK_N, KIND, DOT, WIDEN, WINDOW,
         SOFTCAP,
-    )
+    )  # fmt: skip
     place = (request.to(tl.int64) * (kv_heads * GROUP) + head) * splits + part
     tl.store(parts + place[:, None] * HEAD_DIM + column[None, :], result, mask=inside)
     tl.store(sums + place * 2, best, mask=real)
@@ -281,24 +162,10 @@ def shared_kernel(
 
 @triton.jit
 def join_kernel(
-    parts,
-    sums,
-    out,
-    query_start,
-    context_len,
-    window,
-    longest,
-    splits,
-    heads,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    KIND: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SHARED: tl.constexpr,
-    MIX: tl.constexpr,
-):
+    parts, sums, out, query_start, context_len, window, longest, splits, heads,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
+    KIND: tl.constexpr, WINDOW: tl.constexpr, SHARED: tl.constexpr, MIX: tl.constexpr,
+):  # fmt: skip
     """Grid (requests, heads): the sum of a row's parts, in the order of the splits."""
     request, head = tl.program_id(0), tl.program_id(1)
     token = tl.load(query_start + request)

@@ -19,43 +19,14 @@ from sdk.kernels.gpu.pages import FLOAT, mixed, operand
 
 @triton.jit(do_not_specialize=["requests"])
 def prefill_kernel(
-    q,
-    out,
-    sinks,
-    query_start,
-    context_len,
-    table,
-    k,
-    v,
-    k_scale,
-    v_scale,
-    q_token,
-    q_head,
-    table_row,
-    stride_page,
-    stride_head,
-    stride_slot,
-    scale_page,
-    scale_head,
-    scale,
-    softcap,
-    window,
-    requests,
-    kv_heads,
-    GROUP: tl.constexpr,
-    PAGE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    KIND: tl.constexpr,
-    DOT: tl.constexpr,
-    WIDEN: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr,
+    q, out, sinks, query_start, context_len, table, k, v, k_scale, v_scale, q_token, q_head,
+    table_row, stride_page, stride_head, stride_slot, scale_page, scale_head, scale, softcap,
+    window, requests, kv_heads,
+    GROUP: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr, DOT: tl.constexpr,
+    WIDEN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
     MIX: tl.constexpr,
-):
+):  # fmt: skip
     """Grid (tiles of queries, key heads); tensors as in ``decode_kernel``."""
     QUERIES: tl.constexpr = BLOCK_M // GROUP
     index, kv_head = tl.program_id(0), tl.program_id(1)
@@ -89,37 +60,13 @@ def prefill_kernel(
         best = tl.load(sinks + head) * LOG2E
         total += 1.0
     best, total, result = attend(
-        operand(x, DOT, WIDEN),
-        position,
-        best,
-        total,
-        tl.zeros((BLOCK_M, BLOCK_D), tl.float32),
+        operand(x, DOT, WIDEN), position, best, total, tl.zeros((BLOCK_M, BLOCK_D), tl.float32),
         first_key(length - count + begin, window, BLOCK_N, WINDOW),
         tl.minimum(length - count + begin + QUERIES, length),
-        table + request.to(tl.int64) * table_row,
-        k,
-        v,
-        k_scale,
-        v_scale,
-        kv_head,
-        stride_page,
-        stride_head,
-        stride_slot,
-        scale_page,
-        scale_head,
-        scale,
-        softcap,
-        window,
-        PAGE,
-        HEAD_DIM,
-        BLOCK_D,
-        BLOCK_N,
-        KIND,
-        DOT,
-        WIDEN,
-        WINDOW,
-        SOFTCAP,
-    )
+        table + request.to(tl.int64) * table_row, k, v, k_scale, v_scale, kv_head, stride_page,
+        stride_head, stride_slot, scale_page, scale_head, scale, softcap, window, PAGE, HEAD_DIM,
+        BLOCK_D, BLOCK_N, KIND, DOT, WIDEN, WINDOW, SOFTCAP,
+    )  # fmt: skip
     result = result / total[:, None]
     if KIND != FLOAT:
         result = mixed(result, BLOCK_M, BLOCK_D, MIX)

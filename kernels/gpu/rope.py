@@ -58,19 +58,9 @@ def _rotated(x, column, mask, angles, half, cos, sin):
 
 @triton.jit
 def _write(
-    x,
-    pages,
-    scales,
-    place,
-    scale_place,
-    column,
-    real,
-    mask,
-    ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    KIND: tl.constexpr,
-    MIX: tl.constexpr,
-):
+    x, pages, scales, place, scale_place, column, real, mask,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, KIND: tl.constexpr, MIX: tl.constexpr,
+):  # fmt: skip
     """One token's rows ``x [ROWS, BLOCK_D]`` into their slot of the pages."""
     target = pages + place[:, None] + column[None, :]
     if KIND == FLOAT:
@@ -96,38 +86,12 @@ def _write(
 
 @triton.jit
 def rope_kernel(
-    q,
-    k,
-    v,
-    cos,
-    sin,
-    slots,
-    k_pages,
-    v_pages,
-    k_scales,
-    v_scales,
-    q_token,
-    q_head,
-    k_token,
-    k_head,
-    v_token,
-    v_head,
-    cos_token,
-    stride_page,
-    stride_head,
-    stride_slot,
-    scale_page,
-    scale_head,
-    heads,
-    kv_heads,
-    half,
-    PAGE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    KIND: tl.constexpr,
-    MIX: tl.constexpr,
-):
+    q, k, v, cos, sin, slots, k_pages, v_pages, k_scales, v_scales, q_token, q_head, k_token,
+    k_head, v_token, v_head, cos_token, stride_page, stride_head, stride_slot, scale_page,
+    scale_head, heads, kv_heads, half,
+    PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr,
+    KIND: tl.constexpr, MIX: tl.constexpr,
+):  # fmt: skip
     """Grid (tokens, tiles of heads of q, then of k, then of v). q is turned in place."""
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -157,15 +121,15 @@ def rope_kernel(
             keys = k + token * k_token + head[:, None] * k_head
             turned = _rotated(keys, column, mask, angles, half, cos, sin)
             _write(
-                turned, k_pages, k_scales, place, at_scale, column, real, mask,
-                BLOCK_H, BLOCK_D, KIND, MIX,
+                turned, k_pages, k_scales, place, at_scale, column, real, mask, BLOCK_H, BLOCK_D,
+                KIND, MIX,
             )  # fmt: skip
         else:
             at_value = token * v_token + head[:, None] * v_head + column[None, :]
             values = tl.load(v + at_value, mask=mask, other=0.0)
             _write(
-                values, v_pages, v_scales, place, at_scale, column, real, mask,
-                BLOCK_H, BLOCK_D, KIND, MIX,
+                values, v_pages, v_scales, place, at_scale, column, real, mask, BLOCK_H, BLOCK_D,
+                KIND, MIX,
             )  # fmt: skip
 
 

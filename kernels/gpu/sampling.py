@@ -191,7 +191,16 @@ def sample_kernel(
 
 
 @triton.jit
-def _drawn(row, width, best, temperature, draw, BLOCK: tl.constexpr):
+def _not_above(limit):
+    """The largest float32 that is not above ``limit`` (float64), or 0."""
+    most = limit.to(tl.float32)
+    bits = most.to(tl.int32, bitcast=True)
+    above = (most.to(tl.float64) > limit) & (most > 0.0)
+    return tl.maximum(tl.where(above, bits - 1, bits).to(tl.float32, bitcast=True), 0.0)
+
+
+@triton.jit
+def _drawn(row, width, best, heat, draw, BLOCK: tl.constexpr):
     """Truncate and draw one row, whose maximum is finite: ``reference/sampling.py``."""
     most = tl.full((), _INFINITE, tl.float32)
     last = tl.full((), _ALL, tl.int32)
@@ -200,16 +209,8 @@ def _drawn(row, width, best, temperature, draw, BLOCK: tl.constexpr):
     beyond, beyond_last = mean - 1.0, last
     surprise = tl.load(draw + 5)
     if surprise == surprise:
-        total, _, _ = _sums(
-            row, width, best, temperature, most, last, mean, near, near_last, 0.0, BLOCK
-        )
-        limit = surprise * _LN2 - tl.log(total)
-        most = limit.to(tl.float32)
-        # The largest float32 that is not above the limit; the best token always stays.
-        above = (most.to(tl.float64) > limit) & (most > 0.0)
-        bits = most.to(tl.int32, bitcast=True)
-        most = tl.where(above, bits - 1, bits).to(tl.float32, bitcast=True)
-        most = tl.maximum(most, 0.0)
+        total, _, _ = _sums(row, width, best, heat, most, last, mean, near, near_last, 0.0, BLOCK)
+        most = _not_above(surprise * _LN2 - tl.log(total))
     else:
         min_p = tl.load(draw + 1)
         if min_p > 0.0:
@@ -217,7 +218,7 @@ def _drawn(row, width, best, temperature, draw, BLOCK: tl.constexpr):
         top_k = tl.load(draw + 6).to(tl.int64, bitcast=True)
         if (top_k > 0) & (top_k < width):
             cut, cut_last = _cut(
-                row, width, best, temperature, most, last, mean, near, near_last,
+                row, width, best, heat, most, last, mean, near, near_last,
                 top_k.to(tl.float64), False, True, BLOCK,
             )  # fmt: skip
             last = tl.where(cut < most, cut_last, last)
@@ -226,38 +227,38 @@ def _drawn(row, width, best, temperature, draw, BLOCK: tl.constexpr):
         typical_p = tl.load(draw + 2)
         if typical_p < 1.0:
             total, moment, _ = _sums(
-                row, width, best, temperature, most, last, mean, near, near_last, 0.0, BLOCK
+                row, width, best, heat, most, last, mean, near, near_last, 0.0, BLOCK
             )
             mean = (moment / total).to(tl.float32)
             near, near_last = _cut(
-                row, width, best, temperature, most, last, mean, near, near_last,
+                row, width, best, heat, most, last, mean, near, near_last,
                 tl.maximum(typical_p * total, 1e-300), True, False, BLOCK,
             )  # fmt: skip
         top_p = tl.load(draw + 3)
         if top_p < 1.0:
             total, _, _ = _sums(
-                row, width, best, temperature, most, last, mean, near, near_last, 0.0, BLOCK
+                row, width, best, heat, most, last, mean, near, near_last, 0.0, BLOCK
             )
+            goal = tl.maximum(top_p * total, 1e-300)
             most, last = _cut(
-                row, width, best, temperature, most, last, mean, near, near_last,
-                tl.maximum(top_p * total, 1e-300), False, False, BLOCK,
-            )  # fmt: skip
+                row, width, best, heat, most, last, mean, near, near_last, goal, False, False, BLOCK
+            )
         threshold = tl.load(draw + 4)
         if threshold >= 0.0:
             total, _, _ = _sums(
-                row, width, best, temperature, most, last, mean, near, near_last, 0.0, BLOCK
+                row, width, best, heat, most, last, mean, near, near_last, 0.0, BLOCK
             )
+            goal = threshold * total
             _, _, likely = _sums(
-                row, width, best, temperature, most, last, mean, near, near_last,
-                threshold * total, BLOCK,
-            )  # fmt: skip
+                row, width, best, heat, most, last, mean, near, near_last, goal, BLOCK
+            )
             if likely >= 2:  # of these only the last stays
                 beyond, beyond_last = _cut(
-                    row, width, best, temperature, most, last, mean, near, near_last,
+                    row, width, best, heat, most, last, mean, near, near_last,
                     (likely - 1).to(tl.float64), False, True, BLOCK,
                 )  # fmt: skip
     return _draw(
-        row, width, best, temperature, most, last, mean, near, near_last, beyond, beyond_last,
+        row, width, best, heat, most, last, mean, near, near_last, beyond, beyond_last,
         tl.load(draw + 7), BLOCK,
     )  # fmt: skip
 
