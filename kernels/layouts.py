@@ -13,7 +13,7 @@ plain one. A matrix is always ``[out, in]``, here ``[N, K]``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -160,16 +160,6 @@ class Blocks:
 
 
 Layout = Dense | Float8 | Affine | Blocks
-
-
-def to_device(layout: Layout, device: torch.device) -> Layout:
-    """The same weight with its tensors on ``device``; no copy where they are there already."""
-    tensors = {
-        field.name: value.to(device)
-        for field in fields(layout)
-        if isinstance(value := getattr(layout, field.name), Tensor)
-    }
-    return replace(layout, **tensors)
 
 
 def check_layout(layout: Layout) -> None:

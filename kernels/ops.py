@@ -24,7 +24,7 @@ from sdk.kernels.checks import expect
 from sdk.kernels.errors import KernelError
 from sdk.kernels.experts import ExpertOps
 from sdk.kernels.graph import CaptureError, Graph, OnlyViews
-from sdk.kernels.layouts import KVPages, Layout, to_device
+from sdk.kernels.layouts import KVPages, Layout
 from sdk.kernels.registry import Choice, Problem, choose, linear_problem, open_backends
 from sdk.kernels.sampling import DRAW, Draws, Penalties, SampleBuffers, Tokens
 
@@ -184,7 +184,7 @@ class Ops(ExpertOps):
         """
         problem = linear_problem(layout, self.compute, activation_bits)
         choice = choose(self._backends, problem)
-        packed = choice.implementation.pack(to_device(layout, self.device))
+        packed = choice.implementation.pack(layout)
         return BoundLinear(choice, packed, layout.shape, self, problem)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -217,10 +217,10 @@ def _drawn(row, width, best, heat, draw, BLOCK: tl.constexpr):
             most = (-tl.log(min_p)).to(tl.float32)
         top_k = tl.load(draw + 6).to(tl.int64, bitcast=True)
         if (top_k > 0) & (top_k < width):
+            goal = top_k.to(tl.float64)
             cut, cut_last = _cut(
-                row, width, best, heat, most, last, mean, near, near_last,
-                top_k.to(tl.float64), False, True, BLOCK,
-            )  # fmt: skip
+                row, width, best, heat, most, last, mean, near, near_last, goal, False, True, BLOCK
+            )
             last = tl.where(cut < most, cut_last, last)
             last = tl.where(cut == most, tl.minimum(cut_last, last), last)
             most = tl.minimum(cut, most)
@@ -230,10 +230,10 @@ def _drawn(row, width, best, heat, draw, BLOCK: tl.constexpr):
                 row, width, best, heat, most, last, mean, near, near_last, 0.0, BLOCK
             )
             mean = (moment / total).to(tl.float32)
+            goal = tl.maximum(typical_p * total, 1e-300)
             near, near_last = _cut(
-                row, width, best, heat, most, last, mean, near, near_last,
-                tl.maximum(typical_p * total, 1e-300), True, False, BLOCK,
-            )  # fmt: skip
+                row, width, best, heat, most, last, mean, near, near_last, goal, True, False, BLOCK
+            )
         top_p = tl.load(draw + 3)
         if top_p < 1.0:
             total, _, _ = _sums(
@@ -253,9 +253,10 @@ def _drawn(row, width, best, heat, draw, BLOCK: tl.constexpr):
                 row, width, best, heat, most, last, mean, near, near_last, goal, BLOCK
             )
             if likely >= 2:  # of these only the last stays
+                goal = (likely - 1).to(tl.float64)
                 beyond, beyond_last = _cut(
-                    row, width, best, heat, most, last, mean, near, near_last,
-                    (likely - 1).to(tl.float64), False, True, BLOCK,
+                    row, width, best, heat, most, last, mean, near, near_last, goal, False, True,
+                    BLOCK,
                 )  # fmt: skip
     return _draw(
         row, width, best, heat, most, last, mean, near, near_last, beyond, beyond_last,

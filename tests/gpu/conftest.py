@@ -18,18 +18,7 @@ if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
     raise pytest.UsageError("tests/gpu needs a process of its own: pytest tests/gpu")
 os.environ["TRITON_INTERPRET"] = "1"
 
-import triton.runtime.interpreter as interpreter
-
-_patch = interpreter._patch_lang_tensor
-
-
-def _patch_for_numpy(tensor: Any, scope: Any) -> None:
-    """Triton 3.6 takes a loop's bounds out of arrays of one element, which numpy 2.4 refuses."""
-    _patch(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-
-interpreter._patch_lang_tensor = _patch_for_numpy
+from triton.runtime import interpreter
 
 # The layouts of the CPU's kernel tests are these tests' layouts too.
 _spec = importlib.util.spec_from_file_location(
@@ -39,6 +28,18 @@ assert _spec is not None and _spec.loader is not None
 kernel_cases: Any = importlib.util.module_from_spec(_spec)
 sys.modules["kernel_cases"] = kernel_cases
 _spec.loader.exec_module(kernel_cases)
+
+# numpy 2.4 does not turn an array of one element into a number any more, which the interpreter of
+# Triton 3.6 does for the bounds of a loop.
+_patch_tensor = interpreter._patch_lang_tensor
+
+
+def _patch_tensor_and_index(tensor: Any, *scope: Any) -> None:
+    _patch_tensor(tensor, *scope)
+    tensor.__index__ = lambda self: int(self.handle.data.item())
+
+
+interpreter._patch_lang_tensor = _patch_tensor_and_index
 
 one_torch_thread = kernel_cases.one_torch_thread
 

@@ -13,10 +13,12 @@ import torch
 
 from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu import available
+from sdk.kernels.gpu.dense import DenseLinear
 from sdk.kernels.gpu.packing import Packed, pack
 from sdk.kernels.gpu.tuning import Tiles, Tuning, read_tuning
 from sdk.kernels.ops import Ops
 from sdk.kernels.reference.decode import decode
+from sdk.kernels.registry import Problem
 
 ENTRY = {"max_m": 8, "n": 256, "k": 512, "block_n": 32, "block_m": 16}
 ENTRY |= {"split": 2, "warps": 2, "stages": 4}
@@ -68,6 +70,38 @@ def test_an_engine_takes_the_first_kernel_that_does_not_decline(cases: Any) -> N
         assert torch.allclose(bound.matmul(x), x @ decode(layout).t(), rtol=1e-2, atol=1e-2)
         assert cases.same(bound.layout(), layout)
         ops.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_plain_weights_are_left_to_the_library(cases: Any, dtype: torch.dtype) -> None:
+    layout, x = cases.dense(20, 48, dtype), cases.activations(3, 48)
+    ops = Ops("cpu", backends=("gpu", "reference"))
+    bound = ops.linear(layout)
+    assert bound.choice.name == "gpu.dense"
+    expected = x.to(dtype).double() @ layout.values.double().t()
+    assert torch.allclose(bound.matmul(x).double(), expected, rtol=2e-2, atol=2e-1)
+    ids = torch.tensor([19, 0])
+    assert torch.equal(bound.rows(ids), layout.values[ids].float())
+    assert cases.same(bound.layout(), layout)
+    assert bound.nbytes == layout.nbytes
+    ops.close()
+
+
+@pytest.mark.parametrize(
+    ("fixed", "problem", "reason"),
+    [
+        (True, Problem("linear", layout="dense", format="float16"), "depends on the batch"),
+        (False, Problem("linear", "exact", "dense", "float16"), "compute is exact"),
+        (False, Problem("linear", layout="dense", format="float8_e5m2"), "float8_e5m2 dense"),
+        (False, Problem("linear", layout="blocks", format="q4_0"), "q4_0 blocks: expected dense"),
+    ],
+)
+def test_what_the_library_cannot_do_is_declined_with_a_reason(
+    fixed: bool, problem: Problem, reason: str
+) -> None:
+    declined = DenseLinear(fixed=fixed).reject(problem)
+    assert declined is not None
+    assert reason in declined
 
 
 def test_a_card_without_a_table_starts_by_the_rule(tmp_path: Path, weight: Packed) -> None:
