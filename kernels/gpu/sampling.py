@@ -200,6 +200,23 @@ def _not_above(limit):
 
 
 @triton.jit
+def _all_but_one(
+    row, width, best, heat, most, last, mean, near, near_last, threshold, BLOCK: tl.constexpr
+):
+    """Where the last begins of the kept tokens that have ``threshold`` of the weight (XTC)."""
+    beyond, beyond_last = tl.full((), -1.0, tl.float32), tl.full((), _ALL, tl.int32)
+    total, _, _ = _sums(row, width, best, heat, most, last, mean, near, near_last, 0.0, BLOCK)
+    goal = threshold * total
+    _, _, likely = _sums(row, width, best, heat, most, last, mean, near, near_last, goal, BLOCK)
+    if likely >= 2:
+        goal = (likely - 1).to(tl.float64)
+        beyond, beyond_last = _cut(
+            row, width, best, heat, most, last, mean, near, near_last, goal, False, True, BLOCK
+        )
+    return beyond, beyond_last
+
+
+@triton.jit
 def _drawn(row, width, best, heat, draw, BLOCK: tl.constexpr):
     """Truncate and draw one row, whose maximum is finite: ``reference/sampling.py``."""
     most = tl.full((), _INFINITE, tl.float32)
@@ -245,19 +262,9 @@ def _drawn(row, width, best, heat, draw, BLOCK: tl.constexpr):
             )
         threshold = tl.load(draw + 4)
         if threshold >= 0.0:
-            total, _, _ = _sums(
-                row, width, best, heat, most, last, mean, near, near_last, 0.0, BLOCK
+            beyond, beyond_last = _all_but_one(
+                row, width, best, heat, most, last, mean, near, near_last, threshold, BLOCK
             )
-            goal = threshold * total
-            _, _, likely = _sums(
-                row, width, best, heat, most, last, mean, near, near_last, goal, BLOCK
-            )
-            if likely >= 2:  # of these only the last stays
-                goal = (likely - 1).to(tl.float64)
-                beyond, beyond_last = _cut(
-                    row, width, best, heat, most, last, mean, near, near_last, goal, False, True,
-                    BLOCK,
-                )  # fmt: skip
     return _draw(
         row, width, best, heat, most, last, mean, near, near_last, beyond, beyond_last,
         tl.load(draw + 7), BLOCK,
