@@ -249,11 +249,11 @@ def _expect(
 class KVPages:
     """One layer's keys and values: ``k``, ``v`` ``[num_pages, kv_heads, page_size, head_dim]``.
 
-    How they lie in memory is the backend's choice: see ``cpu/pages.py`` (keys transposed) and
-    ``gpu/pages.py``. Pages of int8, float8_e4m3fn and float8_e5m2 have ``k_scale`` and ``v_scale``,
-    float16 ``[num_pages, kv_heads, page_size]``: value = scale * code. Their keys and values lie
-    mixed (``reference/rope.py``): ``rope_and_cache`` mixes the queries too, and ``attention`` its
-    result back.
+    In memory a page's keys of one head lie transposed, ``[head_dim][page_size]``, so that
+    neighbouring keys are the lanes of a vector; its values lie ``[page_size][head_dim]``. int8
+    pages have ``k_scale`` and ``v_scale``, float16 ``[num_pages, kv_heads, page_size]``:
+    value = scale * code. Their keys and values lie mixed (``reference/rope.py``):
+    ``rope_and_cache`` mixes the queries too, and ``attention`` its result back.
     """
 
     k: Tensor

@@ -80,10 +80,7 @@ class QuantSpec:
         )
 
 
-_KV_BYTES = {
-    "float32": 4, "float16": 2, "bfloat16": 2,
-    "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
-}  # fmt: skip
+_KV_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +88,7 @@ class KVSpec:
     """Shape and numerics of one model's KV cache on one rank.
 
     Per layer two tensors ``[num_pages, kv_heads, page_size, head_dim]`` of ``dtype``: ``float32``,
-    ``float16``, ``bfloat16``, or with a float16 scale per token and head ``int8``,
-    ``float8_e4m3fn``, ``float8_e5m2``.
+    ``float16``, ``bfloat16``, or ``int8`` with a float16 scale per token and head.
     """
 
     num_layers: int
@@ -102,14 +98,9 @@ class KVSpec:
     dtype: str = "float16"
 
     @property
-    def scaled(self) -> bool:
-        """Whether the elements are codes with scales."""
-        return _KV_BYTES[self.dtype] == 1
-
-    @property
     def layer_bytes(self) -> int:
         """Bytes of one page of one layer, keys and values with their scales."""
-        scale = 2 if self.scaled else 0
+        scale = 2 if self.dtype == "int8" else 0
         width = self.head_dim * _KV_BYTES[self.dtype] + scale
         return 2 * self.kv_heads * self.page_size * width
 

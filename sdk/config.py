@@ -58,9 +58,7 @@ class EngineConfig:
     block_size: int = 16
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
-    kv_cache_dtype: Literal[
-        "auto", "float32", "float16", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2"
-    ] = "auto"
+    kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8"] = "auto"
     load_format: Literal["auto", "gguf", "safetensors"] = "auto"
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     speculative_config: Mapping[str, Any] | None = None
@@ -127,10 +125,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "tokenizer_mode": ("auto",),
     "dtype": ("auto", "float32"),
     "device": ("auto", "cpu", "cuda"),
-    "kv_cache_dtype": (
-        *("auto", "float32", "float16", "bfloat16"),
-        *("int8", "float8_e4m3fn", "float8_e5m2"),
-    ),
+    "kv_cache_dtype": ("auto", "float32", "float16", "bfloat16", "int8"),
     "load_format": ("auto", "gguf", "safetensors"),
     "scheduling_policy": ("fcfs", "priority"),
     "compute": ("auto", "exact"),

@@ -1,8 +1,4 @@
-"""KV pages as the native kernels take them: checked, then pointers and strides.
-
-In memory a page's keys of one head lie transposed, ``[head_dim][page_size]``, so that neighbouring
-keys are the lanes of a vector; its values lie ``[page_size][head_dim]``.
-"""
+"""KV pages as the native kernels take them: checked, then pointers and strides."""
 
 from __future__ import annotations
 

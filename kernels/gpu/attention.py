@@ -2,11 +2,12 @@
 
 Requests with one query in the step are ``attention_decode.py``'s, all others
 ``attention_prefill.py``'s; a step that has both launches both. The products' operands are of the
-pages' own type (float16 for codes, which it holds exactly), or float32 where ``exact`` asks for it.
+pages' own types (codes become float16), or float32 where ``exact`` asks for it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu.attention_decode import decode_kernel, join_kernel, shared_kernel, split_count
 from sdk.kernels.gpu.attention_prefill import prefill_kernel
 from sdk.kernels.gpu.launch import INTERPRETED, expect_on_device
-from sdk.kernels.gpu.pages import check_pages, hadamard_block, kind, page_arguments, reject
+from sdk.kernels.gpu.pages import PageSide, hadamard_block, page_sides, reject
 from sdk.kernels.layouts import KVPages
 from sdk.kernels.registry import Problem
 
@@ -53,26 +54,27 @@ class Attention:
         sinks: Tensor | None,
         out: Tensor,
     ) -> None:
-        check_pages(pages, pages.k.shape[1], q.shape[2])
+        sides = page_sides(pages, q.shape[2])
         index = (batch.query_start, batch.context_len, batch.page_table)
         expect_on_device("attention", q, pages.k, out, *index, sinks)
         if q.stride(2) != 1:
             raise KernelError(f"attention q: expected contiguous heads, found {q.stride()}")
         if window is not None and window < 1:
             raise KernelError(f"attention: expected a window of at least 1, found {window}")
-        step = _Step(q, pages, batch, out, sinks, scale, softcap, window, self._dot(pages))
+        dots = [self._dot(side) for side in sides]
+        step = _Step(q, sides, dots, batch, out, sinks, (scale, softcap, window))
         if batch.max_query_len > 1:
             step.prefill()
         if batch.max_query_len == 1 or batch.num_requests > 1:
             step.decode()
 
-    def _dot(self, pages: KVPages) -> Any:
-        """The type of the products' operands; cards before 8.0 have none for bfloat16."""
-        dtype = pages.k.dtype
+    def _dot(self, side: PageSide) -> Any:
+        """The type of a product's operands; cards before 8.0 have none for bfloat16."""
+        dtype = side.codes.dtype
         if self._exact:
             return tl.float32
         if dtype == torch.bfloat16 and not INTERPRETED:
-            old = torch.cuda.get_device_capability(pages.k.device) < (8, 0)
+            old = torch.cuda.get_device_capability(side.codes.device) < (8, 0)
             return tl.float32 if old and torch.version.hip is None else tl.bfloat16
         return _DOTS.get(dtype, tl.float16)
 
@@ -83,42 +85,40 @@ class _Step:
     def __init__(
         self,
         q: Tensor,
-        pages: KVPages,
+        sides: tuple[PageSide, PageSide],
+        dots: Sequence[Any],
         batch: AttentionBatch,
         out: Tensor,
         sinks: Tensor | None,
-        scale: float,
-        softcap: float | None,
-        window: int | None,
-        dot: Any,
+        options: tuple[float, float | None, int | None],
     ) -> None:
         self.q, self.batch, self.out = q, batch, out
         self.heads, self.head_dim = q.shape[1:]
-        self.kv_heads = pages.k.shape[1]
+        k, v = sides
+        self.kv_heads, page_size = k.codes.shape[1:3]
         self.sinks = sinks if sinks is not None else q
-        k, v, k_scale, v_scale, *self.page_strides = page_arguments(pages)
-        self.tensors = (k, v, k_scale, v_scale)
+        scale, softcap, window = options
         self.numbers = (scale, softcap or 0.0, window or 0)
+        self.pages = (k.codes, k.scales, *k.strides, v.codes, v.scales, *v.strides)
         self.group = self.heads // self.kv_heads
-        width = dot.primitive_bitwidth // 8
+        width = max(dot.primitive_bitwidth // 8 for dot in dots)
         self.block_d = max(16, triton.next_power_of_2(self.head_dim))
         self.constants = {
-            "GROUP": self.group,
-            "PAGE": pages.page_size,
+            **_side_constants("K", k, dots[0]),
+            **_side_constants("V", v, dots[1]),
+            "WIDEN": INTERPRETED,
+            "PAGE": page_size,
             "HEAD_DIM": self.head_dim,
             "BLOCK_D": self.block_d,
             # Two tiles of keys and of values, as operands, are within 64 KiB of shared memory.
             "BLOCK_N": max(16, min(64, 16384 // (self.block_d * width))),
-            "KIND": kind(pages),
-            "DOT": dot,
-            "WIDEN": INTERPRETED and dot == tl.bfloat16,
             "WINDOW": window is not None,
             "SOFTCAP": softcap is not None,
-            "SINKS": sinks is not None,
         }
-        self.mix = hadamard_block(self.head_dim)
+        self.rows = {"GROUP": self.group, "SINKS": sinks is not None}
+        self.unmix = hadamard_block(self.head_dim) if v.mixed else 0
         # Of a tile of 64 rows: with four, codes of head_dim 128 spill on sm_90 (255 registers).
-        self.warps = 8 if self.block_d > 128 or kind(pages) else 4
+        self.warps = 8 if self.block_d > 128 or k.kind or v.kind else 4
 
     def prefill(self) -> None:
         """Requests of several queries."""
@@ -132,16 +132,16 @@ class _Step:
             batch.query_start,
             batch.context_len,
             batch.page_table,
-            *self.tensors,
             *self.q.stride()[:2],
             batch.page_table.stride(0),
-            *self.page_strides,
             *self.numbers,
             batch.num_requests,
             self.kv_heads,
+            *self.pages,
             **self.constants,
+            **self.rows,
             BLOCK_M=rows,
-            MIX=self.mix,
+            UNMIX=self.unmix,
             num_warps=self.warps,
         )
 
@@ -166,19 +166,19 @@ class _Step:
             batch.context_len,
             batch.page_table,
             batch.context_len if shared is None else shared,
-            *self.tensors,
             *self.q.stride()[:2],
             batch.page_table.stride(0),
-            *self.page_strides,
             *self.numbers,
             batch.max_context_len,
             splits,
             self.kv_heads,
+            *self.pages,
             **self.constants,
+            **self.rows,
             BLOCK_M=max(16, triton.next_power_of_2(self.group)),
             SHARED=shared is not None,
             WHOLE=splits == 1,
-            MIX=self.mix,
+            UNMIX=self.unmix,
             num_warps=4,
         )
         if splits > 1:
@@ -195,7 +195,7 @@ class _Step:
                 **{key: self.constants[key] for key in _JOIN_CONSTANTS},
                 BLOCK_S=_JOINED,
                 SHARED=shared is not None,
-                MIX=self.mix,
+                UNMIX=self.unmix,
                 num_warps=4,
             )
 
@@ -213,20 +213,26 @@ class _Step:
             batch.context_len,
             batch.page_table,
             shared,
-            *self.tensors,
             *self.q.stride()[:2],
-            *self.page_strides,
             *self.numbers,
             batch.max_context_len,
             splits,
             batch.num_requests,
             self.kv_heads,
+            *self.pages,
             **self.constants,
+            **self.rows,
             BLOCK_M=rows,
             num_warps=self.warps,
         )
 
 
-_JOIN_CONSTANTS = ("HEAD_DIM", "BLOCK_D", "BLOCK_N", "KIND", "WINDOW")
+_JOIN_CONSTANTS = ("HEAD_DIM", "BLOCK_D", "BLOCK_N", "WINDOW")
+
+
+def _side_constants(name: str, side: PageSide, dot: Any) -> dict[str, Any]:
+    values = {"KIND": side.kind, "GROUPS": side.groups, "GROUP": side.group, "DOT": dot}
+    return {f"{name}_{key}": value for key, value in values.items()}
+
 
 OPS: dict[str, tuple[Any, ...]] = {"attention": (Attention(exact=False), Attention(exact=True))}

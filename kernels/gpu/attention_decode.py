@@ -10,9 +10,13 @@ for all of them (``shared_kernel``, the "cascade"): the keys are read once for a
 tile. The splits are then those of the longest request.
 
 The grid depends on numbers known beforehand only (requests, heads, the longest context), so that a
-captured graph stays valid; a program without keys ends at once. Must match
-``reference/attention.py``: to 2e-6 of a value's size in float32, to the rounding of the page type
-otherwise.
+captured graph stays valid; a program without keys ends at once.
+
+Tensors are float32: q with rows at ``token * q_token + head * q_head``, out ``[T, heads,
+HEAD_DIM]``, parts ``[R, heads, splits, HEAD_DIM]``, sums ``[R, heads, splits, 2]`` (maximum in base
+2, total). ``shared_len`` is int32 ``[1]``, ``longest`` a bound of all lengths, ``UNMIX`` the
+Hadamard block of the result where values lie mixed, else 0. Must match ``reference/attention.py``:
+to 2e-6 of a value's size in float32, to the rounding of the page types otherwise.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ import triton
 import triton.language as tl
 
 from sdk.kernels.gpu.attend import LOG2E, attend
-from sdk.kernels.gpu.pages import FLOAT, mixed, operand
+from sdk.kernels.gpu.page_codes import mixed
 
 #: Keys of a split; more, by powers of two, where a context would have more splits than this.
 SPLIT = tl.constexpr(256)
@@ -30,7 +34,7 @@ MAX_SPLITS = tl.constexpr(32)
 
 def split_count(longest: int) -> int:
     """How many splits a context of at most ``longest`` tokens can have."""
-    return min(-(-longest // SPLIT.value), MAX_SPLITS.value)
+    return min(-(-longest // int(SPLIT.value)), int(MAX_SPLITS.value))
 
 
 @triton.jit
@@ -52,22 +56,31 @@ def first_key(position, window, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def decode_kernel(
-    q, out, parts, sums, sinks, query_start, context_len, table, shared_len, k, v, k_scale,
-    v_scale, q_token, q_head, table_row, stride_page, stride_head, stride_slot, scale_page,
-    scale_head, scale, softcap, window, longest, splits, kv_heads,
-    GROUP: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr, DOT: tl.constexpr,
-    WIDEN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    SHARED: tl.constexpr, WHOLE: tl.constexpr, MIX: tl.constexpr,
-):  # fmt: skip
-    """Grid (requests, key heads, splits). ``WHOLE``: one split, and ``out`` is written.
+def _store_part(
+    parts, sums, place, best, total, result, real, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """One split of the rows at ``place [M]``."""
+    column = tl.arange(0, BLOCK_D)
+    mask = real[:, None] & (column < HEAD_DIM)[None, :]
+    tl.store(parts + place[:, None] * HEAD_DIM + column[None, :], result, mask=mask)
+    tl.store(sums + place * 2, best, mask=real)
+    tl.store(sums + place * 2 + 1, total, mask=real)
 
-    q float32 with rows at ``token * q_token + head * q_head``; out float32 ``[T, heads,
-    HEAD_DIM]``; parts float32 ``[R, heads, splits, HEAD_DIM]``, sums float32 ``[R, heads, splits,
-    2]`` (maximum in base 2 and total). ``shared_len`` int32 ``[1]``; ``longest``: a bound of all
-    lengths.
-    """
+
+@triton.jit
+def decode_kernel(
+    q, out, parts, sums, sinks, query_start, context_len, table, shared_len,
+    q_token, q_head, table_row, scale, softcap, window, longest, splits, kv_heads,
+    k, k_scale, k_page, k_head, k_slot, k_scale_page, k_scale_group,
+    v, v_scale, v_page, v_head, v_slot, v_scale_page, v_scale_group,
+    K_KIND: tl.constexpr, K_GROUPS: tl.constexpr, K_GROUP: tl.constexpr, K_DOT: tl.constexpr,
+    V_KIND: tl.constexpr, V_GROUPS: tl.constexpr, V_GROUP: tl.constexpr, V_DOT: tl.constexpr,
+    WIDEN: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, SINKS: tl.constexpr, SHARED: tl.constexpr,
+    WHOLE: tl.constexpr, UNMIX: tl.constexpr,
+):  # fmt: skip
+    """Grid (requests, key heads, splits). ``WHOLE``: one split, and ``out`` is written."""
     request, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     token = tl.load(query_start + request)
     if tl.load(query_start + request + 1) - token != 1:
@@ -95,33 +108,36 @@ def decode_kernel(
         best = tl.where(begin <= first, logit * LOG2E, best)
         total = tl.where(begin <= first, 1.0, total)
     best, total, result = attend(
-        operand(query, DOT, WIDEN), tl.full((BLOCK_M,), 0, tl.int32) + (length - 1), best, total,
+        query, tl.full((BLOCK_M,), 0, tl.int32) + (length - 1), best, total,
         tl.zeros((BLOCK_M, BLOCK_D), tl.float32), begin, end,
-        table + request.to(tl.int64) * table_row, k, v, k_scale, v_scale, kv_head, stride_page,
-        stride_head, stride_slot, scale_page, scale_head, scale, softcap, window, PAGE, HEAD_DIM,
-        BLOCK_D, BLOCK_N, KIND, DOT, WIDEN, WINDOW, SOFTCAP,
+        table + request.to(tl.int64) * table_row, kv_head, scale, softcap, window,
+        k, k_scale, k_page, k_head, k_slot, k_scale_page, k_scale_group,
+        v, v_scale, v_page, v_head, v_slot, v_scale_page, v_scale_group,
+        K_KIND, K_GROUPS, K_GROUP, K_DOT, V_KIND, V_GROUPS, V_GROUP, V_DOT, WIDEN, PAGE, HEAD_DIM,
+        BLOCK_D, BLOCK_N, WINDOW, SOFTCAP,
     )  # fmt: skip
     if WHOLE:
         result = result / total[:, None]
-        if KIND != FLOAT:
-            result = mixed(result, BLOCK_M, BLOCK_D, MIX)
+        if UNMIX:
+            result = mixed(result, BLOCK_M, BLOCK_D, UNMIX)
         place = (token * (kv_heads * GROUP) + head) * HEAD_DIM
         tl.store(out + place[:, None] + column[None, :], result, mask=inside)
     else:
         place = (request.to(tl.int64) * (kv_heads * GROUP) + head) * splits + part
-        tl.store(parts + place[:, None] * HEAD_DIM + column[None, :], result, mask=inside)
-        tl.store(sums + place * 2, best, mask=row < GROUP)
-        tl.store(sums + place * 2 + 1, total, mask=row < GROUP)
+        _store_part(parts, sums, place, best, total, result, row < GROUP, HEAD_DIM, BLOCK_D)
 
 
 @triton.jit
 def shared_kernel(
-    q, parts, sums, sinks, query_start, context_len, table, shared_len, k, v, k_scale, v_scale,
-    q_token, q_head, stride_page, stride_head, stride_slot, scale_page, scale_head, scale, softcap,
-    window, longest, splits, requests, kv_heads,
-    GROUP: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr, DOT: tl.constexpr,
-    WIDEN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    q, parts, sums, sinks, query_start, context_len, table, shared_len, q_token, q_head,
+    scale, softcap, window, longest, splits, requests, kv_heads,
+    k, k_scale, k_page, k_head, k_slot, k_scale_page, k_scale_group,
+    v, v_scale, v_page, v_head, v_slot, v_scale_page, v_scale_group,
+    K_KIND: tl.constexpr, K_GROUPS: tl.constexpr, K_GROUP: tl.constexpr, K_DOT: tl.constexpr,
+    V_KIND: tl.constexpr, V_GROUPS: tl.constexpr, V_GROUP: tl.constexpr, V_DOT: tl.constexpr,
+    WIDEN: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of requests, key heads, splits): the whole splits of the first ``shared_len``
     keys, which all requests have in the pages of the first one. Rows are (request, head)."""
@@ -148,23 +164,22 @@ def shared_kernel(
         best = tl.where(starts, tl.load(sinks + head) * LOG2E, best)
         total = tl.where(starts, 1.0, total)
     best, total, result = attend(
-        operand(query, DOT, WIDEN), position, best, total,
-        tl.zeros((BLOCK_M, BLOCK_D), tl.float32), part * split, part * split + split, table, k, v,
-        k_scale, v_scale, kv_head, stride_page, stride_head, stride_slot, scale_page, scale_head,
-        scale, softcap, window, PAGE, HEAD_DIM, BLOCK_D, BLOCK_N, KIND, DOT, WIDEN, WINDOW,
-        SOFTCAP,
+        query, position, best, total, tl.zeros((BLOCK_M, BLOCK_D), tl.float32),
+        part * split, part * split + split, table, kv_head, scale, softcap, window,
+        k, k_scale, k_page, k_head, k_slot, k_scale_page, k_scale_group,
+        v, v_scale, v_page, v_head, v_slot, v_scale_page, v_scale_group,
+        K_KIND, K_GROUPS, K_GROUP, K_DOT, V_KIND, V_GROUPS, V_GROUP, V_DOT, WIDEN, PAGE, HEAD_DIM,
+        BLOCK_D, BLOCK_N, WINDOW, SOFTCAP,
     )  # fmt: skip
     place = (request.to(tl.int64) * (kv_heads * GROUP) + head) * splits + part
-    tl.store(parts + place[:, None] * HEAD_DIM + column[None, :], result, mask=inside)
-    tl.store(sums + place * 2, best, mask=real)
-    tl.store(sums + place * 2 + 1, total, mask=real)
+    _store_part(parts, sums, place, best, total, result, real, HEAD_DIM, BLOCK_D)
 
 
 @triton.jit
 def join_kernel(
     parts, sums, out, query_start, context_len, window, longest, splits, heads,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
-    KIND: tl.constexpr, WINDOW: tl.constexpr, SHARED: tl.constexpr, MIX: tl.constexpr,
+    WINDOW: tl.constexpr, SHARED: tl.constexpr, UNMIX: tl.constexpr,
 ):  # fmt: skip
     """Grid (requests, heads): the sum of a row's parts, in the order of the splits."""
     request, head = tl.program_id(0), tl.program_id(1)
@@ -197,7 +212,7 @@ def join_kernel(
         result = result * shrink + tl.sum(values * factor[:, None], axis=0)
         best = peak
     result = result / total
-    if KIND != FLOAT:
-        result = tl.reshape(mixed(result[None, :], 1, BLOCK_D, MIX), (BLOCK_D,))
+    if UNMIX:
+        result = tl.reshape(mixed(result[None, :], 1, BLOCK_D, UNMIX), (BLOCK_D,))
     at = (token.to(tl.int64) * heads + head) * HEAD_DIM
     tl.store(out + at + column, result, mask=column < HEAD_DIM)

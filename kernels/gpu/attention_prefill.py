@@ -14,23 +14,25 @@ import triton.language as tl
 
 from sdk.kernels.gpu.attend import LOG2E, attend
 from sdk.kernels.gpu.attention_decode import first_key
-from sdk.kernels.gpu.pages import FLOAT, mixed, operand
+from sdk.kernels.gpu.page_codes import mixed
 
 
 @triton.jit(do_not_specialize=["requests"])
 def prefill_kernel(
-    q, out, sinks, query_start, context_len, table, k, v, k_scale, v_scale, q_token, q_head,
-    table_row, stride_page, stride_head, stride_slot, scale_page, scale_head, scale, softcap,
-    window, requests, kv_heads,
-    GROUP: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr, DOT: tl.constexpr,
-    WIDEN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    MIX: tl.constexpr,
+    q, out, sinks, query_start, context_len, table, q_token, q_head, table_row,
+    scale, softcap, window, requests, kv_heads,
+    k, k_scale, k_page, k_head, k_slot, k_scale_page, k_scale_group,
+    v, v_scale, v_page, v_head, v_slot, v_scale_page, v_scale_group,
+    K_KIND: tl.constexpr, K_GROUPS: tl.constexpr, K_GROUP: tl.constexpr, K_DOT: tl.constexpr,
+    V_KIND: tl.constexpr, V_GROUPS: tl.constexpr, V_GROUP: tl.constexpr, V_DOT: tl.constexpr,
+    WIDEN: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, SINKS: tl.constexpr, UNMIX: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of queries, key heads); tensors as in ``decode_kernel``."""
     QUERIES: tl.constexpr = BLOCK_M // GROUP
     index, kv_head = tl.program_id(0), tl.program_id(1)
-    request = 0  # the last one whose tiles begin at or before this one
+    request = index * 0  # the last one whose tiles begin at or before this one
     high = requests
     while high - request > 1:
         middle = (request + high) // 2
@@ -60,15 +62,17 @@ def prefill_kernel(
         best = tl.load(sinks + head) * LOG2E
         total += 1.0
     best, total, result = attend(
-        operand(x, DOT, WIDEN), position, best, total, tl.zeros((BLOCK_M, BLOCK_D), tl.float32),
+        x, position, best, total, tl.zeros((BLOCK_M, BLOCK_D), tl.float32),
         first_key(length - count + begin, window, BLOCK_N, WINDOW),
         tl.minimum(length - count + begin + QUERIES, length),
-        table + request.to(tl.int64) * table_row, k, v, k_scale, v_scale, kv_head, stride_page,
-        stride_head, stride_slot, scale_page, scale_head, scale, softcap, window, PAGE, HEAD_DIM,
-        BLOCK_D, BLOCK_N, KIND, DOT, WIDEN, WINDOW, SOFTCAP,
+        table + request.to(tl.int64) * table_row, kv_head, scale, softcap, window,
+        k, k_scale, k_page, k_head, k_slot, k_scale_page, k_scale_group,
+        v, v_scale, v_page, v_head, v_slot, v_scale_page, v_scale_group,
+        K_KIND, K_GROUPS, K_GROUP, K_DOT, V_KIND, V_GROUPS, V_GROUP, V_DOT, WIDEN, PAGE, HEAD_DIM,
+        BLOCK_D, BLOCK_N, WINDOW, SOFTCAP,
     )  # fmt: skip
     result = result / total[:, None]
-    if KIND != FLOAT:
-        result = mixed(result, BLOCK_M, BLOCK_D, MIX)
+    if UNMIX:
+        result = mixed(result, BLOCK_M, BLOCK_D, UNMIX)
     place = (token * (kv_heads * GROUP) + head) * HEAD_DIM
     tl.store(out + place[:, None] + column[None, :], result, mask=inside)

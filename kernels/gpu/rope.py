@@ -1,7 +1,7 @@
 """Rotary embedding fused with the write of keys and values into their pages, and its angles.
 
 Must match ``reference/rope.py``: q to 1 ulp, page contents bit for bit from equal keys and values
-(the same order of sums, ties to even), int8 and 8-bit float codes included.
+(the same order of sums, ties to even), codes included.
 """
 
 from __future__ import annotations
@@ -15,31 +15,10 @@ from torch import Tensor
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu.launch import expect_on_device
-from sdk.kernels.gpu.pages import (
-    FLOAT,
-    INT8,
-    check_pages,
-    hadamard_block,
-    kind,
-    mixed,
-    page_arguments,
-    reject,
-    round_bfloat16,
-    to_codes,
-)
+from sdk.kernels.gpu.page_codes import clamped, encode, mixed, round_bfloat16
+from sdk.kernels.gpu.pages import FLOAT, INT4, hadamard_block, page_sides, reject
 from sdk.kernels.layouts import KVPages
 from sdk.kernels.registry import Problem
-
-_HALF_MAX = tl.constexpr(65504.0)
-#: What a row's largest value becomes: see ``reference/rope.py``.
-_INT8_PEAK = tl.constexpr(127.0)
-_FLOAT8_PEAK = tl.constexpr(448.0)
-
-
-@triton.jit
-def _clamped(x):
-    """Within the range of float16; NaN stays."""
-    return tl.where(x > _HALF_MAX, _HALF_MAX, tl.where(x < -_HALF_MAX, -_HALF_MAX, x))
 
 
 @triton.jit
@@ -58,41 +37,56 @@ def _rotated(x, column, mask, angles, half, cos, sin):
 
 @triton.jit
 def _write(
-    x, pages, scales, place, scale_place, column, real, mask,
-    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, KIND: tl.constexpr, MIX: tl.constexpr,
+    x, codes, scales, slot, head, real, page_stride, head_stride, slot_stride, scale_page,
+    scale_group,
+    PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+    KIND: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, MIX: tl.constexpr,
 ):  # fmt: skip
     """One token's rows ``x [ROWS, BLOCK_D]`` into their slot of the pages."""
-    target = pages + place[:, None] + column[None, :]
+    column = tl.arange(0, BLOCK_D)
+    mask = real[:, None] & (column < HEAD_DIM)[None, :]
+    place = slot // PAGE * page_stride + head * head_stride + slot % PAGE * slot_stride
+    target = codes + place[:, None] + column[None, :]
     if KIND == FLOAT:
-        if pages.dtype.element_ty == tl.float16:
-            x = _clamped(x)
-        elif pages.dtype.element_ty == tl.bfloat16:
+        if codes.dtype.element_ty == tl.float16:
+            x = clamped(x)
+        elif codes.dtype.element_ty == tl.bfloat16:
             x = round_bfloat16(x)  # not every target's conversion rounds
-        tl.store(target, x.to(pages.dtype.element_ty), mask=mask)
+        tl.store(target, x.to(codes.dtype.element_ty), mask=mask)
     else:
-        x = mixed(_clamped(x), ROWS, BLOCK_D, MIX)
-        most: tl.constexpr = _INT8_PEAK if KIND == INT8 else _FLOAT8_PEAK
-        peak = tl.max(tl.where(mask, tl.abs(x), 0.0), axis=1)
-        broken = tl.max((x != x).to(tl.int32), axis=1) > 0
-        step = tl.minimum(tl.div_rn(peak, most), _HALF_MAX)
-        step = tl.where(broken, float("nan"), step).to(tl.float16)
-        tl.store(scales + scale_place, step, mask=real)
-        wide = step.to(tl.float32)
-        inverse = tl.where(wide > 0.0, tl.div_rn(1.0, wide), 0.0)
-        x = tl.where(broken[:, None], 0.0, x * inverse[:, None])
-        x = tl.minimum(tl.maximum(x, -most), most)
-        tl.store(target, to_codes(x, KIND), mask=mask)
+        x = clamped(x)
+        if MIX:
+            x = mixed(x, ROWS, BLOCK_D, MIX)
+        size: tl.constexpr = BLOCK_D if GROUP == 0 else GROUP
+        values, steps = encode(tl.reshape(x, (ROWS, BLOCK_D // size, size)), KIND)
+        values = tl.reshape(values, (ROWS, BLOCK_D))
+        group = tl.arange(0, BLOCK_D // size)
+        row = head[:, None] * GROUPS + group[None, :]
+        at_scale = scales + slot // PAGE * scale_page + row * scale_group + slot % PAGE
+        tl.store(at_scale, steps, mask=real[:, None] & (group < GROUPS)[None, :])
+        if KIND == INT4:
+            half: tl.constexpr = HEAD_DIM // 2
+            other = tl.minimum(column + half, BLOCK_D - 1)[None, :]
+            upper = tl.gather(values, tl.broadcast_to(other, (ROWS, BLOCK_D)), 1)
+            values = (values | (upper << 4)).to(tl.uint8)
+            mask = mask & (column < half)[None, :]
+        tl.store(target, values, mask=mask)
 
 
 @triton.jit
 def rope_kernel(
-    q, k, v, cos, sin, slots, k_pages, v_pages, k_scales, v_scales, q_token, q_head, k_token,
-    k_head, v_token, v_head, cos_token, stride_page, stride_head, stride_slot, scale_page,
-    scale_head, heads, kv_heads, half,
+    q, k, v, cos, sin, slots, q_token, q_head, k_token, k_head, v_token, v_head, cos_token,
+    heads, kv_heads, half,
+    k_codes, k_scale, k_page, k_row, k_slot, k_scale_page, k_scale_group,
+    v_codes, v_scale, v_page, v_row, v_slot, v_scale_page, v_scale_group,
+    K_KIND: tl.constexpr, K_GROUPS: tl.constexpr, K_GROUP: tl.constexpr, K_MIX: tl.constexpr,
+    V_KIND: tl.constexpr, V_GROUPS: tl.constexpr, V_GROUP: tl.constexpr, V_MIX: tl.constexpr,
     PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr,
-    KIND: tl.constexpr, MIX: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, tiles of heads of q, then of k, then of v). q is turned in place."""
+    """Grid (tokens, tiles of heads of q, then of k, then of v). q is turned in place.
+
+    ``MIX``: the Hadamard block of what lies mixed, else 0; q is mixed where keys are.
+    """
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     tiles = tl.cdiv(heads, BLOCK_H)
@@ -105,8 +99,8 @@ def rope_kernel(
         mask = (head < heads)[:, None] & (column < HEAD_DIM)[None, :]
         queries = q + token * q_token + head[:, None] * q_head
         turned = _rotated(queries, column, mask, angles, half, cos, sin)
-        if KIND != FLOAT:
-            turned = mixed(turned, BLOCK_H, BLOCK_D, MIX)
+        if K_MIX:
+            turned = mixed(turned, BLOCK_H, BLOCK_D, K_MIX)
         tl.debug_barrier()  # a thread reads what another overwrites
         tl.store(queries + column[None, :], turned, mask=mask)
     else:
@@ -115,21 +109,19 @@ def rope_kernel(
         head = (part - tiles - tl.where(is_key, 0, kv_tiles)) * BLOCK_H + row
         real = (head < kv_heads) & (slot >= 0)  # -1: see places_kernel
         mask = real[:, None] & (column < HEAD_DIM)[None, :]
-        place = slot // PAGE * stride_page + head * stride_head + slot % PAGE * stride_slot
-        at_scale = slot // PAGE * scale_page + head * scale_head + slot % PAGE
         if is_key:
             keys = k + token * k_token + head[:, None] * k_head
-            turned = _rotated(keys, column, mask, angles, half, cos, sin)
             _write(
-                turned, k_pages, k_scales, place, at_scale, column, real, mask, BLOCK_H, BLOCK_D,
-                KIND, MIX,
+                _rotated(keys, column, mask, angles, half, cos, sin), k_codes, k_scale, slot, head,
+                real, k_page, k_row, k_slot, k_scale_page, k_scale_group,
+                PAGE, HEAD_DIM, BLOCK_H, BLOCK_D, K_KIND, K_GROUPS, K_GROUP, K_MIX,
             )  # fmt: skip
         else:
             at_value = token * v_token + head[:, None] * v_head + column[None, :]
-            values = tl.load(v + at_value, mask=mask, other=0.0)
             _write(
-                values, v_pages, v_scales, place, at_scale, column, real, mask, BLOCK_H, BLOCK_D,
-                KIND, MIX,
+                tl.load(v + at_value, mask=mask, other=0.0), v_codes, v_scale, slot, head,
+                real, v_page, v_row, v_slot, v_scale_page, v_scale_group,
+                PAGE, HEAD_DIM, BLOCK_H, BLOCK_D, V_KIND, V_GROUPS, V_GROUP, V_MIX,
             )  # fmt: skip
 
 
@@ -173,28 +165,35 @@ class RopeAndCache:
             )
         if any(x.stride(-1) != 1 for x in (q, k, v, cos)) or cos.stride() != sin.stride():
             raise KernelError("rope: expected contiguous heads and angles of the same strides")
-        check_pages(pages, kv_heads, head_dim)
+        keys, values = page_sides(pages, head_dim)
+        mix = hadamard_block(head_dim)
         expect_on_device("rope", q, k, v, cos, sin, batch.slots, pages.k)
         block = max(16, triton.next_power_of_2(head_dim))
         rows = max(1, min(8, 1024 // block, triton.next_power_of_2(kv_heads)))
         grid = (tokens, triton.cdiv(q.shape[1], rows) + 2 * triton.cdiv(kv_heads, rows))
         rope_kernel[grid](
             *(q, k, v, cos, sin, batch.slots),
-            *page_arguments(pages)[:4],
             *q.stride()[:2],
             *k.stride()[:2],
             *v.stride()[:2],
             cos.stride(0),
-            *page_arguments(pages)[4:],
             q.shape[1],
             kv_heads,
             half,
+            *(keys.codes, keys.scales, *keys.strides),
+            *(values.codes, values.scales, *values.strides),
+            K_KIND=keys.kind,
+            K_GROUPS=keys.groups,
+            K_GROUP=keys.group,
+            K_MIX=mix if keys.mixed else 0,
+            V_KIND=values.kind,
+            V_GROUPS=values.groups,
+            V_GROUP=values.group,
+            V_MIX=mix if values.mixed else 0,
             PAGE=pages.page_size,
             HEAD_DIM=head_dim,
             BLOCK_D=block,
             BLOCK_H=rows,
-            KIND=kind(pages),
-            MIX=hadamard_block(head_dim),
             num_warps=4,
         )
 

@@ -97,7 +97,7 @@ def _cut(
     In the order of the gaps, or of the distances from the mean (``APART``), then of ids. Returns
     the largest of those and the last id that has it.
     """
-    low = 0
+    low = tl.full((), 0, tl.int32)
     before = goal * 0.0
     for step in range(11):
         shift = tl.maximum(28 - 3 * step, 0)

@@ -51,9 +51,8 @@ class RopeAndCache:
             return
         q.copy_(mixed(q))
         k, v = (mixed(x.clamp(-HALF_MAX, HALF_MAX)) for x in (k, v))
-        dtype = pages.k.dtype
-        pages.k[page, :, offset], pages.k_scale[page, :, offset] = round_codes(k, dtype)
-        pages.v[page, :, offset], pages.v_scale[page, :, offset] = round_codes(v, dtype)
+        pages.k[page, :, offset], pages.k_scale[page, :, offset] = round_codes(k)
+        pages.v[page, :, offset], pages.v_scale[page, :, offset] = round_codes(v)
 
 
 def _to_cache(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -78,26 +77,18 @@ def mixed(x: Tensor) -> Tensor:
     return x * (1.0 / math.sqrt(block))
 
 
-#: What the largest value of a row becomes: the range of the codes, or enough of it (a float8_e5m2
-#: goes to 57344, but then the scale of ordinary rows would be too small for a float16).
-PEAKS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 448.0}
+def round_codes(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``x [..., d]`` as int8 codes and their float16 scale ``[...]``: x ~ scale * code.
 
-
-def round_codes(x: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
-    """``x [..., d]`` as codes, int8 or 8-bit floats, and their float16 scale: x ~ scale * code.
-
-    The scale is the largest value's share of the codes' range (``PEAKS``), rounded to float16
-    before the codes are chosen, so that its rounding is not an error of the values. inf saturates.
-    A NaN makes the scale NaN (the codes 0), so that it stays visible as it does in a float page.
+    The scale is the peak's 127th part, rounded to float16 before the codes are chosen, so that its
+    rounding is not an error of the values. inf saturates. A NaN makes the scale NaN (the codes 0),
+    so that it stays visible as it does in a float page.
     """
-    peak = PEAKS[dtype]
-    scale = (x.abs().amax(dim=-1) / peak).clamp(max=HALF_MAX).to(torch.float16)
+    scale = (x.abs().amax(dim=-1) / 127.0).clamp(max=HALF_MAX).to(torch.float16)
     wide = scale.to(torch.float32).unsqueeze(-1)
     inverse = torch.where(wide > 0, 1.0 / wide, 0.0)
-    codes = (x * inverse).clamp(-peak, peak)
-    if dtype == torch.int8:
-        codes = torch.round(codes)
-    return codes.masked_fill(wide.isnan(), 0.0).to(dtype), scale
+    codes = torch.round((x * inverse).clamp(-127.0, 127.0))
+    return codes.masked_fill(wide.isnan(), 0.0).to(torch.int8), scale
 
 
 class RopeAngles:

@@ -34,7 +34,7 @@ class KVCache:
     with memory only where a page has been written; ``close`` returns all of it at once. All layers
     of a page lie together, so that few pages in use touch little memory: spread over the layers,
     one token of a 30-layer model would touch 60 huge pages of 2 MiB. Within a page a layer has its
-    keys, its values, and for 8-bit codes the scales of both.
+    keys, its values, and for int8 the scales of both.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ def _layer(
     else:
         k = view(dtype, 0, (heads, slots, width))
     v = view(dtype, count * dtype.itemsize, (heads, slots, width))
-    if not spec.scaled:
+    if dtype != torch.int8:
         return KVPages(k, v)
     scales = (
         view(torch.float16, 2 * count + i * heads * slots * 2, (heads, slots)) for i in (0, 1)

@@ -29,17 +29,16 @@ from triton.runtime.jit import JITFunction
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from sdk.engine.kv_cache import KVCache
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.gpu import attention, elementwise, launch, norm, rope, sampling
+from sdk.kernels.layouts import KVPages
 from sdk.kernels.sampling import Penalties
-from sdk.quant.spec import KVSpec
 
 TARGETS = {
     **{f"sm_{cc}": GPUTarget("cuda", cc, 32) for cc in (75, 80, 89, 90, 100, 120)},
     **{name: GPUTarget("hip", name, 64) for name in ("gfx90a", "gfx942")},
 }
-DTYPES = ("float32", "float16", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2")
+DTYPES = ("float32", "float16", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2", "int4")
 
 
 class Compiled:
@@ -120,11 +119,24 @@ def batch_of(counts: Sequence[int], context: int, shared: bool = False) -> Atten
     )
 
 
+def pages_of(dtype: str, head_dim: int) -> KVPages:
+    """Pages of two heads, integers with a scale for every 64 dimensions or less (int4: 32)."""
+    if (dtype.startswith("float") and "8" not in dtype) or dtype == "bfloat16":
+        x = torch.zeros(4, 2, 16, head_dim, dtype=getattr(torch, dtype))
+        return KVPages(x, x.clone())
+    kind = torch.uint8 if dtype == "int4" else getattr(torch, dtype)
+    codes = torch.zeros(4, 2, 16, head_dim // 2 if dtype == "int4" else head_dim).to(kind)
+    groups = {"int4": -(-head_dim // 32), "int8": -(-head_dim // 64)}.get(dtype, 1)
+    scale_kind = torch.int16 if dtype == "int4" else torch.float16
+    scale = torch.zeros(4, 2 * groups, 16, dtype=scale_kind)
+    return KVPages(codes, codes.clone(), scale, scale.clone())
+
+
 def run_attention(
     dtype: str, head_dim: int = 128, group: int = 4, *, rich: bool = False, exact: bool = False
 ) -> None:
     """Prompts, decoding in one split and in several. ``rich``: window, cap, sinks, cascade."""
-    pages = KVCache(KVSpec(1, 2, head_dim, 16, dtype), 4, keys_transposed=False).layers[0]
+    pages = pages_of(dtype, head_dim)
     options = (128, 30.0, torch.zeros(2 * group)) if rich else (None, None, None)
     for counts, context in (([5, 1], 200), ([1, 1], 1000)):
         q = torch.zeros(sum(counts), 2 * group, head_dim)
@@ -134,7 +146,7 @@ def run_attention(
 
 
 def run_rope(dtype: str, head_dim: int = 128) -> None:
-    pages = KVCache(KVSpec(1, 2, head_dim, 16, dtype), 4, keys_transposed=False).layers[0]
+    pages = pages_of(dtype, head_dim)
     heads = torch.zeros(3, 12, head_dim)
     q, k, v = heads.split([8, 2, 2], dim=1)
     angles = torch.zeros(3, head_dim // 2)
