@@ -331,16 +331,16 @@ def test_what_cannot_be_run_is_declined() -> None:
 def test_pages_that_lie_otherwise_are_refused() -> None:
     step = make_step([(5, 1)])
     turned = step.pages.k.transpose(2, 3).contiguous().transpose(2, 3)
-    with pytest.raises(KernelError, match="lie \\[page_size, 64\\] in a page"):
+    with pytest.raises(KernelError, match=r"lie \[page_size, 64\] in a page"):
         replace(step, pages=KVPages(turned, step.pages.v)).run()
     with pytest.raises(KernelError, match="do not agree"):
         replace(step, pages=KVPages(step.pages.k[:1], step.pages.v)).run()
     with pytest.raises(KernelError, match="of a known type"):
         replace(step, pages=KVPages(step.pages.k.double(), step.pages.v)).run()
     codes = make_step([(5, 1)], dtype="int8")
-    with pytest.raises(KernelError, match="expected scales .* found None"):
+    with pytest.raises(KernelError, match=r"expected scales .* found None"):
         replace(codes, pages=replace(codes.pages, k_scale=None)).run()
-    with pytest.raises(KernelError, match="expected contiguous torch.float16 scales"):
+    with pytest.raises(KernelError, match=r"expected contiguous torch\.float16 scales"):
         replace(codes, pages=replace(codes.pages, v_scale=codes.pages.v_scale.float())).run()
     with pytest.raises(KernelError, match="window of at least 1"):
         step.run(window=0)
