@@ -89,7 +89,8 @@ class Ops(ExpertOps):
     """Chosen kernels plus what they share (the thread pool). Owned by one rank, closed with it.
 
     ``num_threads`` defaults to the CPUs this process may run on. ``backends`` restricts the choice
-    (tests); ``declined_backends`` says which are missing and why.
+    (tests); ``declined_backends`` says which are missing and why. ``deterministic``: on a GPU too,
+    a row's result does not depend on the rows beside it (slower); on a CPU it never does.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Ops(ExpertOps):
         compute: Compute = "auto",
         num_threads: int | None = None,
         backends: Sequence[str] | None = None,
+        deterministic: bool = False,
     ) -> None:
         if num_threads is None:
             num_threads = len(os.sched_getaffinity(0))
@@ -107,7 +109,9 @@ class Ops(ExpertOps):
         self.device = torch.device(device)
         self.compute: Compute = compute
         self.num_threads = num_threads
-        self._backends, self.declined_backends = open_backends(device, num_threads, backends)
+        self._backends, self.declined_backends = open_backends(
+            device, num_threads, backends, fixed=deterministic
+        )
         self._chosen: dict[Problem, Choice] = {}
         self._activations = ActivationPool()
         self._buffers: ActivationPool | None = None  # of the graph being captured

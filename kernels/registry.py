@@ -111,16 +111,19 @@ class Choice:
 
 
 def open_backends(
-    device: str, num_threads: int, only: Sequence[str] | None = None
+    device: str, num_threads: int, only: Sequence[str] | None = None, *, fixed: bool = False
 ) -> tuple[list[Backend], tuple[tuple[str, str], ...]]:
-    """Open every backend that runs here: ``(backends, ((name, why not), ...))``."""
+    """Open every backend that runs here: ``(backends, ((name, why not), ...))``.
+
+    ``fixed``: see :class:`sdk.kernels.ops.Ops`.
+    """
     opened: list[Backend] = []
     missing: list[tuple[str, str]] = []
     for name in only or BACKENDS:
         module = import_module(f"sdk.kernels.{name}")
         reason = module.available(device)
         if reason is None:
-            opened.append(module.open_backend(device, num_threads))
+            opened.append(module.open_backend(device, num_threads, fixed=fixed))
         else:
             missing.append((name, reason))
     return opened, tuple(missing)

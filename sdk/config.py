@@ -65,6 +65,7 @@ class EngineConfig:
     enable_lora: bool = False
     swap_space: int | str = 0
     compute: Literal["auto", "exact"] = "auto"
+    deterministic: bool = False
     local_files_only: bool = False
     on_progress: ProgressCallback | None = None
 

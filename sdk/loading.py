@@ -70,21 +70,7 @@ def load(config: EngineConfig) -> Loaded:
         memory = _plan(config, checkpoint, model_config)
         tokenizer = None if config.skip_tokenizer_init else _tokenizer(config, checkpoint)
         default_params = _default_params(checkpoint.generation_config)
-        runner_config = RunnerConfig(
-            model=str(checkpoint.path),
-            num_pages=memory.num_pages + 1,  # page 0 belongs to nobody
-            page_size=memory.page_size,
-            kv_dtype=memory.kv_dtype,
-            max_model_len=memory.max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            num_threads=max(_threads(config) // config.tensor_parallel_size, 1),
-            device=_device(config),
-            compute=_compute(config),
-            enforce_eager=config.enforce_eager,
-            hf_overrides=dict(config.hf_overrides or {}),
-            quantization=config.quantization,
-        )
+        runner_config = _runner_config(config, checkpoint, memory)
         eos = frozenset(tokenizer.eos_token_ids if tokenizer is not None else _eos(checkpoint))
         scheduler_config = SchedulerConfig(
             num_pages=runner_config.num_pages,
@@ -120,6 +106,27 @@ def load(config: EngineConfig) -> Loaded:
         default_params=default_params,
         eos_token_ids=eos,
         warnings=tuple(f"unused tensor {name}" for name in executor.runner.unused_tensors),
+    )
+
+
+def _runner_config(
+    config: EngineConfig, checkpoint: Checkpoint, memory: MemoryPlan
+) -> RunnerConfig:
+    return RunnerConfig(
+        model=str(checkpoint.path),
+        num_pages=memory.num_pages + 1,  # page 0 belongs to nobody
+        page_size=memory.page_size,
+        kv_dtype=memory.kv_dtype,
+        max_model_len=memory.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        num_threads=max(_threads(config) // config.tensor_parallel_size, 1),
+        device=_device(config),
+        compute=_compute(config),
+        enforce_eager=config.enforce_eager,
+        deterministic=config.deterministic,
+        hf_overrides=dict(config.hf_overrides or {}),
+        quantization=config.quantization,
     )
 
 

@@ -23,8 +23,8 @@ def available(device: str) -> str | None:
     return None
 
 
-def open_backend(device: str, num_threads: int) -> ReferenceBackend:
-    """``num_threads`` is not used: torch's own pool belongs to the host application."""
+def open_backend(device: str, num_threads: int, *, fixed: bool = False) -> ReferenceBackend:
+    """Always ``fixed``; ``num_threads`` is not used: torch's own pool belongs to the host."""
     return ReferenceBackend()
 
 

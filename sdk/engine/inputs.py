@@ -72,6 +72,7 @@ class StepInputs:
     """Tokens, their requests and the rows wanted of one step, in buffers that stay.
 
     A request that stands in the same row as in the step before has only its new pages written.
+    ``find_shared``: look for pages that all requests begin with (``AttentionBatch.shared_len``).
     """
 
     def __init__(
@@ -81,7 +82,10 @@ class StepInputs:
         max_model_len: int,
         page_size: int,
         device: torch.device = _CPU,
+        *,
+        find_shared: bool = False,
     ) -> None:
+        self._find_shared = find_shared
         width = -(-max_model_len // page_size)
         self._buffers = _Buffers(
             device,
@@ -176,7 +180,7 @@ class StepInputs:
         """The batch of the step just written, for a pass that is not a replay."""
         whole = self.batch
         pages = max(len(place[0].pages) for place in self._places[:requests] if place[0])
-        shared = 0 if self.token_ids.is_cpu else self._shared_tokens(requests)
+        shared = self._shared_tokens(requests) if self._find_shared else 0
         self._shared[0] = shared
         self._buffers.send()
         return replace(

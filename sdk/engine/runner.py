@@ -48,6 +48,7 @@ class RunnerConfig:
     device: str = "cpu"
     compute: Compute = "auto"
     enforce_eager: bool = False
+    deterministic: bool = False
     revision: str | None = None
     local_files_only: bool = False
     hf_overrides: Mapping[str, Any] = field(default_factory=dict)
@@ -64,6 +65,15 @@ class _Wanted:
     guides: dict[str, int] = field(default_factory=dict)
     #: Requests to look at after the run, with their first and last row + 1.
     special: list[tuple[str, Running, int, int]] = field(default_factory=list)
+
+
+def _open_ops(config: RunnerConfig) -> Ops:
+    return Ops(
+        config.device,
+        compute=config.compute,
+        num_threads=config.num_threads,
+        deterministic=config.deterministic,
+    )
 
 
 class ModelRunner:
@@ -94,7 +104,7 @@ class ModelRunner:
                 )
                 checkpoint = packed_at_load(checkpoint, config.quantization)
             undo.callback(checkpoint.close)
-            self.ops = Ops(config.device, compute=config.compute, num_threads=config.num_threads)
+            self.ops = _open_ops(config)
             undo.callback(self.ops.close)
             self.model = build_model(
                 checkpoint,
@@ -119,6 +129,7 @@ class ModelRunner:
                 config.max_model_len,
                 config.page_size,
                 self.ops.device,
+                find_shared=self.ops.device.type == "cuda" and not config.deterministic,
             )
             self._graph: Graph[tuple[Tensor, Tensor]] | None = None
             #: On a GPU: decode steps of so many requests, with what was sampled.

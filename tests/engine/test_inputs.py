@@ -20,7 +20,7 @@ def request(name: str, length: int, pages: list[int]) -> Running:
 
 def filled(lengths: list[int], shared_pages: int) -> StepInputs:
     """Decoding requests whose first pages are the same."""
-    inputs = StepInputs(16, 8, 2048, PAGE)
+    inputs = StepInputs(16, 8, 2048, PAGE, find_shared=True)
     common = list(range(1, shared_pages + 1))
     rows = []
     for i, length in enumerate(lengths):
@@ -30,18 +30,23 @@ def filled(lengths: list[int], shared_pages: int) -> StepInputs:
     return inputs
 
 
+def shared(lengths: list[int], pages: int) -> int | None:
+    found = filled(lengths, pages).view(len(lengths), len(lengths)).shared_len
+    return None if found is None else int(found)
+
+
 def test_a_shared_prefix_ends_at_the_first_page_that_differs() -> None:
-    assert filled([700, 650, 640, 1000], 34)._shared_tokens(4) == 34 * PAGE
+    assert shared([700, 650, 640, 1000], 34) == 34 * PAGE
 
 
 def test_a_prefix_pays_only_for_several_requests_and_many_tokens() -> None:
-    assert filled([700, 650, 640], 34)._shared_tokens(3) == 0
-    assert filled([700, 650, 640, 1000], 31)._shared_tokens(4) == 0
+    assert shared([700, 650, 640], 34) is None
+    assert shared([700, 650, 640, 1000], 31) is None
 
 
 def test_a_prefix_leaves_every_request_a_token_of_its_own() -> None:
     # the shortest ends with its 34th page: its last token is not part of the prefix
-    assert filled([34 * PAGE, 700, 700, 700], 34)._shared_tokens(4) == 33 * PAGE
+    assert shared([34 * PAGE, 700, 700, 700], 34) == 33 * PAGE
 
 
 def test_rows_that_fill_up_a_step_have_no_query_and_no_page() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from sdk import LLM, SamplingParams
 from sdk.kernels import registry
 from sdk.kernels.gpu.graphs import StepGraphs, buckets
+from sdk.kernels.ops import Ops
 
 PROMPTS = [[5, 9, 30, 31, 200, 17], [44, 8]]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=3, logprobs=1)
@@ -85,6 +86,15 @@ def test_decode_steps_filled_up_to_a_bucket_give_the_same_answers(
         found = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
     assert found == wanted
     assert captured == [4]  # three requests in a bucket of four
+
+
+def test_one_order_of_additions_is_asked_of_the_kernels() -> None:
+    for deterministic in (False, True):
+        ops = Ops("cpu", num_threads=1, deterministic=deterministic)
+        backend = ops._backends[0]
+        linears = [x for x in backend.implementations("linear") if hasattr(x, "_fixed")]
+        assert linears and {x._fixed for x in linears} == {deterministic}
+        ops.close()
 
 
 def test_buckets_are_few_where_batches_are_small() -> None:
