@@ -67,7 +67,7 @@ def _store_part(
     tl.store(sums + place * 2 + 1, total, mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["longest", "splits"])
 def decode_kernel(
     q, out, parts, sums, sinks, query_start, context_len, table, shared_len,
     q_token, q_head, table_row, scale, softcap, window, longest, splits, kv_heads,
@@ -127,7 +127,7 @@ def decode_kernel(
         _store_part(parts, sums, place, best, total, result, row < GROUP, HEAD_DIM, BLOCK_D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["longest", "splits", "requests"])
 def shared_kernel(
     q, parts, sums, sinks, query_start, context_len, table, shared_len, q_token, q_head,
     scale, softcap, window, longest, splits, requests, kv_heads,
@@ -175,7 +175,7 @@ def shared_kernel(
     _store_part(parts, sums, place, best, total, result, real, HEAD_DIM, BLOCK_D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["longest", "splits"])
 def join_kernel(
     parts, sums, out, query_start, context_len, window, longest, splits, heads,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,

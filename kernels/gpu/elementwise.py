@@ -89,7 +89,7 @@ def gather_kernel(
         tl.store(out + row * width + second, values, mask=mask)
 
 
-@triton.jit(do_not_specialize=["requests"])
+@triton.jit(do_not_specialize=["tokens", "requests"])
 def places_kernel(
     query_start,
     context_len,

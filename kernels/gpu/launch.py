@@ -1,4 +1,8 @@
-"""What launchers share: where the kernels run, and what they insist on."""
+"""What launchers share: where the kernels run, and what they insist on.
+
+Triton compiles a kernel anew for numbers that are 1 or multiples of 16. What changes from step to
+step is therefore declared ``do_not_specialize``: nothing is compiled while an engine serves.
+"""
 
 from __future__ import annotations
 

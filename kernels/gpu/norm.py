@@ -23,7 +23,7 @@ MAX_WIDTH = 16384
 _TILE = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def norm_kernel(
     x,
     residual,

@@ -125,7 +125,7 @@ def rope_kernel(
             )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def angles_kernel(
     positions, inv_freq, cos, sin, factor, tokens, HALF: tl.constexpr, BLOCK: tl.constexpr
 ):

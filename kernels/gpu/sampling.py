@@ -271,7 +271,7 @@ def _drawn(row, width, best, heat, draw, BLOCK: tl.constexpr):
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["entries"])
 def penalize_kernel(
     logits, rows, ids, counts, factors, entries, stride, width, BLOCK: tl.constexpr
 ):
