@@ -55,6 +55,7 @@ class _Buffers:
         else:  # memory that is there only where it was written
             self._host = torch.from_numpy(np.zeros(offsets[-1], np.uint8))
         self._device = self._host.to(device)
+        self._sent = torch.cuda.Event() if device.type == "cuda" else None
         self.arrays: list[NDArray[Any]] = []
         self.tensors: list[Tensor] = []
         for (dtype, shape), begin in zip(parts, offsets, strict=False):
@@ -63,9 +64,15 @@ class _Buffers:
             self.tensors.append(self._device[begin : begin + size].view(_TYPES[dtype]).view(shape))
 
     def send(self) -> None:
-        """Copy what the arrays hold now."""
-        if self._device is not self._host:
+        """Copy what the arrays hold now; they must not be written before :meth:`wait`."""
+        if self._sent is not None:
             self._device.copy_(self._host, non_blocking=True)
+            self._sent.record()
+
+    def wait(self) -> None:
+        """Until what was sent last has been read. A step that samples nothing ends before that."""
+        if self._sent is not None:
+            self._sent.synchronize()
 
 
 class StepInputs:
@@ -133,6 +140,7 @@ class StepInputs:
         It goes to the device with :meth:`view`. Positions and slots are the business of
         ``Ops.find_places``.
         """
+        self._buffers.wait()
         end = 0
         for row, (request, count) in enumerate(rows):
             first = request.num_computed
