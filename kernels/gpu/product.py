@@ -52,9 +52,11 @@ def slice_codes(words, SLICE: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.conste
     """This plane's bits of columns ``16 SLICE .. 16 SLICE + 15`` of the unit."""
     WORDS: tl.constexpr = UNIT * WIDTH // 32
     if WORDS >= 16:
-        return (words >> (WIDTH * SLICE)) & ((1 << WIDTH) - 1)
-    shift = tl.arange(0, _LANES) // WORDS * WIDTH + SLICE * (16 // WORDS) * WIDTH
-    return (words >> shift[None, :]) & ((1 << WIDTH) - 1)
+        shifted = words >> (WIDTH * SLICE)
+    else:
+        shift = tl.arange(0, _LANES) // WORDS * WIDTH + SLICE * (16 // WORDS) * WIDTH
+        shifted = words >> shift[None, :]
+    return shifted & ((1 << WIDTH) - 1)
 
 
 @triton.jit
@@ -80,24 +82,25 @@ def decode_values(code, zero, table, KIND: tl.constexpr, BITS: tl.constexpr, OUT
     out smaller than they are by a power of two, the difference of the exponents' biases (FACTORS).
     """
     if KIND == "table":
-        return tl.load(table + code).to(OUT)
-    if KIND == "int":
-        if OUT == tl.float16:
-            big = (code | 0x6400).to(tl.int16).to(tl.float16, bitcast=True)
-            return big - (zero + 1024.0).to(tl.float16)
-        if OUT == tl.bfloat16 and BITS < 8:
-            big = (code | 0x4300).to(tl.int16).to(tl.bfloat16, bitcast=True)
-            return big - (zero + 128.0).to(tl.bfloat16)
-        big = (code | 0x4B000000).to(tl.float32, bitcast=True)
-        return (big - (zero + 8388608.0)).to(OUT)
-    if KIND == "e2m1":
-        half = ((code & 8) << 12) | ((code & 7) << 9)
-    elif KIND == "e4m3":
-        half = ((code & 128) << 8) | ((code & 127) << 7)
-        half = tl.where((code & 127) == 127, 0x7E00, half)
+        value = tl.load(table + code)
+    elif KIND == "int" and OUT == tl.float16:
+        big = (code | 0x6400).to(tl.int16).to(tl.float16, bitcast=True)
+        value = big - (zero + 1024.0).to(tl.float16)
+    elif KIND == "int" and OUT == tl.bfloat16 and BITS < 8:
+        big = (code | 0x4300).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        value = big - (zero + 128.0).to(tl.bfloat16)
+    elif KIND == "int":
+        value = (code | 0x4B000000).to(tl.float32, bitcast=True) - (zero + 8388608.0)
     else:
-        half = code << 8
-    return half.to(tl.int16).to(tl.float16, bitcast=True).to(OUT)
+        if KIND == "e2m1":
+            half = ((code & 8) << 12) | ((code & 7) << 9)
+        elif KIND == "e4m3":
+            half = ((code & 128) << 8) | ((code & 127) << 7)
+            half = tl.where((code & 127) == 127, 0x7E00, half)
+        else:
+            half = code << 8
+        value = half.to(tl.int16).to(tl.float16, bitcast=True)
+    return value.to(OUT)
 
 
 @triton.jit
@@ -139,8 +142,10 @@ def load_minus(
 def load_zero(zeros, zero, n, N, k, GROUP: tl.constexpr, ZEROS: tl.constexpr):
     """What is subtracted from the codes of rows n at column k: ``[rows, 1]`` or a number."""
     if ZEROS:
-        return tl.load(zeros + (k // GROUP) * N + n).to(tl.float32)[:, None]
-    return zero
+        z = tl.load(zeros + (k // GROUP) * N + n).to(tl.float32)[:, None]
+    else:
+        z = zero
+    return z
 
 
 @triton.jit
@@ -195,8 +200,9 @@ def product(
                 part = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
                 total = tl.zeros((BLOCK_M,), tl.float32)
             for j in tl.static_range(CHUNK // 16):
-                slice_: tl.constexpr = c * (CHUNK // 16) + j
-                code = all_codes(words, words_1, words_2, slice_, UNIT, WIDTH, WIDTH_1, WIDTH_2)
+                code = all_codes(
+                    words, words_1, words_2, c * (CHUNK // 16) + j, UNIT, WIDTH, WIDTH_1, WIDTH_2
+                )
                 w = decode_values(code, z, table, KIND, WIDTH + WIDTH_1 + WIDTH_2, MATH)
                 column = k + j * 16 + lane
                 wanted = (m < M)[None, :] & (EVEN | (column < K)[:, None])
@@ -247,8 +253,9 @@ def product_one(
                 part = tl.zeros((BLOCK_N, _LANES), tl.float32)
                 total = tl.zeros((_LANES,), tl.float32)
             for j in tl.static_range(CHUNK // 16):
-                slice_: tl.constexpr = c * (CHUNK // 16) + j
-                code = all_codes(words, words_1, words_2, slice_, UNIT, WIDTH, WIDTH_1, WIDTH_2)
+                code = all_codes(
+                    words, words_1, words_2, c * (CHUNK // 16) + j, UNIT, WIDTH, WIDTH_1, WIDTH_2
+                )
                 w = decode_values(code, z, table, KIND, WIDTH + WIDTH_1 + WIDTH_2, tl.float32)
                 column = k + j * 16 + lane
                 xs = tl.load(x + column, mask=EVEN | (column < K), other=0.0).to(tl.float32)
@@ -312,8 +319,9 @@ def decode_rows(
             scale, super_scale, rows, N, at, scale_stride, scale_rows, GROUP, SUPER, SCALE
         )
         for j in tl.static_range(CHUNK // 16):
-            slice_: tl.constexpr = c * (CHUNK // 16) + j
-            code = all_codes(words, words_1, words_2, slice_, UNIT, WIDTH, WIDTH_1, WIDTH_2)
+            code = all_codes(
+                words, words_1, words_2, c * (CHUNK // 16) + j, UNIT, WIDTH, WIDTH_1, WIDTH_2
+            )
             w = decode_values(code, z, table, KIND, WIDTH + WIDTH_1 + WIDTH_2, tl.float32) * FACTOR
             w = w * s[:, None]
             if MINUS != "":
