@@ -13,7 +13,7 @@ neighbours in memory. Bytes beyond the canonical layout: rows padded to 16, colu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -59,7 +59,8 @@ class Packed:
     ``kind``: what a code is: ``int``, an index of a ``table``, or the bits of an ``e4m3``, ``e5m2``
     or ``e2m1`` float. ``unit``: columns whose codes share words. ``scale [groups, N / scale_rows]``
     as bytes where ``scale_bits`` says what they mean; ``minus [groups, N]`` is subtracted;
-    ``zeros [groups, N]`` or ``zero`` is subtracted from the code.
+    ``zeros [groups, N]`` or ``zero`` is subtracted from the code; ``tables`` are one table in every
+    type that is multiplied.
     """
 
     facts: Layout
@@ -77,11 +78,15 @@ class Packed:
     super_scale: Tensor | None = None
     super_minus: Tensor | None = None
     super_group: int = 0
-    table: Tensor | None = None
+    tables: Mapping[torch.dtype, Tensor] | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.facts.shape
+
+    @property
+    def has_minus(self) -> bool:
+        return self.minus is not None or self.scale_bits == "low4"
 
     @property
     def units(self) -> int:
@@ -157,7 +162,7 @@ def _pack_affine(w: Affine) -> Packed:
         minus=_turned(w.minus),
         super_scale=_turned(w.super_scale),
         super_group=w.super_group,
-        table=table,
+        tables=_tables(table),
     )
 
 
@@ -215,7 +220,7 @@ def _pack_blocks(w: Blocks) -> Packed:
         super_scale=super_scale,
         super_minus=super_minus,
         super_group=type_.elements if fields.super_scale else 0,
-        table=table,
+        tables=_tables(table),
     )
 
 
@@ -254,6 +259,11 @@ def _scales_of(
     ):
         if tensor is not None:
             yield tensor, field, 0
+
+
+def _tables(table: Tensor | None) -> Mapping[torch.dtype, Tensor] | None:
+    types = (torch.float32, torch.float16, torch.bfloat16)
+    return None if table is None else {dtype: table.to(dtype) for dtype in types}
 
 
 def _turned(part: Tensor | None) -> Tensor | None:

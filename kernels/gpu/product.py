@@ -104,6 +104,43 @@ def decode_values(code, zero, table, KIND: tl.constexpr, BITS: tl.constexpr, OUT
 
 
 @triton.jit
+def tiny_values(
+    words, words_1, words_2, table, SLICE: tl.constexpr, KIND: tl.constexpr, UNIT: tl.constexpr,
+    WIDTH: tl.constexpr, WIDTH_1: tl.constexpr, WIDTH_2: tl.constexpr,
+):  # fmt: skip
+    """Float32 values of a slice, too small by the same power of two for all of a kind (``TINY``).
+
+    The bits of a code are the lowest bits of a float: an integer is a denormal number then, a short
+    float has the lowest bits of the exponent. Multiplying those costs nothing extra and nothing is
+    converted, one ``and`` makes a number of a code that is a field of its word. Such a field may
+    lie up to 15 bits too far left: the second result undoes that, multiplied with x.
+    """
+    PLACE: tl.constexpr = WIDTH * SLICE % 16
+    step = 1.0
+    if KIND == "int" and WIDTH_1 == 0 and UNIT * WIDTH >= 512:
+        half = words
+        if WIDTH * SLICE >= 16:
+            half = words >> 16
+        bits = half & (((1 << WIDTH) - 1) << PLACE)
+        step = 1.0 / (1 << PLACE)
+    else:
+        bits = all_codes(words, words_1, words_2, SLICE, UNIT, WIDTH, WIDTH_1, WIDTH_2)
+        if KIND == "e2m1":
+            bits = ((bits & 8) << 28) | ((bits & 7) << 22)
+        elif KIND == "e4m3":
+            nan = tl.where((bits & 127) == 127, 0x7FC00000, 0)
+            bits = ((bits & 128) << 24) | ((bits & 127) << 20) | nan
+        elif KIND == "e5m2":
+            bits = ((bits & 128) << 24) | ((bits & 127) << 21)
+            bits = tl.where((bits & 0x0F800000) == 0x0F800000, bits | 0x70000000, bits)
+    if KIND == "table":
+        value = tl.load(table + bits)
+    else:
+        value = bits.to(tl.float32, bitcast=True)
+    return value, step
+
+
+@triton.jit
 def load_scale(
     scale, super_scale, n, N, k, scale_stride, scale_rows,
     GROUP: tl.constexpr, SUPER: tl.constexpr, SCALE: tl.constexpr,
@@ -150,13 +187,20 @@ def load_zero(zeros, zero, n, N, k, GROUP: tl.constexpr, ZEROS: tl.constexpr):
 
 @triton.jit
 def scaled(
-    acc, part, total, scale, super_scale, minus, super_minus, n, N, k, scale_stride, scale_rows,
+    acc, part, total, zero, scale, super_scale, minus, super_minus, n, N, k,
+    scale_stride, scale_rows,
     GROUP: tl.constexpr, SUPER: tl.constexpr, SCALE: tl.constexpr, FACTOR: tl.constexpr,
-    MINUS: tl.constexpr,
+    MINUS: tl.constexpr, ZERO: tl.constexpr,
 ):  # fmt: skip
-    """``acc + part * scale - minus * total``: part ``[rows, m]``, total (the sum of x) ``[m]``."""
+    """``acc + part * scale - (minus + zero * scale) * total``, the latter if ``ZERO``.
+
+    part is ``[rows, m]``, total, the sum of x, ``[m]``, zero ``[rows, 1]`` or a number.
+    """
     s = load_scale(scale, super_scale, n, N, k, scale_stride, scale_rows, GROUP, SUPER, SCALE)
-    acc += part * (s * FACTOR)[:, None]
+    s = s[:, None]
+    acc += part * (s * FACTOR)
+    if ZERO:
+        acc -= (zero * s) * total[None, :]
     if MINUS != "":
         f = load_minus(minus, super_minus, n, N, k, GROUP, SUPER, MINUS)
         acc -= f[:, None] * total[None, :]
@@ -165,7 +209,7 @@ def scaled(
 
 @triton.jit
 def product(
-    x, out, w0, w1, w2, scale, super_scale, zeros, minus, super_minus, table,
+    x, sums, out, w0, w1, w2, scale, super_scale, zeros, minus, super_minus, table,
     M, N, K, units, share, x_stride, out_stride, part_stride, scale_stride, scale_rows, zero,
     KIND: tl.constexpr, WIDTH: tl.constexpr, WIDTH_1: tl.constexpr, WIDTH_2: tl.constexpr,
     UNIT: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, SUPER: tl.constexpr,
@@ -175,8 +219,9 @@ def product(
 ):  # fmt: skip
     """One tile of ``out[split, M, N]``: ``share`` units of K of BLOCK_N rows and BLOCK_M tokens.
 
-    Columns in runs of ``CHUNK`` have one scale; ``WHOLE``: all of a row have. ``WIDEN``: multiply
-    in float32 what was rounded to ``DOT`` (the interpreter multiplies bfloat16 wrongly).
+    Columns in runs of ``CHUNK`` have one scale; ``WHOLE``: all of a row have. ``sums``: of x over
+    them, see ``add_chunks``. ``WIDEN``: multiply in float32 what was rounded to ``DOT`` (the
+    interpreter multiplies bfloat16 wrongly).
     """
     MATH: tl.constexpr = tl.float32 if WIDEN else DOT
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -186,7 +231,7 @@ def product(
     lane = tl.arange(0, _LANES)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     part = acc
-    total = tl.zeros((BLOCK_M,), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)  # stays so without minima
     first = tl.program_id(2) * share
     for unit in range(first, tl.minimum(first + share, units)):
         words, words_1, words_2 = load_planes(
@@ -198,7 +243,6 @@ def product(
             z = load_zero(zeros, zero, rows, N, at, GROUP, ZEROS)
             if not WHOLE:
                 part = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-                total = tl.zeros((BLOCK_M,), tl.float32)
             for j in tl.static_range(CHUNK // 16):
                 code = all_codes(
                     words, words_1, words_2, c * (CHUNK // 16) + j, UNIT, WIDTH, WIDTH_1, WIDTH_2
@@ -207,21 +251,40 @@ def product(
                 column = k + j * 16 + lane
                 wanted = (m < M)[None, :] & (EVEN | (column < K)[:, None])
                 xs = tl.load(tokens[None, :] + column[:, None], mask=wanted, other=0.0).to(DOT)
-                if MINUS != "":
-                    total += tl.sum(xs.to(tl.float32), 0)
                 part = tl.dot(w, xs.to(MATH), part, input_precision="ieee")
             if not WHOLE:
+                if MINUS != "":
+                    total = tl.load(sums + (at // CHUNK) * M + tl.minimum(m, M - 1))
                 acc = scaled(
-                    acc, part, total, scale, super_scale, minus, super_minus, rows, N, at,
-                    scale_stride, scale_rows, GROUP, SUPER, SCALE, FACTOR, MINUS,
+                    acc, part, total, zero, scale, super_scale, minus, super_minus, rows, N, at,
+                    scale_stride, scale_rows, GROUP, SUPER, SCALE, FACTOR, MINUS, False,
                 )  # fmt: skip
     if WHOLE:
+        if MINUS != "":
+            total = tl.load(sums + tl.program_id(2) * M + tl.minimum(m, M - 1))
         acc = scaled(
-            acc, part, total, scale, super_scale, minus, super_minus, rows, N, 0,
-            scale_stride, scale_rows, GROUP, SUPER, SCALE, FACTOR, MINUS,
+            acc, part, total, zero, scale, super_scale, minus, super_minus, rows, N, 0,
+            scale_stride, scale_rows, GROUP, SUPER, SCALE, FACTOR, MINUS, False,
         )  # fmt: skip
     where = out + tl.program_id(2) * part_stride + m[None, :].to(tl.int64) * out_stride + n[:, None]
     tl.store(where, acc.to(out.dtype.element_ty), mask=(m < M)[None, :] & (n < N)[:, None])
+
+
+@triton.jit
+def add_chunks(
+    x, sums, M, K, x_stride, CHUNK: tl.constexpr, DOT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """``sums[c, m]``: the sum of x[m], rounded to ``DOT``, over columns ``CHUNK c`` and on."""
+    m = tl.program_id(1)
+    chunk = tl.program_id(0)
+    acc = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, CHUNK, BLOCK):
+        inside = start + tl.arange(0, BLOCK)
+        column = chunk * CHUNK + inside
+        wanted = (inside < CHUNK) & (column < K)
+        part = tl.load(x + m.to(tl.int64) * x_stride + column, mask=wanted, other=0.0)
+        acc += part.to(DOT).to(tl.float32)
+    tl.store(sums + chunk * M + m, tl.sum(acc, 0))
 
 
 @triton.jit
@@ -231,9 +294,13 @@ def product_one(
     KIND: tl.constexpr, WIDTH: tl.constexpr, WIDTH_1: tl.constexpr, WIDTH_2: tl.constexpr,
     UNIT: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, SUPER: tl.constexpr,
     SCALE: tl.constexpr, FACTOR: tl.constexpr, ZEROS: tl.constexpr, MINUS: tl.constexpr,
-    WHOLE: tl.constexpr, EVEN: tl.constexpr, BLOCK_N: tl.constexpr, UNROLL: tl.constexpr,
+    WHOLE: tl.constexpr, EVEN: tl.constexpr, RAISE: tl.constexpr,
+    BLOCK_N: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """:func:`product` for one token, in float32 without matrix instructions: x is not rounded."""
+    """:func:`product` for one token, in float32 without matrix instructions: x is not rounded.
+
+    ``RAISE`` times ``FACTOR`` undoes the smallness of ``tiny_values``, x bearing its share.
+    """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.minimum(n, N - 1)
     lane = tl.arange(0, _LANES)
@@ -253,24 +320,25 @@ def product_one(
                 part = tl.zeros((BLOCK_N, _LANES), tl.float32)
                 total = tl.zeros((_LANES,), tl.float32)
             for j in tl.static_range(CHUNK // 16):
-                code = all_codes(
-                    words, words_1, words_2, c * (CHUNK // 16) + j, UNIT, WIDTH, WIDTH_1, WIDTH_2
-                )
-                w = decode_values(code, z, table, KIND, WIDTH + WIDTH_1 + WIDTH_2, tl.float32)
                 column = k + j * 16 + lane
                 xs = tl.load(x + column, mask=EVEN | (column < K), other=0.0).to(tl.float32)
-                part += w * xs[None, :]
-                if MINUS != "":
+                w, step = tiny_values(
+                    words, words_1, words_2, table, c * (CHUNK // 16) + j, KIND, UNIT,
+                    WIDTH, WIDTH_1, WIDTH_2,
+                )  # fmt: skip
+                part += w * (xs * (step * RAISE))[None, :]
+                if KIND == "int" or MINUS != "":
                     total += xs
             if not WHOLE:
                 acc = scaled(
-                    acc, part, total, scale, super_scale, minus, super_minus, rows, N, at,
-                    scale_stride, scale_rows, GROUP, SUPER, SCALE, FACTOR, MINUS,
+                    acc, part, total, z, scale, super_scale, minus, super_minus, rows, N, at,
+                    scale_stride, scale_rows, GROUP, SUPER, SCALE, FACTOR, MINUS, KIND == "int",
                 )  # fmt: skip
     if WHOLE:
+        z = load_zero(zeros, zero, rows, N, 0, GROUP, ZEROS)
         acc = scaled(
-            acc, part, total, scale, super_scale, minus, super_minus, rows, N, 0,
-            scale_stride, scale_rows, GROUP, SUPER, SCALE, FACTOR, MINUS,
+            acc, part, total, z, scale, super_scale, minus, super_minus, rows, N, 0,
+            scale_stride, scale_rows, GROUP, SUPER, SCALE, FACTOR, MINUS, KIND == "int",
         )  # fmt: skip
     y = tl.sum(acc, 1).to(out.dtype.element_ty)
     tl.store(out + tl.program_id(1) * part_stride + n, y, mask=n < N)
