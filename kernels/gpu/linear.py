@@ -112,7 +112,7 @@ class Linear:
             product_one(packed, x, parts, split, tiles).run()
         else:
             sums = None
-            if packed.has_minus:
+            if packed.has_minus or packed.zeros_bits == 32:
                 chunk = chunk_of(packed, split)
                 count = max(-(-x.shape[1] // chunk), split)
                 sums = torch.empty(count, tokens, device=x.device)
@@ -236,7 +236,7 @@ def _weight(p: Packed, table: torch.dtype = torch.float32) -> tuple[dict[str, An
     planes = (*p.planes, p.planes[0], p.planes[0])
     arguments: dict[str, Any] = dict(zip(("w0", "w1", "w2"), planes, strict=False))
     arguments["scale"] = p.scale
-    for name in ("super_scale", "zeros", "minus", "super_minus"):
+    for name in ("super_scale", "nested", "offset", "zeros", "minus", "super_minus"):
         part = getattr(p, name)
         arguments[name] = p.scale if part is None else part
     arguments["table"] = p.scale if p.tables is None else p.tables[table]
@@ -251,10 +251,10 @@ def _weight(p: Packed, table: torch.dtype = torch.float32) -> tuple[dict[str, An
         "UNIT": p.unit,
         "CHUNK": p.unit if whole else math.gcd(p.unit, p.group),
         "GROUP": p.group,
-        "SUPER": 0 if p.super_scale is None else min(p.super_group, k),
+        "SUPER": p.super_group,
         "SCALE": p.scale_bits,
         "FACTOR": FACTORS.get(p.kind, 1.0),
-        "ZEROS": p.zeros is not None,
+        "ZEROS": p.zeros_bits,
         "MINUS": minus if p.has_minus else "",
         "WHOLE": whole,
         "EVEN": p.units * p.unit == k,
