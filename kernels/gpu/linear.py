@@ -25,8 +25,11 @@ from sdk.kernels.gpu.tuning import Tiles, Tuning
 from sdk.kernels.layouts import BLOCK_TYPES, TABLE_BITS, Dense, Layout, check_layout
 from sdk.kernels.registry import Problem
 
-#: Exponent biases that kernels leave to the scale: see ``decode_values``.
+#: What ``decode_values`` leaves to the scale: the difference of the exponents' biases.
 FACTORS = {"e2m1": 2.0**14, "e4m3": 2.0**8}
+#: The same of ``tiny_values``, of which x takes ``RAISE``: neither it nor a product overflows.
+TINY = {"int": 149, "e2m1": 126, "e4m3": 120, "e5m2": 112}
+RAISE = 80
 #: Bytes of the scratch that a weight is decoded into: bounds memory, not speed.
 SCRATCH = 64 << 20
 _DOT_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -108,7 +111,13 @@ class Linear:
         if tokens == 1 and not self._fixed:
             product_one(packed, x, parts, split, tiles).run()
         else:
-            product(packed, x, parts, split, tiles, dtype).run()
+            sums = None
+            if packed.has_minus or packed.zeros_bits == 32:
+                chunk = chunk_of(packed, split)
+                count = max(-(-x.shape[1] // chunk), split)
+                sums = torch.empty(count, tokens, device=x.device)
+                add_chunks(x, sums, chunk, dtype).run()
+            product(packed, x, sums, parts, split, tiles, dtype).run()
         if split > 1:
             add_up(parts, out).run()
 
@@ -135,13 +144,23 @@ class Linear:
 
 
 def product(
-    packed: Packed, x: Tensor, parts: Tensor, split: int, tiles: Tiles, dtype: torch.dtype
+    packed: Packed,
+    x: Tensor,
+    sums: Tensor | None,
+    parts: Tensor,
+    split: int,
+    tiles: Tiles,
+    dtype: torch.dtype,
 ) -> Launch:
-    """``product`` over ``split`` shares of K: x ``[M, K]``, parts ``[split, M, N]`` or out."""
+    """``product`` over ``split`` shares of K: x ``[M, K]``, parts ``[split, M, N]`` or out.
+
+    ``sums``: of :func:`add_chunks`, for a weight with minima.
+    """
     tokens, n = x.shape[0], packed.shape[0]
     block_m = min(tiles.block_m, max(16, triton.next_power_of_2(tokens)))
-    weights, constants = _weight(packed)
-    arguments = {"x": x, "out": parts, **weights, "M": tokens}
+    weights, constants = _weight(packed, dtype)
+    sums = parts if sums is None else sums
+    arguments = {"x": x, "sums": sums, "out": parts, **weights, "M": tokens}
     arguments |= {"share": -(-packed.units // split), "x_stride": x.stride(0)}
     arguments |= {"out_stride": parts.stride(-2), "part_stride": _part_stride(parts)}
     constants |= {"DOT": _DOT_TYPES[dtype], "BLOCK_N": tiles.block_n, "BLOCK_M": block_m}
@@ -151,12 +170,31 @@ def product(
     return Launch(kernels.product, grid, arguments, constants, options)
 
 
+def chunk_of(p: Packed, split: int) -> int:
+    """Columns that have one scale in a program of ``product`` with ``split`` shares of K."""
+    if p.group >= p.shape[1]:
+        return -(-p.units // split) * p.unit
+    return math.gcd(p.unit, p.group)
+
+
+def add_chunks(x: Tensor, sums: Tensor, chunk: int, dtype: torch.dtype) -> Launch:
+    """Sums of ``chunk`` columns of x ``[M, K]`` as rounded to ``dtype``: float32 ``[C, M]``."""
+    tokens, k = x.shape
+    arguments = {"x": x, "sums": sums, "M": tokens, "K": k, "x_stride": x.stride(0)}
+    block = min(1024, triton.next_power_of_2(chunk))
+    constants = {"CHUNK": chunk, "DOT": _DOT_TYPES[dtype], "BLOCK": block}
+    return Launch(kernels.add_chunks, (sums.shape[0], tokens, 1), arguments, constants, {})
+
+
 def product_one(packed: Packed, x: Tensor, parts: Tensor, split: int, tiles: Tiles) -> Launch:
     """``product_one`` over ``split`` shares of K: x ``[1, K]``, parts as in :func:`product`."""
     weights, constants = _weight(packed)
     arguments = {"x": x, "out": parts, **weights}
     arguments |= {"share": -(-packed.units // split), "part_stride": _part_stride(parts)}
     constants |= {"BLOCK_N": tiles.block_n, "UNROLL": tiles.stages}
+    tiny = packed.kind in TINY
+    constants["RAISE"] = 2.0**RAISE if tiny else 1.0
+    constants["FACTOR"] = 2.0 ** (TINY[packed.kind] - RAISE) if tiny else 1.0
     grid = (-(-packed.shape[0] // tiles.block_n), split, 1)
     return Launch(kernels.product_one, grid, arguments, constants, {"num_warps": tiles.warps})
 
@@ -190,7 +228,7 @@ def _part_stride(parts: Tensor) -> int:
     return parts.stride(0) if parts.dim() == 3 else 0
 
 
-def _weight(p: Packed) -> tuple[dict[str, Any], dict[str, Any]]:
+def _weight(p: Packed, table: torch.dtype = torch.float32) -> tuple[dict[str, Any], dict[str, Any]]:
     """What every kernel is told of a weight; tensors it lacks are given as any other."""
     n, k = p.shape
     whole = p.group >= k
@@ -198,9 +236,10 @@ def _weight(p: Packed) -> tuple[dict[str, Any], dict[str, Any]]:
     planes = (*p.planes, p.planes[0], p.planes[0])
     arguments: dict[str, Any] = dict(zip(("w0", "w1", "w2"), planes, strict=False))
     arguments["scale"] = p.scale
-    for name in ("super_scale", "zeros", "minus", "super_minus", "table"):
+    for name in ("super_scale", "nested", "offset", "zeros", "minus", "super_minus"):
         part = getattr(p, name)
         arguments[name] = p.scale if part is None else part
+    arguments["table"] = p.scale if p.tables is None else p.tables[table]
     if p.scale_bits == "low4":  # one byte holds scale and minimum
         arguments["minus"] = p.scale
     arguments |= {"N": n, "K": k, "units": p.units, "scale_stride": p.scale.shape[1]}
@@ -212,11 +251,11 @@ def _weight(p: Packed) -> tuple[dict[str, Any], dict[str, Any]]:
         "UNIT": p.unit,
         "CHUNK": p.unit if whole else math.gcd(p.unit, p.group),
         "GROUP": p.group,
-        "SUPER": 0 if p.super_scale is None else min(p.super_group, k),
+        "SUPER": p.super_group,
         "SCALE": p.scale_bits,
         "FACTOR": FACTORS.get(p.kind, 1.0),
-        "ZEROS": p.zeros is not None,
-        "MINUS": minus if p.minus is not None or p.scale_bits == "low4" else "",
+        "ZEROS": p.zeros_bits,
+        "MINUS": minus if p.has_minus else "",
         "WHOLE": whole,
         "EVEN": p.units * p.unit == k,
     }

@@ -13,7 +13,7 @@ neighbours in memory. Bytes beyond the canonical layout: rows padded to 16, colu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -59,7 +59,8 @@ class Packed:
     ``kind``: what a code is: ``int``, an index of a ``table``, or the bits of an ``e4m3``, ``e5m2``
     or ``e2m1`` float. ``unit``: columns whose codes share words. ``scale [groups, N / scale_rows]``
     as bytes where ``scale_bits`` says what they mean; ``minus [groups, N]`` is subtracted;
-    ``zeros [groups, N]`` or ``zero`` is subtracted from the code.
+    ``zeros``, ``zeros_bits`` each (32: floats), or ``zero`` is subtracted from the code; ``tables`` are one table in every
+    type that is multiplied.
     """
 
     facts: Layout
@@ -73,15 +74,22 @@ class Packed:
     scale_rows: int = 1
     zero: int = 0
     zeros: Tensor | None = None
+    zeros_bits: int = 0
     minus: Tensor | None = None
     super_scale: Tensor | None = None
     super_minus: Tensor | None = None
     super_group: int = 0
-    table: Tensor | None = None
+    nested: Tensor | None = None
+    offset: Tensor | None = None
+    tables: Mapping[torch.dtype, Tensor] | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.facts.shape
+
+    @property
+    def has_minus(self) -> bool:
+        return self.minus is not None or self.scale_bits == "low4"
 
     @property
     def units(self) -> int:
@@ -90,7 +98,7 @@ class Packed:
     @property
     def nbytes(self) -> int:
         parts = (*self.planes, self.scale, self.zeros, self.minus)
-        parts = (*parts, self.super_scale, self.super_minus)
+        parts = (*parts, self.super_scale, self.super_minus, self.nested, self.offset)
         return sum(part.nbytes for part in parts if part is not None)
 
 
@@ -110,8 +118,8 @@ def unpack(packed: Packed) -> Layout:
     facts = packed.facts
     match facts:
         case Affine():
-            parts = {name: getattr(packed, name) for name in ("zeros", "minus", "super_scale")}
-            parts = {name: _turned(part) for name, part in parts.items()}
+            parts = {name: _turned(getattr(packed, name)) for name in ("minus", "super_scale")}
+            parts["zeros"] = _unpack_zeros(packed)
             scale = packed.scale.t().contiguous().view(facts.scale.dtype)
             flip = 128 if facts.signed else 0
             codes = [pack_codes(codes ^ flip, facts.bits) for _, codes in _chunks(packed)]
@@ -135,6 +143,7 @@ def _pack_affine(w: Affine) -> Packed:
     if table is not None:
         is_e2m1 = table.tolist() == list(E2M1)
         kind, table = ("e2m1", None) if is_e2m1 else ("table", table)
+    zeros, zeros_bits = _pack_zeros(w.zeros)
     # new_empty and not a slice: a slice would keep the canonical tensors alive
     facts = replace(
         w,
@@ -153,11 +162,12 @@ def _pack_affine(w: Affine) -> Packed:
         planes,
         *_scale(w.scale),
         zero=(0 if w.minus is not None else w.zero) + (128 if w.signed else 0),
-        zeros=_turned(w.zeros),
+        zeros=zeros,
+        zeros_bits=zeros_bits,
         minus=_turned(w.minus),
         super_scale=_turned(w.super_scale),
-        super_group=w.super_group,
-        table=table,
+        super_group=0 if w.super_scale is None else min(w.super_group, k),
+        tables=_tables(table),
     )
 
 
@@ -215,7 +225,7 @@ def _pack_blocks(w: Blocks) -> Packed:
         super_scale=super_scale,
         super_minus=super_minus,
         super_group=type_.elements if fields.super_scale else 0,
-        table=table,
+        tables=_tables(table),
     )
 
 
@@ -254,6 +264,26 @@ def _scales_of(
     ):
         if tensor is not None:
             yield tensor, field, 0
+
+
+def _tables(table: Tensor | None) -> Mapping[torch.dtype, Tensor] | None:
+    types = (torch.float32, torch.float16, torch.bfloat16)
+    return None if table is None else {dtype: table.to(dtype) for dtype in types}
+
+
+def _pack_zeros(zeros: Tensor | None) -> tuple[Tensor | None, int]:
+    """Zero points in as few bits as fit into bytes evenly: uint8 ``[groups / per byte, N]``."""
+    if zeros is None:
+        return None, 0
+    bits = next(bits for bits in (2, 4, 8) if int(zeros.max()) < 1 << bits)
+    return pack_codes(zeros, bits).t().contiguous(), bits
+
+
+def _unpack_zeros(packed: Packed) -> Tensor | None:
+    if packed.zeros is None:
+        return None
+    groups = -(-packed.shape[1] // packed.group)
+    return unpack_codes(packed.zeros.t().contiguous(), packed.zeros_bits, groups).contiguous()
 
 
 def _turned(part: Tensor | None) -> Tensor | None:

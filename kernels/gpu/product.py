@@ -16,142 +16,37 @@ Must match ``reference/linear.py``: bit for bit in ``decode_rows``, 2e-3 (float1
 import triton
 import triton.language as tl
 
-# 16 rows lie together (packing.py), and 16 columns are the depth of a matrix instruction.
-_LANES = tl.constexpr(16)
-
-
-@triton.jit
-def load_words(plane, n, unit, units, WIDTH: tl.constexpr, UNIT: tl.constexpr):
-    """One plane's words of rows n: int32 ``[rows, 16]``, repeated where a row has fewer."""
-    WORDS: tl.constexpr = UNIT * WIDTH // 32
-    row = ((n // _LANES) * units + unit) * (_LANES * WORDS) + (n % _LANES) * WORDS
-    lane = tl.arange(0, _LANES)
-    if WORDS < 16:
-        lane = lane % WORDS
-    return tl.load(plane + row[:, None] + lane[None, :])
-
-
-@triton.jit
-def load_planes(
-    w0, w1, w2, n, unit, units,
-    WIDTH: tl.constexpr, WIDTH_1: tl.constexpr, WIDTH_2: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
-    """The words of up to three planes; those that do not exist repeat the first."""
-    words = load_words(w0, n, unit, units, WIDTH, UNIT)
-    words_1 = words
-    words_2 = words
-    if WIDTH_1 > 0:
-        words_1 = load_words(w1, n, unit, units, WIDTH_1, UNIT)
-    if WIDTH_2 > 0:
-        words_2 = load_words(w2, n, unit, units, WIDTH_2, UNIT)
-    return words, words_1, words_2
-
-
-@triton.jit
-def slice_codes(words, SLICE: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr):
-    """This plane's bits of columns ``16 SLICE .. 16 SLICE + 15`` of the unit."""
-    WORDS: tl.constexpr = UNIT * WIDTH // 32
-    if WORDS >= 16:
-        return (words >> (WIDTH * SLICE)) & ((1 << WIDTH) - 1)
-    shift = tl.arange(0, _LANES) // WORDS * WIDTH + SLICE * (16 // WORDS) * WIDTH
-    return (words >> shift[None, :]) & ((1 << WIDTH) - 1)
-
-
-@triton.jit
-def all_codes(
-    words, words_1, words_2, SLICE: tl.constexpr, UNIT: tl.constexpr,
-    WIDTH: tl.constexpr, WIDTH_1: tl.constexpr, WIDTH_2: tl.constexpr,
-):  # fmt: skip
-    """Codes of a slice from up to three planes: int32 ``[rows, 16]``."""
-    code = slice_codes(words, SLICE, WIDTH, UNIT)
-    if WIDTH_1 > 0:
-        code = code | (slice_codes(words_1, SLICE, WIDTH_1, UNIT) << WIDTH)
-    if WIDTH_2 > 0:
-        code = code | (slice_codes(words_2, SLICE, WIDTH_2, UNIT) << (WIDTH + WIDTH_1))
-    return code
-
-
-@triton.jit
-def decode_values(code, zero, table, KIND: tl.constexpr, BITS: tl.constexpr, OUT: tl.constexpr):
-    """What the codes stand for, less ``zero``, before any scale.
-
-    Integers come out of the mantissa of a float whose exponent makes its last bit 1: one ``or`` and
-    one subtraction instead of a conversion, which runs at a quarter of the speed. Short floats come
-    out smaller than they are by a power of two, the difference of the exponents' biases (FACTORS).
-    """
-    if KIND == "table":
-        return tl.load(table + code).to(OUT)
-    if KIND == "int":
-        if OUT == tl.float16:
-            big = (code | 0x6400).to(tl.int16).to(tl.float16, bitcast=True)
-            return big - (zero + 1024.0).to(tl.float16)
-        if OUT == tl.bfloat16 and BITS < 8:
-            big = (code | 0x4300).to(tl.int16).to(tl.bfloat16, bitcast=True)
-            return big - (zero + 128.0).to(tl.bfloat16)
-        big = (code | 0x4B000000).to(tl.float32, bitcast=True)
-        return (big - (zero + 8388608.0)).to(OUT)
-    if KIND == "e2m1":
-        half = ((code & 8) << 12) | ((code & 7) << 9)
-    elif KIND == "e4m3":
-        half = ((code & 128) << 8) | ((code & 127) << 7)
-        half = tl.where((code & 127) == 127, 0x7E00, half)
-    else:
-        half = code << 8
-    return half.to(tl.int16).to(tl.float16, bitcast=True).to(OUT)
-
-
-@triton.jit
-def load_scale(
-    scale, super_scale, n, N, k, scale_stride, scale_rows,
-    GROUP: tl.constexpr, SUPER: tl.constexpr, SCALE: tl.constexpr,
-):  # fmt: skip
-    """The scales of rows n at column k, float32."""
-    s = tl.load(scale + (k // GROUP) * scale_stride + n // scale_rows)
-    if SCALE == "e8m0":
-        power = tl.where(s == 0, 0x00400000, s.to(tl.int32) << 23)
-        f = tl.where(s == 255, 0x7FC00000, power).to(tl.float32, bitcast=True)
-    elif SCALE == "e4m3":
-        f = decode_values(s.to(tl.int32), 0.0, scale, "e4m3", 8, tl.float32) * 256.0
-    elif SCALE == "low4":
-        f = (s & 15).to(tl.float32)
-    else:
-        f = s.to(tl.float32)
-    if SUPER > 0:
-        f = tl.load(super_scale + (k // SUPER) * N + n).to(tl.float32) * f
-    return f
-
-
-@triton.jit
-def load_minus(
-    minus, super_minus, n, N, k, GROUP: tl.constexpr, SUPER: tl.constexpr, MINUS: tl.constexpr
-):
-    """What is subtracted of rows n at column k, float32."""
-    m = tl.load(minus + (k // GROUP) * N + n)
-    if MINUS == "high4":
-        m = m >> 4
-    f = m.to(tl.float32)
-    if MINUS != "plain":
-        f = tl.load(super_minus + (k // SUPER) * N + n).to(tl.float32) * f
-    return f
-
-
-@triton.jit
-def load_zero(zeros, zero, n, N, k, GROUP: tl.constexpr, ZEROS: tl.constexpr):
-    """What is subtracted from the codes of rows n at column k: ``[rows, 1]`` or a number."""
-    if ZEROS:
-        return tl.load(zeros + (k // GROUP) * N + n).to(tl.float32)[:, None]
-    return zero
+from sdk.kernels.gpu.values import (
+    LANES,
+    all_codes,
+    decode_values,
+    load_minus,
+    load_planes,
+    load_scale,
+    load_zero,
+    tiny_values,
+)
 
 
 @triton.jit
 def scaled(
-    acc, part, total, scale, super_scale, minus, super_minus, n, N, k, scale_stride, scale_rows,
+    acc, part, total, zero, scale, super_scale, nested, offset, minus, super_minus, n, N, K, k,
+    scale_stride, scale_rows,
     GROUP: tl.constexpr, SUPER: tl.constexpr, SCALE: tl.constexpr, FACTOR: tl.constexpr,
-    MINUS: tl.constexpr,
+    MINUS: tl.constexpr, ZERO: tl.constexpr,
 ):  # fmt: skip
-    """``acc + part * scale - minus * total``: part ``[rows, m]``, total (the sum of x) ``[m]``."""
-    s = load_scale(scale, super_scale, n, N, k, scale_stride, scale_rows, GROUP, SUPER, SCALE)
-    acc += part * (s * FACTOR)[:, None]
+    """``acc + part * scale - (minus + zero * scale) * total``, the latter if ``ZERO``.
+
+    part is ``[rows, m]``, total, the sum of x, ``[m]``, zero ``[rows, 1]`` or a number.
+    """
+    s = load_scale(
+        scale, super_scale, nested, offset, n, N, K, k, scale_stride, scale_rows,
+        GROUP, SUPER, SCALE,
+    )  # fmt: skip
+    s = s[:, None]
+    acc += part * (s * FACTOR)
+    if ZERO:
+        acc -= (zero * s) * total[None, :]
     if MINUS != "":
         f = load_minus(minus, super_minus, n, N, k, GROUP, SUPER, MINUS)
         acc -= f[:, None] * total[None, :]
@@ -160,7 +55,7 @@ def scaled(
 
 @triton.jit
 def product(
-    x, out, w0, w1, w2, scale, super_scale, zeros, minus, super_minus, table,
+    x, sums, out, w0, w1, w2, scale, super_scale, nested, offset, zeros, minus, super_minus, table,
     M, N, K, units, share, x_stride, out_stride, part_stride, scale_stride, scale_rows, zero,
     KIND: tl.constexpr, WIDTH: tl.constexpr, WIDTH_1: tl.constexpr, WIDTH_2: tl.constexpr,
     UNIT: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, SUPER: tl.constexpr,
@@ -170,18 +65,18 @@ def product(
 ):  # fmt: skip
     """One tile of ``out[split, M, N]``: ``share`` units of K of BLOCK_N rows and BLOCK_M tokens.
 
-    Columns in runs of ``CHUNK`` have one scale; ``WHOLE``: all of a row have. ``WIDEN``: multiply
-    in float32 what was rounded to ``DOT`` (the interpreter multiplies bfloat16 wrongly).
+    ``CHUNK`` columns have one scale, with ``WHOLE`` all of a row; ``sums``: of x over them, see
+    ``add_chunks``. ``WIDEN``: multiply in float32 what was rounded to ``DOT`` (the interpreter
+    multiplies bfloat16 wrongly).
     """
     MATH: tl.constexpr = tl.float32 if WIDEN else DOT
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     rows = tl.minimum(n, N - 1)
-    tokens = x + m.to(tl.int64) * x_stride
-    lane = tl.arange(0, _LANES)
+    tokens = x + tl.arange(0, LANES)[:, None] + m.to(tl.int64)[None, :] * x_stride
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     part = acc
-    total = tl.zeros((BLOCK_M,), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)  # stays so without minima
     first = tl.program_id(2) * share
     for unit in range(first, tl.minimum(first + share, units)):
         words, words_1, words_2 = load_planes(
@@ -193,47 +88,74 @@ def product(
             z = load_zero(zeros, zero, rows, N, at, GROUP, ZEROS)
             if not WHOLE:
                 part = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-                total = tl.zeros((BLOCK_M,), tl.float32)
             for j in tl.static_range(CHUNK // 16):
-                slice_: tl.constexpr = c * (CHUNK // 16) + j
-                code = all_codes(words, words_1, words_2, slice_, UNIT, WIDTH, WIDTH_1, WIDTH_2)
-                w = decode_values(code, z, table, KIND, WIDTH + WIDTH_1 + WIDTH_2, MATH)
-                column = k + j * 16 + lane
-                wanted = (m < M)[None, :] & (EVEN | (column < K)[:, None])
-                xs = tl.load(tokens[None, :] + column[:, None], mask=wanted, other=0.0).to(DOT)
-                if MINUS != "":
-                    total += tl.sum(xs.to(tl.float32), 0)
+                code = all_codes(
+                    words, words_1, words_2, c * (CHUNK // 16) + j, UNIT, WIDTH, WIDTH_1, WIDTH_2
+                )
+                whole = zero if ZEROS == 32 else z
+                w = decode_values(code, whole, table, KIND, WIDTH + WIDTH_1 + WIDTH_2, MATH)
+                column = k + j * 16
+                wanted = (m < M)[None, :] & (EVEN | (tl.arange(0, LANES) < K - column)[:, None])
+                xs = tl.load(tokens + column, mask=wanted, other=0.0).to(DOT)
                 part = tl.dot(w, xs.to(MATH), part, input_precision="ieee")
             if not WHOLE:
+                if MINUS != "" or ZEROS == 32:
+                    total = tl.load(sums + (at // CHUNK) * M + tl.minimum(m, M - 1))
                 acc = scaled(
-                    acc, part, total, scale, super_scale, minus, super_minus, rows, N, at,
-                    scale_stride, scale_rows, GROUP, SUPER, SCALE, FACTOR, MINUS,
+                    acc, part, total, z, scale, super_scale, nested, offset, minus, super_minus,
+                    rows, N, K, at, scale_stride, scale_rows,
+                    GROUP, SUPER, SCALE, FACTOR, MINUS, ZEROS == 32,
                 )  # fmt: skip
     if WHOLE:
+        z = load_zero(zeros, zero, rows, N, 0, GROUP, ZEROS)
+        if MINUS != "" or ZEROS == 32:
+            total = tl.load(sums + tl.program_id(2) * M + tl.minimum(m, M - 1))
         acc = scaled(
-            acc, part, total, scale, super_scale, minus, super_minus, rows, N, 0,
-            scale_stride, scale_rows, GROUP, SUPER, SCALE, FACTOR, MINUS,
+            acc, part, total, z, scale, super_scale, nested, offset, minus, super_minus,
+            rows, N, K, 0, scale_stride, scale_rows,
+            GROUP, SUPER, SCALE, FACTOR, MINUS, ZEROS == 32,
         )  # fmt: skip
     where = out + tl.program_id(2) * part_stride + m[None, :].to(tl.int64) * out_stride + n[:, None]
     tl.store(where, acc.to(out.dtype.element_ty), mask=(m < M)[None, :] & (n < N)[:, None])
 
 
 @triton.jit
+def add_chunks(
+    x, sums, M, K, x_stride, CHUNK: tl.constexpr, DOT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """``sums[c, m]``: the sum of x[m], rounded to ``DOT``, over columns ``CHUNK c`` and on."""
+    m = tl.program_id(1)
+    chunk = tl.program_id(0)
+    acc = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, CHUNK, BLOCK):
+        inside = start + tl.arange(0, BLOCK)
+        column = chunk * CHUNK + inside
+        wanted = (inside < CHUNK) & (column < K)
+        part = tl.load(x + m.to(tl.int64) * x_stride + column, mask=wanted, other=0.0)
+        acc += part.to(DOT).to(tl.float32)
+    tl.store(sums + chunk * M + m, tl.sum(acc, 0))
+
+
+@triton.jit
 def product_one(
-    x, out, w0, w1, w2, scale, super_scale, zeros, minus, super_minus, table,
+    x, out, w0, w1, w2, scale, super_scale, nested, offset, zeros, minus, super_minus, table,
     N, K, units, share, part_stride, scale_stride, scale_rows, zero,
     KIND: tl.constexpr, WIDTH: tl.constexpr, WIDTH_1: tl.constexpr, WIDTH_2: tl.constexpr,
     UNIT: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, SUPER: tl.constexpr,
     SCALE: tl.constexpr, FACTOR: tl.constexpr, ZEROS: tl.constexpr, MINUS: tl.constexpr,
-    WHOLE: tl.constexpr, EVEN: tl.constexpr, BLOCK_N: tl.constexpr, UNROLL: tl.constexpr,
+    WHOLE: tl.constexpr, EVEN: tl.constexpr, RAISE: tl.constexpr,
+    BLOCK_N: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """:func:`product` for one token, in float32 without matrix instructions: x is not rounded."""
+    """:func:`product` for one token, in float32 without matrix instructions: x is not rounded.
+
+    ``RAISE`` times ``FACTOR`` undoes the smallness of ``tiny_values``, x bearing its share.
+    """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.minimum(n, N - 1)
-    lane = tl.arange(0, _LANES)
-    acc = tl.zeros((BLOCK_N, _LANES), tl.float32)
+    lane = tl.arange(0, LANES)
+    acc = tl.zeros((BLOCK_N, LANES), tl.float32)
     part = acc
-    total = tl.zeros((_LANES,), tl.float32)
+    total = tl.zeros((LANES,), tl.float32)
     first = tl.program_id(1) * share
     for unit in tl.range(first, tl.minimum(first + share, units), loop_unroll_factor=UNROLL):
         words, words_1, words_2 = load_planes(
@@ -244,26 +166,30 @@ def product_one(
             at = tl.minimum(k, K - 1)  # columns of padding may belong to no group
             z = load_zero(zeros, zero, rows, N, at, GROUP, ZEROS)
             if not WHOLE:
-                part = tl.zeros((BLOCK_N, _LANES), tl.float32)
-                total = tl.zeros((_LANES,), tl.float32)
+                part = tl.zeros((BLOCK_N, LANES), tl.float32)
+                total = tl.zeros((LANES,), tl.float32)
             for j in tl.static_range(CHUNK // 16):
-                slice_: tl.constexpr = c * (CHUNK // 16) + j
-                code = all_codes(words, words_1, words_2, slice_, UNIT, WIDTH, WIDTH_1, WIDTH_2)
-                w = decode_values(code, z, table, KIND, WIDTH + WIDTH_1 + WIDTH_2, tl.float32)
                 column = k + j * 16 + lane
                 xs = tl.load(x + column, mask=EVEN | (column < K), other=0.0).to(tl.float32)
-                part += w * xs[None, :]
-                if MINUS != "":
+                w, step = tiny_values(
+                    words, words_1, words_2, table, c * (CHUNK // 16) + j, KIND, UNIT,
+                    WIDTH, WIDTH_1, WIDTH_2,
+                )  # fmt: skip
+                part += w * (xs * (step * RAISE))[None, :]
+                if KIND == "int" or MINUS != "":
                     total += xs
             if not WHOLE:
                 acc = scaled(
-                    acc, part, total, scale, super_scale, minus, super_minus, rows, N, at,
-                    scale_stride, scale_rows, GROUP, SUPER, SCALE, FACTOR, MINUS,
+                    acc, part, total, z, scale, super_scale, nested, offset, minus, super_minus,
+                    rows, N, K, at, scale_stride, scale_rows,
+                    GROUP, SUPER, SCALE, FACTOR, MINUS, KIND == "int",
                 )  # fmt: skip
     if WHOLE:
+        z = load_zero(zeros, zero, rows, N, 0, GROUP, ZEROS)
         acc = scaled(
-            acc, part, total, scale, super_scale, minus, super_minus, rows, N, 0,
-            scale_stride, scale_rows, GROUP, SUPER, SCALE, FACTOR, MINUS,
+            acc, part, total, z, scale, super_scale, nested, offset, minus, super_minus,
+            rows, N, K, 0, scale_stride, scale_rows,
+            GROUP, SUPER, SCALE, FACTOR, MINUS, KIND == "int",
         )  # fmt: skip
     y = tl.sum(acc, 1).to(out.dtype.element_ty)
     tl.store(out + tl.program_id(1) * part_stride + n, y, mask=n < N)
@@ -282,7 +208,7 @@ def add_up(parts, out, N, out_stride, part_stride, SPLIT: tl.constexpr, BLOCK: t
 
 @triton.jit
 def decode_rows(
-    ids, out, w0, w1, w2, scale, super_scale, zeros, minus, super_minus, table,
+    ids, out, w0, w1, w2, scale, super_scale, nested, offset, zeros, minus, super_minus, table,
     count, start, N, K, units, out_stride, scale_stride, scale_rows, zero,
     IDS: tl.constexpr,
     KIND: tl.constexpr, WIDTH: tl.constexpr, WIDTH_1: tl.constexpr, WIDTH_2: tl.constexpr,
@@ -309,16 +235,21 @@ def decode_rows(
         at = tl.minimum(k, K - 1)
         z = load_zero(zeros, zero, rows, N, at, GROUP, ZEROS)
         s = load_scale(
-            scale, super_scale, rows, N, at, scale_stride, scale_rows, GROUP, SUPER, SCALE
-        )
+            scale, super_scale, nested, offset, rows, N, K, at, scale_stride, scale_rows,
+            GROUP, SUPER, SCALE,
+        )  # fmt: skip
         for j in tl.static_range(CHUNK // 16):
-            slice_: tl.constexpr = c * (CHUNK // 16) + j
-            code = all_codes(words, words_1, words_2, slice_, UNIT, WIDTH, WIDTH_1, WIDTH_2)
-            w = decode_values(code, z, table, KIND, WIDTH + WIDTH_1 + WIDTH_2, tl.float32) * FACTOR
+            code = all_codes(
+                words, words_1, words_2, c * (CHUNK // 16) + j, UNIT, WIDTH, WIDTH_1, WIDTH_2
+            )
+            if ZEROS == 32:  # a fraction would be lost beside 2^23
+                w = decode_values(code, zero, table, KIND, 8, tl.float32) - z
+            else:
+                w = decode_values(code, z, table, KIND, 8, tl.float32) * FACTOR
             w = w * s[:, None]
             if MINUS != "":
                 w -= load_minus(minus, super_minus, rows, N, at, GROUP, SUPER, MINUS)[:, None]
-            column = k + j * 16 + tl.arange(0, _LANES)
+            column = k + j * 16 + tl.arange(0, LANES)
             where = out + i[:, None].to(tl.int64) * out_stride + column[None, :]
             tl.store(
                 where, w.to(out.dtype.element_ty), mask=inside[:, None] & (column < K)[None, :]

@@ -42,8 +42,8 @@ class Tiles:
 class Tuning:
     """``tiles`` for a weight and a number of tokens on one card.
 
-    ``programs``: how many fill the card. ``dense_from``: tokens from which on a weight is decoded
-    into scratch. ``table``: see the module.
+    ``programs``: how many of four warps fill the card. ``dense_from``: tokens from which on a
+    weight is decoded into scratch. ``table``: see the module.
     """
 
     programs: int
@@ -60,12 +60,12 @@ class Tuning:
     def _by_rule(self, w: Packed, tokens: int) -> Tiles:
         """Few tokens: enough programs to fill the card, each with at least 4 units of K."""
         if tokens == 1:
-            block_n, block_m, warps = 32, 16, 4
+            block_n, block_m, warps = 32, 16, 1  # four rows for each value of x in a thread
         else:
             block_n, block_m, warps = 64, min(64, max(16, 1 << (tokens - 1).bit_length())), 4
         tiles = -(-w.shape[0] // block_n) * -(-tokens // block_m)
-        split = max(1, min(self.programs // tiles, w.units // 4, 16))
-        return Tiles(block_n, block_m, split, warps, 4 if tokens == 1 else 3)
+        split = max(1, min(4 // warps * self.programs // tiles, w.units // 4, 16))
+        return Tiles(block_n, block_m, split, warps, 1 if tokens == 1 else 3)
 
 
 def _key(w: Packed) -> str:

@@ -32,7 +32,7 @@ from triton.compiler import ASTSource
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT))
 
-from sdk.kernels.gpu.linear import Launch, add_up, decode_rows, product, product_one  # noqa: E402
+from sdk.kernels.gpu.linear import Launch, add_chunks, add_up, decode_rows, product, product_one  # noqa: E402
 from sdk.kernels.gpu.packing import pack  # noqa: E402
 from sdk.kernels.gpu.tuning import Tuning  # noqa: E402
 from sdk.kernels.layouts import BLOCK_TYPES, E2M1, Layout  # noqa: E402
@@ -85,7 +85,9 @@ def launch_of(name: str, kernel: str, tokens: int, dtype: torch.dtype) -> Launch
     x = torch.empty(tokens, k, dtype=dtype)
     parts = torch.empty(2, tokens, n)
     if kernel == "product":
-        return product(packed, x, parts, 2, tiles, dtype)
+        return product(packed, x, parts, parts, 2, tiles, dtype)
+    if kernel == "add_chunks":
+        return add_chunks(x, parts, 32, dtype)
     if kernel == "product_one":
         return product_one(packed, x, parts, 2, tiles)
     if kernel == "decode_rows":

@@ -41,13 +41,17 @@ def sample() -> list[Job]:
         ("int4-g128-zeros", "product", 64, "float16", *hopper),
         ("int4-g128-zeros", "decode_rows", 16, "bfloat16", *hopper),
         ("int4-g128-zeros", "add_up", 16, "float32", *hopper),
+        ("int4-g128-zeros", "add_chunks", 16, "bfloat16", *hopper),
     ]
     cards = [card for card in CARDS if card != hopper]
     return jobs + [("int4-g128-zeros", "product", 16, "float16", *card) for card in cards]
 
 
 def every_variant() -> list[Job]:
-    jobs: list[Job] = [("int4-g128-zeros", "add_up", 16, "float32", *card) for card in CARDS]
+    jobs: list[Job] = [
+        ("int4-g128-zeros", kernel, 16, "float16", *card)
+        for kernel, card in itertools.product(("add_up", "add_chunks"), CARDS)
+    ]
     for name, card in itertools.product(WEIGHTS, CARDS):
         short = ["float16"] if card == ("cuda", 75) else ["float16", "bfloat16"]
         jobs.append((name, "product_one", 1, "float32", *card))
