@@ -93,7 +93,7 @@ def explained(row: Tensor, draw: Draws, token: int) -> bool:
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_are_the_reference_s_but_for_rounding(kind: str, width: int) -> None:
     rng = np.random.default_rng(width)
-    rows = 5
+    rows = 5 if width < 100 else 3  # of 80 ms and more each
     logits, draws = logits_of(kind, rows, width, rng), random_draws(rows, rng)
     found, wanted = chosen(Sample(), logits, draws), chosen(Reference(), logits, draws)
     assert found.best == wanted.best
@@ -165,11 +165,11 @@ def test_a_nan_anywhere_is_found_and_its_row_is_not_drawn_from(width: int) -> No
 
 def test_a_row_s_token_depends_on_nothing_but_the_row() -> None:
     rng = np.random.default_rng(3)
-    logits = torch.cat([logits_of(kind, 2, 1300, rng) for kind in KINDS])
+    logits = torch.cat([logits_of(kind, 1, 1300, rng) for kind in KINDS])
     draws = random_draws(len(logits), rng)
     together = chosen(Sample(), logits, draws)
-    order = rng.permutation(len(logits))[:5]
-    room = torch.empty(5, 1307)
+    order = rng.permutation(len(logits))[:3]
+    room = torch.empty(3, 1307)
     room[:, 3:-4] = logits[torch.from_numpy(order)]  # other alignment, rows apart
     found = chosen(Sample(), room[:, 3:-4], draws[order])
     assert list(found) == [[column[i] for i in order] for column in together]
