@@ -63,11 +63,10 @@ def product(
     WHOLE: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr, WIDEN: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """One tile of ``out[split, M, N]``: ``share`` units of K of BLOCK_N rows and BLOCK_M tokens.
+    """One tile of ``out[split, M, N]``, ``share`` units of K: BLOCK_N rows and BLOCK_M tokens.
 
-    ``CHUNK`` columns have one scale, with ``WHOLE`` all of a row; ``sums``: of x over them, see
-    ``add_chunks``. ``WIDEN``: multiply in float32 what was rounded to ``DOT`` (the interpreter
-    multiplies bfloat16 wrongly).
+    ``CHUNK`` columns have one scale, with ``WHOLE`` all of a row; ``sums`` of x: ``add_chunks``.
+    ``WIDEN``: float32 in place of ``DOT``, whose bfloat16 the interpreter multiplies wrongly.
     """
     MATH: tl.constexpr = tl.float32 if WIDEN else DOT
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -79,9 +78,7 @@ def product(
     total = tl.zeros((BLOCK_M,), tl.float32)  # stays so without minima
     first = tl.program_id(2) * share
     for unit in range(first, tl.minimum(first + share, units)):
-        words, words_1, words_2 = load_planes(
-            w0, w1, w2, rows, unit, units, WIDTH, WIDTH_1, WIDTH_2, UNIT
-        )
+        words = load_planes(w0, w1, w2, rows, unit, units, WIDTH, WIDTH_1, WIDTH_2, UNIT)
         for c in tl.static_range(UNIT // CHUNK):
             k = unit * UNIT + c * CHUNK
             at = tl.minimum(k, K - 1)  # columns of padding may belong to no group
@@ -89,9 +86,7 @@ def product(
             if not WHOLE:
                 part = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
             for j in tl.static_range(CHUNK // 16):
-                code = all_codes(
-                    words, words_1, words_2, c * (CHUNK // 16) + j, UNIT, WIDTH, WIDTH_1, WIDTH_2
-                )
+                code = all_codes(words, c * (CHUNK // 16) + j, UNIT, WIDTH, WIDTH_1, WIDTH_2)
                 whole = zero if ZEROS == 32 else z
                 w = decode_values(code, whole, table, KIND, WIDTH + WIDTH_1 + WIDTH_2, MATH)
                 column = k + j * 16
@@ -158,9 +153,7 @@ def product_one(
     total = tl.zeros((LANES,), tl.float32)
     first = tl.program_id(1) * share
     for unit in tl.range(first, tl.minimum(first + share, units), loop_unroll_factor=UNROLL):
-        words, words_1, words_2 = load_planes(
-            w0, w1, w2, rows, unit, units, WIDTH, WIDTH_1, WIDTH_2, UNIT
-        )
+        words = load_planes(w0, w1, w2, rows, unit, units, WIDTH, WIDTH_1, WIDTH_2, UNIT)
         for c in tl.static_range(UNIT // CHUNK):
             k = unit * UNIT + c * CHUNK
             at = tl.minimum(k, K - 1)  # columns of padding may belong to no group
@@ -172,8 +165,7 @@ def product_one(
                 column = k + j * 16 + lane
                 xs = tl.load(x + column, mask=EVEN | (column < K), other=0.0).to(tl.float32)
                 w, step = tiny_values(
-                    words, words_1, words_2, table, c * (CHUNK // 16) + j, KIND, UNIT,
-                    WIDTH, WIDTH_1, WIDTH_2,
+                    words, table, c * (CHUNK // 16) + j, KIND, UNIT, WIDTH, WIDTH_1, WIDTH_2
                 )  # fmt: skip
                 part += w * (xs * (step * RAISE))[None, :]
                 if KIND == "int" or MINUS != "":
@@ -227,9 +219,7 @@ def decode_rows(
     else:
         rows = tl.minimum(start + i, N - 1)
     unit = tl.program_id(1)
-    words, words_1, words_2 = load_planes(
-        w0, w1, w2, rows, unit, units, WIDTH, WIDTH_1, WIDTH_2, UNIT
-    )
+    words = load_planes(w0, w1, w2, rows, unit, units, WIDTH, WIDTH_1, WIDTH_2, UNIT)
     for c in tl.static_range(UNIT // CHUNK):
         k = unit * UNIT + c * CHUNK
         at = tl.minimum(k, K - 1)
@@ -239,9 +229,7 @@ def decode_rows(
             GROUP, SUPER, SCALE,
         )  # fmt: skip
         for j in tl.static_range(CHUNK // 16):
-            code = all_codes(
-                words, words_1, words_2, c * (CHUNK // 16) + j, UNIT, WIDTH, WIDTH_1, WIDTH_2
-            )
+            code = all_codes(words, c * (CHUNK // 16) + j, UNIT, WIDTH, WIDTH_1, WIDTH_2)
             if ZEROS == 32:  # a fraction would be lost beside 2^23
                 w = decode_values(code, zero, table, KIND, 8, tl.float32) - z
             else:
