@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,10 +13,11 @@ from torch import Tensor
 from sdk.engine.inputs import Running, StepInputs
 from sdk.engine.kv_cache import KVCache, kv_spec
 from sdk.engine.plan import RequestStart, Sampled, StepPlan, StepResult
+from sdk.engine.runner_config import RunnerConfig
 from sdk.errors import RequestError
 from sdk.kernels.gpu.graphs import StepGraphs
 from sdk.kernels.graph import CaptureError, Graph
-from sdk.kernels.ops import Compute, Ops
+from sdk.kernels.ops import Ops
 from sdk.loaders.open import open_checkpoint
 from sdk.memory import release_free_memory
 from sdk.models.auto import build_model
@@ -34,28 +34,6 @@ from sdk.sampling.uniform import TOKEN
 _MAX_AGAIN = 64
 #: Rows the head runs on at a time: with 262,144 tokens that is 134 MB of logits.
 _HEAD_ROWS = 128
-
-
-@dataclass(frozen=True, slots=True)
-class RunnerConfig:
-    """What a rank needs to build itself, in plain values: the same object goes to every process."""
-
-    model: str
-    num_pages: int
-    page_size: int
-    kv_dtype: str
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    num_threads: int
-    device: str = "cpu"
-    compute: Compute = "auto"
-    enforce_eager: bool = False
-    deterministic: bool = False
-    revision: str | None = None
-    local_files_only: bool = False
-    hf_overrides: Mapping[str, Any] = field(default_factory=dict)
-    quantization: str | None = None
 
 
 @dataclass(slots=True)
