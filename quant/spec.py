@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from sdk.kernels.layouts import ActivationScheme
 
 WeightKind = Literal["float", "int", "block", "table"]
 
@@ -22,7 +25,10 @@ _TABLES = {
     "iq3_xxs": (4, 32), "iq3_s": (4, 32), "iq4_nl": (4, 32), "iq4_xs": (4, 32), "q1_0": (1, 128),
 }  # fmt: skip
 _TABLE = re.compile(r"(?P<name>[a-z0-9_]+?)(?:g(?P<group>[1-9]\d*))?")
-_AFFINE = re.compile(r"w(?P<bits>[2-8])a(?P<act>8|16)(?:g(?P<group>\d+))?(?P<sym>s?)")
+_AFFINE = re.compile(
+    r"w(?P<bits>[2-8])a(?P<float>fp(?=[48]))?(?P<act>16|[2-8])(?:g(?P<group>\d+))?(?P<sym>s?)"
+)
+_ROUNDED = re.compile(r"(?P<name>[a-z0-9_]+?)a(?P<float>fp(?=[48]))?(?P<act>[2-8])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +40,9 @@ class QuantSpec:
     name where the group is not the format's own; ``bits`` counts those in memory, where iq1 to iq3
     and tq1_0, whose files share bits between values, take more than their names say;
     ``w4a16g128`` for 4-bit integers in groups of 128 with 16-bit activations, with a final ``s``
-    when symmetric; no ``g`` means one group per output channel.
+    when symmetric; no ``g`` means one group per output channel. Where the file rounds what the
+    weight is multiplied with, integers say ``w8a8`` or, to 8-bit floats, ``w4afp8``; other names
+    end so: ``fp8afp8``.
     """
 
     kind: WeightKind
@@ -43,27 +51,35 @@ class QuantSpec:
     group: int | None = None
     symmetric: bool = False
     activation_bits: int = 16
+    float_activations: bool = False
 
     def __str__(self) -> str:
+        inputs = f"a{'fp' if self.float_activations else ''}{self.activation_bits}"
+        if self.kind == "int":
+            group = "" if self.group is None else f"g{self.group}"
+            return f"w{self.bits}{inputs}{group}{'s' if self.symmetric else ''}"
+        name = self.name
         if self.kind == "table" and self.group != _TABLES[self.name][1]:
-            return f"{self.name}g{self.group}"
-        if self.kind != "int":
-            return self.name
-        group = "" if self.group is None else f"g{self.group}"
-        return f"w{self.bits}a{self.activation_bits}{group}{'s' if self.symmetric else ''}"
+            name = f"{name}g{self.group}"
+        return name if self.activation_bits == 16 else name + inputs
+
+    def rounding(self, inputs: ActivationScheme | None) -> QuantSpec:
+        """The same, multiplied with ``inputs`` that are rounded so."""
+        if inputs is None:
+            return self
+        return replace(self, activation_bits=inputs.bits, float_activations=inputs.floats)
 
     @classmethod
     def parse(cls, text: str) -> QuantSpec:
         """The inverse of ``str()``. :raises ValueError: naming the text and the accepted forms."""
-        if text in _FLOATS:
-            return cls("float", _FLOATS[text], text)
-        if text in _BLOCKS:
-            bits, size = _BLOCKS[text]
-            return cls("block", bits, text, group=size)
-        table = _TABLE.fullmatch(text)
-        if table is not None and table["name"] in _TABLES:
-            bits, size = _TABLES[table["name"]]
-            return cls("table", bits, table["name"], group=int(table["group"] or size))
+        plain = cls._named(text)
+        if plain is not None:
+            return plain
+        rounded = _ROUNDED.fullmatch(text)
+        plain = None if rounded is None else cls._named(rounded["name"])
+        if plain is not None and rounded is not None:
+            bits, is_float = int(rounded["act"]), rounded["float"] is not None
+            return replace(plain, activation_bits=bits, float_activations=is_float)
         found = _AFFINE.fullmatch(text)
         if found is None:
             known = ", ".join([*_FLOATS, *_BLOCKS, *_TABLES])
@@ -77,7 +93,22 @@ class QuantSpec:
             group=None if group is None else int(group),
             symmetric=bool(found["sym"]),
             activation_bits=int(found["act"]),
+            float_activations=found["float"] is not None,
         )
+
+    @classmethod
+    def _named(cls, text: str) -> QuantSpec | None:
+        """Floats, blocks and tables."""
+        if text in _FLOATS:
+            return cls("float", _FLOATS[text], text)
+        if text in _BLOCKS:
+            bits, size = _BLOCKS[text]
+            return cls("block", bits, text, group=size)
+        table = _TABLE.fullmatch(text)
+        if table is None or table["name"] not in _TABLES:
+            return None
+        bits, size = _TABLES[table["name"]]
+        return cls("table", bits, table["name"], group=int(table["group"] or size))
 
 
 #: Types of keys and values: bits of an element.

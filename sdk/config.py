@@ -51,7 +51,7 @@ class EngineConfig:
     gpu_memory_utilization: float | None = None
     enforce_eager: bool = False
     hf_overrides: Mapping[str, Any] | None = None
-    device: Literal["auto", "cpu"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     num_threads: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 64
@@ -66,6 +66,7 @@ class EngineConfig:
     enable_lora: bool = False
     swap_space: int | str = 0
     compute: Literal["auto", "exact"] = "auto"
+    deterministic: bool = False
     local_files_only: bool = False
     on_progress: ProgressCallback | None = None
 
@@ -135,7 +136,7 @@ def _kv_cache_dtype(text: object) -> str:
 _CHOICES: dict[str, tuple[str, ...]] = {
     "tokenizer_mode": ("auto",),
     "dtype": ("auto", "float32"),
-    "device": ("auto", "cpu"),
+    "device": ("auto", "cpu", "cuda"),
     "load_format": ("auto", "gguf", "safetensors"),
     "scheduling_policy": ("fcfs", "priority"),
     "compute": ("auto", "exact"),

@@ -23,6 +23,7 @@ from sdk.kernels.cpu.elementwise import (
 from sdk.kernels.cpu.experts import AddOwnersBias, Combine, Group, Route
 from sdk.kernels.cpu.library import Engine, Program, find_library, levels
 from sdk.kernels.cpu.linear import Linear
+from sdk.kernels.cpu.linear_as_file import LinearAsFile
 from sdk.kernels.cpu.rope import RopeAndCache, RopeAngles
 from sdk.kernels.cpu.sampling import Sample
 from sdk.kernels.cpu.weight_memory import WeightMemory
@@ -38,8 +39,13 @@ def available(device: str) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def open_backend(device: str, num_threads: int, level: str | None = None) -> CpuBackend:
-    """``level`` forces an instruction-set level (tests); by default the best there is."""
+def open_backend(
+    device: str, num_threads: int, level: str | None = None, *, fixed: bool = False
+) -> CpuBackend:
+    """``level`` forces an instruction-set level (tests); by default the best there is.
+
+    Always ``fixed``.
+    """
     return CpuBackend(Engine(num_threads, level))
 
 
@@ -53,12 +59,16 @@ class CpuBackend:
     """See :class:`sdk.kernels.registry.Backend`."""
 
     name = "cpu"
+    keys_transposed = True
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._memory = WeightMemory()
         self._implementations: dict[str, Sequence[Any]] = {
-            "linear": (*(Linear(engine, self._memory, bits) for bits in (8, 16, 32)),),
+            "linear": (
+                *(Linear(engine, self._memory, bits) for bits in (8, 16, 32)),
+                LinearAsFile(engine, self._memory),
+            ),
             "route": (Route(engine),),
             "group": (Group(engine),),
             "add_owners_bias": (AddOwnersBias(engine),),

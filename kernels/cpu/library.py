@@ -16,7 +16,7 @@ import torch
 from sdk.kernels.errors import KernelError
 
 #: Must equal kAbiVersion in native/abi.hpp; a library with another one is refused as stale.
-ABI_VERSION = 9
+ABI_VERSION = 10
 
 #: Instruction-set levels, worst to best, in the order of native/levels.hpp.
 LEVELS = ("portable", "avx2", "avx2_vnni", "avx512_vnni")
@@ -71,6 +71,16 @@ class Count(IntEnum):
     REQUESTS = 2
 
 
+class Inputs(Structure):
+    """How the file of a weight wants its inputs rounded."""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("codes", "rule", "bits", "symmetric")),
+        ("group", c_int64),
+        *((name, c_float) for name in ("scale", "zero", "factor", "limit")),
+    ]
+
+
 class WeightView(Structure):
     """``Weight`` of native/abi.hpp: a packed weight as pointers and strides."""
 
@@ -82,29 +92,24 @@ class WeightView(Structure):
         ("super_type", c_int32),
         ("step", c_float),
         ("steps", c_uint8 * 16),
-        ("groups", c_int64),
-        ("supers", c_int64),
+        *((name, c_int64) for name in ("groups", "supers")),
         *((name, c_void_p) for name in ("codes", "scale", "minus", "zeros")),
         *((name, c_void_p) for name in ("super_scale", "super_minus", "table")),
+        ("inputs", Inputs),
     ]
 
 
 class Activations(Structure):
     """Rounded activations: the library's own business."""
 
-    _fields_ = [
-        ("k_blocks", c_int64),
-        ("blocks", c_void_p),
-        ("rest", c_void_p),
-    ]
+    _fields_ = [("k_blocks", c_int64), *((n, c_void_p) for n in ("values", "blocks", "rest"))]
 
 
 class LinearArgs(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("w", "x", "out")),
         ("out_stride", c_int64),
-        ("exact", c_int32),
-        ("planes", c_int32),
+        *((name, c_int32) for name in ("exact", "planes")),
         ("m", c_int64),
         ("act", Activations),
         ("source", c_void_p),
@@ -234,18 +239,15 @@ class AttentionArgs(Structure):
         *((name, c_int64) for name in ("q_token", "q_head", "table_width")),
         *((name, c_int64) for name in ("num_pages", "tokens", "window")),
         *((name, c_int32) for name in ("requests", "heads", "kv_heads", "head_dim", "page_size")),
-        ("scale", c_float),
-        ("softcap", c_float),
-        ("query_tile", c_int32),
-        ("run_chunks", c_int32),
+        *((name, c_float) for name in ("scale", "softcap")),
+        *((name, c_int32) for name in ("query_tile", "run_chunks")),
     ]
 
 
 class SampleArgs(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("logits", "draws", "tokens", "best", "probabilities")),
-        ("width", c_int64),
-        ("stride", c_int64),
+        *((name, c_int64) for name in ("width", "stride")),
     ]
 
 

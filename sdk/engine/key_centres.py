@@ -29,14 +29,16 @@ _TOKENS, _STEP, _STRIDE = 128, 16, 7919
 
 
 def centre_keys(cache: KVCache, model: CausalLM) -> None:
-    """Give the layers of ``cache`` whose keys are int4 a centre, where their attention allows it.
+    """Give the layers of ``cache`` whose keys are int4 a centre, where their attention allows it
+    (only on a CPU so far).
 
     The same bits for any number of threads and any options of the engine; all ranks of a model must
     call it together.
     """
     spec = cache.spec
     coarse = [spec.parts(layer)[0].dtype == "int4" for layer in range(spec.num_layers)]
-    if not any(coarse) or not isinstance(model, Decoder) or not model.shift_invariant:
+    allowed = isinstance(model, Decoder) and model.shift_invariant
+    if not any(coarse) or not allowed or not cache.layers[0].k.is_cpu:
         return
     pages = _run(model, spec)
     cache.layers = [

@@ -38,24 +38,35 @@ def kv_spec(config: ModelConfig, kv_heads: int, page_size: int, dtype: str) -> K
 class KVCache:
     """Keys and values of ``num_pages`` pages for every layer of one rank.
 
+    ``keys_transposed``: how a page's keys lie, as the backend wants them (see ``KVPages``).
     One zeroed allocation of ``num_pages * spec.page_bytes`` bytes, which the operating system backs
     with memory only where a page has been written; ``close`` returns all of it at once. All layers
     of a page lie together, so that few pages in use touch little memory: spread over the layers,
     one token of a 30-layer model would touch 60 huge pages of 2 MiB. Within a page a layer has its
-    keys (transposed, see ``KVPages``), its values, and where they are codes the scales of both.
+    keys, its values, and where they are codes the scales of both.
     """
 
-    def __init__(self, spec: KVSpec, num_pages: int) -> None:
+    def __init__(
+        self,
+        spec: KVSpec,
+        num_pages: int,
+        device: torch.device | str = "cpu",
+        *,
+        keys_transposed: bool = True,
+    ) -> None:
         self.spec = spec
         self.num_pages = num_pages
         size = num_pages * spec.page_bytes
-        memory = torch.from_numpy(np.zeros(size + _LINE, dtype=np.uint8))
+        if torch.device(device).type == "cpu":
+            memory = torch.from_numpy(np.zeros(size + _LINE, dtype=np.uint8))
+        else:
+            memory = torch.zeros(size + _LINE, dtype=torch.uint8, device=device)
         begin = -memory.data_ptr() % _LINE  # a vector that crosses cache lines loads twice
         memory = memory[begin : begin + size]
         self.layers = []
         offset = 0
         for layer in range(spec.num_layers):
-            self.layers.append(_layer(memory, spec, num_pages, layer, offset))
+            self.layers.append(_layer(memory, spec, num_pages, layer, offset, keys_transposed))
             offset += spec.layer_bytes(layer)
 
     def close(self) -> None:
@@ -67,7 +78,9 @@ class KVCache:
 _DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int4": torch.uint8}
 
 
-def _layer(memory: Tensor, spec: KVSpec, num_pages: int, layer: int, begin: int) -> KVPages:
+def _layer(
+    memory: Tensor, spec: KVSpec, num_pages: int, layer: int, begin: int, keys_transposed: bool
+) -> KVPages:
     """One layer's views of the cache's bytes, which begin at byte ``begin`` of a page."""
     heads, slots = spec.kv_heads, spec.page_size
 
@@ -84,7 +97,8 @@ def _layer(memory: Tensor, spec: KVSpec, num_pages: int, layer: int, begin: int)
     for part in (keys, values):
         dtype = _DTYPES.get(part.dtype) or getattr(torch, part.dtype)
         width = spec.head_dim // 2 if part.dtype == "int4" else spec.head_dim
-        shape = (heads, width, slots) if part is keys else (heads, slots, width)
+        transposed = keys_transposed and part is keys
+        shape = (heads, width, slots) if transposed else (heads, slots, width)
         codes.append(view(dtype, offset, shape))
         offset += part.code_bytes
     for part in (keys, values):
@@ -92,4 +106,5 @@ def _layer(memory: Tensor, spec: KVSpec, num_pages: int, layer: int, begin: int)
         groups = heads * part.groups
         scales.append(view(dtype, offset, (groups, slots)) if groups else None)
         offset += part.scale_bytes
-    return KVPages(codes[0].transpose(2, 3), codes[1], *scales)
+    k = codes[0].transpose(2, 3) if keys_transposed else codes[0]
+    return KVPages(k, codes[1], *scales)

@@ -37,6 +37,11 @@ from sdk.quant.spec import KVSpec, KVTypes, QuantSpec
         "w4a16g128",
         "w8a8",
         "w4a16g32s",
+        "w8a8s",
+        "w4afp8g128",
+        "fp8afp8",
+        "nvfp4afp4",
+        "nf4g128a8",
     ],
 )
 def test_a_spec_reads_back_as_written(text: str) -> None:
@@ -47,17 +52,33 @@ def test_a_spec_reads_back_as_written(text: str) -> None:
     bits=st.integers(2, 8),
     group=st.one_of(st.none(), st.integers(1, 4096)),
     symmetric=st.booleans(),
-    activation_bits=st.sampled_from([8, 16]),
+    inputs=st.sampled_from([(4, False), (8, False), (16, False), (4, True), (8, True)]),
 )
 def test_every_integer_spec_survives_a_round_trip(
-    bits: int, group: int | None, symmetric: bool, activation_bits: int
+    bits: int, group: int | None, symmetric: bool, inputs: tuple[int, bool]
 ) -> None:
-    spec = QuantSpec("int", bits, group=group, symmetric=symmetric, activation_bits=activation_bits)
+    spec = QuantSpec("int", bits, "", group, symmetric, *inputs)
     assert QuantSpec.parse(str(spec)) == spec
 
 
 @pytest.mark.parametrize(
-    "text", ["", "w9a16", "w4", "w4a4", "q8_k", "w4a16g0", "W4A16", "w4a16gx", "nf4g0", "nf5"]
+    "text",
+    [
+        "",
+        "w9a16",
+        "w4",
+        "w4a1",
+        "w4afp6",
+        "w4afp16",
+        "fp8a",
+        "f32a9",
+        "q8_k",
+        "w4a16g0",
+        "W4A16",
+        "w4a16gx",
+        "nf4g0",
+        "nf5",
+    ],
 )
 def test_an_unknown_spec_is_refused_by_name(text: str) -> None:
     with pytest.raises(ValueError, match="quant spec") as error:

@@ -7,7 +7,7 @@
 
 #include <stdint.h>
 
-enum { kAbiVersion = 9 };
+enum { kAbiVersion = 10 };
 
 // Element types of scales, minima, pages and dense values. kLow4 and kHigh4, for scales and minima
 // only, are the two halves of one byte (q2_k keeps both in it); kE8M0, for scales, is a power of two.
@@ -56,6 +56,22 @@ enum { kRows = 16, kDepth = 32 };
 // Matrix products hand out strips of two row blocks: a broadcast activation meets both.
 enum { kStrip = 2, kStripRows = kStrip * kRows };
 
+// How the file of a weight wants its inputs rounded (kernels/reference/rounding.py). kPlainScale and
+// those after it make a scale of the values it is for.
+enum InputCodes { kAsTheyAre = 0, kIntCodes = 1, kE4M3Codes = 2, kE2M1Codes = 3 };
+enum ScaleRule { kStaticScale = 0, kPlainScale = 1, kMxScale = 2, kPowerScale = 3, kNvScale = 4 };
+
+struct Inputs {
+    int32_t codes;      // InputCodes
+    int32_t rule;       // ScaleRule
+    int32_t bits;       // of kIntCodes
+    int32_t symmetric;  // no zero but that of a static scale
+    int64_t group;      // values that share a scale, 1..k
+    float scale, zero;  // static ones
+    float factor;       // of kNvScale
+    float limit;        // of the magnitudes a scale is made of
+};
+
 // A packed weight. Rows come in blocks of 16, k in blocks of 32; one tile of 16 x 32 codes is
 // `bits * 64` bytes (planes.hpp). The tiles of a strip's two blocks take turns, so that a strip is
 // one stream of memory; a last block alone has its tiles in a row. Everything that belongs to a row
@@ -92,6 +108,7 @@ struct Weight {
     const void* super_scale;  // may be null
     const uint16_t* super_minus;  // f16; may be null
     const float* table;       // 16; may be null
+    Inputs inputs;
 };
 
 // The tiles of a row block, `step` bytes apart.
@@ -117,6 +134,7 @@ struct Rounded {
 
 struct Activations {
     int64_t k_blocks;
+    float* values;    // [M][k], of weights in floats whose inputs are rounded; else null
     Rounded* blocks;  // [M][planes][k_blocks]
     uint32_t* rest;   // [M][chunks of k]: a bit for each block of the chunk that is rounded twice
 };
@@ -127,7 +145,7 @@ struct LinearArgs {
     float* out;       // [m, n], rows out_stride apart
     int64_t out_stride;
     int32_t exact;    // fp32 on the dequantized values
-    int32_t planes;   // 2: blocks that 8 bits fit badly are sums of two rounded ones
+    int32_t planes;   // 2: blocks that 8 bits do not fit are sums of two rounded ones
     int64_t m;        // rows; filled by the executor
     Activations act;  // filled by the executor
     const int32_t* source;  // row m is row source[m] of x; null: row m
