@@ -157,21 +157,23 @@ static void convert_values(const Item& item, int64_t begin, int first, int count
     const AttentionArgs* a = item.a;
     const PageSide& side = a->values;
     const int width = a->head_dim, fold = c.values.fold;
+    const bool nibbles = side.type == kI4, whole = !nibbles || fold % kLanes == 0;
+    const float* zeros = c.values.zero;
     for (int t = first; t < count; ++t) {
         const int64_t page = item.table[(begin + t) / a->page_size];
         const int64_t slot = (begin + t) % a->page_size;
         const int64_t at = page * side.page + item.head * side.head + slot * side.step;
         float* to = item.values + t * item.padded;
         int d = 0;
-        if (side.type == kI4) {
-            for (; d < width; ++d) {
-                const bool high = d >= fold;
-                to[d] = load_one(side, at + (high ? d - fold : d), high) -
-                        c.values.zero[d / side.group * kChunkKeys + t];
-            }
+        for (; d + kLanes <= width && whole; d += kLanes) {
+            const int64_t from = at + (d < fold ? d : d - fold);
+            const VF x = load_as(part_type(c.values, d), side.data, from);
+            store(to + d, nibbles ? sub(x, set1(zeros[d / side.group * kChunkKeys + t])) : x);
         }
-        for (; d + kLanes <= width; d += kLanes) store(to + d, load_as(side.type, side.data, at + d));
-        for (; d < width; ++d) to[d] = load_one(side, at + d, false);
+        for (; d < width; ++d) {
+            const float x = load_one(side, at + (d < fold ? d : d - fold), d >= fold);
+            to[d] = nibbles ? x - zeros[d / side.group * kChunkKeys + t] : x;
+        }
         for (; d < item.padded; ++d) to[d] = 0.0f;
     }
 }
