@@ -26,7 +26,7 @@ from sdk.kernels.experts import ExpertOps
 from sdk.kernels.graph import CaptureError, Graph, OnlyViews
 from sdk.kernels.layouts import KVPages, Layout
 from sdk.kernels.registry import Choice, Problem, choose, linear_problem, open_backends
-from sdk.kernels.sampling import DRAW, Draws, SampleBuffers, Tokens
+from sdk.kernels.sampling import DRAW, Draws, Penalties, SampleBuffers, Tokens
 
 #: Beyond any machine; a mistyped number must not use up the system's threads.
 MAX_THREADS = 1024
@@ -64,7 +64,8 @@ class BoundLinear:
     def rows(self, ids: Tensor) -> Tensor:
         """``w[ids]``, dequantized exactly: ids int64 ``[T]`` -> float32 ``[T, K]``."""
         expect("rows ids", ids, torch.int64, None)
-        if ids.numel() and not self.ops.capturing:
+        # On a GPU looking at them would wait for it; its kernels skip what is not there.
+        if ids.numel() and not self.ops.capturing and ids.is_cpu:
             low, high = int(ids.min()), int(ids.max())
             if low < 0 or high >= self.shape[0]:
                 bad = low if low < 0 else high
@@ -88,7 +89,8 @@ class Ops(ExpertOps):
     """Chosen kernels plus what they share (the thread pool). Owned by one rank, closed with it.
 
     ``num_threads`` defaults to the CPUs this process may run on. ``backends`` restricts the choice
-    (tests); ``declined_backends`` says which are missing and why.
+    (tests); ``declined_backends`` says which are missing and why. ``deterministic``: on a GPU too,
+    a row's result does not depend on the rows beside it (slower); on a CPU it never does.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class Ops(ExpertOps):
         compute: Compute = "auto",
         num_threads: int | None = None,
         backends: Sequence[str] | None = None,
+        deterministic: bool = False,
     ) -> None:
         if num_threads is None:
             num_threads = len(os.sched_getaffinity(0))
@@ -106,7 +109,9 @@ class Ops(ExpertOps):
         self.device = torch.device(device)
         self.compute: Compute = compute
         self.num_threads = num_threads
-        self._backends, self.declined_backends = open_backends(device, num_threads, backends)
+        self._backends, self.declined_backends = open_backends(
+            device, num_threads, backends, fixed=deterministic
+        )
         self._chosen: dict[Problem, Choice] = {}
         self._activations = ActivationPool()
         self._buffers: ActivationPool | None = None  # of the graph being captured
@@ -154,6 +159,11 @@ class Ops(ExpertOps):
                 return Graph(recorded, forward(), buffers, limits)
         finally:
             self._buffers = None
+
+    @property
+    def keys_transposed(self) -> bool:
+        """How the keys of KV pages are to lie: see :class:`sdk.kernels.registry.Backend`."""
+        return self._backends[0].keys_transposed
 
     @property
     def backend_names(self) -> tuple[str, ...]:
@@ -359,6 +369,17 @@ class Ops(ExpertOps):
         self._sample(logits, None, out)
         return out.read(logits.shape[0])
 
+    def penalize(self, logits: Tensor, penalties: Penalties) -> None:
+        """Lower what was there already in ``logits [R, V]`` float32: :class:`Penalties`."""
+        expect("penalize logits", logits, torch.float32, None, None)
+        rows, ids, counts, factors = penalties
+        expect("penalize rows", rows, torch.int64, None)
+        expect("penalize ids", ids, torch.int64, rows.shape[0])
+        expect("penalize counts", counts, torch.float32, rows.shape[0])
+        expect("penalize factors", factors, torch.float32, logits.shape[0], 3)
+        if rows.shape[0]:
+            self._kernel("penalize").run(logits, penalties)
+
     def sample(self, logits: Tensor, draws: Draws) -> Tokens:
         """One token per row of ``logits [R, V]`` float32, as ``draws [R]`` say.
 
@@ -385,6 +406,16 @@ class Ops(ExpertOps):
                 f"sample: expected buffers for {logits.shape[0]} rows, found {len(buffers.tokens)}"
             )
         self._sample(logits, buffers.draws, buffers)
+
+    def sample_rows(self, logits: Tensor, draws: Tensor) -> Tensor:
+        """As :meth:`sample`, without leaving a GPU: float64 ``[R, 3]``, token, best, probability.
+
+        ``draws`` float64 ``[R, 8]``: the bytes of a DRAW for each row.
+        """
+        expect("sample logits", logits, torch.float32, None, None)
+        expect("sample draws", draws, torch.float64, logits.shape[0], 8)
+        found: Tensor = self._kernel("sample").rows(logits, draws)
+        return found
 
     def _sample(self, logits: Tensor, draws: Draws | None, out: SampleBuffers) -> None:
         if logits.dim() != 2 or logits.dtype != torch.float32 or not logits.shape[1]:

@@ -87,6 +87,9 @@ class Backend(Protocol):
     """The kernels of one device for one engine; holds what they share, such as a thread pool."""
 
     name: str
+    #: Whether a page's keys of one head are to lie ``[head_dim][page_size]`` in memory, else
+    #: ``[page_size][head_dim]`` like its values (``KVPages``).
+    keys_transposed: bool
 
     def implementations(self, op: str) -> Sequence[Any]:
         """Implementations of ``op``, best first; empty when the backend has none."""
@@ -108,16 +111,19 @@ class Choice:
 
 
 def open_backends(
-    device: str, num_threads: int, only: Sequence[str] | None = None
+    device: str, num_threads: int, only: Sequence[str] | None = None, *, fixed: bool = False
 ) -> tuple[list[Backend], tuple[tuple[str, str], ...]]:
-    """Open every backend that runs here: ``(backends, ((name, why not), ...))``."""
+    """Open every backend that runs here: ``(backends, ((name, why not), ...))``.
+
+    ``fixed``: see :class:`sdk.kernels.ops.Ops`.
+    """
     opened: list[Backend] = []
     missing: list[tuple[str, str]] = []
     for name in only or BACKENDS:
         module = import_module(f"sdk.kernels.{name}")
         reason = module.available(device)
         if reason is None:
-            opened.append(module.open_backend(device, num_threads))
+            opened.append(module.open_backend(device, num_threads, fixed=fixed))
         else:
             missing.append((name, reason))
     return opened, tuple(missing)

@@ -50,7 +50,7 @@ class EngineConfig:
     gpu_memory_utilization: float | None = None
     enforce_eager: bool = False
     hf_overrides: Mapping[str, Any] | None = None
-    device: Literal["auto", "cpu"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     num_threads: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 64
@@ -65,6 +65,7 @@ class EngineConfig:
     enable_lora: bool = False
     swap_space: int | str = 0
     compute: Literal["auto", "exact"] = "auto"
+    deterministic: bool = False
     local_files_only: bool = False
     on_progress: ProgressCallback | None = None
 
@@ -124,7 +125,7 @@ def _check_quantization(name: object) -> None:
 _CHOICES: dict[str, tuple[str, ...]] = {
     "tokenizer_mode": ("auto",),
     "dtype": ("auto", "float32"),
-    "device": ("auto", "cpu"),
+    "device": ("auto", "cpu", "cuda"),
     "kv_cache_dtype": ("auto", "float32", "float16", "bfloat16", "int8"),
     "load_format": ("auto", "gguf", "safetensors"),
     "scheduling_policy": ("fcfs", "priority"),

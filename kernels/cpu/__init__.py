@@ -38,8 +38,13 @@ def available(device: str) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def open_backend(device: str, num_threads: int, level: str | None = None) -> CpuBackend:
-    """``level`` forces an instruction-set level (tests); by default the best there is."""
+def open_backend(
+    device: str, num_threads: int, level: str | None = None, *, fixed: bool = False
+) -> CpuBackend:
+    """``level`` forces an instruction-set level (tests); by default the best there is.
+
+    Always ``fixed``.
+    """
     return CpuBackend(Engine(num_threads, level))
 
 
@@ -53,6 +58,7 @@ class CpuBackend:
     """See :class:`sdk.kernels.registry.Backend`."""
 
     name = "cpu"
+    keys_transposed = True
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine

@@ -44,6 +44,7 @@ def _interpreted() -> bool:
 
 def open_backend(device: str, num_threads: int, *, fixed: bool = False) -> GpuBackend:
     """``fixed``: the same order of additions for every batch (slower). No threads are used."""
+    from sdk.kernels.gpu import attention, elementwise, norm, rope, sampling
     from sdk.kernels.gpu.dense import DenseLinear
     from sdk.kernels.gpu.linear import Linear
     from sdk.kernels.gpu.tuning import Tuning, read_tuning
@@ -55,13 +56,23 @@ def open_backend(device: str, num_threads: int, *, fixed: bool = False) -> GpuBa
         tuning = read_tuning(card.name, 4 * card.multi_processor_count)
         matrix = torch.bfloat16 if card.major >= 8 else torch.float16
     packed = (Linear(dtype, tuning, fixed=fixed) for dtype in (matrix, torch.float32))
-    return GpuBackend({"linear": (DenseLinear(fixed=fixed), *packed)})
+    return GpuBackend(
+        {
+            "linear": (DenseLinear(fixed=fixed), *packed),
+            **attention.OPS,
+            **rope.OPS,
+            **norm.OPS,
+            **elementwise.OPS,
+            **sampling.OPS,
+        }
+    )
 
 
 class GpuBackend:
     """See :class:`sdk.kernels.registry.Backend`."""
 
     name = "gpu"
+    keys_transposed = False
 
     def __init__(self, implementations: dict[str, Sequence[Any]]) -> None:
         self._implementations = implementations

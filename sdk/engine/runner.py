@@ -15,6 +15,7 @@ from sdk.engine.inputs import Running, StepInputs
 from sdk.engine.kv_cache import KVCache, kv_spec
 from sdk.engine.plan import Sampled, StepPlan, StepResult
 from sdk.errors import RequestError
+from sdk.kernels.gpu.graphs import StepGraphs
 from sdk.kernels.graph import CaptureError, Graph
 from sdk.kernels.ops import Compute, Ops
 from sdk.loaders.open import open_checkpoint
@@ -47,6 +48,7 @@ class RunnerConfig:
     device: str = "cpu"
     compute: Compute = "auto"
     enforce_eager: bool = False
+    deterministic: bool = False
     revision: str | None = None
     local_files_only: bool = False
     hf_overrides: Mapping[str, Any] = field(default_factory=dict)
@@ -63,6 +65,15 @@ class _Wanted:
     guides: dict[str, int] = field(default_factory=dict)
     #: Requests to look at after the run, with their first and last row + 1.
     special: list[tuple[str, Running, int, int]] = field(default_factory=list)
+
+
+def _open_ops(config: RunnerConfig) -> Ops:
+    return Ops(
+        config.device,
+        compute=config.compute,
+        num_threads=config.num_threads,
+        deterministic=config.deterministic,
+    )
 
 
 class ModelRunner:
@@ -93,7 +104,7 @@ class ModelRunner:
                 )
                 checkpoint = packed_at_load(checkpoint, config.quantization)
             undo.callback(checkpoint.close)
-            self.ops = Ops(config.device, compute=config.compute, num_threads=config.num_threads)
+            self.ops = _open_ops(config)
             undo.callback(self.ops.close)
             self.model = build_model(
                 checkpoint,
@@ -106,7 +117,10 @@ class ModelRunner:
             facts = self.model.config
             heads = mesh.heads(facts.num_heads, facts.num_kv_heads).kv_count
             self.kv = KVCache(
-                kv_spec(facts, heads, config.page_size, config.kv_dtype), config.num_pages
+                kv_spec(facts, heads, config.page_size, config.kv_dtype),
+                config.num_pages,
+                self.ops.device,
+                keys_transposed=self.ops.keys_transposed,
             )
             self.sampler = Sampler(facts.vocab_size, self.ops)
             self._inputs = StepInputs(
@@ -114,8 +128,12 @@ class ModelRunner:
                 config.max_num_seqs,
                 config.max_model_len,
                 config.page_size,
+                self.ops.device,
+                find_shared=self.ops.device.type == "cuda" and not config.deterministic,
             )
             self._graph: Graph[tuple[Tensor, Tensor]] | None = None
+            #: On a GPU: decode steps of so many requests, with what was sampled.
+            self._decode_graphs: StepGraphs[tuple[Tensor, Tensor, Tensor]] | None = None
             #: Why steps run operator by operator; ``None`` when they are replayed from a graph.
             self.eager_reason: str | None = "enforce_eager"
             if not config.enforce_eager:
@@ -129,7 +147,7 @@ class ModelRunner:
         self._requests.clear()
         self._rows, self._drawing = [], []
         self._inputs.forget()
-        self._graph = None
+        self._graph = self._decode_graphs = None
         self.kv.close()
         self.ops.close()
         self.__dict__.pop("model", None)
@@ -138,6 +156,10 @@ class ModelRunner:
         """Record a step as large as the largest there will be; smaller ones use its first rows."""
         inputs = self._inputs
         tokens, requests = inputs.token_ids.shape[0], inputs.output_rows.shape[0]
+        if self.ops.device.type == "cuda":
+            self._decode_graphs = StepGraphs(self._decode, min(tokens, requests))
+            self.eager_reason = None
+            return
 
         def forward() -> tuple[Tensor, Tensor]:
             self.ops.find_places(inputs.batch)
@@ -154,6 +176,17 @@ class ModelRunner:
             self.eager_reason = None
         except CaptureError as error:
             self.eager_reason = str(error)
+
+    def _decode(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The decode step of ``size`` rows: hidden states, logits and ``Ops.sample_rows``."""
+        inputs = self._inputs
+        with torch.inference_mode():
+            batch = inputs.decoding(size)
+            self.ops.find_places(batch)
+            hidden = self.model(inputs.token_ids[:size], batch, self.kv.layers)
+            rows = self.ops.select_rows(hidden, inputs.output_rows[:size])
+            logits = self.model.logits(rows)
+            return hidden, logits, self.ops.sample_rows(logits, inputs.draws[:size])
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step; see :class:`sdk.engine.plan.StepResult` for what comes back."""
@@ -229,6 +262,12 @@ class ModelRunner:
             self._graph.replay(tokens=tokens, outputs=outputs, requests=requests)
             return self._graph.result
         inputs = self._inputs
+        if self._decode_graphs is not None and tokens == requests == outputs:
+            size = self._decode_graphs.size(requests)
+            inputs.fill_up(requests, size)
+            hidden, logits, sampled = self._decode_graphs.replay(size)
+            inputs.sampling.write(sampled[:requests].cpu().numpy())
+            return hidden, logits
         with torch.inference_mode():
             batch = inputs.view(tokens, requests)
             self.ops.find_places(batch)

@@ -357,6 +357,17 @@ def test_a_bad_option_is_refused_by_name(
         LLM(tiny_path, **options)
 
 
+def test_a_gpu_that_is_not_there_is_refused(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(RequestError, match="device='cuda': torch finds no GPU"):
+        LLM(tiny_path, device="cuda")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(RequestError, match="tensor_parallel_size must be 1"):
+        LLM(tiny_path, device="cuda", tensor_parallel_size=2)
+
+
 def test_a_missing_model_and_a_pickle_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"nowhere\.gguf"):
         LLM(tmp_path / "nowhere.gguf")
