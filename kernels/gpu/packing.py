@@ -58,9 +58,9 @@ class Packed:
 
     ``kind``: what a code is: ``int``, an index of a ``table``, or the bits of an ``e4m3``, ``e5m2``
     or ``e2m1`` float. ``unit``: columns whose codes share words. ``scale [groups, N / scale_rows]``
-    as bytes where ``scale_bits`` says what they mean; ``minus [groups, N]`` is subtracted;
-    ``zeros``, ``zeros_bits`` each (32: floats), or ``zero`` is subtracted from the code; ``tables`` are one table in every
-    type that is multiplied.
+    as bytes where ``scale_bits`` says what they mean; ``minus [groups, N]`` is subtracted; of the
+    code ``zero`` is, or ``zeros`` of ``zeros_bits`` each (32: floats). ``tables`` are one table in
+    every type that is multiplied. ``nested`` is the table of scales, ``offset [N]`` added to them.
     """
 
     facts: Layout
@@ -118,12 +118,16 @@ def unpack(packed: Packed) -> Layout:
     facts = packed.facts
     match facts:
         case Affine():
-            parts = {name: _turned(getattr(packed, name)) for name in ("minus", "super_scale")}
-            parts["zeros"] = _unpack_zeros(packed)
-            scale = packed.scale.t().contiguous().view(facts.scale.dtype)
             flip = 128 if facts.signed else 0
             codes = [pack_codes(codes ^ flip, facts.bits) for _, codes in _chunks(packed)]
-            return replace(facts, codes=torch.cat(codes), scale=scale, **parts)
+            return replace(
+                facts,
+                codes=torch.cat(codes),
+                scale=packed.scale.t().contiguous().view(facts.scale.dtype),
+                zeros=_unpack_zeros(packed),
+                minus=_turned(packed.minus),
+                super_scale=_turned(packed.super_scale),
+            )
         case Blocks():
             return Blocks(facts.shape, facts.type, _join_blocks(packed, facts))
         case Float8():
@@ -143,7 +147,7 @@ def _pack_affine(w: Affine) -> Packed:
     if table is not None:
         is_e2m1 = table.tolist() == list(E2M1)
         kind, table = ("e2m1", None) if is_e2m1 else ("table", table)
-    zeros, zeros_bits = _pack_zeros(w.zeros)
+    zeros, zeros_bits = _pack_zeros(w)
     # new_empty and not a slice: a slice would keep the canonical tensors alive
     facts = replace(
         w,
@@ -271,12 +275,18 @@ def _tables(table: Tensor | None) -> Mapping[torch.dtype, Tensor] | None:
     return None if table is None else {dtype: table.to(dtype) for dtype in types}
 
 
-def _pack_zeros(zeros: Tensor | None) -> tuple[Tensor | None, int]:
-    """Zero points in as few bits as fit into bytes evenly: uint8 ``[groups / per byte, N]``."""
-    if zeros is None:
+def _pack_zeros(w: Affine) -> tuple[Tensor | None, int]:
+    """Zero points, uint8 ``[groups / per byte, N]``: a byte each unless that costs over 2.9 %.
+
+    Otherwise in as few bits as fit into bytes evenly; kernels then convert decoded weights through
+    shared memory (sm_90: 20 stores and 8 loads per 64 x 128 weights instead of 8 loads).
+    """
+    if w.zeros is None:
         return None, 0
-    bits = next(bits for bits in (2, 4, 8) if int(zeros.max()) < 1 << bits)
-    return pack_codes(zeros, bits).t().contiguous(), bits
+    bits = 8
+    if 8 - w.bits > 0.029 * (w.bits * w.group + 8 * w.scale.itemsize + w.bits):
+        bits = next(bits for bits in (2, 4, 8) if int(w.zeros.max()) < 1 << bits)
+    return pack_codes(w.zeros, bits).t().contiguous(), bits
 
 
 def _unpack_zeros(packed: Packed) -> Tensor | None:

@@ -60,7 +60,8 @@ class Tuning:
     def _by_rule(self, w: Packed, tokens: int) -> Tiles:
         """Few tokens: enough programs to fill the card, each with at least 4 units of K."""
         if tokens == 1:
-            block_n, block_m, warps = 32, 16, 1  # four rows for each value of x in a thread
+            # four rows of a thread for each value of x; look-ups leave no registers for that
+            block_n, block_m, warps = 32, 16, 4 if w.kind == "table" else 1
         else:
             block_n, block_m, warps = 64, min(64, max(16, 1 << (tokens - 1).bit_length())), 4
         tiles = -(-w.shape[0] // block_n) * -(-tokens // block_m)

@@ -52,15 +52,15 @@ def slice_codes(words, SLICE: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.conste
 
 @triton.jit
 def all_codes(
-    words, words_1, words_2, SLICE: tl.constexpr, UNIT: tl.constexpr,
+    words, SLICE: tl.constexpr, UNIT: tl.constexpr,
     WIDTH: tl.constexpr, WIDTH_1: tl.constexpr, WIDTH_2: tl.constexpr,
 ):  # fmt: skip
     """Codes of a slice from up to three planes: int32 ``[rows, 16]``."""
-    code = slice_codes(words, SLICE, WIDTH, UNIT)
+    code = slice_codes(words[0], SLICE, WIDTH, UNIT)
     if WIDTH_1 > 0:
-        code = code | (slice_codes(words_1, SLICE, WIDTH_1, UNIT) << WIDTH)
+        code = code | (slice_codes(words[1], SLICE, WIDTH_1, UNIT) << WIDTH)
     if WIDTH_2 > 0:
-        code = code | (slice_codes(words_2, SLICE, WIDTH_2, UNIT) << (WIDTH + WIDTH_1))
+        code = code | (slice_codes(words[2], SLICE, WIDTH_2, UNIT) << (WIDTH + WIDTH_1))
     return code
 
 
@@ -96,7 +96,7 @@ def decode_values(code, zero, table, KIND: tl.constexpr, BITS: tl.constexpr, OUT
 
 @triton.jit
 def tiny_values(
-    words, words_1, words_2, table, SLICE: tl.constexpr, KIND: tl.constexpr, UNIT: tl.constexpr,
+    words, table, SLICE: tl.constexpr, KIND: tl.constexpr, UNIT: tl.constexpr,
     WIDTH: tl.constexpr, WIDTH_1: tl.constexpr, WIDTH_2: tl.constexpr,
 ):  # fmt: skip
     """Float32 values of a slice, too small by the same power of two for all of a kind (``TINY``).
@@ -109,13 +109,13 @@ def tiny_values(
     PLACE: tl.constexpr = WIDTH * SLICE % 16
     step = 1.0
     if KIND == "int" and WIDTH_1 == 0 and UNIT * WIDTH >= 512:
-        half = words
+        half = words[0]
         if WIDTH * SLICE >= 16:
-            half = words >> 16
+            half = words[0] >> 16
         bits = half & (((1 << WIDTH) - 1) << PLACE)
         step = 1.0 / (1 << PLACE)
     else:
-        bits = all_codes(words, words_1, words_2, SLICE, UNIT, WIDTH, WIDTH_1, WIDTH_2)
+        bits = all_codes(words, SLICE, UNIT, WIDTH, WIDTH_1, WIDTH_2)
         if KIND == "e2m1":
             bits = ((bits & 8) << 28) | ((bits & 7) << 22)
         elif KIND == "e4m3":
@@ -174,14 +174,16 @@ def load_minus(
 
 
 @triton.jit
-def load_zero(zeros, zero, n, N, k, GROUP: tl.constexpr, ZEROS: tl.constexpr):
-    """What is subtracted from the codes of rows n at column k: ``[rows, 1]`` or a number.
+def load_zero(zeros, n, N, k, GROUP: tl.constexpr, ZEROS: tl.constexpr, ZERO: tl.constexpr):
+    """What is subtracted from the codes of rows n at column k: ``[rows, 1]`` or ``[1, 1]``.
 
-    ``ZEROS``: bits of a zero point, several to a byte along K; 32: floats; 0: ``zero`` for all.
+    ``ZEROS``: bits of a zero point, several to a byte along K; 32: floats; 0: ``ZERO`` for all. A
+    constant, because a number from a register would keep words from being loaded in the order of
+    the matrix units (seen with Triton 3.6: decoded weights then go through shared memory).
     """
     group = k // GROUP
     if ZEROS == 0:
-        z = zero
+        z = tl.full((1, 1), ZERO, tl.float32)
     elif ZEROS == 32:
         z = tl.load(zeros + group * N + n).to(tl.float32)[:, None]
     else:
