@@ -184,7 +184,8 @@ class Ops(ExpertOps):
         """Choose a kernel for a weight and pack the weight for it.
 
         ``activation_bits``: 8, or 16 for the blocks of an input that cost the most accuracy. Says
-        nothing with ``compute="exact"`` or for plain floats.
+        nothing with ``compute="exact"``, for plain floats, or where the file of the weight says how
+        inputs are rounded.
         """
         problem = linear_problem(layout, self.compute, activation_bits)
         choice = choose(self._backends, problem)
@@ -324,9 +325,7 @@ class Ops(ExpertOps):
         for name, x in (("cos", cos), ("sin", sin)):
             expect(f"rope {name}", x, torch.float32, batch.num_tokens, None)
         if q.shape[0]:
-            kernel = self._kernel(
-                "rope_and_cache", head_dim=k.shape[2], kv_dtype=_dtype_name(pages.k)
-            )
+            kernel = self._kernel("rope_and_cache", head_dim=k.shape[2], kv_dtype=pages.dtype)
             kernel.run(q, k, v, cos, sin, batch, pages)
 
     def attention(
@@ -352,14 +351,16 @@ class Ops(ExpertOps):
             expect("attention sinks", sinks, torch.float32, q.shape[1])
         tokens, heads, head_dim = q.shape
         kv_heads = pages.k.shape[1]
-        if heads % kv_heads or pages.k.shape[3] != head_dim:
+        if heads % kv_heads or pages.head_dim != head_dim:
             raise KernelError(
                 f"attention: {heads} query heads of {head_dim} do not fit "
                 f"pages {list(pages.k.shape)}"
             )
+        if pages.k_centre is not None and (softcap or sinks is not None):
+            raise KernelError("attention: keys with a centre allow neither softcap nor sinks")
         out = self.empty(tokens, heads * head_dim)
         if tokens:
-            kernel = self._kernel("attention", head_dim=head_dim, kv_dtype=_dtype_name(pages.k))
+            kernel = self._kernel("attention", head_dim=head_dim, kv_dtype=pages.dtype)
             kernel.run(q, pages, batch, scale, window, softcap, sinks, out)
         return out
 
@@ -428,7 +429,3 @@ class Ops(ExpertOps):
         if self._sampling is None:  # once: making and looking up a Problem takes 2 us
             self._sampling = self._kernel("sample")
         self._sampling.run(logits, draws, out)
-
-
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

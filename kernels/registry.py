@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from sdk.kernels.errors import KernelError
-from sdk.kernels.layouts import Affine, Blocks, Dense, Float8, Layout
+from sdk.kernels.layouts import Affine, Blocks, Dense, Float8, Layout, inputs_of
 
 if TYPE_CHECKING:
     from sdk.kernels.experts import Routes
@@ -29,7 +29,8 @@ class Problem:
     """What an implementation must know to accept or decline. Fields an op does not use stay unset.
 
     ``compute`` is ``"auto"`` (activations may be rounded to ``activation_bits`` per block where the
-    weight is quantized) or ``"exact"`` (fp32 arithmetic on the dequantized values).
+    weight is quantized) or ``"exact"`` (fp32 arithmetic on the dequantized values). ``inputs``: how
+    they must be rounded, in words, where the file of the weight says so and compute is not exact.
     """
 
     op: str
@@ -42,6 +43,7 @@ class Problem:
     in_features: int = 0
     out_features: int = 0
     activation_bits: int = 8
+    inputs: str = ""
     dtype: str = "float32"
     head_dim: int = 0
     kv_dtype: str = ""
@@ -159,11 +161,13 @@ def linear_problem(layout: Layout, compute: str, activation_bits: int) -> Proble
         case Blocks():
             fields = {"layout": "blocks", "format": layout.type}
     out_features, in_features = layout.shape
+    scheme = None if compute == "exact" else inputs_of(layout)
     return Problem(
         "linear",
         compute=compute,
         in_features=in_features,
         out_features=out_features,
         activation_bits=activation_bits,
+        inputs="" if scheme is None else str(scheme),
         **fields,
     )

@@ -13,7 +13,8 @@ import torch
 from sdk.config import EngineConfig
 from sdk.engine.engine import Engine
 from sdk.engine.kv_cache import kv_spec
-from sdk.engine.runner import ModelRunner, RunnerConfig
+from sdk.engine.runner import ModelRunner
+from sdk.engine.runner_config import RunnerConfig
 from sdk.engine.scheduler import Scheduler, SchedulerConfig
 from sdk.errors import CheckpointError, RequestError
 from sdk.executors.local import LocalExecutor

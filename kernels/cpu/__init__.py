@@ -23,6 +23,7 @@ from sdk.kernels.cpu.elementwise import (
 from sdk.kernels.cpu.experts import AddOwnersBias, Combine, Group, Route
 from sdk.kernels.cpu.library import Engine, Program, find_library, levels
 from sdk.kernels.cpu.linear import Linear
+from sdk.kernels.cpu.linear_as_file import LinearAsFile
 from sdk.kernels.cpu.rope import RopeAndCache, RopeAngles
 from sdk.kernels.cpu.sampling import Sample
 from sdk.kernels.cpu.weight_memory import WeightMemory
@@ -65,7 +66,10 @@ class CpuBackend:
         self.engine = engine
         self._memory = WeightMemory()
         self._implementations: dict[str, Sequence[Any]] = {
-            "linear": (*(Linear(engine, self._memory, bits) for bits in (8, 16, 32)),),
+            "linear": (
+                *(Linear(engine, self._memory, bits) for bits in (8, 16, 32)),
+                LinearAsFile(engine, self._memory),
+            ),
             "route": (Route(engine),),
             "group": (Group(engine),),
             "add_owners_bias": (AddOwnersBias(engine),),

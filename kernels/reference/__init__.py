@@ -12,7 +12,7 @@ from typing import Any
 from sdk.kernels.reference.attention import Attention
 from sdk.kernels.reference.elementwise import Map, Places, SelectRows, TakeColumns
 from sdk.kernels.reference.experts import AddOwnersBias, Combine, Group, Route
-from sdk.kernels.reference.linear import Linear
+from sdk.kernels.reference.linear import Linear, RoundedLinear
 from sdk.kernels.reference.norm import AddRmsNorm, GatedActivation, RmsNorm
 from sdk.kernels.reference.rope import RopeAndCache, RopeAngles
 from sdk.kernels.reference.sampling import Penalize, Sample
@@ -36,7 +36,7 @@ class ReferenceBackend:
 
     def __init__(self) -> None:
         self._implementations: dict[str, Sequence[Any]] = {
-            "linear": (Linear(),),
+            "linear": (Linear(), RoundedLinear()),
             "route": (Route(),),
             "group": (Group(),),
             "add_owners_bias": (AddOwnersBias(),),
