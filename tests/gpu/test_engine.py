@@ -58,7 +58,7 @@ def load(path: Path, **options: Any) -> LLM:
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("kv", ["float32", "int8"])
+@pytest.mark.parametrize("kv", ["float32", "int8", "fp8"])
 def test_the_answers_are_the_reference_s(
     path: Path, kv: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
