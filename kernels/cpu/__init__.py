@@ -27,6 +27,7 @@ from sdk.kernels.cpu.linear_as_file import LinearAsFile
 from sdk.kernels.cpu.rope import RopeAndCache, RopeAngles
 from sdk.kernels.cpu.sampling import Sample
 from sdk.kernels.cpu.weight_memory import WeightMemory
+from sdk.kernels.reference.sampling import Penalize
 
 __all__ = ["CpuBackend", "available", "levels", "open_backend", "simd_level"]
 
@@ -83,6 +84,7 @@ class CpuBackend:
             "find_places": (Places(engine),),
             "rope_and_cache": (RopeAndCache(engine),),
             "attention": (Attention(engine),),
+            "penalize": (Penalize(),),  # a few hundred logits a row: torch will do
             "sample": (Sample(engine),),
         }
 

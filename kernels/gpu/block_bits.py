@@ -79,13 +79,19 @@ def _signed_six(group: int) -> tuple[int, ...]:
 
 _HALF = (_field(0, 16),)
 _HALF_2 = (_field(2, 16),)
-_K45 = {
-    "scale": _each(8, _six),
-    "scale_type": torch.uint8,
-    "minus": _each(8, _six_minimum),
-    "super_scale": _HALF,
-    "super_minus": _HALF_2,
-}
+
+
+def _k45(codes: Bits) -> Fields:
+    """q4_k and q5_k differ in their codes only."""
+    return Fields(
+        codes,
+        _each(8, _six),
+        torch.uint8,
+        minus=_each(8, _six_minimum),
+        super_scale=_HALF,
+        super_minus=_HALF_2,
+    )
+
 
 FIELDS = {
     "q4_0": Fields(_each(32, _nibble(2)), _HALF, torch.float16, 8),
@@ -116,8 +122,8 @@ FIELDS = {
         32,
         super_scale=(_field(108, 16),),
     ),
-    "q4_k": Fields(_each(256, lambda k: _pairs(16, k)), **_K45),
-    "q5_k": Fields(_each(256, lambda k: _pairs(48, k) + _field(16 + k % 32, 1, k // 32)), **_K45),
+    "q4_k": _k45(_each(256, lambda k: _pairs(16, k))),
+    "q5_k": _k45(_each(256, lambda k: _pairs(48, k) + _field(16 + k % 32, 1, k // 32))),
     "q6_k": Fields(
         _each(
             256,
@@ -170,6 +176,6 @@ def put_typed(blocks: Tensor, fields: Bits, values: Tensor, bias: int = 0) -> No
     """The inverse of :func:`take_typed`."""
     if values.itemsize == 2:
         first = fields[0][0] // 8
-        blocks[:, first : first + 2] = values.contiguous().view(torch.uint8)
+        blocks[:, first : first + 2] = values.flatten().unsqueeze(1).view(torch.uint8)
     else:
         put(blocks, fields, ((values + bias) if bias else values).contiguous().view(torch.uint8))

@@ -164,7 +164,7 @@ def product(
     arguments |= {"share": -(-packed.units // split), "x_stride": x.stride(0)}
     arguments |= {"out_stride": parts.stride(-2), "part_stride": _part_stride(parts)}
     constants |= {"DOT": _DOT_TYPES[dtype], "BLOCK_N": tiles.block_n, "BLOCK_M": block_m}
-    constants["WIDEN"] = dtype == torch.bfloat16 and x.device.type == "cpu"
+    constants["WIDEN"] = dtype == torch.bfloat16 and bool(triton.knobs.runtime.interpret)
     grid = (-(-n // tiles.block_n), -(-tokens // block_m), split)
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
     return Launch(kernels.product, grid, arguments, constants, options)
@@ -243,7 +243,7 @@ def _weight(p: Packed, table: torch.dtype = torch.float32) -> tuple[dict[str, An
     if p.scale_bits == "low4":  # one byte holds scale and minimum
         arguments["minus"] = p.scale
     arguments |= {"N": n, "K": k, "units": p.units, "scale_stride": p.scale.shape[1]}
-    arguments |= {"scale_rows": p.scale_rows, "zero": float(p.zero)}
+    arguments["scale_rows"] = p.scale_rows
     minus = "high4" if p.scale_bits == "low4" else "super" if p.super_minus is not None else "plain"
     constants = {
         "KIND": p.kind,
@@ -255,6 +255,7 @@ def _weight(p: Packed, table: torch.dtype = torch.float32) -> tuple[dict[str, An
         "SCALE": p.scale_bits,
         "FACTOR": FACTORS.get(p.kind, 1.0),
         "ZEROS": p.zeros_bits,
+        "ZERO": float(p.zero),
         "MINUS": minus if p.has_minus else "",
         "WHOLE": whole,
         "EVEN": p.units * p.unit == k,

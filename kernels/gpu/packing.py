@@ -118,12 +118,16 @@ def unpack(packed: Packed) -> Layout:
     facts = packed.facts
     match facts:
         case Affine():
-            parts = {name: _turned(getattr(packed, name)) for name in ("minus", "super_scale")}
-            parts["zeros"] = _unpack_zeros(packed)
-            scale = packed.scale.t().contiguous().view(facts.scale.dtype)
             flip = 128 if facts.signed else 0
             codes = [pack_codes(codes ^ flip, facts.bits) for _, codes in _chunks(packed)]
-            return replace(facts, codes=torch.cat(codes), scale=scale, **parts)
+            return replace(
+                facts,
+                codes=torch.cat(codes),
+                scale=packed.scale.t().contiguous().view(facts.scale.dtype),
+                zeros=_unpack_zeros(packed),
+                minus=_turned(packed.minus),
+                super_scale=_turned(packed.super_scale),
+            )
         case Blocks():
             return Blocks(facts.shape, facts.type, _join_blocks(packed, facts))
         case Float8():

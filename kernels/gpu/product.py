@@ -56,10 +56,11 @@ def scaled(
 @triton.jit
 def product(
     x, sums, out, w0, w1, w2, scale, super_scale, nested, offset, zeros, minus, super_minus, table,
-    M, N, K, units, share, x_stride, out_stride, part_stride, scale_stride, scale_rows, zero,
+    M, N, K, units, share, x_stride, out_stride, part_stride, scale_stride, scale_rows,
     KIND: tl.constexpr, WIDTH: tl.constexpr, WIDTH_1: tl.constexpr, WIDTH_2: tl.constexpr,
     UNIT: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, SUPER: tl.constexpr,
-    SCALE: tl.constexpr, FACTOR: tl.constexpr, ZEROS: tl.constexpr, MINUS: tl.constexpr,
+    SCALE: tl.constexpr, FACTOR: tl.constexpr, ZEROS: tl.constexpr, ZERO: tl.constexpr,
+    MINUS: tl.constexpr,
     WHOLE: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr, WIDEN: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
@@ -82,12 +83,12 @@ def product(
         for c in tl.static_range(UNIT // CHUNK):
             k = unit * UNIT + c * CHUNK
             at = tl.minimum(k, K - 1)  # columns of padding may belong to no group
-            z = load_zero(zeros, zero, rows, N, at, GROUP, ZEROS)
+            z = load_zero(zeros, rows, N, at, GROUP, ZEROS, ZERO)
             if not WHOLE:
                 part = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
             for j in tl.static_range(CHUNK // 16):
                 code = all_codes(words, c * (CHUNK // 16) + j, UNIT, WIDTH, WIDTH_1, WIDTH_2)
-                whole = zero if ZEROS == 32 else z
+                whole = tl.full((1, 1), 0.0, tl.float32) if ZEROS == 32 else z
                 w = decode_values(code, whole, table, KIND, WIDTH + WIDTH_1 + WIDTH_2, MATH)
                 column = k + j * 16
                 wanted = (m < M)[None, :] & (EVEN | (tl.arange(0, LANES) < K - column)[:, None])
@@ -102,7 +103,7 @@ def product(
                     GROUP, SUPER, SCALE, FACTOR, MINUS, ZEROS == 32,
                 )  # fmt: skip
     if WHOLE:
-        z = load_zero(zeros, zero, rows, N, 0, GROUP, ZEROS)
+        z = load_zero(zeros, rows, N, 0, GROUP, ZEROS, ZERO)
         if MINUS != "" or ZEROS == 32:
             total = tl.load(sums + tl.program_id(2) * M + tl.minimum(m, M - 1))
         acc = scaled(
@@ -134,10 +135,11 @@ def add_chunks(
 @triton.jit
 def product_one(
     x, out, w0, w1, w2, scale, super_scale, nested, offset, zeros, minus, super_minus, table,
-    N, K, units, share, part_stride, scale_stride, scale_rows, zero,
+    N, K, units, share, part_stride, scale_stride, scale_rows,
     KIND: tl.constexpr, WIDTH: tl.constexpr, WIDTH_1: tl.constexpr, WIDTH_2: tl.constexpr,
     UNIT: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, SUPER: tl.constexpr,
-    SCALE: tl.constexpr, FACTOR: tl.constexpr, ZEROS: tl.constexpr, MINUS: tl.constexpr,
+    SCALE: tl.constexpr, FACTOR: tl.constexpr, ZEROS: tl.constexpr, ZERO: tl.constexpr,
+    MINUS: tl.constexpr,
     WHOLE: tl.constexpr, EVEN: tl.constexpr, RAISE: tl.constexpr,
     BLOCK_N: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
@@ -157,7 +159,7 @@ def product_one(
         for c in tl.static_range(UNIT // CHUNK):
             k = unit * UNIT + c * CHUNK
             at = tl.minimum(k, K - 1)  # columns of padding may belong to no group
-            z = load_zero(zeros, zero, rows, N, at, GROUP, ZEROS)
+            z = load_zero(zeros, rows, N, at, GROUP, ZEROS, ZERO)
             if not WHOLE:
                 part = tl.zeros((BLOCK_N, LANES), tl.float32)
                 total = tl.zeros((LANES,), tl.float32)
@@ -177,7 +179,7 @@ def product_one(
                     GROUP, SUPER, SCALE, FACTOR, MINUS, KIND == "int",
                 )  # fmt: skip
     if WHOLE:
-        z = load_zero(zeros, zero, rows, N, 0, GROUP, ZEROS)
+        z = load_zero(zeros, rows, N, 0, GROUP, ZEROS, ZERO)
         acc = scaled(
             acc, part, total, z, scale, super_scale, nested, offset, minus, super_minus,
             rows, N, K, 0, scale_stride, scale_rows,
@@ -201,11 +203,12 @@ def add_up(parts, out, N, out_stride, part_stride, SPLIT: tl.constexpr, BLOCK: t
 @triton.jit
 def decode_rows(
     ids, out, w0, w1, w2, scale, super_scale, nested, offset, zeros, minus, super_minus, table,
-    count, start, N, K, units, out_stride, scale_stride, scale_rows, zero,
+    count, start, N, K, units, out_stride, scale_stride, scale_rows,
     IDS: tl.constexpr,
     KIND: tl.constexpr, WIDTH: tl.constexpr, WIDTH_1: tl.constexpr, WIDTH_2: tl.constexpr,
     UNIT: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, SUPER: tl.constexpr,
-    SCALE: tl.constexpr, FACTOR: tl.constexpr, ZEROS: tl.constexpr, MINUS: tl.constexpr,
+    SCALE: tl.constexpr, FACTOR: tl.constexpr, ZEROS: tl.constexpr, ZERO: tl.constexpr,
+    MINUS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """``out[i] = w[ids[i]]`` (``IDS``) or ``w[start + i]``, in the reference's own roundings.
@@ -223,7 +226,7 @@ def decode_rows(
     for c in tl.static_range(UNIT // CHUNK):
         k = unit * UNIT + c * CHUNK
         at = tl.minimum(k, K - 1)
-        z = load_zero(zeros, zero, rows, N, at, GROUP, ZEROS)
+        z = load_zero(zeros, rows, N, at, GROUP, ZEROS, ZERO)
         s = load_scale(
             scale, super_scale, nested, offset, rows, N, K, at, scale_stride, scale_rows,
             GROUP, SUPER, SCALE,
@@ -231,7 +234,12 @@ def decode_rows(
         for j in tl.static_range(CHUNK // 16):
             code = all_codes(words, c * (CHUNK // 16) + j, UNIT, WIDTH, WIDTH_1, WIDTH_2)
             if ZEROS == 32:  # a fraction would be lost beside 2^23
-                w = decode_values(code, zero, table, KIND, 8, tl.float32) - z
+                w = (
+                    decode_values(
+                        code, tl.full((1, 1), 0.0, tl.float32), table, KIND, 8, tl.float32
+                    )
+                    - z
+                )
             else:
                 w = decode_values(code, z, table, KIND, 8, tl.float32) * FACTOR
             w = w * s[:, None]

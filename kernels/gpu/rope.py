@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from sdk.kernels.batch import AttentionBatch
+from sdk.kernels.checks import expect
 from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu.launch import expect_on_device
 from sdk.kernels.gpu.page_codes import clamped, encode, mixed, round_bfloat16
@@ -75,13 +77,14 @@ def _write(
 
 @triton.jit
 def rope_kernel(
-    q, k, v, cos, sin, slots, q_token, q_head, k_token, k_head, v_token, v_head, cos_token,
-    heads, kv_heads, half,
+    q, k, v, cos, sin, slots, k_centre,
+    q_token, q_head, k_token, k_head, v_token, v_head, cos_token, heads, kv_heads, half,
     k_codes, k_scale, k_page, k_row, k_slot, k_scale_page, k_scale_group,
     v_codes, v_scale, v_page, v_row, v_slot, v_scale_page, v_scale_group,
     K_KIND: tl.constexpr, K_GROUPS: tl.constexpr, K_GROUP: tl.constexpr, K_MIX: tl.constexpr,
     V_KIND: tl.constexpr, V_GROUPS: tl.constexpr, V_GROUP: tl.constexpr, V_MIX: tl.constexpr,
     PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr,
+    CENTRE: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, tiles of heads of q, then of k, then of v). q is turned in place.
 
@@ -111,9 +114,13 @@ def rope_kernel(
         mask = real[:, None] & (column < HEAD_DIM)[None, :]
         if is_key:
             keys = k + token * k_token + head[:, None] * k_head
+            turned = _rotated(keys, column, mask, angles, half, cos, sin)
+            if CENTRE:
+                at_centre = head[:, None] * HEAD_DIM + column[None, :]
+                turned -= tl.load(k_centre + at_centre, mask=mask, other=0.0)
             _write(
-                _rotated(keys, column, mask, angles, half, cos, sin), k_codes, k_scale, slot, head,
-                real, k_page, k_row, k_slot, k_scale_page, k_scale_group,
+                turned, k_codes, k_scale, slot, head, real,
+                k_page, k_row, k_slot, k_scale_page, k_scale_group,
                 PAGE, HEAD_DIM, BLOCK_H, BLOCK_D, K_KIND, K_GROUPS, K_GROUP, K_MIX,
             )  # fmt: skip
         else:
@@ -166,13 +173,17 @@ class RopeAndCache:
         if any(x.stride(-1) != 1 for x in (q, k, v, cos)) or cos.stride() != sin.stride():
             raise KernelError("rope: expected contiguous heads and angles of the same strides")
         keys, values = page_sides(pages, head_dim)
+        centre = pages.k_centre
+        if centre is not None:
+            expect("rope k_centre", centre, torch.float32, kv_heads, head_dim)
         mix = hadamard_block(head_dim)
-        expect_on_device("rope", q, k, v, cos, sin, batch.slots, pages.k)
+        expect_on_device("rope", q, k, v, cos, sin, batch.slots, pages.k, centre)
         block = max(16, triton.next_power_of_2(head_dim))
         rows = max(1, min(8, 1024 // block, triton.next_power_of_2(kv_heads)))
         grid = (tokens, triton.cdiv(q.shape[1], rows) + 2 * triton.cdiv(kv_heads, rows))
         rope_kernel[grid](
             *(q, k, v, cos, sin, batch.slots),
+            k if centre is None else centre,
             *q.stride()[:2],
             *k.stride()[:2],
             *v.stride()[:2],
@@ -194,6 +205,7 @@ class RopeAndCache:
             HEAD_DIM=head_dim,
             BLOCK_D=block,
             BLOCK_H=rows,
+            CENTRE=centre is not None,
             num_warps=4,
         )
 

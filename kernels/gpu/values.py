@@ -174,14 +174,16 @@ def load_minus(
 
 
 @triton.jit
-def load_zero(zeros, zero, n, N, k, GROUP: tl.constexpr, ZEROS: tl.constexpr):
-    """What is subtracted from the codes of rows n at column k: ``[rows, 1]`` or a number.
+def load_zero(zeros, n, N, k, GROUP: tl.constexpr, ZEROS: tl.constexpr, ZERO: tl.constexpr):
+    """What is subtracted from the codes of rows n at column k: ``[rows, 1]`` or ``[1, 1]``.
 
-    ``ZEROS``: bits of a zero point, several to a byte along K; 32: floats; 0: ``zero`` for all.
+    ``ZEROS``: bits of a zero point, several to a byte along K; 32: floats; 0: ``ZERO`` for all. A
+    constant, because a number from a register would keep words from being loaded in the order of
+    the matrix units (seen with Triton 3.6: decoded weights then go through shared memory).
     """
     group = k // GROUP
     if ZEROS == 0:
-        z = zero
+        z = tl.full((1, 1), ZERO, tl.float32)
     elif ZEROS == 32:
         z = tl.load(zeros + group * N + n).to(tl.float32)[:, None]
     else:

@@ -55,7 +55,9 @@ class _Buffers:
         else:  # memory that is there only where it was written
             self._host = torch.from_numpy(np.zeros(offsets[-1], np.uint8))
         self._device = self._host.to(device)
-        self._sent = torch.cuda.Event() if device.type == "cuda" else None
+        self._sent: Any = None
+        if device.type == "cuda":
+            self._sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.arrays: list[NDArray[Any]] = []
         self.tensors: list[Tensor] = []
         for (dtype, shape), begin in zip(parts, offsets, strict=False):

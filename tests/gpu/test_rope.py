@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -90,6 +91,18 @@ def test_queries_turn_and_pages_hold_what_the_reference_writes(
         assert wanted.k_scale is not None and wanted.v_scale is not None
         assert same_bits(pages.k_scale, wanted.k_scale)
         assert same_bits(pages.v_scale, wanted.v_scale)
+
+
+def test_a_centre_is_taken_from_every_key() -> None:
+    random = torch.Generator().manual_seed(2)
+    fused, centre = torch.randn(3, 6, 80, generator=random), torch.randn(2, 80, generator=random)
+    found, wanted = (
+        written(run, fused, 2, 2, replace(make_pages(2, 80, "int8"), k_centre=centre), 80)[1]
+        for run in (RopeAndCache().run, Reference().run)
+    )
+    assert same_bits(found.k, wanted.k) and same_bits(found.v, wanted.v)
+    plain = written(Reference().run, fused, 2, 2, make_pages(2, 80, "int8"), 80)[1]
+    assert not same_bits(plain.k, wanted.k)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int8"])
