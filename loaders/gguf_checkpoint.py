@@ -111,10 +111,7 @@ class GgufCheckpoint:
         return self._stored(name)[1] is not None
 
     def entries(self) -> Sequence[TensorEntry]:
-        return [
-            TensorEntry(tensor.name, tensor.shape, tensor.type.name, tensor.nbytes, _held(tensor))
-            for tensor in self._opened().tensors.values()
-        ]
+        return self._opened().entries()
 
     def unused(self) -> list[str]:
         return [
@@ -235,8 +232,3 @@ class GgufCheckpoint:
         self._done += stored.nbytes
         if self.on_bytes is not None:
             self.on_bytes(self._done, self._total)
-
-
-def _held(tensor: GgufTensor) -> int | None:
-    kind = tensor.type
-    return tensor.nbytes // kind.nbytes * kind.held if kind.held else None

@@ -84,15 +84,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from sdk.loaders.open import open_checkpoint
+    from sdk.loaders.open import read_headers
 
-    checkpoint = open_checkpoint(args.file)
-    try:
-        entries = list(checkpoint.entries())
-        config = dict(checkpoint.config)
-        facts = {"file": str(checkpoint.path), "format": checkpoint.format}
-    finally:
-        checkpoint.close()
+    found = read_headers(args.file)
+    entries, config = list(found.entries), dict(found.config)
+    facts = {"file": str(found.path), "format": found.format}
     report = kernels(args.file) if args.kernels else None
     show = to_json if args.json else to_text
     print(show(facts, config, entries, report, tensors=args.tensors))
