@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sdk.loaders.gguf_config import build_config
 from sdk.loaders.gguf_reader import read_gguf
 from sdk.loaders.hub import download, is_hub_id
 from sdk.quant.checkpoint import Checkpoint, TensorEntry
 from sdk.quant.errors import CheckpointError, UnsupportedError
+
+if TYPE_CHECKING:
+    from sdk.loaders.hf_folder import HfFolder
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
@@ -49,6 +52,7 @@ class Headers:
     format: str
     config: Mapping[str, Any]
     entries: Sequence[TensorEntry]
+    kv_scales: Mapping[str, float]
 
 
 def read_headers(model: str | Path) -> Headers:
@@ -62,13 +66,14 @@ def read_headers(model: str | Path) -> Headers:
     file = _gguf_at(path)
     if file is not None:
         gguf = read_gguf(file)
-        return Headers(file, "gguf", build_config(gguf), gguf.entries())
-    checkpoint = _hf_folder(path)
+        return Headers(file, "gguf", build_config(gguf), gguf.entries(), {})
+    folder = _hf_folder(path)
     try:
-        found = (checkpoint.path, checkpoint.format, checkpoint.config, checkpoint.entries())
+        return Headers(
+            folder.path, folder.format, folder.config, folder.entries(), folder.kv_scales
+        )
     finally:
-        checkpoint.close()
-    return Headers(*found)
+        folder.close()
 
 
 def _located(model: str | Path, revision: str | None, local_files_only: bool) -> Path:
@@ -106,7 +111,7 @@ def _gguf_at(path: Path) -> Path | None:
     raise CheckpointError(f"{path}: neither config.json nor a .gguf file in it")
 
 
-def _hf_folder(path: Path) -> Checkpoint:
+def _hf_folder(path: Path) -> HfFolder:
     from sdk.loaders.hf_folder import HfFolder  # five modules that a GGUF file does not need
 
     return HfFolder(path) if path.is_dir() else HfFolder(path.parent, path)

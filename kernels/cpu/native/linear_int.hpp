@@ -313,6 +313,10 @@ static void nested_units(const Weight* w, const Units& units, float* to) {
     const int64_t last = w->groups - 1;
     float* at = to;
     for (int64_t u = units.begin; u < units.end; ++u, at += kStripRows) {
+        if (u > units.begin && u % w->group_units) {
+            for (int i = 0; i < kRows; i += kLanes) store(at + i, load(at + i - kStripRows));
+            continue;
+        }
         const int64_t group = u / w->group_units < last ? u / w->group_units : last;
         __builtin_prefetch(codes + group * kRows + kPrefetch / 4);
         for (int i = 0; i < kRows; ++i) at[i] = w->scale_table[codes[group * kRows + i]];
