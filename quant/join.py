@@ -89,8 +89,9 @@ def _join_float8(parts: Sequence[Float8]) -> Float8 | None:
     high, wide = parts[0].block
     whole = all(w.shape[0] % high == 0 for w in parts[:-1])
     if whole and len({w.block for w in parts}) == 1:
-        return Float8(values, _stacked([w.scale for w in parts]), parts[0].block)
-    return Float8(values, _stacked([row_scales(w) for w in parts]), (1, wide))
+        return replace(parts[0], values=values, scale=_stacked([w.scale for w in parts]))
+    scale = _stacked([row_scales(w) for w in parts])
+    return replace(parts[0], values=values, scale=scale, block=(1, wide))
 
 
 def _stacked(parts: Sequence[Tensor]) -> Tensor:

@@ -117,7 +117,7 @@ def canonical(packed: Packed) -> tuple[Layout, Tensor, int]:
             else:
                 scale = deinterleave(packed.scale, facts.shape[0])[:: facts.block[0]]
             scale = scale.clone(memory_format=torch.contiguous_format)
-            return Float8(values, scale, facts.block), values, 0
+            return replace(facts, values=values, scale=scale), values, 0
         case Affine():
             codes = torch.zeros(facts.shape[0], -(-facts.shape[1] * facts.bits // 8)).byte()
             return _unpack_affine(packed, facts, codes), codes, codes.shape[1]
@@ -145,7 +145,7 @@ def _pack_values(w: Dense | Float8, memory: WeightMemory) -> tuple[Packed, Tenso
     scale = None
     facts: Dense | Float8 = Dense(values.to("meta"))
     if isinstance(w, Float8):
-        facts = Float8(facts.values, w.scale.to("meta"), w.block)
+        facts = replace(w, values=facts.values, scale=w.scale.to("meta"))
         high = w.block[0]
         if high >= n or high % ROWS == 0:
             view.scale_blocks = min(-(-high // ROWS), view.row_blocks)
