@@ -75,7 +75,7 @@ def _facts(w: Affine) -> tuple[object, ...]:
     lookup = None if w.scale_table is None else tuple(w.scale_table.tolist())
     zeros = None if w.zeros is None else w.zeros.dtype
     minus = None if w.minus is None else w.minus.dtype
-    kinds = (zeros, minus, table, level, lookup, w.activation_bits)
+    kinds = (zeros, minus, table, level, lookup, w.inputs)
     super_group = 0 if lookup else w.super_group
     return w.name, w.bits, w.group, super_group, w.zero, w.signed, w.scale.dtype, kinds
 
@@ -83,7 +83,8 @@ def _facts(w: Affine) -> tuple[object, ...]:
 def _join_float8(parts: Sequence[Float8]) -> Float8 | None:
     """Whole blocks stay blocks; scales of unlike height become one per output channel."""
     columns = parts[0].shape[1]
-    if len({(w.values.dtype, w.scale.dtype, min(w.block[1], columns)) for w in parts}) != 1:
+    facts = {(w.values.dtype, w.scale.dtype, min(w.block[1], columns), w.inputs) for w in parts}
+    if len(facts) != 1:
         return None
     values = _stacked([w.values for w in parts])
     high, wide = parts[0].block

@@ -56,6 +56,8 @@ class Linear:
         self.name = {8: "cpu.linear", 16: "cpu.linear_a16", 32: "cpu.linear_exact"}[activation_bits]
 
     def reject(self, problem: Problem) -> str | None:
+        if problem.inputs:
+            return f"the file asks for activations in {problem.inputs}"
         if self._bits < 32 and problem.compute == "exact":
             return f"rounds activations to {self._bits} bits, compute is exact"
         plain = problem.layout in ("dense", "float8")

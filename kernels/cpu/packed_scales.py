@@ -12,7 +12,7 @@ from sdk.kernels.reference.decode import pack_codes, unpack_codes
 #: Rows of a block of a packed weight.
 ROWS = 16
 #: Element types that torch does not have: halves of a byte, numbers of 16 rows in 2, 4 and 6 bits.
-LOW_4, HIGH_4, U2, U4, I6 = 7, 8, 10, 11, 12
+LOW_4, HIGH_4, U2, U4, I6 = 7, 8, 11, 12, 13
 
 
 def interleave(x: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ FILE_TYPES = {
     "q5_k_s": FileType("q5_k", 16),
     "q5_k_m": FileType("q5_k", 17),
     "q6_k": FileType("q6_k", 18),
+    "iq4_nl": FileType("iq4_nl", 25),
 }
 #: What rows that are no whole blocks of 256 get.
 _SHORT_ROWS = {"q2_k": "q4_0", "q3_k": "q4_0", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}

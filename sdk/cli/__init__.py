@@ -24,6 +24,7 @@ COMMANDS = {
     "inspect": "inspect_file",
     "plan": "plan",
     "quantize": "quantize",
+    "eval": "evaluate",
     "doctor": "doctor",
     "bench": "bench",
     "fetch-demo": "fetch_demo",
