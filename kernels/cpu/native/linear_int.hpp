@@ -314,24 +314,34 @@ static void times_super(const Weight* w, int type, const void* super, const Unit
 static void nested_units(const Weight* w, const Units& units, float* to) {
     const uint8_t* codes = (const uint8_t*)w->scale + units.block * w->groups * kRows;
     const float* offset = w->scale_offset + units.block * kRows;
-    const int64_t last = w->groups - 1;
+    const int64_t last = w->groups - 1, first = units.begin / w->group_units;
+    int64_t group = first, used = units.begin % w->group_units;
+    const int64_t first_used = used;
     float* at = to;
     for (int64_t u = units.begin; u < units.end; ++u, at += kStripRows) {
-        if (u > units.begin && u % w->group_units) {
+        if (u == units.begin || used == 0) {
+            const uint8_t* code = codes + (group < last ? group : last) * kRows;
+            __builtin_prefetch(code + kPrefetch / 4);
+            for (int i = 0; i < kRows; ++i) at[i] = w->scale_table[code[i]];
+        } else {
             for (int i = 0; i < kRows; i += kLanes) store(at + i, load(at + i - kStripRows));
-            continue;
         }
-        const int64_t group = u / w->group_units < last ? u / w->group_units : last;
-        __builtin_prefetch(codes + group * kRows + kPrefetch / 4);
-        for (int i = 0; i < kRows; ++i) at[i] = w->scale_table[codes[group * kRows + i]];
+        if (++used == w->group_units) {
+            used = 0;
+            ++group;
+        }
     }
-    float supers[kRows];
+    float supers[kRows] = {};
     int64_t until = -1;
+    group = first, used = first_used;
     for (int64_t u = units.begin; u < units.end; ++u, to += kStripRows) {
-        const int64_t group = u / w->group_units < last ? u / w->group_units : last;
-        if (group >= until) until = nested_supers(w, units.block, group, supers);
+        if (group >= until && group <= last) until = nested_supers(w, units.block, group, supers);
         for (int i = 0; i < kRows; i += kLanes)
             store(to + i, add(mul(load(to + i), load(supers + i)), load(offset + i)));
+        if (++used == w->group_units) {
+            used = 0;
+            ++group;
+        }
     }
 }
 
