@@ -14,7 +14,7 @@ plain one. A matrix is always ``[out, in]``, here ``[N, K]``.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -67,12 +67,6 @@ class ActivationScheme:
     def floats(self) -> bool:
         """The codes are floats."""
         return self.codes != "int"
-
-    @property
-    def kind(self) -> ActivationScheme:
-        """All but the numbers that a matrix may have of its own."""
-        static = None if self.static is None else 1.0
-        return replace(self, static=static, zero=0, factor=1.0)
 
     def __str__(self) -> str:
         """``int8 per token``, ``e4m3 static``, ``e4m3 per 128`` ..."""

@@ -225,12 +225,9 @@ class AffineWeight(PackedWeight):
             kind: WeightKind = "block" if layout.table is None else "table"
             spec = QuantSpec(kind, layout.bits, layout.name, layout.group)
         else:
-            spec = QuantSpec(
-                "int",
-                layout.bits,
-                group=None if layout.group >= layout.shape[1] else layout.group,
-                symmetric=layout.minus is None and layout.zeros is None,
-            )
+            group = None if layout.group >= layout.shape[1] else layout.group
+            symmetric = layout.minus is None and layout.zeros is None
+            spec = QuantSpec("int", layout.bits, group=group, symmetric=symmetric)
         self._spec = spec.rounding(layout.inputs)
         self.inputs = str(layout.inputs or "")
         super().__init__(layout)

@@ -28,8 +28,10 @@ def settings(config: Mapping[str, Any], source: str) -> float:
     Raises:
         CheckpointError: it is not a positive number.
     """
-    bound = config.get("activation_scale_ub", math.inf)
-    if type(bound) not in (int, float) or not bound > 0:
+    bound = config.get("activation_scale_ub")
+    if bound is None:
+        return math.inf
+    if type(bound) not in (int, float) or not 0 < bound < 2.0**126:
         raise CheckpointError(
             f"{source}: activation_scale_ub is {str(bound)[:80]}, expected a positive number"
         )

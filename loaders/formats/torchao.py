@@ -46,7 +46,7 @@ _INPUT_SCALE, _INPUT_POINT, _INPUT_FACTORS = BESIDE[2:]
 _KINDS = ("Int8Tensor", "IntxUnpackedToInt8Tensor", "Float8Tensor")
 #: What an object of the text consists of.
 _ENTRY = ("_type", "_data")
-#: The text in the header about one tensor has some 200 bytes.
+#: The text in the header about one tensor has 200 to 500 bytes.
 _MAX_TEXT = 4096
 
 

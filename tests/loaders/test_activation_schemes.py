@@ -237,7 +237,7 @@ def test_fbgemm_rounds_every_token_with_a_bound(layers: Any) -> None:
     assert inputs_of(weight.layout) == Scheme("e4m3", limit=1200.0)
     tensors = {**floats(12, 1), ".input_scale_ub": torch.tensor([300.0])}
     assert inputs_of(layers.weight(fbgemm, tensors, SHAPE).layout) == Scheme("e4m3", limit=300.0)
-    for wrong in (0, -1.0, "12", True):
+    for wrong in (0, -1.0, "12", True, 1e300):
         with pytest.raises(CheckpointError, match="activation_scale_ub is"):
             layers.open({**fbgemm, "activation_scale_ub": wrong}, floats(12, 1), SHAPE)
 
