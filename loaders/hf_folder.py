@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.layouts import Dense
-from sdk.loaders.formats.quantized import CONFIG_FILES, KV_SCALES, Quantization, quantization
+from sdk.loaders.formats.kv_scales import KV_SCALES, read_kv_scales
+from sdk.loaders.formats.quantized import CONFIG_FILES, Quantization, quantization
 from sdk.loaders.formats.stored_layer import StoredLayer
 from sdk.loaders.hf_experts import JoinedPart, joined_part, spelled_as_ours
 from sdk.loaders.json_file import read_json
@@ -47,7 +48,8 @@ _PREFIXES = (
 class HfFolder:
     """See `sdk.quant.checkpoint.Checkpoint`; ``path`` is the folder.
 
-    ``weights`` names one safetensors file to use in place of those the folder lists.
+    ``weights`` names one safetensors file to use in place of those the folder lists. ``kv_scales``:
+    the scales for an 8-bit KV cache by name, for users to see.
     """
 
     format = "safetensors"
@@ -68,8 +70,7 @@ class HfFolder:
         )
         self._files: SafetensorsFiles | None = files
         self._tensors = _canonical_names(files)
-        if any(name.endswith(KV_SCALES) for name in self._tensors):
-            logger.info("%s: its scales for an 8-bit KV cache are not used", folder)
+        self.kv_scales = read_kv_scales(files, self._tensors, str(folder))
         self._pulled: set[str] = set()
         self._warned: set[str] = set()
         self._mapped: deque[StoredTensor] = deque()
@@ -188,15 +189,14 @@ class HfFolder:
 
     def _cut(self, name: str, part: JoinedPart) -> Weight:
         """One expert's matrix out of a tensor of all; the last such tensor is kept at hand."""
-        if part.whole in self._tensors:
+        layer = self._packed(part.whole)
+        if layer is None:
             stored = self._tensors[part.whole]
             values = self._read(part.whole, stored)[part.expert]
             turned = self.config["model_type"] == "gpt_oss"
             self._report(stored)
             return weight_of(Dense(part.of(values.t() if turned else values)))
         if self._whole is None or self._whole[0] != part.whole:
-            layer = self._packed(part.whole)
-            assert layer is not None
             self._whole = part.whole, self._decoded(layer)
         weight, count = self._whole[1], num_experts(self.config) or 1
         first, rows, step = part.rows(weight.shape[0] // count)

@@ -16,7 +16,7 @@ import torch
 from sdk.kernels.errors import KernelError
 
 #: Must equal kAbiVersion in native/abi.hpp; a library with another one is refused as stale.
-ABI_VERSION = 8
+ABI_VERSION = 9
 
 #: Instruction-set levels, worst to best, in the order of native/levels.hpp.
 LEVELS = ("portable", "avx2", "avx2_vnni", "avx512_vnni")
@@ -77,7 +77,8 @@ class WeightView(Structure):
     _fields_ = [
         *((name, c_int64) for name in ("n", "k", "row_blocks", "k_blocks")),
         *((name, c_int32) for name in ("dense", "bits", "source", "flip", "unit")),
-        *((name, c_int32) for name in ("group_units", "super_units", "scale_type", "minus_type")),
+        *((name, c_int32) for name in ("group_units", "super_units", "scale_blocks")),
+        *((name, c_int32) for name in ("scale_type", "minus_type", "zeros_type")),
         ("zero", c_float),
         ("super_type", c_int32),
         ("step", c_float),
@@ -86,6 +87,7 @@ class WeightView(Structure):
         ("supers", c_int64),
         *((name, c_void_p) for name in ("codes", "scale", "minus", "zeros")),
         *((name, c_void_p) for name in ("super_scale", "super_minus", "table")),
+        *((name, c_void_p) for name in ("scale_table", "scale_offset")),
     ]
 
 

@@ -3,8 +3,11 @@
 ``P.weight_scale_inv`` holds a number per block of ``weight_block_size`` (the last blocks are cut),
 ``P.weight_scale`` one number or one per row. Both multiply, whatever the name says, except in files
 of gptqmodel, whose settings have a ``weight_scale_method``: there they divide. Scales may be stored
-as powers of two (``scale_fmt: ue8m0``). Which layers are 8-bit is seen from their tensors;
-``input_scale`` is for activations, which are not rounded to 8-bit floats here.
+as powers of two (``scale_fmt: ue8m0``). A tensor of all experts ``P [E, N, K]`` has its scales in
+``P_scale_inv [E, ., .]``: of blocks, or of as many equal parts of the rows (a gate and what stands
+below it have one each). Source: transformers 5.2, finegrained_fp8.py. Which layers are 8-bit is
+seen from their tensors; ``input_scale`` is for activations, which are not rounded to 8-bit floats
+here.
 """
 
 from __future__ import annotations
@@ -13,16 +16,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from sdk.kernels.layouts import Float8
 from sdk.loaders.formats import scales
-from sdk.loaders.formats.scales import FLOAT8, float8, matrix
+from sdk.loaders.formats.scales import FLOAT8, check_finite, factors, float8, matrix
 from sdk.loaders.formats.stored_layer import StoredLayer
 from sdk.quant.errors import CheckpointError, UnsupportedError
 
-#: The last is Mistral's name.
-ENDINGS = (".weight_scale_inv", ".weight_scale", ".qscale_weight")
-_INPUTS = (".input_scale", ".activation_scale", ".qscale_act")
-BESIDE = (".weight", *_INPUTS)
+#: The third is Mistral's name, the last that of joined experts, whose matrix has no ending.
+_EXPERTS = "_scale_inv"
+ENDINGS = (".weight_scale_inv", ".weight_scale", ".qscale_weight", _EXPERTS)
+_INPUTS = (".input_scale", ".activation_scale", ".qscale_act", "_activation_scale")
+BESIDE = (".weight", *_INPUTS, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +63,11 @@ def settings(config: Mapping[str, Any], source: str) -> Settings:
     return Settings((block[0], block[1]), divide)
 
 
-def outline(layer: StoredLayer, settings: Settings) -> tuple[tuple[int, int], str]:
+def outline(layer: StoredLayer, settings: Settings) -> tuple[tuple[int, ...], str]:
     """See :class:`sdk.loaders.formats.stored_layer.Format`."""
+    if layer.has(_EXPERTS):
+        stored = layer.stored("")
+        return _experts_shape(layer), FLOAT8[stored.dtype]
     shape = scales.outline(layer, ".weight", FLOAT8)
     layer.check_shape(".weight", shape)
     return shape, FLOAT8[layer.stored(".weight").dtype]
@@ -70,6 +79,8 @@ def decode(layer: StoredLayer, settings: Settings) -> Float8:
     Raises:
         CheckpointError: not one kind of scale, or it has another shape or type, or is not finite.
     """
+    if layer.has(_EXPERTS):
+        return _experts(layer, settings)
     present = [ending for ending in ENDINGS if layer.has(ending)]
     if len(present) != 1:
         raise layer.fail(".weight", f"expected one scale beside it, found {' and '.join(present)}")
@@ -78,3 +89,39 @@ def decode(layer: StoredLayer, settings: Settings) -> Float8:
     values = matrix(layer, ".weight", FLOAT8)
     blocks = () if settings.block is None else (settings.block,)
     return float8(layer, values, ".weight", present[0], blocks, settings.divide)
+
+
+def _experts_shape(layer: StoredLayer) -> tuple[int, int, int]:
+    stored = layer.stored("")
+    if len(stored.shape) != 3 or 0 in stored.shape or stored.dtype not in FLOAT8:
+        raise layer.fail(
+            "",
+            f"{stored.dtype} of shape {list(stored.shape)}, expected [experts, N, K] in "
+            f"{' or '.join(FLOAT8)}",
+        )
+    return stored.shape[0], stored.shape[1], stored.shape[2]
+
+
+def _experts(layer: StoredLayer, settings: Settings) -> Float8:
+    """The matrices of all experts one above the other: ``[E * N, K]``."""
+    count, rows, columns = _experts_shape(layer)
+    for ending in _INPUTS:
+        layer.skip(ending)
+    values = layer.read("", tuple(FLOAT8)).flatten(0, 1)
+    check_finite(layer, "", values)
+    scale = factors(layer, _EXPERTS, settings.divide)
+    sound = scale.dim() == 3 and scale.shape[0] == count
+    parts, groups = scale.shape[1:] if sound else (0, 0)
+    high, wide = settings.block or (rows, columns)
+    if parts != -(-rows // high) and parts and rows % parts == 0:
+        high = rows // parts
+    if not sound or parts != -(-rows // high) or groups != -(-columns // wide):
+        raise layer.fail(
+            _EXPERTS,
+            f"scales of shape {list(scale.shape)} for {[count, rows, columns]} in blocks of "
+            f"{list(settings.block or (rows, columns))}",
+        )
+    if rows % high:  # a block ends with its expert
+        of = torch.arange(rows) // high
+        return Float8(values, scale[:, of].flatten(0, 1), (1, wide))
+    return Float8(values, scale.flatten(0, 1), (high, wide))

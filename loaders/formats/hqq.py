@@ -94,11 +94,11 @@ def decode(layer: StoredLayer, settings: None) -> Layout:
     packed = torch.from_numpy(packed_matrix(codes.reshape(rows, columns), meta.bits))
     layout = Affine(meta.shape, meta.bits, meta.group, packed, scale.reshape(grid))
     if whole:
-        return replace(layout, zeros=zero.to(torch.uint8).reshape(grid))
-    minus = scale.to(torch.float32) * zero.to(torch.float32)
-    if not all_finite(minus):
+        integers = zero.to(torch.uint8).reshape(grid).numpy()
+        return replace(layout, zeros=torch.from_numpy(packed_matrix(integers, meta.bits)))
+    if not all_finite(scale.to(torch.float32) * zero.to(torch.float32)):
         raise layer.fail(".zero", "times its scale is not a finite number")
-    return replace(layout, minus=minus.reshape(grid))
+    return replace(layout, zeros=zero.reshape(grid))
 
 
 def _values(codes: Bytes, scale: Tensor, zero: Tensor) -> Tensor:

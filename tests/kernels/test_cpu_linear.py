@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.cpu import CpuBackend, levels, open_backend
-from sdk.kernels.cpu.linear import Linear, integer_steps
+from sdk.kernels.cpu.linear import Linear
+from sdk.kernels.cpu.packed_weight import integer_steps
 from sdk.kernels.cpu.weight_memory import CHUNK
 from sdk.kernels.errors import KernelError
 from sdk.kernels.layouts import (
@@ -52,7 +53,9 @@ FP4 = (
     *(0.0, 0.0052083333, 0.6666667, 1.0, 0.3333333, 0.5, 0.1666667, 0.25),
     *(0.0, -0.0052083333, -0.6666667, -1.0, -0.3333333, -0.5, -0.1666667, -0.25),
 )
-KINDS = ("zero", "zeros", "minus")
+KINDS = ("zero", "zeros", "minus", "floats")
+#: (rows, columns, group, scales to a super scale): ends of rows inside, beside and at its ends.
+NESTED = ((37, 576, 64, 256), (40, 192, 16, 16), (33, 1024, 32, 8), (16, 64, 64, 256))
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 #: (rows, columns, scale block): per tensor, per channel, 2-D with short blocks at both ends.
@@ -88,7 +91,7 @@ def tables(cases: Any, rows: int) -> list[Layout]:
     found += [cases.table(rows, 77, 4, 77, torch.float32, values=IQ4)]
     found += [cases.table(rows, 512, 3, group, torch.uint8, 256) for group in (16, 32)]
     found += [cases.table(rows, 600, 4, 32, torch.uint8, 256, values=IQ4)]
-    return found
+    return found + [cases.nested(*facts) for facts in NESTED]
 
 
 def scaled(cases: Any) -> list[Layout]:

@@ -64,7 +64,7 @@ def matrix(
 
 
 def close(found: Tensor, expected: Tensor, bits: int) -> None:
-    """To what float32 makes of ``code * scale - zero * scale``: scales are below 0.15."""
+    """To what float32 makes of ``(code - zero) * scale``: scales are below 0.15."""
     bound = 0.15 * (1 << bits) * 2**-23
     torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=bound)
 
@@ -87,11 +87,14 @@ def test_codes_of_fewer_bits_than_their_bytes_are_packed_on(layers: Any, bits: i
     assert weight.spec.bits == bits
 
 
-def test_whole_zeros_stay_bytes(layers: Any) -> None:
-    tensors, expected = matrix("4bit_u8", whole=True)
-    weight = layers.weight(SETTINGS, tensors, SHAPE)
-    assert torch.equal(weight.dequantize(), expected.float())
-    assert weight.layout.zeros is not None
+@pytest.mark.parametrize("packing", ["8bit_u8", "4bit_u8", "2bit_u8"])
+def test_zeros_take_no_more_than_in_the_file(layers: Any, packing: str) -> None:
+    bits = PACKINGS[packing][0]
+    for whole, nbytes in ((True, 12 * -(-5 * bits // 8)), (False, 12 * 5 * 2)):
+        tensors, expected = matrix(packing, whole=whole)
+        weight = layers.weight(SETTINGS, tensors, SHAPE)
+        assert torch.equal(weight.dequantize(), expected.float()) or not whole
+        assert weight.layout.zeros.nbytes == nbytes
 
 
 @pytest.mark.parametrize(("axis", "group"), [(0, 16), (0, 80), (1, 64)])
