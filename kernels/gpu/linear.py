@@ -20,6 +20,7 @@ from torch import Tensor
 from sdk.kernels.experts import Routes
 from sdk.kernels.gpu import product as kernels
 from sdk.kernels.gpu.dense import multiply
+from sdk.kernels.gpu.launch import INTERPRETED
 from sdk.kernels.gpu.packing import PLANES, Packed, pack, unpack
 from sdk.kernels.gpu.tuning import Tiles, Tuning
 from sdk.kernels.layouts import BLOCK_TYPES, TABLE_BITS, Dense, Layout, check_layout
@@ -164,7 +165,7 @@ def product(
     arguments |= {"share": -(-packed.units // split), "x_stride": x.stride(0)}
     arguments |= {"out_stride": parts.stride(-2), "part_stride": _part_stride(parts)}
     constants |= {"DOT": _DOT_TYPES[dtype], "BLOCK_N": tiles.block_n, "BLOCK_M": block_m}
-    constants["WIDEN"] = dtype == torch.bfloat16 and bool(triton.knobs.runtime.interpret)
+    constants["WIDEN"] = dtype == torch.bfloat16 and INTERPRETED
     grid = (-(-n // tiles.block_n), -(-tokens // block_m), split)
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
     return Launch(kernels.product, grid, arguments, constants, options)

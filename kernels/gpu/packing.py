@@ -124,9 +124,11 @@ def unpack(packed: Packed) -> Layout:
                 facts,
                 codes=torch.cat(codes),
                 scale=packed.scale.t().contiguous().view(facts.scale.dtype),
-                zeros=_unpack_zeros(packed),
+                zeros=_unpack_zeros(packed, facts),
                 minus=_turned(packed.minus),
                 super_scale=_turned(packed.super_scale),
+                scale_table=packed.nested,
+                scale_offset=packed.offset,
             )
         case Blocks():
             return Blocks(facts.shape, facts.type, _join_blocks(packed, facts))
@@ -156,7 +158,10 @@ def _pack_affine(w: Affine) -> Packed:
         zeros=None,
         minus=None,
         super_scale=None,
+        scale_table=None,
+        scale_offset=None,
     )
+    scale, scale_bits = _scale(w.scale)
     return Packed(
         facts,
         kind,
@@ -164,13 +169,16 @@ def _pack_affine(w: Affine) -> Packed:
         unit,
         min(w.group, k),
         planes,
-        *_scale(w.scale),
+        scale,
+        scale_bits if w.scale_table is None else "nested",
         zero=(0 if w.minus is not None else w.zero) + (128 if w.signed else 0),
         zeros=zeros,
         zeros_bits=zeros_bits,
         minus=_turned(w.minus),
         super_scale=_turned(w.super_scale),
-        super_group=0 if w.super_scale is None else min(w.super_group, k),
+        super_group=0 if w.super_scale is None else w.super_group,
+        nested=w.scale_table,
+        offset=w.scale_offset,
         tables=_tables(table),
     )
 
@@ -276,28 +284,28 @@ def _tables(table: Tensor | None) -> Mapping[torch.dtype, Tensor] | None:
 
 
 def _pack_zeros(w: Affine) -> tuple[Tensor | None, int]:
-    """Zero points, uint8 ``[groups / per byte, N]``: a byte each unless that costs over 2.9 %.
+    """Zero points ``[groups, N]``: floats, or bytes unless those cost over 2.9 % of the weight.
 
-    Otherwise in as few bits as fit into bytes evenly; kernels then convert decoded weights through
+    Otherwise several to a byte along the groups; kernels then convert decoded weights through
     shared memory (sm_90: 20 stores and 8 loads per 64 x 128 weights instead of 8 loads).
     """
     if w.zeros is None:
         return None, 0
+    if w.zeros.is_floating_point():
+        return _turned(w.zeros), 32
     bits = 8
     if 8 - w.bits > 0.029 * (w.bits * w.group + 8 * w.scale.itemsize + w.bits):
-        bits = next(bits for bits in (2, 4, 8) if int(w.zeros.max()) < 1 << bits)
-    return pack_codes(w.zeros, bits).t().contiguous(), bits
+        bits = next(bits for bits in (2, 4, 8) if bits >= w.bits)
+    zeros = unpack_codes(w.zeros, w.bits, w.scale.shape[1])
+    return pack_codes(zeros, bits).t().contiguous(), bits
 
 
-def _unpack_zeros(packed: Packed) -> Tensor | None:
-    if packed.zeros is None:
-        return None
+def _unpack_zeros(packed: Packed, facts: Affine) -> Tensor | None:
+    if packed.zeros is None or packed.zeros_bits == 32:
+        return _turned(packed.zeros)
     groups = -(-packed.shape[1] // packed.group)
-    return unpack_codes(packed.zeros.t().contiguous(), packed.zeros_bits, groups).contiguous()
-
-
-def _turned(part: Tensor | None) -> Tensor | None:
-    return None if part is None else part.t().contiguous()
+    zeros = unpack_codes(packed.zeros.t().contiguous(), packed.zeros_bits, groups)
+    return pack_codes(zeros, facts.bits)
 
 
 def _scale(scale: Tensor) -> tuple[Tensor, str]:

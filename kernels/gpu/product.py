@@ -218,7 +218,8 @@ def decode_rows(
     i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = i < count
     if IDS:
-        rows = tl.load(ids + i, mask=inside, other=0).to(tl.int32)
+        rows = tl.load(ids + i, mask=inside, other=0)
+        rows = tl.minimum(tl.maximum(rows, 0), N - 1).to(tl.int32)  # others are not checked here
     else:
         rows = tl.minimum(start + i, N - 1)
     unit = tl.program_id(1)
