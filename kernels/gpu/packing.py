@@ -278,6 +278,11 @@ def _scales_of(
             yield tensor, field, 0
 
 
+def _turned(part: Tensor | None) -> Tensor | None:
+    """Groups and rows exchanged; what runs on over the ends of rows stays."""
+    return part if part is None or part.dim() == 1 else part.t().contiguous()
+
+
 def _tables(table: Tensor | None) -> Mapping[torch.dtype, Tensor] | None:
     types = (torch.float32, torch.float16, torch.bfloat16)
     return None if table is None else {dtype: table.to(dtype) for dtype in types}

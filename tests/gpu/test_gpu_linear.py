@@ -98,7 +98,13 @@ def test_products_equal_float64_of_the_rounded_inputs(cases: Any, name: str, tok
     assert distance(found, expected) < (5e-4 if "like" in name else 2e-6)
 
 
-@pytest.mark.parametrize("name", ["int4-g64-zero", "nf4-like", "q4_k", "q6_k", "fp8-blocks"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("int4-g64-zero", "int2-g32-floats", "int4-channel-floats", "nf4-like", "nested-like"),
+        *("q4_k", "q6_k", "fp8-blocks"),
+    ],
+)
 def test_exact_products_round_nothing(cases: Any, name: str) -> None:
     layout = made(cases, name)
     x = cases.activations(7, layout.shape[1])
