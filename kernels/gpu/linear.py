@@ -204,9 +204,10 @@ def add_up(parts: Tensor, out: Tensor) -> Launch:
     """``out [M, N]`` = the sum of parts ``[split, M, N]``."""
     split, tokens, n = parts.shape
     block = 512
-    arguments = {"parts": parts, "out": out, "N": n, "out_stride": out.stride(0)}
+    arguments = {"parts": parts, "out": out, "split": split, "N": n}
+    arguments["out_stride"] = out.stride(0)
     arguments["part_stride"] = parts.stride(0)
-    constants = {"SPLIT": split, "BLOCK": block}
+    constants = {"BLOCK": block}
     return Launch(kernels.add_up, (-(-n // block), tokens, 1), arguments, constants, {})
 
 

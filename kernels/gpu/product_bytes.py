@@ -51,7 +51,7 @@ def round_rows(
         tl.store(codes + m * padded + place, code, mask=column < padded)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "share"])
 def product_bytes(
     x, x_scale, out, w0, scale, M, N, units, share, out_stride, part_stride, scale_rows,
     FLOAT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
