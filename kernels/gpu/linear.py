@@ -20,7 +20,7 @@ from torch import Tensor
 from sdk.kernels.experts import Routes
 from sdk.kernels.gpu import product as kernels
 from sdk.kernels.gpu.dense import multiply
-from sdk.kernels.gpu.launch import INTERPRETED
+from sdk.kernels.gpu.launch import INTERPRETED, expect_on_device
 from sdk.kernels.gpu.packing import PLANES, Packed, pack, unpack
 from sdk.kernels.gpu.tuning import Tiles, Tuning
 from sdk.kernels.layouts import BLOCK_TYPES, TABLE_BITS, Dense, Layout, check_layout
@@ -98,6 +98,7 @@ class Linear:
         return packed.nbytes
 
     def matmul(self, packed: Packed, x: Tensor, out: Tensor) -> None:
+        expect_on_device("linear", x, out, packed.scale)
         tokens = x.shape[0]
         dtype = x.dtype if x.itemsize == 2 and self.dtype.itemsize == 2 else self.dtype
         tiles = self._tuning.tiles(packed, 2 if self._fixed else tokens)
@@ -132,6 +133,7 @@ class Linear:
             multiply(x, w, out[:, start : start + w.shape[0]])
 
     def rows(self, packed: Packed, ids: Tensor, out: Tensor) -> None:
+        expect_on_device("rows", ids, out, packed.scale)
         decode_rows(packed, out, ids).run()
 
     def group(self, packed: Sequence[Packed]) -> Sequence[Packed]:

@@ -28,9 +28,10 @@ from sdk.kernels.gpu.block_bits import (
     take,
     take_typed,
 )
-from sdk.kernels.layouts import BLOCK_TYPES, E2M1, Affine, Blocks, Dense, Float8, Layout
+from sdk.kernels.layouts import BLOCK_TYPES, E2M1, Affine, Blocks, Float8
 from sdk.kernels.reference.decode import pack_codes, unpack_codes
 
+Packable = Affine | Blocks | Float8
 Planes = tuple[Tensor, ...]
 #: Rows that lie together.
 ROWS = 16
@@ -63,7 +64,7 @@ class Packed:
     every type that is multiplied. ``nested`` is the table of scales, ``offset [N]`` added to them.
     """
 
-    facts: Layout
+    facts: Packable
     kind: str
     bits: int
     unit: int
@@ -102,7 +103,7 @@ class Packed:
         return sum(part.nbytes for part in parts if part is not None)
 
 
-def pack(layout: Affine | Blocks | Float8) -> Packed:
+def pack(layout: Packable) -> Packed:
     """Values unchanged; :func:`unpack` gives the layout back bit for bit."""
     match layout:
         case Affine():
@@ -113,7 +114,7 @@ def pack(layout: Affine | Blocks | Float8) -> Packed:
             return _pack_float8(layout)
 
 
-def unpack(packed: Packed) -> Layout:
+def unpack(packed: Packed) -> Packable:
     """The inverse of :func:`pack`."""
     facts = packed.facts
     match facts:
@@ -136,8 +137,6 @@ def unpack(packed: Packed) -> Layout:
             values = torch.cat([codes for _, codes in _chunks(packed)])
             scale = packed.scale.t().contiguous().view(facts.scale.dtype)
             return Float8(values.view(facts.values.dtype), scale, facts.block)
-        case Dense():
-            raise AssertionError("dense weights are not packed")
 
 
 def _pack_affine(w: Affine) -> Packed:

@@ -22,7 +22,7 @@ def round_rows(
 ):  # fmt: skip
     """Row m of x as codes ``[M, padded]`` and ``scales [M]``; ``STATIC``: the scale is given.
 
-    ``limit`` bounds the magnitudes a scale is made of; the scale of a row that is not finite is NaN.
+    ``limit`` bounds the magnitudes a scale is made of. A row that is not finite has the scale NaN.
     """
     m = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
