@@ -77,6 +77,9 @@ class Affine:
     what is subtracted. ``zeros`` are packed as the codes are, uint8 ``[N, ceil(G * bits / 8)]`` for
     G groups, or floats ``[N, G]``. ``signed`` codes are two's complement (8 bits only).
 
+    With groups of one column ``scale``, ``zeros`` and ``minus`` may have fewer rows R, a divisor of
+    N: row n has those of row n % R (groups across rows, HQQ's axis 0).
+
     ``table`` float32 ``[2^bits]`` (1, 3 or 4 bits): the codes are indices, nothing is subtracted.
     ``super_scale`` float32 or float16 ``[N, ceil(K / super_group)]``: a second level of scales,
     ``scale`` may then be uint8 or int8 too. The scale of a weight is the product, in float32.
@@ -105,9 +108,15 @@ class Affine:
     activation_bits: int = 16
 
     @property
+    def repeats(self) -> bool:
+        """Whether rows share their scales."""
+        height = self.scale.shape[0]
+        return 0 < height < self.shape[0] and self.shape[0] % height == 0
+
+    @property
     def nbytes(self) -> int:
-        parts = (self.codes, self.scale, self.zeros, self.minus, self.super_scale)
-        parts += (self.scale_table, self.scale_offset)
+        levels = (self.scale, self.super_scale, self.scale_table, self.scale_offset)
+        parts = (self.codes, *levels, self.zeros, self.minus)
         return sum(part.nbytes for part in parts if part is not None)
 
 
@@ -214,12 +223,14 @@ def _check_affine(w: Affine) -> None:
     rows, columns = w.shape
     _expect("affine codes", w.codes, (rows, -(-columns * w.bits // 8)), (torch.uint8,))
     grid = (rows, -(-columns // w.group))
+    if w.repeats and w.group == 1 and w.table is None and w.super_scale is None:
+        grid = (w.scale.shape[0], columns)
     integers = (torch.uint8, torch.int8) if w.super_scale is not None else ()
     _expect("affine scale", w.scale, grid, (*_SCALES, *integers))
     if w.zeros is not None and w.zeros.is_floating_point():
         _expect("affine zeros", w.zeros, grid, _FLOATS)
     elif w.zeros is not None:
-        _expect("affine zeros", w.zeros, (rows, -(-grid[1] * w.bits // 8)), (torch.uint8,))
+        _expect("affine zeros", w.zeros, (grid[0], -(-grid[1] * w.bits // 8)), (torch.uint8,))
     if w.minus is not None:
         _expect("affine minus", w.minus, grid, _FLOATS)
     if w.scale_table is not None:

@@ -26,8 +26,8 @@ def open_checkpoint(
 
     Args:
         model: a ``.gguf`` file (the first one of a split model), a folder with ``config.json`` and
-            safetensors files (or with one GGUF model), a ``.safetensors`` file beside its
-            ``config.json``, or, when no such path exists, a hub id ``org/name``.
+            safetensors files (or Mistral's params.json, or one GGUF model), a ``.safetensors`` file
+            beside its ``config.json``, or, when no such path exists, a hub id ``org/name``.
         revision: branch, tag or commit of a hub id.
         local_files_only: never download.
 
@@ -99,7 +99,7 @@ def _gguf_at(path: Path) -> Path | None:
                 "with config.json and safetensors files (save_pretrained writes one) or a GGUF file"
             )
         return None if path.suffix == ".safetensors" else path
-    if (path / "config.json").is_file():
+    if any((path / name).is_file() for name in ("config.json", "params.json")):
         return None
     models = sorted(path.glob("*.gguf"))
     first = [model for model in models if "-of-" not in model.name or "-00001-of-" in model.name]

@@ -36,20 +36,22 @@ def join(layouts: Sequence[Layout]) -> Layout | None:
     if not all(isinstance(w, Affine) for w in layouts):
         return None
     affine = [w for w in layouts if isinstance(w, Affine)]
-    if len({_facts(w) for w in affine}) != 1:
+    if len({_facts(w) for w in affine}) != 1 or any(w.repeats for w in affine):
         return None
-    super_group = affine[0].super_group
     if affine[0].scale_table is not None:
         affine = _nested_alike(affine)
-        super_group = affine[0].super_group
-        if super_group < _LEAST_SUPERS * affine[0].group:
+        if affine[0].super_group < _LEAST_SUPERS * affine[0].group:
             return None
-    parts = {
-        name: [getattr(w, name) for w in affine if getattr(w, name) is not None]
-        for name in ("codes", "scale", "zeros", "minus", "super_scale", "scale_offset")
-    }
-    stacked = {name: _stacked(of) if of else None for name, of in parts.items()}
-    return replace(affine[0], shape=shape, super_group=super_group, **stacked)
+    return replace(
+        affine[0],
+        shape=shape,
+        codes=_stacked([w.codes for w in affine]),
+        scale=_stacked([w.scale for w in affine]),
+        zeros=_stacked_if_any([w.zeros for w in affine]),
+        minus=_stacked_if_any([w.minus for w in affine]),
+        super_scale=_stacked_if_any([w.super_scale for w in affine]),
+        scale_offset=_stacked_if_any([w.scale_offset for w in affine]),
+    )
 
 
 def _nested_alike(parts: Sequence[Affine]) -> list[Affine]:
@@ -87,8 +89,9 @@ def _join_float8(parts: Sequence[Float8]) -> Float8 | None:
     high, wide = parts[0].block
     whole = all(w.shape[0] % high == 0 for w in parts[:-1])
     if whole and len({w.block for w in parts}) == 1:
-        return Float8(values, _stacked([w.scale for w in parts]), parts[0].block)
-    return Float8(values, _stacked([row_scales(w) for w in parts]), (1, wide))
+        return replace(parts[0], values=values, scale=_stacked([w.scale for w in parts]))
+    scale = _stacked([row_scales(w) for w in parts])
+    return replace(parts[0], values=values, scale=scale, block=(1, wide))
 
 
 def _stacked(parts: Sequence[Tensor]) -> Tensor:
@@ -100,3 +103,8 @@ def _stacked(parts: Sequence[Tensor]) -> Tensor:
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[parts[0].itemsize]
     joined = np.concatenate([part.view(bits).numpy() for part in parts])
     return torch.from_numpy(joined).view(parts[0].dtype)
+
+
+def _stacked_if_any(parts: Sequence[Tensor | None]) -> Tensor | None:
+    there = [part for part in parts if part is not None]
+    return _stacked(there) if there else None

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layout, check_layout
 from sdk.kernels.ops import BoundLinear, Ops
-from sdk.kernels.reference.decode import decode, flat_scales, pack_codes, unpack_codes
+from sdk.kernels.reference.decode import cut_codes, decode, flat_scales
 from sdk.kernels.reference.linear import gather_rows, slice_rows
 from sdk.kernels.registry import Choice
 from sdk.quant.errors import AlignmentError
@@ -221,10 +221,12 @@ class AffineWeight(PackedWeight):
             kind: WeightKind = "block" if layout.table is None else "table"
             self._spec = QuantSpec(kind, layout.bits, layout.name, layout.group)
         else:
+            across = layout.shape[0] // layout.scale.shape[0]
+            group = across if layout.repeats else layout.group
             self._spec = QuantSpec(
                 "int",
                 layout.bits,
-                group=None if layout.group >= layout.shape[1] else layout.group,
+                group=None if layout.group >= layout.shape[1] else group,
                 symmetric=layout.minus is None and layout.zeros is None,
                 activation_bits=layout.activation_bits,
             )
@@ -249,26 +251,19 @@ class AffineWeight(PackedWeight):
         if zeros is not None and zeros.is_floating_point():
             zeros = zeros[:, first:last]
         elif zeros is not None:
-            zeros = _cut_codes(zeros, w.bits, first, last)
+            zeros = cut_codes(zeros, w.bits, first, last)
         supers = w.super_scale
         if supers is not None:
             supers = supers[:, start // w.super_group : -(-end // w.super_group)]
         return replace(
             w,
             shape=(w.shape[0], count),
-            codes=_cut_codes(w.codes, w.bits, start, end),
+            codes=cut_codes(w.codes, w.bits, start, end),
             scale=w.scale[:, first:last],
             zeros=zeros,
             minus=None if w.minus is None else w.minus[:, first:last],
             super_scale=supers,
         )
-
-
-def _cut_codes(codes: Tensor, bits: int, start: int, end: int) -> Tensor:
-    """Codes ``start:end`` of every stream; a view where they begin with a byte."""
-    if start * bits % 8 == 0:
-        return codes[:, start * bits // 8 : -(-end * bits // 8)]
-    return pack_codes(unpack_codes(codes, bits, end)[:, start:end], bits)
 
 
 class BlockWeight(PackedWeight):

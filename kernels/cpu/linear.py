@@ -75,7 +75,9 @@ class Linear:
                 return f"{problem.bits} bits: expected 2 to 8"
             if problem.super_group % DEPTH and problem.super_group < problem.in_features:
                 return f"super group {problem.super_group}: expected a multiple of {DEPTH}"
-            if problem.group % 16 and problem.group < problem.in_features:
+            single = problem.group == 1 and not problem.super_group and problem.format != "table"
+            runs = problem.group % 16 == 0 or (single and self._bits == 32)
+            if not runs and problem.group < problem.in_features:
                 return f"group {problem.group}: expected a multiple of 16 or the whole row"
         elif problem.layout == "blocks":
             if problem.format not in BLOCK_SOURCES:

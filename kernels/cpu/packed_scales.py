@@ -32,13 +32,24 @@ def deinterleave(x: Tensor, rows: int) -> Tensor:
     return x.transpose(1, 2).reshape(-1, x.shape[1])[:rows].contiguous()
 
 
-def pack_zeros(w: Affine, zeros: Tensor) -> tuple[Tensor, int]:
-    """Zero points with their element type: integers in 2, 4 or 8 bits, floats in their own type."""
+def turn(x: Tensor) -> Tensor:
+    """``[R, K] -> [K, R]``, and back."""
+    return x.t().contiguous()
+
+
+def pack_zeros(w: Affine, zeros: Tensor, columns: bool) -> tuple[Tensor, int]:
+    """Zero points with their element type: integers in 2, 4 or 8 bits (8 where every column has its
+    own), floats in their own type."""
     if zeros.is_floating_point():
-        return interleave(zeros), ELEMENT_TYPES[zeros.dtype]
+        return (turn if columns else interleave)(zeros), ELEMENT_TYPES[zeros.dtype]
+    if columns:
+        return turn(unpack_codes(zeros, w.bits, w.shape[1])), ELEMENT_TYPES[torch.uint8]
     rows = interleave(unpack_codes(zeros, w.bits, w.scale.shape[1]))
     width = _width(w.bits)
-    packed = pack_codes(rows.view(-1, ROWS), width).view(*rows.shape[:2], -1)
+    parts = rows.view(*rows.shape[:2], 8 // width, -1)  # [., ., parts of a byte, bytes]
+    packed = torch.zeros_like(parts[:, :, 0])
+    for i in range(8 // width):
+        packed |= parts[:, :, i] << width * i
     return packed, {2: U2, 4: U4, 8: ELEMENT_TYPES[torch.uint8]}[width]
 
 
@@ -47,8 +58,17 @@ def unpack_zeros(facts: Affine, zeros: Tensor) -> Tensor:
     n = facts.shape[0]
     if zeros.is_floating_point():
         return deinterleave(zeros, n)
-    rows = unpack_codes(zeros.view(-1, zeros.shape[2]), _width(facts.bits), ROWS)
-    return pack_codes(deinterleave(rows.view(*zeros.shape[:2], ROWS), n), facts.bits)
+    return pack_codes(deinterleave(_lanes(zeros, _width(facts.bits)), n), facts.bits)
+
+
+def _lanes(x: Tensor, width: int) -> Tensor:
+    """The numbers of 16 rows out of bytes that hold several: ``[., ., bytes] -> [., ., 16]``."""
+    return torch.cat([x >> width * i & (1 << width) - 1 for i in range(8 // width)], dim=2)
+
+
+def unpack_columns(facts: Affine, zeros: Tensor) -> Tensor:
+    """The inverse of :func:`pack_zeros` where every column has its own."""
+    return turn(zeros) if zeros.is_floating_point() else pack_codes(turn(zeros), facts.bits)
 
 
 def _width(bits: int) -> int:
@@ -57,9 +77,8 @@ def _width(bits: int) -> int:
 
 def _six_bits(scale: Tensor, rows: int) -> Tensor:
     """q3_k: ``[blocks, groups, 12]`` -> codes uint8 ``[rows, groups]``."""
-    parts = scale.view(-1, 12)
-    codes = unpack_codes(parts[:, :8], 4, ROWS) | unpack_codes(parts[:, 8:], 2, ROWS) << 4
-    return deinterleave(codes.view(*scale.shape[:2], ROWS), rows)
+    codes = _lanes(scale[:, :, :8], 4) | _lanes(scale[:, :, 8:], 2) << 4
+    return deinterleave(codes, rows)
 
 
 def unpack_block_scales(

@@ -22,7 +22,9 @@ from sdk.kernels.cpu.packed_scales import (
     deinterleave,
     interleave,
     pack_zeros,
+    turn,
     unpack_block_scales,
+    unpack_columns,
     unpack_zeros,
 )
 from sdk.kernels.cpu.weight_memory import WeightMemory
@@ -80,8 +82,8 @@ class Packed:
 
     @property
     def nbytes(self) -> int:
-        parts = (self.scale, self.minus, self.zeros, self.super_scale, self.super_minus)
-        parts += (self.scale_table, self.scale_offset)
+        levels = (self.scale, self.super_scale, self.scale_table, self.scale_offset)
+        parts = (*levels, self.minus, self.super_minus, self.zeros)
         return self.codes.nbytes + sum(part.nbytes for part in parts if part is not None)
 
 
@@ -115,7 +117,7 @@ def canonical(packed: Packed) -> tuple[Layout, Tensor, int]:
             else:
                 scale = deinterleave(packed.scale, facts.shape[0])[:: facts.block[0]]
             scale = scale.clone(memory_format=torch.contiguous_format)
-            return Float8(values, scale, facts.block), values, 0
+            return replace(facts, values=values, scale=scale), values, 0
         case Affine():
             codes = torch.zeros(facts.shape[0], -(-facts.shape[1] * facts.bits // 8)).byte()
             return _unpack_affine(packed, facts, codes), codes, codes.shape[1]
@@ -143,7 +145,7 @@ def _pack_values(w: Dense | Float8, memory: WeightMemory) -> tuple[Packed, Tenso
     scale = None
     facts: Dense | Float8 = Dense(values.to("meta"))
     if isinstance(w, Float8):
-        facts = Float8(facts.values, w.scale.to("meta"), w.block)
+        facts = replace(w, values=facts.values, scale=w.scale.to("meta"))
         high = w.block[0]
         if high >= n or high % ROWS == 0:
             view.scale_blocks = min(-(-high // ROWS), view.row_blocks)
@@ -164,14 +166,18 @@ def _pack_affine(w: Affine, memory: WeightMemory) -> tuple[Packed, Tensor, int]:
     view.bits = w.bits
     view.flip = int(w.signed)
     view.zero = (0 if w.minus is not None else w.zero) + (128 if w.signed else 0)
-    if w.group >= k:
+    columns = w.group == 1 and (w.repeats or k > 1)
+    if columns:
+        view.unit, view.scale_rows = 1, w.scale.shape[0]
+    elif w.group >= k:
         view.group_units = view.k_blocks
     else:
         view.unit = DEPTH if w.group % DEPTH == 0 else ROWS
         view.group_units = w.group // view.unit
     view.groups = w.scale.shape[1]
     view.scale_type = ELEMENT_TYPES[w.scale.dtype]
-    scale = interleave(w.scale)
+    order = turn if columns else interleave
+    scale = order(w.scale)
     super_scale = scale_offset = None
     if w.scale_offset is not None:
         assert w.super_scale is not None
@@ -183,25 +189,14 @@ def _pack_affine(w: Affine, memory: WeightMemory) -> tuple[Packed, Tensor, int]:
         view.supers = w.super_scale.shape[1]
         whole = w.super_group >= k  # units of padding too
         view.super_units = (view.k_blocks * DEPTH if whole else w.super_group) // view.unit
-    minus = None if w.minus is None else interleave(w.minus)
+    minus = None if w.minus is None else order(w.minus)
     if minus is not None:
         view.minus_type = ELEMENT_TYPES[minus.dtype]
     zeros = None
     if w.zeros is not None:
-        zeros, view.zeros_type = pack_zeros(w, w.zeros)
-    # new_empty and not a slice: a slice would keep the canonical tensors alive
-    facts = replace(
-        w,
-        codes=w.codes.new_empty(0, 0),
-        scale=w.scale.new_empty(0, 0),
-        zeros=None,
-        minus=None,
-        super_scale=None,
-        scale_table=None,
-        scale_offset=None,
-    )
+        zeros, view.zeros_type = pack_zeros(w, w.zeros, columns)
     packed = Packed(
-        facts,
+        _without_data(w),
         view,
         _codes(view, memory),
         scale,
@@ -215,6 +210,20 @@ def _pack_affine(w: Affine, memory: WeightMemory) -> tuple[Packed, Tensor, int]:
     _point(packed)
     source = w.codes.contiguous()
     return packed, source, source.shape[1]
+
+
+def _without_data(w: Affine) -> Affine:
+    # new_empty and not a slice: a slice would keep the canonical tensors alive
+    return replace(
+        w,
+        codes=w.codes.new_empty(0, 0),
+        scale=w.scale.new_empty(0, 0),
+        zeros=None,
+        minus=None,
+        super_scale=None,
+        scale_table=None,
+        scale_offset=None,
+    )
 
 
 def _tabulate(view: WeightView, table: Tensor | None) -> Tensor | None:
@@ -247,6 +256,14 @@ def integer_steps(table: Tensor) -> tuple[float, list[int]]:
 def _unpack_affine(packed: Packed, facts: Affine, codes: Tensor) -> Affine:
     n = facts.shape[0]
     assert packed.scale is not None
+    if packed.view.unit == 1:
+        return replace(
+            facts,
+            codes=codes,
+            scale=turn(packed.scale),
+            zeros=None if packed.zeros is None else unpack_columns(facts, packed.zeros),
+            minus=None if packed.minus is None else turn(packed.minus),
+        )
     found = replace(
         facts,
         codes=codes,

@@ -45,6 +45,13 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
     return (stream * weights).sum(dim=2, dtype=torch.uint8)
 
 
+def cut_codes(codes: Tensor, bits: int, start: int, end: int) -> Tensor:
+    """Codes ``start:end`` of every row of a stream; a view where they begin with a byte."""
+    if start * bits % 8 == 0:
+        return codes[:, start * bits // 8 : -(-end * bits // 8)]
+    return pack_codes(unpack_codes(codes, bits, end)[:, start:end], bits)
+
+
 def decode(layout: Layout) -> Tensor:
     """The weight as float32 ``[N, K]``."""
     match layout:
@@ -68,6 +75,8 @@ def row_scales(w: Float8) -> Tensor:
 
 def _decode_affine(w: Affine) -> Tensor:
     rows, columns = w.shape
+    if w.repeats:
+        w = with_rows(w, torch.arange(rows, device=w.codes.device))
     codes = unpack_codes(w.codes, w.bits, columns)
     if w.signed:
         codes = codes.view(torch.int8)
@@ -85,6 +94,15 @@ def _decode_affine(w: Affine) -> Tensor:
     else:
         values = (values - float(w.zero)) * scale
     return values.reshape(rows, groups * w.group)[:, :columns].contiguous()
+
+
+def with_rows(w: Affine, rows: Tensor) -> Affine:
+    """The weight ``w``, whose scales repeat, with those of every row of its own; ``rows`` (int64):
+    which rows of a larger weight its rows are."""
+    of = rows % w.scale.shape[0]
+    zeros = None if w.zeros is None else w.zeros[of]
+    minus = None if w.minus is None else w.minus[of]
+    return replace(w, scale=w.scale[of], zeros=zeros, minus=minus)
 
 
 def zero_points(w: Affine, zeros: Tensor) -> Tensor:
@@ -121,8 +139,14 @@ def nested_supers(w: Affine, rows: Tensor) -> Tensor:
 
 def flat_scales(w: Affine) -> Affine:
     """The same weight with one level of scales, float32."""
-    nothing = {"super_scale": None, "super_group": 0, "scale_table": None, "scale_offset": None}
-    return replace(w, scale=group_scales(w), **nothing)
+    return replace(
+        w,
+        scale=group_scales(w),
+        super_scale=None,
+        super_group=0,
+        scale_table=None,
+        scale_offset=None,
+    )
 
 
 def _decode_blocks(w: Blocks) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sdk.kernels.experts import Routes
 from sdk.kernels.layouts import Affine, Blocks, Dense, Float8, Layout
-from sdk.kernels.reference.decode import decode, flat_scales, nested_supers
+from sdk.kernels.reference.decode import decode, flat_scales, nested_supers, with_rows
 from sdk.kernels.registry import Problem
 
 ROW_TILE = 16
@@ -87,6 +87,14 @@ def _index_rows(layout: Layout, index: slice | Tensor, count: int) -> Layout:
             return _index_float8(layout, index)
         case Blocks():
             return Blocks(shape, layout.type, layout.data[index])
+        case Affine() if layout.repeats:
+            found = replace(layout, shape=shape, codes=layout.codes[index])
+            height = layout.scale.shape[0]
+            run = isinstance(index, slice) and index.step == 1 and index.start % height == 0
+            if run and count and count % height == 0:
+                return found
+            rows = torch.arange(layout.shape[0], device=layout.codes.device)[index]
+            return with_rows(found, rows)
         case Affine():
             found = replace(
                 layout,

@@ -113,6 +113,17 @@ class Cases:
         )
 
     @staticmethod
+    def repeating(n: int, k: int, bits: int, rows: int, kind: str, seed: int = 0) -> Affine:
+        """Scales and zero points of every column, those of ``rows`` rows again and again."""
+        whole = Cases.affine(n, k, bits, 1, kind, seed=seed)
+        return replace(
+            whole,
+            scale=whole.scale[:rows],
+            zeros=None if whole.zeros is None else whole.zeros[:rows],
+            minus=None if whole.minus is None else whole.minus[:rows],
+        )
+
+    @staticmethod
     def nested(n: int, k: int, group: int = 64, share: int = 256, seed: int = 0) -> Affine:
         """Scales that are codes, ``share`` of them to a super scale, as bitsandbytes has them."""
         random = torch.Generator().manual_seed(seed)

@@ -30,7 +30,7 @@ from sdk.kernels.layouts import (
     Layout,
 )
 from sdk.kernels.reference.decode import decode, pack_codes
-from sdk.kernels.registry import Problem
+from sdk.kernels.registry import Problem, linear_problem
 
 BATCHES = (1, 2, 7, 16, 33, 100)
 #: (rows, columns, group): tails of rows and of columns, every kind of group.
@@ -115,6 +115,33 @@ def weights(cases: Any) -> list[Layout]:
     found += [cases.dense(37, 77, dtype) for dtype in (*FLOATS, *FLOAT8)]
     found += scaled(cases)
     return found
+
+
+#: (rows, columns, bits, rows of scales): more than a vector, fewer, and over the end of one.
+REPEATING = ((48, 70, 4, 16), (64, 33, 3, 32), (36, 96, 8, 9), (40, 130, 2, 20), (21, 64, 5, 7))
+
+
+def test_scales_of_every_column_that_repeat_over_the_rows_are_exact(
+    backend: CpuBackend, cases: Any
+) -> None:
+    rounding, kernel = kernels(backend)
+    for n, k, bits, rows in REPEATING:
+        for kind in KINDS:
+            weight: Affine = cases.repeating(n, k, bits, rows, kind)
+            assert rounding.reject(linear_problem(weight, "auto", 8)) is not None
+            assert kernel.reject(linear_problem(weight, "auto", 8)) is None
+            packed, value = kernel.pack(weight), decode(weight)
+            assert torch.equal(
+                value[rows], decode(replace(weight, codes=weight.codes.roll(-rows, 0)))[0]
+            )
+            assert cases.same(kernel.unpack(packed), weight)
+            found = torch.empty(n, k)
+            kernel.rows(packed, torch.arange(n), found)
+            assert torch.equal(found, value)
+            x = cases.activations(9, k)
+            out = multiply(kernel, packed, x)
+            assert cases.nmse(out, x.double() @ value.double().T) < 1e-12
+            assert torch.equal(multiply(kernel, packed, x[:1]), out[:1])
 
 
 def test_packing_keeps_every_bit(backend: CpuBackend, cases: Any, weights: list[Layout]) -> None:

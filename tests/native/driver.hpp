@@ -184,6 +184,18 @@ inline void nest(Random& random, Packed& made) {
     made.scale_offset = floats(random, w.row_blocks * kRows);
 }
 
+// Codes for the file, and room for them once they are packed.
+inline void fill(Random& random, Packed& made) {
+    const Weight& w = made.w;
+    const int64_t bits = w.k * w.bits;
+    made.codes = Buffer<uint8_t>(w.row_blocks * w.k_blocks * w.bits * 64);
+    made.row_bytes = (bits + 7) / 8;
+    made.source = bytes(random, w.n * made.row_bytes);
+    if (bits % 8)  // the last byte of a row holds nothing else
+        for (int64_t r = 1; r <= w.n; ++r)
+            made.source[r * made.row_bytes - 1] &= (uint8_t)((1 << bits % 8) - 1);
+}
+
 inline Packed affine(Random& random, int64_t n, int64_t k) {
     Packed made = shaped(n, k);
     Weight& w = made.w;
@@ -206,7 +218,6 @@ inline Packed affine(Random& random, int64_t n, int64_t k) {
     w.scale_type = (int32_t)random.below(3);
     w.minus_type = (int32_t)random.below(3);
     const int64_t scales = w.row_blocks * w.groups * kRows, kind = table ? 0 : random.below(3);
-    made.codes = Buffer<uint8_t>(w.row_blocks * w.k_blocks * w.bits * 64);
     if (table) {
         constexpr int32_t types[] = {kF16, kF32, kU8, kI8, kE4M3, kE8M0};
         tabulate(random, made);
@@ -229,11 +240,23 @@ inline Packed affine(Random& random, int64_t n, int64_t k) {
         const int64_t parts = w.zeros_type == kU2 ? 4 : w.zeros_type == kU4 ? 2 : 1;
         made.zeros = parts > 1 ? bytes(random, scales / parts) : elements(random, w.zeros_type, scales);
     }
-    made.row_bytes = (k * w.bits + 7) / 8;
-    made.source = bytes(random, n * made.row_bytes);
-    if (k * w.bits % 8)  // the last byte of a row holds nothing else
-        for (int64_t r = 1; r <= n; ++r)
-            made.source[r * made.row_bytes - 1] &= (uint8_t)((1 << k * w.bits % 8) - 1);
+    fill(random, made);
+    return made;
+}
+
+// Every k has scales of its own, those of some rows again and again; multiplied as floats only.
+inline Packed columns(Random& random, int64_t n, int64_t k) {
+    Packed made = shaped(n, k);
+    Weight& w = made.w;
+    w.bits = (int32_t)random.between(2, 8);
+    w.unit = 1;
+    w.groups = k;
+    w.scale_rows = random.between(1, n);
+    w.scale_type = (int32_t)random.below(3);
+    w.zeros_type = random.below(2) ? kU8 : kF16;
+    made.scale = elements(random, w.scale_type, k * w.scale_rows);
+    if (random.below(2)) made.zeros = elements(random, w.zeros_type, k * w.scale_rows);
+    fill(random, made);
     return made;
 }
 

@@ -11,8 +11,9 @@ enum { kAbiVersion = 9 };
 
 // Element types of scales, minima, pages and dense values. kLow4 and kHigh4, for scales and minima
 // only, are the two halves of one byte (q2_k keeps both in it); kE8M0, for scales, is a power of two.
-// The last three hold the numbers of 16 rows in fewer bits each, the first row lowest: kU2 and kU4 in 4
-// and 8 bytes, kI6 in 12: the low 4 bits of all, then their high 2 (q3_k's scales; 32 is subtracted).
+// The last three hold the numbers of 16 rows in fewer bits each: kU4 in 8 bytes, byte i those of rows i
+// and, above it, i + 8; kU2 in 4 bytes, byte i those of rows i, i + 4, i + 8 and i + 12; kI6 in 12: the
+// low 4 bits of all, then their high 2 (q3_k's scales; 32 is subtracted).
 enum ElementType {
     kF16 = 0,
     kBF16 = 1,
@@ -72,6 +73,9 @@ enum { kStrip = 2, kStripRows = kStrip * kRows };
 // With a scale_table the scale is scale_table[scale] * super_scale + scale_offset[row], and super_scale
 // runs on over the ends of rows: one for every `super_units` scales, a power of two, without padding.
 //
+// Where `unit` is 1 every k has scales of its own, those of row n being of n % scale_rows: scale, zeros
+// and minus are [k][scale_rows]. Such weights are multiplied as floats only.
+//
 // `dense` weights have no codes: values[row block][k][row in block] in `scale_type`, multiplied by
 // a scale[row block / scale_blocks][k / group_units][row in block] of super_type where there is one
 // (unit is 1).
@@ -82,7 +86,7 @@ struct Weight {
     int32_t bits;          // 2..8; with a table 1, 3 or 4
     int32_t source;        // SourceKind
     int32_t flip;          // 1: codes are stored with the top bit flipped (two's complement source)
-    int32_t unit;          // 16 or 32
+    int32_t unit;          // 16 or 32; 1: see above
     int32_t group_units;   // units that share one scale
     int32_t super_units;   // units that share one super_scale; see scale_table
     int32_t scale_blocks;  // row blocks of a dense weight that share their scales
@@ -92,6 +96,7 @@ struct Weight {
     float step;
     uint8_t steps[16];
     int64_t groups, supers;
+    int64_t scale_rows;    // where unit is 1
     uint8_t* codes;
     const void* scale;
     const void* minus;        // may be null

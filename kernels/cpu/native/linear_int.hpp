@@ -261,11 +261,15 @@ static void units_of(const Weight* w, const void* base, const Units& units, floa
     const int64_t last = (units.block + 1) * w->groups - 1;  // also for units of padding
     int64_t group = units.block * w->groups + units.begin / group_units;
     int64_t used = units.begin % group_units;
+    VF values[kPerBlock] = {};
     for (int64_t u = units.begin; u < units.end; ++u, to += kStripRows) {
-        const int64_t at = (group < last ? group : last) * kRows;
-        // The same units of the next strip, or 2 KiB ahead in a long row.
-        __builtin_prefetch((const uint8_t*)base + bytes_of(TYPE, at) + ahead);
-        for (int i = 0; i < kRows; i += kLanes) store(to + i, load_as(TYPE, base, at + i));
+        if (u == units.begin || used == 0) {
+            const int64_t at = (group < last ? group : last) * kRows;
+            // The same units of the next strip, or 2 KiB ahead in a long row.
+            __builtin_prefetch((const uint8_t*)base + bytes_of(TYPE, at) + ahead);
+            for (int i = 0; i < kPerBlock; ++i) values[i] = load_as(TYPE, base, at + i * kLanes);
+        }
+        for (int i = 0; i < kPerBlock; ++i) store(to + i * kLanes, values[i]);
         if (++used == group_units) {
             used = 0;
             ++group;

@@ -144,6 +144,10 @@ float e8m0_value(uint8_t code) {  // 2^(code - 127); 255 is NaN
     return value;
 }
 
+// The number of row `r` of 16, of 4 and of 2 bits.
+int nibble(const uint8_t* p, int r) { return p[r % 8] >> r / 8 * 4 & 15; }
+int pair(const uint8_t* p, int r) { return p[r % 4] >> r / 4 * 2 & 3; }
+
 float element(int type, const void* base, int64_t at) {
     float value;
     uint16_t h;
@@ -164,13 +168,11 @@ float element(int type, const void* base, int64_t at) {
         case kLow4: return (float)(((const uint8_t*)base)[at] & 15);
         case kHigh4: return (float)(((const uint8_t*)base)[at] >> 4);
         case kE8M0: return e8m0_value(((const uint8_t*)base)[at]);
-        case kU2: return (float)(((const uint8_t*)base)[at / 4] >> at % 4 * 2 & 3);
-        case kU4: return (float)(((const uint8_t*)base)[at / 2] >> at % 2 * 4 & 15);
+        case kU2: return (float)pair((const uint8_t*)base + at / 16 * 4, (int)(at % 16));
+        case kU4: return (float)nibble((const uint8_t*)base + at / 16 * 8, (int)(at % 16));
         case kI6: {
             const uint8_t* six = (const uint8_t*)base + at / 16 * 12;
-            const int lane = (int)(at % 16);
-            const int high = six[8 + lane / 4] >> lane % 4 * 2 & 3;
-            return (float)((six[lane / 2] >> lane % 2 * 4 & 15) + 16 * high - 32);
+            return (float)(nibble(six, (int)(at % 16)) + 16 * pair(six + 8, (int)(at % 16)) - 32);
         }
         default: return (float)((const int8_t*)base)[at];
     }
@@ -274,7 +276,8 @@ void gather_rows(const Weight& w, const int64_t* ids, float* out, int64_t begin,
         }
         const Tiles tiles = tiles_of(&w, b);
         for (int64_t u = 0; u * w.unit < w.k; ++u) {
-            const int64_t at = (b * w.groups + u / w.group_units) * kRows + r;
+            const int64_t at = w.unit == 1 ? u * w.scale_rows + ids[t] % w.scale_rows
+                                           : (b * w.groups + u / w.group_units) * kRows + r;
             float scale = element(w.scale_type, w.scale, at);
             float minus = w.minus ? element(w.minus_type, w.minus, at) : 0.0f;
             const float zero = w.zeros ? element(w.zeros_type, w.zeros, at) : w.zero;

@@ -143,8 +143,8 @@ void write_legacy(const Weight& w, const uint8_t* codes, uint8_t* row) {
 void six_bit_scales(const uint8_t* block, int r, uint8_t* scales) {
     const uint8_t *low = block + 96, *high = block + 104;
     for (int g = 0; g < 16; ++g, scales += 12) {
-        scales[r / 2] |= (uint8_t)((low[g & 7] >> (g & 8) / 2 & 15) << r % 2 * 4);
-        scales[8 + r / 4] |= (uint8_t)((high[g & 3] >> g / 4 * 2 & 3) << r % 4 * 2);
+        scales[r % 8] |= (uint8_t)((low[g & 7] >> (g & 8) / 2 & 15) << r / 8 * 4);
+        scales[8 + r % 4] |= (uint8_t)((high[g & 3] >> g / 4 * 2 & 3) << r / 4 * 2);
     }
 }
 
