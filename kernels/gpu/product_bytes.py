@@ -17,12 +17,12 @@ import triton.language as tl
 
 @triton.jit
 def round_rows(
-    x, codes, scales, K, padded, x_stride, static,
+    x, codes, scales, K, padded, x_stride, static, limit,
     FLOAT: tl.constexpr, STATIC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Row m of x as codes ``[M, padded]`` and ``scales [M]``; ``STATIC``: the scale is given.
 
-    The scale of a row that is not finite is NaN.
+    ``limit`` bounds the magnitudes a scale is made of. A row that is not finite has the scale NaN.
     """
     m = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
@@ -33,7 +33,7 @@ def round_rows(
         part = tl.load(x + m * x_stride + column, mask=column < K, other=0.0).to(tl.float32)
         most = tl.maximum(most, tl.abs(part))
         poison += part * 0.0
-    peak = tl.max(most, 0)
+    peak = tl.minimum(tl.max(most, 0), limit)
     scale = static if STATIC else tl.div_rn(peak, 448.0 if FLOAT else 127.5)
     tl.store(scales + m, scale + tl.sum(poison, 0))
     for start in range(0, padded, BLOCK):
@@ -51,7 +51,7 @@ def round_rows(
         tl.store(codes + m * padded + place, code, mask=column < padded)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "share"])
 def product_bytes(
     x, x_scale, out, w0, scale, M, N, units, share, out_stride, part_stride, scale_rows,
     FLOAT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,

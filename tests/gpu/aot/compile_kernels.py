@@ -101,22 +101,20 @@ def source(launch: Launch) -> ASTSource:
     signature: dict[str, str] = {}
     constants: dict[tuple[int, ...], Any] = {}
     facts: dict[tuple[int, ...], list[list[Any]]] = {}
-    for i, name in enumerate(launch.kernel.arg_names):
+    for i, parameter in enumerate(launch.kernel.params):
+        name = parameter.name
         if name in launch.constants:
             signature[name], constants[(i,)] = "constexpr", launch.constants[name]
             continue
         value = launch.arguments[name]
         if isinstance(value, Tensor):
             signature[name] = _POINTERS[value.dtype]
-        elif isinstance(value, float):
-            signature[name] = "fp32"
-            continue
-        elif value == 1:
+        elif value == 1 and not parameter.do_not_specialize:
             signature[name], constants[(i,)] = "constexpr", 1
             continue
         else:
             signature[name] = "i32"
-        if isinstance(value, Tensor) or value % 16 == 0:
+        if isinstance(value, Tensor) or (value % 16 == 0 and not parameter.do_not_specialize):
             facts[(i,)] = [["tt.divisibility", 16]]
     return ASTSource(launch.kernel, signature, constants, facts)
 
