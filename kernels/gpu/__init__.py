@@ -51,15 +51,18 @@ def open_backend(device: str, num_threads: int, *, fixed: bool = False) -> GpuBa
     from sdk.kernels.gpu.tuning import Tuning, read_tuning
 
     if torch.device(device).type == "cpu":
-        tuning, matrix = Tuning(programs=4), torch.float16
+        tuning, matrix, float8 = Tuning(programs=4), torch.float16, True
     else:
         card = torch.cuda.get_device_properties(device)
         tuning = read_tuning(card.name, 4 * card.multi_processor_count)
         matrix = torch.bfloat16 if card.major >= 8 else torch.float16
+        # AMD's cards before gfx950 have other 8-bit floats, with other biases
+        float8 = (card.major, card.minor) >= (8, 9) and torch.version.hip is None
     packed = (Linear(dtype, tuning, fixed=fixed) for dtype in (matrix, torch.float32))
+    as_file = LinearAsFile(tuning, float8=float8, fixed=fixed)
     return GpuBackend(
         {
-            "linear": (DenseLinear(fixed=fixed), *packed, LinearAsFile(tuning, fixed=fixed)),
+            "linear": (DenseLinear(fixed=fixed), *packed, as_file),
             **attention.OPS,
             **rope.OPS,
             **norm.OPS,
