@@ -9,6 +9,7 @@ have.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -28,12 +29,12 @@ from sdk.kernels.registry import Problem
 class LinearAsFile(Linear):
     """See :class:`sdk.kernels.registry.LinearKernel`; a weight without a scheme is exact.
 
-    ``float8``: the card multiplies 8-bit floats (compute capability 8.9).
+    ``codes``: which the card's matrix units multiply as bytes: see :func:`bytes_of_card`.
     """
 
-    def __init__(self, tuning: Tuning, *, float8: bool, fixed: bool = False) -> None:
+    def __init__(self, tuning: Tuning, codes: Sequence[str], *, fixed: bool = False) -> None:
         super().__init__(torch.float32, tuning, fixed=fixed)
-        self._float8 = float8
+        self._codes = codes
         self.name = "gpu.linear_as_file"
 
     def reject(self, problem: Problem) -> str | None:
@@ -43,7 +44,7 @@ class LinearAsFile(Linear):
         scheme = inputs_of(packed.facts)
         if scheme is None:
             super().matmul(packed, x, out)
-        elif multiplies_bytes(packed, scheme, self._float8):
+        elif multiplies_bytes(packed, scheme, self._codes):
             self._matmul_bytes(packed, scheme, x, out)
         else:
             super().matmul(packed, rounded(x.float(), scheme), out)
@@ -63,19 +64,28 @@ class LinearAsFile(Linear):
             add_up(parts, out).run()
 
 
-def multiplies_bytes(w: Packed, scheme: ActivationScheme, float8: bool) -> bool:
+def bytes_of_card(capability: tuple[int, int], *, amd: bool) -> tuple[str, ...]:
+    """Codes of 8 bits that matrix units multiply, as Triton knows them.
+
+    NVIDIA: integers from compute capability 8.0 on (for 7.5 Triton 3.6 cannot compile them), floats
+    from 8.9 on. AMD: integers; 8-bit floats have other biases before gfx950.
+    """
+    if amd:
+        return ("int",)
+    return ("int", "e4m3") if capability >= (8, 9) else ("int",) if capability >= (8, 0) else ()
+
+
+def multiplies_bytes(w: Packed, scheme: ActivationScheme, codes: Sequence[str]) -> bool:
     """Whether activations and weights are codes of one kind, with scales that follow the sum."""
     whole = w.group >= w.shape[1] and w.unit == 64 and not w.has_minus and w.zeros is None
     token = not scheme.group or scheme.group >= w.shape[1]
     if not (whole and token and scheme.rule == "plain" and scheme.symmetric and not scheme.zero):
         return False
-    if w.super_scale is not None or w.scale_bits:
+    if w.super_scale is not None or w.scale_bits or scheme.codes not in codes:
         return False
-    if scheme.codes == "e4m3":
-        return float8 and w.kind == "e4m3"
-    return (
-        scheme.codes == "int" and scheme.bits == w.bits == 8 and w.kind == "int" and w.zero == 128
-    )
+    if scheme.codes == "int":
+        return w.kind == "int" and scheme.bits == w.bits == 8 and w.zero == 128
+    return scheme.codes == w.kind == "e4m3"
 
 
 def round_rows(x: Tensor, codes: Tensor, scales: Tensor, scheme: ActivationScheme) -> Launch:
