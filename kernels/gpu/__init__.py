@@ -50,8 +50,9 @@ def open_backend(device: str, num_threads: int, *, fixed: bool = False) -> GpuBa
     from sdk.kernels.gpu.linear_as_file import LinearAsFile, bytes_of_card
     from sdk.kernels.gpu.tuning import Tuning, read_tuning
 
+    codes: tuple[str, ...] = ("int", "e4m3")
     if torch.device(device).type == "cpu":
-        tuning, matrix, codes = Tuning(programs=4), torch.float16, ("int", "e4m3")
+        tuning, matrix = Tuning(programs=4), torch.float16
     else:
         card = torch.cuda.get_device_properties(device)
         tuning = read_tuning(card.name, 4 * card.multi_processor_count)
