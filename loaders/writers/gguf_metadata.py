@@ -85,11 +85,13 @@ def _experts(config: Mapping[str, Any], name: str, source: str) -> dict[str, Any
             f"{source}: {config['model_type']} is written as a GGUF file only with norm_topk_prob "
             "and experts in every layer: the file cannot say otherwise"
         )
-    facts = {"expert_count": count, "expert_used_count": int(config["num_experts_per_tok"])}
-    if name != "llama":
-        width = config.get("moe_intermediate_size") or config["intermediate_size"]
-        facts["expert_feed_forward_length"] = int(width)
-    return facts
+    return {
+        "expert_count": count,
+        "expert_used_count": int(config["num_experts_per_tok"]),
+        "expert_feed_forward_length": int(
+            config.get("moe_intermediate_size") or config["intermediate_size"]
+        ),
+    }
 
 
 def _parameters(config: Mapping[str, Any]) -> dict[str, Any]:

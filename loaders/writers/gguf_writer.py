@@ -75,7 +75,8 @@ class GgufWriter:
         if isinstance(weight, Blocks):
             return self._encoded(name, weight.data, weight.type, weight.shape)
         assert isinstance(weight, Dense)
-        return self._encoded(name, weight.values.view(torch.uint8), "f16", weight.shape)
+        rows = weight.values.contiguous().view(torch.uint8)  # gpt-oss keeps its experts turned
+        return self._encoded(name, rows, "f16", weight.shape)
 
     def plain(self, name: str, tensor: Tensor) -> tuple[dict[str, Tensor], str]:
         """A norm or a bias, in float32."""

@@ -50,7 +50,7 @@ def _end_with_parent() -> None:
 
 
 def _auto_gptq(job: Job, model: Any, report: Report) -> None:
-    _restore_for_auto_gptq()
+    restore_for_auto_gptq()
     from auto_gptq import BaseQuantizeConfig
     from auto_gptq.modeling import _base
     from auto_gptq.modeling.auto import GPTQ_CAUSAL_LM_MODEL_MAP
@@ -88,7 +88,7 @@ _MOVED = (
 )
 
 
-def _restore_for_auto_gptq() -> None:
+def restore_for_auto_gptq() -> None:
     """Put back what has moved; and the CPU in the place of the GPU, where there is none."""
     for module, name, today in _MOVED:
         old = importlib.import_module(module)
@@ -141,6 +141,10 @@ def _autoawq(job: Job, model: Any, report: Report) -> None:
     class Reporting(AwqQuantizer):  # type: ignore[misc]  # no types
         begun = 0
 
+        def init_quant(self, *args: Any, **options: Any) -> Any:
+            layers, beside, inputs = super().init_quant(*args, **options)
+            return layers, {k: _of_one(v, len(inputs)) for k, v in beside.items()}, inputs
+
         def _get_input_feat(self, *args: Any) -> Any:
             report(self.begun)
             self.begun += 1
@@ -169,6 +173,15 @@ def _autoawq(job: Job, model: Any, report: Report) -> None:
     )
     _store_in(model, stored)
     quantizer.save_quantized(job["out"])
+
+
+def _of_one(value: Any, sequences: int) -> Any:
+    """Positions and masks, the same for all sequences, as sequences are run one by one."""
+    if isinstance(value, tuple):
+        return tuple(_of_one(part, sequences) for part in value)
+    if isinstance(value, torch.Tensor) and value.ndim > 1 and len(value) == sequences:
+        return value[:1]
+    return value
 
 
 def _known(classes: Mapping[str, Any], model: Any) -> Any:

@@ -41,7 +41,8 @@ ENVIRONMENTS = {
     "gptqmodel": Environment(
         (
             "transformers==5.23.0 accelerate datasets pypcre logbar tokenicer device-smi "
-            "threadpoolctl dill torchao==0.18.0 ninja sentencepiece protobuf setuptools wheel",
+            "threadpoolctl dill torchao==0.18.0 ninja pillow requests sentencepiece protobuf "
+            "setuptools wheel",
             "--no-deps defuser optimum==2.3.0",
             "--no-deps --no-build-isolation gptqmodel==7.7.0",
         )

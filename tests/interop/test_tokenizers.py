@@ -21,8 +21,9 @@ NAMES = (
 def test_every_text_has_the_ids_of_llama_cpp(name: str) -> None:
     path = VOCABULARIES / f"ggml-vocab-{name}.gguf"
     tokenizer = tokenizer_from_gguf(read_gguf(path).metadata, str(path))
-    # as bytes: a text holds carriage returns; the last one is followed by a separator too
-    texts = Path(f"{path}.inp").read_bytes().decode().split("\n__ggml_vocab_test__\n")[:-1]
+    between = "\n__ggml_vocab_test__\n"  # and most files end with it
+    inputs = Path(f"{path}.inp").read_bytes().decode()  # not as text: carriage returns are tested
+    texts = inputs.removesuffix(between).split(between)
     lines = Path(f"{path}.out").read_text(encoding="utf-8").splitlines()
     expected = [[int(token) for token in line.split()] for line in lines]
     assert len(texts) == len(expected) > 40

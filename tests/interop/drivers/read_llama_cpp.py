@@ -1,14 +1,16 @@
-"""The logits of a GGUF file in llama.cpp, and its tokens of some texts."""
-
-import json
-import sys
-from pathlib import Path
+"""The logits of a GGUF file in llama.cpp."""
 
 import llama_cpp
 import numpy as np
+from each import each
 
-job = json.loads(Path(sys.argv[1]).read_text())
-model = llama_cpp.Llama(job["folder"], n_ctx=64, n_threads=2, logits_all=True, verbose=False)
-model.eval(job["prompt"])
-logits = np.array(model.scores[: len(job["prompt"])], dtype=np.float32)
-np.savez(job["out"], logits=logits)
+
+def read(job: dict) -> None:
+    options = {"n_ctx": 64, "n_threads": 2, "logits_all": True, "verbose": False}
+    model = llama_cpp.Llama(job["folder"], **options)
+    model.eval(job["prompt"])
+    logits = np.array(model.scores[: len(job["prompt"])], dtype=np.float32)
+    np.savez(job["out"], logits=logits)
+
+
+each(read)

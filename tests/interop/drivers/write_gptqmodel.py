@@ -1,16 +1,18 @@
-"""gptqmodel quantizes a model into a folder, and says what it makes of its own file."""
-
-import json
-import sys
-from pathlib import Path
+"""gptqmodel quantizes a model into a folder."""
 
 import torch
+from each import each
 from gptqmodel import GPTQModel
 from gptqmodel.quantization.config import AWQConfig, GPTQConfig
 
-job = json.loads(Path(sys.argv[1]).read_text())
-kind = AWQConfig if job["method"] == "awq" else GPTQConfig
-model = GPTQModel.load(job["model"], kind(**job["options"]), device="cpu", dtype=torch.float32)
-examples = [{"input_ids": row, "attention_mask": [1] * len(row)} for row in job["ids"]]
-model.quantize(examples, batch_size=1)
-model.save(job["out"])
+
+def write(job: dict) -> None:
+    kind = AWQConfig if job["method"] == "awq" else GPTQConfig
+    config = kind(**job["options"])
+    model = GPTQModel.load(job["model"], config, device="cpu", dtype=torch.float32)
+    examples = [{"input_ids": row, "attention_mask": [1] * len(row)} for row in job["ids"]]
+    model.quantize(examples, batch_size=1)
+    model.save(job["out"])
+
+
+each(write)
