@@ -63,7 +63,7 @@ class GgufWriter:
         kv_heads = config.get("num_key_value_heads") or config["num_attention_heads"]
         return tensor_type(
             self._scheme.text,
-            theirs[2].removesuffix("_exps"),
+            theirs[2],
             int(theirs[1]),
             config["num_hidden_layers"],
             columns,

@@ -1,4 +1,5 @@
-"""GGUF blocks with one scale: Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0, byte for byte as ggml makes them.
+"""GGUF blocks with one scale, byte for byte as ggml makes them: Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0;
+and MXFP4 as float4.py makes it.
 
 All are closed forms over 32 values; ``d`` is a float16 in the file, yet codes are chosen by its
 float32 value. Q4_0 and Q5_0 put the value of largest magnitude, with its sign, on the lowest code,
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from sdk.kernels.layouts import BLOCK_TYPES, Blocks
 from sdk.quant.errors import QuantizationError
+from sdk.quant.methods.float4 import mxfp4_groups
 
 #: float32 and uint8; numpy's stubs do not keep either through arithmetic with constants.
 Floats = NDArray[Any]
@@ -121,10 +123,16 @@ def _q8_0(x: Floats) -> Bytes:
     return np.concatenate((halves(d), codes.view(np.uint8)), 1)
 
 
+def _mxfp4(x: Floats) -> Bytes:
+    scale, codes = mxfp4_groups(torch.from_numpy(x).unsqueeze(1))
+    return np.concatenate((scale.view(torch.uint8).numpy(), nibbles(codes[:, 0].numpy())), 1)
+
+
 _MAKERS: dict[str, Callable[[Floats], Bytes]] = {
     "q4_0": _q4_0,
     "q4_1": _q4_1,
     "q5_0": _q5_0,
     "q5_1": _q5_1,
     "q8_0": _q8_0,
+    "mxfp4": _mxfp4,
 }

@@ -106,6 +106,29 @@ def test_packed_experts_are_read_back_and_routers_stay_as_they_are(
     assert difference.norm() / expected_logits(model, ids).norm() < 0.8
 
 
+def test_experts_of_gpt_oss_stay_what_they_are_in_a_gguf_file(golden: Path, tmp_path: Path) -> None:
+    """They come in MXFP4, whose largest code of a block may be below 4: another scale then says the
+    same values."""
+    source = golden / "gptoss-mxfp4"
+    folder = tmp_path / "folder"
+    shutil.copytree(source, folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(golden / "arch-llama3" / "hf" / name, folder / name)
+    out = sdk.quantize(folder, tmp_path / "made.gguf", "mxfp4_moe")
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(out).tensors}
+    original = open_checkpoint(str(source))
+    for theirs, ours in {"gate": "gate_proj", "down": "down_proj"}.items():
+        tensor = tensors[f"blk.1.ffn_{theirs}_exps.weight"]
+        values = gguf.dequantize(tensor.data, tensor.tensor_type)
+        for expert in range(len(values)):
+            name = f"model.layers.1.mlp.experts.{expert}.{ours}"
+            expected = original.weight(name).dequantize().numpy()
+            np.testing.assert_array_equal(values[expert], expected)
+    assert {t.tensor_type.name for n, t in tensors.items() if "exps.weight" in n} == {"MXFP4"}
+    assert {t.tensor_type.name for n, t in tensors.items() if "attn_q.weight" in n} == {"Q8_0"}
+    original.close()
+
+
 def test_an_expert_that_no_token_was_sent_to_keeps_its_values(
     save: Callable[..., tuple[Any, Path]], tmp_path: Path
 ) -> None:
