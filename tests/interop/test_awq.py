@@ -43,7 +43,7 @@ def test_a_folder_of_gptqmodel_is_read(
     job = {"model": str(model("llama")), "ids": ids, "method": "awq", "options": options}
     made = run("gptqmodel", "write_gptqmodel", {"": job}, folders=True)[""].path
     job = {"folder": str(made), "prompt": prompt, "method": "awq", "dtype": "float16"}
-    theirs = run("gptqmodel", "read_transformers", {"": job})[""].arrays
+    theirs = run("gptqmodel", "read_gptqmodel", {"": job})[""].arrays
     assert_weights(made, theirs, torch.float16)
     assert distance(logits(made, prompt), theirs["logits"]) < HALF
 

@@ -71,7 +71,7 @@ def of_gptqmodel(model: Any, ids: list[list[int]], run: Any) -> Any:
 def back_in_gptqmodel(of_gptqmodel: Any, run: Any, prompt: list[int]) -> Any:
     job = {"prompt": prompt, "method": "gptq", "dtype": "float16"}
     jobs = {name: {**job, "folder": str(made.out)} for name, made in of_gptqmodel.items()}
-    return run("gptqmodel", "read_transformers", jobs)
+    return run("gptqmodel", "read_gptqmodel", jobs)
 
 
 @pytest.mark.parametrize("name", GPTQMODEL)

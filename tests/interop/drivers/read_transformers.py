@@ -1,29 +1,23 @@
-"""What transformers makes of a folder, with gptqmodel or compressed-tensors beside it: logits, and
-the dequantized weights of every layer that is packed."""
+"""What transformers makes of a folder, with gptqmodel or compressed-tensors beside it."""
 
-import numpy as np
 import torch
 from each import each
-from transformers import AutoModelForCausalLM
+from packed import dump
+from transformers import AutoModelForCausalLM, AwqConfig, CompressedTensorsConfig, GPTQConfig
+
+#: gptqmodel's plain torch kernels: the others compile C++ for a minute first.
+CONFIGS = {
+    "gptq": lambda: GPTQConfig(bits=4, backend="gptq_torch"),  # bits are those of the folder
+    "awq": lambda: AwqConfig(backend="torch_awq"),
+    "compressed-tensors": lambda: CompressedTensorsConfig(run_compressed=False),
+}
 
 
 def read(job: dict) -> None:
-    options = {}
-    if job["method"] == "compressed-tensors":
-        from transformers import CompressedTensorsConfig
-
-        options["quantization_config"] = CompressedTensorsConfig(run_compressed=False)
     dtype = getattr(torch, job["dtype"])
-    model = AutoModelForCausalLM.from_pretrained(job["folder"], dtype=dtype, **options).eval()
-    found = {}
-    for name, module in model.named_modules():
-        if hasattr(module, "dequantize_weight"):
-            found[name] = module.dequantize_weight().T
-        elif isinstance(module, torch.nn.Linear):
-            found[name] = module.weight
-    with torch.inference_mode():
-        found["logits"] = model(torch.tensor([job["prompt"]])).logits[0]
-    np.savez(job["out"], **{name: value.detach().float().numpy() for name, value in found.items()})
+    config = CONFIGS[job["method"]]()
+    options = {"dtype": dtype, "quantization_config": config}
+    dump(AutoModelForCausalLM.from_pretrained(job["folder"], **options).eval().to(dtype), job)
 
 
 each(read)
