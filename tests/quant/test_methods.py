@@ -84,6 +84,14 @@ def test_blocks_with_one_scale_are_those_of_ggml(kind: str, make: Callable[..., 
     assert np.array_equal(found.data.numpy(), expected)
 
 
+def test_mxfp4_blocks_hold_the_values_that_a_folder_would() -> None:
+    weight = heavy()
+    found = one_scale_blocks(weight, "mxfp4")
+    values = gguf.dequantize(found.data.numpy(), gguf.GGMLQuantizationType.MXFP4)
+    assert np.array_equal(values, decode(mxfp4(weight)).numpy())
+    assert np.array_equal(values, decode(found).numpy())
+
+
 #: libgguf's on the same kind of weights, and what is allowed above it.
 GAUSSIAN = {"q2_k": 0.293, "q3_k": 0.1513, "q4_k": 0.0707, "q5_k": 0.0359, "q6_k": 0.0175}
 
