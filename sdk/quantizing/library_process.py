@@ -38,8 +38,11 @@ def main(path: str) -> None:
         dtype="auto",
     )
     model.eval()
-    make = {"auto-gptq": _auto_gptq, "autoawq": _autoawq}[job["library"]]
-    make(job, model, lambda layer: lines.write(f"{layer}\n") and None)
+
+    def begun(layer: int) -> None:
+        lines.write(f"{layer}\n")
+
+    {"auto-gptq": _auto_gptq, "autoawq": _autoawq}[job["library"]](job, model, begun)
 
 
 def _end_with_parent() -> None:
