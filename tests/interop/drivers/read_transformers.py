@@ -14,10 +14,9 @@ CONFIGS = {
 
 
 def read(job: dict) -> None:
-    dtype = getattr(torch, job["dtype"])
     config = CONFIGS[job["method"]]()
-    options = {"dtype": dtype, "quantization_config": config}
-    dump(AutoModelForCausalLM.from_pretrained(job["folder"], **options).eval().to(dtype), job)
+    options = {"dtype": getattr(torch, job["dtype"]), "quantization_config": config}
+    dump(AutoModelForCausalLM.from_pretrained(job["folder"], **options).eval(), job)
 
 
 each(read)
