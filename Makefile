@@ -32,7 +32,7 @@ test: $(VENV)/.embedlm-dev models ## set up, build and run the whole test suite
 	$(PY) -m pytest $(PYTEST_FLAGS)
 
 test-interop: $(VENV)/.embedlm-dev ## exchange files with auto-gptq, autoawq, gptqmodel, llm-compressor and llama.cpp
-	$(PY) tests/interop/environments.py $(INTEROP) --pip-flags "$(PIP_FLAGS)"
+	$(PY) tests/interop/environments.py $(INTEROP) --pip-flags="$(PIP_FLAGS)"
 	$(PY) -m pytest $(PYTEST_FLAGS) --timeout 1800 tests/interop
 
 build: $(VENV)/.embedlm-installed ## install this checkout (editable) with its native module
