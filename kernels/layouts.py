@@ -13,7 +13,9 @@ plain one. A matrix is always ``[out, in]``, here ``[N, K]``.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -26,6 +28,53 @@ _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SCALES = (*_FLOATS, torch.float8_e4m3fn, torch.float8_e8m0fnu)
 #: What tables are indexed by; each has a kernel.
 TABLE_BITS = (1, 3, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationScheme:
+    """How a file wants the inputs of a matrix rounded: ``x ~ scale * (code - zero)``.
+
+    ``codes``: ``int``, of ``bits``; or floats, ``e4m3`` of 8 bits and ``e2m1`` of 4. ``group``
+    values along K share a scale, 0: all of a row. ``static``: the scale of every row; without one
+    it is made of the values it is for, as ``rule`` says: ``plain``, ``mx`` (a power of two, OCP
+    Microscaling), ``power`` (plain, rounded up to a power of two) or ``nv`` (plain times
+    ``factor``, as an 8-bit float). ``zero`` belongs to ``static``; other scales that are not
+    ``symmetric`` find one. ``limit`` bounds the magnitudes a scale is made of.
+    kernels/reference/rounding.py says exactly what this does.
+
+    :raises KernelError: for numbers that make no sense.
+    """
+
+    codes: Literal["int", "e4m3", "e2m1"]
+    bits: int = 8
+    group: int = 0
+    rule: Literal["plain", "mx", "power", "nv"] = "plain"
+    static: float | None = None
+    zero: int = 0
+    symmetric: bool = True
+    factor: float = 1.0
+    limit: float = math.inf
+
+    def __post_init__(self) -> None:
+        numbers = (1.0 if self.static is None else self.static, self.factor, self.limit)
+        half = 1 << self.bits - 1
+        width = {"int": self.bits, "e4m3": 8, "e2m1": 4}[self.codes]
+        sound = 2 <= self.bits == width <= 8 and self.group >= 0 and -half <= self.zero < half
+        if not sound or any(not number > 0 for number in numbers) or math.inf in numbers[:2]:
+            raise KernelError(f"activation scheme: expected positive scales, found {self!r}")
+
+    @property
+    def floats(self) -> bool:
+        """The codes are floats."""
+        return self.codes != "int"
+
+    def __str__(self) -> str:
+        """``int8 per token``, ``e4m3 static``, ``e4m3 per 128`` ..."""
+        codes = self.codes if self.floats else f"int{self.bits}"
+        sign = "" if self.symmetric else " asymmetric"
+        if self.static is not None:
+            return f"{codes} static{sign}"
+        return f"{codes} per {self.group or 'token'}{sign}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +99,13 @@ class Float8:
     ``values [N, K]`` in float8_e4m3fn or float8_e5m2, ``scale`` float32 or float8_e8m0fnu
     ``[ceil(N / bn), ceil(K / bk)]``, ``block = (bn, bk)``: ``(N, K)`` is one scale per tensor,
     ``(1, K)`` one per output channel; the last block of either direction may be shorter.
+    ``inputs``: how the file rounds what the matrix is multiplied with, where it does.
     """
 
     values: Tensor
     scale: Tensor
     block: tuple[int, int]
+    inputs: ActivationScheme | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -80,7 +131,7 @@ class Affine:
     ``super_scale`` float32 or float16 ``[N, ceil(K / super_group)]``: a second level of scales,
     ``scale`` may then be uint8 or int8 too. The scale of a weight is the product, in float32.
     ``name``: what users call the format (``nf4``), where bits and group do not say it.
-    ``activation_bits``: what the file rounds the inputs of this matrix to, 16 where it does not.
+    ``inputs``: how the file rounds what the matrix is multiplied with, where it does.
     """
 
     shape: tuple[int, int]
@@ -96,7 +147,7 @@ class Affine:
     super_scale: Tensor | None = None
     super_group: int = 0
     name: str = ""
-    activation_bits: int = 16
+    inputs: ActivationScheme | None = None
 
     @property
     def nbytes(self) -> int:
@@ -160,6 +211,11 @@ class Blocks:
 
 
 Layout = Dense | Float8 | Affine | Blocks
+
+
+def inputs_of(layout: Layout) -> ActivationScheme | None:
+    """How the file rounds what the matrix is multiplied with, where it does."""
+    return layout.inputs if isinstance(layout, Float8 | Affine) else None
 
 
 def check_layout(layout: Layout) -> None:
@@ -250,17 +306,49 @@ class KVPages:
     """One layer's keys and values: ``k``, ``v`` ``[num_pages, kv_heads, page_size, head_dim]``.
 
     In memory a page's keys of one head lie transposed, ``[head_dim][page_size]``, so that
-    neighbouring keys are the lanes of a vector; its values lie ``[page_size][head_dim]``. int8
-    pages have ``k_scale`` and ``v_scale``, float16 ``[num_pages, kv_heads, page_size]``:
-    value = scale * code. Their keys and values lie mixed (``reference/rope.py``):
-    ``rope_and_cache`` mixes the queries too, and ``attention`` its result back.
+    neighbouring keys are the lanes of a vector; its values lie ``[page_size][head_dim]``. Each of
+    the two has its own type: float32, float16, bfloat16, int8, float8_e4m3fn, float8_e5m2, or
+    uint8 ``[..., head_dim / 2]``, which are int4: element d is the low half of byte d or the high
+    half of byte d - head_dim / 2.
+
+    Codes have scales, ``k_scale`` and ``v_scale`` ``[num_pages, kv_heads * groups, page_size]``
+    (head by head, the groups of a head side by side): one for every ``group`` dimensions, a
+    multiple of 32 that follows from the number of groups. int8 and float8: float16, value = scale
+    * code. int4: int16, its low byte the upper 8 bits of a float16 without sign, its high byte the
+    zero in sixteenths, value = scale * (code - zero). Keys and values of integers lie mixed
+    (``reference/page_codes.py``): ``rope_and_cache`` mixes the queries too, and ``attention`` its
+    result back.
+
+    ``k_centre`` float32 ``[kv_heads, head_dim]`` is taken from every rotated key before it is
+    written. All scores of a query change by the same, which softmax does not see, but a softcap or
+    a sink would: ``attention`` refuses them.
     """
 
     k: Tensor
     v: Tensor
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+    k_centre: Tensor | None = None
 
     @property
     def page_size(self) -> int:
         return self.k.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        return self.k.shape[3] * (2 if self.k.dtype == torch.uint8 else 1)
+
+    @property
+    def dtype(self) -> str:
+        """Of keys and values: ``int8``, or ``int8/int4`` where they differ."""
+        k, v = (_page_type(x.dtype) for x in (self.k, self.v))
+        return k if k == v else f"{k}/{v}"
+
+
+def _page_type(dtype: torch.dtype) -> str:
+    return "int4" if dtype == torch.uint8 else str(dtype).removeprefix("torch.")
+
+
+def scale_group(head_dim: int, groups: int) -> int:
+    """The dimensions that share a scale where a head of ``head_dim`` has ``groups`` of them."""
+    return -(-head_dim // (32 * groups)) * 32

@@ -52,21 +52,23 @@ def _facts(w: Affine) -> tuple[object, ...]:
     """All that is not a row's own."""
     table = None if w.table is None else tuple(w.table.tolist())
     level = None if w.super_scale is None else w.super_scale.dtype
-    kinds = (w.zeros is None, w.minus is None, table, level, w.activation_bits)
+    kinds = (w.zeros is None, w.minus is None, table, level, w.inputs)
     return w.name, w.bits, w.group, w.super_group, w.zero, w.signed, w.scale.dtype, kinds
 
 
 def _join_float8(parts: Sequence[Float8]) -> Float8 | None:
     """Whole blocks stay blocks; scales of unlike height become one per output channel."""
     columns = parts[0].shape[1]
-    if len({(w.values.dtype, w.scale.dtype, min(w.block[1], columns)) for w in parts}) != 1:
+    facts = {(w.values.dtype, w.scale.dtype, min(w.block[1], columns), w.inputs) for w in parts}
+    if len(facts) != 1:
         return None
     values = _stacked([w.values.view(torch.uint8) for w in parts]).view(parts[0].values.dtype)
     high, wide = parts[0].block
     whole = all(w.shape[0] % high == 0 for w in parts[:-1])
     if whole and len({w.block for w in parts}) == 1:
-        return Float8(values, torch.cat([w.scale for w in parts]), parts[0].block)
-    return Float8(values, torch.cat([row_scales(w) for w in parts]), (1, wide))
+        return replace(parts[0], values=values, scale=torch.cat([w.scale for w in parts]))
+    scale = torch.cat([row_scales(w) for w in parts])
+    return replace(parts[0], values=values, scale=scale, block=(1, wide))
 
 
 def _stacked(parts: Sequence[Tensor]) -> Tensor:

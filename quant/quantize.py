@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from sdk.kernels.layouts import Blocks, Layout
+from sdk.kernels.layouts import ActivationScheme, Blocks, Layout
 from sdk.quant.calibration import InputStatistics
 from sdk.quant.errors import QuantizationError
 from sdk.quant.methods.float4 import mxfp4, nvfp4
 from sdk.quant.methods.float8 import to_float8
 from sdk.quant.methods.gguf_blocks import one_scale_blocks
-from sdk.quant.methods.gptq import gptq
+from sdk.quant.methods.gptq import gptq, gptq_blocks, gptq_rows
 from sdk.quant.methods.hqq import hqq
 from sdk.quant.methods.integers import round_rows, round_to_nearest
 from sdk.quant.methods.k_quants import K_QUANTS, k_blocks
@@ -43,16 +44,21 @@ def quantize_without_data(name: str, weight: Tensor, scheme: Scheme) -> Layout:
     check_finite(name, weight)
     scheme.check(name, weight.shape[1])
     if scheme.method == "fp8":
+        # Files of these ask for activations in such floats too. Here nobody does, and it would cost
+        # much: on SmolLM2 the divergence from the original is 0.036 then, 0.020 without.
         return to_float8(weight, scheme.share)
     if scheme.method == "float4":
         return mxfp4(weight) if scheme.text == "mxfp4" else nvfp4(weight)
     if scheme.method == "hqq":
         return hqq(weight, scheme.spec)
-    return round_to_nearest(weight, scheme.spec)
+    inputs = ActivationScheme("int") if scheme.spec.activation_bits == 8 else None
+    return replace(round_to_nearest(weight, scheme.spec), inputs=inputs)
 
 
-def quantize_rows(name: str, weight: Weight, spec: QuantSpec) -> Layout:
+def quantize_rows(name: str, weight: Weight, spec: QuantSpec, gram: Tensor | None = None) -> Layout:
     """The embedding or the head in integers, some rows at a time: it is the largest matrix.
+
+    By GPTQ where the Gram matrix of its inputs is given, else to the nearest.
 
     :raises QuantizationError: naming the matrix, when it is not finite.
     """
@@ -64,13 +70,13 @@ def quantize_rows(name: str, weight: Weight, spec: QuantSpec) -> Layout:
             check_finite(name, values)
             yield values
 
-    return round_rows(chunks(), spec)
+    return round_rows(chunks(), spec) if gram is None else gptq_rows(chunks(), gram, spec)
 
 
 def to_blocks(name: str, weight: Tensor, kind: str, mean_square: Tensor | None = None) -> Blocks:
     """``weight`` float32 ``[N, K]`` in GGUF blocks of ``kind``.
 
-    ``mean_square``: of the layer's inputs, float32 ``[K]``, by which k-quants weigh errors.
+    ``mean_square``: of the layer's inputs, float32 ``[K]``, by which errors are weighed.
 
     :raises QuantizationError: naming the matrix.
     """
@@ -78,35 +84,43 @@ def to_blocks(name: str, weight: Tensor, kind: str, mean_square: Tensor | None =
     try:
         if kind in K_QUANTS:
             return k_blocks(weight, kind, mean_square)
-        return one_scale_blocks(weight, kind)
+        return one_scale_blocks(weight, kind, mean_square)
     except QuantizationError as error:
         raise QuantizationError(f"{name}: {error}") from error
 
 
 def quantize_joined(
-    weights: Mapping[str, Tensor], inputs: InputStatistics, scheme: Scheme
+    weights: Mapping[str, Tensor],
+    inputs: InputStatistics,
+    scheme: Scheme,
+    kind: QuantSpec,
 ) -> dict[str, Packed]:
     """Matrices ``[N_i, K]`` that read the same input by GPTQ, all at once.
 
     The walk over the columns depends on the inputs alone, so joined matrices cost one walk.
+    ``kind``: integers or a GGUF block type.
 
     :raises QuantizationError: naming the matrices.
     """
     for name, weight in weights.items():
         check_finite(name, weight)
         scheme.check(name, weight.shape[1])
-    static = not scheme.sorted_columns
+    whole = torch.cat(list(weights.values()))
+    found: Packed
     try:
-        whole = gptq(torch.cat(list(weights.values())), inputs.gram, scheme.spec, static=static)
+        if kind.kind == "int":
+            found = gptq(whole, inputs.gram, kind, static=not scheme.sorted_columns)
+        else:
+            found = gptq_blocks(whole, inputs.gram, kind.name)
     except QuantizationError as error:
         raise QuantizationError(f"{' and '.join(weights)}: {error}") from error
-    found: dict[str, Packed] = {}
+    parts: dict[str, Packed] = {}
     start = 0
     for name, weight in weights.items():
         end = start + weight.shape[0]
-        found[name] = _rows(whole, start, end)
+        parts[name] = _rows(found, start, end)
         start = end
-    return found
+    return parts
 
 
 def _rows(whole: Packed, start: int, end: int) -> Packed:

@@ -27,8 +27,13 @@ _SHORT = {
 }  # fmt: skip
 _INTEGERS = re.compile(
     r"(?P<method>rtn|hqq|gptq|awq|smoothquant)-w(?P<bits>[2-8])(?:a(?P<act>8|16))?"
-    r"(?:g(?P<group>[1-9]\d{0,5}))?(?P<sym>s?)(?P<order>-act)?(?:-h(?P<head>[4-8]))?"
+    r"(?:g(?P<group>[1-9]\d{0,5}))?(?P<sym>s?)(?P<order>-act)?(?P<mixed>-mix)?"
+    r"(?:-h(?P<head>[4-8]))?"
 )
+#: Values and the MLP's outputs: llama.cpp's mixtures give these more bits too.
+MATTERING = ("v_proj", "down_proj")
+#: Types to which nothing is gained by making up for errors.
+_EASY = ("f16", "q8_0", "mxfp4")
 _FLOAT4 = ("mxfp4", "nvfp4")
 _FLOAT8 = re.compile(r"fp8-(tensor|channel|block)")
 
@@ -39,12 +44,13 @@ class Scheme:
 
     Written ``gptq-w4g128`` (4 bits, a scale per 128 columns; no ``g`` is one per output channel
     for ``rtn`` and ``smoothquant`` and 128 or 64 for the others), with ``s`` behind for symmetric
-    grids, ``-act`` for GPTQ groups in the order of importance, ``-h6`` for embedding and head in
-    6 bits (4 to 8; without it they stay as they are; files with it are read by this package
-    alone: transformers would leave such an embedding as it was initialized); ``fp8-tensor``,
+    grids, ``-act`` for GPTQ groups in the order of importance, ``-mix`` for GPTQ with one bit more
+    where it matters most (values and the MLP's outputs), ``-h6`` for embedding and head in 6 bits
+    (4 to 8; without it they stay as they are; files with it are read by this package alone:
+    transformers would leave such an embedding as it was initialized); ``fp8-tensor``,
     ``fp8-channel``, ``fp8-block``; ``mxfp4``, ``nvfp4``; a GGUF type or mixture (``q4_0``,
-    ``q4_k_m``); or a short name: ``int4`` (``hqq-w4g64-h8``), ``int8`` (``rtn-w8s-h8``),
-    ``w8a8``, ``gptq``, ``awq``, ``hqq``, ``fp8``.
+    ``q4_k_m``), with ``gptq-`` before it rounded by GPTQ; or a short name: ``int4``
+    (``hqq-w4g64-h8``), ``int8`` (``rtn-w8s-h8``), ``w8a8``, ``gptq``, ``awq``, ``hqq``, ``fp8``.
     """
 
     text: str
@@ -58,6 +64,10 @@ class Scheme:
     sorted_columns: bool = False
     #: Embedding and head, where they are packed too.
     head: QuantSpec | None = None
+    #: What the matrices that matter most get, where they get more than ``spec``.
+    more: QuantSpec | None = None
+    #: GGUF: the key of ``FILE_TYPES``.
+    mixture: str = ""
 
     @property
     def needs_data(self) -> bool:
@@ -86,9 +96,11 @@ class Scheme:
     def parse(cls, text: str) -> Scheme:
         """:raises QuantizationError: for an unknown name, naming the nearest known one."""
         name = _SHORT.get(text.lower(), text.lower())
-        if name in FILE_TYPES:
-            kind = FILE_TYPES[name].base
-            return cls(name, "gguf", "gguf", QuantSpec.parse(kind))
+        mixture = name.removeprefix("gptq-")
+        by: Method = "gguf" if mixture == name else "gptq"
+        if mixture in FILE_TYPES and (by == "gguf" or FILE_TYPES[mixture].base not in _EASY):
+            kind = QuantSpec.parse(FILE_TYPES[mixture].base)
+            return cls(name, by, "gguf", kind, mixture=mixture)
         if name in _FLOAT4:
             return cls(name, "float4", "compressed-tensors", QuantSpec.parse(name))
         floats = _FLOAT8.fullmatch(name)
@@ -121,7 +133,8 @@ class Scheme:
             head = QuantSpec("int", int(found["head"]), group=_HEAD_GROUP if few else None)
             head = replace(head, symmetric=not few)
         container = _CONTAINERS.get(method, "compressed-tensors")
-        if method == "gptq" and head is not None:
+        more = replace(spec, bits=bits + 1) if found["mixed"] else None
+        if method == "gptq" and (head is not None or more is not None):
             container = "compressed-tensors"
         wrong = None
         if method == "awq" and (bits != 4 or spec.symmetric):
@@ -132,11 +145,13 @@ class Scheme:
             wrong = "8-bit activations are run with 8-bit weights per output channel"
         elif head is not None and container == "awq":
             wrong = "awq files hold no packed embedding"
-        elif found["order"] and head is not None:
+        elif more is not None and (method != "gptq" or bits == 8):
+            wrong = "-mix gives one bit more, by gptq, to 2 to 7 bits"
+        elif found["order"] and container == "compressed-tensors":
             wrong = "compressed-tensors files hold columns in their own order"
         elif method == "hqq" and (bits in (5, 6, 7) or spec.symmetric):
             wrong = "hqq has 2, 3, 4 or 8 bits with zero points"
-        elif method == "gptq" and bits in (5, 6, 7):
+        elif container == "gptq" and bits in (5, 6, 7):
             wrong = "gptq files hold 2, 3, 4 or 8 bits"
         if wrong is not None:
             raise QuantizationError(f"scheme: {name}: {wrong}")
@@ -147,12 +162,17 @@ class Scheme:
             spec,
             sorted_columns=bool(found["order"]),
             head=head,
+            more=more,
         )
+
+    def spec_of(self, name: str) -> QuantSpec:
+        """The numerics of a matrix of a layer."""
+        return self.more if self.more is not None and name.endswith(MATTERING) else self.spec
 
     def check(self, name: str, columns: int) -> None:
         """:raises QuantizationError: when rows of ``columns`` do not divide into groups."""
         group = self.spec.group
-        if self.method != "gguf" and group is not None and columns % group:
+        if self.container != "gguf" and group is not None and columns % group:
             fits = next((g for g in (128, 64, 32, 16) if columns % g == 0), None)
             instead = "a scheme without groups" if fits is None else f"groups of {fits}"
             raise QuantizationError(

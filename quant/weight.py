@@ -40,6 +40,8 @@ class Weight(ABC):
     """One matrix ``[out_features, in_features]``."""
 
     shape: tuple[int, int]
+    #: How its file wants what it is multiplied with rounded, in words; empty: not at all.
+    inputs: str = ""
 
     @property
     @abstractmethod
@@ -195,7 +197,9 @@ class Float8Weight(PackedWeight):
     def __init__(self, layout: Layout) -> None:
         assert isinstance(layout, Float8)
         check_layout(layout)
-        self._spec = QuantSpec.parse(_FLOAT_NAMES[layout.values.dtype])
+        spec = QuantSpec.parse(_FLOAT_NAMES[layout.values.dtype])
+        self._spec = spec.rounding(layout.inputs)
+        self.inputs = str(layout.inputs or "")
         super().__init__(layout)
 
     @property
@@ -209,7 +213,7 @@ class Float8Weight(PackedWeight):
         if wide < w.shape[1]:
             self._check_group(wide, start, count)
         scale = w.scale[:, start // wide : -(-(start + count) // wide)]
-        return Float8(w.values[:, start : start + count], scale, w.block)
+        return replace(w, values=w.values[:, start : start + count], scale=scale)
 
 
 class AffineWeight(PackedWeight):
@@ -219,15 +223,13 @@ class AffineWeight(PackedWeight):
         assert isinstance(layout, Affine)
         if layout.name:
             kind: WeightKind = "block" if layout.table is None else "table"
-            self._spec = QuantSpec(kind, layout.bits, layout.name, layout.group)
+            spec = QuantSpec(kind, layout.bits, layout.name, layout.group)
         else:
-            self._spec = QuantSpec(
-                "int",
-                layout.bits,
-                group=None if layout.group >= layout.shape[1] else layout.group,
-                symmetric=layout.minus is None and layout.zeros is None,
-                activation_bits=layout.activation_bits,
-            )
+            group = None if layout.group >= layout.shape[1] else layout.group
+            symmetric = layout.minus is None and layout.zeros is None
+            spec = QuantSpec("int", layout.bits, group=group, symmetric=symmetric)
+        self._spec = spec.rounding(layout.inputs)
+        self.inputs = str(layout.inputs or "")
         super().__init__(layout)
 
     @property
@@ -292,6 +294,7 @@ class StackedWeight(Weight):
     def __init__(self, parts: Sequence[Weight]) -> None:
         self.parts = tuple(parts)
         self.shape = (sum(part.shape[0] for part in self.parts), self.parts[0].shape[1])
+        self.inputs = "+".join(dict.fromkeys(part.inputs for part in parts if part.inputs))
         self._ops: Ops | None = None
 
     @property

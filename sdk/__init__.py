@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         RequestMetrics as RequestMetrics,
         RequestOutput as RequestOutput,
     )
+    from sdk.evaluating import Evaluation as Evaluation, evaluate as evaluate
     from sdk.quantizing import quantize as quantize
     from sdk.params import RequestOutputKind as RequestOutputKind
     from sdk.params import SamplingParams as SamplingParams
@@ -57,6 +58,8 @@ _EXPORTS = {
     "LayerReport": "sdk.quant_report",
     "demo_model": "sdk.demo",
     "quantize": "sdk.quantizing",
+    "evaluate": "sdk.evaluating",
+    "Evaluation": "sdk.evaluating",
     **dict.fromkeys(
         (
             "SdkError",

@@ -125,6 +125,8 @@ class Linear:
         self.name = {8: "cpu.linear", 16: "cpu.linear_a16", 32: "cpu.linear_exact"}[activation_bits]
 
     def reject(self, problem: Problem) -> str | None:
+        if problem.inputs:
+            return f"the file asks for activations in {problem.inputs}"
         if self._bits < 32 and problem.compute == "exact":
             return f"rounds activations to {self._bits} bits, compute is exact"
         plain = problem.layout in ("dense", "float8")
@@ -180,7 +182,7 @@ class Linear:
                 self._unpack_into(packed, values, 0)
                 assert packed.scale is not None
                 scale = deinterleave(packed.scale, facts.shape[0])[:: facts.block[0]]
-                return Float8(values, scale.contiguous(), facts.block)
+                return replace(facts, values=values, scale=scale.contiguous())
             case Affine():
                 codes = torch.zeros(facts.shape[0], -(-facts.shape[1] * facts.bits // 8)).byte()
                 self._unpack_into(packed, codes, codes.shape[1])
@@ -255,7 +257,7 @@ def _pack_values(w: Dense | Float8, memory: WeightMemory) -> tuple[Packed, Tenso
     scale = None
     facts: Dense | Float8 = Dense(values.to("meta"))
     if isinstance(w, Float8):
-        facts = Float8(facts.values, w.scale.to("meta"), w.block)
+        facts = replace(w, values=facts.values, scale=w.scale.to("meta"))
         scale = interleave(row_scales(w))
         view.groups, view.unit, view.group_units = w.scale.shape[1], 1, min(w.block[1], k)
         view.super_type = ELEMENT_TYPES[w.scale.dtype]

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.experts import Routes
-from sdk.kernels.layouts import Affine, Blocks, Dense, Float8, Layout
+from sdk.kernels.layouts import Affine, Blocks, Dense, Float8, Layout, inputs_of
 from sdk.kernels.reference.decode import decode
+from sdk.kernels.reference.rounding import rounded
 from sdk.kernels.registry import Problem
 
 ROW_TILE = 16
@@ -29,7 +30,7 @@ class Linear:
     name = "reference.linear"
 
     def reject(self, problem: Problem) -> str | None:
-        return None
+        return None if not problem.inputs else f"the file asks for activations in {problem.inputs}"
 
     def pack(self, layout: Layout) -> Layout:
         return layout
@@ -65,6 +66,19 @@ class Linear:
     ) -> None:
         for expert, rows, own in routes.parts(x, by_token):
             self.matmul(group[expert], own, out[rows])
+
+
+class RoundedLinear(Linear):
+    """With the inputs rounded as the file of the weight says (``rounding.py``)."""
+
+    name = "reference.linear_as_file"
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def matmul(self, packed: Layout, x: Tensor, out: Tensor) -> None:
+        scheme = inputs_of(packed)
+        super().matmul(packed, x if scheme is None else rounded(x, scheme), out)
 
 
 def slice_rows(layout: Layout, start: int, stop: int, step: int = 1) -> Layout:
@@ -103,6 +117,6 @@ def _index_float8(w: Float8, index: slice | Tensor) -> Float8:
     high, wide = w.block
     if isinstance(index, slice) and index.start % high == 0 and index.step == 1:
         scale = w.scale[index.start // high : -(-index.stop // high)]
-        return Float8(w.values[index], scale, w.block)
+        return replace(w, values=w.values[index], scale=scale)
     rows = torch.arange(w.shape[0], device=w.scale.device)[index]
-    return Float8(w.values[index], w.scale[rows // high], (1, wide))
+    return replace(w, values=w.values[index], scale=w.scale[rows // high], block=(1, wide))

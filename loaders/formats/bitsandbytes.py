@@ -7,6 +7,10 @@ mean), ``absmax`` (the scale of every ``blocksize`` elements), ``quant_state.bit
 (JSON).
 With double quantization ``absmax`` are codes too: ``nested_quant_map[code] * nested_absmax[i //
 nested_blocksize] + nested_offset``. Source: bitsandbytes 0.50.
+
+How LLM.int8 rounds activations is not followed: columns in which any token of a step is above 6.0
+stay float16 there, so that a token's result would depend on the others. Files do not ask for it;
+these weights are multiplied as all integers are of files that say nothing of activations.
 """
 
 from __future__ import annotations

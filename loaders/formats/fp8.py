@@ -3,18 +3,20 @@
 ``P.weight_scale_inv`` holds a number per block of ``weight_block_size`` (the last blocks are cut),
 ``P.weight_scale`` one number or one per row. Both multiply, whatever the name says, except in files
 of gptqmodel, whose settings have a ``weight_scale_method``: there they divide. Scales may be stored
-as powers of two (``scale_fmt: ue8m0``). Which layers are 8-bit is seen from their tensors;
-``input_scale`` is for activations, which are not rounded to 8-bit floats here.
+as powers of two (``scale_fmt: ue8m0``). Which layers are 8-bit is seen from their tensors.
+``activation_scheme`` says how activations become 8-bit floats too: ``static``, by ``input_scale``;
+``dynamic``, with a scale for as many values as a block of the weight has columns, or for a token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from sdk.kernels.layouts import Float8
+from sdk.kernels.layouts import ActivationScheme, Float8
 from sdk.loaders.formats import scales
+from sdk.loaders.formats.activations import Inputs
 from sdk.loaders.formats.scales import FLOAT8, float8, matrix
 from sdk.loaders.formats.stored_layer import StoredLayer
 from sdk.quant.errors import CheckpointError, UnsupportedError
@@ -27,16 +29,19 @@ BESIDE = (".weight", *_INPUTS)
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What ``quantization_config`` says: rows and columns of a block, or no blocks."""
+    """What ``quantization_config`` says: rows and columns of a block, or no blocks; and how inputs
+    are rounded."""
 
     block: tuple[int, int] | None
     divide: bool = False
+    inputs: Inputs | None = None
 
 
 def settings(config: Mapping[str, Any], source: str) -> Settings:
     """
     Raises:
-        CheckpointError: the block size is no pair of positive integers.
+        CheckpointError: the block size is no pair of positive integers, or the activation_scheme
+            neither dynamic nor static.
         UnsupportedError: scales that are applied in a way that is not known.
     """
     divide = "weight_scale_method" in config
@@ -48,13 +53,27 @@ def settings(config: Mapping[str, Any], source: str) -> Settings:
         )
     block = config.get("weight_block_size")
     if block is None:
-        return Settings(None, divide)
+        return Settings(None, divide, _inputs(config, 0, source))
     sound = isinstance(block, list) and len(block) == 2
     if not sound or any(type(size) is not int or size < 1 for size in block):
         raise CheckpointError(
             f"{source}: weight_block_size is {str(block)[:80]}, expected [rows, columns]"
         )
-    return Settings((block[0], block[1]), divide)
+    return Settings((block[0], block[1]), divide, _inputs(config, block[1], source))
+
+
+def _inputs(config: Mapping[str, Any], group: int, source: str) -> Inputs | None:
+    scheme = config.get("activation_scheme")
+    if scheme is None:
+        return None
+    if scheme == "static":
+        return Inputs(ActivationScheme("e4m3"), static=True)
+    if scheme != "dynamic":
+        raise CheckpointError(
+            f"{source}: activation_scheme is {str(scheme)[:80]!r}, expected dynamic or static"
+        )
+    powers = config.get("scale_fmt") == "ue8m0"
+    return Inputs(ActivationScheme("e4m3", group=group, rule="power" if powers else "plain"))
 
 
 def outline(layer: StoredLayer, settings: Settings) -> tuple[tuple[int, int], str]:
@@ -75,6 +94,9 @@ def decode(layer: StoredLayer, settings: Settings) -> Float8:
         raise layer.fail(".weight", f"expected one scale beside it, found {' and '.join(present)}")
     for ending in _INPUTS:
         layer.skip(ending)
+    scale = next((ending for ending in _INPUTS if layer.has(ending)), _INPUTS[0])
+    inputs = None if settings.inputs is None else settings.inputs.of(layer, scale)
     values = matrix(layer, ".weight", FLOAT8)
     blocks = () if settings.block is None else (settings.block,)
-    return float8(layer, values, ".weight", present[0], blocks, settings.divide)
+    layout = float8(layer, values, ".weight", present[0], blocks, settings.divide)
+    return replace(layout, inputs=inputs)

@@ -52,7 +52,7 @@ class GgufWriter:
         self._config = source.config
         self._architecture = architecture_of(source.config, str(source.path))
         self._metadata = _metadata(source)
-        self._metadata["general.file_type"] = FILE_TYPES[scheme.text].number
+        self._metadata["general.file_type"] = FILE_TYPES[scheme.mixture].number
         self._rope = rope_factors(source.config)
         self._path = source.path
 
@@ -62,7 +62,7 @@ class GgufWriter:
         config = self._config
         kv_heads = config.get("num_key_value_heads") or config["num_attention_heads"]
         return tensor_type(
-            self._scheme.text,
+            self._scheme.mixture,
             theirs[2],
             int(theirs[1]),
             config["num_hidden_layers"],
@@ -85,19 +85,22 @@ class GgufWriter:
         rows = tensor.to(torch.float32).reshape(-1, 1).contiguous().view(torch.uint8)
         return self._encoded(name, rows, "f32", tuple(tensor.shape))
 
-    def whole(self, name: str, weight: Weight) -> tuple[dict[str, Tensor], str]:
-        """The embedding or the head, packed."""
+    def whole(
+        self, name: str, weight: Weight, gram: Tensor | None = None
+    ) -> tuple[dict[str, Tensor], str]:
+        """The embedding or the head, packed; errors weighed by the diagonal of ``gram``."""
         tied = bool(self._config.get("tie_word_embeddings"))
         part = "output" if tied or name == "lm_head" else "token_embd"
         rows, columns = weight.shape
-        kind = tensor_type(self._scheme.text, part, 0, 1, columns)
+        kind = tensor_type(self._scheme.mixture, part, 0, 1, columns)
+        mean_square = None if gram is None else gram.diagonal()
         parts = []
         for start in range(0, rows, _ROWS):
             values = weight.narrow("out", start, min(_ROWS, rows - start)).dequantize()
             if kind == "f16":
                 parts.append(values.half().view(torch.uint8))
             else:
-                parts.append(to_blocks(name, values, kind).data)
+                parts.append(to_blocks(name, values, kind, mean_square).data)
         return self._encoded(name, torch.cat(parts), kind, weight.shape)
 
     def finish(self, parts: Sequence[Path], out: Path) -> None:

@@ -19,7 +19,7 @@ from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.errors import UnsupportedError
 from sdk.quant.permuted import Permuted
 from sdk.quant.quantize import quantize_rows
-from sdk.quant.scheme import Scheme
+from sdk.quant.scheme import MATTERING, Scheme
 from sdk.quant.spec import QuantSpec
 from sdk.quant.weight import PackedWeight, Weight
 
@@ -61,11 +61,13 @@ class HfWriter:
         """A norm or a bias, in float32."""
         return {name: tensor}, ""
 
-    def whole(self, name: str, weight: Weight) -> tuple[dict[str, Tensor], str]:
+    def whole(
+        self, name: str, weight: Weight, gram: Tensor | None = None
+    ) -> tuple[dict[str, Tensor], str]:
         """The embedding or the head: packed if the scheme says so, else as it is, or in float16
-        where it was packed in the source."""
+        where it was packed in the source. ``gram``: of the inputs it is rounded for, by GPTQ."""
         if self._scheme.head is not None:
-            return self.matrix(name, quantize_rows(name, weight, self._scheme.head))
+            return self.matrix(name, quantize_rows(name, weight, self._scheme.head, gram))
         layout = weight.layout if isinstance(weight, PackedWeight) else None
         values = layout.values if isinstance(layout, Dense) else weight.dequantize().half()
         return {f"{name}.weight": values}, ""
@@ -87,7 +89,8 @@ def copy_beside(source: Path, out: Path) -> None:
             shutil.copyfile(source / name, out / name)
 
 
-#: How the embedding and the head are called in a config.
+#: How matrices with more bits, and the embedding and the head, are called in a config.
+_MORE = [f"re:.*{name}$" for name in MATTERING]
 _ENDS = ["re:.*embed_tokens", "re:.*lm_head"]
 _Encode = Callable[["Layout | Permuted"], dict[str, Tensor]]
 
@@ -161,11 +164,23 @@ def _compressed_tensors(scheme: Scheme) -> tuple[_Encode, dict[str, Any]]:
         else:
             encode, format_ = integer_layers.packed_tensors, "pack-quantized"
             inputs = None
-    layers = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
-    groups = {"group_0": {**layers, "output_activations": None}}
+    layers: dict[str, Any] = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": inputs,
+    }
+    layers["output_activations"] = None
+    groups = {"group_0": layers}
     if scheme.head is not None:
-        ends = {"targets": _ENDS, "weights": _integers(scheme.head), "input_activations": None}
-        groups["group_1"] = {**ends, "output_activations": None}
+        weights = _integers(scheme.head)
+        groups["group_1"] = {
+            **layers,
+            "targets": _ENDS,
+            "weights": weights,
+            "input_activations": None,
+        }
+    if scheme.more is not None:
+        groups["group_2"] = {**layers, "targets": _MORE, "weights": _integers(scheme.more)}
     settings = {
         "quant_method": "compressed-tensors",
         "format": format_,

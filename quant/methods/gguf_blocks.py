@@ -1,66 +1,162 @@
-"""GGUF blocks with one scale, byte for byte as ggml makes them: Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0;
-and MXFP4 as float4.py makes it.
+"""GGUF blocks of 32 values with one scale: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL; and MXFP4.
 
-All are closed forms over 32 values; ``d`` is a float16 in the file, yet codes are chosen by its
-float32 value. Q4_0 and Q5_0 put the value of largest magnitude, with its sign, on the lowest code,
-whose range is one step longer. Source: ggml-quants.c, ``quantize_row_*_ref``.
+Without data all but IQ4_NL are closed forms, byte for byte as ggml makes them. ``d`` is a float16
+in the file, yet codes are chosen by its float32 value. Q4_0 and Q5_0 put the value of largest
+magnitude, with its sign, on the lowest code, whose range is one step longer. Where the inputs are
+known, and for IQ4_NL always, steps are searched for.
+
+Source: ggml-quants.c, ``quantize_row_*_ref``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from sdk.kernels.layouts import BLOCK_TYPES, Blocks
 from sdk.quant.errors import QuantizationError
+from sdk.quant.methods.block_search import (
+    Bytes,
+    Floats,
+    best_line,
+    best_scale,
+    best_table_scale,
+    importance,
+    nearest,
+    reciprocal,
+)
 from sdk.quant.methods.float4 import mxfp4_groups
-
-#: float32 and uint8; numpy's stubs do not keep either through arithmetic with constants.
-Floats = NDArray[Any]
-Bytes = NDArray[Any]
 
 #: Values quantized at a time, so that what lies between fits the caches.
 _CHUNK = 1 << 18
 
 
-def one_scale_blocks(weight: Tensor, kind: str) -> Blocks:
+@dataclass(frozen=True, slots=True)
+class BlockSteps:
+    """Where the levels of blocks lie: a value is ``scale * level + offset`` of its group.
+
+    ``stored`` float32 ``[B, 1 or 2]``: what the file holds as float16; ``small`` uint8 ``[B, n]``:
+    its small integer scales, of formats that have some. ``scale``, ``offset`` ``[B, G]`` are what
+    both of them say. ``table``: the levels by code; None where the code is the level, up to
+    ``top``.
+    """
+
+    stored: Floats
+    small: Bytes
+    scale: Floats
+    offset: Floats
+    top: int
+    table: Floats | None = None
+
+    def codes(self, x: Floats) -> Bytes:
+        """Codes ``[B, values]`` of the levels nearest to ``x [B, G, g]``."""
+        units = (x - self.offset[:, :, None]) * reciprocal(self.scale)[:, :, None]
+        if self.table is not None:
+            found = nearest(units, self.table)
+        else:
+            found = np.rint(units).clip(0, self.top).astype(np.uint8)
+        return found.reshape(len(x), -1)
+
+
+def one_scale_blocks(weight: Tensor, kind: str, mean_square: Tensor | None = None) -> Blocks:
     """``weight`` float32 ``[N, K]`` in blocks of ``kind``.
+
+    ``mean_square`` float32 ``[K]`` of the inputs, by which errors are weighed, if known.
 
     :raises QuantizationError: K is not a multiple of the block, or ``kind`` is none of these.
     """
-    make = _MAKERS.get(kind)
-    if make is None:
-        raise QuantizationError(f"expected one of {', '.join(_MAKERS)}, found {kind!r}")
-    return Blocks((weight.shape[0], weight.shape[1]), kind, in_blocks(weight, kind, make))
+    check_kind(kind, (*ONE_SCALE, "mxfp4"))
+    inputs = None if mean_square is None else mean_square.numpy()
+
+    def make(x: Floats, own: Floats | None) -> Bytes:
+        if kind == "mxfp4":
+            return _mxfp4(x)
+        if kind in _CLOSED and (own is None or kind == "q8_0"):
+            stored, codes = _CLOSED[kind](x)
+        else:
+            steps = one_scale_steps(x, kind, own)
+            stored, codes = steps.stored, steps.codes(x[:, None])
+        return pack_one_scale(kind, stored, codes)
+
+    return Blocks((weight.shape[0], weight.shape[1]), kind, in_blocks(weight, kind, make, inputs))
 
 
-def in_blocks(weight: Tensor, kind: str, make: Callable[[Floats], Bytes]) -> Tensor:
-    """The bytes of all rows; ``make`` turns values ``[B, elements]`` into ``[B, nbytes]``.
+def one_scale_steps(x: Floats, kind: str, inputs: Floats | None) -> BlockSteps:
+    """Steps of blocks ``x [B, 32]``; ``inputs`` of the same shape."""
+    groups = x[:, None]
+    w = importance(groups, inputs)
+    none = np.zeros((len(x), 0), np.uint8)
+    if kind == "iq4_nl":
+        table = np.array(BLOCK_TYPES[kind].table, np.float32)
+        d = half(best_table_scale(groups, w, table))
+        return BlockSteps(d, none, d, np.zeros_like(d), 15, table)
+    bits = {"q4_0": 4, "q4_1": 4, "q5_0": 5, "q5_1": 5}[kind]
+    if kind.endswith("1"):
+        d, least = map(half, best_line(groups, w, 2**bits - 1, below=False))
+        return BlockSteps(np.concatenate((d, least), 1), none, d, least, 2**bits - 1)
+    middle = 2 ** (bits - 1)
+    d = half(best_scale(groups, w, middle))
+    return BlockSteps(d, none, d, -middle * d, 2**bits - 1)
+
+
+def pack_one_scale(kind: str, stored: Floats, codes: Bytes) -> Bytes:
+    """The bytes of blocks: their float16 fields, then the codes ``[B, 32]``."""
+    if kind == "q8_0":
+        return np.concatenate((halves(stored), codes), 1)
+    if kind.startswith("q5"):
+        fifth = np.packbits(codes >> 4, axis=1, bitorder="little")
+        return np.concatenate((halves(stored), fifth, nibbles(codes & 15)), 1)
+    return np.concatenate((halves(stored), nibbles(codes)), 1)
+
+
+def check_kind(kind: str, known: tuple[str, ...]) -> None:
+    """:raises QuantizationError: ``kind`` is none of the ``known``."""
+    if kind not in known:
+        raise QuantizationError(f"expected one of {', '.join(known)}, found {kind!r}")
+
+
+def in_blocks(
+    weight: Tensor,
+    kind: str,
+    make: Callable[[Floats, Floats | None], Bytes],
+    inputs: Floats | None = None,
+) -> Tensor:
+    """The bytes of all rows; ``make`` turns values ``[B, elements]``, and what belongs to them of
+    ``inputs [K]``, into ``[B, nbytes]``.
 
     :raises QuantizationError: K is not a multiple of the block.
     """
-    rows, columns = weight.shape
-    facts = BLOCK_TYPES[kind]
-    if columns % facts.elements:
-        raise QuantizationError(
-            f"{kind} needs rows of a multiple of {facts.elements} values, found {columns}"
-        )
-    values = np.ascontiguousarray(weight.numpy(), np.float32).reshape(-1, facts.elements)
-    data = np.empty((len(values), facts.nbytes), np.uint8)
-    step = max(_CHUNK // facts.elements, 1)
+    values, own = block_values(weight, kind, inputs)
+    data = np.empty((len(values), BLOCK_TYPES[kind].nbytes), np.uint8)
+    step = max(_CHUNK // values.shape[1], 1)
     for i in range(0, len(values), step):
-        data[i : i + step] = make(values[i : i + step])
-    return torch.from_numpy(data.reshape(rows, -1))
+        part = None if own is None else own[np.arange(i, min(i + step, len(values))) % len(own)]
+        data[i : i + step] = make(values[i : i + step], part)
+    return torch.from_numpy(data.reshape(weight.shape[0], -1))
 
 
-def reciprocal(d: Floats) -> Floats:
-    """``1 / d``, and 0 where ``d`` is."""
-    found: Floats = np.divide(np.float32(1), d, out=np.zeros_like(d), where=d != 0)
+def block_values(weight: Tensor, kind: str, inputs: Floats | None) -> tuple[Floats, Floats | None]:
+    """Values ``[B, elements]`` and inputs by the blocks of a row.
+
+    :raises QuantizationError: K is not a multiple of the block.
+    """
+    columns, elements = weight.shape[1], BLOCK_TYPES[kind].elements
+    if columns % elements:
+        raise QuantizationError(
+            f"{kind} needs rows of a multiple of {elements} values, found {columns}"
+        )
+    values = np.ascontiguousarray(weight.numpy(), np.float32).reshape(-1, elements)
+    return values, None if inputs is None else inputs.reshape(-1, elements)
+
+
+def half(values: Floats) -> Floats:
+    """Rounded to float16, in which ``d`` is stored."""
+    limit = np.float32(65504)
+    found: Floats = values.clip(-limit, limit).astype(np.float16).astype(np.float32)
     return found
 
 
@@ -71,13 +167,9 @@ def halves(values: Floats) -> Bytes:
 
 def nibbles(codes: Bytes) -> Bytes:
     """Codes ``[B, 32]`` below 16: the first 16 are low nibbles, the others high ones."""
-    half = codes.shape[1] // 2
-    joined: Bytes = codes[:, :half] | (codes[:, half:] << 4)
+    middle = codes.shape[1] // 2
+    joined: Bytes = codes[:, :middle] | (codes[:, middle:] << 4)
     return joined
-
-
-def _fifth_bits(codes: Bytes) -> Bytes:
-    return np.packbits(codes >> 4, axis=1, bitorder="little")
 
 
 def _around_zero(x: Floats, bits: int) -> tuple[Floats, Bytes]:
@@ -95,44 +187,24 @@ def _from_least(x: Floats, bits: int) -> tuple[Floats, Bytes]:
     return np.concatenate((d, least), 1), codes.astype(np.uint8)
 
 
-def _q4_0(x: Floats) -> Bytes:
-    d, codes = _around_zero(x, 4)
-    return np.concatenate((halves(d), nibbles(codes)), 1)
-
-
-def _q4_1(x: Floats) -> Bytes:
-    d, codes = _from_least(x, 4)
-    return np.concatenate((halves(d), nibbles(codes)), 1)
-
-
-def _q5_0(x: Floats) -> Bytes:
-    d, codes = _around_zero(x, 5)
-    return np.concatenate((halves(d), _fifth_bits(codes), nibbles(codes & 15)), 1)
-
-
-def _q5_1(x: Floats) -> Bytes:
-    d, codes = _from_least(x, 5)
-    return np.concatenate((halves(d), _fifth_bits(codes), nibbles(codes & 15)), 1)
-
-
-def _q8_0(x: Floats) -> Bytes:
+def _signed_bytes(x: Floats) -> tuple[Floats, Bytes]:
     d = np.abs(x).max(1, keepdims=True) / np.float32(127)
     scaled = x * reciprocal(d)
     away = np.trunc(np.abs(scaled) + np.float32(0.5))  # halves go away from zero, as roundf's do
-    codes = np.copysign(away, scaled).astype(np.int8)
-    return np.concatenate((halves(d), codes.view(np.uint8)), 1)
+    return d, np.copysign(away, scaled).astype(np.int8).view(np.uint8)
 
 
 def _mxfp4(x: Floats) -> Bytes:
+    """Scale and codes as float4.py chooses them."""
     scale, codes = mxfp4_groups(torch.from_numpy(x).unsqueeze(1))
     return np.concatenate((scale.view(torch.uint8).numpy(), nibbles(codes[:, 0].numpy())), 1)
 
 
-_MAKERS: dict[str, Callable[[Floats], Bytes]] = {
-    "q4_0": _q4_0,
-    "q4_1": _q4_1,
-    "q5_0": _q5_0,
-    "q5_1": _q5_1,
-    "q8_0": _q8_0,
-    "mxfp4": _mxfp4,
+_CLOSED: dict[str, Callable[[Floats], tuple[Floats, Bytes]]] = {
+    "q4_0": lambda x: _around_zero(x, 4),
+    "q4_1": lambda x: _from_least(x, 4),
+    "q5_0": lambda x: _around_zero(x, 5),
+    "q5_1": lambda x: _from_least(x, 5),
+    "q8_0": _signed_bytes,
 }
+ONE_SCALE = (*_CLOSED, "iq4_nl")

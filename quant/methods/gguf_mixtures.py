@@ -36,6 +36,7 @@ FILE_TYPES = {
     "q5_k_s": FileType("q5_k", 16),
     "q5_k_m": FileType("q5_k", 17),
     "q6_k": FileType("q6_k", 18),
+    "iq4_nl": FileType("iq4_nl", 25),
     "mxfp4_moe": FileType("mxfp4", 38),
 }
 #: What rows that are no whole blocks of 256 get.

@@ -1,14 +1,12 @@
 """GGUF k-quants, Q2_K to Q6_K: 256 values, a small integer scale per 16 or 32 of them.
 
 Two kinds. With minima (Q2_K, Q4_K, Q5_K): ``w = d * sc * code - dmin * m``, ``sc`` and ``m`` of 4
-or 6 bits. Without (Q3_K, Q6_K): ``w = d * sc * code``, signed. For each group a few widths of the
-grid are tried; for each, the codes that come out give scale and minimum by weighted least squares,
-and the best is kept. Then the scales are rounded to integers, the codes chosen again, and ``d``
-(and ``dmin``) fitted once more to the whole block. Errors are weighed by how much a value is likely
-to matter: by its size, and by the mean square of the inputs where that is known.
+or 6 bits. Without (Q3_K, Q6_K): ``w = d * sc * code``, signed. Each group's scale and minimum are
+searched for; then they are rounded to integers, the codes chosen again, and ``d`` (and ``dmin``)
+fitted once more to the whole block.
 
-Sources: ggml-quants.c for the layout of the bytes and the idea of the search (make_qkx2_quants,
-make_qx_quants); the last fit is not in it, so bytes differ from llama.cpp's.
+Sources: ggml-quants.c for the layout of the bytes; the last fit is not in it, so bytes differ from
+llama.cpp's.
 """
 
 from __future__ import annotations
@@ -19,7 +17,22 @@ import numpy as np
 from torch import Tensor
 
 from sdk.kernels.layouts import Blocks
-from sdk.quant.methods.gguf_blocks import Bytes, Floats, halves, in_blocks, nibbles, reciprocal
+from sdk.quant.methods.block_search import (
+    Bytes,
+    Floats,
+    best_line,
+    best_scale,
+    importance,
+    reciprocal,
+)
+from sdk.quant.methods.gguf_blocks import (
+    BlockSteps,
+    check_kind,
+    half,
+    halves,
+    in_blocks,
+    nibbles,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,112 +45,58 @@ class _Kind:
     minima: bool
 
 
-K_QUANTS = {
+_KINDS = {
     "q2_k": _Kind(16, 3, 15, True),
     "q3_k": _Kind(16, 4, 32, False),
     "q4_k": _Kind(32, 15, 63, True),
     "q5_k": _Kind(32, 31, 63, True),
     "q6_k": _Kind(16, 32, 128, False),
 }
-#: Widths of the grid tried, in codes more or less than all of them.
-_WIDTHS_WITH_MINIMA = np.arange(-1.0, 1.01, 0.1, dtype=np.float32)
-_WIDTHS = np.arange(-0.9, 0.91, 0.1, dtype=np.float32)
+K_QUANTS = tuple(_KINDS)
 
 
 def k_blocks(weight: Tensor, kind: str, mean_square: Tensor | None = None) -> Blocks:
     """``weight`` float32 ``[N, K]``; ``mean_square`` float32 ``[K]`` of the inputs, if known.
 
-    :raises QuantizationError: K is not a multiple of 256.
+    :raises QuantizationError: K is not a multiple of 256, or ``kind`` is none of these.
     """
-    rows, columns = weight.shape
-    inputs = None if mean_square is None else mean_square.numpy().reshape(-1, 256)
-    done = 0
+    check_kind(kind, K_QUANTS)
+    inputs = None if mean_square is None else mean_square.numpy()
 
-    def make(x: Floats) -> Bytes:
-        nonlocal done
-        own = None
-        if inputs is not None:
-            own = inputs[np.arange(done, done + len(x)) % len(inputs)]
-        done += len(x)
-        return _PACKERS[kind](*_fitted(x, K_QUANTS[kind], own))
+    def make(x: Floats, own: Floats | None) -> Bytes:
+        steps = k_steps(x, kind, own)
+        return pack_k(kind, steps, steps.codes(x.reshape(len(x), -1, _KINDS[kind].group)))
 
-    return Blocks((rows, columns), kind, in_blocks(weight, kind, make))
+    return Blocks((weight.shape[0], weight.shape[1]), kind, in_blocks(weight, kind, make, inputs))
 
 
-_Fitted = tuple[Floats, Bytes, Bytes]
+def k_steps(x: Floats, kind: str, inputs: Floats | None) -> BlockSteps:
+    """Steps of blocks ``x [B, 256]``; ``inputs`` of the same shape."""
+    facts = _KINDS[kind]
+    groups = x.reshape(len(x), -1, facts.group)
+    w = importance(groups, inputs)
+    return _with_minima(groups, w, facts) if facts.minima else _signed(groups, w, facts)
 
 
-def _fitted(x: Floats, kind: _Kind, inputs: Floats | None) -> _Fitted:
-    """``(d [B, 1 or 2], scales [B, G or 2 G], codes [B, 256])``, all as they are stored."""
-    groups = x.reshape(len(x), -1, kind.group)
-    weights = _importance(groups, kind, inputs)
-    if kind.minima:
-        return _with_minima(groups, weights, kind)
-    return _signed(groups, weights, kind)
+def pack_k(kind: str, steps: BlockSteps, codes: Bytes) -> Bytes:
+    """The bytes of blocks with these codes ``[B, 256]``."""
+    return _PACKERS[kind](steps.stored, steps.small, codes)
 
 
-def _importance(groups: Floats, kind: _Kind, inputs: Floats | None) -> Floats:
-    if inputs is not None:
-        mean = np.square(groups).mean((1, 2), keepdims=True)
-        known: Floats = inputs.reshape(groups.shape) * np.sqrt(mean + np.square(groups))
-        return _positive(known)
-    if not kind.minima:
-        return _positive(np.square(groups))
-    spread = np.sqrt(np.square(groups).mean(2, keepdims=True))
-    return _positive(np.abs(groups) + spread)
-
-
-def _positive(weights: Floats) -> Floats:
-    """No sum of weights may be 0."""
-    found: Floats = weights + np.float32(1e-30)
-    return found
-
-
-def _with_minima(x: Floats, w: Floats, kind: _Kind) -> _Fitted:
-    low = np.minimum(x.min(2, keepdims=True), 0)
-    span = x.max(2, keepdims=True) - low
-    per_unit = reciprocal(span)
-    w_sum, w_x = w.sum(2, keepdims=True), (w * x).sum(2, keepdims=True)
-    scale, least = span / np.float32(kind.top), low  # all there is to say of a constant
-    codes = np.rint((x - low) * (per_unit * kind.top))
-    off = codes * scale + least - x
-    best = (w * off * off).sum(2, keepdims=True)
-    for width in _WIDTHS_WITH_MINIMA:
-        codes = np.rint((x - low) * (per_unit * (kind.top + width))).clip(0, kind.top)
-        tried, offset = _line(x, w, codes, w_sum, w_x)
-        off = codes * tried + offset - x
-        error = (w * off * off).sum(2, keepdims=True)
-        better = error < best
-        best = np.where(better, error, best)
-        scale, least = np.where(better, tried, scale), np.where(better, offset, least)
-    d, sc = _integers(scale[:, :, 0], kind.scale_top)
-    dmin, m = _integers(-least[:, :, 0], kind.scale_top)
+def _with_minima(x: Floats, w: Floats, kind: _Kind) -> BlockSteps:
+    scale, least = best_line(x, w, kind.top)
+    d, sc = _integers(scale, kind.scale_top)
+    dmin, m = _integers(-least, kind.scale_top)
     codes = _codes(x, d * sc, dmin * m, kind.top)
     d, dmin = _refit(x, w, sc[:, :, None] * codes, -m[:, :, None], d, dmin)
-    codes = _codes(x, d * sc, dmin * m, kind.top)
-    both = np.concatenate((sc, m), 1).astype(np.uint8)
-    flat = codes.reshape(len(x), -1).astype(np.uint8)
-    return np.concatenate((d, dmin), 1), both, flat
-
-
-def _line(x: Floats, w: Floats, codes: Floats, w_sum: Floats, w_x: Floats) -> tuple[Floats, Floats]:
-    """Scale and offset (at most 0) of the weighted line through ``(codes, x)``."""
-    weighted = w * codes
-    w_l = weighted.sum(2, keepdims=True)
-    w_ll = (weighted * codes).sum(2, keepdims=True)
-    w_xl = (weighted * x).sum(2, keepdims=True)
-    bottom = reciprocal(np.maximum(w_sum * w_ll - w_l * w_l, 0))
-    scale = (w_sum * w_xl - w_x * w_l) * bottom
-    offset = (w_ll * w_x - w_l * w_xl) * bottom
-    above = offset > 0
-    scale = np.where(above, w_xl * reciprocal(w_ll), scale)
-    return scale, np.where(above, np.float32(0), offset)
+    small = np.concatenate((sc, m), 1).astype(np.uint8)
+    return BlockSteps(np.concatenate((d, dmin), 1), small, d * sc, -dmin * m, kind.top)
 
 
 def _integers(values: Floats, top: int) -> tuple[Floats, Floats]:
     """Values from 0 on ``[B, G]`` as ``d [B, 1]`` (a float16) times integers up to ``top``."""
     values = np.maximum(values, 0)
-    d = _half(values.max(1, keepdims=True) / np.float32(top))
+    d = half(values.max(1, keepdims=True) / np.float32(top))
     return d, np.rint(values * reciprocal(d)).clip(0, top)
 
 
@@ -163,46 +122,21 @@ def _refit(
     alone = ~fine & (aa > 0) & (bb == 0)
     new_d = np.where(alone, ax * reciprocal(aa), new_d)
     d = np.where((fine | (alone & (new_d > 0)))[:, None], new_d[:, None], d)
-    return _half(d), _half(np.where(fine[:, None], new_dmin[:, None], dmin))
+    return half(d), half(np.where(fine[:, None], new_dmin[:, None], dmin))
 
 
-def _signed(x: Floats, w: Floats, kind: _Kind) -> _Fitted:
-    at = np.abs(x).argmax(2, keepdims=True)
-    largest = np.take_along_axis(x, at, 2)  # with its sign: it takes the lowest code
-    inverse = -reciprocal(largest)
-    scale = np.zeros_like(largest)
-    best = np.full_like(largest, -1)
-    for width in _WIDTHS:
-        codes = np.rint(x * (inverse * (kind.top + width))).clip(-kind.top, kind.top - 1)
-        weighted = w * codes
-        w_xl = (weighted * x).sum(2, keepdims=True)
-        w_ll = (weighted * codes).sum(2, keepdims=True)
-        gain = w_xl * w_xl * reciprocal(w_ll)
-        better = gain > best
-        best = np.where(better, gain, best)
-        scale = np.where(better, w_xl * reciprocal(w_ll), scale)
-    found = scale[:, :, 0]
-    extreme = np.take_along_axis(found, np.abs(found).argmax(1)[:, None], 1)
-    d = _half(extreme / np.float32(-kind.scale_top))
-    sc = np.rint(found * reciprocal(d)).clip(-kind.scale_top, kind.scale_top - 1)
-    codes = _signed_codes(x, d * sc, kind.top)
-    steps = sc[:, :, None] * codes
+def _signed(x: Floats, w: Floats, kind: _Kind) -> BlockSteps:
+    top, most = kind.top, kind.scale_top
+    scale = best_scale(x, w, top)
+    extreme = np.take_along_axis(scale, np.abs(scale).argmax(1)[:, None], 1)
+    d = half(extreme / np.float32(-most))
+    sc = np.rint(scale * reciprocal(d)).clip(-most, most - 1)
+    levels = np.rint(x * reciprocal(d * sc)[:, :, None]).clip(-top, top - 1)
+    steps = sc[:, :, None] * levels
     fitted = (w * steps * x).sum((1, 2)) * reciprocal((w * steps * steps).sum((1, 2)))
-    d = _half(np.where(fitted * d[:, 0] > 0, fitted, d[:, 0])[:, None])
-    codes = _signed_codes(x, d * sc, kind.top)
-    unsigned = (codes + kind.top).reshape(len(x), -1).astype(np.uint8)
-    return d, sc.astype(np.int8).view(np.uint8), unsigned
-
-
-def _signed_codes(x: Floats, scale: Floats, top: int) -> Floats:
-    found: Floats = np.rint(x * reciprocal(scale)[:, :, None]).clip(-top, top - 1)
-    return found
-
-
-def _half(values: Floats) -> Floats:
-    """Rounded to float16, in which ``d`` is stored."""
-    limit = np.float32(65504)
-    return values.clip(-limit, limit).astype(np.float16).astype(np.float32)
+    d = half(np.where(fitted * d[:, 0] > 0, fitted, d[:, 0])[:, None])
+    small = sc.astype(np.int8).view(np.uint8)
+    return BlockSteps(d, small, d * sc, -top * (d * sc), 2 * top - 1)
 
 
 def _crumbs(codes: Bytes) -> Bytes:

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Sequence
 
 from sdk import __version__
-from sdk.cli import bench, doctor, fetch_demo, inspect_file, plan, quantize, run
+from sdk.cli import bench, doctor, evaluate, fetch_demo, inspect_file, plan, quantize, run
 from sdk.errors import SdkError
 
 COMMANDS = {
@@ -22,6 +22,7 @@ COMMANDS = {
     "inspect": inspect_file,
     "plan": plan,
     "quantize": quantize,
+    "eval": evaluate,
     "doctor": doctor,
     "bench": bench,
     "fetch-demo": fetch_demo,

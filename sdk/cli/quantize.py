@@ -7,7 +7,8 @@ command goes on from there.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+
+from sdk.cli.text_file import read_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
     text = None
     if args.calibration is not None:
-        text = Path(args.calibration).read_text(encoding="utf-8")
+        text = read_text(args.calibration)
     print(
         quantize(
             args.file,

@@ -22,7 +22,7 @@ from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.scheme import Scheme
 from sdk.quantizing.job import Job
 from sdk.quantizing.libraries import library_for, quantize_with
-from sdk.quantizing.text import Calibration, calibration_ids
+from sdk.windows import Text, calibration_text, token_windows
 
 
 def quantize(
@@ -30,7 +30,7 @@ def quantize(
     out: str | PathLike[str],
     scheme: str = "gptq-w4g128",
     *,
-    calibration: Calibration | None = None,
+    calibration: Text | None = None,
     sequences: int = 128,
     tokens: int = 512,
     num_threads: int | None = None,
@@ -48,7 +48,8 @@ def quantize(
         scheme: see :class:`sdk.quant.scheme.Scheme`: ``gptq-w4g128``, ``awq``, ``int8``, ``fp8``,
             ``q4_k_m``, ...
         calibration: text, texts, or lists of token ids, for methods that look at activations.
-            Default: Python's help topics. GGUF types use it only if it is given.
+            Default: Python's help topics, but for the first 64 KiB. GGUF types use it only if it
+            is given.
         sequences: how many to take of the text, at most.
         tokens: of each sequence.
         num_threads: default: the CPUs this process may run on.
@@ -70,21 +71,20 @@ def quantize(
         expected = "a .gguf file" if wanted.container == "gguf" else "a folder"
         raise QuantizationError(f"{target}: {wanted.text} is written as {expected}")
     other = None if library is None else library_for(library, wanted)
-    checkpoint = open_checkpoint(str(model))
-    try:
+    with closing(open_checkpoint(str(model))) as checkpoint:
         _check(checkpoint, wanted)
         ids = None
         if wanted.needs_data or (calibration is not None and wanted.container == "gguf"):
             config = read_config(checkpoint.config)
-            ids = calibration_ids(calibration, checkpoint.tokenizer, config, sequences, tokens)
+            text = calibration_text() if calibration is None else calibration
+            tokenizer = checkpoint.tokenizer
+            ids = token_windows("calibration", text, tokenizer, config, sequences, tokens)
         with reporting("quantize", "layer", on_progress) as report:
             if other is not None and ids is not None:
                 quantize_with(other, checkpoint, wanted, ids, target, num_threads, report)
             else:
                 with closing(_job(checkpoint, wanted, ids, target, num_threads)) as job:
                     job.run(report)
-    finally:
-        checkpoint.close()
     return target
 
 

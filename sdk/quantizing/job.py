@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from sdk.errors import QuantizationError
@@ -32,10 +33,13 @@ from sdk.quant.quantize import (
     to_blocks,
 )
 from sdk.quant.scheme import Scheme
+from sdk.quant.spec import QuantSpec
 from sdk.quant.weight import Weight, weight_of
 from sdk.quantizing.folds import Folding
 from sdk.quantizing.layers import LayerRun
 
+#: What the rows of an embedding weigh as inputs, beside what they weigh as the head.
+_AS_EMBEDDING = 0.1
 Report = Callable[[int, int], None]
 Encoded = tuple[dict[str, Tensor], str]
 
@@ -50,8 +54,8 @@ class Writer(Protocol):
     def plain(self, name: str, tensor: Tensor) -> Encoded:
         """A norm or bias, float32."""
 
-    def whole(self, name: str, weight: Weight) -> Encoded:
-        """The embedding or the head."""
+    def whole(self, name: str, weight: Weight, gram: Tensor | None) -> Encoded:
+        """The embedding or the head; ``gram``: of the inputs it is to be rounded for."""
 
     def finish(self, parts: Sequence[Path], out: Path) -> None:
         """Everything at ``out``, which does not exist yet."""
@@ -231,11 +235,21 @@ class Job:
         for names, statistics in inputs.items():
             if is_router(names[0]):
                 continue
-            if self.scheme.method == "gptq":
-                weights = {name: self._values(name) for name in names}
-                packed.update(quantize_joined(weights, statistics, self.scheme))
-            else:
+            if self.scheme.method != "gptq":
                 packed.update((name, self._without_data(name, statistics)) for name in names)
+                continue
+            by_kind: dict[QuantSpec, dict[str, Tensor]] = {}
+            for name in names:
+                values = self._values(name)
+                kind = self.scheme.spec_of(name)
+                if self.kinds is not None:
+                    kind = QuantSpec.parse(self.kinds(name, values.shape[1]))
+                by_kind.setdefault(kind, {})[name] = values
+            for kind, weights in by_kind.items():
+                if kind.name in ("f16", "q8_0"):
+                    packed.update((name, self._without_data(name, statistics)) for name in weights)
+                else:
+                    packed.update(quantize_joined(weights, statistics, self.scheme, kind))
         return packed, {}
 
     def _ends(self, count: int) -> None:
@@ -243,10 +257,15 @@ class Job:
         found = [
             self.writer.plain("model.norm.weight", self.checkpoint.tensor("model.norm.weight"))
         ]
-        names = ["model.embed_tokens"]
-        if not self.layers.config.tie_word_embeddings:
-            names.append("lm_head")
-        found += [self.writer.whole(name, self.checkpoint.weight(name)) for name in names]
+        tied = self.layers.config.tie_word_embeddings
+        for name in ["model.embed_tokens"] if tied else ["model.embed_tokens", "lm_head"]:
+            packs = self.scheme.head is not None or self.kinds is not None
+            gram = None
+            if self.ids is not None and packs and (tied or name == "lm_head"):
+                gram = self.layers.head_inputs(self.checkpoint, self._inputs(count)).gram
+                if tied:
+                    gram = _for_both(gram)
+            found.append(self.writer.whole(name, self.checkpoint.weight(name), gram))
         self._write(count, found)
         self._inputs(count).unlink(missing_ok=True)
 
@@ -258,6 +277,12 @@ class Job:
             if note:
                 notes |= dict.fromkeys(found, note)
         write_part(self._part(index), tensors, notes)
+
+
+def _for_both(gram: Tensor) -> Tensor:
+    """What an embedding that is the head too is rounded for: errors matter by the head's inputs,
+    and all alike where its rows enter the model."""
+    return gram + _AS_EMBEDDING * float(gram.diagonal().mean()) * torch.eye(len(gram))
 
 
 def _weight(packed: Packed) -> Weight:

@@ -25,6 +25,7 @@ from sdk.models.decoder import Decoder, Layer, Step
 from sdk.models.layers import Source
 from sdk.models.parallel import Mesh
 from sdk.models.rope import Rope
+from sdk.quant.calibration import InputStatistics
 from sdk.quant.checkpoint import Checkpoint
 
 _PAGE = 16
@@ -92,6 +93,16 @@ class LayerRun:
         with _written(outputs, shape) as out:
             for i, hidden in enumerate(self.outputs(layer, inputs)):
                 out[i] = hidden.numpy()
+
+    def head_inputs(self, checkpoint: Checkpoint, hidden: Path) -> InputStatistics:
+        """Of the final norm's outputs; ``hidden`` holds what the last layer made."""
+        found = InputStatistics(self.config.hidden_size)
+        norm = checkpoint.tensor("model.norm.weight") + (1.0 if self.model.norm_plus_one else 0.0)
+        for row in np.load(hidden, mmap_mode="r"):
+            x = torch.from_numpy(row.copy())
+            spread = x.square().mean(-1, keepdim=True).add_(self.config.rms_norm_eps)
+            found.add(x * spread.rsqrt() * norm)
+        return found
 
     def _forward(self, layer: Layer, x: Tensor) -> Tensor:
         positions = torch.arange(len(x))

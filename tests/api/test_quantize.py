@@ -27,6 +27,7 @@ from sdk import (
 from sdk.cli import main
 from sdk.loaders.open import open_checkpoint
 from sdk.loaders.writers import parts
+from sdk.quant.scheme import Scheme
 
 TOKENS = 24
 Ids = list[list[int]]
@@ -64,15 +65,15 @@ def divergence(model: Path, base: Path, prompt: list[int], **options: object) ->
 
 #: Mean divergence to the original on the three tiny models, at most.
 SCHEMES = {
-    "gptq-w4g32": 0.1, "gptq-w4g32-act": 0.1, "gptq-w4g32-h6": 0.1, "awq-w4g32": 0.1,
+    "gptq-w4g32": 0.1, "gptq-w4g32-act": 0.1, "gptq-w4g32-mix-h5": 0.1, "awq-w4g32": 0.1,
     "hqq-w4g32": 0.1, "int4": 0.1, "int8": 2e-3, "rtn-w8s": 1e-3, "rtn-w8a8s": 1e-3, "w8a8": 1e-3,
     "fp8": 0.01, "fp8-block": 0.01, "nvfp4": 0.2, "mxfp4": 0.3,
-    "q8_0": 1e-3, "q4_0": 0.2, "q4_k_m": 0.1,
+    "q8_0": 1e-3, "q4_0": 0.2, "q4_k_m": 0.1, "iq4_nl": 0.2, "gptq-q4_0": 0.1, "gptq-q4_k_m": 0.1,
 }  # fmt: skip
 
 
 def target(tmp_path: Path, scheme: str) -> Path:
-    return tmp_path / ("made.gguf" if scheme.startswith("q") else "made")
+    return tmp_path / ("made.gguf" if Scheme.parse(scheme).container == "gguf" else "made")
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -153,6 +154,23 @@ def test_weights_are_what_the_methods_make_of_the_originals(
         assert torch.equal(made.tensor(name), original.tensor(name))
     made.close()
     original.close()
+
+
+def test_a_mixture_has_one_bit_more_for_values_and_the_outputs_of_the_mlp(
+    llama: Path, tmp_path: Path, ids: Ids
+) -> None:
+    out = tmp_path / "made"
+    sdk.quantize(llama, out, "gptq-w4g32-mix", calibration=ids, tokens=TOKENS)
+    made = open_checkpoint(out)
+    specs = {
+        part: str(made.weight(f"model.layers.1.{part}").spec)
+        for part in ("self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj", "mlp.down_proj")
+    }
+    made.close()
+    assert list(specs.values()) == ["w4a16g32", "w5a16g32", "w4a16g32", "w5a16g32"]
+    groups = json.loads((out / "config.json").read_text())["quantization_config"]["config_groups"]
+    bits = {tuple(group["targets"]): group["weights"]["num_bits"] for group in groups.values()}
+    assert bits == {("Linear",): 4, ("re:.*v_proj$", "re:.*down_proj$"): 5}
 
 
 class Stopping:

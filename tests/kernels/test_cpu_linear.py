@@ -62,7 +62,7 @@ POWERS = ((37, 70, (1, 32)), (40, 300, (128, 128)), (37, 77, (37, 77)))
 
 
 def kernels(backend: CpuBackend) -> tuple[Linear, Linear]:
-    rounding, _, exact = backend.implementations("linear")
+    rounding, _, exact, _ = backend.implementations("linear")
     return rounding, exact
 
 
@@ -229,7 +229,7 @@ def test_every_8_bit_float_has_its_value(backend: CpuBackend, dtype: torch.dtype
 
 def test_rounding_activations_costs_little(backend: CpuBackend, cases: Any) -> None:
     """1 / (12 * 127^2) times a block's squared peak-to-rms ratio; of 16 bits, where there are."""
-    rounded, wide, exact = backend.implementations("linear")
+    rounded, wide, exact, _ = backend.implementations("linear")
     for weight in (cases.affine(64, 1536, 4, 32, "zero"), cases.blocks(37, 512, "q6_k")):
         x = cases.activations(33, weight.shape[1])
         peaks = x.clone()
@@ -249,7 +249,7 @@ def test_a_block_is_rounded_twice_where_its_step_is_above_the_rows_average(
     backend: CpuBackend,
 ) -> None:
     """Multiplied by the identity, a row shows how each of its blocks was rounded."""
-    _, wide, _ = backend.implementations("linear")
+    wide = backend.implementations("linear")[1]
     codes = (torch.eye(96) * 8 + 8).clamp(max=15)  # 8, and 15 on the diagonal: 0 and 7
     weight = Affine(
         (96, 96), 4, 32, pack_codes(codes.to(torch.uint8), 4), torch.ones(96, 3), zero=8

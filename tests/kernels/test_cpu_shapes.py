@@ -61,7 +61,7 @@ def multiply(kernel: Linear, packed: Any, x: Tensor, rows: int) -> Tensor:
 
 def check(backend: CpuBackend, cases: Any, weight: Layout, m: int, size: Tensor) -> None:
     """``size [N, K]`` bounds what the kernel adds up: the tolerance is relative to it."""
-    rounding, _, exact = backend.implementations("linear")
+    rounding, _, exact, _ = backend.implementations("linear")
     rows, columns = weight.shape
     packed, value = rounding.pack(weight), decode(weight)
     assert cases.same(rounding.unpack(packed), weight)

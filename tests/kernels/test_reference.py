@@ -138,12 +138,14 @@ def test_a_row_has_the_same_bits_in_every_batch(ops: Ops, cases: Any) -> None:
             assert torch.equal(bound.matmul(x[:m]), full[:m])
 
 
+@pytest.mark.parametrize("centred", [False, True])
 @pytest.mark.parametrize("window", [None, 10])
-def test_attention_matches_torch(ops: Ops, cases: Any, window: int | None) -> None:
+def test_attention_matches_torch(ops: Ops, cases: Any, window: int | None, centred: bool) -> None:
     tokens, heads, kv_heads, head_dim = 100, 4, 2, 16
     q, k, v = (torch.randn(tokens, n, head_dim) for n in (heads, kv_heads, kv_heads))
     pages = KVPages(
         *(torch.zeros(7, kv_heads, 16, head_dim) for _ in range(2)),
+        k_centre=torch.randn(kv_heads, head_dim) if centred else None,
     )
     at = torch.arange(tokens)
     batch = AttentionBatch(

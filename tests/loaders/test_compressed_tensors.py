@@ -246,11 +246,12 @@ def test_the_spec_says_to_how_many_bits_the_file_rounds_activations(layers: Any)
     tensors, _ = packed(4, (32, 64), 16)
     said = settings(ints(4, 16))
     assert str(layers.weight(said, tensors).spec) == "w4a16g16s"
-    said["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "type": "int"}
+    rounded = {"num_bits": 8, "type": "int", "dynamic": True}
+    said["config_groups"]["group_0"]["input_activations"] = rounded
     assert str(layers.weight(said, tensors).spec) == "w4a8g16s"
     codes = {".weight": random(-128, 128, 32, 64).char(), ".weight_scale": scales(32, 1)}
     said = settings(ints(8))
-    said["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "type": "int"}
+    said["config_groups"]["group_0"]["input_activations"] = rounded
     assert str(layers.weight(said, codes).spec) == "w8a8s"
 
 

@@ -57,7 +57,7 @@ def packed(scheme: Scheme, name: str, weight: Tensor) -> Any:
         return quantize_without_data(name, weight, scheme)
     seen = InputStatistics(weight.shape[1])
     seen.add(torch.randn(300, weight.shape[1], generator=torch.Generator().manual_seed(5)))
-    return quantize_joined({name: weight}, seen, scheme)[name]
+    return quantize_joined({name: weight}, seen, scheme, scheme.spec)[name]
 
 
 def value(found: Any) -> Tensor:

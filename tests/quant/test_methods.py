@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import gguf
+import libgguf
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from sdk.kernels.layouts import Affine, check_layout
+from sdk.kernels.layouts import Affine, Dense, check_layout
 from sdk.kernels.reference.decode import decode
 from sdk.quant.calibration import InputStatistics
 from sdk.quant.errors import QuantizationError
@@ -18,12 +19,13 @@ from sdk.quant.methods.awq import clip_and_round, stretch
 from sdk.quant.methods.float4 import mxfp4, nvfp4
 from sdk.quant.methods.float8 import to_float8
 from sdk.quant.methods.gguf_blocks import one_scale_blocks
-from sdk.quant.methods.gptq import gptq
+from sdk.quant.methods.gptq import gptq, gptq_blocks, gptq_rows
 from sdk.quant.methods.hqq import hqq
 from sdk.quant.methods.integers import round_to_nearest
-from sdk.quant.methods.k_quants import k_blocks
+from sdk.quant.methods.k_quants import K_QUANTS, k_blocks
 from sdk.quant.methods.smooth import smoothing
 from sdk.quant.permuted import Permuted, PermutedWeight
+from sdk.quant.quantize import quantize_rows, to_blocks
 from sdk.quant.spec import QuantSpec
 from sdk.quant.weight import weight_of
 
@@ -92,20 +94,25 @@ def test_mxfp4_blocks_hold_the_values_that_a_folder_would() -> None:
     assert np.array_equal(values, decode(found).numpy())
 
 
-#: libgguf's on the same kind of weights, and what is allowed above it.
-GAUSSIAN = {"q2_k": 0.293, "q3_k": 0.1513, "q4_k": 0.0707, "q5_k": 0.0359, "q6_k": 0.0175}
-
-
-@pytest.mark.parametrize("kind", GAUSSIAN)
-def test_k_quants_leave_no_more_error_than_llama_cpps(kind: str) -> None:
-    weight = gaussian()
+@pytest.mark.parametrize("make", [gaussian, heavy])
+@pytest.mark.parametrize("kind", K_QUANTS)
+def test_k_quants_leave_no_more_error_than_llama_cpps(
+    kind: str, make: Callable[..., Tensor]
+) -> None:
+    """Measured: from 0.2 % more (Q4_K) to 11 % less (Q2_K)."""
+    weight, number = make(), gguf.GGMLQuantizationType[kind.upper()]
     found = k_blocks(weight, kind)
-    expected = gguf.dequantize(found.data.numpy(), gguf.GGMLQuantizationType[kind.upper()])
-    assert np.array_equal(decode(found).numpy(), expected)
-    assert error(found, weight) < 1.03 * GAUSSIAN[kind]
+    assert np.array_equal(decode(found).numpy(), gguf.dequantize(found.data.numpy(), number))
+    assert error(found, weight) < 1.005 * llama_cpps_error(weight, number)
 
 
-@pytest.mark.parametrize("kind", GAUSSIAN)
+def llama_cpps_error(weight: Tensor, number: int) -> float:
+    rows = libgguf.quantize_rows(weight.numpy(), int(number))
+    found = np.array(libgguf.dequantize_rows(rows, int(number)), np.float32)
+    return float((torch.from_numpy(found.reshape(weight.shape)) - weight).norm() / weight.norm())
+
+
+@pytest.mark.parametrize("kind", K_QUANTS)
 def test_k_quants_of_extreme_blocks_are_finite(kind: str) -> None:
     weight = gaussian(8, 512)
     weight[0] = 0
@@ -120,15 +127,33 @@ def test_k_quants_of_extreme_blocks_are_finite(kind: str) -> None:
     assert float((found[1:3] - weight[1:3]).abs().max()) < 0.1
 
 
-@pytest.mark.parametrize("kind", ["q3_k", "q6_k", "q4_k"])
-def test_k_quants_spend_their_error_where_inputs_are_small(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "q3_k", "q6_k", "q4_k"])
+def test_blocks_spend_their_error_where_inputs_are_small(kind: str) -> None:
     weight, x = gaussian(), inputs(1024)
     mean_square = statistics(x).mean_square
     diagonal = torch.diag(mean_square.sqrt())
-    informed = k_blocks(weight, kind, mean_square)
-    assert output_error(informed, weight, diagonal) < output_error(
-        k_blocks(weight, kind), weight, diagonal
-    )
+    informed, plain = (to_blocks("a matrix", weight, kind, given) for given in (mean_square, None))
+    assert output_error(informed, weight, diagonal) < 0.99 * output_error(plain, weight, diagonal)
+
+
+@pytest.mark.parametrize("make", [gaussian, heavy])
+def test_iq4_nl_leaves_no_more_error_than_llama_cpps(make: Callable[..., Tensor]) -> None:
+    weight, number = make(), gguf.GGMLQuantizationType.IQ4_NL
+    found = one_scale_blocks(weight, "iq4_nl")
+    assert np.array_equal(decode(found).numpy(), gguf.dequantize(found.data.numpy(), number))
+    assert error(found, weight) < 1.005 * llama_cpps_error(weight, number)
+
+
+@pytest.mark.parametrize("kind", ["q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", *K_QUANTS])
+def test_gptq_makes_blocks_that_err_less_at_the_output(kind: str) -> None:
+    weight, x = gaussian(96, 256), inputs(256)
+    weight[0], x[:, 3] = 0, 0
+    found = gptq_blocks(weight, statistics(x).gram, kind)
+    expected = gguf.dequantize(found.data.numpy(), gguf.GGMLQuantizationType[kind.upper()])
+    assert np.array_equal(decode(found).numpy(), expected)
+    plain = output_error(to_blocks("a matrix", weight, kind), weight, x)
+    assert output_error(found, weight, x) < 0.7 * plain
+    assert not bool(decode(found)[0].any())
 
 
 @pytest.mark.parametrize("bits", range(2, 9))
@@ -178,6 +203,29 @@ def test_gptq_halves_the_error_at_the_output(text: str) -> None:
     sorted_ = gptq(weight, gram, spec, static=False)
     assert isinstance(sorted_, Permuted) == (spec.group is not None)
     assert output_error(sorted_, weight, x) < 0.7 * plain
+
+
+def test_gptq_of_some_rows_at_a_time_is_gptq_of_the_whole() -> None:
+    """Each row is rounded by itself; only the sums over other rows' errors end elsewhere."""
+    weight, gram = gaussian(96, 256), statistics(inputs(256)).gram
+    spec = QuantSpec.parse("w4a16g64")
+    whole, parts = gptq(weight, gram, spec), gptq_rows(weight.split(17), gram, spec)
+    assert isinstance(whole, Affine)
+    assert torch.equal(whole.scale, parts.scale)
+    assert whole.zeros is not None and parts.zeros is not None
+    assert torch.equal(whole.zeros, parts.zeros)
+    assert float((decode(whole) != decode(parts)).float().mean()) < 0.001
+
+
+def test_a_head_is_rounded_for_the_inputs_it_meets() -> None:
+    """On SmolLM2's, in 6 bits, the divergence of the answers fell from 0.0076 to 0.0012."""
+    weight, x = gaussian(96, 256), inputs(256)
+    head, spec = weight_of(Dense(weight)), QuantSpec.parse("w6a16g64")
+    plain, informed = (
+        output_error(quantize_rows("head", head, spec, gram), weight, x)
+        for gram in (None, statistics(x).gram)
+    )
+    assert informed < 0.7 * plain
 
 
 def test_gptq_lives_with_inputs_that_are_always_zero_or_equal() -> None:

@@ -18,6 +18,7 @@ from sdk.quant.scheme import Scheme
         ("AWQ", "awq", "awq", "w4a16g128", True),
         ("int4", "hqq", "hqq", "w4a16g64", False),
         ("gptq-w4g64-h6", "gptq", "compressed-tensors", "w4a16g64", True),
+        ("gptq-w4g64-mix-h5", "gptq", "compressed-tensors", "w4a16g64", True),
         ("int8", "rtn", "compressed-tensors", "w8a16s", False),
         ("rtn-w4g64", "rtn", "compressed-tensors", "w4a16g64", False),
         ("rtn-w8a8s", "rtn", "compressed-tensors", "w8a8s", False),
@@ -26,6 +27,8 @@ from sdk.quant.scheme import Scheme
         ("fp8-block", "fp8", "compressed-tensors", "fp8", False),
         ("q4_k_m", "gguf", "gguf", "q4_k", False),
         ("q8_0", "gguf", "gguf", "q8_0", False),
+        ("gptq-q4_k_m", "gptq", "gguf", "q4_k", True),
+        ("gptq-iq4_nl", "gptq", "gguf", "iq4_nl", True),
     ],
 )
 def test_a_name_says_method_container_and_numerics(
@@ -44,6 +47,8 @@ def test_a_name_says_method_container_and_numerics(
         ("", "expected one of"),
         ("gptq-w9g128", "expected one of"),
         ("gptq-w4g0", "expected one of"),
+        ("gptq-q8_0", "expected one of"),
+        ("gptq-gptq-q4_0", "expected one of"),
         ("x" * 500, "expected one of"),
         ("awq-w3g128", "4 bits with zero points"),
         ("gptq-w5g128", "2, 3, 4 or 8 bits"),
@@ -51,6 +56,8 @@ def test_a_name_says_method_container_and_numerics(
         ("awq-w4g128-act", "an order of gptq"),
         ("awq-w4g128-h6", "no packed embedding"),
         ("gptq-w4g128-act-h6", "in their own order"),
+        ("gptq-w4g128-act-mix", "in their own order"),
+        ("rtn-w4g64-mix", "one bit more, by gptq"),
     ],
 )
 def test_an_unknown_or_impossible_name_is_refused(text: str, message: str) -> None:

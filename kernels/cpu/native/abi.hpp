@@ -7,10 +7,12 @@
 
 #include <stdint.h>
 
-enum { kAbiVersion = 8 };
+enum { kAbiVersion = 10 };
 
 // Element types of scales, minima, pages and dense values. kLow4 and kHigh4, for scales and minima
 // only, are the two halves of one byte (q2_k keeps both in it); kE8M0, for scales, is a power of two.
+// kI4, for pages only: element d of a head of D is the low half of byte d, or the high half of byte
+// d - D / 2.
 enum ElementType {
     kF16 = 0,
     kBF16 = 1,
@@ -21,7 +23,8 @@ enum ElementType {
     kE5M2 = 6,
     kLow4 = 7,
     kHigh4 = 8,
-    kE8M0 = 9
+    kE8M0 = 9,
+    kI4 = 10
 };
 
 // How the codes of a weight lie in its file: one bit stream per row, or ggml's blocks.
@@ -52,6 +55,22 @@ enum { kRows = 16, kDepth = 32 };
 
 // Matrix products hand out strips of two row blocks: a broadcast activation meets both.
 enum { kStrip = 2, kStripRows = kStrip * kRows };
+
+// How the file of a weight wants its inputs rounded (kernels/reference/rounding.py). kPlainScale and
+// those after it make a scale of the values it is for.
+enum InputCodes { kAsTheyAre = 0, kIntCodes = 1, kE4M3Codes = 2, kE2M1Codes = 3 };
+enum ScaleRule { kStaticScale = 0, kPlainScale = 1, kMxScale = 2, kPowerScale = 3, kNvScale = 4 };
+
+struct Inputs {
+    int32_t codes;      // InputCodes
+    int32_t rule;       // ScaleRule
+    int32_t bits;       // of kIntCodes
+    int32_t symmetric;  // no zero but that of a static scale
+    int64_t group;      // values that share a scale, 1..k
+    float scale, zero;  // static ones
+    float factor;       // of kNvScale
+    float limit;        // of the magnitudes a scale is made of
+};
 
 // A packed weight. Rows come in blocks of 16, k in blocks of 32; one tile of 16 x 32 codes is
 // `bits * 64` bytes (planes.hpp). The tiles of a strip's two blocks take turns, so that a strip is
@@ -89,6 +108,7 @@ struct Weight {
     const void* super_scale;  // may be null
     const uint16_t* super_minus;  // f16; may be null
     const float* table;       // 16; may be null
+    Inputs inputs;
 };
 
 // The tiles of a row block, `step` bytes apart.
@@ -114,6 +134,7 @@ struct Rounded {
 
 struct Activations {
     int64_t k_blocks;
+    float* values;    // [M][k], of weights in floats whose inputs are rounded; else null
     Rounded* blocks;  // [M][planes][k_blocks]
     uint32_t* rest;   // [M][chunks of k]: a bit for each block of the chunk that is rounded twice
 };
@@ -124,7 +145,7 @@ struct LinearArgs {
     float* out;       // [m, n], rows out_stride apart
     int64_t out_stride;
     int32_t exact;    // fp32 on the dequantized values
-    int32_t planes;   // 2: blocks that 8 bits fit badly are sums of two rounded ones
+    int32_t planes;   // 2: blocks that 8 bits do not fit are sums of two rounded ones
     int64_t m;        // rows; filled by the executor
     Activations act;  // filled by the executor
     const int32_t* source;  // row m is row source[m] of x; null: row m
@@ -217,9 +238,20 @@ struct PlacesArgs {
     int32_t page_size;
 };
 
-// Strides count elements. A key lies across its page, one slot beside the next (k_page_dim apart
-// are its dimensions), so that keys are vector lanes; a value lies along it. 8-bit pages have one
-// f16 scale per slot and head, [num_pages][kv_heads][page_size], slots side by side.
+// Keys or values in pages: [num_pages][kv_heads][page_size][head_dim] of `type`; strides count
+// elements, for kI4 bytes. A key lies across its page, one slot beside the next, so that keys are
+// vector lanes: `step` apart are its dimensions. A value lies along it: `step` apart are the slots.
+// Codes of 8 and 4 bits have a scale per slot and `group` dimensions: row (head * groups + g) of
+// the page's scales, slots side by side; value = scale * (code - zero). It is an f16, and zero 0, or
+// for kI4 two bytes: the upper 8 bits of an f16 without sign, and then zero in sixteenths.
+struct PageSide {
+    void* data;
+    uint16_t* scales;  // null: no scales
+    int64_t page, head, step;
+    int64_t scale_page, scale_row;
+    int32_t type, group;
+};
+
 struct RopeArgs {
     float* q;
     const float* k;
@@ -227,36 +259,27 @@ struct RopeArgs {
     const float* cos;
     const float* sin;
     const int64_t* slots;
-    void* k_pages;
-    void* v_pages;
-    uint16_t* k_scales;  // null unless the pages are kI8
-    uint16_t* v_scales;
+    const float* key_centre;  // [kv_heads][head_dim], taken from every key; null: none
+    PageSide keys, values;
     int64_t q_token, q_head, k_token, k_head, v_token, v_head, cos_token, sin_token;
-    int64_t k_page, k_page_head, k_page_dim, v_page, v_page_head, v_page_slot;
-    int64_t scale_page, scale_head;  // of both
     int64_t num_pages;
-    int32_t heads, kv_heads, head_dim, half, page_size, page_type;
+    int32_t heads, kv_heads, head_dim, half, page_size;
 };
 
 struct AttentionArgs {
     const float* q;
     float* out;  // [T, heads * head_dim]
-    const void* k_pages;
-    const void* v_pages;
-    const uint16_t* k_scales;  // as in RopeArgs
-    const uint16_t* v_scales;
+    PageSide keys, values;
     const int32_t* query_start;
     const int32_t* context_len;
     const int32_t* page_table;
     const float* sinks;  // null: none
     uint8_t* shared;     // of attention alone, zero when allocated; set by the engine
     int64_t q_token, q_head, table_width;
-    int64_t k_page, k_page_head, k_page_dim, v_page, v_page_head, v_page_slot;
-    int64_t scale_page, scale_head;
     int64_t num_pages, tokens;  // tokens: rows of q and out
     int64_t window;             // 0: none
     int32_t requests;           // filled by plan_attention
-    int32_t heads, kv_heads, head_dim, page_size, page_type;
+    int32_t heads, kv_heads, head_dim, page_size;
     float scale, softcap;   // softcap 0: none
     int32_t query_tile;     // tokens of a query tile; filled by plan_attention
     int32_t run_chunks;     // most chunks of an item of a split request; filled by plan_attention

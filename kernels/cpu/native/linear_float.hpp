@@ -158,6 +158,7 @@ static void chunk_of(int type, const FloatPanel& panel, const void* const* block
 static void linear_float(const LinearArgs* args, const Share* strips, uint8_t* scratch) {
     const Weight* w = args->w;
     const int64_t k = w->k, pass = rows_per_pass(args->m, k ? k * 4 : 1);
+    const float* const x = args->act.values ? args->act.values : args->x;
     const int64_t row_bytes = k * kRows * element_bytes(w->scale_type);
     float* sums = (float*)scratch;
     float* values = sums + pass * kStripRows;
@@ -183,7 +184,7 @@ static void linear_float(const LinearArgs* args, const Share* strips, uint8_t* s
                                      values + b * kFloatChunk * kRows);
                     }
                 }
-                chunk_of(w->dense && !w->scale ? w->scale_type : (int)kF32, panel, blocks, args->x + m * k + i,
+                chunk_of(w->dense && !w->scale ? w->scale_type : (int)kF32, panel, blocks, x + m * k + i,
                          m_end - m, sums, values);
             }
             store_strip(args, s, strip.valid, m, m_end, sums);

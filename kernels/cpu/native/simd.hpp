@@ -150,6 +150,10 @@ INLINE VF copysign(VF a, VF sign) {  // a >= 0
     __m512i s = _mm512_and_si512(_mm512_castps_si512(sign), _mm512_set1_epi32((int)0x80000000));
     return _mm512_castsi512_ps(_mm512_or_si512(_mm512_castps_si512(a), s));
 }
+INLINE VF power_below(VF a) {  // the mantissa 0; a >= 0
+    return _mm512_castsi512_ps(
+        _mm512_and_si512(_mm512_castps_si512(a), _mm512_set1_epi32(0x7f800000)));
+}
 INLINE VF select_less(VF a, VF b, VF yes, VF no) {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), no, yes);
 }
@@ -294,6 +298,9 @@ INLINE VF min(VF a, VF b) { return _mm256_min_ps(a, b); }  // NaN in b wins
 INLINE VF abs(VF a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
 INLINE VF copysign(VF a, VF sign) {  // a >= 0
     return _mm256_or_ps(a, _mm256_and_ps(sign, _mm256_set1_ps(-0.0f)));
+}
+INLINE VF power_below(VF a) {  // the mantissa 0; a >= 0
+    return _mm256_and_ps(a, _mm256_castsi256_ps(_mm256_set1_epi32(0x7f800000)));
 }
 INLINE VF select_less(VF a, VF b, VF yes, VF no) {
     return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
@@ -464,6 +471,7 @@ INLINE VF abs(VF a) { return (VF)((VI)a & 0x7fffffff); }
 INLINE VF copysign(VF a, VF sign) {  // a >= 0
     return (VF)((VI)a | ((VI)sign & (int32_t)0x80000000));
 }
+INLINE VF power_below(VF a) { return (VF)((VI)a & 0x7f800000); }  // the mantissa 0; a >= 0
 INLINE VF select_less(VF a, VF b, VF yes, VF no) { return select(a < b, yes, no); }
 // |x| < 2^22: adding 1.5 * 2^23 rounds to nearest even
 INLINE VI round_int(VF x) { return (VI)(x + 12582912.0f) - 0x4b400000; }

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 #: English that every Python has: the text of its own help pages.
 TEXT = topics["assignment"][:2000]
 TOKENS = 256
-_PAGE = 16
 #: Tokens per forward pass of ours: like a prompt that comes in chunks.
 _CHUNK = 64
 
@@ -71,50 +70,18 @@ def english(model: str) -> list[int]:
 
 def compare(result: Result, exact: Tensor, logits: Tensor) -> Result:
     """Relative error of the logits without their mean, in percent, and KL(exact || engine)."""
+    from sdk.evaluating.divergence import divergences
+
     centred = exact - exact.mean(-1, keepdim=True)
     difference = logits - logits.mean(-1, keepdim=True) - centred
-    expected, found = exact.log_softmax(-1), logits.log_softmax(-1)
-    kl = (expected.exp() * (expected - found)).sum(-1).mean()
-    result.add(error=100 * float(difference.norm() / centred.norm()), kl=float(kl))
+    kl = float(divergences(exact, logits).mean())
+    result.add(error=100 * float(difference.norm() / centred.norm()), kl=kl)
     return result
 
 
 def _model_logits(settings: Settings, prompt: list[int], compute: Compute, kv: str) -> Tensor:
-    """Float32 ``[TOKENS, vocab]`` straight from the model, without an engine around it."""
-    import torch
+    """Float32 ``[TOKENS, vocab]``."""
+    from sdk.evaluating.logits import logits_of
 
-    from sdk.engine.kv_cache import KVCache, kv_spec
-    from sdk.kernels.batch import AttentionBatch
-    from sdk.kernels.ops import Ops
-    from sdk.loaders.open import open_checkpoint
-    from sdk.models.auto import build_model
-    from sdk.models.parallel import Mesh
-
-    checkpoint = open_checkpoint(settings.model)
-    ops = Ops(compute=compute, num_threads=settings.threads)
-    rows = []
-    try:
-        model = build_model(checkpoint, Mesh(), ops, max_model_len=TOKENS)
-        spec = kv_spec(model.config, model.config.num_kv_heads, _PAGE, kv)
-        cache = KVCache(spec, TOKENS // _PAGE)
-        pages = torch.arange(TOKENS // _PAGE, dtype=torch.int32)
-        with torch.inference_mode():
-            for begin in range(0, TOKENS, _CHUNK):
-                positions = torch.arange(begin, begin + _CHUNK)
-                batch = AttentionBatch(
-                    positions=positions,
-                    query_start=torch.tensor([0, _CHUNK], dtype=torch.int32),
-                    context_len=torch.tensor([begin + _CHUNK], dtype=torch.int32),
-                    page_table=pages[None],
-                    slots=positions,
-                    page_size=_PAGE,
-                    max_query_len=_CHUNK,
-                    max_context_len=begin + _CHUNK,
-                )
-                ids = torch.tensor(prompt[begin : begin + _CHUNK])
-                # The model may keep its result in memory it uses again.
-                rows.append(model.logits(model(ids, batch, cache.layers)).clone())
-    finally:
-        checkpoint.close()
-        ops.close()
-    return torch.cat(rows)
+    options = {"compute": compute, "kv_cache_dtype": kv, "num_threads": settings.threads}
+    return logits_of(settings.model, prompt, step=_CHUNK, **options)

@@ -1,0 +1,103 @@
+"""Say what quantizing cost: divergence from a reference on the same text, bytes and speed.
+
+Without --reference a model is compared with itself in exact arithmetic. Both are in memory at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sdk.cli.table import format_table
+from sdk.cli.text_file import read_text
+
+if TYPE_CHECKING:
+    from sdk.evaluating import Evaluation
+
+#: Options of the engine that is evaluated.
+OPTIONS = ("compute", "kv_cache_dtype", "quantization", "num_threads", "memory")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", nargs="+", help="a .gguf file, a folder, or a hub id; or several")
+    parser.add_argument("--reference", help="the model to compare with (default: FILE itself)")
+    parser.add_argument(
+        "--text",
+        metavar="FILE",
+        help="what both read (default: the first 64 KiB of Python's help topics)",
+    )
+    parser.add_argument("--windows", type=int, default=8, help="of the text, at most (default: 8)")
+    parser.add_argument("--tokens", type=int, default=512, help="of each window (default: 512)")
+    parser.add_argument("--compute", help="auto (default) or exact: no rounding of activations")
+    parser.add_argument("--kv-cache-dtype", help="auto (default), float32, float16, int8, ...")
+    parser.add_argument("--quantization", help="pack FILE while it is loaded: int4, int8, fp8, ...")
+    parser.add_argument("--memory", help="hard budget of FILE's engine: 1GiB")
+    parser.add_argument("--num-threads", type=int, help="default: the CPUs of this process")
+    parser.add_argument("--json", metavar="FILE", help="write every number; - for stdout, no table")
+    parser.add_argument("--markdown", metavar="FILE", help="write the table")
+
+
+def run(args: argparse.Namespace) -> int:
+    text = None if args.text is None else read_text(args.text)
+    given = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
+    from sdk.evaluating import evaluate
+
+    found = [
+        evaluate(file, args.reference, text=text, windows=args.windows, tokens=args.tokens, **given)
+        for file in args.file
+    ]
+    data = json.dumps([one.to_dict() for one in found], indent=2)
+    head, rows = cells(found)
+    if args.json and args.json != "-":
+        Path(args.json).write_text(data + "\n", encoding="utf-8")
+    if args.markdown:
+        Path(args.markdown).write_text(to_markdown(found), encoding="utf-8")
+    print(data if args.json == "-" else f"{heading(found[0])}\n\n{format_table(head, rows)}")
+    return 0
+
+
+def heading(one: Evaluation) -> str:
+    """What was read, and by whom."""
+    return (
+        f"{one.windows} windows of {one.tokens} tokens; perplexity of {_name(one.reference)} "
+        f"{one.reference_perplexity:.3f}"
+    )
+
+
+def cells(found: Sequence[Evaluation]) -> tuple[list[str], list[list[str]]]:
+    """Headings, and a row per model."""
+    head = ["model", "compute", "KV", "bits", "weights MB", "KV B/token", "KLD", "KLD p99"]
+    head += ["top-1 %", "perplexity", "prompt tok/s", "decode tok/s"]
+    return head, [
+        [
+            _name(one.model),
+            one.compute,
+            one.kv_dtype,
+            f"{one.bits_per_weight:.3f}",
+            f"{one.weight_bytes / 1e6:.1f}",
+            str(one.kv_bytes_per_token),
+            f"{one.kl_mean:.4f}",
+            f"{one.kl_p99:.3f}",
+            f"{100 * one.top1:.1f}",
+            f"{one.perplexity:.3f}",
+            f"{one.prompt_tokens_per_second:.0f}",
+            f"{one.decode_tokens_per_second:.1f}",
+        ]
+        for one in found
+    ]
+
+
+def to_markdown(found: Sequence[Evaluation]) -> str:
+    """The table under what was read."""
+    head, rows = cells(found)
+    marks: list[Any] = ["---" if i < 3 else "---:" for i in range(len(head))]
+    table = "\n".join(f"| {' | '.join(row)} |" for row in [head, marks, *rows])
+    return f"{heading(found[0])}.\n\n{table}\n"
+
+
+def _name(model: str) -> str:
+    """Without where it lies here."""
+    return Path(model).name or model

@@ -1,0 +1,47 @@
+"""All logits of a prompt, from a model opened as an engine opens it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sdk.config import EngineConfig
+from sdk.loading import Loaded, load
+from sdk.memory import release_free_memory
+
+
+@contextmanager
+def opened(config: EngineConfig) -> Iterator[Loaded]:
+    """An engine for as long as the block lasts."""
+    loaded = load(config)
+    try:
+        yield loaded
+    finally:
+        loaded.engine.close()
+        release_free_memory()
+
+
+def logits_of(
+    model: str | PathLike[str], token_ids: Sequence[int], *, step: int = 256, **options: Any
+) -> Tensor:
+    """Float32 ``[len(token_ids), vocab]``, the prompt run ``step`` tokens at a time.
+
+    ``options`` of :class:`sdk.LLM`; what it raises is raised here.
+    """
+    config = EngineConfig.from_options(
+        model,
+        {
+            "max_model_len": len(token_ids),
+            "max_num_seqs": 1,
+            "max_num_batched_tokens": step,
+            "skip_tokenizer_init": True,
+            **options,
+        },
+    )
+    with opened(config) as loaded:
+        return torch.cat([part.clone() for part in loaded.runner.prompt_logits(token_ids)])
