@@ -7,11 +7,16 @@ import torch
 
 
 def dump(model: Any, job: dict[str, Any]) -> None:
-    """The logits of the prompt and the weights of every Linear, dequantized, into an .npz file."""
+    """The logits of the prompt and the weights of every Linear, dequantized, into an .npz file.
+
+    A packed layer's weights are what it makes of the identity matrix.
+    """
     found = {}
     for name, module in model.named_modules():
-        if hasattr(module, "dequantize_weight"):
-            found[name] = module.dequantize_weight().T
+        if hasattr(module, "qweight"):
+            columns = torch.eye(module.in_features, dtype=getattr(torch, job["dtype"]))
+            with torch.inference_mode():
+                found[name] = module(columns).T
         elif isinstance(module, torch.nn.Linear):
             found[name] = module.weight
     with torch.inference_mode():
