@@ -124,12 +124,19 @@ class Affine:
     (4 bits: byte j holds code 2j in its low and code 2j + 1 in its high nibble).
     ``scale [N, ceil(K / group)]`` in the file's own type, never rounded again: float32, float16,
     bfloat16, float8_e4m3fn, or float8_e8m0fnu (a byte e is ``2^(e - 127)``).
-    At most one of: ``zero`` (one constant for all), ``zeros`` (uint8 per group) or ``minus`` (float
-    per group) says what is subtracted. ``signed`` codes are two's complement (8 bits only).
+    At most one of: ``zero`` (one constant for all), ``zeros`` or ``minus`` (float per group) says
+    what is subtracted. ``zeros`` are packed as the codes are, uint8 ``[N, ceil(G * bits / 8)]`` for
+    G groups, or floats ``[N, G]``. ``signed`` codes are two's complement (8 bits only).
+
+    With groups of one column ``scale``, ``zeros`` and ``minus`` may have fewer rows R, a divisor of
+    N: row n has those of row n % R (groups across rows, HQQ's axis 0).
 
     ``table`` float32 ``[2^bits]`` (1, 3 or 4 bits): the codes are indices, nothing is subtracted.
     ``super_scale`` float32 or float16 ``[N, ceil(K / super_group)]``: a second level of scales,
     ``scale`` may then be uint8 or int8 too. The scale of a weight is the product, in float32.
+    ``scale_table`` float32 ``[256]``: what uint8 scales mean; ``scale_offset`` float32 ``[N]`` is
+    added to the product. Their ``super_scale`` float32 ``[ceil(N * K / super_group)]`` runs on over
+    the ends of rows, which are whole groups. Source: QLoRA (Dettmers et al., 2023), section 3.
     ``name``: what users call the format (``nf4``), where bits and group do not say it.
     ``inputs``: how the file rounds what the matrix is multiplied with, where it does.
     """
@@ -146,12 +153,28 @@ class Affine:
     table: Tensor | None = None
     super_scale: Tensor | None = None
     super_group: int = 0
+    scale_table: Tensor | None = None
+    scale_offset: Tensor | None = None
     name: str = ""
     inputs: ActivationScheme | None = None
 
     @property
+    def sharing(self) -> int | None:
+        """Weights that share a scale; None for a whole row of them."""
+        if self.repeats:
+            return self.shape[0] // self.scale.shape[0]
+        return None if self.group >= self.shape[1] else self.group
+
+    @property
+    def repeats(self) -> bool:
+        """Whether rows share their scales."""
+        height = self.scale.shape[0]
+        return 0 < height < self.shape[0] and self.shape[0] % height == 0
+
+    @property
     def nbytes(self) -> int:
-        parts = (self.codes, self.scale, self.zeros, self.minus, self.super_scale)
+        levels = (self.scale, self.super_scale, self.scale_table, self.scale_offset)
+        parts = (self.codes, *levels, self.zeros, self.minus)
         return sum(part.nbytes for part in parts if part is not None)
 
 
@@ -263,13 +286,19 @@ def _check_affine(w: Affine) -> None:
     rows, columns = w.shape
     _expect("affine codes", w.codes, (rows, -(-columns * w.bits // 8)), (torch.uint8,))
     grid = (rows, -(-columns // w.group))
+    if w.repeats and w.group == 1 and w.table is None and w.super_scale is None:
+        grid = (w.scale.shape[0], columns)
     integers = (torch.uint8, torch.int8) if w.super_scale is not None else ()
     _expect("affine scale", w.scale, grid, (*_SCALES, *integers))
-    if w.zeros is not None:
-        _expect("affine zeros", w.zeros, grid, (torch.uint8,))
+    if w.zeros is not None and w.zeros.is_floating_point():
+        _expect("affine zeros", w.zeros, grid, _FLOATS)
+    elif w.zeros is not None:
+        _expect("affine zeros", w.zeros, (grid[0], -(-grid[1] * w.bits // 8)), (torch.uint8,))
     if w.minus is not None:
         _expect("affine minus", w.minus, grid, _FLOATS)
-    if w.super_scale is not None:
+    if w.scale_table is not None:
+        _check_scale_table(w, w.scale_table)
+    elif w.super_scale is not None:
         if w.super_group < 1 or (w.super_group % w.group and w.super_group < columns):
             raise KernelError(
                 f"affine weight: expected super groups of whole groups of {w.group}, "
@@ -279,6 +308,22 @@ def _check_affine(w: Affine) -> None:
             raise KernelError("affine weight: expected minus or two levels of scales, found both")
         supers = (rows, -(-columns // w.super_group))
         _expect("affine super_scale", w.super_scale, supers, (torch.float32, torch.float16))
+
+
+def _check_scale_table(w: Affine, table: Tensor) -> None:
+    rows, columns = w.shape
+    supers = -(-rows * columns // max(w.super_group, 1))
+    count, short = divmod(w.super_group, w.group)
+    whole = count > 0 and not short and not count & count - 1 and not columns % w.group
+    if w.super_scale is None or w.scale_offset is None or not whole:
+        raise KernelError(
+            f"affine scale_table: expected rows of whole groups of {w.group}, super scales for a "
+            f"power of two of them, and offsets, found {columns} columns and {w.super_group}"
+        )
+    _expect("affine scale", w.scale, (rows, columns // w.group), (torch.uint8,))
+    _expect("affine scale_table", table, (256,), (torch.float32,))
+    _expect("affine super_scale", w.super_scale, (supers,), (torch.float32,))
+    _expect("affine scale_offset", w.scale_offset, (rows,), (torch.float32,))
 
 
 def _check_table(w: Affine, table: Tensor) -> None:

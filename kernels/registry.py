@@ -157,7 +157,8 @@ def linear_problem(layout: Layout, compute: str, activation_bits: int) -> Proble
             kind = "" if layout.table is None else "table"
             fields = {"layout": "affine", "format": kind}
             fields |= {"bits": layout.bits, "group": layout.group}
-            fields["super_group"] = layout.super_group
+            if layout.scale_table is None:  # these run on over the ends of rows
+                fields["super_group"] = layout.super_group
         case Blocks():
             fields = {"layout": "blocks", "format": layout.type}
     out_features, in_features = layout.shape

@@ -16,7 +16,7 @@ import torch
 from sdk.kernels.errors import KernelError
 
 #: Must equal kAbiVersion in native/abi.hpp; a library with another one is refused as stale.
-ABI_VERSION = 10
+ABI_VERSION = 11
 
 #: Instruction-set levels, worst to best, in the order of native/levels.hpp.
 LEVELS = ("portable", "avx2", "avx2_vnni", "avx512_vnni")
@@ -87,14 +87,12 @@ class WeightView(Structure):
     _fields_ = [
         *((name, c_int64) for name in ("n", "k", "row_blocks", "k_blocks")),
         *((name, c_int32) for name in ("dense", "bits", "source", "flip", "unit")),
-        *((name, c_int32) for name in ("group_units", "super_units", "scale_type", "minus_type")),
-        ("zero", c_float),
-        ("super_type", c_int32),
-        ("step", c_float),
-        ("steps", c_uint8 * 16),
-        *((name, c_int64) for name in ("groups", "supers")),
-        *((name, c_void_p) for name in ("codes", "scale", "minus", "zeros")),
-        *((name, c_void_p) for name in ("super_scale", "super_minus", "table")),
+        *((name, c_int32) for name in ("group_units", "super_units", "scale_blocks")),
+        *((name, c_int32) for name in ("scale_type", "minus_type", "zeros_type")),
+        *(("zero", c_float), ("super_type", c_int32), ("step", c_float), ("steps", c_uint8 * 16)),
+        *((name, c_int64) for name in ("groups", "supers", "scale_rows")),
+        *((name, c_void_p) for name in ("codes", "scale", "minus", "zeros", "super_scale")),
+        *((name, c_void_p) for name in ("super_minus", "table", "scale_table", "scale_offset")),
         ("inputs", Inputs),
     ]
 

@@ -13,7 +13,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from sdk.kernels.cpu.library import Engine, Inputs, LinearArgs
-from sdk.kernels.cpu.linear import DEPTH, Linear, Packed
+from sdk.kernels.cpu.linear import Linear
+from sdk.kernels.cpu.packed_weight import DEPTH, Packed
 from sdk.kernels.cpu.weight_memory import WeightMemory
 from sdk.kernels.layouts import ActivationScheme, Layout, inputs_of
 from sdk.kernels.registry import Problem
@@ -43,7 +44,8 @@ class LinearAsFile(Linear):
     def _arguments(self, packed: Packed, x: Tensor, out: Tensor) -> LinearArgs:
         args = super()._arguments(packed, x, out)
         scheme = inputs_of(packed.facts)
-        if scheme is not None and not packed.view.dense and fits_integers(scheme, packed.view.k):
+        grouped = not packed.view.dense and packed.view.unit > 1
+        if scheme is not None and grouped and fits_integers(scheme, packed.view.k):
             args.exact, args.planes = 0, 2
         return args
 

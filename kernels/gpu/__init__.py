@@ -47,6 +47,7 @@ def open_backend(device: str, num_threads: int, *, fixed: bool = False) -> GpuBa
     from sdk.kernels.gpu import attention, elementwise, norm, rope, sampling
     from sdk.kernels.gpu.dense import DenseLinear
     from sdk.kernels.gpu.linear import Linear
+    from sdk.kernels.gpu.linear_as_file import LinearAsFile
     from sdk.kernels.gpu.tuning import Tuning, read_tuning
 
     if torch.device(device).type == "cpu":
@@ -58,7 +59,7 @@ def open_backend(device: str, num_threads: int, *, fixed: bool = False) -> GpuBa
     packed = (Linear(dtype, tuning, fixed=fixed) for dtype in (matrix, torch.float32))
     return GpuBackend(
         {
-            "linear": (DenseLinear(fixed=fixed), *packed),
+            "linear": (DenseLinear(fixed=fixed), *packed, LinearAsFile(tuning, fixed=fixed)),
             **attention.OPS,
             **rope.OPS,
             **norm.OPS,

@@ -25,8 +25,9 @@ from sdk.kernels.layouts import KVPages
 from sdk.kernels.registry import Problem
 
 _DOTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
-#: Rows of a tile of queries, and of a tile over a shared prefix.
-_ROWS = 64
+#: Rows of a tile of queries, and of a tile over a shared prefix; of one that shared memory would
+#: not hold otherwise: float32 operands, and large heads on cards that have 64 KiB.
+_ROWS, _FEW_ROWS = 64, 16
 #: Parts summed at a time.
 _JOINED = 8
 
@@ -74,8 +75,7 @@ class Attention:
         if self._exact:
             return tl.float32
         if dtype == torch.bfloat16 and not INTERPRETED:
-            old = torch.cuda.get_device_capability(side.codes.device) < (8, 0)
-            return tl.float32 if old and torch.version.hip is None else tl.bfloat16
+            return tl.float32 if _old_card(side.codes.device) else tl.bfloat16
         return _DOTS.get(dtype, tl.float16)
 
 
@@ -116,6 +116,8 @@ class _Step:
             "SOFTCAP": softcap is not None,
         }
         self.rows = {"GROUP": self.group, "SINKS": sinks is not None}
+        few = width == 4 or (self.block_d > 128 and _old_card(q.device))
+        self.tile = _FEW_ROWS if few else _ROWS
         self.unmix = hadamard_block(self.head_dim) if v.mixed else 0
         # Of a tile of 64 rows: with four, codes of head_dim 128 spill on sm_90 (255 registers).
         self.warps = 8 if self.block_d > 128 or k.kind or v.kind else 4
@@ -123,7 +125,7 @@ class _Step:
     def prefill(self) -> None:
         """Requests of several queries."""
         batch = self.batch
-        rows = max(_ROWS, triton.next_power_of_2(self.group))
+        rows = max(self.tile, triton.next_power_of_2(self.group))
         tiles = batch.num_tokens // (rows // self.group) + batch.num_requests
         prefill_kernel[(tiles, self.kv_heads)](
             self.q,
@@ -202,7 +204,7 @@ class _Step:
     def _shared(self, shared: Tensor, parts: Tensor, sums: Tensor, splits: int) -> None:
         """The prefix that all requests have in the same pages."""
         batch = self.batch
-        rows = max(_ROWS, triton.next_power_of_2(self.group))
+        rows = max(self.tile, triton.next_power_of_2(self.group))
         tiles = triton.cdiv(batch.num_requests, rows // self.group)
         shared_kernel[(tiles, self.kv_heads, splits)](
             self.q,
@@ -225,6 +227,13 @@ class _Step:
             BLOCK_M=rows,
             num_warps=self.warps,
         )
+
+
+def _old_card(device: torch.device) -> bool:
+    """Whether it is NVIDIA's and before compute capability 8.0."""
+    if INTERPRETED or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) < (8, 0)
 
 
 _JOIN_CONSTANTS = ("HEAD_DIM", "BLOCK_D", "BLOCK_N", "WINDOW")

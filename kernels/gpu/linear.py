@@ -65,6 +65,8 @@ class Linear:
         self.name = "gpu.linear_exact" if dtype == torch.float32 else "gpu.linear"
 
     def reject(self, problem: Problem) -> str | None:
+        if problem.inputs:
+            return f"the file asks for activations in {problem.inputs}"
         if problem.compute == "exact" and self.dtype != torch.float32:
             name = str(self.dtype).removeprefix("torch.")
             return f"rounds activations to {name}, compute is exact"

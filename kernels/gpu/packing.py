@@ -133,7 +133,7 @@ def unpack(packed: Packed) -> Layout:
         case Float8():
             values = torch.cat([codes for _, codes in _chunks(packed)])
             scale = packed.scale.t().contiguous().view(facts.scale.dtype)
-            return Float8(values.view(facts.values.dtype), scale, facts.block)
+            return replace(facts, values=values.view(facts.values.dtype), scale=scale)
         case Dense():
             raise AssertionError("dense weights are not packed")
 
@@ -180,7 +180,7 @@ def _pack_float8(w: Float8) -> Packed:
     unit, planes = _empty_planes(n, k, 8, w.values.device)
     for rows in _row_slices(n, k):
         _fill(planes, rows, unit, w.values[rows].view(torch.uint8), 8, False)
-    facts = Float8(w.values.to("meta"), w.scale.new_empty(0, 0), w.block)
+    facts = replace(w, values=w.values.to("meta"), scale=w.scale.new_empty(0, 0))
     kind = FLOAT8_KINDS[w.values.dtype]
     high, wide = w.block
     return Packed(facts, kind, 8, unit, min(wide, k), planes, *_scale(w.scale), scale_rows=high)

@@ -7,6 +7,7 @@ so a row gets the same bits at every batch size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from sdk.kernels.experts import Routes
 from sdk.kernels.layouts import Affine, Blocks, Dense, Float8, Layout, inputs_of
-from sdk.kernels.reference.decode import decode
+from sdk.kernels.reference.decode import decode, flat_scales, nested_supers, with_rows
 from sdk.kernels.reference.rounding import rounded
 from sdk.kernels.registry import Problem
 
@@ -100,16 +101,47 @@ def _index_rows(layout: Layout, index: slice | Tensor, count: int) -> Layout:
             return _index_float8(layout, index)
         case Blocks():
             return Blocks(shape, layout.type, layout.data[index])
+        case Affine() if layout.repeats:
+            found = replace(layout, shape=shape, codes=layout.codes[index])
+            height = layout.scale.shape[0]
+            run = isinstance(index, slice) and index.step == 1 and index.start % height == 0
+            if run and count and count % height == 0:
+                return found
+            rows = torch.arange(layout.shape[0], device=layout.codes.device)[index]
+            return with_rows(found, rows)
         case Affine():
-            return replace(
+            found = replace(
                 layout,
                 shape=shape,
                 codes=layout.codes[index],
                 scale=layout.scale[index],
                 zeros=None if layout.zeros is None else layout.zeros[index],
                 minus=None if layout.minus is None else layout.minus[index],
-                super_scale=None if layout.super_scale is None else layout.super_scale[index],
             )
+            if layout.scale_table is not None:
+                return _index_nested(layout, found, index)
+            if layout.super_scale is not None:
+                return replace(found, super_scale=layout.super_scale[index])
+            return found
+
+
+def _index_nested(w: Affine, found: Affine, index: slice | Tensor) -> Affine:
+    """``found`` with the scales of rows ``index`` of ``w``.
+
+    Super scales of a run of rows are for as many scales as its start allows; other rows get one
+    level of scales.
+    """
+    assert w.super_scale is not None and w.scale_offset is not None
+    found = replace(found, scale_offset=w.scale_offset[index])
+    groups, count = w.scale.shape[1], w.super_group // w.group
+    if isinstance(index, slice) and index.step == 1:
+        part = math.gcd(count, index.start * groups)
+        first, last = index.start * groups // part, -(-index.stop * groups // part)
+        of = torch.arange(first, last, device=w.scale.device) // (count // part)
+        return replace(found, super_scale=w.super_scale[of], super_group=part * w.group)
+    rows = torch.arange(w.shape[0], device=w.scale.device)[index]
+    supers = nested_supers(w, rows).flatten()
+    return flat_scales(replace(found, super_scale=supers, super_group=w.group))
 
 
 def _index_float8(w: Float8, index: slice | Tensor) -> Float8:

@@ -344,7 +344,7 @@ def _spread(words: Tensor, bits: int) -> Bytes:
 
 
 def _zeros(layer: StoredLayer, layout: Affine, whole: bool) -> Tensor:
-    """Zero points as unsigned codes, uint8 of the shape of the scales."""
+    """Zero points of unsigned codes, as ``Affine`` packs them."""
     rows, groups = layout.scale.shape
     bits, ending = layout.bits, ".weight_zero_point"
     if layer.stored(ending).dtype == "I8":  # one per byte, as in older files
@@ -359,7 +359,7 @@ def _zeros(layer: StoredLayer, layout: Affine, whole: bool) -> Tensor:
             zeros = unpacked(words.numpy().view(np.uint8), bits, rows).T
     if int(zeros.max()) >= 1 << bits:
         raise layer.fail(ending, f"a zero point is outside of the range of {bits} bits")
-    return torch.from_numpy(np.ascontiguousarray(zeros))
+    return torch.from_numpy(packed_matrix(np.ascontiguousarray(zeros), bits))
 
 
 def _ordered(layer: StoredLayer, layout: Affine) -> Affine | Permuted:

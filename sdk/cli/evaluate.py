@@ -9,7 +9,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sdk.cli.table import format_table
 from sdk.cli.text_file import read_text
@@ -93,7 +93,7 @@ def cells(found: Sequence[Evaluation]) -> tuple[list[str], list[list[str]]]:
 def to_markdown(found: Sequence[Evaluation]) -> str:
     """The table under what was read."""
     head, rows = cells(found)
-    marks: list[Any] = ["---" if i < 3 else "---:" for i in range(len(head))]
+    marks = ["---" if i < 3 else "---:" for i in range(len(head))]
     table = "\n".join(f"| {' | '.join(row)} |" for row in [head, marks, *rows])
     return f"{heading(found[0])}.\n\n{table}\n"
 

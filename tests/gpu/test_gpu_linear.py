@@ -205,6 +205,7 @@ def test_packed_weights_are_hardly_larger_than_their_files(cases: Any, name: str
         (Problem("linear", layout="float8", group=24, in_features=96), "blocks of 24 columns"),
         (Problem("linear", layout="blocks", format="q9_9"), "block type q9_9"),
         (Problem("linear", layout="dense", format="float16"), "layout 'dense'"),
+        (Problem("linear", layout="float8", inputs="e4m3 static"), "activations in e4m3 static"),
     ],
 )
 def test_what_the_kernels_cannot_do_is_declined_with_a_reason(

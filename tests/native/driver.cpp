@@ -34,7 +34,8 @@ void check_packing(Engine& engine, Packed& made) {
 void check_products(Random& random, Engine& one, Engine& many, Packed& made) {
     const int64_t n = made.w.n, k = made.w.k, stride = n + random.below(3), most = 33;
     Buffer<float> x = floats(random, most * k);
-    for (int planes = 0; planes < 3; ++planes) {  // 0: fp32
+    const bool floats_only = made.w.unit == 1 && !made.w.dense;
+    for (int planes = 0; planes < (floats_only ? 1 : 3); ++planes) {  // 0: fp32
         Buffer<float> expected(most * n);
         LinearArgs args{};
         args.w = &made.w;
@@ -68,10 +69,12 @@ void check_weight(Random& random, Engine& one, Engine& many, Packed& made) {
 }
 
 void weights(Random& random, Engine& one, Engine& many) {
-    for (int i = 0; i < 8; ++i) {
+    for (int i = 0; i < 10; ++i) {
         const int64_t n = random.below(4) ? random.between(1, 90) : 1;
         const int64_t k = random.below(4) ? random.between(1, 300) : 1;
-        Packed made = i < 6 ? affine(random, n, k) : dense(random, n, k);
+        Packed made = i < 6   ? affine(random, n, k)
+                      : i < 8 ? dense(random, n, k)
+                              : columns(random, n, k);
         check_weight(random, one, many, made);
     }
     for (const BlockKind& kind : kBlockKinds) {

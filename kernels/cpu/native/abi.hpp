@@ -7,12 +7,15 @@
 
 #include <stdint.h>
 
-enum { kAbiVersion = 10 };
+enum { kAbiVersion = 11 };
 
 // Element types of scales, minima, pages and dense values. kLow4 and kHigh4, for scales and minima
 // only, are the two halves of one byte (q2_k keeps both in it); kE8M0, for scales, is a power of two.
 // kI4, for pages only: element d of a head of D is the low half of byte d, or the high half of byte
 // d - D / 2.
+// The last three, for scales and zero points only, hold the numbers of 16 rows in fewer bits each: kU4
+// in 8 bytes, byte i those of rows i and, above it, i + 8; kU2 in 4 bytes, byte i those of rows i,
+// i + 4, i + 8 and i + 12; kI6 in 12: the low 4 bits of all, then their high 2 (q3_k's; minus 32).
 enum ElementType {
     kF16 = 0,
     kBF16 = 1,
@@ -24,7 +27,10 @@ enum ElementType {
     kLow4 = 7,
     kHigh4 = 8,
     kE8M0 = 9,
-    kI4 = 10
+    kI4 = 10,
+    kU2 = 11,
+    kU4 = 12,
+    kI6 = 13
 };
 
 // How the codes of a weight lie in its file: one bit stream per row, or ggml's blocks.
@@ -83,8 +89,15 @@ struct Inputs {
 //
 // Integer products take a table's entries as 8 bits: table[i] ~ (steps[i] - 128) * step.
 //
+// With a scale_table the scale is scale_table[scale] * super_scale + scale_offset[row], and super_scale
+// runs on over the ends of rows: one for every `super_units` scales, a power of two, without padding.
+//
+// Where `unit` is 1 every k has scales of its own, those of row n being of n % scale_rows: scale, zeros
+// and minus are [k][scale_rows]. Such weights are multiplied as floats only.
+//
 // `dense` weights have no codes: values[row block][k][row in block] in `scale_type`, multiplied by
-// a scale[row block][k / group_units][row in block] of super_type where there is one (unit is 1).
+// a scale[row block / scale_blocks][k / group_units][row in block] of super_type where there is one
+// (unit is 1).
 struct Weight {
     int64_t n, k;
     int64_t row_blocks, k_blocks;
@@ -92,22 +105,26 @@ struct Weight {
     int32_t bits;          // 2..8; with a table 1, 3 or 4
     int32_t source;        // SourceKind
     int32_t flip;          // 1: codes are stored with the top bit flipped (two's complement source)
-    int32_t unit;          // 16 or 32
+    int32_t unit;          // 16 or 32; 1: see above
     int32_t group_units;   // units that share one scale
-    int32_t super_units;   // units that share one super_scale
-    int32_t scale_type, minus_type;
+    int32_t super_units;   // units that share one super_scale; see scale_table
+    int32_t scale_blocks;  // row blocks of a dense weight that share their scales
+    int32_t scale_type, minus_type, zeros_type;
     float zero;            // used where `zeros` is null; includes the 128 of a flipped code or a step
     int32_t super_type;    // kF16 or kF32, of super_scale; of a dense weight's scale kF32 or kE8M0
     float step;
     uint8_t steps[16];
     int64_t groups, supers;
+    int64_t scale_rows;    // where unit is 1
     uint8_t* codes;
     const void* scale;
     const void* minus;        // may be null
-    const uint8_t* zeros;     // may be null
+    const void* zeros;        // of zeros_type, which may be a float; may be null
     const void* super_scale;  // may be null
     const uint16_t* super_minus;  // f16; may be null
     const float* table;       // 16; may be null
+    const float* scale_table;  // 256: what the bytes of `scale` mean; may be null
+    const float* scale_offset;
     Inputs inputs;
 };
 

@@ -118,9 +118,9 @@ INLINE VF load_part(const void* base, int64_t index, VF zero) {
     return TYPE == kLow4 || TYPE == kHigh4 ? sub(x, zero) : x;
 }
 
-// The type that a part of a head at d has.
-INLINE int part_type(const ChunkSide& side, int d) {
-    return side.type != kI4 ? side.type : d < side.fold ? kLow4 : kHigh4;
+// The type that dimension d of a head has in its page.
+INLINE int part_type(const PageSide& side, int fold, int d) {
+    return side.type != kI4 ? side.type : d < fold ? kLow4 : kHigh4;
 }
 
 // Keys first..count of a chunk as floats, [head_dim][128].
@@ -135,7 +135,7 @@ static void convert_keys(const Item& item, int64_t begin, int first, int count, 
         const int64_t at_d = (high ? d - keys.fold : d) * side.step;
         float* to = item.keys + d * kChunkKeys;
         if (in_place(a)) {
-            const int type = part_type(keys, d);
+            const int type = part_type(side, keys.fold, d);
             for (int v = first / kLanes; v * kLanes < count; ++v) {
                 const VF x = load_as(type, c.key[v], at_d);
                 store(to + v * kLanes, zeros ? sub(x, load(zeros + v * kLanes)) : x);
@@ -167,7 +167,7 @@ static void convert_values(const Item& item, int64_t begin, int first, int count
         int d = 0;
         for (; d + kLanes <= width && whole; d += kLanes) {
             const int64_t from = at + (d < fold ? d : d - fold);
-            const VF x = load_as(part_type(c.values, d), side.data, from);
+            const VF x = load_as(part_type(side, fold, d), side.data, from);
             store(to + d, nibbles ? sub(x, set1(zeros[d / side.group * kChunkKeys + t])) : x);
         }
         for (; d < width; ++d) {
