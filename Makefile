@@ -19,7 +19,7 @@ NATIVE := CMakeLists.txt $(shell find kernels/cpu -name '*.cpp' -o -name '*.c' -
 BUILT_FROM := pyproject.toml $(wildcard $(NATIVE))
 
 .DEFAULT_GOAL := help
-.PHONY: help run test build models demo-model lint sanitize fuzz bench clean
+.PHONY: help run test aot build models demo-model lint sanitize fuzz bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -29,6 +29,10 @@ run: build demo-model ## set up, fetch the demo model and stream an answer (PROM
 
 test: $(VENV)/.embedlm-dev models ## set up, build and run the whole test suite
 	$(PY) -m pytest $(PYTEST_FLAGS)
+	$(PY) -m pytest $(PYTEST_FLAGS) tests/gpu
+
+aot: $(VENV)/.embedlm-dev ## compile every GPU kernel for every card, without one (minutes)
+	$(PY) -m pytest $(PYTEST_FLAGS) tests/gpu/aot --every-variant
 
 build: $(VENV)/.embedlm-installed ## install this checkout (editable) with its native module
 

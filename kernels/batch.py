@@ -23,6 +23,9 @@ class AttentionBatch:
     including this step's tokens; ``page_table`` int32 ``[R, W]``, padded with 0; ``slots`` int64
     ``[T]``, page * page_size + offset, where each token's key and value go; ``max_query_len`` and
     ``max_context_len`` are the largest of each, as Python ints.
+
+    ``shared_len`` int32 ``[1]``, where known: so many tokens at the beginning of all requests lie
+    in the same pages, fewer than any ``context_len``. A backend may use it to read them once.
     """
 
     positions: Tensor
@@ -33,6 +36,7 @@ class AttentionBatch:
     page_size: int
     max_query_len: int
     max_context_len: int
+    shared_len: Tensor | None = None
 
     def check(self, pages: KVPages | None = None) -> None:
         """:raises KernelError: unless the tensors are as said above; their contents are checked by
@@ -43,6 +47,8 @@ class AttentionBatch:
         expect("batch context_len", self.context_len, torch.int32, requests)
         expect("batch page_table", self.page_table, torch.int32, requests, None)
         expect("batch slots", self.slots, torch.int64, tokens)
+        if self.shared_len is not None:
+            expect("batch shared_len", self.shared_len, torch.int32, 1)
         for x in (self.positions, self.query_start, self.context_len, self.slots):
             if not x.is_contiguous():
                 raise KernelError(f"batch: expected contiguous rows, found strides {x.stride()}")

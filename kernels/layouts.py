@@ -13,7 +13,9 @@ plain one. A matrix is always ``[out, in]``, here ``[N, K]``.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -26,6 +28,53 @@ _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SCALES = (*_FLOATS, torch.float8_e4m3fn, torch.float8_e8m0fnu)
 #: What tables are indexed by; each has a kernel.
 TABLE_BITS = (1, 3, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationScheme:
+    """How a file wants the inputs of a matrix rounded: ``x ~ scale * (code - zero)``.
+
+    ``codes``: ``int``, of ``bits``; or floats, ``e4m3`` of 8 bits and ``e2m1`` of 4. ``group``
+    values along K share a scale, 0: all of a row. ``static``: the scale of every row; without one
+    it is made of the values it is for, as ``rule`` says: ``plain``, ``mx`` (a power of two, OCP
+    Microscaling), ``power`` (plain, rounded up to a power of two) or ``nv`` (plain times
+    ``factor``, as an 8-bit float). ``zero`` belongs to ``static``; other scales that are not
+    ``symmetric`` find one. ``limit`` bounds the magnitudes a scale is made of.
+    kernels/reference/rounding.py says exactly what this does.
+
+    :raises KernelError: for numbers that make no sense.
+    """
+
+    codes: Literal["int", "e4m3", "e2m1"]
+    bits: int = 8
+    group: int = 0
+    rule: Literal["plain", "mx", "power", "nv"] = "plain"
+    static: float | None = None
+    zero: int = 0
+    symmetric: bool = True
+    factor: float = 1.0
+    limit: float = math.inf
+
+    def __post_init__(self) -> None:
+        numbers = (1.0 if self.static is None else self.static, self.factor, self.limit)
+        half = 1 << self.bits - 1
+        width = {"int": self.bits, "e4m3": 8, "e2m1": 4}[self.codes]
+        sound = 2 <= self.bits == width <= 8 and self.group >= 0 and -half <= self.zero < half
+        if not sound or any(not number > 0 for number in numbers) or math.inf in numbers[:2]:
+            raise KernelError(f"activation scheme: expected positive scales, found {self!r}")
+
+    @property
+    def floats(self) -> bool:
+        """The codes are floats."""
+        return self.codes != "int"
+
+    def __str__(self) -> str:
+        """``int8 per token``, ``e4m3 static``, ``e4m3 per 128`` ..."""
+        codes = self.codes if self.floats else f"int{self.bits}"
+        sign = "" if self.symmetric else " asymmetric"
+        if self.static is not None:
+            return f"{codes} static{sign}"
+        return f"{codes} per {self.group or 'token'}{sign}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +99,13 @@ class Float8:
     ``values [N, K]`` in float8_e4m3fn or float8_e5m2, ``scale`` float32 or float8_e8m0fnu
     ``[ceil(N / bn), ceil(K / bk)]``, ``block = (bn, bk)``: ``(N, K)`` is one scale per tensor,
     ``(1, K)`` one per output channel; the last block of either direction may be shorter.
+    ``inputs``: how the file rounds what the matrix is multiplied with, where it does.
     """
 
     values: Tensor
     scale: Tensor
     block: tuple[int, int]
+    inputs: ActivationScheme | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -73,14 +124,21 @@ class Affine:
     (4 bits: byte j holds code 2j in its low and code 2j + 1 in its high nibble).
     ``scale [N, ceil(K / group)]`` in the file's own type, never rounded again: float32, float16,
     bfloat16, float8_e4m3fn, or float8_e8m0fnu (a byte e is ``2^(e - 127)``).
-    At most one of: ``zero`` (one constant for all), ``zeros`` (uint8 per group) or ``minus`` (float
-    per group) says what is subtracted. ``signed`` codes are two's complement (8 bits only).
+    At most one of: ``zero`` (one constant for all), ``zeros`` or ``minus`` (float per group) says
+    what is subtracted. ``zeros`` are packed as the codes are, uint8 ``[N, ceil(G * bits / 8)]`` for
+    G groups, or floats ``[N, G]``. ``signed`` codes are two's complement (8 bits only).
+
+    With groups of one column ``scale``, ``zeros`` and ``minus`` may have fewer rows R, a divisor of
+    N: row n has those of row n % R (groups across rows, HQQ's axis 0).
 
     ``table`` float32 ``[2^bits]`` (1, 3 or 4 bits): the codes are indices, nothing is subtracted.
     ``super_scale`` float32 or float16 ``[N, ceil(K / super_group)]``: a second level of scales,
     ``scale`` may then be uint8 or int8 too. The scale of a weight is the product, in float32.
+    ``scale_table`` float32 ``[256]``: what uint8 scales mean; ``scale_offset`` float32 ``[N]`` is
+    added to the product. Their ``super_scale`` float32 ``[ceil(N * K / super_group)]`` runs on over
+    the ends of rows, which are whole groups. Source: QLoRA (Dettmers et al., 2023), section 3.
     ``name``: what users call the format (``nf4``), where bits and group do not say it.
-    ``activation_bits``: what the file rounds the inputs of this matrix to, 16 where it does not.
+    ``inputs``: how the file rounds what the matrix is multiplied with, where it does.
     """
 
     shape: tuple[int, int]
@@ -95,12 +153,28 @@ class Affine:
     table: Tensor | None = None
     super_scale: Tensor | None = None
     super_group: int = 0
+    scale_table: Tensor | None = None
+    scale_offset: Tensor | None = None
     name: str = ""
-    activation_bits: int = 16
+    inputs: ActivationScheme | None = None
+
+    @property
+    def sharing(self) -> int | None:
+        """Weights that share a scale; None for a whole row of them."""
+        if self.repeats:
+            return self.shape[0] // self.scale.shape[0]
+        return None if self.group >= self.shape[1] else self.group
+
+    @property
+    def repeats(self) -> bool:
+        """Whether rows share their scales."""
+        height = self.scale.shape[0]
+        return 0 < height < self.shape[0] and self.shape[0] % height == 0
 
     @property
     def nbytes(self) -> int:
-        parts = (self.codes, self.scale, self.zeros, self.minus, self.super_scale)
+        levels = (self.scale, self.super_scale, self.scale_table, self.scale_offset)
+        parts = (self.codes, *levels, self.zeros, self.minus)
         return sum(part.nbytes for part in parts if part is not None)
 
 
@@ -162,6 +236,11 @@ class Blocks:
 Layout = Dense | Float8 | Affine | Blocks
 
 
+def inputs_of(layout: Layout) -> ActivationScheme | None:
+    """How the file rounds what the matrix is multiplied with, where it does."""
+    return layout.inputs if isinstance(layout, Float8 | Affine) else None
+
+
 def check_layout(layout: Layout) -> None:
     """What kernels rely on when they follow raw pointers.
 
@@ -207,13 +286,19 @@ def _check_affine(w: Affine) -> None:
     rows, columns = w.shape
     _expect("affine codes", w.codes, (rows, -(-columns * w.bits // 8)), (torch.uint8,))
     grid = (rows, -(-columns // w.group))
+    if w.repeats and w.group == 1 and w.table is None and w.super_scale is None:
+        grid = (w.scale.shape[0], columns)
     integers = (torch.uint8, torch.int8) if w.super_scale is not None else ()
     _expect("affine scale", w.scale, grid, (*_SCALES, *integers))
-    if w.zeros is not None:
-        _expect("affine zeros", w.zeros, grid, (torch.uint8,))
+    if w.zeros is not None and w.zeros.is_floating_point():
+        _expect("affine zeros", w.zeros, grid, _FLOATS)
+    elif w.zeros is not None:
+        _expect("affine zeros", w.zeros, (grid[0], -(-grid[1] * w.bits // 8)), (torch.uint8,))
     if w.minus is not None:
         _expect("affine minus", w.minus, grid, _FLOATS)
-    if w.super_scale is not None:
+    if w.scale_table is not None:
+        _check_scale_table(w, w.scale_table)
+    elif w.super_scale is not None:
         if w.super_group < 1 or (w.super_group % w.group and w.super_group < columns):
             raise KernelError(
                 f"affine weight: expected super groups of whole groups of {w.group}, "
@@ -223,6 +308,22 @@ def _check_affine(w: Affine) -> None:
             raise KernelError("affine weight: expected minus or two levels of scales, found both")
         supers = (rows, -(-columns // w.super_group))
         _expect("affine super_scale", w.super_scale, supers, (torch.float32, torch.float16))
+
+
+def _check_scale_table(w: Affine, table: Tensor) -> None:
+    rows, columns = w.shape
+    supers = -(-rows * columns // max(w.super_group, 1))
+    count, short = divmod(w.super_group, w.group)
+    whole = count > 0 and not short and not count & count - 1 and not columns % w.group
+    if w.super_scale is None or w.scale_offset is None or not whole:
+        raise KernelError(
+            f"affine scale_table: expected rows of whole groups of {w.group}, super scales for a "
+            f"power of two of them, and offsets, found {columns} columns and {w.super_group}"
+        )
+    _expect("affine scale", w.scale, (rows, columns // w.group), (torch.uint8,))
+    _expect("affine scale_table", table, (256,), (torch.float32,))
+    _expect("affine super_scale", w.super_scale, (supers,), (torch.float32,))
+    _expect("affine scale_offset", w.scale_offset, (rows,), (torch.float32,))
 
 
 def _check_table(w: Affine, table: Tensor) -> None:
@@ -250,17 +351,49 @@ class KVPages:
     """One layer's keys and values: ``k``, ``v`` ``[num_pages, kv_heads, page_size, head_dim]``.
 
     In memory a page's keys of one head lie transposed, ``[head_dim][page_size]``, so that
-    neighbouring keys are the lanes of a vector; its values lie ``[page_size][head_dim]``. int8
-    pages have ``k_scale`` and ``v_scale``, float16 ``[num_pages, kv_heads, page_size]``:
-    value = scale * code. Their keys and values lie mixed (``reference/rope.py``):
-    ``rope_and_cache`` mixes the queries too, and ``attention`` its result back.
+    neighbouring keys are the lanes of a vector; its values lie ``[page_size][head_dim]``. Each of
+    the two has its own type: float32, float16, bfloat16, int8, float8_e4m3fn, float8_e5m2, or
+    uint8 ``[..., head_dim / 2]``, which are int4: element d is the low half of byte d or the high
+    half of byte d - head_dim / 2.
+
+    Codes have scales, ``k_scale`` and ``v_scale`` ``[num_pages, kv_heads * groups, page_size]``
+    (head by head, the groups of a head side by side): one for every ``group`` dimensions, a
+    multiple of 32 that follows from the number of groups. int8 and float8: float16, value = scale
+    * code. int4: int16, its low byte the upper 8 bits of a float16 without sign, its high byte the
+    zero in sixteenths, value = scale * (code - zero). Keys and values of integers lie mixed
+    (``reference/page_codes.py``): ``rope_and_cache`` mixes the queries too, and ``attention`` its
+    result back.
+
+    ``k_centre`` float32 ``[kv_heads, head_dim]`` is taken from every rotated key before it is
+    written. All scores of a query change by the same, which softmax does not see, but a softcap or
+    a sink would: ``attention`` refuses them.
     """
 
     k: Tensor
     v: Tensor
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+    k_centre: Tensor | None = None
 
     @property
     def page_size(self) -> int:
         return self.k.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        return self.k.shape[3] * (2 if self.k.dtype == torch.uint8 else 1)
+
+    @property
+    def dtype(self) -> str:
+        """Of keys and values: ``int8``, or ``int8/int4`` where they differ."""
+        k, v = (_page_type(x.dtype) for x in (self.k, self.v))
+        return k if k == v else f"{k}/{v}"
+
+
+def _page_type(dtype: torch.dtype) -> str:
+    return "int4" if dtype == torch.uint8 else str(dtype).removeprefix("torch.")
+
+
+def scale_group(head_dim: int, groups: int) -> int:
+    """The dimensions that share a scale where a head of ``head_dim`` has ``groups`` of them."""
+    return -(-head_dim // (32 * groups)) * 32

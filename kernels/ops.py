@@ -26,7 +26,7 @@ from sdk.kernels.experts import ExpertOps
 from sdk.kernels.graph import CaptureError, Graph, OnlyViews
 from sdk.kernels.layouts import KVPages, Layout
 from sdk.kernels.registry import Choice, Problem, choose, linear_problem, open_backends
-from sdk.kernels.sampling import DRAW, Draws, SampleBuffers, Tokens
+from sdk.kernels.sampling import DRAW, Draws, Penalties, SampleBuffers, Tokens
 
 #: Beyond any machine; a mistyped number must not use up the system's threads.
 MAX_THREADS = 1024
@@ -64,7 +64,8 @@ class BoundLinear:
     def rows(self, ids: Tensor) -> Tensor:
         """``w[ids]``, dequantized exactly: ids int64 ``[T]`` -> float32 ``[T, K]``."""
         expect("rows ids", ids, torch.int64, None)
-        if ids.numel() and not self.ops.capturing:
+        # On a GPU looking at them would wait for it; its kernels skip what is not there.
+        if ids.numel() and not self.ops.capturing and ids.is_cpu:
             low, high = int(ids.min()), int(ids.max())
             if low < 0 or high >= self.shape[0]:
                 bad = low if low < 0 else high
@@ -88,7 +89,8 @@ class Ops(ExpertOps):
     """Chosen kernels plus what they share (the thread pool). Owned by one rank, closed with it.
 
     ``num_threads`` defaults to the CPUs this process may run on. ``backends`` restricts the choice
-    (tests); ``declined_backends`` says which are missing and why.
+    (tests); ``declined_backends`` says which are missing and why. ``deterministic``: on a GPU too,
+    a row's result does not depend on the rows beside it (slower); on a CPU it never does.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class Ops(ExpertOps):
         compute: Compute = "auto",
         num_threads: int | None = None,
         backends: Sequence[str] | None = None,
+        deterministic: bool = False,
     ) -> None:
         if num_threads is None:
             num_threads = len(os.sched_getaffinity(0))
@@ -106,7 +109,9 @@ class Ops(ExpertOps):
         self.device = torch.device(device)
         self.compute: Compute = compute
         self.num_threads = num_threads
-        self._backends, self.declined_backends = open_backends(device, num_threads, backends)
+        self._backends, self.declined_backends = open_backends(
+            device, num_threads, backends, fixed=deterministic
+        )
         self._chosen: dict[Problem, Choice] = {}
         self._activations = ActivationPool()
         self._buffers: ActivationPool | None = None  # of the graph being captured
@@ -156,6 +161,11 @@ class Ops(ExpertOps):
             self._buffers = None
 
     @property
+    def keys_transposed(self) -> bool:
+        """How the keys of KV pages are to lie: see :class:`sdk.kernels.registry.Backend`."""
+        return self._backends[0].keys_transposed
+
+    @property
     def backend_names(self) -> tuple[str, ...]:
         return tuple(backend.name for backend in self._backends)
 
@@ -174,7 +184,8 @@ class Ops(ExpertOps):
         """Choose a kernel for a weight and pack the weight for it.
 
         ``activation_bits``: 8, or 16 for the blocks of an input that cost the most accuracy. Says
-        nothing with ``compute="exact"`` or for plain floats.
+        nothing with ``compute="exact"``, for plain floats, or where the file of the weight says how
+        inputs are rounded.
         """
         problem = linear_problem(layout, self.compute, activation_bits)
         choice = choose(self._backends, problem)
@@ -314,9 +325,7 @@ class Ops(ExpertOps):
         for name, x in (("cos", cos), ("sin", sin)):
             expect(f"rope {name}", x, torch.float32, batch.num_tokens, None)
         if q.shape[0]:
-            kernel = self._kernel(
-                "rope_and_cache", head_dim=k.shape[2], kv_dtype=_dtype_name(pages.k)
-            )
+            kernel = self._kernel("rope_and_cache", head_dim=k.shape[2], kv_dtype=pages.dtype)
             kernel.run(q, k, v, cos, sin, batch, pages)
 
     def attention(
@@ -342,14 +351,16 @@ class Ops(ExpertOps):
             expect("attention sinks", sinks, torch.float32, q.shape[1])
         tokens, heads, head_dim = q.shape
         kv_heads = pages.k.shape[1]
-        if heads % kv_heads or pages.k.shape[3] != head_dim:
+        if heads % kv_heads or pages.head_dim != head_dim:
             raise KernelError(
                 f"attention: {heads} query heads of {head_dim} do not fit "
                 f"pages {list(pages.k.shape)}"
             )
+        if pages.k_centre is not None and (softcap or sinks is not None):
+            raise KernelError("attention: keys with a centre allow neither softcap nor sinks")
         out = self.empty(tokens, heads * head_dim)
         if tokens:
-            kernel = self._kernel("attention", head_dim=head_dim, kv_dtype=_dtype_name(pages.k))
+            kernel = self._kernel("attention", head_dim=head_dim, kv_dtype=pages.dtype)
             kernel.run(q, pages, batch, scale, window, softcap, sinks, out)
         return out
 
@@ -358,6 +369,17 @@ class Ops(ExpertOps):
         out = SampleBuffers(logits.shape[0])
         self._sample(logits, None, out)
         return out.read(logits.shape[0])
+
+    def penalize(self, logits: Tensor, penalties: Penalties) -> None:
+        """Lower what was there already in ``logits [R, V]`` float32: :class:`Penalties`."""
+        expect("penalize logits", logits, torch.float32, None, None)
+        rows, ids, counts, factors = penalties
+        expect("penalize rows", rows, torch.int64, None)
+        expect("penalize ids", ids, torch.int64, rows.shape[0])
+        expect("penalize counts", counts, torch.float32, rows.shape[0])
+        expect("penalize factors", factors, torch.float32, logits.shape[0], 3)
+        if rows.shape[0]:
+            self._kernel("penalize").run(logits, penalties)
 
     def sample(self, logits: Tensor, draws: Draws) -> Tokens:
         """One token per row of ``logits [R, V]`` float32, as ``draws [R]`` say.
@@ -386,6 +408,16 @@ class Ops(ExpertOps):
             )
         self._sample(logits, buffers.draws, buffers)
 
+    def sample_rows(self, logits: Tensor, draws: Tensor) -> Tensor:
+        """As :meth:`sample`, without leaving a GPU: float64 ``[R, 3]``, token, best, probability.
+
+        ``draws`` float64 ``[R, 8]``: the bytes of a DRAW for each row.
+        """
+        expect("sample logits", logits, torch.float32, None, None)
+        expect("sample draws", draws, torch.float64, logits.shape[0], 8)
+        found: Tensor = self._kernel("sample").rows(logits, draws)
+        return found
+
     def _sample(self, logits: Tensor, draws: Draws | None, out: SampleBuffers) -> None:
         if logits.dim() != 2 or logits.dtype != torch.float32 or not logits.shape[1]:
             raise KernelError(
@@ -397,7 +429,3 @@ class Ops(ExpertOps):
         if self._sampling is None:  # once: making and looking up a Problem takes 2 us
             self._sampling = self._kernel("sample")
         self._sampling.run(logits, draws, out)
-
-
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from sdk.kernels.errors import KernelError
-from sdk.kernels.layouts import Affine, Blocks, Dense, Float8, Layout
+from sdk.kernels.layouts import Affine, Blocks, Dense, Float8, Layout, inputs_of
 
 if TYPE_CHECKING:
     from sdk.kernels.experts import Routes
 
 #: Backends, best first. A backend is a folder here with ``available`` and ``open_backend``.
-BACKENDS = ("cpu", "reference")
+BACKENDS = ("gpu", "cpu", "reference")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,8 @@ class Problem:
     """What an implementation must know to accept or decline. Fields an op does not use stay unset.
 
     ``compute`` is ``"auto"`` (activations may be rounded to ``activation_bits`` per block where the
-    weight is quantized) or ``"exact"`` (fp32 arithmetic on the dequantized values).
+    weight is quantized) or ``"exact"`` (fp32 arithmetic on the dequantized values). ``inputs``: how
+    they must be rounded, in words, where the file of the weight says so and compute is not exact.
     """
 
     op: str
@@ -42,6 +43,7 @@ class Problem:
     in_features: int = 0
     out_features: int = 0
     activation_bits: int = 8
+    inputs: str = ""
     dtype: str = "float32"
     head_dim: int = 0
     kv_dtype: str = ""
@@ -87,6 +89,9 @@ class Backend(Protocol):
     """The kernels of one device for one engine; holds what they share, such as a thread pool."""
 
     name: str
+    #: Whether a page's keys of one head are to lie ``[head_dim][page_size]`` in memory, else
+    #: ``[page_size][head_dim]`` like its values (``KVPages``).
+    keys_transposed: bool
 
     def implementations(self, op: str) -> Sequence[Any]:
         """Implementations of ``op``, best first; empty when the backend has none."""
@@ -108,16 +113,19 @@ class Choice:
 
 
 def open_backends(
-    device: str, num_threads: int, only: Sequence[str] | None = None
+    device: str, num_threads: int, only: Sequence[str] | None = None, *, fixed: bool = False
 ) -> tuple[list[Backend], tuple[tuple[str, str], ...]]:
-    """Open every backend that runs here: ``(backends, ((name, why not), ...))``."""
+    """Open every backend that runs here: ``(backends, ((name, why not), ...))``.
+
+    ``fixed``: see :class:`sdk.kernels.ops.Ops`.
+    """
     opened: list[Backend] = []
     missing: list[tuple[str, str]] = []
     for name in only or BACKENDS:
         module = import_module(f"sdk.kernels.{name}")
         reason = module.available(device)
         if reason is None:
-            opened.append(module.open_backend(device, num_threads))
+            opened.append(module.open_backend(device, num_threads, fixed=fixed))
         else:
             missing.append((name, reason))
     return opened, tuple(missing)
@@ -143,20 +151,24 @@ def linear_problem(layout: Layout, compute: str, activation_bits: int) -> Proble
             fields: dict[str, Any] = {
                 "layout": "dense" if isinstance(layout, Dense) else "float8",
                 "format": str(layout.values.dtype).removeprefix("torch."),
+                "group": layout.block[1] if isinstance(layout, Float8) else 0,
             }
         case Affine():
             kind = "" if layout.table is None else "table"
             fields = {"layout": "affine", "format": kind}
             fields |= {"bits": layout.bits, "group": layout.group}
-            fields["super_group"] = layout.super_group
+            if layout.scale_table is None:  # these run on over the ends of rows
+                fields["super_group"] = layout.super_group
         case Blocks():
             fields = {"layout": "blocks", "format": layout.type}
     out_features, in_features = layout.shape
+    scheme = None if compute == "exact" else inputs_of(layout)
     return Problem(
         "linear",
         compute=compute,
         in_features=in_features,
         out_features=out_features,
         activation_bits=activation_bits,
+        inputs="" if scheme is None else str(scheme),
         **fields,
     )

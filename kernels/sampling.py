@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 #: One row, as ``Draw`` of cpu/native/abi.hpp. Temperature 0 is the argmax, below 1e-30 it is 1e-30;
 #: ``min_p`` 0, ``typical_p`` 1, ``top_p`` 1, ``top_k`` 0, a negative ``xtc_threshold`` and a NaN
@@ -68,6 +69,21 @@ GREEDY = pack_draw(temperature=0.0)
 _UNIFORM = struct.Struct("=d")
 
 
+class Penalties(NamedTuple):
+    """What tokens that were there already cost, E of them in R rows, each once in its row.
+
+    ``rows`` and ``ids`` int64 ``[E]``; ``counts`` float32 ``[E]``, how often the token is in the
+    output (0: in the prompt only); ``factors`` float32 ``[R, 3]``: repetition (Keskar et al. 2019:
+    divides a positive logit, multiplies another), frequency (subtracted for each time) and presence
+    (subtracted once).
+    """
+
+    rows: Tensor
+    ids: Tensor
+    counts: Tensor
+    factors: Tensor
+
+
 class Tokens(NamedTuple):
     """What became of R rows.
 
@@ -82,10 +98,16 @@ class Tokens(NamedTuple):
 
 
 class SampleBuffers:
-    """Memory that stays: draws of up to ``rows`` rows, all greedy at first, and their outcome."""
+    """Memory that stays: draws of up to ``rows`` rows, all greedy at first, and their outcome.
 
-    def __init__(self, rows: int) -> None:
-        self._records = bytearray(GREEDY * rows)
+    ``records``: where the draws are to lie, ``rows * DRAW.itemsize`` bytes; else memory of its own.
+    """
+
+    def __init__(self, rows: int, records: memoryview | None = None) -> None:
+        self._records = memoryview(bytearray(len(GREEDY) * rows))
+        if records is not None:
+            self._records = records.cast("B")
+        self._records[:] = GREEDY * rows
         self._written = [GREEDY] * rows
         self.draws: Draws = np.frombuffer(self._records, DRAW)
         self.tokens = np.zeros(rows, np.int64)
@@ -102,6 +124,11 @@ class SampleBuffers:
             self._written[row] = packed
         if packed is not GREEDY:
             _UNIFORM.pack_into(self._records, at + _RECORD.size - _UNIFORM.size, uniform)
+
+    def write(self, outcome: NDArray[np.float64]) -> None:
+        """The outcome of as many rows as ``outcome [R, 3]`` has: token, best, probability."""
+        rows = len(outcome)
+        self.tokens[:rows], self.best[:rows], self.probabilities[:rows] = outcome.T
 
     def read(self, rows: int) -> Tokens:
         """The outcome of the first ``rows`` rows."""

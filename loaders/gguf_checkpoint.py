@@ -87,7 +87,7 @@ class GgufCheckpoint:
         if expert is not None:
             data = data[expert * stored.shape[1] : (expert + 1) * stored.shape[1]]
         layout = decode_matrix(stored.type, data, stored.shape[-1], self._where(stored))
-        factor = self._factor_beside(stored)
+        factor = self._factor_beside(stored, expert)
         if factor is not None:
             layout = self._times(stored, layout, factor)
         self._report(stored)
@@ -111,10 +111,7 @@ class GgufCheckpoint:
         return self._stored(name)[1] is not None
 
     def entries(self) -> Sequence[TensorEntry]:
-        return [
-            TensorEntry(tensor.name, tensor.shape, tensor.type.name, tensor.nbytes, _held(tensor))
-            for tensor in self._opened().tensors.values()
-        ]
+        return self._opened().entries()
 
     def unused(self) -> list[str]:
         return [
@@ -194,8 +191,9 @@ class GgufCheckpoint:
         paired = data.reshape(heads, rows // heads // 2, 2, width)
         return np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(rows, width)
 
-    def _factor_beside(self, stored: GgufTensor) -> float | None:
-        """The number all of a matrix is to be multiplied by: NVFP4 files have it beside.
+    def _factor_beside(self, stored: GgufTensor, expert: int | None) -> float | None:
+        """The number all of a matrix is to be multiplied by: NVFP4 files have it beside, of all
+        experts in one tensor.
 
         Its neighbour ``input_scale`` is for engines that round activations to 4 bits.
         """
@@ -206,11 +204,12 @@ class GgufCheckpoint:
         beside = tensors.get(f"{stem}.scale")
         if beside is None:
             return None
-        if beside.shape != (1,) or beside.type.name != "F32":
+        count = 1 if expert is None else stored.shape[0]
+        if beside.shape != (count,) or beside.type.name != "F32":
             raise self._fail(
-                beside, f"expected one F32, found {beside.type.name} {list(beside.shape)}"
+                beside, f"expected F32 [{count}], found {beside.type.name} {list(beside.shape)}"
             )
-        factor = float(self._opened().data(beside.name).view("<f4")[0, 0])
+        factor = float(self._opened().data(beside.name).view("<f4")[0, expert or 0])
         if not math.isfinite(factor):
             raise self._fail(beside, f"expected a finite number, found {factor}")
         self._report(beside)
@@ -235,8 +234,3 @@ class GgufCheckpoint:
         self._done += stored.nbytes
         if self.on_bytes is not None:
             self.on_bytes(self._done, self._total)
-
-
-def _held(tensor: GgufTensor) -> int | None:
-    kind = tensor.type
-    return tensor.nbytes // kind.nbytes * kind.held if kind.held else None

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from sdk.loaders.formats.gguf_byte_order import to_little_endian
 from sdk.loaders.gguf_header import GgufHeader, GgufTensor
 from sdk.loaders.mapped_file import MappedFile
+from sdk.quant.checkpoint import TensorEntry
 from sdk.quant.errors import CheckpointError
 
 MAX_SHARDS = 1024
@@ -59,10 +60,22 @@ class GgufFile:
             return data
         return to_little_endian(tensor.type, data, f"{shard.file.path}: tensor {name!r}")
 
+    def entries(self) -> list[TensorEntry]:
+        """See :meth:`sdk.quant.checkpoint.Checkpoint.entries`."""
+        return [
+            TensorEntry(tensor.name, tensor.shape, tensor.type.name, tensor.nbytes, _held(tensor))
+            for tensor in self.tensors.values()
+        ]
+
     def release(self, name: str) -> None:
         """Hand the pages of a tensor back to the system; reading it fetches them again."""
         tensor = self.tensors[name]
         self._shards[tensor.shard].file.release(tensor.start, tensor.nbytes)
+
+
+def _held(tensor: GgufTensor) -> int | None:
+    kind = tensor.type
+    return tensor.nbytes // kind.nbytes * kind.held if kind.held else None
 
 
 def read_gguf(path: Path) -> GgufFile:

@@ -1,4 +1,7 @@
-"""A folder as `save_pretrained` writes it (config.json and safetensors files) as a `Checkpoint`."""
+"""A folder as `save_pretrained` writes it (config.json and safetensors files) as a `Checkpoint`.
+
+One as Mistral publishes it (`mistral_params`) is read as if it were such a one.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,9 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.layouts import Dense
-from sdk.loaders.formats.quantized import CONFIG_FILES, KV_SCALES, Quantization, quantization
+from sdk.loaders import mistral_params
+from sdk.loaders.formats.kv_scales import KV_SCALES, read_kv_scales
+from sdk.loaders.formats.quantized import CONFIG_FILES, Quantization, quantization
 from sdk.loaders.formats.stored_layer import StoredLayer
 from sdk.loaders.hf_experts import JoinedPart, joined_part, spelled_as_ours
 from sdk.loaders.json_file import read_json
@@ -47,7 +52,8 @@ _PREFIXES = (
 class HfFolder:
     """See `sdk.quant.checkpoint.Checkpoint`; ``path`` is the folder.
 
-    ``weights`` names one safetensors file to use in place of those the folder lists.
+    ``weights`` names one safetensors file to use in place of those the folder lists. ``kv_scales``:
+    the scales for an 8-bit KV cache by name, for users to see.
     """
 
     format = "safetensors"
@@ -55,21 +61,25 @@ class HfFolder:
     def __init__(self, folder: Path, weights: Path | None = None) -> None:
         self.path = folder
         self.on_bytes: Callable[[int, int], None] | None = None
-        raw = read_json(folder / "config.json", MAX_CONFIG)
+        theirs = (folder / mistral_params.FILE).is_file()
+        self._by_mistral = theirs and not (folder / "config.json").is_file()
+        source = folder / (mistral_params.FILE if self._by_mistral else "config.json")
+        raw = read_json(source, MAX_CONFIG)
+        if self._by_mistral:
+            raw = mistral_params.config_of(raw, str(source))
         for name in CONFIG_FILES:
             if raw.get("quantization_config") is None and (folder / name).is_file():
                 raw["quantization_config"] = read_json(folder / name, MAX_CONFIG)
         files = open_weights(folder, weights)
         self._quantization = quantization(raw, files.tensors, str(folder))
-        self.config: Mapping[str, Any] = complete_config(raw, str(folder / "config.json"))
+        self.config: Mapping[str, Any] = complete_config(raw, str(source))
         generation = folder / "generation_config.json"
         self.generation_config: Mapping[str, Any] = (
             read_json(generation, MAX_CONFIG) if generation.is_file() else {}
         )
         self._files: SafetensorsFiles | None = files
-        self._tensors = _canonical_names(files)
-        if any(name.endswith(KV_SCALES) for name in self._tensors):
-            logger.info("%s: its scales for an 8-bit KV cache are not used", folder)
+        self._tensors = _canonical_names(files, self._by_mistral)
+        self.kv_scales = read_kv_scales(files, self._tensors, str(folder))
         self._pulled: set[str] = set()
         self._warned: set[str] = set()
         self._mapped: deque[StoredTensor] = deque()
@@ -85,6 +95,16 @@ class HfFolder:
         return tokenizer_from_folder(self.path)
 
     def weight(self, name: str) -> Weight:
+        found = self._weight(name)
+        if not self._by_mistral or not name.endswith((".q_proj", ".k_proj")):
+            return found
+        queries = name.endswith(".q_proj")
+        heads = self.config["num_attention_heads" if queries else "num_key_value_heads"]
+        if not isinstance(found, PackedWeight) or found.shape[0] % (2 * heads):
+            raise CheckpointError(f"{self.path}: {name}: {found.shape[0]} rows for {heads} heads")
+        return mistral_params.halves_apart(found, heads)
+
+    def _weight(self, name: str) -> Weight:
         layer = self._packed(name)
         if layer is not None:
             return self._decoded(layer)
@@ -188,15 +208,14 @@ class HfFolder:
 
     def _cut(self, name: str, part: JoinedPart) -> Weight:
         """One expert's matrix out of a tensor of all; the last such tensor is kept at hand."""
-        if part.whole in self._tensors:
+        layer = self._packed(part.whole)
+        if layer is None:
             stored = self._tensors[part.whole]
             values = self._read(part.whole, stored)[part.expert]
             turned = self.config["model_type"] == "gpt_oss"
             self._report(stored)
             return weight_of(Dense(part.of(values.t() if turned else values)))
         if self._whole is None or self._whole[0] != part.whole:
-            layer = self._packed(part.whole)
-            assert layer is not None
             self._whole = part.whole, self._decoded(layer)
         weight, count = self._whole[1], num_experts(self.config) or 1
         first, rows, step = part.rows(weight.shape[0] // count)
@@ -278,8 +297,11 @@ class HfFolder:
             self.on_bytes(self._done, self._total)
 
 
-def _canonical_names(files: SafetensorsFiles) -> dict[str, StoredTensor]:
+def _canonical_names(files: SafetensorsFiles, by_mistral: bool) -> dict[str, StoredTensor]:
     """Every tensor of the language model by our name of it."""
+    if by_mistral:
+        ours = mistral_params.spelled_as_ours
+        return {ours(name): tensor for name, tensor in files.tensors.items()}
     stored = {spelled_as_ours(name): tensor for name, tensor in files.tensors.items()}
     if any(name.startswith("embed_tokens.") for name in stored):  # saved without a head
         return {f"model.{name}": tensor for name, tensor in stored.items()}

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from sdk.loaders.gguf_checkpoint import GgufCheckpoint
+from sdk.loaders.gguf_config import build_config
+from sdk.loaders.gguf_reader import read_gguf
 from sdk.loaders.hub import download, is_hub_id
-from sdk.quant.checkpoint import Checkpoint
+from sdk.quant.checkpoint import Checkpoint, TensorEntry
 from sdk.quant.errors import CheckpointError, UnsupportedError
+
+if TYPE_CHECKING:
+    from sdk.loaders.hf_folder import HfFolder
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
@@ -19,8 +26,8 @@ def open_checkpoint(
 
     Args:
         model: a ``.gguf`` file (the first one of a split model), a folder with ``config.json`` and
-            safetensors files (or with one GGUF model), a ``.safetensors`` file beside its
-            ``config.json``, or, when no such path exists, a hub id ``org/name``.
+            safetensors files (or Mistral's params.json, or one GGUF model), a ``.safetensors`` file
+            beside its ``config.json``, or, when no such path exists, a hub id ``org/name``.
         revision: branch, tag or commit of a hub id.
         local_files_only: never download.
 
@@ -28,43 +35,83 @@ def open_checkpoint(
         CheckpointError: what is there is damaged, incomplete or missing.
         UnsupportedError: it is sound but holds something that is not run.
     """
+    path = _located(model, revision, local_files_only)
+    file = _gguf_at(path)
+    if file is None:
+        return _hf_folder(path)
+    from sdk.loaders.gguf_checkpoint import GgufCheckpoint
+
+    return GgufCheckpoint(file)
+
+
+@dataclass(frozen=True, slots=True)
+class Headers:
+    """What the headers of a model say; see :class:`sdk.quant.checkpoint.Checkpoint`."""
+
+    path: Path
+    format: str
+    config: Mapping[str, Any]
+    entries: Sequence[TensorEntry]
+    kv_scales: Mapping[str, float]
+
+
+def read_headers(model: str | Path) -> Headers:
+    """What :func:`open_checkpoint` finds in the headers; of a GGUF file without importing torch.
+
+    Raises:
+        CheckpointError: as there.
+        UnsupportedError: as there.
+    """
+    path = _located(model, None, False)
+    file = _gguf_at(path)
+    if file is not None:
+        gguf = read_gguf(file)
+        return Headers(file, "gguf", build_config(gguf), gguf.entries(), {})
+    folder = _hf_folder(path)
+    try:
+        return Headers(
+            folder.path, folder.format, folder.config, folder.entries(), folder.kv_scales
+        )
+    finally:
+        folder.close()
+
+
+def _located(model: str | Path, revision: str | None, local_files_only: bool) -> Path:
+    """A file or folder that exists, downloaded where ``model`` is a hub id."""
     path = Path(model).expanduser()
     try:
-        is_folder, exists = path.is_dir(), path.exists()
+        exists = path.exists()
     except (OSError, ValueError) as error:  # a NUL in the name, a name too long
         raise CheckpointError(f"{str(model)[:200]!r}: not a usable path: {error}") from None
-    if not exists and isinstance(model, str) and is_hub_id(model):
-        path, is_folder = download(model, revision, local_files_only), True
-    elif not exists:
-        raise CheckpointError(f"{path}: no such file or folder")
-    return _open_folder(path) if is_folder else _open_file(path)
+    if exists:
+        return path
+    if isinstance(model, str) and is_hub_id(model):
+        return download(model, revision, local_files_only)
+    raise CheckpointError(f"{path}: no such file or folder")
 
 
-def _open_file(path: Path) -> Checkpoint:
-    if path.suffix == ".safetensors":
-        return _hf_folder(path.parent, path)
-    if path.suffix in _PICKLES:
-        raise UnsupportedError(
-            f"{path}: a pickle, which can run any code when read, is not opened; open a folder "
-            "with config.json and safetensors files (save_pretrained writes one) or a GGUF file"
-        )
-    return GgufCheckpoint(path)
-
-
-def _open_folder(folder: Path) -> Checkpoint:
-    if (folder / "config.json").is_file():
-        return _hf_folder(folder)
-    models = sorted(folder.glob("*.gguf"))
-    first = [path for path in models if "-of-" not in path.name or "-00001-of-" in path.name]
+def _gguf_at(path: Path) -> Path | None:
+    """The GGUF file that a path is or holds; None where safetensors files are to be read."""
+    if not path.is_dir():
+        if path.suffix in _PICKLES:
+            raise UnsupportedError(
+                f"{path}: a pickle, which can run any code when read, is not opened; open a folder "
+                "with config.json and safetensors files (save_pretrained writes one) or a GGUF file"
+            )
+        return None if path.suffix == ".safetensors" else path
+    if any((path / name).is_file() for name in ("config.json", "params.json")):
+        return None
+    models = sorted(path.glob("*.gguf"))
+    first = [model for model in models if "-of-" not in model.name or "-00001-of-" in model.name]
     if len(first) == 1:
-        return GgufCheckpoint(first[0])
+        return first[0]
     if first:
-        names = ", ".join(path.name for path in first[:5])
-        raise CheckpointError(f"{folder}: several GGUF models in it, name one: {names}")
-    raise CheckpointError(f"{folder}: neither config.json nor a .gguf file in it")
+        names = ", ".join(model.name for model in first[:5])
+        raise CheckpointError(f"{path}: several GGUF models in it, name one: {names}")
+    raise CheckpointError(f"{path}: neither config.json nor a .gguf file in it")
 
 
-def _hf_folder(folder: Path, file: Path | None = None) -> Checkpoint:
+def _hf_folder(path: Path) -> HfFolder:
     from sdk.loaders.hf_folder import HfFolder  # five modules that a GGUF file does not need
 
-    return HfFolder(folder, file)
+    return HfFolder(path) if path.is_dir() else HfFolder(path.parent, path)

@@ -159,6 +159,8 @@ class Decoder:
     layer: ClassVar[type[Layer]]
     #: Gemma stores norm weights minus 1.
     norm_plus_one: ClassVar[bool] = False
+    #: Whether attention has one more logit per head: see :class:`Attention`.
+    has_sinks: ClassVar[bool] = False
 
     def __init__(self, source: Source) -> None:
         c = source.config
@@ -174,6 +176,11 @@ class Decoder:
             else Rope(c.local_rope, source.max_model_len, source.ops.device)
         )
         self._linears = source.linears
+
+    @property
+    def shift_invariant(self) -> bool:
+        """Whether all scores of a query may be moved alike: no layer caps them or has sinks."""
+        return self.config.attention_softcap is None and not self.has_sinks
 
     def linears(self) -> Iterator[tuple[str, Linear | ExpertLinear]]:
         """See :class:`CausalLM`."""

@@ -32,3 +32,4 @@ class Model(Decoder):
     """A :class:`sdk.models.decoder.CausalLM`."""
 
     layer = GptOssLayer
+    has_sinks = True

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import Tensor
+if TYPE_CHECKING:  # headers are read without torch
+    from torch import Tensor
 
-from sdk.quant.weight import Weight
+    from sdk.quant.weight import Weight
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,7 @@ class PermutedWeight(Weight):
         assert order.dtype == torch.int32 and order.shape == inner.shape[1:]
         self.shape = inner.shape
         self.inner = inner
+        self.inputs = inner.inputs
         self.order = order
         self._ops: Ops | None = None
 

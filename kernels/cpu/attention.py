@@ -7,14 +7,8 @@ from torch import Tensor
 
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.cpu.elementwise import floats
-from sdk.kernels.cpu.library import ELEMENT_TYPES, AttentionArgs, Engine, OpKind, PlacesArgs
-from sdk.kernels.cpu.pages import (
-    check_pages,
-    inner_contiguous,
-    page_pointers,
-    page_strides,
-    reject,
-)
+from sdk.kernels.cpu.library import AttentionArgs, Engine, OpKind, PlacesArgs
+from sdk.kernels.cpu.pages import check_pages, inner_contiguous, page_sides, reject
 from sdk.kernels.errors import KernelError
 from sdk.kernels.layouts import KVPages
 from sdk.kernels.registry import Problem
@@ -60,13 +54,13 @@ class Attention:
         args = AttentionArgs(
             q.data_ptr(),
             out.data_ptr(),
-            *page_pointers(pages),
+            *page_sides(pages),
             *(x.data_ptr() for x in index),
             None if sinks is None else sinks.data_ptr(),
             None,
             *q.stride()[:2],
             index[2].shape[1],
-            *page_strides(pages),
+            pages.k.shape[0],
             q.shape[0],
             window or 0,
             batch.num_requests,
@@ -74,7 +68,6 @@ class Attention:
             kv_heads,
             head_dim,
             pages.page_size,
-            ELEMENT_TYPES[pages.k.dtype],
             scale,
             softcap or 0.0,
             0,

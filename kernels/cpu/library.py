@@ -16,7 +16,7 @@ import torch
 from sdk.kernels.errors import KernelError
 
 #: Must equal kAbiVersion in native/abi.hpp; a library with another one is refused as stale.
-ABI_VERSION = 8
+ABI_VERSION = 11
 
 #: Instruction-set levels, worst to best, in the order of native/levels.hpp.
 LEVELS = ("portable", "avx2", "avx2_vnni", "avx512_vnni")
@@ -71,40 +71,43 @@ class Count(IntEnum):
     REQUESTS = 2
 
 
+class Inputs(Structure):
+    """How the file of a weight wants its inputs rounded."""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("codes", "rule", "bits", "symmetric")),
+        ("group", c_int64),
+        *((name, c_float) for name in ("scale", "zero", "factor", "limit")),
+    ]
+
+
 class WeightView(Structure):
     """``Weight`` of native/abi.hpp: a packed weight as pointers and strides."""
 
     _fields_ = [
         *((name, c_int64) for name in ("n", "k", "row_blocks", "k_blocks")),
         *((name, c_int32) for name in ("dense", "bits", "source", "flip", "unit")),
-        *((name, c_int32) for name in ("group_units", "super_units", "scale_type", "minus_type")),
-        ("zero", c_float),
-        ("super_type", c_int32),
-        ("step", c_float),
-        ("steps", c_uint8 * 16),
-        ("groups", c_int64),
-        ("supers", c_int64),
-        *((name, c_void_p) for name in ("codes", "scale", "minus", "zeros")),
-        *((name, c_void_p) for name in ("super_scale", "super_minus", "table")),
+        *((name, c_int32) for name in ("group_units", "super_units", "scale_blocks")),
+        *((name, c_int32) for name in ("scale_type", "minus_type", "zeros_type")),
+        *(("zero", c_float), ("super_type", c_int32), ("step", c_float), ("steps", c_uint8 * 16)),
+        *((name, c_int64) for name in ("groups", "supers", "scale_rows")),
+        *((name, c_void_p) for name in ("codes", "scale", "minus", "zeros", "super_scale")),
+        *((name, c_void_p) for name in ("super_minus", "table", "scale_table", "scale_offset")),
+        ("inputs", Inputs),
     ]
 
 
 class Activations(Structure):
     """Rounded activations: the library's own business."""
 
-    _fields_ = [
-        ("k_blocks", c_int64),
-        ("blocks", c_void_p),
-        ("rest", c_void_p),
-    ]
+    _fields_ = [("k_blocks", c_int64), *((n, c_void_p) for n in ("values", "blocks", "rest"))]
 
 
 class LinearArgs(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("w", "x", "out")),
         ("out_stride", c_int64),
-        ("exact", c_int32),
-        ("planes", c_int32),
+        *((name, c_int32) for name in ("exact", "planes")),
         ("m", c_int64),
         ("act", Activations),
         ("source", c_void_p),
@@ -206,44 +209,43 @@ class GatedArgs(Structure):
     _fields_ = [("gate_up", c_void_p), ("out", c_void_p), ("width", c_int64), ("kind", c_int32)]
 
 
+class PageSide(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("data", "scales")),
+        *((name, c_int64) for name in ("page", "head", "step", "scale_page", "scale_row")),
+        *((name, c_int32) for name in ("type", "group")),
+    ]
+
+
 class RopeArgs(Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("q", "k", "v", "cos", "sin", "slots")),
-        *((name, c_void_p) for name in ("k_pages", "v_pages", "k_scales", "v_scales")),
+        *((name, c_void_p) for name in ("q", "k", "v", "cos", "sin", "slots", "key_centre")),
+        *((name, PageSide) for name in ("keys", "values")),
         *((name, c_int64) for name in ("q_token", "q_head", "k_token", "k_head")),
         *((name, c_int64) for name in ("v_token", "v_head", "cos_token", "sin_token")),
-        *((name, c_int64) for name in ("k_page", "k_page_head", "k_page_dim")),
-        *((name, c_int64) for name in ("v_page", "v_page_head", "v_page_slot")),
-        *((name, c_int64) for name in ("scale_page", "scale_head", "num_pages")),
-        *((name, c_int32) for name in ("heads", "kv_heads", "head_dim", "half")),
-        *((name, c_int32) for name in ("page_size", "page_type")),
+        ("num_pages", c_int64),
+        *((name, c_int32) for name in ("heads", "kv_heads", "head_dim", "half", "page_size")),
     ]
 
 
 class AttentionArgs(Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("q", "out", "k_pages", "v_pages", "k_scales", "v_scales")),
+        *((name, c_void_p) for name in ("q", "out")),
+        *((name, PageSide) for name in ("keys", "values")),
         *((name, c_void_p) for name in ("query_start", "context_len", "page_table")),
         *((name, c_void_p) for name in ("sinks", "shared")),
         *((name, c_int64) for name in ("q_token", "q_head", "table_width")),
-        *((name, c_int64) for name in ("k_page", "k_page_head", "k_page_dim")),
-        *((name, c_int64) for name in ("v_page", "v_page_head", "v_page_slot")),
-        *((name, c_int64) for name in ("scale_page", "scale_head", "num_pages", "tokens")),
-        ("window", c_int64),
-        *((name, c_int32) for name in ("requests", "heads", "kv_heads", "head_dim")),
-        *((name, c_int32) for name in ("page_size", "page_type")),
-        ("scale", c_float),
-        ("softcap", c_float),
-        ("query_tile", c_int32),
-        ("run_chunks", c_int32),
+        *((name, c_int64) for name in ("num_pages", "tokens", "window")),
+        *((name, c_int32) for name in ("requests", "heads", "kv_heads", "head_dim", "page_size")),
+        *((name, c_float) for name in ("scale", "softcap")),
+        *((name, c_int32) for name in ("query_tile", "run_chunks")),
     ]
 
 
 class SampleArgs(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("logits", "draws", "tokens", "best", "probabilities")),
-        ("width", c_int64),
-        ("stride", c_int64),
+        *((name, c_int64) for name in ("width", "stride")),
     ]
 
 

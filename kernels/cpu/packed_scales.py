@@ -5,10 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sdk.kernels.layouts import BLOCK_TYPES, Blocks
+from sdk.kernels.cpu.library import ELEMENT_TYPES
+from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks
+from sdk.kernels.reference.decode import pack_codes, unpack_codes
 
 #: Rows of a block of a packed weight.
 ROWS = 16
+#: Element types that torch does not have: halves of a byte, numbers of 16 rows in 2, 4 and 6 bits.
+LOW_4, HIGH_4, U2, U4, I6 = 7, 8, 11, 12, 13
 
 
 def interleave(x: Tensor) -> Tensor:
@@ -26,6 +30,55 @@ def _interleave(x: Tensor) -> Tensor:
 def deinterleave(x: Tensor, rows: int) -> Tensor:
     """The inverse of :func:`interleave`."""
     return x.transpose(1, 2).reshape(-1, x.shape[1])[:rows].contiguous()
+
+
+def turn(x: Tensor) -> Tensor:
+    """``[R, K] -> [K, R]``, and back."""
+    return x.t().contiguous()
+
+
+def pack_zeros(w: Affine, zeros: Tensor, columns: bool) -> tuple[Tensor, int]:
+    """Zero points with their element type: integers in 2, 4 or 8 bits (8 where every column has its
+    own), floats in their own type."""
+    if zeros.is_floating_point():
+        return (turn if columns else interleave)(zeros), ELEMENT_TYPES[zeros.dtype]
+    if columns:
+        return turn(unpack_codes(zeros, w.bits, w.shape[1])), ELEMENT_TYPES[torch.uint8]
+    rows = interleave(unpack_codes(zeros, w.bits, w.scale.shape[1]))
+    width = _width(w.bits)
+    parts = rows.view(*rows.shape[:2], 8 // width, -1)  # [., ., parts of a byte, bytes]
+    packed = torch.zeros_like(parts[:, :, 0])
+    for i in range(8 // width):
+        packed |= parts[:, :, i] << width * i
+    return packed, {2: U2, 4: U4, 8: ELEMENT_TYPES[torch.uint8]}[width]
+
+
+def unpack_zeros(facts: Affine, zeros: Tensor) -> Tensor:
+    """The inverse of :func:`pack_zeros`."""
+    n = facts.shape[0]
+    if zeros.is_floating_point():
+        return deinterleave(zeros, n)
+    return pack_codes(deinterleave(_lanes(zeros, _width(facts.bits)), n), facts.bits)
+
+
+def _lanes(x: Tensor, width: int) -> Tensor:
+    """The numbers of 16 rows out of bytes that hold several: ``[., ., bytes] -> [., ., 16]``."""
+    return torch.cat([x >> width * i & (1 << width) - 1 for i in range(8 // width)], dim=2)
+
+
+def unpack_columns(facts: Affine, zeros: Tensor) -> Tensor:
+    """The inverse of :func:`pack_zeros` where every column has its own."""
+    return turn(zeros) if zeros.is_floating_point() else pack_codes(turn(zeros), facts.bits)
+
+
+def _width(bits: int) -> int:
+    return 2 if bits <= 2 else 4 if bits <= 4 else 8
+
+
+def _six_bits(scale: Tensor, rows: int) -> Tensor:
+    """q3_k: ``[blocks, groups, 12]`` -> codes uint8 ``[rows, groups]``."""
+    codes = _lanes(scale[:, :, :8], 4) | _lanes(scale[:, :, 8:], 2) << 4
+    return deinterleave(codes, rows)
 
 
 def unpack_block_scales(
@@ -46,17 +99,17 @@ def unpack_block_scales(
             minimum = deinterleave(minus, n).neg().unsqueeze(2)
             blocks[:, :, 2:4] = minimum.view(torch.uint8)
         return blocks.view(n, -1)
-    scales = deinterleave(scale, n).view(n, k // kind.elements, -1)
+    groups = _six_bits(scale, n) if facts.type == "q3_k" else deinterleave(scale, n)
+    scales = groups.view(n, k // kind.elements, -1)
     d = deinterleave(super_scale, n).unsqueeze(2).view(torch.uint8)
     if facts.type == "q6_k":
         blocks[:, :, 192:208] = scales
         blocks[:, :, 208:210] = d
         return blocks.view(n, -1)
     if facts.type == "q3_k":
-        six = (scales + 32).view(torch.uint8)
-        blocks[:, :, 96:104] = six[:, :, :8] & 15 | six[:, :, 8:] << 4
+        blocks[:, :, 96:104] = scales[:, :, :8] & 15 | scales[:, :, 8:] << 4
         for i in range(4):
-            blocks[:, :, 104:108] |= six[:, :, 4 * i : 4 * i + 4] >> 4 << 2 * i
+            blocks[:, :, 104:108] |= scales[:, :, 4 * i : 4 * i + 4] >> 4 << 2 * i
         blocks[:, :, 108:110] = d
         return blocks.view(n, -1)
     if facts.type == "iq4_xs":

@@ -6,14 +6,8 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.batch import AttentionBatch
-from sdk.kernels.cpu.library import ELEMENT_TYPES, AnglesArgs, Engine, OpKind, RopeArgs
-from sdk.kernels.cpu.pages import (
-    check_pages,
-    inner_contiguous,
-    page_pointers,
-    page_strides,
-    reject,
-)
+from sdk.kernels.cpu.library import AnglesArgs, Engine, OpKind, RopeArgs
+from sdk.kernels.cpu.pages import check_pages, inner_contiguous, page_sides, reject
 from sdk.kernels.errors import KernelError
 from sdk.kernels.layouts import KVPages
 from sdk.kernels.registry import Problem
@@ -56,22 +50,22 @@ class RopeAndCache:
         for name, x in (("q", q), ("k", k), ("v", v), ("cos", cos), ("sin", sin)):
             inner_contiguous(x, torch.float32, f"rope {name}")
         check_pages(pages, kv_heads, head_dim)
-        slots = batch.slots.contiguous()
+        slots, centre = batch.slots.contiguous(), pages.k_centre
         args = RopeArgs(
             *(x.data_ptr() for x in (q, k, v, cos, sin, slots)),
-            *page_pointers(pages),
+            None if centre is None else centre.data_ptr(),
+            *page_sides(pages),
             *q.stride()[:2],
             *k.stride()[:2],
             *v.stride()[:2],
             cos.stride(0),
             sin.stride(0),
-            *page_strides(pages),
+            pages.k.shape[0],
             q.shape[1],
             kv_heads,
             head_dim,
             half,
             pages.page_size,
-            ELEMENT_TYPES[pages.k.dtype],
         )
         self._engine.run(OpKind.ROPE, args, tokens, "rope_and_cache")
 

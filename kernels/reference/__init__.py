@@ -12,10 +12,10 @@ from typing import Any
 from sdk.kernels.reference.attention import Attention
 from sdk.kernels.reference.elementwise import Map, Places, SelectRows, TakeColumns
 from sdk.kernels.reference.experts import AddOwnersBias, Combine, Group, Route
-from sdk.kernels.reference.linear import Linear
+from sdk.kernels.reference.linear import Linear, RoundedLinear
 from sdk.kernels.reference.norm import AddRmsNorm, GatedActivation, RmsNorm
 from sdk.kernels.reference.rope import RopeAndCache, RopeAngles
-from sdk.kernels.reference.sampling import Sample
+from sdk.kernels.reference.sampling import Penalize, Sample
 
 
 def available(device: str) -> str | None:
@@ -23,8 +23,8 @@ def available(device: str) -> str | None:
     return None
 
 
-def open_backend(device: str, num_threads: int) -> ReferenceBackend:
-    """``num_threads`` is not used: torch's own pool belongs to the host application."""
+def open_backend(device: str, num_threads: int, *, fixed: bool = False) -> ReferenceBackend:
+    """Always ``fixed``; ``num_threads`` is not used: torch's own pool belongs to the host."""
     return ReferenceBackend()
 
 
@@ -32,10 +32,11 @@ class ReferenceBackend:
     """See :class:`sdk.kernels.registry.Backend`."""
 
     name = "reference"
+    keys_transposed = True
 
     def __init__(self) -> None:
         self._implementations: dict[str, Sequence[Any]] = {
-            "linear": (Linear(),),
+            "linear": (Linear(), RoundedLinear()),
             "route": (Route(),),
             "group": (Group(),),
             "add_owners_bias": (AddOwnersBias(),),
@@ -50,6 +51,7 @@ class ReferenceBackend:
             "find_places": (Places(),),
             "rope_and_cache": (RopeAndCache(),),
             "attention": (Attention(),),
+            "penalize": (Penalize(),),
             "sample": (Sample(),),
         }
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.layouts import KVPages
-from sdk.kernels.reference.rope import mixed
+from sdk.kernels.reference.page_codes import decode, is_mixed, mixed
 from sdk.kernels.registry import Problem
 
 QUERY_TILE = 16
@@ -48,7 +48,7 @@ class Attention:
                 end = min(begin + QUERY_TILE, starts[r + 1])
                 position = first_position + begin - starts[r]
                 view[begin:end] = _tile(q[begin:end], k, v, position, scale, window, softcap, sinks)
-        if pages.v_scale is not None:
+        if is_mixed(pages.v.dtype):
             view.copy_(mixed(view))
 
 
@@ -59,9 +59,12 @@ def _gather(pages: KVPages, table: Tensor, length: int) -> tuple[Tensor, Tensor]
     padded = -(-length // KEY_TILE) * KEY_TILE
     gathered = []
     for cache, scale in ((pages.k, pages.k_scale), (pages.v, pages.v_scale)):
-        x = cache[ids].to(torch.float32)
-        if scale is not None:
-            x = x * scale[ids].to(torch.float32).unsqueeze(3)
+        x = cache[ids]
+        if scale is None:
+            x = x.to(torch.float32)
+        else:
+            words = scale[ids].view(count, x.shape[1], -1, pages.page_size)
+            x = decode(x, words.transpose(2, 3))
         x = x.transpose(0, 1)
         x = x.reshape(x.shape[0], -1, x.shape[3])[:, :length]
         gathered.append(torch.nn.functional.pad(x, (0, 0, 0, padded - length)))

@@ -6,6 +6,8 @@ float32 in the order those decoders use, so that results are equal bit for bit.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -43,6 +45,13 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
     return (stream * weights).sum(dim=2, dtype=torch.uint8)
 
 
+def cut_codes(codes: Tensor, bits: int, start: int, end: int) -> Tensor:
+    """Codes ``start:end`` of every row of a stream; a view where they begin with a byte."""
+    if start * bits % 8 == 0:
+        return codes[:, start * bits // 8 : -(-end * bits // 8)]
+    return pack_codes(unpack_codes(codes, bits, end)[:, start:end], bits)
+
+
 def decode(layout: Layout) -> Tensor:
     """The weight as float32 ``[N, K]``."""
     match layout:
@@ -66,6 +75,8 @@ def row_scales(w: Float8) -> Tensor:
 
 def _decode_affine(w: Affine) -> Tensor:
     rows, columns = w.shape
+    if w.repeats:
+        w = with_rows(w, torch.arange(rows, device=w.codes.device))
     codes = unpack_codes(w.codes, w.bits, columns)
     if w.signed:
         codes = codes.view(torch.int8)
@@ -79,19 +90,63 @@ def _decode_affine(w: Affine) -> Tensor:
     if w.minus is not None:
         values = values * scale - w.minus.to(torch.float32).unsqueeze(2)
     elif w.zeros is not None:
-        values = (values - w.zeros.to(torch.float32).unsqueeze(2)) * scale
+        values = (values - zero_points(w, w.zeros).unsqueeze(2)) * scale
     else:
         values = (values - float(w.zero)) * scale
     return values.reshape(rows, groups * w.group)[:, :columns].contiguous()
 
 
+def with_rows(w: Affine, rows: Tensor) -> Affine:
+    """The weight ``w``, whose scales repeat, with those of every row of its own; ``rows`` (int64):
+    which rows of a larger weight its rows are."""
+    of = rows % w.scale.shape[0]
+    zeros = None if w.zeros is None else w.zeros[of]
+    minus = None if w.minus is None else w.minus[of]
+    return replace(w, scale=w.scale[of], zeros=zeros, minus=minus)
+
+
+def zero_points(w: Affine, zeros: Tensor) -> Tensor:
+    """The ``zeros`` of all groups, unpacked: float32 ``[N, ceil(K / group)]``."""
+    if not zeros.is_floating_point():
+        zeros = unpack_codes(zeros, w.bits, w.scale.shape[1])
+    return zeros.to(torch.float32)
+
+
 def group_scales(w: Affine) -> Tensor:
     """Both levels of scales multiplied: float32 ``[N, ceil(K / group)]``."""
+    if w.scale_table is not None:
+        assert w.scale_offset is not None
+        codes = w.scale.to(torch.int64)
+        supers = nested_supers(w, torch.arange(w.shape[0], device=codes.device))
+        return w.scale_table[codes] * supers + w.scale_offset.unsqueeze(1)
     scale = w.scale.to(torch.float32)
     if w.super_scale is None:
         return scale
     of = torch.arange(scale.shape[1], device=scale.device) * w.group // w.super_group
     return w.super_scale.to(torch.float32)[:, of] * scale
+
+
+def nested_supers(w: Affine, rows: Tensor) -> Tensor:
+    """Super scales that run on over the ends of rows, one for every scale of ``rows``.
+
+    int64 ``[T]`` -> float32 ``[T, K / group]``.
+    """
+    assert w.super_scale is not None
+    groups = w.scale.shape[1]
+    scales = rows.unsqueeze(1) * groups + torch.arange(groups, device=rows.device)
+    return w.super_scale[scales // (w.super_group // w.group)]
+
+
+def flat_scales(w: Affine) -> Affine:
+    """The same weight with one level of scales, float32."""
+    return replace(
+        w,
+        scale=group_scales(w),
+        super_scale=None,
+        super_group=0,
+        scale_table=None,
+        scale_offset=None,
+    )
 
 
 def _decode_blocks(w: Blocks) -> Tensor:

@@ -71,6 +71,7 @@ class Places:
         counts = batch.query_start.diff().long()
         owner = torch.repeat_interleave(counts)  # the request of each token
         first = batch.context_len.long() - counts - batch.query_start[:-1].long()
-        torch.add(torch.arange(batch.num_tokens), first[owner], out=batch.positions)
+        order = torch.arange(batch.num_tokens, device=owner.device)
+        torch.add(order, first[owner], out=batch.positions)
         page = batch.page_table[owner, batch.positions // batch.page_size].long()
         batch.slots.copy_(page * batch.page_size + batch.positions % batch.page_size)

@@ -7,6 +7,7 @@ so a row gets the same bits at every batch size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -14,8 +15,9 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.experts import Routes
-from sdk.kernels.layouts import Affine, Blocks, Dense, Float8, Layout
-from sdk.kernels.reference.decode import decode
+from sdk.kernels.layouts import Affine, Blocks, Dense, Float8, Layout, inputs_of
+from sdk.kernels.reference.decode import decode, flat_scales, nested_supers, with_rows
+from sdk.kernels.reference.rounding import rounded
 from sdk.kernels.registry import Problem
 
 ROW_TILE = 16
@@ -29,7 +31,7 @@ class Linear:
     name = "reference.linear"
 
     def reject(self, problem: Problem) -> str | None:
-        return None
+        return None if not problem.inputs else f"the file asks for activations in {problem.inputs}"
 
     def pack(self, layout: Layout) -> Layout:
         return layout
@@ -67,6 +69,19 @@ class Linear:
             self.matmul(group[expert], own, out[rows])
 
 
+class RoundedLinear(Linear):
+    """With the inputs rounded as the file of the weight says (``rounding.py``)."""
+
+    name = "reference.linear_as_file"
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def matmul(self, packed: Layout, x: Tensor, out: Tensor) -> None:
+        scheme = inputs_of(packed)
+        super().matmul(packed, x if scheme is None else rounded(x, scheme), out)
+
+
 def slice_rows(layout: Layout, start: int, stop: int, step: int = 1) -> Layout:
     """Output rows ``start:stop:step`` of a weight, as views."""
     return _index_rows(layout, slice(start, stop, step), len(range(start, stop, step)))
@@ -86,16 +101,47 @@ def _index_rows(layout: Layout, index: slice | Tensor, count: int) -> Layout:
             return _index_float8(layout, index)
         case Blocks():
             return Blocks(shape, layout.type, layout.data[index])
+        case Affine() if layout.repeats:
+            found = replace(layout, shape=shape, codes=layout.codes[index])
+            height = layout.scale.shape[0]
+            run = isinstance(index, slice) and index.step == 1 and index.start % height == 0
+            if run and count and count % height == 0:
+                return found
+            rows = torch.arange(layout.shape[0], device=layout.codes.device)[index]
+            return with_rows(found, rows)
         case Affine():
-            return replace(
+            found = replace(
                 layout,
                 shape=shape,
                 codes=layout.codes[index],
                 scale=layout.scale[index],
                 zeros=None if layout.zeros is None else layout.zeros[index],
                 minus=None if layout.minus is None else layout.minus[index],
-                super_scale=None if layout.super_scale is None else layout.super_scale[index],
             )
+            if layout.scale_table is not None:
+                return _index_nested(layout, found, index)
+            if layout.super_scale is not None:
+                return replace(found, super_scale=layout.super_scale[index])
+            return found
+
+
+def _index_nested(w: Affine, found: Affine, index: slice | Tensor) -> Affine:
+    """``found`` with the scales of rows ``index`` of ``w``.
+
+    Super scales of a run of rows are for as many scales as its start allows; other rows get one
+    level of scales.
+    """
+    assert w.super_scale is not None and w.scale_offset is not None
+    found = replace(found, scale_offset=w.scale_offset[index])
+    groups, count = w.scale.shape[1], w.super_group // w.group
+    if isinstance(index, slice) and index.step == 1:
+        part = math.gcd(count, index.start * groups)
+        first, last = index.start * groups // part, -(-index.stop * groups // part)
+        of = torch.arange(first, last, device=w.scale.device) // (count // part)
+        return replace(found, super_scale=w.super_scale[of], super_group=part * w.group)
+    rows = torch.arange(w.shape[0], device=w.scale.device)[index]
+    supers = nested_supers(w, rows).flatten()
+    return flat_scales(replace(found, super_scale=supers, super_group=w.group))
 
 
 def _index_float8(w: Float8, index: slice | Tensor) -> Float8:
@@ -103,6 +149,6 @@ def _index_float8(w: Float8, index: slice | Tensor) -> Float8:
     high, wide = w.block
     if isinstance(index, slice) and index.start % high == 0 and index.step == 1:
         scale = w.scale[index.start // high : -(-index.stop // high)]
-        return Float8(w.values[index], scale, w.block)
+        return replace(w, values=w.values[index], scale=scale)
     rows = torch.arange(w.shape[0], device=w.scale.device)[index]
-    return Float8(w.values[index], w.scale[rows // high], (1, wide))
+    return replace(w, values=w.values[index], scale=w.scale[rows // high], block=(1, wide))

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.layouts import KVPages
+from sdk.kernels.reference.page_codes import HALF_MAX, encode, is_mixed, mixed
 from sdk.kernels.registry import Problem
-
-#: The largest float16: a key, value or scale beyond it saturates instead of becoming inf.
-HALF_MAX = 65504.0
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -44,51 +40,24 @@ class RopeAndCache:
         q.copy_(rotate(q, cos, sin))
         page = torch.div(batch.slots, pages.page_size, rounding_mode="floor")
         offset = batch.slots % pages.page_size
+        if is_mixed(pages.k.dtype):
+            q.copy_(mixed(q))
         k = rotate(k, cos, sin)
-        if pages.k_scale is None or pages.v_scale is None:
-            pages.k[page, :, offset] = _to_cache(k, pages.k.dtype)
-            pages.v[page, :, offset] = _to_cache(v, pages.v.dtype)
-            return
-        q.copy_(mixed(q))
-        k, v = (mixed(x.clamp(-HALF_MAX, HALF_MAX)) for x in (k, v))
-        pages.k[page, :, offset], pages.k_scale[page, :, offset] = round_codes(k)
-        pages.v[page, :, offset], pages.v_scale[page, :, offset] = round_codes(v)
+        if pages.k_centre is not None:
+            k = k - pages.k_centre
+        for x, to, scales in ((k, pages.k, pages.k_scale), (v, pages.v, pages.v_scale)):
+            if scales is None:
+                to[page, :, offset] = _to_cache(x, to.dtype)
+                continue
+            groups = scales.shape[1] // to.shape[1]
+            codes, scale = encode(x, to.dtype, groups)
+            to[page, :, offset], scales[page, :, offset] = codes, scale.flatten(1)
 
 
 def _to_cache(x: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype == torch.float16:
         x = x.clamp(-HALF_MAX, HALF_MAX)
     return x.to(dtype)
-
-
-def mixed(x: Tensor) -> Tensor:
-    """``x [..., d]`` times the orthonormal Hadamard matrix of the largest power of two in d.
-
-    Products of mixed vectors are those of the vectors, and mixing twice restores one. A few large
-    channels would set the step of all others in int8: mixed, they are everybody's.
-    """
-    block = x.shape[-1] & -x.shape[-1]
-    span = 1
-    while span < block:
-        pairs = x.reshape(*x.shape[:-1], -1, 2, span)
-        first, second = pairs[..., 0, :], pairs[..., 1, :]
-        x = torch.stack((first + second, first - second), dim=-2).flatten(-3)
-        span *= 2
-    return x * (1.0 / math.sqrt(block))
-
-
-def round_codes(x: Tensor) -> tuple[Tensor, Tensor]:
-    """``x [..., d]`` as int8 codes and their float16 scale ``[...]``: x ~ scale * code.
-
-    The scale is the peak's 127th part, rounded to float16 before the codes are chosen, so that its
-    rounding is not an error of the values. inf saturates. A NaN makes the scale NaN (the codes 0),
-    so that it stays visible as it does in a float page.
-    """
-    scale = (x.abs().amax(dim=-1) / 127.0).clamp(max=HALF_MAX).to(torch.float16)
-    wide = scale.to(torch.float32).unsqueeze(-1)
-    inverse = torch.where(wide > 0, 1.0 / wide, 0.0)
-    codes = torch.round((x * inverse).clamp(-127.0, 127.0))
-    return codes.masked_fill(wide.isnan(), 0.0).to(torch.int8), scale
 
 
 class RopeAngles:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.registry import Problem
-from sdk.kernels.sampling import FAR, Draws, SampleBuffers
+from sdk.kernels.sampling import FAR, Draws, Penalties, SampleBuffers
 
 # Rows worked on together: bounds the memory of a sort of [rows, V].
 _ROWS = 64
@@ -48,6 +48,28 @@ class Sample:
         rows = len(tokens)
         out.tokens[:rows], out.best[:rows] = tokens, best
         out.probabilities[:rows] = probabilities
+
+
+class Penalize:
+    """See :meth:`sdk.kernels.ops.Ops.penalize`."""
+
+    name = "reference.penalize"
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def run(self, logits: Tensor, penalties: Penalties) -> None:
+        penalize(logits, penalties)
+
+
+def penalize(logits: Tensor, penalties: Penalties) -> None:
+    """In place on ``logits [R, V]``, in float32 and the order of ``Penalties``."""
+    rows, ids, counts, factors = penalties
+    repetition, frequency, presence = factors[rows].unbind(1)
+    values = logits[rows, ids]
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    values = values - frequency * counts
+    logits[rows, ids] = values - presence * (counts > 0).to(values.dtype)
 
 
 def draw(logits: Tensor, draws: Draws) -> tuple[list[int], list[float]]:

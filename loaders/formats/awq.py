@@ -27,6 +27,7 @@ from sdk.loaders.formats.bit_streams import (
     Bytes,
     all_finite,
     packed,
+    packed_matrix,
     turned_floats,
     unpacked,
 )
@@ -154,7 +155,7 @@ def _sizes(layer: StoredLayer, settings: Settings) -> tuple[str, tuple[int, int]
 def _zeros(
     layer: StoredLayer, settings: Settings, order: str, rows: int, groups: int
 ) -> tuple[int, Tensor | None]:
-    """The zero point of all groups, or those of each, uint8 ``[N, G]``."""
+    """The zero point of all groups, or those of each as ``Affine`` packs them."""
     if not settings.has_zeros and not layer.has(".qzeros"):
         return 1 << (BITS - 1), None
     if order == "gemv":
@@ -168,7 +169,7 @@ def _zeros(
             zeros[output::8] = ((words >> np.uint32(BITS * i)) & np.uint32(15)).T
     if bool((zeros == zeros[0, 0]).all()):
         return int(zeros[0, 0]), None
-    return 0, torch.from_numpy(np.ascontiguousarray(zeros))
+    return 0, torch.from_numpy(packed_matrix(zeros, BITS))
 
 
 def _along_inputs(words: NDArray[np.uint32]) -> Bytes:

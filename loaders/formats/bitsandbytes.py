@@ -6,14 +6,18 @@ high half of a byte, and beside it, all named ``P.weight.*``: ``quant_map`` (wha
 mean), ``absmax`` (the scale of every ``blocksize`` elements), ``quant_state.bitsandbytes__nf4``
 (JSON).
 With double quantization ``absmax`` are codes too: ``nested_quant_map[code] * nested_absmax[i //
-nested_blocksize] + nested_offset``. Source: bitsandbytes 0.50.
+nested_blocksize] + nested_offset``, and stay so. Source: bitsandbytes 0.50.
+
+How LLM.int8 rounds activations is not followed: columns in which any token of a step is above 6.0
+stay float16 there, so that a token's result would depend on the others. Files do not ask for it;
+these weights are multiplied as all integers are of files that say nothing of activations.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -124,16 +128,25 @@ def _four_bits(layer: StoredLayer, kind: str) -> Layout:
         # Blocks go on into the next row, which no layout has; these are sizes that the common
         # models do not have (K % 64). The value is the one bitsandbytes computes with.
         layer.warn(f"blocks over the ends of rows: held as {_NAMES[state.dtype]}, not in 4 bits")
-        return Dense(_values(packed.numpy(), table.numpy(), scale, state))
+        return Dense(_values(packed.numpy(), table.numpy(), scale.values(), state))
     codes = packed.numpy().reshape(rows, columns // 2)
-    return Affine(
+    weight = Affine(
         state.shape,
         4,
         state.block,
         torch.from_numpy(codes << 4 | codes >> 4),
-        torch.from_numpy(scale).reshape(rows, columns // state.block),
+        torch.from_numpy(scale.stored).reshape(rows, columns // state.block),
         table=table,
         name=kind,
+    )
+    if scale.meanings is None:
+        return weight
+    return replace(
+        weight,
+        super_scale=torch.from_numpy(scale.supers),
+        super_group=scale.share * state.block,
+        scale_table=torch.from_numpy(scale.meanings),
+        scale_offset=torch.full((rows,), scale.offset),
     )
 
 
@@ -151,14 +164,33 @@ def _values(
     return values.reshape(state.shape)
 
 
-def _absmax(layer: StoredLayer, state: _State, blocks: int) -> NDArray[np.float32]:
-    """The scale of every block, float32."""
+@dataclass(frozen=True, slots=True)
+class _Absmax:
+    """The scales of all blocks: float32 ``stored``, or codes with what they mean (``meanings``),
+    ``share`` of them to each of ``supers``.
+    """
+
+    stored: NDArray[Any]
+    meanings: NDArray[np.float32] | None
+    supers: NDArray[np.float32]
+    share: int
+    offset: float
+
+    def values(self) -> NDArray[np.float32]:
+        if self.meanings is None:
+            return self.stored
+        supers = self.supers[np.arange(len(self.stored)) // self.share]
+        return np.asarray(self.meanings[self.stored] * supers + np.float32(self.offset), np.float32)
+
+
+def _absmax(layer: StoredLayer, state: _State, blocks: int) -> _Absmax:
     ending = ".weight.absmax"
     stored = layer.read(ending, ("U8", "F32"))
     if tuple(stored.shape) != (blocks,):
         raise layer.fail(ending, f"shape {list(stored.shape)}, expected [{blocks}]")
     if stored.dtype == torch.float32:
-        return np.array(floats(layer, ending).numpy())
+        single = np.array(floats(layer, ending).numpy())
+        return _Absmax(single, None, single, 1, 0.0)
     supers = floats(layer, ".weight.nested_absmax").to(torch.float32).numpy()
     meanings = floats(layer, ".weight.nested_quant_map").to(torch.float32).numpy()
     if not state.nested_block:
@@ -170,8 +202,9 @@ def _absmax(layer: StoredLayer, state: _State, blocks: int) -> NDArray[np.float3
     for name, (values, size) in expected.items():
         if values.shape != (size,):
             raise layer.fail(name, f"shape {list(values.shape)}, expected [{size}]")
-    scale = meanings[stored.numpy()] * supers[np.arange(blocks) // state.nested_block]
-    return np.asarray(scale + np.float32(state.nested_offset), np.float32)
+    return _Absmax(
+        stored.numpy(), meanings, supers, state.nested_block, float(np.float32(state.nested_offset))
+    )
 
 
 def _state(layer: StoredLayer, kind: str) -> _State:

@@ -8,15 +8,19 @@
 ``weight_zero_point``  int8 ``[N, groups]``, or int32, packed along the rows as the weights are
 ``weight_global_scale`` of NVFP4: divides the scales
 ``P.weight_g_idx``     the group of every column; -1: not used
+``P.input_scale``      float ``[1]``, where activations have a static one; ``input_zero_point``
+                       int8 ``[1]`` too, if not symmetric; NVFP4 has an ``input_global_scale``
 ====================== ============================================================================
 
 Which of these a layer has decides what it is. The groups of ``config_groups`` must describe it; to
-which layers they are meant to apply (``targets``, ``ignore``) is not asked. Source: the
-compressed-tensors 0.19 package; scales are as the file has them, never rounded.
+which layers they are meant to apply (``targets``) is asked only where groups of one kind round
+activations in unlike ways. Source: the compressed-tensors 0.19 package; scales are as the file has
+them, never rounded.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +31,7 @@ from torch import Tensor
 
 from sdk.kernels.layouts import Affine, Layout
 from sdk.loaders.formats import scales
+from sdk.loaders.formats.activations import Inputs, described, with_inputs
 from sdk.loaders.formats.bit_streams import Bytes, in_order, packed_matrix, unpacked
 from sdk.loaders.formats.float4 import mxfp4, nvfp4
 from sdk.loaders.formats.integers import signed_matrix
@@ -45,12 +50,14 @@ from sdk.quant.errors import CheckpointError, UnsupportedError
 from sdk.quant.permuted import Permuted
 
 ENDINGS = (".weight_packed", ".weight_scale")
-#: For rounding activations, which the kernels do by rules of their own.
 _INPUTS = (".input_scale", ".input_zero_point", ".input_global_scale")
 BESIDE = (
     *(".weight", ".weight_shape", ".weight_zero_point", ".weight_global_scale", ".weight_g_idx"),
     *_INPUTS,
 )
+_LONGEST = 200
+#: What targets are made of that name many layers: ``re:.*(gate|up)_proj$``.
+_PATTERN = re.compile(r"[\w.*+?|()\[\]\\$^-]{1,200}")
 _INT32, _INT8, _BYTES = ("I32",), ("I8",), ("U8",)
 
 _FORMATS = (
@@ -62,13 +69,14 @@ _FORMATS = (
 @dataclass(frozen=True, slots=True)
 class Scheme:
     """What one entry of ``config_groups`` says of its weights: ``group`` columns, or a ``block`` of
-    rows and columns, where it names a size; and to how many bits it rounds their inputs."""
+    rows and columns, where it names a size; how it rounds their inputs; which layers it is for."""
 
     kind: str
     bits: int
     group: int | None = None
     block: tuple[int, int] | None = None
-    activation_bits: int = 16
+    inputs: Inputs | None = None
+    targets: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.bits}-bit {self.kind}"
@@ -83,10 +91,12 @@ class Settings:
     def bits_of(self, kind: str) -> list[int]:
         return sorted({scheme.bits for scheme in self.schemes if scheme.kind == kind})
 
-    def activation_bits_of(self, bits: int) -> int:
-        """Of inputs of integers of ``bits``: 8 where all entries that describe them say so."""
-        said = [s.activation_bits for s in self.schemes if (s.kind, s.bits) == ("int", bits)]
-        return max(said, default=16)
+    def inputs_of(self, name: str, kind: str, bits: int) -> Inputs | None:
+        """How inputs of the layer are rounded: as the entries that describe its weights say."""
+        said = [s for s in self.schemes if (s.kind, s.bits) == (kind, bits)]
+        if len({s.inputs for s in said}) > 1:
+            said = [s for s in said if any(_is_target(name, t) for t in s.targets)] or said
+        return said[0].inputs if said else None
 
     def groups_of(self, columns: int) -> set[int]:
         """Columns that may share a scale; the whole row, where no entry has groups."""
@@ -159,15 +169,32 @@ def _scheme(group: Any, source: str) -> Scheme | None:
     size = weights.get("group_size")
     if size is not None and (type(size) is not int or (size < 1 and size != -1)):
         raise CheckpointError(f"{source}.weights.group_size is {str(size)[:80]}, expected from 1")
-    inputs = group.get("input_activations")
-    rounded = isinstance(inputs, Mapping) and inputs.get("num_bits") == 8
+    targets = group.get("targets")
     return Scheme(
         kind,
         bits,
         None if size == -1 else size,
         _block(weights.get("block_structure"), source),
-        8 if rounded else 16,
+        described(group.get("input_activations"), f"{source}.input_activations"),
+        tuple(str(target)[:1000] for target in targets) if isinstance(targets, list) else (),
     )
+
+
+def _is_target(name: str, target: str) -> bool:
+    """A target is a layer's name, or a pattern for the beginning of names behind ``re:``.
+
+    Patterns that could take long, with repeated groups or many repetitions, match nothing.
+    """
+    if not target.startswith("re:"):
+        return name == target
+    pattern = target.removeprefix("re:")
+    long = len(name) > _LONGEST or len(re.findall(r"[*+]", pattern)) > 3
+    if long or not _PATTERN.fullmatch(pattern) or re.search(r"\)[*+?]", pattern):
+        return False
+    try:
+        return re.match(pattern, name) is not None
+    except re.error:
+        return False
 
 
 def _block(value: Any, source: str) -> tuple[int, int] | None:
@@ -209,30 +236,38 @@ def decode(layer: StoredLayer, settings: Settings) -> Layout | Permuted:
     """
     for ending in _INPUTS:
         layer.skip(ending)
+    packed, kind = _weights(layer, settings)
+    layout = packed.layout if isinstance(packed, Permuted) else packed
+    bits = layout.bits if isinstance(layout, Affine) else 8
+    inputs = settings.inputs_of(layer.name, kind, bits)
+    return with_inputs(layer, packed, None if inputs is None else inputs.of(layer))
+
+
+def _weights(layer: StoredLayer, settings: Settings) -> tuple[Layout | Permuted, str]:
+    """The layout of a layer, and whether its codes are ``int`` or ``float``."""
     if not layer.has(".weight_packed"):
         return _unpacked(layer, settings)
     shape = scales.outline(layer, ".weight_packed", ("I32", "U8"))
     if layer.stored(".weight_packed").dtype == "I32":
-        return _integers(layer, settings)
+        return _integers(layer, settings), "int"
     _expect(layer, ".weight_packed", settings, "float", 4)
     layer.check_shape(".weight_packed", (shape[0], shape[1] * 2))
     packed = layer.read(".weight_packed", _BYTES)
     if not layer.has(".weight_global_scale"):
-        return mxfp4(layer, packed, ".weight_scale")
+        return mxfp4(layer, packed, ".weight_scale"), "float"
     factor = number(layer, ".weight_global_scale")
     if factor <= 0:
         raise layer.fail(".weight_global_scale", f"is {factor}, expected a positive number")
-    return nvfp4(layer, packed, ".weight_scale", 1 / factor)
+    return nvfp4(layer, packed, ".weight_scale", 1 / factor), "float"
 
 
-def _unpacked(layer: StoredLayer, settings: Settings) -> Layout:
+def _unpacked(layer: StoredLayer, settings: Settings) -> tuple[Layout, str]:
     """One weight per byte, an integer or an 8-bit float."""
     values = matrix(layer, ".weight", ("I8", *FLOAT8))
     if values.dtype != torch.int8:
         _expect(layer, ".weight", settings, "float", 8)
-        return float8(
-            layer, values, ".weight", ".weight_scale", settings.blocks_of(values.shape[1])
-        )
+        blocks = settings.blocks_of(values.shape[1])
+        return float8(layer, values, ".weight", ".weight_scale", blocks), "float"
     shape = (values.shape[0], values.shape[1])
     scale, group = row_groups(
         layer, ".weight_scale", floats(layer, ".weight_scale"), shape, settings.groups_of(shape[1])
@@ -243,7 +278,7 @@ def _unpacked(layer: StoredLayer, settings: Settings) -> Layout:
     widths = settings.bits_of("int")
     layout = signed_matrix(layer, ".weight", values, scale, group, points, widths)
     _expect(layer, ".weight", settings, "int", layout.bits)
-    return replace(layout, activation_bits=settings.activation_bits_of(layout.bits))
+    return layout, "int"
 
 
 def _expect(layer: StoredLayer, ending: str, settings: Settings, kind: str, bits: int) -> None:
@@ -270,15 +305,7 @@ def _integers(layer: StoredLayer, settings: Settings) -> Affine | Permuted:
     scale, group = row_groups(
         layer, ".weight_scale", floats(layer, ".weight_scale"), shape, settings.groups_of(shape[1])
     )
-    layout = Affine(
-        shape,
-        bits,
-        group,
-        codes,
-        scale,
-        zero=1 << bits - 1,
-        activation_bits=settings.activation_bits_of(bits),
-    )
+    layout = Affine(shape, bits, group, codes, scale, zero=1 << bits - 1)
     if layer.has(".weight_zero_point"):
         layout = replace(layout, zero=0, zeros=_zeros(layer, layout, whole))
     return _ordered(layer, layout) if layer.has(".weight_g_idx") else layout
@@ -317,7 +344,7 @@ def _spread(words: Tensor, bits: int) -> Bytes:
 
 
 def _zeros(layer: StoredLayer, layout: Affine, whole: bool) -> Tensor:
-    """Zero points as unsigned codes, uint8 of the shape of the scales."""
+    """Zero points of unsigned codes, as ``Affine`` packs them."""
     rows, groups = layout.scale.shape
     bits, ending = layout.bits, ".weight_zero_point"
     if layer.stored(ending).dtype == "I8":  # one per byte, as in older files
@@ -332,7 +359,7 @@ def _zeros(layer: StoredLayer, layout: Affine, whole: bool) -> Tensor:
             zeros = unpacked(words.numpy().view(np.uint8), bits, rows).T
     if int(zeros.max()) >= 1 << bits:
         raise layer.fail(ending, f"a zero point is outside of the range of {bits} bits")
-    return torch.from_numpy(np.ascontiguousarray(zeros))
+    return torch.from_numpy(packed_matrix(np.ascontiguousarray(zeros), bits))
 
 
 def _ordered(layer: StoredLayer, layout: Affine) -> Affine | Permuted:

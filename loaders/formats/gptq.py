@@ -30,6 +30,7 @@ from sdk.kernels.layouts import Affine
 from sdk.loaders.formats.bit_streams import (
     all_finite,
     in_order,
+    packed_matrix,
     turned,
     turned_floats,
     unpacked,
@@ -233,7 +234,7 @@ def _order(layer: StoredLayer, sizes: _Sizes, settings: Settings) -> NDArray[np.
 
 
 def _zeros(layer: StoredLayer, sizes: _Sizes, settings: Settings) -> tuple[int, Tensor | None]:
-    """The zero point of all groups, or those of each, uint8 ``[N, G]``."""
+    """The zero point of all groups, or those of each as ``Affine`` packs them."""
     bits, middle = sizes.bits, 1 << (sizes.bits - 1)
     width = -(-sizes.rows * bits // 32)
     words = layer.read(".qzeros", ("I32",), (sizes.groups, width)).numpy()
@@ -259,7 +260,7 @@ def _zeros(layer: StoredLayer, sizes: _Sizes, settings: Settings) -> tuple[int, 
             return int(stored[0, 0]), None
     elif uniform:
         return int(stored[0, 0]), None
-    return 0, torch.from_numpy(np.ascontiguousarray(stored.T))
+    return 0, torch.from_numpy(packed_matrix(np.ascontiguousarray(stored.T), bits))
 
 
 def _fields(words: NDArray[Any], sizes: _Sizes, settings: Settings) -> NDArray[np.uint8]:

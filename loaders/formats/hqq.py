@@ -51,8 +51,8 @@ class _Meta:
 
     @property
     def stays_packed(self) -> bool:
-        """Groups are parts of a row."""
-        return self.axis == 1 and self.shape[1] % self.group == 0
+        """Groups are parts of a row, or run across rows in whole steps."""
+        return self.shape[1 if self.axis else 0] % self.group == 0
 
 
 def settings(config: Mapping[str, Any], source: str) -> None:
@@ -68,8 +68,8 @@ def outline(layer: StoredLayer, settings: None) -> tuple[tuple[int, int], str]:
 
 
 def decode(layer: StoredLayer, settings: None) -> Layout:
-    """The layout of a layer; groups along axis 0, or over the end of a row, are dequantized to the
-    type of the scales.
+    """The layout of a layer; groups over the end of a row, and along axis 0 those that are no part
+    of the rows, are dequantized to the type of the scales.
 
     Raises:
         CheckpointError: its tensors disagree.
@@ -89,16 +89,18 @@ def decode(layer: StoredLayer, settings: None) -> Layout:
         layer.warn(f"groups of more than one row: held as floats, not in {meta.bits} bits")
         shape = (-1, 1) if meta.axis == 1 else (1, -1)
         return Dense(_values(codes, scale.reshape(shape), zero.reshape(shape)).reshape(meta.shape))
-    grid = (rows, columns // meta.group)
+    grid, along = (rows, columns // meta.group), meta.group
+    if meta.axis == 0:  # the rows of the matrix of groups are stretches of whole rows
+        grid, along = (rows // meta.group, columns), 1
     whole = bool(((zero == zero.round()) & (zero >= 0) & (zero < 1 << meta.bits)).all())
     packed = torch.from_numpy(packed_matrix(codes.reshape(rows, columns), meta.bits))
-    layout = Affine(meta.shape, meta.bits, meta.group, packed, scale.reshape(grid))
+    layout = Affine(meta.shape, meta.bits, along, packed, scale.reshape(grid))
     if whole:
-        return replace(layout, zeros=zero.to(torch.uint8).reshape(grid))
-    minus = scale.to(torch.float32) * zero.to(torch.float32)
-    if not all_finite(minus):
+        integers = zero.to(torch.uint8).reshape(grid).numpy()
+        return replace(layout, zeros=torch.from_numpy(packed_matrix(integers, meta.bits)))
+    if not all_finite(scale.to(torch.float32) * zero.to(torch.float32)):
         raise layer.fail(".zero", "times its scale is not a finite number")
-    return replace(layout, minus=minus.reshape(grid))
+    return replace(layout, zeros=zero.reshape(grid))
 
 
 def _values(codes: Bytes, scale: Tensor, zero: Tensor) -> Tensor:

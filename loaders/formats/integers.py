@@ -53,7 +53,7 @@ def signed_matrix(
     packed = torch.from_numpy(packed_matrix(codes.numpy() + half, bits))
     if points is None:
         return Affine(shape, bits, group, packed, scale, zero=int(half))
-    zeros = torch.from_numpy(points.view(torch.uint8).numpy() + half)
+    zeros = torch.from_numpy(packed_matrix(points.view(torch.uint8).numpy() + half, bits))
     return Affine(shape, bits, group, packed, scale, zeros=zeros)
 
 

@@ -4,17 +4,22 @@
 (FP8_PER_CHANNEL_PER_TOKEN), 128 x 128 block (FP8_PB_WO, stored ``[., 1, ., 1]``) or a power of two
 for 32 columns (MXFP8); or uint8 ``[N, K / 2]``, two e2m1 floats each, with a float8_e4m3fn scale
 for 16 columns and ``P.weight_scale_2`` for all, which multiplies (NVFP4). The tensors tell which it
-is, so MIXED_PRECISION needs nothing of its own. Source: ModelOpt's checkpoints as vLLM reads them.
+is, so MIXED_PRECISION needs nothing of its own. With a ``P.input_scale`` (but for W4A16_NVFP4)
+activations are rounded alike: to 8-bit floats by this scale, or to e2m1 in groups of 16, whose
+scales become 8-bit floats divided by it. FP8_PER_CHANNEL_PER_TOKEN rounds them token by token,
+MXFP8 in groups of 32. Source: ModelOpt's checkpoints as vLLM reads them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from sdk.kernels.layouts import Layout
+from sdk.kernels.layouts import ActivationScheme, Layout
 from sdk.loaders.formats import scales
-from sdk.loaders.formats.float4 import MXFP4_GROUP, nvfp4
+from sdk.loaders.formats.activations import positive
+from sdk.loaders.formats.float4 import MXFP4_GROUP, NVFP4_GROUP, nvfp4
 from sdk.loaders.formats.scales import EXPONENTS, float8, matrix, number
 from sdk.loaders.formats.stored_layer import StoredLayer
 from sdk.quant.errors import CheckpointError, UnsupportedError
@@ -29,8 +34,8 @@ _ALGORITHMS = (
 _BLOCKS = ((128, 128), (1, MXFP4_GROUP))
 
 
-def settings(config: Mapping[str, Any], source: str) -> None:
-    """Nothing: the tensors of a layer say all.
+def settings(config: Mapping[str, Any], source: str) -> str:
+    """The ``quant_algo``.
 
     Raises:
         CheckpointError: no ``quant_algo`` is named.
@@ -47,13 +52,14 @@ def settings(config: Mapping[str, Any], source: str) -> None:
             f"{source}: the quant_algo {algorithm[:80]!r} of ModelOpt is not run, expected one of "
             f"{_said()}"
         )
+    return algorithm.upper()
 
 
 def _said() -> str:
     return ", ".join(_ALGORITHMS)
 
 
-def outline(layer: StoredLayer, settings: None) -> tuple[tuple[int, int], str]:
+def outline(layer: StoredLayer, settings: str) -> tuple[tuple[int, int], str]:
     """See :class:`sdk.loaders.formats.stored_layer.Format`."""
     rows, columns = scales.outline(layer, ".weight", ("F8_E4M3", "U8"))
     if layer.stored(".weight").dtype == "U8":
@@ -61,7 +67,7 @@ def outline(layer: StoredLayer, settings: None) -> tuple[tuple[int, int], str]:
     return (rows, columns), "mxfp8" if layer.stored(".weight_scale").dtype in EXPONENTS else "fp8"
 
 
-def decode(layer: StoredLayer, settings: None) -> Layout:
+def decode(layer: StoredLayer, settings: str) -> Layout:
     """The layout of a layer.
 
     Raises:
@@ -69,9 +75,25 @@ def decode(layer: StoredLayer, settings: None) -> Layout:
     """
     shape, numerics = outline(layer, settings)
     layer.skip(".input_scale")
+    inputs = _inputs(layer, numerics, settings)
     if numerics != "nvfp4":
         values = matrix(layer, ".weight", ("F8_E4M3",))
-        return float8(layer, values, ".weight", ".weight_scale", _BLOCKS)
+        weights = float8(layer, values, ".weight", ".weight_scale", _BLOCKS)
+        return replace(weights, inputs=inputs)
     layer.check_shape(".weight", shape)
     packed = layer.read(".weight", ("U8",))
-    return nvfp4(layer, packed, ".weight_scale", number(layer, ".weight_scale_2"))
+    factor = number(layer, ".weight_scale_2")
+    return replace(nvfp4(layer, packed, ".weight_scale", factor), inputs=inputs)
+
+
+def _inputs(layer: StoredLayer, numerics: str, algorithm: str) -> ActivationScheme | None:
+    if layer.has(".input_scale") and algorithm != "W4A16_NVFP4":
+        scale = positive(layer, ".input_scale")
+        if numerics != "nvfp4":
+            return ActivationScheme("e4m3", static=scale)
+        return ActivationScheme("e2m1", 4, NVFP4_GROUP, "nv", factor=1 / scale)
+    if algorithm == "FP8":
+        raise layer.fail(".input_scale", "missing, which FP8 of ModelOpt has")
+    if numerics == "mxfp8":
+        return ActivationScheme("e4m3", group=MXFP4_GROUP, rule="mx")
+    return ActivationScheme("e4m3") if algorithm == "FP8_PER_CHANNEL_PER_TOKEN" else None

@@ -29,12 +29,6 @@ CONFIG_FILES = (
     "hf_quant_config.json",
     "quantization_config.json",
 )
-#: Ends of the names of scales for an 8-bit KV cache. Ours are 16 bits, or 8 with scales computed
-#: from the values themselves, which lose less than these: they are not needed.
-KV_SCALES = (
-    *(".self_attn.k_scale", ".self_attn.v_scale", ".attn.k_scale", ".attn.v_scale", ".kv_scale"),
-    *(".k_proj.k_scale", ".v_proj.v_scale", ".k_proj.output_scale", ".v_proj.output_scale"),
-)
 #: Ends of tensor names that only one method (or family) writes: the module to ask where no config
 #: names one, and what to call it.
 _TELLTALES = (

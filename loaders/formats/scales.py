@@ -130,6 +130,21 @@ def row_groups(
     return scale, fits[0]
 
 
+def factors(layer: StoredLayer, ending: str, divide: bool) -> Tensor:
+    """Scales of 8-bit floats: float32, or powers of two; inverted where they ``divide``.
+
+    Raises:
+        CheckpointError: one of them is not finite, or 0 and divides.
+    """
+    powers = layer.stored(ending).dtype in EXPONENTS
+    scale = exponents(layer, ending) if powers else floats(layer, ending).to(torch.float32)
+    if divide:
+        scale = 1 / scale.to(torch.float32)
+        if not bool(scale.isfinite().all()):
+            raise layer.fail(ending, "a scale is 0, and divides")
+    return scale
+
+
 def float8(
     layer: StoredLayer,
     values: Tensor,
@@ -152,14 +167,8 @@ def float8(
     Raises:
         CheckpointError: the shapes disagree, or a number is not finite.
     """
-    _check_finite(layer, weight, values)
-    powers = layer.stored(ending).dtype in EXPONENTS
-    scale = exponents(layer, ending) if powers else floats(layer, ending).to(torch.float32)
-    if divide:
-        scale = scale.to(torch.float32)
-        scale = 1 / scale
-        if not bool(scale.isfinite().all()):
-            raise layer.fail(ending, "a scale is 0, and divides")
+    check_finite(layer, weight, values)
+    scale = factors(layer, ending, divide)
     rows, columns = values.shape
     if scale.numel() == 1:
         return Float8(values, scale.reshape(1, 1), (rows, columns))
@@ -181,7 +190,7 @@ def float8(
     return Float8(values, scale, block)
 
 
-def _check_finite(layer: StoredLayer, ending: str, values: Tensor) -> None:
+def check_finite(layer: StoredLayer, ending: str, values: Tensor) -> None:
     """Refuse codes that are no number: 0x7f of e4m3, 0x7c to 0x7f of e5m2, with either sign."""
     first = 0x7F if values.dtype == torch.float8_e4m3fn else 0x7C
     codes = values.view(torch.uint8).numpy()

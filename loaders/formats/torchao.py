@@ -2,21 +2,25 @@
 
 ``P._weight_qdata`` holds int8 codes or 8-bit floats ``[N, K]``, ``P._weight_scale`` the scale of a
 tensor, row or group of columns, ``P._weight_zero_point`` what is subtracted from the codes. Codes
-of fewer bits are stored one per byte too and packed here. The older checkpoints, pickles of tensor
-classes, are not opened. Source: torchao 0.18, `torchao/prototype/safetensors`.
+of fewer bits are stored one per byte too and packed here. A text about the tensor in the header of
+the file (JSON) says whether activations are rounded too, ``P._weight_act_quant_scale`` by which
+scale, if not token by token. The older checkpoints, pickles of tensor classes, are not opened.
+Source: torchao 0.18, `torchao/prototype/safetensors`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sdk.kernels.layouts import Affine, Layout
+from sdk.kernels.layouts import ActivationScheme, Affine, Float8, Layout
 from sdk.loaders.formats import scales
+from sdk.loaders.formats.activations import Inputs
 from sdk.loaders.formats.bit_streams import all_finite
 from sdk.loaders.formats.integers import signed_matrix
 from sdk.loaders.formats.scales import (
@@ -33,10 +37,16 @@ from sdk.loaders.json_file import parse_json
 from sdk.quant.errors import UnsupportedError
 
 ENDINGS = ("._weight_qdata",)
-BESIDE = ("._weight_scale", "._weight_zero_point")
-_CODES, _SCALE, _POINTS = *ENDINGS, *BESIDE
+BESIDE = (
+    *("._weight_scale", "._weight_zero_point"),
+    *("._weight_act_quant_scale", "._weight_act_quant_zero_point", "._weight_act_pre_scale"),
+)
+_CODES, _SCALE, _POINTS = *ENDINGS, *BESIDE[:2]
+_INPUT_SCALE, _INPUT_POINT, _INPUT_FACTORS = BESIDE[2:]
 _KINDS = ("Int8Tensor", "IntxUnpackedToInt8Tensor", "Float8Tensor")
-#: The text in the header about one tensor has some 200 bytes.
+#: What an object of the text consists of.
+_ENTRY = ("_type", "_data")
+#: The text in the header about one tensor has 200 to 500 bytes.
 _MAX_TEXT = 4096
 
 
@@ -48,7 +58,7 @@ def outline(layer: StoredLayer, settings: None) -> tuple[tuple[int, int], str]:
     """See :class:`sdk.loaders.formats.stored_layer.Format`."""
     shape = scales.outline(layer, _CODES, ("I8", *FLOAT8))
     kind = FLOAT8.get(layer.stored(_CODES).dtype)
-    return shape, kind or numerics(layer, _SCALE, _described(layer), shape[1])
+    return shape, kind or numerics(layer, _SCALE, _bits(_described(layer)), shape[1])
 
 
 def decode(layer: StoredLayer, settings: None) -> Layout:
@@ -58,7 +68,12 @@ def decode(layer: StoredLayer, settings: None) -> Layout:
         CheckpointError: its tensors disagree.
         UnsupportedError: it is in one of torchao's other types.
     """
-    _described(layer)
+    described = _described(layer)
+    layout = _weights(layer, described)
+    return replace(layout, inputs=_inputs(layer, described))
+
+
+def _weights(layer: StoredLayer, described: Mapping[str, Any]) -> Affine | Float8:
     values = matrix(layer, _CODES, ("I8", *FLOAT8))
     if values.dtype != torch.int8:
         return float8(layer, values, _CODES, _SCALE)
@@ -73,8 +88,8 @@ def decode(layer: StoredLayer, settings: None) -> Layout:
     return Affine(shape, 8, group, values.view(torch.uint8), scale, minus=minus, signed=True)
 
 
-def _described(layer: StoredLayer) -> int:
-    """The bits of the codes, as the text in the header of the file says: 8 where there is none.
+def _described(layer: StoredLayer) -> Mapping[str, Any]:
+    """The text in the header of the file, parsed; empty where there is none.
 
     Raises:
         UnsupportedError: it is a kind of tensor that is not run.
@@ -82,7 +97,7 @@ def _described(layer: StoredLayer) -> int:
     name = layer.stored(_CODES).name.removesuffix(_CODES) + ".weight"
     text = layer.metadata.get(name)
     if text is None:
-        return 8
+        return {}
     if len(text) > _MAX_TEXT:
         raise layer.fail(_CODES, f"described by {len(text)} characters of metadata")
     described = parse_json(text.encode(), f"metadata of {name}")
@@ -92,8 +107,47 @@ def _described(layer: StoredLayer) -> int:
             f"{layer.fail(_CODES, 'packed as ' + str(kind)[:80])}, expected {' or '.join(_KINDS)}; "
             "quantize with weights of 8 bits or unpacked ones"
         )
+    return described
+
+
+def _bits(described: Mapping[str, Any]) -> int:
     target = re.search(r"'target_dtype': .*?int([1-8])\b", str(described))
     return 8 if target is None else int(target[1])
+
+
+def _inputs(layer: StoredLayer, described: Mapping[str, Any]) -> ActivationScheme | None:
+    """How activations are rounded, as the description says; a scale per tensor, which would depend
+    on the other tokens of a step, is one per token.
+
+    Raises:
+        UnsupportedError: in a way that is not run.
+    """
+    if layer.has(_INPUT_FACTORS):
+        raise UnsupportedError(
+            f"{layer.fail(_INPUT_FACTORS, 'factors of activations')}, which are not run; expected "
+            "a checkpoint that has them in the layers before"
+        )
+    data = described.get("_data")
+    said = data if isinstance(data, Mapping) else {}
+    if "int8_asym_per_token" in str(said.get("activation_quantization")).lower():
+        return ActivationScheme("int", symmetric=False)
+    rounding = said.get("act_quant_kwargs")
+    if rounding is None:
+        return None
+    kind, data = (rounding.get(key) if isinstance(rounding, Mapping) else None for key in _ENTRY)
+    options = data if isinstance(data, Mapping) else {}
+    if kind == "QuantizeTensorToInt8Kwargs":
+        symmetric = "asym" not in str(options.get("mapping_type")).lower()
+        bits = 7 if options.get("reduce_range") is True else 8
+        scheme = ActivationScheme("int", bits, symmetric=symmetric)
+    elif kind == "QuantizeTensorToFloat8Kwargs":
+        scheme = ActivationScheme("e4m3")
+    else:
+        raise UnsupportedError(
+            f"{layer.fail(_CODES, 'activations rounded by ' + str(kind)[:80])}, which is not run"
+        )
+    static = Inputs(scheme, layer.has(_INPUT_SCALE))
+    return static.of(layer, _INPUT_SCALE, _INPUT_POINT)
 
 
 def _points(layer: StoredLayer, scale: Tensor) -> Tensor:

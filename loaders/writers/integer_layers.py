@@ -141,7 +141,7 @@ def _affine(weight: Layout | Permuted) -> Affine:
 def _zeros(layout: Affine) -> NDArray[np.uint8]:
     """Zero points of all groups, ``[N, G]``."""
     if layout.zeros is not None:
-        return layout.zeros.numpy()
+        return unpacked(layout.zeros.numpy(), layout.bits, layout.scale.shape[1])
     return np.full(tuple(layout.scale.shape), layout.zero, np.uint8)
 
 

@@ -136,7 +136,7 @@ def as_affine(codes: Tensor, steps: Steps, spec: QuantSpec, columns: int) -> Aff
         pack_codes(codes.to(torch.uint8), spec.bits),
         scale,
         zero=middle if same else 0,
-        zeros=None if same else steps.zero.to(torch.uint8),
+        zeros=None if same else pack_codes(steps.zero.to(torch.uint8), spec.bits),
     )
 
 

@@ -2,7 +2,8 @@
 
 The only place of the package that prints. Answers and tables go to stdout, everything else to
 stderr. Exit codes: 0 fine, 1 something is missing (``doctor``), 2 a user error, told in one line,
-130 interrupted. The sub-commands import torch only when they run, so ``--help`` is immediate.
+130 interrupted. A sub-command is imported when it is named (all of them for ``--help``: 0.1 s), and
+imports torch only when it runs.
 """
 
 from __future__ import annotations
@@ -12,25 +13,26 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from importlib import import_module
 
 from sdk import __version__
-from sdk.cli import bench, doctor, evaluate, fetch_demo, inspect_file, plan, quantize, run
 from sdk.errors import SdkError
 
+#: Modules of this folder, by what their commands are called.
 COMMANDS = {
-    "run": run,
-    "inspect": inspect_file,
-    "plan": plan,
-    "quantize": quantize,
-    "eval": evaluate,
-    "doctor": doctor,
-    "bench": bench,
-    "fetch-demo": fetch_demo,
+    "run": "run",
+    "inspect": "inspect_file",
+    "plan": "plan",
+    "quantize": "quantize",
+    "eval": "evaluate",
+    "doctor": "doctor",
+    "bench": "bench",
+    "fetch-demo": "fetch_demo",
 }
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The whole command line."""
+def build_parser(named: str = "") -> argparse.ArgumentParser:
+    """The command line of the sub-command ``named``; the whole one where there is none such."""
     parser = argparse.ArgumentParser(
         prog="embedlm", description="Run quantized language models inside your own process."
     )
@@ -39,7 +41,8 @@ def build_parser() -> argparse.ArgumentParser:
         "-v", "--verbose", action="store_true", help="show the traceback of an error"
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, module in COMMANDS.items():
+    for name in (named,) if named in COMMANDS else COMMANDS:
+        module = import_module(f"sdk.cli.{COMMANDS[name]}")
         summary = (module.__doc__ or "").splitlines()[0]
         sub = commands.add_parser(name, help=summary, description=summary)
         module.add_arguments(sub)
@@ -49,7 +52,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    args = build_parser().parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    named = next((word for word in argv if not word.startswith("-")), "")
+    args = build_parser(named).parse_args(argv)
     try:
         code: int = args.run(args)
         sys.stdout.flush()

@@ -84,15 +84,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from sdk.loaders.open import open_checkpoint
+    from sdk.loaders.open import read_headers
 
-    checkpoint = open_checkpoint(args.file)
-    try:
-        entries = list(checkpoint.entries())
-        config = dict(checkpoint.config)
-        facts = {"file": str(checkpoint.path), "format": checkpoint.format}
-    finally:
-        checkpoint.close()
+    found = read_headers(args.file)
+    entries, config = list(found.entries), dict(found.config)
+    facts = {"file": str(found.path), "format": found.format}
+    if found.kv_scales:
+        least, most = min(found.kv_scales.values()), max(found.kv_scales.values())
+        facts["kv_scales"] = f"{len(found.kv_scales)}, {least:.3g} to {most:.3g}, not used"
     report = kernels(args.file) if args.kernels else None
     show = to_json if args.json else to_text
     print(show(facts, config, entries, report, tensors=args.tensors))
@@ -212,5 +211,6 @@ def _summary(facts: Mapping[str, str], config: Mapping[str, Any]) -> str:
             *([mixture] if experts else []),
             f"context       {get('max_position_embeddings')} tokens",
             f"vocabulary    {get('vocab_size')} tokens",
+            *([f"KV scales     {facts['kv_scales']}"] if "kv_scales" in facts else []),
         ]
     )

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-model-len", type=int, help="tokens of one request")
     parser.add_argument("--max-num-seqs", type=int, help="requests at once")
     parser.add_argument("--max-num-batched-tokens", type=int, help="tokens of one step")
-    parser.add_argument("--kv-cache-dtype", help="float16 (default), bfloat16, float32 or int8")
+    parser.add_argument("--kv-cache-dtype", help="float16 (default), int8, fp8, int4, k8v4 ...")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from ctypes import c_float, c_int32, c_int64
 from dataclasses import replace
@@ -9,10 +10,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from sdk.engine.plan import RequestStart
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.sampling import SampleBuffers
+
+_CPU = torch.device("cpu")
+_LINE = 64  # bytes of a cache line
+_TYPES = {np.int32: torch.int32, np.int64: torch.int64, np.float64: torch.float64}
+#: A prefix is worth a pass of its own from so many requests and tokens on: fewer splits of keys
+#: (kernels/gpu/attention_decode.py) are not read once for enough rows.
+_SHARED_REQUESTS, _SHARED_TOKENS = 4, 512
 
 
 class Running:
@@ -28,26 +38,84 @@ class Running:
         self.pages = list(start.pages)
 
 
+class _Buffers:
+    """Arrays in one piece of memory, and the tensors of a device that are copies of them.
+
+    On a CPU they are the same memory; to a GPU all go in one copy from pinned memory, in the order
+    of the stream, so that a step reads what was written before it.
+    """
+
+    def __init__(self, device: torch.device, *parts: tuple[type[Any], tuple[int, ...]]) -> None:
+        offsets = [0]
+        for dtype, shape in parts:
+            size = math.prod(shape) * np.dtype(dtype).itemsize
+            offsets.append(offsets[-1] + -(-size // _LINE) * _LINE)
+        if device.type == "cuda":
+            self._host = torch.zeros(offsets[-1], dtype=torch.uint8, pin_memory=True)
+        else:  # memory that is there only where it was written
+            self._host = torch.from_numpy(np.zeros(offsets[-1], np.uint8))
+        self._device = self._host.to(device)
+        self._sent: Any = None
+        if device.type == "cuda":
+            self._sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.arrays: list[NDArray[Any]] = []
+        self.tensors: list[Tensor] = []
+        for (dtype, shape), begin in zip(parts, offsets, strict=False):
+            size = math.prod(shape) * np.dtype(dtype).itemsize
+            self.arrays.append(self._host.numpy()[begin : begin + size].view(dtype).reshape(shape))
+            self.tensors.append(self._device[begin : begin + size].view(_TYPES[dtype]).view(shape))
+
+    def send(self) -> None:
+        """Copy what the arrays hold now; they must not be written before :meth:`wait`."""
+        if self._sent is not None:
+            self._device.copy_(self._host, non_blocking=True)
+            self._sent.record()
+
+    def wait(self) -> None:
+        """Until what was sent last has been read. A step that samples nothing ends before that."""
+        if self._sent is not None:
+            self._sent.synchronize()
+
+
 class StepInputs:
     """Tokens, their requests and the rows wanted of one step, in buffers that stay.
 
     A request that stands in the same row as in the step before has only its new pages written.
+    ``find_shared``: look for pages that all requests begin with (``AttentionBatch.shared_len``).
     """
 
     def __init__(
-        self, max_tokens: int, max_requests: int, max_model_len: int, page_size: int
+        self,
+        max_tokens: int,
+        max_requests: int,
+        max_model_len: int,
+        page_size: int,
+        device: torch.device = _CPU,
+        *,
+        find_shared: bool = False,
     ) -> None:
+        self._find_shared = find_shared
         width = -(-max_model_len // page_size)
-        self._tokens = np.zeros(max_tokens, np.int64)
-        self._rows = np.zeros(max_requests, np.int64)
-        self._starts = np.zeros(max_requests + 1, np.int32)
-        self._lengths = np.zeros(max_requests, np.int32)
-        self._table = np.zeros((max_requests, width), np.int32)
+        self._buffers = _Buffers(
+            device,
+            (np.int64, (max_tokens,)),
+            (np.int64, (max_requests,)),
+            (np.int32, (max_requests + 1,)),
+            (np.int32, (max_requests,)),
+            (np.int32, (1,)),
+            (np.int32, (max_requests, width)),
+            (np.float64, (max_requests, 8)),
+        )
+        self._tokens, self._rows, self._starts, self._lengths, self._shared, self._table, draws = (
+            self._buffers.arrays
+        )
+        #: ``output_rows``: the rows of hidden states whose logits are wanted; ``draws``: the bytes
+        #: of how each is drawn.
+        self.token_ids, self.output_rows, starts, lengths, self._shared_len, table, self.draws = (
+            self._buffers.tensors
+        )
         self._places: list[tuple[Running | None, int]] = [(None, 0)] * max_requests
-        self.token_ids = torch.from_numpy(self._tokens)
-        #: Rows of hidden states whose logits are wanted, and how each is drawn.
-        self.output_rows = torch.from_numpy(self._rows)
-        self.sampling = SampleBuffers(max_requests)
+        self.sampling = SampleBuffers(max_requests, draws.data)
         # Tokens, lengths, what is sampled and its logits for ctypes: a step leaves the caches full
         # of weights, and then the code that made the native call is the cheapest to run again.
         # Reading the tokens takes 8 us like this, 28 through memoryviews.
@@ -58,11 +126,11 @@ class StepInputs:
             (c_float * max_requests).from_buffer(self.sampling.best.data),
         )
         self.batch = AttentionBatch(
-            positions=torch.zeros(max_tokens, dtype=torch.int64),
-            query_start=torch.from_numpy(self._starts),
-            context_len=torch.from_numpy(self._lengths),
-            page_table=torch.from_numpy(self._table),
-            slots=torch.zeros(max_tokens, dtype=torch.int64),
+            positions=torch.zeros(max_tokens, dtype=torch.int64, device=device),
+            query_start=starts,
+            context_len=lengths,
+            page_table=table,
+            slots=torch.zeros(max_tokens, dtype=torch.int64, device=device),
             page_size=page_size,
             max_query_len=max_tokens,
             max_context_len=max_model_len,
@@ -71,8 +139,10 @@ class StepInputs:
     def fill(self, rows: Sequence[tuple[Running, int]], outputs: Sequence[int]) -> int:
         """Write the step: so many tokens of each request, and the rows wanted; counts the tokens.
 
-        Positions and slots are the business of ``Ops.find_places``.
+        It goes to the device with :meth:`view`. Positions and slots are the business of
+        ``Ops.find_places``.
         """
+        self._buffers.wait()
         end = 0
         for row, (request, count) in enumerate(rows):
             first = request.num_computed
@@ -120,6 +190,9 @@ class StepInputs:
         """The batch of the step just written, for a pass that is not a replay."""
         whole = self.batch
         pages = max(len(place[0].pages) for place in self._places[:requests] if place[0])
+        shared = self._shared_tokens(requests) if self._find_shared else 0
+        self._shared[0] = shared
+        self._buffers.send()
         return replace(
             whole,
             positions=whole.positions[:tokens],
@@ -129,4 +202,35 @@ class StepInputs:
             slots=whole.slots[:tokens],
             max_query_len=int(np.diff(self._starts[: requests + 1]).max()),
             max_context_len=int(self._lengths[:requests].max()),
+            shared_len=self._shared_len if shared else None,
         )
+
+    def fill_up(self, requests: int, size: int) -> None:
+        """Make the decode step just written one of ``size`` rows, the last of them nobody's."""
+        self._starts[requests + 1 : size + 1] = requests
+        self._rows[requests:size] = 0
+        self._buffers.send()
+
+    def decoding(self, size: int) -> AttentionBatch:
+        """The batch of every decode step of ``size`` rows, in buffers that stay."""
+        whole = self.batch
+        return replace(
+            whole,
+            positions=whole.positions[:size],
+            query_start=whole.query_start[: size + 1],
+            context_len=whole.context_len[:size],
+            page_table=whole.page_table[:size],
+            slots=whole.slots[:size],
+            max_query_len=1,
+        )
+
+    def _shared_tokens(self, requests: int) -> int:
+        """Tokens that all requests begin with in the same pages, where a pass over them pays."""
+        if requests < _SHARED_REQUESTS:
+            return 0
+        size = self.batch.page_size
+        most = (int(self._lengths[:requests].min()) - 1) // size
+        table = self._table[:requests, :most]
+        apart = np.flatnonzero((table != table[0]).any(axis=0))
+        tokens = (int(apart[0]) if len(apart) else most) * size
+        return tokens if tokens >= _SHARED_TOKENS else 0

@@ -8,15 +8,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sdk.errors import RequestError
 from sdk.kernels.layouts import KVPages
 from sdk.models.config import ModelConfig
-from sdk.quant.spec import KVSpec
+from sdk.quant.spec import KVSpec, KVTypes
 
 _LINE = 64  # bytes of a cache line
 
 
 def kv_spec(config: ModelConfig, kv_heads: int, page_size: int, dtype: str) -> KVSpec:
-    """The KV cache of a model for ``kv_heads`` of its heads: one rank's, or all ranks' together."""
+    """The KV cache of a model for ``kv_heads`` of its heads: one rank's, or all ranks' together.
+
+    :raises RequestError: a layer to skip that the model does not have.
+    """
+    for layer in KVTypes.parse(dtype).skip_layers:
+        if layer >= config.num_layers:
+            raise RequestError(
+                f"kv_cache_dtype: {dtype!r} skips layer {layer} of {config.num_layers}"
+            )
     return KVSpec(
         num_layers=config.num_layers,
         kv_heads=kv_heads,
@@ -29,33 +38,51 @@ def kv_spec(config: ModelConfig, kv_heads: int, page_size: int, dtype: str) -> K
 class KVCache:
     """Keys and values of ``num_pages`` pages for every layer of one rank.
 
+    ``keys_transposed``: how a page's keys lie, as the backend wants them (see ``KVPages``).
     One zeroed allocation of ``num_pages * spec.page_bytes`` bytes, which the operating system backs
     with memory only where a page has been written; ``close`` returns all of it at once. All layers
     of a page lie together, so that few pages in use touch little memory: spread over the layers,
     one token of a 30-layer model would touch 60 huge pages of 2 MiB. Within a page a layer has its
-    keys (transposed, see ``KVPages``), its values, and for int8 the scales of both.
+    keys, its values, and where they are codes the scales of both.
     """
 
-    def __init__(self, spec: KVSpec, num_pages: int) -> None:
+    def __init__(
+        self,
+        spec: KVSpec,
+        num_pages: int,
+        device: torch.device | str = "cpu",
+        *,
+        keys_transposed: bool = True,
+    ) -> None:
         self.spec = spec
         self.num_pages = num_pages
         size = num_pages * spec.page_bytes
-        memory = torch.from_numpy(np.zeros(size + _LINE, dtype=np.uint8))
+        if torch.device(device).type == "cpu":
+            memory = torch.from_numpy(np.zeros(size + _LINE, dtype=np.uint8))
+        else:
+            memory = torch.zeros(size + _LINE, dtype=torch.uint8, device=device)
         begin = -memory.data_ptr() % _LINE  # a vector that crosses cache lines loads twice
         memory = memory[begin : begin + size]
-        self.layers = [_layer(memory, spec, num_pages, layer) for layer in range(spec.num_layers)]
+        self.layers = []
+        offset = 0
+        for layer in range(spec.num_layers):
+            self.layers.append(_layer(memory, spec, num_pages, layer, offset, keys_transposed))
+            offset += spec.layer_bytes(layer)
 
     def close(self) -> None:
         """Drop the tensors. Idempotent."""
         self.layers = []
 
 
-def _layer(memory: Tensor, spec: KVSpec, num_pages: int, layer: int) -> KVPages:
-    """One layer's views of the cache's bytes."""
-    dtype = getattr(torch, spec.dtype)
-    heads, slots, width = spec.kv_heads, spec.page_size, spec.head_dim
-    begin = layer * spec.layer_bytes
-    count = heads * slots * width
+#: float16 scales, but for int4: a byte of scale and one of zero.
+_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int4": torch.uint8}
+
+
+def _layer(
+    memory: Tensor, spec: KVSpec, num_pages: int, layer: int, begin: int, keys_transposed: bool
+) -> KVPages:
+    """One layer's views of the cache's bytes, which begin at byte ``begin`` of a page."""
+    heads, slots = spec.kv_heads, spec.page_size
 
     def view(dtype: torch.dtype, offset: int, shape: tuple[int, ...]) -> Tensor:
         """``[num_pages, *shape]``, contiguous within a page, ``offset`` bytes into the layer."""
@@ -65,11 +92,19 @@ def _layer(memory: Tensor, spec: KVSpec, num_pages: int, layer: int) -> KVPages:
         at = values.storage_offset() + (begin + offset) // dtype.itemsize
         return values.as_strided((num_pages, *shape), strides, at)
 
-    k = view(dtype, 0, (heads, width, slots)).transpose(2, 3)
-    v = view(dtype, count * dtype.itemsize, (heads, slots, width))
-    if dtype != torch.int8:
-        return KVPages(k, v)
-    scales = (
-        view(torch.float16, 2 * count + i * heads * slots * 2, (heads, slots)) for i in (0, 1)
-    )
-    return KVPages(k, v, *scales)
+    keys, values = spec.parts(layer)
+    codes, scales, offset = [], [], 0
+    for part in (keys, values):
+        dtype = _DTYPES.get(part.dtype) or getattr(torch, part.dtype)
+        width = spec.head_dim // 2 if part.dtype == "int4" else spec.head_dim
+        transposed = keys_transposed and part is keys
+        shape = (heads, width, slots) if transposed else (heads, slots, width)
+        codes.append(view(dtype, offset, shape))
+        offset += part.code_bytes
+    for part in (keys, values):
+        dtype = torch.int16 if part.dtype == "int4" else torch.float16
+        groups = heads * part.groups
+        scales.append(view(dtype, offset, (groups, slots)) if groups else None)
+        offset += part.scale_bytes
+    k = codes[0].transpose(2, 3) if keys_transposed else codes[0]
+    return KVPages(k, codes[1], *scales)

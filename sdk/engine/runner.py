@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from sdk.engine.inputs import Running, StepInputs
+from sdk.engine.key_centres import centre_keys
 from sdk.engine.kv_cache import KVCache, kv_spec
 from sdk.engine.plan import RequestStart, Sampled, StepPlan, StepResult
+from sdk.engine.runner_config import RunnerConfig
 from sdk.errors import RequestError
+from sdk.kernels.gpu.graphs import StepGraphs
 from sdk.kernels.graph import CaptureError, Graph
-from sdk.kernels.ops import Compute, Ops
+from sdk.kernels.ops import Ops
 from sdk.loaders.open import open_checkpoint
 from sdk.memory import release_free_memory
 from sdk.models.auto import build_model
@@ -35,27 +37,6 @@ _MAX_AGAIN = 64
 _HEAD_ROWS = 128
 
 
-@dataclass(frozen=True, slots=True)
-class RunnerConfig:
-    """What a rank needs to build itself, in plain values: the same object goes to every process."""
-
-    model: str
-    num_pages: int
-    page_size: int
-    kv_dtype: str
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    num_threads: int
-    device: str = "cpu"
-    compute: Compute = "auto"
-    enforce_eager: bool = False
-    revision: str | None = None
-    local_files_only: bool = False
-    hf_overrides: Mapping[str, Any] = field(default_factory=dict)
-    quantization: str | None = None
-
-
 @dataclass(slots=True)
 class _Wanted:
     """What becomes of a step's rows: whose token is sampled from which, who guides whom."""
@@ -66,6 +47,15 @@ class _Wanted:
     guides: dict[str, int] = field(default_factory=dict)
     #: Requests to look at after the run, with their first and last row + 1.
     special: list[tuple[str, Running, int, int]] = field(default_factory=list)
+
+
+def _open_ops(config: RunnerConfig) -> Ops:
+    return Ops(
+        config.device,
+        compute=config.compute,
+        num_threads=config.num_threads,
+        deterministic=config.deterministic,
+    )
 
 
 class ModelRunner:
@@ -96,7 +86,7 @@ class ModelRunner:
                 )
                 checkpoint = packed_at_load(checkpoint, config.quantization)
             undo.callback(checkpoint.close)
-            self.ops = Ops(config.device, compute=config.compute, num_threads=config.num_threads)
+            self.ops = _open_ops(config)
             undo.callback(self.ops.close)
             self.model = build_model(
                 checkpoint,
@@ -109,16 +99,24 @@ class ModelRunner:
             facts = self.model.config
             heads = mesh.heads(facts.num_heads, facts.num_kv_heads).kv_count
             self.kv = KVCache(
-                kv_spec(facts, heads, config.page_size, config.kv_dtype), config.num_pages
+                kv_spec(facts, heads, config.page_size, config.kv_dtype),
+                config.num_pages,
+                self.ops.device,
+                keys_transposed=self.ops.keys_transposed,
             )
+            centre_keys(self.kv, self.model)
             self.sampler = Sampler(facts.vocab_size, self.ops)
             self._inputs = StepInputs(
                 config.max_num_batched_tokens,
                 config.max_num_seqs,
                 config.max_model_len,
                 config.page_size,
+                self.ops.device,
+                find_shared=self.ops.device.type == "cuda" and not config.deterministic,
             )
             self._graph: Graph[tuple[Tensor, Tensor]] | None = None
+            #: On a GPU: decode steps of so many requests, with what was sampled.
+            self._decode_graphs: StepGraphs[tuple[Tensor, Tensor, Tensor]] | None = None
             #: Why steps run operator by operator; ``None`` when they are replayed from a graph.
             self.eager_reason: str | None = "enforce_eager"
             if not config.enforce_eager:
@@ -132,7 +130,7 @@ class ModelRunner:
         self._requests.clear()
         self._rows, self._drawing = [], []
         self._inputs.forget()
-        self._graph = None
+        self._graph = self._decode_graphs = None
         self.kv.close()
         self.ops.close()
         self.__dict__.pop("model", None)
@@ -141,6 +139,10 @@ class ModelRunner:
         """Record a step as large as the largest there will be; smaller ones use its first rows."""
         inputs = self._inputs
         tokens, requests = inputs.token_ids.shape[0], inputs.output_rows.shape[0]
+        if self.ops.device.type == "cuda":
+            self._decode_graphs = StepGraphs(self._decode, min(tokens, requests))
+            self.eager_reason = None
+            return
 
         def forward() -> tuple[Tensor, Tensor]:
             self.ops.find_places(inputs.batch)
@@ -157,6 +159,17 @@ class ModelRunner:
             self.eager_reason = None
         except CaptureError as error:
             self.eager_reason = str(error)
+
+    def _decode(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The decode step of ``size`` rows: hidden states, logits and ``Ops.sample_rows``."""
+        inputs = self._inputs
+        with torch.inference_mode():
+            batch = inputs.decoding(size)
+            self.ops.find_places(batch)
+            hidden = self.model(inputs.token_ids[:size], batch, self.kv.layers)
+            rows = self.ops.select_rows(hidden, inputs.output_rows[:size])
+            logits = self.model.logits(rows)
+            return hidden, logits, self.ops.sample_rows(logits, inputs.draws[:size])
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step; see :class:`sdk.engine.plan.StepResult` for what comes back."""
@@ -232,6 +245,12 @@ class ModelRunner:
             self._graph.replay(tokens=tokens, outputs=outputs, requests=requests)
             return self._graph.result
         inputs = self._inputs
+        if self._decode_graphs is not None and tokens == requests == outputs:
+            size = self._decode_graphs.size(requests)
+            inputs.fill_up(requests, size)
+            hidden, logits, sampled = self._decode_graphs.replay(size)
+            inputs.sampling.write(sampled[:requests].cpu().numpy())
+            return hidden, logits
         with torch.inference_mode():
             batch = inputs.view(tokens, requests)
             self.ops.find_places(batch)

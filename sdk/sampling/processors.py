@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from sdk.errors import RequestError
+from sdk.kernels.reference.sampling import penalize
+from sdk.sampling.penalties import penalties_of
 from sdk.sampling.state import RequestState
 
 _FORBIDDEN = float("-inf")
@@ -41,7 +43,7 @@ def process(row: Tensor, state: RequestState) -> Tensor:
         )
     row = _call_processors(row, state)
     if state.penalized:
-        _penalize(row, state)
+        penalize(row[None], penalties_of([state], row.device))
     if params.dry_multiplier:
         for token, penalty in _dry_penalties(state).items():
             row[token] -= penalty
@@ -81,21 +83,6 @@ def _call_processors(row: Tensor, state: RequestState) -> Tensor:
             )
         row = result.detach().to(device=row.device, dtype=torch.float32)
     return row
-
-
-def _penalize(row: Tensor, state: RequestState) -> None:
-    """Repetition (Keskar et al. 2019) over prompt and output; the other two over the output."""
-    params = state.params
-    if not state.counts:
-        return
-    ids = _ids(state.counts, row)
-    values = row[ids]
-    if params.repetition_penalty != 1.0:
-        penalty = params.repetition_penalty
-        values = torch.where(values > 0, values / penalty, values * penalty)
-    counts = torch.tensor(list(state.counts.values()), dtype=row.dtype, device=row.device)
-    values = values - params.frequency_penalty * counts
-    row[ids] = values - params.presence_penalty * (counts > 0).to(row.dtype)
 
 
 def _dry_penalties(state: RequestState) -> dict[int, float]:

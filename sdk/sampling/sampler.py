@@ -18,6 +18,7 @@ from sdk.kernels.ops import Ops
 from sdk.kernels.sampling import GREEDY, SampleBuffers, Tokens, join_draws
 from sdk.params import SamplingParams
 from sdk.sampling.logprobs import scored
+from sdk.sampling.penalties import penalties_of
 from sdk.sampling.processors import process
 from sdk.sampling.resolved import ResolvedParams
 from sdk.sampling.rows import Scratch
@@ -149,8 +150,14 @@ class Sampler:
             return
         rows = logits.detach()[indices]  # a copy
         drawing: list[RequestState | None] = []
+        only_penalized = [None if states[i].reshaped else states[i] for i in indices]
+        if any(only_penalized):
+            self._ops.penalize(rows, penalties_of(only_penalized, rows.device))
         for row, i in zip(rows, indices, strict=True):
             state = states[i]
+            if not state.reshaped:
+                drawing.append(state)
+                continue
             try:
                 changed = process(row, state)
             except RequestError as error:

@@ -40,7 +40,7 @@ class RequestState:
             or params.frequency_penalty != 0.0
         )
         self.wants_logprobs = params.logprobs is not None or params.logprob_token_ids is not None
-        self.processed = self.penalized or bool(
+        self.reshaped = bool(
             params.allowed_token_ids is not None
             or resolved.bad_words
             or params.logit_bias
@@ -50,6 +50,8 @@ class RequestState:
             or params.no_repeat_ngram_size
             or params.thinking_token_budget is not None
         )
+        #: The logits change: by penalties alone, or by what ``processors.process`` does besides.
+        self.processed = self.penalized or self.reshaped
         self.greedy = params.greedy
         self.mirostat = params.mirostat_mode != 0
         #: The draw is the whole answer: nothing changes the logits before, nothing is asked after.

@@ -2,7 +2,9 @@
 
 ``golden.npz`` holds float32 logits of every prompt position (tests/golden/README.md says how they
 were made). Exact arithmetic must reach them to 1e-4 of their norm; with activations rounded to 8
-bits the bound is 0.04, the error llama.cpp makes on the same files (it measures 0.016 to 0.032).
+bits the bound is 0.04, the error llama.cpp makes on the same files (it measures 0.016 to 0.032);
+with activations in 8-bit floats, where a file asks for them, 0.1 (the writing library is 0.078 and
+0.088 away: test_rounded_goldens.py).
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ CASES = [
 #: Positions that rounded activations send to another expert. Here the second and third
 #: logit of a router are 0.027 apart; llama.cpp takes the other expert as well.
 REROUTED = {"gptoss-mxfp4": [14]}
+#: Files that ask for activations in 8-bit floats.
+COARSE = ("ct-fp8-block", "ct-fp8-dynamic", "fp8-block")
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:
@@ -47,6 +51,7 @@ def test_logits_are_those_of_the_reference(
     compared = torch.ones(len(prompt), dtype=torch.bool)
     if compute == "auto":
         compared[REROUTED.get(folder.name, [])] = False
+        bound = 0.1 if folder.name in COARSE else bound
     assert _distance(whole[compared], expected[compared]) < bound
     for chunk in (1, 9):
         assert torch.equal(logits_of(path, prompt, compute, chunk), whole)

@@ -340,7 +340,9 @@ def test_without_a_tokenizer_token_ids_still_work(tiny_path: Path) -> None:
         ({"block_size": 24}, RequestError, "power of two"),
         ({"memory": "2 apples"}, RequestError, "memory"),
         ({"memory": -1}, RequestError, "memory"),
-        ({"kv_cache_dtype": "int3"}, RequestError, "kv_cache_dtype: expected one of"),
+        ({"kv_cache_dtype": "int3"}, RequestError, "kv_cache_dtype: expected float32, float16"),
+        ({"kv_cache_dtype": 8}, RequestError, "kv_cache_dtype: .* found '8'"),
+        ({"kv_cache_dtype": "int4:skip=2"}, RequestError, "skips layer 2 of 2"),
         ({"compute": "fast"}, RequestError, "compute"),
         ({"device": "tpu"}, RequestError, "device"),
         ({"gpu_memory_utilization": 1.5}, RequestError, "share"),
@@ -355,6 +357,17 @@ def test_a_bad_option_is_refused_by_name(
 ) -> None:
     with pytest.raises(error, match=message):
         LLM(tiny_path, **options)
+
+
+def test_a_gpu_that_is_not_there_is_refused(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(RequestError, match="device='cuda': torch finds no GPU"):
+        LLM(tiny_path, device="cuda")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(RequestError, match="tensor_parallel_size must be 1"):
+        LLM(tiny_path, device="cuda", tensor_parallel_size=2)
 
 
 def test_a_missing_model_and_a_pickle_are_refused(tmp_path: Path) -> None:

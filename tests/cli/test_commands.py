@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from sdk import __version__
-from sdk.cli import COMMANDS, build_parser, doctor, main
+from sdk.cli import COMMANDS, bench, build_parser, doctor, main
 from sdk.cli.inspect_file import part_of, sum_parts
 from sdk.cli.table import format_table
 from sdk.quant.checkpoint import TensorEntry
@@ -31,7 +32,7 @@ def test_every_command_has_a_help_text_and_a_summary(command: str, capsys: Captu
         main([command, "--help"])
     assert left.value.code == 0
     assert f"usage: embedlm {command}" in capsys.readouterr().out
-    assert COMMANDS[command].__doc__
+    assert import_module(f"sdk.cli.{COMMANDS[command]}").__doc__
 
 
 def test_no_command_and_an_unknown_one_are_user_errors(capsys: Captured) -> None:
@@ -159,6 +160,11 @@ def test_inspect_names_the_kernel_of_every_matrix_and_why(golden: Path, capsys: 
     assert report["bits_per_weight"] == pytest.approx(report["bytes"] * 8 / report["weights"], 1e-3)
 
 
+def test_inspect_shows_the_scales_of_a_kv_cache(golden: Path, capsys: Captured) -> None:
+    assert main(["inspect", str(golden / "ct-kv8")]) == 0
+    assert "KV scales     4, " in capsys.readouterr().out
+
+
 def test_inspect_counts_the_weights_of_packed_layers(golden: Path, capsys: Captured) -> None:
     assert main(["inspect", str(golden / "gptq-w4-g128-act"), "--tensors"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -256,5 +262,5 @@ def test_tables_align_text_left_and_numbers_right() -> None:
 
 def test_the_parser_knows_every_command() -> None:
     args = build_parser().parse_args(["bench", "--streams", "1,4"])
-    assert args.run is COMMANDS["bench"].run
+    assert args.run is bench.run
     assert args.streams == (1, 4)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sdk.kernels.cpu import CpuBackend, levels, open_backend
 from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layout
+from sdk.kernels.reference.decode import pack_codes
 
 LEVELS = levels()
 
@@ -29,7 +30,8 @@ class Cases:
         signed: bool = False,
         seed: int = 0,
     ) -> Affine:
-        """Random codes. ``kind``: ``zero`` (a constant), ``zeros`` (one per group) or ``minus``."""
+        """Random codes. ``kind``: ``zero`` (a constant), ``zeros`` or ``floats`` (one per group) or
+        ``minus``."""
         random = torch.Generator().manual_seed(seed)
         used = k * bits
         codes = torch.randint(0, 256, (n, -(-used // 8)), generator=random).to(torch.uint8)
@@ -39,6 +41,8 @@ class Cases:
         scales = (torch.rand(shape, generator=random) * 0.02 + 0.001).to(scale)
         middle = 0 if signed else 1 << (bits - 1)
         zeros = torch.randint(0, 1 << bits, shape, generator=random).to(torch.uint8)
+        floats = (torch.rand(shape, generator=random) * (1 << bits)).to(scale)
+        packed = {"zeros": pack_codes(zeros, bits), "floats": floats}
         return Affine(
             (n, k),
             bits,
@@ -46,7 +50,7 @@ class Cases:
             codes,
             scales,
             zero=middle if kind == "zero" else 0,
-            zeros=zeros if kind == "zeros" else None,
+            zeros=packed.get(kind),
             minus=(scales.float() * middle * 0.9).to(scale) if kind == "minus" else None,
             signed=signed,
         )
@@ -106,6 +110,29 @@ class Cases:
             table=table.float(),
             super_scale=supers,
             super_group=super_group,
+        )
+
+    @staticmethod
+    def repeating(n: int, k: int, bits: int, rows: int, kind: str, seed: int = 0) -> Affine:
+        """Scales and zero points of every column, those of ``rows`` rows again and again."""
+        whole = Cases.affine(n, k, bits, 1, kind, seed=seed)
+        return replace(
+            whole,
+            scale=whole.scale[:rows],
+            zeros=None if whole.zeros is None else whole.zeros[:rows],
+            minus=None if whole.minus is None else whole.minus[:rows],
+        )
+
+    @staticmethod
+    def nested(n: int, k: int, group: int = 64, share: int = 256, seed: int = 0) -> Affine:
+        """Scales that are codes, ``share`` of them to a super scale, as bitsandbytes has them."""
+        random = torch.Generator().manual_seed(seed)
+        return replace(
+            Cases.table(n, k, 4, group, torch.uint8, seed=seed),
+            super_scale=torch.rand(-(-n * k // group // share), generator=random) + 0.5,
+            super_group=share * group,
+            scale_table=torch.linspace(-1, 1, 256) ** 3,
+            scale_offset=torch.rand(n, generator=random),
         )
 
     @staticmethod

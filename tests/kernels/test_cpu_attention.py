@@ -16,11 +16,11 @@ from sdk.kernels.cpu import CpuBackend, levels, open_backend
 from sdk.kernels.errors import KernelError
 from sdk.kernels.layouts import KVPages
 from sdk.kernels.reference.attention import Attention
-from sdk.kernels.reference.rope import mixed, round_codes
+from sdk.kernels.reference.page_codes import decode, encode, is_mixed, mixed
 from sdk.kernels.registry import Problem
 from sdk.quant.spec import KVSpec
 
-DTYPES = ("float32", "float16", "bfloat16", "int8")
+DTYPES = ("float32", "float16", "bfloat16", "int8", "fp8", "fp8_e5m2", "int4", "k8v4", "fp8/int4")
 
 
 @dataclass(frozen=True)
@@ -58,21 +58,32 @@ def make_batch(requests: Sequence[tuple[int, int]], page_size: int) -> tuple[Att
     return batch, sum(counts) + 2
 
 
+def spoil(pages: KVPages, at: Any = slice(None), side: str = "kv") -> None:
+    """Make keys or values NaN, those that are codes through their scales."""
+    for name in side:
+        codes, scale = getattr(pages, name), getattr(pages, f"{name}_scale")
+        if scale is None:
+            codes[at] = float("nan")
+        else:
+            scale[at] = 0xFF if scale.dtype == torch.int16 else float("nan")
+
+
 def make_pages(num_pages: int, kv_heads: int, page_size: int, head_dim: int, dtype: str) -> KVPages:
     """One layer as the cache lays it out, every slot NaN."""
     pages = KVCache(KVSpec(1, kv_heads, head_dim, page_size, dtype), num_pages).layers[0]
-    for x in (pages.k, pages.v) if pages.k_scale is None else (pages.k_scale, pages.v_scale):
-        assert x is not None
-        x.fill_(float("nan"))
+    spoil(pages)
     return pages
 
 
 def dequantized(pages: KVPages) -> tuple[Tensor, Tensor]:
     """Keys and values in float64, ``[num_pages, page_size, kv_heads, head_dim]``."""
-    k, v = pages.k.double(), pages.v.double()
-    if pages.k_scale is not None and pages.v_scale is not None:
-        k, v = k * pages.k_scale.unsqueeze(3), v * pages.v_scale.unsqueeze(3)
-    return k.transpose(1, 2), v.transpose(1, 2)
+    found = []
+    for codes, scale in ((pages.k, pages.k_scale), (pages.v, pages.v_scale)):
+        x = codes
+        if scale is not None:
+            x = decode(codes, scale.unflatten(1, (codes.shape[1], -1)).transpose(2, 3))
+        found.append(x.double().transpose(1, 2))
+    return found[0], found[1]
 
 
 def make_step(
@@ -95,11 +106,12 @@ def make_step(
         at = torch.arange(context)
         page, slot = batch.page_table[r].long()[at // page_size], at % page_size
         k, v = rows[0, :, :kv_heads], rows[1, :, :kv_heads]
-        if pages.k_scale is None or pages.v_scale is None:
-            pages.k[page, :, slot], pages.v[page, :, slot] = (x.to(pages.k.dtype) for x in (k, v))
-        else:
-            pages.k[page, :, slot], pages.k_scale[page, :, slot] = round_codes(k)
-            pages.v[page, :, slot], pages.v_scale[page, :, slot] = round_codes(v)
+        for x, to, scale in ((k, pages.k, pages.k_scale), (v, pages.v, pages.v_scale)):
+            if scale is None:
+                to[page, :, slot] = x.to(to.dtype)
+            else:
+                codes, scales = encode(x, to.dtype, scale.shape[1] // kv_heads)
+                to[page, :, slot], scale[page, :, slot] = codes, scales.flatten(1)
         queries.append(rows[2, context - new :, :heads])
     return Step(batch, pages, torch.cat(queries).contiguous())
 
@@ -135,7 +147,7 @@ def expected(step: Step, **options: Any) -> Tensor:
                 score = torch.cat((score, options["sinks"].double().unsqueeze(1)), dim=1)
             weight = score.softmax(dim=1)[:, : position + 1 - low]
             out[t] = torch.einsum("ht,thd->hd", weight, v[low : position + 1])
-    if step.pages.v_scale is not None:
+    if is_mixed(step.pages.v.dtype):
         out = mixed(out)
     return out.view(tokens, -1)
 
@@ -148,6 +160,7 @@ MIXED = ((1, 1), (100, 1), (70, 70), (300, 17), (700, 1), (129, 64))
     ("heads", "kv_heads", "head_dim", "page_size", "options"),
     [
         (9, 3, 64, 16, {}),
+        (3, 1, 96, 32, {}),
         (4, 4, 72, 7, {}),
         (8, 1, 128, 32, {"window": 20}),
         (4, 2, 256, 16, {"softcap": 3.0}),
@@ -172,7 +185,7 @@ def test_attention_matches_float64(
     assert cases.nmse(attend(kernel, step, **options), expected(step, **options)) < 1e-11
 
 
-@pytest.mark.parametrize("dtype", ["float16", "int8"])
+@pytest.mark.parametrize("dtype", ["float16", "int8", "fp8", "int4", "k8v4"])
 @pytest.mark.parametrize("options", [{}, {"window": 90}, {"softcap": 5.0}])
 def test_chunks_batches_and_threads_do_not_change_a_bit(
     backend: CpuBackend, dtype: str, options: dict[str, Any]
@@ -209,8 +222,10 @@ def test_spreading_a_context_over_threads_does_not_change_a_bit(
         other.close()
 
 
-def test_levels_with_fused_multiply_add_agree_to_the_bit() -> None:
-    step = make_step(MIXED, 6, 2, 40, 16, "int8")
+@pytest.mark.parametrize("dtype", ["int8", "fp8", "fp8_e5m2", "int4", "float16/int4"])
+@pytest.mark.parametrize("head_dim", [40, 64, 80])
+def test_levels_with_fused_multiply_add_agree_to_the_bit(dtype: str, head_dim: int) -> None:
+    step = make_step(MIXED, 6, 2, head_dim, 16, dtype)
     found = []
     for level in levels():
         opened = open_backend("cpu", 2, level)
@@ -241,16 +256,19 @@ def test_queries_may_be_views_of_a_fused_projection(backend: CpuBackend) -> None
     assert torch.equal(attend(kernel, replace(step, q=fused[:, 2:6])), attend(kernel, step))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "int8", "fp8", "int4", "k8v4"])
 def test_a_batch_of_many_requests_matches_the_reference(
     backend: CpuBackend, cases: Any, dtype: str
 ) -> None:
     (kernel,) = backend.implementations("attention")
     step = make_step([(i + 1, 1) for i in range(64)], 4, 2, 32, 16, dtype)
     found = attend(kernel, step)
-    for x in (step.pages.k, step.pages.v, step.pages.k_scale, step.pages.v_scale):
-        if x is not None and x.is_floating_point():
-            x.nan_to_num_()  # the reference multiplies stale slots by zero
+    for codes, scale in zip(
+        (step.pages.k, step.pages.v), (step.pages.k_scale, step.pages.v_scale), strict=True
+    ):
+        x = codes if scale is None else scale
+        # the reference multiplies stale slots by zero
+        x[x == 0xFF if x.dtype == torch.int16 else x.isnan()] = 0
     assert cases.nmse(found, attend(Attention(), step)) < 1e-11
 
 
@@ -260,9 +278,7 @@ def test_a_key_that_is_not_a_number_reaches_only_those_who_see_it(backend: CpuBa
         step = make_step([(60, 60), (20, 20)], 4, 2, 16, 16, dtype)
         clean = attend(kernel, step)
         page, slot = int(step.batch.page_table[0, 50 // 16]), 50 % 16
-        (step.pages.k if step.pages.k_scale is None else step.pages.k_scale)[page, :, slot] = float(
-            "nan"
-        )
+        spoil(step.pages, (page, slice(None), slot), "k")
         found = attend(kernel, step)
         assert found[50:60].isnan().all()
         assert torch.equal(found[:50], clean[:50]) and torch.equal(found[60:], clean[60:])
@@ -270,12 +286,13 @@ def test_a_key_that_is_not_a_number_reaches_only_those_who_see_it(backend: CpuBa
 
 def test_what_the_kernel_cannot_run_is_declined(backend: CpuBackend) -> None:
     (kernel,) = backend.implementations("attention")
-    reason = kernel.reject(Problem("attention", head_dim=64, kv_dtype="int4"))
-    assert reason == "KV pages of int4: expected float32, float16, bfloat16, int8"
+    reason = kernel.reject(Problem("attention", head_dim=64, kv_dtype="int8/int3"))
+    assert reason is not None
+    assert reason.startswith("KV pages of int3: expected float32, float16, bfloat16, int8")
     for head_dim in (0, 12, 264):
         reason = kernel.reject(Problem("attention", head_dim=head_dim, kv_dtype="float16"))
         assert reason == f"head_dim {head_dim}: expected a multiple of 8 up to 256"
-    assert kernel.reject(Problem("attention", head_dim=256, kv_dtype="int8")) is None
+    assert kernel.reject(Problem("attention", head_dim=256, kv_dtype="int8/int4")) is None
 
 
 def test_attention_refuses_arguments_that_disagree(backend: CpuBackend) -> None:
@@ -292,26 +309,33 @@ def test_attention_refuses_arguments_that_disagree(backend: CpuBackend) -> None:
     with pytest.raises(KernelError, match=r"attention q: expected torch\.float32 on cpu"):
         attend(kernel, replace(step, q=step.q.double()))
     with pytest.raises(KernelError, match=r"KV pages: k .* do not agree"):
-        attend(kernel, replace(step, pages=KVPages(k, v.half())))
+        attend(kernel, replace(step, pages=KVPages(k, v[:2])))
+    with pytest.raises(KernelError, match=r"expected \[pages, 2, page_size, 16\] of a known"):
+        attend(kernel, replace(step, pages=KVPages(k, v.double())))
     with pytest.raises(KernelError, match=r"KV pages: expected .* with a contiguous last"):
         attend(kernel, replace(step, pages=KVPages(k, v.transpose(2, 3))))
     with pytest.raises(KernelError, match=r"expected keys on cpu that lie \[head_dim, page_size\]"):
         attend(kernel, replace(step, pages=KVPages(v, v)))
 
 
-def test_int8_pages_are_refused_without_their_scales(backend: CpuBackend) -> None:
+@pytest.mark.parametrize("dtype", ["int8", "fp8", "int4"])
+def test_pages_of_codes_are_refused_without_their_scales(backend: CpuBackend, dtype: str) -> None:
     (kernel,) = backend.implementations("attention")
-    step = make_step([(4, 2)], 4, 2, 16, 16, "int8")
+    step = make_step([(4, 2)], 4, 2, 16, 16, dtype)
     pages = step.pages
     assert pages.k_scale is not None
-    with pytest.raises(KernelError, match=r"expected scales \[3, 2, 16\], found None"):
+    with pytest.raises(
+        KernelError, match=r"expected scales \[3, a multiple of 2, 16\], found None"
+    ):
         attend(kernel, replace(step, pages=KVPages(pages.k, pages.v)))
-    with pytest.raises(KernelError, match=r"KV scales: expected torch\.float16 on cpu"):
-        wide = pages.k_scale.float()
-        attend(kernel, replace(step, pages=replace(pages, k_scale=wide, v_scale=wide)))
-    with pytest.raises(KernelError, match=r"the scales' strides .* do not agree"):
-        other = pages.k_scale.clone()
-        attend(kernel, replace(step, pages=replace(pages, k_scale=other)))
+    with pytest.raises(KernelError, match=r"KV scales: expected torch\.\w+16 on cpu"):
+        attend(kernel, replace(step, pages=replace(pages, k_scale=pages.k_scale.float())))
+    with pytest.raises(KernelError, match="2 scales do not fit a head of 16 in groups of 32"):
+        double = pages.k_scale.repeat_interleave(2, 1)
+        attend(kernel, replace(step, pages=replace(pages, k_scale=double)))
+    with pytest.raises(KernelError, match=r"KV pages: torch\.float16 has no scales"):
+        plain = make_pages(3, 2, 16, 16, "float16")
+        attend(kernel, replace(step, pages=replace(plain, k_scale=pages.k_scale)))
 
 
 @pytest.mark.parametrize("wrong", ["page", "negative page", "narrow table", "length", "starts"])

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.cpu import CpuBackend, levels, open_backend
-from sdk.kernels.cpu.linear import Linear, integer_steps
+from sdk.kernels.cpu.linear import Linear
+from sdk.kernels.cpu.packed_weight import integer_steps
 from sdk.kernels.cpu.weight_memory import CHUNK
 from sdk.kernels.errors import KernelError
 from sdk.kernels.layouts import (
@@ -29,7 +30,7 @@ from sdk.kernels.layouts import (
     Layout,
 )
 from sdk.kernels.reference.decode import decode, pack_codes
-from sdk.kernels.registry import Problem
+from sdk.kernels.registry import Problem, linear_problem
 
 BATCHES = (1, 2, 7, 16, 33, 100)
 #: (rows, columns, group): tails of rows and of columns, every kind of group.
@@ -52,7 +53,9 @@ FP4 = (
     *(0.0, 0.0052083333, 0.6666667, 1.0, 0.3333333, 0.5, 0.1666667, 0.25),
     *(0.0, -0.0052083333, -0.6666667, -1.0, -0.3333333, -0.5, -0.1666667, -0.25),
 )
-KINDS = ("zero", "zeros", "minus")
+KINDS = ("zero", "zeros", "minus", "floats")
+#: (rows, columns, group, scales to a super scale): ends of rows inside, beside and at its ends.
+NESTED = ((37, 576, 64, 256), (40, 192, 16, 16), (33, 1024, 32, 8), (16, 64, 64, 256))
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 #: (rows, columns, scale block): per tensor, per channel, 2-D with short blocks at both ends.
@@ -62,7 +65,7 @@ POWERS = ((37, 70, (1, 32)), (40, 300, (128, 128)), (37, 77, (37, 77)))
 
 
 def kernels(backend: CpuBackend) -> tuple[Linear, Linear]:
-    rounding, _, exact = backend.implementations("linear")
+    rounding, _, exact, _ = backend.implementations("linear")
     return rounding, exact
 
 
@@ -88,7 +91,7 @@ def tables(cases: Any, rows: int) -> list[Layout]:
     found += [cases.table(rows, 77, 4, 77, torch.float32, values=IQ4)]
     found += [cases.table(rows, 512, 3, group, torch.uint8, 256) for group in (16, 32)]
     found += [cases.table(rows, 600, 4, 32, torch.uint8, 256, values=IQ4)]
-    return found
+    return found + [cases.nested(*facts) for facts in NESTED]
 
 
 def scaled(cases: Any) -> list[Layout]:
@@ -112,6 +115,33 @@ def weights(cases: Any) -> list[Layout]:
     found += [cases.dense(37, 77, dtype) for dtype in (*FLOATS, *FLOAT8)]
     found += scaled(cases)
     return found
+
+
+#: (rows, columns, bits, rows of scales): more than a vector, fewer, and over the end of one.
+REPEATING = ((48, 70, 4, 16), (64, 33, 3, 32), (36, 96, 8, 9), (40, 130, 2, 20), (21, 64, 5, 7))
+
+
+def test_scales_of_every_column_that_repeat_over_the_rows_are_exact(
+    backend: CpuBackend, cases: Any
+) -> None:
+    rounding, kernel = kernels(backend)
+    for n, k, bits, rows in REPEATING:
+        for kind in KINDS:
+            weight: Affine = cases.repeating(n, k, bits, rows, kind)
+            assert rounding.reject(linear_problem(weight, "auto", 8)) is not None
+            assert kernel.reject(linear_problem(weight, "auto", 8)) is None
+            packed, value = kernel.pack(weight), decode(weight)
+            assert torch.equal(
+                value[rows], decode(replace(weight, codes=weight.codes.roll(-rows, 0)))[0]
+            )
+            assert cases.same(kernel.unpack(packed), weight)
+            found = torch.empty(n, k)
+            kernel.rows(packed, torch.arange(n), found)
+            assert torch.equal(found, value)
+            x = cases.activations(9, k)
+            out = multiply(kernel, packed, x)
+            assert cases.nmse(out, x.double() @ value.double().T) < 1e-12
+            assert torch.equal(multiply(kernel, packed, x[:1]), out[:1])
 
 
 def test_packing_keeps_every_bit(backend: CpuBackend, cases: Any, weights: list[Layout]) -> None:
@@ -229,7 +259,7 @@ def test_every_8_bit_float_has_its_value(backend: CpuBackend, dtype: torch.dtype
 
 def test_rounding_activations_costs_little(backend: CpuBackend, cases: Any) -> None:
     """1 / (12 * 127^2) times a block's squared peak-to-rms ratio; of 16 bits, where there are."""
-    rounded, wide, exact = backend.implementations("linear")
+    rounded, wide, exact, _ = backend.implementations("linear")
     for weight in (cases.affine(64, 1536, 4, 32, "zero"), cases.blocks(37, 512, "q6_k")):
         x = cases.activations(33, weight.shape[1])
         peaks = x.clone()
@@ -249,7 +279,7 @@ def test_a_block_is_rounded_twice_where_its_step_is_above_the_rows_average(
     backend: CpuBackend,
 ) -> None:
     """Multiplied by the identity, a row shows how each of its blocks was rounded."""
-    _, wide, _ = backend.implementations("linear")
+    wide = backend.implementations("linear")[1]
     codes = (torch.eye(96) * 8 + 8).clamp(max=15)  # 8, and 15 on the diagonal: 0 and 7
     weight = Affine(
         (96, 96), 4, 32, pack_codes(codes.to(torch.uint8), 4), torch.ones(96, 3), zero=8

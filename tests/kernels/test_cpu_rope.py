@@ -15,11 +15,12 @@ from sdk.kernels.cpu import CpuBackend
 from sdk.kernels.errors import KernelError
 from sdk.kernels.layouts import KVPages
 from sdk.kernels.ops import Ops
-from sdk.kernels.reference.rope import RopeAndCache, RopeAngles, mixed
+from sdk.kernels.reference.page_codes import decode, mixed
+from sdk.kernels.reference.rope import RopeAndCache, RopeAngles, rotate
 from sdk.models.rope import Rope, RopeSpec
 from sdk.quant.spec import KVSpec
 
-DTYPES = ("float32", "float16", "bfloat16", "int8")
+DTYPES = ("float32", "float16", "bfloat16", "int8", "fp8", "fp8_e5m2", "int4", "k8v4", "int4/fp8")
 TOKENS, NUM_PAGES = 70, 6
 
 
@@ -43,7 +44,10 @@ def rows(head_dim: int, seed: int = 0) -> tuple[Tensor, list[Tensor]]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("head_dim", "rotary", "page_size"), [(40, 40, 16), (64, 24, 13)])
+@pytest.mark.parametrize(
+    ("head_dim", "rotary", "page_size"),
+    [(40, 40, 16), (64, 24, 13), (80, 80, 16), (96, 48, 16), (256, 256, 16)],
+)
 def test_rope_and_cache_equals_the_reference_bit_for_bit(
     backend: CpuBackend, dtype: str, head_dim: int, rotary: int, page_size: int
 ) -> None:
@@ -59,15 +63,34 @@ def test_rope_and_cache_equals_the_reference_bit_for_bit(
         v[5] = 0.0
         pages = make_pages(2, page_size, head_dim, dtype)
         run(q, k, v, angle.cos(), angle.sin(), batch, pages)
-        scales = [x for x in (pages.k_scale, pages.v_scale) if x is not None]
-        results.append([fused, *(x.float() for x in (pages.k, pages.v, *scales))])
+        written = (pages.k, pages.v, pages.k_scale, pages.v_scale)
+        results.append([fused, *(x.float() for x in written if x is not None)])
     for found, wanted in zip(*results, strict=True):
         assert torch.equal(found.isnan(), wanted.isnan())
         assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
     if dtype == "float16":
         assert results[0][2].max() == 65504
     if dtype == "int8":
-        assert results[0][3].isnan().sum() == 1 and results[0][4].isfinite().all()
+        assert results[0][3].isnan().any() and results[0][4].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
+def test_a_centre_is_taken_from_every_key(backend: CpuBackend, dtype: str) -> None:
+    (kernel,) = backend.implementations("rope_and_cache")
+    batch = make_batch(16)
+    angle = torch.rand(TOKENS, 32, generator=torch.Generator().manual_seed(1)) * 6
+    centre = torch.randn(2, 64, generator=torch.Generator().manual_seed(2))
+    written = []
+    for run in (kernel.run, RopeAndCache().run):
+        _, (q, k, v) = rows(64)
+        pages = replace(make_pages(2, 16, 64, dtype), k_centre=centre)
+        run(q, k, v, angle.cos(), angle.sin(), batch, pages)
+        written.append(pages)
+    assert torch.equal(written[0].k, written[1].k) and torch.equal(written[0].v, written[1].v)
+    if dtype == "float32":
+        _, (_, k, _) = rows(64)
+        at = batch.slots // 16, slice(None), batch.slots % 16
+        assert torch.equal(written[0].k[at], rotate(k, angle.cos(), angle.sin()) - centre)
 
 
 def test_int8_pages_are_within_half_a_step_of_their_values(backend: CpuBackend) -> None:
@@ -91,6 +114,31 @@ def test_int8_pages_are_within_half_a_step_of_their_values(backend: CpuBackend) 
         peak = x.abs().amax(dim=2, keepdim=True)
         large = peak > 0.01  # smaller scales are denormal
         assert (scale[large] <= peak[large] / 127 * 1.001).all()
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "fp8_e5m2", "int4"])
+def test_small_codes_are_within_half_a_step_of_their_values(
+    backend: CpuBackend, dtype: str
+) -> None:
+    (kernel,) = backend.implementations("rope_and_cache")
+    batch, pages = make_batch(16), make_pages(2, 16, 96, dtype)
+    _, (q, k, v) = rows(96)
+    still = torch.zeros(TOKENS, 0)
+    kernel.run(q, k, v, still, still, batch, pages)
+    at = batch.slots // 16, slice(None), batch.slots % 16
+    for x, codes, scales in ((k, pages.k, pages.k_scale), (v, pages.v, pages.v_scale)):
+        assert scales is not None
+        error = (decode(codes[at], scales[at].unflatten(1, (2, -1))) - x).abs()
+        if dtype == "int4":
+            error = (decode(codes[at], scales[at].unflatten(1, (2, -1))) - mixed(x)).abs()
+            # 15 steps from end to end; the scale itself is off by up to a 16th
+            groups = mixed(x).split([64, 32] if codes is pages.v else [32, 32, 32], dim=2)
+            for part, off in zip(groups, error.split([y.shape[2] for y in groups], 2), strict=True):
+                step = (part.amax(2) - part.amin(2)) / 15
+                assert (off.amax(2) <= step * (0.5 + 0.5 + 1 / 16)).all()
+        else:
+            bits = 3 if dtype == "fp8" else 2
+            assert (error <= x.abs() * 2.0 ** -(bits + 1) * 1.001 + x.abs().amax() * 2.0**-16).all()
 
 
 def test_angles_are_those_of_the_models(backend: CpuBackend) -> None:
@@ -121,6 +169,8 @@ def test_rope_refuses_arguments_that_disagree(backend: CpuBackend) -> None:
         kernel.run(q, k, v, angle, angle, replace(batch, slots=batch.slots[:1]), pages)
     with pytest.raises(KernelError, match="KV pages: expected"):
         kernel.run(q, k, v, angle, angle, batch, KVPages(pages.k[:, :1], pages.v[:, :1]))
+    with pytest.raises(KernelError, match=r"float32 centre \[2, 16\], found .* \[16\]"):
+        kernel.run(q, k, v, angle, angle, batch, replace(pages, k_centre=torch.zeros(16)))
     with pytest.raises(KernelError, match=r"rope v: expected torch\.float32 on cpu"):
         kernel.run(q, k, v.double(), angle, angle, batch, pages)
 

@@ -18,6 +18,7 @@ from sdk.kernels.ops import Ops
 from sdk.kernels.reference.decode import decode
 from sdk.kernels.registry import Problem
 
+KINDS = ["zero", "zeros", "minus", "floats"]
 few = settings(max_examples=60, deadline=None, derandomize=True)
 
 
@@ -33,7 +34,7 @@ def affine_facts(draw: st.DrawFn) -> dict[str, Any]:
         "k": k,
         "bits": bits,
         "group": draw(groups),
-        "kind": draw(st.sampled_from(["zero", "minus"] if signed else ["zero", "zeros", "minus"])),
+        "kind": draw(st.sampled_from(["zero", "minus"] if signed else KINDS)),
         "scale": draw(st.sampled_from([torch.float16, torch.bfloat16, torch.float32])),
         "signed": signed,
         "seed": draw(st.integers(0, 99)),
@@ -46,7 +47,7 @@ def float8_facts(draw: st.DrawFn) -> dict[str, Any]:
     return {
         "n": n,
         "k": k,
-        "block": (draw(st.sampled_from([1, 3, 16, n, n + 9])), draw(st.integers(1, k + 9))),
+        "block": (draw(st.sampled_from([1, 3, 16, 32, n, n + 9])), draw(st.integers(1, k + 9))),
         "dtype": draw(st.sampled_from([torch.float8_e4m3fn, torch.float8_e5m2])),
         "powers": draw(st.booleans()),
         "seed": draw(st.integers(0, 99)),
@@ -61,7 +62,7 @@ def multiply(kernel: Linear, packed: Any, x: Tensor, rows: int) -> Tensor:
 
 def check(backend: CpuBackend, cases: Any, weight: Layout, m: int, size: Tensor) -> None:
     """``size [N, K]`` bounds what the kernel adds up: the tolerance is relative to it."""
-    rounding, _, exact = backend.implementations("linear")
+    rounding, _, exact, _ = backend.implementations("linear")
     rows, columns = weight.shape
     packed, value = rounding.pack(weight), decode(weight)
     assert cases.same(rounding.unpack(packed), weight)
@@ -126,14 +127,22 @@ def _broken(cases: Any) -> list[tuple[Layout, str]]:
     w: Affine = cases.affine(9, 70, 4, 32, "zeros")
     b: Blocks = cases.blocks(9, 256, "q3_k")
     f: Float8 = cases.float8(9, 70, (4, 32))
-    assert w.zeros is not None
+    n: Affine = cases.nested(9, 576)
+    assert w.zeros is not None and n.scale_table is not None and n.super_scale is not None
     return [
         (replace(w, codes=w.codes[:, 1:]), r"affine codes: .*\[9, 35\], found .*\[9, 34\]"),
         (replace(w, codes=w.codes.short()), r"affine codes: .*found torch\.int16"),
         (replace(w, scale=w.scale[:, :2]), r"affine scale: .*\[9, 3\], found .*\[9, 2\]"),
         (replace(w, scale=w.scale.double()), r"affine scale: .*found torch\.float64"),
-        (replace(w, zeros=w.zeros[:8]), r"affine zeros: .*\[9, 3\], found .*\[8, 3\]"),
-        (replace(w, zeros=w.zeros.float()), r"affine zeros: expected torch\.uint8"),
+        (replace(w, zeros=w.zeros[:8]), r"affine zeros: .*\[9, 2\], found .*\[8, 2\]"),
+        (replace(w, zeros=w.zeros.short()), r"affine zeros: expected torch\.uint8"),
+        (replace(w, zeros=w.zeros.half()), r"affine zeros: .*\[9, 3\], found .*\[9, 2\]"),
+        (replace(n, super_group=96), "a power of two of them, .* found 576 columns and 96"),
+        (replace(n, super_group=32), "found 576 columns and 32"),
+        (replace(n, scale_offset=None), "a power of two of them, and offsets"),
+        (replace(n, scale_table=n.scale_table[1:]), r"scale_table: .*\[256\], found .*\[255\]"),
+        (replace(n, super_scale=n.super_scale[1:]), r"super_scale: .*\[1\], found .*\[0\]"),
+        (replace(n, scale=n.scale.float()), r"affine scale: expected torch\.uint8"),
         (replace(w, zeros=None, minus=w.scale[0]), r"affine minus: .*found torch\.float16 \[3\]"),
         (replace(w, minus=w.scale), "expected zeros or minus, found both"),
         (replace(w, bits=9), "expected 1 to 8 bits and groups from 1, found 9 and 32"),

@@ -65,13 +65,31 @@ def test_codes_are_one_bit_stream_lowest_bit_first() -> None:
     assert unpack_codes(stream, 3, 5).tolist() == [[0, 1, 2, 3, 4]]
 
 
+def test_super_scales_of_coded_scales_run_on_over_the_ends_of_rows() -> None:
+    weight = Affine(
+        (2, 3),
+        4,
+        1,
+        torch.tensor([[0x11, 0x01], [0x11, 0x01]], dtype=torch.uint8),  # all 1
+        torch.tensor([[0, 1, 2], [2, 1, 0]], dtype=torch.uint8),
+        super_scale=torch.tensor([1.0, 10.0]),  # of four scales and of two
+        super_group=4,
+        scale_table=torch.tensor([1.0, 2.0, 4.0, *[0.0] * 253]),
+        scale_offset=torch.tensor([0.5, 0.25]),
+    )
+    check_layout(weight)
+    assert decode(weight).tolist() == [[1.5, 2.5, 4.5], [4.25, 20.25, 10.25]]
+
+
 def test_the_affine_formula_by_hand() -> None:
     codes = torch.tensor([[0x21, 0x43]], dtype=torch.uint8)  # 1, 2 | 3, 4 in groups of two
     scale = torch.tensor([[2.0, 0.5]])
-    zeros = torch.tensor([[1, 3]], dtype=torch.uint8)
+    zeros = torch.tensor([[0x31]], dtype=torch.uint8)  # packed as the codes are: 1 | 3
     minus = torch.tensor([[0.25, 1.0]])
     assert decode(Affine((1, 4), 4, 2, codes, scale, zero=2)).tolist() == [[-2, 0, 0.5, 1]]
     assert decode(Affine((1, 4), 4, 2, codes, scale, zeros=zeros)).tolist() == [[0, 2, 0, 0.5]]
+    floats = torch.tensor([[0.5, 2.5]]).half()
+    assert decode(Affine((1, 4), 4, 2, codes, scale, zeros=floats)).tolist() == [[1, 3, 0.25, 0.75]]
     assert decode(Affine((1, 4), 4, 2, codes, scale, minus=minus)).tolist() == [
         [1.75, 3.75, 0.5, 1.0]
     ]
@@ -138,12 +156,14 @@ def test_a_row_has_the_same_bits_in_every_batch(ops: Ops, cases: Any) -> None:
             assert torch.equal(bound.matmul(x[:m]), full[:m])
 
 
+@pytest.mark.parametrize("centred", [False, True])
 @pytest.mark.parametrize("window", [None, 10])
-def test_attention_matches_torch(ops: Ops, cases: Any, window: int | None) -> None:
+def test_attention_matches_torch(ops: Ops, cases: Any, window: int | None, centred: bool) -> None:
     tokens, heads, kv_heads, head_dim = 100, 4, 2, 16
     q, k, v = (torch.randn(tokens, n, head_dim) for n in (heads, kv_heads, kv_heads))
     pages = KVPages(
         *(torch.zeros(7, kv_heads, 16, head_dim) for _ in range(2)),
+        k_centre=torch.randn(kv_heads, head_dim) if centred else None,
     )
     at = torch.arange(tokens)
     batch = AttentionBatch(

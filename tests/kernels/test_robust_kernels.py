@@ -366,6 +366,15 @@ def test_attention_beyond_its_tensors_is_refused(ops: Ops, changes: dict[str, An
         ops.attention(torch.zeros(6, 4, 16), make_pages(), make_batch(**changes), scale=1.0)
 
 
+def test_scores_that_may_not_be_moved_are_refused_for_keys_with_a_centre(ops: Ops) -> None:
+    pages = replace(make_pages(), k_centre=torch.zeros(2, 16))
+    q, batch = torch.zeros(6, 4, 16), make_batch()
+    ops.attention(q, pages, batch, scale=1.0)
+    for options in ({"softcap": 3.0}, {"sinks": torch.zeros(4)}):
+        with pytest.raises(KernelError, match="a centre allow neither softcap nor sinks"):
+            ops.attention(q, pages, batch, scale=1.0, **options)
+
+
 def test_places_are_found_where_they_are(ops: Ops) -> None:
     expected, batch = make_batch(), make_batch()
     batch.positions.zero_()

@@ -93,7 +93,7 @@ def test_bytes_that_do_not_fit_are_refused(
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
-@pytest.mark.parametrize(("block", "nested"), [(64, 0), (128, 0), (64, 16), (32, 32)])
+@pytest.mark.parametrize(("block", "nested"), [(64, 0), (128, 0), (64, 16), (32, 32), (32, 64)])
 def test_4_bit_codes_index_the_table_of_the_file(
     layers: Any, kind: str, block: int, nested: int
 ) -> None:
@@ -116,6 +116,15 @@ def test_blocks_over_the_end_of_a_row_are_dequantized_to_the_type_in_the_state(
     [entry] = layers.open(SETTINGS, tensors, shape).entries()
     assert entry.format == str(weight.spec)
     assert weight.nbytes <= entry.held <= weight.nbytes + 1000
+
+
+def test_nested_scales_stay_codes(layers: Any) -> None:
+    tensors, _ = four_bits((64, 1024), nested=256)
+    weight = layers.weight(SETTINGS, tensors, (64, 1024))
+    state = ".weight.quant_state.bitsandbytes__nf4"
+    stored = sum(tensor.nbytes for name, tensor in tensors.items() if name != state)
+    assert weight.layout.scale.dtype == torch.uint8
+    assert weight.nbytes <= stored + 4 * 64  # offsets, one for each row
 
 
 def test_codes_may_be_stored_as_floats(layers: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from typing import Any
 
 import pytest
@@ -246,11 +248,12 @@ def test_the_spec_says_to_how_many_bits_the_file_rounds_activations(layers: Any)
     tensors, _ = packed(4, (32, 64), 16)
     said = settings(ints(4, 16))
     assert str(layers.weight(said, tensors).spec) == "w4a16g16s"
-    said["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "type": "int"}
+    rounded = {"num_bits": 8, "type": "int", "dynamic": True}
+    said["config_groups"]["group_0"]["input_activations"] = rounded
     assert str(layers.weight(said, tensors).spec) == "w4a8g16s"
     codes = {".weight": random(-128, 128, 32, 64).char(), ".weight_scale": scales(32, 1)}
     said = settings(ints(8))
-    said["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "type": "int"}
+    said["config_groups"]["group_0"]["input_activations"] = rounded
     assert str(layers.weight(said, codes).spec) == "w8a8s"
 
 
@@ -294,9 +297,9 @@ def test_one_entry_stands_for_all_tensors_of_a_layer(layers: Any) -> None:
     assert found.nbytes == sum(tensor.nbytes for tensor in tensors.values())
 
 
-@pytest.mark.parametrize("value", [float("nan"), 0.0, -1.0, 1e9])
+@pytest.mark.parametrize(("value", "shown"), [(math.nan, 1), (0.0, 1), (-1.0, 1), (0.25, 0.25)])
 def test_scales_for_a_kv_cache_are_reported_and_left_alone(
-    layers: Any, caplog: pytest.LogCaptureFixture, value: float
+    layers: Any, caplog: pytest.LogCaptureFixture, value: float, shown: float
 ) -> None:
     names = (".self_attn.k_scale", ".self_attn.v_proj.v_scale", ".self_attn.k_proj.output_scale")
     tensors, expected = packed(4, (32, 64), 16)
@@ -305,7 +308,11 @@ def test_scales_for_a_kv_cache_are_reported_and_left_alone(
     with caplog.at_level("INFO", logger="sdk"):
         weight = layers.weight(said, {**tensors, **beside})
     assert torch.equal(weight.dequantize(), expected)
-    assert caplog.text.count("scales for an 8-bit KV cache are not used") == 1
+    range_of_all = f"({shown} to {shown})"
+    assert caplog.text.count(f"3 scales for an 8-bit KV cache {range_of_all} are not used") == 1
+    unsound = "3 scales of the KV cache are no positive numbers, .* among them: 1 is taken"
+    assert bool(re.search(unsound, caplog.text)) == (value != shown)
+    assert list(layers.reopen().kv_scales.values()) == [shown] * 3
 
 
 def corrupt(ending: str, value: Tensor | None) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:

@@ -196,3 +196,79 @@ def test_a_scaled_matrix_of_another_type_is_refused(write: Write) -> None:
     path = write(None, weight=torch.ones(32, 64), weight_scale=torch.tensor(0.5))
     with pytest.raises(CheckpointError, match=r"weight': F32 .*expected a matrix in F8_E4M3 or"):
         open_checkpoint(path).entries()
+
+
+EXPERTS = "model.layers.0.mlp.experts"
+
+
+def joined(scales: tuple[int, int, int]) -> tuple[dict[str, Tensor], Tensor]:
+    """Three experts' gates above their ups, ``[3, 48, 32]``, with scales; and their values."""
+    random = torch.Generator().manual_seed(3)
+    weight = torch.randn(3, 48, 32, generator=random).to(torch.float8_e4m3fn)
+    scale = torch.rand(scales, generator=random)
+    high = 48 // scales[1] if 48 % scales[1] == 0 else 20
+    spread = scale.repeat_interleave(high, 1)[:, :48]
+    spread = spread.repeat_interleave(32 // scales[2], 2)
+    tensors = {"gate_up_proj": weight, "gate_up_proj_scale_inv": scale}
+    return tensors, weight.float() * spread
+
+
+@pytest.mark.parametrize(
+    ("block", "scales"),
+    [
+        ([8, 16], (3, 6, 2)),  # gate and up are whole blocks
+        ([16, 16], (3, 3, 2)),  # a block has rows of both
+        ([20, 16], (3, 3, 2)),  # and the last block of an expert is cut
+        (None, (3, 2, 1)),  # one scale for the gate, one for the up
+        (None, (3, 1, 1)),
+        ([64, 32], (3, 2, 1)),  # a block would have both: transformers keeps two
+    ],
+)
+def test_joined_experts_are_packed_matrices_of_their_own(
+    files: Any, tmp_path: Path, block: list[int] | None, scales: tuple[int, int, int]
+) -> None:
+    tensors, values = joined(scales)
+    if block == [20, 16]:
+        scale = tensors["gate_up_proj_scale_inv"]
+        spread = scale.repeat_interleave(20, 1)[:, :48].repeat_interleave(16, 2)
+        values = tensors["gate_up_proj"].float() * spread
+    settings = {"quant_method": "fp8", "weight_block_size": block}
+    experts = {"model_type": "mixtral", "num_local_experts": 3, "intermediate_size": 24}
+    config = files.config(**experts, hidden_size=32, quantization_config=settings)
+    path = tmp_path / "model"
+    files.folder(path, config=config)
+    save_file({f"{EXPERTS}.{k}": v for k, v in tensors.items()}, path / "model.safetensors")
+    checkpoint = open_checkpoint(path)
+    for expert in range(3):
+        for part, rows in {"gate": slice(0, 24), "up": slice(24, 48)}.items():
+            weight = checkpoint.weight(f"{EXPERTS}.{expert}.{part}_proj")
+            assert isinstance(weight, Float8Weight)
+            assert torch.equal(weight.dequantize(), values[expert, rows])
+    assert checkpoint.unused() == []
+    [entry] = [e for e in checkpoint.entries() if "experts" in e.name]
+    assert (entry.shape, entry.format) == ((3, 48, 32), "fp8")
+
+
+@pytest.mark.parametrize(
+    ("scale", "message"),
+    [
+        (torch.ones(3, 5, 2), r"scales of shape \[3, 5, 2\] for \[3, 48, 32\] in blocks of"),
+        (torch.ones(2, 6, 2), r"scales of shape \[2, 6, 2\]"),
+        (torch.ones(6, 2), r"scales of shape \[6, 2\]"),
+        (torch.ones(3, 6, 3), r"scales of shape \[3, 6, 3\]"),
+        (torch.full((3, 6, 2), float("nan")), "a scale is not a finite number"),
+    ],
+)
+def test_scales_that_do_not_fit_joined_experts_are_refused(
+    files: Any, tmp_path: Path, scale: Tensor, message: str
+) -> None:
+    tensors, _ = joined((3, 6, 2))
+    tensors["gate_up_proj_scale_inv"] = scale
+    settings = {"quant_method": "fp8", "weight_block_size": [8, 16]}
+    experts = {"model_type": "mixtral", "num_local_experts": 3, "intermediate_size": 24}
+    config = files.config(**experts, hidden_size=32, quantization_config=settings)
+    path = tmp_path / "model"
+    files.folder(path, config=config)
+    save_file({f"{EXPERTS}.{k}": v for k, v in tensors.items()}, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"gate_up_proj_scale_inv': .*{message}"):
+        open_checkpoint(path).weight(f"{EXPERTS}.0.up_proj")

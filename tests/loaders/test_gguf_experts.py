@@ -15,7 +15,7 @@ from sdk.quant.errors import CheckpointError
 from sdk.quant.weight import BlockWeight
 
 Save = Callable[..., Path]
-EXPERTS, HIDDEN, INNER, Q4_0 = 3, 32, 64, 2
+EXPERTS, HIDDEN, INNER, Q4_0, NVFP4 = 3, 32, 64, 2, 40
 PATH = "model.layers.0.mlp.experts"
 
 
@@ -58,6 +58,32 @@ def test_every_expert_is_a_packed_matrix_of_its_own(mixtral: Any, save: Save) ->
             assert torch.equal(weight.dequantize(), expected)
     assert checkpoint.weight("model.layers.0.mlp.gate").shape == (EXPERTS, HIDDEN)
     assert not any("ffn" in name for name in checkpoint.unused() if "norm" not in name)
+
+
+def with_nvfp4(model: Any, scales: list[float]) -> None:
+    """The down projections in NVFP4, one value throughout, with the factors of all experts."""
+    blocks = np.full((EXPERTS, HIDDEN, 36), 0x22, np.uint8)
+    blocks[..., :4] = 0x40
+    dims = (INNER, HIDDEN, EXPERTS)
+    model.tensors["blk.0.ffn_down_exps.weight"] = (dims, NVFP4, blocks.tobytes())
+    factors = np.array(scales, "<f4").tobytes()
+    model.tensors["blk.0.ffn_down_exps.scale"] = ((len(scales),), 0, factors)
+
+
+def test_the_factor_beside_nvfp4_experts_is_each_ones_own(mixtral: Any, save: Save) -> None:
+    with_nvfp4(mixtral, [1.0, 2.0, -0.5])
+    checkpoint = open_checkpoint(save(mixtral.build()))
+    found = [checkpoint.weight(f"{PATH}.{e}.down_proj").dequantize() for e in range(EXPERTS)]
+    assert bool((found[0] != 0).all())
+    assert torch.equal(found[1], 2 * found[0]) and torch.equal(found[2], -0.5 * found[0])
+    assert "blk.0.ffn_down_exps.scale" not in checkpoint.unused()
+
+
+def test_factors_for_another_number_of_experts_are_refused(mixtral: Any, save: Save) -> None:
+    with_nvfp4(mixtral, [1.0, 2.0])
+    checkpoint = open_checkpoint(save(mixtral.build()))
+    with pytest.raises(CheckpointError, match=r"exps\.scale': expected F32 \[3\], found F32 \[2\]"):
+        checkpoint.weight(f"{PATH}.0.down_proj")
 
 
 def test_an_expert_that_the_metadata_do_not_count_is_missing(mixtral: Any, save: Save) -> None:

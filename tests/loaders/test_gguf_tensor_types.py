@@ -97,8 +97,8 @@ def test_the_number_beside_an_nvfp4_matrix_multiplies_it(files: Any, save: Save)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"scale": (2,)}, r"'blk.0.attn_v.scale': expected one F32, found F32 \[2\]"),
-        ({"kind": 1, "data": bytes(2)}, r"'blk.0.attn_v.scale': expected one F32, found F16"),
+        ({"scale": (2,)}, r"'blk.0.attn_v.scale': expected F32 \[1\], found F32 \[2\]"),
+        ({"kind": 1, "data": bytes(2)}, r"'blk.0.attn_v.scale': expected F32 \[1\], found F16"),
         (
             {"data": np.float32("nan").tobytes()},
             "'blk.0.attn_v.scale': expected a finite number, found nan",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sdk.quant.errors import CheckpointError
+from sdk.quant.weight import concat
 
 SETTINGS = {"quant_method": "hqq", "quant_config": {}, "skip_modules": ["lm_head"]}
 SHAPE = (12, 80)
@@ -64,7 +65,7 @@ def matrix(
 
 
 def close(found: Tensor, expected: Tensor, bits: int) -> None:
-    """To what float32 makes of ``code * scale - zero * scale``: scales are below 0.15."""
+    """To what float32 makes of ``(code - zero) * scale``: scales are below 0.15."""
     bound = 0.15 * (1 << bits) * 2**-23
     torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=bound)
 
@@ -87,11 +88,14 @@ def test_codes_of_fewer_bits_than_their_bytes_are_packed_on(layers: Any, bits: i
     assert weight.spec.bits == bits
 
 
-def test_whole_zeros_stay_bytes(layers: Any) -> None:
-    tensors, expected = matrix("4bit_u8", whole=True)
-    weight = layers.weight(SETTINGS, tensors, SHAPE)
-    assert torch.equal(weight.dequantize(), expected.float())
-    assert weight.layout.zeros is not None
+@pytest.mark.parametrize("packing", ["8bit_u8", "4bit_u8", "2bit_u8"])
+def test_zeros_take_no_more_than_in_the_file(layers: Any, packing: str) -> None:
+    bits = PACKINGS[packing][0]
+    for whole, nbytes in ((True, 12 * -(-5 * bits // 8)), (False, 12 * 5 * 2)):
+        tensors, expected = matrix(packing, whole=whole)
+        weight = layers.weight(SETTINGS, tensors, SHAPE)
+        assert torch.equal(weight.dequantize(), expected.float()) or not whole
+        assert weight.layout.zeros.nbytes == nbytes
 
 
 @pytest.mark.parametrize(("axis", "group"), [(0, 16), (0, 80), (1, 64)])
@@ -106,6 +110,25 @@ def test_groups_across_rows_are_dequantized_to_the_type_of_the_scales(
     [entry] = layers.open(SETTINGS, tensors, SHAPE).entries()
     assert entry.format == "f16" and weight.nbytes <= entry.held <= weight.nbytes + 1000
     torch.testing.assert_close(weight.dequantize().double(), expected, rtol=2**-11, atol=2**-24)
+
+
+@pytest.mark.parametrize(("shape", "group"), [((32, 80), 16), ((48, 70), 16), ((24, 33), 24)])
+@pytest.mark.parametrize("packing", ["8bit_u8", "4bit_u8", "2bit_u8", "3bit_32"])
+@pytest.mark.parametrize("whole", [False, True])
+def test_groups_of_every_so_many_rows_stay_packed(
+    layers: Any, packing: str, shape: tuple[int, int], group: int, whole: bool
+) -> None:
+    tensors, expected = matrix(packing, group, 0, whole=whole, shape=shape)
+    weight = layers.weight(SETTINGS, tensors, shape)
+    bits = PACKINGS[packing][0]
+    close(weight.dequantize(), expected, bits)
+    assert str(weight.spec) == f"w{bits}a16g{group}"
+    assert weight.layout.scale.shape == (shape[0] // group, shape[1])
+    part = weight.narrow("out", shape[0] // group, shape[0] // group)
+    close(part.dequantize(), expected[shape[0] // group : 2 * (shape[0] // group)], bits)
+    half = weight.narrow("in", 10, shape[1] - 10)
+    close(half.dequantize(), expected[:, 10:], bits)
+    close(concat([weight, weight]).dequantize(), torch.cat([expected, expected]), bits)
 
 
 @pytest.mark.parametrize("packing", ["4bit_u8", "3bit_32"])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from sdk.kernels.layouts import ActivationScheme
 from sdk.quant.errors import CheckpointError, UnsupportedError
 
 SETTINGS = {"quant_method": "torchao", "quant_type": {"default": {}}}
@@ -118,3 +120,52 @@ def test_metadata_that_is_not_sound_is_refused(layers: Any, text: str) -> None:
     found = tensors(random(8, *SHAPE), torch.rand(12, 1))
     with pytest.raises(CheckpointError, match=r"not valid JSON|characters of metadata"):
         layers.weight(SETTINGS, found, SHAPE, {"model.layers.0.mlp.down_proj.weight": text})
+
+
+def rounding(kind: str, options: dict[str, Any], **more: Any) -> dict[str, str]:
+    """The text about a tensor whose inputs are rounded, as torchao 0.18 writes it."""
+    inputs = {"_type": kind, "_version": 1, "_data": options}
+    text = json.dumps({"_type": "Int8Tensor", "_data": {"act_quant_kwargs": inputs, **more}})
+    return {"model.layers.0.mlp.down_proj.weight": text}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "scheme"),
+    [
+        ("Int8", {}, ActivationScheme("int")),
+        ("Int8", {"reduce_range": True}, ActivationScheme("int", 7)),
+        (
+            "Int8",
+            {"mapping_type": {"_type": "MappingType", "_data": "ASYMMETRIC"}},
+            ActivationScheme("int", symmetric=False),
+        ),
+        ("Float8", {"hp_value_ub": None}, ActivationScheme("e4m3")),
+    ],
+)
+def test_inputs_are_rounded_as_described(
+    layers: Any, kind: str, options: dict[str, Any], scheme: ActivationScheme
+) -> None:
+    found = tensors(random(8, *SHAPE), torch.rand(12, 1))
+    text = rounding(f"QuantizeTensorTo{kind}Kwargs", options)
+    weight = layers.weight(SETTINGS, found, SHAPE, text)
+    assert weight.layout.inputs == scheme
+    found["._weight_act_quant_scale"] = torch.tensor([0.5])
+    if scheme.symmetric:
+        weight = layers.weight(SETTINGS, found, SHAPE, text)
+        assert weight.layout.inputs == replace(scheme, static=0.5)
+
+
+def test_inputs_of_unpacked_codes_are_rounded_without_symmetry(layers: Any) -> None:
+    text = rounding("", {}, activation_quantization="int8_asym_per_token")
+    weight = layers.weight(SETTINGS, tensors(random(8, *SHAPE), torch.rand(12, 1)), SHAPE, text)
+    assert weight.layout.inputs == ActivationScheme("int", symmetric=False)
+
+
+def test_other_ways_with_inputs_are_refused(layers: Any) -> None:
+    found = tensors(random(8, *SHAPE), torch.rand(12, 1))
+    for text in (rounding("QuantizeTensorToMXKwargs", {}), rounding([], {})):  # type: ignore[arg-type]
+        with pytest.raises(UnsupportedError, match="activations rounded by"):
+            layers.weight(SETTINGS, found, SHAPE, text)
+    found["._weight_act_pre_scale"] = torch.ones(64)
+    with pytest.raises(UnsupportedError, match="factors of activations"):
+        layers.weight(SETTINGS, found, SHAPE)

@@ -34,7 +34,8 @@ void check_packing(Engine& engine, Packed& made) {
 void check_products(Random& random, Engine& one, Engine& many, Packed& made) {
     const int64_t n = made.w.n, k = made.w.k, stride = n + random.below(3), most = 33;
     Buffer<float> x = floats(random, most * k);
-    for (int planes = 0; planes < 3; ++planes) {  // 0: fp32
+    const bool floats_only = made.w.unit == 1 && !made.w.dense;
+    for (int planes = 0; planes < (floats_only ? 1 : 3); ++planes) {  // 0: fp32
         Buffer<float> expected(most * n);
         LinearArgs args{};
         args.w = &made.w;
@@ -68,10 +69,12 @@ void check_weight(Random& random, Engine& one, Engine& many, Packed& made) {
 }
 
 void weights(Random& random, Engine& one, Engine& many) {
-    for (int i = 0; i < 8; ++i) {
+    for (int i = 0; i < 10; ++i) {
         const int64_t n = random.below(4) ? random.between(1, 90) : 1;
         const int64_t k = random.below(4) ? random.between(1, 300) : 1;
-        Packed made = i < 6 ? affine(random, n, k) : dense(random, n, k);
+        Packed made = i < 6   ? affine(random, n, k)
+                      : i < 8 ? dense(random, n, k)
+                              : columns(random, n, k);
         check_weight(random, one, many, made);
     }
     for (const BlockKind& kind : kBlockKinds) {
@@ -171,27 +174,52 @@ void sampling(Random& random, Engine& one, Engine& many) {
 
 struct Shape {
     int64_t requests, heads, kv_heads, head_dim, page_size, pages, table_width;
-    int type;
+    int key_type, value_type;
+    int32_t group;  // dimensions that share a scale
 };
+
+bool has_scales(int type) { return type != kF32 && type != kF16 && type != kBF16; }
+
+// Elements of one head in a page, for kI4 bytes.
+int64_t head_size(const Shape& s, int type) {
+    return s.page_size * s.head_dim / (type == kI4 ? 2 : 1);
+}
 
 // Keys and values as far as they were written. Vectors of keys reach into slots that are not, and what
 // lies there is discarded: NaN shows that nothing of it comes through. Values stay uninitialized.
 struct Cache {
     explicit Cache(const Shape& s)
-        : k(s.pages * s.kv_heads * s.page_size * s.head_dim * size_of(s.type)),
-          v(k.size()),
-          k_scales(s.pages * s.kv_heads * s.page_size),
+        : k(s.pages * s.kv_heads * head_size(s, s.key_type) * size_of(s.key_type)),
+          v(s.pages * s.kv_heads * head_size(s, s.value_type) * size_of(s.value_type)),
+          k_scales(s.pages * s.kv_heads * groups(s) * s.page_size),
           v_scales(k_scales.size()) {
         for (int64_t i = 0; i < k.size(); ++i) k[i] = 0xff;
     }
+    static int64_t groups(const Shape& s) { return (s.head_dim + s.group - 1) / s.group; }
     Buffer<uint8_t> k, v;
     Buffer<uint16_t> k_scales, v_scales;
 };
 
+PageSide side(const Shape& s, int type, Buffer<uint8_t>& codes, Buffer<uint16_t>& scales,
+              int64_t step) {
+    PageSide to{};
+    const int64_t head = head_size(s, type);
+    to.data = codes.data();
+    to.page = head * s.kv_heads;
+    to.head = head;
+    to.step = step;
+    to.type = type;
+    if (!has_scales(type)) return to;
+    to.scales = scales.data();
+    to.scale_page = s.kv_heads * Cache::groups(s) * s.page_size;
+    to.scale_row = s.page_size;
+    to.group = s.group;
+    return to;
+}
+
 // One engine's way through a step: rotates and writes `qkv`, attends.
 void attend(Engine& engine, const Shape& s, Cache& cache, Buffer<float> qkv, AttentionArgs args,
             float* cos, float* sin, const int64_t* slots, int64_t tokens) {
-    const int64_t head = s.head_dim * s.page_size, page = head * s.kv_heads;
     const int64_t token = (s.heads + 2 * s.kv_heads) * s.head_dim, half = s.head_dim / 4;
     RopeArgs rope{};
     rope.q = qkv.data();
@@ -200,35 +228,25 @@ void attend(Engine& engine, const Shape& s, Cache& cache, Buffer<float> qkv, Att
     rope.cos = cos;
     rope.sin = sin;
     rope.slots = slots;
-    rope.k_pages = cache.k.data();
-    rope.v_pages = cache.v.data();
-    if (s.type == kI8) rope.k_scales = cache.k_scales.data();
-    if (s.type == kI8) rope.v_scales = cache.v_scales.data();
+    rope.keys = side(s, s.key_type, cache.k, cache.k_scales, s.page_size);
+    rope.values = side(s, s.value_type, cache.v, cache.v_scales,
+                       s.head_dim / (s.value_type == kI4 ? 2 : 1));
     rope.q_token = rope.k_token = rope.v_token = token;
     rope.q_head = rope.k_head = rope.v_head = s.head_dim;
     rope.cos_token = rope.sin_token = half;
-    rope.k_page = rope.v_page = args.k_page = args.v_page = page;
-    rope.k_page_head = rope.v_page_head = args.k_page_head = args.v_page_head = head;
-    rope.k_page_dim = args.k_page_dim = s.page_size;
-    rope.v_page_slot = args.v_page_slot = s.head_dim;
-    rope.scale_page = args.scale_page = s.kv_heads * s.page_size;
-    rope.scale_head = args.scale_head = s.page_size;
     rope.num_pages = args.num_pages = s.pages;
     rope.heads = args.heads = (int32_t)s.heads;
     rope.kv_heads = args.kv_heads = (int32_t)s.kv_heads;
     rope.head_dim = args.head_dim = (int32_t)s.head_dim;
     rope.half = (int32_t)half;
     rope.page_size = args.page_size = (int32_t)s.page_size;
-    rope.page_type = args.page_type = s.type;
     engine.run(kOpRope, rope, tokens);
     args.q = rope.q;
     args.q_token = token;
     args.q_head = s.head_dim;
     args.tokens = tokens;
-    args.k_pages = rope.k_pages;
-    args.v_pages = rope.v_pages;
-    args.k_scales = rope.k_scales;
-    args.v_scales = rope.v_scales;
+    args.keys = rope.keys;
+    args.values = rope.values;
     args.scale = 0.3f;
     engine.run(kOpAttention, args, s.requests);
 }
@@ -236,7 +254,7 @@ void attend(Engine& engine, const Shape& s, Cache& cache, Buffer<float> qkv, Att
 // A prompt and a few more tokens of every request, in pages handed out at random.
 void attention(Random& random, Engine& one, Engine& many) {
     const int64_t most = 300, sizes[] = {1, 7, 16, 64};
-    const int types[] = {kF32, kF16, kBF16, kI8};
+    const int types[] = {kF32, kF16, kBF16, kI8, kE4M3, kE5M2, kI4};
     Shape s{};
     s.requests = random.between(1, 4);
     s.kv_heads = random.between(1, 3);
@@ -245,7 +263,9 @@ void attention(Random& random, Engine& one, Engine& many) {
     s.page_size = sizes[random.below(4)];
     s.table_width = (most + s.page_size - 1) / s.page_size;
     s.pages = s.requests * s.table_width;
-    s.type = types[random.below(4)];
+    s.key_type = types[random.below(7)];
+    s.value_type = types[random.below(7)];
+    s.group = (int32_t)(32 * random.between(1, 3));
     Buffer<int32_t> table(s.pages), start(s.requests + 1), context(s.requests);
     for (int64_t i = 0; i < s.pages; ++i) {
         table[i] = (int32_t)i;

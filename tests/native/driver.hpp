@@ -137,7 +137,7 @@ struct Packed {
     Weight w{};
     int64_t row_bytes = 0;
     Buffer<uint8_t> source, codes, scale, minus, zeros, super_scale, super_minus;
-    Buffer<float> table;
+    Buffer<float> table, scale_table, scale_offset;
 };
 
 inline Packed shaped(int64_t n, int64_t k) {
@@ -147,7 +147,7 @@ inline Packed shaped(int64_t n, int64_t k) {
     made.w.row_blocks = (n + kRows - 1) / kRows;
     made.w.k_blocks = (k + kDepth - 1) / kDepth;
     made.w.unit = kDepth;
-    made.w.group_units = made.w.super_units = 1;
+    made.w.group_units = made.w.super_units = made.w.scale_blocks = 1;
     return made;
 }
 
@@ -160,6 +160,8 @@ inline void point(Packed& made) {
     made.w.super_scale = data(made.super_scale);
     made.w.super_minus = reinterpret_cast<uint16_t*>(data(made.super_minus));
     made.w.table = made.table.size() ? made.table.data() : nullptr;
+    made.w.scale_table = made.scale_table.size() ? made.scale_table.data() : nullptr;
+    made.w.scale_offset = made.scale_offset.size() ? made.scale_offset.data() : nullptr;
 }
 
 // The codes index a table from now on.
@@ -168,6 +170,30 @@ inline void tabulate(Random& random, Packed& made) {
     made.w.zero = 128.0f;
     made.w.step = 0.01f;
     for (uint8_t& step : made.w.steps) step = (uint8_t)random.between(1, 255);
+}
+
+// Scales that are codes from now on, whose super scales run on over the ends of rows.
+inline void nest(Random& random, Packed& made) {
+    Weight& w = made.w;
+    w.scale_type = kU8;
+    w.super_type = kF32;
+    w.super_units = 1 << random.below(9);
+    w.supers = (w.n * w.groups + w.super_units - 1) / w.super_units;
+    made.super_scale = elements(random, kF32, w.supers);
+    made.scale_table = floats(random, 256);
+    made.scale_offset = floats(random, w.row_blocks * kRows);
+}
+
+// Codes for the file, and room for them once they are packed.
+inline void fill(Random& random, Packed& made) {
+    const Weight& w = made.w;
+    const int64_t bits = w.k * w.bits;
+    made.codes = Buffer<uint8_t>(w.row_blocks * w.k_blocks * w.bits * 64);
+    made.row_bytes = (bits + 7) / 8;
+    made.source = bytes(random, w.n * made.row_bytes);
+    if (bits % 8)  // the last byte of a row holds nothing else
+        for (int64_t r = 1; r <= w.n; ++r)
+            made.source[r * made.row_bytes - 1] &= (uint8_t)((1 << bits % 8) - 1);
 }
 
 inline Packed affine(Random& random, int64_t n, int64_t k) {
@@ -192,12 +218,13 @@ inline Packed affine(Random& random, int64_t n, int64_t k) {
     w.scale_type = (int32_t)random.below(3);
     w.minus_type = (int32_t)random.below(3);
     const int64_t scales = w.row_blocks * w.groups * kRows, kind = table ? 0 : random.below(3);
-    made.codes = Buffer<uint8_t>(w.row_blocks * w.k_blocks * w.bits * 64);
     if (table) {
         constexpr int32_t types[] = {kF16, kF32, kU8, kI8, kE4M3, kE8M0};
         tabulate(random, made);
         w.scale_type = types[random.below(6)];
-        if (random.below(2)) {  // a second level: one scale for the row, or one for 64 k
+        if (k % group == 0 && random.below(2)) {
+            nest(random, made);
+        } else if (random.below(2)) {  // a second level: one scale for the row, or one for 64 k
             const int64_t units = w.k_blocks * kDepth / w.unit;
             w.super_type = random.below(2) ? kF32 : kF16;
             w.super_units = (int32_t)(random.below(2) ? units : 64 / w.unit);
@@ -207,12 +234,29 @@ inline Packed affine(Random& random, int64_t n, int64_t k) {
     }
     made.scale = elements(random, w.scale_type, scales);
     if (kind == 1) made.minus = elements(random, w.minus_type, scales);
-    if (kind == 2) made.zeros = bytes(random, scales);
-    made.row_bytes = (k * w.bits + 7) / 8;
-    made.source = bytes(random, n * made.row_bytes);
-    if (k * w.bits % 8)  // the last byte of a row holds nothing else
-        for (int64_t r = 1; r <= n; ++r)
-            made.source[r * made.row_bytes - 1] &= (uint8_t)((1 << k * w.bits % 8) - 1);
+    if (kind == 2) {
+        constexpr int32_t types[] = {kU2, kU4, kU8, kF16};
+        w.zeros_type = types[random.below(4)];
+        const int64_t parts = w.zeros_type == kU2 ? 4 : w.zeros_type == kU4 ? 2 : 1;
+        made.zeros = parts > 1 ? bytes(random, scales / parts) : elements(random, w.zeros_type, scales);
+    }
+    fill(random, made);
+    return made;
+}
+
+// Every k has scales of its own, those of some rows again and again; multiplied as floats only.
+inline Packed columns(Random& random, int64_t n, int64_t k) {
+    Packed made = shaped(n, k);
+    Weight& w = made.w;
+    w.bits = (int32_t)random.between(2, 8);
+    w.unit = 1;
+    w.groups = k;
+    w.scale_rows = random.between(1, n);
+    w.scale_type = (int32_t)random.below(3);
+    w.zeros_type = random.below(2) ? kU8 : kF16;
+    made.scale = elements(random, w.scale_type, k * w.scale_rows);
+    if (random.below(2)) made.zeros = elements(random, w.zeros_type, k * w.scale_rows);
+    fill(random, made);
     return made;
 }
 
@@ -254,8 +298,9 @@ inline Packed blocks(Random& random, const BlockKind& kind, int64_t n, int64_t m
         w.supers = wide;
         w.super_units = kind.elements / kind.unit;
         w.scale_type = kind.source == kQ2K ? kLow4 : kind.minus < 0 ? kI8 : kU8;
+        if (kind.source == kQ3K) w.scale_type = kI6;
         w.minus_type = kind.source == kQ2K ? kHigh4 : kU8;
-        made.scale = Buffer<uint8_t>(scales);
+        made.scale = Buffer<uint8_t>(w.scale_type == kI6 ? scales / 16 * 12 : scales);
         if (kind.minus >= 0 && kind.source != kQ2K) made.minus = Buffer<uint8_t>(scales);
         made.super_scale = Buffer<uint8_t>(2 * w.row_blocks * wide * kRows);
         if (kind.minus >= 0) made.super_minus = Buffer<uint8_t>(made.super_scale.size());
@@ -282,7 +327,9 @@ inline Packed dense(Random& random, int64_t n, int64_t k) {
         w.group_units = (int32_t)random.between(1, k);
         w.groups = (k + w.group_units - 1) / w.group_units;
         w.super_type = kF32;
-        made.scale = elements(random, kF32, w.row_blocks * w.groups * kRows);
+        w.scale_blocks = (int32_t)random.between(1, 3);
+        const int64_t high = (w.row_blocks + w.scale_blocks - 1) / w.scale_blocks;
+        made.scale = elements(random, kF32, high * w.groups * kRows);
     }
     made.codes = Buffer<uint8_t>(w.row_blocks * kRows * k * size_of(w.scale_type));
     made.source = elements(random, w.scale_type, n * k);

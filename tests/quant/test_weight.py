@@ -42,9 +42,11 @@ def affine(
     codes = torch.randint(0, 2**bits, (rows, columns), generator=rng, dtype=torch.uint8)
     groups = -(-columns // group)
     scale = torch.rand(rows, groups, generator=rng).half() / 8
+    points = torch.randint(0, 2**bits, (rows, groups), generator=rng)
     options: dict[str, object] = {
         "zero": {"zero": 2 ** (bits - 1)},
-        "zeros": {"zeros": torch.randint(0, 2**bits, (rows, groups), generator=rng).byte()},
+        "zeros": {"zeros": pack_codes(points.byte(), bits)},
+        "floats": {"zeros": (points + 0.25).half()},
         "minus": {"minus": torch.rand(rows, groups, generator=rng).half()},
     }[kind]
     return AffineWeight(
@@ -83,6 +85,17 @@ def table(kind: str, seed: int = 0, rows: int = 48) -> Weight:
         scale = torch.randint(0, 32, (rows, 8), generator=rng).byte()
         supers = torch.rand(rows, 2, generator=rng).half()
         one = replace(one, group=32, scale=scale, super_scale=supers, super_group=128)
+    if kind == "nested":  # nf4 whose scales are codes, 32 of them (8 rows) to a super scale
+        scale = torch.randint(0, 256, (rows, 4), generator=rng).byte()
+        one = replace(
+            one,
+            scale=scale,
+            super_scale=torch.rand(rows // 8, generator=rng),
+            super_group=32 * 64,
+            scale_table=torch.linspace(-1, 1, 256) ** 3,
+            scale_offset=torch.rand(rows, generator=rng),
+        )
+        kind = "nf4"
     return weight_of(replace(one, name=kind))
 
 
@@ -108,14 +121,17 @@ MAKERS: dict[str, Callable[[int], Weight]] = {
     "fp8-channel": lambda seed: float8((1, 256), E5M2, seed),
     "fp8-block": lambda seed: float8((16, 128), E4M3, seed),
     "fp8-whole-blocks": lambda seed: float8((8, 128), E4M3, seed),
-    **{name: lambda seed, name=name: table(name, seed) for name in ("nf4", "nvfp4", "iq3_s")},
+    **{
+        name: lambda seed, name=name: table(name, seed)
+        for name in ("nf4", "nvfp4", "iq3_s", "nested")
+    },
     **{name: lambda seed, name=name: blocks(name, seed=seed) for name in BLOCK_TYPES},
     **{
         f"w{bits}-{kind}": lambda seed, bits=bits, kind=kind: affine(
             bits=bits, kind=kind, seed=seed
         )
         for bits in range(2, 9)
-        for kind in ("zero", "zeros", "minus")
+        for kind in ("zero", "zeros", "floats", "minus")
     },
 }
 every_layout = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
@@ -212,6 +228,7 @@ def test_neighbours_that_agree_are_joined_beside_one_that_does_not() -> None:
 def test_affine_weights_that_differ_in_one_fact_are_not_joined() -> None:
     a = affine(kind="zero")
     assert isinstance(concat([a, affine(kind="minus")]), StackedWeight)
+    assert isinstance(concat([affine(kind="zeros"), affine(kind="floats")]), StackedWeight)
     assert isinstance(concat([a, affine(group=64)]), StackedWeight)
     assert isinstance(concat([dense(torch.float16), dense(torch.float32)]), StackedWeight)
     assert isinstance(
@@ -244,6 +261,27 @@ def test_a_cut_through_a_group_of_either_level_is_refused() -> None:
         table("iq3_s").narrow("in", 64, 128)
     with pytest.raises(AlignmentError, match=r"multiples of 16 \(nvfp4\)"):
         table("nvfp4").narrow("in", 8, 16)
+
+
+def nested(rows: int) -> Weight:
+    """Rows of 4 scales, 32 of them to a super scale."""
+    weight = table("nested", seed=rows, rows=rows + -rows % 8)
+    return weight.narrow("out", 0, rows)
+
+
+def test_super_scales_that_would_run_on_into_the_next_part_are_for_fewer_scales() -> None:
+    parts = [nested(14), nested(18), nested(5)]  # 56 and 72 scales: both are eights
+    joined = concat(parts)
+    assert isinstance(joined, AffineWeight) and joined.layout.super_group == 8 * 64
+    assert torch.equal(joined.dequantize(), torch.cat([part.dequantize() for part in parts]))
+    assert isinstance(concat([nested(13), nested(8)]), StackedWeight)
+
+
+def test_rows_keep_their_nested_scales_where_they_begin_with_a_super_scale() -> None:
+    weight = nested(24)
+    cut = weight.narrow("out", 8, 11)
+    assert cut.layout.super_group == 32 * 64 and cut.layout.super_scale.shape == (2,)  # type: ignore[attr-defined]
+    assert torch.equal(cut.dequantize(), weight.dequantize()[8:19])
 
 
 def test_tables_of_unlike_values_are_not_joined() -> None:

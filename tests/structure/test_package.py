@@ -51,6 +51,17 @@ def test_finding_the_demo_model_and_parsing_the_command_line_import_nothing_heav
     assert modules & {"torch", "numpy", "transformers", "triton", "tokenizers"} == set()
 
 
+def test_the_headers_of_a_gguf_file_are_shown_without_torch() -> None:
+    model = ROOT / "tests" / "golden" / "gguf-Q4_1" / "model.gguf"
+    code = (
+        f"import json; from sdk.cli import main; main(['inspect', {str(model)!r}, '--json'])\n"
+        "print(json.dumps(sorted(sys.modules)))"
+    )
+    report, _, modules = run_python(code).strip().rpartition("\n")
+    assert json.loads(report)["format"] == "gguf"
+    assert set(json.loads(modules)) & {"torch", "transformers", "tokenizers"} == set()
+
+
 def test_every_public_name_can_be_loaded() -> None:
     missing = [name for name in sdk.__all__ if not hasattr(sdk, name)]
     assert missing == []

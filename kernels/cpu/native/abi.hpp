@@ -7,10 +7,15 @@
 
 #include <stdint.h>
 
-enum { kAbiVersion = 8 };
+enum { kAbiVersion = 11 };
 
 // Element types of scales, minima, pages and dense values. kLow4 and kHigh4, for scales and minima
 // only, are the two halves of one byte (q2_k keeps both in it); kE8M0, for scales, is a power of two.
+// kI4, for pages only: element d of a head of D is the low half of byte d, or the high half of byte
+// d - D / 2.
+// The last three, for scales and zero points only, hold the numbers of 16 rows in fewer bits each: kU4
+// in 8 bytes, byte i those of rows i and, above it, i + 8; kU2 in 4 bytes, byte i those of rows i,
+// i + 4, i + 8 and i + 12; kI6 in 12: the low 4 bits of all, then their high 2 (q3_k's; minus 32).
 enum ElementType {
     kF16 = 0,
     kBF16 = 1,
@@ -21,7 +26,11 @@ enum ElementType {
     kE5M2 = 6,
     kLow4 = 7,
     kHigh4 = 8,
-    kE8M0 = 9
+    kE8M0 = 9,
+    kI4 = 10,
+    kU2 = 11,
+    kU4 = 12,
+    kI6 = 13
 };
 
 // How the codes of a weight lie in its file: one bit stream per row, or ggml's blocks.
@@ -53,6 +62,22 @@ enum { kRows = 16, kDepth = 32 };
 // Matrix products hand out strips of two row blocks: a broadcast activation meets both.
 enum { kStrip = 2, kStripRows = kStrip * kRows };
 
+// How the file of a weight wants its inputs rounded (kernels/reference/rounding.py). kPlainScale and
+// those after it make a scale of the values it is for.
+enum InputCodes { kAsTheyAre = 0, kIntCodes = 1, kE4M3Codes = 2, kE2M1Codes = 3 };
+enum ScaleRule { kStaticScale = 0, kPlainScale = 1, kMxScale = 2, kPowerScale = 3, kNvScale = 4 };
+
+struct Inputs {
+    int32_t codes;      // InputCodes
+    int32_t rule;       // ScaleRule
+    int32_t bits;       // of kIntCodes
+    int32_t symmetric;  // no zero but that of a static scale
+    int64_t group;      // values that share a scale, 1..k
+    float scale, zero;  // static ones
+    float factor;       // of kNvScale
+    float limit;        // of the magnitudes a scale is made of
+};
+
 // A packed weight. Rows come in blocks of 16, k in blocks of 32; one tile of 16 x 32 codes is
 // `bits * 64` bytes (planes.hpp). The tiles of a strip's two blocks take turns, so that a strip is
 // one stream of memory; a last block alone has its tiles in a row. Everything that belongs to a row
@@ -64,8 +89,15 @@ enum { kStrip = 2, kStripRows = kStrip * kRows };
 //
 // Integer products take a table's entries as 8 bits: table[i] ~ (steps[i] - 128) * step.
 //
+// With a scale_table the scale is scale_table[scale] * super_scale + scale_offset[row], and super_scale
+// runs on over the ends of rows: one for every `super_units` scales, a power of two, without padding.
+//
+// Where `unit` is 1 every k has scales of its own, those of row n being of n % scale_rows: scale, zeros
+// and minus are [k][scale_rows]. Such weights are multiplied as floats only.
+//
 // `dense` weights have no codes: values[row block][k][row in block] in `scale_type`, multiplied by
-// a scale[row block][k / group_units][row in block] of super_type where there is one (unit is 1).
+// a scale[row block / scale_blocks][k / group_units][row in block] of super_type where there is one
+// (unit is 1).
 struct Weight {
     int64_t n, k;
     int64_t row_blocks, k_blocks;
@@ -73,22 +105,27 @@ struct Weight {
     int32_t bits;          // 2..8; with a table 1, 3 or 4
     int32_t source;        // SourceKind
     int32_t flip;          // 1: codes are stored with the top bit flipped (two's complement source)
-    int32_t unit;          // 16 or 32
+    int32_t unit;          // 16 or 32; 1: see above
     int32_t group_units;   // units that share one scale
-    int32_t super_units;   // units that share one super_scale
-    int32_t scale_type, minus_type;
+    int32_t super_units;   // units that share one super_scale; see scale_table
+    int32_t scale_blocks;  // row blocks of a dense weight that share their scales
+    int32_t scale_type, minus_type, zeros_type;
     float zero;            // used where `zeros` is null; includes the 128 of a flipped code or a step
     int32_t super_type;    // kF16 or kF32, of super_scale; of a dense weight's scale kF32 or kE8M0
     float step;
     uint8_t steps[16];
     int64_t groups, supers;
+    int64_t scale_rows;    // where unit is 1
     uint8_t* codes;
     const void* scale;
     const void* minus;        // may be null
-    const uint8_t* zeros;     // may be null
+    const void* zeros;        // of zeros_type, which may be a float; may be null
     const void* super_scale;  // may be null
     const uint16_t* super_minus;  // f16; may be null
     const float* table;       // 16; may be null
+    const float* scale_table;  // 256: what the bytes of `scale` mean; may be null
+    const float* scale_offset;
+    Inputs inputs;
 };
 
 // The tiles of a row block, `step` bytes apart.
@@ -114,6 +151,7 @@ struct Rounded {
 
 struct Activations {
     int64_t k_blocks;
+    float* values;    // [M][k], of weights in floats whose inputs are rounded; else null
     Rounded* blocks;  // [M][planes][k_blocks]
     uint32_t* rest;   // [M][chunks of k]: a bit for each block of the chunk that is rounded twice
 };
@@ -124,7 +162,7 @@ struct LinearArgs {
     float* out;       // [m, n], rows out_stride apart
     int64_t out_stride;
     int32_t exact;    // fp32 on the dequantized values
-    int32_t planes;   // 2: blocks that 8 bits fit badly are sums of two rounded ones
+    int32_t planes;   // 2: blocks that 8 bits do not fit are sums of two rounded ones
     int64_t m;        // rows; filled by the executor
     Activations act;  // filled by the executor
     const int32_t* source;  // row m is row source[m] of x; null: row m
@@ -217,9 +255,20 @@ struct PlacesArgs {
     int32_t page_size;
 };
 
-// Strides count elements. A key lies across its page, one slot beside the next (k_page_dim apart
-// are its dimensions), so that keys are vector lanes; a value lies along it. 8-bit pages have one
-// f16 scale per slot and head, [num_pages][kv_heads][page_size], slots side by side.
+// Keys or values in pages: [num_pages][kv_heads][page_size][head_dim] of `type`; strides count
+// elements, for kI4 bytes. A key lies across its page, one slot beside the next, so that keys are
+// vector lanes: `step` apart are its dimensions. A value lies along it: `step` apart are the slots.
+// Codes of 8 and 4 bits have a scale per slot and `group` dimensions: row (head * groups + g) of
+// the page's scales, slots side by side; value = scale * (code - zero). It is an f16, and zero 0, or
+// for kI4 two bytes: the upper 8 bits of an f16 without sign, and then zero in sixteenths.
+struct PageSide {
+    void* data;
+    uint16_t* scales;  // null: no scales
+    int64_t page, head, step;
+    int64_t scale_page, scale_row;
+    int32_t type, group;
+};
+
 struct RopeArgs {
     float* q;
     const float* k;
@@ -227,36 +276,27 @@ struct RopeArgs {
     const float* cos;
     const float* sin;
     const int64_t* slots;
-    void* k_pages;
-    void* v_pages;
-    uint16_t* k_scales;  // null unless the pages are kI8
-    uint16_t* v_scales;
+    const float* key_centre;  // [kv_heads][head_dim], taken from every key; null: none
+    PageSide keys, values;
     int64_t q_token, q_head, k_token, k_head, v_token, v_head, cos_token, sin_token;
-    int64_t k_page, k_page_head, k_page_dim, v_page, v_page_head, v_page_slot;
-    int64_t scale_page, scale_head;  // of both
     int64_t num_pages;
-    int32_t heads, kv_heads, head_dim, half, page_size, page_type;
+    int32_t heads, kv_heads, head_dim, half, page_size;
 };
 
 struct AttentionArgs {
     const float* q;
     float* out;  // [T, heads * head_dim]
-    const void* k_pages;
-    const void* v_pages;
-    const uint16_t* k_scales;  // as in RopeArgs
-    const uint16_t* v_scales;
+    PageSide keys, values;
     const int32_t* query_start;
     const int32_t* context_len;
     const int32_t* page_table;
     const float* sinks;  // null: none
     uint8_t* shared;     // of attention alone, zero when allocated; set by the engine
     int64_t q_token, q_head, table_width;
-    int64_t k_page, k_page_head, k_page_dim, v_page, v_page_head, v_page_slot;
-    int64_t scale_page, scale_head;
     int64_t num_pages, tokens;  // tokens: rows of q and out
     int64_t window;             // 0: none
     int32_t requests;           // filled by plan_attention
-    int32_t heads, kv_heads, head_dim, page_size, page_type;
+    int32_t heads, kv_heads, head_dim, page_size;
     float scale, softcap;   // softcap 0: none
     int32_t query_tile;     // tokens of a query tile; filled by plan_attention
     int32_t run_chunks;     // most chunks of an item of a split request; filled by plan_attention

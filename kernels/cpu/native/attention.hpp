@@ -3,9 +3,9 @@
 // A row is a token under one query head; the rows of an item share their key head, so that they
 // share its keys and values. Per row and chunk of 128 keys (absolute positions, so a row's result
 // depends on its own position only), with the keys lo..hi visible:
-//     s[t]   = sum_d (scale q[d]) k[t][d] * key_scale[t]       d in order
+//     s[t]   = sum_g key_scale[g][t] sum_d (scale q[d]) k[t][d]   d in order, in groups
 //     peak'  = max s;  w[t] = exp(s[t] - peak');  total' = sum w
-//     acc'   = sum_t w[t] value_scale[t] v[t]                   t in order
+//     acc'   = sum_t w[t] value_scale[g][t] v[t]                t in order
 // which makes a record (acc', peak', total'). Records are folded from the left:
 //     m = max(peak, peak');  x = x exp(peak - m) + x' exp(peak' - m)  for x = acc, total
 // A chunk without visible keys changes nothing and is skipped. Invisible keys are never multiplied
@@ -20,15 +20,11 @@
 namespace LEVEL {
 
 // Turns one row's scores into weights; returns peak and total of its record.
-INLINE void soften(const AttentionArgs* a, const Chunk& c, float* s, int lo, int hi,
-                   float* record) {
+INLINE void soften(const AttentionArgs* a, float* s, int lo, int hi, float* record) {
     const int begin = lo / kLanes * kLanes, end = (hi + kLanes - 1) / kLanes * kLanes;
-    for (int t = begin; t < end && (c.key_scale || a->softcap > 0.0f); t += kLanes) {
-        VF x = load(s + t);
-        if (c.key_scale) x = mul(x, load(c.key_scale + t));
-        if (a->softcap > 0.0f) x = mul(tanh_of(div(x, set1(a->softcap))), set1(a->softcap));
-        store(s + t, x);
-    }
+    const VF cap = set1(a->softcap);
+    for (int t = begin; t < end && a->softcap > 0.0f; t += kLanes)
+        store(s + t, mul(tanh_of(div(load(s + t), cap)), cap));
     for (int t = begin; t < lo; ++t) s[t] = -INFINITY;
     for (int t = hi; t < end; ++t) s[t] = -INFINITY;
     VF best = set1(-INFINITY);
@@ -38,10 +34,9 @@ INLINE void soften(const AttentionArgs* a, const Chunk& c, float* s, int lo, int
     VF sums[16 / kLanes];
     for (int i = 0; i < 16 / kLanes; ++i) sums[i] = zero();
     for (int t = begin; t < end; t += kLanes) {
-        VF weight = exp_of(sub(load(s + t), set1(peak)));
+        const VF weight = exp_of(sub(load(s + t), set1(peak)));
         VF* sum = sums + t / kLanes % (16 / kLanes);
         *sum = add(*sum, weight);
-        if (c.value_scale) weight = mul(weight, load(c.value_scale + t));
         store(s + t, weight);
     }
     for (int n = 8 / kLanes; n > 0; n /= 2)
@@ -79,14 +74,14 @@ static void make_records(const Item& item, const Chunk& c, int64_t begin, int i,
         high = hi[j] < high ? hi[j] : high;
     }
     if (first >= end) return;
-    const Products multiply = products(c.type, mr), single = products(c.type, 1);
+    const Products multiply = products(c, mr), single = products(c, 1);
     multiply.score(c, item.q + i * item.padded, item.padded, width, first, end, item.weights,
                    ahead);
     for (int j = 0; j < mr; ++j) {
         float* part = parts + j * item.record;
         memset(part, 0, sizeof(float) * (size_t)item.padded);
         if (lo[j] < hi[j])
-            soften(a, c, item.weights + j * kChunkKeys, lo[j], hi[j], part + item.padded);
+            soften(a, item.weights + j * kChunkKeys, lo[j], hi[j], part + item.padded);
     }
     // Keys that all rows see together, the rest row by row; ascending for each row.
     const bool together = low < high;
@@ -112,8 +107,8 @@ static void attend_chunk(const Item& item, int64_t begin, float* split, Ahead* a
     visible(item, begin, item.rows - 1, &lo, &count);
     if (first >= count) return;
     Chunk c;
-    c.key_scale = c.value_scale = nullptr;
-    if (a->page_type == kI8) load_scales(item, begin, count, &c);
+    load_scales(item, begin, count, a->keys, item.key_scale, item.key_zero, &c.keys);
+    load_scales(item, begin, count, a->values, item.value_scale, item.value_zero, &c.values);
     if (reads_pages(item)) locate(item, begin, count, &c);
     else convert(item, begin, first, count, &c);
     for (int i = 0; i < item.rows; i += kAttentionRows) {
@@ -145,7 +140,7 @@ INLINE void finish(const Item& item, int i) {
     for (; d + kLanes <= a->head_dim; d += kLanes)
         store(out + d, div(load(state + d), set1(total)));
     for (; d < a->head_dim; ++d) out[d] = state[d] / total;
-    if (a->page_type == kI8) mix(out, a->head_dim);  // its values lie mixed
+    if (is_mixed(a->values.type)) mix(out, a->head_dim);  // its values lie mixed
 }
 
 // Queries times the scale, one row after the other.

@@ -1,32 +1,51 @@
 // One chunk of 128 keys for up to kAttentionRows rows: its keys and values found, multiplied.
 //
 // A dot product runs over d in order, keys being the vector lanes; a sum of values runs over the
-// keys in order. Read straight from pages or from converted copies, the bits are the same.
+// keys in order. Codes with scales are multiplied as they are: a part of a dot product (a group, or
+// where a kI4 head's high halves begin in it, a part of that) is scaled and added to those before,
+// and the weights are scaled for each group of values. Read straight from pages or from converted
+// copies, the bits are the same.
 #pragma once
 
 #include "attention_items.hpp"
 
 namespace LEVEL {
 
-// Where the keys and values of a chunk lie. Keys t of vector v are the lanes of
-// keys[v] + d * key_dim; value t is values[t >> segment_shift] + (t & mask) * value_slot.
-struct Chunk {
+// The keys or values of a chunk, as floats or as codes.
+struct ChunkSide {
     int type;
-    int64_t key_dim, value_slot;
-    int segment_shift;
-    const void* keys[kKeyVectors];
-    const void* values[kKeyVectors];
-    const float* key_scale;  // [128]; null unless the pages are kI8
-    const float* value_scale;
+    int64_t step;        // from one dimension of a key to the next, from one value to the next
+    const float *scale, *zero;  // [groups][128]; null: no scales; zero where `type` is kI4
+    int group, fold;     // dimensions that share a scale; those in low halves of kI4 pages, or all
 };
 
-INLINE float load_one(int type, const void* base, int64_t i) {
-    switch (type) {
+// Where the keys and values of a chunk lie. Keys t of vector v are the lanes of
+// key[v] + d * keys.step; value t is value[t >> segment_shift] + (t & mask) * values.step.
+struct Chunk {
+    ChunkSide keys, values;
+    int segment_shift;
+    const void* key[kKeyVectors];
+    const void* value[kKeyVectors];
+};
+
+INLINE float load_one(const PageSide& side, int64_t i, bool high) {
+    const void* base = side.data;
+    switch (side.type) {
         case kF32: return ((const float*)base)[i];
         case kI8: return (float)((const int8_t*)base)[i];
         case kF16: return half_to_float(((const uint16_t*)base)[i]);
+        case kE4M3: return e4m3_to_float(((const uint8_t*)base)[i]);
+        case kE5M2: return e5m2_to_float(((const uint8_t*)base)[i]);
+        case kI4: return (float)(((const uint8_t*)base)[i] >> (high ? 4 : 0) & 15);
         default: return bf16_to_float(((const uint16_t*)base)[i]);
     }
+}
+
+// The end of the part of a head that begins at d.
+INLINE int part_end(const ChunkSide& side, int d, int width) {
+    int end = side.scale ? (d / side.group + 1) * side.group : width;
+    if (d < side.fold && end > side.fold) end = side.fold;
+    return end < width ? end : width;
 }
 
 // Keys of a chunk that begins at `begin` which row i sees: lo..hi, empty where lo >= hi.
@@ -41,96 +60,173 @@ INLINE void visible(const Item& item, int64_t begin, int i, int* lo, int* hi) {
 // stand for the last one, so that a product of several vectors reads nothing else.
 static void locate(const Item& item, int64_t begin, int count, Chunk* c) {
     const AttentionArgs* a = item.a;
+    const PageSide &keys = a->keys, &values = a->values;
     const int shift = __builtin_ctz((unsigned)a->page_size), mask = a->page_size - 1;
-    c->type = a->page_type;
-    c->key_dim = a->k_page_dim;
-    c->value_slot = a->v_page_slot;
+    c->keys.type = keys.type;
+    c->values.type = values.type;
+    c->keys.step = keys.step;
+    c->values.step = values.step;
     c->segment_shift = shift < 7 ? shift : 7;
     for (int v = 0; v < kKeyVectors; ++v) {
         const int t = v * kLanes < count ? v * kLanes : (count - 1) / kLanes * kLanes;
         const int64_t position = begin + t;
-        const int64_t at = item.table[position >> shift] * a->k_page + item.head * a->k_page_head;
-        c->keys[v] = element(a->k_pages, at + (position & mask), a->page_type);
+        const int64_t at = item.table[position >> shift] * keys.page + item.head * keys.head;
+        c->key[v] = element(keys, at + (position & mask));
     }
     for (int s = 0; s << c->segment_shift < count; ++s) {
         const int64_t position = begin + ((int64_t)s << c->segment_shift);
-        const int64_t at = item.table[position >> shift] * a->v_page + item.head * a->v_page_head;
-        c->values[s] = element(a->v_pages, at + (position & mask) * a->v_page_slot, a->page_type);
+        const int64_t at = item.table[position >> shift] * values.page + item.head * values.head;
+        c->value[s] = element(values, at + (position & mask) * values.step);
     }
 }
 
-// The scales of the chunk's codes as floats; slots that no row sees may hold anything.
-static void load_scales(const Item& item, int64_t begin, int count, Chunk* c) {
+// The scales of the chunk's codes as floats, and their zeros; slots that no row sees may hold
+// anything.
+static void load_scales(const Item& item, int64_t begin, int count, const PageSide& from,
+                        float* scale, float* zero, ChunkSide* to) {
     const AttentionArgs* a = item.a;
-    for (int t = 0; t < count;) {
+    const int groups = groups_of(from, a->head_dim);
+    for (int t = 0; t < count && groups;) {
         const int64_t position = begin + t, slot = position % a->page_size;
-        const int64_t at = item.table[position / a->page_size] * a->scale_page +
-                           item.head * a->scale_head + slot;
-        int run = a->page_size - slot < count - t ? (int)(a->page_size - slot) : count - t;
-        for (int i = 0; i < run; ++i) {
-            item.key_scale[t + i] = half_to_float(a->k_scales[at + i]);
-            item.value_scale[t + i] = half_to_float(a->v_scales[at + i]);
+        const int64_t page = item.table[position / a->page_size];
+        const int run = a->page_size - slot < count - t ? (int)(a->page_size - slot) : count - t;
+        for (int g = 0; g < groups; ++g) {
+            const uint16_t* scales = from.scales + page * from.scale_page +
+                                     (item.head * groups + g) * from.scale_row + slot;
+            for (int i = 0; i < run; ++i) {
+                const int at = g * kChunkKeys + t + i;
+                if (from.type != kI4) {
+                    scale[at] = half_to_float(scales[i]);
+                    continue;
+                }
+                scale[at] = short_scale((uint8_t)scales[i]);
+                zero[at] = (float)(scales[i] >> 8) * 0.0625f;
+            }
         }
         t += run;
     }
-    c->key_scale = item.key_scale;
-    c->value_scale = item.value_scale;
+    to->scale = groups ? scale : nullptr;
+    to->zero = zero;
+    to->group = from.group;
+    to->fold = from.type == kI4 ? a->head_dim / 2 : a->head_dim;
+}
+
+// Value d.. of a slot at `base`, or key d of kLanes slots.
+template <int TYPE>
+INLINE VF load_part(const void* base, int64_t index, VF zero) {
+    const VF x = load_as(TYPE, base, index);
+    return TYPE == kLow4 || TYPE == kHigh4 ? sub(x, zero) : x;
+}
+
+// The type that dimension d of a head has in its page.
+INLINE int part_type(const PageSide& side, int fold, int d) {
+    return side.type != kI4 ? side.type : d < fold ? kLow4 : kHigh4;
+}
+
+// Keys first..count of a chunk as floats, [head_dim][128].
+static void convert_keys(const Item& item, int64_t begin, int first, int count, const Chunk& c) {
+    const AttentionArgs* a = item.a;
+    const PageSide& side = a->keys;
+    for (int d = 0; d < a->head_dim; ++d) {
+        const ChunkSide& keys = c.keys;
+        const bool nibbles = side.type == kI4;
+        const float* zeros = nibbles ? keys.zero + d / side.group * kChunkKeys : nullptr;
+        const bool high = nibbles && d >= keys.fold;
+        const int64_t at_d = (high ? d - keys.fold : d) * side.step;
+        float* to = item.keys + d * kChunkKeys;
+        if (in_place(a)) {
+            const int type = part_type(side, keys.fold, d);
+            for (int v = first / kLanes; v * kLanes < count; ++v) {
+                const VF x = load_as(type, c.key[v], at_d);
+                store(to + v * kLanes, zeros ? sub(x, load(zeros + v * kLanes)) : x);
+            }
+            continue;
+        }
+        for (int t = first; t < count; ++t) {
+            const int64_t page = item.table[(begin + t) / a->page_size];
+            const int64_t slot = (begin + t) % a->page_size;
+            const int64_t at = page * side.page + item.head * side.head + slot + at_d;
+            const float x = load_one(side, at, high);
+            to[t] = zeros ? x - zeros[t] : x;
+        }
+    }
+}
+
+// Values first..count of a chunk as floats, [128][padded].
+static void convert_values(const Item& item, int64_t begin, int first, int count, const Chunk& c) {
+    const AttentionArgs* a = item.a;
+    const PageSide& side = a->values;
+    const int width = a->head_dim, fold = c.values.fold;
+    const bool nibbles = side.type == kI4, whole = !nibbles || fold % kLanes == 0;
+    const float* zeros = c.values.zero;
+    for (int t = first; t < count; ++t) {
+        const int64_t page = item.table[(begin + t) / a->page_size];
+        const int64_t slot = (begin + t) % a->page_size;
+        const int64_t at = page * side.page + item.head * side.head + slot * side.step;
+        float* to = item.values + t * item.padded;
+        int d = 0;
+        for (; d + kLanes <= width && whole; d += kLanes) {
+            const int64_t from = at + (d < fold ? d : d - fold);
+            const VF x = load_as(part_type(side, fold, d), side.data, from);
+            store(to + d, nibbles ? sub(x, set1(zeros[d / side.group * kChunkKeys + t])) : x);
+        }
+        for (; d < width; ++d) {
+            const float x = load_one(side, at + (d < fold ? d : d - fold), d >= fold);
+            to[d] = nibbles ? x - zeros[d / side.group * kChunkKeys + t] : x;
+        }
+        for (; d < item.padded; ++d) to[d] = 0.0f;
+    }
 }
 
 // Copies keys and values first..count of a chunk as floats, which pays from many rows on; pages of
 // odd shapes always go this way.
 static void convert(const Item& item, int64_t begin, int first, int count, Chunk* c) {
-    const AttentionArgs* a = item.a;
-    const int type = a->page_type, width = a->head_dim;
-    if (in_place(a)) {
-        locate(item, begin, count, c);
-        for (int v = first / kLanes; v * kLanes < count; ++v)
-            for (int d = 0; d < width; ++d)
-                store(item.keys + d * kChunkKeys + v * kLanes,
-                      load_as(type, c->keys[v], d * c->key_dim));
-    }
-    for (int t = first; t < count; ++t) {
-        const int64_t page = item.table[(begin + t) / a->page_size];
-        const int64_t slot = (begin + t) % a->page_size;
-        if (!in_place(a)) {
-            const int64_t at = page * a->k_page + item.head * a->k_page_head + slot;
-            for (int d = 0; d < width; ++d)
-                item.keys[d * kChunkKeys + t] = load_one(type, a->k_pages, at + d * a->k_page_dim);
-        }
-        const int64_t at = page * a->v_page + item.head * a->v_page_head + slot * a->v_page_slot;
-        float* to = item.values + t * item.padded;
-        int d = 0;
-        for (; d + kLanes <= width; d += kLanes) store(to + d, load_as(type, a->v_pages, at + d));
-        for (; d < width; ++d) to[d] = load_one(type, a->v_pages, at + d);
-        for (; d < item.padded; ++d) to[d] = 0.0f;
-    }
-    c->type = kF32;
-    c->key_dim = kChunkKeys;
-    c->value_slot = item.padded;
+    if (in_place(item.a)) locate(item, begin, count, c);
+    convert_keys(item, begin, first, count, *c);
+    convert_values(item, begin, first, count, *c);
+    c->keys.type = c->values.type = kF32;
+    c->keys.step = kChunkKeys;
+    c->values.step = item.padded;
+    c->values.fold = item.a->head_dim;
     c->segment_shift = 7;
-    c->values[0] = item.values;
-    for (int v = 0; v < kKeyVectors; ++v) c->keys[v] = item.keys + v * kLanes;
+    c->value[0] = item.values;
+    for (int v = 0; v < kKeyVectors; ++v) c->key[v] = item.keys + v * kLanes;
 }
 
-// Dot products of MR rows, `stride` floats apart, with NV vectors of keys: scores[MR][128].
+// Dot products of MR rows, `stride` floats apart, with NV vectors of keys from `at` on, over
+// dimensions begin..end: scores[MR][128], scaled and added to those before where there is a scale.
 template <int TYPE, int MR, int NV>
-static void score_vectors(const float* q, int64_t stride, const void* const* keys, int64_t key_dim,
-                          int width, float* scores, Ahead* ahead) {
-    VF acc[MR][NV];
+static void score_vectors(const ChunkSide& side, const void* const* keys, int at, const float* q,
+                          int64_t stride, int begin, int end, float* scores, Ahead* ahead) {
+    VF acc[MR][NV], zeros[NV];
+    const int row = side.scale ? begin / side.group * kChunkKeys + at : 0;
+#pragma GCC unroll 4
+    for (int c = 0; c < NV; ++c)
+        zeros[c] = TYPE == kLow4 || TYPE == kHigh4 ? load(side.zero + row + c * kLanes) : zero();
 #pragma GCC unroll 6
     for (int r = 0; r < MR; ++r)
 #pragma GCC unroll 4
         for (int c = 0; c < NV; ++c) acc[r][c] = zero();
-    for (int d = 0; d < width; ++d) {
+    const int64_t from = TYPE == kHigh4 ? side.fold : 0;
+    for (int d = begin; d < end; ++d) {
         VF key[NV];
 #pragma GCC unroll 4
-        for (int c = 0; c < NV; ++c) key[c] = load_as(TYPE, keys[c], d * key_dim);
+        for (int c = 0; c < NV; ++c)
+            key[c] = load_part<TYPE>(keys[c], (d - from) * side.step, zeros[c]);
         ask(ahead);
 #pragma GCC unroll 6
         for (int r = 0; r < MR; ++r) {
             VF x = set1(q[r * stride + d]);
 #pragma GCC unroll 4
             for (int c = 0; c < NV; ++c) acc[r][c] = fma(key[c], x, acc[r][c]);
+        }
+    }
+    for (int c = 0; c < NV && side.scale; ++c) {
+        const VF scale = load(side.scale + row + c * kLanes);
+#pragma GCC unroll 6
+        for (int r = 0; r < MR; ++r) {
+            const VF before = begin ? load(scores + r * kChunkKeys + c * kLanes) : zero();
+            acc[r][c] = fma(acc[r][c], scale, before);
         }
     }
 #pragma GCC unroll 6
@@ -140,17 +236,32 @@ static void score_vectors(const float* q, int64_t stride, const void* const* key
 }
 
 template <int TYPE, int MR>
+static void score_part(const Chunk& c, const float* q, int64_t stride, int begin, int stop,
+                       int first, int end, float* scores, Ahead* ahead) {
+    for (int v = first / kLanes; v * kLanes < end;) {
+        const void* const* keys = c.key + v;
+        float* to = scores + v * kLanes;
+        const int at = v * kLanes;
+        const bool four = v + 4 <= kKeyVectors && (v + 2) * kLanes < end;
+        if (four)
+            score_vectors<TYPE, MR, 4>(c.keys, keys, at, q, stride, begin, stop, to, ahead);
+        else if (v + 2 <= kKeyVectors)
+            score_vectors<TYPE, MR, 2>(c.keys, keys, at, q, stride, begin, stop, to, ahead);
+        else score_vectors<TYPE, MR, 1>(c.keys, keys, at, q, stride, begin, stop, to, ahead);
+        v += four ? 4 : 2;
+    }
+}
+
+template <int TYPE, int MR>
 static void score_rows(const Chunk& c, const float* q, int64_t stride, int width, int first,
                        int end, float* scores, Ahead* ahead) {
-    for (int v = first / kLanes; v * kLanes < end;) {
-        const void* const* keys = c.keys + v;
-        float* to = scores + v * kLanes;
-        const bool four = v + 4 <= kKeyVectors && (v + 2) * kLanes < end;
-        if (four) score_vectors<TYPE, MR, 4>(q, stride, keys, c.key_dim, width, to, ahead);
-        else if (v + 2 <= kKeyVectors)
-            score_vectors<TYPE, MR, 2>(q, stride, keys, c.key_dim, width, to, ahead);
-        else score_vectors<TYPE, MR, 1>(q, stride, keys, c.key_dim, width, to, ahead);
-        v += four ? 4 : 2;
+    for (int d = 0, stop; d < width; d = stop) {
+        stop = part_end(c.keys, d, width);
+        if (TYPE != kI4)
+            score_part<TYPE, MR>(c, q, stride, d, stop, first, end, scores, ahead);
+        else if (d < c.keys.fold)
+            score_part<kLow4, MR>(c, q, stride, d, stop, first, end, scores, ahead);
+        else score_part<kHigh4, MR>(c, q, stride, d, stop, first, end, scores, ahead);
     }
 }
 
@@ -159,19 +270,24 @@ template <int TYPE, int MR, int NV>
 static void value_vectors(const Chunk& c, int lo, int hi, const float* weights, int d, float* out,
                           int64_t record, Ahead* ahead) {
     const int mask = (1 << c.segment_shift) - 1;
+    const ChunkSide& side = c.values;
+    const bool nibbles = TYPE == kLow4 || TYPE == kHigh4;
+    const float* zeros = nibbles ? side.zero + d / side.group * kChunkKeys : nullptr;
+    const int64_t from = TYPE == kHigh4 ? d - side.fold : d;
     VF sum[MR][NV];
 #pragma GCC unroll 6
     for (int r = 0; r < MR; ++r)
 #pragma GCC unroll 4
         for (int v = 0; v < NV; ++v) sum[r][v] = load(out + r * record + d + v * kLanes);
     for (int t = lo; t < hi;) {
-        const void* base = c.values[t >> c.segment_shift];
-        int64_t at = (t & mask) * c.value_slot + d;
+        const void* base = c.value[t >> c.segment_shift];
+        int64_t at = (t & mask) * side.step + from;
         const int end = (t | mask) + 1 < hi ? (t | mask) + 1 : hi;
-        for (; t < end; ++t, at += c.value_slot) {
+        for (; t < end; ++t, at += side.step) {
             VF value[NV];
+            const VF offset = nibbles ? set1(zeros[t]) : zero();
 #pragma GCC unroll 4
-            for (int v = 0; v < NV; ++v) value[v] = load_as(TYPE, base, at + v * kLanes);
+            for (int v = 0; v < NV; ++v) value[v] = load_part<TYPE>(base, at + v * kLanes, offset);
             ask(ahead);
 #pragma GCC unroll 6
             for (int r = 0; r < MR; ++r) {
@@ -188,21 +304,52 @@ static void value_vectors(const Chunk& c, int lo, int hi, const float* weights, 
 }
 
 template <int TYPE, int MR>
-static void value_rows(const Chunk& c, int lo, int hi, const float* weights, int width, float* out,
-                       int64_t record, Ahead* ahead) {
-    int d = 0;
-    for (; d + 4 * kLanes <= width; d += 4 * kLanes)
+static void value_part(const Chunk& c, int lo, int hi, const float* weights, int d, int stop,
+                       float* out, int64_t record, Ahead* ahead) {
+    for (; d + 4 * kLanes <= stop; d += 4 * kLanes)
         value_vectors<TYPE, MR, 4>(c, lo, hi, weights, d, out, record, ahead);
-    for (; d < width; d += kLanes)
+    for (; d + 2 * kLanes <= stop; d += 2 * kLanes)
+        value_vectors<TYPE, MR, 2>(c, lo, hi, weights, d, out, record, ahead);
+    for (; d < stop; d += kLanes)
         value_vectors<TYPE, MR, 1>(c, lo, hi, weights, d, out, record, ahead);
 }
 
+// weights[MR][lo..hi) times the scales of a group; lanes beside them may hold anything.
+template <int MR>
+INLINE const float* scaled(const ChunkSide& side, int d, int lo, int hi, const float* weights,
+                           float* to) {
+    const float* scale = side.scale + d / side.group * kChunkKeys;
+    for (int r = 0; r < MR; ++r)
+        for (int t = lo / kLanes * kLanes; t < hi; t += kLanes)
+            store(to + r * kChunkKeys + t,
+                  mul(load(weights + r * kChunkKeys + t), load(scale + t)));
+    return to;
+}
+
+template <int TYPE, int MR>
+static void value_rows(const Chunk& c, int lo, int hi, const float* weights, int width, float* out,
+                       int64_t record, Ahead* ahead) {
+    float products[MR * kChunkKeys];
+    for (int d = 0, stop; d < width; d = stop) {
+        stop = part_end(c.values, d, width);
+        const float* by = c.values.scale ? scaled<MR>(c.values, d, lo, hi, weights, products)
+                                         : weights;
+        if (TYPE != kI4) value_part<TYPE, MR>(c, lo, hi, by, d, stop, out, record, ahead);
+        else if (d < c.values.fold)
+            value_part<kLow4, MR>(c, lo, hi, by, d, stop, out, record, ahead);
+        else value_part<kHigh4, MR>(c, lo, hi, by, d, stop, out, record, ahead);
+    }
+}
+
+typedef void (*Scores)(const Chunk&, const float* q, int64_t stride, int width, int first, int end,
+                       float* scores, Ahead* ahead);
+typedef void (*Values)(const Chunk&, int lo, int hi, const float* weights, int width, float* out,
+                       int64_t record, Ahead* ahead);
+
 // The two products for one number of rows and one type.
 struct Products {
-    void (*score)(const Chunk&, const float* q, int64_t stride, int width, int first, int end,
-                  float* scores, Ahead* ahead);
-    void (*values)(const Chunk&, int lo, int hi, const float* weights, int width, float* out,
-                   int64_t record, Ahead* ahead);
+    Scores score;
+    Values values;
 };
 
 template <int TYPE>
@@ -224,8 +371,16 @@ INLINE Products products(int type, int rows) {
         case kF16: return products_of<kF16>(rows);
         case kBF16: return products_of<kBF16>(rows);
         case kF32: return products_of<kF32>(rows);
+        case kE4M3: return products_of<kE4M3>(rows);
+        case kE5M2: return products_of<kE5M2>(rows);
+        case kI4: return products_of<kI4>(rows);
         default: return products_of<kI8>(rows);
     }
+}
+
+// Keys and values may have different types.
+INLINE Products products(const Chunk& c, int rows) {
+    return {products(c.keys.type, rows).score, products(c.values.type, rows).values};
 }
 
 }  // namespace LEVEL

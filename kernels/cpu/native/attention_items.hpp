@@ -2,17 +2,26 @@
 #pragma once
 
 #include "attention_plan.hpp"
-#include "simd.hpp"
+#include "page_codes.hpp"
 
 namespace LEVEL {
 
 // Rows that share a loaded vector: as many accumulators as the registers hold.
 enum { kAttentionRows = kLanes == 16 ? 6 : 3, kKeyVectors = kChunkKeys / kLanes };
 
-INLINE int64_t element_size(int type) { return type == kF32 ? 4 : type == kI8 ? 1 : 2; }
+// Bytes of `count` elements of a page.
+INLINE int64_t page_bytes(int type, int64_t count) {
+    switch (type) {
+        case kF32: return count * 4;
+        case kF16: case kBF16: return count * 2;
+        case kI4: return count / 2;
+        default: return count;
+    }
+}
 
-INLINE const void* element(const void* base, int64_t index, int type) {
-    return (const uint8_t*)base + index * element_size(type);
+// Strides of kI4 pages count bytes.
+INLINE const uint8_t* element(const PageSide& side, int64_t index) {
+    return (const uint8_t*)side.data + (side.type == kI4 ? index : page_bytes(side.type, index));
 }
 
 // What an item works on, and its private memory.
@@ -24,20 +33,22 @@ struct Item {
     int64_t position;        // of that token in its request
     int64_t padded, record;  // floats of a head and of a record
     float *keys, *values;    // [head_dim][128], [128][padded]: converted copies
-    float *key_scale, *value_scale;
+    float *key_scale, *key_zero, *value_scale, *value_zero;  // [groups][128]
     float *weights, *parts, *q, *states;
 };
 
 // Pages whose slots are whole vectors can be read in place.
 INLINE bool in_place(const AttentionArgs* a) {
+    const int vector = a->values.type == kI4 ? 2 * kLanes : kLanes;
     return (a->page_size & (a->page_size - 1)) == 0 && a->page_size % kLanes == 0 &&
-           a->head_dim % kLanes == 0;
+           a->head_dim % vector == 0;
 }
 
 // Few rows read their pages in place, many rows a copy converted once.
 INLINE bool reads_pages(const Item& item) {
     return in_place(item.a) &&
-           (item.rows <= 2 * kAttentionRows || item.a->page_type == kF32);
+           (item.rows <= 2 * kAttentionRows ||
+            (item.a->keys.type == kF32 && item.a->values.type == kF32));
 }
 
 // Tokens t_begin..t_end of request r under one key head.
@@ -55,9 +66,13 @@ static Item make_item(const AttentionArgs* a, int r, int head, int64_t t_begin, 
     item.record = item.padded + kPartExtra;
     item.keys = (float*)scratch;
     item.values = item.keys + item.padded * kChunkKeys;
+    const int key_groups = groups_of(a->keys, a->head_dim) * kChunkKeys;
+    const int value_groups = groups_of(a->values, a->head_dim) * kChunkKeys;
     item.key_scale = item.values + item.padded * kChunkKeys;
-    item.value_scale = item.key_scale + kChunkKeys;
-    item.weights = item.value_scale + kChunkKeys;
+    item.key_zero = item.key_scale + key_groups;
+    item.value_scale = item.key_zero + key_groups;
+    item.value_zero = item.value_scale + value_groups;
+    item.weights = item.value_zero + value_groups;
     item.parts = item.weights + kAttentionRows * kChunkKeys;
     item.q = item.parts + kAttentionRows * item.record;
     item.states = item.q + item.rows * item.padded;
@@ -146,18 +161,22 @@ static bool next_stretch(Walk* walk, uint8_t* scratch, Stretch* to) {
 // that the thread will come to are asked for, a constant distance ahead, between the multiplications
 // of now: all at once they would fill the queue of misses, and memory and arithmetic would take
 // turns.
+struct Run {
+    const uint8_t *at, *end;
+};
+
 struct Ahead {
     Walk walk;
-    Stretch stretch;     // the cursor is in it
-    int64_t position;    // of the next page in it
-    const char* values;  // of the page whose keys were the run before
+    Stretch stretch;        // the cursor is in it
+    int64_t position;       // of the next page in it
+    const uint8_t* values;  // of the page whose keys were the run before
     const uint8_t *then, *then_end;  // what the thread reads after its items
     uint8_t* scratch;
-    int64_t run_bytes;
-    const char* runs[2 * kChunkKeys / 4];  // of this chunk; a page has 4 keys or more
-    int count, next;       // runs; the one after `at`'s
-    const char *at, *end;  // within a run
-    int per_step;          // lines
+    int64_t key_bytes, value_bytes;  // of a page, at most of a chunk
+    Run runs[2 * kChunkKeys / 4];    // of this chunk; a page has 4 keys or more
+    int count, next;  // runs; the one after `run`
+    Run run;          // what is left of it
+    int per_step;     // lines
 };
 
 enum { kAheadBytes = 32768 };  // most of the first-level cache
@@ -167,20 +186,22 @@ INLINE int64_t page_keys(const AttentionArgs* a) {
     return a->page_size < kChunkKeys ? a->page_size : (int64_t)kChunkKeys;
 }
 
-// The keys of the cursor's page, then its values, then what follows the items; null at the end.
-static const char* next_run(Ahead* ahead) {
+INLINE Run run_of(const uint8_t* at, int64_t bytes) { return {at, at + bytes}; }
+
+// The keys of the cursor's page, then its values, then what follows the items; empty at the end.
+static Run next_run(Ahead* ahead) {
     const AttentionArgs* a = ahead->walk.a;
     if (ahead->values) {
-        const char* values = ahead->values;
+        const uint8_t* values = ahead->values;
         ahead->values = nullptr;
-        return values;
+        return run_of(values, ahead->value_bytes);
     }
     while (ahead->position >= ahead->stretch.end) {
         if (!next_stretch(&ahead->walk, ahead->scratch, &ahead->stretch)) {
-            const char* run = (const char*)ahead->then;
-            if (ahead->then_end - ahead->then < ahead->run_bytes) return nullptr;
-            ahead->then += ahead->run_bytes;
-            return run;
+            const uint8_t* then = ahead->then;
+            if (ahead->then_end - then < ahead->key_bytes) return {};
+            ahead->then += ahead->key_bytes;
+            return run_of(then, ahead->key_bytes);
         }
         const bool reads = reads_pages(ahead->stretch.item);
         ahead->position = reads ? ahead->stretch.begin : ahead->stretch.end;
@@ -188,25 +209,24 @@ static const char* next_run(Ahead* ahead) {
     const Item& item = ahead->stretch.item;
     const int64_t page = item.table[ahead->position / a->page_size];
     const int64_t slot = ahead->position % a->page_size;
-    // of a page longer than a chunk, another part of all keys each time
-    const int64_t key = page * a->k_page + item.head * a->k_page_head + slot * a->head_dim;
-    const int64_t value = page * a->v_page + item.head * a->v_page_head + slot * a->v_page_slot;
+    const uint8_t* keys = element(a->keys, page * a->keys.page + item.head * a->keys.head);
+    const int64_t value = page * a->values.page + item.head * a->values.head + slot * a->values.step;
     ahead->position += page_keys(a);
-    ahead->values = (const char*)element(a->v_pages, value, a->page_type);
-    return (const char*)element(a->k_pages, key, a->page_type);
+    ahead->values = element(a->values, value);
+    // of a page longer than a chunk, another part of all keys each time
+    return run_of(keys + page_bytes(a->keys.type, slot * a->head_dim), ahead->key_bytes);
 }
 
 INLINE void ask(Ahead* ahead) {
-    for (int i = 0; i < ahead->per_step; ++i, ahead->at += 64) {
-        if (ahead->at == ahead->end) {
+    for (int i = 0; i < ahead->per_step; ++i, ahead->run.at += 64) {
+        if (ahead->run.at >= ahead->run.end) {
             if (ahead->next == ahead->count) {
                 ahead->per_step = 0;
                 return;
             }
-            ahead->at = ahead->runs[ahead->next++];
-            ahead->end = ahead->at + ahead->run_bytes;
+            ahead->run = ahead->runs[ahead->next++];
         }
-        __builtin_prefetch(ahead->at);
+        __builtin_prefetch(ahead->run.at);
     }
 }
 
@@ -217,12 +237,14 @@ static void look_ahead(const AttentionArgs* a, const Share& share, uint8_t* scra
     ahead->scratch = scratch;
     ahead->then = share.then;
     ahead->then_end = share.then_end;
-    ahead->run_bytes = page_keys(a) * a->head_dim * element_size(a->page_type);
-    for (int64_t bytes = 0; bytes < kAheadBytes; bytes += ahead->run_bytes) {
-        const char* run = next_run(ahead);
-        if (!run) return;
-        for (int64_t i = 0; i < ahead->run_bytes && !share.resumed; i += 64)
-            __builtin_prefetch(run + i);
+    ahead->key_bytes = page_bytes(a->keys.type, page_keys(a) * a->head_dim);
+    ahead->value_bytes = page_bytes(a->values.type, page_keys(a) * a->head_dim);
+    for (int64_t bytes = 0; bytes < kAheadBytes;) {
+        const Run run = next_run(ahead);
+        if (!run.at) return;
+        bytes += run.end - run.at;
+        for (const uint8_t* at = run.at; at < run.end && !share.resumed; at += 64)
+            __builtin_prefetch(at);
     }
 }
 
@@ -231,18 +253,19 @@ static void pace(Ahead* ahead, const Item& item, int64_t begin, int64_t end) {
     const AttentionArgs* a = item.a;
     const int64_t keys = end - begin < kChunkKeys ? end - begin : (int64_t)kChunkKeys;
     const int64_t pages = reads_pages(item) ? (keys + page_keys(a) - 1) / page_keys(a) : 0;
+    int64_t lines = 0;
     ahead->count = ahead->next = ahead->per_step = 0;
-    ahead->at = ahead->end = nullptr;
+    ahead->run = {};
     while (ahead->count < 2 * pages) {
-        const char* run = next_run(ahead);
-        if (!run) break;
+        const Run run = next_run(ahead);
+        if (!run.at) break;
+        lines += (run.end - run.at + 63) / 64;
         ahead->runs[ahead->count++] = run;
     }
     if (!ahead->count) return;
     const int64_t vectors = 4 * kLanes, width = a->head_dim;  // see score_rows, value_rows
     const int64_t steps = (keys + vectors - 1) / vectors * width +
                           (width + vectors - 1) / vectors * keys;
-    const int64_t lines = ahead->count * ahead->run_bytes / 64;
     ahead->per_step = (int)((lines + steps - 1) / steps);
 }
 

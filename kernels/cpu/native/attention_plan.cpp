@@ -22,6 +22,11 @@ bool tables_in_range(const AttentionArgs* a, int requests) {
     return a->query_start[0] >= 0 && a->query_start[requests] <= a->tokens;
 }
 
+// Scales and zeros of a key or a value.
+int64_t scale_rows(const PageSide& side, int head_dim) {
+    return side.scales ? 2 * ((head_dim + side.group - 1) / side.group) : 0;
+}
+
 }  // namespace
 
 AttentionPlan plan_attention(AttentionArgs* a, int requests, int threads) {
@@ -55,9 +60,10 @@ AttentionPlan plan_attention(AttentionArgs* a, int requests, int threads) {
     const int64_t padded = padded_dim(a), record = padded + kPartExtra;
     const int64_t rows = (int64_t)a->query_tile * group;
     plan.shared_bytes = kMaxSplitPairs * sizeof(int32_t) + (size_t)(records * record) * 4;
-    // keys, values, their scales; weights and records of a block of rows; queries, records
-    plan.private_bytes = (size_t)((2 * padded + 2) * kChunkKeys + 8 * (kChunkKeys + record) +
-                                  rows * (padded + record)) * 4;
+    const int64_t scales = scale_rows(a->keys, a->head_dim) + scale_rows(a->values, a->head_dim);
+    // keys, values, their scales and zeros; weights and records of a block of rows; queries, records
+    plan.private_bytes = (size_t)((2 * padded + scales) * kChunkKeys +
+                                  8 * (kChunkKeys + record) + rows * (padded + record)) * 4;
     return plan;
 }
 

@@ -7,8 +7,6 @@ namespace {
 
 int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-bool in_floats(const ExpertsArgs& args) { return args.each.exact || args.each.w->dense; }
-
 // Inserts the logits of one token, one after another, into the k best; the first of equals wins.
 void choose(const float* logits, int64_t experts, int32_t k, int32_t* chosen, float* best) {
     int32_t count = 0;
@@ -28,6 +26,7 @@ void choose(const float* logits, int64_t experts, int32_t k, int32_t* chosen, fl
 // Rows of the expert's inputs, one after another: fp32 products read them so.
 const float* gathered(const ExpertsArgs& args, int64_t first, int64_t rows, float* to) {
     const int64_t k = args.each.w->k;
+    if (args.each.act.values) return args.each.act.values + first * k;
     if (!args.each.source) return args.each.x + first * k;
     for (int64_t m = 0; m < rows; ++m)
         memcpy(to + m * k, args.each.x + args.each.source[first + m] * k, sizeof(float) * (size_t)k);
@@ -40,7 +39,7 @@ void one_expert(const KernelTable& kernels, const ExpertsArgs& args, const Weigh
     LinearArgs one = args.each;
     one.w = w;
     one.out += first * one.out_stride;
-    if (!in_floats(args)) {
+    if (in_integers(args.each)) {
         one.m = end - first;
         one.act.blocks += first * one.planes * w->k_blocks;
         if (one.planes == 2) one.act.rest += first * chunks_of(w->k_blocks);
@@ -52,6 +51,7 @@ void one_expert(const KernelTable& kernels, const ExpertsArgs& args, const Weigh
     for (int64_t m = first; m < end; m += pass) {
         one.m = least(pass, end - m);
         one.x = gathered(args, m, one.m, x);
+        one.act.values = nullptr;
         kernels.linear_float(&one, &strips, scratch);
         one.out += one.m * one.out_stride;
     }
@@ -117,11 +117,22 @@ void combine(const CombineArgs& args, int64_t begin, int64_t end) {
     }
 }
 
+void round_rows(const KernelTable& kernels, const ExpertsArgs& args, int64_t begin, int64_t end) {
+    LinearArgs one = args.each;
+    for (int32_t i = 0; i < args.active[args.count]; ++i) {
+        const int32_t expert = args.active[i];
+        const int64_t first = args.starts[expert], last = args.starts[expert + 1];
+        if (first >= end || last <= begin) continue;
+        one.w = args.experts[expert];
+        kernels.quantize(&one, first < begin ? begin : first, least(last, end));
+    }
+}
+
 size_t expert_private_bytes(const ExpertsArgs& args) {
     const Weight& w = *args.each.w;
     const int64_t most = args.each.m / args.k;
     const size_t bytes = linear_private_bytes(w, most, args.each.exact != 0);
-    if (!in_floats(args)) return bytes;
+    if (in_integers(args.each)) return bytes;
     return bytes + sizeof(float) * (size_t)(rows_per_pass(most, w.k * 4) * w.k);
 }
 

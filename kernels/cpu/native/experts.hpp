@@ -20,6 +20,8 @@ inline int64_t expert_strips(const ExpertsArgs& args) {
     return most * strips_of(*args.each.w);
 }
 
+// Rounds the rows begin..end of the products, each by the rule of its own expert.
+void round_rows(const KernelTable& kernels, const ExpertsArgs& args, int64_t begin, int64_t end);
 // For one thread; an expert has one row of a token at most.
 size_t expert_private_bytes(const ExpertsArgs& args);
 // Some of the expert_strips.

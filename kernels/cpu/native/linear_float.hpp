@@ -84,6 +84,38 @@ INLINE VF value_of(const Weight* w, VB code, int c, VF zero_point, VF scale, VF 
     return sub(mul(sub(code_float(code, c), zero_point), scale), minus);
 }
 
+// kLanes numbers at k from row `first` on, of [k][rows] that repeat.
+INLINE VF column(const Weight* w, int type, const void* base, int64_t k, int64_t first) {
+    const int64_t row = k * w->scale_rows;
+    if (first + kLanes <= w->scale_rows) return load_as(type, base, row + first);
+    const int64_t bytes = element_bytes(type);
+    uint8_t lanes[kLanes * sizeof(float)];  // they go on with the first row
+    for (int i = 0; i < kLanes; ++i) {
+        const int64_t at = row + (first + i) % w->scale_rows;
+        memcpy(lanes + i * bytes, (const uint8_t*)base + at * bytes, (size_t)bytes);
+    }
+    return load_as(type, lanes, 0);
+}
+
+// The same as decode_blocks for weights whose every k has scales of its own.
+template <int BITS>
+static void decode_columns(const Weight* w, int64_t b, int64_t i, int64_t i_end, float* out) {
+    const Tiles tiles = tiles_of(w, b);
+    for (int h = 0; h < kPerBlock; ++h) {
+        const int64_t first = (b * kRows + h * kLanes) % w->scale_rows;
+        float* to = out + h * kLanes;
+        for (int64_t k = i * kDepth; k < i_end * kDepth; ++k, to += kRows) {
+            const int64_t at = k < w->k ? k : w->k - 1;
+            const uint8_t* tile = tiles.first + k / kDepth * tiles.step;
+            const VF code = code_float(codes_of<BITS>(tile, (int)(k % kDepth / 4), h), (int)(k % 4));
+            VF value = w->zeros ? column(w, w->zeros_type, w->zeros, at, first) : set1(w->zero);
+            value = mul(sub(code, value), column(w, w->scale_type, w->scale, at, first));
+            if (w->minus) value = sub(value, column(w, w->minus_type, w->minus, at, first));
+            store(to, value);
+        }
+    }
+}
+
 // k blocks [i, i_end) of one row block as floats, [32 * blocks][16].
 template <int BITS>
 static void decode_blocks(const Weight* w, int64_t b, int64_t i, int64_t i_end, float* out) {
@@ -108,6 +140,18 @@ static void decode_blocks(const Weight* w, int64_t b, int64_t i, int64_t i_end, 
 }
 
 static void decode_chunk(const Weight* w, int64_t b, int64_t i, int64_t i_end, float* out) {
+    if (w->unit == 1) {
+        switch (w->bits) {
+            case 2: decode_columns<2>(w, b, i, i_end, out); break;
+            case 3: decode_columns<3>(w, b, i, i_end, out); break;
+            case 4: decode_columns<4>(w, b, i, i_end, out); break;
+            case 5: decode_columns<5>(w, b, i, i_end, out); break;
+            case 6: decode_columns<6>(w, b, i, i_end, out); break;
+            case 7: decode_columns<7>(w, b, i, i_end, out); break;
+            case 8: decode_columns<8>(w, b, i, i_end, out); break;
+        }
+        return;
+    }
     switch (w->table ? w->bits + kLookup : w->bits) {
         case 1 + kLookup: decode_blocks<1 + kLookup>(w, b, i, i_end, out); break;
         case 3 + kLookup: decode_blocks<3 + kLookup>(w, b, i, i_end, out); break;
@@ -158,6 +202,7 @@ static void chunk_of(int type, const FloatPanel& panel, const void* const* block
 static void linear_float(const LinearArgs* args, const Share* strips, uint8_t* scratch) {
     const Weight* w = args->w;
     const int64_t k = w->k, pass = rows_per_pass(args->m, k ? k * 4 : 1);
+    const float* const x = args->act.values ? args->act.values : args->x;
     const int64_t row_bytes = k * kRows * element_bytes(w->scale_type);
     float* sums = (float*)scratch;
     float* values = sums + pass * kStripRows;
@@ -183,7 +228,7 @@ static void linear_float(const LinearArgs* args, const Share* strips, uint8_t* s
                                      values + b * kFloatChunk * kRows);
                     }
                 }
-                chunk_of(w->dense && !w->scale ? w->scale_type : (int)kF32, panel, blocks, args->x + m * k + i,
+                chunk_of(w->dense && !w->scale ? w->scale_type : (int)kF32, panel, blocks, x + m * k + i,
                          m_end - m, sums, values);
             }
             store_strip(args, s, strip.valid, m, m_end, sums);

@@ -19,11 +19,18 @@ static inline int64_t chunk_begin(int64_t blocks, int64_t c) {
     return blocks * c / chunks_of(blocks);
 }
 
+// Activations become integers before the product; they are rounded and stay floats.
+static inline bool in_integers(const LinearArgs& args) { return !args.exact && !args.w->dense; }
+static inline bool in_rounded_floats(const LinearArgs& args) {
+    return !in_integers(args) && args.w->inputs.codes != kAsTheyAre;
+}
+
 static inline size_t rounded_bytes(const LinearArgs& args) {
     return (size_t)(args.m * args.planes * args.w->k_blocks) * sizeof(Rounded);
 }
 
 static inline size_t activation_bytes(const LinearArgs& args) {
+    if (in_rounded_floats(args)) return (size_t)(args.m * args.w->k) * sizeof(float);
     const int64_t words = args.planes == 2 ? args.m * chunks_of(args.w->k_blocks) : 0;
     return rounded_bytes(args) + (size_t)words * sizeof(uint32_t);
 }
@@ -31,6 +38,7 @@ static inline size_t activation_bytes(const LinearArgs& args) {
 // `at` is 64-byte aligned and has activation_bytes(*args).
 static inline void place_activations(LinearArgs* args, uint8_t* at) {
     args->act.k_blocks = args->w->k_blocks;
+    args->act.values = in_rounded_floats(*args) ? (float*)at : nullptr;
     args->act.blocks = (Rounded*)at;
     args->act.rest = (uint32_t*)(at + rounded_bytes(*args));
 }

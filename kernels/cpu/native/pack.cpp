@@ -144,6 +144,10 @@ float e8m0_value(uint8_t code) {  // 2^(code - 127); 255 is NaN
     return value;
 }
 
+// The number of row `r` of 16, of 4 and of 2 bits.
+int nibble(const uint8_t* p, int r) { return p[r % 8] >> r / 8 * 4 & 15; }
+int pair(const uint8_t* p, int r) { return p[r % 4] >> r / 4 * 2 & 3; }
+
 float element(int type, const void* base, int64_t at) {
     float value;
     uint16_t h;
@@ -164,6 +168,12 @@ float element(int type, const void* base, int64_t at) {
         case kLow4: return (float)(((const uint8_t*)base)[at] & 15);
         case kHigh4: return (float)(((const uint8_t*)base)[at] >> 4);
         case kE8M0: return e8m0_value(((const uint8_t*)base)[at]);
+        case kU2: return (float)pair((const uint8_t*)base + at / 16 * 4, (int)(at % 16));
+        case kU4: return (float)nibble((const uint8_t*)base + at / 16 * 8, (int)(at % 16));
+        case kI6: {
+            const uint8_t* six = (const uint8_t*)base + at / 16 * 12;
+            return (float)(nibble(six, (int)(at % 16)) + 16 * pair(six + 8, (int)(at % 16)) - 32);
+        }
         default: return (float)((const int8_t*)base)[at];
     }
 }
@@ -258,18 +268,24 @@ void gather_rows(const Weight& w, const int64_t* ids, float* out, int64_t begin,
         if (w.dense) {
             for (int64_t k = 0; k < w.k; ++k) {
                 to[k] = element(w.scale_type, w.codes, (b * w.k + k) * kRows + r);
-                const int64_t at = (b * w.groups + k / w.group_units) * kRows + r;
+                const int64_t group = k / w.group_units;
+                const int64_t at = (b / w.scale_blocks * w.groups + group) * kRows + r;
                 if (w.scale) to[k] *= element(w.super_type, w.scale, at);
             }
             continue;
         }
         const Tiles tiles = tiles_of(&w, b);
         for (int64_t u = 0; u * w.unit < w.k; ++u) {
-            const int64_t at = (b * w.groups + u / w.group_units) * kRows + r;
+            const int64_t at = w.unit == 1 ? u * w.scale_rows + ids[t] % w.scale_rows
+                                           : (b * w.groups + u / w.group_units) * kRows + r;
             float scale = element(w.scale_type, w.scale, at);
             float minus = w.minus ? element(w.minus_type, w.minus, at) : 0.0f;
-            const float zero = w.zeros ? (float)w.zeros[at] : w.zero;
-            if (w.super_scale) {
+            const float zero = w.zeros ? element(w.zeros_type, w.zeros, at) : w.zero;
+            if (w.scale_table) {
+                const int64_t over = (ids[t] * w.groups + u / w.group_units) / w.super_units;
+                scale = w.scale_table[((const uint8_t*)w.scale)[at]];
+                scale = scale * ((const float*)w.super_scale)[over] + w.scale_offset[ids[t]];
+            } else if (w.super_scale) {
                 const int64_t over = (b * w.supers + u / w.super_units) * kRows + r;
                 scale = element(w.super_type, w.super_scale, over) * scale;
                 if (w.super_minus) minus = element(kF16, w.super_minus, over) * minus;

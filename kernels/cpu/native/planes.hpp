@@ -70,30 +70,54 @@ INLINE void expand(const uint8_t* tile, uint8_t* out, VB table) {
     }
 }
 
+// The super scales of 16 rows at one group, where they run on over the ends of rows; returns the
+// first group at which one of them changes.
+static int64_t nested_supers(const Weight* w, int64_t b, int64_t group, float* to) {
+    const int shift = __builtin_ctz((unsigned)w->super_units);
+    int64_t until = w->groups;
+    for (int r = 0; r < kRows; ++r) {
+        const int64_t row = b * kRows + r, at = row * w->groups + group, over = at >> shift;
+        const int64_t change = group + ((over + 1) << shift) - at;
+        to[r] = ((const float*)w->super_scale)[row < w->n ? over : 0];
+        if (change < until) until = change;
+    }
+    return until;
+}
+
 // scale, zero and minus of unit u of row block b, lanes h * kLanes ...
 __attribute__((noinline)) static void scale_of(const Weight* w, int64_t b, int64_t u, int h,
                                                VF* scale, VF* zero_point, VF* minus) {
     int64_t group = u / w->group_units;
     if (group >= w->groups) group = w->groups - 1;  // a unit of nothing but padding
     int64_t at = (b * w->groups + group) * kRows + h * kLanes;
-    VF s = load_as(w->scale_type, w->scale, at);
-    VF m = zero();
+    VF s, m = zero();
+    if (w->scale_table) {
+        float coded[kRows], supers[kRows];
+        nested_supers(w, b, group, supers);
+        for (int i = h * kLanes; i < (h + 1) * kLanes; ++i)
+            coded[i] = w->scale_table[((const uint8_t*)w->scale)[at - h * kLanes + i]];
+        s = mul(load(coded + h * kLanes), load(supers + h * kLanes));
+        s = add(s, load(w->scale_offset + b * kRows + h * kLanes));
+    } else {
+        s = load_as(w->scale_type, w->scale, at);
+    }
     if (w->minus) m = load_as(w->minus_type, w->minus, at);
-    if (w->super_scale) {
+    if (w->super_scale && !w->scale_table) {
         int64_t over = (b * w->supers + u / w->super_units) * kRows + h * kLanes;
         s = mul(load_as(w->super_type, w->super_scale, over), s);
         if (w->super_minus) m = mul(load_half(w->super_minus + over), m);
     }
     *scale = s;
     *minus = m;
-    *zero_point = w->zeros ? load_u8(w->zeros + at) : set1(w->zero);
+    *zero_point = w->zeros ? load_as(w->zeros_type, w->zeros, at) : set1(w->zero);
 }
 
 template <int TYPE>
 static void scaled_values_of(const Weight* w, int64_t b, int64_t begin, int64_t end, float* out) {
     const uint8_t* values = w->codes + b * w->k * kRows;
     while (begin < end) {
-        const int64_t group = begin / w->group_units, scale = (b * w->groups + group) * kRows;
+        const int64_t group = begin / w->group_units;
+        const int64_t scale = (b / w->scale_blocks * w->groups + group) * kRows;
         VF scales[kRows / kLanes];
         for (int h = 0; h < kRows / kLanes; ++h)
             scales[h] = load_as(w->super_type, w->scale, scale + h * kLanes);

@@ -18,9 +18,20 @@ constexpr int64_t kWorthSharing = 16384;
 constexpr int64_t kChunkWork = 8192;
 constexpr int64_t kItemWork = 262144;          // of a chunk of its items, about 10 us
 
-bool rounds(const LinearArgs& args) { return !args.exact && !args.w->dense; }
+// Its activations are prepared before the product.
+bool rounds(const LinearArgs& args) { return in_integers(args) || in_rounded_floats(args); }
 
-bool integer(const Op& op) { return op.kind == kOpLinear && rounds(op.linear); }
+bool rounds(const Op& op) { return op.kind == kOpLinear && rounds(op.linear); }
+
+bool integer(const Op& op) { return op.kind == kOpLinear && in_integers(op.linear); }
+
+bool same_rounding(const LinearArgs& a, const LinearArgs& b) {
+    const Inputs &p = a.w->inputs, &q = b.w->inputs;
+    return in_integers(a) == in_integers(b) && a.planes == b.planes && p.codes == q.codes &&
+           p.rule == q.rule && p.bits == q.bits && p.symmetric == q.symmetric &&
+           p.group == q.group && p.scale == q.scale && p.zero == q.zero &&
+           p.factor == q.factor && p.limit == q.limit;
+}
 
 // Work of one row of a row-wise part.
 int64_t row_work(const Op& op) {
@@ -144,12 +155,12 @@ bool Program::add(int kind, const void* args, Count count, int64_t per) {
     op.count = count;
     op.per = per;
     memcpy(static_cast<void*>(&op.embedding), args, size);
-    const bool rounded = integer(op) && same_activations(op);
+    const bool rounded = rounds(op) && same_activations(op);
     ops_.push_back(op);
     const int index = (int)ops_.size() - 1;
     switch (op.kind) {
         case kOpLinear:
-            if (integer(op) && !rounded) add_part(index, false);
+            if (rounds(op) && !rounded) add_part(index, false);
             add_part(index, true);
             break;
         case kOpExperts:
@@ -170,8 +181,8 @@ bool Program::add(int kind, const void* args, Count count, int64_t per) {
 bool Program::same_activations(const Op& op) const {
     if (ops_.empty()) return false;
     const Op& last = ops_.back();
-    return integer(last) && last.linear.x == op.linear.x && last.linear.w->k == op.linear.w->k &&
-           last.linear.planes == op.linear.planes && last.count == op.count && last.per == op.per;
+    return rounds(last) && last.linear.x == op.linear.x && last.linear.w->k == op.linear.w->k &&
+           same_rounding(last.linear, op.linear) && last.count == op.count && last.per == op.per;
 }
 
 void Program::add_part(int op, bool tiles, bool alone) {
@@ -256,7 +267,7 @@ Status Machine::bind(Op* op, int64_t n, Needs* needs) {
             LinearArgs& args = op->linear;
             args.m = n;
             at_least(&needs->each_thread, linear_private_bytes(*args.w, args.m, args.exact != 0));
-            if (integer(*op)) at_least(&needs->activations, activation_bytes(args));
+            if (rounds(args)) at_least(&needs->activations, activation_bytes(args));
             break;
         }
         case kOpExperts: {
@@ -303,7 +314,8 @@ Phase Machine::tile_phase(const Op& op, int64_t count) const {
     if (op.kind == kOpExperts) {
         const LinearArgs& each = op.experts.each;
         const int64_t strips = expert_strips(op.experts);
-        return {strips, chunks_for(strips, each.m * each.w->n * each.w->k / (rounds(each) ? 4 : 1))};
+        const int64_t work = each.m * each.w->n * each.w->k;
+        return {strips, chunks_for(strips, work / (in_integers(each) ? 4 : 1))};
     }
     const Weight& w = *op.linear.w;
     const int64_t strips = strips_of(w);
@@ -322,7 +334,7 @@ Status Machine::prepare(Program& program, const int64_t* counts) {
         return kOutOfMemory;
     for (Op& op : program.ops_) {
         if (op.kind == kOpAttention) op.attention.shared = attention_.data();
-        if (integer(op)) place_activations(&op.linear, activations_.data());
+        if (rounds(op)) place_activations(&op.linear, activations_.data());
         if (op.kind == kOpExperts && rounds(op.experts.each))
             place_activations(&op.experts.each, activations_.data());
     }
@@ -358,7 +370,7 @@ void Machine::rows(const Op& op, int64_t begin, int64_t end) {
         case kOpSelect: select_rows(op.select, begin, end); break;
         case kOpTake: take_columns(op.take, begin, end); break;
         case kOpRoute: route(op.route, begin, end); break;
-        case kOpExperts: kernels->quantize(&op.experts.each, begin, end); break;
+        case kOpExperts: round_rows(*kernels, op.experts, begin, end); break;
         case kOpBias: add_biases(op.bias, begin, end); break;
         case kOpCombine: combine(op.combine, begin, end); break;
         case kOpRope: kernels->rope(&op.rope, begin, end); break;

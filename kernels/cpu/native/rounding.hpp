@@ -1,8 +1,8 @@
-// Activations rounded to 8 bits per 32 values, and again where 8 bits fit badly.
+// Activations rounded to 8 bits per 32 values, and again where 8 bits fit badly; or as the file of the
+// weight says (file_rounding.hpp).
 #pragma once
 
-#include "linear_scratch.hpp"
-#include "simd.hpp"
+#include "file_rounding.hpp"
 
 namespace LEVEL {
 
@@ -33,15 +33,6 @@ static void round_rest(const float* x, const Rounded& first, Rounded* to) {
     to->sum = to->half[0] + to->half[1];
 }
 
-// 32 values from x on, of which the row of k has the first ones; `padded` holds them where it ends.
-INLINE const float* whole_block(const float* x, int64_t k, int64_t b, float* padded) {
-    x += b * kDepth;
-    if ((b + 1) * kDepth <= k) return x;
-    memset(padded, 0, kDepth * sizeof(float));
-    memcpy(padded, x, (size_t)(k - b * kDepth) * sizeof(float));
-    return padded;
-}
-
 // The second plane of a row: blocks with a step above the row's root mean square. In the inputs of
 // q, k, v and the head of a language model that is a fifth of the blocks with 4/5 of the error.
 static void round_again(const LinearArgs* args, const float* x, const Rounded* first, Rounded* to,
@@ -66,7 +57,15 @@ static void quantize(const LinearArgs* args, int64_t m_begin, int64_t m_end) {
     float padded[kDepth];
     for (int64_t m = m_begin; m < m_end; ++m) {
         const float* x = args->x + (args->source ? args->source[m] : m) * k;
+        if (args->act.values) {
+            round_to_floats(args->w->inputs, x, k, args->act.values + m * k);
+            continue;
+        }
         Rounded* to = args->act.blocks + m * args->planes * blocks;
+        if (args->w->inputs.codes != kAsTheyAre) {
+            round_to_integers(args->w->inputs, x, k, to, args->act.rest + m * chunks_of(blocks));
+            continue;
+        }
         for (int64_t b = 0; b < blocks; ++b) round_one(whole_block(x, k, b, padded), to + b);
         if (args->planes == 2)
             round_again(args, x, to, to + blocks, args->act.rest + m * chunks_of(blocks));

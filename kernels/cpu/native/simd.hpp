@@ -80,6 +80,19 @@ INLINE float e8m0_to_float(uint8_t x) {  // 2^(x - 127); the first is denormal, 
 }
 
 #if defined(__AVX2__)
+// 16 numbers of 4 bits: byte i holds the i-th and, above it, the one 8 after it.
+INLINE __m128i nibbles(const uint8_t* p) {
+    const __m128i x = _mm_loadl_epi64((const __m128i*)p);
+    return _mm_and_si128(_mm_unpacklo_epi64(x, _mm_srli_epi64(x, 4)), _mm_set1_epi8(15));
+}
+// 16 numbers of 2 bits: byte i holds the i-th and, above it, those 4, 8 and 12 after it.
+INLINE __m128i pairs(const uint8_t* p) {
+    int32_t word;
+    memcpy(&word, p, 4);
+    const __m128i x = _mm_srlv_epi32(_mm_set1_epi32(word), _mm_setr_epi32(0, 2, 4, 6));
+    return _mm_and_si128(x, _mm_set1_epi8(3));
+}
+
 // sums[h] = sum of bytes 16 h .. 16 h + 15 of q
 INLINE void half_sums(__m256i q, int32_t* sums) {
     __m256i s = _mm256_sad_epu8(_mm256_xor_si256(q, _mm256_set1_epi8((char)0x80)),
@@ -114,6 +127,7 @@ INLINE VF load_u8(const uint8_t* p) {
 INLINE VF load_i8(const uint8_t* p) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
 }
+INLINE VF lanes_float(__m128i bytes, int64_t) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)); }
 INLINE VF load_e5m2(const uint8_t* p) {
     __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p));
     return _mm512_cvtph_ps(_mm256_slli_epi16(wide, 8));
@@ -149,6 +163,10 @@ INLINE VF abs(VF a) { return _mm512_abs_ps(a); }
 INLINE VF copysign(VF a, VF sign) {  // a >= 0
     __m512i s = _mm512_and_si512(_mm512_castps_si512(sign), _mm512_set1_epi32((int)0x80000000));
     return _mm512_castsi512_ps(_mm512_or_si512(_mm512_castps_si512(a), s));
+}
+INLINE VF power_below(VF a) {  // the mantissa 0; a >= 0
+    return _mm512_castsi512_ps(
+        _mm512_and_si512(_mm512_castps_si512(a), _mm512_set1_epi32(0x7f800000)));
 }
 INLINE VF select_less(VF a, VF b, VF yes, VF no) {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), no, yes);
@@ -261,6 +279,10 @@ INLINE VF load_u8(const uint8_t* p) {
 INLINE VF load_i8(const uint8_t* p) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
 }
+INLINE VF lanes_float(__m128i bytes, int64_t lane) {  // from `lane` on, 0 or 8
+    const __m128i part = lane ? _mm_unpackhi_epi64(bytes, bytes) : bytes;
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(part));
+}
 INLINE VF load_e5m2(const uint8_t* p) {
     __m128i wide = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)p));
     return _mm256_cvtph_ps(_mm_slli_epi16(wide, 8));
@@ -294,6 +316,9 @@ INLINE VF min(VF a, VF b) { return _mm256_min_ps(a, b); }  // NaN in b wins
 INLINE VF abs(VF a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
 INLINE VF copysign(VF a, VF sign) {  // a >= 0
     return _mm256_or_ps(a, _mm256_and_ps(sign, _mm256_set1_ps(-0.0f)));
+}
+INLINE VF power_below(VF a) {  // the mantissa 0; a >= 0
+    return _mm256_and_ps(a, _mm256_castsi256_ps(_mm256_set1_epi32(0x7f800000)));
 }
 INLINE VF select_less(VF a, VF b, VF yes, VF no) {
     return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
@@ -432,6 +457,19 @@ INLINE VF load_u8(const uint8_t* p) {
 INLINE VF load_i8(const uint8_t* p) {
     return VF{(float)(int8_t)p[0], (float)(int8_t)p[1], (float)(int8_t)p[2], (float)(int8_t)p[3]};
 }
+INLINE VF load_u4(const uint8_t* p, int64_t lane) {
+    VF x;
+    for (int i = 0; i < kLanes; ++i) x[i] = (float)(p[(lane + i) % 8] >> (lane + i) / 8 * 4 & 15);
+    return x;
+}
+INLINE VF load_u2(const uint8_t* p, int64_t lane) {
+    VF x;
+    for (int i = 0; i < kLanes; ++i) x[i] = (float)(p[(lane + i) % 4] >> (lane + i) / 4 * 2 & 3);
+    return x;
+}
+INLINE VF load_i6(const uint8_t* p, int64_t lane) {
+    return load_u4(p, lane) + 16.0f * load_u2(p + 8, lane) - 32.0f;
+}
 INLINE VF load_e5m2(const uint8_t* p) {
     return VF{e5m2_to_float(p[0]), e5m2_to_float(p[1]), e5m2_to_float(p[2]), e5m2_to_float(p[3])};
 }
@@ -464,6 +502,7 @@ INLINE VF abs(VF a) { return (VF)((VI)a & 0x7fffffff); }
 INLINE VF copysign(VF a, VF sign) {  // a >= 0
     return (VF)((VI)a | ((VI)sign & (int32_t)0x80000000));
 }
+INLINE VF power_below(VF a) { return (VF)((VI)a & 0x7f800000); }  // the mantissa 0; a >= 0
 INLINE VF select_less(VF a, VF b, VF yes, VF no) { return select(a < b, yes, no); }
 // |x| < 2^22: adding 1.5 * 2^23 rounds to nearest even
 INLINE VI round_int(VF x) { return (VI)(x + 12582912.0f) - 0x4b400000; }
@@ -564,6 +603,16 @@ INLINE VF load_high4(const uint8_t* p) {
 }
 INLINE VF load_low4(const uint8_t* p) { return sub(load_u8(p), mul(load_high4(p), set1(16.0f))); }
 
+#if defined(__AVX2__)
+// Numbers of 16 rows in fewer bits than 8 (abi.hpp), from row `lane` on.
+INLINE VF load_u4(const uint8_t* p, int64_t lane) { return lanes_float(nibbles(p), lane); }
+INLINE VF load_u2(const uint8_t* p, int64_t lane) { return lanes_float(pairs(p), lane); }
+INLINE VF load_i6(const uint8_t* p, int64_t lane) {
+    const __m128i six = _mm_or_si128(nibbles(p), _mm_slli_epi16(pairs(p + 8), 4));
+    return lanes_float(_mm_sub_epi8(six, _mm_set1_epi8(32)), lane);
+}
+#endif
+
 // kLanes elements of any stored type, as float.
 INLINE VF load_as(int type, const void* base, int64_t index) {
     switch (type) {
@@ -576,6 +625,9 @@ INLINE VF load_as(int type, const void* base, int64_t index) {
         case 7: return load_low4((const uint8_t*)base + index);
         case 8: return load_high4((const uint8_t*)base + index);
         case 9: return load_e8m0((const uint8_t*)base + index);
+        case 11: return load_u2((const uint8_t*)base + index / 16 * 4, index % 16);
+        case 12: return load_u4((const uint8_t*)base + index / 16 * 8, index % 16);
+        case 13: return load_i6((const uint8_t*)base + index / 16 * 12, index % 16);
         default: return load_i8((const uint8_t*)base + index);
     }
 }

@@ -139,16 +139,20 @@ void write_legacy(const Weight& w, const uint8_t* codes, uint8_t* row) {
     }
 }
 
+// The scales of one q3_k block, 6 bits each, into those of 16 rows (kI6), which are zero at row r.
+void six_bit_scales(const uint8_t* block, int r, uint8_t* scales) {
+    const uint8_t *low = block + 96, *high = block + 104;
+    for (int g = 0; g < 16; ++g, scales += 12) {
+        scales[r % 8] |= (uint8_t)((low[g & 7] >> (g & 8) / 2 & 15) << r / 8 * 4);
+        scales[8 + r % 4] |= (uint8_t)((high[g & 3] >> g / 4 * 2 & 3) << r / 4 * 2);
+    }
+}
+
 // The scales and minima inside one k-quant block, 16 rows interleaved.
 void inner_scales(int source, const uint8_t* block, uint8_t* scale, uint8_t* minus) {
     if (source == kQ2K || source == kQ6K) {
         const uint8_t* bytes = block + (source == kQ6K ? 192 : 0);
         for (int g = 0; g < 16; ++g) scale[g * kRows] = bytes[g];
-    } else if (source == kQ3K) {  // 6 bits each, minus 32
-        const uint8_t *low = block + 96, *high = block + 104;
-        for (int g = 0; g < 16; ++g)
-            scale[g * kRows] = (uint8_t)(((low[g & 7] >> (g & 8) / 2 & 15) |
-                                          (high[g & 3] >> g / 4 * 2 & 3) << 4) - 32);
     } else {  // 6 bits each: scales 0..3, minima 0..3, then the rest
         for (int g = 0; g < 4; ++g) {
             const int low = block[4 + g], mid = block[8 + g], high = block[12 + g];
@@ -162,15 +166,17 @@ void inner_scales(int source, const uint8_t* block, uint8_t* scale, uint8_t* min
 
 // Both levels of scales of one k-quant row block; rows beyond `count` become zeros.
 void pack_k_scales(const Weight& w, int64_t b, const uint8_t* const* rows, int count, int nbytes) {
-    const int64_t groups = w.groups * kRows, supers = w.supers * kRows;
-    const int64_t step = w.groups / w.supers * kRows;
+    const bool six = w.scale_type == kI6;
+    const int64_t bytes = six ? 12 : kRows;  // of a group
+    const int64_t groups = w.groups * bytes, supers = w.supers * kRows;
+    const int64_t step = w.groups / w.supers * bytes;
     const Supers at = supers_of(w.source);
     uint8_t* scale = (uint8_t*)const_cast<void*>(w.scale) + b * groups;
     uint8_t* minus = w.minus ? (uint8_t*)const_cast<void*>(w.minus) + b * groups : nullptr;
     uint16_t* super_scale = (uint16_t*)const_cast<void*>(w.super_scale) + b * supers;
     uint16_t* super_minus = at.minus ? const_cast<uint16_t*>(w.super_minus) + b * supers : nullptr;
+    if (six || count < kRows) memset(scale, 0, (size_t)groups);
     if (count < kRows) {
-        memset(scale, 0, (size_t)groups);
         if (minus) memset(minus, 0, (size_t)groups);
         memset(super_scale, 0, (size_t)supers * 2);
         if (at.minus) memset(super_minus, 0, (size_t)supers * 2);
@@ -178,8 +184,10 @@ void pack_k_scales(const Weight& w, int64_t b, const uint8_t* const* rows, int c
     for (int64_t block = 0; block < w.supers; ++block) {
         for (int r = 0; r < count; ++r) {
             const uint8_t* p = rows[r] + block * nbytes;
-            inner_scales(w.source, p, scale + block * step + r,
-                         minus ? minus + block * step + r : nullptr);
+            if (six) six_bit_scales(p, r, scale + block * step);
+            else
+                inner_scales(w.source, p, scale + block * step + r,
+                             minus ? minus + block * step + r : nullptr);
             super_scale[block * kRows + r] = half_at(p + at.scale);
             if (at.minus) super_minus[block * kRows + r] = half_at(p + at.minus);
         }

@@ -108,8 +108,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output-len", type=parse_count, help="decoded tokens (default: 64)")
     parser.add_argument(
         "--kv-dtype",
-        help="type of keys and values, ours and llama.cpp's, where int8 is its q8_0 "
-        "(default: auto, each engine's own)",
+        help="type of keys and values, ours and llama.cpp's, where int8 is its q8_0, int4 "
+        "its q4_0 (default: auto, each engine's own)",
     )
     parser.add_argument("--rounds", type=parse_count, help="default: 5")
     parser.add_argument("--threads", type=parse_count, help="default: the CPUs of this process")

@@ -22,7 +22,10 @@ from typing import Any
 
 BATCH = 512
 #: --kv-dtype -> the name of llama.cpp's type; its own default is float16.
-LLAMA_KV = {"auto": "F16", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "int8": "Q8_0"}
+LLAMA_KV = {
+    "auto": "F16", "float16": "F16", "bfloat16": "BF16", "float32": "F32",
+    "int8": "Q8_0", "int4": "Q4_0",
+}  # fmt: skip
 
 
 class LlamaCpp:
@@ -78,7 +81,7 @@ class LlamaCpp:
         params.n_batch = params.n_ubatch = BATCH
         params.n_threads = params.n_threads_batch = threads
         params.type_k = params.type_v = getattr(self.api, f"GGML_TYPE_{kv}")
-        if kv == "Q8_0":  # quantized values need it; elsewhere llama.cpp decides
+        if kv in ("Q8_0", "Q4_0"):  # quantized values need it; elsewhere llama.cpp decides
             params.flash_attn_type = self.api.LLAMA_FLASH_ATTN_TYPE_ENABLED
         return params
 

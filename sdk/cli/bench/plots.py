@@ -10,6 +10,7 @@ from sdk.cli.bench.engines import OURS
 from sdk.cli.bench.models import Work
 from sdk.cli.bench.report import Section
 from sdk.errors import RequestError
+from sdk.quant.spec import KVTypes
 
 #: Suites drawn over their case, and what the case is called; the others are bars.
 _OVER = {
@@ -17,7 +18,6 @@ _OVER = {
     "decode": ("streams", "streams at once"),
     "context": ("context", "context, tokens"),
 }
-KV_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
 
 
 def check_matplotlib() -> None:
@@ -68,7 +68,8 @@ def _draw_over(
             label=name,
         )
     kv = next((result.kv for result in section.results if result.engine == OURS), "")
-    limits = [limit(suite, case, report["machine"], work, KV_BYTES.get(kv, 2)) for case in cases]
+    kv_bytes = KVTypes.parse(kv or "float16").bytes_per_value
+    limits = [limit(suite, case, report["machine"], work, kv_bytes) for case in cases]
     axes.plot(range(len(cases)), limits, "k--", marker="_", label="limit of this machine")
     axes.set_xticks(range(len(cases)), [str(case) for case in cases])
     axes.set_xlabel(label)
@@ -80,7 +81,7 @@ def _draw_over(
     figure.savefig(path, dpi=120)
 
 
-def limit(suite: str, case: int, machine: Mapping[str, Any], work: Work, kv_bytes: int) -> float:
+def limit(suite: str, case: int, machine: Mapping[str, Any], work: Work, kv_bytes: float) -> float:
     """Tokens per second that memory or the integer units allow, whichever is less.
 
     Prompt tokens share one reading of the weights, decoded ones share it between their streams.

@@ -1,0 +1,330 @@
+"""Weights as the native kernels keep them: tiles of codes, scales interleaved; made and undone.
+
+A weight is repacked once: 16 rows interleaved, 32 k per tile, the codes in bit planes, so that one
+vector load feeds an integer dot product; scales stay in the file's own types. Every bit is kept:
+``canonical`` gives the tensors of the file back. Packed bytes exceed them by the padding of rows to
+16 and of k to 32, and where 6-bit scales become bytes: 2.8 % for q4_k, 2.3 % for q5_k.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from sdk.kernels.cpu.library import ELEMENT_TYPES, WeightView
+from sdk.kernels.cpu.packed_scales import (
+    HIGH_4,
+    I6,
+    LOW_4,
+    ROWS,
+    deinterleave,
+    interleave,
+    pack_zeros,
+    turn,
+    unpack_block_scales,
+    unpack_columns,
+    unpack_zeros,
+)
+from sdk.kernels.cpu.weight_memory import WeightMemory
+from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layout
+from sdk.kernels.reference.decode import row_scales
+
+DEPTH = 32
+#: Added to the entries of a table of 8-bit integers, which makes them unsigned.
+STEP_ZERO = 128
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A block type as native/abi.hpp knows it; ``zero`` is subtracted from a code of ``bits``."""
+
+    number: int
+    bits: int
+    zero: int = 0
+    scale: torch.dtype = torch.uint8
+    has_minus: bool = False
+
+
+BLOCK_SOURCES = {
+    "q2_k": _Source(4, 2, has_minus=True),
+    "q3_k": _Source(5, 3, 4),
+    "q4_k": _Source(1, 4, has_minus=True),
+    "q5_k": _Source(2, 5, has_minus=True),
+    "q6_k": _Source(3, 6, 32, torch.int8),
+    "q4_0": _Source(16, 4, 8, torch.float16),
+    "q4_1": _Source(17, 4, 0, torch.float16, has_minus=True),
+    "q5_0": _Source(18, 5, 16, torch.float16),
+    "q5_1": _Source(19, 5, 0, torch.float16, has_minus=True),
+    "q8_0": _Source(20, 8, 128, torch.float16),
+    "iq4_nl": _Source(21, 4, STEP_ZERO, torch.float16),
+    "mxfp4": _Source(22, 4, STEP_ZERO, torch.float8_e8m0fnu),
+    "iq4_xs": _Source(23, 4, STEP_ZERO, torch.int8),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A weight in tiles. ``view`` points into the tensors; ``facts`` is the layout without data."""
+
+    facts: Layout
+    view: WeightView
+    codes: Tensor
+    scale: Tensor | None = None
+    minus: Tensor | None = None
+    zeros: Tensor | None = None
+    super_scale: Tensor | None = None
+    super_minus: Tensor | None = None
+    table: Tensor | None = None
+    scale_table: Tensor | None = None
+    scale_offset: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        levels = (self.scale, self.super_scale, self.scale_table, self.scale_offset)
+        parts = (*levels, self.minus, self.super_minus, self.zeros)
+        return self.codes.nbytes + sum(part.nbytes for part in parts if part is not None)
+
+
+def prepared(layout: Layout, memory: WeightMemory) -> tuple[Packed, Tensor, int]:
+    """A checked layout with room for its tiles; the tensor that the library packs into them, and
+    the bytes of its rows (0 for plain values).
+    """
+    match layout:
+        case Dense() | Float8():
+            return _pack_values(layout, memory)
+        case Affine():
+            return _pack_affine(layout, memory)
+        case Blocks():
+            return _pack_blocks(layout, memory)
+
+
+def canonical(packed: Packed) -> tuple[Layout, Tensor, int]:
+    """The layout without its codes or values; the tensor of it that the library unpacks them into,
+    and the bytes of its rows.
+    """
+    facts = packed.facts
+    match facts:
+        case Dense():
+            values = torch.empty(facts.shape, dtype=facts.values.dtype)
+            return Dense(values), values, 0
+        case Float8():
+            values = torch.empty(facts.shape, dtype=facts.values.dtype)
+            assert packed.scale is not None
+            if packed.view.scale_blocks > 1:
+                scale = packed.scale[:, :, 0]
+            else:
+                scale = deinterleave(packed.scale, facts.shape[0])[:: facts.block[0]]
+            scale = scale.clone(memory_format=torch.contiguous_format)
+            return replace(facts, values=values, scale=scale), values, 0
+        case Affine():
+            codes = torch.zeros(facts.shape[0], -(-facts.shape[1] * facts.bits // 8)).byte()
+            return _unpack_affine(packed, facts, codes), codes, codes.shape[1]
+        case Blocks():
+            assert packed.scale is not None
+            supers = (packed.super_scale, packed.super_minus)
+            data = unpack_block_scales(facts, packed.scale, packed.minus, *supers)
+            return Blocks(facts.shape, facts.type, data), data, data.shape[1]
+
+
+def _view(n: int, k: int) -> WeightView:
+    view = WeightView(n=n, k=k, row_blocks=-(-n // ROWS), k_blocks=-(-k // DEPTH))
+    view.unit = DEPTH
+    view.group_units = view.super_units = view.scale_blocks = 1
+    return view
+
+
+def _pack_values(w: Dense | Float8, memory: WeightMemory) -> tuple[Packed, Tensor, int]:
+    n, k = w.shape
+    values = w.values.contiguous()
+    view = _view(n, k)
+    view.dense = 1
+    view.scale_type = ELEMENT_TYPES[values.dtype]
+    codes = memory.take((view.row_blocks * ROWS * k,), values.dtype)
+    scale = None
+    facts: Dense | Float8 = Dense(values.to("meta"))
+    if isinstance(w, Float8):
+        facts = replace(w, values=facts.values, scale=w.scale.to("meta"))
+        high = w.block[0]
+        if high >= n or high % ROWS == 0:
+            view.scale_blocks = min(-(-high // ROWS), view.row_blocks)
+        if view.scale_blocks > 1:
+            scale = w.scale.unsqueeze(2).expand(-1, -1, ROWS).contiguous()
+        else:
+            scale = interleave(row_scales(w))
+        view.groups, view.unit, view.group_units = w.scale.shape[1], 1, min(w.block[1], k)
+        view.super_type = ELEMENT_TYPES[w.scale.dtype]
+    packed = Packed(facts, view, codes, scale)
+    _point(packed)
+    return packed, values, 0
+
+
+def _pack_affine(w: Affine, memory: WeightMemory) -> tuple[Packed, Tensor, int]:
+    n, k = w.shape
+    view = _view(n, k)
+    view.bits = w.bits
+    view.flip = int(w.signed)
+    view.zero = (0 if w.minus is not None else w.zero) + (128 if w.signed else 0)
+    columns = w.group == 1 and (w.repeats or k > 1)
+    if columns:
+        view.unit, view.scale_rows = 1, w.scale.shape[0]
+    elif w.group >= k:
+        view.group_units = view.k_blocks
+    else:
+        view.unit = DEPTH if w.group % DEPTH == 0 else ROWS
+        view.group_units = w.group // view.unit
+    view.groups = w.scale.shape[1]
+    view.scale_type = ELEMENT_TYPES[w.scale.dtype]
+    order = turn if columns else interleave
+    scale = order(w.scale)
+    super_scale = scale_offset = None
+    if w.scale_offset is not None:
+        assert w.super_scale is not None
+        super_scale, scale_offset = w.super_scale.clone(), interleave(w.scale_offset.unsqueeze(1))
+        view.super_units = w.super_group // w.group
+    elif w.super_scale is not None:
+        super_scale = interleave(w.super_scale)
+        view.super_type = ELEMENT_TYPES[super_scale.dtype]
+        view.supers = w.super_scale.shape[1]
+        whole = w.super_group >= k  # units of padding too
+        view.super_units = (view.k_blocks * DEPTH if whole else w.super_group) // view.unit
+    minus = None if w.minus is None else order(w.minus)
+    if minus is not None:
+        view.minus_type = ELEMENT_TYPES[minus.dtype]
+    zeros = None
+    if w.zeros is not None:
+        zeros, view.zeros_type = pack_zeros(w, w.zeros, columns)
+    packed = Packed(
+        _without_data(w),
+        view,
+        _codes(view, memory),
+        scale,
+        minus,
+        zeros,
+        super_scale,
+        table=_tabulate(view, w.table),
+        scale_table=None if w.scale_table is None else w.scale_table.clone(),
+        scale_offset=scale_offset,
+    )
+    _point(packed)
+    source = w.codes.contiguous()
+    return packed, source, source.shape[1]
+
+
+def _without_data(w: Affine) -> Affine:
+    # new_empty and not a slice: a slice would keep the canonical tensors alive
+    return replace(
+        w,
+        codes=w.codes.new_empty(0, 0),
+        scale=w.scale.new_empty(0, 0),
+        zeros=None,
+        minus=None,
+        super_scale=None,
+        scale_table=None,
+        scale_offset=None,
+    )
+
+
+def _tabulate(view: WeightView, table: Tensor | None) -> Tensor | None:
+    """The table with 16 entries, and its steps: 8-bit integers of equal distance."""
+    if table is None:
+        return None
+    view.zero = STEP_ZERO
+    view.step, steps = integer_steps(table)
+    for i, step in enumerate(steps):
+        view.steps[i] = step + STEP_ZERO
+    return torch.nn.functional.pad(table, (0, 16 - len(table))).contiguous()
+
+
+def integer_steps(table: Tensor) -> tuple[float, list[int]]:
+    """``table[i] ~ step * steps[i]`` with steps from -127 to 127.
+
+    The step is the one of about 4000 with the smallest squared error. iq1 to iq4, the 4-bit floats
+    of MX and NV formats and signs are multiples of a step: no error. NF4's is 2e-5 of the squared
+    weights and FP4's 1e-5 (normal weights in groups of 64), where the rounding of activations costs
+    1e-4 of the squared result.
+    """
+    values = table.double()
+    peak = float(values.abs().max()) or 1.0
+    inverse = torch.arange(64 * 64, 127 * 64 + 1, dtype=torch.float64).unsqueeze(1) / (64 * peak)
+    error = ((values * inverse).round() / inverse - values).square().sum(1)
+    best = inverse[error.argmin()]
+    return 1.0 / float(best), [int(step) for step in (values * best).round()]
+
+
+def _unpack_affine(packed: Packed, facts: Affine, codes: Tensor) -> Affine:
+    n = facts.shape[0]
+    assert packed.scale is not None
+    if packed.view.unit == 1:
+        return replace(
+            facts,
+            codes=codes,
+            scale=turn(packed.scale),
+            zeros=None if packed.zeros is None else unpack_columns(facts, packed.zeros),
+            minus=None if packed.minus is None else turn(packed.minus),
+        )
+    found = replace(
+        facts,
+        codes=codes,
+        scale=deinterleave(packed.scale, n),
+        zeros=None if packed.zeros is None else unpack_zeros(facts, packed.zeros),
+        minus=None if packed.minus is None else deinterleave(packed.minus, n),
+    )
+    if packed.scale_offset is not None:
+        offset = deinterleave(packed.scale_offset, n).flatten()
+        supers, table = packed.super_scale, packed.scale_table
+        return replace(found, super_scale=supers, scale_table=table, scale_offset=offset)
+    if packed.super_scale is not None:
+        return replace(found, super_scale=deinterleave(packed.super_scale, n))
+    return found
+
+
+def _pack_blocks(w: Blocks, memory: WeightMemory) -> tuple[Packed, Tensor, int]:
+    """The tensors for the native code to fill, scales included."""
+    n, k = w.shape
+    kind, source = BLOCK_TYPES[w.type], BLOCK_SOURCES[w.type]
+    data = w.data if w.data.stride(1) == 1 else w.data.contiguous()
+    view = _view(n, k)
+    view.source, view.bits, view.zero = source.number, source.bits, source.zero
+    view.flip = int(w.type == "q8_0")
+    view.unit = kind.group
+    view.groups = k // kind.group
+    view.scale_type = view.minus_type = ELEMENT_TYPES[source.scale]
+
+    def scales(groups: int, dtype: torch.dtype) -> Tensor:
+        return memory.take((view.row_blocks, groups, ROWS), dtype)
+
+    scale = scales(view.groups, source.scale)
+    if w.type == "q3_k":
+        view.scale_type, scale = I6, memory.take((view.row_blocks, view.groups, 12), torch.uint8)
+    minus = super_scale = super_minus = None
+    if source.has_minus and w.type != "q2_k":
+        minus = scales(view.groups, source.scale)
+    if kind.elements > kind.group:
+        view.supers = k // kind.elements
+        view.super_units = kind.elements // kind.group
+        super_scale = scales(view.supers, torch.float16)
+        super_minus = scales(view.supers, torch.float16) if source.has_minus else None
+    facts = Blocks(w.shape, w.type, w.data.new_empty(0, 0))
+    codes = _codes(view, memory)
+    table = _tabulate(view, torch.tensor(kind.table, dtype=torch.float32)) if kind.table else None
+    packed = Packed(facts, view, codes, scale, minus, None, super_scale, super_minus, table)
+    _point(packed)
+    if w.type == "q2_k":  # one byte holds scale and min
+        view.scale_type, view.minus_type = LOW_4, HIGH_4
+        view.minus = view.scale
+    return packed, data, data.stride(0)
+
+
+def _codes(view: WeightView, memory: WeightMemory) -> Tensor:
+    """Storage of the tiles."""
+    return memory.take((view.row_blocks * view.k_blocks * view.bits * 64,), torch.uint8)
+
+
+def _point(packed: Packed) -> None:
+    view = packed.view
+    parts = ("codes", "scale", "minus", "zeros", "super_scale", "super_minus", "table")
+    for name in (*parts, "scale_table", "scale_offset"):
+        tensor = getattr(packed, name)
+        setattr(view, name, None if tensor is None else tensor.data_ptr())

@@ -1,0 +1,85 @@
+"""Triton kernels for GPUs. Nothing here is compiled by hand; nothing is only for one vendor.
+
+triton is imported when the backend is opened, not before. With ``TRITON_INTERPRET=1`` (tests; set
+before triton is imported) the same kernels run on a CPU, slowly.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+__all__ = ["GpuBackend", "available", "open_backend"]
+
+#: The first to give a product's sums in float32 (``torch.mm(out_dtype=)``).
+OLDEST_TORCH = (2, 8)
+
+
+def available(device: str) -> str | None:
+    """Why the backend cannot run on ``device``, or ``None`` when it can."""
+    kind = device.partition(":")[0]
+    if kind == "cpu" and _interpreted():
+        return None
+    if kind != "cuda":
+        return f"runs on GPUs only, not on {device}"
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    if not torch.cuda.is_available():
+        return "torch finds no GPU"
+    release = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if release < OLDEST_TORCH:
+        return f"torch {torch.__version__} is older than 2.8"
+    return None
+
+
+def _interpreted() -> bool:
+    """Whether this process interprets Triton kernels; does not import triton to find out."""
+    triton = sys.modules.get("triton")
+    return triton is not None and bool(triton.knobs.runtime.interpret)
+
+
+def open_backend(device: str, num_threads: int, *, fixed: bool = False) -> GpuBackend:
+    """``fixed``: the same order of additions for every batch (slower). No threads are used."""
+    from sdk.kernels.gpu import attention, elementwise, norm, rope, sampling
+    from sdk.kernels.gpu.dense import DenseLinear
+    from sdk.kernels.gpu.linear import Linear
+    from sdk.kernels.gpu.linear_as_file import LinearAsFile
+    from sdk.kernels.gpu.tuning import Tuning, read_tuning
+
+    if torch.device(device).type == "cpu":
+        tuning, matrix = Tuning(programs=4), torch.float16
+    else:
+        card = torch.cuda.get_device_properties(device)
+        tuning = read_tuning(card.name, 4 * card.multi_processor_count)
+        matrix = torch.bfloat16 if card.major >= 8 else torch.float16
+    packed = (Linear(dtype, tuning, fixed=fixed) for dtype in (matrix, torch.float32))
+    return GpuBackend(
+        {
+            "linear": (DenseLinear(fixed=fixed), *packed, LinearAsFile(tuning, fixed=fixed)),
+            **attention.OPS,
+            **rope.OPS,
+            **norm.OPS,
+            **elementwise.OPS,
+            **sampling.OPS,
+        }
+    )
+
+
+class GpuBackend:
+    """See :class:`sdk.kernels.registry.Backend`."""
+
+    name = "gpu"
+    keys_transposed = False
+
+    def __init__(self, implementations: dict[str, Sequence[Any]]) -> None:
+        self._implementations = implementations
+
+    def implementations(self, op: str) -> Sequence[Any]:
+        return self._implementations.get(op, ())
+
+    def close(self) -> None:
+        """Nothing to give back: memory belongs to torch."""

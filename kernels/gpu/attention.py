@@ -1,0 +1,247 @@
+"""Paged attention on the GPU: which kernels a step needs, and with which tiles.
+
+Requests with one query in the step are ``attention_decode.py``'s, all others
+``attention_prefill.py``'s; a step that has both launches both. The products' operands are of the
+pages' own types (codes become float16), or float32 where ``exact`` asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sdk.kernels.batch import AttentionBatch
+from sdk.kernels.errors import KernelError
+from sdk.kernels.gpu.attention_decode import decode_kernel, join_kernel, shared_kernel, split_count
+from sdk.kernels.gpu.attention_prefill import prefill_kernel
+from sdk.kernels.gpu.launch import INTERPRETED, expect_on_device
+from sdk.kernels.gpu.pages import PageSide, hadamard_block, page_sides, reject
+from sdk.kernels.layouts import KVPages
+from sdk.kernels.registry import Problem
+
+_DOTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
+#: Rows of a tile of queries, and of a tile over a shared prefix; of one that shared memory would
+#: not hold otherwise: float32 operands, and large heads on cards that have 64 KiB.
+_ROWS, _FEW_ROWS = 64, 16
+#: Parts summed at a time.
+_JOINED = 8
+
+
+class Attention:
+    """See :meth:`sdk.kernels.ops.Ops.attention`."""
+
+    def __init__(self, exact: bool) -> None:
+        self._exact = exact
+        self.name = "gpu.attention_exact" if exact else "gpu.attention"
+
+    def reject(self, problem: Problem) -> str | None:
+        if problem.compute == "exact" and not self._exact:
+            return 'its products round to 16 bits: compute="exact"'
+        return reject(problem)
+
+    def run(
+        self,
+        q: Tensor,
+        pages: KVPages,
+        batch: AttentionBatch,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        sides = page_sides(pages, q.shape[2])
+        index = (batch.query_start, batch.context_len, batch.page_table)
+        expect_on_device("attention", q, pages.k, out, *index, sinks)
+        if q.stride(2) != 1:
+            raise KernelError(f"attention q: expected contiguous heads, found {q.stride()}")
+        if window is not None and window < 1:
+            raise KernelError(f"attention: expected a window of at least 1, found {window}")
+        dots = [self._dot(side) for side in sides]
+        step = _Step(q, sides, dots, batch, out, sinks, (scale, softcap, window))
+        if batch.max_query_len > 1:
+            step.prefill()
+        if batch.max_query_len == 1 or batch.num_requests > 1:
+            step.decode()
+
+    def _dot(self, side: PageSide) -> Any:
+        """The type of a product's operands; cards before 8.0 have none for bfloat16."""
+        dtype = side.codes.dtype
+        if self._exact:
+            return tl.float32
+        if dtype == torch.bfloat16 and not INTERPRETED:
+            return tl.float32 if _old_card(side.codes.device) else tl.bfloat16
+        return _DOTS.get(dtype, tl.float16)
+
+
+class _Step:
+    """The arguments all kernels of one call share."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        sides: tuple[PageSide, PageSide],
+        dots: Sequence[Any],
+        batch: AttentionBatch,
+        out: Tensor,
+        sinks: Tensor | None,
+        options: tuple[float, float | None, int | None],
+    ) -> None:
+        self.q, self.batch, self.out = q, batch, out
+        self.heads, self.head_dim = q.shape[1:]
+        k, v = sides
+        self.kv_heads, page_size = k.codes.shape[1:3]
+        self.sinks = sinks if sinks is not None else q
+        scale, softcap, window = options
+        self.numbers = (scale, softcap or 0.0, window or 0)
+        self.pages = (k.codes, k.scales, *k.strides, v.codes, v.scales, *v.strides)
+        self.group = self.heads // self.kv_heads
+        width = max(dot.primitive_bitwidth // 8 for dot in dots)
+        self.block_d = max(16, triton.next_power_of_2(self.head_dim))
+        self.constants = {
+            **_side_constants("K", k, dots[0]),
+            **_side_constants("V", v, dots[1]),
+            "WIDEN": INTERPRETED,
+            "PAGE": page_size,
+            "HEAD_DIM": self.head_dim,
+            "BLOCK_D": self.block_d,
+            # Two tiles of keys and of values, as operands, are within 64 KiB of shared memory.
+            "BLOCK_N": max(16, min(64, 16384 // (self.block_d * width))),
+            "WINDOW": window is not None,
+            "SOFTCAP": softcap is not None,
+        }
+        self.rows = {"GROUP": self.group, "SINKS": sinks is not None}
+        few = width == 4 or (self.block_d > 128 and _old_card(q.device))
+        self.tile = _FEW_ROWS if few else _ROWS
+        self.unmix = hadamard_block(self.head_dim) if v.mixed else 0
+        # Of a tile of 64 rows: with four, codes of head_dim 128 spill on sm_90 (255 registers).
+        self.warps = 8 if self.block_d > 128 or k.kind or v.kind else 4
+
+    def prefill(self) -> None:
+        """Requests of several queries."""
+        batch = self.batch
+        rows = max(self.tile, triton.next_power_of_2(self.group))
+        tiles = batch.num_tokens // (rows // self.group) + batch.num_requests
+        prefill_kernel[(tiles, self.kv_heads)](
+            self.q,
+            self.out,
+            self.sinks,
+            batch.query_start,
+            batch.context_len,
+            batch.page_table,
+            *self.q.stride()[:2],
+            batch.page_table.stride(0),
+            *self.numbers,
+            batch.num_requests,
+            self.kv_heads,
+            *self.pages,
+            **self.constants,
+            **self.rows,
+            BLOCK_M=rows,
+            UNMIX=self.unmix,
+            num_warps=self.warps,
+        )
+
+    def decode(self) -> None:
+        """Requests of one query."""
+        batch = self.batch
+        splits = split_count(batch.max_context_len)
+        shared = batch.shared_len if splits > 1 else None
+        parts = sums = self.out
+        if splits > 1:
+            parts = self.out.new_empty(batch.num_requests, self.heads, splits, self.head_dim)
+            sums = self.out.new_empty(batch.num_requests, self.heads, splits, 2)
+        if shared is not None:
+            self._shared(shared, parts, sums, splits)
+        decode_kernel[(batch.num_requests, self.kv_heads, splits)](
+            self.q,
+            self.out,
+            parts,
+            sums,
+            self.sinks,
+            batch.query_start,
+            batch.context_len,
+            batch.page_table,
+            batch.context_len if shared is None else shared,
+            *self.q.stride()[:2],
+            batch.page_table.stride(0),
+            *self.numbers,
+            batch.max_context_len,
+            splits,
+            self.kv_heads,
+            *self.pages,
+            **self.constants,
+            **self.rows,
+            BLOCK_M=max(16, triton.next_power_of_2(self.group)),
+            SHARED=shared is not None,
+            WHOLE=splits == 1,
+            UNMIX=self.unmix,
+            num_warps=4,
+        )
+        if splits > 1:
+            join_kernel[(batch.num_requests, self.heads)](
+                parts,
+                sums,
+                self.out,
+                batch.query_start,
+                batch.context_len,
+                self.numbers[2],
+                batch.max_context_len,
+                splits,
+                self.heads,
+                **{key: self.constants[key] for key in _JOIN_CONSTANTS},
+                BLOCK_S=_JOINED,
+                SHARED=shared is not None,
+                UNMIX=self.unmix,
+                num_warps=4,
+            )
+
+    def _shared(self, shared: Tensor, parts: Tensor, sums: Tensor, splits: int) -> None:
+        """The prefix that all requests have in the same pages."""
+        batch = self.batch
+        rows = max(self.tile, triton.next_power_of_2(self.group))
+        tiles = triton.cdiv(batch.num_requests, rows // self.group)
+        shared_kernel[(tiles, self.kv_heads, splits)](
+            self.q,
+            parts,
+            sums,
+            self.sinks,
+            batch.query_start,
+            batch.context_len,
+            batch.page_table,
+            shared,
+            *self.q.stride()[:2],
+            *self.numbers,
+            batch.max_context_len,
+            splits,
+            batch.num_requests,
+            self.kv_heads,
+            *self.pages,
+            **self.constants,
+            **self.rows,
+            BLOCK_M=rows,
+            num_warps=self.warps,
+        )
+
+
+def _old_card(device: torch.device) -> bool:
+    """Whether it is NVIDIA's and before compute capability 8.0."""
+    if INTERPRETED or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) < (8, 0)
+
+
+_JOIN_CONSTANTS = ("HEAD_DIM", "BLOCK_D", "BLOCK_N", "WINDOW")
+
+
+def _side_constants(name: str, side: PageSide, dot: Any) -> dict[str, Any]:
+    values = {"KIND": side.kind, "GROUPS": side.groups, "GROUP": side.group, "DOT": dot}
+    return {f"{name}_{key}": value for key, value in values.items()}
+
+
+OPS: dict[str, tuple[Any, ...]] = {"attention": (Attention(exact=False), Attention(exact=True))}

@@ -1,0 +1,238 @@
+"""The small row-wise operators, gated activations, and where each token of a step stands.
+
+Must match ``reference/elementwise.py`` and ``reference/norm.py``: to 1e-6, copies exactly.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sdk.kernels.batch import AttentionBatch
+from sdk.kernels.errors import KernelError
+from sdk.kernels.gpu.launch import expect_on_device
+from sdk.kernels.registry import Problem
+
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "clamped_swiglu": 3}
+MAPS = {"zeros": 0, "add": 1, "add_bias": 2, "scale": 3, "softcap": 4}
+_BLOCK = 1024
+
+
+@triton.jit
+def _tanh(x):
+    """By the exponential; its error is 1e-7."""
+    return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
+
+
+@triton.jit
+def gated_kernel(gate_up, out, WIDTH: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid (rows, blocks of columns): ``act(gate) * up`` of a row, gate then up."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < WIDTH
+    gate = tl.load(gate_up + row * 2 * WIDTH + column, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * WIDTH + WIDTH + column, mask=mask, other=0.0).to(tl.float32)
+    if KIND == 0:
+        active = gate * tl.sigmoid(gate)
+    elif KIND == 1:
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        active = 0.5 * gate * (1.0 + _tanh(inner))
+    elif KIND == 2:
+        active = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    else:
+        gate = tl.where(gate > 7.0, 7.0, gate)
+        active = gate * tl.sigmoid(1.702 * gate)
+        up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up)) + 1.0
+    tl.store(out + row * WIDTH + column, active * up, mask=mask)
+
+
+@triton.jit
+def map_kernel(x, other, factor, count, width, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    """One of :data:`MAPS` in place on ``count`` numbers in rows of ``width``."""
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = index < count
+    if KIND == 0:
+        values = tl.zeros((BLOCK,), tl.float32)
+    else:
+        values = tl.load(x + index, mask=mask, other=0.0)
+        if KIND == 1:
+            values += tl.load(other + index, mask=mask, other=0.0)
+        elif KIND == 2:
+            values += tl.load(other + index % width, mask=mask, other=0.0)
+        elif KIND == 3:
+            values *= factor
+        else:
+            values = factor * _tanh(values / factor)
+    tl.store(x + index, values, mask=mask)
+
+
+@triton.jit
+def gather_kernel(
+    x, index, out, width, x_rows, BY_ROW: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Grid (rows of out, blocks of columns): ``x[index]``, ``x[:, index]`` or its inverse."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < width
+    if BY_ROW:
+        source = tl.load(index + row)
+        found = (source >= 0) & (source < x_rows)
+        values = tl.load(x + source * width + column, mask=mask & found, other=0.0)
+        tl.store(out + row * width + column, values, mask=mask)
+    else:
+        place = tl.load(index + column, mask=mask, other=0)
+        first, second = (column, place) if BACK else (place, column)
+        values = tl.load(x + row * width + first, mask=mask, other=0.0)
+        tl.store(out + row * width + second, values, mask=mask)
+
+
+@triton.jit(do_not_specialize=["tokens", "requests"])
+def places_kernel(
+    query_start,
+    context_len,
+    table,
+    positions,
+    slots,
+    tokens,
+    requests,
+    table_row,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Each token's position, and the slot of its key and value.
+
+    Tokens after the last request's, with which a captured step is filled up, have slot -1.
+    """
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = token < tokens
+    owner = tl.zeros((BLOCK,), tl.int32)  # the last request that begins at or before the token
+    high = owner + requests
+    span = requests
+    while span > 0:
+        middle = (owner + high) // 2
+        after = tl.load(query_start + middle) <= token
+        owner = tl.where(after, middle, owner)
+        high = tl.where(after, high, middle)
+        span = span // 2
+    following = tl.load(query_start + owner + 1)
+    real = token < following
+    position = tl.where(real, tl.load(context_len + owner) - following + token, 0)
+    place = table + owner.to(tl.int64) * table_row + position // PAGE
+    page = tl.load(place, mask=mask & real, other=0)
+    slot = page.to(tl.int64) * PAGE + position % PAGE
+    tl.store(positions + token, position.to(tl.int64), mask=mask)
+    tl.store(slots + token, tl.where(real, slot, -1), mask=mask)
+
+
+class GatedActivation:
+    """See :meth:`sdk.kernels.ops.Ops.gated_activation`."""
+
+    name = "gpu.gated_activation"
+
+    def reject(self, problem: Problem) -> str | None:
+        if problem.format not in ACTIVATIONS:
+            return f"activation {problem.format!r}: expected one of {', '.join(ACTIVATIONS)}"
+        return None
+
+    def run(self, gate_up: Tensor, kind: str, out: Tensor) -> None:
+        expect_on_device("gated_activation", gate_up, out)
+        rows, width = out.shape
+        gated_kernel[(rows, triton.cdiv(width, _BLOCK))](
+            gate_up, out, WIDTH=width, KIND=ACTIVATIONS[kind], BLOCK=_BLOCK
+        )
+
+
+class Map:
+    """See ``Ops.zeros``, ``add``, ``add_bias``, ``scale`` and ``softcap``: one of them each."""
+
+    def __init__(self, kind: str) -> None:
+        self._what = kind
+        self.name = f"gpu.{kind}"
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def run(self, x: Tensor, other: Tensor | None = None, factor: float = 0.0) -> None:
+        if not x.is_contiguous():
+            raise KernelError(f"{self._what}: expected contiguous rows, found {x.stride()}")
+        other = None if other is None else other.contiguous()
+        expect_on_device(self._what, x, other)
+        map_kernel[(triton.cdiv(x.numel(), _BLOCK),)](
+            x,
+            x if other is None else other,
+            factor,
+            x.numel(),
+            x.shape[-1],
+            KIND=MAPS[self._what],
+            BLOCK=_BLOCK,
+        )
+
+
+class SelectRows:
+    """See :meth:`sdk.kernels.ops.Ops.select_rows`; a row that is not there is zeros."""
+
+    name = "gpu.select_rows"
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def run(self, x: Tensor, rows: Tensor, out: Tensor) -> None:
+        _gather("select_rows", x, rows, out, by_row=True)
+
+
+class TakeColumns:
+    """See :meth:`sdk.kernels.ops.Ops.take_columns`."""
+
+    name = "gpu.take_columns"
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def run(self, x: Tensor, order: Tensor, back: bool, out: Tensor) -> None:
+        _gather("take_columns", x, order, out, back=back)
+
+
+def _gather(
+    what: str, x: Tensor, index: Tensor, out: Tensor, by_row: bool = False, back: bool = False
+) -> None:
+    x, index = x.contiguous(), index.contiguous()
+    expect_on_device(what, x, index, out)
+    rows, width = out.shape
+    gather_kernel[(rows, triton.cdiv(width, _BLOCK))](
+        x, index, out, width, x.shape[0], BY_ROW=by_row, BACK=back, BLOCK=_BLOCK
+    )
+
+
+class Places:
+    """See :meth:`sdk.kernels.ops.Ops.find_places`."""
+
+    name = "gpu.find_places"
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def run(self, batch: AttentionBatch) -> None:
+        index = (batch.query_start, batch.context_len, batch.page_table)
+        expect_on_device("find_places", *index, batch.positions, batch.slots)
+        places_kernel[(triton.cdiv(batch.num_tokens, 256),)](
+            *index,
+            batch.positions,
+            batch.slots,
+            batch.num_tokens,
+            batch.num_requests,
+            batch.page_table.stride(0),
+            PAGE=batch.page_size,
+            BLOCK=256,
+        )
+
+
+OPS: dict[str, tuple[Any, ...]] = {
+    "gated_activation": (GatedActivation(),),
+    **{kind: (Map(kind),) for kind in MAPS},
+    "select_rows": (SelectRows(),),
+    "take_columns": (TakeColumns(),),
+    "find_places": (Places(),),
+}

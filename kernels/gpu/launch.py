@@ -1,0 +1,25 @@
+"""What launchers share: where the kernels run, and what they insist on.
+
+Triton compiles a kernel anew for numbers that are 1 or multiples of 16. What changes from step to
+step is therefore declared ``do_not_specialize``: nothing is compiled while an engine serves.
+"""
+
+from __future__ import annotations
+
+import triton
+from torch import Tensor
+
+from sdk.kernels.errors import KernelError
+
+#: True under TRITON_INTERPRET=1: kernels then run as Python, on tensors of the CPU. The
+#: interpreter's bfloat16 dot is wrong, so kernels widen its operands (``WIDEN``).
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+
+def expect_on_device(what: str, *tensors: Tensor | None) -> None:
+    """:raises KernelError: unless all tensors lie on one device that Triton kernels reach."""
+    devices = {x.device for x in tensors if x is not None}
+    wanted = "cpu" if INTERPRETED else "cuda"
+    if len(devices) != 1 or next(iter(devices)).type != wanted:
+        found = ", ".join(sorted(map(str, devices)))
+        raise KernelError(f"{what}: expected tensors on one {wanted} device, found {found}")

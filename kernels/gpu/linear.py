@@ -1,0 +1,265 @@
+"""Matrix products on packed weights with Triton: which kernel, on which tiles, for how many tokens.
+
+One token: ``product_one``, float32 arithmetic. Up to ``dense_from`` tokens: ``product``, on the
+matrix units. Beyond, decoding a weight once into scratch and a library product cost less than
+decoding it in every tile of tokens. ``kernels/reference/linear.py`` is what all must agree with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sdk.kernels.experts import Routes
+from sdk.kernels.gpu import product as kernels
+from sdk.kernels.gpu.dense import multiply
+from sdk.kernels.gpu.packing import PLANES, Packed, pack, unpack
+from sdk.kernels.gpu.tuning import Tiles, Tuning
+from sdk.kernels.layouts import BLOCK_TYPES, TABLE_BITS, Dense, Layout, check_layout
+from sdk.kernels.registry import Problem
+
+#: What ``decode_values`` leaves to the scale: the difference of the exponents' biases.
+FACTORS = {"e2m1": 2.0**14, "e4m3": 2.0**8}
+#: The same of ``tiny_values``, of which x takes ``RAISE``: neither it nor a product overflows.
+TINY = {"int": 149, "e2m1": 126, "e4m3": 120, "e5m2": 112}
+RAISE = 80
+#: Bytes of the scratch that a weight is decoded into: bounds memory, not speed.
+SCRATCH = 64 << 20
+_DOT_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One kernel with everything it is called with."""
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    arguments: dict[str, Any]
+    constants: dict[str, Any]
+    options: dict[str, Any]
+
+    def run(self) -> None:
+        self.kernel[self.grid](**self.arguments, **self.constants, **self.options)
+
+
+class Linear:
+    """See :class:`sdk.kernels.registry.LinearKernel`.
+
+    ``dtype``: what x and decoded weights are rounded to for the matrix units; inputs that are
+    float16 or bfloat16 already keep their type. float32 rounds nothing (``compute="exact"``).
+    ``fixed``: one kernel and one order of additions for every number of tokens, so that a row's
+    result does not depend on the others.
+    """
+
+    def __init__(self, dtype: torch.dtype, tuning: Tuning, *, fixed: bool = False) -> None:
+        self.dtype = dtype
+        self._tuning = tuning
+        self._fixed = fixed
+        self.name = "gpu.linear_exact" if dtype == torch.float32 else "gpu.linear"
+
+    def reject(self, problem: Problem) -> str | None:
+        if problem.inputs:
+            return f"the file asks for activations in {problem.inputs}"
+        if problem.compute == "exact" and self.dtype != torch.float32:
+            name = str(self.dtype).removeprefix("torch.")
+            return f"rounds activations to {name}, compute is exact"
+        if problem.layout == "affine":
+            if problem.format == "table" and problem.bits not in TABLE_BITS:
+                return f"a table of {problem.bits} bits: expected one of {TABLE_BITS}"
+            if problem.bits not in PLANES:
+                return f"{problem.bits} bits: expected 1 to 8"
+            if problem.group % 16 and problem.group < problem.in_features:
+                return f"group {problem.group}: expected a multiple of 16 or the whole row"
+        elif problem.layout == "float8":
+            if problem.group % 16 and problem.group < problem.in_features:
+                return f"blocks of {problem.group} columns: expected a multiple of 16"
+        elif problem.layout == "blocks":
+            if problem.format not in BLOCK_TYPES:
+                return f"block type {problem.format}: expected {', '.join(BLOCK_TYPES)}"
+        else:
+            return f"layout {problem.layout!r}: expected affine, blocks or float8"
+        return None
+
+    def pack(self, layout: Layout) -> Packed:
+        check_layout(layout)
+        assert not isinstance(layout, Dense)
+        return pack(layout)
+
+    def unpack(self, packed: Packed) -> Layout:
+        return unpack(packed)
+
+    def nbytes(self, packed: Packed) -> int:
+        return packed.nbytes
+
+    def matmul(self, packed: Packed, x: Tensor, out: Tensor) -> None:
+        tokens = x.shape[0]
+        dtype = x.dtype if x.itemsize == 2 and self.dtype.itemsize == 2 else self.dtype
+        tiles = self._tuning.tiles(packed, 2 if self._fixed else tokens)
+        if not self._fixed and tokens >= self._tuning.dense_from and dtype != torch.float32:
+            self._matmul_dense(packed, x.to(dtype), out)
+            return
+        split = min(tiles.split, packed.units)
+        parts = out
+        if split > 1:
+            n = packed.shape[0]
+            parts = torch.empty(split, tokens, n, dtype=torch.float32, device=x.device)
+        if tokens == 1 and not self._fixed:
+            product_one(packed, x, parts, split, tiles).run()
+        else:
+            sums = None
+            if packed.has_minus or packed.zeros_bits == 32:
+                chunk = chunk_of(packed, split)
+                count = max(-(-x.shape[1] // chunk), split)
+                sums = torch.empty(count, tokens, device=x.device)
+                add_chunks(x, sums, chunk, dtype).run()
+            product(packed, x, sums, parts, split, tiles, dtype).run()
+        if split > 1:
+            add_up(parts, out).run()
+
+    def _matmul_dense(self, packed: Packed, x: Tensor, out: Tensor) -> None:
+        n, k = packed.shape
+        step = max(16, SCRATCH // (k * x.itemsize) // 16 * 16)
+        scratch = torch.empty(min(step, n), k, dtype=x.dtype, device=x.device)
+        for start in range(0, n, step):
+            w = scratch[: min(step, n - start)]
+            decode_rows(packed, w, start).run()
+            multiply(x, w, out[:, start : start + w.shape[0]])
+
+    def rows(self, packed: Packed, ids: Tensor, out: Tensor) -> None:
+        decode_rows(packed, out, ids).run()
+
+    def group(self, packed: Sequence[Packed]) -> Sequence[Packed]:
+        return tuple(packed)
+
+    def matmul_routed(
+        self, group: Sequence[Packed], x: Tensor, routes: Routes, by_token: bool, out: Tensor
+    ) -> None:
+        for expert, rows, own in routes.parts(x, by_token):
+            self.matmul(group[expert], own, out[rows])
+
+
+def product(
+    packed: Packed,
+    x: Tensor,
+    sums: Tensor | None,
+    parts: Tensor,
+    split: int,
+    tiles: Tiles,
+    dtype: torch.dtype,
+) -> Launch:
+    """``product`` over ``split`` shares of K: x ``[M, K]``, parts ``[split, M, N]`` or out.
+
+    ``sums``: of :func:`add_chunks`, for a weight with minima.
+    """
+    tokens, n = x.shape[0], packed.shape[0]
+    block_m = min(tiles.block_m, max(16, triton.next_power_of_2(tokens)))
+    weights, constants = _weight(packed, dtype)
+    sums = parts if sums is None else sums
+    arguments = {"x": x, "sums": sums, "out": parts, **weights, "M": tokens}
+    arguments |= {"share": -(-packed.units // split), "x_stride": x.stride(0)}
+    arguments |= {"out_stride": parts.stride(-2), "part_stride": _part_stride(parts)}
+    constants |= {"DOT": _DOT_TYPES[dtype], "BLOCK_N": tiles.block_n, "BLOCK_M": block_m}
+    constants["WIDEN"] = dtype == torch.bfloat16 and bool(triton.knobs.runtime.interpret)
+    grid = (-(-n // tiles.block_n), -(-tokens // block_m), split)
+    options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+    return Launch(kernels.product, grid, arguments, constants, options)
+
+
+def chunk_of(p: Packed, split: int) -> int:
+    """Columns that have one scale in a program of ``product`` with ``split`` shares of K."""
+    if p.group >= p.shape[1]:
+        return -(-p.units // split) * p.unit
+    return math.gcd(p.unit, p.group)
+
+
+def add_chunks(x: Tensor, sums: Tensor, chunk: int, dtype: torch.dtype) -> Launch:
+    """Sums of ``chunk`` columns of x ``[M, K]`` as rounded to ``dtype``: float32 ``[C, M]``."""
+    tokens, k = x.shape
+    arguments = {"x": x, "sums": sums, "M": tokens, "K": k, "x_stride": x.stride(0)}
+    block = min(1024, triton.next_power_of_2(chunk))
+    constants = {"CHUNK": chunk, "DOT": _DOT_TYPES[dtype], "BLOCK": block}
+    return Launch(kernels.add_chunks, (sums.shape[0], tokens, 1), arguments, constants, {})
+
+
+def product_one(packed: Packed, x: Tensor, parts: Tensor, split: int, tiles: Tiles) -> Launch:
+    """``product_one`` over ``split`` shares of K: x ``[1, K]``, parts as in :func:`product`."""
+    weights, constants = _weight(packed)
+    arguments = {"x": x, "out": parts, **weights}
+    arguments |= {"share": -(-packed.units // split), "part_stride": _part_stride(parts)}
+    constants |= {"BLOCK_N": tiles.block_n, "UNROLL": tiles.stages}
+    tiny = packed.kind in TINY
+    constants["RAISE"] = 2.0**RAISE if tiny else 1.0
+    constants["FACTOR"] = 2.0 ** (TINY[packed.kind] - RAISE) if tiny else 1.0
+    grid = (-(-packed.shape[0] // tiles.block_n), split, 1)
+    return Launch(kernels.product_one, grid, arguments, constants, {"num_warps": tiles.warps})
+
+
+def add_up(parts: Tensor, out: Tensor) -> Launch:
+    """``out [M, N]`` = the sum of parts ``[split, M, N]``."""
+    split, tokens, n = parts.shape
+    block = 512
+    arguments = {"parts": parts, "out": out, "N": n, "out_stride": out.stride(0)}
+    arguments["part_stride"] = parts.stride(0)
+    constants = {"SPLIT": split, "BLOCK": block}
+    return Launch(kernels.add_up, (-(-n // block), tokens, 1), arguments, constants, {})
+
+
+def decode_rows(packed: Packed, out: Tensor, rows: Tensor | int) -> Launch:
+    """Rows ``rows`` (int64 ``[T]``, or from that number on) as floats into out ``[T, K]``."""
+    chosen = isinstance(rows, Tensor)
+    weights, constants = _weight(packed)
+    del constants["WHOLE"], constants["EVEN"]
+    arguments = {"ids": rows if chosen else out, "out": out, **weights}
+    arguments |= {"count": out.shape[0], "start": 0 if chosen else rows}
+    arguments["out_stride"] = out.stride(0)
+    block = 16
+    constants |= {"IDS": chosen, "BLOCK_N": block}
+    grid = (-(-out.shape[0] // block), packed.units, 1)
+    options = {"num_warps": 2, "enable_fp_fusion": False}
+    return Launch(kernels.decode_rows, grid, arguments, constants, options)
+
+
+def _part_stride(parts: Tensor) -> int:
+    return parts.stride(0) if parts.dim() == 3 else 0
+
+
+def _weight(p: Packed, table: torch.dtype = torch.float32) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What every kernel is told of a weight; tensors it lacks are given as any other."""
+    n, k = p.shape
+    whole = p.group >= k
+    widths = (*PLANES[p.bits], 0, 0)
+    planes = (*p.planes, p.planes[0], p.planes[0])
+    arguments: dict[str, Any] = dict(zip(("w0", "w1", "w2"), planes, strict=False))
+    arguments["scale"] = p.scale
+    for name in ("super_scale", "nested", "offset", "zeros", "minus", "super_minus"):
+        part = getattr(p, name)
+        arguments[name] = p.scale if part is None else part
+    arguments["table"] = p.scale if p.tables is None else p.tables[table]
+    if p.scale_bits == "low4":  # one byte holds scale and minimum
+        arguments["minus"] = p.scale
+    arguments |= {"N": n, "K": k, "units": p.units, "scale_stride": p.scale.shape[1]}
+    arguments["scale_rows"] = p.scale_rows
+    minus = "high4" if p.scale_bits == "low4" else "super" if p.super_minus is not None else "plain"
+    constants = {
+        "KIND": p.kind,
+        **dict(zip(("WIDTH", "WIDTH_1", "WIDTH_2"), widths, strict=False)),
+        "UNIT": p.unit,
+        "CHUNK": p.unit if whole else math.gcd(p.unit, p.group),
+        "GROUP": p.group,
+        "SUPER": p.super_group,
+        "SCALE": p.scale_bits,
+        "FACTOR": FACTORS.get(p.kind, 1.0),
+        "ZEROS": p.zeros_bits,
+        "ZERO": float(p.zero),
+        "MINUS": minus if p.has_minus else "",
+        "WHOLE": whole,
+        "EVEN": p.units * p.unit == k,
+    }
+    return arguments, constants

@@ -1,0 +1,176 @@
+"""What keys and values become in a page of codes, and back: see :mod:`sdk.kernels.gpu.pages`.
+
+8-bit floats are read and written as bytes, in integer arithmetic: cards before compute capability
+8.9 have no instruction for e4m3, and AMD's gfx942 has another e4m3 in its own.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sdk.kernels.gpu.pages import E4M3, E5M2, FLOAT, INT4, INT8
+
+#: The largest float16, which everything saturates at that is rounded to codes or float16.
+HALF_MAX = tl.constexpr(65504.0)
+#: What the largest value of a group becomes.
+_INT8_PEAK = tl.constexpr(127.0)
+_FLOAT8_PEAK = tl.constexpr(448.0)
+#: The bits of the largest and of the NaN scale of 4-bit codes.
+_LARGEST, _NAN = tl.constexpr(0xF7), tl.constexpr(0xFF)
+
+
+@triton.jit
+def mixed(x, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """``x [ROWS, WIDTH]`` times the Hadamard matrix of ``BLOCK`` along the last dimension.
+
+    Sums in the order of ``reference/rope.py`` and so the same bits.
+    """
+    for i in tl.static_range(8):
+        if (1 << i) < BLOCK:
+            pairs = tl.reshape(x, (ROWS, WIDTH // (2 << i), 2, 1 << i))
+            first, second = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
+            pairs = tl.join(first + second, first - second)
+            x = tl.reshape(tl.permute(pairs, (0, 1, 3, 2)), (ROWS, WIDTH))
+    return x * (1.0 / (BLOCK**0.5))
+
+
+@triton.jit
+def load_values(
+    codes, scales, page, head, slot, seen, stride_page, stride_head, stride_slot, scale_page,
+    scale_group,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr,
+    GROUPS: tl.constexpr, GROUP: tl.constexpr, DOT: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """The rows of ``slot [BLOCK_N]`` of ``page [BLOCK_N]``, as operands of a product.
+
+    Codes are multiplied by their scale here: a scale that holds for a part of a head's dimensions
+    cannot leave the product.
+    """
+    column = tl.arange(0, BLOCK_D)
+    place = page * stride_page + head * stride_head + slot * stride_slot
+    byte = column % (HEAD_DIM // 2) if KIND == INT4 else column
+    mask = seen[:, None] & (column < HEAD_DIM)[None, :]
+    x = tl.load(codes + place[:, None] + byte[None, :], mask=mask, other=0)
+    if KIND == FLOAT:
+        x = operand(x, DOT, WIDEN)
+    else:
+        at_scale = scales + page * scale_page + head * GROUPS * scale_group + slot
+        if GROUP == 0:
+            step = tl.load(at_scale, mask=seen, other=0)[:, None]
+        else:
+            parts: tl.constexpr = BLOCK_D // GROUP
+            group = tl.arange(0, parts)
+            known = seen[:, None] & (group < GROUPS)[None, :]
+            step = tl.load(at_scale[:, None] + group[None, :] * scale_group, mask=known, other=0)
+            step = tl.broadcast_to(step[:, :, None], (BLOCK_N, parts, GROUP))
+            step = tl.reshape(step, (BLOCK_N, BLOCK_D))
+        x = _decoded(x, step, column, HEAD_DIM, KIND, DOT)
+    return x
+
+
+@triton.jit
+def _decoded(x, step, column, HEAD_DIM: tl.constexpr, KIND: tl.constexpr, DOT: tl.constexpr):
+    """Codes times their scales; both exact in float16."""
+    if KIND == INT4:
+        x = (x.to(tl.int16) >> tl.where(column < HEAD_DIM // 2, 0, 4)[None, :]) & 15
+        x = x.to(DOT) - ((step >> 8) & 255).to(DOT) * 0.0625
+        step = ((step & 255) << 7).to(tl.float16, bitcast=True)
+    elif KIND == E4M3:
+        # The bits of an e4m3 are those of a float16 2^8 times smaller, subnormals included.
+        wide = x.to(tl.uint16)
+        x = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
+    elif KIND == E5M2:
+        x = (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
+    return x.to(DOT) * step.to(DOT)
+
+
+@triton.jit
+def operand(x, DOT: tl.constexpr, WIDEN: tl.constexpr):
+    """``x`` rounded to ``DOT``; ``WIDEN``: a bfloat16 as one, but held in float32."""
+    if WIDEN and DOT == tl.bfloat16:
+        x = round_bfloat16(x.to(tl.float32))
+    else:
+        x = x.to(DOT)
+    return x
+
+
+@triton.jit
+def round_bfloat16(x):
+    """Float32 values to the nearest that bfloat16 has, the even one of two."""
+    bits = x.to(tl.uint32, bitcast=True)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+    return tl.where(x != x, x, bits.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def round_even(x):
+    """The nearest integer of each ``|x| <= 2^22``, the even one of two."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def clamped(x):
+    """Within the range of float16; NaN stays."""
+    return tl.where(x > HALF_MAX, HALF_MAX, tl.where(x < -HALF_MAX, -HALF_MAX, x))
+
+
+@triton.jit
+def encode(x, KIND: tl.constexpr):
+    """Groups ``x [rows, groups, size]`` of float32 as codes, and their scales ``[rows, groups]``.
+
+    The codes of int4 are 0 .. 15, in int32, its scales int16. A NaN makes its group's scale NaN and
+    the codes 0, so that it stays visible.
+    """
+    broken = tl.max((x != x).to(tl.int32), axis=2) > 0
+    x = tl.where(broken[:, :, None], 0.0, x)
+    if KIND == INT4:
+        codes, scales = _nibbles(x)
+        scales = tl.where(broken, _NAN, scales).to(tl.int16)
+        codes = tl.where(broken[:, :, None], 0, codes)
+    else:
+        most: tl.constexpr = _INT8_PEAK if KIND == INT8 else _FLOAT8_PEAK
+        step = tl.minimum(tl.div_rn(tl.max(tl.abs(x), axis=2), most), HALF_MAX).to(tl.float16)
+        wide = step.to(tl.float32)
+        inverse = tl.where(wide > 0.0, tl.div_rn(1.0, wide), 0.0)
+        x = tl.minimum(tl.maximum(x * inverse[:, :, None], -most), most)
+        scales = tl.where(broken, float("nan"), wide).to(tl.float16)
+        if KIND == INT8:
+            codes = round_even(x).to(tl.int8)
+        elif KIND == E4M3:
+            codes = float8_bits(x, 3, 7).to(tl.uint8)
+        else:
+            codes = float8_bits(x, 2, 15).to(tl.uint8)
+    return codes, scales
+
+
+@triton.jit
+def float8_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    """The byte of the nearest 8-bit float (ties to even) of each x within its range, int32."""
+    bits = x.to(tl.int32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    size = tl.abs(x)
+    bits = bits & 0x7FFFFFFF
+    # Below the least normal number the codes are multiples of one step.
+    small = round_even(size * (1 << (BIAS + MANTISSA - 1))).to(tl.int32)
+    drop: tl.constexpr = 23 - MANTISSA
+    rounded = bits + ((1 << (drop - 1)) - 1) + ((bits >> drop) & 1)
+    normal = (rounded >> drop) - ((127 - BIAS) << MANTISSA)
+    return sign | tl.where(size < 2.0 ** (1 - BIAS), small, normal)
+
+
+@triton.jit
+def _nibbles(x):
+    """Codes 0 .. 15, and scale and zero in one number: the middle of the range is code 7.5."""
+    low = tl.minimum(tl.min(x, axis=2), 0.0)
+    high = tl.maximum(tl.max(x, axis=2), 0.0)
+    half = tl.minimum(tl.div_rn(high - low, 15.0), HALF_MAX).to(tl.float16)
+    exact = half.to(tl.int16, bitcast=True).to(tl.int32)
+    bits = tl.minimum((exact + 63 + ((exact >> 7) & 1)) >> 7, _LARGEST)
+    scale = (bits << 7).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    inverse = tl.where(scale > 0.0, tl.div_rn(1.0, scale), 0.0)
+    middle = (high + low) * 0.5 * inverse
+    zero = tl.minimum(tl.maximum(round_even((7.5 - middle) * 16.0), 0.0), 255.0)
+    codes = round_even(x * inverse[:, :, None] + (zero * 0.0625)[:, :, None])
+    codes = tl.minimum(tl.maximum(codes, 0.0), 15.0).to(tl.int32)
+    return codes, (zero.to(tl.int32) << 8) | bits

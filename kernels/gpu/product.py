@@ -1,0 +1,252 @@
+"""Products with packed weights, decoded on the fly: ``y = x @ w.T``.
+
+``w[n, k] = scale[n, g] * (value(code[n, k]) - zero[n, g]) - minus[n, g]`` with g the group of k, in
+the order of ``packing.py``. A code becomes an exact small integer, table entry or short float; the
+matrix units multiply those, and a group's sum is scaled in float32 afterwards, so nothing is
+rounded but x and what a table holds. The minimum costs one more sum of x per group.
+
+The weights are the left operand (``[rows, 16] x [16, tokens]``): few tokens then leave no part of
+the matrix instruction empty. ``SPLIT`` programs share K; each writes a partial sum, and ``add_up``
+adds them in a fixed order, so that results do not depend on which program is done first.
+
+Must match ``reference/linear.py``: bit for bit in ``decode_rows``, 2e-3 (float16 operands), 1e-5
+(float32) of the result's norm in the products.
+"""
+
+import triton
+import triton.language as tl
+
+from sdk.kernels.gpu.values import (
+    LANES,
+    all_codes,
+    decode_values,
+    load_minus,
+    load_planes,
+    load_scale,
+    load_zero,
+    tiny_values,
+)
+
+
+@triton.jit
+def scaled(
+    acc, part, total, zero, scale, super_scale, nested, offset, minus, super_minus, n, N, K, k,
+    scale_stride, scale_rows,
+    GROUP: tl.constexpr, SUPER: tl.constexpr, SCALE: tl.constexpr, FACTOR: tl.constexpr,
+    MINUS: tl.constexpr, ZERO: tl.constexpr,
+):  # fmt: skip
+    """``acc + part * scale - (minus + zero * scale) * total``, the latter if ``ZERO``.
+
+    part is ``[rows, m]``, total, the sum of x, ``[m]``, zero ``[rows, 1]`` or a number.
+    """
+    s = load_scale(
+        scale, super_scale, nested, offset, n, N, K, k, scale_stride, scale_rows,
+        GROUP, SUPER, SCALE,
+    )  # fmt: skip
+    s = s[:, None]
+    acc += part * (s * FACTOR)
+    if ZERO:
+        acc -= (zero * s) * total[None, :]
+    if MINUS != "":
+        f = load_minus(minus, super_minus, n, N, k, GROUP, SUPER, MINUS)
+        acc -= f[:, None] * total[None, :]
+    return acc
+
+
+@triton.jit
+def product(
+    x, sums, out, w0, w1, w2, scale, super_scale, nested, offset, zeros, minus, super_minus, table,
+    M, N, K, units, share, x_stride, out_stride, part_stride, scale_stride, scale_rows,
+    KIND: tl.constexpr, WIDTH: tl.constexpr, WIDTH_1: tl.constexpr, WIDTH_2: tl.constexpr,
+    UNIT: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, SUPER: tl.constexpr,
+    SCALE: tl.constexpr, FACTOR: tl.constexpr, ZEROS: tl.constexpr, ZERO: tl.constexpr,
+    MINUS: tl.constexpr,
+    WHOLE: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr, WIDEN: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """One tile of ``out[split, M, N]``, ``share`` units of K: BLOCK_N rows and BLOCK_M tokens.
+
+    ``CHUNK`` columns have one scale, with ``WHOLE`` all of a row; ``sums`` of x: ``add_chunks``.
+    ``WIDEN``: float32 in place of ``DOT``, whose bfloat16 the interpreter multiplies wrongly.
+    """
+    MATH: tl.constexpr = tl.float32 if WIDEN else DOT
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows = tl.minimum(n, N - 1)
+    tokens = x + tl.arange(0, LANES)[:, None] + m.to(tl.int64)[None, :] * x_stride
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    part = acc
+    total = tl.zeros((BLOCK_M,), tl.float32)  # stays so without minima
+    first = tl.program_id(2) * share
+    for unit in range(first, tl.minimum(first + share, units)):
+        words = load_planes(w0, w1, w2, rows, unit, units, WIDTH, WIDTH_1, WIDTH_2, UNIT)
+        for c in tl.static_range(UNIT // CHUNK):
+            k = unit * UNIT + c * CHUNK
+            at = tl.minimum(k, K - 1)  # columns of padding may belong to no group
+            z = load_zero(zeros, rows, N, at, GROUP, ZEROS, ZERO)
+            if not WHOLE:
+                part = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            for j in tl.static_range(CHUNK // 16):
+                code = all_codes(words, c * (CHUNK // 16) + j, UNIT, WIDTH, WIDTH_1, WIDTH_2)
+                whole = tl.full((1, 1), 0.0, tl.float32) if ZEROS == 32 else z
+                w = decode_values(code, whole, table, KIND, WIDTH + WIDTH_1 + WIDTH_2, MATH)
+                column = k + j * 16
+                wanted = (m < M)[None, :] & (EVEN | (tl.arange(0, LANES) < K - column)[:, None])
+                xs = tl.load(tokens + column, mask=wanted, other=0.0).to(DOT)
+                part = tl.dot(w, xs.to(MATH), part, input_precision="ieee")
+            if not WHOLE:
+                if MINUS != "" or ZEROS == 32:
+                    total = tl.load(sums + (at // CHUNK) * M + tl.minimum(m, M - 1))
+                acc = scaled(
+                    acc, part, total, z, scale, super_scale, nested, offset, minus, super_minus,
+                    rows, N, K, at, scale_stride, scale_rows,
+                    GROUP, SUPER, SCALE, FACTOR, MINUS, ZEROS == 32,
+                )  # fmt: skip
+    if WHOLE:
+        z = load_zero(zeros, rows, N, 0, GROUP, ZEROS, ZERO)
+        if MINUS != "" or ZEROS == 32:
+            total = tl.load(sums + tl.program_id(2) * M + tl.minimum(m, M - 1))
+        acc = scaled(
+            acc, part, total, z, scale, super_scale, nested, offset, minus, super_minus,
+            rows, N, K, 0, scale_stride, scale_rows,
+            GROUP, SUPER, SCALE, FACTOR, MINUS, ZEROS == 32,
+        )  # fmt: skip
+    where = out + tl.program_id(2) * part_stride + m[None, :].to(tl.int64) * out_stride + n[:, None]
+    tl.store(where, acc.to(out.dtype.element_ty), mask=(m < M)[None, :] & (n < N)[:, None])
+
+
+@triton.jit
+def add_chunks(
+    x, sums, M, K, x_stride, CHUNK: tl.constexpr, DOT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """``sums[c, m]``: the sum of x[m], rounded to ``DOT``, over columns ``CHUNK c`` and on."""
+    m = tl.program_id(1)
+    chunk = tl.program_id(0)
+    acc = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, CHUNK, BLOCK):
+        inside = start + tl.arange(0, BLOCK)
+        column = chunk * CHUNK + inside
+        wanted = (inside < CHUNK) & (column < K)
+        part = tl.load(x + m.to(tl.int64) * x_stride + column, mask=wanted, other=0.0)
+        acc += part.to(DOT).to(tl.float32)
+    tl.store(sums + chunk * M + m, tl.sum(acc, 0))
+
+
+@triton.jit
+def product_one(
+    x, out, w0, w1, w2, scale, super_scale, nested, offset, zeros, minus, super_minus, table,
+    N, K, units, share, part_stride, scale_stride, scale_rows,
+    KIND: tl.constexpr, WIDTH: tl.constexpr, WIDTH_1: tl.constexpr, WIDTH_2: tl.constexpr,
+    UNIT: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, SUPER: tl.constexpr,
+    SCALE: tl.constexpr, FACTOR: tl.constexpr, ZEROS: tl.constexpr, ZERO: tl.constexpr,
+    MINUS: tl.constexpr,
+    WHOLE: tl.constexpr, EVEN: tl.constexpr, RAISE: tl.constexpr,
+    BLOCK_N: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """:func:`product` for one token, in float32 without matrix instructions: x is not rounded.
+
+    ``RAISE`` times ``FACTOR`` undoes the smallness of ``tiny_values``, x bearing its share.
+    """
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = tl.minimum(n, N - 1)
+    lane = tl.arange(0, LANES)
+    acc = tl.zeros((BLOCK_N, LANES), tl.float32)
+    part = acc
+    total = tl.zeros((LANES,), tl.float32)
+    first = tl.program_id(1) * share
+    for unit in tl.range(first, tl.minimum(first + share, units), loop_unroll_factor=UNROLL):
+        words = load_planes(w0, w1, w2, rows, unit, units, WIDTH, WIDTH_1, WIDTH_2, UNIT)
+        for c in tl.static_range(UNIT // CHUNK):
+            k = unit * UNIT + c * CHUNK
+            at = tl.minimum(k, K - 1)  # columns of padding may belong to no group
+            z = load_zero(zeros, rows, N, at, GROUP, ZEROS, ZERO)
+            if not WHOLE:
+                part = tl.zeros((BLOCK_N, LANES), tl.float32)
+                total = tl.zeros((LANES,), tl.float32)
+            for j in tl.static_range(CHUNK // 16):
+                column = k + j * 16 + lane
+                xs = tl.load(x + column, mask=EVEN | (column < K), other=0.0).to(tl.float32)
+                w, step = tiny_values(
+                    words, table, c * (CHUNK // 16) + j, KIND, UNIT, WIDTH, WIDTH_1, WIDTH_2
+                )  # fmt: skip
+                part += w * (xs * (step * RAISE))[None, :]
+                if KIND == "int" or MINUS != "":
+                    total += xs
+            if not WHOLE:
+                acc = scaled(
+                    acc, part, total, z, scale, super_scale, nested, offset, minus, super_minus,
+                    rows, N, K, at, scale_stride, scale_rows,
+                    GROUP, SUPER, SCALE, FACTOR, MINUS, KIND == "int",
+                )  # fmt: skip
+    if WHOLE:
+        z = load_zero(zeros, rows, N, 0, GROUP, ZEROS, ZERO)
+        acc = scaled(
+            acc, part, total, z, scale, super_scale, nested, offset, minus, super_minus,
+            rows, N, K, 0, scale_stride, scale_rows,
+            GROUP, SUPER, SCALE, FACTOR, MINUS, KIND == "int",
+        )  # fmt: skip
+    y = tl.sum(acc, 1).to(out.dtype.element_ty)
+    tl.store(out + tl.program_id(1) * part_stride + n, y, mask=n < N)
+
+
+@triton.jit
+def add_up(parts, out, N, out_stride, part_stride, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
+    """``out[m, n] = sum of parts[split, m, n]`` in the order of the splits."""
+    m = tl.program_id(1)
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    acc = tl.zeros((BLOCK,), tl.float32)
+    for i in tl.static_range(SPLIT):
+        acc += tl.load(parts + i * part_stride + m.to(tl.int64) * N + n, mask=n < N, other=0.0)
+    tl.store(out + m.to(tl.int64) * out_stride + n, acc.to(out.dtype.element_ty), mask=n < N)
+
+
+@triton.jit
+def decode_rows(
+    ids, out, w0, w1, w2, scale, super_scale, nested, offset, zeros, minus, super_minus, table,
+    count, start, N, K, units, out_stride, scale_stride, scale_rows,
+    IDS: tl.constexpr,
+    KIND: tl.constexpr, WIDTH: tl.constexpr, WIDTH_1: tl.constexpr, WIDTH_2: tl.constexpr,
+    UNIT: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, SUPER: tl.constexpr,
+    SCALE: tl.constexpr, FACTOR: tl.constexpr, ZEROS: tl.constexpr, ZERO: tl.constexpr,
+    MINUS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """``out[i] = w[ids[i]]`` (``IDS``) or ``w[start + i]``, in the reference's own roundings.
+
+    To be launched without fusing multiplications and additions.
+    """
+    i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = i < count
+    if IDS:
+        rows = tl.load(ids + i, mask=inside, other=0).to(tl.int32)
+    else:
+        rows = tl.minimum(start + i, N - 1)
+    unit = tl.program_id(1)
+    words = load_planes(w0, w1, w2, rows, unit, units, WIDTH, WIDTH_1, WIDTH_2, UNIT)
+    for c in tl.static_range(UNIT // CHUNK):
+        k = unit * UNIT + c * CHUNK
+        at = tl.minimum(k, K - 1)
+        z = load_zero(zeros, rows, N, at, GROUP, ZEROS, ZERO)
+        s = load_scale(
+            scale, super_scale, nested, offset, rows, N, K, at, scale_stride, scale_rows,
+            GROUP, SUPER, SCALE,
+        )  # fmt: skip
+        for j in tl.static_range(CHUNK // 16):
+            code = all_codes(words, c * (CHUNK // 16) + j, UNIT, WIDTH, WIDTH_1, WIDTH_2)
+            if ZEROS == 32:  # a fraction would be lost beside 2^23
+                w = (
+                    decode_values(
+                        code, tl.full((1, 1), 0.0, tl.float32), table, KIND, 8, tl.float32
+                    )
+                    - z
+                )
+            else:
+                w = decode_values(code, z, table, KIND, 8, tl.float32) * FACTOR
+            w = w * s[:, None]
+            if MINUS != "":
+                w -= load_minus(minus, super_minus, rows, N, at, GROUP, SUPER, MINUS)[:, None]
+            column = k + j * 16 + tl.arange(0, LANES)
+            where = out + i[:, None].to(tl.int64) * out_stride + column[None, :]
+            tl.store(
+                where, w.to(out.dtype.element_ty), mask=inside[:, None] & (column < K)[None, :]
+            )

@@ -1,0 +1,85 @@
+"""Products of 8-bit activations with 8-bit weights: ``y = (x_scale x) @ (w_scale w).T``.
+
+Both operands are integers, multiplied and added exactly, or e4m3 floats, multiplied exactly and
+added in float32. The scales, one per token and one per output row, follow at the end.
+
+The matrix units take 32 bytes along K at a time, two of the slices of ``packing.py``, which come
+out of a word byte by byte and so interleaved. ``round_rows`` writes the activations in that order:
+column ``32 b + 16 s + i`` to ``32 b + 2 i + s``.
+
+Must match ``reference/rounding.py`` bit for bit in the codes and ``reference/linear.py`` to 1e-5 of
+the result's norm in the product.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def round_rows(
+    x, codes, scales, K, padded, x_stride, static,
+    FLOAT: tl.constexpr, STATIC: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Row m of x as codes ``[M, padded]`` and ``scales [M]``; ``STATIC``: the scale is given.
+
+    The scale of a row that is not finite is NaN.
+    """
+    m = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    most = tl.zeros((BLOCK,), tl.float32)
+    poison = tl.zeros((BLOCK,), tl.float32)  # 0, or NaN where something is not finite
+    for start in range(0, K, BLOCK):
+        column = start + lane
+        part = tl.load(x + m * x_stride + column, mask=column < K, other=0.0).to(tl.float32)
+        most = tl.maximum(most, tl.abs(part))
+        poison += part * 0.0
+    peak = tl.max(most, 0)
+    scale = static if STATIC else tl.div_rn(peak, 448.0 if FLOAT else 127.5)
+    tl.store(scales + m, scale + tl.sum(poison, 0))
+    for start in range(0, padded, BLOCK):
+        column = start + lane
+        part = tl.load(x + m * x_stride + column, mask=column < K, other=0.0).to(tl.float32)
+        quotient = tl.div_rn(part, scale)
+        if not STATIC:
+            quotient = tl.where(peak > 1e-30, quotient, 0.0)
+        if FLOAT:
+            code = tl.clamp(quotient, -448.0, 448.0).to(tl.float8e4nv)
+        else:
+            # adding 1.5 * 2^23 leaves no bits below 1: rounds to the nearest, to even if in doubt
+            code = (tl.clamp(quotient, -128.0, 127.0) + 12582912.0 - 12582912.0).to(tl.int8)
+        place = column - column % 32 + column % 16 * 2 + column % 32 // 16
+        tl.store(codes + m * padded + place, code, mask=column < padded)
+
+
+@triton.jit
+def product_bytes(
+    x, x_scale, out, w0, scale, M, N, units, share, out_stride, part_stride, scale_rows,
+    FLOAT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """One tile of ``out[split, M, N]``: ``share`` units of 64 columns."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows = tl.minimum(n, N - 1)
+    tokens = tl.minimum(m, M - 1)
+    lane = tl.arange(0, 16)
+    depth = tl.arange(0, 32)
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32 if FLOAT else tl.int32)
+    first = tl.program_id(2) * share
+    where_x = x + tokens.to(tl.int64)[None, :] * (units * 64) + depth[:, None]
+    where_w = w0 + ((rows // 16) * units * 256 + (rows % 16) * 16)[:, None] + lane[None, :]
+    for unit in range(first, tl.minimum(first + share, units)):
+        words = tl.load(where_w + unit * 256)
+        for half in tl.static_range(2):
+            low = words >> (16 * half)
+            high = words >> (16 * half + 8)
+            pair = tl.reshape(tl.join(low, high), (BLOCK_N, 32)) & 255
+            if FLOAT:
+                w = pair.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+            else:
+                w = (pair ^ 128).to(tl.int8)  # packed with 128 added
+            xs = tl.load(where_x + unit * 64 + half * 32)
+            acc = tl.dot(w, xs, acc, out_dtype=tl.float32 if FLOAT else tl.int32)
+    s = tl.load(scale + rows // scale_rows).to(tl.float32)
+    y = acc.to(tl.float32) * s[:, None] * tl.load(x_scale + tokens)[None, :]
+    where = out + tl.program_id(2) * part_stride + m[None, :].to(tl.int64) * out_stride + n[:, None]
+    tl.store(where, y.to(out.dtype.element_ty), mask=(m < M)[None, :] & (n < N)[:, None])

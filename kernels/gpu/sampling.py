@@ -1,0 +1,354 @@
+"""One token per row of logits, without a sort and without asking the host in between.
+
+The definition is :mod:`sdk.kernels.sampling`, the reference ``reference/sampling.py``; weights are
+float32 exponentials summed in float64, so tokens differ only where a draw or the mass of a
+truncation lies within 1e-7 of a boundary.
+
+All truncations but one keep a beginning of the same order, by gap and then by id: what they leave
+is told by one gap and the last id kept of those that have it. Such a cut is found by bisecting over
+the bits of the gaps (a float that is not negative orders like its bits), 3 bits a pass. One program
+owns a row, so a row's token does not depend on the others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sdk.kernels.errors import KernelError
+from sdk.kernels.gpu.launch import expect_on_device
+from sdk.kernels.registry import Problem
+from sdk.kernels.sampling import FAR, Draws, Penalties, SampleBuffers
+
+_FAR = tl.constexpr(FAR)
+_LN2 = tl.constexpr(0.6931471805599453)
+_ALL = tl.constexpr(2**31 - 1)
+_INFINITE = tl.constexpr(float("inf"))
+#: Logits looked at together, and those a program of the first kernel looks through.
+_BLOCK = 1024
+_CHUNK = 8192
+
+
+@triton.jit
+def peaks_kernel(logits, peaks, places, width, stride, chunks, CHUNK: tl.constexpr):
+    """Grid (rows, chunks): the maximum of a chunk and where it first stands; a NaN goes before."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    index = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(logits + row * stride + index, mask=index < width, other=float("-inf"))
+    broken = x != x
+    any_broken = tl.max(broken.to(tl.int32), axis=0) > 0
+    peak = tl.max(tl.where(broken, float("-inf"), x), axis=0)
+    wanted = tl.where(any_broken, broken, x == peak) & (index < width)
+    tl.store(places + row * chunks + chunk, tl.min(tl.where(wanted, index, _ALL), axis=0))
+    tl.store(peaks + row * chunks + chunk, tl.where(any_broken, float("nan"), peak))
+
+
+@triton.jit
+def _gaps(row, index, width, best, temperature):
+    x = tl.load(row + index, mask=index < width, other=float("-inf"))
+    return tl.div_rn(best - x, temperature)
+
+
+@triton.jit
+def _weights(gap, kept):
+    """Float64, of float32 exponentials."""
+    return tl.where(kept & (gap <= _FAR), tl.exp(-gap), 0.0).to(tl.float64)
+
+
+@triton.jit
+def _kept(gap, index, most, last, mean, near, near_last, beyond, beyond_last):
+    """The tokens up to ``(most, last)``, after ``(beyond, beyond_last)``, and near the mean."""
+    apart = tl.abs(gap - mean)
+    inside = (gap < most) | ((gap == most) & (index <= last))
+    inside = inside & ((apart < near) | ((apart == near) & (index <= near_last)))
+    return inside & ((gap > beyond) | ((gap == beyond) & (index > beyond_last)))
+
+
+@triton.jit
+def _sums(
+    row, width, best, temperature, most, last, mean, near, near_last, likely, BLOCK: tl.constexpr
+):
+    """Over the kept tokens: weights, weights times gaps, and how many have ``likely`` or more."""
+    total = tl.zeros((1,), tl.float64)
+    moment = tl.zeros((1,), tl.float64)
+    count = tl.zeros((1,), tl.int32)
+    for start in range(0, width, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        gap = _gaps(row, index, width, best, temperature)
+        kept = _kept(gap, index, most, last, mean, near, near_last, -1.0, 0) & (index < width)
+        weight = _weights(gap, kept)
+        total += tl.sum(weight, axis=0)
+        moment += tl.sum(tl.where(weight > 0.0, weight * gap.to(tl.float64), 0.0), axis=0)
+        count += tl.sum(((weight > 0.0) & (weight >= likely)).to(tl.int32), axis=0)
+    return tl.sum(total, axis=0), tl.sum(moment, axis=0), tl.sum(count, axis=0)
+
+
+@triton.jit
+def _cut(
+    row, width, best, temperature, most, last, mean, near, near_last, goal,
+    APART: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The first of the kept tokens whose weights reach ``goal`` (``COUNT``: each weighs 1).
+
+    In the order of the gaps, or of the distances from the mean (``APART``), then of ids. Returns
+    the largest of those and the last id that has it.
+    """
+    low = tl.full((), 0, tl.int32)
+    before = goal * 0.0
+    for step in range(11):
+        shift = tl.maximum(28 - 3 * step, 0)
+        bound = low + (tl.arange(0, 8) << shift)
+        below = tl.zeros((8,), tl.float64)
+        for start in range(0, width, BLOCK):
+            index = start + tl.arange(0, BLOCK)
+            gap = _gaps(row, index, width, best, temperature)
+            kept = _kept(gap, index, most, last, mean, near, near_last, -1.0, 0) & (index < width)
+            weight = kept.to(tl.float64) if COUNT else _weights(gap, kept)
+            key = (tl.abs(gap - mean) if APART else gap).to(tl.int32, bitcast=True)
+            below += tl.sum(tl.where(key[:, None] < bound[None, :], weight[:, None], 0.0), axis=0)
+        short = below < goal
+        low += (tl.sum(short.to(tl.int32), axis=0) - 1) << shift
+        low = tl.minimum(low, 0x7F800000)  # infinity: all of them together weigh less
+        before = tl.max(tl.where(short, below, 0.0), axis=0)
+    final = -1
+    for start in range(0, width, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        gap = _gaps(row, index, width, best, temperature)
+        kept = _kept(gap, index, most, last, mean, near, near_last, -1.0, 0) & (index < width)
+        key = (tl.abs(gap - mean) if APART else gap).to(tl.int32, bitcast=True)
+        kept = kept & (key == low)
+        weight = kept.to(tl.float64) if COUNT else _weights(gap, kept)
+        ahead = before + tl.cumsum(weight, axis=0) - weight
+        final = tl.maximum(final, tl.max(tl.where(kept & (ahead < goal), index, -1), axis=0))
+        before += tl.sum(weight, axis=0)
+    return low.to(tl.float32, bitcast=True), final
+
+
+@triton.jit
+def _draw(
+    row, width, best, temperature, most, last, mean, near, near_last, beyond, beyond_last, uniform,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The first token with which the running sum of weights exceeds its goal, and its share."""
+    total = tl.zeros((1,), tl.float64)
+    for start in range(0, width, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        gap = _gaps(row, index, width, best, temperature)
+        kept = _kept(gap, index, most, last, mean, near, near_last, beyond, beyond_last)
+        total += tl.sum(_weights(gap, kept & (index < width)), axis=0)
+    total = tl.sum(total, axis=0)
+    goal = uniform * total
+    token = _ALL
+    final = 0  # should rounding leave no sum above the goal
+    running = total * 0.0
+    for start in range(0, width, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        gap = _gaps(row, index, width, best, temperature)
+        kept = _kept(gap, index, most, last, mean, near, near_last, beyond, beyond_last)
+        weight = _weights(gap, kept & (index < width))
+        reached = (weight > 0.0) & (running + tl.cumsum(weight, axis=0) > goal)
+        token = tl.minimum(token, tl.min(tl.where(reached, index, _ALL), axis=0))
+        final = tl.maximum(final, tl.max(tl.where(weight > 0.0, index, 0), axis=0))
+        running += tl.sum(weight, axis=0)
+    token = tl.where(token == _ALL, final, token)
+    gap = tl.div_rn(best - tl.load(row + token), temperature)
+    return token, tl.exp(-gap).to(tl.float64) / total
+
+
+@triton.jit
+def sample_kernel(
+    logits, peaks, places, draws, out, width, stride, chunks,
+    DRAWN: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows): ``out`` float64 ``[R, 3]``: token, maximum, probability.
+
+    ``draws`` float64 ``[R, 8]``, the bytes of ``DRAW``.
+    """
+    number = tl.program_id(0).to(tl.int64)
+    chunk = tl.arange(0, CHUNKS)
+    peak = tl.load(peaks + number * chunks + chunk, mask=chunk < chunks, other=float("-inf"))
+    place = tl.load(places + number * chunks + chunk, mask=chunk < chunks, other=_ALL)
+    broken = peak != peak
+    any_broken = tl.max(broken.to(tl.int32), axis=0) > 0
+    best = tl.max(tl.where(broken, float("-inf"), peak), axis=0)
+    wanted = tl.where(any_broken, broken, peak == best)
+    token = tl.min(tl.where(wanted, place, _ALL), axis=0)
+    best = tl.where(any_broken, float("nan"), best)
+    share = tl.full((), 1.0, tl.float64)
+    if DRAWN:
+        heat = tl.load(draws + number * 8)
+        if (heat > 0.0) & (tl.abs(best) < _INFINITE):
+            row = logits + number * stride
+            temperature = tl.maximum(heat, 1e-30).to(tl.float32)
+            token, share = _drawn(row, width, best, temperature, draws + number * 8, BLOCK)
+    tl.store(out + number * 3, token.to(tl.float64))
+    tl.store(out + number * 3 + 1, best.to(tl.float64))
+    tl.store(out + number * 3 + 2, share)
+
+
+@triton.jit
+def _not_above(limit):
+    """The largest float32 that is not above ``limit`` (float64), or 0."""
+    most = limit.to(tl.float32)
+    bits = most.to(tl.int32, bitcast=True)
+    above = (most.to(tl.float64) > limit) & (most > 0.0)
+    return tl.maximum(tl.where(above, bits - 1, bits).to(tl.float32, bitcast=True), 0.0)
+
+
+@triton.jit
+def _all_but_one(
+    row, width, best, heat, most, last, mean, near, near_last, threshold, BLOCK: tl.constexpr
+):
+    """Where the last begins of the kept tokens that have ``threshold`` of the weight (XTC)."""
+    beyond, beyond_last = tl.full((), -1.0, tl.float32), tl.full((), _ALL, tl.int32)
+    total, _, _ = _sums(row, width, best, heat, most, last, mean, near, near_last, 0.0, BLOCK)
+    goal = threshold * total
+    _, _, likely = _sums(row, width, best, heat, most, last, mean, near, near_last, goal, BLOCK)
+    if likely >= 2:
+        goal = (likely - 1).to(tl.float64)
+        beyond, beyond_last = _cut(
+            row, width, best, heat, most, last, mean, near, near_last, goal, False, True, BLOCK
+        )
+    return beyond, beyond_last
+
+
+@triton.jit
+def _drawn(row, width, best, heat, draw, BLOCK: tl.constexpr):
+    """Truncate and draw one row, whose maximum is finite: ``reference/sampling.py``."""
+    most = tl.full((), _INFINITE, tl.float32)
+    last = tl.full((), _ALL, tl.int32)
+    mean = tl.full((), 0.0, tl.float32)
+    near, near_last = most, last
+    beyond, beyond_last = mean - 1.0, last
+    surprise = tl.load(draw + 5)
+    if surprise == surprise:
+        total, _, _ = _sums(row, width, best, heat, most, last, mean, near, near_last, 0.0, BLOCK)
+        most = _not_above(surprise * _LN2 - tl.log(total))
+    else:
+        min_p = tl.load(draw + 1)
+        if min_p > 0.0:
+            most = (-tl.log(min_p)).to(tl.float32)
+        top_k = tl.load(draw + 6).to(tl.int64, bitcast=True)
+        if (top_k > 0) & (top_k < width):
+            goal = top_k.to(tl.float64)
+            cut, cut_last = _cut(
+                row, width, best, heat, most, last, mean, near, near_last, goal, False, True, BLOCK
+            )
+            last = tl.where(cut < most, cut_last, last)
+            last = tl.where(cut == most, tl.minimum(cut_last, last), last)
+            most = tl.minimum(cut, most)
+        typical_p = tl.load(draw + 2)
+        if typical_p < 1.0:
+            total, moment, _ = _sums(
+                row, width, best, heat, most, last, mean, near, near_last, 0.0, BLOCK
+            )
+            mean = (moment / total).to(tl.float32)
+            goal = tl.maximum(typical_p * total, 1e-300)
+            near, near_last = _cut(
+                row, width, best, heat, most, last, mean, near, near_last, goal, True, False, BLOCK
+            )
+        top_p = tl.load(draw + 3)
+        if top_p < 1.0:
+            total, _, _ = _sums(
+                row, width, best, heat, most, last, mean, near, near_last, 0.0, BLOCK
+            )
+            goal = tl.maximum(top_p * total, 1e-300)
+            most, last = _cut(
+                row, width, best, heat, most, last, mean, near, near_last, goal, False, False, BLOCK
+            )
+        threshold = tl.load(draw + 4)
+        if threshold >= 0.0:
+            beyond, beyond_last = _all_but_one(
+                row, width, best, heat, most, last, mean, near, near_last, threshold, BLOCK
+            )
+    return _draw(
+        row, width, best, heat, most, last, mean, near, near_last, beyond, beyond_last,
+        tl.load(draw + 7), BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["entries"])
+def penalize_kernel(
+    logits, rows, ids, counts, factors, entries, stride, width, BLOCK: tl.constexpr
+):
+    """A thread per entry; no two have the same logit."""
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(rows + entry, mask=entry < entries, other=0)
+    token = tl.load(ids + entry, mask=entry < entries, other=-1)
+    mask = (token >= 0) & (token < width)
+    place = logits + row * stride + token
+    value = tl.load(place, mask=mask, other=0.0)
+    count = tl.load(counts + entry, mask=mask, other=0.0)
+    repetition = tl.load(factors + row * 3)
+    value = tl.where(value > 0.0, tl.div_rn(value, repetition), value * repetition)
+    value -= tl.load(factors + row * 3 + 1) * count
+    value -= tl.where(count > 0.0, tl.load(factors + row * 3 + 2), 0.0)
+    tl.store(place, value, mask=mask)
+
+
+class Penalize:
+    """See :meth:`sdk.kernels.ops.Ops.penalize`."""
+
+    name = "gpu.penalize"
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def run(self, logits: Tensor, penalties: Penalties) -> None:
+        if logits.stride(1) != 1:
+            raise KernelError(f"penalize: expected contiguous rows, found {logits.stride()}")
+        parts = [x.contiguous() for x in penalties]
+        expect_on_device("penalize", logits, *parts)
+        entries = parts[0].shape[0]
+        penalize_kernel[(triton.cdiv(entries, 256),)](
+            logits, *parts, entries, logits.stride(0), logits.shape[1], BLOCK=256
+        )
+
+
+class Sample:
+    """See :meth:`sdk.kernels.ops.Ops.sample`."""
+
+    name = "gpu.sample"
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def run(self, logits: Tensor, draws: Draws | None, out: SampleBuffers) -> None:
+        """``logits [R, V]`` float32, R and V at least 1; without ``draws`` the argmax.
+
+        One copy to the device and one back.
+        """
+        rows = logits.shape[0]
+        numbers = None
+        if draws is not None and (draws["temperature"][:rows] > 0).any():
+            raw = torch.from_numpy(draws[:rows].view("f8").reshape(rows, 8))
+            numbers = raw.to(logits.device, non_blocking=True)
+        out.write(self.rows(logits, numbers).cpu().numpy())
+
+    def rows(self, logits: Tensor, draws: Tensor | None) -> Tensor:
+        """See :meth:`sdk.kernels.ops.Ops.sample_rows`; without ``draws`` the argmax."""
+        if logits.stride(1) != 1:
+            logits = logits.contiguous()
+        expect_on_device("sample", logits, draws)
+        rows, width = logits.shape
+        chunks = triton.cdiv(width, _CHUNK)
+        peaks = logits.new_empty(rows, chunks)
+        places = logits.new_empty(rows, chunks, dtype=torch.int32)
+        out = logits.new_empty(rows, 3, dtype=torch.float64)
+        stride = logits.stride(0)
+        peaks_kernel[(rows, chunks)](
+            logits, peaks, places, width, stride, chunks, CHUNK=_CHUNK, num_warps=8
+        )
+        sample_kernel[(rows,)](
+            logits, peaks, places, out if draws is None else draws, out, width, stride, chunks,
+            DRAWN=draws is not None, CHUNKS=triton.next_power_of_2(chunks), BLOCK=_BLOCK,
+            num_warps=8,
+        )  # fmt: skip
+        return out
+
+
+OPS: dict[str, tuple[Any, ...]] = {"penalize": (Penalize(),), "sample": (Sample(),)}

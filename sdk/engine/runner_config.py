@@ -1,0 +1,31 @@
+"""The options of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sdk.kernels.ops import Compute
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerConfig:
+    """What a rank needs to build itself, in plain values: the same object goes to every process."""
+
+    model: str
+    num_pages: int
+    page_size: int
+    kv_dtype: str
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_threads: int
+    device: str = "cpu"
+    compute: Compute = "auto"
+    enforce_eager: bool = False
+    deterministic: bool = False
+    revision: str | None = None
+    local_files_only: bool = False
+    hf_overrides: Mapping[str, Any] = field(default_factory=dict)
+    quantization: str | None = None

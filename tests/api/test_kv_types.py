@@ -1,0 +1,73 @@
+"""Every type of keys and values through the whole engine: same answers, fewer bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sdk import LLM, RequestOutput, SamplingParams
+
+TYPES = ("float32", "bfloat16", "int8", "fp8", "fp8_e5m2", "int4", "k8v4", "int4:skip=1")
+#: Of one token in float16: two layers, keys and values of 2 heads of 64.
+HALF = 2 * 2 * 2 * 64 * 2
+PARAMS = SamplingParams(temperature=0.8, seed=7, max_tokens=12, logprobs=2, ignore_eos=True)
+PROMPT = [3 + 7 * i % 400 for i in range(50)]
+
+
+def _facts(output: RequestOutput) -> tuple[object, ...]:
+    """Tokens and log-probabilities, exact floats included."""
+    answer = output.outputs[0]
+    assert answer.logprobs is not None
+    steps = [sorted((t, x.logprob) for t, x in step.items()) for step in answer.logprobs]
+    return tuple(answer.token_ids), steps
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_an_answer_is_the_same_alone_cached_chunked_and_preempted(
+    tiny_path: Path, dtype: str
+) -> None:
+    others = [[5 + (i * j) % 300 for i in range(40)] for j in range(1, 4)]
+    options = {"max_model_len": 128, "kv_cache_dtype": dtype}
+    with LLM(tiny_path, **options) as llm:
+        [first] = llm.generate([PROMPT], PARAMS)
+        alone = _facts(first)
+        [hit] = llm.generate([PROMPT], PARAMS)
+        assert hit.num_cached_tokens == 48 and _facts(hit) == alone
+        llm.reset_prefix_cache()
+        assert _facts(llm.generate([*others, PROMPT], PARAMS)[-1]) == alone
+        page_bytes = llm.memory_plan.page_bytes
+        assert llm.memory_plan.kv_dtype == dtype
+    # a page more than the prompts need, where four answers need one each
+    pages = 4 + 3 * 3 + 1
+    options["kv_cache_memory_bytes"] = pages * page_bytes
+    with LLM(tiny_path, max_num_batched_tokens=17, max_num_seqs=4, **options) as small:
+        outputs = small.generate([*others, PROMPT], PARAMS)
+        assert any(x.metrics is not None and x.metrics.num_preemptions for x in outputs)
+        assert _facts(outputs[-1]) == alone
+
+
+@pytest.mark.parametrize(
+    ("dtype", "least"),
+    [("int8", 1.9), ("fp8", 1.9), ("int4", 3.6), ("k8v4", 2.5), ("int4:skip=0", 1.5)],
+)
+def test_a_budget_holds_as_many_more_tokens_as_they_are_smaller(
+    tiny_path: Path, dtype: str, least: float
+) -> None:
+    options = {"max_model_len": 128, "max_num_seqs": 4096, "kv_cache_memory_bytes": "2MiB"}
+    half = LLM.plan(tiny_path, kv_cache_dtype="float16", **options)
+    plan = LLM.plan(tiny_path, kv_cache_dtype=dtype, **options)
+    assert half.page_bytes == 16 * HALF
+    assert plan.num_pages >= least * half.num_pages
+    assert dtype in str(plan)
+
+
+def test_two_ranks_share_the_heads_of_four_bit_pages(tiny_path: Path) -> None:
+    options = {"max_model_len": 128, "kv_cache_dtype": "k8v4", "compute": "exact"}
+    greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    answers = []
+    for ranks in (1, 2):
+        with LLM(tiny_path, tensor_parallel_size=ranks, **options) as llm:
+            [output] = llm.generate([PROMPT], greedy)
+            answers.append(output.outputs[0].token_ids)
+    assert answers[0] == answers[1]

@@ -1,0 +1,165 @@
+"""Compile kernels for cards that are not here: run as a program, one JSON line per kernel.
+
+    echo '[["int4-g128-zeros", "product", 16, "float16", "cuda", 90], ...]' |
+        python compile_kernels.py
+
+A job is the layout (a name of ``WEIGHTS``), the kernel, tokens, type of the operands, and the
+target. What is compiled is exactly what ``kernels/gpu/linear.py`` would launch: same constants,
+same types, and the divisibility that Triton would find in the arguments. A line has the registers,
+spilled bytes and shared memory, the matrix instructions found, and how wide weights are loaded.
+
+Triton must not interpret here, hence a process of its own. A job that fails to compile is a line
+with ``error``; the others go on.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+ROOT = Path(__file__).parents[3]
+sys.path.insert(0, str(ROOT))
+
+from sdk.kernels.gpu.linear import Launch, add_chunks, add_up, decode_rows, product, product_one  # noqa: E402
+from sdk.kernels.gpu.packing import pack  # noqa: E402
+from sdk.kernels.gpu.tuning import Tuning  # noqa: E402
+from sdk.kernels.layouts import BLOCK_TYPES, E2M1, Layout  # noqa: E402
+
+_POINTERS = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.uint8: "*u8",
+    torch.int8: "*i8",
+}
+_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+#: Programs of a large card: a rule for tiles that shares columns.
+_TUNING = Tuning(programs=528)
+
+
+def weight(name: str) -> Layout:
+    """512 rows of a name such as ``int4-g128-zeros``, ``nf4-g64``, ``fp8-blocks`` or ``q4_k``."""
+    spec = importlib.util.spec_from_file_location(
+        "kernel_cases", ROOT / "tests" / "kernels" / "conftest.py"
+    )
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["kernel_cases"] = module
+    spec.loader.exec_module(module)
+    cases = module.Cases
+    n, k = 512, 1024
+    if name in BLOCK_TYPES:
+        return cases.blocks(n, k, name)
+    made = {
+        "nf4-g64": lambda: cases.table(n, k, 4, 64),
+        "mxfp4": lambda: cases.table(n, k, 4, 32, torch.float8_e8m0fnu, values=E2M1),
+        "nvfp4": lambda: cases.table(n, k, 4, 16, torch.float8_e4m3fn, k, values=E2M1),
+        "fp8-channel": lambda: cases.float8(n, k, (1, k)),
+        "fp8-blocks": lambda: cases.float8(n, k, (128, 128)),
+        "fp8-e5m2": lambda: cases.float8(n, k, (1, k), torch.float8_e5m2),
+    }
+    if name in made:
+        return made[name]()
+    bits, group, kind = re.fullmatch(r"int(\d)-g(\d+)-(\w+)", name).groups()  # type: ignore[union-attr]
+    return cases.affine(n, k, int(bits), int(group), kind)
+
+
+def launch_of(name: str, kernel: str, tokens: int, dtype: torch.dtype) -> Launch:
+    packed = pack(weight(name))
+    n, k = packed.shape
+    tiles = _TUNING.tiles(packed, tokens)
+    x = torch.empty(tokens, k, dtype=dtype)
+    parts = torch.empty(2, tokens, n)
+    if kernel == "product":
+        return product(packed, x, parts, parts, 2, tiles, dtype)
+    if kernel == "add_chunks":
+        return add_chunks(x, parts, 32, dtype)
+    if kernel == "product_one":
+        return product_one(packed, x, parts, 2, tiles)
+    if kernel == "decode_rows":
+        return decode_rows(packed, torch.empty(tokens, k, dtype=dtype), 0)
+    assert kernel == "add_up"
+    return add_up(parts, torch.empty(tokens, n))
+
+
+def source(launch: Launch) -> ASTSource:
+    """The kernel with the types and facts that a launch would give it."""
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    facts: dict[tuple[int, ...], list[list[Any]]] = {}
+    for i, name in enumerate(launch.kernel.arg_names):
+        if name in launch.constants:
+            signature[name], constants[(i,)] = "constexpr", launch.constants[name]
+            continue
+        value = launch.arguments[name]
+        if isinstance(value, Tensor):
+            signature[name] = _POINTERS[value.dtype]
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+            continue
+        elif value == 1:
+            signature[name], constants[(i,)] = "constexpr", 1
+            continue
+        else:
+            signature[name] = "i32"
+        if isinstance(value, Tensor) or value % 16 == 0:
+            facts[(i,)] = [["tt.divisibility", 16]]
+    return ASTSource(launch.kernel, signature, constants, facts)
+
+
+def compiled(job: list[Any]) -> dict[str, Any]:
+    name, kernel, tokens, dtype, backend, arch = job
+    launch = launch_of(name, kernel, tokens, getattr(torch, dtype))
+    target = GPUTarget(backend, arch, 32 if backend == "cuda" else 64)
+    made = triton.compile(source(launch), target=target, options=launch.options)
+    found = {"job": job, "shared": made.metadata.shared}
+    if backend != "cuda":
+        return found | {"bytes": len(made.asm["hsaco"])}
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        usage = _tool("cuobjdump", "--dump-resource-usage", file.name)
+        code = _tool("nvdisasm", file.name)
+    registers = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert registers is not None, usage
+    return found | {
+        "registers": int(registers[1]),
+        "stack": int(registers[2]),
+        "spills": len(re.findall(r"\b(?:STL|LDL)\b", code)),
+        "wide": len(re.findall(r"\bLDG(?:STS)?\.E\.(?:\w+\.)*128\b", code)),
+        "matrix": sorted(set(re.findall(r"\b[HIQ]G?MMA\b", code))),
+        "instructions": len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", code, re.MULTILINE)),
+        **{op.lower(): len(re.findall(rf"\b{op}\b", code)) for op in ("I2F", "STS", "LDS", "LDG")},
+    }
+
+
+def _tool(name: str, *arguments: str) -> str:
+    done = subprocess.run([_TOOLS / name, *arguments], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def main() -> None:
+    for job in json.load(sys.stdin):
+        try:
+            found = compiled(job)
+        except Exception as error:  # whatever the compiler raises is a result of this program
+            found = {"job": job, "error": f"{type(error).__name__}: {error}"[:2000]}
+        print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""The Triton kernels without a GPU: this folder runs in a pytest process of its own.
+
+Triton decides when it is imported whether it interprets, so the variable is set here, before; a
+process that has imported it without cannot run these tests.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
+    raise pytest.UsageError("tests/gpu needs a process of its own: pytest tests/gpu")
+os.environ["TRITON_INTERPRET"] = "1"
+
+from triton.runtime import interpreter
+
+# The layouts of the CPU's kernel tests are these tests' layouts too.
+_spec = importlib.util.spec_from_file_location(
+    "kernel_cases", Path(__file__).parents[1] / "kernels" / "conftest.py"
+)
+assert _spec is not None and _spec.loader is not None
+kernel_cases: Any = importlib.util.module_from_spec(_spec)
+sys.modules["kernel_cases"] = kernel_cases
+_spec.loader.exec_module(kernel_cases)
+
+# numpy 2.4 does not turn an array of one element into a number any more, which the interpreter of
+# Triton 3.6 does for the bounds of a loop.
+_patch_tensor = interpreter._patch_lang_tensor
+
+
+def _patch_tensor_and_index(tensor: Any, *scope: Any) -> None:
+    _patch_tensor(tensor, *scope)
+    tensor.__index__ = lambda self: int(self.handle.data.item())
+
+
+interpreter._patch_lang_tensor = _patch_tensor_and_index
+
+one_torch_thread = kernel_cases.one_torch_thread
+
+
+@pytest.fixture(scope="session")
+def cases() -> Any:
+    return kernel_cases.Cases
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--every-variant",
+        action="store_true",
+        help="tests/gpu/aot: every kernel for every card, instead of one of each kind",
+    )

@@ -1,0 +1,346 @@
+"""Paged attention under the Triton interpreter, against a softmax in float64 and the reference.
+
+The interpreter takes about 3 ms for a tile of keys, so contexts are short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sdk.kernels.batch import AttentionBatch
+from sdk.kernels.errors import KernelError
+from sdk.kernels.gpu import attention_decode
+from sdk.kernels.gpu.attention import Attention
+from sdk.kernels.layouts import KVPages
+from sdk.kernels.reference.attention import Attention as Reference
+from sdk.kernels.registry import Problem
+
+#: What 16-bit weights of the values leave of exactness, beside the largest value of about 3.
+ROUNDED = {"float32": 2e-6, "bfloat16": 2e-2}
+
+
+@dataclass(frozen=True)
+class Step:
+    """Requests of (context, new tokens) with their pages filled, and their queries."""
+
+    batch: AttentionBatch
+    pages: KVPages
+    q: Tensor
+
+    def run(self, *, exact: bool = False, sinks: Tensor | None = None, **options: Any) -> Tensor:
+        """``[T, heads, head_dim]``."""
+        out = torch.full((self.q.shape[0], self.q[0].numel()), float("nan"))
+        settings: dict[str, Any] = {"scale": 0.2, "window": None, "softcap": None} | options
+        Attention(exact).run(self.q, self.pages, self.batch, **settings, sinks=sinks, out=out)
+        return out.view(self.q.shape)
+
+
+def some_scales(codes: Tensor, groups: int, size: float, random: torch.Generator) -> Tensor:
+    """``[pages, heads * groups, slots]``: float16, or scale and zero of int4."""
+    pages, heads, slots, _ = codes.shape
+    shape = (pages, heads * groups, slots)
+    scale = ((torch.rand(shape, generator=random) + 0.5) * size).half()
+    if codes.dtype != torch.uint8:
+        return scale
+    bits = scale.view(torch.int16).to(torch.int32) >> 7
+    return (torch.randint(90, 150, shape, generator=random) << 8 | bits).to(torch.int16)
+
+
+def make_side(
+    shape: tuple[int, ...], dtype: str, groups: int, random: torch.Generator
+) -> tuple[Tensor, Tensor | None]:
+    """Keys or values ``shape`` of about 1 in size, pages apart from one another."""
+    x = torch.randn(shape[0], 3, *shape[1:], generator=random)[:, 1]
+    if dtype == "int8":
+        codes = (x * 40).clamp(-127, 127).to(torch.int8)
+        return codes, some_scales(codes, groups, 0.025, random)
+    if dtype.startswith("float8"):
+        codes = (x * 100).to(getattr(torch, dtype))
+        return codes, some_scales(codes, groups, 0.01, random)
+    if dtype == "int4":
+        half = (*shape[:3], shape[3] // 2)
+        codes = torch.randint(0, 256, half, generator=random).to(torch.uint8)
+        return codes, some_scales(codes, groups, 0.2, random)
+    return x.to(getattr(torch, dtype)), None
+
+
+def decoded(codes: Tensor, scales: Tensor | None) -> Tensor:
+    """Float64 ``[pages, heads, slots, head_dim]``, as ``gpu/pages.py`` says."""
+    if scales is None:
+        return codes.double()
+    if codes.dtype == torch.uint8:
+        codes = torch.cat([codes & 15, codes >> 4], dim=3)
+    x = codes.double()
+    pages, heads, slots, width = x.shape
+    groups = scales.shape[1] // heads
+    size = -(-width // (32 * groups)) * 32
+    wide = scales.view(pages, heads, groups, slots).transpose(2, 3)
+    wide = wide.repeat_interleave(size, dim=3)[..., :width]
+    if scales.dtype == torch.float16:
+        return x * wide.double()
+    step = ((wide.to(torch.int32) & 255) << 7).to(torch.int16).view(torch.float16)
+    return step.double() * (x - (wide.to(torch.int32) >> 8 & 255) / 16)
+
+
+def make_step(
+    requests: Sequence[tuple[int, int]],
+    heads: int = 2,
+    kv_heads: int = 1,
+    head_dim: int = 64,
+    page_size: int = 16,
+    dtype: str = "float32",
+    shared: int = 0,
+    groups: int = 1,
+) -> Step:
+    """Pages in random order, unused slots NaN; ``shared`` tokens of all in the same pages.
+
+    ``dtype``: of keys and values, or ``keys/values``.
+    """
+    random = torch.Generator().manual_seed(len(requests) + head_dim)
+    common = shared // page_size
+    counts = [-(-context // page_size) for context, _ in requests]
+    order = torch.randperm(sum(counts) + 2, generator=random).tolist()
+    first = [order.pop() for _ in range(common)]
+    names = dtype.split("/")
+    shape = (sum(counts) + 2, kv_heads, page_size, head_dim)
+    (k, k_scale), (v, v_scale) = (
+        make_side(shape, name, groups, random) for name in (names[0], names[-1])
+    )
+    unused = torch.ones(shape[0], page_size, dtype=torch.bool)
+    tables, starts = [], [0]
+    for (context, new), count in zip(requests, counts, strict=True):
+        own = first + [order.pop() for _ in range(count - common)]
+        tables.append(own + [0] * (max(counts) - count))
+        starts.append(starts[-1] + new)
+        for token in range(context):
+            unused[own[token // page_size], token % page_size] = False
+    for codes, scale in ((k, k_scale), (v, v_scale)):
+        nan = float("nan") if scale is None or scale.dtype == torch.float16 else 255
+        target = codes.transpose(1, 2) if scale is None else scale.transpose(1, 2)
+        target[unused] = nan
+    q = torch.randn(starts[-1], heads + 1, head_dim, generator=random)[:, :heads]  # strided
+    batch = AttentionBatch(
+        positions=torch.zeros(starts[-1], dtype=torch.int64),
+        query_start=torch.tensor(starts, dtype=torch.int32),
+        context_len=torch.tensor([c for c, _ in requests], dtype=torch.int32),
+        page_table=torch.tensor(tables, dtype=torch.int32),
+        slots=torch.zeros(starts[-1], dtype=torch.int64),
+        page_size=page_size,
+        max_query_len=max(new for _, new in requests),
+        max_context_len=max(c for c, _ in requests),
+        shared_len=torch.tensor([shared], dtype=torch.int32) if shared else None,
+    )
+    return Step(batch, KVPages(k, v, k_scale, v_scale), q)
+
+
+def hadamard(size: int) -> Tensor:
+    """Orthonormal, in blocks of the largest power of two within ``size``."""
+    block = torch.ones(1, 1, dtype=torch.float64)
+    while block.shape[0] < (size & -size):
+        block = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), block)
+    return torch.block_diag(*[block / block.shape[0] ** 0.5] * (size // block.shape[0]))
+
+
+def expected(
+    step: Step,
+    *,
+    scale: float = 0.2,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """The definition, token by token and head by head, in float64."""
+    pages, batch = step.pages, step.batch
+    k, v = decoded(pages.k, pages.k_scale), decoded(pages.v, pages.v_scale)
+    out = torch.zeros(step.q.shape, dtype=torch.float64)
+    group = step.q.shape[1] // k.shape[1]
+    for r, length in enumerate(batch.context_len.tolist()):
+        start, end = batch.query_start[r : r + 2].tolist()
+        for token in range(start, end):
+            last = length - (end - token)
+            first = 0 if window is None else max(0, last - window + 1)
+            places = [(int(batch.page_table[r, t // batch.page_size]), t % batch.page_size)
+                      for t in range(first, last + 1)]  # fmt: skip
+            for head in range(step.q.shape[1]):
+                keys = torch.stack([k[page, head // group, slot] for page, slot in places])
+                values = torch.stack([v[page, head // group, slot] for page, slot in places])
+                score = keys @ step.q[token, head].double() * scale
+                if softcap is not None:
+                    score = torch.tanh(score / softcap) * softcap
+                if sinks is not None:
+                    score = torch.cat([score, sinks[head].double()[None]])
+                weights = score.softmax(0)[: len(values)]
+                out[token, head] = weights @ values
+    mixed = pages.v.dtype in (torch.int8, torch.uint8)
+    return out @ hadamard(out.shape[2]) if mixed else out
+
+
+def close(found: Tensor, wanted: Tensor, tolerance: float) -> None:
+    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "heads", "kv_heads", "page_size", "dtype", "groups"),
+    [
+        (64, 4, 1, 16, "float32", 1),
+        (80, 2, 2, 32, "float32", 1),
+        (96, 8, 1, 64, "float16", 1),
+        (128, 4, 1, 16, "bfloat16", 1),
+        (256, 3, 1, 32, "float16", 1),
+        (64, 8, 1, 64, "int8", 1),
+        (80, 4, 2, 16, "int8", 2),
+        (96, 1, 1, 16, "float8_e4m3fn", 1),
+        (128, 8, 1, 32, "float8_e5m2", 1),
+        (256, 4, 1, 64, "int8", 4),
+        (64, 4, 1, 16, "int4", 2),
+        (96, 2, 1, 32, "int4", 3),
+        (80, 2, 2, 16, "int8/int4", 2),
+        (64, 2, 1, 16, "bfloat16/float8_e4m3fn", 1),
+    ],
+)
+def test_decode_and_prompts_are_the_softmax_of_the_definition(
+    head_dim: int, heads: int, kv_heads: int, page_size: int, dtype: str, groups: int
+) -> None:
+    # one key, a full page, one more, a chunk behind a cached prefix, a whole prompt
+    requests = [(1, 1), (page_size, 1), (page_size + 1, 1), (page_size + 21, 5), (18, 18)]
+    step = make_step(requests, heads, kv_heads, head_dim, page_size, dtype, groups=groups)
+    close(step.run(), expected(step), ROUNDED.get(dtype.split("/")[0], 4e-3))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int8", "float8_e4m3fn", "int4/int8"])
+def test_exact_arithmetic_leaves_nothing_but_float32(dtype: str) -> None:
+    step = make_step([(40, 1), (40, 9)], 4, 2, 64, 16, dtype)
+    close(step.run(exact=True), expected(step), 5e-6)
+
+
+@pytest.mark.parametrize("requests", [[(300, 1), (90, 1)], [(90, 40), (90, 1)]])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": 1},
+        {"window": 70, "softcap": 3.0},
+        {"window": 33, "sinks": torch.tensor([0.5, -1.0])},
+        {"sinks": torch.tensor([8.0, -40.0])},
+    ],
+)
+def test_windows_caps_and_sinks(requests: list[tuple[int, int]], options: dict[str, Any]) -> None:
+    step = make_step(requests)
+    close(step.run(**options), expected(step, **options), 3e-6)
+
+
+def test_the_reference_gives_the_same() -> None:
+    step = make_step([(50, 1), (37, 20)], 4, 2, 80, 16, "int8")
+    out = torch.empty(step.q.shape[0], step.q[0].numel())
+    Reference().run(step.q, step.pages, step.batch, 0.2, 24, None, None, out)
+    found = step.run(exact=True, window=24)
+    torch.testing.assert_close(found, out.view(found.shape), rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int8"])
+def test_long_contexts_are_joined_from_their_splits(dtype: str) -> None:
+    step = make_step([(256, 1), (257, 1), (600, 1), (3, 1)], 3, 1, 64, 32, dtype)
+    close(step.run(), expected(step), 3e-3)
+
+
+def test_a_context_of_many_splits_has_longer_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_decode, "SPLIT", attention_decode.SPLIT.__class__(64))
+    monkeypatch.setattr(attention_decode, "MAX_SPLITS", attention_decode.SPLIT.__class__(2))
+    step = make_step([(600, 1), (100, 1)])
+    close(step.run(), expected(step), 3e-6)
+
+
+def alone(step: Step, request: int) -> Step:
+    """One request of a step as a step of its own."""
+    start, end = step.batch.query_start[request : request + 2].tolist()
+    length = int(step.batch.context_len[request])
+    batch = replace(
+        step.batch,
+        positions=step.batch.positions[start:end],
+        query_start=torch.tensor([0, end - start], dtype=torch.int32),
+        context_len=step.batch.context_len[request : request + 1],
+        page_table=step.batch.page_table[request : request + 1],
+        slots=step.batch.slots[start:end],
+        max_query_len=end - start,
+        max_context_len=length,
+        shared_len=None,
+    )
+    return Step(batch, step.pages, step.q[start:end])
+
+
+def test_a_row_does_not_depend_on_its_batch() -> None:
+    step = make_step([(300, 1), (40, 1), (30, 17), (280, 3)], 4, 1, 64, 16, "float16")
+    together = step.run(window=200)
+    for request in range(4):
+        part = alone(step, request)
+        start = int(step.batch.query_start[request])
+        found = part.run(window=200)
+        assert torch.equal(found, together[start : start + len(found)]), request
+
+
+def test_a_prompt_does_not_depend_on_its_chunks() -> None:
+    step = make_step([(70, 70)], 2, 1, 64, 16, "float16")
+    whole = step.run()
+    # Rows keep their place in the tile of 32 queries: the interpreter's matrix product is a BLAS's,
+    # which adds up differently in different rows. Matrix instructions do not.
+    for length, count in ((32, 32), (64, 32), (70, 6)):
+        batch = replace(
+            step.batch,
+            positions=step.batch.positions[:count],
+            slots=step.batch.slots[:count],
+            query_start=torch.tensor([0, count], dtype=torch.int32),
+            context_len=torch.tensor([length], dtype=torch.int32),
+            max_query_len=count,
+            max_context_len=length,
+        )
+        part = Step(batch, step.pages, step.q[length - count : length]).run()
+        assert torch.equal(part, whole[length - count : length]), (length, count)
+
+
+@pytest.mark.parametrize("shared", [64, 256, 528])
+def test_a_shared_prefix_is_read_once_and_changes_nothing(shared: int) -> None:
+    requests = [(600, 1), (541, 1), (533, 4), (529, 1)]
+    step = make_step(requests, 2, 1, 64, 16, "float32", shared)
+    options: dict[str, Any] = {"sinks": torch.tensor([0.5, 1.0])}
+    found = step.run(**options)
+    close(found, expected(step, **options), 3e-6)
+    apart = Step(replace(step.batch, shared_len=None), step.pages, step.q).run(**options)
+    torch.testing.assert_close(found, apart, rtol=0, atol=1e-6)
+
+
+def test_a_window_hides_most_of_a_shared_prefix() -> None:
+    step = make_step([(600, 1), (700, 1)], 2, 1, 64, 16, "float32", 512)
+    close(step.run(window=150), expected(step, window=150), 3e-6)
+
+
+def test_what_cannot_be_run_is_declined() -> None:
+    fast, exact = Attention(exact=False), Attention(exact=True)
+    fine = Problem("attention", head_dim=64, kv_dtype="float16")
+    assert fast.reject(fine) is None
+    assert "round to 16 bits" in str(fast.reject(replace(fine, compute="exact")))
+    assert exact.reject(replace(fine, compute="exact")) is None
+    assert "head_dim 20" in str(fast.reject(replace(fine, head_dim=20)))
+    assert "float64" in str(fast.reject(replace(fine, kv_dtype="float64")))
+
+
+def test_pages_that_lie_otherwise_are_refused() -> None:
+    step = make_step([(5, 1)])
+    turned = step.pages.k.transpose(2, 3).contiguous().transpose(2, 3)
+    with pytest.raises(KernelError, match=r"lie \[page_size, 64\] in a page"):
+        replace(step, pages=KVPages(turned, step.pages.v)).run()
+    with pytest.raises(KernelError, match="do not agree"):
+        replace(step, pages=KVPages(step.pages.k[:1], step.pages.v)).run()
+    with pytest.raises(KernelError, match="of a known type"):
+        replace(step, pages=KVPages(step.pages.k.double(), step.pages.v)).run()
+    codes = make_step([(5, 1)], dtype="int8")
+    with pytest.raises(KernelError, match=r"expected scales .* found None"):
+        replace(codes, pages=replace(codes.pages, k_scale=None)).run()
+    with pytest.raises(KernelError, match=r"expected contiguous torch\.float16 scales"):
+        replace(codes, pages=replace(codes.pages, v_scale=codes.pages.v_scale.float())).run()
+    with pytest.raises(KernelError, match="window of at least 1"):
+        step.run(window=0)

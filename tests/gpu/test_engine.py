@@ -1,0 +1,130 @@
+"""A tiny model from its file to its answers through the Triton kernels, under the interpreter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sdk import LLM, SamplingParams
+from sdk.kernels import registry
+from sdk.kernels.gpu import GpuBackend
+from sdk.kernels.gpu.graphs import StepGraphs, buckets
+from sdk.kernels.ops import Ops
+
+PROMPTS = [[5, 9, 30, 31, 200, 17], [44, 8]]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=3, logprobs=1)
+DRAWN = SamplingParams(temperature=0.9, top_p=0.9, top_k=50, seed=4, max_tokens=3)
+
+
+@pytest.fixture
+def path(golden: Path) -> Path:
+    """A two-layer random llama of 448 tokens, grouped queries."""
+    return golden / "gguf-Q8_0" / "model.gguf"
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products on the CPU's own kernels: interpreted, those of a step take 6 s."""
+    whole = GpuBackend.implementations
+
+    def implementations(self: GpuBackend, op: str) -> Any:
+        return () if op == "linear" else whole(self, op)
+
+    monkeypatch.setattr(GpuBackend, "implementations", implementations)
+
+
+def test_a_file_runs_on_triton_kernels_alone(path: Path) -> None:
+    with load(path) as llm:
+        (output,) = llm.generate([[5, 9, 30]], SamplingParams(temperature=0.0, max_tokens=1))
+        text = str(llm.explain())
+    assert len(output.outputs[0].token_ids) == 1
+    for op in ("attention", "rope_and_cache", "rope_angles", "find_places", "select_rows", "zeros"):
+        assert f"gpu.{op}" in text
+    for op in ("add_rms_norm", "gated_activation", "sample", "linear"):
+        assert f"gpu.{op}" in text
+    assert "reference." not in text and "cpu." not in text
+
+
+def answers(llm: LLM, params: SamplingParams) -> list[Any]:
+    return [output.outputs[0] for output in llm.generate(PROMPTS, params)]
+
+
+def load(path: Path, **options: Any) -> LLM:
+    return LLM(path, max_model_len=64, max_num_batched_tokens=8, max_num_seqs=4, **options)
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("kv", ["float32", "int8", "fp8"])
+def test_the_answers_are_the_reference_s(
+    path: Path, kv: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with load(path, compute="exact", kv_cache_dtype=kv) as llm:
+        found = [answers(llm, params) for params in (GREEDY, DRAWN)]
+        explained = str(llm.explain())
+    assert "gpu.attention_exact" in explained
+    monkeypatch.setattr(registry, "BACKENDS", ("reference",))
+    with load(path, compute="exact", kv_cache_dtype=kv) as llm:
+        wanted = [answers(llm, params) for params in (GREEDY, DRAWN)]
+    for a, b in zip(found, wanted, strict=True):
+        assert [x.token_ids for x in a] == [x.token_ids for x in b]
+    for a, b in zip(found[0], wanted[0], strict=True):
+        assert a.cumulative_logprob == pytest.approx(b.cumulative_logprob, abs=1e-4)
+
+
+class _Again:
+    """What a captured graph does, for the interpreter: the same buffers, filled once more."""
+
+    def __init__(self, forward: Any, size: int) -> None:
+        self._forward, self._size = forward, size
+        self.result: tuple[Tensor, ...] = forward(size)
+
+    def replay(self) -> None:
+        with torch.inference_mode():
+            for old, new in zip(self.result, self._forward(self._size), strict=True):
+                old.copy_(new)
+
+
+@pytest.mark.usefixtures("quick")
+def test_decode_steps_filled_up_to_a_bucket_give_the_same_answers(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured: list[int] = []
+
+    def capture(self: StepGraphs[Any], size: int) -> tuple[_Again, tuple[Tensor, ...]]:
+        captured.append(size)
+        with torch.inference_mode():
+            again = _Again(self._forward, size)
+        return again, again.result
+
+    monkeypatch.setattr(StepGraphs, "_capture", capture)
+    params = SamplingParams(temperature=0.8, top_k=20, seed=1, max_tokens=4, ignore_eos=True)
+    prompts = [*PROMPTS, [7, 7, 7]]
+    with load(path, enforce_eager=True) as llm:
+        wanted = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+    with load(path, enforce_eager=True) as llm:
+        runner = llm._runner()
+        runner._decode_graphs = StepGraphs(runner._decode, 4)
+        found = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+    assert found == wanted
+    assert 4 in captured  # the bucket of three requests
+
+
+def test_one_order_of_additions_is_asked_of_the_kernels() -> None:
+    for deterministic in (False, True):
+        ops = Ops("cpu", num_threads=1, deterministic=deterministic)
+        backend = ops._backends[0]
+        linears = [x for x in backend.implementations("linear") if hasattr(x, "_fixed")]
+        assert linears and {x._fixed for x in linears} == {deterministic}
+        ops.close()
+
+
+def test_buckets_are_few_where_batches_are_small() -> None:
+    assert buckets(1) == [1]
+    assert buckets(3) == [1, 2, 3]
+    assert buckets(8) == [1, 2, 4, 8]
+    assert buckets(20) == [1, 2, 4, 8, 16, 20]
+    assert StepGraphs(lambda size: size, 20).size(9) == 16

@@ -1,0 +1,149 @@
+"""Where the GPU's backend runs, what it is asked for, and the tables of tile sizes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sdk.kernels.errors import KernelError
+from sdk.kernels.gpu import available
+from sdk.kernels.gpu.dense import DenseLinear
+from sdk.kernels.gpu.packing import Packed, pack
+from sdk.kernels.gpu.tuning import Tiles, Tuning, read_tuning
+from sdk.kernels.ops import Ops
+from sdk.kernels.reference.decode import decode
+from sdk.kernels.registry import Problem
+
+ENTRY = {"max_m": 8, "n": 256, "k": 512, "block_n": 32, "block_m": 16}
+ENTRY |= {"split": 2, "warps": 2, "stages": 4}
+
+
+@pytest.fixture
+def weight(cases: Any) -> Packed:
+    return pack(cases.affine(256, 512, 4, 128, "zero"))
+
+
+def write(folder: Path, entries: list[dict[str, Any]], **other: Any) -> Path:
+    table = {"dense_from": 300, "linear": {"int4g128": entries}} | other
+    (folder / "nvidia-test.json").write_text(json.dumps(table))
+    return folder
+
+
+def test_the_interpreter_stands_in_for_a_gpu_and_other_devices_are_declined() -> None:
+    import triton
+
+    assert triton.knobs.runtime.interpret
+    assert available("cpu") is None
+    assert available("mps") == "runs on GPUs only, not on mps"
+    assert available("cuda:0") == (None if torch.cuda.is_available() else "torch finds no GPU")
+
+
+def test_without_the_interpreter_a_cpu_does_not_even_import_triton() -> None:
+    code = (
+        "import sys, sdk.kernels.gpu as gpu; print(gpu.available('cpu')); "
+        "assert 'triton' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        check=True,
+        env={},
+    )
+    assert done.stdout.strip() == "runs on GPUs only, not on cpu"
+
+
+def test_an_engine_takes_the_first_kernel_that_does_not_decline(cases: Any) -> None:
+    layout = cases.blocks(20, 256, "q4_k")
+    x = cases.activations(3, 256)
+    for compute, name in (("auto", "gpu.linear"), ("exact", "gpu.linear_exact")):
+        ops = Ops("cpu", compute=compute, backends=("gpu", "reference"))
+        bound = ops.linear(layout)
+        assert bound.choice.name == name
+        expected = x.double() @ decode(layout).double().t()
+        assert (bound.matmul(x) - expected).norm() < 1e-3 * expected.norm()
+        assert cases.same(bound.layout(), layout)
+        ops.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_plain_weights_are_left_to_the_library(cases: Any, dtype: torch.dtype) -> None:
+    layout, x = cases.dense(20, 48, dtype), cases.activations(3, 48)
+    ops = Ops("cpu", backends=("gpu", "reference"))
+    bound = ops.linear(layout)
+    assert bound.choice.name == "gpu.dense"
+    expected = x.to(dtype).double() @ layout.values.double().t()
+    assert torch.allclose(bound.matmul(x).double(), expected, rtol=2e-2, atol=2e-1)
+    ids = torch.tensor([19, 0])
+    assert torch.equal(bound.rows(ids), layout.values[ids].float())
+    assert cases.same(bound.layout(), layout)
+    assert bound.nbytes == layout.nbytes
+    ops.close()
+
+
+@pytest.mark.parametrize(
+    ("fixed", "problem", "reason"),
+    [
+        (True, Problem("linear", layout="dense", format="float16"), "depends on the batch"),
+        (False, Problem("linear", "exact", "dense", "float16"), "compute is exact"),
+        (False, Problem("linear", layout="dense", format="float8_e5m2"), "float8_e5m2 dense"),
+        (False, Problem("linear", layout="blocks", format="q4_0"), "q4_0 blocks: expected dense"),
+    ],
+)
+def test_what_the_library_cannot_do_is_declined_with_a_reason(
+    fixed: bool, problem: Problem, reason: str
+) -> None:
+    declined = DenseLinear(fixed=fixed).reject(problem)
+    assert declined is not None
+    assert reason in declined
+
+
+def test_a_card_without_a_table_starts_by_the_rule(tmp_path: Path, weight: Packed) -> None:
+    tuning = read_tuning("NVIDIA Test", 64, tmp_path)
+    assert tuning == Tuning(64)
+    assert tuning.tiles(weight, 1).split == 1  # four units of columns are too few to share
+    assert tuning.tiles(weight, 40).block_m == 64
+
+
+def test_a_table_says_the_tiles_of_a_weight_by_its_number_of_tokens(
+    tmp_path: Path, weight: Packed
+) -> None:
+    write(tmp_path, [ENTRY, ENTRY | {"max_m": 2, "split": 1}])
+    tuning = read_tuning("NVIDIA Test", 64, tmp_path)
+    assert tuning.dense_from == 300
+    assert tuning.tiles(weight, 2) == Tiles(32, 16, 1, 2, 4)
+    assert tuning.tiles(weight, 8) == Tiles(32, 16, 2, 2, 4)
+    assert tuning.tiles(weight, 9) == Tuning(64).tiles(weight, 9)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"block_n": 24},
+        {"block_m": 8},
+        {"split": 0},
+        {"warps": 3},
+        {"stages": "many"},
+        {"max_m": None},
+    ],
+)
+def test_a_table_with_impossible_tiles_is_refused_by_name(
+    tmp_path: Path, wrong: dict[str, Any]
+) -> None:
+    write(tmp_path, [ENTRY | wrong])
+    with pytest.raises(KernelError, match=r"nvidia-test\.json: not a table of tile sizes"):
+        read_tuning("NVIDIA Test", 64, tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"linear": {}}'])
+def test_a_file_that_is_no_table_is_refused_by_name(tmp_path: Path, text: str) -> None:
+    (tmp_path / "nvidia-test.json").write_text(text)
+    with pytest.raises(KernelError, match=r"nvidia-test\.json: not a table of tile sizes"):
+        read_tuning("NVIDIA Test", 64, tmp_path)

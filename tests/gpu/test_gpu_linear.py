@@ -1,0 +1,216 @@
+"""Products with packed weights on the GPU's kernels, interpreted, against the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from sdk.kernels.experts import Routes
+from sdk.kernels.gpu.linear import Linear
+from sdk.kernels.gpu.tuning import Tiles, Tuning
+from sdk.kernels.layouts import BLOCK_TYPES, E2M1, Affine, Blocks, Layout
+from sdk.kernels.reference.decode import decode
+from sdk.kernels.registry import Problem
+
+E8M0, E4M3 = torch.float8_e8m0fnu, torch.float8_e4m3fn
+FEW = Tuning(programs=4)
+
+#: name -> (rows, columns, layout): odd numbers of rows, columns that fill no whole unit, one group.
+LAYOUTS: dict[str, tuple[int, int, Callable[[Any, int, int], Layout]]] = {
+    "int4-g32-minus": (35, 96, lambda c, n, k: c.affine(n, k, 4, 32, "minus")),
+    "int4-g64-zero": (70, 192, lambda c, n, k: c.affine(n, k, 4, 64, "zero", torch.bfloat16)),
+    "int4-g128-zeros": (33, 256, lambda c, n, k: c.affine(n, k, 4, 128, "zeros")),
+    "int4-g256-zeros": (16, 512, lambda c, n, k: c.affine(n, k, 4, 256, "zeros", torch.float32)),
+    "int4-channel-zeros": (19, 224, lambda c, n, k: c.affine(n, k, 4, 224, "zeros")),
+    "int4-one-group": (5, 32, lambda c, n, k: c.affine(n, k, 4, 128, "zero")),
+    "int4-short-last-group": (17, 176, lambda c, n, k: c.affine(n, k, 4, 64, "zeros")),
+    "int2-g32-zeros": (21, 288, lambda c, n, k: c.affine(n, k, 2, 32, "zeros")),
+    "int3-g64-zero": (35, 256, lambda c, n, k: c.affine(n, k, 3, 64, "zero")),
+    "int5-g32-zeros": (20, 160, lambda c, n, k: c.affine(n, k, 5, 32, "zeros")),
+    "int6-g48-minus": (20, 192, lambda c, n, k: c.affine(n, k, 6, 48, "minus")),
+    "int7-g64-zeros": (20, 128, lambda c, n, k: c.affine(n, k, 7, 64, "zeros")),
+    "int8-channel": (37, 200, lambda c, n, k: c.affine(n, k, 8, k, "zero", signed=True)),
+    "int8-g128-zeros": (16, 256, lambda c, n, k: c.affine(n, k, 8, 128, "zeros")),
+    "nf4-like": (18, 192, lambda c, n, k: c.table(n, k, 4, 64)),
+    "mxfp4": (18, 128, lambda c, n, k: c.table(n, k, 4, 32, E8M0, values=E2M1)),
+    "nvfp4": (18, 128, lambda c, n, k: c.table(n, k, 4, 16, E4M3, 128, values=E2M1)),
+    "iq3-like": (18, 512, lambda c, n, k: c.table(n, k, 3, 32, torch.uint8, 256)),
+    "iq1-like": (18, 512, lambda c, n, k: c.table(n, k, 1, 32, torch.uint8, 256)),
+    "fp8-tensor": (20, 96, lambda c, n, k: c.float8(n, k, (n, k))),
+    "fp8-channel": (20, 96, lambda c, n, k: c.float8(n, k, (1, k))),
+    "fp8-blocks": (150, 160, lambda c, n, k: c.float8(n, k, (128, 128))),
+    "mxfp8": (20, 96, lambda c, n, k: c.float8(n, k, (1, 32), powers=True)),
+    "fp8-e5m2": (20, 96, lambda c, n, k: c.float8(n, k, (1, k), torch.float8_e5m2)),
+    **{
+        name: (19, 512 if kind.elements == 256 else 96, lambda c, n, k, t=name: c.blocks(n, k, t))
+        for name, kind in BLOCK_TYPES.items()
+    },
+}
+
+
+def made(cases: Any, name: str) -> Layout:
+    n, k, make = LAYOUTS[name]
+    return make(cases, n, k)
+
+
+def product(linear: Linear, layout: Layout, x: Tensor) -> Tensor:
+    out = torch.full((x.shape[0], layout.shape[0]), float("nan"))
+    linear.matmul(linear.pack(layout), x, out)
+    return out
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_packing_keeps_every_bit_and_decoded_rows_equal_the_reference(
+    cases: Any, name: str
+) -> None:
+    layout = made(cases, name)
+    linear = Linear(torch.float16, FEW)
+    packed = linear.pack(layout)
+    assert cases.same(linear.unpack(packed), layout)
+    ids = torch.tensor([layout.shape[0] - 1, 0, 3, 3])
+    out = torch.empty(4, layout.shape[1])
+    linear.rows(packed, ids, out)
+    assert torch.equal(out, decode(layout)[ids])
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 33])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_products_equal_float64_of_the_rounded_inputs(cases: Any, name: str, tokens: int) -> None:
+    layout = made(cases, name)
+    x = cases.activations(tokens, layout.shape[1])
+    found = product(Linear(torch.float16, FEW), layout, x)
+    # One token is not rounded; tables are rounded to float16 as x is.
+    expected = (x if tokens == 1 else x.half()).double() @ decode(layout).double().t()
+    assert distance(found, expected) < (5e-4 if "like" in name else 2e-6)
+
+
+@pytest.mark.parametrize("name", ["int4-g64-zero", "nf4-like", "q4_k", "q6_k", "fp8-blocks"])
+def test_exact_products_round_nothing(cases: Any, name: str) -> None:
+    layout = made(cases, name)
+    x = cases.activations(7, layout.shape[1])
+    found = product(Linear(torch.float32, FEW), layout, x)
+    assert distance(found, x.double() @ decode(layout).double().t()) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["int4-g128-zeros", "int8-channel", "mxfp4", "q4_0"])
+def test_products_in_bfloat16_equal_float64_of_the_rounded_inputs(cases: Any, name: str) -> None:
+    layout = made(cases, name)
+    x = cases.activations(9, layout.shape[1]).bfloat16()
+    found = product(Linear(torch.bfloat16, FEW), layout, x)
+    assert distance(found, x.double() @ decode(layout).double().t()) < 2e-6
+
+
+@pytest.mark.parametrize("name", ["q4_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k"])
+def test_blocks_mean_what_the_gguf_package_says(cases: Any, name: str) -> None:
+    layout = made(cases, name)
+    assert isinstance(layout, Blocks)
+    kind = gguf.GGMLQuantizationType[name.upper()]
+    w = torch.from_numpy(np.array(gguf.quants.dequantize(layout.data.numpy(), kind)))
+    x = cases.activations(1, layout.shape[1])
+    assert distance(product(Linear(torch.float16, FEW), layout, x), x.double() @ w.double().t()) < (
+        2e-6
+    )
+
+
+def test_four_bit_codes_written_by_hand() -> None:
+    codes = torch.zeros(2, 16, dtype=torch.uint8)
+    codes[0, 0], codes[1, 15] = 0x21, 0xF0  # w[0, 0] = 1, w[0, 1] = 2, w[1, 31] = 15
+    scale = torch.tensor([[0.5], [2.0]])
+    w = Affine((2, 32), 4, 32, codes, scale, zero=8)
+    x = torch.zeros(1, 32)
+    x[0, 0], x[0, 1], x[0, 31] = 1.0, 10.0, 100.0
+    # (1 - 8) * 0.5 * 1 + (2 - 8) * 0.5 * 10 + (0 - 8) * 0.5 * 100, and the like with 2
+    assert product(Linear(torch.float16, FEW), w, x).tolist() == [[-433.5, 1224.0]]
+
+
+@pytest.mark.parametrize("name", ["int4-g64-zero", "q4_k", "fp8-blocks"])
+def test_many_tokens_are_multiplied_with_a_decoded_weight(cases: Any, name: str) -> None:
+    layout = made(cases, name)
+    x = cases.activations(9, layout.shape[1])
+    found = product(Linear(torch.float16, replace(FEW, dense_from=9)), layout, x)
+    expected = x.half().double() @ decode(layout).half().double().t()
+    assert distance(found, expected) < 1e-3  # the library rounds its result to float16
+
+
+@pytest.mark.parametrize("name", ["int4-g32-minus", "int8-g128-zeros", "q4_k"])
+def test_with_a_fixed_order_a_row_does_not_depend_on_the_others(cases: Any, name: str) -> None:
+    layout = made(cases, name)
+    linear = Linear(torch.float16, replace(FEW, dense_from=8), fixed=True)
+    x = cases.activations(19, layout.shape[1])
+    together = product(linear, layout, x)
+    for rows in (slice(0, 1), slice(3, 5), slice(0, 18)):
+        assert torch.equal(product(linear, layout, x[rows]), together[rows])
+
+
+def test_shares_of_the_columns_add_up_into_strided_rows(cases: Any) -> None:
+    layout = cases.affine(35, 1024, 4, 128, "zeros")
+    tiles = [(99, Tiles(16, 16, 3, 4, 3))]
+    linear = Linear(torch.float16, replace(FEW, table={("int4g128", 35, 1024): tiles}))
+    wide = torch.zeros(5, 50)
+    for tokens in (1, 5):
+        x = cases.activations(tokens, 1024)
+        linear.matmul(linear.pack(layout), x, wide[:tokens, 10:45])
+        expected = (x if tokens == 1 else x.half()).double() @ decode(layout).double().t()
+        assert distance(wide[:tokens, 10:45], expected) < 2e-6
+    assert not wide[:, :10].any()
+    assert not wide[:, 45:].any()
+
+
+def test_experts_multiply_the_rows_routed_to_them(cases: Any) -> None:
+    layouts = [cases.affine(16, 64, 4, 32, "zero", seed=seed) for seed in range(3)]
+    linear = Linear(torch.float32, FEW)
+    group = linear.group([linear.pack(layout) for layout in layouts])
+    int32 = {"dtype": torch.int32}
+    routes = Routes(
+        weights=torch.ones(2, 2),
+        places=torch.tensor([[0, 2], [1, 3]], **int32),
+        tokens=torch.tensor([0, 1, 0, 1], **int32),
+        owners=torch.tensor([0, 0, 2, 2], **int32),
+        starts=torch.tensor([0, 2, 2, 4], **int32),
+        active=torch.tensor([0, 2, 0, 2], **int32),
+    )
+    x, out = cases.activations(2, 64), torch.empty(4, 16)
+    linear.matmul_routed(group, x, routes, True, out)
+    for row, (token, owner) in enumerate([(0, 0), (1, 0), (0, 2), (1, 2)]):
+        expected = x[token].double() @ decode(layouts[owner]).double().t()
+        assert distance(out[row], expected) < 1e-6
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_packed_weights_are_hardly_larger_than_their_files(cases: Any, name: str) -> None:
+    _, _, make = LAYOUTS[name]
+    layout = make(cases, 256, 512)
+    size = Linear(torch.float16, FEW).pack(layout).nbytes / layout.nbytes
+    assert size <= (1.037 if name == "q3_k" else 1.03)
+
+
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        (Problem("linear", compute="exact", layout="blocks", format="q4_0"), "compute is exact"),
+        (Problem("linear", layout="affine", bits=2, format="table"), "a table of 2 bits"),
+        (Problem("linear", layout="affine", bits=9), "9 bits: expected 1 to 8"),
+        (Problem("linear", layout="affine", bits=4, group=24, in_features=96), "group 24"),
+        (Problem("linear", layout="float8", group=24, in_features=96), "blocks of 24 columns"),
+        (Problem("linear", layout="blocks", format="q9_9"), "block type q9_9"),
+        (Problem("linear", layout="dense", format="float16"), "layout 'dense'"),
+        (Problem("linear", layout="float8", inputs="e4m3 static"), "activations in e4m3 static"),
+    ],
+)
+def test_what_the_kernels_cannot_do_is_declined_with_a_reason(
+    problem: Problem, reason: str
+) -> None:
+    declined = Linear(torch.float16, FEW).reject(problem)
+    assert declined is not None
+    assert reason in declined
