@@ -13,13 +13,14 @@ PROMPT ?= Explain in two sentences why the sky is blue.
 PYTEST_FLAGS ?= -q
 
 PY := $(VENV)/bin/python
+INTEROP := build/interop
 CONSTRAINTS := $(VENV)/embedlm-constraints.txt
 PIP_INSTALL = $(PY) -m pip install --disable-pip-version-check $(PIP_FLAGS) -c $(CONSTRAINTS)
 NATIVE := CMakeLists.txt $(shell find kernels/cpu -name '*.cpp' -o -name '*.c' -o -name '*.h' -o -name '*.hpp' -o -name '*.inl' 2>/dev/null)
 BUILT_FROM := pyproject.toml $(wildcard $(NATIVE))
 
 .DEFAULT_GOAL := help
-.PHONY: help run test aot build models demo-model lint sanitize fuzz bench clean
+.PHONY: help run test aot test-interop build models demo-model lint sanitize fuzz bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -33,6 +34,10 @@ test: $(VENV)/.embedlm-dev models ## set up, build and run the whole test suite
 
 aot: $(VENV)/.embedlm-dev ## compile every GPU kernel for every card, without one (minutes)
 	$(PY) -m pytest $(PYTEST_FLAGS) tests/gpu/aot --every-variant
+
+test-interop: $(VENV)/.embedlm-dev ## exchange files with auto-gptq, autoawq, gptqmodel, llm-compressor and llama.cpp
+	$(PY) tests/interop/environments.py $(INTEROP) --pip-flags="$(PIP_FLAGS)"
+	$(PY) -m pytest $(PYTEST_FLAGS) --timeout 1800 tests/interop
 
 build: $(VENV)/.embedlm-installed ## install this checkout (editable) with its native module
 

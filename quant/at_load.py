@@ -18,6 +18,8 @@ from sdk.quant.weight import PackedWeight, Weight, weight_of
 _ENDS = ("embed_tokens", "lm_head", "token_embd", "output")
 #: Matrices of the numbered blocks of a model, whatever it calls them.
 _IN_BLOCK = re.compile(r"\.\d+\.")
+#: What chooses experts: a few rows that decide everything behind them.
+_ROUTER = re.compile(r"\.(mlp|block_sparse_moe)\.(gate|router)(\.weight)?$|\.ffn_gate_inp\.")
 #: Models of transformers whose matrices are [in, out].
 _TURNED = ("gpt2", "openai-gpt")
 _FLOATS = ("F32", "F16", "BF16")
@@ -37,7 +39,13 @@ def scheme_at_load(name: str) -> Scheme:
 
 def is_in_block(entry: TensorEntry) -> bool:
     """Whether an entry of a file is a matrix that is quantized."""
-    return len(entry.shape) == 2 and _IN_BLOCK.search(entry.name) is not None
+    in_block = _IN_BLOCK.search(entry.name) is not None
+    return len(entry.shape) == 2 and in_block and not is_router(entry.name)
+
+
+def is_router(name: str) -> bool:
+    """Whether a matrix chooses experts; such a one stays as it is, as all makers of files do."""
+    return _ROUTER.search(name) is not None
 
 
 def packed_at_load(checkpoint: Checkpoint, name: str | None) -> Checkpoint:
@@ -64,6 +72,8 @@ class QuantizedAtLoad(DerivedCheckpoint):
 
     def _packed(self, name: str, weight: Weight) -> Weight:
         if not isinstance(weight, PackedWeight) or not isinstance(weight.layout, Dense):
+            return weight
+        if is_router(name):
             return weight
         if _IN_BLOCK.search(name):
             return weight_of(quantize_without_data(name, weight.dequantize(), self._scheme))

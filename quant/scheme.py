@@ -33,7 +33,7 @@ _INTEGERS = re.compile(
 #: Values and the MLP's outputs: llama.cpp's mixtures give these more bits too.
 MATTERING = ("v_proj", "down_proj")
 #: Types to which nothing is gained by making up for errors.
-_EASY = ("f16", "q8_0")
+_EASY = ("f16", "q8_0", "mxfp4")
 _FLOAT4 = ("mxfp4", "nvfp4")
 _FLOAT8 = re.compile(r"fp8-(tensor|channel|block)")
 

@@ -27,12 +27,16 @@ _TYPE_IDS = {kind.name: number for number, kind in GGUF_TYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class GgufEntry:
-    """A tensor: ``shape`` as torch has it, ``type`` by name, its bytes in a part."""
+    """A tensor: ``shape`` as torch has it, ``type`` by name, its bytes in parts, one by one."""
 
     name: str
     shape: tuple[int, ...]
     type: str
-    data: PartTensor
+    data: tuple[PartTensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.data)
 
 
 def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Sequence[GgufEntry]) -> None:
@@ -50,10 +54,11 @@ def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Sequence[GgufEn
             out.write(_string(tensor.name) + struct.pack("<I", len(tensor.shape)))
             out.write(struct.pack(f"<{len(tensor.shape)}Q", *reversed(tensor.shape)))
             out.write(struct.pack("<IQ", _TYPE_IDS[tensor.type], offset))
-            offset += tensor.data.nbytes + -tensor.data.nbytes % _ALIGNMENT
+            offset += tensor.nbytes + -tensor.nbytes % _ALIGNMENT
         for tensor in tensors:
             _align(out)
-            copy_data(tensor.data, out)
+            for part in tensor.data:
+                copy_data(part, out)
         _align(out)
 
 

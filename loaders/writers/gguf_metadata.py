@@ -7,12 +7,17 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sdk.loaders.gguf_config import MODEL_TYPES
+from sdk.loaders.model_shapes import num_experts
 from sdk.quant.errors import UnsupportedError
 
 #: Hugging Face model_type -> architecture.
-ARCHITECTURES = {theirs: name for name, theirs in MODEL_TYPES.items()} | {"mistral": "llama"}
+ARCHITECTURES = {theirs: name for name, theirs in MODEL_TYPES.items()} | {
+    "mistral": "llama",
+    "mixtral": "llama",
+}
 _REQUIRED = {
     "num_hidden_layers": "block_count",
     "max_position_embeddings": "context_length",
@@ -57,7 +62,7 @@ def model_metadata(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     facts: dict[str, Any] = {theirs: int(given[ours]) for ours, theirs in _REQUIRED.items()}
     facts["attention.value_length"] = facts["attention.key_length"]
     facts["attention.layer_norm_rms_epsilon"] = float(given["rms_norm_eps"])
-    facts |= _rope(given, name, source)
+    facts |= _rope(given, name, source) | _experts(given, name, source)
     if given.get("sliding_window") and given.get("use_sliding_window", True):
         facts["attention.sliding_window"] = int(given["sliding_window"])
     for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
@@ -67,6 +72,26 @@ def model_metadata(config: Mapping[str, Any], source: str) -> dict[str, Any]:
         facts |= {theirs: float(given[ours]) for ours, theirs in _GRANITE.items()}
     metadata: dict[str, Any] = {"general.architecture": name, "general.quantization_version": 2}
     return metadata | {f"{name}.{key}": value for key, value in facts.items()}
+
+
+def _experts(config: Mapping[str, Any], name: str, source: str) -> dict[str, Any]:
+    """What a mixture adds. llama.cpp takes its weights to sum to 1, and every layer to be one."""
+    count = num_experts(config)
+    if not count:
+        return {}
+    dense = config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1
+    if name == "qwen3moe" and (dense or not config.get("norm_topk_prob")):
+        raise UnsupportedError(
+            f"{source}: {config['model_type']} is written as a GGUF file only with norm_topk_prob "
+            "and experts in every layer: the file cannot say otherwise"
+        )
+    return {
+        "expert_count": count,
+        "expert_used_count": int(config["num_experts_per_tok"]),
+        "expert_feed_forward_length": int(
+            config.get("moe_intermediate_size") or config["intermediate_size"]
+        ),
+    }
 
 
 def _parameters(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,19 +130,43 @@ def _rope(config: Mapping[str, Any], name: str, source: str) -> dict[str, Any]:
             "rope.scaling.factor": float(given["factor"]),
             "rope.scaling.original_context_length": int(original),
         }
+    if kind == "longrope":
+        original = _original_context(config, given)
+        stretch = config["max_position_embeddings"] / original
+        found = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
+        return facts | {
+            "rope.scaling.original_context_length": original,
+            "rope.scaling.attn_factor": float(given.get("attention_factor") or found),
+        }
     raise UnsupportedError(
         f"{source}: {name} with rope_type {kind!r} is not written as a GGUF file"
     )
 
 
-def rope_factors(config: Mapping[str, Any]) -> np.ndarray[Any, np.dtype[np.float32]] | None:
-    """Llama 3's rule as a factor per frequency, ``rope_freqs.weight``; None for other models.
+def _original_context(config: Mapping[str, Any], given: Mapping[str, Any]) -> int:
+    found = given.get("original_max_position_embeddings")
+    found = found or config.get("original_max_position_embeddings")
+    return int(found or config["max_position_embeddings"])
 
-    Long waves are stretched by ``factor``, short ones stay, between them it is blended.
-    """
+
+def rope_factors(config: Mapping[str, Any]) -> dict[str, NDArray[np.float32]]:
+    """What every frequency is divided by, by the names of the tensors; empty for most models."""
     given = _parameters(config)
-    if (given.get("rope_type") or given.get("type")) != "llama3":
-        return None
+    kind = given.get("rope_type") or given.get("type")
+    if kind == "llama3":
+        return {"rope_freqs.weight": _llama3_factors(config, given)}
+    if kind == "freq_factors":
+        return {"rope_freqs.weight": np.array(given["factors"], np.float32)}
+    if kind == "longrope":
+        return {
+            f"rope_factors_{which}.weight": np.array(given[f"{which}_factor"], np.float32)
+            for which in ("long", "short")
+        }
+    return {}
+
+
+def _llama3_factors(config: Mapping[str, Any], given: Mapping[str, Any]) -> NDArray[np.float32]:
+    """Long waves are stretched by ``factor``, short ones stay, between them it is blended."""
     width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     low, high = float(given["low_freq_factor"]), float(given["high_freq_factor"])
     original, factor = float(given["original_max_position_embeddings"]), float(given["factor"])

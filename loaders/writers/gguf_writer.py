@@ -1,7 +1,8 @@
 """A quantized model as a GGUF file: llama.cpp's names and values out of Hugging Face's.
 
 What :mod:`sdk.loaders.gguf_checkpoint` undoes is done here: rows of q and k of llama and granite
-are interleaved (whole rows, so after they were packed), Gemma's norms are stored plus 1.
+are interleaved (whole rows, so after they were packed), Gemma's norms are stored plus 1, and the
+experts of a layer, which come one by one, are one tensor.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from sdk.loaders.gguf_checkpoint import (
     NORMS_PLUS_ONE,
     GgufCheckpoint,
 )
-from sdk.loaders.gguf_names import gguf_name
+from sdk.loaders.gguf_names import expert_of, gguf_name
 from sdk.loaders.writers.gguf_file import GgufEntry, write_gguf
 from sdk.loaders.writers.gguf_metadata import architecture_of, model_metadata, rope_factors
 from sdk.loaders.writers.gguf_vocabulary import vocabulary_metadata
-from sdk.loaders.writers.parts import read_parts, write_part
+from sdk.loaders.writers.parts import PartTensor, read_parts, write_part
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from sdk.quant.methods.gguf_mixtures import FILE_TYPES, tensor_type
@@ -36,7 +37,8 @@ from sdk.quant.weight import Weight
 
 #: Rows of the embedding worked on at a time: 65 MB in float32 at 2048 columns.
 _ROWS = 8192
-_ROPE = "rope_freqs.weight"
+#: In a part's names, before the number of an expert.
+_EXPERT = "#"
 
 
 class GgufWriter:
@@ -51,12 +53,12 @@ class GgufWriter:
         self._architecture = architecture_of(source.config, str(source.path))
         self._metadata = _metadata(source)
         self._metadata["general.file_type"] = FILE_TYPES[scheme.mixture].number
-        self._rope = _rope_factors(source)
+        self._rope = rope_factors(source.config)
         self._path = source.path
 
     def kind(self, name: str, columns: int) -> str:
         """The block type of a matrix of a layer, ``"f16"`` where no block divides its rows."""
-        theirs = self._name(name).split(".")
+        theirs = self._name(expert_of(name)[0]).split(".")
         config = self._config
         kv_heads = config.get("num_key_value_heads") or config["num_attention_heads"]
         return tensor_type(
@@ -73,7 +75,8 @@ class GgufWriter:
         if isinstance(weight, Blocks):
             return self._encoded(name, weight.data, weight.type, weight.shape)
         assert isinstance(weight, Dense)
-        return self._encoded(name, weight.values.view(torch.uint8), "f16", weight.shape)
+        rows = weight.values.contiguous().view(torch.uint8)  # gpt-oss keeps its experts turned
+        return self._encoded(name, rows, "f16", weight.shape)
 
     def plain(self, name: str, tensor: Tensor) -> tuple[dict[str, Tensor], str]:
         """A norm or a bias, in float32."""
@@ -102,16 +105,22 @@ class GgufWriter:
 
     def finish(self, parts: Sequence[Path], out: Path) -> None:
         """The file ``out``."""
-        if self._rope is not None:
+        if self._rope:
             path = parts[0].with_name("rope.safetensors")
-            note = _note("f32", tuple(self._rope.shape))
-            write_part(path, {_ROPE: self._rope.view(torch.uint8)}, {_ROPE: note})
+            factors = {name: torch.from_numpy(values) for name, values in self._rope.items()}
+            notes = {name: _note("f32", tuple(values.shape)) for name, values in factors.items()}
+            write_part(path, {n: v.view(torch.uint8) for n, v in factors.items()}, notes)
             parts = [*parts, path]
         tensors, notes = read_parts(parts)
-        entries = []
+        whole: dict[str, list[PartTensor]] = {}
         for tensor in tensors:
-            kind, shape = json.loads(notes[tensor.name])
-            entries.append(GgufEntry(tensor.name, tuple(shape), kind, tensor))
+            whole.setdefault(tensor.name.partition(_EXPERT)[0], []).append(tensor)
+        entries = []
+        for name, data in whole.items():
+            data.sort(key=lambda tensor: tensor.name)  # by expert
+            kind, shape = json.loads(notes[data[0].name])
+            experts = [len(data)] if _EXPERT in data[0].name else []
+            entries.append(GgufEntry(name, (*experts, *shape), kind, tuple(data)))
         write_gguf(out, self._metadata, entries)
 
     # -- inside --------------------------------------------------------------------------------
@@ -134,7 +143,11 @@ class GgufWriter:
             heads = self._config[key]
             split = rows.numpy().reshape(heads, 2, len(rows) // heads // 2, -1)
             rows = torch.from_numpy(np.ascontiguousarray(split.swapaxes(1, 2)))
-        return {self._name(name): rows.reshape(-1)}, _note(kind, shape)
+        joined, expert = expert_of(name)
+        theirs = self._name(joined)
+        if expert is not None:
+            theirs += f"{_EXPERT}{expert:04d}"
+        return {theirs: rows.reshape(-1)}, _note(kind, shape)
 
 
 def _note(kind: str, shape: tuple[int, ...]) -> str:
@@ -152,11 +165,3 @@ def _metadata(source: Checkpoint) -> dict[str, Any]:
     found["general.name"] = source.path.resolve().name
     vocabulary = vocabulary_metadata(source.path, source.tokenizer, source.config["vocab_size"])
     return found | vocabulary
-
-
-def _rope_factors(source: Checkpoint) -> Tensor | None:
-    scaling = source.config.get("rope_scaling") or {}
-    if isinstance(source, GgufCheckpoint) and scaling.get("rope_type") == "freq_factors":
-        return torch.tensor(scaling["factors"], dtype=torch.float32)
-    factors = rope_factors(source.config)
-    return None if factors is None else torch.from_numpy(factors)

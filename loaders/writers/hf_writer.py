@@ -79,9 +79,14 @@ class HfWriter:
         config = {key: value for key, value in self._config.items() if key != "quantization_config"}
         config["quantization_config"] = self._settings
         (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        for name in _BESIDE:
-            if (self._folder / name).is_file():
-                shutil.copyfile(self._folder / name, out / name)
+        copy_beside(self._folder, out)
+
+
+def copy_beside(source: Path, out: Path) -> None:
+    """Tokenizer, template and licence of the folder ``source`` into ``out``."""
+    for name in _BESIDE:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, out / name)
 
 
 #: How matrices with more bits, and the embedding and the head, are called in a config.

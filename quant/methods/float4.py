@@ -23,12 +23,16 @@ _BETWEEN = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
 
 def mxfp4(weight: Tensor) -> Affine:
     """``weight`` float32 ``[N, K]``, K a multiple of 32."""
-    groups = weight.reshape(weight.shape[0], -1, _MX_GROUP)
+    scale, codes = mxfp4_groups(weight.reshape(weight.shape[0], -1, _MX_GROUP))
+    return _layout(weight, codes, scale, _MX_GROUP, "mxfp4")
+
+
+def mxfp4_groups(groups: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales e8m0 ``[N, G]`` and codes uint8 of the shape of ``groups``, float32 ``[N, G, 32]``."""
     _, exponent = torch.frexp(groups.abs().amax(2))  # amax = m * 2^exponent with m in [0.5, 1)
     biased = (exponent - 3 + 127).clamp_(0, 254).to(torch.uint8)
     scale = biased.view(torch.float8_e8m0fnu)
-    codes = _codes(groups, scale.to(torch.float32))
-    return _layout(weight, codes, scale, _MX_GROUP, "mxfp4")
+    return scale, _codes(groups, scale.to(torch.float32))
 
 
 def nvfp4(weight: Tensor) -> Affine:

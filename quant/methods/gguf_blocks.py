@@ -1,4 +1,4 @@
-"""GGUF blocks of 32 values with one scale: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 and IQ4_NL.
+"""GGUF blocks of 32 values with one scale: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL; and MXFP4.
 
 Without data all but IQ4_NL are closed forms, byte for byte as ggml makes them. ``d`` is a float16
 in the file, yet codes are chosen by its float32 value. Q4_0 and Q5_0 put the value of largest
@@ -29,6 +29,7 @@ from sdk.quant.methods.block_search import (
     nearest,
     reciprocal,
 )
+from sdk.quant.methods.float4 import mxfp4_groups
 
 #: Values quantized at a time, so that what lies between fits the caches.
 _CHUNK = 1 << 18
@@ -68,10 +69,12 @@ def one_scale_blocks(weight: Tensor, kind: str, mean_square: Tensor | None = Non
 
     :raises QuantizationError: K is not a multiple of the block, or ``kind`` is none of these.
     """
-    check_kind(kind, ONE_SCALE)
+    check_kind(kind, (*ONE_SCALE, "mxfp4"))
     inputs = None if mean_square is None else mean_square.numpy()
 
     def make(x: Floats, own: Floats | None) -> Bytes:
+        if kind == "mxfp4":
+            return _mxfp4(x)
         if kind in _CLOSED and (own is None or kind == "q8_0"):
             stored, codes = _CLOSED[kind](x)
         else:
@@ -189,6 +192,12 @@ def _signed_bytes(x: Floats) -> tuple[Floats, Bytes]:
     scaled = x * reciprocal(d)
     away = np.trunc(np.abs(scaled) + np.float32(0.5))  # halves go away from zero, as roundf's do
     return d, np.copysign(away, scaled).astype(np.int8).view(np.uint8)
+
+
+def _mxfp4(x: Floats) -> Bytes:
+    """Scale and codes as float4.py chooses them."""
+    scale, codes = mxfp4_groups(torch.from_numpy(x).unsqueeze(1))
+    return np.concatenate((scale.view(torch.uint8).numpy(), nibbles(codes[:, 0].numpy())), 1)
 
 
 _CLOSED: dict[str, Callable[[Floats], tuple[Floats, Bytes]]] = {

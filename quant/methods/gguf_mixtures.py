@@ -2,7 +2,8 @@
 
 A mixture spends more bits where they decide most: on the head, on the values and on the outputs of
 the MLP. ``file_type`` is only the label in the metadata. Source: llama.cpp's
-``llama_tensor_get_type`` (src/llama-quant.cpp), for dense models.
+``llama_tensor_get_type`` (src/llama-quant.cpp), for dense models; of its types for mixtures of
+experts only ``mxfp4_moe`` is here: experts in MXFP4, everything else in Q8_0.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ FILE_TYPES = {
     "q5_k_m": FileType("q5_k", 17),
     "q6_k": FileType("q6_k", 18),
     "iq4_nl": FileType("iq4_nl", 25),
+    "mxfp4_moe": FileType("mxfp4", 38),
 }
 #: What rows that are no whole blocks of 256 get.
 _SHORT_ROWS = {"q2_k": "q4_0", "q3_k": "q4_0", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
@@ -48,13 +50,16 @@ def tensor_type(
 
     Args:
         mixture: a key of ``FILE_TYPES``.
-        part: the name inside a layer as GGUF has it (``attn_v``), or ``output`` for the head, and
-            for embeddings that are the head too; ``token_embd`` for those that are not.
+        part: the name inside a layer as GGUF has it (``attn_v``, ``ffn_up_exps``), or ``output``
+            for the head, and for embeddings that are the head too; ``token_embd`` for others.
         layer: which of ``layers``.
         columns: of a row.
         grouped: query heads that share a key head.
     """
-    kind = _wanted(mixture, part, layer, layers, grouped)
+    if mixture == "mxfp4_moe":
+        kind = "mxfp4" if part.endswith("_exps") else "q8_0"
+        return kind if columns % 32 == 0 else "f16"
+    kind = _wanted(mixture, part.removesuffix("_exps"), layer, layers, grouped)
     if kind != "f16" and columns % BLOCK_TYPES[kind].elements:
         kind = _SHORT_ROWS.get(kind, "f16")
     if kind != "f16" and columns % BLOCK_TYPES[kind].elements:

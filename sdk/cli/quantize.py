@@ -25,6 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="text the model reads while it is calibrated (default: Python's help topics)",
     )
+    parser.add_argument(
+        "--with",
+        dest="library",
+        metavar="LIBRARY",
+        help="make it with auto-gptq or autoawq, where installed, instead of this package's own",
+    )
     parser.add_argument("--sequences", type=int, default=128, help="of calibration text, at most")
     parser.add_argument("--tokens", type=int, default=512, help="of each sequence")
     parser.add_argument("--num-threads", type=int, help="default: the CPUs this process may use")
@@ -45,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
             sequences=args.sequences,
             tokens=args.tokens,
             num_threads=args.num_threads,
+            library=args.library,
         )
     )
     return 0

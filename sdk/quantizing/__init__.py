@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sdk.config import ProgressCallback
 from sdk.errors import QuantizationError
+from sdk.loaders.model_shapes import num_experts
 from sdk.loaders.open import open_checkpoint
 from sdk.loaders.writers.gguf_writer import GgufWriter
 from sdk.loaders.writers.hf_writer import HfWriter
@@ -20,6 +21,7 @@ from sdk.quant.at_load import is_in_block
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.scheme import Scheme
 from sdk.quantizing.job import Job
+from sdk.quantizing.libraries import library_for, quantize_with
 from sdk.windows import Text, calibration_text, token_windows
 
 
@@ -33,6 +35,7 @@ def quantize(
     tokens: int = 512,
     num_threads: int | None = None,
     on_progress: ProgressCallback | None = None,
+    library: str | None = None,
 ) -> Path:
     """Quantize ``model`` into ``out`` and return its path.
 
@@ -51,11 +54,14 @@ def quantize(
         tokens: of each sequence.
         num_threads: default: the CPUs this process may run on.
         on_progress: called with ``("quantize", layers done, layers)``; returns False to stop.
+        library: ``"auto-gptq"`` or ``"autoawq"`` to have a ``gptq`` or ``awq`` scheme made by that
+            package (the extras ``gptq`` and ``awq``), in a process of its own that holds the whole
+            model in float32; a stopped job begins anew.
 
     Raises:
         CheckpointError: the model is missing or damaged.
         QuantizationError: the scheme is unknown, does not suit the model, or ``out`` exists or
-            cannot be written.
+            cannot be written; the library is not installed, does not know the scheme, or failed.
         RequestError: too little calibration text.
         LoadCancelled: ``on_progress`` returned False.
     """
@@ -64,22 +70,34 @@ def quantize(
     if (target.suffix == ".gguf") != (wanted.container == "gguf"):
         expected = "a .gguf file" if wanted.container == "gguf" else "a folder"
         raise QuantizationError(f"{target}: {wanted.text} is written as {expected}")
+    other = None if library is None else library_for(library, wanted)
     with closing(open_checkpoint(str(model))) as checkpoint:
-        for entry in checkpoint.entries():
-            if is_in_block(entry):
-                wanted.check(entry.name, entry.shape[1])
+        _check(checkpoint, wanted)
         ids = None
         if wanted.needs_data or (calibration is not None and wanted.container == "gguf"):
             config = read_config(checkpoint.config)
             text = calibration_text() if calibration is None else calibration
             tokenizer = checkpoint.tokenizer
             ids = token_windows("calibration", text, tokenizer, config, sequences, tokens)
-        with (
-            closing(_job(checkpoint, wanted, ids, target, num_threads)) as job,
-            reporting("quantize", "layer", on_progress) as report,
-        ):
-            job.run(report)
+        with reporting("quantize", "layer", on_progress) as report:
+            if other is not None and ids is not None:
+                quantize_with(other, checkpoint, wanted, ids, target, num_threads, report)
+            else:
+                with closing(_job(checkpoint, wanted, ids, target, num_threads)) as job:
+                    job.run(report)
     return target
+
+
+def _check(checkpoint: Checkpoint, scheme: Scheme) -> None:
+    """:raises QuantizationError: the scheme does not suit the model."""
+    for entry in checkpoint.entries():
+        if is_in_block(entry):
+            scheme.check(entry.name, entry.shape[1])
+    if scheme.method in ("awq", "smoothquant") and num_experts(checkpoint.config):
+        raise QuantizationError(
+            f"{checkpoint.path}: {scheme.text} puts factors into the norm before a matrix, of "
+            "which a mixture of experts has one for all: ask for a gptq, rtn, hqq or fp8 scheme"
+        )
 
 
 def _job(

@@ -20,6 +20,7 @@ from torch import Tensor
 from sdk.errors import QuantizationError
 from sdk.kernels.layouts import Dense, Layout
 from sdk.loaders.writers.parts import free_space, write_part
+from sdk.quant.at_load import is_router
 from sdk.quant.calibration import InputStatistics, Observer
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.derived import DerivedCheckpoint
@@ -173,7 +174,8 @@ class Job:
                 )
             self.layers.embed(self.checkpoint, self.ids, self._inputs(0))
         layer = self.layers.build(observing, index)
-        names, plain = observing.pulled
+        pulled, plain = observing.pulled
+        names = [name for name in pulled if not is_router(name)]
         packed: dict[str, Packed] = {}
         changed: dict[str, Tensor] = {}
         if self.ids is None:
@@ -185,12 +187,18 @@ class Job:
                 pass
             del layer
             packed, changed = self._with_data(index, observer.inputs)
+            for name in names:
+                if name not in packed:  # of an expert that no token of the text was sent to
+                    packed[name] = self._without_data(name)
             after = DerivedCheckpoint(
-                self.checkpoint, lambda name, weight: _weight(packed[name]), changed
+                self.checkpoint,
+                lambda name, weight: _weight(packed[name]) if name in packed else weight,
+                changed,
             )
             made = self.layers.build(after, index)
             self.layers.advance(made, self._inputs(index), self._inputs(index + 1))
         tensors = {n: changed[n] if n in changed else self.checkpoint.tensor(n) for n in plain}
+        tensors |= {f"{name}.weight": self._values(name) for name in pulled if is_router(name)}
         self._write(
             index,
             [self.writer.matrix(name, packed[name]) for name in names]
@@ -225,6 +233,8 @@ class Job:
                 plus_one=self.layers.model.norm_plus_one,
             ).run()
         for names, statistics in inputs.items():
+            if is_router(names[0]):
+                continue
             if self.scheme.method != "gptq":
                 packed.update((name, self._without_data(name, statistics)) for name in names)
                 continue

@@ -86,6 +86,14 @@ def test_blocks_with_one_scale_are_those_of_ggml(kind: str, make: Callable[..., 
     assert np.array_equal(found.data.numpy(), expected)
 
 
+def test_mxfp4_blocks_hold_the_values_that_a_folder_would() -> None:
+    weight = heavy()
+    found = one_scale_blocks(weight, "mxfp4")
+    values = gguf.dequantize(found.data.numpy(), gguf.GGMLQuantizationType.MXFP4)
+    assert np.array_equal(values, decode(mxfp4(weight)).numpy())
+    assert np.array_equal(values, decode(found).numpy())
+
+
 @pytest.mark.parametrize("make", [gaussian, heavy])
 @pytest.mark.parametrize("kind", K_QUANTS)
 def test_k_quants_leave_no_more_error_than_llama_cpps(

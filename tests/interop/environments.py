@@ -1,0 +1,137 @@
+"""The virtual environments of tests/interop: one for each set of libraries that can live together.
+
+``python tests/interop/environments.py build/interop`` makes what is missing. Every step that is
+done is noted, so a stopped run goes on where it was, and an environment is made anew when its
+steps have changed. ``--only NAME`` makes one, ``--pip-flags`` go into every pip call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+import tarfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+#: The release of torch that has a CPU build; the constraint keeps others out.
+CONSTRAINTS = ROOT / ".ci" / "constraints-cpu.txt"
+LLAMA_CPP = "llama-cpp-python==0.3.36"
+#: What of llama.cpp's tree the tests read: vocabularies with their vectors.
+_VOCABULARIES = "/vendor/llama.cpp/models/ggml-vocab-"
+
+
+@dataclass(frozen=True)
+class Environment:
+    """``steps``: the arguments of one ``pip install`` each; torch and numpy come before them."""
+
+    steps: tuple[str, ...]
+    #: The first Python that a package of it does not have.
+    before: tuple[int, int] = (4, 0)
+    torch: bool = True
+
+
+ENVIRONMENTS = {
+    # this package with its extras: auto-gptq and autoawq beside transformers 5
+    "extras": Environment((f"-C wheel.cmake=false -e {ROOT}[gptq,awq]",), before=(3, 12)),
+    "gptqmodel": Environment(
+        (
+            "transformers==5.23.0 accelerate datasets pypcre logbar tokenicer device-smi "
+            "threadpoolctl dill torchao==0.18.0 ninja pillow requests sentencepiece protobuf "
+            "setuptools wheel",
+            "--no-deps defuser optimum==2.3.0",
+            "--no-deps --no-build-isolation gptqmodel==7.7.0",
+        )
+    ),
+    "compressed-tensors": Environment(("llmcompressor==0.14.0.1 sentencepiece protobuf",)),
+    "llama-cpp": Environment((LLAMA_CPP,), torch=False),
+}
+
+
+def python_of(root: Path, name: str) -> Path:
+    """The interpreter of an environment under ``root``."""
+    return root / name / "bin" / "python"
+
+
+def make(root: Path, name: str, pip_flags: list[str]) -> None:
+    """Make or finish one environment.
+
+    :raises SystemExit: there is no Python old enough, or pip fails.
+    """
+    wanted = ENVIRONMENTS[name]
+    steps = [*(["torch numpy"] if wanted.torch else []), *wanted.steps]
+    note = root / f"{name}.json"
+    done = json.loads(note.read_text()) if note.is_file() else []
+    if done != steps[: len(done)]:
+        shutil.rmtree(root / name, ignore_errors=True)
+        done = []
+    python = python_of(root, name)
+    if not python.exists():
+        subprocess.run([_interpreter(name, wanted), "-m", "venv", str(root / name)], check=True)
+    for step in steps[len(done) :]:
+        print(f"{name}: pip install {step}", flush=True)
+        command = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+        run = subprocess.run([*command, "-c", str(CONSTRAINTS), *pip_flags, *shlex.split(step)])
+        if run.returncode:
+            raise SystemExit(f"{name}: pip install {step} failed; run it again to go on")
+        done.append(step)
+        note.write_text(json.dumps(done))
+
+
+def vocabularies(root: Path, pip_flags: list[str]) -> None:
+    """llama.cpp's vocabularies out of llama-cpp-python's source distribution."""
+    folder = root / "vocabularies"
+    if folder.is_dir():
+        return
+    print(f"vocabularies: out of the sources of {LLAMA_CPP}", flush=True)
+    sources = root / "sources"
+    command = [str(python_of(root, "llama-cpp")), "-m", "pip", "download", "-q", "--no-deps"]
+    command += ["--disable-pip-version-check", "--no-binary", ":all:", "-d", str(sources)]
+    subprocess.run([*command, *pip_flags, LLAMA_CPP], check=True)
+    part = root / "vocabularies.part"
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir()
+    with tarfile.open(next(sources.glob("*.tar.gz"))) as archive:
+        for member in archive:
+            if _VOCABULARIES in member.name and member.isfile():
+                content = archive.extractfile(member)
+                assert content is not None
+                (part / Path(member.name).name).write_bytes(content.read())
+    part.rename(folder)
+    shutil.rmtree(sources)
+
+
+def _interpreter(name: str, wanted: Environment) -> str:
+    """This Python, or one on the path that is old enough."""
+    if sys.version_info < wanted.before:
+        return sys.executable
+    for minor in range(wanted.before[1] - 1, 9, -1):
+        found = shutil.which(f"python3.{minor}")
+        if found is not None:
+            return found
+    version = ".".join(map(str, wanted.before))
+    raise SystemExit(f"{name}: needs a Python from 3.10 to below {version}; none is on the path")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("root", type=Path, help="where they are made")
+    parser.add_argument("--only", choices=[*ENVIRONMENTS, "vocabularies"], help="one of them")
+    parser.add_argument("--pip-flags", default="", help="for every pip call")
+    args = parser.parse_args()
+    root = args.root.resolve()
+    root.mkdir(parents=True, exist_ok=True)
+    flags = shlex.split(args.pip_flags)
+    for name in ENVIRONMENTS:
+        if args.only in (None, name):
+            make(root, name, flags)
+    if args.only in (None, "vocabularies"):
+        vocabularies(root, flags)
+
+
+if __name__ == "__main__":
+    main()
