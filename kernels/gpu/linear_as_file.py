@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import triton
@@ -91,9 +92,15 @@ def multiplies_bytes(w: Packed, scheme: ActivationScheme, codes: Sequence[str]) 
 def round_rows(x: Tensor, codes: Tensor, scales: Tensor, scheme: ActivationScheme) -> Launch:
     """x ``[M, K]`` as codes ``[M, padded]`` in the order of ``product_bytes``, scales ``[M]``."""
     tokens, k = x.shape
-    arguments = {"x": x, "codes": codes, "scales": scales, "K": k, "padded": codes.shape[1]}
+    arguments: dict[str, Any] = {
+        "x": x,
+        "codes": codes,
+        "scales": scales,
+        "K": k,
+        "padded": codes.shape[1],
+    }
     arguments |= {"x_stride": x.stride(0), "static": scheme.static or 0.0, "limit": scheme.limit}
-    constants = {"FLOAT": scheme.floats, "STATIC": scheme.static is not None}
+    constants: dict[str, Any] = {"FLOAT": scheme.floats, "STATIC": scheme.static is not None}
     constants["BLOCK"] = min(1024, max(64, triton.next_power_of_2(k)))
     return Launch(kernels.round_rows, (tokens, 1, 1), arguments, constants, {})
 
@@ -104,12 +111,17 @@ def product_bytes(
     """``product_bytes`` over ``split`` shares of K; parts ``[split, M, N]`` or out."""
     tokens, n = codes.shape[0], packed.shape[0]
     block_m = min(tiles.block_m, max(16, triton.next_power_of_2(tokens)))
-    arguments = {"x": codes, "x_scale": scales, "out": parts, "w0": packed.planes[0]}
+    arguments: dict[str, Any] = {
+        "x": codes,
+        "x_scale": scales,
+        "out": parts,
+        "w0": packed.planes[0],
+    }
     arguments |= {"scale": packed.scale, "M": tokens, "N": n, "units": packed.units}
     arguments |= {"share": -(-packed.units // split), "out_stride": parts.stride(-2)}
     arguments |= {"part_stride": parts.stride(0) if parts.dim() == 3 else 0}
     arguments["scale_rows"] = packed.scale_rows
-    constants = {"FLOAT": packed.kind == "e4m3"}
+    constants: dict[str, Any] = {"FLOAT": packed.kind == "e4m3"}
     constants |= {"BLOCK_N": tiles.block_n, "BLOCK_M": block_m}
     grid = (-(-n // tiles.block_n), -(-tokens // block_m), split)
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages}

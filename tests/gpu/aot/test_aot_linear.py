@@ -84,7 +84,7 @@ def compile_jobs(jobs: list[Job], cache: Path) -> list[dict[str, Any]]:
         env=environment | {"TRITON_CACHE_DIR": str(cache)},
     )
     assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"job"')]
 
 
 @pytest.fixture(scope="module")
