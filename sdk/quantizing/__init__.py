@@ -55,8 +55,7 @@ def quantize(
         num_threads: default: the CPUs this process may run on.
         on_progress: called with ``("quantize", layers done, layers)``; returns False to stop.
         library: ``"auto-gptq"`` or ``"autoawq"`` to have a ``gptq`` or ``awq`` scheme made by that
-            package (the extras ``gptq`` and ``awq``), in a process of its own that holds the whole
-            model in float32; a stopped job begins anew.
+            package, in a process of its own that holds the whole model in float32.
 
     Raises:
         CheckpointError: the model is missing or damaged.
