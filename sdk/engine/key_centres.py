@@ -3,8 +3,8 @@
 Keys of trained models lie around a point far from zero: most of a code's range would go to what
 does not tell one key from another. Taken from all keys alike it changes no attention; SageAttention
 (Zhang et al. 2024) takes the mean of the keys at hand, but a page is written before the next key is
-known, so here it is measured once, at load. KL divergence with int4 pages, Gemma 3 270M: 0.118
-without, 0.067 with; SmolLM2 0.054 and 0.038. For int8 and fp8 the gain is below 0.001.
+known, so here it is measured once, at load. KL divergence with int4 pages over 192 tokens, Gemma 3
+270M: 0.118 without, 0.067 with; SmolLM2 0.054 and 0.038. For int8 and fp8 the gain is below 0.001.
 """
 
 from __future__ import annotations
