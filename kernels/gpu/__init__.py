@@ -47,19 +47,22 @@ def open_backend(device: str, num_threads: int, *, fixed: bool = False) -> GpuBa
     from sdk.kernels.gpu import attention, elementwise, norm, rope, sampling
     from sdk.kernels.gpu.dense import DenseLinear
     from sdk.kernels.gpu.linear import Linear
-    from sdk.kernels.gpu.linear_as_file import LinearAsFile
+    from sdk.kernels.gpu.linear_as_file import LinearAsFile, bytes_of_card
     from sdk.kernels.gpu.tuning import Tuning, read_tuning
 
+    codes: tuple[str, ...] = ("int", "e4m3")
     if torch.device(device).type == "cpu":
         tuning, matrix = Tuning(programs=4), torch.float16
     else:
         card = torch.cuda.get_device_properties(device)
         tuning = read_tuning(card.name, 4 * card.multi_processor_count)
         matrix = torch.bfloat16 if card.major >= 8 else torch.float16
+        codes = bytes_of_card((card.major, card.minor), amd=torch.version.hip is not None)
     packed = (Linear(dtype, tuning, fixed=fixed) for dtype in (matrix, torch.float32))
+    as_file = LinearAsFile(tuning, codes, fixed=fixed)
     return GpuBackend(
         {
-            "linear": (DenseLinear(fixed=fixed), *packed, LinearAsFile(tuning, fixed=fixed)),
+            "linear": (DenseLinear(fixed=fixed), *packed, as_file),
             **attention.OPS,
             **rope.OPS,
             **norm.OPS,

@@ -20,6 +20,7 @@ from torch import Tensor
 from sdk.kernels.experts import Routes
 from sdk.kernels.gpu import product as kernels
 from sdk.kernels.gpu.dense import multiply
+from sdk.kernels.gpu.launch import INTERPRETED, expect_on_device
 from sdk.kernels.gpu.packing import PLANES, Packed, pack, unpack
 from sdk.kernels.gpu.tuning import Tiles, Tuning
 from sdk.kernels.layouts import BLOCK_TYPES, TABLE_BITS, Dense, Layout, check_layout
@@ -99,6 +100,7 @@ class Linear:
         return packed.nbytes
 
     def matmul(self, packed: Packed, x: Tensor, out: Tensor) -> None:
+        expect_on_device("linear", x, out, packed.scale)
         tokens = x.shape[0]
         dtype = x.dtype if x.itemsize == 2 and self.dtype.itemsize == 2 else self.dtype
         tiles = self._tuning.tiles(packed, 2 if self._fixed else tokens)
@@ -133,6 +135,7 @@ class Linear:
             multiply(x, w, out[:, start : start + w.shape[0]])
 
     def rows(self, packed: Packed, ids: Tensor, out: Tensor) -> None:
+        expect_on_device("rows", ids, out, packed.scale)
         decode_rows(packed, out, ids).run()
 
     def group(self, packed: Sequence[Packed]) -> Sequence[Packed]:
@@ -166,7 +169,7 @@ def product(
     arguments |= {"share": -(-packed.units // split), "x_stride": x.stride(0)}
     arguments |= {"out_stride": parts.stride(-2), "part_stride": _part_stride(parts)}
     constants |= {"DOT": _DOT_TYPES[dtype], "BLOCK_N": tiles.block_n, "BLOCK_M": block_m}
-    constants["WIDEN"] = dtype == torch.bfloat16 and bool(triton.knobs.runtime.interpret)
+    constants["WIDEN"] = dtype == torch.bfloat16 and INTERPRETED
     grid = (-(-n // tiles.block_n), -(-tokens // block_m), split)
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
     return Launch(kernels.product, grid, arguments, constants, options)
@@ -205,9 +208,10 @@ def add_up(parts: Tensor, out: Tensor) -> Launch:
     """``out [M, N]`` = the sum of parts ``[split, M, N]``."""
     split, tokens, n = parts.shape
     block = 512
-    arguments = {"parts": parts, "out": out, "N": n, "out_stride": out.stride(0)}
+    arguments = {"parts": parts, "out": out, "split": split, "N": n}
+    arguments["out_stride"] = out.stride(0)
     arguments["part_stride"] = parts.stride(0)
-    constants = {"SPLIT": split, "BLOCK": block}
+    constants = {"BLOCK": block}
     return Launch(kernels.add_up, (-(-n // block), tokens, 1), arguments, constants, {})
 
 

@@ -1,30 +1,41 @@
 """Products whose activations are rounded as the file of the weight asks for.
 
-The rounding is kernels/reference/rounding.py, some passes over x on the card; the product is
-``linear.py``'s in float32 (tolerance: its own, 1e-6), because scale times code needs more bits than
-16-bit operands have.
+int8 and e4m3 activations with one scale for a token, and weights of the same codes with one scale
+for a row, are multiplied as bytes (``product_bytes.py``). Otherwise the rounding is
+kernels/reference/rounding.py, some passes over x on the card, and the product ``linear.py``'s in
+float32 (tolerance: its own, 1e-6), because scale times code needs more bits than 16-bit operands
+have.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
-from sdk.kernels.gpu.linear import Linear
+from sdk.kernels.gpu import product_bytes as kernels
+from sdk.kernels.gpu.launch import expect_on_device
+from sdk.kernels.gpu.linear import Launch, Linear, add_up
 from sdk.kernels.gpu.packing import Packed
-from sdk.kernels.gpu.tuning import Tuning
-from sdk.kernels.layouts import inputs_of
+from sdk.kernels.gpu.tuning import Tiles, Tuning
+from sdk.kernels.layouts import ActivationScheme, inputs_of
 from sdk.kernels.reference.rounding import rounded
 from sdk.kernels.registry import Problem
 
 
 class LinearAsFile(Linear):
-    """See :class:`sdk.kernels.registry.LinearKernel`; a weight without a scheme is exact."""
+    """See :class:`sdk.kernels.registry.LinearKernel`; a weight without a scheme is exact.
 
-    def __init__(self, tuning: Tuning, *, fixed: bool = False) -> None:
+    ``codes``: which the card's matrix units multiply as bytes: see :func:`bytes_of_card`.
+    """
+
+    def __init__(self, tuning: Tuning, codes: Sequence[str], *, fixed: bool = False) -> None:
         super().__init__(torch.float32, tuning, fixed=fixed)
+        self._codes = codes
         self.name = "gpu.linear_as_file"
 
     def reject(self, problem: Problem) -> str | None:
@@ -32,4 +43,86 @@ class LinearAsFile(Linear):
 
     def matmul(self, packed: Packed, x: Tensor, out: Tensor) -> None:
         scheme = inputs_of(packed.facts)
-        super().matmul(packed, x if scheme is None else rounded(x.float(), scheme), out)
+        if scheme is None:
+            super().matmul(packed, x, out)
+        elif multiplies_bytes(packed, scheme, self._codes):
+            self._matmul_bytes(packed, scheme, x, out)
+        else:
+            super().matmul(packed, rounded(x.float(), scheme), out)
+
+    def _matmul_bytes(self, w: Packed, scheme: ActivationScheme, x: Tensor, out: Tensor) -> None:
+        expect_on_device("linear", x, out, w.scale)
+        tokens = x.shape[0]
+        tiles = self._tuning.tiles(w, 2 if self._fixed else max(tokens, 2))
+        split = min(tiles.split, w.units)
+        dtype = torch.float8_e4m3fn if scheme.floats else torch.int8
+        codes = torch.empty(tokens, w.units * w.unit, dtype=dtype, device=x.device)
+        scales = torch.empty(tokens, device=x.device)
+        parts = out if split == 1 else torch.empty(split, tokens, w.shape[0], device=x.device)
+        round_rows(x, codes, scales, scheme).run()
+        product_bytes(w, codes, scales, parts, split, tiles).run()
+        if split > 1:
+            add_up(parts, out).run()
+
+
+def bytes_of_card(capability: tuple[int, int], *, amd: bool) -> tuple[str, ...]:
+    """Codes of 8 bits that matrix units multiply, as Triton knows them.
+
+    NVIDIA: integers from compute capability 8.0 on (for 7.5 Triton 3.6 cannot compile them), floats
+    from 8.9 on. AMD: integers; 8-bit floats have other biases before gfx950.
+    """
+    if amd:
+        return ("int",)
+    return ("int", "e4m3") if capability >= (8, 9) else ("int",) if capability >= (8, 0) else ()
+
+
+def multiplies_bytes(w: Packed, scheme: ActivationScheme, codes: Sequence[str]) -> bool:
+    """Whether activations and weights are codes of one kind, with scales that follow the sum."""
+    whole = w.group >= w.shape[1] and w.unit == 64 and not w.has_minus and w.zeros is None
+    token = not scheme.group or scheme.group >= w.shape[1]
+    if not (whole and token and scheme.rule == "plain" and scheme.symmetric and not scheme.zero):
+        return False
+    if w.super_scale is not None or w.scale_bits or scheme.codes not in codes:
+        return False
+    if scheme.codes == "int":
+        return w.kind == "int" and scheme.bits == w.bits == 8 and w.zero == 128
+    return scheme.codes == w.kind == "e4m3"
+
+
+def round_rows(x: Tensor, codes: Tensor, scales: Tensor, scheme: ActivationScheme) -> Launch:
+    """x ``[M, K]`` as codes ``[M, padded]`` in the order of ``product_bytes``, scales ``[M]``."""
+    tokens, k = x.shape
+    arguments: dict[str, Any] = {
+        "x": x,
+        "codes": codes,
+        "scales": scales,
+        "K": k,
+        "padded": codes.shape[1],
+    }
+    arguments |= {"x_stride": x.stride(0), "static": scheme.static or 0.0, "limit": scheme.limit}
+    constants: dict[str, Any] = {"FLOAT": scheme.floats, "STATIC": scheme.static is not None}
+    constants["BLOCK"] = min(1024, max(64, triton.next_power_of_2(k)))
+    return Launch(kernels.round_rows, (tokens, 1, 1), arguments, constants, {})
+
+
+def product_bytes(
+    packed: Packed, codes: Tensor, scales: Tensor, parts: Tensor, split: int, tiles: Tiles
+) -> Launch:
+    """``product_bytes`` over ``split`` shares of K; parts ``[split, M, N]`` or out."""
+    tokens, n = codes.shape[0], packed.shape[0]
+    block_m = min(tiles.block_m, max(16, triton.next_power_of_2(tokens)))
+    arguments: dict[str, Any] = {
+        "x": codes,
+        "x_scale": scales,
+        "out": parts,
+        "w0": packed.planes[0],
+    }
+    arguments |= {"scale": packed.scale, "M": tokens, "N": n, "units": packed.units}
+    arguments |= {"share": -(-packed.units // split), "out_stride": parts.stride(-2)}
+    arguments |= {"part_stride": parts.stride(0) if parts.dim() == 3 else 0}
+    arguments["scale_rows"] = packed.scale_rows
+    constants: dict[str, Any] = {"FLOAT": packed.kind == "e4m3"}
+    constants |= {"BLOCK_N": tiles.block_n, "BLOCK_M": block_m}
+    grid = (-(-n // tiles.block_n), -(-tokens // block_m), split)
+    options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+    return Launch(kernels.product_bytes, grid, arguments, constants, options)

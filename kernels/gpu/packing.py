@@ -28,9 +28,10 @@ from sdk.kernels.gpu.block_bits import (
     take,
     take_typed,
 )
-from sdk.kernels.layouts import BLOCK_TYPES, E2M1, Affine, Blocks, Dense, Float8, Layout
+from sdk.kernels.layouts import BLOCK_TYPES, E2M1, Affine, Blocks, Float8
 from sdk.kernels.reference.decode import pack_codes, unpack_codes
 
+Packable = Affine | Blocks | Float8
 Planes = tuple[Tensor, ...]
 #: Rows that lie together.
 ROWS = 16
@@ -63,7 +64,7 @@ class Packed:
     every type that is multiplied. ``nested`` is the table of scales, ``offset [N]`` added to them.
     """
 
-    facts: Layout
+    facts: Packable
     kind: str
     bits: int
     unit: int
@@ -102,7 +103,7 @@ class Packed:
         return sum(part.nbytes for part in parts if part is not None)
 
 
-def pack(layout: Affine | Blocks | Float8) -> Packed:
+def pack(layout: Packable) -> Packed:
     """Values unchanged; :func:`unpack` gives the layout back bit for bit."""
     match layout:
         case Affine():
@@ -113,7 +114,7 @@ def pack(layout: Affine | Blocks | Float8) -> Packed:
             return _pack_float8(layout)
 
 
-def unpack(packed: Packed) -> Layout:
+def unpack(packed: Packed) -> Packable:
     """The inverse of :func:`pack`."""
     facts = packed.facts
     match facts:
@@ -124,9 +125,11 @@ def unpack(packed: Packed) -> Layout:
                 facts,
                 codes=torch.cat(codes),
                 scale=packed.scale.t().contiguous().view(facts.scale.dtype),
-                zeros=_unpack_zeros(packed),
+                zeros=_unpack_zeros(packed, facts),
                 minus=_turned(packed.minus),
                 super_scale=_turned(packed.super_scale),
+                scale_table=packed.nested,
+                scale_offset=packed.offset,
             )
         case Blocks():
             return Blocks(facts.shape, facts.type, _join_blocks(packed, facts))
@@ -134,8 +137,6 @@ def unpack(packed: Packed) -> Layout:
             values = torch.cat([codes for _, codes in _chunks(packed)])
             scale = packed.scale.t().contiguous().view(facts.scale.dtype)
             return replace(facts, values=values.view(facts.values.dtype), scale=scale)
-        case Dense():
-            raise AssertionError("dense weights are not packed")
 
 
 def _pack_affine(w: Affine) -> Packed:
@@ -156,7 +157,10 @@ def _pack_affine(w: Affine) -> Packed:
         zeros=None,
         minus=None,
         super_scale=None,
+        scale_table=None,
+        scale_offset=None,
     )
+    scale, scale_bits = _scale(w.scale)
     return Packed(
         facts,
         kind,
@@ -164,13 +168,16 @@ def _pack_affine(w: Affine) -> Packed:
         unit,
         min(w.group, k),
         planes,
-        *_scale(w.scale),
+        scale,
+        scale_bits if w.scale_table is None else "nested",
         zero=(0 if w.minus is not None else w.zero) + (128 if w.signed else 0),
         zeros=zeros,
         zeros_bits=zeros_bits,
         minus=_turned(w.minus),
         super_scale=_turned(w.super_scale),
-        super_group=0 if w.super_scale is None else min(w.super_group, k),
+        super_group=0 if w.super_scale is None else w.super_group,
+        nested=w.scale_table,
+        offset=w.scale_offset,
         tables=_tables(table),
     )
 
@@ -270,34 +277,39 @@ def _scales_of(
             yield tensor, field, 0
 
 
+def _turned(part: Tensor | None) -> Tensor | None:
+    """Groups and rows exchanged; what runs on over the ends of rows stays."""
+    return part if part is None or part.dim() == 1 else part.t().contiguous()
+
+
 def _tables(table: Tensor | None) -> Mapping[torch.dtype, Tensor] | None:
     types = (torch.float32, torch.float16, torch.bfloat16)
     return None if table is None else {dtype: table.to(dtype) for dtype in types}
 
 
 def _pack_zeros(w: Affine) -> tuple[Tensor | None, int]:
-    """Zero points, uint8 ``[groups / per byte, N]``: a byte each unless that costs over 2.9 %.
+    """Zero points ``[groups, N]``: floats, or bytes unless those cost over 2.9 % of the weight.
 
-    Otherwise in as few bits as fit into bytes evenly; kernels then convert decoded weights through
+    Otherwise several to a byte along the groups; kernels then convert decoded weights through
     shared memory (sm_90: 20 stores and 8 loads per 64 x 128 weights instead of 8 loads).
     """
     if w.zeros is None:
         return None, 0
+    if w.zeros.is_floating_point():
+        return _turned(w.zeros), 32
     bits = 8
     if 8 - w.bits > 0.029 * (w.bits * w.group + 8 * w.scale.itemsize + w.bits):
-        bits = next(bits for bits in (2, 4, 8) if int(w.zeros.max()) < 1 << bits)
-    return pack_codes(w.zeros, bits).t().contiguous(), bits
+        bits = next(bits for bits in (2, 4, 8) if bits >= w.bits)
+    zeros = unpack_codes(w.zeros, w.bits, w.scale.shape[1])
+    return pack_codes(zeros, bits).t().contiguous(), bits
 
 
-def _unpack_zeros(packed: Packed) -> Tensor | None:
-    if packed.zeros is None:
-        return None
+def _unpack_zeros(packed: Packed, facts: Affine) -> Tensor | None:
+    if packed.zeros is None or packed.zeros_bits == 32:
+        return _turned(packed.zeros)
     groups = -(-packed.shape[1] // packed.group)
-    return unpack_codes(packed.zeros.t().contiguous(), packed.zeros_bits, groups).contiguous()
-
-
-def _turned(part: Tensor | None) -> Tensor | None:
-    return None if part is None else part.t().contiguous()
+    zeros = unpack_codes(packed.zeros.t().contiguous(), packed.zeros_bits, groups)
+    return pack_codes(zeros, facts.bits)
 
 
 def _scale(scale: Tensor) -> tuple[Tensor, str]:

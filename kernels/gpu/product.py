@@ -6,8 +6,10 @@ matrix units multiply those, and a group's sum is scaled in float32 afterwards, 
 rounded but x and what a table holds. The minimum costs one more sum of x per group.
 
 The weights are the left operand (``[rows, 16] x [16, tokens]``): few tokens then leave no part of
-the matrix instruction empty. ``SPLIT`` programs share K; each writes a partial sum, and ``add_up``
+the matrix instruction empty. ``split`` programs share K; each writes a partial sum, and ``add_up``
 adds them in a fixed order, so that results do not depend on which program is done first.
+
+What changes with the number of tokens is not specialized: nothing is compiled while serving.
 
 Must match ``reference/linear.py``: bit for bit in ``decode_rows``, 2e-3 (float16 operands), 1e-5
 (float32) of the result's norm in the products.
@@ -53,7 +55,7 @@ def scaled(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "share"])
 def product(
     x, sums, out, w0, w1, w2, scale, super_scale, nested, offset, zeros, minus, super_minus, table,
     M, N, K, units, share, x_stride, out_stride, part_stride, scale_stride, scale_rows,
@@ -115,7 +117,7 @@ def product(
     tl.store(where, acc.to(out.dtype.element_ty), mask=(m < M)[None, :] & (n < N)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def add_chunks(
     x, sums, M, K, x_stride, CHUNK: tl.constexpr, DOT: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -132,7 +134,7 @@ def add_chunks(
     tl.store(sums + chunk * M + m, tl.sum(acc, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["share"])
 def product_one(
     x, out, w0, w1, w2, scale, super_scale, nested, offset, zeros, minus, super_minus, table,
     N, K, units, share, part_stride, scale_stride, scale_rows,
@@ -189,18 +191,18 @@ def product_one(
     tl.store(out + tl.program_id(1) * part_stride + n, y, mask=n < N)
 
 
-@triton.jit
-def add_up(parts, out, N, out_stride, part_stride, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["split"])
+def add_up(parts, out, split, N, out_stride, part_stride, BLOCK: tl.constexpr):
     """``out[m, n] = sum of parts[split, m, n]`` in the order of the splits."""
     m = tl.program_id(1)
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros((BLOCK,), tl.float32)
-    for i in tl.static_range(SPLIT):
+    for i in range(split):
         acc += tl.load(parts + i * part_stride + m.to(tl.int64) * N + n, mask=n < N, other=0.0)
     tl.store(out + m.to(tl.int64) * out_stride + n, acc.to(out.dtype.element_ty), mask=n < N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "start"])
 def decode_rows(
     ids, out, w0, w1, w2, scale, super_scale, nested, offset, zeros, minus, super_minus, table,
     count, start, N, K, units, out_stride, scale_stride, scale_rows,
@@ -218,7 +220,8 @@ def decode_rows(
     i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = i < count
     if IDS:
-        rows = tl.load(ids + i, mask=inside, other=0).to(tl.int32)
+        rows = tl.load(ids + i, mask=inside, other=0)
+        rows = tl.minimum(tl.maximum(rows, 0), N - 1).to(tl.int32)  # others are not checked here
     else:
         rows = tl.minimum(start + i, N - 1)
     unit = tl.program_id(1)

@@ -16,13 +16,35 @@ import triton.language as tl
 
 
 @triton.jit
+def round_to(x, step):
+    """x as the nearest multiple of ``step``, a power of two, to even if in doubt.
+
+    A sum with ``1.5 * 2^23`` steps has no bits left for less than one.
+    """
+    large = step * 12582912.0
+    return x + large - large
+
+
+@triton.jit
+def to_e4m3(x):
+    """The nearest e4m3 float, which ends at 448; the interpreter's own conversion is not that."""
+    size = tl.minimum(tl.abs(x), 448.0)
+    power = (size.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    size = round_to(size, tl.maximum(power, 2.0**-6) * 0.125)
+    # 2^-120 is the difference of the exponents' biases: what is left are the bits of an e4m3
+    code = (size * 2.0**-120).to(tl.int32, bitcast=True) >> 20
+    code = code | ((x.to(tl.int32, bitcast=True) >> 24) & 128)
+    return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+
+
+@triton.jit
 def round_rows(
-    x, codes, scales, K, padded, x_stride, static,
+    x, codes, scales, K, padded, x_stride, static, limit,
     FLOAT: tl.constexpr, STATIC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Row m of x as codes ``[M, padded]`` and ``scales [M]``; ``STATIC``: the scale is given.
 
-    The scale of a row that is not finite is NaN.
+    ``limit`` bounds the magnitudes a scale is made of. A row that is not finite has the scale NaN.
     """
     m = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
@@ -33,7 +55,7 @@ def round_rows(
         part = tl.load(x + m * x_stride + column, mask=column < K, other=0.0).to(tl.float32)
         most = tl.maximum(most, tl.abs(part))
         poison += part * 0.0
-    peak = tl.max(most, 0)
+    peak = tl.minimum(tl.max(most, 0), limit)
     scale = static if STATIC else tl.div_rn(peak, 448.0 if FLOAT else 127.5)
     tl.store(scales + m, scale + tl.sum(poison, 0))
     for start in range(0, padded, BLOCK):
@@ -43,15 +65,14 @@ def round_rows(
         if not STATIC:
             quotient = tl.where(peak > 1e-30, quotient, 0.0)
         if FLOAT:
-            code = tl.clamp(quotient, -448.0, 448.0).to(tl.float8e4nv)
+            code = to_e4m3(quotient)
         else:
-            # adding 1.5 * 2^23 leaves no bits below 1: rounds to the nearest, to even if in doubt
-            code = (tl.clamp(quotient, -128.0, 127.0) + 12582912.0 - 12582912.0).to(tl.int8)
+            code = round_to(tl.clamp(quotient, -128.0, 127.0), 1.0).to(tl.int8)
         place = column - column % 32 + column % 16 * 2 + column % 32 // 16
         tl.store(codes + m * padded + place, code, mask=column < padded)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "share"])
 def product_bytes(
     x, x_scale, out, w0, scale, M, N, units, share, out_stride, part_stride, scale_rows,
     FLOAT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,

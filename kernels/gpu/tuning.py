@@ -58,15 +58,16 @@ class Tuning:
         return self._by_rule(w, tokens)
 
     def _by_rule(self, w: Packed, tokens: int) -> Tiles:
-        """Few tokens: enough programs to fill the card, each with at least 4 units of K."""
+        """Few tokens: enough programs to fill the card, each with two or four units of K."""
         if tokens == 1:
             # four rows of a thread for each value of x; look-ups leave no registers for that
-            block_n, block_m, warps = 32, 16, 4 if w.kind == "table" else 1
+            block_n, block_m, warps, least, stages = 32, 16, 4 if w.kind == "table" else 1, 2, 1
         else:
-            block_n, block_m, warps = 64, min(64, max(16, 1 << (tokens - 1).bit_length())), 4
+            block_m = min(64, max(16, 1 << (tokens - 1).bit_length()))
+            block_n, warps, least, stages = 64, 4, 4, 3
         tiles = -(-w.shape[0] // block_n) * -(-tokens // block_m)
-        split = max(1, min(4 // warps * self.programs // tiles, w.units // 4, 16))
-        return Tiles(block_n, block_m, split, warps, 1 if tokens == 1 else 3)
+        split = max(1, min(4 // warps * self.programs // tiles, w.units // least, 16))
+        return Tiles(block_n, block_m, split, warps, stages)
 
 
 def _key(w: Packed) -> str:

@@ -108,7 +108,8 @@ def test_what_the_library_cannot_do_is_declined_with_a_reason(
 def test_a_card_without_a_table_starts_by_the_rule(tmp_path: Path, weight: Packed) -> None:
     tuning = read_tuning("NVIDIA Test", 64, tmp_path)
     assert tuning == Tuning(64)
-    assert tuning.tiles(weight, 1).split == 1  # four units of columns are too few to share
+    # four units of columns are shared by two programs, by none where each wants four
+    assert [tuning.tiles(weight, tokens).split for tokens in (1, 2)] == [2, 1]
     assert tuning.tiles(weight, 40).block_m == 64
 
 

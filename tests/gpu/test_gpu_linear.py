@@ -38,6 +38,9 @@ LAYOUTS: dict[str, tuple[int, int, Callable[[Any, int, int], Layout]]] = {
     "int7-g64-zeros": (20, 128, lambda c, n, k: c.affine(n, k, 7, 64, "zeros")),
     "int8-channel": (37, 200, lambda c, n, k: c.affine(n, k, 8, k, "zero", signed=True)),
     "int8-g128-zeros": (16, 256, lambda c, n, k: c.affine(n, k, 8, 128, "zeros")),
+    "int2-g32-floats": (21, 96, lambda c, n, k: c.affine(n, k, 2, 32, "floats")),
+    "int4-channel-floats": (21, 96, lambda c, n, k: c.affine(n, k, 4, k, "floats")),
+    "nested-like": (18, 192, lambda c, n, k: c.nested(n, k, 64, 4)),
     "nf4-like": (18, 192, lambda c, n, k: c.table(n, k, 4, 64)),
     "mxfp4": (18, 128, lambda c, n, k: c.table(n, k, 4, 32, E8M0, values=E2M1)),
     "nvfp4": (18, 128, lambda c, n, k: c.table(n, k, 4, 16, E4M3, 128, values=E2M1)),
@@ -95,7 +98,13 @@ def test_products_equal_float64_of_the_rounded_inputs(cases: Any, name: str, tok
     assert distance(found, expected) < (5e-4 if "like" in name else 2e-6)
 
 
-@pytest.mark.parametrize("name", ["int4-g64-zero", "nf4-like", "q4_k", "q6_k", "fp8-blocks"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("int4-g64-zero", "int2-g32-floats", "int4-channel-floats", "nf4-like", "nested-like"),
+        *("q4_k", "q6_k", "fp8-blocks"),
+    ],
+)
 def test_exact_products_round_nothing(cases: Any, name: str) -> None:
     layout = made(cases, name)
     x = cases.activations(7, layout.shape[1])

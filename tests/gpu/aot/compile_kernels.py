@@ -33,9 +33,10 @@ ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT))
 
 from sdk.kernels.gpu.linear import Launch, add_chunks, add_up, decode_rows, product, product_one  # noqa: E402
+from sdk.kernels.gpu.linear_as_file import product_bytes, round_rows  # noqa: E402
 from sdk.kernels.gpu.packing import pack  # noqa: E402
 from sdk.kernels.gpu.tuning import Tuning  # noqa: E402
-from sdk.kernels.layouts import BLOCK_TYPES, E2M1, Layout  # noqa: E402
+from sdk.kernels.layouts import BLOCK_TYPES, E2M1, ActivationScheme, Layout  # noqa: E402
 
 _POINTERS = {
     torch.float32: "*fp32",
@@ -45,6 +46,7 @@ _POINTERS = {
     torch.int64: "*i64",
     torch.uint8: "*u8",
     torch.int8: "*i8",
+    torch.float8_e4m3fn: "*fp8e4nv",
 }
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 #: Programs of a large card: a rule for tiles that shares columns.
@@ -92,6 +94,12 @@ def launch_of(name: str, kernel: str, tokens: int, dtype: torch.dtype) -> Launch
         return product_one(packed, x, parts, 2, tiles)
     if kernel == "decode_rows":
         return decode_rows(packed, torch.empty(tokens, k, dtype=dtype), 0)
+    scheme = ActivationScheme("e4m3" if packed.kind == "e4m3" else "int")
+    codes = torch.empty(tokens, k, dtype=torch.float8_e4m3fn if scheme.floats else torch.int8)
+    if kernel == "round_rows":
+        return round_rows(x, codes, torch.empty(tokens), scheme)
+    if kernel == "product_bytes":
+        return product_bytes(packed, codes, torch.empty(tokens), parts, 2, tiles)
     assert kernel == "add_up"
     return add_up(parts, torch.empty(tokens, n))
 
@@ -101,7 +109,8 @@ def source(launch: Launch) -> ASTSource:
     signature: dict[str, str] = {}
     constants: dict[tuple[int, ...], Any] = {}
     facts: dict[tuple[int, ...], list[list[Any]]] = {}
-    for i, name in enumerate(launch.kernel.arg_names):
+    for i, parameter in enumerate(launch.kernel.params):
+        name = parameter.name
         if name in launch.constants:
             signature[name], constants[(i,)] = "constexpr", launch.constants[name]
             continue
@@ -111,12 +120,12 @@ def source(launch: Launch) -> ASTSource:
         elif isinstance(value, float):
             signature[name] = "fp32"
             continue
-        elif value == 1:
+        elif value == 1 and not parameter.do_not_specialize:
             signature[name], constants[(i,)] = "constexpr", 1
             continue
         else:
             signature[name] = "i32"
-        if isinstance(value, Tensor) or value % 16 == 0:
+        if isinstance(value, Tensor) or (value % 16 == 0 and not parameter.do_not_specialize):
             facts[(i,)] = [["tt.divisibility", 16]]
     return ASTSource(launch.kernel, signature, constants, facts)
 
@@ -142,7 +151,6 @@ def compiled(job: list[Any]) -> dict[str, Any]:
         "spills": len(re.findall(r"\b(?:STL|LDL)\b", code)),
         "wide": len(re.findall(r"\bLDG(?:STS)?\.E\.(?:\w+\.)*128\b", code)),
         "matrix": sorted(set(re.findall(r"\b[HIQ]G?MMA\b", code))),
-        "instructions": len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", code, re.MULTILINE)),
         **{op.lower(): len(re.findall(rf"\b{op}\b", code)) for op in ("I2F", "STS", "LDS", "LDG")},
     }
 

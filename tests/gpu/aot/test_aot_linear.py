@@ -42,6 +42,9 @@ def sample() -> list[Job]:
         ("int4-g128-zeros", "decode_rows", 16, "bfloat16", *hopper),
         ("int4-g128-zeros", "add_up", 16, "float32", *hopper),
         ("int4-g128-zeros", "add_chunks", 16, "bfloat16", *hopper),
+        ("int8-g1024-zero", "round_rows", 16, "bfloat16", *hopper),
+        ("int8-g1024-zero", "product_bytes", 16, "bfloat16", *hopper),
+        ("fp8-channel", "product_bytes", 16, "bfloat16", *hopper),
     ]
     cards = [card for card in CARDS if card != hopper]
     return jobs + [("int4-g128-zeros", "product", 16, "float16", *card) for card in cards]
@@ -51,6 +54,15 @@ def every_variant() -> list[Job]:
     jobs: list[Job] = [
         ("int4-g128-zeros", kernel, 16, "float16", *card)
         for kernel, card in itertools.product(("add_up", "add_chunks"), CARDS)
+    ]
+    jobs += [
+        ("int8-g1024-zero", kernel, 16, "float16", *card)
+        for kernel, card in itertools.product(("round_rows", "product_bytes"), CARDS)
+        if card != ("cuda", 75)  # see bytes_of_card
+    ]
+    jobs += [
+        ("fp8-channel", kernel, 16, "float16", "cuda", arch)
+        for kernel, arch in itertools.product(("round_rows", "product_bytes"), (89, 90, 100, 120))
     ]
     for name, card in itertools.product(WEIGHTS, CARDS):
         short = ["float16"] if card == ("cuda", 75) else ["float16", "bfloat16"]
@@ -72,7 +84,7 @@ def compile_jobs(jobs: list[Job], cache: Path) -> list[dict[str, Any]]:
         env=environment | {"TRITON_CACHE_DIR": str(cache)},
     )
     assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"job"')]
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +130,7 @@ def test_products_of_short_floats_use_the_matrix_units(hopper: dict[Job, dict[st
     plain = {
         job: found["matrix"]
         for job, found in hopper.items()
-        if job[1] == "product" and job[3] != "float32" and not found["matrix"]
+        if job[1].startswith("product") and job[3] != "float32" and not found["matrix"]
     }
     assert plain == {}
 
