@@ -1,0 +1,61 @@
+"""The notebooks of docs/tutorials, from top to bottom in a kernel of their own, on the real model."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOKS = sorted((ROOT / "docs" / "tutorials").glob("*.ipynb"))
+
+
+def cells(notebook: Any, kind: str) -> list[Any]:
+    return [cell for cell in notebook.cells if cell.cell_type == kind]
+
+
+@pytest.fixture
+def cache(smollm2: Path, tmp_path: Path) -> Path:
+    """A user's cache that holds the model already: nothing is downloaded."""
+    folder = tmp_path / "embedlm"
+    folder.mkdir()
+    (folder / smollm2.name).symlink_to(smollm2)
+    return tmp_path
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_tutorial_runs_from_top_to_bottom(path: Path, cache: Path, tmp_path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    committed = [bool(cell.outputs) for cell in cells(notebook, "code")]
+    environment = {
+        **os.environ,
+        "XDG_CACHE_HOME": str(cache),
+        "PYTHONPATH": str(ROOT),
+        "IPYTHONDIR": str(tmp_path / "ipython"),
+        "MPLCONFIGDIR": str(tmp_path / "matplotlib"),
+    }
+    client = NotebookClient(notebook, timeout=120, kernel_name="python3")
+    client.execute(cwd=str(tmp_path), env=environment)  # raises what a cell raised
+    assert [bool(cell.outputs) for cell in cells(notebook, "code")] == committed
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_tutorial_opens_in_colab_and_is_committed_with_its_outputs(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    assert f"/docs/tutorials/{path.name})" in cells(notebook, "markdown")[0].source, "the badge"
+    assert "%pip install" in cells(notebook, "code")[0].source
+    assert any(cell.outputs for cell in cells(notebook, "code"))
+    text = path.read_text()
+    assert not re.search(r'"output_type": "error"', text)
+    for link in re.findall(r"\]\((?!https://)([^)]+)\)", "\n".join(c.source for c in notebook.cells)):
+        assert (path.parent / link).exists(), f"{link} is not there"
+
+
+def test_there_are_tutorials() -> None:
+    assert len(NOTEBOOKS) >= 2
