@@ -1,4 +1,4 @@
-"""The notebooks of docs/tutorials, from top to bottom in a kernel of their own, on the real model."""
+"""The notebooks of docs/tutorials, from top to bottom, each in a kernel of its own."""
 
 from __future__ import annotations
 
