@@ -24,7 +24,7 @@ _LARGEST, _NAN = tl.constexpr(0xF7), tl.constexpr(0xFF)
 def mixed(x, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """``x [ROWS, WIDTH]`` times the Hadamard matrix of ``BLOCK`` along the last dimension.
 
-    Sums in the order of ``reference/rope.py`` and so the same bits.
+    Sums in the order of ``reference/page_codes.py`` and so the same bits.
     """
     for i in tl.static_range(8):
         if (1 << i) < BLOCK:

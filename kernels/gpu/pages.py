@@ -10,7 +10,7 @@ the low half of byte d or the high half of byte ``d - head_dim / 2``.
 Codes have scales ``[num_pages, kv_heads * groups, page_size]``, one for ``32 * ceil(head_dim / (32
 * groups))`` dimensions: float16, value = scale * code; or for int4 int16, the upper 8 bits of a
 float16 without sign in its low byte and a zero in sixteenths in its high one, value = scale * (code
-- zero). Integers lie mixed (``reference/rope.py``).
+- zero). Integers lie mixed (``reference/page_codes.py``).
 """
 
 from __future__ import annotations
@@ -112,5 +112,5 @@ def _side(codes: Tensor, scales: Tensor | None, head_dim: int) -> PageSide:
 
 
 def hadamard_block(head_dim: int) -> int:
-    """The size of the Hadamard matrix that mixes a head: see ``reference/rope.py``."""
+    """The size of the Hadamard matrix that mixes a head: see ``reference/page_codes.py``."""
     return head_dim & -head_dim

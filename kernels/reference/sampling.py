@@ -37,9 +37,8 @@ class Sample:
         best: list[float] = values.tolist()
         probabilities = [1.0] * len(best)
         if draws is not None:
-            drawn = [
-                row for row in np.flatnonzero(draws["temperature"] > 0) if math.isfinite(best[row])
-            ]
+            hot = np.flatnonzero(draws["temperature"][: len(best)] > 0)  # buffers may hold more
+            drawn = [row for row in hot if math.isfinite(best[row])]
             for start in range(0, len(drawn), _ROWS):
                 part = drawn[start : start + _ROWS]
                 found = draw(logits[torch.tensor(part, device=logits.device)], draws[part])

@@ -2,7 +2,7 @@
 
 The largest magnitude that shares a scale becomes 448, the largest e4m3; a cast of what lies above
 would give NaN, so values are clamped first. No data is needed: activations are rounded the same
-way, token by token, when the model runs.
+way, token by token, when a file that asks for it runs.
 """
 
 from __future__ import annotations

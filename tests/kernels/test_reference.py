@@ -16,6 +16,7 @@ from sdk.kernels.errors import KernelError
 from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, KVPages, check_layout
 from sdk.kernels.ops import Ops
 from sdk.kernels.reference.decode import decode, pack_codes, unpack_codes
+from sdk.kernels.sampling import SampleBuffers, pack_draw
 
 
 @pytest.fixture
@@ -191,3 +192,11 @@ def test_attention_matches_torch(ops: Ops, cases: Any, window: int | None, centr
         scale=0.3,
     )
     assert cases.nmse(found, expected.transpose(0, 1).reshape(tokens, -1)) < 1e-12
+
+
+def test_draws_beyond_the_rows_at_hand_are_not_looked_at(ops: Ops) -> None:
+    buffers = SampleBuffers(4)
+    for row in range(4):  # as a larger step before has left them
+        buffers.set(row, pack_draw(temperature=1.0), 0.5)
+    ops.sample_into(torch.tensor([[0.0, 50.0, 1.0]]), buffers)
+    assert buffers.read(1).tokens == [1]
