@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sdk.kernels.checks import expect
 from sdk.kernels.errors import KernelError
-from sdk.kernels.layouts import KVPages
+from sdk.kernels.kv_pages import KVPages
 
 
 @dataclass(frozen=True, slots=True)

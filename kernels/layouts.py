@@ -14,7 +14,7 @@ plain one. A matrix is always ``[out, in]``, here ``[N, K]``.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -176,6 +176,22 @@ class Affine:
         levels = (self.scale, self.super_scale, self.scale_table, self.scale_offset)
         parts = (self.codes, *levels, self.zeros, self.minus)
         return sum(part.nbytes for part in parts if part is not None)
+
+    def without_data(self) -> Affine:
+        """The facts of this weight for whoever packs it: its codes and scales are empty tensors.
+
+        A slice of them would keep the canonical tensors alive.
+        """
+        return replace(
+            self,
+            codes=self.codes.new_empty(0, 0),
+            scale=self.scale.new_empty(0, 0),
+            zeros=None,
+            minus=None,
+            super_scale=None,
+            scale_table=None,
+            scale_offset=None,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,56 +360,3 @@ def _expect(
         raise KernelError(
             f"{what}: expected {names} {list(shape)}, found {tensor.dtype} {list(tensor.shape)}"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class KVPages:
-    """One layer's keys and values: ``k``, ``v`` ``[num_pages, kv_heads, page_size, head_dim]``.
-
-    In memory a page's keys of one head lie transposed, ``[head_dim][page_size]``, so that
-    neighbouring keys are the lanes of a vector; its values lie ``[page_size][head_dim]``. Each of
-    the two has its own type: float32, float16, bfloat16, int8, float8_e4m3fn, float8_e5m2, or
-    uint8 ``[..., head_dim / 2]``, which are int4: element d is the low half of byte d or the high
-    half of byte d - head_dim / 2.
-
-    Codes have scales, ``k_scale`` and ``v_scale`` ``[num_pages, kv_heads * groups, page_size]``
-    (head by head, the groups of a head side by side): one for every ``group`` dimensions, a
-    multiple of 32 that follows from the number of groups. int8 and float8: float16, value = scale
-    * code. int4: int16, its low byte the upper 8 bits of a float16 without sign, its high byte the
-    zero in sixteenths, value = scale * (code - zero). Keys and values of integers lie mixed
-    (``reference/page_codes.py``): ``rope_and_cache`` mixes the queries too, and ``attention`` its
-    result back.
-
-    ``k_centre`` float32 ``[kv_heads, head_dim]`` is taken from every rotated key before it is
-    written. All scores of a query change by the same, which softmax does not see, but a softcap or
-    a sink would: ``attention`` refuses them.
-    """
-
-    k: Tensor
-    v: Tensor
-    k_scale: Tensor | None = None
-    v_scale: Tensor | None = None
-    k_centre: Tensor | None = None
-
-    @property
-    def page_size(self) -> int:
-        return self.k.shape[2]
-
-    @property
-    def head_dim(self) -> int:
-        return self.k.shape[3] * (2 if self.k.dtype == torch.uint8 else 1)
-
-    @property
-    def dtype(self) -> str:
-        """Of keys and values: ``int8``, or ``int8/int4`` where they differ."""
-        k, v = (_page_type(x.dtype) for x in (self.k, self.v))
-        return k if k == v else f"{k}/{v}"
-
-
-def _page_type(dtype: torch.dtype) -> str:
-    return "int4" if dtype == torch.uint8 else str(dtype).removeprefix("torch.")
-
-
-def scale_group(head_dim: int, groups: int) -> int:
-    """The dimensions that share a scale where a head of ``head_dim`` has ``groups`` of them."""
-    return -(-head_dim // (32 * groups)) * 32

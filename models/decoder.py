@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.batch import AttentionBatch
-from sdk.kernels.layouts import KVPages
+from sdk.kernels.kv_pages import KVPages
 from sdk.models.config import ModelConfig
 from sdk.models.layers import ACCURATE, ExpertLinear, Linear, Source
 from sdk.models.rope import Rope

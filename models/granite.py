@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sdk.kernels.layouts import KVPages
+from sdk.kernels.kv_pages import KVPages
 from sdk.models.decoder import Decoder, Step
 from sdk.models.layers import Source
 from sdk.models.llama import LlamaLayer

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from sdk.kernels.batch import AttentionBatch
-from sdk.kernels.layouts import KVPages
+from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.ops import Ops
 from sdk.models.config import ModelConfig
 from sdk.models.hf_weights import Filling

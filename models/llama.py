@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from sdk.kernels.layouts import KVPages
+from sdk.kernels.kv_pages import KVPages
 from sdk.models.decoder import MLP, Attention, Decoder, Step
 from sdk.models.experts import ExpertMLP
 from sdk.models.layers import Source

@@ -10,7 +10,7 @@ from sdk.kernels.cpu.elementwise import floats
 from sdk.kernels.cpu.library import AttentionArgs, Engine, OpKind, PlacesArgs
 from sdk.kernels.cpu.pages import check_pages, inner_contiguous, page_sides, reject
 from sdk.kernels.errors import KernelError
-from sdk.kernels.layouts import KVPages
+from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.registry import Problem
 
 

@@ -196,7 +196,7 @@ def _pack_affine(w: Affine, memory: WeightMemory) -> tuple[Packed, Tensor, int]:
     if w.zeros is not None:
         zeros, view.zeros_type = pack_zeros(w, w.zeros, columns)
     packed = Packed(
-        _without_data(w),
+        w.without_data(),
         view,
         _codes(view, memory),
         scale,
@@ -210,20 +210,6 @@ def _pack_affine(w: Affine, memory: WeightMemory) -> tuple[Packed, Tensor, int]:
     _point(packed)
     source = w.codes.contiguous()
     return packed, source, source.shape[1]
-
-
-def _without_data(w: Affine) -> Affine:
-    # new_empty and not a slice: a slice would keep the canonical tensors alive
-    return replace(
-        w,
-        codes=w.codes.new_empty(0, 0),
-        scale=w.scale.new_empty(0, 0),
-        zeros=None,
-        minus=None,
-        super_scale=None,
-        scale_table=None,
-        scale_offset=None,
-    )
 
 
 def _tabulate(view: WeightView, table: Tensor | None) -> Tensor | None:

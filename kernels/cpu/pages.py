@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sdk.kernels.cpu.library import ELEMENT_TYPES, PageSide
 from sdk.kernels.errors import KernelError
-from sdk.kernels.layouts import KVPages, scale_group
+from sdk.kernels.kv_pages import KVPages, scale_group
 from sdk.kernels.registry import Problem
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)

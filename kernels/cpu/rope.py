@@ -9,7 +9,7 @@ from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.cpu.library import AnglesArgs, Engine, OpKind, RopeArgs
 from sdk.kernels.cpu.pages import check_pages, inner_contiguous, page_sides, reject
 from sdk.kernels.errors import KernelError
-from sdk.kernels.layouts import KVPages
+from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.registry import Problem
 
 

@@ -21,7 +21,7 @@ from sdk.kernels.gpu.attention_decode import decode_kernel, join_kernel, shared_
 from sdk.kernels.gpu.attention_prefill import prefill_kernel
 from sdk.kernels.gpu.launch import INTERPRETED, expect_on_device
 from sdk.kernels.gpu.pages import PageSide, hadamard_block, page_sides, reject
-from sdk.kernels.layouts import KVPages
+from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.registry import Problem
 
 _DOTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}

@@ -149,17 +149,7 @@ def _pack_affine(w: Affine) -> Packed:
         is_e2m1 = table.tolist() == list(E2M1)
         kind, table = ("e2m1", None) if is_e2m1 else ("table", table)
     zeros, zeros_bits = _pack_zeros(w)
-    # new_empty and not a slice: a slice would keep the canonical tensors alive
-    facts = replace(
-        w,
-        codes=w.codes.new_empty(0, 0),
-        scale=w.scale.new_empty(0, 0),
-        zeros=None,
-        minus=None,
-        super_scale=None,
-        scale_table=None,
-        scale_offset=None,
-    )
+    facts = w.without_data()
     scale, scale_bits = _scale(w.scale)
     return Packed(
         facts,

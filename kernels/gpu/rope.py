@@ -19,7 +19,7 @@ from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu.launch import expect_on_device
 from sdk.kernels.gpu.page_codes import clamped, encode, mixed, round_bfloat16
 from sdk.kernels.gpu.pages import FLOAT, INT4, hadamard_block, page_sides, reject
-from sdk.kernels.layouts import KVPages
+from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.registry import Problem
 
 

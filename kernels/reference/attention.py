@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.batch import AttentionBatch
-from sdk.kernels.layouts import KVPages
+from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.reference.page_codes import decode, is_mixed, mixed
 from sdk.kernels.registry import Problem
 

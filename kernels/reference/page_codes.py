@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from sdk.kernels.layouts import scale_group
+from sdk.kernels.kv_pages import scale_group
 
 #: The largest float16: a key, value or scale beyond it saturates instead of becoming inf.
 HALF_MAX = 65504.0

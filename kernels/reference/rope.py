@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.batch import AttentionBatch
-from sdk.kernels.layouts import KVPages
+from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.reference.page_codes import HALF_MAX, encode, is_mixed, mixed
 from sdk.kernels.registry import Problem
 

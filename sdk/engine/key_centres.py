@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sdk.engine.kv_cache import KVCache
 from sdk.kernels.batch import AttentionBatch
-from sdk.kernels.layouts import KVPages
+from sdk.kernels.kv_pages import KVPages
 from sdk.models.decoder import CausalLM, Decoder
 from sdk.quant.spec import KVSpec
 

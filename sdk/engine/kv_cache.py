@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sdk.errors import RequestError
-from sdk.kernels.layouts import KVPages
+from sdk.kernels.kv_pages import KVPages
 from sdk.models.config import ModelConfig
 from sdk.quant.spec import KVSpec, KVTypes
 

@@ -17,7 +17,7 @@ from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu import attention_decode
 from sdk.kernels.gpu.attention import Attention
-from sdk.kernels.layouts import KVPages
+from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.reference.attention import Attention as Reference
 from sdk.kernels.registry import Problem
 

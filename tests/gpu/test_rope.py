@@ -17,7 +17,7 @@ from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu.elementwise import Places
 from sdk.kernels.gpu.page_codes import float8_bits
 from sdk.kernels.gpu.rope import RopeAndCache, RopeAngles
-from sdk.kernels.layouts import KVPages
+from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.reference.elementwise import Places as ReferencePlaces
 from sdk.kernels.reference.rope import (
     RopeAndCache as Reference,

@@ -13,7 +13,7 @@ from sdk.engine.kv_cache import KVCache
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.cpu import CpuBackend
 from sdk.kernels.errors import KernelError
-from sdk.kernels.layouts import KVPages
+from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.ops import Ops
 from sdk.kernels.reference.page_codes import decode, mixed
 from sdk.kernels.reference.rope import RopeAndCache, RopeAngles, rotate

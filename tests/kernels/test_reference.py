@@ -13,7 +13,8 @@ import torch
 
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import KernelError
-from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, KVPages, check_layout
+from sdk.kernels.kv_pages import KVPages
+from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, check_layout
 from sdk.kernels.ops import Ops
 from sdk.kernels.reference.decode import decode, pack_codes, unpack_codes
 from sdk.kernels.sampling import SampleBuffers, pack_draw

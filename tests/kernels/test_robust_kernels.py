@@ -16,7 +16,8 @@ from torch import Tensor
 
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import KernelError
-from sdk.kernels.layouts import Affine, Dense, KVPages
+from sdk.kernels.kv_pages import KVPages
+from sdk.kernels.layouts import Affine, Dense
 from sdk.kernels.ops import Ops
 from sdk.kernels.reference.decode import decode
 from sdk.kernels.sampling import DRAW

@@ -19,7 +19,8 @@ import transformers
 from torch import Tensor
 
 from sdk.kernels.batch import AttentionBatch
-from sdk.kernels.layouts import Dense, KVPages
+from sdk.kernels.kv_pages import KVPages
+from sdk.kernels.layouts import Dense
 from sdk.kernels.ops import Ops
 from sdk.models.auto import build_model
 from sdk.models.decoder import CausalLM

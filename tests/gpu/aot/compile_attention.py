@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.gpu import attention, elementwise, launch, norm, rope, sampling
-from sdk.kernels.layouts import KVPages
+from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.sampling import Penalties
 
 TARGETS = {
