@@ -53,6 +53,7 @@ class LLM:
         self.memory_plan = loaded.plan
         self.max_model_len = loaded.plan.max_model_len
         self.load_warnings = loaded.warnings
+        self._kv_scales = loaded.kv_scales
         self._eos_token_ids = loaded.eos_token_ids
         self._default_params = loaded.default_params
         self._runner = weakref.ref(loaded.runner)
@@ -416,7 +417,7 @@ class LLM:
         self._driver.check_usable()
         runner = self._runner()
         assert runner is not None
-        return quant_report(runner.model.linears())
+        return quant_report(runner.model.linears(), self._kv_scales)
 
     def get_metrics(self) -> dict[str, float]:
         """Counters of the engine since it started."""

@@ -51,6 +51,7 @@ class Loaded:
     default_params: SamplingParams
     eos_token_ids: frozenset[int]
     warnings: tuple[str, ...]
+    kv_scales: int
 
 
 def plan(config: EngineConfig) -> MemoryPlan:
@@ -107,6 +108,7 @@ def load(config: EngineConfig) -> Loaded:
         default_params=default_params,
         eos_token_ids=eos,
         warnings=tuple(f"unused tensor {name}" for name in executor.runner.unused_tensors),
+        kv_scales=len(checkpoint.kv_scales),
     )
 
 
