@@ -45,6 +45,10 @@ def sample() -> list[Job]:
         ("int8-g1024-zero", "round_rows", 16, "bfloat16", *hopper),
         ("int8-g1024-zero", "product_bytes", 16, "bfloat16", *hopper),
         ("fp8-channel", "product_bytes", 16, "bfloat16", *hopper),
+        ("int4-g128-zeros", "product_one experts", 1, "float32", *hopper),
+        ("q4_k", "product experts", 16, "bfloat16", *hopper),
+        ("fp8-channel", "product_bytes experts", 16, "bfloat16", *hopper),
+        ("bfloat16", "product_dense", 16, "bfloat16", *hopper),
     ]
     cards = [card for card in CARDS if card != hopper]
     return jobs + [("int4-g128-zeros", "product", 16, "float16", *card) for card in cards]
