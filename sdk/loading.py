@@ -12,6 +12,7 @@ import torch
 
 from sdk.config import EngineConfig
 from sdk.engine.engine import Engine
+from sdk.engine.kept_prefixes import KeptPrefixes
 from sdk.engine.kv_cache import kv_spec
 from sdk.engine.runner import ModelRunner
 from sdk.engine.runner_config import RunnerConfig
@@ -22,6 +23,7 @@ from sdk.executors.local import LocalExecutor
 from sdk.kernels.ops import Compute
 from sdk.loaders.open import open_checkpoint
 from sdk.memory import Demand, MemoryPlan, available_memory, format_bytes, plan_memory
+from sdk.model_key import ModelKey, model_key
 from sdk.models.auto import read_config
 from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
@@ -45,6 +47,8 @@ class Loaded:
     """Everything an :class:`sdk.LLM` is made of."""
 
     engine: Engine
+    kept: KeptPrefixes
+    model_key: ModelKey
     runner: ModelRunner
     tokenizer: Tokenizer | None
     model_config: ModelConfig
@@ -92,8 +96,9 @@ def load(config: EngineConfig) -> Loaded:
         with reporting("load", "B", config.on_progress) as report:
             checkpoint.on_bytes = report
             executor.start()
+        scheduler = Scheduler(scheduler_config)
         engine = Engine(
-            Scheduler(scheduler_config),
+            scheduler,
             executor,
             tokenizer,
             vocab_size=model_config.vocab_size,
@@ -102,6 +107,18 @@ def load(config: EngineConfig) -> Loaded:
         undo.pop_all()
     return Loaded(
         engine=engine,
+        kept=KeptPrefixes(
+            scheduler,
+            executor,
+            kv_spec(model_config, model_config.num_kv_heads, memory.page_size, memory.kv_dtype),
+        ),
+        model_key=model_key(
+            checkpoint.path,
+            model_config,
+            memory.max_model_len,
+            quantization=config.quantization,
+            overrides=config.hf_overrides or {},
+        ),
         runner=executor.runner,
         tokenizer=tokenizer,
         model_config=model_config,
