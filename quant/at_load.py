@@ -88,8 +88,8 @@ class QuantizedAtLoad(DerivedCheckpoint):
         if len(entry.shape) != 2 or entry.format not in _FLOATS:
             return entry
         rows, columns = entry.shape
+        if is_in_block(entry):  # before the head: GGUF calls one matrix of a block attn_output
+            return replace(entry, held=self._scheme.packed_bytes(rows, columns))
         if self._scheme.head is not None and entry.name.removesuffix(".weight").endswith(_ENDS):
             return replace(entry, held=self._scheme.head_bytes(rows, columns))
-        if not is_in_block(entry):
-            return entry
-        return replace(entry, held=self._scheme.packed_bytes(rows, columns))
+        return entry

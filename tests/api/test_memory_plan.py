@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+import sdk
 from sdk import LLM, SamplingParams
 from sdk.loaders.open import open_checkpoint
 from sdk.memory import PACKING
+from sdk.quant.at_load import packed_at_load
 
 
 @pytest.mark.parametrize("max_model_len", [64, 50])
@@ -42,3 +44,14 @@ def test_weights_that_grow_at_load_are_planned_as_they_are_held(golden: Path) ->
     held = sum(entry.nbytes if entry.held is None else entry.held for entry in entries)
     assert held > 1.1 * sum(entry.nbytes for entry in entries)
     assert LLM.plan(path).weights == int(held * PACKING)
+
+
+def test_a_gguf_files_attn_output_is_no_head_where_it_is_packed_at_load(
+    tiny_path: Path, tmp_path: Path
+) -> None:
+    """``int4`` packs the head in 8 bits and the blocks in 4, also the one GGUF calls output."""
+    path = sdk.quantize(tiny_path, tmp_path / "float.gguf", "f16")
+    entries = packed_at_load(open_checkpoint(path), "hqq-w4g32-h8").entries()
+    bits = {entry.name: entry.held * 8 / entry.num_elements for entry in entries if entry.held}
+    assert bits["blk.0.attn_output.weight"] == bits["blk.0.attn_q.weight"] == 5.0
+    assert bits["output.weight"] > 8
