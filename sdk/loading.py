@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from sdk.engine.scheduler_config import SchedulerConfig
 from sdk.errors import CheckpointError, OutOfMemoryError, RequestError
 from sdk.executors.local import LocalExecutor
 from sdk.kernels.ops import Compute
+from sdk.kernels.self_check import failures
 from sdk.loaders.open import open_checkpoint
 from sdk.memory import Demand, MemoryPlan, available_memory, format_bytes, plan_memory
 from sdk.model_key import ModelKey, model_key
@@ -32,10 +34,12 @@ from sdk.progress import reporting
 from sdk.quant.at_load import packed_at_load
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.tokenizer import Tokenizer
+from sdk.quant_report import quant_report
 
 if TYPE_CHECKING:
     from sdk.executors.process import ProcessExecutor
 
+logger = logging.getLogger("sdk")
 
 #: Of a GPU's free memory, what an engine may take unless told otherwise; the rest is for torch's
 #: own buffers and the kernels' scratch.
@@ -126,9 +130,20 @@ def load(config: EngineConfig) -> Loaded:
         plan=memory,
         default_params=default_params,
         eos_token_ids=eos,
-        warnings=tuple(f"unused tensor {name}" for name in executor.runner.unused_tensors),
+        warnings=tuple(_warnings(executor.runner)),
         kv_scales=len(checkpoint.kv_scales),
     )
+
+
+def _warnings(runner: ModelRunner) -> Iterator[str]:
+    """What a user should hear of that did not keep the model from loading."""
+    for name in runner.unused_tensors:
+        yield f"unused tensor {name}"
+    for layer in quant_report(runner.model.linears()).layers:
+        for kernel, why in failures(layer.declined):
+            text = f"{layer.name}: {kernel} {why}; {layer.kernel} runs it"
+            logger.warning(text)
+            yield text
 
 
 def _runner_config(
