@@ -12,10 +12,11 @@ from sdk.config import EngineConfig
 from sdk.engine.engine import Engine
 from sdk.engine.runner import ModelRunner
 from sdk.engine.runner_config import RunnerConfig
-from sdk.engine.scheduler import Scheduler, SchedulerConfig
-from sdk.errors import CheckpointError, RequestError
+from sdk.engine.scheduler import Scheduler
+from sdk.engine.scheduler_config import SchedulerConfig
+from sdk.errors import CheckpointError, OutOfMemoryError, RequestError
 from sdk.executors.local import LocalExecutor
-from sdk.memory import MemoryPlan
+from sdk.memory import MemoryPlan, available_memory, format_bytes
 from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
 from sdk.params import SamplingParams
@@ -63,6 +64,7 @@ def load(config: EngineConfig) -> Loaded:
             enable_chunked_prefill=config.enable_chunked_prefill,
             policy=config.scheduling_policy,
             kv_type=memory.kv_dtype,
+            num_swap_pages=runner_config.num_swap_pages,
             eos_token_ids=eos,
         )
         executor = _executor(config, runner_config, checkpoint)
@@ -108,7 +110,28 @@ def _runner_config(
         deterministic=config.deterministic,
         hf_overrides=dict(config.hf_overrides or {}),
         quantization=config.quantization,
+        num_swap_pages=_swap_pages(config, memory),
+        swap_path=config.swap_path,
     )
+
+
+def _swap_pages(config: EngineConfig, memory: MemoryPlan) -> int:
+    """:raises OutOfMemoryError: swap space for less than a page, or more than the machine has."""
+    swap = config.swap_space
+    assert not isinstance(swap, str)  # EngineConfig has parsed it
+    if 0 < swap < memory.page_bytes:
+        raise OutOfMemoryError(
+            f"swap_space: a page of {memory.page_size} tokens takes "
+            f"{format_bytes(memory.page_bytes)}, found {format_bytes(swap)}"
+        )
+    free = available_memory()
+    if config.swap_path is None and swap and memory.total + swap > free:
+        raise OutOfMemoryError(
+            f"swap_space: {format_bytes(swap)} beside {format_bytes(memory.total)} for model and "
+            f"KV cache is more than the {format_bytes(free)} this machine has left; "
+            "swap_path=FOLDER puts it into a file"
+        )
+    return swap // memory.page_bytes
 
 
 def _tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:
