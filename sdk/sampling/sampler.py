@@ -10,6 +10,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from sdk.engine.plan import Sampled
