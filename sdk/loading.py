@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from sdk.alternatives import checked_plan
 from sdk.config import EngineConfig
 from sdk.engine.engine import Engine
+from sdk.engine.kept_prefixes import KeptPrefixes
+from sdk.engine.kv_cache import kv_spec
 from sdk.engine.runner import ModelRunner
 from sdk.engine.runner_config import RunnerConfig
 from sdk.engine.scheduler import Scheduler
@@ -17,6 +19,7 @@ from sdk.engine.scheduler_config import SchedulerConfig
 from sdk.errors import CheckpointError, OutOfMemoryError, RequestError
 from sdk.executors.local import LocalExecutor
 from sdk.memory import MemoryPlan, available_memory, format_bytes
+from sdk.model_key import ModelKey, model_key
 from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
 from sdk.params import SamplingParams
@@ -34,6 +37,8 @@ class Loaded:
     """Everything an :class:`sdk.LLM` is made of."""
 
     engine: Engine
+    kept: KeptPrefixes
+    model_key: ModelKey
     runner: ModelRunner
     tokenizer: Tokenizer | None
     model_config: ModelConfig
@@ -72,8 +77,9 @@ def load(config: EngineConfig) -> Loaded:
         with reporting("load", "B", config.on_progress) as report:
             checkpoint.on_bytes = report
             executor.start()
+        scheduler = Scheduler(scheduler_config)
         engine = Engine(
-            Scheduler(scheduler_config),
+            scheduler,
             executor,
             tokenizer,
             vocab_size=model.vocab_size,
@@ -82,6 +88,18 @@ def load(config: EngineConfig) -> Loaded:
         undo.pop_all()
     return Loaded(
         engine=engine,
+        kept=KeptPrefixes(
+            scheduler,
+            executor,
+            kv_spec(model, model.num_kv_heads, memory.page_size, memory.kv_dtype),
+        ),
+        model_key=model_key(
+            checkpoint.path,
+            model,
+            memory.max_model_len,
+            quantization=config.quantization,
+            overrides=config.hf_overrides or {},
+        ),
         runner=executor.runner,
         tokenizer=tokenizer,
         model_config=model,

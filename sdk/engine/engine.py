@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterable, Sequence
 
 from sdk.engine.completion import Completion, Generation, is_watched, logprob_row
-from sdk.engine.kept_prefixes import KeptPrefixes
 from sdk.engine.plan import RequestKind, StepPlan, StepResult
 from sdk.engine.request import Request
 from sdk.engine.scheduler import RequestUpdate, Scheduler
@@ -56,7 +55,6 @@ class Engine:
     ) -> None:
         self.scheduler = scheduler
         self.dead: EngineDeadError | None = None
-        self.kept = KeptPrefixes(scheduler, executor)
         self._executor = executor
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
@@ -335,12 +333,13 @@ class Engine:
     def get_metrics(self) -> dict[str, float]:
         """Counters since the engine was built; times are seconds.
 
-        ``prefix_queries`` and ``prefix_hits`` count whole pages looked up and found when requests
-        were admitted, ``cache_hit_rate`` is their quotient. ``num_prompt_tokens`` are the prompt
-        tokens that were computed: not those a prefix hit gave, and again those lost to a
-        preemption. ``swapped_out`` and ``swapped_in`` count pages copied to the swap space and
-        back. ``native_seconds`` is the part of ``execute_seconds`` spent in native calls: what is
-        left of the time a caller waited is Python.
+        ``prefix_queries`` and ``prefix_hits`` count whole pages looked up and found in the cache
+        when requests were admitted, ``cache_hit_rate`` is their quotient. ``swapped_out`` and
+        ``swapped_in`` count pages copied to the swap space and back, ``restored`` pages written
+        from snapshots. ``num_prompt_tokens`` are the prompt tokens that were computed: not those a
+        prefix hit gave, and again those lost to a preemption. ``native_seconds`` is the part of
+        ``execute_seconds`` spent in native calls: what is left of the time a caller waited is
+        Python.
         """
         scheduler = self.scheduler
         pool, swap = scheduler.pool, scheduler.prefixes.swap
@@ -359,7 +358,7 @@ class Engine:
             "swapped_in": swap.loaded,
             "swap_pages": swap.num_slots,
             "swap_pages_used": swap.num_used,
-            "num_restored_tokens": self.kept.restored_tokens,
+            "restored": scheduler.prefixes.restored,
             "num_pages": pool.capacity,
             "num_pages_used": pool.capacity - pool.num_available,
             "num_pages_cached": pool.num_cached,

@@ -6,23 +6,33 @@ what is left of a last page is computed again, at most ``page_size - 1`` tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+import numpy as np
+
+from sdk.engine.kv_transfer import LayerKV, StoredKV, joined, read_layer, write_layer
 from sdk.engine.pages import PageKey
 from sdk.engine.request import Request
 from sdk.engine.scheduler import Scheduler
 from sdk.errors import OutOfMemoryError, RequestError
 from sdk.executors.base import Executor
 from sdk.params import SamplingParams
+from sdk.quant.spec import KVSpec
+
+#: Tokens of one layer that go to a rank or come from it at a time: 64 MiB with 8 heads of 128 in
+#: float32, a quarter of what a message holds.
+_MOST_TOKENS = 8192
 
 
 class KeptPrefixes:
-    """Pins, reads and writes prefixes in the pages of one engine. Not thread-safe."""
+    """Pins, reads and writes prefixes in the pages of one engine, ``spec`` of all its ranks
+    together. Not thread-safe.
+    """
 
-    def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
-        self.restored_tokens = 0
+    def __init__(self, scheduler: Scheduler, executor: Executor, spec: KVSpec) -> None:
         self._scheduler = scheduler
         self._executor = executor
+        self._spec = spec
 
     def _keys(self, token_ids: Sequence[int], salt: str | None) -> list[PageKey]:
         """The keys of the full pages of a prefix. :raises RequestError: there are none."""
@@ -95,28 +105,28 @@ class KeptPrefixes:
 
     # Snapshots
 
-    def read(
-        self, token_ids: Sequence[int], salt: str | None, read: Callable[[list[int]], None]
-    ) -> bool:
-        """Call ``read`` with the pages of a prefix. False: not all of it is in the cache."""
+    def read(self, token_ids: Sequence[int], salt: str | None) -> StoredKV | None:
+        """The keys and values of the full pages of a prefix. ``None``: one is not in the cache."""
         keys = self._keys(token_ids, salt)
         pages = self._scheduler.pool.match(keys)
         if len(pages) < len(keys):
-            return False
-        read(pages)
-        return True
+            return None
+        layers = []
+        step = max(_MOST_TOKENS // self._scheduler.config.page_size, 1)
+        for layer in range(self._spec.num_layers):
+            parts = []
+            for begin in range(0, len(pages), step):
+                some = pages[begin : begin + step]
+                answers = self._executor.on_ranks(read_layer, layer, some)
+                parts.append(joined(answers, self._spec.kv_heads))
+            rows = np.concatenate([part.rows for part in parts])
+            layers.append(LayerKV(rows, parts[0].centre))
+        return StoredKV(self._spec, tuple(layers))
 
     def restore(
-        self,
-        token_ids: Sequence[int],
-        salt: str | None,
-        write: Callable[[list[int], int], None],
-        *,
-        pin: bool,
+        self, token_ids: Sequence[int], salt: str | None, stored: StoredKV, *, pin: bool
     ) -> int:
         """Put a prefix into the cache, as far as there are pages that nobody holds; its tokens.
-
-        ``write(pages, first)`` fills pages with the prefix from its page ``first`` on.
 
         :raises OutOfMemoryError: it is to be pinned and does not fit.
         """
@@ -125,26 +135,43 @@ class KeptPrefixes:
         pages = pool.acquire(pool.match(keys), 0) or []
         known = len(pages)
         try:
-            if pin and len(keys) - known > pool.num_available:
+            missing = len(keys) - known
+            if pin and missing > pool.num_available:
                 raise OutOfMemoryError(
-                    f"restore: the prefix needs {len(keys) - known} KV pages of {size} tokens, "
+                    f"restore: the prefix needs {missing} KV pages of {size} tokens, "
                     f"{pool.num_available} of {pool.capacity} are held by nobody"
                 )
-            new = pool.acquire((), min(len(keys) - known, pool.num_available)) or []
+            new = pool.acquire((), min(missing, pool.num_available)) or []
             pages = pages + new
-            if new:
-                plan = self._scheduler.interlude()
-                if plan.swaps:
-                    self._executor.execute(plan)
-                write(new, known)
+            self._write(new, known, stored)
             for page, key in zip(new, keys[known:], strict=False):
                 pool.publish(page, key)
             if pin:
                 self.pin(token_ids, salt)
         finally:
             pool.release(pages)
-        self.restored_tokens += len(new) * size
+        self._scheduler.prefixes.restored += len(new)
         return len(pages) * size
+
+    def _write(self, pages: list[int], first: int, stored: StoredKV) -> None:
+        """Fill pages with what is stored, from its page ``first`` on."""
+        if not pages:
+            return
+        plan = self._scheduler.interlude()
+        try:
+            if plan.swaps:
+                self._executor.execute(plan)
+        except BaseException:
+            self._scheduler.prefixes.undo(plan.swaps)
+            raise
+        size = self._scheduler.config.page_size
+        step = max(_MOST_TOKENS // size, 1)
+        for layer, (rows, centre) in enumerate((x.rows, x.centre) for x in stored.layers):
+            for begin in range(0, len(pages), step):
+                some = pages[begin : begin + step]
+                at = (first + begin) * size
+                part = LayerKV(rows[at : at + len(some) * size], centre)
+                self._executor.on_ranks(write_layer, layer, some, part, stored.spec)
 
 
 def _most_pages(request: Request, page_size: int) -> int:

@@ -16,7 +16,7 @@ from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.ops import Ops
 from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
-from sdk.quant.spec import KVSpec, KVTypes
+from sdk.quant.spec import KVPart, KVSpec, KVTypes
 
 _LINE = 64  # bytes of a cache line
 
@@ -111,8 +111,18 @@ class KVCache:
             self._storage.close()
 
 
-#: float16 scales, but for int4: a byte of scale and one of zero.
 _DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int4": torch.uint8}
+
+
+def page_dtype(part: KVPart) -> torch.dtype:
+    """Of the tensor with the codes of keys or values."""
+    found: torch.dtype = _DTYPES.get(part.dtype) or getattr(torch, part.dtype)
+    return found
+
+
+def page_width(part: KVPart, head_dim: int) -> int:
+    """Elements of that tensor in a head."""
+    return head_dim // 2 if part.dtype == "int4" else head_dim
 
 
 def _layer(
@@ -132,13 +142,12 @@ def _layer(
     keys, values = spec.parts(layer)
     codes, scales, offset = [], [], 0
     for part in (keys, values):
-        dtype = _DTYPES.get(part.dtype) or getattr(torch, part.dtype)
-        width = spec.head_dim // 2 if part.dtype == "int4" else spec.head_dim
+        width = page_width(part, spec.head_dim)
         transposed = keys_transposed and part is keys
         shape = (heads, width, slots) if transposed else (heads, slots, width)
-        codes.append(view(dtype, offset, shape))
+        codes.append(view(page_dtype(part), offset, shape))
         offset += part.code_bytes
-    for part in (keys, values):
+    for part in (keys, values):  # float16, but for int4: a byte of scale and one of zero
         dtype = torch.int16 if part.dtype == "int4" else torch.float16
         groups = heads * part.groups
         scales.append(view(dtype, offset, (groups, slots)) if groups else None)

@@ -39,6 +39,7 @@ class Prefixes:
         self.pool = pool
         self.swap = SwapSpace(num_swap_pages)
         self.promised: dict[bytes, Request] = {}  # page digest -> the running request writing it
+        self.restored = 0  # pages written from snapshots
         self._kv_type = kv_type
         self._pins: dict[bytes, tuple[int, ...]] = {}  # digest of the last page -> all of them
         self._pinned: set[int] = set()

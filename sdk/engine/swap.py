@@ -72,7 +72,7 @@ class SwapSpace:
 
     def put_back(self, held: Mapping[PageKey, int]) -> None:
         """What was held is the most recently used now, its beginning last of all."""
-        for key, slot in reversed(held.items()):
+        for key, slot in reversed(list(held.items())):
             self.drop(key.digest)  # stored again meanwhile
             self._known[key.digest] = key, slot
 

@@ -9,13 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from sdk.engine.plan import Swap
 from sdk.errors import OutOfMemoryError
-
-Bytes = NDArray[np.uint8]
 
 
 class SwapStorage:
@@ -57,9 +54,9 @@ class SwapStorage:
         if out:
             if self._on_gpu:
                 row.copy_(self._pages[page])
-            _write(self._file.fileno(), row.numpy(), offset)
+            _write(self._file.fileno(), row.numpy().data, offset)
         else:
-            _read(self._file.fileno(), row.numpy(), offset)
+            _read(self._file.fileno(), row.numpy().data, offset)
             if self._on_gpu:
                 self._pages[page].copy_(row)
 
@@ -85,13 +82,13 @@ def _reserved(folder: str, size: int) -> Any:
     return file
 
 
-def _write(file: int, data: Bytes, offset: int) -> None:
+def _write(file: int, data: memoryview, offset: int) -> None:
     done = 0
     while done < len(data):
         done += os.pwrite(file, data[done:], offset + done)
 
 
-def _read(file: int, data: Bytes, offset: int) -> None:
+def _read(file: int, data: memoryview, offset: int) -> None:
     done = 0
     while done < len(data):
         count = os.preadv(file, [data[done:]], offset + done)

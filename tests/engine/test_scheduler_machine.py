@@ -23,6 +23,9 @@ from hypothesis.stateful import (
 
 from sdk.engine.kept_prefixes import KeptPrefixes
 from sdk.errors import OutOfMemoryError, RequestError
+from sdk.quant.spec import KVSpec
+
+SPEC = KVSpec(num_layers=1, kv_heads=1, head_dim=8, page_size=4)  # pins do not look into pages
 
 PAGE = 4  # prompts are made of runs this long, so that they share pages whatever the page size
 
@@ -270,7 +273,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         tokens = request.token_ids[: pages * rig.config.page_size]
         if len(tokens) < rig.config.page_size:
             return
-        kept = KeptPrefixes(rig.scheduler, rig.runner)
+        kept = KeptPrefixes(rig.scheduler, rig.runner, SPEC)
         with suppress(OutOfMemoryError):
             if kept.pin(tokens, request.salt):
                 self.pinned.append((tokens, request.salt))
@@ -280,7 +283,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def unpin(self) -> None:
         """It may have gone: the cache was reset, or a page of it had NaN."""
         tokens, salt = self.pinned.pop()
-        KeptPrefixes(self.rig.scheduler, self.rig.runner).unpin(tokens, salt)
+        KeptPrefixes(self.rig.scheduler, self.rig.runner, SPEC).unpin(tokens, salt)
 
     @rule()
     def reset_prefix_cache(self) -> None:
