@@ -34,9 +34,10 @@ logger = logging.getLogger("sdk")
 
 #: The largest config.json in use (with long lists of quantized layers) stays below 2 MB.
 MAX_CONFIG = 8 << 20
-#: Bytes of plain matrices whose pages stay in memory after they were pulled: by then they have
-#: been packed for their kernels, or quantized.
-_MAPPED = 32 * 2**20
+#: Bytes of plain matrices whose pages stay in memory after they were pulled, and matrices that do
+#: whatever their size: by then they have been packed for their kernels (q, k and v, or gate and up,
+#: together), or quantized.
+_MAPPED, _NEWEST = 8 * 2**20, 4
 _FLOATS = ("F32", "F16", "BF16")
 #: Tensors that carry nothing a model needs: buffers computed anew from the config.
 _IGNORABLE = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.masked_bias")
@@ -254,7 +255,8 @@ class HfFolder:
         """Hand back the pages of plain matrices pulled before this one; what is still used of them
         comes back from the file."""
         self._mapped.append(stored)
-        while sum(matrix.nbytes for matrix in self._mapped) > max(_MAPPED, stored.nbytes):
+        mapped = self._mapped
+        while len(mapped) > _NEWEST and sum(matrix.nbytes for matrix in mapped) > _MAPPED:
             self._opened().release(self._mapped.popleft().name)
 
     def _adds_nothing(self, name: str) -> bool:
