@@ -104,7 +104,8 @@ def _add_tensors(writer: gguf.GGUFWriter, shape: Shape) -> None:
         add(f"blk.{i}.attn_v", keys, hidden)
         add(f"blk.{i}.attn_output", hidden, queries)
         add_norm(f"blk.{i}.ffn_norm")
-        ending, experts = "", ()
+        ending = ""
+        experts: tuple[int, ...] = ()
         if shape.experts:
             add_norm(f"blk.{i}.attn_q_norm", shape.head_dim)
             add_norm(f"blk.{i}.attn_k_norm", shape.head_dim)
