@@ -31,7 +31,7 @@ class Shape:
 
 
 #: The shape of Llama-3.2-1B with a smaller vocabulary: 1.04 billion weights, 585 MB; and a mixture
-#: of 0.88 billion, 492 MB, of which a token meets a third.
+#: of 0.88 billion, 495 MB, of which a token meets a third.
 SHAPES = {
     "random-1b": Shape(2048, 16, 32, 8, 64, 8192),
     "random-moe": Shape(1024, 16, 16, 4, 64, 512, experts=32, used=8),
