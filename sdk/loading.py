@@ -91,6 +91,13 @@ def load(config: EngineConfig) -> Loaded:
             num_swap_pages=runner_config.num_swap_pages,
             eos_token_ids=eos,
         )
+        key = model_key(
+            checkpoint.path,
+            model_config,
+            memory.max_model_len,
+            quantization=config.quantization,
+            overrides=config.hf_overrides or {},
+        )
         executor = _executor(config, runner_config, checkpoint)
         undo.callback(executor.close)
         with reporting("load", "B", config.on_progress) as report:
@@ -112,13 +119,7 @@ def load(config: EngineConfig) -> Loaded:
             executor,
             kv_spec(model_config, model_config.num_kv_heads, memory.page_size, memory.kv_dtype),
         ),
-        model_key=model_key(
-            checkpoint.path,
-            model_config,
-            memory.max_model_len,
-            quantization=config.quantization,
-            overrides=config.hf_overrides or {},
-        ),
+        model_key=key,
         runner=executor.runner,
         tokenizer=tokenizer,
         model_config=model_config,

@@ -117,6 +117,7 @@ def test_a_real_model_answers_as_without_pressure(smollm2: Path) -> None:
         ({"swap_space": -1}, "swap_space: expected a size"),
         ({"swap_space": "1GiB", "enable_prefix_caching": False}, "enable_prefix_caching=True"),
         ({"swap_path": "/tmp"}, "needs a swap_space"),
+        ({"swap_space": "1MiB", "swap_path": 5}, "swap_path: expected a folder, found 5"),
     ],
 )
 def test_options_that_cannot_work_are_refused(
