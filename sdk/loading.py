@@ -65,6 +65,13 @@ def load(config: EngineConfig) -> Loaded:
         default_params = _default_params(checkpoint.generation_config)
         runner_config = _runner_config(config, checkpoint, memory)
         eos = frozenset(tokenizer.eos_token_ids if tokenizer is not None else _eos(checkpoint))
+        key = model_key(
+            checkpoint.path,
+            model,
+            memory.max_model_len,
+            quantization=config.quantization,
+            overrides=config.hf_overrides or {},
+        )
         executor = _executor(config, runner_config, checkpoint)
         undo.callback(executor.close)
         with reporting("load", "B", config.on_progress) as report:
@@ -86,13 +93,7 @@ def load(config: EngineConfig) -> Loaded:
             executor,
             kv_spec(model, model.num_kv_heads, memory.page_size, memory.kv_dtype),
         ),
-        model_key=model_key(
-            checkpoint.path,
-            model,
-            memory.max_model_len,
-            quantization=config.quantization,
-            overrides=config.hf_overrides or {},
-        ),
+        model_key=key,
         runner=executor.runner,
         tokenizer=tokenizer,
         model_config=model,
