@@ -90,8 +90,10 @@ def load(config: EngineConfig) -> Loaded:
         with reporting("load", "B", config.on_progress) as report:
             checkpoint.on_bytes = report
             executor.start()
+        scheduler = Scheduler(scheduler_config)
+        scheduler.pages_ahead = executor.runner.steps_ahead
         engine = Engine(
-            Scheduler(scheduler_config),
+            scheduler,
             executor,
             tokenizer,
             vocab_size=model_config.vocab_size,
