@@ -63,7 +63,7 @@ def open_backend(device: str, num_threads: int, *, fixed: bool = False) -> GpuBa
     return GpuBackend(
         {
             "linear": (DenseLinear(fixed=fixed), *packed, as_file),
-            **attention.OPS,
+            **attention.operators(fixed=fixed),
             **rope.OPS,
             **norm.OPS,
             **elementwise.OPS,

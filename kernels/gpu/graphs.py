@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from sdk.kernels.errors import KernelError
+from sdk.kernels.graph import CaptureError
 
 Result = TypeVar("Result")
 
@@ -48,9 +49,15 @@ class StepGraphs(Generic[Result]):
         )
 
     def replay(self, size: int, shared: bool) -> Result:
-        """Run the step of a bucket on what its buffers hold now."""
+        """Run the step of a bucket on what its buffers hold now.
+
+        :raises CaptureError: when it cannot be captured.
+        """
         if (size, shared) not in self._captured:
-            self._captured[size, shared] = self._capture(size, shared)
+            try:
+                self._captured[size, shared] = self._capture(size, shared)
+            except RuntimeError as error:
+                raise CaptureError(f"a decode step cannot be captured: {error}") from error
         graph, result = self._captured[size, shared]
         graph.replay()
         return result

@@ -16,10 +16,9 @@ from sdk.engine.kv_cache import KVCache, kv_spec
 from sdk.engine.plan import RequestStart, Sampled, StepPlan, StepResult
 from sdk.engine.run_ahead import Decoded, Flight, RunAhead
 from sdk.engine.runner_config import RunnerConfig
-from sdk.engine.wanted import Wanted, sorted_out, wanted_of
+from sdk.engine.wanted import Wanted, guided_rows, score_prompt, sorted_out, wanted_of
 from sdk.errors import RequestError
 from sdk.kernels.graph import CaptureError, Graph
-from sdk.kernels.ops import Ops
 from sdk.kernels.sampling import Tokens
 from sdk.loaders.open import open_checkpoint
 from sdk.memory import release_free_memory
@@ -28,7 +27,6 @@ from sdk.models.parallel import Mesh
 from sdk.params import SamplingParams
 from sdk.quant.at_load import packed_at_load
 from sdk.quant.checkpoint import Checkpoint
-from sdk.sampling.guidance import guided
 from sdk.sampling.sampler import Sampler
 from sdk.sampling.state import RequestState
 from sdk.sampling.uniform import TOKEN
@@ -69,12 +67,7 @@ class ModelRunner:
                 )
                 checkpoint = packed_at_load(checkpoint, config.quantization)
             undo.callback(checkpoint.close)
-            self.ops = Ops(
-                config.device,
-                compute=config.compute,
-                num_threads=config.num_threads,
-                deterministic=config.deterministic,
-            )
+            self.ops = config.open_ops()
             undo.callback(self.ops.close)
             self.model = build_model(
                 checkpoint,
@@ -169,7 +162,7 @@ class ModelRunner:
         self._update(plan)
         if not plan.num_tokens:
             return StepResult(plan.step_id)
-        flight, landed = None, {}
+        flight = None
         if self._ahead is not None:
             flight, landed = self._ahead.landed(plan, self._requests)
         if flight is None:
@@ -195,8 +188,11 @@ class ModelRunner:
         self.sampler.write_draws(wanted.sampling, self._inputs.sampling)
         begin = perf_counter()
         flight: Flight | None = None
-        if self._ahead is not None and tokens == len(rows) == len(outputs):
-            flight, hidden, logits = self._ahead.run([request for request, _ in rows])
+        decoded = None
+        if tokens == len(rows) == len(outputs):
+            decoded = self._decode_ahead([request for request, _ in rows])
+        if decoded is not None:
+            flight, hidden, logits = decoded
         else:
             hidden, logits = self._forward(tokens, len(rows), len(outputs))
         for request, count in rows:
@@ -215,6 +211,16 @@ class ModelRunner:
             with torch.inference_mode():
                 return self._finish(plan, wanted, hidden, logits)
         return self._finish(plan, wanted, hidden, logits)
+
+    def _decode_ahead(self, rows: list[Running]) -> tuple[Flight, Tensor, Tensor] | None:
+        """The decode step just written, where they are captured."""
+        if self._ahead is None:
+            return None
+        try:
+            return self._ahead.run(rows)
+        except CaptureError as error:
+            self._ahead, self.eager_reason = None, str(error)
+            return None
 
     def execute_again(self, plan: StepPlan, tokens: list[int]) -> StepResult | list[int]:
         """See :meth:`sdk.executors.base.Executor.execute_again`.
@@ -333,7 +339,8 @@ class ModelRunner:
         errors: dict[str, str] = {}
         if wanted.sampling and self._mesh.rank == 0:
             if wanted.guides:  # what was drawn is not guided yet
-                outcomes = self.sampler.sample(self._guided(wanted, logits), wanted.sampling)
+                rows = guided_rows(wanted, self._requests, logits)
+                outcomes = self.sampler.sample(rows, wanted.sampling)
             else:
                 chosen = self._inputs.sampling.read(len(wanted.sampling))
                 outcomes = self.sampler.collect(logits, wanted.sampling, chosen)
@@ -341,7 +348,7 @@ class ModelRunner:
         for request_id, request, begin, end in wanted.special:
             if request.start.params.prompt_logprobs is not None:
                 try:
-                    scored = self._score_prompt(request, hidden[begin:end])
+                    scored = score_prompt(self.sampler, request, hidden[begin:end], self._logits)
                 except RequestError as error:  # its logits are not finite
                     errors[request_id] = str(error)
                     scored = ()
@@ -354,28 +361,6 @@ class ModelRunner:
                 else:
                     errors[request_id] = "the model's hidden state is not finite"
         return StepResult(plan.step_id, sampled, prompt_logprobs, embeddings, errors)
-
-    def _guided(self, wanted: Wanted, logits: Tensor) -> Tensor:
-        """The rows to sample, each guided one moved away from what its guide says."""
-        outputs = len(wanted.sampling) + len(wanted.guides)
-        logits, negative = logits[:outputs].tensor_split([len(wanted.sampling)])
-        for row, request_id in zip(negative, wanted.guides, strict=True):
-            own = logits[wanted.sampling.index(request_id)]
-            own.copy_(guided(own, row, self._requests[request_id].start.params.guidance_scale))
-        return logits
-
-    def _score_prompt(self, request: Running, hidden: Tensor) -> tuple[Sampled, ...]:
-        """Log-probabilities of the prompt tokens that follow the rows just run."""
-        first = request.num_computed - len(hidden)
-        following = request.token_ids[first + 1 : min(first + 1 + len(hidden), request.num_prompt)]
-        count = request.start.params.prompt_logprobs
-        assert count is not None
-        also = request.start.params.logprob_token_ids or ()
-        scored: list[Sampled] = []
-        for logits in self._logits(hidden[: len(following)]):
-            part = following[len(scored) : len(scored) + len(logits)]
-            scored += self.sampler.score(logits, part, count, also)
-        return tuple(scored)
 
     def _logits(self, hidden: Tensor) -> Iterator[Tensor]:
         """The head over all rows, some at a time; each result is valid until the next."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from sdk.engine.inputs import Running
 from sdk.engine.plan import Sampled, StepPlan
+from sdk.sampling.guidance import guided
+from sdk.sampling.sampler import Sampler
 
 
 @dataclass(slots=True)
@@ -48,3 +52,35 @@ def sorted_out(
     pairs = list(zip(request_ids, outcomes, strict=True))
     sampled = {name: outcome for name, outcome in pairs if not isinstance(outcome, str)}
     return sampled, {name: outcome for name, outcome in pairs if isinstance(outcome, str)}
+
+
+def guided_rows(wanted: Wanted, requests: Mapping[str, Running], logits: Tensor) -> Tensor:
+    """The rows to sample, each guided one moved away from what its guide says."""
+    outputs = len(wanted.sampling) + len(wanted.guides)
+    logits, negative = logits[:outputs].tensor_split([len(wanted.sampling)])
+    for row, request_id in zip(negative, wanted.guides, strict=True):
+        own = logits[wanted.sampling.index(request_id)]
+        own.copy_(guided(own, row, requests[request_id].start.params.guidance_scale))
+    return logits
+
+
+def score_prompt(
+    sampler: Sampler,
+    request: Running,
+    hidden: Tensor,
+    head: Callable[[Tensor], Iterator[Tensor]],
+) -> tuple[Sampled, ...]:
+    """Log-probabilities of the prompt tokens that follow the rows just run.
+
+    ``head`` gives the logits of rows ``hidden``, some at a time.
+    """
+    first = request.num_computed - len(hidden)
+    following = request.token_ids[first + 1 : min(first + 1 + len(hidden), request.num_prompt)]
+    count = request.start.params.prompt_logprobs
+    assert count is not None
+    also = request.start.params.logprob_token_ids or ()
+    scored: list[Sampled] = []
+    for logits in head(hidden[: len(following)]):
+        part = following[len(scored) : len(scored) + len(logits)]
+        scored += sampler.score(logits, part, count, also)
+    return tuple(scored)

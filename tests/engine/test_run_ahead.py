@@ -1,12 +1,11 @@
 """Decode steps launched before the tokens of the last one are known: the same answers.
 
-The kernels are the CPU's, whose bits do not depend on the batch, and a captured graph is its forward
-pass once more; so what is compared is who ran when.
+The kernels are the CPU's, whose bits do not depend on the batch, and a captured graph is its
+forward pass once more; so what is compared is who ran when.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,9 @@ import torch
 from torch import Tensor
 
 from sdk import LLM, SamplingParams
+from sdk.engine import inputs
 from sdk.engine.run_ahead import Flight, RunAhead
+from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.gpu import graphs
 from sdk.kernels.gpu.graphs import StepGraphs
 from sdk.kernels.ops import Ops
@@ -113,10 +114,49 @@ def both(path: Path, prompts: list[list[int]], wanted: list[SamplingParams], **o
 
 
 def test_a_steady_batch_always_has_a_step_under_way(path: Path, launches: Launches) -> None:
-    both(path, PROMPTS, [params(40, ignore_eos=True)] * 4)
+    both(path, [[5, 9], [44, 8], [7, 7], [3, 1]], [params(40, ignore_eos=True)] * 4)
     # Each of the 39 steps is launched once and read, and the last was followed by one for nothing.
-    assert launches.rows.count(4) - launches.read == 1
+    assert launches.rows == [4] * 40
     assert launches.read == 39
+
+
+def test_a_common_beginning_has_graphs_of_its_own(
+    path: Path, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inputs, "_SHARED_REQUESTS", 3)
+    monkeypatch.setattr(inputs, "_SHARED_TOKENS", 32)
+    seen: list[tuple[int, bool, int]] = []
+    decoding = inputs.StepInputs.decoding
+
+    def looking(self: inputs.StepInputs, size: int, shared: bool) -> AttentionBatch:
+        batch = decoding(self, size, shared)
+        seen.append((size, shared, 0 if batch.shared_len is None else int(batch.shared_len)))
+        return batch
+
+    monkeypatch.setattr(inputs.StepInputs, "decoding", looking)
+    beginning = [token % 400 for token in range(7, 7 + 40)]
+    prompts = [[*beginning, index] for index in range(3)]
+    wanted = [params(length, ignore_eos=True) for length in (12, 9, 9)]
+    with load(path, ahead=True) as llm:
+        llm._runner()._inputs._find_shared = True
+        found = answers(llm, prompts, wanted)
+    with load(path, ahead=False) as llm:
+        assert answers(llm, prompts, wanted) == found
+    assert {(3, True, 32), (1, False, 0)} <= set(seen)  # two pages of 16 are common to three
+
+
+def test_what_cannot_be_captured_runs_operator_by_operator(
+    path: Path, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def capture(self: StepGraphs[Any], *bucket: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(StepGraphs, "_capture", capture)
+    with load(path, ahead=True) as llm:
+        found = answers(llm, PROMPTS, [params(9)] * 4)
+        assert "not permitted when stream is capturing" in str(llm.explain())
+    with load(path, ahead=False) as llm:
+        assert answers(llm, PROMPTS, [params(9)] * 4) == found
 
 
 def test_requests_end_at_different_times_and_others_take_their_place(
@@ -162,9 +202,7 @@ def test_few_pages_preempt_and_nothing_is_lost(path: Path, launches: Launches) -
     assert len(launches.rows) > 60
 
 
-def test_an_aborted_request_leaves_the_others_their_tokens(
-    path: Path, launches: Launches
-) -> None:
+def test_an_aborted_request_leaves_the_others_their_tokens(path: Path, launches: Launches) -> None:
     with load(path, ahead=False) as llm:
         wanted = answers(llm, PROMPTS, [params(20, ignore_eos=True)] * 4)
     with load(path, ahead=True) as llm:

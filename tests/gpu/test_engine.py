@@ -120,9 +120,22 @@ def test_one_order_of_additions_is_asked_of_the_kernels() -> None:
     for deterministic in (False, True):
         ops = Ops("cpu", num_threads=1, deterministic=deterministic)
         backend = ops._backends[0]
-        linears = [x for x in backend.implementations("linear") if hasattr(x, "_fixed")]
-        assert linears and {x._fixed for x in linears} == {deterministic}
+        for op in ("linear", "attention"):
+            kernels = [x for x in backend.implementations(op) if hasattr(x, "_fixed")]
+            assert kernels and {x._fixed for x in kernels} == {deterministic}
         ops.close()
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_deterministic_answer_has_the_same_bits_alone_and_in_a_batch(path: Path) -> None:
+    def bits(llm: LLM, prompts: list[list[int]]) -> list[Any]:
+        outputs = [output.outputs[0] for output in llm.generate(prompts, GREEDY)]
+        return [(output.token_ids, output.cumulative_logprob) for output in outputs]
+
+    with load(path, deterministic=True) as llm:
+        assert not llm._runner()._inputs._find_shared
+        together = bits(llm, PROMPTS)
+        assert [bits(llm, [prompt])[0] for prompt in PROMPTS] == together
 
 
 def test_buckets_are_few_where_batches_are_small() -> None:
