@@ -29,6 +29,8 @@ class RunnerConfig:
     local_files_only: bool = False
     hf_overrides: Mapping[str, Any] = field(default_factory=dict)
     quantization: str | None = None
+    num_swap_pages: int = 0
+    swap_path: str | None = None
 
     def open_ops(self) -> Ops:
         """The operators of this rank."""

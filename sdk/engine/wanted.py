@@ -83,4 +83,5 @@ def score_prompt(
     for logits in head(hidden[: len(following)]):
         part = following[len(scored) : len(scored) + len(logits)]
         scored += sampler.score(logits, part, count, also)
+        del logits  # before the next are made
     return tuple(scored)
