@@ -78,6 +78,7 @@ def load(config: EngineConfig) -> Loaded:
             checkpoint.on_bytes = report
             executor.start()
         scheduler = Scheduler(_scheduler_config(config, runner_config, eos))
+        scheduler.pages_ahead = executor.runner.steps_ahead
         engine = Engine(
             scheduler,
             executor,
