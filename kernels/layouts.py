@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -260,7 +260,7 @@ def inputs_of(layout: Layout) -> ActivationScheme | None:
 def on_device(layout: Layout, device: torch.device) -> Layout:
     """The same weight with its tensors on ``device``."""
     parts = ((field.name, getattr(layout, field.name)) for field in fields(layout))
-    tensors = {name: part.to(device) for name, part in parts if isinstance(part, Tensor)}
+    tensors: Any = {name: part.to(device) for name, part in parts if isinstance(part, Tensor)}
     return replace(layout, **tensors)
 
 

@@ -66,10 +66,14 @@ def plan(config: EngineConfig) -> MemoryPlan:
         checkpoint.close()
 
 
-def load(config: EngineConfig) -> Loaded:
-    """Build the engine; on any error everything built so far is given back."""
+def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
+    """Build the engine; on any error everything built so far is given back.
+
+    ``checkpoint`` stands in place of the one that ``config`` names, and is closed.
+    """
     with contextlib.ExitStack() as undo:
-        checkpoint = _open(config)
+        if checkpoint is None:
+            checkpoint = _open(config)
         undo.callback(checkpoint.close)
         model_config = _model_config(config, checkpoint)
         memory = _plan(config, checkpoint, model_config)

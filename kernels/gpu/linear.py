@@ -7,6 +7,7 @@ decoding it in every tile of tokens. ``kernels/reference/linear.py`` is what all
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -64,6 +65,16 @@ class Linear:
         self._tuning = tuning
         self._fixed = fixed
         self.name = "gpu.linear_exact" if dtype == torch.float32 else "gpu.linear"
+
+    def tuned(self, tuning: Tuning) -> Linear:
+        """The same kernel with other tiles."""
+        other = copy.copy(self)
+        other._tuning = tuning
+        return other
+
+    def op_of(self, packed: Packed) -> str:
+        """Under which name the tiles of a weight are tuned."""
+        return "linear"
 
     def reject(self, problem: Problem) -> str | None:
         if problem.inputs:

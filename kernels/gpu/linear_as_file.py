@@ -41,6 +41,12 @@ class LinearAsFile(Linear):
     def reject(self, problem: Problem) -> str | None:
         return super().reject(replace(problem, inputs="", compute="exact"))
 
+    def op_of(self, packed: Packed) -> str:
+        scheme = inputs_of(packed.facts)
+        if scheme is not None and multiplies_bytes(packed, scheme, self._codes):
+            return "linear_bytes"
+        return "linear"
+
     def matmul(self, packed: Packed, x: Tensor, out: Tensor) -> None:
         scheme = inputs_of(packed.facts)
         if scheme is None:
@@ -53,7 +59,7 @@ class LinearAsFile(Linear):
     def _matmul_bytes(self, w: Packed, scheme: ActivationScheme, x: Tensor, out: Tensor) -> None:
         expect_on_device("linear", x, out, w.scale)
         tokens = x.shape[0]
-        tiles = self._tuning.tiles(w, 2 if self._fixed else max(tokens, 2))
+        tiles = self._tuning.tiles(w, 2 if self._fixed else max(tokens, 2), "linear_bytes")
         split = min(tiles.split, w.units)
         dtype = torch.float8_e4m3fn if scheme.floats else torch.int8
         codes = torch.empty(tokens, w.units * w.unit, dtype=dtype, device=x.device)

@@ -165,7 +165,7 @@ def test_with_a_fixed_order_a_row_does_not_depend_on_the_others(cases: Any, name
 def test_shares_of_the_columns_add_up_into_strided_rows(cases: Any) -> None:
     layout = cases.affine(35, 1024, 4, 128, "zeros")
     tiles = [(99, Tiles(16, 16, 3, 4, 3))]
-    linear = Linear(torch.float16, replace(FEW, table={("int4g128", 35, 1024): tiles}))
+    linear = Linear(torch.float16, replace(FEW, table={("linear", "int4g128z", 35, 1024): tiles}))
     wide = torch.zeros(5, 50)
     for tokens in (1, 5):
         x = cases.activations(tokens, 1024)

@@ -106,9 +106,7 @@ def test_right_kernels_pass_with_every_kind_of_weight(cases: Any) -> None:
         ops.close()
 
 
-def test_a_kind_of_weight_is_checked_once(
-    cases: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kind_of_weight_is_checked_once(cases: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     right = Linear.matmul
 
