@@ -111,11 +111,9 @@ def measure_8b_bf16(card: Card) -> Iterator[Finding]:
 
 def measure_idle(card: Card) -> Iterator[Finding]:
     """The share of the time between the first and the last kernel in which none runs."""
-    from torch.autograd.profiler_util import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     activity = ProfilerActivity.CPU if card.tiny else ProfilerActivity.CUDA
-    device = DeviceType.CPU if card.tiny else DeviceType.CUDA
     with opened(card, qwen3_config(card), 16, max_num_seqs=1) as loaded:
         _decoding(card, loaded)
         with profile(activities=[activity]) as seen:
@@ -125,7 +123,7 @@ def measure_idle(card: Card) -> Iterator[Finding]:
     spans = [
         (event.time_range.start, event.time_range.end)
         for event in seen.events()
-        if event.device_type == device
+        if event.device_type.name == activity.name
     ]
     what = "GPU idle between decode steps, Qwen3-0.6B shapes"
     yield Finding(what, "profiler", 100 * idle_share(spans), "%", 10, 3, least=True)
