@@ -46,6 +46,11 @@ def test_without_a_gpu_it_is_one_line(capsys: Captured) -> None:
     assert capsys.readouterr().err == "embedlm: bench gpu: torch finds no GPU\n"
 
 
+def test_tuning_without_a_gpu_is_one_line(capsys: Captured) -> None:
+    assert main(["tune"]) == 2
+    assert capsys.readouterr().err == "embedlm: tune: torch finds no GPU\n"
+
+
 def test_an_unknown_row_is_refused_with_the_known_ones() -> None:
     with pytest.raises(RequestError, match=r"--rows: expected names of limits, w4, .*'nonsense'"):
         choose_rows(["w4", "nonsense"])

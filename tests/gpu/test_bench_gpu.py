@@ -22,6 +22,7 @@ from sdk.cli.bench.gpu.weights import Weights, affine
 from sdk.errors import SdkError
 from sdk.kernels.gpu.linear import Linear
 from sdk.kernels.gpu.tuning import Tiles, read_tuning
+from sdk.kernels.reference.decode import decode, unpack_codes
 
 #: What needs a card, and what needs a minute: transformers' own batching sizes a cache of its own.
 ELSEWHERE = {"generate-batch"}
@@ -94,11 +95,9 @@ def test_a_profile_without_kernels_is_no_idle_time() -> None:
         idle_share([])
 
 
-def test_every_codes_of_torch_s_four_bit_product_mean_what_ours_do(card: Card) -> None:
+def test_codes_of_torch_s_four_bit_product_mean_what_ours_do(card: Card) -> None:
     # its twin for CPUs; the order of the pairs is told in products.py
     w = affine(card, 64, 512, 4, 128)
-    from sdk.kernels.reference.decode import decode, unpack_codes
-
     codes = unpack_codes(w.codes, 4, 512)
     api = torch.ops.aten
     packed = api._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32), 8)

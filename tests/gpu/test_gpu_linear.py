@@ -14,8 +14,9 @@ from torch import Tensor
 
 from sdk.kernels.experts import Routes
 from sdk.kernels.gpu.linear import Linear
+from sdk.kernels.gpu.packing import pack
 from sdk.kernels.gpu.tuning import Tiles, Tuning
-from sdk.kernels.layouts import BLOCK_TYPES, E2M1, Affine, Blocks, Layout
+from sdk.kernels.layouts import BLOCK_TYPES, E2M1, Affine, Blocks, Layout, on_device
 from sdk.kernels.reference.decode import decode
 from sdk.kernels.registry import Problem
 
@@ -85,6 +86,17 @@ def test_packing_keeps_every_bit_and_decoded_rows_equal_the_reference(
     out = torch.empty(4, layout.shape[1])
     linear.rows(packed, ids, out)
     assert torch.equal(out, decode(layout)[ids])
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_weight_is_packed_and_decoded_on_its_own_device(cases: Any, name: str) -> None:
+    # meta stands for a GPU: what mixes it with tensors of the CPU raises
+    layout = on_device(made(cases, name), torch.device("meta"))
+    assert decode(layout).device.type == "meta"
+    if getattr(layout, "table", None) is None:  # whose contents decide which table it is
+        packed = pack(layout)  # type: ignore[arg-type]
+        tensors = (packed.scale, *packed.planes, packed.minus, packed.zeros, packed.super_scale)
+        assert {part.device.type for part in tensors if part is not None} == {"meta"}
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 33])

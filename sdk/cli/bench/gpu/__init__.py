@@ -90,7 +90,8 @@ class Worker:
             start_new_session=True,  # Ctrl-C reaches this process, which ends the other
         )
         self._lines: Queue[str] = Queue()
-        Thread(target=self._read, daemon=True).start()
+        self._reader = Thread(target=self._read, daemon=True)
+        self._reader.start()
         self._say(json.dumps({"measured": measured}))
 
     def _read(self) -> None:
@@ -101,8 +102,9 @@ class Worker:
 
     def _say(self, line: str) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # it ended, which its answer says
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
 
     def hello(self, seconds: float) -> dict[str, Any]:
         """:raises NoCard: without a GPU. :raises SdkError: when the process ends or hangs."""
@@ -135,9 +137,11 @@ class Worker:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        self._reader.join()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
-                pipe.close()
+                with suppress(BrokenPipeError):
+                    pipe.close()
 
 
 class Measuring:
