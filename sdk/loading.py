@@ -54,10 +54,14 @@ class Loaded:
     kv_scales: int
 
 
-def load(config: EngineConfig) -> Loaded:
-    """Build the engine; on any error everything built so far is given back."""
+def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
+    """Build the engine; on any error everything built so far is given back.
+
+    ``checkpoint`` stands in place of the one that ``config`` names, and is closed.
+    """
     with contextlib.ExitStack() as undo:
-        checkpoint = open_model(config)
+        if checkpoint is None:
+            checkpoint = open_model(config)
         undo.callback(checkpoint.close)
         model = model_config(config, checkpoint)
         memory = checked_plan(config, checkpoint)
