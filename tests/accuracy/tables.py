@@ -108,8 +108,7 @@ def draw(base: Base, path: Path) -> None:
     rows = baselines.read(base.name, "full")
     panels = {
         "weights alone": [
-            Placed(point.weights, row.weight_bytes, row.kld, row.decode)
-            for point, row in _alone(rows).items()
+            Placed(point.weights, row.weight_bytes, row.kld) for point, row in _alone(rows).items()
         ],
         f"as served, with keys and values of {CONTEXT} tokens": [
             Placed(f"{point.weights} {point.kv}", _bytes(row), row.kld, row.decode)
@@ -119,9 +118,7 @@ def draw(base: Base, path: Path) -> None:
     }
     figure = Figure(figsize=(11, 5), layout="constrained")
     for number, (title, models) in enumerate(panels.items(), 1):
-        axes = figure.add_subplot(1, 2, number)
-        dots = draw_onto(axes, models, f"{base.name}: {title}")
-        figure.colorbar(dots, label="tokens per second, one stream")
+        draw_onto(figure.add_subplot(1, 2, number), models, f"{base.name}: {title}")
     figure.savefig(path, dpi=90)
 
 

@@ -123,6 +123,15 @@ def test_a_comparison_adds_up_over_parts_of_any_length() -> None:
     assert parts.perplexities == pytest.approx(whole.perplexities, rel=1e-12)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_logit_that_is_not_finite_shows_in_its_rows_divergence(value: float, side: int) -> None:
+    rows = torch.zeros(2, 6, 50)
+    rows[side, 4, 7] = value
+    finite = Comparison().add(rows[0], rows[1], torch.zeros(5, dtype=torch.int64)).isfinite()
+    assert finite.tolist() == [True] * 4 + [False, True]
+
+
 # ---- what cannot be compared --------------------------------------------------------------------
 
 
