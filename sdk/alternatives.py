@@ -18,6 +18,7 @@ from typing import Any
 from sdk.config import EngineConfig
 from sdk.errors import OutOfMemoryError
 from sdk.memory import Alternative, MemoryPlan, format_bytes
+from sdk.memory_pool import MemoryPool
 from sdk.planning import available_to, kernel_shares, open_model, plan_for, sizes_of
 from sdk.quant import scheme as schemes
 from sdk.quant.at_load import FLOATS, is_in_block, packed_at_load, scheme_at_load
@@ -77,6 +78,9 @@ def checked_plan(config: EngineConfig, checkpoint: Checkpoint) -> MemoryPlan:
         budget or for what the machine can give now.
     """
     made = plan_for(config, checkpoint)
+    if isinstance(config.memory, MemoryPool) and not made.fits:
+        config.memory.collect(config.memory.budget)  # what other models do not use
+        made = plan_for(config, checkpoint)
     available = available_to(config)
     if made.fits and made.total > available:
         sums = (
@@ -157,7 +161,9 @@ def _fitting(
                 own["kv_cache_dtype"] = dtype
             if few:
                 own |= _FEW
-            tried = replace(config, **own, **({"max_model_len": None} if short else {}))
+            tried = replace(config, **own)
+            if short:
+                tried = replace(tried, max_model_len=None)
             made = plan_for(tried, changed, sizes)
             if not made.fits or (dtype is not None and made.page_bytes >= asked.page_bytes):
                 continue

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdk.alternatives import checked_plan
 from sdk.config import EngineConfig
+from sdk.engine.elastic import ElasticPages
 from sdk.engine.engine import Engine
 from sdk.engine.kept_prefixes import KeptPrefixes
 from sdk.engine.kv_cache import kv_spec
@@ -19,6 +20,7 @@ from sdk.engine.scheduler_config import SchedulerConfig
 from sdk.errors import CheckpointError, OutOfMemoryError, RequestError
 from sdk.executors.local import LocalExecutor
 from sdk.memory import MemoryPlan, available_memory, format_bytes
+from sdk.memory_pool import Lease, MemoryPool
 from sdk.model_key import ModelKey, model_key
 from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
@@ -32,20 +34,31 @@ if TYPE_CHECKING:
     from sdk.executors.process import ProcessExecutor
 
 
+#: An engine can be given so many times the pages it begins with.
+_ROOM_TO_GROW = 4
+
+
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """Everything an :class:`sdk.LLM` is made of."""
 
     engine: Engine
+    executor: LocalExecutor[ModelRunner] | ProcessExecutor[ModelRunner]
     kept: KeptPrefixes
+    elastic: ElasticPages
+    lease: Lease | None
     model_key: ModelKey
-    runner: ModelRunner
     tokenizer: Tokenizer | None
     model_config: ModelConfig
     plan: MemoryPlan
     default_params: SamplingParams
     eos_token_ids: frozenset[int]
     warnings: tuple[str, ...]
+
+    @property
+    def runner(self) -> ModelRunner:
+        """Rank 0's; another one after a sleep that gave the weights back."""
+        return self.executor.runner
 
 
 def load(config: EngineConfig) -> Loaded:
@@ -55,6 +68,10 @@ def load(config: EngineConfig) -> Loaded:
         undo.callback(checkpoint.close)
         model = model_config(config, checkpoint)
         memory = checked_plan(config, checkpoint)
+        lease = None
+        if isinstance(config.memory, MemoryPool):
+            lease = config.memory.lease(str(checkpoint.path), memory.total)
+            undo.callback(lease.close)
         tokenizer = None if config.skip_tokenizer_init else _tokenizer(config, checkpoint)
         default_params = _default_params(checkpoint.generation_config)
         runner_config = _runner_config(config, checkpoint, memory)
@@ -70,6 +87,7 @@ def load(config: EngineConfig) -> Loaded:
             policy=config.scheduling_policy,
             kv_type=memory.kv_dtype,
             num_swap_pages=runner_config.num_swap_pages,
+            first_pages=memory.num_pages + 1,
             eos_token_ids=eos,
         )
         executor = _executor(config, runner_config, checkpoint)
@@ -88,6 +106,9 @@ def load(config: EngineConfig) -> Loaded:
         undo.pop_all()
     return Loaded(
         engine=engine,
+        executor=executor,
+        elastic=ElasticPages(scheduler, executor),
+        lease=lease,
         kept=KeptPrefixes(
             scheduler,
             executor,
@@ -100,7 +121,6 @@ def load(config: EngineConfig) -> Loaded:
             quantization=config.quantization,
             overrides=config.hf_overrides or {},
         ),
-        runner=executor.runner,
         tokenizer=tokenizer,
         model_config=model,
         plan=memory,
@@ -115,7 +135,7 @@ def _runner_config(
 ) -> RunnerConfig:
     return RunnerConfig(
         model=str(checkpoint.path),
-        num_pages=memory.num_pages + 1,  # page 0 belongs to nobody
+        num_pages=_pages_set_aside(config, memory) + 1,  # page 0 belongs to nobody
         page_size=memory.page_size,
         kv_dtype=memory.kv_dtype,
         max_model_len=memory.max_model_len,
@@ -131,6 +151,17 @@ def _runner_config(
         num_swap_pages=_swap_pages(config, memory),
         swap_path=config.swap_path,
     )
+
+
+def _pages_set_aside(config: EngineConfig, memory: MemoryPlan) -> int:
+    """Address space to grow into: memory is only there for pages that were written."""
+    if device_of(config) != "cpu":
+        return memory.num_pages
+    whole = -(-memory.max_model_len // memory.page_size) * memory.max_num_seqs
+    most = _ROOM_TO_GROW * memory.num_pages
+    if isinstance(config.memory, MemoryPool):
+        most = config.memory.budget // memory.page_bytes
+    return max(memory.num_pages, min(whole, most))
 
 
 def _swap_pages(config: EngineConfig, memory: MemoryPlan) -> int:
@@ -190,10 +221,11 @@ def _eos(checkpoint: Checkpoint) -> list[int]:
 def _executor(
     config: EngineConfig, runner_config: RunnerConfig, checkpoint: Checkpoint
 ) -> LocalExecutor[ModelRunner] | ProcessExecutor[ModelRunner]:
-    """Rank 0 reuses the opened checkpoint; the other ranks open the file themselves."""
+    """Rank 0 reuses the opened checkpoint, the first time; other ranks open the file themselves."""
+    opened = [checkpoint]
 
     def own(given: RunnerConfig, mesh: Mesh) -> ModelRunner:
-        return ModelRunner(given, mesh, checkpoint)
+        return ModelRunner(given, mesh, opened.pop() if opened else None)
 
     if config.tensor_parallel_size == 1:
         return LocalExecutor(own, runner_config)

@@ -60,7 +60,9 @@ def _child(model: str, options: dict[str, Any]) -> dict[str, int]:
 
     # Libraries like torch, which the tiny model does without.
     import tokenizers  # noqa: F401
-    from transformers.models.auto import configuration_auto  # noqa: F401
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    assert CONFIG_MAPPING["llama"]  # where a folder's config.json leaves out what has a default
 
     from sdk import LLM
     from sdk.memory import release_free_memory
