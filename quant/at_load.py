@@ -46,7 +46,7 @@ def is_in_block(entry: TensorEntry) -> bool:
 
 def is_end(name: str) -> bool:
     """Whether a tensor is the embedding or the head."""
-    return name.removesuffix(".weight").endswith(_ENDS)
+    return _IN_BLOCK.search(name) is None and name.removesuffix(".weight").endswith(_ENDS)
 
 
 def is_router(name: str) -> bool:

@@ -76,26 +76,12 @@ def load(config: EngineConfig) -> Loaded:
         default_params = _default_params(checkpoint.generation_config)
         runner_config = _runner_config(config, checkpoint, memory)
         eos = frozenset(tokenizer.eos_token_ids if tokenizer is not None else _eos(checkpoint))
-        scheduler_config = SchedulerConfig(
-            num_pages=runner_config.num_pages,
-            page_size=memory.page_size,
-            max_model_len=memory.max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            enable_prefix_caching=config.enable_prefix_caching,
-            enable_chunked_prefill=config.enable_chunked_prefill,
-            policy=config.scheduling_policy,
-            kv_type=memory.kv_dtype,
-            num_swap_pages=runner_config.num_swap_pages,
-            first_pages=memory.num_pages + 1,
-            eos_token_ids=eos,
-        )
+        scheduler = Scheduler(_scheduler_config(config, runner_config, memory, eos))
         executor = _executor(config, runner_config, checkpoint)
         undo.callback(executor.close)
         with reporting("load", "B", config.on_progress) as report:
             checkpoint.on_bytes = report
             executor.start()
-        scheduler = Scheduler(scheduler_config)
         engine = Engine(
             scheduler,
             executor,
@@ -127,6 +113,25 @@ def load(config: EngineConfig) -> Loaded:
         default_params=default_params,
         eos_token_ids=eos,
         warnings=tuple(f"unused tensor {name}" for name in executor.runner.unused_tensors),
+    )
+
+
+def _scheduler_config(
+    config: EngineConfig, runner: RunnerConfig, memory: MemoryPlan, eos: frozenset[int]
+) -> SchedulerConfig:
+    return SchedulerConfig(
+        num_pages=runner.num_pages,
+        page_size=memory.page_size,
+        max_model_len=memory.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        enable_prefix_caching=config.enable_prefix_caching,
+        enable_chunked_prefill=config.enable_chunked_prefill,
+        policy=config.scheduling_policy,
+        kv_type=memory.kv_dtype,
+        num_swap_pages=runner.num_swap_pages,
+        first_pages=memory.num_pages + 1,
+        eos_token_ids=eos,
     )
 
 

@@ -166,8 +166,9 @@ class PagePool:
 
     def grant(self, count: int) -> int:
         """Give up to ``count`` withheld pages back; how many."""
-        granted = self._withheld[len(self._withheld) - count :] if count else []
-        del self._withheld[len(self._withheld) - len(granted) :]
+        kept = max(len(self._withheld) - count, 0)
+        granted = self._withheld[kept:]
+        del self._withheld[kept:]
         self._free += granted
         self.capacity += len(granted)
         return len(granted)

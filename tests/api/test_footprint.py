@@ -63,7 +63,7 @@ def test_asleep_an_llm_has_no_cache_or_no_weights_and_wakes_up_the_same(filled: 
     filled.sleep()
     light = resident()
     assert awake - light > 0.9 * filled.memory_plan.kv_cache
-    for use in (lambda: filled.generate("Hi"), filled.step, filled.explain, filled.trim):
+    for use in (lambda: filled.generate([5, 6]), filled.step, filled.explain, filled.trim):
         with pytest.raises(RequestError, match=r"sleeps \(level 1\): call wake_up\(\) first"):
             use()
     filled.wake_up()
@@ -146,6 +146,7 @@ def test_a_size_too_small_for_what_runs_changes_nothing(tiny_path: Path) -> None
         with pytest.raises(RequestError, match="resize: expected a size"):
             llm.resize("much")
         llm.enqueue(prompts(1, 50), SamplingParams(max_tokens=10, ignore_eos=True))
+        llm.step()
         with pytest.raises(RequestError, match=r"2 KV pages of 16 tokens; expected 4"):
             llm.resize(fixed + 2 * plan.page_bytes)
         assert llm.memory_plan == plan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,12 +68,7 @@ def test_an_engine_loads_what_was_planned_and_stays_in_its_limits(tiny_path: Pat
     page = LLM.plan(tiny_path).page_bytes
     plan = LLM.plan(tiny_path, kv_cache_memory_bytes=5 * page, max_num_seqs=3)
     with LLM(plan=plan) as llm:
-        assert llm.memory_plan == plan.__class__(
-            **{
-                name: getattr(llm.memory_plan if name == "config" else plan, name)
-                for name in plan.__dataclass_fields__
-            }
-        )
+        assert replace(llm.memory_plan, config=plan.config) == plan
         assert llm.get_metrics()["num_pages"] == 5
         assert llm.max_model_len == 5 * plan.page_size
         assert llm.generate([[5, 6, 7]], SamplingParams(max_tokens=3))[0].finished
@@ -174,4 +170,9 @@ def test_a_budget_larger_than_the_machine_is_refused_with_both_sizes(tiny_path: 
 
 def test_pages_the_machine_cannot_give_are_refused_before_loading(tiny_path: Path) -> None:
     with pytest.raises(OutOfMemoryError, match=r"does not fit|cannot give"):
-        LLM(tiny_path, max_num_seqs=4096, kv_cache_memory_bytes=4 * installed_memory())
+        LLM(
+            tiny_path,
+            max_num_seqs=4096,
+            max_num_batched_tokens=4096,
+            kv_cache_memory_bytes=4 * installed_memory(),
+        )
