@@ -47,6 +47,8 @@ _WINDOW, _MAPPED_MATRICES = 8 * 2**20, 4
 #: Quantizing at load has so many float32 copies of a matrix at once.
 _COPIES = 6
 _INTEGERS = re.compile(r"(?:gptq-|awq-)?w(\d)(?:a\d+)?(g\d+)?s?")
+#: Queries, keys and values, in GGUF files and in folders: models bind them as accurate ones.
+_QKV = re.compile(r"\battn_(q|k|v|qkv)\b|\b(q|k|v|qkv)_proj\b")
 _FLOATS = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 
 
@@ -239,7 +241,8 @@ def kernel_shares(config: EngineConfig, checkpoint: Checkpoint) -> Iterator[Kern
     sums: dict[tuple[str, int], list[int]] = {}
     for entry in checkpoint.entries():
         if len(entry.shape) > 1:
-            bits = ACCURATE if is_end(entry.name) or is_router(entry.name) else 8
+            accurate = is_end(entry.name) or is_router(entry.name) or _QKV.search(entry.name)
+            bits = ACCURATE if accurate else 8
             sums.setdefault((_numerics(config, entry), bits), []).append(held_bytes(entry))
     backends, _ = open_backends(device_of(config), 1)
     try:
