@@ -93,12 +93,13 @@ def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
             quantization=config.quantization,
             overrides=config.hf_overrides or {},
         )
-        scheduler = Scheduler(_scheduler_config(config, runner_config, memory, eos))
+        scheduler_config = _scheduler_config(config, runner_config, memory, eos)
         executor = _executor(config, runner_config, checkpoint)
         undo.callback(executor.close)
         with reporting("load", "B", config.on_progress) as report:
             checkpoint.on_bytes = report
             executor.start()
+        scheduler = Scheduler(scheduler_config)
         scheduler.pages_ahead = executor.runner.steps_ahead
         engine = Engine(
             scheduler,

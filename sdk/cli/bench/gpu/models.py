@@ -82,6 +82,7 @@ class RandomCheckpoint:
         self.path = Path("random-weights")
         self.config = config
         self.generation_config: Mapping[str, Any] = {}
+        self.kv_scales: Mapping[str, float] = {}
         self.on_bytes: Callable[[int, int], None] | None = None
         self._card = card
         self._bits = bits
