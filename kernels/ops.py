@@ -25,9 +25,10 @@ from sdk.kernels.errors import KernelError
 from sdk.kernels.experts import ExpertOps
 from sdk.kernels.graph import CaptureError, Graph, OnlyViews
 from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.layouts import Layout
+from sdk.kernels.layouts import Layout, on_device
 from sdk.kernels.registry import Choice, Problem, choose, linear_problem, open_backends
 from sdk.kernels.sampling import DRAW, Draws, Penalties, SampleBuffers, Tokens
+from sdk.kernels.self_check import SelfCheck
 
 #: Beyond any machine; a mistyped number must not use up the system's threads.
 MAX_THREADS = 1024
@@ -114,6 +115,7 @@ class Ops(ExpertOps):
             device, num_threads, backends, fixed=deterministic
         )
         self._chosen: dict[Problem, Choice] = {}
+        self._self_check = SelfCheck(self.device)
         self._activations = ActivationPool()
         self._buffers: ActivationPool | None = None  # of the graph being captured
         self._sampling: Any = None
@@ -182,14 +184,15 @@ class Ops(ExpertOps):
         return found.implementation
 
     def linear(self, layout: Layout, activation_bits: int = 8) -> BoundLinear:
-        """Choose a kernel for a weight and pack the weight for it.
+        """Choose a kernel for a weight, check it, and pack the weight for it on this device.
 
         ``activation_bits``: 8, or 16 for the blocks of an input that cost the most accuracy. Says
         nothing with ``compute="exact"``, for plain floats, or where the file of the weight says how
         inputs are rounded.
         """
+        layout = on_device(layout, self.device)
         problem = linear_problem(layout, self.compute, activation_bits)
-        choice = choose(self._backends, problem)
+        choice = self._self_check.choose(self._backends, problem, layout)
         packed = choice.implementation.pack(layout)
         return BoundLinear(choice, packed, layout.shape, self, problem)
 

@@ -58,6 +58,7 @@ class GgufCheckpoint:
         self._architecture = architecture(self._file)
         self.config: Mapping[str, Any] = build_config(self._file)
         self.generation_config: Mapping[str, Any] = build_generation_config(self._file, self.config)
+        self.kv_scales: Mapping[str, float] = {}
         self._pulled: set[str] = set()
         self._mapped: deque[GgufTensor] = deque()
         self._mapped_bytes = 0

@@ -53,8 +53,7 @@ _PREFIXES = (
 class HfFolder:
     """See `sdk.quant.checkpoint.Checkpoint`; ``path`` is the folder.
 
-    ``weights`` names one safetensors file to use in place of those the folder lists. ``kv_scales``:
-    the scales for an 8-bit KV cache by name, for users to see.
+    ``weights`` names one safetensors file to use in place of those the folder lists.
     """
 
     format = "safetensors"
@@ -80,7 +79,7 @@ class HfFolder:
         )
         self._files: SafetensorsFiles | None = files
         self._tensors = _canonical_names(files, self._by_mistral)
-        self.kv_scales = read_kv_scales(files, self._tensors, str(folder))
+        self.kv_scales: Mapping[str, float] = read_kv_scales(files, self._tensors, str(folder))
         self._pulled: set[str] = set()
         self._warned: set[str] = set()
         self._mapped: deque[StoredTensor] = deque()

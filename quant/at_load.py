@@ -45,8 +45,8 @@ def is_in_block(entry: TensorEntry) -> bool:
 
 
 def is_end(name: str) -> bool:
-    """Whether a tensor is the embedding or the head."""
-    return _IN_BLOCK.search(name) is None and name.removesuffix(".weight").endswith(_ENDS)
+    """Whether a tensor is the embedding or the head; GGUF calls a matrix of a block attn_output."""
+    return not _IN_BLOCK.search(name) and name.removesuffix(".weight").endswith(_ENDS)
 
 
 def is_router(name: str) -> bool:
@@ -94,8 +94,8 @@ class QuantizedAtLoad(DerivedCheckpoint):
         if len(entry.shape) != 2 or entry.format not in FLOATS:
             return entry
         rows, columns = entry.shape
+        if is_in_block(entry):
+            return replace(entry, held=self._scheme.packed_bytes(rows, columns))
         if self._scheme.head is not None and is_end(entry.name):
             return replace(entry, held=self._scheme.head_bytes(rows, columns))
-        if not is_in_block(entry):
-            return entry
-        return replace(entry, held=self._scheme.packed_bytes(rows, columns))
+        return entry

@@ -67,6 +67,7 @@ class LLM:
         self.model_config = loaded.model_config
         self.max_model_len = loaded.plan.max_model_len
         self.load_warnings = loaded.warnings
+        self._kv_scales = loaded.kv_scales
         self._default_params = loaded.default_params
         self._runner = weakref.ref(loaded.runner)
         self._reader = PromptReader(
@@ -498,7 +499,7 @@ class LLM:
         self._driver.check_usable()
         runner = self._runner()
         assert runner is not None
-        return quant_report(runner.model.linears())
+        return quant_report(runner.model.linears(), self._kv_scales)
 
     def get_metrics(self) -> dict[str, float]:
         """Counters of the engine since it started."""

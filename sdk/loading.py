@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from sdk.engine.scheduler import Scheduler
 from sdk.engine.scheduler_config import SchedulerConfig
 from sdk.errors import CheckpointError, OutOfMemoryError, RequestError
 from sdk.executors.local import LocalExecutor
+from sdk.kernels.self_check import failures
 from sdk.memory import MemoryPlan, available_memory, format_bytes
 from sdk.memory_pool import Lease, MemoryPool
 from sdk.model_key import ModelKey, model_key
@@ -29,9 +31,12 @@ from sdk.planning import compute_of, device_of, model_config, open_model, thread
 from sdk.progress import reporting
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.tokenizer import Tokenizer
+from sdk.quant_report import quant_report
 
 if TYPE_CHECKING:
     from sdk.executors.process import ProcessExecutor
+
+logger = logging.getLogger("sdk")
 
 
 #: An engine can be given so many times the pages it begins with.
@@ -54,6 +59,7 @@ class Loaded:
     default_params: SamplingParams
     eos_token_ids: frozenset[int]
     warnings: tuple[str, ...]
+    kv_scales: int
 
     @property
     def runner(self) -> ModelRunner:
@@ -83,23 +89,16 @@ def load(config: EngineConfig) -> Loaded:
             checkpoint.on_bytes = report
             executor.start()
         engine = Engine(
-            scheduler,
-            executor,
-            tokenizer,
-            vocab_size=model.vocab_size,
-            seed=config.seed,
+            scheduler, executor, tokenizer, vocab_size=model.vocab_size, seed=config.seed
         )
         undo.pop_all()
+    spec = kv_spec(model, model.num_kv_heads, memory.page_size, memory.kv_dtype)
     return Loaded(
         engine=engine,
         executor=executor,
         elastic=ElasticPages(scheduler, executor),
         lease=lease,
-        kept=KeptPrefixes(
-            scheduler,
-            executor,
-            kv_spec(model, model.num_kv_heads, memory.page_size, memory.kv_dtype),
-        ),
+        kept=KeptPrefixes(scheduler, executor, spec),
         model_key=model_key(
             checkpoint.path,
             model,
@@ -112,7 +111,8 @@ def load(config: EngineConfig) -> Loaded:
         plan=memory,
         default_params=default_params,
         eos_token_ids=eos,
-        warnings=tuple(f"unused tensor {name}" for name in executor.runner.unused_tensors),
+        warnings=tuple(_warnings(executor.runner)),
+        kv_scales=len(checkpoint.kv_scales),
     )
 
 
@@ -133,6 +133,17 @@ def _scheduler_config(
         first_pages=memory.num_pages + 1,
         eos_token_ids=eos,
     )
+
+
+def _warnings(runner: ModelRunner) -> Iterator[str]:
+    """What a user should hear of that did not keep the model from loading."""
+    for name in runner.unused_tensors:
+        yield f"unused tensor {name}"
+    for layer in quant_report(runner.model.linears()).layers:
+        for kernel, why in failures(layer.declined):
+            text = f"{layer.name}: {kernel} {why}; {layer.kernel} runs it"
+            logger.warning(text)
+            yield text
 
 
 def _runner_config(

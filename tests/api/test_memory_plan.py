@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
+import sdk
 from sdk import LLM, OutOfMemoryError, RequestError, SamplingParams
 from sdk.alternatives import expected_losses
 from sdk.loaders.open import open_checkpoint
 from sdk.memory import installed_memory
 from sdk.planning import held_bytes
-from sdk.quant.at_load import scheme_at_load
+from sdk.quant.at_load import packed_at_load, scheme_at_load
 
 
 @pytest.mark.parametrize("max_model_len", [64, 50])
@@ -176,3 +177,14 @@ def test_pages_the_machine_cannot_give_are_refused_before_loading(smollm2: Path)
             max_num_batched_tokens=4096,
             kv_cache_memory_bytes=4 * installed_memory(),
         )
+
+
+def test_a_gguf_files_attn_output_is_no_head_where_it_is_packed_at_load(
+    tiny_path: Path, tmp_path: Path
+) -> None:
+    """``int4`` packs the head in 8 bits and the blocks in 4, also the one GGUF calls output."""
+    path = sdk.quantize(tiny_path, tmp_path / "float.gguf", "f16")
+    entries = packed_at_load(open_checkpoint(path), "hqq-w4g32-h8").entries()
+    bits = {entry.name: entry.held * 8 / entry.num_elements for entry in entries if entry.held}
+    assert bits["blk.0.attn_output.weight"] == bits["blk.0.attn_q.weight"] == 5.0
+    assert bits["output.weight"] > 8
