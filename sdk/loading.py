@@ -102,23 +102,16 @@ def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
         scheduler = Scheduler(scheduler_config)
         scheduler.pages_ahead = executor.runner.steps_ahead
         engine = Engine(
-            scheduler,
-            executor,
-            tokenizer,
-            vocab_size=model.vocab_size,
-            seed=config.seed,
+            scheduler, executor, tokenizer, vocab_size=model.vocab_size, seed=config.seed
         )
         undo.pop_all()
+    spec = kv_spec(model, model.num_kv_heads, memory.page_size, memory.kv_dtype)
     return Loaded(
         engine=engine,
         executor=executor,
         elastic=ElasticPages(scheduler, executor),
         lease=lease,
-        kept=KeptPrefixes(
-            scheduler,
-            executor,
-            kv_spec(model, model.num_kv_heads, memory.page_size, memory.kv_dtype),
-        ),
+        kept=KeptPrefixes(scheduler, executor, spec),
         model_key=key,
         tokenizer=tokenizer,
         model_config=model,
@@ -128,17 +121,6 @@ def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
         warnings=tuple(_warnings(executor.runner)),
         kv_scales=len(checkpoint.kv_scales),
     )
-
-
-def _warnings(runner: ModelRunner) -> Iterator[str]:
-    """What a user should hear of that did not keep the model from loading."""
-    for name in runner.unused_tensors:
-        yield f"unused tensor {name}"
-    for layer in quant_report(runner.model.linears()).layers:
-        for kernel, why in failures(layer.declined):
-            text = f"{layer.name}: {kernel} {why}; {layer.kernel} runs it"
-            logger.warning(text)
-            yield text
 
 
 def _scheduler_config(
@@ -158,6 +140,17 @@ def _scheduler_config(
         first_pages=memory.num_pages + 1,
         eos_token_ids=eos,
     )
+
+
+def _warnings(runner: ModelRunner) -> Iterator[str]:
+    """What a user should hear of that did not keep the model from loading."""
+    for name in runner.unused_tensors:
+        yield f"unused tensor {name}"
+    for layer in quant_report(runner.model.linears()).layers:
+        for kernel, why in failures(layer.declined):
+            text = f"{layer.name}: {kernel} {why}; {layer.kernel} runs it"
+            logger.warning(text)
+            yield text
 
 
 def _runner_config(
