@@ -77,7 +77,8 @@ class LinearKernel(Implementation, Protocol):
         """Bytes the packed weight occupies."""
 
     def group(self, packed: Sequence[Any]) -> Any:
-        """The weights of all experts of a layer, of one shape and format, as one thing."""
+        """The weights of all experts of a layer, of one shape and format, as one thing; ``None``
+        where the kernel cannot take them as one."""
 
     def matmul_routed(
         self, group: Any, x: Tensor, routes: Routes, by_token: bool, out: Tensor

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sdk.engine.inputs import Running, StepInputs
 from sdk.engine.key_centres import centre_keys
-from sdk.engine.kv_cache import KVCache, kv_spec
+from sdk.engine.kv_cache import cache_of_rank
 from sdk.engine.plan import RequestStart, Sampled, StepPlan, StepResult
 from sdk.engine.runner_config import RunnerConfig
 from sdk.errors import RequestError
@@ -20,7 +20,7 @@ from sdk.kernels.gpu.graphs import StepGraphs
 from sdk.kernels.graph import CaptureError, Graph
 from sdk.kernels.ops import Ops
 from sdk.loaders.open import open_checkpoint
-from sdk.memory import release_free_memory
+from sdk.memory import SCORED_BYTES, release_free_memory
 from sdk.models.auto import build_model
 from sdk.models.parallel import Mesh
 from sdk.params import SamplingParams
@@ -33,7 +33,7 @@ from sdk.sampling.uniform import TOKEN
 
 #: Steps run again before requests and sampler hear of their tokens, at the next page boundary.
 _MAX_AGAIN = 64
-#: Rows the head runs on at a time: with 262,144 tokens that is 134 MB of logits.
+#: Rows the head runs on at a time, at most; of a large vocabulary fewer (``SCORED_BYTES``).
 _HEAD_ROWS = 128
 
 
@@ -97,13 +97,8 @@ class ModelRunner:
             )
             self.unused_tensors = checkpoint.unused()
             facts = self.model.config
-            heads = mesh.heads(facts.num_heads, facts.num_kv_heads).kv_count
-            self.kv = KVCache(
-                kv_spec(facts, heads, config.page_size, config.kv_dtype),
-                config.num_pages,
-                self.ops.device,
-                keys_transposed=self.ops.keys_transposed,
-            )
+            self.kv = cache_of_rank(config, facts, mesh, self.ops)
+            undo.callback(self.kv.close)
             centre_keys(self.kv, self.model)
             self.sampler = Sampler(facts.vocab_size, self.ops)
             self._inputs = StepInputs(
@@ -221,6 +216,7 @@ class ModelRunner:
         return sampled
 
     def _extend_rows(self, plan: StepPlan) -> None:
+        self.kv.swap(plan.swaps)
         for request_id, pages in plan.new_pages:
             request = self._requests[request_id]
             request.pages.extend(pages)
@@ -266,6 +262,7 @@ class ModelRunner:
     def _update(self, plan: StepPlan) -> None:
         self._settle()
         self._rows, self._drawing = [], []
+        self.kv.swap(plan.swaps)
         if plan.dropped:
             self._inputs.forget()
         for request_id in plan.dropped:
@@ -365,14 +362,17 @@ class ModelRunner:
         for logits in self._logits(hidden[: len(following)]):
             part = following[len(scored) : len(scored) + len(logits)]
             scored += self.sampler.score(logits, part, count, also)
+            del logits
         return tuple(scored)
 
     def _logits(self, hidden: Tensor) -> Iterator[Tensor]:
         """The head over all rows, some at a time; each result is valid until the next."""
-        for begin in range(0, len(hidden), _HEAD_ROWS):
+        rows = min(_HEAD_ROWS, max(SCORED_BYTES // (4 * self.model.config.vocab_size), 1))
+        for begin in range(0, len(hidden), rows):
             with torch.inference_mode():
-                logits = self.model.logits(hidden[begin : begin + _HEAD_ROWS])
+                logits = self.model.logits(hidden[begin : begin + rows])
             yield logits
+            del logits  # its memory is the next one's
 
     def prompt_logits(self, token_ids: Sequence[int]) -> Iterator[Tensor]:
         """What the model expects behind each token of one prompt, run in steps as a request is.

@@ -26,3 +26,10 @@ def tiny(tiny_path: Path) -> Iterator[LLM]:
 def smol(smollm2: Path) -> Iterator[LLM]:
     with LLM(smollm2, max_model_len=1024) as llm:
         yield llm
+
+
+@pytest.fixture
+def llm(tiny_path: Path) -> Iterator[LLM]:
+    """An engine of its own for tests that damage or close it."""
+    with LLM(tiny_path, max_model_len=128) as llm:
+        yield llm

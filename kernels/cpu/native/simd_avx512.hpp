@@ -1,0 +1,158 @@
+// AVX-512 with VNNI: 16 lanes.
+#pragma once
+
+#include "simd_x86.hpp"
+
+namespace LEVEL {
+
+enum { kLanes = 16 };
+typedef __m512 VF;
+typedef __m512i VI;
+typedef __m512i VB;
+
+INLINE VF zero() { return _mm512_setzero_ps(); }
+INLINE VF set1(float x) { return _mm512_set1_ps(x); }
+INLINE VF load(const float* p) { return _mm512_loadu_ps(p); }
+INLINE void store(float* p, VF x) { _mm512_storeu_ps(p, x); }
+INLINE VF load_half(const uint16_t* p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+}
+INLINE VF load_bf16(const uint16_t* p) {
+    __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+INLINE VF load_u8(const uint8_t* p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)));
+}
+INLINE VF load_i8(const uint8_t* p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+}
+INLINE VF lanes_float(__m128i bytes, int64_t) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)); }
+INLINE VF load_e5m2(const uint8_t* p) {
+    __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p));
+    return _mm512_cvtph_ps(_mm256_slli_epi16(wide, 8));
+}
+INLINE VF load_e4m3(const uint8_t* p) {
+    const __m128i x = _mm_loadu_si128((const __m128i*)p), low = _mm_set1_epi8(0x7f);
+    const __mmask16 nan = _mm_cmpeq_epi8_mask(_mm_and_si128(x, low), low);
+    const __m256i wide = _mm256_cvtepi8_epi16(x);  // the sign goes to the top
+    const __m256i half =
+        _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16((short)0xbf80));
+    const VF value = _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0f));
+    return _mm512_mask_mov_ps(value, nan, _mm512_set1_ps(__builtin_nanf("")));
+}
+INLINE VF load_e8m0(const uint8_t* p) {
+    const __m512i x = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+    const __m512i quiet = _mm512_set1_epi32(0x00400000);  // also 2^-127
+    const __m512i bits = _mm512_max_epi32(_mm512_slli_epi32(x, 23), quiet);
+    const __mmask16 nan = _mm512_cmpeq_epi32_mask(x, _mm512_set1_epi32(255));
+    return _mm512_castsi512_ps(_mm512_mask_or_epi32(bits, nan, bits, quiet));
+}
+INLINE void store_half(uint16_t* p, VF x) {
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+INLINE VF add(VF a, VF b) { return _mm512_add_ps(a, b); }
+INLINE VF sub(VF a, VF b) { return _mm512_sub_ps(a, b); }
+INLINE VF mul(VF a, VF b) { return _mm512_mul_ps(a, b); }
+INLINE VF div(VF a, VF b) { return _mm512_div_ps(a, b); }
+INLINE VF fma(VF a, VF b, VF c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE VF fnma(VF a, VF b, VF c) { return _mm512_fnmadd_ps(a, b, c); }  // c - a * b
+INLINE VF max(VF a, VF b) { return _mm512_max_ps(a, b); }  // NaN in b wins
+INLINE VF min(VF a, VF b) { return _mm512_min_ps(a, b); }  // NaN in b wins
+INLINE VF abs(VF a) { return _mm512_abs_ps(a); }
+INLINE VF copysign(VF a, VF sign) {  // a >= 0
+    __m512i s = _mm512_and_si512(_mm512_castps_si512(sign), _mm512_set1_epi32((int)0x80000000));
+    return _mm512_castsi512_ps(_mm512_or_si512(_mm512_castps_si512(a), s));
+}
+INLINE VF power_below(VF a) {  // the mantissa 0; a >= 0
+    return _mm512_castsi512_ps(
+        _mm512_and_si512(_mm512_castps_si512(a), _mm512_set1_epi32(0x7f800000)));
+}
+INLINE VF select_less(VF a, VF b, VF yes, VF no) {
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), no, yes);
+}
+INLINE VI round_int(VF x) { return _mm512_cvtps_epi32(x); }
+INLINE VF to_float(VI x) { return _mm512_cvtepi32_ps(x); }
+INLINE VF power_of_two(VI n) {  // 2^n, n in -127..127 (-127 gives 0)
+    return _mm512_castsi512_ps(
+        _mm512_slli_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(127)), 23));
+}
+INLINE VI zero_int() { return _mm512_setzero_si512(); }
+INLINE VI set1_int(int32_t x) { return _mm512_set1_epi32(x); }
+INLINE VI mul_int(VI a, VI b) { return _mm512_mullo_epi32(a, b); }
+INLINE VI add_int(VI a, VI b) { return _mm512_add_epi32(a, b); }
+// The larger of a and |b| by their bits: inf and NaN are above every number.
+INLINE VF max_bits(VF a, VF b) {
+    return _mm512_castsi512_ps(
+        _mm512_max_epi32(_mm512_castps_si512(a), _mm512_castps_si512(_mm512_abs_ps(b))));
+}
+// 32 values times `inverse`, rounded to nearest even, at most 127 in magnitude
+INLINE void round_block(const float* x, float inverse, int8_t* q, int32_t* sums) {
+    const VF by = _mm512_set1_ps(inverse);
+    const __m128i low = _mm512_cvtepi32_epi8(round_int(mul(load(x), by)));
+    const __m128i high = _mm512_cvtepi32_epi8(round_int(mul(load(x + 16), by)));
+    const __m256i all = _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
+    _mm256_storeu_si256((__m256i*)q, all);
+    half_sums(all, sums);
+}
+INLINE VB load_codes(const uint8_t* p) { return _mm512_loadu_si512(p); }
+INLINE void store_codes(uint8_t* p, VB x) { _mm512_storeu_si512(p, x); }
+INLINE VB code_or(VB a, VB b) { return _mm512_or_si512(a, b); }
+// ((p >> from) & mask) << to, per byte
+INLINE VB field(VB p, int from, int mask, int to) {
+    VB shifted = p;
+    if (from > to) shifted = _mm512_srli_epi16(p, (unsigned)(from - to));
+    if (from < to) shifted = _mm512_slli_epi16(p, (unsigned)(to - from));
+    return _mm512_and_si512(shifted, _mm512_set1_epi8((char)(mask << to)));
+}
+// Byte b of every 32-bit lane.
+INLINE VI code_int(VB p, int b) {
+    if (b == 3) return _mm512_srli_epi32(p, 24);
+    return _mm512_and_si512(_mm512_srli_epi32(p, (unsigned)(8 * b)), _mm512_set1_epi32(255));
+}
+// Entries of a table of 16 bytes, or floats; indices are below 16.
+INLINE VB load_table(const uint8_t* p) {
+    return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)p));
+}
+INLINE VB look_up(VB table, VB index) { return _mm512_shuffle_epi8(table, index); }
+INLINE VF look_up_float(const float* table, VI index) {
+    return _mm512_permutexvar_ps(index, _mm512_loadu_ps(table));
+}
+INLINE int32_t load_int(const void* p) {
+    int32_t x;
+    memcpy(&x, p, 4);
+    return x;
+}
+// acc + sum of four products of unsigned codes with the same four signed activations in every lane
+INLINE VI dot4(VI acc, VB codes, const int8_t* a) {
+    return _mm512_dpbusd_epi32(acc, codes, _mm512_set1_epi32(load_int(a)));
+}
+INLINE VI dot4_wide(VI acc, VB codes, const int8_t* a) { return dot4(acc, codes, a); }
+enum { kWideOffset = 0 };
+INLINE float reduce_add(VF x) {
+    __m256 a = _mm256_add_ps(_mm512_castps512_ps256(x),
+                             _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x), 1)));
+    __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    b = _mm_add_ps(b, _mm_movehl_ps(b, b));
+    return _mm_cvtss_f32(_mm_add_ss(b, _mm_movehdup_ps(b)));
+}
+INLINE float reduce_max(VF x) { return _mm512_reduce_max_ps(x); }
+// One bit per lane: a >= b; a or b is NaN.
+INLINE uint32_t lanes_at_least(VF a, VF b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
+INLINE uint32_t lanes_nan(VF a, VF b) { return _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q); }
+typedef __m512d VD;  // kLanes / 2 doubles
+INLINE VD zero_wide() { return _mm512_setzero_pd(); }
+INLINE void store_wide(double* p, VD x) { _mm512_storeu_pd(p, x); }
+INLINE void add_wide(VD* sums, VF x) {  // sums[0]: the first half of the lanes, sums[1]: the second
+    sums[0] = _mm512_add_pd(sums[0], _mm512_cvtps_pd(_mm512_castps512_ps256(x)));
+    __m256d high = _mm512_extractf64x4_pd(_mm512_castps_pd(x), 1);
+    sums[1] = _mm512_add_pd(sums[1], _mm512_cvtps_pd(_mm256_castpd_ps(high)));
+}
+INLINE float reduce_bits(VF x) {  // the largest by its bits, x >= 0 or NaN
+    const int32_t bits = _mm512_reduce_max_epi32(_mm512_castps_si512(x));
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+}  // namespace LEVEL
