@@ -171,10 +171,11 @@ class Linear:
     def _tiles_of(self, group: Experts[Packed], routes: Routes, least: int) -> Tiles:
         """By the rows an expert has on average, of at least ``least``; all of them share a card."""
         rows, w = routes.tokens.shape[0], group.first
+        op = self.op_of(w)
         if self._fixed:
-            tiles = self._tuning.tiles(w, 2, self.op_of(w))
+            tiles = self._tuning.tiles(w, 2, op)
             return replace(tiles, split=min(tiles.split, w.units))
-        tiles = self._tuning.tiles(w, max(least, -(-rows // group.count)), self.op_of(w))
+        tiles = self._tuning.tiles(w, max(least, -(-rows // group.count)), op)
         split = max(1, min(tiles.split, w.units) // min(rows, group.count))
         return replace(tiles, split=split)
 
