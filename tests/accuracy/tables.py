@@ -77,8 +77,9 @@ def served_table() -> str:
         cells = []
         for name in BASES:
             row = baselines.read(name, "full").get(point)
-            cells.append("| " if row is None else f"{row.kld:.4f} | {_bytes(row) / 1e6:.0f}")
-        name = "as they are" if point.weights == "base" else point.weights
+            size = "" if row is None or point.weights == "base" else f"{_bytes(row) / 1e6:.0f}"
+            cells.append(f"{'' if row is None else f'{row.kld:.4f}'} | {size}")
+        name = "of the file" if point.weights == "base" else point.weights
         lines.append(f"| {name} | {point.kv} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -113,7 +114,7 @@ def draw(base: Base, path: Path) -> None:
         f"as served, with keys and values of {CONTEXT} tokens": [
             Placed(f"{point.weights} {point.kv}", _bytes(row), row.kld, row.decode)
             for point, row in rows.items()
-            if point in SERVED
+            if point in SERVED and point.weights != "base"  # the file's own grid: no loss to show
         ],
     }
     figure = Figure(figsize=(11, 5), layout="constrained")
