@@ -37,8 +37,9 @@ def filled(page: str) -> str:
 
 
 def weights_table(base: Base) -> str:
-    """The weights alone, from least to most lost."""
-    rows = _alone(baselines.read(base.name, "full"))
+    """The weights alone, from least to most lost, and what has no row yet."""
+    known = baselines.read(base.name, "full")
+    rows = _alone(known)
     lines = ["| scheme | bits of a layer | of all | KLD | KLD p99 | top-1 % | perplexity |"]
     lines.append("|---|---:|---:|---:|---:|---:|---:|")
     for point, row in sorted(rows.items(), key=lambda item: item[1].kld):
@@ -48,6 +49,9 @@ def weights_table(base: Base) -> str:
             f"| {name} | {row.layer_bits:.2f} | {row.bits:.2f} | {row.kld:.4f} | {row.p99:.3f} | "
             f"{100 * row.top1:.1f} | {row.perplexity:.3f} |"
         )
+    missing = [f"`{point}`" for point in base.points if point not in known]
+    if missing:
+        lines += ["", f"Not measured yet: {', '.join(missing)}."]
     return "\n".join(lines)
 
 
