@@ -7,7 +7,7 @@
 Every row is kept as soon as it is known, so that a stopped run goes on where it was (delete a line
 of a baseline to have it measured again). Behind the rows it writes the tables and the plot of
 docs/quantization.md and quant/expected_loss.json. Nothing is downloaded: ``make models`` before it.
-An hour on two cores, most of it GPTQ; files made stay in build/frontier.
+About an hour on two cores, most of it GPTQ; files made stay in build/frontier.
 """
 
 from __future__ import annotations

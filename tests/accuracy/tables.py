@@ -37,8 +37,9 @@ def filled(page: str) -> str:
 
 
 def weights_table(base: Base) -> str:
-    """The weights alone, from least to most lost."""
-    rows = _alone(baselines.read(base.name, "full"))
+    """The weights alone, from least to most lost, and what has no row yet."""
+    known = baselines.read(base.name, "full")
+    rows = _alone(known)
     lines = ["| scheme | bits of a layer | of all | KLD | KLD p99 | top-1 % | perplexity |"]
     lines.append("|---|---:|---:|---:|---:|---:|---:|")
     for point, row in sorted(rows.items(), key=lambda item: item[1].kld):
@@ -48,6 +49,9 @@ def weights_table(base: Base) -> str:
             f"| {name} | {row.layer_bits:.2f} | {row.bits:.2f} | {row.kld:.4f} | {row.p99:.3f} | "
             f"{100 * row.top1:.1f} | {row.perplexity:.3f} |"
         )
+    missing = [f"`{point}`" for point in base.points if point not in known]
+    if missing:
+        lines += ["", f"Not measured yet: {', '.join(missing)}."]
     return "\n".join(lines)
 
 
@@ -77,8 +81,9 @@ def served_table() -> str:
         cells = []
         for name in BASES:
             row = baselines.read(name, "full").get(point)
-            cells.append("| " if row is None else f"{row.kld:.4f} | {_bytes(row) / 1e6:.0f}")
-        name = "as they are" if point.weights == "base" else point.weights
+            size = "" if row is None or point.weights == "base" else f"{_bytes(row) / 1e6:.0f}"
+            cells.append(f"{'' if row is None else f'{row.kld:.4f}'} | {size}")
+        name = "of the file" if point.weights == "base" else point.weights
         lines.append(f"| {name} | {point.kv} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -113,7 +118,7 @@ def draw(base: Base, path: Path) -> None:
         f"as served, with keys and values of {CONTEXT} tokens": [
             Placed(f"{point.weights} {point.kv}", _bytes(row), row.kld, row.decode)
             for point, row in rows.items()
-            if point in SERVED
+            if point in SERVED and point.weights != "base"  # the file's own grid: no loss to show
         ],
     }
     figure = Figure(figsize=(11, 5), layout="constrained")

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.accuracy import baselines, tables
+from tests.accuracy import baselines, frontier, tables
 from tests.accuracy.baselines import Row, worse
 from tests.accuracy.measuring import measure
-from tests.accuracy.points import BASES, GEMMA3, SHORT, SMOLLM2, Base, Point, Tier
+from tests.accuracy.points import BASES, GEMMA3, SHORT, SMOLLM2, Base, Point
 
 ROW = Row(0.0457, 0.262, 0.8784, 15.758, 4.759, 4.6, 80022016, 23040, 700, 90)
 
@@ -63,10 +63,31 @@ def test_less_is_never_worse_and_speed_is_not_compared() -> None:
     assert worse(ROW, ROW) == []
 
 
-@pytest.mark.parametrize("tier", ["full", "short"])
+@pytest.mark.model
+def test_the_command_fails_and_names_the_row_that_is_worse(
+    smollm2: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    known = baselines.read(SMOLLM2.name, "short")
+    found = {point: replace(row, kld=row.kld + 0.1) for point, row in known.items()}
+    found[Point("base", "int8")] = known[Point("base", "int8")]
+    monkeypatch.setattr(frontier, "measure", lambda point, *rest: found[point])
+    command = ["--check", "--base", SMOLLM2.name, "--tier", "short", "--made", str(tmp_path)]
+    assert frontier.main([*command, "--rows", "base int8 *"]) == 0
+    assert frontier.main([*command, "--rows", "base int*"]) == 1
+    worse_rows = [line for line in capsys.readouterr().out.splitlines() if "worse" in line]
+    assert len(worse_rows) == 1
+    assert worse_rows[0].startswith("smollm2-135m short: base int4 exact: worse: kld ")
+
+
 @pytest.mark.parametrize("base", BASES.values(), ids=list(BASES))
-def test_every_point_has_a_baseline_and_every_baseline_a_point(base: Base, tier: Tier) -> None:
-    assert list(baselines.read(base.name, tier)) == list(base.tier(tier)[1])
+def test_baselines_are_of_points_and_the_short_tier_has_all(base: Base) -> None:
+    """Points of the full tier without a row are named on the page."""
+    assert list(baselines.read(base.name, "short")) == list(base.short)
+    full = baselines.read(base.name, "full")
+    assert list(full) == [point for point in base.points if point in full]
 
 
 def test_the_page_shows_what_is_committed() -> None:
