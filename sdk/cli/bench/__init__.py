@@ -82,7 +82,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "file",
         nargs="?",
         help=f"the model (default: the demo model); {' and '.join(SHAPES)} make a file of random "
-        "4-bit weights, 0.5 GB, in a temporary folder",
+        "4-bit weights, 0.5 GB, in a temporary folder; gpu measures the kernels of a GPU on random "
+        "weights",
     )
     parser.add_argument(
         "--suite",
@@ -114,6 +115,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rounds", type=parse_count, help="default: 5")
     parser.add_argument("--threads", type=parse_count, help="default: the CPUs of this process")
+    of_gpu = parser.add_argument_group("options of `bench gpu`")
+    of_gpu.add_argument("--rows", metavar="NAME[,...]", help="measure these only")
+    of_gpu.add_argument(
+        "--seconds", type=parse_count, help="for all rows; what is left out says so (default: 450)"
+    )
+    of_gpu.add_argument("--log", metavar="FILE", help="what the measuring process says")
     parser.add_argument("--json", metavar="FILE", help="write all samples; - for stdout, no table")
     parser.add_argument("--markdown", metavar="FILE", help="write the tables with their command")
     parser.add_argument("--plots", metavar="FOLDER", help="draw one PNG per suite (matplotlib)")
@@ -121,6 +128,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.file == "gpu":
+        from sdk.cli.bench import gpu
+
+        return gpu.run(args)
     if args.output_len < 2:
         raise RequestError("--output-len: expected at least 2, found 1 (nothing would be decoded)")
     for peer in args.against:
