@@ -92,7 +92,7 @@ SMOLLM2 = Base(
     (*(Point(name) for name in (*AT_LOAD, *FILES)), *_ALONE, *SERVED),
     (
         Point("base", "float16", "auto"),
-        *(Point("base", kv) for kv in ("int8", "fp8", "k8v4", "int4")),
+        *(Point("base", kv) for kv in ("int8", "k8v4", "int4")),
         *(Point(name) for name in ("int8", "rtn-w4g64")),
     ),
 )
@@ -101,6 +101,6 @@ GEMMA3 = Base(
     "gemma-3-270m-q4_k_m.gguf",
     Text(windows=2, tokens=512),
     (*(Point(name) for name in (*AT_LOAD, *FILES, "gptq-q4_k_m")), *_ALONE, *SERVED),
-    (Point("base", "float16", "auto"), Point("base", "int8"), Point("base", "int4")),
+    (Point("base", "float16", "auto"), Point("base", "int4")),
 )
 BASES = {base.name: base for base in (SMOLLM2, GEMMA3)}
