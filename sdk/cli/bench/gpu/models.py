@@ -79,9 +79,10 @@ class RandomCheckpoint:
     tokenizer = None
 
     def __init__(self, card: Card, config: Mapping[str, Any], bits: int) -> None:
-        self.path = Path("random-weights")
+        self.path = Path(__file__).parent  # a folder that holds no weights
         self.config = config
         self.generation_config: Mapping[str, Any] = {}
+        self.kv_scales: Mapping[str, float] = {}
         self.on_bytes: Callable[[int, int], None] | None = None
         self._card = card
         self._bits = bits
