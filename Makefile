@@ -20,7 +20,7 @@ NATIVE := CMakeLists.txt $(shell find kernels/cpu -name '*.cpp' -o -name '*.c' -
 BUILT_FROM := pyproject.toml $(wildcard $(NATIVE))
 
 .DEFAULT_GOAL := help
-.PHONY: help run test aot gpu test-interop build models demo-model lint sanitize fuzz bench clean
+.PHONY: help run test aot gpu test-interop build models demo-model lint sanitize fuzz frontier bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -66,6 +66,9 @@ sanitize: $(VENV)/.embedlm-dev ## the kernels under valgrind and the address, un
 
 fuzz: $(VENV)/.embedlm-dev ## damaged model files for ten minutes
 	$(PY) tests/loaders/fuzz.py --seconds 600 --seed $$RANDOM
+
+frontier: $(VENV)/.embedlm-dev models ## what every weight format and KV type loses: baselines, tables and plots (an hour)
+	$(PY) -m tests.accuracy.frontier
 
 bench: build demo-model ## tokens per second for 1 and 8 streams on the demo model
 	$(PY) -m sdk bench --streams 1,8

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from sdk.cli.bench.engines import PEERS, check_peer, parse_peers
-from sdk.cli.bench.models import RANDOM_1B, ModelFiles, Work, work_of
+from sdk.cli.bench.models import ModelFiles, Work, work_of
 from sdk.cli.bench.plots import check_matplotlib, write_plots
+from sdk.cli.bench.random_models import SHAPES
 from sdk.cli.bench.report import Section, to_markdown, to_text
 from sdk.cli.bench.settings import Settings
 from sdk.cli.bench.suites import SUITES, measure
@@ -80,8 +81,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "file",
         nargs="?",
-        help=f"the model (default: the demo model); {RANDOM_1B} makes a 585 MB file of random "
-        "4-bit weights in a temporary folder; gpu measures the kernels of a GPU on random weights",
+        help=f"the model (default: the demo model); {' and '.join(SHAPES)} make a file of random "
+        "4-bit weights, 0.5 GB, in a temporary folder; gpu measures the kernels of a GPU on random "
+        "weights",
     )
     parser.add_argument(
         "--suite",
