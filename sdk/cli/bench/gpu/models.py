@@ -79,7 +79,7 @@ class RandomCheckpoint:
     tokenizer = None
 
     def __init__(self, card: Card, config: Mapping[str, Any], bits: int) -> None:
-        self.path = Path("random-weights")
+        self.path = Path(__file__).parent  # a folder that holds no weights
         self.config = config
         self.generation_config: Mapping[str, Any] = {}
         self.kv_scales: Mapping[str, float] = {}
