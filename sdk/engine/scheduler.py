@@ -80,7 +80,12 @@ class Scheduler:
         self, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.config = config
-        self.pool = PagePool(config.num_pages, config.page_size, config.enable_prefix_caching)
+        self.pool = PagePool(
+            config.num_pages,
+            config.page_size,
+            config.enable_prefix_caching,
+            limit=config.first_pages,
+        )
         self.prefixes = Prefixes(self.pool, config.kv_type, config.num_swap_pages)
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
@@ -233,6 +238,20 @@ class Scheduler:
         self._steady, self._full = False, []
         return StepPlan(self._step_id, swaps=self.prefixes.swap.take_swaps())
 
+    def resize(self, capacity: int) -> list[int]:
+        """Have ``capacity`` pages from now on, between two steps; those given up.
+
+        Where too few are idle the last requests in order are preempted.
+        """
+        pool, given_up = self.pool, []
+        while pool.capacity > capacity:
+            pages = pool.withhold(pool.capacity - capacity)
+            given_up += pages
+            if not pages:
+                self._preempt(self._running.pop())
+        pool.grant(capacity - pool.capacity)
+        return given_up
+
     # A step
 
     def plan(self) -> StepPlan:
@@ -376,7 +395,7 @@ class Scheduler:
             if request.waits_for in self.prefixes.promised:
                 index += 1
                 continue
-            if self.pool.num_available < request.min_available + spare:
+            if self.pool.num_available < request.min_available + spare and not self.pool.lender:
                 return
             found = [self.prefixes.find(sequence) for sequence in sequences]
             request.waits_for = next((one.waits_for for one in sequences if one.waits_for), None)
