@@ -52,6 +52,18 @@ def test_replayed_steps_give_what_single_operators_give(golden: Path, device: st
     assert found[0] == found[1]
 
 
+def test_steps_launched_before_their_plan_give_the_same_answers(golden: Path, device: str) -> None:
+    lengths = (40, 3, 17, 29, 8)
+    params: Any = [DRAWN.clone(max_tokens=length) for length in lengths]
+    found = []
+    for eager in (False, True):
+        options = {"enforce_eager": eager, "deterministic": True}
+        with load(path_of(golden, "gguf-Q8_0"), device, **options) as llm:
+            assert llm._runner().steps_ahead == (device == "cuda" and not eager)
+            found.append(tokens(llm, params))
+    assert found[0] == found[1]
+
+
 def test_with_deterministic_an_answer_does_not_depend_on_its_batch(
     golden: Path, device: str
 ) -> None:

@@ -75,6 +75,36 @@ def test_products_equal_float64(cases: Any, device: str, name: str, compute: Any
     ops.close()
 
 
+EXPERTS: dict[str, Callable[[Any, int], Layout]] = {
+    "int4-g128-zeros": lambda c, s: c.affine(256, 512, 4, 128, "zeros", seed=s),
+    "q4_k": lambda c, s: c.blocks(256, 512, "q4_k", seed=s),
+    "fp8-channel": lambda c, s: c.float8(256, 512, (1, 512), seed=s),
+    "fp8-as-file": lambda c, s: replace(c.float8(256, 512, (1, 512), seed=s), **BYTES),
+    "bfloat16": lambda c, s: c.dense(256, 512, torch.bfloat16, seed=s),
+}
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 200])
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_multiply_the_rows_routed_to_them(
+    cases: Any, device: str, name: str, tokens: int
+) -> None:
+    layouts = [EXPERTS[name](cases, seed) for seed in range(8)]
+    ops = Ops(device, backends=("gpu", "reference"))
+    bound = ops.group([ops.linear(layout) for layout in layouts])
+    assert bound is not None
+    x = cases.activations(tokens, 512)
+    routes = ops.route(x[:, :8].contiguous().to(device), 2, normalized=True)
+    found = ops.combine(bound.matmul(x.to(device), routes, by_token=True), routes)
+    seen = rounded(x, BYTES["inputs"]) if name == "fp8-as-file" else x
+    each = torch.stack([seen.double() @ decode(layout).double().t() for layout in layouts])
+    best, chosen = x[:, :8].double().topk(2, dim=1)
+    rows = torch.arange(tokens)
+    expected = sum(best.softmax(dim=1)[:, i : i + 1] * each[chosen[:, i], rows] for i in range(2))
+    assert (found.cpu().double() - expected).norm() < 6e-3 * expected.norm()
+    ops.close()
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_packing_keeps_every_bit(cases: Any, device: str, name: str) -> None:
     layout = LAYOUTS[name](cases)

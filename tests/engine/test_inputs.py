@@ -52,8 +52,9 @@ def test_a_prefix_leaves_every_request_a_token_of_its_own() -> None:
 def test_rows_that_fill_up_a_step_have_no_query_and_no_page() -> None:
     inputs = filled([20, 30, 40], 0)
     inputs.output_rows[3:] = 7
-    inputs.fill_up(3, 8)
+    assert not inputs.fill_up(3, 8)
     batch = inputs.decoding(8, shared=False)
+    assert batch.shared_len is None
     assert batch.query_start.tolist() == [0, 1, 2, 3, 3, 3, 3, 3, 3]
     assert inputs.output_rows.tolist() == [0, 1, 2, 0, 0, 0, 0, 0]
     assert (batch.num_tokens, batch.num_requests, batch.max_query_len) == (8, 8, 1)
@@ -65,3 +66,15 @@ def test_the_draws_lie_where_a_device_reads_them() -> None:
     inputs.sampling.set(1, inputs.sampling.draws[0].tobytes(), 0.625)
     assert inputs.draws[1, 7] == 0.625
     assert inputs.draws.dtype == torch.float64
+
+
+def test_the_step_after_goes_on_with_the_tokens_that_were_sampled() -> None:
+    inputs = filled([20, 30, 40], 0)
+    inputs.fill_up(3, 4)
+    before = inputs.batch.context_len.clone()
+    sampled = torch.tensor([[11.0, 0.5, 1.0], [262143.0, 0.5, 1.0], [13.0, 0.5, 1.0]]).double()
+    inputs.advance_on_device(3, sampled, drawn=False)
+    assert inputs.token_ids[:3].tolist() == [11, 262143, 13]
+    grown = inputs.batch.context_len - before
+    assert grown[:3].tolist() == [1, 1, 1]
+    assert not grown[3:].any()

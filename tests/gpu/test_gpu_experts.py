@@ -160,12 +160,15 @@ def test_rows_may_fall_on_experts_as_they_like(
 
 def test_shares_of_the_columns_are_added_for_experts_too(reference: Ops, cases: Any) -> None:
     tiles = [(99, Tiles(16, 16, 9, 4, 3))]  # two busy experts leave it four shares
-    linear = Linear(torch.float16, replace(FEW, table={("int4g128", OUT, 1024): tiles}))
+    linear = Linear(torch.float16, replace(FEW, table={("linear", "int4g128z", OUT, 1024): tiles}))
     layouts = [cases.affine(OUT, 1024, 4, 128, "zeros", seed=seed) for seed in range(2)]
-    for tokens in (1, 3):
+    for tokens, shares in ((1, 8), (3, 4)):
         routes = reference.route(logits(tokens, 2), 1, normalized=True)
         x = cases.activations(tokens, 1024)
         given = x if tokens == 1 else x.half()
+        group = linear.group([linear.pack(layout) for layout in layouts])
+        assert group is not None
+        assert linear._tiles_of(group, routes, 1).split == shares
         assert check(linear, layouts, x, given, routes, True) < 2e-6
 
 
