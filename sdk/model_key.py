@@ -14,7 +14,7 @@ from sdk.models.config import ModelConfig
 from sdk.models.rope import inverse_frequencies
 
 _BLOCK = 4096
-#: Blocks read of all files together: below a millisecond from a file that was just loaded.
+#: Blocks read of all files together: 1.2 ms for a file that was just loaded.
 _BLOCKS = 256
 _PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 

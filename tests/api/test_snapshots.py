@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
 from collections.abc import Iterator
@@ -246,6 +247,10 @@ def test_another_version_and_other_files_are_refused(saved: Path, tmp_path: Path
         Snapshot.load(tmp_path / "text.kv")
     with pytest.raises(SnapshotError, match=r"cannot be read: .*No such file"):
         Snapshot.load(tmp_path / "nowhere.kv")
+    os.mkfifo(tmp_path / "pipe.kv")
+    for path in (tmp_path, tmp_path / "pipe.kv"):
+        with pytest.raises(SnapshotError, match=r"not a regular file"):
+            Snapshot.load(path)
 
 
 @contextmanager
