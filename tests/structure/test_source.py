@@ -26,7 +26,7 @@ MAX_FUNCTION_LINES = 60
 #: Files that would only get harder to read by being cut: their own limit, and why.
 LONG_FILES = {
     "kernels/ops.py": (440, "every operator of an engine, one short method each"),
-    "sdk/engine/scheduler.py": (610, "plan and commit read each other's state"),
+    "sdk/engine/scheduler.py": (640, "plan and commit read each other's state"),
     "sdk/llm.py": (530, "the whole facade, sync and async twins side by side"),
 }
 
