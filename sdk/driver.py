@@ -294,6 +294,7 @@ class Driver:
 
     def between_steps(self, action: Callable[[], T]) -> T:
         """What ``action`` returns; no step runs meanwhile."""
+        self.check_usable()  # before the lock, which a forked child may have inherited locked
         self._refuse_inside_step()
         with self._turn():
             self._check_open()

@@ -61,7 +61,7 @@ class Keeping:
         """Put a snapshot back; how many tokens a prompt finds in the cache."""
         snapshot = source if isinstance(source, Snapshot) else Snapshot.load(source)
         self._check(snapshot)
-        ids = snapshot.token_ids[: self._max_model_len]
+        ids = snapshot.token_ids[: self._max_model_len - 1]  # what a prompt can have of it
         return self._driver.between_steps(
             lambda: self._kept.restore(ids, salt, snapshot.kv, pin=pin)
         )

@@ -86,20 +86,19 @@ def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
         default_params = _default_params(checkpoint.generation_config)
         runner_config = _runner_config(config, checkpoint, memory)
         eos = frozenset(tokenizer.eos_token_ids if tokenizer is not None else _eos(checkpoint))
-        key = model_key(
+        executor = _executor(config, runner_config, checkpoint)
+        undo.callback(executor.close)
+        with reporting("load", "B", config.on_progress) as report:
+            checkpoint.on_bytes = report
+            executor.start()
+        key = model_key(  # after the load: 1 ms, of a file not yet in memory up to 60
             checkpoint.path,
             model,
             memory.max_model_len,
             quantization=config.quantization,
             overrides=config.hf_overrides or {},
         )
-        scheduler_config = _scheduler_config(config, runner_config, memory, eos)
-        executor = _executor(config, runner_config, checkpoint)
-        undo.callback(executor.close)
-        with reporting("load", "B", config.on_progress) as report:
-            checkpoint.on_bytes = report
-            executor.start()
-        scheduler = Scheduler(scheduler_config)
+        scheduler = Scheduler(_scheduler_config(config, runner_config, memory, eos))
         scheduler.pages_ahead = executor.runner.steps_ahead
         engine = Engine(
             scheduler, executor, tokenizer, vocab_size=model.vocab_size, seed=config.seed

@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,8 @@ class Snapshot:
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write it to ``path``, whole or not at all: what was there before stays until then.
+
+        Only this user may read the file: it tells what a model has read.
 
         :raises SnapshotError: the file cannot be written (no right to, no room).
         """
@@ -121,6 +124,8 @@ class Snapshot:
         :raises SnapshotError: it cannot be read, is of another version, truncated or damaged.
         """
         try:
+            if not S_ISREG(Path(path).stat().st_mode):  # opening a pipe would wait for a writer
+                raise SnapshotError(f"{path}: not a regular file")
             with open(path, "rb") as file:
                 header = _read_header(file, path)
                 size, found = _file_size(header, file.tell()), os.fstat(file.fileno()).st_size

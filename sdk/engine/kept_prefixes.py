@@ -66,14 +66,8 @@ class KeptPrefixes:
         :raises OutOfMemoryError: too few pages would be left, for anybody or for a request.
         """
         scheduler = self._scheduler
-        keys, size = self._keys(token_ids, salt), scheduler.config.page_size
-        prefixes, capacity = scheduler.prefixes, scheduler.pool.capacity
+        keys, prefixes = self._keys(token_ids, salt), scheduler.prefixes
         before = prefixes.num_pinned
-        if len(keys) >= capacity:
-            raise OutOfMemoryError(
-                f"pin: the prefix takes {len(keys)} of {capacity} KV pages of {size} tokens; at "
-                "least one must be left"
-            )
         if not prefixes.pin(keys):
             return None
         if prefixes.num_pinned > before:
@@ -82,7 +76,7 @@ class KeptPrefixes:
             except OutOfMemoryError:
                 prefixes.unpin(keys)
                 raise
-        return len(keys) * size
+        return len(keys) * scheduler.config.page_size
 
     def _check_room(self) -> None:
         """:raises OutOfMemoryError: pins leave too little, with the sums."""

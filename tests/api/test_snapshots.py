@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
 from collections.abc import Iterator
@@ -141,31 +142,39 @@ def test_an_unfinished_request_can_be_taken_along(tiny_path: Path) -> None:
 
 
 def test_a_restore_into_a_busy_engine_disturbs_nobody(tiny_path: Path, saved: Path) -> None:
-    other = [5 + (i * 3) % 300 for i in range(30)]
+    """Its pages are taken from a cached prefix, which must be swapped out before they are written.
+
+    The other request is in the middle of steps that repeat one another.
+    """
+    other, cached = ([5 + (i * j) % 300 for i in range(30)] for j in (3, 4))
     with LLM(tiny_path, max_model_len=128) as llm:
         [alone] = llm.generate([other], PARAMS)
         expected = _facts(_answer(llm))
-    with LLM(tiny_path, max_model_len=128, max_num_seqs=2) as llm:
+    page = llm.memory_plan.page_bytes
+    options = {"kv_cache_memory_bytes": 9 * page, "swap_space": "1MiB", "max_num_seqs": 2}
+    with LLM(tiny_path, max_model_len=128, **options) as llm:
+        [first] = llm.generate([cached], PARAMS)
         llm.enqueue([other], PARAMS)
         for _ in range(5):
             llm.step()
         assert llm.restore(saved) == KEPT
+        assert llm.get_metrics()["swapped_out"] > 0
         llm.enqueue([PROMPT], PARAMS)
-        first, second = llm.wait_for_completion()
-        assert _facts(first) == _facts(alone)
-        assert _facts(second) == expected and second.num_cached_tokens == KEPT
+        second, third = llm.wait_for_completion()
+        assert _facts(second) == _facts(alone)
+        assert _facts(third) == expected and third.num_cached_tokens == KEPT
+        assert _facts(llm.generate([cached], PARAMS)[0]) == _facts(first)
 
 
 def test_where_pages_lack_the_beginning_is_restored(tiny_path: Path, saved: Path) -> None:
     page = LLM.plan(tiny_path, max_model_len=128).page_bytes
-    options = {"max_model_len": 48, "kv_cache_memory_bytes": 3 * page}
-    with LLM(tiny_path, **options) as llm:
-        assert llm.restore(saved) == 48
-        [request_id] = llm.enqueue([[9] * 20], SamplingParams(max_tokens=4, ignore_eos=True))
+    with LLM(tiny_path, max_model_len=80, kv_cache_memory_bytes=5 * page) as llm:
+        assert llm.restore(saved) == KEPT
+        llm.enqueue([[9] * 20], SamplingParams(max_tokens=4, ignore_eos=True))
         llm.step()
-        assert llm.restore(saved) == 16  # the request holds two of three
+        assert llm.restore(saved) == 48  # the request holds two of five
         [output] = llm.wait_for_completion()
-        assert output.request_id == request_id and len(output.outputs[0].token_ids) == 4
+        assert len(output.outputs[0].token_ids) == 4
 
 
 def test_a_salt_keeps_restored_prefixes_apart(tiny_path: Path, saved: Path) -> None:
@@ -246,6 +255,10 @@ def test_another_version_and_other_files_are_refused(saved: Path, tmp_path: Path
         Snapshot.load(tmp_path / "text.kv")
     with pytest.raises(SnapshotError, match=r"cannot be read: .*No such file"):
         Snapshot.load(tmp_path / "nowhere.kv")
+    os.mkfifo(tmp_path / "pipe.kv")
+    for path in (tmp_path, tmp_path / "pipe.kv"):
+        with pytest.raises(SnapshotError, match=r"not a regular file"):
+            Snapshot.load(path)
 
 
 @contextmanager
@@ -334,12 +347,17 @@ def test_a_snapshot_can_be_restored_pinned(tiny_path: Path, saved: Path) -> None
 def test_pins_that_leave_no_room_are_refused_with_the_sums(tiny_path: Path, saved: Path) -> None:
     page = LLM.plan(tiny_path, max_model_len=128).page_bytes
     with LLM(tiny_path, max_model_len=64, kv_cache_memory_bytes=4 * page) as llm:
-        with pytest.raises(OutOfMemoryError, match="takes 4 of 4 KV pages of 16 tokens"):
-            llm.restore(saved, pin=True)
+        llm.generate([PROMPT[:17]], SamplingParams(max_tokens=1))  # one page of it stays
         [request_id] = llm.enqueue([[9] * 20], SamplingParams(max_tokens=40, ignore_eos=True))
         llm.step()
+        with pytest.raises(OutOfMemoryError, match="needs 2 KV pages of 16 tokens, 1 of 4 are"):
+            llm.restore(saved, pin=True)
         with pytest.raises(OutOfMemoryError, match=f"request {request_id} may need 4 and could"):
             llm.pin(PROMPT[:17])
         assert llm.get_metrics()["num_pages_pinned"] == 0
         [output] = llm.wait_for_completion()
         assert len(output.outputs[0].token_ids) == 40
+        assert llm.restore(saved, pin=True) == 48
+        with pytest.raises(OutOfMemoryError, match=r"4 of 4 .* any request may need 1 and could"):
+            llm.pin([5] * 16)
+        assert llm.get_metrics()["num_pages_pinned"] == 3

@@ -83,3 +83,10 @@ class FakeRunner:
 
     def close(self) -> None:
         self.closed += 1
+
+
+def whereabouts(runner: FakeRunner, broken_rank: int | None = None) -> tuple[int, int]:
+    """For ``Executor.on_ranks``: the rank, and the steps it has run."""
+    if runner.mesh.rank == broken_rank:
+        raise AlignmentError("7 heads cannot be dealt out")
+    return runner.mesh.rank, runner.steps

@@ -68,6 +68,21 @@ def settle() -> tuple[int, int]:
     return psutil.Process().num_fds(), psutil.Process().num_threads()
 
 
+def test_a_function_runs_on_every_rank_between_steps(ranks: ModuleType, started) -> None:
+    alone = LocalExecutor(ranks.FakeRunner, ranks.FakeConfig())
+    alone.start()
+    assert alone.on_ranks(ranks.whereabouts) == [(0, 0)]
+    alone.close()
+    executor = started()
+    executor.execute(StepPlan(1))
+    assert executor.on_ranks(ranks.whereabouts) == [(0, 1), (1, 1)]
+    assert executor.execute(StepPlan(2)).step_id == 2
+    with pytest.raises(EngineDeadError, match="rank 1 failed: AlignmentError: 7 heads"):
+        executor.on_ranks(ranks.whereabouts, 1)
+    with pytest.raises(EngineDeadError, match="a rank was lost in an earlier step"):
+        executor.execute(StepPlan(3))
+
+
 def test_any_number_of_ranks_gives_the_same_sums(ranks: ModuleType, started) -> None:
     alone = LocalExecutor(ranks.FakeRunner, ranks.FakeConfig())
     alone.start()
