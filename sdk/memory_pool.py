@@ -24,8 +24,8 @@ class MemoryPool:
 
     ``budget``: bytes or ``"6GiB"``. ``on_pressure(pool, missing)`` is called, in the thread of the
     model that needs memory, when ``missing`` bytes are short although everybody gave back what
-    nobody uses: once, until that model got memory again. It may close or ``trim`` something, and the
-    need is looked at once more. What it raises is logged.
+    nobody uses: once, until that model got memory again. It may close or ``trim`` something, and
+    the need is looked at once more. What it raises is logged.
     """
 
     def __init__(
