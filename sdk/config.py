@@ -109,6 +109,8 @@ class EngineConfig:
 
     def _check_swap(self) -> None:
         if self.swap_path is not None:
+            if not isinstance(self.swap_path, str | os.PathLike):
+                raise RequestError(f"swap_path: expected a folder, found {self.swap_path!r}")
             object.__setattr__(self, "swap_path", os.fspath(self.swap_path))
         if self.swap_space == 0:
             if self.swap_path is not None:

@@ -67,10 +67,14 @@ class Loaded:
         return self.executor.runner
 
 
-def load(config: EngineConfig) -> Loaded:
-    """Build the engine; on any error everything built so far is given back."""
+def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
+    """Build the engine; on any error everything built so far is given back.
+
+    ``checkpoint`` stands in place of the one that ``config`` names, and is closed.
+    """
     with contextlib.ExitStack() as undo:
-        checkpoint = open_model(config)
+        if checkpoint is None:
+            checkpoint = open_model(config)
         undo.callback(checkpoint.close)
         model = model_config(config, checkpoint)
         memory = checked_plan(config, checkpoint)
@@ -82,12 +86,21 @@ def load(config: EngineConfig) -> Loaded:
         default_params = _default_params(checkpoint.generation_config)
         runner_config = _runner_config(config, checkpoint, memory)
         eos = frozenset(tokenizer.eos_token_ids if tokenizer is not None else _eos(checkpoint))
-        scheduler = Scheduler(_scheduler_config(config, runner_config, memory, eos))
+        key = model_key(
+            checkpoint.path,
+            model,
+            memory.max_model_len,
+            quantization=config.quantization,
+            overrides=config.hf_overrides or {},
+        )
+        scheduler_config = _scheduler_config(config, runner_config, memory, eos)
         executor = _executor(config, runner_config, checkpoint)
         undo.callback(executor.close)
         with reporting("load", "B", config.on_progress) as report:
             checkpoint.on_bytes = report
             executor.start()
+        scheduler = Scheduler(scheduler_config)
+        scheduler.pages_ahead = executor.runner.steps_ahead
         engine = Engine(
             scheduler, executor, tokenizer, vocab_size=model.vocab_size, seed=config.seed
         )
@@ -99,13 +112,7 @@ def load(config: EngineConfig) -> Loaded:
         elastic=ElasticPages(scheduler, executor),
         lease=lease,
         kept=KeptPrefixes(scheduler, executor, spec),
-        model_key=model_key(
-            checkpoint.path,
-            model,
-            memory.max_model_len,
-            quantization=config.quantization,
-            overrides=config.hf_overrides or {},
-        ),
+        model_key=key,
         tokenizer=tokenizer,
         model_config=model,
         plan=memory,

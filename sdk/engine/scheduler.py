@@ -105,7 +105,8 @@ class Scheduler:
         self._steady = False
         self._num_tokens: tuple[tuple[str, int], ...] = ()
         self._again: StepPlan | None = None  # with nothing but these rows
-        self._full: list[Request] = []  # they need a page now
+        self._full: list[Request] = []  # they need a page now, or so many steps from now:
+        self.pages_ahead = 0
         self._num_added = 0
         self._step_id = self._num_steps = 0
 
@@ -484,7 +485,7 @@ class Scheduler:
                 updates.append(RequestUpdate(request, None, scored))
         if self._steady:
             self.next_tokens = [request.token_ids[-1] for request, _ in in_flight]
-            self._full = [r for r, _ in in_flight if r.num_computed == len(r.pages) * page_size]
+            self._full = [request for request, _ in in_flight if self._lacks_page(request)]
         else:
             self._in_flight = []
         return updates
@@ -497,7 +498,7 @@ class Scheduler:
         updates: list[RequestUpdate],
     ) -> None:
         """Commit a plan that was the last one once more: a token for each, and nothing else."""
-        page_size = self.config.page_size
+        page_size, ahead = self.config.page_size, self.pages_ahead
         full: list[Request] = []
         row = -1
         for request, _ in in_flight:
@@ -506,11 +507,10 @@ class Scheduler:
                 continue  # aborted while the step ran
             token_id, known = tokens[row], request.token_ids
             after = request.num_computed = len(known)
-            if not after % page_size:
-                if request.publishes:
-                    self.prefixes.publish(request, after // page_size)
-                if after == len(request.pages) * page_size:
-                    full.append(request)
+            if not after % page_size and request.publishes:
+                self.prefixes.publish(request, after // page_size)
+            if (after + ahead) % page_size <= ahead and self._lacks_page(request):
+                full.append(request)
             known.append(token_id)
             self.num_generation_tokens += 1
             request.last_token_ts = now
@@ -524,6 +524,11 @@ class Scheduler:
             self.next_tokens, self._full = tokens, full
         else:
             self._in_flight = []
+
+    def _lacks_page(self, request: Request) -> bool:
+        """Whether a request needs a page more; its last token is never read back."""
+        needed = min(request.num_computed + self.pages_ahead, request.max_len - 2)
+        return len(request.pages) * self.config.page_size <= needed
 
     def _complete(
         self,
