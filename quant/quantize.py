@@ -26,7 +26,7 @@ from sdk.quant.weight import Weight
 Packed = Layout | Permuted
 
 #: Rows of an embedding worked on at a time: 65 MB in float32 at 2048 columns.
-_ROWS = 8192
+ROWS_AT_ONCE = 8192
 
 
 def check_finite(name: str, weight: Tensor) -> None:
@@ -65,8 +65,8 @@ def quantize_rows(name: str, weight: Weight, spec: QuantSpec, gram: Tensor | Non
     rows = weight.shape[0]
 
     def chunks() -> Iterator[Tensor]:
-        for start in range(0, rows, _ROWS):
-            values = weight.narrow("out", start, min(_ROWS, rows - start)).dequantize()
+        for start in range(0, rows, ROWS_AT_ONCE):
+            values = weight.narrow("out", start, min(ROWS_AT_ONCE, rows - start)).dequantize()
             check_finite(name, values)
             yield values
 

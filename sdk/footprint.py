@@ -116,7 +116,12 @@ class Footprint:
     def _start(self) -> None:
         if self._level == 2:
             self._take_again(self._lease)
-            self._executor.start()
+            try:
+                self._executor.start()
+            except BaseException:
+                if self._lease is not None:
+                    self._lease.give_back(self._lease.nbytes)
+                raise
         self._level = 0
 
     def _take_again(self, lease: Lease | None) -> None:

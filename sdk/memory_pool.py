@@ -24,8 +24,8 @@ class MemoryPool:
 
     ``budget``: bytes or ``"6GiB"``. ``on_pressure(pool, missing)`` is called, in the thread of the
     model that needs memory, when ``missing`` bytes are short although everybody gave back what
-    nobody uses; it may close or ``trim`` something, and the need is looked at once more. What it
-    raises is logged.
+    nobody uses: once, until that model got memory again. It may close or ``trim`` something, and
+    the need is looked at once more. What it raises is logged.
     """
 
     def __init__(
@@ -88,20 +88,23 @@ class Lease:
         self.name = name
         self.nbytes = 0
         self.wanted = 0
+        self._told = False
         #: Gives back now what can be, if the model is not computing.
         self.reclaim: Callable[[], None] = _nothing
 
     def take(self, nbytes: int, *, urgent: bool = False) -> bool:
         """More of the pool, all or nothing; ``urgent`` asks the other models first."""
         if self._add(nbytes):
+            self._told = False
             return True
         if not urgent:
             return False
         self.pool.collect(nbytes, self)
         if self._add(nbytes):
             return True
-        if self.pool._on_pressure is None:
+        if self.pool._on_pressure is None or self._told:
             return False
+        self._told = True  # not again in every step that waits for memory
         try:
             self.pool._on_pressure(self.pool, nbytes - self.pool.free)
         except Exception:

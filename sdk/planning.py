@@ -37,6 +37,7 @@ from sdk.models.layers import ACCURATE
 from sdk.models.parallel import Mesh
 from sdk.quant.at_load import EMBEDDINGS, FLOATS, is_end, is_router, packed_at_load, scheme_at_load
 from sdk.quant.checkpoint import Checkpoint, TensorEntry
+from sdk.quant.quantize import ROWS_AT_ONCE
 from sdk.quant.spec import QuantSpec
 
 #: Of a GPU's free memory, what an engine may take unless told otherwise; the rest is for torch's
@@ -44,8 +45,8 @@ from sdk.quant.spec import QuantSpec
 _GPU_SHARE = 0.9
 #: Of a file being loaded so many bytes stay mapped, and so many matrices whatever their size.
 _WINDOW, _MAPPED_MATRICES = 8 * 2**20, 4
-#: Quantizing at load has so many float32 copies of a matrix at once.
-_COPIES = 6
+#: Quantizing at load has so many float32 copies of a matrix, or of some rows of the head, at once.
+_COPIES = 5
 _INTEGERS = re.compile(r"(?:gptq-|awq-)?w(\d)(?:a\d+)?(g\d+)?s?")
 #: Queries, keys and values, in GGUF files and in folders: models bind them as accurate ones.
 _QKV = re.compile(r"\battn_(q|k|v|qkv)\b|\b(q|k|v|qkv)_proj\b")
@@ -221,6 +222,9 @@ def _loading_bytes(config: EngineConfig, entries: Sequence[TensorEntry], model: 
     late = sum(map(held_bytes, entries)) + window
     if config.quantization is not None:
         late += max((_COPIES * 4 * entry.num_elements for entry in others), default=0)
+        if scheme_at_load(config.quantization).head is not None:  # its codes three times, besides
+            early += 2 * sum(map(held_bytes, ends))
+            early += _COPIES * 4 * min(ROWS_AT_ONCE, model.vocab_size) * model.hidden_size
     return max(early, late) + ENGINE_BYTES + ENGINE_WORD_BYTES * model.vocab_size
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from sdk.engine.plan import Swap
 from sdk.engine.runner_config import RunnerConfig
 from sdk.engine.swap_storage import SwapStorage
-from sdk.errors import RequestError
+from sdk.errors import OutOfMemoryError, RequestError
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.ops import Ops
 from sdk.models.config import ModelConfig
@@ -63,7 +63,10 @@ def _map(nbytes: int) -> mmap.mmap:
     """Zeros on huge pages, as numpy asks for them: with small ones a step at a context of 4,096
     tokens misses the address cache all the time."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
-    mapping = mmap.mmap(-1, nbytes, flags=flags)
+    try:
+        mapping = mmap.mmap(-1, nbytes, flags=flags)
+    except OSError as error:
+        raise OutOfMemoryError(f"{nbytes} bytes for KV pages: {error}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return mapping

@@ -126,12 +126,16 @@ def test_on_pressure_is_told_how_much_is_short_and_may_make_room(tiny_path: Path
 
 
 def test_a_callback_that_fails_hurts_nobody(tiny_path: Path) -> None:
+    told: list[int] = []
+
     def on_pressure(pool: MemoryPool, missing: int) -> None:
+        told.append(missing)
         raise RuntimeError("a host's mistake")
 
     pool = MemoryPool(own_bytes(tiny_path), on_pressure=on_pressure)
     with LLM(tiny_path, memory=pool, **OPTIONS) as llm:
         assert len(tokens(llm, prompts(4))) == 4
+    assert len(told) == 1  # not in every step in which a request waits
 
 
 def test_a_sleeping_model_lends_everything_and_takes_it_again(tiny_path: Path) -> None:
