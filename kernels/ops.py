@@ -24,7 +24,7 @@ from sdk.kernels.checks import expect
 from sdk.kernels.errors import KernelError
 from sdk.kernels.experts import ExpertOps
 from sdk.kernels.graph import CaptureError, Graph, OnlyViews
-from sdk.kernels.kv_pages import KVPages
+from sdk.kernels.kv_pages import KVPages, page_level
 from sdk.kernels.layouts import Layout
 from sdk.kernels.registry import Choice, Problem, choose, linear_problem, open_backends
 from sdk.kernels.sampling import DRAW, Draws, Penalties, SampleBuffers, Tokens
@@ -364,6 +364,26 @@ class Ops(ExpertOps):
             kernel = self._kernel("attention", head_dim=head_dim, kv_dtype=pages.dtype)
             kernel.run(q, pages, batch, scale, window, softcap, sinks, out)
         return out
+
+    def recode_page(self, pages: KVPages, source: int, target: int) -> None:
+        """Write a page of one level as one of a lower level; their memory must not overlap.
+
+        ``source`` and ``target`` are page ids. The same bits for any number of threads.
+        """
+        levels = pages.levels
+        (above, index), (below, at) = page_level(source), page_level(target)
+        if not 0 <= above < below < len(levels):
+            raise KernelError(
+                f"recode: expected a page of a higher and one of a lower of {len(levels)} levels, "
+                f"found levels {above} and {below}"
+            )
+        given, wanted = levels[above], levels[below]
+        if index >= given.k.shape[0] or at >= wanted.k.shape[0]:
+            raise KernelError(
+                f"recode: pages {index} of {given.k.shape[0]} and {at} of {wanted.k.shape[0]}"
+            )
+        kernel = self._kernel("recode_page", head_dim=pages.head_dim, kv_dtype=pages.dtype)
+        kernel.run(given, index, wanted, at)
 
     def argmax(self, logits: Tensor) -> Tokens:
         """The first best token of each row of ``logits [R, V]`` float32; no probabilities."""

@@ -14,9 +14,10 @@ from importlib.util import find_spec
 import torch
 
 from sdk.kernels.errors import KernelError
+from sdk.kernels.kv_pages import MAX_LEVELS
 
 #: Must equal kAbiVersion in native/abi.hpp; a library with another one is refused as stale.
-ABI_VERSION = 11
+ABI_VERSION = 12
 
 #: Instruction-set levels, worst to best, in the order of native/levels.hpp.
 LEVELS = ("portable", "avx2", "avx2_vnni", "avx512_vnni")
@@ -61,6 +62,7 @@ class OpKind(IntEnum):
     EXPERTS = 14
     BIAS = 15
     COMBINE = 16
+    RECODE = 17
 
 
 class Count(IntEnum):
@@ -213,14 +215,18 @@ class PageSide(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("data", "scales")),
         *((name, c_int64) for name in ("page", "head", "step", "scale_page", "scale_row")),
-        *((name, c_int32) for name in ("type", "group")),
+        *((name, c_int32) for name in ("type", "group", "mixed")),
     ]
+
+
+class PageLevel(Structure):
+    _fields_ = [(name, PageSide) for name in ("keys", "values")]
 
 
 class RopeArgs(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("q", "k", "v", "cos", "sin", "slots", "key_centre")),
-        *((name, PageSide) for name in ("keys", "values")),
+        ("pages", PageLevel),
         *((name, c_int64) for name in ("q_token", "q_head", "k_token", "k_head")),
         *((name, c_int64) for name in ("v_token", "v_head", "cos_token", "sin_token")),
         ("num_pages", c_int64),
@@ -231,14 +237,23 @@ class RopeArgs(Structure):
 class AttentionArgs(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("q", "out")),
-        *((name, PageSide) for name in ("keys", "values")),
+        ("levels", PageLevel * MAX_LEVELS),
         *((name, c_void_p) for name in ("query_start", "context_len", "page_table")),
         *((name, c_void_p) for name in ("sinks", "shared")),
         *((name, c_int64) for name in ("q_token", "q_head", "table_width")),
         *((name, c_int64) for name in ("num_pages", "tokens", "window")),
         *((name, c_int32) for name in ("requests", "heads", "kv_heads", "head_dim", "page_size")),
+        ("num_levels", c_int32),
         *((name, c_float) for name in ("scale", "softcap")),
         *((name, c_int32) for name in ("query_tile", "run_chunks")),
+    ]
+
+
+class RecodeArgs(Structure):
+    _fields_ = [
+        *((name, PageLevel) for name in ("source", "target")),
+        *((name, c_int64) for name in ("page", "to_page")),
+        *((name, c_int32) for name in ("kv_heads", "head_dim", "page_size")),
     ]
 
 

@@ -54,7 +54,7 @@ class RopeAndCache:
         args = RopeArgs(
             *(x.data_ptr() for x in (q, k, v, cos, sin, slots)),
             None if centre is None else centre.data_ptr(),
-            *page_sides(pages),
+            page_sides(pages),
             *q.stride()[:2],
             *k.stride()[:2],
             *v.stride()[:2],
