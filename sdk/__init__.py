@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         QuantizationError as QuantizationError,
         RequestError as RequestError,
         SdkError as SdkError,
+        SnapshotError as SnapshotError,
         UnsupportedError as UnsupportedError,
     )
     from sdk.llm import LLM as LLM
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from sdk.quantizing import quantize as quantize
     from sdk.params import RequestOutputKind as RequestOutputKind
     from sdk.params import SamplingParams as SamplingParams
+    from sdk.snapshot import Snapshot as Snapshot
     from sdk.quant_report import LayerReport as LayerReport
     from sdk.quant_report import QuantReport as QuantReport
 
@@ -56,6 +58,7 @@ _EXPORTS = {
     "RequestMetrics": "sdk.outputs",
     "QuantReport": "sdk.quant_report",
     "LayerReport": "sdk.quant_report",
+    "Snapshot": "sdk.snapshot",
     "demo_model": "sdk.demo",
     "quantize": "sdk.quantizing",
     "evaluate": "sdk.evaluating",
@@ -71,6 +74,7 @@ _EXPORTS = {
             "EngineClosedError",
             "EngineDeadError",
             "LoadCancelled",
+            "SnapshotError",
             "QuantizationError",
         ),
         "sdk.errors",

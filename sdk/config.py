@@ -7,6 +7,7 @@ serve is refused with what to do instead: none is ignored in silence.
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -23,7 +24,6 @@ ProgressCallback = Callable[[str, int, int], "bool | None"]
 _NOT_YET: dict[str, tuple[Any, str]] = {
     "speculative_config": (None, "leave it unset"),
     "enable_lora": (False, "merge the adapter into the weights"),
-    "swap_space": (0, "leave it at 0: preempted requests are recomputed"),
     "trust_remote_code": (False, "code from checkpoints is never run"),
 }
 
@@ -65,6 +65,7 @@ class EngineConfig:
     speculative_config: Mapping[str, Any] | None = None
     enable_lora: bool = False
     swap_space: int | str = 0
+    swap_path: str | None = None
     compute: Literal["auto", "exact"] = "auto"
     deterministic: bool = False
     local_files_only: bool = False
@@ -92,6 +93,7 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, parse_bytes(value, name))
+        self._check_swap()
         if self.kv_cache_dtype != "auto":
             object.__setattr__(self, "kv_cache_dtype", _kv_cache_dtype(self.kv_cache_dtype))
         if self.quantization is not None:
@@ -103,6 +105,20 @@ class EngineConfig:
             raise RequestError(f"block_size: expected a power of two, found {self.block_size}")
         if self.on_progress is not None and not callable(self.on_progress):
             raise RequestError(f"on_progress: expected a callable, found {self.on_progress!r}")
+
+    def _check_swap(self) -> None:
+        if self.swap_path is not None:
+            object.__setattr__(self, "swap_path", os.fspath(self.swap_path))
+        if self.swap_space == 0:
+            if self.swap_path is not None:
+                raise RequestError(f"swap_path={self.swap_path!r} needs a swap_space")
+            return
+        object.__setattr__(self, "swap_space", parse_bytes(self.swap_space, "swap_space"))
+        if not self.enable_prefix_caching:
+            raise RequestError(
+                "swap_space: what was swapped is found by its prefix, which needs "
+                "enable_prefix_caching=True"
+            )
 
     @classmethod
     def from_options(cls, model: object, options: Mapping[str, Any]) -> EngineConfig:

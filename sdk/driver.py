@@ -12,10 +12,10 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import NoReturn, Protocol
+from typing import NoReturn, Protocol, TypeVar
 
 from sdk.engine.engine import Engine, Output
 from sdk.engine.plan import RequestKind
@@ -24,6 +24,7 @@ from sdk.params import SamplingParams
 from sdk.sampling.resolved import ResolvedParams
 
 logger = logging.getLogger("sdk")
+T = TypeVar("T")
 
 
 class Listener(Protocol):
@@ -281,10 +282,12 @@ class Driver:
         """A snapshot of the engine's counters."""
         return self._engine.get_metrics()
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes."""
+    def between_steps(self, action: Callable[[], T]) -> T:
+        """What ``action`` returns; no step runs meanwhile."""
+        self._refuse_inside_step()
         with self._turn():
-            return self._engine.reset_prefix_cache()
+            self._check_open()
+            return action()
 
     def close(self) -> None:
         """Let the step in progress end, fail what is waiting, give everything back."""

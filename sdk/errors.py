@@ -19,6 +19,10 @@ class OutOfMemoryError(SdkError, MemoryError):
     """The memory budget is too small; lists the sums and three changes that would help."""
 
 
+class SnapshotError(SdkError):
+    """A snapshot cannot be written or read, is damaged, or belongs to another model."""
+
+
 class EngineClosedError(SdkError, RuntimeError):
     """The engine was closed, or is used in a forked child that does not own it."""
 
@@ -42,5 +46,6 @@ __all__ = [
     "QuantizationError",
     "RequestError",
     "SdkError",
+    "SnapshotError",
     "UnsupportedError",
 ]

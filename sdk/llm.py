@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 import weakref
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -11,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from sdk.config import EngineConfig
-from sdk.driver import Driver, Job, Listener
+from sdk.driver import Driver, Job
 from sdk.engine.engine import Output
-from sdk.engine.plan import RequestKind
 from sdk.errors import RequestError
 from sdk.explain import explain
+from sdk.jobs import JobMaker, ParamsLike, run_jobs
+from sdk.keeping import Keeping
 from sdk.listeners import AsyncMailbox, Collector, Mailbox
 from sdk.loading import load, plan
 from sdk.memory import MemoryPlan, release_free_memory
@@ -25,9 +25,7 @@ from sdk.progress import reporting
 from sdk.prompts import Message, Prompt, PromptLike, PromptReader, as_list, is_conversation
 from sdk.quant.tokenizer import Tokenizer
 from sdk.quant_report import QuantReport, quant_report
-from sdk.sampling.resolved import ResolvedParams, resolve
-
-ParamsLike = SamplingParams | Sequence[SamplingParams] | None
+from sdk.snapshot import Snapshot
 
 
 class LLM:
@@ -53,7 +51,6 @@ class LLM:
         self.memory_plan = loaded.plan
         self.max_model_len = loaded.plan.max_model_len
         self.load_warnings = loaded.warnings
-        self._eos_token_ids = loaded.eos_token_ids
         self._default_params = loaded.default_params
         self._runner = weakref.ref(loaded.runner)
         self._reader = PromptReader(
@@ -62,9 +59,15 @@ class LLM:
             max_model_len=self.max_model_len,
             chat_template=self.config.chat_template,
         )
+        self._jobs = JobMaker(
+            self._reader,
+            self._default_params,
+            vocab_size=loaded.model_config.vocab_size,
+            eos_token_ids=loaded.eos_token_ids,
+        )
         self._driver = Driver(loaded.engine)
         self._collector = Collector()
-        self._ids = itertools.count()
+        self._keeping = Keeping(self._driver, loaded, self._jobs)
         self._close = weakref.finalize(self, self._driver.close)
 
     @staticmethod
@@ -110,7 +113,7 @@ class LLM:
         :raises EngineClosedError: on or after ``close``.
         """
         items = as_list(prompts)
-        params = self._params(sampling_params, len(items))
+        params = self._jobs.params(sampling_params, len(items))
         read = [self._reader.read(p, q) for p, q in zip(items, params, strict=True)]
         return self._run(read, params, priority, use_tqdm)
 
@@ -129,7 +132,7 @@ class LLM:
         ``chat_template_kwargs``.
         """
         chats = self._conversations(messages)
-        params = self._params(sampling_params, len(chats))
+        params = self._jobs.params(sampling_params, len(chats))
         read = [
             self._reader.read_chat(c, q, **template) for c, q in zip(chats, params, strict=True)
         ]
@@ -155,26 +158,15 @@ class LLM:
     ) -> list[RequestOutput]:
         mailbox = Mailbox()
         finals = [p.clone(output_kind=RequestOutputKind.FINAL_ONLY) for p in params]
-        jobs = self._jobs(prompts, finals, mailbox, priority=priority)
+        jobs = self._jobs.make(prompts, finals, mailbox, priority=priority)
         return [_text(o) for o in self._wait(jobs, mailbox, "generate", use_tqdm)]
 
     def _wait(
         self, jobs: Sequence[Job], mailbox: Mailbox, stage: str, use_tqdm: bool
     ) -> list[Output]:
-        done: dict[str, Output] = {}
-        try:
-            self._driver.submit(jobs)
-            bar = use_tqdm and len(jobs) > 1
-            with reporting(stage, "request", self.config.on_progress, bar=bar) as report:
-                while len(done) < len(jobs):
-                    output = mailbox.get()
-                    if output.finished:
-                        done[output.request_id] = output
-                        report(len(done), len(jobs))
-        except BaseException:
-            self._driver.abort(job.request_id for job in jobs)
-            raise
-        return [done[job.request_id] for job in jobs]
+        bar = use_tqdm and len(jobs) > 1
+        with reporting(stage, "request", self.config.on_progress, bar=bar) as report:
+            return run_jobs(self._driver, jobs, mailbox, report)
 
     # ---- streams ---------------------------------------------------------------------------------
 
@@ -216,7 +208,7 @@ class LLM:
         template: Mapping[str, Any],
         mailbox: Any,
     ) -> tuple[Job, Any]:
-        params = self._params(sampling_params, 1)[0]
+        params = self._jobs.params(sampling_params, 1)[0]
         if is_conversation(prompt):
             read = self._reader.read_chat(prompt, params, **template)
         elif template:
@@ -227,7 +219,7 @@ class LLM:
                 raise RequestError(f"stream: expected one prompt, found {len(items)}")
             read = self._reader.read(items[0], params)
         delta = params.clone(output_kind=RequestOutputKind.DELTA)
-        return self._jobs([read], [delta], mailbox, priority=priority)[0], mailbox
+        return self._jobs.make([read], [delta], mailbox, priority=priority)[0], mailbox
 
     # ---- async twins -----------------------------------------------------------------------------
 
@@ -240,7 +232,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """:meth:`generate` for an event loop; cancelling the task aborts its requests."""
         items = as_list(prompts)
-        params = self._params(sampling_params, len(items))
+        params = self._jobs.params(sampling_params, len(items))
         read = [self._reader.read(p, q) for p, q in zip(items, params, strict=True)]
         return await self._arun(read, params, priority)
 
@@ -254,7 +246,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """:meth:`chat` for an event loop."""
         chats = self._conversations(messages)
-        params = self._params(sampling_params, len(chats))
+        params = self._jobs.params(sampling_params, len(chats))
         read = [
             self._reader.read_chat(c, q, **template) for c, q in zip(chats, params, strict=True)
         ]
@@ -268,7 +260,7 @@ class LLM:
     ) -> list[RequestOutput]:
         mailbox = AsyncMailbox()
         finals = [p.clone(output_kind=RequestOutputKind.FINAL_ONLY) for p in params]
-        jobs = self._jobs(prompts, finals, mailbox, priority=priority)
+        jobs = self._jobs.make(prompts, finals, mailbox, priority=priority)
         done: dict[str, Output] = {}
         try:
             self._driver.submit(jobs)
@@ -317,9 +309,9 @@ class LLM:
         another call keeps the engine running).
         """
         items = as_list(prompts)
-        params = self._params(sampling_params, len(items))
+        params = self._jobs.params(sampling_params, len(items))
         read = [self._reader.read(p, q) for p, q in zip(items, params, strict=True)]
-        jobs = self._jobs(read, params, self._collector, priority=priority)
+        jobs = self._jobs.make(read, params, self._collector, priority=priority)
         for job, param in zip(jobs, params, strict=True):
             self._collector.expect(
                 job.request_id, deltas=param.output_kind is RequestOutputKind.DELTA
@@ -369,6 +361,72 @@ class LLM:
         """End requests with ``finish_reason="abort"``; unknown and finished ids are ignored."""
         self._driver.abort([request_id] if isinstance(request_id, str) else request_id)
 
+    # ---- prefixes that stay ----------------------------------------------------------------------
+
+    def snapshot(
+        self,
+        prompt: PromptLike | Sequence[Message] | None = None,
+        *,
+        request_id: str | None = None,
+        **template: Any,
+    ) -> Snapshot:
+        """The keys and values of a prompt, a conversation or an unfinished request, to save.
+
+        What is not cached of a prompt is computed. Whole pages are taken: up to ``block_size - 1``
+        tokens at the end are left out.
+
+        :raises RequestError: neither or both are given, less than a page, an unknown request.
+        :raises OutOfMemoryError: the KV cache cannot hold the prompt beside what runs.
+        """
+        if (prompt is None) == (request_id is None):
+            raise RequestError("snapshot: expected either a prompt or a request_id")
+        if request_id is not None:
+            return self._keeping.snapshot_of(request_id)
+        return self._keeping.snapshot(self._read_one(prompt, template))
+
+    def restore(
+        self,
+        snapshot: Snapshot | str | PathLike[str],
+        *,
+        cache_salt: str | None = None,
+        pin: bool = False,
+    ) -> int:
+        """Put a snapshot or a saved one into the prefix cache, between two steps.
+
+        How many tokens of its prompt are in the cache now: without ``pin`` as many as there are
+        pages that nobody holds, and only until others need them.
+
+        :raises SnapshotError: it is damaged, or of another model. :raises OutOfMemoryError: it is
+            to be pinned and does not fit; the sums.
+        """
+        return self._keeping.restore(snapshot, cache_salt, pin=pin)
+
+    def pin(self, prompt: PromptLike | Sequence[Message], **template: Any) -> int:
+        """Keep the whole pages of a prompt in the cache until :meth:`unpin`, computing them if need
+        be; how many tokens. Their pages are not there for others.
+
+        :raises OutOfMemoryError: what would be left is too little, with the sums.
+        """
+        return self._keeping.pin(self._read_one(prompt, template))
+
+    def unpin(self, prompt: PromptLike | Sequence[Message], **template: Any) -> bool:
+        """Give up the pin of this very prompt or snapshot's tokens. ``False``: there is none."""
+        return self._keeping.unpin(self._read_one(prompt, template))
+
+    def _read_one(self, prompt: Any, template: Mapping[str, Any]) -> Prompt:
+        """One prompt or, through the template without an opening for the answer, conversation."""
+        params = self._default_params
+        if is_conversation(prompt):
+            return self._reader.read_chat(
+                prompt, params, **{"add_generation_prompt": False, **template}
+            )
+        if template:
+            raise TypeError(f"{sorted(template)} only apply to a conversation")
+        items = as_list(prompt)
+        if len(items) != 1:
+            raise RequestError(f"expected one prompt, found {len(items)}")
+        return self._reader.read(items[0], params)
+
     # ---- embeddings ------------------------------------------------------------------------------
 
     def embed(
@@ -382,7 +440,7 @@ class LLM:
         params = SamplingParams(truncate_prompt_tokens=truncate_prompt_tokens)
         read = [self._reader.read(item, params, room=0) for item in as_list(prompts)]
         mailbox = Mailbox()
-        jobs = self._jobs(read, [params] * len(read), mailbox, kind="embed")
+        jobs = self._jobs.make(read, [params] * len(read), mailbox, kind="embed")
         return [_embedding(o) for o in self._wait(jobs, mailbox, "embed", use_tqdm)]
 
     def score(
@@ -424,9 +482,9 @@ class LLM:
         return self._driver.metrics()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; always possible, so always ``True``."""
+        """Forget all cached and pinned prefixes; always possible, so always ``True``."""
         self._driver.check_usable()
-        return self._driver.reset_prefix_cache()
+        return self._keeping.forget()
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer. :raises RequestError: when it has none."""
@@ -438,73 +496,6 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """What a call without ``sampling_params`` uses: the checkpoint's generation config."""
         return self._default_params
-
-    # ---- shared ----------------------------------------------------------------------------------
-
-    def _params(self, given: ParamsLike, count: int) -> list[SamplingParams]:
-        if given is None or isinstance(given, SamplingParams):
-            return [given or self._default_params] * count
-        params = list(given)
-        for item in params:
-            if not isinstance(item, SamplingParams):
-                raise RequestError(f"sampling_params: expected SamplingParams, found {item!r:.80}")
-        if len(params) != count:
-            raise RequestError(
-                f"sampling_params: expected one or one per prompt ({count}), found {len(params)}"
-            )
-        return params
-
-    def _jobs(
-        self,
-        prompts: Sequence[Prompt],
-        params: Sequence[SamplingParams],
-        listener: Listener,
-        *,
-        priority: int | Sequence[int] | None = None,
-        kind: RequestKind = "generate",
-    ) -> list[Job]:
-        priorities: list[int | None]
-        if priority is None or isinstance(priority, int):
-            priorities = [priority] * len(prompts)
-        else:
-            priorities = list(priority)
-            if len(priorities) != len(prompts):
-                raise RequestError(
-                    f"priority: expected one or {len(prompts)} numbers, found {len(priorities)}"
-                )
-        now = time.monotonic()
-        jobs = []
-        for prompt, param, urgency in zip(prompts, params, priorities, strict=True):
-            jobs.append(
-                Job(
-                    request_id=str(next(self._ids)),
-                    prompt_token_ids=prompt.token_ids,
-                    params=param,
-                    listener=listener,
-                    prompt=prompt.text,
-                    priority=urgency,
-                    cache_salt=prompt.cache_salt,
-                    kind=kind,
-                    arrival_time=now,
-                    resolved=self._resolve(param),
-                    negative_prompt_token_ids=prompt.negative_token_ids,
-                )
-            )
-        return jobs
-
-    def _resolve(self, params: SamplingParams) -> ResolvedParams:
-        """The token ids behind the words of ``params``."""
-        tokenizer = self._reader.tokenizer
-        start = tokenizer.token_to_id("<think>") if tokenizer is not None else None
-        end = tokenizer.token_to_id("</think>") if tokenizer is not None else None
-        return resolve(
-            params,
-            tokenizer,
-            self.model_config.vocab_size,
-            eos_token_ids=self._eos_token_ids,
-            think_start_id=start,
-            think_end_id=end,
-        )
 
 
 def _text(output: Output) -> RequestOutput:

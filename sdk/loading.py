@@ -12,15 +12,18 @@ import torch
 
 from sdk.config import EngineConfig
 from sdk.engine.engine import Engine
+from sdk.engine.kept_prefixes import KeptPrefixes
 from sdk.engine.kv_cache import kv_spec
 from sdk.engine.runner import ModelRunner
 from sdk.engine.runner_config import RunnerConfig
-from sdk.engine.scheduler import Scheduler, SchedulerConfig
-from sdk.errors import CheckpointError, RequestError
+from sdk.engine.scheduler import Scheduler
+from sdk.engine.scheduler_config import SchedulerConfig
+from sdk.errors import CheckpointError, OutOfMemoryError, RequestError
 from sdk.executors.local import LocalExecutor
 from sdk.kernels.ops import Compute
 from sdk.loaders.open import open_checkpoint
-from sdk.memory import Demand, MemoryPlan, available_memory, plan_memory
+from sdk.memory import Demand, MemoryPlan, available_memory, format_bytes, plan_memory
+from sdk.model_key import ModelKey, model_key
 from sdk.models.auto import read_config
 from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
@@ -44,6 +47,8 @@ class Loaded:
     """Everything an :class:`sdk.LLM` is made of."""
 
     engine: Engine
+    kept: KeptPrefixes
+    model_key: ModelKey
     runner: ModelRunner
     tokenizer: Tokenizer | None
     model_config: ModelConfig
@@ -83,6 +88,7 @@ def load(config: EngineConfig) -> Loaded:
             enable_chunked_prefill=config.enable_chunked_prefill,
             policy=config.scheduling_policy,
             kv_type=memory.kv_dtype,
+            num_swap_pages=runner_config.num_swap_pages,
             eos_token_ids=eos,
         )
         executor = _executor(config, runner_config, checkpoint)
@@ -90,8 +96,9 @@ def load(config: EngineConfig) -> Loaded:
         with reporting("load", "B", config.on_progress) as report:
             checkpoint.on_bytes = report
             executor.start()
+        scheduler = Scheduler(scheduler_config)
         engine = Engine(
-            Scheduler(scheduler_config),
+            scheduler,
             executor,
             tokenizer,
             vocab_size=model_config.vocab_size,
@@ -100,6 +107,18 @@ def load(config: EngineConfig) -> Loaded:
         undo.pop_all()
     return Loaded(
         engine=engine,
+        kept=KeptPrefixes(
+            scheduler,
+            executor,
+            kv_spec(model_config, model_config.num_kv_heads, memory.page_size, memory.kv_dtype),
+        ),
+        model_key=model_key(
+            checkpoint.path,
+            model_config,
+            memory.max_model_len,
+            quantization=config.quantization,
+            overrides=config.hf_overrides or {},
+        ),
         runner=executor.runner,
         tokenizer=tokenizer,
         model_config=model_config,
@@ -128,7 +147,28 @@ def _runner_config(
         deterministic=config.deterministic,
         hf_overrides=dict(config.hf_overrides or {}),
         quantization=config.quantization,
+        num_swap_pages=_swap_pages(config, memory),
+        swap_path=config.swap_path,
     )
+
+
+def _swap_pages(config: EngineConfig, memory: MemoryPlan) -> int:
+    """:raises OutOfMemoryError: swap space for less than a page, or more than the machine has."""
+    swap = _bytes(config.swap_space)
+    assert swap is not None
+    if 0 < swap < memory.page_bytes:
+        raise OutOfMemoryError(
+            f"swap_space: a page of {memory.page_size} tokens takes "
+            f"{format_bytes(memory.page_bytes)}, found {format_bytes(swap)}"
+        )
+    free = available_memory()
+    if config.swap_path is None and swap and memory.total + swap > free:
+        raise OutOfMemoryError(
+            f"swap_space: {format_bytes(swap)} beside {format_bytes(memory.total)} for model and "
+            f"KV cache is more than the {format_bytes(free)} this machine has left; "
+            "swap_path=FOLDER puts it into a file"
+        )
+    return swap // memory.page_bytes
 
 
 def _open(config: EngineConfig) -> Checkpoint:

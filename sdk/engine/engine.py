@@ -211,7 +211,7 @@ class Engine:
             result: StepResult | list[int]
             if tokens := self.scheduler.next_tokens:
                 result = self._executor.execute_again(plan, tokens)
-            elif plan.num_tokens or plan.dropped:
+            elif plan.num_tokens or plan.dropped or plan.swaps:
                 result = self._execute(plan)
             else:
                 result = StepResult(plan.step_id)
@@ -333,14 +333,16 @@ class Engine:
     def get_metrics(self) -> dict[str, float]:
         """Counters since the engine was built; times are seconds.
 
-        ``prefix_queries`` and ``prefix_hits`` count whole pages looked up and found when requests
-        were admitted, ``cache_hit_rate`` is their quotient. ``num_prompt_tokens`` are the prompt
-        tokens that were computed: not those a prefix hit gave, and again those lost to a
-        preemption. ``native_seconds`` is the part of ``execute_seconds`` spent in native calls:
-        what is left of the time a caller waited is Python.
+        ``prefix_queries`` and ``prefix_hits`` count whole pages looked up and found in the cache
+        when requests were admitted, ``cache_hit_rate`` is their quotient. ``swapped_out`` and
+        ``swapped_in`` count pages copied to the swap space and back, ``restored`` pages written
+        from snapshots. ``num_prompt_tokens`` are the prompt tokens that were computed: not those a
+        prefix hit gave, and again those lost to a preemption. ``native_seconds`` is the part of
+        ``execute_seconds`` spent in native calls: what is left of the time a caller waited is
+        Python.
         """
         scheduler = self.scheduler
-        pool = scheduler.pool
+        pool, swap = scheduler.pool, scheduler.prefixes.swap
         return {
             "num_running": scheduler.num_running,
             "num_waiting": scheduler.num_waiting,
@@ -352,9 +354,15 @@ class Engine:
             "prefix_queries": pool.queries,
             "prefix_hits": pool.hits,
             "cache_hit_rate": pool.hits / pool.queries if pool.queries else 0.0,
+            "swapped_out": swap.stored,
+            "swapped_in": swap.loaded,
+            "swap_pages": swap.num_slots,
+            "swap_pages_used": swap.num_used,
+            "restored": scheduler.prefixes.restored,
             "num_pages": pool.capacity,
             "num_pages_used": pool.capacity - pool.num_available,
             "num_pages_cached": pool.num_cached,
+            "num_pages_pinned": scheduler.prefixes.num_pinned,
             "plan_seconds": self._seconds[0],
             "execute_seconds": self._seconds[1],
             "commit_seconds": self._seconds[2],

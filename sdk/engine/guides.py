@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sdk.engine.pages import PagePool
 from sdk.engine.request import Request
 from sdk.errors import RequestError
 
 if TYPE_CHECKING:
-    from sdk.engine.scheduler import SchedulerConfig
+    from sdk.engine.scheduler_config import SchedulerConfig
 
 
-def longest_answer(
-    request: Request, guide: Request, config: SchedulerConfig, pool: PagePool
-) -> int:
-    """The longest answer for which ``request`` and its guide fit. Raises RequestError when there
-    is none, or where guidance is not possible at all.
+def longest_answer(request: Request, guide: Request, config: SchedulerConfig, room: int) -> int:
+    """The longest answer for which ``request`` and its guide fit ``room`` pages.
+
+    Raises RequestError when there is none, or where guidance is not possible at all.
     """
     own, negative = request.num_tokens, guide.num_tokens
     if config.max_num_seqs < 2:
@@ -33,15 +31,15 @@ def longest_answer(
             f"the negative prompt has {negative} tokens; max_model_len is "
             f"{config.max_model_len}, and at least 1 must be left for the answer"
         )
-    capacity, size = pool.capacity, config.page_size
+    size = config.page_size
     # The last token of an answer is never read back. Both tables' last pages may be part full.
-    longest = (capacity * size - own - negative) // 2 + 1
-    while -(-(own + longest - 1) // size) - (-(negative + longest - 1) // size) > capacity:
+    longest = (room * size - own - negative) // 2 + 1
+    while -(-(own + longest - 1) // size) - (-(negative + longest - 1) // size) > room:
         longest -= 1
     if longest < 1:
         raise RequestError(
             f"the prompt ({own} tokens) and its negative prompt ({negative}) need more "
-            f"than the {capacity} KV pages of {size} tokens that are available in all"
+            f"than the {room} KV pages of {size} tokens that are available in all"
         )
     return min(longest, config.max_model_len - max(own, negative))
 

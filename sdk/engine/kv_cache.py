@@ -8,10 +8,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sdk.engine.plan import Swap
+from sdk.engine.runner_config import RunnerConfig
+from sdk.engine.swap_storage import SwapStorage
 from sdk.errors import RequestError
 from sdk.kernels.kv_pages import KVPages
+from sdk.kernels.ops import Ops
 from sdk.models.config import ModelConfig
-from sdk.quant.spec import KVSpec, KVTypes
+from sdk.models.parallel import Mesh
+from sdk.quant.spec import KVPart, KVSpec, KVTypes
 
 _LINE = 64  # bytes of a cache line
 
@@ -35,6 +40,20 @@ def kv_spec(config: ModelConfig, kv_heads: int, page_size: int, dtype: str) -> K
     )
 
 
+def cache_of_rank(config: RunnerConfig, model: ModelConfig, mesh: Mesh, ops: Ops) -> KVCache:
+    """The cache of one rank, empty."""
+    heads = mesh.heads(model.num_heads, model.num_kv_heads)
+    return KVCache(
+        kv_spec(model, heads.kv_count, config.page_size, config.kv_dtype),
+        config.num_pages,
+        ops.device,
+        keys_transposed=ops.keys_transposed,
+        first_head=heads.kv_start,
+        num_swap_pages=config.num_swap_pages,
+        swap_path=config.swap_path,
+    )
+
+
 class KVCache:
     """Keys and values of ``num_pages`` pages for every layer of one rank.
 
@@ -44,6 +63,9 @@ class KVCache:
     of a page lie together, so that few pages in use touch little memory: spread over the layers,
     one token of a 30-layer model would touch 60 huge pages of 2 MiB. Within a page a layer has its
     keys, its values, and where they are codes the scales of both.
+
+    ``first_head``: of the model's key/value heads, the first of this rank's. ``num_swap_pages``
+    more pages lie in swap space: see :class:`~sdk.engine.swap_storage.SwapStorage`.
     """
 
     def __init__(
@@ -53,9 +75,13 @@ class KVCache:
         device: torch.device | str = "cpu",
         *,
         keys_transposed: bool = True,
+        first_head: int = 0,
+        num_swap_pages: int = 0,
+        swap_path: str | None = None,
     ) -> None:
         self.spec = spec
         self.num_pages = num_pages
+        self.first_head = first_head
         size = num_pages * spec.page_bytes
         if torch.device(device).type == "cpu":
             memory = torch.from_numpy(np.zeros(size + _LINE, dtype=np.uint8))
@@ -68,14 +94,35 @@ class KVCache:
         for layer in range(spec.num_layers):
             self.layers.append(_layer(memory, spec, num_pages, layer, offset, keys_transposed))
             offset += spec.layer_bytes(layer)
+        self._storage: SwapStorage | None = None
+        if num_swap_pages:
+            pages = memory.view(num_pages, spec.page_bytes)
+            self._storage = SwapStorage(pages, num_swap_pages, swap_path)
+
+    def swap(self, swaps: tuple[Swap, ...]) -> None:
+        """Copy pages to and from the swap space."""
+        if swaps and self._storage is not None:
+            self._storage.run(swaps)
 
     def close(self) -> None:
         """Drop the tensors. Idempotent."""
         self.layers = []
+        if self._storage is not None:
+            self._storage.close()
 
 
-#: float16 scales, but for int4: a byte of scale and one of zero.
 _DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int4": torch.uint8}
+
+
+def page_dtype(part: KVPart) -> torch.dtype:
+    """Of the tensor with the codes of keys or values."""
+    found: torch.dtype = _DTYPES.get(part.dtype) or getattr(torch, part.dtype)
+    return found
+
+
+def page_width(part: KVPart, head_dim: int) -> int:
+    """Elements of that tensor in a head."""
+    return head_dim // 2 if part.dtype == "int4" else head_dim
 
 
 def _layer(
@@ -95,13 +142,12 @@ def _layer(
     keys, values = spec.parts(layer)
     codes, scales, offset = [], [], 0
     for part in (keys, values):
-        dtype = _DTYPES.get(part.dtype) or getattr(torch, part.dtype)
-        width = spec.head_dim // 2 if part.dtype == "int4" else spec.head_dim
+        width = page_width(part, spec.head_dim)
         transposed = keys_transposed and part is keys
         shape = (heads, width, slots) if transposed else (heads, slots, width)
-        codes.append(view(dtype, offset, shape))
+        codes.append(view(page_dtype(part), offset, shape))
         offset += part.code_bytes
-    for part in (keys, values):
+    for part in (keys, values):  # float16, but for int4: a byte of scale and one of zero
         dtype = torch.int16 if part.dtype == "int4" else torch.float16
         groups = heads * part.groups
         scales.append(view(dtype, offset, (groups, slots)) if groups else None)

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import sha256
 from typing import NamedTuple
 
@@ -70,6 +70,8 @@ class PagePool:
         self.queries = 0
         self.hits = 0
         self.evictions = 0
+        #: Told of a page and what is in it, before it gets another owner.
+        self.on_evict: Callable[[int, PageKey], None] | None = None
         self._references = [0] * num_pages
         self._keys: list[PageKey | None] = [None] * num_pages
         self._free = list(
@@ -92,6 +94,10 @@ class PagePool:
     def num_available(self) -> int:
         """Pages a new owner could get now: free ones and cached ones."""
         return len(self._free) + len(self._cached)
+
+    def key(self, page: int) -> PageKey | None:
+        """What a known page holds; ``None`` for any other."""
+        return self._keys[page]
 
     def match(self, keys: Sequence[PageKey]) -> list[int]:
         """The known pages of the longest prefix of ``keys``. Changes nothing."""
@@ -127,6 +133,9 @@ class PagePool:
 
     def _evict(self) -> int:
         page, _ = self._cached.popitem(last=False)
+        key = self._keys[page]
+        if self.on_evict is not None and key is not None:
+            self.on_evict(page, key)
         self._forget(page)
         self.evictions += 1
         return page

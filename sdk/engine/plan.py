@@ -40,6 +40,14 @@ class RequestStart:
     guides: str | None = None
 
 
+class Swap(NamedTuple):
+    """One page to copy: ``out`` of the cache into a slot of the swap space, or back in."""
+
+    page: int
+    slot: int
+    out: bool
+
+
 class StepPlan(NamedTuple):
     """One step; ``num_tokens`` is the step itself: (request id, tokens to run), in batch order."""
 
@@ -51,6 +59,8 @@ class StepPlan(NamedTuple):
     new_pages: tuple[tuple[str, tuple[int, ...]], ...] = ()
     #: Finished, aborted or preempted since the last plan: ranks forget them.
     dropped: tuple[str, ...] = ()
+    #: Pages to copy before anything else, one after the other.
+    swaps: tuple[Swap, ...] = ()
 
     def going_on(self, tokens: list[int]) -> StepPlan:
         """This plan, of one token in each row, with these tokens appended to its rows."""

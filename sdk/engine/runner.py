@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sdk.engine.inputs import Running, StepInputs
 from sdk.engine.key_centres import centre_keys
-from sdk.engine.kv_cache import KVCache, kv_spec
+from sdk.engine.kv_cache import cache_of_rank
 from sdk.engine.plan import RequestStart, Sampled, StepPlan, StepResult
 from sdk.engine.runner_config import RunnerConfig
 from sdk.errors import RequestError
@@ -97,13 +97,8 @@ class ModelRunner:
             )
             self.unused_tensors = checkpoint.unused()
             facts = self.model.config
-            heads = mesh.heads(facts.num_heads, facts.num_kv_heads).kv_count
-            self.kv = KVCache(
-                kv_spec(facts, heads, config.page_size, config.kv_dtype),
-                config.num_pages,
-                self.ops.device,
-                keys_transposed=self.ops.keys_transposed,
-            )
+            self.kv = cache_of_rank(config, facts, mesh, self.ops)
+            undo.callback(self.kv.close)
             centre_keys(self.kv, self.model)
             self.sampler = Sampler(facts.vocab_size, self.ops)
             self._inputs = StepInputs(
@@ -221,6 +216,7 @@ class ModelRunner:
         return sampled
 
     def _extend_rows(self, plan: StepPlan) -> None:
+        self.kv.swap(plan.swaps)
         for request_id, pages in plan.new_pages:
             request = self._requests[request_id]
             request.pages.extend(pages)
@@ -266,6 +262,7 @@ class ModelRunner:
     def _update(self, plan: StepPlan) -> None:
         self._settle()
         self._rows, self._drawing = [], []
+        self.kv.swap(plan.swaps)
         if plan.dropped:
             self._inputs.forget()
         for request_id in plan.dropped:

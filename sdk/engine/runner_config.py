@@ -29,3 +29,5 @@ class RunnerConfig:
     local_files_only: bool = False
     hf_overrides: Mapping[str, Any] = field(default_factory=dict)
     quantization: str | None = None
+    num_swap_pages: int = 0
+    swap_path: str | None = None

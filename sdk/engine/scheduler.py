@@ -43,53 +43,21 @@ import heapq
 import math
 import time
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from sdk.engine.guides import in_prefill, longest_answer, share
-from sdk.engine.pages import PagePool, root_digest
+from sdk.engine.pages import PagePool
 from sdk.engine.plan import RequestStart, Sampled, StepPlan, StepResult
+from sdk.engine.prefixes import Prefix, Prefixes
 from sdk.engine.request import GUIDE_SUFFIX, Request, RequestStatus
+from sdk.engine.scheduler_config import SchedulerConfig
 from sdk.errors import RequestError
 from sdk.outputs import FinishReason
 
 _RUNNING = RequestStatus.RUNNING
 _ORDER = attrgetter("order")
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    """Limits of one scheduler. ``num_pages`` includes the reserved page 0; lengths are tokens."""
-
-    num_pages: int
-    page_size: int = 16
-    max_model_len: int = 2048
-    max_num_seqs: int = 32
-    max_num_batched_tokens: int = 2048
-    enable_prefix_caching: bool = True
-    enable_chunked_prefill: bool = True
-    policy: Literal["fcfs", "priority"] = "fcfs"
-    kv_type: str = "auto"
-    eos_token_ids: frozenset[int] = frozenset()
-
-    def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.policy not in ("fcfs", "priority"):
-            raise ValueError(f"policy must be 'fcfs' or 'priority', got {self.policy!r}")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
-                f"max_num_seqs ({self.max_num_seqs}): every running request decodes in every step"
-            )
-        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
-            raise ValueError(
-                f"without chunked prefill max_num_batched_tokens ({self.max_num_batched_tokens}) "
-                f"must be at least max_model_len ({self.max_model_len}): a prompt runs in one step"
-            )
 
 
 class RequestUpdate(NamedTuple):
@@ -113,6 +81,7 @@ class Scheduler:
     ) -> None:
         self.config = config
         self.pool = PagePool(config.num_pages, config.page_size, config.enable_prefix_caching)
+        self.prefixes = Prefixes(self.pool, config.kv_type, config.num_swap_pages)
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
@@ -120,7 +89,6 @@ class Scheduler:
         self._requests: dict[str, Request] = {}  # unfinished, by id
         self._waiting: list[Request] = []  # both sorted by Request.order
         self._running: list[Request] = []
-        self._promised: dict[bytes, Request] = {}  # page digest -> the running request writing it
         self._deadlines: list[tuple[float, int, Request]] = []  # heap
         self._dropped: list[str] = []
         self._expired: list[RequestUpdate] = []
@@ -135,8 +103,6 @@ class Scheduler:
         self._full: list[Request] = []  # they need a page now
         self._num_added = 0
         self._step_id = self._num_steps = 0
-        # A request may know one token more than the pages hold: the last one is never read back.
-        self._max_len = min(config.max_model_len, self.pool.capacity * config.page_size + 1)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
@@ -170,24 +136,28 @@ class Scheduler:
             )
         if num_tokens == 0:
             raise RequestError("the prompt is empty: at least one token is needed")
-        room = 1 if request.kind == "generate" else 0
-        if num_tokens + room > config.max_model_len:
+        answer = 1 if request.kind == "generate" else 0
+        if num_tokens + answer > config.max_model_len:
             raise RequestError(
                 f"the prompt has {num_tokens} tokens; max_model_len is {config.max_model_len}"
-                + (", and at least 1 must be left for the answer" if room else "")
+                + (", and at least 1 must be left for the answer" if answer else "")
             )
+        room = self.prefixes.room(request)
         num_pages = -(-num_tokens // config.page_size)
-        if num_pages > self.pool.capacity:
+        if num_pages > room:
+            pinned = self.prefixes.num_pinned
             raise RequestError(
                 f"the prompt needs {num_pages} KV pages of {config.page_size} tokens; "
-                f"{self.pool.capacity} are available in all"
+                f"{room} are available in all"
+                + (f": {pinned} of {self.pool.capacity} are pinned" if pinned else "")
             )
         params = request.params
         if not params.ignore_eos:
             request.stop_token_ids |= config.eos_token_ids
-        request.max_len = self._max_len
+        # It may know one token more than the pages hold: the last one is never read back.
+        request.max_len = min(config.max_model_len, room * config.page_size + 1)
         if request.guide is not None:
-            request.max_len = num_tokens + longest_answer(request, request.guide, config, self.pool)
+            request.max_len = num_tokens + longest_answer(request, request.guide, config, room)
         if params.max_tokens is not None:
             request.max_len = min(request.max_len, num_tokens + params.max_tokens)
         if request.guide is not None:
@@ -238,21 +208,29 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         """Take pages and promises from a running request, and have the ranks forget it."""
         for sequence in request.sequences:
-            self.pool.release(sequence.pages)
-            for key in sequence.keys[sequence.num_published :]:
-                if self._promised.get(key.digest) is sequence:
-                    del self._promised[key.digest]
-            sequence.pages = []
+            self.prefixes.release(sequence)
             self._dropped.append(sequence.request_id)
         self._steady, self._full = False, []
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes; what runs now goes on, but is not cached any more."""
-        self.pool.reset_prefix_cache()
-        self._promised.clear()
+        """Forget all cached and pinned prefixes; what runs goes on, but is not cached any more."""
+        self.prefixes.reset()
         for request in self._running:
             for sequence in request.sequences:
                 sequence.publishes = False
+
+    @property
+    def unfinished(self) -> Mapping[str, Request]:
+        """Requests waiting and running, by id."""
+        return self._requests
+
+    def interlude(self) -> StepPlan:
+        """Copies due before pages are written outside of a step, as a plan that is never committed.
+
+        The ranks may forget how the last step went: the next one is planned anew.
+        """
+        self._steady, self._full = False, []
+        return StepPlan(self._step_id, swaps=self.prefixes.swap.take_swaps())
 
     # A step
 
@@ -297,6 +275,7 @@ class Scheduler:
             tuple(appended),
             tuple(new_pages),
             tuple(dropped),
+            self.prefixes.swap.take_swaps(),
         )
         return self._plan
 
@@ -317,7 +296,12 @@ class Scheduler:
                 request.pages.append(page)
                 new_pages.append((request.request_id, (page,)))
             self._step_id += 1
-            plan = StepPlan(self._step_id, self._num_tokens, new_pages=tuple(new_pages))
+            plan = StepPlan(
+                self._step_id,
+                self._num_tokens,
+                new_pages=tuple(new_pages),
+                swaps=self.prefixes.swap.take_swaps(),
+            )
             if not new_pages:
                 self._again = plan
         self._plan = plan
@@ -388,21 +372,21 @@ class Scheduler:
             seats += len(sequences)  # one that waits for a prefix keeps its seat
             if seats > self.config.max_num_seqs or len(sequences) > budget:
                 return
-            if request.waits_for in self._promised:
+            if request.waits_for in self.prefixes.promised:
                 index += 1
                 continue
             if self.pool.num_available < request.min_available + spare:
                 return
-            hits = [self._find_prefix(sequence) for sequence in sequences]
+            found = [self.prefixes.find(sequence) for sequence in sequences]
             request.waits_for = next((one.waits_for for one in sequences if one.waits_for), None)
             if request.waits_for is not None:
                 index += 1
                 continue
-            num_computed = len(hits[0]) * self.config.page_size
+            num_computed = found[0].num_pages * self.config.page_size
             num = request.num_tokens - num_computed
             if num > budget and not self.config.enable_chunked_prefill:
                 return
-            if not self._acquire(request, hits, spare):
+            if not self._acquire(request, found, spare):
                 return
             spare += self._may_grow(request)
             del waiting[index]
@@ -421,54 +405,14 @@ class Scheduler:
         # the last token of an answer is never read back: its KV is not stored
         return sum(len(one.pages) * size < one.max_len - 1 for one in request.sequences)
 
-    def _find_prefix(self, request: Request) -> list[int]:
-        """The cached pages it may use; sets ``waits_for`` when a running request writes the next
-        one.
-
-        At least the last token is always left to run: a step of no tokens would sample nothing.
-        """
-        request.waits_for = None
-        if not self.config.enable_prefix_caching:
-            return []
-        config, num_tokens = self.config, request.num_tokens
-        root = root_digest(request.adapter, config.kv_type, request.salt)
-        request.extend_keys(root, config.page_size, num_tokens // config.page_size)
-        if not request.uses_prefix_cache:
-            return []
-        keys = request.keys[: (num_tokens - 1) // config.page_size]
-        hits = self.pool.match(keys)
-        if len(hits) < len(keys) and keys[len(hits)].digest in self._promised:
-            request.waits_for = keys[len(hits)].digest
-        return hits
-
-    def _acquire(self, request: Request, hits: list[list[int]], spare: int) -> bool:
-        """Make a waiting request a running one with pages for all its tokens, or change nothing.
-
-        ``hits`` are the known pages of each of its sequences.
-        """
-        pool, size, sequences = self.pool, self.config.page_size, request.sequences
-        num_new = [
-            -(-one.num_tokens // size) - len(known)
-            for one, known in zip(sequences, hits, strict=True)
-        ]
-        pages = pool.acquire([page for known in hits for page in known], sum(num_new), spare=spare)
-        if pages is None:
-            request.min_available = sum(num_new)  # asking again is pointless with fewer
-            return False
-        new = pages[sum(map(len, hits)) :]
-        for sequence, known, num in zip(sequences, hits, num_new, strict=True):
-            sequence.pages, new = known + new[:num], new[num:]
-            sequence.num_computed = len(known) * size
+    def _acquire(self, request: Request, found: list[Prefix], spare: int) -> bool:
+        """Make a waiting request a running one with pages for all its tokens, or change nothing."""
+        request.min_available = self.prefixes.acquire(request, found, spare)
+        if request.min_available:
+            return False  # asking again is pointless with fewer
+        for sequence in request.sequences:
             sequence.num_started = sequence.num_tokens
-            sequence.num_published = len(known)
-            sequence.publishes = self.config.enable_prefix_caching
             sequence.status = _RUNNING
-            if request.num_preemptions == 0 and sequence.uses_prefix_cache:
-                pool.queries += (sequence.num_tokens - 1) // size
-                pool.hits += len(known)
-            for key in sequence.keys[len(known) :]:
-                self._promised.setdefault(key.digest, sequence)
-        request.min_available = 0
         insort(self._running, request, key=_ORDER)
         return True
 
@@ -508,7 +452,7 @@ class Scheduler:
             if before < request.num_prompt_tokens:
                 self.num_prompt_tokens += min(after, request.num_prompt_tokens) - before
             if request.publishes and after // page_size > request.num_published:
-                self._publish(request, after // page_size)
+                self.prefixes.publish(request, after // page_size)
             scored: tuple[Sampled, ...] = ()
             if prompt_logprobs and request.request_id in prompt_logprobs:
                 # After a preemption the first positions come a second time.
@@ -545,7 +489,7 @@ class Scheduler:
             after = request.num_computed = len(known)
             if not after % page_size:
                 if request.publishes:
-                    self._publish(request, after // page_size)
+                    self.prefixes.publish(request, after // page_size)
                 if after == len(request.pages) * page_size:
                     full.append(request)
             known.append(token_id)
@@ -561,19 +505,6 @@ class Scheduler:
             self.next_tokens, self._full = tokens, full
         else:
             self._in_flight = []
-
-    def _publish(self, request: Request, num_full: int) -> None:
-        """Let others find the pages that this committed step has filled."""
-        if num_full > len(request.keys):
-            config = self.config
-            root = root_digest(request.adapter, config.kv_type, request.salt)
-            request.extend_keys(root, config.page_size, num_full)
-        for index in range(request.num_published, num_full):
-            key = request.keys[index]
-            self.pool.publish(request.pages[index], key)
-            if self._promised.get(key.digest) is request:
-                del self._promised[key.digest]
-        request.num_published = num_full
 
     def _complete(
         self,
@@ -630,7 +561,7 @@ class Scheduler:
     def _fail(self, request: Request, message: str, updates: list[RequestUpdate]) -> None:
         """End one request in error. Its pages may hold NaN: nobody must find them in the cache."""
         for sequence in request.sequences:
-            self.pool.forget(sequence.pages)
+            self.prefixes.distrust(sequence)
         self._end(request, "error", message)
         updates.append(RequestUpdate(request))
 
@@ -641,6 +572,7 @@ class Scheduler:
         """
         if self._plan is not None:
             self._dropped = [*self._plan.dropped, *self._dropped]
+            self.prefixes.undo(self._plan.swaps)
             self._plan, self._in_flight, self._steady = None, [], False
             while self._running:
                 self._preempt(self._running.pop())
@@ -648,7 +580,8 @@ class Scheduler:
     def check(self) -> None:
         """Assert that queues, pages and counters agree (tests call it after every event)."""
         sequences = [one for request in self._running for one in request.sequences]
-        self.pool.check([one.pages for one in sequences])
+        self.pool.check([*(one.pages for one in sequences), *self.prefixes.pins])
+        self.prefixes.swap.check()
         queued = self._waiting + self._running
         assert {r.request_id: r for r in queued} == self._requests, "a request is lost or twice"
         for queue in (self._waiting, self._running):
@@ -666,5 +599,5 @@ class Scheduler:
             if request.guide is not None:
                 answers = request.output_token_ids, request.guide.output_token_ids
                 assert answers[0] == answers[1], "a guide and its request have different answers"
-        assert set(self._promised.values()) <= set(sequences), "a promise nobody keeps"
+        assert set(self.prefixes.promised.values()) <= set(sequences), "a promise nobody keeps"
         assert all(math.isfinite(moment) for moment, _, _ in self._deadlines)

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 from sdk.engine.plan import StepPlan, StepResult
+
+
+class RankCall(NamedTuple):
+    """What a rank is to do besides steps: ``function(runner, *args)``."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
 
 
 class Executor(Protocol):
@@ -34,6 +42,12 @@ class Executor(Protocol):
 
         ``plan`` has the rows of that step, one token in each, and at most new pages besides. What
         comes back may be a token for each row instead, where that is all there is to say.
+        """
+
+    def on_ranks(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """``function(runner, *args)`` on every rank, between two steps; the results by rank.
+
+        Function and arguments must be picklable. An exception means that the ranks are lost.
         """
 
     def close(self) -> None:

@@ -93,7 +93,7 @@ class Child:
                 raise ChildLost(f"rank {self.rank}: {error}") from error
         return None
 
-    def expect(self, kind: str, limit_s: float) -> None:
+    def expect(self, kind: str, limit_s: float) -> tuple[Any, ...]:
         """Wait for the next message, which must be of ``kind``.
 
         :raises ChildLost: when the worker has gone or does not answer.
@@ -104,6 +104,7 @@ class Child:
             raise ChildLost(f"rank {self.rank}: no answer within {limit_s:g} s")
         if message[0] != kind:
             raise self._reported(message)
+        return message
 
     def failure(self) -> tuple[int, EngineDeadError]:
         """What is wrong with this worker, and how likely that is the cause (0 is the likeliest)."""
@@ -174,10 +175,9 @@ class Children:
         for child in self._children:
             child.send(data, limit_s)
 
-    def expect(self, kind: str, limit_s: float) -> None:
-        """Wait until every worker has answered with ``kind``."""
-        for child in self._children:
-            child.expect(kind, limit_s)
+    def expect(self, kind: str, limit_s: float) -> list[tuple[Any, ...]]:
+        """Wait until every worker has answered with ``kind``; what they said, by rank."""
+        return [child.expect(kind, limit_s) for child in self._children]
 
     def diagnose(self, error: BaseException) -> EngineDeadError:
         """After ``error`` on the way to the workers: which of them is the cause, and why."""

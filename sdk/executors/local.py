@@ -79,6 +79,11 @@ class LocalExecutor(Generic[RunnerT]):
         finally:
             self._again = False
 
+    def on_ranks(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """See :class:`sdk.executors.base.Executor`."""
+        with self._lock:
+            return [function(self.runner, *args)]
+
     @property
     def native_seconds(self) -> float:
         """See :class:`sdk.executors.base.Executor`."""

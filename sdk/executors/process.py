@@ -20,11 +20,14 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Generic
 
 from sdk.engine.plan import StepPlan, StepResult
 from sdk.errors import EngineClosedError, EngineDeadError
+from sdk.executors.base import RankCall
 from sdk.executors.channel import pack
 from sdk.executors.children import ChildLost, Children
 from sdk.executors.gloo import CollectiveError, connect
@@ -139,13 +142,20 @@ class ProcessExecutor(Generic[RunnerT]):
         :raises EngineDeadError: when a rank failed in this step or an earlier one.
         :raises EngineClosedError: after :meth:`close`, also in the middle of the step.
         """
+        with self._running():
+            self._children.send(_for_workers(plan), self._collective_s)
+            result = self.runner.execute(plan)
+            self._children.expect("done", self._collective_s)
+            return result
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Whatever goes wrong with a rank in here ends all of them."""
         self._check_owner()
         with self._lock:
             self._check()
             try:
-                self._children.send(_for_workers(plan), self._collective_s)
-                result = self.runner.execute(plan)
-                self._children.expect("done", self._collective_s)
+                yield
             except BaseException as error:
                 raised = self._end(error)
                 final = isinstance(raised, EngineDeadError | EngineClosedError)
@@ -155,7 +165,14 @@ class ProcessExecutor(Generic[RunnerT]):
                 if raised is error:
                     raise
                 raise raised from error
-            return result
+
+    def on_ranks(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """See :class:`sdk.executors.base.Executor`; fails as :meth:`execute` does."""
+        with self._running():
+            self._children.send(RankCall(function, args), self._collective_s)
+            own = function(self.runner, *args)
+            answers = self._children.expect("done", self._collective_s)
+            return [own, *(answer for _, answer in answers)]
 
     def execute_again(self, plan: StepPlan, tokens: list[int]) -> StepResult:
         """A step like any other: only rank 0 knows what it sampled."""

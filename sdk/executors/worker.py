@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from sdk.executors.base import RankCall
 from sdk.executors.channel import Channel, pack
 
 # How long to wait for rank 0 inside a collective: the host may sit in a debugger for hours.
@@ -90,9 +91,12 @@ def _serve(channel: Channel) -> None:
     )
     runner = start.factory(start.config, Mesh(start.rank, start.size, group))
     channel.send(pack(("ready",)))
-    while (plan := channel.receive()) is not None:
-        runner.execute(plan)
-        channel.send(pack(("done", plan.step_id)))
+    while (message := channel.receive()) is not None:
+        if isinstance(message, RankCall):
+            channel.send(pack(("done", message.function(runner, *message.args))))
+        else:
+            runner.execute(message)
+            channel.send(pack(("done", message.step_id)))
         _limit_stderr()
     runner.close()
 

@@ -17,7 +17,8 @@ sys.modules["fake_runner"] = fake_runner
 _spec.loader.exec_module(fake_runner)
 
 from sdk.engine.request import Request  # noqa: E402
-from sdk.engine.scheduler import Scheduler, SchedulerConfig  # noqa: E402
+from sdk.engine.scheduler import Scheduler  # noqa: E402
+from sdk.engine.scheduler_config import SchedulerConfig  # noqa: E402
 from sdk.params import SamplingParams  # noqa: E402
 
 

@@ -50,6 +50,7 @@ class FakeRunner:
         self.num_pages = num_pages
         self.published = published or (lambda page: False)  # may this page still be written?
         self.slots: dict[tuple[int, int], bytes] = {}
+        self.swapped: dict[tuple[int, int], bytes] = {}
         self.requests: dict[str, dict] = {}
         self.plans: list[StepPlan] = []
         self.errors: dict[str, str] = {}  # to be returned with the next step
@@ -69,6 +70,11 @@ class FakeRunner:
         if self.failure is not None:
             failure, self.failure = self.failure, None
             raise failure
+        for page, slot, out in plan.swaps:
+            source, target = (self.slots, self.swapped) if out else (self.swapped, self.slots)
+            begin, end = (page, slot) if out else (slot, page)
+            for offset in range(self.page_size):
+                target[end, offset] = source.get((begin, offset), b"unwritten")
         for request_id in plan.dropped:
             self.requests.pop(request_id, None)
         for start in plan.started:

@@ -247,4 +247,4 @@ def test_no_page_is_leaked_after_5000_random_events(rig, policy, chunked):
     reasons = {request.finish_reason for request in r.requests.values()}
     assert reasons == {"stop", "length", "abort", "error", "deadline"}
     assert r.scheduler.num_preemptions > 0 and r.pool.hits > 0 and r.pool.evictions > 0
-    assert r.pool.num_available == r.pool.capacity and not r.scheduler._promised
+    assert r.pool.num_available == r.pool.capacity and not r.scheduler.prefixes.promised

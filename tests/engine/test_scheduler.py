@@ -7,7 +7,7 @@ from fake_runner import VOCAB, expected_tokens
 
 from sdk.engine.plan import StepPlan, StepResult
 from sdk.engine.request import RequestStatus
-from sdk.engine.scheduler import SchedulerConfig
+from sdk.engine.scheduler_config import SchedulerConfig
 from sdk.errors import RequestError
 
 

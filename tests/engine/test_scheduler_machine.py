@@ -8,6 +8,8 @@ checked; each answer must be what the request alone would have got.
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 from fake_runner import expected_tokens
 from hypothesis import HealthCheck, settings, strategies as st
@@ -18,6 +20,12 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+
+from sdk.engine.kept_prefixes import KeptPrefixes
+from sdk.errors import OutOfMemoryError, RequestError
+from sdk.quant.spec import KVSpec
+
+SPEC = KVSpec(num_layers=1, kv_heads=1, head_dim=8, page_size=4)  # pins do not look into pages
 
 PAGE = 4  # prompts are made of runs this long, so that they share pages whatever the page size
 
@@ -32,6 +40,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.rig = None
         self.num_added = 0
         self.ended: dict[str, str] = {}  # the reasons this machine caused itself
+        self.rooms: dict[str, int] = {}  # pages a request could get when it was added
+        self.pinned: list[tuple[list[int], str | None]] = []
         self.steps_of_first = 0  # since the first in order last advanced
 
     @initialize(
@@ -44,9 +54,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.sampled_from([True, True, False]),
         policy=st.sampled_from(["fcfs", "priority"]),
         eos=st.sampled_from([False, False, True]),
+        swap=st.sampled_from([0, 1, 3, 40]),
     )
     def start(
-        self, page_size, pages, max_model_len, max_num_seqs, budget, chunked, caching, policy, eos
+        self,
+        page_size,
+        pages,
+        max_model_len,
+        max_num_seqs,
+        budget,
+        chunked,
+        caching,
+        policy,
+        eos,
+        swap,
     ) -> None:
         least = max_num_seqs if chunked else max(max_num_seqs, max_model_len)
         self.rig = self.rig_class(
@@ -57,6 +78,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_batched_tokens=least + budget,
             enable_chunked_prefill=chunked,
             enable_prefix_caching=caching,
+            num_swap_pages=swap if caching else 0,
             policy=policy,
             eos_token_ids=frozenset(range(0, 1000, 20)) if eos else frozenset(),
         )
@@ -94,15 +116,25 @@ class SchedulerMachine(RuleBasedStateMachine):
         ):
             params |= {"guidance_scale": 1.5, "negative": negative}
         for i in range(count):  # a batch with one prefix
-            self.rig.add(str(self.num_added), [*prompt[:-1], 7 * i], kind=kind, **params)
-            self.num_added += 1
+            self.add_one([*prompt[:-1], 7 * i], kind=kind, **params)
 
-    def longest_guided(self, num: int, negative: int) -> int:
+    def add_one(self, prompt, **params) -> None:
+        """Where pins leave room for it."""
+        request_id, prefixes = str(self.num_added), self.rig.scheduler.prefixes
+        try:
+            request = self.rig.add(request_id, prompt, **params)
+        except RequestError:
+            assert prefixes.num_pinned
+            return
+        self.rooms[request_id] = prefixes.room(request)
+        self.num_added += 1
+
+    def longest_guided(self, num: int, negative: int, room: int | None = None) -> int:
         """The longest answer for which both prompts fit, by trying them all."""
         config, longest = self.rig.config, 0
         for answer in range(1, config.max_model_len + 1 - max(num, negative)):
             pages = [-(-(start + answer - 1) // config.page_size) for start in (num, negative)]
-            if sum(pages) <= self.rig.pool.capacity:
+            if sum(pages) <= (self.rig.pool.capacity if room is None else room):
                 longest = answer
         return longest
 
@@ -191,8 +223,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if request_id in self.rig.scheduler:
                 self.rig.scheduler.abort(request_id)
                 self.ended[request_id] = "abort"
-            self.rig.add(str(self.num_added), [1] * min(PAGE, self.longest))
-            self.num_added += 1
+            self.add_one([1] * min(PAGE, self.longest))
 
         self.do_step(during)
 
@@ -226,7 +257,33 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.rig.execute(plan)
         self.rig.scheduler.rollback()
         assert self.rig.scheduler.num_running == 0
-        assert self.rig.pool.num_available == self.rig.pool.capacity
+        self.check_nothing_is_held()
+
+    def check_nothing_is_held(self) -> None:
+        pinned = self.rig.scheduler.prefixes.num_pinned
+        assert self.rig.pool.num_available + pinned == self.rig.pool.capacity, "a page leaked"
+
+    @rule(data=st.data(), pages=st.integers(1, 6))
+    def pin(self, data: st.DataObject, pages: int) -> None:
+        """The first pages of some request, if they are there and leave room for all others."""
+        rig = self.rig
+        if not rig.requests or not rig.config.enable_prefix_caching:
+            return
+        request = rig.requests[data.draw(st.sampled_from(sorted(rig.requests)))]
+        tokens = request.token_ids[: pages * rig.config.page_size]
+        if len(tokens) < rig.config.page_size:
+            return
+        kept = KeptPrefixes(rig.scheduler, rig.runner, SPEC)
+        with suppress(OutOfMemoryError):
+            if kept.pin(tokens, request.salt):
+                self.pinned.append((tokens, request.salt))
+
+    @precondition(lambda self: self.pinned)
+    @rule()
+    def unpin(self) -> None:
+        """It may have gone: the cache was reset, or a page of it had NaN."""
+        tokens, salt = self.pinned.pop()
+        KeptPrefixes(self.rig.scheduler, self.rig.runner, SPEC).unpin(tokens, salt)
 
     @rule()
     def reset_prefix_cache(self) -> None:
@@ -256,8 +313,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             raise AssertionError("requests starve")
         self.do_step()  # the ranks hear of the last that ended
-        assert self.rig.pool.num_available == self.rig.pool.capacity, "a page leaked"
-        assert not self.rig.scheduler._promised
+        self.check_nothing_is_held()
+        assert not self.rig.scheduler.prefixes.promised
         assert not self.rig.runner.requests, "a rank remembers a request that is gone"
         for request_id, request in self.rig.requests.items():
             self.check_answer(request_id, request)
@@ -284,13 +341,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         longest = min(
             config.max_model_len,
-            self.rig.pool.capacity * config.page_size + 1,
+            self.rooms[request_id] * config.page_size + 1,
             len(prompt) + (params.max_tokens or config.max_model_len),
             len(prompt)
             + (
                 config.max_model_len
                 if guide is None
-                else self.longest_guided(len(prompt), len(negative))
+                else self.longest_guided(len(prompt), len(negative), self.rooms[request_id])
             ),
         )
         ends = [i + 1 for i, token in enumerate(output) if token in config.eos_token_ids]

@@ -1,0 +1,204 @@
+"""What is known of prompts before they run: the pages that hold a prefix of them, wherever it lies.
+
+A prefix is looked for among the pages of the cache, then in the swap space (``swap.py``), then
+among the pages that a running request has promised: it is about to write them, and whoever needs
+them waits for it instead of computing them again.
+
+*Pins.* The pages of a pinned prefix have one more owner than the requests that use them, and so are
+never thrown out. They are not there for anybody else: ``room`` is what a request could get if
+everybody else went, and no request that needs more is accepted, nor a pin that leaves an accepted
+one less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from sdk.engine.pages import PageKey, PagePool, root_digest
+from sdk.engine.plan import Swap
+from sdk.engine.request import Request
+from sdk.engine.swap import SwapSpace
+
+
+class Prefix(NamedTuple):
+    """The known part of one sequence: pages of the cache, then pages of the swap space."""
+
+    pages: list[int]
+    swapped: list[PageKey]
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.pages) + len(self.swapped)
+
+
+class Prefixes:
+    """Finds, shares, promises and publishes the pages of prefixes. Not thread-safe."""
+
+    def __init__(self, pool: PagePool, kv_type: str, num_swap_pages: int = 0) -> None:
+        self.pool = pool
+        self.swap = SwapSpace(num_swap_pages)
+        self.promised: dict[bytes, Request] = {}  # page digest -> the running request writing it
+        self.restored = 0  # pages written from snapshots
+        self._kv_type = kv_type
+        self._pins: dict[bytes, tuple[int, ...]] = {}  # digest of the last page -> all of them
+        self._pinned: set[int] = set()
+        if num_swap_pages:
+            pool.on_evict = self.swap.store
+
+    def extend_keys(self, request: Request, num_pages: int) -> None:
+        """Have the keys of its first ``num_pages`` pages, all of them full."""
+        root = root_digest(request.adapter, self._kv_type, request.salt)
+        request.extend_keys(root, self.pool.page_size, num_pages)
+
+    def find(self, request: Request) -> Prefix:
+        """The known pages it may use; sets ``waits_for`` when a running request writes the next
+        one.
+
+        At least the last token is always left to run: a step of no tokens would sample nothing.
+        """
+        request.waits_for = None
+        if not self.pool.enable_prefix_caching:
+            return Prefix([], [])
+        size, num_tokens = self.pool.page_size, request.num_tokens
+        self.extend_keys(request, num_tokens // size)
+        if not request.uses_prefix_cache:
+            return Prefix([], [])
+        keys = request.keys[: (num_tokens - 1) // size]
+        pages = self.pool.match(keys)
+        rest = keys[len(pages) :]
+        swapped = rest[: self.swap.match(rest)]
+        known = len(pages) + len(swapped)
+        if known < len(keys) and keys[known].digest in self.promised:
+            request.waits_for = keys[known].digest
+        return Prefix(pages, swapped)
+
+    def acquire(self, request: Request, found: Sequence[Prefix], spare: int) -> int:
+        """Give each sequence of ``request`` pages for all its tokens: what was ``found``, the rest
+        new. Returns 0, or the number of new pages that are too many; then nothing changed.
+        """
+        pool, size, sequences = self.pool, self.pool.page_size, request.sequences
+        num_new = [
+            -(-one.num_tokens // size) - len(prefix.pages)
+            for one, prefix in zip(sequences, found, strict=True)
+        ]
+        held = self.swap.hold(key for prefix in found for key in prefix.swapped)
+        hits = [page for prefix in found for page in prefix.pages]
+        pages = pool.acquire(hits, sum(num_new), spare=spare)
+        if pages is None:
+            self.swap.put_back(held)
+            return sum(num_new)
+        new = pages[len(hits) :]
+        for one, prefix, num in zip(sequences, found, num_new, strict=True):
+            one.pages, new = prefix.pages + new[:num], new[num:]
+            for key, page in zip(prefix.swapped, one.pages[len(prefix.pages) :], strict=False):
+                self.swap.load(held[key], page)
+                pool.publish(page, key)
+            one.num_computed = prefix.num_pages * size
+            one.num_published = prefix.num_pages
+            one.publishes = pool.enable_prefix_caching
+            if request.num_preemptions == 0 and one.uses_prefix_cache:
+                pool.queries += (one.num_tokens - 1) // size
+                pool.hits += len(prefix.pages)
+            for key in one.keys[prefix.num_pages :]:
+                self.promised.setdefault(key.digest, one)
+        self.swap.put_back(held)
+        return 0
+
+    def publish(self, request: Request, num_full: int) -> None:
+        """Let others find the pages that a committed step has filled."""
+        if num_full > len(request.keys):
+            self.extend_keys(request, num_full)
+        for index in range(request.num_published, num_full):
+            key = request.keys[index]
+            self.pool.publish(request.pages[index], key)
+            if self.promised.get(key.digest) is request:
+                del self.promised[key.digest]
+        request.num_published = num_full
+
+    def release(self, sequence: Request) -> None:
+        """Take pages and promises from a running sequence."""
+        self.pool.release(sequence.pages)
+        for key in sequence.keys[sequence.num_published :]:
+            if self.promised.get(key.digest) is sequence:
+                del self.promised[key.digest]
+        sequence.pages = []
+
+    def distrust(self, sequence: Request) -> None:
+        """Its pages may hold NaN: nobody must find them, and nobody keeps them."""
+        gone = set(sequence.pages)
+        for last, pages in list(self._pins.items()):
+            if not gone.isdisjoint(pages):
+                self._unpin(last)
+        for page in sequence.pages:
+            if (key := self.pool.key(page)) is not None:
+                self.swap.drop(key.digest)
+        self.pool.forget(sequence.pages)
+
+    def reset(self) -> None:
+        """Forget all prefixes, pinned ones too."""
+        self.unpin_all()
+        self.pool.reset_prefix_cache()
+        self.swap.clear()
+        self.promised.clear()
+
+    def undo(self, swaps: Iterable[Swap]) -> None:
+        """Distrust what these copies should have written: whether they were made is not known."""
+        for swap in swaps:
+            if not swap.out:
+                self.pool.forget([swap.page])
+        self.swap.forget(swap.slot for swap in swaps if swap.out)
+
+    # Pins
+
+    @property
+    def num_pinned(self) -> int:
+        """Pages that pins keep."""
+        return len(self._pinned)
+
+    @property
+    def pins(self) -> list[tuple[int, ...]]:
+        """The page tables of all pins."""
+        return list(self._pins.values())
+
+    def room(self, request: Request) -> int:
+        """Pages it (with its guide) could get if nothing else ran: all but what others pinned."""
+        room = self.pool.capacity - len(self._pinned)
+        if not self._pinned:
+            return room
+        own: set[int] = set()
+        for sequence in request.sequences:
+            if sequence.pages:  # perhaps its own copies of the pinned ones
+                own.update(sequence.pages)
+            elif sequence.uses_prefix_cache:
+                self.extend_keys(sequence, sequence.num_tokens // self.pool.page_size)
+                keys = sequence.keys[: (sequence.num_tokens - 1) // self.pool.page_size]
+                own.update(self.pool.match(keys))
+        return room + len(own & self._pinned)
+
+    def pin(self, keys: Sequence[PageKey]) -> bool:
+        """Keep these pages, all of them in the cache, until ``unpin``. False: one is not there."""
+        pages = self.pool.match(keys)
+        if len(pages) < len(keys):
+            return False
+        if keys[-1].digest not in self._pins:
+            self.pool.acquire(pages, 0)
+            self._pins[keys[-1].digest] = tuple(pages)
+            self._pinned.update(pages)
+        return True
+
+    def unpin(self, keys: Sequence[PageKey]) -> bool:
+        """Give up the pin of exactly these pages. False: there is none."""
+        if not keys or keys[-1].digest not in self._pins:
+            return False
+        self._unpin(keys[-1].digest)
+        return True
+
+    def unpin_all(self) -> None:
+        """Give up all pins."""
+        for last in list(self._pins):
+            self._unpin(last)
+
+    def _unpin(self, last: bytes) -> None:
+        self.pool.release(self._pins.pop(last))
+        self._pinned = {page for pages in self._pins.values() for page in pages}

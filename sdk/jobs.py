@@ -1,0 +1,123 @@
+"""From what a caller asks for to the requests of an engine, and waiting for them."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+
+from sdk.driver import Driver, Job, Listener
+from sdk.engine.engine import Output
+from sdk.engine.plan import RequestKind
+from sdk.errors import RequestError
+from sdk.listeners import Mailbox
+from sdk.params import SamplingParams
+from sdk.prompts import Prompt, PromptReader
+from sdk.sampling.resolved import ResolvedParams, resolve
+
+ParamsLike = SamplingParams | Sequence[SamplingParams] | None
+
+
+class JobMaker:
+    """Makes the jobs of one ``LLM``. ``default`` is what a call without parameters uses."""
+
+    def __init__(
+        self,
+        reader: PromptReader,
+        default: SamplingParams,
+        *,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        self._reader = reader
+        self._default = default
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._ids = itertools.count()
+
+    def params(self, given: ParamsLike, count: int) -> list[SamplingParams]:
+        """One for each of ``count`` prompts."""
+        if given is None or isinstance(given, SamplingParams):
+            return [given or self._default] * count
+        params = list(given)
+        for item in params:
+            if not isinstance(item, SamplingParams):
+                raise RequestError(f"sampling_params: expected SamplingParams, found {item!r:.80}")
+        if len(params) != count:
+            raise RequestError(
+                f"sampling_params: expected one or one per prompt ({count}), found {len(params)}"
+            )
+        return params
+
+    def make(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        listener: Listener,
+        *,
+        priority: int | Sequence[int] | None = None,
+        kind: RequestKind = "generate",
+    ) -> list[Job]:
+        """One job for each prompt, with an id of its own."""
+        priorities: list[int | None]
+        if priority is None or isinstance(priority, int):
+            priorities = [priority] * len(prompts)
+        else:
+            priorities = list(priority)
+            if len(priorities) != len(prompts):
+                raise RequestError(
+                    f"priority: expected one or {len(prompts)} numbers, found {len(priorities)}"
+                )
+        now = time.monotonic()
+        return [
+            Job(
+                request_id=str(next(self._ids)),
+                prompt_token_ids=prompt.token_ids,
+                params=param,
+                listener=listener,
+                prompt=prompt.text,
+                priority=urgency,
+                cache_salt=prompt.cache_salt,
+                kind=kind,
+                arrival_time=now,
+                resolved=self._resolve(param),
+                negative_prompt_token_ids=prompt.negative_token_ids,
+            )
+            for prompt, param, urgency in zip(prompts, params, priorities, strict=True)
+        ]
+
+    def _resolve(self, params: SamplingParams) -> ResolvedParams:
+        """The token ids behind the words of ``params``."""
+        tokenizer = self._reader.tokenizer
+        start = tokenizer.token_to_id("<think>") if tokenizer is not None else None
+        end = tokenizer.token_to_id("</think>") if tokenizer is not None else None
+        return resolve(
+            params,
+            tokenizer,
+            self._vocab_size,
+            eos_token_ids=self._eos_token_ids,
+            think_start_id=start,
+            think_end_id=end,
+        )
+
+
+def run_jobs(
+    driver: Driver,
+    jobs: Sequence[Job],
+    mailbox: Mailbox,
+    report: Callable[[int, int], None] | None = None,
+) -> list[Output]:
+    """Submit jobs and wait: their last outputs, in their order. Whatever is raised aborts them."""
+    done: dict[str, Output] = {}
+    try:
+        driver.submit(jobs)
+        while len(done) < len(jobs):
+            output = mailbox.get()
+            if output.finished:
+                done[output.request_id] = output
+                if report is not None:
+                    report(len(done), len(jobs))
+    except BaseException:
+        driver.abort(job.request_id for job in jobs)
+        raise
+    return [done[job.request_id] for job in jobs]

@@ -1,0 +1,73 @@
+"""Which model keys and values belong to: cheap enough to find out at every load."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sdk.models.config import ModelConfig
+from sdk.models.rope import inverse_frequencies
+
+_BLOCK = 4096
+#: Blocks read of all files together: below a millisecond from a file that was just loaded.
+_BLOCKS = 256
+_PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
+
+
+class ModelKey(NamedTuple):
+    """A model's file name, for messages, and what decides whether two are the same."""
+
+    name: str
+    digest: str
+
+
+def model_key(
+    path: Path,
+    config: ModelConfig,
+    max_model_len: int,
+    *,
+    quantization: str | None,
+    overrides: Mapping[str, Any],
+) -> ModelKey:
+    """The key of a model as it is loaded with these options.
+
+    Made from the sizes of its weight files, blocks of 4 KiB spread over them (the first one, and so
+    the header's beginning, among them), its ``config.json``, what quantizes it at load, what
+    replaces its config, and the rotary frequencies, which may depend on ``max_model_len``. Another
+    training, quantization or architecture changes nearly every block and so the key. A file edited
+    by hand between the blocks is not noticed: the key tells models apart, it does not prove who
+    made them. Names and places of files do not count.
+    """
+    digest = hashlib.sha256()
+    files = _weight_files(path)
+    for file in files:
+        size = file.stat().st_size
+        digest.update(b"%d;" % size)
+        count = max(_BLOCKS // len(files), 2)
+        with file.open("rb") as data:
+            for index in range(count):
+                data.seek(index * max(size - _BLOCK, 0) // (count - 1))
+                digest.update(data.read(_BLOCK))
+    settings = path / "config.json"
+    if settings.is_file():
+        digest.update(settings.read_bytes())
+    options = {"quantization": quantization, "overrides": dict(overrides)}
+    digest.update(json.dumps(options, sort_keys=True, default=str).encode())
+    for rope in (config.rope, config.local_rope):
+        if rope is not None:
+            frequencies, factor = inverse_frequencies(rope, max_model_len)
+            digest.update(frequencies.numpy().tobytes() + repr(factor).encode())
+    return ModelKey(path.name, digest.hexdigest()[:32])
+
+
+def _weight_files(path: Path) -> list[Path]:
+    if path.is_dir():
+        return sorted(path.glob("*.safetensors"))
+    part = _PART.search(path.name)
+    if part is None:
+        return [path]
+    return sorted(path.parent.glob(f"{path.name[: part.start()]}-*-of-{part[1]}.gguf"))
