@@ -32,7 +32,7 @@ class KVPages:
 
     ``below`` is the next level of a ladder, at most two in all: the same memory seen as twice as
     many pages of an integer type of half the bits. A page id says which level it belongs to
-    (:func:`page_id`): ``rope_and_cache`` writes the first, ``attention`` reads all of them,
+    (``kernels/ladder.py``): ``rope_and_cache`` writes the first, ``attention`` reads all of them,
     ``recode_page`` takes a page to another level. All lie mixed, floats too, and have one centre,
     so that a page is recoded value by value; their pages have 128 tokens, so that what attention
     multiplies at once is of one type.
@@ -74,21 +74,6 @@ class KVPages:
     def v_mixed(self) -> bool:
         """Whether values lie mixed."""
         return self.below is not None or is_mixed(self.v.dtype)
-
-
-#: What the levels of a ladder share: see :class:`KVPages`.
-LADDER_PAGE_SIZE, MAX_LEVELS = 128, 3
-_LEVEL_SHIFT = 28
-
-
-def page_id(level: int, index: int) -> int:
-    """How page tables name page ``index`` of a level, 0 being the first."""
-    return index | level << _LEVEL_SHIFT
-
-
-def page_level(page: int) -> tuple[int, int]:
-    """The inverse of :func:`page_id`: level and index."""
-    return page >> _LEVEL_SHIFT, page & (1 << _LEVEL_SHIFT) - 1
 
 
 def is_mixed(dtype: torch.dtype) -> bool:

@@ -24,7 +24,8 @@ from sdk.kernels.checks import expect
 from sdk.kernels.errors import KernelError
 from sdk.kernels.experts import ExpertOps
 from sdk.kernels.graph import CaptureError, Graph, OnlyViews
-from sdk.kernels.kv_pages import KVPages, page_level
+from sdk.kernels.kv_pages import KVPages
+from sdk.kernels.ladder import page_level
 from sdk.kernels.layouts import Layout
 from sdk.kernels.registry import Choice, Problem, choose, linear_problem, open_backends
 from sdk.kernels.sampling import DRAW, Draws, Penalties, SampleBuffers, Tokens

@@ -31,6 +31,7 @@ from sdk.params import SamplingParams
 from sdk.progress import reporting
 from sdk.quant.at_load import packed_at_load
 from sdk.quant.checkpoint import Checkpoint
+from sdk.quant.spec import kv_bits
 from sdk.quant.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ def load(config: EngineConfig) -> Loaded:
             enable_chunked_prefill=config.enable_chunked_prefill,
             policy=config.scheduling_policy,
             kv_type=memory.kv_dtype,
+            kv_bits=kv_bits(memory.kv_dtype),
             num_swap_pages=runner_config.num_swap_pages,
             eos_token_ids=eos,
         )
@@ -238,7 +240,9 @@ def _threads(config: EngineConfig) -> int:
 
 def _plan(config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig) -> MemoryPlan:
     dtype = config.kv_cache_dtype
-    if dtype == "auto":
+    if config.kv_policy is not None:
+        dtype = config.kv_policy
+    elif dtype == "auto":
         dtype = "float32" if _compute(config) == "exact" else "float16"
     _check_cut(config.tensor_parallel_size, model)
     # Every rank is a process of this machine: the budget holds the pages of all of them, and with

@@ -83,6 +83,7 @@ _INTEGERS = {
     "no_repeat_ngram_size": _Range(0, 1024),
     "thinking_token_budget": _Range(0, _INT31, optional=True),
     "priority": _Range(-(2**31), _INT31),
+    "kv_min_bits": _Range(4, 4, optional=True, also=(8, 16)),
 }
 _FLOATS = {
     "presence_penalty": _Range(-2, 2),
@@ -205,6 +206,7 @@ class SamplingParams:
     thinking_token_budget: int | None = None
     priority: int = 0
     deadline: float | None = None
+    kv_min_bits: int | None = None
     extra_args: Mapping[str, Any] | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> SamplingParams:

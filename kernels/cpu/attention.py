@@ -10,7 +10,8 @@ from sdk.kernels.cpu.elementwise import floats
 from sdk.kernels.cpu.library import AttentionArgs, Engine, OpKind, PageLevel, PlacesArgs
 from sdk.kernels.cpu.pages import check_levels, inner_contiguous, page_sides, reject
 from sdk.kernels.errors import KernelError
-from sdk.kernels.kv_pages import MAX_LEVELS, KVPages
+from sdk.kernels.kv_pages import KVPages
+from sdk.kernels.ladder import MAX_LEVELS
 from sdk.kernels.registry import Problem
 
 

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 import torch
 
 from sdk.kernels.errors import KernelError
-from sdk.kernels.kv_pages import MAX_LEVELS
+from sdk.kernels.ladder import MAX_LEVELS
 
 #: Must equal kAbiVersion in native/abi.hpp; a library with another one is refused as stale.
 ABI_VERSION = 12

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from sdk.kernels.cpu.library import ELEMENT_TYPES, PageLevel, PageSide
 from sdk.kernels.errors import KernelError
-from sdk.kernels.kv_pages import LADDER_PAGE_SIZE, MAX_LEVELS, KVPages, scale_group
+from sdk.kernels.kv_pages import KVPages, scale_group
+from sdk.kernels.ladder import LADDER_PAGE_SIZE, MAX_LEVELS
 from sdk.kernels.registry import Problem
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.batch import AttentionBatch
-from sdk.kernels.kv_pages import KVPages, page_level
+from sdk.kernels.kv_pages import KVPages
+from sdk.kernels.ladder import page_level
 from sdk.kernels.reference.page_codes import mixed, page_floats
 from sdk.kernels.registry import Problem
 
@@ -55,14 +56,13 @@ class Attention:
 def _gather(pages: KVPages, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """One request's keys and values, float32 ``[kv_heads, padded length, head_dim]``."""
     count = -(-length // pages.page_size)
-    ids = table[:count].to(torch.int64)
     padded = -(-length // KEY_TILE) * KEY_TILE
-    own, index = page_level(ids)
+    ids = torch.tensor([page_level(page) for page in table[:count].tolist()], device=table.device)
     shape = (count, pages.k.shape[1], pages.page_size, pages.head_dim)
     sides = [torch.empty(shape, device=table.device) for _ in range(2)]
     for level, part in enumerate(pages.levels):
-        here = own == level
-        for x, floats in zip(sides, page_floats(part, index[here]), strict=True):
+        here = ids[:, 0] == level
+        for x, floats in zip(sides, page_floats(part, ids[here, 1]), strict=True):
             x[here] = floats
     gathered = []
     for x in sides:

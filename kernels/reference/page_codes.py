@@ -83,7 +83,7 @@ def page_floats(pages: KVPages, index: Tensor) -> tuple[Tensor, Tensor]:
         if scale is None:
             found.append(x.to(torch.float32))
             continue
-        words = scale[index].view(*x.shape[:2], -1, pages.page_size)
+        words = scale[index].unflatten(1, (x.shape[1], scale.shape[1] // x.shape[1]))
         found.append(decode(x, words.transpose(2, 3)))
     return found[0], found[1]
 
