@@ -32,8 +32,11 @@ test: $(VENV)/.embedlm-dev models ## set up, build and run the whole test suite
 	$(PY) -m pytest $(PYTEST_FLAGS)
 	$(PY) -m pytest $(PYTEST_FLAGS) tests/gpu
 
-aot: $(VENV)/.embedlm-dev ## compile every GPU kernel for every card, without one (minutes)
-	$(PY) -m pytest $(PYTEST_FLAGS) tests/gpu/aot --every-variant
+aot: $(VENV)/.embedlm-dev ## compile every GPU kernel for every card, without one; goes on where it stopped
+	$(PY) tests/gpu/aot/sweep.py
+
+aot-%: $(VENV)/.embedlm-dev # the same for one of sm_75 sm_80 sm_89 sm_90 sm_100 sm_120 gfx90a gfx942
+	$(PY) tests/gpu/aot/sweep.py $*
 
 test-interop: $(VENV)/.embedlm-dev ## exchange files with auto-gptq, autoawq, gptqmodel, llm-compressor and llama.cpp
 	$(PY) tests/interop/environments.py $(INTEROP) --pip-flags="$(PIP_FLAGS)"

@@ -90,6 +90,8 @@ class ExpertOps:
             return None
         implementation = first.choice.implementation
         packed = implementation.group([expert.packed for expert in experts])
+        if packed is None:
+            return None
         return BoundExperts(implementation, packed, len(experts), first.shape, self)
 
     def route(self, logits: Tensor, k: int, *, normalized: bool) -> Routes:

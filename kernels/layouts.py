@@ -14,8 +14,8 @@ plain one. A matrix is always ``[out, in]``, here ``[N, K]``.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -255,6 +255,15 @@ Layout = Dense | Float8 | Affine | Blocks
 def inputs_of(layout: Layout) -> ActivationScheme | None:
     """How the file rounds what the matrix is multiplied with, where it does."""
     return layout.inputs if isinstance(layout, Float8 | Affine) else None
+
+
+def on_device(layout: Layout, device: torch.device) -> Layout:
+    """The same weight with its tensors on ``device``."""
+    parts = ((field.name, getattr(layout, field.name)) for field in fields(layout))
+    tensors: dict[str, Any] = {
+        name: part.to(device) for name, part in parts if isinstance(part, Tensor)
+    }
+    return replace(layout, **tensors)
 
 
 def check_layout(layout: Layout) -> None:

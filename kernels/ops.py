@@ -25,10 +25,11 @@ from sdk.kernels.errors import KernelError
 from sdk.kernels.experts import ExpertOps
 from sdk.kernels.graph import CaptureError, Graph, OnlyViews
 from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.ladder import page_level
-from sdk.kernels.layouts import Layout
+from sdk.kernels.ladder_ops import LadderOps
+from sdk.kernels.layouts import Layout, on_device
 from sdk.kernels.registry import Choice, Problem, choose, linear_problem, open_backends
 from sdk.kernels.sampling import DRAW, Draws, Penalties, SampleBuffers, Tokens
+from sdk.kernels.self_check import SelfCheck
 
 #: Beyond any machine; a mistyped number must not use up the system's threads.
 MAX_THREADS = 1024
@@ -87,7 +88,7 @@ class BoundLinear:
         return int(self.choice.implementation.nbytes(self.packed))
 
 
-class Ops(ExpertOps):
+class Ops(ExpertOps, LadderOps):
     """Chosen kernels plus what they share (the thread pool). Owned by one rank, closed with it.
 
     ``num_threads`` defaults to the CPUs this process may run on. ``backends`` restricts the choice
@@ -115,6 +116,7 @@ class Ops(ExpertOps):
             device, num_threads, backends, fixed=deterministic
         )
         self._chosen: dict[Problem, Choice] = {}
+        self._self_check = SelfCheck(self.device)
         self._activations = ActivationPool()
         self._buffers: ActivationPool | None = None  # of the graph being captured
         self._sampling: Any = None
@@ -183,14 +185,15 @@ class Ops(ExpertOps):
         return found.implementation
 
     def linear(self, layout: Layout, activation_bits: int = 8) -> BoundLinear:
-        """Choose a kernel for a weight and pack the weight for it.
+        """Choose a kernel for a weight, check it, and pack the weight for it on this device.
 
         ``activation_bits``: 8, or 16 for the blocks of an input that cost the most accuracy. Says
         nothing with ``compute="exact"``, for plain floats, or where the file of the weight says how
         inputs are rounded.
         """
+        layout = on_device(layout, self.device)
         problem = linear_problem(layout, self.compute, activation_bits)
-        choice = choose(self._backends, problem)
+        choice = self._self_check.choose(self._backends, problem, layout)
         packed = choice.implementation.pack(layout)
         return BoundLinear(choice, packed, layout.shape, self, problem)
 
@@ -365,26 +368,6 @@ class Ops(ExpertOps):
             kernel = self._kernel("attention", head_dim=head_dim, kv_dtype=pages.dtype)
             kernel.run(q, pages, batch, scale, window, softcap, sinks, out)
         return out
-
-    def recode_page(self, pages: KVPages, source: int, target: int) -> None:
-        """Write a page of one level as one of a lower level; their memory must not overlap.
-
-        ``source`` and ``target`` are page ids. The same bits for any number of threads.
-        """
-        levels = pages.levels
-        (above, index), (below, at) = page_level(source), page_level(target)
-        if not 0 <= above < below < len(levels):
-            raise KernelError(
-                f"recode: expected a page of a higher and one of a lower of {len(levels)} levels, "
-                f"found levels {above} and {below}"
-            )
-        given, wanted = levels[above], levels[below]
-        if index >= given.k.shape[0] or at >= wanted.k.shape[0]:
-            raise KernelError(
-                f"recode: pages {index} of {given.k.shape[0]} and {at} of {wanted.k.shape[0]}"
-            )
-        kernel = self._kernel("recode_page", head_dim=pages.head_dim, kv_dtype=pages.dtype)
-        kernel.run(given, index, wanted, at)
 
     def argmax(self, logits: Tensor) -> Tokens:
         """The first best token of each row of ``logits [R, V]`` float32; no probabilities."""

@@ -7,7 +7,7 @@ a layer runs where it runs. ``kernels/reference`` never rejects: every format ru
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
@@ -77,7 +77,8 @@ class LinearKernel(Implementation, Protocol):
         """Bytes the packed weight occupies."""
 
     def group(self, packed: Sequence[Any]) -> Any:
-        """The weights of all experts of a layer, of one shape and format, as one thing."""
+        """The weights of all experts of a layer, of one shape and format, as one thing; ``None``
+        where the kernel cannot take them as one."""
 
     def matmul_routed(
         self, group: Any, x: Tensor, routes: Routes, by_token: bool, out: Tensor
@@ -131,12 +132,21 @@ def open_backends(
     return opened, tuple(missing)
 
 
-def choose(backends: Sequence[Backend], problem: Problem) -> Choice:
-    """The first implementation that does not reject ``problem``. :raises KernelError: if all do."""
+def choose(
+    backends: Sequence[Backend],
+    problem: Problem,
+    check: Callable[[Any], str | None] = lambda implementation: None,
+) -> Choice:
+    """The first implementation that does not reject ``problem`` and has no reason from ``check``.
+
+    :raises KernelError: if there is none.
+    """
     declined: list[tuple[str, str]] = []
     for backend in backends:
         for implementation in backend.implementations(problem.op):
             reason = implementation.reject(problem)
+            if reason is None:
+                reason = check(implementation)
             if reason is None:
                 return Choice(implementation, tuple(declined))
             declined.append((implementation.name, reason))

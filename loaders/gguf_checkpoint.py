@@ -36,9 +36,10 @@ from sdk.quant.weight import Weight, weight_of
 #: Architectures whose rows of q and k are interleaved, and those whose norms are stored plus 1.
 INTERLEAVED = frozenset({"llama", "granite"})
 NORMS_PLUS_ONE = frozenset({"gemma2", "gemma3"})
-#: Bytes of pulled tensors whose pages stay in memory: by then a weight has been packed, and if not,
-#: its pages come back from the file. Keeps the peak of a load near the size of the packed weights.
-_MAPPED = 32 * 2**20
+#: Bytes of pulled tensors whose pages stay in memory, and tensors that do whatever their size: by
+#: then a weight has been packed (q, k and v, or gate and up, together), and if not, its pages come
+#: back from the file. Keeps the peak of a load near the size of the packed weights.
+_MAPPED, _NEWEST = 8 * 2**20, 4
 #: Tensors that became part of the config.
 _IN_CONFIG = frozenset(
     {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
@@ -57,6 +58,7 @@ class GgufCheckpoint:
         self._architecture = architecture(self._file)
         self.config: Mapping[str, Any] = build_config(self._file)
         self.generation_config: Mapping[str, Any] = build_generation_config(self._file, self.config)
+        self.kv_scales: Mapping[str, float] = {}
         self._pulled: set[str] = set()
         self._mapped: deque[GgufTensor] = deque()
         self._mapped_bytes = 0
@@ -224,7 +226,7 @@ class GgufCheckpoint:
     def _report(self, stored: GgufTensor) -> None:
         self._mapped.append(stored)
         self._mapped_bytes += stored.nbytes
-        while self._mapped_bytes > _MAPPED:
+        while self._mapped_bytes > _MAPPED and len(self._mapped) > _NEWEST:
             oldest = self._mapped.popleft()
             self._mapped_bytes -= oldest.nbytes
             self._opened().release(oldest.name)

@@ -1,8 +1,9 @@
 """Where the matrices of single experts lie in a Hugging Face folder.
 
 Our name of one is ``model.layers.0.mlp.experts.3.gate_proj``. Files have a tensor of that name, or
-Mixtral's first spelling of it (``block_sparse_moe.experts.3.w1``), or one tensor with all experts
-of a layer, gate above up: ``mlp.experts.gate_up_proj [E, 2I, H]``. That of gpt-oss is turned
+Mixtral's first spelling of it (``block_sparse_moe.experts.3.w1``, or of half of it,
+``block_sparse_moe.experts.3.gate_proj``, by llm-compressor 0.14), or one tensor with all experts of
+a layer, gate above up: ``mlp.experts.gate_up_proj [E, 2I, H]``. That of gpt-oss is turned
 (``[E, H, 2I]``) unless it is packed, and its rows of gate and up take turns.
 """
 
@@ -16,7 +17,10 @@ from typing import Any
 from torch import Tensor
 
 _MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-_FIRST_SPELLING = re.compile(r"(.+\.)block_sparse_moe\.(experts\.\d+\.)?(gate|w[123])\b(.*)")
+_FIRST_SPELLING = re.compile(
+    r"(.+\.)block_sparse_moe\.(experts\.\d+\.)?(gate|w[123]|(?:gate|up|down)_proj)\b(.*)"
+)
+_OURS = re.compile(r"(.+\.)mlp\.(?:(experts\.\d+\.)(gate|up|down)_proj|(gate))\b(.*)")
 _ONE = re.compile(r"(.+\.mlp\.experts)\.(\d{1,4})\.(gate|up|down)_proj(\.bias)?")
 
 
@@ -27,6 +31,18 @@ def spelled_as_ours(name: str) -> str:
         return name
     path, expert, part, ending = found.groups()
     return f"{path}mlp.{expert or ''}{_MIXTRAL.get(part, part)}{ending}"
+
+
+def first_spelling(name: str) -> str:
+    """Mixtral's first spelling of a tensor of ours, where it has one."""
+    found = _OURS.fullmatch(name)
+    if found is None:
+        return name
+    path, expert, part, router, ending = found.groups()
+    if expert is None:
+        return f"{path}block_sparse_moe.{router}{ending}"
+    theirs = next(theirs for theirs, ours in _MIXTRAL.items() if ours == f"{part}_proj")
+    return f"{path}block_sparse_moe.{expert}{theirs}{ending}"
 
 
 @dataclass(frozen=True, slots=True)

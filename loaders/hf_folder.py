@@ -34,9 +34,10 @@ logger = logging.getLogger("sdk")
 
 #: The largest config.json in use (with long lists of quantized layers) stays below 2 MB.
 MAX_CONFIG = 8 << 20
-#: Bytes of plain matrices whose pages stay in memory after they were pulled: by then they have
-#: been packed for their kernels, or quantized.
-_MAPPED = 32 * 2**20
+#: Bytes of plain matrices whose pages stay in memory after they were pulled, and matrices that do
+#: whatever their size: by then they have been packed for their kernels (q, k and v, or gate and up,
+#: together), or quantized.
+_MAPPED, _NEWEST = 8 * 2**20, 4
 _FLOATS = ("F32", "F16", "BF16")
 #: Tensors that carry nothing a model needs: buffers computed anew from the config.
 _IGNORABLE = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.masked_bias")
@@ -52,8 +53,7 @@ _PREFIXES = (
 class HfFolder:
     """See `sdk.quant.checkpoint.Checkpoint`; ``path`` is the folder.
 
-    ``weights`` names one safetensors file to use in place of those the folder lists. ``kv_scales``:
-    the scales for an 8-bit KV cache by name, for users to see.
+    ``weights`` names one safetensors file to use in place of those the folder lists.
     """
 
     format = "safetensors"
@@ -79,7 +79,7 @@ class HfFolder:
         )
         self._files: SafetensorsFiles | None = files
         self._tensors = _canonical_names(files, self._by_mistral)
-        self.kv_scales = read_kv_scales(files, self._tensors, str(folder))
+        self.kv_scales: Mapping[str, float] = read_kv_scales(files, self._tensors, str(folder))
         self._pulled: set[str] = set()
         self._warned: set[str] = set()
         self._mapped: deque[StoredTensor] = deque()
@@ -255,7 +255,8 @@ class HfFolder:
         """Hand back the pages of plain matrices pulled before this one; what is still used of them
         comes back from the file."""
         self._mapped.append(stored)
-        while sum(matrix.nbytes for matrix in self._mapped) > max(_MAPPED, stored.nbytes):
+        mapped = self._mapped
+        while len(mapped) > _NEWEST and sum(matrix.nbytes for matrix in mapped) > _MAPPED:
             self._opened().release(self._mapped.popleft().name)
 
     def _adds_nothing(self, name: str) -> bool:

@@ -15,14 +15,15 @@ from sdk.quant.scheme import Scheme
 from sdk.quant.weight import PackedWeight, Weight, weight_of
 
 #: Embedding and head, as folders and GGUF files call them.
-_ENDS = ("embed_tokens", "lm_head", "token_embd", "output")
+EMBEDDINGS = ("embed_tokens", "token_embd")
+_ENDS = (*EMBEDDINGS, "lm_head", "output")
 #: Matrices of the numbered blocks of a model, whatever it calls them.
 _IN_BLOCK = re.compile(r"\.\d+\.")
 #: What chooses experts: a few rows that decide everything behind them.
 _ROUTER = re.compile(r"\.(mlp|block_sparse_moe)\.(gate|router)(\.weight)?$|\.ffn_gate_inp\.")
 #: Models of transformers whose matrices are [in, out].
 _TURNED = ("gpt2", "openai-gpt")
-_FLOATS = ("F32", "F16", "BF16")
+FLOATS = ("F32", "F16", "BF16")
 
 
 def scheme_at_load(name: str) -> Scheme:
@@ -41,6 +42,11 @@ def is_in_block(entry: TensorEntry) -> bool:
     """Whether an entry of a file is a matrix that is quantized."""
     in_block = _IN_BLOCK.search(entry.name) is not None
     return len(entry.shape) == 2 and in_block and not is_router(entry.name)
+
+
+def is_end(name: str) -> bool:
+    """Whether a tensor is the embedding or the head; GGUF calls a matrix of a block attn_output."""
+    return not _IN_BLOCK.search(name) and name.removesuffix(".weight").endswith(_ENDS)
 
 
 def is_router(name: str) -> bool:
@@ -77,7 +83,7 @@ class QuantizedAtLoad(DerivedCheckpoint):
             return weight
         if _IN_BLOCK.search(name):
             return weight_of(quantize_without_data(name, weight.dequantize(), self._scheme))
-        if self._scheme.head is not None and name.endswith(_ENDS):
+        if self._scheme.head is not None and is_end(name):
             return weight_of(quantize_rows(name, weight, self._scheme.head))
         return weight
 
@@ -85,11 +91,11 @@ class QuantizedAtLoad(DerivedCheckpoint):
         return [self._entry(entry) for entry in self.inner.entries()]
 
     def _entry(self, entry: TensorEntry) -> TensorEntry:
-        if len(entry.shape) != 2 or entry.format not in _FLOATS:
+        if len(entry.shape) != 2 or entry.format not in FLOATS:
             return entry
         rows, columns = entry.shape
-        if self._scheme.head is not None and entry.name.removesuffix(".weight").endswith(_ENDS):
+        if is_in_block(entry):
+            return replace(entry, held=self._scheme.packed_bytes(rows, columns))
+        if self._scheme.head is not None and is_end(entry.name):
             return replace(entry, held=self._scheme.head_bytes(rows, columns))
-        if not is_in_block(entry):
-            return entry
-        return replace(entry, held=self._scheme.packed_bytes(rows, columns))
+        return entry

@@ -48,14 +48,16 @@ class Checkpoint(Protocol):
     """An opened model file or folder.
 
     ``config`` is a dict with the keys of the Hugging Face model's ``config.json``; ``format`` is
-    ``"gguf"`` or ``"safetensors"``. Set ``on_bytes(done, total)`` to follow (or, by raising,
-    to stop) the reading.
+    ``"gguf"`` or ``"safetensors"``; ``kv_scales`` are scales for an 8-bit KV cache, by name, which
+    are shown and not used. Set ``on_bytes(done, total)`` to follow (or, by raising, to stop) the
+    reading.
     """
 
     path: Path
     format: str
     config: Mapping[str, Any]
     generation_config: Mapping[str, Any]
+    kv_scales: Mapping[str, float]
     on_bytes: Callable[[int, int], None] | None
 
     @property

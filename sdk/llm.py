@@ -9,6 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from sdk.alternatives import plan, planned_config
 from sdk.config import EngineConfig
 from sdk.driver import Driver, Job
 from sdk.engine.engine import Output
@@ -17,7 +18,7 @@ from sdk.explain import explain
 from sdk.jobs import JobMaker, ParamsLike, run_jobs
 from sdk.keeping import Keeping
 from sdk.listeners import AsyncMailbox, Collector, Mailbox
-from sdk.loading import load, plan
+from sdk.loading import load
 from sdk.memory import MemoryPlan, release_free_memory
 from sdk.outputs import EmbeddingOutput, RequestOutput, ScoringOutput
 from sdk.params import RequestOutputKind, SamplingParams
@@ -38,19 +39,27 @@ class LLM:
 
     One object serves sync, async and streaming callers from any thread and any event loop. Use it
     as a context manager, or call :meth:`close`; a forgotten one is closed when it is collected.
+    ``LLM(plan=plan)`` loads what :meth:`plan` planned, or one of its alternatives.
 
     :raises CheckpointError: the file is missing, damaged or of an unsupported kind.
     :raises OutOfMemoryError: the budget cannot hold the model; nothing has been loaded then.
     :raises RequestError: an option has a bad value. :raises TypeError: an option is unknown.
     """
 
-    def __init__(self, model: str | PathLike[str], **options: Any) -> None:
-        self.config = EngineConfig.from_options(model, options)
+    def __init__(
+        self,
+        model: str | PathLike[str] | None = None,
+        *,
+        plan: MemoryPlan | None = None,
+        **options: Any,
+    ) -> None:
+        self.config = planned_config(plan, model, options)
         loaded = load(self.config)
         self.model_config = loaded.model_config
         self.memory_plan = loaded.plan
         self.max_model_len = loaded.plan.max_model_len
         self.load_warnings = loaded.warnings
+        self._kv_scales = loaded.kv_scales
         self._default_params = loaded.default_params
         self._runner = weakref.ref(loaded.runner)
         self._reader = PromptReader(
@@ -72,7 +81,11 @@ class LLM:
 
     @staticmethod
     def plan(model: str | PathLike[str], **options: Any) -> MemoryPlan:
-        """What ``LLM(model, **options)`` would occupy, from the file's headers alone."""
+        """What ``LLM(model, **options)`` would occupy and run, from the file's headers alone.
+
+        A plan that does not fit has ``fits == False``, the sums in ``problem`` and what would fit
+        in ``alternatives``.
+        """
         return plan(EngineConfig.from_options(model, options))
 
     def quantize(self, out: str | PathLike[str], scheme: str, **options: Any) -> Path:
@@ -474,7 +487,7 @@ class LLM:
         self._driver.check_usable()
         runner = self._runner()
         assert runner is not None
-        return quant_report(runner.model.linears())
+        return quant_report(runner.model.linears(), self._kv_scales)
 
     def get_metrics(self) -> dict[str, float]:
         """Counters of the engine since it started."""

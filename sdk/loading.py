@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from sdk.alternatives import checked_plan
 from sdk.config import EngineConfig
 from sdk.engine.engine import Engine
 from sdk.engine.kept_prefixes import KeptPrefixes
@@ -20,27 +19,23 @@ from sdk.engine.scheduler import Scheduler
 from sdk.engine.scheduler_config import SchedulerConfig
 from sdk.errors import CheckpointError, OutOfMemoryError, RequestError
 from sdk.executors.local import LocalExecutor
-from sdk.kernels.ops import Compute
-from sdk.loaders.open import open_checkpoint
-from sdk.memory import Demand, MemoryPlan, available_memory, format_bytes, plan_memory
+from sdk.kernels.self_check import failures
+from sdk.memory import MemoryPlan, available_memory, format_bytes
 from sdk.model_key import ModelKey, model_key
-from sdk.models.auto import read_config
 from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
 from sdk.params import SamplingParams
+from sdk.planning import compute_of, device_of, model_config, open_model, threads_of
 from sdk.progress import reporting
-from sdk.quant.at_load import packed_at_load
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.spec import kv_bits
 from sdk.quant.tokenizer import Tokenizer
+from sdk.quant_report import quant_report
 
 if TYPE_CHECKING:
     from sdk.executors.process import ProcessExecutor
 
-
-#: Of a GPU's free memory, what an engine may take unless told otherwise; the rest is for torch's
-#: own buffers and the kernels' scratch.
-_GPU_SHARE = 0.9
+logger = logging.getLogger("sdk")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,53 +52,31 @@ class Loaded:
     default_params: SamplingParams
     eos_token_ids: frozenset[int]
     warnings: tuple[str, ...]
-
-
-def plan(config: EngineConfig) -> MemoryPlan:
-    """The memory plan of ``config``; reads headers, loads nothing."""
-    checkpoint = _open(config)
-    try:
-        return _plan(config, checkpoint, _model_config(config, checkpoint))
-    finally:
-        checkpoint.close()
+    kv_scales: int
 
 
 def load(config: EngineConfig) -> Loaded:
     """Build the engine; on any error everything built so far is given back."""
     with contextlib.ExitStack() as undo:
-        checkpoint = _open(config)
+        checkpoint = open_model(config)
         undo.callback(checkpoint.close)
-        model_config = _model_config(config, checkpoint)
-        memory = _plan(config, checkpoint, model_config)
+        model = model_config(config, checkpoint)
+        memory = checked_plan(config, checkpoint)
         tokenizer = None if config.skip_tokenizer_init else _tokenizer(config, checkpoint)
         default_params = _default_params(checkpoint.generation_config)
         runner_config = _runner_config(config, checkpoint, memory)
         eos = frozenset(tokenizer.eos_token_ids if tokenizer is not None else _eos(checkpoint))
-        scheduler_config = SchedulerConfig(
-            num_pages=runner_config.num_pages,
-            page_size=memory.page_size,
-            max_model_len=memory.max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            enable_prefix_caching=config.enable_prefix_caching,
-            enable_chunked_prefill=config.enable_chunked_prefill,
-            policy=config.scheduling_policy,
-            kv_type=memory.kv_dtype,
-            kv_bits=kv_bits(memory.kv_dtype),
-            num_swap_pages=runner_config.num_swap_pages,
-            eos_token_ids=eos,
-        )
         executor = _executor(config, runner_config, checkpoint)
         undo.callback(executor.close)
         with reporting("load", "B", config.on_progress) as report:
             checkpoint.on_bytes = report
             executor.start()
-        scheduler = Scheduler(scheduler_config)
+        scheduler = Scheduler(_scheduler_config(config, runner_config, eos))
         engine = Engine(
             scheduler,
             executor,
             tokenizer,
-            vocab_size=model_config.vocab_size,
+            vocab_size=model.vocab_size,
             seed=config.seed,
         )
         undo.pop_all()
@@ -112,23 +85,35 @@ def load(config: EngineConfig) -> Loaded:
         kept=KeptPrefixes(
             scheduler,
             executor,
-            kv_spec(model_config, model_config.num_kv_heads, memory.page_size, memory.kv_dtype),
+            kv_spec(model, model.num_kv_heads, memory.page_size, memory.kv_dtype),
         ),
         model_key=model_key(
             checkpoint.path,
-            model_config,
+            model,
             memory.max_model_len,
             quantization=config.quantization,
             overrides=config.hf_overrides or {},
         ),
         runner=executor.runner,
         tokenizer=tokenizer,
-        model_config=model_config,
+        model_config=model,
         plan=memory,
         default_params=default_params,
         eos_token_ids=eos,
-        warnings=tuple(f"unused tensor {name}" for name in executor.runner.unused_tensors),
+        warnings=tuple(_warnings(executor.runner)),
+        kv_scales=len(checkpoint.kv_scales),
     )
+
+
+def _warnings(runner: ModelRunner) -> Iterator[str]:
+    """What a user should hear of that did not keep the model from loading."""
+    for name in runner.unused_tensors:
+        yield f"unused tensor {name}"
+    for layer in quant_report(runner.model.linears()).layers:
+        for kernel, why in failures(layer.declined):
+            text = f"{layer.name}: {kernel} {why}; {layer.kernel} runs it"
+            logger.warning(text)
+            yield text
 
 
 def _runner_config(
@@ -142,9 +127,9 @@ def _runner_config(
         max_model_len=memory.max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        num_threads=max(_threads(config) // config.tensor_parallel_size, 1),
-        device=_device(config),
-        compute=_compute(config),
+        num_threads=max(threads_of(config) // config.tensor_parallel_size, 1),
+        device=device_of(config),
+        compute=compute_of(config),
         enforce_eager=config.enforce_eager,
         deterministic=config.deterministic,
         hf_overrides=dict(config.hf_overrides or {}),
@@ -154,10 +139,29 @@ def _runner_config(
     )
 
 
+def _scheduler_config(
+    config: EngineConfig, runner: RunnerConfig, eos: frozenset[int]
+) -> SchedulerConfig:
+    return SchedulerConfig(
+        num_pages=runner.num_pages,
+        page_size=runner.page_size,
+        max_model_len=runner.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        enable_prefix_caching=config.enable_prefix_caching,
+        enable_chunked_prefill=config.enable_chunked_prefill,
+        policy=config.scheduling_policy,
+        kv_type=runner.kv_dtype,
+        kv_bits=kv_bits(runner.kv_dtype),
+        num_swap_pages=runner.num_swap_pages,
+        eos_token_ids=eos,
+    )
+
+
 def _swap_pages(config: EngineConfig, memory: MemoryPlan) -> int:
     """:raises OutOfMemoryError: swap space for less than a page, or more than the machine has."""
-    swap = _bytes(config.swap_space)
-    assert swap is not None
+    swap = config.swap_space
+    assert not isinstance(swap, str)  # EngineConfig has parsed it
     if 0 < swap < memory.page_bytes:
         raise OutOfMemoryError(
             f"swap_space: a page of {memory.page_size} tokens takes "
@@ -171,112 +175,6 @@ def _swap_pages(config: EngineConfig, memory: MemoryPlan) -> int:
             "swap_path=FOLDER puts it into a file"
         )
     return swap // memory.page_bytes
-
-
-def _open(config: EngineConfig) -> Checkpoint:
-    checkpoint = open_checkpoint(
-        config.model, revision=config.revision, local_files_only=config.local_files_only
-    )
-    if config.load_format not in ("auto", checkpoint.format):
-        checkpoint.close()
-        raise CheckpointError(
-            f"{checkpoint.path}: expected {config.load_format} (load_format), "
-            f"found {checkpoint.format}"
-        )
-    return packed_at_load(checkpoint, config.quantization)
-
-
-class _NoRanks:
-    """A group that carries nothing: a mesh with it only tells how it would cut."""
-
-    def all_reduce(self, x: Any) -> None:
-        raise NotImplementedError
-
-    def all_gather(self, x: Any) -> list[Any]:
-        raise NotImplementedError
-
-
-def _check_cut(size: int, model: ModelConfig) -> None:
-    """Refuse a number of ranks that the model cannot be dealt to, before any of them starts."""
-    mesh = Mesh(0, size, _NoRanks())
-    mesh.heads(model.num_heads, model.num_kv_heads)
-    mesh.columns(model.intermediate_size)
-    if model.experts is not None:
-        mesh.columns(model.experts.width)
-    mesh.vocabulary(model.vocab_size)
-
-
-def _model_config(config: EngineConfig, checkpoint: Checkpoint) -> ModelConfig:
-    return read_config({**checkpoint.config, **(config.hf_overrides or {})})
-
-
-def _compute(config: EngineConfig) -> Compute:
-    # dtype="float32" asks for the arithmetic that compute="exact" names
-    return "exact" if config.dtype == "float32" else config.compute
-
-
-def _device(config: EngineConfig) -> str:
-    """``"auto"`` is the CPU. :raises RequestError: where the device asked for cannot be used."""
-    if config.device != "cuda":
-        return "cpu"
-    if not torch.cuda.is_available():
-        raise RequestError("device='cuda': torch finds no GPU here; leave device unset for the CPU")
-    if config.tensor_parallel_size > 1:
-        raise RequestError("device='cuda': tensor_parallel_size must be 1 in this release")
-    return "cuda"
-
-
-def _available(config: EngineConfig) -> int:
-    """Bytes that weights, pages and workspace may take where no budget is given."""
-    if _device(config) == "cpu":
-        return available_memory()
-    free: int = torch.cuda.mem_get_info()[0]
-    return int(free * (config.gpu_memory_utilization or _GPU_SHARE))
-
-
-def _threads(config: EngineConfig) -> int:
-    return config.num_threads or len(os.sched_getaffinity(0))
-
-
-def _plan(config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig) -> MemoryPlan:
-    dtype = config.kv_cache_dtype
-    if config.kv_policy is not None:
-        dtype = config.kv_policy
-    elif dtype == "auto":
-        dtype = "float32" if _compute(config) == "exact" else "float16"
-    _check_cut(config.tensor_parallel_size, model)
-    # Every rank is a process of this machine: the budget holds the pages of all of them, and with
-    # more ranks than heads some heads are kept twice.
-    heads = max(model.num_kv_heads, config.tensor_parallel_size)
-    page_bytes = kv_spec(model, heads, config.block_size, dtype).page_bytes
-    experts = model.experts
-    return plan_memory(
-        Demand(
-            weights=sum(
-                entry.nbytes if entry.held is None else entry.held for entry in checkpoint.entries()
-            ),
-            page_bytes=page_bytes,
-            page_size=config.block_size,
-            kv_dtype=dtype,
-            model_context=model.max_position,
-            hidden_size=model.hidden_size,
-            intermediate_size=model.intermediate_size,
-            vocab_size=model.vocab_size,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            experts_per_token=0 if experts is None else experts.per_token,
-            expert_width=0 if experts is None else experts.width,
-        ),
-        budget=_bytes(config.memory),
-        kv_budget=_bytes(config.kv_cache_memory_bytes),
-        max_model_len=config.max_model_len,
-        available=_available(config),
-    )
-
-
-def _bytes(value: int | str | None) -> int | None:
-    assert not isinstance(value, str)  # EngineConfig has parsed it
-    return value
 
 
 def _tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:

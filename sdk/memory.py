@@ -1,8 +1,9 @@
 """Memory as arithmetic: what an engine will occupy, known from file headers before it is loaded.
 
-Counted against ``memory=``: the packed weights, the key-value pages and the largest workspace of a
-step. Not counted: the Python interpreter with torch (about 220 MiB before any model) and the
-tokenizer (about 20 MiB for 50,000 tokens, 40 MiB for 262,144).
+Counted against ``memory=``: the packed weights, the key-value pages, the tokenizer and the largest
+workspace of a step, and what a load holds for a moment where that is more. Not counted: the Python
+interpreter with torch and the libraries a first model imports (about 230 MiB).
+``docs/memory.md`` has the sums beside what was measured.
 """
 
 from __future__ import annotations
@@ -10,18 +11,30 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
-from sdk.errors import OutOfMemoryError, RequestError
+from sdk.errors import RequestError
+
+if TYPE_CHECKING:
+    from sdk.config import EngineConfig
 
 GIB = 2**30
 #: Without a budget the KV cache takes this much, or one request of full length if that is more.
 DEFAULT_KV_BYTES = GIB
-#: Python objects of the engine and its requests; 3.1 MiB were measured with 64 requests.
-ENGINE_BYTES = 4 * 2**20
-#: Kernels may reorder a weight into a little more than its file: 3.6 % for q3_k, whose 6-bit scales
-#: become bytes; SmolLM2 Q4_1 gains nothing, Gemma Q4_K_M 0.15 %.
-PACKING = 1.04
+#: Of the read bandwidth, what decoding one stream of a small 4-bit model gets out of it.
+DECODE_SHARE = 0.7
+#: The engine, its threads and Python objects, and the ends of huge pages that weights do not fill:
+#: 7 to 12 MiB were measured with 1 to 32 requests; and for each word of the vocabulary, whose list
+#: passes through memory once.
+ENGINE_BYTES = 9 * 2**20
+ENGINE_WORD_BYTES = 36
+#: What a tokenizer takes for each word: 17 MiB for 49,152 of them, 49 for 262,144.
+TOKENIZER_WORD_BYTES = 160
+TOKENIZER_BYTES = 8 * 2**20
+#: Rows that are scored at a time, prompts' or a benchmark's, have logits of at most this much.
+SCORED_BYTES = 8 * 2**20
 
 _UNITS = {
     "": 1,
@@ -71,6 +84,11 @@ def available_memory() -> int:
                     return int(line.split()[1]) * 1024
     except OSError:
         pass
+    return installed_memory()
+
+
+def installed_memory() -> int:
+    """Bytes of RAM this machine has."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -89,7 +107,9 @@ def release_free_memory() -> None:
 class Demand:
     """What the plan is made from. Sizes in bytes; ``page_bytes`` over all layers and ranks.
 
-    ``experts_per_token`` and ``expert_width`` are those of a mixture of experts.
+    ``weights`` as kernels hold them, ``loading`` what a load has in memory at its peak, ``read``
+    what one token reads of the weights. ``experts_per_token`` and ``expert_width`` are those of a
+    mixture of experts.
     """
 
     weights: int
@@ -104,11 +124,57 @@ class Demand:
     max_num_batched_tokens: int
     experts_per_token: int = 0
     expert_width: int = 0
+    loading: int = 0
+    read: int = 0
+    has_tokenizer: bool = True
+
+    @property
+    def tokenizer(self) -> int:
+        if not self.has_tokenizer:
+            return 0
+        return TOKENIZER_BYTES + TOKENIZER_WORD_BYTES * self.vocab_size
+
+
+@dataclass(frozen=True, slots=True)
+class KernelShare:
+    """Matrices of one format: how many, their bytes, the kernel that multiplies with them."""
+
+    format: str
+    kernel: str
+    matrices: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """Another way to run the model that fits.
+
+    ``options`` are the changed keywords of :class:`sdk.LLM`, ``plan`` what comes of them (ready for
+    ``LLM(plan=...)``). ``loss`` is the KL divergence in nats that they are expected to cost beside
+    what was asked for: the mean of the models in ``quant/expected_loss.json``. ``keeps_limits``: as
+    many requests, as long and as large steps as asked.
+    """
+
+    options: Mapping[str, Any]
+    plan: MemoryPlan
+    loss: float
+    keeps_limits: bool
+
+    def __str__(self) -> str:
+        given = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        return (
+            f"{given} needs {format_bytes(self.plan.total)}: "
+            f"context {self.plan.max_model_len}, loss {self.loss:.4f}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What an engine occupies at most, in bytes. ``str()`` gives the sums as a table."""
+    """What an engine occupies at most, in bytes. ``str()`` gives the sums as a table.
+
+    ``problem`` says why it does not fit, empty where it does; ``alternatives`` would fit, best
+    first. ``LLM(plan=plan)`` loads just this.
+    """
 
     budget: int | None
     weights: int
@@ -119,6 +185,17 @@ class MemoryPlan:
     kv_dtype: str
     max_model_len: int
     max_num_seqs: int
+    tokenizer: int = 0
+    loading: int = 0
+    read: int = 0
+    problem: str = ""
+    config: EngineConfig | None = field(default=None, repr=False)
+    kernels: tuple[KernelShare, ...] = field(default=(), compare=False)
+    alternatives: tuple[Alternative, ...] = field(default=(), compare=False)
+
+    @property
+    def fits(self) -> bool:
+        return not self.problem
 
     @property
     def kv_cache(self) -> int:
@@ -126,7 +203,9 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        return self.weights + self.workspace + self.kv_cache
+        """The most there is at any time: serving, or for a moment of the load."""
+        serving = self.weights + self.workspace + self.kv_cache
+        return max(serving, self.loading) + self.tokenizer
 
     @property
     def kv_tokens(self) -> int:
@@ -139,9 +218,19 @@ class MemoryPlan:
         pages_per_request = -(-self.max_model_len // self.page_size)
         return min(self.num_pages / pages_per_request, self.max_num_seqs)
 
+    def tokens_per_second(self, bandwidth: float, context: int = 0) -> float:
+        """What one stream is expected to decode behind ``context`` tokens.
+
+        ``bandwidth`` in bytes per second: ``sdk.kernels.cpu.probe.read_bandwidth(threads)`` has
+        that of a CPU in 0.1 s. A token reads the weights and the keys and values before it;
+        ``docs/benchmarks.md`` has 55 to 78 % of what memory gives.
+        """
+        nbytes = self.read + context * self.page_bytes // self.page_size
+        return DECODE_SHARE * bandwidth / max(nbytes, 1)
+
     def __str__(self) -> str:
         rows = [
-            ("weights", self.weights, ""),
+            ("weights", self.weights, _kernel_names(self.kernels)),
             (
                 "KV cache",
                 self.kv_cache,
@@ -149,12 +238,15 @@ class MemoryPlan:
                 f"({self.kv_dtype}), pages of {self.page_size}",
             ),
             ("workspace", self.workspace, f"largest step, {self.max_num_seqs} requests"),
+            ("tokenizer", self.tokenizer, ""),
             (
                 "total",
                 self.total,
                 "no budget set" if self.budget is None else f"budget {format_bytes(self.budget)}",
             ),
         ]
+        if self.loading + self.tokenizer == self.total:
+            rows.insert(-1, ("loading", self.loading, "for a moment, more than serving takes"))
         lines = [
             f"{name:<10} {format_bytes(size):>10}  {note}".rstrip() for name, size, note in rows
         ]
@@ -165,17 +257,27 @@ class MemoryPlan:
         return "\n".join(lines)
 
 
+def _kernel_names(shares: tuple[KernelShare, ...]) -> str:
+    """``q4_1, q6_k: cpu.linear``."""
+    formats: dict[str, list[str]] = {}
+    for share in shares:
+        formats.setdefault(share.kernel, []).append(share.format)
+    return "; ".join(f"{', '.join(names)}: {kernel}" for kernel, names in formats.items())
+
+
 def workspace_bytes(demand: Demand, seqs: int, tokens: int) -> int:
     """The largest step's scratch: activations of its tokens and the logits of its requests.
 
     A token has about six rows of hidden and three of intermediate size alive at once (residual,
     norm, q/k/v, attention, output; gate, up, product), in float32, and for each of its experts
-    gate, up, product and output; the sampler holds the logits twice (itself and log-probabilities).
+    gate, up, product and output. Beside the logits stands a copy of them (penalties) or the logits
+    of the prompt's tokens that are scored.
     """
     expert = 3 * demand.expert_width + demand.hidden_size
     row = 6 * demand.hidden_size + 3 * demand.intermediate_size + demand.experts_per_token * expert
-    activations = tokens * row * 4
-    return ENGINE_BYTES + activations + min(seqs, tokens) * demand.vocab_size * 4 * 2
+    logits = min(seqs, tokens) * demand.vocab_size * 4
+    engine = ENGINE_BYTES + ENGINE_WORD_BYTES * demand.vocab_size
+    return engine + tokens * row * 4 + logits + max(logits, SCORED_BYTES)
 
 
 def plan_memory(
@@ -188,10 +290,10 @@ def plan_memory(
 ) -> MemoryPlan:
     """Turn a demand and the user's limits into pages and a context length.
 
-    ``budget`` bounds weights, workspace and KV together, ``kv_budget`` the KV alone. Without
-    ``max_model_len`` the context is the model's own, or what the KV can hold if that is less.
+    ``budget`` bounds everything together, ``kv_budget`` the KV alone. Without ``max_model_len`` the
+    context is the model's own, or what the KV can hold if that is less. A plan that does not fit
+    says so in ``problem``, with the sums.
 
-    :raises OutOfMemoryError: with the sums, and three changes that would help.
     :raises RequestError: ``max_model_len`` exceeds the model's context.
     """
     if max_model_len is not None and max_model_len > demand.model_context:
@@ -199,13 +301,14 @@ def plan_memory(
             f"max_model_len: the model's context is {demand.model_context} tokens, "
             f"found {max_model_len}"
         )
-    weights = int(demand.weights * PACKING)
-    workspace = workspace_bytes(demand, demand.max_num_seqs, demand.max_num_batched_tokens)
-    limit = available if budget is None else budget
-    room = limit - weights - workspace
     want_context = max_model_len or demand.model_context
+    seqs = demand.max_num_seqs
+    tokens = min(demand.max_num_batched_tokens, seqs * want_context)
+    workspace = workspace_bytes(demand, seqs, tokens)
+    limit = available if budget is None else budget
+    room = limit - demand.weights - workspace - demand.tokenizer
     pages_per_request = -(-want_context // demand.page_size)
-    cap = pages_per_request * demand.max_num_seqs
+    cap = pages_per_request * seqs
     if kv_budget is not None:
         pages = min(kv_budget // demand.page_bytes, cap)
     elif budget is not None:
@@ -218,46 +321,39 @@ def plan_memory(
         context = min(context, pages * demand.page_size)
     plan = MemoryPlan(
         budget=budget,
-        weights=weights,
+        weights=demand.weights,
         workspace=workspace,
         page_bytes=demand.page_bytes,
         page_size=demand.page_size,
         num_pages=pages,
         kv_dtype=demand.kv_dtype,
         max_model_len=max(context, 1),
-        max_num_seqs=demand.max_num_seqs,
+        max_num_seqs=seqs,
+        tokenizer=demand.tokenizer,
+        loading=demand.loading,
+        read=demand.read,
     )
     if pages * demand.page_size < max(context, 1) or plan.total > limit:
-        raise OutOfMemoryError(_too_small(plan, demand, limit, want_context, kv_budget))
+        return replace(plan, problem=_sums(plan, limit, want_context, kv_budget))
     return plan
 
 
-def _too_small(
-    plan: MemoryPlan, demand: Demand, limit: int, context: int, kv_budget: int | None
-) -> str:
-    """The sums, and the three changes that free most."""
-    needed_kv = -(-context // demand.page_size) * demand.page_bytes
+def _sums(plan: MemoryPlan, limit: int, context: int, kv_budget: int | None) -> str:
+    """What is needed beside what there is."""
+    needed_kv = -(-context // plan.page_size) * plan.page_bytes
     name = "available memory" if plan.budget is None else "budget"
     lines = [
         "the model does not fit:",
         f"  weights    {format_bytes(plan.weights):>10}",
         f"  workspace  {format_bytes(plan.workspace):>10}",
+        f"  tokenizer  {format_bytes(plan.tokenizer):>10}",
         f"  KV cache   {format_bytes(needed_kv):>10}  one request of {context} tokens",
-        f"  {name}     {format_bytes(limit)}",
     ]
+    if plan.loading > plan.weights + plan.workspace + needed_kv:
+        lines.append(
+            f"  loading    {format_bytes(plan.loading):>10}  for a moment, in place of these"
+        )
+    lines.append(f"  {name}     {format_bytes(limit)}")
     if kv_budget is not None:
         lines.append(f"  kv_cache_memory_bytes {format_bytes(kv_budget)}")
-    short = max(context // 4, 1)
-    short_kv = -(-short // demand.page_size) * demand.page_bytes
-    few = workspace_bytes(demand, 4, 64)
-    least = plan.weights + few + short_kv
-    enough = f"memory={format_bytes(least)!r}"
-    if kv_budget is not None:
-        enough = f"kv_cache_memory_bytes={format_bytes(needed_kv)!r}"
-    lines += [
-        "what would help:",
-        f"  max_model_len={short} needs {format_bytes(short_kv)} of KV cache for a request",
-        f"  max_num_seqs=4, max_num_batched_tokens=64 needs {format_bytes(few)} of workspace",
-        f"  {enough}, or a smaller or more quantized model",
-    ]
     return "\n".join(lines)

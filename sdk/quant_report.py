@@ -36,9 +36,14 @@ class LayerReport:
 
 @dataclass(frozen=True, slots=True)
 class QuantReport:
-    """See :meth:`sdk.LLM.quant_report`; ``str()`` is a summary, ``layers`` has every matrix."""
+    """See :meth:`sdk.LLM.quant_report`; ``str()`` is a summary, ``layers`` has every matrix.
+
+    ``kv_scales``: how many scales for an 8-bit KV cache the file has. They are not used: pages of
+    fewer than 16 bits have a scale for every token and head, made of the values themselves.
+    """
 
     layers: tuple[LayerReport, ...]
+    kv_scales: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -58,6 +63,7 @@ class QuantReport:
             "bits_per_weight": round(self.bits_per_weight, 4),
             "bytes": self.nbytes,
             "weights": self.num_weights,
+            "kv_scales": self.kv_scales,
             "layers": [asdict(layer) for layer in self.layers],
         }
 
@@ -77,10 +83,14 @@ class QuantReport:
             lines += [f"{'':<12} not {name}: {reason}" for name, reason in declined]
         total = format_bytes(self.nbytes)
         lines.append(f"{'all':<12} {self.bits_per_weight:5.2f} bits  {'':<18} {total:>10}")
+        if self.kv_scales:
+            lines.append(f"{'kv cache':<12} {self.kv_scales} scales of the file, not used")
         return "\n".join(lines)
 
 
-def quant_report(linears: Iterable[tuple[str, Linear | ExpertLinear]]) -> QuantReport:
+def quant_report(
+    linears: Iterable[tuple[str, Linear | ExpertLinear]], kv_scales: int = 0
+) -> QuantReport:
     """The report of a model's linear layers; with several ranks, of this rank's part of them."""
     return QuantReport(
         tuple(
@@ -96,7 +106,8 @@ def quant_report(linears: Iterable[tuple[str, Linear | ExpertLinear]]) -> QuantR
             )
             for path, linear in linears
             for name, weight in _matrices(path, linear.weight)
-        )
+        ),
+        kv_scales,
     )
 
 

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.cpu.elementwise import floats
-from sdk.kernels.cpu.library import AttentionArgs, Engine, OpKind, PageLevel, PlacesArgs
+from sdk.kernels.cpu.library import Engine, OpKind, PlacesArgs
+from sdk.kernels.cpu.page_args import AttentionArgs, PageLevel
 from sdk.kernels.cpu.pages import check_levels, inner_contiguous, page_sides, reject
 from sdk.kernels.errors import KernelError
 from sdk.kernels.kv_pages import KVPages

@@ -14,7 +14,6 @@ from importlib.util import find_spec
 import torch
 
 from sdk.kernels.errors import KernelError
-from sdk.kernels.ladder import MAX_LEVELS
 
 #: Must equal kAbiVersion in native/abi.hpp; a library with another one is refused as stale.
 ABI_VERSION = 12
@@ -209,52 +208,6 @@ class NormArgs(Structure):
 
 class GatedArgs(Structure):
     _fields_ = [("gate_up", c_void_p), ("out", c_void_p), ("width", c_int64), ("kind", c_int32)]
-
-
-class PageSide(Structure):
-    _fields_ = [
-        *((name, c_void_p) for name in ("data", "scales")),
-        *((name, c_int64) for name in ("page", "head", "step", "scale_page", "scale_row")),
-        *((name, c_int32) for name in ("type", "group", "mixed")),
-    ]
-
-
-class PageLevel(Structure):
-    _fields_ = [(name, PageSide) for name in ("keys", "values")]
-
-
-class RopeArgs(Structure):
-    _fields_ = [
-        *((name, c_void_p) for name in ("q", "k", "v", "cos", "sin", "slots", "key_centre")),
-        ("pages", PageLevel),
-        *((name, c_int64) for name in ("q_token", "q_head", "k_token", "k_head")),
-        *((name, c_int64) for name in ("v_token", "v_head", "cos_token", "sin_token")),
-        ("num_pages", c_int64),
-        *((name, c_int32) for name in ("heads", "kv_heads", "head_dim", "half", "page_size")),
-    ]
-
-
-class AttentionArgs(Structure):
-    _fields_ = [
-        *((name, c_void_p) for name in ("q", "out")),
-        ("levels", PageLevel * MAX_LEVELS),
-        *((name, c_void_p) for name in ("query_start", "context_len", "page_table")),
-        *((name, c_void_p) for name in ("sinks", "shared")),
-        *((name, c_int64) for name in ("q_token", "q_head", "table_width")),
-        *((name, c_int64) for name in ("num_pages", "tokens", "window")),
-        *((name, c_int32) for name in ("requests", "heads", "kv_heads", "head_dim", "page_size")),
-        ("num_levels", c_int32),
-        *((name, c_float) for name in ("scale", "softcap")),
-        *((name, c_int32) for name in ("query_tile", "run_chunks")),
-    ]
-
-
-class RecodeArgs(Structure):
-    _fields_ = [
-        *((name, PageLevel) for name in ("source", "target")),
-        *((name, c_int64) for name in ("page", "to_page")),
-        *((name, c_int32) for name in ("kv_heads", "head_dim", "page_size")),
-    ]
 
 
 class SampleArgs(Structure):

@@ -64,6 +64,23 @@ BLOCK_SOURCES = {
 }
 
 
+def packed_bytes(kind: str, rows: int, columns: int) -> int:
+    """What ``Packed.nbytes`` of a weight in blocks of type ``kind`` will be."""
+    block, source = BLOCK_TYPES[kind], BLOCK_SOURCES[kind]
+    groups = columns // block.group
+    scales = 12 * groups if kind == "q3_k" else ROWS * groups * source.scale.itemsize
+    levels = 1
+    if source.has_minus and kind != "q2_k":  # there one byte holds both
+        scales *= 2
+    if source.has_minus:
+        levels = 2
+    supers = levels * 2 * ROWS * (columns // block.elements)
+    if block.elements == block.group:
+        supers = 0
+    tiles = -(-columns // DEPTH) * source.bits * 64
+    return -(-rows // ROWS) * (tiles + scales + supers)
+
+
 @dataclass(frozen=True, slots=True)
 class Packed:
     """A weight in tiles. ``view`` points into the tensors; ``facts`` is the layout without data."""

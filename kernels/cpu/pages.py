@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sdk.kernels.cpu.library import ELEMENT_TYPES, PageLevel, PageSide
+from sdk.kernels.cpu.library import ELEMENT_TYPES
+from sdk.kernels.cpu.page_args import PageLevel, PageSide
 from sdk.kernels.errors import KernelError
 from sdk.kernels.kv_pages import KVPages, scale_group
 from sdk.kernels.ladder import LADDER_PAGE_SIZE, MAX_LEVELS

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from sdk.kernels.cpu.library import Engine, OpKind, RecodeArgs
+from sdk.kernels.cpu.library import Engine, OpKind
+from sdk.kernels.cpu.page_args import RecodeArgs
 from sdk.kernels.cpu.pages import check_pages, page_sides, reject
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.registry import Problem

@@ -44,7 +44,7 @@ def _interpreted() -> bool:
 
 def open_backend(device: str, num_threads: int, *, fixed: bool = False) -> GpuBackend:
     """``fixed``: the same order of additions for every batch (slower). No threads are used."""
-    from sdk.kernels.gpu import attention, elementwise, norm, rope, sampling
+    from sdk.kernels.gpu import attention, elementwise, experts, norm, rope, sampling
     from sdk.kernels.gpu.dense import DenseLinear
     from sdk.kernels.gpu.linear import Linear
     from sdk.kernels.gpu.linear_as_file import LinearAsFile, bytes_of_card
@@ -67,6 +67,7 @@ def open_backend(device: str, num_threads: int, *, fixed: bool = False) -> GpuBa
             **rope.OPS,
             **norm.OPS,
             **elementwise.OPS,
+            **experts.OPS,
             **sampling.OPS,
         }
     )

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from sdk.kernels.experts import Routes
+from sdk.kernels.gpu import product_dense as kernels
+from sdk.kernels.gpu.expert_tiles import Experts, Routed, offsets_of, tile_arguments
+from sdk.kernels.gpu.launch import INTERPRETED, Launch, expect_on_device
 from sdk.kernels.layouts import Dense, Layout
 from sdk.kernels.registry import Problem
 
+#: Bytes that the weights of experts must begin at multiples of: 16 elements of 4.
+_ALIGNED = 64
+_BLOCK_K = 64
 _TYPES = ("float32", "float16", "bfloat16")
 
 
@@ -51,14 +59,38 @@ class DenseLinear:
     def rows(self, packed: Dense, ids: Tensor, out: Tensor) -> None:
         out.copy_(packed.values[ids])
 
-    def group(self, packed: Sequence[Dense]) -> Sequence[Dense]:
-        return tuple(packed)
+    def group(self, packed: Sequence[Dense]) -> Experts[Dense] | None:
+        values = [p.values for p in packed]
+        if any(not v.is_contiguous() or v.data_ptr() % _ALIGNED for v in values):
+            return None
+        offsets = offsets_of([{"w": v} for v in values])
+        return None if offsets is None else Experts(tuple(packed), offsets)
 
     def matmul_routed(
-        self, group: Sequence[Dense], x: Tensor, routes: Routes, by_token: bool, out: Tensor
+        self, group: Experts[Dense], x: Tensor, routes: Routes, by_token: bool, out: Tensor
     ) -> None:
-        for expert, rows, own in routes.parts(x, by_token):
-            self.matmul(group[expert], own, out[rows])
+        expect_on_device("linear of experts", x, out, group.offsets)
+        product_dense(group, x, routes, routes.tokens if by_token else None, out).run()
+
+
+def product_dense(
+    group: Experts[Dense], x: Tensor, routes: Routes, sources: Tensor | None, out: Tensor
+) -> Launch:
+    """``product_dense`` of all rows, which have ``sources`` in x or a row of x each."""
+    w = group.first.values
+    (n, k), rows = w.shape, out.shape[0]
+    routed = Routed(group.offsets, routes, sources)
+    block_m = min(64, max(16, triton.next_power_of_2(-(-rows // group.count))))
+    arguments = {"x": x, "out": out, "w": w, **tile_arguments(routed), "N": n, "K": k}
+    arguments |= {"x_stride": x.stride(0), "out_stride": out.stride(0)}
+    constants: dict[str, Any] = {
+        "WIDEN": w.dtype == torch.bfloat16 and INTERPRETED,
+        "EVEN": k % _BLOCK_K == 0,
+    }
+    constants |= {"BLOCK_N": 64, "BLOCK_M": block_m, "BLOCK_K": _BLOCK_K}
+    grid = (-(-n // 64), routed.tiles(block_m), 1)
+    options = {"num_warps": 4, "num_stages": 3}
+    return Launch(kernels.product_dense, grid, arguments, constants, options)
 
 
 def multiply(x: Tensor, w: Tensor, out: Tensor) -> None:

@@ -6,6 +6,9 @@ step is therefore declared ``do_not_specialize``: nothing is compiled while an e
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import triton
 from torch import Tensor
 
@@ -14,6 +17,20 @@ from sdk.kernels.errors import KernelError
 #: True under TRITON_INTERPRET=1: kernels then run as Python, on tensors of the CPU. The
 #: interpreter's bfloat16 dot is wrong, so kernels widen its operands (``WIDEN``).
 INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One kernel with everything it is called with."""
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    arguments: dict[str, Any]
+    constants: dict[str, Any]
+    options: dict[str, Any]
+
+    def run(self) -> None:
+        self.kernel[self.grid](**self.arguments, **self.constants, **self.options)
 
 
 def expect_on_device(what: str, *tensors: Tensor | None) -> None:

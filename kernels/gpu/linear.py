@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ from torch import Tensor
 from sdk.kernels.experts import Routes
 from sdk.kernels.gpu import product as kernels
 from sdk.kernels.gpu.dense import multiply
-from sdk.kernels.gpu.launch import INTERPRETED, expect_on_device
+from sdk.kernels.gpu.expert_tiles import PARTS, Experts, Routed, offsets_of, tile_arguments
+from sdk.kernels.gpu.launch import INTERPRETED, Launch, expect_on_device
 from sdk.kernels.gpu.packing import PLANES, Packed, pack, unpack
 from sdk.kernels.gpu.tuning import Tiles, Tuning
 from sdk.kernels.layouts import BLOCK_TYPES, TABLE_BITS, Dense, Layout, check_layout
@@ -34,20 +35,6 @@ RAISE = 80
 #: Bytes of the scratch that a weight is decoded into: bounds memory, not speed.
 SCRATCH = 64 << 20
 _DOT_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """One kernel with everything it is called with."""
-
-    kernel: Any
-    grid: tuple[int, int, int]
-    arguments: dict[str, Any]
-    constants: dict[str, Any]
-    options: dict[str, Any]
-
-    def run(self) -> None:
-        self.kernel[self.grid](**self.arguments, **self.constants, **self.options)
 
 
 class Linear:
@@ -102,27 +89,40 @@ class Linear:
     def matmul(self, packed: Packed, x: Tensor, out: Tensor) -> None:
         expect_on_device("linear", x, out, packed.scale)
         tokens = x.shape[0]
-        dtype = x.dtype if x.itemsize == 2 and self.dtype.itemsize == 2 else self.dtype
-        tiles = self._tuning.tiles(packed, 2 if self._fixed else tokens)
+        dtype = self._dot_type(x)
         if not self._fixed and tokens >= self._tuning.dense_from and dtype != torch.float32:
             self._matmul_dense(packed, x.to(dtype), out)
             return
+        tiles = self._tuning.tiles(packed, 2 if self._fixed else tokens)
         split = min(tiles.split, packed.units)
-        parts = out
-        if split > 1:
-            n = packed.shape[0]
-            parts = torch.empty(split, tokens, n, dtype=torch.float32, device=x.device)
-        if tokens == 1 and not self._fixed:
-            product_one(packed, x, parts, split, tiles).run()
+        self._multiply(packed, x, out, replace(tiles, split=split), one=tokens == 1)
+
+    def _dot_type(self, x: Tensor) -> torch.dtype:
+        return x.dtype if x.itemsize == 2 and self.dtype.itemsize == 2 else self.dtype
+
+    def _multiply(
+        self,
+        w: Packed,
+        x: Tensor,
+        out: Tensor,
+        tiles: Tiles,
+        *,
+        one: bool,
+        routed: Routed | None = None,
+    ) -> None:
+        """``one``: every row has a weight to itself, so none is read twice."""
+        parts = room_for_parts(out, tiles.split)
+        if one and not self._fixed:
+            product_one(w, x, parts, tiles, routed).run()
         else:
-            sums = None
-            if packed.has_minus or packed.zeros_bits == 32:
-                chunk = chunk_of(packed, split)
-                count = max(-(-x.shape[1] // chunk), split)
-                sums = torch.empty(count, tokens, device=x.device)
+            dtype, sums = self._dot_type(x), None
+            if w.has_minus or w.zeros_bits == 32:
+                chunk = chunk_of(w, tiles.split)
+                count = max(-(-x.shape[1] // chunk), tiles.split)
+                sums = torch.empty(count, x.shape[0], device=x.device)
                 add_chunks(x, sums, chunk, dtype).run()
-            product(packed, x, sums, parts, split, tiles, dtype).run()
-        if split > 1:
+            product(w, x, sums, parts, tiles, dtype, routed).run()
+        if tiles.split > 1:
             add_up(parts, out).run()
 
     def _matmul_dense(self, packed: Packed, x: Tensor, out: Tensor) -> None:
@@ -138,14 +138,34 @@ class Linear:
         expect_on_device("rows", ids, out, packed.scale)
         decode_rows(packed, out, ids).run()
 
-    def group(self, packed: Sequence[Packed]) -> Sequence[Packed]:
-        return tuple(packed)
+    def group(self, packed: Sequence[Packed]) -> Experts[Packed] | None:
+        described = [_weight(p) for p in packed]
+        tables = [p.tables[torch.float32] for p in packed if p.tables is not None]
+        if any(constants != described[0][1] for _, constants in described[1:]):
+            return None
+        if any(not torch.equal(table, tables[0]) for table in tables[1:]):
+            return None
+        offsets = offsets_of([{name: given[name] for name in PARTS} for given, _ in described])
+        return None if offsets is None else Experts(tuple(packed), offsets)
 
     def matmul_routed(
-        self, group: Sequence[Packed], x: Tensor, routes: Routes, by_token: bool, out: Tensor
+        self, group: Experts[Packed], x: Tensor, routes: Routes, by_token: bool, out: Tensor
     ) -> None:
-        for expert, rows, own in routes.parts(x, by_token):
-            self.matmul(group[expert], own, out[rows])
+        expect_on_device("linear of experts", x, out, group.offsets)
+        one = routes.weights.shape[0] == 1
+        tiles = self._tiles_of(group, routes, 1 if one else 2)
+        routed = Routed(group.offsets, routes, routes.tokens if by_token else None)
+        self._multiply(group.first, x, out, tiles, one=one, routed=routed)
+
+    def _tiles_of(self, group: Experts[Packed], routes: Routes, least: int) -> Tiles:
+        """By the rows an expert has on average, of at least ``least``; all of them share a card."""
+        rows, w = routes.tokens.shape[0], group.first
+        if self._fixed:
+            tiles = self._tuning.tiles(w, 2)
+            return replace(tiles, split=min(tiles.split, w.units))
+        tiles = self._tuning.tiles(w, max(least, -(-rows // group.count)))
+        split = max(1, min(tiles.split, w.units) // min(rows, group.count))
+        return replace(tiles, split=split)
 
 
 def product(
@@ -153,15 +173,16 @@ def product(
     x: Tensor,
     sums: Tensor | None,
     parts: Tensor,
-    split: int,
     tiles: Tiles,
     dtype: torch.dtype,
+    routed: Routed | None = None,
 ) -> Launch:
     """``product`` over ``split`` shares of K: x ``[M, K]``, parts ``[split, M, N]`` or out.
 
-    ``sums``: of :func:`add_chunks`, for a weight with minima.
+    ``sums``: of :func:`add_chunks`, for a weight with minima. ``routed``: the experts' rows in
+    place of M, the weight being the first expert's.
     """
-    tokens, n = x.shape[0], packed.shape[0]
+    tokens, n, split = x.shape[0], packed.shape[0], tiles.split
     block_m = min(tiles.block_m, max(16, triton.next_power_of_2(tokens)))
     weights, constants = _weight(packed, dtype)
     sums = parts if sums is None else sums
@@ -170,7 +191,10 @@ def product(
     arguments |= {"out_stride": parts.stride(-2), "part_stride": _part_stride(parts)}
     constants |= {"DOT": _DOT_TYPES[dtype], "BLOCK_N": tiles.block_n, "BLOCK_M": block_m}
     constants["WIDEN"] = dtype == torch.bfloat16 and INTERPRETED
-    grid = (-(-n // tiles.block_n), -(-tokens // block_m), split)
+    constants["ROUTED"] = routed is not None
+    arguments |= tile_arguments(routed)
+    count = -(-tokens // block_m) if routed is None else routed.tiles(block_m)
+    grid = (-(-n // tiles.block_n), count, split)
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
     return Launch(kernels.product, grid, arguments, constants, options)
 
@@ -191,16 +215,27 @@ def add_chunks(x: Tensor, sums: Tensor, chunk: int, dtype: torch.dtype) -> Launc
     return Launch(kernels.add_chunks, (sums.shape[0], tokens, 1), arguments, constants, {})
 
 
-def product_one(packed: Packed, x: Tensor, parts: Tensor, split: int, tiles: Tiles) -> Launch:
-    """``product_one`` over ``split`` shares of K: x ``[1, K]``, parts as in :func:`product`."""
+def product_one(
+    packed: Packed, x: Tensor, parts: Tensor, tiles: Tiles, routed: Routed | None = None
+) -> Launch:
+    """``product_one`` over ``split`` shares of K: x ``[1, K]``, parts as in :func:`product`.
+
+    ``routed``: the rows of one token's experts instead.
+    """
     weights, constants = _weight(packed)
+    split, rows = tiles.split, parts.shape[-2]
     arguments = {"x": x, "out": parts, **weights}
     arguments |= {"share": -(-packed.units // split), "part_stride": _part_stride(parts)}
-    constants |= {"BLOCK_N": tiles.block_n, "UNROLL": tiles.stages}
+    arguments |= {"x_stride": x.stride(0), "out_stride": parts.stride(-2)}
+    arguments |= dict.fromkeys(("offsets", "owners", "sources"), None)
+    if routed is not None:
+        arguments |= {"offsets": routed.offsets, "owners": routed.routes.owners}
+        arguments["sources"] = routed.sources
+    constants |= {"BLOCK_N": tiles.block_n, "UNROLL": tiles.stages, "ROUTED": routed is not None}
     tiny = packed.kind in TINY
     constants["RAISE"] = 2.0**RAISE if tiny else 1.0
     constants["FACTOR"] = 2.0 ** (TINY[packed.kind] - RAISE) if tiny else 1.0
-    grid = (-(-packed.shape[0] // tiles.block_n), split, 1)
+    grid = (-(-packed.shape[0] // tiles.block_n), split, rows)
     return Launch(kernels.product_one, grid, arguments, constants, {"num_warps": tiles.warps})
 
 
@@ -228,6 +263,13 @@ def decode_rows(packed: Packed, out: Tensor, rows: Tensor | int) -> Launch:
     grid = (-(-out.shape[0] // block), packed.units, 1)
     options = {"num_warps": 2, "enable_fp_fusion": False}
     return Launch(kernels.decode_rows, grid, arguments, constants, options)
+
+
+def room_for_parts(out: Tensor, split: int) -> Tensor:
+    """Where the shares of K are written: out ``[M, N]`` itself where there is one."""
+    if split == 1:
+        return out
+    return torch.empty(split, *out.shape, dtype=torch.float32, device=out.device)
 
 
 def _part_stride(parts: Tensor) -> int:

@@ -17,9 +17,11 @@ import torch
 import triton
 from torch import Tensor
 
+from sdk.kernels.experts import Routes
 from sdk.kernels.gpu import product_bytes as kernels
-from sdk.kernels.gpu.launch import expect_on_device
-from sdk.kernels.gpu.linear import Launch, Linear, add_up
+from sdk.kernels.gpu.expert_tiles import Experts, Routed, tile_arguments
+from sdk.kernels.gpu.launch import Launch, expect_on_device
+from sdk.kernels.gpu.linear import Linear, add_up, room_for_parts
 from sdk.kernels.gpu.packing import Packed
 from sdk.kernels.gpu.tuning import Tiles, Tuning
 from sdk.kernels.layouts import ActivationScheme, inputs_of
@@ -46,23 +48,49 @@ class LinearAsFile(Linear):
         if scheme is None:
             super().matmul(packed, x, out)
         elif multiplies_bytes(packed, scheme, self._codes):
-            self._matmul_bytes(packed, scheme, x, out)
+            expect_on_device("linear", x, out, packed.scale)
+            tiles = self._tuning.tiles(packed, 2 if self._fixed else max(x.shape[0], 2))
+            tiles = replace(tiles, split=min(tiles.split, packed.units))
+            _multiply_bytes(packed, scheme, x, out, tiles)
         else:
             super().matmul(packed, rounded(x.float(), scheme), out)
 
-    def _matmul_bytes(self, w: Packed, scheme: ActivationScheme, x: Tensor, out: Tensor) -> None:
-        expect_on_device("linear", x, out, w.scale)
-        tokens = x.shape[0]
-        tiles = self._tuning.tiles(w, 2 if self._fixed else max(tokens, 2))
-        split = min(tiles.split, w.units)
-        dtype = torch.float8_e4m3fn if scheme.floats else torch.int8
-        codes = torch.empty(tokens, w.units * w.unit, dtype=dtype, device=x.device)
-        scales = torch.empty(tokens, device=x.device)
-        parts = out if split == 1 else torch.empty(split, tokens, w.shape[0], device=x.device)
-        round_rows(x, codes, scales, scheme).run()
-        product_bytes(w, codes, scales, parts, split, tiles).run()
-        if split > 1:
-            add_up(parts, out).run()
+    def group(self, packed: Sequence[Packed]) -> Experts[Packed] | None:
+        alike = all(inputs_of(p.facts) == inputs_of(packed[0].facts) for p in packed[1:])
+        return super().group(packed) if alike else None
+
+    def matmul_routed(
+        self, group: Experts[Packed], x: Tensor, routes: Routes, by_token: bool, out: Tensor
+    ) -> None:
+        w = group.first
+        scheme = inputs_of(w.facts)
+        if scheme is None:
+            super().matmul_routed(group, x, routes, by_token, out)
+        elif multiplies_bytes(w, scheme, self._codes):
+            expect_on_device("linear of experts", x, out, group.offsets)
+            routed = Routed(group.offsets, routes, routes.tokens if by_token else None)
+            _multiply_bytes(w, scheme, x, out, self._tiles_of(group, routes, 2), routed)
+        else:
+            super().matmul_routed(group, rounded(x.float(), scheme), routes, by_token, out)
+
+
+def _multiply_bytes(
+    w: Packed,
+    scheme: ActivationScheme,
+    x: Tensor,
+    out: Tensor,
+    tiles: Tiles,
+    routed: Routed | None = None,
+) -> None:
+    """Rounds x ``[M, K]`` and multiplies it, or its rows as they are routed."""
+    dtype = torch.float8_e4m3fn if scheme.floats else torch.int8
+    codes = torch.empty(x.shape[0], w.units * w.unit, dtype=dtype, device=x.device)
+    scales = torch.empty(x.shape[0], device=x.device)
+    parts = room_for_parts(out, tiles.split)
+    round_rows(x, codes, scales, scheme).run()
+    product_bytes(w, codes, scales, parts, tiles, routed).run()
+    if tiles.split > 1:
+        add_up(parts, out).run()
 
 
 def bytes_of_card(capability: tuple[int, int], *, amd: bool) -> tuple[str, ...]:
@@ -106,10 +134,15 @@ def round_rows(x: Tensor, codes: Tensor, scales: Tensor, scheme: ActivationSchem
 
 
 def product_bytes(
-    packed: Packed, codes: Tensor, scales: Tensor, parts: Tensor, split: int, tiles: Tiles
+    packed: Packed,
+    codes: Tensor,
+    scales: Tensor,
+    parts: Tensor,
+    tiles: Tiles,
+    routed: Routed | None = None,
 ) -> Launch:
     """``product_bytes`` over ``split`` shares of K; parts ``[split, M, N]`` or out."""
-    tokens, n = codes.shape[0], packed.shape[0]
+    tokens, n, split = codes.shape[0], packed.shape[0], tiles.split
     block_m = min(tiles.block_m, max(16, triton.next_power_of_2(tokens)))
     arguments: dict[str, Any] = {
         "x": codes,
@@ -122,7 +155,9 @@ def product_bytes(
     arguments |= {"part_stride": parts.stride(0) if parts.dim() == 3 else 0}
     arguments["scale_rows"] = packed.scale_rows
     constants: dict[str, Any] = {"FLOAT": packed.kind == "e4m3"}
-    constants |= {"BLOCK_N": tiles.block_n, "BLOCK_M": block_m}
-    grid = (-(-n // tiles.block_n), -(-tokens // block_m), split)
+    constants |= {"BLOCK_N": tiles.block_n, "BLOCK_M": block_m, "ROUTED": routed is not None}
+    arguments |= tile_arguments(routed)
+    count = -(-tokens // block_m) if routed is None else routed.tiles(block_m)
+    grid = (-(-n // tiles.block_n), count, split)
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
     return Launch(kernels.product_bytes, grid, arguments, constants, options)

@@ -9,6 +9,10 @@ The weights are the left operand (``[rows, 16] x [16, tokens]``): few tokens the
 the matrix instruction empty. ``split`` programs share K; each writes a partial sum, and ``add_up``
 adds them in a fixed order, so that results do not depend on which program is done first.
 
+Experts (``ROUTED``): rows of x in the order of their experts, whose weights lie ``offsets`` away
+from those of the first; ``expert_tile`` finds whose rows a program has. The grid follows from the
+number of rows alone, so that a captured step stays valid however they are routed.
+
 What changes with the number of tokens is not specialized: nothing is compiled while serving.
 
 Must match ``reference/linear.py``: bit for bit in ``decode_rows``, 2e-3 (float16 operands), 1e-5
@@ -18,6 +22,7 @@ Must match ``reference/linear.py``: bit for bit in ``decode_rows``, 2e-3 (float1
 import triton
 import triton.language as tl
 
+from sdk.kernels.gpu.expert_tiles import expert_tile, moved, moved_words
 from sdk.kernels.gpu.values import (
     LANES,
     all_codes,
@@ -55,32 +60,62 @@ def scaled(
     return acc
 
 
+@triton.jit
+def of_expert(
+    w0, w1, w2, scale, super_scale, nested, offset, zeros, minus, super_minus, offsets, expert
+):  # fmt: skip
+    """Where the parts of an expert's weight lie: ``PARTS`` of ``expert_tiles.py``, in order."""
+    return (
+        moved_words(w0, offsets, expert, 0), moved_words(w1, offsets, expert, 1),
+        moved_words(w2, offsets, expert, 2), moved(scale, offsets, expert, 3),
+        moved(super_scale, offsets, expert, 4), moved(nested, offsets, expert, 5),
+        moved(offset, offsets, expert, 6), moved(zeros, offsets, expert, 7),
+        moved(minus, offsets, expert, 8), moved(super_minus, offsets, expert, 9),
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["M", "share"])
 def product(
     x, sums, out, w0, w1, w2, scale, super_scale, nested, offset, zeros, minus, super_minus, table,
-    M, N, K, units, share, x_stride, out_stride, part_stride, scale_stride, scale_rows,
+    offsets, starts, active, sources,
+    M, N, K, units, share, experts, x_stride, out_stride, part_stride, scale_stride, scale_rows,
     KIND: tl.constexpr, WIDTH: tl.constexpr, WIDTH_1: tl.constexpr, WIDTH_2: tl.constexpr,
     UNIT: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, SUPER: tl.constexpr,
     SCALE: tl.constexpr, FACTOR: tl.constexpr, ZEROS: tl.constexpr, ZERO: tl.constexpr,
     MINUS: tl.constexpr,
     WHOLE: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr, WIDEN: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, ROUTED: tl.constexpr,
 ):  # fmt: skip
     """One tile of ``out[split, M, N]``, ``share`` units of K: BLOCK_N rows and BLOCK_M tokens.
 
     ``CHUNK`` columns have one scale, with ``WHOLE`` all of a row; ``sums`` of x: ``add_chunks``.
     ``WIDEN``: float32 in place of ``DOT``, whose bfloat16 the interpreter multiplies wrongly.
+    ``ROUTED``: x has M rows, of which ``sources[m]`` (where given) is row m's.
     """
     MATH: tl.constexpr = tl.float32 if WIDEN else DOT
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    first = tl.program_id(1) * BLOCK_M
+    end = M
+    if ROUTED:
+        expert, first, end = expert_tile(starts, active, experts, tl.program_id(1), BLOCK_M)
+        if first >= end:
+            return
+        w0, w1, w2, scale, super_scale, nested, offset, zeros, minus, super_minus = of_expert(
+            w0, w1, w2, scale, super_scale, nested, offset, zeros, minus, super_minus,
+            offsets, expert,
+        )  # fmt: skip
+    m = first + tl.arange(0, BLOCK_M)
+    real = m < end
+    source = m
+    if sources is not None:
+        source = tl.load(sources + m, mask=real, other=0)
     rows = tl.minimum(n, N - 1)
-    tokens = x + tl.arange(0, LANES)[:, None] + m.to(tl.int64)[None, :] * x_stride
+    tokens = x + tl.arange(0, LANES)[:, None] + source.to(tl.int64)[None, :] * x_stride
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     part = acc
     total = tl.zeros((BLOCK_M,), tl.float32)  # stays so without minima
-    first = tl.program_id(2) * share
-    for unit in range(first, tl.minimum(first + share, units)):
+    begin = tl.program_id(2) * share
+    for unit in range(begin, tl.minimum(begin + share, units)):
         words = load_planes(w0, w1, w2, rows, unit, units, WIDTH, WIDTH_1, WIDTH_2, UNIT)
         for c in tl.static_range(UNIT // CHUNK):
             k = unit * UNIT + c * CHUNK
@@ -93,12 +128,12 @@ def product(
                 whole = tl.full((1, 1), 0.0, tl.float32) if ZEROS == 32 else z
                 w = decode_values(code, whole, table, KIND, WIDTH + WIDTH_1 + WIDTH_2, MATH)
                 column = k + j * 16
-                wanted = (m < M)[None, :] & (EVEN | (tl.arange(0, LANES) < K - column)[:, None])
+                wanted = real[None, :] & (EVEN | (tl.arange(0, LANES) < K - column)[:, None])
                 xs = tl.load(tokens + column, mask=wanted, other=0.0).to(DOT)
                 part = tl.dot(w, xs.to(MATH), part, input_precision="ieee")
             if not WHOLE:
                 if MINUS != "" or ZEROS == 32:
-                    total = tl.load(sums + (at // CHUNK) * M + tl.minimum(m, M - 1))
+                    total = tl.load(sums + (at // CHUNK) * M + tl.minimum(source, M - 1))
                 acc = scaled(
                     acc, part, total, z, scale, super_scale, nested, offset, minus, super_minus,
                     rows, N, K, at, scale_stride, scale_rows,
@@ -107,14 +142,14 @@ def product(
     if WHOLE:
         z = load_zero(zeros, rows, N, 0, GROUP, ZEROS, ZERO)
         if MINUS != "" or ZEROS == 32:
-            total = tl.load(sums + tl.program_id(2) * M + tl.minimum(m, M - 1))
+            total = tl.load(sums + tl.program_id(2) * M + tl.minimum(source, M - 1))
         acc = scaled(
             acc, part, total, z, scale, super_scale, nested, offset, minus, super_minus,
             rows, N, K, 0, scale_stride, scale_rows,
             GROUP, SUPER, SCALE, FACTOR, MINUS, ZEROS == 32,
         )  # fmt: skip
     where = out + tl.program_id(2) * part_stride + m[None, :].to(tl.int64) * out_stride + n[:, None]
-    tl.store(where, acc.to(out.dtype.element_ty), mask=(m < M)[None, :] & (n < N)[:, None])
+    tl.store(where, acc.to(out.dtype.element_ty), mask=real[None, :] & (n < N)[:, None])
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -137,18 +172,30 @@ def add_chunks(
 @triton.jit(do_not_specialize=["share"])
 def product_one(
     x, out, w0, w1, w2, scale, super_scale, nested, offset, zeros, minus, super_minus, table,
-    N, K, units, share, part_stride, scale_stride, scale_rows,
+    offsets, owners, sources,
+    N, K, units, share, x_stride, out_stride, part_stride, scale_stride, scale_rows,
     KIND: tl.constexpr, WIDTH: tl.constexpr, WIDTH_1: tl.constexpr, WIDTH_2: tl.constexpr,
     UNIT: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, SUPER: tl.constexpr,
     SCALE: tl.constexpr, FACTOR: tl.constexpr, ZEROS: tl.constexpr, ZERO: tl.constexpr,
     MINUS: tl.constexpr,
     WHOLE: tl.constexpr, EVEN: tl.constexpr, RAISE: tl.constexpr,
-    BLOCK_N: tl.constexpr, UNROLL: tl.constexpr,
+    BLOCK_N: tl.constexpr, UNROLL: tl.constexpr, ROUTED: tl.constexpr,
 ):  # fmt: skip
     """:func:`product` for one token, in float32 without matrix instructions: x is not rounded.
 
     ``RAISE`` times ``FACTOR`` undoes the smallness of ``tiny_values``, x bearing its share.
+    ``ROUTED``: a program of the third dimension has one row, and so one of the token's experts.
     """
+    if ROUTED:
+        m = tl.program_id(2)
+        w0, w1, w2, scale, super_scale, nested, offset, zeros, minus, super_minus = of_expert(
+            w0, w1, w2, scale, super_scale, nested, offset, zeros, minus, super_minus,
+            offsets, tl.load(owners + m),
+        )  # fmt: skip
+        out += m.to(tl.int64) * out_stride
+        if sources is not None:
+            m = tl.load(sources + m)
+        x += m.to(tl.int64) * x_stride
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.minimum(n, N - 1)
     lane = tl.arange(0, LANES)

@@ -14,6 +14,8 @@ the result's norm in the product.
 import triton
 import triton.language as tl
 
+from sdk.kernels.gpu.expert_tiles import expert_tile, moved, moved_words
+
 
 @triton.jit
 def round_to(x, step):
@@ -74,21 +76,33 @@ def round_rows(
 
 @triton.jit(do_not_specialize=["M", "share"])
 def product_bytes(
-    x, x_scale, out, w0, scale, M, N, units, share, out_stride, part_stride, scale_rows,
-    FLOAT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    x, x_scale, out, w0, scale, offsets, starts, active, sources,
+    M, N, units, share, experts, out_stride, part_stride, scale_rows,
+    FLOAT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, ROUTED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of ``out[split, M, N]``: ``share`` units of 64 columns."""
+    """One tile of ``out[split, M, N]``: ``share`` units of 64 columns; ``ROUTED`` as in
+    ``product.py``."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    first = tl.program_id(1) * BLOCK_M
+    end = M
+    if ROUTED:
+        expert, first, end = expert_tile(starts, active, experts, tl.program_id(1), BLOCK_M)
+        if first >= end:
+            return
+        w0 = moved_words(w0, offsets, expert, 0)
+        scale = moved(scale, offsets, expert, 3)
+    m = first + tl.arange(0, BLOCK_M)
     rows = tl.minimum(n, N - 1)
-    tokens = tl.minimum(m, M - 1)
+    tokens = tl.minimum(m, end - 1)
+    if sources is not None:
+        tokens = tl.load(sources + tokens)
     lane = tl.arange(0, 16)
     depth = tl.arange(0, 32)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32 if FLOAT else tl.int32)
-    first = tl.program_id(2) * share
+    begin = tl.program_id(2) * share
     where_x = x + tokens.to(tl.int64)[None, :] * (units * 64) + depth[:, None]
     where_w = w0 + ((rows // 16) * units * 256 + (rows % 16) * 16)[:, None] + lane[None, :]
-    for unit in range(first, tl.minimum(first + share, units)):
+    for unit in range(begin, tl.minimum(begin + share, units)):
         words = tl.load(where_w + unit * 256)
         for half in tl.static_range(2):
             low = words >> (16 * half)
@@ -103,4 +117,4 @@ def product_bytes(
     s = tl.load(scale + rows // scale_rows).to(tl.float32)
     y = acc.to(tl.float32) * s[:, None] * tl.load(x_scale + tokens)[None, :]
     where = out + tl.program_id(2) * part_stride + m[None, :].to(tl.int64) * out_stride + n[:, None]
-    tl.store(where, y.to(out.dtype.element_ty), mask=(m < M)[None, :] & (n < N)[:, None])
+    tl.store(where, y.to(out.dtype.element_ty), mask=(m < end)[None, :] & (n < N)[:, None])

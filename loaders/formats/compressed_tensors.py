@@ -20,6 +20,7 @@ them, never rounded.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -48,6 +49,8 @@ from sdk.loaders.formats.scales import (
 from sdk.loaders.formats.stored_layer import StoredLayer
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from sdk.quant.permuted import Permuted
+
+logger = logging.getLogger("sdk")
 
 ENDINGS = (".weight_packed", ".weight_scale")
 _INPUTS = (".input_scale", ".input_zero_point", ".input_global_scale")
@@ -125,6 +128,15 @@ def settings(config: Mapping[str, Any], source: str) -> Settings:
     if not isinstance(groups, Mapping):
         raise CheckpointError(f"{source}: config_groups is {str(groups)[:80]}, expected an object")
     schemes = [_scheme(group, f"{source}: config_groups.{name}") for name, group in groups.items()]
+    rounding = [name for name, group in groups.items() if group.get("output_activations")]
+    if rounding:
+        logger.warning(
+            "%s: output_activations of %d config_groups, %.80s among them, are not rounded: what a "
+            "layer gives stays a float",
+            source,
+            len(rounding),
+            rounding[0],
+        )
     return Settings(tuple(scheme for scheme in schemes if scheme is not None))
 
 

@@ -11,8 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from sdk.kernels.layouts import Dense, Layout
+from sdk.loaders.hf_experts import first_spelling
 from sdk.loaders.hf_folder import MAX_CONFIG
 from sdk.loaders.json_file import read_json
+from sdk.loaders.model_shapes import num_experts
 from sdk.loaders.writers import integer_layers
 from sdk.loaders.writers.parts import join_parts
 from sdk.quant.checkpoint import Checkpoint
@@ -51,15 +53,24 @@ class HfWriter:
             )
         self._scheme = scheme
         self._encode, self._settings = _encoding(scheme)
+        # transformers finds Mixtral's packed experts only under their first names, gptqmodel only
+        # under the later ones
+        first = self._config.get("model_type") == "mixtral"
+        self._first_names = first and scheme.container == "compressed-tensors"
+        if num_experts(self._config) and "ignore" in self._settings:
+            self._settings["ignore"].append(_ROUTERS)
 
     def matrix(self, name: str, weight: Layout | Permuted) -> tuple[dict[str, Tensor], str]:
         """The tensors of a quantized layer, by their names in the file, and a note (none)."""
-        found = self._encode(weight)
+        name, found = self._spelled(name), self._encode(weight)
         return {name + ending: tensor for ending, tensor in found.items()}, ""
 
     def plain(self, name: str, tensor: Tensor) -> tuple[dict[str, Tensor], str]:
-        """A norm or a bias, in float32."""
-        return {name: tensor}, ""
+        """A norm or a bias, in float32; a router as it is."""
+        return {self._spelled(name): tensor}, ""
+
+    def _spelled(self, name: str) -> str:
+        return first_spelling(name) if self._first_names else name
 
     def whole(
         self, name: str, weight: Weight, gram: Tensor | None = None
@@ -92,6 +103,8 @@ def copy_beside(source: Path, out: Path) -> None:
 #: How matrices with more bits, and the embedding and the head, are called in a config.
 _MORE = [f"re:.*{name}$" for name in MATTERING]
 _ENDS = ["re:.*embed_tokens", "re:.*lm_head"]
+#: What chooses experts, which stays plain.
+_ROUTERS = "re:.*[.](gate|router)$"
 _Encode = Callable[["Layout | Permuted"], dict[str, Tensor]]
 
 

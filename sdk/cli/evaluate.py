@@ -16,6 +16,7 @@ from sdk.cli.text_file import read_text
 
 if TYPE_CHECKING:
     from sdk.evaluating import Evaluation
+    from sdk.evaluating.plot import Placed
 
 #: Options of the engine that is evaluated.
 OPTIONS = ("compute", "kv_cache_dtype", "quantization", "num_threads", "memory")
@@ -38,13 +39,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-threads", type=int, help="default: the CPUs of this process")
     parser.add_argument("--json", metavar="FILE", help="write every number; - for stdout, no table")
     parser.add_argument("--markdown", metavar="FILE", help="write the table")
+    parser.add_argument(
+        "--plot", metavar="FILE", help="draw bytes, loss and speed; needs embedlm[bench]"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     text = None if args.text is None else read_text(args.text)
     given = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
     from sdk.evaluating import evaluate
+    from sdk.evaluating.plot import check_matplotlib, write_plot
 
+    if args.plot:
+        check_matplotlib("--plot")
     found = [
         evaluate(file, args.reference, text=text, windows=args.windows, tokens=args.tokens, **given)
         for file in args.file
@@ -55,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
         Path(args.json).write_text(data + "\n", encoding="utf-8")
     if args.markdown:
         Path(args.markdown).write_text(to_markdown(found), encoding="utf-8")
+    if args.plot:
+        write_plot(args.plot, placed(found), heading(found[0]))
     print(data if args.json == "-" else f"{heading(found[0])}\n\n{format_table(head, rows)}")
     return 0
 
@@ -96,6 +105,21 @@ def to_markdown(found: Sequence[Evaluation]) -> str:
     marks = ["---" if i < 3 else "---:" for i in range(len(head))]
     table = "\n".join(f"| {' | '.join(row)} |" for row in [head, marks, *rows])
     return f"{heading(found[0])}.\n\n{table}\n"
+
+
+def placed(found: Sequence[Evaluation]) -> list[Placed]:
+    """For a picture: with the keys and values of one window."""
+    from sdk.evaluating.plot import Placed
+
+    return [
+        Placed(
+            _name(one.model),
+            one.weight_bytes + one.kv_bytes_per_token * one.tokens,
+            one.kl_mean,
+            one.decode_tokens_per_second,
+        )
+        for one in found
+    ]
 
 
 def _name(model: str) -> str:

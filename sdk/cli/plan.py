@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
+
+from sdk.errors import KernelError, OutOfMemoryError
 
 if TYPE_CHECKING:
     from sdk.memory import MemoryPlan
 
-OPTIONS = ("memory", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_dtype")
+OPTIONS = (
+    *("memory", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
+    *("kv_cache_dtype", "quantization"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-num-seqs", type=int, help="requests at once")
     parser.add_argument("--max-num-batched-tokens", type=int, help="tokens of one step")
     parser.add_argument("--kv-cache-dtype", help="float16 (default), int8, fp8, int4, k8v4 ...")
+    parser.add_argument("--quantization", help="pack float matrices at load: int4, int8 ...")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -30,8 +37,29 @@ def run(args: argparse.Namespace) -> int:
 
     given = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
     plan = LLM.plan(args.file, **given)
-    print(json.dumps(to_json(plan), indent=2) if args.json else plan)
-    return 0
+    speed = _speed(plan)
+    if args.json:
+        print(json.dumps({**to_json(plan), "decode_tokens_per_second": speed}, indent=2))
+    elif plan.fits:
+        print(plan)
+        if speed is not None:
+            print(f"decoding   {speed:>10.0f}  tokens/s expected of one stream on this machine")
+    if not plan.fits and not args.json:
+        raise OutOfMemoryError(plan.problem)
+    return 0 if plan.fits else 2
+
+
+def _speed(plan: MemoryPlan) -> float | None:
+    """Tokens per second from the read bandwidth measured now; None without the native module."""
+    from sdk.kernels.cpu.probe import read_bandwidth
+    from sdk.planning import threads_of
+
+    assert plan.config is not None
+    try:
+        bandwidth = read_bandwidth(threads_of(plan.config), seconds=0.02)
+    except KernelError:
+        return None
+    return round(plan.tokens_per_second(bandwidth), 1)
 
 
 def to_json(plan: MemoryPlan) -> dict[str, Any]:
@@ -40,6 +68,8 @@ def to_json(plan: MemoryPlan) -> dict[str, Any]:
         "budget": plan.budget,
         "weights": plan.weights,
         "workspace": plan.workspace,
+        "tokenizer": plan.tokenizer,
+        "loading": plan.loading,
         "kv_cache": plan.kv_cache,
         "total": plan.total,
         "kv_dtype": plan.kv_dtype,
@@ -50,4 +80,16 @@ def to_json(plan: MemoryPlan) -> dict[str, Any]:
         "max_model_len": plan.max_model_len,
         "max_num_seqs": plan.max_num_seqs,
         "full_requests": round(plan.full_requests, 2),
+        "problem": plan.problem,
+        "kernels": [asdict(share) for share in plan.kernels],
+        "alternatives": [
+            {
+                "options": dict(other.options),
+                "total": other.plan.total,
+                "max_model_len": other.plan.max_model_len,
+                "loss": other.loss,
+                "keeps_limits": other.keeps_limits,
+            }
+            for other in plan.alternatives
+        ],
     }

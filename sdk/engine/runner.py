@@ -20,7 +20,7 @@ from sdk.kernels.gpu.graphs import StepGraphs
 from sdk.kernels.graph import CaptureError, Graph
 from sdk.kernels.ops import Ops
 from sdk.loaders.open import open_checkpoint
-from sdk.memory import release_free_memory
+from sdk.memory import SCORED_BYTES, release_free_memory
 from sdk.models.auto import build_model
 from sdk.models.parallel import Mesh
 from sdk.params import SamplingParams
@@ -33,7 +33,7 @@ from sdk.sampling.uniform import TOKEN
 
 #: Steps run again before requests and sampler hear of their tokens, at the next page boundary.
 _MAX_AGAIN = 64
-#: Rows the head runs on at a time: with 262,144 tokens that is 134 MB of logits.
+#: Rows the head runs on at a time, at most; of a large vocabulary fewer (``SCORED_BYTES``).
 _HEAD_ROWS = 128
 
 
@@ -47,15 +47,6 @@ class _Wanted:
     guides: dict[str, int] = field(default_factory=dict)
     #: Requests to look at after the run, with their first and last row + 1.
     special: list[tuple[str, Running, int, int]] = field(default_factory=list)
-
-
-def _open_ops(config: RunnerConfig) -> Ops:
-    return Ops(
-        config.device,
-        compute=config.compute,
-        num_threads=config.num_threads,
-        deterministic=config.deterministic,
-    )
 
 
 class ModelRunner:
@@ -86,7 +77,12 @@ class ModelRunner:
                 )
                 checkpoint = packed_at_load(checkpoint, config.quantization)
             undo.callback(checkpoint.close)
-            self.ops = _open_ops(config)
+            self.ops = Ops(
+                config.device,
+                compute=config.compute,
+                num_threads=config.num_threads,
+                deterministic=config.deterministic,
+            )
             undo.callback(self.ops.close)
             self.model = build_model(
                 checkpoint,
@@ -366,14 +362,17 @@ class ModelRunner:
         for logits in self._logits(hidden[: len(following)]):
             part = following[len(scored) : len(scored) + len(logits)]
             scored += self.sampler.score(logits, part, count, also)
+            del logits
         return tuple(scored)
 
     def _logits(self, hidden: Tensor) -> Iterator[Tensor]:
         """The head over all rows, some at a time; each result is valid until the next."""
-        for begin in range(0, len(hidden), _HEAD_ROWS):
+        rows = min(_HEAD_ROWS, max(SCORED_BYTES // (4 * self.model.config.vocab_size), 1))
+        for begin in range(0, len(hidden), rows):
             with torch.inference_mode():
-                logits = self.model.logits(hidden[begin : begin + _HEAD_ROWS])
+                logits = self.model.logits(hidden[begin : begin + rows])
             yield logits
+            del logits  # its memory is the next one's
 
     def prompt_logits(self, token_ids: Sequence[int]) -> Iterator[Tensor]:
         """What the model expects behind each token of one prompt, run in steps as a request is.

@@ -10,6 +10,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from sdk.engine.plan import Sampled
@@ -148,7 +149,9 @@ class Sampler:
         ]
         if not indices:
             return
-        rows = logits.detach()[indices]  # a copy
+        # A copy, in memory of the operators' own: the C allocator would keep a piece of each size.
+        rows = self._ops.empty(len(indices), logits.shape[1])
+        torch.index_select(logits, 0, torch.tensor(indices, device=logits.device), out=rows)
         drawing: list[RequestState | None] = []
         only_penalized = [None if states[i].reshaped else states[i] for i in indices]
         if any(only_penalized):

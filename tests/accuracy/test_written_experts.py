@@ -6,6 +6,7 @@ tests/accuracy/test_both_formats.py builds it by hand.
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 import sdk
@@ -102,6 +104,27 @@ def test_packed_experts_are_read_back_and_routers_stay_as_they_are(
     difference = logits_of(out, torch.tensor(ids), "exact", len(ids)) - expected_logits(model, ids)
     # 4 bits of random weights send tokens to other experts (0.63); unrelated logits are 1.4 apart
     assert difference.norm() / expected_logits(model, ids).norm() < 0.8
+
+
+@pytest.mark.parametrize(
+    ("scheme", "mixtral", "expert"),
+    [("rtn-w4g32", "block_sparse_moe", "w2.weight_packed"), ("hqq-w4g32", "mlp", "down_proj.W_q")],
+)
+def test_experts_are_written_under_the_names_that_readers_look_for(
+    scheme: str, mixtral: str, expert: str, save: Callable[..., tuple[Any, Path]], tmp_path: Path
+) -> None:
+    """And their routers in the type of the file, and as what is not to be unpacked."""
+    model, folder = save("mixtral")
+    model.half().save_pretrained(folder)
+    out = sdk.quantize(folder, tmp_path / "made", scheme)
+    with safe_open(out / "model.safetensors", "pt") as made:
+        names = set(made.keys())
+        assert f"model.layers.1.{mixtral}.experts.3.{expert}" in names
+        assert made.get_tensor(f"model.layers.1.{mixtral}.gate.weight").dtype == torch.float16
+    settings = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert settings.get("ignore", []) == (
+        ["lm_head", "re:.*[.](gate|router)$"] if scheme.startswith("rtn") else []
+    )
 
 
 def test_experts_of_gpt_oss_stay_what_they_are_in_a_gguf_file(golden: Path, tmp_path: Path) -> None:

@@ -148,6 +148,13 @@ def test_the_quant_report_counts_every_linear_layer_of_the_model(tiny: LLM) -> N
     assert last.startswith("all") and "bits" in last
 
 
+def test_the_quant_report_says_that_scales_for_a_kv_cache_are_not_used(golden: Path) -> None:
+    with LLM(golden / "ct-kv8", skip_tokenizer_init=True, quantization="int8") as llm:
+        report = llm.quant_report()
+    assert report.kv_scales == report.to_dict()["kv_scales"] == 4
+    assert str(report).splitlines()[-1].split(maxsplit=2)[2] == "4 scales of the file, not used"
+
+
 def test_embeddings_have_length_one_and_score_compares_them(smol: LLM) -> None:
     texts = ["A cat sat on the mat.", "A cat is sitting on a mat.", "Interest rates rose sharply."]
     embedded = smol.embed(texts)

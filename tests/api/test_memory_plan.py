@@ -6,9 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from sdk import LLM, SamplingParams
+import sdk
+from sdk import LLM, OutOfMemoryError, RequestError, SamplingParams
+from sdk.alternatives import expected_losses
 from sdk.loaders.open import open_checkpoint
-from sdk.memory import PACKING
+from sdk.memory import installed_memory
+from sdk.planning import held_bytes
+from sdk.quant.at_load import packed_at_load, scheme_at_load
 
 
 @pytest.mark.parametrize("max_model_len", [64, 50])
@@ -41,4 +45,145 @@ def test_weights_that_grow_at_load_are_planned_as_they_are_held(golden: Path) ->
     assert {entry.format for entry in entries if entry.held is not None} == {"IQ3_S"}
     held = sum(entry.nbytes if entry.held is None else entry.held for entry in entries)
     assert held > 1.1 * sum(entry.nbytes for entry in entries)
-    assert LLM.plan(path).weights == int(held * PACKING)
+    assert held <= LLM.plan(path).weights <= 1.03 * held
+
+
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0", "IQ4_XS"])
+def test_the_planned_weights_are_those_of_the_loaded_model(golden: Path, kind: str) -> None:
+    path = golden / f"gguf-{kind}" / "model.gguf"
+    plan = LLM.plan(path, max_model_len=64)
+    with LLM(path, max_model_len=64) as llm:
+        report = llm.quant_report()
+    entries = {entry.name: entry for entry in open_checkpoint(path).entries()}
+    others = sum(entry.nbytes for entry in entries.values() if len(entry.shape) == 1)
+    if "output.weight" in entries:  # else the embedding is among the linear layers, as the head
+        others += held_bytes(entries["token_embd.weight"])
+    assert plan.weights == report.nbytes + others
+    planned = {share.format: (share.matrices, share.kernel) for share in plan.kernels}
+    assert {layer.format for layer in report.layers} <= planned.keys()
+    assert {layer.kernel for layer in report.layers} == {kernel for _, kernel in planned.values()}
+
+
+def test_an_engine_loads_what_was_planned_and_stays_in_its_limits(tiny_path: Path) -> None:
+    page = LLM.plan(tiny_path).page_bytes
+    plan = LLM.plan(tiny_path, kv_cache_memory_bytes=5 * page, max_num_seqs=3)
+    with LLM(plan=plan) as llm:
+        assert llm.memory_plan == plan.__class__(
+            **{
+                name: getattr(llm.memory_plan if name == "config" else plan, name)
+                for name in plan.__dataclass_fields__
+            }
+        )
+        assert llm.get_metrics()["num_pages"] == 5
+        assert llm.max_model_len == 5 * plan.page_size
+        assert llm.generate([[5, 6, 7]], SamplingParams(max_tokens=3))[0].finished
+
+
+def test_a_plan_and_other_options_together_are_refused(tiny_path: Path) -> None:
+    plan = LLM.plan(tiny_path, max_model_len=64)
+    with pytest.raises(TypeError, match=r"takes model and options from the plan.*a model, seed"):
+        LLM(tiny_path, plan=plan, seed=3)
+    with pytest.raises(TypeError, match="needs a model"):
+        LLM()
+
+
+def test_what_would_fit_is_planned_too_and_loads(golden: Path) -> None:
+    path = golden / "arch-llama3"
+    whole = LLM.plan(path, max_model_len=64, max_num_seqs=4)
+    budget = whole.total - whole.weights // 4
+    plan = LLM.plan(path, max_model_len=64, max_num_seqs=4, memory=budget)
+    assert not plan.fits
+    assert "what would help" in plan.problem
+    with pytest.raises(OutOfMemoryError, match="what would help"):
+        LLM(plan=plan)
+    assert plan.alternatives
+    losses = [other.loss for other in plan.alternatives if other.keeps_limits]
+    assert losses == sorted(losses)
+    assert losses
+    for other in plan.alternatives:
+        assert other.plan.fits
+        assert other.plan.total <= budget
+        assert str(other).startswith(f"{next(iter(other.options))}=")
+    first = plan.alternatives[0]
+    assert first.keeps_limits
+    options = {"max_model_len": 64, "max_num_seqs": 4, "memory": budget, **first.options}
+    assert LLM.plan(path, **options) == first.plan
+    with LLM(plan=first.plan) as llm:
+        assert llm.memory_plan.total == first.plan.total
+
+
+def test_a_shorter_context_is_offered_where_the_kv_cache_is_what_does_not_fit(
+    tiny_path: Path,
+) -> None:
+    page = LLM.plan(tiny_path).page_bytes
+    plan = LLM.plan(tiny_path, max_model_len=128, kv_cache_memory_bytes=3 * page)
+    lengths = {tuple(o.options): o.plan.max_model_len for o in plan.alternatives}
+    assert lengths["max_model_len",] == 3 * plan.page_size
+    assert lengths["kv_cache_dtype", "max_model_len"] > 3 * plan.page_size
+
+
+def test_losses_are_known_by_names_that_schemes_and_kv_types_have() -> None:
+    weights, kv = expected_losses()
+    assert kv["float16"] == 0
+    assert kv["int8"] < kv["int4"]
+    assert scheme_at_load("int8")
+    assert weights["int8"] < weights["rtn-w4g64"]
+
+
+def test_a_stream_is_expected_to_read_the_weights_and_the_context(smollm2: Path) -> None:
+    plan = LLM.plan(smollm2, max_model_len=1024)
+    assert plan.read == plan.weights  # embedding and head are one
+    alone = plan.tokens_per_second(20e9)
+    assert 100 < alone < 20e9 / plan.weights
+    assert plan.tokens_per_second(20e9, context=1000) < alone
+
+
+@pytest.mark.parametrize(
+    "memory", [0, -1, "0", "lots", "6GB GB", "-2GiB", "", True, None.__class__]
+)
+def test_a_budget_that_is_no_size_is_refused(tiny_path: Path, memory: object) -> None:
+    for make in (LLM, LLM.plan):
+        with pytest.raises(RequestError, match=r"memory: expected a size such as '2GiB'"):
+            make(tiny_path, memory=memory)
+
+
+@pytest.mark.parametrize("text", ["6GB ", " 6 GB", "6gb"])
+def test_a_size_may_have_spaces_and_small_letters(tiny_path: Path, text: str) -> None:
+    assert LLM.plan(tiny_path, memory=text).budget == 6 * 10**9
+
+
+def test_a_budget_too_small_lists_the_sums_and_one_that_is_enough(tiny_path: Path) -> None:
+    plan = LLM.plan(tiny_path, memory="1MiB")
+    assert not plan.fits
+    with pytest.raises(OutOfMemoryError) as error:
+        LLM(tiny_path, memory="1MiB")
+    for part in ("weights", "workspace", "KV cache", "budget", "1.0 MiB", "what would help"):
+        assert part in str(error.value)
+    enough = str(error.value).partition("memory='")[2].partition("'")[0]
+    with LLM(
+        tiny_path, memory=enough, max_model_len=256, max_num_seqs=4, max_num_batched_tokens=64
+    ) as llm:
+        assert llm.generate([[5, 6, 7]], SamplingParams(max_tokens=3))[0].finished
+
+
+def test_a_budget_larger_than_the_machine_is_refused_with_both_sizes(tiny_path: Path) -> None:
+    memory = 2 * installed_memory()
+    assert "larger than this machine" in LLM.plan(tiny_path, memory=memory).problem
+    with pytest.raises(OutOfMemoryError, match=r"budget +[\d.]+ \wiB\n +installed +[\d.]+ \wiB"):
+        LLM(tiny_path, memory=memory)
+
+
+def test_pages_the_machine_cannot_give_are_refused_before_loading(tiny_path: Path) -> None:
+    with pytest.raises(OutOfMemoryError, match=r"does not fit|cannot give"):
+        LLM(tiny_path, max_num_seqs=4096, kv_cache_memory_bytes=4 * installed_memory())
+
+
+def test_a_gguf_files_attn_output_is_no_head_where_it_is_packed_at_load(
+    tiny_path: Path, tmp_path: Path
+) -> None:
+    """``int4`` packs the head in 8 bits and the blocks in 4, also the one GGUF calls output."""
+    path = sdk.quantize(tiny_path, tmp_path / "float.gguf", "f16")
+    entries = packed_at_load(open_checkpoint(path), "hqq-w4g32-h8").entries()
+    bits = {entry.name: entry.held * 8 / entry.num_elements for entry in entries if entry.held}
+    assert bits["blk.0.attn_output.weight"] == bits["blk.0.attn_q.weight"] == 5.0
+    assert bits["output.weight"] > 8

@@ -47,11 +47,3 @@ one_torch_thread = kernel_cases.one_torch_thread
 @pytest.fixture(scope="session")
 def cases() -> Any:
     return kernel_cases.Cases
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--every-variant",
-        action="store_true",
-        help="tests/gpu/aot: every kernel for every card, instead of one of each kind",
-    )

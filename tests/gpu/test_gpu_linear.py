@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from sdk.kernels.experts import Routes
 from sdk.kernels.gpu.linear import Linear
 from sdk.kernels.gpu.tuning import Tiles, Tuning
 from sdk.kernels.layouts import BLOCK_TYPES, E2M1, Affine, Blocks, Layout
@@ -174,26 +173,6 @@ def test_shares_of_the_columns_add_up_into_strided_rows(cases: Any) -> None:
         assert distance(wide[:tokens, 10:45], expected) < 2e-6
     assert not wide[:, :10].any()
     assert not wide[:, 45:].any()
-
-
-def test_experts_multiply_the_rows_routed_to_them(cases: Any) -> None:
-    layouts = [cases.affine(16, 64, 4, 32, "zero", seed=seed) for seed in range(3)]
-    linear = Linear(torch.float32, FEW)
-    group = linear.group([linear.pack(layout) for layout in layouts])
-    int32 = {"dtype": torch.int32}
-    routes = Routes(
-        weights=torch.ones(2, 2),
-        places=torch.tensor([[0, 2], [1, 3]], **int32),
-        tokens=torch.tensor([0, 1, 0, 1], **int32),
-        owners=torch.tensor([0, 0, 2, 2], **int32),
-        starts=torch.tensor([0, 2, 2, 4], **int32),
-        active=torch.tensor([0, 2, 0, 2], **int32),
-    )
-    x, out = cases.activations(2, 64), torch.empty(4, 16)
-    linear.matmul_routed(group, x, routes, True, out)
-    for row, (token, owner) in enumerate([(0, 0), (1, 0), (0, 2), (1, 2)]):
-        expected = x[token].double() @ decode(layouts[owner]).double().t()
-        assert distance(out[row], expected) < 1e-6
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

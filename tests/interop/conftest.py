@@ -22,6 +22,7 @@ from torch import Tensor
 
 import sdk
 from sdk import LLM, SamplingParams
+from sdk.loaders.hf_experts import spelled_as_ours
 from sdk.loaders.open import open_checkpoint
 
 HERE = Path(__file__).parent
@@ -230,7 +231,7 @@ def assert_weights() -> Callable[[Path, Mapping[str, Any], torch.dtype], None]:
             plain = ("F32", "F16", "BF16")
             packed = [entry.name for entry in checkpoint.entries() if entry.format not in plain]
             assert packed
-            for name in packed:
+            for name in map(spelled_as_ours, packed):
                 ours = checkpoint.weight(name).dequantize().to(dtype).float()
                 wrong = int((ours != torch.from_numpy(theirs[name])).sum())
                 assert wrong == 0, f"{name}: {wrong} of {ours.numel()} values differ"

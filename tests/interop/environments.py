@@ -49,6 +49,7 @@ ENVIRONMENTS = {
     ),
     "compressed-tensors": Environment(("llmcompressor==0.14.0.1 sentencepiece protobuf",)),
     "llama-cpp": Environment((LLAMA_CPP,), torch=False),
+    "lm-eval": Environment((f"-C wheel.cmake=false -e {ROOT}[lm-eval]",)),
 }
 
 

@@ -315,6 +315,20 @@ def test_scales_for_a_kv_cache_are_reported_and_left_alone(
     assert list(layers.reopen().kv_scales.values()) == [shown] * 3
 
 
+def test_outputs_that_should_be_rounded_are_told_of_and_stay_floats(
+    layers: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    tensors, expected = packed(4, (32, 64), 16)
+    said = settings(ints(4, 16))
+    layers.weight(said, tensors)
+    assert caplog.text == ""
+    said["config_groups"]["group_0"]["output_activations"] = {"num_bits": 8, "type": "float"}
+    said["config_groups"]["cache"] = {**said["config_groups"]["group_0"], "weights": None}
+    weight = layers.weight(said, tensors)
+    assert "output_activations of 2 config_groups, group_0 among them, are not" in caplog.text
+    assert torch.equal(weight.dequantize(), expected)
+
+
 def corrupt(ending: str, value: Tensor | None) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
     tensors, _ = packed(4, (32, 64), 16)
     if value is None:

@@ -1,6 +1,6 @@
 """Attention, rope, row-wise and sampling kernels compiled for cards that are not here.
 
-    python compile_attention.py '[["sm_90", "attention int8 .*"], ["gfx942", "rope .*"]]'
+    echo '[["sm_90", "attention int8 .*"], ["gfx942", "rope .*"]]' | python compile_attention.py
 
 Run as a program, because Triton must not interpret here; one JSON line per kernel. The launchers
 run on tensors of the CPU with a driver that only knows a target, so what is compiled are the
@@ -30,7 +30,8 @@ from triton.runtime.jit import JITFunction
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from sdk.kernels.batch import AttentionBatch
-from sdk.kernels.gpu import attention, elementwise, launch, norm, rope, sampling
+from sdk.kernels.experts import Routes
+from sdk.kernels.gpu import attention, elementwise, experts, launch, norm, rope, sampling
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.sampling import Penalties
 
@@ -172,6 +173,16 @@ def run_rows() -> None:
     rope.RopeAngles().run(torch.zeros(4, dtype=torch.int64), torch.zeros(64), 1.0, *angles)
 
 
+def run_experts() -> None:
+    order = [torch.zeros(size, dtype=torch.int32) for size in (8, 8, 8, 61, 61)]
+    routes = Routes(torch.zeros(1, 8), order[0].view(1, 8), *order[1:])
+    for normalized in (False, True):
+        experts.Route().run(torch.zeros(1, 60), normalized, routes.places, routes.weights)
+    experts.Group().run(routes.places, routes)
+    experts.AddOwnersBias().run(torch.zeros(8, 576), torch.zeros(60, 576), routes)
+    experts.Combine().run(torch.zeros(8, 576), routes, torch.zeros(1, 576))
+
+
 def run_sampling() -> None:
     logits = torch.zeros(2, 32000)
     entries = torch.zeros(9, dtype=torch.int64)
@@ -185,6 +196,7 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
     """Every variant, by name."""
     yield "rows", run_rows
     yield "sampling", run_sampling
+    yield "experts", run_experts
     for dtype in DTYPES:
         yield f"rope {dtype}", partial(run_rope, dtype)
         for head_dim, rich in itertools.product((64, 80, 96, 128, 256), (False, True)):
@@ -202,7 +214,9 @@ def line(target: str, label: str, kernel: Compiled) -> dict[str, Any]:
         # Plain loads or asynchronous copies to shared memory, of 128 bits.
         wide = re.findall(r"LDGSTS\S*\.128|LDG\.E\S*\.128", sass)
         matrix = set(re.findall(r"\bHG?MMA\b", sass))
-        found |= kernel.usage() | {"wide": len(wide), "matrix": sorted(matrix)}
+        usage = kernel.usage()
+        found |= {"registers": usage["REG"], "stack": usage["STACK"]}
+        found |= {"wide": len(wide), "matrix": sorted(matrix)}
     return found
 
 
@@ -219,4 +233,4 @@ def main(jobs: Sequence[Sequence[str]]) -> None:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main(json.load(sys.stdin))

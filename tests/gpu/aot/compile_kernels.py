@@ -20,6 +20,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,18 @@ from triton.compiler import ASTSource
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT))
 
-from sdk.kernels.gpu.linear import Launch, add_chunks, add_up, decode_rows, product, product_one  # noqa: E402
+from sdk.kernels.experts import Routes  # noqa: E402
+from sdk.kernels.gpu.dense import DenseLinear, product_dense  # noqa: E402
+from sdk.kernels.gpu.expert_tiles import Routed  # noqa: E402
+from sdk.kernels.gpu.launch import Launch  # noqa: E402
+from sdk.kernels.gpu.linear import (  # noqa: E402
+    Linear,
+    add_chunks,
+    add_up,
+    decode_rows,
+    product,
+    product_one,
+)
 from sdk.kernels.gpu.linear_as_file import product_bytes, round_rows  # noqa: E402
 from sdk.kernels.gpu.packing import pack  # noqa: E402
 from sdk.kernels.gpu.tuning import Tuning  # noqa: E402
@@ -67,6 +79,8 @@ def weight(name: str) -> Layout:
     if name in BLOCK_TYPES:
         return cases.blocks(n, k, name)
     made = {
+        "float16": lambda: cases.dense(n, k, torch.float16),
+        "bfloat16": lambda: cases.dense(n, k, torch.bfloat16),
         "nf4-g64": lambda: cases.table(n, k, 4, 64),
         "mxfp4": lambda: cases.table(n, k, 4, 32, torch.float8_e8m0fnu, values=E2M1),
         "nvfp4": lambda: cases.table(n, k, 4, 16, torch.float8_e4m3fn, k, values=E2M1),
@@ -80,18 +94,39 @@ def weight(name: str) -> Layout:
     return cases.affine(n, k, int(bits), int(group), kind)
 
 
+def routes_of(tokens: int, experts: int = 8, k: int = 2) -> Routes:
+    def made(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32)
+
+    rows = tokens * k
+    order = made(tokens, k), made(rows), made(rows), made(experts + 1), made(experts + 1)
+    return Routes(torch.zeros(tokens, k), *order)
+
+
 def launch_of(name: str, kernel: str, tokens: int, dtype: torch.dtype) -> Launch:
-    packed = pack(weight(name))
+    """``experts`` behind a product's name: of the rows routed to eight experts."""
+    kernel, _, experts = kernel.partition(" ")
+    layout = weight(name)
+    x = torch.empty(tokens, layout.shape[1], dtype=dtype)
+    routes = routes_of(tokens)
+    if kernel == "product_dense":
+        dense = DenseLinear().group([layout] * 8)
+        out = torch.empty(2 * tokens, layout.shape[0])
+        return product_dense(dense, x, routes, routes.tokens, out)
+    packed = pack(layout)
     n, k = packed.shape
-    tiles = _TUNING.tiles(packed, tokens)
-    x = torch.empty(tokens, k, dtype=dtype)
-    parts = torch.empty(2, tokens, n)
+    tiles = replace(_TUNING.tiles(packed, tokens), split=2)
+    parts, routed = torch.empty(2, tokens, n), None
+    if experts:
+        group = Linear(torch.float16, _TUNING).group([packed] * 8)
+        routed = Routed(group.offsets, routes, routes.tokens)
+        parts = torch.empty(2, 2 * tokens, n)
     if kernel == "product":
-        return product(packed, x, parts, parts, 2, tiles, dtype)
+        return product(packed, x, parts, parts, tiles, dtype, routed)
     if kernel == "add_chunks":
         return add_chunks(x, parts, 32, dtype)
     if kernel == "product_one":
-        return product_one(packed, x, parts, 2, tiles)
+        return product_one(packed, x, parts, tiles, routed)
     if kernel == "decode_rows":
         return decode_rows(packed, torch.empty(tokens, k, dtype=dtype), 0)
     scheme = ActivationScheme("e4m3" if packed.kind == "e4m3" else "int")
@@ -99,7 +134,7 @@ def launch_of(name: str, kernel: str, tokens: int, dtype: torch.dtype) -> Launch
     if kernel == "round_rows":
         return round_rows(x, codes, torch.empty(tokens), scheme)
     if kernel == "product_bytes":
-        return product_bytes(packed, codes, torch.empty(tokens), parts, 2, tiles)
+        return product_bytes(packed, codes, torch.empty(tokens), parts, tiles, routed)
     assert kernel == "add_up"
     return add_up(parts, torch.empty(tokens, n))
 
@@ -120,8 +155,8 @@ def source(launch: Launch) -> ASTSource:
         elif isinstance(value, float):
             signature[name] = "fp32"
             continue
-        elif value == 1 and not parameter.do_not_specialize:
-            signature[name], constants[(i,)] = "constexpr", 1
+        elif value is None or (value == 1 and not parameter.do_not_specialize):
+            signature[name], constants[(i,)] = "constexpr", value
             continue
         else:
             signature[name] = "i32"

@@ -19,6 +19,18 @@ def dump(model: Any, job: dict[str, Any]) -> None:
                 found[name] = module(columns).T
         elif isinstance(module, torch.nn.Linear):
             found[name] = module.weight
+        elif hasattr(module, "gate_up_proj") and module.gate_up_proj.ndim == 3:
+            found |= experts(name, module)
     with torch.inference_mode():
         found["logits"] = model(torch.tensor([job["prompt"]])).logits[0]
     np.savez(job["out"], **{name: value.detach().float().numpy() for name, value in found.items()})
+
+
+def experts(name: str, module: Any) -> dict[str, torch.Tensor]:
+    """Every expert's matrices, of all experts joined."""
+    found = {}
+    for expert, both in enumerate(module.gate_up_proj):
+        gate, up = both.chunk(2)
+        parts = {"gate": gate, "up": up, "down": module.down_proj[expert]}
+        found |= {f"{name}.{expert}.{part}_proj": weight for part, weight in parts.items()}
+    return found

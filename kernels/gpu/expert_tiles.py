@@ -1,0 +1,122 @@
+"""How one launch multiplies with the weights of many experts.
+
+The weights stay where they are: a kernel is given those of the first expert and, for each expert
+and part, how many elements further the expert's own lie. Tiles of rows are counted by the experts
+that have any: ``Routes.active`` and ``starts`` of :class:`sdk.kernels.experts.Routes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sdk.kernels.experts import Routes
+
+#: Parts of a packed weight that are an expert's own; all share the table of values.
+PARTS = (
+    *("w0", "w1", "w2", "scale", "super_scale", "nested", "offset"),
+    *("zeros", "minus", "super_minus"),
+)
+_COUNT = tl.constexpr(len(PARTS))
+
+Part = TypeVar("Part")
+
+
+@dataclass(frozen=True, slots=True)
+class Experts(Generic[Part]):
+    """The weights of a layer's experts, alike in all but their numbers.
+
+    ``offsets`` int64 ``[E, parts]``: elements from a part of the first to the same of each.
+    """
+
+    weights: tuple[Part, ...]
+    offsets: Tensor
+
+    @property
+    def first(self) -> Part:
+        return self.weights[0]
+
+    @property
+    def count(self) -> int:
+        return len(self.weights)
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """Rows of one product by the experts they belong to: ``sources [R]``, where x has other rows.
+
+    One row of x for each of ``starts[e] : starts[e + 1]`` otherwise.
+    """
+
+    offsets: Tensor
+    routes: Routes
+    sources: Tensor | None
+
+    @property
+    def experts(self) -> int:
+        return self.offsets.shape[0]
+
+    def tiles(self, block_m: int) -> int:
+        """As many tiles as there can be, however the rows are routed."""
+        rows = self.routes.tokens.shape[0]
+        return rows // block_m + min(rows, self.experts)
+
+
+def offsets_of(weights: Sequence[Mapping[str, Tensor]]) -> Tensor | None:
+    """``Experts.offsets`` of the weights' parts, by name; None unless their shapes are alike."""
+    first = weights[0]
+    table = []
+    for weight in weights:
+        pairs = [(weight[name], first[name]) for name in first]
+        if any(a.dtype != b.dtype or a.shape != b.shape for a, b in pairs):
+            return None
+        table.append([(a.data_ptr() - b.data_ptr()) // b.itemsize for a, b in pairs])
+    return torch.tensor(table, dtype=torch.int64, device=next(iter(first.values())).device)
+
+
+def tile_arguments(routed: Routed | None) -> dict[str, Any]:
+    """What :func:`expert_tile` reads, by the names of a kernel's arguments."""
+    if routed is None:
+        return dict.fromkeys(("offsets", "starts", "active", "sources"), None) | {"experts": 0}
+    routes = routed.routes
+    found: dict[str, Any] = {"offsets": routed.offsets, "starts": routes.starts}
+    return found | {"active": routes.active, "sources": routed.sources, "experts": routed.experts}
+
+
+@triton.jit
+def expert_tile(starts, active, experts, index, BLOCK_M: tl.constexpr):
+    """Whose rows tile ``index`` has, the first of them, and where the expert's end.
+
+    The tiles of the a-th expert that has rows begin at ``starts // BLOCK_M + a``; one it does not
+    need has its first row beyond the end.
+    """
+    low = index * 0  # the last one whose tiles begin at or before this one
+    high = tl.load(active + experts)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(starts + tl.load(active + middle)) // BLOCK_M + middle <= index:
+            low = middle
+        else:
+            high = middle
+    expert = tl.load(active + low)
+    start = tl.load(starts + expert)
+    first = start + (index - start // BLOCK_M - low) * BLOCK_M
+    return expert, first, tl.load(starts + expert + 1)
+
+
+@triton.jit
+def moved(part, offsets, expert, INDEX: tl.constexpr):
+    """An expert's own part: where the first's lies, and the offset."""
+    return part + tl.load(offsets + expert * _COUNT + INDEX)
+
+
+@triton.jit
+def moved_words(part, offsets, expert, INDEX: tl.constexpr):
+    """:func:`moved` for words, whose tensors begin at multiples of 64 bytes: 16-byte loads."""
+    return part + tl.multiple_of(tl.load(offsets + expert * _COUNT + INDEX), 16)

@@ -1,0 +1,202 @@
+"""Plans of engines; what to change where one does not fit, and what that is expected to cost.
+
+Every combination of a weight format, a type of the KV cache and smaller limits is planned as the
+engine would plan it; those that fit are ranked by what they keep and then by what they lose.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from sdk.config import EngineConfig
+from sdk.errors import OutOfMemoryError
+from sdk.memory import Alternative, MemoryPlan, format_bytes
+from sdk.planning import available_to, kernel_shares, open_model, plan_for, sizes_of
+from sdk.quant import scheme as schemes
+from sdk.quant.at_load import FLOATS, is_in_block, packed_at_load, scheme_at_load
+from sdk.quant.checkpoint import Checkpoint
+from sdk.quant.derived import DerivedCheckpoint
+from sdk.quant.errors import QuantizationError
+
+#: Alternatives a plan names at most.
+_MOST = 8
+#: Limits that take little workspace, and a short context.
+_FEW: Mapping[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
+_SHORT = 256
+
+
+def plan(config: EngineConfig) -> MemoryPlan:
+    """The memory plan of ``config``, with what would fit in its place where it does not."""
+    checkpoint = open_model(config)
+    try:
+        made = plan_for(config, checkpoint)
+        if not made.fits:
+            made = _with_help(made, config, checkpoint)
+        return replace(made, kernels=tuple(kernel_shares(config, checkpoint)))
+    finally:
+        checkpoint.close()
+
+
+def planned_config(
+    plan: MemoryPlan | None, model: str | os.PathLike[str] | None, options: Mapping[str, Any]
+) -> EngineConfig:
+    """The options of an engine from its caller's, or from a plan, in whose limits it then stays.
+
+    :raises TypeError: both are given, or neither.
+    :raises OutOfMemoryError: the plan does not fit.
+    """
+    if plan is None:
+        if model is None:
+            raise TypeError("LLM() needs a model, or plan=LLM.plan(model, ...)")
+        return EngineConfig.from_options(model, options)
+    if model is not None or options:
+        raise TypeError(
+            f"LLM(plan=...) takes model and options from the plan, found "
+            f"{', '.join(['a model'] * (model is not None) + list(options))} besides"
+        )
+    if plan.config is None:
+        raise TypeError("plan: expected what LLM.plan() returned, found one without options")
+    if not plan.fits:
+        raise OutOfMemoryError(plan.problem)
+    return replace(
+        plan.config, max_model_len=plan.max_model_len, kv_cache_memory_bytes=plan.kv_cache
+    )
+
+
+def checked_plan(config: EngineConfig, checkpoint: Checkpoint) -> MemoryPlan:
+    """The plan of an engine about to be loaded.
+
+    :raises OutOfMemoryError: with the sums and what would help, where it is too large for its
+        budget or for what the machine can give now.
+    """
+    made = plan_for(config, checkpoint)
+    available = available_to(config)
+    if made.fits and made.total > available:
+        sums = (
+            "the machine cannot give what the budget allows:\n"
+            f"  planned    {format_bytes(made.total):>10}\n"
+            f"  budget     {format_bytes(made.budget or made.total):>10}\n"
+            f"  available  {format_bytes(available):>10}"
+        )
+        made = replace(made, problem=sums)
+    if not made.fits:
+        raise OutOfMemoryError(_with_help(made, config, checkpoint).problem)
+    return made
+
+
+def _with_help(made: MemoryPlan, config: EngineConfig, checkpoint: Checkpoint) -> MemoryPlan:
+    others = alternatives(config, checkpoint, made)
+    lines = [f"  {other}" for other in others[:3]]
+    lines.append(f"  {_least_budget(config, checkpoint)}")
+    problem = "\n".join([made.problem, "what would help:", *lines])
+    return replace(made, alternatives=others, problem=problem)
+
+
+def expected_losses() -> tuple[dict[str, float], dict[str, float]]:
+    """Nats by weight scheme and by type of the KV cache: means of the models measured."""
+    path = Path(schemes.__file__).with_name("expected_loss.json")
+    table = json.loads(path.read_text(encoding="utf-8"))
+    weights, kv = (
+        {name: fmean(row["kld"].values()) for name, row in table[part].items() if row["kld"]}
+        for part in ("weights", "kv")
+    )
+    return weights, kv
+
+
+def alternatives(
+    config: EngineConfig, checkpoint: Checkpoint, asked: MemoryPlan
+) -> tuple[Alternative, ...]:
+    """What fits in the place of ``asked``, best first; nothing that another beats in everything."""
+    fitting = list(_fitting(config, checkpoint, asked))
+    fitting.sort(
+        key=lambda one: (
+            not one.keeps_limits,
+            one.loss,
+            len(one.options),
+            -one.plan.max_model_len,
+        )
+    )
+    chosen: list[Alternative] = []
+    for one in fitting:
+        if not any(_is_no_worse(known, one) for known in chosen):
+            chosen.append(one)
+    return tuple(chosen[:_MOST])
+
+
+def _is_no_worse(known: Alternative, one: Alternative) -> bool:
+    """Whether there is no reason to take ``one`` in the place of ``known``."""
+    return (
+        known.loss <= one.loss
+        and known.keeps_limits >= one.keeps_limits
+        and known.plan.max_model_len >= one.plan.max_model_len
+        and known.plan.max_num_seqs >= one.plan.max_num_seqs
+    )
+
+
+def _fitting(
+    config: EngineConfig, checkpoint: Checkpoint, asked: MemoryPlan
+) -> Iterator[Alternative]:
+    inner = checkpoint.inner if isinstance(checkpoint, DerivedCheckpoint) else checkpoint
+    weights, kv = expected_losses()
+    before = kv.get(asked.kv_dtype, 0.0)
+    for scheme in _schemes(config, inner, weights):
+        options: dict[str, Any] = {} if scheme is None else {"quantization": scheme}
+        by_scheme = replace(config, **options)
+        changed = packed_at_load(inner, by_scheme.quantization)
+        sizes = sizes_of(by_scheme, changed)
+        for dtype, few, short in product([None, *kv], (False, True), (False, True)):
+            own = dict(options)
+            if dtype is not None:
+                own["kv_cache_dtype"] = dtype
+                if config.kv_policy is not None:
+                    own["kv_policy"] = None
+            if few:
+                own |= _FEW
+            tried = replace(config, **own, **({"max_model_len": None} if short else {}))
+            made = plan_for(tried, changed, sizes)
+            if not made.fits or (dtype is not None and made.page_bytes >= asked.page_bytes):
+                continue
+            if short:
+                own["max_model_len"] = made.max_model_len
+                made = replace(made, config=replace(tried, max_model_len=made.max_model_len))
+            loss = 0.0 if scheme is None else weights[scheme]
+            loss += 0.0 if dtype is None else max(kv[dtype] - before, 0.0)
+            yield Alternative(own, made, loss, keeps_limits=not (few or short))
+
+
+def _schemes(
+    config: EngineConfig, checkpoint: Checkpoint, losses: Mapping[str, float]
+) -> Iterator[str | None]:
+    """None for as it was asked, then what can pack this model while it is loaded."""
+    yield None
+    entries = checkpoint.entries()
+    if not any(is_in_block(entry) and entry.format in FLOATS for entry in entries):
+        return
+    for name in losses:
+        try:
+            scheme = scheme_at_load(name)
+            for entry in filter(is_in_block, entries):
+                scheme.check(entry.name, entry.shape[-1])
+        except QuantizationError:  # it makes a file, or its groups do not fit these rows
+            continue
+        if name != config.quantization:
+            yield name
+
+
+def _least_budget(config: EngineConfig, checkpoint: Checkpoint) -> str:
+    """The change that always helps: a larger budget, with the smallest limits."""
+    short = min(_SHORT, config.max_model_len or _SHORT)
+    few = replace(config, **_FEW, memory=None, max_model_len=None, kv_cache_memory_bytes=1)
+    made = plan_for(few, checkpoint)
+    made = replace(made, num_pages=-(-short // made.page_size))
+    budget = format_bytes(-(-made.total // 2**20) * 2**20)
+    limits = {"max_model_len": short, **_FEW}
+    said = ", ".join(f"{name}={value}" for name, value in limits.items())
+    return f"memory={budget!r} holds it with {said}"

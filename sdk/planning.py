@@ -1,0 +1,270 @@
+"""What an engine would occupy and run, from the headers of a model's files: nothing is loaded."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from sdk.config import EngineConfig
+from sdk.engine.kv_cache import kv_spec
+from sdk.errors import CheckpointError, RequestError
+from sdk.kernels.cpu.packed_weight import BLOCK_SOURCES, packed_bytes
+from sdk.kernels.layouts import BLOCK_TYPES
+from sdk.kernels.ops import Compute
+from sdk.kernels.registry import Backend, Problem, choose, open_backends
+from sdk.loaders.open import open_checkpoint
+from sdk.memory import (
+    ENGINE_BYTES,
+    ENGINE_WORD_BYTES,
+    Demand,
+    KernelShare,
+    MemoryPlan,
+    available_memory,
+    format_bytes,
+    installed_memory,
+    plan_memory,
+)
+from sdk.models.auto import read_config
+from sdk.models.config import ModelConfig
+from sdk.models.parallel import Mesh
+from sdk.quant.at_load import EMBEDDINGS, FLOATS, is_end, packed_at_load, scheme_at_load
+from sdk.quant.checkpoint import Checkpoint, TensorEntry
+from sdk.quant.spec import QuantSpec
+
+#: Of a GPU's free memory, what an engine may take unless told otherwise; the rest is for torch's
+#: own buffers and the kernels' scratch.
+_GPU_SHARE = 0.9
+#: Of a file being loaded so many bytes stay mapped, and so many matrices whatever their size.
+_WINDOW, _MAPPED_MATRICES = 8 * 2**20, 4
+#: Quantizing at load has so many float32 copies of a matrix at once.
+_COPIES = 6
+_INTEGERS = re.compile(r"(?:gptq-|awq-)?w(\d)(?:a\d+)?(g\d+)?s?")
+_FLOATS = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
+
+
+def open_model(config: EngineConfig) -> Checkpoint:
+    """The files of a model, their headers checked; packed at load where ``config`` says so."""
+    checkpoint = open_checkpoint(
+        config.model, revision=config.revision, local_files_only=config.local_files_only
+    )
+    if config.load_format not in ("auto", checkpoint.format):
+        checkpoint.close()
+        raise CheckpointError(
+            f"{checkpoint.path}: expected {config.load_format} (load_format), "
+            f"found {checkpoint.format}"
+        )
+    return packed_at_load(checkpoint, config.quantization)
+
+
+class _NoRanks:
+    """A group that carries nothing: a mesh with it only tells how it would cut."""
+
+    def all_reduce(self, x: Any) -> None:
+        raise NotImplementedError
+
+    def all_gather(self, x: Any) -> list[Any]:
+        raise NotImplementedError
+
+
+def _check_cut(size: int, model: ModelConfig) -> None:
+    """Refuse a number of ranks that the model cannot be dealt to, before any of them starts."""
+    mesh = Mesh(0, size, _NoRanks())
+    mesh.heads(model.num_heads, model.num_kv_heads)
+    mesh.columns(model.intermediate_size)
+    if model.experts is not None:
+        mesh.columns(model.experts.width)
+    mesh.vocabulary(model.vocab_size)
+
+
+def model_config(config: EngineConfig, checkpoint: Checkpoint) -> ModelConfig:
+    return read_config({**checkpoint.config, **(config.hf_overrides or {})})
+
+
+def compute_of(config: EngineConfig) -> Compute:
+    # dtype="float32" asks for the arithmetic that compute="exact" names
+    return "exact" if config.dtype == "float32" else config.compute
+
+
+def device_of(config: EngineConfig) -> str:
+    """``"auto"`` is the CPU. :raises RequestError: where the device asked for cannot be used."""
+    if config.device != "cuda":
+        return "cpu"
+    if not torch.cuda.is_available():
+        raise RequestError("device='cuda': torch finds no GPU here; leave device unset for the CPU")
+    if config.tensor_parallel_size > 1:
+        raise RequestError("device='cuda': tensor_parallel_size must be 1 in this release")
+    return "cuda"
+
+
+def threads_of(config: EngineConfig) -> int:
+    return config.num_threads or len(os.sched_getaffinity(0))
+
+
+def available_to(config: EngineConfig) -> int:
+    """Bytes that weights, pages and workspace may take where no budget is given."""
+    if device_of(config) == "cpu":
+        return available_memory()
+    free: int = torch.cuda.mem_get_info()[0]
+    return int(free * (config.gpu_memory_utilization or _GPU_SHARE))
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bytes of a model's weights: as kernels hold them, at the peak of a load, read for a token."""
+
+    weights: int
+    loading: int
+    read: int
+
+
+def sizes_of(config: EngineConfig, checkpoint: Checkpoint) -> Sizes:
+    model = model_config(config, checkpoint)
+    entries = checkpoint.entries()
+    return Sizes(
+        sum(map(held_bytes, entries)),
+        _loading_bytes(config, entries, model),
+        int(sum(_read_bytes(entry, model) for entry in entries)),
+    )
+
+
+def plan_for(
+    config: EngineConfig, checkpoint: Checkpoint, sizes: Sizes | None = None
+) -> MemoryPlan:
+    """The sums alone; ``problem`` says so where they do not fit. ``sizes`` where they are known."""
+    model = model_config(config, checkpoint)
+    made = plan_memory(
+        _demand(config, model, sizes or sizes_of(config, checkpoint)),
+        budget=_bytes(config.memory),
+        kv_budget=_bytes(config.kv_cache_memory_bytes),
+        max_model_len=config.max_model_len,
+        available=available_to(config),
+    )
+    installed = installed_memory()
+    too_large = made.budget is not None and made.budget > installed and config.device != "cuda"
+    if made.fits and too_large:
+        sums = (
+            "the budget is larger than this machine:\n"
+            f"  budget     {format_bytes(made.budget or 0):>10}\n"
+            f"  installed  {format_bytes(installed):>10}\n"
+            f"  planned    {format_bytes(made.total):>10}"
+        )
+        made = replace(made, problem=sums)
+    return replace(made, config=config)
+
+
+def _demand(config: EngineConfig, model: ModelConfig, sizes: Sizes) -> Demand:
+    dtype = config.kv_policy or config.kv_cache_dtype
+    if dtype == "auto":
+        dtype = "float32" if compute_of(config) == "exact" else "float16"
+    _check_cut(config.tensor_parallel_size, model)
+    # Every rank is a process of this machine: the budget holds the pages of all of them, and with
+    # more ranks than heads some heads are kept twice.
+    heads = max(model.num_kv_heads, config.tensor_parallel_size)
+    page_bytes = kv_spec(model, heads, config.block_size, dtype).page_bytes
+    experts = model.experts
+    return Demand(
+        weights=sizes.weights,
+        page_bytes=page_bytes,
+        page_size=config.block_size,
+        kv_dtype=dtype,
+        model_context=model.max_position,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+        vocab_size=model.vocab_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        experts_per_token=0 if experts is None else experts.per_token,
+        expert_width=0 if experts is None else experts.width,
+        loading=sizes.loading,
+        read=sizes.read,
+        has_tokenizer=not config.skip_tokenizer_init,
+    )
+
+
+def _bytes(value: int | str | None) -> int | None:
+    assert not isinstance(value, str)  # EngineConfig has parsed it
+    return value
+
+
+def held_bytes(entry: TensorEntry) -> int:
+    """Of a tensor once it is loaded: packed into tiles of 16 rows where it is a matrix."""
+    if entry.held is not None:
+        return entry.held
+    kind = entry.format.lower()
+    if kind in BLOCK_SOURCES and len(entry.shape) > 1:
+        return packed_bytes(kind, math.prod(entry.shape[:-1]), entry.shape[-1])
+    return entry.nbytes
+
+
+def _loading_bytes(config: EngineConfig, entries: Sequence[TensorEntry], model: ModelConfig) -> int:
+    """The peak of a load. A matrix is in memory twice while it is packed: embedding and head, the
+    largest, when little else is there, those of the blocks beside everything else."""
+    ends = [entry for entry in entries if is_end(entry.name)]
+    others = [entry for entry in entries if not is_end(entry.name)]
+    largest = max((entry.nbytes for entry in others), default=0)
+    window = min(sum(entry.nbytes for entry in others), max(_WINDOW, _MAPPED_MATRICES * largest))
+    early = sum(held_bytes(entry) + entry.nbytes for entry in ends)
+    late = sum(map(held_bytes, entries)) + window
+    if config.quantization is not None:
+        late += max((_COPIES * 4 * entry.num_elements for entry in others), default=0)
+    return max(early, late) + ENGINE_BYTES + ENGINE_WORD_BYTES * model.vocab_size
+
+
+def _read_bytes(entry: TensorEntry, model: ModelConfig) -> float:
+    """What one token reads of a tensor: of an embedding that is not the head too a row."""
+    held = held_bytes(entry)
+    embeds = entry.name.removesuffix(".weight").endswith(EMBEDDINGS)
+    if embeds and not model.tie_word_embeddings:
+        return held / entry.shape[0]
+    if model.experts is not None and ("_exps." in entry.name or ".experts." in entry.name):
+        return held * model.experts.per_token / model.experts.count
+    return held
+
+
+def kernel_shares(config: EngineConfig, checkpoint: Checkpoint) -> Iterator[KernelShare]:
+    """The matrices by format. Rounding of inputs that a file asks for is not in every header: the
+    engine may choose ``linear_as_file`` in place of what stands here."""
+    sums: dict[str, list[int]] = {}
+    for entry in checkpoint.entries():
+        if len(entry.shape) > 1:
+            sums.setdefault(_numerics(config, entry), []).append(held_bytes(entry))
+    backends, _ = open_backends(device_of(config), 1)
+    try:
+        for numerics, sizes in sums.items():
+            yield KernelShare(numerics, _kernel(config, backends, numerics), len(sizes), sum(sizes))
+    finally:
+        for backend in backends:
+            backend.close()
+
+
+def _numerics(config: EngineConfig, entry: TensorEntry) -> str:
+    """As a report of the loaded model names them: ``q4_k``, ``gptq-w4g128``."""
+    if config.quantization is None or entry.held is None or entry.format not in FLOATS:
+        return entry.format.lower()
+    scheme = scheme_at_load(config.quantization)
+    spec = scheme.head if is_end(entry.name) else scheme.spec
+    return str(spec)
+
+
+def _kernel(config: EngineConfig, backends: list[Backend], numerics: str) -> str:
+    """The kernel of a matrix, all of whose rows divide into groups."""
+    fields: dict[str, Any] = {"layout": "dense", "format": _FLOATS.get(numerics, "float32")}
+    integers = _INTEGERS.fullmatch(numerics)
+    if numerics in BLOCK_TYPES:
+        fields = {"layout": "blocks", "format": numerics}
+    elif numerics.startswith(("fp8", "f8", "mxfp8")):
+        fields = {"layout": "float8", "format": "float8_e4m3fn"}
+    elif integers is not None:
+        group = int((integers[2] or "g0")[1:])
+        fields = {"layout": "affine", "bits": int(integers[1]), "group": group}
+    elif numerics not in _FLOATS:
+        spec = QuantSpec.parse(numerics)
+        fields = {"layout": "affine", "format": "table", "bits": spec.bits, "group": spec.group}
+    problem = Problem("linear", compute=compute_of(config), **fields)
+    return choose(backends, problem).name

@@ -1,0 +1,196 @@
+"""``pytest --llm-model FILE``: what a quantized model may lose and take, as tests.
+
+Each model becomes an item that runs :func:`sdk.evaluate` and fails with the limits it exceeds.
+Neither torch nor the engine is imported before such an item runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from sdk.errors import RequestError, SdkError
+from sdk.memory import parse_bytes
+
+if TYPE_CHECKING:
+    from sdk.evaluating import Evaluation
+
+#: Options of :class:`sdk.LLM`, ``--llm-kv-cache-dtype`` and so on.
+_ENGINE = ("compute", "kv_cache_dtype", "quantization", "num_threads")
+#: What one option of a limit looks at: (field of an evaluation, whether more is worse).
+_LIMITS = {
+    "max_kld": ("kl_mean", True),
+    "max_kld_p99": ("kl_p99", True),
+    "min_top1": ("top1", False),
+    "max_perplexity": ("perplexity", True),
+}
+_NODE = "embedlm::"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("embedlm", "what a language model loses and takes (embedlm)")
+
+    def add(name: str, help_text: str, **more: Any) -> None:
+        group.addoption(f"--llm-{name}", help=help_text, **more)
+
+    add("model", "a .gguf file, a folder, or a hub id; may be given again", action="append")
+    add("reference", "the model to compare with (default: MODEL itself in exact arithmetic)")
+    for name, text in {
+        "max-kld": "mean KL divergence from the reference, nats",
+        "max-kld-p99": "what the divergence of 1 %% of the positions exceeds",
+        "min-top1": "part of the positions whose likeliest token is the reference's, 0 to 1",
+        "max-perplexity": "of the model over the text",
+    }.items():
+        add(name, text, type=_number, metavar="X")
+    add("max-memory", "budget of MODEL's engine: weights, cache, workspace: 1GiB", metavar="SIZE")
+    add("text", "what both read (default: 64 KiB of Python's help topics)", metavar="FILE")
+    add("windows", "of the text, at most (default: 8)", type=int, default=8, metavar="N")
+    add("tokens", "of each window (default: 512)", type=int, default=512, metavar="N")
+    add("compute", "auto (default) or exact: no rounding of activations")
+    add("kv-cache-dtype", "auto (default), float32, float16, int8, ...", metavar="TYPE")
+    add("quantization", "pack MODEL while it is loaded: int4, int8, ...", metavar="SCHEME")
+    add("num-threads", "default: the CPUs of this process", type=int, metavar="N")
+    add("json", "write every number", metavar="FILE")
+    add("markdown", "write the table", metavar="FILE")
+    add("plot", "draw bytes, loss and speed; needs matplotlib", metavar="FILE")
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number from 0 on, found {text}")
+    return value
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("llm_model"):
+        config.pluginmanager.register(_Models(config), "embedlm-models")
+        return
+    for name in ("reference", *_LIMITS, "max_memory", "json", "markdown", "plot"):
+        if config.getoption(f"llm_{name}") is not None:
+            option = name.replace("_", "-")
+            raise pytest.UsageError(f"--llm-{option}: expected --llm-model with it, found none")
+
+
+class _Models:
+    """The items of one run, and what they found."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._found: list[dict[str, Any]] = []
+        try:
+            if config.getoption("llm_max_memory") is not None:
+                parse_bytes(config.getoption("llm_max_memory"), "--llm-max-memory")
+            if config.getoption("llm_plot") is not None:
+                from sdk.evaluating.plot import check_matplotlib
+
+                check_matplotlib("--llm-plot")
+        except RequestError as error:
+            raise pytest.UsageError(str(error)) from None
+
+    @pytest.hookimpl(tryfirst=True)  # before -k and -m choose
+    def pytest_collection_modifyitems(
+        self, session: pytest.Session, items: list[pytest.Item]
+    ) -> None:
+        for model in dict.fromkeys(self._config.getoption("llm_model")):
+            items.append(ModelItem.from_parent(session, name=model, nodeid=_NODE + model))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" and report.nodeid.startswith(_NODE) and report.user_properties:
+            self._found.append(dict(report.user_properties))
+
+    def pytest_sessionfinish(self) -> None:
+        if not self._found or hasattr(self._config, "workerinput"):
+            return
+        for name, write in _WRITERS.items():
+            path = self._config.getoption(f"llm_{name}")
+            if path is not None:
+                write(Path(path), self._evaluations())
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if not self._found:
+            return
+        from sdk.cli.evaluate import cells, heading
+        from sdk.cli.table import format_table
+
+        found = self._evaluations()
+        terminalreporter.section("embedlm")
+        terminalreporter.write_line(f"{heading(found[0])}\n\n{format_table(*cells(found))}")
+
+    def _evaluations(self) -> list[Evaluation]:
+        from sdk.evaluating import Evaluation
+
+        names = {field.name for field in fields(Evaluation)}  # other plugins add properties too
+        return [
+            Evaluation(**{name: value for name, value in one.items() if name in names})
+            for one in self._found
+        ]
+
+
+class ModelItem(pytest.Item):
+    """One model against the limits of the command line."""
+
+    def runtest(self) -> None:
+        from sdk.cli.text_file import read_text
+        from sdk.evaluating import evaluate
+
+        option = self.config.getoption
+        given = {name: option(f"llm_{name}") for name in _ENGINE}
+        given["memory"] = option("llm_max_memory")
+        found = evaluate(
+            self.name,
+            option("llm_reference"),
+            text=None if option("llm_text") is None else read_text(option("llm_text")),
+            windows=option("llm_windows"),
+            tokens=option("llm_tokens"),
+            on_progress=lambda stage, done, total: None,  # no bar between pytest's dots
+            **{name: value for name, value in given.items() if value is not None},
+        )
+        self.user_properties += found.to_dict().items()
+        exceeded = []
+        for name, (field, more_is_worse) in _LIMITS.items():
+            limit, value = option(f"llm_{name}"), getattr(found, field)
+            if limit is not None and not (value <= limit if more_is_worse else value >= limit):
+                flag = name.replace("_", "-")
+                exceeded.append(f"{field}: expected --llm-{flag} {limit:g}, found {value:.5g}")
+        if exceeded:
+            pytest.fail("\n".join(exceeded), pytrace=False)
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        if isinstance(excinfo.value, SdkError | OSError):
+            return f"{self.name}: {excinfo.value}"  # says what was expected: no traceback needed
+        return super().repr_failure(excinfo, style)
+
+    def reportinfo(self) -> tuple[Path, None, str]:
+        return self.path, None, _NODE + self.name
+
+
+def _write_json(path: Path, found: list[Evaluation]) -> None:
+    path.write_text(json.dumps([one.to_dict() for one in found], indent=2) + "\n", encoding="utf-8")
+
+
+def _write_markdown(path: Path, found: list[Evaluation]) -> None:
+    from sdk.cli.evaluate import to_markdown
+
+    path.write_text(to_markdown(found), encoding="utf-8")
+
+
+def _write_plot(path: Path, found: list[Evaluation]) -> None:
+    from sdk.cli.evaluate import heading, placed
+    from sdk.evaluating.plot import write_plot
+
+    write_plot(path, placed(found), heading(found[0]))
+
+
+_WRITERS: dict[str, Callable[[Path, list[Evaluation]], None]] = {
+    "json": _write_json,
+    "markdown": _write_markdown,
+    "plot": _write_plot,
+}

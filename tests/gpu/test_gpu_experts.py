@@ -1,0 +1,258 @@
+"""Mixtures of experts on the GPU's kernels, interpreted: routing, and one launch for all rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sdk.kernels.experts import Routes
+from sdk.kernels.gpu.dense import DenseLinear
+from sdk.kernels.gpu.linear import Linear
+from sdk.kernels.gpu.linear_as_file import LinearAsFile
+from sdk.kernels.gpu.tuning import Tiles, Tuning
+from sdk.kernels.layouts import E2M1, ActivationScheme, Dense, Layout
+from sdk.kernels.ops import Ops
+from sdk.kernels.reference.decode import decode
+from sdk.kernels.reference.rounding import rounded
+
+FEW = Tuning(programs=4)
+EXPERTS, WIDTH, OUT = 5, 96, 35
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Iterator[Ops]:
+    opened = Ops("cpu", backends=["gpu"])
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="module")
+def reference() -> Iterator[Ops]:
+    opened = Ops("cpu", backends=["reference"])
+    yield opened
+    opened.close()
+
+
+def logits(tokens: int, experts: int = EXPERTS, seed: int = 0) -> Tensor:
+    return 3.0 * torch.randn(tokens, experts, generator=torch.Generator().manual_seed(seed))
+
+
+def equal(found: Routes, wanted: Routes) -> None:
+    for name in ("places", "tokens", "owners", "starts"):
+        assert torch.equal(getattr(found, name), getattr(wanted, name)), name
+    count = int(wanted.active[-1])
+    assert int(found.active[-1]) == count
+    assert torch.equal(found.active[:count], wanted.active[:count])
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+@pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 60, 8), (3, 5, 1), (130, 9, 8)])
+def test_tokens_are_routed_as_the_reference_routes_them(
+    gpu: Ops, reference: Ops, tokens: int, experts: int, k: int, normalized: bool
+) -> None:
+    given = logits(tokens, experts)
+    found = gpu.route(given, k, normalized=normalized)
+    wanted = reference.route(given, k, normalized=normalized)
+    equal(found, wanted)
+    torch.testing.assert_close(found.weights, wanted.weights, rtol=1e-6, atol=1e-7)
+
+
+def test_one_expert_may_have_all_rows_and_others_none(gpu: Ops, reference: Ops) -> None:
+    given = torch.tensor([[0.0, 1.0, 5.0, 1.0, 0.0]]).repeat(9, 1)
+    equal(gpu.route(given, 1, normalized=True), reference.route(given, 1, normalized=True))
+    assert gpu.route(given, 1, normalized=True).starts.tolist() == [0, 0, 0, 9, 9, 9]
+
+
+def test_the_first_of_equal_experts_is_chosen(gpu: Ops) -> None:
+    given = torch.tensor([[-0.0, 2.0, 2.0, 0.0, 2.0]])
+    assert gpu.route(given, 4, normalized=True).owners.tolist() == [0, 1, 2, 4]
+
+
+def test_logits_that_are_no_numbers_choose_different_experts_that_exist(gpu: Ops) -> None:
+    given = logits(4)
+    given[1] = float("nan")
+    given[2] = float("-inf")
+    given[3] = -torch.tensor(float("nan"))
+    routes = gpu.route(given, 3, normalized=True)
+    chosen = routes.owners[routes.places.long()]
+    assert bool(((chosen >= 0) & (chosen < EXPERTS)).all())
+    assert [len(set(row)) for row in chosen.tolist()] == [3] * 4
+    assert routes.weights.isfinite().all(dim=1).tolist() == [True, False, False, False]
+
+
+#: name -> layout of OUT x K with a seed; K is WIDTH, or 512 for those of 256 codes to a block.
+LAYOUTS: dict[str, Any] = {
+    "int4-minus": lambda c, s: c.affine(OUT, WIDTH, 4, 32, "minus", seed=s),
+    "int4-zeros": lambda c, s: c.affine(OUT, WIDTH, 4, 32, "zeros", seed=s),
+    "int4-channel-floats": lambda c, s: c.affine(OUT, WIDTH, 4, WIDTH, "floats", seed=s),
+    "int3": lambda c, s: c.affine(OUT, WIDTH, 3, 32, "zero", seed=s),
+    "int7": lambda c, s: c.affine(OUT, WIDTH, 7, 32, "zeros", seed=s),
+    "int8-channel": lambda c, s: c.affine(OUT, WIDTH, 8, WIDTH, "zero", signed=True, seed=s),
+    "nested-like": lambda c, s: c.nested(OUT, 192, 64, 4, seed=s),
+    "nf4-like": lambda c, s: c.table(OUT, 192, 4, 64, seed=s),
+    "mxfp4": lambda c, s: c.table(OUT, WIDTH, 4, 32, torch.float8_e8m0fnu, values=E2M1, seed=s),
+    "nvfp4": lambda c, s: c.table(OUT, 128, 4, 16, torch.float8_e4m3fn, 128, values=E2M1, seed=s),
+    "fp8-channel": lambda c, s: c.float8(OUT, WIDTH, (1, WIDTH), seed=s),
+    "fp8-blocks": lambda c, s: c.float8(150, 160, (128, 128), seed=s),
+    "q4_0": lambda c, s: c.blocks(OUT, WIDTH, "q4_0", seed=s),
+    "q4_1": lambda c, s: c.blocks(OUT, WIDTH, "q4_1", seed=s),
+    "q5_0": lambda c, s: c.blocks(OUT, WIDTH, "q5_0", seed=s),
+    "q8_0": lambda c, s: c.blocks(OUT, WIDTH, "q8_0", seed=s),
+    "q2_k": lambda c, s: c.blocks(OUT, 512, "q2_k", seed=s),
+    "q3_k": lambda c, s: c.blocks(OUT, 512, "q3_k", seed=s),
+    "q4_k": lambda c, s: c.blocks(OUT, 512, "q4_k", seed=s),
+    "q6_k": lambda c, s: c.blocks(OUT, 512, "q6_k", seed=s),
+    "iq4-like": lambda c, s: c.blocks(OUT, WIDTH, "iq4_nl", seed=s),
+}
+
+
+def check(
+    linear: Any, layouts: list[Layout], x: Tensor, given: Tensor, routes: Routes, by_token: bool
+) -> float:
+    """The distance of the routed product of x from float64's of ``given``, x as rounded."""
+    group = linear.group([linear.pack(layout) for layout in layouts])
+    assert group is not None
+    out = torch.full((routes.owners.shape[0], layouts[0].shape[0]), float("nan"))
+    linear.matmul_routed(group, x, routes, by_token, out)
+    source = given[routes.tokens.long()] if by_token else given
+    wanted = torch.stack(
+        [
+            row.double() @ decode(layouts[e]).double().t()
+            for row, e in zip(source, routes.owners, strict=True)
+        ]
+    )
+    return float((out.double() - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_every_row_is_multiplied_with_the_weight_of_its_expert(
+    reference: Ops, cases: Any, name: str, tokens: int
+) -> None:
+    layouts = [LAYOUTS[name](cases, seed) for seed in range(EXPERTS)]
+    routes = reference.route(logits(tokens), 2, normalized=True)
+    x = cases.activations(tokens, layouts[0].shape[1])
+    given = x if tokens == 1 else x.half()  # one token is not rounded
+    found = check(Linear(torch.float16, FEW), layouts, x, given, routes, True)
+    assert found < (5e-4 if "like" in name else 2e-6)
+
+
+@pytest.mark.parametrize("by_token", [True, False])
+@pytest.mark.parametrize(("tokens", "k"), [(1, 1), (1, 5), (3, 8), (40, 2), (70, 1)])
+def test_rows_may_fall_on_experts_as_they_like(
+    reference: Ops, cases: Any, tokens: int, k: int, by_token: bool
+) -> None:
+    count = max(EXPERTS, k)
+    given = logits(tokens, count)
+    given[: tokens // 2, 0] = 50.0  # half of the tokens want the first
+    given[:, 1] = float("-inf")  # nobody wants the second unless he must
+    routes = reference.route(given, k, normalized=True)
+    layouts = [cases.affine(OUT, WIDTH, 4, 32, "minus", seed=seed) for seed in range(count)]
+    x = cases.activations(tokens if by_token else tokens * k, WIDTH)
+    rounded_x = x if tokens == 1 else x.half()
+    assert check(Linear(torch.float16, FEW), layouts, x, rounded_x, routes, by_token) < 2e-6
+
+
+def test_shares_of_the_columns_are_added_for_experts_too(reference: Ops, cases: Any) -> None:
+    tiles = [(99, Tiles(16, 16, 9, 4, 3))]  # two busy experts leave it four shares
+    linear = Linear(torch.float16, replace(FEW, table={("int4g128", OUT, 1024): tiles}))
+    layouts = [cases.affine(OUT, 1024, 4, 128, "zeros", seed=seed) for seed in range(2)]
+    for tokens in (1, 3):
+        routes = reference.route(logits(tokens, 2), 1, normalized=True)
+        x = cases.activations(tokens, 1024)
+        given = x if tokens == 1 else x.half()
+        assert check(linear, layouts, x, given, routes, True) < 2e-6
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 90])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_experts_of_plain_floats_go_in_one_launch(
+    reference: Ops, cases: Any, dtype: torch.dtype, tokens: int
+) -> None:
+    layouts: list[Layout] = [cases.dense(OUT, 80, dtype, seed=seed) for seed in range(EXPERTS)]
+    routes = reference.route(logits(tokens), 2, normalized=True)
+    x = cases.activations(tokens, 80).to(dtype).float()  # the interpreter cuts bfloat16 off
+    assert check(DenseLinear(), layouts, x, x, routes, True) < 2e-6
+
+
+@pytest.mark.parametrize("tokens", [1, 20])
+@pytest.mark.parametrize(
+    ("kind", "scheme"),
+    [
+        ("int", ActivationScheme("int")),
+        ("e4m3", ActivationScheme("e4m3")),
+        ("e4m3", ActivationScheme("e4m3", group=32)),  # its product is float32's
+    ],
+)
+def test_experts_round_their_inputs_as_the_file_asks(
+    reference: Ops, cases: Any, kind: str, scheme: ActivationScheme, tokens: int
+) -> None:
+    def layout(seed: int) -> Layout:
+        if kind == "e4m3":
+            return replace(cases.float8(OUT, 128, (1, 128), seed=seed), inputs=scheme)
+        made = cases.affine(OUT, 128, 8, 128, "zero", torch.float32, True, seed)
+        return replace(made, inputs=scheme)
+
+    layouts = [layout(seed) for seed in range(EXPERTS)]
+    routes = reference.route(logits(tokens), 2, normalized=True)
+    x = cases.activations(tokens, 128)
+    linear = LinearAsFile(FEW, ("int", "e4m3"))
+    assert check(linear, layouts, x, rounded(x, scheme), routes, True) < 1e-5
+
+
+def test_experts_unlike_each_other_are_not_taken_as_one(cases: Any) -> None:
+    linear = Linear(torch.float16, FEW)
+    pack = linear.pack
+    plain = cases.affine(OUT, WIDTH, 4, 32, "zero")
+    assert linear.group([pack(plain), pack(cases.affine(OUT, WIDTH, 4, 32, "zeros"))]) is None
+    assert linear.group([pack(plain), pack(replace(plain, scale=plain.scale.float()))]) is None
+    tables = [cases.table(OUT, WIDTH), cases.table(OUT, WIDTH, values=range(16))]
+    assert linear.group([pack(table) for table in tables]) is None
+    as_file = LinearAsFile(FEW, ("int",))
+    static = [
+        replace(cases.float8(OUT, WIDTH, (1, WIDTH)), inputs=ActivationScheme("e4m3", static=s))
+        for s in (0.5, 0.25)
+    ]
+    assert as_file.group([as_file.pack(layout) for layout in static]) is None
+    shifted = Dense(torch.zeros(OUT * 64 + 1)[1:].view(OUT, 64))  # not at a multiple of 64 bytes
+    assert DenseLinear().group([shifted, shifted]) is None
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_with_a_fixed_order_a_row_does_not_depend_on_the_others(
+    reference: Ops, cases: Any, exact: bool
+) -> None:
+    layouts = [cases.affine(OUT, 256, 4, 32, "minus", seed=seed) for seed in range(EXPERTS)]
+    linear = Linear(torch.float32 if exact else torch.float16, FEW, fixed=True)
+    group = linear.group([linear.pack(layout) for layout in layouts])
+    given, x = logits(40), cases.activations(40, 256)
+
+    def run(rows: slice) -> Tensor:
+        routes = reference.route(given[rows], 2, normalized=True)
+        out = torch.empty(routes.owners.shape[0], OUT)
+        linear.matmul_routed(group, x[rows].contiguous(), routes, True, out)
+        return out[routes.places.long()]
+
+    together = run(slice(0, 40))
+    for rows in (slice(0, 1), slice(3, 5), slice(0, 30)):
+        assert torch.equal(run(rows), together[rows])
+
+
+def test_a_mixture_is_the_reference_s(gpu: Ops, reference: Ops, cases: Any) -> None:
+    layouts = [cases.affine(OUT, WIDTH, 4, 32, "zeros", seed=seed) for seed in range(EXPERTS)]
+    bias, x = torch.randn(EXPERTS, OUT), cases.activations(12, WIDTH)
+
+    def mixture(ops: Ops) -> Tensor:
+        bound = ops.group([ops.linear(layout) for layout in layouts])
+        assert bound is not None
+        routes = ops.route(logits(12), 2, normalized=True)
+        y = ops.add_owners_bias(bound.matmul(x, routes, by_token=True), bias, routes)
+        return ops.combine(y, routes)
+
+    found, wanted = mixture(gpu), mixture(reference)
+    assert float((found - wanted).norm() / wanted.norm()) < 1e-3  # inputs are rounded to float16

@@ -1,0 +1,147 @@
+"""lm-eval as a client: its command line with tasks of our own, against the logits of the model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sdk import LLM, SamplingParams
+from sdk.evaluating.logits import logits_of
+from tests.interop.conftest import ROOT, surroundings
+
+MODEL = ROOT / "tests" / "golden" / "gguf-Q8_0" / "model.gguf"
+#: Shorter than the long text, so that it is read in windows.
+LENGTH = 48
+EXACT = {"compute": "exact", "kv_cache_dtype": "float32"}
+
+CHOICES = [
+    {"question": "Hello there, how", "choices": ["are you", "is it now"], "answer": 0},
+    {"question": "", "choices": ["good day", "I am well"], "answer": 1},
+]
+TEXTS = [{"text": "A short one."}, {"text": "Hello there, how are you? I am well. " * 6}]
+PROMPTS = [{"question": "Hello there"}, {"question": "I am"}]
+TASKS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
+    "choice": (
+        CHOICES,
+        {
+            "output_type": "multiple_choice",
+            "doc_to_text": "{{question}}",
+            "doc_to_choice": "{{choices}}",
+            "doc_to_target": "{{answer}}",
+            "metric_list": [{"metric": "acc"}],
+        },
+    ),
+    "rolling": (
+        TEXTS,
+        {
+            "output_type": "loglikelihood_rolling",
+            "doc_to_text": "",
+            "doc_to_target": "{{text}}",
+            "metric_list": [{"metric": "byte_perplexity"}],
+        },
+    ),
+    "until": (
+        PROMPTS,
+        {
+            "output_type": "generate_until",
+            "doc_to_text": "{{question}}",
+            "doc_to_target": "nothing",
+            "generation_kwargs": {"until": ["e"], "max_gen_toks": 12},
+            "metric_list": [{"metric": "exact_match"}],
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def samples(
+    python: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[dict[str, Any]]]:
+    """What lm-eval's command writes of each task, a row per document."""
+    place = tmp_path_factory.mktemp("lm_eval")
+    for name, (documents, task) in TASKS.items():
+        data = place / f"{name}.jsonl"
+        data.write_text("".join(json.dumps(document) + "\n" for document in documents))
+        files = {"data_files": {"test": str(data)}}
+        whole = {
+            "task": f"tiny_{name}",
+            "dataset_path": "json",
+            "dataset_kwargs": files,
+            "test_split": "test",
+            **task,
+        }
+        (place / f"{name}.yaml").write_text(json.dumps(whole))  # JSON is YAML
+    arguments = f"pretrained={MODEL},max_length={LENGTH},compute=exact,kv_cache_dtype=float32"
+    command = [str(python("lm-eval")), "-m", "sdk.evaluating.harness", "run"]
+    command += ["--model", "embedlm", "--model_args", arguments, "--include_path", str(place)]
+    command += ["--tasks", *(f"tiny_{name}" for name in TASKS), "--log_samples"]
+    command += ["--output_path", str(place / "out")]
+    own = {**surroundings(), "HF_HOME": str(place / "cache")}
+    done = subprocess.run(command, cwd=place, env=own, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = {}
+    for name in TASKS:
+        [written] = (place / "out").rglob(f"samples_tiny_{name}_*.jsonl")
+        rows = map(json.loads, written.read_text().splitlines())
+        found[name] = sorted(rows, key=lambda row: row["doc_id"])
+    return found
+
+
+@pytest.fixture(scope="module")
+def encode() -> Callable[[str], list[int]]:
+    """Token ids of a text behind BOS."""
+    with LLM(MODEL, max_model_len=LENGTH) as llm:
+        return llm.get_tokenizer().encode
+
+
+def score(ids: list[int], count: int) -> tuple[float, bool]:
+    """Of the last ``count`` ids, from the logits in float64."""
+    rows = logits_of(MODEL, ids, **EXACT).to(torch.float64).log_softmax(-1)[:-1][-count:]
+    last = torch.tensor(ids[-count:])
+    total = float(rows.gather(1, last.unsqueeze(1)).sum())
+    return total, bool(torch.equal(rows.argmax(-1), last))
+
+
+def test_a_choice_is_scored_behind_its_question(
+    samples: dict[str, list[dict[str, Any]]], encode: Callable[[str], list[int]]
+) -> None:
+    for document, row in zip(CHOICES, samples["choice"], strict=True):
+        for choice, [answer] in zip(document["choices"], row["resps"], strict=True):
+            before = encode(document["question"])
+            ids = encode(f"{document['question']} {choice}")
+            expected = score(ids, len(ids) - len(before))
+            assert float(answer[0]) == pytest.approx(expected[0], abs=1e-3)
+            assert str(answer[1]) == str(expected[1])
+
+
+def test_a_text_longer_than_the_context_is_read_in_windows(
+    samples: dict[str, list[dict[str, Any]]], encode: Callable[[str], list[int]]
+) -> None:
+    short, long = (encode(document["text"]) for document in TEXTS)
+    assert len(short) < LENGTH < len(long)
+    assert float(samples["rolling"][0]["resps"][0][0]) == pytest.approx(
+        score(short, len(short) - 1)[0], abs=1e-3
+    )
+    room = LENGTH - 2  # read and scored at once: one token is generated, one is only read
+    begin, tokens, total = long[:1], long[1:], 0.0
+    for start in range(0, len(tokens), room):
+        part = tokens[start : start + room]
+        before = begin if not start else tokens[max(start + len(part) - room - 1, 0) : start]
+        total += score(before + part, len(part))[0]
+    assert float(samples["rolling"][1]["resps"][0][0]) == pytest.approx(total, abs=1e-3)
+
+
+def test_text_is_generated_up_to_the_stop_string(
+    samples: dict[str, list[dict[str, Any]]],
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=12, stop=["e"])
+    with LLM(MODEL, max_model_len=LENGTH, **EXACT) as llm:
+        expected = llm.generate([document["question"] for document in PROMPTS], params)
+    for output, row in zip(expected, samples["until"], strict=True):
+        assert row["resps"] == [[output.outputs[0].text]]

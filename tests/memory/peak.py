@@ -1,0 +1,132 @@
+"""How far a memory plan is from what a process really takes.
+
+    python tests/memory/peak.py MODEL [name=value ...]      one model with options of LLM
+    python tests/memory/peak.py --table FOLDER              the cases of docs/memory.md
+
+Each case is a process of its own: it runs a tiny model first, so that all libraries are there, and
+notes its memory. Then it loads the model and serves the plan's largest load: as many requests as
+there may be, their pages full, drawn at random with penalties, and one prompt scored token by
+token. What counts is the highest resident memory (VmHWM) above the note, loading included.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+TINY = ROOT / "tests" / "golden" / "gguf-Q8_0" / "model.gguf"
+SMALL: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 8}
+#: Files of a folder of models, and options.
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("SmolLM2-135M-Instruct.Q4_1.gguf", SMALL),
+    ("SmolLM2-135M-Instruct.Q4_1.gguf", {"memory": "256MiB", "max_num_seqs": 4}),
+    ("SmolLM2-135M-Instruct.Q4_1.gguf", {**SMALL, "max_num_batched_tokens": 1024}),
+    ("SmolLM2-135M-Instruct.Q4_1.gguf", {"max_model_len": 512, "max_num_seqs": 32}),
+    ("SmolLM2-135M-Instruct.Q4_1.gguf", {"memory": "200MiB", "kv_cache_dtype": "int8"}),
+    ("SmolLM2-135M-Instruct.Q4_K_M.gguf", {**SMALL, "compute": "exact"}),
+    ("SmolLM2-135M-Instruct.Q8_0.gguf", {**SMALL, "kv_cache_dtype": "int4"}),
+    ("smollm2-hf", SMALL),
+    ("smollm2-hf", {**SMALL, "quantization": "int4"}),
+    ("gemma-3-270m-q4_k_m.gguf", {"max_model_len": 1024, "max_num_seqs": 16}),
+    ("gemma-3-270m-q4_k_m.gguf", {"memory": "600MiB", "skip_tokenizer_init": True}),
+    ("random-1b.Q4_0.gguf", {"max_model_len": 1024, "max_num_seqs": 8}),
+]
+
+
+def measured(model: Path, options: dict[str, Any]) -> dict[str, int]:
+    """Bytes that were ``planned``, and the ``peak`` of a process that does it."""
+    command = [sys.executable, __file__, "--child", str(model), json.dumps(options)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    found: dict[str, int] = json.loads(done.stdout)
+    return found
+
+
+def _status(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise LookupError(name)
+
+
+def _child(model: str, options: dict[str, Any]) -> dict[str, int]:
+    import gc
+
+    # Libraries like torch, which the tiny model does without.
+    import tokenizers  # noqa: F401
+    from transformers.models.auto import configuration_auto  # noqa: F401
+
+    from sdk import LLM
+    from sdk.memory import release_free_memory
+
+    with LLM(TINY, max_model_len=64) as llm:
+        _serve(llm)
+    gc.collect()
+    release_free_memory()
+    before = _status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+    llm = LLM(plan=LLM.plan(model, **options))
+    plan = llm.memory_plan
+    loaded = _status("VmHWM") - before
+    _serve(llm)
+    peak = _status("VmHWM") - before
+    parts = {
+        name: getattr(plan, name) for name in ("weights", "workspace", "kv_cache", "tokenizer")
+    }
+    return {"planned": plan.total, "peak": peak, "loaded": loaded, "loading": plan.loading, **parts}
+
+
+def _serve(llm: Any) -> None:
+    """The largest load of a plan: every request there may be, every page full."""
+    from sdk import SamplingParams
+
+    plan = llm.memory_plan
+    draw = random.Random(0)
+    count = min(plan.max_num_seqs, plan.num_pages // 2)
+    room = min(plan.num_pages // count * plan.page_size, plan.max_model_len) - 1
+    # The first must not end before the last has its prompt.
+    answer = min(room * count // llm.config.max_num_batched_tokens + 3, room // 2)
+    words = llm.model_config.vocab_size
+
+    def prompt(length: int) -> dict[str, list[int]]:
+        return {"prompt_token_ids": [draw.randrange(words) for _ in range(length)]}
+
+    params = SamplingParams(
+        max_tokens=answer, ignore_eos=True, seed=1, top_p=0.9, repetition_penalty=1.1, logprobs=2
+    )
+    llm.generate([prompt(room - answer) for _ in range(count)], params, use_tqdm=False)
+    scored = SamplingParams(max_tokens=1, prompt_logprobs=1)
+    llm.generate(prompt(min(room, 256) - 1), scored, use_tqdm=False)
+
+
+def _table(folder: Path) -> None:
+    print("| model | options | planned MiB | peak MiB | off by |\n|---|---|---:|---:|---:|")
+    for name, options in CASES:
+        found = measured(folder / name, options)
+        said = ", ".join(f"{key}={value}" for key, value in options.items())
+        off = found["planned"] / found["peak"] - 1
+        sizes = " | ".join(f"{found[key] / 2**20:.1f}" for key in ("planned", "peak"))
+        print(f"| {name} | {said} | {sizes} | {100 * off:+.1f} % |", flush=True)
+        print({key: round(size / 2**20, 1) for key, size in found.items()}, file=sys.stderr)
+
+
+def main(argv: list[str]) -> None:
+    if argv[0] == "--child":
+        print(json.dumps(_child(argv[1], json.loads(argv[2]))))
+    elif argv[0] == "--table":
+        _table(Path(argv[1]))
+    else:
+        options = dict(word.split("=", 1) for word in argv[1:])
+        print(
+            measured(Path(argv[0]), {k: int(v) if v.isdigit() else v for k, v in options.items()})
+        )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,27 @@
+"""A plan is within 3 % of what a process really takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peak import measured
+
+_SMALL = {"max_model_len": 256, "max_num_seqs": 8}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [_SMALL, {"memory": "256MiB", "kv_cache_dtype": "int8"}],
+    ids=["a few requests", "a budget"],
+)
+def test_smollm2_takes_what_was_planned(smollm2: Path, options: dict[str, Any]) -> None:
+    found = measured(smollm2, options)
+    assert abs(found["planned"] / found["peak"] - 1) <= 0.03, found
+
+
+def test_gemma_with_its_large_vocabulary_takes_what_was_planned(gemma3: Path) -> None:
+    found = measured(gemma3, _SMALL)
+    assert abs(found["planned"] / found["peak"] - 1) <= 0.03, found
+    assert found["loaded"] <= 1.03 * found["loading"] + found["tokenizer"], found
