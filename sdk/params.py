@@ -150,6 +150,8 @@ class SamplingParams:
     (``None``: to the end of the context), EOS unless ``ignore_eos``, ``deadline`` in seconds after
     arrival (finish reason ``"deadline"``, the partial answer is kept).
 
+    **Memory.** ``kv_min_bits`` 16, 8 or 4: of its keys and values under a ``kv_policy``, at least.
+
     **Returned.** ``logprobs=k`` returns the k best and the chosen token, ``prompt_logprobs`` the
     same for the prompt; -1 is the whole vocabulary, ``logprob_token_ids`` adds given ids. They are
     natural logarithms of the model's own distribution, before anything above changes it (those of
