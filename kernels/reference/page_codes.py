@@ -83,7 +83,8 @@ def page_floats(pages: KVPages, index: Tensor) -> tuple[Tensor, Tensor]:
         if scale is None:
             found.append(x.to(torch.float32))
             continue
-        words = scale[index].unflatten(1, (x.shape[1], scale.shape[1] // x.shape[1]))
+        groups = scale.shape[1] // x.shape[1]
+        words = scale[index].view(*x.shape[:2], groups, pages.page_size)
         found.append(decode(x, words.transpose(2, 3)))
     return found[0], found[1]
 
