@@ -26,19 +26,20 @@ from dataclasses import replace
 from sdk.engine.pages import PageKey, PagePool
 from sdk.engine.plan import Move, StepPlan
 from sdk.engine.request import Request
+from sdk.engine.scheduler_config import SchedulerConfig
+from sdk.errors import RequestError
 from sdk.kernels.ladder import page_id, page_level
 
 
 class Slabs:
-    """The free places of slabs ``1 ..``: whole ones, halves, quarters. Halves join when both are.
+    """The free places of slabs ``1 .. limit - 1``: whole ones, halves, quarters.
 
-    Slab 0 belongs to nobody; its parts serve as the place of a page on its way within its own slab.
+    Two halves that are both free are one larger place. Slab 0 belongs to nobody; its parts serve as the place of a page on its way within its own slab.
     """
 
-    def __init__(self, num_slabs: int, num_levels: int) -> None:
-        self.num_slabs = num_slabs
+    def __init__(self, limit: int, num_levels: int) -> None:
         self.free: list[dict[int, None]] = [{} for _ in range(num_levels)]
-        self.free[0] = dict.fromkeys(range(num_slabs - 1, 0, -1))
+        self.free[0] = dict.fromkeys(range(limit - 1, 0, -1))
 
     def take(self, level: int) -> int | None:
         """A free place of exactly this level; the last one given back goes first."""
@@ -64,17 +65,21 @@ class LadderPool(PagePool):
         num_pages: int,
         page_size: int,
         enable_prefix_caching: bool,
+        limit: int | None,
         bits: Sequence[int],
         lowest: Callable[[], Mapping[int, int]],
     ) -> None:
         self._deepest = len(bits) - 1
         self._units = 1 << self._deepest  # parts of a slab
         super().__init__(((num_pages - 1) << self._deepest) + 1, page_size, enable_prefix_caching)
-        self.capacity = num_pages - 1
+        limit = num_pages if limit is None else limit
+        self.capacity = limit - 1
         self.bits = tuple(bits)
         self.lowered = 0
         self._lowest = lowest
-        self._slabs = Slabs(num_pages, len(bits))
+        self._slabs = Slabs(limit, len(bits))
+        self._num_slabs = num_pages
+        self._withheld_slabs = list(range(num_pages - 1, limit - 1, -1))
         self._places = [0] * self.num_pages  # by page
         self._pages: dict[int, int] = {}  # by place
         self._counts = [0] * len(bits)  # of those, by level
@@ -91,6 +96,10 @@ class LadderPool(PagePool):
     def num_available(self) -> int:
         """Pages a new owner could get now, if all that may went down and nothing stayed cached."""
         return self._obtainable((), self._lowest())
+
+    @property
+    def num_withheld(self) -> int:
+        return len(self._withheld_slabs)
 
     def level(self, page: int) -> int:
         """The type a page is of, 0 being the first."""
@@ -115,9 +124,15 @@ class LadderPool(PagePool):
 
     def acquire(self, hits: Sequence[int], num_new: int, *, spare: int = 0) -> list[int] | None:
         """See :meth:`PagePool.acquire`; what must go down for it goes down."""
+        if num_new > self.num_free and self.lender is not None:
+            self.lender(num_new - self.num_free, False)
         short = num_new + spare > self.num_free
         lowest = self._lowest() if short else {}
-        if short and num_new + spare > self._obtainable(hits, lowest):
+        missing = num_new + spare - self._obtainable(hits, lowest) if short else 0
+        if missing > 0 and self.lender is not None:
+            self.lender(missing, True)
+            missing = num_new + spare - self._obtainable(hits, lowest)
+        if missing > 0:
             return None
         for page in hits:
             if self._references[page] == 0:
@@ -133,6 +148,37 @@ class LadderPool(PagePool):
             self._references[page] = 1
             new.append(page)
         return [*hits, *new]
+
+    def withhold(self, count: int) -> list[int]:
+        """See :meth:`PagePool.withhold`: slabs that are free, or are when cached pages go."""
+        taken: list[int] = []
+        while len(taken) < count:
+            slab = self._slabs.take(0)
+            if slab is not None:
+                taken.append(slab)
+            elif self._cached:
+                self._vacate(self._evict())
+            else:
+                break
+        self._withheld_slabs += taken
+        self.capacity -= len(taken)
+        return taken
+
+    def grant(self, count: int) -> int:
+        """See :meth:`PagePool.grant`."""
+        kept = max(len(self._withheld_slabs) - count, 0)
+        granted = self._withheld_slabs[kept:]
+        del self._withheld_slabs[kept:]
+        for slab in granted:
+            self._slabs.give(0, slab)
+        self.capacity += len(granted)
+        return len(granted)
+
+    def drop_cached(self) -> list[int]:
+        """See :meth:`PagePool.drop_cached`; all free slabs."""
+        while self._cached:
+            self._vacate(self._evict())
+        return list(self._slabs.free[0])
 
     def publish(self, page: int, key: PageKey) -> None:
         """See :meth:`PagePool.publish`; of two pages with the same in them the better is known."""
@@ -261,6 +307,10 @@ class LadderPool(PagePool):
         moved, self._moved = self._moved, set()
         return moved
 
+    def _check_capacity(self) -> None:
+        withheld = len(self._withheld_slabs)
+        assert self.capacity + withheld == self._num_slabs - 1, "capacity is wrong"
+
     def check(self, held: Iterable[Sequence[int]] | None = None) -> None:
         """See :meth:`PagePool.check`; and every place is free or a page's, once."""
         super().check(held)
@@ -270,13 +320,21 @@ class LadderPool(PagePool):
         assert all(self._places[page] == place for place, page in self._pages.items())
         taken = [page_level(place) for place in self._pages]
         taken += [(level, index) for level, free in enumerate(slabs.free) for index in free]
+        taken += [(0, slab) for slab in self._withheld_slabs]
         units = [
             index * (self._units >> level) + part
             for level, index in taken
             for part in range(self._units >> level)
         ]
-        expected = list(range(self._units, slabs.num_slabs * self._units))
+        expected = list(range(self._units, self._num_slabs * self._units))
         assert sorted(units) == expected, "memory was lost or belongs to two"
+
+
+def check_floor(request: Request, config: SchedulerConfig) -> None:
+    """:raises RequestError: pages are never of as many bits as it asks for."""
+    wanted, most = request.params.kv_min_bits, config.kv_bits[0]
+    if wanted is not None and wanted > most:
+        raise RequestError(f"kv_min_bits={wanted}: the KV cache has {most} bits ({config.kv_type})")
 
 
 def held_pages(running: Sequence[Request], pool: LadderPool) -> dict[int, int]:

@@ -205,10 +205,9 @@ def _compare(
     both = (loaded.runner.prompt_logits(tokens) for loaded in (reference, tested))
     done = 0
     for known, found in zip(*both, strict=True):
-        if not bool(known.isfinite().all() and found.isfinite().all()):
-            raise RequestError(f"{name}: logits of {name} or of the reference are not finite")
         following = ids[done + 1 : done + 1 + len(known)]
-        comparison.add(known, found, following)
+        if not bool(comparison.add(known, found, following).isfinite().all()):
+            raise RequestError(f"{name}: logits of {name} or of the reference are not finite")
         done += len(known)
 
 

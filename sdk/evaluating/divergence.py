@@ -7,8 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-#: Rows compared at a time: with 262,144 tokens four arrays of 34 MB.
-_ROWS = 32
+#: Rows compared at a time: arrays of 4 MB with 262,144 tokens, 2.6 ms a row. From 32 MB on the
+#: allocator maps every array anew: 15 ms.
+_ROWS = 4
 
 
 def divergences(reference: Tensor, logits: Tensor) -> Tensor:
@@ -30,14 +31,25 @@ class Comparison:
         self._losses = [0.0, 0.0]
         self._predicted = 0
 
-    def add(self, reference: Tensor, logits: Tensor, following: Tensor) -> None:
+    def add(self, reference: Tensor, logits: Tensor, following: Tensor) -> Tensor:
         """Rows float32 ``[n, vocab]`` and the tokens int64 ``[m]`` that came behind the first of
-        them; ``m`` is ``n - 1`` where the text ends."""
-        self._divergences.append(divergences(reference, logits))
-        self._agreeing += int((reference.argmax(-1) == logits.argmax(-1)).sum())
-        for i, rows in enumerate((reference, logits)):
-            self._losses[i] += float(_losses(rows[: len(following)], following).sum())
+        them; ``m`` is ``n - 1`` where the text ends.
+
+        Returns the rows' divergences, float64 ``[n]``: not finite where a logit is not.
+        """
+        parts = []
+        for begin in range(0, len(reference), _ROWS):
+            end = begin + _ROWS
+            known, found = reference[begin:end], logits[begin:end]
+            self._agreeing += int((known.argmax(-1) == found.argmax(-1)).sum())
+            both = known.log_softmax(-1), found.log_softmax(-1)
+            parts.append(_divergence(*both))
+            came = following[begin:end].unsqueeze(1)
+            for i, rows in enumerate(both):
+                self._losses[i] -= float(rows[: len(came)].gather(1, came).sum(dtype=torch.float64))
         self._predicted += len(following)
+        self._divergences.append(torch.cat(parts))
+        return self._divergences[-1]
 
     @property
     def count(self) -> int:
@@ -62,9 +74,3 @@ class Comparison:
     def quantile(self, part: float) -> float:
         """Of the divergences: 0.99 is what 1 % of all rows exceed."""
         return float(torch.cat(self._divergences).quantile(part))
-
-
-def _losses(rows: Tensor, following: Tensor) -> Tensor:
-    """``-log p`` of each token that came, float64."""
-    chosen = rows.gather(1, following.unsqueeze(1)).squeeze(1)
-    return (rows.logsumexp(-1) - chosen).to(torch.float64)

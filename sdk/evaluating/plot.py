@@ -11,6 +11,8 @@ from sdk.errors import RequestError
 
 #: Where a logarithm has no place for 0: no scheme of the tables comes near it.
 _FLOOR = 1e-5
+#: Where a name may stand: right or left of its dot, and how many points higher.
+_SIDES = [(side, up) for up in (5, -5, 13, -13, 21, -21) for side in (1, -1)]
 
 
 class Placed(NamedTuple):
@@ -19,7 +21,7 @@ class Placed(NamedTuple):
     label: str
     num_bytes: int
     kld: float
-    speed: float
+    speed: float | None = None
 
 
 def check_matplotlib(option: str) -> None:
@@ -37,21 +39,51 @@ def frontier(models: Sequence[Placed]) -> list[Placed]:
     return best
 
 
-def draw(axes: Any, models: Sequence[Placed], title: str) -> Any:
-    """Onto ``axes`` of matplotlib; returns the dots, for a colour bar."""
+def draw(axes: Any, models: Sequence[Placed], title: str) -> None:
+    """Onto ``axes`` of matplotlib, with a colour bar where every speed is known."""
     line = frontier(models)
     axes.step(*_places(line), where="post", color="0.6", linewidth=1, zorder=1)
-    dots = axes.scatter(*_places(models), c=[one.speed for one in models], s=36, zorder=2)
-    for one, x, y in zip(models, *_places(models), strict=True):
-        weight = "bold" if one in line else "normal"
-        axes.annotate(
-            one.label, (x, y), xytext=(5, 4), textcoords="offset points", fontsize=7, weight=weight
-        )
+    speeds = [one.speed for one in models if one.speed is not None]
+    colour = {"c": speeds} if len(speeds) == len(models) else {"color": "C0"}
+    dots = axes.scatter(*_places(models), s=36, zorder=2, **colour)
+    if "c" in colour:
+        axes.figure.colorbar(dots, label="tokens per second, one stream")
     axes.set(yscale="log", xlabel="weights, keys and values, MB", title=title)
     axes.set_ylabel("KL divergence from the reference, nats")
     axes.grid(alpha=0.3)
-    axes.margins(0.12)
-    return dots
+    axes.margins(0.14, 0.08)
+    _label(axes, models, line)
+
+
+def _label(axes: Any, models: Sequence[Placed], line: Sequence[Placed]) -> None:
+    """Names beside the dots, where there is room; those of the frontier in bold and first."""
+    taken: list[tuple[float, float, float]] = []
+    inside = [x * 72 / axes.figure.dpi for x in axes.transAxes.transform([(0, 0), (1, 1)])[:, 0]]
+    for one in sorted(models, key=lambda one: one not in line):
+        [x], [y] = _places([one])
+        right, top = axes.transData.transform((x, y)) * 72 / axes.figure.dpi  # in points
+        width = 4.2 * len(one.label)
+        for side, up in _SIDES:
+            start = right + 6 if side > 0 else right - 6 - width
+            if (
+                inside[0] < start
+                and start + width < inside[1]
+                and all(
+                    abs(top + up - other) > 8 or start + width < begin or start > end
+                    for begin, end, other in taken
+                )
+            ):
+                break
+        taken.append((start, start + width, top + up))
+        axes.annotate(
+            one.label,
+            (x, y),
+            xytext=(6 * side, up - 3),
+            textcoords="offset points",
+            ha="left" if side > 0 else "right",
+            fontsize=7,
+            weight="bold" if one in line else "normal",
+        )
 
 
 def write_plot(path: str | PathLike[str], models: Sequence[Placed], title: str) -> None:
@@ -59,8 +91,7 @@ def write_plot(path: str | PathLike[str], models: Sequence[Placed], title: str) 
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
-    dots = draw(figure.add_subplot(), models, title)
-    figure.colorbar(dots, label="tokens per second, one stream")
+    draw(figure.add_subplot(), models, title)
     figure.savefig(path, dpi=120)
 
 

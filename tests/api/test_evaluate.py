@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from sdk import LLM, CheckpointError, LoadCancelled, RequestError, SamplingParam
 from sdk.cli import main
 from sdk.evaluating.divergence import Comparison
 from sdk.evaluating.logits import logits_of
+from sdk.evaluating.plot import Placed, frontier
 
 TOKENS = 32
 EXACT = {"compute": "exact", "kv_cache_dtype": "float32"}
@@ -121,6 +123,15 @@ def test_a_comparison_adds_up_over_parts_of_any_length() -> None:
     assert parts.perplexities == pytest.approx(whole.perplexities, rel=1e-12)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_logit_that_is_not_finite_shows_in_its_rows_divergence(value: float, side: int) -> None:
+    rows = torch.zeros(2, 6, 50)
+    rows[side, 4, 7] = value
+    finite = Comparison().add(rows[0], rows[1], torch.zeros(5, dtype=torch.int64)).isfinite()
+    assert finite.tolist() == [True] * 4 + [False, True]
+
+
 # ---- what cannot be compared --------------------------------------------------------------------
 
 
@@ -199,6 +210,32 @@ def test_the_command_prints_a_row_per_model_and_writes_json_and_markdown(
     table = written[1].read_text().splitlines()
     assert f"| {found[1]['kl_mean']:.4f} |" in table[-1]
     assert table[2].count("|") == table[3].count("|") == table[-1].count("|")
+
+
+def test_the_frontier_is_what_no_other_model_beats_in_both() -> None:
+    models = [
+        Placed("larger, not better", 30, 0.1, 1),
+        Placed("best", 20, 0.1, 1),
+        Placed("worse of its size", 20, 0.2, 9),
+        Placed("smallest", 10, 0.5, 1),
+        Placed("beaten", 15, 0.6, 1),
+    ]
+    assert [one.label for one in frontier(models)] == ["smallest", "best"]
+
+
+def test_the_command_draws_bytes_and_loss(golden: Path, prose: Path, tmp_path: Path) -> None:
+    models = [str(golden / f"gguf-{kind}" / "model.gguf") for kind in ("Q8_0", "Q4_0")]
+    command = ["eval", *models, "--text", str(prose), "--tokens", "16", "--windows", "1"]
+    assert main([*command, "--plot", str(tmp_path / "out.png")]) == 0
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(
+    golden: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["eval", "/nowhere", "--plot", "out.png"]) == 2
+    assert "--plot: matplotlib is not installed" in capsys.readouterr().err
 
 
 def test_json_on_stdout_is_json_alone(

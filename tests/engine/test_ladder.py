@@ -113,3 +113,18 @@ def test_a_floor_above_the_first_type_is_refused(rig, bits, found):
     r = rig(kv_bits=bits, kv_type="such")
     with pytest.raises(RequestError, match=rf"kv_min_bits=16: the KV cache has {found} bits"):
         r.add("0", [1, 2, 3], kv_min_bits=16)
+
+
+def test_pages_are_withheld_and_granted_in_whole_pages_of_the_first_type(rig):
+    r = rig(num_pages=9, first_pages=7, kv_bits=(16, 8))
+    pool = r.pool
+    assert (pool.capacity, pool.num_withheld) == (6, 2)
+    r.add("cached", prompt(0, 16), max_tokens=1)
+    r.run()
+    assert len(pool.withhold(8)) == 6 and pool.num_cached == 0
+    r.scheduler.check()
+    assert pool.grant(20) == 8
+    assert sorted(pool.drop_cached()) == list(range(1, 9))
+    r.add("whole", prompt(1, 30), max_tokens=2)
+    r.run()
+    r.assert_answers()

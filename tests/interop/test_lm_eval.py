@@ -145,3 +145,31 @@ def test_text_is_generated_up_to_the_stop_string(
         expected = llm.generate([document["question"] for document in PROMPTS], params)
     for output, row in zip(expected, samples["until"], strict=True):
         assert row["resps"] == [[output.outputs[0].text]]
+
+
+#: What makes no sense, and what it is told; all in one process, which takes seconds to begin.
+REFUSED = {
+    "EmbedLM()": "model_args: expected pretrained=MODEL, found none",
+    "EmbedLM(path, nonsense=1)": "LLM() got an unknown option 'nonsense'",
+    "EmbedLM(path)._params({'beams': 2})": "generation_kwargs: beams: expected until, ",
+    "EmbedLM(path, max_length=8)._loglikelihood_tokens([(None, [1], [5] * 7)])": (
+        "continuation: expected fewer than 7 tokens (max_length), found 7"
+    ),
+}
+
+
+def test_what_makes_no_sense_is_refused_by_name(python: Callable[[str], Path]) -> None:
+    code = (
+        "import sys; from sdk.evaluating.harness import EmbedLM\n"
+        "path, *calls = sys.argv[1:]\n"
+        "for call in calls:\n"
+        "    try: eval(call); print('accepted')\n"
+        "    except Exception as error: print(error)"
+    )
+    command = [str(python("lm-eval")), "-c", code, str(MODEL), *REFUSED]
+    done = subprocess.run(command, cwd=ROOT, env=surroundings(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = done.stdout.splitlines()
+    assert len(told) == len(REFUSED)
+    for line, expected in zip(told, REFUSED.values(), strict=True):
+        assert line.startswith(expected)
