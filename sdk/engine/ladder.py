@@ -34,7 +34,8 @@ from sdk.kernels.ladder import page_id, page_level
 class Slabs:
     """The free places of slabs ``1 .. limit - 1``: whole ones, halves, quarters.
 
-    Two halves that are both free are one larger place. Slab 0 belongs to nobody; its parts serve as the place of a page on its way within its own slab.
+    Two halves that are both free are one larger place. Slab 0 belongs to nobody; its parts serve as
+    the place of a page on its way within its own slab.
     """
 
     def __init__(self, limit: int, num_levels: int) -> None:

@@ -253,8 +253,8 @@ class PagePool:
         assert 0 not in free | cached | used, "the reserved page 0 was handed out"
         withheld = set(self._withheld)
         assert not withheld & (free | cached | used), "a withheld page was handed out"
-        pages = len(free) + len(cached) + len(used) + len(withheld)
-        assert pages == self.num_pages - 1, "a page was lost"
+        total = len(free) + len(cached) + len(used) + len(withheld)
+        assert total == self.num_pages - 1, "a page was lost"
         self._check_capacity()
         known = {page: key for page, key in enumerate(self._keys) if key is not None}
         assert not free & known.keys(), "a free page is known"
