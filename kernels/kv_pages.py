@@ -29,6 +29,13 @@ class KVPages:
     ``k_centre`` float32 ``[kv_heads, head_dim]`` is taken from every rotated key before it is
     written. All scores of a query change by the same, which softmax does not see, but a softcap or
     a sink would: ``attention`` refuses them.
+
+    ``below`` is the next level of a ladder, at most two in all: the same memory seen as twice as
+    many pages of an integer type of half the bits. A page id says which level it belongs to
+    (``kernels/ladder.py``): ``rope_and_cache`` writes the first, ``attention`` reads all of them,
+    ``recode_page`` takes a page to another level. All lie mixed, floats too, and have one centre,
+    so that a page is recoded value by value; their pages have 128 tokens, so that what attention
+    multiplies at once is of one type.
     """
 
     k: Tensor
@@ -36,6 +43,7 @@ class KVPages:
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
     k_centre: Tensor | None = None
+    below: KVPages | None = None
 
     @property
     def page_size(self) -> int:
@@ -47,9 +55,30 @@ class KVPages:
 
     @property
     def dtype(self) -> str:
-        """Of keys and values: ``int8``, or ``int8/int4`` where they differ."""
+        """Of keys and values: ``int8``, ``int8/int4`` where they differ, ``float16>int8``."""
         k, v = (_page_type(x.dtype) for x in (self.k, self.v))
-        return k if k == v else f"{k}/{v}"
+        own = k if k == v else f"{k}/{v}"
+        return own if self.below is None else f"{own}>{self.below.dtype}"
+
+    @property
+    def levels(self) -> tuple[KVPages, ...]:
+        """These pages and those below them."""
+        return (self,) if self.below is None else (self, *self.below.levels)
+
+    @property
+    def k_mixed(self) -> bool:
+        """Whether keys lie mixed."""
+        return self.below is not None or is_mixed(self.k.dtype)
+
+    @property
+    def v_mixed(self) -> bool:
+        """Whether values lie mixed."""
+        return self.below is not None or is_mixed(self.v.dtype)
+
+
+def is_mixed(dtype: torch.dtype) -> bool:
+    """Whether keys and values of this type lie mixed whatever their level."""
+    return dtype in (torch.int8, torch.uint8)
 
 
 def _page_type(dtype: torch.dtype) -> str:

@@ -25,6 +25,7 @@ from sdk.kernels.errors import KernelError
 from sdk.kernels.experts import ExpertOps
 from sdk.kernels.graph import CaptureError, Graph, OnlyViews
 from sdk.kernels.kv_pages import KVPages
+from sdk.kernels.ladder_ops import LadderOps
 from sdk.kernels.layouts import Layout, on_device
 from sdk.kernels.registry import Choice, Problem, choose, linear_problem, open_backends
 from sdk.kernels.sampling import DRAW, Draws, Penalties, SampleBuffers, Tokens
@@ -87,7 +88,7 @@ class BoundLinear:
         return int(self.choice.implementation.nbytes(self.packed))
 
 
-class Ops(ExpertOps):
+class Ops(ExpertOps, LadderOps):
     """Chosen kernels plus what they share (the thread pool). Owned by one rank, closed with it.
 
     ``num_threads`` defaults to the CPUs this process may run on. ``backends`` restricts the choice

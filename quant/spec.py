@@ -111,6 +111,8 @@ class QuantSpec:
         return cls("table", bits, table["name"], group=int(table["group"] or size))
 
 
+_LINE = 64  # bytes of a cache line, at which pages of a ladder begin
+
 #: Types of keys and values: bits of an element.
 _KV_BITS = {
     "float32": 32, "float16": 16, "bfloat16": 16,
@@ -176,6 +178,24 @@ class KVTypes:
         return ("float16", "float16") if layer in self.skip_layers else (self.k, self.v)
 
 
+#: What a ladder may go down: each type takes half the bits of the one before.
+_LADDER = ("float16", "int8", "int4")
+
+
+def parse_ladder(text: str) -> str:
+    """``fp16>int8>int4`` as ``float16>int8>int4``. :raises ValueError: with the accepted forms."""
+    names = tuple(_KV_ALIASES.get(name, name) for name in text.replace(" ", "").split(">"))
+    if any(len(names) > 1 and names == _LADDER[i : i + len(names)] for i in range(2)):
+        return ">".join(names)
+    raise ValueError(f"expected fp16>int8>int4, fp16>int8 or int8>int4, found {text!r}")
+
+
+def kv_bits(dtype: str) -> tuple[int, ...]:
+    """Bits of the keys or values, whichever are fewer; of a ladder those of each type."""
+    types = [KVTypes.parse(name) for name in dtype.split(">")]
+    return tuple(min(_KV_BITS[one.k], _KV_BITS[one.v]) for one in types)
+
+
 @dataclass(frozen=True, slots=True)
 class KVPart:
     """Keys or values of one layer in one page: ``code_bytes`` and the bytes of their scales.
@@ -195,6 +215,7 @@ class KVSpec:
 
     Per layer keys and values ``[num_pages, kv_heads, page_size, head_dim]`` in what ``dtype``
     says (see :class:`KVTypes`): floats, or codes with 2 bytes of scale per token, head and group.
+    Of a ladder, ``float16>int8>int4``, pages are counted as those of its first type.
     """
 
     num_layers: int
@@ -222,6 +243,21 @@ class KVSpec:
         return sum(part.code_bytes + part.scale_bytes for part in self.parts(layer))
 
     @property
+    def levels(self) -> tuple[KVSpec, ...]:
+        """One for each type of a ladder; of anything else itself."""
+        return tuple(replace(self, dtype=dtype) for dtype in self.dtype.split(">"))
+
+    @property
     def page_bytes(self) -> int:
-        """Bytes of one page over all layers."""
-        return sum(self.layer_bytes(layer) for layer in range(self.num_layers))
+        """Bytes of one page over all layers.
+
+        Two pages of a ladder's next level take the place of one: int8 makes float16 pages 3 %
+        larger by its scales, int4 9 % (64 dimensions).
+        """
+        levels = self.levels
+        most = 0
+        for index, level in enumerate(levels):
+            size = sum(level.layer_bytes(layer) for layer in range(self.num_layers))
+            most = max(most, size << index)
+        line = _LINE << len(levels) - 1 if len(levels) > 1 else 1
+        return -(-most // line) * line

@@ -159,6 +159,8 @@ def _fitting(
             own = dict(options)
             if dtype is not None:
                 own["kv_cache_dtype"] = dtype
+                if config.kv_policy is not None:
+                    own["kv_policy"] = None
             if few:
                 own |= _FEW
             tried = replace(config, **own)

@@ -13,9 +13,10 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from sdk.errors import QuantizationError, RequestError
+from sdk.kernels.ladder import LADDER_PAGE_SIZE
 from sdk.memory import parse_bytes
 from sdk.memory_pool import MemoryPool
-from sdk.quant.spec import KVTypes
+from sdk.quant.spec import KVTypes, parse_ladder
 
 #: ``(stage, done, total)``; return ``False`` to cancel. Stages: ``"load"`` in bytes, ``"generate"``
 #: in requests.
@@ -27,6 +28,9 @@ _NOT_YET: dict[str, tuple[Any, str]] = {
     "enable_lora": (False, "merge the adapter into the weights"),
     "trust_remote_code": (False, "code from checkpoints is never run"),
 }
+
+
+_DEFAULT_BLOCK = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,10 +61,11 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 256
-    block_size: int = 16
+    block_size: int = _DEFAULT_BLOCK
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     kv_cache_dtype: str = "auto"
+    kv_policy: str | None = None
     load_format: Literal["auto", "gguf", "safetensors"] = "auto"
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     speculative_config: Mapping[str, Any] | None = None
@@ -97,6 +102,8 @@ class EngineConfig:
         self._check_swap()
         if self.kv_cache_dtype != "auto":
             object.__setattr__(self, "kv_cache_dtype", _kv_cache_dtype(self.kv_cache_dtype))
+        if self.kv_policy is not None:
+            self._check_policy()
         if self.quantization is not None:
             _check_quantization(self.quantization)
         share = self.gpu_memory_utilization
@@ -122,6 +129,27 @@ class EngineConfig:
                 "swap_space: what was swapped is found by its prefix, which needs "
                 "enable_prefix_caching=True"
             )
+
+    def _check_policy(self) -> None:
+        try:
+            object.__setattr__(self, "kv_policy", parse_ladder(str(self.kv_policy)))
+        except ValueError as error:
+            raise RequestError(f"kv_policy: {error}") from error
+        for name, off in (("kv_cache_dtype", "auto"), ("swap_space", 0)):
+            if getattr(self, name) != off:
+                raise RequestError(
+                    f"kv_policy={self.kv_policy!r}: expected {name}={off!r} beside it, "
+                    f"found {getattr(self, name)!r}"
+                )
+        if self.device == "cuda":
+            raise RequestError(
+                "kv_policy: on a GPU pages keep their type in this release; choose a kv_cache_dtype"
+            )
+        if self.block_size not in (_DEFAULT_BLOCK, LADDER_PAGE_SIZE):
+            raise RequestError(
+                f"kv_policy: expected block_size={LADDER_PAGE_SIZE}, found {self.block_size}"
+            )
+        object.__setattr__(self, "block_size", LADDER_PAGE_SIZE)
 
     @classmethod
     def from_options(cls, model: object, options: Mapping[str, Any]) -> EngineConfig:

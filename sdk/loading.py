@@ -30,6 +30,7 @@ from sdk.params import SamplingParams
 from sdk.planning import compute_of, device_of, model_config, open_model, threads_of
 from sdk.progress import reporting
 from sdk.quant.checkpoint import Checkpoint
+from sdk.quant.spec import kv_bits
 from sdk.quant.tokenizer import Tokenizer
 from sdk.quant_report import quant_report
 
@@ -135,6 +136,7 @@ def _scheduler_config(
         enable_chunked_prefill=config.enable_chunked_prefill,
         policy=config.scheduling_policy,
         kv_type=memory.kv_dtype,
+        kv_bits=kv_bits(memory.kv_dtype),
         num_swap_pages=runner.num_swap_pages,
         first_pages=memory.num_pages + 1,
         eos_token_ids=eos,

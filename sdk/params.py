@@ -83,6 +83,7 @@ _INTEGERS = {
     "no_repeat_ngram_size": _Range(0, 1024),
     "thinking_token_budget": _Range(0, _INT31, optional=True),
     "priority": _Range(-(2**31), _INT31),
+    "kv_min_bits": _Range(4, 4, optional=True, also=(8, 16)),
 }
 _FLOATS = {
     "presence_penalty": _Range(-2, 2),
@@ -149,6 +150,8 @@ class SamplingParams:
     (``None``: to the end of the context), EOS unless ``ignore_eos``, ``deadline`` in seconds after
     arrival (finish reason ``"deadline"``, the partial answer is kept).
 
+    **Memory.** ``kv_min_bits`` 16, 8 or 4: of its keys and values under a ``kv_policy``, at least.
+
     **Returned.** ``logprobs=k`` returns the k best and the chosen token, ``prompt_logprobs`` the
     same for the prompt; -1 is the whole vocabulary, ``logprob_token_ids`` adds given ids. They are
     natural logarithms of the model's own distribution, before anything above changes it (those of
@@ -205,6 +208,7 @@ class SamplingParams:
     thinking_token_budget: int | None = None
     priority: int = 0
     deadline: float | None = None
+    kv_min_bits: int | None = None
     extra_args: Mapping[str, Any] | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> SamplingParams:

@@ -168,7 +168,7 @@ def plan_for(
 
 
 def _demand(config: EngineConfig, model: ModelConfig, sizes: Sizes) -> Demand:
-    dtype = config.kv_cache_dtype
+    dtype = config.kv_policy or config.kv_cache_dtype
     if dtype == "auto":
         dtype = "float32" if compute_of(config) == "exact" else "float16"
     _check_cut(config.tensor_parallel_size, model)

@@ -24,6 +24,7 @@ from sdk.kernels.cpu.experts import AddOwnersBias, Combine, Group, Route
 from sdk.kernels.cpu.library import Engine, Program, find_library, levels
 from sdk.kernels.cpu.linear import Linear
 from sdk.kernels.cpu.linear_as_file import LinearAsFile
+from sdk.kernels.cpu.recode import RecodePage
 from sdk.kernels.cpu.rope import RopeAndCache, RopeAngles
 from sdk.kernels.cpu.sampling import Sample
 from sdk.kernels.cpu.weight_memory import WeightMemory
@@ -84,6 +85,7 @@ class CpuBackend:
             "find_places": (Places(engine),),
             "rope_and_cache": (RopeAndCache(engine),),
             "attention": (Attention(engine),),
+            "recode_page": (RecodePage(engine),),
             "penalize": (Penalize(),),  # a few hundred logits a row: torch will do
             "sample": (Sample(engine),),
         }

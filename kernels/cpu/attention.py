@@ -7,10 +7,12 @@ from torch import Tensor
 
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.cpu.elementwise import floats
-from sdk.kernels.cpu.library import AttentionArgs, Engine, OpKind, PlacesArgs
-from sdk.kernels.cpu.pages import check_pages, inner_contiguous, page_sides, reject
+from sdk.kernels.cpu.library import Engine, OpKind, PlacesArgs
+from sdk.kernels.cpu.page_args import AttentionArgs, PageLevel
+from sdk.kernels.cpu.pages import check_levels, inner_contiguous, page_sides, reject
 from sdk.kernels.errors import KernelError
 from sdk.kernels.kv_pages import KVPages
+from sdk.kernels.ladder import MAX_LEVELS
 from sdk.kernels.registry import Problem
 
 
@@ -39,7 +41,7 @@ class Attention:
         _, heads, head_dim = q.shape
         kv_heads = pages.k.shape[1]
         inner_contiguous(q, torch.float32, "attention q")
-        check_pages(pages, kv_heads, head_dim)
+        check_levels(pages, kv_heads, head_dim)
         if sinks is not None:
             sinks = floats(sinks, "attention sinks")
             if sinks.shape != (heads,):
@@ -54,7 +56,7 @@ class Attention:
         args = AttentionArgs(
             q.data_ptr(),
             out.data_ptr(),
-            *page_sides(pages),
+            (PageLevel * MAX_LEVELS)(*map(page_sides, pages.levels)),
             *(x.data_ptr() for x in index),
             None if sinks is None else sinks.data_ptr(),
             None,
@@ -68,6 +70,7 @@ class Attention:
             kv_heads,
             head_dim,
             pages.page_size,
+            len(pages.levels),
             scale,
             softcap or 0.0,
             0,

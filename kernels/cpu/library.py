@@ -16,7 +16,7 @@ import torch
 from sdk.kernels.errors import KernelError
 
 #: Must equal kAbiVersion in native/abi.hpp; a library with another one is refused as stale.
-ABI_VERSION = 11
+ABI_VERSION = 12
 
 #: Instruction-set levels, worst to best, in the order of native/levels.hpp.
 LEVELS = ("portable", "avx2", "avx2_vnni", "avx512_vnni")
@@ -61,6 +61,7 @@ class OpKind(IntEnum):
     EXPERTS = 14
     BIAS = 15
     COMBINE = 16
+    RECODE = 17
 
 
 class Count(IntEnum):
@@ -207,39 +208,6 @@ class NormArgs(Structure):
 
 class GatedArgs(Structure):
     _fields_ = [("gate_up", c_void_p), ("out", c_void_p), ("width", c_int64), ("kind", c_int32)]
-
-
-class PageSide(Structure):
-    _fields_ = [
-        *((name, c_void_p) for name in ("data", "scales")),
-        *((name, c_int64) for name in ("page", "head", "step", "scale_page", "scale_row")),
-        *((name, c_int32) for name in ("type", "group")),
-    ]
-
-
-class RopeArgs(Structure):
-    _fields_ = [
-        *((name, c_void_p) for name in ("q", "k", "v", "cos", "sin", "slots", "key_centre")),
-        *((name, PageSide) for name in ("keys", "values")),
-        *((name, c_int64) for name in ("q_token", "q_head", "k_token", "k_head")),
-        *((name, c_int64) for name in ("v_token", "v_head", "cos_token", "sin_token")),
-        ("num_pages", c_int64),
-        *((name, c_int32) for name in ("heads", "kv_heads", "head_dim", "half", "page_size")),
-    ]
-
-
-class AttentionArgs(Structure):
-    _fields_ = [
-        *((name, c_void_p) for name in ("q", "out")),
-        *((name, PageSide) for name in ("keys", "values")),
-        *((name, c_void_p) for name in ("query_start", "context_len", "page_table")),
-        *((name, c_void_p) for name in ("sinks", "shared")),
-        *((name, c_int64) for name in ("q_token", "q_head", "table_width")),
-        *((name, c_int64) for name in ("num_pages", "tokens", "window")),
-        *((name, c_int32) for name in ("requests", "heads", "kv_heads", "head_dim", "page_size")),
-        *((name, c_float) for name in ("scale", "softcap")),
-        *((name, c_int32) for name in ("query_tile", "run_chunks")),
-    ]
 
 
 class SampleArgs(Structure):

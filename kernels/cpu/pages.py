@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sdk.kernels.cpu.library import ELEMENT_TYPES, PageSide
+from sdk.kernels.cpu.library import ELEMENT_TYPES
+from sdk.kernels.cpu.page_args import PageLevel, PageSide
 from sdk.kernels.errors import KernelError
 from sdk.kernels.kv_pages import KVPages, scale_group
+from sdk.kernels.ladder import LADDER_PAGE_SIZE, MAX_LEVELS
 from sdk.kernels.registry import Problem
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -26,7 +28,7 @@ _MAX_HEAD_DIM = 256
 
 def reject(problem: Problem) -> str | None:
     """Why the native kernels decline the pages of a problem."""
-    for name in problem.kv_dtype.split("/"):
+    for name in problem.kv_dtype.replace(">", "/").split("/"):
         if name not in _NAMES:
             return f"KV pages of {name}: expected {', '.join(_NAMES)}"
     if problem.head_dim % 8 or not 0 < problem.head_dim <= _MAX_HEAD_DIM:
@@ -95,18 +97,35 @@ def _check_scale(x: Tensor, scale: Tensor | None, head_dim: int) -> None:
         )
 
 
-def page_sides(pages: KVPages) -> tuple[PageSide, PageSide]:
+def check_levels(pages: KVPages, kv_heads: int, head_dim: int) -> None:
+    """:func:`check_pages` of all levels, and that they are those of one ladder."""
+    levels = pages.levels
+    if len(levels) > 1 and (
+        len(levels) > MAX_LEVELS
+        or any(level.page_size != LADDER_PAGE_SIZE for level in levels)
+        or any(level.k.shape[0] != pages.k.shape[0] << i for i, level in enumerate(levels))
+    ):
+        found = [list(level.k.shape) for level in levels]
+        raise KernelError(
+            f"KV pages: expected at most {MAX_LEVELS} levels of pages of {LADDER_PAGE_SIZE}, each "
+            f"twice as many as above, found {found}"
+        )
+    for level in levels:
+        check_pages(level, kv_heads, head_dim)
+
+
+def page_sides(pages: KVPages) -> PageLevel:
     """Keys and values."""
-    return (
-        _side(pages, pages.k, pages.k_scale, pages.k.stride(3)),
-        _side(pages, pages.v, pages.v_scale, pages.v.stride(2)),
+    return PageLevel(
+        _side(pages, pages.k, pages.k_scale, pages.k.stride(3), pages.k_mixed),
+        _side(pages, pages.v, pages.v_scale, pages.v.stride(2), pages.v_mixed),
     )
 
 
-def _side(pages: KVPages, x: Tensor, scale: Tensor | None, step: int) -> PageSide:
+def _side(pages: KVPages, x: Tensor, scale: Tensor | None, step: int, mixed: bool) -> PageSide:
     kind, strides = _PAGE_TYPES[x.dtype], x.stride()
     if scale is None:
-        return PageSide(x.data_ptr(), None, *strides[:2], step, 0, 0, kind, 0)
+        return PageSide(x.data_ptr(), None, *strides[:2], step, 0, 0, kind, 0, mixed)
     group = scale_group(pages.head_dim, scale.shape[1] // x.shape[1])
     scales = scale.stride()[:2]
-    return PageSide(x.data_ptr(), scale.data_ptr(), *strides[:2], step, *scales, kind, group)
+    return PageSide(x.data_ptr(), scale.data_ptr(), *strides[:2], step, *scales, kind, group, mixed)

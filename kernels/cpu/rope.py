@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.batch import AttentionBatch
-from sdk.kernels.cpu.library import AnglesArgs, Engine, OpKind, RopeArgs
+from sdk.kernels.cpu.library import AnglesArgs, Engine, OpKind
+from sdk.kernels.cpu.page_args import RopeArgs
 from sdk.kernels.cpu.pages import check_pages, inner_contiguous, page_sides, reject
 from sdk.kernels.errors import KernelError
 from sdk.kernels.kv_pages import KVPages
@@ -54,7 +55,7 @@ class RopeAndCache:
         args = RopeArgs(
             *(x.data_ptr() for x in (q, k, v, cos, sin, slots)),
             None if centre is None else centre.data_ptr(),
-            *page_sides(pages),
+            page_sides(pages),
             *q.stride()[:2],
             *k.stride()[:2],
             *v.stride()[:2],

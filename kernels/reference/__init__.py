@@ -14,6 +14,7 @@ from sdk.kernels.reference.elementwise import Map, Places, SelectRows, TakeColum
 from sdk.kernels.reference.experts import AddOwnersBias, Combine, Group, Route
 from sdk.kernels.reference.linear import Linear, RoundedLinear
 from sdk.kernels.reference.norm import AddRmsNorm, GatedActivation, RmsNorm
+from sdk.kernels.reference.recode import RecodePage
 from sdk.kernels.reference.rope import RopeAndCache, RopeAngles
 from sdk.kernels.reference.sampling import Penalize, Sample
 
@@ -51,6 +52,7 @@ class ReferenceBackend:
             "find_places": (Places(),),
             "rope_and_cache": (RopeAndCache(),),
             "attention": (Attention(),),
+            "recode_page": (RecodePage(),),
             "penalize": (Penalize(),),
             "sample": (Sample(),),
         }

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.reference.page_codes import decode, is_mixed, mixed
+from sdk.kernels.ladder import page_level
+from sdk.kernels.reference.page_codes import mixed, page_floats
 from sdk.kernels.registry import Problem
 
 QUERY_TILE = 16
@@ -48,23 +49,23 @@ class Attention:
                 end = min(begin + QUERY_TILE, starts[r + 1])
                 position = first_position + begin - starts[r]
                 view[begin:end] = _tile(q[begin:end], k, v, position, scale, window, softcap, sinks)
-        if is_mixed(pages.v.dtype):
+        if pages.v_mixed:
             view.copy_(mixed(view))
 
 
 def _gather(pages: KVPages, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """One request's keys and values, float32 ``[kv_heads, padded length, head_dim]``."""
     count = -(-length // pages.page_size)
-    ids = table[:count].to(torch.int64)
     padded = -(-length // KEY_TILE) * KEY_TILE
+    ids = torch.tensor([page_level(page) for page in table[:count].tolist()], device=table.device)
+    shape = (count, pages.k.shape[1], pages.page_size, pages.head_dim)
+    sides = [torch.empty(shape, device=table.device) for _ in range(2)]
+    for level, part in enumerate(pages.levels):
+        here = ids[:, 0] == level
+        for x, floats in zip(sides, page_floats(part, ids[here, 1]), strict=True):
+            x[here] = floats
     gathered = []
-    for cache, scale in ((pages.k, pages.k_scale), (pages.v, pages.v_scale)):
-        x = cache[ids]
-        if scale is None:
-            x = x.to(torch.float32)
-        else:
-            words = scale[ids].view(count, x.shape[1], -1, pages.page_size)
-            x = decode(x, words.transpose(2, 3))
+    for x in sides:
         x = x.transpose(0, 1)
         x = x.reshape(x.shape[0], -1, x.shape[3])[:, :length]
         gathered.append(torch.nn.functional.pad(x, (0, 0, 0, padded - length)))

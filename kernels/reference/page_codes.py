@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from sdk.kernels.kv_pages import scale_group
+from sdk.kernels.kv_pages import KVPages, is_mixed, scale_group
 
 #: The largest float16: a key, value or scale beyond it saturates instead of becoming inf.
 HALF_MAX = 65504.0
@@ -20,11 +20,6 @@ HALF_MAX = 65504.0
 PEAKS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 448.0}
 #: The bits of the largest and of the NaN scale of 4-bit codes.
 _LARGEST, _NAN = 0xF7, 0xFF
-
-
-def is_mixed(dtype: torch.dtype) -> bool:
-    """Whether keys and values of this type lie mixed."""
-    return dtype in (torch.int8, torch.uint8)
 
 
 def mixed(x: Tensor) -> Tensor:
@@ -50,8 +45,11 @@ def encode(x: Tensor, dtype: torch.dtype, groups: int) -> tuple[Tensor, Tensor]:
     it does in a float page.
     """
     x = x.clamp(-HALF_MAX, HALF_MAX)
-    if is_mixed(dtype):
-        x = mixed(x)
+    return round_groups(mixed(x) if is_mixed(dtype) else x, dtype, groups)
+
+
+def round_groups(x: Tensor, dtype: torch.dtype, groups: int) -> tuple[Tensor, Tensor]:
+    """As :func:`encode` of finite ``x`` that is mixed already."""
     parts = torch.split(x, scale_group(x.shape[-1], groups), dim=-1)
     rounded = [
         round_nibbles(part) if dtype == torch.uint8 else round_codes(part, dtype) for part in parts
@@ -75,6 +73,20 @@ def decode(codes: Tensor, scales: Tensor) -> Tensor:
         return x * wide.to(torch.float32)
     bits = wide.to(torch.int32)
     return short_scale(bits & 255) * (x - (bits >> 8 & 255) / 16.0)
+
+
+def page_floats(pages: KVPages, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of these pages, float32 ``[n, kv_heads, page_size, head_dim]``."""
+    found = []
+    for codes, scale in ((pages.k, pages.k_scale), (pages.v, pages.v_scale)):
+        x = codes[index]
+        if scale is None:
+            found.append(x.to(torch.float32))
+            continue
+        groups = scale.shape[1] // x.shape[1]
+        words = scale[index].view(*x.shape[:2], groups, pages.page_size)
+        found.append(decode(x, words.transpose(2, 3)))
+    return found[0], found[1]
 
 
 def round_codes(x: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:

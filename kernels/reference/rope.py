@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.reference.page_codes import HALF_MAX, encode, is_mixed, mixed
+from sdk.kernels.reference.page_codes import HALF_MAX, encode, mixed
 from sdk.kernels.registry import Problem
 
 
@@ -40,13 +40,15 @@ class RopeAndCache:
         q.copy_(rotate(q, cos, sin))
         page = torch.div(batch.slots, pages.page_size, rounding_mode="floor")
         offset = batch.slots % pages.page_size
-        if is_mixed(pages.k.dtype):
+        if pages.k_mixed:
             q.copy_(mixed(q))
         k = rotate(k, cos, sin)
         if pages.k_centre is not None:
             k = k - pages.k_centre
         for x, to, scales in ((k, pages.k, pages.k_scale), (v, pages.v, pages.v_scale)):
             if scales is None:
+                if pages.below is not None:
+                    x = mixed(x.clamp(-HALF_MAX, HALF_MAX))
                 to[page, :, offset] = _to_cache(x, to.dtype)
                 continue
             groups = scales.shape[1] // to.shape[1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from ctypes import c_float, c_int32, c_int64
 from dataclasses import replace
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sdk.engine.plan import RequestStart
+from sdk.engine.plan import Move, RequestStart
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.sampling import SampleBuffers
 
@@ -189,6 +189,17 @@ class StepInputs:
                 return None
         found: list[int] = tokens[:rows]
         return found
+
+    def follow(self, requests: Iterable[Running], moves: Sequence[Move]) -> None:
+        """Pages have moved, one after the other: put those of all requests where they are now."""
+        if not moves:
+            return
+        final: dict[int, int] = {}
+        for source, target in reversed(moves):
+            final[source] = final.get(target, target)
+        for request in requests:
+            request.pages = [final.get(page, page) for page in request.pages]
+        self.forget()
 
     def wait(self) -> None:
         """Until what was sent to the device last has been read."""

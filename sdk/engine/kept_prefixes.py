@@ -99,8 +99,16 @@ class KeptPrefixes:
 
     # Snapshots
 
+    def _check_types(self) -> None:
+        if self._scheduler.ladder is not None:
+            raise RequestError("snapshots have one type: choose kv_cache_dtype, not kv_policy")
+
     def read(self, token_ids: Sequence[int], salt: str | None) -> StoredKV | None:
-        """The keys and values of the full pages of a prefix. ``None``: one is not in the cache."""
+        """The keys and values of the full pages of a prefix. ``None``: one is not in the cache.
+
+        :raises RequestError: pages may be of several types.
+        """
+        self._check_types()
         keys = self._keys(token_ids, salt)
         pages = self._scheduler.pool.match(keys)
         if len(pages) < len(keys):
@@ -124,6 +132,7 @@ class KeptPrefixes:
 
         :raises OutOfMemoryError: it is to be pinned and does not fit.
         """
+        self._check_types()
         keys, size = self._keys(token_ids, salt), self._scheduler.config.page_size
         pool = self._scheduler.pool
         pages = pool.acquire(pool.match(keys), 0) or []

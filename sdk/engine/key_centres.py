@@ -34,14 +34,21 @@ def centre_keys(cache: KVCache, model: CausalLM) -> None:
     model must call it together.
     """
     spec = cache.spec
-    coarse = [spec.parts(layer)[0].dtype == "int4" for layer in range(spec.num_layers)]
+    lowest = spec.levels[-1]
+    coarse = [lowest.parts(layer)[0].dtype == "int4" for layer in range(spec.num_layers)]
     if not any(coarse) or not isinstance(model, Decoder) or not model.shift_invariant:
         return
     pages = _run(model, spec)
     cache.layers = [
-        replace(layer, k_centre=_centre(seen)) if wanted else layer
+        _with_centre(layer, _centre(seen)) if wanted else layer
         for layer, seen, wanted in zip(cache.layers, pages, coarse, strict=True)
     ]
+
+
+def _with_centre(pages: KVPages, centre: Tensor) -> KVPages:
+    """The pages, and those of a ladder's lower levels."""
+    below = None if pages.below is None else _with_centre(pages.below, centre)
+    return replace(pages, k_centre=centre, below=below)
 
 
 def _run(model: Decoder, spec: KVSpec) -> list[KVPages]:

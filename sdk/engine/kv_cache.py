@@ -6,16 +6,18 @@ import math
 import mmap
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sdk.engine.plan import Swap
+from sdk.engine.plan import Move, Swap
 from sdk.engine.runner_config import RunnerConfig
 from sdk.engine.swap_storage import SwapStorage
 from sdk.errors import OutOfMemoryError, RequestError
 from sdk.kernels.kv_pages import KVPages
+from sdk.kernels.ladder import page_level
 from sdk.kernels.ops import Ops
 from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
@@ -31,7 +33,8 @@ def kv_spec(config: ModelConfig, kv_heads: int, page_size: int, dtype: str) -> K
 
     :raises RequestError: a layer to skip that the model does not have.
     """
-    for layer in KVTypes.parse(dtype).skip_layers:
+    skipped = () if ">" in dtype else KVTypes.parse(dtype).skip_layers
+    for layer in skipped:
         if layer >= config.num_layers:
             raise RequestError(
                 f"kv_cache_dtype: {dtype!r} skips layer {layer} of {config.num_layers}"
@@ -110,15 +113,32 @@ class KVCache:
             memory = torch.zeros(size + _LINE, dtype=torch.uint8, device=device)
             begin = -memory.data_ptr() % _LINE  # a vector that crosses cache lines loads twice
             memory = memory[begin : begin + size]
-        self.layers = []
-        offset = 0
-        for layer in range(spec.num_layers):
-            self.layers.append(_layer(memory, spec, num_pages, layer, offset, keys_transposed))
-            offset += spec.layer_bytes(layer)
+        below: Sequence[KVPages | None] = [None] * spec.num_layers
+        for index, level in reversed(list(enumerate(spec.levels))):
+            self.layers = []
+            pages = memory.view(num_pages << index, spec.page_bytes >> index)
+            offset = 0
+            for layer, lower in enumerate(below):
+                own = _layer(pages, level, layer, offset, keys_transposed)
+                self.layers.append(replace(own, below=lower))
+                offset += level.layer_bytes(layer)
+            below = self.layers
+        self._memory = memory
         self._storage: SwapStorage | None = None
         if num_swap_pages:
             pages = memory.view(num_pages, spec.page_bytes)
             self._storage = SwapStorage(pages, num_swap_pages, swap_path)
+
+    def move(self, moves: Sequence[Move], ops: Ops) -> None:
+        """Move pages of a ladder, one after the other: to a lower level, or as they are."""
+        for source, target in moves:
+            (above, index), (below, at) = page_level(source), page_level(target)
+            if above == below:
+                pages = self._memory.view(self.num_pages << above, self.spec.page_bytes >> above)
+                pages[at] = pages[index]
+                continue
+            for layer in self.layers:
+                ops.recode_page(layer, source, target)
 
     def swap(self, swaps: tuple[Swap, ...]) -> None:
         """Copy pages to and from the swap space."""
@@ -147,6 +167,7 @@ class KVCache:
     def close(self) -> None:
         """Drop the tensors. Idempotent."""
         self.layers = []
+        self._memory = torch.empty(0)
         self._mapping = None
         if self._storage is not None:
             self._storage.close()
@@ -166,19 +187,17 @@ def page_width(part: KVPart, head_dim: int) -> int:
     return head_dim // 2 if part.dtype == "int4" else head_dim
 
 
-def _layer(
-    memory: Tensor, spec: KVSpec, num_pages: int, layer: int, begin: int, keys_transposed: bool
-) -> KVPages:
-    """One layer's views of the cache's bytes, which begin at byte ``begin`` of a page."""
+def _layer(pages: Tensor, spec: KVSpec, layer: int, begin: int, keys_transposed: bool) -> KVPages:
+    """One layer's views of ``pages [num_pages, bytes]``: it begins at byte ``begin`` of a page."""
     heads, slots = spec.kv_heads, spec.page_size
 
     def view(dtype: torch.dtype, offset: int, shape: tuple[int, ...]) -> Tensor:
         """``[num_pages, *shape]``, contiguous within a page, ``offset`` bytes into the layer."""
         strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-        strides.insert(0, spec.page_bytes // dtype.itemsize)
-        values = memory.view(dtype)
+        strides.insert(0, pages.shape[1] // dtype.itemsize)
+        values = pages.view(-1).view(dtype)
         at = values.storage_offset() + (begin + offset) // dtype.itemsize
-        return values.as_strided((num_pages, *shape), strides, at)
+        return values.as_strided((pages.shape[0], *shape), strides, at)
 
     keys, values = spec.parts(layer)
     codes, scales, offset = [], [], 0
@@ -194,4 +213,4 @@ def _layer(
         scales.append(view(dtype, offset, (groups, slots)) if groups else None)
         offset += part.scale_bytes
     k = codes[0].transpose(2, 3) if keys_transposed else codes[0]
-    return KVPages(k, codes[1], *scales)
+    return KVPages(k, codes[1], scales[0], scales[1])

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sdk.engine.kv_cache import page_dtype, page_width
-from sdk.kernels.reference.page_codes import HALF_MAX, decode, encode, is_mixed, mixed
+from sdk.kernels.kv_pages import is_mixed
+from sdk.kernels.reference.page_codes import HALF_MAX, decode, encode, mixed
 from sdk.quant.spec import KVPart, KVSpec
 
 if TYPE_CHECKING:

@@ -203,9 +203,13 @@ class PagePool:
             self._references[page] = count - 1
             if count == 1:
                 if self._keys[page] is None:
-                    self._free.append(page)
+                    self._vacate(page)
                 else:
                     self._cached[page] = None
+
+    def _vacate(self, page: int) -> None:
+        """There is nothing in it any more."""
+        self._free.append(page)
 
     def publish(self, page: int, key: PageKey) -> None:
         """Make a full page known, now that a committed step has written it.
@@ -226,14 +230,18 @@ class PagePool:
             self._forget(page)
             if page in self._cached:
                 del self._cached[page]
-                self._free.append(page)
+                self._vacate(page)
 
     def reset_prefix_cache(self) -> None:
         """Forget the content of every page; pages in use stay with their owners."""
-        self._free.extend(self._cached)
+        for page in self._cached:
+            self._vacate(page)
         self._cached.clear()
         self._known.clear()
         self._keys = [None] * self.num_pages
+
+    def _check_capacity(self) -> None:
+        assert self.capacity + len(self._withheld) == self.num_pages - 1, "capacity is wrong"
 
     def check(self, held: Iterable[Sequence[int]] | None = None) -> None:
         """Assert that the books balance; ``held`` are the page tables of all owners, if given."""
@@ -242,11 +250,12 @@ class PagePool:
         assert all(count >= 0 for count in self._references), "a negative reference count"
         assert len(free) == len(self._free), "a page is free twice"
         assert not (free & cached or free & used or cached & used), "a page is in two states"
-        assert len(free) + len(cached) + len(used) == self.capacity, "a page was lost"
         assert 0 not in free | cached | used, "the reserved page 0 was handed out"
         withheld = set(self._withheld)
         assert not withheld & (free | cached | used), "a withheld page was handed out"
-        assert self.capacity + len(self._withheld) == self.num_pages - 1, "a page was lost"
+        total = len(free) + len(cached) + len(used) + len(withheld)
+        assert total == self.num_pages - 1, "a page was lost"
+        self._check_capacity()
         known = {page: key for page, key in enumerate(self._keys) if key is not None}
         assert not free & known.keys(), "a free page is known"
         assert cached <= known.keys(), "a cached page is not known"

@@ -48,6 +48,16 @@ class Swap(NamedTuple):
     out: bool
 
 
+class Move(NamedTuple):
+    """A page of a ladder that goes from one place to another, between levels or within one.
+
+    Page ids as the kernels have them (``kernels/kv_pages.py``).
+    """
+
+    source: int
+    target: int
+
+
 class StepPlan(NamedTuple):
     """One step; ``num_tokens`` is the step itself: (request id, tokens to run), in batch order."""
 
@@ -61,6 +71,8 @@ class StepPlan(NamedTuple):
     dropped: tuple[str, ...] = ()
     #: Pages to copy before anything else, one after the other.
     swaps: tuple[Swap, ...] = ()
+    #: As well; the tables of the requests that ranks know change with them.
+    moves: tuple[Move, ...] = ()
 
     def going_on(self, tokens: list[int]) -> StepPlan:
         """This plan, of one token in each row, with these tokens appended to its rows."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from sdk.engine.ladder import LadderPool
 from sdk.engine.pages import PageKey, PagePool, root_digest
 from sdk.engine.plan import Swap
 from sdk.engine.request import Request
@@ -35,8 +36,15 @@ class Prefix(NamedTuple):
 class Prefixes:
     """Finds, shares, promises and publishes the pages of prefixes. Not thread-safe."""
 
-    def __init__(self, pool: PagePool, kv_type: str, num_swap_pages: int = 0) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        kv_type: str,
+        num_swap_pages: int = 0,
+        ladder: LadderPool | None = None,
+    ) -> None:
         self.pool = pool
+        self._ladder = ladder  # the pool, if it is one
         self.swap = SwapSpace(num_swap_pages)
         self.promised: dict[bytes, Request] = {}  # page digest -> the running request writing it
         self.restored = 0  # pages written from snapshots
@@ -66,6 +74,8 @@ class Prefixes:
             return Prefix([], [])
         keys = request.keys[: (num_tokens - 1) // size]
         pages = self.pool.match(keys)
+        if self._ladder is not None:
+            pages = self._ladder.precise(pages, request.params.kv_min_bits)
         rest = keys[len(pages) :]
         swapped = rest[: self.swap.match(rest)]
         known = len(pages) + len(swapped)
@@ -126,14 +136,17 @@ class Prefixes:
 
     def distrust(self, sequence: Request) -> None:
         """Its pages may hold NaN: nobody must find them, and nobody keeps them."""
-        gone = set(sequence.pages)
-        for last, pages in list(self._pins.items()):
-            if not gone.isdisjoint(pages):
-                self._unpin(last)
         for page in sequence.pages:
             if (key := self.pool.key(page)) is not None:
                 self.swap.drop(key.digest)
-        self.pool.forget(sequence.pages)
+        self.forget(set(sequence.pages))
+
+    def forget(self, gone: set[int]) -> None:
+        """Nobody must find these pages in the cache, and nobody keeps them."""
+        for last, pages in list(self._pins.items()):
+            if not gone.isdisjoint(pages):
+                self._unpin(last)
+        self.pool.forget(gone)
 
     def reset(self) -> None:
         """Forget all prefixes, pinned ones too."""

@@ -263,13 +263,19 @@ class ModelRunner:
         return self._finish(plan, wanted, _NOTHING, _NOTHING)
 
     def _extend_rows(self, plan: StepPlan) -> None:
-        self.kv.swap(plan.swaps)
-        for request_id, pages in plan.new_pages:
-            request = self._requests[request_id]
-            request.pages.extend(pages)
-            self._inputs.write_pages(self._rows.index(request), request)
+        self._rearrange(plan)
+        for row, request in enumerate(self._rows):
+            self._inputs.write_pages(row, request)
         if len(self._again) >= _MAX_AGAIN:
             self._settle()
+
+    def _rearrange(self, plan: StepPlan) -> None:
+        """Copy and move pages, and hand out new ones."""
+        self.kv.swap(plan.swaps)
+        self.kv.move(plan.moves, self.ops)
+        self._inputs.follow(self._requests.values(), plan.moves)
+        for request_id, pages in plan.new_pages:
+            self._requests[request_id].pages.extend(pages)
 
     def _settle(self) -> None:
         """Tell requests and sampler the tokens of the steps that were run again."""
@@ -303,7 +309,7 @@ class ModelRunner:
     def _update(self, plan: StepPlan) -> None:
         self._settle()
         self._rows, self._drawing = [], []
-        self.kv.swap(plan.swaps)
+        self._rearrange(plan)
         if plan.dropped:
             self._inputs.forget()
         for request_id in plan.dropped:
@@ -325,8 +331,6 @@ class ModelRunner:
             request.token_ids.extend(token_ids)
             if request.start.guides is None:
                 self.sampler.append(request_id, token_ids)
-        for request_id, pages in plan.new_pages:
-            self._requests[request_id].pages.extend(pages)
 
     def _finish(self, plan: StepPlan, wanted: Wanted, hidden: Tensor, logits: Tensor) -> StepResult:
         """Score what was asked for and sample where a request's end ran."""

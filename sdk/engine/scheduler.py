@@ -48,6 +48,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from sdk.engine.guides import in_prefill, longest_answer, share
+from sdk.engine.ladder import LadderPool, check_floor, held_pages
 from sdk.engine.pages import PagePool
 from sdk.engine.plan import RequestStart, Sampled, StepPlan, StepResult
 from sdk.engine.prefixes import Prefix, Prefixes
@@ -80,13 +81,12 @@ class Scheduler:
         self, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.config = config
-        self.pool = PagePool(
-            config.num_pages,
-            config.page_size,
-            config.enable_prefix_caching,
-            limit=config.first_pages,
-        )
-        self.prefixes = Prefixes(self.pool, config.kv_type, config.num_swap_pages)
+        self.ladder: LadderPool | None = None
+        pages = config.num_pages, config.page_size, config.enable_prefix_caching
+        if len(config.kv_bits) > 1:
+            self.ladder = LadderPool(*pages, config.first_pages, config.kv_bits, self._lowest)
+        self.pool = self.ladder or PagePool(*pages, limit=config.first_pages)
+        self.prefixes = Prefixes(self.pool, config.kv_type, config.num_swap_pages, self.ladder)
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
@@ -158,6 +158,7 @@ class Scheduler:
                 + (f": {pinned} of {self.pool.capacity} are pinned" if pinned else "")
             )
         params = request.params
+        check_floor(request, config)
         if not params.ignore_eos:
             request.stop_token_ids |= config.eos_token_ids
         # It may know one token more than the pages hold: the last one is never read back.
@@ -297,6 +298,8 @@ class Scheduler:
             tuple(dropped),
             self.prefixes.swap.take_swaps(),
         )
+        if self.ladder is not None:
+            self._plan = self.ladder.placed(self._plan)
         return self._plan
 
     def _plan_again(self) -> StepPlan | None:
@@ -322,6 +325,8 @@ class Scheduler:
                 new_pages=tuple(new_pages),
                 swaps=self.prefixes.swap.take_swaps(),
             )
+            if self.ladder is not None:
+                plan = self.ladder.placed(plan)
             if not new_pages:
                 self._again = plan
         self._plan = plan
@@ -368,6 +373,9 @@ class Scheduler:
             self._preempt(self._running.pop())
         sequence.pages += pages
         return pages[0]
+
+    def _lowest(self) -> dict[int, int]:
+        return {} if self.ladder is None else held_pages(self._running, self.ladder)
 
     def _preempt(self, request: Request) -> None:
         """Send a request that was just taken out of the running ones back to wait."""
@@ -453,6 +461,8 @@ class Scheduler:
                 f"commit of plan {plan.step_id} with the result of step {step_id}; "
                 f"the step in flight is {expected}"
             )
+        if self.ladder is not None:
+            self.ladder.settle()
         now = self.clock()
         updates, self._expired = self._expired, []
         in_flight, self._plan = self._in_flight, None
@@ -597,6 +607,8 @@ class Scheduler:
         if self._plan is not None:
             self._dropped = [*self._plan.dropped, *self._dropped]
             self.prefixes.undo(self._plan.swaps)
+            if self.ladder is not None:
+                self.prefixes.forget(self.ladder.distrusted())
             self._plan, self._in_flight, self._steady = None, [], False
             while self._running:
                 self._preempt(self._running.pop())

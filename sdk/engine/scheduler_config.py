@@ -19,6 +19,8 @@ class SchedulerConfig:
     enable_chunked_prefill: bool = True
     policy: Literal["fcfs", "priority"] = "fcfs"
     kv_type: str = "auto"
+    #: Bits of each type of the KV cache's ladder; of its only type where there is none.
+    kv_bits: tuple[int, ...] = (16,)
     #: Pages of the swap space: a second tier of the prefix cache, which it needs.
     num_swap_pages: int = 0
     #: Pages to begin with, page 0 among them, where not all of ``num_pages``.

@@ -38,8 +38,10 @@ class Rig:
         self.requests: dict[str, Request] = {}
         self.updates = []
 
-    def _is_published(self, page: int) -> bool:
-        return self.pool._keys[page] is not None
+    def _is_published(self, place: int) -> bool:
+        ladder = self.scheduler.ladder
+        page = place if ladder is None else ladder._pages.get(place)
+        return page is not None and self.pool.key(page) is not None
 
     def add(
         self,

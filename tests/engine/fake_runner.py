@@ -12,8 +12,10 @@ from __future__ import annotations
 from hashlib import blake2b
 
 from sdk.engine.plan import Sampled, StepPlan, StepResult
+from sdk.kernels.ladder import page_id, page_level
 
 VOCAB = 1000
+LEVELS = 3
 
 
 def _value(before: list[bytes], token: int) -> bytes:
@@ -87,6 +89,8 @@ class FakeRunner:
             begin, end = (page, slot) if out else (slot, page)
             for offset in range(self.page_size):
                 target[end, offset] = source.get((begin, offset), b"unwritten")
+        for move in plan.moves:
+            self._move(*move)
         for request_id in plan.dropped:
             self.requests.pop(request_id, None)
         for start in plan.started:
@@ -121,8 +125,28 @@ class FakeRunner:
 
     def _slot(self, pages: list[int], position: int) -> tuple[int, int]:
         page = pages[position // self.page_size]
-        assert 0 < page < self.num_pages, "no such page"
+        level, index = page_level(page)
+        assert 0 < index >> level < self.num_pages, "no such page"
         return page, position % self.page_size
+
+    def _move(self, source: int, target: int) -> None:
+        """Of a ladder; what lay in the memory of the target is lost."""
+        values = [self.slots[source, i] for i in range(self.page_size)]
+        level, _ = page_level(target)
+        assert page_level(source)[0] in (level - 1, level), "a page went up or two steps down"
+        for offset, value in enumerate(values):
+            self._write(target, offset, value)
+        for state in self.requests.values():
+            state["pages"] = [target if page == source else page for page in state["pages"]]
+
+    def _write(self, page: int, offset: int, value: bytes) -> None:
+        level, index = page_level(page)
+        for other in range(LEVELS):
+            first = index << other - level if other > level else index >> level - other
+            for part in range(1 << max(other - level, 0)) if other != level else ():
+                for i in range(self.page_size):
+                    self.slots.pop((page_id(other, first + part), i), None)
+        self.slots[page, offset] = value
 
     def _sample(self, request_ids, sampled) -> None:
         states = {request_id: self.requests[request_id] for request_id in request_ids}
@@ -148,11 +172,14 @@ class FakeRunner:
         end = begin + num
         assert end <= len(tokens), "more tokens than are known"
         values = [self.slots.get(self._slot(pages, i), b"unwritten") for i in range(begin)]
+        least = state["start"].params.kv_min_bits or 0
+        assert all(16 >> page_level(page)[0] >= least for page in pages), "below its floor"
         for position in range(begin, end):
             slot = self._slot(pages, position)
+            assert not page_level(slot[0])[0], "a page of a lower type is written"
             assert not self.published(slot[0]), "a page others may read is written"
             values.append(_value(values, tokens[position]))
-            self.slots[slot] = values[-1]
+            self._write(*slot, values[-1])
         state["computed"], state["last"] = end, values[-1]
         start = state["start"]
         if start.params.prompt_logprobs is not None and begin < start.num_prompt_tokens:

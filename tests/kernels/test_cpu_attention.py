@@ -14,9 +14,9 @@ from sdk.engine.kv_cache import KVCache
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.cpu import CpuBackend, levels, open_backend
 from sdk.kernels.errors import KernelError
-from sdk.kernels.kv_pages import KVPages
+from sdk.kernels.kv_pages import KVPages, is_mixed
 from sdk.kernels.reference.attention import Attention
-from sdk.kernels.reference.page_codes import decode, encode, is_mixed, mixed
+from sdk.kernels.reference.page_codes import decode, encode, mixed
 from sdk.kernels.registry import Problem
 from sdk.quant.spec import KVSpec
 

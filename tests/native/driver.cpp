@@ -209,12 +209,39 @@ PageSide side(const Shape& s, int type, Buffer<uint8_t>& codes, Buffer<uint16_t>
     to.head = head;
     to.step = step;
     to.type = type;
+    to.mixed = type == kI8 || type == kI4;
     if (!has_scales(type)) return to;
     to.scales = scales.data();
     to.scale_page = s.kv_heads * Cache::groups(s) * s.page_size;
     to.scale_row = s.page_size;
     to.group = s.group;
     return to;
+}
+
+// Keys and values of a cache.
+PageLevel level(const Shape& s, Cache& cache) {
+    return {side(s, s.key_type, cache.k, cache.k_scales, s.page_size),
+            side(s, s.value_type, cache.v, cache.v_scales,
+                 s.head_dim / (s.value_type == kI4 ? 2 : 1))};
+}
+
+// A page that is full becomes one of 4-bit codes.
+void recode(Engine& one, Engine& many, Shape s, Cache& cache, int64_t page) {
+    RecodeArgs args{};
+    args.source = level(s, cache);
+    args.page = page;
+    args.kv_heads = (int32_t)s.kv_heads;
+    args.head_dim = (int32_t)s.head_dim;
+    args.page_size = (int32_t)s.page_size;
+    s.key_type = s.value_type = kI4;
+    s.pages = 1;
+    Cache low[2] = {Cache(s), Cache(s)};
+    for (int i = 0; i < 2; ++i) {
+        args.target = level(s, low[i]);
+        (i ? many : one).run(kOpRecode, args, s.kv_heads * s.page_size);
+    }
+    CHECK(low[0].k.starts_like(low[1].k, low[0].k.size()));
+    CHECK(low[0].v.starts_like(low[1].v, low[0].v.size()));
 }
 
 // One engine's way through a step: rotates and writes `qkv`, attends.
@@ -228,9 +255,7 @@ void attend(Engine& engine, const Shape& s, Cache& cache, Buffer<float> qkv, Att
     rope.cos = cos;
     rope.sin = sin;
     rope.slots = slots;
-    rope.keys = side(s, s.key_type, cache.k, cache.k_scales, s.page_size);
-    rope.values = side(s, s.value_type, cache.v, cache.v_scales,
-                       s.head_dim / (s.value_type == kI4 ? 2 : 1));
+    rope.pages = level(s, cache);
     rope.q_token = rope.k_token = rope.v_token = token;
     rope.q_head = rope.k_head = rope.v_head = s.head_dim;
     rope.cos_token = rope.sin_token = half;
@@ -245,8 +270,8 @@ void attend(Engine& engine, const Shape& s, Cache& cache, Buffer<float> qkv, Att
     args.q_token = token;
     args.q_head = s.head_dim;
     args.tokens = tokens;
-    args.keys = rope.keys;
-    args.values = rope.values;
+    args.levels[0] = rope.pages;
+    args.num_levels = 1;
     args.scale = 0.3f;
     engine.run(kOpAttention, args, s.requests);
 }
@@ -307,6 +332,7 @@ void attention(Random& random, Engine& one, Engine& many) {
             for (int64_t i = 0; i < tokens * s.heads * s.head_dim; ++i) CHECK(out[i] == out[i]);
         });
     }
+    if (context[0] >= s.page_size) recode(one, many, s, first, table[0]);
 }
 
 // --- programs ---

@@ -7,7 +7,7 @@
 
 #include <stdint.h>
 
-enum { kAbiVersion = 11 };
+enum { kAbiVersion = 12 };
 
 // Element types of scales, minima, pages and dense values. kLow4 and kHigh4, for scales and minima
 // only, are the two halves of one byte (q2_k keeps both in it); kE8M0, for scales, is a power of two.
@@ -267,7 +267,17 @@ struct PageSide {
     int64_t page, head, step;
     int64_t scale_page, scale_row;
     int32_t type, group;
+    int32_t mixed;     // by the Hadamard matrix (page_codes.hpp)
 };
+
+struct PageLevel {
+    PageSide keys, values;
+};
+
+// The page ids of a ladder: the level in the high bits, the first being 0.
+enum { kMaxLevels = 3, kLevelShift = 28 };
+static inline int level_of(int32_t id) { return id >> kLevelShift; }
+static inline int64_t page_of(int32_t id) { return id & ((1 << kLevelShift) - 1); }
 
 struct RopeArgs {
     float* q;
@@ -277,7 +287,7 @@ struct RopeArgs {
     const float* sin;
     const int64_t* slots;
     const float* key_centre;  // [kv_heads][head_dim], taken from every key; null: none
-    PageSide keys, values;
+    PageLevel pages;
     int64_t q_token, q_head, k_token, k_head, v_token, v_head, cos_token, sin_token;
     int64_t num_pages;
     int32_t heads, kv_heads, head_dim, half, page_size;
@@ -286,20 +296,28 @@ struct RopeArgs {
 struct AttentionArgs {
     const float* q;
     float* out;  // [T, heads * head_dim]
-    PageSide keys, values;
+    PageLevel levels[kMaxLevels];  // of the same memory, each with twice the pages of the one before
     const int32_t* query_start;
     const int32_t* context_len;
     const int32_t* page_table;
     const float* sinks;  // null: none
     uint8_t* shared;     // of attention alone, zero when allocated; set by the engine
     int64_t q_token, q_head, table_width;
-    int64_t num_pages, tokens;  // tokens: rows of q and out
+    int64_t num_pages, tokens;  // of the first level; tokens: rows of q and out
     int64_t window;             // 0: none
     int32_t requests;           // filled by plan_attention
     int32_t heads, kv_heads, head_dim, page_size;
+    int32_t num_levels;     // with more than one, a page has 128 slots
     float scale, softcap;   // softcap 0: none
     int32_t query_tile;     // tokens of a query tile; filled by plan_attention
     int32_t run_chunks;     // most chunks of an item of a split request; filled by plan_attention
+};
+
+// A page written as one of another type; both lie mixed. One row for each slot of each head.
+struct RecodeArgs {
+    PageLevel source, target;
+    int64_t page, to_page;
+    int32_t kv_heads, head_dim, page_size;
 };
 
 // How one row's token is chosen; kernels/sampling.py says what each number means. Temperature 0 is
@@ -394,6 +412,7 @@ enum OpKind {
     kOpExperts = 14,
     kOpBias = 15,
     kOpCombine = 16,
+    kOpRecode = 17,
 };
 
 // What a step counts; an operator runs over one of these (times `per` for row-wise ones).
@@ -418,6 +437,7 @@ struct KernelTable {
     void (*map)(const MapArgs*, int64_t t_begin, int64_t t_end);
     void (*rope)(const RopeArgs*, int64_t t_begin, int64_t t_end);
     void (*attention)(const AttentionArgs*, const Share* items, uint8_t* scratch);
+    void (*recode)(const RecodeArgs*, int64_t row_begin, int64_t row_end);
     void (*rope_angles)(const AnglesArgs*, int64_t t_begin, int64_t t_end);
     void (*sample)(const SampleArgs*, int64_t row_begin, int64_t row_end, uint8_t* scratch);
     int64_t (*sample_scratch)(int64_t width);  // bytes

@@ -107,9 +107,10 @@ static void attend_chunk(const Item& item, int64_t begin, float* split, Ahead* a
     visible(item, begin, item.rows - 1, &lo, &count);
     if (first >= count) return;
     Chunk c;
-    load_scales(item, begin, count, a->keys, item.key_scale, item.key_zero, &c.keys);
-    load_scales(item, begin, count, a->values, item.value_scale, item.value_zero, &c.values);
-    if (reads_pages(item)) locate(item, begin, count, &c);
+    c.from = &a->levels[level_of(item.table[begin / a->page_size])];
+    load_scales(item, begin, count, c.from->keys, item.key_scale, item.key_zero, &c.keys);
+    load_scales(item, begin, count, c.from->values, item.value_scale, item.value_zero, &c.values);
+    if (reads_pages(item, *c.from)) locate(item, begin, count, &c);
     else convert(item, begin, first, count, &c);
     for (int i = 0; i < item.rows; i += kAttentionRows) {
         const int mr = i + kAttentionRows < item.rows ? (int)kAttentionRows : item.rows - i;
@@ -140,7 +141,7 @@ INLINE void finish(const Item& item, int i) {
     for (; d + kLanes <= a->head_dim; d += kLanes)
         store(out + d, div(load(state + d), set1(total)));
     for (; d < a->head_dim; ++d) out[d] = state[d] / total;
-    if (is_mixed(a->values.type)) mix(out, a->head_dim);  // its values lie mixed
+    if (a->levels[0].values.mixed) mix(out, a->head_dim);
 }
 
 // Queries times the scale, one row after the other.

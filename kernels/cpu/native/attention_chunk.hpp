@@ -22,24 +22,12 @@ struct ChunkSide {
 // Where the keys and values of a chunk lie. Keys t of vector v are the lanes of
 // key[v] + d * keys.step; value t is value[t >> segment_shift] + (t & mask) * values.step.
 struct Chunk {
+    const PageLevel* from;  // the level of its pages
     ChunkSide keys, values;
     int segment_shift;
     const void* key[kKeyVectors];
     const void* value[kKeyVectors];
 };
-
-INLINE float load_one(const PageSide& side, int64_t i, bool high) {
-    const void* base = side.data;
-    switch (side.type) {
-        case kF32: return ((const float*)base)[i];
-        case kI8: return (float)((const int8_t*)base)[i];
-        case kF16: return half_to_float(((const uint16_t*)base)[i]);
-        case kE4M3: return e4m3_to_float(((const uint8_t*)base)[i]);
-        case kE5M2: return e5m2_to_float(((const uint8_t*)base)[i]);
-        case kI4: return (float)(((const uint8_t*)base)[i] >> (high ? 4 : 0) & 15);
-        default: return bf16_to_float(((const uint16_t*)base)[i]);
-    }
-}
 
 // The end of the part of a head that begins at d.
 INLINE int part_end(const ChunkSide& side, int d, int width) {
@@ -60,7 +48,7 @@ INLINE void visible(const Item& item, int64_t begin, int i, int* lo, int* hi) {
 // stand for the last one, so that a product of several vectors reads nothing else.
 static void locate(const Item& item, int64_t begin, int count, Chunk* c) {
     const AttentionArgs* a = item.a;
-    const PageSide &keys = a->keys, &values = a->values;
+    const PageSide &keys = c->from->keys, &values = c->from->values;
     const int shift = __builtin_ctz((unsigned)a->page_size), mask = a->page_size - 1;
     c->keys.type = keys.type;
     c->values.type = values.type;
@@ -70,12 +58,14 @@ static void locate(const Item& item, int64_t begin, int count, Chunk* c) {
     for (int v = 0; v < kKeyVectors; ++v) {
         const int t = v * kLanes < count ? v * kLanes : (count - 1) / kLanes * kLanes;
         const int64_t position = begin + t;
-        const int64_t at = item.table[position >> shift] * keys.page + item.head * keys.head;
+        const int64_t page = page_of(item.table[position >> shift]);
+        const int64_t at = page * keys.page + item.head * keys.head;
         c->key[v] = element(keys, at + (position & mask));
     }
     for (int s = 0; s << c->segment_shift < count; ++s) {
         const int64_t position = begin + ((int64_t)s << c->segment_shift);
-        const int64_t at = item.table[position >> shift] * values.page + item.head * values.head;
+        const int64_t page = page_of(item.table[position >> shift]);
+        const int64_t at = page * values.page + item.head * values.head;
         c->value[s] = element(values, at + (position & mask) * values.step);
     }
 }
@@ -88,7 +78,7 @@ static void load_scales(const Item& item, int64_t begin, int count, const PageSi
     const int groups = groups_of(from, a->head_dim);
     for (int t = 0; t < count && groups;) {
         const int64_t position = begin + t, slot = position % a->page_size;
-        const int64_t page = item.table[position / a->page_size];
+        const int64_t page = page_of(item.table[position / a->page_size]);
         const int run = a->page_size - slot < count - t ? (int)(a->page_size - slot) : count - t;
         for (int g = 0; g < groups; ++g) {
             const uint16_t* scales = from.scales + page * from.scale_page +
@@ -126,7 +116,7 @@ INLINE int part_type(const PageSide& side, int fold, int d) {
 // Keys first..count of a chunk as floats, [head_dim][128].
 static void convert_keys(const Item& item, int64_t begin, int first, int count, const Chunk& c) {
     const AttentionArgs* a = item.a;
-    const PageSide& side = a->keys;
+    const PageSide& side = c.from->keys;
     for (int d = 0; d < a->head_dim; ++d) {
         const ChunkSide& keys = c.keys;
         const bool nibbles = side.type == kI4;
@@ -134,7 +124,7 @@ static void convert_keys(const Item& item, int64_t begin, int first, int count, 
         const bool high = nibbles && d >= keys.fold;
         const int64_t at_d = (high ? d - keys.fold : d) * side.step;
         float* to = item.keys + d * kChunkKeys;
-        if (in_place(a)) {
+        if (in_place(a, *c.from)) {
             const int type = part_type(side, keys.fold, d);
             for (int v = first / kLanes; v * kLanes < count; ++v) {
                 const VF x = load_as(type, c.key[v], at_d);
@@ -143,7 +133,7 @@ static void convert_keys(const Item& item, int64_t begin, int first, int count, 
             continue;
         }
         for (int t = first; t < count; ++t) {
-            const int64_t page = item.table[(begin + t) / a->page_size];
+            const int64_t page = page_of(item.table[(begin + t) / a->page_size]);
             const int64_t slot = (begin + t) % a->page_size;
             const int64_t at = page * side.page + item.head * side.head + slot + at_d;
             const float x = load_one(side, at, high);
@@ -155,12 +145,12 @@ static void convert_keys(const Item& item, int64_t begin, int first, int count, 
 // Values first..count of a chunk as floats, [128][padded].
 static void convert_values(const Item& item, int64_t begin, int first, int count, const Chunk& c) {
     const AttentionArgs* a = item.a;
-    const PageSide& side = a->values;
+    const PageSide& side = c.from->values;
     const int width = a->head_dim, fold = c.values.fold;
     const bool nibbles = side.type == kI4, whole = !nibbles || fold % kLanes == 0;
     const float* zeros = c.values.zero;
     for (int t = first; t < count; ++t) {
-        const int64_t page = item.table[(begin + t) / a->page_size];
+        const int64_t page = page_of(item.table[(begin + t) / a->page_size]);
         const int64_t slot = (begin + t) % a->page_size;
         const int64_t at = page * side.page + item.head * side.head + slot * side.step;
         float* to = item.values + t * item.padded;
@@ -181,7 +171,7 @@ static void convert_values(const Item& item, int64_t begin, int first, int count
 // Copies keys and values first..count of a chunk as floats, which pays from many rows on; pages of
 // odd shapes always go this way.
 static void convert(const Item& item, int64_t begin, int first, int count, Chunk* c) {
-    if (in_place(item.a)) locate(item, begin, count, c);
+    if (in_place(item.a, *c->from)) locate(item, begin, count, c);
     convert_keys(item, begin, first, count, *c);
     convert_values(item, begin, first, count, *c);
     c->keys.type = c->values.type = kF32;

@@ -38,17 +38,16 @@ struct Item {
 };
 
 // Pages whose slots are whole vectors can be read in place.
-INLINE bool in_place(const AttentionArgs* a) {
-    const int vector = a->values.type == kI4 ? 2 * kLanes : kLanes;
+INLINE bool in_place(const AttentionArgs* a, const PageLevel& from) {
+    const int vector = from.values.type == kI4 ? 2 * kLanes : kLanes;
     return (a->page_size & (a->page_size - 1)) == 0 && a->page_size % kLanes == 0 &&
            a->head_dim % vector == 0;
 }
 
 // Few rows read their pages in place, many rows a copy converted once.
-INLINE bool reads_pages(const Item& item) {
-    return in_place(item.a) &&
-           (item.rows <= 2 * kAttentionRows ||
-            (item.a->keys.type == kF32 && item.a->values.type == kF32));
+INLINE bool reads_pages(const Item& item, const PageLevel& from) {
+    return in_place(item.a, from) && (item.rows <= 2 * kAttentionRows ||
+                                      (from.keys.type == kF32 && from.values.type == kF32));
 }
 
 // Tokens t_begin..t_end of request r under one key head.
@@ -66,8 +65,8 @@ static Item make_item(const AttentionArgs* a, int r, int head, int64_t t_begin, 
     item.record = item.padded + kPartExtra;
     item.keys = (float*)scratch;
     item.values = item.keys + item.padded * kChunkKeys;
-    const int key_groups = groups_of(a->keys, a->head_dim) * kChunkKeys;
-    const int value_groups = groups_of(a->values, a->head_dim) * kChunkKeys;
+    const int key_groups = most_groups(a, &PageLevel::keys) * kChunkKeys;
+    const int value_groups = most_groups(a, &PageLevel::values) * kChunkKeys;
     item.key_scale = item.values + item.padded * kChunkKeys;
     item.key_zero = item.key_scale + key_groups;
     item.value_scale = item.key_zero + key_groups;
@@ -169,10 +168,10 @@ struct Ahead {
     Walk walk;
     Stretch stretch;        // the cursor is in it
     int64_t position;       // of the next page in it
-    const uint8_t* values;  // of the page whose keys were the run before
     const uint8_t *then, *then_end;  // what the thread reads after its items
     uint8_t* scratch;
-    int64_t key_bytes, value_bytes;  // of a page, at most of a chunk
+    int64_t then_bytes;     // of that, at a time
+    Run values;             // of the page whose keys were the run before
     Run runs[2 * kChunkKeys / 4];    // of this chunk; a page has 4 keys or more
     int count, next;  // runs; the one after `run`
     Run run;          // what is left of it
@@ -191,30 +190,33 @@ INLINE Run run_of(const uint8_t* at, int64_t bytes) { return {at, at + bytes}; }
 // The keys of the cursor's page, then its values, then what follows the items; empty at the end.
 static Run next_run(Ahead* ahead) {
     const AttentionArgs* a = ahead->walk.a;
-    if (ahead->values) {
-        const uint8_t* values = ahead->values;
-        ahead->values = nullptr;
-        return run_of(values, ahead->value_bytes);
+    if (ahead->values.at) {
+        const Run values = ahead->values;
+        ahead->values = {};
+        return values;
     }
     while (ahead->position >= ahead->stretch.end) {
         if (!next_stretch(&ahead->walk, ahead->scratch, &ahead->stretch)) {
             const uint8_t* then = ahead->then;
-            if (ahead->then_end - then < ahead->key_bytes) return {};
-            ahead->then += ahead->key_bytes;
-            return run_of(then, ahead->key_bytes);
+            if (ahead->then_end - then < ahead->then_bytes) return {};
+            ahead->then += ahead->then_bytes;
+            return run_of(then, ahead->then_bytes);
         }
-        const bool reads = reads_pages(ahead->stretch.item);
+        const bool reads = reads_pages(ahead->stretch.item, a->levels[0]);
         ahead->position = reads ? ahead->stretch.begin : ahead->stretch.end;
     }
     const Item& item = ahead->stretch.item;
-    const int64_t page = item.table[ahead->position / a->page_size];
-    const int64_t slot = ahead->position % a->page_size;
-    const uint8_t* keys = element(a->keys, page * a->keys.page + item.head * a->keys.head);
-    const int64_t value = page * a->values.page + item.head * a->values.head + slot * a->values.step;
+    const int32_t id = item.table[ahead->position / a->page_size];
+    const PageSide &keys = a->levels[level_of(id)].keys, &values = a->levels[level_of(id)].values;
+    const int64_t page = page_of(id), slot = ahead->position % a->page_size;
+    const int64_t value = page * values.page + item.head * values.head + slot * values.step;
+    const int64_t count = page_keys(a) * a->head_dim;
     ahead->position += page_keys(a);
-    ahead->values = element(a->values, value);
+    ahead->values = run_of(element(values, value), page_bytes(values.type, count));
     // of a page longer than a chunk, another part of all keys each time
-    return run_of(keys + page_bytes(a->keys.type, slot * a->head_dim), ahead->key_bytes);
+    return run_of(element(keys, page * keys.page + item.head * keys.head) +
+                      page_bytes(keys.type, slot * a->head_dim),
+                  page_bytes(keys.type, count));
 }
 
 INLINE void ask(Ahead* ahead) {
@@ -237,8 +239,7 @@ static void look_ahead(const AttentionArgs* a, const Share& share, uint8_t* scra
     ahead->scratch = scratch;
     ahead->then = share.then;
     ahead->then_end = share.then_end;
-    ahead->key_bytes = page_bytes(a->keys.type, page_keys(a) * a->head_dim);
-    ahead->value_bytes = page_bytes(a->values.type, page_keys(a) * a->head_dim);
+    ahead->then_bytes = page_bytes(a->levels[0].keys.type, page_keys(a) * a->head_dim);
     for (int64_t bytes = 0; bytes < kAheadBytes;) {
         const Run run = next_run(ahead);
         if (!run.at) return;
@@ -252,7 +253,8 @@ static void look_ahead(const AttentionArgs* a, const Share& share, uint8_t* scra
 static void pace(Ahead* ahead, const Item& item, int64_t begin, int64_t end) {
     const AttentionArgs* a = item.a;
     const int64_t keys = end - begin < kChunkKeys ? end - begin : (int64_t)kChunkKeys;
-    const int64_t pages = reads_pages(item) ? (keys + page_keys(a) - 1) / page_keys(a) : 0;
+    const bool reads = reads_pages(item, a->levels[0]);
+    const int64_t pages = reads ? (keys + page_keys(a) - 1) / page_keys(a) : 0;
     int64_t lines = 0;
     ahead->count = ahead->next = ahead->per_step = 0;
     ahead->run = {};

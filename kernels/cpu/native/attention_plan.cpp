@@ -12,19 +12,16 @@ bool tables_in_range(const AttentionArgs* a, int requests) {
         const int64_t pages = (context + a->page_size - 1) / a->page_size;
         if (tokens < 0 || context < tokens || pages > a->table_width) return false;
         const int32_t* table = a->page_table + r * a->table_width;
-        uint32_t largest = 0;  // a negative id is a large one
+        uint32_t largest[kMaxLevels] = {};
         for (int64_t i = 0; i < pages; ++i) {
-            const uint32_t id = (uint32_t)table[i];
-            largest = id > largest ? id : largest;
+            const uint32_t level = (uint32_t)level_of(table[i]), page = (uint32_t)page_of(table[i]);
+            if (level >= (uint32_t)a->num_levels) return false;  // a negative id's is large
+            largest[level] = page > largest[level] ? page : largest[level];
         }
-        if (pages && largest >= (uint64_t)a->num_pages) return false;
+        for (int level = 0; level < a->num_levels && pages; ++level)
+            if (largest[level] >= (uint64_t)a->num_pages << level) return false;
     }
     return a->query_start[0] >= 0 && a->query_start[requests] <= a->tokens;
-}
-
-// Scales and zeros of a key or a value.
-int64_t scale_rows(const PageSide& side, int head_dim) {
-    return side.scales ? 2 * ((head_dim + side.group - 1) / side.group) : 0;
 }
 
 }  // namespace
@@ -60,9 +57,9 @@ AttentionPlan plan_attention(AttentionArgs* a, int requests, int threads) {
     const int64_t padded = padded_dim(a), record = padded + kPartExtra;
     const int64_t rows = (int64_t)a->query_tile * group;
     plan.shared_bytes = kMaxSplitPairs * sizeof(int32_t) + (size_t)(records * record) * 4;
-    const int64_t scales = scale_rows(a->keys, a->head_dim) + scale_rows(a->values, a->head_dim);
+    const int64_t groups = most_groups(a, &PageLevel::keys) + most_groups(a, &PageLevel::values);
     // keys, values, their scales and zeros; weights and records of a block of rows; queries, records
-    plan.private_bytes = (size_t)((2 * padded + scales) * kChunkKeys +
+    plan.private_bytes = (size_t)((2 * padded + 2 * groups) * kChunkKeys +
                                   8 * (kChunkKeys + record) + rows * (padded + record)) * 4;
     return plan;
 }

@@ -21,6 +21,17 @@ enum {
 // Floats of a head, padded to the widest vector: the same at every instruction-set level.
 static inline int64_t padded_dim(const AttentionArgs* a) { return (a->head_dim + 15) / 16 * 16; }
 
+// Scales of a key or value of the level that has the most.
+static inline int most_groups(const AttentionArgs* a, PageSide PageLevel::*side) {
+    int most = 0;
+    for (int level = 0; level < a->num_levels; ++level) {
+        const PageSide& pages = a->levels[level].*side;
+        const int groups = pages.scales ? (a->head_dim + pages.group - 1) / pages.group : 0;
+        most = groups > most ? groups : most;
+    }
+    return most;
+}
+
 // Work of one request: `tiles` query tiles, or one whose chunks first_chunk..end_chunk are spread
 // over `runs` items; that times the key heads.
 struct RequestShare {

@@ -4,6 +4,7 @@
 #include "elementwise.hpp"
 #include "linear_float.hpp"
 #include "linear_int.hpp"
+#include "recode.hpp"
 #include "rope.hpp"
 #include "sampling.hpp"
 
@@ -15,6 +16,6 @@ extern const KernelTable JOIN(kernels_, LEVEL);
 const KernelTable JOIN(kernels_, LEVEL) = {
     LEVEL::quantize, LEVEL::linear_int, LEVEL::linear_float, LEVEL::rms_norm,
     LEVEL::gated,    LEVEL::map,        LEVEL::rope,         LEVEL::attention,
-    LEVEL::rope_angles, LEVEL::sample, LEVEL::sample_scratch,
+    LEVEL::recode,   LEVEL::rope_angles, LEVEL::sample, LEVEL::sample_scratch,
 };
 }

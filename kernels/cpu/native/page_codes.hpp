@@ -27,12 +27,9 @@ INLINE void narrow(const float* x, int count, int type, uint16_t* to) {
     for (; i < count; ++i) to[i] = to_half(x[i]);
 }
 
-// Integers share their step, so a head of them is mixed; 8-bit floats have steps of their own.
-INLINE bool is_mixed(int type) { return type == kI8 || type == kI4; }
-
 // Mixes the dimensions of a head, in blocks of the largest power of two that divides it, by the
 // orthonormal Hadamard matrix: q k stays as it is when both are mixed, and mixing twice restores.
-// A few large channels would set the step of all others: with one scale a head the KL divergence
+// Integers share their step: a few large channels would set the step of all others: with one scale a head the KL divergence
 // of Gemma 3 270M with int8 pages falls from 0.0058 to 0.0012 this way, that of SmolLM2 from
 // 0.00125 to 0.00026. That of Gemma with e4m3 pages rises from 0.0058 to 0.0203.
 static void mix(float* x, int width) {
@@ -48,11 +45,14 @@ static void mix(float* x, int width) {
     for (int i = 0; i < width; ++i) x[i] *= norm;
 }
 
-// A key or value that becomes codes. inf would become NaN in all dimensions: it saturates.
-static void prepare(const float* x, float* to, int width, int type) {
+// A key or value that becomes codes or is mixed. inf would become NaN in all dimensions: it
+// saturates.
+static void prepare(const PageSide& side, const float* x, float* to, int width) {
     for (int d = 0; d < width; ++d) to[d] = saturate(x[d]);
-    if (is_mixed(type)) mix(to, width);
+    if (side.mixed) mix(to, width);
 }
+
+INLINE bool prepares(const PageSide& side) { return side.scales || side.mixed; }
 
 // The largest magnitude; NaN if there is one.
 INLINE float peak_of(const float* x, int count) {
@@ -70,6 +70,14 @@ INLINE float peak_of(const float* x, int count) {
 // Scales of a head; none where the page holds floats.
 INLINE int groups_of(const PageSide& side, int head_dim) {
     return side.scales ? (head_dim + side.group - 1) / side.group : 0;
+}
+
+// The first scale of a head in a slot; null where there are none.
+INLINE uint16_t* scales_of(const PageSide& side, int head_dim, int64_t page, int head,
+                           int64_t slot) {
+    if (!side.scales) return nullptr;
+    return side.scales + page * side.scale_page + head * groups_of(side, head_dim) * side.scale_row +
+           slot;
 }
 
 INLINE float clamp(float x, float low, float high) {
@@ -155,6 +163,20 @@ INLINE uint16_t round_nibbles(const float* x, int count, uint8_t* to) {
     for (int i = 0; i < count; ++i)
         to[i] = (uint8_t)clamp(round_even(x[i] * inverse + zero * 0.0625f), 0.0f, 15.0f);
     return (uint16_t)((uint16_t)zero << 8 | bits);
+}
+
+// Element i; of a kI4 byte its low or high half.
+INLINE float load_one(const PageSide& side, int64_t i, bool high) {
+    const void* base = side.data;
+    switch (side.type) {
+        case kF32: return ((const float*)base)[i];
+        case kI8: return (float)((const int8_t*)base)[i];
+        case kF16: return half_to_float(((const uint16_t*)base)[i]);
+        case kE4M3: return e4m3_to_float(((const uint8_t*)base)[i]);
+        case kE5M2: return e5m2_to_float(((const uint8_t*)base)[i]);
+        case kI4: return (float)(((const uint8_t*)base)[i] >> (high ? 4 : 0) & 15);
+        default: return bf16_to_float(((const uint16_t*)base)[i]);
+    }
 }
 
 template <typename T>

@@ -49,6 +49,7 @@ int64_t row_work(const Op& op) {
         case kOpBias: return op.bias.width;
         case kOpCombine: return op.combine.width * op.combine.k;
         // keys lie transposed in their pages: every number is a store of its own
+        case kOpRecode: return 16 * (int64_t)op.recode.head_dim;
         case kOpRope: return 4 * (op.rope.heads + 2 * op.rope.kv_heads) * (int64_t)op.rope.head_dim;
         default: return 0;
     }
@@ -103,7 +104,7 @@ bool same_plan(const AttentionArgs& a, const AttentionArgs& b) {
            a.page_table == b.page_table && a.table_width == b.table_width &&
            a.num_pages == b.num_pages && a.tokens == b.tokens && a.window == b.window &&
            a.heads == b.heads && a.kv_heads == b.kv_heads && a.head_dim == b.head_dim &&
-           a.page_size == b.page_size;
+           a.page_size == b.page_size && a.num_levels == b.num_levels;
 }
 
 }  // namespace
@@ -127,6 +128,7 @@ size_t args_size(int kind) {
         case kOpExperts: return sizeof(ExpertsArgs);
         case kOpBias: return sizeof(BiasArgs);
         case kOpCombine: return sizeof(CombineArgs);
+        case kOpRecode: return sizeof(RecodeArgs);
         default: return 0;
     }
 }
@@ -374,6 +376,7 @@ void Machine::rows(const Op& op, int64_t begin, int64_t end) {
         case kOpBias: add_biases(op.bias, begin, end); break;
         case kOpCombine: combine(op.combine, begin, end); break;
         case kOpRope: kernels->rope(&op.rope, begin, end); break;
+        case kOpRecode: kernels->recode(&op.recode, begin, end); break;
         default: break;
     }
 }

@@ -37,6 +37,7 @@ struct Op {
         ExpertsArgs experts;
         BiasArgs bias;
         CombineArgs combine;
+        RecodeArgs recode;
     };
 };
 

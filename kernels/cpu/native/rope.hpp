@@ -25,15 +25,8 @@ INLINE void rotate(const float* x, float* out, const float* cos, const float* si
     if (out != x) memcpy(out + 2 * half, x + 2 * half, sizeof(float) * (size_t)(width - 2 * half));
 }
 
-// The first scale of a head in a slot; null where there are none.
-INLINE uint16_t* scales_of(const PageSide& side, int head_dim, int64_t page, int head,
-                           int64_t slot) {
-    if (!side.scales) return nullptr;
-    return side.scales + page * side.scale_page + head * groups_of(side, head_dim) * side.scale_row +
-           slot;
-}
-
 static void rope(const RopeArgs* a, int64_t t_begin, int64_t t_end) {
+    const PageSide &keys = a->pages.keys, &values = a->pages.values;
     float key[kMaxHeadDim];
     for (int64_t t = t_begin; t < t_end; ++t) {
         const float* cos = a->cos + t * a->cos_token;
@@ -41,21 +34,20 @@ static void rope(const RopeArgs* a, int64_t t_begin, int64_t t_end) {
         for (int h = 0; h < a->heads; ++h) {
             float* q = a->q + t * a->q_token + h * a->q_head;
             rotate(q, q, cos, sin, a->half, a->head_dim);
-            if (is_mixed(a->keys.type)) mix(q, a->head_dim);
+            if (keys.mixed) mix(q, a->head_dim);
         }
         const int64_t page = a->slots[t] / a->page_size, slot = a->slots[t] % a->page_size;
         for (int h = 0; h < a->kv_heads; ++h) {
             rotate(a->k + t * a->k_token + h * a->k_head, key, cos, sin, a->half, a->head_dim);
             const float* centre = a->key_centre ? a->key_centre + h * a->head_dim : nullptr;
             for (int d = 0; d < a->head_dim && centre; ++d) key[d] -= centre[d];
-            const PageSide &keys = a->keys, &values = a->values;
-            if (keys.scales) prepare(key, key, a->head_dim, keys.type);
+            if (prepares(keys)) prepare(keys, key, key, a->head_dim);
             to_page(keys, page * keys.page + h * keys.head + slot, keys.step,
                     scales_of(keys, a->head_dim, page, h, slot), key, a->head_dim);
             const float* v = a->v + t * a->v_token + h * a->v_head;
             float prepared[kMaxHeadDim];
-            if (values.scales) {
-                prepare(v, prepared, a->head_dim, values.type);
+            if (prepares(values)) {
+                prepare(values, v, prepared, a->head_dim);
                 v = prepared;
             }
             to_page(values, page * values.page + h * values.head + slot * values.step, 1,

@@ -1,0 +1,53 @@
+"""What the operators of KV pages take, as ``native/abi.hpp`` has it."""
+
+from __future__ import annotations
+
+from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
+
+from sdk.kernels.ladder import MAX_LEVELS
+
+
+class PageSide(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("data", "scales")),
+        *((name, c_int64) for name in ("page", "head", "step", "scale_page", "scale_row")),
+        *((name, c_int32) for name in ("type", "group", "mixed")),
+    ]
+
+
+class PageLevel(Structure):
+    _fields_ = [(name, PageSide) for name in ("keys", "values")]
+
+
+class RopeArgs(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("q", "k", "v", "cos", "sin", "slots", "key_centre")),
+        ("pages", PageLevel),
+        *((name, c_int64) for name in ("q_token", "q_head", "k_token", "k_head")),
+        *((name, c_int64) for name in ("v_token", "v_head", "cos_token", "sin_token")),
+        ("num_pages", c_int64),
+        *((name, c_int32) for name in ("heads", "kv_heads", "head_dim", "half", "page_size")),
+    ]
+
+
+class AttentionArgs(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("q", "out")),
+        ("levels", PageLevel * MAX_LEVELS),
+        *((name, c_void_p) for name in ("query_start", "context_len", "page_table")),
+        *((name, c_void_p) for name in ("sinks", "shared")),
+        *((name, c_int64) for name in ("q_token", "q_head", "table_width")),
+        *((name, c_int64) for name in ("num_pages", "tokens", "window")),
+        *((name, c_int32) for name in ("requests", "heads", "kv_heads", "head_dim", "page_size")),
+        ("num_levels", c_int32),
+        *((name, c_float) for name in ("scale", "softcap")),
+        *((name, c_int32) for name in ("query_tile", "run_chunks")),
+    ]
+
+
+class RecodeArgs(Structure):
+    _fields_ = [
+        *((name, PageLevel) for name in ("source", "target")),
+        *((name, c_int64) for name in ("page", "to_page")),
+        *((name, c_int32) for name in ("kv_heads", "head_dim", "page_size")),
+    ]

@@ -1,0 +1,351 @@
+"""A pool whose pages go down a ladder of types before anybody loses one: ``float16>int8>int4``.
+
+A page of each type takes half the room of one of the type above, so that the memory is cut into
+*slabs*, each room for one page of the first type, two halves or four quarters. A page keeps its id
+for as long as somebody holds it or its content is cached; its *place*, which is what the kernels
+know it by and says its type, changes. New pages are of the first type, and only those are written.
+
+*Making room.* Lossless first: two slabs that are half empty become a full and an empty one. Then
+the coldest page of the first type goes down one step, then the next, until none is left that may;
+then those of the second type. Only then is the content of cached pages given up, as in any pool,
+and after that requests are preempted. Coldest are the cached pages, least recently used first, then
+those of the request that would be preempted first. A request's first page, where trained models
+leave much of their attention, and pages not yet full stay as they are, and so do those of a request
+whose ``kv_min_bits`` says so. A page that went down does not come up again.
+
+*It always ends.* No page takes more than a slab, whatever became of it, so the first request in
+order still gets all the pages it may need when everybody else has gone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from sdk.engine.pages import PageKey, PagePool
+from sdk.engine.plan import Move, StepPlan
+from sdk.engine.request import Request
+from sdk.engine.scheduler_config import SchedulerConfig
+from sdk.errors import RequestError
+from sdk.kernels.ladder import page_id, page_level
+
+
+class Slabs:
+    """The free places of slabs ``1 .. limit - 1``: whole ones, halves, quarters.
+
+    Two halves that are both free are one larger place. Slab 0 belongs to nobody; its parts serve as
+    the place of a page on its way within its own slab.
+    """
+
+    def __init__(self, limit: int, num_levels: int) -> None:
+        self.free: list[dict[int, None]] = [{} for _ in range(num_levels)]
+        self.free[0] = dict.fromkeys(range(limit - 1, 0, -1))
+
+    def take(self, level: int) -> int | None:
+        """A free place of exactly this level; the last one given back goes first."""
+        return self.free[level].popitem()[0] if self.free[level] else None
+
+    def give(self, level: int, index: int) -> None:
+        """Give back a place, and with its other half the larger one, and so on."""
+        while level and index ^ 1 in self.free[level]:
+            del self.free[level][index ^ 1]
+            level, index = level - 1, index >> 1
+        self.free[level][index] = None
+
+
+class LadderPool(PagePool):
+    """See above. ``bits``: of each type, the first first. ``num_pages`` and ``capacity`` count
+    pages of the first type; ``lowered`` how often a page went down.
+
+    ``lowest`` is to say how far down the pages that requests hold may be, coldest first.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        enable_prefix_caching: bool,
+        limit: int | None,
+        bits: Sequence[int],
+        lowest: Callable[[], Mapping[int, int]],
+    ) -> None:
+        self._deepest = len(bits) - 1
+        self._units = 1 << self._deepest  # parts of a slab
+        super().__init__(((num_pages - 1) << self._deepest) + 1, page_size, enable_prefix_caching)
+        limit = num_pages if limit is None else limit
+        self.capacity = limit - 1
+        self.bits = tuple(bits)
+        self.lowered = 0
+        self._lowest = lowest
+        self._slabs = Slabs(limit, len(bits))
+        self._num_slabs = num_pages
+        self._withheld_slabs = list(range(num_pages - 1, limit - 1, -1))
+        self._places = [0] * self.num_pages  # by page
+        self._pages: dict[int, int] = {}  # by place
+        self._counts = [0] * len(bits)  # of those, by level
+        self._moves: list[Move] = []
+        self._moved: set[int] = set()  # pages that these moves are of
+
+    # What there is
+
+    @property
+    def num_free(self) -> int:
+        return len(self._slabs.free[0])
+
+    @property
+    def num_available(self) -> int:
+        """Pages a new owner could get now, if all that may went down and nothing stayed cached."""
+        return self._obtainable((), self._lowest())
+
+    @property
+    def num_withheld(self) -> int:
+        return len(self._withheld_slabs)
+
+    def level(self, page: int) -> int:
+        """The type a page is of, 0 being the first."""
+        return page_level(self._places[page])[0]
+
+    def deepest(self, min_bits: int | None) -> int:
+        """The last level of at least so many bits; all levels for ``None``."""
+        return sum(bits >= (min_bits or 0) for bits in self.bits) - 1
+
+    def precise(self, pages: Sequence[int], min_bits: int | None) -> list[int]:
+        """As many of the first ``pages`` as are of at least so many bits."""
+        deepest = self.deepest(min_bits)
+        coarse = (i for i, page in enumerate(pages) if self.level(page) > deepest)
+        return list(pages[: next(coarse, len(pages))])
+
+    def metrics(self) -> dict[str, float]:
+        """Pages used or cached by the bits of their type, and how often one went down."""
+        names = [f"num_pages_{bits}bit" for bits in self.bits]
+        return {"num_pages_lowered": self.lowered, **dict(zip(names, self._counts, strict=True))}
+
+    # Owners
+
+    def acquire(self, hits: Sequence[int], num_new: int, *, spare: int = 0) -> list[int] | None:
+        """See :meth:`PagePool.acquire`; what must go down for it goes down."""
+        if num_new > self.num_free and self.lender is not None:
+            self.lender(num_new - self.num_free, False)
+        short = num_new + spare > self.num_free
+        lowest = self._lowest() if short else {}
+        missing = num_new + spare - self._obtainable(hits, lowest) if short else 0
+        if missing > 0 and self.lender is not None:
+            self.lender(missing, True)
+            missing = num_new + spare - self._obtainable(hits, lowest)
+        if missing > 0:
+            return None
+        for page in hits:
+            if self._references[page] == 0:
+                del self._cached[page]
+            self._references[page] += 1
+        if num_new > self.num_free:
+            self._make_room(num_new, set(hits), lowest)
+        new = []
+        for _ in range(num_new):
+            slab, page = self._slabs.take(0), self._free.pop()
+            assert slab is not None  # there was room
+            self._put(page, page_id(0, slab))
+            self._references[page] = 1
+            new.append(page)
+        return [*hits, *new]
+
+    def withhold(self, count: int) -> list[int]:
+        """See :meth:`PagePool.withhold`: slabs that are free, or are when cached pages go."""
+        taken: list[int] = []
+        while len(taken) < count:
+            slab = self._slabs.take(0)
+            if slab is not None:
+                taken.append(slab)
+            elif self._cached:
+                self._vacate(self._evict())
+            else:
+                break
+        self._withheld_slabs += taken
+        self.capacity -= len(taken)
+        return taken
+
+    def grant(self, count: int) -> int:
+        """See :meth:`PagePool.grant`."""
+        kept = max(len(self._withheld_slabs) - count, 0)
+        granted = self._withheld_slabs[kept:]
+        del self._withheld_slabs[kept:]
+        for slab in granted:
+            self._slabs.give(0, slab)
+        self.capacity += len(granted)
+        return len(granted)
+
+    def drop_cached(self) -> list[int]:
+        """See :meth:`PagePool.drop_cached`; all free slabs."""
+        while self._cached:
+            self._vacate(self._evict())
+        return list(self._slabs.free[0])
+
+    def publish(self, page: int, key: PageKey) -> None:
+        """See :meth:`PagePool.publish`; of two pages with the same in them the better is known."""
+        known = self._known.get(key.digest)
+        if known is not None and self.level(known) > self.level(page):
+            self.forget([known])
+        super().publish(page, key)
+
+    def _vacate(self, page: int) -> None:
+        super()._vacate(page)
+        self._slabs.give(*self._leave(page))
+
+    # Making room
+
+    def _obtainable(self, hits: Sequence[int], lowest: Mapping[int, int]) -> int:
+        """Whole slabs that could be free while ``hits`` and all pages in use stay."""
+        held = {page for page, count in enumerate(self._references) if count}
+        held.update(hits)
+        staying = set(hits)
+        units = 0
+        for page in held:
+            level = self.level(page)
+            if page not in staying:
+                level = max(level, lowest.get(page, 0))
+            units += self._units >> level
+        return self.capacity - -(-units // self._units)
+
+    def _make_room(self, wanted: int, staying: set[int], lowest: Mapping[int, int]) -> None:
+        """Have so many free slabs, which are known to be obtainable."""
+        limits = {**dict.fromkeys(self._cached, self._deepest), **lowest}
+        queues: list[deque[int]] = [deque() for _ in range(self._deepest)]
+        for page, limit in limits.items():
+            if page not in staying and (level := self.level(page)) < limit:
+                queues[level].append(page)
+        while self.num_free < wanted:
+            if self._gather():
+                continue
+            queue = next((queue for queue in queues if queue), None)
+            if queue is None:
+                self._vacate(self._evict())
+                continue
+            page = queue.popleft()
+            self._lower(page)
+            if self.level(page) < limits[page]:
+                queues[self.level(page)].append(page)
+
+    def _lower(self, page: int) -> None:
+        """One step down: into a free place of that size, else into the first half of its own."""
+        level, index = page_level(self._places[page])
+        free = self._slabs.take(level + 1)
+        if free is None:
+            self._move(page, page_id(level + 1, 0))  # in slab 0
+            self._move(page, page_id(level + 1, 2 * index))
+            self._slabs.give(level + 1, 2 * index + 1)
+        else:
+            self._move(page, page_id(level + 1, free))
+            self._slabs.give(level, index)
+        self.lowered += 1
+
+    def _gather(self) -> bool:
+        """Make one larger place of two free ones, by what lies beside the first. False: no two."""
+        for level in range(self._deepest, 0, -1):
+            free = self._slabs.free[level]
+            if len(free) >= 2:
+                (first, _), (second, _) = free.popitem(), free.popitem()
+                self._relocate(level, first ^ 1, second)
+                free[first] = None
+                self._slabs.give(level, first ^ 1)
+                return True
+        return False
+
+    def _relocate(self, level: int, source: int, target: int) -> None:
+        """Everything within a place, pages and free parts, goes to the same part of another."""
+        for deeper in range(level, self._deepest + 1):
+            parts = 1 << deeper - level
+            for part in range(parts):
+                old, new = source * parts + part, target * parts + part
+                page = self._pages.get(page_id(deeper, old))
+                if page is not None:
+                    self._move(page, page_id(deeper, new))
+                elif old in self._slabs.free[deeper]:
+                    del self._slabs.free[deeper][old]
+                    self._slabs.free[deeper][new] = None
+
+    def _move(self, page: int, place: int) -> None:
+        self._moves.append(Move(self._places[page], place))
+        self._moved.add(page)
+        self._leave(page)
+        self._put(page, place)
+
+    def _put(self, page: int, place: int) -> None:
+        self._places[page] = place
+        self._pages[place] = page
+        self._counts[page_level(place)[0]] += 1
+
+    def _leave(self, page: int) -> tuple[int, int]:
+        place = self._places[page]
+        level, index = page_level(place)
+        del self._pages[place]
+        self._counts[level] -= 1
+        return level, index
+
+    # Plans
+
+    def placed(self, plan: StepPlan) -> StepPlan:
+        """The plan in the places of its pages, with the moves since the last one."""
+        moves, self._moves = tuple(self._moves), []
+        places = self._places
+        return plan._replace(
+            started=tuple(
+                replace(start, pages=tuple(places[page] for page in start.pages))
+                for start in plan.started
+            ),
+            new_pages=tuple(
+                (name, tuple(places[page] for page in pages)) for name, pages in plan.new_pages
+            ),
+            moves=moves,
+        )
+
+    def settle(self) -> None:
+        """The last plan was carried out: its pages are where they should be."""
+        self._moved.clear()
+
+    def distrusted(self) -> set[int]:
+        """The pages that the moves of the last plan are of: whether they were made is not known."""
+        moved, self._moved = self._moved, set()
+        return moved
+
+    def _check_capacity(self) -> None:
+        withheld = len(self._withheld_slabs)
+        assert self.capacity + withheld == self._num_slabs - 1, "capacity is wrong"
+
+    def check(self, held: Iterable[Sequence[int]] | None = None) -> None:
+        """See :meth:`PagePool.check`; and every place is free or a page's, once."""
+        super().check(held)
+        slabs = self._slabs
+        used = {page for page in range(1, self.num_pages) if page not in set(self._free)}
+        assert used == set(self._pages.values()), "a page has no place, or one too many"
+        assert all(self._places[page] == place for place, page in self._pages.items())
+        taken = [page_level(place) for place in self._pages]
+        taken += [(level, index) for level, free in enumerate(slabs.free) for index in free]
+        taken += [(0, slab) for slab in self._withheld_slabs]
+        units = [
+            index * (self._units >> level) + part
+            for level, index in taken
+            for part in range(self._units >> level)
+        ]
+        expected = list(range(self._units, self._num_slabs * self._units))
+        assert sorted(units) == expected, "memory was lost or belongs to two"
+
+
+def check_floor(request: Request, config: SchedulerConfig) -> None:
+    """:raises RequestError: pages are never of as many bits as it asks for."""
+    wanted, most = request.params.kv_min_bits, config.kv_bits[0]
+    if wanted is not None and wanted > most:
+        raise RequestError(f"kv_min_bits={wanted}: the KV cache has {most} bits ({config.kv_type})")
+
+
+def held_pages(running: Sequence[Request], pool: LadderPool) -> dict[int, int]:
+    """How far down the pages of running requests may be; those of the last in order first."""
+    lowest: dict[int, int] = {}
+    for request in reversed(running):
+        deepest = pool.deepest(request.params.kv_min_bits)
+        for sequence in request.sequences:
+            full = sequence.num_computed // pool.page_size
+            for index, page in enumerate(sequence.pages):
+                limit = deepest if 0 < index < full else 0
+                lowest[page] = min(lowest.get(page, limit), limit)
+    return lowest
