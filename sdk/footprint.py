@@ -36,9 +36,9 @@ class Footprint:
         assert self._lease is not None
         size = self.plan.page_bytes
         count = min(count, self._pages.num_withheld)
-        if not self._lease.take(count * size, urgent=urgent):
+        if count and not self._lease.take(count * size, urgent=urgent):
             count = min(count, max(self._lease.pool.free, 0) // size)
-            if not self._lease.take(count * size):
+            if count and not self._lease.take(count * size):
                 return
         self._pages.grant(count)
 
