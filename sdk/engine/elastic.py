@@ -20,11 +20,14 @@ class ElasticPages:
 
     @property
     def least(self) -> int:
-        """Pages that must stay: the pinned ones, and those of the request that may need most."""
+        """Pages that must stay: the pinned ones and one more, or all that a request may need."""
         scheduler = self._scheduler
-        size = scheduler.config.page_size
-        needs = [most_pages(request, size) for request in scheduler.unfinished.values()]
-        return scheduler.prefixes.num_pinned + max(needs, default=1)
+        prefixes, size = scheduler.prefixes, scheduler.config.page_size
+        capacity = scheduler.pool.capacity
+        spare = [capacity - prefixes.num_pinned - 1]
+        for request in scheduler.unfinished.values():  # it may share what is pinned
+            spare.append(prefixes.room(request) - most_pages(request, size))
+        return capacity - min(spare)
 
     def resize(self, capacity: int) -> None:
         """Have ``capacity`` pages. Requests that lose theirs start over when there is room.

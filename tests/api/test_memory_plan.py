@@ -120,7 +120,7 @@ def test_a_shorter_context_is_offered_where_the_kv_cache_is_what_does_not_fit(
 
 def test_losses_are_known_by_names_that_schemes_and_kv_types_have() -> None:
     weights, kv = expected_losses()
-    assert kv["float16"] == 0
+    assert kv["float16"] < 1e-5
     assert kv["int8"] < kv["int4"]
     assert scheme_at_load("int8")
     assert weights["int8"] < weights["rtn-w4g64"]
