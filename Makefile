@@ -20,7 +20,7 @@ NATIVE := CMakeLists.txt $(shell find kernels/cpu -name '*.cpp' -o -name '*.c' -
 BUILT_FROM := pyproject.toml $(wildcard $(NATIVE))
 
 .DEFAULT_GOAL := help
-.PHONY: help run test aot test-interop build models demo-model lint sanitize fuzz frontier bench clean
+.PHONY: help run test aot gpu test-interop build models demo-model lint sanitize fuzz frontier bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -37,6 +37,9 @@ aot: $(VENV)/.embedlm-dev ## compile every GPU kernel for every card, without on
 
 aot-%: $(VENV)/.embedlm-dev # the same for one of sm_75 sm_80 sm_89 sm_90 sm_100 sm_120 gfx90a gfx942
 	$(PY) tests/gpu/aot/sweep.py $*
+
+gpu: ## on a machine with a GPU: its tests, its benchmark, tile sizes; results in $$OUT (build/gpu)
+	PYTHON=$(PYTHON) .ci/gpu.sh
 
 test-interop: $(VENV)/.embedlm-dev ## exchange files with auto-gptq, autoawq, gptqmodel, llm-compressor and llama.cpp
 	$(PY) tests/interop/environments.py $(INTEROP) --pip-flags="$(PIP_FLAGS)"

@@ -260,9 +260,7 @@ def inputs_of(layout: Layout) -> ActivationScheme | None:
 def on_device(layout: Layout, device: torch.device) -> Layout:
     """The same weight with its tensors on ``device``."""
     parts = ((field.name, getattr(layout, field.name)) for field in fields(layout))
-    tensors: dict[str, Any] = {
-        name: part.to(device) for name, part in parts if isinstance(part, Tensor)
-    }
+    tensors: Any = {name: part.to(device) for name, part in parts if isinstance(part, Tensor)}
     return replace(layout, **tensors)
 
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
         UnsupportedError as UnsupportedError,
     )
     from sdk.llm import LLM as LLM
+    from sdk.memory import Alternative as Alternative, MemoryPlan as MemoryPlan
+    from sdk.memory_pool import MemoryPool as MemoryPool
     from sdk.async_llm import AsyncLLM as AsyncLLM
     from sdk.outputs import (
         CompletionOutput as CompletionOutput,
@@ -49,6 +51,9 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "LLM": "sdk.llm",
     "AsyncLLM": "sdk.async_llm",
+    "Alternative": "sdk.memory",
+    "MemoryPlan": "sdk.memory",
+    "MemoryPool": "sdk.memory_pool",
     "SamplingParams": "sdk.params",
     "RequestOutputKind": "sdk.params",
     "RequestOutput": "sdk.outputs",

@@ -18,7 +18,8 @@ from typing import Any
 from sdk.config import EngineConfig
 from sdk.errors import OutOfMemoryError
 from sdk.memory import Alternative, MemoryPlan, format_bytes
-from sdk.planning import available_to, kernel_shares, open_model, plan_for, sizes_of
+from sdk.memory_pool import MemoryPool
+from sdk.planning import available_to, kernel_shares, model_config, open_model, plan_for, sizes_of
 from sdk.quant import scheme as schemes
 from sdk.quant.at_load import FLOATS, is_in_block, packed_at_load, scheme_at_load
 from sdk.quant.checkpoint import Checkpoint
@@ -77,6 +78,9 @@ def checked_plan(config: EngineConfig, checkpoint: Checkpoint) -> MemoryPlan:
         budget or for what the machine can give now.
     """
     made = plan_for(config, checkpoint)
+    if isinstance(config.memory, MemoryPool) and not made.fits:
+        config.memory.collect(config.memory.budget)  # what other models do not use
+        made = plan_for(config, checkpoint)
     available = available_to(config)
     if made.fits and made.total > available:
         sums = (
@@ -94,7 +98,7 @@ def checked_plan(config: EngineConfig, checkpoint: Checkpoint) -> MemoryPlan:
 def _with_help(made: MemoryPlan, config: EngineConfig, checkpoint: Checkpoint) -> MemoryPlan:
     others = alternatives(config, checkpoint, made)
     lines = [f"  {other}" for other in others[:3]]
-    lines.append(f"  {_least_budget(config, checkpoint)}")
+    lines += [f"  {line}" for line in _always(config, checkpoint, made)]
     problem = "\n".join([made.problem, "what would help:", *lines])
     return replace(made, alternatives=others, problem=problem)
 
@@ -157,7 +161,9 @@ def _fitting(
                 own["kv_cache_dtype"] = dtype
             if few:
                 own |= _FEW
-            tried = replace(config, **own, **({"max_model_len": None} if short else {}))
+            tried = replace(config, **own)
+            if short:
+                tried = replace(tried, max_model_len=None)
             made = plan_for(tried, changed, sizes)
             if not made.fits or (dtype is not None and made.page_bytes >= asked.page_bytes):
                 continue
@@ -188,13 +194,17 @@ def _schemes(
             yield name
 
 
-def _least_budget(config: EngineConfig, checkpoint: Checkpoint) -> str:
-    """The change that always helps: a larger budget, with the smallest limits."""
-    short = min(_SHORT, config.max_model_len or _SHORT)
-    few = replace(config, **_FEW, memory=None, max_model_len=None, kv_cache_memory_bytes=1)
-    made = plan_for(few, checkpoint)
-    made = replace(made, num_pages=-(-short // made.page_size))
-    budget = format_bytes(-(-made.total // 2**20) * 2**20)
-    limits = {"max_model_len": short, **_FEW}
+def _always(config: EngineConfig, checkpoint: Checkpoint, asked: MemoryPlan) -> Iterator[str]:
+    """What helps whatever the model: a larger budget, or smaller weights."""
+    context = model_config(config, checkpoint).max_position
+    limits = {"max_model_len": min(_SHORT, config.max_model_len or context), **_FEW}
+    few = plan_for(replace(config, **limits, memory=None, kv_cache_memory_bytes=1), checkpoint)
+    few = replace(few, num_pages=-(-few.max_model_len // few.page_size))
+    budget = format_bytes(-(-few.total // 2**20) * 2**20)
     said = ", ".join(f"{name}={value}" for name, value in limits.items())
-    return f"memory={budget!r} holds it with {said}"
+    yield f"memory={budget!r} holds it with {said}"
+    room = (asked.budget or available_to(config)) - (few.total - few.weights)
+    if 0 < room < few.weights:
+        yield f"with these limits a file needs weights of at most {format_bytes(room)}"
+    if asked.tokenizer:
+        yield f"skip_tokenizer_init=True needs {format_bytes(asked.tokenizer)} less"

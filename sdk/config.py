@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from sdk.errors import QuantizationError, RequestError
 from sdk.memory import parse_bytes
+from sdk.memory_pool import MemoryPool
 from sdk.quant.spec import KVTypes
 
 #: ``(stage, done, total)``; return ``False`` to cancel. Stages: ``"load"`` in bytes, ``"generate"``
@@ -46,7 +47,7 @@ class EngineConfig:
     revision: str | None = None
     chat_template: str | None = None
     seed: int = 0
-    memory: int | str | None = None
+    memory: int | str | MemoryPool | None = None
     kv_cache_memory_bytes: int | str | None = None
     gpu_memory_utilization: float | None = None
     enforce_eager: bool = False
@@ -91,7 +92,7 @@ class EngineConfig:
                 raise RequestError(f"{name}: expected an integer in {low}..{high}, found {value!r}")
         for name in ("memory", "kv_cache_memory_bytes"):
             value = getattr(self, name)
-            if value is not None:
+            if value is not None and not isinstance(value, MemoryPool):
                 object.__setattr__(self, name, parse_bytes(value, name))
         self._check_swap()
         if self.kv_cache_dtype != "auto":
@@ -108,6 +109,8 @@ class EngineConfig:
 
     def _check_swap(self) -> None:
         if self.swap_path is not None:
+            if not isinstance(self.swap_path, str | os.PathLike):
+                raise RequestError(f"swap_path: expected a folder, found {self.swap_path!r}")
             object.__setattr__(self, "swap_path", os.fspath(self.swap_path))
         if self.swap_space == 0:
             if self.swap_path is not None:

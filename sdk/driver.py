@@ -20,6 +20,7 @@ from typing import NoReturn, Protocol, TypeVar
 from sdk.engine.engine import Engine, Output
 from sdk.engine.plan import RequestKind
 from sdk.errors import EngineClosedError, EngineDeadError, RequestError
+from sdk.memory_pool import Lease
 from sdk.params import SamplingParams
 from sdk.sampling.resolved import ResolvedParams
 
@@ -69,24 +70,31 @@ class Driver:
         self._thread: threading.Thread | None = None
         self._closed = False
         self._failure: EngineDeadError | None = None
+        #: Of a memory pool, closed at the end; ``give_back`` is called where others want of it.
+        self.lease: Lease | None = None
+        self.give_back: Callable[[], None] | None = None
+        self._asleep = ""  # why requests are refused for now
         self._owner = os.getpid()
 
-    def check_usable(self) -> None:
+    def check_usable(self, *, asleep: bool = False) -> None:
         """:raises EngineClosedError: after ``close`` or in a forked child.
-        :raises EngineDeadError: after a failed step."""
+        :raises EngineDeadError: after a failed step.
+        :raises RequestError: while it sleeps, unless ``asleep`` says that it may."""
         if os.getpid() != self._owner:
             raise EngineClosedError(
                 f"this LLM belongs to process {self._owner} and cannot be used in the forked child "
                 f"{os.getpid()}: create an LLM in the child, or start it with spawn"
             )
-        self._check_open()
+        self._check_open(asleep=asleep)
 
-    def _check_open(self) -> None:
+    def _check_open(self, *, asleep: bool = False) -> None:
         """The same within the process: a step does not ask the system which one that is."""
         if self._closed:
             raise EngineClosedError("this LLM was closed")
         if self._failure is not None:
             raise self._failure
+        if self._asleep and not asleep:
+            raise RequestError(self._asleep)
 
     def submit(self, jobs: Sequence[Job], *, run: bool = True) -> None:
         """Hand over requests; ``run=False`` leaves the stepping to the caller.
@@ -205,6 +213,8 @@ class Driver:
                     self._end()
 
     def _step(self) -> list[Output]:
+        if self.lease is not None and self.lease.wanted and self.give_back is not None:
+            self.give_back()
         outputs = self._take_commands() if self._inbox else []
         engine = self._engine
         try:
@@ -289,6 +299,32 @@ class Driver:
             self._check_open()
             return action()
 
+    def sleep(self, action: Callable[[], None], why: str) -> None:
+        """Run ``action`` between two steps and refuse requests from then on, saying ``why``."""
+
+        def rest() -> None:
+            action()
+            self._asleep = why
+
+        self.between_steps(rest)
+
+    def wake(self, action: Callable[[], None]) -> None:
+        """Run ``action`` and serve requests again; no effect where nobody sleeps."""
+        with self._turn():
+            if self._asleep:
+                action()
+                self._asleep = ""
+
+    def try_between_steps(self, action: Callable[[], object]) -> None:
+        """Run ``action`` if no step runs now; in a thread that may hold another engine's lock."""
+        if self._closed or self._stepping == threading.get_ident():
+            return
+        if self._step_lock.acquire(blocking=False):
+            try:
+                action()
+            finally:
+                self._step_lock.release()
+
     def close(self) -> None:
         """Let the step in progress end, fail what is waiting, give everything back."""
         if os.getpid() != self._owner:
@@ -305,4 +341,6 @@ class Driver:
 
     def _end(self) -> None:
         self._engine.close()
+        if self.lease is not None:
+            self.lease.close()
         self._fail_all(EngineClosedError("the LLM was closed while this request was running"))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from sdk.driver import Driver, Job, Listener
 from sdk.engine.engine import Output
@@ -12,7 +13,7 @@ from sdk.engine.plan import RequestKind
 from sdk.errors import RequestError
 from sdk.listeners import Mailbox
 from sdk.params import SamplingParams
-from sdk.prompts import Prompt, PromptReader
+from sdk.prompts import Prompt, PromptLike, PromptReader, as_conversations, as_list
 from sdk.sampling.resolved import ResolvedParams, resolve
 
 ParamsLike = SamplingParams | Sequence[SamplingParams] | None
@@ -48,6 +49,23 @@ class JobMaker:
                 f"sampling_params: expected one or one per prompt ({count}), found {len(params)}"
             )
         return params
+
+    def read(
+        self, prompts: PromptLike | Sequence[PromptLike], given: ParamsLike
+    ) -> tuple[list[Prompt], list[SamplingParams]]:
+        """One prompt or several as token ids, each with its parameters."""
+        items = as_list(prompts)
+        params = self.params(given, len(items))
+        return [self._reader.read(p, q) for p, q in zip(items, params, strict=True)], params
+
+    def read_chats(
+        self, messages: Any, given: ParamsLike, template: Mapping[str, Any]
+    ) -> tuple[list[Prompt], list[SamplingParams]]:
+        """One conversation or several through the chat template, each with its parameters."""
+        chats = as_conversations(messages)
+        params = self.params(given, len(chats))
+        pairs = zip(chats, params, strict=True)
+        return [self._reader.read_chat(c, q, **template) for c, q in pairs], params
 
     def make(
         self,

@@ -12,9 +12,11 @@ from typing import Any
 from sdk.alternatives import plan, planned_config
 from sdk.config import EngineConfig
 from sdk.driver import Driver, Job
+from sdk.embedding import check_pairs, cosines, embedding_of
 from sdk.engine.engine import Output
 from sdk.errors import RequestError
 from sdk.explain import explain
+from sdk.footprint import Footprint
 from sdk.jobs import JobMaker, ParamsLike, run_jobs
 from sdk.keeping import Keeping
 from sdk.listeners import AsyncMailbox, Collector, Mailbox
@@ -23,7 +25,14 @@ from sdk.memory import MemoryPlan, release_free_memory
 from sdk.outputs import EmbeddingOutput, RequestOutput, ScoringOutput
 from sdk.params import RequestOutputKind, SamplingParams
 from sdk.progress import reporting
-from sdk.prompts import Message, Prompt, PromptLike, PromptReader, as_list, is_conversation
+from sdk.prompts import (
+    Message,
+    Prompt,
+    PromptLike,
+    PromptReader,
+    as_list,
+    is_conversation,
+)
 from sdk.quant.tokenizer import Tokenizer
 from sdk.quant_report import QuantReport, quant_report
 from sdk.snapshot import Snapshot
@@ -56,7 +65,6 @@ class LLM:
         self.config = planned_config(plan, model, options)
         loaded = load(self.config)
         self.model_config = loaded.model_config
-        self.memory_plan = loaded.plan
         self.max_model_len = loaded.plan.max_model_len
         self.load_warnings = loaded.warnings
         self._kv_scales = loaded.kv_scales
@@ -77,6 +85,7 @@ class LLM:
         self._driver = Driver(loaded.engine)
         self._collector = Collector()
         self._keeping = Keeping(self._driver, loaded, self._jobs)
+        self._footprint = Footprint(self._driver, loaded)
         self._close = weakref.finalize(self, self._driver.close)
 
     @staticmethod
@@ -125,9 +134,7 @@ class LLM:
         :raises EngineDeadError: when a worker died.
         :raises EngineClosedError: on or after ``close``.
         """
-        items = as_list(prompts)
-        params = self._jobs.params(sampling_params, len(items))
-        read = [self._reader.read(p, q) for p, q in zip(items, params, strict=True)]
+        read, params = self._jobs.read(prompts, sampling_params)
         return self._run(read, params, priority, use_tqdm)
 
     def chat(
@@ -144,23 +151,8 @@ class LLM:
         ``template``: ``add_generation_prompt``, ``chat_template``, ``tools``,
         ``chat_template_kwargs``.
         """
-        chats = self._conversations(messages)
-        params = self._jobs.params(sampling_params, len(chats))
-        read = [
-            self._reader.read_chat(c, q, **template) for c, q in zip(chats, params, strict=True)
-        ]
+        read, params = self._jobs.read_chats(messages, sampling_params, template)
         return self._run(read, params, priority, use_tqdm)
-
-    @staticmethod
-    def _conversations(messages: Any) -> list[Sequence[Message]]:
-        if is_conversation(messages):
-            return [messages]
-        if not isinstance(messages, Sequence) or not all(map(is_conversation, messages)):
-            raise RequestError(
-                "messages: expected a list of {'role': ..., 'content': ...} or a list of such "
-                f"lists, found {messages!r:.80}"
-            )
-        return list(messages)
 
     def _run(
         self,
@@ -244,9 +236,7 @@ class LLM:
         priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """:meth:`generate` for an event loop; cancelling the task aborts its requests."""
-        items = as_list(prompts)
-        params = self._jobs.params(sampling_params, len(items))
-        read = [self._reader.read(p, q) for p, q in zip(items, params, strict=True)]
+        read, params = self._jobs.read(prompts, sampling_params)
         return await self._arun(read, params, priority)
 
     async def achat(
@@ -258,11 +248,7 @@ class LLM:
         **template: Any,
     ) -> list[RequestOutput]:
         """:meth:`chat` for an event loop."""
-        chats = self._conversations(messages)
-        params = self._jobs.params(sampling_params, len(chats))
-        read = [
-            self._reader.read_chat(c, q, **template) for c, q in zip(chats, params, strict=True)
-        ]
+        read, params = self._jobs.read_chats(messages, sampling_params, template)
         return await self._arun(read, params, priority)
 
     async def _arun(
@@ -321,9 +307,7 @@ class LLM:
         Nothing runs until :meth:`step`, :meth:`pump` or :meth:`wait_for_completion` is called (or
         another call keeps the engine running).
         """
-        items = as_list(prompts)
-        params = self._jobs.params(sampling_params, len(items))
-        read = [self._reader.read(p, q) for p, q in zip(items, params, strict=True)]
+        read, params = self._jobs.read(prompts, sampling_params)
         jobs = self._jobs.make(read, params, self._collector, priority=priority)
         for job, param in zip(jobs, params, strict=True):
             self._collector.expect(
@@ -440,6 +424,40 @@ class LLM:
             raise RequestError(f"expected one prompt, found {len(items)}")
         return self._reader.read(items[0], params)
 
+    # ---- memory ----------------------------------------------------------------------------------
+
+    @property
+    def memory_plan(self) -> MemoryPlan:
+        """What this LLM may take."""
+        return self._footprint.plan
+
+    def trim(self) -> None:
+        """Forget cached prefixes and return the memory of all KV pages that nobody uses."""
+        self._footprint.trim()
+
+    def resize(self, memory: int | str) -> MemoryPlan:
+        """Another budget while requests run: fewer or more KV pages, up to four times as many.
+
+        Requests that lose their pages start over when there is room, with the same answers.
+
+        :raises OutOfMemoryError: not even a page fits. :raises RequestError: an unfinished request
+            or the pinned prefixes need more; nothing has changed then.
+        """
+        return self._footprint.resize(memory)
+
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back for a while: level 1 the KV cache, 2 the weights too.
+
+        Requests are refused until :meth:`wake_up`, which reads the weights again.
+
+        :raises RequestError: requests are unfinished, another level.
+        """
+        self._footprint.sleep(level)
+
+    def wake_up(self) -> None:
+        """Serve again; no effect on one that does not sleep."""
+        self._runner = weakref.ref(self._footprint.wake_up())
+
     # ---- embeddings ------------------------------------------------------------------------------
 
     def embed(
@@ -454,7 +472,7 @@ class LLM:
         read = [self._reader.read(item, params, room=0) for item in as_list(prompts)]
         mailbox = Mailbox()
         jobs = self._jobs.make(read, [params] * len(read), mailbox, kind="embed")
-        return [_embedding(o) for o in self._wait(jobs, mailbox, "embed", use_tqdm)]
+        return [embedding_of(o) for o in self._wait(jobs, mailbox, "embed", use_tqdm)]
 
     def score(
         self,
@@ -463,15 +481,9 @@ class LLM:
     ) -> list[ScoringOutput]:
         """Cosine of embeddings, pair by pair; one ``data_1`` may meet many ``data_2``."""
         left, right = as_list(data_1), as_list(data_2)
-        if len(left) != len(right) and len(left) != 1:
-            raise RequestError(
-                f"score: expected one text or {len(right)} in data_1, found {len(left)}"
-            )
+        check_pairs(len(left), len(right))
         embedded = self.embed([*left, *right], use_tqdm=False)
-        first, second = embedded[: len(left)], embedded[len(left) :]
-        if len(first) == 1:
-            first = first * len(second)
-        return [ScoringOutput(b.request_id, _dot(a, b)) for a, b in zip(first, second, strict=True)]
+        return cosines(embedded[: len(left)], embedded[len(left) :])
 
     # ---- information -----------------------------------------------------------------------------
 
@@ -514,17 +526,3 @@ class LLM:
 def _text(output: Output) -> RequestOutput:
     assert isinstance(output, RequestOutput)
     return output
-
-
-def _embedding(output: Output) -> EmbeddingOutput:
-    if isinstance(output, EmbeddingOutput):
-        return output
-    reason = output.outputs[0]
-    raise RequestError(
-        f"embed: request {output.request_id} ended with {reason.finish_reason}: "
-        f"{reason.stop_reason}"
-    )
-
-
-def _dot(a: EmbeddingOutput, b: EmbeddingOutput) -> float:
-    return sum(x * y for x, y in zip(a.embedding, b.embedding, strict=True))

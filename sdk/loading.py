@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdk.alternatives import checked_plan
 from sdk.config import EngineConfig
+from sdk.engine.elastic import ElasticPages
 from sdk.engine.engine import Engine
 from sdk.engine.kept_prefixes import KeptPrefixes
 from sdk.engine.kv_cache import kv_spec
@@ -21,6 +22,7 @@ from sdk.errors import CheckpointError, OutOfMemoryError, RequestError
 from sdk.executors.local import LocalExecutor
 from sdk.kernels.self_check import failures
 from sdk.memory import MemoryPlan, available_memory, format_bytes
+from sdk.memory_pool import Lease, MemoryPool
 from sdk.model_key import ModelKey, model_key
 from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
@@ -37,14 +39,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger("sdk")
 
 
+#: An engine can be given so many times the pages it begins with.
+_ROOM_TO_GROW = 4
+
+
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """Everything an :class:`sdk.LLM` is made of."""
 
     engine: Engine
+    executor: LocalExecutor[ModelRunner] | ProcessExecutor[ModelRunner]
     kept: KeptPrefixes
+    elastic: ElasticPages
+    lease: Lease | None
     model_key: ModelKey
-    runner: ModelRunner
     tokenizer: Tokenizer | None
     model_config: ModelConfig
     plan: MemoryPlan
@@ -53,47 +61,58 @@ class Loaded:
     warnings: tuple[str, ...]
     kv_scales: int
 
+    @property
+    def runner(self) -> ModelRunner:
+        """Rank 0's; another one after a sleep that gave the weights back."""
+        return self.executor.runner
 
-def load(config: EngineConfig) -> Loaded:
-    """Build the engine; on any error everything built so far is given back."""
+
+def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
+    """Build the engine; on any error everything built so far is given back.
+
+    ``checkpoint`` stands in place of the one that ``config`` names, and is closed.
+    """
     with contextlib.ExitStack() as undo:
-        checkpoint = open_model(config)
+        if checkpoint is None:
+            checkpoint = open_model(config)
         undo.callback(checkpoint.close)
         model = model_config(config, checkpoint)
         memory = checked_plan(config, checkpoint)
+        lease = None
+        if isinstance(config.memory, MemoryPool):
+            lease = config.memory.lease(str(checkpoint.path), memory.total)
+            undo.callback(lease.close)
         tokenizer = None if config.skip_tokenizer_init else _tokenizer(config, checkpoint)
         default_params = _default_params(checkpoint.generation_config)
         runner_config = _runner_config(config, checkpoint, memory)
         eos = frozenset(tokenizer.eos_token_ids if tokenizer is not None else _eos(checkpoint))
-        executor = _executor(config, runner_config, checkpoint)
-        undo.callback(executor.close)
-        with reporting("load", "B", config.on_progress) as report:
-            checkpoint.on_bytes = report
-            executor.start()
-        scheduler = Scheduler(_scheduler_config(config, runner_config, eos))
-        engine = Engine(
-            scheduler,
-            executor,
-            tokenizer,
-            vocab_size=model.vocab_size,
-            seed=config.seed,
-        )
-        undo.pop_all()
-    return Loaded(
-        engine=engine,
-        kept=KeptPrefixes(
-            scheduler,
-            executor,
-            kv_spec(model, model.num_kv_heads, memory.page_size, memory.kv_dtype),
-        ),
-        model_key=model_key(
+        key = model_key(
             checkpoint.path,
             model,
             memory.max_model_len,
             quantization=config.quantization,
             overrides=config.hf_overrides or {},
-        ),
-        runner=executor.runner,
+        )
+        scheduler_config = _scheduler_config(config, runner_config, memory, eos)
+        executor = _executor(config, runner_config, checkpoint)
+        undo.callback(executor.close)
+        with reporting("load", "B", config.on_progress) as report:
+            checkpoint.on_bytes = report
+            executor.start()
+        scheduler = Scheduler(scheduler_config)
+        scheduler.pages_ahead = executor.runner.steps_ahead
+        engine = Engine(
+            scheduler, executor, tokenizer, vocab_size=model.vocab_size, seed=config.seed
+        )
+        undo.pop_all()
+    spec = kv_spec(model, model.num_kv_heads, memory.page_size, memory.kv_dtype)
+    return Loaded(
+        engine=engine,
+        executor=executor,
+        elastic=ElasticPages(scheduler, executor),
+        lease=lease,
+        kept=KeptPrefixes(scheduler, executor, spec),
+        model_key=key,
         tokenizer=tokenizer,
         model_config=model,
         plan=memory,
@@ -101,6 +120,25 @@ def load(config: EngineConfig) -> Loaded:
         eos_token_ids=eos,
         warnings=tuple(_warnings(executor.runner)),
         kv_scales=len(checkpoint.kv_scales),
+    )
+
+
+def _scheduler_config(
+    config: EngineConfig, runner: RunnerConfig, memory: MemoryPlan, eos: frozenset[int]
+) -> SchedulerConfig:
+    return SchedulerConfig(
+        num_pages=runner.num_pages,
+        page_size=memory.page_size,
+        max_model_len=memory.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        enable_prefix_caching=config.enable_prefix_caching,
+        enable_chunked_prefill=config.enable_chunked_prefill,
+        policy=config.scheduling_policy,
+        kv_type=memory.kv_dtype,
+        num_swap_pages=runner.num_swap_pages,
+        first_pages=memory.num_pages + 1,
+        eos_token_ids=eos,
     )
 
 
@@ -120,7 +158,7 @@ def _runner_config(
 ) -> RunnerConfig:
     return RunnerConfig(
         model=str(checkpoint.path),
-        num_pages=memory.num_pages + 1,  # page 0 belongs to nobody
+        num_pages=_pages_set_aside(config, memory) + 1,  # page 0 belongs to nobody
         page_size=memory.page_size,
         kv_dtype=memory.kv_dtype,
         max_model_len=memory.max_model_len,
@@ -138,22 +176,15 @@ def _runner_config(
     )
 
 
-def _scheduler_config(
-    config: EngineConfig, runner: RunnerConfig, eos: frozenset[int]
-) -> SchedulerConfig:
-    return SchedulerConfig(
-        num_pages=runner.num_pages,
-        page_size=runner.page_size,
-        max_model_len=runner.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        enable_prefix_caching=config.enable_prefix_caching,
-        enable_chunked_prefill=config.enable_chunked_prefill,
-        policy=config.scheduling_policy,
-        kv_type=runner.kv_dtype,
-        num_swap_pages=runner.num_swap_pages,
-        eos_token_ids=eos,
-    )
+def _pages_set_aside(config: EngineConfig, memory: MemoryPlan) -> int:
+    """Address space to grow into: memory is only there for pages that were written."""
+    if device_of(config) != "cpu":
+        return memory.num_pages
+    whole = -(-memory.max_model_len // memory.page_size) * memory.max_num_seqs
+    most = _ROOM_TO_GROW * memory.num_pages
+    if isinstance(config.memory, MemoryPool):
+        most = config.memory.budget // memory.page_bytes
+    return max(memory.num_pages, min(whole, most))
 
 
 def _swap_pages(config: EngineConfig, memory: MemoryPlan) -> int:
@@ -213,10 +244,11 @@ def _eos(checkpoint: Checkpoint) -> list[int]:
 def _executor(
     config: EngineConfig, runner_config: RunnerConfig, checkpoint: Checkpoint
 ) -> LocalExecutor[ModelRunner] | ProcessExecutor[ModelRunner]:
-    """Rank 0 reuses the opened checkpoint; the other ranks open the file themselves."""
+    """Rank 0 reuses the opened checkpoint, the first time; other ranks open the file themselves."""
+    opened = [checkpoint]
 
     def own(given: RunnerConfig, mesh: Mesh) -> ModelRunner:
-        return ModelRunner(given, mesh, checkpoint)
+        return ModelRunner(given, mesh, opened.pop() if opened else None)
 
     if config.tensor_parallel_size == 1:
         return LocalExecutor(own, runner_config)

@@ -319,6 +319,8 @@ def plan_memory(
     context = want_context
     if max_model_len is None:
         context = min(context, pages * demand.page_size)
+        tokens = min(tokens, max(seqs * context, 1))
+        workspace = workspace_bytes(demand, seqs, tokens)
     plan = MemoryPlan(
         budget=budget,
         weights=demand.weights,

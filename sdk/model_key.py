@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from sdk.errors import CheckpointError
 from sdk.models.config import ModelConfig
 from sdk.models.rope import inverse_frequencies
 
@@ -41,20 +42,14 @@ def model_key(
     training, quantization or architecture changes nearly every block and so the key. A file edited
     by hand between the blocks is not noticed: the key tells models apart, it does not prove who
     made them. Names and places of files do not count.
+
+    :raises CheckpointError: a file has gone.
     """
     digest = hashlib.sha256()
-    files = _weight_files(path)
-    for file in files:
-        size = file.stat().st_size
-        digest.update(b"%d;" % size)
-        count = max(_BLOCKS // len(files), 2)
-        with file.open("rb") as data:
-            for index in range(count):
-                data.seek(index * max(size - _BLOCK, 0) // (count - 1))
-                digest.update(data.read(_BLOCK))
-    settings = path / "config.json"
-    if settings.is_file():
-        digest.update(settings.read_bytes())
+    try:
+        _hash_files(path, digest)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
     options = {"quantization": quantization, "overrides": dict(overrides)}
     digest.update(json.dumps(options, sort_keys=True, default=str).encode())
     for rope in (config.rope, config.local_rope):
@@ -62,6 +57,21 @@ def model_key(
             frequencies, factor = inverse_frequencies(rope, max_model_len)
             digest.update(frequencies.numpy().tobytes() + repr(factor).encode())
     return ModelKey(path.name, digest.hexdigest()[:32])
+
+
+def _hash_files(path: Path, digest: hashlib._Hash) -> None:
+    files = _weight_files(path)
+    count = max(_BLOCKS // max(len(files), 1), 2)
+    for file in files:
+        size = file.stat().st_size
+        digest.update(b"%d;" % size)
+        with file.open("rb", buffering=0) as data:
+            for index in range(count):
+                data.seek(index * max(size - _BLOCK, 0) // (count - 1))
+                digest.update(data.read(_BLOCK))
+    settings = path / "config.json"
+    if settings.is_file():
+        digest.update(settings.read_bytes())
 
 
 def _weight_files(path: Path) -> list[Path]:

@@ -30,10 +30,12 @@ from sdk.memory import (
     installed_memory,
     plan_memory,
 )
+from sdk.memory_pool import MemoryPool
 from sdk.models.auto import read_config
 from sdk.models.config import ModelConfig
+from sdk.models.layers import ACCURATE
 from sdk.models.parallel import Mesh
-from sdk.quant.at_load import EMBEDDINGS, FLOATS, is_end, packed_at_load, scheme_at_load
+from sdk.quant.at_load import EMBEDDINGS, FLOATS, is_end, is_router, packed_at_load, scheme_at_load
 from sdk.quant.checkpoint import Checkpoint, TensorEntry
 from sdk.quant.spec import QuantSpec
 
@@ -45,6 +47,8 @@ _WINDOW, _MAPPED_MATRICES = 8 * 2**20, 4
 #: Quantizing at load has so many float32 copies of a matrix at once.
 _COPIES = 6
 _INTEGERS = re.compile(r"(?:gptq-|awq-)?w(\d)(?:a\d+)?(g\d+)?s?")
+#: Queries, keys and values, in GGUF files and in folders: models bind them as accurate ones.
+_QKV = re.compile(r"\battn_(q|k|v|qkv)\b|\b(q|k|v|qkv)_proj\b")
 _FLOATS = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 
 
@@ -138,13 +142,17 @@ def plan_for(
 ) -> MemoryPlan:
     """The sums alone; ``problem`` says so where they do not fit. ``sizes`` where they are known."""
     model = model_config(config, checkpoint)
+    pool = config.memory if isinstance(config.memory, MemoryPool) else None
     made = plan_memory(
         _demand(config, model, sizes or sizes_of(config, checkpoint)),
-        budget=_bytes(config.memory),
+        budget=_bytes(config.memory) if pool is None else pool.free,
         kv_budget=_bytes(config.kv_cache_memory_bytes),
         max_model_len=config.max_model_len,
         available=available_to(config),
     )
+    if pool is not None:  # the pages of one request are the model's own, others are lent
+        own = -(-made.max_model_len // made.page_size)
+        made = replace(made, num_pages=min(made.num_pages, own))
     installed = installed_memory()
     too_large = made.budget is not None and made.budget > installed and config.device != "cuda"
     if made.fits and too_large:
@@ -187,8 +195,8 @@ def _demand(config: EngineConfig, model: ModelConfig, sizes: Sizes) -> Demand:
     )
 
 
-def _bytes(value: int | str | None) -> int | None:
-    assert not isinstance(value, str)  # EngineConfig has parsed it
+def _bytes(value: int | str | MemoryPool | None) -> int | None:
+    assert not isinstance(value, str | MemoryPool)  # EngineConfig has parsed it
     return value
 
 
@@ -230,14 +238,17 @@ def _read_bytes(entry: TensorEntry, model: ModelConfig) -> float:
 def kernel_shares(config: EngineConfig, checkpoint: Checkpoint) -> Iterator[KernelShare]:
     """The matrices by format. Rounding of inputs that a file asks for is not in every header: the
     engine may choose ``linear_as_file`` in place of what stands here."""
-    sums: dict[str, list[int]] = {}
+    sums: dict[tuple[str, int], list[int]] = {}
     for entry in checkpoint.entries():
         if len(entry.shape) > 1:
-            sums.setdefault(_numerics(config, entry), []).append(held_bytes(entry))
+            accurate = is_end(entry.name) or is_router(entry.name) or _QKV.search(entry.name)
+            bits = ACCURATE if accurate else 8
+            sums.setdefault((_numerics(config, entry), bits), []).append(held_bytes(entry))
     backends, _ = open_backends(device_of(config), 1)
     try:
-        for numerics, sizes in sums.items():
-            yield KernelShare(numerics, _kernel(config, backends, numerics), len(sizes), sum(sizes))
+        for (numerics, bits), sizes in sums.items():
+            kernel = _kernel(config, backends, numerics, bits)
+            yield KernelShare(numerics, kernel, len(sizes), sum(sizes))
     finally:
         for backend in backends:
             backend.close()
@@ -252,7 +263,7 @@ def _numerics(config: EngineConfig, entry: TensorEntry) -> str:
     return str(spec)
 
 
-def _kernel(config: EngineConfig, backends: list[Backend], numerics: str) -> str:
+def _kernel(config: EngineConfig, backends: list[Backend], numerics: str, bits: int) -> str:
     """The kernel of a matrix, all of whose rows divide into groups."""
     fields: dict[str, Any] = {"layout": "dense", "format": _FLOATS.get(numerics, "float32")}
     integers = _INTEGERS.fullmatch(numerics)
@@ -266,5 +277,6 @@ def _kernel(config: EngineConfig, backends: list[Backend], numerics: str) -> str
     elif numerics not in _FLOATS:
         spec = QuantSpec.parse(numerics)
         fields = {"layout": "affine", "format": "table", "bits": spec.bits, "group": spec.group}
-    problem = Problem("linear", compute=compute_of(config), **fields)
+    fields |= {"compute": compute_of(config), "activation_bits": bits}
+    problem = Problem("linear", **fields)
     return choose(backends, problem).name

@@ -187,3 +187,15 @@ class PromptReader:
                 "shorten it, raise max_model_len, or set truncate_prompt_tokens=-1 to keep its end"
             )
         return tuple(ids)
+
+
+def as_conversations(messages: Any) -> list[Sequence[Message]]:
+    """One conversation or several, as several. :raises RequestError: it is neither."""
+    if is_conversation(messages):
+        return [messages]
+    if not isinstance(messages, Sequence) or not all(map(is_conversation, messages)):
+        raise RequestError(
+            "messages: expected a list of {'role': ..., 'content': ...} or a list of such "
+            f"lists, found {messages!r:.80}"
+        )
+    return list(messages)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -15,6 +16,10 @@ import torch
 
 __all__ = ["GpuBackend", "available", "open_backend"]
 
+#: Triton (3.3 to 3.6 at least) has no matrix instructions for NVIDIA's cards before 8.0, the
+#: library has. On a T4 (8.1 TFLOP/s in float32, 300 GB/s) 32 tokens on the plain units take as long
+#: as decoding a 4-bit weight to memory and reading it again; by arithmetic, not measured.
+DENSE_FROM_WITHOUT_MMA = 32
 #: The first to give a product's sums in float32 (``torch.mm(out_dtype=)``).
 OLDEST_TORCH = (2, 8)
 
@@ -56,6 +61,8 @@ def open_backend(device: str, num_threads: int, *, fixed: bool = False) -> GpuBa
     else:
         card = torch.cuda.get_device_properties(device)
         tuning = read_tuning(card.name, 4 * card.multi_processor_count)
+        if torch.version.hip is None and card.major < 8:
+            tuning = replace(tuning, dense_from=min(tuning.dense_from, DENSE_FROM_WITHOUT_MMA))
         matrix = torch.bfloat16 if card.major >= 8 else torch.float16
         codes = bytes_of_card((card.major, card.minor), amd=torch.version.hip is not None)
     packed = (Linear(dtype, tuning, fixed=fixed) for dtype in (matrix, torch.float32))
@@ -63,7 +70,7 @@ def open_backend(device: str, num_threads: int, *, fixed: bool = False) -> GpuBa
     return GpuBackend(
         {
             "linear": (DenseLinear(fixed=fixed), *packed, as_file),
-            **attention.OPS,
+            **attention.operators(fixed=fixed),
             **rope.OPS,
             **norm.OPS,
             **elementwise.OPS,

@@ -1,8 +1,10 @@
 """Paged attention on the GPU: which kernels a step needs, and with which tiles.
 
 Requests with one query in the step are ``attention_decode.py``'s, all others
-``attention_prefill.py``'s; a step that has both launches both. The products' operands are of the
-pages' own types (codes become float16), or float32 where ``exact`` asks for it.
+``attention_prefill.py``'s; a step that has both launches both. With a fixed order of additions the
+latter are everybody's: keys are summed from the first to the last, so that neither the batch nor
+chunks nor a preemption shows. The products' operands are of the pages' own types (codes become
+float16), or float32 where ``exact`` asks for it.
 """
 
 from __future__ import annotations
@@ -33,10 +35,11 @@ _JOINED = 8
 
 
 class Attention:
-    """See :meth:`sdk.kernels.ops.Ops.attention`."""
+    """See :meth:`sdk.kernels.ops.Ops.attention`; ``fixed``: see the module."""
 
-    def __init__(self, exact: bool) -> None:
+    def __init__(self, exact: bool, *, fixed: bool = False) -> None:
         self._exact = exact
+        self._fixed = fixed
         self.name = "gpu.attention_exact" if exact else "gpu.attention"
 
     def reject(self, problem: Problem) -> str | None:
@@ -64,6 +67,9 @@ class Attention:
             raise KernelError(f"attention: expected a window of at least 1, found {window}")
         dots = [self._dot(side) for side in sides]
         step = _Step(q, sides, dots, batch, out, sinks, (scale, softcap, window))
+        if self._fixed:
+            step.prefill(lone=True)
+            return
         if batch.max_query_len > 1:
             step.prefill()
         if batch.max_query_len == 1 or batch.num_requests > 1:
@@ -122,8 +128,8 @@ class _Step:
         # Of a tile of 64 rows: with four, codes of head_dim 128 spill on sm_90 (255 registers).
         self.warps = 8 if self.block_d > 128 or k.kind or v.kind else 4
 
-    def prefill(self) -> None:
-        """Requests of several queries."""
+    def prefill(self, *, lone: bool = False) -> None:
+        """Requests of several queries; with ``lone`` those of one too."""
         batch = self.batch
         rows = max(self.tile, triton.next_power_of_2(self.group))
         tiles = batch.num_tokens // (rows // self.group) + batch.num_requests
@@ -143,6 +149,7 @@ class _Step:
             **self.constants,
             **self.rows,
             BLOCK_M=rows,
+            LONE=lone,
             UNMIX=self.unmix,
             num_warps=self.warps,
         )
@@ -244,4 +251,6 @@ def _side_constants(name: str, side: PageSide, dot: Any) -> dict[str, Any]:
     return {f"{name}_{key}": value for key, value in values.items()}
 
 
-OPS: dict[str, tuple[Any, ...]] = {"attention": (Attention(exact=False), Attention(exact=True))}
+def operators(*, fixed: bool) -> dict[str, tuple[Any, ...]]:
+    """Attention; ``fixed``: see the module."""
+    return {"attention": tuple(Attention(exact, fixed=fixed) for exact in (False, True))}

@@ -27,9 +27,10 @@ def prefill_kernel(
     V_KIND: tl.constexpr, V_GROUPS: tl.constexpr, V_GROUP: tl.constexpr, V_DOT: tl.constexpr,
     WIDEN: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, SINKS: tl.constexpr, UNMIX: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, SINKS: tl.constexpr, LONE: tl.constexpr,
+    UNMIX: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of queries, key heads); tensors as in ``decode_kernel``."""
+    """Grid (tiles of queries, key heads); ``LONE``: of one too. Tensors as in ``decode_kernel``."""
     QUERIES: tl.constexpr = BLOCK_M // GROUP
     index, kv_head = tl.program_id(0), tl.program_id(1)
     request = index * 0  # the last one whose tiles begin at or before this one
@@ -43,7 +44,7 @@ def prefill_kernel(
     start = tl.load(query_start + request)
     count = tl.load(query_start + request + 1) - start
     begin = (index - start // QUERIES - request) * QUERIES
-    if (begin >= count) | (count == 1):
+    if (begin >= count) | (count == (0 if LONE else 1)):
         return
     length = tl.load(context_len + request)
     row = tl.arange(0, BLOCK_M)

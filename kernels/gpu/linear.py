@@ -7,6 +7,7 @@ decoding it in every tile of tokens. ``kernels/reference/linear.py`` is what all
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -51,6 +52,16 @@ class Linear:
         self._tuning = tuning
         self._fixed = fixed
         self.name = "gpu.linear_exact" if dtype == torch.float32 else "gpu.linear"
+
+    def tuned(self, tuning: Tuning) -> Linear:
+        """The same kernel with other tiles."""
+        other = copy.copy(self)
+        other._tuning = tuning
+        return other
+
+    def op_of(self, packed: Packed) -> str:
+        """Under which name the tiles of a weight are tuned."""
+        return "linear"
 
     def reject(self, problem: Problem) -> str | None:
         if problem.inputs:
@@ -160,10 +171,11 @@ class Linear:
     def _tiles_of(self, group: Experts[Packed], routes: Routes, least: int) -> Tiles:
         """By the rows an expert has on average, of at least ``least``; all of them share a card."""
         rows, w = routes.tokens.shape[0], group.first
+        op = self.op_of(w)
         if self._fixed:
-            tiles = self._tuning.tiles(w, 2)
+            tiles = self._tuning.tiles(w, 2, op)
             return replace(tiles, split=min(tiles.split, w.units))
-        tiles = self._tuning.tiles(w, max(least, -(-rows // group.count)))
+        tiles = self._tuning.tiles(w, max(least, -(-rows // group.count)), op)
         split = max(1, min(tiles.split, w.units) // min(rows, group.count))
         return replace(tiles, split=split)
 

@@ -43,13 +43,20 @@ class LinearAsFile(Linear):
     def reject(self, problem: Problem) -> str | None:
         return super().reject(replace(problem, inputs="", compute="exact"))
 
+    def op_of(self, packed: Packed) -> str:
+        scheme = inputs_of(packed.facts)
+        if scheme is not None and multiplies_bytes(packed, scheme, self._codes):
+            return "linear_bytes"
+        return "linear"
+
     def matmul(self, packed: Packed, x: Tensor, out: Tensor) -> None:
         scheme = inputs_of(packed.facts)
         if scheme is None:
             super().matmul(packed, x, out)
         elif multiplies_bytes(packed, scheme, self._codes):
             expect_on_device("linear", x, out, packed.scale)
-            tiles = self._tuning.tiles(packed, 2 if self._fixed else max(x.shape[0], 2))
+            tokens = 2 if self._fixed else max(x.shape[0], 2)
+            tiles = self._tuning.tiles(packed, tokens, "linear_bytes")
             tiles = replace(tiles, split=min(tiles.split, packed.units))
             _multiply_bytes(packed, scheme, x, out, tiles)
         else:

@@ -74,48 +74,23 @@ def of_expert(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["M", "share"])
-def product(
-    x, sums, out, w0, w1, w2, scale, super_scale, nested, offset, zeros, minus, super_minus, table,
-    offsets, starts, active, sources,
-    M, N, K, units, share, experts, x_stride, out_stride, part_stride, scale_stride, scale_rows,
+@triton.jit
+def sums_of_tile(
+    tokens, sums, source, real, rows, w0, w1, w2, scale, super_scale, nested, offset, zeros, minus,
+    super_minus, table, M, N, K, units, share, scale_stride, scale_rows,
     KIND: tl.constexpr, WIDTH: tl.constexpr, WIDTH_1: tl.constexpr, WIDTH_2: tl.constexpr,
     UNIT: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, SUPER: tl.constexpr,
     SCALE: tl.constexpr, FACTOR: tl.constexpr, ZEROS: tl.constexpr, ZERO: tl.constexpr,
-    MINUS: tl.constexpr,
-    WHOLE: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr, WIDEN: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, ROUTED: tl.constexpr,
+    MINUS: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr,
+    MATH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """One tile of ``out[split, M, N]``, ``share`` units of K: BLOCK_N rows and BLOCK_M tokens.
-
-    ``CHUNK`` columns have one scale, with ``WHOLE`` all of a row; ``sums`` of x: ``add_chunks``.
-    ``WIDEN``: float32 in place of ``DOT``, whose bfloat16 the interpreter multiplies wrongly.
-    ``ROUTED``: x has M rows, of which ``sources[m]`` (where given) is row m's.
-    """
-    MATH: tl.constexpr = tl.float32 if WIDEN else DOT
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    first = tl.program_id(1) * BLOCK_M
-    end = M
-    if ROUTED:
-        expert, first, end = expert_tile(starts, active, experts, tl.program_id(1), BLOCK_M)
-        if first >= end:
-            return
-        w0, w1, w2, scale, super_scale, nested, offset, zeros, minus, super_minus = of_expert(
-            w0, w1, w2, scale, super_scale, nested, offset, zeros, minus, super_minus,
-            offsets, expert,
-        )  # fmt: skip
-    m = first + tl.arange(0, BLOCK_M)
-    real = m < end
-    source = m
-    if sources is not None:
-        source = tl.load(sources + m, mask=real, other=0)
-    rows = tl.minimum(n, N - 1)
-    tokens = x + tl.arange(0, LANES)[:, None] + source.to(tl.int64)[None, :] * x_stride
+    """``[BLOCK_N, BLOCK_M]`` of :func:`product`: weights ``rows`` with the columns of x that
+    ``tokens [16, BLOCK_M]`` points to, rows ``source`` of x, where ``real``."""
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     part = acc
     total = tl.zeros((BLOCK_M,), tl.float32)  # stays so without minima
-    begin = tl.program_id(2) * share
-    for unit in range(begin, tl.minimum(begin + share, units)):
+    first = tl.program_id(2) * share
+    for unit in range(first, tl.minimum(first + share, units)):
         words = load_planes(w0, w1, w2, rows, unit, units, WIDTH, WIDTH_1, WIDTH_2, UNIT)
         for c in tl.static_range(UNIT // CHUNK):
             k = unit * UNIT + c * CHUNK
@@ -148,6 +123,50 @@ def product(
             rows, N, K, 0, scale_stride, scale_rows,
             GROUP, SUPER, SCALE, FACTOR, MINUS, ZEROS == 32,
         )  # fmt: skip
+    return acc
+
+
+@triton.jit(do_not_specialize=["M", "share"])
+def product(
+    x, sums, out, w0, w1, w2, scale, super_scale, nested, offset, zeros, minus, super_minus, table,
+    offsets, starts, active, sources,
+    M, N, K, units, share, experts, x_stride, out_stride, part_stride, scale_stride, scale_rows,
+    KIND: tl.constexpr, WIDTH: tl.constexpr, WIDTH_1: tl.constexpr, WIDTH_2: tl.constexpr,
+    UNIT: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, SUPER: tl.constexpr,
+    SCALE: tl.constexpr, FACTOR: tl.constexpr, ZEROS: tl.constexpr, ZERO: tl.constexpr,
+    MINUS: tl.constexpr,
+    WHOLE: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr, WIDEN: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, ROUTED: tl.constexpr,
+):  # fmt: skip
+    """One tile of ``out[split, M, N]``, ``share`` units of K: BLOCK_N rows and BLOCK_M tokens.
+
+    ``CHUNK`` columns have one scale, with ``WHOLE`` all of a row; ``sums`` of x: ``add_chunks``.
+    ``WIDEN``: float32 in place of ``DOT``, whose bfloat16 the interpreter multiplies wrongly.
+    ``ROUTED``: x has M rows, of which ``sources[m]`` (where given) is row m's.
+    """
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = tl.program_id(1) * BLOCK_M
+    end = M
+    if ROUTED:
+        expert, first, end = expert_tile(starts, active, experts, tl.program_id(1), BLOCK_M)
+        if first >= end:
+            return
+        w0, w1, w2, scale, super_scale, nested, offset, zeros, minus, super_minus = of_expert(
+            w0, w1, w2, scale, super_scale, nested, offset, zeros, minus, super_minus,
+            offsets, expert,
+        )  # fmt: skip
+    m = first + tl.arange(0, BLOCK_M)
+    real = m < end
+    source = m
+    if sources is not None:
+        source = tl.load(sources + m, mask=real, other=0)
+    tokens = x + tl.arange(0, LANES)[:, None] + source.to(tl.int64)[None, :] * x_stride
+    acc = sums_of_tile(
+        tokens, sums, source, real, tl.minimum(n, N - 1), w0, w1, w2, scale, super_scale, nested,
+        offset, zeros, minus, super_minus, table, M, N, K, units, share, scale_stride, scale_rows,
+        KIND, WIDTH, WIDTH_1, WIDTH_2, UNIT, CHUNK, GROUP, SUPER, SCALE, FACTOR, ZEROS, ZERO,
+        MINUS, WHOLE, EVEN, DOT, tl.float32 if WIDEN else DOT, BLOCK_N, BLOCK_M,
+    )  # fmt: skip
     where = out + tl.program_id(2) * part_stride + m[None, :].to(tl.int64) * out_stride + n[:, None]
     tl.store(where, acc.to(out.dtype.element_ty), mask=real[None, :] & (n < N)[:, None])
 
@@ -167,6 +186,24 @@ def add_chunks(
         part = tl.load(x + m.to(tl.int64) * x_stride + column, mask=wanted, other=0.0)
         acc += part.to(DOT).to(tl.float32)
     tl.store(sums + chunk * M + m, tl.sum(acc, 0))
+
+
+@triton.jit
+def add_chunk(
+    part, total, words, x, table, k, K, FIRST: tl.constexpr,
+    KIND: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr, WIDTH_1: tl.constexpr,
+    WIDTH_2: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr, RAISE: tl.constexpr,
+    TOTAL: tl.constexpr,
+):  # fmt: skip
+    """One chunk of :func:`product_one`, columns k and on: products to part, x to total if asked."""
+    for j in tl.static_range(CHUNK // 16):
+        column = k + j * 16 + tl.arange(0, LANES)
+        xs = tl.load(x + column, mask=EVEN | (column < K), other=0.0).to(tl.float32)
+        w, step = tiny_values(words, table, FIRST + j, KIND, UNIT, WIDTH, WIDTH_1, WIDTH_2)
+        part += w * (xs * (step * RAISE))[None, :]
+        if TOTAL:
+            total += xs
+    return part, total
 
 
 @triton.jit(do_not_specialize=["share"])
@@ -198,7 +235,6 @@ def product_one(
         x += m.to(tl.int64) * x_stride
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.minimum(n, N - 1)
-    lane = tl.arange(0, LANES)
     acc = tl.zeros((BLOCK_N, LANES), tl.float32)
     part = acc
     total = tl.zeros((LANES,), tl.float32)
@@ -212,15 +248,10 @@ def product_one(
             if not WHOLE:
                 part = tl.zeros((BLOCK_N, LANES), tl.float32)
                 total = tl.zeros((LANES,), tl.float32)
-            for j in tl.static_range(CHUNK // 16):
-                column = k + j * 16 + lane
-                xs = tl.load(x + column, mask=EVEN | (column < K), other=0.0).to(tl.float32)
-                w, step = tiny_values(
-                    words, table, c * (CHUNK // 16) + j, KIND, UNIT, WIDTH, WIDTH_1, WIDTH_2
-                )  # fmt: skip
-                part += w * (xs * (step * RAISE))[None, :]
-                if KIND == "int" or MINUS != "":
-                    total += xs
+            part, total = add_chunk(
+                part, total, words, x, table, k, K, c * (CHUNK // 16), KIND, UNIT,
+                WIDTH, WIDTH_1, WIDTH_2, CHUNK, EVEN, RAISE, KIND == "int" or MINUS != "",
+            )  # fmt: skip
             if not WHOLE:
                 acc = scaled(
                     acc, part, total, z, scale, super_scale, nested, offset, minus, super_minus,

@@ -1,13 +1,16 @@
 """Tile sizes: from a table of the card where there is one, otherwise by a rule.
 
-``kernels/tuned/<card>.json``: ``{"dense_from": 256, "linear": {"<kind><bits>g<group>": [{"max_m",
-"n", "k", "block_n", "block_m", "split", "warps", "stages"}, ...]}}``. An entry is for weights of n
-rows and k columns and up to ``max_m`` tokens. A card without a table starts at once, by the rule.
+``kernels/tuned/<card>.json``: ``{"version": 1, "dense_from": 256, "linear": {"int4g128": [{"max_m",
+"n", "k", "block_n", "block_m", "split", "warps", "stages"}, ...]}, "linear_bytes": {...}}``. An
+entry is for weights of n rows and k columns and up to ``max_m`` tokens, under the name that
+:func:`type_of` gives the weight; ``embedlm tune`` writes it. A card without a table starts at once,
+by the rule, and so does one whose table cannot be read.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +21,12 @@ from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu.packing import Packed
 
 TABLES = Path(__file__).parents[1] / "tuned"
+#: Of tables; one of another version was measured on other kernels.
+VERSION = 1
+OPS = ("linear", "linear_bytes")
+logger = logging.getLogger("sdk")
+#: (op, type, rows, columns) -> (most tokens, tiles), fewest tokens first.
+Table = Mapping[tuple[str, str, int, int], Sequence[tuple[int, "Tiles"]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +57,10 @@ class Tuning:
 
     programs: int
     dense_from: int = 256
-    table: Mapping[tuple[str, int, int], Sequence[tuple[int, Tiles]]] | None = None
+    table: Table | None = None
 
-    def tiles(self, w: Packed, tokens: int) -> Tiles:
-        n, k = w.shape
-        for max_m, tiles in (self.table or {}).get((_key(w), n, k), ()):
+    def tiles(self, w: Packed, tokens: int, op: str = "linear") -> Tiles:
+        for max_m, tiles in (self.table or {}).get((op, type_of(w), *w.shape), ()):
             if tokens <= max_m:
                 return tiles
         return self._by_rule(w, tokens)
@@ -70,25 +78,40 @@ class Tuning:
         return Tiles(block_n, block_m, split, warps, stages)
 
 
-def _key(w: Packed) -> str:
-    return f"{w.kind}{w.bits}g{w.group}"
+def type_of(w: Packed) -> str:
+    """``int4g128``: all that decides what decoding a weight costs; a letter for each thing more.
+
+    ``s``: two levels of scales; ``m``: minima; ``z``: zero points.
+    """
+    more = (("s", w.super_scale is not None), ("m", w.has_minus), ("z", w.zeros is not None))
+    return f"{w.kind}{w.bits}g{w.group}{''.join(letter for letter, there in more if there)}"
+
+
+def table_path(card: str, folder: Path = TABLES) -> Path:
+    """Where the table of a card lies, by the name that its driver gives it."""
+    return folder / f"{re.sub(r'[^a-z0-9]+', '-', card.lower()).strip('-')}.json"
 
 
 def read_tuning(card: str, programs: int, folder: Path = TABLES) -> Tuning:
-    """The card's table, or none. :raises KernelError: for a table that is not as described."""
-    path = folder / f"{re.sub(r'[^a-z0-9]+', '-', card.lower()).strip('-')}.json"
-    if not path.is_file():
-        return Tuning(programs)
+    """The card's table, or none: a table that is damaged or old is a warning."""
+    path = table_path(card, folder)
     try:
-        return _parse(json.loads(path.read_text(encoding="utf-8")), programs)
-    except (ValueError, KeyError, TypeError, AttributeError, KernelError) as error:
-        raise KernelError(f"{path}: not a table of tile sizes: {error!r}") from error
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if found["version"] != VERSION:
+            raise KernelError(f"expected version {VERSION}, found {found['version']!r}")
+        return Tuning(programs, int(found["dense_from"]), _parse(found))
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, KernelError) as error:
+        logger.warning("%s: not a table of tile sizes, kernels run untuned: %r", path, error)
+    return Tuning(programs)
 
 
-def _parse(found: Any, programs: int) -> Tuning:
-    table: dict[tuple[str, int, int], list[tuple[int, Tiles]]] = {}
-    for kind, entries in found["linear"].items():
-        for e in sorted(entries, key=lambda e: int(e["max_m"])):
-            tiles = Tiles(e["block_n"], e["block_m"], e["split"], e["warps"], e["stages"])
-            table.setdefault((kind, e["n"], e["k"]), []).append((e["max_m"], tiles))
-    return Tuning(programs, int(found["dense_from"]), table)
+def _parse(found: Any) -> Table:
+    table: dict[tuple[str, str, int, int], list[tuple[int, Tiles]]] = {}
+    for op in OPS:
+        for kind, entries in found[op].items():
+            for e in sorted(entries, key=lambda e: int(e["max_m"])):
+                tiles = Tiles(e["block_n"], e["block_m"], e["split"], e["warps"], e["stages"])
+                table.setdefault((op, kind, e["n"], e["k"]), []).append((e["max_m"], tiles))
+    return table

@@ -27,6 +27,7 @@ COMMANDS = {
     "eval": "evaluate",
     "doctor": "doctor",
     "bench": "bench",
+    "tune": "tune",
     "fetch-demo": "fetch_demo",
 }
 

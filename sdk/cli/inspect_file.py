@@ -102,7 +102,7 @@ def kernels(file: str) -> QuantReport:
     """The model is loaded with next to no room for requests, and closed again."""
     from sdk.llm import LLM
 
-    room = {"max_model_len": 64, "max_num_seqs": 1, "max_num_batched_tokens": 64}
+    room: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 1, "max_num_batched_tokens": 64}
     with LLM(file, skip_tokenizer_init=True, **room) as llm:
         return llm.quant_report()
 

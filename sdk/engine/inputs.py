@@ -23,6 +23,8 @@ _TYPES = {np.int32: torch.int32, np.int64: torch.int64, np.float64: torch.float6
 #: A prefix is worth a pass of its own from so many requests and tokens on: fewer splits of keys
 #: (kernels/gpu/attention_decode.py) are not read once for enough rows.
 _SHARED_REQUESTS, _SHARED_TOKENS = 4, 512
+#: Places among the parts of the buffers.
+_TABLE, _DRAWS = 5, 6
 
 
 class Running:
@@ -55,6 +57,7 @@ class _Buffers:
         else:  # memory that is there only where it was written
             self._host = torch.from_numpy(np.zeros(offsets[-1], np.uint8))
         self._device = self._host.to(device)
+        self._offsets = offsets
         self._sent: Any = None
         if device.type == "cuda":
             self._sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -65,14 +68,17 @@ class _Buffers:
             self.arrays.append(self._host.numpy()[begin : begin + size].view(dtype).reshape(shape))
             self.tensors.append(self._device[begin : begin + size].view(_TYPES[dtype]).view(shape))
 
-    def send(self) -> None:
-        """Copy what the arrays hold now; they must not be written before :meth:`wait`."""
+    def send(self, part: int | None = None) -> None:
+        """Copy what the arrays hold now, all of them or one; see :meth:`wait`."""
         if self._sent is not None:
-            self._device.copy_(self._host, non_blocking=True)
+            bytes_ = slice(None)
+            if part is not None:
+                bytes_ = slice(self._offsets[part], self._offsets[part + 1])
+            self._device[bytes_].copy_(self._host[bytes_], non_blocking=True)
             self._sent.record()
 
     def wait(self) -> None:
-        """Until what was sent last has been read. A step that samples nothing ends before that."""
+        """Until what was sent last has been read: the arrays must not be written before that."""
         if self._sent is not None:
             self._sent.synchronize()
 
@@ -103,9 +109,10 @@ class StepInputs:
             (np.int32, (max_requests + 1,)),
             (np.int32, (max_requests,)),
             (np.int32, (1,)),
-            (np.int32, (max_requests, width)),
-            (np.float64, (max_requests, 8)),
+            (np.int32, (max_requests, width)),  # _TABLE
+            (np.float64, (max_requests, 8)),  # _DRAWS
         )
+        self._table_written = False
         self._tokens, self._rows, self._starts, self._lengths, self._shared, self._table, draws = (
             self._buffers.arrays
         )
@@ -164,6 +171,7 @@ class StepInputs:
             written = 0
         if written != len(request.pages):
             self._table[row, written : len(request.pages)] = request.pages[written:]
+            self._table_written = True
             self._places[row] = request, len(request.pages)
 
     def advance(self, tokens: list[int]) -> None:
@@ -181,6 +189,10 @@ class StepInputs:
                 return None
         found: list[int] = tokens[:rows]
         return found
+
+    def wait(self) -> None:
+        """Until what was sent to the device last has been read."""
+        self._buffers.wait()
 
     def forget(self) -> None:
         """Requests were dropped: hold on to none of them."""
@@ -205,13 +217,34 @@ class StepInputs:
             shared_len=self._shared_len if shared else None,
         )
 
-    def fill_up(self, requests: int, size: int) -> None:
-        """Make the decode step just written one of ``size`` rows, the last of them nobody's."""
+    def fill_up(self, requests: int, size: int) -> bool:
+        """Make the decode step just written one of ``size`` rows, the last of them nobody's.
+
+        Returns whether its requests begin with the same pages, see ``AttentionBatch.shared_len``.
+        """
         self._starts[requests + 1 : size + 1] = requests
         self._rows[requests:size] = 0
+        shared = self._shared_tokens(requests) if self._find_shared else 0
+        self._shared[0] = shared
         self._buffers.send()
+        self._table_written = False
+        return shared > 0
 
-    def decoding(self, size: int) -> AttentionBatch:
+    def advance_on_device(self, requests: int, sampled: Tensor, *, drawn: bool) -> None:
+        """Make the decode step on the device the one after it, with the tokens it ``sampled``.
+
+        ``sampled`` float64 ``[requests or more, 3]``, tokens first. Of what lies here, only new
+        pages and, with ``drawn``, how tokens are drawn go there.
+        """
+        if self._table_written:
+            self._buffers.send(_TABLE)
+            self._table_written = False
+        if drawn:
+            self._buffers.send(_DRAWS)
+        self.token_ids[:requests].copy_(sampled[:requests, 0])
+        self.batch.context_len[:requests] += 1
+
+    def decoding(self, size: int, shared: bool) -> AttentionBatch:
         """The batch of every decode step of ``size`` rows, in buffers that stay."""
         whole = self.batch
         return replace(
@@ -222,6 +255,7 @@ class StepInputs:
             page_table=whole.page_table[:size],
             slots=whole.slots[:size],
             max_query_len=1,
+            shared_len=self._shared_len if shared else None,
         )
 
     def _shared_tokens(self, requests: int) -> int:

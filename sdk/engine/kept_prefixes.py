@@ -91,7 +91,7 @@ class KeptPrefixes:
         pinned, capacity = prefixes.num_pinned, scheduler.pool.capacity
         needs = [("any request", 1, capacity - pinned)]
         for name, request in scheduler.unfinished.items():
-            needs.append((f"request {name}", _most_pages(request, size), prefixes.room(request)))
+            needs.append((f"request {name}", most_pages(request, size), prefixes.room(request)))
         for who, need, room in needs:
             if need > room:
                 raise OutOfMemoryError(
@@ -174,7 +174,7 @@ class KeptPrefixes:
                 self._executor.on_ranks(write_layer, layer, some, part, stored.spec)
 
 
-def _most_pages(request: Request, page_size: int) -> int:
+def most_pages(request: Request, page_size: int) -> int:
     """Pages for all that may become of an unfinished request."""
     if request.kind == "embed":
         return -(-request.num_tokens // page_size)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import mmap
+import sys
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -19,6 +22,8 @@ from sdk.models.parallel import Mesh
 from sdk.quant.spec import KVPart, KVSpec, KVTypes
 
 _LINE = 64  # bytes of a cache line
+#: Address space for more pages than there is memory for: Python names the flag from 3.13 on.
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 
 def kv_spec(config: ModelConfig, kv_heads: int, page_size: int, dtype: str) -> KVSpec:
@@ -54,12 +59,23 @@ def cache_of_rank(config: RunnerConfig, model: ModelConfig, mesh: Mesh, ops: Ops
     )
 
 
+def _map(nbytes: int) -> mmap.mmap:
+    """Zeros on huge pages, as numpy asks for them: with small ones a step at a context of 4,096
+    tokens misses the address cache all the time."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+    mapping = mmap.mmap(-1, nbytes, flags=flags)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return mapping
+
+
 class KVCache:
     """Keys and values of ``num_pages`` pages for every layer of one rank.
 
     ``keys_transposed``: how a page's keys lie, as the backend wants them (see ``KVPages``).
     One zeroed allocation of ``num_pages * spec.page_bytes`` bytes, which the operating system backs
-    with memory only where a page has been written; ``close`` returns all of it at once. All layers
+    with memory only where a page has been written; ``vacate`` returns that of pages, ``close`` all
+    of it at once. All layers
     of a page lie together, so that few pages in use touch little memory: spread over the layers,
     one token of a 30-layer model would touch 60 huge pages of 2 MiB. Within a page a layer has its
     keys, its values, and where they are codes the scales of both.
@@ -83,12 +99,14 @@ class KVCache:
         self.num_pages = num_pages
         self.first_head = first_head
         size = num_pages * spec.page_bytes
+        self._mapping: mmap.mmap | None = None
         if torch.device(device).type == "cpu":
-            memory = torch.from_numpy(np.zeros(size + _LINE, dtype=np.uint8))
+            self._mapping = _map(size)
+            memory = torch.from_numpy(np.frombuffer(self._mapping, np.uint8, size))
         else:
             memory = torch.zeros(size + _LINE, dtype=torch.uint8, device=device)
-        begin = -memory.data_ptr() % _LINE  # a vector that crosses cache lines loads twice
-        memory = memory[begin : begin + size]
+            begin = -memory.data_ptr() % _LINE  # a vector that crosses cache lines loads twice
+            memory = memory[begin : begin + size]
         self.layers = []
         offset = 0
         for layer in range(spec.num_layers):
@@ -104,9 +122,29 @@ class KVCache:
         if swaps and self._storage is not None:
             self._storage.run(swaps)
 
+    def vacate(self, pages: Sequence[int]) -> None:
+        """Return the memory of these pages to the system: they are zeros until they are written.
+
+        On a GPU nothing happens.
+        """
+        if self._mapping is None or not hasattr(self._mapping, "madvise"):
+            return
+        size, unit = self.spec.page_bytes, mmap.PAGESIZE
+        ordered = sorted(pages)
+        first = 0
+        for i, page in enumerate(ordered):
+            if i + 1 < len(ordered) and ordered[i + 1] == page + 1:
+                continue
+            begin = -(-ordered[first] * size // unit) * unit
+            end = (page + 1) * size // unit * unit
+            if begin < end:
+                self._mapping.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+            first = i + 1
+
     def close(self) -> None:
         """Drop the tensors. Idempotent."""
         self.layers = []
+        self._mapping = None
         if self._storage is not None:
             self._storage.close()
 

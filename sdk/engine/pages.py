@@ -3,7 +3,8 @@
 A page is the KV of ``page_size`` consecutive tokens of one request, in every layer. It is in
 exactly one of three states: **used** (reference count > 0), **cached** (nobody holds it, but its
 content is known and a later request may want it) or **free**. ``free + cached + used == capacity``
-at all times.
+at all times. Pages that are **withheld** do not count: they have no memory behind them until they
+are granted again, because the cache was made smaller or its memory is lent to another model.
 
 *Prefix cache.* A full page is known by the digest of everything that determines its content: the
 tokens before it and in it, the adapter, the KV type and the caller's salt::
@@ -54,11 +55,19 @@ def page_key(parent: bytes, token_ids: Sequence[int]) -> PageKey:
 class PagePool:
     """Hands out the pages ``1 .. num_pages - 1`` and remembers what full pages hold.
 
-    Not thread-safe. ``queries`` and ``hits`` count whole pages looked up and found by requests that
-    were admitted, ``evictions`` cached pages whose content was given up for a new owner.
+    The pages from ``limit`` on begin withheld. Not thread-safe. ``queries`` and ``hits`` count
+    whole pages looked up and found by requests that were admitted, ``evictions`` cached pages whose
+    content was given up for a new owner.
     """
 
-    def __init__(self, num_pages: int, page_size: int, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        enable_prefix_caching: bool = True,
+        *,
+        limit: int | None = None,
+    ) -> None:
         if num_pages < 2:
             raise ValueError(f"num_pages must be at least 2 (page 0 is reserved), got {num_pages}")
         if page_size < 1:
@@ -66,7 +75,8 @@ class PagePool:
         self.num_pages = num_pages
         self.page_size = page_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.capacity = num_pages - 1
+        limit = num_pages if limit is None else limit
+        self.capacity = limit - 1
         self.queries = 0
         self.hits = 0
         self.evictions = 0
@@ -74,9 +84,11 @@ class PagePool:
         self.on_evict: Callable[[int, PageKey], None] | None = None
         self._references = [0] * num_pages
         self._keys: list[PageKey | None] = [None] * num_pages
-        self._free = list(
-            range(num_pages - 1, 0, -1)
-        )  # a stack: the page given back last goes first
+        #: Asked for pages before known ones are thrown out, and once more before it is refused that
+        #: there are none (``urgent``). It may ``grant`` some.
+        self.lender: Callable[[int, bool], None] | None = None
+        self._withheld = list(range(num_pages - 1, limit - 1, -1))
+        self._free = list(range(limit - 1, 0, -1))  # a stack: the page given back last goes first
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._known: dict[bytes, int] = {}  # digest -> page
 
@@ -94,6 +106,11 @@ class PagePool:
     def num_available(self) -> int:
         """Pages a new owner could get now: free ones and cached ones."""
         return len(self._free) + len(self._cached)
+
+    @property
+    def num_withheld(self) -> int:
+        """Pages without memory behind them."""
+        return len(self._withheld)
 
     def key(self, page: int) -> PageKey | None:
         """What a known page holds; ``None`` for any other."""
@@ -118,7 +135,13 @@ class PagePool:
         """
         references, cached = self._references, self._cached
         num_idle = sum(references[page] == 0 for page in hits)
-        if num_new + num_idle + spare > len(self._free) + len(cached):
+        if num_new > len(self._free) and self.lender is not None:
+            self.lender(num_new - len(self._free), False)
+        short = num_new + num_idle + spare - len(self._free) - len(cached)
+        if short > 0 and self.lender is not None:
+            self.lender(short, True)
+            short = num_new + num_idle + spare - len(self._free) - len(cached)
+        if short > 0:
             return None
         for page in hits:  # before any eviction, which must not take them
             if references[page] == 0:
@@ -130,6 +153,31 @@ class PagePool:
             references[page] = 1
             pages.append(page)
         return pages
+
+    def withhold(self, count: int) -> list[int]:
+        """Take away up to ``count`` pages that nobody holds; those taken, free ones first."""
+        taken = self._free[:count]
+        del self._free[:count]
+        while len(taken) < count and self._cached:
+            taken.append(self._evict())
+        self._withheld += taken
+        self.capacity -= len(taken)
+        return taken
+
+    def grant(self, count: int) -> int:
+        """Give up to ``count`` withheld pages back; how many."""
+        kept = max(len(self._withheld) - count, 0)
+        granted = self._withheld[kept:]
+        del self._withheld[kept:]
+        self._free += granted
+        self.capacity += len(granted)
+        return len(granted)
+
+    def drop_cached(self) -> list[int]:
+        """Forget what nobody holds; all free pages."""
+        while self._cached:
+            self._free.append(self._evict())
+        return list(self._free)
 
     def _evict(self) -> int:
         page, _ = self._cached.popitem(last=False)
@@ -196,6 +244,9 @@ class PagePool:
         assert not (free & cached or free & used or cached & used), "a page is in two states"
         assert len(free) + len(cached) + len(used) == self.capacity, "a page was lost"
         assert 0 not in free | cached | used, "the reserved page 0 was handed out"
+        withheld = set(self._withheld)
+        assert not withheld & (free | cached | used), "a withheld page was handed out"
+        assert self.capacity + len(self._withheld) == self.num_pages - 1, "a page was lost"
         known = {page: key for page, key in enumerate(self._keys) if key is not None}
         assert not free & known.keys(), "a free page is known"
         assert cached <= known.keys(), "a cached page is not known"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from time import perf_counter
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,11 +14,12 @@ from sdk.engine.inputs import Running, StepInputs
 from sdk.engine.key_centres import centre_keys
 from sdk.engine.kv_cache import cache_of_rank
 from sdk.engine.plan import RequestStart, Sampled, StepPlan, StepResult
+from sdk.engine.run_ahead import Decoded, Flight, RunAhead
 from sdk.engine.runner_config import RunnerConfig
+from sdk.engine.wanted import Wanted, guided_rows, score_prompt, sorted_out, wanted_of
 from sdk.errors import RequestError
-from sdk.kernels.gpu.graphs import StepGraphs
 from sdk.kernels.graph import CaptureError, Graph
-from sdk.kernels.ops import Ops
+from sdk.kernels.sampling import Tokens
 from sdk.loaders.open import open_checkpoint
 from sdk.memory import SCORED_BYTES, release_free_memory
 from sdk.models.auto import build_model
@@ -26,7 +27,6 @@ from sdk.models.parallel import Mesh
 from sdk.params import SamplingParams
 from sdk.quant.at_load import packed_at_load
 from sdk.quant.checkpoint import Checkpoint
-from sdk.sampling.guidance import guided
 from sdk.sampling.sampler import Sampler
 from sdk.sampling.state import RequestState
 from sdk.sampling.uniform import TOKEN
@@ -35,27 +35,8 @@ from sdk.sampling.uniform import TOKEN
 _MAX_AGAIN = 64
 #: Rows the head runs on at a time, at most; of a large vocabulary fewer (``SCORED_BYTES``).
 _HEAD_ROWS = 128
-
-
-@dataclass(slots=True)
-class _Wanted:
-    """What becomes of a step's rows: whose token is sampled from which, who guides whom."""
-
-    sampling: list[str] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
-    #: By the request that is guided.
-    guides: dict[str, int] = field(default_factory=dict)
-    #: Requests to look at after the run, with their first and last row + 1.
-    special: list[tuple[str, Running, int, int]] = field(default_factory=list)
-
-
-def _open_ops(config: RunnerConfig) -> Ops:
-    return Ops(
-        config.device,
-        compute=config.compute,
-        num_threads=config.num_threads,
-        deterministic=config.deterministic,
-    )
+#: Logits nobody looks at: those of requests that want their tokens alone.
+_NOTHING = torch.empty(0)
 
 
 class ModelRunner:
@@ -86,7 +67,7 @@ class ModelRunner:
                 )
                 checkpoint = packed_at_load(checkpoint, config.quantization)
             undo.callback(checkpoint.close)
-            self.ops = _open_ops(config)
+            self.ops = config.open_ops()
             undo.callback(self.ops.close)
             self.model = build_model(
                 checkpoint,
@@ -110,8 +91,8 @@ class ModelRunner:
                 find_shared=self.ops.device.type == "cuda" and not config.deterministic,
             )
             self._graph: Graph[tuple[Tensor, Tensor]] | None = None
-            #: On a GPU: decode steps of so many requests, with what was sampled.
-            self._decode_graphs: StepGraphs[tuple[Tensor, Tensor, Tensor]] | None = None
+            #: On a GPU.
+            self._ahead: RunAhead | None = None
             #: Why steps run operator by operator; ``None`` when they are replayed from a graph.
             self.eager_reason: str | None = "enforce_eager"
             if not config.enforce_eager:
@@ -120,12 +101,17 @@ class ModelRunner:
         checkpoint.close()
         release_free_memory()
 
+    @property
+    def steps_ahead(self) -> int:
+        """How many steps are launched before the tokens of the last one are known."""
+        return 0 if self._ahead is None else 1
+
     def close(self) -> None:
         """Give everything back. Idempotent; the runner must not be used afterwards."""
         self._requests.clear()
         self._rows, self._drawing = [], []
         self._inputs.forget()
-        self._graph = self._decode_graphs = None
+        self._graph = self._ahead = None
         self.kv.close()
         self.ops.close()
         self.__dict__.pop("model", None)
@@ -135,7 +121,7 @@ class ModelRunner:
         inputs = self._inputs
         tokens, requests = inputs.token_ids.shape[0], inputs.output_rows.shape[0]
         if self.ops.device.type == "cuda":
-            self._decode_graphs = StepGraphs(self._decode, min(tokens, requests))
+            self._ahead = RunAhead(self._decode, inputs, min(tokens, requests))
             self.eager_reason = None
             return
 
@@ -155,11 +141,11 @@ class ModelRunner:
         except CaptureError as error:
             self.eager_reason = str(error)
 
-    def _decode(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The decode step of ``size`` rows: hidden states, logits and ``Ops.sample_rows``."""
+    def _decode(self, size: int, shared: bool) -> Decoded:
+        """The decode step of ``size`` rows."""
         inputs = self._inputs
         with torch.inference_mode():
-            batch = inputs.decoding(size)
+            batch = inputs.decoding(size, shared)
             self.ops.find_places(batch)
             hidden = self.model(inputs.token_ids[:size], batch, self.kv.layers)
             rows = self.ops.select_rows(hidden, inputs.output_rows[:size])
@@ -171,24 +157,65 @@ class ModelRunner:
         self._update(plan)
         if not plan.num_tokens:
             return StepResult(plan.step_id)
+        flight = None
+        if self._ahead is not None:
+            flight, landed = self._ahead.landed(plan, self._requests)
+        if flight is None:
+            return self._run(plan)
+        result = StepResult(plan.step_id)
+        if rest := tuple(part for part in plan.num_tokens if part[0] not in landed):
+            result = self._run(plan._replace(num_tokens=rest), whole=False)
+        for request_id in landed:
+            self._requests[request_id].num_computed += 1
+        tokens, best, shares = flight.read()[list(landed.values())].T.tolist()
+        chosen = Tokens([*map(int, tokens)], best, shares)
+        outcomes = self.sampler.collect(_NOTHING, list(landed), chosen)
+        sampled, errors = sorted_out(list(landed), outcomes)
+        sampled, errors = {**result.sampled, **sampled}, {**result.errors, **errors}
+        return result._replace(sampled=sampled, errors=errors)
+
+    def _run(self, plan: StepPlan, *, whole: bool = True) -> StepResult:
+        """Run the rows of a plan; ``whole``: they are all, so the next step may be these again."""
         rows = [(self._requests[request_id], count) for request_id, count in plan.num_tokens]
-        wanted = self._wanted(plan, rows)
+        wanted = wanted_of(plan, rows)
         outputs = [*wanted.rows, *wanted.guides.values()] if wanted.guides else wanted.rows
         tokens = self._inputs.fill(rows, outputs)
         self.sampler.write_draws(wanted.sampling, self._inputs.sampling)
         begin = perf_counter()
-        hidden, logits = self._forward(tokens, len(rows), len(outputs))
-        self.native_seconds += perf_counter() - begin
+        flight: Flight | None = None
+        decoded = None
+        if tokens == len(rows) == len(outputs):
+            decoded = self._decode_ahead([request for request, _ in rows])
+        if decoded is not None:
+            flight, hidden, logits = decoded
+        else:
+            hidden, logits = self._forward(tokens, len(rows), len(outputs))
         for request, count in rows:
             request.num_computed += count
-        if wanted.guides or wanted.special:  # torch changes or reads what was made in this mode
-            with torch.inference_mode():
-                return self._finish(plan, wanted, hidden, logits)
-        if self._graph is not None and len(wanted.sampling) == len(rows) == tokens:
+        alone = whole and not (wanted.guides or wanted.special)
+        if alone and len(wanted.sampling) == len(rows) == tokens and (self._graph or flight):
             drawing = self.sampler.drawing(wanted.sampling)
             if drawing is not None:
                 self._rows, self._drawing = [request for request, _ in rows], drawing
+                if self._ahead is not None and flight is not None:
+                    self._ahead.go_on(flight, drawing, 1)
+        if flight is not None:
+            self._inputs.sampling.write(flight.read())
+        self.native_seconds += perf_counter() - begin
+        if wanted.guides or wanted.special:  # torch changes or reads what was made in this mode
+            with torch.inference_mode():
+                return self._finish(plan, wanted, hidden, logits)
         return self._finish(plan, wanted, hidden, logits)
+
+    def _decode_ahead(self, rows: list[Running]) -> tuple[Flight, Tensor, Tensor] | None:
+        """The decode step just written, where they are captured."""
+        if self._ahead is None:
+            return None
+        try:
+            return self._ahead.run(rows)
+        except CaptureError as error:
+            self._ahead, self.eager_reason = None, str(error)
+            return None
 
     def execute_again(self, plan: StepPlan, tokens: list[int]) -> StepResult | list[int]:
         """See :meth:`sdk.executors.base.Executor.execute_again`.
@@ -198,6 +225,8 @@ class ModelRunner:
         """
         graph, inputs = self._graph, self._inputs
         if graph is None or not self._rows:
+            if self._rows and self._ahead is not None and self._ahead.flight is not None:
+                return self._land(plan, tokens, self._ahead, self._ahead.flight)
             return self.execute(plan.going_on(tokens))
         if plan.new_pages:
             self._extend_rows(plan)
@@ -211,9 +240,27 @@ class ModelRunner:
         self.native_seconds += perf_counter() - begin
         sampled = inputs.sampled(len(tokens))
         if sampled is None:  # not all are finite
-            wanted = _Wanted([request_id for request_id, _ in plan.num_tokens])
+            wanted = Wanted([request_id for request_id, _ in plan.num_tokens])
             return self._finish(plan, wanted, *graph.result)
         return sampled
+
+    def _land(
+        self, plan: StepPlan, tokens: list[int], ahead: RunAhead, flight: Flight
+    ) -> StepResult | list[int]:
+        """:meth:`execute_again` where the step was launched already: launch the one after it."""
+        self._inputs.wait()
+        if plan.new_pages:
+            self._extend_rows(plan)
+        self._again.append(tokens)
+        begin = perf_counter()
+        ahead.go_on(flight, self._drawing, len(self._again) + 1)
+        found = flight.read()
+        self.native_seconds += perf_counter() - begin
+        if np.isfinite(found[:, 1]).all():
+            return [int(token) for token in found[:, 0]]
+        self._inputs.sampling.write(found)
+        wanted = Wanted([request_id for request_id, _ in plan.num_tokens])
+        return self._finish(plan, wanted, _NOTHING, _NOTHING)
 
     def _extend_rows(self, plan: StepPlan) -> None:
         self.kv.swap(plan.swaps)
@@ -241,12 +288,6 @@ class ModelRunner:
             self._graph.replay(tokens=tokens, outputs=outputs, requests=requests)
             return self._graph.result
         inputs = self._inputs
-        if self._decode_graphs is not None and tokens == requests == outputs:
-            size = self._decode_graphs.size(requests)
-            inputs.fill_up(requests, size)
-            hidden, logits, sampled = self._decode_graphs.replay(size)
-            inputs.sampling.write(sampled[:requests].cpu().numpy())
-            return hidden, logits
         with torch.inference_mode():
             batch = inputs.view(tokens, requests)
             self.ops.find_places(batch)
@@ -287,28 +328,7 @@ class ModelRunner:
         for request_id, pages in plan.new_pages:
             self._requests[request_id].pages.extend(pages)
 
-    def _wanted(self, plan: StepPlan, rows: list[tuple[Running, int]]) -> _Wanted:
-        """Which rows are sampled or looked at: those where the known tokens of a request end."""
-        wanted = _Wanted()
-        end = 0
-        for (request_id, _), (request, count) in zip(plan.num_tokens, rows, strict=True):
-            begin, end = end, end + count
-            start = request.start
-            ends = request.num_computed + count == len(request.token_ids)
-            embeds = ends and start.kind == "embed"
-            if embeds or start.params.prompt_logprobs is not None:
-                wanted.special.append((request_id, request, begin, end))
-            if ends and not embeds:
-                if start.guides is not None:
-                    wanted.guides[start.guides] = end - 1
-                else:
-                    wanted.sampling.append(request_id)
-                    wanted.rows.append(end - 1)
-        return wanted
-
-    def _finish(
-        self, plan: StepPlan, wanted: _Wanted, hidden: Tensor, logits: Tensor
-    ) -> StepResult:
+    def _finish(self, plan: StepPlan, wanted: Wanted, hidden: Tensor, logits: Tensor) -> StepResult:
         """Score what was asked for and sample where a request's end ran."""
         sampled: dict[str, Sampled] = {}
         prompt_logprobs: dict[str, tuple[Sampled, ...]] = {}
@@ -316,19 +336,16 @@ class ModelRunner:
         errors: dict[str, str] = {}
         if wanted.sampling and self._mesh.rank == 0:
             if wanted.guides:  # what was drawn is not guided yet
-                outcomes = self.sampler.sample(self._guided(wanted, logits), wanted.sampling)
+                rows = guided_rows(wanted, self._requests, logits)
+                outcomes = self.sampler.sample(rows, wanted.sampling)
             else:
                 chosen = self._inputs.sampling.read(len(wanted.sampling))
                 outcomes = self.sampler.collect(logits, wanted.sampling, chosen)
-            for request_id, outcome in zip(wanted.sampling, outcomes, strict=True):
-                if isinstance(outcome, str):
-                    errors[request_id] = outcome
-                else:
-                    sampled[request_id] = outcome
+            sampled, errors = sorted_out(wanted.sampling, outcomes)
         for request_id, request, begin, end in wanted.special:
             if request.start.params.prompt_logprobs is not None:
                 try:
-                    scored = self._score_prompt(request, hidden[begin:end])
+                    scored = score_prompt(self.sampler, request, hidden[begin:end], self._logits)
                 except RequestError as error:  # its logits are not finite
                     errors[request_id] = str(error)
                     scored = ()
@@ -341,29 +358,6 @@ class ModelRunner:
                 else:
                     errors[request_id] = "the model's hidden state is not finite"
         return StepResult(plan.step_id, sampled, prompt_logprobs, embeddings, errors)
-
-    def _guided(self, wanted: _Wanted, logits: Tensor) -> Tensor:
-        """The rows to sample, each guided one moved away from what its guide says."""
-        outputs = len(wanted.sampling) + len(wanted.guides)
-        logits, negative = logits[:outputs].tensor_split([len(wanted.sampling)])
-        for row, request_id in zip(negative, wanted.guides, strict=True):
-            own = logits[wanted.sampling.index(request_id)]
-            own.copy_(guided(own, row, self._requests[request_id].start.params.guidance_scale))
-        return logits
-
-    def _score_prompt(self, request: Running, hidden: Tensor) -> tuple[Sampled, ...]:
-        """Log-probabilities of the prompt tokens that follow the rows just run."""
-        first = request.num_computed - len(hidden)
-        following = request.token_ids[first + 1 : min(first + 1 + len(hidden), request.num_prompt)]
-        count = request.start.params.prompt_logprobs
-        assert count is not None
-        also = request.start.params.logprob_token_ids or ()
-        scored: list[Sampled] = []
-        for logits in self._logits(hidden[: len(following)]):
-            part = following[len(scored) : len(scored) + len(logits)]
-            scored += self.sampler.score(logits, part, count, also)
-            del logits
-        return tuple(scored)
 
     def _logits(self, hidden: Tensor) -> Iterator[Tensor]:
         """The head over all rows, some at a time; each result is valid until the next."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sdk.kernels.ops import Compute
+from sdk.kernels.ops import Compute, Ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,3 +31,12 @@ class RunnerConfig:
     quantization: str | None = None
     num_swap_pages: int = 0
     swap_path: str | None = None
+
+    def open_ops(self) -> Ops:
+        """The operators of this rank."""
+        return Ops(
+            self.device,
+            compute=self.compute,
+            num_threads=self.num_threads,
+            deterministic=self.deterministic,
+        )

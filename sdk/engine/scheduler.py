@@ -80,7 +80,12 @@ class Scheduler:
         self, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.config = config
-        self.pool = PagePool(config.num_pages, config.page_size, config.enable_prefix_caching)
+        self.pool = PagePool(
+            config.num_pages,
+            config.page_size,
+            config.enable_prefix_caching,
+            limit=config.first_pages,
+        )
         self.prefixes = Prefixes(self.pool, config.kv_type, config.num_swap_pages)
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
@@ -100,7 +105,8 @@ class Scheduler:
         self._steady = False
         self._num_tokens: tuple[tuple[str, int], ...] = ()
         self._again: StepPlan | None = None  # with nothing but these rows
-        self._full: list[Request] = []  # they need a page now
+        self._full: list[Request] = []  # they need a page now, or so many steps from now:
+        self.pages_ahead = 0
         self._num_added = 0
         self._step_id = self._num_steps = 0
 
@@ -231,6 +237,20 @@ class Scheduler:
         """
         self._steady, self._full = False, []
         return StepPlan(self._step_id, swaps=self.prefixes.swap.take_swaps())
+
+    def resize(self, capacity: int) -> list[int]:
+        """Have ``capacity`` pages from now on, between two steps; those given up.
+
+        Where too few are idle the last requests in order are preempted.
+        """
+        pool, given_up = self.pool, []
+        while pool.capacity > capacity:
+            pages = pool.withhold(pool.capacity - capacity)
+            given_up += pages
+            if not pages:
+                self._preempt(self._running.pop())
+        pool.grant(capacity - pool.capacity)
+        return given_up
 
     # A step
 
@@ -375,7 +395,7 @@ class Scheduler:
             if request.waits_for in self.prefixes.promised:
                 index += 1
                 continue
-            if self.pool.num_available < request.min_available + spare:
+            if self.pool.num_available < request.min_available + spare and not self.pool.lender:
                 return
             found = [self.prefixes.find(sequence) for sequence in sequences]
             request.waits_for = next((one.waits_for for one in sequences if one.waits_for), None)
@@ -465,7 +485,7 @@ class Scheduler:
                 updates.append(RequestUpdate(request, None, scored))
         if self._steady:
             self.next_tokens = [request.token_ids[-1] for request, _ in in_flight]
-            self._full = [r for r, _ in in_flight if r.num_computed == len(r.pages) * page_size]
+            self._full = [request for request, _ in in_flight if self._lacks_page(request)]
         else:
             self._in_flight = []
         return updates
@@ -478,7 +498,7 @@ class Scheduler:
         updates: list[RequestUpdate],
     ) -> None:
         """Commit a plan that was the last one once more: a token for each, and nothing else."""
-        page_size = self.config.page_size
+        page_size, ahead = self.config.page_size, self.pages_ahead
         full: list[Request] = []
         row = -1
         for request, _ in in_flight:
@@ -487,11 +507,10 @@ class Scheduler:
                 continue  # aborted while the step ran
             token_id, known = tokens[row], request.token_ids
             after = request.num_computed = len(known)
-            if not after % page_size:
-                if request.publishes:
-                    self.prefixes.publish(request, after // page_size)
-                if after == len(request.pages) * page_size:
-                    full.append(request)
+            if not after % page_size and request.publishes:
+                self.prefixes.publish(request, after // page_size)
+            if (after + ahead) % page_size <= ahead and self._lacks_page(request):
+                full.append(request)
             known.append(token_id)
             self.num_generation_tokens += 1
             request.last_token_ts = now
@@ -505,6 +524,11 @@ class Scheduler:
             self.next_tokens, self._full = tokens, full
         else:
             self._in_flight = []
+
+    def _lacks_page(self, request: Request) -> bool:
+        """Whether a request needs a page more; its last token is never read back."""
+        needed = min(request.num_computed + self.pages_ahead, request.max_len - 2)
+        return len(request.pages) * self.config.page_size <= needed
 
     def _complete(
         self,

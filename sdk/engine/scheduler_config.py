@@ -21,6 +21,8 @@ class SchedulerConfig:
     kv_type: str = "auto"
     #: Pages of the swap space: a second tier of the prefix cache, which it needs.
     num_swap_pages: int = 0
+    #: Pages to begin with, page 0 among them, where not all of ``num_pages``.
+    first_pages: int | None = None
     eos_token_ids: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:

@@ -50,5 +50,8 @@ class Executor(Protocol):
         Function and arguments must be picklable. An exception means that the ranks are lost.
         """
 
+    def stop(self) -> None:
+        """Give everything back until :meth:`start` is called again; between two steps."""
+
     def close(self) -> None:
         """Give everything back; idempotent, also after a failure or a ``start`` that failed."""

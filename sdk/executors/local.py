@@ -89,6 +89,13 @@ class LocalExecutor(Generic[RunnerT]):
         """See :class:`sdk.executors.base.Executor`."""
         return self.runner.native_seconds
 
+    def stop(self) -> None:
+        """Close the runner; :meth:`start` builds it anew."""
+        with self._lock:
+            runner, self._runner = self._runner, None
+            if runner is not None:
+                runner.close()
+
     def close(self) -> None:
         """Close the runner, after the step in progress. Idempotent; no effect in a forked child."""
         if os.getpid() != self._owner:

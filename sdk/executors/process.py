@@ -204,6 +204,19 @@ class ProcessExecutor(Generic[RunnerT]):
         self._children.stop(0.0)
         return raised
 
+    def stop(self) -> None:
+        """End the children and close rank 0's runner; :meth:`start` begins anew."""
+        self._check_owner()
+        with self._lock:
+            self._check()
+            self._children.stop()
+            runner, self._runner = self._runner, None
+            if runner is not None:
+                runner.close()
+            self._finalizer.detach()
+            self._children = Children()
+            self._finalizer = weakref.finalize(self, Children.stop, self._children, 1.0)
+
     def close(self) -> None:
         """End the children and close rank 0's runner.
 

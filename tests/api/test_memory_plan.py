@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,21 +60,16 @@ def test_the_planned_weights_are_those_of_the_loaded_model(golden: Path, kind: s
     if "output.weight" in entries:  # else the embedding is among the linear layers, as the head
         others += held_bytes(entries["token_embd.weight"])
     assert plan.weights == report.nbytes + others
-    planned = {share.format: (share.matrices, share.kernel) for share in plan.kernels}
-    assert {layer.format for layer in report.layers} <= planned.keys()
-    assert {layer.kernel for layer in report.layers} == {kernel for _, kernel in planned.values()}
+    planned = {(share.format, share.kernel) for share in plan.kernels}
+    assert {(layer.format, layer.kernel) for layer in report.layers} <= planned
+    assert {layer.kernel for layer in report.layers} == {kernel for _, kernel in planned}
 
 
 def test_an_engine_loads_what_was_planned_and_stays_in_its_limits(tiny_path: Path) -> None:
     page = LLM.plan(tiny_path).page_bytes
     plan = LLM.plan(tiny_path, kv_cache_memory_bytes=5 * page, max_num_seqs=3)
     with LLM(plan=plan) as llm:
-        assert llm.memory_plan == plan.__class__(
-            **{
-                name: getattr(llm.memory_plan if name == "config" else plan, name)
-                for name in plan.__dataclass_fields__
-            }
-        )
+        assert replace(llm.memory_plan, config=plan.config) == plan
         assert llm.get_metrics()["num_pages"] == 5
         assert llm.max_model_len == 5 * plan.page_size
         assert llm.generate([[5, 6, 7]], SamplingParams(max_tokens=3))[0].finished
@@ -124,7 +120,7 @@ def test_a_shorter_context_is_offered_where_the_kv_cache_is_what_does_not_fit(
 
 def test_losses_are_known_by_names_that_schemes_and_kv_types_have() -> None:
     weights, kv = expected_losses()
-    assert kv["float16"] == 0
+    assert kv["float16"] < 1e-5
     assert kv["int8"] < kv["int4"]
     assert scheme_at_load("int8")
     assert weights["int8"] < weights["rtn-w4g64"]
@@ -173,9 +169,14 @@ def test_a_budget_larger_than_the_machine_is_refused_with_both_sizes(tiny_path: 
         LLM(tiny_path, memory=memory)
 
 
-def test_pages_the_machine_cannot_give_are_refused_before_loading(tiny_path: Path) -> None:
+def test_pages_the_machine_cannot_give_are_refused_before_loading(smollm2: Path) -> None:
     with pytest.raises(OutOfMemoryError, match=r"does not fit|cannot give"):
-        LLM(tiny_path, max_num_seqs=4096, kv_cache_memory_bytes=4 * installed_memory())
+        LLM(
+            smollm2,
+            max_num_seqs=4096,
+            max_num_batched_tokens=4096,
+            kv_cache_memory_bytes=4 * installed_memory(),
+        )
 
 
 def test_a_gguf_files_attn_output_is_no_head_where_it_is_packed_at_load(

@@ -60,26 +60,41 @@ def test_an_answer_after_a_restore_is_the_same_bits(
         assert other.get_metrics()["restored"] == KEPT // 8
 
 
+def test_layers_with_sliding_windows_are_in_a_snapshot(golden: Path, tmp_path: Path) -> None:
+    path, ids = golden / "arch-gemma3" / "hf", [3 + 7 * i % 200 for i in range(70)]
+    with LLM(path, max_model_len=128) as llm:
+        [alone] = llm.generate([ids], PARAMS)
+        llm.snapshot(ids).save(tmp_path / "prompt.kv")
+    with LLM(path, max_model_len=128, block_size=32) as llm:
+        assert llm.restore(tmp_path / "prompt.kv") == KEPT
+        [output] = llm.generate([ids], PARAMS)
+        assert output.num_cached_tokens == KEPT and _facts(output) == _facts(alone)
+
+
 @pytest.mark.parametrize(
     ("source", "target", "noise"),
     [
-        ("float32", "float16", 0.02),
-        ("float16", "bfloat16", 0.2),
-        ("float16", "int8", 0.2),
-        ("int8", "float16", 0.2),
-        ("fp8", "int8", 0.6),
-        ("int4", "float16", 1.5),
-        ("float16", "int4", 1.5),
+        ("float32", "float16", 0.001),
+        ("float16", "bfloat16", 0.01),
+        ("float16", "int8", 0.03),
+        ("int8", "float16", 0.05),
+        ("fp8", "int8", 0.12),
+        ("k8v4", "fp8_e5m2", 0.5),
+        ("float16", "int4", 0.3),
+        ("int4", "float16", 0.5),
     ],
 )
 def test_a_snapshot_goes_into_pages_of_another_type(
     tiny_path: Path, source: str, target: str, noise: float
 ) -> None:
-    """The log-probabilities then differ by what the coarser type costs."""
+    """The log-probabilities then differ by what the coarser type costs: half of ``noise`` when it
+    was measured. After another prefix they differ by 0.7 to 0.9, and 5 of the best 20 are the same.
+    """
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=20)
-    with LLM(tiny_path, max_model_len=128, kv_cache_dtype=source) as llm:
+    options = {"max_model_len": 128, "compute": "exact"}
+    with LLM(tiny_path, kv_cache_dtype=source, **options) as llm:
         snapshot = llm.snapshot(PROMPT)
-    with LLM(tiny_path, max_model_len=128, kv_cache_dtype=target) as llm:
+    with LLM(tiny_path, kv_cache_dtype=target, **options) as llm:
         [own] = llm.generate([PROMPT], params)
         llm.reset_prefix_cache()
         llm.restore(snapshot)
@@ -88,13 +103,12 @@ def test_a_snapshot_goes_into_pages_of_another_type(
     expected, found = own.outputs[0].logprobs, output.outputs[0].logprobs
     assert expected is not None and found is not None
     common = expected[0].keys() & found[0].keys()
-    assert len(common) >= 10
+    assert len(common) >= 12
     for token in common:
         assert found[0][token].logprob == pytest.approx(expected[0][token].logprob, abs=noise)
 
 
-@pytest.mark.parametrize(("ranks", "others"), [(1, 2), (2, 1)])
-@pytest.mark.parametrize("dtype", ["float32", "k8v4"])
+@pytest.mark.parametrize(("ranks", "others", "dtype"), [(1, 2, "float32"), (2, 1, "k8v4")])
 def test_ranks_share_the_heads_of_a_snapshot(
     tiny_path: Path, ranks: int, others: int, dtype: str
 ) -> None:

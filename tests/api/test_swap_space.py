@@ -56,6 +56,16 @@ def test_preempted_and_evicted_prefixes_come_back_as_they_were(
     assert list(tmp_path.iterdir()) == []  # the file has no name
 
 
+def test_layers_with_sliding_windows_swap_too(golden: Path) -> None:
+    path = golden / "arch-gemma3" / "hf"
+    ids = [[3 + (7 + j) * i % 200 for i in range(20)] for j in range(4)]
+    with LLM(path, max_model_len=128) as llm:
+        alone = [_facts(llm.generate([prompt], PARAMS)[0]) for prompt in ids]
+    with _small(path, swap_space="4MiB") as llm:
+        assert [_facts(output) for output in llm.generate(ids, PARAMS)] == alone
+        assert llm.get_metrics()["swapped_in"] > 0
+
+
 def test_two_ranks_swap_their_own_heads(tiny_path: Path) -> None:
     greedy = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     with LLM(tiny_path, max_model_len=128, compute="exact") as llm:
@@ -86,6 +96,20 @@ def test_reset_prefix_cache_forgets_what_was_swapped(tiny_path: Path) -> None:
         assert output.num_cached_tokens == 0
 
 
+@pytest.mark.model
+def test_a_real_model_answers_as_without_pressure(smollm2: Path) -> None:
+    prompts = [f"Chapter {i}. It was a dark and stormy night, and the" for i in range(6)]
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    with LLM(smollm2, max_model_len=128) as llm:
+        alone = [output.outputs[0].text for output in llm.generate(prompts, params)]
+        page = llm.memory_plan.page_bytes
+    options = {"kv_cache_memory_bytes": 12 * page, "swap_space": "64MiB"}
+    with LLM(smollm2, max_model_len=128, **options) as llm:
+        outputs = llm.generate(prompts, params)
+        assert [output.outputs[0].text for output in outputs] == alone
+        assert llm.get_metrics()["swapped_in"] > 0
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -93,6 +117,7 @@ def test_reset_prefix_cache_forgets_what_was_swapped(tiny_path: Path) -> None:
         ({"swap_space": -1}, "swap_space: expected a size"),
         ({"swap_space": "1GiB", "enable_prefix_caching": False}, "enable_prefix_caching=True"),
         ({"swap_path": "/tmp"}, "needs a swap_space"),
+        ({"swap_space": "1MiB", "swap_path": 5}, "swap_path: expected a folder, found 5"),
     ],
 )
 def test_options_that_cannot_work_are_refused(

@@ -6,13 +6,14 @@ import argparse
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from sdk.cli import bench, build_parser, main
-from sdk.cli.bench import accuracy, engines, models, plots
+from sdk.cli.bench import accuracy, engines, models, plots, random_models
 from sdk.cli.bench.engines import Load, Peer, Sample
 from sdk.cli.bench.report import Metric, Result, Section, cells, ratio, to_markdown, to_text
 from sdk.cli.bench.settings import make_load
@@ -315,15 +316,16 @@ def test_a_busy_core_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def tiny_random(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``random-1b`` is a few kilobytes here."""
-    sizes = {"HIDDEN": 64, "LAYERS": 1, "HEADS": 4, "KV_HEADS": 2, "HEAD_DIM": 16}
-    for name, size in {**sizes, "MLP": 96, "VOCAB": 128}.items():
-        monkeypatch.setattr(models, f"_{name}", size)
+    """``random-1b`` and ``random-moe`` are a few kilobytes here."""
+    sizes = {"hidden": 64, "layers": 1, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": 128}
+    for name, shape in random_models.SHAPES.items():
+        monkeypatch.setitem(random_models.SHAPES, name, replace(shape, **sizes, mlp=96))
 
 
 @pytest.mark.usefixtures("tiny_random")
-def test_a_model_of_random_weights_runs_and_is_removed() -> None:
-    with models.ModelFiles("random-1b") as made:
+@pytest.mark.parametrize("name", ["random-1b", "random-moe"])
+def test_a_model_of_random_weights_runs_and_is_removed(name: str) -> None:
+    with models.ModelFiles(name) as made:
         file = Path(made.path)
         work = models.work_of(made.path)
         assert work.decode_weights - work.prompt_weights == 64 * 128

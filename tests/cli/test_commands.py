@@ -186,20 +186,38 @@ def test_plan_prints_the_sums_of_the_library(smollm2: Path, capsys: Captured) ->
     assert (
         report["total"]
         == expected.total
-        == (report["weights"] + report["workspace"] + report["kv_cache"])
+        == sum(report[part] for part in ("weights", "workspace", "kv_cache", "tokenizer"))
     )
     assert report["total"] <= report["budget"] == 2**30
     # 30 layers, 3 heads of 64 for keys and values, float16
     assert report["kv_bytes_per_token"] == 2 * 30 * 3 * 64 * 2
     assert main(["plan", str(smollm2), "--memory", "1GiB"]) == 0
-    assert capsys.readouterr().out == f"{expected}\n"
+    *lines, speed = capsys.readouterr().out.splitlines()
+    assert lines == str(expected).splitlines()
+    assert "q4_1: cpu.linear" in lines[0]
+    assert speed.startswith("decoding")
+    assert report["decode_tokens_per_second"] > 1
+    assert {share["kernel"] for share in report["kernels"]} == {"cpu.linear", "cpu.linear_a16"}
+    assert (report["problem"], report["alternatives"]) == ("", [])
 
 
 def test_plan_with_too_small_a_budget_says_what_would_help(smollm2: Path, capsys: Captured) -> None:
     assert main(["plan", str(smollm2), "--memory", "100MB"]) == 2
     err = capsys.readouterr().err
     assert err.startswith("embedlm: the model does not fit")
-    assert err.count("needs") + err.count("memory=") >= 3
+    helps = err.partition("what would help:\n")[2].splitlines()
+    assert len(helps) >= 2
+    assert helps[0].startswith("  memory='")
+    assert main(["plan", str(smollm2), "--memory", "200MiB", "--max-model-len", "8192"]) == 2
+    err = capsys.readouterr().err
+    assert "  max_model_len=" in err
+    options = ["--memory", "200MiB", "--max-model-len", "8192", "--json"]
+    assert main(["plan", str(smollm2), *options]) == 2
+    report = json.loads(capsys.readouterr().out)
+    assert all(other["total"] <= 200 * 2**20 for other in report["alternatives"])
+    changed = [set(other["options"]) for other in report["alternatives"]]
+    assert {"kv_cache_dtype", "max_model_len"} in changed
+    assert report["problem"] in err
 
 
 def test_plan_refuses_a_size_it_cannot_read(smollm2: Path, capsys: Captured) -> None:

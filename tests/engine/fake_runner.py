@@ -65,6 +65,18 @@ class FakeRunner:
     def close(self) -> None:
         self.closed += 1
 
+    @property
+    def kv(self):
+        return self
+
+    def vacate(self, pages) -> None:
+        for page in pages:
+            for offset in range(self.page_size):
+                self.slots.pop((page, offset), None)
+
+    def on_ranks(self, function, *args) -> list:
+        return [function(self, *args)]
+
     def execute(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)
         if self.failure is not None:

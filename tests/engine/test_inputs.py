@@ -53,7 +53,7 @@ def test_rows_that_fill_up_a_step_have_no_query_and_no_page() -> None:
     inputs = filled([20, 30, 40], 0)
     inputs.output_rows[3:] = 7
     inputs.fill_up(3, 8)
-    batch = inputs.decoding(8)
+    batch = inputs.decoding(8, shared=False)
     assert batch.query_start.tolist() == [0, 1, 2, 3, 3, 3, 3, 3, 3]
     assert inputs.output_rows.tolist() == [0, 1, 2, 0, 0, 0, 0, 0]
     assert (batch.num_tokens, batch.num_requests, batch.max_query_len) == (8, 8, 1)

@@ -138,6 +138,34 @@ def test_misuse_is_refused():
         pool.publish(page, chain([1, 2])[0])
 
 
+def test_pages_are_borrowed_before_known_ones_are_thrown_out_and_once_more_before_refusing():
+    asked = []
+    pool = PagePool(7, 2, limit=3)
+    assert (pool.capacity, pool.num_withheld) == (2, 4)
+    pool.lender = lambda count, urgent: asked.append((count, urgent)) or (pool.grant(1) and None)
+    pool.release(filled(pool, chain([1, 2, 3, 4])))
+    assert len(pool.acquire((), 2)) == 2
+    assert asked == [(2, False)]
+    assert (pool.num_cached, pool.evictions) == (1, 1)  # one was lent, one page lost its content
+    assert pool.acquire((), 5) is None
+    assert asked[1:] == [(5, False), (3, True)]
+    pool.check()
+
+
+def test_withheld_pages_are_free_ones_first():
+    pool = PagePool(5, 2)
+    keys = chain([1, 2, 3, 4])
+    pages = filled(pool, keys)
+    pool.release(pages)
+    assert not set(pool.withhold(2)) & set(pages)
+    assert pool.match(keys) == pages
+    assert pool.withhold(3) == pages[::-1]
+    assert (pool.capacity, pool.num_withheld, pool.match(keys)) == (0, 4, [])
+    assert pool.acquire((), 1) is None
+    assert pool.grant(9) == 4
+    pool.check()
+
+
 def test_check_finds_a_lost_page_and_a_wrong_count():
     pool = PagePool(4, 2)
     pages = pool.acquire((), 2)
@@ -153,7 +181,9 @@ class PoolMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = PagePool(9, 2)
+        self.pool = PagePool(9, 2, limit=7)
+        self.pool.lender = self.lend
+        self.lendable = 0
         self.owners: list[tuple[list[PageKey], list[int]]] = []
         self.content: dict[int, tuple[int, ...]] = {}  # page -> all tokens up to its end
 
@@ -165,10 +195,10 @@ class PoolMachine(RuleBasedStateMachine):
         for index, page in enumerate(hits):
             assert self.content[page] == tuple(doubled[: 2 * index + 2]), "somebody else's text"
         num_new = len(keys) - len(hits) + extra
-        available = self.pool.num_available
+        available, lent = self.pool.num_available, self.pool.capacity
         pages = self.pool.acquire(hits, num_new)
         if pages is None:
-            assert self.pool.num_available == available
+            assert self.pool.num_available == available + self.pool.capacity - lent
             return
         for index, page in enumerate(pages[len(hits) : len(keys)], start=len(hits)):
             self.content[page] = tuple(doubled[: 2 * index + 2])
@@ -191,6 +221,31 @@ class PoolMachine(RuleBasedStateMachine):
     @rule()
     def reset(self) -> None:
         self.pool.reset_prefix_cache()
+
+    def lend(self, count: int, urgent: bool) -> None:
+        self.lendable -= self.pool.grant(min(count, self.lendable))
+
+    @rule(pages=st.integers(0, 2))
+    def may_borrow(self, pages: int) -> None:
+        self.lendable = pages
+
+    @rule(count=st.integers(0, 9))
+    def withhold(self, count: int) -> None:
+        idle, capacity = self.pool.num_available, self.pool.capacity
+        taken = self.pool.withhold(count)
+        assert len(taken) == min(count, idle) == capacity - self.pool.capacity
+        for page in taken:
+            self.content.pop(page, None)
+
+    @rule(count=st.integers(0, 9))
+    def grant(self, count: int) -> None:
+        withheld, free = self.pool.num_withheld, self.pool.num_free
+        assert self.pool.grant(count) == min(count, withheld)
+        assert self.pool.num_free == free + min(count, withheld)
+
+    @rule()
+    def drop_cached(self) -> None:
+        assert len(self.pool.drop_cached()) == self.pool.num_free == self.pool.num_available
 
     @invariant()
     def balanced(self) -> None:

@@ -21,6 +21,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from sdk.engine.elastic import ElasticPages
 from sdk.engine.kept_prefixes import KeptPrefixes
 from sdk.errors import OutOfMemoryError, RequestError
 from sdk.quant.spec import KVSpec
@@ -284,6 +285,25 @@ class SchedulerMachine(RuleBasedStateMachine):
         """It may have gone: the cache was reset, or a page of it had NaN."""
         tokens, salt = self.pinned.pop()
         KeptPrefixes(self.rig.scheduler, self.rig.runner, SPEC).unpin(tokens, salt)
+
+    @rule(data=st.data(), times=st.integers(1, 8))
+    def have_fewer_pages_for_a_while(self, data: st.DataObject, times: int) -> None:
+        """What runs is preempted where it must be; the first in order goes on."""
+        pool = self.rig.pool
+        elastic = ElasticPages(self.rig.scheduler, self.rig.runner)
+        before = pool.capacity
+        fewer = data.draw(st.integers(elastic.least, before))
+        with pytest.raises(RequestError, match="resize: 0 KV pages"):
+            elastic.resize(0)
+        elastic.resize(fewer)
+        assert pool.capacity == fewer
+        self.rig.scheduler.check()
+        for _ in range(times):
+            self.do_step()
+        elastic.trim()
+        assert pool.num_cached == 0
+        elastic.resize(before)
+        self.rig.scheduler.check()
 
     @rule()
     def reset_prefix_cache(self) -> None:

@@ -33,11 +33,20 @@ class Step:
     pages: KVPages
     q: Tensor
 
-    def run(self, *, exact: bool = False, sinks: Tensor | None = None, **options: Any) -> Tensor:
+    def run(
+        self,
+        *,
+        exact: bool = False,
+        fixed: bool = False,
+        sinks: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
         """``[T, heads, head_dim]``."""
         out = torch.full((self.q.shape[0], self.q[0].numel()), float("nan"))
         settings: dict[str, Any] = {"scale": 0.2, "window": None, "softcap": None} | options
-        Attention(exact).run(self.q, self.pages, self.batch, **settings, sinks=sinks, out=out)
+        Attention(exact, fixed=fixed).run(
+            self.q, self.pages, self.batch, **settings, sinks=sinks, out=out
+        )
         return out.view(self.q.shape)
 
 
@@ -273,22 +282,27 @@ def alone(step: Step, request: int) -> Step:
     return Step(batch, step.pages, step.q[start:end])
 
 
-def test_a_row_does_not_depend_on_its_batch() -> None:
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_row_does_not_depend_on_its_batch(fixed: bool) -> None:
     step = make_step([(300, 1), (40, 1), (30, 17), (280, 3)], 4, 1, 64, 16, "float16")
-    together = step.run(window=200)
+    together = step.run(window=200, fixed=fixed)
     for request in range(4):
         part = alone(step, request)
         start = int(step.batch.query_start[request])
-        found = part.run(window=200)
+        found = part.run(window=200, fixed=fixed)
         assert torch.equal(found, together[start : start + len(found)]), request
 
 
-def test_a_prompt_does_not_depend_on_its_chunks() -> None:
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_prompt_does_not_depend_on_its_chunks(fixed: bool) -> None:
     step = make_step([(70, 70)], 2, 1, 64, 16, "float16")
-    whole = step.run()
+    whole = step.run(fixed=fixed)
     # Rows keep their place in the tile of 32 queries: the interpreter's matrix product is a BLAS's,
     # which adds up differently in different rows. Matrix instructions do not.
-    for length, count in ((32, 32), (64, 32), (70, 6)):
+    chunks = [(32, 32), (64, 32), (70, 6)]
+    if fixed:  # chunks of one token too: a preempted request's tokens come again in longer ones
+        chunks += [(33, 1), (65, 1)]
+    for length, count in chunks:
         batch = replace(
             step.batch,
             positions=step.batch.positions[:count],
@@ -298,7 +312,7 @@ def test_a_prompt_does_not_depend_on_its_chunks() -> None:
             max_query_len=count,
             max_context_len=length,
         )
-        part = Step(batch, step.pages, step.q[length - count : length]).run()
+        part = Step(batch, step.pages, step.q[length - count : length]).run(fixed=fixed)
         assert torch.equal(part, whole[length - count : length]), (length, count)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sdk import LLM, SamplingParams
+from sdk.engine.run_ahead import RunAhead
 from sdk.kernels import registry
 from sdk.kernels.gpu import GpuBackend
 from sdk.kernels.gpu.graphs import StepGraphs, buckets
@@ -78,13 +79,13 @@ def test_the_answers_are_the_reference_s(
 class _Again:
     """What a captured graph does, for the interpreter: the same buffers, filled once more."""
 
-    def __init__(self, forward: Any, size: int) -> None:
-        self._forward, self._size = forward, size
-        self.result: tuple[Tensor, ...] = forward(size)
+    def __init__(self, forward: Any, *bucket: Any) -> None:
+        self._forward, self._bucket = forward, bucket
+        self.result: tuple[Tensor, ...] = forward(*bucket)
 
     def replay(self) -> None:
         with torch.inference_mode():
-            for old, new in zip(self.result, self._forward(self._size), strict=True):
+            for old, new in zip(self.result, self._forward(*self._bucket), strict=True):
                 old.copy_(new)
 
 
@@ -94,10 +95,12 @@ def test_decode_steps_filled_up_to_a_bucket_give_the_same_answers(
 ) -> None:
     captured: list[int] = []
 
-    def capture(self: StepGraphs[Any], size: int) -> tuple[_Again, tuple[Tensor, ...]]:
+    def capture(
+        self: StepGraphs[Any], size: int, shared: bool
+    ) -> tuple[_Again, tuple[Tensor, ...]]:
         captured.append(size)
         with torch.inference_mode():
-            again = _Again(self._forward, size)
+            again = _Again(self._forward, size, shared)
         return again, again.result
 
     monkeypatch.setattr(StepGraphs, "_capture", capture)
@@ -107,7 +110,7 @@ def test_decode_steps_filled_up_to_a_bucket_give_the_same_answers(
         wanted = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
     with load(path, enforce_eager=True) as llm:
         runner = llm._runner()
-        runner._decode_graphs = StepGraphs(runner._decode, 4)
+        runner._ahead = RunAhead(runner._decode, runner._inputs, 4)
         found = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
     assert found == wanted
     assert 4 in captured  # the bucket of three requests
@@ -117,9 +120,22 @@ def test_one_order_of_additions_is_asked_of_the_kernels() -> None:
     for deterministic in (False, True):
         ops = Ops("cpu", num_threads=1, deterministic=deterministic)
         backend = ops._backends[0]
-        linears = [x for x in backend.implementations("linear") if hasattr(x, "_fixed")]
-        assert linears and {x._fixed for x in linears} == {deterministic}
+        for op in ("linear", "attention"):
+            kernels = [x for x in backend.implementations(op) if hasattr(x, "_fixed")]
+            assert kernels and {x._fixed for x in kernels} == {deterministic}
         ops.close()
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_deterministic_answer_has_the_same_bits_alone_and_in_a_batch(path: Path) -> None:
+    def bits(llm: LLM, prompts: list[list[int]]) -> list[Any]:
+        outputs = [output.outputs[0] for output in llm.generate(prompts, GREEDY)]
+        return [(output.token_ids, output.cumulative_logprob) for output in outputs]
+
+    with load(path, deterministic=True) as llm:
+        assert not llm._runner()._inputs._find_shared
+        together = bits(llm, PROMPTS)
+        assert [bits(llm, [prompt])[0] for prompt in PROMPTS] == together
 
 
 def test_buckets_are_few_where_batches_are_small() -> None:
@@ -127,4 +143,4 @@ def test_buckets_are_few_where_batches_are_small() -> None:
     assert buckets(3) == [1, 2, 3]
     assert buckets(8) == [1, 2, 4, 8]
     assert buckets(20) == [1, 2, 4, 8, 16, 20]
-    assert StepGraphs(lambda size: size, 20).size(9) == 16
+    assert StepGraphs(lambda size, shared: size, 20).size(9) == 16

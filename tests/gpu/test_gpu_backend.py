@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu import available
 from sdk.kernels.gpu.dense import DenseLinear
+from sdk.kernels.gpu.linear_as_file import LinearAsFile
 from sdk.kernels.gpu.packing import Packed, pack
-from sdk.kernels.gpu.tuning import Tiles, Tuning, read_tuning
+from sdk.kernels.gpu.tuning import Tiles, Tuning, read_tuning, type_of
+from sdk.kernels.layouts import ActivationScheme
 from sdk.kernels.ops import Ops
 from sdk.kernels.reference.decode import decode
 from sdk.kernels.registry import Problem
@@ -30,7 +32,8 @@ def weight(cases: Any) -> Packed:
 
 
 def write(folder: Path, entries: list[dict[str, Any]], **other: Any) -> Path:
-    table = {"dense_from": 300, "linear": {"int4g128": entries}} | other
+    table = {"version": 1, "dense_from": 300, "linear": {"int4g128": entries}} | other
+    table.setdefault("linear_bytes", {})
     (folder / "nvidia-test.json").write_text(json.dumps(table))
     return folder
 
@@ -135,16 +138,46 @@ def test_a_table_says_the_tiles_of_a_weight_by_its_number_of_tokens(
         {"max_m": None},
     ],
 )
-def test_a_table_with_impossible_tiles_is_refused_by_name(
-    tmp_path: Path, wrong: dict[str, Any]
+def test_a_table_with_impossible_tiles_is_a_warning_and_the_rule(
+    tmp_path: Path, wrong: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     write(tmp_path, [ENTRY | wrong])
-    with pytest.raises(KernelError, match=r"nvidia-test\.json: not a table of tile sizes"):
-        read_tuning("NVIDIA Test", 64, tmp_path)
+    assert read_tuning("NVIDIA Test", 64, tmp_path) == Tuning(64)
+    assert "nvidia-test.json: not a table of tile sizes" in caplog.text
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"linear": {}}'])
-def test_a_file_that_is_no_table_is_refused_by_name(tmp_path: Path, text: str) -> None:
-    (tmp_path / "nvidia-test.json").write_text(text)
-    with pytest.raises(KernelError, match=r"nvidia-test\.json: not a table of tile sizes"):
-        read_tuning("NVIDIA Test", 64, tmp_path)
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"linear": {}}', '{"version": 0, "dense_from": 9, "linear": {}}', "\udcff"],
+)
+def test_a_file_that_is_no_table_is_a_warning_and_the_rule(
+    tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "nvidia-test.json").write_bytes(text.encode(errors="surrogateescape"))
+    assert read_tuning("NVIDIA Test", 64, tmp_path) == Tuning(64)
+    assert "nvidia-test.json: not a table of tile sizes" in caplog.text
+
+
+def test_what_decoding_costs_decides_which_weights_share_an_entry(cases: Any) -> None:
+    layouts = (
+        cases.affine(32, 256, 4, 128, "zero"),
+        cases.affine(32, 256, 4, 32, "zeros"),
+        cases.blocks(32, 256, "q4_0"),
+        cases.blocks(32, 256, "q4_1"),
+        cases.blocks(32, 256, "q4_k"),
+        cases.float8(32, 256, (1, 256)),
+    )
+    names = ["int4g128", "int4g32z", "int4g32", "int4g32m", "int4g32sm", "e4m38g256"]
+    assert [type_of(pack(layout)) for layout in layouts] == names
+
+
+def test_products_of_bytes_have_entries_of_their_own(cases: Any) -> None:
+    layout = replace(cases.float8(32, 256, (1, 256)), inputs=ActivationScheme("e4m3"))
+    kernel = LinearAsFile(Tuning(4), ("e4m3",))
+    packed = kernel.pack(layout)
+    assert kernel.op_of(packed) == "linear_bytes"
+    assert LinearAsFile(Tuning(4), ()).op_of(packed) == "linear"
+    own = Tiles(16, 16, 1, 2, 2)
+    tuning = Tuning(4, table={("linear_bytes", type_of(packed), 32, 256): [(8, own)]})
+    assert tuning.tiles(packed, 3, "linear_bytes") == own
+    assert tuning.tiles(packed, 3) == Tuning(4).tiles(packed, 3)

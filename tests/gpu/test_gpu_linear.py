@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.gpu.linear import Linear
+from sdk.kernels.gpu.packing import pack
 from sdk.kernels.gpu.tuning import Tiles, Tuning
-from sdk.kernels.layouts import BLOCK_TYPES, E2M1, Affine, Blocks, Layout
+from sdk.kernels.layouts import BLOCK_TYPES, E2M1, Affine, Blocks, Layout, on_device
 from sdk.kernels.reference.decode import decode
 from sdk.kernels.registry import Problem
 
@@ -84,6 +85,17 @@ def test_packing_keeps_every_bit_and_decoded_rows_equal_the_reference(
     out = torch.empty(4, layout.shape[1])
     linear.rows(packed, ids, out)
     assert torch.equal(out, decode(layout)[ids])
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_weight_is_packed_and_decoded_on_its_own_device(cases: Any, name: str) -> None:
+    # meta stands for a GPU: what mixes it with tensors of the CPU raises
+    layout = on_device(made(cases, name), torch.device("meta"))
+    assert decode(layout).device.type == "meta"
+    if getattr(layout, "table", None) is None:  # whose contents decide which table it is
+        packed = pack(layout)  # type: ignore[arg-type]
+        tensors = (packed.scale, *packed.planes, packed.minus, packed.zeros, packed.super_scale)
+        assert {part.device.type for part in tensors if part is not None} == {"meta"}
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 33])
@@ -164,7 +176,7 @@ def test_with_a_fixed_order_a_row_does_not_depend_on_the_others(cases: Any, name
 def test_shares_of_the_columns_add_up_into_strided_rows(cases: Any) -> None:
     layout = cases.affine(35, 1024, 4, 128, "zeros")
     tiles = [(99, Tiles(16, 16, 3, 4, 3))]
-    linear = Linear(torch.float16, replace(FEW, table={("int4g128", 35, 1024): tiles}))
+    linear = Linear(torch.float16, replace(FEW, table={("linear", "int4g128z", 35, 1024): tiles}))
     wide = torch.zeros(5, 50)
     for tokens in (1, 5):
         x = cases.activations(tokens, 1024)

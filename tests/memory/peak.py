@@ -58,9 +58,12 @@ def _status(name: str) -> int:
 def _child(model: str, options: dict[str, Any]) -> dict[str, int]:
     import gc
 
+    sys.path.insert(0, str(ROOT))  # a bare checkout
     # Libraries like torch, which the tiny model does without.
     import tokenizers  # noqa: F401
-    from transformers.models.auto import configuration_auto  # noqa: F401
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    assert CONFIG_MAPPING["llama"]  # where a folder's config.json leaves out what has a default
 
     from sdk import LLM
     from sdk.memory import release_free_memory

@@ -91,6 +91,7 @@ def tiny(model_type: str, seed: int = 0, **options: Any) -> Any:
     config.tie_word_embeddings = values.get("tie_word_embeddings", config.tie_word_embeddings)
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng():
+        torch.manual_seed(seed)  # of what is not replaced below: gpt-oss adds to its sinks
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     model = model.to(torch.float32).eval()
     with torch.no_grad():

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from sdk.cli.bench.engines import PEERS, check_peer, parse_peers
-from sdk.cli.bench.models import RANDOM_1B, ModelFiles, Work, work_of
+from sdk.cli.bench.models import ModelFiles, Work, work_of
 from sdk.cli.bench.plots import check_matplotlib, write_plots
+from sdk.cli.bench.random_models import SHAPES
 from sdk.cli.bench.report import Section, to_markdown, to_text
 from sdk.cli.bench.settings import Settings
 from sdk.cli.bench.suites import SUITES, measure
@@ -80,8 +81,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "file",
         nargs="?",
-        help=f"the model (default: the demo model); {RANDOM_1B} makes a 585 MB file of random "
-        "4-bit weights in a temporary folder",
+        help=f"the model (default: the demo model); {' and '.join(SHAPES)} make a file of random "
+        "4-bit weights, 0.5 GB, in a temporary folder; gpu measures the kernels of a GPU on random "
+        "weights",
     )
     parser.add_argument(
         "--suite",
@@ -113,6 +115,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rounds", type=parse_count, help="default: 5")
     parser.add_argument("--threads", type=parse_count, help="default: the CPUs of this process")
+    of_gpu = parser.add_argument_group("options of `bench gpu`")
+    of_gpu.add_argument("--rows", metavar="NAME[,...]", help="measure these only")
+    of_gpu.add_argument(
+        "--seconds", type=parse_count, help="for all rows; what is left out says so (default: 450)"
+    )
+    of_gpu.add_argument("--log", metavar="FILE", help="what the measuring process says")
     parser.add_argument("--json", metavar="FILE", help="write all samples; - for stdout, no table")
     parser.add_argument("--markdown", metavar="FILE", help="write the tables with their command")
     parser.add_argument("--plots", metavar="FOLDER", help="draw one PNG per suite (matplotlib)")
@@ -120,6 +128,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.file == "gpu":
+        from sdk.cli.bench import gpu
+
+        return gpu.run(args)
     if args.output_len < 2:
         raise RequestError("--output-len: expected at least 2, found 1 (nothing would be decoded)")
     for peer in args.against:

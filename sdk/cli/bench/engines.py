@@ -178,13 +178,18 @@ def command(engine: str, python: str) -> list[str]:
     return [python, str(Path(__file__).with_name("peer.py"))]
 
 
+def own_environment() -> dict[str, str]:
+    """Variables of a process that runs this package, which need not be installed."""
+    root = str(Path(__file__).parents[3])
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path}
+
+
 def environment(opening: Opening) -> dict[str, str]:
     """Variables of a worker: how peers are told the number of threads and to stay one process."""
-    found = dict(os.environ)
     if opening.engine == OURS:
-        root = str(Path(__file__).parents[3])  # a checkout need not be installed
-        found["PYTHONPATH"] = os.pathsep.join(filter(None, (root, found.get("PYTHONPATH"))))
-        return found
+        return own_environment()
+    found = dict(os.environ)
     found["OMP_NUM_THREADS"] = str(opening.threads)
     found["TOKENIZERS_PARALLELISM"] = "false"
     if opening.engine.startswith("vllm"):

@@ -1,0 +1,150 @@
+"""The GPU under measurement, or the interpreter in its place, which shows that everything runs."""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sdk.errors import SdkError
+from sdk.kernels.gpu import available
+from sdk.kernels.registry import open_backends
+
+#: Buffers together are so many times the second-level cache.
+_CACHES = 4
+#: Samples of a timing, and what one of them takes at least.
+_SAMPLES, _SAMPLE_S = 7, 3e-3
+
+
+def no_card() -> str | None:
+    """Why nothing can be measured here; ``None`` with a GPU or under the interpreter."""
+    if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
+        import_module("triton")  # the backend looks whether it is there, and interprets
+    return None if available("cpu") is None else available("cuda")
+
+
+class Card:
+    """One device, and how long things take on it.
+
+    ``tiny``: there is no GPU, Triton interprets. Shapes are then small and times mean nothing.
+    ``measured``: what earlier rows found, by name. ``copy`` in bytes read and written per second
+    and ``gemm`` in operations per second are the limits.
+    """
+
+    def __init__(self, measured: dict[str, float]) -> None:
+        self.tiny = available("cpu") is None
+        self.device = torch.device("cpu" if self.tiny else "cuda")
+        self.measured = measured
+        self.name, self.cache, self.programs = "Triton's interpreter", 1 << 20, 4
+        if not self.tiny:
+            found = torch.cuda.get_device_properties(self.device)
+            self.name, self.cache = found.name, found.L2_cache_size
+            self.programs = 4 * found.multi_processor_count
+        self.random = torch.Generator(self.device).manual_seed(1)
+        self.backends, _ = open_backends(str(self.device), 1, ("gpu", "reference"))
+
+    @property
+    def copy(self) -> float:
+        return self.found("copy")
+
+    @property
+    def gemm(self) -> float:
+        return self.found("gemm")
+
+    def found(self, name: str) -> float:
+        """What an earlier row measured. :raises SdkError: when none did."""
+        if name not in self.measured:
+            raise SdkError(f"needs {name}, which was not measured before")
+        return self.measured[name]
+
+    def close(self) -> None:
+        for backend in self.backends:
+            backend.close()
+
+    def size(self, real: int, tiny: int) -> int:
+        """A dimension as it is measured, or as it is shown to run."""
+        return tiny if self.tiny else real
+
+    def normal(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.randn(shape, generator=self.random, device=self.device, dtype=dtype)
+
+    def integers(self, low: int, high: int, *shape: int) -> Tensor:
+        """Uint8 for bytes, int64 beyond; from ``low`` up to ``high - 1``."""
+        dtype = torch.uint8 if high <= 256 else torch.int64
+        return torch.randint(
+            low, high, shape, generator=self.random, device=self.device, dtype=dtype
+        )
+
+    def copies(self, nbytes: int) -> int:
+        """Buffers of so many bytes to take in turn, so that none is still in the cache."""
+        return 1 if self.tiny else max(1, min(64, -(-_CACHES * self.cache // nbytes)))
+
+    def time(self, calls: Sequence[Callable[[], Any]], *, graph: bool = True) -> float:
+        """Median seconds of one of ``calls``, which run in turn, each on buffers of its own.
+
+        ``graph``: replayed from a recording, so that launching costs nothing.
+        """
+        for call in calls:
+            call()
+        if self.tiny:
+            start = time.perf_counter()
+            for call in calls:
+                call()
+            return (time.perf_counter() - start) / len(calls)
+        run = _recorded(calls) if graph else lambda: _run(calls)
+        once = _seconds(run, 1)
+        count = max(1, math.ceil(_SAMPLE_S / once))
+        return statistics.median(_seconds(run, count) for _ in range(_SAMPLES)) / len(calls)
+
+    def synchronize(self) -> None:
+        """:raises RuntimeError: when the card was lost; no other call in this process will work."""
+        if not self.tiny:
+            torch.cuda.synchronize()
+
+
+def _run(calls: Sequence[Callable[[], Any]]) -> None:
+    for call in calls:
+        call()
+
+
+def _recorded(calls: Sequence[Callable[[], Any]]) -> Callable[[], None]:
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        _run(calls)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _run(calls)
+    return graph.replay
+
+
+def _seconds(run: Callable[[], Any], count: int) -> float:
+    """Of one ``run``, by the card's own clock."""
+    begin, end = (_event() for _ in range(2))
+    begin.record()
+    for _ in range(count):
+        run()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3 / count
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def expect_close(what: str, found: Tensor, expected: Tensor, limit: float) -> None:
+    """What is timed must be right. :raises SdkError: when it is not."""
+    found, expected = found.double(), expected.double().to(found.device)
+    distance = float((found - expected).norm() / expected.norm())
+    if not distance <= limit:
+        raise SdkError(f"{what}: wrong by {distance:.3g} of the norm, at most {limit:g} allowed")

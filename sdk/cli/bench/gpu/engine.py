@@ -1,0 +1,217 @@
+"""Whole models: one stream against the bandwidth, many requests against transformers, idle time."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sdk.cli.bench.gpu.card import Card
+from sdk.cli.bench.gpu.models import RandomCheckpoint, llama_config, qwen3_config
+from sdk.cli.bench.gpu.rows import Finding, ratio, share
+from sdk.config import EngineConfig
+from sdk.engine.engine import Engine
+from sdk.errors import SdkError
+from sdk.loading import Loaded, load
+from sdk.params import SamplingParams
+
+#: Of one stream: tokens before and while its speed is measured.
+_PROMPT, _FIRST, _TIMED = 256, 16, 64
+#: The load of many requests: how many, and the range of their lengths, in and out.
+_REQUESTS, _SHORTEST, _LONGEST = 256, 100, 1024
+_PEER = Path(__file__).with_name("peer.py")
+
+
+@contextmanager
+def opened(card: Card, config: dict[str, Any], bits: int, **options: Any) -> Iterator[Loaded]:
+    """An engine on random weights, closed at the end."""
+    settings: dict[str, Any] = {
+        "device": "auto" if card.tiny else "cuda",
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": False,
+        "max_model_len": 2 * _LONGEST,
+        **options,
+    }
+    checkpoint = RandomCheckpoint(card, config, bits)
+    loaded = load(EngineConfig(model="random-weights", **settings), checkpoint)
+    try:
+        yield loaded
+    finally:
+        loaded.engine.close()
+
+
+def add(engine: Engine, name: str, vocabulary: int, prompt: int, output: int) -> None:
+    """A request of random tokens, greedy, that ends after ``output`` of them."""
+    draw = random.Random(name)
+    ids = [draw.randrange(vocabulary) for _ in range(prompt)]
+    params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True, detokenize=False)
+    engine.add_request(name, ids, params)
+
+
+def finish(engine: Engine) -> int:
+    """Run until nothing is left. :raises SdkError: when a request failed."""
+    tokens = 0
+    while engine.has_unfinished:
+        for output in engine.step():
+            if output.finished:
+                answer: Any = output.outputs[0]  # type: ignore[union-attr]
+                if answer.finish_reason != "length":
+                    raise SdkError(f"a request ended with {answer.finish_reason}")
+                tokens += len(answer.token_ids)
+    return tokens
+
+
+def _decoding(card: Card, loaded: Loaded) -> int:
+    """Start one stream and decode its first tokens; the length of its context then."""
+    prompt, first = card.size(_PROMPT, 5), card.size(_FIRST, 2)
+    add(loaded.engine, "stream", loaded.model_config.vocab_size, prompt, _LONGEST)
+    while loaded.engine.step() == []:
+        pass
+    for _ in range(first):
+        loaded.engine.step()
+    return prompt + first + 1
+
+
+def _one_stream(
+    card: Card, what: str, config: dict[str, Any], bits: int, wanted: tuple[float, float]
+) -> Iterator[Finding]:
+    """Tokens per second times the bytes of weights and pages that a token reads."""
+    with opened(card, config, bits, max_num_seqs=1) as loaded:
+        context = _decoding(card, loaded)
+        steps = card.size(_TIMED, 2)
+        begin = time.perf_counter()
+        for _ in range(steps):
+            loaded.engine.step()
+        seconds = (time.perf_counter() - begin) / steps
+        weights = sum(linear.weight.nbytes for _, linear in loaded.runner.model.linears())
+        spec = loaded.runner.kv.spec
+        pages = (context + steps / 2) * spec.page_bytes / spec.page_size
+        numbers = {"tokens_per_s": 1 / seconds, "bytes_per_token": weights + pages}
+        speed = (weights + pages) / seconds / card.copy
+        yield share(f"one stream, {what}", "copy bandwidth", speed, wanted, **numbers)
+
+
+def measure_small(card: Card) -> Iterator[Finding]:
+    yield from _one_stream(card, "Qwen3-0.6B shapes bf16", qwen3_config(card), 16, (25, 45))
+
+
+def measure_8b_w4(card: Card) -> Iterator[Finding]:
+    yield from _one_stream(card, "8B shapes W4", llama_config(card), 4, (37, 55))
+
+
+def measure_8b_bf16(card: Card) -> Iterator[Finding]:
+    yield from _one_stream(card, "8B shapes bf16", llama_config(card), 16, (65, 80))
+
+
+def measure_idle(card: Card) -> Iterator[Finding]:
+    """The share of the time between the first and the last kernel in which none runs."""
+    from torch.profiler import ProfilerActivity, profile
+
+    activity = ProfilerActivity.CPU if card.tiny else ProfilerActivity.CUDA
+    with opened(card, qwen3_config(card), 16, max_num_seqs=1) as loaded:
+        _decoding(card, loaded)
+        with profile(activities=[activity]) as seen:
+            for _ in range(card.size(24, 1)):
+                loaded.engine.step()
+            card.synchronize()
+    spans = [
+        (event.time_range.start, event.time_range.end)
+        for event in seen.events()
+        if event.device_type.name == activity.name
+    ]
+    what = "GPU idle between decode steps, Qwen3-0.6B shapes"
+    yield Finding(what, "profiler", 100 * idle_share(spans), "%", 10, 3, least=True)
+
+
+def idle_share(spans: Sequence[tuple[float, float]]) -> float:
+    """Of the time from the first beginning to the last end, what no span covers.
+
+    :raises SdkError: without spans.
+    """
+    if not spans:
+        raise SdkError("the profiler saw nothing run on the device")
+    begin = reached = min(start for start, _ in spans)
+    busy = 0.0
+    for start, end in sorted(spans):
+        busy += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return 1.0 - busy / (reached - begin) if reached > begin else 0.0
+
+
+def request_lengths(card: Card) -> list[tuple[int, int]]:
+    """Tokens in and out of every request, the same in each run."""
+    draw = random.Random(1)
+    low, high = card.size(_SHORTEST, 3), card.size(_LONGEST, 5)
+    count = card.size(_REQUESTS, 2)
+    return [(draw.randint(low, high), draw.randint(low, high)) for _ in range(count)]
+
+
+def measure_requests(card: Card) -> Iterator[Finding]:
+    """All requests at once, after a short load that has compiled what they need."""
+    lengths = request_lengths(card)
+    config = qwen3_config(card)
+    options = {"max_num_seqs": len(lengths), "max_num_batched_tokens": card.size(8192, 16)}
+    with opened(card, config, 16, **options) as loaded:
+        engine, vocabulary = loaded.engine, loaded.model_config.vocab_size
+        for i in range(len(lengths)):
+            add(engine, f"first {i}", vocabulary, card.size(64, 2), 2 + i % card.size(16, 1))
+        finish(engine)
+        for i, (prompt, output) in enumerate(lengths):
+            add(engine, str(i), vocabulary, prompt, output)
+        begin = time.perf_counter()
+        tokens = finish(engine)
+        seconds = time.perf_counter() - begin
+    what = f"{len(lengths)} requests, Qwen3-0.6B shapes"
+    yield Finding(what, "", tokens / seconds, "tok/s", numbers={"requests_tok_s": tokens / seconds})
+
+
+def _peer(card: Card, question: dict[str, Any], seconds: float) -> dict[str, float]:
+    """transformers, in a process of its own: what hangs there is ended."""
+    question |= {"device": str(card.device), "config": qwen3_config(card)}
+    done = subprocess.run(
+        [sys.executable, str(_PEER)],
+        input=json.dumps(question),
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+    )
+    last = (done.stdout.strip().splitlines() or [""])[-1]
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or ["no word"])[-1]
+        raise SdkError(f"transformers failed: {why[:200]}")
+    found: dict[str, float] = json.loads(last)
+    return found
+
+
+def measure_generate(card: Card) -> Iterator[Finding]:
+    """``generate``: one stream, and our own of the same length right after it."""
+    prompt, output = card.size(_PROMPT, 5), card.size(_TIMED, 3)
+    found = _peer(card, {"what": "generate", "lengths": [[prompt, output]]}, 60)
+    with opened(card, qwen3_config(card), 16, max_num_seqs=1) as loaded:
+        seconds = 0.0
+        for name in ("first", "timed"):
+            add(loaded.engine, name, loaded.model_config.vocab_size, prompt, output)
+            begin = time.perf_counter()
+            finish(loaded.engine)
+            seconds = time.perf_counter() - begin
+    numbers = {"tokens_per_s": output / seconds, "peer_tokens_per_s": found["tokens_per_s"]}
+    speed = output / seconds / found["tokens_per_s"]
+    what = "one stream, Qwen3-0.6B shapes bf16"
+    yield ratio(what, "transformers generate", speed, None, **numbers)
+
+
+def measure_generate_batch(card: Card) -> Iterator[Finding]:
+    """The load of ``measure_requests`` through transformers' own continuous batching."""
+    own = card.found("requests_tok_s")
+    lengths = request_lengths(card)
+    theirs = _peer(card, {"what": "generate_batch", "lengths": lengths}, 140)["tokens_per_s"]
+    what = f"{len(lengths)} requests, Qwen3-0.6B shapes"
+    numbers = {"tokens_per_s": own, "peer_tokens_per_s": theirs}
+    speed, wanted = own / theirs, (1.5, 4.0)
+    yield ratio(what, "transformers generate_batch", speed, wanted, **numbers)

@@ -1,0 +1,138 @@
+"""Models of real shapes with random weights, made on the card: no file is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sdk.cli.bench.gpu.card import Card
+from sdk.cli.bench.gpu.weights import affine
+from sdk.kernels.layouts import Dense
+from sdk.quant.checkpoint import TensorEntry
+from sdk.quant.errors import CheckpointError
+from sdk.quant.weight import Weight, weight_of
+
+_TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 256,
+}
+_QWEN3 = {
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000.0,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "hidden_act": "silu",
+}
+_LLAMA_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500_000.0,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "hidden_act": "silu",
+}
+
+
+def qwen3_config(card: Card) -> dict[str, Any]:
+    """The shapes of Qwen3-0.6B."""
+    return _QWEN3 | (_TINY if card.tiny else {})
+
+
+def llama_config(card: Card) -> dict[str, Any]:
+    """The shapes of Llama-3.1-8B."""
+    return _LLAMA_8B | (_TINY if card.tiny else {})
+
+
+class RandomCheckpoint:
+    """See :class:`sdk.quant.checkpoint.Checkpoint`: as from a folder of this ``config``.
+
+    ``bits``: 16, bfloat16; 4, matrices of the layers and the head in groups of 128.
+    """
+
+    format = "safetensors"
+    tokenizer = None
+
+    def __init__(self, card: Card, config: Mapping[str, Any], bits: int) -> None:
+        self.path = Path("random-weights")
+        self.config = config
+        self.generation_config: Mapping[str, Any] = {}
+        self.kv_scales: Mapping[str, float] = {}
+        self.on_bytes: Callable[[int, int], None] | None = None
+        self._card = card
+        self._bits = bits
+        c = config
+        hidden, wide = c["hidden_size"], c["intermediate_size"]
+        queries = c["num_attention_heads"] * c["head_dim"]
+        keys = c["num_key_value_heads"] * c["head_dim"]
+        self._shapes = {
+            "embed_tokens": (c["vocab_size"], hidden),
+            "lm_head": (c["vocab_size"], hidden),
+            "q_proj": (queries, hidden),
+            "k_proj": (keys, hidden),
+            "v_proj": (keys, hidden),
+            "o_proj": (hidden, queries),
+            "gate_proj": (wide, hidden),
+            "up_proj": (wide, hidden),
+            "down_proj": (hidden, wide),
+        }
+        if c["tie_word_embeddings"]:
+            del self._shapes["lm_head"]
+
+    def weight(self, name: str) -> Weight:
+        kind = name.rpartition(".")[2]
+        if kind not in self._shapes:
+            raise CheckpointError(f"{name}: no such matrix in random weights")
+        n, k = self._shapes[kind]
+        if self._bits == 16 or kind == "embed_tokens":
+            return weight_of(Dense(self._card.normal(n, k).mul_(k**-0.5)))
+        return weight_of(affine(self._card, n, k, self._bits, min(128, k)))
+
+    def tensor(self, name: str) -> Tensor:
+        """A norm that changes nothing."""
+        of_heads = name.endswith(("q_norm.weight", "k_norm.weight"))
+        size = self.config["head_dim" if of_heads else "hidden_size"]
+        return torch.ones(size, device=self._card.device)
+
+    def has(self, name: str) -> bool:
+        return name.rpartition(".")[2] in self._shapes or name.endswith("norm.weight")
+
+    def entries(self) -> Sequence[TensorEntry]:
+        found = []
+        for kind, shape in self._shapes.items():
+            count = 1 if kind in ("embed_tokens", "lm_head") else self.config["num_hidden_layers"]
+            bits = 16 if kind == "embed_tokens" else self._bits + (self._bits < 16)
+            size = shape[0] * shape[1] * bits // 8
+            found += [TensorEntry(f"{kind}.{i}", shape, "BF16", size) for i in range(count)]
+        return found
+
+    def unused(self) -> list[str]:
+        return []
+
+    def close(self) -> None:
+        """Nothing is open."""

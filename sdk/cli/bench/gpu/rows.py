@@ -1,0 +1,112 @@
+"""What is measured on a GPU, in the order it is measured, and what one measurement says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """``function`` of the module ``module`` of this folder gives findings, in ``seconds`` at most.
+
+    A row that takes longer is ended with its process; the others go on in a new one.
+    """
+
+    name: str
+    module: str
+    function: str
+    seconds: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """``value`` times what stands in ``against``, or a share of it where ``unit`` is ``%``.
+
+    ``floor`` and ``goal`` are what it should reach, or, with ``least``, stay below. ``numbers`` are
+    what it was made of. A finding without a value says in ``note`` why there is none.
+    """
+
+    what: str
+    against: str
+    value: float | None
+    unit: str = "x"
+    floor: float | None = None
+    goal: float | None = None
+    least: bool = False
+    note: str = ""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def verdict(self) -> str:
+        """``goal``, ``floor`` or ``below``; nothing where nothing is asked or was measured."""
+        if self.value is None or self.floor is None or self.goal is None:
+            return ""
+        sign = -1.0 if self.least else 1.0
+        if sign * self.value >= sign * self.goal:
+            return "goal"
+        return "floor" if sign * self.value >= sign * self.floor else "below"
+
+
+#: The first is measured whatever else is asked for: all shares are of what it finds.
+LIMITS = Row("limits", "limits", "measure_limits", 60)
+ROWS = (
+    LIMITS,
+    Row("w4", "products", "measure_w4", 90),
+    Row("attention", "attention", "measure_decode", 60),
+    Row("one-stream", "engine", "measure_small", 90),
+    Row("requests", "engine", "measure_requests", 120),
+    Row("generate-batch", "engine", "measure_generate_batch", 150),
+    Row("idle", "engine", "measure_idle", 60),
+    Row("large", "products", "measure_large", 60),
+    Row("fp8", "products", "measure_fp8", 60),
+    Row("8b-w4", "engine", "measure_8b_w4", 75),
+    Row("8b-bf16", "engine", "measure_8b_bf16", 75),
+    Row("formats", "products", "measure_formats", 90),
+    Row("generate", "engine", "measure_generate", 75),
+    Row("prefill", "attention", "measure_prefill", 45),
+    Row("flex", "attention", "measure_flex", 75),
+)
+BY_NAME = {row.name: row for row in ROWS}
+
+
+def missing(row: Row, why: str) -> Finding:
+    """A row that gave nothing."""
+    return Finding(row.name, "", None, note=why)
+
+
+def share(
+    what: str,
+    against: str,
+    value: float,
+    wanted: tuple[float, float] | None = None,
+    **numbers: float,
+) -> Finding:
+    """A share in percent of what stands in ``against``; ``wanted``: floor and goal."""
+    floor, goal = wanted or (None, None)
+    return Finding(what, against, value * 100, "%", floor, goal, numbers=numbers)
+
+
+def ratio(
+    what: str,
+    against: str,
+    value: float,
+    wanted: tuple[float, float] | None = None,
+    **numbers: float,
+) -> Finding:
+    """How many times as fast as ``against``; ``wanted``: floor and goal."""
+    floor, goal = wanted or (None, None)
+    return Finding(what, against, value, "x", floor, goal, numbers=numbers)
+
+
+def without(findings: Iterator[Finding], what: str, against: str) -> Iterator[Finding]:
+    """``findings`` of one baseline: where it cannot run here, a finding that says why."""
+    try:
+        yield from findings
+    except Exception as error:
+        text = str(error).strip().partition("\n")[0]
+        yield Finding(what, against, None, note=f"{type(error).__name__}: {text}"[:120])

@@ -1,0 +1,67 @@
+"""A KV cache that grows and shrinks while it is used. All of this happens between two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sdk.engine.kept_prefixes import most_pages
+from sdk.engine.scheduler import Scheduler
+from sdk.errors import RequestError
+from sdk.executors.base import Executor
+
+
+class ElasticPages:
+    """Changes how many pages one engine has. Not thread-safe."""
+
+    def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
+        self._scheduler = scheduler
+        self._executor = executor
+
+    @property
+    def least(self) -> int:
+        """Pages that must stay: the pinned ones and one more, or all that a request may need."""
+        scheduler = self._scheduler
+        prefixes, size = scheduler.prefixes, scheduler.config.page_size
+        capacity = scheduler.pool.capacity
+        spare = [capacity - prefixes.num_pinned - 1]
+        for request in scheduler.unfinished.values():  # it may share what is pinned
+            spare.append(prefixes.room(request) - most_pages(request, size))
+        return capacity - min(spare)
+
+    def resize(self, capacity: int) -> None:
+        """Have ``capacity`` pages. Requests that lose theirs start over when there is room.
+
+        :raises RequestError: that is more than there is room for, or an unfinished request could
+            never end; nothing has changed then.
+        """
+        pool, least = self._scheduler.pool, self.least
+        most = pool.num_pages - 1
+        if not least <= capacity <= most:
+            raise RequestError(
+                f"resize: {capacity} KV pages of {pool.page_size} tokens; expected {least} (pinned "
+                f"prefixes and the longest unfinished request) to {most} (set aside at load)"
+            )
+        self._vacate(self._scheduler.resize(capacity))
+
+    def give_back(self, count: int) -> int:
+        """Withhold up to ``count`` pages that nobody uses; how many."""
+        pool = self._scheduler.pool
+        pages = pool.withhold(min(count, max(pool.capacity - self.least, 0)))
+        self._vacate(pages)
+        return len(pages)
+
+    def trim(self) -> None:
+        """Forget cached prefixes, and return the memory of all pages that nobody uses."""
+        self._vacate(self._scheduler.pool.drop_cached())
+
+    def _vacate(self, pages: Sequence[int]) -> None:
+        plan = self._scheduler.interlude()
+        if plan.swaps:
+            self._executor.execute(plan)
+        if pages:
+            self._executor.on_ranks(_vacate, list(pages))
+
+
+def _vacate(runner: Any, pages: list[int]) -> None:
+    runner.kv.vacate(pages)

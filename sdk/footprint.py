@@ -1,0 +1,127 @@
+"""What an ``LLM`` does with its memory while it lives: lend, shrink, grow, sleep."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sdk.driver import Driver
+from sdk.engine.runner import ModelRunner
+from sdk.errors import OutOfMemoryError, RequestError
+from sdk.loading import Loaded
+from sdk.memory import MemoryPlan, format_bytes, parse_bytes, release_free_memory
+from sdk.memory_pool import Lease
+
+
+class Footprint:
+    """The memory of one ``LLM``; ``plan`` is what it may take now."""
+
+    def __init__(self, driver: Driver, loaded: Loaded) -> None:
+        self.plan: MemoryPlan = loaded.plan
+        self._driver = driver
+        self._engine = loaded.engine
+        self._executor = loaded.executor
+        self._elastic = loaded.elastic
+        self._pages = loaded.engine.scheduler.pool
+        self._lease = loaded.lease
+        self._level = 0
+        if self._lease is not None:
+            driver.lease, driver.give_back = self._lease, self._give_back
+            self._lease.reclaim = self._reclaim
+            self._pages.lender = self._borrow
+
+    # Lending
+
+    def _borrow(self, count: int, urgent: bool) -> None:
+        """As many of ``count`` withheld pages as the pool has memory for."""
+        assert self._lease is not None
+        size = self.plan.page_bytes
+        count = min(count, self._pages.num_withheld)
+        if not self._lease.take(count * size, urgent=urgent):
+            count = min(count, max(self._lease.pool.free, 0) // size)
+            if not self._lease.take(count * size):
+                return
+        self._pages.grant(count)
+
+    def _give_back(self) -> None:
+        """What others want, as far as nobody uses it: never the pages that came with the model."""
+        lease, size = self._lease, self.plan.page_bytes
+        assert lease is not None
+        lent = self._pages.capacity - self.plan.num_pages
+        given = self._elastic.give_back(min(-(-lease.wanted // size), lent))
+        lease.give_back(given * size)
+        lease.wanted = 0  # who still needs more asks again
+
+    def _reclaim(self) -> None:
+        self._driver.try_between_steps(self._give_back)
+
+    # Shrinking and growing
+
+    def trim(self) -> None:
+        """See :meth:`sdk.LLM.trim`."""
+        self._driver.between_steps(self._trim)
+        release_free_memory()
+
+    def _trim(self) -> None:
+        self._elastic.trim()
+        if self._lease is not None:
+            self._lease.wanted = self._pages.capacity * self.plan.page_bytes
+            self._give_back()
+
+    def resize(self, memory: int | str) -> MemoryPlan:
+        """See :meth:`sdk.LLM.resize`."""
+        if self._lease is not None:
+            raise RequestError("resize: this LLM shares a memory pool, which lends it pages")
+        budget = parse_bytes(memory, "resize")
+        plan = self.plan
+        fixed = plan.weights + plan.workspace + plan.tokenizer
+        most = self._pages.num_pages - 1
+        pages = min((budget - fixed) // plan.page_bytes, most)
+        if pages < 1:
+            raise OutOfMemoryError(
+                f"resize: {format_bytes(budget)} hold no KV page: weights, workspace and tokenizer "
+                f"take {format_bytes(fixed)}, a page {format_bytes(plan.page_bytes)}"
+            )
+        self._driver.between_steps(lambda: self._elastic.resize(pages))
+        self.plan = replace(plan, budget=budget, num_pages=pages)
+        release_free_memory()
+        return self.plan
+
+    # Sleeping
+
+    def sleep(self, level: int) -> None:
+        """See :meth:`sdk.LLM.sleep`."""
+        if level not in (1, 2):
+            raise RequestError(f"sleep: expected level 1 or 2, found {level!r}")
+
+        def rest() -> None:
+            if self._driver.has_work:
+                raise RequestError("sleep: requests are unfinished: wait for them or abort() them")
+            self._engine.reset_prefix_cache()
+            self._trim()
+            if level == 2:
+                self._executor.stop()
+            self._level = level
+
+        self._driver.sleep(rest, f"this LLM sleeps (level {level}): call wake_up() first")
+        if level == 2 and self._lease is not None:
+            self._lease.give_back(self._lease.nbytes)
+        release_free_memory()
+
+    def wake_up(self) -> ModelRunner:
+        """See :meth:`sdk.LLM.wake_up`; the runner from now on."""
+        self._driver.check_usable(asleep=True)
+        self._driver.wake(self._start)
+        return self._executor.runner
+
+    def _start(self) -> None:
+        if self._level == 2:
+            self._take_again(self._lease)
+            self._executor.start()
+        self._level = 0
+
+    def _take_again(self, lease: Lease | None) -> None:
+        if lease is not None and not lease.take(self.plan.total, urgent=True):
+            raise OutOfMemoryError(
+                f"wake_up: {lease.name} needs {format_bytes(self.plan.total)} of its memory pool, "
+                f"{format_bytes(max(lease.pool.free, 0))} are free:\n{lease.pool}"
+            )

@@ -1,0 +1,155 @@
+"""Several models in one budget: what each has for itself, and pages that go to and fro."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sdk import LLM, MemoryPool, OutOfMemoryError, RequestError, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+OPTIONS = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+
+
+def prompts(count: int, first: int = 3) -> list[dict[str, list[int]]]:
+    return [
+        {"prompt_token_ids": [first + (7 * i + 11 * j) % 400 for j in range(50)]}
+        for i in range(count)
+    ]
+
+
+def tokens(llm: LLM, given: list[dict[str, list[int]]]) -> list[list[int]]:
+    outputs = llm.generate(given, GREEDY, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def own_bytes(path: Path) -> int:
+    """What a model takes with the pages of one request."""
+    page = LLM.plan(path).page_bytes
+    return LLM.plan(path, **OPTIONS, kv_cache_memory_bytes=4 * page).total
+
+
+def test_a_model_begins_with_the_pages_of_one_request_and_borrows_more(tiny_path: Path) -> None:
+    page, own = LLM.plan(tiny_path).page_bytes, own_bytes(tiny_path)
+    pool = MemoryPool(own + 8 * page)
+    with LLM(tiny_path, memory=pool, **OPTIONS) as llm:
+        assert llm.memory_plan.num_pages == 4
+        assert pool.used == llm.memory_plan.total == own
+        tokens(llm, prompts(4))
+        assert llm.get_metrics()["num_pages"] == 12  # the fourth request waited
+        assert pool.free == 0
+        llm.trim()
+        assert pool.used == own
+        assert llm.get_metrics()["num_pages"] == 4
+        with pytest.raises(RequestError, match="shares a memory pool"):
+            llm.resize("1GiB")
+    assert pool.used == 0
+
+
+def test_pages_nobody_uses_go_to_the_model_that_needs_them(tiny_path: Path, golden: Path) -> None:
+    other_path = golden / "gguf-Q4_1" / "model.gguf"
+    page = LLM.plan(tiny_path).page_bytes
+    assert LLM.plan(other_path).page_bytes == page
+    pool = MemoryPool(own_bytes(tiny_path) + own_bytes(other_path) + 12 * page)
+    with LLM(tiny_path, **OPTIONS) as alone:
+        answers = tokens(alone, prompts(4))
+    with (
+        LLM(tiny_path, memory=pool, **OPTIONS) as first,
+        LLM(other_path, memory=pool, **OPTIONS) as second,
+    ):
+        assert tokens(first, prompts(4)) == answers
+        lent = first.get_metrics()["num_pages"]
+        assert lent == 16
+        assert pool.free == 0
+        tokens(second, prompts(4))
+        assert second.get_metrics()["num_pages"] == 16
+        assert second.get_metrics()["num_preemptions"] == 0
+        assert first.get_metrics()["num_pages"] == 4
+        assert tokens(first, prompts(4)) == answers
+        assert pool.used <= pool.budget
+
+
+def test_models_that_compute_at_the_same_time_get_on_with_what_they_have(
+    tiny_path: Path, golden: Path
+) -> None:
+    other_path = golden / "gguf-Q4_1" / "model.gguf"
+    page = LLM.plan(tiny_path).page_bytes
+    pool = MemoryPool(own_bytes(tiny_path) + own_bytes(other_path) + 3 * page)
+    with LLM(tiny_path, **OPTIONS) as one, LLM(other_path, **OPTIONS) as two:
+        expected = tokens(one, prompts(8)), tokens(two, prompts(8))
+    with (
+        LLM(tiny_path, memory=pool, **OPTIONS) as one,
+        LLM(other_path, memory=pool, **OPTIONS) as two,
+    ):
+        one.enqueue(prompts(8), GREEDY)
+        two.enqueue(prompts(8), GREEDY)
+        found: tuple[dict[str, list[int]], dict[str, list[int]]] = ({}, {})
+        while one.has_unfinished_requests or two.has_unfinished_requests:
+            for llm, answers in zip((one, two), found, strict=True):
+                for output in llm.step():
+                    answers[output.request_id] = list(output.outputs[0].token_ids)
+            assert pool.used <= pool.budget
+        assert tuple([answers[key] for key in sorted(answers)] for answers in found) == expected
+
+
+def test_a_model_for_which_there_is_no_room_is_refused_with_what_everybody_holds(
+    tiny_path: Path,
+) -> None:
+    own = own_bytes(tiny_path)
+    pool = MemoryPool(own + own // 2)
+    with LLM(tiny_path, memory=pool, **OPTIONS) as llm:
+        with pytest.raises(OutOfMemoryError, match=r"does not fit|needs"):
+            LLM(tiny_path, memory=pool, **OPTIONS)
+        assert pool.used == own
+        assert str(tiny_path) in str(pool)
+        assert tokens(llm, prompts(1))
+
+
+def test_on_pressure_is_told_how_much_is_short_and_may_make_room(tiny_path: Path) -> None:
+    told: list[int] = []
+    page, own = LLM.plan(tiny_path).page_bytes, own_bytes(tiny_path)
+    sleeping: list[LLM] = []
+
+    def on_pressure(pool: MemoryPool, missing: int) -> None:
+        told.append(missing)
+        while sleeping:
+            sleeping.pop().close()
+
+    pool = MemoryPool(2 * own + page, on_pressure=on_pressure)
+    sleeping.append(LLM(tiny_path, memory=pool, **OPTIONS))
+    with LLM(tiny_path, memory=pool, **OPTIONS) as llm:
+        tokens(llm, prompts(4))
+        assert told
+        assert told[0] > 0
+        assert llm.get_metrics()["num_pages"] == 16
+
+
+def test_a_callback_that_fails_hurts_nobody(tiny_path: Path) -> None:
+    def on_pressure(pool: MemoryPool, missing: int) -> None:
+        raise RuntimeError("a host's mistake")
+
+    pool = MemoryPool(own_bytes(tiny_path), on_pressure=on_pressure)
+    with LLM(tiny_path, memory=pool, **OPTIONS) as llm:
+        assert len(tokens(llm, prompts(4))) == 4
+
+
+def test_a_sleeping_model_lends_everything_and_takes_it_again(tiny_path: Path) -> None:
+    pool = MemoryPool(own_bytes(tiny_path))
+    with LLM(tiny_path, memory=pool, **OPTIONS) as llm:
+        answers = tokens(llm, prompts(2))
+        llm.sleep(2)
+        assert pool.used == 0
+        with LLM(tiny_path, memory=pool, **OPTIONS):
+            with pytest.raises(OutOfMemoryError, match="wake_up"):
+                llm.wake_up()
+            with pytest.raises(RequestError, match="sleeps"):
+                llm.generate([5, 6, 7])
+        llm.wake_up()
+        assert tokens(llm, prompts(2)) == answers
+
+
+@pytest.mark.parametrize("budget", [0, -1, "lots", "6GiB GiB", None])
+def test_a_pool_needs_a_size(budget: object) -> None:
+    with pytest.raises(RequestError, match="MemoryPool: expected a size"):
+        MemoryPool(budget)  # type: ignore[arg-type]

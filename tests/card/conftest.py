@@ -1,0 +1,60 @@
+"""Tests of the Triton kernels on a real GPU: ``pytest -m gpu`` runs them, and they alone.
+
+Where there is no GPU they are not collected: nothing is skipped, nothing counts as passed. With
+``TRITON_INTERPRET=1`` they run on a CPU, slowly, to see that they can.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not (INTERPRETED or torch.cuda.is_available()):
+    collect_ignore_glob = ["test_*.py"]
+if INTERPRETED:
+    from triton.runtime import interpreter
+
+    _patch_tensor = interpreter._patch_lang_tensor
+
+    def _patch_tensor_and_index(tensor: Any, *scope: Any) -> None:  # see tests/gpu/conftest.py
+        _patch_tensor(tensor, *scope)
+        tensor.__index__ = lambda self: int(self.handle.data.item())
+
+    interpreter._patch_lang_tensor = _patch_tensor_and_index
+
+
+def load(name: str, path: Path) -> Any:
+    """A module of another folder of tests."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+TESTS = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="session")
+def cases() -> Any:
+    """Weights of every layout: the CPU's kernel tests have the same."""
+    return load("kernel_cases", TESTS / "kernels" / "conftest.py").Cases
+
+
+@pytest.fixture(scope="session")
+def steps() -> Any:
+    """Steps of paged attention and what they should give: the interpreter's tests have the same."""
+    return load("attention_steps", TESTS / "gpu" / "test_attention.py")
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    return "cpu" if INTERPRETED else "cuda"

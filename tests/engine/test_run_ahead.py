@@ -1,0 +1,247 @@
+"""Decode steps launched before the tokens of the last one are known: the same answers.
+
+The kernels are the CPU's, whose bits do not depend on the batch, and a captured graph is its
+forward pass once more; so what is compared is who ran when.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sdk import LLM, SamplingParams
+from sdk.engine import inputs
+from sdk.engine.run_ahead import Flight, RunAhead
+from sdk.kernels.batch import AttentionBatch
+from sdk.kernels.gpu import graphs
+from sdk.kernels.gpu.graphs import StepGraphs
+from sdk.kernels.ops import Ops
+from sdk.kernels.sampling import DRAW, SampleBuffers
+
+PROMPTS = [[5, 9, 30, 31, 200, 17], [44, 8], [7, 7, 7], [3, 1, 4, 1, 5, 9, 2, 6, 5]]
+
+
+class _Again:
+    """What a captured graph does: the same buffers, filled once more."""
+
+    def __init__(self, forward: Any, *bucket: Any) -> None:
+        self._forward, self._bucket = forward, bucket
+        self.result: tuple[Tensor, ...] = forward(*bucket)
+
+    def replay(self) -> None:
+        with torch.inference_mode():
+            for old, new in zip(self.result, self._forward(*self._bucket), strict=True):
+                old.copy_(new)
+
+
+class Launches:
+    """What was launched: of how many rows, and whether somebody asked for it later."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.read = 0
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    seen = Launches()
+    launch, read = RunAhead._launch, Flight.read
+
+    def sample_rows(self: Ops, logits: Tensor, draws: Tensor) -> Tensor:
+        out = SampleBuffers(len(logits))
+        self._sample(logits, draws.numpy().view(DRAW)[:, 0], out)
+        return torch.tensor(out.read(len(logits)), dtype=torch.float64).t()
+
+    def capture(self: StepGraphs[Any], *bucket: Any) -> tuple[_Again, tuple[Tensor, ...]]:
+        with torch.inference_mode():
+            again = _Again(self._forward, *bucket)
+        return again, again.result
+
+    def launching(self: RunAhead, rows: Any, lengths: list[int]) -> Any:
+        seen.rows.append(len(rows))
+        return launch(self, rows, lengths)
+
+    def reading(self: Flight) -> Any:
+        seen.read += 1
+        return read(self)
+
+    monkeypatch.setattr(Ops, "sample_rows", sample_rows)
+    monkeypatch.setattr(StepGraphs, "_capture", capture)
+    # The CPU's kernels know no rows that are nobody's.
+    monkeypatch.setattr(graphs, "buckets", lambda largest: list(range(1, largest + 1)))
+    monkeypatch.setattr(RunAhead, "_launch", launching)
+    monkeypatch.setattr(Flight, "read", reading)
+    return seen
+
+
+@pytest.fixture
+def path(golden: Path) -> Path:
+    return golden / "gguf-Q8_0" / "model.gguf"
+
+
+def load(path: Path, *, ahead: bool, **options: Any) -> LLM:
+    options = {"max_model_len": 96, "max_num_batched_tokens": 8, "max_num_seqs": 4} | options
+    llm = LLM(path, enforce_eager=True, **options)
+    if ahead:
+        runner = llm._runner()
+        runner._ahead = RunAhead(runner._decode, runner._inputs, options["max_num_seqs"])
+        llm._driver._engine.scheduler.pages_ahead = runner.steps_ahead
+    return llm
+
+
+def params(length: int, **options: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.8, top_k=20, seed=1, max_tokens=length, **options)
+
+
+def answers(llm: LLM, prompts: list[list[int]], wanted: list[SamplingParams]) -> list[Any]:
+    found = [output.outputs[0] for output in llm.generate(prompts, wanted)]
+    llm._driver._engine.scheduler.check()
+    return [(x.token_ids, x.finish_reason, x.stop_reason) for x in found]
+
+
+def both(path: Path, prompts: list[list[int]], wanted: list[SamplingParams], **options: Any) -> Any:
+    """The answers of an engine that runs ahead and of one that does not."""
+    found = []
+    for ahead in (True, False):
+        with load(path, ahead=ahead, **options) as llm:
+            found.append(answers(llm, prompts, wanted))
+    assert found[0] == found[1]
+    return found[0]
+
+
+def test_a_steady_batch_always_has_a_step_under_way(path: Path, launches: Launches) -> None:
+    both(path, [[5, 9], [44, 8], [7, 7], [3, 1]], [params(40, ignore_eos=True)] * 4)
+    # Each of the 39 steps is launched once and read, and the last was followed by one for nothing.
+    assert launches.rows == [4] * 40
+    assert launches.read == 39
+
+
+def test_a_common_beginning_has_graphs_of_its_own(
+    path: Path, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inputs, "_SHARED_REQUESTS", 3)
+    monkeypatch.setattr(inputs, "_SHARED_TOKENS", 32)
+    seen: list[tuple[int, bool, int]] = []
+    decoding = inputs.StepInputs.decoding
+
+    def looking(self: inputs.StepInputs, size: int, shared: bool) -> AttentionBatch:
+        batch = decoding(self, size, shared)
+        seen.append((size, shared, 0 if batch.shared_len is None else int(batch.shared_len)))
+        return batch
+
+    monkeypatch.setattr(inputs.StepInputs, "decoding", looking)
+    beginning = [token % 400 for token in range(7, 7 + 40)]
+    prompts = [[*beginning, index] for index in range(3)]
+    wanted = [params(length, ignore_eos=True) for length in (12, 9, 9)]
+    with load(path, ahead=True) as llm:
+        llm._runner()._inputs._find_shared = True
+        found = answers(llm, prompts, wanted)
+    with load(path, ahead=False) as llm:
+        assert answers(llm, prompts, wanted) == found
+    assert {(3, True, 32), (1, False, 0)} <= set(seen)  # two pages of 16 are common to three
+
+
+def test_what_cannot_be_captured_runs_operator_by_operator(
+    path: Path, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def capture(self: StepGraphs[Any], *bucket: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(StepGraphs, "_capture", capture)
+    with load(path, ahead=True) as llm:
+        found = answers(llm, PROMPTS, [params(9)] * 4)
+        assert "not permitted when stream is capturing" in str(llm.explain())
+    with load(path, ahead=False) as llm:
+        assert answers(llm, PROMPTS, [params(9)] * 4) == found
+
+
+def test_requests_end_at_different_times_and_others_take_their_place(
+    path: Path, launches: Launches
+) -> None:
+    lengths = [3, 17, 9, 30, 2, 21, 14, 5]
+    wanted = [params(length, ignore_eos=True) for length in lengths]
+    found = both(path, PROMPTS * 2, wanted)
+    assert [len(tokens) for tokens, _, _ in found] == lengths
+    assert launches.read > 20
+
+
+def test_a_token_that_ends_an_answer_ends_it_although_the_next_step_runs(
+    path: Path, launches: Launches
+) -> None:
+    free = both(path, PROMPTS, [params(20, ignore_eos=True)] * 4)
+    stops = [params(20, ignore_eos=True, stop_token_ids=[tokens[6]]) for tokens, _, _ in free]
+    found = both(path, PROMPTS, stops)
+    for (tokens, reason, _), (whole, _, _) in zip(found, free, strict=True):
+        assert reason == "stop"
+        assert tokens == whole[: whole.index(whole[6]) + 1]
+
+
+def test_answers_that_are_not_plain_take_the_long_way(path: Path, launches: Launches) -> None:
+    wanted = [
+        params(12, logprobs=1),
+        params(12, repetition_penalty=1.3),
+        params(12, prompt_logprobs=1),
+        SamplingParams(temperature=0.0, max_tokens=12),
+    ]
+    both(path, PROMPTS, wanted)
+
+
+def test_few_pages_preempt_and_nothing_is_lost(path: Path, launches: Launches) -> None:
+    wanted = [params(60, ignore_eos=True)] * 4
+    with load(path, ahead=False) as llm:
+        memory = 9 * llm.memory_plan.page_bytes
+    with load(path, ahead=True, kv_cache_memory_bytes=memory) as llm:
+        found = answers(llm, PROMPTS, wanted)
+        assert llm.get_metrics()["num_preemptions"] > 0
+    with load(path, ahead=False) as llm:
+        assert answers(llm, PROMPTS, wanted) == found
+    assert len(launches.rows) > 60
+
+
+def test_an_aborted_request_leaves_the_others_their_tokens(path: Path, launches: Launches) -> None:
+    with load(path, ahead=False) as llm:
+        wanted = answers(llm, PROMPTS, [params(20, ignore_eos=True)] * 4)
+    with load(path, ahead=True) as llm:
+        engine = llm._driver._engine
+        for index, prompt in enumerate(PROMPTS):
+            engine.add_request(str(index), prompt, params(20, ignore_eos=True))
+        found: dict[str, Any] = {}
+        for step in range(200):
+            found |= {output.request_id: output for output in engine.step()}
+            if step == 9:
+                engine.abort(["1"])
+                engine.scheduler.check()
+            if not engine.has_unfinished:
+                break
+    for name in ("0", "2", "3"):
+        assert found[name].outputs[0].token_ids == wanted[int(name)][0]
+
+
+def test_logits_that_are_not_finite_fail_their_request_alone(
+    path: Path, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with load(path, ahead=True) as llm:
+        engine, runner = llm._driver._engine, llm._runner()
+        inner, steps = runner.model.logits, [0]
+
+        def logits(hidden: Tensor) -> Tensor:
+            found = inner(hidden)
+            steps[0] += 1
+            if steps[0] == 8 and len(found) == 2:
+                found[1] = float("nan")
+            return found
+
+        monkeypatch.setattr(runner.model, "logits", logits)
+        for name, prompt in (("good", PROMPTS[0][:3]), ("bad", PROMPTS[2])):
+            engine.add_request(name, prompt, params(16, ignore_eos=True))
+        found: dict[str, Any] = {}
+        while engine.has_unfinished:
+            found |= {output.request_id: output.outputs[0] for output in engine.step()}
+        engine.scheduler.check()
+    assert found["bad"].finish_reason == "error"
+    assert "not finite" in str(found["bad"].stop_reason)
+    assert len(found["good"].token_ids) == 16

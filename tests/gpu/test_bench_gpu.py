@@ -1,0 +1,194 @@
+"""`embedlm bench gpu` and `embedlm tune` with tiny shapes: every line that runs on a card runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sdk.cli import main
+from sdk.cli.bench.gpu import peer
+from sdk.cli.bench.gpu.card import Card, expect_close
+from sdk.cli.bench.gpu.engine import idle_share
+from sdk.cli.bench.gpu.rows import BY_NAME, ROWS, Finding
+from sdk.cli.bench.gpu.weights import Weights, affine
+from sdk.errors import SdkError
+from sdk.kernels.gpu.linear import Linear
+from sdk.kernels.gpu.tuning import Tiles, read_tuning
+from sdk.kernels.reference.decode import decode, unpack_codes
+
+#: What needs a card, and what needs a minute: transformers' own batching sizes a cache of its own.
+ELSEWHERE = {"generate-batch"}
+CARD = "Triton's interpreter"
+
+
+@pytest.fixture
+def card() -> Iterator[Card]:
+    made = Card({"copy": 1e9, "gemm": 1e9, "requests_tok_s": 10.0})
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("name", [row.name for row in ROWS if row.name not in ELSEWHERE])
+def test_every_row_gives_findings(card: Card, name: str) -> None:
+    row = BY_NAME[name]
+    module = import_module(f"sdk.cli.bench.gpu.{row.module}")
+    findings = list(getattr(module, row.function)(card))
+    assert findings
+    for found in findings:
+        if found.value is None:
+            assert found.note == "RuntimeError: only on a GPU"
+        else:
+            assert found.value > 0
+            assert found.what
+        assert Finding(**json.loads(json.dumps(found.to_json()))) == found
+
+
+def test_a_wrong_kernel_is_not_timed(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = Weights(card, lambda: affine(card, 32, 256, 4, 128))
+    right = Linear.matmul
+
+    def matmul(self: Linear, packed: Any, x: Any, out: Any) -> None:
+        right(self, packed, x, out)
+        out[:, -1] = 0.0
+
+    monkeypatch.setattr(Linear, "matmul", matmul)
+    with pytest.raises(SdkError, match=r"gpu.linear with 2 tokens: wrong by 0\.\d+ of the norm"):
+        weights.seconds(2)
+
+
+def test_an_unwritten_result_is_wrong() -> None:
+    with pytest.raises(SdkError, match="wrong by nan"):
+        expect_close("it", torch.tensor([1.0, torch.nan]), torch.ones(2), 1e-2)
+
+
+def test_a_share_needs_the_limit_it_is_of() -> None:
+    card = Card({})
+    with pytest.raises(SdkError, match="needs copy, which was not measured before"):
+        _ = card.copy
+    card.close()
+
+
+@pytest.mark.parametrize(
+    ("spans", "idle"),
+    [
+        ([(0.0, 10.0)], 0.0),
+        ([(0.0, 4.0), (6.0, 10.0)], 0.2),
+        ([(6.0, 10.0), (0.0, 5.0), (1.0, 4.0), (4.5, 6.0)], 0.0),
+        ([(0.0, 2.0), (8.0, 10.0), (1.0, 3.0)], 0.5),
+        ([(5.0, 5.0)], 0.0),
+    ],
+)
+def test_idle_is_what_no_kernel_covers(spans: list[tuple[float, float]], idle: float) -> None:
+    assert idle_share(spans) == pytest.approx(idle)
+
+
+def test_a_profile_without_kernels_is_no_idle_time() -> None:
+    with pytest.raises(SdkError, match="saw nothing run"):
+        idle_share([])
+
+
+def test_codes_of_torch_s_four_bit_product_mean_what_ours_do(card: Card) -> None:
+    # its twin for CPUs; the order of the pairs is told in products.py
+    w = affine(card, 64, 512, 4, 128)
+    codes = unpack_codes(w.codes, 4, 512)
+    api = torch.ops.aten
+    packed = api._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32), 8)
+    scale = torch.stack([w.scale, torch.zeros_like(w.scale)], dim=2).transpose(0, 1).contiguous()
+    x = card.normal(3, 512)
+    out = api._weight_int4pack_mm_for_cpu(x, packed, 128, scale)
+    expect_close("int4pack", out, x.float() @ decode(w).t(), 1e-2)
+
+
+def test_the_peer_refuses_to_time_fewer_tokens_than_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer, "open_model", lambda config, device: None)
+    monkeypatch.setattr(peer, "generate", lambda model, lengths: 3)
+    with pytest.raises(RuntimeError, match="expected 4 tokens, found 3"):
+        peer.answer({"what": "generate", "config": {}, "device": "cpu", "lengths": [[2, 4]]})
+
+
+def test_tune_fills_a_table_and_goes_on_where_it_was(
+    tmp_path: Path, golden: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(golden / "gguf-Q8_0" / "model.gguf")
+    out = ["--out", str(tmp_path)]
+    assert main(["tune", model, "--seconds", "0", *out]) == 0
+    assert "0 entries measured, " in capsys.readouterr().out
+    assert main(["tune", *out]) == 0
+    assert "2 entries measured, 0 left" in capsys.readouterr().out
+    (path,) = tmp_path.iterdir()
+    first = json.loads(path.read_text())
+    assert [e["max_m"] for e in first["linear"]["int4g128"]] == [1, 4]
+    assert main(["tune", *out]) == 0
+    assert "0 entries measured, 0 left" in capsys.readouterr().out
+    assert json.loads(path.read_text()) == first
+    table = read_tuning(CARD, 4, tmp_path).table
+    assert table is not None
+    assert len(table["linear", "int4g128", 32, 256]) == 2
+
+
+def test_tune_takes_the_shapes_of_a_model(tmp_path: Path, golden: Path) -> None:
+    from sdk.cli import tune
+
+    card = Card({})
+    cases = list(tune._cases(card, str(golden / "gguf-Q8_0" / "model.gguf")))
+    card.close()
+    assert {case.type for case in cases} == {"int8g32"}
+    assert len({case.shape for case in cases}) == len(cases) >= 4
+
+
+def test_tune_passes_over_tiles_that_fail_or_are_wrong(
+    card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sdk.cli import tune
+
+    (case,) = tune._cases(card, None)
+    right = Linear.matmul
+
+    def matmul(self: Linear, packed: Any, x: Any, out: Any) -> None:
+        tiles = self._tuning.tiles(packed, x.shape[0])
+        if tiles.block_n == 16:
+            raise RuntimeError("out of resources: shared memory")
+        right(self, packed, x, out)
+        if tiles.warps == 1:
+            out *= 2
+
+    monkeypatch.setattr(Linear, "matmul", matmul)
+    monkeypatch.setattr(tune, "_seconds", lambda card, case, tokens, tiles, x: 1.0 / tiles.stages)
+    best = tune.best_tiles(card, case, 4)
+    assert (best.block_n, best.warps) == (64, 4)
+    assert isinstance(best, Tiles)
+
+
+def test_a_table_of_another_version_is_measured_anew(tmp_path: Path) -> None:
+    from sdk.cli.tune import Table
+
+    path = tmp_path / "card.json"
+    path.write_text('{"version": 0, "linear": {"int4g128": [{}]}}')
+    assert Table(path, again=False).data["linear"] == {}
+    path.write_text("half a ta")
+    assert Table(path, again=False).data["linear"] == {}
+
+
+def test_a_worker_says_how_every_row_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sdk.cli.bench.gpu import limits, worker
+
+    def broken(card: Card) -> Iterator[Finding]:
+        yield Finding("half", "", 1.0, numbers={"copy": 2.0})
+        raise ValueError("no such thing\nand more")
+
+    monkeypatch.setattr(limits, "measure_limits", broken)
+    monkeypatch.setattr(sys, "stderr", StringIO())
+    said: list[dict[str, Any]] = []
+    worker.serve(['{"measured": {}}\n', "limits\n"], said.append)
+    assert said[0]["tiny"] is True
+    assert said[0]["device"]["name"] == CARD
+    assert said[1]["finding"]["what"] == "half"
+    assert said[2] == {"done": "ValueError: no such thing", "lost": False}
