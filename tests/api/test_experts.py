@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from sdk import LLM, SamplingParams
+from sdk.memory import ENGINE_BYTES, ENGINE_WORD_BYTES, SCORED_BYTES
 from tests.models.conftest import prompt
 
 
@@ -33,7 +34,7 @@ def test_explain_names_the_kernel_of_all_experts_once(llm: LLM) -> None:
 def test_the_plan_counts_the_rows_of_the_experts(llm: LLM) -> None:
     tokens, hidden, width, experts, vocab = 32, 128, 128, 2, 448
     rows = 6 * hidden + 3 * width + experts * (3 * width + hidden)
-    engine, logits = 4 * 2**20, 8 * vocab * 4 * 2
+    engine, logits = ENGINE_BYTES + ENGINE_WORD_BYTES * vocab, 8 * vocab * 4 + SCORED_BYTES
     assert llm.memory_plan.workspace == engine + tokens * rows * 4 + logits
     assert llm.memory_plan.weights < 700_000
 
