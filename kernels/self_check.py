@@ -30,7 +30,7 @@ FAILED = "failed its self-check"
 _TOKENS = (1, 3)
 #: Rows of a weight that are compared at either end.
 _ROWS = 16
-#: Distance from the reference that is allowed, as a share of its norm. 8-bit activations are at
+#: Distance from the reference that is allowed, as a share of the norm. 8-bit activations are at
 #: 0.006, a wrong scale, zero or order of codes beyond 0.3.
 _LIMITS = {"auto": 0.05, "exact": 1e-3}
 
@@ -84,7 +84,7 @@ def _difference(kernel: Any, problem: Problem, layout: Layout, device: torch.dev
             kernel.matmul(packed, x, out)
             seen = _numbers(x if scheme is None else rounded(x, scheme))
             for end, value in zip(ends, values, strict=True):
-                distance = _distance(_numbers(out[:, end]), np.einsum("mk,nk->mn", seen, value))
+                distance = _distance(_numbers(out[:, end]), seen, value)
                 if not distance <= _LIMITS[problem.compute]:
                     many = "1 token" if tokens == 1 else f"{tokens} tokens"
                     return f"{distance:.3g} of the norm from the reference for {many}"
@@ -100,12 +100,13 @@ def _numbers(x: Tensor) -> NDArray[np.float64]:
     return x.double().cpu().numpy()
 
 
-def _distance(found: NDArray[np.float64], expected: NDArray[np.float64]) -> float:
-    """Of the norm of ``expected``; nothing where the weight itself is not finite."""
-    norm = float(np.linalg.norm(expected))
+def _distance(found: NDArray[np.float64], x: NDArray[np.float64], w: NDArray[np.float64]) -> float:
+    """From ``x w^T``, as a share of the norm that random x give it: that of a single product may be
+    next to nothing. Nothing where the weight itself is not finite."""
+    norm = float(np.linalg.norm(x) * np.linalg.norm(w)) / math.sqrt(w.shape[1])
     if not math.isfinite(norm):
         return 0.0
-    away = float(np.linalg.norm(found - expected))
+    away = float(np.linalg.norm(found - np.einsum("mk,nk->mn", x, w)))
     return away / norm if norm else away
 
 
