@@ -5,10 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from sdk.errors import RequestError
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits of one scheduler. ``num_pages`` includes the reserved page 0; lengths are tokens."""
+    """Limits of one scheduler. ``num_pages`` includes the reserved page 0; lengths are tokens.
+
+    :raises RequestError: two of them cannot be had together.
+    """
 
     num_pages: int
     page_size: int = 16
@@ -34,14 +39,14 @@ class SchedulerConfig:
         if self.policy not in ("fcfs", "priority"):
             raise ValueError(f"policy must be 'fcfs' or 'priority', got {self.policy!r}")
         if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
+            raise RequestError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
                 f"max_num_seqs ({self.max_num_seqs}): every running request decodes in every step"
             )
         if self.num_swap_pages and not self.enable_prefix_caching:
             raise ValueError("num_swap_pages: it needs the prefix cache, which is off")
         if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
-            raise ValueError(
+            raise RequestError(
                 f"without chunked prefill max_num_batched_tokens ({self.max_num_batched_tokens}) "
                 f"must be at least max_model_len ({self.max_model_len}): a prompt runs in one step"
             )

@@ -357,6 +357,16 @@ def test_without_a_tokenizer_token_ids_still_work(tiny_path: Path) -> None:
         ({"speculative_config": {}}, RequestError, "not available in this release"),
         ({"trust_remote_code": True}, RequestError, "never run"),
         ({"on_progress": 3}, RequestError, "callable"),
+        (
+            {"max_num_seqs": 300, "max_num_batched_tokens": 256},
+            RequestError,
+            r"max_num_batched_tokens \(256\) must be at least max_num_seqs \(300\)",
+        ),
+        (
+            {"enable_chunked_prefill": False, "max_num_batched_tokens": 64, "max_num_seqs": 4},
+            RequestError,
+            r"without chunked prefill max_num_batched_tokens \(64\) must be at least",
+        ),
     ],
 )
 def test_a_bad_option_is_refused_by_name(
