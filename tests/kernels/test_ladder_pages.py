@@ -147,12 +147,19 @@ def test_a_row_is_the_same_bits_alone_and_with_any_number_of_threads(backend: Cp
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 24])
-@pytest.mark.parametrize(("above", "below"), [(0, 1), (0, 2), (1, 2)])
+@pytest.mark.parametrize(
+    ("above", "below", "dtype"),
+    [
+        *((0, 1, "float16"), (0, 2, "float16"), (1, 2, "float16")),
+        *((0, 1, "bfloat16"), (0, 2, "float32")),
+    ],
+)
 def test_a_recoded_page_has_the_bits_of_the_reference(
-    backend: CpuBackend, head_dim: int, above: int, below: int
+    backend: CpuBackend, head_dim: int, above: int, below: int, dtype: str
 ) -> None:
     [recode] = backend.implementations("recode_page")
-    first, second = (make_cache(head_dim, 3).layers[0] for _ in range(2))
+    ladder = f"{dtype}>int8>int4"
+    first, second = (make_cache(head_dim, 3, ladder).layers[0] for _ in range(2))
     for pages in (first, second):
         fill(pages, RopeAndCache(), RecodePage())
         pages.v[5, 1, 17] = float("nan")  # stays visible in its group
