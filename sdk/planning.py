@@ -222,8 +222,8 @@ def _loading_bytes(config: EngineConfig, entries: Sequence[TensorEntry], model: 
     late = sum(map(held_bytes, entries)) + window
     if config.quantization is not None:
         late += max((_COPIES * 4 * entry.num_elements for entry in others), default=0)
-        if scheme_at_load(config.quantization).head is not None:  # its codes three times, besides
-            early += 2 * sum(map(held_bytes, ends))
+        if scheme_at_load(config.quantization).head is not None:  # its codes four times, besides
+            early += 3 * sum(map(held_bytes, ends))
             early += _COPIES * 4 * min(ROWS_AT_ONCE, model.vocab_size) * model.hidden_size
     return max(early, late) + ENGINE_BYTES + ENGINE_WORD_BYTES * model.vocab_size
 
