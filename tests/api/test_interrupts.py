@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sdk import LLM, EngineDeadError, RequestOutput
-from tests.api.engines import LIMIT, ROOT, SHORT, ask, books, ids, settle, tokens
-
-
-def run_script(code: str, *arguments: object) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+from tests.api.engines import SHORT, ask, books, ids, settle, tokens
+from tests.scripts import run_python
 
 
 def test_a_real_ctrl_c_leaves_an_engine_that_still_answers(tiny_path: Path) -> None:
@@ -55,7 +41,7 @@ def test_a_real_ctrl_c_leaves_an_engine_that_still_answers(tiny_path: Path) -> N
         assert threading.enumerate() == [threading.main_thread()], threading.enumerate()
         print("fine")
     """
-    assert run_script(code, tiny_path) == "fine\n"
+    assert run_python(code, tiny_path) == "fine\n"
 
 
 def test_ctrl_c_while_loading_leaves_nothing_behind(smollm2: Path) -> None:
@@ -85,7 +71,7 @@ def test_ctrl_c_while_loading_leaves_nothing_behind(smollm2: Path) -> None:
             assert llm.generate("Hi", SamplingParams(max_tokens=2))[0].finished
         print("fine")
     """
-    assert run_script(code, smollm2) == "fine\n"
+    assert run_python(code, smollm2) == "fine\n"
 
 
 def test_an_interrupt_of_a_step_made_by_hand_repeats_the_step(llm: LLM) -> None:

@@ -9,9 +9,7 @@ import os
 import random
 import signal
 import socket
-import subprocess
 import sys
-import textwrap
 import threading
 import warnings
 from pathlib import Path
@@ -21,22 +19,9 @@ import pytest
 import torch
 
 from sdk import LLM, EngineClosedError, SamplingParams
+from tests.scripts import ROOT, run_python
 
-ROOT = Path(__file__).parents[2]
 SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-
-
-def run_python(code: str, *arguments: object, timeout: float = 120) -> str:
-    """A fresh interpreter in the checkout's root; its standard output."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def _host_state() -> dict[str, object]:
