@@ -27,6 +27,7 @@ from sdk.kernels.graph import CaptureError, Graph, OnlyViews
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.ladder_ops import LadderOps
 from sdk.kernels.layouts import Layout, on_device
+from sdk.kernels.offload import Offload
 from sdk.kernels.registry import Choice, Problem, choose, linear_problem, open_backends
 from sdk.kernels.sampling import DRAW, Draws, Penalties, SampleBuffers, Tokens
 from sdk.kernels.self_check import SelfCheck
@@ -94,6 +95,7 @@ class Ops(ExpertOps, LadderOps):
     ``num_threads`` defaults to the CPUs this process may run on. ``backends`` restricts the choice
     (tests); ``declined_backends`` says which are missing and why. ``deterministic``: on a GPU too,
     a row's result does not depend on the rows beside it (slower); on a CPU it never does.
+    ``offload``: where weights go that are not to stay in the device's memory.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class Ops(ExpertOps, LadderOps):
         num_threads: int | None = None,
         backends: Sequence[str] | None = None,
         deterministic: bool = False,
+        offload: Offload | None = None,
     ) -> None:
         if num_threads is None:
             num_threads = len(os.sched_getaffinity(0))
@@ -113,7 +116,7 @@ class Ops(ExpertOps, LadderOps):
         self.compute: Compute = compute
         self.num_threads = num_threads
         self._backends, self.declined_backends = open_backends(
-            device, num_threads, backends, fixed=deterministic
+            device, num_threads, backends, fixed=deterministic, offload=offload
         )
         self._chosen: dict[Problem, Choice] = {}
         self._self_check = SelfCheck(self.device)
@@ -168,6 +171,11 @@ class Ops(ExpertOps, LadderOps):
     def keys_transposed(self) -> bool:
         """How the keys of KV pages are to lie: see :class:`sdk.kernels.registry.Backend`."""
         return self._backends[0].keys_transposed
+
+    @property
+    def offloaded(self) -> int:
+        """Bytes of packed weights that are not in the memory of the device."""
+        return sum(backend.offloaded for backend in self._backends)
 
     @property
     def backend_names(self) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sdk.kernels.errors import KernelError
 from sdk.kernels.layouts import Affine, Blocks, Dense, Float8, Layout, inputs_of
+from sdk.kernels.offload import Offload
 
 if TYPE_CHECKING:
     from sdk.kernels.experts import Routes
@@ -93,6 +94,8 @@ class Backend(Protocol):
     #: Whether a page's keys of one head are to lie ``[head_dim][page_size]`` in memory, else
     #: ``[page_size][head_dim]`` like its values (``KVPages``).
     keys_transposed: bool
+    #: Bytes of packed weights that are not in the memory of the device.
+    offloaded: int
 
     def implementations(self, op: str) -> Sequence[Any]:
         """Implementations of ``op``, best first; empty when the backend has none."""
@@ -114,11 +117,16 @@ class Choice:
 
 
 def open_backends(
-    device: str, num_threads: int, only: Sequence[str] | None = None, *, fixed: bool = False
+    device: str,
+    num_threads: int,
+    only: Sequence[str] | None = None,
+    *,
+    fixed: bool = False,
+    offload: Offload | None = None,
 ) -> tuple[list[Backend], tuple[tuple[str, str], ...]]:
     """Open every backend that runs here: ``(backends, ((name, why not), ...))``.
 
-    ``fixed``: see :class:`sdk.kernels.ops.Ops`.
+    ``fixed``, ``offload``: see :class:`sdk.kernels.ops.Ops`.
     """
     opened: list[Backend] = []
     missing: list[tuple[str, str]] = []
@@ -126,7 +134,7 @@ def open_backends(
         module = import_module(f"sdk.kernels.{name}")
         reason = module.available(device)
         if reason is None:
-            opened.append(module.open_backend(device, num_threads, fixed=fixed))
+            opened.append(module.open_backend(device, num_threads, fixed=fixed, offload=offload))
         else:
             missing.append((name, reason))
     return opened, tuple(missing)

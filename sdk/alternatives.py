@@ -66,9 +66,16 @@ def planned_config(
         raise TypeError("plan: expected what LLM.plan() returned, found one without options")
     if not plan.fits:
         raise OutOfMemoryError(plan.problem)
-    return replace(
-        plan.config, max_model_len=plan.max_model_len, kv_cache_memory_bytes=plan.kv_cache
-    )
+    limits: dict[str, Any] = {
+        "max_model_len": plan.max_model_len,
+        "kv_cache_memory_bytes": plan.kv_cache,
+    }
+    for name in ("disk_offload", "cpu_offload"):
+        if getattr(plan.config, name):  # "auto" would look at what memory there is now
+            limits[name] = plan.offloaded
+    if not plan.offloaded:
+        limits["disk_offload_path"] = None
+    return replace(plan.config, **limits)
 
 
 def checked_plan(config: EngineConfig, checkpoint: Checkpoint) -> MemoryPlan:
@@ -97,10 +104,24 @@ def checked_plan(config: EngineConfig, checkpoint: Checkpoint) -> MemoryPlan:
 
 def _with_help(made: MemoryPlan, config: EngineConfig, checkpoint: Checkpoint) -> MemoryPlan:
     others = alternatives(config, checkpoint, made)
-    lines = [f"  {other}" for other in others[:3]]
+    slow = _offloaded(config, checkpoint)
+    lines = [f"  {other}" for other in (*others[:3], *slow)]
     lines += [f"  {line}" for line in _always(config, checkpoint, made)]
     problem = "\n".join([made.problem, "what would help:", *lines])
-    return replace(made, alternatives=others, problem=problem)
+    return replace(made, alternatives=(*others, *slow), problem=problem)
+
+
+def _offloaded(config: EngineConfig, checkpoint: Checkpoint) -> tuple[Alternative, ...]:
+    """As it was asked, with weights that do not fit left on the disk (of a GPU: with the host):
+    nothing is lost but time, so it comes last."""
+    name = "cpu_offload" if config.device == "cuda" else "disk_offload"
+    tried = replace(config, **{name: "auto"})
+    made = plan_for(tried, checkpoint)
+    if not (made.fits and made.offloaded) or getattr(config, name):
+        return ()
+    context = model_config(config, checkpoint).max_position
+    keeps = made.max_model_len >= (config.max_model_len or context)
+    return (Alternative({name: "auto"}, made, 0.0, keeps),)
 
 
 def expected_losses() -> tuple[dict[str, float], dict[str, float]]:

@@ -72,6 +72,9 @@ class EngineConfig:
     enable_lora: bool = False
     swap_space: int | str = 0
     swap_path: str | None = None
+    disk_offload: int | str = 0
+    disk_offload_path: str | None = None
+    cpu_offload: int | str = 0
     compute: Literal["auto", "exact"] = "auto"
     deterministic: bool = False
     local_files_only: bool = False
@@ -100,6 +103,7 @@ class EngineConfig:
             if value is not None and not isinstance(value, MemoryPool):
                 object.__setattr__(self, name, parse_bytes(value, name))
         self._check_swap()
+        self._check_offload()
         if self.kv_cache_dtype != "auto":
             object.__setattr__(self, "kv_cache_dtype", _kv_cache_dtype(self.kv_cache_dtype))
         if self.kv_policy is not None:
@@ -114,14 +118,37 @@ class EngineConfig:
         if self.on_progress is not None and not callable(self.on_progress):
             raise RequestError(f"on_progress: expected a callable, found {self.on_progress!r}")
 
+    def _check_offload(self) -> None:
+        for name in ("disk_offload", "cpu_offload"):
+            value = getattr(self, name)
+            if value not in (0, "auto"):
+                object.__setattr__(self, name, parse_bytes(value, name))
+        if self.disk_offload and self.device == "cuda":
+            raise RequestError(
+                "disk_offload: weights go from a GPU to the machine's memory, not to its disk: use "
+                f"cpu_offload={self.disk_offload!r}"
+            )
+        if self.cpu_offload and self.device != "cuda":
+            raise RequestError(
+                "cpu_offload: on a CPU all weights are in its memory already; disk_offload="
+                f"{self.cpu_offload!r} leaves them on the disk"
+            )
+        self._check_folder("disk_offload_path", "disk_offload")
+
+    def _check_folder(self, name: str, option: str) -> None:
+        """``name`` is a folder, and says something only beside ``option``."""
+        value = getattr(self, name)
+        if value is None:
+            return
+        if not isinstance(value, str | os.PathLike):
+            raise RequestError(f"{name}: expected a folder, found {value!r}")
+        if getattr(self, option) == 0:
+            raise RequestError(f"{name}={os.fspath(value)!r} needs a {option}")
+        object.__setattr__(self, name, os.fspath(value))
+
     def _check_swap(self) -> None:
-        if self.swap_path is not None:
-            if not isinstance(self.swap_path, str | os.PathLike):
-                raise RequestError(f"swap_path: expected a folder, found {self.swap_path!r}")
-            object.__setattr__(self, "swap_path", os.fspath(self.swap_path))
+        self._check_folder("swap_path", "swap_space")
         if self.swap_space == 0:
-            if self.swap_path is not None:
-                raise RequestError(f"swap_path={self.swap_path!r} needs a swap_space")
             return
         object.__setattr__(self, "swap_space", parse_bytes(self.swap_space, "swap_space"))
         if not self.enable_prefix_caching:

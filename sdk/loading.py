@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdk.alternatives import checked_plan
 from sdk.config import EngineConfig
+from sdk.engine.disk_space import disk_folder
 from sdk.engine.elastic import ElasticPages
 from sdk.engine.engine import Engine
 from sdk.engine.kept_prefixes import KeptPrefixes
@@ -145,6 +146,13 @@ def _scheduler_config(
 
 def _warnings(runner: ModelRunner) -> Iterator[str]:
     """What a user should hear of that did not keep the model from loading."""
+    if runner.ops.offloaded:
+        text = (
+            f"{format_bytes(runner.ops.offloaded)} of the weights are not in the memory of their "
+            "device and are read again in every step: slow"
+        )
+        logger.warning(text)
+        yield text
     for name in runner.unused_tensors:
         yield f"unused tensor {name}"
     for layer in quant_report(runner.model.linears()).layers:
@@ -174,7 +182,20 @@ def _runner_config(
         quantization=config.quantization,
         num_swap_pages=_swap_pages(config, memory),
         swap_path=config.swap_path,
+        **_on_disk(config, memory),
     )
+
+
+def _on_disk(config: EngineConfig, memory: MemoryPlan) -> dict[str, Any]:
+    """The fields of a runner whose weights do not all stay in memory."""
+    if not config.disk_offload or not memory.offloaded:
+        return {}
+    ranks = config.tensor_parallel_size
+    return {
+        "disk_bytes": -(-memory.offloaded // ranks),
+        "resident_bytes": -(-memory.weights // ranks),
+        "disk_folder": disk_folder(config.disk_offload_path),
+    }
 
 
 def _pages_set_aside(config: EngineConfig, memory: MemoryPlan) -> int:

@@ -9,6 +9,7 @@ interpreter with torch and the libraries a first model imports (about 230 MiB).
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 GIB = 2**30
 #: Without a budget the KV cache takes this much, or one request of full length if that is more.
 DEFAULT_KV_BYTES = GIB
+#: Bytes a second of a disk nobody has measured: SATA's drives give half of it, NVMe's a multiple.
+DISK_BANDWIDTH = 1e9
 #: Of the read bandwidth, what decoding one stream of a small 4-bit model gets out of it.
 DECODE_SHARE = 0.7
 #: The engine, its threads and Python objects, and the ends of huge pages that weights do not fill:
@@ -108,7 +111,9 @@ class Demand:
     """What the plan is made from. Sizes in bytes; ``page_bytes`` over all layers and ranks.
 
     ``weights`` as kernels hold them, ``loading`` what a load has in memory at its peak, ``read``
-    what one token reads of the weights. ``experts_per_token`` and ``expert_width`` are those of a
+    what one token reads of the weights. ``weights`` are without those ``offloaded``; ``movable``
+    can be, ``window`` is what of them is in memory at a time, ``early`` what a load has in memory
+    before it comes to them. ``experts_per_token`` and ``expert_width`` are those of a
     mixture of experts.
     """
 
@@ -127,6 +132,10 @@ class Demand:
     loading: int = 0
     read: int = 0
     has_tokenizer: bool = True
+    offloaded: int = 0
+    movable: int = 0
+    window: int = 0
+    early: int = 0
 
     @property
     def tokenizer(self) -> int:
@@ -162,9 +171,16 @@ class Alternative:
 
     def __str__(self) -> str:
         given = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
-        return (
+        text = (
             f"{given} needs {format_bytes(self.plan.total)}: "
             f"context {self.plan.max_model_len}, loss {self.loss:.4f}"
+        )
+        if not self.plan.offloaded:
+            return text
+        speed = self.plan.tokens_per_second(math.inf)
+        return (
+            f"{text}, slow: {format_bytes(self.plan.offloaded)} are read for every token, "
+            f"about {speed:.2g} tokens/s where they come at {format_bytes(int(DISK_BANDWIDTH))}/s"
         )
 
 
@@ -188,6 +204,7 @@ class MemoryPlan:
     tokenizer: int = 0
     loading: int = 0
     read: int = 0
+    offloaded: int = 0
     problem: str = ""
     config: EngineConfig | None = field(default=None, repr=False)
     kernels: tuple[KernelShare, ...] = field(default=(), compare=False)
@@ -218,15 +235,20 @@ class MemoryPlan:
         pages_per_request = -(-self.max_model_len // self.page_size)
         return min(self.num_pages / pages_per_request, self.max_num_seqs)
 
-    def tokens_per_second(self, bandwidth: float, context: int = 0) -> float:
+    def tokens_per_second(
+        self, bandwidth: float, context: int = 0, disk: float = DISK_BANDWIDTH
+    ) -> float:
         """What one stream is expected to decode behind ``context`` tokens.
 
         ``bandwidth`` in bytes per second: ``sdk.kernels.cpu.probe.read_bandwidth(threads)`` has
         that of a CPU in 0.1 s. A token reads the weights and the keys and values before it;
-        ``docs/benchmarks.md`` has 55 to 78 % of what memory gives.
+        ``docs/benchmarks.md`` has 55 to 78 % of what memory gives. Weights that are not in memory
+        come at ``disk`` bytes per second, an estimate unless it is given; while the system still
+        has them in its cache of files they are faster.
         """
-        nbytes = self.read + context * self.page_bytes // self.page_size
-        return DECODE_SHARE * bandwidth / max(nbytes, 1)
+        away = self.read * self.offloaded // max(self.weights + self.offloaded, 1)
+        nbytes = self.read - away + context * self.page_bytes // self.page_size
+        return 1 / (max(nbytes, 1) / (DECODE_SHARE * bandwidth) + away / disk)
 
     def __str__(self) -> str:
         rows = [
@@ -245,6 +267,8 @@ class MemoryPlan:
                 "no budget set" if self.budget is None else f"budget {format_bytes(self.budget)}",
             ),
         ]
+        if self.offloaded:
+            rows.insert(1, ("elsewhere", self.offloaded, "weights read again in every step: slow"))
         if self.loading + self.tokenizer == self.total:
             rows.insert(-1, ("loading", self.loading, "for a moment, more than serving takes"))
         lines = [
@@ -277,6 +301,7 @@ def workspace_bytes(demand: Demand, seqs: int, tokens: int) -> int:
     row = 6 * demand.hidden_size + 3 * demand.intermediate_size + demand.experts_per_token * expert
     logits = min(seqs, tokens) * demand.vocab_size * 4
     engine = ENGINE_BYTES + ENGINE_WORD_BYTES * demand.vocab_size
+    engine += demand.window if demand.offloaded else 0
     return engine + tokens * row * 4 + logits + max(logits, SCORED_BYTES)
 
 
@@ -334,10 +359,15 @@ def plan_memory(
         tokenizer=demand.tokenizer,
         loading=demand.loading,
         read=demand.read,
+        offloaded=demand.offloaded,
     )
     if pages * demand.page_size < max(context, 1) or plan.total > limit:
         return replace(plan, problem=_sums(plan, limit, want_context, kv_budget))
     return plan
+
+
+def _away(plan: MemoryPlan) -> str:
+    return f"  and {format_bytes(plan.offloaded)} elsewhere" if plan.offloaded else ""
 
 
 def _sums(plan: MemoryPlan, limit: int, context: int, kv_budget: int | None) -> str:
@@ -346,7 +376,7 @@ def _sums(plan: MemoryPlan, limit: int, context: int, kv_budget: int | None) -> 
     name = "available memory" if plan.budget is None else "budget"
     lines = [
         "the model does not fit:",
-        f"  weights    {format_bytes(plan.weights):>10}",
+        f"  weights    {format_bytes(plan.weights):>10}{_away(plan)}",
         f"  workspace  {format_bytes(plan.workspace):>10}",
         f"  tokenizer  {format_bytes(plan.tokenizer):>10}",
         f"  KV cache   {format_bytes(needed_kv):>10}  one request of {context} tokens",

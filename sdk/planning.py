@@ -35,6 +35,7 @@ from sdk.models.auto import read_config
 from sdk.models.config import ModelConfig
 from sdk.models.layers import ACCURATE
 from sdk.models.parallel import Mesh
+from sdk.offload import Limits, moved_out
 from sdk.quant.at_load import EMBEDDINGS, FLOATS, is_end, is_router, packed_at_load, scheme_at_load
 from sdk.quant.checkpoint import Checkpoint, TensorEntry
 from sdk.quant.quantize import ROWS_AT_ONCE
@@ -47,6 +48,8 @@ _GPU_SHARE = 0.9
 _WINDOW, _MAPPED_MATRICES = 8 * 2**20, 4
 #: Quantizing at load has so many float32 copies of a matrix, or of some rows of the head, at once.
 _COPIES = 5
+#: The largest share of scales in packed weights: a float16 for 32 codes of 4 bits is a ninth.
+_SCALES_OF_EXPERTS = 8
 _INTEGERS = re.compile(r"(?:gptq-|awq-)?w(\d)(?:a\d+)?(g\d+)?s?")
 #: Queries, keys and values, in GGUF files and in folders: models bind them as accurate ones.
 _QKV = re.compile(r"\battn_(q|k|v|qkv)\b|\b(q|k|v|qkv)_proj\b")
@@ -121,20 +124,31 @@ def available_to(config: EngineConfig) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Bytes of a model's weights: as kernels hold them, at the peak of a load, read for a token."""
+    """Bytes of a model's weights: as kernels hold them, at the peak of a load, read for a token.
+
+    ``movable``, ``window`` and ``early``: see :class:`sdk.memory.Demand`.
+    """
 
     weights: int
     loading: int
     read: int
+    movable: int
+    window: int
+    early: int
 
 
 def sizes_of(config: EngineConfig, checkpoint: Checkpoint) -> Sizes:
     model = model_config(config, checkpoint)
     entries = checkpoint.entries()
+    early, late = _loading_bytes(config, entries, model)
+    matrices = [entry for entry in entries if len(entry.shape) > 1 and not is_end(entry.name)]
     return Sizes(
         sum(map(held_bytes, entries)),
-        _loading_bytes(config, entries, model),
+        max(early, late),
         int(sum(_read_bytes(entry, model) for entry in entries)),
+        sum(map(held_bytes, matrices)),
+        max((_window_bytes(entry, model) for entry in matrices), default=0),
+        early,
     )
 
 
@@ -144,10 +158,18 @@ def plan_for(
     """The sums alone; ``problem`` says so where they do not fit. ``sizes`` where they are known."""
     model = model_config(config, checkpoint)
     pool = config.memory if isinstance(config.memory, MemoryPool) else None
+    budget = _bytes(config.memory) if pool is None else pool.free
+    kv_budget = _bytes(config.kv_cache_memory_bytes)
+    demand = _demand(config, model, sizes or sizes_of(config, checkpoint))
+    if config.disk_offload or config.cpu_offload:
+        limits = Limits(
+            available_to(config) if budget is None else budget, kv_budget, config.max_model_len
+        )
+        demand = moved_out(demand, config, limits)
     made = plan_memory(
-        _demand(config, model, sizes or sizes_of(config, checkpoint)),
-        budget=_bytes(config.memory) if pool is None else pool.free,
-        kv_budget=_bytes(config.kv_cache_memory_bytes),
+        demand,
+        budget=budget,
+        kv_budget=kv_budget,
         max_model_len=config.max_model_len,
         available=available_to(config),
     )
@@ -193,6 +215,9 @@ def _demand(config: EngineConfig, model: ModelConfig, sizes: Sizes) -> Demand:
         loading=sizes.loading,
         read=sizes.read,
         has_tokenizer=not config.skip_tokenizer_init,
+        movable=sizes.movable,
+        window=sizes.window,
+        early=sizes.early,
     )
 
 
@@ -211,9 +236,12 @@ def held_bytes(entry: TensorEntry) -> int:
     return entry.nbytes
 
 
-def _loading_bytes(config: EngineConfig, entries: Sequence[TensorEntry], model: ModelConfig) -> int:
-    """The peak of a load. A matrix is in memory twice while it is packed: embedding and head, the
-    largest, when little else is there, those of the blocks beside everything else."""
+def _loading_bytes(
+    config: EngineConfig, entries: Sequence[TensorEntry], model: ModelConfig
+) -> tuple[int, int]:
+    """The peaks of a load, while embedding and head are packed and after it. A matrix is in memory
+    twice while it is packed: embedding and head, the largest, when little else is there, those of
+    the blocks beside everything else."""
     ends = [entry for entry in entries if is_end(entry.name)]
     others = [entry for entry in entries if not is_end(entry.name)]
     largest = max((entry.nbytes for entry in others), default=0)
@@ -225,7 +253,25 @@ def _loading_bytes(config: EngineConfig, entries: Sequence[TensorEntry], model: 
         if scheme_at_load(config.quantization).head is not None:  # its codes four times, besides
             early += 3 * sum(map(held_bytes, ends))
             early += _COPIES * 4 * min(ROWS_AT_ONCE, model.vocab_size) * model.hidden_size
-    return max(early, late) + ENGINE_BYTES + ENGINE_WORD_BYTES * model.vocab_size
+    engine = ENGINE_BYTES + ENGINE_WORD_BYTES * model.vocab_size
+    return early + engine, late + engine
+
+
+def _window_bytes(entry: TensorEntry, model: ModelConfig) -> int:
+    """What of a matrix that is not in memory is there while a step multiplies with it.
+
+    At most all of it, and of the one it is joined with (gate and up); of a mixture's experts, whose
+    codes are handed back one by one, two and the scales of all.
+    """
+    held = held_bytes(entry)
+    if model.experts is None or not _is_expert(entry.name):
+        return 2 * held
+    one = held // entry.shape[0] if len(entry.shape) > 2 else held
+    return 2 * one + 2 * one * model.experts.count // _SCALES_OF_EXPERTS
+
+
+def _is_expert(name: str) -> bool:
+    return "_exps." in name or ".experts." in name
 
 
 def _read_bytes(entry: TensorEntry, model: ModelConfig) -> float:
@@ -234,7 +280,7 @@ def _read_bytes(entry: TensorEntry, model: ModelConfig) -> float:
     embeds = entry.name.removesuffix(".weight").endswith(EMBEDDINGS)
     if embeds and not model.tie_word_embeddings:
         return held / entry.shape[0]
-    if model.experts is not None and ("_exps." in entry.name or ".experts." in entry.name):
+    if model.experts is not None and _is_expert(entry.name):
         return held * model.experts.per_token / model.experts.count
     return held
 

@@ -28,6 +28,7 @@ from sdk.kernels.cpu.recode import RecodePage
 from sdk.kernels.cpu.rope import RopeAndCache, RopeAngles
 from sdk.kernels.cpu.sampling import Sample
 from sdk.kernels.cpu.weight_memory import WeightMemory
+from sdk.kernels.offload import Offload
 from sdk.kernels.reference.sampling import Penalize
 
 __all__ = ["CpuBackend", "available", "levels", "open_backend", "simd_level"]
@@ -42,13 +43,18 @@ def available(device: str) -> str | None:
 
 
 def open_backend(
-    device: str, num_threads: int, level: str | None = None, *, fixed: bool = False
+    device: str,
+    num_threads: int,
+    level: str | None = None,
+    *,
+    fixed: bool = False,
+    offload: Offload | None = None,
 ) -> CpuBackend:
     """``level`` forces an instruction-set level (tests); by default the best there is.
 
     Always ``fixed``.
     """
-    return CpuBackend(Engine(num_threads, level))
+    return CpuBackend(Engine(num_threads, level), offload)
 
 
 def simd_level() -> str | None:
@@ -63,9 +69,9 @@ class CpuBackend:
     name = "cpu"
     keys_transposed = True
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, offload: Offload | None = None) -> None:
         self.engine = engine
-        self._memory = WeightMemory()
+        self._memory = WeightMemory(offload)
         self._implementations: dict[str, Sequence[Any]] = {
             "linear": (
                 *(Linear(engine, self._memory, bits) for bits in (8, 16, 32)),
@@ -89,6 +95,11 @@ class CpuBackend:
             "penalize": (Penalize(),),  # a few hundred logits a row: torch will do
             "sample": (Sample(engine),),
         }
+
+    @property
+    def offloaded(self) -> int:
+        """See :class:`sdk.kernels.registry.Backend`."""
+        return 0 if self._memory.file is None else self._memory.file.used
 
     def implementations(self, op: str) -> Sequence[Any]:
         return self._implementations.get(op, ())

@@ -16,7 +16,7 @@ import torch
 from sdk.kernels.errors import KernelError
 
 #: Must equal kAbiVersion in native/abi.hpp; a library with another one is refused as stale.
-ABI_VERSION = 12
+ABI_VERSION = 14
 
 #: Instruction-set levels, worst to best, in the order of native/levels.hpp.
 LEVELS = ("portable", "avx2", "avx2_vnni", "avx512_vnni")
@@ -104,6 +104,18 @@ class Activations(Structure):
     _fields_ = [("k_blocks", c_int64), *((n, c_void_p) for n in ("values", "blocks", "rest"))]
 
 
+class FilePart(Structure):
+    """Packed weights in a mapped file: ``next`` belongs to the library."""
+
+    begin: int
+    bytes: int
+    _fields_ = [
+        ("begin", c_void_p),
+        *((name, c_int64) for name in ("bytes", "whole")),
+        ("next", c_void_p),
+    ]
+
+
 class LinearArgs(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("w", "x", "out")),
@@ -111,7 +123,7 @@ class LinearArgs(Structure):
         *((name, c_int32) for name in ("exact", "planes")),
         ("m", c_int64),
         ("act", Activations),
-        ("source", c_void_p),
+        *((name, c_void_p) for name in ("source", "file", "done")),
     ]
 
 
@@ -154,7 +166,7 @@ class CombineArgs(Structure):
 
 
 class EmbeddingArgs(Structure):
-    _fields_ = [(name, c_void_p) for name in ("w", "ids", "out")]
+    _fields_ = [(name, c_void_p) for name in ("w", "ids", "out", "file")]
 
 
 class MapArgs(Structure):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import Array, addressof, byref, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from sdk.kernels.cpu.library import (
     EmbeddingArgs,
     Engine,
     ExpertsArgs,
+    FilePart,
     LinearArgs,
     OpKind,
     check,
@@ -34,10 +35,12 @@ _VALUES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 
 @dataclass(frozen=True, slots=True)
 class PackedExperts:
-    """The weights of a layer's experts, and where the library finds their views."""
+    """The weights of a layer's experts, where the library finds their views, and what of them all
+    lies in a file."""
 
     weights: tuple[Packed, ...]
     addresses: Array[c_void_p]
+    file: FilePart | None
 
 
 class Linear:
@@ -90,12 +93,14 @@ class Linear:
 
     def pack(self, layout: Layout) -> Packed:
         check_layout(layout)
+        file = self._memory.file
+        start = 0 if file is None else file.used
         packed, source, row_bytes = prepared(layout, self._memory)
         status = self._engine.pack(
             self._engine.handle, byref(packed.view), source.data_ptr(), row_bytes
         )
         check(status, "pack")
-        return packed
+        return packed if file is None else replace(packed, file=file.part(start))
 
     def unpack(self, packed: Packed) -> Layout:
         layout, out, row_bytes = canonical(packed)
@@ -103,6 +108,8 @@ class Linear:
             self._engine.handle, byref(packed.view), out.data_ptr(), row_bytes
         )
         check(status, "unpack")
+        if packed.file is not None and self._memory.file is not None:
+            self._memory.file.hand_back(packed.file)
         return layout
 
     def matmul(self, packed: Packed, x: Tensor, out: Tensor) -> None:
@@ -112,13 +119,16 @@ class Linear:
     def group(self, packed: Sequence[Packed]) -> PackedExperts:
         weights = tuple(packed)
         addresses = (c_void_p * len(weights))(*(addressof(weight.view) for weight in weights))
-        return PackedExperts(weights, addresses)
+        file = self._memory.file
+        part = None if file is None else file.experts([weight.file for weight in weights])
+        return PackedExperts(weights, addresses, part)
 
     def matmul_routed(
         self, group: PackedExperts, x: Tensor, routes: Routes, by_token: bool, out: Tensor
     ) -> None:
         floats(x, "experts x")
         each = self._arguments(group.weights[0], x, out)
+        each.file = _address(group.file)
         if by_token:
             each.source = routes.tokens.data_ptr()
         pointers = (addressof(group.addresses), routes.starts.data_ptr(), routes.active.data_ptr())
@@ -133,13 +143,19 @@ class Linear:
             out_stride=out.stride(0),
             exact=self._bits == 32,
             planes=2 if self._bits == 16 and not packed.view.dense else 1,
+            file=_address(packed.file),
         )
 
     def rows(self, packed: Packed, ids: Tensor, out: Tensor) -> None:
         if ids.dtype != torch.int64:
             raise KernelError(f"rows: expected int64 ids, found {ids.dtype}")
-        args = EmbeddingArgs(addressof(packed.view), ids.data_ptr(), out.data_ptr())
+        file = _address(packed.file)
+        args = EmbeddingArgs(addressof(packed.view), ids.data_ptr(), out.data_ptr(), file)
         self._engine.run(OpKind.EMBEDDING, args, ids.shape[0], "rows")
 
     def nbytes(self, packed: Packed) -> int:
         return packed.nbytes
+
+
+def _address(part: FilePart | None) -> int | None:
+    return None if part is None else addressof(part)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from sdk.kernels.cpu.library import ELEMENT_TYPES, WeightView
+from sdk.kernels.cpu.library import ELEMENT_TYPES, FilePart, WeightView
 from sdk.kernels.cpu.packed_scales import (
     HIGH_4,
     I6,
@@ -83,7 +83,8 @@ def packed_bytes(kind: str, rows: int, columns: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A weight in tiles. ``view`` points into the tensors; ``facts`` is the layout without data."""
+    """A weight in tiles. ``view`` points into the tensors; ``facts`` is the layout without data;
+    ``file`` what of the tensors lies in a file."""
 
     facts: Layout
     view: WeightView
@@ -96,6 +97,7 @@ class Packed:
     table: Tensor | None = None
     scale_table: Tensor | None = None
     scale_offset: Tensor | None = None
+    file: FilePart | None = None
 
     @property
     def nbytes(self) -> int:
@@ -172,7 +174,7 @@ def _pack_values(w: Dense | Float8, memory: WeightMemory) -> tuple[Packed, Tenso
             scale = interleave(row_scales(w))
         view.groups, view.unit, view.group_units = w.scale.shape[1], 1, min(w.block[1], k)
         view.super_type = ELEMENT_TYPES[w.scale.dtype]
-    packed = Packed(facts, view, codes, scale)
+    packed = Packed(facts, view, codes, memory.keep(scale))
     _point(packed)
     return packed, values, 0
 
@@ -206,7 +208,7 @@ def _pack_affine(w: Affine, memory: WeightMemory) -> tuple[Packed, Tensor, int]:
         view.supers = w.super_scale.shape[1]
         whole = w.super_group >= k  # units of padding too
         view.super_units = (view.k_blocks * DEPTH if whole else w.super_group) // view.unit
-    minus = None if w.minus is None else order(w.minus)
+    minus = memory.keep(None if w.minus is None else order(w.minus))
     if minus is not None:
         view.minus_type = ELEMENT_TYPES[minus.dtype]
     zeros = None
@@ -216,10 +218,10 @@ def _pack_affine(w: Affine, memory: WeightMemory) -> tuple[Packed, Tensor, int]:
         w.without_data(),
         view,
         _codes(view, memory),
-        scale,
+        memory.keep(scale),
         minus,
-        zeros,
-        super_scale,
+        memory.keep(zeros),
+        memory.keep(super_scale),
         table=_tabulate(view, w.table),
         scale_table=None if w.scale_table is None else w.scale_table.clone(),
         scale_offset=scale_offset,

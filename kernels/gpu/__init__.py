@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from sdk.kernels.offload import Offload
+
 __all__ = ["GpuBackend", "available", "open_backend"]
 
 #: Triton (3.3 to 3.6 at least) has no matrix instructions for NVIDIA's cards before 8.0, the
@@ -47,7 +49,9 @@ def _interpreted() -> bool:
     return triton is not None and bool(triton.knobs.runtime.interpret)
 
 
-def open_backend(device: str, num_threads: int, *, fixed: bool = False) -> GpuBackend:
+def open_backend(
+    device: str, num_threads: int, *, fixed: bool = False, offload: Offload | None = None
+) -> GpuBackend:
     """``fixed``: the same order of additions for every batch (slower). No threads are used."""
     from sdk.kernels.gpu import attention, elementwise, experts, norm, rope, sampling
     from sdk.kernels.gpu.dense import DenseLinear
@@ -85,6 +89,7 @@ class GpuBackend:
 
     name = "gpu"
     keys_transposed = False
+    offloaded = 0
 
     def __init__(self, implementations: dict[str, Sequence[Any]]) -> None:
         self._implementations = implementations

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from sdk.kernels.offload import Offload
 from sdk.kernels.reference.attention import Attention
 from sdk.kernels.reference.elementwise import Map, Places, SelectRows, TakeColumns
 from sdk.kernels.reference.experts import AddOwnersBias, Combine, Group, Route
@@ -24,8 +25,12 @@ def available(device: str) -> str | None:
     return None
 
 
-def open_backend(device: str, num_threads: int, *, fixed: bool = False) -> ReferenceBackend:
-    """Always ``fixed``; ``num_threads`` is not used: torch's own pool belongs to the host."""
+def open_backend(
+    device: str, num_threads: int, *, fixed: bool = False, offload: Offload | None = None
+) -> ReferenceBackend:
+    """Always ``fixed``; ``num_threads`` is not used: torch's own pool belongs to the host. Weights
+    stay as they are, in memory.
+    """
     return ReferenceBackend()
 
 
@@ -34,6 +39,7 @@ class ReferenceBackend:
 
     name = "reference"
     keys_transposed = True
+    offloaded = 0
 
     def __init__(self) -> None:
         self._implementations: dict[str, Sequence[Any]] = {

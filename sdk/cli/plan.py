@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 OPTIONS = (
     *("memory", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
-    *("kv_cache_dtype", "quantization"),
+    *("kv_cache_dtype", "quantization", "disk_offload"),
 )
 
 
@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-num-batched-tokens", type=int, help="tokens of one step")
     parser.add_argument("--kv-cache-dtype", help="float16 (default), int8, fp8, int4, k8v4 ...")
     parser.add_argument("--quantization", help="pack float matrices at load: int4, int8 ...")
+    parser.add_argument("--disk-offload", help="weights left on the disk: 2GiB, or auto")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -67,6 +68,7 @@ def to_json(plan: MemoryPlan) -> dict[str, Any]:
     return {
         "budget": plan.budget,
         "weights": plan.weights,
+        "offloaded": plan.offloaded,
         "workspace": plan.workspace,
         "tokenizer": plan.tokenizer,
         "loading": plan.loading,

@@ -64,6 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=float, help="sample from the likeliest tokens of this sum")
     parser.add_argument("--seed", type=int, help="the same seed gives the same answer")
     parser.add_argument("--memory", help="hard budget: 1GiB")
+    parser.add_argument(
+        "--disk-offload", help="weights left on the disk: 2GiB, or auto: what --memory cannot hold"
+    )
     parser.add_argument("--threads", type=int, help="default: the CPUs of this process")
     parser.add_argument("--stats", action="store_true", help="print tokens per second to stderr")
 
@@ -94,7 +97,11 @@ def model_name(args: argparse.Namespace) -> str:
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The options of ``LLM`` that were given."""
-    given = {"memory": args.memory, "num_threads": args.threads}
+    given = {
+        "memory": args.memory,
+        "disk_offload": args.disk_offload,
+        "num_threads": args.threads,
+    }
     return {name: value for name, value in given.items() if value is not None}
 
 

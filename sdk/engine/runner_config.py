@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from sdk.engine.disk_space import reserved_file
+from sdk.kernels.offload import Offload
 from sdk.kernels.ops import Compute, Ops
 
 
@@ -31,12 +33,25 @@ class RunnerConfig:
     quantization: str | None = None
     num_swap_pages: int = 0
     swap_path: str | None = None
+    #: Bytes of this rank's weights that go to a file in ``disk_folder``, and of those that stay.
+    disk_bytes: int = 0
+    resident_bytes: int = 0
+    disk_folder: str = ""
 
     def open_ops(self) -> Ops:
-        """The operators of this rank."""
+        """The operators of this rank.
+
+        :raises OutOfMemoryError: the disk has no room for the weights that go there.
+        """
+        offload = None
+        if self.disk_bytes:
+            size = self.disk_bytes
+            file = reserved_file("disk_offload", self.disk_folder, size, "weights")
+            offload = Offload(self.resident_bytes, size, file)
         return Ops(
             self.device,
             compute=self.compute,
             num_threads=self.num_threads,
             deterministic=self.deterministic,
+            offload=offload,
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sdk.engine.disk_space import reserved_file
 from sdk.engine.plan import Swap
-from sdk.errors import OutOfMemoryError
 
 
 class SwapStorage:
@@ -38,7 +37,8 @@ class SwapStorage:
         self._rows = None if self._on_gpu else (pages.numpy(), self._memory.numpy())
         self._file: Any = None
         if folder is not None:
-            self._file = _reserved(folder, num_slots * page_bytes)
+            size = num_slots * page_bytes
+            self._file = reserved_file("swap_path", folder, size, "swap space")
 
     def run(self, swaps: Iterable[Swap]) -> None:
         """Make these copies, one after the other."""
@@ -74,21 +74,6 @@ class SwapStorage:
             self._file.close()
         self._rows = None
         self._pages = self._memory = torch.empty(0)
-
-
-def _reserved(folder: str, size: int) -> Any:
-    try:
-        file = tempfile.TemporaryFile(prefix="embedlm-swap-", dir=folder)  # noqa: SIM115
-    except OSError as error:
-        raise OutOfMemoryError(f"swap_path: no file can be made in {folder}: {error}") from error
-    try:
-        os.posix_fallocate(file.fileno(), 0, size)
-    except OSError as error:
-        file.close()
-        raise OutOfMemoryError(
-            f"swap_path: {folder} has no room for {size} bytes of swap space: {error}"
-        ) from error
-    return file
 
 
 def _write(file: int, data: memoryview, offset: int) -> None:

@@ -57,8 +57,8 @@ void check_products(Random& random, Engine& one, Engine& many, Packed& made) {
     }
     Buffer<int64_t> ids = indices(random, 5, n);
     Buffer<float> first(5 * k), second(5 * k);
-    one.run(kOpEmbedding, EmbeddingArgs{&made.w, ids.data(), first.data()}, 5);
-    many.run(kOpEmbedding, EmbeddingArgs{&made.w, ids.data(), second.data()}, 5);
+    one.run(kOpEmbedding, EmbeddingArgs{&made.w, ids.data(), first.data(), nullptr}, 5);
+    many.run(kOpEmbedding, EmbeddingArgs{&made.w, ids.data(), second.data(), nullptr}, 5);
     CHECK(first.starts_like(second, 5 * k));
 }
 
@@ -374,7 +374,7 @@ void program(Random& random, Engine& one, Engine& many) {
         const uint8_t* begin = reinterpret_cast<const uint8_t*>(&args);
         lines.push_back({kind, count, std::vector<uint8_t>(begin, begin + sizeof args)});
     };
-    add(kOpEmbedding, kTokens, EmbeddingArgs{&embedding.w, ids.data(), delta.data()});
+    add(kOpEmbedding, kTokens, EmbeddingArgs{&embedding.w, ids.data(), delta.data(), nullptr});
     add(kOpMap, kTokens, MapArgs{sum.data(), nullptr, width, 0, kMapZero});
     for (int layer = 0; layer < 2; ++layer) {
         add(kOpNorm, kTokens,

@@ -7,7 +7,7 @@
 
 #include <stdint.h>
 
-enum { kAbiVersion = 12 };
+enum { kAbiVersion = 14 };
 
 // Element types of scales, minima, pages and dense values. kLow4 and kHigh4, for scales and minima
 // only, are the two halves of one byte (q2_k keeps both in it); kE8M0, for scales, is a power of two.
@@ -141,6 +141,14 @@ static inline Tiles tiles_of(const Weight* w, int64_t block) {
     return {paired && block % kStrip ? strip + tile : strip, paired ? kStrip * tile : tile};
 }
 
+// Packed weights that lie in a mapped file (file_parts.hpp).
+struct FilePart {
+    uint8_t* begin;
+    int64_t bytes;
+    int64_t whole;   // 1: a product reads all of it; of a mixture's experts it reads some
+    FilePart* next;  // what was multiplied with after it the last time; the library writes it
+};
+
 // 32 activations rounded to 8 bits: x ~ scale * q. One record, so that a row is one pointer.
 struct Rounded {
     int8_t q[kDepth];
@@ -166,6 +174,8 @@ struct LinearArgs {
     int64_t m;        // rows; filled by the executor
     Activations act;  // filled by the executor
     const int32_t* source;  // row m is row source[m] of x; null: row m
+    FilePart* file;         // what of the weight lies in a file; null: nothing
+    const FilePart* done;   // the part before, for this product to hand back; filled by the executor
 };
 
 // out[t] = dequantized row ids[t] of the weight.
@@ -173,6 +183,7 @@ struct EmbeddingArgs {
     const Weight* w;
     const int64_t* ids;
     float* out;
+    FilePart* file;  // as in LinearArgs
 };
 
 // Row t of x is its (t / inner, t % inner) one: heads of a wider projection need no copy.

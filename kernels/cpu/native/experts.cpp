@@ -3,6 +3,8 @@
 #include <math.h>
 #include <string.h>
 
+#include "file_parts.hpp"
+
 namespace {
 
 int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -156,6 +158,7 @@ void expert_tiles(const KernelTable& kernels, const ExpertsArgs& args, const Sha
         }
         one_expert(kernels, args, args.experts[*expert], args.starts[*expert],
                    args.starts[*expert + 1], own, scratch);
+        hand_back_strips(args.each.file, *args.experts[*expert], own.begin, own.end);
         resumed = true;
         at = next;
     }

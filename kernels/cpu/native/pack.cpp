@@ -110,11 +110,6 @@ void write_row(const Weight& w, const uint8_t* codes, uint8_t* row) {
     if (filled) *row = (uint8_t)buffer;
 }
 
-size_t element_size(int type) {
-    if (type == kF32) return 4;
-    return type == kF16 || type == kBF16 ? 2 : 1;
-}
-
 float half_value(uint16_t h) {
     const uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = h & 0x7fffu;
     uint32_t bits;
@@ -250,6 +245,11 @@ void dense_rows(const Weight& w, T* plain, bool unpack, int64_t begin, int64_t e
 }
 
 }  // namespace
+
+size_t element_size(int type) {
+    if (type == kF32) return 4;
+    return type == kF16 || type == kBF16 ? 2 : 1;
+}
 
 void dense_blocks(const Weight& w, void* plain, bool unpack, int64_t begin, int64_t end) {
     switch (element_size(w.scale_type)) {

@@ -5,6 +5,8 @@
 
 #include "abi.hpp"
 
+// Bytes of a value of a dense weight.
+size_t element_size(int type);
 // Bytes of the scratch memory `codes` of both below.
 size_t pack_scratch(const Weight& w);
 // Codes of row blocks begin..end from `source` rows; where these are ggml's blocks, the scales too.

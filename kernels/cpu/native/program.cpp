@@ -5,6 +5,7 @@
 
 #include "attention_plan.hpp"
 #include "experts.hpp"
+#include "file_parts.hpp"
 #include "linear_scratch.hpp"
 #include "pack.hpp"
 
@@ -261,6 +262,17 @@ Status Machine::plan_items(Op* op, int64_t requests, Needs* needs) {
     return kOk;
 }
 
+// Notes the order in which parts of a file are used, from which the next step knows what comes next.
+void Machine::follow(LinearArgs* args) {
+    args->done = nullptr;
+    if (!args->file) return;
+    if (used_ && used_ != args->file) {
+        used_->next = args->file;
+        args->done = used_;
+    }
+    used_ = args->file;
+}
+
 // Fills in the fields of an operator that depend on the run; its indices must lie in their tensors.
 Status Machine::bind(Op* op, int64_t n, Needs* needs) {
     bool fits = true;
@@ -268,6 +280,7 @@ Status Machine::bind(Op* op, int64_t n, Needs* needs) {
         case kOpLinear: {
             LinearArgs& args = op->linear;
             args.m = n;
+            follow(&args);
             at_least(&needs->each_thread, linear_private_bytes(*args.w, args.m, args.exact != 0));
             if (rounds(args)) at_least(&needs->activations, activation_bytes(args));
             break;
@@ -275,6 +288,7 @@ Status Machine::bind(Op* op, int64_t n, Needs* needs) {
         case kOpExperts: {
             LinearArgs& each = op->experts.each;
             each.m = n;
+            follow(&each);
             at_least(&needs->each_thread, expert_private_bytes(op->experts));
             if (rounds(each)) at_least(&needs->activations, activation_bytes(each));
             break;
@@ -282,7 +296,10 @@ Status Machine::bind(Op* op, int64_t n, Needs* needs) {
         case kOpGroup: op->group.rows = n; break;
         case kOpAttention: return plan_items(op, n, needs);
         case kOpPlaces: fits = find_places(op->places, n); break;
-        case kOpEmbedding: fits = in_range(op->embedding.ids, n, op->embedding.w->n); break;
+        case kOpEmbedding:
+            hand_back(op->embedding.file);  // the rows of the last step
+            fits = in_range(op->embedding.ids, n, op->embedding.w->n);
+            break;
         case kOpSelect: fits = in_range(op->select.rows, n, op->select.size); break;
         case kOpTake: fits = in_range(op->take.order, op->take.width, op->take.width); break;
         case kOpRope: {
@@ -384,11 +401,18 @@ void Machine::rows(const Op& op, int64_t begin, int64_t end) {
 void Machine::tiles(const Op& op, const Share& share, int thread) {
     uint8_t* scratch = private_scratch(thread);
     switch (op.kind) {
-        case kOpLinear:
-            (integer(op) ? kernels->linear_int : kernels->linear_float)(&op.linear, &share, scratch);
+        case kOpLinear: {
+            const LinearArgs& args = op.linear;
+            pass_on(args, share, strips_of(*args.w));
+            (integer(op) ? kernels->linear_int : kernels->linear_float)(&args, &share, scratch);
+            hand_back_strips(args.file, *args.w, share.begin, share.end);
             break;
+        }
         case kOpAttention: kernels->attention(&op.attention, &share, scratch); break;
-        case kOpExperts: expert_tiles(*kernels, op.experts, share, scratch); break;
+        case kOpExperts:
+            pass_on(op.experts.each, share, expert_strips(op.experts));
+            expert_tiles(*kernels, op.experts, share, scratch);
+            break;
         case kOpGroup: group_rows(op.group); break;
         default: kernels->sample(&op.sample, share.begin, share.end, scratch);
     }

@@ -127,6 +127,7 @@ private:
     struct Needs;
     Status prepare(Program& program, const int64_t* counts);
     Status bind(Op* op, int64_t n, Needs* needs);
+    void follow(LinearArgs* args);
     Status plan_items(Op* op, int64_t requests, Needs* needs);
     Phase tile_phase(const Op& op, int64_t count) const;
     void rows(const Op& op, int64_t begin, int64_t end);
@@ -135,6 +136,7 @@ private:
     static void chunk(void* context, int phase, const Share& share, int thread);
 
     Scratch activations_, attention_, private_;
+    FilePart* used_ = nullptr;  // last
     size_t stride_ = 0;
     std::vector<Phase> phases_;
 };

@@ -1,0 +1,65 @@
+#include "file_parts.hpp"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "linear_scratch.hpp"
+#include "pack.hpp"
+
+namespace {
+
+// Linux reads no more than this for one request, whatever its length: read_ahead_kb of most disks.
+constexpr uintptr_t kAskedAtOnce = 128 * 1024;
+
+uintptr_t page_size() { return (uintptr_t)sysconf(_SC_PAGESIZE); }
+uintptr_t page_of(uintptr_t at) { return at / page_size() * page_size(); }
+uintptr_t page_after(uintptr_t at) { return page_of(at + page_size() - 1); }
+
+struct Pages {
+    uintptr_t begin, end;
+};
+
+// Cut at whole pages, so that neighbouring pieces share none.
+Pages pages_of(const FilePart& part, int64_t begin, int64_t end, int64_t total) {
+    const uintptr_t first = (uintptr_t)part.begin;
+    const uintptr_t from = first + (uintptr_t)(part.bytes * begin / total);
+    const uintptr_t to = first + (uintptr_t)(part.bytes * end / total);
+    return {page_of(from), end == total ? page_after(to) : page_of(to)};
+}
+
+// Bytes of the codes, or of the plain values, before a strip.
+int64_t strip_bytes(const Weight& w, int64_t strip) {
+    if (!w.dense) return code_bytes(w, strip);
+    const int64_t row_blocks = strip * kStrip < w.row_blocks ? strip * kStrip : w.row_blocks;
+    return row_blocks * kRows * w.k * (int64_t)element_size(w.scale_type);
+}
+
+void advise(Pages pages, int advice) {
+    // Advice: where it cannot be followed, memory is read or given back later.
+    if (pages.begin < pages.end) madvise((void*)pages.begin, pages.end - pages.begin, advice);
+}
+
+}  // namespace
+
+void pass_on(const LinearArgs& args, const Share& share, int64_t total) {
+    if (args.file && args.file->next && args.file->next->whole) {
+        const Pages pages = pages_of(*args.file->next, share.begin, share.end, total);
+        for (uintptr_t at = pages.begin; at < pages.end; at += kAskedAtOnce) {
+            const uintptr_t rest = pages.end - at;
+            advise({at, at + (rest < kAskedAtOnce ? rest : kAskedAtOnce)}, MADV_WILLNEED);
+        }
+    }
+    if (args.done) advise(pages_of(*args.done, share.begin, share.end, total), MADV_DONTNEED);
+}
+
+void hand_back(const FilePart* part) {
+    if (part) advise(pages_of(*part, 0, 1, 1), MADV_DONTNEED);
+}
+
+void hand_back_strips(const FilePart* part, const Weight& w, int64_t begin, int64_t end) {
+    if (!part || w.codes < part->begin || w.codes >= part->begin + part->bytes) return;
+    const uintptr_t codes = (uintptr_t)w.codes;
+    advise({page_after(codes + (uintptr_t)strip_bytes(w, begin)),
+            page_of(codes + (uintptr_t)strip_bytes(w, end))},
+           MADV_DONTNEED);
+}

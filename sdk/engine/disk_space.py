@@ -1,0 +1,65 @@
+"""Files without a name, with room that is theirs, for what is not to be in memory."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from sdk.errors import OutOfMemoryError
+from sdk.memory import format_bytes
+
+#: File systems that keep their files in memory.
+_IN_MEMORY = ("tmpfs", "ramfs")
+_MOUNTS = Path("/proc/self/mountinfo")
+
+
+def reserved_file(option: str, folder: str, size: int, what: str) -> Any:
+    """A file in ``folder`` with ``size`` bytes of room for ``what``; it goes with its last user.
+
+    :raises OutOfMemoryError: naming ``option``, when it cannot be made or has no room.
+    """
+    try:
+        file = tempfile.TemporaryFile(prefix="embedlm-", dir=folder)  # noqa: SIM115
+    except OSError as error:
+        raise OutOfMemoryError(f"{option}: no file can be made in {folder}: {error}") from error
+    try:
+        os.posix_fallocate(file.fileno(), 0, size)
+    except OSError as error:
+        file.close()
+        found = os.statvfs(folder)
+        free = format_bytes(found.f_bavail * found.f_frsize)
+        raise OutOfMemoryError(
+            f"{option}: {folder} has no room for {format_bytes(size)} of {what}: {free} are free "
+            f"({error})"
+        ) from error
+    return file
+
+
+def disk_folder(given: str | None) -> str:
+    """The folder for weights: ``given``, or the system's for temporary files that is on a disk.
+
+    :raises OutOfMemoryError: files there would be in memory.
+    """
+    folders = [given] if given is not None else [tempfile.gettempdir(), "/var/tmp"]
+    for folder in folders:
+        if (given is not None or Path(folder).is_dir()) and not _is_in_memory(folder):
+            return folder
+    raise OutOfMemoryError(
+        f"disk_offload: files in {' and '.join(folders)} are kept in memory; "
+        "disk_offload_path=FOLDER names one on a disk"
+    )
+
+
+def _is_in_memory(folder: str) -> bool:
+    try:
+        device = Path(folder).stat().st_dev
+        lines = _MOUNTS.read_text().splitlines()
+    except OSError:
+        return False
+    number = f"{os.major(device)}:{os.minor(device)}"
+    fields = [line.split(" - ", 1) for line in lines]  # proc(5): type and source follow the dash
+    return any(
+        left.split()[2] == number and right.split()[0] in _IN_MEMORY for left, right in fields
+    )

@@ -1,0 +1,54 @@
+"""Weights that do not stay in the memory of their device: how many, and what a plan is then.
+
+Matrices stay in the order in which a model is loaded, while they fit: embedding and head first,
+which always stay, then the layers one after another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from sdk.config import EngineConfig
+from sdk.memory import Demand, workspace_bytes
+
+#: ``"auto"`` makes room for a request of so many tokens, unless ``max_model_len`` says otherwise.
+_CONTEXT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a plan has to stay within. Bytes and tokens."""
+
+    budget: int
+    kv_budget: int | None
+    max_model_len: int | None
+
+
+def option_of(device: str) -> str:
+    """The option that moves weights out of this device's memory."""
+    return "disk_offload" if device == "cpu" else "cpu_offload"
+
+
+def moved_out(demand: Demand, config: EngineConfig, limits: Limits) -> Demand:
+    """The demand without the weights that ``config`` moves out."""
+    asked = config.disk_offload or config.cpu_offload
+    if asked == 0:
+        return demand
+    assert not isinstance(asked, str) or asked == "auto"  # EngineConfig has parsed it
+    out = _missing(demand, limits) if isinstance(asked, str) else asked
+    out = min(out, demand.movable)
+    if out == 0:
+        return demand
+    late = max(demand.loading - out + demand.window, demand.early)
+    return replace(demand, weights=demand.weights - out, loading=late, offloaded=out)
+
+
+def _missing(demand: Demand, limits: Limits) -> int:
+    """Bytes that have to go for a request of full length to fit."""
+    context = limits.max_model_len or min(demand.model_context, _CONTEXT)
+    pages = -(-context // demand.page_size) * demand.page_bytes
+    tokens = min(demand.max_num_batched_tokens, demand.max_num_seqs * context)
+    workspace = workspace_bytes(demand, demand.max_num_seqs, tokens)
+    serving = demand.weights + workspace + max(pages, limits.kv_budget or 0)
+    over = max(serving, demand.loading) + demand.tokenizer - limits.budget
+    return over + demand.window if over > 0 else 0
