@@ -115,13 +115,14 @@ def _offloaded(config: EngineConfig, checkpoint: Checkpoint) -> tuple[Alternativ
     """As it was asked, with weights that do not fit left on the disk (of a GPU: with the host):
     nothing is lost but time, so it comes last."""
     name = "cpu_offload" if config.device == "cuda" else "disk_offload"
-    tried = replace(config, **{name: "auto"})
+    options: dict[str, Any] = {name: "auto"}
+    tried = replace(config, **options)
     made = plan_for(tried, checkpoint)
     if not (made.fits and made.offloaded) or getattr(config, name):
         return ()
     context = model_config(config, checkpoint).max_position
     keeps = made.max_model_len >= (config.max_model_len or context)
-    return (Alternative({name: "auto"}, made, 0.0, keeps),)
+    return (Alternative(options, made, 0.0, keeps),)
 
 
 def expected_losses() -> tuple[dict[str, float], dict[str, float]]:

@@ -180,7 +180,7 @@ class Alternative:
         speed = self.plan.tokens_per_second(math.inf)
         return (
             f"{text}, slow: {format_bytes(self.plan.offloaded)} are read for every token, "
-            f"about {speed:.2g} tokens/s where they come at {format_bytes(int(DISK_BANDWIDTH))}/s"
+            f"about {speed:.2g} tokens/s where a disk gives {DISK_BANDWIDTH / 1e9:g} GB/s"
         )
 
 

@@ -63,8 +63,8 @@ class WeightFile:
                 os.posix_fallocate(self._file.fileno(), self._reserved, more)
             except OSError as error:
                 raise KernelError(
-                    f"packed weights: no room for {more} bytes beside the {self._reserved} of their "
-                    f"file: {error}"
+                    f"packed weights: no room for {more} bytes beside the {self._reserved} of "
+                    f"their file: {error}"
                 ) from error
             self._reserved += more
         self.used = end
