@@ -18,6 +18,8 @@ from torch import Tensor
 
 from sdk.kernels.errors import KernelError
 
+#: Smaller tensors stay on the card: tables that weights share, scales of tiny layers.
+_LEAST = 4096
 #: Places on the card.
 _PLACES = 2
 _ALIGN = 256
@@ -46,10 +48,10 @@ class CardCopies:
     """A second stream of the card. Not run on one yet: its order is what the tests show."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def event(self) -> Any:
-        return torch.cuda.Event()
+        return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def after_work(self) -> None:
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -133,7 +135,7 @@ class HostLayers:
             return
         for tensor in _tensors(packed):
             start = -(-layer.nbytes // _ALIGN) * _ALIGN
-            values = tensor.contiguous()
+            values = tensor.detach().contiguous()  # a tensor of its own, which stays where it is
             layer.nbytes = start + values.nbytes
             if layer.nbytes > len(self._place_of(layer)):
                 self._grow(layer.nbytes)
@@ -194,13 +196,13 @@ class HostLayers:
 
 
 def _tensors(packed: Any) -> Iterator[Tensor]:
-    """The tensors of a packed weight; not tables, which weights share, nor a layout's facts."""
+    """The large tensors of a packed weight."""
     if not is_dataclass(packed):
         return
     for one in fields(packed):
         value = getattr(packed, one.name)
         for part in value if isinstance(value, tuple) else (value,):
-            if isinstance(part, Tensor) and not part.is_meta and part.numel():
+            if isinstance(part, Tensor) and not part.is_meta and part.nbytes >= _LEAST:
                 yield part
 
 

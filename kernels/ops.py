@@ -27,7 +27,7 @@ from sdk.kernels.graph import CaptureError, Graph, OnlyViews
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.ladder_ops import LadderOps
 from sdk.kernels.layouts import Layout, on_device
-from sdk.kernels.offload import Offload
+from sdk.kernels.offload import Offload, OffloadOps, places_of
 from sdk.kernels.registry import Choice, Problem, choose, linear_problem, open_backends
 from sdk.kernels.sampling import DRAW, Draws, Penalties, SampleBuffers, Tokens
 from sdk.kernels.self_check import SelfCheck
@@ -81,7 +81,8 @@ class BoundLinear:
 
     def layout(self) -> Layout:
         """The weight as it was before packing, bit for bit."""
-        layout: Layout = self.choice.implementation.unpack(self.packed)
+        with self.ops.fetched(self.packed):
+            layout: Layout = self.choice.implementation.unpack(self.packed)
         return layout
 
     @property
@@ -89,7 +90,7 @@ class BoundLinear:
         return int(self.choice.implementation.nbytes(self.packed))
 
 
-class Ops(ExpertOps, LadderOps):
+class Ops(ExpertOps, LadderOps, OffloadOps):
     """Chosen kernels plus what they share (the thread pool). Owned by one rank, closed with it.
 
     ``num_threads`` defaults to the CPUs this process may run on. ``backends`` restricts the choice
@@ -115,8 +116,9 @@ class Ops(ExpertOps, LadderOps):
         self.device = torch.device(device)
         self.compute: Compute = compute
         self.num_threads = num_threads
+        on_disk, self._host = places_of(offload, self.device)
         self._backends, self.declined_backends = open_backends(
-            device, num_threads, backends, fixed=deterministic, offload=offload
+            device, num_threads, backends, fixed=deterministic, offload=on_disk
         )
         self._chosen: dict[Problem, Choice] = {}
         self._self_check = SelfCheck(self.device)
@@ -173,11 +175,6 @@ class Ops(ExpertOps, LadderOps):
         return self._backends[0].keys_transposed
 
     @property
-    def offloaded(self) -> int:
-        """Bytes of packed weights that are not in the memory of the device."""
-        return sum(backend.offloaded for backend in self._backends)
-
-    @property
     def backend_names(self) -> tuple[str, ...]:
         return tuple(backend.name for backend in self._backends)
 
@@ -202,7 +199,7 @@ class Ops(ExpertOps, LadderOps):
         layout = on_device(layout, self.device)
         problem = linear_problem(layout, self.compute, activation_bits)
         choice = self._self_check.choose(self._backends, problem, layout)
-        packed = choice.implementation.pack(layout)
+        packed = self.kept(choice.implementation.pack(layout))
         return BoundLinear(choice, packed, layout.shape, self, problem)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sdk.kernels.errors import KernelError
 from sdk.kernels.layouts import Affine, Blocks, Dense, Float8, Layout, inputs_of
-from sdk.kernels.offload import Offload
+from sdk.kernels.offload import OnDisk
 
 if TYPE_CHECKING:
     from sdk.kernels.experts import Routes
@@ -122,7 +122,7 @@ def open_backends(
     only: Sequence[str] | None = None,
     *,
     fixed: bool = False,
-    offload: Offload | None = None,
+    offload: OnDisk | None = None,
 ) -> tuple[list[Backend], tuple[tuple[str, str], ...]]:
     """Open every backend that runs here: ``(backends, ((name, why not), ...))``.
 

@@ -167,7 +167,10 @@ class Decoder:
         self.config = c
         self.ops = source.ops
         self.embedding, self.head = source.embedding_and_head()
-        self.layers = [self.layer(source, f"model.layers.{i}", i) for i in range(c.num_layers)]
+        self.layers: list[Layer] = []
+        for i in range(c.num_layers):
+            with self.ops.load_layer(i):
+                self.layers.append(self.layer(source, f"model.layers.{i}", i))
         self.norm = source.norm("model.norm", plus_one=self.norm_plus_one)
         self.rope = Rope(c.rope, source.max_model_len, source.ops.device)
         self.local_rope = (
@@ -195,8 +198,9 @@ class Decoder:
         if self.local_rope is not None:
             local = self.local_rope.cos_sin(batch.positions, self.ops)
         step = Step(batch, angles, local)
-        for layer, pages in zip(self.layers, kv, strict=True):
-            delta, residual = layer(delta, residual, step, pages)
+        for i, (layer, pages) in enumerate(zip(self.layers, kv, strict=True)):
+            with self.ops.run_layer(i):
+                delta, residual = layer(delta, residual, step, pages)
         hidden, _ = self.ops.add_rms_norm(delta, residual, self.norm, self.config.rms_norm_eps)
         return hidden
 

@@ -19,7 +19,7 @@ from sdk.engine.runner import ModelRunner
 from sdk.engine.runner_config import RunnerConfig
 from sdk.engine.scheduler import Scheduler
 from sdk.engine.scheduler_config import SchedulerConfig
-from sdk.errors import CheckpointError, OutOfMemoryError, RequestError
+from sdk.errors import CheckpointError, OutOfMemoryError, RequestError, UnsupportedError
 from sdk.executors.local import LocalExecutor
 from sdk.kernels.self_check import failures
 from sdk.memory import MemoryPlan, available_memory, format_bytes
@@ -86,13 +86,18 @@ def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
             undo.callback(lease.close)
         tokenizer = None if config.skip_tokenizer_init else _tokenizer(config, checkpoint)
         default_params = _default_params(checkpoint.generation_config)
-        runner_config = _runner_config(config, checkpoint, memory)
+        runner_config = _runner_config(config, checkpoint, model, memory)
         eos = frozenset(tokenizer.eos_token_ids if tokenizer is not None else _eos(checkpoint))
         executor = _executor(config, runner_config, checkpoint)
         undo.callback(executor.close)
         with reporting("load", "B", config.on_progress) as report:
             checkpoint.on_bytes = report
             executor.start()
+        if memory.layers_away and not executor.runner.ops.offloaded:
+            raise UnsupportedError(
+                f"{checkpoint.path}: cpu_offload moves layers of this library's own models; this "
+                "one's run in transformers' code"
+            )
         key = model_key(  # after the load: 1 ms, of a file not yet in memory up to 60
             checkpoint.path,
             model,
@@ -163,7 +168,7 @@ def _warnings(runner: ModelRunner) -> Iterator[str]:
 
 
 def _runner_config(
-    config: EngineConfig, checkpoint: Checkpoint, memory: MemoryPlan
+    config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig, memory: MemoryPlan
 ) -> RunnerConfig:
     return RunnerConfig(
         model=str(checkpoint.path),
@@ -182,14 +187,22 @@ def _runner_config(
         quantization=config.quantization,
         num_swap_pages=_swap_pages(config, memory),
         swap_path=config.swap_path,
-        **_on_disk(config, memory),
+        **_elsewhere(config, model, memory),
     )
 
 
-def _on_disk(config: EngineConfig, memory: MemoryPlan) -> dict[str, Any]:
-    """The fields of a runner whose weights do not all stay in memory."""
-    if not config.disk_offload or not memory.offloaded:
+def _elsewhere(config: EngineConfig, model: ModelConfig, memory: MemoryPlan) -> dict[str, Any]:
+    """The fields of a runner whose weights do not all stay in the memory of their device."""
+    if not memory.offloaded:
         return {}
+    if memory.layers_away:
+        free = available_memory()
+        if memory.offloaded > free:
+            raise OutOfMemoryError(
+                f"cpu_offload: {format_bytes(memory.offloaded)} of weights are more than the "
+                f"{format_bytes(free)} this machine has left"
+            )
+        return {"host_from": model.num_layers - memory.layers_away}
     ranks = config.tensor_parallel_size
     return {
         "disk_bytes": -(-memory.offloaded // ranks),

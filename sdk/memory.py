@@ -113,8 +113,8 @@ class Demand:
     ``weights`` as kernels hold them, ``loading`` what a load has in memory at its peak, ``read``
     what one token reads of the weights. ``weights`` are without those ``offloaded``; ``movable``
     can be, ``window`` is what of them is in memory at a time, ``early`` what a load has in memory
-    before it comes to them. ``experts_per_token`` and ``expert_width`` are those of a
-    mixture of experts.
+    before it comes to them, ``layers`` the bytes of each where they go as a whole (of a GPU).
+    ``experts_per_token`` and ``expert_width`` are those of a mixture of experts.
     """
 
     weights: int
@@ -133,9 +133,11 @@ class Demand:
     read: int = 0
     has_tokenizer: bool = True
     offloaded: int = 0
+    layers_away: int = 0
     movable: int = 0
     window: int = 0
     early: int = 0
+    layers: tuple[int, ...] = ()
 
     @property
     def tokenizer(self) -> int:
@@ -205,6 +207,7 @@ class MemoryPlan:
     loading: int = 0
     read: int = 0
     offloaded: int = 0
+    layers_away: int = 0
     problem: str = ""
     config: EngineConfig | None = field(default=None, repr=False)
     kernels: tuple[KernelShare, ...] = field(default=(), compare=False)
@@ -360,6 +363,7 @@ def plan_memory(
         loading=demand.loading,
         read=demand.read,
         offloaded=demand.offloaded,
+        layers_away=demand.layers_away,
     )
     if pages * demand.page_size < max(context, 1) or plan.total > limit:
         return replace(plan, problem=_sums(plan, limit, want_context, kv_budget))

@@ -1,7 +1,7 @@
 """Weights that do not stay in the memory of their device: how many, and what a plan is then.
 
-Matrices stay in the order in which a model is loaded, while they fit: embedding and head first,
-which always stay, then the layers one after another.
+Embedding and head always stay. On a CPU matrices stay in the order in which a model is loaded,
+while they fit; of a GPU's model whole layers go, from the end on.
 """
 
 from __future__ import annotations
@@ -24,11 +24,6 @@ class Limits:
     max_model_len: int | None
 
 
-def option_of(device: str) -> str:
-    """The option that moves weights out of this device's memory."""
-    return "disk_offload" if device == "cpu" else "cpu_offload"
-
-
 def moved_out(demand: Demand, config: EngineConfig, limits: Limits) -> Demand:
     """The demand without the weights that ``config`` moves out."""
     asked = config.disk_offload or config.cpu_offload
@@ -39,8 +34,20 @@ def moved_out(demand: Demand, config: EngineConfig, limits: Limits) -> Demand:
     out = min(out, demand.movable)
     if out == 0:
         return demand
+    if demand.layers:
+        count, out = _whole_layers(demand.layers, out)
+        demand = replace(demand, layers_away=count)
     late = max(demand.loading - out + demand.window, demand.early)
     return replace(demand, weights=demand.weights - out, loading=late, offloaded=out)
+
+
+def _whole_layers(layers: tuple[int, ...], out: int) -> tuple[int, int]:
+    """The fewest layers at the end that have ``out`` bytes, and their bytes."""
+    count = total = 0
+    while total < out and count < len(layers):
+        count += 1
+        total += layers[-count]
+    return count, total
 
 
 def _missing(demand: Demand, limits: Limits) -> int:

@@ -50,6 +50,7 @@ _WINDOW, _MAPPED_MATRICES = 8 * 2**20, 4
 _COPIES = 5
 #: The largest share of scales in packed weights: a float16 for 32 codes of 4 bits is a ninth.
 _SCALES_OF_EXPERTS = 8
+_LAYER = re.compile(r"\b(?:layers|blk)\.(\d+)\.")
 _INTEGERS = re.compile(r"(?:gptq-|awq-)?w(\d)(?:a\d+)?(g\d+)?s?")
 #: Queries, keys and values, in GGUF files and in folders: models bind them as accurate ones.
 _QKV = re.compile(r"\battn_(q|k|v|qkv)\b|\b(q|k|v|qkv)_proj\b")
@@ -126,7 +127,7 @@ def available_to(config: EngineConfig) -> int:
 class Sizes:
     """Bytes of a model's weights: as kernels hold them, at the peak of a load, read for a token.
 
-    ``movable``, ``window`` and ``early``: see :class:`sdk.memory.Demand`.
+    ``movable``, ``window``, ``early`` and ``layers``: see :class:`sdk.memory.Demand`.
     """
 
     weights: int
@@ -135,6 +136,7 @@ class Sizes:
     movable: int
     window: int
     early: int
+    layers: tuple[int, ...]
 
 
 def sizes_of(config: EngineConfig, checkpoint: Checkpoint) -> Sizes:
@@ -142,13 +144,19 @@ def sizes_of(config: EngineConfig, checkpoint: Checkpoint) -> Sizes:
     entries = checkpoint.entries()
     early, late = _loading_bytes(config, entries, model)
     matrices = [entry for entry in entries if len(entry.shape) > 1 and not is_end(entry.name)]
+    layers: tuple[int, ...] = ()
+    window = max((_window_bytes(config, entry, model) for entry in matrices), default=0)
+    if config.device == "cuda":
+        layers = tuple(_bytes_by_layer(matrices, model))
+        window = 2 * max(layers, default=0)
     return Sizes(
         sum(map(held_bytes, entries)),
         max(early, late),
         int(sum(_read_bytes(entry, model) for entry in entries)),
         sum(map(held_bytes, matrices)),
-        max((_window_bytes(entry, model) for entry in matrices), default=0),
+        window,
         early,
+        layers,
     )
 
 
@@ -218,6 +226,7 @@ def _demand(config: EngineConfig, model: ModelConfig, sizes: Sizes) -> Demand:
         movable=sizes.movable,
         window=sizes.window,
         early=sizes.early,
+        layers=sizes.layers,
     )
 
 
@@ -257,17 +266,27 @@ def _loading_bytes(
     return early + engine, late + engine
 
 
-def _window_bytes(entry: TensorEntry, model: ModelConfig) -> int:
-    """What of a matrix that is not in memory is there while a step multiplies with it.
+def _bytes_by_layer(entries: Sequence[TensorEntry], model: ModelConfig) -> list[int]:
+    layers = [0] * model.num_layers
+    for entry in entries:
+        found = _LAYER.search(entry.name)
+        if found is not None and int(found[1]) < len(layers):
+            layers[int(found[1])] += held_bytes(entry)
+    return layers
 
-    At most all of it, and of the one it is joined with (gate and up); of a mixture's experts, whose
-    codes are handed back one by one, two and the scales of all.
+
+def _window_bytes(config: EngineConfig, entry: TensorEntry, model: ModelConfig) -> int:
+    """What of a matrix that lies on the disk is in memory while a step multiplies with it.
+
+    Of a matrix and the one it is joined with (gate and up) all of it on one thread; on more the
+    chunks they are at, a quarter, and the scales. Experts hand back their codes one by one.
     """
     held = held_bytes(entry)
+    joined = 2 if threads_of(config) == 1 else 1
     if model.experts is None or not _is_expert(entry.name):
-        return 2 * held
+        return joined * held
     one = held // entry.shape[0] if len(entry.shape) > 2 else held
-    return 2 * one + 2 * one * model.experts.count // _SCALES_OF_EXPERTS
+    return joined * one + 2 * one * model.experts.count // _SCALES_OF_EXPERTS
 
 
 def _is_expert(name: str) -> bool:

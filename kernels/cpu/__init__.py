@@ -28,7 +28,7 @@ from sdk.kernels.cpu.recode import RecodePage
 from sdk.kernels.cpu.rope import RopeAndCache, RopeAngles
 from sdk.kernels.cpu.sampling import Sample
 from sdk.kernels.cpu.weight_memory import WeightMemory
-from sdk.kernels.offload import Offload
+from sdk.kernels.offload import OnDisk
 from sdk.kernels.reference.sampling import Penalize
 
 __all__ = ["CpuBackend", "available", "levels", "open_backend", "simd_level"]
@@ -48,7 +48,7 @@ def open_backend(
     level: str | None = None,
     *,
     fixed: bool = False,
-    offload: Offload | None = None,
+    offload: OnDisk | None = None,
 ) -> CpuBackend:
     """``level`` forces an instruction-set level (tests); by default the best there is.
 
@@ -69,7 +69,7 @@ class CpuBackend:
     name = "cpu"
     keys_transposed = True
 
-    def __init__(self, engine: Engine, offload: Offload | None = None) -> None:
+    def __init__(self, engine: Engine, offload: OnDisk | None = None) -> None:
         self.engine = engine
         self._memory = WeightMemory(offload)
         self._implementations: dict[str, Sequence[Any]] = {

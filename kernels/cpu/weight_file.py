@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from sdk.kernels.cpu.library import FilePart
 from sdk.kernels.errors import KernelError
-from sdk.kernels.offload import Offload
+from sdk.kernels.offload import OnDisk
 
 #: Weights that turn out larger than what room was made for get it in such steps.
 _STEP = 64 * 2**20
@@ -31,7 +31,7 @@ class WeightFile:
     weight is gone.
     """
 
-    def __init__(self, offload: Offload) -> None:
+    def __init__(self, offload: OnDisk) -> None:
         self._file = offload.file
         self._reserved = offload.size
         self._parts: list[FilePart] = []

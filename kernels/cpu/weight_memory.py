@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sdk.kernels.cpu.weight_file import WeightFile
 from sdk.kernels.errors import KernelError
-from sdk.kernels.offload import Offload
+from sdk.kernels.offload import OnDisk
 
 _Bytes = NDArray[np.uint8]
 
@@ -37,7 +37,7 @@ _POPULATE_WRITE = 23
 class WeightMemory:
     """Hands out tensors one after another. Not thread-safe: a model loads in one thread."""
 
-    def __init__(self, offload: Offload | None = None) -> None:
+    def __init__(self, offload: OnDisk | None = None) -> None:
         self._mapping: mmap.mmap | None = None
         self._used = self._populated = 0
         self._room = 0 if offload is None else offload.stays

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sdk.kernels.offload import Offload
+from sdk.kernels.offload import OnDisk
 
 __all__ = ["GpuBackend", "available", "open_backend"]
 
@@ -50,7 +50,7 @@ def _interpreted() -> bool:
 
 
 def open_backend(
-    device: str, num_threads: int, *, fixed: bool = False, offload: Offload | None = None
+    device: str, num_threads: int, *, fixed: bool = False, offload: OnDisk | None = None
 ) -> GpuBackend:
     """``fixed``: the same order of additions for every batch (slower). No threads are used."""
     from sdk.kernels.gpu import attention, elementwise, experts, norm, rope, sampling

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sdk.kernels.offload import Offload
+from sdk.kernels.offload import OnDisk
 from sdk.kernels.reference.attention import Attention
 from sdk.kernels.reference.elementwise import Map, Places, SelectRows, TakeColumns
 from sdk.kernels.reference.experts import AddOwnersBias, Combine, Group, Route
@@ -26,7 +26,7 @@ def available(device: str) -> str | None:
 
 
 def open_backend(
-    device: str, num_threads: int, *, fixed: bool = False, offload: Offload | None = None
+    device: str, num_threads: int, *, fixed: bool = False, offload: OnDisk | None = None
 ) -> ReferenceBackend:
     """Always ``fixed``; ``num_threads`` is not used: torch's own pool belongs to the host. Weights
     stay as they are, in memory.

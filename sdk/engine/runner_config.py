@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sdk.engine.disk_space import reserved_file
-from sdk.kernels.offload import Offload
+from sdk.kernels.offload import Offload, OnDisk, OnHost
 from sdk.kernels.ops import Compute, Ops
 
 
@@ -37,21 +37,26 @@ class RunnerConfig:
     disk_bytes: int = 0
     resident_bytes: int = 0
     disk_folder: str = ""
+    #: Of a GPU: the first of the layers whose weights lie in the machine's memory.
+    host_from: int | None = None
 
     def open_ops(self) -> Ops:
         """The operators of this rank.
 
         :raises OutOfMemoryError: the disk has no room for the weights that go there.
         """
-        offload = None
-        if self.disk_bytes:
-            size = self.disk_bytes
-            file = reserved_file("disk_offload", self.disk_folder, size, "weights")
-            offload = Offload(self.resident_bytes, size, file)
         return Ops(
             self.device,
             compute=self.compute,
             num_threads=self.num_threads,
             deterministic=self.deterministic,
-            offload=offload,
+            offload=self._offload(),
         )
+
+    def _offload(self) -> Offload | None:
+        if self.host_from is not None:
+            return OnHost(self.host_from)
+        if not self.disk_bytes:
+            return None
+        file = reserved_file("disk_offload", self.disk_folder, self.disk_bytes, "weights")
+        return OnDisk(self.resident_bytes, self.disk_bytes, file)

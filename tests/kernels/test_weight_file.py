@@ -20,20 +20,20 @@ from sdk.kernels.cpu.library import FilePart
 from sdk.kernels.cpu.packed_weight import Packed
 from sdk.kernels.errors import KernelError
 from sdk.kernels.layouts import Layout
-from sdk.kernels.offload import Offload
+from sdk.kernels.offload import OnDisk
 from sdk.kernels.ops import Ops
 
 MIB = 2**20
 
 
-def _offload(size: int, stays: int = 0) -> Offload:
+def _offload(size: int, stays: int = 0) -> OnDisk:
     file = tempfile.TemporaryFile(dir=disk_folder(None))  # noqa: SIM115
     os.posix_fallocate(file.fileno(), 0, size)
-    return Offload(stays, size, file)
+    return OnDisk(stays, size, file)
 
 
 @contextmanager
-def _ops(offload: Offload | None, threads: int = 2) -> Iterator[Ops]:
+def _ops(offload: OnDisk | None, threads: int = 2) -> Iterator[Ops]:
     ops = Ops("cpu", num_threads=threads, backends=["cpu"], offload=offload)
     yield ops
     ops.close()

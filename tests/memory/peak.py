@@ -15,6 +15,7 @@ import json
 import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +36,20 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("gemma-3-270m-q4_k_m.gguf", {"max_model_len": 1024, "max_num_seqs": 16}),
     ("gemma-3-270m-q4_k_m.gguf", {"memory": "600MiB", "skip_tokenizer_init": True}),
     ("random-1b.Q4_0.gguf", {"max_model_len": 1024, "max_num_seqs": 8}),
+    (
+        "random-1b.Q4_0.gguf",
+        {**SMALL, "max_num_seqs": 2, "memory": "220MiB", "disk_offload": "auto"},
+    ),
 ]
 
 
-def measured(model: Path, options: dict[str, Any]) -> dict[str, int]:
+def measured(model: Path, options: dict[str, Any]) -> dict[str, float]:
     """Bytes that were ``planned``, and the ``peak`` of a process that does it."""
     command = [sys.executable, __file__, "--child", str(model), json.dumps(options)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
     if done.returncode:
         raise RuntimeError(done.stderr)
-    found: dict[str, int] = json.loads(done.stdout)
+    found: dict[str, float] = json.loads(done.stdout)
     return found
 
 
@@ -55,7 +60,7 @@ def _status(name: str) -> int:
     raise LookupError(name)
 
 
-def _child(model: str, options: dict[str, Any]) -> dict[str, int]:
+def _child(model: str, options: dict[str, Any]) -> dict[str, float]:
     import gc
 
     sys.path.insert(0, str(ROOT))  # a bare checkout
@@ -79,10 +84,24 @@ def _child(model: str, options: dict[str, Any]) -> dict[str, int]:
     loaded = _status("VmHWM") - before
     _serve(llm)
     peak = _status("VmHWM") - before
+    speed = _speed(llm)
     parts = {
         name: getattr(plan, name) for name in ("weights", "workspace", "kv_cache", "tokenizer")
     }
-    return {"planned": plan.total, "peak": peak, "loaded": loaded, "loading": plan.loading, **parts}
+    sizes = {"planned": plan.total, "peak": peak, "loaded": loaded, "loading": plan.loading}
+    return {**sizes, **parts, "tokens_per_second": speed}
+
+
+def _speed(llm: Any) -> float:
+    """Tokens per second of one stream, the better of two answers."""
+    from sdk import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    seconds = []
+    for _ in range(2):
+        times = [time.perf_counter() for _ in llm.stream({"prompt_token_ids": [5, 9, 30]}, params)]
+        seconds.append((times[-1] - times[0]) / (len(times) - 1))
+    return round(1 / min(seconds), 1)
 
 
 def _serve(llm: Any) -> None:
@@ -116,7 +135,9 @@ def _table(folder: Path) -> None:
         off = found["planned"] / found["peak"] - 1
         sizes = " | ".join(f"{found[key] / 2**20:.1f}" for key in ("planned", "peak"))
         print(f"| {name} | {said} | {sizes} | {100 * off:+.1f} % |", flush=True)
-        print({key: round(size / 2**20, 1) for key, size in found.items()}, file=sys.stderr)
+        speed = found.pop("tokens_per_second")
+        parts = {key: round(size / 2**20, 1) for key, size in found.items()}
+        print(parts, speed, "tokens/s", file=sys.stderr)
 
 
 def main(argv: list[str]) -> None:
