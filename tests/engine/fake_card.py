@@ -7,7 +7,8 @@ kept too short, read too late or written by nobody gives wrong numbers. What the
 the card by ``send`` alone.
 
 Kernels are those of the CPU, whose bits do not depend on the batch; those that follow requests are
-taught to pass over rows that are nobody's, as the card's do, and leave nonsense in them.
+taught to pass over rows that are nobody's, as the card's do, and leave nonsense in them. Where
+Triton interprets, the card's own kernels are launched.
 """
 
 from __future__ import annotations
@@ -195,8 +196,11 @@ def _attention(kernel: Any, q: Tensor, pages: Any, batch: AttentionBatch, *rest:
 
 
 def _sample(kernel: Any, logits: Tensor, draws: Tensor, out: Tensor) -> None:
+    if hasattr(kernel, "rows"):
+        out.copy_(kernel.rows(logits, draws))
+        return
     found = SampleBuffers(len(logits))
-    kernel(logits, draws.numpy().view(DRAW)[:, 0], found)
+    kernel.run(logits, draws.numpy().view(DRAW)[:, 0], found)
     out.copy_(torch.tensor(found.read(len(logits)), dtype=torch.float64).t())
 
 
@@ -209,7 +213,7 @@ class _Kernel:
     def __init__(self, inner: Any, op: str, card: FakeCard) -> None:
         self._inner, self._card = inner, card
         if op == "sample":
-            self.rows = partial(card.sample, inner.run)
+            self.rows = partial(card.sample, inner)
         elif hasattr(inner, "rows"):
             self.rows = partial(card.launch, inner.rows)
         run = getattr(inner, "run", None)
