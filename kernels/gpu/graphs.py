@@ -69,7 +69,8 @@ class CardRecorder:
     def rehearse(self, forward: Callable[[], object]) -> None:
         """Run it once as it is: kernels are compiled and buffers made, which no recording can hold.
 
-        Afterwards nothing is under way, and no garbage is left that would be destroyed meanwhile.
+        Afterwards nothing is under way, no garbage is left that would be destroyed meanwhile, and
+        torch does not keep for this stream what the rehearsal has freed.
         """
         if self._stream is None:
             self._stream = torch.cuda.Stream()
@@ -79,6 +80,7 @@ class CardRecorder:
             forward()
         torch.cuda.synchronize()
         gc.collect()
+        torch.cuda.empty_cache()
 
     def begin(self) -> None:
         """From now on launches are recorded, not run, after a rehearsal."""
