@@ -195,7 +195,7 @@ def _compile(chunk: Sequence[tuple[str, Any, list[str]]], until: float) -> list[
 
 def table(found: Sequence[dict[str, Any]]) -> str:
     """Of each kernel: how many variants, the range of their registers, the most of all else."""
-    head = ("kernel", "variants", "registers", "shared KiB", "stack", "spilling")
+    head = ("kernel", "variants", "registers", "shared KiB", "stack", "with a stack")
     rows = [head]
     named = sorted((line for line in found if "error" not in line), key=lambda x: x["kernel"])
     for kernel, group in itertools.groupby(named, lambda x: x["kernel"]):
@@ -204,8 +204,8 @@ def table(found: Sequence[dict[str, Any]]) -> str:
         span = f"{min(registers)} to {max(registers)}"
         shared = f"{max(line['shared'] for line in lines) / 1024:.1f}"
         stack = str(max(line["stack"] for line in lines))
-        spilling = str(sum(line["spills"] > 0 for line in lines))
-        rows.append((kernel, str(len(lines)), span, shared, stack, spilling))
+        stacks = str(sum(line["stack"] > 0 for line in lines))
+        rows.append((kernel, str(len(lines)), span, shared, stack, stacks))
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
