@@ -8,14 +8,16 @@ interpreter with torch and the libraries a first model imports (about 230 MiB).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from sdk.control_groups import group_memory
 from sdk.errors import RequestError
 
 if TYPE_CHECKING:
@@ -79,20 +81,22 @@ def format_bytes(count: int) -> str:
 
 
 def available_memory() -> int:
-    """Bytes the machine can still give, as the kernel estimates; all of RAM where it does not."""
-    try:
-        with open("/proc/meminfo") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return installed_memory()
+    """Bytes this process can still get: the kernel's estimate, or less where a container's limit
+    leaves less; all of RAM where the system estimates nothing."""
+    machine = installed_memory()
+    with contextlib.suppress(OSError), open("/proc/meminfo") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                machine = int(line.split()[1]) * 1024
+    group = group_memory()
+    return machine if group is None else min(machine, group.available)
 
 
 def installed_memory() -> int:
-    """Bytes of RAM this machine has."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Bytes of RAM this machine has, or those that a container's limit allows of it."""
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    group = group_memory()
+    return machine if group is None else min(machine, group.limit)
 
 
 def release_free_memory() -> None:
@@ -114,7 +118,8 @@ class Demand:
     what one token reads of the weights. ``weights`` are without those ``offloaded``; ``movable``
     can be, ``window`` is what of them is in memory at a time, ``early`` what a load has in memory
     before it comes to them, ``layers`` the bytes of each where they go as a whole (of a GPU).
-    ``experts_per_token`` and ``expert_width`` are those of a mixture of experts.
+    ``experts_per_token`` and ``expert_width`` are those of a mixture of experts;
+    ``captured_tokens`` those of the largest step that a GPU records, or 0.
     """
 
     weights: int
@@ -138,6 +143,7 @@ class Demand:
     window: int = 0
     early: int = 0
     layers: tuple[int, ...] = ()
+    captured_tokens: int = 0
 
     @property
     def tokenizer(self) -> int:
@@ -208,6 +214,7 @@ class MemoryPlan:
     read: int = 0
     offloaded: int = 0
     layers_away: int = 0
+    graphs: int = 0
     problem: str = ""
     config: EngineConfig | None = field(default=None, repr=False)
     kernels: tuple[KernelShare, ...] = field(default=(), compare=False)
@@ -224,7 +231,7 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         """The most there is at any time: serving, or for a moment of the load."""
-        serving = self.weights + self.workspace + self.kv_cache
+        serving = self.weights + self.workspace + self.graphs + self.kv_cache
         return max(serving, self.loading) + self.tokenizer
 
     @property
@@ -272,6 +279,8 @@ class MemoryPlan:
         ]
         if self.offloaded:
             rows.insert(1, ("elsewhere", self.offloaded, "weights read again in every step: slow"))
+        if self.graphs:
+            rows.insert(-2, ("graphs", self.graphs, "activations and logits of recorded steps"))
         if self.loading + self.tokenizer == self.total:
             rows.insert(-1, ("loading", self.loading, "for a moment, more than serving takes"))
         lines = [
@@ -308,88 +317,16 @@ def workspace_bytes(demand: Demand, seqs: int, tokens: int) -> int:
     return engine + tokens * row * 4 + logits + max(logits, SCORED_BYTES)
 
 
-def plan_memory(
-    demand: Demand,
-    *,
-    budget: int | None,
-    kv_budget: int | None,
-    max_model_len: int | None,
-    available: int,
-) -> MemoryPlan:
-    """Turn a demand and the user's limits into pages and a context length.
+def graph_bytes(demand: Demand, seqs: int, tokens: int) -> int:
+    """What the recorded steps of a GPU hold beside the workspace of those that are not.
 
-    ``budget`` bounds everything together, ``kv_budget`` the KV alone. Without ``max_model_len`` the
-    context is the model's own, or what the KV can hold if that is less. A plan that does not fit
-    says so in ``problem``, with the sums.
-
-    :raises RequestError: ``max_model_len`` exceeds the model's context.
+    One pool has the activations of the largest, and logits; outside of it lie hidden states and
+    logits of decode steps, and of the others hidden states and an attention's queries and result.
     """
-    if max_model_len is not None and max_model_len > demand.model_context:
-        raise RequestError(
-            f"max_model_len: the model's context is {demand.model_context} tokens, "
-            f"found {max_model_len}"
-        )
-    want_context = max_model_len or demand.model_context
-    seqs = demand.max_num_seqs
-    tokens = min(demand.max_num_batched_tokens, seqs * want_context)
-    workspace = workspace_bytes(demand, seqs, tokens)
-    limit = available if budget is None else budget
-    room = limit - demand.weights - workspace - demand.tokenizer
-    pages_per_request = -(-want_context // demand.page_size)
-    cap = pages_per_request * seqs
-    if kv_budget is not None:
-        pages = min(kv_budget // demand.page_bytes, cap)
-    elif budget is not None:
-        pages = min(max(room, 0) // demand.page_bytes, cap)
-    else:
-        default = max(DEFAULT_KV_BYTES // demand.page_bytes, pages_per_request)
-        pages = min(default, cap, max(room, 0) // 2 // demand.page_bytes)
-    context = want_context
-    if max_model_len is None:
-        context = min(context, pages * demand.page_size)
-        tokens = min(tokens, max(seqs * context, 1))
-        workspace = workspace_bytes(demand, seqs, tokens)
-    plan = MemoryPlan(
-        budget=budget,
-        weights=demand.weights,
-        workspace=workspace,
-        page_bytes=demand.page_bytes,
-        page_size=demand.page_size,
-        num_pages=pages,
-        kv_dtype=demand.kv_dtype,
-        max_model_len=max(context, 1),
-        max_num_seqs=seqs,
-        tokenizer=demand.tokenizer,
-        loading=demand.loading,
-        read=demand.read,
-        offloaded=demand.offloaded,
-        layers_away=demand.layers_away,
-    )
-    if pages * demand.page_size < max(context, 1) or plan.total > limit:
-        return replace(plan, problem=_sums(plan, limit, want_context, kv_budget))
-    return plan
-
-
-def _away(plan: MemoryPlan) -> str:
-    return f"  and {format_bytes(plan.offloaded)} elsewhere" if plan.offloaded else ""
-
-
-def _sums(plan: MemoryPlan, limit: int, context: int, kv_budget: int | None) -> str:
-    """What is needed beside what there is."""
-    needed_kv = -(-context // plan.page_size) * plan.page_bytes
-    name = "available memory" if plan.budget is None else "budget"
-    lines = [
-        "the model does not fit:",
-        f"  weights    {format_bytes(plan.weights):>10}{_away(plan)}",
-        f"  workspace  {format_bytes(plan.workspace):>10}",
-        f"  tokenizer  {format_bytes(plan.tokenizer):>10}",
-        f"  KV cache   {format_bytes(needed_kv):>10}  one request of {context} tokens",
-    ]
-    if plan.loading > plan.weights + plan.workspace + needed_kv:
-        lines.append(
-            f"  loading    {format_bytes(plan.loading):>10}  for a moment, in place of these"
-        )
-    lines.append(f"  {name}     {format_bytes(limit)}")
-    if kv_budget is not None:
-        lines.append(f"  kv_cache_memory_bytes {format_bytes(kv_budget)}")
-    return "\n".join(lines)
+    captured = min(demand.captured_tokens, tokens)
+    if not captured:
+        return 0
+    rows = min(seqs, tokens)
+    largest = workspace_bytes(demand, 0, max(captured, rows)) - workspace_bytes(demand, 0, 0)
+    hidden, vocab = demand.hidden_size, demand.vocab_size
+    return largest + 4 * (rows * (hidden + 2 * vocab) + 3 * captured * hidden)

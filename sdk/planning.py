@@ -15,6 +15,7 @@ from sdk.config import EngineConfig
 from sdk.engine.kv_cache import kv_spec
 from sdk.errors import CheckpointError, RequestError
 from sdk.kernels.cpu.packed_weight import BLOCK_SOURCES, packed_bytes
+from sdk.kernels.gpu.graphs import MOST_TOKENS
 from sdk.kernels.layouts import BLOCK_TYPES
 from sdk.kernels.ops import Compute
 from sdk.kernels.registry import Backend, Problem, choose, open_backends
@@ -28,7 +29,6 @@ from sdk.memory import (
     available_memory,
     format_bytes,
     installed_memory,
-    plan_memory,
 )
 from sdk.memory_pool import MemoryPool
 from sdk.models.auto import read_config
@@ -36,6 +36,7 @@ from sdk.models.config import ModelConfig
 from sdk.models.layers import ACCURATE
 from sdk.models.parallel import Mesh
 from sdk.offload import Limits, moved_out
+from sdk.plan_memory import plan_memory
 from sdk.quant.at_load import EMBEDDINGS, FLOATS, is_end, is_router, packed_at_load, scheme_at_load
 from sdk.quant.checkpoint import Checkpoint, TensorEntry
 from sdk.quant.quantize import ROWS_AT_ONCE
@@ -190,7 +191,7 @@ def plan_for(
         sums = (
             "the budget is larger than this machine:\n"
             f"  budget     {format_bytes(made.budget or 0):>10}\n"
-            f"  installed  {format_bytes(installed):>10}\n"
+            f"  machine    {format_bytes(installed):>10}  or its container's limit\n"
             f"  planned    {format_bytes(made.total):>10}"
         )
         made = replace(made, problem=sums)
@@ -207,6 +208,8 @@ def _demand(config: EngineConfig, model: ModelConfig, sizes: Sizes) -> Demand:
     heads = max(model.num_kv_heads, config.tensor_parallel_size)
     page_bytes = kv_spec(model, heads, config.block_size, dtype).page_bytes
     experts = model.experts
+    # What a CPU records lies in the memory of its workspace.
+    eager = config.enforce_eager or device_of(config) == "cpu"
     return Demand(
         weights=sizes.weights,
         page_bytes=page_bytes,
@@ -227,6 +230,7 @@ def _demand(config: EngineConfig, model: ModelConfig, sizes: Sizes) -> Demand:
         window=sizes.window,
         early=sizes.early,
         layers=sizes.layers,
+        captured_tokens=0 if eager else min(config.max_num_batched_tokens, MOST_TOKENS),
     )
 
 

@@ -70,6 +70,7 @@ def to_json(plan: MemoryPlan) -> dict[str, Any]:
         "weights": plan.weights,
         "offloaded": plan.offloaded,
         "workspace": plan.workspace,
+        "graphs": plan.graphs,
         "tokenizer": plan.tokenizer,
         "loading": plan.loading,
         "kv_cache": plan.kv_cache,

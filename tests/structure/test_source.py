@@ -25,7 +25,7 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 #: Files that would only get harder to read by being cut: their own limit, and why.
 LONG_FILES = {
-    "kernels/ops.py": (445, "every operator of an engine, one short method each"),
+    "kernels/ops.py": (440, "every operator of an engine, one short method each"),
     "sdk/llm.py": (530, "the whole facade, sync and async twins side by side"),
 }
 
@@ -48,7 +48,7 @@ EXEMPT = {
 PURE = (
     *("sdk/params.py", "sdk/outputs.py", "sdk/memory.py", "sdk/demo.py", "sdk/engine/plan.py"),
     *("sdk/engine/request.py", "sdk/engine/scheduler.py", "sdk/engine/pages.py"),
-    *("sdk/engine/queues.py", "sdk/engine/commit.py"),
+    *("sdk/engine/queues.py", "sdk/engine/commit.py", "sdk/plan_memory.py"),
     *("sdk/engine/prefixes.py", "sdk/engine/swap.py", "sdk/engine/scheduler_config.py"),
 )
 
