@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -53,7 +52,7 @@ class OffloadOps:
     """The part of :class:`sdk.kernels.ops.Ops` that is about weights elsewhere."""
 
     device: torch.device
-    _backends: Sequence[Backend]
+    _backends: list[Backend]
     _host: HostLayers | None
 
     @property

@@ -109,8 +109,8 @@ def checked_plan(config: EngineConfig, checkpoint: Checkpoint) -> MemoryPlan:
 def _with_help(made: MemoryPlan, config: EngineConfig, checkpoint: Checkpoint) -> MemoryPlan:
     others = alternatives(config, checkpoint, made)
     slow = _offloaded(config, checkpoint)
-    lines = [f"  {other}" for other in (*others[:3], *slow)]
-    lines += [f"  {line}" for line in _always(config, checkpoint, made)]
+    helps = [*others[:3], *_always(config, checkpoint, made), *slow]
+    lines = [f"  {line}" for line in helps]
     problem = "\n".join([made.problem, "what would help:", *lines])
     return replace(made, alternatives=(*others, *slow), problem=problem)
 

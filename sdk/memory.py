@@ -116,10 +116,10 @@ class Demand:
 
     ``weights`` as kernels hold them, ``loading`` what a load has in memory at its peak, ``read``
     what one token reads of the weights. ``weights`` are without those ``offloaded``; ``movable``
-    can be, ``window`` is what of them is in memory at a time, ``early`` what a load has in memory
-    before it comes to them, ``layers`` the bytes of each where they go as a whole (of a GPU).
-    ``experts_per_token`` and ``expert_width`` are those of a mixture of experts;
-    ``captured_tokens`` those of the largest step that a GPU records, or 0.
+    can be, ``window`` is what of them is in memory at a time, ``packing`` while they are packed,
+    ``early`` what a load has in memory before it comes to them, ``layers`` the bytes of each where
+    they go as a whole (of a GPU). ``experts_per_token`` and ``expert_width`` are those of a mixture
+    of experts; ``captured_tokens`` those of the largest step that a GPU records, or 0.
     """
 
     weights: int
@@ -141,6 +141,7 @@ class Demand:
     layers_away: int = 0
     movable: int = 0
     window: int = 0
+    packing: int = 0
     early: int = 0
     layers: tuple[int, ...] = ()
     captured_tokens: int = 0

@@ -37,7 +37,7 @@ def moved_out(demand: Demand, config: EngineConfig, limits: Limits) -> Demand:
     if demand.layers:
         count, out = _whole_layers(demand.layers, out)
         demand = replace(demand, layers_away=count)
-    late = max(demand.loading - out + demand.window, demand.early)
+    late = max(demand.loading - out + demand.packing, demand.early)
     return replace(demand, weights=demand.weights - out, loading=late, offloaded=out)
 
 
@@ -58,4 +58,4 @@ def _missing(demand: Demand, limits: Limits) -> int:
     workspace = workspace_bytes(demand, demand.max_num_seqs, tokens)
     serving = demand.weights + workspace + max(pages, limits.kv_budget or 0)
     over = max(serving, demand.loading) + demand.tokenizer - limits.budget
-    return over + demand.window if over > 0 else 0
+    return over + max(demand.window, demand.packing) if over > 0 else 0

@@ -36,8 +36,7 @@ def plan_memory(
             f"max_model_len: the model's context is {demand.model_context} tokens, "
             f"found {max_model_len}"
         )
-    want_context = max_model_len or demand.model_context
-    seqs = demand.max_num_seqs
+    seqs, want_context = demand.max_num_seqs, max_model_len or demand.model_context
     tokens = min(demand.max_num_batched_tokens, seqs * want_context)
     workspace, graphs = workspace_bytes(demand, seqs, tokens), graph_bytes(demand, seqs, tokens)
     limit = available if budget is None else budget

@@ -128,16 +128,17 @@ def available_to(config: EngineConfig) -> int:
 class Sizes:
     """Bytes of a model's weights: as kernels hold them, at the peak of a load, read for a token.
 
-    ``movable``, ``window``, ``early`` and ``layers``: see :class:`sdk.memory.Demand`.
+    The others: see :class:`sdk.memory.Demand`.
     """
 
     weights: int
     loading: int
     read: int
-    movable: int
-    window: int
-    early: int
-    layers: tuple[int, ...]
+    movable: int = 0
+    window: int = 0
+    packing: int = 0
+    early: int = 0
+    layers: tuple[int, ...] = ()
 
 
 def sizes_of(config: EngineConfig, checkpoint: Checkpoint) -> Sizes:
@@ -156,6 +157,7 @@ def sizes_of(config: EngineConfig, checkpoint: Checkpoint) -> Sizes:
         int(sum(_read_bytes(entry, model) for entry in entries)),
         sum(map(held_bytes, matrices)),
         window,
+        2 * max((_one_matrix(entry, model) for entry in matrices), default=0),
         early,
         layers,
     )
@@ -228,6 +230,7 @@ def _demand(config: EngineConfig, model: ModelConfig, sizes: Sizes) -> Demand:
         has_tokenizer=not config.skip_tokenizer_init,
         movable=sizes.movable,
         window=sizes.window,
+        packing=sizes.packing,
         early=sizes.early,
         layers=sizes.layers,
         captured_tokens=0 if eager else min(config.max_num_batched_tokens, MOST_TOKENS),
@@ -285,12 +288,17 @@ def _window_bytes(config: EngineConfig, entry: TensorEntry, model: ModelConfig) 
     Of a matrix and the one it is joined with (gate and up) all of it on one thread; on more the
     chunks they are at, a quarter, and the scales. Experts hand back their codes one by one.
     """
-    held = held_bytes(entry)
-    joined = 2 if threads_of(config) == 1 else 1
-    if model.experts is None or not _is_expert(entry.name):
-        return joined * held
-    one = held // entry.shape[0] if len(entry.shape) > 2 else held
-    return joined * one + 2 * one * model.experts.count // _SCALES_OF_EXPERTS
+    one = _one_matrix(entry, model)
+    window = one * (2 if threads_of(config) == 1 else 1)
+    if model.experts is not None and _is_expert(entry.name):
+        window += 2 * one * model.experts.count // _SCALES_OF_EXPERTS
+    return window
+
+
+def _one_matrix(entry: TensorEntry, model: ModelConfig) -> int:
+    """Bytes held of what is packed at once: of experts one."""
+    stacked = model.experts is not None and _is_expert(entry.name) and len(entry.shape) > 2
+    return held_bytes(entry) // (entry.shape[0] if stacked else 1)
 
 
 def _is_expert(name: str) -> bool:

@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from sdk.llm import LLM
+    from sdk.memory import DISK_BANDWIDTH
 
     given = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
     plan = LLM.plan(args.file, **given)
@@ -44,7 +45,10 @@ def run(args: argparse.Namespace) -> int:
     elif plan.fits:
         print(plan)
         if speed is not None:
-            print(f"decoding   {speed:>10.0f}  tokens/s expected of one stream on this machine")
+            said = "tokens/s expected of one stream on this machine"
+            if plan.offloaded:
+                said += f", if the disk gives {DISK_BANDWIDTH / 1e9:g} GB/s"
+            print(f"decoding   {speed:>10.{0 if speed >= 10 else 1}f}  {said}")
     if not plan.fits and not args.json:
         raise OutOfMemoryError(plan.problem)
     return 0 if plan.fits else 2

@@ -234,6 +234,7 @@ class _Backend:
     def __init__(self, inner: Any, card: FakeCard) -> None:
         self.inner, self.card = inner, card
         self.name, self.keys_transposed = inner.name, inner.keys_transposed
+        self.offloaded = inner.offloaded
         self.close = inner.close
 
     def implementations(self, op: str) -> Sequence[Any]:

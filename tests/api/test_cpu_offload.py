@@ -1,0 +1,83 @@
+"""Layers of a GPU's model that stay with the host: how many, and what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sdk import LLM, OutOfMemoryError, UnsupportedError, loading, planning
+from sdk.config import EngineConfig
+from sdk.memory import MemoryPlan
+
+MIB = 2**20
+LIMITS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 2, "device": "cuda"}
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if there were one."""
+    monkeypatch.setattr(planning, "device_of", lambda config: "cuda")
+
+
+def _planned(path: Path, **options: object) -> tuple[MemoryPlan, dict[str, Any]]:
+    """The plan, and what a rank is told of the layers."""
+    config = EngineConfig.from_options(path, {"memory": "1GiB", **LIMITS, **options})
+    with contextlib.closing(planning.open_model(config)) as checkpoint:
+        made = planning.plan_for(config, checkpoint)
+        model = planning.model_config(config, checkpoint)
+        return made, loading._elsewhere(config, model, made)
+
+
+@pytest.mark.usefixtures("card")
+def test_whole_layers_go_from_the_end_until_the_bytes_asked_for_are_out(smollm2: Path) -> None:
+    whole, told = _planned(smollm2)
+    assert told == {} and whole.offloaded == 0
+    one, told = _planned(smollm2, cpu_offload=1)
+    assert one.layers_away == 1 and told == {"host_from": 29}
+    layer = one.offloaded
+    assert 2 * MIB < layer < 3 * MIB
+    some, told = _planned(smollm2, cpu_offload="20MiB")
+    assert 20 * MIB <= some.offloaded < 20 * MIB + layer
+    assert told == {"host_from": 30 - some.layers_away}
+    assert some.weights == whole.weights - some.offloaded
+    assert some.workspace == whole.workspace + 2 * layer  # two places on the card
+    most, told = _planned(smollm2, cpu_offload="1GiB")
+    assert told == {"host_from": 0} and most.weights > 25 * MIB  # embedding and head stay
+
+
+@pytest.mark.usefixtures("card")
+def test_auto_moves_what_the_card_cannot_hold(smollm2: Path) -> None:
+    whole, _ = _planned(smollm2)
+    least = whole.total - 20 * MIB
+    refused, _ = _planned(smollm2, memory=least - whole.kv_cache)
+    assert not refused.fits
+    moved, _ = _planned(smollm2, memory=least - whole.kv_cache, cpu_offload="auto")
+    assert moved.fits and moved.total <= least - whole.kv_cache
+    assert 0 < moved.layers_away < 30
+    assert "elsewhere" in str(moved)
+
+
+@pytest.mark.usefixtures("card")
+def test_a_host_without_room_for_the_layers_is_refused(
+    smollm2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "available_memory", lambda: MIB)
+    with pytest.raises(OutOfMemoryError, match=r"cpu_offload: .* more than the 1.0 MiB"):
+        _planned(smollm2, cpu_offload="20MiB")
+
+
+def test_a_model_whose_layers_are_not_ours_is_refused(
+    golden: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = loading.checked_plan
+
+    def with_layers_away(*arguments: Any) -> MemoryPlan:
+        return replace(plan(*arguments), layers_away=1)
+
+    monkeypatch.setattr(loading, "checked_plan", with_layers_away)
+    with pytest.raises(UnsupportedError, match="cpu_offload moves layers of this library's own"):
+        LLM(golden / "gguf-Q8_0" / "model.gguf", max_model_len=64)
