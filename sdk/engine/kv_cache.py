@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -124,6 +124,7 @@ class KVCache:
                 offset += level.layer_bytes(layer)
             below = self.layers
         self._memory = memory
+        self._recode: Callable[[int, int], None] | None = None  # a page, once one goes down
         self._storage: SwapStorage | None = None
         if num_swap_pages:
             pages = memory.view(num_pages, spec.page_bytes)
@@ -137,8 +138,9 @@ class KVCache:
                 pages = self._memory.view(self.num_pages << above, self.spec.page_bytes >> above)
                 pages[at] = pages[index]
                 continue
-            for layer in self.layers:
-                ops.recode_page(layer, source, target)
+            if self._recode is None:
+                self._recode = ops.page_recoder(self.layers)
+            self._recode(source, target)
 
     def swap(self, swaps: tuple[Swap, ...]) -> None:
         """Copy pages to and from the swap space."""
@@ -166,7 +168,7 @@ class KVCache:
 
     def close(self) -> None:
         """Drop the tensors. Idempotent."""
-        self.layers = []
+        self.layers, self._recode = [], None
         self._memory = torch.empty(0)
         self._mapping = None
         if self._storage is not None:

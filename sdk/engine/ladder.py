@@ -29,6 +29,7 @@ from sdk.engine.request import Request
 from sdk.engine.scheduler_config import SchedulerConfig
 from sdk.errors import RequestError
 from sdk.kernels.ladder import page_id, page_level
+from sdk.quant.spec import KVSpec
 
 
 class Slabs:
@@ -284,18 +285,18 @@ class LadderPool(PagePool):
 
     # Plans
 
+    def places(self, pages: Sequence[int]) -> list[int]:
+        """See :meth:`PagePool.places`; they hold once the moves of the next plan are made."""
+        return [self._places[page] for page in pages]
+
     def placed(self, plan: StepPlan) -> StepPlan:
         """The plan in the places of its pages, with the moves since the last one."""
         moves, self._moves = tuple(self._moves), []
-        places = self._places
         return plan._replace(
             started=tuple(
-                replace(start, pages=tuple(places[page] for page in start.pages))
-                for start in plan.started
+                replace(start, pages=tuple(self.places(start.pages))) for start in plan.started
             ),
-            new_pages=tuple(
-                (name, tuple(places[page] for page in pages)) for name, pages in plan.new_pages
-            ),
+            new_pages=tuple((name, tuple(self.places(pages))) for name, pages in plan.new_pages),
             moves=moves,
         )
 
@@ -349,3 +350,16 @@ def held_pages(running: Sequence[Request], pool: LadderPool) -> dict[int, int]:
                 limit = deepest if 0 < index < full else 0
                 lowest[page] = min(lowest.get(page, limit), limit)
     return lowest
+
+
+def descent(pages: Sequence[int], num_computed: int, spec: KVSpec) -> list[Move]:
+    """What takes the pages of a request, places in slabs of their own, as far down as a pool could:
+    all full ones but the first.
+    """
+    moves: list[Move] = []
+    for place in pages[1 : num_computed // spec.page_size]:
+        for level in range(page_level(place)[0] + 1, len(spec.levels)):
+            passing, below = page_id(level, 0), page_id(level, 2 * page_level(place)[1])
+            moves += [Move(place, passing), Move(passing, below)]
+            place = below
+    return moves
