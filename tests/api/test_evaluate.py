@@ -71,6 +71,8 @@ def test_a_policy_is_evaluated_with_every_page_as_low_as_it_may_be(base: Path) -
     found = sdk.evaluate(base, text=ids, tokens=640, **policy)
     assert found.kv_dtype == "float16>int8>int4"
     assert 20 * loss["float16"] < found.kl_mean < 0.8 * loss["int4"]
+    kept = sdk.evaluate(base, text=ids, tokens=640, **policy, kv_keep=(1, 1))
+    assert 20 * loss["float16"] < kept.kl_mean < 0.9 * found.kl_mean
     assert sdk.evaluate(base, text=ids, tokens=256, **policy).kl_mean < 2 * loss["float16"]
 
 
