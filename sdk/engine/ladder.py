@@ -11,7 +11,8 @@ then those of the second type. Only then is the content of cached pages given up
 and after that requests are preempted. Coldest are the cached pages, least recently used first, then
 those of the request that would be preempted first. A request's first page, where trained models
 leave much of their attention, and pages not yet full stay as they are (``kv_keep``: more of them at
-both ends), and so do those of a request whose ``kv_min_bits`` says so. A page that went down does not come up again.
+both ends), and so do those of a request whose ``kv_min_bits`` says so. A page that went down does
+not come up again.
 
 *It always ends.* No page takes more than a slab, whatever became of it, so the first request in
 order still gets all the pages it may need when everybody else has gone.
