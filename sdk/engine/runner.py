@@ -61,7 +61,6 @@ class ModelRunner:
         self._drawing: list[tuple[int, RequestState]] = []
         self._again: list[list[int]] = []
         self.unused_tensors: list[str] = []
-        self._keep = config.kv_keep
         #: Spent in native calls so far.
         self.native_seconds = 0.0
         with contextlib.ExitStack() as undo:
@@ -385,7 +384,7 @@ class ModelRunner:
         start = RequestStart("prompt", tuple(token_ids), count, 0, places, SamplingParams())
         request = Running(start)
         for begin in range(0, len(token_ids), len(self._inputs.token_ids)):
-            moves = descent(request.pages, begin, self.kv.spec, self._keep)
+            moves = descent(request.pages, begin, self.kv.spec, self.kv.keep)
             self.kv.move(moves, self.ops)
             self._inputs.follow([request], moves)
             count = min(len(token_ids) - begin, len(self._inputs.token_ids))

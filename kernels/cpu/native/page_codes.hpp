@@ -124,8 +124,9 @@ INLINE VF vector_of(const float* x, int i, int count) {
 // would be too small for an f16.
 INLINE float largest_code(int type) { return type == kI8 ? 127.0f : 448.0f; }
 
-// x ~ scale * to, which is written in whole vectors. The scale is rounded to float16 first and the codes follow it, so that this
-// rounding costs nothing. With a NaN in x the scale is NaN: it must stay visible.
+// x ~ scale * to, which is written in whole vectors. The scale is rounded to float16 first and the
+// codes follow it, so that this rounding costs nothing. With a NaN in x the scale is NaN: it must
+// stay visible.
 INLINE uint16_t round_codes(const float* x, int count, int type, uint8_t* to) {
     const float most = largest_code(type);
     const uint16_t half = to_half(peak_of(x, count) / most);

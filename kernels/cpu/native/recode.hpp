@@ -1,7 +1,7 @@
 // A page of one level of a ladder written as one of another type, value by value.
 //
-// Row (layer, head, slot) is computed on its own, so threads never matter. Both pages lie mixed, and where
-// keys have a centre it is the same, so neither is undone.
+// Row (layer, head, slot) is computed on its own, so threads never matter. Both pages lie mixed, and
+// where keys have a centre it is the same, so neither is undone.
 #pragma once
 
 #include "page_codes.hpp"
