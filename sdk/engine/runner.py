@@ -14,6 +14,7 @@ from sdk.engine.forward import ForwardPasses
 from sdk.engine.inputs import Running, StepInputs
 from sdk.engine.key_centres import centre_keys
 from sdk.engine.kv_cache import cache_of_rank
+from sdk.engine.ladder import descent
 from sdk.engine.plan import RequestStart, Sampled, StepPlan, StepResult
 from sdk.engine.run_ahead import Flight, RunAhead
 from sdk.engine.runner_config import RunnerConfig
@@ -371,23 +372,20 @@ class ModelRunner:
             del logits  # its memory is the next one's
 
     def prompt_logits(self, token_ids: Sequence[int]) -> Iterator[Tensor]:
-        """What the model expects behind each token of one prompt, run in steps as a request is.
+        """What the model expects behind each token of a prompt, run in steps as a request is.
 
         Float32 ``[n, vocab]`` for the next ``n <= 128`` tokens, valid until the next is asked for.
-        No request may be in the runner; the pages of earlier ones are written over.
+        No request may be in the runner; the pages of earlier ones are written over. Those of a
+        ladder are as low as they may be when a step begins.
         """
         pages = -(-len(token_ids) // self._inputs.batch.page_size)
-        request = Running(
-            RequestStart(
-                "prompt",
-                tuple(token_ids),
-                num_prompt_tokens=len(token_ids),
-                num_computed=0,
-                pages=tuple(range(1, pages + 1)),
-                params=SamplingParams(),
-            )
-        )
+        places, count = tuple(range(1, pages + 1)), len(token_ids)
+        start = RequestStart("prompt", tuple(token_ids), count, 0, places, SamplingParams())
+        request = Running(start)
         for begin in range(0, len(token_ids), len(self._inputs.token_ids)):
+            moves = descent(request.pages, begin, self.kv.spec, self.kv.keep)
+            self.kv.move(moves, self.ops)
+            self._inputs.follow([request], moves)
             count = min(len(token_ids) - begin, len(self._inputs.token_ids))
             tokens = self._inputs.fill([(request, count)], [])
             hidden, _ = self._forward(tokens, 1, 0)
