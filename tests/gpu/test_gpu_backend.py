@@ -16,7 +16,7 @@ from sdk.kernels.gpu import available
 from sdk.kernels.gpu.dense import DenseLinear
 from sdk.kernels.gpu.linear_as_file import LinearAsFile
 from sdk.kernels.gpu.packing import Packed, pack
-from sdk.kernels.gpu.tuning import Tiles, Tuning, read_tuning, type_of
+from sdk.kernels.gpu.tuning import OPS, VERSION, Tiles, Tuning, read_tuning, type_of
 from sdk.kernels.layouts import ActivationScheme
 from sdk.kernels.ops import Ops
 from sdk.kernels.reference.decode import decode
@@ -32,8 +32,13 @@ def weight(cases: Any) -> Packed:
 
 
 def write(folder: Path, entries: list[dict[str, Any]], **other: Any) -> Path:
-    table = {"version": 1, "dense_from": 300, "linear": {"int4g128": entries}} | other
-    table.setdefault("linear_bytes", {})
+    table = {
+        "version": VERSION,
+        "dense_from": 300,
+        "experts_dense_from": 90,
+        **{op: {} for op in OPS},
+    }
+    table |= {"linear": {"int4g128": entries}} | other
     (folder / "nvidia-test.json").write_text(json.dumps(table))
     return folder
 
@@ -143,7 +148,7 @@ def test_a_table_says_the_tiles_of_a_weight_by_its_number_of_tokens(
 ) -> None:
     write(tmp_path, [ENTRY, ENTRY | {"max_m": 2, "split": 1}])
     tuning = read_tuning("NVIDIA Test", 64, tmp_path)
-    assert tuning.dense_from == 300
+    assert (tuning.dense_from, tuning.experts_dense_from) == (300, 90)
     assert tuning.tiles(weight, 2) == Tiles(32, 16, 1, 2, 4)
     assert tuning.tiles(weight, 8) == Tiles(32, 16, 2, 2, 4)
     assert tuning.tiles(weight, 9) == Tuning(64).tiles(weight, 9)
