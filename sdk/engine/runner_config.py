@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from sdk.kernels.ladder import KEPT_PAGES
 from sdk.kernels.ops import Compute, Ops
 
 
@@ -31,6 +32,7 @@ class RunnerConfig:
     quantization: str | None = None
     num_swap_pages: int = 0
     swap_path: str | None = None
+    kv_keep: tuple[int, int] = KEPT_PAGES
 
     def open_ops(self) -> Ops:
         """The operators of this rank."""
