@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sdk.engine.kept_prefixes import most_pages
+from sdk.engine.kept_prefixes import most_pages, run_interlude
 from sdk.engine.key_centres import centre_keys
 from sdk.engine.scheduler import Scheduler
 from sdk.errors import RequestError
@@ -71,9 +71,7 @@ class ElasticPages:
         self._executor.on_ranks(_wake)
 
     def _vacate(self, pages: Sequence[int]) -> None:
-        plan = self._scheduler.interlude()
-        if plan.swaps:
-            self._executor.execute(plan)
+        run_interlude(self._scheduler, self._executor)
         if pages:
             self._executor.on_ranks(_vacate, list(pages))
 
