@@ -7,8 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sdk.engine.disk_space import reserved_file
+from sdk.kernels.ladder import KEPT_PAGES
 from sdk.kernels.offload import Offload, OnDisk, OnHost
 from sdk.kernels.ops import Compute, Ops
+from sdk.loaders.open import open_checkpoint
+from sdk.quant.at_load import packed_at_load
+from sdk.quant.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +37,20 @@ class RunnerConfig:
     quantization: str | None = None
     num_swap_pages: int = 0
     swap_path: str | None = None
+    kv_keep: tuple[int, int] = KEPT_PAGES
     #: Bytes of this rank's weights that go to a file in ``disk_folder``, and of those that stay.
     disk_bytes: int = 0
     resident_bytes: int = 0
     disk_folder: str = ""
     #: Of a GPU: the first of the layers whose weights lie in the machine's memory.
     host_from: int | None = None
+
+    def open_model(self) -> Checkpoint:
+        """The model's files, packed at load where that is asked for."""
+        checkpoint = open_checkpoint(
+            self.model, revision=self.revision, local_files_only=self.local_files_only
+        )
+        return packed_at_load(checkpoint, self.quantization)
 
     def open_ops(self) -> Ops:
         """The operators of this rank.

@@ -324,9 +324,11 @@ struct AttentionArgs {
     int32_t run_chunks;     // most chunks of an item of a split request; filled by plan_attention
 };
 
-// A page written as one of another type; both lie mixed. One row for each slot of each head.
+// A page written as one of another type; both lie mixed. One row for each slot of each head of each
+// layer.
 struct RecodeArgs {
-    PageLevel source, target;
+    const PageLevel* source;  // one for each layer
+    const PageLevel* target;
     int64_t page, to_page;
     int32_t kv_heads, head_dim, page_size;
 };
