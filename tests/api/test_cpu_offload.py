@@ -21,6 +21,7 @@ LIMITS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 2, "device": "cu
 def card(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if there were one."""
     monkeypatch.setattr(planning, "device_of", lambda config: "cuda")
+    monkeypatch.setattr(planning, "available_to", lambda config: 2**30)
 
 
 def _planned(path: Path, **options: object) -> tuple[MemoryPlan, dict[str, Any]]:
