@@ -12,11 +12,12 @@ tile. The splits are then those of the longest request.
 The grid depends on numbers known beforehand only (requests, heads, the longest context), so that a
 captured graph stays valid; a program without keys ends at once.
 
-Tensors are float32: q with rows at ``token * q_token + head * q_head``, out ``[T, heads,
-HEAD_DIM]``, parts ``[R, heads, splits, HEAD_DIM]``, sums ``[R, heads, splits, 2]`` (maximum in base
-2, total). ``shared_len`` is int32 ``[1]``, ``longest`` a bound of all lengths, ``UNMIX`` the
-Hadamard block of the result where values lie mixed, else 0. Must match ``reference/attention.py``:
-to 2e-6 of a value's size in float32, to the rounding of the page types otherwise.
+q and out are of one type, q with rows at ``token * q_token + head * q_head``, out ``[T, heads,
+HEAD_DIM]``; float32 are parts ``[R, heads, splits, HEAD_DIM]`` and sums ``[R, heads, splits, 2]``
+(maximum in base 2, total). ``shared_len`` is int32 ``[1]``, ``longest`` a bound of all lengths,
+``UNMIX`` the Hadamard block of the result where values lie mixed, else 0. Must match
+``reference/attention.py``: to 2e-6 of a value's size in float32, to the rounding of the page types
+and of out's otherwise.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import triton
 import triton.language as tl
 
 from sdk.kernels.gpu.attend import LOG2E, attend
+from sdk.kernels.gpu.narrow import narrowed
 from sdk.kernels.gpu.page_codes import mixed
 
 #: Keys of a split; more, by powers of two, where a context would have more splits than this.
@@ -121,7 +123,7 @@ def decode_kernel(
         if UNMIX:
             result = mixed(result, BLOCK_M, BLOCK_D, UNMIX)
         place = (token * (kv_heads * GROUP) + head) * HEAD_DIM
-        tl.store(out + place[:, None] + column[None, :], result, mask=inside)
+        tl.store(out + place[:, None] + column[None, :], narrowed(result, out), mask=inside)
     else:
         place = (request.to(tl.int64) * (kv_heads * GROUP) + head) * splits + part
         _store_part(parts, sums, place, best, total, result, row < GROUP, HEAD_DIM, BLOCK_D)
@@ -215,4 +217,4 @@ def join_kernel(
     if UNMIX:
         result = tl.reshape(mixed(result[None, :], 1, BLOCK_D, UNMIX), (BLOCK_D,))
     at = (token.to(tl.int64) * heads + head) * HEAD_DIM
-    tl.store(out + at + column, result, mask=column < HEAD_DIM)
+    tl.store(out + at + column, narrowed(result, out), mask=column < HEAD_DIM)

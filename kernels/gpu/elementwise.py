@@ -1,6 +1,7 @@
 """The small row-wise operators, gated activations, and where each token of a step stands.
 
-Must match ``reference/elementwise.py`` and ``reference/norm.py``: to 1e-6, copies exactly.
+Must match ``reference/elementwise.py`` and ``reference/norm.py``: to 1e-6 before the one rounding
+of 16-bit results, copies exactly.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu.launch import expect_on_device
+from sdk.kernels.gpu.narrow import narrowed
 from sdk.kernels.registry import Problem
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "clamped_swiglu": 3}
@@ -46,7 +48,7 @@ def gated_kernel(gate_up, out, WIDTH: tl.constexpr, KIND: tl.constexpr, BLOCK: t
         gate = tl.where(gate > 7.0, 7.0, gate)
         active = gate * tl.sigmoid(1.702 * gate)
         up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up)) + 1.0
-    tl.store(out + row * WIDTH + column, active * up, mask=mask)
+    tl.store(out + row * WIDTH + column, narrowed(active * up, out), mask=mask)
 
 
 @triton.jit
@@ -57,16 +59,16 @@ def map_kernel(x, other, factor, count, width, KIND: tl.constexpr, BLOCK: tl.con
     if KIND == 0:
         values = tl.zeros((BLOCK,), tl.float32)
     else:
-        values = tl.load(x + index, mask=mask, other=0.0)
+        values = tl.load(x + index, mask=mask, other=0.0).to(tl.float32)
         if KIND == 1:
-            values += tl.load(other + index, mask=mask, other=0.0)
+            values += tl.load(other + index, mask=mask, other=0.0).to(tl.float32)
         elif KIND == 2:
             values += tl.load(other + index % width, mask=mask, other=0.0)
         elif KIND == 3:
             values *= factor
         else:
             values = factor * _tanh(values / factor)
-    tl.store(x + index, values, mask=mask)
+    tl.store(x + index, narrowed(values, x), mask=mask)
 
 
 @triton.jit
