@@ -14,8 +14,9 @@ from collections.abc import Iterable, Sequence
 
 from sdk.engine.completion import Completion, Generation, is_watched, logprob_row
 from sdk.engine.plan import RequestKind, StepPlan, StepResult
+from sdk.engine.queues import RequestUpdate
 from sdk.engine.request import Request
-from sdk.engine.scheduler import RequestUpdate, Scheduler
+from sdk.engine.scheduler import Scheduler
 from sdk.errors import EngineClosedError, EngineDeadError, RequestError
 from sdk.executors.base import Executor
 from sdk.outputs import EmbeddingOutput, FinishReason, RequestOutput

@@ -39,38 +39,21 @@ and output as its prompt, so the budget must hold ``max_model_len`` tokens, whic
 
 from __future__ import annotations
 
-import heapq
 import math
 import time
-from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Mapping
-from operator import attrgetter
-from typing import NamedTuple
+from bisect import insort
+from collections.abc import Callable, Iterator
 
-from sdk.engine.guides import in_prefill, longest_answer, share
-from sdk.engine.ladder import LadderPool, check_floor, held_pages
-from sdk.engine.pages import PagePool
-from sdk.engine.plan import RequestStart, Sampled, StepPlan, StepResult
-from sdk.engine.prefixes import Prefix, Prefixes
-from sdk.engine.request import GUIDE_SUFFIX, Request, RequestStatus
+from sdk.engine.commit import Commits
+from sdk.engine.guides import in_prefill, share
+from sdk.engine.plan import RequestStart, StepPlan
+from sdk.engine.prefixes import Prefix
+from sdk.engine.queues import ORDER
+from sdk.engine.request import Request, RequestStatus
 from sdk.engine.scheduler_config import SchedulerConfig
-from sdk.errors import RequestError
-from sdk.outputs import FinishReason
-
-_RUNNING = RequestStatus.RUNNING
-_ORDER = attrgetter("order")
 
 
-class RequestUpdate(NamedTuple):
-    """What one step (or a deadline) changed for one request; ``request`` is its state now."""
-
-    request: Request
-    sampled: Sampled | None = None
-    prompt_logprobs: tuple[Sampled, ...] = ()
-    hidden: list[float] | None = None
-
-
-class Scheduler:
+class Scheduler(Commits):
     """Continuous batching over a :class:`PagePool`. Not thread-safe.
 
     ``plan`` and ``commit`` alternate. ``add``, ``abort`` and ``finish`` may come between the two: a
@@ -80,156 +63,15 @@ class Scheduler:
     def __init__(
         self, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.config = config
-        self.ladder: LadderPool | None = None
-        pages = config.num_pages, config.page_size, config.enable_prefix_caching
-        if len(config.kv_bits) > 1:
-            self.ladder = LadderPool(*pages, config.first_pages, config.kv_bits, self._lowest)
-        self.pool = self.ladder or PagePool(*pages, limit=config.first_pages)
-        self.prefixes = Prefixes(self.pool, config.kv_type, config.num_swap_pages, self.ladder)
-        self.num_preemptions = 0
-        self.num_prompt_tokens = 0
-        self.num_generation_tokens = 0
-        self.clock = clock
-        self._requests: dict[str, Request] = {}  # unfinished, by id
-        self._waiting: list[Request] = []  # both sorted by Request.order
-        self._running: list[Request] = []
-        self._deadlines: list[tuple[float, int, Request]] = []  # heap
-        self._dropped: list[str] = []
-        self._expired: list[RequestUpdate] = []
-        self._plan: StepPlan | None = None  # in flight, with what it runs:
-        self._in_flight: list[tuple[Request, int]] = []
-        #: Unless empty, the plan is the rows of the last one again: the tokens they go on with.
-        self.next_tokens: list[int] = []
-        # What runs are requests that need one token each, and nobody came or went since the plan:
-        self._steady = False
-        self._num_tokens: tuple[tuple[str, int], ...] = ()
+        super().__init__(config, clock)
+        self._num_tokens: tuple[tuple[str, int], ...] = ()  # of a steady plan
         self._again: StepPlan | None = None  # with nothing but these rows
-        self._full: list[Request] = []  # they need a page now, or so many steps from now:
-        self.pages_ahead = 0
-        self._num_added = 0
         self._step_id = self._num_steps = 0
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._requests
-
-    @property
-    def num_running(self) -> int:
-        """Requests that hold pages (a guided one counts once)."""
-        return len(self._running)
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests that hold none, preempted ones included."""
-        return len(self._waiting)
 
     @property
     def num_steps(self) -> int:
         """Plans made so far."""
         return self._num_steps
-
-    # Coming and going
-
-    def add(self, request: Request) -> None:
-        """Queue a request. Raises RequestError for one that could never run, naming why."""
-        config, num_tokens = self.config, request.num_tokens
-        if request.request_id in self._requests:
-            raise RequestError(f"request id {request.request_id!r} is already in use")
-        if request.request_id.endswith(GUIDE_SUFFIX):
-            raise RequestError(
-                f"request id {request.request_id!r} must not end in {GUIDE_SUFFIX!r}: "
-                "guides have such ids"
-            )
-        if num_tokens == 0:
-            raise RequestError("the prompt is empty: at least one token is needed")
-        answer = 1 if request.kind == "generate" else 0
-        if num_tokens + answer > config.max_model_len:
-            raise RequestError(
-                f"the prompt has {num_tokens} tokens; max_model_len is {config.max_model_len}"
-                + (", and at least 1 must be left for the answer" if answer else "")
-            )
-        room = self.prefixes.room(request)
-        num_pages = -(-num_tokens // config.page_size)
-        if num_pages > room:
-            pinned = self.prefixes.num_pinned
-            raise RequestError(
-                f"the prompt needs {num_pages} KV pages of {config.page_size} tokens; "
-                f"{room} are available in all"
-                + (f": {pinned} of {self.pool.capacity} are pinned" if pinned else "")
-            )
-        params = request.params
-        check_floor(request, config)
-        if not params.ignore_eos:
-            request.stop_token_ids |= config.eos_token_ids
-        # It may know one token more than the pages hold: the last one is never read back.
-        request.max_len = min(config.max_model_len, room * config.page_size + 1)
-        if request.guide is not None:
-            request.max_len = num_tokens + longest_answer(request, request.guide, config, room)
-        if params.max_tokens is not None:
-            request.max_len = min(request.max_len, num_tokens + params.max_tokens)
-        if request.guide is not None:
-            request.guide.max_len = request.guide.num_tokens + request.max_len - num_tokens
-        request.queued_ts = self.clock()
-        self._num_added += 1
-        priority = request.priority if config.policy == "priority" else 0
-        request.order = (priority, request.arrival_time, self._num_added)
-        if params.deadline is not None:
-            request.deadline = request.arrival_time + params.deadline
-            if len(self._deadlines) > 2 * len(self._requests) + 64:  # mostly of finished requests
-                self._deadlines = [entry for entry in self._deadlines if not entry[2].finished]
-                heapq.heapify(self._deadlines)
-            heapq.heappush(self._deadlines, (request.deadline, self._num_added, request))
-        self._requests[request.request_id] = request
-        insort(self._waiting, request, key=_ORDER)
-
-    def abort(self, request_id: str) -> Request | None:
-        """End a request now, whatever it is doing; its pages are free at once. None: not known."""
-        return self.finish(request_id, "abort")
-
-    def finish(
-        self, request_id: str, reason: FinishReason, stop_reason: int | str | None = None
-    ) -> Request | None:
-        """End a request for a reason found outside (a stop string, an error). None: not known."""
-        request = self._requests.get(request_id)
-        if request is not None:
-            self._end(request, reason, stop_reason)
-        return request
-
-    def _end(self, request: Request, reason: FinishReason, stop: int | str | None = None) -> None:
-        if request.status is _RUNNING:
-            self._remove(self._running, request)
-            self._release(request)
-            if self._plan is None:  # else commit() looks at them once more
-                self._in_flight = []
-        else:
-            self._remove(self._waiting, request)
-        for sequence in request.sequences:
-            sequence.status = RequestStatus(reason)
-        request.stop_reason = stop
-        del self._requests[request.request_id]
-
-    @staticmethod
-    def _remove(queue: list[Request], request: Request) -> None:
-        del queue[bisect_left(queue, request.order, key=_ORDER)]
-
-    def _release(self, request: Request) -> None:
-        """Take pages and promises from a running request, and have the ranks forget it."""
-        for sequence in request.sequences:
-            self.prefixes.release(sequence)
-            self._dropped.append(sequence.request_id)
-        self._steady, self._full = False, []
-
-    def reset_prefix_cache(self) -> None:
-        """Forget all cached and pinned prefixes; what runs goes on, but is not cached any more."""
-        self.prefixes.reset()
-        for request in self._running:
-            for sequence in request.sequences:
-                sequence.publishes = False
-
-    @property
-    def unfinished(self) -> Mapping[str, Request]:
-        """Requests waiting and running, by id."""
-        return self._requests
 
     def interlude(self) -> StepPlan:
         """Copies due before pages are written outside of a step, as a plan that is never committed.
@@ -252,8 +94,6 @@ class Scheduler:
                 self._preempt(self._running.pop())
         pool.grant(capacity - pool.capacity)
         return given_up
-
-    # A step
 
     def plan(self) -> StepPlan:
         """Decide the next step. Only queues and pages change; tokens count when committed."""
@@ -374,19 +214,6 @@ class Scheduler:
         sequence.pages += pages
         return pages[0]
 
-    def _lowest(self) -> dict[int, int]:
-        return {} if self.ladder is None else held_pages(self._running, self.ladder)
-
-    def _preempt(self, request: Request) -> None:
-        """Send a request that was just taken out of the running ones back to wait."""
-        self._release(request)
-        for sequence in request.sequences:
-            sequence.status = RequestStatus.PREEMPTED
-            sequence.num_computed = 0  # what the cache has is looked up again on admission
-        request.num_preemptions += 1
-        self.num_preemptions += 1
-        insort(self._waiting, request, key=_ORDER)
-
     def _admit(
         self, budget: int, now: float
     ) -> Iterator[tuple[Request, list[tuple[Request, int]]]]:
@@ -440,164 +267,9 @@ class Scheduler:
             return False  # asking again is pointless with fewer
         for sequence in request.sequences:
             sequence.num_started = sequence.num_tokens
-            sequence.status = _RUNNING
-        insort(self._running, request, key=_ORDER)
+            sequence.status = RequestStatus.RUNNING
+        insort(self._running, request, key=ORDER)
         return True
-
-    def _expire(self, now: float) -> None:
-        """End the requests whose deadline has passed; the next commit reports them."""
-        while self._deadlines and self._deadlines[0][0] <= now:
-            request = heapq.heappop(self._deadlines)[2]
-            if not request.finished:
-                self._end(request, "deadline")
-                self._expired.append(RequestUpdate(request))
-
-    def commit(self, plan: StepPlan, result: StepResult | list[int]) -> list[RequestUpdate]:
-        """Advance the requests of ``plan`` by what came out; returns those with news."""
-        step_id = plan.step_id if isinstance(result, list) else result.step_id
-        if plan is not self._plan or step_id != plan.step_id:
-            expected = "none" if self._plan is None else self._plan.step_id
-            raise RuntimeError(
-                f"commit of plan {plan.step_id} with the result of step {step_id}; "
-                f"the step in flight is {expected}"
-            )
-        if self.ladder is not None:
-            self.ladder.settle()
-        now = self.clock()
-        updates, self._expired = self._expired, []
-        in_flight, self._plan = self._in_flight, None
-        if isinstance(result, list):
-            self._commit_tokens(in_flight, result, now, updates)
-            return updates
-        page_size = self.config.page_size
-        errors, prompt_logprobs = result.errors, result.prompt_logprobs
-        for request, num in in_flight:
-            if request.status is not _RUNNING:
-                continue  # aborted while the step ran
-            if errors and request.request_id in errors:
-                self._fail(request, errors[request.request_id], updates)
-                continue
-            before = request.num_computed
-            after = request.num_computed = before + num
-            if before < request.num_prompt_tokens:
-                self.num_prompt_tokens += min(after, request.num_prompt_tokens) - before
-            if request.publishes and after // page_size > request.num_published:
-                self.prefixes.publish(request, after // page_size)
-            scored: tuple[Sampled, ...] = ()
-            if prompt_logprobs and request.request_id in prompt_logprobs:
-                # After a preemption the first positions come a second time.
-                known = max(0, request.num_prompt_scored - before)
-                scored = prompt_logprobs[request.request_id][known:]
-                request.num_prompt_scored += len(scored)
-            if after == len(request.token_ids):
-                self._complete(request, result, scored, now, updates)
-            elif scored:
-                updates.append(RequestUpdate(request, None, scored))
-        if self._steady:
-            self.next_tokens = [request.token_ids[-1] for request, _ in in_flight]
-            self._full = [request for request, _ in in_flight if self._lacks_page(request)]
-        else:
-            self._in_flight = []
-        return updates
-
-    def _commit_tokens(
-        self,
-        in_flight: list[tuple[Request, int]],
-        tokens: list[int],
-        now: float,
-        updates: list[RequestUpdate],
-    ) -> None:
-        """Commit a plan that was the last one once more: a token for each, and nothing else."""
-        page_size, ahead = self.config.page_size, self.pages_ahead
-        full: list[Request] = []
-        row = -1
-        for request, _ in in_flight:
-            row += 1
-            if request.status is not _RUNNING:
-                continue  # aborted while the step ran
-            token_id, known = tokens[row], request.token_ids
-            after = request.num_computed = len(known)
-            if not after % page_size and request.publishes:
-                self.prefixes.publish(request, after // page_size)
-            if (after + ahead) % page_size <= ahead and self._lacks_page(request):
-                full.append(request)
-            known.append(token_id)
-            self.num_generation_tokens += 1
-            request.last_token_ts = now
-            if (
-                request.watched
-                or token_id in request.stop_token_ids
-                or len(known) >= request.max_len
-            ):
-                self._report(request, Sampled(token_id), (), updates)
-        if self._steady:
-            self.next_tokens, self._full = tokens, full
-        else:
-            self._in_flight = []
-
-    def _lacks_page(self, request: Request) -> bool:
-        """Whether a request needs a page more; its last token is never read back."""
-        needed = min(request.num_computed + self.pages_ahead, request.max_len - 2)
-        return len(request.pages) * self.config.page_size <= needed
-
-    def _complete(
-        self,
-        request: Request,
-        result: StepResult,
-        scored: tuple[Sampled, ...],
-        now: float,
-        updates: list[RequestUpdate],
-    ) -> None:
-        """All known tokens have run: there is a next token, or the embedding."""
-        request_id = request.request_id
-        if request.kind == "embed":
-            hidden = result.hidden.get(request_id)
-            if hidden is None:
-                self._fail(request, "the step returned no embedding", updates)
-                return
-            self._end(request, "stop")
-            updates.append(RequestUpdate(request, None, scored, hidden))
-            return
-        sampled = result.sampled.get(request_id)
-        if sampled is None:
-            self._fail(request, "the step returned no token", updates)
-            return
-        request.token_ids.append(sampled.token_id)
-        if request.guide is not None:
-            request.guide.token_ids.append(sampled.token_id)
-        self.num_generation_tokens += 1
-        request.last_token_ts = now
-        if request.first_token_ts is None:
-            request.first_token_ts = now
-        self._report(request, sampled, scored, updates)
-
-    def _report(
-        self,
-        request: Request,
-        sampled: Sampled,
-        scored: tuple[Sampled, ...],
-        updates: list[RequestUpdate],
-    ) -> None:
-        """A request has one more token: end it where that was the last, tell who watches."""
-        token_id = sampled.token_id
-        if (
-            token_id in request.stop_token_ids
-            and request.num_output_tokens >= request.params.min_tokens
-        ):
-            is_eos = token_id in self.config.eos_token_ids and not request.params.ignore_eos
-            self._end(request, "stop", None if is_eos else token_id)
-        elif len(request.token_ids) >= request.max_len:
-            self._end(request, "length")
-        elif not (request.watched or scored):
-            return
-        updates.append(RequestUpdate(request, sampled, scored))
-
-    def _fail(self, request: Request, message: str, updates: list[RequestUpdate]) -> None:
-        """End one request in error. Its pages may hold NaN: nobody must find them in the cache."""
-        for sequence in request.sequences:
-            self.prefixes.distrust(sequence)
-        self._end(request, "error", message)
-        updates.append(RequestUpdate(request))
 
     def rollback(self) -> None:
         """Undo a step that was interrupted: everything that ran starts over from its known tokens.
@@ -621,13 +293,13 @@ class Scheduler:
         queued = self._waiting + self._running
         assert {r.request_id: r for r in queued} == self._requests, "a request is lost or twice"
         for queue in (self._waiting, self._running):
-            assert queue == sorted(queue, key=_ORDER), "a queue is out of order"
+            assert queue == sorted(queue, key=ORDER), "a queue is out of order"
         assert len(sequences) <= self.config.max_num_seqs, "too many requests run"
         for request in self._waiting:
             for one in request.sequences:
                 assert not one.pages and not one.num_computed, "a waiting request holds KV"
         for one in sequences:
-            assert one.status is _RUNNING, "a running request is not marked so"
+            assert one.status is RequestStatus.RUNNING, "a running request is not marked so"
             held = len(one.pages) * self.config.page_size
             assert one.num_computed <= min(held, one.num_tokens - 1), "computed too much"
             assert one.num_tokens <= one.max_len, "a request is too long"

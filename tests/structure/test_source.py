@@ -26,7 +26,6 @@ MAX_FUNCTION_LINES = 60
 #: Files that would only get harder to read by being cut: their own limit, and why.
 LONG_FILES = {
     "kernels/ops.py": (440, "every operator of an engine, one short method each"),
-    "sdk/engine/scheduler.py": (640, "plan and commit read each other's state"),
     "sdk/llm.py": (530, "the whole facade, sync and async twins side by side"),
 }
 
@@ -49,6 +48,7 @@ EXEMPT = {
 PURE = (
     *("sdk/params.py", "sdk/outputs.py", "sdk/memory.py", "sdk/demo.py", "sdk/engine/plan.py"),
     *("sdk/engine/request.py", "sdk/engine/scheduler.py", "sdk/engine/pages.py"),
+    *("sdk/engine/queues.py", "sdk/engine/commit.py"),
     *("sdk/engine/prefixes.py", "sdk/engine/swap.py", "sdk/engine/scheduler_config.py"),
 )
 
