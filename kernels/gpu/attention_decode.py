@@ -26,7 +26,6 @@ import triton
 import triton.language as tl
 
 from sdk.kernels.gpu.attend import LOG2E, attend
-from sdk.kernels.gpu.narrow import narrowed
 from sdk.kernels.gpu.page_codes import mixed
 
 #: Keys of a split; more, by powers of two, where a context would have more splits than this.
@@ -123,7 +122,7 @@ def decode_kernel(
         if UNMIX:
             result = mixed(result, BLOCK_M, BLOCK_D, UNMIX)
         place = (token * (kv_heads * GROUP) + head) * HEAD_DIM
-        tl.store(out + place[:, None] + column[None, :], narrowed(result, out), mask=inside)
+        tl.store(out + place[:, None] + column[None, :], result, mask=inside)
     else:
         place = (request.to(tl.int64) * (kv_heads * GROUP) + head) * splits + part
         _store_part(parts, sums, place, best, total, result, row < GROUP, HEAD_DIM, BLOCK_D)
@@ -217,4 +216,4 @@ def join_kernel(
     if UNMIX:
         result = tl.reshape(mixed(result[None, :], 1, BLOCK_D, UNMIX), (BLOCK_D,))
     at = (token.to(tl.int64) * heads + head) * HEAD_DIM
-    tl.store(out + at + column, narrowed(result, out), mask=column < HEAD_DIM)
+    tl.store(out + at + column, result, mask=column < HEAD_DIM)

@@ -14,7 +14,6 @@ import triton.language as tl
 
 from sdk.kernels.gpu.attend import LOG2E, attend
 from sdk.kernels.gpu.attention_decode import first_key
-from sdk.kernels.gpu.narrow import narrowed
 from sdk.kernels.gpu.page_codes import mixed
 
 
@@ -77,4 +76,4 @@ def prefill_kernel(
     if UNMIX:
         result = mixed(result, BLOCK_M, BLOCK_D, UNMIX)
     place = (token * (kv_heads * GROUP) + head) * HEAD_DIM
-    tl.store(out + place[:, None] + column[None, :], narrowed(result, out), mask=inside)
+    tl.store(out + place[:, None] + column[None, :], result, mask=inside)

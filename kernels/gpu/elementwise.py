@@ -15,7 +15,6 @@ from torch import Tensor
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu.launch import expect_on_device
-from sdk.kernels.gpu.narrow import narrowed
 from sdk.kernels.registry import Problem
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "clamped_swiglu": 3}
@@ -48,7 +47,7 @@ def gated_kernel(gate_up, out, WIDTH: tl.constexpr, KIND: tl.constexpr, BLOCK: t
         gate = tl.where(gate > 7.0, 7.0, gate)
         active = gate * tl.sigmoid(1.702 * gate)
         up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up)) + 1.0
-    tl.store(out + row * WIDTH + column, narrowed(active * up, out), mask=mask)
+    tl.store(out + row * WIDTH + column, active * up, mask=mask)
 
 
 @triton.jit
@@ -68,7 +67,7 @@ def map_kernel(x, other, factor, count, width, KIND: tl.constexpr, BLOCK: tl.con
             values *= factor
         else:
             values = factor * _tanh(values / factor)
-    tl.store(x + index, narrowed(values, x), mask=mask)
+    tl.store(x + index, values, mask=mask)
 
 
 @triton.jit

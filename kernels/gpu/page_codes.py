@@ -9,7 +9,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sdk.kernels.gpu.narrow import round_bfloat16
 from sdk.kernels.gpu.pages import E4M3, E5M2, FLOAT, INT4, INT8
 
 #: The largest float16, which everything saturates at that is rounded to codes or float16.
@@ -94,6 +93,14 @@ def operand(x, DOT: tl.constexpr, WIDEN: tl.constexpr):
     else:
         x = x.to(DOT)
     return x
+
+
+@triton.jit
+def round_bfloat16(x):
+    """Float32 values to the nearest that bfloat16 has, the even one of two."""
+    bits = x.to(tl.uint32, bitcast=True)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+    return tl.where(x != x, x, bits.to(tl.float32, bitcast=True))
 
 
 @triton.jit

@@ -23,7 +23,6 @@ import triton
 import triton.language as tl
 
 from sdk.kernels.gpu.expert_tiles import expert_tile, moved, moved_words
-from sdk.kernels.gpu.narrow import narrowed
 from sdk.kernels.gpu.values import (
     LANES,
     all_codes,
@@ -169,7 +168,7 @@ def product(
         MINUS, WHOLE, EVEN, DOT, tl.float32 if WIDEN else DOT, BLOCK_N, BLOCK_M,
     )  # fmt: skip
     where = out + tl.program_id(2) * part_stride + m[None, :].to(tl.int64) * out_stride + n[:, None]
-    tl.store(where, narrowed(acc, out), mask=real[None, :] & (n < N)[:, None])
+    tl.store(where, acc.to(out.dtype.element_ty), mask=real[None, :] & (n < N)[:, None])
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -266,8 +265,8 @@ def product_one(
             rows, N, K, 0, scale_stride, scale_rows,
             GROUP, SUPER, SCALE, FACTOR, MINUS, KIND == "int",
         )  # fmt: skip
-    y = tl.sum(acc, 1)
-    tl.store(out + tl.program_id(1) * part_stride + n, narrowed(y, out), mask=n < N)
+    y = tl.sum(acc, 1).to(out.dtype.element_ty)
+    tl.store(out + tl.program_id(1) * part_stride + n, y, mask=n < N)
 
 
 @triton.jit(do_not_specialize=["split"])
@@ -278,7 +277,7 @@ def add_up(parts, out, split, N, out_stride, part_stride, BLOCK: tl.constexpr):
     acc = tl.zeros((BLOCK,), tl.float32)
     for i in range(split):
         acc += tl.load(parts + i * part_stride + m.to(tl.int64) * N + n, mask=n < N, other=0.0)
-    tl.store(out + m.to(tl.int64) * out_stride + n, narrowed(acc, out), mask=n < N)
+    tl.store(out + m.to(tl.int64) * out_stride + n, acc.to(out.dtype.element_ty), mask=n < N)
 
 
 @triton.jit(do_not_specialize=["count", "start"])

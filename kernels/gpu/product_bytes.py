@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 
 from sdk.kernels.gpu.expert_tiles import expert_tile, moved, moved_words
-from sdk.kernels.gpu.narrow import narrowed
 
 
 @triton.jit
@@ -118,4 +117,4 @@ def product_bytes(
     s = tl.load(scale + rows // scale_rows).to(tl.float32)
     y = acc.to(tl.float32) * s[:, None] * tl.load(x_scale + tokens)[None, :]
     where = out + tl.program_id(2) * part_stride + m[None, :].to(tl.int64) * out_stride + n[:, None]
-    tl.store(where, narrowed(y, out), mask=(m < end)[None, :] & (n < N)[:, None])
+    tl.store(where, y.to(out.dtype.element_ty), mask=(m < end)[None, :] & (n < N)[:, None])

@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 
 from sdk.kernels.gpu.expert_tiles import expert_tile
-from sdk.kernels.gpu.narrow import narrowed
 
 
 @triton.jit
@@ -44,4 +43,4 @@ def product_dense(
             values, xs = values.to(tl.float32), xs.to(tl.float32)
         acc = tl.dot(values, xs, acc, input_precision="ieee")
     where = out + m[None, :].to(tl.int64) * out_stride + n[:, None]
-    tl.store(where, narrowed(acc, out), mask=real[None, :] & (n < N)[:, None])
+    tl.store(where, acc, mask=real[None, :] & (n < N)[:, None])

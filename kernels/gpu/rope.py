@@ -17,8 +17,7 @@ from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.checks import expect
 from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu.launch import expect_on_device
-from sdk.kernels.gpu.narrow import narrowed, round_bfloat16
-from sdk.kernels.gpu.page_codes import clamped, encode, mixed
+from sdk.kernels.gpu.page_codes import clamped, encode, mixed, round_bfloat16
 from sdk.kernels.gpu.pages import FLOAT, INT4, hadamard_block, page_sides, reject
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.registry import Problem
@@ -106,7 +105,7 @@ def rope_kernel(
         if K_MIX:
             turned = mixed(turned, BLOCK_H, BLOCK_D, K_MIX)
         tl.debug_barrier()  # a thread reads what another overwrites
-        tl.store(queries + column[None, :], narrowed(turned, q), mask=mask)
+        tl.store(queries + column[None, :], turned, mask=mask)
     else:
         slot = tl.load(slots + token)
         is_key = part < tiles + kv_tiles

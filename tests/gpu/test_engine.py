@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -144,3 +145,35 @@ def test_buckets_are_few_where_batches_are_small() -> None:
     assert buckets(8) == [1, 2, 4, 8]
     assert buckets(20) == [1, 2, 4, 8, 16, 20]
     assert StepGraphs(lambda size, shared: size, 20).size(9) == 16
+
+
+#: Half a step of a type (see test_gpu_activations.py).
+HALF_STEP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+@pytest.mark.parametrize("short", list(HALF_STEP), ids=["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "name", ["arch-llama3/hf", "arch-qwen3/hf", "arch-gemma3/hf", "gptoss-mxfp4"]
+)
+@pytest.mark.usefixtures("quick")
+def test_logits_of_activations_of_16_bits_are_as_near_as_their_roundings(
+    golden: Path, name: str, short: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer rounds at seven places, each by up to half a step of a value and independently, so
+    that the errors add up as squares: with ``layers`` of them ``sqrt(7 layers)`` half steps."""
+    for module in ("sdk.planning", "sdk.loading"):  # as a card would have it
+        monkeypatch.setattr(f"{module}.activations_of", lambda config, checkpoint: short)
+    stored = np.load(golden / name.removesuffix("/hf") / "golden.npz")
+    expected = torch.from_numpy(stored["logits"])
+    with load(golden / name, kv_cache_dtype="float32") as llm:
+        runner = llm._runner()
+        assert runner.ops.activations == short
+        logits = runner.prompt_logits(stored["prompt"].tolist())
+        found = torch.cat([part.clone() for part in logits])
+        layers = llm.model_config.num_layers
+        assert f"activations {str(short)[6:]}," in str(llm.explain())
+    found = found - found.mean(dim=1, keepdim=True)
+    expected = expected - expected.mean(dim=1, keepdim=True)
+    away = float((found - expected).norm() / expected.norm())
+    print(name, short, away, layers, away / HALF_STEP[short])
+    assert away < (7 * layers) ** 0.5 * HALF_STEP[short]

@@ -137,9 +137,9 @@ def batch_of(counts: list[int], lengths: list[int]) -> AttentionBatch:
 
 
 def attended(ops: Ops, qkv: Tensor, kind: str) -> tuple[list[Tensor], KVPages]:
-    """Prompts of 20 and 6 tokens, then one token each: what attention returns, and the pages."""
+    """Prompts of 5 and 3 tokens, then one token each: what attention returns, and the pages."""
     pages, found = pages_of(kind), []
-    for begin, counts, lengths in ((0, [20, 6], [20, 6]), (26, [1, 1], [21, 7])):
+    for begin, counts, lengths in ((0, [5, 3], [5, 3]), (8, [1, 1], [6, 4])):
         batch = batch_of(counts, lengths)
         ops.find_places(batch)
         heads = qkv[begin : begin + sum(counts)].clone().view(-1, 8, 32)
@@ -154,7 +154,7 @@ def attended(ops: Ops, qkv: Tensor, kind: str) -> tuple[list[Tensor], KVPages]:
 def test_queries_keys_and_values_of_16_bits_are_turned_stored_and_attended(
     ops: Ops, oracle: Ops, short: torch.dtype, kind: str
 ) -> None:
-    qkv = numbers(28, 256).to(short)
+    qkv = numbers(10, 256).to(short)
     found, pages = attended(ops, qkv, kind)
     _, wide = attended(ops, qkv.float(), kind)
     for mine, same in ((pages.k, wide.k), (pages.v, wide.v)):
@@ -175,14 +175,14 @@ def test_attention_of_16_bit_queries_is_that_of_the_same_queries_in_float32(
     ops: Ops, short: torch.dtype
 ) -> None:
     pages = pages_of("float16")
-    attended(ops, numbers(28, 256).to(short), "float16")
+    attended(ops, numbers(10, 256).to(short), "float16")
     pages.k.copy_(numbers(*pages.k.shape, seed=5))
     pages.v.copy_(numbers(*pages.v.shape, seed=6))
-    for counts, lengths in (([20, 6], [20, 6]), ([1, 1], [21, 7])):
+    for counts, lengths in (([5, 3], [5, 3]), ([1, 1], [6, 4])):
         batch = batch_of(counts, lengths)
         q = numbers(sum(counts), 4, 32, seed=7).to(short)
-        found = ops.attention(q, pages, batch, scale=0.2, window=9)
-        wide = ops.attention(q.float(), pages, batch, scale=0.2, window=9)
+        found = ops.attention(q, pages, batch, scale=0.2, window=3)
+        wide = ops.attention(q.float(), pages, batch, scale=0.2, window=3)
         assert torch.equal(found, wide.to(short))
 
 
@@ -283,7 +283,7 @@ def test_the_reference_takes_16_bits_where_a_kernel_declines(
     out = ops.empty(TOKENS, 35, dtype=short)
     expect_near(bound.matmul(x, out), wide.matmul(x.float()))
     for kind in KINDS:
-        found, _ = attended(ops, numbers(28, 256).to(short), kind)
-        wanted, _ = attended(oracle, numbers(28, 256).to(short).float(), kind)
+        found, _ = attended(ops, numbers(10, 256).to(short), kind)
+        wanted, _ = attended(oracle, numbers(10, 256).to(short).float(), kind)
         assert (found[1].float() - wanted[1]).norm() < 4 * HALF_STEP[short] * wanted[1].norm()
     ops.close()
