@@ -70,7 +70,6 @@ def held(model_type: str, dtype: torch.dtype) -> tuple[int, int]:
 def test_a_step_holds_no_more_than_is_planned_and_less_in_16_bits(model_type: str) -> None:
     wide, planned_wide = held(model_type, torch.float32)
     short, planned_short = held(model_type, torch.bfloat16)
-    print(model_type, wide, planned_wide, short, planned_short)
     assert short < 0.75 * wide
     assert wide <= planned_wide
     assert short <= planned_short < planned_wide
