@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         CompletionOutput as CompletionOutput,
         EmbeddingOutput as EmbeddingOutput,
         Logprob as Logprob,
+        RequestEvent as RequestEvent,
         RequestMetrics as RequestMetrics,
         RequestOutput as RequestOutput,
     )
@@ -61,6 +62,7 @@ _EXPORTS = {
     "EmbeddingOutput": "sdk.outputs",
     "Logprob": "sdk.outputs",
     "RequestMetrics": "sdk.outputs",
+    "RequestEvent": "sdk.outputs",
     "QuantReport": "sdk.quant_report",
     "LayerReport": "sdk.quant_report",
     "Snapshot": "sdk.snapshot",

@@ -77,10 +77,14 @@ def checked_plan(config: EngineConfig, checkpoint: Checkpoint) -> MemoryPlan:
     :raises OutOfMemoryError: with the sums and what would help, where it is too large for its
         budget or for what the machine can give now.
     """
-    made = plan_for(config, checkpoint)
-    if isinstance(config.memory, MemoryPool) and not made.fits:
-        config.memory.collect(config.memory.budget)  # what other models do not use
-        made = plan_for(config, checkpoint)
+    made, pool = plan_for(config, checkpoint), config.memory
+    if isinstance(pool, MemoryPool) and not made.fits:
+        alone = plan_for(replace(config, memory=MemoryPool(pool.budget)), checkpoint)
+        if alone.fits:
+            pool.make_room(alone.total)
+            made = plan_for(config, checkpoint)
+        if not made.fits:
+            made = replace(made, problem=f"{made.problem}\nthe memory pool:\n{pool}")
     available = available_to(config)
     if made.fits and made.total > available:
         sums = (

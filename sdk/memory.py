@@ -8,6 +8,7 @@ interpreter with torch and the libraries a first model imports (about 230 MiB).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import re
@@ -15,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from sdk.control_groups import group_memory
 from sdk.errors import RequestError
 
 if TYPE_CHECKING:
@@ -76,20 +78,22 @@ def format_bytes(count: int) -> str:
 
 
 def available_memory() -> int:
-    """Bytes the machine can still give, as the kernel estimates; all of RAM where it does not."""
-    try:
-        with open("/proc/meminfo") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return installed_memory()
+    """Bytes this process can still get: the kernel's estimate, or less where a container's limit
+    leaves less; all of RAM where the system estimates nothing."""
+    machine = installed_memory()
+    with contextlib.suppress(OSError), open("/proc/meminfo") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                machine = int(line.split()[1]) * 1024
+    group = group_memory()
+    return machine if group is None else min(machine, group.available)
 
 
 def installed_memory() -> int:
-    """Bytes of RAM this machine has."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Bytes of RAM this machine has, or those that a container's limit allows of it."""
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    group = group_memory()
+    return machine if group is None else min(machine, group.limit)
 
 
 def release_free_memory() -> None:

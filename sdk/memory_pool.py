@@ -23,9 +23,9 @@ class MemoryPool:
     """A budget shared by all :class:`sdk.LLM` made with ``memory=pool``, from any thread.
 
     ``budget``: bytes or ``"6GiB"``. ``on_pressure(pool, missing)`` is called, in the thread of the
-    model that needs memory, when ``missing`` bytes are short although everybody gave back what
-    nobody uses: once, until that model got memory again. It may close or ``trim`` something, and
-    the need is looked at once more. What it raises is logged.
+    model that needs memory, or is to be loaded, when ``missing`` bytes are short although everybody
+    gave back what nobody uses: once, until that model got memory again. It may close or ``trim``
+    something, and the need is looked at once more. What it raises is logged.
     """
 
     def __init__(
@@ -69,6 +69,21 @@ class MemoryPool:
             )
         return lease
 
+    def make_room(self, nbytes: int) -> None:
+        """For a model about to be loaded: what others do not use, then what the host can free."""
+        self.collect(nbytes)
+        self._tell(nbytes)
+
+    def _tell(self, nbytes: int) -> None:
+        """Have the host hear of it, and act, where fewer than ``nbytes`` are free."""
+        missing = nbytes - self.free
+        if missing <= 0 or self._on_pressure is None:
+            return
+        try:
+            self._on_pressure(self, missing)
+        except Exception:
+            logger.warning("on_pressure failed", exc_info=True)
+
     def collect(self, nbytes: int, but: Lease | None = None) -> None:
         """Have models other than ``but`` give back pages nobody uses until ``nbytes`` are free."""
         with self._lock:
@@ -102,13 +117,10 @@ class Lease:
         self.pool.collect(nbytes, self)
         if self._add(nbytes):
             return True
-        if self.pool._on_pressure is None or self._told:
+        if self._told:
             return False
         self._told = True  # not again in every step that waits for memory
-        try:
-            self.pool._on_pressure(self.pool, nbytes - self.pool.free)
-        except Exception:
-            logger.warning("on_pressure failed", exc_info=True)
+        self.pool._tell(nbytes)
         return self._add(nbytes)
 
     def _add(self, nbytes: int) -> bool:

@@ -50,8 +50,25 @@ class CompletionOutput(NamedTuple):
         return self.finish_reason is not None
 
 
+class RequestEvent(NamedTuple):
+    """Something that memory running short did to a request, at ``ts`` (see RequestMetrics).
+
+    ``preempted``: its pages went to others when it had ``num_tokens``, prompt and answer.
+    ``resumed``: it has pages again, ``num_tokens`` of them found and not computed anew.
+    ``swapped_in``: ``num_pages`` of its prefix, or of what it had before it was preempted, were
+    copied back from the swap space. ``recoded``: ``num_pages`` of its pages went down the ladder of
+    ``kv_policy`` and are of ``kv_bits`` bits from then on.
+    """
+
+    ts: float
+    kind: Literal["preempted", "resumed", "swapped_in", "recoded"]
+    num_tokens: int = 0
+    num_pages: int = 0
+    kv_bits: int = 0
+
+
 class RequestMetrics(NamedTuple):
-    """Times and counts of one request.
+    """Times and counts of one request, and what happened to it (``events``, oldest first).
 
     All times are seconds of the engine's monotonic clock, so that any two may be subtracted
     (differs from vLLM, where ``arrival_time`` is wall clock); ``None`` until it happened. For a
@@ -65,6 +82,7 @@ class RequestMetrics(NamedTuple):
     last_token_ts: float | None = None
     num_generation_tokens: int = 0
     num_preemptions: int = 0
+    events: tuple[RequestEvent, ...] = ()
 
 
 class RequestOutput(NamedTuple):

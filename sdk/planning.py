@@ -173,7 +173,7 @@ def plan_for(
         sums = (
             "the budget is larger than this machine:\n"
             f"  budget     {format_bytes(made.budget or 0):>10}\n"
-            f"  installed  {format_bytes(installed):>10}\n"
+            f"  machine    {format_bytes(installed):>10}  or its container's limit\n"
             f"  planned    {format_bytes(made.total):>10}"
         )
         made = replace(made, problem=sums)

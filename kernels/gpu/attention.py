@@ -21,7 +21,7 @@ from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu.attention_decode import decode_kernel, join_kernel, shared_kernel, split_count
 from sdk.kernels.gpu.attention_prefill import prefill_kernel
-from sdk.kernels.gpu.launch import INTERPRETED, expect_on_device
+from sdk.kernels.gpu.launch import INTERPRETED, expect_on_device, old_card
 from sdk.kernels.gpu.pages import PageSide, hadamard_block, page_sides, reject
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.registry import Problem
@@ -81,7 +81,7 @@ class Attention:
         if self._exact:
             return tl.float32
         if dtype == torch.bfloat16 and not INTERPRETED:
-            return tl.float32 if _old_card(side.codes.device) else tl.bfloat16
+            return tl.float32 if old_card(side.codes.device) else tl.bfloat16
         return _DOTS.get(dtype, tl.float16)
 
 
@@ -122,7 +122,7 @@ class _Step:
             "SOFTCAP": softcap is not None,
         }
         self.rows = {"GROUP": self.group, "SINKS": sinks is not None}
-        few = width == 4 or (self.block_d > 128 and _old_card(q.device))
+        few = width == 4 or (self.block_d > 128 and old_card(q.device))
         self.tile = _FEW_ROWS if few else _ROWS
         self.unmix = hadamard_block(self.head_dim) if v.mixed else 0
         # Of a tile of 64 rows: with four, codes of head_dim 128 spill on sm_90 (255 registers).
@@ -236,13 +236,6 @@ class _Step:
             BLOCK_M=rows,
             num_warps=self.warps,
         )
-
-
-def _old_card(device: torch.device) -> bool:
-    """Whether it is NVIDIA's and before compute capability 8.0."""
-    if INTERPRETED or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) < (8, 0)
 
 
 _JOIN_CONSTANTS = ("HEAD_DIM", "BLOCK_D", "BLOCK_N", "WINDOW")

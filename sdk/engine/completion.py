@@ -240,6 +240,7 @@ class Generation:
             first.last_token_ts,
             len(first.token_ids) - first.num_prompt_tokens,
             first.num_preemptions,
+            first.events,
         )
         if len(self.completions) == 1:
             return metrics
@@ -252,6 +253,7 @@ class Generation:
             last_token_ts=max((r.last_token_ts for r in requests if r.last_token_ts), default=None),
             num_generation_tokens=sum(r.num_output_tokens for r in requests),
             num_preemptions=sum(r.num_preemptions for r in requests),
+            events=tuple(sorted(event for r in requests for event in r.events)),
         )
 
 

@@ -86,6 +86,7 @@ class LadderPool(PagePool):
         self._counts = [0] * len(bits)  # of those, by level
         self._moves: list[Move] = []
         self._moved: set[int] = set()  # pages that these moves are of
+        self._lowered: set[int] = set()  # pages of requests that went down
 
     # What there is
 
@@ -238,6 +239,8 @@ class LadderPool(PagePool):
             self._move(page, page_id(level + 1, free))
             self._slabs.give(level, index)
         self.lowered += 1
+        if self._references[page]:
+            self._lowered.add(page)
 
     def _gather(self) -> bool:
         """Make one larger place of two free ones, by what lies beside the first. False: no two."""
@@ -298,6 +301,13 @@ class LadderPool(PagePool):
             ),
             moves=moves,
         )
+
+    def take_lowered(self) -> dict[int, int]:
+        """Pages of requests that went down since the last time, and the bits they have now."""
+        lowered, self._lowered = self._lowered, set()
+        levels = {page: self.level(page) for page in lowered}
+        # One of the first level was given up after it went down, and is somebody's new page.
+        return {page: self.bits[level] for page, level in levels.items() if level}
 
     def settle(self) -> None:
         """The last plan was carried out: its pages are where they should be."""

@@ -17,7 +17,7 @@ from sdk.engine.prefixes import Prefixes
 from sdk.engine.request import GUIDE_SUFFIX, Request, RequestStatus
 from sdk.engine.scheduler_config import SchedulerConfig
 from sdk.errors import RequestError
-from sdk.outputs import FinishReason
+from sdk.outputs import FinishReason, RequestEvent
 
 #: Queues are sorted by it: smaller runs first.
 ORDER = attrgetter("order")
@@ -175,6 +175,7 @@ class Queues:
             sequence.num_computed = 0  # what the cache has is looked up again on admission
         request.num_preemptions += 1
         self.num_preemptions += 1
+        request.events += (RequestEvent(self.clock(), "preempted", num_tokens=request.num_tokens),)
         insort(self._waiting, request, key=ORDER)
 
     def _expire(self, now: float) -> None:

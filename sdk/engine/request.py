@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from sdk.engine.pages import PageKey, page_key
 from sdk.engine.plan import RequestKind, RequestStart
-from sdk.outputs import FinishReason
+from sdk.outputs import FinishReason, RequestEvent
 from sdk.params import SamplingParams
 from sdk.sampling.resolved import ResolvedParams
 
@@ -63,6 +63,7 @@ class Request:
         "adapter",
         "arrival_time",
         "deadline",
+        "events",
         "first_token_ts",
         "guide",
         "guides",
@@ -155,6 +156,7 @@ class Request:
         self.scheduled_ts: float | None = None
         self.first_token_ts: float | None = None
         self.last_token_ts: float | None = None
+        self.events: tuple[RequestEvent, ...] = ()  # shared with the outputs, so never changed
 
     def _make_guide(self, negative_prompt_token_ids: Sequence[int]) -> Request:
         guide = Request(

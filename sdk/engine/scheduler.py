@@ -42,15 +42,18 @@ from __future__ import annotations
 import math
 import time
 from bisect import insort
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 from sdk.engine.commit import Commits
 from sdk.engine.guides import in_prefill, share
+from sdk.engine.ladder import LadderPool
 from sdk.engine.plan import RequestStart, StepPlan
 from sdk.engine.prefixes import Prefix
 from sdk.engine.queues import ORDER
 from sdk.engine.request import Request, RequestStatus
 from sdk.engine.scheduler_config import SchedulerConfig
+from sdk.outputs import RequestEvent
 
 
 class Scheduler(Commits):
@@ -139,8 +142,21 @@ class Scheduler(Commits):
             self.prefixes.swap.take_swaps(),
         )
         if self.ladder is not None:
-            self._plan = self.ladder.placed(self._plan)
+            self._plan = self._placed(self._plan, self.ladder)
         return self._plan
+
+    def _placed(self, plan: StepPlan, ladder: LadderPool) -> StepPlan:
+        """The plan in the places of its pages; requests note which of theirs went down for it."""
+        if lowered := ladder.take_lowered():
+            now = self.clock()
+            for request in self._running:
+                pages = (page for one in request.sequences for page in one.pages)
+                bits = Counter(lowered[page] for page in pages if page in lowered)
+                request.events += tuple(
+                    RequestEvent(now, "recoded", num_pages=count, kv_bits=kind)
+                    for kind, count in bits.items()
+                )
+        return ladder.placed(plan)
 
     def _plan_again(self) -> StepPlan | None:
         """The rows of the last plan once more. None: somebody may be admitted, or pages lack.
@@ -166,7 +182,7 @@ class Scheduler(Commits):
                 swaps=self.prefixes.swap.take_swaps(),
             )
             if self.ladder is not None:
-                plan = self.ladder.placed(plan)
+                plan = self._placed(plan, self.ladder)
             if not new_pages:
                 self._again = plan
         self._plan = plan
@@ -248,6 +264,10 @@ class Scheduler(Commits):
             if request.num_cached is None:
                 request.num_cached = num_computed
                 request.scheduled_ts = now
+            else:
+                request.events += (RequestEvent(now, "resumed", num_tokens=num_computed),)
+            if swapped := sum(len(prefix.swapped) for prefix in found):
+                request.events += (RequestEvent(now, "swapped_in", num_pages=swapped),)
             shares = share(request, budget)
             budget -= sum(num for _, num in shares)
             yield request, shares

@@ -165,7 +165,7 @@ def test_a_budget_too_small_lists_the_sums_and_one_that_is_enough(tiny_path: Pat
 def test_a_budget_larger_than_the_machine_is_refused_with_both_sizes(tiny_path: Path) -> None:
     memory = 2 * installed_memory()
     assert "larger than this machine" in LLM.plan(tiny_path, memory=memory).problem
-    with pytest.raises(OutOfMemoryError, match=r"budget +[\d.]+ \wiB\n +installed +[\d.]+ \wiB"):
+    with pytest.raises(OutOfMemoryError, match=r"budget +[\d.]+ \wiB\n +machine +[\d.]+ \wiB"):
         LLM(tiny_path, memory=memory)
 
 

@@ -125,6 +125,51 @@ def test_on_pressure_is_told_how_much_is_short_and_may_make_room(tiny_path: Path
         assert llm.get_metrics()["num_pages"] == 16
 
 
+def test_a_load_into_a_full_pool_asks_the_host_first(tiny_path: Path, golden: Path) -> None:
+    told: list[int] = []
+    loaded: list[LLM] = []
+
+    def on_pressure(pool: MemoryPool, missing: int) -> None:
+        told.append(missing)
+        loaded.pop().close()
+
+    own, other = own_bytes(tiny_path), own_bytes(golden / "gguf-Q4_1" / "model.gguf")
+    pool = MemoryPool(max(own, other) + min(own, other) // 2, on_pressure=on_pressure)
+    loaded.append(LLM(golden / "gguf-Q4_1" / "model.gguf", memory=pool, **OPTIONS))
+    short = own - pool.free
+    with LLM(tiny_path, memory=pool, **OPTIONS) as llm:
+        assert told == [short]
+        assert tokens(llm, prompts(1))
+        assert pool.used == llm.memory_plan.total
+    assert not loaded
+
+
+def test_a_load_that_the_host_cannot_help_fails_with_the_sums_and_what_everybody_holds(
+    tiny_path: Path,
+) -> None:
+    told: list[int] = []
+    own = own_bytes(tiny_path)
+    pool = MemoryPool(own + own // 2, on_pressure=lambda pool, missing: told.append(missing))
+    with LLM(tiny_path, memory=pool, **OPTIONS) as llm:
+        with pytest.raises(OutOfMemoryError) as error:
+            LLM(tiny_path, memory=pool, **OPTIONS)
+        assert told == [own - own // 2]
+        for part in ("weights", "workspace", "KV cache", "the memory pool", str(tiny_path)):
+            assert part in str(error.value)
+        assert pool.used == own
+        assert tokens(llm, prompts(1))
+
+
+def test_nobody_is_asked_for_what_the_whole_pool_could_not_hold(tiny_path: Path) -> None:
+    told: list[int] = []
+    pool = MemoryPool(
+        own_bytes(tiny_path) // 2, on_pressure=lambda pool, missing: told.append(missing)
+    )
+    with pytest.raises(OutOfMemoryError, match="does not fit"):
+        LLM(tiny_path, memory=pool, **OPTIONS)
+    assert not told
+
+
 def test_a_callback_that_fails_hurts_nobody(tiny_path: Path) -> None:
     told: list[int] = []
 

@@ -34,6 +34,7 @@ from sdk.kernels.gpu.linear import (  # noqa: E402
     Linear,
     add_chunks,
     add_up,
+    decode_experts,
     decode_rows,
     product,
     product_one,
@@ -103,7 +104,8 @@ def launch_of(name: str, kernel: str, tokens: int, dtype: torch.dtype) -> Launch
     if kernel == "product_dense":
         dense = DenseLinear().group([layout] * 8)
         out = torch.empty(2 * tokens, layout.shape[0], dtype=dtype)
-        return product_dense(dense, x, routes, routes.tokens, out)
+        routed = Routed(dense.offsets, routes, routes.tokens)
+        return product_dense(dense.first.values, x, routed, range(8), out)
     packed = packed_weight(name)
     n, k = packed.shape
     tiles = replace(_TUNING.tiles(packed, tokens), split=1 if tokens == 64 else 2)
@@ -118,6 +120,8 @@ def launch_of(name: str, kernel: str, tokens: int, dtype: torch.dtype) -> Launch
         return add_chunks(x, parts, 32, dtype)
     if kernel == "product_one":
         return product_one(packed, x, parts, tiles, routed)
+    if kernel == "decode_rows" and experts:
+        return decode_experts(group, range(8), routes.starts, torch.empty(8, n * k, dtype=dtype))
     if kernel == "decode_rows":
         return decode_rows(packed, torch.empty(tokens, k, dtype=dtype), 0)
     scheme = ActivationScheme("e4m3" if packed.kind == "e4m3" else "int")

@@ -65,12 +65,15 @@ def linear_jobs(card: str) -> list[Job]:
         pairs = itertools.product(weights, names)
         jobs += [(weight, name, 16, "float16", *target) for weight, name in pairs]
     jobs += [
-        (dtype, "product_dense", tokens, dtype, *target) for dtype in short for tokens in (1, 64)
+        (dtype, "product_dense", tokens, dtype, *target)
+        for dtype in short
+        for tokens in (1, 64, 512)
     ]
     for weight in WEIGHTS:
         ones = ("product_one", "product_one experts")
         jobs += [(weight, name, 1, short[-1], *target) for name in ones]
         jobs += [(weight, "decode_rows", 16, dtype, *target) for dtype in short]
+        jobs.append((weight, "decode_rows experts", 16, short[-1], *target))
         jobs.append((weight, "product experts", 16, short[-1], *target))
         for tokens, dtype in itertools.product((2, 64), (*short, "float32")):
             jobs.append((weight, "product", tokens, dtype, *target))
@@ -151,17 +154,16 @@ def sweep(card: str, out: Path, until: float) -> int:
     """Go on with a card until a moment of the clock; the exit status."""
     results = Results(out / f"{card}.jsonl")
     keys, work = _unknown(card, results)
-    left = len(work)
     with ThreadPoolExecutor(WORKERS) as pool:
         for done in pool.map(lambda some: _compile(some, until), _in_chunks(work)):
             results.add([line for line in done if "shared" in line or "error" in line])
-            left -= len({json.dumps(line["job"]) for line in done})
     found = [results.found[key] for key in keys if key in results.found]
+    left = len(keys) - len(found)
     wrong = [(line, why) for line in found if (why := complaint(card, line))]
     print(table(found))
     for line, why in wrong:
         print(f"{card}: {line['kernel']} of {line['job']}: {why}")
-    print(f"{card}: {len(found)} kernels, {len(wrong)} wrong, {left} jobs left", flush=True)
+    print(f"{card}: {len(found)} kernels, {len(wrong)} wrong, {left} left", flush=True)
     return 3 if left else 1 if wrong else 0
 
 
@@ -196,7 +198,7 @@ def _compile(chunk: Sequence[tuple[str, Any, list[str]]], until: float) -> list[
 
 def table(found: Sequence[dict[str, Any]]) -> str:
     """Of each kernel: how many variants, the range of their registers, the most of all else."""
-    head = ("kernel", "variants", "registers", "shared KiB", "stack", "spilling")
+    head = ("kernel", "variants", "registers", "shared KiB", "stack", "with a stack")
     rows = [head]
     named = sorted((line for line in found if "error" not in line), key=lambda x: x["kernel"])
     for kernel, group in itertools.groupby(named, lambda x: x["kernel"]):
@@ -205,8 +207,8 @@ def table(found: Sequence[dict[str, Any]]) -> str:
         span = f"{min(registers)} to {max(registers)}"
         shared = f"{max(line['shared'] for line in lines) / 1024:.1f}"
         stack = str(max(line["stack"] for line in lines))
-        spilling = str(sum(line["spills"] > 0 for line in lines))
-        rows.append((kernel, str(len(lines)), span, shared, stack, spilling))
+        stacks = str(sum(line["stack"] > 0 for line in lines))
+        rows.append((kernel, str(len(lines)), span, shared, stack, stacks))
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 

@@ -1,0 +1,112 @@
+"""What the control groups of this process leave it of a machine's memory: a container's limit.
+
+Each group on the way up to the mounted root may have a limit of its own, and the tightest one
+counts. Of what a group uses its file pages are as good as free, since the system drops them before
+it kills anybody. ``memory.high`` counts as a limit: beyond it a process is slowed until it stands.
+Sources: cgroups(7), proc(5), the kernel's cgroup-v2.rst (memory.max, memory.high, memory.current)
+and cgroup-v1/memory.rst (memory.limit_in_bytes, memory.usage_in_bytes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+#: Version 1 says "no limit" as the largest number of pages, near 2**63.
+_NO_LIMIT = 2**60
+
+
+class _Files(NamedTuple):
+    """Where a version of the interface keeps its numbers."""
+
+    limits: tuple[str, ...]
+    used: str
+    reclaimable: tuple[str, ...]  # lines of memory.stat
+
+
+_VERSIONS = {
+    "cgroup": _Files(
+        ("memory.limit_in_bytes",),
+        "memory.usage_in_bytes",
+        ("total_inactive_file", "total_active_file"),
+    ),
+    "cgroup2": _Files(
+        ("memory.max", "memory.high"),
+        "memory.current",
+        ("inactive_file", "active_file", "slab_reclaimable"),
+    ),
+}
+
+
+class GroupMemory(NamedTuple):
+    """Bytes: the tightest limit of a process's groups, and the least that one of them has left."""
+
+    limit: int
+    available: int
+
+
+def group_memory(root: Path = Path("/")) -> GroupMemory | None:
+    """``None``: nothing limits this process. ``root`` is the folder that holds proc and sys."""
+    every = (_memory(folder, files) for folder, files in _groups(root))
+    found = [memory for memory in every if memory is not None]
+    if not found:
+        return None
+    return GroupMemory(min(m.limit for m in found), min(m.available for m in found))
+
+
+def _groups(root: Path) -> Iterator[tuple[Path, _Files]]:
+    """The folders of the groups that this process is in, from its own up to the mounted root."""
+    own = dict(_own_groups(root))
+    for fields, kind in _mounts(root):
+        path = own.get(kind)
+        if path is None:
+            continue
+        top = root / fields[4].lstrip("/")
+        below = PurePosixPath(path)
+        # A container sees a part of the tree, whose root need not be the group of this process.
+        inside = below.is_relative_to(fields[3]) and ".." not in below.parts
+        folder = top / below.relative_to(fields[3]) if inside else top
+        for group in (folder, *folder.parents):
+            yield group, _VERSIONS[kind]
+            if group == top:
+                break
+
+
+def _own_groups(root: Path) -> Iterator[tuple[str, str]]:
+    """(type of file system, path of the group) of the hierarchies that may count memory."""
+    for line in _lines(root / "proc" / "self" / "cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            yield "cgroup2", path
+        elif "memory" in controllers.split(","):
+            yield "cgroup", path
+
+
+def _mounts(root: Path) -> Iterator[tuple[list[str], str]]:
+    """Where those are mounted: the fields of mountinfo (3: root, 4: mount point), and the type."""
+    for line in _lines(root / "proc" / "self" / "mountinfo"):
+        before, _, after = line.partition(" - ")
+        kind, _, options = after.split(" ", 2)
+        if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(",")):
+            yield before.split(" "), kind
+
+
+def _memory(folder: Path, files: _Files) -> GroupMemory | None:
+    """One group's; ``None`` where it has no limit."""
+    texts = [text for name in files.limits for text in _lines(folder / name)]
+    limit = min((int(text) for text in texts if text.isdigit()), default=_NO_LIMIT)
+    if limit >= _NO_LIMIT:
+        return None
+    used = sum(map(int, _lines(folder / files.used)))
+    stat = dict(line.split(" ") for line in _lines(folder / "memory.stat"))
+    used -= sum(int(stat.get(name, 0)) for name in files.reclaimable)
+    return GroupMemory(limit, limit - min(max(used, 0), limit))
+
+
+def _lines(path: Path) -> list[str]:
+    """None where there is no such file, as on other systems, or it may not be read."""
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
