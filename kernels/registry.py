@@ -132,7 +132,7 @@ def open_backends(
     for name in only or BACKENDS:
         module = import_module(f"sdk.kernels.{name}")
         reason = module.available(device)
-        if activations not in module.ACTIVATIONS:
+        if reason is None and activations not in module.ACTIVATIONS:
             reason = f"its operators have no activations in {activations}"
         if reason is None:
             opened.append(module.open_backend(device, num_threads, fixed=fixed))

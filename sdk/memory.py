@@ -276,8 +276,8 @@ def workspace_bytes(demand: Demand, seqs: int, tokens: int) -> int:
     A token has about six rows of hidden and three of intermediate size alive at once (residual,
     norm, q/k/v, attention, output; gate, up, product), and for each of its experts gate, up,
     product and output. The residual and what is added to it are float32 whatever the others are.
-    Beside the logits stands a copy of them (penalties) or the logits
-    of the prompt's tokens that are scored.
+    Beside the logits stands a copy of them (penalties) or the logits of the prompt's tokens that
+    are scored.
     """
     expert = 3 * demand.expert_width + demand.hidden_size
     short = 4 * demand.hidden_size + 3 * demand.intermediate_size

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sdk.engine.kv_cache import KVCache
 from sdk.kernels.batch import AttentionBatch
+from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu.linear import Linear
 from sdk.kernels.gpu.linear_as_file import LinearAsFile
 from sdk.kernels.gpu.tuning import Tiles, Tuning
@@ -270,6 +271,11 @@ def test_backends_that_know_float32_only_are_passed_over_by_name(short: torch.dt
     assert ops.backend_names == ("gpu", "reference")
     assert dict(ops.declined_backends)["cpu"] == f"its operators have no activations in {short}"
     ops.close()
+
+
+def test_other_types_of_activations_are_refused() -> None:
+    with pytest.raises(KernelError, match=r"activations: expected one of .*, found torch.float64"):
+        opened("gpu", torch.float64)
 
 
 def test_the_reference_takes_16_bits_where_a_kernel_declines(
