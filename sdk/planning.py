@@ -16,6 +16,7 @@ from sdk.engine.kv_cache import kv_spec
 from sdk.errors import CheckpointError, RequestError
 from sdk.kernels.cpu.packed_weight import BLOCK_SOURCES, packed_bytes
 from sdk.kernels.gpu import matrix_type
+from sdk.kernels.gpu.graphs import MOST_TOKENS
 from sdk.kernels.layouts import BLOCK_TYPES
 from sdk.kernels.ops import Compute
 from sdk.kernels.registry import Backend, Problem, choose, open_backends
@@ -192,6 +193,8 @@ def _demand(
     heads = max(model.num_kv_heads, config.tensor_parallel_size)
     page_bytes = kv_spec(model, heads, config.block_size, dtype).page_bytes
     experts = model.experts
+    # What a CPU records lies in the memory of its workspace.
+    eager = config.enforce_eager or device_of(config) == "cpu"
     return Demand(
         weights=sizes.weights,
         page_bytes=page_bytes,
@@ -209,6 +212,7 @@ def _demand(
         loading=sizes.loading,
         read=sizes.read,
         has_tokenizer=not config.skip_tokenizer_init,
+        captured_tokens=0 if eager else min(config.max_num_batched_tokens, MOST_TOKENS),
     )
 
 

@@ -186,7 +186,7 @@ def test_plan_prints_the_sums_of_the_library(smollm2: Path, capsys: Captured) ->
     assert (
         report["total"]
         == expected.total
-        == sum(report[part] for part in ("weights", "workspace", "kv_cache", "tokenizer"))
+        == sum(report[part] for part in ("weights", "workspace", "graphs", "kv_cache", "tokenizer"))
     )
     assert report["total"] <= report["budget"] == 2**30
     # 30 layers, 3 heads of 64 for keys and values, float16
