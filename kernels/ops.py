@@ -142,13 +142,12 @@ class Ops(ExpertOps, LadderOps, GraphOps, SamplingOps):
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """An uninitialized tensor for the result of an operator."""
-        if dtype != torch.float32:
-            return torch.empty(shape, dtype=dtype, device=self.device)
         count = math.prod(shape)
         if self._buffers is not None:
-            return self._buffers.take(count).view(shape)
-        if count * 4 < LARGE or self.device.type != "cpu":
-            return torch.empty(shape, dtype=torch.float32, device=self.device)
+            words = self._buffers.take(-(-count * dtype.itemsize // 4))
+            return words.view(dtype)[:count].view(shape)
+        if count * 4 < LARGE or self.device.type != "cpu" or dtype != torch.float32:
+            return torch.empty(shape, dtype=dtype, device=self.device)
         return self._activations.take(count).view(shape)
 
     @property

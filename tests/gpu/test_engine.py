@@ -50,6 +50,12 @@ def test_a_file_runs_on_triton_kernels_alone(path: Path) -> None:
     assert "reference." not in text and "cpu." not in text
 
 
+def have_activations(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between kernels, as a card would have them."""
+    for module in ("sdk.planning", "sdk.loading"):
+        monkeypatch.setattr(f"{module}.activations_of", lambda config, checkpoint: dtype)
+
+
 def answers(llm: LLM, params: SamplingParams) -> list[Any]:
     return [output.outputs[0] for output in llm.generate(PROMPTS, params)]
 
@@ -82,8 +88,12 @@ SAMPLED = SamplingParams(
 
 
 @pytest.mark.usefixtures("quick")
-def test_steps_filled_up_to_a_bucket_give_the_same_answers(path: Path) -> None:
+@pytest.mark.parametrize("short", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_steps_filled_up_to_a_bucket_give_the_same_answers(
+    path: Path, short: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To the bit: replayed decode steps, and steps with prompts in pieces."""
+    have_activations(short, monkeypatch)
     prompts = [*PROMPTS, [7, 7, 7]]
     limits = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 7}
 
@@ -151,8 +161,7 @@ def test_logits_of_activations_of_16_bits_are_as_near_as_their_roundings(
 ) -> None:
     """A layer rounds in so many ``places``, by up to half a step of a value and independently, so
     that the errors add up as squares: to ``sqrt(places * layers)`` half steps."""
-    for module in ("sdk.planning", "sdk.loading"):  # as a card would have it
-        monkeypatch.setattr(f"{module}.activations_of", lambda config, checkpoint: short)
+    have_activations(short, monkeypatch)
     stored = np.load(golden / name.removesuffix("/hf") / "golden.npz")
     expected = torch.from_numpy(stored["logits"])
     with load(golden / name, kv_cache_dtype="float32") as llm:
