@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sdk.engine.kept_prefixes import most_pages
+from sdk.engine.kept_prefixes import most_pages, run_interlude
 from sdk.engine.scheduler import Scheduler
 from sdk.errors import RequestError
 from sdk.executors.base import Executor
@@ -56,9 +56,7 @@ class ElasticPages:
         self._vacate(self._scheduler.pool.drop_cached())
 
     def _vacate(self, pages: Sequence[int]) -> None:
-        plan = self._scheduler.interlude()
-        if plan.swaps:
-            self._executor.execute(plan)
+        run_interlude(self._scheduler, self._executor)
         if pages:
             self._executor.on_ranks(_vacate, list(pages))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +17,7 @@ from sdk.engine.runner_config import RunnerConfig
 from sdk.engine.swap_storage import SwapStorage
 from sdk.errors import OutOfMemoryError, RequestError
 from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.ladder import page_level
+from sdk.kernels.ladder import KEPT_PAGES, page_level
 from sdk.kernels.ops import Ops
 from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
@@ -59,6 +59,7 @@ def cache_of_rank(config: RunnerConfig, model: ModelConfig, mesh: Mesh, ops: Ops
         first_head=heads.kv_start,
         num_swap_pages=config.num_swap_pages,
         swap_path=config.swap_path,
+        keep=config.kv_keep,
     )
 
 
@@ -87,7 +88,8 @@ class KVCache:
     keys, its values, and where they are codes the scales of both.
 
     ``first_head``: of the model's key/value heads, the first of this rank's. ``num_swap_pages``
-    more pages lie in swap space: see :class:`~sdk.engine.swap_storage.SwapStorage`.
+    more pages lie in swap space: see :class:`~sdk.engine.swap_storage.SwapStorage`. ``keep``: of a
+    request, pages at both ends that stay in a ladder's first type.
     """
 
     def __init__(
@@ -100,8 +102,10 @@ class KVCache:
         first_head: int = 0,
         num_swap_pages: int = 0,
         swap_path: str | None = None,
+        keep: tuple[int, int] = KEPT_PAGES,
     ) -> None:
         self.spec = spec
+        self.keep = keep
         self.num_pages = num_pages
         self.first_head = first_head
         size = num_pages * spec.page_bytes
@@ -124,6 +128,7 @@ class KVCache:
                 offset += level.layer_bytes(layer)
             below = self.layers
         self._memory = memory
+        self._recode: Callable[[int, int], None] | None = None  # a page, once one goes down
         self._storage: SwapStorage | None = None
         if num_swap_pages:
             pages = memory.view(num_pages, spec.page_bytes)
@@ -137,8 +142,9 @@ class KVCache:
                 pages = self._memory.view(self.num_pages << above, self.spec.page_bytes >> above)
                 pages[at] = pages[index]
                 continue
-            for layer in self.layers:
-                ops.recode_page(layer, source, target)
+            if self._recode is None:
+                self._recode = ops.page_recoder(self.layers)
+            self._recode(source, target)
 
     def swap(self, swaps: tuple[Swap, ...]) -> None:
         """Copy pages to and from the swap space."""
@@ -166,7 +172,7 @@ class KVCache:
 
     def close(self) -> None:
         """Drop the tensors. Idempotent."""
-        self.layers = []
+        self.layers, self._recode = [], None
         self._memory = torch.empty(0)
         self._mapping = None
         if self._storage is not None:

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sdk.engine.forward import Forward
+from sdk.engine.forward import ForwardPasses
 from sdk.engine.inputs import Running, StepInputs
 from sdk.engine.key_centres import centre_keys
 from sdk.engine.kv_cache import cache_of_rank
+from sdk.engine.ladder import descent
 from sdk.engine.plan import RequestStart, Sampled, StepPlan, StepResult
 from sdk.engine.run_ahead import Flight, RunAhead
 from sdk.engine.runner_config import RunnerConfig
@@ -94,8 +95,7 @@ class ModelRunner:
                 self.ops.device,
                 find_shared=self.ops.device.type == "cuda" and not config.deterministic,
             )
-            samples = mesh.rank == 0
-            self._forward = Forward(self.model, self.kv, self._inputs, self.ops, samples=samples)
+            self._passes = ForwardPasses(self.model, self.kv, self._inputs, self.ops, mesh)
             self._graph: Graph[tuple[Tensor, Tensor]] | None = None
             #: On a GPU: decode steps, and those with prompts.
             self._ahead: RunAhead | None = None
@@ -135,7 +135,7 @@ class ModelRunner:
             self.use_graphs(CardRecorder())
             return
         try:
-            self._graph = self._forward.record()
+            self._graph = self._passes.record()
             self.eager_reason = self.eager_prompts_reason = None
         except CaptureError as error:
             self.eager_reason = self.eager_prompts_reason = str(error)
@@ -144,10 +144,10 @@ class ModelRunner:
         """Have steps recorded as they are first needed; also to forget those that were."""
         tokens, requests = len(self._inputs.token_ids), len(self._inputs.output_rows)
         most = min(tokens, requests)
-        self._ahead = RunAhead(self._forward.decode, self._inputs, most, recorder)
+        self._ahead = RunAhead(self._passes.decode, self._inputs, most, recorder)
         self.eager_reason = None
         if isinstance(self.model, Decoder):
-            self._pieces = PieceGraphs(self._forward.pieces, tokens, recorder)
+            self._pieces = PieceGraphs(self._passes.pieces, tokens, recorder)
             self.eager_prompts_reason = None
         else:
             self.eager_prompts_reason = "transformers' own code runs between the attentions"
@@ -189,7 +189,7 @@ class ModelRunner:
         if decoded is not None:
             flight, hidden, logits = decoded
         else:
-            hidden, logits = self._run_now(tokens, len(rows), len(outputs))
+            hidden, logits = self._forward(tokens, len(rows), len(outputs))
         for request, count in rows:
             request.num_computed += count
         alone = whole and not (wanted.guides or wanted.special)
@@ -288,14 +288,14 @@ class ModelRunner:
             request.num_computed += len(tokens)
             self.sampler.append(request.start.request_id, tokens)
 
-    def _run_now(self, tokens: int, requests: int, outputs: int) -> tuple[Tensor, Tensor]:
+    def _forward(self, tokens: int, requests: int, outputs: int) -> tuple[Tensor, Tensor]:
         """Hidden states and the wanted rows' logits: the first ``tokens`` and ``outputs`` rows."""
         if self._graph is not None:
             self._graph.replay(tokens=tokens, outputs=outputs, requests=requests)
             return self._graph.result
         with torch.inference_mode():
             hidden = self._hidden(self._inputs.view(tokens, requests))
-            return hidden, self._forward.logits(hidden, outputs)
+            return hidden, self._passes.logits(hidden, outputs)
 
     def _hidden(self, batch: AttentionBatch) -> Tensor:
         if self._pieces is not None and batch.num_tokens <= self._pieces.most_tokens:
@@ -303,7 +303,7 @@ class ModelRunner:
                 return self._pieces.replay(batch)
             except CaptureError as error:
                 self._pieces, self.eager_prompts_reason = None, str(error)
-        return self._forward.hidden(batch)
+        return self._passes.hidden(batch)
 
     def _update(self, plan: StepPlan) -> None:
         self._settle()
@@ -372,26 +372,23 @@ class ModelRunner:
             del logits  # its memory is the next one's
 
     def prompt_logits(self, token_ids: Sequence[int]) -> Iterator[Tensor]:
-        """What the model expects behind each token of one prompt, run in steps as a request is.
+        """What the model expects behind each token of a prompt, run in steps as a request is.
 
         Float32 ``[n, vocab]`` for the next ``n <= 128`` tokens, valid until the next is asked for.
-        No request may be in the runner; the pages of earlier ones are written over.
+        No request may be in the runner; the pages of earlier ones are written over. Those of a
+        ladder are as low as they may be when a step begins.
         """
         pages = -(-len(token_ids) // self._inputs.batch.page_size)
-        request = Running(
-            RequestStart(
-                "prompt",
-                tuple(token_ids),
-                num_prompt_tokens=len(token_ids),
-                num_computed=0,
-                pages=tuple(range(1, pages + 1)),
-                params=SamplingParams(),
-            )
-        )
+        places, count = tuple(range(1, pages + 1)), len(token_ids)
+        start = RequestStart("prompt", tuple(token_ids), count, 0, places, SamplingParams())
+        request = Running(start)
         for begin in range(0, len(token_ids), len(self._inputs.token_ids)):
+            moves = descent(request.pages, begin, self.kv.spec, self.kv.keep)
+            self.kv.move(moves, self.ops)
+            self._inputs.follow([request], moves)
             count = min(len(token_ids) - begin, len(self._inputs.token_ids))
             tokens = self._inputs.fill([(request, count)], [])
-            hidden, _ = self._run_now(tokens, 1, 0)
+            hidden, _ = self._forward(tokens, 1, 0)
             request.num_computed += count
             yield from self._logits(hidden[:count])
         self._inputs.forget()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from sdk.kernels.ladder import KEPT_PAGES
 from sdk.kernels.ops import Compute, Ops
 
 
@@ -34,6 +35,7 @@ class RunnerConfig:
     quantization: str | None = None
     num_swap_pages: int = 0
     swap_path: str | None = None
+    kv_keep: tuple[int, int] = KEPT_PAGES
 
     def open_ops(self) -> Ops:
         """The operators of this rank."""

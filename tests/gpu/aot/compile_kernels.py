@@ -115,7 +115,8 @@ def launch_of(name: str, kernel: str, tokens: int, dtype: torch.dtype) -> Launch
         group = Linear(torch.float16, _TUNING).group([packed] * 8)
         routed = Routed(group.offsets, routes, routes.tokens)
     if kernel == "product":
-        return product(packed, x, parts, parts, tiles, dtype, routed)
+        sums = torch.empty(64, tokens) if packed.has_minus or packed.zeros_bits == 32 else None
+        return product(packed, x, sums, parts, tiles, dtype, routed)
     if kernel == "add_chunks":
         return add_chunks(x, parts, 32, dtype)
     if kernel == "product_one":
