@@ -22,7 +22,7 @@ from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu.attention_decode import decode_kernel, join_kernel, shared_kernel, split_count
 from sdk.kernels.gpu.attention_prefill import prefill_kernel
 from sdk.kernels.gpu.launch import INTERPRETED, expect_on_device, old_card
-from sdk.kernels.gpu.pages import PageSide, hadamard_block, page_sides, reject
+from sdk.kernels.gpu.pages import INT4, PageSide, hadamard_block, page_sides, reject
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.registry import Problem
 
@@ -116,17 +116,21 @@ class _Step:
             "PAGE": page_size,
             "HEAD_DIM": self.head_dim,
             "BLOCK_D": self.block_d,
-            # Two tiles of keys and of values, as operands, are within 64 KiB of shared memory.
-            "BLOCK_N": max(16, min(64, 16384 // (self.block_d * width))),
+            # Two tiles of keys and of values, as operands, are within 64 KiB of shared memory; of
+            # float32 half of that, or sm_90 spills 288 bytes of float16 pages with exact products.
+            "BLOCK_N": max(16, min(64, (2048 if width == 4 else 8192) // self.block_d)),
             "WINDOW": window is not None,
             "SOFTCAP": softcap is not None,
         }
         self.rows = {"GROUP": self.group, "SINKS": sinks is not None}
+        nibbles = INT4.value in (k.kind, v.kind)
         few = width == 4 or (self.block_d > 128 and old_card(q.device))
-        self.tile = _FEW_ROWS if few else _ROWS
+        self.tile = _FEW_ROWS if few else 32 if nibbles and self.block_d > 128 else _ROWS
         self.unmix = hadamard_block(self.head_dim) if v.mixed else 0
-        # Of a tile of 64 rows: with four, codes of head_dim 128 spill on sm_90 (255 registers).
-        self.warps = 8 if self.block_d > 128 or k.kind or v.kind else 4
+        # Where four warps, or with int4 a tile of 64 rows, leave too few registers on sm_90: codes
+        # of head_dim 128, nibbles of 80 (24 bytes spilled) and 256 (64), float32 (328).
+        self.warps = 8 if self.block_d > 128 or k.kind or v.kind or width == 4 else 4
+        self.few_warps = 8 if width == 4 or (nibbles and self.block_d != self.head_dim) else 4
 
     def prefill(self, *, lone: bool = False) -> None:
         """Requests of several queries; with ``lone`` those of one too."""
@@ -161,8 +165,10 @@ class _Step:
         shared = batch.shared_len if splits > 1 else None
         parts = sums = self.out
         if splits > 1:
-            parts = self.out.new_empty(batch.num_requests, self.heads, splits, self.head_dim)
-            sums = self.out.new_empty(batch.num_requests, self.heads, splits, 2)
+            rows = (batch.num_requests, self.heads, splits)
+            parts, sums = (
+                torch.empty(*rows, width, device=self.out.device) for width in (self.head_dim, 2)
+            )
         if shared is not None:
             self._shared(shared, parts, sums, splits)
         decode_kernel[(batch.num_requests, self.kv_heads, splits)](
@@ -188,7 +194,7 @@ class _Step:
             SHARED=shared is not None,
             WHOLE=splits == 1,
             UNMIX=self.unmix,
-            num_warps=4,
+            num_warps=self.few_warps,
         )
         if splits > 1:
             join_kernel[(batch.num_requests, self.heads)](

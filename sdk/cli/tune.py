@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 #: Tokens, or rows of an expert, from where decoding into scratch may be faster.
 _MANY = (64, 128, 256, 512, 1024)
-#: What a table says of whom.
+#: What a table calls the number from which an operator decodes its weights.
 DENSE_FROM = {"linear": "dense_from", "linear_experts": "experts_dense_from"}
 #: A better tile must be faster by more than the spread of measuring.
 _GAIN = 0.98

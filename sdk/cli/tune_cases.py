@@ -90,7 +90,7 @@ class ExpertCase(Case):
 
     def product(self, card: Card, tokens: int) -> Product:
         count = self.packed[0].count
-        given = 1 if tokens == 1 else -(-tokens * count // self.used)
+        given = 1 if tokens == 1 else tokens * count // self.used
         ops = Ops(str(card.device), backends=["gpu"])
         routes = ops.route(card.normal(given, count).float(), self.used, normalized=True)
         ops.close()

@@ -24,13 +24,11 @@ from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.gpu.graphs import CardRecorder, PieceGraphs
 from sdk.kernels.graph import CaptureError, Graph
 from sdk.kernels.sampling import Tokens
-from sdk.loaders.open import open_checkpoint
 from sdk.memory import SCORED_BYTES, release_free_memory
 from sdk.models.auto import build_model
 from sdk.models.decoder import Decoder
 from sdk.models.parallel import Mesh
 from sdk.params import SamplingParams
-from sdk.quant.at_load import packed_at_load
 from sdk.quant.checkpoint import Checkpoint
 from sdk.sampling.sampler import Sampler
 from sdk.sampling.state import RequestState
@@ -65,12 +63,7 @@ class ModelRunner:
         self.native_seconds = 0.0
         with contextlib.ExitStack() as undo:
             if checkpoint is None:
-                checkpoint = open_checkpoint(
-                    config.model,
-                    revision=config.revision,
-                    local_files_only=config.local_files_only,
-                )
-                checkpoint = packed_at_load(checkpoint, config.quantization)
+                checkpoint = config.open_model()
             undo.callback(checkpoint.close)
             self.ops = config.open_ops()
             undo.callback(self.ops.close)
@@ -105,7 +98,7 @@ class ModelRunner:
             self.eager_reason: str | None = "enforce_eager"
             self.eager_prompts_reason: str | None = "enforce_eager"
             if not config.enforce_eager:
-                self._record()
+                self.record()
             undo.pop_all()
         checkpoint.close()
         release_free_memory()
@@ -125,12 +118,17 @@ class ModelRunner:
         self._requests.clear()
         self._rows, self._drawing = [], []
         self._inputs.forget()
-        self._graph = self._ahead = self._pieces = None
+        self.forget_graphs()
         self.kv.close()
         self.ops.close()
         self.__dict__.pop("model", None)
 
-    def _record(self) -> None:
+    def forget_graphs(self) -> None:
+        """Run what is recorded no more, and give back what it holds."""
+        self._graph = self._ahead = self._pieces = None
+
+    def record(self) -> None:
+        """Have steps recorded, as far as they can be."""
         if self.ops.device.type == "cuda":
             self.use_graphs(CardRecorder())
             return

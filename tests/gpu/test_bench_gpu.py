@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import import_module
 from io import StringIO
 from pathlib import Path
@@ -23,7 +24,8 @@ from sdk.cli.bench.random_models import SHAPES, Shape, write_random
 from sdk.cli.tune_cases import ExpertCase, cases_of
 from sdk.errors import SdkError
 from sdk.kernels.gpu.linear import Linear
-from sdk.kernels.gpu.tuning import Tiles, read_tuning
+from sdk.kernels.gpu.packing import pack
+from sdk.kernels.gpu.tuning import Tiles, Tuning, read_tuning
 from sdk.kernels.reference.decode import decode, unpack_codes
 
 #: What needs a card, and what needs a minute: transformers' own batching sizes a cache of its own.
@@ -166,6 +168,25 @@ def test_tune_takes_the_experts_of_a_model_as_one(
         out = torch.full((rows, shape[0]), torch.nan)
         multiply(case.kernel, case.packed[0], out)
         assert bool(out.isfinite().all())
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 8])
+def test_tuned_experts_run_on_the_tiles_being_measured(card: Card, tokens: int) -> None:
+    weights = [pack(affine(card, 32, 256, 4, 128)) for _ in range(5)]
+    linear = Linear(torch.float16, Tuning(4))
+    case = ExpertCase("linear_experts", "int4g128", (32, 256), linear, [], used=3)
+    case = replace(case, packed=[linear.group(weights)])
+    multiply, rows = case.product(card, tokens)
+    tiles, seen = Tiles(16, 16, 2, 1, 1), []
+
+    class Seen(Linear):
+        def _multiply(self, w: Any, x: Any, out: Any, tiles: Tiles, **more: Any) -> None:
+            seen.append(tiles)
+
+    only = {("linear_experts", "int4g128", 32, 256): [(tokens, tiles)]}
+    kernel = Seen(torch.float16, Tuning(4, table=only))
+    multiply(kernel, case.packed[0], torch.empty(rows, 32))
+    assert seen == [tiles]
 
 
 def test_tune_passes_over_tiles_that_fail_or_are_wrong(
