@@ -97,8 +97,10 @@ def product_dense(w: Tensor, x: Tensor, routed: Routed, experts: range, out: Ten
 
 
 def multiply(x: Tensor, w: Tensor, out: Tensor) -> None:
-    """``out = x @ w.T`` with x and w of one type; on a GPU the sums are not rounded to it."""
-    if x.is_cuda and x.dtype != torch.float32:
+    """``out = x @ w.T`` with x and w of one type; on a GPU the sums are rounded to out's only."""
+    if out.dtype == x.dtype:
+        torch.mm(x, w.t(), out=out)
+    elif x.is_cuda and x.dtype != torch.float32:
         out.copy_(torch.mm(x, w.t(), out_dtype=torch.float32))
     else:
         out.copy_(torch.mm(x, w.t()))

@@ -12,19 +12,20 @@ from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.graph import Cut, Graph
 from sdk.kernels.ops import Ops
 from sdk.models.decoder import CausalLM
+from sdk.models.parallel import Mesh
 
 
-class Forward:
-    """One rank's. ``samples``: whether tokens are drawn from its logits."""
+class ForwardPasses:
+    """One rank's."""
 
     def __init__(
-        self, model: CausalLM, kv: KVCache, inputs: StepInputs, ops: Ops, *, samples: bool
+        self, model: CausalLM, kv: KVCache, inputs: StepInputs, ops: Ops, mesh: Mesh
     ) -> None:
         self._model = model
         self._kv = kv
         self._inputs = inputs
         self._ops = ops
-        self._samples = samples
+        self._samples = mesh.rank == 0
 
     def hidden(self, batch: AttentionBatch) -> Tensor:
         """Hidden states of the first tokens of the inputs."""

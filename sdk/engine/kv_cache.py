@@ -108,31 +108,54 @@ class KVCache:
         self.keep = keep
         self.num_pages = num_pages
         self.first_head = first_head
-        size = num_pages * spec.page_bytes
+        self._device = torch.device(device)
+        self._keys_transposed = keys_transposed
+        self._swap = num_swap_pages, swap_path
         self._mapping: mmap.mmap | None = None
-        if torch.device(device).type == "cpu":
+        self._storage: SwapStorage | None = None
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Memory for the pages, empty; once more after :meth:`close`.
+
+        :raises OutOfMemoryError: there is not as much.
+        """
+        spec, num_pages = self.spec, self.num_pages
+        size = num_pages * spec.page_bytes
+        if self._device.type == "cpu":
             self._mapping = _map(size)
             memory = torch.from_numpy(np.frombuffer(self._mapping, np.uint8, size))
         else:
-            memory = torch.zeros(size + _LINE, dtype=torch.uint8, device=device)
-            begin = -memory.data_ptr() % _LINE  # a vector that crosses cache lines loads twice
-            memory = memory[begin : begin + size]
+            memory = self._on_device(size)
         below: Sequence[KVPages | None] = [None] * spec.num_layers
         for index, level in reversed(list(enumerate(spec.levels))):
             self.layers = []
             pages = memory.view(num_pages << index, spec.page_bytes >> index)
             offset = 0
             for layer, lower in enumerate(below):
-                own = _layer(pages, level, layer, offset, keys_transposed)
+                own = _layer(pages, level, layer, offset, self._keys_transposed)
                 self.layers.append(replace(own, below=lower))
                 offset += level.layer_bytes(layer)
             below = self.layers
         self._memory = memory
+        num_swap_pages, swap_path = self._swap
         self._recode: Callable[[int, int], None] | None = None  # a page, once one goes down
-        self._storage: SwapStorage | None = None
         if num_swap_pages:
             pages = memory.view(num_pages, spec.page_bytes)
             self._storage = SwapStorage(pages, num_swap_pages, swap_path)
+
+    def _on_device(self, size: int) -> Tensor:
+        try:
+            memory = torch.zeros(size + _LINE, dtype=torch.uint8, device=self._device)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemoryError(f"{size} bytes for KV pages: {error}") from error
+        begin = -memory.data_ptr() % _LINE  # a vector that crosses cache lines loads twice
+        return memory[begin : begin + size]
+
+    @property
+    def can_vacate(self) -> bool:
+        """Whether the memory of single pages can be returned."""
+        return self._mapping is not None and hasattr(self._mapping, "madvise")
 
     def move(self, moves: Sequence[Move], ops: Ops) -> None:
         """Move pages of a ladder, one after the other: to a lower level, or as they are."""
@@ -154,9 +177,9 @@ class KVCache:
     def vacate(self, pages: Sequence[int]) -> None:
         """Return the memory of these pages to the system: they are zeros until they are written.
 
-        On a GPU nothing happens.
+        Nothing happens where it ``can_vacate`` none, as on a GPU.
         """
-        if self._mapping is None or not hasattr(self._mapping, "madvise"):
+        if self._mapping is None or not self.can_vacate:
             return
         size, unit = self.spec.page_bytes, mmap.PAGESIZE
         ordered = sorted(pages)
@@ -177,6 +200,7 @@ class KVCache:
         self._mapping = None
         if self._storage is not None:
             self._storage.close()
+            self._storage = None
 
 
 _DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int4": torch.uint8}

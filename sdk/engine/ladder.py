@@ -376,9 +376,10 @@ def descent(
     all full ones but those to ``keep`` at the beginning and at the end.
     """
     moves: list[Move] = []
-    first, last = keep
-    for place in pages[first : max(num_computed // spec.page_size - last, 0)]:
-        for level in range(page_level(place)[0] + 1, len(spec.levels)):
+    num_levels, (first, last) = len(spec.levels), keep
+    full = num_computed // spec.page_size if num_levels > 1 else 0
+    for place in pages[first : max(full - last, 0)]:
+        for level in range(page_level(place)[0] + 1, num_levels):
             passing, below = page_id(level, 0), page_id(level, 2 * page_level(place)[1])
             moves += [Move(place, passing), Move(passing, below)]
             place = below

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sdk.engine.forward import Forward
+from sdk.engine.forward import ForwardPasses
 from sdk.engine.inputs import Running, StepInputs
 from sdk.engine.key_centres import centre_keys
 from sdk.engine.kv_cache import cache_of_rank
@@ -24,13 +24,11 @@ from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.gpu.graphs import CardRecorder, PieceGraphs
 from sdk.kernels.graph import CaptureError, Graph
 from sdk.kernels.sampling import Tokens
-from sdk.loaders.open import open_checkpoint
 from sdk.memory import SCORED_BYTES, release_free_memory
 from sdk.models.auto import build_model
 from sdk.models.decoder import Decoder
 from sdk.models.parallel import Mesh
 from sdk.params import SamplingParams
-from sdk.quant.at_load import packed_at_load
 from sdk.quant.checkpoint import Checkpoint
 from sdk.sampling.sampler import Sampler
 from sdk.sampling.state import RequestState
@@ -65,12 +63,7 @@ class ModelRunner:
         self.native_seconds = 0.0
         with contextlib.ExitStack() as undo:
             if checkpoint is None:
-                checkpoint = open_checkpoint(
-                    config.model,
-                    revision=config.revision,
-                    local_files_only=config.local_files_only,
-                )
-                checkpoint = packed_at_load(checkpoint, config.quantization)
+                checkpoint = config.open_model()
             undo.callback(checkpoint.close)
             self.ops = config.open_ops()
             undo.callback(self.ops.close)
@@ -95,8 +88,7 @@ class ModelRunner:
                 self.ops.device,
                 find_shared=self.ops.device.type == "cuda" and not config.deterministic,
             )
-            samples = mesh.rank == 0
-            self._forward = Forward(self.model, self.kv, self._inputs, self.ops, samples=samples)
+            self._passes = ForwardPasses(self.model, self.kv, self._inputs, self.ops, mesh)
             self._graph: Graph[tuple[Tensor, Tensor]] | None = None
             #: On a GPU: decode steps, and those with prompts.
             self._ahead: RunAhead | None = None
@@ -106,7 +98,7 @@ class ModelRunner:
             self.eager_reason: str | None = "enforce_eager"
             self.eager_prompts_reason: str | None = "enforce_eager"
             if not config.enforce_eager:
-                self._record()
+                self.record()
             undo.pop_all()
         checkpoint.close()
         release_free_memory()
@@ -126,17 +118,22 @@ class ModelRunner:
         self._requests.clear()
         self._rows, self._drawing = [], []
         self._inputs.forget()
-        self._graph = self._ahead = self._pieces = None
+        self.forget_graphs()
         self.kv.close()
         self.ops.close()
         self.__dict__.pop("model", None)
 
-    def _record(self) -> None:
+    def forget_graphs(self) -> None:
+        """Run what is recorded no more, and give back what it holds."""
+        self._graph = self._ahead = self._pieces = None
+
+    def record(self) -> None:
+        """Have steps recorded, as far as they can be."""
         if self.ops.device.type == "cuda":
             self.use_graphs(CardRecorder())
             return
         try:
-            self._graph = self._forward.record()
+            self._graph = self._passes.record()
             self.eager_reason = self.eager_prompts_reason = None
         except CaptureError as error:
             self.eager_reason = self.eager_prompts_reason = str(error)
@@ -145,10 +142,10 @@ class ModelRunner:
         """Have steps recorded as they are first needed; also to forget those that were."""
         tokens, requests = len(self._inputs.token_ids), len(self._inputs.output_rows)
         most = min(tokens, requests)
-        self._ahead = RunAhead(self._forward.decode, self._inputs, most, recorder)
+        self._ahead = RunAhead(self._passes.decode, self._inputs, most, recorder)
         self.eager_reason = None
         if isinstance(self.model, Decoder):
-            self._pieces = PieceGraphs(self._forward.pieces, tokens, recorder)
+            self._pieces = PieceGraphs(self._passes.pieces, tokens, recorder)
             self.eager_prompts_reason = None
         else:
             self.eager_prompts_reason = "transformers' own code runs between the attentions"
@@ -190,7 +187,7 @@ class ModelRunner:
         if decoded is not None:
             flight, hidden, logits = decoded
         else:
-            hidden, logits = self._run_now(tokens, len(rows), len(outputs))
+            hidden, logits = self._forward(tokens, len(rows), len(outputs))
         for request, count in rows:
             request.num_computed += count
         alone = whole and not (wanted.guides or wanted.special)
@@ -289,14 +286,14 @@ class ModelRunner:
             request.num_computed += len(tokens)
             self.sampler.append(request.start.request_id, tokens)
 
-    def _run_now(self, tokens: int, requests: int, outputs: int) -> tuple[Tensor, Tensor]:
+    def _forward(self, tokens: int, requests: int, outputs: int) -> tuple[Tensor, Tensor]:
         """Hidden states and the wanted rows' logits: the first ``tokens`` and ``outputs`` rows."""
         if self._graph is not None:
             self._graph.replay(tokens=tokens, outputs=outputs, requests=requests)
             return self._graph.result
         with torch.inference_mode():
             hidden = self._hidden(self._inputs.view(tokens, requests))
-            return hidden, self._forward.logits(hidden, outputs)
+            return hidden, self._passes.logits(hidden, outputs)
 
     def _hidden(self, batch: AttentionBatch) -> Tensor:
         if self._pieces is not None and batch.num_tokens <= self._pieces.most_tokens:
@@ -304,7 +301,7 @@ class ModelRunner:
                 return self._pieces.replay(batch)
             except CaptureError as error:
                 self._pieces, self.eager_prompts_reason = None, str(error)
-        return self._forward.hidden(batch)
+        return self._passes.hidden(batch)
 
     def _update(self, plan: StepPlan) -> None:
         self._settle()
@@ -389,7 +386,7 @@ class ModelRunner:
             self._inputs.follow([request], moves)
             count = min(len(token_ids) - begin, len(self._inputs.token_ids))
             tokens = self._inputs.fill([(request, count)], [])
-            hidden, _ = self._run_now(tokens, 1, 0)
+            hidden, _ = self._forward(tokens, 1, 0)
             request.num_computed += count
             yield from self._logits(hidden[:count])
         self._inputs.forget()

@@ -6,8 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from sdk.kernels.ladder import KEPT_PAGES
 from sdk.kernels.ops import Compute, Ops
+from sdk.loaders.open import open_checkpoint
+from sdk.quant.at_load import packed_at_load
+from sdk.quant.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +29,7 @@ class RunnerConfig:
     num_threads: int
     device: str = "cpu"
     compute: Compute = "auto"
+    activations: torch.dtype = torch.float32
     enforce_eager: bool = False
     deterministic: bool = False
     revision: str | None = None
@@ -34,6 +40,13 @@ class RunnerConfig:
     swap_path: str | None = None
     kv_keep: tuple[int, int] = KEPT_PAGES
 
+    def open_model(self) -> Checkpoint:
+        """The model's files, packed at load where that is asked for."""
+        checkpoint = open_checkpoint(
+            self.model, revision=self.revision, local_files_only=self.local_files_only
+        )
+        return packed_at_load(checkpoint, self.quantization)
+
     def open_ops(self) -> Ops:
         """The operators of this rank."""
         return Ops(
@@ -41,4 +54,5 @@ class RunnerConfig:
             compute=self.compute,
             num_threads=self.num_threads,
             deterministic=self.deterministic,
+            activations=self.activations,
         )

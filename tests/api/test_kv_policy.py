@@ -109,6 +109,14 @@ def test_options_that_cannot_work_are_refused(
         LLM(tiny_path, **options)
 
 
+def test_what_would_fit_in_the_place_of_a_policy_has_nothing_to_keep(tiny_path: Path) -> None:
+    options = {**OPTIONS, "kv_policy": LADDER, "kv_keep": (2, 2), "max_model_len": 2048}
+    found = LLM.plan(tiny_path, **options, kv_cache_memory_bytes="300KiB").alternatives
+    assert any(one.options.get("kv_cache_dtype") == "int8" for one in found)
+    for one in found:
+        assert ("kv_cache_dtype" in one.options) == (one.options.get("kv_keep") == (1, 0))
+
+
 def test_what_cannot_be_kept_is_refused_and_others_go_on(tiny_path: Path) -> None:
     with LLM(tiny_path, max_model_len=256, kv_policy="int8>int4") as llm:
         with pytest.raises(RequestError, match="kv_min_bits=16: the KV cache has 8 bits"):

@@ -68,7 +68,7 @@ def test_steps_launched_before_their_plan_give_the_same_answers(golden: Path, de
 def test_steps_with_prompts_replayed_in_pieces_give_the_same_answers(
     golden: Path, device: str, name: str
 ) -> None:
-    prompts = [[(7 * n + 13 * i) % 300 + 4 for i in range(n)] for n in (21, 3, 50, 9, 40)]
+    prompts = [[(7 * n + 13 * i) % 300 + 4 for i in range(n)] for n in (21, 3, 18)]
     found = []
     for eager in (False, True):
         options = {"enforce_eager": eager, "deterministic": True, "skip_tokenizer_init": True}
