@@ -202,7 +202,7 @@ def _compile(chunk: Sequence[tuple[str, Any, list[str]]], until: float) -> list[
 def table(found: Sequence[dict[str, Any]]) -> str:
     """Of each kernel: how many variants, the range of their registers, the most of all else."""
     head = ("kernel", "variants", "registers", "shared KiB", "stack", "with a stack")
-    rows = [head]
+    rows = [head, ("---",) * len(head)]
     named = sorted((line for line in found if "error" not in line), key=lambda x: x["kernel"])
     for kernel, group in itertools.groupby(named, lambda x: x["kernel"]):
         lines = list(group)
