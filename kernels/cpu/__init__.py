@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from sdk.kernels.cpu.attention import Attention, Places
 from sdk.kernels.cpu.elementwise import (
     MAPS,
@@ -32,6 +34,8 @@ from sdk.kernels.offload import OnDisk
 from sdk.kernels.reference.sampling import Penalize
 
 __all__ = ["CpuBackend", "available", "levels", "open_backend", "simd_level"]
+
+ACTIVATIONS = (torch.float32,)
 
 
 def available(device: str) -> str | None:

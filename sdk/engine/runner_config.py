@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from sdk.engine.disk_space import reserved_file
 from sdk.kernels.ladder import KEPT_PAGES
 from sdk.kernels.offload import Offload, OnDisk, OnHost
@@ -29,6 +31,7 @@ class RunnerConfig:
     num_threads: int
     device: str = "cpu"
     compute: Compute = "auto"
+    activations: torch.dtype = torch.float32
     enforce_eager: bool = False
     deterministic: bool = False
     revision: str | None = None
@@ -62,6 +65,7 @@ class RunnerConfig:
             compute=self.compute,
             num_threads=self.num_threads,
             deterministic=self.deterministic,
+            activations=self.activations,
             offload=self._offload(),
         )
 
