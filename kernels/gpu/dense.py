@@ -97,7 +97,11 @@ def product_dense(w: Tensor, x: Tensor, routed: Routed, experts: range, out: Ten
 
 
 def multiply(x: Tensor, w: Tensor, out: Tensor) -> None:
-    """``out = x @ w.T`` with x and w of one type; on a GPU the sums are rounded to out's only."""
+    """``out = x @ w.T`` with x and w of one type.
+
+    On a GPU sums that go into float32 are not rounded before; of a 16-bit out the library may round
+    those of shares of K, as it does for everybody.
+    """
     if out.dtype == x.dtype:
         torch.mm(x, w.t(), out=out)
     elif x.is_cuda and x.dtype != torch.float32:
