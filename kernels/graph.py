@@ -9,20 +9,34 @@ as large as the largest step serves every smaller one.
 Anything a graph does not see would be lost on replay, so while capturing every torch operation that
 is not a mere view raises :class:`CaptureError`, and the caller runs such a model operator by
 operator instead.
+
+``Ops.cut_at_attention`` serves those who record in pieces: what lies between two attentions depends
+on nothing but the number of tokens, an attention on the lengths of its requests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sdk.kernels.activations import ActivationPool
+from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import KernelError
 
+if TYPE_CHECKING:
+    from sdk.kernels.registry import Backend
+
 Result = TypeVar("Result")
+#: One attention of a forward pass: queries ``[T, heads, head_dim]``, the batch of the step, and
+#: where the result goes, ``[T, heads * head_dim]``.
+Attend = Callable[[Tensor, AttentionBatch, Tensor], None]
+#: What stands in the place of an attention: its queries, a tensor like its result, and what runs
+#: it; returns the result.
+Cut = Callable[[Tensor, Tensor, Attend], Tensor]
 
 #: Torch operations that move no data.
 _VIEWS = frozenset(
@@ -109,3 +123,49 @@ class OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if result is NotImplemented:
             raise CaptureError(f"a step with {func} cannot be recorded: it is not one of ours")
         return result
+
+
+class GraphOps:
+    """The part of :class:`sdk.kernels.ops.Ops` that records forward passes."""
+
+    _backends: list[Backend]
+    #: Of the graph being captured.
+    _buffers: ActivationPool | None = None
+    _cut: Cut | None = None
+
+    @property
+    def capturing(self) -> bool:
+        """True while operators are recorded, not run: then tensors hold nothing to look at."""
+        return self._buffers is not None
+
+    def capture(
+        self, forward: Callable[[], Result], *, tokens: int, outputs: int, requests: int
+    ) -> Graph[Result]:
+        """Record what ``forward`` computes on tensors of so many tokens, outputs and requests.
+
+        After ``Ops.select_rows`` every operator runs over the outputs, before over the tokens.
+
+        :raises CaptureError: when ``forward`` does anything but view tensors and call operators of
+            one native backend.
+        """
+        backend = self._backends[0]
+        if not hasattr(backend, "record"):
+            raise CaptureError(f"{backend.name} kernels cannot be recorded")
+        # A buffer is reused for tensors of its own size only, so that in a phase of several
+        # operators (native/program.hpp) a row's memory is never another row's.
+        self._buffers = buffers = ActivationPool(same_size=True)
+        limits = (tokens, outputs, requests)
+        try:
+            with backend.record(limits) as recorded, OnlyViews():  # type: ignore[no-untyped-call]
+                return Graph(recorded, forward(), buffers, limits)
+        finally:
+            self._buffers = None
+
+    @contextmanager
+    def cut_at_attention(self, cut: Cut) -> Iterator[None]:
+        """Inside, ``cut`` is asked for the result of every attention."""
+        self._cut = cut
+        try:
+            yield
+        finally:
+            self._cut = None

@@ -33,7 +33,7 @@ class KVPages:
     ``below`` is the next level of a ladder, at most two in all: the same memory seen as twice as
     many pages of an integer type of half the bits. A page id says which level it belongs to
     (``kernels/ladder.py``): ``rope_and_cache`` writes the first, ``attention`` reads all of them,
-    ``recode_page`` takes a page to another level. All lie mixed, floats too, and have one centre,
+    ``page_recoder`` takes a page to another level. All lie mixed, floats too, and have one centre,
     so that a page is recoded value by value; their pages have 128 tokens, so that what attention
     multiplies at once is of one type.
     """

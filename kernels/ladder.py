@@ -5,6 +5,8 @@ from __future__ import annotations
 #: Tokens of a page: what native attention multiplies at once, and so of one type.
 LADDER_PAGE_SIZE = 128
 MAX_LEVELS = 3
+#: Of each request, pages at its beginning and full ones at its end that keep their type.
+KEPT_PAGES = (1, 0)
 _LEVEL_SHIFT = 28
 
 

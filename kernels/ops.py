@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.checks import expect
 from sdk.kernels.errors import KernelError
 from sdk.kernels.experts import ExpertOps
-from sdk.kernels.graph import CaptureError, Graph, OnlyViews
+from sdk.kernels.graph import GraphOps
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.ladder_ops import LadderOps
 from sdk.kernels.layouts import Layout, on_device
@@ -33,7 +33,6 @@ from sdk.kernels.self_check import SelfCheck
 
 #: Beyond any machine; a mistyped number must not use up the system's threads.
 MAX_THREADS = 1024
-Result = TypeVar("Result")
 Compute = Literal["auto", "exact"]
 #: The last is gpt-oss' gate: see kernels/reference/norm.py.
 Activation = Literal["silu", "gelu_tanh", "gelu", "clamped_swiglu"]
@@ -88,7 +87,7 @@ class BoundLinear:
         return int(self.choice.implementation.nbytes(self.packed))
 
 
-class Ops(ExpertOps, LadderOps):
+class Ops(ExpertOps, LadderOps, GraphOps):
     """Chosen kernels plus what they share (the thread pool). Owned by one rank, closed with it.
 
     ``num_threads`` defaults to the CPUs this process may run on. ``backends`` restricts the choice
@@ -118,7 +117,6 @@ class Ops(ExpertOps, LadderOps):
         self._chosen: dict[Problem, Choice] = {}
         self._self_check = SelfCheck(self.device)
         self._activations = ActivationPool()
-        self._buffers: ActivationPool | None = None  # of the graph being captured
         self._sampling: Any = None
 
     def close(self) -> None:
@@ -135,34 +133,6 @@ class Ops(ExpertOps, LadderOps):
         if count * 4 < LARGE or self.device.type != "cpu":
             return torch.empty(shape, dtype=torch.float32, device=self.device)
         return self._activations.take(count).view(shape)
-
-    @property
-    def capturing(self) -> bool:
-        """True while operators are recorded, not run: then tensors hold nothing to look at."""
-        return self._buffers is not None
-
-    def capture(
-        self, forward: Callable[[], Result], *, tokens: int, outputs: int, requests: int
-    ) -> Graph[Result]:
-        """Record what ``forward`` computes on tensors of so many tokens, outputs and requests.
-
-        After :meth:`select_rows` every operator runs over the outputs, before over the tokens.
-
-        :raises CaptureError: when ``forward`` does anything but view tensors and call operators of
-            one native backend.
-        """
-        backend = self._backends[0]
-        if not hasattr(backend, "record"):
-            raise CaptureError(f"{backend.name} kernels cannot be recorded")
-        # A buffer is reused for tensors of its own size only, so that in a phase of several
-        # operators (native/program.hpp) a row's memory is never another row's.
-        self._buffers = buffers = ActivationPool(same_size=True)
-        limits = (tokens, outputs, requests)
-        try:
-            with backend.record(limits) as recorded, OnlyViews():  # type: ignore[no-untyped-call]
-                return Graph(recorded, forward(), buffers, limits)
-        finally:
-            self._buffers = None
 
     @property
     def keys_transposed(self) -> bool:
@@ -366,7 +336,13 @@ class Ops(ExpertOps, LadderOps):
         out = self.empty(tokens, heads * head_dim)
         if tokens:
             kernel = self._kernel("attention", head_dim=head_dim, kv_dtype=pages.dtype)
-            kernel.run(q, pages, batch, scale, window, softcap, sinks, out)
+
+            def attend(q: Tensor, batch: AttentionBatch, out: Tensor) -> None:
+                kernel.run(q, pages, batch, scale, window, softcap, sinks, out)
+
+            if self._cut is not None:
+                return self._cut(q, out, attend)
+            attend(q, batch, out)
         return out
 
     def argmax(self, logits: Tensor) -> Tokens:

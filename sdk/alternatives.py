@@ -17,6 +17,7 @@ from typing import Any
 
 from sdk.config import EngineConfig
 from sdk.errors import OutOfMemoryError
+from sdk.kernels.ladder import KEPT_PAGES
 from sdk.memory import Alternative, MemoryPlan, format_bytes
 from sdk.memory_pool import MemoryPool
 from sdk.planning import available_to, kernel_shares, model_config, open_model, plan_for, sizes_of
@@ -165,6 +166,8 @@ def _fitting(
                 own["kv_cache_dtype"] = dtype
                 if config.kv_policy is not None:
                     own["kv_policy"] = None
+                if config.kv_keep != KEPT_PAGES:  # says nothing without a policy
+                    own["kv_keep"] = KEPT_PAGES
             if few:
                 own |= _FEW
             tried = replace(config, **own)

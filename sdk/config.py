@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from sdk.errors import QuantizationError, RequestError
-from sdk.kernels.ladder import LADDER_PAGE_SIZE
+from sdk.kernels.ladder import KEPT_PAGES, LADDER_PAGE_SIZE
 from sdk.memory import parse_bytes
 from sdk.memory_pool import MemoryPool
 from sdk.quant.spec import KVTypes, parse_ladder
@@ -66,6 +66,7 @@ class EngineConfig:
     enable_chunked_prefill: bool = True
     kv_cache_dtype: str = "auto"
     kv_policy: str | None = None
+    kv_keep: tuple[int, int] = KEPT_PAGES
     load_format: Literal["auto", "gguf", "safetensors"] = "auto"
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     speculative_config: Mapping[str, Any] | None = None
@@ -104,6 +105,8 @@ class EngineConfig:
             object.__setattr__(self, "kv_cache_dtype", _kv_cache_dtype(self.kv_cache_dtype))
         if self.kv_policy is not None:
             self._check_policy()
+        elif self.kv_keep != KEPT_PAGES:
+            raise RequestError(f"kv_keep={self.kv_keep!r} needs a kv_policy")
         if self.quantization is not None:
             _check_quantization(self.quantization)
         share = self.gpu_memory_utilization
@@ -135,6 +138,12 @@ class EngineConfig:
             object.__setattr__(self, "kv_policy", parse_ladder(str(self.kv_policy)))
         except ValueError as error:
             raise RequestError(f"kv_policy: {error}") from error
+        keep = self.kv_keep
+        if not isinstance(keep, list | tuple) or [type(n) for n in keep] != [int, int]:
+            raise RequestError(f"kv_keep: expected two numbers of pages, found {keep!r}")
+        if min(keep) < 0:
+            raise RequestError(f"kv_keep: expected numbers of pages from 0 on, found {keep!r}")
+        object.__setattr__(self, "kv_keep", tuple(keep))
         for name, off in (("kv_cache_dtype", "auto"), ("swap_space", 0)):
             if getattr(self, name) != off:
                 raise RequestError(

@@ -28,10 +28,7 @@ def explain(
         f"backends {', '.join(ops.backend_names)}",
     ]
     lines += [f"           no {name} backend: {reason}" for name, reason in ops.declined_backends]
-    steps = "replayed from one recorded graph"
-    if runner.eager_reason is not None:
-        steps = f"operator by operator: {runner.eager_reason}"
-    lines.append(f"steps      {steps}")
+    lines += _steps(runner)
     lines += [f"memory     {line}" for line in str(plan).splitlines()]
     lines.append("linear layers")
     lines += [f"  {line}" for line in str(quant_report(runner.model.linears())).splitlines()]
@@ -42,3 +39,20 @@ def explain(
         lines += [f"  {'':<18} not {name}: {reason}" for name, reason in choice.declined]
     lines += [f"warning    {warning}" for warning in warnings]
     return "\n".join(lines)
+
+
+def _steps(runner: ModelRunner) -> list[str]:
+    decode, prompts = runner.eager_reason, runner.eager_prompts_reason
+    most = runner.most_tokens_in_pieces
+    if decode == prompts and not most:
+        how = "replayed from one recorded graph"
+        return [f"steps      {how if decode is None else _eagerly(decode)}"]
+    pieces = f"up to {most} tokens replayed in pieces between attentions, of more one by one"
+    return [
+        f"steps      decoding: {'replayed from graphs' if decode is None else _eagerly(decode)}",
+        f"           with prompts: {pieces if prompts is None else _eagerly(prompts)}",
+    ]
+
+
+def _eagerly(reason: str) -> str:
+    return f"operator by operator: {reason}"

@@ -73,7 +73,7 @@ class Footprint:
             raise RequestError("resize: this LLM shares a memory pool, which lends it pages")
         budget = parse_bytes(memory, "resize")
         plan = self.plan
-        fixed = plan.weights + plan.workspace + plan.tokenizer
+        fixed = plan.weights + plan.workspace + plan.graphs + plan.tokenizer
         most = self._pages.num_pages - 1
         pages = min((budget - fixed) // plan.page_bytes, most)
         if pages < 1:
@@ -100,6 +100,8 @@ class Footprint:
             self._trim()
             if level == 2:
                 self._executor.stop()
+            else:
+                self._elastic.rest()
             self._level = level
 
         self._driver.sleep(rest, f"this LLM sleeps (level {level}): call wake_up() first")
@@ -122,6 +124,8 @@ class Footprint:
                 if self._lease is not None:
                     self._lease.give_back(self._lease.nbytes)
                 raise
+        elif self._level == 1:
+            self._elastic.wake()
         self._level = 0
 
     def _take_again(self, lease: Lease | None) -> None:

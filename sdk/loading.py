@@ -138,6 +138,7 @@ def _scheduler_config(
         policy=config.scheduling_policy,
         kv_type=memory.kv_dtype,
         kv_bits=kv_bits(memory.kv_dtype),
+        kv_keep=config.kv_keep,
         num_swap_pages=runner.num_swap_pages,
         first_pages=memory.num_pages + 1,
         eos_token_ids=eos,
@@ -175,6 +176,7 @@ def _runner_config(
         quantization=config.quantization,
         num_swap_pages=_swap_pages(config, memory),
         swap_path=config.swap_path,
+        kv_keep=config.kv_keep,
     )
 
 

@@ -113,7 +113,7 @@ class Demand:
 
     ``weights`` as kernels hold them, ``loading`` what a load has in memory at its peak, ``read``
     what one token reads of the weights. ``experts_per_token`` and ``expert_width`` are those of a
-    mixture of experts.
+    mixture of experts. ``captured_tokens``: those of the largest step that a GPU records, or 0.
     """
 
     weights: int
@@ -131,6 +131,7 @@ class Demand:
     loading: int = 0
     read: int = 0
     has_tokenizer: bool = True
+    captured_tokens: int = 0
 
     @property
     def tokenizer(self) -> int:
@@ -192,6 +193,7 @@ class MemoryPlan:
     tokenizer: int = 0
     loading: int = 0
     read: int = 0
+    graphs: int = 0
     problem: str = ""
     config: EngineConfig | None = field(default=None, repr=False)
     kernels: tuple[KernelShare, ...] = field(default=(), compare=False)
@@ -208,7 +210,7 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         """The most there is at any time: serving, or for a moment of the load."""
-        serving = self.weights + self.workspace + self.kv_cache
+        serving = self.weights + self.workspace + self.graphs + self.kv_cache
         return max(serving, self.loading) + self.tokenizer
 
     @property
@@ -249,6 +251,8 @@ class MemoryPlan:
                 "no budget set" if self.budget is None else f"budget {format_bytes(self.budget)}",
             ),
         ]
+        if self.graphs:
+            rows.insert(-2, ("graphs", self.graphs, "activations and logits of recorded steps"))
         if self.loading + self.tokenizer == self.total:
             rows.insert(-1, ("loading", self.loading, "for a moment, more than serving takes"))
         lines = [
@@ -284,6 +288,21 @@ def workspace_bytes(demand: Demand, seqs: int, tokens: int) -> int:
     return engine + tokens * row * 4 + logits + max(logits, SCORED_BYTES)
 
 
+def graph_bytes(demand: Demand, seqs: int, tokens: int) -> int:
+    """What the recorded steps of a GPU hold beside the workspace of those that are not.
+
+    One pool has the activations of the largest, and logits; outside of it lie hidden states and
+    logits of decode steps, and of the others hidden states and an attention's queries and result.
+    """
+    captured = min(demand.captured_tokens, tokens)
+    if not captured:
+        return 0
+    rows = min(seqs, tokens)
+    largest = workspace_bytes(demand, 0, max(captured, rows)) - workspace_bytes(demand, 0, 0)
+    hidden, vocab = demand.hidden_size, demand.vocab_size
+    return largest + 4 * (rows * (hidden + 2 * vocab) + 3 * captured * hidden)
+
+
 def plan_memory(
     demand: Demand,
     *,
@@ -308,9 +327,9 @@ def plan_memory(
     want_context = max_model_len or demand.model_context
     seqs = demand.max_num_seqs
     tokens = min(demand.max_num_batched_tokens, seqs * want_context)
-    workspace = workspace_bytes(demand, seqs, tokens)
+    workspace, graphs = workspace_bytes(demand, seqs, tokens), graph_bytes(demand, seqs, tokens)
     limit = available if budget is None else budget
-    room = limit - demand.weights - workspace - demand.tokenizer
+    room = limit - demand.weights - workspace - graphs - demand.tokenizer
     pages_per_request = -(-want_context // demand.page_size)
     cap = pages_per_request * seqs
     if kv_budget is not None:
@@ -324,7 +343,7 @@ def plan_memory(
     if max_model_len is None:
         context = min(context, pages * demand.page_size)
         tokens = min(tokens, max(seqs * context, 1))
-        workspace = workspace_bytes(demand, seqs, tokens)
+        workspace, graphs = workspace_bytes(demand, seqs, tokens), graph_bytes(demand, seqs, tokens)
     plan = MemoryPlan(
         budget=budget,
         weights=demand.weights,
@@ -338,6 +357,7 @@ def plan_memory(
         tokenizer=demand.tokenizer,
         loading=demand.loading,
         read=demand.read,
+        graphs=graphs,
     )
     if pages * demand.page_size < max(context, 1) or plan.total > limit:
         return replace(plan, problem=_sums(plan, limit, want_context, kv_budget))
@@ -353,9 +373,10 @@ def _sums(plan: MemoryPlan, limit: int, context: int, kv_budget: int | None) -> 
         f"  weights    {format_bytes(plan.weights):>10}",
         f"  workspace  {format_bytes(plan.workspace):>10}",
         f"  tokenizer  {format_bytes(plan.tokenizer):>10}",
+        *([f"  graphs     {format_bytes(plan.graphs):>10}"] if plan.graphs else []),
         f"  KV cache   {format_bytes(needed_kv):>10}  one request of {context} tokens",
     ]
-    if plan.loading > plan.weights + plan.workspace + needed_kv:
+    if plan.loading > plan.weights + plan.workspace + plan.graphs + needed_kv:
         lines.append(
             f"  loading    {format_bytes(plan.loading):>10}  for a moment, in place of these"
         )

@@ -15,6 +15,7 @@ from sdk.config import EngineConfig
 from sdk.engine.kv_cache import kv_spec
 from sdk.errors import CheckpointError, RequestError
 from sdk.kernels.cpu.packed_weight import BLOCK_SOURCES, packed_bytes
+from sdk.kernels.gpu.graphs import MOST_TOKENS
 from sdk.kernels.layouts import BLOCK_TYPES
 from sdk.kernels.ops import Compute
 from sdk.kernels.registry import Backend, Problem, choose, open_backends
@@ -176,6 +177,8 @@ def _demand(config: EngineConfig, model: ModelConfig, sizes: Sizes) -> Demand:
     heads = max(model.num_kv_heads, config.tensor_parallel_size)
     page_bytes = kv_spec(model, heads, config.block_size, dtype).page_bytes
     experts = model.experts
+    # What a CPU records lies in the memory of its workspace.
+    eager = config.enforce_eager or device_of(config) == "cpu"
     return Demand(
         weights=sizes.weights,
         page_bytes=page_bytes,
@@ -192,6 +195,7 @@ def _demand(config: EngineConfig, model: ModelConfig, sizes: Sizes) -> Demand:
         loading=sizes.loading,
         read=sizes.read,
         has_tokenizer=not config.skip_tokenizer_init,
+        captured_tokens=0 if eager else min(config.max_num_batched_tokens, MOST_TOKENS),
     )
 
 

@@ -16,7 +16,7 @@ import torch
 from sdk.kernels.errors import KernelError
 
 #: Must equal kAbiVersion in native/abi.hpp; a library with another one is refused as stale.
-ABI_VERSION = 12
+ABI_VERSION = 13
 
 #: Instruction-set levels, worst to best, in the order of native/levels.hpp.
 LEVELS = ("portable", "avx2", "avx2_vnni", "avx512_vnni")

@@ -47,7 +47,7 @@ class AttentionArgs(Structure):
 
 class RecodeArgs(Structure):
     _fields_ = [
-        *((name, PageLevel) for name in ("source", "target")),
+        *((name, c_void_p) for name in ("source", "target")),
         *((name, c_int64) for name in ("page", "to_page")),
         *((name, c_int32) for name in ("kv_heads", "head_dim", "page_size")),
     ]

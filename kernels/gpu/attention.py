@@ -21,8 +21,8 @@ from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu.attention_decode import decode_kernel, join_kernel, shared_kernel, split_count
 from sdk.kernels.gpu.attention_prefill import prefill_kernel
-from sdk.kernels.gpu.launch import INTERPRETED, expect_on_device
-from sdk.kernels.gpu.pages import PageSide, hadamard_block, page_sides, reject
+from sdk.kernels.gpu.launch import INTERPRETED, expect_on_device, old_card
+from sdk.kernels.gpu.pages import INT4, PageSide, hadamard_block, page_sides, reject
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.registry import Problem
 
@@ -81,7 +81,7 @@ class Attention:
         if self._exact:
             return tl.float32
         if dtype == torch.bfloat16 and not INTERPRETED:
-            return tl.float32 if _old_card(side.codes.device) else tl.bfloat16
+            return tl.float32 if old_card(side.codes.device) else tl.bfloat16
         return _DOTS.get(dtype, tl.float16)
 
 
@@ -116,17 +116,21 @@ class _Step:
             "PAGE": page_size,
             "HEAD_DIM": self.head_dim,
             "BLOCK_D": self.block_d,
-            # Two tiles of keys and of values, as operands, are within 64 KiB of shared memory.
-            "BLOCK_N": max(16, min(64, 16384 // (self.block_d * width))),
+            # Two tiles of keys and of values, as operands, are within 64 KiB of shared memory; of
+            # float32 half of that, or sm_90 spills 288 bytes of float16 pages with exact products.
+            "BLOCK_N": max(16, min(64, (2048 if width == 4 else 8192) // self.block_d)),
             "WINDOW": window is not None,
             "SOFTCAP": softcap is not None,
         }
         self.rows = {"GROUP": self.group, "SINKS": sinks is not None}
-        few = width == 4 or (self.block_d > 128 and _old_card(q.device))
-        self.tile = _FEW_ROWS if few else _ROWS
+        nibbles = INT4.value in (k.kind, v.kind)
+        few = width == 4 or (self.block_d > 128 and old_card(q.device))
+        self.tile = _FEW_ROWS if few else 32 if nibbles and self.block_d > 128 else _ROWS
         self.unmix = hadamard_block(self.head_dim) if v.mixed else 0
-        # Of a tile of 64 rows: with four, codes of head_dim 128 spill on sm_90 (255 registers).
-        self.warps = 8 if self.block_d > 128 or k.kind or v.kind else 4
+        # Where four warps, or with int4 a tile of 64 rows, leave too few registers on sm_90: codes
+        # of head_dim 128, nibbles of 80 (24 bytes spilled) and 256 (64), float32 (328).
+        self.warps = 8 if self.block_d > 128 or k.kind or v.kind or width == 4 else 4
+        self.few_warps = 8 if width == 4 or (nibbles and self.block_d != self.head_dim) else 4
 
     def prefill(self, *, lone: bool = False) -> None:
         """Requests of several queries; with ``lone`` those of one too."""
@@ -188,7 +192,7 @@ class _Step:
             SHARED=shared is not None,
             WHOLE=splits == 1,
             UNMIX=self.unmix,
-            num_warps=4,
+            num_warps=self.few_warps,
         )
         if splits > 1:
             join_kernel[(batch.num_requests, self.heads)](
@@ -234,13 +238,6 @@ class _Step:
             BLOCK_M=rows,
             num_warps=self.warps,
         )
-
-
-def _old_card(device: torch.device) -> bool:
-    """Whether it is NVIDIA's and before compute capability 8.0."""
-    if INTERPRETED or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) < (8, 0)
 
 
 _JOIN_CONSTANTS = ("HEAD_DIM", "BLOCK_D", "BLOCK_N", "WINDOW")

@@ -12,7 +12,7 @@ from torch import Tensor
 from sdk.kernels.experts import Routes
 from sdk.kernels.gpu import product_dense as kernels
 from sdk.kernels.gpu.expert_tiles import Experts, Routed, offsets_of, tile_arguments
-from sdk.kernels.gpu.launch import INTERPRETED, Launch, expect_on_device
+from sdk.kernels.gpu.launch import INTERPRETED, Launch, expect_on_device, old_card
 from sdk.kernels.layouts import Dense, Layout
 from sdk.kernels.registry import Problem
 
@@ -70,26 +70,29 @@ class DenseLinear:
         self, group: Experts[Dense], x: Tensor, routes: Routes, by_token: bool, out: Tensor
     ) -> None:
         expect_on_device("linear of experts", x, out, group.offsets)
-        product_dense(group, x, routes, routes.tokens if by_token else None, out).run()
+        routed = Routed(group.offsets, routes, routes.tokens if by_token else None)
+        product_dense(group.first.values, x, routed, range(group.count), out).run()
 
 
-def product_dense(
-    group: Experts[Dense], x: Tensor, routes: Routes, sources: Tensor | None, out: Tensor
-) -> Launch:
-    """``product_dense`` of all rows, which have ``sources`` in x or a row of x each."""
-    w = group.first.values
-    (n, k), rows = w.shape, out.shape[0]
-    routed = Routed(group.offsets, routes, sources)
-    block_m = min(64, max(16, triton.next_power_of_2(-(-rows // group.count))))
+def product_dense(w: Tensor, x: Tensor, routed: Routed, experts: range, out: Tensor) -> Launch:
+    """``product_dense`` of the rows of ``experts``; w ``[N, K]``: what ``offsets`` count from."""
+    n, k = w.shape
+    rows = -(-out.shape[0] // routed.experts)
+    # twice as many products for each number loaded; 96 KiB in flight (of float32 192), and on the
+    # plain units of an old card 7 KiB of a thread's numbers had to be spilled
+    large = rows >= 128 and w.itemsize == 2 and not old_card(w.device)
+    block = 128 if large else 64
+    block_m = min(block, max(16, triton.next_power_of_2(rows)))
     arguments = {"x": x, "out": out, "w": w, **tile_arguments(routed), "N": n, "K": k}
+    arguments |= {"low": experts.start, "high": experts.stop}
     arguments |= {"x_stride": x.stride(0), "out_stride": out.stride(0)}
     constants: dict[str, Any] = {
         "WIDEN": w.dtype == torch.bfloat16 and INTERPRETED,
         "EVEN": k % _BLOCK_K == 0,
     }
-    constants |= {"BLOCK_N": 64, "BLOCK_M": block_m, "BLOCK_K": _BLOCK_K}
-    grid = (-(-n // 64), routed.tiles(block_m), 1)
-    options = {"num_warps": 4, "num_stages": 3}
+    constants |= {"BLOCK_N": block, "BLOCK_M": block_m, "BLOCK_K": _BLOCK_K}
+    grid = (-(-n // block), routed.tiles(block_m), 1)
+    options = {"num_warps": 8 if large else 4, "num_stages": 3}
     return Launch(kernels.product_dense, grid, arguments, constants, options)
 
 

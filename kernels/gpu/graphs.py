@@ -1,22 +1,37 @@
-"""Whole decode steps as CUDA graphs.
+"""Steps as CUDA graphs: decode steps whole, steps with prompts in pieces between the attentions.
 
-A graph has fixed shapes, so there is one per bucket of batch sizes, captured when it is first
-needed; a step of fewer requests runs in the next larger one, filled up with rows that have no
-request (no query, slot -1: attention and the write of keys pass over them). All graphs share one
-pool of memory, because only one runs at a time.
+A graph has fixed shapes, so there is one per bucket of sizes, captured when it is first needed; a
+smaller step runs in the next larger one, filled up with rows that are nobody's (slot -1: attention
+and the write of keys pass over them). What an attention launches depends on the lengths of its
+requests as well, of which decode steps know a bound and prompts do not.
+
+All graphs share one pool of memory, because only one runs at a time. What outlives a replay lies
+outside of the pool, where no other graph has its scratch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
 
+from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import KernelError
-from sdk.kernels.graph import CaptureError
+from sdk.kernels.graph import Attend, CaptureError, Cut
 
 Result = TypeVar("Result")
+#: An attention of a recorded step, over the batch of a step.
+Attention = Callable[[AttentionBatch], None]
+
+#: Tokens of the largest step in pieces. Of more, a layer of 4,096 features computes for longer than
+#: the 0.1 to 0.3 ms in which its operators are launched one by one; by arithmetic, not measured.
+MOST_TOKENS = 512
 
 
 def buckets(largest: int) -> list[int]:
@@ -25,28 +40,82 @@ def buckets(largest: int) -> list[int]:
     return [*small, *range(8, largest, 8), largest]
 
 
-class StepGraphs(Generic[Result]):
-    """The decode steps of one engine. ``forward(size, shared)`` runs one over the first rows of
-    buffers that stay, ``shared`` if all requests begin with the same pages; what it returns are
-    buffers too, filled by every replay.
+def token_buckets(largest: int) -> list[int]:
+    """Numbers of tokens that have graphs: powers of two up to 64, then multiples of 64."""
+    small = [1 << bit for bit in range(6) if 1 << bit < largest]
+    return [*small, *range(64, largest, 64), largest]
+
+
+def bucket_of(sizes: Sequence[int], wanted: int) -> int:
+    """The smallest of ``sizes``, in order, that holds so many. :raises KernelError: if none."""
+    at = bisect_left(sizes, wanted)
+    if at == len(sizes):
+        raise KernelError(f"replay: expected at most {sizes[-1]} rows, found {wanted}")
+    return sizes[at]
+
+
+class CardRecorder:
+    """Records what torch's current card is given to do, as graphs that share a pool of memory.
 
     Not run on a card yet: capture itself is the one part the interpreter cannot show.
     """
 
-    def __init__(self, forward: Callable[[int, bool], Result], largest: int) -> None:
+    def __init__(self) -> None:
+        self._stream: Any = None
+        self._pool: Any = None
+        self._graph: Any = None
+        self._undo = ExitStack()
+
+    def rehearse(self, forward: Callable[[], object]) -> None:
+        """Run it once as it is: kernels are compiled and buffers made, which no recording can hold.
+
+        Afterwards nothing is under way, no garbage is left that would be destroyed meanwhile, and
+        torch does not keep for this stream what the rehearsal has freed.
+        """
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+            self._pool = torch.cuda.graph_pool_handle()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            forward()
+        torch.cuda.synchronize()
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def begin(self) -> None:
+        """From now on launches are recorded, not run, after a rehearsal."""
+        with ExitStack() as undo:
+            undo.enter_context(torch.cuda.stream(self._stream))
+            self._graph = torch.cuda.CUDAGraph()
+            # Other threads of the host may do with the card what a recording could not hold.
+            self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            self._undo = undo.pop_all()
+
+    def end(self) -> Any:
+        """What was recorded since :meth:`begin`: a graph with ``replay()``."""
+        graph, self._graph = self._graph, None
+        with self._undo:
+            graph.capture_end()
+        return graph
+
+
+class StepGraphs(Generic[Result]):
+    """The decode steps of one engine. ``forward(size, shared)`` runs one over the first rows of
+    buffers that stay, ``shared`` if all requests begin with the same pages; what it returns are
+    buffers too, filled by every replay.
+    """
+
+    def __init__(
+        self, forward: Callable[[int, bool], Result], largest: int, recorder: CardRecorder
+    ) -> None:
         self._forward = forward
         self._buckets = buckets(largest)
+        self._recorder = recorder
         self._captured: dict[tuple[int, bool], tuple[Any, Result]] = {}
-        self._pool: Any = None
 
     def size(self, requests: int) -> int:
         """The bucket a step of so many requests runs in."""
-        for size in self._buckets:
-            if size >= requests:
-                return size
-        raise KernelError(
-            f"replay: expected at most {self._buckets[-1]} requests, found {requests}"
-        )
+        return bucket_of(self._buckets, requests)
 
     def replay(self, size: int, shared: bool) -> Result:
         """Run the step of a bucket on what its buffers hold now.
@@ -63,14 +132,102 @@ class StepGraphs(Generic[Result]):
         return result
 
     def _capture(self, size: int, shared: bool) -> tuple[Any, Result]:
-        """Once as it is, which compiles its kernels, then recorded."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._forward(size, shared)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        recorder = self._recorder
+        recorder.rehearse(lambda: self._forward(size, shared))
+        recorder.begin()
+        try:
             result = self._forward(size, shared)
-        self._pool = graph.pool()
+        finally:
+            graph = recorder.end()
         return graph, result
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """One bucket: a graph, an attention, a graph and so on, and what they leave."""
+
+    graphs: list[Any]
+    attentions: list[Attention]
+    hidden: Tensor
+
+
+class PieceGraphs:
+    """Steps of up to ``most_tokens`` tokens, of prompts as of decoding requests, in pieces.
+
+    ``forward(size, cut)`` computes hidden states of the first ``size`` rows of buffers that stay,
+    and asks ``cut`` for each of its attentions. Attentions run on the step's own batch, between the
+    pieces, and reach these through two buffers that all layers and buckets share: what a layer has
+    in the pool is another's when it is done.
+    """
+
+    def __init__(
+        self, forward: Callable[[int, Cut], Tensor], most_tokens: int, recorder: CardRecorder
+    ) -> None:
+        self._forward = forward
+        self._buckets = token_buckets(min(most_tokens, MOST_TOKENS))
+        self._recorder = recorder
+        self._captured: dict[int, _Pieces] = {}
+        self._buffers: dict[Any, Tensor] = {}
+
+    @property
+    def most_tokens(self) -> int:
+        """Those of the largest step."""
+        return self._buckets[-1]
+
+    def replay(self, batch: AttentionBatch) -> Tensor:
+        """Run the step that the buffers hold: its hidden states, valid until the next.
+
+        :raises CaptureError: when it cannot be captured.
+        """
+        size = bucket_of(self._buckets, batch.num_tokens)
+        if size not in self._captured:
+            try:
+                self._captured[size] = self._capture(size, batch)
+            except RuntimeError as error:
+                raise CaptureError(f"{size} tokens cannot be captured: {error}") from error
+        pieces = self._captured[size]
+        pieces.graphs[0].replay()
+        for attend, graph in zip(pieces.attentions, pieces.graphs[1:], strict=True):
+            attend(batch)
+            graph.replay()
+        return pieces.hidden[: batch.num_tokens]
+
+    def _capture(self, size: int, batch: AttentionBatch) -> _Pieces:
+        recorder = self._recorder
+        graphs: list[Any] = []
+        attentions: list[Attention] = []
+
+        def part(attend: Attention) -> None:
+            graphs.append(recorder.end())
+            attentions.append(attend)
+            recorder.begin()
+
+        recorder.rehearse(lambda: self._run(size, lambda attend: attend(batch)))
+        recorder.begin()
+        try:
+            hidden = self._run(size, part)
+        finally:
+            graphs.append(recorder.end())
+        return _Pieces(graphs, attentions, hidden)
+
+    def _run(self, size: int, between: Callable[[Attention], None]) -> Tensor:
+        def cut(q: Tensor, out: Tensor, attend: Attend) -> Tensor:
+            queries = self._buffer("queries", q).copy_(q)
+            result = self._buffer("results", out)
+
+            def attention(batch: AttentionBatch) -> None:
+                tokens = batch.num_tokens
+                attend(queries[:tokens], batch, result[:tokens])
+
+            between(attention)
+            return result
+
+        hidden = self._forward(size, cut)
+        return self._buffer("hidden", hidden).copy_(hidden)
+
+    def _buffer(self, purpose: str, like: Tensor) -> Tensor:
+        """The first rows of one that stays."""
+        key = purpose, like.shape[1:], like.dtype
+        if key not in self._buffers:
+            self._buffers[key] = like.new_empty(self._buckets[-1], *like.shape[1:])
+        return self._buffers[key][: like.shape[0]]

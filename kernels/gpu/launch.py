@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 
@@ -17,6 +18,8 @@ from sdk.kernels.errors import KernelError
 #: True under TRITON_INTERPRET=1: kernels then run as Python, on tensors of the CPU. The
 #: interpreter's bfloat16 dot is wrong, so kernels widen its operands (``WIDEN``).
 INTERPRETED = bool(triton.knobs.runtime.interpret)
+#: The kind of device whose tensors kernels reach.
+REACHED = "cpu" if INTERPRETED else "cuda"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +36,16 @@ class Launch:
         self.kernel[self.grid](**self.arguments, **self.constants, **self.options)
 
 
+def old_card(device: torch.device) -> bool:
+    """Whether it is NVIDIA's and before 8.0: Triton has no matrix instructions for it."""
+    if INTERPRETED or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) < (8, 0)
+
+
 def expect_on_device(what: str, *tensors: Tensor | None) -> None:
     """:raises KernelError: unless all tensors lie on one device that Triton kernels reach."""
     devices = {x.device for x in tensors if x is not None}
-    wanted = "cpu" if INTERPRETED else "cuda"
-    if len(devices) != 1 or next(iter(devices)).type != wanted:
+    if len(devices) != 1 or next(iter(devices)).type != REACHED:
         found = ", ".join(sorted(map(str, devices)))
-        raise KernelError(f"{what}: expected tensors on one {wanted} device, found {found}")
+        raise KernelError(f"{what}: expected tensors on one {REACHED} device, found {found}")

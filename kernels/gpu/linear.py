@@ -2,7 +2,9 @@
 
 One token: ``product_one``, float32 arithmetic. Up to ``dense_from`` tokens: ``product``, on the
 matrix units. Beyond, decoding a weight once into scratch and a library product cost less than
-decoding it in every tile of tokens. ``kernels/reference/linear.py`` is what all must agree with.
+decoding it in every tile of tokens; the library's place is ``product_dense``'s for experts of
+which each has ``experts_dense_from`` rows or more. All must agree with
+``kernels/reference/linear.py``.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from sdk.kernels.experts import Routes
 from sdk.kernels.gpu import product as kernels
-from sdk.kernels.gpu.dense import multiply
+from sdk.kernels.gpu.dense import multiply, product_dense
 from sdk.kernels.gpu.expert_tiles import PARTS, Experts, Routed, offsets_of, tile_arguments
 from sdk.kernels.gpu.launch import INTERPRETED, Launch, expect_on_device
 from sdk.kernels.gpu.packing import PLANES, Packed, pack, unpack
@@ -35,6 +37,8 @@ TINY = {"int": 149, "e2m1": 126, "e4m3": 120, "e5m2": 112}
 RAISE = 80
 #: Bytes of the scratch that a weight is decoded into: bounds memory, not speed.
 SCRATCH = 64 << 20
+#: The same for many experts; 128 of 2048 x 1536 then take four turns, 3 MiB each being 16 bits.
+EXPERTS_SCRATCH = 256 << 20
 _DOT_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
@@ -163,19 +167,48 @@ class Linear:
         self, group: Experts[Packed], x: Tensor, routes: Routes, by_token: bool, out: Tensor
     ) -> None:
         expect_on_device("linear of experts", x, out, group.offsets)
+        routed = Routed(group.offsets, routes, routes.tokens if by_token else None)
+        rows, dtype = out.shape[0] // group.count, self._dot_type(x)
+        many = rows >= self._tuning.experts_dense_from and dtype != torch.float32
+        if many and not self._fixed:
+            self._experts_dense(group, x.to(dtype), routed, out)
+            return
         one = routes.weights.shape[0] == 1
         tiles = self._tiles_of(group, routes, 1 if one else 2)
-        routed = Routed(group.offsets, routes, routes.tokens if by_token else None)
         self._multiply(group.first, x, out, tiles, one=one, routed=routed)
 
+    def _experts_dense(
+        self, group: Experts[Packed], x: Tensor, routed: Routed, out: Tensor
+    ) -> None:
+        """Decode as many experts as scratch has room for, multiply their rows, then the next.
+
+        How many rows an expert has stays on the card, so nothing waits for it.
+        """
+        n, k = group.first.shape
+        size = -(-n * k // 16) * 16  # kernels load 16 numbers at a time
+        count = max(1, min(group.count, EXPERTS_SCRATCH // (size * x.itemsize)))
+        scratch = torch.empty(count, size, dtype=x.dtype, device=x.device)
+        places = torch.arange(group.count, device=x.device) % count * size
+        decoded = replace(routed, offsets=places)
+        for first in range(0, group.count, count):
+            experts = range(first, min(first + count, group.count))
+            decode_experts(group, experts, routed.routes.starts, scratch).run()
+            weight = scratch[0, : n * k].view(n, k)
+            product_dense(weight, x, decoded, experts, out).run()
+
     def _tiles_of(self, group: Experts[Packed], routes: Routes, least: int) -> Tiles:
-        """By the rows an expert has on average, of at least ``least``; all of them share a card."""
+        """By the rows an expert has on average, of at least ``least``.
+
+        All experts share the card, so that what was measured for one weight has too many shares.
+        """
         rows, w = routes.tokens.shape[0], group.first
         op = self.op_of(w)
-        if self._fixed:
-            tiles = self._tuning.tiles(w, 2, op)
+        average = 2 if self._fixed else max(least, -(-rows // group.count))
+        tiles = self._tuning.measured(w, average, f"{op}_experts")
+        if tiles is not None or self._fixed:
+            tiles = tiles or self._tuning.tiles(w, average, op)
             return replace(tiles, split=min(tiles.split, w.units))
-        tiles = self._tuning.tiles(w, max(least, -(-rows // group.count)), op)
+        tiles = self._tuning.tiles(w, average, op)
         split = max(1, min(tiles.split, w.units) // min(rows, group.count))
         return replace(tiles, split=split)
 
@@ -195,7 +228,10 @@ def product(
     place of M, the weight being the first expert's.
     """
     tokens, n, split = x.shape[0], packed.shape[0], tiles.split
-    block_m = min(tiles.block_m, max(16, triton.next_power_of_2(tokens)))
+    # 64 columns of float32 leave too few registers on sm_90: up to 480 bytes were spilled (q3_k)
+    plain = dtype == torch.float32
+    most = 32 if plain else tiles.block_m
+    block_m = min(tiles.block_m, most, max(16, triton.next_power_of_2(tokens)))
     weights, constants = _weight(packed, dtype)
     sums = parts if sums is None else sums
     arguments = {"x": x, "sums": sums, "out": parts, **weights, "M": tokens}
@@ -207,7 +243,8 @@ def product(
     arguments |= tile_arguments(routed)
     count = -(-tokens // block_m) if routed is None else routed.tiles(block_m)
     grid = (-(-n // tiles.block_n), count, split)
-    options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+    stages = min(tiles.stages, 2) if plain else tiles.stages
+    options = {"num_warps": tiles.warps, "num_stages": stages}
     return Launch(kernels.product, grid, arguments, constants, options)
 
 
@@ -270,11 +307,27 @@ def decode_rows(packed: Packed, out: Tensor, rows: Tensor | int) -> Launch:
     arguments = {"ids": rows if chosen else out, "out": out, **weights}
     arguments |= {"count": out.shape[0], "start": 0 if chosen else rows}
     arguments["out_stride"] = out.stride(0)
+    arguments |= {"offsets": None, "starts": None, "low": 0, "expert_stride": 0}
     block = 16
-    constants |= {"IDS": chosen, "BLOCK_N": block}
+    constants |= {"IDS": chosen, "EXPERTS": False, "BLOCK_N": block}
     grid = (-(-out.shape[0] // block), packed.units, 1)
     options = {"num_warps": 2, "enable_fp_fusion": False}
     return Launch(kernels.decode_rows, grid, arguments, constants, options)
+
+
+def decode_experts(group: Experts[Packed], experts: range, starts: Tensor, out: Tensor) -> Launch:
+    """The weights of those of ``experts`` that have rows, ``[N, K]`` at the start of a row of out.
+
+    ``starts``: of the :class:`Routes`.
+    """
+    n, k = group.first.shape
+    one = decode_rows(group.first, out[0, : n * k].view(n, k), 0)
+    arguments = one.arguments | {"offsets": group.offsets, "starts": starts}
+    arguments |= {"low": experts.start, "expert_stride": out.stride(0)}
+    constants = one.constants | {"EXPERTS": True}
+    return replace(
+        one, grid=(*one.grid[:2], len(experts)), arguments=arguments, constants=constants
+    )
 
 
 def room_for_parts(out: Tensor, split: int) -> Tensor:

@@ -280,11 +280,12 @@ def add_up(parts, out, split, N, out_stride, part_stride, BLOCK: tl.constexpr):
     tl.store(out + m.to(tl.int64) * out_stride + n, acc.to(out.dtype.element_ty), mask=n < N)
 
 
-@triton.jit(do_not_specialize=["count", "start"])
+@triton.jit(do_not_specialize=["count", "start", "low"])
 def decode_rows(
     ids, out, w0, w1, w2, scale, super_scale, nested, offset, zeros, minus, super_minus, table,
-    count, start, N, K, units, out_stride, scale_stride, scale_rows,
-    IDS: tl.constexpr,
+    offsets, starts,
+    count, start, low, N, K, units, out_stride, expert_stride, scale_stride, scale_rows,
+    IDS: tl.constexpr, EXPERTS: tl.constexpr,
     KIND: tl.constexpr, WIDTH: tl.constexpr, WIDTH_1: tl.constexpr, WIDTH_2: tl.constexpr,
     UNIT: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, SUPER: tl.constexpr,
     SCALE: tl.constexpr, FACTOR: tl.constexpr, ZEROS: tl.constexpr, ZERO: tl.constexpr,
@@ -293,8 +294,19 @@ def decode_rows(
 ):  # fmt: skip
     """``out[i] = w[ids[i]]`` (``IDS``) or ``w[start + i]``, in the reference's own roundings.
 
-    To be launched without fusing multiplications and additions.
+    To be launched without fusing multiplications and additions. ``EXPERTS``: the same of experts
+    ``low`` and on, one for each program of the third dimension, into ``out[expert - low]``; those
+    without rows are left out.
     """
+    if EXPERTS:
+        expert = low + tl.program_id(2)
+        if tl.load(starts + expert) == tl.load(starts + expert + 1):
+            return
+        out += tl.program_id(2).to(tl.int64) * expert_stride
+        w0, w1, w2, scale, super_scale, nested, offset, zeros, minus, super_minus = of_expert(
+            w0, w1, w2, scale, super_scale, nested, offset, zeros, minus, super_minus,
+            offsets, expert,
+        )  # fmt: skip
     i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = i < count
     if IDS:
@@ -315,12 +327,8 @@ def decode_rows(
         for j in tl.static_range(CHUNK // 16):
             code = all_codes(words, c * (CHUNK // 16) + j, UNIT, WIDTH, WIDTH_1, WIDTH_2)
             if ZEROS == 32:  # a fraction would be lost beside 2^23
-                w = (
-                    decode_values(
-                        code, tl.full((1, 1), 0.0, tl.float32), table, KIND, 8, tl.float32
-                    )
-                    - z
-                )
+                none = tl.full((1, 1), 0.0, tl.float32)
+                w = decode_values(code, none, table, KIND, 8, tl.float32) - z
             else:
                 w = decode_values(code, z, table, KIND, 8, tl.float32) * FACTOR
             w = w * s[:, None]

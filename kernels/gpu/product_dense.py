@@ -1,9 +1,10 @@
 """Products of experts whose weights are plain floats: ``out[r] = x[r] @ w[expert of r].T``.
 
-One weight is the library's business (``dense.py``); of many experts it would have to be told on the
-host how many rows each has, and a captured step could not be. The products and sums are float32's;
-x is rounded to the weights' type. Must match ``reference/linear.py`` to 1e-5 of the result's norm,
-for x as rounded.
+The file's own, or decoded into scratch for a large prompt (``linear.py``). One weight is the
+library's business (``dense.py``); of many experts it would have to be told on the host how many
+rows each has, and a captured step could not be. The products and sums are float32's; x is rounded
+to the weights' type. Must match ``reference/linear.py`` to 1e-5 of the result's norm, for x as
+rounded.
 """
 
 from __future__ import annotations
@@ -14,15 +15,18 @@ import triton.language as tl
 from sdk.kernels.gpu.expert_tiles import expert_tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["low", "high"])
 def product_dense(
-    x, out, w, offsets, starts, active, sources, N, K, experts, x_stride, out_stride,
+    x, out, w, offsets, starts, active, sources, N, K, experts, low, high, x_stride, out_stride,
     WIDEN: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile of ``out [R, N]``; ``offsets [E]``: elements from w to each expert's weight."""
+    """One tile of ``out [R, N]``; ``offsets [E]``: elements from w to each expert's weight.
+
+    Only of experts ``low`` to ``high - 1``: the others' weights are not there yet, or not any more.
+    """
     expert, first, end = expert_tile(starts, active, experts, tl.program_id(1), BLOCK_M)
-    if first >= end:
+    if (first >= end) | (expert < low) | (expert >= high):
         return
     w += tl.multiple_of(tl.load(offsets + expert), 16)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

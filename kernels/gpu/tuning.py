@@ -1,10 +1,11 @@
 """Tile sizes: from a table of the card where there is one, otherwise by a rule.
 
-``kernels/tuned/<card>.json``: ``{"version": 1, "dense_from": 256, "linear": {"int4g128": [{"max_m",
-"n", "k", "block_n", "block_m", "split", "warps", "stages"}, ...]}, "linear_bytes": {...}}``. An
-entry is for weights of n rows and k columns and up to ``max_m`` tokens, under the name that
-:func:`type_of` gives the weight; ``embedlm tune`` writes it. A card without a table starts at once,
-by the rule, and so does one whose table cannot be read.
+``kernels/tuned/<card>.json``: ``{"version": 2, "dense_from": 256, "experts_dense_from": 256,
+"linear": {"int4g128": [{"max_m", "n", "k", "block_n", "block_m", "split", "warps", "stages"}]}}``
+and the same for the other ``OPS``. An entry is for weights of n rows and k columns and up to
+``max_m`` tokens, of experts as many rows of each on average, under the name that :func:`type_of`
+gives the weight; ``embedlm tune`` writes it. A card without a table starts at once, by the rule,
+and so does one whose table cannot be read.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from sdk.kernels.gpu.packing import Packed
 
 TABLES = Path(__file__).parents[1] / "tuned"
 #: Of tables; one of another version was measured on other kernels.
-VERSION = 1
-OPS = ("linear", "linear_bytes")
+VERSION = 2
+OPS = ("linear", "linear_bytes", "linear_experts", "linear_bytes_experts")
 logger = logging.getLogger("sdk")
 #: (op, type, rows, columns) -> (most tokens, tiles), fewest tokens first.
 Table = Mapping[tuple[str, str, int, int], Sequence[tuple[int, "Tiles"]]]
@@ -52,18 +53,24 @@ class Tuning:
     """``tiles`` for a weight and a number of tokens on one card.
 
     ``programs``: how many of four warps fill the card. ``dense_from``: tokens from which on a
-    weight is decoded into scratch. ``table``: see the module.
+    weight is decoded into scratch; ``experts_dense_from``: rows that an expert has on average from
+    which on it is. ``table``: see the module.
     """
 
     programs: int
     dense_from: int = 256
+    experts_dense_from: int = 256
     table: Table | None = None
 
     def tiles(self, w: Packed, tokens: int, op: str = "linear") -> Tiles:
+        return self.measured(w, tokens, op) or self._by_rule(w, tokens)
+
+    def measured(self, w: Packed, tokens: int, op: str) -> Tiles | None:
+        """The table's tiles, where it has them."""
         for max_m, tiles in (self.table or {}).get((op, type_of(w), *w.shape), ()):
             if tokens <= max_m:
                 return tiles
-        return self._by_rule(w, tokens)
+        return None
 
     def _by_rule(self, w: Packed, tokens: int) -> Tiles:
         """Few tokens: enough programs to fill the card, each with two or four units of K."""
@@ -99,7 +106,8 @@ def read_tuning(card: str, programs: int, folder: Path = TABLES) -> Tuning:
         found = json.loads(path.read_text(encoding="utf-8"))
         if found["version"] != VERSION:
             raise KernelError(f"expected version {VERSION}, found {found['version']!r}")
-        return Tuning(programs, int(found["dense_from"]), _parse(found))
+        dense_from = int(found["dense_from"]), int(found["experts_dense_from"])
+        return Tuning(programs, *dense_from, _parse(found))
     except FileNotFoundError:
         pass
     except (OSError, ValueError, KeyError, TypeError, AttributeError, KernelError) as error:

@@ -1,4 +1,4 @@
-"""Say what runs here and how fast: device, SIMD level, native module, versions.
+"""Say what runs here and how fast: device, GPU, SIMD level, native module, versions.
 
 Exit code 0 when everything is in order, 1 when something needed is missing or the slow kernels run.
 """
@@ -9,6 +9,7 @@ import argparse
 import importlib.metadata
 import os
 import platform
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -67,10 +68,56 @@ def check_native() -> list[Finding]:
 def check_device() -> list[Finding]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     memory = format_bytes(available_memory())
-    found = [Finding("device", f"cpu ({platform.machine()}), {cores} cores, {memory} available")]
-    if Path("/proc/driver/nvidia").exists():
-        found.append(Finding("gpu", "an NVIDIA driver is here; this release runs on the CPU"))
-    return found
+    return [Finding("device", f"cpu ({platform.machine()}), {cores} cores, {memory} available")]
+
+
+def check_gpu() -> list[Finding]:
+    """What of a GPU can be used, and what to install where a driver is here and it cannot."""
+    import torch
+
+    from sdk.kernels import gpu
+
+    driver = gpu_driver()
+    if driver is None and not torch.cuda.is_available():
+        return [Finding("gpu", "no driver of one is here; models run on the CPU")]
+    found = [Finding("gpu driver", driver or "not found")]
+    if not torch.cuda.is_available():
+        why = gpu.available("cuda")
+        return [*found, Finding("gpu", f"{why}; models run on the CPU", False)]
+    return found + [_card(f"cuda:{i}") for i in range(torch.cuda.device_count())]
+
+
+def gpu_driver(proc: Path = Path("/proc"), dev: Path = Path("/dev")) -> str | None:
+    """Whose driver is loaded, and NVIDIA's version."""
+    if (proc / "driver/nvidia").exists():
+        try:
+            text = (proc / "driver/nvidia/version").read_text()
+        except OSError:
+            text = ""
+        version = re.search(r"\s(\d+(?:\.\d+)+)\s", text)
+        return f"NVIDIA {version[1]}" if version else "NVIDIA, its version cannot be read"
+    return "AMD" if (dev / "kfd").exists() else None
+
+
+def _card(device: str) -> Finding:
+    import torch
+
+    from sdk.kernels import gpu
+
+    card = torch.cuda.get_device_properties(device)
+    what = f"{card.name}, compute capability {card.major}.{card.minor}, "
+    what += f"{format_bytes(card.total_memory)}; device='cuda' runs models on "
+    why = gpu.available(device)
+    if why is not None:
+        return Finding(device, f"{what}the reference kernels, many times slower: {why}", False)
+    from sdk.kernels.gpu.tuning import table_path
+
+    what += f"Triton {importlib.metadata.version('triton')}"
+    if torch.version.hip is None and card.major < 8:
+        what += ", for which it has no matrix instructions: prompts take the library's products"
+    if not table_path(card.name).is_file():
+        what += "; tiles are chosen by a rule until `embedlm tune` has measured them"
+    return Finding(device, what)
 
 
 def check_versions() -> list[Finding]:
@@ -102,6 +149,7 @@ def check_cache() -> list[Finding]:
 CHECKS: dict[str, Callable[[], list[Finding]]] = {
     "python": check_python,
     "device": check_device,
+    "gpu": check_gpu,
     "native": check_native,
     "versions": check_versions,
     "cache": check_cache,

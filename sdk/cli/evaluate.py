@@ -19,7 +19,15 @@ if TYPE_CHECKING:
     from sdk.evaluating.plot import Placed
 
 #: Options of the engine that is evaluated.
-OPTIONS = ("compute", "kv_cache_dtype", "quantization", "num_threads", "memory")
+OPTIONS = (
+    "compute",
+    "kv_cache_dtype",
+    "kv_policy",
+    "kv_keep",
+    "quantization",
+    "num_threads",
+    "memory",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=512, help="of each window (default: 512)")
     parser.add_argument("--compute", help="auto (default) or exact: no rounding of activations")
     parser.add_argument("--kv-cache-dtype", help="auto (default), float32, float16, int8, ...")
+    parser.add_argument("--kv-policy", help="fp16>int8>int4, ...: all pages as low as they may be")
+    parser.add_argument(
+        "--kv-keep", type=int, nargs=2, metavar=("FIRST", "LAST"), help="pages that stay exact"
+    )
     parser.add_argument("--quantization", help="pack FILE while it is loaded: int4, int8, fp8, ...")
     parser.add_argument("--memory", help="hard budget of FILE's engine: 1GiB")
     parser.add_argument("--num-threads", type=int, help="default: the CPUs of this process")

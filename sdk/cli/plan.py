@@ -68,6 +68,7 @@ def to_json(plan: MemoryPlan) -> dict[str, Any]:
         "budget": plan.budget,
         "weights": plan.weights,
         "workspace": plan.workspace,
+        "graphs": plan.graphs,
         "tokenizer": plan.tokenizer,
         "loading": plan.loading,
         "kv_cache": plan.kv_cache,

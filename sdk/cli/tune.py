@@ -9,9 +9,8 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,18 +20,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sdk.cli.bench.gpu.card import Card
+    from sdk.cli.tune_cases import Case, Product
     from sdk.kernels.gpu.tuning import Tiles
-    from sdk.quant.weight import Weight
 
-#: Numbers of tokens that get tiles of their own, each up to the next smaller one.
-TOKENS = (1, 4, 8, 16, 32, 64, 128)
-#: The same where decoding into scratch may be faster already.
+#: Tokens, or rows of an expert, from where decoding into scratch may be faster.
 _MANY = (64, 128, 256, 512, 1024)
-#: Rows and columns of the layers of 0.6B, 1B, 8B and 70B models, largest first.
-SHAPES = (
-    *((28672, 8192), (8192, 28672), (28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096)),
-    *((16384, 2048), (2048, 8192), (3072, 2048), (2048, 2048), (6144, 1024), (1024, 3072)),
-)
+#: What a table calls the number from which an operator decodes its weights.
+DENSE_FROM = {"linear": "dense_from", "linear_experts": "experts_dense_from"}
 #: A better tile must be faster by more than the spread of measuring.
 _GAIN = 0.98
 _COORDINATES: dict[str, tuple[int, ...]] = {
@@ -55,17 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--again", action="store_true", help="measure what the table has, too")
 
 
-@dataclass(frozen=True)
-class Case:
-    """Weights of one type and shape, in the hands of their kernel."""
-
-    op: str
-    type: str
-    shape: tuple[int, int]
-    kernel: Any
-    packed: Sequence[Any]
-
-
 class Table:
     """The file of one card; every entry is written as soon as it is known."""
 
@@ -73,7 +56,8 @@ class Table:
         from sdk.kernels.gpu.tuning import OPS, VERSION, Tuning
 
         self.path = path
-        self.data: dict[str, Any] = {"version": VERSION, "dense_from": Tuning(1).dense_from}
+        self.data: dict[str, Any] = {"version": VERSION}
+        self.data |= {name: getattr(Tuning(1), name) for name in DENSE_FROM.values()}
         self.data |= {op: {} for op in OPS}
         try:
             found = json.loads(path.read_text())
@@ -103,11 +87,13 @@ class Table:
 
 def run(args: argparse.Namespace) -> int:
     from sdk.cli.bench.gpu.card import Card, no_card
-    from sdk.kernels.gpu.tuning import TABLES, table_path
 
     why = no_card()
     if why is not None:
         raise RequestError(f"tune: {why}")
+    from sdk.cli.tune_cases import cases_of
+    from sdk.kernels.gpu.tuning import TABLES, table_path
+
     card = Card({})
     folder = Path(args.out) if args.out else TABLES
     table = Table(table_path(card.name, folder), again=args.again)
@@ -115,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     end = time.monotonic() + args.seconds
     code = 0
     try:
-        done, left = tune(card, table, _cases(card, args.model), end)
+        done, left = tune(card, table, cases_of(card, args.model), end)
     except KeyboardInterrupt:
         code = 130
     else:
@@ -130,8 +116,8 @@ def tune(card: Card, table: Table, cases: Iterator[Case], end: float) -> tuple[i
     """Fill the table until ``end``; entries measured, and those there was no time for."""
     done = left = 0
     for case in cases:
-        for tokens in TOKENS[: card.size(len(TOKENS), 2)]:
-            if table.has(case, tokens) or (tokens == 1 and case.op == "linear_bytes"):
+        for tokens in case.tokens[: card.size(len(case.tokens), 2)]:
+            if table.has(case, tokens) or (tokens == 1 and case.op.startswith("linear_bytes")):
                 continue
             if time.monotonic() > end:
                 left += 1
@@ -140,32 +126,31 @@ def tune(card: Card, table: Table, cases: Iterator[Case], end: float) -> tuple[i
             done += 1
             if sys.stderr.isatty():
                 print(f"{case.type} {case.shape}, {tokens} tokens", file=sys.stderr)
-        if "dense_from_of" not in table.data and case.op == "linear" and time.monotonic() < end:
-            table.data["dense_from"] = dense_from(card, case)
-            table.data["dense_from_of"] = [case.type, *case.shape]
+        name = DENSE_FROM.get(case.op)
+        if name and f"{name}_of" not in table.data and time.monotonic() < end:
+            table.data[name] = dense_from(card, case)
+            table.data[f"{name}_of"] = [case.type, *case.shape]
             table.write()
     return done, left
 
 
 def best_tiles(card: Card, case: Case, tokens: int) -> Tiles:
     """One number changed at a time from the rule's tiles, as long as that helps."""
-    from sdk.kernels.gpu.tuning import Tuning
-
-    best = Tuning(card.programs).tiles(case.packed[0], tokens, case.op)
-    x = card.normal(tokens, case.shape[1])
-    expected = _product(card, case, tokens, best, x)
+    best = case.begin(card, tokens)
+    product = case.product(card, tokens)
+    expected = _result(card, case, tokens, best, product)
     if expected is None:
         return best
-    fastest = _seconds(card, case, tokens, best, x)
+    fastest = _seconds(card, case, tokens, best, product)
     for name, values in _COORDINATES.items():
         for value in values[: card.size(len(values), 1)]:
             if value == getattr(best, name) or not _sensible(case, tokens, name, value):
                 continue
             tiles = replace(best, **{name: value})
-            found = _product(card, case, tokens, tiles, x)
+            found = _result(card, case, tokens, tiles, product)
             if found is None or not _same(found, expected):
                 continue
-            seconds = _seconds(card, case, tokens, tiles, x)
+            seconds = _seconds(card, case, tokens, tiles, product)
             if seconds < fastest * _GAIN:
                 best, fastest = tiles, seconds
     return best
@@ -174,7 +159,7 @@ def best_tiles(card: Card, case: Case, tokens: int) -> Tiles:
 def _sensible(case: Case, tokens: int, name: str, value: int) -> bool:
     """Whether a value differs from the others at all."""
     if name == "split":
-        return bool(value <= case.packed[0].units)
+        return value <= case.first.units
     return not (name == "stages" and tokens == 1)
 
 
@@ -182,16 +167,18 @@ def _kernel(case: Case, tokens: int, tiles: Tiles) -> Any:
     from sdk.kernels.gpu.tuning import Tuning
 
     only = {(case.op, case.type, *case.shape): [(tokens, tiles)]}
-    return case.kernel.tuned(Tuning(1, dense_from=1 << 30, table=only))
+    never = 1 << 30
+    return case.kernel.tuned(Tuning(1, dense_from=never, experts_dense_from=never, table=only))
 
 
-def _product(card: Card, case: Case, tokens: int, tiles: Tiles, x: Tensor) -> Tensor | None:
+def _result(card: Card, case: Case, tokens: int, tiles: Tiles, product: Product) -> Tensor | None:
     """``None`` where the card cannot run these tiles: too much shared memory, say."""
     import torch
 
-    out = torch.full((tokens, case.shape[0]), torch.nan, device=card.device)
+    multiply, rows = product
+    out = torch.full((rows, case.shape[0]), torch.nan, device=card.device)
     try:
-        _kernel(case, tokens, tiles).matmul(case.packed[0], x, out)
+        multiply(_kernel(case, tokens, tiles), case.packed[0], out)
         card.synchronize()
     except torch.cuda.OutOfMemoryError:
         raise
@@ -205,93 +192,32 @@ def _same(found: Tensor, expected: Tensor) -> bool:
     return bool((found - expected).norm() <= 1e-2 * expected.norm())
 
 
-def _seconds(card: Card, case: Case, tokens: int, tiles: Tiles, x: Tensor) -> float:
-    kernel = _kernel(case, tokens, tiles)
-    return _timed(card, case, kernel, x)
+def _seconds(card: Card, case: Case, tokens: int, tiles: Tiles, product: Product) -> float:
+    return _timed(card, case, _kernel(case, tokens, tiles), product)
 
 
-def _timed(card: Card, case: Case, kernel: Any, x: Tensor) -> float:
+def _timed(card: Card, case: Case, kernel: Any, product: Product) -> float:
     import torch
 
-    out = torch.empty(x.shape[0], case.shape[0], device=card.device)
+    multiply, rows = product
+    out = torch.empty(rows, case.shape[0], device=card.device)
 
     def call(packed: Any) -> Callable[[], None]:
-        return lambda: kernel.matmul(packed, x, out)
+        return lambda: multiply(kernel, packed, out)
 
     return card.time([call(packed) for packed in case.packed])
 
 
 def dense_from(card: Card, case: Case) -> int:
-    """From how many tokens on decoding into scratch and a library product are faster."""
+    """From how many tokens, or rows of an expert, on decoding into scratch is faster."""
     from sdk.kernels.gpu.tuning import Tuning
 
+    def kernel(first: int) -> Any:
+        return case.kernel.tuned(Tuning(card.programs, dense_from=first, experts_dense_from=first))
+
     for tokens in _MANY[: card.size(len(_MANY), 1)]:
-        x = card.normal(tokens, case.shape[1])
-        tiled = case.kernel.tuned(Tuning(card.programs, dense_from=1 << 30))
-        dense = case.kernel.tuned(Tuning(card.programs, dense_from=1))
-        if _timed(card, case, dense, x) < _timed(card, case, tiled, x):
+        product = case.product(card, card.size(tokens, 2))
+        tiled = _timed(card, case, kernel(1 << 30), product)
+        if _timed(card, case, kernel(1), product) < tiled:
             return tokens
     return 2 * _MANY[-1]
-
-
-def _cases(card: Card, model: str | None) -> Iterator[Case]:
-    return _default_cases(card) if model is None else _model_cases(card, model)
-
-
-def _default_cases(card: Card) -> Iterator[Case]:
-    """The formats of most files, each in all shapes, before the next."""
-    from sdk.cli.bench.gpu.weights import Weights, affine, blocks, float8
-
-    makes: tuple[Callable[..., Any], ...] = (
-        lambda n, k: affine(card, n, k, 4, 128),
-        lambda n, k: blocks(card, n, k, "q4_k"),
-        lambda n, k: float8(card, n, k),
-        lambda n, k: blocks(card, n, k, "q4_0"),
-        lambda n, k: blocks(card, n, k, "q6_k"),
-        lambda n, k: affine(card, n, k, 8, 128),
-        lambda n, k: blocks(card, n, k, "q8_0"),
-    )
-    for make in makes[: card.size(len(makes), 1)]:
-        for n, k in SHAPES if not card.tiny else ((32, 256),):
-            weights = Weights(card, partial(make, n, k))
-            yield _case(weights.kernel, weights.packed)
-
-
-def _model_cases(card: Card, model: str) -> Iterator[Case]:
-    """The model's own layers, those of one shape in turn."""
-    from sdk.config import EngineConfig
-    from sdk.loading import load
-
-    device: Any = "auto" if card.tiny else "cuda"
-    config = EngineConfig(model=model, device=device, max_model_len=64, skip_tokenizer_init=True)
-    loaded = load(config)
-    try:
-        found: dict[tuple[Any, ...], list[Case]] = {}
-        for _, linear in loaded.runner.model.linears():
-            for case in _parts(linear.weight):
-                found.setdefault((case.op, case.type, case.shape), []).append(case)
-        for cases in found.values():
-            first = cases[0]
-            some = cases[: card.copies(first.packed[0].nbytes)]
-            yield replace(first, packed=[case.packed[0] for case in some])
-    finally:
-        loaded.engine.close()
-
-
-def _parts(weight: Weight) -> Iterator[Case]:
-    """What of a weight the Triton kernels multiply; experts have tiles by the rule."""
-    from sdk.kernels.gpu.linear import Linear
-    from sdk.quant.weight import PackedWeight, StackedWeight
-
-    for part in weight.parts if isinstance(weight, StackedWeight) else (weight,):
-        if isinstance(part, PackedWeight):
-            kernel = part.bound.choice.implementation
-            if isinstance(kernel, Linear):
-                yield _case(kernel, [part.bound.packed])
-
-
-def _case(kernel: Any, packed: Sequence[Any]) -> Case:
-    from sdk.kernels.gpu.tuning import type_of
-
-    first = packed[0]
-    return Case(kernel.op_of(first), type_of(first), first.shape, kernel, packed)

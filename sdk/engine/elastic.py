@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
-from sdk.engine.kept_prefixes import most_pages
+import torch
+
+from sdk.engine.kept_prefixes import most_pages, run_interlude
+from sdk.engine.key_centres import centre_keys
 from sdk.engine.scheduler import Scheduler
 from sdk.errors import RequestError
 from sdk.executors.base import Executor
+
+if TYPE_CHECKING:
+    from sdk.engine.runner import ModelRunner
 
 
 class ElasticPages:
@@ -54,14 +60,43 @@ class ElasticPages:
     def trim(self) -> None:
         """Forget cached prefixes, and return the memory of all pages that nobody uses."""
         self._vacate(self._scheduler.pool.drop_cached())
+        self._executor.on_ranks(_empty_cache)
+
+    def rest(self) -> None:
+        """Return the memory of all pages, none of which is in use, until :meth:`wake`."""
+        self._executor.on_ranks(_rest)
+
+    def wake(self) -> None:
+        """Have pages again. :raises OutOfMemoryError: there is no memory for them now."""
+        self._executor.on_ranks(_wake)
 
     def _vacate(self, pages: Sequence[int]) -> None:
-        plan = self._scheduler.interlude()
-        if plan.swaps:
-            self._executor.execute(plan)
+        run_interlude(self._scheduler, self._executor)
         if pages:
             self._executor.on_ranks(_vacate, list(pages))
 
 
-def _vacate(runner: Any, pages: list[int]) -> None:
+def _vacate(runner: ModelRunner, pages: list[int]) -> None:
     runner.kv.vacate(pages)
+
+
+def _empty_cache(runner: ModelRunner) -> None:
+    """What torch keeps of a GPU's memory for its next tensors."""
+    if runner.ops.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _rest(runner: ModelRunner) -> None:
+    """Pages that lie in one allocation go with it, and so do the graphs that point into it."""
+    if not runner.kv.can_vacate:
+        runner.forget_graphs()
+        runner.kv.close()
+        _empty_cache(runner)
+
+
+def _wake(runner: ModelRunner) -> None:
+    if not runner.kv.can_vacate:
+        runner.kv.allocate()
+        centre_keys(runner.kv, runner.model)
+        if runner.eager_reason is None:
+            runner.record()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from ctypes import c_float, c_int32, c_int64
 from dataclasses import replace
@@ -10,21 +9,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from sdk.engine.plan import Move, RequestStart
+from sdk.engine.step_buffers import Buffers, PageTable
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.sampling import SampleBuffers
 
 _CPU = torch.device("cpu")
-_LINE = 64  # bytes of a cache line
-_TYPES = {np.int32: torch.int32, np.int64: torch.int64, np.float64: torch.float64}
 #: A prefix is worth a pass of its own from so many requests and tokens on: fewer splits of keys
 #: (kernels/gpu/attention_decode.py) are not read once for enough rows.
 _SHARED_REQUESTS, _SHARED_TOKENS = 4, 512
-#: Places among the parts of the buffers.
-_TABLE, _DRAWS = 5, 6
+#: Place among the parts of the buffers.
+_DRAWS = 5
 
 
 class Running:
@@ -38,49 +35,6 @@ class Running:
         self.num_prompt = start.num_prompt_tokens
         self.num_computed = start.num_computed
         self.pages = list(start.pages)
-
-
-class _Buffers:
-    """Arrays in one piece of memory, and the tensors of a device that are copies of them.
-
-    On a CPU they are the same memory; to a GPU all go in one copy from pinned memory, in the order
-    of the stream, so that a step reads what was written before it.
-    """
-
-    def __init__(self, device: torch.device, *parts: tuple[type[Any], tuple[int, ...]]) -> None:
-        offsets = [0]
-        for dtype, shape in parts:
-            size = math.prod(shape) * np.dtype(dtype).itemsize
-            offsets.append(offsets[-1] + -(-size // _LINE) * _LINE)
-        if device.type == "cuda":
-            self._host = torch.zeros(offsets[-1], dtype=torch.uint8, pin_memory=True)
-        else:  # memory that is there only where it was written
-            self._host = torch.from_numpy(np.zeros(offsets[-1], np.uint8))
-        self._device = self._host.to(device)
-        self._offsets = offsets
-        self._sent: Any = None
-        if device.type == "cuda":
-            self._sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self.arrays: list[NDArray[Any]] = []
-        self.tensors: list[Tensor] = []
-        for (dtype, shape), begin in zip(parts, offsets, strict=False):
-            size = math.prod(shape) * np.dtype(dtype).itemsize
-            self.arrays.append(self._host.numpy()[begin : begin + size].view(dtype).reshape(shape))
-            self.tensors.append(self._device[begin : begin + size].view(_TYPES[dtype]).view(shape))
-
-    def send(self, part: int | None = None) -> None:
-        """Copy what the arrays hold now, all of them or one; see :meth:`wait`."""
-        if self._sent is not None:
-            bytes_ = slice(None)
-            if part is not None:
-                bytes_ = slice(self._offsets[part], self._offsets[part + 1])
-            self._device[bytes_].copy_(self._host[bytes_], non_blocking=True)
-            self._sent.record()
-
-    def wait(self) -> None:
-        """Until what was sent last has been read: the arrays must not be written before that."""
-        if self._sent is not None:
-            self._sent.synchronize()
 
 
 class StepInputs:
@@ -102,23 +56,22 @@ class StepInputs:
     ) -> None:
         self._find_shared = find_shared
         width = -(-max_model_len // page_size)
-        self._buffers = _Buffers(
+        self._table = PageTable(device, max_requests, width)
+        self._buffers = Buffers(
             device,
             (np.int64, (max_tokens,)),
             (np.int64, (max_requests,)),
             (np.int32, (max_requests + 1,)),
             (np.int32, (max_requests,)),
             (np.int32, (1,)),
-            (np.int32, (max_requests, width)),  # _TABLE
             (np.float64, (max_requests, 8)),  # _DRAWS
         )
-        self._table_written = False
-        self._tokens, self._rows, self._starts, self._lengths, self._shared, self._table, draws = (
+        self._tokens, self._rows, self._starts, self._lengths, self._shared, draws = (
             self._buffers.arrays
         )
         #: ``output_rows``: the rows of hidden states whose logits are wanted; ``draws``: the bytes
         #: of how each is drawn.
-        self.token_ids, self.output_rows, starts, lengths, self._shared_len, table, self.draws = (
+        self.token_ids, self.output_rows, starts, lengths, self._shared_len, self.draws = (
             self._buffers.tensors
         )
         self._places: list[tuple[Running | None, int]] = [(None, 0)] * max_requests
@@ -136,7 +89,7 @@ class StepInputs:
             positions=torch.zeros(max_tokens, dtype=torch.int64, device=device),
             query_start=starts,
             context_len=lengths,
-            page_table=table,
+            page_table=self._table.tensor,
             slots=torch.zeros(max_tokens, dtype=torch.int64, device=device),
             page_size=page_size,
             max_query_len=max_tokens,
@@ -149,7 +102,7 @@ class StepInputs:
         It goes to the device with :meth:`view`. Positions and slots are the business of
         ``Ops.find_places``.
         """
-        self._buffers.wait()
+        self.wait()
         end = 0
         for row, (request, count) in enumerate(rows):
             first = request.num_computed
@@ -170,8 +123,7 @@ class StepInputs:
         if owner is not request:
             written = 0
         if written != len(request.pages):
-            self._table[row, written : len(request.pages)] = request.pages[written:]
-            self._table_written = True
+            self._table.write(row, written, request.pages[written:])
             self._places[row] = request, len(request.pages)
 
     def advance(self, tokens: list[int]) -> None:
@@ -204,17 +156,20 @@ class StepInputs:
     def wait(self) -> None:
         """Until what was sent to the device last has been read."""
         self._buffers.wait()
+        self._table.wait()
 
     def forget(self) -> None:
         """Requests were dropped: hold on to none of them."""
         self._places = [(None, 0)] * len(self._places)
 
     def view(self, tokens: int, requests: int) -> AttentionBatch:
-        """The batch of the step just written, for a pass that is not a replay."""
+        """The batch of the step just written, for a pass that is not a whole replay."""
         whole = self.batch
+        self._starts[requests + 1 :] = tokens  # rows that fill up a step in pieces are nobody's
         pages = max(len(place[0].pages) for place in self._places[:requests] if place[0])
         shared = self._shared_tokens(requests) if self._find_shared else 0
         self._shared[0] = shared
+        self._table.send()
         self._buffers.send()
         return replace(
             whole,
@@ -237,8 +192,8 @@ class StepInputs:
         self._rows[requests:size] = 0
         shared = self._shared_tokens(requests) if self._find_shared else 0
         self._shared[0] = shared
+        self._table.send()
         self._buffers.send()
-        self._table_written = False
         return shared > 0
 
     def advance_on_device(self, requests: int, sampled: Tensor, *, drawn: bool) -> None:
@@ -247,9 +202,7 @@ class StepInputs:
         ``sampled`` float64 ``[requests or more, 3]``, tokens first. Of what lies here, only new
         pages and, with ``drawn``, how tokens are drawn go there.
         """
-        if self._table_written:
-            self._buffers.send(_TABLE)
-            self._table_written = False
+        self._table.send()
         if drawn:
             self._buffers.send(_DRAWS)
         self.token_ids[:requests].copy_(sampled[:requests, 0])
@@ -269,13 +222,21 @@ class StepInputs:
             shared_len=self._shared_len if shared else None,
         )
 
+    def in_pieces(self, size: int) -> AttentionBatch:
+        """The batch of every step of up to ``size`` tokens, in buffers that stay.
+
+        For what lies between attentions: of the requests it says nothing but whose the tokens are.
+        """
+        whole = self.batch
+        return replace(whole, positions=whole.positions[:size], slots=whole.slots[:size])
+
     def _shared_tokens(self, requests: int) -> int:
         """Tokens that all requests begin with in the same pages, where a pass over them pays."""
         if requests < _SHARED_REQUESTS:
             return 0
         size = self.batch.page_size
         most = (int(self._lengths[:requests].min()) - 1) // size
-        table = self._table[:requests, :most]
+        table = self._table.array[:requests, :most]
         apart = np.flatnonzero((table != table[0]).any(axis=0))
         tokens = (int(apart[0]) if len(apart) else most) * size
         return tokens if tokens >= _SHARED_TOKENS else 0

@@ -16,6 +16,7 @@ from sdk.engine.request import Request
 from sdk.engine.scheduler import Scheduler
 from sdk.errors import OutOfMemoryError, RequestError
 from sdk.executors.base import Executor
+from sdk.kernels.ladder import page_level
 from sdk.params import SamplingParams
 from sdk.quant.spec import KVSpec
 
@@ -99,31 +100,29 @@ class KeptPrefixes:
 
     # Snapshots
 
-    def _check_types(self) -> None:
-        if self._scheduler.ladder is not None:
-            raise RequestError("snapshots have one type: choose kv_cache_dtype, not kv_policy")
-
     def read(self, token_ids: Sequence[int], salt: str | None) -> StoredKV | None:
         """The keys and values of the full pages of a prefix. ``None``: one is not in the cache.
 
-        :raises RequestError: pages may be of several types.
+        Of a ladder in the type of the best page: the others' values are coded anew, so that a
+        snapshot has one type, and whoever reads it need not know of ladders.
         """
-        self._check_types()
         keys = self._keys(token_ids, salt)
         pages = self._scheduler.pool.match(keys)
         if len(pages) < len(keys):
             return None
+        places = self._scheduler.pool.places(pages)
+        level = min(page_level(place)[0] for place in places)
         layers = []
         step = max(_MOST_TOKENS // self._scheduler.config.page_size, 1)
         for layer in range(self._spec.num_layers):
             parts = []
             for begin in range(0, len(pages), step):
-                some = pages[begin : begin + step]
-                answers = self._executor.on_ranks(read_layer, layer, some)
+                some = places[begin : begin + step]
+                answers = self._executor.on_ranks(read_layer, layer, some, level)
                 parts.append(joined(answers, self._spec.kv_heads))
             rows = np.concatenate([part.rows for part in parts])
             layers.append(LayerKV(rows, parts[0].centre))
-        return StoredKV(self._spec, tuple(layers))
+        return StoredKV(self._spec.levels[level], tuple(layers))
 
     def restore(
         self, token_ids: Sequence[int], salt: str | None, stored: StoredKV, *, pin: bool
@@ -132,7 +131,6 @@ class KeptPrefixes:
 
         :raises OutOfMemoryError: it is to be pinned and does not fit.
         """
-        self._check_types()
         keys, size = self._keys(token_ids, salt), self._scheduler.config.page_size
         pool = self._scheduler.pool
         pages = pool.acquire(pool.match(keys), 0) or []
@@ -160,21 +158,29 @@ class KeptPrefixes:
         """Fill pages with what is stored, from its page ``first`` on."""
         if not pages:
             return
-        plan = self._scheduler.interlude()
-        try:
-            if plan.swaps:
-                self._executor.execute(plan)
-        except BaseException:
-            self._scheduler.prefixes.undo(plan.swaps)
-            raise
+        run_interlude(self._scheduler, self._executor)
+        places = self._scheduler.pool.places(pages)
         size = self._scheduler.config.page_size
         step = max(_MOST_TOKENS // size, 1)
         for layer, (rows, centre) in enumerate((x.rows, x.centre) for x in stored.layers):
-            for begin in range(0, len(pages), step):
-                some = pages[begin : begin + step]
+            for begin in range(0, len(places), step):
+                some = places[begin : begin + step]
                 at = (first + begin) * size
                 part = LayerKV(rows[at : at + len(some) * size], centre)
                 self._executor.on_ranks(write_layer, layer, some, part, stored.spec)
+
+
+def run_interlude(scheduler: Scheduler, executor: Executor) -> None:
+    """Have all copies and moves of pages made that wait for the next step."""
+    plan = scheduler.interlude()
+    try:
+        if plan.swaps or plan.moves:
+            executor.execute(plan)
+    except BaseException:
+        scheduler.undo(plan)
+        raise
+    if scheduler.ladder is not None:
+        scheduler.ladder.settle()
 
 
 def most_pages(request: Request, page_size: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +17,7 @@ from sdk.engine.runner_config import RunnerConfig
 from sdk.engine.swap_storage import SwapStorage
 from sdk.errors import OutOfMemoryError, RequestError
 from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.ladder import page_level
+from sdk.kernels.ladder import KEPT_PAGES, page_level
 from sdk.kernels.ops import Ops
 from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
@@ -59,6 +59,7 @@ def cache_of_rank(config: RunnerConfig, model: ModelConfig, mesh: Mesh, ops: Ops
         first_head=heads.kv_start,
         num_swap_pages=config.num_swap_pages,
         swap_path=config.swap_path,
+        keep=config.kv_keep,
     )
 
 
@@ -87,7 +88,8 @@ class KVCache:
     keys, its values, and where they are codes the scales of both.
 
     ``first_head``: of the model's key/value heads, the first of this rank's. ``num_swap_pages``
-    more pages lie in swap space: see :class:`~sdk.engine.swap_storage.SwapStorage`.
+    more pages lie in swap space: see :class:`~sdk.engine.swap_storage.SwapStorage`. ``keep``: of a
+    request, pages at both ends that stay in a ladder's first type.
     """
 
     def __init__(
@@ -100,34 +102,60 @@ class KVCache:
         first_head: int = 0,
         num_swap_pages: int = 0,
         swap_path: str | None = None,
+        keep: tuple[int, int] = KEPT_PAGES,
     ) -> None:
         self.spec = spec
+        self.keep = keep
         self.num_pages = num_pages
         self.first_head = first_head
-        size = num_pages * spec.page_bytes
+        self._device = torch.device(device)
+        self._keys_transposed = keys_transposed
+        self._swap = num_swap_pages, swap_path
         self._mapping: mmap.mmap | None = None
-        if torch.device(device).type == "cpu":
+        self._storage: SwapStorage | None = None
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Memory for the pages, empty; once more after :meth:`close`.
+
+        :raises OutOfMemoryError: there is not as much.
+        """
+        spec, num_pages = self.spec, self.num_pages
+        size = num_pages * spec.page_bytes
+        if self._device.type == "cpu":
             self._mapping = _map(size)
             memory = torch.from_numpy(np.frombuffer(self._mapping, np.uint8, size))
         else:
-            memory = torch.zeros(size + _LINE, dtype=torch.uint8, device=device)
-            begin = -memory.data_ptr() % _LINE  # a vector that crosses cache lines loads twice
-            memory = memory[begin : begin + size]
+            memory = self._on_device(size)
         below: Sequence[KVPages | None] = [None] * spec.num_layers
         for index, level in reversed(list(enumerate(spec.levels))):
             self.layers = []
             pages = memory.view(num_pages << index, spec.page_bytes >> index)
             offset = 0
             for layer, lower in enumerate(below):
-                own = _layer(pages, level, layer, offset, keys_transposed)
+                own = _layer(pages, level, layer, offset, self._keys_transposed)
                 self.layers.append(replace(own, below=lower))
                 offset += level.layer_bytes(layer)
             below = self.layers
         self._memory = memory
-        self._storage: SwapStorage | None = None
+        num_swap_pages, swap_path = self._swap
+        self._recode: Callable[[int, int], None] | None = None  # a page, once one goes down
         if num_swap_pages:
             pages = memory.view(num_pages, spec.page_bytes)
             self._storage = SwapStorage(pages, num_swap_pages, swap_path)
+
+    def _on_device(self, size: int) -> Tensor:
+        try:
+            memory = torch.zeros(size + _LINE, dtype=torch.uint8, device=self._device)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemoryError(f"{size} bytes for KV pages: {error}") from error
+        begin = -memory.data_ptr() % _LINE  # a vector that crosses cache lines loads twice
+        return memory[begin : begin + size]
+
+    @property
+    def can_vacate(self) -> bool:
+        """Whether the memory of single pages can be returned."""
+        return self._mapping is not None and hasattr(self._mapping, "madvise")
 
     def move(self, moves: Sequence[Move], ops: Ops) -> None:
         """Move pages of a ladder, one after the other: to a lower level, or as they are."""
@@ -137,8 +165,9 @@ class KVCache:
                 pages = self._memory.view(self.num_pages << above, self.spec.page_bytes >> above)
                 pages[at] = pages[index]
                 continue
-            for layer in self.layers:
-                ops.recode_page(layer, source, target)
+            if self._recode is None:
+                self._recode = ops.page_recoder(self.layers)
+            self._recode(source, target)
 
     def swap(self, swaps: tuple[Swap, ...]) -> None:
         """Copy pages to and from the swap space."""
@@ -148,9 +177,9 @@ class KVCache:
     def vacate(self, pages: Sequence[int]) -> None:
         """Return the memory of these pages to the system: they are zeros until they are written.
 
-        On a GPU nothing happens.
+        Nothing happens where it ``can_vacate`` none, as on a GPU.
         """
-        if self._mapping is None or not hasattr(self._mapping, "madvise"):
+        if self._mapping is None or not self.can_vacate:
             return
         size, unit = self.spec.page_bytes, mmap.PAGESIZE
         ordered = sorted(pages)
@@ -166,11 +195,12 @@ class KVCache:
 
     def close(self) -> None:
         """Drop the tensors. Idempotent."""
-        self.layers = []
+        self.layers, self._recode = [], None
         self._memory = torch.empty(0)
         self._mapping = None
         if self._storage is not None:
             self._storage.close()
+            self._storage = None
 
 
 _DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int4": torch.uint8}

@@ -2,8 +2,11 @@
 
 Outside they lie token by token, so that neither the size of a page nor the number of ranks matters:
 for each layer uint8 ``[tokens, kv_heads, row]``, a row being the codes of a key, those of the
-value, and where they have them the scales of both. Into pages of the same type they go as they are,
-bit for bit; into others as the values they stand for, coded anew.
+value, and where they have them the scales of both; integers mixed and without the centre of their
+keys, floats as they are. Into pages of the same type they go bit for bit; into others as the values
+they stand for, coded anew.
+
+Pages of a ladder leave as rows of one type, that of the best of them.
 
 The functions that take a runner run on every rank (see ``Executor.on_ranks``).
 """
@@ -12,7 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from itertools import groupby
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +24,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sdk.engine.kv_cache import page_dtype, page_width
-from sdk.kernels.kv_pages import is_mixed
+from sdk.kernels.kv_pages import KVPages, is_mixed
+from sdk.kernels.ladder import page_level
 from sdk.kernels.reference.page_codes import HALF_MAX, decode, encode, mixed
 from sdk.quant.spec import KVPart, KVSpec
 
@@ -56,17 +61,69 @@ def row_widths(spec: KVSpec, layer: int) -> list[int]:
     return codes + [2 * part.groups for part in parts]
 
 
-def read_layer(runner: ModelRunner, layer: int, pages: list[int]) -> tuple[int, LayerKV]:
-    """What lies in these pages, of the rank's own heads, and the first of them."""
-    kv = runner.kv.layers[layer]
-    at = torch.tensor(pages, device=kv.k.device)
-    columns = [_rows(kv.k, at), _rows(kv.v, at)]
-    heads = kv.k.shape[1]
-    for scales in (kv.k_scale, kv.v_scale):
-        if scales is not None:
-            columns.append(_rows(_by_slot(scales, heads), at))
-    centre = None if kv.k_centre is None else kv.k_centre.cpu().numpy()
-    return runner.kv.first_head, LayerKV(torch.cat(columns, dim=-1).cpu().numpy(), centre)
+class _Side(NamedTuple):
+    """How keys or values lie: their type, whether mixed, and what was taken from each."""
+
+    part: KVPart
+    mixed: bool
+    centre: Tensor | None = None
+
+    def like(self, other: _Side) -> bool:
+        """Whether what lies like this lies like the other too."""
+        a, b = self.centre, other.centre
+        same = a is b if a is None or b is None else torch.equal(a, b)
+        return same and self._numerics == other._numerics
+
+    @property
+    def _numerics(self) -> tuple[str, int, bool]:
+        return self.part.dtype, self.part.groups, self.mixed
+
+
+def _in_pages(spec: KVSpec, layer: int, kv: KVPages) -> tuple[_Side, _Side]:
+    """Keys and values of a layer in pages of one level."""
+    k, v = spec.parts(layer)
+    return _Side(k, kv.k_mixed, kv.k_centre), _Side(v, kv.v_mixed)
+
+
+def _in_rows(spec: KVSpec, layer: int, centre: Tensor | None) -> tuple[_Side, _Side]:
+    """Keys and values of a layer outside of pages; ``centre``: of its keys, if they have one."""
+    k, v = spec.parts(layer)
+    return _Side(k, is_mixed(page_dtype(k)), centre), _Side(v, is_mixed(page_dtype(v)))
+
+
+def read_layer(
+    runner: ModelRunner, layer: int, places: list[int], level: int
+) -> tuple[int, LayerKV]:
+    """What lies in the pages at these places, of the rank's own heads, as rows of the type of a
+    ladder's level (0 where there is none), and the first of the heads.
+    """
+    levels, specs = runner.kv.layers[layer].levels, runner.kv.spec.levels
+    mixes = is_mixed(page_dtype(specs[level].parts(layer)[0]))
+    centre = levels[0].k_centre if mixes else None
+    to = _in_rows(specs[level], layer, centre)
+    parts = []
+    for lies, run in groupby(map(page_level, places), key=lambda place: place[0]):
+        kv = levels[lies]
+        at = torch.tensor([index for _, index in run], device=kv.k.device)
+        sides = zip(
+            _in_pages(specs[lies], layer, kv),
+            to,
+            ((kv.k, kv.k_scale), (kv.v, kv.v_scale)),
+            strict=True,
+        )
+        columns = [_read(*side, at) for side in sides]
+        parts.append(torch.cat([*(codes for codes, _ in columns), *(s for _, s in columns)], -1))
+    found = None if centre is None else centre.cpu().numpy()
+    return runner.kv.first_head, LayerKV(torch.cat(parts).cpu().numpy(), found)
+
+
+def _read(
+    lies: _Side, wanted: _Side, pages: tuple[Tensor, Tensor | None], at: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Rows of codes and of scales, those of floats without a column."""
+    codes, scales = _rows(pages[0], at), pages[1]
+    found = codes[..., :0] if scales is None else _rows(_by_slot(scales, codes.shape[1]), at)
+    return (codes, found) if lies.like(wanted) else _converted(codes, found, lies, wanted)
 
 
 def _by_slot(scales: Tensor, heads: int) -> Tensor:
@@ -88,7 +145,9 @@ def _as_bytes(x: Tensor) -> Tensor:
 def write_layer(
     runner: ModelRunner, layer: int, pages: list[int], stored: LayerKV, source: KVSpec
 ) -> None:
-    """Fill these pages, whole ones, with ``stored`` tokens of all heads, of the type ``source``."""
+    """Fill these pages, whole ones of a ladder's first type, with ``stored`` tokens of all heads,
+    of the type ``source``.
+    """
     kv = runner.kv.layers[layer]
     first, count = runner.kv.first_head, kv.k.shape[1]
     device = kv.k.device
@@ -98,13 +157,12 @@ def write_layer(
     if stored.centre is not None:
         theirs = torch.from_numpy(stored.centre[first : first + count].copy()).to(device)
     at = torch.tensor(pages, device=device)
-    own = runner.kv.spec
-    sides = zip(source.parts(layer), own.parts(layer), strict=True)
+    own = _in_pages(runner.kv.spec.levels[0], layer, kv)
+    sides = zip(_in_rows(source, layer, theirs), own, strict=True)
     for side, (given, wanted) in enumerate(sides):
         codes, scales = columns[side], columns[side + 2]
-        centres = (theirs, kv.k_centre) if side == 0 else (None, None)
-        if not (_alike(given, wanted) and _equal(*centres)):
-            codes, scales = _converted(codes, scales, given, wanted, centres)
+        if not given.like(wanted):
+            codes, scales = _converted(codes, scales, given, wanted)
         to, to_scales = ((kv.k, kv.k_scale), (kv.v, kv.v_scale))[side]
         _put(to, at, codes)
         if to_scales is not None:
@@ -119,39 +177,25 @@ def _put(x: Tensor, pages: Tensor, rows: Tensor) -> None:
     x.view(dtype)[pages] = found.transpose(1, 2)
 
 
-def _alike(a: KVPart, b: KVPart) -> bool:
-    return (a.dtype, a.groups) == (b.dtype, b.groups)
-
-
-def _equal(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is b if a is None or b is None else torch.equal(a, b)
-
-
-def _converted(
-    codes: Tensor,
-    scales: Tensor,
-    given: KVPart,
-    wanted: KVPart,
-    centres: tuple[Tensor | None, Tensor | None],
-) -> tuple[Tensor, Tensor]:
-    """Rows of one type as rows of another, each with what was taken from the keys."""
-    typed = codes.contiguous().view(page_dtype(given))
-    if given.groups:
-        scale = torch.int16 if given.dtype == "int4" else torch.float16
+def _converted(codes: Tensor, scales: Tensor, given: _Side, wanted: _Side) -> tuple[Tensor, Tensor]:
+    """Rows that lie one way as rows that lie another way."""
+    typed = codes.contiguous().view(page_dtype(given.part))
+    if given.part.groups:
+        scale = torch.int16 if given.part.dtype == "int4" else torch.float16
         x = decode(typed, scales.contiguous().view(scale))
-        x = mixed(x) if is_mixed(typed.dtype) else x
     else:
         x = typed.to(torch.float32)
-    theirs, ours = centres
-    x = x if theirs is None else x + theirs
-    x = x if ours is None else x - ours
-    dtype = page_dtype(wanted)
-    if wanted.groups:
-        made, scaled = encode(x, dtype, wanted.groups)
+    x = mixed(x) if given.mixed else x
+    x = x if given.centre is None else x + given.centre
+    x = x if wanted.centre is None else x - wanted.centre
+    dtype = page_dtype(wanted.part)
+    if wanted.part.groups:
+        made, scaled = encode(x, dtype, wanted.part.groups)
         return _as_bytes(made), _as_bytes(scaled)
+    x = mixed(x) if wanted.mixed else x
     if dtype == torch.float16:
         x = x.clamp(-HALF_MAX, HALF_MAX)
-    return _as_bytes(x.to(dtype)), scales
+    return _as_bytes(x.to(dtype)), scales[..., :0]
 
 
 def joined(parts: Sequence[tuple[int, LayerKV]], kv_heads: int) -> LayerKV:

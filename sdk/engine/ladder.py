@@ -10,8 +10,9 @@ the coldest page of the first type goes down one step, then the next, until none
 then those of the second type. Only then is the content of cached pages given up, as in any pool,
 and after that requests are preempted. Coldest are the cached pages, least recently used first, then
 those of the request that would be preempted first. A request's first page, where trained models
-leave much of their attention, and pages not yet full stay as they are, and so do those of a request
-whose ``kv_min_bits`` says so. A page that went down does not come up again.
+leave much of their attention, and pages not yet full stay as they are (``kv_keep``: more of them at
+both ends), and so do those of a request whose ``kv_min_bits`` says so. A page that went down does
+not come up again.
 
 *It always ends.* No page takes more than a slab, whatever became of it, so the first request in
 order still gets all the pages it may need when everybody else has gone.
@@ -29,6 +30,7 @@ from sdk.engine.request import Request
 from sdk.engine.scheduler_config import SchedulerConfig
 from sdk.errors import RequestError
 from sdk.kernels.ladder import page_id, page_level
+from sdk.quant.spec import KVSpec
 
 
 class Slabs:
@@ -287,18 +289,18 @@ class LadderPool(PagePool):
 
     # Plans
 
+    def places(self, pages: Sequence[int]) -> list[int]:
+        """See :meth:`PagePool.places`; they hold once the moves of the next plan are made."""
+        return [self._places[page] for page in pages]
+
     def placed(self, plan: StepPlan) -> StepPlan:
         """The plan in the places of its pages, with the moves since the last one."""
         moves, self._moves = tuple(self._moves), []
-        places = self._places
         return plan._replace(
             started=tuple(
-                replace(start, pages=tuple(places[page] for page in start.pages))
-                for start in plan.started
+                replace(start, pages=tuple(self.places(start.pages))) for start in plan.started
             ),
-            new_pages=tuple(
-                (name, tuple(places[page] for page in pages)) for name, pages in plan.new_pages
-            ),
+            new_pages=tuple((name, tuple(self.places(pages))) for name, pages in plan.new_pages),
             moves=moves,
         )
 
@@ -348,14 +350,37 @@ def check_floor(request: Request, config: SchedulerConfig) -> None:
         raise RequestError(f"kv_min_bits={wanted}: the KV cache has {most} bits ({config.kv_type})")
 
 
-def held_pages(running: Sequence[Request], pool: LadderPool) -> dict[int, int]:
-    """How far down the pages of running requests may be; those of the last in order first."""
+def held_pages(
+    running: Sequence[Request], pool: LadderPool, keep: tuple[int, int]
+) -> dict[int, int]:
+    """How far down the pages of running requests may be; those of the last in order first.
+
+    ``keep``: of each, the pages at its beginning and full ones at its end that stay.
+    """
+    first, last = keep
     lowest: dict[int, int] = {}
     for request in reversed(running):
         deepest = pool.deepest(request.params.kv_min_bits)
         for sequence in request.sequences:
             full = sequence.num_computed // pool.page_size
             for index, page in enumerate(sequence.pages):
-                limit = deepest if 0 < index < full else 0
+                limit = deepest if first <= index < full - last else 0
                 lowest[page] = min(lowest.get(page, limit), limit)
     return lowest
+
+
+def descent(
+    pages: Sequence[int], num_computed: int, spec: KVSpec, keep: tuple[int, int]
+) -> list[Move]:
+    """What takes the pages of a request, places in slabs of their own, as far down as a pool could:
+    all full ones but those to ``keep`` at the beginning and at the end.
+    """
+    moves: list[Move] = []
+    num_levels, (first, last) = len(spec.levels), keep
+    full = num_computed // spec.page_size if num_levels > 1 else 0
+    for place in pages[first : max(full - last, 0)]:
+        for level in range(page_level(place)[0] + 1, num_levels):
+            passing, below = page_id(level, 0), page_id(level, 2 * page_level(place)[1])
+            moves += [Move(place, passing), Move(passing, below)]
+            place = below
+    return moves

@@ -116,6 +116,10 @@ class PagePool:
         """What a known page holds; ``None`` for any other."""
         return self._keys[page]
 
+    def places(self, pages: Sequence[int]) -> list[int]:
+        """What kernels know these pages by."""
+        return list(pages)
+
     def match(self, keys: Sequence[PageKey]) -> list[int]:
         """The known pages of the longest prefix of ``keys``. Changes nothing."""
         pages = []

@@ -199,4 +199,5 @@ class Queues:
         return self._requests
 
     def _lowest(self) -> dict[int, int]:
-        return {} if self.ladder is None else held_pages(self._running, self.ladder)
+        keep = self.config.kv_keep
+        return {} if self.ladder is None else held_pages(self._running, self.ladder, keep)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sdk.engine.inputs import Running, StepInputs
 from sdk.engine.plan import StepPlan
-from sdk.kernels.gpu.graphs import StepGraphs
+from sdk.kernels.gpu.graphs import CardRecorder, StepGraphs
 from sdk.sampling.state import RequestState
 from sdk.sampling.uniform import TOKEN
 
@@ -47,6 +47,23 @@ class Flight:
         return found
 
 
+class _Kept:
+    """Decode steps whose hidden states and logits go into buffers that all graphs share: with a
+    pair of its own each, those of 256 requests and 150,000 tokens would keep 2.5 GB of logits."""
+
+    def __init__(self, decode: Callable[[int, bool], Decoded], largest: int) -> None:
+        self._decode = decode
+        self._largest = largest
+        self._buffers: list[Tensor] = []
+
+    def __call__(self, size: int, shared: bool) -> Decoded:
+        hidden, logits, sampled = self._decode(size, shared)
+        if not self._buffers:
+            self._buffers = [x.new_empty(self._largest, x.shape[1]) for x in (hidden, logits)]
+        all_hidden, all_logits = self._buffers
+        return all_hidden[:size].copy_(hidden), all_logits[:size].copy_(logits), sampled
+
+
 class RunAhead:
     """Launches the decode steps of one engine. ``decode(size, shared)`` runs one over ``inputs``.
 
@@ -54,13 +71,14 @@ class RunAhead:
     """
 
     def __init__(
-        self, decode: Callable[[int, bool], Decoded], inputs: StepInputs, largest: int
+        self,
+        decode: Callable[[int, bool], Decoded],
+        inputs: StepInputs,
+        largest: int,
+        recorder: CardRecorder,
     ) -> None:
-        self._decode = decode
-        self._graphs = StepGraphs(self._forward, largest)
+        self._graphs = StepGraphs(_Kept(decode, largest), largest, recorder)
         self._inputs = inputs
-        self._largest = largest
-        self._kept: list[Tensor] = []
         pinned = inputs.token_ids.is_cuda
         # Two, because one is read while the next step writes the other.
         self._outcomes = [
@@ -100,15 +118,6 @@ class RunAhead:
         self._inputs.advance_on_device(len(last.rows), self._sampled, drawn=bool(drawing))
         lengths = [length + 1 for length in last.lengths]
         self.flight, _, _ = self._launch(last.rows, lengths)
-
-    def _forward(self, size: int, shared: bool) -> Decoded:
-        """One step. Hidden states and logits go into buffers that all graphs share: with a pair of
-        its own each, those of 256 requests and 150,000 tokens would keep 2.5 GB of logits."""
-        hidden, logits, sampled = self._decode(size, shared)
-        if not self._kept:
-            self._kept = [x.new_empty(self._largest, x.shape[1]) for x in (hidden, logits)]
-        all_hidden, all_logits = self._kept
-        return all_hidden[:size].copy_(hidden), all_logits[:size].copy_(logits), sampled
 
     def _launch(self, rows: Sequence[Running], lengths: list[int]) -> tuple[Flight, Tensor, Tensor]:
         hidden, logits, self._sampled = self._graphs.replay(*self._bucket)

@@ -10,22 +10,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sdk.engine.forward import ForwardPasses
 from sdk.engine.inputs import Running, StepInputs
 from sdk.engine.key_centres import centre_keys
 from sdk.engine.kv_cache import cache_of_rank
+from sdk.engine.ladder import descent
 from sdk.engine.plan import RequestStart, Sampled, StepPlan, StepResult
-from sdk.engine.run_ahead import Decoded, Flight, RunAhead
+from sdk.engine.run_ahead import Flight, RunAhead
 from sdk.engine.runner_config import RunnerConfig
 from sdk.engine.wanted import Wanted, guided_rows, score_prompt, sorted_out, wanted_of
 from sdk.errors import RequestError
+from sdk.kernels.batch import AttentionBatch
+from sdk.kernels.gpu.graphs import CardRecorder, PieceGraphs
 from sdk.kernels.graph import CaptureError, Graph
 from sdk.kernels.sampling import Tokens
-from sdk.loaders.open import open_checkpoint
 from sdk.memory import SCORED_BYTES, release_free_memory
 from sdk.models.auto import build_model
+from sdk.models.decoder import Decoder
 from sdk.models.parallel import Mesh
 from sdk.params import SamplingParams
-from sdk.quant.at_load import packed_at_load
 from sdk.quant.checkpoint import Checkpoint
 from sdk.sampling.sampler import Sampler
 from sdk.sampling.state import RequestState
@@ -60,12 +63,7 @@ class ModelRunner:
         self.native_seconds = 0.0
         with contextlib.ExitStack() as undo:
             if checkpoint is None:
-                checkpoint = open_checkpoint(
-                    config.model,
-                    revision=config.revision,
-                    local_files_only=config.local_files_only,
-                )
-                checkpoint = packed_at_load(checkpoint, config.quantization)
+                checkpoint = config.open_model()
             undo.callback(checkpoint.close)
             self.ops = config.open_ops()
             undo.callback(self.ops.close)
@@ -90,16 +88,25 @@ class ModelRunner:
                 self.ops.device,
                 find_shared=self.ops.device.type == "cuda" and not config.deterministic,
             )
+            self._passes = ForwardPasses(self.model, self.kv, self._inputs, self.ops, mesh)
             self._graph: Graph[tuple[Tensor, Tensor]] | None = None
-            #: On a GPU.
+            #: On a GPU: decode steps, and those with prompts.
             self._ahead: RunAhead | None = None
-            #: Why steps run operator by operator; ``None`` when they are replayed from a graph.
+            self._pieces: PieceGraphs | None = None
+            #: Why decode steps, and those with prompts, run operator by operator; ``None`` when
+            #: they are replayed from graphs.
             self.eager_reason: str | None = "enforce_eager"
+            self.eager_prompts_reason: str | None = "enforce_eager"
             if not config.enforce_eager:
-                self._capture()
+                self.record()
             undo.pop_all()
         checkpoint.close()
         release_free_memory()
+
+    @property
+    def most_tokens_in_pieces(self) -> int:
+        """Tokens of the largest step that a GPU replays in pieces; 0 where none is."""
+        return 0 if self._pieces is None else self._pieces.most_tokens
 
     @property
     def steps_ahead(self) -> int:
@@ -111,46 +118,37 @@ class ModelRunner:
         self._requests.clear()
         self._rows, self._drawing = [], []
         self._inputs.forget()
-        self._graph = self._ahead = None
+        self.forget_graphs()
         self.kv.close()
         self.ops.close()
         self.__dict__.pop("model", None)
 
-    def _capture(self) -> None:
-        """Record a step as large as the largest there will be; smaller ones use its first rows."""
-        inputs = self._inputs
-        tokens, requests = inputs.token_ids.shape[0], inputs.output_rows.shape[0]
+    def forget_graphs(self) -> None:
+        """Run what is recorded no more, and give back what it holds."""
+        self._graph = self._ahead = self._pieces = None
+
+    def record(self) -> None:
+        """Have steps recorded, as far as they can be."""
         if self.ops.device.type == "cuda":
-            self._ahead = RunAhead(self._decode, inputs, min(tokens, requests))
-            self.eager_reason = None
+            self.use_graphs(CardRecorder())
             return
-
-        def forward() -> tuple[Tensor, Tensor]:
-            self.ops.find_places(inputs.batch)
-            hidden = self.model(inputs.token_ids, inputs.batch, self.kv.layers)
-            logits = self.model.logits(self.ops.select_rows(hidden, inputs.output_rows))
-            self.ops.sample_into(logits, inputs.sampling)
-            return hidden, logits
-
         try:
-            with torch.inference_mode():
-                self._graph = self.ops.capture(
-                    forward, tokens=tokens, outputs=requests, requests=requests
-                )
-            self.eager_reason = None
+            self._graph = self._passes.record()
+            self.eager_reason = self.eager_prompts_reason = None
         except CaptureError as error:
-            self.eager_reason = str(error)
+            self.eager_reason = self.eager_prompts_reason = str(error)
 
-    def _decode(self, size: int, shared: bool) -> Decoded:
-        """The decode step of ``size`` rows."""
-        inputs = self._inputs
-        with torch.inference_mode():
-            batch = inputs.decoding(size, shared)
-            self.ops.find_places(batch)
-            hidden = self.model(inputs.token_ids[:size], batch, self.kv.layers)
-            rows = self.ops.select_rows(hidden, inputs.output_rows[:size])
-            logits = self.model.logits(rows)
-            return hidden, logits, self.ops.sample_rows(logits, inputs.draws[:size])
+    def use_graphs(self, recorder: CardRecorder) -> None:
+        """Have steps recorded as they are first needed; also to forget those that were."""
+        tokens, requests = len(self._inputs.token_ids), len(self._inputs.output_rows)
+        most = min(tokens, requests)
+        self._ahead = RunAhead(self._passes.decode, self._inputs, most, recorder)
+        self.eager_reason = None
+        if isinstance(self.model, Decoder):
+            self._pieces = PieceGraphs(self._passes.pieces, tokens, recorder)
+            self.eager_prompts_reason = None
+        else:
+            self.eager_prompts_reason = "transformers' own code runs between the attentions"
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step; see :class:`sdk.engine.plan.StepResult` for what comes back."""
@@ -293,18 +291,17 @@ class ModelRunner:
         if self._graph is not None:
             self._graph.replay(tokens=tokens, outputs=outputs, requests=requests)
             return self._graph.result
-        inputs = self._inputs
         with torch.inference_mode():
-            batch = inputs.view(tokens, requests)
-            self.ops.find_places(batch)
-            hidden = self.model(inputs.token_ids[:tokens], batch, self.kv.layers)
-            if not outputs:
-                return hidden, hidden[:0]
-            rows = self.ops.select_rows(hidden, inputs.output_rows[:outputs])
-            logits = self.model.logits(rows)
-            if self._mesh.rank == 0:
-                self.ops.sample_into(logits, inputs.sampling)
-            return hidden, logits
+            hidden = self._hidden(self._inputs.view(tokens, requests))
+            return hidden, self._passes.logits(hidden, outputs)
+
+    def _hidden(self, batch: AttentionBatch) -> Tensor:
+        if self._pieces is not None and batch.num_tokens <= self._pieces.most_tokens:
+            try:
+                return self._pieces.replay(batch)
+            except CaptureError as error:
+                self._pieces, self.eager_prompts_reason = None, str(error)
+        return self._passes.hidden(batch)
 
     def _update(self, plan: StepPlan) -> None:
         self._settle()
@@ -373,23 +370,20 @@ class ModelRunner:
             del logits  # its memory is the next one's
 
     def prompt_logits(self, token_ids: Sequence[int]) -> Iterator[Tensor]:
-        """What the model expects behind each token of one prompt, run in steps as a request is.
+        """What the model expects behind each token of a prompt, run in steps as a request is.
 
         Float32 ``[n, vocab]`` for the next ``n <= 128`` tokens, valid until the next is asked for.
-        No request may be in the runner; the pages of earlier ones are written over.
+        No request may be in the runner; the pages of earlier ones are written over. Those of a
+        ladder are as low as they may be when a step begins.
         """
         pages = -(-len(token_ids) // self._inputs.batch.page_size)
-        request = Running(
-            RequestStart(
-                "prompt",
-                tuple(token_ids),
-                num_prompt_tokens=len(token_ids),
-                num_computed=0,
-                pages=tuple(range(1, pages + 1)),
-                params=SamplingParams(),
-            )
-        )
+        places, count = tuple(range(1, pages + 1)), len(token_ids)
+        start = RequestStart("prompt", tuple(token_ids), count, 0, places, SamplingParams())
+        request = Running(start)
         for begin in range(0, len(token_ids), len(self._inputs.token_ids)):
+            moves = descent(request.pages, begin, self.kv.spec, self.kv.keep)
+            self.kv.move(moves, self.ops)
+            self._inputs.follow([request], moves)
             count = min(len(token_ids) - begin, len(self._inputs.token_ids))
             tokens = self._inputs.fill([(request, count)], [])
             hidden, _ = self._forward(tokens, 1, 0)

@@ -6,7 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from sdk.kernels.ladder import KEPT_PAGES
 from sdk.kernels.ops import Compute, Ops
+from sdk.loaders.open import open_checkpoint
+from sdk.quant.at_load import packed_at_load
+from sdk.quant.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,14 @@ class RunnerConfig:
     quantization: str | None = None
     num_swap_pages: int = 0
     swap_path: str | None = None
+    kv_keep: tuple[int, int] = KEPT_PAGES
+
+    def open_model(self) -> Checkpoint:
+        """The model's files, packed at load where that is asked for."""
+        checkpoint = open_checkpoint(
+            self.model, revision=self.revision, local_files_only=self.local_files_only
+        )
+        return packed_at_load(checkpoint, self.quantization)
 
     def open_ops(self) -> Ops:
         """The operators of this rank."""

@@ -77,12 +77,14 @@ class Scheduler(Commits):
         return self._num_steps
 
     def interlude(self) -> StepPlan:
-        """Copies due before pages are written outside of a step, as a plan that is never committed.
+        """Copies and moves due before pages are read or written outside of a step, as a plan that
+        is never committed; ``undo`` takes it back.
 
         The ranks may forget how the last step went: the next one is planned anew.
         """
         self._steady, self._full = False, []
-        return StepPlan(self._step_id, swaps=self.prefixes.swap.take_swaps())
+        plan = StepPlan(self._step_id, swaps=self.prefixes.swap.take_swaps())
+        return plan if self.ladder is None else self.ladder.placed(plan)
 
     def resize(self, capacity: int) -> list[int]:
         """Have ``capacity`` pages from now on, between two steps; those given up.
@@ -292,18 +294,22 @@ class Scheduler(Commits):
         return True
 
     def rollback(self) -> None:
-        """Undo a step that was interrupted: everything that ran starts over from its known tokens.
-
-        What the ranks did of the step is unknown, so they are told to forget all of it.
-        """
+        """Undo a step that was interrupted, if one was."""
         if self._plan is not None:
-            self._dropped = [*self._plan.dropped, *self._dropped]
-            self.prefixes.undo(self._plan.swaps)
-            if self.ladder is not None:
-                self.prefixes.forget(self.ladder.distrusted())
-            self._plan, self._in_flight, self._steady = None, [], False
-            while self._running:
-                self._preempt(self._running.pop())
+            self.undo(self._plan)
+
+    def undo(self, plan: StepPlan) -> None:
+        """Have everything that ran start over from its known tokens: ``plan`` was interrupted.
+
+        What the ranks did of it is unknown, so they are told to forget all of it.
+        """
+        self._dropped = [*plan.dropped, *self._dropped]
+        self.prefixes.undo(plan.swaps)
+        if self.ladder is not None:
+            self.prefixes.forget(self.ladder.distrusted())
+        self._plan, self._in_flight, self._steady = None, [], False
+        while self._running:
+            self._preempt(self._running.pop())
 
     def check(self) -> None:
         """Assert that queues, pages and counters agree (tests call it after every event)."""

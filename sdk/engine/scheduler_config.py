@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sdk.errors import RequestError
+from sdk.kernels.ladder import KEPT_PAGES
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,8 @@ class SchedulerConfig:
     kv_type: str = "auto"
     #: Bits of each type of the KV cache's ladder; of its only type where there is none.
     kv_bits: tuple[int, ...] = (16,)
+    #: Pages of a request that keep a ladder's first type: at its beginning, full ones at its end.
+    kv_keep: tuple[int, int] = KEPT_PAGES
     #: Pages of the swap space: a second tier of the prefix cache, which it needs.
     num_swap_pages: int = 0
     #: Pages to begin with, page 0 among them, where not all of ``num_pages``.

@@ -16,6 +16,7 @@ from sdk.engine.engine import Output
 from sdk.errors import RequestError
 from sdk.evaluating.divergence import Comparison
 from sdk.evaluating.logits import opened
+from sdk.kernels.ladder import LADDER_PAGE_SIZE
 from sdk.loaders.open import open_checkpoint
 from sdk.loading import Loaded
 from sdk.models.auto import read_config
@@ -88,7 +89,9 @@ def evaluate(
         on_progress: called with ``("evaluate", windows done, windows)``; returns False to stop.
         options: of :class:`sdk.LLM` for ``model``: ``compute="exact"`` with
             ``kv_cache_dtype="float32"`` leaves the loss of the weights alone,
-            ``quantization="int4"`` packs them while they are loaded. ``hf_overrides``,
+            ``quantization="int4"`` packs them while they are loaded. With a ``kv_policy``
+            every page goes as far down as it may once the next is begun, which is the worst a full
+            cache does, and a step has 128 tokens. ``hf_overrides``,
             ``num_threads`` and ``max_num_batched_tokens`` are the reference's too.
 
     Raises:
@@ -109,6 +112,8 @@ def evaluate(
         "enable_prefix_caching": False,
     }
     exact = {"compute": "exact", "kv_cache_dtype": "float32"}
+    if options.get("kv_policy") is not None:  # steps that end where pages do
+        options["max_num_batched_tokens"] = LADDER_PAGE_SIZE
     kept = {name: options[name] for name in _SHARED_OPTIONS if name in options}
     own = EngineConfig.from_options(model, {**shared, **options})
     other = EngineConfig.from_options(

@@ -59,6 +59,23 @@ def test_the_numbers_are_those_of_the_logits_in_float64(base: Path, ids: list[li
     assert found.kl_mean > 1e-3
 
 
+def test_a_policy_is_evaluated_with_every_page_as_low_as_it_may_be(base: Path) -> None:
+    """The first page of 128 tokens and the one being written stay in float16."""
+    ids = torch.randint(3, 448, (1, 640), generator=torch.Generator().manual_seed(5)).tolist()
+    options = {"compute": "exact", "hf_overrides": {"max_position_embeddings": 1024}}
+    policy = {**options, "kv_policy": "fp16>int8>int4"}
+    loss = {
+        name: sdk.evaluate(base, text=ids, tokens=640, **options, kv_cache_dtype=name).kl_mean
+        for name in ("float16", "int4")
+    }
+    found = sdk.evaluate(base, text=ids, tokens=640, **policy)
+    assert found.kv_dtype == "float16>int8>int4"
+    assert 20 * loss["float16"] < found.kl_mean < 0.8 * loss["int4"]
+    kept = sdk.evaluate(base, text=ids, tokens=640, **policy, kv_keep=(1, 1))
+    assert 20 * loss["float16"] < kept.kl_mean < 0.9 * found.kl_mean
+    assert sdk.evaluate(base, text=ids, tokens=256, **policy).kl_mean < 2 * loss["float16"]
+
+
 def test_what_is_compared_is_what_is_served(base: Path, ids: list[list[int]]) -> None:
     """The log-probabilities of a prompt through the public call are those of ``logits_of``."""
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)

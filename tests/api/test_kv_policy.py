@@ -24,6 +24,15 @@ def _facts(output: RequestOutput) -> tuple[object, ...]:
     return tuple(answer.token_ids), steps
 
 
+def _distance(output: RequestOutput, other: RequestOutput) -> float:
+    """How far the log-probabilities of the first token are apart, at most."""
+    ours, theirs = (one.outputs[0].logprobs for one in (output, other))
+    assert ours is not None and theirs is not None
+    shared = ours[0].keys() & theirs[0].keys()
+    assert shared
+    return max(abs(ours[0][token].logprob - theirs[0][token].logprob) for token in shared)
+
+
 def _with_pages(path: Path, pages: int, **options: object) -> LLM:
     options = {**OPTIONS, "kv_policy": LADDER, "max_num_seqs": 8, **options}
     page_bytes = LLM.plan(path, **options).page_bytes
@@ -88,6 +97,9 @@ def test_two_ranks_take_the_same_pages_down(tiny_path: Path) -> None:
         ({"kv_policy": LADDER, "swap_space": "1MiB"}, "expected swap_space=0 beside it"),
         ({"kv_policy": LADDER, "block_size": 64}, "expected block_size=128, found 64"),
         ({"kv_policy": LADDER, "device": "cuda"}, "on a GPU pages keep their type"),
+        ({"kv_policy": LADDER, "kv_keep": 2}, "kv_keep: expected two numbers of pages, found 2"),
+        ({"kv_policy": LADDER, "kv_keep": (1, -1)}, r"from 0 on, found \(1, -1\)"),
+        ({"kv_keep": (1, 1)}, r"kv_keep=\(1, 1\) needs a kv_policy"),
     ],
 )
 def test_options_that_cannot_work_are_refused(
@@ -97,12 +109,69 @@ def test_options_that_cannot_work_are_refused(
         LLM(tiny_path, **options)
 
 
+def test_what_would_fit_in_the_place_of_a_policy_has_nothing_to_keep(tiny_path: Path) -> None:
+    options = {**OPTIONS, "kv_policy": LADDER, "kv_keep": (2, 2), "max_model_len": 2048}
+    found = LLM.plan(tiny_path, **options, kv_cache_memory_bytes="300KiB").alternatives
+    assert any(one.options.get("kv_cache_dtype") == "int8" for one in found)
+    for one in found:
+        assert ("kv_cache_dtype" in one.options) == (one.options.get("kv_keep") == (1, 0))
+
+
 def test_what_cannot_be_kept_is_refused_and_others_go_on(tiny_path: Path) -> None:
     with LLM(tiny_path, max_model_len=256, kv_policy="int8>int4") as llm:
         with pytest.raises(RequestError, match="kv_min_bits=16: the KV cache has 8 bits"):
             llm.generate([[1, 2, 3]], EXACT)
-        with pytest.raises(RequestError, match="snapshots have one type"):
-            llm.snapshot([5] * 200)
         assert llm.generate([[1, 2, 3]], PARAMS)[0].finished
     with pytest.raises(RequestError, match="kv_min_bits"):
         SamplingParams(kv_min_bits=12)
+
+
+def test_an_answer_after_a_restore_from_pages_of_codes_is_the_same_bits(
+    tiny_path: Path, tmp_path: Path
+) -> None:
+    with _with_pages(tiny_path, 21, kv_policy="int8>int4") as llm:
+        [alone] = llm.generate(PROMPTS[:1], PARAMS)
+        snapshot = llm.snapshot(PROMPTS[0])
+        snapshot.save(tmp_path / "prompt.kv")
+        assert snapshot.kv.spec.dtype == "int8" and snapshot.num_tokens == 1024
+    with _with_pages(tiny_path, 21, kv_policy="int8>int4") as llm:
+        assert llm.restore(tmp_path / "prompt.kv") == 1024
+        [output] = llm.generate(PROMPTS[:1], PARAMS)
+        assert output.num_cached_tokens == 1024 and _facts(output) == _facts(alone)
+
+
+def test_pages_of_several_types_leave_as_the_best_of_them(tiny_path: Path, tmp_path: Path) -> None:
+    """And come back wherever: into a ladder, into float16, into int8."""
+    with _with_pages(tiny_path, 44) as llm:
+        llm.generate(PROMPTS, PARAMS)
+        [known] = llm.generate(PROMPTS[7:], PARAMS)
+        assert known.num_cached_tokens == 1024
+        assert llm.get_metrics()["num_pages_4bit"] > 0
+        snapshot = llm.snapshot(PROMPTS[7])
+        assert snapshot.kv.spec.dtype == "float16"  # the first page stays as it is
+        snapshot.save(tmp_path / "prompt.kv")
+    plain = {"kv_policy": None}
+    for pages, options in ((21, {}), (170, plain), (170, {**plain, "kv_cache_dtype": "int8"})):
+        with _with_pages(tiny_path, pages, **options) as llm:
+            assert llm.restore(tmp_path / "prompt.kv") == 1024
+            [output] = llm.generate(PROMPTS[7:], PARAMS)
+            assert output.num_cached_tokens == 1024
+            assert _distance(output, known) < 0.1
+
+
+def test_pages_go_down_for_a_restored_prefix(
+    tiny_path: Path, tmp_path: Path, roomy: list[tuple[object, ...]]
+) -> None:
+    """The moves are made before the prefix is written; all other pages hold what they held."""
+    with _with_pages(tiny_path, 21) as llm:
+        [alone] = llm.generate(PROMPTS[:1], PARAMS)
+        llm.snapshot(PROMPTS[0]).save(tmp_path / "prompt.kv")
+    with _with_pages(tiny_path, 19) as llm:
+        llm.generate(PROMPTS[1:3], PARAMS)
+        before = llm.get_metrics()["num_pages_lowered"]
+        assert llm.restore(tmp_path / "prompt.kv", pin=True) == 1024
+        assert llm.get_metrics()["num_pages_lowered"] > before
+        outputs = llm.generate(PROMPTS[:3], EXACT)
+        assert outputs[0].num_cached_tokens == 1024
+        assert _distance(outputs[0], alone) < 0.1
+        assert [_facts(output) for output in outputs[1:]] == roomy[1:3]

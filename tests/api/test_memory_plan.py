@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import sdk
-from sdk import LLM, OutOfMemoryError, RequestError, SamplingParams
+from sdk import LLM, OutOfMemoryError, RequestError, SamplingParams, planning
 from sdk.alternatives import expected_losses
+from sdk.config import EngineConfig
 from sdk.loaders.open import open_checkpoint
-from sdk.memory import installed_memory
+from sdk.memory import Demand, MemoryPlan, installed_memory, plan_memory
 from sdk.planning import held_bytes
 from sdk.quant.at_load import packed_at_load, scheme_at_load
 
@@ -188,3 +190,49 @@ def test_a_gguf_files_attn_output_is_no_head_where_it_is_packed_at_load(
     bits = {entry.name: entry.held * 8 / entry.num_elements for entry in entries if entry.held}
     assert bits["blk.0.attn_output.weight"] == bits["blk.0.attn_q.weight"] == 5.0
     assert bits["output.weight"] > 8
+
+
+def demand_on_a_gpu(monkeypatch: pytest.MonkeyPatch, path: Path, **options: object) -> Demand:
+    monkeypatch.setattr(planning, "device_of", lambda config: "cuda")
+    config = EngineConfig.from_options(path, {"max_num_seqs": 8, **options})
+    with contextlib.closing(planning.open_model(config)) as checkpoint:
+        model = planning.model_config(config, checkpoint)
+        return planning._demand(config, model, planning.Sizes(1000, 1000, 1000))
+
+
+def test_the_plan_counts_what_recorded_steps_hold_on_a_gpu(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planned(**options: object) -> MemoryPlan:
+        demand = demand_on_a_gpu(monkeypatch, tiny_path, **options)
+        limits = {"budget": 2**30, "kv_budget": 2**20, "max_model_len": 256, "available": 0}
+        return plan_memory(demand, **limits)
+
+    eager, small, large, huge = (
+        planned(enforce_eager=True),
+        planned(max_num_batched_tokens=16),
+        planned(max_num_batched_tokens=512),
+        planned(max_num_batched_tokens=2048),
+    )
+    assert eager.graphs == 0 and "graphs" not in str(eager)
+    demand = demand_on_a_gpu(monkeypatch, tiny_path)
+    hidden, width, vocab = demand.hidden_size, demand.intermediate_size, demand.vocab_size
+    kept = 4 * 8 * (hidden + 2 * vocab)
+    assert large.graphs - small.graphs == 4 * 496 * (6 * hidden + 3 * width + 3 * hidden)
+    assert small.graphs == kept + 4 * 16 * (9 * hidden + 3 * width)
+    assert huge.graphs == large.graphs  # steps of more than 512 tokens are not recorded
+    serving = large.weights + large.workspace + large.kv_cache + large.tokenizer
+    assert large.total == serving + large.graphs
+    assert "activations and logits of recorded steps" in str(large)
+
+
+def test_a_gpu_s_recorded_steps_may_be_what_does_not_fit(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    demand = demand_on_a_gpu(monkeypatch, tiny_path, max_num_batched_tokens=512)
+    limits = {"kv_budget": None, "max_model_len": 256, "available": 0}
+    room = plan_memory(demand, budget=2**30, **limits)
+    without = room.total - room.graphs - room.kv_cache + 16 * room.page_bytes
+    plan = plan_memory(demand, budget=without, **limits)
+    assert not plan.fits and "  graphs  " in plan.problem
+    assert plan_memory(replace(demand, captured_tokens=0), budget=without, **limits).fits

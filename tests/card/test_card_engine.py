@@ -64,6 +64,22 @@ def test_steps_launched_before_their_plan_give_the_same_answers(golden: Path, de
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("name", ["gguf-Q8_0", "arch-gemma3", "gptoss-mxfp4"])
+def test_steps_with_prompts_replayed_in_pieces_give_the_same_answers(
+    golden: Path, device: str, name: str
+) -> None:
+    prompts = [[(7 * n + 13 * i) % 300 + 4 for i in range(n)] for n in (21, 3, 18)]
+    found = []
+    for eager in (False, True):
+        options = {"enforce_eager": eager, "deterministic": True, "skip_tokenizer_init": True}
+        with load(path_of(golden, name), device, **options) as llm:
+            recorded = device == "cuda" and not eager
+            assert llm._runner().most_tokens_in_pieces == (32 if recorded else 0)
+            found.append(tokens(llm, DRAWN, prompts))
+            assert llm._runner().most_tokens_in_pieces == (32 if recorded else 0)
+    assert found[0] == found[1]
+
+
 def test_with_deterministic_an_answer_does_not_depend_on_its_batch(
     golden: Path, device: str
 ) -> None:

@@ -84,7 +84,7 @@ EXPERTS: dict[str, Callable[[Any, int], Layout]] = {
 }
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 200])
+@pytest.mark.parametrize("tokens", [1, 5, 200, 1100])
 @pytest.mark.parametrize("name", EXPERTS)
 def test_experts_multiply_the_rows_routed_to_them(
     cases: Any, device: str, name: str, tokens: int

@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 
 from sdk.cli import bench, build_parser, main
-from sdk.cli.bench import accuracy, engines, models, plots, random_models
+from sdk.cli.bench import accuracy, engines, memory, models, plots, random_models
 from sdk.cli.bench.engines import Load, Peer, Sample
 from sdk.cli.bench.report import Metric, Result, Section, cells, ratio, to_markdown, to_text
 from sdk.cli.bench.settings import make_load
@@ -415,3 +415,26 @@ def test_accuracy_needs_a_tokenizer_and_enough_text(
     monkeypatch.setattr(accuracy, "TEXT", "a few words")
     assert main(["bench", str(golden / "arch-llama3"), "--suite", "accuracy"]) == 2
     assert "expected 256 tokens, found " in capsys.readouterr().err
+
+
+def test_the_memory_suite_times_each_way_a_prefix_can_come(golden: Path, capsys: Captured) -> None:
+    model = str(golden / "gguf-Q4_1" / "model.gguf")
+    argv = ["bench", model, "--suite", "memory", "--rounds", "1", "--threads", "1"]
+    assert main([*argv, "--json", "-"]) == 0
+    rows = json.loads(capsys.readouterr().out)["results"]["memory"]
+    ways = [(row["kv"], row["from"]) for row in rows]
+    prefixes = [(kv, way) for kv in memory.KV_TYPES for way in ("cache", "swap", "snapshot")]
+    assert ways == prefixes + [(memory.LADDER, way) for way in ("fp16>int8", "int8>int4")]
+    assert {row["tokens"] for row in rows[:9]} == {rows[0]["tokens"]}
+    assert rows[0]["tokens"] % 16 == 0 < rows[0]["tokens"]
+    assert rows[-1]["tokens"] == 128
+    assert all(value > 0 for row in rows for value in row["median"].values())
+
+
+def test_a_prefix_that_did_not_come_is_no_row_of_the_memory_suite(
+    golden: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sdk.llm.LLM.restore", lambda self, path: 0)
+    argv = ["bench", str(golden / "gguf-Q4_1" / "model.gguf"), "--suite", "memory", "--rounds", "1"]
+    assert main([*argv, "--kv-dtype", "float16"]) == 2
+    assert "expected a prefix of" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from sdk import __version__
-from sdk.cli import COMMANDS, bench, build_parser, doctor, main
+from sdk.cli import COMMANDS, bench, build_parser, main
 from sdk.cli.inspect_file import part_of, sum_parts
 from sdk.cli.table import format_table
 from sdk.quant.checkpoint import TensorEntry
@@ -186,7 +186,7 @@ def test_plan_prints_the_sums_of_the_library(smollm2: Path, capsys: Captured) ->
     assert (
         report["total"]
         == expected.total
-        == sum(report[part] for part in ("weights", "workspace", "kv_cache", "tokenizer"))
+        == sum(report[part] for part in ("weights", "workspace", "graphs", "kv_cache", "tokenizer"))
     )
     assert report["total"] <= report["budget"] == 2**30
     # 30 layers, 3 heads of 64 for keys and values, float16
@@ -223,37 +223,6 @@ def test_plan_with_too_small_a_budget_says_what_would_help(smollm2: Path, capsys
 def test_plan_refuses_a_size_it_cannot_read(smollm2: Path, capsys: Captured) -> None:
     assert main(["plan", str(smollm2), "--memory", "lots"]) == 2
     assert "expected a size such as '2GiB'" in capsys.readouterr().err
-
-
-# ---- doctor -------------------------------------------------------------------------------------
-
-
-def test_doctor_names_every_dependency_and_its_exit_code_is_the_worst_line(
-    capsys: Captured,
-) -> None:
-    code = main(["doctor"])
-    out = capsys.readouterr().out
-    for name in ["device", "native module", *doctor.NEEDED, "triton", "demo model"]:
-        assert any(line[6:].startswith(name) for line in out.splitlines()), name
-    assert code == (1 if "FAIL" in out else 0)
-
-
-def test_doctor_without_the_native_module_says_that_it_will_be_slow(
-    capsys: Captured, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sdk.kernels.cpu.available", lambda device: "it is not built")
-    assert main(["doctor", "--only", "native"]) == 1
-    out = capsys.readouterr().out
-    assert out.startswith("FAIL  native module  it is not built; models run on the reference")
-    assert "C++ compiler" in out
-
-
-def test_doctor_misses_a_dependency_that_is_not_installed(
-    capsys: Captured, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(doctor, "NEEDED", ("surely-not-installed",))
-    assert main(["doctor", "--only", "versions"]) == 1
-    assert "FAIL  surely-not-installed  not installed" in capsys.readouterr().out
 
 
 # ---- the rest -----------------------------------------------------------------------------------

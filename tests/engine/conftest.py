@@ -8,13 +8,17 @@ from pathlib import Path
 
 import pytest
 
-# tests/ has no packages: the fake runner is loaded by path, once, under a name of its own.
-_spec = importlib.util.spec_from_file_location(
-    "fake_runner", Path(__file__).with_name("fake_runner.py")
-)
-fake_runner = importlib.util.module_from_spec(_spec)
-sys.modules["fake_runner"] = fake_runner
-_spec.loader.exec_module(fake_runner)
+
+def _loaded(name: str):
+    """tests/ has no packages: a module is loaded by path, once, under a name of its own."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+fake_runner = _loaded("fake_runner")
+fake_card = _loaded("fake_card")
 
 from sdk.engine.request import Request  # noqa: E402
 from sdk.engine.scheduler import Scheduler  # noqa: E402
@@ -100,6 +104,12 @@ class Rig:
             guide = request.guide
             negative = None if guide is None else guide.token_ids[: guide.num_prompt_tokens]
             assert output == fake_runner.expected_tokens(prompt, len(output), negative), request
+
+
+@pytest.fixture
+def on_a_card():
+    """Opens an engine whose steps are recorded and replayed as on a card."""
+    return fake_card.on_a_card
 
 
 @pytest.fixture

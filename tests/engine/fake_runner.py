@@ -10,6 +10,7 @@ one that was never written, a missed token or a wrong position changes every tok
 from __future__ import annotations
 
 from hashlib import blake2b
+from types import SimpleNamespace
 
 from sdk.engine.plan import Sampled, StepPlan, StepResult
 from sdk.kernels.ladder import page_id, page_level
@@ -46,6 +47,8 @@ def expected_tokens(prompt: list[int], num: int, negative: list[int] | None = No
 
 class FakeRunner:
     """An executor. It knows only what the plans told it, and complains about plans that lie."""
+
+    ops = SimpleNamespace(device=SimpleNamespace(type="cpu"))
 
     def __init__(self, page_size: int, num_pages: int, published=None) -> None:
         self.page_size = page_size

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
 import torch
 
 from sdk.engine.inputs import Running, StepInputs
 from sdk.engine.plan import RequestStart
+from sdk.engine.step_buffers import Buffers, PageTable
 from sdk.params import SamplingParams
 
 PAGE = 16
@@ -59,6 +62,81 @@ def test_rows_that_fill_up_a_step_have_no_query_and_no_page() -> None:
     assert inputs.output_rows.tolist() == [0, 1, 2, 0, 0, 0, 0, 0]
     assert (batch.num_tokens, batch.num_requests, batch.max_query_len) == (8, 8, 1)
     batch.check()
+
+
+def test_rows_that_fill_up_a_step_in_pieces_are_nobody_s() -> None:
+    inputs = filled([20, 30, 40], 0)
+    inputs.batch.query_start.fill_(1)
+    inputs.batch.query_start[:4] = torch.tensor([0, 1, 2, 3])
+    inputs.view(3, 3)
+    batch = inputs.in_pieces(8)
+    assert batch.query_start.tolist() == [0, 1, 2, 3, 3, 3, 3, 3, 3]
+    assert (batch.num_tokens, batch.num_requests) == (8, 8)
+    batch.check()
+
+
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A device with memory of its own; the bytes of each copy to it."""
+    copied: list[int] = []
+
+    def memory(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+
+    send = Buffers.send
+
+    def sending(self: Buffers, part: int | None = None, rows: int | None = None) -> None:
+        before, sent = self._device.clone(), torch.zeros(len(self._device), dtype=torch.bool)
+        for mark in (0xA5, 0x5A):
+            self._device.fill_(mark)
+            send(self, part, rows)
+            sent |= self._device != mark
+        copied.append(int(sent.sum()))
+        self._device.copy_(torch.where(sent, self._device, before))
+
+    monkeypatch.setattr(Buffers, "_memory", staticmethod(memory))
+    monkeypatch.setattr(Buffers, "send", sending)
+    return copied
+
+
+def test_of_a_page_table_only_new_entries_are_copied(apart: list[int]) -> None:
+    table = PageTable(torch.device("cpu"), 64, 8192)
+    for row in range(64):
+        table.write(row, 0, [row + 1, row + 2])
+    table.send()
+    assert apart == [16 * 128]
+    table.write(3, 2, [400_000])
+    table.write(9, 2, [17, 18])
+    table.write(9, 4, [19])
+    table.send()
+    table.send()
+    assert apart == [16 * 128, 16 * 4]
+    assert np.array_equal(table.tensor.numpy(), table.array)
+    assert table.tensor[3, :4].tolist() == [4, 5, 400_000, 0]
+    assert table.tensor[9, :6].tolist() == [10, 11, 17, 18, 19, 0]
+
+
+def test_a_page_table_of_many_new_entries_is_copied_whole(apart: list[int]) -> None:
+    table = PageTable(torch.device("cpu"), 4, 2048)
+    table.write(2, 1, list(range(2000)))
+    table.send()
+    assert apart == [16 * 2000]
+    for row in range(4):
+        table.write(row, 0, list(range(row, 2040 + row)))
+    table.send()
+    assert len(apart) == 2 and apart[1] > 4 * 4 * 2000
+    assert np.array_equal(table.tensor.numpy(), table.array)
+
+
+def test_a_row_of_another_request_is_written_anew_on_the_device(apart: list[int]) -> None:
+    inputs = StepInputs(16, 2, 2048, PAGE)
+    first, second = request("a", 40, [5, 6, 7]), request("b", 20, [8, 9])
+    for rows in ([first, second], [second]):
+        inputs.fill([(row, 1) for row in rows], [])
+        table = inputs.view(len(rows), len(rows)).page_table
+        assert [table[i, : len(r.pages)].tolist() for i, r in enumerate(rows)] == [
+            r.pages for r in rows
+        ]
 
 
 def test_the_draws_lie_where_a_device_reads_them() -> None:

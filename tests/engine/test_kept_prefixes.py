@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sdk.engine.kept_prefixes import KeptPrefixes
+from sdk.engine.kv_transfer import StoredKV
 from sdk.errors import OutOfMemoryError, RequestError
 from sdk.quant.spec import KVSpec
 
@@ -89,3 +90,24 @@ def test_a_prefix_with_nan_is_forgotten_in_every_tier_and_unpinned(rig) -> None:
     again = built.add("d", [*PREFIX, 11])
     built.run()
     assert again.num_cached == 0
+
+
+class _Broken:
+    """Ranks that die of the first step."""
+
+    def execute(self, plan):
+        raise RuntimeError(f"{len(plan.moves)} moves")
+
+
+def test_an_interrupted_restore_costs_requests_a_restart_and_no_answer(rig) -> None:
+    """Pages were to go down for it; whether they did is not known."""
+    built = rig(num_pages=9, kv_bits=(16, 8))
+    one = built.add("one", [*range(20, 45)], max_tokens=6)
+    built.step()
+    kept = KeptPrefixes(built.scheduler, _Broken(), SPEC)
+    with pytest.raises(RuntimeError, match=r"[1-9] moves"):
+        kept.restore([*PREFIX, *PREFIX], None, StoredKV(SPEC, ()), pin=False)
+    assert one.num_preemptions == 1 and built.pool.match(kept._keys(PREFIX, None)) == []
+    built.scheduler.check()
+    built.run()
+    built.assert_answers()

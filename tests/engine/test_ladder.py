@@ -62,6 +62,25 @@ def test_a_floor_keeps_the_pages_of_its_request(rig):
     assert r.scheduler.ladder.lowered > 0
 
 
+@pytest.mark.parametrize(
+    ("keep", "coarse"), [((1, 0), {1, 2, 3, 4, 5}), ((2, 1), {2, 3, 4}), ((0, 3), {0, 1, 2})]
+)
+def test_pages_to_keep_at_both_ends_of_a_request_stay_in_the_first_type(rig, keep, coarse):
+    """Six full pages and one being written: all that may go down must, for the other request."""
+    r = rig(num_pages=10, kv_bits=(16, 8), kv_keep=keep, enable_prefix_caching=False)
+    one = r.add("one", prompt(0, 25), max_tokens=3)
+    r.step()
+    free = r.scheduler.ladder.num_available
+    r.add("other", prompt(1, 4 * free - 1), max_tokens=1)
+    r.step()
+    levels = [r.scheduler.ladder.level(page) for page in one.pages]
+    assert free == 9 - 7 + len(coarse) // 2
+    assert {i for i, level in enumerate(levels) if level} <= coarse
+    assert sum(levels) >= len(coarse) // 2 * 2
+    r.run()
+    r.assert_answers()
+
+
 def test_a_prefix_below_the_floor_is_a_miss_and_the_better_copy_is_known_from_then_on(rig):
     r = rig(num_pages=9, kv_bits=(16, 8), max_num_seqs=2)
     r.add("cached", prompt(0, 17), max_tokens=1)

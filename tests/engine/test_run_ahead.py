@@ -1,41 +1,27 @@
 """Decode steps launched before the tokens of the last one are known: the same answers.
 
-The kernels are the CPU's, whose bits do not depend on the batch, and a captured graph is its
-forward pass once more; so what is compared is who ran when.
+On a card made of the CPU's kernels (``fake_card.py``), whose bits do not depend on the batch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fake_card import on_a_card
 from torch import Tensor
 
 from sdk import LLM, SamplingParams
 from sdk.engine import inputs
 from sdk.engine.run_ahead import Flight, RunAhead
 from sdk.kernels.batch import AttentionBatch
-from sdk.kernels.gpu import graphs
 from sdk.kernels.gpu.graphs import StepGraphs
-from sdk.kernels.ops import Ops
-from sdk.kernels.sampling import DRAW, SampleBuffers
 
 PROMPTS = [[5, 9, 30, 31, 200, 17], [44, 8], [7, 7, 7], [3, 1, 4, 1, 5, 9, 2, 6, 5]]
-
-
-class _Again:
-    """What a captured graph does: the same buffers, filled once more."""
-
-    def __init__(self, forward: Any, *bucket: Any) -> None:
-        self._forward, self._bucket = forward, bucket
-        self.result: tuple[Tensor, ...] = forward(*bucket)
-
-    def replay(self) -> None:
-        with torch.inference_mode():
-            for old, new in zip(self.result, self._forward(*self._bucket), strict=True):
-                old.copy_(new)
 
 
 class Launches:
@@ -51,16 +37,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     seen = Launches()
     launch, read = RunAhead._launch, Flight.read
 
-    def sample_rows(self: Ops, logits: Tensor, draws: Tensor) -> Tensor:
-        out = SampleBuffers(len(logits))
-        self._sample(logits, draws.numpy().view(DRAW)[:, 0], out)
-        return torch.tensor(out.read(len(logits)), dtype=torch.float64).t()
-
-    def capture(self: StepGraphs[Any], *bucket: Any) -> tuple[_Again, tuple[Tensor, ...]]:
-        with torch.inference_mode():
-            again = _Again(self._forward, *bucket)
-        return again, again.result
-
     def launching(self: RunAhead, rows: Any, lengths: list[int]) -> Any:
         seen.rows.append(len(rows))
         return launch(self, rows, lengths)
@@ -69,10 +45,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
         seen.read += 1
         return read(self)
 
-    monkeypatch.setattr(Ops, "sample_rows", sample_rows)
-    monkeypatch.setattr(StepGraphs, "_capture", capture)
-    # The CPU's kernels know no rows that are nobody's.
-    monkeypatch.setattr(graphs, "buckets", lambda largest: list(range(1, largest + 1)))
     monkeypatch.setattr(RunAhead, "_launch", launching)
     monkeypatch.setattr(Flight, "read", reading)
     return seen
@@ -83,14 +55,15 @@ def path(golden: Path) -> Path:
     return golden / "gguf-Q8_0" / "model.gguf"
 
 
-def load(path: Path, *, ahead: bool, **options: Any) -> LLM:
+@contextmanager
+def load(path: Path, *, ahead: bool, **options: Any) -> Iterator[LLM]:
     options = {"max_model_len": 96, "max_num_batched_tokens": 8, "max_num_seqs": 4} | options
-    llm = LLM(path, enforce_eager=True, **options)
-    if ahead:
-        runner = llm._runner()
-        runner._ahead = RunAhead(runner._decode, runner._inputs, options["max_num_seqs"])
-        llm._driver._engine.scheduler.pages_ahead = runner.steps_ahead
-    return llm
+    if not ahead:
+        with LLM(path, enforce_eager=True, **options) as llm:
+            yield llm
+        return
+    with on_a_card(path, **options) as (llm, _):
+        yield llm
 
 
 def params(length: int, **options: Any) -> SamplingParams:
@@ -130,7 +103,7 @@ def test_a_common_beginning_has_graphs_of_its_own(
 
     def looking(self: inputs.StepInputs, size: int, shared: bool) -> AttentionBatch:
         batch = decoding(self, size, shared)
-        seen.append((size, shared, 0 if batch.shared_len is None else int(batch.shared_len)))
+        seen.append((size, shared, 0 if batch.shared_len is None else int(self._shared[0])))
         return batch
 
     monkeypatch.setattr(inputs.StepInputs, "decoding", looking)
@@ -142,7 +115,7 @@ def test_a_common_beginning_has_graphs_of_its_own(
         found = answers(llm, prompts, wanted)
     with load(path, ahead=False) as llm:
         assert answers(llm, prompts, wanted) == found
-    assert {(3, True, 32), (1, False, 0)} <= set(seen)  # two pages of 16 are common to three
+    assert {(4, True, 32), (1, False, 0)} <= set(seen)  # two pages of 16 are common to three
 
 
 def test_what_cannot_be_captured_runs_operator_by_operator(
@@ -226,20 +199,23 @@ def test_logits_that_are_not_finite_fail_their_request_alone(
 ) -> None:
     with load(path, ahead=True) as llm:
         engine, runner = llm._driver._engine, llm._runner()
-        inner, steps = runner.model.logits, [0]
+        inner, error = runner.model.logits, torch.zeros(1)
 
         def logits(hidden: Tensor) -> Tensor:
             found = inner(hidden)
-            steps[0] += 1
-            if steps[0] == 8 and len(found) == 2:
-                found[1] = float("nan")
+            if len(found) == 2:
+                found[1].add_(error)
             return found
 
         monkeypatch.setattr(runner.model, "logits", logits)
         for name, prompt in (("good", PROMPTS[0][:3]), ("bad", PROMPTS[2])):
             engine.add_request(name, prompt, params(16, ignore_eos=True))
         found: dict[str, Any] = {}
+        steps = 0
         while engine.has_unfinished:
+            steps += 1
+            if steps == 8:
+                error.fill_(float("nan"))
             found |= {output.request_id: output.outputs[0] for output in engine.step()}
         engine.scheduler.check()
     assert found["bad"].finish_reason == "error"

@@ -20,14 +20,20 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 from triton.runtime import interpreter
 
+
+def _loaded(name: str, *path: str) -> Any:
+    """A module of another folder of tests, which are no packages: by path, once."""
+    file = Path(__file__).parents[1].joinpath(*path)
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 # The layouts of the CPU's kernel tests are these tests' layouts too.
-_spec = importlib.util.spec_from_file_location(
-    "kernel_cases", Path(__file__).parents[1] / "kernels" / "conftest.py"
-)
-assert _spec is not None and _spec.loader is not None
-kernel_cases: Any = importlib.util.module_from_spec(_spec)
-sys.modules["kernel_cases"] = kernel_cases
-_spec.loader.exec_module(kernel_cases)
+kernel_cases = _loaded("kernel_cases", "kernels", "conftest.py")
+_loaded("fake_card", "engine", "fake_card.py")
 
 # numpy 2.4 does not turn an array of one element into a number any more, which the interpreter of
 # Triton 3.6 does for the bounds of a loop.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import import_module
 from io import StringIO
 from pathlib import Path
@@ -19,9 +20,12 @@ from sdk.cli.bench.gpu.card import Card, expect_close
 from sdk.cli.bench.gpu.engine import idle_share
 from sdk.cli.bench.gpu.rows import BY_NAME, ROWS, Finding
 from sdk.cli.bench.gpu.weights import Weights, affine
+from sdk.cli.bench.random_models import SHAPES, Shape, write_random
+from sdk.cli.tune_cases import ExpertCase, cases_of
 from sdk.errors import SdkError
 from sdk.kernels.gpu.linear import Linear
-from sdk.kernels.gpu.tuning import Tiles, read_tuning
+from sdk.kernels.gpu.packing import pack
+from sdk.kernels.gpu.tuning import Tiles, Tuning, read_tuning
 from sdk.kernels.reference.decode import decode, unpack_codes
 
 #: What needs a card, and what needs a minute: transformers' own batching sizes a cache of its own.
@@ -122,26 +126,67 @@ def test_tune_fills_a_table_and_goes_on_where_it_was(
     assert main(["tune", model, "--seconds", "0", *out]) == 0
     assert "0 entries measured, " in capsys.readouterr().out
     assert main(["tune", *out]) == 0
-    assert "2 entries measured, 0 left" in capsys.readouterr().out
+    assert "4 entries measured, 0 left" in capsys.readouterr().out
     (path,) = tmp_path.iterdir()
     first = json.loads(path.read_text())
     assert [e["max_m"] for e in first["linear"]["int4g128"]] == [1, 4]
+    assert [e["max_m"] for e in first["linear_experts"]["int4g128"]] == [1, 2]
+    assert first["dense_from_of"] == first["experts_dense_from_of"] == ["int4g128", 32, 256]
     assert main(["tune", *out]) == 0
     assert "0 entries measured, 0 left" in capsys.readouterr().out
     assert json.loads(path.read_text()) == first
-    table = read_tuning(CARD, 4, tmp_path).table
-    assert table is not None
-    assert len(table["linear", "int4g128", 32, 256]) == 2
+    tuning = read_tuning(CARD, 4, tmp_path)
+    assert tuning.table is not None
+    assert len(tuning.table["linear", "int4g128", 32, 256]) == 2
+    assert len(tuning.table["linear_experts", "int4g128", 32, 256]) == 2
+    assert tuning.experts_dense_from == first["experts_dense_from"]
 
 
 def test_tune_takes_the_shapes_of_a_model(tmp_path: Path, golden: Path) -> None:
-    from sdk.cli import tune
-
     card = Card({})
-    cases = list(tune._cases(card, str(golden / "gguf-Q8_0" / "model.gguf")))
+    cases = list(cases_of(card, str(golden / "gguf-Q8_0" / "model.gguf")))
     card.close()
     assert {case.type for case in cases} == {"int8g32"}
     assert len({case.shape for case in cases}) == len(cases) >= 4
+
+
+def test_tune_takes_the_experts_of_a_model_as_one(
+    tmp_path: Path, card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Shape(64, 1, 2, 1, 32, 64, vocab=64, experts=4, used=2)
+    monkeypatch.setitem(SHAPES, "tiny-moe", made)
+    path = tmp_path / "model.gguf"
+    write_random(path, "tiny-moe")
+    found = {(case.op, case.shape): case for case in cases_of(card, str(path))}
+    for shape in ((128, 64), (64, 64)):
+        case = found["linear_experts", shape]
+        assert isinstance(case, ExpertCase)
+        assert (case.type, case.used) == ("int4g32", 2)
+        assert [group.count for group in case.packed] == [4]
+        multiply, rows = case.product(card, 8)
+        assert rows == 8 * 4
+        out = torch.full((rows, shape[0]), torch.nan)
+        multiply(case.kernel, case.packed[0], out)
+        assert bool(out.isfinite().all())
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 8])
+def test_tuned_experts_run_on_the_tiles_being_measured(card: Card, tokens: int) -> None:
+    weights = [pack(affine(card, 32, 256, 4, 128)) for _ in range(5)]
+    linear = Linear(torch.float16, Tuning(4))
+    case = ExpertCase("linear_experts", "int4g128", (32, 256), linear, [], used=3)
+    case = replace(case, packed=[linear.group(weights)])
+    multiply, rows = case.product(card, tokens)
+    tiles, seen = Tiles(16, 16, 2, 1, 1), []
+
+    class Seen(Linear):
+        def _multiply(self, w: Any, x: Any, out: Any, tiles: Tiles, **more: Any) -> None:
+            seen.append(tiles)
+
+    only = {("linear_experts", "int4g128", 32, 256): [(tokens, tiles)]}
+    kernel = Seen(torch.float16, Tuning(4, table=only))
+    multiply(kernel, case.packed[0], torch.empty(rows, 32))
+    assert seen == [tiles]
 
 
 def test_tune_passes_over_tiles_that_fail_or_are_wrong(
@@ -149,7 +194,7 @@ def test_tune_passes_over_tiles_that_fail_or_are_wrong(
 ) -> None:
     from sdk.cli import tune
 
-    (case,) = tune._cases(card, None)
+    case = next(cases_of(card, None))
     right = Linear.matmul
 
     def matmul(self: Linear, packed: Any, x: Any, out: Any) -> None:
@@ -161,7 +206,9 @@ def test_tune_passes_over_tiles_that_fail_or_are_wrong(
             out *= 2
 
     monkeypatch.setattr(Linear, "matmul", matmul)
-    monkeypatch.setattr(tune, "_seconds", lambda card, case, tokens, tiles, x: 1.0 / tiles.stages)
+    monkeypatch.setattr(
+        tune, "_seconds", lambda card, case, tokens, tiles, product: 1.0 / tiles.stages
+    )
     best = tune.best_tiles(card, case, 4)
     assert (best.block_n, best.warps) == (64, 4)
     assert isinstance(best, Tiles)

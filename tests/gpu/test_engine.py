@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
+from fake_card import on_a_card
 
 from sdk import LLM, SamplingParams
-from sdk.engine.run_ahead import RunAhead
 from sdk.kernels import registry
 from sdk.kernels.gpu import GpuBackend
-from sdk.kernels.gpu.graphs import StepGraphs, buckets
+from sdk.kernels.gpu.graphs import bucket_of, buckets
 from sdk.kernels.ops import Ops
 
 PROMPTS = [[5, 9, 30, 31, 200, 17], [44, 8]]
@@ -76,44 +74,29 @@ def test_the_answers_are_the_reference_s(
         assert a.cumulative_logprob == pytest.approx(b.cumulative_logprob, abs=1e-4)
 
 
-class _Again:
-    """What a captured graph does, for the interpreter: the same buffers, filled once more."""
-
-    def __init__(self, forward: Any, *bucket: Any) -> None:
-        self._forward, self._bucket = forward, bucket
-        self.result: tuple[Tensor, ...] = forward(*bucket)
-
-    def replay(self) -> None:
-        with torch.inference_mode():
-            for old, new in zip(self.result, self._forward(*self._bucket), strict=True):
-                old.copy_(new)
+SAMPLED = SamplingParams(
+    temperature=0.8, top_k=20, seed=1, max_tokens=3, ignore_eos=True, logprobs=1
+)
 
 
 @pytest.mark.usefixtures("quick")
-def test_decode_steps_filled_up_to_a_bucket_give_the_same_answers(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    captured: list[int] = []
-
-    def capture(
-        self: StepGraphs[Any], size: int, shared: bool
-    ) -> tuple[_Again, tuple[Tensor, ...]]:
-        captured.append(size)
-        with torch.inference_mode():
-            again = _Again(self._forward, size, shared)
-        return again, again.result
-
-    monkeypatch.setattr(StepGraphs, "_capture", capture)
-    params = SamplingParams(temperature=0.8, top_k=20, seed=1, max_tokens=4, ignore_eos=True)
+def test_steps_filled_up_to_a_bucket_give_the_same_answers(path: Path) -> None:
+    """To the bit: replayed decode steps, and steps with prompts in pieces."""
     prompts = [*PROMPTS, [7, 7, 7]]
-    with load(path, enforce_eager=True) as llm:
-        wanted = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
-    with load(path, enforce_eager=True) as llm:
-        runner = llm._runner()
-        runner._ahead = RunAhead(runner._decode, runner._inputs, 4)
-        found = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
-    assert found == wanted
-    assert 4 in captured  # the bucket of three requests
+    limits = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 7}
+
+    def bits(llm: LLM) -> list[Any]:
+        outputs = [output.outputs[0] for output in llm.generate(prompts, SAMPLED)]
+        return [(output.token_ids, output.cumulative_logprob) for output in outputs]
+
+    with on_a_card(path, **limits) as (llm, _):
+        found, runner = bits(llm), llm._runner()
+        decoding, pieces = runner._ahead._graphs._captured, runner._pieces._captured
+        assert (4, False) in decoding  # the bucket of three requests
+        # 6 tokens and the first of 2; then a decoding request and 1 + 3 tokens, filled up
+        assert set(pieces) == {7}
+    with LLM(path, enforce_eager=True, **limits) as llm:
+        assert bits(llm) == found
 
 
 def test_one_order_of_additions_is_asked_of_the_kernels() -> None:
@@ -143,4 +126,4 @@ def test_buckets_are_few_where_batches_are_small() -> None:
     assert buckets(3) == [1, 2, 3]
     assert buckets(8) == [1, 2, 4, 8]
     assert buckets(20) == [1, 2, 4, 8, 16, 20]
-    assert StepGraphs(lambda size, shared: size, 20).size(9) == 16
+    assert bucket_of(buckets(20), 9) == 16

@@ -16,7 +16,7 @@ from sdk.kernels.gpu import available
 from sdk.kernels.gpu.dense import DenseLinear
 from sdk.kernels.gpu.linear_as_file import LinearAsFile
 from sdk.kernels.gpu.packing import Packed, pack
-from sdk.kernels.gpu.tuning import Tiles, Tuning, read_tuning, type_of
+from sdk.kernels.gpu.tuning import OPS, VERSION, Tiles, Tuning, read_tuning, type_of
 from sdk.kernels.layouts import ActivationScheme
 from sdk.kernels.ops import Ops
 from sdk.kernels.reference.decode import decode
@@ -32,8 +32,13 @@ def weight(cases: Any) -> Packed:
 
 
 def write(folder: Path, entries: list[dict[str, Any]], **other: Any) -> Path:
-    table = {"version": 1, "dense_from": 300, "linear": {"int4g128": entries}} | other
-    table.setdefault("linear_bytes", {})
+    table = {
+        "version": VERSION,
+        "dense_from": 300,
+        "experts_dense_from": 90,
+        **{op: {} for op in OPS},
+    }
+    table |= {"linear": {"int4g128": entries}} | other
     (folder / "nvidia-test.json").write_text(json.dumps(table))
     return folder
 
@@ -44,7 +49,29 @@ def test_the_interpreter_stands_in_for_a_gpu_and_other_devices_are_declined() ->
     assert triton.knobs.runtime.interpret
     assert available("cpu") is None
     assert available("mps") == "runs on GPUs only, not on mps"
-    assert available("cuda:0") == (None if torch.cuda.is_available() else "torch finds no GPU")
+    if not torch.cuda.is_available():
+        assert available("cuda:0") is not None
+
+
+def test_what_a_gpu_lacks_is_said_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch, "__version__", "2.7.1+cpu")
+    assert available("cuda") == (
+        "torch 2.7.1+cpu is built for CPUs alone: install its build for this GPU"
+    )
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert available("cuda") == "torch finds no GPU"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
+    assert available("cuda") == "torch 2.7.1+cpu is older than 2.8"
+    monkeypatch.setattr(torch, "__version__", "2.8.0")
+    assert available("cuda") == "compute capability 6.1: expected 7.5 or newer"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert available("cuda") is None
+    monkeypatch.setattr("sdk.kernels.gpu.find_spec", lambda name: None)
+    assert available("cuda") == "triton is not installed: pip install 'embedlm[gpu]'"
 
 
 def test_without_the_interpreter_a_cpu_does_not_even_import_triton() -> None:
@@ -121,7 +148,7 @@ def test_a_table_says_the_tiles_of_a_weight_by_its_number_of_tokens(
 ) -> None:
     write(tmp_path, [ENTRY, ENTRY | {"max_m": 2, "split": 1}])
     tuning = read_tuning("NVIDIA Test", 64, tmp_path)
-    assert tuning.dense_from == 300
+    assert (tuning.dense_from, tuning.experts_dense_from) == (300, 90)
     assert tuning.tiles(weight, 2) == Tiles(32, 16, 1, 2, 4)
     assert tuning.tiles(weight, 8) == Tiles(32, 16, 2, 2, 4)
     assert tuning.tiles(weight, 9) == Tuning(64).tiles(weight, 9)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.experts import Routes
+from sdk.kernels.gpu import linear as gpu_linear
 from sdk.kernels.gpu.dense import DenseLinear
 from sdk.kernels.gpu.linear import Linear
 from sdk.kernels.gpu.linear_as_file import LinearAsFile
@@ -172,6 +173,73 @@ def test_shares_of_the_columns_are_added_for_experts_too(reference: Ops, cases: 
         assert check(linear, layouts, x, given, routes, True) < 2e-6
 
 
+#: Formats whose decoded values need the scratch in different ways: minima, tables, two levels.
+DECODED = ("int4-minus", "int4-channel-floats", "nested-like", "nf4-like", "fp8-blocks", "q6_k")
+
+
+def decoded(
+    reference: Ops,
+    layouts: list[Layout],
+    linear: Linear,
+    given: Tensor,
+    x: Tensor,
+    *,
+    by_token: bool,
+) -> float:
+    """The distance from float64's product of x with weights that were rounded as x is."""
+    routes = reference.route(given, 2, normalized=True)
+    group = linear.group([linear.pack(layout) for layout in layouts])
+    assert group is not None
+    out = torch.full((routes.owners.shape[0], layouts[0].shape[0]), float("nan"))
+    linear.matmul_routed(group, x, routes, by_token, out)
+    weights = torch.stack([decode(layout).half() for layout in layouts]).double()
+    source = x.half().double()
+    rows = source[routes.tokens.long()] if by_token else source
+    wanted = torch.einsum("rk,rnk->rn", rows, weights[routes.owners.long()])
+    return float((out.double() - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("name", DECODED)
+@pytest.mark.parametrize("by_token", [True, False])
+def test_a_large_prompt_decodes_each_expert_once(
+    reference: Ops, cases: Any, monkeypatch: pytest.MonkeyPatch, name: str, by_token: bool
+) -> None:
+    layouts = [LAYOUTS[name](cases, seed) for seed in range(EXPERTS)]
+    n, k = layouts[0].shape
+    monkeypatch.setattr(gpu_linear, "EXPERTS_SCRATCH", 2 * n * k * 2 + 100)  # two at a time
+    given = logits(10)
+    given[:, 2] = float("-inf")  # nobody wants the third
+    linear = Linear(torch.float16, replace(FEW, experts_dense_from=4))
+    x = cases.activations(10 if by_token else 20, k)
+    assert decoded(reference, layouts, linear, given, x, by_token=by_token) < 2e-6
+
+
+def test_decoded_experts_of_any_size_begin_where_loads_may(reference: Ops, cases: Any) -> None:
+    layouts = [cases.affine(OUT, 100, 4, 100, "zero", seed=seed) for seed in range(EXPERTS)]
+    assert OUT * 100 % 16
+    linear = Linear(torch.float16, replace(FEW, experts_dense_from=4))
+    x = cases.activations(10, 100)
+    assert decoded(reference, layouts, linear, logits(10), x, by_token=True) < 2e-6
+
+
+def test_experts_are_decoded_from_as_many_rows_of_each_as_the_card_s_table_says(
+    reference: Ops, cases: Any
+) -> None:
+    layouts = [LAYOUTS["q6_k"](cases, seed) for seed in range(EXPERTS)]
+    x = cases.activations(10, 512)
+
+    def distance(linear: Linear) -> float:
+        return decoded(reference, layouts, linear, logits(10), x, by_token=True)
+
+    assert distance(Linear(torch.float16, replace(FEW, experts_dense_from=4))) < 2e-6
+    # weights that were not rounded: the experts have four rows each on average
+    assert distance(Linear(torch.float16, replace(FEW, experts_dense_from=5))) > 1e-5
+    for exact in (True, False):
+        dtype = torch.float32 if exact else torch.float16
+        linear = Linear(dtype, replace(FEW, experts_dense_from=1), fixed=not exact)
+        assert distance(linear) > 1e-5
+
+
 @pytest.mark.parametrize("tokens", [1, 9, 90])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_experts_of_plain_floats_go_in_one_launch(
@@ -181,6 +249,29 @@ def test_experts_of_plain_floats_go_in_one_launch(
     routes = reference.route(logits(tokens), 2, normalized=True)
     x = cases.activations(tokens, 80).to(dtype).float()  # the interpreter cuts bfloat16 off
     assert check(DenseLinear(), layouts, x, x, routes, True) < 2e-6
+
+
+def test_many_rows_of_plain_floats_take_large_tiles(reference: Ops, cases: Any) -> None:
+    layouts: list[Layout] = [cases.dense(150, 80, torch.float16, seed=seed) for seed in range(2)]
+    routes = reference.route(logits(150, 2), 2, normalized=True)
+    x = cases.activations(150, 80)
+    assert check(DenseLinear(), layouts, x, x.half(), routes, True) < 2e-6
+
+
+def test_experts_have_measured_tiles_of_their_own(cases: Any, reference: Ops) -> None:
+    one, many = Tiles(16, 16, 3, 1, 2), Tiles(32, 16, 4, 2, 2)
+    table = {("linear", "int4g128z", OUT, 1024): [(99, one)]}
+    table |= {("linear_experts", "int4g128z", OUT, 1024): [(4, many)]}
+    layouts = [cases.affine(OUT, 1024, 4, 128, "zeros", seed=seed) for seed in range(2)]
+    for fixed in (False, True):
+        linear = Linear(torch.float16, replace(FEW, table=table), fixed=fixed)
+        group = linear.group([linear.pack(layout) for layout in layouts])
+        assert group is not None
+        routes = reference.route(logits(3, 2), 2, normalized=True)
+        assert linear._tiles_of(group, routes, 2) == many
+        wide = reference.route(logits(9, 2), 2, normalized=True)
+        other = many if fixed else replace(one, split=1)  # three shares of one are too many of two
+        assert linear._tiles_of(group, wide, 2) == other
 
 
 @pytest.mark.parametrize("tokens", [1, 20])

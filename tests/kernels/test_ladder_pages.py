@@ -74,7 +74,7 @@ def fill(pages: KVPages, rope: Any, recode: Any) -> None:
         q, k, v = torch.randn(3, count, kv_heads, head_dim, generator=random) * 3
         rope.run(q, k, v, still, still, batch, pages)
         if level:
-            recode.run(pages, slab, pages.levels[level], index)
+            recode.bind([pages])(0, slab, level, index)
 
 
 def expected(pages: KVPages, batch: AttentionBatch, q: Tensor, window: int | None) -> Tensor:
@@ -165,8 +165,8 @@ def test_a_recoded_page_has_the_bits_of_the_reference(
         pages.v[5, 1, 17] = float("nan")  # stays visible in its group
     source = 5 if above == 0 else 2
     to = 10 << below
-    recode.run(first.levels[above], source, first.levels[below], to)
-    RecodePage().run(second.levels[above], source, second.levels[below], to)
+    recode.bind([first])(above, source, below, to)
+    RecodePage().bind([second])(above, source, below, to)
     found, wanted = first.levels[below], second.levels[below]
     for name in ("k", "v", "k_scale", "v_scale"):
         ours, theirs = (getattr(one, name)[to].contiguous() for one in (found, wanted))
@@ -206,11 +206,12 @@ def test_a_page_that_does_not_exist_is_refused(backend: CpuBackend, place: int) 
 def test_a_page_goes_down_only() -> None:
     ops = Ops("cpu", num_threads=1)
     [pages] = make_cache(64, 1).layers
+    recode = ops.page_recoder([pages])
     for source, target in [(page_id(1, 4), page_id(1, 5)), (page_id(1, 4), page_id(0, 5))]:
         with pytest.raises(KernelError, match="found levels 1 and"):
-            ops.recode_page(pages, source, target)
+            recode(source, target)
     with pytest.raises(KernelError, match="pages of 12 and 24, found 12 and 4"):
-        ops.recode_page(pages, page_id(0, SLABS), page_id(1, 4))
+        recode(page_id(0, SLABS), page_id(1, 4))
     ops.close()
 
 

@@ -228,17 +228,21 @@ PageLevel level(const Shape& s, Cache& cache) {
 // A page that is full becomes one of 4-bit codes.
 void recode(Engine& one, Engine& many, Shape s, Cache& cache, int64_t page) {
     RecodeArgs args{};
-    args.source = level(s, cache);
+    const PageLevel source[2] = {level(s, cache), level(s, cache)};  // two layers, one as the other
+    args.source = source;
     args.page = page;
     args.kv_heads = (int32_t)s.kv_heads;
     args.head_dim = (int32_t)s.head_dim;
     args.page_size = (int32_t)s.page_size;
     s.key_type = s.value_type = kI4;
     s.pages = 1;
-    Cache low[2] = {Cache(s), Cache(s)};
+    Cache low[2] = {Cache(s), Cache(s)}, other[2] = {Cache(s), Cache(s)};
     for (int i = 0; i < 2; ++i) {
-        args.target = level(s, low[i]);
-        (i ? many : one).run(kOpRecode, args, s.kv_heads * s.page_size);
+        const PageLevel target[2] = {level(s, low[i]), level(s, other[i])};
+        args.target = target;
+        (i ? many : one).run(kOpRecode, args, 2 * s.kv_heads * s.page_size);
+        CHECK(low[i].k.starts_like(other[i].k, low[i].k.size()));
+        CHECK(low[i].v.starts_like(other[i].v, low[i].v.size()));
     }
     CHECK(low[0].k.starts_like(low[1].k, low[0].k.size()));
     CHECK(low[0].v.starts_like(low[1].v, low[0].v.size()));

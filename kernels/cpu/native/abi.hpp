@@ -7,7 +7,7 @@
 
 #include <stdint.h>
 
-enum { kAbiVersion = 12 };
+enum { kAbiVersion = 13 };
 
 // Element types of scales, minima, pages and dense values. kLow4 and kHigh4, for scales and minima
 // only, are the two halves of one byte (q2_k keeps both in it); kE8M0, for scales, is a power of two.
@@ -313,9 +313,11 @@ struct AttentionArgs {
     int32_t run_chunks;     // most chunks of an item of a split request; filled by plan_attention
 };
 
-// A page written as one of another type; both lie mixed. One row for each slot of each head.
+// A page written as one of another type; both lie mixed. One row for each slot of each head of each
+// layer.
 struct RecodeArgs {
-    PageLevel source, target;
+    const PageLevel* source;  // one for each layer
+    const PageLevel* target;
     int64_t page, to_page;
     int32_t kv_heads, head_dim, page_size;
 };

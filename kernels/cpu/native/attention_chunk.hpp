@@ -70,6 +70,26 @@ static void locate(const Item& item, int64_t begin, int count, Chunk* c) {
     }
 }
 
+// f16 scales times `unit` as floats.
+INLINE void widen(const uint16_t* scales, int count, float unit, float* to) {
+    int i = 0;
+    for (; i + kLanes <= count; i += kLanes) store(to + i, mul(load_half(scales + i), set1(unit)));
+    for (; i < count; ++i) to[i] = half_to_float(scales[i]) * unit;
+}
+
+// Scales and zeros of kI4 codes as floats.
+INLINE void widen_pairs(const uint16_t* scales, int count, float* scale, float* zero) {
+    int i = 0;
+    for (; i + kLanes <= count; i += kLanes) {
+        store(scale + i, load_short_scale(scales + i));
+        store(zero + i, mul(load_short_zero(scales + i), set1(0.0625f)));
+    }
+    for (; i < count; ++i) {
+        scale[i] = short_scale((uint8_t)scales[i]);
+        zero[i] = (float)(scales[i] >> 8) * 0.0625f;
+    }
+}
+
 // The scales of the chunk's codes as floats, and their zeros; slots that no row sees may hold
 // anything.
 static void load_scales(const Item& item, int64_t begin, int count, const PageSide& from,
@@ -83,15 +103,9 @@ static void load_scales(const Item& item, int64_t begin, int count, const PageSi
         for (int g = 0; g < groups; ++g) {
             const uint16_t* scales = from.scales + page * from.scale_page +
                                      (item.head * groups + g) * from.scale_row + slot;
-            for (int i = 0; i < run; ++i) {
-                const int at = g * kChunkKeys + t + i;
-                if (from.type != kI4) {
-                    scale[at] = half_to_float(scales[i]);
-                    continue;
-                }
-                scale[at] = short_scale((uint8_t)scales[i]);
-                zero[at] = (float)(scales[i] >> 8) * 0.0625f;
-            }
+            const int at = g * kChunkKeys + t;
+            if (from.type == kI4) widen_pairs(scales, run, scale + at, zero + at);
+            else widen(scales, run, from.type == kE4M3 ? 256.0f : 1.0f, scale + at);
         }
         t += run;
     }
@@ -101,10 +115,17 @@ static void load_scales(const Item& item, int64_t begin, int count, const PageSi
     to->fold = from.type == kI4 ? a->head_dim / 2 : a->head_dim;
 }
 
+// kLanes codes or floats of a page. An e4m3 is 2^8 too small, which its scale makes up for
+// (`load_scales`): exact, and four instructions instead of seven.
+INLINE VF load_page(int type, const void* base, int64_t index) {
+    return type == kE4M3 ? load_e4m3_as_half((const uint8_t*)base + index)
+                         : load_as(type, base, index);
+}
+
 // Value d.. of a slot at `base`, or key d of kLanes slots.
 template <int TYPE>
 INLINE VF load_part(const void* base, int64_t index, VF zero) {
-    const VF x = load_as(TYPE, base, index);
+    const VF x = load_page(TYPE, base, index);
     return TYPE == kLow4 || TYPE == kHigh4 ? sub(x, zero) : x;
 }
 
@@ -127,7 +148,7 @@ static void convert_keys(const Item& item, int64_t begin, int first, int count, 
         if (in_place(a, *c.from)) {
             const int type = part_type(side, keys.fold, d);
             for (int v = first / kLanes; v * kLanes < count; ++v) {
-                const VF x = load_as(type, c.key[v], at_d);
+                const VF x = load_page(type, c.key[v], at_d);
                 store(to + v * kLanes, zeros ? sub(x, load(zeros + v * kLanes)) : x);
             }
             continue;
@@ -157,7 +178,7 @@ static void convert_values(const Item& item, int64_t begin, int first, int count
         int d = 0;
         for (; d + kLanes <= width && whole; d += kLanes) {
             const int64_t from = at + (d < fold ? d : d - fold);
-            const VF x = load_as(part_type(side, fold, d), side.data, from);
+            const VF x = load_page(part_type(side, fold, d), side.data, from);
             store(to + d, nibbles ? sub(x, set1(zeros[d / side.group * kChunkKeys + t])) : x);
         }
         for (; d < width; ++d) {

@@ -187,6 +187,17 @@ INLINE int64_t page_keys(const AttentionArgs* a) {
 
 INLINE Run run_of(const uint8_t* at, int64_t bytes) { return {at, at + bytes}; }
 
+// Asks for the scales of a head in a page, which are few lines; of a page longer than a chunk for
+// another part each time.
+INLINE void ask_scales(const AttentionArgs* a, const PageSide& side, int64_t page, int head,
+                       int64_t slot) {
+    if (!side.scales) return;
+    const int groups = groups_of(side, a->head_dim);
+    const uint8_t* at = (const uint8_t*)(scales_of(side, a->head_dim, page, head, 0) + slot * groups);
+    const uint8_t* end = at + 2 * page_keys(a) * groups;
+    for (at -= (uintptr_t)at % 64; at < end; at += 64) __builtin_prefetch(at);
+}
+
 // The keys of the cursor's page, then its values, then what follows the items; empty at the end.
 static Run next_run(Ahead* ahead) {
     const AttentionArgs* a = ahead->walk.a;
@@ -211,6 +222,8 @@ static Run next_run(Ahead* ahead) {
     const int64_t page = page_of(id), slot = ahead->position % a->page_size;
     const int64_t value = page * values.page + item.head * values.head + slot * values.step;
     const int64_t count = page_keys(a) * a->head_dim;
+    ask_scales(a, keys, page, item.head, slot);
+    ask_scales(a, values, page, item.head, slot);
     ahead->position += page_keys(a);
     ahead->values = run_of(element(values, value), page_bytes(values.type, count));
     // of a page longer than a chunk, another part of all keys each time

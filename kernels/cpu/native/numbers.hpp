@@ -60,10 +60,15 @@ INLINE float bf16_to_float(uint16_t h) {
 
 // 8-bit floats: the bits of a float16, whose exponent has 5 bits; e4m3 is then 2^8 too small.
 INLINE float e5m2_to_float(uint8_t x) { return half_to_float((uint16_t)(x << 8)); }
-INLINE float e4m3_to_float(uint8_t x) {
-    if ((x & 0x7f) == 0x7f) return __builtin_nanf("");
-    return half_to_float((uint16_t)((x & 0x80) << 8 | (x & 0x7f) << 7)) * 256.0f;
+INLINE float e4m3_as_half(uint8_t x) {  // without that factor; NaN as if it were 480
+    return half_to_float((uint16_t)((x & 0x80) << 8 | (x & 0x7f) << 7));
 }
+INLINE float e4m3_to_float(uint8_t x) {
+    return (x & 0x7f) == 0x7f ? __builtin_nanf("") : e4m3_as_half(x) * 256.0f;
+}
+
+// The scale of a kI4 group of a page: the upper 8 bits of an f16 without sign.
+INLINE float short_scale(uint8_t bits) { return half_to_float((uint16_t)(bits << 7)); }
 
 INLINE float e8m0_to_float(uint8_t x) {  // 2^(x - 127); the first is denormal, 255 is NaN
     const uint32_t bits = x == 0 ? 0x00400000u : x == 255 ? 0x7fc00000u : (uint32_t)x << 23;

@@ -112,12 +112,21 @@ INLINE uint8_t float_to_f8(float x, int type) {
     return sign | (uint8_t)(bits >> shift);
 }
 
+// kLanes values from x[i] on; those from x[count] on count as zeros.
+INLINE VF vector_of(const float* x, int i, int count) {
+    if (i + kLanes <= count) return load(x + i);
+    float rest[kLanes] = {};
+    memcpy(rest, x + i, sizeof(float) * (size_t)(count - i));
+    return load(rest);
+}
+
 // What the largest value becomes. An e5m2 goes to 57344, but then the scales of ordinary heads
 // would be too small for an f16.
 INLINE float largest_code(int type) { return type == kI8 ? 127.0f : 448.0f; }
 
-// x ~ scale * to. The scale is rounded to float16 first and the codes follow it, so that this
-// rounding costs nothing. With a NaN in x the scale is NaN: it must stay visible.
+// x ~ scale * to, which is written in whole vectors. The scale is rounded to float16 first and the
+// codes follow it, so that this rounding costs nothing. With a NaN in x the scale is NaN: it must
+// stay visible.
 INLINE uint16_t round_codes(const float* x, int count, int type, uint8_t* to) {
     const float most = largest_code(type);
     const uint16_t half = to_half(peak_of(x, count) / most);
@@ -127,17 +136,18 @@ INLINE uint16_t round_codes(const float* x, int count, int type, uint8_t* to) {
         return half;
     }
     const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
-    for (int i = 0; i < count; ++i) {
-        const float code = clamp(x[i] * inverse, -most, most);
-        to[i] = type == kI8 ? (uint8_t)(int8_t)round_even(code) : float_to_f8(code, type);
+    for (int i = 0; i < count && type == kI8; i += kLanes) {
+        const VF code = mul(vector_of(x, i, count), set1(inverse));
+        store_bytes(to + i, round_int(min(max(code, set1(-most)), set1(most))));
     }
+    for (int i = 0; i < count && type != kI8; ++i)
+        to[i] = float_to_f8(clamp(x[i] * inverse, -most, most), type);
     return half;
 }
 
 enum { kNaNScale = 0xff };
 
-// The scale of a kI4 group: the upper 8 bits of an f16 without sign, to nearest even.
-INLINE float short_scale(uint8_t bits) { return half_to_float((uint16_t)(bits << 7)); }
+// To nearest even.
 INLINE uint8_t to_short_scale(float x) {
     const uint32_t half = to_half(x), bits = (half + 63 + (half >> 7 & 1)) >> 7;
     return (uint8_t)(bits < 0xf7 ? bits : 0xf7);  // the largest below inf
@@ -146,33 +156,39 @@ INLINE uint8_t to_short_scale(float x) {
 // x ~ scale * (to - zero / 16), to in 0..15; returns scale and zero. The middle of the range is
 // code 7.5, so that both ends are as far off.
 INLINE uint16_t round_nibbles(const float* x, int count, uint8_t* to) {
-    const float peak = peak_of(x, count);
-    if (peak != peak) {
+    VF highest = zero(), lowest = zero();  // lowest: without its sign
+    uint32_t unknown = 0;
+    for (int i = 0; i < count; i += kLanes) {
+        const VF part = vector_of(x, i, count);
+        unknown |= lanes_nan(part, part);
+        highest = max(part, highest);
+        lowest = max(sub(zero(), part), lowest);
+    }
+    if (unknown) {
         memset(to, 0, (size_t)count);
         return kNaNScale;
     }
-    float low = 0.0f, high = 0.0f;
-    for (int i = 0; i < count; ++i) {
-        low = x[i] < low ? x[i] : low;
-        high = x[i] > high ? x[i] : high;
-    }
+    const float high = reduce_max(highest), low = -reduce_max(lowest);
     const uint8_t bits = to_short_scale((high - low) / 15.0f);
     const float scale = short_scale(bits), inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
     const float middle = (high + low) * 0.5f * inverse;
-    const float zero = clamp(round_even((7.5f - middle) * 16.0f), 0.0f, 255.0f);
-    for (int i = 0; i < count; ++i)
-        to[i] = (uint8_t)clamp(round_even(x[i] * inverse + zero * 0.0625f), 0.0f, 15.0f);
-    return (uint16_t)((uint16_t)zero << 8 | bits);
+    const float at = clamp(round_even((7.5f - middle) * 16.0f), 0.0f, 255.0f);
+    const VF by = set1(inverse), offset = set1(at * 0.0625f), most = set1(15.0f);
+    for (int i = 0; i < count; i += kLanes) {
+        const VF code = add(mul(vector_of(x, i, count), by), offset);
+        store_bytes(to + i, round_int(min(max(code, zero()), most)));
+    }
+    return (uint16_t)((uint16_t)at << 8 | bits);
 }
 
-// Element i; of a kI4 byte its low or high half.
+// Element i; of a kI4 byte its low or high half, of kE4M3 as load_page has it.
 INLINE float load_one(const PageSide& side, int64_t i, bool high) {
     const void* base = side.data;
     switch (side.type) {
         case kF32: return ((const float*)base)[i];
         case kI8: return (float)((const int8_t*)base)[i];
         case kF16: return half_to_float(((const uint16_t*)base)[i]);
-        case kE4M3: return e4m3_to_float(((const uint8_t*)base)[i]);
+        case kE4M3: return e4m3_as_half(((const uint8_t*)base)[i]);
         case kE5M2: return e5m2_to_float(((const uint8_t*)base)[i]);
         case kI4: return (float)(((const uint8_t*)base)[i] >> (high ? 4 : 0) & 15);
         default: return bf16_to_float(((const uint16_t*)base)[i]);
@@ -198,7 +214,7 @@ static void to_page(const PageSide& side, int64_t at, int64_t stride, uint16_t* 
         spread(halves, count, (uint16_t*)side.data + at, stride);
         return;
     }
-    uint8_t codes[kMaxHeadDim];
+    uint8_t codes[kMaxHeadDim + kLanes];
     for (int d = 0; d < count; d += side.group, scales += side.scale_row) {
         const int width = side.group < count - d ? side.group : count - d;
         *scales = side.type == kI4 ? round_nibbles(x + d, width, codes + d)

@@ -1,7 +1,7 @@
 // A page of one level of a ladder written as one of another type, value by value.
 //
-// Row (head, slot) is computed on its own, so threads never matter. Both pages lie mixed, and where
-// keys have a centre it is the same, so neither is undone.
+// Row (layer, head, slot) is computed on its own, so threads never matter. Both pages lie mixed, and
+// where keys have a centre it is the same, so neither is undone.
 #pragma once
 
 #include "page_codes.hpp"
@@ -39,9 +39,8 @@ static void from_page(const PageSide& side, int64_t at, int64_t stride, const ui
     }
 }
 
-static void recode_side(const RecodeArgs* a, PageSide PageLevel::*side, bool keys, int head,
-                        int64_t slot) {
-    const PageSide &from = a->source.*side, &to = a->target.*side;
+static void recode_side(const RecodeArgs* a, const PageSide& from, const PageSide& to, bool keys,
+                        int head, int64_t slot) {
     float x[kMaxHeadDim + kLanes];
     const int64_t given = a->page * from.page + head * from.head + slot * (keys ? 1 : from.step);
     from_page(from, given, keys ? from.step : 1, scales_of(from, a->head_dim, a->page, head, slot),
@@ -53,9 +52,11 @@ static void recode_side(const RecodeArgs* a, PageSide PageLevel::*side, bool key
 
 static void recode(const RecodeArgs* a, int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
-        const int head = (int)(row / a->page_size);
-        recode_side(a, &PageLevel::keys, true, head, row % a->page_size);
-        recode_side(a, &PageLevel::values, false, head, row % a->page_size);
+        const int64_t slot = row % a->page_size, heads = row / a->page_size;
+        const PageLevel &from = a->source[heads / a->kv_heads], &to = a->target[heads / a->kv_heads];
+        const int head = (int)(heads % a->kv_heads);
+        recode_side(a, from.keys, to.keys, true, head, slot);
+        recode_side(a, from.values, to.values, false, head, slot);
     }
 }
 

@@ -20,12 +20,6 @@ namespace LEVEL {
 
 INLINE VF code_float(VB p, int b) { return to_float(code_int(p, b)); }
 
-// The high half of a byte, as float: (byte - 7.5) / 16 lies within 0.47 of it.
-INLINE VF load_high4(const uint8_t* p) {
-    return to_float(round_int(mul(sub(load_u8(p), set1(7.5f)), set1(0.0625f))));
-}
-INLINE VF load_low4(const uint8_t* p) { return sub(load_u8(p), mul(load_high4(p), set1(16.0f))); }
-
 #if defined(__AVX2__)
 // Numbers of 16 rows in fewer bits than 8 (abi.hpp), from row `lane` on.
 INLINE VF load_u4(const uint8_t* p, int64_t lane) { return lanes_float(nibbles(p), lane); }

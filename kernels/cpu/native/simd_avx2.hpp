@@ -43,6 +43,29 @@ INLINE VF load_e4m3(const uint8_t* p) {
     const VF value = _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(256.0f));
     return _mm256_or_ps(value, _mm256_castsi256_ps(nan));
 }
+// See e4m3_as_half.
+INLINE VF load_e4m3_as_half(const uint8_t* p) {
+    const __m128i wide = _mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)p));
+    return _mm256_cvtph_ps(_mm_and_si128(_mm_slli_epi16(wide, 7), _mm_set1_epi16((short)0xbf80)));
+}
+// The halves of a byte.
+INLINE VF load_low4(const uint8_t* p) {
+    const __m256i x = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+    return _mm256_cvtepi32_ps(_mm256_and_si256(x, _mm256_set1_epi32(15)));
+}
+INLINE VF load_high4(const uint8_t* p) {
+    const __m256i x = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+    return _mm256_cvtepi32_ps(_mm256_srli_epi32(x, 4));
+}
+// Scales of kI4 groups, and their zeros in sixteenths.
+INLINE VF load_short_scale(const uint16_t* p) {
+    const __m128i x = _mm_loadu_si128((const __m128i*)p);
+    return _mm256_cvtph_ps(_mm_srli_epi16(_mm_slli_epi16(x, 8), 1));
+}
+INLINE VF load_short_zero(const uint16_t* p) {
+    const __m128i x = _mm_loadu_si128((const __m128i*)p);
+    return _mm256_cvtepi32_ps(_mm256_cvtepu16_epi32(_mm_srli_epi16(x, 8)));
+}
 INLINE VF load_e8m0(const uint8_t* p) {
     const __m256i x = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
     const __m256i quiet = _mm256_set1_epi32(0x00400000);  // also 2^-127
@@ -72,6 +95,10 @@ INLINE VF select_less(VF a, VF b, VF yes, VF no) {
     return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
 }
 INLINE VI round_int(VF x) { return _mm256_cvtps_epi32(x); }
+INLINE void store_bytes(uint8_t* p, VI x) {  // of integers in -128..127
+    const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    _mm_storel_epi64((__m128i*)p, _mm_packs_epi16(words, words));
+}
 INLINE VF to_float(VI x) { return _mm256_cvtepi32_ps(x); }
 INLINE VF power_of_two(VI n) {
     return _mm256_castsi256_ps(

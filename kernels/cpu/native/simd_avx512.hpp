@@ -41,6 +41,31 @@ INLINE VF load_e4m3(const uint8_t* p) {
     const VF value = _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0f));
     return _mm512_mask_mov_ps(value, nan, _mm512_set1_ps(__builtin_nanf("")));
 }
+// See e4m3_as_half.
+INLINE VF load_e4m3_as_half(const uint8_t* p) {
+    const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p));
+    return _mm512_cvtph_ps(
+        _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16((short)0xbf80)));
+}
+// The halves of a byte. A table needs no mask: its index is the low four bits.
+INLINE VF load_low4(const uint8_t* p) {
+    const VF digits = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i x = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+    return _mm512_permutexvar_ps(x, digits);
+}
+INLINE VF load_high4(const uint8_t* p) {
+    const __m512i x = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+    return _mm512_cvtepi32_ps(_mm512_srli_epi32(x, 4));
+}
+// Scales of kI4 groups, and their zeros in sixteenths.
+INLINE VF load_short_scale(const uint16_t* p) {
+    const __m256i x = _mm256_loadu_si256((const __m256i*)p);
+    return _mm512_cvtph_ps(_mm256_srli_epi16(_mm256_slli_epi16(x, 8), 1));
+}
+INLINE VF load_short_zero(const uint16_t* p) {
+    const __m256i x = _mm256_loadu_si256((const __m256i*)p);
+    return _mm512_cvtepi32_ps(_mm512_cvtepu16_epi32(_mm256_srli_epi16(x, 8)));
+}
 INLINE VF load_e8m0(const uint8_t* p) {
     const __m512i x = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
     const __m512i quiet = _mm512_set1_epi32(0x00400000);  // also 2^-127
@@ -72,6 +97,9 @@ INLINE VF select_less(VF a, VF b, VF yes, VF no) {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), no, yes);
 }
 INLINE VI round_int(VF x) { return _mm512_cvtps_epi32(x); }
+INLINE void store_bytes(uint8_t* p, VI x) {  // of integers in -128..127
+    _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(x));
+}
 INLINE VF to_float(VI x) { return _mm512_cvtepi32_ps(x); }
 INLINE VF power_of_two(VI n) {  // 2^n, n in -127..127 (-127 gives 0)
     return _mm512_castsi512_ps(

@@ -54,6 +54,24 @@ INLINE VF load_e5m2(const uint8_t* p) {
 INLINE VF load_e4m3(const uint8_t* p) {
     return VF{e4m3_to_float(p[0]), e4m3_to_float(p[1]), e4m3_to_float(p[2]), e4m3_to_float(p[3])};
 }
+INLINE VF load_e4m3_as_half(const uint8_t* p) {
+    return VF{e4m3_as_half(p[0]), e4m3_as_half(p[1]), e4m3_as_half(p[2]), e4m3_as_half(p[3])};
+}
+// The halves of a byte.
+INLINE VF load_low4(const uint8_t* p) {
+    return VF{(float)(p[0] & 15), (float)(p[1] & 15), (float)(p[2] & 15), (float)(p[3] & 15)};
+}
+INLINE VF load_high4(const uint8_t* p) {
+    return VF{(float)(p[0] >> 4), (float)(p[1] >> 4), (float)(p[2] >> 4), (float)(p[3] >> 4)};
+}
+// Scales of kI4 groups, and their zeros in sixteenths.
+INLINE VF load_short_scale(const uint16_t* p) {
+    return VF{short_scale((uint8_t)p[0]), short_scale((uint8_t)p[1]), short_scale((uint8_t)p[2]),
+              short_scale((uint8_t)p[3])};
+}
+INLINE VF load_short_zero(const uint16_t* p) {
+    return VF{(float)(p[0] >> 8), (float)(p[1] >> 8), (float)(p[2] >> 8), (float)(p[3] >> 8)};
+}
 INLINE VF load_e8m0(const uint8_t* p) {
     return VF{e8m0_to_float(p[0]), e8m0_to_float(p[1]), e8m0_to_float(p[2]), e8m0_to_float(p[3])};
 }
@@ -84,6 +102,9 @@ INLINE VF power_below(VF a) { return (VF)((VI)a & 0x7f800000); }  // the mantiss
 INLINE VF select_less(VF a, VF b, VF yes, VF no) { return select(a < b, yes, no); }
 // |x| < 2^22: adding 1.5 * 2^23 rounds to nearest even
 INLINE VI round_int(VF x) { return (VI)(x + 12582912.0f) - 0x4b400000; }
+INLINE void store_bytes(uint8_t* p, VI x) {  // of integers in -128..127
+    for (int i = 0; i < kLanes; ++i) p[i] = (uint8_t)x[i];
+}
 INLINE VF to_float(VI x) { return __builtin_convertvector(x, VF); }
 INLINE VF power_of_two(VI n) { return (VF)((n + 127) << 23); }
 INLINE VI zero_int() { return VI{}; }

@@ -31,7 +31,7 @@ class Result:
     engine: str
     name: str
     kv: str
-    case: dict[str, int]
+    case: Mapping[str, int | str]
     samples: dict[str, list[float]] = field(default_factory=dict)
 
     def add(self, **values: float) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -65,7 +65,7 @@ def make_load(vocab_size: int, streams: int, prompt_len: int, output_len: int, s
 def in_rounds(
     settings: Settings,
     engines: Engines,
-    case: dict[str, int],
+    case: Mapping[str, int | str],
     sample: Callable[[Worker, int], dict[str, float]],
 ) -> list[Result]:
     """``sample(engine, round)`` of every engine in every round, as one result per engine."""
@@ -83,7 +83,7 @@ def in_rounds(
 def same_load(
     settings: Settings,
     engines: Engines,
-    case: dict[str, int],
+    case: Mapping[str, int | str],
     load: Load,
     sample: Callable[[Worker, Load], dict[str, float]],
 ) -> list[Result]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from sdk.cli.bench.accuracy import measure_accuracy
 from sdk.cli.bench.engines import Engines, Load, Worker
+from sdk.cli.bench.memory import PROMPT, measure_memory
 from sdk.cli.bench.report import Metric, Result, Section
 from sdk.cli.bench.roofline import measure_gemm, measure_roofline
 from sdk.cli.bench.settings import DECODE_PROMPT, Settings, in_rounds, make_load, same_load
@@ -205,6 +206,17 @@ SUITES = {
             Metric("gain", "cold / hit", ratio=False),
         ],
         measure_prefix,
+    ),
+    "memory": Suite(
+        "Keys and values kept",
+        f"time to first token of {PROMPT} tokens, computed and with the prefix from the cache, the "
+        "swap space or a snapshot's file; a page of the KV ladder computed, and recoded",
+        [
+            Metric("compute_ms", "compute ms"),
+            Metric("again_ms", "again ms"),
+            Metric("gain", "compute / again", ratio=False),
+        ],
+        measure_memory,
     ),
     "startup": Suite(
         "Start-up",

@@ -1,37 +1,30 @@
 """Attention, rope, row-wise and sampling kernels compiled for cards that are not here.
 
-    echo '[["sm_90", "attention int8 .*"], ["gfx942", "rope .*"]]' | python compile_attention.py
+    echo '{"jobs": [["sm_90", "attention int8 .*"], ["gfx942", "rope .*"]], "wanted": null}' |
+        python compile_attention.py
 
-Run as a program, because Triton must not interpret here; one JSON line per kernel. The launchers
-run on tensors of the CPU with a driver that only knows a target, so what is compiled are the
-variants a card would be given.
+A program, see ``machine_code.py``. A job is the target and a pattern of the names of cases.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import pytest
 import torch
-import triton
 from triton.backends.compiler import GPUTarget
-from triton.runtime.driver import driver
-from triton.runtime.jit import JITFunction
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
+from machine_code import Source, answer, launches
+
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.experts import Routes
-from sdk.kernels.gpu import attention, elementwise, experts, launch, norm, rope, sampling
+from sdk.kernels.gpu import attention, elementwise, experts, norm, rope, sampling
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.sampling import Penalties
 
@@ -40,69 +33,6 @@ TARGETS = {
     **{name: GPUTarget("hip", name, 64) for name in ("gfx90a", "gfx942")},
 }
 DTYPES = ("float32", "float16", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2", "int4")
-
-
-class Compiled:
-    """One kernel of one target."""
-
-    def __init__(self, name: str, kernel: Any) -> None:
-        self.name, self.asm, self.shared = name, kernel.asm, kernel.metadata.shared
-
-    def _tool(self, tool: str, *options: str) -> str:
-        folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-        path = Path(triton.knobs.cache.dir) / f"{self.name}.cubin"
-        path.write_bytes(self.asm["cubin"])
-        command = [str(folder / tool), *options, str(path)]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-    def usage(self) -> dict[str, int]:
-        """Registers (REG), bytes on the stack (STACK; what was spilled lies there)."""
-        found = re.findall(r"(REG|STACK):(\d+)", self._tool("cuobjdump", "--dump-resource-usage"))
-        return {key: int(value) for key, value in found}
-
-    def sass(self) -> str:
-        """The machine's instructions."""
-        return self._tool("nvdisasm", "-c")
-
-
-class _OnlyATarget:
-    """What a launch asks a driver for before it compiles."""
-
-    def __init__(self, number: int, target: GPUTarget) -> None:
-        self._number, self._target = number, target
-
-    def get_current_device(self) -> int:
-        return self._number
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return self._target
-
-
-@contextmanager
-def compiling(name: str) -> Iterator[list[Compiled]]:
-    """Launches compile for a target, and are listed instead of run."""
-    found: list[Compiled] = []
-    whole = JITFunction.run
-
-    def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        kernel = whole(self, *args, grid=grid, warmup=True, **options)
-        found.append(Compiled(self.__name__, kernel))
-        return kernel
-
-    target = TARGETS[name]
-    patch = pytest.MonkeyPatch()
-    patch.setattr(JITFunction, "run", run)
-    patch.setattr(driver, "_active", _OnlyATarget(list(TARGETS).index(name), target))
-    patch.setattr(launch, "INTERPRETED", True)  # lets tensors of the CPU pass
-    capability = (target.arch // 10, target.arch % 10) if target.backend == "cuda" else (9, 4)
-    patch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    try:
-        yield found
-    finally:
-        patch.undo()
 
 
 def batch_of(counts: Sequence[int], context: int, shared: bool = False) -> AttentionBatch:
@@ -205,32 +135,14 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
     yield "attention exact", partial(run_attention, "float16", exact=True)
 
 
-def line(target: str, label: str, kernel: Compiled) -> dict[str, Any]:
-    """What a test or a log wants to know of a kernel."""
-    found: dict[str, Any] = {"target": target, "case": label, "kernel": kernel.name}
-    found["shared"] = kernel.shared
-    if target.startswith("sm_"):
-        sass = kernel.sass()
-        # Plain loads or asynchronous copies to shared memory, of 128 bits.
-        wide = re.findall(r"LDGSTS\S*\.128|LDG\.E\S*\.128", sass)
-        matrix = set(re.findall(r"\bHG?MMA\b", sass))
-        usage = kernel.usage()
-        found |= {"registers": usage["REG"], "stack": usage["STACK"]}
-        found |= {"wide": len(wide), "matrix": sorted(matrix)}
+def sources(job: list[str]) -> list[Source]:
+    target, wanted = job
+    with launches(TARGETS[target]) as found:
+        for label, launch in cases():
+            if re.fullmatch(wanted, label):
+                launch()
     return found
 
 
-def main(jobs: Sequence[Sequence[str]]) -> None:
-    """``jobs``: (target, a pattern of the names of cases)."""
-    for target, wanted in jobs:
-        for label, launches in cases():
-            if not re.fullmatch(wanted, label):
-                continue
-            with compiling(target) as found:
-                launches()
-            for kernel in found:
-                print(json.dumps(line(target, label, kernel)), flush=True)
-
-
 if __name__ == "__main__":
-    main(json.load(sys.stdin))
+    answer(sources)

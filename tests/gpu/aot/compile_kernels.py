@@ -1,37 +1,30 @@
-"""Compile kernels for cards that are not here: run as a program, one JSON line per kernel.
+"""Products compiled for cards that are not here: a program, see ``machine_code.py``.
 
-    echo '[["int4-g128-zeros", "product", 16, "float16", "cuda", 90], ...]' |
+    echo '{"jobs": [["int4-g128-zeros", "product", 16, "float16", "cuda", 90]], "wanted": null}' |
         python compile_kernels.py
 
 A job is the layout (a name of ``WEIGHTS``), the kernel, tokens, type of the operands, and the
-target. What is compiled is exactly what ``kernels/gpu/linear.py`` would launch: same constants,
-same types, and the divisibility that Triton would find in the arguments. A line has the registers,
-spilled bytes and shared memory, the matrix instructions found, and how wide weights are loaded.
-
-Triton must not interpret here, hence a process of its own. A job that fails to compile is a line
-with ``error``; the others go on.
+target. What is compiled is exactly what ``kernels/gpu/linear.py`` would launch.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
-import subprocess
 import sys
-import tempfile
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT))
+
+from machine_code import Source, answer, launches  # noqa: E402
 
 from sdk.kernels.experts import Routes  # noqa: E402
 from sdk.kernels.gpu.dense import DenseLinear, product_dense  # noqa: E402
@@ -41,30 +34,21 @@ from sdk.kernels.gpu.linear import (  # noqa: E402
     Linear,
     add_chunks,
     add_up,
+    decode_experts,
     decode_rows,
     product,
     product_one,
 )
 from sdk.kernels.gpu.linear_as_file import product_bytes, round_rows  # noqa: E402
-from sdk.kernels.gpu.packing import pack  # noqa: E402
+from sdk.kernels.gpu.packing import Packed, pack  # noqa: E402
 from sdk.kernels.gpu.tuning import Tuning  # noqa: E402
 from sdk.kernels.layouts import BLOCK_TYPES, E2M1, ActivationScheme, Layout  # noqa: E402
 
-_POINTERS = {
-    torch.float32: "*fp32",
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-    torch.uint8: "*u8",
-    torch.int8: "*i8",
-    torch.float8_e4m3fn: "*fp8e4nv",
-}
-_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 #: Programs of a large card: a rule for tiles that shares columns.
 _TUNING = Tuning(programs=528)
 
 
+@cache
 def weight(name: str) -> Layout:
     """512 rows of a name such as ``int4-g128-zeros``, ``nf4-g64``, ``fp8-blocks`` or ``q4_k``."""
     spec = importlib.util.spec_from_file_location(
@@ -94,6 +78,11 @@ def weight(name: str) -> Layout:
     return cases.affine(n, k, int(bits), int(group), kind)
 
 
+@cache
+def packed_weight(name: str) -> Packed:
+    return pack(weight(name))
+
+
 def routes_of(tokens: int, experts: int = 8, k: int = 2) -> Routes:
     def made(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32)
@@ -112,8 +101,9 @@ def launch_of(name: str, kernel: str, tokens: int, dtype: torch.dtype) -> Launch
     if kernel == "product_dense":
         dense = DenseLinear().group([layout] * 8)
         out = torch.empty(2 * tokens, layout.shape[0])
-        return product_dense(dense, x, routes, routes.tokens, out)
-    packed = pack(layout)
+        routed = Routed(dense.offsets, routes, routes.tokens)
+        return product_dense(dense.first.values, x, routed, range(8), out)
+    packed = packed_weight(name)
     n, k = packed.shape
     tiles = replace(_TUNING.tiles(packed, tokens), split=2)
     parts, routed = torch.empty(2, tokens, n), None
@@ -122,11 +112,14 @@ def launch_of(name: str, kernel: str, tokens: int, dtype: torch.dtype) -> Launch
         routed = Routed(group.offsets, routes, routes.tokens)
         parts = torch.empty(2, 2 * tokens, n)
     if kernel == "product":
-        return product(packed, x, parts, parts, tiles, dtype, routed)
+        sums = torch.empty(64, tokens) if packed.has_minus or packed.zeros_bits == 32 else None
+        return product(packed, x, sums, parts, tiles, dtype, routed)
     if kernel == "add_chunks":
         return add_chunks(x, parts, 32, dtype)
     if kernel == "product_one":
         return product_one(packed, x, parts, tiles, routed)
+    if kernel == "decode_rows" and experts:
+        return decode_experts(group, range(8), routes.starts, torch.empty(8, n * k, dtype=dtype))
     if kernel == "decode_rows":
         return decode_rows(packed, torch.empty(tokens, k, dtype=dtype), 0)
     scheme = ActivationScheme("e4m3" if packed.kind == "e4m3" else "int")
@@ -139,70 +132,12 @@ def launch_of(name: str, kernel: str, tokens: int, dtype: torch.dtype) -> Launch
     return add_up(parts, torch.empty(tokens, n))
 
 
-def source(launch: Launch) -> ASTSource:
-    """The kernel with the types and facts that a launch would give it."""
-    signature: dict[str, str] = {}
-    constants: dict[tuple[int, ...], Any] = {}
-    facts: dict[tuple[int, ...], list[list[Any]]] = {}
-    for i, parameter in enumerate(launch.kernel.params):
-        name = parameter.name
-        if name in launch.constants:
-            signature[name], constants[(i,)] = "constexpr", launch.constants[name]
-            continue
-        value = launch.arguments[name]
-        if isinstance(value, Tensor):
-            signature[name] = _POINTERS[value.dtype]
-        elif isinstance(value, float):
-            signature[name] = "fp32"
-            continue
-        elif value is None or (value == 1 and not parameter.do_not_specialize):
-            signature[name], constants[(i,)] = "constexpr", value
-            continue
-        else:
-            signature[name] = "i32"
-        if isinstance(value, Tensor) or (value % 16 == 0 and not parameter.do_not_specialize):
-            facts[(i,)] = [["tt.divisibility", 16]]
-    return ASTSource(launch.kernel, signature, constants, facts)
-
-
-def compiled(job: list[Any]) -> dict[str, Any]:
+def sources(job: list[Any]) -> list[Source]:
     name, kernel, tokens, dtype, backend, arch = job
-    launch = launch_of(name, kernel, tokens, getattr(torch, dtype))
-    target = GPUTarget(backend, arch, 32 if backend == "cuda" else 64)
-    made = triton.compile(source(launch), target=target, options=launch.options)
-    found = {"job": job, "shared": made.metadata.shared}
-    if backend != "cuda":
-        return found | {"bytes": len(made.asm["hsaco"])}
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(made.asm["cubin"])
-        file.flush()
-        usage = _tool("cuobjdump", "--dump-resource-usage", file.name)
-        code = _tool("nvdisasm", file.name)
-    registers = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    assert registers is not None, usage
-    return found | {
-        "registers": int(registers[1]),
-        "stack": int(registers[2]),
-        "spills": len(re.findall(r"\b(?:STL|LDL)\b", code)),
-        "wide": len(re.findall(r"\bLDG(?:STS)?\.E\.(?:\w+\.)*128\b", code)),
-        "matrix": sorted(set(re.findall(r"\b[HIQ]G?MMA\b", code))),
-        **{op.lower(): len(re.findall(rf"\b{op}\b", code)) for op in ("I2F", "STS", "LDS", "LDG")},
-    }
-
-
-def _tool(name: str, *arguments: str) -> str:
-    done = subprocess.run([_TOOLS / name, *arguments], capture_output=True, text=True, check=True)
-    return done.stdout
-
-
-def main() -> None:
-    for job in json.load(sys.stdin):
-        try:
-            found = compiled(job)
-        except Exception as error:  # whatever the compiler raises is a result of this program
-            found = {"job": job, "error": f"{type(error).__name__}: {error}"[:2000]}
-        print(json.dumps(found), flush=True)
+    with launches(GPUTarget(backend, arch, 32 if backend == "cuda" else 64)) as found:
+        launch_of(name, kernel, tokens, getattr(torch, dtype)).run()
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    answer(sources)

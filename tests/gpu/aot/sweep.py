@@ -2,15 +2,15 @@
 
     python tests/gpu/aot/sweep.py sm_90 gfx942 [--seconds 90] [--out build/aot]
 
-``make aot`` runs it for all cards. What is done stands in ``OUT/<card>.jsonl``, so that a run may
-stop (``--seconds``) and the next one goes on; it begins anew where the kernels or Triton changed.
+``make aot`` runs it for all cards. What was found stands in ``OUT/<card>.jsonl`` by the keys of the
+kernels (``machine_code.py``), so that a run may stop (``--seconds``) and the next one goes on, and
+after a change only the kernels that do something else than before are compiled again.
 Exit status: 0 all compiled, 1 something is wrong, 3 there is more to do.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import itertools
 import json
 import os
@@ -18,14 +18,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent
-KERNELS = FOLDER.parents[2] / "kernels" / "gpu"
+#: Processes that compile at a time; each takes about a gigabyte.
+WORKERS = min(8, len(os.sched_getaffinity(0)))
+#: Jobs of a process.
+CHUNK = 12
 #: KiB of shared memory a program may have.
 LIMITS = {
     "sm_75": 64, "sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99,
@@ -45,6 +47,9 @@ WEIGHTS = [
 PAGES = ("float32", "float16", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2", "int4")
 #: The exact sine of a large angle needs a table, on the stack.
 ON_THE_STACK = {"angles_kernel"}
+#: Bytes: one number that the compiler itself stores and loads again, so that more threads fit
+#: (q2_k for one token: 168 registers, of 255 that it might take).
+ONE_NUMBER = 8
 Job = tuple[str, str, int, str, str, Any]
 
 
@@ -63,12 +68,15 @@ def linear_jobs(card: str) -> list[Job]:
         pairs = itertools.product(weights, names)
         jobs += [(weight, name, 16, "float16", *target) for weight, name in pairs]
     jobs += [
-        (dtype, "product_dense", tokens, dtype, *target) for dtype in short for tokens in (1, 64)
+        (dtype, "product_dense", tokens, dtype, *target)
+        for dtype in short
+        for tokens in (1, 64, 512)
     ]
     for weight in WEIGHTS:
         ones = ("product_one", "product_one experts")
         jobs += [(weight, name, 1, "float32", *target) for name in ones]
         jobs += [(weight, "decode_rows", 16, dtype, *target) for dtype in short]
+        jobs.append((weight, "decode_rows experts", 16, short[-1], *target))
         jobs.append((weight, "product experts", 16, short[-1], *target))
         for tokens, dtype in itertools.product((2, 64), (*short, "float32")):
             jobs.append((weight, "product", tokens, dtype, *target))
@@ -85,19 +93,24 @@ def attention_cases() -> list[str]:
     return cases + [f"rope {dtype}" for dtype in PAGES]
 
 
-def run(program: str, jobs: Sequence[Any]) -> list[dict[str, Any]]:
-    """What one of the programs beside this one says of ``jobs``, compiled without a cache."""
+def run(
+    program: str, jobs: Sequence[Any], wanted: Collection[str] | None = None
+) -> list[dict[str, Any]]:
+    """What one of the programs beside this one says of ``jobs``, compiled without a cache.
+
+    ``wanted``: the keys of the kernels that are compiled; all where it is None.
+    """
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     with tempfile.TemporaryDirectory() as cache:
         done = subprocess.run(
             [sys.executable, FOLDER / program],
-            input=json.dumps(jobs),
+            input=json.dumps({"jobs": jobs, "wanted": None if wanted is None else list(wanted)}),
             capture_output=True,
             text=True,
             env=environment | {"TRITON_CACHE_DIR": cache},
         )
     if done.returncode:
-        raise RuntimeError(f"{program} failed on {jobs}: {done.stderr[-3000:]}")
+        raise RuntimeError(f"{program} failed on {jobs[:3]} ...: {done.stderr[-3000:]}")
     # The compiler itself may print beside it.
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
 
@@ -110,60 +123,95 @@ def complaint(card: str, found: dict[str, Any]) -> str | None:
         return f"{found['shared']} bytes of shared memory"
     if card != "sm_90":
         return None
-    if found["stack"] and found.get("kernel") not in ON_THE_STACK:
+    if found["stack"] > ONE_NUMBER and found["kernel"] not in ON_THE_STACK:
         return f"{found['stack']} bytes on the stack"
-    name, kernel, _, dtype, *_ = found.get("job", ("", "", 0, ""))
-    if kernel.startswith("product") and not found["wide"]:
+    if not found["kernel"].startswith("product"):
+        return None
+    name, _, _, dtype, *_ = found["job"]
+    if not found["wide"]:
         return "no load of 16 bytes"
-    if kernel.startswith("product") and dtype != "float32" and not found["matrix"]:
+    if dtype != "float32" and not found["matrix"]:
         return f"no matrix instructions for {name}"
     return None
 
 
-def fingerprint() -> str:
-    """Of everything the code depends on."""
-    digest = hashlib.sha256(version("triton").encode())
-    for path in sorted((*KERNELS.glob("*.py"), *FOLDER.glob("*.py"))):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
+class Results:
+    """What was found of a card's kernels, by their keys: ``OUT/<card>.jsonl``."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        lines = path.read_text().splitlines() if path.is_file() else []
+        self.found = {line["key"]: line for line in map(json.loads, lines)}
+
+    def add(self, lines: Sequence[dict[str, Any]]) -> None:
+        """Errors are tried again in the next run."""
+        with self._path.open("a") as file:
+            for line in lines:
+                self.found[line["key"]] = line
+                if "error" not in line:
+                    file.write(json.dumps(line) + "\n")
 
 
 def sweep(card: str, out: Path, until: float) -> int:
     """Go on with a card until a moment of the clock; the exit status."""
-    path, state = out / f"{card}.jsonl", json.dumps({"state": fingerprint()})
-    lines = path.read_text().splitlines() if path.is_file() else []
-    if not lines or lines[0] != state:
-        lines = [state]
-        path.write_text(state + "\n")
-    results = [json.loads(line) for line in lines[1:]]
-    done = {json.dumps(found["job"]) if "job" in found else found["case"] for found in results}
-    linear = [job for job in linear_jobs(card) if json.dumps(job) not in done]
-    cases = [case for case in attention_cases() if case not in done]
-    chunks: list[tuple[str, list[Any]]] = [
-        ("compile_kernels.py", linear[i : i + 12]) for i in range(0, len(linear), 12)
-    ]
-    chunks += [
-        ("compile_attention.py", [(card, case) for case in cases[i : i + 2]])
-        for i in range(0, len(cases), 2)
-    ]
-
-    def work(chunk: tuple[str, list[Any]]) -> list[dict[str, Any]] | None:
-        return run(*chunk) if time.monotonic() < until else None
-
-    left = 0
-    with path.open("a") as file, ThreadPoolExecutor(2) as pool:
-        for chunk, found in zip(chunks, pool.map(work, chunks), strict=True):
-            if found is None:
-                left += len(chunk[1])
-                continue
-            file.writelines(json.dumps(line) + "\n" for line in found)
-            file.flush()
-            results += found
-    wrong = [(found, why) for found in results if (why := complaint(card, found))]
-    for found, why in wrong:
-        print(f"{card}: {found.get('job') or (found['case'], found['kernel'])}: {why}")
-    print(f"{card}: {len(results)} kernels, {len(wrong)} wrong, {left} jobs left", flush=True)
+    results = Results(out / f"{card}.jsonl")
+    keys, work = _unknown(card, results)
+    with ThreadPoolExecutor(WORKERS) as pool:
+        for done in pool.map(lambda some: _compile(some, until), _in_chunks(work)):
+            results.add([line for line in done if "shared" in line or "error" in line])
+    found = [results.found[key] for key in keys if key in results.found]
+    left = len(keys) - len(found)
+    wrong = [(line, why) for line in found if (why := complaint(card, line))]
+    print(table(found))
+    for line, why in wrong:
+        print(f"{card}: {line['kernel']} of {line['job']}: {why}")
+    print(f"{card}: {len(found)} kernels, {len(wrong)} wrong, {left} left", flush=True)
     return 3 if left else 1 if wrong else 0
+
+
+def _unknown(card: str, results: Results) -> tuple[list[str], list[tuple[str, Any, list[str]]]]:
+    """All keys of a card, and the jobs (program, job, keys) that make those without a result."""
+    cases = [(card, case) for case in attention_cases()]
+    keys: dict[str, None] = {}
+    jobs: dict[str, tuple[str, Any, list[str]]] = {}
+    programs = {"compile_kernels.py": linear_jobs(card), "compile_attention.py": cases}
+    for program, some in programs.items():
+        for line in run(program, some, wanted=()):
+            job, key = line["job"], line["key"]
+            if key not in keys and key not in results.found:
+                jobs.setdefault(json.dumps(job), (program, job, []))[2].append(key)
+            keys[key] = None
+    return list(keys), list(jobs.values())
+
+
+def _in_chunks(work: Sequence[tuple[str, Any, list[str]]]) -> Iterator[list[Any]]:
+    """Jobs of one program that share a process, whose start takes as long as one of them."""
+    for _, some in itertools.groupby(work, lambda item: item[0]):
+        jobs = list(some)
+        yield from (jobs[i : i + CHUNK] for i in range(0, len(jobs), CHUNK))
+
+
+def _compile(chunk: Sequence[tuple[str, Any, list[str]]], until: float) -> list[dict[str, Any]]:
+    if time.monotonic() > until:
+        return []
+    jobs = [job for _, job, _ in chunk]
+    return run(chunk[0][0], jobs, [key for *_, keys in chunk for key in keys])
+
+
+def table(found: Sequence[dict[str, Any]]) -> str:
+    """Of each kernel: how many variants, the range of their registers, the most of all else."""
+    head = ("kernel", "variants", "registers", "shared KiB", "stack", "with a stack")
+    rows = [head]
+    named = sorted((line for line in found if "error" not in line), key=lambda x: x["kernel"])
+    for kernel, group in itertools.groupby(named, lambda x: x["kernel"]):
+        lines = list(group)
+        registers = [line["registers"] for line in lines]
+        span = f"{min(registers)} to {max(registers)}"
+        shared = f"{max(line['shared'] for line in lines) / 1024:.1f}"
+        stack = str(max(line["stack"] for line in lines))
+        stacks = str(sum(line["stack"] > 0 for line in lines))
+        rows.append((kernel, str(len(lines)), span, shared, stack, stacks))
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
 def main() -> None:

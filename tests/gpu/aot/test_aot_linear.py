@@ -33,6 +33,8 @@ def sample() -> list[Job]:
         ("q4_k", "product experts", 16, "bfloat16", *hopper),
         ("fp8-channel", "product_bytes experts", 16, "bfloat16", *hopper),
         ("bfloat16", "product_dense", 16, "bfloat16", *hopper),
+        ("bfloat16", "product_dense", 512, "bfloat16", *hopper),
+        ("q4_k", "decode_rows experts", 16, "bfloat16", *hopper),
     ]
     cards = [card for card in CARDS.values() if card != hopper]
     return jobs + [("int4-g128-zeros", "product", 16, "float16", *card) for card in cards]

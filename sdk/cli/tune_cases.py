@@ -1,0 +1,187 @@
+"""What `embedlm tune` measures: the layers of a model, or of models of many sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from sdk.kernels.gpu.tuning import Tiles, Tuning, type_of
+from sdk.kernels.ops import Ops
+
+if TYPE_CHECKING:
+    from sdk.cli.bench.gpu.card import Card
+    from sdk.kernels.gpu.packing import Packed
+    from sdk.quant.weight import Weight
+
+#: Rows and columns of the layers of 0.6B, 1B, 8B and 70B models, largest first.
+SHAPES = (
+    *((28672, 8192), (8192, 28672), (28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096)),
+    *((16384, 2048), (2048, 8192), (3072, 2048), (2048, 2048), (6144, 1024), (1024, 3072)),
+)
+#: Experts, how many of them a token uses, and their rows and columns: Qwen3-30B-A3B, Mixtral 8x7B.
+MIXTURES = (
+    *((128, 8, (1536, 2048)), (128, 8, (2048, 768))),
+    *((8, 2, (28672, 4096)), (8, 2, (4096, 14336))),
+)
+#: ``multiply(kernel, packed, out)``, and the rows of out.
+Product = tuple[Callable[[Any, Any, Tensor], None], int]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Weights of one type and shape, in the hands of their kernel.
+
+    ``tokens``: numbers of them that get tiles of their own, each up to the next smaller one.
+    """
+
+    op: str
+    type: str
+    shape: tuple[int, int]
+    kernel: Any
+    packed: Sequence[Any]
+    tokens: tuple[int, ...] = (1, 4, 8, 16, 32, 64, 128)
+
+    @property
+    def first(self) -> Packed:
+        packed: Packed = self.packed[0]
+        return packed
+
+    @property
+    def nbytes(self) -> int:
+        """Of one of ``packed``."""
+        return self.first.nbytes
+
+    def begin(self, card: Card, tokens: int) -> Tiles:
+        """The rule's tiles, which measuring begins with."""
+        return Tuning(card.programs).tiles(self.first, tokens, self.op)
+
+    def product(self, card: Card, tokens: int) -> Product:
+        x = card.normal(tokens, self.shape[1])
+        return lambda kernel, packed, out: kernel.matmul(packed, x, out), tokens
+
+
+@dataclass(frozen=True)
+class ExpertCase(Case):
+    """Experts of one type and shape, of which a token uses ``used``; ``packed`` has all of a layer.
+
+    ``tokens`` counts the rows that an expert has on average; 1: those of one token.
+    """
+
+    tokens: tuple[int, ...] = (1, 2, 8, 32, 64, 128)
+    used: int = 1
+
+    @property
+    def first(self) -> Packed:
+        packed: Packed = self.packed[0].first
+        return packed
+
+    @property
+    def nbytes(self) -> int:
+        return self.first.nbytes * int(self.packed[0].count)
+
+    def begin(self, card: Card, tokens: int) -> Tiles:
+        tiles = super().begin(card, tokens)
+        busy = self.used if tokens == 1 else self.packed[0].count
+        return replace(tiles, split=max(1, tiles.split // busy))
+
+    def product(self, card: Card, tokens: int) -> Product:
+        count = self.packed[0].count
+        given = 1 if tokens == 1 else tokens * count // self.used
+        ops = Ops(str(card.device), backends=["gpu"])
+        routes = ops.route(card.normal(given, count).float(), self.used, normalized=True)
+        ops.close()
+        x = card.normal(given, self.shape[1])
+
+        def multiply(kernel: Any, packed: Any, out: Tensor) -> None:
+            kernel.matmul_routed(packed, x, routes, True, out)
+
+        return multiply, given * self.used
+
+
+def cases_of(card: Card, model: str | None) -> Iterator[Case]:
+    return _default_cases(card) if model is None else _model_cases(card, model)
+
+
+def _default_cases(card: Card) -> Iterator[Case]:
+    """The formats of most files, each in all shapes, before the next; of two also experts."""
+    from sdk.cli.bench.gpu.weights import Weights, affine, blocks, float8
+
+    makes: tuple[Callable[..., Any], ...] = (
+        lambda n, k: affine(card, n, k, 4, 128),
+        lambda n, k: blocks(card, n, k, "q4_k"),
+        lambda n, k: float8(card, n, k),
+        lambda n, k: blocks(card, n, k, "q4_0"),
+        lambda n, k: blocks(card, n, k, "q6_k"),
+        lambda n, k: affine(card, n, k, 8, 128),
+        lambda n, k: blocks(card, n, k, "q8_0"),
+    )
+    for i, make in enumerate(makes[: card.size(len(makes), 1)]):
+        for n, k in SHAPES if not card.tiny else ((32, 256),):
+            weights = Weights(card, partial(make, n, k))
+            yield _case(weights.kernel, weights.packed)
+        for count, used, (n, k) in MIXTURES if not card.tiny else ((4, 2, (32, 256)),):
+            if i < 2:
+                yield _random_experts(card, partial(make, n, k), count, used)
+
+
+def _random_experts(card: Card, make: Callable[[], Any], count: int, used: int) -> Case:
+    from sdk.kernels.registry import choose, linear_problem
+
+    first = make()
+    kernel = choose(card.backends, linear_problem(first, "auto", 8)).implementation
+    packed = [kernel.pack(first), *(kernel.pack(make()) for _ in range(count - 1))]
+    return _expert_case(kernel, packed, used)
+
+
+def _model_cases(card: Card, model: str) -> Iterator[Case]:
+    """The model's own layers, those of one shape in turn."""
+    from sdk.config import EngineConfig
+    from sdk.loading import load
+
+    device: Any = "auto" if card.tiny else "cuda"
+    config = EngineConfig(model=model, device=device, max_model_len=64, skip_tokenizer_init=True)
+    loaded = load(config)
+    try:
+        mixture = loaded.runner.model.config.experts
+        found: dict[tuple[Any, ...], list[Case]] = {}
+        for _, linear in loaded.runner.model.linears():
+            for case in _parts(linear.weight, mixture.per_token if mixture else 0):
+                found.setdefault((case.op, case.type, case.shape), []).append(case)
+        for cases in found.values():
+            first = cases[0]
+            some = cases[: card.copies(first.nbytes)]
+            yield replace(first, packed=[case.packed[0] for case in some])
+    finally:
+        loaded.engine.close()
+
+
+def _parts(weight: Weight, used: int) -> Iterator[Case]:
+    """What of a weight the Triton kernels multiply; experts all at once where they can."""
+    from sdk.kernels.gpu.linear import Linear
+    from sdk.quant.experts import ExpertWeights
+    from sdk.quant.weight import PackedWeight, StackedWeight
+
+    parts = weight.parts if isinstance(weight, StackedWeight) else (weight,)
+    bound = [part.bound for part in parts if isinstance(part, PackedWeight)]
+    bound = [one for one in bound if isinstance(one.choice.implementation, Linear)]
+    if not isinstance(weight, ExpertWeights):
+        for one in bound:
+            yield _case(one.choice.implementation, [one.packed])
+    elif len(bound) == len(parts) and len({one.problem for one in bound}) == 1:
+        yield _expert_case(bound[0].choice.implementation, [one.packed for one in bound], used)
+
+
+def _case(kernel: Any, packed: Sequence[Any]) -> Case:
+    first = packed[0]
+    return Case(kernel.op_of(first), type_of(first), first.shape, kernel, packed)
+
+
+def _expert_case(kernel: Any, packed: Sequence[Any], used: int) -> Case:
+    first = packed[0]
+    op = f"{kernel.op_of(first)}_experts"
+    group = kernel.group(packed)
+    return ExpertCase(op, type_of(first), first.shape, kernel, [group], used=used)

@@ -1,0 +1,103 @@
+"""A KV cache in one allocation, as on a GPU: asleep it is gone, with all that points into it.
+
+On a card made of the CPU's kernels (``fake_card.py``), whose cache is told to return no pages.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from fake_card import on_a_card
+
+from sdk import LLM, OutOfMemoryError, RequestError, SamplingParams
+from sdk.engine.kv_cache import KVCache
+from sdk.engine.runner import ModelRunner
+
+PROMPTS = [[5, 9, 30, 31, 200, 17], [44, 8], [7, 7, 7], [3, 1, 4, 1, 5, 9, 2, 6, 5]]
+PARAMS = SamplingParams(temperature=0.8, top_k=20, seed=1, max_tokens=24, ignore_eos=True)
+OPTIONS = {"max_model_len": 96, "max_num_batched_tokens": 8, "max_num_seqs": 4}
+
+
+@pytest.fixture(autouse=True)
+def whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KVCache, "can_vacate", property(lambda self: False))
+
+
+@pytest.fixture
+def path(golden: Path) -> Path:
+    return golden / "gguf-Q8_0" / "model.gguf"
+
+
+def answers(llm: LLM) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"swap_space": "1MiB"}, {"kv_cache_dtype": "int4"}],
+    ids=["plain", "with a swap space", "with centres of keys"],
+)
+def test_asleep_nobody_holds_the_cache_and_awake_the_answers_are_the_same(
+    path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, str]
+) -> None:
+    with on_a_card(path, **OPTIONS, **options) as (llm, card):
+        monkeypatch.setattr(ModelRunner, "record", lambda self: self.use_graphs(card))
+        expected = answers(llm)
+        memory = weakref.ref(llm._runner().kv._memory)
+        llm.sleep()
+        gc.collect()
+        assert memory() is None
+        llm.wake_up()
+        assert answers(llm) == expected
+        llm.sleep()
+        llm.close()
+
+
+def test_an_engine_that_records_nothing_sleeps_too(path: Path) -> None:
+    with LLM(path, enforce_eager=True, **OPTIONS) as llm:
+        expected = answers(llm)
+        llm.sleep()
+        llm.wake_up()
+        assert answers(llm) == expected
+        assert llm._runner().eager_reason == "enforce_eager"
+
+
+def test_an_llm_whose_pages_cannot_be_had_again_sleeps_on_until_they_can(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(path, **OPTIONS) as llm:
+        expected = answers(llm)
+        llm.sleep()
+        with monkeypatch.context() as full:
+            full.setattr(torch, "from_numpy", _nothing_left)
+            with pytest.raises(OutOfMemoryError, match="bytes for KV pages"):
+                llm.wake_up()
+        with pytest.raises(RequestError, match=r"sleeps \(level 1\)"):
+            llm.generate([5, 6])
+        llm.wake_up()
+        assert answers(llm) == expected
+
+
+def _nothing_left(array: object) -> torch.Tensor:
+    raise OutOfMemoryError("4096 bytes for KV pages: nothing left")
+
+
+def test_trim_and_sleep_have_torch_return_what_it_keeps_of_a_gpus_memory(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    returned: list[bool] = []
+    with LLM(path, **OPTIONS) as llm:
+        runner = llm._runner()
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: returned.append(True))
+        llm.trim()
+        assert not returned  # a CPU's tensors are not torch's to keep
+        monkeypatch.setattr(runner.ops, "device", torch.device("cuda"))
+        llm.trim()
+        assert len(returned) == 1
+        llm.sleep()
+        assert len(returned) == 3
+        monkeypatch.undo()

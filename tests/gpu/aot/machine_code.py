@@ -1,0 +1,190 @@
+"""Kernels compiled for cards that are not here, and what there is to say of their machine code.
+
+A launcher runs on tensors of the CPU with a driver that knows a target and nothing else; what it
+would launch is listed (:func:`launches`) with the types and facts that Triton finds in the
+arguments, and may be compiled. Triton must not interpret here, so the programs beside this file do
+it in processes of their own; :func:`answer` is their protocol.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from sdk.kernels.gpu import launch
+
+_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+@dataclass(frozen=True)
+class Source:
+    """One kernel as it would be compiled for a target."""
+
+    code: ASTSource
+    target: GPUTarget
+    options: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return str(self.code.name)
+
+    @cached_property
+    def key(self) -> str:
+        """Of all that the findings depend on; comments and places in a file are not among it."""
+        constants = [
+            (i, written(x) if isinstance(x, JITFunction) else str(x))
+            for i, x in sorted(self.code.constants.items())
+        ]
+        facts = sorted(self.code.attrs.items()), sorted(self.code.signature.items())
+        parts = [triton.__version__, self.target, sorted(self.options.items()), constants, facts]
+        parts += [written(self.code.fn), inspect.getsource(findings)]
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
+
+
+@cache
+def written(kernel: Any) -> list[str]:
+    """What a kernel and all that it calls do, and the constants they see."""
+    _ = kernel.cache_key  # looks the constants up
+    constants = {f"{name} = {value}" for (name, _), (value, _) in kernel.used_global_vals.items()}
+    done: dict[str, str] = {}
+    left = [kernel]
+    while left:
+        function = left.pop()
+        tree = function.parse()
+        body = tree.body[0].body
+        if ast.get_docstring(tree.body[0]) is not None:
+            del body[0]
+        done[f"{function.module}.{function.__name__}"] = ast.dump(tree)
+        for node in ast.walk(tree):
+            found = _named(node, function.__globals__)
+            own = isinstance(found, JITFunction) and not found.module.startswith("triton.")
+            if own and f"{found.module}.{found.__name__}" not in done:
+                left.append(found)
+    return [*sorted(constants), *(done[name] for name in sorted(done))]
+
+
+def _named(node: ast.AST, names: dict[str, Any]) -> Any:
+    """The global that ``name`` or ``module.name`` stands for."""
+    if isinstance(node, ast.Name):
+        return names.get(node.id)
+    if isinstance(node, ast.Attribute):
+        return getattr(_named(node.value, names), node.attr, None)
+    return None
+
+
+class _OnlyATarget:
+    """What a launch asks a driver for before it compiles."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
+
+    def get_current_device(self) -> GPUTarget:
+        return self._target  # Triton keeps what it compiled by device
+
+    def get_current_stream(self, device: GPUTarget) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+
+@contextmanager
+def launches(target: GPUTarget) -> Iterator[list[Source]]:
+    """What is launched inside, for that target; nothing is compiled or run."""
+    found: dict[str, Source] = {}
+    listed: list[Source] = []
+
+    def compile_later(
+        kernel: Any, key: str, signature: Any, device: Any, constants: Any, options: Any,
+        attributes: Any, warmup: bool,
+    ) -> None:  # fmt: skip
+        code = ASTSource(kernel, signature, constants, attributes)
+        source = Source(code, target, options.__dict__)
+        if found.setdefault(source.key, source) is source:
+            listed.append(source)
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(JITFunction, "_do_compile", compile_later)
+    patch.setattr(driver, "_active", _OnlyATarget(target))
+    patch.setattr(launch, "REACHED", "cpu")
+    capability = divmod(target.arch, 10) if target.backend == "cuda" else (9, 4)
+    patch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    try:
+        yield listed
+    finally:
+        patch.undo()
+
+
+def findings(source: Source) -> dict[str, Any]:
+    """Compile. ``stack`` in bytes, where spilled registers lie too.
+
+    Instructions are counted for Hopper alone, whose code is judged by them; reading them takes as
+    long as compiling (0.5 s). ``wide``: loads of 16 bytes; ``spills``: to and from the stack.
+    """
+    made = triton.compile(source.code, target=source.target, options=source.options)
+    shared = {"shared": made.metadata.shared}
+    if source.target.backend != "cuda":
+        code = made.asm["amdgcn"]
+        names = {"registers": "vgpr_count", "stack": "private_segment_fixed_size"}
+        numbers = {key: re.search(rf"\.{name}:\s*(\d+)", code) for key, name in names.items()}
+        return shared | {key: int(number[1]) for key, number in numbers.items() if number}
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        usage = _tool("cuobjdump", "--dump-resource-usage", file.name)
+        code = _tool("nvdisasm", file.name) if source.target.arch == 90 else None
+    registers = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert registers is not None, usage
+    found = shared | {"registers": int(registers[1]), "stack": int(registers[2])}
+    if code is None:
+        return found
+    return found | {
+        "spills": len(re.findall(r"\b(?:STL|LDL)\b", code)),
+        "wide": len(re.findall(r"\bLDG(?:STS)?\.E\.(?:\w+\.)*128\b", code)),
+        "matrix": sorted(set(re.findall(r"\b[HIQ]G?MMA\b", code))),
+        **{op.lower(): len(re.findall(rf"\b{op}\b", code)) for op in ("I2F", "STS", "LDS", "LDG")},
+    }
+
+
+def _tool(name: str, *arguments: str) -> str:
+    done = subprocess.run([_TOOLS / name, *arguments], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def answer(sources: Callable[[Any], Sequence[Source]]) -> None:
+    """Read ``{"jobs": [...], "wanted": [keys] or null}``, write a line of JSON per kernel of a job.
+
+    A kernel that is not wanted is not compiled: its line has the job, the kernel's name and the
+    key. One that fails to compile has ``error``; the others go on.
+    """
+    request = json.load(sys.stdin)
+    wanted = request["wanted"]
+    for job in request["jobs"]:
+        for source in sources(job):
+            line = {"job": job, "kernel": source.name, "key": source.key}
+            if wanted is None or source.key in wanted:
+                try:
+                    line |= findings(source)
+                except Exception as error:  # whatever a compiler raises is a result
+                    line["error"] = f"{type(error).__name__}: {error}"[:2000]
+            print(json.dumps(line), flush=True)

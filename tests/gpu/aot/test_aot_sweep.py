@@ -1,0 +1,104 @@
+"""What the sweep compiles again after a change, and what it does not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gpu.aot import sweep
+from tests.scripts import run_python
+
+KERNELS = '''
+"""Two kernels."""
+import triton
+import triton.language as tl
+
+LANES = tl.constexpr(16)
+
+
+@triton.jit
+def twice(x):
+    """Doubles."""
+    return x + x
+
+
+@triton.jit
+def first(x, out):
+    lane = tl.arange(0, LANES)
+    tl.store(out + lane, twice(tl.load(x + lane)))
+
+
+@triton.jit
+def second(x):
+    tl.store(x, 1.0)
+'''
+CHANGES = {
+    "nothing": ("", ""),
+    "comment": ("    return x + x", "    # why\n\n    return x + x  # and how"),
+    "docstring": ('    """Doubles."""\n', ""),
+    "callee": ("return x + x", "return x * 2"),
+    "constant": ("tl.constexpr(16)", "tl.constexpr(32)"),
+    "other kernel": ("tl.store(x, 1.0)", "tl.store(x, 2.0)"),
+}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What the kernels of each changed file do; in a process where Triton does not interpret."""
+    folder = tmp_path_factory.mktemp("kernels")
+    for i, (old, new) in enumerate(CHANGES.values()):
+        (folder / f"kernels_{i}.py").write_text(KERNELS.replace(old, new) if old else KERNELS)
+    code = """
+        import importlib, json, os, sys
+        del os.environ["TRITON_INTERPRET"]
+        sys.path[:0] = [".", sys.argv[1], sys.argv[2]]
+        from machine_code import written
+        found = []
+        for i in range(int(sys.argv[3])):
+            module = importlib.import_module(f"kernels_{i}")
+            named = {name: str(written(getattr(module, name))) for name in ("first", "second")}
+            found.append({k: text.replace(f"kernels_{i}", "") for k, text in named.items()})
+        print(json.dumps(found))
+    """
+    found = json.loads(run_python(code, folder, sweep.FOLDER, len(CHANGES)))
+    return dict(zip(CHANGES, found, strict=True))
+
+
+@pytest.mark.parametrize("change", ["comment", "docstring"])
+def test_words_about_a_kernel_compile_nothing_again(written: Any, change: str) -> None:
+    assert written[change] == written["nothing"]
+
+
+@pytest.mark.parametrize("change", ["callee", "constant"])
+def test_what_a_kernel_calls_or_reads_compiles_it_again_and_no_other(
+    written: Any, change: str
+) -> None:
+    assert written[change]["first"] != written["nothing"]["first"]
+    assert written[change]["second"] == written["nothing"]["second"]
+
+
+def test_a_change_to_a_kernel_leaves_its_neighbours(written: Any) -> None:
+    assert written["other kernel"]["second"] != written["nothing"]["second"]
+    assert written["other kernel"]["first"] == written["nothing"]["first"]
+
+
+def test_only_kernels_without_a_result_are_compiled() -> None:
+    job = ["sm_90", "rope float16"]
+    listed = sweep.run("compile_attention.py", [job], wanted=())
+    assert [line["kernel"] for line in listed] == ["rope_kernel"]
+    assert listed == [{"job": job, "kernel": "rope_kernel", "key": listed[0]["key"]}]
+    (found,) = sweep.run("compile_attention.py", [job], wanted=[listed[0]["key"]])
+    assert listed[0].items() < found.items()
+    assert sweep.complaint("sm_90", found) is None
+
+
+def test_results_are_found_again_and_errors_tried_again(tmp_path: Path) -> None:
+    path = tmp_path / "sm_90.jsonl"
+    good, bad = {"key": "a", "shared": 0}, {"key": "b", "error": "no"}
+    results = sweep.Results(path)
+    results.add([good, bad])
+    assert results.found == {"a": good, "b": bad}
+    assert sweep.Results(path).found == {"a": good}
