@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, dtype as Dtype
 
 from sdk.kernels.errors import KernelError
@@ -31,3 +32,8 @@ def expect(what: str, x: Tensor, dtype: Dtype, *shape: int | None) -> None:
             f"{what}: expected data at a multiple of {x.element_size()} bytes, "
             f"found address {x.data_ptr():#x}"
         )
+
+
+def expect_floats(what: str, x: Tensor, short: Dtype, *shape: int | None) -> None:
+    """:func:`expect` of an activation: ``short``, the type of an engine's, or float32."""
+    expect(what, x, short if x.dtype == short else torch.float32, *shape)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sdk.kernels.checks import expect
+from sdk.kernels.checks import expect, expect_floats
 from sdk.kernels.errors import KernelError
 
 if TYPE_CHECKING:
@@ -64,11 +64,15 @@ class BoundExperts:
     ops: ExpertOps
 
     def matmul(self, x: Tensor, routes: Routes, *, by_token: bool) -> Tensor:
-        """``[R, N]`` in the order of the experts, of x ``[T, K]`` (``by_token``) or ``[R, K]``."""
+        """``[R, N]`` in the order of the experts, of x ``[T, K]`` (``by_token``) or ``[R, K]``.
+
+        Of the activations' type (``Ops.activations``).
+        """
         tokens, rows = routes.weights.shape[0], routes.tokens.shape[0]
-        expect("experts x", x, torch.float32, tokens if by_token else rows, self.shape[1])
+        short = self.ops.activations
+        expect_floats("experts x", x, short, tokens if by_token else rows, self.shape[1])
         expect("experts starts", routes.starts, torch.int32, self.count + 1)
-        out = self.ops.empty(rows, self.shape[0])
+        out = self.ops.empty(rows, self.shape[0], dtype=short)
         if rows:
             self.implementation.matmul_routed(self.packed, x.contiguous(), routes, by_token, out)
         return out
@@ -77,7 +81,9 @@ class BoundExperts:
 class ExpertOps:
     """The part of :class:`sdk.kernels.ops.Ops` that only mixtures of experts need."""
 
-    def empty(self, *shape: int) -> Tensor:
+    activations: torch.dtype
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         raise NotImplementedError
 
     def _kernel(self, op: str, **fields: Any) -> Any:
@@ -125,7 +131,7 @@ class ExpertOps:
 
     def add_owners_bias(self, x: Tensor, bias: Tensor, routes: Routes) -> Tensor:
         """``x[r] += bias[routes.owners[r]]``: ``x [R, N]``, ``bias [E, N]``; returns x."""
-        expect("add_owners_bias x", x, torch.float32, routes.owners.shape[0], None)
+        expect_floats("add_owners_bias x", x, self.activations, routes.owners.shape[0], None)
         count = routes.starts.shape[0] - 1
         expect("add_owners_bias bias", bias, torch.float32, count, x.shape[1])
         if x.numel():
@@ -133,8 +139,8 @@ class ExpertOps:
         return x
 
     def combine(self, x: Tensor, routes: Routes) -> Tensor:
-        """The rows ``x [R, N]`` of each token times their weights, summed: ``[T, N]``."""
-        expect("combine x", x, torch.float32, routes.tokens.shape[0], None)
+        """The rows ``x [R, N]`` of each token times their weights, summed: float32 ``[T, N]``."""
+        expect_floats("combine x", x, self.activations, routes.tokens.shape[0], None)
         out = self.empty(routes.weights.shape[0], x.shape[1])
         if out.numel():
             self._kernel("combine").run(x, routes, out)

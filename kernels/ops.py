@@ -4,7 +4,11 @@ Models compute through an ``Ops`` and nothing else, so that the backend (and lat
 can be exchanged under them. On a CPU every operator is bitwise batch invariant: the result of a row
 does not depend on the other rows, on how many there are, or on the number of threads.
 
-Activations are float32 ``[T, features]``; T counts the tokens of a step, all requests together.
+Activations are ``[T, features]``; T counts the tokens of a step, all requests together. They are
+float32, or on a GPU of 16 bits where one kernel hands them to the next (``Ops.activations``): then
+they are half the bytes, and every one is rounded once, by the kernel that makes it. What adds up
+over layers stays float32: the residual stream and all that is summed into it. An operator takes
+either type, computes in float32 and, unless it says otherwise, answers in the type it was given.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from torch import Tensor
 
 from sdk.kernels.activations import LARGE, ActivationPool
 from sdk.kernels.batch import AttentionBatch
-from sdk.kernels.checks import expect
+from sdk.kernels.checks import expect, expect_floats
 from sdk.kernels.errors import KernelError
 from sdk.kernels.experts import ExpertOps
 from sdk.kernels.graph import GraphOps
@@ -28,11 +32,12 @@ from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.ladder_ops import LadderOps
 from sdk.kernels.layouts import Layout, on_device
 from sdk.kernels.registry import Choice, Problem, choose, linear_problem, open_backends
-from sdk.kernels.sampling import DRAW, Draws, Penalties, SampleBuffers, Tokens
+from sdk.kernels.sampling_ops import SamplingOps
 from sdk.kernels.self_check import SelfCheck
 
 #: Beyond any machine; a mistyped number must not use up the system's threads.
 MAX_THREADS = 1024
+ACTIVATION_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 Compute = Literal["auto", "exact"]
 #: The last is gpt-oss' gate: see kernels/reference/norm.py.
 Activation = Literal["silu", "gelu_tanh", "gelu", "clamped_swiglu"]
@@ -49,12 +54,16 @@ class BoundLinear:
     problem: Problem
 
     def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """``x [M, K] -> [M, N]``, float32; into ``out``, whose rows may be strided, if given."""
-        expect("linear x", x, torch.float32, None, self.shape[1])
+        """``x [M, K] -> [M, N]``, float32; into ``out``, if given, in its type.
+
+        The rows of ``out`` may be strided.
+        """
+        short = self.ops.activations
+        expect_floats("linear x", x, short, None, self.shape[1])
         if out is None:
             out = self.ops.empty(x.shape[0], self.shape[0])
         else:
-            expect("linear out", out, torch.float32, x.shape[0], self.shape[0])
+            expect_floats("linear out", out, short, x.shape[0], self.shape[0])
             if out.stride(1) != 1 or (out.shape[0] > 1 and out.stride(0) < out.shape[1]):
                 raise KernelError(
                     f"linear out: expected rows of their own, found strides {out.stride()}"
@@ -87,12 +96,13 @@ class BoundLinear:
         return int(self.choice.implementation.nbytes(self.packed))
 
 
-class Ops(ExpertOps, LadderOps, GraphOps):
+class Ops(ExpertOps, LadderOps, GraphOps, SamplingOps):
     """Chosen kernels plus what they share (the thread pool). Owned by one rank, closed with it.
 
     ``num_threads`` defaults to the CPUs this process may run on. ``backends`` restricts the choice
     (tests); ``declined_backends`` says which are missing and why. ``deterministic``: on a GPU too,
     a row's result does not depend on the rows beside it (slower); on a CPU it never does.
+    ``activations``: the type of those between kernels, float32 or one of 16 bits; see the module.
     """
 
     def __init__(
@@ -103,21 +113,26 @@ class Ops(ExpertOps, LadderOps, GraphOps):
         num_threads: int | None = None,
         backends: Sequence[str] | None = None,
         deterministic: bool = False,
+        activations: torch.dtype = torch.float32,
     ) -> None:
         if num_threads is None:
             num_threads = len(os.sched_getaffinity(0))
         if not 1 <= num_threads <= MAX_THREADS:
             raise KernelError(f"num_threads: expected 1 to {MAX_THREADS}, found {num_threads}")
+        if activations not in ACTIVATION_TYPES:
+            raise KernelError(
+                f"activations: expected one of {ACTIVATION_TYPES}, found {activations}"
+            )
         self.device = torch.device(device)
         self.compute: Compute = compute
         self.num_threads = num_threads
+        self.activations = activations
         self._backends, self.declined_backends = open_backends(
-            device, num_threads, backends, fixed=deterministic
+            device, num_threads, backends, fixed=deterministic, activations=activations
         )
         self._chosen: dict[Problem, Choice] = {}
-        self._self_check = SelfCheck(self.device)
+        self._self_check = SelfCheck(self.device, activations)
         self._activations = ActivationPool()
-        self._sampling: Any = None
 
     def close(self) -> None:
         """Stop the threads. Idempotent; the operators must not be used afterwards."""
@@ -125,13 +140,14 @@ class Ops(ExpertOps, LadderOps, GraphOps):
             backend.close()
         self._activations.close()
 
-    def empty(self, *shape: int) -> Tensor:
-        """An uninitialized float32 tensor for the result of an operator."""
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """An uninitialized tensor for the result of an operator."""
         count = math.prod(shape)
         if self._buffers is not None:
-            return self._buffers.take(count).view(shape)
-        if count * 4 < LARGE or self.device.type != "cpu":
-            return torch.empty(shape, dtype=torch.float32, device=self.device)
+            words = self._buffers.take(-(-count * dtype.itemsize // 4))
+            return words.view(dtype)[:count].view(shape)
+        if count * 4 < LARGE or self.device.type != "cpu" or dtype != torch.float32:
+            return torch.empty(shape, dtype=dtype, device=self.device)
         return self._activations.take(count).view(shape)
 
     @property
@@ -169,38 +185,41 @@ class Ops(ExpertOps, LadderOps, GraphOps):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension; x may be strided."""
-        expect("rms_norm x", x, torch.float32)
+        expect_floats("rms_norm x", x, self.activations)
         expect("rms_norm weight", weight, torch.float32, x.shape[-1])
-        out = self.empty(*x.shape)
+        out = self.empty(*x.shape, dtype=x.dtype)
         if x.numel():
             self._kernel("rms_norm").run(x, weight, eps, out)
         return out
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, wide: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """``s = x + residual``; returns ``(rms_norm(s), s)``; ``residual`` becomes s."""
-        expect("add_rms_norm x", x, torch.float32)
+        """``s = x + residual``; returns ``(rms_norm(s), s)``; ``residual``, float32, becomes s.
+
+        The norm is of the activations' type, with ``wide`` float32.
+        """
+        expect_floats("add_rms_norm x", x, self.activations)
         expect("add_rms_norm residual", residual, torch.float32, *x.shape)
         expect("add_rms_norm weight", weight, torch.float32, x.shape[-1])
-        out = self.empty(*residual.shape)
+        out = self.empty(*residual.shape, dtype=torch.float32 if wide else self.activations)
         if x.numel():
             self._kernel("add_rms_norm").run(x, residual, weight, eps, out)
         return out, residual
 
     def gated_activation(self, gate_up: Tensor, kind: Activation) -> Tensor:
-        """``act(gate) * up`` for ``gate_up [T, 2 I]`` = gate then up; float32 ``[T, I]``."""
-        expect("gated_activation", gate_up, torch.float32, None, None)
+        """``act(gate) * up`` for ``gate_up [T, 2 I]`` = gate then up; ``[T, I]``."""
+        expect_floats("gated_activation", gate_up, self.activations, None, None)
         tokens, width = gate_up.shape
         if width % 2:
             raise KernelError(f"gated_activation: expected an even width, found {width}")
-        out = self.empty(tokens, width // 2)
+        out = self.empty(tokens, width // 2, dtype=gate_up.dtype)
         if tokens:
             self._kernel("gated_activation", format=kind).run(gate_up.contiguous(), kind, out)
         return out
 
     def zeros(self, rows: int, width: int) -> Tensor:
-        """``[rows, width]`` of zeros."""
+        """``[rows, width]`` of zeros, float32."""
         out = self.empty(rows, width)
         if out.numel():
             self._kernel("zeros").run(out)
@@ -208,15 +227,15 @@ class Ops(ExpertOps, LadderOps, GraphOps):
 
     def add(self, x: Tensor, other: Tensor) -> Tensor:
         """``x += other``, both of one shape; returns x."""
-        expect("add x", x, torch.float32)
-        expect("add other", other, torch.float32, *x.shape)
+        expect_floats("add x", x, self.activations)
+        expect_floats("add other", other, self.activations, *x.shape)
         if x.numel():
             self._kernel("add").run(x, other)
         return x
 
     def add_bias(self, x: Tensor, bias: Tensor) -> Tensor:
         """``x += bias`` for every row of ``x [T, N]``; returns x."""
-        expect("add_bias x", x, torch.float32)
+        expect_floats("add_bias x", x, self.activations)
         expect("add_bias bias", bias, torch.float32, x.shape[-1])
         if x.numel():
             self._kernel("add_bias").run(x, bias)
@@ -224,35 +243,35 @@ class Ops(ExpertOps, LadderOps, GraphOps):
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
         """``x *= factor``; returns x."""
-        expect("scale x", x, torch.float32)
+        expect_floats("scale x", x, self.activations)
         if x.numel() and factor != 1.0:
             self._kernel("scale").run(x, None, factor)
         return x
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
-        """``x = cap * tanh(x / cap)`` in place; returns x."""
+        """``x = cap * tanh(x / cap)`` in place, float32; returns x."""
         expect("softcap x", x, torch.float32)
         if x.numel():
             self._kernel("softcap").run(x, None, cap)
         return x
 
     def select_rows(self, x: Tensor, rows: Tensor) -> Tensor:
-        """``x[rows]``: x float32 ``[T, N]``, rows int64 ``[R]``, all of them in 0..T - 1."""
-        expect("select_rows x", x, torch.float32, None, None)
+        """``x[rows]``: x ``[T, N]``, rows int64 ``[R]``, all of them in 0..T - 1."""
+        expect_floats("select_rows x", x, self.activations, None, None)
         expect("select_rows rows", rows, torch.int64, None)
-        out = self.empty(rows.shape[0], x.shape[1])
+        out = self.empty(rows.shape[0], x.shape[1], dtype=x.dtype)
         if rows.shape[0]:
             self._kernel("select_rows").run(x, rows, out)
         return out
 
     def take_columns(self, x: Tensor, order: Tensor, *, back: bool = False) -> Tensor:
-        """``x[:, order]`` of x float32 ``[T, N]``, or the inverse with ``back``.
+        """``x[:, order]`` of x ``[T, N]``, or the inverse with ``back``.
 
         order int32 ``[N]``: 0..N - 1, each once.
         """
-        expect("take_columns x", x, torch.float32, None, None)
+        expect_floats("take_columns x", x, self.activations, None, None)
         expect("take_columns order", order, torch.int32, x.shape[1])
-        out = self.empty(*x.shape)
+        out = self.empty(*x.shape, dtype=x.dtype)
         if out.numel():
             self._kernel("take_columns").run(x, order, back, out)
         return out
@@ -296,7 +315,7 @@ class Ops(ExpertOps, LadderOps, GraphOps):
         """
         batch.check(pages)
         for name, x in (("q", q), ("k", k), ("v", v)):
-            expect(f"rope {name}", x, torch.float32, batch.num_tokens, None, None)
+            expect_floats(f"rope {name}", x, self.activations, batch.num_tokens, None, None)
         for name, x in (("cos", cos), ("sin", sin)):
             expect(f"rope {name}", x, torch.float32, batch.num_tokens, None)
         if q.shape[0]:
@@ -321,7 +340,7 @@ class Ops(ExpertOps, LadderOps, GraphOps):
         more logit per head that takes probability but has no value.
         """
         batch.check(pages)
-        expect("attention q", q, torch.float32, batch.num_tokens, None, None)
+        expect_floats("attention q", q, self.activations, batch.num_tokens, None, None)
         if sinks is not None:
             expect("attention sinks", sinks, torch.float32, q.shape[1])
         tokens, heads, head_dim = q.shape
@@ -333,7 +352,7 @@ class Ops(ExpertOps, LadderOps, GraphOps):
             )
         if pages.k_centre is not None and (softcap or sinks is not None):
             raise KernelError("attention: keys with a centre allow neither softcap nor sinks")
-        out = self.empty(tokens, heads * head_dim)
+        out = self.empty(tokens, heads * head_dim, dtype=q.dtype)
         if tokens:
             kernel = self._kernel("attention", head_dim=head_dim, kv_dtype=pages.dtype)
 
@@ -344,69 +363,3 @@ class Ops(ExpertOps, LadderOps, GraphOps):
                 return self._cut(q, out, attend)
             attend(q, batch, out)
         return out
-
-    def argmax(self, logits: Tensor) -> Tokens:
-        """The first best token of each row of ``logits [R, V]`` float32; no probabilities."""
-        out = SampleBuffers(logits.shape[0])
-        self._sample(logits, None, out)
-        return out.read(logits.shape[0])
-
-    def penalize(self, logits: Tensor, penalties: Penalties) -> None:
-        """Lower what was there already in ``logits [R, V]`` float32: :class:`Penalties`."""
-        expect("penalize logits", logits, torch.float32, None, None)
-        rows, ids, counts, factors = penalties
-        expect("penalize rows", rows, torch.int64, None)
-        expect("penalize ids", ids, torch.int64, rows.shape[0])
-        expect("penalize counts", counts, torch.float32, rows.shape[0])
-        expect("penalize factors", factors, torch.float32, logits.shape[0], 3)
-        if rows.shape[0]:
-            self._kernel("penalize").run(logits, penalties)
-
-    def sample(self, logits: Tensor, draws: Draws) -> Tokens:
-        """One token per row of ``logits [R, V]`` float32, as ``draws [R]`` say.
-
-        See :mod:`sdk.kernels.sampling`. A row whose maximum is not finite gets no draw.
-        """
-        if (
-            draws.dtype != DRAW
-            or draws.shape != logits.shape[:1]
-            or not draws.flags.c_contiguous
-            or not draws.flags.aligned
-        ):
-            raise KernelError(
-                f"sample: expected one DRAW for each row of logits {list(logits.shape)}, "
-                f"found {draws.dtype} {list(draws.shape)} with strides {draws.strides}"
-            )
-        out = SampleBuffers(logits.shape[0])
-        self._sample(logits, draws, out)
-        return out.read(logits.shape[0])
-
-    def sample_into(self, logits: Tensor, buffers: SampleBuffers) -> None:
-        """As :meth:`sample`, the draws taken from ``buffers`` and the outcome left there."""
-        if len(buffers.tokens) < logits.shape[0]:
-            raise KernelError(
-                f"sample: expected buffers for {logits.shape[0]} rows, found {len(buffers.tokens)}"
-            )
-        self._sample(logits, buffers.draws, buffers)
-
-    def sample_rows(self, logits: Tensor, draws: Tensor) -> Tensor:
-        """As :meth:`sample`, without leaving a GPU: float64 ``[R, 3]``, token, best, probability.
-
-        ``draws`` float64 ``[R, 8]``: the bytes of a DRAW for each row.
-        """
-        expect("sample logits", logits, torch.float32, None, None)
-        expect("sample draws", draws, torch.float64, logits.shape[0], 8)
-        found: Tensor = self._kernel("sample").rows(logits, draws)
-        return found
-
-    def _sample(self, logits: Tensor, draws: Draws | None, out: SampleBuffers) -> None:
-        if logits.dim() != 2 or logits.dtype != torch.float32 or not logits.shape[1]:
-            raise KernelError(
-                f"sample: expected float32 logits [R, V], found {logits.dtype} {list(logits.shape)}"
-            )
-        expect("sample logits", logits, torch.float32)
-        if not logits.shape[0]:
-            return
-        if self._sampling is None:  # once: making and looking up a Problem takes 2 us
-            self._sampling = self._kernel("sample")
-        self._sampling.run(logits, draws, out)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor
 
 from sdk.kernels.errors import KernelError
@@ -20,7 +21,8 @@ from sdk.kernels.layouts import Affine, Blocks, Dense, Float8, Layout, inputs_of
 if TYPE_CHECKING:
     from sdk.kernels.experts import Routes
 
-#: Backends, best first. A backend is a folder here with ``available`` and ``open_backend``.
+#: Backends, best first. A backend is a folder here with ``available``, ``open_backend`` and
+#: ``ACTIVATIONS``, the types that its operators take and give.
 BACKENDS = ("gpu", "cpu", "reference")
 
 
@@ -68,7 +70,7 @@ class LinearKernel(Implementation, Protocol):
         """The inverse of :meth:`pack`, bit for bit."""
 
     def matmul(self, packed: Any, x: Tensor, out: Tensor) -> None:
-        """``out [M, N] = x [M, K] @ w.T``; x and out float32 on a CPU, x contiguous."""
+        """``out [M, N] = x [M, K] @ w.T``, x contiguous; both any of the backend's types."""
 
     def rows(self, packed: Any, ids: Tensor, out: Tensor) -> None:
         """``out [T, K] = w[ids]``, dequantized exactly; ids int64 ``[T]``, already checked."""
@@ -114,17 +116,24 @@ class Choice:
 
 
 def open_backends(
-    device: str, num_threads: int, only: Sequence[str] | None = None, *, fixed: bool = False
+    device: str,
+    num_threads: int,
+    only: Sequence[str] | None = None,
+    *,
+    fixed: bool = False,
+    activations: torch.dtype = torch.float32,
 ) -> tuple[list[Backend], tuple[tuple[str, str], ...]]:
     """Open every backend that runs here: ``(backends, ((name, why not), ...))``.
 
-    ``fixed``: see :class:`sdk.kernels.ops.Ops`.
+    ``fixed`` and ``activations``: see :class:`sdk.kernels.ops.Ops`.
     """
     opened: list[Backend] = []
     missing: list[tuple[str, str]] = []
     for name in only or BACKENDS:
         module = import_module(f"sdk.kernels.{name}")
         reason = module.available(device)
+        if reason is None and activations not in module.ACTIVATIONS:
+            reason = f"its operators have no activations in {activations}"
         if reason is None:
             opened.append(module.open_backend(device, num_threads, fixed=fixed))
         else:

@@ -38,8 +38,9 @@ _LIMITS = {"auto": 0.05, "exact": 1e-3}
 class SelfCheck:
     """The checks of one engine: a kind of weight is checked once."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, activations: torch.dtype) -> None:
         self._device = device
+        self._activations = activations
         self._passed: set[tuple[str, Problem]] = set()
         self._failed: dict[tuple[str, Problem], str] = {}
 
@@ -59,7 +60,7 @@ class SelfCheck:
         key = (kernel.name, problem if whole else replace(problem, out_features=0))
         if key not in self._passed and key not in self._failed:
             part = layout if whole else slice_rows(layout, 0, min(layout.shape[0], _ROWS))
-            found = _difference(kernel, problem, part, self._device)
+            found = _difference(kernel, problem, part, self._device, self._activations)
             if found is None:
                 self._passed.add(key)
             else:
@@ -67,7 +68,9 @@ class SelfCheck:
         return self._failed.get(key)
 
 
-def _difference(kernel: Any, problem: Problem, layout: Layout, device: torch.device) -> str | None:
+def _difference(
+    kernel: Any, problem: Problem, layout: Layout, device: torch.device, dtype: torch.dtype
+) -> str | None:
     """What is wrong with the kernel's products with ``layout``, or ``None``."""
     rows, columns = layout.shape
     ends = [slice(max(0, rows - _ROWS), rows)]
@@ -79,10 +82,10 @@ def _difference(kernel: Any, problem: Problem, layout: Layout, device: torch.dev
     try:
         packed = kernel.pack(layout)
         for tokens in _TOKENS:
-            x = torch.randn(tokens, columns, generator=random).to(device)
-            out = torch.full((tokens, rows), math.nan, device=device)
+            x = torch.randn(tokens, columns, generator=random).to(device, dtype)
+            out = torch.full((tokens, rows), math.nan, dtype=dtype, device=device)
             kernel.matmul(packed, x, out)
-            seen = _numbers(x if scheme is None else rounded(x, scheme))
+            seen = _numbers(x if scheme is None else rounded(x.float(), scheme))
             for end, value in zip(ends, values, strict=True):
                 distance = _distance(_numbers(out[:, end]), seen, value)
                 if not distance <= _LIMITS[problem.compute]:

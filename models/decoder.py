@@ -28,7 +28,7 @@ class CausalLM(Protocol):
     config: ModelConfig
 
     def __call__(self, inputs: Tensor, batch: AttentionBatch, kv: Sequence[KVPages]) -> Tensor:
-        """One step: hidden states ``[T, hidden]``, final norm applied.
+        """One step: hidden states float32 ``[T, hidden]``, final norm applied.
 
         ``inputs``: token ids int64 ``[T]``, or embeddings float32 ``[T, hidden]`` as they are
         after the model's own scaling. Keys and values are written into ``kv``, one per layer.
@@ -197,7 +197,9 @@ class Decoder:
         step = Step(batch, angles, local)
         for layer, pages in zip(self.layers, kv, strict=True):
             delta, residual = layer(delta, residual, step, pages)
-        hidden, _ = self.ops.add_rms_norm(delta, residual, self.norm, self.config.rms_norm_eps)
+        hidden, _ = self.ops.add_rms_norm(
+            delta, residual, self.norm, self.config.rms_norm_eps, wide=True
+        )
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:

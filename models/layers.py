@@ -37,20 +37,36 @@ ACCURATE = 16
 
 
 class Linear:
-    """``y = x @ w.T + bias``; with ``reduce`` the products of all ranks are summed first."""
+    """``y = x @ w.T + bias``; with ``reduce`` the products of all ranks are summed first.
+
+    ``narrow``: y is read by another kernel only, so it is of the activations' type
+    (:attr:`sdk.kernels.ops.Ops.activations`); else float32.
+    """
 
     def __init__(
-        self, weight: Weight, bias: Tensor | None, mesh: Mesh, ops: Ops, *, reduce: bool = False
+        self,
+        weight: Weight,
+        bias: Tensor | None,
+        mesh: Mesh,
+        ops: Ops,
+        *,
+        reduce: bool = False,
+        narrow: bool = False,
     ) -> None:
         self.ops = ops
         self.weight = weight
         self.bias = bias
         self.mesh = mesh
         self.reduce = reduce
+        self.narrow = narrow and ops.activations != torch.float32
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``x [T, in] -> [T, out]``, float32."""
-        y = self.weight.matmul(x)
+        """``x [T, in] -> [T, out]``."""
+        out: Tensor | None = None
+        if self.narrow:
+            shape = (x.shape[0], self.weight.shape[0])
+            out = self.ops.empty(*shape, dtype=self.ops.activations)
+        y = self.weight.matmul(x, out)
         if self.reduce:
             self.mesh.all_reduce(y)
         if self.bias is not None:
@@ -197,10 +213,11 @@ class Source:
         bias: Tensor | None,
         *,
         reduce: bool = False,
+        narrow: bool = False,
         activation_bits: int = 8,
     ) -> Linear:
         weight.bind(self.ops, activation_bits)
-        linear = Linear(weight, bias, self.mesh, self.ops, reduce=reduce)
+        linear = Linear(weight, bias, self.mesh, self.ops, reduce=reduce, narrow=narrow)
         self.linears.append((path, linear))
         return linear
 
@@ -228,7 +245,9 @@ class Source:
             weight = self._pull(whole, (total, hidden))
             joined = self._bias(whole, total, bias)
             if sum(count for *_, count in parts) == total:
-                return self._bound(whole, weight, joined, activation_bits=activation_bits)
+                return self._bound(
+                    whole, weight, joined, narrow=True, activation_bits=activation_bits
+                )
             offset = 0
             for _, size, start, count in parts:
                 weights.append(self._cut(whole, weight, "out", offset + start, count))
@@ -250,7 +269,9 @@ class Source:
                 for b, w in zip(biases, weights, strict=True)
             ]
         joined = torch.cat(present) if present else None
-        return self._bound(whole, concat(weights), joined, activation_bits=activation_bits)
+        return self._bound(
+            whole, concat(weights), joined, narrow=True, activation_bits=activation_bits
+        )
 
     def row(
         self, path: str, in_features: int, start: int, count: int, *, bias: bool = False

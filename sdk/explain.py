@@ -25,6 +25,7 @@ def explain(
     lines = [
         f"model      {config.model} ({model.model_type}, {model.num_layers} layers)",
         f"device     {ops.device}, {ops.num_threads} threads, compute={ops.compute}, "
+        f"activations {str(ops.activations).removeprefix('torch.')}, "
         f"backends {', '.join(ops.backend_names)}",
     ]
     lines += [f"           no {name} backend: {reason}" for name, reason in ops.declined_backends]

@@ -27,7 +27,7 @@ from sdk.model_key import ModelKey, model_key
 from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
 from sdk.params import SamplingParams
-from sdk.planning import compute_of, device_of, model_config, open_model, threads_of
+from sdk.planning import activations_of, compute_of, device_of, model_config, open_model, threads_of
 from sdk.progress import reporting
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.spec import kv_bits
@@ -170,6 +170,7 @@ def _runner_config(
         num_threads=max(threads_of(config) // config.tensor_parallel_size, 1),
         device=device_of(config),
         compute=compute_of(config),
+        activations=activations_of(config, checkpoint),
         enforce_eager=config.enforce_eager,
         deterministic=config.deterministic,
         hf_overrides=dict(config.hf_overrides or {}),

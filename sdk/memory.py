@@ -113,7 +113,8 @@ class Demand:
 
     ``weights`` as kernels hold them, ``loading`` what a load has in memory at its peak, ``read``
     what one token reads of the weights. ``experts_per_token`` and ``expert_width`` are those of a
-    mixture of experts. ``captured_tokens``: those of the largest step that a GPU records, or 0.
+    mixture of experts. ``captured_tokens``: those of the largest step that a GPU records, or 0;
+    ``activation_bytes``: of a number that one kernel hands to the next.
     """
 
     weights: int
@@ -128,6 +129,7 @@ class Demand:
     max_num_batched_tokens: int
     experts_per_token: int = 0
     expert_width: int = 0
+    activation_bytes: int = 4
     loading: int = 0
     read: int = 0
     has_tokenizer: bool = True
@@ -277,15 +279,18 @@ def workspace_bytes(demand: Demand, seqs: int, tokens: int) -> int:
     """The largest step's scratch: activations of its tokens and the logits of its requests.
 
     A token has about six rows of hidden and three of intermediate size alive at once (residual,
-    norm, q/k/v, attention, output; gate, up, product), in float32, and for each of its experts
-    gate, up, product and output. Beside the logits stands a copy of them (penalties) or the logits
-    of the prompt's tokens that are scored.
+    norm, q/k/v, attention, output; gate, up, product), and for each of its experts gate, up,
+    product and output. The residual and what is added to it are float32 whatever the others are.
+    Beside the logits stands a copy of them (penalties) or the logits of the prompt's tokens that
+    are scored.
     """
     expert = 3 * demand.expert_width + demand.hidden_size
-    row = 6 * demand.hidden_size + 3 * demand.intermediate_size + demand.experts_per_token * expert
+    short = 4 * demand.hidden_size + 3 * demand.intermediate_size
+    short += demand.experts_per_token * expert
+    row = 2 * demand.hidden_size * 4 + short * demand.activation_bytes
     logits = min(seqs, tokens) * demand.vocab_size * 4
     engine = ENGINE_BYTES + ENGINE_WORD_BYTES * demand.vocab_size
-    return engine + tokens * row * 4 + logits + max(logits, SCORED_BYTES)
+    return engine + tokens * row + logits + max(logits, SCORED_BYTES)
 
 
 def graph_bytes(demand: Demand, seqs: int, tokens: int) -> int:
@@ -300,7 +305,8 @@ def graph_bytes(demand: Demand, seqs: int, tokens: int) -> int:
     rows = min(seqs, tokens)
     largest = workspace_bytes(demand, 0, max(captured, rows)) - workspace_bytes(demand, 0, 0)
     hidden, vocab = demand.hidden_size, demand.vocab_size
-    return largest + 4 * (rows * (hidden + 2 * vocab) + 3 * captured * hidden)
+    attention = 2 * captured * hidden * demand.activation_bytes
+    return largest + 4 * (rows * (hidden + 2 * vocab) + captured * hidden) + attention
 
 
 def plan_memory(

@@ -15,6 +15,7 @@ from sdk.config import EngineConfig
 from sdk.engine.kv_cache import kv_spec
 from sdk.errors import CheckpointError, RequestError
 from sdk.kernels.cpu.packed_weight import BLOCK_SOURCES, packed_bytes
+from sdk.kernels.gpu import matrix_type
 from sdk.kernels.gpu.graphs import MOST_TOKENS
 from sdk.kernels.layouts import BLOCK_TYPES
 from sdk.kernels.ops import Compute
@@ -32,6 +33,7 @@ from sdk.memory import (
     plan_memory,
 )
 from sdk.memory_pool import MemoryPool
+from sdk.models.activation_type import activation_type
 from sdk.models.auto import read_config
 from sdk.models.config import ModelConfig
 from sdk.models.layers import ACCURATE
@@ -91,6 +93,16 @@ def model_config(config: EngineConfig, checkpoint: Checkpoint) -> ModelConfig:
     return read_config({**checkpoint.config, **(config.hf_overrides or {})})
 
 
+def activations_of(config: EngineConfig, checkpoint: Checkpoint) -> torch.dtype:
+    """The type of those between kernels: float32 on a CPU, whose kernels have no other."""
+    device = device_of(config)
+    return activation_type(
+        {**checkpoint.config, **(config.hf_overrides or {})},
+        torch.float32 if device == "cpu" else matrix_type(device),
+        exact=compute_of(config) == "exact",
+    )
+
+
 def compute_of(config: EngineConfig) -> Compute:
     # dtype="float32" asks for the arithmetic that compute="exact" names
     return "exact" if config.dtype == "float32" else config.compute
@@ -143,9 +155,10 @@ def plan_for(
 ) -> MemoryPlan:
     """The sums alone; ``problem`` says so where they do not fit. ``sizes`` where they are known."""
     model = model_config(config, checkpoint)
+    activations = activations_of(config, checkpoint)
     pool = config.memory if isinstance(config.memory, MemoryPool) else None
     made = plan_memory(
-        _demand(config, model, sizes or sizes_of(config, checkpoint)),
+        _demand(config, model, sizes or sizes_of(config, checkpoint), activations),
         budget=_bytes(config.memory) if pool is None else pool.free,
         kv_budget=_bytes(config.kv_cache_memory_bytes),
         max_model_len=config.max_model_len,
@@ -167,7 +180,9 @@ def plan_for(
     return replace(made, config=config)
 
 
-def _demand(config: EngineConfig, model: ModelConfig, sizes: Sizes) -> Demand:
+def _demand(
+    config: EngineConfig, model: ModelConfig, sizes: Sizes, activations: torch.dtype
+) -> Demand:
     dtype = config.kv_policy or config.kv_cache_dtype
     if dtype == "auto":
         dtype = "float32" if compute_of(config) == "exact" else "float16"
@@ -192,6 +207,7 @@ def _demand(config: EngineConfig, model: ModelConfig, sizes: Sizes) -> Demand:
         max_num_batched_tokens=config.max_num_batched_tokens,
         experts_per_token=0 if experts is None else experts.per_token,
         expert_width=0 if experts is None else experts.width,
+        activation_bytes=activations.itemsize,
         loading=sizes.loading,
         read=sizes.read,
         has_tokenizer=not config.skip_tokenizer_init,

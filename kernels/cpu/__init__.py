@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from sdk.kernels.cpu.attention import Attention, Places
 from sdk.kernels.cpu.elementwise import (
     MAPS,
@@ -31,6 +33,8 @@ from sdk.kernels.cpu.weight_memory import WeightMemory
 from sdk.kernels.reference.sampling import Penalize
 
 __all__ = ["CpuBackend", "available", "levels", "open_backend", "simd_level"]
+
+ACTIVATIONS = (torch.float32,)
 
 
 def available(device: str) -> str | None:

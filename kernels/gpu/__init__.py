@@ -24,6 +24,7 @@ DENSE_FROM_WITHOUT_MMA = 32
 OLDEST_CARD = (7, 5)
 #: The first to give a product's sums in float32 (``torch.mm(out_dtype=)``).
 OLDEST_TORCH = (2, 8)
+ACTIVATIONS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def available(device: str) -> str | None:
@@ -54,6 +55,18 @@ def _interpreted() -> bool:
     return triton is not None and bool(triton.knobs.runtime.interpret)
 
 
+def matrix_type(device: str) -> torch.dtype:
+    """The 16-bit floats that the card's matrix units multiply best.
+
+    NVIDIA's cards before compute capability 8.0 have none for bfloat16.
+    """
+    if torch.device(device).type == "cpu":
+        return torch.float16
+    card = torch.cuda.get_device_properties(device)
+    short = torch.version.hip is None and card.major < 8
+    return torch.float16 if short else torch.bfloat16
+
+
 def open_backend(device: str, num_threads: int, *, fixed: bool = False) -> GpuBackend:
     """``fixed``: the same order of additions for every batch (slower). No threads are used."""
     from sdk.kernels.gpu import attention, elementwise, experts, norm, rope, sampling
@@ -64,15 +77,14 @@ def open_backend(device: str, num_threads: int, *, fixed: bool = False) -> GpuBa
 
     codes: tuple[str, ...] = ("int", "e4m3")
     if torch.device(device).type == "cpu":
-        tuning, matrix = Tuning(programs=4), torch.float16
+        tuning = Tuning(programs=4)
     else:
         card = torch.cuda.get_device_properties(device)
         tuning = read_tuning(card.name, 4 * card.multi_processor_count)
         if torch.version.hip is None and card.major < 8:
             tuning = replace(tuning, dense_from=min(tuning.dense_from, DENSE_FROM_WITHOUT_MMA))
-        matrix = torch.bfloat16 if card.major >= 8 else torch.float16
         codes = bytes_of_card((card.major, card.minor), amd=torch.version.hip is not None)
-    packed = (Linear(dtype, tuning, fixed=fixed) for dtype in (matrix, torch.float32))
+    packed = (Linear(dtype, tuning, fixed=fixed) for dtype in (matrix_type(device), torch.float32))
     as_file = LinearAsFile(tuning, codes, fixed=fixed)
     return GpuBackend(
         {

@@ -165,8 +165,10 @@ class _Step:
         shared = batch.shared_len if splits > 1 else None
         parts = sums = self.out
         if splits > 1:
-            parts = self.out.new_empty(batch.num_requests, self.heads, splits, self.head_dim)
-            sums = self.out.new_empty(batch.num_requests, self.heads, splits, 2)
+            rows = (batch.num_requests, self.heads, splits)
+            parts, sums = (
+                torch.empty(*rows, width, device=self.out.device) for width in (self.head_dim, 2)
+            )
         if shared is not None:
             self._shared(shared, parts, sums, splits)
         decode_kernel[(batch.num_requests, self.kv_heads, splits)](

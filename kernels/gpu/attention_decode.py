@@ -12,11 +12,12 @@ tile. The splits are then those of the longest request.
 The grid depends on numbers known beforehand only (requests, heads, the longest context), so that a
 captured graph stays valid; a program without keys ends at once.
 
-Tensors are float32: q with rows at ``token * q_token + head * q_head``, out ``[T, heads,
-HEAD_DIM]``, parts ``[R, heads, splits, HEAD_DIM]``, sums ``[R, heads, splits, 2]`` (maximum in base
-2, total). ``shared_len`` is int32 ``[1]``, ``longest`` a bound of all lengths, ``UNMIX`` the
-Hadamard block of the result where values lie mixed, else 0. Must match ``reference/attention.py``:
-to 2e-6 of a value's size in float32, to the rounding of the page types otherwise.
+q and out are of one type, q with rows at ``token * q_token + head * q_head``, out ``[T, heads,
+HEAD_DIM]``; float32 are parts ``[R, heads, splits, HEAD_DIM]`` and sums ``[R, heads, splits, 2]``
+(maximum in base 2, total). ``shared_len`` is int32 ``[1]``, ``longest`` a bound of all lengths,
+``UNMIX`` the Hadamard block of the result where values lie mixed, else 0. Must match
+``reference/attention.py``: to 2e-6 of a value's size in float32, to the rounding of the page types
+and of out's otherwise.
 """
 
 from __future__ import annotations

@@ -97,8 +97,14 @@ def product_dense(w: Tensor, x: Tensor, routed: Routed, experts: range, out: Ten
 
 
 def multiply(x: Tensor, w: Tensor, out: Tensor) -> None:
-    """``out = x @ w.T`` with x and w of one type; on a GPU the sums are not rounded to it."""
-    if x.is_cuda and x.dtype != torch.float32:
+    """``out = x @ w.T`` with x and w of one type.
+
+    On a GPU sums that go into float32 are not rounded before; of a 16-bit out the library may round
+    those of shares of K, as it does for everybody.
+    """
+    if out.dtype == x.dtype:
+        torch.mm(x, w.t(), out=out)
+    elif x.is_cuda and x.dtype != torch.float32:
         out.copy_(torch.mm(x, w.t(), out_dtype=torch.float32))
     else:
         out.copy_(torch.mm(x, w.t()))

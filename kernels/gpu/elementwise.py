@@ -1,6 +1,7 @@
 """The small row-wise operators, gated activations, and where each token of a step stands.
 
-Must match ``reference/elementwise.py`` and ``reference/norm.py``: to 1e-6, copies exactly.
+Must match ``reference/elementwise.py`` and ``reference/norm.py``: to 1e-6 before the one rounding
+of 16-bit results, copies exactly.
 """
 
 from __future__ import annotations
@@ -57,9 +58,9 @@ def map_kernel(x, other, factor, count, width, KIND: tl.constexpr, BLOCK: tl.con
     if KIND == 0:
         values = tl.zeros((BLOCK,), tl.float32)
     else:
-        values = tl.load(x + index, mask=mask, other=0.0)
+        values = tl.load(x + index, mask=mask, other=0.0).to(tl.float32)
         if KIND == 1:
-            values += tl.load(other + index, mask=mask, other=0.0)
+            values += tl.load(other + index, mask=mask, other=0.0).to(tl.float32)
         elif KIND == 2:
             values += tl.load(other + index % width, mask=mask, other=0.0)
         elif KIND == 3:

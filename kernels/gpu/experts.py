@@ -1,8 +1,8 @@
 """Routing tokens to experts: the choice, the order of the rows, their biases and weighted sums.
 
 Nothing waits for the host, so a captured decode step routes anew in every replay. Must match
-``reference/experts.py``: the order exactly, numbers to 1e-6. A row's result does not depend on the
-others.
+``reference/experts.py``: the order exactly, numbers to 1e-6 before 16-bit ones are rounded. A row's
+result does not depend on the others.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def owners_bias_kernel(x, bias, owners, width, BLOCK: tl.constexpr):
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
     owner = tl.load(owners + row).to(tl.int64)
-    values = tl.load(x + row * width + column, mask=mask, other=0.0)
+    values = tl.load(x + row * width + column, mask=mask, other=0.0).to(tl.float32)
     values += tl.load(bias + owner * width + column, mask=mask, other=0.0)
     tl.store(x + row * width + column, values, mask=mask)
 
@@ -114,7 +114,7 @@ def combine_kernel(x, weights, places, out, width, K: tl.constexpr, BLOCK: tl.co
     total = tl.zeros((BLOCK,), tl.float32)
     for i in tl.static_range(K):
         row = tl.load(places + token * K + i).to(tl.int64)
-        values = tl.load(x + row * width + column, mask=mask, other=0.0)
+        values = tl.load(x + row * width + column, mask=mask, other=0.0).to(tl.float32)
         total += tl.load(weights + token * K + i) * values
     tl.store(out + token * width + column, total, mask=mask)
 

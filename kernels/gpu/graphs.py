@@ -5,8 +5,8 @@ smaller step runs in the next larger one, filled up with rows that are nobody's 
 and the write of keys pass over them). What an attention launches depends on the lengths of its
 requests as well, of which decode steps know a bound and prompts do not.
 
-All graphs share one pool of memory, because only one runs at a time. What outlives a replay lies
-outside of the pool, where no other graph has its scratch.
+All graphs share one pool of memory, because only one runs at a time. What is read after the next
+replay must lie outside of the pool, where no other graph has its scratch.
 """
 
 from __future__ import annotations

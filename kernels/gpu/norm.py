@@ -1,8 +1,9 @@
 """RMSNorm, with and without the residual addition: one pass over the rows.
 
 ``out = x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, in float32; must match
-``reference/norm.py`` to 1e-6 of the row's largest value. A program owns whole rows, so a row's
-result does not depend on the others.
+``reference/norm.py`` to 1e-6 of the row's largest value before it is rounded to the type of
+``out``. The residual is float32. A program owns whole rows, so a row's result does not depend on
+the others.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rotary embedding fused with the write of keys and values into their pages, and its angles.
 
-Must match ``reference/rope.py``: q to 1 ulp, page contents bit for bit from equal keys and values
-(the same order of sums, ties to even), codes included.
+Must match ``reference/rope.py``: q to 1 ulp of its type, page contents bit for bit from equal keys
+and values (the same order of sums, ties to even), codes included.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def _rotated(x, column, mask, angles, half, cos, sin):
     turned = column < 2 * half
     first = column < half
     partner = tl.where(first, column + half, column - half)
-    values = tl.load(x + column[None, :], mask=mask, other=0.0)
-    others = tl.load(x + partner[None, :], mask=mask & turned[None, :], other=0.0)
+    values = tl.load(x + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    others = tl.load(x + partner[None, :], mask=mask & turned[None, :], other=0.0).to(tl.float32)
     angle = angles + tl.where(first, column, column - half)
     c = tl.load(cos + angle, mask=turned, other=1.0)
     s = tl.load(sin + angle, mask=turned, other=0.0)
@@ -126,8 +126,8 @@ def rope_kernel(
         else:
             at_value = token * v_token + head[:, None] * v_head + column[None, :]
             _write(
-                tl.load(v + at_value, mask=mask, other=0.0), v_codes, v_scale, slot, head,
-                real, v_page, v_row, v_slot, v_scale_page, v_scale_group,
+                tl.load(v + at_value, mask=mask, other=0.0).to(tl.float32), v_codes, v_scale, slot,
+                head, real, v_page, v_row, v_slot, v_scale_page, v_scale_group,
                 PAGE, HEAD_DIM, BLOCK_H, BLOCK_D, V_KIND, V_GROUPS, V_GROUP, V_MIX,
             )  # fmt: skip
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from sdk.kernels.reference.attention import Attention
 from sdk.kernels.reference.elementwise import Map, Places, SelectRows, TakeColumns
 from sdk.kernels.reference.experts import AddOwnersBias, Combine, Group, Route
@@ -17,6 +19,9 @@ from sdk.kernels.reference.norm import AddRmsNorm, GatedActivation, RmsNorm
 from sdk.kernels.reference.recode import RecodePage
 from sdk.kernels.reference.rope import RopeAndCache, RopeAngles
 from sdk.kernels.reference.sampling import Penalize, Sample
+
+#: Of 16 bits: read as float32, rounded where they are written.
+ACTIVATIONS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def available(device: str) -> str | None:

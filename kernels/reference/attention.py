@@ -41,7 +41,7 @@ class Attention:
     ) -> None:
         starts = batch.query_start.tolist()
         lengths = batch.context_len.tolist()
-        view = out.view(q.shape)
+        view, q = torch.empty_like(q, dtype=torch.float32), q.float()
         for r, length in enumerate(lengths):
             k, v = _gather(pages, batch.page_table[r], length)
             first_position = length - (starts[r + 1] - starts[r])
@@ -49,8 +49,7 @@ class Attention:
                 end = min(begin + QUERY_TILE, starts[r + 1])
                 position = first_position + begin - starts[r]
                 view[begin:end] = _tile(q[begin:end], k, v, position, scale, window, softcap, sinks)
-        if pages.v_mixed:
-            view.copy_(mixed(view))
+        out.view(q.shape).copy_(mixed(view) if pages.v_mixed else view)
 
 
 def _gather(pages: KVPages, table: Tensor, length: int) -> tuple[Tensor, Tensor]:

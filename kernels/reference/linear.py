@@ -42,7 +42,7 @@ class Linear:
     def matmul(self, packed: Layout, x: Tensor, out: Tensor) -> None:
         tokens = x.shape[0]
         tiles = -(-tokens // ROW_TILE)
-        padded = torch.nn.functional.pad(x, (0, 0, 0, tiles * ROW_TILE - tokens))
+        padded = torch.nn.functional.pad(x.float(), (0, 0, 0, tiles * ROW_TILE - tokens))
         for start in range(0, packed.shape[0], OUT_TILE):
             stop = min(start + OUT_TILE, packed.shape[0])
             w = decode(slice_rows(packed, start, stop))
@@ -79,7 +79,7 @@ class RoundedLinear(Linear):
 
     def matmul(self, packed: Layout, x: Tensor, out: Tensor) -> None:
         scheme = inputs_of(packed)
-        super().matmul(packed, x if scheme is None else rounded(x, scheme), out)
+        super().matmul(packed, x if scheme is None else rounded(x.float(), scheme), out)
 
 
 def slice_rows(layout: Layout, start: int, stop: int, step: int = 1) -> Layout:

@@ -19,6 +19,7 @@ class RmsNorm:
         return None
 
     def run(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+        x = x.float()
         mean = (x * x).mean(dim=-1, keepdim=True)
         torch.mul(x * torch.rsqrt(mean + eps), weight, out=out)
 
@@ -45,7 +46,7 @@ class GatedActivation:
         return None
 
     def run(self, gate_up: Tensor, kind: str, out: Tensor) -> None:
-        gate, up = gate_up.chunk(2, dim=1)
+        gate, up = gate_up.float().chunk(2, dim=1)
         if kind == "silu":
             activated = F.silu(gate)
         elif kind == "gelu_tanh":

@@ -37,12 +37,11 @@ class RopeAndCache:
         batch: AttentionBatch,
         pages: KVPages,
     ) -> None:
-        q.copy_(rotate(q, cos, sin))
+        turned = rotate(q.float(), cos, sin)
+        q.copy_(mixed(turned) if pages.k_mixed else turned)
         page = torch.div(batch.slots, pages.page_size, rounding_mode="floor")
         offset = batch.slots % pages.page_size
-        if pages.k_mixed:
-            q.copy_(mixed(q))
-        k = rotate(k, cos, sin)
+        k, v = rotate(k.float(), cos, sin), v.float()
         if pages.k_centre is not None:
             k = k - pages.k_centre
         for x, to, scales in ((k, pages.k, pages.k_scale), (v, pages.v, pages.v_scale)):

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from sdk.kernels.ladder import KEPT_PAGES
 from sdk.kernels.ops import Compute, Ops
 from sdk.loaders.open import open_checkpoint
@@ -27,6 +29,7 @@ class RunnerConfig:
     num_threads: int
     device: str = "cpu"
     compute: Compute = "auto"
+    activations: torch.dtype = torch.float32
     enforce_eager: bool = False
     deterministic: bool = False
     revision: str | None = None
@@ -51,4 +54,5 @@ class RunnerConfig:
             compute=self.compute,
             num_threads=self.num_threads,
             deterministic=self.deterministic,
+            activations=self.activations,
         )

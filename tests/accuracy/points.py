@@ -2,7 +2,7 @@
 
 The base is the model's own file, whose values are the best weights at hand; ``base.gguf`` holds the
 same in float16, for schemes that pack floats. SmolLM2's lie on a Q4_1 grid and Gemma's on Q4_K_M's:
-4- and 5-bit grids of 32 with a minimum, and those of q4_k_m (which lost 0.0000), would prove nothing
+4- and 5-bit grids of 32 with a minimum, and those of q4_k_m (0.0000 lost), would prove nothing
 and are left out.
 """
 

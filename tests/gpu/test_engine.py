@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from fake_card import on_a_card
 
 from sdk import LLM, SamplingParams
@@ -48,6 +50,12 @@ def test_a_file_runs_on_triton_kernels_alone(path: Path) -> None:
     assert "reference." not in text and "cpu." not in text
 
 
+def have_activations(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between kernels, as a card would have them."""
+    for module in ("sdk.planning", "sdk.loading"):
+        monkeypatch.setattr(f"{module}.activations_of", lambda config, checkpoint: dtype)
+
+
 def answers(llm: LLM, params: SamplingParams) -> list[Any]:
     return [output.outputs[0] for output in llm.generate(PROMPTS, params)]
 
@@ -80,8 +88,12 @@ SAMPLED = SamplingParams(
 
 
 @pytest.mark.usefixtures("quick")
-def test_steps_filled_up_to_a_bucket_give_the_same_answers(path: Path) -> None:
+@pytest.mark.parametrize("short", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_steps_filled_up_to_a_bucket_give_the_same_answers(
+    path: Path, short: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To the bit: replayed decode steps, and steps with prompts in pieces."""
+    have_activations(short, monkeypatch)
     prompts = [*PROMPTS, [7, 7, 7]]
     limits = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 7}
 
@@ -127,3 +139,39 @@ def test_buckets_are_few_where_batches_are_small() -> None:
     assert buckets(8) == [1, 2, 4, 8]
     assert buckets(20) == [1, 2, 4, 8, 16, 20]
     assert bucket_of(buckets(20), 9) == 16
+
+
+#: Half a step of a type (see test_gpu_activations.py).
+HALF_STEP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+@pytest.mark.parametrize(
+    ("name", "short", "places"),
+    [
+        ("arch-llama3/hf", torch.bfloat16, 7),
+        ("arch-llama3/hf", torch.float16, 7),
+        ("arch-qwen3/hf", torch.bfloat16, 9),  # and the norms of q and k
+        ("arch-gemma3/hf", torch.bfloat16, 9),
+        ("gptoss-mxfp4", torch.float16, 11),  # and biases; bfloat16 takes a token to another expert
+    ],
+)
+@pytest.mark.usefixtures("quick")
+def test_logits_of_activations_of_16_bits_are_as_near_as_their_roundings(
+    golden: Path, name: str, short: torch.dtype, places: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer rounds in so many ``places``, by up to half a step of a value and independently, so
+    that the errors add up as squares: to ``sqrt(places * layers)`` half steps."""
+    have_activations(short, monkeypatch)
+    stored = np.load(golden / name.removesuffix("/hf") / "golden.npz")
+    expected = torch.from_numpy(stored["logits"])
+    with load(golden / name, kv_cache_dtype="float32") as llm:
+        runner = llm._runner()
+        assert runner.ops.activations == short
+        logits = runner.prompt_logits(stored["prompt"].tolist())
+        found = torch.cat([part.clone() for part in logits])
+        layers = llm.model_config.num_layers
+        assert f"activations {str(short)[6:]}," in str(llm.explain())
+    found = found - found.mean(dim=1, keepdim=True)
+    expected = expected - expected.mean(dim=1, keepdim=True)
+    away = float((found - expected).norm() / expected.norm())
+    assert away < (places * layers) ** 0.5 * HALF_STEP[short]

@@ -4,6 +4,7 @@
         python compile_attention.py
 
 A program, see ``machine_code.py``. A job is the target and a pattern of the names of cases.
+Activations are of the type that the target's cards have between kernels (:func:`short_of`).
 """
 
 from __future__ import annotations
@@ -35,6 +36,11 @@ TARGETS = {
 DTYPES = ("float32", "float16", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2", "int4")
 
 
+def short_of(target: str) -> torch.dtype:
+    """What ``models/activation_type.py`` chooses for most models."""
+    return torch.float16 if target == "sm_75" else torch.bfloat16
+
+
 def batch_of(counts: Sequence[int], context: int, shared: bool = False) -> AttentionBatch:
     tokens, requests = sum(counts), len(counts)
     return AttentionBatch(
@@ -64,53 +70,57 @@ def pages_of(dtype: str, head_dim: int) -> KVPages:
 
 
 def run_attention(
-    dtype: str, head_dim: int = 128, group: int = 4, *, rich: bool = False, exact: bool = False
+    short: torch.dtype, dtype: str, head_dim: int = 128, *, rich: bool = False, exact: bool = False
 ) -> None:
     """Prompts, decoding in one split and in several. ``rich``: window, cap, sinks, cascade."""
-    pages = pages_of(dtype, head_dim)
+    pages, group = pages_of(dtype, head_dim), 4
+    kind = torch.float32 if exact else short
     options = (128, 30.0, torch.zeros(2 * group)) if rich else (None, None, None)
     for counts, context in (([5, 1], 200), ([1, 1], 1000)):
-        q = torch.zeros(sum(counts), 2 * group, head_dim)
-        out = torch.zeros(sum(counts), 2 * group * head_dim)
+        q = torch.zeros(sum(counts), 2 * group, head_dim, dtype=kind)
+        out = torch.zeros(sum(counts), 2 * group * head_dim, dtype=kind)
         batch = batch_of(counts, context, shared=rich)
         attention.Attention(exact).run(q, pages, batch, 0.1, *options, out)
 
 
-def run_rope(dtype: str, head_dim: int = 128) -> None:
+def run_rope(short: torch.dtype, dtype: str, head_dim: int = 128) -> None:
     pages = pages_of(dtype, head_dim)
-    heads = torch.zeros(3, 12, head_dim)
+    heads = torch.zeros(3, 12, head_dim, dtype=short)
     q, k, v = heads.split([8, 2, 2], dim=1)
     angles = torch.zeros(3, head_dim // 2)
     rope.RopeAndCache().run(q, k, v, angles, angles.clone(), batch_of([3], 3), pages)
 
 
-def run_rows() -> None:
-    x, y = torch.zeros(4, 576), torch.zeros(4, 576)
-    norm.RmsNorm().run(x, x[0], 1e-5, y)
-    norm.AddRmsNorm().run(x, y, x[0], 1e-5, torch.zeros(4, 576))
-    norm.RmsNorm().run(
-        torch.zeros(4, 9, 128)[:, :3], torch.zeros(128), 1e-5, torch.zeros(4, 3, 128)
-    )
+def run_rows(short: torch.dtype) -> None:
+    """The sum is float32, its norm short, that after the last layer float32; heads are short."""
+    x, y = torch.zeros(4, 576), torch.zeros(4, 576, dtype=short)
+    norm.RmsNorm().run(x, x[0], 1e-5, x)
+    for out in (x, y):
+        norm.AddRmsNorm().run(x, x, x[0], 1e-5, out)
+    heads = torch.zeros(4, 9, 128, dtype=short)[:, :3]
+    norm.RmsNorm().run(heads, torch.zeros(128), 1e-5, torch.zeros_like(heads))
     for kind in elementwise.ACTIVATIONS:
-        elementwise.GatedActivation().run(torch.zeros(4, 1152), kind, y)
+        elementwise.GatedActivation().run(torch.zeros(4, 1152, dtype=short), kind, y)
     for kind in elementwise.MAPS:
-        elementwise.Map(kind).run(x, y if kind == "add" else y[0], 2.0)
-    elementwise.SelectRows().run(x, torch.zeros(4, dtype=torch.int64), y)
+        given = y if kind == "add_bias" else x
+        elementwise.Map(kind).run(given, x if kind == "add" else x[0], 2.0)
+    elementwise.SelectRows().run(x, torch.zeros(4, dtype=torch.int64), x)
     for back in (False, True):
-        elementwise.TakeColumns().run(x, torch.zeros(576, dtype=torch.int32), back, y)
+        elementwise.TakeColumns().run(y, torch.zeros(576, dtype=torch.int32), back, y)
     elementwise.Places().run(batch_of([3, 1], 9))
     angles = torch.zeros(4, 64), torch.zeros(4, 64)
     rope.RopeAngles().run(torch.zeros(4, dtype=torch.int64), torch.zeros(64), 1.0, *angles)
 
 
-def run_experts() -> None:
+def run_experts(short: torch.dtype) -> None:
     order = [torch.zeros(size, dtype=torch.int32) for size in (8, 8, 8, 61, 61)]
     routes = Routes(torch.zeros(1, 8), order[0].view(1, 8), *order[1:])
     for normalized in (False, True):
         experts.Route().run(torch.zeros(1, 60), normalized, routes.places, routes.weights)
     experts.Group().run(routes.places, routes)
-    experts.AddOwnersBias().run(torch.zeros(8, 576), torch.zeros(60, 576), routes)
-    experts.Combine().run(torch.zeros(8, 576), routes, torch.zeros(1, 576))
+    rows = torch.zeros(8, 576, dtype=short)
+    experts.AddOwnersBias().run(rows, torch.zeros(60, 576), routes)
+    experts.Combine().run(rows, routes, torch.zeros(1, 576))
 
 
 def run_sampling() -> None:
@@ -122,23 +132,23 @@ def run_sampling() -> None:
     sampling.Sample().rows(logits, torch.zeros(2, 8, dtype=torch.float64))
 
 
-def cases() -> Iterator[tuple[str, Callable[[], None]]]:
+def cases(short: torch.dtype) -> Iterator[tuple[str, Callable[[], None]]]:
     """Every variant, by name."""
-    yield "rows", run_rows
+    yield "rows", partial(run_rows, short)
     yield "sampling", run_sampling
-    yield "experts", run_experts
+    yield "experts", partial(run_experts, short)
     for dtype in DTYPES:
-        yield f"rope {dtype}", partial(run_rope, dtype)
+        yield f"rope {dtype}", partial(run_rope, short, dtype)
         for head_dim, rich in itertools.product((64, 80, 96, 128, 256), (False, True)):
             label = f"attention {dtype} {head_dim}{' window cap sinks cascade' if rich else ''}"
-            yield label, partial(run_attention, dtype, head_dim, rich=rich)
-    yield "attention exact", partial(run_attention, "float16", exact=True)
+            yield label, partial(run_attention, short, dtype, head_dim, rich=rich)
+    yield "attention exact", partial(run_attention, short, "float16", exact=True)
 
 
 def sources(job: list[str]) -> list[Source]:
     target, wanted = job
     with launches(TARGETS[target]) as found:
-        for label, launch in cases():
+        for label, launch in cases(short_of(target)):
             if re.fullmatch(wanted, label):
                 launch()
     return found

@@ -93,24 +93,27 @@ def routes_of(tokens: int, experts: int = 8, k: int = 2) -> Routes:
 
 
 def launch_of(name: str, kernel: str, tokens: int, dtype: torch.dtype) -> Launch:
-    """``experts`` behind a product's name: of the rows routed to eight experts."""
+    """``experts`` behind a product's name: of the rows routed to eight experts.
+
+    Few tokens share K and write float32 parts; 64 write the type of the activations at once.
+    """
     kernel, _, experts = kernel.partition(" ")
     layout = weight(name)
     x = torch.empty(tokens, layout.shape[1], dtype=dtype)
     routes = routes_of(tokens)
     if kernel == "product_dense":
         dense = DenseLinear().group([layout] * 8)
-        out = torch.empty(2 * tokens, layout.shape[0])
+        out = torch.empty(2 * tokens, layout.shape[0], dtype=dtype)
         routed = Routed(dense.offsets, routes, routes.tokens)
         return product_dense(dense.first.values, x, routed, range(8), out)
     packed = packed_weight(name)
     n, k = packed.shape
-    tiles = replace(_TUNING.tiles(packed, tokens), split=2)
-    parts, routed = torch.empty(2, tokens, n), None
+    tiles = replace(_TUNING.tiles(packed, tokens), split=1 if tokens == 64 else 2)
+    rows, routed = 2 * tokens if experts else tokens, None
+    parts = torch.empty(rows, n, dtype=dtype) if tiles.split == 1 else torch.empty(2, rows, n)
     if experts:
         group = Linear(torch.float16, _TUNING).group([packed] * 8)
         routed = Routed(group.offsets, routes, routes.tokens)
-        parts = torch.empty(2, 2 * tokens, n)
     if kernel == "product":
         sums = torch.empty(64, tokens) if packed.has_minus or packed.zeros_bits == 32 else None
         return product(packed, x, sums, parts, tiles, dtype, routed)
@@ -129,7 +132,7 @@ def launch_of(name: str, kernel: str, tokens: int, dtype: torch.dtype) -> Launch
     if kernel == "product_bytes":
         return product_bytes(packed, codes, torch.empty(tokens), parts, tiles, routed)
     assert kernel == "add_up"
-    return add_up(parts, torch.empty(tokens, n))
+    return add_up(parts, torch.empty(tokens, n, dtype=dtype))
 
 
 def sources(job: list[Any]) -> list[Source]:

@@ -64,12 +64,15 @@ class Source:
 @cache
 def written(kernel: Any) -> list[str]:
     """What a kernel and all that it calls do, and the constants they see."""
-    _ = kernel.cache_key  # looks the constants up
-    constants = {f"{name} = {value}" for (name, _), (value, _) in kernel.used_global_vals.items()}
+    constants: set[str] = set()
     done: dict[str, str] = {}
     left = [kernel]
     while left:
         function = left.pop()
+        _ = function.cache_key  # looks up its constants, those of what it calls only sometimes
+        for (name, _), (value, where) in function.used_global_vals.items():
+            if not where["__name__"].startswith("triton."):
+                constants.add(f"{where['__name__']}.{name} = {value}")
         tree = function.parse()
         body = tree.body[0].body
         if ast.get_docstring(tree.body[0]) is not None:

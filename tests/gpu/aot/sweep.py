@@ -74,7 +74,7 @@ def linear_jobs(card: str) -> list[Job]:
     ]
     for weight in WEIGHTS:
         ones = ("product_one", "product_one experts")
-        jobs += [(weight, name, 1, "float32", *target) for name in ones]
+        jobs += [(weight, name, 1, short[-1], *target) for name in ones]
         jobs += [(weight, "decode_rows", 16, dtype, *target) for dtype in short]
         jobs.append((weight, "decode_rows experts", 16, short[-1], *target))
         jobs.append((weight, "product experts", 16, short[-1], *target))
@@ -130,7 +130,8 @@ def complaint(card: str, found: dict[str, Any]) -> str | None:
     name, _, _, dtype, *_ = found["job"]
     if not found["wide"]:
         return "no load of 16 bytes"
-    if dtype != "float32" and not found["matrix"]:
+    plain = dtype == "float32" or found["kernel"] == "product_one"
+    if not plain and not found["matrix"]:
         return f"no matrix instructions for {name}"
     return None
 
@@ -201,7 +202,7 @@ def _compile(chunk: Sequence[tuple[str, Any, list[str]]], until: float) -> list[
 def table(found: Sequence[dict[str, Any]]) -> str:
     """Of each kernel: how many variants, the range of their registers, the most of all else."""
     head = ("kernel", "variants", "registers", "shared KiB", "stack", "with a stack")
-    rows = [head]
+    rows = [head, ("---",) * len(head)]
     named = sorted((line for line in found if "error" not in line), key=lambda x: x["kernel"])
     for kernel, group in itertools.groupby(named, lambda x: x["kernel"]):
         lines = list(group)

@@ -63,7 +63,7 @@ def make_case(card: Card, dtype: str, requests: int, context: int, queries: int)
         max_query_len=queries,
         max_context_len=context,
     )
-    q = card.normal(requests * queries, heads, head_dim, dtype=torch.float32)
+    q = card.normal(requests * queries, heads, head_dim)
     return Case(batch, pages, q, count * spec.page_bytes)
 
 
@@ -80,7 +80,7 @@ def _fill(card: Card, codes: Tensor, scales: Tensor | None) -> None:
 def _seconds(card: Card, case: Case) -> float:
     problem = Problem("attention", head_dim=case.q.shape[2], kv_dtype=case.pages.dtype)
     kernel = choose(card.backends, problem).implementation
-    out = torch.full((case.q.shape[0], case.q[0].numel()), torch.nan, device=card.device)
+    out = torch.full_like(case.q.flatten(1), torch.nan)
     case.run(kernel, out)
     _check(card, case, out, kernel.name)
     return card.time([lambda: case.run(kernel, out)])

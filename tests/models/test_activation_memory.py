@@ -1,0 +1,75 @@
+"""What a step's operators hold at once, against what the memory plan counts for it."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sdk.kernels.ops import Ops
+from sdk.memory import Demand, workspace_bytes
+from sdk.models.auto import build_model
+from sdk.models.parallel import Mesh
+from tests.models.conftest import Paged, checkpoint_of, prompt, tiny
+
+TOKENS = 48
+
+
+class CountingOps(Ops):
+    """Knows the most bytes that results of operators had together."""
+
+    alive = 0
+    most = 0
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        x = super().empty(*shape, dtype=dtype)
+        self.alive += x.nbytes
+        self.most = max(self.most, self.alive)
+        weakref.finalize(x.untyped_storage(), self._gone, x.nbytes)
+        return x
+
+    def _gone(self, nbytes: int) -> None:
+        self.alive -= nbytes
+
+
+def planned(config: Any, dtype: torch.dtype) -> int:
+    """What the plan's workspace has for the activations of ``TOKENS`` tokens."""
+    spec = config.experts
+    demand = Demand(
+        weights=0,
+        page_bytes=1,
+        page_size=1,
+        kv_dtype="float32",
+        model_context=TOKENS,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
+        max_num_seqs=1,
+        max_num_batched_tokens=TOKENS,
+        experts_per_token=0 if spec is None else spec.per_token,
+        expert_width=0 if spec is None else spec.width,
+        activation_bytes=dtype.itemsize,
+    )
+    return workspace_bytes(demand, 1, TOKENS) - workspace_bytes(demand, 1, 0)
+
+
+def held(model_type: str, dtype: torch.dtype) -> tuple[int, int]:
+    """The most a step held before its logits, and what the plan has for it and a row of them."""
+    ops = CountingOps("cpu", backends=("reference",), num_threads=1, activations=dtype)
+    model: Any = build_model(checkpoint_of(tiny(model_type)), Mesh(), ops, max_model_len=64)
+    model.logits = lambda hidden: hidden
+    Paged(model).run("a", prompt(TOKENS, 1))
+    ops.close()
+    return ops.most, planned(model.config, dtype)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3", "mixtral"])
+def test_a_step_holds_no_more_than_is_planned_and_less_in_16_bits(model_type: str) -> None:
+    wide, planned_wide = held(model_type, torch.float32)
+    short, planned_short = held(model_type, torch.bfloat16)
+    assert short < 0.75 * wide
+    assert wide <= planned_wide
+    assert short <= planned_short < planned_wide
