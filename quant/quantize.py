@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -25,7 +25,7 @@ from sdk.quant.weight import Weight
 
 Packed = Layout | Permuted
 
-#: Rows of an embedding worked on at a time: 65 MB in float32 at 2048 columns.
+#: Rows of an embedding that GPTQ works on at a time: 65 MB in float32 at 2048 columns.
 ROWS_AT_ONCE = 8192
 
 
@@ -62,15 +62,18 @@ def quantize_rows(name: str, weight: Weight, spec: QuantSpec, gram: Tensor | Non
 
     :raises QuantizationError: naming the matrix, when it is not finite.
     """
-    rows = weight.shape[0]
 
-    def chunks() -> Iterator[Tensor]:
-        for start in range(0, rows, ROWS_AT_ONCE):
-            values = weight.narrow("out", start, min(ROWS_AT_ONCE, rows - start)).dequantize()
-            check_finite(name, values)
-            yield values
+    def values(start: int, end: int) -> Tensor:
+        found = weight.narrow("out", start, end - start).dequantize()
+        check_finite(name, found)
+        return found
 
-    return round_rows(chunks(), spec) if gram is None else gptq_rows(chunks(), gram, spec)
+    if gram is None:
+        return round_rows(values, weight.shape, spec)
+    count = weight.shape[0]
+    starts = range(0, count, ROWS_AT_ONCE)
+    parts = (values(start, min(start + ROWS_AT_ONCE, count)) for start in starts)
+    return gptq_rows(parts, gram, spec)
 
 
 def to_blocks(name: str, weight: Tensor, kind: str, mean_square: Tensor | None = None) -> Blocks:

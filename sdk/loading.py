@@ -22,7 +22,7 @@ from sdk.engine.scheduler_config import SchedulerConfig
 from sdk.errors import CheckpointError, OutOfMemoryError, RequestError, UnsupportedError
 from sdk.executors.local import LocalExecutor
 from sdk.kernels.self_check import failures
-from sdk.memory import MemoryPlan, available_memory, format_bytes
+from sdk.memory import MemoryPlan, available_memory, format_bytes, release_free_memory
 from sdk.memory_pool import Lease, MemoryPool
 from sdk.model_key import ModelKey, model_key
 from sdk.models.config import ModelConfig
@@ -85,6 +85,7 @@ def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
             lease = config.memory.lease(str(checkpoint.path), memory.total)
             undo.callback(lease.close)
         tokenizer = None if config.skip_tokenizer_init else _tokenizer(config, checkpoint)
+        release_free_memory()  # 16 to 22 MiB that building it took, at what may be the peak
         default_params = _default_params(checkpoint.generation_config)
         runner_config = _runner_config(config, checkpoint, model, memory)
         eos = frozenset(tokenizer.eos_token_ids if tokenizer is not None else _eos(checkpoint))

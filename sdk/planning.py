@@ -41,7 +41,6 @@ from sdk.offload import Limits, moved_out
 from sdk.plan_memory import plan_memory
 from sdk.quant.at_load import EMBEDDINGS, FLOATS, is_end, is_router, packed_at_load, scheme_at_load
 from sdk.quant.checkpoint import Checkpoint, TensorEntry
-from sdk.quant.quantize import ROWS_AT_ONCE
 from sdk.quant.spec import QuantSpec
 
 #: Of a GPU's free memory, what an engine may take unless told otherwise; the rest is for torch's
@@ -282,9 +281,8 @@ def _loading_bytes(
     late = sum(map(held_bytes, entries)) + window
     if config.quantization is not None:
         late += max((_COPIES * 4 * entry.num_elements for entry in others), default=0)
-        if scheme_at_load(config.quantization).head is not None:  # its codes four times, besides
-            early += 3 * sum(map(held_bytes, ends))
-            early += _COPIES * 4 * min(ROWS_AT_ONCE, model.vocab_size) * model.hidden_size
+        if scheme_at_load(config.quantization).head is not None:  # its codes, before they are tiles
+            early += sum(map(held_bytes, ends))
     engine = ENGINE_BYTES + ENGINE_WORD_BYTES * model.vocab_size
     return early + engine, late + engine
 

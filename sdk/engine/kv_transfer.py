@@ -173,8 +173,12 @@ def _put(x: Tensor, pages: Tensor, rows: Tensor) -> None:
     """The reverse of ``_rows``."""
     dtype = _INTS[x.dtype.itemsize]
     _, heads, slots, width = x.shape
-    found = rows.contiguous().view(dtype).view(len(pages), slots, heads, width)
-    x.view(dtype)[pages] = found.transpose(1, 2)
+    shape = len(pages), slots, heads, width
+    if x.is_cpu:  # numpy: torch waits for its threads in each copy, 1 to 2 s on a busy machine
+        found = torch.from_numpy(np.ascontiguousarray(rows.numpy())).view(dtype).view(shape)
+        x.view(dtype).numpy()[pages.numpy()] = found.transpose(1, 2).numpy()
+    else:
+        x.view(dtype)[pages] = rows.contiguous().view(dtype).view(shape).transpose(1, 2)
 
 
 def _converted(codes: Tensor, scales: Tensor, given: _Side, wanted: _Side) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import gguf
 import libgguf
@@ -21,7 +22,7 @@ from sdk.quant.methods.float8 import to_float8
 from sdk.quant.methods.gguf_blocks import one_scale_blocks
 from sdk.quant.methods.gptq import gptq, gptq_blocks, gptq_rows
 from sdk.quant.methods.hqq import hqq
-from sdk.quant.methods.integers import round_to_nearest
+from sdk.quant.methods.integers import round_rows, round_to_nearest
 from sdk.quant.methods.k_quants import K_QUANTS, k_blocks
 from sdk.quant.methods.smooth import smoothing
 from sdk.quant.permuted import Permuted, PermutedWeight
@@ -203,6 +204,28 @@ def test_gptq_halves_the_error_at_the_output(text: str) -> None:
     sorted_ = gptq(weight, gram, spec, static=False)
     assert isinstance(sorted_, Permuted) == (spec.group is not None)
     assert output_error(sorted_, weight, x) < 0.7 * plain
+
+
+def test_rows_rounded_some_at_a_time_share_one_type_of_scale_and_take_little_memory() -> None:
+    """Beside others the tiny rows' scales are raised to the smallest of float16 with some bits: the
+    codes must be those of the raised ones, although a part of tiny rows alone would keep float32.
+    """
+    weight = gaussian(96, 4096)
+    weight[64:] *= 1e-7
+    asked: list[int] = []
+
+    def rows(start: int, end: int) -> Tensor:
+        asked.append(end - start)
+        return weight[start:end]
+
+    spec = replace(QuantSpec.parse("w8a16"), symmetric=True)
+    found = round_rows(rows, (96, 4096), spec)
+    assert sum(asked) == 2 * 96 and max(asked) * 4096 <= 2**15
+    assert found.scale.dtype == torch.float16
+    scale = found.scale.to(torch.float32)
+    expected = torch.round(weight / scale).add_(128).clamp_(0, 255).to(torch.uint8)
+    assert torch.equal(found.codes, expected)
+    assert set(expected[64:].unique().tolist()) <= {127, 128, 129}
 
 
 def test_gptq_of_some_rows_at_a_time_is_gptq_of_the_whole() -> None:
