@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from sdk.config import EngineConfig
-from sdk.memory import Demand, workspace_bytes
+from sdk.memory import Demand, graph_bytes, workspace_bytes
 
 #: ``"auto"`` makes room for a request of so many tokens, unless ``max_model_len`` says otherwise.
 _CONTEXT = 4096
@@ -57,5 +57,6 @@ def _missing(demand: Demand, limits: Limits) -> int:
     tokens = min(demand.max_num_batched_tokens, demand.max_num_seqs * context)
     workspace = workspace_bytes(demand, demand.max_num_seqs, tokens)
     serving = demand.weights + workspace + max(pages, limits.kv_budget or 0)
+    serving += graph_bytes(demand, demand.max_num_seqs, tokens)
     over = max(serving, demand.loading) + demand.tokenizer - limits.budget
     return over + max(demand.window, demand.packing) if over > 0 else 0
