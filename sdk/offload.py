@@ -55,8 +55,8 @@ def _missing(demand: Demand, limits: Limits) -> int:
     context = limits.max_model_len or min(demand.model_context, _CONTEXT)
     pages = -(-context // demand.page_size) * demand.page_bytes
     tokens = min(demand.max_num_batched_tokens, demand.max_num_seqs * context)
-    workspace = workspace_bytes(demand, demand.max_num_seqs, tokens)
-    serving = demand.weights + workspace + max(pages, limits.kv_budget or 0)
-    serving += graph_bytes(demand, demand.max_num_seqs, tokens)
+    scratch = workspace_bytes(demand, demand.max_num_seqs, tokens)
+    scratch += graph_bytes(demand, demand.max_num_seqs, tokens)
+    serving = demand.weights + scratch + max(pages, limits.kv_budget or 0)
     over = max(serving, demand.loading) + demand.tokenizer - limits.budget
     return over + max(demand.window, demand.packing) if over > 0 else 0

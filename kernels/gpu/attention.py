@@ -27,8 +27,8 @@ from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.registry import Problem
 
 _DOTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
-#: Rows of a tile of queries, and of a tile over a shared prefix; of one that shared memory would
-#: not hold otherwise: float32 operands, and large heads on cards that have 64 KiB.
+#: Rows of a tile of queries, and of a tile over a shared prefix; of one without matrix
+#: instructions, where 64 rows spill up to 6.7 KiB of a thread's numbers on sm_75.
 _ROWS, _FEW_ROWS = 64, 16
 #: Parts summed at a time.
 _JOINED = 8
@@ -108,6 +108,7 @@ class _Step:
         self.pages = (k.codes, k.scales, *k.strides, v.codes, v.scales, *v.strides)
         self.group = self.heads // self.kv_heads
         width = max(dot.primitive_bitwidth // 8 for dot in dots)
+        plain = width == 4 or old_card(q.device)
         self.block_d = max(16, triton.next_power_of_2(self.head_dim))
         self.constants = {
             **_side_constants("K", k, dots[0]),
@@ -116,21 +117,20 @@ class _Step:
             "PAGE": page_size,
             "HEAD_DIM": self.head_dim,
             "BLOCK_D": self.block_d,
-            # Two tiles of keys and of values, as operands, are within 64 KiB of shared memory; of
-            # float32 half of that, or sm_90 spills 288 bytes of float16 pages with exact products.
-            "BLOCK_N": max(16, min(64, (2048 if width == 4 else 8192) // self.block_d)),
+            # Two tiles of keys and of values, as operands, are within 64 KiB of shared memory; on
+            # plain units within half of that, or exact products spill 288 bytes on sm_90.
+            "BLOCK_N": max(16, min(64, (2048 if plain else 8192) // self.block_d)),
             "WINDOW": window is not None,
             "SOFTCAP": softcap is not None,
         }
         self.rows = {"GROUP": self.group, "SINKS": sinks is not None}
         nibbles = INT4.value in (k.kind, v.kind)
-        few = width == 4 or (self.block_d > 128 and old_card(q.device))
-        self.tile = _FEW_ROWS if few else 32 if nibbles and self.block_d > 128 else _ROWS
+        self.tile = _FEW_ROWS if plain else 32 if nibbles and self.block_d > 128 else _ROWS
         self.unmix = hadamard_block(self.head_dim) if v.mixed else 0
         # Where four warps, or with int4 a tile of 64 rows, leave too few registers on sm_90: codes
         # of head_dim 128, nibbles of 80 (24 bytes spilled) and 256 (64), float32 (328).
-        self.warps = 8 if self.block_d > 128 or k.kind or v.kind or width == 4 else 4
-        self.few_warps = 8 if width == 4 or (nibbles and self.block_d != self.head_dim) else 4
+        self.warps = 8 if self.block_d > 128 or k.kind or v.kind or plain else 4
+        self.few_warps = 8 if plain or (nibbles and self.block_d != self.head_dim) else 4
 
     def prefill(self, *, lone: bool = False) -> None:
         """Requests of several queries; with ``lone`` those of one too."""

@@ -98,5 +98,5 @@ def _wake(runner: ModelRunner) -> None:
     if not runner.kv.can_vacate:
         runner.kv.allocate()
         centre_keys(runner.kv, runner.model)
-        if runner.eager_reason is None:
+        if None in (runner.eager_reason, runner.eager_prompts_reason):
             runner.record()

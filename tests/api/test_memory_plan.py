@@ -222,10 +222,10 @@ def test_the_plan_counts_what_recorded_steps_hold_on_a_gpu(
     demand = demand_on_a_gpu(monkeypatch, tiny_path)
     hidden, width, vocab = demand.hidden_size, demand.intermediate_size, demand.vocab_size
     kept = 4 * 8 * (hidden + 2 * vocab)
-    # float32: the residual, what it is added, the last norm; short: also an attention's q and result
-    row = 4 * 3 * hidden + 2 * (4 * hidden + 3 * width + 2 * hidden)
-    assert large.graphs - small.graphs == 496 * row
-    assert small.graphs == kept + 16 * row
+    # residual, what is added to it and the last hidden state; queries, results and all others
+    token = 4 * 3 * hidden + 2 * (6 * hidden + 3 * width)
+    assert small.graphs == kept + 16 * token
+    assert large.graphs == kept + 512 * token
     assert huge.graphs == large.graphs  # steps of more than 512 tokens are not recorded
     serving = large.weights + large.workspace + large.kv_cache + large.tokenizer
     assert large.total == serving + large.graphs
