@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sdk import LLM, OutOfMemoryError, UnsupportedError, loading, planning
 from sdk.config import EngineConfig
@@ -22,6 +23,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if there were one."""
     monkeypatch.setattr(planning, "device_of", lambda config: "cuda")
     monkeypatch.setattr(planning, "available_to", lambda config: 2**30)
+    monkeypatch.setattr(planning, "activations_of", lambda config, checkpoint: torch.bfloat16)
 
 
 def _planned(path: Path, **options: object) -> tuple[MemoryPlan, dict[str, Any]]:
