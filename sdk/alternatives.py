@@ -29,7 +29,7 @@ from sdk.quant.errors import QuantizationError
 
 #: Alternatives a plan names at most.
 _MOST = 8
-#: Limits that take little workspace, and a short context.
+#: Few requests and tokens of a step, and a short context.
 _FEW: Mapping[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
 _SHORT = 256
 
@@ -191,7 +191,7 @@ def _fitting(
                 if config.kv_keep != KEPT_PAGES:  # says nothing without a policy
                     own["kv_keep"] = KEPT_PAGES
             if few:
-                own |= _FEW
+                own |= _few(config)
             tried = replace(config, **own)
             if short:
                 tried = replace(tried, max_model_len=None)
@@ -225,10 +225,15 @@ def _schemes(
             yield name
 
 
+def _few(config: EngineConfig) -> dict[str, Any]:
+    """Limits that take little workspace, none above what is asked for."""
+    return {name: min(few, getattr(config, name)) for name, few in _FEW.items()}
+
+
 def _always(config: EngineConfig, checkpoint: Checkpoint, asked: MemoryPlan) -> Iterator[str]:
     """What helps whatever the model: a larger budget, or smaller weights."""
     context = model_config(config, checkpoint).max_position
-    limits = {"max_model_len": min(_SHORT, config.max_model_len or context), **_FEW}
+    limits = {"max_model_len": min(_SHORT, config.max_model_len or context), **_few(config)}
     few = plan_for(replace(config, **limits, memory=None, kv_cache_memory_bytes=1), checkpoint)
     few = replace(few, num_pages=-(-few.max_model_len // few.page_size))
     budget = format_bytes(-(-few.total // 2**20) * 2**20)

@@ -31,8 +31,9 @@ class Row:
     decode: int
 
 
-#: Up to this much more is the same: (relative, absolute). The arithmetic of one machine repeats
-#: itself bit for bit; SIMD levels add in another order, which moves single positions (p99).
+#: Up to this much more is the same: (relative, absolute). The arithmetic of one machine and one
+#: thread of torch repeats itself bit for bit; SIMD levels add in another order, which moves single
+#: positions (p99).
 ROOM = {"kld": (0.03, 5e-5), "p99": (0.15, 5e-4), "perplexity": (0.005, 0.0)}
 #: Positions whose likeliest token may change sides.
 TOP1_ROOM = 0.006

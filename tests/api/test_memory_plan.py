@@ -113,6 +113,13 @@ def test_what_would_fit_is_planned_too_and_loads(golden: Path) -> None:
         assert llm.memory_plan.total == first.plan.total
 
 
+def test_help_asks_for_no_more_than_was_asked_for(smollm2: Path) -> None:
+    plan = LLM.plan(smollm2, memory="60MiB", max_num_seqs=1, max_model_len=64)
+    assert not plan.fits
+    assert "max_model_len=64, max_num_seqs=1, max_num_batched_tokens=64" in plan.problem
+    assert all(other.plan.max_num_seqs == 1 for other in plan.alternatives)
+
+
 def test_a_shorter_context_is_offered_where_the_kv_cache_is_what_does_not_fit(
     tiny_path: Path,
 ) -> None:

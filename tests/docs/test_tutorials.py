@@ -28,7 +28,7 @@ def cache(smollm2: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.timeout(600)  # it quantizes six times: 2 min 48 s beside another test run
+@pytest.mark.timeout(1800)  # it quantizes six times: 2 min 48 s beside another test run
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_tutorial_runs_from_top_to_bottom(path: Path, cache: Path, tmp_path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
@@ -40,7 +40,7 @@ def test_a_tutorial_runs_from_top_to_bottom(path: Path, cache: Path, tmp_path: P
         "IPYTHONDIR": str(tmp_path / "ipython"),
         "MPLCONFIGDIR": str(tmp_path / "matplotlib"),
     }
-    client = NotebookClient(notebook, timeout=300, kernel_name="python3")
+    client = NotebookClient(notebook, timeout=900, kernel_name="python3")
     try:
         client.execute(cwd=str(tmp_path), env=environment)  # raises what a cell raised
     finally:
