@@ -83,7 +83,7 @@ def format_bytes(count: int) -> str:
 def available_memory() -> int:
     """Bytes this process can still get: the kernel's estimate, or less where a container's limit
     leaves less; all of RAM where the system estimates nothing."""
-    machine = installed_memory()
+    machine = _ram()
     with contextlib.suppress(OSError), open("/proc/meminfo") as lines:
         for line in lines:
             if line.startswith("MemAvailable:"):
@@ -94,9 +94,12 @@ def available_memory() -> int:
 
 def installed_memory() -> int:
     """Bytes of RAM this machine has, or those that a container's limit allows of it."""
-    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     group = group_memory()
-    return machine if group is None else min(machine, group.limit)
+    return _ram() if group is None else min(_ram(), group.limit)
+
+
+def _ram() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def release_free_memory() -> None:

@@ -183,33 +183,37 @@ def plan_for(
     pool = config.memory if isinstance(config.memory, MemoryPool) else None
     budget = _bytes(config.memory) if pool is None else pool.free
     kv_budget = _bytes(config.kv_cache_memory_bytes)
+    limit = available_to(config) if budget is None else budget
     demand = _demand(config, model, sizes or sizes_of(config, checkpoint), activations)
     if config.disk_offload or config.cpu_offload:
-        limits = Limits(
-            available_to(config) if budget is None else budget, kv_budget, config.max_model_len
-        )
-        demand = moved_out(demand, config, limits)
+        demand = moved_out(demand, config, Limits(limit, kv_budget, config.max_model_len))
     made = plan_memory(
         demand,
         budget=budget,
         kv_budget=kv_budget,
         max_model_len=config.max_model_len,
-        available=available_to(config),
+        available=limit,
     )
     if pool is not None:  # the pages of one request are the model's own, others are lent
         own = -(-made.max_model_len // made.page_size)
         made = replace(made, num_pages=min(made.num_pages, own))
+    if made.fits and budget is not None and config.device != "cuda":
+        made = _within_machine(made, budget)
+    return replace(made, config=config)
+
+
+def _within_machine(made: MemoryPlan, budget: int) -> MemoryPlan:
+    """The plan, with its problem where the machine has less than the budget."""
     installed = installed_memory()
-    too_large = made.budget is not None and made.budget > installed and config.device != "cuda"
-    if made.fits and too_large:
+    if budget > installed:
         sums = (
             "the budget is larger than this machine:\n"
-            f"  budget     {format_bytes(made.budget or 0):>10}\n"
+            f"  budget     {format_bytes(budget):>10}\n"
             f"  machine    {format_bytes(installed):>10}  or its container's limit\n"
             f"  planned    {format_bytes(made.total):>10}"
         )
-        made = replace(made, problem=sums)
-    return replace(made, config=config)
+        return replace(made, problem=sums)
+    return made
 
 
 def _demand(
