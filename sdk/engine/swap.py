@@ -54,7 +54,8 @@ class SwapSpace:
 
     def counts(self) -> list[int]:
         """Pages that are here, by level."""
-        levels = [page_level(slot)[0] for _, slot in self._known.values()]
+        slots = list(self._known.values())  # at once: a step may run in another thread
+        levels = [page_level(slot)[0] for _, slot in slots]
         return [levels.count(level) for level in range(len(self._slabs.free))]
 
     def level(self, key: PageKey) -> int:

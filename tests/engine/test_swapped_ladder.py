@@ -151,3 +151,39 @@ def test_a_step_that_was_interrupted_leaves_nothing_that_is_not_known(rig, heard
     r.run()
     for i in (0, 1, 0, 1):
         ran(r, f"later {i} {len(r.requests)}", prompt(i, 8))
+
+
+@pytest.mark.parametrize("bits", [(16,), (16, 8)])
+def test_a_page_whose_way_back_was_interrupted_is_not_known_and_one_that_came_back_is(rig, bits):
+    r = swapped(rig, num_pages=9, kv_bits=bits, num_swap_pages=16)
+    ran(r, "cached", prompt(0, 8))
+    r.pool.drop_cached()
+    ran(r, "other", prompt(1, 8))
+    again = r.add("again", [*prompt(0, 8), 899], max_tokens=3)
+    plan = r.scheduler.plan()
+    assert [copy.out for copy in plan.copies] == [False, False]
+    r.scheduler.rollback()
+    assert r.pool.match(again.keys) == []
+    r.step()
+    assert r.pool.match(again.keys) != []
+    r.scheduler.plan()
+    r.scheduler.rollback()
+    assert len(r.pool.match(again.keys)) == 2
+    r.run()
+    r.assert_answers()
+    assert r.scheduler.prefixes.swap.loaded == 4
+
+
+def test_a_page_that_went_down_and_was_given_up_is_nobodys_news(rig):
+    """Its id is another page's by then."""
+    r = swapped(rig)
+    pool = r.pool
+    pages = pool.acquire((), 2)
+    pool._lowest = lambda: dict.fromkeys(pages, 1)
+    more = pool.acquire((), 1)
+    assert r.scheduler.ladder.lowered == 2
+    pool.release(pages[:1])
+    back = pool.acquire((), 1, levels=[1])
+    assert back == pages[:1]
+    assert pool.take_lowered() == {pages[1]: 8}
+    pool.check([pages[1:], more, back])
