@@ -242,7 +242,7 @@ def _swap_pages(config: EngineConfig, memory: MemoryPlan) -> int:
             f"KV cache is more than the {format_bytes(free)} this machine has left; "
             "swap_path=FOLDER puts it into a file"
         )
-    return swap // memory.page_bytes
+    return memory.swap_pages
 
 
 def _tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:
