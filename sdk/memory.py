@@ -66,7 +66,9 @@ def parse_bytes(value: object, name: str = "size") -> int:
         if found and found[2].upper() in _UNITS:
             count = float(found[1]) * _UNITS[found[2].upper()]
     if count is None or not 1 <= count < 2**63:
-        raise RequestError(f"{name}: expected a size such as '2GiB' or '500MB', found {value!r}")
+        raise RequestError(
+            f"{name}: expected a size such as '2GiB' or '500MB', at least a byte, found {value!r}"
+        )
     return int(count)
 
 
@@ -242,10 +244,15 @@ class MemoryPlan:
         return space // self.page_bytes
 
     @property
+    def serving(self) -> int:
+        """The most there is once the model is loaded."""
+        parts = self.weights + self.workspace + self.graphs + self.kv_cache
+        return parts + self.tokenizer
+
+    @property
     def total(self) -> int:
         """The most there is at any time: serving, or for a moment of the load."""
-        serving = self.weights + self.workspace + self.graphs + self.kv_cache
-        return max(serving, self.loading) + self.tokenizer
+        return max(self.serving, self.loading + self.tokenizer)
 
     @property
     def kv_tokens(self) -> int:
