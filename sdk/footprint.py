@@ -73,7 +73,7 @@ class Footprint:
             raise RequestError("resize: this LLM shares a memory pool, which lends it pages")
         budget = parse_bytes(memory, "resize")
         plan = self.plan
-        fixed = plan.weights + plan.workspace + plan.graphs + plan.tokenizer
+        fixed = plan.fixed + plan.tokenizer
         most = self._pages.num_pages - 1
         pages = min((budget - fixed) // plan.page_bytes, most)
         if pages < 1:

@@ -11,6 +11,7 @@ from sdk.memory import (
     MemoryPlan,
     format_bytes,
     graph_bytes,
+    scratch_bytes,
     workspace_bytes,
 )
 
@@ -38,9 +39,9 @@ def plan_memory(
         )
     seqs, want_context = demand.max_num_seqs, max_model_len or demand.model_context
     tokens = min(demand.max_num_batched_tokens, seqs * want_context)
-    workspace, graphs = workspace_bytes(demand, seqs, tokens), graph_bytes(demand, seqs, tokens)
+    working = _working(demand, tokens, want_context)
     limit = available if budget is None else budget
-    room = limit - demand.weights - workspace - graphs - demand.tokenizer
+    room = limit - demand.weights - sum(working) - demand.tokenizer
     pages_per_request = -(-want_context // demand.page_size)
     cap = pages_per_request * seqs
     if kv_budget is not None:
@@ -54,11 +55,11 @@ def plan_memory(
     if max_model_len is None:
         context = min(context, pages * demand.page_size)
         tokens = min(tokens, max(seqs * context, 1))
-        workspace, graphs = workspace_bytes(demand, seqs, tokens), graph_bytes(demand, seqs, tokens)
+        working = _working(demand, tokens, max(context, 1))
     plan = MemoryPlan(
         budget=budget,
         weights=demand.weights,
-        workspace=workspace,
+        workspace=working[0],
         page_bytes=demand.page_bytes,
         page_size=demand.page_size,
         num_pages=pages,
@@ -70,11 +71,22 @@ def plan_memory(
         read=demand.read,
         offloaded=demand.offloaded,
         layers_away=demand.layers_away,
-        graphs=graphs,
+        graphs=working[1],
+        scratch=working[2],
     )
     if pages * demand.page_size < max(context, 1) or plan.total > limit:
         return replace(plan, problem=_sums(plan, limit, want_context, kv_budget))
     return plan
+
+
+def _working(demand: Demand, tokens: int, context: int) -> tuple[int, int, int]:
+    """Workspace, graphs and scratch of steps of so many tokens, of requests up to so long."""
+    seqs = demand.max_num_seqs
+    return (
+        workspace_bytes(demand, seqs, tokens),
+        graph_bytes(demand, seqs, tokens),
+        scratch_bytes(demand, seqs, tokens, context),
+    )
 
 
 def _away(plan: MemoryPlan) -> str:
@@ -91,9 +103,10 @@ def _sums(plan: MemoryPlan, limit: int, context: int, kv_budget: int | None) -> 
         f"  workspace  {format_bytes(plan.workspace):>10}",
         f"  tokenizer  {format_bytes(plan.tokenizer):>10}",
         *([f"  graphs     {format_bytes(plan.graphs):>10}"] if plan.graphs else []),
+        *([f"  scratch    {format_bytes(plan.scratch):>10}"] if plan.scratch else []),
         f"  KV cache   {format_bytes(needed_kv):>10}  one request of {context} tokens",
     ]
-    if plan.loading > plan.weights + plan.workspace + plan.graphs + needed_kv:
+    if plan.loading > plan.fixed + needed_kv:
         lines.append(
             f"  loading    {format_bytes(plan.loading):>10}  for a moment, in place of these"
         )

@@ -13,6 +13,7 @@ from sdk.kernels.experts import Routes
 from sdk.kernels.gpu import product_dense as kernels
 from sdk.kernels.gpu.expert_tiles import Experts, Routed, offsets_of, tile_arguments
 from sdk.kernels.gpu.launch import INTERPRETED, Launch, expect_on_device, old_card
+from sdk.kernels.gpu.scratch import columns_at_once, runs
 from sdk.kernels.layouts import Dense, Layout
 from sdk.kernels.registry import Problem
 
@@ -104,7 +105,8 @@ def multiply(x: Tensor, w: Tensor, out: Tensor) -> None:
     """
     if out.dtype == x.dtype:
         torch.mm(x, w.t(), out=out)
-    elif x.is_cuda and x.dtype != torch.float32:
-        out.copy_(torch.mm(x, w.t(), out_dtype=torch.float32))
-    else:
-        out.copy_(torch.mm(x, w.t()))
+        return
+    short = x.is_cuda and x.dtype != torch.float32
+    for columns in runs(w.shape[0], columns_at_once(w.shape[0], x.shape[0])):
+        part = w[columns].t()
+        out[:, columns] = torch.mm(x, part, torch.float32) if short else torch.mm(x, part)
