@@ -39,8 +39,7 @@ def plan_memory(
         )
     seqs, want_context = demand.max_num_seqs, max_model_len or demand.model_context
     tokens = min(demand.max_num_batched_tokens, seqs * want_context)
-    working = _working(demand, tokens, want_context)
-    limit = available if budget is None else budget
+    limit, working = budget or available, _working(demand, tokens, want_context)
     room = limit - demand.weights - sum(working) - demand.tokenizer
     pages_per_request = -(-want_context // demand.page_size)
     cap = pages_per_request * seqs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -100,13 +101,29 @@ def product_dense(w: Tensor, x: Tensor, routed: Routed, experts: range, out: Ten
 def multiply(x: Tensor, w: Tensor, out: Tensor) -> None:
     """``out = x @ w.T`` with x and w of one type.
 
-    On a GPU sums that go into float32 are not rounded before; of a 16-bit out the library may round
-    those of shares of K, as it does for everybody.
+    Sums that go into float32 are not rounded before, where the library can (:func:`wide_sums`); of
+    a 16-bit out it may round those of shares of K, as it does for everybody.
     """
     if out.dtype == x.dtype:
         torch.mm(x, w.t(), out=out)
         return
-    short = x.is_cuda and x.dtype != torch.float32
+    wide = wide_sums(x.device, x.dtype)
     for columns in runs(w.shape[0], columns_at_once(w.shape[0], x.shape[0])):
         part = w[columns].t()
-        out[:, columns] = torch.mm(x, part, torch.float32) if short else torch.mm(x, part)
+        sums = torch.mm(x, part, out_dtype=torch.float32) if wide else torch.mm(x, part)
+        out[:, columns] = sums
+
+
+@cache
+def wide_sums(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch gives sums of 16-bit products in float32: on a GPU from 2.8 on, later on ROCm
+    (its 2.9 refuses).
+    """
+    x = torch.zeros(16, 16, dtype=dtype, device=device)
+    try:
+        torch.mm(x, x, out_dtype=torch.float32)
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError):
+        return False
+    return True
