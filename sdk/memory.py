@@ -189,12 +189,19 @@ class Alternative:
     loss: float
     keeps_limits: bool
 
+    @property
+    def is_eager(self) -> bool:
+        """Whether steps that would be recorded are not, for the memory their graphs hold."""
+        return "enforce_eager" in self.options
+
     def __str__(self) -> str:
         given = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
         text = (
             f"{given} needs {format_bytes(self.plan.total)}: "
             f"context {self.plan.max_model_len}, loss {self.loss:.4f}"
         )
+        if self.is_eager:
+            text += ", slower: no steps are recorded"
         if not self.plan.offloaded:
             return text
         speed = self.plan.tokens_per_second(math.inf)

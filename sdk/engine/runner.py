@@ -107,6 +107,13 @@ class ModelRunner:
         return 0 if self._pieces is None else self._pieces.most_tokens
 
     @property
+    def failed_captures(self) -> list[str]:
+        """Why a GPU replays only some sizes: of decode steps, of steps in pieces."""
+        decoding = "" if self._ahead is None else self._ahead.graphs.captured.failed
+        prompts = "" if self._pieces is None else self._pieces.captured.failed
+        return [why for why in (decoding, prompts) if why]
+
+    @property
     def steps_ahead(self) -> int:
         """How many steps are launched before the tokens of the last one are known."""
         return 0 if self._ahead is None else 1
@@ -212,7 +219,8 @@ class ModelRunner:
         try:
             return self._ahead.run(rows)
         except CaptureError as error:
-            self._ahead, self.eager_reason = None, str(error)
+            if not len(self._ahead.graphs.captured):
+                self._ahead, self.eager_reason = None, str(error)
             return None
 
     def execute_again(self, plan: StepPlan, tokens: list[int]) -> StepResult | list[int]:
@@ -300,7 +308,8 @@ class ModelRunner:
             try:
                 return self._pieces.replay(batch)
             except CaptureError as error:
-                self._pieces, self.eager_prompts_reason = None, str(error)
+                if not len(self._pieces.captured):
+                    self._pieces, self.eager_prompts_reason = None, str(error)
         return self._passes.hidden(batch)
 
     def _update(self, plan: StepPlan) -> None:

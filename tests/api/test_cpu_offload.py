@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from sdk import LLM, OutOfMemoryError, UnsupportedError, loading, planning, scratch
+from sdk.alternatives import alternatives
 from sdk.config import EngineConfig
 from sdk.kernels.gpu.tuning import Tuning
 from sdk.memory import MemoryPlan, format_bytes
@@ -96,6 +97,29 @@ def test_what_kernels_ask_for_is_within_the_budget_and_as_large_as_the_step(smol
         assert f"scratch    {format_bytes(plan.scratch):>10}  of kernels" in str(plan)
     refused, _ = _planned(smollm2, **large, memory=many.total - many.kv_cache)
     assert f"  scratch    {format_bytes(recorded.scratch):>10}" in refused.problem
+
+
+@pytest.mark.usefixtures("card")
+def test_steps_that_are_not_recorded_are_an_alternative_without_loss(smollm2: Path) -> None:
+    options: dict[str, Any] = {"max_num_batched_tokens": 512, "max_num_seqs": 4}
+    whole, _ = _planned(smollm2, **options)
+    eager, _ = _planned(smollm2, **options, enforce_eager=True)
+    assert whole.graphs > 8 * MIB
+    least = eager.total - eager.kv_cache + 16 * eager.page_bytes  # a request of 256 tokens
+    config = EngineConfig.from_options(smollm2, {**LIMITS, **options, "memory": least})
+    with contextlib.closing(planning.open_model(config)) as checkpoint:
+        asked = planning.plan_for(config, checkpoint)
+        assert not asked.fits
+        found = alternatives(config, checkpoint, asked)
+        assert dict(found[0].options) == {"enforce_eager": True}
+        assert found[0].loss == 0 and found[0].keeps_limits
+        assert found[0].plan.graphs == 0 and found[0].plan.total <= least
+        assert str(found[0]).endswith("loss 0.0000, slower: no steps are recorded")
+        # it is no reason to leave out what is fast with smaller limits
+        assert any(not one.is_eager and one.loss == 0 for one in found[1:])
+        given = replace(config, enforce_eager=True, memory=4 * MIB)
+        small = planning.plan_for(given, checkpoint)
+        assert not any(one.is_eager for one in alternatives(given, checkpoint, small))
 
 
 @pytest.mark.usefixtures("card")
