@@ -17,6 +17,7 @@ from sdk.errors import CheckpointError, RequestError
 from sdk.kernels.cpu.packed_weight import BLOCK_SOURCES, packed_bytes
 from sdk.kernels.gpu import matrix_type
 from sdk.kernels.gpu.graphs import MOST_TOKENS
+from sdk.kernels.gpu.scratch import Scratch
 from sdk.kernels.layouts import BLOCK_TYPES
 from sdk.kernels.ops import Compute
 from sdk.kernels.registry import Backend, Problem, choose, open_backends
@@ -42,9 +43,9 @@ from sdk.plan_memory import plan_memory
 from sdk.quant.at_load import EMBEDDINGS, FLOATS, is_end, is_router, packed_at_load, scheme_at_load
 from sdk.quant.checkpoint import Checkpoint, TensorEntry
 from sdk.quant.spec import QuantSpec
+from sdk.scratch import FLOAT_NAMES, scratch_of
 
-#: Of a GPU's free memory, what an engine may take unless told otherwise; the rest is for torch's
-#: own buffers and the kernels' scratch.
+#: Of a GPU's free memory, what an engine may take unless told otherwise.
 _GPU_SHARE = 0.9
 #: Of a file being loaded so many bytes stay mapped, and so many matrices whatever their size.
 _WINDOW, _MAPPED_MATRICES = 8 * 2**20, 4
@@ -56,7 +57,6 @@ _LAYER = re.compile(r"\b(?:layers|blk)\.(\d+)\.")
 _INTEGERS = re.compile(r"(?:gptq-|awq-)?w(\d)(?:a\d+)?(g\d+)?s?")
 #: Queries, keys and values, in GGUF files and in folders: models bind them as accurate ones.
 _QKV = re.compile(r"\battn_(q|k|v|qkv)\b|\b(q|k|v|qkv)_proj\b")
-_FLOATS = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 
 
 def open_model(config: EngineConfig) -> Checkpoint:
@@ -185,6 +185,8 @@ def plan_for(
     kv_budget = _bytes(config.kv_cache_memory_bytes)
     limit = available_to(config) if budget is None else budget
     demand = _demand(config, model, sizes or sizes_of(config, checkpoint), activations)
+    if device_of(config) != "cpu":
+        demand = replace(demand, scratch=_scratch(config, model, checkpoint, activations))
     if config.disk_offload or config.cpu_offload:
         demand = moved_out(demand, config, Limits(limit, kv_budget, config.max_model_len))
     made = plan_memory(
@@ -253,6 +255,23 @@ def _demand(
         early=sizes.early,
         layers=sizes.layers,
         captured_tokens=0 if eager else min(config.max_num_batched_tokens, MOST_TOKENS),
+    )
+
+
+def _scratch(
+    config: EngineConfig, model: ModelConfig, checkpoint: Checkpoint, activations: torch.dtype
+) -> Scratch:
+    formats: tuple[set[str], set[str]] = set(), set()
+    for entry in checkpoint.entries():
+        if len(entry.shape) > 1 and not is_router(entry.name):
+            formats[is_end(entry.name)].add(_numerics(config, entry))
+    return scratch_of(
+        model,
+        formats,
+        activations,
+        device_of(config),
+        exact=compute_of(config) == "exact",
+        fixed=config.deterministic,
     )
 
 
@@ -364,7 +383,7 @@ def _numerics(config: EngineConfig, entry: TensorEntry) -> str:
 
 def _kernel(config: EngineConfig, backends: list[Backend], numerics: str, bits: int) -> str:
     """The kernel of a matrix, all of whose rows divide into groups."""
-    fields: dict[str, Any] = {"layout": "dense", "format": _FLOATS.get(numerics, "float32")}
+    fields: dict[str, Any] = {"layout": "dense", "format": FLOAT_NAMES.get(numerics, "float32")}
     integers = _INTEGERS.fullmatch(numerics)
     if numerics in BLOCK_TYPES:
         fields = {"layout": "blocks", "format": numerics}
@@ -373,7 +392,7 @@ def _kernel(config: EngineConfig, backends: list[Backend], numerics: str, bits: 
     elif integers is not None:
         group = int((integers[2] or "g0")[1:])
         fields = {"layout": "affine", "bits": int(integers[1]), "group": group}
-    elif numerics not in _FLOATS:
+    elif numerics not in FLOAT_NAMES:
         spec = QuantSpec.parse(numerics)
         fields = {"layout": "affine", "format": "table", "bits": spec.bits, "group": spec.group}
     fields |= {"compute": compute_of(config), "activation_bits": bits}

@@ -14,6 +14,7 @@ from sdk.kernels.experts import Routes
 from sdk.kernels.gpu import product_dense as kernels
 from sdk.kernels.gpu.expert_tiles import Experts, Routed, offsets_of, tile_arguments
 from sdk.kernels.gpu.launch import INTERPRETED, Launch, expect_on_device, old_card
+from sdk.kernels.gpu.scratch import columns_at_once, runs
 from sdk.kernels.layouts import Dense, Layout
 from sdk.kernels.registry import Problem
 
@@ -105,10 +106,12 @@ def multiply(x: Tensor, w: Tensor, out: Tensor) -> None:
     """
     if out.dtype == x.dtype:
         torch.mm(x, w.t(), out=out)
-    elif wide_sums(x.device, x.dtype):
-        out.copy_(torch.mm(x, w.t(), out_dtype=torch.float32))
-    else:
-        out.copy_(torch.mm(x, w.t()))
+        return
+    wide = wide_sums(x.device, x.dtype)
+    for columns in runs(w.shape[0], columns_at_once(w.shape[0], x.shape[0])):
+        part = w[columns].t()
+        sums = torch.mm(x, part, out_dtype=torch.float32) if wide else torch.mm(x, part)
+        out[:, columns] = sums
 
 
 @cache

@@ -24,7 +24,7 @@ from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.gpu.graphs import CardRecorder, PieceGraphs
 from sdk.kernels.graph import CaptureError, Graph
 from sdk.kernels.sampling import Tokens
-from sdk.memory import SCORED_BYTES, release_free_memory
+from sdk.memory import SCORED_BYTES, SCORED_ROWS, release_free_memory
 from sdk.models.auto import build_model
 from sdk.models.decoder import Decoder
 from sdk.models.parallel import Mesh
@@ -36,8 +36,6 @@ from sdk.sampling.uniform import TOKEN
 
 #: Steps run again before requests and sampler hear of their tokens, at the next page boundary.
 _MAX_AGAIN = 64
-#: Rows the head runs on at a time, at most; of a large vocabulary fewer (``SCORED_BYTES``).
-_HEAD_ROWS = 128
 #: Logits nobody looks at: those of requests that want their tokens alone.
 _NOTHING = torch.empty(0)
 
@@ -107,6 +105,13 @@ class ModelRunner:
     def most_tokens_in_pieces(self) -> int:
         """Tokens of the largest step that a GPU replays in pieces; 0 where none is."""
         return 0 if self._pieces is None else self._pieces.most_tokens
+
+    @property
+    def failed_captures(self) -> list[str]:
+        """Why a GPU replays only some sizes: of decode steps, of steps in pieces."""
+        decoding = "" if self._ahead is None else self._ahead.graphs.captured.failed
+        prompts = "" if self._pieces is None else self._pieces.captured.failed
+        return [why for why in (decoding, prompts) if why]
 
     @property
     def steps_ahead(self) -> int:
@@ -214,7 +219,8 @@ class ModelRunner:
         try:
             return self._ahead.run(rows)
         except CaptureError as error:
-            self._ahead, self.eager_reason = None, str(error)
+            if not len(self._ahead.graphs.captured):
+                self._ahead, self.eager_reason = None, str(error)
             return None
 
     def execute_again(self, plan: StepPlan, tokens: list[int]) -> StepResult | list[int]:
@@ -302,7 +308,8 @@ class ModelRunner:
             try:
                 return self._pieces.replay(batch)
             except CaptureError as error:
-                self._pieces, self.eager_prompts_reason = None, str(error)
+                if not len(self._pieces.captured):
+                    self._pieces, self.eager_prompts_reason = None, str(error)
         return self._passes.hidden(batch)
 
     def _update(self, plan: StepPlan) -> None:
@@ -364,7 +371,7 @@ class ModelRunner:
 
     def _logits(self, hidden: Tensor) -> Iterator[Tensor]:
         """The head over all rows, some at a time; each result is valid until the next."""
-        rows = min(_HEAD_ROWS, max(SCORED_BYTES // (4 * self.model.config.vocab_size), 1))
+        rows = min(SCORED_ROWS, max(SCORED_BYTES // (4 * self.model.config.vocab_size), 1))
         for begin in range(0, len(hidden), rows):
             with torch.inference_mode():
                 logits = self.model.logits(hidden[begin : begin + rows])
