@@ -111,10 +111,12 @@ def read_layer(
             ((kv.k, kv.k_scale), (kv.v, kv.v_scale)),
             strict=True,
         )
-        columns = [_read(*side, at) for side in sides]
-        parts.append(torch.cat([*(codes for codes, _ in columns), *(s for _, s in columns)], -1))
+        (k, k_scale), (v, v_scale) = (_read(*side, at) for side in sides)
+        columns = [column.cpu().numpy() for column in (k, v, k_scale, v_scale)]
+        parts.append(np.concatenate(columns, axis=-1))
     found = None if centre is None else centre.cpu().numpy()
-    return runner.kv.first_head, LayerKV(torch.cat(parts).cpu().numpy(), found)
+    rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    return runner.kv.first_head, LayerKV(rows, found)
 
 
 def _read(
@@ -134,8 +136,12 @@ def _by_slot(scales: Tensor, heads: int) -> Tensor:
 
 def _rows(x: Tensor, pages: Tensor) -> Tensor:
     """``x [num_pages, heads, page_size, width]`` -> uint8 ``[tokens, heads, bytes]``."""
-    found = x.view(_INTS[x.dtype.itemsize])[pages].transpose(1, 2).flatten(0, 1)
-    return _as_bytes(found)
+    ints = x.view(_INTS[x.dtype.itemsize])
+    if x.is_cpu:  # numpy: see _put
+        found = torch.from_numpy(np.ascontiguousarray(ints.numpy()[pages.numpy()].swapaxes(1, 2)))
+    else:
+        found = ints[pages].transpose(1, 2)
+    return _as_bytes(found.flatten(0, 1))
 
 
 def _as_bytes(x: Tensor) -> Tensor:
