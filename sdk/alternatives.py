@@ -110,12 +110,23 @@ def checked_plan(config: EngineConfig, checkpoint: Checkpoint) -> MemoryPlan:
 
 
 def _with_help(made: MemoryPlan, config: EngineConfig, checkpoint: Checkpoint) -> MemoryPlan:
-    others = alternatives(config, checkpoint, made)
-    slow = _offloaded(config, checkpoint)
-    helps = [*others[:3], *_always(config, checkpoint, made), *slow]
+    others: tuple[Alternative, ...] = ()
+    slow: tuple[Alternative, ...] = ()
+    if made.total <= (made.budget or 0):  # it is the machine that has less than the budget
+        helps = [_smaller_budget(made, available_to(config))]
+    else:
+        others = alternatives(config, checkpoint, made)
+        slow = _offloaded(config, checkpoint)
+        helps = [*map(str, others[:3]), *_always(config, checkpoint, made), *map(str, slow)]
     lines = [f"  {line}" for line in helps]
     problem = "\n".join([made.problem, "what would help:", *lines])
     return replace(made, alternatives=(*others, *slow), problem=problem)
+
+
+def _smaller_budget(made: MemoryPlan, available: int) -> str:
+    left, needed = available // 2**20, -(-made.total // 2**20)
+    which = "what is free now" if left < needed else "all that these limits use"
+    return f"memory='{min(left, needed)}MiB' is {which}"
 
 
 def _offloaded(config: EngineConfig, checkpoint: Checkpoint) -> tuple[Alternative, ...]:
@@ -241,6 +252,8 @@ def _always(config: EngineConfig, checkpoint: Checkpoint, asked: MemoryPlan) -> 
     few = plan_for(replace(config, **limits, memory=None, kv_cache_memory_bytes=1), checkpoint)
     few = replace(few, num_pages=-(-few.max_model_len // few.page_size))
     budget = format_bytes(-(-few.total // 2**20) * 2**20)
+    if config.kv_cache_memory_bytes is not None:
+        limits["kv_cache_memory_bytes"] = None
     said = ", ".join(f"{name}={value}" for name, value in limits.items())
     yield f"memory={budget!r} holds it with {said}"
     room = (asked.budget or available_to(config)) - (few.total - few.weights)

@@ -94,6 +94,8 @@ def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
         with reporting("load", "B", config.on_progress) as report:
             checkpoint.on_bytes = report
             executor.start()
+        if lease is not None:
+            lease.give_back(memory.total - memory.serving)
         if memory.layers_away and not executor.runner.ops.offloaded:
             raise UnsupportedError(
                 f"{checkpoint.path}: cpu_offload moves layers of this library's own models; this "
@@ -242,7 +244,7 @@ def _swap_pages(config: EngineConfig, memory: MemoryPlan) -> int:
             f"KV cache is more than the {format_bytes(free)} this machine has left; "
             "swap_path=FOLDER puts it into a file"
         )
-    return swap // memory.page_bytes
+    return memory.swap_pages
 
 
 def _tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:

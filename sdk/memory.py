@@ -70,7 +70,9 @@ def parse_bytes(value: object, name: str = "size") -> int:
         if found and found[2].upper() in _UNITS:
             count = float(found[1]) * _UNITS[found[2].upper()]
     if count is None or not 1 <= count < 2**63:
-        raise RequestError(f"{name}: expected a size such as '2GiB' or '500MB', found {value!r}")
+        raise RequestError(
+            f"{name}: expected a size such as '2GiB' or '500MB', at least a byte, found {value!r}"
+        )
     return int(count)
 
 
@@ -249,14 +251,26 @@ class MemoryPlan:
         return self.num_pages * self.page_bytes
 
     @property
-    def total(self) -> int:
-        """The most there is at any time: serving, or for a moment of the load."""
-        return max(self.fixed + self.kv_cache, self.loading) + self.tokenizer
+    def swap_pages(self) -> int:
+        """Pages of ``page_bytes`` that the swap space has room for; no part of ``total``."""
+        space = 0 if self.config is None else self.config.swap_space
+        assert not isinstance(space, str)  # EngineConfig has parsed it
+        return space // self.page_bytes
 
     @property
     def fixed(self) -> int:
         """What serving takes however many pages there are, but for the tokenizer."""
         return self.weights + self.workspace + self.graphs + self.scratch
+
+    @property
+    def serving(self) -> int:
+        """The most there is once the model is loaded."""
+        return self.fixed + self.kv_cache + self.tokenizer
+
+    @property
+    def total(self) -> int:
+        """The most there is at any time: serving, or for a moment of the load."""
+        return max(self.serving, self.loading + self.tokenizer)
 
     @property
     def kv_tokens(self) -> int:
@@ -312,11 +326,21 @@ class MemoryPlan:
         lines = [
             f"{name:<10} {format_bytes(size):>10}  {note}".rstrip() for name, size, note in rows
         ]
+        if self.swap_pages:
+            lines.append(self._swap_row())
         lines.append(
             f"context    {self.max_model_len:>10}  tokens a request, "
             f"{self.full_requests:.1f} such requests at once"
         )
         return "\n".join(lines)
+
+    def _swap_row(self) -> str:
+        count, types = self.swap_pages, self.kv_dtype.split(">")
+        small = f", {count << len(types) - 1} of {types[-1]}" if len(types) > 1 else ""
+        return (
+            f"swap space {format_bytes(count * self.page_bytes):>10}  beside the total: "
+            f"{count} pages of {types[0]}{small}"
+        )
 
 
 def _kernel_names(shares: tuple[KernelShare, ...]) -> str:

@@ -42,19 +42,22 @@ def plan_memory(
     limit, working = budget or available, _working(demand, tokens, want_context)
     room = limit - demand.weights - sum(working) - demand.tokenizer
     pages_per_request = -(-want_context // demand.page_size)
-    cap = pages_per_request * seqs
+    cap, most = pages_per_request * seqs, max(room, 0) // demand.page_bytes
     if kv_budget is not None:
         pages = min(kv_budget // demand.page_bytes, cap)
     elif budget is not None:
-        pages = min(max(room, 0) // demand.page_bytes, cap)
+        pages = min(most, cap)
     else:
         default = max(DEFAULT_KV_BYTES // demand.page_bytes, pages_per_request)
-        pages = min(default, cap, max(room, 0) // 2 // demand.page_bytes)
+        half = most // 2  # of what is free, unless the context asked for needs more
+        if max_model_len is not None:
+            half = max(half, min(pages_per_request, most))
+        pages = min(default, cap, half)
     context = want_context
     if max_model_len is None:
-        context = min(context, pages * demand.page_size)
-        tokens = min(tokens, max(seqs * context, 1))
-        working = _working(demand, tokens, max(context, 1))
+        context = min(context, max(pages, 1) * demand.page_size)
+        tokens = min(tokens, seqs * context)
+        working = _working(demand, tokens, context)
     plan = MemoryPlan(
         budget=budget,
         weights=demand.weights,
@@ -63,7 +66,7 @@ def plan_memory(
         page_size=demand.page_size,
         num_pages=pages,
         kv_dtype=demand.kv_dtype,
-        max_model_len=max(context, 1),
+        max_model_len=context,
         max_num_seqs=seqs,
         tokenizer=demand.tokenizer,
         loading=demand.loading,
@@ -73,8 +76,9 @@ def plan_memory(
         graphs=working[1],
         scratch=working[2],
     )
-    if pages * demand.page_size < max(context, 1) or plan.total > limit:
-        return replace(plan, problem=_sums(plan, limit, want_context, kv_budget))
+    if plan.kv_tokens < context or plan.total > limit:
+        model_context = None if max_model_len is not None else want_context
+        return replace(plan, problem=_sums(plan, limit, model_context, kv_budget))
     return plan
 
 
@@ -88,28 +92,33 @@ def _working(demand: Demand, tokens: int, context: int) -> tuple[int, int, int]:
     )
 
 
-def _away(plan: MemoryPlan) -> str:
-    return f"  and {format_bytes(plan.offloaded)} elsewhere" if plan.offloaded else ""
-
-
-def _sums(plan: MemoryPlan, limit: int, context: int, kv_budget: int | None) -> str:
-    """What is needed beside what there is."""
-    needed_kv = -(-context // plan.page_size) * plan.page_bytes
-    name = "available memory" if plan.budget is None else "budget"
-    lines = [
-        "the model does not fit:",
-        f"  weights    {format_bytes(plan.weights):>10}{_away(plan)}",
-        f"  workspace  {format_bytes(plan.workspace):>10}",
-        f"  tokenizer  {format_bytes(plan.tokenizer):>10}",
-        *([f"  graphs     {format_bytes(plan.graphs):>10}"] if plan.graphs else []),
-        *([f"  scratch    {format_bytes(plan.scratch):>10}"] if plan.scratch else []),
-        f"  KV cache   {format_bytes(needed_kv):>10}  one request of {context} tokens",
+def _sums(plan: MemoryPlan, limit: int, model_context: int | None, kv_budget: int | None) -> str:
+    """What is needed beside what there is; ``model_context`` where no context was asked for."""
+    kv = -(-plan.max_model_len // plan.page_size) * plan.page_bytes
+    whose = f"one request of {plan.max_model_len} tokens"
+    too_few = plan.kv_cache < kv
+    if too_few and model_context is not None:
+        whole = -(-model_context // plan.page_size) * plan.page_bytes
+        whose = f"at least; {format_bytes(whole)} for {model_context} tokens"
+    elif kv_budget is not None and not too_few:
+        kv, whose = plan.kv_cache, "kv_cache_memory_bytes"
+    away = f"and {format_bytes(plan.offloaded)} elsewhere" if plan.offloaded else ""
+    serving = plan.fixed + kv
+    rows = [
+        ("weights", plan.weights, away),
+        ("workspace", plan.workspace, f"largest step, {plan.max_num_seqs} requests"),
+        ("tokenizer", plan.tokenizer, ""),
     ]
-    if plan.loading > plan.fixed + needed_kv:
-        lines.append(
-            f"  loading    {format_bytes(plan.loading):>10}  for a moment, in place of these"
-        )
-    lines.append(f"  {name}     {format_bytes(limit)}")
-    if kv_budget is not None:
-        lines.append(f"  kv_cache_memory_bytes {format_bytes(kv_budget)}")
-    return "\n".join(lines)
+    if plan.graphs:
+        rows.append(("graphs", plan.graphs, ""))
+    if plan.scratch:
+        rows.append(("scratch", plan.scratch, ""))
+    rows.append(("KV cache", kv, whose))
+    if plan.loading > serving:
+        rows.append(("loading", plan.loading, "for a moment, in place of all but the tokenizer"))
+    rows.append(("needed", max(serving, plan.loading) + plan.tokenizer, ""))
+    rows.append(("available" if plan.budget is None else "budget", limit, ""))
+    if kv_budget is not None and too_few:
+        rows.append(("kv_cache_memory_bytes", kv_budget, ""))
+    lines = [f"  {name:<10} {format_bytes(size):>10}  {note}".rstrip() for name, size, note in rows]
+    return "\n".join(["the model does not fit:", *lines])

@@ -15,7 +15,7 @@ from sdk.engine.inputs import Running, StepInputs
 from sdk.engine.key_centres import centre_keys
 from sdk.engine.kv_cache import cache_of_rank
 from sdk.engine.ladder import descent
-from sdk.engine.plan import RequestStart, Sampled, StepPlan, StepResult
+from sdk.engine.plan import Move, RequestStart, Sampled, StepPlan, StepResult
 from sdk.engine.run_ahead import Flight, RunAhead
 from sdk.engine.runner_config import RunnerConfig
 from sdk.engine.wanted import Wanted, guided_rows, score_prompt, sorted_out, wanted_of
@@ -276,9 +276,9 @@ class ModelRunner:
 
     def _rearrange(self, plan: StepPlan) -> None:
         """Copy and move pages, and hand out new ones."""
-        self.kv.swap(plan.swaps)
-        self.kv.move(plan.moves, self.ops)
-        self._inputs.follow(self._requests.values(), plan.moves)
+        self.kv.copy(plan.copies, self.ops)
+        moves = [one for one in plan.copies if isinstance(one, Move)]
+        self._inputs.follow(self._requests.values(), moves)
         for request_id, pages in plan.new_pages:
             self._requests[request_id].pages.extend(pages)
 
@@ -390,7 +390,7 @@ class ModelRunner:
         request = Running(start)
         for begin in range(0, len(token_ids), len(self._inputs.token_ids)):
             moves = descent(request.pages, begin, self.kv.spec, self.kv.keep)
-            self.kv.move(moves, self.ops)
+            self.kv.copy(moves, self.ops)
             self._inputs.follow([request], moves)
             count = min(len(token_ids) - begin, len(self._inputs.token_ids))
             tokens = self._inputs.fill([(request, count)], [])
