@@ -1,7 +1,8 @@
 """Plans of engines; what to change where one does not fit, and what that is expected to cost.
 
-Every combination of a weight format, a type of the KV cache and smaller limits is planned as the
-engine would plan it; those that fit are ranked by what they keep and then by what they lose.
+Every combination of a weight format, a type of the KV cache, smaller limits and, on a GPU, steps
+that are not recorded is planned as the engine would plan it; those that fit are ranked by what they
+keep and then by what they lose.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from typing import Any
 
 from sdk.config import EngineConfig
 from sdk.errors import OutOfMemoryError
+from sdk.kernel_shares import kernel_shares
 from sdk.kernels.ladder import KEPT_PAGES
 from sdk.memory import Alternative, MemoryPlan, format_bytes
 from sdk.memory_pool import MemoryPool
-from sdk.planning import available_to, kernel_shares, model_config, open_model, plan_for, sizes_of
+from sdk.planning import available_to, model_config, open_model, plan_for, sizes_of
 from sdk.quant import scheme as schemes
 from sdk.quant.at_load import FLOATS, is_in_block, packed_at_load, scheme_at_load
 from sdk.quant.checkpoint import Checkpoint
@@ -179,6 +181,7 @@ def _is_no_worse(known: Alternative, one: Alternative) -> bool:
         and known.keeps_limits >= one.keeps_limits
         and known.plan.max_model_len >= one.plan.max_model_len
         and known.plan.max_num_seqs >= one.plan.max_num_seqs
+        and not known.is_eager > one.is_eager
     )
 
 
@@ -193,8 +196,9 @@ def _fitting(
         by_scheme = replace(config, **options)
         changed = packed_at_load(inner, by_scheme.quantization)
         sizes = sizes_of(by_scheme, changed)
-        for dtype, few, short in product([None, *kv], (False, True), (False, True)):
-            own = dict(options)
+        eager = (False, True) if asked.graphs else (False,)
+        for dtype, few, short, alone in product([None, *kv], (False, True), (False, True), eager):
+            own = options | ({"enforce_eager": True} if alone else {})
             if dtype is not None:
                 own["kv_cache_dtype"] = dtype
                 if config.kv_policy is not None:

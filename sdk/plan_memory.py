@@ -11,6 +11,7 @@ from sdk.memory import (
     MemoryPlan,
     format_bytes,
     graph_bytes,
+    scratch_bytes,
     workspace_bytes,
 )
 
@@ -38,30 +39,25 @@ def plan_memory(
         )
     seqs, want_context = demand.max_num_seqs, max_model_len or demand.model_context
     tokens = min(demand.max_num_batched_tokens, seqs * want_context)
-    workspace, graphs = workspace_bytes(demand, seqs, tokens), graph_bytes(demand, seqs, tokens)
-    limit = available if budget is None else budget
-    room = limit - demand.weights - workspace - graphs - demand.tokenizer
-    pages_per_request = -(-want_context // demand.page_size)
-    cap, most = pages_per_request * seqs, max(room, 0) // demand.page_bytes
+    limit, working = budget or available, _working(demand, tokens, want_context)
+    room = limit - demand.weights - sum(working) - demand.tokenizer
+    most = max(room, 0) // demand.page_bytes
     if kv_budget is not None:
-        pages = min(kv_budget // demand.page_bytes, cap)
+        pages = kv_budget // demand.page_bytes
     elif budget is not None:
-        pages = min(most, cap)
+        pages = most
     else:
-        default = max(DEFAULT_KV_BYTES // demand.page_bytes, pages_per_request)
-        half = most // 2  # of what is free, unless the context asked for needs more
-        if max_model_len is not None:
-            half = max(half, min(pages_per_request, most))
-        pages = min(default, cap, half)
-    context = want_context
+        pages = _usual(demand, most, want_context, asked=max_model_len is not None)
+    per_request, context = -(-want_context // demand.page_size), want_context
+    pages = min(pages, per_request * seqs)
     if max_model_len is None:
         context = min(context, max(pages, 1) * demand.page_size)
         tokens = min(tokens, seqs * context)
-        workspace, graphs = workspace_bytes(demand, seqs, tokens), graph_bytes(demand, seqs, tokens)
+        working = _working(demand, tokens, context)
     plan = MemoryPlan(
         budget=budget,
         weights=demand.weights,
-        workspace=workspace,
+        workspace=working[0],
         page_bytes=demand.page_bytes,
         page_size=demand.page_size,
         num_pages=pages,
@@ -73,12 +69,33 @@ def plan_memory(
         read=demand.read,
         offloaded=demand.offloaded,
         layers_away=demand.layers_away,
-        graphs=graphs,
+        graphs=working[1],
+        scratch=working[2],
     )
     if plan.kv_tokens < context or plan.total > limit:
-        model_context = None if max_model_len is not None else want_context
-        return replace(plan, problem=_sums(plan, limit, model_context, kv_budget))
+        wanted = None if max_model_len is not None else want_context
+        return replace(plan, problem=_sums(plan, limit, wanted, kv_budget))
     return plan
+
+
+def _usual(demand: Demand, most: int, context: int, *, asked: bool) -> int:
+    """Pages where nobody says how much memory there is, but that there is room for ``most``: for
+    one request at least, but not more than half of what is free, unless its length was asked for.
+    """
+    per_request, half = -(-context // demand.page_size), most // 2
+    if asked:
+        half = max(half, min(per_request, most))
+    return min(max(DEFAULT_KV_BYTES // demand.page_bytes, per_request), half)
+
+
+def _working(demand: Demand, tokens: int, context: int) -> tuple[int, int, int]:
+    """Workspace, graphs and scratch of steps of so many tokens, of requests up to so long."""
+    seqs = demand.max_num_seqs
+    return (
+        workspace_bytes(demand, seqs, tokens),
+        graph_bytes(demand, seqs, tokens),
+        scratch_bytes(demand, seqs, tokens, context),
+    )
 
 
 def _sums(plan: MemoryPlan, limit: int, model_context: int | None, kv_budget: int | None) -> str:
@@ -92,7 +109,7 @@ def _sums(plan: MemoryPlan, limit: int, model_context: int | None, kv_budget: in
     elif kv_budget is not None and not too_few:
         kv, whose = plan.kv_cache, "kv_cache_memory_bytes"
     away = f"and {format_bytes(plan.offloaded)} elsewhere" if plan.offloaded else ""
-    serving = plan.weights + plan.workspace + plan.graphs + kv
+    serving = plan.fixed + kv
     rows = [
         ("weights", plan.weights, away),
         ("workspace", plan.workspace, f"largest step, {plan.max_num_seqs} requests"),
@@ -100,6 +117,8 @@ def _sums(plan: MemoryPlan, limit: int, model_context: int | None, kv_budget: in
     ]
     if plan.graphs:
         rows.append(("graphs", plan.graphs, ""))
+    if plan.scratch:
+        rows.append(("scratch", plan.scratch, ""))
     rows.append(("KV cache", kv, whose))
     if plan.loading > serving:
         rows.append(("loading", plan.loading, "for a moment, in place of all but the tokenizer"))

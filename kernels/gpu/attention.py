@@ -19,10 +19,11 @@ from torch import Tensor
 
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import KernelError
-from sdk.kernels.gpu.attention_decode import decode_kernel, join_kernel, shared_kernel, split_count
+from sdk.kernels.gpu.attention_decode import decode_kernel, join_kernel, shared_kernel
 from sdk.kernels.gpu.attention_prefill import prefill_kernel
 from sdk.kernels.gpu.launch import INTERPRETED, expect_on_device, old_card
 from sdk.kernels.gpu.pages import INT4, PageSide, hadamard_block, page_sides, reject
+from sdk.kernels.gpu.scratch import split_count
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.registry import Problem
 
@@ -110,6 +111,8 @@ class _Step:
         width = max(dot.primitive_bitwidth // 8 for dot in dots)
         plain = width == 4 or old_card(q.device)
         self.block_d = max(16, triton.next_power_of_2(self.head_dim))
+        nibbles = INT4.value in (k.kind, v.kind)
+        odd = nibbles and self.block_d != self.head_dim
         self.constants = {
             **_side_constants("K", k, dots[0]),
             **_side_constants("V", v, dots[1]),
@@ -118,19 +121,19 @@ class _Step:
             "HEAD_DIM": self.head_dim,
             "BLOCK_D": self.block_d,
             # Two tiles of keys and of values, as operands, are within 64 KiB of shared memory; on
-            # plain units within half of that, or exact products spill 288 bytes on sm_90.
-            "BLOCK_N": max(16, min(64, (2048 if plain else 8192) // self.block_d)),
+            # plain units within half of that, or exact products spill 288 bytes on sm_90, as int4
+            # of head_dim 80 spills 32.
+            "BLOCK_N": max(16, min(64, (2048 if plain else 4096 if odd else 8192) // self.block_d)),
             "WINDOW": window is not None,
             "SOFTCAP": softcap is not None,
         }
         self.rows = {"GROUP": self.group, "SINKS": sinks is not None}
-        nibbles = INT4.value in (k.kind, v.kind)
         self.tile = _FEW_ROWS if plain else 32 if nibbles and self.block_d > 128 else _ROWS
         self.unmix = hadamard_block(self.head_dim) if v.mixed else 0
         # Where four warps, or with int4 a tile of 64 rows, leave too few registers on sm_90: codes
         # of head_dim 128, nibbles of 80 (24 bytes spilled) and 256 (64), float32 (328).
         self.warps = 8 if self.block_d > 128 or k.kind or v.kind or plain else 4
-        self.few_warps = 8 if plain or (nibbles and self.block_d != self.head_dim) else 4
+        self.few_warps = 8 if plain or odd else 4
 
     def prefill(self, *, lone: bool = False) -> None:
         """Requests of several queries; with ``lone`` those of one too."""

@@ -120,7 +120,9 @@ class KeptPrefixes:
                 some = places[begin : begin + step]
                 answers = self._executor.on_ranks(read_layer, layer, some, level)
                 parts.append(joined(answers, self._spec.kv_heads))
-            rows = np.concatenate([part.rows for part in parts])
+            rows = parts[0].rows
+            if len(parts) > 1:
+                rows = np.concatenate([part.rows for part in parts])
             layers.append(LayerKV(rows, parts[0].centre))
         return StoredKV(self._spec.levels[level], tuple(layers))
 
@@ -174,13 +176,12 @@ def run_interlude(scheduler: Scheduler, executor: Executor) -> None:
     """Have all copies and moves of pages made that wait for the next step."""
     plan = scheduler.interlude()
     try:
-        if plan.swaps or plan.moves:
+        if plan.copies:
             executor.execute(plan)
     except BaseException:
         scheduler.undo(plan)
         raise
-    if scheduler.ladder is not None:
-        scheduler.ladder.settle()
+    scheduler.pool.settle()
 
 
 def most_pages(request: Request, page_size: int) -> int:

@@ -210,6 +210,7 @@ def close(found: Tensor, wanted: Tensor, tolerance: float) -> None:
         (64, 4, 1, 16, "int4", 2),
         (96, 2, 1, 32, "int4", 3),
         (80, 2, 2, 16, "int8/int4", 2),
+        (80, 2, 1, 16, "int4", 1),
         (64, 2, 1, 16, "bfloat16/float8_e4m3fn", 1),
     ],
 )

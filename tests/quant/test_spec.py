@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, strategies as st
 
+from sdk.kernels.kv_pages import scale_group
 from sdk.quant.spec import KVSpec, KVTypes, QuantSpec
 
 
@@ -134,11 +135,20 @@ def test_page_bytes_are_those_of_codes_and_scales() -> None:
         half = KVSpec(10, 2, head_dim, 16, "float16")
         return half.page_bytes / replace(half, dtype=dtype).page_bytes
 
-    for head_dim in (64, 96, 128, 256):
+    for head_dim in (64, 80, 96, 128, 256):
         assert ratio("int8", head_dim) >= 1.9 and ratio("fp8", head_dim) >= 1.9
         assert ratio("k8v4", head_dim) >= 2.5
         assert ratio("int4", head_dim) >= 3.6
     assert ratio("int4:skip=0+9", 64) == 10 / (2 + 8 / (128 / 35))
+
+
+@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+@pytest.mark.parametrize("dtype", ["int8", "fp8", "int4", "k8v4"])
+def test_kernels_find_the_groups_of_a_head_by_their_number(dtype: str, head_dim: int) -> None:
+    for part in KVSpec(1, 1, head_dim, 16, dtype).parts(0):
+        group = scale_group(head_dim, part.groups)
+        assert -(-head_dim // group) == part.groups
+        assert part.groups == 1 or group & (group - 1) == 0  # what Triton splits a head into
 
 
 def test_every_part_of_a_page_is_aligned_for_its_type() -> None:

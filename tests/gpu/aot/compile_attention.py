@@ -23,11 +23,13 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from machine_code import Source, answer, launches
 
+from sdk.engine.kv_cache import KVCache
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.experts import Routes
 from sdk.kernels.gpu import attention, elementwise, experts, norm, rope, sampling
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.sampling import Penalties
+from sdk.quant.spec import KVSpec
 
 TARGETS = {
     **{f"sm_{cc}": GPUTarget("cuda", cc, 32) for cc in (75, 80, 89, 90, 100, 120)},
@@ -57,16 +59,8 @@ def batch_of(counts: Sequence[int], context: int, shared: bool = False) -> Atten
 
 
 def pages_of(dtype: str, head_dim: int) -> KVPages:
-    """Pages of two heads, integers with a scale for every 64 dimensions or less (int4: 32)."""
-    if (dtype.startswith("float") and "8" not in dtype) or dtype == "bfloat16":
-        x = torch.zeros(4, 2, 16, head_dim, dtype=getattr(torch, dtype))
-        return KVPages(x, x.clone())
-    kind = torch.uint8 if dtype == "int4" else getattr(torch, dtype)
-    codes = torch.zeros(4, 2, 16, head_dim // 2 if dtype == "int4" else head_dim).to(kind)
-    groups = {"int4": -(-head_dim // 32), "int8": -(-head_dim // 64)}.get(dtype, 1)
-    scale_kind = torch.int16 if dtype == "int4" else torch.float16
-    scale = torch.zeros(4, 2 * groups, 16, dtype=scale_kind)
-    return KVPages(codes, codes.clone(), scale, scale.clone())
+    """Pages of two heads, as an engine's lie."""
+    return KVCache(KVSpec(1, 2, head_dim, 16, dtype), 4, keys_transposed=False).layers[0]
 
 
 def run_attention(
