@@ -144,12 +144,12 @@ class StepInputs:
 
     def follow(self, requests: Iterable[Running], copies: Sequence[Copy]) -> None:
         """Pages have moved, one after the other: put those of all requests where they are now."""
-        final: dict[int, int] = {}
-        for one in reversed(copies):
-            if isinstance(one, Move):
-                final[one.source] = final.get(one.target, one.target)
-        if not final:
+        moves = [one for one in copies if isinstance(one, Move)]
+        if not moves:
             return
+        final: dict[int, int] = {}
+        for source, target in reversed(moves):
+            final[source] = final.get(target, target)
         for request in requests:
             request.pages = [final.get(page, page) for page in request.pages]
         self.forget()
