@@ -109,9 +109,8 @@ class ModelRunner:
     @property
     def failed_captures(self) -> list[str]:
         """Why a GPU replays only some sizes: of decode steps, of steps in pieces."""
-        decoding = "" if self._ahead is None else self._ahead.graphs.captured.failed
-        prompts = "" if self._pieces is None else self._pieces.captured.failed
-        return [why for why in (decoding, prompts) if why]
+        graphs = (self._ahead and self._ahead.graphs, self._pieces)
+        return [one.captured.failed for one in graphs if one and one.captured.failed]
 
     @property
     def steps_ahead(self) -> int:

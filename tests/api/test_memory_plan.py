@@ -299,3 +299,21 @@ def test_a_gpu_s_recorded_steps_may_be_what_does_not_fit(
     plan = plan_memory(demand, budget=without, **limits)
     assert not plan.fits and "  graphs  " in plan.problem
     assert plan_memory(replace(demand, captured_tokens=0), budget=without, **limits).fits
+
+
+def test_activations_are_what_all_matrices_are_stored_as_where_a_file_says_nothing(
+    golden: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "device_of", lambda config: "cuda")
+    monkeypatch.setattr(planning, "matrix_type", lambda device: torch.bfloat16)
+
+    def found(name: str, **options: object) -> torch.dtype:
+        silent = {"dtype": None, "torch_dtype": None}
+        config = EngineConfig.from_options(golden / name, {"hf_overrides": silent, **options})
+        with contextlib.closing(planning.open_model(config)) as checkpoint:
+            return planning.activations_of(config, checkpoint)
+
+    assert found("arch-llama3") == torch.float16
+    assert found("arch-llama3", quantization="int4") == torch.bfloat16
+    assert found("gptq-w4-g128-act") == torch.bfloat16  # embedding and head alone are float16
+    assert found("arch-gemma3/hf") == torch.bfloat16

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sdk.errors import SdkError
-from sdk.kernels.gpu import available, tuning_of
+from sdk.kernels.gpu import available, matrix_type, tuning_of
 from sdk.kernels.registry import open_backends
 
 #: Buffers together are so many times the second-level cache.
@@ -36,6 +36,7 @@ class Card:
     """One device, and how long things take on it.
 
     ``tiny``: there is no GPU, Triton interprets. Shapes are then small and times mean nothing.
+    ``activations``: what most models' kernels hand each other on it.
     ``measured``: what earlier rows found, by name. ``copy`` in bytes read and written per second
     and ``gemm`` in operations per second are the limits.
     """
@@ -43,7 +44,7 @@ class Card:
     def __init__(self, measured: dict[str, float]) -> None:
         self.tiny = available("cpu") is None
         self.device = torch.device("cpu" if self.tiny else "cuda")
-        self.measured = measured
+        self.measured, self.activations = measured, matrix_type(str(self.device))
         self.name, self.cache = "Triton's interpreter", 1 << 20
         #: The rule for tiles, whatever the card's table says.
         self.tuning = replace(tuning_of(str(self.device)), table=None)
