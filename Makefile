@@ -32,7 +32,7 @@ test: $(VENV)/.embedlm-dev models ## set up, build and run the whole test suite
 	$(PY) -m pytest $(PYTEST_FLAGS)
 	$(PY) -m pytest $(PYTEST_FLAGS) tests/gpu
 
-aot: $(VENV)/.embedlm-dev ## compile every GPU kernel for every card, without one; goes on where it stopped
+aot: $(VENV)/.embedlm-dev ## compile every new or changed GPU kernel for every card, without one
 	$(PY) tests/gpu/aot/sweep.py
 
 aot-%: $(VENV)/.embedlm-dev # the same for one of sm_75 sm_80 sm_89 sm_90 sm_100 sm_120 gfx90a gfx942

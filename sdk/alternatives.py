@@ -1,7 +1,8 @@
 """Plans of engines; what to change where one does not fit, and what that is expected to cost.
 
-Every combination of a weight format, a type of the KV cache and smaller limits is planned as the
-engine would plan it; those that fit are ranked by what they keep and then by what they lose.
+Every combination of a weight format, a type of the KV cache, smaller limits and, on a GPU, steps
+that are not recorded is planned as the engine would plan it; those that fit are ranked by what they
+keep and then by what they lose.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from typing import Any
 
 from sdk.config import EngineConfig
 from sdk.errors import OutOfMemoryError
+from sdk.kernel_shares import kernel_shares
 from sdk.kernels.ladder import KEPT_PAGES
 from sdk.memory import Alternative, MemoryPlan, format_bytes
 from sdk.memory_pool import MemoryPool
-from sdk.planning import available_to, kernel_shares, model_config, open_model, plan_for, sizes_of
+from sdk.planning import available_to, model_config, open_model, plan_for, sizes_of
 from sdk.quant import scheme as schemes
 from sdk.quant.at_load import FLOATS, is_in_block, packed_at_load, scheme_at_load
 from sdk.quant.checkpoint import Checkpoint
@@ -108,12 +110,23 @@ def checked_plan(config: EngineConfig, checkpoint: Checkpoint) -> MemoryPlan:
 
 
 def _with_help(made: MemoryPlan, config: EngineConfig, checkpoint: Checkpoint) -> MemoryPlan:
-    others = alternatives(config, checkpoint, made)
-    slow = _offloaded(config, checkpoint)
-    helps = [*others[:3], *_always(config, checkpoint, made), *slow]
+    others: tuple[Alternative, ...] = ()
+    slow: tuple[Alternative, ...] = ()
+    if made.total <= (made.budget or 0):  # it is the machine that has less than the budget
+        helps = [_smaller_budget(made, available_to(config))]
+    else:
+        others = alternatives(config, checkpoint, made)
+        slow = _offloaded(config, checkpoint)
+        helps = [*map(str, others[:3]), *_always(config, checkpoint, made), *map(str, slow)]
     lines = [f"  {line}" for line in helps]
     problem = "\n".join([made.problem, "what would help:", *lines])
     return replace(made, alternatives=(*others, *slow), problem=problem)
+
+
+def _smaller_budget(made: MemoryPlan, available: int) -> str:
+    left, needed = available // 2**20, -(-made.total // 2**20)
+    which = "what is free now" if left < needed else "all that these limits use"
+    return f"memory='{min(left, needed)}MiB' is {which}"
 
 
 def _offloaded(config: EngineConfig, checkpoint: Checkpoint) -> tuple[Alternative, ...]:
@@ -168,6 +181,7 @@ def _is_no_worse(known: Alternative, one: Alternative) -> bool:
         and known.keeps_limits >= one.keeps_limits
         and known.plan.max_model_len >= one.plan.max_model_len
         and known.plan.max_num_seqs >= one.plan.max_num_seqs
+        and not known.is_eager > one.is_eager
     )
 
 
@@ -182,8 +196,9 @@ def _fitting(
         by_scheme = replace(config, **options)
         changed = packed_at_load(inner, by_scheme.quantization)
         sizes = sizes_of(by_scheme, changed)
-        for dtype, few, short in product([None, *kv], (False, True), (False, True)):
-            own = dict(options)
+        eager = (False, True) if asked.graphs else (False,)
+        for dtype, few, short, alone in product([None, *kv], (False, True), (False, True), eager):
+            own = options | ({"enforce_eager": True} if alone else {})
             if dtype is not None:
                 own["kv_cache_dtype"] = dtype
                 if config.kv_policy is not None:
@@ -237,6 +252,8 @@ def _always(config: EngineConfig, checkpoint: Checkpoint, asked: MemoryPlan) -> 
     few = plan_for(replace(config, **limits, memory=None, kv_cache_memory_bytes=1), checkpoint)
     few = replace(few, num_pages=-(-few.max_model_len // few.page_size))
     budget = format_bytes(-(-few.total // 2**20) * 2**20)
+    if config.kv_cache_memory_bytes is not None:
+        limits["kv_cache_memory_bytes"] = None
     said = ", ".join(f"{name}={value}" for name, value in limits.items())
     yield f"memory={budget!r} holds it with {said}"
     room = (asked.budget or available_to(config)) - (few.total - few.weights)

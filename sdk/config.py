@@ -171,12 +171,11 @@ class EngineConfig:
         if min(keep) < 0:
             raise RequestError(f"kv_keep: expected numbers of pages from 0 on, found {keep!r}")
         object.__setattr__(self, "kv_keep", tuple(keep))
-        for name, off in (("kv_cache_dtype", "auto"), ("swap_space", 0)):
-            if getattr(self, name) != off:
-                raise RequestError(
-                    f"kv_policy={self.kv_policy!r}: expected {name}={off!r} beside it, "
-                    f"found {getattr(self, name)!r}"
-                )
+        if self.kv_cache_dtype != "auto":
+            raise RequestError(
+                f"kv_policy={self.kv_policy!r}: expected kv_cache_dtype='auto' beside it, "
+                f"found {self.kv_cache_dtype!r}"
+            )
         if self.device == "cuda":
             raise RequestError(
                 "kv_policy: on a GPU pages keep their type in this release; choose a kv_cache_dtype"

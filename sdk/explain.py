@@ -52,6 +52,7 @@ def _steps(runner: ModelRunner) -> list[str]:
     return [
         f"steps      decoding: {'replayed from graphs' if decode is None else _eagerly(decode)}",
         f"           with prompts: {pieces if prompts is None else _eagerly(prompts)}",
+        *(f"           but not all sizes: {why}" for why in runner.failed_captures),
     ]
 
 

@@ -8,8 +8,15 @@ from sdk.driver import Driver
 from sdk.engine.runner import ModelRunner
 from sdk.errors import OutOfMemoryError, RequestError
 from sdk.loading import Loaded
-from sdk.memory import MemoryPlan, format_bytes, parse_bytes, release_free_memory
+from sdk.memory import (
+    MemoryPlan,
+    format_bytes,
+    installed_memory,
+    parse_bytes,
+    release_free_memory,
+)
 from sdk.memory_pool import Lease
+from sdk.planning import available_to
 
 
 class Footprint:
@@ -73,18 +80,33 @@ class Footprint:
             raise RequestError("resize: this LLM shares a memory pool, which lends it pages")
         budget = parse_bytes(memory, "resize")
         plan = self.plan
-        fixed = plan.weights + plan.workspace + plan.graphs + plan.tokenizer
-        most = self._pages.num_pages - 1
+        fixed, most = plan.serving - plan.kv_cache, self._pages.num_pages - 1
         pages = min((budget - fixed) // plan.page_bytes, most)
         if pages < 1:
             raise OutOfMemoryError(
                 f"resize: {format_bytes(budget)} hold no KV page: weights, workspace and tokenizer "
                 f"take {format_bytes(fixed)}, a page {format_bytes(plan.page_bytes)}"
             )
+        self._check_machine(budget, (pages - plan.num_pages) * plan.page_bytes)
         self._driver.between_steps(lambda: self._elastic.resize(pages))
         self.plan = replace(plan, budget=budget, num_pages=pages)
         release_free_memory()
         return self.plan
+
+    def _check_machine(self, budget: int, more: int) -> None:
+        """:raises OutOfMemoryError: it has less than that, or not ``more`` bytes now."""
+        assert self.plan.config is not None
+        if self.plan.config.device != "cuda" and budget > installed_memory():
+            raise OutOfMemoryError(
+                f"resize: {format_bytes(budget)} are more than this machine has, "
+                f"{format_bytes(installed_memory())}"
+            )
+        available = available_to(self.plan.config)
+        if more > available:
+            raise OutOfMemoryError(
+                f"resize: {format_bytes(more)} of KV pages more than now; the machine has "
+                f"{format_bytes(available)} left"
+            )
 
     # Sleeping
 
@@ -124,6 +146,8 @@ class Footprint:
                 if self._lease is not None:
                     self._lease.give_back(self._lease.nbytes)
                 raise
+            if self._lease is not None:
+                self._lease.give_back(self.plan.total - self.plan.serving)
         elif self._level == 1:
             self._elastic.wake()
         self._level = 0

@@ -440,8 +440,9 @@ class LLM:
 
         Requests that lose their pages start over when there is room, with the same answers.
 
-        :raises OutOfMemoryError: not even a page fits. :raises RequestError: an unfinished request
-            or the pinned prefixes need more; nothing has changed then.
+        :raises OutOfMemoryError: not even a page fits, or the machine has less. :raises
+            RequestError: an unfinished request or the pinned prefixes need more. Nothing has
+            changed then.
         """
         return self._footprint.resize(memory)
 

@@ -80,20 +80,22 @@ def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
         undo.callback(checkpoint.close)
         model = model_config(config, checkpoint)
         memory = checked_plan(config, checkpoint)
-        lease = None
-        if isinstance(config.memory, MemoryPool):
-            lease = config.memory.lease(str(checkpoint.path), memory.total)
+        pool = config.memory if isinstance(config.memory, MemoryPool) else None
+        lease = None if pool is None else pool.lease(str(checkpoint.path), memory.total)
+        if lease is not None:
             undo.callback(lease.close)
         tokenizer = None if config.skip_tokenizer_init else _tokenizer(config, checkpoint)
         release_free_memory()  # 16 to 22 MiB that building it took, at what may be the peak
         default_params = _default_params(checkpoint.generation_config)
         runner_config = _runner_config(config, checkpoint, model, memory)
-        eos = frozenset(tokenizer.eos_token_ids if tokenizer is not None else _eos(checkpoint))
+        eos = frozenset(_eos(checkpoint) if tokenizer is None else tokenizer.eos_token_ids)
         executor = _executor(config, runner_config, checkpoint)
         undo.callback(executor.close)
         with reporting("load", "B", config.on_progress) as report:
             checkpoint.on_bytes = report
             executor.start()
+        if lease is not None:
+            lease.give_back(memory.total - memory.serving)
         if memory.layers_away and not executor.runner.ops.offloaded:
             raise UnsupportedError(
                 f"{checkpoint.path}: cpu_offload moves layers of this library's own models; this "
@@ -108,9 +110,8 @@ def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
         )
         scheduler = Scheduler(_scheduler_config(config, runner_config, memory, eos))
         scheduler.pages_ahead = executor.runner.steps_ahead
-        engine = Engine(
-            scheduler, executor, tokenizer, vocab_size=model.vocab_size, seed=config.seed
-        )
+        vocab_size = model.vocab_size
+        engine = Engine(scheduler, executor, tokenizer, vocab_size=vocab_size, seed=config.seed)
         undo.pop_all()
     spec = kv_spec(model, model.num_kv_heads, memory.page_size, memory.kv_dtype)
     return Loaded(
@@ -242,7 +243,7 @@ def _swap_pages(config: EngineConfig, memory: MemoryPlan) -> int:
             f"KV cache is more than the {format_bytes(free)} this machine has left; "
             "swap_path=FOLDER puts it into a file"
         )
-    return swap // memory.page_bytes
+    return memory.swap_pages
 
 
 def _tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:

@@ -1,8 +1,9 @@
 """Memory as arithmetic: what an engine will occupy, known from file headers before it is loaded.
 
-Counted against ``memory=``: the packed weights, the key-value pages, the tokenizer and the largest
-workspace of a step, and what a load holds for a moment where that is more. Not counted: the Python
-interpreter with torch and the libraries a first model imports (about 230 MiB).
+Counted against ``memory=``: the packed weights, the key-value pages, the tokenizer, the largest
+workspace of a step, on a GPU what its graphs hold and its kernels ask for, and what a load holds
+for a moment where that is more. Not counted: the Python interpreter with torch and the libraries a
+first model imports (about 230 MiB).
 ``docs/memory.md`` has the sums beside what was measured.
 """
 
@@ -22,6 +23,7 @@ from sdk.errors import RequestError
 
 if TYPE_CHECKING:
     from sdk.config import EngineConfig
+    from sdk.kernels.gpu.scratch import Scratch
 
 GIB = 2**30
 #: Without a budget the KV cache takes this much, or one request of full length if that is more.
@@ -40,6 +42,8 @@ TOKENIZER_WORD_BYTES = 160
 TOKENIZER_BYTES = 8 * 2**20
 #: Rows that are scored at a time, prompts' or a benchmark's, have logits of at most this much.
 SCORED_BYTES = 8 * 2**20
+#: They are at most so many; of a large vocabulary fewer.
+SCORED_ROWS = 128
 
 _UNITS = {
     "": 1,
@@ -66,7 +70,9 @@ def parse_bytes(value: object, name: str = "size") -> int:
         if found and found[2].upper() in _UNITS:
             count = float(found[1]) * _UNITS[found[2].upper()]
     if count is None or not 1 <= count < 2**63:
-        raise RequestError(f"{name}: expected a size such as '2GiB' or '500MB', found {value!r}")
+        raise RequestError(
+            f"{name}: expected a size such as '2GiB' or '500MB', at least a byte, found {value!r}"
+        )
     return int(count)
 
 
@@ -123,7 +129,8 @@ class Demand:
     ``early`` what a load has in memory before it comes to them, ``layers`` the bytes of each where
     they go as a whole (of a GPU). ``experts_per_token`` and ``expert_width`` are those of a mixture
     of experts; ``captured_tokens`` those of the largest step that a GPU records, or 0;
-    ``activation_bytes``: of a number that one kernel hands to the next.
+    ``activation_bytes``: of a number that one kernel hands to the next; ``scratch``: what a GPU's
+    kernels ask for in a step.
     """
 
     weights: int
@@ -150,6 +157,7 @@ class Demand:
     early: int = 0
     layers: tuple[int, ...] = ()
     captured_tokens: int = 0
+    scratch: Scratch | None = None
 
     @property
     def tokenizer(self) -> int:
@@ -183,12 +191,19 @@ class Alternative:
     loss: float
     keeps_limits: bool
 
+    @property
+    def is_eager(self) -> bool:
+        """Whether steps that would be recorded are not, for the memory their graphs hold."""
+        return "enforce_eager" in self.options
+
     def __str__(self) -> str:
         given = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
         text = (
             f"{given} needs {format_bytes(self.plan.total)}: "
             f"context {self.plan.max_model_len}, loss {self.loss:.4f}"
         )
+        if self.is_eager:
+            text += ", slower: no steps are recorded"
         if not self.plan.offloaded:
             return text
         speed = self.plan.tokens_per_second(math.inf)
@@ -221,6 +236,7 @@ class MemoryPlan:
     offloaded: int = 0
     layers_away: int = 0
     graphs: int = 0
+    scratch: int = 0
     problem: str = ""
     config: EngineConfig | None = field(default=None, repr=False)
     kernels: tuple[KernelShare, ...] = field(default=(), compare=False)
@@ -235,10 +251,26 @@ class MemoryPlan:
         return self.num_pages * self.page_bytes
 
     @property
+    def swap_pages(self) -> int:
+        """Pages of ``page_bytes`` that the swap space has room for; no part of ``total``."""
+        space = 0 if self.config is None else self.config.swap_space
+        assert not isinstance(space, str)  # EngineConfig has parsed it
+        return space // self.page_bytes
+
+    @property
+    def fixed(self) -> int:
+        """What serving takes however many pages there are, but for the tokenizer."""
+        return self.weights + self.workspace + self.graphs + self.scratch
+
+    @property
+    def serving(self) -> int:
+        """The most there is once the model is loaded."""
+        return self.fixed + self.kv_cache + self.tokenizer
+
+    @property
     def total(self) -> int:
         """The most there is at any time: serving, or for a moment of the load."""
-        serving = self.weights + self.workspace + self.graphs + self.kv_cache
-        return max(serving, self.loading) + self.tokenizer
+        return max(self.serving, self.loading + self.tokenizer)
 
     @property
     def kv_tokens(self) -> int:
@@ -287,16 +319,28 @@ class MemoryPlan:
             rows.insert(1, ("elsewhere", self.offloaded, "weights read again in every step: slow"))
         if self.graphs:
             rows.insert(-2, ("graphs", self.graphs, "activations and logits of recorded steps"))
+        if self.scratch:
+            rows.insert(-2, ("scratch", self.scratch, "of kernels: decoded weights, partial sums"))
         if self.loading + self.tokenizer == self.total:
             rows.insert(-1, ("loading", self.loading, "for a moment, more than serving takes"))
         lines = [
             f"{name:<10} {format_bytes(size):>10}  {note}".rstrip() for name, size, note in rows
         ]
+        if self.swap_pages:
+            lines.append(self._swap_row())
         lines.append(
             f"context    {self.max_model_len:>10}  tokens a request, "
             f"{self.full_requests:.1f} such requests at once"
         )
         return "\n".join(lines)
+
+    def _swap_row(self) -> str:
+        count, types = self.swap_pages, self.kv_dtype.split(">")
+        small = f", {count << len(types) - 1} of {types[-1]}" if len(types) > 1 else ""
+        return (
+            f"swap space {format_bytes(count * self.page_bytes):>10}  beside the total: "
+            f"{count} pages of {types[0]}{small}"
+        )
 
 
 def _kernel_names(shares: tuple[KernelShare, ...]) -> str:
@@ -324,6 +368,19 @@ def workspace_bytes(demand: Demand, seqs: int, tokens: int) -> int:
     engine = ENGINE_BYTES + ENGINE_WORD_BYTES * demand.vocab_size
     engine += demand.window if demand.offloaded else 0
     return engine + tokens * row + logits + max(logits, SCORED_BYTES)
+
+
+def scratch_bytes(demand: Demand, seqs: int, tokens: int, context: int) -> int:
+    """What a GPU's kernels ask for in the largest step, and what graphs keep for those of the
+    largest recorded one: they have a pool of their own."""
+    if demand.scratch is None:
+        return 0
+    rows = min(max(seqs, SCORED_ROWS), tokens)
+    asked = demand.scratch.nbytes(tokens, rows, context)
+    captured = min(demand.captured_tokens, tokens)
+    if captured:
+        asked += demand.scratch.nbytes(max(captured, min(seqs, tokens)), min(seqs, tokens), context)
+    return asked
 
 
 def graph_bytes(demand: Demand, seqs: int, tokens: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from sdk.config import EngineConfig
-from sdk.memory import Demand, graph_bytes, workspace_bytes
+from sdk.memory import Demand, graph_bytes, scratch_bytes, workspace_bytes
 
 #: ``"auto"`` makes room for a request of so many tokens, unless ``max_model_len`` says otherwise.
 _CONTEXT = 4096
@@ -57,6 +57,7 @@ def _missing(demand: Demand, limits: Limits) -> int:
     tokens = min(demand.max_num_batched_tokens, demand.max_num_seqs * context)
     scratch = workspace_bytes(demand, demand.max_num_seqs, tokens)
     scratch += graph_bytes(demand, demand.max_num_seqs, tokens)
+    scratch += scratch_bytes(demand, demand.max_num_seqs, tokens, context)
     serving = demand.weights + scratch + max(pages, limits.kv_budget or 0)
     over = max(serving, demand.loading) + demand.tokenizer - limits.budget
     return over + max(demand.window, demand.packing) if over > 0 else 0

@@ -56,8 +56,8 @@ class RequestEvent(NamedTuple):
     ``preempted``: its pages went to others when it had ``num_tokens``, prompt and answer.
     ``resumed``: it has pages again, ``num_tokens`` of them found and not computed anew.
     ``swapped_in``: ``num_pages`` of its prefix, or of what it had before it was preempted, were
-    copied back from the swap space. ``recoded``: ``num_pages`` of its pages went down the ladder of
-    ``kv_policy`` and are of ``kv_bits`` bits from then on.
+    copied back from the swap space, of ``kv_bits`` bits. ``recoded``: ``num_pages`` of its pages
+    went down the ladder of ``kv_policy`` and are of ``kv_bits`` bits from then on.
     """
 
     ts: float

@@ -62,7 +62,9 @@ class _Range:
         return (self.low < value if self.open_low else self.low <= value) and value <= self.high
 
     def __str__(self) -> str:
-        text = f"{'(' if self.open_low else '['}{self.low}, {self.high}]"
+        text = f"in {'(' if self.open_low else '['}{self.low}, {self.high}]"
+        if self.low == self.high:
+            text = f"equal to {self.low}"
         text += "".join(f" or {value}" for value in self.also)
         return text + (" or None" if self.optional else "")
 
@@ -321,9 +323,9 @@ def _number(name: str, value: Any, allowed: _Range, convert: Callable[[Any], Any
             raise TypeError
         number = convert(value)
     except (TypeError, ValueError, OverflowError):
-        raise _refused(name, value, f"{kind} in {allowed}") from None
+        raise _refused(name, value, f"{kind} {allowed}") from None
     if number not in allowed or not math.isfinite(number):
-        raise _refused(name, value, f"{kind} in {allowed}")
+        raise _refused(name, value, f"{kind} {allowed}")
     return number
 
 

@@ -11,6 +11,7 @@ from sdk.memory import (
     MemoryPlan,
     format_bytes,
     graph_bytes,
+    scratch_bytes,
     workspace_bytes,
 )
 
@@ -38,66 +39,92 @@ def plan_memory(
         )
     seqs, want_context = demand.max_num_seqs, max_model_len or demand.model_context
     tokens = min(demand.max_num_batched_tokens, seqs * want_context)
-    workspace, graphs = workspace_bytes(demand, seqs, tokens), graph_bytes(demand, seqs, tokens)
-    limit = available if budget is None else budget
-    room = limit - demand.weights - workspace - graphs - demand.tokenizer
-    pages_per_request = -(-want_context // demand.page_size)
-    cap = pages_per_request * seqs
+    limit, working = budget or available, _working(demand, tokens, want_context)
+    room = limit - demand.weights - sum(working) - demand.tokenizer
+    most = max(room, 0) // demand.page_bytes
     if kv_budget is not None:
-        pages = min(kv_budget // demand.page_bytes, cap)
+        pages = kv_budget // demand.page_bytes
     elif budget is not None:
-        pages = min(max(room, 0) // demand.page_bytes, cap)
+        pages = most
     else:
-        default = max(DEFAULT_KV_BYTES // demand.page_bytes, pages_per_request)
-        pages = min(default, cap, max(room, 0) // 2 // demand.page_bytes)
-    context = want_context
+        pages = _usual(demand, most, want_context, asked=max_model_len is not None)
+    per_request, context = -(-want_context // demand.page_size), want_context
+    pages = min(pages, per_request * seqs)
     if max_model_len is None:
-        context = min(context, pages * demand.page_size)
-        tokens = min(tokens, max(seqs * context, 1))
-        workspace, graphs = workspace_bytes(demand, seqs, tokens), graph_bytes(demand, seqs, tokens)
+        context = min(context, max(pages, 1) * demand.page_size)
+        tokens = min(tokens, seqs * context)
+        working = _working(demand, tokens, context)
     plan = MemoryPlan(
         budget=budget,
         weights=demand.weights,
-        workspace=workspace,
+        workspace=working[0],
         page_bytes=demand.page_bytes,
         page_size=demand.page_size,
         num_pages=pages,
         kv_dtype=demand.kv_dtype,
-        max_model_len=max(context, 1),
+        max_model_len=context,
         max_num_seqs=seqs,
         tokenizer=demand.tokenizer,
         loading=demand.loading,
         read=demand.read,
         offloaded=demand.offloaded,
         layers_away=demand.layers_away,
-        graphs=graphs,
+        graphs=working[1],
+        scratch=working[2],
     )
-    if pages * demand.page_size < max(context, 1) or plan.total > limit:
-        return replace(plan, problem=_sums(plan, limit, want_context, kv_budget))
+    if plan.kv_tokens < context or plan.total > limit:
+        wanted = None if max_model_len is not None else want_context
+        return replace(plan, problem=_sums(plan, limit, wanted, kv_budget))
     return plan
 
 
-def _away(plan: MemoryPlan) -> str:
-    return f"  and {format_bytes(plan.offloaded)} elsewhere" if plan.offloaded else ""
+def _usual(demand: Demand, most: int, context: int, *, asked: bool) -> int:
+    """Pages where nobody says how much memory there is, but that there is room for ``most``: for
+    one request at least, but not more than half of what is free, unless its length was asked for.
+    """
+    per_request, half = -(-context // demand.page_size), most // 2
+    if asked:
+        half = max(half, min(per_request, most))
+    return min(max(DEFAULT_KV_BYTES // demand.page_bytes, per_request), half)
 
 
-def _sums(plan: MemoryPlan, limit: int, context: int, kv_budget: int | None) -> str:
-    """What is needed beside what there is."""
-    needed_kv = -(-context // plan.page_size) * plan.page_bytes
-    name = "available memory" if plan.budget is None else "budget"
-    lines = [
-        "the model does not fit:",
-        f"  weights    {format_bytes(plan.weights):>10}{_away(plan)}",
-        f"  workspace  {format_bytes(plan.workspace):>10}",
-        f"  tokenizer  {format_bytes(plan.tokenizer):>10}",
-        *([f"  graphs     {format_bytes(plan.graphs):>10}"] if plan.graphs else []),
-        f"  KV cache   {format_bytes(needed_kv):>10}  one request of {context} tokens",
+def _working(demand: Demand, tokens: int, context: int) -> tuple[int, int, int]:
+    """Workspace, graphs and scratch of steps of so many tokens, of requests up to so long."""
+    seqs = demand.max_num_seqs
+    return (
+        workspace_bytes(demand, seqs, tokens),
+        graph_bytes(demand, seqs, tokens),
+        scratch_bytes(demand, seqs, tokens, context),
+    )
+
+
+def _sums(plan: MemoryPlan, limit: int, model_context: int | None, kv_budget: int | None) -> str:
+    """What is needed beside what there is; ``model_context`` where no context was asked for."""
+    kv = -(-plan.max_model_len // plan.page_size) * plan.page_bytes
+    whose = f"one request of {plan.max_model_len} tokens"
+    too_few = plan.kv_cache < kv
+    if too_few and model_context is not None:
+        whole = -(-model_context // plan.page_size) * plan.page_bytes
+        whose = f"at least; {format_bytes(whole)} for {model_context} tokens"
+    elif kv_budget is not None and not too_few:
+        kv, whose = plan.kv_cache, "kv_cache_memory_bytes"
+    away = f"and {format_bytes(plan.offloaded)} elsewhere" if plan.offloaded else ""
+    serving = plan.fixed + kv
+    rows = [
+        ("weights", plan.weights, away),
+        ("workspace", plan.workspace, f"largest step, {plan.max_num_seqs} requests"),
+        ("tokenizer", plan.tokenizer, ""),
     ]
-    if plan.loading > plan.weights + plan.workspace + plan.graphs + needed_kv:
-        lines.append(
-            f"  loading    {format_bytes(plan.loading):>10}  for a moment, in place of these"
-        )
-    lines.append(f"  {name}     {format_bytes(limit)}")
-    if kv_budget is not None:
-        lines.append(f"  kv_cache_memory_bytes {format_bytes(kv_budget)}")
-    return "\n".join(lines)
+    if plan.graphs:
+        rows.append(("graphs", plan.graphs, ""))
+    if plan.scratch:
+        rows.append(("scratch", plan.scratch, ""))
+    rows.append(("KV cache", kv, whose))
+    if plan.loading > serving:
+        rows.append(("loading", plan.loading, "for a moment, in place of all but the tokenizer"))
+    rows.append(("needed", max(serving, plan.loading) + plan.tokenizer, ""))
+    rows.append(("available" if plan.budget is None else "budget", limit, ""))
+    if kv_budget is not None and too_few:
+        rows.append(("kv_cache_memory_bytes", kv_budget, ""))
+    lines = [f"  {name:<10} {format_bytes(size):>10}  {note}".rstrip() for name, size, note in rows]
+    return "\n".join(["the model does not fit:", *lines])

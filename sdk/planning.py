@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,15 +17,13 @@ from sdk.errors import CheckpointError, RequestError
 from sdk.kernels.cpu.packed_weight import BLOCK_SOURCES, packed_bytes
 from sdk.kernels.gpu import matrix_type
 from sdk.kernels.gpu.graphs import MOST_TOKENS
-from sdk.kernels.layouts import BLOCK_TYPES
+from sdk.kernels.gpu.scratch import Scratch
 from sdk.kernels.ops import Compute
-from sdk.kernels.registry import Backend, Problem, choose, open_backends
 from sdk.loaders.open import open_checkpoint
 from sdk.memory import (
     ENGINE_BYTES,
     ENGINE_WORD_BYTES,
     Demand,
-    KernelShare,
     MemoryPlan,
     available_memory,
     format_bytes,
@@ -35,16 +33,14 @@ from sdk.memory_pool import MemoryPool
 from sdk.models.activation_type import activation_type
 from sdk.models.auto import read_config
 from sdk.models.config import ModelConfig
-from sdk.models.layers import ACCURATE
 from sdk.models.parallel import Mesh
 from sdk.offload import Limits, moved_out
 from sdk.plan_memory import plan_memory
 from sdk.quant.at_load import EMBEDDINGS, FLOATS, is_end, is_router, packed_at_load, scheme_at_load
 from sdk.quant.checkpoint import Checkpoint, TensorEntry
-from sdk.quant.spec import QuantSpec
+from sdk.scratch import scratch_of
 
-#: Of a GPU's free memory, what an engine may take unless told otherwise; the rest is for torch's
-#: own buffers and the kernels' scratch.
+#: Of a GPU's free memory, what an engine may take unless told otherwise.
 _GPU_SHARE = 0.9
 #: Of a file being loaded so many bytes stay mapped, and so many matrices whatever their size.
 _WINDOW, _MAPPED_MATRICES = 8 * 2**20, 4
@@ -53,10 +49,6 @@ _COPIES = 5
 #: The largest share of scales in packed weights: a float16 for 32 codes of 4 bits is a ninth.
 _SCALES_OF_EXPERTS = 8
 _LAYER = re.compile(r"\b(?:layers|blk)\.(\d+)\.")
-_INTEGERS = re.compile(r"(?:gptq-|awq-)?w(\d)(?:a\d+)?(g\d+)?s?")
-#: Queries, keys and values, in GGUF files and in folders: models bind them as accurate ones.
-_QKV = re.compile(r"\battn_(q|k|v|qkv)\b|\b(q|k|v|qkv)_proj\b")
-_FLOATS = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 
 
 def open_model(config: EngineConfig) -> Checkpoint:
@@ -104,6 +96,7 @@ def activations_of(config: EngineConfig, checkpoint: Checkpoint) -> torch.dtype:
         {**checkpoint.config, **(config.hf_overrides or {})},
         torch.float32 if device == "cpu" else matrix_type(device),
         exact=compute_of(config) == "exact",
+        stored="float16" if _formats(config, checkpoint)[0] == {"f16"} else "",
     )
 
 
@@ -185,6 +178,8 @@ def plan_for(
     kv_budget = _bytes(config.kv_cache_memory_bytes)
     limit = available_to(config) if budget is None else budget
     demand = _demand(config, model, sizes or sizes_of(config, checkpoint), activations)
+    if device_of(config) != "cpu":
+        demand = replace(demand, scratch=_scratch(config, model, checkpoint, activations))
     if config.disk_offload or config.cpu_offload:
         demand = moved_out(demand, config, Limits(limit, kv_budget, config.max_model_len))
     made = plan_memory(
@@ -254,6 +249,28 @@ def _demand(
         layers=sizes.layers,
         captured_tokens=0 if eager else min(config.max_num_batched_tokens, MOST_TOKENS),
     )
+
+
+def _scratch(
+    config: EngineConfig, model: ModelConfig, checkpoint: Checkpoint, activations: torch.dtype
+) -> Scratch:
+    return scratch_of(
+        model,
+        _formats(config, checkpoint),
+        activations,
+        device_of(config),
+        exact=compute_of(config) == "exact",
+        fixed=config.deterministic,
+    )
+
+
+def _formats(config: EngineConfig, checkpoint: Checkpoint) -> tuple[set[str], set[str]]:
+    """Of the matrices of the blocks but for routers, and of embedding and head."""
+    formats: tuple[set[str], set[str]] = set(), set()
+    for entry in checkpoint.entries():
+        if len(entry.shape) > 1 and not is_router(entry.name):
+            formats[is_end(entry.name)].add(numerics_of(config, entry))
+    return formats
 
 
 def _bytes(value: int | str | MemoryPool | None) -> int | None:
@@ -334,48 +351,10 @@ def _read_bytes(entry: TensorEntry, model: ModelConfig) -> float:
     return held
 
 
-def kernel_shares(config: EngineConfig, checkpoint: Checkpoint) -> Iterator[KernelShare]:
-    """The matrices by format. Rounding of inputs that a file asks for is not in every header: the
-    engine may choose ``linear_as_file`` in place of what stands here."""
-    sums: dict[tuple[str, int], list[int]] = {}
-    for entry in checkpoint.entries():
-        if len(entry.shape) > 1:
-            accurate = is_end(entry.name) or is_router(entry.name) or _QKV.search(entry.name)
-            bits = ACCURATE if accurate else 8
-            sums.setdefault((_numerics(config, entry), bits), []).append(held_bytes(entry))
-    backends, _ = open_backends(device_of(config), 1)
-    try:
-        for (numerics, bits), sizes in sums.items():
-            kernel = _kernel(config, backends, numerics, bits)
-            yield KernelShare(numerics, kernel, len(sizes), sum(sizes))
-    finally:
-        for backend in backends:
-            backend.close()
-
-
-def _numerics(config: EngineConfig, entry: TensorEntry) -> str:
+def numerics_of(config: EngineConfig, entry: TensorEntry) -> str:
     """As a report of the loaded model names them: ``q4_k``, ``gptq-w4g128``."""
     if config.quantization is None or entry.held is None or entry.format not in FLOATS:
         return entry.format.lower()
     scheme = scheme_at_load(config.quantization)
     spec = scheme.head if is_end(entry.name) else scheme.spec
     return str(spec)
-
-
-def _kernel(config: EngineConfig, backends: list[Backend], numerics: str, bits: int) -> str:
-    """The kernel of a matrix, all of whose rows divide into groups."""
-    fields: dict[str, Any] = {"layout": "dense", "format": _FLOATS.get(numerics, "float32")}
-    integers = _INTEGERS.fullmatch(numerics)
-    if numerics in BLOCK_TYPES:
-        fields = {"layout": "blocks", "format": numerics}
-    elif numerics.startswith(("fp8", "f8", "mxfp8")):
-        fields = {"layout": "float8", "format": "float8_e4m3fn"}
-    elif integers is not None:
-        group = int((integers[2] or "g0")[1:])
-        fields = {"layout": "affine", "bits": int(integers[1]), "group": group}
-    elif numerics not in _FLOATS:
-        spec = QuantSpec.parse(numerics)
-        fields = {"layout": "affine", "format": "table", "bits": spec.bits, "group": spec.group}
-    fields |= {"compute": compute_of(config), "activation_bits": bits}
-    problem = Problem("linear", **fields)
-    return choose(backends, problem).name

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from sdk.errors import RequestError
+from sdk.errors import EngineClosedError, RequestError
 from sdk.params import SamplingParams
 from sdk.quant.tokenizer import Tokenizer
 
@@ -73,12 +73,16 @@ class PromptReader:
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._chat_template = chat_template
+        self._closed = False
 
     def close(self) -> None:
         """Let go of the tokenizer (15 MB for 50,000 tokens)."""
         self.tokenizer = None
+        self._closed = True
 
     def _need_tokenizer(self, what: str) -> Tokenizer:
+        if self._closed:
+            raise EngineClosedError("this LLM was closed")
         if self.tokenizer is None:
             raise RequestError(
                 f"{what} needs a tokenizer and this LLM has none (skip_tokenizer_init, or the "

@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 
 from sdk.engine.kv_transfer import LayerKV, StoredKV, row_widths
 from sdk.errors import SnapshotError
+from sdk.memory import format_bytes
 from sdk.model_key import ModelKey
 from sdk.quant.spec import KVSpec
 
@@ -92,7 +93,10 @@ class Snapshot:
             temporary = None
             _sync_folder(target.parent)
         except OSError as error:
-            raise SnapshotError(f"{target}: the snapshot cannot be written: {error}") from error
+            raise SnapshotError(
+                f"{target}: the snapshot cannot be written, {format_bytes(self.nbytes)} and its "
+                f"tokens: {error}"
+            ) from error
         finally:
             if temporary is not None:
                 with contextlib.suppress(OSError):

@@ -10,11 +10,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sdk.kernels.gpu.scratch import LIBRARY, OLDER_LIBRARY
 from sdk.kernels.offload import OnDisk
+
+if TYPE_CHECKING:
+    from sdk.kernels.gpu.tuning import Tuning
 
 __all__ = ["GpuBackend", "available", "open_backend"]
 
@@ -69,6 +73,26 @@ def matrix_type(device: str) -> torch.dtype:
     return torch.float16 if short else torch.bfloat16
 
 
+def tuning_of(device: str) -> Tuning:
+    """The tile sizes of the card, or of the interpreter."""
+    from sdk.kernels.gpu.tuning import AMD_STAGES, Tuning, read_tuning
+
+    if torch.device(device).type == "cpu":
+        return Tuning(programs=4)
+    card = torch.cuda.get_device_properties(device)
+    tuning = read_tuning(card.name, 4 * card.multi_processor_count)
+    if torch.version.hip is not None:
+        return replace(tuning, stages=AMD_STAGES)
+    if card.major < 8:
+        return replace(tuning, dense_from=min(tuning.dense_from, DENSE_FROM_WITHOUT_MMA))
+    return tuning
+
+
+def library_bytes(device: str) -> int:
+    """What torch keeps for the library's products on each stream."""
+    return LIBRARY if torch.cuda.get_device_capability(device) >= (9, 0) else OLDER_LIBRARY
+
+
 def open_backend(
     device: str, num_threads: int, *, fixed: bool = False, offload: OnDisk | None = None
 ) -> GpuBackend:
@@ -77,17 +101,12 @@ def open_backend(
     from sdk.kernels.gpu.dense import DenseLinear
     from sdk.kernels.gpu.linear import Linear
     from sdk.kernels.gpu.linear_as_file import LinearAsFile, bytes_of_card
-    from sdk.kernels.gpu.tuning import Tuning, read_tuning
 
+    tuning = tuning_of(device)
     codes: tuple[str, ...] = ("int", "e4m3")
-    if torch.device(device).type == "cpu":
-        tuning = Tuning(programs=4)
-    else:
-        card = torch.cuda.get_device_properties(device)
-        tuning = read_tuning(card.name, 4 * card.multi_processor_count)
-        if torch.version.hip is None and card.major < 8:
-            tuning = replace(tuning, dense_from=min(tuning.dense_from, DENSE_FROM_WITHOUT_MMA))
-        codes = bytes_of_card((card.major, card.minor), amd=torch.version.hip is not None)
+    if torch.device(device).type != "cpu":
+        found = torch.cuda.get_device_capability(device)
+        codes = bytes_of_card(found, amd=torch.version.hip is not None)
     packed = (Linear(dtype, tuning, fixed=fixed) for dtype in (matrix_type(device), torch.float32))
     as_file = LinearAsFile(tuning, codes, fixed=fixed)
     return GpuBackend(

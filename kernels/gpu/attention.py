@@ -19,10 +19,11 @@ from torch import Tensor
 
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import KernelError
-from sdk.kernels.gpu.attention_decode import decode_kernel, join_kernel, shared_kernel, split_count
+from sdk.kernels.gpu.attention_decode import decode_kernel, join_kernel, shared_kernel
 from sdk.kernels.gpu.attention_prefill import prefill_kernel
 from sdk.kernels.gpu.launch import INTERPRETED, expect_on_device, old_card
 from sdk.kernels.gpu.pages import INT4, PageSide, hadamard_block, page_sides, reject
+from sdk.kernels.gpu.scratch import split_count
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.registry import Problem
 

@@ -25,17 +25,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sdk.kernels.gpu import scratch
 from sdk.kernels.gpu.attend import LOG2E, attend
 from sdk.kernels.gpu.page_codes import mixed
 
-#: Keys of a split; more, by powers of two, where a context would have more splits than this.
-SPLIT = tl.constexpr(256)
-MAX_SPLITS = tl.constexpr(32)
-
-
-def split_count(longest: int) -> int:
-    """How many splits a context of at most ``longest`` tokens can have."""
-    return min(-(-longest // int(SPLIT.value)), int(MAX_SPLITS.value))
+SPLIT = tl.constexpr(scratch.SPLIT)
+MAX_SPLITS = tl.constexpr(scratch.MAX_SPLITS)
 
 
 @triton.jit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from sdk.kernels.experts import Routes
 from sdk.kernels.gpu import product_dense as kernels
 from sdk.kernels.gpu.expert_tiles import Experts, Routed, offsets_of, tile_arguments
 from sdk.kernels.gpu.launch import INTERPRETED, Launch, expect_on_device, old_card
+from sdk.kernels.gpu.scratch import columns_at_once, runs
 from sdk.kernels.layouts import Dense, Layout
 from sdk.kernels.registry import Problem
 
@@ -99,12 +101,29 @@ def product_dense(w: Tensor, x: Tensor, routed: Routed, experts: range, out: Ten
 def multiply(x: Tensor, w: Tensor, out: Tensor) -> None:
     """``out = x @ w.T`` with x and w of one type.
 
-    On a GPU sums that go into float32 are not rounded before; of a 16-bit out the library may round
-    those of shares of K, as it does for everybody.
+    Sums that go into float32 are not rounded before, where the library can (:func:`wide_sums`); of
+    a 16-bit out it may round those of shares of K, as it does for everybody.
     """
     if out.dtype == x.dtype:
         torch.mm(x, w.t(), out=out)
-    elif x.is_cuda and x.dtype != torch.float32:
-        out.copy_(torch.mm(x, w.t(), out_dtype=torch.float32))
-    else:
-        out.copy_(torch.mm(x, w.t()))
+        return
+    wide = wide_sums(x.device, x.dtype)
+    for columns in runs(w.shape[0], columns_at_once(w.shape[0], x.shape[0])):
+        part = w[columns].t()
+        sums = torch.mm(x, part, out_dtype=torch.float32) if wide else torch.mm(x, part)
+        out[:, columns] = sums
+
+
+@cache
+def wide_sums(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch gives sums of 16-bit products in float32: on a GPU from 2.8 on, later on ROCm
+    (its 2.9 refuses).
+    """
+    x = torch.zeros(16, 16, dtype=dtype, device=device)
+    try:
+        torch.mm(x, x, out_dtype=torch.float32)
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError):
+        return False
+    return True

@@ -12,6 +12,7 @@ replay must lie outside of the pool, where no other graph has its scratch.
 from __future__ import annotations
 
 import gc
+import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -25,7 +26,9 @@ from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import KernelError
 from sdk.kernels.graph import Attend, CaptureError, Cut
 
+logger = logging.getLogger("sdk")
 Result = TypeVar("Result")
+Recorded = TypeVar("Recorded")
 #: An attention of a recorded step, over the batch of a step.
 Attention = Callable[[AttentionBatch], None]
 
@@ -99,6 +102,33 @@ class CardRecorder:
         return graph
 
 
+class Captured(Generic[Recorded]):
+    """What was captured, by size. After one failure nothing more is tried, because memory does not
+    come back by itself; what there is stays in use. ``failed`` says why, else it is empty.
+    """
+
+    def __init__(self) -> None:
+        self._recorded: dict[Any, Recorded] = {}
+        self.failed = ""
+
+    def __len__(self) -> int:
+        return len(self._recorded)
+
+    def find(self, size: Any, capture: Callable[[], Recorded], what: str) -> Recorded:
+        """That of a size. :raises CaptureError: when it cannot be captured."""
+        if size not in self._recorded:
+            if self.failed:
+                raise CaptureError(self.failed)
+            try:
+                self._recorded[size] = capture()
+            except RuntimeError as error:
+                self.failed = f"{what} cannot be captured: {error}"
+                kept = f"{len(self)} captured before stay" if len(self) else "none was before"
+                logger.warning("%s; it and others run operator by operator, %s", self.failed, kept)
+                raise CaptureError(self.failed) from error
+        return self._recorded[size]
+
+
 class StepGraphs(Generic[Result]):
     """The decode steps of one engine. ``forward(size, shared)`` runs one over the first rows of
     buffers that stay, ``shared`` if all requests begin with the same pages; what it returns are
@@ -111,7 +141,7 @@ class StepGraphs(Generic[Result]):
         self._forward = forward
         self._buckets = buckets(largest)
         self._recorder = recorder
-        self._captured: dict[tuple[int, bool], tuple[Any, Result]] = {}
+        self.captured: Captured[tuple[Any, Result]] = Captured()
 
     def size(self, requests: int) -> int:
         """The bucket a step of so many requests runs in."""
@@ -122,12 +152,10 @@ class StepGraphs(Generic[Result]):
 
         :raises CaptureError: when it cannot be captured.
         """
-        if (size, shared) not in self._captured:
-            try:
-                self._captured[size, shared] = self._capture(size, shared)
-            except RuntimeError as error:
-                raise CaptureError(f"a decode step cannot be captured: {error}") from error
-        graph, result = self._captured[size, shared]
+        what = f"a decode step of {size}"
+        graph, result = self.captured.find(
+            (size, shared), lambda: self._capture(size, shared), what
+        )
         graph.replay()
         return result
 
@@ -166,7 +194,7 @@ class PieceGraphs:
         self._forward = forward
         self._buckets = token_buckets(min(most_tokens, MOST_TOKENS))
         self._recorder = recorder
-        self._captured: dict[int, _Pieces] = {}
+        self.captured: Captured[_Pieces] = Captured()
         self._buffers: dict[Any, Tensor] = {}
 
     @property
@@ -180,12 +208,7 @@ class PieceGraphs:
         :raises CaptureError: when it cannot be captured.
         """
         size = bucket_of(self._buckets, batch.num_tokens)
-        if size not in self._captured:
-            try:
-                self._captured[size] = self._capture(size, batch)
-            except RuntimeError as error:
-                raise CaptureError(f"{size} tokens cannot be captured: {error}") from error
-        pieces = self._captured[size]
+        pieces = self.captured.find(size, lambda: self._capture(size, batch), f"{size} tokens")
         pieces.graphs[0].replay()
         for attend, graph in zip(pieces.attentions, pieces.graphs[1:], strict=True):
             attend(batch)

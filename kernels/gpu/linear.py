@@ -26,6 +26,14 @@ from sdk.kernels.gpu.dense import multiply, product_dense
 from sdk.kernels.gpu.expert_tiles import PARTS, Experts, Routed, offsets_of, tile_arguments
 from sdk.kernels.gpu.launch import INTERPRETED, Launch, expect_on_device
 from sdk.kernels.gpu.packing import PLANES, Packed, pack, unpack
+from sdk.kernels.gpu.scratch import (
+    decoded_experts,
+    decoded_rows,
+    most_shares,
+    padded,
+    rows_of_parts,
+    runs,
+)
 from sdk.kernels.gpu.tuning import Tiles, Tuning
 from sdk.kernels.layouts import BLOCK_TYPES, TABLE_BITS, Dense, Layout, check_layout
 from sdk.kernels.registry import Problem
@@ -35,10 +43,6 @@ FACTORS = {"e2m1": 2.0**14, "e4m3": 2.0**8}
 #: The same of ``tiny_values``, of which x takes ``RAISE``: neither it nor a product overflows.
 TINY = {"int": 149, "e2m1": 126, "e4m3": 120, "e5m2": 112}
 RAISE = 80
-#: Bytes of the scratch that a weight is decoded into: bounds memory, not speed.
-SCRATCH = 64 << 20
-#: The same for many experts; 128 of 2048 x 1536 then take four turns, 3 MiB each being 16 bits.
-EXPERTS_SCRATCH = 256 << 20
 _DOT_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
@@ -109,8 +113,10 @@ class Linear:
             self._matmul_dense(packed, x.to(dtype), out)
             return
         tiles = self._tuning.tiles(packed, 2 if self._fixed else tokens)
-        split = min(tiles.split, packed.units)
-        self._multiply(packed, x, out, replace(tiles, split=split), one=tokens == 1)
+        tiles = replace(tiles, split=min(tiles.split, packed.units))
+        step = tokens if tiles.split == 1 else rows_of_parts(packed.shape[0], tiles.split)
+        for rows in runs(tokens, step):
+            self._multiply(packed, x[rows], out[rows], tiles, one=tokens == 1)
 
     def _dot_type(self, x: Tensor) -> torch.dtype:
         return x.dtype if x.itemsize == 2 and self.dtype.itemsize == 2 else self.dtype
@@ -142,12 +148,11 @@ class Linear:
 
     def _matmul_dense(self, packed: Packed, x: Tensor, out: Tensor) -> None:
         n, k = packed.shape
-        step = max(16, SCRATCH // (k * x.itemsize) // 16 * 16)
-        scratch = torch.empty(min(step, n), k, dtype=x.dtype, device=x.device)
-        for start in range(0, n, step):
-            w = scratch[: min(step, n - start)]
-            decode_rows(packed, w, start).run()
-            multiply(x, w, out[:, start : start + w.shape[0]])
+        scratch = torch.empty(decoded_rows(n, k, x.itemsize), k, dtype=x.dtype, device=x.device)
+        for rows in runs(n, len(scratch)):
+            w = scratch[: rows.stop - rows.start]
+            decode_rows(packed, w, rows.start).run()
+            multiply(x, w, out[:, rows])
 
     def rows(self, packed: Packed, ids: Tensor, out: Tensor) -> None:
         expect_on_device("rows", ids, out, packed.scale)
@@ -185,8 +190,7 @@ class Linear:
         How many rows an expert has stays on the card, so nothing waits for it.
         """
         n, k = group.first.shape
-        size = -(-n * k // 16) * 16  # kernels load 16 numbers at a time
-        count = max(1, min(group.count, EXPERTS_SCRATCH // (size * x.itemsize)))
+        size, count = padded(n, k), decoded_experts(group.count, n, k, x.itemsize)
         scratch = torch.empty(count, size, dtype=x.dtype, device=x.device)
         places = torch.arange(group.count, device=x.device) % count * size
         decoded = replace(routed, offsets=places)
@@ -200,17 +204,16 @@ class Linear:
         """By the rows an expert has on average, of at least ``least``.
 
         All experts share the card, so that what was measured for one weight has too many shares.
+        In a fixed order of additions K is not shared: shares of many rows would need gigabytes.
         """
         rows, w = routes.tokens.shape[0], group.first
         op = self.op_of(w)
         average = 2 if self._fixed else max(least, -(-rows // group.count))
         tiles = self._tuning.measured(w, average, f"{op}_experts")
-        if tiles is not None or self._fixed:
-            tiles = tiles or self._tuning.tiles(w, average, op)
-            return replace(tiles, split=min(tiles.split, w.units))
-        tiles = self._tuning.tiles(w, average, op)
-        split = max(1, min(tiles.split, w.units) // min(rows, group.count))
-        return replace(tiles, split=split)
+        busy = 1 if tiles is not None else min(rows, group.count)
+        tiles = tiles or self._tuning.tiles(w, average, op)
+        room = 1 if self._fixed else most_shares(rows, w.shape[0])
+        return replace(tiles, split=max(1, min(min(tiles.split, w.units) // busy, room)))
 
 
 def product(

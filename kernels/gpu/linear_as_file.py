@@ -23,6 +23,7 @@ from sdk.kernels.gpu.expert_tiles import Experts, Routed, tile_arguments
 from sdk.kernels.gpu.launch import Launch, expect_on_device
 from sdk.kernels.gpu.linear import Linear, add_up, room_for_parts
 from sdk.kernels.gpu.packing import Packed
+from sdk.kernels.gpu.scratch import rows_of_codes, rows_of_parts, rows_rounded, runs
 from sdk.kernels.gpu.tuning import Tiles, Tuning
 from sdk.kernels.layouts import ActivationScheme, inputs_of
 from sdk.kernels.reference.rounding import rounded
@@ -58,9 +59,14 @@ class LinearAsFile(Linear):
             tokens = 2 if self._fixed else max(x.shape[0], 2)
             tiles = self._tuning.tiles(packed, tokens, "linear_bytes")
             tiles = replace(tiles, split=min(tiles.split, packed.units))
-            _multiply_bytes(packed, scheme, x, out, tiles)
+            step = rows_of_codes(packed.units * packed.unit)
+            if tiles.split > 1:
+                step = min(step, rows_of_parts(packed.shape[0], tiles.split))
+            for rows in runs(x.shape[0], step):
+                _multiply_bytes(packed, scheme, x[rows], out[rows], tiles)
         else:
-            super().matmul(packed, rounded(x.float(), scheme), out)
+            for rows in runs(x.shape[0], rows_rounded(x.shape[1])):
+                super().matmul(packed, rounded(x[rows].float(), scheme), out[rows])
 
     def group(self, packed: Sequence[Packed]) -> Experts[Packed] | None:
         alike = all(inputs_of(p.facts) == inputs_of(packed[0].facts) for p in packed[1:])
@@ -78,7 +84,10 @@ class LinearAsFile(Linear):
             routed = Routed(group.offsets, routes, routes.tokens if by_token else None)
             _multiply_bytes(w, scheme, x, out, self._tiles_of(group, routes, 2), routed)
         else:
-            super().matmul_routed(group, rounded(x.float(), scheme), routes, by_token, out)
+            whole = torch.empty(x.shape, device=x.device)
+            for rows in runs(x.shape[0], rows_rounded(x.shape[1])):
+                whole[rows] = rounded(x[rows].float(), scheme)
+            super().matmul_routed(group, whole, routes, by_token, out)
 
 
 def _multiply_bytes(

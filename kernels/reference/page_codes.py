@@ -20,6 +20,7 @@ HALF_MAX = 65504.0
 PEAKS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 448.0}
 #: The bits of the largest and of the NaN scale of 4-bit codes.
 _LARGEST, _NAN = 0xF7, 0xFF
+_NO_FRACTIONS = 1.5 * 2**23
 
 
 def mixed(x: Tensor) -> Tensor:
@@ -101,8 +102,16 @@ def round_codes(x: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Ten
     inverse = torch.where(wide > 0, 1.0 / wide, 0.0)
     codes = (x * inverse).clamp(-peak, peak)
     if dtype == torch.int8:
-        codes = torch.round(codes)
+        codes = _rounded(codes)
     return codes.masked_fill(wide.isnan(), 0.0).to(dtype), scale
+
+
+def _rounded(x: Tensor) -> Tensor:
+    """``torch.round`` of what is below 2**22, and beyond it not less: float32 has no fractions from
+    2**23 on. ``torch.round`` itself wakes torch's threads on a CPU from 2,048 values on, other
+    operations from 32,768: ``sdk/engine/kv_transfer.py`` says what that costs.
+    """
+    return (x + _NO_FRACTIONS) - _NO_FRACTIONS
 
 
 def short_scale(bits: Tensor) -> Tensor:
@@ -124,8 +133,8 @@ def round_nibbles(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = short_scale(bits)
     inverse = torch.where(scale > 0, 1.0 / scale, 0.0)
     middle = (high + low) * 0.5 * inverse
-    zero = torch.round((7.5 - middle) * 16.0).clamp(0.0, 255.0)
-    codes = torch.round(x * inverse.unsqueeze(-1) + (zero * 0.0625).unsqueeze(-1)).clamp(0.0, 15.0)
+    zero = _rounded((7.5 - middle) * 16.0).clamp(0.0, 255.0)
+    codes = _rounded(x * inverse.unsqueeze(-1) + (zero * 0.0625).unsqueeze(-1)).clamp(0.0, 15.0)
     unknown = x.isnan().any(dim=-1)
     codes = codes.masked_fill(unknown.unsqueeze(-1), 0.0).to(torch.uint8)
     word = (zero.nan_to_num().to(torch.int32) << 8 | bits).masked_fill(unknown, _NAN)

@@ -75,6 +75,7 @@ def to_json(plan: MemoryPlan) -> dict[str, Any]:
         "offloaded": plan.offloaded,
         "workspace": plan.workspace,
         "graphs": plan.graphs,
+        "scratch": plan.scratch,
         "tokenizer": plan.tokenizer,
         "loading": plan.loading,
         "kv_cache": plan.kv_cache,

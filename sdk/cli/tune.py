@@ -176,7 +176,8 @@ def _result(card: Card, case: Case, tokens: int, tiles: Tiles, product: Product)
     import torch
 
     multiply, rows = product
-    out = torch.full((rows, case.shape[0]), torch.nan, device=card.device)
+    shape = (rows, case.shape[0])
+    out = torch.full(shape, torch.nan, dtype=case.outputs, device=card.device)
     try:
         multiply(_kernel(case, tokens, tiles), case.packed[0], out)
         card.synchronize()
@@ -189,6 +190,7 @@ def _result(card: Card, case: Case, tokens: int, tiles: Tiles, product: Product)
 
 
 def _same(found: Tensor, expected: Tensor) -> bool:
+    found, expected = found.float(), expected.float()
     return bool((found - expected).norm() <= 1e-2 * expected.norm())
 
 
@@ -200,7 +202,7 @@ def _timed(card: Card, case: Case, kernel: Any, product: Product) -> float:
     import torch
 
     multiply, rows = product
-    out = torch.empty(rows, case.shape[0], device=card.device)
+    out = torch.empty(rows, case.shape[0], dtype=case.outputs, device=card.device)
 
     def call(packed: Any) -> Callable[[], None]:
         return lambda: multiply(kernel, packed, out)
@@ -210,10 +212,10 @@ def _timed(card: Card, case: Case, kernel: Any, product: Product) -> float:
 
 def dense_from(card: Card, case: Case) -> int:
     """From how many tokens, or rows of an expert, on decoding into scratch is faster."""
-    from sdk.kernels.gpu.tuning import Tuning
 
     def kernel(first: int) -> Any:
-        return case.kernel.tuned(Tuning(card.programs, dense_from=first, experts_dense_from=first))
+        rule = replace(card.tuning, dense_from=first, experts_dense_from=first)
+        return case.kernel.tuned(rule)
 
     for tokens in _MANY[: card.size(len(_MANY), 1)]:
         product = case.product(card, card.size(tokens, 2))

@@ -7,15 +7,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
-from sdk.kernels.gpu.tuning import Tiles, Tuning, type_of
+from sdk.kernels.gpu.tuning import Tiles, type_of
 from sdk.kernels.ops import Ops
 
 if TYPE_CHECKING:
     from sdk.cli.bench.gpu.card import Card
     from sdk.kernels.gpu.packing import Packed
-    from sdk.quant.weight import Weight
+    from sdk.models.layers import ExpertLinear, Linear
 
 #: Rows and columns of the layers of 0.6B, 1B, 8B and 70B models, largest first.
 SHAPES = (
@@ -36,6 +37,7 @@ class Case:
     """Weights of one type and shape, in the hands of their kernel.
 
     ``tokens``: numbers of them that get tiles of their own, each up to the next smaller one.
+    ``inputs``, ``outputs``: the types that an engine multiplies and is given.
     """
 
     op: str
@@ -43,6 +45,8 @@ class Case:
     shape: tuple[int, int]
     kernel: Any
     packed: Sequence[Any]
+    inputs: torch.dtype
+    outputs: torch.dtype
     tokens: tuple[int, ...] = (1, 4, 8, 16, 32, 64, 128)
 
     @property
@@ -57,10 +61,10 @@ class Case:
 
     def begin(self, card: Card, tokens: int) -> Tiles:
         """The rule's tiles, which measuring begins with."""
-        return Tuning(card.programs).tiles(self.first, tokens, self.op)
+        return card.tuning.tiles(self.first, tokens, self.op)
 
     def product(self, card: Card, tokens: int) -> Product:
-        x = card.normal(tokens, self.shape[1])
+        x = card.normal(tokens, self.shape[1], dtype=self.inputs)
         return lambda kernel, packed, out: kernel.matmul(packed, x, out), tokens
 
 
@@ -94,7 +98,7 @@ class ExpertCase(Case):
         ops = Ops(str(card.device), backends=["gpu"])
         routes = ops.route(card.normal(given, count).float(), self.used, normalized=True)
         ops.close()
-        x = card.normal(given, self.shape[1])
+        x = card.normal(given, self.shape[1], dtype=self.inputs)
 
         def multiply(kernel: Any, packed: Any, out: Tensor) -> None:
             kernel.matmul_routed(packed, x, routes, True, out)
@@ -122,7 +126,9 @@ def _default_cases(card: Card) -> Iterator[Case]:
     for i, make in enumerate(makes[: card.size(len(makes), 1)]):
         for n, k in SHAPES if not card.tiny else ((32, 256),):
             weights = Weights(card, partial(make, n, k))
-            yield _case(weights.kernel, weights.packed)
+            # more rows than columns: q, k and v, or gate and up; else added to the residual stream
+            outputs = card.activations if n > k else torch.float32
+            yield _case(weights.kernel, weights.packed, card.activations, outputs)
         for count, used, (n, k) in MIXTURES if not card.tiny else ((4, 2, (32, 256)),):
             if i < 2:
                 yield _random_experts(card, partial(make, n, k), count, used)
@@ -134,7 +140,7 @@ def _random_experts(card: Card, make: Callable[[], Any], count: int, used: int) 
     first = make()
     kernel = choose(card.backends, linear_problem(first, "auto", 8)).implementation
     packed = [kernel.pack(first), *(kernel.pack(make()) for _ in range(count - 1))]
-    return _expert_case(kernel, packed, used)
+    return _expert_case(kernel, packed, card.activations, used)
 
 
 def _model_cases(card: Card, model: str) -> Iterator[Case]:
@@ -149,7 +155,7 @@ def _model_cases(card: Card, model: str) -> Iterator[Case]:
         mixture = loaded.runner.model.config.experts
         found: dict[tuple[Any, ...], list[Case]] = {}
         for _, linear in loaded.runner.model.linears():
-            for case in _parts(linear.weight, mixture.per_token if mixture else 0):
+            for case in _parts(linear, mixture.per_token if mixture else 0):
                 found.setdefault((case.op, case.type, case.shape), []).append(case)
         for cases in found.values():
             first = cases[0]
@@ -159,29 +165,32 @@ def _model_cases(card: Card, model: str) -> Iterator[Case]:
         loaded.engine.close()
 
 
-def _parts(weight: Weight, used: int) -> Iterator[Case]:
-    """What of a weight the Triton kernels multiply; experts all at once where they can."""
-    from sdk.kernels.gpu.linear import Linear
+def _parts(layer: Linear | ExpertLinear, used: int) -> Iterator[Case]:
+    """What of a layer the Triton kernels multiply; experts all at once where they can."""
+    from sdk.kernels.gpu.linear import Linear as GpuLinear
     from sdk.quant.experts import ExpertWeights
     from sdk.quant.weight import PackedWeight, StackedWeight
 
+    weight, short = layer.weight, layer.ops.activations
     parts = weight.parts if isinstance(weight, StackedWeight) else (weight,)
     bound = [part.bound for part in parts if isinstance(part, PackedWeight)]
-    bound = [one for one in bound if isinstance(one.choice.implementation, Linear)]
+    bound = [one for one in bound if isinstance(one.choice.implementation, GpuLinear)]
     if not isinstance(weight, ExpertWeights):
+        outputs = short if getattr(layer, "narrow", False) else torch.float32
         for one in bound:
-            yield _case(one.choice.implementation, [one.packed])
+            yield _case(one.choice.implementation, [one.packed], short, outputs)
     elif len(bound) == len(parts) and len({one.problem for one in bound}) == 1:
-        yield _expert_case(bound[0].choice.implementation, [one.packed for one in bound], used)
+        packed = [one.packed for one in bound]
+        yield _expert_case(bound[0].choice.implementation, packed, short, used)
 
 
-def _case(kernel: Any, packed: Sequence[Any]) -> Case:
+def _case(kernel: Any, packed: Sequence[Any], inputs: torch.dtype, outputs: torch.dtype) -> Case:
     first = packed[0]
-    return Case(kernel.op_of(first), type_of(first), first.shape, kernel, packed)
+    return Case(kernel.op_of(first), type_of(first), first.shape, kernel, packed, inputs, outputs)
 
 
-def _expert_case(kernel: Any, packed: Sequence[Any], used: int) -> Case:
+def _expert_case(kernel: Any, packed: Sequence[Any], short: torch.dtype, used: int) -> Case:
     first = packed[0]
     op = f"{kernel.op_of(first)}_experts"
     group = kernel.group(packed)
-    return ExpertCase(op, type_of(first), first.shape, kernel, [group], used=used)
+    return ExpertCase(op, type_of(first), first.shape, kernel, [group], short, short, used=used)

@@ -34,8 +34,7 @@ class Commits(Queues):
                 f"commit of plan {plan.step_id} with the result of step {step_id}; "
                 f"the step in flight is {expected}"
             )
-        if self.ladder is not None:
-            self.ladder.settle()
+        self.pool.settle()
         now = self.clock()
         updates, self._expired = self._expired, []
         in_flight, self._plan = self._in_flight, None

@@ -58,8 +58,11 @@ class ElasticPages:
         return len(pages)
 
     def trim(self) -> None:
-        """Forget cached prefixes, and return the memory of all pages that nobody uses."""
+        """Forget cached prefixes, and return the memory of all pages that nobody uses; of a GPU,
+        while no request is unfinished, that of recorded steps."""
         self._vacate(self._scheduler.pool.drop_cached())
+        if not self._scheduler.unfinished:
+            self._executor.on_ranks(_record_anew)
         self._executor.on_ranks(_empty_cache)
 
     def rest(self) -> None:
@@ -80,6 +83,13 @@ def _vacate(runner: ModelRunner, pages: list[int]) -> None:
     runner.kv.vacate(pages)
 
 
+def _record_anew(runner: ModelRunner) -> None:
+    """A GPU's steps are recorded as they are needed: until then the old ones' memory is free."""
+    if not runner.kv.can_vacate and None in (runner.eager_reason, runner.eager_prompts_reason):
+        runner.forget_graphs()
+        runner.record()
+
+
 def _empty_cache(runner: ModelRunner) -> None:
     """What torch keeps of a GPU's memory for its next tensors."""
     if runner.ops.device.type == "cuda":
@@ -98,5 +108,4 @@ def _wake(runner: ModelRunner) -> None:
     if not runner.kv.can_vacate:
         runner.kv.allocate()
         centre_keys(runner.kv, runner.model)
-        if None in (runner.eager_reason, runner.eager_prompts_reason):
-            runner.record()
+        _record_anew(runner)

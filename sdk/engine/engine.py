@@ -212,7 +212,7 @@ class Engine:
             result: StepResult | list[int]
             if tokens := self.scheduler.next_tokens:
                 result = self._executor.execute_again(plan, tokens)
-            elif plan.num_tokens or plan.dropped or plan.swaps or plan.moves:
+            elif plan.num_tokens or plan.dropped or plan.copies:
                 result = self._execute(plan)
             else:
                 result = StepResult(plan.step_id)
@@ -364,7 +364,7 @@ class Engine:
             "num_pages_used": pool.capacity - pool.num_available,
             "num_pages_cached": pool.num_cached,
             "num_pages_pinned": scheduler.prefixes.num_pinned,
-            **({} if scheduler.ladder is None else scheduler.ladder.metrics()),
+            **({} if scheduler.ladder is None else scheduler.ladder.metrics(swap.counts())),
             "plan_seconds": self._seconds[0],
             "execute_seconds": self._seconds[1],
             "commit_seconds": self._seconds[2],

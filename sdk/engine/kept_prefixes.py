@@ -176,13 +176,12 @@ def run_interlude(scheduler: Scheduler, executor: Executor) -> None:
     """Have all copies and moves of pages made that wait for the next step."""
     plan = scheduler.interlude()
     try:
-        if plan.swaps or plan.moves:
+        if plan.copies:
             executor.execute(plan)
     except BaseException:
         scheduler.undo(plan)
         raise
-    if scheduler.ladder is not None:
-        scheduler.ladder.settle()
+    scheduler.pool.settle()
 
 
 def most_pages(request: Request, page_size: int) -> int:

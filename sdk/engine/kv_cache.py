@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sdk.engine.plan import Move, Swap
+from sdk.engine.plan import Copy, Swap
 from sdk.engine.runner_config import RunnerConfig
 from sdk.engine.swap_storage import SwapStorage
 from sdk.errors import OutOfMemoryError, RequestError
@@ -157,22 +157,25 @@ class KVCache:
         """Whether the memory of single pages can be returned."""
         return self._mapping is not None and hasattr(self._mapping, "madvise")
 
-    def move(self, moves: Sequence[Move], ops: Ops) -> None:
-        """Move pages of a ladder, one after the other: to a lower level, or as they are."""
-        for source, target in moves:
-            (above, index), (below, at) = page_level(source), page_level(target)
-            if above == below:
-                pages = self._memory.view(self.num_pages << above, self.spec.page_bytes >> above)
-                pages[at] = pages[index]
-                continue
-            if self._recode is None:
-                self._recode = ops.page_recoder(self.layers)
-            self._recode(source, target)
+    def copy(self, copies: Sequence[Copy], ops: Ops) -> None:
+        """Copy pages to and from the swap space and move those of a ladder, one after the other."""
+        for one in copies:
+            if isinstance(one, Swap):
+                assert self._storage is not None
+                self._storage.run(one)
+            else:
+                self._move(*one, ops)
 
-    def swap(self, swaps: tuple[Swap, ...]) -> None:
-        """Copy pages to and from the swap space."""
-        if swaps and self._storage is not None:
-            self._storage.run(swaps)
+    def _move(self, source: int, target: int, ops: Ops) -> None:
+        """To a lower level, or as it is."""
+        (above, index), (below, at) = page_level(source), page_level(target)
+        if above == below:
+            pages = self._memory.view(self.num_pages << above, self.spec.page_bytes >> above)
+            pages[at] = pages[index]
+            return
+        if self._recode is None:
+            self._recode = ops.page_recoder(self.layers)
+        self._recode(source, target)
 
     def vacate(self, pages: Sequence[int]) -> None:
         """Return the memory of these pages to the system: they are zeros until they are written.

@@ -1,9 +1,10 @@
 """A pool whose pages go down a ladder of types before anybody loses one: ``float16>int8>int4``.
 
 A page of each type takes half the room of one of the type above, so that the memory is cut into
-*slabs*, each room for one page of the first type, two halves or four quarters. A page keeps its id
-for as long as somebody holds it or its content is cached; its *place*, which is what the kernels
-know it by and says its type, changes. New pages are of the first type, and only those are written.
+*slabs* (``slabs.py``), each room for one page of the first type, two halves or four quarters. A
+page keeps its id for as long as somebody holds it or its content is cached; its *place*, which is
+what the kernels know it by and says its type, changes. New pages are of the first type, and only
+those are written; what comes back from the swap space does so in the type in which it went there.
 
 *Making room.* Lossless first: two slabs that are half empty become a full and an empty one. Then
 the coldest page of the first type goes down one step, then the next, until none is left that may;
@@ -28,37 +29,16 @@ from sdk.engine.pages import PageKey, PagePool
 from sdk.engine.plan import Move, StepPlan
 from sdk.engine.request import Request
 from sdk.engine.scheduler_config import SchedulerConfig
+from sdk.engine.slabs import Slabs
 from sdk.errors import RequestError
 from sdk.kernels.ladder import page_id, page_level
 from sdk.quant.spec import KVSpec
 
 
-class Slabs:
-    """The free places of slabs ``1 .. limit - 1``: whole ones, halves, quarters.
-
-    Two halves that are both free are one larger place. Slab 0 belongs to nobody; its parts serve as
-    the place of a page on its way within its own slab.
-    """
-
-    def __init__(self, limit: int, num_levels: int) -> None:
-        self.free: list[dict[int, None]] = [{} for _ in range(num_levels)]
-        self.free[0] = dict.fromkeys(range(limit - 1, 0, -1))
-
-    def take(self, level: int) -> int | None:
-        """A free place of exactly this level; the last one given back goes first."""
-        return self.free[level].popitem()[0] if self.free[level] else None
-
-    def give(self, level: int, index: int) -> None:
-        """Give back a place, and with its other half the larger one, and so on."""
-        while level and index ^ 1 in self.free[level]:
-            del self.free[level][index ^ 1]
-            level, index = level - 1, index >> 1
-        self.free[level][index] = None
-
-
 class LadderPool(PagePool):
     """See above. ``bits``: of each type, the first first. ``num_pages`` and ``capacity`` count
-    pages of the first type; ``lowered`` how often a page went down.
+    pages of the first type; ``lowered`` how often a page went down. Slab 0 belongs to nobody; its
+    parts serve as the place of a page on its way within its own slab.
 
     ``lowest`` is to say how far down the pages that requests hold may be, coldest first.
     """
@@ -80,14 +60,12 @@ class LadderPool(PagePool):
         self.bits = tuple(bits)
         self.lowered = 0
         self._lowest = lowest
-        self._slabs = Slabs(limit, len(bits))
+        self._slabs = Slabs(range(1, limit), len(bits))
         self._num_slabs = num_pages
         self._withheld_slabs = list(range(num_pages - 1, limit - 1, -1))
         self._places = [0] * self.num_pages  # by page
         self._pages: dict[int, int] = {}  # by place
         self._counts = [0] * len(bits)  # of those, by level
-        self._moves: list[Move] = []
-        self._moved: set[int] = set()  # pages that these moves are of
         self._lowered: set[int] = set()  # pages of requests that went down
 
     # What there is
@@ -99,7 +77,7 @@ class LadderPool(PagePool):
     @property
     def num_available(self) -> int:
         """Pages a new owner could get now, if all that may went down and nothing stayed cached."""
-        return self._obtainable((), self._lowest())
+        return self._obtainable((), self._lowest(), 0)
 
     @property
     def num_withheld(self) -> int:
@@ -113,42 +91,50 @@ class LadderPool(PagePool):
         """The last level of at least so many bits; all levels for ``None``."""
         return sum(bits >= (min_bits or 0) for bits in self.bits) - 1
 
-    def precise(self, pages: Sequence[int], min_bits: int | None) -> list[int]:
-        """As many of the first ``pages`` as are of at least so many bits."""
-        deepest = self.deepest(min_bits)
+    def precise(self, pages: Sequence[int], deepest: int) -> list[int]:
+        """As many of the first ``pages`` as are not below this level."""
         coarse = (i for i, page in enumerate(pages) if self.level(page) > deepest)
         return list(pages[: next(coarse, len(pages))])
 
-    def metrics(self) -> dict[str, float]:
-        """Pages used or cached by the bits of their type, and how often one went down."""
-        names = [f"num_pages_{bits}bit" for bits in self.bits]
-        return {"num_pages_lowered": self.lowered, **dict(zip(names, self._counts, strict=True))}
+    def metrics(self, swapped: Sequence[int]) -> dict[str, float]:
+        """How often a page went down, and those used or cached by the bits of their type; also of
+        those in the swap space, which are given by level.
+        """
+        found: dict[str, float] = {"num_pages_lowered": self.lowered}
+        for name, counts in (("num_pages", self._counts), ("swap_pages", swapped)):
+            found |= {f"{name}_{bits}bit": n for bits, n in zip(self.bits, counts, strict=True)}
+        return found
 
     # Owners
 
-    def acquire(self, hits: Sequence[int], num_new: int, *, spare: int = 0) -> list[int] | None:
+    def acquire(
+        self, hits: Sequence[int], num_new: int, *, spare: int = 0, levels: Sequence[int] = ()
+    ) -> list[int] | None:
         """See :meth:`PagePool.acquire`; what must go down for it goes down."""
-        if num_new > self.num_free and self.lender is not None:
-            self.lender(num_new - self.num_free, False)
-        short = num_new + spare > self.num_free
+        wanted = [*levels, *[0] * (num_new - len(levels))]
+        counts = [wanted.count(level) for level in range(self._deepest + 1)]
+        units = sum(self._units >> level for level in wanted)
+        slabs = -(-units // self._units)
+        if self.lender is not None and not self._slabs.fits(counts):
+            self.lender(slabs - self.num_free, False)
+        short = slabs + spare > self.num_free
         lowest = self._lowest() if short else {}
-        missing = num_new + spare - self._obtainable(hits, lowest) if short else 0
+        missing = spare - self._obtainable(hits, lowest, units) if short else 0
         if missing > 0 and self.lender is not None:
             self.lender(missing, True)
-            missing = num_new + spare - self._obtainable(hits, lowest)
+            missing = spare - self._obtainable(hits, lowest, units)
         if missing > 0:
             return None
         for page in hits:
             if self._references[page] == 0:
                 del self._cached[page]
             self._references[page] += 1
-        if num_new > self.num_free:
-            self._make_room(num_new, set(hits), lowest)
+        if not self._slabs.fits(counts):
+            self._make_room(counts, set(hits), lowest)
         new = []
-        for _ in range(num_new):
-            slab, page = self._slabs.take(0), self._free.pop()
-            assert slab is not None  # there was room
-            self._put(page, page_id(0, slab))
+        for level in wanted:
+            page = self._free.pop()
+            self._put(page, page_id(level, self._slabs.cut(level)))
             self._references[page] = 1
             new.append(page)
         return [*hits, *new]
@@ -193,16 +179,18 @@ class LadderPool(PagePool):
 
     def _vacate(self, page: int) -> None:
         super()._vacate(page)
+        self._lowered.discard(page)
         self._slabs.give(*self._leave(page))
 
     # Making room
 
-    def _obtainable(self, hits: Sequence[int], lowest: Mapping[int, int]) -> int:
-        """Whole slabs that could be free while ``hits`` and all pages in use stay."""
+    def _obtainable(self, hits: Sequence[int], lowest: Mapping[int, int], units: int) -> int:
+        """Whole slabs that could be free while ``hits`` and all pages in use stay and so many units
+        are taken; below 0 where those are not to be had.
+        """
         held = {page for page, count in enumerate(self._references) if count}
         held.update(hits)
         staying = set(hits)
-        units = 0
         for page in held:
             level = self.level(page)
             if page not in staying:
@@ -210,14 +198,16 @@ class LadderPool(PagePool):
             units += self._units >> level
         return self.capacity - -(-units // self._units)
 
-    def _make_room(self, wanted: int, staying: set[int], lowest: Mapping[int, int]) -> None:
-        """Have so many free slabs, which are known to be obtainable."""
+    def _make_room(
+        self, counts: Sequence[int], staying: set[int], lowest: Mapping[int, int]
+    ) -> None:
+        """Have so many free places of each level, which are known to be obtainable."""
         limits = {**dict.fromkeys(self._cached, self._deepest), **lowest}
         queues: list[deque[int]] = [deque() for _ in range(self._deepest)]
         for page, limit in limits.items():
             if page not in staying and (level := self.level(page)) < limit:
                 queues[level].append(page)
-        while self.num_free < wanted:
+        while not self._slabs.fits(counts):
             if self._gather():
                 continue
             queue = next((queue for queue in queues if queue), None)
@@ -270,8 +260,8 @@ class LadderPool(PagePool):
                     self._slabs.free[deeper][new] = None
 
     def _move(self, page: int, place: int) -> None:
-        self._moves.append(Move(self._places[page], place))
-        self._moved.add(page)
+        self.copies.append(Move(self._places[page], place))
+        self.unsettled.add(page)
         self._leave(page)
         self._put(page, place)
 
@@ -289,36 +279,23 @@ class LadderPool(PagePool):
 
     # Plans
 
-    def places(self, pages: Sequence[int]) -> list[int]:
-        """See :meth:`PagePool.places`; they hold once the moves of the next plan are made."""
-        return [self._places[page] for page in pages]
+    def place(self, page: int) -> int:
+        """See :meth:`PagePool.place`."""
+        return self._places[page]
 
     def placed(self, plan: StepPlan) -> StepPlan:
-        """The plan in the places of its pages, with the moves since the last one."""
-        moves, self._moves = tuple(self._moves), []
+        """The plan in the places of its pages."""
         return plan._replace(
             started=tuple(
                 replace(start, pages=tuple(self.places(start.pages))) for start in plan.started
             ),
             new_pages=tuple((name, tuple(self.places(pages))) for name, pages in plan.new_pages),
-            moves=moves,
         )
 
     def take_lowered(self) -> dict[int, int]:
         """Pages of requests that went down since the last time, and the bits they have now."""
         lowered, self._lowered = self._lowered, set()
-        levels = {page: self.level(page) for page in lowered}
-        # One of the first level was given up after it went down, and is somebody's new page.
-        return {page: self.bits[level] for page, level in levels.items() if level}
-
-    def settle(self) -> None:
-        """The last plan was carried out: its pages are where they should be."""
-        self._moved.clear()
-
-    def distrusted(self) -> set[int]:
-        """The pages that the moves of the last plan are of: whether they were made is not known."""
-        moved, self._moved = self._moved, set()
-        return moved
+        return {page: self.bits[self.level(page)] for page in lowered}
 
     def _check_capacity(self) -> None:
         withheld = len(self._withheld_slabs)
@@ -327,20 +304,12 @@ class LadderPool(PagePool):
     def check(self, held: Iterable[Sequence[int]] | None = None) -> None:
         """See :meth:`PagePool.check`; and every place is free or a page's, once."""
         super().check(held)
-        slabs = self._slabs
         used = {page for page in range(1, self.num_pages) if page not in set(self._free)}
         assert used == set(self._pages.values()), "a page has no place, or one too many"
         assert all(self._places[page] == place for place, page in self._pages.items())
         taken = [page_level(place) for place in self._pages]
-        taken += [(level, index) for level, free in enumerate(slabs.free) for index in free]
         taken += [(0, slab) for slab in self._withheld_slabs]
-        units = [
-            index * (self._units >> level) + part
-            for level, index in taken
-            for part in range(self._units >> level)
-        ]
-        expected = list(range(self._units, self._num_slabs * self._units))
-        assert sorted(units) == expected, "memory was lost or belongs to two"
+        self._slabs.check(taken, range(1, self._num_slabs))
 
 
 def check_floor(request: Request, config: SchedulerConfig) -> None:

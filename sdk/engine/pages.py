@@ -32,6 +32,8 @@ from collections.abc import Callable, Iterable, Sequence
 from hashlib import sha256
 from typing import NamedTuple
 
+from sdk.engine.plan import Copy
+
 
 class PageKey(NamedTuple):
     """What a full page holds: its digest, the digest of the page before it, and its own tokens."""
@@ -80,7 +82,11 @@ class PagePool:
         self.queries = 0
         self.hits = 0
         self.evictions = 0
-        #: Told of a page and what is in it, before it gets another owner.
+        #: Copies that the next plan is to make, in the order in which they were decided.
+        self.copies: list[Copy] = []
+        #: Pages that copies write which may not have been made: these, and those of the last plan.
+        self.unsettled: set[int] = set()
+        #: Told of the place of a page and what is in it, before it gets another owner.
         self.on_evict: Callable[[int, PageKey], None] | None = None
         self._references = [0] * num_pages
         self._keys: list[PageKey | None] = [None] * num_pages
@@ -116,9 +122,23 @@ class PagePool:
         """What a known page holds; ``None`` for any other."""
         return self._keys[page]
 
+    def place(self, page: int) -> int:
+        """What kernels know a page by, once all copies noted so far are made."""
+        return page
+
     def places(self, pages: Sequence[int]) -> list[int]:
-        """What kernels know these pages by."""
-        return list(pages)
+        """See :meth:`place`."""
+        return [self.place(page) for page in pages]
+
+    def take_copies(self) -> tuple[Copy, ...]:
+        """The copies noted since the last time, for the plan that is about to run."""
+        copies = tuple(self.copies)
+        self.copies.clear()  # the swap space notes its own in the same list
+        return copies
+
+    def settle(self) -> None:
+        """The last plan was carried out: what its copies write is there."""
+        self.unsettled.clear()
 
     def match(self, keys: Sequence[PageKey]) -> list[int]:
         """The known pages of the longest prefix of ``keys``. Changes nothing."""
@@ -130,12 +150,15 @@ class PagePool:
             pages.append(page)
         return pages
 
-    def acquire(self, hits: Sequence[int], num_new: int, *, spare: int = 0) -> list[int] | None:
+    def acquire(
+        self, hits: Sequence[int], num_new: int, *, spare: int = 0, levels: Sequence[int] = ()
+    ) -> list[int] | None:
         """``hits`` (from ``match``, just now) shared and ``num_new`` pages of one's own, or
         nothing.
 
         All or nothing: ``None`` changes nothing, and is returned when fewer than ``spare`` pages
-        would stay available.
+        would stay available. ``levels`` of a ladder: those of the first new pages, the others are
+        of the first type.
         """
         references, cached = self._references, self._cached
         num_idle = sum(references[page] == 0 for page in hits)
@@ -187,7 +210,7 @@ class PagePool:
         page, _ = self._cached.popitem(last=False)
         key = self._keys[page]
         if self.on_evict is not None and key is not None:
-            self.on_evict(page, key)
+            self.on_evict(self.place(page), key)
         self._forget(page)
         self.evictions += 1
         return page

@@ -41,7 +41,10 @@ class RequestStart:
 
 
 class Swap(NamedTuple):
-    """One page to copy: ``out`` of the cache into a slot of the swap space, or back in."""
+    """One page to copy: ``out`` of the cache into a slot of the swap space, or back in.
+
+    Page ids as the kernels have them (``kernels/ladder.py``), of slots too; both of one level.
+    """
 
     page: int
     slot: int
@@ -51,11 +54,14 @@ class Swap(NamedTuple):
 class Move(NamedTuple):
     """A page of a ladder that goes from one place to another, between levels or within one.
 
-    Page ids as the kernels have them (``kernels/kv_pages.py``).
+    Page ids as the kernels have them (``kernels/ladder.py``).
     """
 
     source: int
     target: int
+
+
+Copy = Swap | Move
 
 
 class StepPlan(NamedTuple):
@@ -69,10 +75,9 @@ class StepPlan(NamedTuple):
     new_pages: tuple[tuple[str, tuple[int, ...]], ...] = ()
     #: Finished, aborted or preempted since the last plan: ranks forget them.
     dropped: tuple[str, ...] = ()
-    #: Pages to copy before anything else, one after the other.
-    swaps: tuple[Swap, ...] = ()
-    #: As well; the tables of the requests that ranks know change with them.
-    moves: tuple[Move, ...] = ()
+    #: To be made before anything else, one after the other: each names places as they are when its
+    #: turn comes. The tables of the requests that ranks know change with the moves.
+    copies: tuple[Copy, ...] = ()
 
     def going_on(self, tokens: list[int]) -> StepPlan:
         """This plan, of one token in each row, with these tokens appended to its rows."""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from sdk.engine.ladder import LadderPool
 from sdk.engine.pages import PageKey, PagePool, root_digest
-from sdk.engine.plan import Swap
+from sdk.engine.plan import Copy, Swap
 from sdk.engine.request import Request
 from sdk.engine.swap import SwapSpace
 
@@ -45,7 +45,8 @@ class Prefixes:
     ) -> None:
         self.pool = pool
         self._ladder = ladder  # the pool, if it is one
-        self.swap = SwapSpace(num_swap_pages)
+        num_levels = 1 if ladder is None else len(ladder.bits)
+        self.swap = SwapSpace(num_swap_pages, pool.copies, num_levels)
         self.promised: dict[bytes, Request] = {}  # page digest -> the running request writing it
         self.restored = 0  # pages written from snapshots
         self._kv_type = kv_type
@@ -73,11 +74,12 @@ class Prefixes:
         if not request.uses_prefix_cache:
             return Prefix([], [])
         keys = request.keys[: (num_tokens - 1) // size]
-        pages = self.pool.match(keys)
+        pages, deepest = self.pool.match(keys), 0
         if self._ladder is not None:
-            pages = self._ladder.precise(pages, request.params.kv_min_bits)
+            deepest = self._ladder.deepest(request.params.kv_min_bits)
+            pages = self._ladder.precise(pages, deepest)
         rest = keys[len(pages) :]
-        swapped = rest[: self.swap.match(rest)]
+        swapped = rest[: self.swap.match(rest, deepest)]
         known = len(pages) + len(swapped)
         if known < len(keys) and keys[known].digest in self.promised:
             request.waits_for = keys[known].digest
@@ -85,24 +87,30 @@ class Prefixes:
 
     def acquire(self, request: Request, found: Sequence[Prefix], spare: int) -> int:
         """Give each sequence of ``request`` pages for all its tokens: what was ``found``, the rest
-        new. Returns 0, or the number of new pages that are too many; then nothing changed.
+        new. Returns 0, or the number of new pages that are too many; then nothing changed. Of a
+        ladder only those of the first type count, so that it is never above what is needed.
         """
         pool, size, sequences = self.pool, self.pool.page_size, request.sequences
         num_new = [
             -(-one.num_tokens // size) - len(prefix.pages)
             for one, prefix in zip(sequences, found, strict=True)
         ]
-        held = self.swap.hold(key for prefix in found for key in prefix.swapped)
+        keys = [key for prefix in found for key in prefix.swapped]
+        levels = [self.swap.level(key) for key in keys]
+        held = self.swap.hold(keys)
         hits = [page for prefix in found for page in prefix.pages]
-        pages = pool.acquire(hits, sum(num_new), spare=spare)
+        pages = pool.acquire(hits, sum(num_new), spare=spare, levels=levels)
         if pages is None:
             self.swap.put_back(held)
-            return sum(num_new)
-        new = pages[len(hits) :]
+            return sum(num_new) - sum(level > 0 for level in levels)
+        loaded, new = pages[len(hits) :][: len(keys)], pages[len(hits) + len(keys) :]
         for one, prefix, num in zip(sequences, found, num_new, strict=True):
-            one.pages, new = prefix.pages + new[:num], new[num:]
-            for key, page in zip(prefix.swapped, one.pages[len(prefix.pages) :], strict=False):
-                self.swap.load(held[key], page)
+            count = len(prefix.swapped)
+            back, loaded = loaded[:count], loaded[count:]
+            one.pages, new = prefix.pages + back + new[: num - count], new[num - count :]
+            for key, page in zip(prefix.swapped, back, strict=True):
+                self.swap.load(held[key], pool.place(page))
+                pool.unsettled.add(page)
                 pool.publish(page, key)
             one.num_computed = prefix.num_pages * size
             one.num_published = prefix.num_pages
@@ -155,12 +163,13 @@ class Prefixes:
         self.swap.clear()
         self.promised.clear()
 
-    def undo(self, swaps: Iterable[Swap]) -> None:
-        """Distrust what these copies should have written: whether they were made is not known."""
-        for swap in swaps:
-            if not swap.out:
-                self.pool.forget([swap.page])
-        self.swap.forget(swap.slot for swap in swaps if swap.out)
+    def undo(self, copies: Iterable[Copy]) -> None:
+        """Distrust what the last plan's copies should have written: whether they were made is not
+        known.
+        """
+        self.swap.forget(one.slot for one in copies if isinstance(one, Swap) and one.out)
+        self.forget(self.pool.unsettled)
+        self.pool.settle()
 
     # Pins
 

@@ -77,7 +77,7 @@ class RunAhead:
         largest: int,
         recorder: CardRecorder,
     ) -> None:
-        self._graphs = StepGraphs(_Kept(decode, largest), largest, recorder)
+        self.graphs = StepGraphs(_Kept(decode, largest), largest, recorder)
         self._inputs = inputs
         pinned = inputs.token_ids.is_cuda
         # Two, because one is read while the next step writes the other.
@@ -95,7 +95,7 @@ class RunAhead:
 
         :raises CaptureError: where it cannot be captured.
         """
-        size = self._graphs.size(len(rows))
+        size = self.graphs.size(len(rows))
         self._bucket = size, self._inputs.fill_up(len(rows), size)
         lengths = [request.num_computed + 1 for request in rows]
         return self._launch(rows, lengths)
@@ -120,7 +120,7 @@ class RunAhead:
         self.flight, _, _ = self._launch(last.rows, lengths)
 
     def _launch(self, rows: Sequence[Running], lengths: list[int]) -> tuple[Flight, Tensor, Tensor]:
-        hidden, logits, self._sampled = self._graphs.replay(*self._bucket)
+        hidden, logits, self._sampled = self.graphs.replay(*self._bucket)
         self._outcomes.reverse()
         count = len(rows)
         self._outcomes[0][:count].copy_(self._sampled[:count], non_blocking=True)

@@ -24,7 +24,7 @@ from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.gpu.graphs import CardRecorder, PieceGraphs
 from sdk.kernels.graph import CaptureError, Graph
 from sdk.kernels.sampling import Tokens
-from sdk.memory import SCORED_BYTES, release_free_memory
+from sdk.memory import SCORED_BYTES, SCORED_ROWS, release_free_memory
 from sdk.models.auto import build_model
 from sdk.models.decoder import Decoder
 from sdk.models.parallel import Mesh
@@ -36,8 +36,6 @@ from sdk.sampling.uniform import TOKEN
 
 #: Steps run again before requests and sampler hear of their tokens, at the next page boundary.
 _MAX_AGAIN = 64
-#: Rows the head runs on at a time, at most; of a large vocabulary fewer (``SCORED_BYTES``).
-_HEAD_ROWS = 128
 #: Logits nobody looks at: those of requests that want their tokens alone.
 _NOTHING = torch.empty(0)
 
@@ -107,6 +105,12 @@ class ModelRunner:
     def most_tokens_in_pieces(self) -> int:
         """Tokens of the largest step that a GPU replays in pieces; 0 where none is."""
         return 0 if self._pieces is None else self._pieces.most_tokens
+
+    @property
+    def failed_captures(self) -> list[str]:
+        """Why a GPU replays only some sizes: of decode steps, of steps in pieces."""
+        graphs = (self._ahead and self._ahead.graphs, self._pieces)
+        return [one.captured.failed for one in graphs if one and one.captured.failed]
 
     @property
     def steps_ahead(self) -> int:
@@ -214,7 +218,8 @@ class ModelRunner:
         try:
             return self._ahead.run(rows)
         except CaptureError as error:
-            self._ahead, self.eager_reason = None, str(error)
+            if not len(self._ahead.graphs.captured):
+                self._ahead, self.eager_reason = None, str(error)
             return None
 
     def execute_again(self, plan: StepPlan, tokens: list[int]) -> StepResult | list[int]:
@@ -271,9 +276,8 @@ class ModelRunner:
 
     def _rearrange(self, plan: StepPlan) -> None:
         """Copy and move pages, and hand out new ones."""
-        self.kv.swap(plan.swaps)
-        self.kv.move(plan.moves, self.ops)
-        self._inputs.follow(self._requests.values(), plan.moves)
+        self.kv.copy(plan.copies, self.ops)
+        self._inputs.follow(self._requests.values(), plan.copies)
         for request_id, pages in plan.new_pages:
             self._requests[request_id].pages.extend(pages)
 
@@ -302,7 +306,8 @@ class ModelRunner:
             try:
                 return self._pieces.replay(batch)
             except CaptureError as error:
-                self._pieces, self.eager_prompts_reason = None, str(error)
+                if not len(self._pieces.captured):
+                    self._pieces, self.eager_prompts_reason = None, str(error)
         return self._passes.hidden(batch)
 
     def _update(self, plan: StepPlan) -> None:
@@ -364,7 +369,7 @@ class ModelRunner:
 
     def _logits(self, hidden: Tensor) -> Iterator[Tensor]:
         """The head over all rows, some at a time; each result is valid until the next."""
-        rows = min(_HEAD_ROWS, max(SCORED_BYTES // (4 * self.model.config.vocab_size), 1))
+        rows = min(SCORED_ROWS, max(SCORED_BYTES // (4 * self.model.config.vocab_size), 1))
         for begin in range(0, len(hidden), rows):
             with torch.inference_mode():
                 logits = self.model.logits(hidden[begin : begin + rows])
@@ -384,7 +389,7 @@ class ModelRunner:
         request = Running(start)
         for begin in range(0, len(token_ids), len(self._inputs.token_ids)):
             moves = descent(request.pages, begin, self.kv.spec, self.kv.keep)
-            self.kv.move(moves, self.ops)
+            self.kv.copy(moves, self.ops)
             self._inputs.follow([request], moves)
             count = min(len(token_ids) - begin, len(self._inputs.token_ids))
             tokens = self._inputs.fill([(request, count)], [])

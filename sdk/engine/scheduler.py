@@ -83,8 +83,7 @@ class Scheduler(Commits):
         The ranks may forget how the last step went: the next one is planned anew.
         """
         self._steady, self._full = False, []
-        plan = StepPlan(self._step_id, swaps=self.prefixes.swap.take_swaps())
-        return plan if self.ladder is None else self.ladder.placed(plan)
+        return StepPlan(self._step_id, copies=self.pool.take_copies())
 
     def resize(self, capacity: int) -> list[int]:
         """Have ``capacity`` pages from now on, between two steps; those given up.
@@ -141,7 +140,7 @@ class Scheduler(Commits):
             tuple(appended),
             tuple(new_pages),
             tuple(dropped),
-            self.prefixes.swap.take_swaps(),
+            self.pool.take_copies(),
         )
         if self.ladder is not None:
             self._plan = self._placed(self._plan, self.ladder)
@@ -181,7 +180,7 @@ class Scheduler(Commits):
                 self._step_id,
                 self._num_tokens,
                 new_pages=tuple(new_pages),
-                swaps=self.prefixes.swap.take_swaps(),
+                copies=self.pool.take_copies(),
             )
             if self.ladder is not None:
                 plan = self._placed(plan, self.ladder)
@@ -268,11 +267,19 @@ class Scheduler(Commits):
                 request.scheduled_ts = now
             else:
                 request.events += (RequestEvent(now, "resumed", num_tokens=num_computed),)
-            if swapped := sum(len(prefix.swapped) for prefix in found):
-                request.events += (RequestEvent(now, "swapped_in", num_pages=swapped),)
+            request.events += self._swapped_in(found, now)
             shares = share(request, budget)
             budget -= sum(num for _, num in shares)
             yield request, shares
+
+    def _swapped_in(self, found: list[Prefix], now: float) -> tuple[RequestEvent, ...]:
+        """What a request tells of its pages that came back, by the bits they have."""
+        level, bits = self.prefixes.swap.level, self.config.kv_bits
+        levels = Counter(level(key) for prefix in found for key in prefix.swapped)
+        return tuple(
+            RequestEvent(now, "swapped_in", num_pages=count, kv_bits=bits[depth])
+            for depth, count in levels.items()
+        )
 
     def _may_grow(self, request: Request) -> int:
         """How many of its sequences need more pages than they hold for the longest answer."""
@@ -304,9 +311,7 @@ class Scheduler(Commits):
         What the ranks did of it is unknown, so they are told to forget all of it.
         """
         self._dropped = [*plan.dropped, *self._dropped]
-        self.prefixes.undo(plan.swaps)
-        if self.ladder is not None:
-            self.prefixes.forget(self.ladder.distrusted())
+        self.prefixes.undo(plan.copies)
         self._plan, self._in_flight, self._steady = None, [], False
         while self._running:
             self._preempt(self._running.pop())

@@ -6,11 +6,18 @@ float16) instead of 16 tokens computed. A slot keeps its content when it is read
 which goes out again need not be copied again.
 
 Here are names and numbers only; every rank has the bytes of its part (``swap_storage.py``). Copies
-are noted in the order in which they must be made, and go into the next plan: first all of them,
-then the step.
+are noted where the pool notes its moves, in the order in which they must be made, and go into the
+next plan: first all of them, then the step.
+
+*Ladders.* A page goes out in the type that it has then, most often the lowest, into a slot of that
+type: a quarter of a slot for one of int4. It comes back in that type, the same bits in as little
+room: to code it as the first type would take four times the room and bring nothing back of what it
+lost. Of two copies with the same in them the better is kept.
 
 *Eviction.* The least recently stored or read first, and of one prefix its end before its beginning,
 which is of no use without it. A full tier loses its oldest, and what is lost is computed again.
+Where a page needs the room of several smaller ones, those beside the oldest go with it: at most
+four for one.
 """
 
 from __future__ import annotations
@@ -19,52 +26,80 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 
 from sdk.engine.pages import PageKey
-from sdk.engine.plan import Swap
+from sdk.engine.plan import Copy, Swap
+from sdk.engine.slabs import Slabs
+from sdk.kernels.ladder import page_id, page_level
 
 
 class SwapSpace:
-    """The slots ``0 .. num_slots - 1`` and the pages in them.
+    """``num_slots`` slots of a page of the first type each, or of smaller ones of ``num_levels``,
+    and the pages in them. Slots are named like pages; ``copies`` is where they are noted.
 
     ``stored`` and ``loaded`` count pages copied out of and into the cache.
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, copies: list[Copy], num_levels: int = 1) -> None:
         self.num_slots = num_slots
         self.stored = 0
         self.loaded = 0
-        self._free = list(range(num_slots - 1, -1, -1))
+        self._copies = copies
+        self._slabs = Slabs(range(num_slots), num_levels)
         # digest -> what it is and where; least recently used first
         self._known: OrderedDict[bytes, tuple[PageKey, int]] = OrderedDict()
-        self._swaps: list[Swap] = []
 
     @property
     def num_used(self) -> int:
         """Slots with something in them."""
-        return len(self._known)
+        return self.num_slots - len(self._slabs.free[0])
 
-    def match(self, keys: Sequence[PageKey]) -> int:
-        """How many of the first ``keys`` are here. Changes nothing."""
+    def counts(self) -> list[int]:
+        """Pages that are here, by level."""
+        slots = list(self._known.values())  # at once: a step may run in another thread
+        levels = [page_level(slot)[0] for _, slot in slots]
+        return [levels.count(level) for level in range(len(self._slabs.free))]
+
+    def level(self, key: PageKey) -> int:
+        """Of a page that is here."""
+        return page_level(self._known[key.digest][1])[0]
+
+    def match(self, keys: Sequence[PageKey], deepest: int = 0) -> int:
+        """How many of the first ``keys`` are here, none below a level. Changes nothing."""
         count = 0
         for key in keys:
             found = self._known.get(key.digest)
-            if found is None or found[0] != key:
+            if found is None or found[0] != key or page_level(found[1])[0] > deepest:
                 break
             count += 1
         return count
 
-    def store(self, page: int, key: PageKey) -> None:
-        """Keep the content of ``page``, which is about to get another."""
+    def store(self, place: int, key: PageKey) -> None:
+        """Keep what lies at ``place``, which is about to get something else."""
+        level, _ = page_level(place)
         if key.digest in self._known:
-            return
-        if self._free:
-            slot = self._free.pop()
-        elif self._known:
-            _, (_, slot) = self._known.popitem(last=False)
-        else:
-            return  # all of it is being read
+            if self.level(key) <= level:
+                return
+            self.drop(key.digest)
+        while not self._slabs.fits([0] * level + [1]):
+            if not self._known:
+                return  # all of it is being read
+            self._evict(level)
+        slot = page_id(level, self._slabs.cut(level))
         self._known[key.digest] = key, slot
-        self._swaps.append(Swap(page, slot, out=True))
+        self._copies.append(Swap(place, slot, out=True))
         self.stored += 1
+
+    def _evict(self, level: int) -> None:
+        """Forget the oldest, and where a page of this level takes more room what lies beside it."""
+        oldest, (_, slot) = next(iter(self._known.items()))
+        smaller, index = page_level(slot)
+        if smaller <= level:
+            self.drop(oldest)
+            return
+        within = index >> smaller - level
+        for digest, (_, slot) in list(self._known.items()):
+            smaller, index = page_level(slot)
+            if smaller > level and index >> smaller - level == within:
+                self.drop(digest)
 
     def hold(self, keys: Iterable[PageKey]) -> dict[PageKey, int]:
         """Take these (from ``match``, just now) out of reach of ``store``, with their slots."""
@@ -76,15 +111,10 @@ class SwapSpace:
             self.drop(key.digest)  # stored again meanwhile
             self._known[key.digest] = key, slot
 
-    def load(self, slot: int, page: int) -> None:
-        """Put what a slot holds into ``page``."""
-        self._swaps.append(Swap(page, slot, out=False))
+    def load(self, slot: int, place: int) -> None:
+        """Put what a slot holds to ``place``, of the same level."""
+        self._copies.append(Swap(place, slot, out=False))
         self.loaded += 1
-
-    def take_swaps(self) -> tuple[Swap, ...]:
-        """The copies noted since the last time, for the plan that is about to run."""
-        swaps, self._swaps = tuple(self._swaps), []
-        return swaps
 
     def forget(self, slots: Iterable[int]) -> None:
         """Make these slots unknown: whether their content was written is not."""
@@ -97,15 +127,15 @@ class SwapSpace:
         """Forget a page whose content is not to be trusted, if it is here."""
         found = self._known.pop(digest, None)
         if found is not None:
-            self._free.append(found[1])
+            self._slabs.give(*page_level(found[1]))
 
     def clear(self) -> None:
         """Forget all of them."""
-        self._free += [slot for _, slot in self._known.values()]
-        self._known.clear()
+        for digest in list(self._known):
+            self.drop(digest)
 
     def check(self) -> None:
         """Assert that every slot is free or known, and once."""
-        slots = [slot for _, slot in self._known.values()] + self._free
-        assert sorted(slots) == list(range(self.num_slots)), "a slot is lost or used twice"
+        slots = [page_level(slot) for _, slot in self._known.values()]
+        self._slabs.check(slots, range(self.num_slots))
         assert all(digest == key.digest for digest, (key, _) in self._known.items())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -12,10 +11,12 @@ from torch import Tensor
 
 from sdk.engine.disk_space import reserved_file
 from sdk.engine.plan import Swap
+from sdk.kernels.ladder import page_level
 
 
 class SwapStorage:
-    """``num_slots`` pages beside those of a cache, ``pages`` uint8 ``[num_pages, page_bytes]``.
+    """``num_slots`` pages beside those of a cache, ``pages`` uint8 ``[num_pages, page_bytes]``; of
+    a ladder those of its first type, or twice as many of each below.
 
     Without a ``folder`` they lie in the machine's memory (of a GPU's process: pinned, and copies
     run in the order of its stream), which the system hands out where a slot is first written. With
@@ -25,55 +26,55 @@ class SwapStorage:
     """
 
     def __init__(self, pages: Tensor, num_slots: int, folder: str | None = None) -> None:
-        self._pages = pages
         self._on_gpu = pages.is_cuda
-        page_bytes = pages.shape[1]
-        rows = 1 if folder is not None else num_slots  # of a file: the way to a GPU and back
-        if self._on_gpu:
-            self._memory = torch.empty((rows, page_bytes), dtype=torch.uint8, pin_memory=True)
-        else:
-            self._memory = torch.from_numpy(np.zeros((rows, page_bytes), dtype=np.uint8))
-        # Both for numpy, which copies 370 KB in 15 us: torch wakes its threads and takes 102 us.
-        self._rows = None if self._on_gpu else (pages.numpy(), self._memory.numpy())
+        self._page_bytes = pages.shape[1]
+        size = num_slots * self._page_bytes
         self._file: Any = None
         if folder is not None:
-            size = num_slots * page_bytes
             self._file = reserved_file("swap_path", folder, size, "swap space")
+            size = self._page_bytes  # the way to a GPU and back
+        # Elsewhere numpy, which copies 370 KB in 15 us: torch wakes its threads and takes 102 us.
+        self._pages: Any = pages.view(-1) if self._on_gpu else pages.view(-1).numpy()
+        if self._on_gpu:
+            self._memory: Any = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        else:
+            self._memory = np.zeros(size, dtype=np.uint8)
 
-    def run(self, swaps: Iterable[Swap]) -> None:
-        """Make these copies, one after the other."""
-        for page, slot, out in swaps:
-            if self._file is not None:
-                self._through_file(page, slot, out=out)
-            elif self._rows is not None:
-                pages, slots = self._rows
-                if out:
-                    slots[slot] = pages[page]
-                else:
-                    pages[page] = slots[slot]
-            elif out:
-                self._memory[slot].copy_(self._pages[page], non_blocking=True)
-            else:
-                self._pages[page].copy_(self._memory[slot], non_blocking=True)
+    def run(self, swap: Swap) -> None:
+        """Make this copy."""
+        page, out = self._pages[self._part(swap.page)], swap.out
+        part = self._part(swap.slot)
+        if self._file is not None:
+            self._through_file(page, part, out=out)
+            return
+        source, target = (page, self._memory[part]) if out else (self._memory[part], page)
+        if self._on_gpu:
+            target.copy_(source, non_blocking=True)
+        else:
+            target[:] = source
 
-    def _through_file(self, page: int, slot: int, *, out: bool) -> None:
-        row = self._memory[0] if self._on_gpu else self._pages[page]
-        offset = slot * len(row)
+    def _part(self, page: int) -> slice:
+        """The bytes of a page or of a slot among all."""
+        level, index = page_level(page)
+        size = self._page_bytes >> level
+        return slice(index * size, (index + 1) * size)
+
+    def _through_file(self, page: Any, part: slice, *, out: bool) -> None:
+        row = self._memory[: len(page)].numpy() if self._on_gpu else page
         if out:
             if self._on_gpu:
-                row.copy_(self._pages[page])
-            _write(self._file.fileno(), row.numpy().data, offset)
+                self._memory[: len(page)].copy_(page)
+            _write(self._file.fileno(), row.data, part.start)
         else:
-            _read(self._file.fileno(), row.numpy().data, offset)
+            _read(self._file.fileno(), row.data, part.start)
             if self._on_gpu:
-                self._pages[page].copy_(row)
+                page.copy_(self._memory[: len(page)])
 
     def close(self) -> None:
         """Give memory and file back. Idempotent."""
         if self._file is not None:
             self._file.close()
-        self._rows = None
-        self._pages = self._memory = torch.empty(0)
+        self._pages = self._memory = None
 
 
 def _write(file: int, data: memoryview, offset: int) -> None:

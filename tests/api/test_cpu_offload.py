@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from sdk import LLM, OutOfMemoryError, UnsupportedError, loading, planning
+from sdk import LLM, OutOfMemoryError, UnsupportedError, loading, planning, scratch
+from sdk.alternatives import alternatives
 from sdk.config import EngineConfig
-from sdk.memory import MemoryPlan
+from sdk.kernels.gpu.tuning import Tuning
+from sdk.memory import MemoryPlan, format_bytes
 
 MIB = 2**20
 LIMITS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 2, "device": "cuda"}
@@ -24,6 +26,8 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "device_of", lambda config: "cuda")
     monkeypatch.setattr(planning, "available_to", lambda config: 2**30)
     monkeypatch.setattr(planning, "activations_of", lambda config, checkpoint: torch.bfloat16)
+    monkeypatch.setattr(scratch, "tuning_of", lambda device: Tuning(programs=528))
+    monkeypatch.setattr(scratch, "library_bytes", lambda device: 32 * MIB)
 
 
 def _planned(path: Path, **options: object) -> tuple[MemoryPlan, dict[str, Any]]:
@@ -71,6 +75,63 @@ def test_a_host_without_room_for_the_layers_is_refused(
     monkeypatch.setattr(loading, "available_memory", lambda: MIB)
     with pytest.raises(OutOfMemoryError, match=r"cpu_offload: .* more than the 1.0 MiB"):
         _planned(smollm2, cpu_offload="20MiB")
+
+
+@pytest.mark.usefixtures("card")
+def test_what_kernels_ask_for_is_within_the_budget_and_as_large_as_the_step(smollm2: Path) -> None:
+    few, _ = _planned(smollm2, max_num_batched_tokens=64, enforce_eager=True)
+    large: dict[str, Any] = {"max_num_batched_tokens": 1024, "max_num_seqs": 4}
+    many, _ = _planned(smollm2, **large, enforce_eager=True)
+    # 64 tokens: partial sums alone; 1,024: a decoded matrix, gate and up of all of 576 features and
+    # 3,072 rows, results before they are rounded, the library's own
+    assert 0 < few.scratch < 9 * MIB
+    assert many.scratch == 2 * 576 * 3072 + 4 * 1024 * 3072 + 32 * MIB
+    recorded, _ = _planned(smollm2, **large)
+    captured = 2 * 576 * 3072 + 4 * 512 * 3072 + 32 * MIB  # of the 512 that are recorded
+    assert recorded.scratch == many.scratch + captured
+    exact, _ = _planned(smollm2, **large, compute="exact", enforce_eager=True)
+    assert exact.scratch < few.scratch + 4 * MIB  # nothing is decoded
+    for plan in (few, many):
+        rest = plan.weights + plan.workspace + plan.kv_cache + plan.tokenizer
+        assert plan.total == rest + plan.scratch <= 2**30
+        assert f"scratch    {format_bytes(plan.scratch):>10}  of kernels" in str(plan)
+    refused, _ = _planned(smollm2, **large, memory=many.total - many.kv_cache)
+    assert f"  scratch    {format_bytes(recorded.scratch):>10}" in refused.problem
+
+
+@pytest.mark.usefixtures("card")
+def test_steps_that_are_not_recorded_are_an_alternative_without_loss(smollm2: Path) -> None:
+    options: dict[str, Any] = {"max_num_batched_tokens": 512, "max_num_seqs": 4}
+    whole, _ = _planned(smollm2, **options)
+    eager, _ = _planned(smollm2, **options, enforce_eager=True)
+    assert whole.graphs > 8 * MIB
+    least = eager.total - eager.kv_cache + 16 * eager.page_bytes  # a request of 256 tokens
+    config = EngineConfig.from_options(smollm2, {**LIMITS, **options, "memory": least})
+    with contextlib.closing(planning.open_model(config)) as checkpoint:
+        asked = planning.plan_for(config, checkpoint)
+        assert not asked.fits
+        found = alternatives(config, checkpoint, asked)
+        assert dict(found[0].options) == {"enforce_eager": True}
+        assert found[0].loss == 0 and found[0].keeps_limits
+        assert found[0].plan.graphs == 0 and found[0].plan.total <= least
+        assert str(found[0]).endswith("loss 0.0000, slower: no steps are recorded")
+        # it is no reason to leave out what is fast with smaller limits
+        assert any(not one.is_eager and one.loss == 0 for one in found[1:])
+        given = replace(config, enforce_eager=True, memory=4 * MIB)
+        small = planning.plan_for(given, checkpoint)
+        assert not any(one.is_eager for one in alternatives(given, checkpoint, small))
+
+
+@pytest.mark.usefixtures("card")
+def test_long_contexts_have_partial_sums_of_attention(smollm2: Path) -> None:
+    options: dict[str, Any] = {"max_num_batched_tokens": 192, "enforce_eager": True}
+    options |= {"max_num_seqs": 192, "memory": "20GiB"}
+    short, _ = _planned(smollm2, **options)
+    long, _ = _planned(smollm2, max_model_len=8192, **options)
+    assert long.scratch == 4 * 192 * 9 * 32 * (64 + 2) > short.scratch
+    fixed, _ = _planned(smollm2, max_model_len=8192, deterministic=True, **options)
+    # shares of K in the same place for every batch: 11 of gate and up, sums of 16 columns
+    assert fixed.scratch == 4 * 11 * 192 * 3072 + 192 * 576 // 4
 
 
 def test_a_model_whose_layers_are_not_ours_is_refused(

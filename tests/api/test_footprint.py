@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sdk import LLM, OutOfMemoryError, RequestError, SamplingParams
+from sdk import LLM, OutOfMemoryError, RequestError, SamplingParams, planning
 from sdk.memory import release_free_memory
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -152,3 +152,18 @@ def test_a_size_too_small_for_what_runs_changes_nothing(tiny_path: Path) -> None
         assert llm.memory_plan == plan
         assert llm.get_metrics()["num_pages"] == plan.num_pages
         assert len(llm.wait_for_completion()[0].outputs[0].token_ids) == 10
+
+
+def test_a_size_larger_than_the_machine_changes_nothing(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(tiny_path, max_model_len=64, max_num_seqs=4, kv_cache_memory_bytes="100KB") as llm:
+        plan = llm.memory_plan
+        with pytest.raises(OutOfMemoryError, match=r"resize: 1024\.0 TiB .* this machine has, "):
+            llm.resize(2**50)
+        monkeypatch.setattr(planning, "available_memory", lambda: plan.page_bytes)
+        with pytest.raises(OutOfMemoryError, match=r"KiB of KV pages more .* has 16\.0 KiB left"):
+            llm.resize("1GiB")
+        assert llm.memory_plan == plan
+        assert llm.get_metrics()["num_pages"] == plan.num_pages
+        assert llm.resize(plan.serving + plan.page_bytes).num_pages == plan.num_pages + 1

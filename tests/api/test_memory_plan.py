@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from sdk import LLM, OutOfMemoryError, RequestError, SamplingParams, planning
 from sdk.alternatives import expected_losses
 from sdk.config import EngineConfig
 from sdk.loaders.open import open_checkpoint
-from sdk.memory import Demand, MemoryPlan, installed_memory
+from sdk.memory import Demand, MemoryPlan, installed_memory, parse_bytes
 from sdk.plan_memory import plan_memory
 from sdk.planning import held_bytes
 from sdk.quant.at_load import packed_at_load, scheme_at_load
@@ -174,11 +175,60 @@ def test_a_budget_too_small_lists_the_sums_and_one_that_is_enough(tiny_path: Pat
         assert llm.generate([[5, 6, 7]], SamplingParams(max_tokens=3))[0].finished
 
 
+def test_the_sums_of_what_does_not_fit_add_up_and_are_too_much(
+    tiny_path: Path, golden: Path
+) -> None:
+    tiny = LLM.plan(tiny_path, max_model_len=64)
+    for path, options in (
+        (tiny_path, {"memory": tiny.total - tiny.kv_cache - 2**20}),
+        (tiny_path, {"memory": "1MiB", "max_model_len": 64}),
+        (tiny_path, {"memory": tiny.total, "kv_cache_memory_bytes": 2 * tiny.kv_cache}),
+        (golden / "arch-llama3", {"memory": "10MiB", "quantization": "int4", "max_num_seqs": 1}),
+    ):
+        problem = LLM.plan(path, **options).problem
+        found = re.findall(r"  (\w+(?: cache)?) +([\d.]+ \w+)", problem.partition("what would")[0])
+        rows = {name: parse_bytes(size) for name, size in found}
+        limit, needed, tokenizer = rows.pop("budget"), rows.pop("needed"), rows.pop("tokenizer")
+        most = max(rows.pop("loading", 0), sum(rows.values()))
+        assert needed > limit
+        assert most + tokenizer == pytest.approx(needed, abs=0.4 * 2**20)  # each is rounded
+
+
+def test_a_context_asked_for_may_take_all_that_is_free(tiny_path: Path) -> None:
+    """Without one the KV cache takes half of it."""
+    few = {"max_num_seqs": 1, "max_num_batched_tokens": 16}
+    entire = LLM.plan(tiny_path, max_model_len=64, **few)
+    fixed, page = entire.total - entire.kv_cache, entire.page_bytes
+
+    def free(pages: int, **limits: int) -> MemoryPlan:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(planning, "available_memory", lambda: fixed + pages * page)
+            return LLM.plan(tiny_path, **few, **limits)
+
+    assert free(4, max_model_len=64).num_pages == 4
+    assert not free(3, max_model_len=64).fits
+    assert free(4).max_model_len == 32
+
+
 def test_a_budget_larger_than_the_machine_is_refused_with_both_sizes(tiny_path: Path) -> None:
     memory = 2 * installed_memory()
-    assert "larger than this machine" in LLM.plan(tiny_path, memory=memory).problem
+    problem = LLM.plan(tiny_path, memory=memory, max_num_seqs=4).problem
+    assert "larger than this machine" in problem
+    [enough] = re.findall(r"memory='(\w+)' is all that these limits use", problem)
+    assert LLM.plan(tiny_path, memory=enough, max_num_seqs=4).full_requests == 4
     with pytest.raises(OutOfMemoryError, match=r"budget +[\d.]+ \wiB\n +machine +[\d.]+ \wiB"):
         LLM(tiny_path, memory=memory)
+
+
+def test_a_budget_that_is_not_free_now_is_refused_naming_one_that_is(
+    smollm2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "available_memory", lambda: 300 * 2**20)
+    with pytest.raises(OutOfMemoryError) as error:
+        LLM(smollm2, memory="400MiB", max_num_seqs=4)
+    *_, title, only = str(error.value).splitlines()
+    assert title == "what would help:"
+    assert only == "  memory='300MiB' is what is free now"
 
 
 def test_pages_the_machine_cannot_give_are_refused_before_loading(smollm2: Path) -> None:
@@ -249,3 +299,21 @@ def test_a_gpu_s_recorded_steps_may_be_what_does_not_fit(
     plan = plan_memory(demand, budget=without, **limits)
     assert not plan.fits and "  graphs  " in plan.problem
     assert plan_memory(replace(demand, captured_tokens=0), budget=without, **limits).fits
+
+
+def test_activations_are_what_all_matrices_are_stored_as_where_a_file_says_nothing(
+    golden: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "device_of", lambda config: "cuda")
+    monkeypatch.setattr(planning, "matrix_type", lambda device: torch.bfloat16)
+
+    def found(name: str, **options: object) -> torch.dtype:
+        silent = {"dtype": None, "torch_dtype": None}
+        config = EngineConfig.from_options(golden / name, {"hf_overrides": silent, **options})
+        with contextlib.closing(planning.open_model(config)) as checkpoint:
+            return planning.activations_of(config, checkpoint)
+
+    assert found("arch-llama3") == torch.float16
+    assert found("arch-llama3", quantization="int4") == torch.bfloat16
+    assert found("gptq-w4-g128-act") == torch.bfloat16  # embedding and head alone are float16
+    assert found("arch-gemma3/hf") == torch.bfloat16

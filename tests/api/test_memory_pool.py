@@ -202,3 +202,17 @@ def test_a_sleeping_model_lends_everything_and_takes_it_again(tiny_path: Path) -
 def test_a_pool_needs_a_size(budget: object) -> None:
     with pytest.raises(RequestError, match="MemoryPool: expected a size"):
         MemoryPool(budget)  # type: ignore[arg-type]
+
+
+def test_what_only_a_load_needs_is_free_after_it(gemma3: Path) -> None:
+    """Embedding and head, a table of 262,144 words, are in memory twice while they are packed."""
+    few = {"max_model_len": 64, "max_num_seqs": 1, "max_num_batched_tokens": 16}
+    plan = LLM.plan(gemma3, **few)
+    assert plan.serving < plan.total - 2**20
+    pool = MemoryPool(plan.total)
+    with LLM(gemma3, memory=pool, **few) as llm:
+        assert pool.used == plan.serving
+        llm.sleep(2)
+        assert pool.used == 0
+        llm.wake_up()
+        assert pool.used == plan.serving

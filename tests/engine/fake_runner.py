@@ -12,7 +12,7 @@ from __future__ import annotations
 from hashlib import blake2b
 from types import SimpleNamespace
 
-from sdk.engine.plan import Sampled, StepPlan, StepResult
+from sdk.engine.plan import Sampled, StepPlan, StepResult, Swap
 from sdk.kernels.ladder import page_id, page_level
 
 VOCAB = 1000
@@ -87,13 +87,11 @@ class FakeRunner:
         if self.failure is not None:
             failure, self.failure = self.failure, None
             raise failure
-        for page, slot, out in plan.swaps:
-            source, target = (self.slots, self.swapped) if out else (self.swapped, self.slots)
-            begin, end = (page, slot) if out else (slot, page)
-            for offset in range(self.page_size):
-                target[end, offset] = source.get((begin, offset), b"unwritten")
-        for move in plan.moves:
-            self._move(*move)
+        for one in plan.copies:
+            if isinstance(one, Swap):
+                self._swap(*one)
+            else:
+                self._move(*one)
         for request_id in plan.dropped:
             self.requests.pop(request_id, None)
         for start in plan.started:
@@ -132,24 +130,32 @@ class FakeRunner:
         assert 0 < index >> level < self.num_pages, "no such page"
         return page, position % self.page_size
 
+    def _swap(self, page: int, slot: int, out: bool) -> None:
+        """What lay in the memory of the target, also as pages of another level, is lost."""
+        assert page_level(page)[0] == page_level(slot)[0], "a page and a slot of another size"
+        source, target = (self.slots, self.swapped) if out else (self.swapped, self.slots)
+        begin, end = (page, slot) if out else (slot, page)
+        for offset in range(self.page_size):
+            self._write(end, offset, source[begin, offset], target)
+
     def _move(self, source: int, target: int) -> None:
         """Of a ladder; what lay in the memory of the target is lost."""
         values = [self.slots[source, i] for i in range(self.page_size)]
         level, _ = page_level(target)
         assert page_level(source)[0] in (level - 1, level), "a page went up or two steps down"
         for offset, value in enumerate(values):
-            self._write(target, offset, value)
+            self._write(target, offset, value, self.slots)
         for state in self.requests.values():
             state["pages"] = [target if page == source else page for page in state["pages"]]
 
-    def _write(self, page: int, offset: int, value: bytes) -> None:
+    def _write(self, page: int, offset: int, value: bytes, slots: dict) -> None:
         level, index = page_level(page)
         for other in range(LEVELS):
             first = index << other - level if other > level else index >> level - other
             for part in range(1 << max(other - level, 0)) if other != level else ():
                 for i in range(self.page_size):
-                    self.slots.pop((page_id(other, first + part), i), None)
-        self.slots[page, offset] = value
+                    slots.pop((page_id(other, first + part), i), None)
+        slots[page, offset] = value
 
     def _sample(self, request_ids, sampled) -> None:
         states = {request_id: self.requests[request_id] for request_id in request_ids}
@@ -182,7 +188,7 @@ class FakeRunner:
             assert not page_level(slot[0])[0], "a page of a lower type is written"
             assert not self.published(slot[0]), "a page others may read is written"
             values.append(_value(values, tokens[position]))
-            self._write(*slot, values[-1])
+            self._write(*slot, values[-1], self.slots)
         state["computed"], state["last"] = end, values[-1]
         start = state["start"]
         if start.params.prompt_logprobs is not None and begin < start.num_prompt_tokens:

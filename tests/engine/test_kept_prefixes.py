@@ -96,7 +96,7 @@ class _Broken:
     """Ranks that die of the first step."""
 
     def execute(self, plan):
-        raise RuntimeError(f"{len(plan.moves)} moves")
+        raise RuntimeError(f"{len(plan.copies)} copies")
 
 
 def test_an_interrupted_restore_costs_requests_a_restart_and_no_answer(rig) -> None:
@@ -105,7 +105,7 @@ def test_an_interrupted_restore_costs_requests_a_restart_and_no_answer(rig) -> N
     one = built.add("one", [*range(20, 45)], max_tokens=6)
     built.step()
     kept = KeptPrefixes(built.scheduler, _Broken(), SPEC)
-    with pytest.raises(RuntimeError, match=r"[1-9] moves"):
+    with pytest.raises(RuntimeError, match=r"[1-9] copies"):
         kept.restore([*PREFIX, *PREFIX], None, StoredKV(SPEC, ()), pin=False)
     assert one.num_preemptions == 1 and built.pool.match(kept._keys(PREFIX, None)) == []
     built.scheduler.check()

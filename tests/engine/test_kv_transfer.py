@@ -18,6 +18,7 @@ from sdk.kernels.ladder import LADDER_PAGE_SIZE, page_id, page_level
 from sdk.kernels.reference.page_codes import mixed, page_floats
 from sdk.kernels.reference.recode import RecodePage
 from sdk.quant.spec import KVSpec
+from tests.scripts import run_python
 
 LADDER = "float16>int8>int4"
 PLACES = [page_id(0, 2), page_id(1, 6), page_id(1, 7), page_id(2, 17), page_id(0, 5)]
@@ -135,3 +136,30 @@ def test_what_is_read_from_a_ladder_is_written_into_any_pages(
     write_layer(other, 0, at, stored, rank.kv.spec.levels[level])
     for x, y in zip(_floats(other, at), _floats(rank, places), strict=True):
         assert (x - y).abs().max() < (error + 0.03 * level) * y.abs().max()
+
+
+_ALONE = """
+import os, torch
+from types import SimpleNamespace
+from sdk.engine.kv_cache import KVCache
+from sdk.engine.kv_transfer import read_layer, write_layer
+from sdk.quant.spec import KVSpec
+from tests.scripts import run_python
+
+torch.set_num_threads(4)
+caches = {name: KVCache(KVSpec(1, 4, 64, 16, name), 80) for name in ("float32", "int8", "int4")}
+threads = len(os.listdir("/proc/self/task"))
+pages = list(range(1, 76))  # 1,200 tokens, 307,200 values
+for name, cache in caches.items():
+    _, rows = read_layer(SimpleNamespace(kv=cache), 0, pages, 0)
+    for other in caches.values():
+        write_layer(SimpleNamespace(kv=other), 0, pages, rows, cache.spec)
+assert len(os.listdir("/proc/self/task")) == threads, "torch has started threads"
+torch.zeros(2**20).add_(1)
+assert len(os.listdir("/proc/self/task")) > threads, "this says nothing"
+"""
+
+
+def test_conversions_on_a_cpu_wait_for_no_threads() -> None:
+    """Torch's spin while they wait: on a busy machine that was 50 times what a restore takes."""
+    run_python(_ALONE)

@@ -18,7 +18,7 @@ from sdk.engine import inputs
 from sdk.engine.inputs import StepInputs
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import KernelError
-from sdk.kernels.gpu.graphs import PieceGraphs, token_buckets
+from sdk.kernels.gpu.graphs import PieceGraphs, StepGraphs, token_buckets
 
 #: A llama, sliding windows of 8 in five of six layers, a mixture of experts with sinks.
 MODELS = ["gguf-Q8_0/model.gguf", "arch-gemma3/hf", "gptoss-mxfp4"]
@@ -220,6 +220,65 @@ def test_what_cannot_be_captured_in_pieces_runs_operator_by_operator_and_decodin
     assert "tokens cannot be captured: tried to allocate 2 GiB" in explained
 
 
+def test_what_was_captured_before_a_failure_stays_in_use(
+    path: Path,
+    replayed: Replayed,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    capture, tried = PieceGraphs._capture, []
+
+    def failing(self: PieceGraphs, size: int, batch: AttentionBatch) -> Any:
+        tried.append(size)
+        if len(tried) == 3:
+            raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+        return capture(self, size, batch)
+
+    monkeypatch.setattr(PieceGraphs, "_capture", failing)
+    with on_a_card(path, **SMALL) as (llm, card):
+        found = answers(llm, prompts(), params())
+        pieces = llm._runner()._pieces
+        assert pieces is not None and len(pieces.captured) == 2
+        before = card.replays
+        llm.reset_prefix_cache()
+        assert answers(llm, prompts(), params()) == found
+        assert card.replays > before
+        explained = llm.explain()
+    with eager(path) as llm:
+        assert answers(llm, prompts(), params()) == found
+    assert len(tried) == 3  # no other size after that
+    message = f"{tried[2]} tokens cannot be captured: tried to allocate 2 GiB"
+    assert "up to 40 tokens replayed in pieces" in explained
+    assert f"but not all sizes: {message}" in explained
+    said = [record.message for record in caplog.records if "cannot be captured" in record.message]
+    assert said == [f"{message}; it and others run operator by operator, 2 captured before stay"]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_decode_steps_captured_before_a_failure_stay_in_use_too(
+    path: Path, monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
+    capture, tried = StepGraphs._capture, []
+
+    def failing(self: StepGraphs[Any], size: int, shared: bool) -> Any:
+        tried.append(size)
+        if len(tried) > first:
+            raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+        return capture(self, size, shared)
+
+    monkeypatch.setattr(StepGraphs, "_capture", failing)
+    one = prompts()[:1]
+    with on_a_card(path, **SMALL) as (llm, _):
+        found = [answers(llm, asked, params(20)) for asked in (one, prompts(), one)]
+        explained = llm.explain()
+        assert (llm._runner().steps_ahead == 0) == (first == 0)
+    with eager(path) as llm:
+        assert [answers(llm, asked, params(20)) for asked in (one, prompts(), one)] == found
+    assert len(tried) == first + 1
+    assert ("decoding: replayed from graphs" in explained) == (first == 1)
+    assert f"a decode step of {tried[-1]} cannot be captured: tried to allocate" in explained
+
+
 def test_a_model_of_transformers_is_not_cut(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sdk.engine.runner.Decoder", int)  # as if this were none of ours
     with on_a_card(path, **SMALL) as (llm, _):
@@ -249,7 +308,7 @@ def test_layers_and_buckets_share_the_buffers_between_the_pieces(path: Path) -> 
     with on_a_card(path, **SMALL) as (llm, _):
         answers(llm, prompts(), params())
         pieces = llm._runner()._pieces
-        assert pieces is not None and len(pieces._captured) > 2
+        assert pieces is not None and len(pieces.captured) > 2
         assert sorted(key[0] for key in pieces._buffers) == ["hidden", "queries", "results"]
         assert {len(buffer) for buffer in pieces._buffers.values()} == {40}
 

@@ -81,7 +81,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_batched_tokens=least + budget,
             enable_chunked_prefill=chunked,
             enable_prefix_caching=caching,
-            num_swap_pages=swap if caching and len(bits) == 1 else 0,
+            num_swap_pages=swap if caching else 0,
             kv_bits=bits,
             policy=policy,
             eos_token_ids=frozenset(range(0, 1000, 20)) if eos else frozenset(),

@@ -57,6 +57,27 @@ def test_asleep_nobody_holds_the_cache_and_awake_the_answers_are_the_same(
         llm.close()
 
 
+def test_trim_gives_back_the_recorded_steps_of_an_idle_engine(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with on_a_card(path, **OPTIONS) as (llm, card):
+        monkeypatch.setattr(ModelRunner, "record", lambda self: self.use_graphs(card))
+        expected, graphs = answers(llm), card.graphs
+        assert card.pool.living
+        llm.trim()
+        gc.collect()
+        assert card.pool.living == set()
+        assert answers(llm) == expected
+        assert card.graphs == 2 * graphs  # recorded again
+        found: list[int] = []
+        for output in llm.stream(PROMPTS[0], PARAMS):
+            found += output.outputs[0].token_ids
+            if 1 < len(found) < 12:
+                llm.trim()
+                assert card.pool.living  # what is at work stays recorded
+        assert found == expected[0]
+
+
 def test_an_engine_that_records_nothing_sleeps_too(path: Path) -> None:
     with LLM(path, enforce_eager=True, **OPTIONS) as llm:
         expected = answers(llm)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from hypothesis import given, settings, strategies as st
+
 from sdk.engine.pages import PageKey, page_key, root_digest
-from sdk.engine.plan import Swap
+from sdk.engine.plan import Copy, Swap
+from sdk.engine.slabs import Slabs
 from sdk.engine.swap import SwapSpace
+from sdk.kernels.ladder import page_id, page_level
 
 
 def _chain(length: int) -> list[PageKey]:
@@ -24,20 +28,20 @@ def _stored(swap: SwapSpace, keys: list[PageKey]) -> None:
 
 
 def test_copies_come_in_the_order_they_must_be_made() -> None:
-    swap, (first, second) = SwapSpace(1), _chain(2)
+    copies: list[Copy] = []
+    swap, (first, second) = SwapSpace(1, copies), _chain(2)
     swap.store(7, first)
     held = swap.hold([first])
     swap.load(held[first], 3)
     swap.put_back(held)
     swap.store(9, second)  # takes the slot that was read before
-    assert swap.take_swaps() == (Swap(7, 0, True), Swap(3, 0, False), Swap(9, 0, True))
-    assert swap.take_swaps() == ()
+    assert copies == [Swap(7, 0, True), Swap(3, 0, False), Swap(9, 0, True)]
     assert swap.match([first]) == 0 and swap.match([second]) == 1
     swap.check()
 
 
 def test_a_prefix_loses_its_end_first_and_what_was_read_stays_longest() -> None:
-    swap, keys = SwapSpace(4), _chain(6)
+    swap, keys = SwapSpace(4, []), _chain(6)
     _stored(swap, keys[:4])
     swap.store(9, keys[4])
     assert swap.match(keys) == 3  # the fourth made room
@@ -48,7 +52,7 @@ def test_a_prefix_loses_its_end_first_and_what_was_read_stays_longest() -> None:
 
 
 def test_what_is_being_read_is_not_overwritten() -> None:
-    swap, keys = SwapSpace(2), _chain(4)
+    swap, keys = SwapSpace(2, []), _chain(4)
     _stored(swap, keys[:2])
     held = swap.hold(keys[:2])
     swap.store(5, keys[2])  # no slot for it
@@ -58,7 +62,7 @@ def test_what_is_being_read_is_not_overwritten() -> None:
 
 
 def test_a_page_that_is_stored_again_while_it_is_read_keeps_one_slot() -> None:
-    swap, keys = SwapSpace(3), _chain(1)
+    swap, keys = SwapSpace(3, []), _chain(1)
     swap.store(5, keys[0])
     held = swap.hold(keys)
     swap.store(6, keys[0])
@@ -68,13 +72,98 @@ def test_a_page_that_is_stored_again_while_it_is_read_keeps_one_slot() -> None:
 
 
 def test_slots_whose_copy_is_not_certain_are_forgotten() -> None:
-    swap, keys = SwapSpace(3), _chain(3)
+    copies: list[Copy] = []
+    swap, keys = SwapSpace(3, copies), _chain(3)
     _stored(swap, keys)
-    swaps = swap.take_swaps()
-    swap.forget([swaps[0].slot])  # of the end
+    swap.forget([copies[0].slot])  # of the end
     assert swap.match(keys) == 2
     swap.drop(keys[0].digest)
     assert swap.match(keys) == 0 and swap.num_used == 1
     swap.clear()
     assert swap.num_used == 0
     swap.check()
+
+
+LEVELS = 3
+level = st.integers(0, LEVELS - 1)
+
+
+def _parts(slot: int) -> set[int]:
+    """The quarters of slots that a slot is."""
+    depth, index = page_level(slot)
+    count = 1 << LEVELS - 1 - depth
+    return set(range(index * count, (index + 1) * count))
+
+
+@settings(deadline=None)
+@given(
+    st.integers(1, 4),
+    st.lists(st.tuples(st.sampled_from("sshd"), st.integers(0, 15), level), max_size=60),
+)
+def test_slots_of_all_levels_hold_what_was_written_last_and_little_is_lost(
+    slots: int, events: list[tuple[str, int, int]]
+) -> None:
+    """Against memory of quarters: what a slot holds is whose copy touched all of it last."""
+    copies: list[Copy] = []
+    swap, keys = SwapSpace(slots, copies, LEVELS), _chain(16)
+    memory: dict[int, tuple[int, int]] = {}  # quarter -> number of the key and its level
+    for event, number, depth in events:
+        key, before = keys[number], sum(swap.counts())
+        known = swap.match([key], LEVELS) > 0
+        better = not known or swap.level(key) > depth
+        if event == "s":
+            swap.store(page_id(depth, 1), key)
+            assert len(copies) == better
+            for copy in copies:
+                assert page_level(copy.slot)[0] == depth
+                memory |= dict.fromkeys(_parts(copy.slot), (number, depth))
+            most = 1 << LEVELS - 1 - depth
+            assert sum(swap.counts()) >= before - known - most + 1
+            assert swap.match([key], depth) == 1 and swap.match([key], -1) == 0
+        elif event == "h" and known:
+            held = swap.hold([key])
+            depth, _ = page_level(held[key])
+            assert {memory[part] for part in _parts(held[key])} == {(number, depth)}
+            swap.put_back(held)
+        elif event == "d":
+            swap.drop(key.digest)
+        copies.clear()
+        swap.check()
+    assert swap.num_used <= slots
+
+
+@settings(deadline=None)
+@given(
+    st.integers(0, 4),
+    st.lists(level, max_size=8),
+    st.lists(st.integers(0, 7), max_size=8),
+    st.lists(level, max_size=8),
+)
+def test_places_that_fit_can_be_cut_in_any_order(
+    count: int, taken: list[int], back: list[int], wanted: list[int]
+) -> None:
+    slabs, whole = Slabs(range(1, count + 1), LEVELS), range(1, count + 1)
+    held = [(one, slabs.cut(one)) for one in taken if slabs.fits([0] * one + [1])]
+    for index in back:
+        if held:
+            slabs.give(*held.pop(index % len(held)))
+    slabs.check(held, whole)
+    counts = [wanted.count(one) for one in range(LEVELS)]
+    fits = slabs.fits(counts)
+    assert fits == _can_be_cut(slabs, wanted)
+    if fits:
+        held += [(one, slabs.cut(one)) for one in wanted]
+    slabs.check(held, whole)
+
+
+def _can_be_cut(slabs: Slabs, wanted: list[int]) -> bool:
+    """The largest first, each into the first run of free quarters that is one place."""
+    places = [(depth, index) for depth, free in enumerate(slabs.free) for index in free]
+    free = set[int]().union(*(_parts(page_id(*place)) for place in places))
+    for depth in sorted(wanted):
+        runs = [_parts(page_id(depth, index)) for index in range(5 << depth)]
+        found = next((run for run in runs if run <= free), None)
+        if found is None:
+            return False
+        free -= found
+    return True

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from sdk import LLM
 from sdk.cli import main
 from sdk.cli.bench.gpu import peer
 from sdk.cli.bench.gpu.card import Card, expect_close
@@ -150,6 +151,42 @@ def test_tune_takes_the_shapes_of_a_model(tmp_path: Path, golden: Path) -> None:
     assert len({case.shape for case in cases}) == len(cases) >= 4
 
 
+def test_tune_times_the_types_that_an_engine_hands_from_kernel_to_kernel(
+    card: Card, golden: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sdk.cli import tune
+    from sdk.models.config import ModelConfig
+
+    short = torch.float16
+    monkeypatch.setattr("sdk.planning.device_of", lambda config: "cpu")
+    monkeypatch.setattr("sdk.loading.activations_of", lambda config, checkpoint: short)
+    path = golden / "gguf-Q8_0" / "model.gguf"
+    with LLM(path, max_model_len=64) as llm:
+        model = llm._runner().model.config
+        assert isinstance(model, ModelConfig)
+    wide = {(model.hidden_size, model.num_heads * model.head_dim), (model.vocab_size,)}
+    seen: list[tuple[Any, ...]] = []
+    right = Linear.matmul
+
+    def matmul(self: Linear, packed: Any, x: Any, out: Any) -> None:
+        seen.append((packed.shape, x.dtype, out.dtype))
+        right(self, packed, x, out)
+
+    monkeypatch.setattr(Linear, "matmul", matmul)
+    cases = list(cases_of(card, str(path)))
+    del seen[:]  # of loading
+    for case in cases:
+        tune._result(card, case, 2, case.begin(card, 2), case.product(card, 2))
+    outputs = {case.shape: case.outputs for case in cases}
+    assert [(shape, short, outputs[shape]) for shape in outputs] == seen
+    assert set(outputs.values()) == {short, torch.float32}
+    assert {shape for shape, out in outputs.items() if out == torch.float32} >= {
+        shape for shape in outputs if shape in wide
+    }
+    some = list(cases_of(card, None))
+    assert {case.inputs for case in some} == {card.activations}
+
+
 def test_tune_takes_the_experts_of_a_model_as_one(
     tmp_path: Path, card: Card, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,7 +211,8 @@ def test_tune_takes_the_experts_of_a_model_as_one(
 def test_tuned_experts_run_on_the_tiles_being_measured(card: Card, tokens: int) -> None:
     weights = [pack(affine(card, 32, 256, 4, 128)) for _ in range(5)]
     linear = Linear(torch.float16, Tuning(4))
-    case = ExpertCase("linear_experts", "int4g128", (32, 256), linear, [], used=3)
+    types = (torch.float16, torch.float16)
+    case = ExpertCase("linear_experts", "int4g128", (32, 256), linear, [], *types, used=3)
     case = replace(case, packed=[linear.group(weights)])
     multiply, rows = case.product(card, tokens)
     tiles, seen = Tiles(16, 16, 2, 1, 1), []

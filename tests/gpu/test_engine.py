@@ -103,7 +103,7 @@ def test_steps_filled_up_to_a_bucket_give_the_same_answers(
 
     with on_a_card(path, **limits) as (llm, _):
         found, runner = bits(llm), llm._runner()
-        decoding, pieces = runner._ahead._graphs._captured, runner._pieces._captured
+        decoding, pieces = runner._ahead.graphs.captured, runner._pieces.captured
         assert (4, False) in decoding  # the bucket of three requests
         # 6 tokens and the first of 2; then a decoding request and 1 + 3 tokens, filled up
         assert set(pieces) == {7}

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sdk.kernels.gpu.dense import multiply, wide_sums
 from sdk.kernels.gpu.linear import Linear
 from sdk.kernels.gpu.packing import pack
 from sdk.kernels.gpu.tuning import Tiles, Tuning
@@ -214,3 +215,12 @@ def test_what_the_kernels_cannot_do_is_declined_with_a_reason(
     declined = Linear(torch.float16, FEW).reject(problem)
     assert declined is not None
     assert reason in declined
+
+
+def test_sums_are_rounded_only_where_the_library_has_them_in_16_bits() -> None:
+    assert wide_sums(torch.device("meta"), torch.float16)
+    assert not wide_sums(torch.device("cpu"), torch.float16)  # as with an old torch on a card
+    x, w = torch.randn(3, 64).half(), torch.randn(5, 64).half()
+    out = torch.empty(3, 5)
+    multiply(x, w, out)
+    assert torch.equal(out, (x @ w.t()).float())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sdk.engine.kv_cache import KVCache
-from sdk.engine.plan import Move
+from sdk.engine.plan import Move, Swap
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.cpu import CpuBackend, open_backend
 from sdk.kernels.errors import KernelError
@@ -224,10 +225,41 @@ def test_moves_keep_what_a_page_holds_and_touch_no_other() -> None:
     two = torch.tensor([5, 7])
     before = page_floats(pages, two)
     own = [(page_id(0, 5), page_id(1, 0)), (page_id(1, 0), page_id(1, 10))]
-    cache.move([Move(*move) for move in own], ops)
-    cache.move([Move(page_id(0, 7), page_id(1, 11)), Move(page_id(1, 10), page_id(1, 14))], ops)
+    cache.copy([Move(*move) for move in own], ops)
+    cache.copy([Move(page_id(0, 7), page_id(1, 11)), Move(page_id(1, 10), page_id(1, 14))], ops)
     assert pages.below is not None
     after = page_floats(pages.below, torch.tensor([14, 11]))
     for x, y in zip(before, after, strict=True):
         assert ((x - y).abs() <= x.abs().amax(dim=-1, keepdim=True) / 127 * 0.51 + 1e-3).all()
+    ops.close()
+
+
+@pytest.mark.parametrize("where", ["memory", "file"])
+def test_pages_of_any_level_swap_bit_for_bit_and_touch_no_other(tmp_path: Path, where: str) -> None:
+    """One slot takes a page of the first type, or two, or four; what is beside it stays."""
+    ops = Ops("cpu", num_threads=1)
+    spec = KVSpec(3, 2, 64, LADDER_PAGE_SIZE, LADDER)
+    folder = tmp_path if where == "file" else None
+    cache = KVCache(spec, SLABS, num_swap_pages=2, swap_path=folder)
+    memory = cache._memory.view(SLABS, 4, -1)
+    memory.copy_(torch.randint(256, memory.shape, dtype=torch.uint8))
+    before = memory.clone()
+    slots = {
+        page_id(0, 5): page_id(0, 1),
+        page_id(1, 2): page_id(1, 1),
+        page_id(2, 13): page_id(2, 1),
+    }
+    cache.copy([Swap(page, slot, out=True) for page, slot in slots.items()], ops)
+    assert torch.equal(memory, before)
+    memory[[5, 1, 3]] = 0
+    back = page_id(0, 1), page_id(1, 5), page_id(2, 15)
+    pairs = zip(back, slots.values(), strict=True)
+    cache.copy([Swap(page, slot, out=False) for page, slot in pairs], ops)
+    expected = before.clone()
+    expected[[5, 1, 3]] = 0
+    expected[1] = before[5]
+    expected[2, 2:] = before[1, :2]
+    expected[3, 3] = before[3, 1]
+    assert torch.equal(memory, expected)
+    cache.close()
     ops.close()

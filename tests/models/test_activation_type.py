@@ -33,6 +33,14 @@ def test_a_file_that_says_float16_gets_it_and_any_other_what_the_card_has(
     assert activation_type(config, matrix) == wanted
 
 
+def test_float16_matrices_of_a_file_that_says_nothing_are_multiplied_as_they_are() -> None:
+    assert activation_type(LLAMA, BF16, stored="float16") == FP16
+    assert activation_type(LLAMA | {"dtype": "bfloat16"}, BF16, stored="float16") == BF16
+    assert activation_type(GEMMA, BF16, stored="float16") == BF16
+    assert activation_type(LLAMA, FP32, stored="float16") == FP32
+    assert activation_type(LLAMA, BF16, stored="float16", exact=True) == FP32
+
+
 def test_a_card_without_bfloat16_computes_in_float16() -> None:
     assert activation_type(LLAMA | {"dtype": "bfloat16"}, FP16) == FP16
 

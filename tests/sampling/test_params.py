@@ -72,6 +72,8 @@ def test_a_bad_value_is_refused_by_the_name_of_its_parameter(name: str, value: o
 def test_the_message_names_parameter_value_and_allowed_range() -> None:
     with pytest.raises(RequestError, match=r"top_p must be a number in \(0, 1\], got 1\.5"):
         SamplingParams(top_p=1.5)
+    with pytest.raises(RequestError, match=r"integer equal to 4 or 8 or 16 or None, got 12"):
+        SamplingParams(kv_min_bits=12)
 
 
 @pytest.mark.parametrize(

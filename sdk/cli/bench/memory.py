@@ -149,7 +149,7 @@ def _recoding(settings: Settings) -> list[Result]:
             computed = time.perf_counter() - begin
             for name, move in steps.items():
                 begin = time.perf_counter()
-                runner.kv.move([move], runner.ops)
+                runner.kv.copy([move], runner.ops)
                 again = time.perf_counter() - begin
                 if number >= 0:
                     results[name].add(

@@ -50,15 +50,16 @@ class Source:
 
     @cached_property
     def key(self) -> str:
-        """Of all that the findings depend on; comments and places in a file are not among it."""
+        """Of all that the findings depend on; words about code and places of files are not."""
         constants = [
             (i, written(x) if isinstance(x, JITFunction) else str(x))
             for i, x in sorted(self.code.constants.items())
         ]
         facts = sorted(self.code.attrs.items()), sorted(self.code.signature.items())
-        parts = [triton.__version__, self.target, sorted(self.options.items()), constants, facts]
+        options = sorted((k, x) for k, x in self.options.items() if k != "extern_libs")
+        parts = [triton.__version__, self.target, options, constants, facts]
         parts += [written(self.code.fn), inspect.getsource(findings)]
-        return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
 
 
 @cache
@@ -76,8 +77,8 @@ def written(kernel: Any) -> list[str]:
         tree = function.parse()
         body = tree.body[0].body
         if ast.get_docstring(tree.body[0]) is not None:
-            del body[0]
-        done[f"{function.module}.{function.__name__}"] = ast.dump(tree)
+            body[:1] = [ast.Pass()] if len(body) == 1 else []
+        done[f"{function.module}.{function.__name__}"] = ast.unparse(tree)
         for node in ast.walk(tree):
             found = _named(node, function.__globals__)
             own = isinstance(found, JITFunction) and not found.module.startswith("triton.")
@@ -132,6 +133,7 @@ def launches(target: GPUTarget) -> Iterator[list[Source]]:
     patch.setattr(launch, "REACHED", "cpu")
     capability = divmod(target.arch, 10) if target.backend == "cuda" else (9, 4)
     patch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    patch.setattr(torch.version, "hip", "7" if target.backend == "hip" else None)
     try:
         yield listed
     finally:

@@ -1,11 +1,12 @@
 """Compile every GPU kernel for a card that is not here, and say what is wrong with the code.
 
-    python tests/gpu/aot/sweep.py sm_90 gfx942 [--seconds 90] [--out build/aot]
+    python tests/gpu/aot/sweep.py sm_90 gfx942 [--seconds 90]
 
-``make aot`` runs it for all cards. What was found stands in ``OUT/<card>.jsonl`` by the keys of the
-kernels (``machine_code.py``), so that a run may stop (``--seconds``) and the next one goes on, and
-after a change only the kernels that do something else than before are compiled again.
-Exit status: 0 all compiled, 1 something is wrong, 3 there is more to do.
+``make aot`` runs it for all cards. Kernels whose code is right stand in ``compiled/<card>.txt`` by
+their keys (``machine_code.py``): after a change only those that do something else than before are
+compiled, and a run may stop (``--seconds``) and the next one goes on. The files are committed, so
+that a change shows what it does to registers, and a test finds kernels that are not in them.
+Exit status: 0 all are, 1 something is wrong, 3 there is more to do.
 """
 
 from __future__ import annotations
@@ -21,13 +22,16 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import triton
 
 FOLDER = Path(__file__).parent
+COMPILED = FOLDER / "compiled"
 #: Processes that compile at a time; each takes about a gigabyte.
 WORKERS = min(8, len(os.sched_getaffinity(0)))
 #: Jobs of a process.
-CHUNK = 12
+CHUNK = 60
 #: KiB of shared memory a program may have.
 LIMITS = {
     "sm_75": 64, "sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99,
@@ -136,53 +140,96 @@ def complaint(card: str, found: dict[str, Any]) -> str | None:
     return None
 
 
-class Results:
-    """What was found of a card's kernels, by their keys: ``OUT/<card>.jsonl``."""
+class Compiled(NamedTuple):
+    """A kernel whose code is right: registers of a thread, bytes of shared memory and stack."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        lines = path.read_text().splitlines() if path.is_file() else []
-        self.found = {line["key"]: line for line in map(json.loads, lines)}
-
-    def add(self, lines: Sequence[dict[str, Any]]) -> None:
-        """Errors are tried again in the next run."""
-        with self._path.open("a") as file:
-            for line in lines:
-                self.found[line["key"]] = line
-                if "error" not in line:
-                    file.write(json.dumps(line) + "\n")
+    kernel: str
+    registers: int
+    shared: int
+    stack: int
 
 
-def sweep(card: str, out: Path, until: float) -> int:
+class Record:
+    """The kernels of a card that were compiled, by their keys: ``FOLDER/<card>.txt``."""
+
+    def __init__(self, folder: Path, card: str) -> None:
+        self._card = card
+        self._path = folder / f"{card}.txt"
+        self.kernels: dict[str, Compiled] = {}
+        self.triton = triton.__version__
+        if self._path.is_file():
+            first, *lines = self._path.read_text().splitlines()
+            self.triton = first.removeprefix("triton ")
+            for key, kernel, *numbers in map(str.split, lines):
+                self.kernels[key] = Compiled(kernel, *map(int, numbers))
+
+    def keep(self, keys: Collection[str]) -> None:
+        """Forget all others."""
+        self.kernels = {key: found for key, found in self.kernels.items() if key in keys}
+        self.triton = triton.__version__
+
+    def add(self, lines: Sequence[dict[str, Any]]) -> list[str]:
+        """Keep what is right of what was compiled; what is wrong with the rest, which will be
+        compiled again by the next run.
+        """
+        wrong = []
+        for line in lines:
+            if why := complaint(self._card, line):
+                wrong.append(f"{self._card}: {line['kernel']} of {line['job']}: {why}")
+            else:
+                numbers = (line[name] for name in Compiled._fields)
+                self.kernels[line["key"]] = Compiled(*numbers)
+        rows = sorted((found, key) for key, found in self.kernels.items())
+        text = "".join(" ".join((key, *map(str, found))) + "\n" for found, key in rows)
+        temporary = self._path.with_suffix(".new")
+        temporary.write_text(f"triton {self.triton}\n{text}")
+        temporary.replace(self._path)
+        return wrong
+
+
+def sweep(card: str, folder: Path, until: float) -> int:
     """Go on with a card until a moment of the clock; the exit status."""
-    results = Results(out / f"{card}.jsonl")
-    keys, work = _unknown(card, results)
+    record = Record(folder, card)
+    keys = kernels_of([card])[card]
+    record.keep(keys)
+    wrong = record.add(())
     with ThreadPoolExecutor(WORKERS) as pool:
+        work = _without(record.kernels, keys)
         for done in pool.map(lambda some: _compile(some, until), _in_chunks(work)):
-            results.add([line for line in done if "shared" in line or "error" in line])
-    found = [results.found[key] for key in keys if key in results.found]
-    left = len(keys) - len(found)
-    wrong = [(line, why) for line in found if (why := complaint(card, line))]
-    print(table(found))
-    for line, why in wrong:
-        print(f"{card}: {line['kernel']} of {line['job']}: {why}")
-    print(f"{card}: {len(found)} kernels, {len(wrong)} wrong, {left} left", flush=True)
-    return 3 if left else 1 if wrong else 0
+            wrong += record.add(done)
+    left = len(keys) - len(record.kernels) - len(wrong)
+    print("\n".join([table(record.kernels.values()), *wrong]))
+    print(f"{card}: {len(keys)} kernels, {len(wrong)} wrong, {left} left", flush=True)
+    return 1 if wrong else 3 if left else 0
 
 
-def _unknown(card: str, results: Results) -> tuple[list[str], list[tuple[str, Any, list[str]]]]:
-    """All keys of a card, and the jobs (program, job, keys) that make those without a result."""
-    cases = [(card, case) for case in attention_cases()]
-    keys: dict[str, None] = {}
+def kernels_of(cards: Sequence[str]) -> dict[str, dict[str, tuple[str, Any]]]:
+    """Of each card all keys, each with the first job that needs it, as (program, job)."""
+    jobs: dict[str, list[Any]] = {
+        "compile_kernels.py": [job for card in cards for job in linear_jobs(card)],
+        "compile_attention.py": [(card, case) for card in cards for case in attention_cases()],
+    }
+    names = {target: card for card, target in CARDS.items()}
+    found: dict[str, dict[str, tuple[str, Any]]] = {card: {} for card in cards}
+    with ThreadPoolExecutor(WORKERS) as pool:
+        listed = pool.map(lambda program: run(program, jobs[program], wanted=()), jobs)
+        for program, lines in zip(jobs, listed, strict=True):
+            for line in lines:
+                job = line["job"]
+                card = job[0] if len(job) == 2 else names[job[4], job[5]]
+                found[card].setdefault(line["key"], (program, job))
+    return found
+
+
+def _without(
+    done: Collection[str], keys: dict[str, tuple[str, Any]]
+) -> list[tuple[str, Any, list[str]]]:
+    """The jobs (program, job, keys) that make the keys which are not done."""
     jobs: dict[str, tuple[str, Any, list[str]]] = {}
-    programs = {"compile_kernels.py": linear_jobs(card), "compile_attention.py": cases}
-    for program, some in programs.items():
-        for line in run(program, some, wanted=()):
-            job, key = line["job"], line["key"]
-            if key not in keys and key not in results.found:
-                jobs.setdefault(json.dumps(job), (program, job, []))[2].append(key)
-            keys[key] = None
-    return list(keys), list(jobs.values())
+    for key, (program, job) in keys.items():
+        if key not in done:
+            jobs.setdefault(json.dumps(job), (program, job, []))[2].append(key)
+    return list(jobs.values())
 
 
 def _in_chunks(work: Sequence[tuple[str, Any, list[str]]]) -> Iterator[list[Any]]:
@@ -193,24 +240,25 @@ def _in_chunks(work: Sequence[tuple[str, Any, list[str]]]) -> Iterator[list[Any]
 
 
 def _compile(chunk: Sequence[tuple[str, Any, list[str]]], until: float) -> list[dict[str, Any]]:
+    """What was found of the keys of these jobs."""
     if time.monotonic() > until:
         return []
-    jobs = [job for _, job, _ in chunk]
-    return run(chunk[0][0], jobs, [key for *_, keys in chunk for key in keys])
+    wanted = {key for *_, keys in chunk for key in keys}
+    found = run(chunk[0][0], [job for _, job, _ in chunk], wanted)
+    return list({line["key"]: line for line in found if line["key"] in wanted}.values())
 
 
-def table(found: Sequence[dict[str, Any]]) -> str:
+def table(found: Collection[Compiled]) -> str:
     """Of each kernel: how many variants, the range of their registers, the most of all else."""
     head = ("kernel", "variants", "registers", "shared KiB", "stack", "with a stack")
     rows = [head, ("---",) * len(head)]
-    named = sorted((line for line in found if "error" not in line), key=lambda x: x["kernel"])
-    for kernel, group in itertools.groupby(named, lambda x: x["kernel"]):
+    for kernel, group in itertools.groupby(sorted(found), lambda x: x.kernel):
         lines = list(group)
-        registers = [line["registers"] for line in lines]
+        registers = [line.registers for line in lines]
         span = f"{min(registers)} to {max(registers)}"
-        shared = f"{max(line['shared'] for line in lines) / 1024:.1f}"
-        stack = str(max(line["stack"] for line in lines))
-        stacks = str(sum(line["stack"] > 0 for line in lines))
+        shared = f"{max(line.shared for line in lines) / 1024:.1f}"
+        stack = str(max(line.stack for line in lines))
+        stacks = str(sum(line.stack > 0 for line in lines))
         rows.append((kernel, str(len(lines)), span, shared, stack, stacks))
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
@@ -221,7 +269,7 @@ def main() -> None:
         "cards", nargs="*", default=list(CARDS), choices=list(CARDS), metavar="CARD"
     )
     parser.add_argument("--seconds", type=float, default=float("inf"))
-    parser.add_argument("--out", type=Path, default=Path("build/aot"))
+    parser.add_argument("--out", type=Path, default=COMPILED)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + options.seconds

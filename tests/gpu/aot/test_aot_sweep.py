@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import triton
 
 from tests.gpu.aot import sweep
 from tests.scripts import run_python
@@ -106,10 +107,35 @@ def test_only_kernels_without_a_result_are_compiled() -> None:
     assert sweep.complaint("sm_90", found) is None
 
 
-def test_results_are_found_again_and_errors_tried_again(tmp_path: Path) -> None:
-    path = tmp_path / "sm_90.jsonl"
-    good, bad = {"key": "a", "shared": 0}, {"key": "b", "error": "no"}
-    results = sweep.Results(path)
-    results.add([good, bad])
-    assert results.found == {"a": good, "b": bad}
-    assert sweep.Results(path).found == {"a": good}
+def line(key: str, **more: Any) -> dict[str, Any]:
+    found = {"kernel": "rope_kernel", "registers": 24, "shared": 0, "stack": 0}
+    return {"job": ["sm_80", "rope int8"], "key": key, **found, **more}
+
+
+def test_what_is_right_is_found_again_and_what_is_wrong_tried_again(tmp_path: Path) -> None:
+    record = sweep.Record(tmp_path, "sm_80")
+    wrong = record.add([line("a"), line("b", error="no"), line("c", shared=164 << 10)])
+    assert [text.partition(": ")[2] for text in wrong] == [
+        "rope_kernel of ['sm_80', 'rope int8']: no",
+        "rope_kernel of ['sm_80', 'rope int8']: 167936 bytes of shared memory",
+    ]
+    again = sweep.Record(tmp_path, "sm_80")
+    assert again.kernels == {"a": sweep.Compiled("rope_kernel", 24, 0, 0)}
+    again.keep(["d"])
+    again.add([line("d", stack=8)])
+    text = f"triton {triton.__version__}\nd rope_kernel 24 0 8\n"
+    assert (tmp_path / "sm_80.txt").read_text() == text
+
+
+@pytest.mark.timeout(600)
+def test_every_kernel_of_every_card_was_compiled() -> None:
+    records = {card: sweep.Record(sweep.COMPILED, card) for card in sweep.CARDS}
+    (version,) = {record.triton for record in records.values()}
+    if version != triton.__version__:
+        pytest.skip(f"they were compiled by Triton {version}, this is {triton.__version__}")
+    missing = {
+        card: f"{len(new)} kernels are new or changed: run `make aot-{card}`"
+        for card, keys in sweep.kernels_of(list(records)).items()
+        if (new := keys.keys() - records[card].kernels)
+    }
+    assert missing == {}

@@ -1,0 +1,192 @@
+"""What kernels ask for beside their inputs and results, by shapes alone: a plan counts it before
+anything runs, and the kernels stay within it.
+
+One operator runs at a time, so what a model asks for is the most that any of them does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+#: Bytes that a weight is decoded into, that shares of K are written into, and that inputs are
+#: rounded in: bounds memory, not speed.
+SCRATCH = 64 << 20
+#: The first of these for many experts; 128 of 2048 x 1536 then take four turns, 3 MiB each being
+#: 16 bits.
+EXPERTS_SCRATCH = 256 << 20
+#: What torch keeps for the library's products, for every stream that has had one: 32 MiB on
+#: NVIDIA's cards from 9.0 on, 8 before (its documentation of ``CUBLAS_WORKSPACE_CONFIG``).
+LIBRARY, OLDER_LIBRARY = 32 << 20, 8 << 20
+#: Keys of a split of attention; more, by powers of two, where a context would have more splits.
+SPLIT = 256
+MAX_SPLITS = 32
+#: Shares of K that the rule of ``tuning.py`` and ``embedlm tune`` give a weight at most.
+MOST_SHARES = 16
+#: Float32 copies of x that ``reference/rounding.py`` has at once.
+ROUNDED_COPIES = 6
+#: Most numbers of one program's result.
+_TILE = 64 * 64
+#: Rows that ``reference/linear.py`` decodes at a time, as float32.
+_REFERENCE_ROWS = 2048
+
+
+def runs(count: int, step: int) -> Iterator[slice]:
+    """``count`` rows, ``step`` at a time."""
+    for start in range(0, count, step):
+        yield slice(start, min(start + step, count))
+
+
+def decoded_rows(n: int, k: int, itemsize: int) -> int:
+    """Rows of a weight ``[n, k]`` that are decoded at a time."""
+    return min(n, max(16, SCRATCH // (k * itemsize) // 16 * 16))
+
+
+def decoded_experts(count: int, n: int, k: int, itemsize: int) -> int:
+    """Experts of ``[n, k]`` that are decoded at a time."""
+    return max(1, min(count, EXPERTS_SCRATCH // (padded(n, k) * itemsize)))
+
+
+def padded(n: int, k: int) -> int:
+    """Numbers from one decoded expert to the next: kernels load 16 at a time."""
+    return -(-n * k // 16) * 16
+
+
+def columns_at_once(n: int, rows: int) -> int:
+    """Columns of ``rows`` float32 results that wait to be of another type."""
+    return min(n, max(16, SCRATCH // (4 * max(rows, 1))))
+
+
+def rows_of_parts(n: int, split: int) -> int:
+    """Rows of x that are multiplied at a time where ``split`` programs share K."""
+    return max(16, SCRATCH // (4 * n * split))
+
+
+def most_shares(rows: int, n: int) -> int:
+    """Programs that may share K where all rows of x have to be multiplied at once."""
+    return max(1, SCRATCH // (4 * n * rows))
+
+
+def rows_of_codes(k: int) -> int:
+    """Rows of x that become bytes at a time."""
+    return max(16, SCRATCH // k)
+
+
+def rows_rounded(k: int) -> int:
+    """Rows of x that are rounded at a time."""
+    return max(16, SCRATCH // (4 * k * ROUNDED_COPIES))
+
+
+def split_count(longest: int) -> int:
+    """How many splits a context of at most ``longest`` tokens can have."""
+    return min(-(-longest // SPLIT), MAX_SPLITS)
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A weight ``[n, k]``, of ``experts`` alike where that is not 0, of which a token has
+    ``per_token``. ``plain``, ``packed``: whether some layers have it as plain floats, and some not.
+    """
+
+    n: int
+    k: int
+    plain: bool
+    packed: bool
+    experts: int = 0
+    per_token: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """Of one model on one card: ``nbytes`` of a step.
+
+    ``head``: the matrix that only rows with logits are multiplied with. ``copied``: bytes of a
+    number of x as the library takes it, 0 where it takes the activations themselves. ``rounds``:
+    the file may ask for rounded inputs. ``exact``, ``fixed``: as ``compute="exact"`` and
+    ``deterministic=True`` ask. ``programs``, ``dense_from``, ``experts_dense_from``: see
+    :class:`sdk.kernels.gpu.tuning.Tuning`, ``tuned`` whether it has a table. ``library``: of a
+    stream, see :data:`LIBRARY`.
+    """
+
+    matrices: tuple[Matrix, ...]
+    head: Matrix
+    heads: int
+    head_dim: int
+    copied: int
+    rounds: bool
+    exact: bool
+    fixed: bool
+    programs: int
+    dense_from: int
+    experts_dense_from: int
+    tuned: bool
+    library: int
+
+    def nbytes(self, tokens: int, requests: int, context: int) -> int:
+        """The most an operator asks for in a step of so many ``tokens``, ``requests`` of which have
+        logits, of contexts up to ``context`` tokens."""
+        given = [(matrix, tokens) for matrix in self.matrices] + [(self.head, requests)]
+        asked = [self._attention(requests, context)]
+        asked += [self._product(matrix, rows) for matrix, rows in given]
+        library = any(m.plain or self._decodes(m, rows) for m, rows in given if not m.experts)
+        return max(asked) + (self.library if library else 0)
+
+    def _decodes(self, m: Matrix, rows: int) -> bool:
+        """Whether a packed weight becomes plain floats first."""
+        if not m.packed or self.exact or self.fixed:
+            return False
+        if m.experts:
+            return rows * m.per_token // m.experts >= self.experts_dense_from
+        return rows >= self.dense_from
+
+    def _attention(self, requests: int, context: int) -> int:
+        splits = split_count(context)
+        if splits == 1 or self.fixed:
+            return 0
+        return 4 * requests * self.heads * splits * (self.head_dim + 2)
+
+    def _product(self, m: Matrix, rows: int) -> int:
+        asked = 0
+        if m.plain:
+            asked = self._plain(m, rows)
+        if self._decodes(m, rows):
+            asked = max(asked, self._decoded(m, rows))
+        if m.packed:
+            asked = max(asked, self._tiled(m, rows) + self._rounded(m, rows))
+        return asked
+
+    def _plain(self, m: Matrix, rows: int) -> int:
+        if self.exact or self.fixed:  # 16 bits are the reference's business
+            return 4 * m.k * (min(m.n, _REFERENCE_ROWS) + rows)
+        if m.experts:
+            return 0
+        return self.copied * rows * m.k + 4 * rows * columns_at_once(m.n, rows)
+
+    def _decoded(self, m: Matrix, rows: int) -> int:
+        if m.experts:
+            count = decoded_experts(m.experts, m.n, m.k, 2)
+            return self.copied * rows * m.per_token * m.k + 2 * count * padded(m.n, m.k)
+        at_once = decoded_rows(m.n, m.k, 2)
+        return 2 * at_once * m.k + self._plain(m, rows)
+
+    def _tiled(self, m: Matrix, rows: int) -> int:
+        """Shares of K, and of inputs the sums of 16 columns."""
+        if not (self.exact or self.fixed):
+            rows = min(rows, self.experts_dense_from * m.experts or self.dense_from)
+        rows *= m.per_token
+        shares = MOST_SHARES
+        if self.fixed and not self.tuned:  # the rule shares K to fill the card, no further
+            shares = min(shares, self.programs // -(-m.n // 64))
+        if shares < 2 or (self.fixed and m.experts):
+            return rows * m.k // 4
+        parts = min(4 * shares * rows * m.n, SCRATCH + 4 * 16 * shares * m.n)
+        if not (self.tuned or self.fixed):
+            parts = min(parts, 4 * self.programs * _TILE)
+        return parts + rows * m.k // 4
+
+    def _rounded(self, m: Matrix, rows: int) -> int:
+        if not self.rounds or self.exact:
+            return 0
+        rows *= m.per_token
+        whole = 4 * rows * m.k if m.experts else 0  # any row may be any expert's
+        return whole + 4 * ROUNDED_COPIES * m.k * min(rows, rows_rounded(m.k))

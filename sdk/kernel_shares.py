@@ -1,0 +1,60 @@
+"""Which kernels a model's matrices would have, from the headers of its files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from sdk.config import EngineConfig
+from sdk.kernels.layouts import BLOCK_TYPES
+from sdk.kernels.registry import Backend, Problem, choose, open_backends
+from sdk.memory import KernelShare
+from sdk.models.layers import ACCURATE
+from sdk.planning import compute_of, device_of, held_bytes, numerics_of
+from sdk.quant.at_load import is_end, is_router
+from sdk.quant.checkpoint import Checkpoint
+from sdk.quant.spec import QuantSpec
+from sdk.scratch import FLOAT_NAMES
+
+_INTEGERS = re.compile(r"(?:gptq-|awq-)?w(\d)(?:a\d+)?(g\d+)?s?")
+#: Queries, keys and values, in GGUF files and in folders: models bind them as accurate ones.
+_QKV = re.compile(r"\battn_(q|k|v|qkv)\b|\b(q|k|v|qkv)_proj\b")
+
+
+def kernel_shares(config: EngineConfig, checkpoint: Checkpoint) -> Iterator[KernelShare]:
+    """The matrices by format. Rounding of inputs that a file asks for is not in every header: the
+    engine may choose ``linear_as_file`` in place of what stands here."""
+    sums: dict[tuple[str, int], list[int]] = {}
+    for entry in checkpoint.entries():
+        if len(entry.shape) > 1:
+            accurate = is_end(entry.name) or is_router(entry.name) or _QKV.search(entry.name)
+            bits = ACCURATE if accurate else 8
+            sums.setdefault((numerics_of(config, entry), bits), []).append(held_bytes(entry))
+    backends, _ = open_backends(device_of(config), 1)
+    try:
+        for (numerics, bits), sizes in sums.items():
+            kernel = _kernel(config, backends, numerics, bits)
+            yield KernelShare(numerics, kernel, len(sizes), sum(sizes))
+    finally:
+        for backend in backends:
+            backend.close()
+
+
+def _kernel(config: EngineConfig, backends: list[Backend], numerics: str, bits: int) -> str:
+    """The kernel of a matrix, all of whose rows divide into groups."""
+    fields: dict[str, Any] = {"layout": "dense", "format": FLOAT_NAMES.get(numerics, "float32")}
+    integers = _INTEGERS.fullmatch(numerics)
+    if numerics in BLOCK_TYPES:
+        fields = {"layout": "blocks", "format": numerics}
+    elif numerics.startswith(("fp8", "f8", "mxfp8")):
+        fields = {"layout": "float8", "format": "float8_e4m3fn"}
+    elif integers is not None:
+        group = int((integers[2] or "g0")[1:])
+        fields = {"layout": "affine", "bits": int(integers[1]), "group": group}
+    elif numerics not in FLOAT_NAMES:
+        spec = QuantSpec.parse(numerics)
+        fields = {"layout": "affine", "format": "table", "bits": spec.bits, "group": spec.group}
+    fields |= {"compute": compute_of(config), "activation_bits": bits}
+    problem = Problem("linear", **fields)
+    return choose(backends, problem).name

@@ -1,0 +1,72 @@
+"""What a GPU's kernels ask for, from a model's facts and the formats of its matrices."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Set
+from dataclasses import replace
+
+import torch
+
+from sdk.kernels.gpu import library_bytes, tuning_of
+from sdk.kernels.gpu.scratch import Matrix, Scratch
+from sdk.models.config import ModelConfig
+
+#: Formats that are plain floats.
+FLOAT_NAMES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
+#: Formats of which a file may ask for rounded inputs: its headers do not always say so.
+_INPUTS = re.compile(r"w\d|fp8|f8|mxfp|nvfp")
+
+
+def scratch_of(
+    model: ModelConfig,
+    formats: tuple[Set[str], Set[str]],
+    activations: torch.dtype,
+    device: str,
+    *,
+    exact: bool,
+    fixed: bool,
+) -> Scratch:
+    """``formats``: of the matrices of the blocks, and of embedding and head. The matrices are as
+    models bind them, q, k and v as one, and gate and up."""
+    blocks, ends = formats
+    hidden, width, experts = model.hidden_size, model.intermediate_size, model.experts
+    inner = model.num_heads * model.head_dim
+    shapes = [(inner + 2 * model.num_kv_heads * model.head_dim, hidden), (hidden, inner)]
+    if experts is None or not all(experts.layers):
+        shapes += [(2 * width, hidden), (hidden, width)]
+    matrices = [_matrix(n, k, blocks) for n, k in shapes]
+    if experts is not None:
+        matrices.append(Matrix(experts.count, hidden, plain=True, packed=False))  # the router
+        for n, k in ((2 * experts.width, hidden), (hidden, experts.width)):
+            one = _matrix(n, k, blocks)
+            matrices.append(replace(one, experts=experts.count, per_token=experts.per_token))
+    tuning = tuning_of(device)
+    return Scratch(
+        matrices=tuple(matrices),
+        head=_matrix(model.vocab_size, hidden, ends or blocks),
+        heads=model.num_heads,
+        head_dim=model.head_dim,
+        copied=_copied(blocks | ends, activations),
+        rounds=any(_INPUTS.search(name) for name in blocks | ends),
+        exact=exact,
+        fixed=fixed,
+        programs=tuning.programs,
+        dense_from=tuning.dense_from,
+        experts_dense_from=tuning.experts_dense_from,
+        tuned=tuning.table is not None,
+        library=library_bytes(device),
+    )
+
+
+def _matrix(n: int, k: int, formats: Set[str]) -> Matrix:
+    plain = not formats.isdisjoint(FLOAT_NAMES)
+    return Matrix(n, k, plain=plain, packed=not formats <= FLOAT_NAMES.keys())
+
+
+def _copied(formats: Set[str], activations: torch.dtype) -> int:
+    """Bytes of a number of x as the library takes it, 0 where it takes the activations."""
+    types = [getattr(torch, name) for file, name in FLOAT_NAMES.items() if file in formats]
+    if not formats <= FLOAT_NAMES.keys():  # weights that are decoded: into 16 bits
+        types.append(torch.float16 if activations == torch.float32 else activations)
+    return max((kind.itemsize for kind in types if kind != activations), default=0)

@@ -1,0 +1,222 @@
+"""What kernels ask for beside inputs and results, against what a plan counts for it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sdk.kernels.batch import AttentionBatch
+from sdk.kernels.gpu import scratch
+from sdk.kernels.gpu.attention import Attention
+from sdk.kernels.gpu.dense import DenseLinear
+from sdk.kernels.gpu.linear import Linear
+from sdk.kernels.gpu.linear_as_file import LinearAsFile
+from sdk.kernels.gpu.scratch import Matrix, Scratch
+from sdk.kernels.gpu.tuning import Tiles, Tuning
+from sdk.kernels.kv_pages import KVPages
+from sdk.kernels.layouts import ActivationScheme
+from sdk.kernels.ops import Ops
+
+FEW = Tuning(programs=4, dense_from=16, experts_dense_from=16)
+N, K = 32, 128
+
+
+class Asked(TorchDispatchMode):
+    """Bytes of the tensors made inside, at most at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive = self.most = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        given = {x.untyped_storage().data_ptr() for x in args if isinstance(x, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket is torch.ops.aten.set_:  # the interpreter's own
+            return result
+        for made in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(made, Tensor):
+                storage = made.untyped_storage()
+                at = storage.data_ptr()
+                if at and at not in given and at not in self._known and "out" not in (kwargs or {}):
+                    gc.collect()  # the interpreter's launches hold each other
+                    self._known.add(at)
+                    self.alive += storage.nbytes()
+                    self.most = max(self.most, self.alive)
+                    weakref.finalize(storage, self._gone, at, storage.nbytes())
+        return result
+
+    def _gone(self, at: int, nbytes: int) -> None:
+        self._known.discard(at)
+        self.alive -= nbytes
+
+
+def asked(run: Callable[[], object]) -> int:
+    gc.freeze()  # or each collection looks through all of torch
+    try:
+        with Asked() as seen:
+            run()
+    finally:
+        gc.unfreeze()
+    return seen.most
+
+
+def of(matrix: Matrix, **options: Any) -> Scratch:
+    """Of a model with one matrix."""
+    given: dict[str, Any] = {
+        "matrices": (matrix,),
+        "head": replace(matrix, n=1, experts=0, plain=False, packed=False),
+        "heads": 4,
+        "head_dim": 64,
+        "copied": 0,
+        "rounds": False,
+        "exact": False,
+        "fixed": False,
+        "programs": FEW.programs,
+        "dense_from": FEW.dense_from,
+        "experts_dense_from": FEW.experts_dense_from,
+        "tuned": False,
+        "library": 0,
+    }
+    return Scratch(**given | options)
+
+
+PACKED = Matrix(N, K, plain=False, packed=True)
+PLAIN = Matrix(N, K, plain=True, packed=False)
+SHARED = {("linear", "int4g32m", N, K): [(99, Tiles(16, 16, 4, 1, 2))]}
+
+
+@pytest.fixture
+def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is larger is decoded, multiplied or rounded in turns."""
+    monkeypatch.setattr(scratch, "SCRATCH", 1 << 12)
+    monkeypatch.setattr(scratch, "EXPERTS_SCRATCH", 1 << 14)
+
+
+@pytest.mark.usefixtures("little_room")
+@pytest.mark.parametrize("tokens", [1, 20])
+@pytest.mark.parametrize(
+    ("exact", "fixed", "tuned"),
+    [(False, False, False), (False, False, True), (True, False, False), (False, True, True)],
+)
+def test_a_packed_weight_s_products_ask_for_no_more_than_is_planned(
+    cases: Any, tokens: int, exact: bool, fixed: bool, tuned: bool
+) -> None:
+    layout = cases.affine(N, K, 4, 32, "minus")
+    tuning = replace(FEW, table=SHARED if tuned else None)
+    linear = Linear(torch.float32 if exact else torch.float16, tuning, fixed=fixed)
+    packed, x, out = linear.pack(layout), cases.activations(tokens, K), torch.empty(tokens, N)
+    wanted = x.double() @ linear_weight(linear, packed).t()
+    found = asked(lambda: linear.matmul(packed, x, out))
+    planned = of(PACKED, copied=2, exact=exact, fixed=fixed, tuned=tuned).nbytes(tokens, 1, 0)
+    assert found <= planned
+    assert found or tokens == 1
+    assert (out - wanted).norm() <= 2e-3 * wanted.norm()
+
+
+def linear_weight(linear: Linear, packed: Any) -> Tensor:
+    rows = torch.empty(N, K)
+    linear.rows(packed, torch.arange(N), rows)
+    return rows.double()
+
+
+def test_a_fixed_order_shares_k_for_some_rows_at_a_time(
+    cases: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n, k, parts = 16, 512, 16 * 4 * 16 * 4  # of 16 rows and 4 shares
+    table = {("linear", "int4g32m", n, k): [(99, Tiles(16, 16, 4, 1, 2))]}
+    linear = Linear(torch.float16, replace(FEW, table=table), fixed=True)
+    packed = linear.pack(cases.affine(n, k, 4, 32, "minus"))
+    x, out, alone = cases.activations(40, k), torch.empty(40, n), torch.empty(40, n)
+    assert asked(lambda: linear.matmul(packed, x, alone)) > 2.5 * parts
+    monkeypatch.setattr(scratch, "SCRATCH", parts)
+    assert parts < asked(lambda: linear.matmul(packed, x, out)) < 2 * parts
+    assert torch.equal(out, alone)
+
+
+@pytest.mark.usefixtures("little_room")
+@pytest.mark.parametrize("tokens", [2, 20])
+@pytest.mark.parametrize("short", [False, True])
+def test_a_plain_weight_s_products_ask_for_no_more_than_is_planned(
+    cases: Any, tokens: int, short: bool
+) -> None:
+    linear, x = DenseLinear(), cases.activations(tokens, K)
+    packed = linear.pack(cases.dense(N, K, torch.float16))
+    x, out = x.half() if short else x, torch.empty(tokens, N)
+    wanted = x.half().double() @ packed.values.double().t()
+    found = asked(lambda: linear.matmul(packed, x, out))
+    planned = of(PLAIN, copied=0 if short else 2).nbytes(tokens, 1, 0)
+    assert 0 < found <= planned
+    assert (out - wanted).norm() <= 2e-3 * wanted.norm()
+
+
+@pytest.mark.usefixtures("little_room")
+@pytest.mark.parametrize("tokens", [3, 40])
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("name", ["packed", "codes", "rounded"])
+def test_experts_products_ask_for_no_more_than_is_planned(
+    cases: Any, tokens: int, fixed: bool, name: str
+) -> None:
+    count, used = 4, 2
+    matrix = replace(PACKED, experts=count, per_token=used)
+    scheme = ActivationScheme("e4m3", group=32 if name == "rounded" else 0)
+    if name == "packed":
+        layouts = [cases.affine(N, K, 4, 32, "minus", seed=seed) for seed in range(count)]
+        linear: Linear = Linear(torch.float16, FEW, fixed=fixed)
+    else:
+        layouts = [
+            replace(cases.float8(N, K, (1, K), seed=seed), inputs=scheme) for seed in range(count)
+        ]
+        linear = LinearAsFile(FEW, ("int", "e4m3"), fixed=fixed)
+    ops = Ops("cpu", backends=("reference",))
+    routes = ops.route(torch.randn(tokens, count), used, normalized=True)
+    ops.close()
+    group = linear.group([linear.pack(layout) for layout in layouts])
+    assert group is not None
+    x, out = cases.activations(tokens, K), torch.empty(tokens * used, N)
+    found = asked(lambda: linear.matmul_routed(group, x, routes, True, out))
+    plan = of(matrix, copied=2, fixed=fixed, rounds=name != "packed")
+    assert found <= plan.nbytes(tokens, 1, 0)
+
+
+@pytest.mark.usefixtures("little_room")
+@pytest.mark.parametrize("group", [0, 32])
+def test_rounded_inputs_take_no_more_than_is_planned(cases: Any, group: int) -> None:
+    scheme = ActivationScheme("e4m3", group=group)
+    layout = replace(cases.float8(N, K, (1, K)), inputs=scheme)
+    linear = LinearAsFile(FEW, ("e4m3",))
+    packed, x = linear.pack(layout), cases.activations(40, K)
+    out, whole = torch.empty(40, N), torch.empty(40, N)
+    found = asked(lambda: linear.matmul(packed, x, out))
+    assert 0 < found <= of(PACKED, rounds=True).nbytes(40, 1, 0)
+    for row in range(0, 40, 13):  # rows do not depend on those they are rounded with
+        linear.matmul(packed, x[row : row + 1], whole[row : row + 1])
+        assert (out[row] - whole[row]).norm() <= 1e-5 * whole[row].norm()
+
+
+@pytest.mark.parametrize("length", [200, 900])
+def test_attention_asks_for_the_parts_that_are_planned(length: int) -> None:
+    pages = KVPages(*(torch.randn(60, 2, 16, 64) for _ in range(2)))
+    table = torch.arange(57, dtype=torch.int32).repeat(3, 1)
+    starts = torch.arange(4, dtype=torch.int32)
+    lengths = torch.tensor([length, 5, 100], dtype=torch.int32)
+    places = torch.zeros(3, dtype=torch.int64)
+    batch = AttentionBatch(places, starts, lengths, table, places, 16, 1, length)
+    q, out = torch.randn(3, 4, 64), torch.empty(3, 256)
+
+    def run() -> None:
+        Attention(True).run(q, pages, batch, 0.125, None, None, None, out)
+
+    planned = of(PACKED, exact=True).nbytes(0, 3, length)
+    assert asked(run) == planned
+    assert (planned == 0) == (length == 200)
