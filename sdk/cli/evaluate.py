@@ -60,17 +60,28 @@ def run(args: argparse.Namespace) -> int:
     text = None if args.text is None else read_text(args.text)
     given = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
     from sdk.evaluating import evaluate
-    from sdk.evaluating.plot import check_matplotlib, write_plot
+    from sdk.evaluating.plot import check_matplotlib
 
     if args.plot:
         check_matplotlib("--plot")
     for option in ("json", "markdown", "plot"):
         path = getattr(args, option)
         check_writable(f"--{option}", None if path == "-" else path)
-    found = [
-        evaluate(file, args.reference, text=text, windows=args.windows, tokens=args.tokens, **given)
-        for file in args.file
-    ]
+    given |= {"text": text, "windows": args.windows, "tokens": args.tokens}
+    found: list[Evaluation] = []
+    try:
+        for file in args.file:
+            found.append(evaluate(file, args.reference, **given))
+    finally:  # what was measured before one failed took minutes
+        if found:
+            _tell(found, args)
+    return 0
+
+
+def _tell(found: Sequence[Evaluation], args: argparse.Namespace) -> None:
+    """Print and write what was asked for."""
+    from sdk.evaluating.plot import write_plot
+
     data = json.dumps([one.to_dict() for one in found], indent=2)
     head, rows = cells(found)
     if args.json and args.json != "-":
@@ -80,7 +91,6 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         write_plot(args.plot, placed(found), heading(found[0]))
     print(data if args.json == "-" else f"{heading(found[0])}\n\n{format_table(head, rows)}")
-    return 0
 
 
 def heading(one: Evaluation) -> str:

@@ -229,6 +229,17 @@ def test_the_command_prints_a_row_per_model_and_writes_json_and_markdown(
     assert table[2].count("|") == table[3].count("|") == table[-1].count("|")
 
 
+def test_what_was_measured_before_a_file_failed_is_told(
+    golden: Path, prose: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    models = [str(golden / "gguf-Q8_0" / "model.gguf"), str(tmp_path / "missing.gguf")]
+    command = ["eval", *models, "--text", str(prose), "--tokens", "16", "--windows", "2"]
+    assert main(command) == 2
+    told = capsys.readouterr()
+    assert len(told.out.splitlines()) == 5
+    assert "missing.gguf" in told.err
+
+
 def test_the_frontier_is_what_no_other_model_beats_in_both() -> None:
     models = [
         Placed("larger, not better", 30, 0.1, 1),
