@@ -13,7 +13,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import NoReturn, Protocol, TypeVar
 
@@ -58,8 +58,12 @@ class Job:
 class Driver:
     """Owns an engine; see the module. ``close`` is idempotent and safe from any thread."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(
+        self, engine: Engine, current: Callable[[], AbstractContextManager[object]] = nullcontext
+    ) -> None:
+        """``current``: inside of it the device of the engine is the thread's current one."""
         self._engine = engine
+        self._current = current
         self._inbox: deque[Job | tuple[str, ...]] = deque()
         self._wake = threading.Condition()
         self._step_lock = threading.RLock()
@@ -189,7 +193,7 @@ class Driver:
         me = threading.get_ident()
         try:
             self._guests.add(me)
-            with self._step_lock:
+            with self._step_lock, self._current():
                 yield
         finally:
             self._guests.discard(me)
@@ -203,7 +207,7 @@ class Driver:
 
         Taking it again for every step costs 10 us after the step has emptied the caches.
         """
-        with self._step_lock:
+        with self._step_lock, self._current():
             self._stepping = threading.get_ident()
             try:
                 yield
@@ -322,7 +326,8 @@ class Driver:
             return
         if self._step_lock.acquire(blocking=False):
             try:
-                action()
+                with self._current():
+                    action()
             finally:
                 self._step_lock.release()
 
@@ -337,7 +342,7 @@ class Driver:
             return  # the step around us closes the engine when it ends
         if self._thread not in (None, threading.current_thread()):
             self._thread.join()
-        with self._step_lock:
+        with self._step_lock, self._current():
             self._end()
 
     def _end(self) -> None:

@@ -82,7 +82,7 @@ class LLM:
             vocab_size=loaded.model_config.vocab_size,
             eos_token_ids=loaded.eos_token_ids,
         )
-        self._driver = Driver(loaded.engine)
+        self._driver = Driver(loaded.engine, loaded.current)
         self._collector = Collector()
         self._keeping = Keeping(self._driver, loaded, self._jobs)
         self._footprint = Footprint(self._driver, loaded)

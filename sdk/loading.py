@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from sdk.alternatives import checked_plan
 from sdk.config import EngineConfig
 from sdk.engine.disk_space import disk_folder
@@ -62,11 +64,18 @@ class Loaded:
     eos_token_ids: frozenset[int]
     warnings: tuple[str, ...]
     kv_scales: int
+    runner_device: str
 
     @property
     def runner(self) -> ModelRunner:
         """Rank 0's; another one after a sleep that gave the weights back."""
         return self.executor.runner
+
+    def current(self) -> contextlib.AbstractContextManager[object]:
+        """Inside, the engine's GPU is the thread's: each thread of a process has one of its own,
+        the first unless it chose another."""
+        device = self.runner_device
+        return contextlib.nullcontext() if device == "cpu" else torch.cuda.device(device)
 
 
 def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
@@ -96,11 +105,7 @@ def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
             executor.start()
         if lease is not None:
             lease.give_back(memory.total - memory.serving)
-        if memory.layers_away and not executor.runner.ops.offloaded:
-            raise UnsupportedError(
-                f"{checkpoint.path}: cpu_offload moves layers of this library's own models; this "
-                "one's run in transformers' code"
-            )
+        _check_moved(memory, executor.runner, checkpoint)
         key = model_key(  # after the load: 1 ms, of a file not yet in memory up to 60
             checkpoint.path,
             model,
@@ -128,7 +133,16 @@ def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
         eos_token_ids=eos,
         warnings=tuple(_warnings(executor.runner)),
         kv_scales=len(checkpoint.kv_scales),
+        runner_device=runner_config.device,
     )
+
+
+def _check_moved(memory: MemoryPlan, runner: ModelRunner, checkpoint: Checkpoint) -> None:
+    if memory.layers_away and not runner.ops.offloaded:
+        raise UnsupportedError(
+            f"{checkpoint.path}: cpu_offload moves layers of this library's own models; this "
+            "one's run in transformers' code"
+        )
 
 
 def _scheduler_config(
@@ -182,7 +196,7 @@ def _runner_config(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         num_threads=max(threads_of(config) // config.tensor_parallel_size, 1),
-        device=device_of(config),
+        device=_device(config),
         compute=compute_of(config),
         activations=activations_of(config, checkpoint),
         enforce_eager=config.enforce_eager,
@@ -194,6 +208,12 @@ def _runner_config(
         kv_keep=config.kv_keep,
         **_elsewhere(config, model, memory),
     )
+
+
+def _device(config: EngineConfig) -> str:
+    """By number: the GPU that is current in this thread, whichever is in others."""
+    device = device_of(config)
+    return device if device == "cpu" else f"{device}:{torch.cuda.current_device()}"
 
 
 def _elsewhere(config: EngineConfig, model: ModelConfig, memory: MemoryPlan) -> dict[str, Any]:

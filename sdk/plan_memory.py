@@ -32,11 +32,7 @@ def plan_memory(
 
     :raises RequestError: ``max_model_len`` exceeds the model's context.
     """
-    if max_model_len is not None and max_model_len > demand.model_context:
-        raise RequestError(
-            f"max_model_len: the model's context is {demand.model_context} tokens, "
-            f"found {max_model_len}"
-        )
+    _check_context(demand, max_model_len)
     seqs, want_context = demand.max_num_seqs, max_model_len or demand.model_context
     tokens = min(demand.max_num_batched_tokens, seqs * want_context)
     limit, working = budget or available, _working(demand, tokens, want_context)
@@ -76,6 +72,14 @@ def plan_memory(
         wanted = None if max_model_len is not None else want_context
         return replace(plan, problem=_sums(plan, limit, wanted, kv_budget))
     return plan
+
+
+def _check_context(demand: Demand, max_model_len: int | None) -> None:
+    if max_model_len is not None and max_model_len > demand.model_context:
+        raise RequestError(
+            f"max_model_len: the model's context is {demand.model_context} tokens, "
+            f"found {max_model_len}"
+        )
 
 
 def _usual(demand: Demand, most: int, context: int, *, asked: bool) -> int:

@@ -111,8 +111,9 @@ class Captured(Generic[Recorded]):
         self._recorded: dict[Any, Recorded] = {}
         self.failed = ""
 
-    def __len__(self) -> int:
-        return len(self._recorded)
+    @property
+    def sizes(self) -> Sequence[Any]:
+        return list(self._recorded)
 
     def find(self, size: Any, capture: Callable[[], Recorded], what: str) -> Recorded:
         """That of a size. :raises CaptureError: when it cannot be captured."""
@@ -123,7 +124,8 @@ class Captured(Generic[Recorded]):
                 self._recorded[size] = capture()
             except RuntimeError as error:
                 self.failed = f"{what} cannot be captured: {error}"
-                kept = f"{len(self)} captured before stay" if len(self) else "none was before"
+                count = len(self._recorded)
+                kept = f"{count} captured before stay" if count else "none was before"
                 logger.warning("%s; it and others run operator by operator, %s", self.failed, kept)
                 raise CaptureError(self.failed) from error
         return self._recorded[size]

@@ -264,7 +264,7 @@ def add_chunks(x: Tensor, sums: Tensor, chunk: int, dtype: torch.dtype) -> Launc
     arguments = {"x": x, "sums": sums, "M": tokens, "K": k, "x_stride": x.stride(0)}
     block = min(1024, triton.next_power_of_2(chunk))
     constants = {"CHUNK": chunk, "DOT": _DOT_TYPES[dtype], "BLOCK": block}
-    return Launch(kernels.add_chunks, (sums.shape[0], tokens, 1), arguments, constants, {})
+    return Launch(kernels.add_chunks, (tokens, sums.shape[0], 1), arguments, constants, {})
 
 
 def product_one(
@@ -299,7 +299,7 @@ def add_up(parts: Tensor, out: Tensor) -> Launch:
     arguments["out_stride"] = out.stride(0)
     arguments["part_stride"] = parts.stride(0)
     constants = {"BLOCK": block}
-    return Launch(kernels.add_up, (-(-n // block), tokens, 1), arguments, constants, {})
+    return Launch(kernels.add_up, (tokens, -(-n // block), 1), arguments, constants, {})
 
 
 def decode_rows(packed: Packed, out: Tensor, rows: Tensor | int) -> Launch:

@@ -175,9 +175,12 @@ def product(
 def add_chunks(
     x, sums, M, K, x_stride, CHUNK: tl.constexpr, DOT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """``sums[c, m]``: the sum of x[m], rounded to ``DOT``, over columns ``CHUNK c`` and on."""
-    m = tl.program_id(1)
-    chunk = tl.program_id(0)
+    """``sums[c, m]``: the sum of x[m], rounded to ``DOT``, over columns ``CHUNK c`` and on.
+
+    Grid (rows, chunks): of experts there may be more rows than the 65,535 of other dimensions.
+    """
+    m = tl.program_id(0)
+    chunk = tl.program_id(1)
     acc = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, CHUNK, BLOCK):
         inside = start + tl.arange(0, BLOCK)
@@ -271,9 +274,12 @@ def product_one(
 
 @triton.jit(do_not_specialize=["split"])
 def add_up(parts, out, split, N, out_stride, part_stride, BLOCK: tl.constexpr):
-    """``out[m, n] = sum of parts[split, m, n]`` in the order of the splits."""
-    m = tl.program_id(1)
-    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    """``out[m, n] = sum of parts[split, m, n]`` in the order of the splits.
+
+    Grid (rows, blocks of columns), like :func:`add_chunks`.
+    """
+    m = tl.program_id(0)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros((BLOCK,), tl.float32)
     for i in range(split):
         acc += tl.load(parts + i * part_stride + m.to(tl.int64) * N + n, mask=n < N, other=0.0)

@@ -218,7 +218,7 @@ class ModelRunner:
         try:
             return self._ahead.run(rows)
         except CaptureError as error:
-            if not len(self._ahead.graphs.captured):
+            if not self._ahead.graphs.captured.sizes:
                 self._ahead, self.eager_reason = None, str(error)
             return None
 
@@ -306,7 +306,7 @@ class ModelRunner:
             try:
                 return self._pieces.replay(batch)
             except CaptureError as error:
-                if not len(self._pieces.captured):
+                if not self._pieces.captured.sizes:
                     self._pieces, self.eager_prompts_reason = None, str(error)
         return self._passes.hidden(batch)
 

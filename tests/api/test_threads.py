@@ -7,13 +7,18 @@ import gc
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from sdk import LLM, EngineClosedError, RequestOutput
+from sdk import LLM, EngineClosedError, RequestOutput, SamplingParams, loading
+from sdk.config import EngineConfig
+from sdk.executors.local import LocalExecutor
 from tests.api.engines import LIMIT, LONG, SHORT, Caller, Gate, ask, books, ids, settle, tokens
 
 
@@ -195,3 +200,52 @@ def test_a_thousand_requests_and_random_aborts_all_end_and_are_counted(tiny_path
         assert metrics["num_finished"] == 1000
         assert metrics["num_generation_tokens"] == sum(len(tokens(o)) for o in last.values())
         assert metrics["num_running"] == metrics["num_waiting"] == metrics["num_pages_used"] == 0
+
+
+def test_the_engine_s_gpu_is_current_in_whichever_thread_works_for_it(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current = threading.local()
+    seen: list[tuple[str, int]] = []
+
+    @contextmanager
+    def device(name: str) -> Iterator[None]:
+        before = getattr(current, "name", "cuda:0")
+        current.name = name
+        yield
+        current.name = before
+
+    monkeypatch.setattr(loading, "device_of", lambda config: "cuda")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    config = EngineConfig.from_options(tiny_path, {})
+    assert loading._device(config) == "cuda:1"
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "device", device)
+
+    def noted(name: str) -> None:
+        function = getattr(LocalExecutor, name)
+
+        def noting(self: Any, *args: Any) -> Any:
+            seen.append((getattr(current, "name", "cuda:0"), threading.get_ident()))
+            return function(self, *args)
+
+        monkeypatch.setattr(LocalExecutor, name, noting)
+
+    loaded = loading.load
+
+    def load(config: EngineConfig, *rest: Any) -> Any:
+        return replace(loaded(config, *rest), runner_device="cuda:1")
+
+    monkeypatch.setattr("sdk.llm.load", load)
+    with LLM(tiny_path, max_model_len=64) as llm:
+        for name in ("execute", "execute_again", "on_ranks", "start", "stop", "close"):
+            noted(name)
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=5, ignore_eos=True))
+        llm.trim()
+        llm.sleep(2)
+        llm.wake_up()
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
+    assert {name for name, _ in seen} == {"cuda:1"}
+    assert len({thread for _, thread in seen}) == 2  # its own, and this one
+    assert not hasattr(current, "name") or current.name == "cuda:0"

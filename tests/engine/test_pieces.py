@@ -238,7 +238,7 @@ def test_what_was_captured_before_a_failure_stays_in_use(
     with on_a_card(path, **SMALL) as (llm, card):
         found = answers(llm, prompts(), params())
         pieces = llm._runner()._pieces
-        assert pieces is not None and len(pieces.captured) == 2
+        assert pieces is not None and len(pieces.captured.sizes) == 2
         before = card.replays
         llm.reset_prefix_cache()
         assert answers(llm, prompts(), params()) == found
@@ -308,7 +308,7 @@ def test_layers_and_buckets_share_the_buffers_between_the_pieces(path: Path) -> 
     with on_a_card(path, **SMALL) as (llm, _):
         answers(llm, prompts(), params())
         pieces = llm._runner()._pieces
-        assert pieces is not None and len(pieces.captured) > 2
+        assert pieces is not None and len(pieces.captured.sizes) > 2
         assert sorted(key[0] for key in pieces._buffers) == ["hidden", "queries", "results"]
         assert {len(buffer) for buffer in pieces._buffers.values()} == {40}
 

@@ -17,7 +17,7 @@ from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.gpu import scratch
 from sdk.kernels.gpu.attention import Attention
 from sdk.kernels.gpu.dense import DenseLinear
-from sdk.kernels.gpu.linear import Linear
+from sdk.kernels.gpu.linear import Linear, add_chunks, add_up
 from sdk.kernels.gpu.linear_as_file import LinearAsFile
 from sdk.kernels.gpu.scratch import Matrix, Scratch
 from sdk.kernels.gpu.tuning import Tiles, Tuning
@@ -220,3 +220,13 @@ def test_attention_asks_for_the_parts_that_are_planned(length: int) -> None:
     planned = of(PACKED, exact=True).nbytes(0, 3, length)
     assert asked(run) == planned
     assert (planned == 0) == (length == 200)
+
+
+def test_grids_hold_more_rows_than_65535() -> None:
+    """What a card takes: 2^31 - 1 programs in the first dimension, 65,535 in the others."""
+    rows = torch.empty(1, K).expand(70_000, K)
+    chunks = add_chunks(rows, torch.empty(K // 16, 1).expand(K // 16, 70_000), 16, torch.float16)
+    parts = torch.empty(2, 1, N).expand(2, 70_000, N)
+    for launch in (chunks, add_up(parts, torch.empty(1, N).expand(70_000, N))):
+        assert launch.grid[0] == 70_000
+        assert max(launch.grid[1:]) <= 65_535
