@@ -57,7 +57,8 @@ def is_router(name: str) -> bool:
 def packed_at_load(checkpoint: Checkpoint, name: str | None) -> Checkpoint:
     """``checkpoint``, packed by scheme ``name`` while it is pulled; as it is where that is None.
 
-    :raises UnsupportedError: a model whose matrices are stored turned, so that they cannot be.
+    :raises UnsupportedError: a model whose matrices are stored turned, so that they cannot be, or
+        are packed already.
     """
     if name is None:
         return checkpoint
@@ -66,7 +67,15 @@ def packed_at_load(checkpoint: Checkpoint, name: str | None) -> Checkpoint:
             f"{checkpoint.path}: quantization={name!r}: {checkpoint.config['model_type']} stores "
             "its matrices turned, they are not packed"
         )
-    return QuantizedAtLoad(checkpoint, scheme_at_load(name))
+    scheme = scheme_at_load(name)
+    entries = checkpoint.entries()
+    if not any(is_in_block(entry) and entry.format in FLOATS for entry in entries):
+        found = ", ".join(sorted({entry.format for entry in entries if is_in_block(entry)}))
+        raise UnsupportedError(
+            f"{checkpoint.path}: quantization={name!r}: expected float matrices to pack, found "
+            f"{found}: leave quantization unset"
+        )
+    return QuantizedAtLoad(checkpoint, scheme)
 
 
 class QuantizedAtLoad(DerivedCheckpoint):

@@ -89,15 +89,15 @@ def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
         undo.callback(checkpoint.close)
         model = model_config(config, checkpoint)
         memory = checked_plan(config, checkpoint)
-        lease = None
-        if isinstance(config.memory, MemoryPool):
-            lease = config.memory.lease(str(checkpoint.path), memory.total)
+        pool = config.memory if isinstance(config.memory, MemoryPool) else None
+        lease = None if pool is None else pool.lease(str(checkpoint.path), memory.total)
+        if lease is not None:
             undo.callback(lease.close)
         tokenizer = None if config.skip_tokenizer_init else _tokenizer(config, checkpoint)
         release_free_memory()  # 16 to 22 MiB that building it took, at what may be the peak
         default_params = _default_params(checkpoint.generation_config)
         runner_config = _runner_config(config, checkpoint, model, memory)
-        eos = frozenset(tokenizer.eos_token_ids if tokenizer is not None else _eos(checkpoint))
+        eos = frozenset(_eos(checkpoint) if tokenizer is None else tokenizer.eos_token_ids)
         executor = _executor(config, runner_config, checkpoint)
         undo.callback(executor.close)
         with reporting("load", "B", config.on_progress) as report:
@@ -115,9 +115,8 @@ def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
         )
         scheduler = Scheduler(_scheduler_config(config, runner_config, memory, eos))
         scheduler.pages_ahead = executor.runner.steps_ahead
-        engine = Engine(
-            scheduler, executor, tokenizer, vocab_size=model.vocab_size, seed=config.seed
-        )
+        vocab_size = model.vocab_size
+        engine = Engine(scheduler, executor, tokenizer, vocab_size=vocab_size, seed=config.seed)
         undo.pop_all()
     spec = kv_spec(model, model.num_kv_heads, memory.page_size, memory.kv_dtype)
     return Loaded(

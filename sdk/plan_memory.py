@@ -32,24 +32,24 @@ def plan_memory(
 
     :raises RequestError: ``max_model_len`` exceeds the model's context.
     """
-    _check_context(demand, max_model_len)
+    if max_model_len is not None and max_model_len > demand.model_context:
+        raise RequestError(
+            f"max_model_len: the model's context is {demand.model_context} tokens, "
+            f"found {max_model_len}"
+        )
     seqs, want_context = demand.max_num_seqs, max_model_len or demand.model_context
     tokens = min(demand.max_num_batched_tokens, seqs * want_context)
     limit, working = budget or available, _working(demand, tokens, want_context)
     room = limit - demand.weights - sum(working) - demand.tokenizer
-    pages_per_request = -(-want_context // demand.page_size)
-    cap, most = pages_per_request * seqs, max(room, 0) // demand.page_bytes
+    most = max(room, 0) // demand.page_bytes
     if kv_budget is not None:
-        pages = min(kv_budget // demand.page_bytes, cap)
+        pages = kv_budget // demand.page_bytes
     elif budget is not None:
-        pages = min(most, cap)
+        pages = most
     else:
-        default = max(DEFAULT_KV_BYTES // demand.page_bytes, pages_per_request)
-        half = most // 2  # of what is free, unless the context asked for needs more
-        if max_model_len is not None:
-            half = max(half, min(pages_per_request, most))
-        pages = min(default, cap, half)
-    context = want_context
+        pages = _usual(demand, most, want_context, asked=max_model_len is not None)
+    per_request, context = -(-want_context // demand.page_size), want_context
+    pages = min(pages, per_request * seqs)
     if max_model_len is None:
         context = min(context, max(pages, 1) * demand.page_size)
         tokens = min(tokens, seqs * context)
@@ -73,17 +73,19 @@ def plan_memory(
         scratch=working[2],
     )
     if plan.kv_tokens < context or plan.total > limit:
-        model_context = None if max_model_len is not None else want_context
-        return replace(plan, problem=_sums(plan, limit, model_context, kv_budget))
+        wanted = None if max_model_len is not None else want_context
+        return replace(plan, problem=_sums(plan, limit, wanted, kv_budget))
     return plan
 
 
-def _check_context(demand: Demand, max_model_len: int | None) -> None:
-    if max_model_len is not None and max_model_len > demand.model_context:
-        raise RequestError(
-            f"max_model_len: the model's context is {demand.model_context} tokens, "
-            f"found {max_model_len}"
-        )
+def _usual(demand: Demand, most: int, context: int, *, asked: bool) -> int:
+    """Pages where nobody says how much memory there is, but that there is room for ``most``: for
+    one request at least, but not more than half of what is free, unless its length was asked for.
+    """
+    per_request, half = -(-context // demand.page_size), most // 2
+    if asked:
+        half = max(half, min(per_request, most))
+    return min(max(DEFAULT_KV_BYTES // demand.page_bytes, per_request), half)
 
 
 def _working(demand: Demand, tokens: int, context: int) -> tuple[int, int, int]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from sdk.cli.text_file import check_writable, read_text
 from sdk.errors import RequestError, SdkError
 from sdk.memory import parse_bytes
 
@@ -88,6 +89,8 @@ class _Models:
         try:
             if config.getoption("llm_max_memory") is not None:
                 parse_bytes(config.getoption("llm_max_memory"), "--llm-max-memory")
+            for name in _WRITERS:
+                check_writable(f"--llm-{name}", config.getoption(f"llm_{name}"))
             if config.getoption("llm_plot") is not None:
                 from sdk.evaluating.plot import check_matplotlib
 
@@ -138,7 +141,6 @@ class ModelItem(pytest.Item):
     """One model against the limits of the command line."""
 
     def runtest(self) -> None:
-        from sdk.cli.text_file import read_text
         from sdk.evaluating import evaluate
 
         option = self.config.getoption

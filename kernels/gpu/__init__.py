@@ -75,13 +75,15 @@ def matrix_type(device: str) -> torch.dtype:
 
 def tuning_of(device: str) -> Tuning:
     """The tile sizes of the card, or of the interpreter."""
-    from sdk.kernels.gpu.tuning import Tuning, read_tuning
+    from sdk.kernels.gpu.tuning import AMD_STAGES, Tuning, read_tuning
 
     if torch.device(device).type == "cpu":
         return Tuning(programs=4)
     card = torch.cuda.get_device_properties(device)
     tuning = read_tuning(card.name, 4 * card.multi_processor_count)
-    if torch.version.hip is None and card.major < 8:
+    if torch.version.hip is not None:
+        return replace(tuning, stages=AMD_STAGES)
+    if card.major < 8:
         return replace(tuning, dense_from=min(tuning.dense_from, DENSE_FROM_WITHOUT_MMA))
     return tuning
 

@@ -24,6 +24,9 @@ from sdk.kernels.gpu.packing import Packed
 TABLES = Path(__file__).parents[1] / "tuned"
 #: Of tables; one of another version was measured on other kernels.
 VERSION = 2
+#: Loads in flight on AMD's cards: with three, 64 tokens of 2 or 3 bits take up to 72 KiB of the 64
+#: that a program may have there.
+AMD_STAGES = 2
 OPS = ("linear", "linear_bytes", "linear_experts", "linear_bytes_experts")
 logger = logging.getLogger("sdk")
 #: (op, type, rows, columns) -> (most tokens, tiles), fewest tokens first.
@@ -52,15 +55,17 @@ class Tiles:
 class Tuning:
     """``tiles`` for a weight and a number of tokens on one card.
 
-    ``programs``: how many of four warps fill the card. ``dense_from``: tokens from which on a
-    weight is decoded into scratch; ``experts_dense_from``: rows that an expert has on average from
-    which on it is. ``table``: see the module.
+    ``programs``: how many of four warps fill the card. ``stages``: loads in flight of a product of
+    several tokens. ``dense_from``: tokens from which on a weight is decoded into scratch;
+    ``experts_dense_from``: rows that an expert has on average from which on it is. ``table``: see
+    the module.
     """
 
     programs: int
     dense_from: int = 256
     experts_dense_from: int = 256
     table: Table | None = None
+    stages: int = 3
 
     def tiles(self, w: Packed, tokens: int, op: str = "linear") -> Tiles:
         return self.measured(w, tokens, op) or self._by_rule(w, tokens)
@@ -79,7 +84,7 @@ class Tuning:
             block_n, block_m, warps, least, stages = 32, 16, 4 if w.kind == "table" else 1, 2, 1
         else:
             block_m = min(64, max(16, 1 << (tokens - 1).bit_length()))
-            block_n, warps, least, stages = 64, 4, 4, 3
+            block_n, warps, least, stages = 64, 4, 4, self.stages
         tiles = -(-w.shape[0] // block_n) * -(-tokens // block_m)
         split = max(1, min(4 // warps * self.programs // tiles, w.units // least, 16))
         return Tiles(block_n, block_m, split, warps, stages)

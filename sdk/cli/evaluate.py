@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sdk.cli.table import format_table
-from sdk.cli.text_file import read_text
+from sdk.cli.text_file import check_writable, read_text
 
 if TYPE_CHECKING:
     from sdk.evaluating import Evaluation
@@ -64,6 +64,9 @@ def run(args: argparse.Namespace) -> int:
 
     if args.plot:
         check_matplotlib("--plot")
+    for option in ("json", "markdown", "plot"):
+        path = getattr(args, option)
+        check_writable(f"--{option}", None if path == "-" else path)
     found = [
         evaluate(file, args.reference, text=text, windows=args.windows, tokens=args.tokens, **given)
         for file in args.file

@@ -1,7 +1,8 @@
-"""A user's text."""
+"""Files that a user names: a text to read, results to write."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from sdk.errors import RequestError
@@ -14,3 +15,12 @@ def read_text(path: str) -> str:
     except UnicodeDecodeError as error:
         where = f"{error.reason} at byte {error.start}"
         raise RequestError(f"{path}: expected text in UTF-8, found {where}") from error
+
+
+def check_writable(option: str, path: str | None) -> None:
+    """Before the work whose result goes there. :raises RequestError: it could not be written."""
+    if path is None:
+        return
+    target = Path(path)
+    if target.is_dir() or not os.access(target if target.exists() else target.parent, os.W_OK):
+        raise RequestError(f"{option}: expected a file that can be written, found {path}")

@@ -212,10 +212,10 @@ def _timed(card: Card, case: Case, kernel: Any, product: Product) -> float:
 
 def dense_from(card: Card, case: Case) -> int:
     """From how many tokens, or rows of an expert, on decoding into scratch is faster."""
-    from sdk.kernels.gpu.tuning import Tuning
 
     def kernel(first: int) -> Any:
-        return case.kernel.tuned(Tuning(card.programs, dense_from=first, experts_dense_from=first))
+        rule = replace(card.tuning, dense_from=first, experts_dense_from=first)
+        return case.kernel.tuned(rule)
 
     for tokens in _MANY[: card.size(len(_MANY), 1)]:
         product = case.product(card, card.size(tokens, 2))

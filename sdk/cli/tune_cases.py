@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sdk.kernels.gpu.tuning import Tiles, Tuning, type_of
+from sdk.kernels.gpu.tuning import Tiles, type_of
 from sdk.kernels.ops import Ops
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Case:
 
     def begin(self, card: Card, tokens: int) -> Tiles:
         """The rule's tiles, which measuring begins with."""
-        return Tuning(card.programs).tiles(self.first, tokens, self.op)
+        return card.tuning.tiles(self.first, tokens, self.op)
 
     def product(self, card: Card, tokens: int) -> Product:
         x = card.normal(tokens, self.shape[1], dtype=self.inputs)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sdk.engine.plan import Move, RequestStart
+from sdk.engine.plan import Copy, Move, RequestStart
 from sdk.engine.step_buffers import Buffers, PageTable
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.sampling import SampleBuffers
@@ -142,8 +142,9 @@ class StepInputs:
         found: list[int] = tokens[:rows]
         return found
 
-    def follow(self, requests: Iterable[Running], moves: Sequence[Move]) -> None:
+    def follow(self, requests: Iterable[Running], copies: Sequence[Copy]) -> None:
         """Pages have moved, one after the other: put those of all requests where they are now."""
+        moves = [one for one in copies if isinstance(one, Move)]
         if not moves:
             return
         final: dict[int, int] = {}

@@ -120,7 +120,9 @@ class KeptPrefixes:
                 some = places[begin : begin + step]
                 answers = self._executor.on_ranks(read_layer, layer, some, level)
                 parts.append(joined(answers, self._spec.kv_heads))
-            rows = np.concatenate([part.rows for part in parts])
+            rows = parts[0].rows
+            if len(parts) > 1:
+                rows = np.concatenate([part.rows for part in parts])
             layers.append(LayerKV(rows, parts[0].centre))
         return StoredKV(self._spec.levels[level], tuple(layers))
 

@@ -120,7 +120,8 @@ def read_layer(
         found = [*(codes for codes, _ in columns), *(scales for _, scales in columns)]
         parts.append(np.concatenate([column.cpu().numpy() for column in found], -1))
     taken = None if centre is None else centre.cpu().numpy()
-    return runner.kv.first_head, LayerKV(np.concatenate(parts), taken)
+    rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    return runner.kv.first_head, LayerKV(rows, taken)
 
 
 def _read(

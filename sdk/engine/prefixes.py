@@ -111,7 +111,7 @@ class Prefixes:
             for key, page in zip(prefix.swapped, back, strict=True):
                 self.swap.load(held[key], pool.place(page))
                 pool.unsettled.add(page)
-                pool.publish(page, key)
+                self._publish(page, key)
             one.num_computed = prefix.num_pages * size
             one.num_published = prefix.num_pages
             one.publishes = pool.enable_prefix_caching
@@ -129,10 +129,17 @@ class Prefixes:
             self.extend_keys(request, num_full)
         for index in range(request.num_published, num_full):
             key = request.keys[index]
-            self.pool.publish(request.pages[index], key)
+            self._publish(request.pages[index], key)
             if self.promised.get(key.digest) is request:
                 del self.promised[key.digest]
         request.num_published = num_full
+
+    def _publish(self, page: int, key: PageKey) -> None:
+        """Let others find a page, unless one with the same in it is pinned: that one must stay
+        known, also where this one is of more bits.
+        """
+        if not self._pinned or self._pinned.isdisjoint(self.pool.match([key])):
+            self.pool.publish(page, key)
 
     def release(self, sequence: Request) -> None:
         """Take pages and promises from a running sequence."""

@@ -15,7 +15,7 @@ from sdk.engine.inputs import Running, StepInputs
 from sdk.engine.key_centres import centre_keys
 from sdk.engine.kv_cache import cache_of_rank
 from sdk.engine.ladder import descent
-from sdk.engine.plan import Move, RequestStart, Sampled, StepPlan, StepResult
+from sdk.engine.plan import RequestStart, Sampled, StepPlan, StepResult
 from sdk.engine.run_ahead import Flight, RunAhead
 from sdk.engine.runner_config import RunnerConfig
 from sdk.engine.wanted import Wanted, guided_rows, score_prompt, sorted_out, wanted_of
@@ -277,8 +277,7 @@ class ModelRunner:
     def _rearrange(self, plan: StepPlan) -> None:
         """Copy and move pages, and hand out new ones."""
         self.kv.copy(plan.copies, self.ops)
-        moves = [one for one in plan.copies if isinstance(one, Move)]
-        self._inputs.follow(self._requests.values(), moves)
+        self._inputs.follow(self._requests.values(), plan.copies)
         for request_id, pages in plan.new_pages:
             self._requests[request_id].pages.extend(pages)
 

@@ -287,3 +287,13 @@ def test_a_bad_text_file_is_one_line_and_exit_code_2(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert expected in captured.err and captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", ["--json", "--markdown", "--plot"])
+def test_the_command_refuses_a_file_it_cannot_write_before_it_measures(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in (tmp_path / "missing" / "out", tmp_path):
+        assert main(["eval", "/nowhere", option, str(path)]) == 2
+        expected = f"embedlm: {option}: expected a file that can be written, found {path}\n"
+        assert capsys.readouterr().err == expected

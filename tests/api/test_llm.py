@@ -16,6 +16,8 @@ from sdk import (
     RequestError,
     SamplingParams,
 )
+from sdk.loaders.open import open_checkpoint
+from sdk.quant.at_load import QuantizedAtLoad, scheme_at_load
 
 IDS = {"prompt_token_ids": [5, 6, 7, 8]}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -149,10 +151,12 @@ def test_the_quant_report_counts_every_linear_layer_of_the_model(tiny: LLM) -> N
 
 
 def test_the_quant_report_says_that_scales_for_a_kv_cache_are_not_used(golden: Path) -> None:
-    with LLM(golden / "ct-kv8", skip_tokenizer_init=True, quantization="int8") as llm:
+    with LLM(golden / "ct-kv8", skip_tokenizer_init=True) as llm:
         report = llm.quant_report()
     assert report.kv_scales == report.to_dict()["kv_scales"] == 4
     assert str(report).splitlines()[-1].split(maxsplit=2)[2] == "4 scales of the file, not used"
+    packed = QuantizedAtLoad(open_checkpoint(golden / "ct-kv8"), scheme_at_load("int8"))
+    assert len(packed.kv_scales) == 4
 
 
 def test_embeddings_have_length_one_and_score_compares_them(smol: LLM) -> None:

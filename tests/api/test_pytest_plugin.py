@@ -98,6 +98,8 @@ def test_a_users_own_tests_run_beside_and_k_chooses(run: Run, pytester: pytest.P
         (("--llm-max-kld", "-1"), "*--llm-max-kld: expected a number from 0 on, found -1*"),
         (("--llm-max-kld", "nan"), "*expected a number from 0 on, found nan*"),
         (("--llm-min-top1", "much"), "*--llm-min-top1: invalid*'much'*"),
+        (("--llm-json", "/nowhere/a"), "*--llm-json: *that can be written, found /nowhere/a*"),
+        (("--llm-markdown", "/"), "*--llm-markdown: *that can be written, found /"),
     ],
 )
 def test_a_limit_that_is_none_is_a_usage_error(

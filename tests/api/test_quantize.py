@@ -353,6 +353,17 @@ def test_schemes_that_need_text_or_make_files_are_refused_at_load(scheme: str, l
         LLM(llama, quantization=scheme)
 
 
+@pytest.mark.parametrize(
+    ("name", "found"), [("gguf-Q4_K_M/model.gguf", "Q4_K, Q"), ("awq-gemm", "awq-w4g128")]
+)
+def test_a_model_that_is_packed_already_is_not_packed_in_silence(
+    name: str, found: str, golden: Path
+) -> None:
+    for make in (LLM, LLM.plan):
+        with pytest.raises(UnsupportedError, match=f"float matrices to pack, found {found}"):
+            make(golden / name, quantization="int8")
+
+
 # -- the command -----------------------------------------------------------------------------------
 
 

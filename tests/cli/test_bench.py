@@ -9,11 +9,12 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 from sdk.cli import bench, build_parser, main
-from sdk.cli.bench import accuracy, engines, memory, models, plots, random_models
+from sdk.cli.bench import accuracy, engines, kv, memory, models, plots, random_models
 from sdk.cli.bench.engines import Load, Peer, Sample
 from sdk.cli.bench.report import Metric, Result, Section, cells, ratio, to_markdown, to_text
 from sdk.cli.bench.settings import make_load
@@ -415,6 +416,36 @@ def test_accuracy_needs_a_tokenizer_and_enough_text(
     monkeypatch.setattr(accuracy, "TEXT", "a few words")
     assert main(["bench", str(golden / "arch-llama3"), "--suite", "accuracy"]) == 2
     assert "expected 256 tokens, found " in capsys.readouterr().err
+
+
+def kv_rows(golden: Path, capsys: Captured, *options: str) -> list[dict[str, Any]]:
+    model = str(golden / "gguf-Q4_1" / "model.gguf")
+    argv = ["bench", model, "--suite", "kv", "--context", "20,40", "--output-len", "6"]
+    assert main([*argv, "--rounds", "2", "--threads", "1", "--json", "-", *options]) == 0
+    found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["results"]["kv"]
+    return found
+
+
+def test_the_kv_suite_compares_every_type_with_float16(golden: Path, capsys: Captured) -> None:
+    from sdk.llm import LLM
+
+    rows = kv_rows(golden, capsys)
+    assert [row["kv"] for row in rows] == list(kv.KV_TYPES)
+    assert {row["context"] for row in rows} == {40}
+    rates = [row["samples"]["decode_tok_s"] for row in rows]
+    for row, rate in zip(rows, rates, strict=True):
+        plan = LLM.plan(str(golden / "gguf-Q4_1" / "model.gguf"), kv_cache_dtype=row["kv"])
+        assert row["median"]["page_bytes"] == plan.page_bytes
+        assert row["median"]["pages"] == pytest.approx(2**30 / plan.page_bytes)
+        speeds = [a / b for a, b in zip(rate, rates[0], strict=True)]
+        assert row["samples"]["speed"] == pytest.approx(speeds, abs=1e-5)
+
+
+def test_one_kv_type_is_measured_beside_float16_alone(golden: Path, capsys: Captured) -> None:
+    rows = kv_rows(golden, capsys, "--kv-dtype", "fp8_e4m3")
+    assert [row["kv"] for row in rows] == ["float16", "fp8"]
+    (row,) = kv_rows(golden, capsys, "--kv-dtype", "fp16")
+    assert row["samples"]["speed"] == [1.0, 1.0]
 
 
 def test_the_memory_suite_times_each_way_a_prefix_can_come(golden: Path, capsys: Captured) -> None:

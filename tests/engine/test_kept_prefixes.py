@@ -111,3 +111,35 @@ def test_an_interrupted_restore_costs_requests_a_restart_and_no_answer(rig) -> N
     built.scheduler.check()
     built.run()
     built.assert_answers()
+
+
+@pytest.mark.parametrize("swap", [0, 8])
+def test_a_pin_of_lowered_pages_outlives_better_ones_that_a_floor_asked_for(rig, swap) -> None:
+    """Computed again, or from the swap space: they are that request's alone."""
+    built = rig(num_pages=9, kv_bits=(16, 8), num_swap_pages=swap, max_num_seqs=2)
+    kept = KeptPrefixes(built.scheduler, built.runner, SPEC)
+    keys, pool = kept._keys(PREFIX, None), built.pool
+    built.add("warm", [*PREFIX, 9], max_tokens=1)
+    built.run()
+    if swap:
+        pool.drop_cached()  # as they are
+        pool.reset_prefix_cache()
+        built.add("again", [*PREFIX, 10], max_tokens=1)
+        built.run()
+    built.add("other", [20 + i for i in range(26)], max_tokens=1)
+    built.run()
+    assert [pool.level(page) for page in pool.match(keys)] == [1, 1]
+    assert kept.pin(PREFIX, None) == 8
+    for name in ("exact", "as exact"):
+        exact = built.add(name, [*PREFIX, 11], max_tokens=1, kv_min_bits=16)
+        built.run()
+        assert exact.num_cached == swap
+        assert [pool.level(page) for page in pool.match(keys)] == [1, 1]
+    built.add("last", [50 + i for i in range(23)], max_tokens=1)
+    built.run()
+    pool.drop_cached()
+    assert len(pool.match(keys)) == 2 and built.scheduler.prefixes.num_pinned == 2
+    built.scheduler.check()
+    assert kept.unpin(PREFIX, None)
+    built.scheduler.check()
+    built.assert_answers()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sdk.engine.kv_cache import KVCache
 from sdk.engine.kv_transfer import read_layer, write_layer
@@ -80,6 +81,37 @@ def test_rows_of_int8_are_the_bytes_of_the_pages_that_are_int8(rank: Any) -> Non
     pages = rank.kv.layers[0].levels[1]
     keys = pages.k[6:8].transpose(1, 2).flatten(0, 1)
     assert torch.equal(torch.from_numpy(alone.rows[..., :48]).view(torch.int8), keys)
+
+
+class Copies(TorchDispatchMode):
+    """What torch does with more than an index: its threads wait for each other on a busy machine,
+    so that pages of the type wanted are copied by numpy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = op(*args, **(kwargs or {}))
+        if not op.is_view and result.numel() > LADDER_PAGE_SIZE:
+            self.found.append(str(op))
+        return result
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int8", "int4"])
+def test_pages_of_the_type_wanted_are_copied_without_torchs_threads(dtype: str) -> None:
+    source, target = (_cache(dtype, None) for _ in range(2))
+    for page in (2, 4):
+        [kv] = source.kv.layers
+        for x in (x for x in (kv.k, kv.v, kv.k_scale, kv.v_scale) if x is not None):
+            x[page] = torch.arange(x[page].numel()).view(x[page].shape) % 7
+    with Copies() as copies:
+        _, stored = read_layer(source, 0, [2, 4], 0)
+        write_layer(target, 0, [1, 3], stored, source.kv.spec)
+    assert copies.found == []
+    [a], [b] = source.kv.layers, target.kv.layers
+    for x, y in ((a.k, b.k), (a.v, b.v), (a.k_scale, b.k_scale), (a.v_scale, b.v_scale)):
+        assert x is y is None or torch.equal(x[[2, 4]], y[[1, 3]])
 
 
 @pytest.mark.parametrize("level", [0, 1])

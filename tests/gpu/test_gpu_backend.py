@@ -7,12 +7,13 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from sdk.kernels.gpu import available
+from sdk.kernels.gpu import available, tuning_of
 from sdk.kernels.gpu.dense import DenseLinear
 from sdk.kernels.gpu.linear_as_file import LinearAsFile
 from sdk.kernels.gpu.packing import Packed, pack
@@ -208,3 +209,24 @@ def test_products_of_bytes_have_entries_of_their_own(cases: Any) -> None:
     tuning = Tuning(4, table={("linear_bytes", type_of(packed), 32, 256): [(8, own)]})
     assert tuning.tiles(packed, 3, "linear_bytes") == own
     assert tuning.tiles(packed, 3) == Tuning(4).tiles(packed, 3)
+
+
+@pytest.mark.parametrize(
+    ("version", "hip", "stages", "dense_from"),
+    [((7, 5), None, 3, 32), ((8, 0), None, 3, 256), ((9, 4), "7", 2, 256)],
+)
+def test_cards_without_matrix_units_or_with_little_shared_memory_have_rules_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+    weight: Packed,
+    version: tuple[int, int],
+    hip: str | None,
+    stages: int,
+    dense_from: int,
+) -> None:
+    major, minor = version
+    card = SimpleNamespace(name="Test", major=major, minor=minor, multi_processor_count=40)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    found = tuning_of("cuda")
+    assert (found.programs, found.stages, found.dense_from) == (160, stages, dense_from)
+    assert found.tiles(weight, 64).stages == stages

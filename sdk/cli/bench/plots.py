@@ -101,7 +101,10 @@ def _draw_bars(path: Path, section: Section, report: Mapping[str, Any]) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4 * len(section.metrics), 4.5), layout="constrained")
-    names = [" ".join([result.name, *map(str, result.case.values())]) for result in section.results]
+    names = [
+        " ".join(filter(None, [result.name, result.kv, *map(str, result.case.values())]))
+        for result in section.results
+    ]
     for i, metric in enumerate(section.metrics):
         axes = figure.add_subplot(1, len(section.metrics), i + 1)
         values = [result.median(metric.key) for result in section.results]

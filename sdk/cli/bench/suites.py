@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from sdk.cli.bench.accuracy import measure_accuracy
 from sdk.cli.bench.engines import Engines, Load, Worker
+from sdk.cli.bench.kv import measure_kv
 from sdk.cli.bench.memory import PROMPT, measure_memory
 from sdk.cli.bench.report import Metric, Result, Section
 from sdk.cli.bench.roofline import measure_gemm, measure_roofline
@@ -186,6 +187,18 @@ SUITES = {
         measure_context,
         lambda settings: (1, max(settings.contexts) + settings.output_len),
         "context",
+    ),
+    "kv": Suite(
+        "Types of keys and values",
+        "one stream decodes after the longest --context with each type; the median of a round's "
+        "speed beside float16, and what a page takes",
+        [
+            DECODE,
+            Metric("speed", "speed / float16", 2, ratio=False),
+            Metric("page_bytes", "bytes/page", 0, ratio=False),
+            Metric("pages", "pages/GiB", 0, ratio=False),
+        ],
+        measure_kv,
     ),
     "gemm": Suite(
         "Roofline, matrix product",

@@ -41,11 +41,11 @@ from sdk.kernels.gpu.linear import (  # noqa: E402
 )
 from sdk.kernels.gpu.linear_as_file import product_bytes, round_rows  # noqa: E402
 from sdk.kernels.gpu.packing import Packed, pack  # noqa: E402
-from sdk.kernels.gpu.tuning import Tuning  # noqa: E402
+from sdk.kernels.gpu.tuning import AMD_STAGES, Tuning  # noqa: E402
 from sdk.kernels.layouts import BLOCK_TYPES, E2M1, ActivationScheme, Layout  # noqa: E402
 
 #: Programs of a large card: a rule for tiles that shares columns.
-_TUNING = Tuning(programs=528)
+_PROGRAMS = 528
 
 
 @cache
@@ -98,7 +98,9 @@ def launch_of(name: str, kernel: str, tokens: int, dtype: torch.dtype) -> Launch
     Few tokens share K and write float32 parts; 64 write the type of the activations at once.
     """
     kernel, _, experts = kernel.partition(" ")
-    layout = weight(name)
+    layout, tuning = weight(name), Tuning(_PROGRAMS)
+    if torch.version.hip is not None:
+        tuning = replace(tuning, stages=AMD_STAGES)
     x = torch.empty(tokens, layout.shape[1], dtype=dtype)
     routes = routes_of(tokens)
     if kernel == "product_dense":
@@ -108,11 +110,11 @@ def launch_of(name: str, kernel: str, tokens: int, dtype: torch.dtype) -> Launch
         return product_dense(dense.first.values, x, routed, range(8), out)
     packed = packed_weight(name)
     n, k = packed.shape
-    tiles = replace(_TUNING.tiles(packed, tokens), split=1 if tokens == 64 else 2)
+    tiles = replace(tuning.tiles(packed, tokens), split=1 if tokens == 64 else 2)
     rows, routed = 2 * tokens if experts else tokens, None
     parts = torch.empty(rows, n, dtype=dtype) if tiles.split == 1 else torch.empty(2, rows, n)
     if experts:
-        group = Linear(torch.float16, _TUNING).group([packed] * 8)
+        group = Linear(torch.float16, tuning).group([packed] * 8)
         routed = Routed(group.offsets, routes, routes.tokens)
     if kernel == "product":
         sums = torch.empty(64, tokens) if packed.has_minus or packed.zeros_bits == 32 else None

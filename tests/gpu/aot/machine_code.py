@@ -133,6 +133,7 @@ def launches(target: GPUTarget) -> Iterator[list[Source]]:
     patch.setattr(launch, "REACHED", "cpu")
     capability = divmod(target.arch, 10) if target.backend == "cuda" else (9, 4)
     patch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    patch.setattr(torch.version, "hip", "7" if target.backend == "hip" else None)
     try:
         yield listed
     finally:

@@ -7,6 +7,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sdk.errors import SdkError
-from sdk.kernels.gpu import available, matrix_type
+from sdk.kernels.gpu import available, matrix_type, tuning_of
 from sdk.kernels.registry import open_backends
 
 #: Buffers together are so many times the second-level cache.
@@ -44,11 +45,12 @@ class Card:
         self.tiny = available("cpu") is None
         self.device = torch.device("cpu" if self.tiny else "cuda")
         self.measured, self.activations = measured, matrix_type(str(self.device))
-        self.name, self.cache, self.programs = "Triton's interpreter", 1 << 20, 4
+        self.name, self.cache = "Triton's interpreter", 1 << 20
+        #: The rule for tiles, whatever the card's table says.
+        self.tuning = replace(tuning_of(str(self.device)), table=None)
         if not self.tiny:
             found = torch.cuda.get_device_properties(self.device)
             self.name, self.cache = found.name, found.L2_cache_size
-            self.programs = 4 * found.multi_processor_count
         self.random = torch.Generator(self.device).manual_seed(1)
         self.backends, _ = open_backends(str(self.device), 1, ("gpu", "reference"))
 

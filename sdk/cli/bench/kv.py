@@ -1,0 +1,43 @@
+"""What smaller keys and values cost or bring: decoding after a long context, one type at a time.
+
+An engine for each type, open side by side and asked in turn. The context is computed once and comes
+from the prefix cache afterwards, so that a round is short and the machine the same for all of it.
+"""
+
+from __future__ import annotations
+
+from sdk.cli.bench.engines import OURS, Engines
+from sdk.cli.bench.report import Result
+from sdk.cli.bench.settings import Settings, make_load
+
+#: What the others are compared with comes first.
+KV_TYPES = ("float16", "int8", "fp8", "fp8_e5m2", "k8v4", "int4")
+
+
+def measure_kv(settings: Settings, engines: Engines) -> list[Result]:
+    """One row for each type; beside ``--kv-dtype`` only float16."""
+    from sdk.llm import LLM
+
+    context = max(settings.contexts)
+    asked = KV_TYPES if settings.kv == "auto" else (KV_TYPES[0], settings.kv)
+    plans = [LLM.plan(settings.model, kv_cache_dtype=kv) for kv in asked]
+    sizes = {str(plan.kv_dtype): plan.page_bytes for plan in plans}
+    with Engines() as opened:
+        results = {}
+        for kv in sizes:
+            settings.progress(f"opening {OURS} with {kv}")
+            opening = settings.opening(OURS, 1, context + settings.output_len, kv=kv, prefix=True)
+            name = opened.open(opening).name
+            results[kv] = Result(OURS, name, kv, {"context": context})
+        load = make_load(opened.vocab_size, 1, context, settings.output_len, seed=context)
+        for number in range(-1, settings.rounds):
+            rates = {x.kv: x.measure(load).decode_rate for x in opened.interleaved(number)}
+            for kv, rate in rates.items() if number >= 0 else ():
+                results[kv].add(
+                    decode_tok_s=rate,
+                    speed=rate / rates[KV_TYPES[0]],
+                    page_bytes=sizes[kv],
+                    pages=2**30 / sizes[kv],
+                )
+            settings.progress(f"KV types: round {number + 1} of {settings.rounds}")
+    return list(results.values())
