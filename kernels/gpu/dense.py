@@ -20,7 +20,6 @@ from sdk.kernels.registry import Problem
 
 #: Bytes that the weights of experts must begin at multiples of: 16 elements of 4.
 _ALIGNED = 64
-_BLOCK_K = 64
 _TYPES = ("float32", "float16", "bfloat16")
 
 
@@ -80,9 +79,12 @@ def product_dense(w: Tensor, x: Tensor, routed: Routed, experts: range, out: Ten
     """``product_dense`` of the rows of ``experts``; w ``[N, K]``: what ``offsets`` count from."""
     n, k = w.shape
     rows = -(-out.shape[0] // routed.experts)
-    # twice as many products for each number loaded; 96 KiB in flight (of float32 192), and on the
-    # plain units of an old card 7 KiB of a thread's numbers had to be spilled
-    large = rows >= 128 and w.itemsize == 2 and not old_card(w.device)
+    # Plain units multiply float32, and every number of an old card: each of a thread's products has
+    # all of its columns in registers, of which 64 had 2.8 KiB spilled.
+    plain = w.itemsize == 4 or old_card(w.device)
+    block_k = 16 if plain else 64
+    # twice as many products for each number loaded; 96 KiB in flight
+    large = rows >= 128 and not plain
     block = 128 if large else 64
     block_m = min(block, max(16, triton.next_power_of_2(rows)))
     arguments = {"x": x, "out": out, "w": w, **tile_arguments(routed), "N": n, "K": k}
@@ -90,9 +92,9 @@ def product_dense(w: Tensor, x: Tensor, routed: Routed, experts: range, out: Ten
     arguments |= {"x_stride": x.stride(0), "out_stride": out.stride(0)}
     constants: dict[str, Any] = {
         "WIDEN": w.dtype == torch.bfloat16 and INTERPRETED,
-        "EVEN": k % _BLOCK_K == 0,
+        "EVEN": k % block_k == 0,
     }
-    constants |= {"BLOCK_N": block, "BLOCK_M": block_m, "BLOCK_K": _BLOCK_K}
+    constants |= {"BLOCK_N": block, "BLOCK_M": block_m, "BLOCK_K": block_k}
     grid = (-(-n // block), routed.tiles(block_m), 1)
     options = {"num_warps": 8 if large else 4, "num_stages": 3}
     return Launch(kernels.product_dense, grid, arguments, constants, options)
