@@ -112,7 +112,8 @@ def checked_plan(config: EngineConfig, checkpoint: Checkpoint) -> MemoryPlan:
 def _with_help(made: MemoryPlan, config: EngineConfig, checkpoint: Checkpoint) -> MemoryPlan:
     others: tuple[Alternative, ...] = ()
     slow: tuple[Alternative, ...] = ()
-    if made.total <= (made.budget or 0):  # it is the machine that has less than the budget
+    whole = made.kv_tokens >= made.max_model_len  # as planned it holds what was asked for
+    if whole and made.total <= (made.budget or 0):  # it is the machine that has less
         helps = [_smaller_budget(made, available_to(config))]
     else:
         others = alternatives(config, checkpoint, made)

@@ -74,6 +74,8 @@ class FakeRunner:
     def kv(self):
         return self
 
+    can_vacate = True  # page by page, as on a CPU
+
     def vacate(self, pages) -> None:
         for page in pages:
             for offset in range(self.page_size):
