@@ -92,9 +92,11 @@ def model_config(config: EngineConfig, checkpoint: Checkpoint) -> ModelConfig:
 def activations_of(config: EngineConfig, checkpoint: Checkpoint) -> torch.dtype:
     """The type of those between kernels: float32 on a CPU, whose kernels have no other."""
     device = device_of(config)
+    if device == "cpu":
+        return torch.float32
     return activation_type(
         {**checkpoint.config, **(config.hf_overrides or {})},
-        torch.float32 if device == "cpu" else matrix_type(device),
+        matrix_type(device),
         exact=compute_of(config) == "exact",
         stored="float16" if _formats(config, checkpoint)[0] == {"f16"} else "",
     )
