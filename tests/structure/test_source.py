@@ -21,12 +21,10 @@ ALLOWED = {
     "models": {"quant", "kernels"},
     "sdk": {"kernels", "quant", "loaders", "models"},
 }
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 600  # an upper bound, not a target: meaning decides where a file ends
 MAX_FUNCTION_LINES = 60
 #: Files that would only get harder to read by being cut: their own limit, and why.
-LONG_FILES = {
-    "sdk/llm.py": (530, "the whole facade, sync and async twins side by side"),
-}
+LONG_FILES: dict[str, tuple[int, str]] = {}
 
 TOP_LEVEL = {
     *("sdk", "quant", "kernels", "models", "loaders", "tests", "docs", "pyproject.toml"),
