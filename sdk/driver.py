@@ -129,12 +129,13 @@ class Driver:
             self._inbox.append(ids)
             self._wake.notify_all()
 
-    def run(self) -> None:
-        """Leave all that was submitted to the stepping thread."""
+    def run(self, request_ids: Iterable[str]) -> None:
+        """Leave requests that were submitted to the stepping thread; finished ids are ignored."""
+        self.check_usable()
         self._refuse_inside_step()
         with self._wake:
             self.check_usable()
-            self._awaited.update(self._listeners)
+            self._awaited.update(self._listeners.keys() & request_ids)
             self._start()
             self._wake.notify_all()
 

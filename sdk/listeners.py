@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from sdk.engine.engine import Output
 
@@ -73,14 +75,29 @@ class Collector:
         self._finals: dict[str, _Item] = {}
         self._news: dict[str, list[Output]] = {}
 
-    def expect(self, request_id: str, *, deltas: bool = False) -> None:
+    @contextmanager
+    def expecting(self, requests: Mapping[str, bool]) -> Iterator[None]:
+        """Expect the outputs of requests that are submitted inside; unless that fails.
+
+        ``requests``: by id, whether its outputs are deltas. Nobody else sees the requests before
+        they are submitted.
+        """
         with self._changed:
-            self._deltas[request_id] = deltas
+            self._deltas.update(requests)
+            try:
+                yield
+            except BaseException:
+                for request_id in requests:
+                    del self._deltas[request_id]
+                raise
 
     def deliver(self, output: Output) -> bool:
         request_id = output.request_id
         with self._lock:
-            if self._deltas[request_id]:
+            deltas = self._deltas.get(request_id)
+            if deltas is None:  # submitting it was interrupted
+                return False
+            if deltas:
                 self._news.setdefault(request_id, []).append(output)
             else:
                 self._news[request_id] = [output]
@@ -91,8 +108,9 @@ class Collector:
 
     def fail(self, request_id: str, error: Exception) -> None:
         with self._changed:
-            self._finals[request_id] = error
-            self._changed.notify_all()
+            if request_id in self._deltas:
+                self._finals[request_id] = error
+                self._changed.notify_all()
 
     @property
     def has_news(self) -> bool:
@@ -109,29 +127,38 @@ class Collector:
             for output in outputs:
                 if output.finished:
                     del self._finals[output.request_id], self._deltas[output.request_id]
-            if not outputs:
-                for request_id, item in self._finals.items():
-                    if isinstance(item, Exception):
-                        del self._finals[request_id], self._deltas[request_id]
-                        raise item
             self._changed.notify_all()
+            if not outputs:
+                self._raise_failure(list(self._finals))
             return outputs
 
-    def pending(self) -> list[str]:
-        """Requests without a final output."""
-        with self._changed:
-            return [request_id for request_id in self._deltas if request_id not in self._finals]
-
-    def wait(self) -> list[Output]:
-        """All final outputs in the order of enqueueing, or the first failure; then forgets them."""
-        with self._changed:
-            while any(request_id not in self._finals for request_id in self._deltas):
-                self._changed.wait()
-            items = [self._finals[request_id] for request_id in self._deltas]
-            self._deltas.clear()
-            self._finals.clear()
-            self._news.clear()
-        for item in items:
+    def _raise_failure(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            item = self._finals.get(request_id)
             if isinstance(item, Exception):
+                del self._finals[request_id], self._deltas[request_id]
                 raise item
-        return [item for item in items if not isinstance(item, Exception)]
+
+    def expected(self) -> list[str]:
+        """All requests whose last output nobody has taken, in the order of enqueueing."""
+        with self._lock:
+            return list(self._deltas)
+
+    def wait(self, request_ids: Sequence[str]) -> list[Output]:
+        """Wait until all of these have ended; the last outputs of those that nobody else has taken.
+
+        The first failure is raised and forgotten; the other outputs stay for the next call.
+        """
+        with self._changed:
+            while any(name in self._deltas and name not in self._finals for name in request_ids):
+                self._changed.wait()
+            self._raise_failure(request_ids)
+            outputs = []
+            for request_id in request_ids:
+                item = self._finals.pop(request_id, None)
+                if item is not None and not isinstance(item, Exception):
+                    outputs.append(item)
+                    del self._deltas[request_id]
+                    self._news.pop(request_id, None)
+            self._changed.notify_all()
+        return outputs

@@ -309,20 +309,27 @@ class LLM:
         """
         read, params = self._jobs.read(prompts, sampling_params)
         jobs = self._jobs.make(read, params, self._collector, priority=priority)
-        for job, param in zip(jobs, params, strict=True):
-            self._collector.expect(
-                job.request_id, deltas=param.output_kind is RequestOutputKind.DELTA
-            )
-        self._driver.submit(jobs, run=False)
-        return [job.request_id for job in jobs]
+        deltas = {
+            job.request_id: job.params.output_kind is RequestOutputKind.DELTA for job in jobs
+        }
+        with self._collector.expecting(deltas):
+            self._driver.submit(jobs, run=False)
+        return list(deltas)
 
     def wait_for_completion(self) -> list[RequestOutput]:
-        """Finish everything enqueued; final outputs in the order of enqueueing."""
-        self._driver.run()
+        """Finish everything enqueued so far; final outputs in the order of enqueueing.
+
+        What other threads enqueue meanwhile is left for the next call. When a request fails, its
+        error is raised and the next call returns the others. Ctrl-C aborts what is waited for; the
+        next call returns what was generated until then.
+        """
+        self._driver.check_usable()
+        requests = self._collector.expected()
+        self._driver.run(requests)
         try:
-            return [_text(output) for output in self._collector.wait()]
-        except KeyboardInterrupt:
-            self._driver.abort(self._collector.pending())
+            return [_text(output) for output in self._collector.wait(requests)]
+        except BaseException:
+            self._driver.abort(requests)
             raise
 
     def step(self) -> list[RequestOutput]:

@@ -137,6 +137,7 @@ class Commits(Queues):
         request.token_ids.append(sampled.token_id)
         if request.guide is not None:
             request.guide.token_ids.append(sampled.token_id)
+        request.mirostat_mu = sampled.mirostat_mu
         self.num_generation_tokens += 1
         request.last_token_ts = now
         if request.first_token_ts is None:

@@ -38,6 +38,8 @@ class RequestStart:
     resolved: ResolvedParams = field(default_factory=ResolvedParams)
     #: The request whose logits this one's guide: it is never sampled, its tokens are the other's.
     guides: str | None = None
+    #: Mirostat's target surprise for the next token, where one was generated before.
+    mirostat_mu: float | None = None
 
 
 class Swap(NamedTuple):
@@ -93,6 +95,9 @@ class Sampled(NamedTuple):
     rank: int | None = None
     #: ``(token id, logprob, rank)``, best first; rank 1 is the most likely token.
     top: tuple[tuple[int, float, int], ...] = ()
+    #: Under mirostat the target surprise after this token: unlike all else that a sampler knows of
+    #: a request it cannot be had from the tokens.
+    mirostat_mu: float | None = None
 
 
 class StepResult(NamedTuple):

@@ -72,6 +72,7 @@ class Request:
         "last_token_ts",
         "max_len",
         "min_available",
+        "mirostat_mu",
         "num_cached",
         "num_computed",
         "num_preemptions",
@@ -137,6 +138,7 @@ class Request:
         self.num_started = 0  # tokens the ranks were given when it was admitted
         self.num_prompt_scored = 0  # prompt_logprobs handed out so far
         self.num_preemptions = 0
+        self.mirostat_mu: float | None = None  # as of the last committed token
 
         self.pages: list[int] = []
         self.keys: list[PageKey] = []  # of its full pages, as far as they were needed
@@ -230,6 +232,7 @@ class Request:
             kind=self.kind,
             resolved=self.resolved,
             guides=self.guides,
+            mirostat_mu=self.mirostat_mu,
         )
 
     def extend_keys(self, root: bytes, page_size: int, num_pages: int) -> None:

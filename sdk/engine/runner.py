@@ -329,6 +329,7 @@ class ModelRunner:
                 start.token_ids[: start.num_prompt_tokens],
                 start.token_ids[start.num_prompt_tokens :],
                 start.resolved,
+                start.mirostat_mu,
             )
         for request_id, token_ids in plan.appended:
             request = self._requests[request_id]

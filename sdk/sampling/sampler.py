@@ -7,7 +7,6 @@ lowest token id). No random state is read or written: see :mod:`sdk.sampling.uni
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Sequence
 
 import torch
@@ -27,7 +26,6 @@ from sdk.sampling.state import RequestState
 from sdk.sampling.uniform import TOKEN
 
 _NOTHING_RESOLVED = ResolvedParams()
-_KEPT_MU = 1024
 
 
 class Sampler:
@@ -37,8 +35,6 @@ class Sampler:
         self._ops = ops
         self._scratch = Scratch(vocab_size)
         self._states: dict[str, RequestState] = {}
-        # Mirostat's state cannot be rebuilt from tokens: kept over a preemption (oldest forgotten).
-        self._preempted: OrderedDict[str, tuple[int, float]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._states)
@@ -50,13 +46,14 @@ class Sampler:
         prompt_token_ids: Sequence[int] = (),
         output_token_ids: Sequence[int] = (),
         resolved: ResolvedParams = _NOTHING_RESOLVED,
+        mirostat_mu: float | None = None,
     ) -> None:
-        """Know a request from now on: a new one, or one resumed with its ``output_token_ids``."""
-        state = RequestState(params, resolved, prompt_token_ids, output_token_ids)
-        length, mu = self._preempted.pop(request_id, (0, 0.0))
-        if length and length == len(output_token_ids):
-            state.mu = state.next_mu = mu
-        self._states[request_id] = state
+        """Know a request from now on: a new one, or one resumed with its ``output_token_ids`` and
+        the ``mirostat_mu`` that came with the last of them.
+        """
+        self._states[request_id] = RequestState(
+            params, resolved, prompt_token_ids, output_token_ids, mirostat_mu
+        )
 
     def append(self, request_id: str, token_ids: Sequence[int]) -> None:
         """Committed tokens of a request."""
@@ -64,11 +61,7 @@ class Sampler:
 
     def drop(self, request_id: str) -> None:
         """Forget a request (finished, aborted or preempted); an unknown id is fine."""
-        state = self._states.pop(request_id, None)
-        if state is not None and state.params.mirostat_mode and state.output:
-            self._preempted[request_id] = (len(state.output), state.mu)
-            if len(self._preempted) > _KEPT_MU:
-                self._preempted.popitem(last=False)
+        self._states.pop(request_id, None)
 
     def write_draws(self, request_ids: Sequence[str], buffers: SampleBuffers) -> None:
         """How the coming step's rows are to be drawn; those to be processed first: greedily."""
@@ -121,6 +114,8 @@ class Sampler:
                     params = state.params
                     also = params.logprob_token_ids or ()
                     results[i] = self._scored(logits[i], result.token_id, params.logprobs, also)
+                if state.mirostat and isinstance(result := results[i], Sampled):
+                    results[i] = result._replace(mirostat_mu=state.next_mu)
         return results
 
     def _draw(self, logits: Tensor, states: Sequence[RequestState | None]) -> Tokens:

@@ -20,6 +20,7 @@ class RequestState:
         resolved: ResolvedParams,
         prompt: Sequence[int],
         output: Sequence[int],
+        mirostat_mu: float | None = None,
     ) -> None:
         self.params = params
         self.resolved = resolved
@@ -32,7 +33,7 @@ class RequestState:
         #: Tokens since thinking started; None outside thinking.
         self.thinking: int | None = None
         #: Mirostat's target surprise, and what it becomes when the sampled token is committed.
-        self.mu = 2.0 * params.mirostat_tau
+        self.mu = 2.0 * params.mirostat_tau if mirostat_mu is None else mirostat_mu
         self.next_mu = self.mu
         self.penalized = (
             params.repetition_penalty != 1.0

@@ -85,3 +85,9 @@ class Caller(threading.Thread):
         self.join(LIMIT)
         assert not self.is_alive(), "the call hangs"
         return self.result
+
+    def get_or_raise(self) -> Any:
+        result = self.get()
+        if isinstance(result, BaseException):
+            raise result
+        return result

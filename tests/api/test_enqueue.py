@@ -1,0 +1,96 @@
+"""What was enqueued is waited for once, by whoever asks, and nothing else is."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from sdk import LLM, RequestError
+from tests.api.engines import LONG, SHORT, Caller, Gate, ask, ids, settle, tokens
+
+
+def test_a_request_that_was_refused_is_not_waited_for(llm: LLM) -> None:
+    [expected] = ask(llm, 1)
+    llm.sleep(1)
+    with pytest.raises(RequestError, match="sleeps"):
+        llm.enqueue(ids(1), SHORT)
+    llm.wake_up()
+    assert Caller(llm.wait_for_completion).get() == []
+    llm.enqueue(ids(1), SHORT)
+    assert [tokens(output) for output in Caller(llm.wait_for_completion).get()] == [expected]
+    settle(llm)
+
+
+def test_a_request_enqueued_while_another_thread_waits_is_left_for_the_next_call(
+    tiny: LLM,
+) -> None:
+    gate = Gate()
+    [held] = tiny.enqueue(ids(1), SHORT.clone(logits_processors=[gate]))
+    waiting = Caller(tiny.wait_for_completion)
+    gate.wait()
+    [late] = tiny.enqueue(ids(2), SHORT)
+    gate.open()
+    assert [output.request_id for output in waiting.get()] == [held]
+    assert [output.request_id for output in tiny.wait_for_completion()] == [late]
+    settle(tiny)
+
+
+def test_requests_enqueued_by_many_threads_are_all_returned_once(tiny: LLM) -> None:
+    names: list[str] = []
+    found: list[str] = []
+
+    def enqueue() -> None:
+        for seed in range(20):
+            names.extend(tiny.enqueue(ids(seed), SHORT.clone(max_tokens=1 + seed % 4)))
+            found.extend(output.request_id for output in tiny.wait_for_completion())
+
+    callers = [Caller(enqueue) for _ in range(4)]
+    assert [caller.get() for caller in callers] == [None] * 4
+    found += [output.request_id for output in tiny.wait_for_completion()]
+    assert sorted(found) == sorted(names)
+    settle(tiny)
+
+
+def test_a_refusal_by_the_engine_is_raised_and_the_other_answers_are_kept(llm: LLM) -> None:
+    expected = ask(llm, 1, 2)
+    llm.pin({"prompt_token_ids": list(range(3, 100))})
+    # fits the context, but not the pages that the pin leaves once they are fewer
+    llm.resize(llm.memory_plan.serving - (llm.memory_plan.num_pages - 9) * llm.memory_plan.page_bytes)
+    first, _, last = llm.enqueue([ids(1), ids(7, 100), ids(2)], SHORT)
+    with pytest.raises(RequestError, match="are pinned"):
+        Caller(llm.wait_for_completion).get_or_raise()
+    outputs = Caller(llm.wait_for_completion).get()
+    assert [output.request_id for output in outputs] == [first, last]
+    assert [tokens(output) for output in outputs] == expected
+    assert Caller(llm.wait_for_completion).get() == []
+
+
+def test_ctrl_c_aborts_what_is_waited_for_and_the_next_call_returns_it(llm: LLM) -> None:
+    gate = Gate(at=3)
+    llm.enqueue([ids(1), ids(2)], LONG.clone(logits_processors=[gate]))
+
+    def press() -> None:
+        gate.wait()
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup ignores it
+    presser = Caller(press)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            llm.wait_for_completion()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    presser.get()
+    gate.open()
+    outputs = Caller(llm.wait_for_completion).get()
+    assert [output.outputs[0].finish_reason for output in outputs] == ["abort"] * 2
+    assert all(len(tokens(output)) < 100 for output in outputs)
+    settle(llm)
+
+
+def test_waiting_for_nothing_returns_at_once(tiny_path: Path) -> None:
+    with LLM(tiny_path, max_model_len=64) as llm:
+        assert llm.wait_for_completion() == []
