@@ -55,6 +55,15 @@ class Job:
     negative_prompt_token_ids: tuple[int, ...] | None = None
 
 
+def check_process(owner: int) -> None:
+    """:raises EngineClosedError: in a forked child of ``owner``, which has none of its threads."""
+    if os.getpid() != owner:
+        raise EngineClosedError(
+            f"this LLM belongs to process {owner} and cannot be used in the forked child "
+            f"{os.getpid()}: create an LLM in the child, or start it with spawn"
+        )
+
+
 class Driver:
     """Owns an engine; see the module. ``close`` is idempotent and safe from any thread."""
 
@@ -84,11 +93,7 @@ class Driver:
         """:raises EngineClosedError: after ``close`` or in a forked child.
         :raises EngineDeadError: after a failed step.
         :raises RequestError: while it sleeps, unless ``asleep`` says that it may."""
-        if os.getpid() != self._owner:
-            raise EngineClosedError(
-                f"this LLM belongs to process {self._owner} and cannot be used in the forked child "
-                f"{os.getpid()}: create an LLM in the child, or start it with spawn"
-            )
+        check_process(self._owner)
         self._check_open(asleep=asleep)
 
     def _check_open(self, *, asleep: bool = False) -> None:

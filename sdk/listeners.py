@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from sdk.driver import check_process
 from sdk.engine.engine import Output
+from sdk.errors import EngineClosedError
 
 _Item = Output | Exception
+#: 64 streams make 64 timer calls of 2 us each in this time.
+_FORK_CHECK_S = 1.0
 
 
 class Mailbox:
@@ -18,6 +24,7 @@ class Mailbox:
 
     def __init__(self) -> None:
         self._items: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self._owner = os.getpid()
 
     def deliver(self, output: Output) -> bool:
         self._items.put(output)
@@ -27,7 +34,11 @@ class Mailbox:
         self._items.put(error)
 
     def get(self) -> Output:
-        """The next output; raises what the request failed with."""
+        """The next output; raises what the request failed with.
+
+        :raises EngineClosedError: in a forked child, where no output will ever come.
+        """
+        check_process(self._owner)
         item = self._items.get()
         if isinstance(item, Exception):
             raise item
@@ -35,11 +46,26 @@ class Mailbox:
 
 
 class AsyncMailbox:
-    """The same for the event loop it was made in."""
+    """The same for the event loop it was made in.
+
+    A coroutine may fork while others wait here, and the child may go on with a copy of the loop:
+    whoever waits there is told by a timer of that loop.
+    """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._items: asyncio.Queue[_Item] = asyncio.Queue()
+        self._owner = os.getpid()
+        self._loop.call_later(_FORK_CHECK_S, _look_for_fork, weakref.ref(self))
+
+    def fail_after_fork(self) -> bool:
+        """Whether this is a forked child; whoever waits here is told."""
+        try:
+            check_process(self._owner)
+        except EngineClosedError as error:
+            self._items.put_nowait(error)
+            return True
+        return False
 
     def _post(self, item: _Item) -> bool:
         try:
@@ -55,11 +81,22 @@ class AsyncMailbox:
         self._post(error)
 
     async def get(self) -> Output:
-        """The next output; raises what the request failed with."""
+        """The next output; raises what the request failed with.
+
+        :raises EngineClosedError: in a forked child, where no output will ever come.
+        """
+        check_process(self._owner)
         item = await self._items.get()
         if isinstance(item, Exception):
             raise item
         return item
+
+
+def _look_for_fork(mailbox: weakref.ref[AsyncMailbox]) -> None:
+    """Tell whoever waits in a forked child; in the owner look again a second later."""
+    waiting = mailbox()
+    if waiting is not None and not waiting.fail_after_fork():
+        asyncio.get_running_loop().call_later(_FORK_CHECK_S, _look_for_fork, mailbox)
 
 
 class Collector:

@@ -309,9 +309,7 @@ class LLM:
         """
         read, params = self._jobs.read(prompts, sampling_params)
         jobs = self._jobs.make(read, params, self._collector, priority=priority)
-        deltas = {
-            job.request_id: job.params.output_kind is RequestOutputKind.DELTA for job in jobs
-        }
+        deltas = {job.request_id: job.params.output_kind is RequestOutputKind.DELTA for job in jobs}
         with self._collector.expecting(deltas):
             self._driver.submit(jobs, run=False)
         return list(deltas)

@@ -48,6 +48,7 @@ class Completion:
     __slots__ = (
         "_decode",
         "_detokenizer",
+        "_end_shown",
         "_num_read",
         "_num_shown",
         "_stopped",
@@ -94,11 +95,14 @@ class Completion:
         self._text = ""  # not shown yet where outputs are deltas, else all of it
         self._num_read = request.num_prompt_tokens  # tokens that are text already
         self._num_shown = request.num_prompt_tokens  # for DELTA: what the outputs had
+        self._end_shown = False
 
     @property
     def has_news(self) -> bool:
         """True when it has something that no DELTA output has shown."""
-        return self._num_shown < len(self.request.token_ids) or self.finish_reason is not None
+        if self.finish_reason is not None:
+            return not self._end_shown
+        return self._num_shown < len(self.request.token_ids)
 
     def push(self, sampled: Sampled) -> str | None:
         """The request has one more token; returns the stop string it completed, if any."""
@@ -148,6 +152,7 @@ class Completion:
         first = request.num_prompt_tokens
         if delta:
             first, self._num_shown, self._text = self._num_shown, len(request.token_ids), ""
+            self._end_shown = self.finish_reason is not None
         if logprobs is not None:
             logprobs = logprobs[first - request.num_prompt_tokens :]
         return CompletionOutput(

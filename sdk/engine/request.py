@@ -139,7 +139,6 @@ class Request:
         self.num_prompt_scored = 0  # prompt_logprobs handed out so far
         self.num_preemptions = 0
         self.mirostat_mu: float | None = None  # as of the last committed token
-
         self.pages: list[int] = []
         self.keys: list[PageKey] = []  # of its full pages, as far as they were needed
         self.num_published = 0  # leading pages that need no publishing any more

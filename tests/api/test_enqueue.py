@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sdk import LLM, RequestError
+from sdk import LLM, RequestError, RequestOutputKind, SamplingParams
 from tests.api.engines import LONG, SHORT, Caller, Gate, ask, ids, settle, tokens
 
 
@@ -58,7 +58,9 @@ def test_a_refusal_by_the_engine_is_raised_and_the_other_answers_are_kept(llm: L
     expected = ask(llm, 1, 2)
     llm.pin({"prompt_token_ids": list(range(3, 100))})
     # fits the context, but not the pages that the pin leaves once they are fewer
-    llm.resize(llm.memory_plan.serving - (llm.memory_plan.num_pages - 9) * llm.memory_plan.page_bytes)
+    llm.resize(
+        llm.memory_plan.serving - (llm.memory_plan.num_pages - 9) * llm.memory_plan.page_bytes
+    )
     first, _, last = llm.enqueue([ids(1), ids(7, 100), ids(2)], SHORT)
     with pytest.raises(RequestError, match="are pinned"):
         Caller(llm.wait_for_completion).get_or_raise()
@@ -94,3 +96,30 @@ def test_ctrl_c_aborts_what_is_waited_for_and_the_next_call_returns_it(llm: LLM)
 def test_waiting_for_nothing_returns_at_once(tiny_path: Path) -> None:
     with LLM(tiny_path, max_model_len=64) as llm:
         assert llm.wait_for_completion() == []
+
+
+@pytest.mark.parametrize("how", ["stream", "enqueue"])
+def test_each_of_several_answers_says_once_that_it_is_finished(tiny: LLM, how: str) -> None:
+    # answers of different lengths: whoever is done waits for the others
+    params = SamplingParams(
+        n=4, temperature=1.0, seed=3, max_tokens=40, stop_token_ids=list(range(3, 60))
+    )
+    [whole] = tiny.generate(ids(1), params)
+    assert len({len(one.token_ids) for one in whole.outputs}) > 1
+    if how == "stream":
+        pieces = list(tiny.stream(ids(1), params))
+    else:
+        tiny.enqueue(ids(1), params.clone(output_kind=RequestOutputKind.DELTA))
+        pieces = []
+        while tiny.has_unfinished_requests:
+            pieces += tiny.step()
+    found: dict[int, list[int]] = {index: [] for index in range(4)}
+    ended: list[int] = []
+    for piece in pieces:
+        assert piece.outputs, "an output without news"
+        for one in piece.outputs:
+            assert one.index not in ended
+            found[one.index] += one.token_ids
+            ended += [one.index] * one.finished
+    assert sorted(ended) == [0, 1, 2, 3]
+    assert found == {one.index: one.token_ids for one in whole.outputs}
