@@ -19,13 +19,16 @@ from typing import NoReturn, Protocol, TypeVar
 
 from sdk.engine.engine import Engine, Output
 from sdk.engine.plan import RequestKind
-from sdk.errors import EngineClosedError, EngineDeadError, RequestError
+from sdk.errors import EngineClosedError, EngineDeadError, RequestError, SdkError
 from sdk.memory_pool import Lease
 from sdk.params import SamplingParams
 from sdk.sampling.resolved import ResolvedParams
 
 logger = logging.getLogger("sdk")
 T = TypeVar("T")
+_CLOSED = "this LLM was closed"
+#: For a step when the LLM is closed: it takes milliseconds unless a worker is stopped.
+_PATIENCE_S = 5.0
 
 
 class Listener(Protocol):
@@ -99,7 +102,7 @@ class Driver:
     def _check_open(self, *, asleep: bool = False) -> None:
         """The same within the process: a step does not ask the system which one that is."""
         if self._closed:
-            raise EngineClosedError("this LLM was closed")
+            raise EngineClosedError(_CLOSED)
         if self._failure is not None:
             raise self._failure
         if self._asleep and not asleep:
@@ -115,24 +118,24 @@ class Driver:
             self._refuse_inside_step()
         with self._wake:
             self.check_usable()
+            if run:
+                self._start()
             for job in jobs:
                 self._listeners[job.request_id] = job.listener
                 self._inbox.append(job)
             if run:
                 self._awaited.update(job.request_id for job in jobs)
-                self._start()
             self._wake.notify_all()
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests at the next step boundary; unknown and finished ids are ignored."""
-        ids = tuple(request_ids)
-        if os.getpid() != self._owner or not ids:
+        if os.getpid() != self._owner:
             return
         with self._wake:
-            if self._closed:
-                return
-            self._inbox.append(ids)
-            self._wake.notify_all()
+            ids = tuple(name for name in request_ids if name in self._listeners)
+            if ids and not self._closed:
+                self._inbox.append(ids)
+                self._wake.notify_all()
 
     def run(self, request_ids: Iterable[str]) -> None:
         """Leave requests that were submitted to the stepping thread; finished ids are ignored."""
@@ -140,8 +143,8 @@ class Driver:
         self._refuse_inside_step()
         with self._wake:
             self.check_usable()
-            self._awaited.update(self._listeners.keys() & request_ids)
             self._start()
+            self._awaited.update(self._listeners.keys() & request_ids)
             self._wake.notify_all()
 
     def _refuse_inside_step(self) -> None:
@@ -152,15 +155,30 @@ class Driver:
             )
 
     def _start(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._loop, name="sdk-engine", daemon=True)
+        """Have a stepping thread. :raises SdkError: the system has none to give."""
+        if self._thread is not None:
+            return
+        self._thread = threading.Thread(target=self._loop, name="sdk-engine", daemon=True)
+        try:
             self._thread.start()
+        except BaseException as error:
+            self._thread = None
+            if isinstance(error, RuntimeError):
+                raise SdkError(
+                    f"the engine's thread cannot be started ({error}): expected room for one more "
+                    "under the limits of this process (ulimit -u, pids.max of its container, "
+                    "memory); step() and pump() need no thread"
+                ) from error
+            raise
 
     @property
     def has_work(self) -> bool:
         return bool(self._inbox) or self._engine.has_unfinished
 
     def _loop(self) -> None:
+        with self._wake:
+            if self._thread is not threading.current_thread():
+                return  # whoever started it was interrupted and will start another
         while True:
             if self._must_wait():  # asked without the lock first: nobody is told anything here
                 with self._wake:
@@ -283,6 +301,8 @@ class Driver:
 
     def _die(self, failure: EngineDeadError) -> NoReturn:
         """The engine cannot go on: tell everybody, refuse everything from now on."""
+        if self._closed:  # its workers were ended under the step: _end() tells everybody
+            raise EngineClosedError(_CLOSED) from failure
         logger.error("engine stopped: %s", failure)
         with self._wake:
             self._failure = failure
@@ -338,7 +358,10 @@ class Driver:
                 self._step_lock.release()
 
     def close(self) -> None:
-        """Let the step in progress end, fail what is waiting, give everything back."""
+        """Let the step in progress end, fail what is waiting, give everything back.
+
+        A step that waits for worker processes gets five seconds; then they are killed.
+        """
         if os.getpid() != self._owner:
             return  # a forked child shares the memory but owns neither threads nor workers
         with self._wake:
@@ -346,10 +369,16 @@ class Driver:
             self._wake.notify_all()
         if self._stepping == threading.get_ident():
             return  # the step around us closes the engine when it ends
+        if not self._step_lock.acquire(timeout=_PATIENCE_S):
+            self._engine.break_off()
+            self._step_lock.acquire()
+        try:
+            with self._current():
+                self._end()
+        finally:
+            self._step_lock.release()
         if self._thread not in (None, threading.current_thread()):
             self._thread.join()
-        with self._step_lock, self._current():
-            self._end()
 
     def _end(self) -> None:
         self._engine.close()

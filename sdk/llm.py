@@ -111,9 +111,12 @@ class LLM:
 
     def close(self) -> None:
         """End what is running and give back memory, threads and processes. Idempotent."""
-        self._close()
-        self._reader.close()
-        release_free_memory()
+        try:
+            self._driver.close()  # again after an interrupt, which self._close would not do
+        finally:
+            self._close.detach()
+            self._reader.close()
+            release_free_memory()
 
     # ---- batches ---------------------------------------------------------------------------------
 

@@ -372,6 +372,10 @@ class Engine:
             "native_seconds": self._executor.native_seconds,
         }
 
+    def break_off(self) -> None:
+        """Have a step that waits for other processes fail; it runs in another thread."""
+        self._executor.break_off()
+
     def close(self) -> None:
         """Abort everything and close the executor; idempotent. Afterwards requests and steps raise
         EngineClosedError.

@@ -50,6 +50,11 @@ class Executor(Protocol):
         Function and arguments must be picklable. An exception means that the ranks are lost.
         """
 
+    def break_off(self) -> None:
+        """Have a step that waits for other processes fail, from another thread; :meth:`close` is
+        next. No effect where there are none.
+        """
+
     def stop(self) -> None:
         """Give everything back until :meth:`start` is called again; between two steps."""
 

@@ -89,6 +89,9 @@ class LocalExecutor(Generic[RunnerT]):
         """See :class:`sdk.executors.base.Executor`."""
         return self.runner.native_seconds
 
+    def break_off(self) -> None:
+        """See :class:`sdk.executors.base.Executor`: a step here waits for nobody."""
+
     def stop(self) -> None:
         """Close the runner; :meth:`start` builds it anew."""
         with self._lock:

@@ -204,6 +204,11 @@ class ProcessExecutor(Generic[RunnerT]):
         self._children.stop(0.0)
         return raised
 
+    def break_off(self) -> None:
+        """Kill the children: the step in progress raises EngineClosedError."""
+        self._closed = True
+        self._children.stop(0.0)
+
     def stop(self) -> None:
         """End the children and close rank 0's runner; :meth:`start` begins anew."""
         self._check_owner()
