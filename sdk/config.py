@@ -12,10 +12,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from sdk.errors import QuantizationError, RequestError
+from sdk.errors import QuantizationError, RequestError, SdkError
 from sdk.kernels.ladder import KEPT_PAGES, LADDER_PAGE_SIZE
 from sdk.memory import parse_bytes
 from sdk.memory_pool import MemoryPool
+from sdk.quant.shown import described, shown
 from sdk.quant.spec import KVTypes, parse_ladder
 
 #: ``(stage, done, total)``; return ``False`` to cancel. Stages: ``"load"`` in bytes, ``"generate"``
@@ -82,23 +83,31 @@ class EngineConfig:
     on_progress: ProgressCallback | None = None
 
     def __post_init__(self) -> None:
+        try:
+            self._check()
+        except SdkError:
+            raise
+        except Exception as error:  # a value's own methods may raise anything
+            raise RequestError(f"an option cannot be read: {described(error)}") from error
+
+    def _check(self) -> None:
         for name, (off, instead) in _NOT_YET.items():
             if getattr(self, name) != off:
                 raise RequestError(
-                    f"{name}={getattr(self, name)!r} is not available in this release: {instead}"
+                    f"{name}={shown(getattr(self, name))} is not available in this release: {instead}"
                 )
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise RequestError(
                     f"{name}: expected one of {', '.join(map(repr, allowed))}, "
-                    f"found {getattr(self, name)!r}"
+                    f"found {shown(getattr(self, name))}"
                 )
         for name, (low, high) in _COUNTS.items():
             value = getattr(self, name)
             if value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-                raise RequestError(f"{name}: expected an integer in {low}..{high}, found {value!r}")
+                raise RequestError(f"{name}: expected an integer in {low}..{high}, found {shown(value)}")
         for name in ("memory", "kv_cache_memory_bytes"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, MemoryPool):
@@ -110,16 +119,16 @@ class EngineConfig:
         if self.kv_policy is not None:
             self._check_policy()
         elif self.kv_keep != KEPT_PAGES:
-            raise RequestError(f"kv_keep={self.kv_keep!r} needs a kv_policy")
+            raise RequestError(f"kv_keep={shown(self.kv_keep)} needs a kv_policy")
         if self.quantization is not None:
             _check_quantization(self.quantization)
         share = self.gpu_memory_utilization
-        if share is not None and not 0 < share <= 1:
-            raise RequestError(f"gpu_memory_utilization: expected a share in (0, 1], found {share}")
+        if share is not None and not (_is_number(share) and 0 < share <= 1):
+            raise RequestError(f"gpu_memory_utilization: expected a share in (0, 1], found {shown(share)}")
         if self.block_size & (self.block_size - 1):
             raise RequestError(f"block_size: expected a power of two, found {self.block_size}")
         if self.on_progress is not None and not callable(self.on_progress):
-            raise RequestError(f"on_progress: expected a callable, found {self.on_progress!r}")
+            raise RequestError(f"on_progress: expected a callable, found {shown(self.on_progress)}")
 
     def _check_offload(self) -> None:
         for name in ("disk_offload", "cpu_offload"):
@@ -144,9 +153,9 @@ class EngineConfig:
         if value is None:
             return
         if not isinstance(value, str | os.PathLike):
-            raise RequestError(f"{name}: expected a folder, found {value!r}")
+            raise RequestError(f"{name}: expected a folder, found {shown(value)}")
         if getattr(self, option) == 0:
-            raise RequestError(f"{name}={os.fspath(value)!r} needs a {option}")
+            raise RequestError(f"{name}={shown(os.fspath(value))} needs a {option}")
         object.__setattr__(self, name, os.fspath(value))
 
     def _check_swap(self) -> None:
@@ -162,14 +171,14 @@ class EngineConfig:
 
     def _check_policy(self) -> None:
         try:
-            object.__setattr__(self, "kv_policy", parse_ladder(str(self.kv_policy)))
+            object.__setattr__(self, "kv_policy", parse_ladder(_text("kv_policy", self.kv_policy)))
         except ValueError as error:
             raise RequestError(f"kv_policy: {error}") from error
         keep = self.kv_keep
         if not isinstance(keep, list | tuple) or [type(n) for n in keep] != [int, int]:
-            raise RequestError(f"kv_keep: expected two numbers of pages, found {keep!r}")
+            raise RequestError(f"kv_keep: expected two numbers of pages, found {shown(keep)}")
         if min(keep) < 0:
-            raise RequestError(f"kv_keep: expected numbers of pages from 0 on, found {keep!r}")
+            raise RequestError(f"kv_keep: expected numbers of pages from 0 on, found {shown(keep)}")
         object.__setattr__(self, "kv_keep", tuple(keep))
         if self.kv_cache_dtype != "auto":
             raise RequestError(
@@ -198,11 +207,21 @@ class EngineConfig:
         return cls(model=str(model), **options)
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _text(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise RequestError(f"{name}: expected a string, found {shown(value)}")
+    return value
+
+
 def _check_quantization(name: object) -> None:
     from sdk.quant.at_load import scheme_at_load  # with torch
 
     try:
-        scheme_at_load(str(name))
+        scheme_at_load(_text("quantization", name))
     except QuantizationError as error:
         raise RequestError(str(error)) from error
 
@@ -210,7 +229,7 @@ def _check_quantization(name: object) -> None:
 def _kv_cache_dtype(text: object) -> str:
     """As it is printed: ``fp8_e4m3`` becomes ``fp8``."""
     try:
-        return str(KVTypes.parse(str(text)))
+        return str(KVTypes.parse(_text("kv_cache_dtype", text)))
     except ValueError as error:
         raise RequestError(f"kv_cache_dtype: {error}") from error
 

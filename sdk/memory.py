@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdk.control_groups import group_memory
 from sdk.errors import RequestError
+from sdk.quant.shown import shown
 
 if TYPE_CHECKING:
     from sdk.config import EngineConfig
@@ -71,7 +72,8 @@ def parse_bytes(value: object, name: str = "size") -> int:
             count = float(found[1]) * _UNITS[found[2].upper()]
     if count is None or not 1 <= count < 2**63:
         raise RequestError(
-            f"{name}: expected a size such as '2GiB' or '500MB', at least a byte, found {value!r}"
+            f"{name}: expected a size such as '2GiB' or '500MB', at least a byte, "
+            f"found {shown(value)}"
         )
     return int(count)
 

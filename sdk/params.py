@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import enum
+import itertools
 import math
 import operator
 import re
@@ -19,7 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sdk.errors import RequestError
+from sdk.errors import RequestError, SdkError
+from sdk.quant.shown import described, shown
 
 #: Limits, so that one request cannot exhaust the process. They are part of the error messages.
 MAX_N = 64
@@ -224,6 +226,14 @@ class SamplingParams:
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
+        try:
+            self._check()
+        except SdkError:
+            raise
+        except Exception as error:  # a value's own methods may raise anything
+            raise RequestError(f"a sampling parameter cannot be read: {described(error)}") from error
+
+    def _check(self) -> None:
         for name, allowed in _INTEGERS.items():
             self._set(name, _number(name, getattr(self, name), allowed, operator.index))
         for name, allowed in _FLOATS.items():
@@ -295,17 +305,19 @@ class SamplingParams:
         bias = given.get("logit_bias")
         if isinstance(bias, Mapping):
             given["logit_bias"] = {
-                int(key) if isinstance(key, str) and key.isdecimal() else key: value
+                int(key) if isinstance(key, str) and _is_id(key) else key: value
                 for key, value in bias.items()
             }
         return cls(**given)
 
 
+def _is_id(key: str) -> bool:
+    """Whether a string is a token id. (Python makes no integers of more than 4,300 digits.)"""
+    return key.isdecimal() and len(key) <= len(str(MAX_TOKEN_ID))
+
+
 def _refused(name: str, value: object, allowed: str) -> RequestError:
-    shown = repr(value)
-    if len(shown) > 80:
-        shown = shown[:77] + "..."
-    return RequestError(f"{name} must be {allowed}, got {shown}")
+    return RequestError(f"{name} must be {allowed}, got {shown(value)}")
 
 
 def _to_float(value: Any) -> float:
@@ -322,7 +334,7 @@ def _number(name: str, value: Any, allowed: _Range, convert: Callable[[Any], Any
         if isinstance(value, bool):
             raise TypeError
         number = convert(value)
-    except (TypeError, ValueError, OverflowError):
+    except Exception:  # its own __index__ or __float__ may raise anything
         raise _refused(name, value, f"{kind} {allowed}") from None
     if number not in allowed or not math.isfinite(number):
         raise _refused(name, value, f"{kind} {allowed}")
@@ -333,11 +345,11 @@ def _sequence(name: str, value: Any, what: str, limit: int) -> tuple[Any, ...]:
     if isinstance(value, str | bytes | Mapping):
         raise _refused(name, value, f"a list of {what}")
     try:
-        items = tuple(value)
-    except TypeError:
+        items = tuple(itertools.islice(value, limit + 1))  # no more, however many there are
+    except Exception:
         raise _refused(name, value, f"a list of {what}") from None
     if len(items) > limit:
-        raise RequestError(f"{name} must hold at most {limit} {what}, got {len(items)}")
+        raise RequestError(f"{name} must hold at most {limit} {what}, got more")
     return items
 
 
