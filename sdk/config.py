@@ -94,7 +94,8 @@ class EngineConfig:
         for name, (off, instead) in _NOT_YET.items():
             if getattr(self, name) != off:
                 raise RequestError(
-                    f"{name}={shown(getattr(self, name))} is not available in this release: {instead}"
+                    f"{name}={shown(getattr(self, name))} is not available in this release: "
+                    f"{instead}"
                 )
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
@@ -107,7 +108,9 @@ class EngineConfig:
             if value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-                raise RequestError(f"{name}: expected an integer in {low}..{high}, found {shown(value)}")
+                raise RequestError(
+                    f"{name}: expected an integer in {low}..{high}, found {shown(value)}"
+                )
         for name in ("memory", "kv_cache_memory_bytes"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, MemoryPool):
@@ -124,7 +127,9 @@ class EngineConfig:
             _check_quantization(self.quantization)
         share = self.gpu_memory_utilization
         if share is not None and not (_is_number(share) and 0 < share <= 1):
-            raise RequestError(f"gpu_memory_utilization: expected a share in (0, 1], found {shown(share)}")
+            raise RequestError(
+                f"gpu_memory_utilization: expected a share in (0, 1], found {shown(share)}"
+            )
         if self.block_size & (self.block_size - 1):
             raise RequestError(f"block_size: expected a power of two, found {self.block_size}")
         if self.on_progress is not None and not callable(self.on_progress):

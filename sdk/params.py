@@ -231,7 +231,9 @@ class SamplingParams:
         except SdkError:
             raise
         except Exception as error:  # a value's own methods may raise anything
-            raise RequestError(f"a sampling parameter cannot be read: {described(error)}") from error
+            raise RequestError(
+                f"a sampling parameter cannot be read: {described(error)}"
+            ) from error
 
     def _check(self) -> None:
         for name, allowed in _INTEGERS.items():
