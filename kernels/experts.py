@@ -111,23 +111,44 @@ class ExpertOps:
         if not 1 <= k <= count:
             raise KernelError(f"route: expected 1 to {count} experts per token, found {k}")
 
-        def integers(*shape: int) -> Tensor:
-            return self.empty(*shape).view(torch.int32)
-
-        weights, chosen = self.empty(tokens, k), integers(tokens, k)
-        rows = tokens * k
-        routes = Routes(
-            weights,
-            integers(tokens, k),
-            integers(rows),
-            integers(rows),
-            integers(count + 1),
-            integers(count + 1),
-        )
+        weights, chosen = self.empty(tokens, k), self._integers(tokens, k)
+        routes = self._empty_routes(weights, count)
         if tokens:
             self._kernel("route").run(logits.contiguous(), normalized, chosen, weights)
             self._kernel("group").run(chosen, routes)
         return routes
+
+    def routes(self, chosen: Tensor, weights: Tensor, count: int) -> Routes:
+        """The routes of a router of somebody else's: ``chosen`` and ``weights [T, k]``.
+
+        ``count``: how many experts there are. Looks at the numbers, so it cannot be recorded.
+
+        :raises KernelError: an expert outside ``0..count - 1``.
+        """
+        if chosen.numel() and not 0 <= int(chosen.min()) <= int(chosen.max()) < count:
+            raise KernelError(
+                f"routes: expected experts in 0..{count - 1}, "
+                f"found {int(chosen.min())} to {int(chosen.max())}"
+            )
+        routes = self._empty_routes(weights.to(torch.float32).contiguous(), count)
+        if chosen.numel():
+            self._kernel("group").run(chosen.to(torch.int32).contiguous(), routes)
+        return routes
+
+    def _integers(self, *shape: int) -> Tensor:
+        return self.empty(*shape).view(torch.int32)
+
+    def _empty_routes(self, weights: Tensor, count: int) -> Routes:
+        tokens, k = weights.shape
+        rows = tokens * k
+        return Routes(
+            weights,
+            self._integers(tokens, k),
+            self._integers(rows),
+            self._integers(rows),
+            self._integers(count + 1),
+            self._integers(count + 1),
+        )
 
     def add_owners_bias(self, x: Tensor, bias: Tensor, routes: Routes) -> Tensor:
         """``x[r] += bias[routes.owners[r]]``: ``x [R, N]``, ``bias [E, N]``; returns x."""

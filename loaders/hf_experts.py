@@ -21,11 +21,20 @@ _FIRST_SPELLING = re.compile(
     r"(.+\.)block_sparse_moe\.(experts\.\d+\.)?(gate|w[123]|(?:gate|up|down)_proj)\b(.*)"
 )
 _OURS = re.compile(r"(.+\.)mlp\.(?:(experts\.\d+\.)(gate|up|down)_proj|(gate))\b(.*)")
-_ONE = re.compile(r"(.+\.mlp\.experts)\.(\d{1,4})\.(gate|up|down)_proj(\.bias)?")
+_ONE = re.compile(r"(.+\.experts)\.(\d{1,4})\.(gate|up|down)_proj(\.bias)?")
+#: GraniteMoE's files name two tensors of all experts, and the router, in their own way.
+_GRANITE = {
+    "block_sparse_moe.input_linear.weight": "block_sparse_moe.experts.gate_up_proj",
+    "block_sparse_moe.output_linear.weight": "block_sparse_moe.experts.down_proj",
+    "block_sparse_moe.router.layer.weight": "block_sparse_moe.router.weight",
+}
 
 
 def spelled_as_ours(name: str) -> str:
-    """The name of a tensor with Mixtral's first spelling of it replaced."""
+    """The name of a tensor with Mixtral's first spelling, or GraniteMoE's, of it replaced."""
+    for theirs, ours in _GRANITE.items():
+        if name.endswith(theirs):
+            return name.removesuffix(theirs) + ours
     found = _FIRST_SPELLING.fullmatch(name)
     if found is None:
         return name

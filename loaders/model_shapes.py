@@ -23,9 +23,11 @@ LIMITS: dict[str, tuple[int, int]] = {
     "head_dim": (1, 1 << 14),
     "vocab_size": (1, 1 << 24),
     "max_position_embeddings": (1, 1 << 31),
-    "sliding_window": (1, 1 << 31),
+    "sliding_window": (0, 1 << 31),  # 0: none (qwen2_moe)
     "num_local_experts": (1, 1024),
     "num_experts": (1, 1024),
+    "n_routed_experts": (1, 1024),
+    "moe_num_experts": (1, 1024),
     "num_experts_per_tok": (1, 1024),
     "moe_intermediate_size": (1, 1 << 22),
 }
@@ -71,8 +73,9 @@ def head_dim(config: Mapping[str, Any]) -> int:
 
 def num_experts(config: Mapping[str, Any]) -> int | None:
     """Experts of a layer; None for a model without any."""
-    found: int | None = config.get("num_experts") or config.get("num_local_experts")
-    return found
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    found = next((config[name] for name in names if config.get(name)), None)
+    return found if isinstance(found, int) else None
 
 
 def _experts_shape(config: Mapping[str, Any], name: str) -> tuple[int, ...] | None:

@@ -311,7 +311,7 @@ def _windows(fields: _Fields, model_type: str, layers: int) -> tuple[int | None,
         sliding = [layer >= first for layer in range(layers)]
     elif model_type == "qwen3_moe" and not fields.flag("use_sliding_window", default=False):
         sliding = [False] * layers
-    elif model_type in WINDOW_PATTERNS and fields.has("sliding_window"):
+    elif model_type in WINDOW_PATTERNS and fields.values.get("sliding_window"):
         pattern = fields.count(
             "sliding_window_pattern", MAX_LAYERS, default=WINDOW_PATTERNS[model_type]
         )

@@ -21,6 +21,7 @@ replaces ``nn.Module.register_parameter`` for the whole process and puts it back
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
@@ -34,7 +35,7 @@ from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.ops import Ops
 from sdk.models.config import ModelConfig
 from sdk.models.hf_weights import Filling
-from sdk.models.layers import Linear
+from sdk.models.layers import ExpertLinear, Linear
 from sdk.models.parallel import Mesh
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.errors import CheckpointError, UnsupportedError
@@ -83,11 +84,7 @@ def _read_config(values: Mapping[str, Any]) -> Any:
         config = transformers.CONFIG_MAPPING[name](**kept)
     except Exception as error:  # transformers raises whatever its validators raise
         raise CheckpointError(f"config of {name!r}: transformers refuses it: {error}") from error
-    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UnsupportedError(
-            f"model_type {name!r} is no causal language model in transformers "
-            f"{transformers.__version__}: convert the checkpoint to a text model"
-        )
+    _check_kind(config)
     kinds = set(getattr(config, "layer_types", None) or ())
     unknown = kinds - {"full_attention", "sliding_attention"}
     if unknown:
@@ -95,14 +92,64 @@ def _read_config(values: Mapping[str, Any]) -> Any:
             f"model_type {name!r}: layer_types: expected full_attention or sliding_attention, "
             f"found {sorted(unknown)[0]!r}"
         )
+    if "sliding_attention" in kinds and not getattr(config, "sliding_window", None):
+        raise CheckpointError(
+            f"config of {name!r}: layer_types has sliding_attention, "
+            "expected a sliding_window of at least 1 token"
+        )
     return config
+
+
+def _check_kind(config: Any) -> None:
+    """Only decoders whose attention transformers calls by name can run over our pages.
+
+    :raises UnsupportedError: saying what the model is instead.
+    """
+    import transformers
+
+    name, release = config.model_type, transformers.__version__
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedError(
+            f"model_type {name!r} is an encoder-decoder (sequence-to-sequence) model; "
+            "expected a causal language model, which continues a text"
+        )
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedError(
+            f"model_type {name!r} is no causal language model in transformers {release}; "
+            "expected a model that continues a text"
+        )
+    modeling = sys.modules[transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__module__]
+    if not hasattr(modeling, "ALL_ATTENTION_FUNCTIONS"):
+        raise UnsupportedError(
+            f"model_type {name!r}: in transformers {release} its attention is code of its own, "
+            "which cannot use a paged KV cache; run it with transformers"
+        )
+    if getattr(config, "is_decoder", True) is False and hasattr(config, "type_vocab_size"):
+        raise UnsupportedError(
+            f"model_type {name!r} is an encoder (is_decoder is false): its tokens attend in both "
+            "directions; expected a causal language model, which continues a text"
+        )
 
 
 def _facts(hf_config: Any) -> ModelConfig:
     """The sizes the engine needs; everything else stays transformers' business."""
-    c = hf_config.get_text_config()
+    try:
+        return _sizes(hf_config, hf_config.get_text_config())
+    except CheckpointError:
+        raise
+    except Exception as error:  # a config class raises its own where layers differ (Gemma 4)
+        raise UnsupportedError(
+            f"model_type {hf_config.model_type!r}: expected layers of one size: {error}"
+        ) from error
+
+
+def _sizes(hf_config: Any, c: Any) -> ModelConfig:
     heads = getattr(c, "num_attention_heads", None)
+    kv_heads = 1 if getattr(c, "multi_query", False) else getattr(c, "num_key_value_heads", None)
+    head_dim = getattr(c, "head_dim", None)
     hidden = getattr(c, "hidden_size", None)
+    if getattr(c, "kv_lora_rank", None):  # latent attention: kept as keys and values of every head
+        kv_heads, head_dim = heads, c.qk_nope_head_dim + c.qk_rope_head_dim
     return ModelConfig.from_dict(
         {
             "model_type": hf_config.model_type,
@@ -111,8 +158,8 @@ def _facts(hf_config: Any) -> ModelConfig:
             "intermediate_size": getattr(c, "intermediate_size", None) or hidden,
             "num_hidden_layers": getattr(c, "num_hidden_layers", None),
             "num_attention_heads": heads,
-            "num_key_value_heads": getattr(c, "num_key_value_heads", None) or heads,
-            "head_dim": getattr(c, "head_dim", None),
+            "num_key_value_heads": kv_heads or heads,
+            "head_dim": head_dim,
             "rms_norm_eps": getattr(c, "rms_norm_eps", None) or 1e-5,
             "max_position_embeddings": getattr(c, "max_position_embeddings", None),
             "tie_word_embeddings": bool(getattr(c, "tie_word_embeddings", False)),
@@ -158,7 +205,7 @@ class PagedStep:
         kinds = getattr(self.config, "layer_types", None)
         if told is None and kinds and kinds[layer] == "sliding_attention":
             told = self.config.sliding_window
-        return told
+        return told or None  # families without a window spell it 0 or null
 
 
 def paged_attention(
@@ -175,13 +222,21 @@ def paged_attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention function: q, k, v ``[1, heads, T, head_dim]``, already rotated.
 
-    ``s_aux`` are attention sinks. Returns ``[1, T, heads, head_dim]``.
+    ``s_aux`` are attention sinks. Values may be shorter than keys (latent attention): their pages
+    are filled up with zeros. Returns ``[1, T, heads, head_dim of v]``.
     """
     step: PagedStep = getattr(module, BINDING)
     assert step.batch is not None
+    if attention_mask is not None:
+        raise UnsupportedError(
+            f"model_type {step.name!r}: its attention has a mask of its own, expected a causal one"
+        )
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     pages = step.pages[layer]
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+    width = v.shape[2]
+    if width < k.shape[2]:
+        v = nn.functional.pad(v, (0, k.shape[2] - width))
     expected = (pages.k.shape[1], pages.k.shape[3])
     for part, x in (("key", k), ("value", v)):
         if tuple(x.shape[1:]) != expected:
@@ -201,7 +256,7 @@ def paged_attention(
         sinks=s_aux,
     )
     step.layers_run += 1
-    return y.view(1, *q.shape), None
+    return y.view(1, *q.shape)[..., :width], None
 
 
 class GivenHidden(nn.Module):
@@ -238,7 +293,7 @@ class HFModel:
         self._head = model
         self._prove()
 
-    def linears(self) -> Iterator[tuple[str, Linear]]:
+    def linears(self) -> Iterator[tuple[str, Linear | ExpertLinear]]:
         """See :class:`sdk.models.decoder.CausalLM`."""
         return iter(self._linears)
 

@@ -5,6 +5,7 @@ Used by :mod:`sdk.models.hf_backend` while it builds a model, and only then.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,11 +13,12 @@ from torch import Tensor, nn
 
 from sdk.kernels.layouts import Dense
 from sdk.kernels.ops import Ops
-from sdk.models.layers import Linear
+from sdk.models.layers import ExpertLinear, Linear
 from sdk.models.parallel import Mesh
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.errors import CheckpointError, UnsupportedError
-from sdk.quant.weight import DenseWeight, Weight
+from sdk.quant.experts import ExpertWeights
+from sdk.quant.weight import DenseWeight, Weight, concat
 
 
 class PackedLinear(nn.Module):
@@ -32,14 +34,43 @@ class PackedLinear(nn.Module):
 
 
 class PackedEmbedding(nn.Module):
-    """Stands where an ``nn.Embedding`` was."""
+    """Stands where an ``nn.Embedding`` was, or one that scales its rows (Gemma)."""
 
-    def __init__(self, packed: Weight) -> None:
+    def __init__(self, packed: Weight, scale: Tensor | float | None) -> None:
         super().__init__()
         self.packed = packed
+        self.scale = scale
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.packed.rows(ids.reshape(-1)).view(*ids.shape, -1)
+        rows = self.packed.rows(ids.reshape(-1)).view(*ids.shape, -1)
+        return rows if self.scale is None else rows * self.scale
+
+
+class PackedExperts(nn.Module):
+    """Stands where transformers keeps the experts of a layer as two tensors of three dimensions.
+
+    The router stays transformers' own. ``gate`` is the method of the replaced module that turns
+    rows ``[R, 2 * inner]``, gate before up, into ``[R, inner]``.
+    """
+
+    def __init__(
+        self,
+        gate_up: ExpertLinear,
+        down: ExpertLinear,
+        gate: Callable[[Tensor], Tensor],
+        ops: Ops,
+    ) -> None:
+        super().__init__()
+        self.gate_up = gate_up
+        self.down = down
+        self.gate = gate
+        self.ops = ops
+
+    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """``hidden [T, H]``; ``chosen`` and ``weights [T, k]``: the experts of each token."""
+        routes = self.ops.routes(chosen, weights, len(self.gate_up.weight.parts))
+        inner = self.gate(self.gate_up(hidden, routes))
+        return self.ops.combine(self.down(inner.contiguous(), routes), routes)
 
 
 class Filling:
@@ -51,19 +82,22 @@ class Filling:
         self.model = model
         self.head = model.get_output_embeddings()
         self.tied_to = model.get_input_embeddings() if tied else None
-        self.linears: list[tuple[str, Linear]] = []
+        self.linears: list[tuple[str, Linear | ExpertLinear]] = []
         self.tied: Weight | None = None
+        self.renamings = _renamings(model)
 
-    def fill(self) -> list[tuple[str, Linear]]:
+    def fill(self) -> list[tuple[str, Linear | ExpertLinear]]:
         """Replace or load all modules, in the order of the tree; returns the linears."""
         from transformers.pytorch_utils import Conv1D
 
         for name, module in list(self.model.named_modules()):
-            if type(module) is nn.Embedding:
+            if _is_embedding(module):
                 weight = self._pull(name, tuple(module.weight.shape))
                 if module is self.tied_to:
                     self.tied = weight
-                new: nn.Module = PackedEmbedding(weight)
+                new: nn.Module = PackedEmbedding(weight, getattr(module, "embed_scale", None))
+            elif _are_experts(module):
+                new = self._experts(name, module)
             elif type(module) is nn.Linear:
                 shared = self.tied if module is self.head else None
                 weight = shared or self._pull(name, tuple(module.weight.shape))
@@ -80,17 +114,36 @@ class Filling:
         """What the file calls ``name``.
 
         GPT-2's files hold the body alone, without its prefix; GPT-NeoX's call the head embed_out.
+        transformers knows the older names of other families and renames them as it loads.
         """
         prefix = f"{self.model.base_model_prefix}."
         spellings = (name, name.removeprefix(prefix), name.replace("lm_head", "embed_out"))
-        return next((n for n in spellings if self.checkpoint.has(n)), name)
+        found = next((n for n in spellings if self.checkpoint.has(n)), None)
+        return found or self._older_name(name) or name
 
-    def _pull(self, name: str, shape: tuple[int, ...]) -> Weight:
+    def _older_name(self, name: str) -> str | None:
+        """The name before transformers' renamings, where the file has a tensor of that name.
+
+        A layer is asked for without ``.weight``, which a pattern may ask for.
+        """
+        for suffix in ("", ".weight"):
+            older = name + suffix
+            for renaming in self.renamings:
+                older = renaming.rename_source_key(older)[0]
+            if older != name + suffix and self.checkpoint.has(older.removesuffix(".weight")):
+                return older.removesuffix(suffix)
+        return None
+
+    def _shaped(self, name: str, shape: tuple[int, ...]) -> Weight:
         weight = self.checkpoint.weight(self._name(name))
         if weight.shape != shape:
             raise CheckpointError(
                 f"{name}: expected shape {list(shape)}, found {list(weight.shape)}"
             )
+        return weight
+
+    def _pull(self, name: str, shape: tuple[int, ...]) -> Weight:
+        weight = self._shaped(name, shape)
         weight.bind(self.ops)
         return weight
 
@@ -110,6 +163,42 @@ class Filling:
     def _linear(self, name: str, weight: Weight, module: Any) -> Linear:
         bias = None if module.bias is None else self._tensor(f"{name}.bias", module.bias)
         linear = Linear(weight, bias, Mesh(), self.ops)
+        self.linears.append((name, linear))
+        return linear
+
+    def _experts(self, name: str, module: Any) -> PackedExperts:
+        """All experts of a layer, from a tensor each or from one tensor of all."""
+        count, wide, hidden = module.gate_up_proj.shape
+        shape, down_shape = (wide // 2, hidden), (hidden, wide // 2)
+        gate_up: list[Weight] = []
+        down: list[Weight] = []
+        if self.checkpoint.has(f"{name}.0.down_proj"):
+            for expert in range(count):
+                path = f"{name}.{expert}"
+                parts = [self._shaped(f"{path}.{part}_proj", shape) for part in ("gate", "up")]
+                gate_up.append(concat(parts))
+                gate_up[-1].bind(self.ops)
+                down.append(self._shaped(f"{path}.down_proj", down_shape))
+                down[-1].bind(self.ops)
+        else:
+            gate_up = self._cut(f"{name}.gate_up_proj", (count, wide, hidden))
+            down = self._cut(f"{name}.down_proj", (count, *down_shape))
+        first = self._bound_experts(f"{name}.gate_up_proj", gate_up, by_token=True)
+        second = self._bound_experts(f"{name}.down_proj", down, by_token=False)
+        return PackedExperts(first, second, module._apply_gate, self.ops)
+
+    def _cut(self, name: str, shape: tuple[int, int, int]) -> list[Weight]:
+        """The experts of one tensor ``[E, out, in]``, each bound."""
+        whole = self._tensor(name, torch.empty(shape, device="meta"))
+        weights: list[Weight] = [DenseWeight(Dense(own.contiguous())) for own in whole]
+        for weight in weights:
+            weight.bind(self.ops)
+        return weights
+
+    def _bound_experts(self, name: str, parts: list[Weight], *, by_token: bool) -> ExpertLinear:
+        weight = ExpertWeights(parts)
+        weight.bind(self.ops)
+        linear = ExpertLinear(weight, None, self.ops, by_token=by_token)
         self.linears.append((name, linear))
         return linear
 
@@ -142,3 +231,37 @@ class Filling:
                 f"{name}: expected shape {list(like.shape)}, found {list(tensor.shape)}"
             )
         return tensor.to(self.ops.device, torch.float32)
+
+
+def _is_embedding(module: nn.Module) -> bool:
+    """A plain table of rows, or one whose class only multiplies them by ``embed_scale``."""
+    if type(module) is nn.Embedding:
+        return True
+    return isinstance(module, nn.Embedding) and hasattr(module, "embed_scale")
+
+
+def _are_experts(module: Any) -> bool:
+    """Whether a module is a layer's experts, in the one form that :class:`PackedExperts` computes.
+
+    transformers marks its expert classes with these flags; classes with biases, transposed or
+    interleaved tensors are left as they are.
+    """
+    flags = ("has_gate", "is_concatenated")
+    others = ("has_bias", "is_transposed", "has_post_expert_norm")
+    return (
+        all(getattr(module, flag, False) for flag in flags)
+        and not any(getattr(module, flag, False) for flag in others)
+        and {name for name, _ in module.named_parameters()} == {"gate_up_proj", "down_proj"}
+        and hasattr(module, "_apply_gate")
+    )
+
+
+def _renamings(model: Any) -> list[Any]:
+    """transformers' renamings of tensors of older files, from today's names back to theirs."""
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightRenaming
+    except ImportError:  # other releases keep them elsewhere: files with today's names still load
+        return []
+    known = get_model_conversion_mapping(model, add_legacy=False)
+    return [r.reverse_transform() for r in reversed(known) if isinstance(r, WeightRenaming)]
