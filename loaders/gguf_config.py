@@ -18,6 +18,7 @@ from sdk.loaders.gguf_metadata import Keys, shortest
 from sdk.loaders.gguf_reader import GgufFile
 from sdk.loaders.gguf_rope import rope_scaling
 from sdk.loaders.model_shapes import LIMITS, check_config
+from sdk.loaders.other_kinds import check_gguf_kind
 from sdk.quant.errors import CheckpointError, UnsupportedError
 
 #: GGUF architecture -> Hugging Face model_type. A sliding window turns llama into mistral.
@@ -54,6 +55,7 @@ def architecture(file: GgufFile) -> str:
         CheckpointError: the file does not say.
         UnsupportedError: one that is not run.
     """
+    check_gguf_kind(file.path, file.metadata)
     name = file.metadata.get("general.architecture")
     if not isinstance(name, str):
         raise CheckpointError(f"{file.path}: general.architecture is {name!r}, expected a name")

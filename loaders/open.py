@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 from sdk.loaders.gguf_config import build_config
 from sdk.loaders.gguf_reader import read_gguf
 from sdk.loaders.hub import download, is_hub_id
+from sdk.loaders.other_kinds import PICKLES, check_adapter, no_model
 from sdk.quant.checkpoint import Checkpoint, TensorEntry
 from sdk.quant.errors import CheckpointError, UnsupportedError
 
 if TYPE_CHECKING:
     from sdk.loaders.hf_folder import HfFolder
-
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def open_checkpoint(
@@ -93,13 +92,16 @@ def _located(model: str | Path, revision: str | None, local_files_only: bool) ->
 def _gguf_at(path: Path) -> Path | None:
     """The GGUF file that a path is or holds; None where safetensors files are to be read."""
     if not path.is_dir():
-        if path.suffix in _PICKLES:
+        if path.suffix in PICKLES:
             raise UnsupportedError(
                 f"{path}: a pickle, which can run any code when read, is not opened; open a folder "
                 "with config.json and safetensors files (save_pretrained writes one) or a GGUF file"
             )
         return None if path.suffix == ".safetensors" else path
-    if any((path / name).is_file() for name in ("config.json", "params.json")):
+    check_adapter(path)
+    if any((path / name).is_file() for name in ("config.json", "params.json")) and (
+        not (path / "model_index.json").is_file()  # diffusers' pipelines may hold both
+    ):
         return None
     models = sorted(path.glob("*.gguf"))
     first = [model for model in models if "-of-" not in model.name or "-00001-of-" in model.name]
@@ -108,10 +110,18 @@ def _gguf_at(path: Path) -> Path | None:
     if first:
         names = ", ".join(model.name for model in first[:5])
         raise CheckpointError(f"{path}: several GGUF models in it, name one: {names}")
-    raise CheckpointError(f"{path}: neither config.json nor a .gguf file in it")
+    raise no_model(path)
 
 
 def _hf_folder(path: Path) -> HfFolder:
     from sdk.loaders.hf_folder import HfFolder  # five modules that a GGUF file does not need
 
-    return HfFolder(path) if path.is_dir() else HfFolder(path.parent, path)
+    if path.is_dir():
+        return HfFolder(path)
+    if not any((path.parent / name).is_file() for name in ("config.json", "params.json")):
+        check_adapter(path.parent)
+        raise CheckpointError(
+            f"{path}: the weights of a model without its config.json, which must lie beside it; "
+            "download the whole folder"
+        )
+    return HfFolder(path.parent, path)

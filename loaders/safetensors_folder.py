@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from sdk.loaders.other_kinds import no_model
 from sdk.loaders.safetensors_reader import SafetensorsFiles, checked_file, read_index
-from sdk.quant.errors import CheckpointError, UnsupportedError
+from sdk.quant.errors import CheckpointError
 
 logger = logging.getLogger("sdk")
 
 INDEX_ENDING = ".safetensors.index.json"
 INDEX_NAME = f"model{INDEX_ENDING}"
 SINGLE_NAME = "model.safetensors"
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def open_weights(folder: Path, weights: Path | None = None) -> SafetensorsFiles:
@@ -21,7 +21,7 @@ def open_weights(folder: Path, weights: Path | None = None) -> SafetensorsFiles:
 
     Raises:
         CheckpointError: there is no such file, or it is not clear which ones are meant.
-        UnsupportedError: there are only pickles or adapters.
+        UnsupportedError: the folder holds another kind of model.
     """
     if weights is not None:
         return SafetensorsFiles([checked_file(folder, weights.name)])
@@ -49,7 +49,7 @@ def open_weights(folder: Path, weights: Path | None = None) -> SafetensorsFiles:
             f"{folder}: {len(models)} safetensors files ({', '.join(models[:3])}, ...) but no "
             f"{INDEX_NAME} that says what is where; download the index too"
         )
-    raise _no_weights(folder, found)
+    raise no_model(folder)
 
 
 def _index(folder: Path) -> Path | None:
@@ -58,19 +58,3 @@ def _index(folder: Path) -> Path | None:
         return folder / INDEX_NAME
     others = list(folder.glob(f"*{INDEX_ENDING}"))
     return others[0] if len(others) == 1 else None
-
-
-def _no_weights(folder: Path, adapters: list[str]) -> CheckpointError:
-    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES)
-    if pickles:
-        return UnsupportedError(
-            f"{folder}: only {', '.join(pickles[:3])}: such files are pickles, which can run any "
-            "code when read, and are not opened. Convert them where you trust them: "
-            'python -c "from transformers import AutoModelForCausalLM as M; '
-            f"M.from_pretrained('{folder}').save_pretrained('OUT')\""
-        )
-    if adapters:
-        return UnsupportedError(
-            f"{folder}: {', '.join(adapters)} is an adapter for another model, not a model"
-        )
-    return CheckpointError(f"{folder}: no .safetensors files in it")

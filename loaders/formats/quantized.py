@@ -42,6 +42,7 @@ _TELLTALES = (
     ("_blocks", "mxfp4", "MXFP4"),
     ("._weight_qdata", "torchao", "torchao"),
     (".W_q", "hqq", "HQQ"),
+    (".biases", "", "MLX"),
     (".act.scales", "", "AWQ for activation functions with scales of their own (MPT, Falcon)"),
 )
 #: Methods under more than one name.

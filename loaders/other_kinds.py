@@ -1,0 +1,114 @@
+"""Names what a folder or GGUF file is where it holds no causal language model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sdk.loaders.json_file import read_json
+from sdk.quant.errors import CheckpointError, UnsupportedError
+
+ADAPTER_CONFIG = "adapter_config.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_CONVERT = (
+    'python -c "from transformers import AutoModelForCausalLM as M; '
+    "M.from_pretrained({folder!r}).save_pretrained('OUT')\""
+)
+#: A file that only one kind of folder has -> what that is. The first that is there decides.
+_SIGNS = (
+    ("model_index.json", "a diffusers pipeline (images, video or audio)"),
+    ("modules.json", "a sentence-transformers model (an encoder for embeddings)"),
+    ("openvino_model.xml", "an OpenVINO model"),
+    ("*.onnx", "an ONNX model"),
+    ("onnx/*.onnx", "an ONNX model"),
+    ("*.engine", "a TensorRT engine"),
+    ("*.mlmodel", "a Core ML model"),
+    ("tf_model.h5", "a TensorFlow model"),
+    ("flax_model.msgpack", "a Flax model"),
+    ("mlc-chat-config.json", "an MLC model"),
+    ("ggml-model-*.bin", "a GGML file, the format before GGUF"),
+)
+#: GGUF's general.type -> what such a file is.
+_GGUF_TYPES = {
+    "adapter": "a LoRA adapter for another model",
+    "mmproj": "the projector of a model that also sees or hears",
+    "imatrix": "an importance matrix, which llama.cpp's quantizer reads",
+    "vocab": "a vocabulary without weights",
+}
+_ENCODERS = ("bert", "nomic-bert", "nomic-bert-moe", "jina-bert-v2", "jina-bert-v3", "modern-bert")
+_ENCODERS += ("neo-bert", "eurobert", "gemma-embedding", "t5encoder")
+#: GGUF's general.architecture -> what such a file is.
+_GGUF_ARCHITECTURES = {
+    "clip": _GGUF_TYPES["mmproj"],
+    "t5": "an encoder-decoder (sequence-to-sequence) model",
+    "whisper": "a model that transcribes speech",
+    "wavtokenizer-dec": "a decoder of audio tokens",
+    **dict.fromkeys(_ENCODERS, "an encoder (for embeddings): it does not continue a text"),
+}
+_EXPECTED = (
+    "expected a causal language model: a GGUF file, or a folder with config.json and "
+    "safetensors files"
+)
+
+
+def check_adapter(folder: Path) -> None:
+    """Refuse a PEFT folder, by the name of the model that it belongs to.
+
+    Raises:
+        UnsupportedError: the folder holds an adapter and no weights of a model.
+    """
+    described = (folder / ADAPTER_CONFIG).is_file()
+    weights = [path.name for path in folder.glob("*.safetensors")]
+    if not described and not weights:
+        return
+    if any(not name.startswith("adapter_") for name in weights):
+        return
+    base = None
+    if described:
+        base = read_json(folder / ADAPTER_CONFIG, 8 << 20).get("base_model_name_or_path")
+    named = f" {base[:200]!r}" if isinstance(base, str) and base else ""
+    raise UnsupportedError(
+        f"{folder}: a LoRA (PEFT) adapter, not a model. Merge it into its base model{named} "
+        "(merge_and_unload and save_pretrained of peft) and open the result"
+    )
+
+
+def no_model(folder: Path) -> CheckpointError:
+    """The error for a folder without weights that could be read: what is in it instead."""
+    if not folder.is_dir():
+        return CheckpointError(f"{folder}: no such folder")
+    if not any(folder.iterdir()):
+        return CheckpointError(f"{folder}: the folder is empty; {_EXPECTED}")
+    for sign, kind in _SIGNS:
+        if any(folder.glob(sign)):
+            return UnsupportedError(f"{folder}: {kind}; {_EXPECTED}")
+    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES)
+    if pickles:
+        return UnsupportedError(
+            f"{folder}: only {', '.join(pickles[:3])}: such files are pickles, which can run any "
+            "code when read, and are not opened. Convert them where you trust them: "
+            + _CONVERT.format(folder=str(folder))
+        )
+    if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        return CheckpointError(f"{folder}: a tokenizer without weights; {_EXPECTED}")
+    if (folder / "config.json").is_file():
+        return CheckpointError(
+            f"{folder}: no .safetensors files in it, only a config; download the weights too"
+        )
+    names = ", ".join(sorted(path.name for path in folder.iterdir())[:3])
+    return CheckpointError(f"{folder}: no model in it (found {names}); {_EXPECTED}")
+
+
+def check_gguf_kind(path: Path, metadata: Mapping[str, Any]) -> None:
+    """Refuse a GGUF file that says it is something else.
+
+    Raises:
+        UnsupportedError: naming what it is.
+    """
+    kind, name = metadata.get("general.type"), metadata.get("general.architecture")
+    found = _GGUF_TYPES.get(kind) if isinstance(kind, str) else None
+    if found is None and isinstance(name, str):
+        found = _GGUF_ARCHITECTURES.get(name)
+    if found is not None:
+        raise UnsupportedError(f"{path}: {found}; expected a causal language model")
