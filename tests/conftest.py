@@ -8,6 +8,8 @@ proves nothing. Set ``EMBEDLM_TEST_MODELS`` to a folder that holds both files to
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,17 @@ GOLDEN = Path(__file__).parent / "golden"
 def golden() -> Path:
     """The folder of golden checkpoints (tests/golden/README.md says what is in them)."""
     return GOLDEN
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Python's own SIGINT handler, here and in children started meanwhile.
+
+    Under nohup and in some CI systems SIGINT is ignored, and children inherit that.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def _model(name: str) -> Path:

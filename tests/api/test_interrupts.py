@@ -12,6 +12,7 @@ from tests.api.engines import SHORT, ask, books, ids, settle, tokens
 from tests.scripts import run_python
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_a_real_ctrl_c_leaves_an_engine_that_still_answers(tiny_path: Path) -> None:
     code = """
         import os, signal, sys, threading
@@ -44,6 +45,7 @@ def test_a_real_ctrl_c_leaves_an_engine_that_still_answers(tiny_path: Path) -> N
     assert run_python(code, tiny_path) == "fine\n"
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_while_loading_leaves_nothing_behind(smollm2: Path) -> None:
     code = """
         import os, signal, sys, threading

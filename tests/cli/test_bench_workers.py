@@ -123,6 +123,7 @@ def test_what_a_worker_prints_does_not_disturb_its_answers(tmp_path: Path) -> No
 CTRL_C = "import os, signal; os.kill(os.getppid(), signal.SIGINT)\nwhile True: pass\n"
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_ends_every_worker_at_once(tmp_path: Path) -> None:
     stuck = FAKE.partition("for line")[0] + "sys.stdin.readline()\n" + CTRL_C
     with pytest.raises(KeyboardInterrupt), Engines() as engines:
@@ -132,6 +133,17 @@ def test_ctrl_c_ends_every_worker_at_once(tmp_path: Path) -> None:
     processes = [worker._process for worker in (first, second)]
     assert all(process.poll() is not None for process in processes)
     assert processes[1].returncode == -signal.SIGKILL
+
+
+def test_the_tests_of_ctrl_c_pass_where_sigint_is_ignored() -> None:
+    # as under nohup: the disposition is inherited
+    code = (
+        "import pytest, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "sys.exit(pytest.main(['-q', '--timeout', '60', sys.argv[1]]))"
+    )
+    test = f"{__file__}::{test_ctrl_c_ends_every_worker_at_once.__name__}"
+    done = subprocess.run([sys.executable, "-c", code, test], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 def test_ctrl_c_in_the_middle_of_opening_ends_that_worker(

@@ -224,6 +224,7 @@ def test_the_real_model_answers_greedily_the_same_twice(smollm2: Path, capsys: C
     assert capsys.readouterr().out == first.out
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_during_an_answer_of_the_real_model_leaves_quietly(smollm2: Path) -> None:
     command = [sys.executable, "-m", "sdk", "run", str(smollm2), "-p", "Count to a thousand."]
     with subprocess.Popen(
