@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from sdk.quant_report import QuantReport as QuantReport
 
 __version__ = "0.1.0"
+#: By this the package ``embedlm`` knows ours from another project's ``sdk``.
+__distribution__ = "embedlm"
 
 # Where each public name lives; __getattr__ imports the module when the name is first used.
 _EXPORTS = {

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
+from pkgutil import get_data
 from statistics import fmean
 from typing import Any
 
@@ -146,8 +146,8 @@ def _offloaded(config: EngineConfig, checkpoint: Checkpoint) -> tuple[Alternativ
 
 def expected_losses() -> tuple[dict[str, float], dict[str, float]]:
     """Nats by weight scheme and by type of the KV cache: means of the models measured."""
-    path = Path(schemes.__file__).with_name("expected_loss.json")
-    table = json.loads(path.read_text(encoding="utf-8"))
+    # Also from inside a zip file; importlib.resources wants an __init__.py beside the data.
+    table = json.loads(get_data(schemes.__name__, "expected_loss.json") or b"")
     weights, kv = (
         {name: fmean(row["kld"].values()) for name, row in table[part].items() if row["kld"]}
         for part in ("weights", "kv")

@@ -10,6 +10,8 @@ import weakref
 from ctypes import POINTER, Structure, byref, c_float, c_int, c_int32, c_int64, c_uint8, c_void_p
 from enum import IntEnum
 from importlib.util import find_spec
+from pathlib import Path
+from zipimport import zipimporter
 
 import torch
 
@@ -273,8 +275,23 @@ def find_library() -> ctypes.CDLL | str:
     """
     spec = find_spec("sdk.kernels.cpu._native")
     if spec is None or spec.origin is None:
-        return "native module not built: run `make build` (needs a C++ compiler)"
+        return _why_missing()
     return load_library(spec.origin)
+
+
+def _why_missing() -> str:
+    if __spec__ is not None and isinstance(__spec__.loader, zipimporter):
+        return (
+            f"no native module: the system loads no library from inside {__spec__.loader.archive}; "
+            "unpack it, or install embedlm with pip"
+        )
+    if Path(__file__).with_name("native").is_dir():  # the C++ sources: a checkout
+        return "native module not built: install a C++ compiler and run `make build`"
+    return (
+        "native module missing: embedlm was installed without a C++ compiler. Install one "
+        "(Debian, Ubuntu: apt install g++), then embedlm from source: `pip install "
+        "--force-reinstall --no-deps --no-cache-dir SOURCE`, its folder or git+https address"
+    )
 
 
 def levels() -> tuple[str, ...]:

@@ -10,6 +10,7 @@ and so does one whose table cannot be read.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import re
@@ -17,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zipimport import zipimporter
 
 from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu.packing import Packed
@@ -108,16 +110,30 @@ def read_tuning(card: str, programs: int, folder: Path = TABLES) -> Tuning:
     """The card's table, or none: a table that is damaged or old is a warning."""
     path = table_path(card, folder)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        data = _read(path)
+        if data is None:
+            return Tuning(programs)
+        found = json.loads(data)
         if found["version"] != VERSION:
             raise KernelError(f"expected version {VERSION}, found {found['version']!r}")
         dense_from = int(found["dense_from"]), int(found["experts_dense_from"])
         return Tuning(programs, *dense_from, _parse(found))
-    except FileNotFoundError:
-        pass
     except (OSError, ValueError, KeyError, TypeError, AttributeError, KernelError) as error:
         logger.warning("%s: not a table of tile sizes, kernels run untuned: %r", path, error)
     return Tuning(programs)
+
+
+def _read(path: Path) -> bytes | None:
+    """None where there is no such file. This package may lie inside a zip file."""
+    loader = None if __spec__ is None else __spec__.loader
+    try:
+        if path.parent == TABLES and isinstance(loader, zipimporter):
+            return loader.get_data(str(path))
+        return path.read_bytes()
+    except OSError as error:
+        if error.errno in (0, errno.ENOENT):  # 0: zipimport's
+            return None
+        raise
 
 
 def _parse(found: Any) -> Table:

@@ -9,10 +9,12 @@ imports torch only when it runs.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import logging
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 
 from sdk import __version__
@@ -57,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     named = next((word for word in argv if not word.startswith("-")), "")
     args = build_parser(named).parse_args(argv)
     try:
-        code: int = args.run(args)
+        with _warnings_shown():
+            code: int = args.run(args)
         sys.stdout.flush()
         return code
     except BrokenPipeError:
@@ -74,3 +77,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         print(f"embedlm: {error}", file=sys.stderr)
         return 2
+
+
+@contextlib.contextmanager
+def _warnings_shown() -> Iterator[None]:
+    """Inside, what the library warns of goes to stderr, a line each."""
+    handler = logging.StreamHandler()
+    handler.setLevel(logging.WARNING)
+    handler.setFormatter(logging.Formatter("embedlm: %(message)s"))
+    logger = logging.getLogger("sdk")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)

@@ -32,7 +32,7 @@ def run(pytester: pytest.Pytester, golden: Path, prose: Path) -> Run:
     def call(*options: str, model: str = "Q4_0") -> pytest.RunResult:
         path = golden / f"gguf-{model}" / "model.gguf"
         return pytester.runpytest(
-            *("-p", "no:embedlm", "-p", "sdk.pytest_plugin", "-p", "no:cacheprovider"),
+            *("-p", "no:embedlm", "-p", "embedlm.pytest_plugin", "-p", "no:cacheprovider"),
             *("--llm-model", str(path), "--llm-text", str(prose), *SMALL, *options),
         )
 
@@ -112,7 +112,7 @@ def test_a_limit_that_is_none_is_a_usage_error(
 
 def test_a_limit_without_a_model_is_a_usage_error(pytester: pytest.Pytester) -> None:
     found = pytester.runpytest(
-        "-p", "no:embedlm", "-p", "sdk.pytest_plugin", "--llm-max-kld", "0.1"
+        "-p", "no:embedlm", "-p", "embedlm.pytest_plugin", "--llm-max-kld", "0.1"
     )
     assert found.ret == pytest.ExitCode.USAGE_ERROR
     found.stderr.fnmatch_lines(["*--llm-max-kld: expected --llm-model with it, found none*"])
@@ -140,5 +140,5 @@ def test_the_plugin_imports_neither_torch_nor_the_engine_until_a_model_is_named(
     pytester.makepyfile(
         "import sys\ndef test_light():\n    assert not {'torch', 'numpy'} & set(sys.modules)"
     )
-    found = pytester.runpytest_subprocess("-p", "no:embedlm", "-p", "sdk.pytest_plugin")
+    found = pytester.runpytest_subprocess("-p", "no:embedlm", "-p", "embedlm.pytest_plugin")
     found.assert_outcomes(passed=1)

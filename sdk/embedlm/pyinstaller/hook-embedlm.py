@@ -1,0 +1,3 @@
+"""``embedlm`` imports ``sdk`` where no analysis of its source sees it."""
+
+hiddenimports = ["sdk"]

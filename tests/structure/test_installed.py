@@ -1,0 +1,187 @@
+"""The installed package: no native module, as ``embedlm``, beside another ``sdk``, zipped."""
+
+from __future__ import annotations
+
+import zipapp
+from pathlib import Path
+
+import pytest
+
+from tests.structure.conftest import Run
+
+
+@pytest.fixture
+def model(golden: Path) -> Path:
+    return golden / "gguf-Q8_0" / "model.gguf"
+
+
+LOAD = """
+import logging
+logging.basicConfig(format="%(name)s %(levelname)s %(message)s")
+from sdk import LLM
+with LLM(sys.argv[1], max_model_len=32) as llm:
+    print(*llm.load_warnings, sep="\\n")
+    print("-----")
+    print(llm.explain())
+"""
+
+
+def test_a_missing_native_module_is_warned_of(run_installed: Run, model: Path) -> None:
+    done = run_installed(LOAD, model)
+    warning, _, explained = done.stdout.partition("\n-----\n")
+    assert done.returncode == 0, done.stderr
+    assert warning.startswith("this model runs on the reference kernels, 60 to 100 times slower: ")
+    assert "apt install g++" in warning and "pip install --force-reinstall --no-deps" in warning
+    assert done.stderr == f"sdk WARNING {warning}\n"
+    assert f"\nwarning    {warning}" in explained
+
+
+def test_the_command_line_says_that_the_native_module_is_missing(
+    run_installed: Run, model: Path
+) -> None:
+    code = "from embedlm.cli import main; sys.exit(main(sys.argv[1:]))"
+    done = run_installed(code, "run", model, "--raw", "-p", "Hi", "--max-tokens", 1)
+    assert done.returncode == 0
+    [line] = done.stderr.splitlines()
+    assert line.startswith("embedlm: this model runs on the reference kernels, 60 to 100 times")
+
+
+SAME = """
+import pickle
+import embedlm
+assert "sdk" not in sys.modules and "torch" not in sys.modules
+import sdk
+import embedlm.errors, sdk.errors
+import embedlm.kernels.cpu.library, sdk.kernels.cpu.library
+from embedlm.cli import main
+from embedlm.cli import run as named
+from embedlm import *
+import sdk.cli.run
+assert main is sdk.cli.main and named is sdk.cli.run
+assert embedlm.LLM is sdk.LLM is LLM
+assert embedlm.errors is sdk.errors and embedlm.errors.__spec__.name == "sdk.errors"
+assert embedlm.kernels.cpu.library is sdk.kernels.cpu.library
+assert dir(embedlm) == dir(sdk) and embedlm.__version__ == sdk.__version__
+params = embedlm.SamplingParams(max_tokens=3)
+assert type(pickle.loads(pickle.dumps(params))) is sdk.SamplingParams
+for name in ("embedlm.nonsense", "embedlm.kernels.nonsense"):
+    try:
+        __import__(name)
+    except ModuleNotFoundError as error:
+        assert error.name == name
+    else:
+        raise AssertionError(name)
+assert not hasattr(embedlm, "nonsense")
+import runpy
+sys.argv[1:] = ["--version"]
+runpy.run_module("embedlm", run_name="__main__")
+"""
+
+
+def test_embedlm_is_sdk_under_another_name(run_installed: Run) -> None:
+    done = run_installed(SAME)
+    assert done.stdout.startswith("embedlm 0."), done.stderr
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> Path:
+    """A project with a package of its own called sdk, and a test of it."""
+    project = tmp_path / "project"
+    (project / "sdk").mkdir(parents=True)
+    (project / "sdk" / "__init__.py").write_text("ANSWER = 42\n")
+    (project / "test_own.py").write_text(
+        "import sdk\n\ndef test_own():\n    assert sdk.ANSWER == 42\n"
+    )
+    return project
+
+
+@pytest.mark.parametrize(
+    "use",
+    ["embedlm.LLM", "from embedlm import LLM", "import embedlm.errors", "embedlm.cli"],
+)
+def test_another_projects_sdk_is_named(run_installed: Run, foreign: Path, use: str) -> None:
+    done = run_installed(f"import embedlm\n{use}", before=(foreign,))
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ImportError: embedlm lives in a package named sdk, but `import sdk` ")
+    assert str(foreign / "sdk" / "__init__.py") in last and "Rename that package" in last
+
+
+def test_python_m_embedlm_names_another_projects_sdk_in_one_line(
+    run_installed: Run, foreign: Path
+) -> None:
+    code = "import runpy; runpy.run_module('embedlm', run_name='__main__')"
+    done = run_installed(code, before=(foreign,))
+    [line] = done.stderr.splitlines()
+    assert line.startswith("embedlm: embedlm lives in") and str(foreign) in line
+
+
+PYTEST = "import pytest; sys.exit(pytest.main(['-p', 'no:cacheprovider', *sys.argv[1:]]))"
+
+
+def test_pytest_runs_in_a_project_that_has_an_sdk_of_its_own(
+    run_installed: Run, foreign: Path
+) -> None:
+    own = run_installed(PYTEST, foreign, before=(foreign,))
+    assert own.returncode == 0 and "1 passed" in own.stdout, own.stdout + own.stderr
+    told = run_installed(PYTEST, foreign, "--help", before=(foreign,))
+    assert "--llm-model" in told.stdout
+
+
+def test_a_model_tested_beside_another_projects_sdk_is_a_clear_error(
+    run_installed: Run, foreign: Path, model: Path
+) -> None:
+    done = run_installed(PYTEST, foreign, "--llm-model", model, before=(foreign,))
+    assert done.returncode == 4
+    [line] = [line for line in done.stderr.splitlines() if line]
+    assert line.startswith("ERROR: --llm-model: embedlm lives in") and str(foreign) in line
+
+
+ENTRY_POINTS = """
+from importlib.metadata import entry_points
+for group in ("console_scripts", "pytest11", "pyinstaller40"):
+    for point in entry_points(group=group):
+        if point.value.startswith(("embedlm", "sdk")):
+            print(group, point.value, point.load() is not None)
+"""
+
+
+def test_every_entry_point_goes_through_embedlm(run_installed: Run) -> None:
+    done = run_installed(ENTRY_POINTS)
+    assert done.stdout.splitlines() == [
+        "console_scripts embedlm.cli:main True",
+        "pytest11 embedlm.pytest_plugin True",
+        "pyinstaller40 embedlm.pyinstaller:hook_dirs True",
+    ]
+
+
+@pytest.fixture
+def archive(installed: Path, tmp_path: Path) -> Path:
+    """The installed package as a zip application."""
+    path = tmp_path / "app.pyz"
+    zipapp.create_archive(installed, path, main="embedlm.cli:main")
+    return path
+
+
+ZIPPED = """
+import sdk
+assert sys.argv[2] in sdk.__file__, sdk.__file__
+from sdk import LLM, SamplingParams
+plan = LLM.plan(sys.argv[1], memory="1MiB")
+assert not plan.fits and plan.alternatives == LLM.plan(sys.argv[1], memory="1MiB").alternatives
+with LLM(sys.argv[1], max_model_len=32) as llm:
+    print(*llm.load_warnings)
+    assert llm.generate("Hello", SamplingParams(max_tokens=1))[0].finished
+from sdk.kernels.gpu.tuning import read_tuning
+assert read_tuning("Some Card", 1).dense_from == 77
+assert read_tuning("Unknown", 1).table is None
+"""
+
+
+def test_the_package_runs_from_inside_a_zip_file(
+    run_installed: Run, archive: Path, model: Path
+) -> None:
+    done = run_installed(ZIPPED, model, archive, site=archive)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert f"the system loads no library from inside {archive}; unpack it" in done.stdout
