@@ -24,7 +24,8 @@ def path_of(golden: Path, name: str) -> Path:
 
 
 def load(path: Path, device: str, **options: Any) -> LLM:
-    where = {"device": "cuda"} if device == "cuda" else {}
+    # a share of the card, because other processes test at the same time
+    where = {"device": "cuda", "gpu_memory_utilization": 0.05} if device == "cuda" else {}
     small: dict[str, Any] = {"max_num_batched_tokens": 32, "max_num_seqs": 8}
     return LLM(path, max_model_len=64, **{**where, **small, **options})
 

@@ -18,7 +18,7 @@ from sdk import LLM
 from sdk.cli import main
 from sdk.cli.bench.gpu import peer
 from sdk.cli.bench.gpu.card import Card, expect_close
-from sdk.cli.bench.gpu.engine import idle_share
+from sdk.cli.bench.gpu.engine import idle_share, spans_of_launches
 from sdk.cli.bench.gpu.rows import BY_NAME, ROWS, Finding
 from sdk.cli.bench.gpu.weights import Weights, affine
 from sdk.cli.bench.random_models import SHAPES, Shape, write_random
@@ -54,6 +54,21 @@ def test_every_row_gives_findings(card: Card, name: str) -> None:
             assert found.value > 0
             assert found.what
         assert Finding(**json.loads(json.dumps(found.to_json()))) == found
+
+
+@pytest.mark.parametrize("name", [row.name for row in ROWS if row.rehearsed])
+def test_a_rehearsal_runs_a_row_without_timing_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: Any) -> Any:
+        raise AssertionError("timed")
+
+    monkeypatch.setattr("sdk.cli.bench.gpu.card._recorded", never)
+    monkeypatch.setattr("sdk.cli.bench.gpu.card._seconds", never)
+    row = BY_NAME[name]
+    made = Card({}, rehearsing=True)
+    list(getattr(import_module(f"sdk.cli.bench.gpu.{row.module}"), row.function)(made))
+    made.close()
 
 
 def test_a_wrong_kernel_is_not_timed(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,6 +108,15 @@ def test_a_share_needs_the_limit_it_is_of() -> None:
 )
 def test_idle_is_what_no_kernel_covers(spans: list[tuple[float, float]], idle: float) -> None:
     assert idle_share(spans) == pytest.approx(idle)
+
+
+def test_gaps_inside_one_launch_are_not_between_steps() -> None:
+    # two graphs of three kernels, and a copy of its own between them
+    kernels = [(7, 0.0, 2.0), (7, 3.0, 4.0), (7, 4.5, 6.0), (8, 7.0, 7.5)]
+    kernels += [(9, 8.0, 9.0), (9, 9.5, 10.0), (9, 11.0, 14.0)]
+    spans = spans_of_launches(reversed(kernels))
+    assert sorted(spans) == [(0.0, 6.0), (7.0, 7.5), (8.0, 14.0)]
+    assert idle_share(spans) == pytest.approx(1.5 / 14)
 
 
 def test_a_profile_without_kernels_is_no_idle_time() -> None:
@@ -272,7 +296,8 @@ def test_a_worker_says_how_every_row_ended(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(limits, "measure_limits", broken)
     monkeypatch.setattr(sys, "stderr", StringIO())
     said: list[dict[str, Any]] = []
-    worker.serve(['{"measured": {}}\n', "limits\n"], said.append)
+    first = '{"measured": {}, "rehearsing": false}\n'
+    worker.serve([first, "limits\n"], said.append)
     assert said[0]["tiny"] is True
     assert said[0]["device"]["name"] == CARD
     assert said[1]["finding"]["what"] == "half"

@@ -118,7 +118,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     of_gpu = parser.add_argument_group("options of `bench gpu`")
     of_gpu.add_argument("--rows", metavar="NAME[,...]", help="measure these only")
     of_gpu.add_argument(
-        "--seconds", type=parse_count, help="for all rows; what is left out says so (default: 450)"
+        "--seconds",
+        type=parse_count,
+        help="for everything; what is left out says so (default: 540)",
     )
     of_gpu.add_argument("--log", metavar="FILE", help="what the measuring process says")
     parser.add_argument("--json", metavar="FILE", help="write all samples; - for stdout, no table")

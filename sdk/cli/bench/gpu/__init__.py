@@ -1,9 +1,10 @@
 """``embedlm bench gpu``: the card's limits, then every row as a share of them or beside a peer.
 
-Needs torch, triton, transformers, safetensors and numpy, no installation. The rows run in a process
-of their own: one that hangs, crashes or takes too long is a row that says so, and the next ones go
-on in a new process. Under ``TRITON_INTERPRET=1`` everything runs with tiny shapes on a CPU, which
-shows that it runs and measures nothing.
+Needs torch, triton, transformers, safetensors and numpy, no installation. First the rows run side
+by side so that their kernels are compiled on all cores (``rehearsal.py``). Then they are timed one
+by one in a process of their own: one that hangs, crashes or takes too long is a row that says so,
+and the next ones go on in a new process. Under ``TRITON_INTERPRET=1`` everything runs with tiny
+shapes on a CPU, which shows that it runs and measures nothing.
 """
 
 from __future__ import annotations
@@ -11,28 +12,26 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import Empty, Queue
-from threading import Thread
 from typing import Any
 
 from sdk import __version__
-from sdk.cli.bench.engines import own_environment
+from sdk.cli.bench.gpu.process import NoCard, Worker
+from sdk.cli.bench.gpu.rehearsal import Rehearsal
 from sdk.cli.bench.gpu.rows import BY_NAME, LIMITS, ROWS, Finding, Row, missing
 from sdk.cli.table import format_table
 from sdk.errors import RequestError, SdkError
 
-#: Seconds for all rows; eight minutes with what starting and stopping takes.
-BUDGET = 450
-#: Of a worker that imports torch and finds the card.
-_START_S = 90
+#: Seconds for everything; nine and a half minutes with what starting and stopping takes.
+BUDGET = 540
+#: The part of it in which kernels are compiled; what is left of that goes to the rows.
+REHEARSAL = 130 / BUDGET
+#: A row that has less is not begun.
+_LEAST_S = 5
 
 
 def choose_rows(names: Sequence[str]) -> list[Row]:
@@ -53,6 +52,8 @@ class Report:
     device: dict[str, Any] = field(default_factory=dict)
     tiny: bool = False
     rows: dict[str, list[Finding]] = field(default_factory=dict)
+    #: Rows whose kernels were not compiled before they were timed, and why.
+    not_rehearsed: dict[str, str] = field(default_factory=dict)
 
     @property
     def measured(self) -> dict[str, float]:
@@ -68,110 +69,56 @@ class Report:
             "device": self.device,
             "interpreted": self.tiny,
             "seconds": round(seconds, 1),
+            "not_rehearsed": self.not_rehearsed,
             "rows": {name: [f.to_json() for f in found] for name, found in self.rows.items()},
         }
 
 
-class NoCard(RequestError):
-    """There is no GPU that the kernels run on."""
-
-
-class Worker:
-    """The process that measures. See ``worker.py`` for what is said."""
-
-    def __init__(self, measured: dict[str, float], log: Any) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "sdk.cli.bench.gpu.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            env=own_environment(),
-            start_new_session=True,  # Ctrl-C reaches this process, which ends the other
-        )
-        self._lines: Queue[str] = Queue()
-        self._reader = Thread(target=self._read, daemon=True)
-        self._reader.start()
-        self._say(json.dumps({"measured": measured}))
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._lines.put(line)
-        self._lines.put("")
-
-    def _say(self, line: str) -> None:
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it ended, which its answer says
-            self._process.stdin.write(line + "\n")
-            self._process.stdin.flush()
-
-    def hello(self, seconds: float) -> dict[str, Any]:
-        """:raises NoCard: without a GPU. :raises SdkError: when the process ends or hangs."""
-        found = self._answer(time.monotonic() + seconds)
-        if "no_card" in found:
-            raise NoCard(f"bench gpu: {found['no_card']}")
-        return found
-
-    def answers(self, name: str, seconds: float) -> Iterator[dict[str, Any]]:
-        """Of one row, its end included. :raises SdkError: when the process ends or hangs."""
-        end = time.monotonic() + seconds
-        self._say(name)
-        answer: dict[str, Any] = {}
-        while "done" not in answer:
-            answer = self._answer(end)
-            yield answer
-
-    def _answer(self, end: float) -> dict[str, Any]:
-        try:
-            line = self._lines.get(timeout=max(0.0, end - time.monotonic()))
-        except Empty:
-            raise SdkError("took too long and was ended") from None
-        if not line:
-            raise SdkError(f"its process ended, exit code {self._process.wait()}")
-        found: dict[str, Any] = json.loads(line)
-        return found
-
-    def close(self) -> None:
-        """End the process and those it started, whatever they do."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._reader.join()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with suppress(BrokenPipeError):
-                    pipe.close()
-
-
 class Measuring:
-    """Runs rows in workers, within a budget of seconds; ``report`` has what there is so far."""
+    """Runs rows in workers, within a budget of seconds; ``report`` has what there is so far.
 
-    def __init__(self, rows: Sequence[Row], budget: float, log: Any) -> None:
+    Each row may take its share of what is left, by its own seconds and those of the rows after it:
+    one that hangs takes nothing from the others, and what one leaves is theirs.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        budget: float,
+        log: Any,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        open_worker: Callable[..., Any] = Worker,
+    ) -> None:
         self.report = Report()
         self._rows = rows
-        self._end = time.monotonic() + budget
+        self._end = clock() + budget
         self._log = log
-        self._worker: Worker | None = None
+        self._clock = clock
+        self._open_worker = open_worker
+        self._worker: Any = None
 
     def run(self) -> Iterator[Row]:
         """Every row once it is done. :raises NoCard: before the first, without a GPU."""
         try:
-            for row in self._rows:
+            for number, row in enumerate(self._rows):
                 self.report.rows[row.name] = []
-                self._row(row)
+                wanted = sum(later.seconds for later in self._rows[number:])
+                left = max(0.0, self._end - self._clock())
+                self._row(row, left * row.seconds / max(wanted, 1))
                 yield row
         finally:
             self._drop()
 
-    def _row(self, row: Row) -> None:
+    def _row(self, row: Row, seconds: float) -> None:
         found = self.report.rows[row.name]
-        left = self._end - time.monotonic()
-        if left < min(row.seconds, 20):
-            found.append(missing(row, f"no time left: {max(left, 0):.0f} s of the budget"))
+        if seconds < min(row.seconds, _LEAST_S):
+            found.append(missing(row, f"no time left: {seconds:.0f} s of the budget"))
             return
+        end = self._clock() + seconds
         try:
-            for answer in self._opened().answers(row.name, min(row.seconds, left)):
+            worker = self._opened(seconds)
+            for answer in worker.answers(row.name, end - self._clock()):
                 if "finding" in answer:
                     found.append(Finding(**answer["finding"]))
                 elif answer["done"] is not None:
@@ -184,10 +131,10 @@ class Measuring:
             found.append(missing(row, str(error)))
             self._drop()
 
-    def _opened(self) -> Worker:
+    def _opened(self, seconds: float) -> Any:
         if self._worker is None:
-            self._worker = Worker(self.report.measured, self._log)
-            hello = self._worker.hello(_START_S)
+            self._worker = self._open_worker(self.report.measured, self._log)
+            hello = self._worker.hello(seconds)
             self.report.device, self.report.tiny = hello["device"], hello["tiny"]
         return self._worker
 
@@ -232,10 +179,15 @@ def run(args: argparse.Namespace) -> int:
     """See :mod:`sdk.cli.bench`. Exit code 2 without a GPU, 130 after Ctrl-C, with what there is."""
     begin = time.monotonic()
     rows = choose_rows(args.rows.split(",") if args.rows else ())
-    code = 0
+    code, budget = 0, args.seconds or BUDGET
     with open(args.log or os.devnull, "w") as log:
-        measuring = Measuring(rows, args.seconds or BUDGET, log)
+        rehearsal = Rehearsal(rows, budget * REHEARSAL, log)
+        measuring = Measuring(rows, budget, log)
+        measuring.report.not_rehearsed = rehearsal.left_out
         try:
+            rehearsal.run()
+            if sys.stderr.isatty():
+                print(f"compiled: {time.monotonic() - begin:.0f} s", file=sys.stderr)
             for row in measuring.run():
                 if sys.stderr.isatty():
                     print(f"{row.name}: {time.monotonic() - begin:.0f} s", file=sys.stderr)

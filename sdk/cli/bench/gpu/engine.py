@@ -7,7 +7,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from sdk.cli.bench.gpu.rows import Finding, ratio, share
 from sdk.config import EngineConfig
 from sdk.engine.engine import Engine
 from sdk.errors import SdkError
+from sdk.kernels.gpu.graphs import token_buckets
 from sdk.loading import Loaded, load
 from sdk.params import SamplingParams
 
@@ -26,6 +27,8 @@ _PROMPT, _FIRST, _TIMED = 256, 16, 64
 #: The load of many requests: how many, and the range of their lengths, in and out.
 _REQUESTS, _SHORTEST, _LONGEST = 256, 100, 1024
 _PEER = Path(__file__).with_name("peer.py")
+#: Bytes of keys and values of an engine that is only rehearsed, next to ten others on the card.
+_REHEARSED_KV = "4GiB"
 
 
 @contextmanager
@@ -38,6 +41,8 @@ def opened(card: Card, config: dict[str, Any], bits: int, **options: Any) -> Ite
         "max_model_len": 2 * _LONGEST,
         **options,
     }
+    if card.rehearsing:
+        settings["kv_cache_memory_bytes"] = _REHEARSED_KV
     checkpoint = RandomCheckpoint(card, config, bits)
     loaded = load(EngineConfig(model="random-weights", **settings), checkpoint)
     try:
@@ -65,6 +70,22 @@ def finish(engine: Engine) -> int:
                     raise SdkError(f"a request ended with {answer.finish_reason}")
                 tokens += len(answer.token_ids)
     return tokens
+
+
+def warm(card: Card, loaded: Loaded, requests: int) -> None:
+    """Run a step of every size once, so that no graph is captured while something is timed.
+
+    A prompt of each bucket of tokens comes first, then so many requests at once, of which one ends
+    after the other.
+    """
+    engine, vocabulary = loaded.engine, loaded.model_config.vocab_size
+    most = loaded.runner.most_tokens_in_pieces
+    for tokens in token_buckets(most) if most else ():
+        add(engine, f"prompt of {tokens}", vocabulary, tokens, 2)
+        finish(engine)
+    for i in range(requests):
+        add(engine, f"first {i}", vocabulary, card.size(64, 2), 2 + i)
+    finish(engine)
 
 
 def _decoding(card: Card, loaded: Loaded) -> int:
@@ -110,7 +131,10 @@ def measure_8b_bf16(card: Card) -> Iterator[Finding]:
 
 
 def measure_idle(card: Card) -> Iterator[Finding]:
-    """The share of the time between the first and the last kernel in which none runs."""
+    """The share of the time of a stream's decode steps that passes between them.
+
+    Kernels of one launch belong to one step: gaps inside a replayed graph are not counted.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     activity = ProfilerActivity.CPU if card.tiny else ProfilerActivity.CUDA
@@ -120,13 +144,24 @@ def measure_idle(card: Card) -> Iterator[Finding]:
             for _ in range(card.size(24, 1)):
                 loaded.engine.step()
             card.synchronize()
-    spans = [
-        (event.time_range.start, event.time_range.end)
-        for event in seen.events()
-        if event.device_type.name == activity.name
-    ]
+    events = [event for event in seen.events() if event.device_type.name == activity.name]
+    spans = spans_of_launches(
+        (event.id, event.time_range.start, event.time_range.end) for event in events
+    )
     what = "GPU idle between decode steps, Qwen3-0.6B shapes"
     yield Finding(what, "profiler", 100 * idle_share(spans), "%", 10, 3, least=True)
+
+
+def spans_of_launches(events: Iterable[tuple[int, float, float]]) -> list[tuple[float, float]]:
+    """From the beginning of each launch's first kernel to the end of its last.
+
+    The profiler gives all kernels of a replayed graph the number of its launch.
+    """
+    spans: dict[int, tuple[float, float]] = {}
+    for launch, start, end in events:
+        first, last = spans.get(launch, (start, end))
+        spans[launch] = min(first, start), max(last, end)
+    return list(spans.values())
 
 
 def idle_share(spans: Sequence[tuple[float, float]]) -> float:
@@ -153,15 +188,15 @@ def request_lengths(card: Card) -> list[tuple[int, int]]:
 
 
 def measure_requests(card: Card) -> Iterator[Finding]:
-    """All requests at once, after a short load that has compiled what they need."""
+    """All requests at once, after every size of a step has run once. A rehearsal ends there."""
     lengths = request_lengths(card)
     config = qwen3_config(card)
     options = {"max_num_seqs": len(lengths), "max_num_batched_tokens": card.size(8192, 16)}
     with opened(card, config, 16, **options) as loaded:
         engine, vocabulary = loaded.engine, loaded.model_config.vocab_size
-        for i in range(len(lengths)):
-            add(engine, f"first {i}", vocabulary, card.size(64, 2), 2 + i % card.size(16, 1))
-        finish(engine)
+        warm(card, loaded, len(lengths))
+        if card.rehearsing:
+            return
         for i, (prompt, output) in enumerate(lengths):
             add(engine, str(i), vocabulary, prompt, output)
         begin = time.perf_counter()

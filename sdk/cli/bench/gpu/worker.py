@@ -1,9 +1,9 @@
 """A process that measures rows on the GPU, one after another: JSON lines in, JSON lines out.
 
-First ``{"measured": {...}}``, answered by ``{"device", "tiny"}``; then row names, each answered by
-its findings as they come, ``{"finding"}``, and an end, ``{"done": why not or null, "lost": bool}``.
-A kernel that reads where it may not takes the whole process's card: then the worker is of no more
-use, which ``lost`` says.
+First ``{"measured": {...}, "rehearsing": bool}``, answered by ``{"device", "tiny"}``. Then row
+names, each answered by its findings as they come, ``{"finding"}``, and an end,
+``{"done": why not or null, "lost": bool}``. A kernel that reads where it may not takes the whole
+process's card: then the worker is of no more use, which ``lost`` says.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ def measure(card: Card, name: str, tell: Callable[[dict[str, Any]], None]) -> No
 def serve(lines: Iterable[str], tell: Callable[[dict[str, Any]], None]) -> None:
     """Answer until nothing more is asked."""
     questions = iter(lines)
-    measured = json.loads(next(questions))["measured"]
+    first = json.loads(next(questions))
     why = no_card()
     if why is not None:
         tell({"no_card": why})
         return
-    card = Card(measured)
+    card = Card(first["measured"], rehearsing=first["rehearsing"])
     try:
         tell({"device": device_facts(card), "tiny": card.tiny})
         for line in questions:

@@ -1,0 +1,95 @@
+"""The process that measures, as the one that asks sees it: rows in, findings out."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from queue import Empty, Queue
+from threading import Thread
+from typing import Any
+
+from sdk.cli.bench.engines import own_environment
+from sdk.errors import RequestError, SdkError
+
+
+class NoCard(RequestError):
+    """There is no GPU that the kernels run on."""
+
+
+class Worker:
+    """The process that measures. See ``worker.py`` for what is said."""
+
+    def __init__(
+        self, measured: Mapping[str, float], log: Any, *, rehearsing: bool = False
+    ) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "sdk.cli.bench.gpu.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env=own_environment(),
+            start_new_session=True,  # Ctrl-C reaches this process, which ends the other
+        )
+        self._lines: Queue[str] = Queue()
+        self._reader = Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self._say(json.dumps({"measured": measured, "rehearsing": rehearsing}))
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.put(line)
+        self._lines.put("")
+
+    def _say(self, line: str) -> None:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it ended, which its answer says
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+
+    def hello(self, seconds: float) -> dict[str, Any]:
+        """:raises NoCard: without a GPU. :raises SdkError: when the process ends or hangs."""
+        found = self._answer(time.monotonic() + seconds)
+        if "no_card" in found:
+            raise NoCard(f"bench gpu: {found['no_card']}")
+        return found
+
+    def answers(self, name: str, seconds: float) -> Iterator[dict[str, Any]]:
+        """Of one row, its end included. :raises SdkError: when the process ends or hangs."""
+        end = time.monotonic() + seconds
+        self._say(name)
+        answer: dict[str, Any] = {}
+        while "done" not in answer:
+            answer = self._answer(end)
+            yield answer
+
+    def _answer(self, end: float) -> dict[str, Any]:
+        try:
+            line = self._lines.get(timeout=max(0.0, end - time.monotonic()))
+        except Empty:
+            raise SdkError("took too long and was ended") from None
+        if not line:
+            raise SdkError(f"its process ended, exit code {self._process.wait()}")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def kill(self) -> None:
+        """End the process and those it started, whatever they do; whoever waits for it is told."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        self.kill()
+        self._process.wait()
+        self._reader.join()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with suppress(BrokenPipeError):
+                    pipe.close()
