@@ -11,6 +11,8 @@ VENV_FLAGS ?=
 PIP_FLAGS ?=
 PROMPT ?= Explain in two sentences why the sky is blue.
 PYTEST_FLAGS ?= -q
+# Processes that test at the same time. Each takes up to 1.5 GB, and engines have threads of their own.
+WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 
 PY := $(VENV)/bin/python
 INTEROP := build/interop
@@ -20,7 +22,7 @@ NATIVE := CMakeLists.txt $(shell find kernels/cpu -name '*.cpp' -o -name '*.c' -
 BUILT_FROM := pyproject.toml $(wildcard $(NATIVE))
 
 .DEFAULT_GOAL := help
-.PHONY: help run test aot gpu test-interop build models demo-model lint sanitize fuzz frontier bench clean
+.PHONY: help run test test-all aot gpu test-interop build models demo-model lint sanitize fuzz frontier bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -28,9 +30,16 @@ help: ## list the targets
 run: build demo-model ## set up, fetch the demo model and stream an answer (PROMPT="...")
 	$(PY) -m sdk run --stats --prompt "$(PROMPT)"
 
-test: $(VENV)/.embedlm-dev models ## set up, build and run the whole test suite
-	$(PY) -m pytest $(PYTEST_FLAGS)
-	$(PY) -m pytest $(PYTEST_FLAGS) tests/gpu
+# Triton decides for a whole process whether it interprets, so tests/gpu is a run of its own.
+RUN_TESTS = status=0; for part in tests tests/gpu; do \
+	  $(PY) -m pytest $(PYTEST_FLAGS) -n $(WORKERS) --dist worksteal $(1) $$part || status=1; \
+	done; exit $$status
+
+test: $(VENV)/.embedlm-dev models ## set up, build and run the tests but for the slow ones, which it counts
+	@$(call RUN_TESTS,-m "not slow")
+
+test-all: $(VENV)/.embedlm-dev models ## the same with the slow tests
+	@$(call RUN_TESTS)
 
 aot: $(VENV)/.embedlm-dev ## compile every new or changed GPU kernel for every card, without one
 	$(PY) tests/gpu/aot/sweep.py

@@ -14,6 +14,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.left_out import (  # noqa: F401  (hooks, found by name)
+    pytest_deselected,
+    pytest_sessionfinish,
+    pytest_terminal_summary,
+    pytest_testnodedown,
+)
+
+# Workers of pytest-xdist share the cores, and so do the processes they start: torch's threads, one
+# for each core in every process, would spin for each other's. The engines' own threads sleep.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 GOLDEN = Path(__file__).parent / "golden"
 
 

@@ -56,7 +56,7 @@ def test_every_row_gives_findings(card: Card, name: str) -> None:
         assert Finding(**json.loads(json.dumps(found.to_json()))) == found
 
 
-@pytest.mark.parametrize("name", [row.name for row in ROWS if row.rehearsed])
+@pytest.mark.parametrize("name", ["w4", "requests", "prefill"])  # products, engines, attention
 def test_a_rehearsal_runs_a_row_without_timing_it(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,115 @@
+"""The suite about itself: what is left out is said, what goes wrong in a worker is not lost."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CONFTEST = (
+    "from tests.left_out import (pytest_deselected, pytest_sessionfinish,"
+    " pytest_terminal_summary, pytest_testnodedown)"
+)
+SUITE = """
+import pytest
+
+@pytest.mark.slow
+@pytest.mark.parametrize("i", range({slow}))
+def test_slow(i): pass
+
+def test_fast(): pass
+"""
+WRONG = """
+import os, time, pytest
+
+def test_right(): pass
+
+def test_crash(): os.abort()
+
+@pytest.mark.timeout(1)
+def test_hang(): time.sleep(60)
+
+def test_right_too(): pass
+"""
+Run = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """``run(files, *options)``: the exit status of pytest on them, and what it printed."""
+
+    def call(files: dict[str, str], *options: str) -> tuple[int, str]:
+        ini = f"[pytest]\npythonpath = {ROOT}\nmarkers = slow\naddopts = --import-mode=importlib\n"
+        for name, text in {"pytest.ini": ini, "conftest.py": CONFTEST, **files}.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        return done.returncode, done.stdout + done.stderr
+
+    return call
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["one process", "two workers"])
+def test_a_run_without_slow_tests_counts_them_by_area_and_says_how_to_run_them(
+    run: Run, workers: tuple[str, ...]
+) -> None:
+    files = {"areas/a/test_it.py": SUITE.format(slow=3), "areas/b/test_it.py": SUITE.format(slow=1)}
+    status, text = run(files, *workers, "-m", "not slow")
+    assert status == 0, text
+    *_, said, last = text.splitlines()
+    assert said.startswith("left out: 4 slow tests (areas/a 3, areas/b 1); `make test-all` runs")
+    assert "make test-interop" in said and "make gpu" in said
+    assert "2 passed" in last
+
+
+def test_a_run_with_slow_tests_or_of_chosen_ones_left_nothing_out(run: Run) -> None:
+    files = {"areas/a/test_it.py": SUITE.format(slow=2)}
+    for options in ((), ("-k", "fast")):
+        status, text = run(files, *options)
+        assert status == 0, text
+        assert "left out" not in text
+
+
+def test_a_worker_that_crashes_and_a_test_that_hangs_are_failures_and_the_others_run(
+    run: Run,
+) -> None:
+    status, text = run({"areas/a/test_it.py": WRONG}, "-n", "2", "--dist", "worksteal")
+    assert status == 1
+    assert "crashed while running 'areas/a/test_it.py::test_crash'" in text
+    assert "Timeout" in text
+    assert {line.partition(" - ")[0] for line in text.splitlines() if line[:6] == "FAILED"} == {
+        f"FAILED areas/a/test_it.py::test_{name}" for name in ("crash", "hang")
+    }
+    assert "2 failed, 2 passed" in text
+
+
+def is_slow(node: ast.AST) -> bool:
+    return any(isinstance(n, ast.Attribute) and n.attr == "slow" for n in ast.walk(node))
+
+
+def has_a_fast_test(path: Path) -> bool:
+    body = ast.parse(path.read_text()).body
+    marks = [n for n in body if isinstance(n, ast.Assign) and "pytestmark" in ast.unparse(n)]
+    if any(map(is_slow, marks)):
+        return False
+    tests = (n for n in body if isinstance(n, ast.FunctionDef) and n.name.startswith("test_"))
+    return any(not any(map(is_slow, test.decorator_list)) for test in tests)
+
+
+@pytest.mark.parametrize(
+    "area",
+    sorted(
+        path.name
+        for path in (ROOT / "tests").iterdir()
+        if path.name not in ("card", "interop") and any(path.rglob("test_*.py"))
+    ),
+)
+def test_no_area_is_left_out_as_a_whole(area: str) -> None:
+    assert any(map(has_a_fast_test, (ROOT / "tests" / area).rglob("test_*.py")))
