@@ -12,7 +12,7 @@ PIP_FLAGS ?=
 PROMPT ?= Explain in two sentences why the sky is blue.
 PYTEST_FLAGS ?= -q
 # Processes that test at the same time. Each takes up to 1.5 GB, and engines have threads of their own.
-WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
+WORKERS ?= $(shell n=$$(env -u OMP_NUM_THREADS nproc); echo $$((n < 4 ? n : 4)))
 
 PY := $(VENV)/bin/python
 INTEROP := build/interop

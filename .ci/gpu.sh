@@ -45,7 +45,9 @@ run_tests() {
     return
   fi
   # Compiling takes most of the time: a process for each core, each with a context on the card.
-  local workers=$(($(nproc) < 12 ? $(nproc) : 12)) options=()
+  local cores workers options=()
+  cores=$(env -u OMP_NUM_THREADS nproc) # which nproc would take for the number
+  workers=$((cores < 12 ? cores : 12))
   if has xdist && [ "$workers" -gt 1 ]; then
     options=(-n "$workers" --dist worksteal)
   else

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,8 +28,14 @@ def check(base: Base, point: Point, file: Path, made: Path) -> None:
     assert not wrong, f"{base.name}: {point}: {', '.join(wrong)}"
 
 
+def points(base: Base, *fast: Point) -> list[Any]:
+    """The short tier; only these are quick."""
+    slow = pytest.mark.slow
+    return [pytest.param(x, id=str(x), marks=() if x in fast else slow) for x in base.short]
+
+
 @pytest.mark.model
-@pytest.mark.parametrize("point", SMOLLM2.short, ids=str)
+@pytest.mark.parametrize("point", points(SMOLLM2, Point("base", "float16", "auto")))
 def test_smollm2_loses_and_takes_no_more_than_before(
     point: Point, smollm2: Path, made: Path
 ) -> None:
@@ -36,7 +43,7 @@ def test_smollm2_loses_and_takes_no_more_than_before(
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("point", GEMMA3.short, ids=str)
+@pytest.mark.parametrize("point", points(GEMMA3))
 def test_gemma_loses_and_takes_no_more_than_before(point: Point, gemma3: Path, made: Path) -> None:
     check(GEMMA3, point, gemma3, made)
 

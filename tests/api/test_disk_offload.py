@@ -59,6 +59,7 @@ def test_answers_are_the_same_bits_as_from_memory(
         assert "elsewhere" in llm.explain()
 
 
+@pytest.mark.slow
 def test_two_ranks_have_a_file_each(tiny_path: Path) -> None:
     options = {"compute": "exact", "tensor_parallel_size": 2, "kv_cache_dtype": "float32"}
     alone = _answers(tiny_path, **options)

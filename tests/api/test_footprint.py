@@ -90,6 +90,7 @@ def test_who_has_unfinished_requests_does_not_go_to_sleep(tiny_path: Path) -> No
         llm.sleep()
 
 
+@pytest.mark.slow
 def test_ranks_of_their_own_processes_sleep_and_wake_up(tiny_path: Path) -> None:
     with LLM(tiny_path, max_model_len=64, tensor_parallel_size=2, num_threads=2) as llm:
         answers = tokens(llm, prompts(2, 20))

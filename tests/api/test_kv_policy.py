@@ -77,6 +77,7 @@ def test_pages_that_went_down_serve_as_prefixes_but_not_below_a_floor(tiny_path:
         assert exact.num_cached_tokens is not None and exact.num_cached_tokens < 1024
 
 
+@pytest.mark.slow
 def test_two_ranks_take_the_same_pages_down(tiny_path: Path) -> None:
     greedy = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     answers = []

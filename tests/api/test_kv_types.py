@@ -60,6 +60,7 @@ def test_a_budget_holds_as_many_more_tokens_as_they_are_smaller(
     assert dtype in str(plan)
 
 
+@pytest.mark.slow
 def test_two_ranks_share_the_heads_of_four_bit_pages(tiny_path: Path) -> None:
     options = {"max_model_len": 128, "kv_cache_dtype": "k8v4", "compute": "exact"}
     greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

@@ -39,7 +39,9 @@ def ids() -> Ids:
     return torch.randint(3, 448, (6, TOKENS), generator=torch.Generator().manual_seed(3)).tolist()
 
 
-@pytest.fixture(params=["llama3", "qwen3", "gemma3"])
+@pytest.fixture(
+    params=["llama3", *(pytest.param(x, marks=pytest.mark.slow) for x in ("qwen3", "gemma3"))]
+)
 def folder(request: pytest.FixtureRequest, golden: Path) -> Path:
     return golden / f"arch-{request.param}" / "hf"
 
@@ -341,6 +343,7 @@ def test_a_model_is_packed_while_it_is_loaded(
     assert 0.9 * small.weights < held < small.weights  # 4 % are for kernels that take more
 
 
+@pytest.mark.slow
 def test_ranks_pack_their_own_part(llama: Path, ids: Ids) -> None:
     alone = logprobs(llama, ids[0], quantization="hqq-w4g32")
     both = logprobs(llama, ids[0], quantization="hqq-w4g32", tensor_parallel_size=2)

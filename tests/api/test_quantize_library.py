@@ -105,8 +105,13 @@ def test_a_library_makes_the_folder_in_a_process_of_its_own(
     ("then", "files", "message"),
     [
         ("raise ValueError('no such kernel')", (), "exit code 1: ValueError: no such kernel"),
-        ("__import__('os')._exit(9)", (), "exit code 9: the library prints"),
-        ("pass", ("config.json",), "safetensors"),
+        pytest.param(
+            "__import__('os')._exit(9)",
+            (),
+            "exit code 9: the library prints",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("pass", ("config.json",), "safetensors", marks=pytest.mark.slow),
     ],
 )
 def test_a_library_that_fails_leaves_nothing_behind(
@@ -125,6 +130,7 @@ def test_a_library_that_fails_leaves_nothing_behind(
     assert made_in(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_stopped_library_ends_at_once_and_leaves_nothing_behind(
     llama: Path, tmp_path: Path, autoawq: Callable[..., None]
 ) -> None:

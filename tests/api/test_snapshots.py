@@ -109,6 +109,7 @@ def test_a_snapshot_goes_into_pages_of_another_type(
         assert found[0][token].logprob == pytest.approx(expected[0][token].logprob, abs=noise)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "others", "dtype"), [(1, 2, "float32"), (2, 1, "k8v4")])
 def test_ranks_share_the_heads_of_a_snapshot(
     tiny_path: Path, ranks: int, others: int, dtype: str

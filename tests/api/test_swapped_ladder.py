@@ -141,6 +141,7 @@ def test_a_swap_space_for_two_pages_holds_eight_and_loses_the_oldest(
         assert _facts(_one(llm, 0, EXACT)) == exact[0]
 
 
+@pytest.mark.slow
 def test_two_ranks_swap_the_same_lowered_pages(tiny_path: Path) -> None:
     greedy = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     answers = []

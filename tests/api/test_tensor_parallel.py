@@ -43,6 +43,7 @@ def test_two_ranks_give_the_tokens_of_one_with_exact_arithmetic(smollm2: Path) -
     assert _children() == before
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_two_ranks_with_rounded_activations_leave_the_path_only_at_near_ties(smollm2: Path) -> None:
     """Each rank rounds its own slice of the activations to 8 bits, so logits differ a little.

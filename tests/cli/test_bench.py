@@ -426,6 +426,7 @@ def kv_rows(golden: Path, capsys: Captured, *options: str) -> list[dict[str, Any
     return found
 
 
+@pytest.mark.slow
 def test_the_kv_suite_compares_every_type_with_float16(golden: Path, capsys: Captured) -> None:
     from sdk.llm import LLM
 

@@ -197,6 +197,7 @@ def test_a_peer_refuses_what_it_cannot_do(engine: str, kv: str, message: str) ->
     assert message in reply["error"]
 
 
+@pytest.mark.slow
 def test_transformers_runs_beside_us_on_the_unpacked_weights(
     golden: Path, tmp_path: Path, capsys: Captured
 ) -> None:

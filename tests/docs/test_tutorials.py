@@ -28,6 +28,7 @@ def cache(smollm2: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)  # it quantizes six times: 2 min 48 s beside another test run
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_tutorial_runs_from_top_to_bottom(path: Path, cache: Path, tmp_path: Path) -> None:

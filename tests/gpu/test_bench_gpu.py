@@ -31,6 +31,8 @@ from sdk.kernels.reference.decode import decode, unpack_codes
 
 #: What needs a card, and what needs a minute: transformers' own batching sizes a cache of its own.
 ELSEWHERE = {"generate-batch"}
+#: A row of each module.
+QUICK = {"limits", "w4", "attention", "one-stream"}
 CARD = "Triton's interpreter"
 
 
@@ -41,7 +43,14 @@ def card() -> Iterator[Card]:
     made.close()
 
 
-@pytest.mark.parametrize("name", [row.name for row in ROWS if row.name not in ELSEWHERE])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(row.name, marks=() if row.name in QUICK else pytest.mark.slow)
+        for row in ROWS
+        if row.name not in ELSEWHERE
+    ],
+)
 def test_every_row_gives_findings(card: Card, name: str) -> None:
     row = BY_NAME[name]
     module = import_module(f"sdk.cli.bench.gpu.{row.module}")
@@ -143,6 +152,7 @@ def test_the_peer_refuses_to_time_fewer_tokens_than_asked(monkeypatch: pytest.Mo
         peer.answer({"what": "generate", "config": {}, "device": "cpu", "lengths": [[2, 4]]})
 
 
+@pytest.mark.slow
 def test_tune_fills_a_table_and_goes_on_where_it_was(
     tmp_path: Path, golden: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -175,6 +185,7 @@ def test_tune_takes_the_shapes_of_a_model(tmp_path: Path, golden: Path) -> None:
     assert len({case.shape for case in cases}) == len(cases) >= 4
 
 
+@pytest.mark.slow
 def test_tune_times_the_types_that_an_engine_hands_from_kernel_to_kernel(
     card: Card, golden: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

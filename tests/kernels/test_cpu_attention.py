@@ -186,7 +186,10 @@ def test_attention_matches_float64(
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int8", "fp8", "int4", "k8v4"])
-@pytest.mark.parametrize("options", [{}, {"window": 90}, {"softcap": 5.0}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, *(pytest.param(x, marks=pytest.mark.slow) for x in ({"window": 90}, {"softcap": 5.0}))],
+)
 def test_chunks_batches_and_threads_do_not_change_a_bit(
     backend: CpuBackend, dtype: str, options: dict[str, Any]
 ) -> None:

@@ -13,7 +13,10 @@ _SMALL = {"max_model_len": 256, "max_num_seqs": 8}
 
 @pytest.mark.parametrize(
     "options",
-    [_SMALL, {"memory": "256MiB", "kv_cache_dtype": "int8"}],
+    [
+        _SMALL,
+        pytest.param({"memory": "256MiB", "kv_cache_dtype": "int8"}, marks=pytest.mark.slow),
+    ],
     ids=["a few requests", "a budget"],
 )
 def test_smollm2_takes_what_was_planned(smollm2: Path, options: dict[str, Any]) -> None:
@@ -21,6 +24,7 @@ def test_smollm2_takes_what_was_planned(smollm2: Path, options: dict[str, Any]) 
     assert abs(found["planned"] / found["peak"] - 1) <= 0.03, found
 
 
+@pytest.mark.slow
 def test_gemma_with_its_large_vocabulary_takes_what_was_planned(gemma3: Path) -> None:
     found = measured(gemma3, _SMALL)
     assert abs(found["planned"] / found["peak"] - 1) <= 0.03, found

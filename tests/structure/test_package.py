@@ -120,6 +120,7 @@ def test_transformers_imports_beside_our_kernels_folder() -> None:
     assert where is None or not Path(where).is_relative_to(ROOT)
 
 
+@pytest.mark.slow
 def test_transformers_finds_the_real_kernels_package_beside_our_folder(tmp_path: Path) -> None:
     package, facts = tmp_path / "kernels", tmp_path / "kernels-0.11.0.dist-info"
     package.mkdir()

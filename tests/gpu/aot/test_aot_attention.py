@@ -23,6 +23,7 @@ def compiled(*jobs: tuple[str, str]) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_targets_get_their_kernels() -> None:
     jobs = [(target, f"(attention|rope) {dtype}( 128)?") for target, dtype in SHOWN.items()]
     with ThreadPoolExecutor(2) as pool:
@@ -32,6 +33,7 @@ def test_targets_get_their_kernels() -> None:
         assert names <= {x["kernel"] for x in found if x["job"][0] == target}, target
 
 
+@pytest.mark.slow
 def test_row_wise_kernels_and_the_sampler_spill_nothing_on_sm_90() -> None:
     found = compiled(("sm_90", "rows|sampling|experts|rope int8"))
     spilling = {x["kernel"] for x in found if x["stack"]}
@@ -42,7 +44,14 @@ def test_row_wise_kernels_and_the_sampler_spill_nothing_on_sm_90() -> None:
     assert {"route_kernel", "group_kernel", "active_kernel", "combine_kernel"} < names
 
 
-@pytest.mark.parametrize("case", ["bfloat16 128", "int8 128 window cap sinks cascade", "int4 80"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "bfloat16 128",
+        pytest.param("int8 128 window cap sinks cascade", marks=pytest.mark.slow),
+        pytest.param("int4 80", marks=pytest.mark.slow),
+    ],
+)
 def test_attention_on_sm_90_reads_16_bytes_at_a_time_and_spills_nothing(case: str) -> None:
     found = compiled(("sm_90", f"attention {case}"))
     assert ("shared_kernel" in {x["kernel"] for x in found}) == ("cascade" in case)

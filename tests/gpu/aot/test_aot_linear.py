@@ -56,15 +56,18 @@ def hopper(results: dict[Job, dict[str, Any]]) -> dict[Job, dict[str, Any]]:
     return {job: found for job, found in results.items() if job[4:] == ("cuda", 90)}
 
 
+@pytest.mark.slow
 def test_kernels_compile_for_every_card(results: dict[Job, dict[str, Any]]) -> None:
     assert {job[4:] for job in results} == set(CARDS.values())
     assert {job: found["error"] for job, found in results.items() if "error" in found} == {}
 
 
+@pytest.mark.slow
 def test_no_kernel_for_hopper_spills_registers(hopper: dict[Job, dict[str, Any]]) -> None:
     assert {job: found for job, found in hopper.items() if found["spills"] or found["stack"]} == {}
 
 
+@pytest.mark.slow
 def test_decoding_loads_weights_sixteen_bytes_at_a_time(hopper: dict[Job, dict[str, Any]]) -> None:
     narrow = [
         job for job, found in hopper.items() if job[1].startswith("product") and not found["wide"]
@@ -72,6 +75,7 @@ def test_decoding_loads_weights_sixteen_bytes_at_a_time(hopper: dict[Job, dict[s
     assert narrow == []
 
 
+@pytest.mark.slow
 def test_products_of_short_floats_use_the_matrix_units(hopper: dict[Job, dict[str, Any]]) -> None:
     plain = {
         job[1].removesuffix(" experts")
@@ -81,6 +85,7 @@ def test_products_of_short_floats_use_the_matrix_units(hopper: dict[Job, dict[st
     assert plain == {"product_one"}  # of one token, in float32
 
 
+@pytest.mark.slow
 def test_integers_become_floats_without_conversions(hopper: dict[Job, dict[str, Any]]) -> None:
     # I2F runs at a quarter of the speed of other instructions; a kernel may use it for scales only
     converted = {
