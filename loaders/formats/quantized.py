@@ -49,6 +49,7 @@ _TELLTALES = (
 _ALIASES = {
     "intel_auto_round": "auto_round",
     "autoround": "auto_round",
+    "gguf": "gguf_blocks",  # a module called gguf would hide the package
     "modelopt_fp4": "modelopt",
     "modelopt_mixed": "modelopt",
     "modelopt_mxfp8": "modelopt",
