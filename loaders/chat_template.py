@@ -19,9 +19,14 @@ from typing import Any
 
 from sdk.loaders.tokenizer.special import SpecialSplitter
 from sdk.quant.errors import SdkError
+from sdk.quant.shown import shown
 
 MAX_TEMPLATE_BYTES = 64 * 1024
 MAX_DEPTH = 32
+#: What one conversation may hold in all; what it mentions twice counts twice.
+MAX_VALUES = 2**18
+MAX_CHARACTERS = 4 * 2**20
+_MAX_INTEGER_BITS = 14_000  # Python prints no integer of more than 4,300 digits
 
 # What a caller must not replace through keyword arguments.
 _RESERVED = frozenset(
@@ -42,6 +47,7 @@ _WELL_KNOWN = frozenset(
     {"documents", "enable_thinking", "thinking", "reasoning_effort", "date_string"}
     | {"builtin_tools", "tools_in_user_message", "add_vision_id", "controls", "tool_choice"}
 )
+_NOT_READ = "the chat template of this model does not read"
 
 
 class TemplateError(SdkError):
@@ -88,6 +94,7 @@ class ChatTemplate:
             tree = self._sandbox.parse(source)
             self._names = meta.find_undeclared_variables(tree)
             self._reads_parts = _iterates_content(tree)
+            self._words = _words(tree)
             self._template = self._sandbox.from_string(source)
         except JinjaError as error:
             line = getattr(error, "lineno", None)
@@ -111,12 +118,8 @@ class ChatTemplate:
         other variables of the template (``enable_thinking=False``), plain data only. Raises
         TemplateError.
         """
-        from sdk.loaders.template_budget import MAX_OUTPUT, BudgetError
-
-        check_messages(messages)
-        self._check_kwargs(kwargs)
-        if tools is not None:
-            _check_plain(tools, "tools", 0)
+        check_conversation(messages, tools, kwargs)
+        self._check_read(messages, tools, kwargs)
         values = {
             "bos_token": "",
             "eos_token": "",
@@ -127,6 +130,20 @@ class ChatTemplate:
             "tools": list(tools) if tools is not None else None,
             "add_generation_prompt": add_generation_prompt,
         }
+        text = self._rendered(values)
+        if tools and self._without_tools(values) == text:
+            raise TemplateError(f"tools: {_NOT_READ} tools in this conversation")
+        return text
+
+    def _without_tools(self, values: Mapping[str, Any]) -> str | None:
+        try:
+            return self._rendered({**values, "tools": None})
+        except TemplateError:
+            return None
+
+    def _rendered(self, values: Mapping[str, Any]) -> str:
+        from sdk.loaders.template_budget import MAX_OUTPUT, BudgetError
+
         self._sandbox.start()
         chunks: list[str] = []
         length = 0
@@ -150,23 +167,49 @@ class ChatTemplate:
         """Text parts as one string, for templates that only know strings."""
         content = message.get("content")
         if isinstance(content, str) or content is None or self._reads_parts:
-            return dict(message)
+            return {"content": None, **message}
         return {**message, "content": "\n".join(part["text"] for part in content)}
 
-    def _check_kwargs(self, kwargs: Mapping[str, Any]) -> None:
-        for name, value in kwargs.items():
+    def _check_read(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        """Raise TemplateError for what this template would drop in silence."""
+        if tools and "tools" not in self._words:
+            raise TemplateError(f"tools: {_NOT_READ} tools; describe them in a message instead")
+        if self._words.isdisjoint({"tool_calls", "tojson", "items"}):  # the latter dump messages
+            for index, message in enumerate(messages):
+                if message.get("tool_calls"):
+                    raise TemplateError(
+                        f"messages[{index}].tool_calls: {_NOT_READ} them; write them as content"
+                    )
+        for name in kwargs:
             if name in _RESERVED or name.startswith("_"):
                 raise TemplateError(f"{name} cannot be set through chat template arguments")
             known = (self._names - _RESERVED) | _WELL_KNOWN
             if name not in known:
                 near = difflib.get_close_matches(name, sorted(known), 1)
                 hint = f"; did you mean {near[0]}?" if near else ""
-                raise TemplateError(f"the chat template knows no argument {name!r}{hint}")
-            _check_plain(value, name, 0)
+                raise TemplateError(f"the chat template knows no argument {shown(name)}{hint}")
 
 
-def check_messages(messages: object) -> None:
+def check_conversation(
+    messages: object, tools: object = None, kwargs: Mapping[str, Any] | None = None
+) -> None:
+    """Raise TemplateError unless all of it is plain data of bounded size."""
+    data = _PlainData()
+    check_messages(messages, data)
+    if tools is not None:
+        data.check(tools, "tools", 0)
+    for name, value in (kwargs or {}).items():
+        data.check(value, name, 0)
+
+
+def check_messages(messages: object, data: _PlainData | None = None) -> None:
     """Raise TemplateError unless ``messages`` is a conversation of plain data."""
+    data = data or _PlainData()
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         found = type(messages).__name__
         raise TemplateError(f"messages: expected a list of messages, found {found}")
@@ -178,17 +221,17 @@ def check_messages(messages: object) -> None:
             raise TemplateError(f"{where}: expected a dict, found {type(message).__name__}")
         role = message.get("role")
         if not isinstance(role, str) or not role:
-            raise TemplateError(f"{where}: expected a role (a string), found {role!r}")
+            raise TemplateError(f"{where}: expected a role (a string), found {shown(role)}")
         _check_content(message, where)
-        _check_plain(message, where, 0)
+        data.check(message, where, 0)
 
 
 def _check_content(message: Mapping[str, Any], where: str) -> None:
     content = message.get("content")
     if content is None:
-        if "tool_calls" in message or ("content" in message and message["role"] == "assistant"):
+        if any(message.get(name) is not None for name in ("tool_calls", "function_call")):
             return
-        raise TemplateError(f"{where}: expected content (a string), found none")
+        raise TemplateError(f"{where}: expected content (a string or text parts), found none")
     if isinstance(content, str):
         return
     if not isinstance(content, (list, tuple)):
@@ -197,27 +240,55 @@ def _check_content(message: Mapping[str, Any], where: str) -> None:
     for number, part in enumerate(content):
         found = part.get("type") if isinstance(part, Mapping) else None
         if found != "text" or not isinstance(part.get("text"), str):
-            shown = f"type {found!r}" if found else type(part).__name__
+            shape = f"type {shown(found)}" if found else type(part).__name__
+            only = "" if found in (None, "text") else " (images, audio and files are not read)"
             expected = '{"type": "text", "text": ...}'
-            raise TemplateError(f"{where}.content[{number}]: expected {expected}, found {shown}")
+            raise TemplateError(
+                f"{where}.content[{number}]: expected {expected}, found {shape}{only}"
+            )
 
 
-def _check_plain(value: object, where: str, depth: int) -> None:
-    """Only data that JSON could hold reaches a template: no objects with methods of their own."""
-    if depth > MAX_DEPTH:
-        raise TemplateError(f"{where}: nested more than {MAX_DEPTH} deep")
-    if value is None or type(value) in (str, int, float, bool):
-        return
-    if type(value) is dict:
-        for key, item in value.items():
-            if type(key) is not str:
-                raise TemplateError(f"{where}: expected string keys, found {type(key).__name__}")
-            _check_plain(item, f"{where}.{key[:40]}", depth + 1)
-    elif type(value) in (list, tuple):
-        for index, item in enumerate(value):  # type: ignore[arg-type]
-            _check_plain(item, f"{where}[{index}]", depth + 1)
-    else:
-        raise TemplateError(f"{where}: expected plain data, found {type(value).__name__}")
+class _PlainData:
+    """Lets only data that JSON could hold reach a template: no objects with methods of their own.
+
+    Counts it as well: a list of lists of one list may stand for more values than memory can hold.
+    """
+
+    def __init__(self) -> None:
+        self._values = MAX_VALUES
+        self._characters = MAX_CHARACTERS
+
+    def check(self, value: object, where: str, depth: int) -> None:
+        """Raise TemplateError naming the first place (``where``) that is not plain data."""
+        if depth > MAX_DEPTH:
+            raise TemplateError(f"{where}: nested more than {MAX_DEPTH} deep")
+        self._values -= 1
+        if self._values < 0:
+            raise TemplateError(f"{where}: more than {MAX_VALUES} values in one conversation")
+        if type(value) is str:
+            self._count(value, where)
+        elif type(value) is dict:
+            for key, item in value.items():
+                if type(key) is not str:
+                    kind = type(key).__name__
+                    raise TemplateError(f"{where}: expected string keys, found {kind}")
+                self._count(key, where)
+                self.check(item, f"{where}.{key[:40]}", depth + 1)
+        elif type(value) in (list, tuple):
+            for index, item in enumerate(value):  # type: ignore[arg-type]
+                self.check(item, f"{where}[{index}]", depth + 1)
+        elif type(value) is int:
+            if value.bit_length() > _MAX_INTEGER_BITS:
+                raise TemplateError(f"{where}: expected a shorter number, found {shown(value)}")
+        elif value is not None and type(value) not in (float, bool):
+            raise TemplateError(f"{where}: expected plain data, found {type(value).__name__}")
+
+    def _count(self, text: str, where: str) -> None:
+        self._characters -= len(text)
+        if self._characters < 0:
+            raise TemplateError(
+                f"{where}: more than {MAX_CHARACTERS} characters in one conversation"
+            )
 
 
 def _raise_exception(message: str) -> None:
@@ -226,6 +297,17 @@ def _raise_exception(message: str) -> None:
 
 def _named(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error)[:300]}"
+
+
+def _words(tree: Any) -> frozenset[str]:
+    """Names, attributes, filters and string constants of a template: what it can read of a
+    conversation."""
+    from jinja2 import nodes
+
+    names = {node.name for node in tree.find_all((nodes.Name, nodes.Filter))}
+    attributes = {node.attr for node in tree.find_all(nodes.Getattr)}
+    texts = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+    return frozenset(names | attributes | texts)
 
 
 def _iterates_content(tree: Any) -> bool:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from sdk.conversations import Message
 from sdk.llm import LLM
 from sdk.outputs import RequestOutput
 from sdk.params import SamplingParams
-from sdk.prompts import Message, PromptLike
+from sdk.prompts import PromptLike
 
 
 class AsyncLLM:

@@ -175,8 +175,9 @@ class EngineConfig:
             )
 
     def _check_policy(self) -> None:
+        policy = _text("kv_policy", self.kv_policy)
         try:
-            object.__setattr__(self, "kv_policy", parse_ladder(_text("kv_policy", self.kv_policy)))
+            object.__setattr__(self, "kv_policy", parse_ladder(policy))
         except ValueError as error:
             raise RequestError(f"kv_policy: {error}") from error
         keep = self.kv_keep
@@ -225,16 +226,18 @@ def _text(name: str, value: object) -> str:
 def _check_quantization(name: object) -> None:
     from sdk.quant.at_load import scheme_at_load  # with torch
 
+    scheme = _text("quantization", name)
     try:
-        scheme_at_load(_text("quantization", name))
+        scheme_at_load(scheme)
     except QuantizationError as error:
         raise RequestError(str(error)) from error
 
 
 def _kv_cache_dtype(text: object) -> str:
     """As it is printed: ``fp8_e4m3`` becomes ``fp8``."""
+    name = _text("kv_cache_dtype", text)
     try:
-        return str(KVTypes.parse(_text("kv_cache_dtype", text)))
+        return str(KVTypes.parse(name))
     except ValueError as error:
         raise RequestError(f"kv_cache_dtype: {error}") from error
 

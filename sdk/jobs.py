@@ -7,15 +7,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from sdk.conversations import ChatOptions
 from sdk.driver import Driver, Job, Listener
 from sdk.engine.engine import Output
 from sdk.engine.plan import RequestKind
 from sdk.errors import RequestError
 from sdk.listeners import Mailbox
 from sdk.params import SamplingParams
-from sdk.prompts import Prompt, PromptLike, PromptReader, as_conversations, as_list
+from sdk.prompts import Prompt, PromptLike, PromptReader, as_conversations, as_list, refusing
+from sdk.quant.shown import shown
 from sdk.sampling.resolved import ResolvedParams, resolve
 
+MAX_PRIORITY = 2**31 - 1
 ParamsLike = SamplingParams | Sequence[SamplingParams] | None
 
 
@@ -40,15 +43,19 @@ class JobMaker:
         """One for each of ``count`` prompts."""
         if given is None or isinstance(given, SamplingParams):
             return [given or self._default] * count
-        params = list(given)
-        for item in params:
-            if not isinstance(item, SamplingParams):
-                raise RequestError(f"sampling_params: expected SamplingParams, found {item!r:.80}")
-        if len(params) != count:
-            raise RequestError(
-                f"sampling_params: expected one or one per prompt ({count}), found {len(params)}"
-            )
-        return params
+        with refusing("sampling_params"):
+            if not isinstance(given, Sequence) or len(given) != count:
+                found = len(given) if isinstance(given, Sequence) else shown(given)
+                raise RequestError(
+                    f"sampling_params: expected one or one per prompt ({count}), found {found}"
+                )
+            params = list(itertools.islice(given, count))
+            for item in params:
+                if not isinstance(item, SamplingParams):
+                    raise RequestError(
+                        f"sampling_params: expected SamplingParams, found {shown(item)}"
+                    )
+            return params
 
     def read(
         self, prompts: PromptLike | Sequence[PromptLike], given: ParamsLike
@@ -59,13 +66,14 @@ class JobMaker:
         return [self._reader.read(p, q) for p, q in zip(items, params, strict=True)], params
 
     def read_chats(
-        self, messages: Any, given: ParamsLike, template: Mapping[str, Any]
+        self, method: str, messages: Any, given: ParamsLike, template: Mapping[str, Any]
     ) -> tuple[list[Prompt], list[SamplingParams]]:
         """One conversation or several through the chat template, each with its parameters."""
+        options = ChatOptions.of(method, template)
         chats = as_conversations(messages)
         params = self.params(given, len(chats))
         pairs = zip(chats, params, strict=True)
-        return [self._reader.read_chat(c, q, **template) for c, q in pairs], params
+        return [self._reader.read_chat(c, q, options) for c, q in pairs], params
 
     def make(
         self,
@@ -77,15 +85,7 @@ class JobMaker:
         kind: RequestKind = "generate",
     ) -> list[Job]:
         """One job for each prompt, with an id of its own."""
-        priorities: list[int | None]
-        if priority is None or isinstance(priority, int):
-            priorities = [priority] * len(prompts)
-        else:
-            priorities = list(priority)
-            if len(priorities) != len(prompts):
-                raise RequestError(
-                    f"priority: expected one or {len(prompts)} numbers, found {len(priorities)}"
-                )
+        priorities = _priorities(priority, len(prompts))
         now = time.monotonic()
         return [
             Job(
@@ -117,6 +117,24 @@ class JobMaker:
             think_start_id=start,
             think_end_id=end,
         )
+
+
+def _priorities(given: Any, count: int) -> list[int | None]:
+    """One for each of ``count`` prompts; None leaves it to the sampling parameters."""
+    with refusing("priority"):
+        if not isinstance(given, Sequence):
+            given = [given] * count
+        if len(given) != count:
+            raise RequestError(f"priority: expected one or {count} numbers, found {len(given)}")
+        priorities = list(itertools.islice(given, count))
+        for item in priorities:
+            number = isinstance(item, int) and not isinstance(item, bool)
+            if item is not None and not (number and abs(item) <= MAX_PRIORITY):
+                raise RequestError(
+                    f"priority: expected integers from {-MAX_PRIORITY} to {MAX_PRIORITY}, found "
+                    f"{shown(item)}"
+                )
+        return priorities
 
 
 def run_jobs(

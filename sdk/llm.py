@@ -11,6 +11,7 @@ from typing import Any
 
 from sdk.alternatives import plan, planned_config
 from sdk.config import EngineConfig
+from sdk.conversations import Message
 from sdk.driver import Driver, Job
 from sdk.embedding import check_pairs, cosines, embedding_of
 from sdk.engine.engine import Output
@@ -26,7 +27,6 @@ from sdk.outputs import EmbeddingOutput, RequestOutput, ScoringOutput
 from sdk.params import RequestOutputKind, SamplingParams
 from sdk.progress import reporting
 from sdk.prompts import (
-    Message,
     Prompt,
     PromptLike,
     PromptReader,
@@ -154,7 +154,7 @@ class LLM:
         ``template``: ``add_generation_prompt``, ``chat_template``, ``tools``,
         ``chat_template_kwargs``.
         """
-        read, params = self._jobs.read_chats(messages, sampling_params, template)
+        read, params = self._jobs.read_chats("chat", messages, sampling_params, template)
         return self._run(read, params, priority, use_tqdm)
 
     def _run(
@@ -190,7 +190,9 @@ class LLM:
 
         The request starts at once. Leaving the loop early aborts it.
         """
-        job, mailbox = self._stream_job(prompt, sampling_params, priority, template, Mailbox())
+        job, mailbox = self._stream_job(
+            "stream", prompt, sampling_params, priority, template, Mailbox()
+        )
         reader = self._read_stream(job, mailbox)
         next(reader)  # submits; from here on dropping the reader, even unread, aborts the request
         return reader
@@ -210,6 +212,7 @@ class LLM:
 
     def _stream_job(
         self,
+        method: str,
         prompt: Any,
         sampling_params: SamplingParams | None,
         priority: int | None,
@@ -217,15 +220,7 @@ class LLM:
         mailbox: Any,
     ) -> tuple[Job, Any]:
         params = self._jobs.params(sampling_params, 1)[0]
-        if is_conversation(prompt):
-            read = self._reader.read_chat(prompt, params, **template)
-        elif template:
-            raise TypeError(f"stream(): {sorted(template)} only apply to a conversation")
-        else:
-            items = as_list(prompt)
-            if len(items) != 1:
-                raise RequestError(f"stream: expected one prompt, found {len(items)}")
-            read = self._reader.read(items[0], params)
+        read = self._reader.read_one(method, prompt, params, template)
         delta = params.clone(output_kind=RequestOutputKind.DELTA)
         return self._jobs.make([read], [delta], mailbox, priority=priority)[0], mailbox
 
@@ -251,7 +246,7 @@ class LLM:
         **template: Any,
     ) -> list[RequestOutput]:
         """:meth:`chat` for an event loop."""
-        read, params = self._jobs.read_chats(messages, sampling_params, template)
+        read, params = self._jobs.read_chats("achat", messages, sampling_params, template)
         return await self._arun(read, params, priority)
 
     async def _arun(
@@ -284,7 +279,9 @@ class LLM:
         **template: Any,
     ) -> AsyncIterator[RequestOutput]:
         """:meth:`stream` for an event loop; the request starts with the first ``async for``."""
-        job, mailbox = self._stream_job(prompt, sampling_params, priority, template, AsyncMailbox())
+        job, mailbox = self._stream_job(
+            "astream", prompt, sampling_params, priority, template, AsyncMailbox()
+        )
         self._driver.submit([job])
         finished = False
         try:
@@ -387,7 +384,7 @@ class LLM:
             raise RequestError("snapshot: expected either a prompt or a request_id")
         if request_id is not None:
             return self._keeping.snapshot_of(request_id)
-        return self._keeping.snapshot(self._read_one(prompt, template))
+        return self._keeping.snapshot(self._read_one("snapshot", prompt, template))
 
     def restore(
         self,
@@ -412,25 +409,17 @@ class LLM:
 
         :raises OutOfMemoryError: what would be left is too little, with the sums.
         """
-        return self._keeping.pin(self._read_one(prompt, template))
+        return self._keeping.pin(self._read_one("pin", prompt, template))
 
     def unpin(self, prompt: PromptLike | Sequence[Message], **template: Any) -> bool:
         """Give up the pin of this very prompt or snapshot's tokens. ``False``: there is none."""
-        return self._keeping.unpin(self._read_one(prompt, template))
+        return self._keeping.unpin(self._read_one("unpin", prompt, template))
 
-    def _read_one(self, prompt: Any, template: Mapping[str, Any]) -> Prompt:
+    def _read_one(self, method: str, prompt: Any, template: Mapping[str, Any]) -> Prompt:
         """One prompt or, through the template without an opening for the answer, conversation."""
-        params = self._default_params
         if is_conversation(prompt):
-            return self._reader.read_chat(
-                prompt, params, **{"add_generation_prompt": False, **template}
-            )
-        if template:
-            raise TypeError(f"{sorted(template)} only apply to a conversation")
-        items = as_list(prompt)
-        if len(items) != 1:
-            raise RequestError(f"expected one prompt, found {len(items)}")
-        return self._reader.read(items[0], params)
+            template = {"add_generation_prompt": False, **template}
+        return self._reader.read_one(method, prompt, self._default_params, template)
 
     # ---- memory ----------------------------------------------------------------------------------
 

@@ -160,7 +160,8 @@ class SamplingParams:
     same for the prompt; -1 is the whole vocabulary, ``logprob_token_ids`` adds given ids. They are
     natural logarithms of the model's own distribution, before anything above changes it (those of
     an answer with a ``guidance_scale``: of the guided one).
-    ``truncate_prompt_tokens`` keeps the last so many tokens of a too long prompt (-1: what fits).
+    ``truncate_prompt_tokens`` keeps the last so many tokens of a prompt, -1 what leaves room for
+    ``max_tokens`` (``None``: for a quarter of the context); conversations lose whole turns.
 
     ``structured_outputs`` and ``guided_decoding`` are refused.
     """

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
+from sdk.conversations import ChatOptions, Message, Turns
 from sdk.errors import EngineClosedError, RequestError
 from sdk.params import SamplingParams
+from sdk.quant.shown import described, shown
 from sdk.quant.tokenizer import Tokenizer
 
-Message = Mapping[str, Any]
 #: Text, token ids, or a dict with ``prompt`` or ``prompt_token_ids`` and perhaps ``cache_salt`` and
 #: ``negative_prompt`` or ``negative_prompt_token_ids`` (for a ``guidance_scale``).
 PromptLike = str | Sequence[int] | Mapping[str, Any]
 
-_NEGATIVE = ("negative_prompt", "negative_prompt_token_ids")
+#: Prompts or conversations of one call.
+MAX_PROMPTS = 2**20
 
-#: What a chat template is always given; ``chat_template_kwargs`` holds everything else.
-_TEMPLATE_ARGUMENTS = frozenset({"messages", "tools", "chat_template", "add_generation_prompt"})
+_NEGATIVE = ("negative_prompt", "negative_prompt_token_ids")
+_BYTES = (str, bytes, bytearray, memoryview)  # sequences too, but not of prompts or token ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +36,34 @@ class Prompt:
     negative_token_ids: tuple[int, ...] | None = None
 
 
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Whatever a caller's object or the tokenizer raises inside becomes a :class:`RequestError`.
+
+    A panic of the tokenizers library is no ``Exception``, but it too is about this prompt alone.
+    """
+    try:
+        yield
+    except (RequestError, EngineClosedError):
+        raise
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise RequestError(f"{what}: it cannot be read: {described(error)}") from error
+        raise
+
+
 def is_conversation(value: object) -> bool:
     """Whether ``value`` is a list of chat messages."""
+    with refusing("prompt"):
+        return _are_dicts(value) and any("role" in item for item in cast("Sequence[Any]", value))
+
+
+def _are_dicts(value: object) -> bool:
     return (
         isinstance(value, Sequence)
-        and not isinstance(value, str | bytes)
+        and not isinstance(value, _BYTES)
         and len(value) > 0
-        and all(isinstance(item, Mapping) and "role" in item for item in value)
+        and all(isinstance(item, Mapping) for item in value)
     )
 
 
@@ -45,13 +71,35 @@ def as_list(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
     """One prompt or several as a list; a list of ints is one prompt of token ids."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
-        raise RequestError(
-            f"prompt: expected text, token ids, a dict or a list of them, found {prompts!r:.80}"
-        )
-    if len(prompts) and all(_is_id(item) for item in prompts):
-        return [cast("Sequence[int]", prompts)]
-    return list(cast("Sequence[PromptLike]", prompts))
+    with refusing("prompt"):
+        if not isinstance(prompts, Sequence) or isinstance(prompts, _BYTES):
+            raise RequestError(
+                "prompt: expected text, token ids, a dict or a list of them, found "
+                f"{shown(prompts)}"
+            )
+        if len(prompts) and _is_id(prompts[0]):
+            return [cast("Sequence[int]", prompts)]
+        return _bounded(prompts)
+
+
+def as_conversations(messages: Any) -> list[Sequence[Message]]:
+    """One conversation or several, as several. :raises RequestError: it is neither."""
+    with refusing("messages"):
+        if _are_dicts(messages):
+            return [messages]
+        several = isinstance(messages, Sequence) and not isinstance(messages, _BYTES)
+        if not several or not all(map(_are_dicts, messages)):
+            raise RequestError(
+                "messages: expected a list of {'role': ..., 'content': ...} or a list of such "
+                f"lists, found {shown(messages)}"
+            )
+        return _bounded(messages)
+
+
+def _bounded(items: Sequence[Any]) -> list[Any]:
+    if len(items) > MAX_PROMPTS:
+        raise RequestError(f"prompts: at most {MAX_PROMPTS} in one call, found {len(items)}")
+    return list(itertools.islice(items, MAX_PROMPTS))
 
 
 def _is_id(value: object) -> bool:
@@ -90,116 +138,153 @@ class PromptReader:
             )
         return self.tokenizer
 
+    def read_one(
+        self, method: str, prompt: Any, params: SamplingParams, template: Mapping[str, Any]
+    ) -> Prompt:
+        """One prompt or conversation. ``template``: the keywords of ``method`` for the latter."""
+        options = ChatOptions.of(method, template)
+        if is_conversation(prompt):
+            return self.read_chat(prompt, params, options)
+        if template:
+            raise TypeError(f"{method}(): {', '.join(template)} only apply to a conversation")
+        items = as_list(prompt)
+        if len(items) != 1:
+            raise RequestError(f"{method}: expected one prompt, found {len(items)}")
+        return self.read(items[0], params)
+
     def read(self, prompt: PromptLike, params: SamplingParams, *, room: int = 1) -> Prompt:
         """:raises RequestError: naming what is wrong. ``room`` tokens of context must be left."""
-        salt: str | None = None
-        negative: tuple[int, ...] | None = None
-        text: str | None = None
-        ids: Any = prompt
-        if isinstance(prompt, Mapping):
-            given = [key for key in ("prompt", "prompt_token_ids") if key in prompt]
-            against = [key for key in _NEGATIVE if key in prompt]
-            unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt", *_NEGATIVE}
-            if len(given) != 1 or len(against) > 1 or unknown:
-                raise RequestError(
-                    "prompt: expected a dict with either 'prompt' or 'prompt_token_ids' (and "
-                    "perhaps 'cache_salt' and 'negative_prompt' or 'negative_prompt_token_ids'), "
-                    f"found the keys {sorted(map(str, prompt))}"
-                )
-            if against:
-                negative = self._negative(against[0], prompt[against[0]], params, room)
-            salt = prompt.get("cache_salt")
-            if salt is not None and (not isinstance(salt, str) or not salt):
-                raise RequestError(f"cache_salt: expected a non-empty string, found {salt!r}")
-            ids = prompt[given[0]]
-            if given[0] == "prompt":
-                if not isinstance(ids, str):
-                    raise RequestError(f"prompt: expected a string, found {type(ids).__name__}")
-                text = ids
-        elif isinstance(prompt, str):
-            text = prompt
-        if text is not None:
-            ids = self._need_tokenizer("a text prompt").encode(text)
-        return Prompt(self._checked(ids, params, room), text, salt, negative)
+        with refusing("prompt"):
+            if isinstance(prompt, Mapping):
+                return self._read_dict(prompt, params, room)
+            if isinstance(prompt, str):
+                return Prompt(self._ids("prompt", prompt, params, room), prompt)
+            return Prompt(self._ids("prompt_token_ids", prompt, params, room))
 
-    def _negative(self, key: str, ids: Any, params: SamplingParams, room: int) -> tuple[int, ...]:
-        """The token ids of a negative prompt, given as the prompt dict's ``key``."""
-        if params.guidance_scale == 1.0:
-            raise RequestError(f"{key} has no effect without a guidance_scale other than 1")
-        if key == "negative_prompt":
-            if not isinstance(ids, str):
-                raise RequestError(f"{key}: expected a string, found {type(ids).__name__}")
-            ids = self._need_tokenizer("a text prompt").encode(ids)
-        try:
-            return self._checked(ids, params, room)
-        except RequestError as error:
-            raise RequestError(f"{key}: {error}") from None
+    def _read_dict(self, prompt: Mapping[str, Any], params: SamplingParams, room: int) -> Prompt:
+        given = [key for key in ("prompt", "prompt_token_ids") if key in prompt]
+        against = [key for key in _NEGATIVE if key in prompt]
+        unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt", *_NEGATIVE}
+        if len(given) != 1 or len(against) > 1 or unknown:
+            hint = "; a conversation is a list of messages, for chat()" if "role" in prompt else ""
+            raise RequestError(
+                "prompt: expected a dict with either 'prompt' or 'prompt_token_ids' (and "
+                "perhaps 'cache_salt' and 'negative_prompt' or 'negative_prompt_token_ids'), "
+                f"found the keys {shown(list(prompt))}{hint}"
+            )
+        negative: tuple[int, ...] | None = None
+        if against:
+            if params.guidance_scale == 1.0:
+                raise RequestError(
+                    f"{against[0]} has no effect without a guidance_scale other than 1"
+                )
+            try:
+                negative = self._ids(against[0], prompt[against[0]], params, room)
+            except RequestError as error:
+                raise RequestError(f"{against[0]}: {error}") from None
+        salt = prompt.get("cache_salt")
+        if salt is not None and (not isinstance(salt, str) or not salt):
+            raise RequestError(f"cache_salt: expected a non-empty string, found {shown(salt)}")
+        ids = self._ids(given[0], prompt[given[0]], params, room)
+        text = prompt["prompt"] if given[0] == "prompt" else None
+        return Prompt(ids, text, salt, negative)
 
     def read_chat(
-        self,
-        messages: Sequence[Message],
-        params: SamplingParams,
-        *,
-        add_generation_prompt: bool = True,
-        chat_template: str | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        self, messages: Sequence[Message], params: SamplingParams, options: ChatOptions
     ) -> Prompt:
         """Render with the model's template; control tokens inside messages stay text."""
         tokenizer = self._need_tokenizer("chat")
-        variables = {} if chat_template_kwargs is None else chat_template_kwargs
-        if not isinstance(variables, Mapping) or not all(isinstance(k, str) for k in variables):
-            raise RequestError(
-                f"chat_template_kwargs: expected a dict with names as keys, found {variables!r:.80}"
-            )
-        reserved = sorted(_TEMPLATE_ARGUMENTS & variables.keys())
-        if reserved:
-            raise RequestError(
-                f"chat_template_kwargs: {', '.join(reserved)} cannot be set in it; pass it as an "
-                "argument of its own"
-            )
-        ids = tokenizer.encode_chat(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            chat_template=chat_template or self._chat_template,
-            tools=tools,
-            **variables,
-        )
-        checked = self._checked(ids, params, 1)
-        return Prompt(checked, tokenizer.decode(checked, skip_special_tokens=False))
+        with refusing("messages"):
+            ids = self._encode_chat(tokenizer, messages, options)
+            keep = self._kept(params, 1)
+            if keep is not None and len(ids) > keep:
+                ids = self._newest_turns(tokenizer, messages, options, keep)
+            checked = self._checked(ids, 1)
+            return Prompt(checked, tokenizer.decode(checked, skip_special_tokens=False))
 
-    def _checked(self, ids: Any, params: SamplingParams, room: int) -> tuple[int, ...]:
-        if not isinstance(ids, Sequence) or not all(_is_id(item) for item in ids):
-            raise RequestError(f"prompt_token_ids: expected a list of integers, found {ids!r:.80}")
-        if not ids:
+    def _encode_chat(
+        self, tokenizer: Tokenizer, messages: Sequence[Message], options: ChatOptions
+    ) -> list[int]:
+        from sdk.loaders.chat_template import TemplateError  # with the first conversation
+
+        try:
+            return tokenizer.encode_chat(
+                messages,
+                add_generation_prompt=options.add_generation_prompt,
+                chat_template=options.chat_template or self._chat_template,
+                tools=options.tools,
+                **(options.chat_template_kwargs or {}),
+            )
+        except TemplateError as error:
+            raise RequestError(str(error)) from error
+
+    def _newest_turns(
+        self, tokenizer: Tokenizer, messages: Sequence[Message], options: ChatOptions, keep: int
+    ) -> list[int]:
+        """The conversation in ``keep`` tokens: without as few of its oldest turns as possible.
+
+        Found by bisection: 10 renderings for 1,000 turns.
+        """
+        turns = Turns(messages)
+        low, high = 0, turns.droppable  # low does not fit
+        best = self._encode_chat(tokenizer, turns.without(high), options)
+        if len(best) > keep:
+            raise RequestError(
+                f"messages: the last turn and the system messages alone are {len(best)} tokens, "
+                f"but {keep} of the context's {self._max_model_len} are there for them; shorten "
+                "them, lower max_tokens, or raise max_model_len"
+            )
+        while high - low > 1:
+            middle = (low + high) // 2
+            ids = self._encode_chat(tokenizer, turns.without(middle), options)
+            if len(ids) > keep:
+                low = middle
+            else:
+                best, high = ids, middle
+        return best
+
+    def _ids(self, key: str, value: Any, params: SamplingParams, room: int) -> tuple[int, ...]:
+        """Checked token ids, without what is cut off. Of a text where ``key`` names no ids."""
+        if key.endswith("_token_ids"):
+            if not isinstance(value, Sequence) or isinstance(value, _BYTES):
+                raise RequestError(f"{key}: expected a list of integers, found {shown(value)}")
+        elif not isinstance(value, str):
+            raise RequestError(f"{key}: expected a string, found {type(value).__name__}")
+        else:
+            value = self._need_tokenizer("a text prompt").encode(str.__str__(value))
+        keep = self._kept(params, room)
+        if keep is not None and keep < len(value):
+            value = value[-keep:]
+        return self._checked(value, room)
+
+    def _kept(self, params: SamplingParams, room: int) -> int | None:
+        """How many tokens of a prompt ``truncate_prompt_tokens`` keeps; None: it is not set."""
+        cut = params.truncate_prompt_tokens
+        if cut != -1 or room == 0:
+            return self._max_model_len if cut == -1 else cut
+        answer = params.max_tokens
+        if answer is None or answer >= self._max_model_len:
+            answer = self._max_model_len // 4
+        return max(1, self._max_model_len - answer)
+
+    def _checked(self, ids: Sequence[Any], room: int) -> tuple[int, ...]:
+        count, limit = len(ids), self._max_model_len - room
+        if count > limit:
+            left = f" and {room} must be left for the answer" if room else ""
+            raise RequestError(
+                f"prompt: {count} tokens, but the context holds {self._max_model_len}{left}; "
+                "shorten it, raise max_model_len, or set truncate_prompt_tokens=-1 to keep its end"
+            )
+        items = list(itertools.islice(ids, limit))
+        if not all(map(_is_id, items)):
+            raise RequestError(f"prompt_token_ids: expected a list of integers, found {shown(ids)}")
+        if not items:
             raise RequestError("prompt: it is empty (no tokens); pass at least one token")
-        low, high = min(ids), max(ids)
+        plain = tuple(map(operator.index, items))  # without what a subclass of int may do
+        low, high = min(plain), max(plain)
         if low < 0 or high >= self._vocab_size:
             raise RequestError(
                 f"prompt_token_ids: expected ids in 0..{self._vocab_size - 1}, "
-                f"found {low if low < 0 else high}"
+                f"found {shown(low if low < 0 else high)}"
             )
-        limit = self._max_model_len - room
-        cut = params.truncate_prompt_tokens
-        if cut is not None:
-            keep = limit if cut == -1 else cut
-            ids = ids[-keep:]
-        if len(ids) > limit:
-            left = f" and {room} must be left for the answer" if room else ""
-            raise RequestError(
-                f"prompt: {len(ids)} tokens, but the context holds {self._max_model_len}{left}; "
-                "shorten it, raise max_model_len, or set truncate_prompt_tokens=-1 to keep its end"
-            )
-        return tuple(ids)
-
-
-def as_conversations(messages: Any) -> list[Sequence[Message]]:
-    """One conversation or several, as several. :raises RequestError: it is neither."""
-    if is_conversation(messages):
-        return [messages]
-    if not isinstance(messages, Sequence) or not all(map(is_conversation, messages)):
-        raise RequestError(
-            "messages: expected a list of {'role': ..., 'content': ...} or a list of such "
-            f"lists, found {messages!r:.80}"
-        )
-    return list(messages)
+        return plain

@@ -129,9 +129,9 @@ class TextTokenizer(ABC):
         chat_template: str | None = None,
         **kwargs: Any,
     ) -> list[int]:
-        from sdk.loaders.chat_template import ControlTextGuard, check_messages
+        from sdk.loaders.chat_template import ControlTextGuard, check_conversation
 
-        check_messages(messages)
+        check_conversation(messages, tools, kwargs)
         if self._guard is None:
             spellings = map(self.id_to_token, sorted(self.special_ids))
             self._guard = ControlTextGuard(text for text in spellings if text)

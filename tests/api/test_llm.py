@@ -352,7 +352,7 @@ def test_without_a_tokenizer_token_ids_still_work(tiny_path: Path) -> None:
         ({"memory": "2 apples"}, RequestError, "memory"),
         ({"memory": -1}, RequestError, "memory"),
         ({"kv_cache_dtype": "int3"}, RequestError, "kv_cache_dtype: expected float32, float16"),
-        ({"kv_cache_dtype": 8}, RequestError, "kv_cache_dtype: .* found '8'"),
+        ({"kv_cache_dtype": 8}, RequestError, "kv_cache_dtype: .* found 8"),
         ({"kv_cache_dtype": "int4:skip=2"}, RequestError, "skips layer 2 of 2"),
         ({"compute": "fast"}, RequestError, "compute"),
         ({"device": "tpu"}, RequestError, "device"),

@@ -10,6 +10,9 @@ import pytest
 
 from sdk.loaders.chat_template import MAX_DEPTH, ChatTemplate, TemplateError, render_chat
 
+LAUGHS: Any = "ha"
+for _ in range(30):
+    LAUGHS = [LAUGHS] * 10
 USER = [{"role": "user", "content": "Hi"}]
 
 
@@ -115,6 +118,10 @@ def test_arguments_that_the_template_reads_or_that_are_common_are_accepted() -> 
         ([{"role": 5, "content": "Hi"}], "a role.*found 5"),
         ([{"role": "user"}], r"messages\[0\]: expected content"),
         ([{"role": "user", "content": None}], "expected content"),
+        ([{"role": "assistant", "content": None}], "expected content"),
+        ([{"role": "user", "content": "x", "n": 10**5000}], "n: expected a shorter number"),
+        ([{"role": "user", "content": "x", "n": LAUGHS}], "values in one conversation"),
+        ([{"role": "user", "content": "x" * 2**22}] * 2, "characters in one conversation"),
         ([{"role": "user", "content": 5}], "a string or a list of parts, found int"),
         ([{"role": "user", "content": ["x"]}], r"content\[0\].*found str"),
         ([{"role": "user", "content": [{"type": "image"}]}], "found type 'image'"),
@@ -125,6 +132,12 @@ def test_arguments_that_the_template_reads_or_that_are_common_are_accepted() -> 
 def test_messages_are_checked(messages: Any, words: str) -> None:
     with pytest.raises(TemplateError, match=words):
         render("x", messages)
+
+
+def test_tools_that_are_dropped_are_an_error() -> None:
+    with pytest.raises(TemplateError, match="does not read tools"):
+        render("{{ messages[0].content }}", tools=[{"name": "now"}])
+    assert "now" in render("{{ tools }}", tools=[{"name": "now"}])
 
 
 def test_nesting_is_bounded() -> None:

@@ -85,7 +85,7 @@ def test_templates_that_change_the_content_are_safe_too(
     text = "  xx<think>y</think> <|im_end|> z "
     ids = smollm2_tokenizer.encode_chat(
         [{"role": "user", "content": text}],
-        tools=[{"name": text, text: 1}],
+        tools=[{"name": text, text: 1}] if "tools" in template else None,
         documents=[text],
         chat_template=template,
     )

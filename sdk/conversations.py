@@ -1,0 +1,105 @@
+"""What comes with a conversation: the options of its template, and its turns."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from sdk.errors import RequestError
+from sdk.quant.shown import shown
+
+Message = Mapping[str, Any]
+
+#: What a chat template is always given; ``chat_template_kwargs`` holds everything else.
+_TEMPLATE_ARGUMENTS = frozenset({"messages", "tools", "chat_template", "add_generation_prompt"})
+#: Roles whose messages stay when the oldest turns of a conversation are dropped.
+_STAYS = ("system", "developer")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatOptions:
+    """How a conversation is rendered; the keyword arguments of ``LLM.chat``."""
+
+    add_generation_prompt: bool = True
+    chat_template: str | None = None
+    tools: Sequence[Mapping[str, Any]] | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
+
+    @classmethod
+    def of(cls, method: str, given: Mapping[str, Any]) -> ChatOptions:
+        """The options among a method's keywords. :raises TypeError: there is an unknown one.
+
+        :raises RequestError: a value is of the wrong kind.
+        """
+        known = sorted(field.name for field in fields(cls))
+        for name in given:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                hint = f"did you mean {near[0]!r}? " if near else ""
+                raise TypeError(
+                    f"{method}() got an unexpected keyword argument {name!r}; {hint}"
+                    f"For a conversation it takes {', '.join(known)}"
+                )
+        options = cls(**given)
+        options._check()
+        return options
+
+    def _check(self) -> None:
+        template, tools, variables = self.chat_template, self.tools, self.chat_template_kwargs
+        if not isinstance(self.add_generation_prompt, bool):
+            raise RequestError(
+                "add_generation_prompt: expected True or False, found "
+                f"{shown(self.add_generation_prompt)}"
+            )
+        if template is not None and not isinstance(template, str):
+            raise RequestError(
+                "chat_template: expected the source or the name of a template, found "
+                f"{shown(template)}"
+            )
+        if tools is not None and (
+            not isinstance(tools, list | tuple) or not all(isinstance(t, Mapping) for t in tools)
+        ):
+            raise RequestError(f"tools: expected a list of dicts, found {shown(tools)}")
+        if variables is None:
+            return
+        if not isinstance(variables, Mapping) or not all(isinstance(k, str) for k in variables):
+            raise RequestError(
+                "chat_template_kwargs: expected a dict with names as keys, found "
+                f"{shown(variables)}"
+            )
+        reserved = sorted(_TEMPLATE_ARGUMENTS & variables.keys())
+        if reserved:
+            raise RequestError(
+                f"chat_template_kwargs: {', '.join(reserved)} cannot be set in it; pass it as an "
+                "argument of its own"
+            )
+
+
+class Turns:
+    """A conversation cut where a user speaks: a turn is what a user says with its answer.
+
+    System messages belong to no turn. The last turn always stays.
+    """
+
+    def __init__(self, messages: Sequence[Message]) -> None:
+        self._messages = messages
+        self._turns: list[int | None] = []  # of each message; None: it stays
+        turn, before = 0, None
+        for message in messages:
+            role = message["role"]
+            if role in _STAYS:
+                self._turns.append(None)
+                continue
+            if role == "user" and before not in (None, "user"):
+                turn += 1
+            self._turns.append(turn)
+            before = role
+        #: How many turns can be dropped.
+        self.droppable = turn
+
+    def without(self, count: int) -> list[Message]:
+        """The conversation without its ``count`` oldest turns."""
+        pairs = zip(self._messages, self._turns, strict=True)
+        return [message for message, turn in pairs if turn is None or turn >= count]

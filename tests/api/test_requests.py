@@ -1,0 +1,206 @@
+"""From what users write to a request: conversations, tools, truncation, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sdk import LLM, RequestError, SamplingParams
+from sdk.prompts import PromptReader
+from tests.api.engines import SHORT, tokens
+
+USER = {"role": "user", "content": "Hi"}
+CALL = {"type": "function", "function": {"name": "now", "arguments": {}}}
+TOOLS = [{"type": "function", "function": {"name": "now", "parameters": {}}}]
+READS_TOOLS = (
+    "{% if tools %}{{ tools|tojson }}\n{% endif %}{% for m in messages %}"
+    "{{ m.role }}: {{ m.content or m.tool_calls|tojson }}\n{% endfor %}"
+)
+
+
+def spoken(reader: PromptReader, messages: Any, params: SamplingParams = SHORT) -> str:
+    text = reader.read_one("chat", messages, params, {}).text
+    assert text is not None
+    return text.removeprefix("<s>").strip()
+
+
+@pytest.mark.parametrize("content", ["none", "missing", "image", "image_url", "number"])
+def test_a_message_without_text_is_a_request_error_that_names_its_index(
+    tiny: LLM, content: str
+) -> None:
+    bad: dict[str, Any] = {
+        "none": {"role": "user", "content": None},
+        "missing": {"role": "user"},
+        "image": {"role": "user", "content": [{"type": "image", "image": "x"}]},
+        "image_url": {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "What is this?"},
+                {"type": "image_url", "image_url": {"url": "data:"}},
+            ],
+        },
+        "number": {"role": "user", "content": 5},
+    }[content]
+    with pytest.raises(RequestError, match=r"messages\[1\]") as caught:
+        tiny.chat([USER, bad], SHORT)
+    if content.startswith("image"):
+        assert f"found type '{content}'" in str(caught.value)
+    with pytest.raises(RequestError, match=r"messages\[1\]"):
+        tiny.stream([USER, bad], SHORT)
+
+
+def test_text_parts_are_read_as_their_text(tiny: LLM) -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": t} for t in ("Hi", "you")]}]
+    plain = [{"role": "user", "content": "Hi\nyou"}]
+    assert tokens(tiny.chat(parts, SHORT)[0]) == tokens(tiny.chat(plain, SHORT)[0])
+
+
+def test_a_model_without_a_chat_template_refuses_a_conversation_as_a_request(tiny: LLM) -> None:
+    class Plain:
+        """The tokenizer of a model without a template."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(tiny.get_tokenizer(), name)
+
+        def encode_chat(self, messages: Any, **options: Any) -> Any:
+            from sdk.loaders.chat_template import TemplateError
+
+            raise TemplateError("the model has no chat template: pass chat_template=")
+
+    reader = PromptReader(Plain(), vocab_size=448, max_model_len=128)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="no chat template"):
+        reader.read_one("chat", [USER], SHORT, {})
+
+
+def test_tool_calls_stand_in_the_place_of_content(tiny: LLM) -> None:
+    for message in (
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "assistant", "tool_calls": [CALL]},
+    ):
+        [output] = tiny.chat([USER, message], SHORT, chat_template=READS_TOOLS)
+        assert '"name": "now"' in str(output.prompt)
+
+
+def test_tool_calls_that_the_template_ignores_are_refused(tiny: LLM) -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    with pytest.raises(RequestError, match=r"messages\[1\]\.tool_calls: the chat template"):
+        tiny.chat([USER, call], SHORT)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        None,
+        "{% for m in messages %}{{ m.content }}{% endfor %}",
+        "{% if tools and messages|length > 9 %}{{ tools }}{% endif %}{{ messages[0].content }}",
+    ],
+)
+def test_tools_that_the_template_ignores_are_refused(tiny: LLM, template: str | None) -> None:
+    with pytest.raises(RequestError, match="tools: the chat template of this model does not read"):
+        tiny.chat([USER], SHORT, tools=TOOLS, chat_template=template)
+    assert tiny.chat([USER], SHORT, tools=[], chat_template=template)
+    [output] = tiny.chat([USER], SHORT, tools=TOOLS, chat_template=READS_TOOLS)
+    assert '"parameters"' in str(output.prompt)
+
+
+@pytest.mark.parametrize("method", ["chat", "stream", "pin"])
+def test_an_unknown_keyword_of_a_conversation_names_the_method_and_the_known_ones(
+    tiny: LLM, method: str
+) -> None:
+    with pytest.raises(TypeError) as caught:
+        getattr(tiny, method)([USER], add_generation_promt=True)
+    for word in (f"{method}()", "'add_generation_promt'", "'add_generation_prompt'", "tools"):
+        assert word in str(caught.value)
+    assert "PromptReader" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("chat_template", 5),
+        ("chat_template", b"{{ messages }}"),
+        ("tools", "now"),
+        ("tools", ["now"]),
+        (
+            "tools",
+            [{"deep": [[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]}],
+        ),
+        ("add_generation_prompt", "yes"),
+        ("chat_template_kwargs", {1: 2}),
+    ],
+)
+def test_a_bad_option_of_a_conversation_is_a_request_error_that_names_it(
+    tiny: LLM, option: str, value: Any
+) -> None:
+    with pytest.raises(RequestError, match=option):
+        tiny.chat([USER], SHORT, **{option: value})
+
+
+# ---- truncation ----------------------------------------------------------------------------------
+
+
+def turn(number: int, answered: bool = True) -> list[dict[str, str]]:
+    said = [{"role": "user", "content": f"q{number}"}]
+    return said + [{"role": "assistant", "content": f"a{number}"}] * answered
+
+
+def test_minus_one_leaves_room_for_the_answer(tiny: LLM) -> None:
+    ids = [5 + i % 100 for i in range(300)]
+    for max_tokens, kept in ((1, 127), (8, 120), (100, 28), (127, 1), (None, 96), (128, 96)):
+        params = SHORT.clone(max_tokens=max_tokens, truncate_prompt_tokens=-1)
+        read = tiny._reader.read(ids, params)
+        assert read.token_ids == tuple(ids[-kept:])
+
+
+def test_a_short_prompt_is_not_cut(tiny: LLM) -> None:
+    params = SHORT.clone(max_tokens=100, truncate_prompt_tokens=-1)
+    assert tiny._reader.read([5, 6, 7], params).token_ids == (5, 6, 7)
+
+
+@pytest.mark.parametrize("cut", [-1, 100])
+def test_a_long_conversation_loses_its_oldest_turns_and_no_part_of_one(tiny: LLM, cut: int) -> None:
+    system = {"role": "system", "content": "Be brief."}
+    params = SHORT.clone(max_tokens=28, truncate_prompt_tokens=cut)
+    messages = [system, *(m for number in range(30) for m in turn(number)), *turn(30, False)]
+    reader = tiny._reader
+    read = reader.read_one("chat", messages, params, {})
+    assert len(read.token_ids) <= 100
+    lines = spoken(reader, messages, params).splitlines()
+    assert lines[0] == "system: Be brief."
+    assert lines[-1] == "user: q30"
+    first = int(lines[1].removeprefix("user: q"))
+    expected = [f"{m['role']}: {m['content']}" for n in range(first, 31) for m in turn(n, n < 30)]
+    assert lines[1:] == expected
+    # one turn more would not have fitted
+    more = [system, *(m for n in range(first - 1, 31) for m in turn(n, n < 30))]
+    assert len(reader.read_one("chat", more, SHORT, {}).token_ids) > 100
+    [output] = tiny.chat(messages, params)
+    assert list(output.prompt_token_ids) == list(read.token_ids)
+    assert len(output.outputs[0].token_ids) == 28
+
+
+def test_a_turn_with_tool_calls_stays_whole(tiny: LLM) -> None:
+    last = [
+        {"role": "user", "content": "What time is it?"},
+        {"role": "assistant", "tool_calls": [CALL], "content": "calls"},
+        {"role": "tool", "content": "noon"},
+    ]
+    messages = [*(m for number in range(20) for m in turn(number)), *last]
+    params = SHORT.clone(max_tokens=8, truncate_prompt_tokens=-1)
+    options = {"chat_template": READS_TOOLS}
+    text = str(tiny._reader.read_one("chat", messages, params, options).text)
+    assert text.strip().endswith("user: What time is it?\nassistant: calls\ntool: noon")
+    assert "q0\n" not in text
+
+
+def test_where_the_last_turn_does_not_fit_the_error_says_so(tiny: LLM) -> None:
+    messages = [*turn(1), {"role": "user", "content": "many words " * 30}]
+    params = SHORT.clone(max_tokens=8, truncate_prompt_tokens=-1)
+    with pytest.raises(RequestError, match=r"the last turn and the system messages.*120"):
+        tiny.chat(messages, params)
+
+
+def test_without_truncation_a_long_conversation_is_refused(tiny: LLM) -> None:
+    with pytest.raises(RequestError, match="truncate_prompt_tokens=-1"):
+        tiny.chat([m for number in range(30) for m in turn(number)], SHORT)
