@@ -62,14 +62,14 @@ def _oracle(path: Path) -> torch.nn.Module:
     return model.eval()
 
 
-@pytest.fixture(scope="module", params=["smollm2", "gemma3"])
+@pytest.fixture(scope="module", params=["smollm2", pytest.param("gemma3", marks=pytest.mark.slow)])
 def real(request: pytest.FixtureRequest) -> tuple[Path, torch.nn.Module]:
     path: Path = request.getfixturevalue(request.param)
     return path, _oracle(path)
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("compute", ["exact", "auto"])
+@pytest.mark.parametrize("compute", [pytest.param("exact", marks=pytest.mark.slow), "auto"])
 def test_greedy_tokens_equal_transformers_wherever_its_margin_exceeds_the_noise(
     real: tuple[Path, torch.nn.Module], compute: str
 ) -> None:

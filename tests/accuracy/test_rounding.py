@@ -33,7 +33,7 @@ PAGES_KL = {
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("name", ["smollm2", "gemma3"])
+@pytest.mark.parametrize("name", ["smollm2", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_rounded_activations_stay_as_close_as_measured(
     name: str, request: pytest.FixtureRequest, logits_of: Callable[..., Tensor]
 ) -> None:
@@ -50,6 +50,7 @@ def test_rounded_activations_stay_as_close_as_measured(
     assert float((exact.exp() * (exact - rounded)).sum(-1).mean()) < kl
 
 
+@pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.parametrize("name", ["smollm2", "gemma3"])
 def test_pages_of_codes_cost_what_was_measured_beside_float16(

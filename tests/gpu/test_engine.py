@@ -65,7 +65,9 @@ def load(path: Path, **options: Any) -> LLM:
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("kv", ["float32", "int8", "fp8"])
+@pytest.mark.parametrize(
+    "kv", ["int8", *(pytest.param(x, marks=pytest.mark.slow) for x in ("float32", "fp8"))]
+)
 def test_the_answers_are_the_reference_s(
     path: Path, kv: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,7 +90,11 @@ SAMPLED = SamplingParams(
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("short", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "short",
+    [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16],
+    ids=["float32", "bfloat16"],
+)
 def test_steps_filled_up_to_a_bucket_give_the_same_answers(
     path: Path, short: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,6 +127,7 @@ def test_one_order_of_additions_is_asked_of_the_kernels() -> None:
         ops.close()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick")
 def test_a_deterministic_answer_has_the_same_bits_alone_and_in_a_batch(path: Path) -> None:
     def bits(llm: LLM, prompts: list[list[int]]) -> list[Any]:
@@ -141,6 +148,7 @@ def test_buckets_are_few_where_batches_are_small() -> None:
     assert bucket_of(buckets(20), 9) == 16
 
 
+SLOW = pytest.mark.slow
 #: Half a step of a type (see test_gpu_activations.py).
 HALF_STEP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
@@ -149,10 +157,11 @@ HALF_STEP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
     ("name", "short", "places"),
     [
         ("arch-llama3/hf", torch.bfloat16, 7),
-        ("arch-llama3/hf", torch.float16, 7),
-        ("arch-qwen3/hf", torch.bfloat16, 9),  # and the norms of q and k
-        ("arch-gemma3/hf", torch.bfloat16, 9),
-        ("gptoss-mxfp4", torch.float16, 11),  # and biases; bfloat16 takes a token to another expert
+        pytest.param("arch-llama3/hf", torch.float16, 7, marks=SLOW),
+        pytest.param("arch-qwen3/hf", torch.bfloat16, 9, marks=SLOW),  # and the norms of q and k
+        pytest.param("arch-gemma3/hf", torch.bfloat16, 9, marks=SLOW),
+        # and biases; bfloat16 takes a token to another expert
+        pytest.param("gptoss-mxfp4", torch.float16, 11, marks=SLOW),
     ],
 )
 @pytest.mark.usefixtures("quick")

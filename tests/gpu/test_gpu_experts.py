@@ -200,7 +200,7 @@ def decoded(
 
 
 @pytest.mark.parametrize("name", DECODED)
-@pytest.mark.parametrize("by_token", [True, False])
+@pytest.mark.parametrize("by_token", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_large_prompt_decodes_each_expert_once(
     reference: Ops, cases: Any, monkeypatch: pytest.MonkeyPatch, name: str, by_token: bool
 ) -> None:

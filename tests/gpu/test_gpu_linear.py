@@ -99,7 +99,7 @@ def test_a_weight_is_packed_and_decoded_on_its_own_device(cases: Any, name: str)
         assert {part.device.type for part in tensors if part is not None} == {"meta"}
 
 
-@pytest.mark.parametrize("tokens", [1, 7, 33])
+@pytest.mark.parametrize("tokens", [1, 7, pytest.param(33, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_products_equal_float64_of_the_rounded_inputs(cases: Any, name: str, tokens: int) -> None:
     layout = made(cases, name)
