@@ -316,6 +316,7 @@ def test_close_while_a_step_runs_lets_it_finish_or_ends_it(
     assert outcome == [1 if goes_on else "the executor was closed while it worked"]
 
 
+@pytest.mark.slow
 def test_many_starts_leave_no_descriptors_and_threads(started) -> None:
     started().close()  # what is made once per process
     before = settle()
