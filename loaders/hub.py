@@ -17,8 +17,11 @@ def is_hub_id(name: str) -> bool:
     return _HUB_ID.fullmatch(name) is not None and not name.endswith((".gguf", ".safetensors"))
 
 
-def download(name: str, revision: str | None, local_files_only: bool) -> Path:
-    """The local folder of a hub model, downloaded when it is not there yet.
+def download(
+    name: str, revision: str | None, local_files_only: bool, folder: str | None = None
+) -> Path:
+    """The local folder of a hub model, downloaded when it is not there yet: into the hub's own
+    cache, or into one in ``folder``.
 
     Raises:
         CheckpointError: no connection, no such model, not in the cache with ``local_files_only``,
@@ -30,6 +33,7 @@ def download(name: str, revision: str | None, local_files_only: bool) -> Path:
         folder = snapshot_download(
             name,
             revision=revision,
+            cache_dir=folder,
             local_files_only=local_files_only,
             allow_patterns=_PATTERNS,
             ignore_patterns=["original/*", "consolidated*", "*/*"],

@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 
 
 def open_checkpoint(
-    model: str | Path, *, revision: str | None = None, local_files_only: bool = False
+    model: str | Path,
+    *,
+    revision: str | None = None,
+    local_files_only: bool = False,
+    download_dir: str | None = None,
 ) -> Checkpoint:
     """Open a model from its headers; weights are read when they are pulled.
 
@@ -29,12 +33,13 @@ def open_checkpoint(
             beside its ``config.json``, or, when no such path exists, a hub id ``org/name``.
         revision: branch, tag or commit of a hub id.
         local_files_only: never download.
+        download_dir: the cache for what is downloaded; default: the hub's own.
 
     Raises:
         CheckpointError: what is there is damaged, incomplete or missing.
         UnsupportedError: it is sound but holds something that is not run.
     """
-    path = _located(model, revision, local_files_only)
+    path = _located(model, revision, local_files_only, download_dir)
     file = _gguf_at(path)
     if file is None:
         return _hf_folder(path)
@@ -75,7 +80,12 @@ def read_headers(model: str | Path) -> Headers:
         folder.close()
 
 
-def _located(model: str | Path, revision: str | None, local_files_only: bool) -> Path:
+def _located(
+    model: str | Path,
+    revision: str | None,
+    local_files_only: bool,
+    download_dir: str | None = None,
+) -> Path:
     """A file or folder that exists, downloaded where ``model`` is a hub id."""
     path = Path(model).expanduser()
     try:
@@ -85,7 +95,7 @@ def _located(model: str | Path, revision: str | None, local_files_only: bool) ->
     if exists:
         return path
     if isinstance(model, str) and is_hub_id(model):
-        return download(model, revision, local_files_only)
+        return download(model, revision, local_files_only, download_dir)
     raise CheckpointError(f"{path}: no such file or folder")
 
 

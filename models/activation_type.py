@@ -16,7 +16,12 @@ WIDE_RANGE = frozenset({"gemma2", "gemma3_text"})
 
 
 def activation_type(
-    config: Mapping[str, Any], matrix: torch.dtype, *, exact: bool = False, stored: str = ""
+    config: Mapping[str, Any],
+    matrix: torch.dtype,
+    *,
+    exact: bool = False,
+    stored: str = "",
+    asked: str = "",
 ) -> torch.dtype:
     """See :attr:`sdk.kernels.ops.Ops.activations`, for the model that ``config`` describes.
 
@@ -27,12 +32,15 @@ def activation_type(
     the accuracy (KL divergence 0.00017 of SmolLM2, 0.000002) and copies besides. Any other,
     whatever it was quantized from, gets what the card has. In place of float16, models of
     ``WIDE_RANGE`` get bfloat16 if the card has it, else float32. ``exact`` arithmetic and
-    transformers' own code, which computes between our kernels, are float32.
+    transformers' own code, which computes between our kernels, are float32. A user who ``asked``
+    for float16 or bfloat16 is asked before the file is; bfloat16 on a card without it is float32.
     """
     name = model_type(config)
     if exact or matrix == torch.float32 or own_model(name) is None:
         return torch.float32
-    wanted = torch.float16 if (_stated(config) or stored) == "float16" else matrix
+    if asked == "bfloat16":
+        return torch.bfloat16 if matrix == torch.bfloat16 else torch.float32
+    wanted = torch.float16 if (asked or _stated(config) or stored) == "float16" else matrix
     if wanted == torch.float16 and name in WIDE_RANGE:
         return torch.float32 if matrix == torch.float16 else matrix
     return wanted

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pkgutil import get_data
 from statistics import fmean
@@ -20,8 +20,10 @@ from sdk.config import EngineConfig
 from sdk.errors import OutOfMemoryError
 from sdk.kernel_shares import kernel_shares
 from sdk.kernels.ladder import KEPT_PAGES
+from sdk.load_checks import check_options, memory_shortage, room_shortage, whole_prompts
 from sdk.memory import Alternative, MemoryPlan, format_bytes
 from sdk.memory_pool import MemoryPool
+from sdk.options import engine_config
 from sdk.planning import available_to, model_config, open_model, plan_for, sizes_of
 from sdk.quant import scheme as schemes
 from sdk.quant.at_load import FLOATS, is_in_block, packed_at_load, scheme_at_load
@@ -34,22 +36,24 @@ _MOST = 8
 #: Few requests and tokens of a step, and a short context.
 _FEW: Mapping[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
 _SHORT = 256
+#: A context that a larger budget is named for where none was asked for.
+_USUAL = 2048
+#: Of what is free now so much is free a moment later too.
+_STEADY = 0.98
 
 
 def plan(config: EngineConfig) -> MemoryPlan:
     """The memory plan of ``config``, with what would fit in its place where it does not."""
     checkpoint = open_model(config)
     try:
-        made = plan_for(config, checkpoint)
-        if not made.fits:
-            made = _with_help(made, config, checkpoint)
+        made = _loadable(config, checkpoint, plan_for(config, checkpoint))
         return replace(made, kernels=tuple(kernel_shares(config, checkpoint)))
     finally:
         checkpoint.close()
 
 
 def planned_config(
-    plan: MemoryPlan | None, model: str | os.PathLike[str] | None, options: Mapping[str, Any]
+    plan: MemoryPlan | None, model: str | os.PathLike[str] | None, **options: Any
 ) -> EngineConfig:
     """The options of an engine from its caller's, or from a plan, in whose limits it then stays.
 
@@ -59,7 +63,7 @@ def planned_config(
     if plan is None:
         if model is None:
             raise TypeError("LLM() needs a model, or plan=LLM.plan(model, ...)")
-        return EngineConfig.from_options(model, options)
+        return engine_config(model, **options)
     if model is not None or options:
         raise TypeError(
             f"LLM(plan=...) takes model and options from the plan, found "
@@ -95,39 +99,50 @@ def checked_plan(config: EngineConfig, checkpoint: Checkpoint) -> MemoryPlan:
             made = plan_for(config, checkpoint)
         if not made.fits:
             made = replace(made, problem=f"{made.problem}\nthe memory pool:\n{pool}")
-    available = available_to(config)
-    if made.fits and made.total > available:
-        sums = (
-            "the machine cannot give what the budget allows:\n"
-            f"  planned    {format_bytes(made.total):>10}\n"
-            f"  budget     {format_bytes(made.budget or made.total):>10}\n"
-            f"  available  {format_bytes(available):>10}"
-        )
-        made = replace(made, problem=sums)
+    made = _loadable(config, checkpoint, made)
     if not made.fits:
-        raise OutOfMemoryError(_with_help(made, config, checkpoint).problem)
+        raise OutOfMemoryError(made.problem)
     return made
+
+
+def _loadable(config: EngineConfig, checkpoint: Checkpoint, made: MemoryPlan) -> MemoryPlan:
+    """The plan; where it cannot be loaded now, with its problem and what would help.
+
+    :raises SdkError: no other amount of memory would help, see :func:`check_options`.
+    """
+    check_options(config, checkpoint, made)
+    if made.fits:
+        made = replace(made, problem=memory_shortage(config, made))
+    if made.fits:
+        return replace(made, problem=room_shortage(config, made))
+    return _with_help(made, config, checkpoint)
 
 
 def _with_help(made: MemoryPlan, config: EngineConfig, checkpoint: Checkpoint) -> MemoryPlan:
     others: tuple[Alternative, ...] = ()
     slow: tuple[Alternative, ...] = ()
     whole = made.kv_tokens >= made.max_model_len  # as planned it holds what was asked for
+    helps: list[str] = []
     if whole and made.total <= (made.budget or 0):  # it is the machine that has less
-        helps = [_smaller_budget(made, available_to(config))]
-    else:
+        helps = list(_smaller_budget(config, checkpoint, made))
+    if not helps:
         others = alternatives(config, checkpoint, made)
         slow = _offloaded(config, checkpoint)
         helps = [*map(str, others[:3]), *_always(config, checkpoint, made), *map(str, slow)]
     lines = [f"  {line}" for line in helps]
-    problem = "\n".join([made.problem, "what would help:", *lines])
+    problem = "\n".join([made.problem, "what would help:", *lines] if lines else [made.problem])
     return replace(made, alternatives=(*others, *slow), problem=problem)
 
 
-def _smaller_budget(made: MemoryPlan, available: int) -> str:
-    left, needed = available // 2**20, -(-made.total // 2**20)
-    which = "what is free now" if left < needed else "all that these limits use"
-    return f"memory='{min(left, needed)}MiB' is {which}"
+def _smaller_budget(
+    config: EngineConfig, checkpoint: Checkpoint, made: MemoryPlan
+) -> Iterator[str]:
+    """A budget that the machine has, if these limits can do with it."""
+    left, needed = int(available_to(config) * _STEADY) >> 20, -(-made.total // 2**20)
+    budget = f"{min(left, needed)}MiB"
+    if plan_for(replace(config, memory=budget), checkpoint).fits:
+        which = "is free now" if left < needed else "is all that these limits use"
+        yield f"memory={budget!r} {which}"
 
 
 def _offloaded(config: EngineConfig, checkpoint: Checkpoint) -> tuple[Alternative, ...]:
@@ -212,7 +227,9 @@ def _fitting(
             if short:
                 tried = replace(tried, max_model_len=None)
             made = plan_for(tried, changed, sizes)
-            if not made.fits or (dtype is not None and made.page_bytes >= asked.page_bytes):
+            if not (made.fits and whole_prompts(tried, made)):
+                continue
+            if dtype is not None and made.page_bytes >= asked.page_bytes:
                 continue
             if short:
                 own["max_model_len"] = made.max_model_len
@@ -248,17 +265,59 @@ def _few(config: EngineConfig) -> dict[str, Any]:
 
 def _always(config: EngineConfig, checkpoint: Checkpoint, asked: MemoryPlan) -> Iterator[str]:
     """What helps whatever the model: a larger budget, or smaller weights."""
-    context = model_config(config, checkpoint).max_position
-    limits = {"max_model_len": min(_SHORT, config.max_model_len or context), **_few(config)}
-    few = plan_for(replace(config, **limits, memory=None, kv_cache_memory_bytes=1), checkpoint)
-    few = replace(few, num_pages=-(-few.max_model_len // few.page_size))
-    budget = format_bytes(-(-few.total // 2**20) * 2**20)
-    if config.kv_cache_memory_bytes is not None:
-        limits["kv_cache_memory_bytes"] = None
-    said = ", ".join(f"{name}={value}" for name, value in limits.items())
-    yield f"memory={budget!r} holds it with {said}"
-    room = (asked.budget or available_to(config)) - (few.total - few.weights)
-    if 0 < room < few.weights:
-        yield f"with these limits a file needs weights of at most {format_bytes(room)}"
+    context = config.max_model_len or model_config(config, checkpoint).max_position
+    usual = _enough(config, checkpoint, {"max_model_len": min(context, _USUAL)})
+    few = _enough(config, checkpoint, {"max_model_len": min(context, _SHORT), **_few(config)})
+    if usual is not None:
+        yield usual.said(config)
+    if few is not None and (usual is None or few.plan.total < usual.plan.total):
+        yield few.said(config)
+    least = few or usual
+    if least is not None:
+        room = (asked.budget or available_to(config)) - (least.plan.total - least.plan.weights)
+        if 0 < room < least.plan.weights:
+            limits = least.text(config, least.limits)
+            yield f"a model whose weights take at most {format_bytes(room)}, with {limits}"
     if asked.tokenizer:
-        yield f"skip_tokenizer_init=True needs {format_bytes(asked.tokenizer)} less"
+        silent = replace(config, skip_tokenizer_init=True)
+        if plan_for(silent, checkpoint).fits:
+            yield "skip_tokenizer_init=True is enough: token ids in, token ids out"
+
+
+@dataclass(frozen=True, slots=True)
+class _Budget:
+    """A budget that holds one request within ``limits``, and the plan that it is for."""
+
+    budget: str
+    limits: Mapping[str, Any]
+    plan: MemoryPlan
+
+    def said(self, config: EngineConfig) -> str:
+        changed = self.text(config, self.limits)
+        return f"memory={self.budget!r} is enough" + (f" with {changed}" if changed else "")
+
+    @staticmethod
+    def text(config: EngineConfig, limits: Mapping[str, Any]) -> str:
+        """Those of ``limits`` that are not as in ``config``."""
+        changed = (name for name in limits if limits[name] != getattr(config, name))
+        return ", ".join(f"{name}={limits[name]!r}" for name in changed)
+
+
+def _enough(
+    config: EngineConfig, checkpoint: Checkpoint, limits: Mapping[str, Any]
+) -> _Budget | None:
+    """The smallest budget for ``limits``; None where this machine does not have as much."""
+    if not config.enable_chunked_prefill:  # a step holds a whole prompt
+        tokens = max(config.max_num_batched_tokens, limits["max_model_len"])
+        limits = {**limits, "max_num_batched_tokens": tokens}
+    made = plan_for(replace(config, **limits, memory=None, kv_cache_memory_bytes=1), checkpoint)
+    pages = -(-made.max_model_len // made.page_size)
+    kv = config.kv_cache_memory_bytes
+    if isinstance(kv, int) and kv >= pages * made.page_bytes:
+        pages = min(kv // made.page_bytes, pages * config.max_num_seqs)
+    else:
+        limits = {**limits, "kv_cache_memory_bytes": None}
+    made = replace(made, num_pages=pages)
+    budget = f"{-(-made.total // 2**20)}MiB"
+    tried = plan_for(replace(config, **limits, memory=budget), checkpoint)
+    return _Budget(budget, limits, made) if tried.fits else None

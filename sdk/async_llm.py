@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from os import PathLike
+from typing import TYPE_CHECKING, Any
 
 from sdk.conversations import Message
 from sdk.llm import LLM
+from sdk.options import EngineOptions, takes_options
 from sdk.outputs import RequestOutput
 from sdk.params import SamplingParams
 from sdk.prompts import PromptLike
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class AsyncLLM:
@@ -19,7 +24,8 @@ class AsyncLLM:
     makes one (which blocks while it loads) and closes it.
     """
 
-    def __init__(self, model: Any, **options: Any) -> None:
+    @takes_options
+    def __init__(self, model: LLM | str | PathLike[str], **options: Unpack[EngineOptions]) -> None:
         if isinstance(model, LLM):
             if options:
                 raise TypeError(f"AsyncLLM(llm) takes no options, found {sorted(options)}")

@@ -6,10 +6,9 @@ serve is refused with what to do instead: none is ignored in silence.
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from sdk.errors import QuantizationError, RequestError, SdkError
@@ -32,6 +31,8 @@ _NOT_YET: dict[str, tuple[Any, str]] = {
 
 
 _DEFAULT_BLOCK = 16
+#: A smaller swap space is a number of GiB: no page is below 1 KiB.
+_LEAST_SWAP = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,7 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
     trust_remote_code: bool = False
     tensor_parallel_size: int = 1
-    dtype: Literal["auto", "float32"] = "auto"
+    dtype: Literal["auto", "float32", "float16", "bfloat16", "float", "half"] = "auto"
     quantization: str | None = None
     revision: str | None = None
     chat_template: str | None = None
@@ -80,6 +81,9 @@ class EngineConfig:
     compute: Literal["auto", "exact"] = "auto"
     deterministic: bool = False
     local_files_only: bool = False
+    download_dir: str | None = None
+    generation_config: str = "auto"
+    override_generation_config: Mapping[str, Any] | None = None
     on_progress: ProgressCallback | None = None
 
     def __post_init__(self) -> None:
@@ -115,6 +119,15 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and not isinstance(value, MemoryPool):
                 object.__setattr__(self, name, parse_bytes(value, name))
+        for name in ("download_dir", "generation_config"):
+            value = getattr(self, name)
+            if value is not None:
+                if not isinstance(value, str | os.PathLike):
+                    raise RequestError(f"{name}: expected a folder, found {shown(value)}")
+                object.__setattr__(self, name, os.fspath(value))
+        if self.dtype in _SHORT_FOR:  # vLLM's other spellings
+            object.__setattr__(self, "dtype", _SHORT_FOR[self.dtype])
+        self._check_steps()
         self._check_swap()
         self._check_offload()
         if self.kv_cache_dtype != "auto":
@@ -163,11 +176,24 @@ class EngineConfig:
             raise RequestError(f"{name}={shown(os.fspath(value))} needs a {option}")
         object.__setattr__(self, name, os.fspath(value))
 
+    def _check_steps(self) -> None:
+        seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
+        if tokens < seqs:
+            raise RequestError(
+                f"max_num_batched_tokens ({tokens}) must be at least max_num_seqs ({seqs}): every "
+                f"running request decodes in every step. Pass max_num_seqs={tokens} too"
+            )
+
     def _check_swap(self) -> None:
         self._check_folder("swap_path", "swap_space")
         if self.swap_space == 0:
             return
         object.__setattr__(self, "swap_space", parse_bytes(self.swap_space, "swap_space"))
+        if isinstance(self.swap_space, int) and self.swap_space < _LEAST_SWAP:
+            raise RequestError(
+                f"swap_space: {self.swap_space} would be bytes; vLLM's unit is GiB: write "
+                f"swap_space='{self.swap_space}GiB'"
+            )
         if not self.enable_prefix_caching:
             raise RequestError(
                 "swap_space: what was swapped is found by its prefix, which needs "
@@ -201,17 +227,6 @@ class EngineConfig:
             )
         object.__setattr__(self, "block_size", LADDER_PAGE_SIZE)
 
-    @classmethod
-    def from_options(cls, model: object, options: Mapping[str, Any]) -> EngineConfig:
-        """Build from keywords. :raises TypeError: for an unknown one, naming the nearest."""
-        known = {field.name for field in fields(cls)}
-        for name in options:
-            if name not in known:
-                close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-                hint = f"; did you mean {close[0]!r}?" if close else ""
-                raise TypeError(f"LLM() got an unknown option {name!r}{hint}")
-        return cls(model=str(model), **options)
-
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
@@ -242,9 +257,10 @@ def _kv_cache_dtype(text: object) -> str:
         raise RequestError(f"kv_cache_dtype: {error}") from error
 
 
+_SHORT_FOR: dict[str, str] = {"half": "float16", "float": "float32"}
 _CHOICES: dict[str, tuple[str, ...]] = {
     "tokenizer_mode": ("auto",),
-    "dtype": ("auto", "float32"),
+    "dtype": ("auto", "float32", "float16", "bfloat16", "float", "half"),
     "device": ("auto", "cpu", "cuda"),
     "load_format": ("auto", "gguf", "safetensors"),
     "scheduling_policy": ("fcfs", "priority"),

@@ -8,6 +8,7 @@ from sdk.config import EngineConfig
 from sdk.memory import MemoryPlan
 from sdk.models.config import ModelConfig
 from sdk.quant_report import quant_report
+from sdk.sampling_defaults import SamplingDefaults
 
 if TYPE_CHECKING:
     from sdk.engine.runner import ModelRunner
@@ -17,6 +18,7 @@ def explain(
     config: EngineConfig,
     model: ModelConfig,
     plan: MemoryPlan,
+    defaults: SamplingDefaults,
     runner: ModelRunner,
     warnings: tuple[str, ...],
 ) -> str:
@@ -28,8 +30,11 @@ def explain(
         f"activations {str(ops.activations).removeprefix('torch.')}, "
         f"backends {', '.join(ops.backend_names)}",
     ]
+    if config.dtype not in ("auto", str(ops.activations).removeprefix("torch.")):
+        lines.append(f"           dtype={config.dtype!r}: activations are at least as precise")
     lines += [f"           no {name} backend: {reason}" for name, reason in ops.declined_backends]
     lines += _steps(runner)
+    lines.append(f"sampling   {defaults}")
     lines += [f"memory     {line}" for line in str(plan).splitlines()]
     lines.append("linear layers")
     lines += [f"  {line}" for line in str(quant_report(runner.model.linears())).splitlines()]

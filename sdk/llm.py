@@ -7,10 +7,9 @@ import weakref
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sdk.alternatives import plan, planned_config
-from sdk.config import EngineConfig
 from sdk.conversations import Message
 from sdk.driver import Driver, Job
 from sdk.embedding import check_pairs, cosines, embedding_of
@@ -23,6 +22,7 @@ from sdk.keeping import Keeping
 from sdk.listeners import AsyncMailbox, Collector, Mailbox
 from sdk.loading import load
 from sdk.memory import MemoryPlan, release_free_memory
+from sdk.options import EngineOptions, engine_config, takes_options
 from sdk.outputs import EmbeddingOutput, RequestOutput, ScoringOutput
 from sdk.params import RequestOutputKind, SamplingParams
 from sdk.progress import reporting
@@ -36,6 +36,9 @@ from sdk.prompts import (
 from sdk.quant.tokenizer import Tokenizer
 from sdk.quant_report import QuantReport, quant_report
 from sdk.snapshot import Snapshot
+
+if TYPE_CHECKING:  # typing has it from Python 3.11 on
+    from typing_extensions import Unpack
 
 
 class LLM:
@@ -55,20 +58,22 @@ class LLM:
     :raises RequestError: an option has a bad value. :raises TypeError: an option is unknown.
     """
 
+    @takes_options
     def __init__(
         self,
         model: str | PathLike[str] | None = None,
         *,
         plan: MemoryPlan | None = None,
-        **options: Any,
+        **options: Unpack[EngineOptions],
     ) -> None:
-        self.config = planned_config(plan, model, options)
+        self.config = planned_config(plan, model, **options)
         loaded = load(self.config)
         self.model_config = loaded.model_config
         self.max_model_len = loaded.plan.max_model_len
         self.load_warnings = loaded.warnings
         self._kv_scales = loaded.kv_scales
-        self._default_params = loaded.default_params
+        self._defaults = loaded.defaults
+        self._default_params = loaded.defaults.params
         self._runner = weakref.ref(loaded.runner)
         self._reader = PromptReader(
             loaded.tokenizer,
@@ -89,13 +94,14 @@ class LLM:
         self._close = weakref.finalize(self, self._driver.close)
 
     @staticmethod
-    def plan(model: str | PathLike[str], **options: Any) -> MemoryPlan:
+    @takes_options
+    def plan(model: str | PathLike[str], **options: Unpack[EngineOptions]) -> MemoryPlan:
         """What ``LLM(model, **options)`` would occupy and run, from the file's headers alone.
 
         A plan that does not fit has ``fits == False``, the sums in ``problem`` and what would fit
         in ``alternatives``.
         """
-        return plan(EngineConfig.from_options(model, options))
+        return plan(engine_config(model, **options))
 
     def quantize(self, out: str | PathLike[str], scheme: str, **options: Any) -> Path:
         """This model's checkpoint, quantized into ``out``: see :func:`sdk.quantize`."""
@@ -490,7 +496,8 @@ class LLM:
         self._driver.check_usable()
         runner = self._runner()
         assert runner is not None
-        return explain(self.config, self.model_config, self.memory_plan, runner, self.load_warnings)
+        facts = (self.config, self.model_config, self.memory_plan, self._defaults)
+        return explain(*facts, runner, self.load_warnings)
 
     def quant_report(self) -> QuantReport:
         """Format, bits, bytes and kernel of every linear layer, and why no faster one took it."""
@@ -517,7 +524,7 @@ class LLM:
         return self._reader.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What a call without ``sampling_params`` uses: the checkpoint's generation config."""
+        """What a call without ``sampling_params`` uses; ``explain()`` says who chose it."""
         return self._default_params
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,21 +21,21 @@ from sdk.engine.runner import ModelRunner
 from sdk.engine.runner_config import RunnerConfig
 from sdk.engine.scheduler import Scheduler
 from sdk.engine.scheduler_config import SchedulerConfig
-from sdk.errors import CheckpointError, OutOfMemoryError, RequestError, UnsupportedError
 from sdk.executors.local import LocalExecutor
 from sdk.kernels.self_check import failures
-from sdk.memory import MemoryPlan, available_memory, format_bytes, release_free_memory
+from sdk.load_checks import named_tokenizer
+from sdk.memory import MemoryPlan, format_bytes, release_free_memory
 from sdk.memory_pool import Lease, MemoryPool
 from sdk.model_key import ModelKey, model_key
 from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
-from sdk.params import SamplingParams
 from sdk.planning import activations_of, compute_of, device_of, model_config, open_model, threads_of
 from sdk.progress import reporting
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.spec import kv_bits
 from sdk.quant.tokenizer import Tokenizer
 from sdk.quant_report import quant_report
+from sdk.sampling_defaults import SamplingDefaults, sampling_defaults
 
 if TYPE_CHECKING:
     from sdk.executors.process import ProcessExecutor
@@ -60,7 +60,7 @@ class Loaded:
     tokenizer: Tokenizer | None
     model_config: ModelConfig
     plan: MemoryPlan
-    default_params: SamplingParams
+    defaults: SamplingDefaults
     eos_token_ids: frozenset[int]
     warnings: tuple[str, ...]
     kv_scales: int
@@ -93,9 +93,9 @@ def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
         lease = None if pool is None else pool.lease(str(checkpoint.path), memory.total)
         if lease is not None:
             undo.callback(lease.close)
-        tokenizer = None if config.skip_tokenizer_init else _tokenizer(config, checkpoint)
+        tokenizer = _tokenizer(config, checkpoint)
         release_free_memory()  # 16 to 22 MiB that building it took, at what may be the peak
-        default_params = _default_params(checkpoint.generation_config)
+        defaults = sampling_defaults(config, checkpoint)
         runner_config = _runner_config(config, checkpoint, model, memory)
         eos = frozenset(_eos(checkpoint) if tokenizer is None else tokenizer.eos_token_ids)
         executor = _executor(config, runner_config, checkpoint)
@@ -105,7 +105,6 @@ def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
             executor.start()
         if lease is not None:
             lease.give_back(memory.total - memory.serving)
-        _check_moved(memory, executor.runner, checkpoint)
         key = model_key(  # after the load: 1 ms, of a file not yet in memory up to 60
             checkpoint.path,
             model,
@@ -129,20 +128,12 @@ def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
         tokenizer=tokenizer,
         model_config=model,
         plan=memory,
-        default_params=default_params,
+        defaults=defaults,
         eos_token_ids=eos,
         warnings=tuple(_warnings(executor.runner)),
         kv_scales=len(checkpoint.kv_scales),
         runner_device=runner_config.device,
     )
-
-
-def _check_moved(memory: MemoryPlan, runner: ModelRunner, checkpoint: Checkpoint) -> None:
-    if memory.layers_away and not runner.ops.offloaded:
-        raise UnsupportedError(
-            f"{checkpoint.path}: cpu_offload moves layers of this library's own models; this "
-            "one's run in transformers' code"
-        )
 
 
 def _scheduler_config(
@@ -217,7 +208,7 @@ def _runner_config(
         deterministic=config.deterministic,
         hf_overrides=dict(config.hf_overrides or {}),
         quantization=config.quantization,
-        num_swap_pages=_swap_pages(config, memory),
+        num_swap_pages=memory.swap_pages,
         swap_path=config.swap_path,
         kv_keep=config.kv_keep,
         **_elsewhere(config, model, memory),
@@ -235,12 +226,6 @@ def _elsewhere(config: EngineConfig, model: ModelConfig, memory: MemoryPlan) -> 
     if not memory.offloaded:
         return {}
     if memory.layers_away:
-        free = available_memory()
-        if memory.offloaded > free:
-            raise OutOfMemoryError(
-                f"cpu_offload: {format_bytes(memory.offloaded)} of weights are more than the "
-                f"{format_bytes(free)} this machine has left"
-            )
         return {"host_from": model.num_layers - memory.layers_away}
     ranks = config.tensor_parallel_size
     return {
@@ -261,47 +246,14 @@ def _pages_set_aside(config: EngineConfig, memory: MemoryPlan) -> int:
     return max(memory.num_pages, min(whole, most))
 
 
-def _swap_pages(config: EngineConfig, memory: MemoryPlan) -> int:
-    """:raises OutOfMemoryError: swap space for less than a page, or more than the machine has."""
-    swap = config.swap_space
-    assert not isinstance(swap, str)  # EngineConfig has parsed it
-    if 0 < swap < memory.page_bytes:
-        raise OutOfMemoryError(
-            f"swap_space: a page of {memory.page_size} tokens takes "
-            f"{format_bytes(memory.page_bytes)}, found {format_bytes(swap)}"
-        )
-    free = available_memory()
-    if config.swap_path is None and swap and memory.total + swap > free:
-        raise OutOfMemoryError(
-            f"swap_space: {format_bytes(swap)} beside {format_bytes(memory.total)} for model and "
-            f"KV cache is more than the {format_bytes(free)} this machine has left; "
-            "swap_path=FOLDER puts it into a file"
-        )
-    return memory.swap_pages
-
-
 def _tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:
-    if config.tokenizer is None:
-        found: Tokenizer | None = checkpoint.tokenizer
-        return found
-    from sdk.loaders.tokenizer.from_folder import tokenizer_from_folder
-
-    named = tokenizer_from_folder(config.tokenizer)
-    if named is None:
-        raise CheckpointError(f"{config.tokenizer}: no tokenizer files in it")
-    return named
-
-
-def _default_params(generation: Mapping[str, Any]) -> SamplingParams:
-    """What the checkpoint recommends; greedy where it says ``do_sample: false``."""
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    given = {name: generation[name] for name in names if generation.get(name) is not None}
-    if generation.get("do_sample") is False:
-        given["temperature"] = 0.0
-    try:
-        return SamplingParams.from_optional(**given)
-    except RequestError as error:
-        raise CheckpointError(f"generation_config: {error}") from error
+    if config.skip_tokenizer_init:
+        return None
+    named = named_tokenizer(config)
+    if named is not None:
+        return named
+    found: Tokenizer | None = checkpoint.tokenizer
+    return found
 
 
 def _eos(checkpoint: Checkpoint) -> list[int]:

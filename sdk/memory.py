@@ -202,7 +202,7 @@ class Alternative:
         given = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
         text = (
             f"{given} needs {format_bytes(self.plan.total)}: "
-            f"context {self.plan.max_model_len}, loss {self.loss:.4f}"
+            f"context {self.plan.max_model_len}, expected loss {self.loss:.4f} nats"
         )
         if self.is_eager:
             text += ", slower: no steps are recorded"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import enum
+import inspect
 import itertools
 import math
 import operator
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sdk.errors import RequestError, SdkError
+from sdk.other_names import SAMPLING
 from sdk.quant.shown import described, shown
 
 #: Limits, so that one request cannot exhaust the process. They are part of the error messages.
@@ -223,6 +225,7 @@ class SamplingParams:
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
+                hint = f": {SAMPLING[name]}" if name in SAMPLING else hint
                 raise TypeError(f"SamplingParams has no parameter {name!r}{hint}")
         return object.__new__(cls)
 
@@ -317,6 +320,16 @@ class SamplingParams:
 def _is_id(key: str) -> bool:
     """Whether a string is a token id. (Python makes no integers of more than 4,300 digits.)"""
     return key.isdecimal() and len(key) <= len(str(MAX_TOKEN_ID))
+
+
+def _fields_shown() -> inspect.Signature:
+    """Of the fields: ``inspect`` would find the ``(*args, **kwargs)`` of ``__new__``."""
+    made = inspect.signature(SamplingParams.__init__)
+    own = [p for p in made.parameters.values() if p.name != "self"]
+    return made.replace(parameters=own, return_annotation=inspect.Signature.empty)
+
+
+SamplingParams.__signature__ = _fields_shown()  # type: ignore[attr-defined]
 
 
 def _refused(name: str, value: object, allowed: str) -> RequestError:

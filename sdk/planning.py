@@ -54,7 +54,10 @@ _LAYER = re.compile(r"\b(?:layers|blk)\.(\d+)\.")
 def open_model(config: EngineConfig) -> Checkpoint:
     """The files of a model, their headers checked; packed at load where ``config`` says so."""
     checkpoint = open_checkpoint(
-        config.model, revision=config.revision, local_files_only=config.local_files_only
+        config.model,
+        revision=config.revision,
+        local_files_only=config.local_files_only,
+        download_dir=config.download_dir,
     )
     if config.load_format not in ("auto", checkpoint.format):
         checkpoint.close()
@@ -99,6 +102,7 @@ def activations_of(config: EngineConfig, checkpoint: Checkpoint) -> torch.dtype:
         matrix_type(device),
         exact=compute_of(config) == "exact",
         stored="float16" if _formats(config, checkpoint)[0] == {"f16"} else "",
+        asked="" if config.dtype == "auto" else config.dtype,
     )
 
 

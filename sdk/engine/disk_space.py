@@ -37,6 +37,20 @@ def reserved_file(option: str, folder: str, size: int, what: str) -> Any:
     return file
 
 
+def room_problem(option: str, folder: str, size: int, what: str) -> str:
+    """Why :func:`reserved_file` would not get its room, as far as can be said without writing."""
+    if not Path(folder).is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        return f"{option}: no file can be made in {folder}: it is no folder that may be written to"
+    found = os.statvfs(folder)
+    free = found.f_bavail * found.f_frsize
+    if size <= free:
+        return ""
+    return (
+        f"{option}: {folder} has no room for {format_bytes(size)} of {what}: "
+        f"{format_bytes(free)} are free"
+    )
+
+
 def disk_folder(given: str | None) -> str:
     """The folder for weights: ``given``, or the system's for temporary files that is on a disk.
 

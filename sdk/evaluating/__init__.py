@@ -20,6 +20,7 @@ from sdk.kernels.ladder import LADDER_PAGE_SIZE
 from sdk.loaders.open import open_checkpoint
 from sdk.loading import Loaded
 from sdk.models.auto import read_config
+from sdk.options import engine_config
 from sdk.params import RequestOutputKind, SamplingParams
 from sdk.progress import reporting
 from sdk.quant.at_load import packed_at_load
@@ -115,10 +116,8 @@ def evaluate(
     if options.get("kv_policy") is not None:  # steps that end where pages do
         options["max_num_batched_tokens"] = LADDER_PAGE_SIZE
     kept = {name: options[name] for name in _SHARED_OPTIONS if name in options}
-    own = EngineConfig.from_options(model, {**shared, **options})
-    other = EngineConfig.from_options(
-        model if reference is None else reference, {**shared, **kept, **exact}
-    )
+    own = engine_config(model, **{**shared, **options})
+    other = engine_config(model if reference is None else reference, **{**shared, **kept, **exact})
     ids = _same_windows(own, other, evaluation_text() if text is None else text, windows, tokens)
     return _compared(own, other, ids, on_progress)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from sdk.config import EngineConfig
 from sdk.loading import Loaded, load
 from sdk.memory import release_free_memory
+from sdk.options import engine_config
 
 
 @contextmanager
@@ -33,9 +34,9 @@ def logits_of(
 
     ``options`` of :class:`sdk.LLM`; what it raises is raised here.
     """
-    config = EngineConfig.from_options(
+    config = engine_config(
         model,
-        {
+        **{
             "max_model_len": len(token_ids),
             "max_num_seqs": 1,
             "max_num_batched_tokens": step,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -130,7 +131,7 @@ def test_options_that_cannot_work_are_refused(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"swap_space": 100}, "a page of 16 tokens takes 16.0 KiB, found 100 B"),
+        ({"swap_space": "2KiB"}, "a page of 16 tokens takes 16.0 KiB, found 2.0 KiB"),
         ({"swap_space": "900TiB"}, "swap_space: 900.0 TiB beside .* is more than the"),
         ({"swap_space": "1MiB", "swap_path": "/nowhere"}, "no file can be made in /nowhere"),
         ({"swap_space": "900TiB", "swap_path": "/tmp"}, "/tmp has no room for"),
@@ -139,5 +140,6 @@ def test_options_that_cannot_work_are_refused(
 def test_swap_space_that_is_not_there_is_refused_with_the_sums(
     tiny_path: Path, options: dict[str, object], message: str
 ) -> None:
+    assert re.search(message, LLM.plan(tiny_path, max_model_len=128, **options).problem)
     with pytest.raises(OutOfMemoryError, match=message):
         LLM(tiny_path, max_model_len=128, **options)

@@ -19,6 +19,7 @@ import torch
 from sdk import LLM, EngineClosedError, RequestOutput, SamplingParams, loading
 from sdk.config import EngineConfig
 from sdk.executors.local import LocalExecutor
+from sdk.options import engine_config
 from tests.api.engines import LIMIT, LONG, SHORT, Caller, Gate, ask, books, ids, settle, tokens
 
 
@@ -218,7 +219,7 @@ def test_the_engine_s_gpu_is_current_in_whichever_thread_works_for_it(
     monkeypatch.setattr(loading, "device_of", lambda config: "cuda")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "device", device)
-    config = EngineConfig.from_options(tiny_path, {})
+    config = engine_config(tiny_path)
     assert loading._device(config) == "cuda:1"
     monkeypatch.undo()
     monkeypatch.setattr(torch.cuda, "device", device)

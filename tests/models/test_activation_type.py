@@ -60,3 +60,16 @@ def test_exact_arithmetic_and_transformers_own_code_stay_float32(matrix: torch.d
 
 def test_a_device_without_matrix_units_stays_float32() -> None:
     assert activation_type(LLAMA | {"dtype": "float16"}, FP32) == FP32
+
+
+def test_a_type_that_is_asked_for_comes_before_what_the_file_says() -> None:
+    assert activation_type(LLAMA | {"dtype": "bfloat16"}, BF16, asked="float16") == FP16
+    assert activation_type(LLAMA | {"dtype": "float16"}, BF16, asked="bfloat16") == BF16
+    assert activation_type(LLAMA, BF16, stored="float16", asked="bfloat16") == BF16
+
+
+def test_a_type_that_cannot_be_had_becomes_one_that_is_more_precise() -> None:
+    assert activation_type(LLAMA, FP16, asked="bfloat16") == FP32
+    assert activation_type(GEMMA, BF16, asked="float16") == BF16
+    assert activation_type(GEMMA, FP16, asked="float16") == FP32
+    assert activation_type(LLAMA, BF16, exact=True, asked="float16") == FP32

@@ -112,22 +112,20 @@ def _first_token(llm: LLM, prompt: tuple[int, ...], known: int) -> float:
 
 def _recoding(settings: Settings) -> list[Result]:
     """One row for each step of the ladder, of one page."""
-    from sdk.config import EngineConfig
     from sdk.engine.plan import Move
     from sdk.evaluating.logits import opened
     from sdk.kernels.ladder import LADDER_PAGE_SIZE, page_id
+    from sdk.options import engine_config
     from sdk.params import SamplingParams
 
-    config = EngineConfig.from_options(
+    config = engine_config(
         settings.model,
-        {
-            "num_threads": settings.threads,
-            "kv_policy": LADDER,
-            "max_num_seqs": 1,
-            "max_model_len": 2 * LADDER_PAGE_SIZE,
-            "enable_prefix_caching": False,
-            "skip_tokenizer_init": True,
-        },
+        num_threads=settings.threads,
+        kv_policy=LADDER,
+        max_num_seqs=1,
+        max_model_len=2 * LADDER_PAGE_SIZE,
+        enable_prefix_caching=False,
+        skip_tokenizer_init=True,
     )
     # The first page of an engine lies in slab 1. It goes down by way of slab 0, which is nobody's:
     # as int8 in its first half and as int4 in its third quarter, and so as often as wanted.

@@ -1,0 +1,155 @@
+"""What other libraries call things, and what they are here. ``docs/api.md`` has the same table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sdk.errors import RequestError
+from sdk.quant.shown import shown
+
+#: Accepted whatever the value: it says how another engine works inside, not what it answers.
+_ANY = object()
+
+
+@dataclass(frozen=True, slots=True)
+class OtherName:
+    """``here`` is what to write instead; values in ``off`` ask for what is so here anyway."""
+
+    here: str
+    off: tuple[object, ...] = ()
+
+
+#: Options of vLLM's LLM, of llama-cpp-python's Llama and of transformers' from_pretrained.
+ENGINE: dict[str, OtherName] = {
+    # vLLM
+    "pipeline_parallel_size": OtherName("use tensor_parallel_size", (1,)),
+    "data_parallel_size": OtherName("make one LLM for each copy of the model", (1,)),
+    "enable_expert_parallel": OtherName("use tensor_parallel_size", (False,)),
+    "disable_log_stats": OtherName("nothing is logged; use get_metrics()", (True,)),
+    "disable_log_requests": OtherName("requests are not logged", (True,)),
+    "enable_log_requests": OtherName("requests are not logged", (False,)),
+    "task": OtherName(
+        "one LLM generates, embeds and scores; nothing else is served",
+        ("auto", "generate", "embed", "embedding", "score"),
+    ),
+    "runner": OtherName(
+        "one LLM generates, embeds and scores; nothing else is served",
+        ("auto", "generate", "pooling"),
+    ),
+    "convert": OtherName("every model can embed; leave it unset", ("auto", "none", "embed")),
+    "model_impl": OtherName("own code is used where there is some", ("auto",)),
+    "config_format": OtherName("the format is recognized", ("auto", "hf", "mistral")),
+    "stream_interval": OtherName("every token is streamed", (1,)),
+    "logprobs_mode": OtherName("log-probabilities are the model's own", ("raw_logprobs",)),
+    "enable_prompt_embeds": OtherName("prompts are text or token ids", (False,)),
+    "num_scheduler_steps": OtherName("every step is scheduled", (1,)),
+    "cpu_offload_gb": OtherName("use disk_offload='4GiB', on a GPU cpu_offload='4GiB'", (0,)),
+    "async_scheduling": OtherName("", (_ANY,)),
+    "disable_cascade_attn": OtherName("", (_ANY,)),
+    "disable_custom_all_reduce": OtherName("", (_ANY,)),
+    "distributed_executor_backend": OtherName("ranks are processes", ("mp", "uni")),
+    "enable_sleep_mode": OtherName("", (_ANY,)),
+    "max_logprobs": OtherName("", (_ANY,)),
+    "max_lora_rank": OtherName("", (_ANY,)),
+    "max_loras": OtherName("", (_ANY,)),
+    "max_parallel_loading_workers": OtherName("", (_ANY,)),
+    "max_seq_len_to_capture": OtherName("", (_ANY,)),
+    "prefix_caching_hash_algo": OtherName("", (_ANY,)),
+    "served_model_name": OtherName("", (_ANY,)),
+    "use_v2_block_manager": OtherName("", (_ANY,)),
+    "rope_scaling": OtherName("use hf_overrides={'rope_scaling': {...}}"),
+    "rope_theta": OtherName("use hf_overrides={'rope_theta': ...}"),
+    "tokenizer_revision": OtherName("download the tokenizer and pass tokenizer=FOLDER"),
+    "hf_token": OtherName("log in once with `hf auth login`, or set HF_TOKEN"),
+    "use_tqdm_on_load": OtherName("use on_progress=", (True,)),
+    "preemption_mode": OtherName("use swap_space= to keep pages", ("recompute",)),
+    "limit_mm_per_prompt": OtherName("models read text only"),
+    # llama-cpp-python
+    "model_path": OtherName("the file is the first argument, model"),
+    "n_ctx": OtherName("use max_model_len (default: the model's own context)"),
+    "n_batch": OtherName("use max_num_batched_tokens"),
+    "n_ubatch": OtherName("use max_num_batched_tokens"),
+    "n_threads": OtherName("use num_threads"),
+    "n_threads_batch": OtherName("use num_threads"),
+    "n_gpu_layers": OtherName("use device='cuda', and cpu_offload for what does not fit", (0,)),
+    "main_gpu": OtherName("make the LLM inside `with torch.cuda.device(...)`", (0,)),
+    "tensor_split": OtherName("one GPU is used"),
+    "split_mode": OtherName("one GPU is used"),
+    "type_k": OtherName("use kv_cache_dtype, such as 'int8' or 'k8v4'"),
+    "type_v": OtherName("use kv_cache_dtype, such as 'int8' or 'k8v4'"),
+    "flash_attn": OtherName("", (_ANY,)),
+    "use_mmap": OtherName("weights are packed while they are loaded", (True,)),
+    "use_mlock": OtherName("memory is not locked", (False,)),
+    "embedding": OtherName("", (_ANY,)),
+    "logits_all": OtherName("use SamplingParams(prompt_logprobs=...)", (False,)),
+    "chat_format": OtherName("use chat_template="),
+    "lora_path": OtherName("merge the adapter into the weights"),
+    "rope_freq_base": OtherName("use hf_overrides={'rope_theta': ...}", (0, 0.0)),
+    "verbose": OtherName("use logging.getLogger('sdk'), and explain()", (False,)),
+    "draft_model": OtherName("speculative decoding is not available in this release"),
+    # transformers
+    "pretrained_model_name_or_path": OtherName("the model is the first argument, model"),
+    "device_map": OtherName("use device='cuda'", ("auto", "cpu")),
+    "torch_dtype": OtherName("use dtype"),
+    "load_in_4bit": OtherName("use quantization='int4'", (False,)),
+    "load_in_8bit": OtherName("use quantization='int8'", (False,)),
+    "quantization_config": OtherName("use quantization='int4' or 'int8'"),
+    "attn_implementation": OtherName("explain() says which kernels run"),
+    "low_cpu_mem_usage": OtherName("", (_ANY,)),
+    "max_memory": OtherName("use memory='2GiB'"),
+    "offload_folder": OtherName("use disk_offload='auto' and disk_offload_path"),
+    "cache_dir": OtherName("use download_dir"),
+    "token": OtherName("log in once with `hf auth login`, or set HF_TOKEN"),
+    "use_safetensors": OtherName("pickles are never opened", (True,)),
+}
+
+#: Parameters of transformers' generate, of llama-cpp-python's calls and of OpenAI's API.
+SAMPLING: dict[str, str] = {
+    "max_new_tokens": "use max_tokens",
+    "max_completion_tokens": "use max_tokens",
+    "max_length": "use max_tokens, which counts the answer alone",
+    "min_new_tokens": "use min_tokens",
+    "do_sample": "temperature=0 always takes the likeliest token, a higher one samples",
+    "num_return_sequences": "use n",
+    "num_beams": "beam search is not available in this release",
+    "use_beam_search": "beam search is not available in this release",
+    "length_penalty": "beam search is not available in this release",
+    "early_stopping": "beam search is not available in this release",
+    "stop_strings": "use stop",
+    "stopping_criteria": "use stop, stop_token_ids or stop_regex",
+    "eos_token_id": "use stop_token_ids; the model's own end an answer anyway",
+    "pad_token_id": "prompts are not padded",
+    "bad_words_ids": "use bad_words, which are texts",
+    "repeat_penalty": "use repetition_penalty",
+    "temp": "use temperature",
+    "penalty_alpha": "contrastive search is not available in this release",
+    "tfs_z": "use min_p or typical_p",
+    "stream": "call LLM.stream or LLM.astream",
+    "streamer": "call LLM.stream or LLM.astream",
+    "echo": "the output has the prompt: output.prompt + output.outputs[0].text",
+    "top_logprobs": "use logprobs, a number",
+    "response_format": "structured outputs are not available in this release",
+    "grammar": "structured outputs are not available in this release",
+    "json_schema": "structured outputs are not available in this release",
+}
+
+
+def without_effect(name: str, value: Any) -> bool:
+    """Whether an option that is none of ours asks for nothing that is not so here anyway.
+
+    :raises RequestError: it is a known one and asks for something else.
+    """
+    known = ENGINE.get(name)
+    if known is None:
+        return False
+    if value is None or known.off == (_ANY,) or any(_same(value, off) for off in known.off):
+        return True
+    if not known.off:
+        return False
+    raise RequestError(f"{name}={shown(value)} is not available: {known.here}")
+
+
+def _same(value: object, off: object) -> bool:
+    """``1`` is not ``True``."""
+    return type(value) is type(off) and value == off

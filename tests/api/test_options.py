@@ -1,0 +1,165 @@
+"""The keywords of the public classes: what tools see of them, and names of other libraries."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+
+from sdk import LLM, AsyncLLM, CheckpointError, RequestError, SamplingParams
+from sdk.config import EngineConfig
+from sdk.options import EngineOptions, engine_config
+from sdk.other_names import ENGINE, SAMPLING
+
+ROOT = Path(__file__).parents[2]
+#: Options that take a Path too, which the config keeps as text.
+PATHS = {"tokenizer", "swap_path", "disk_offload_path", "download_dir", "generation_config"}
+#: A small checker's settings: of other packages nothing is read.
+MYPY = """[mypy]
+python_version = 3.10
+follow_imports = silent
+[mypy-torch.*,numpy.*,transformers.*,tokenizers.*,huggingface_hub.*,jinja2.*,tqdm.*]
+follow_imports = skip
+ignore_missing_imports = True
+"""
+WRONG = {
+    'LLM("x", memmory=3)': '"memmory" for "LLM"; did you mean "memory"?',
+    'LLM.plan("x", memmory=3)': '"memmory" for "plan" of "LLM"',
+    'AsyncLLM("x", memmory=3)': '"memmory" for "AsyncLLM"',
+    'LLM("x", num_threads="2")': '"num_threads" to "LLM" has incompatible type "str"',
+    "SamplingParams(temprature=1)": '"temprature" for "SamplingParams"',
+}
+
+
+def test_the_options_that_tools_see_are_the_fields_of_the_config() -> None:
+    found, wanted = get_type_hints(EngineOptions), get_type_hints(EngineConfig)
+    del wanted["model"]
+    assert list(found) == [field.name for field in fields(EngineConfig)][1:]
+    differing = {name for name, kind in wanted.items() if found[name] != kind}
+    assert differing <= PATHS
+
+
+@pytest.mark.parametrize("call", [LLM, LLM.plan, AsyncLLM])
+def test_a_signature_shows_every_option_with_its_default(call: object) -> None:
+    shown = inspect.signature(call).parameters  # type: ignore[arg-type]
+    assert shown["memory"].kind is inspect.Parameter.KEYWORD_ONLY
+    assert not [p for p in shown.values() if p.kind is p.VAR_KEYWORD]
+    for field in fields(EngineConfig)[1:]:
+        assert shown[field.name].default == field.default
+    assert shown["max_num_seqs"].annotation == "int"
+
+
+def test_the_signature_of_sampling_params_shows_its_fields() -> None:
+    shown = inspect.signature(SamplingParams).parameters
+    assert list(shown) == [field.name for field in fields(SamplingParams)]
+    assert shown["temperature"].default == 1.0
+    assert shown["temperature"].kind is inspect.Parameter.KEYWORD_ONLY
+
+
+def test_a_type_checker_refuses_misspelt_options(tmp_path: Path) -> None:
+    good = 'LLM("x", memory="1GiB", swap_path=Path("y"), dtype="half"); SamplingParams(top_k=3)'
+    source = "from pathlib import Path\nfrom sdk import LLM, AsyncLLM, SamplingParams\n"
+    (tmp_path / "use.py").write_text("\n".join([source, *WRONG, good]))
+    (tmp_path / "mypy.ini").write_text(MYPY)
+    run = subprocess.run(
+        [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "use.py"],
+        cwd=tmp_path,
+        env={"MYPYPATH": str(ROOT), "MYPY_CACHE_DIR": str(tmp_path / "cache"), "PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert f"Found {len(WRONG)} errors in 1 file" in run.stdout, run.stdout + run.stderr
+    for message in WRONG.values():
+        assert message in run.stdout
+
+
+def test_none_is_the_default_of_every_option() -> None:
+    names = [field.name for field in fields(EngineConfig)][1:]
+    assert engine_config("m", **dict.fromkeys(names)) == engine_config("m")
+
+
+@pytest.mark.parametrize("name", [name for name, known in ENGINE.items() if known.here])
+def test_an_option_of_another_library_names_ours(name: str) -> None:
+    with pytest.raises((TypeError, RequestError)) as error:
+        engine_config("m", **{name: 12345.5})
+    assert name in str(error.value) and ENGINE[name].here in str(error.value)
+
+
+def test_what_other_libraries_ask_for_and_is_so_anyway_is_accepted() -> None:
+    harmless = {
+        "pipeline_parallel_size": 1,
+        "disable_log_stats": True,
+        "runner": "generate",
+        "max_seq_len_to_capture": 8192,
+        "enable_sleep_mode": True,
+        "n_gpu_layers": 0,
+        "verbose": False,
+        "rope_scaling": None,
+    }
+    assert engine_config("m", **harmless) == engine_config("m")
+    with pytest.raises(RequestError, match=r"pipeline_parallel_size=2 .* use tensor_parallel_size"):
+        engine_config("m", pipeline_parallel_size=2)
+    with pytest.raises(RequestError, match="pipeline_parallel_size=True"):
+        engine_config("m", pipeline_parallel_size=True)
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+def test_a_sampling_parameter_of_another_library_names_ours(name: str) -> None:
+    with pytest.raises(TypeError) as error:
+        SamplingParams(**{name: 1})
+    assert f"{name!r}: {SAMPLING[name]}" in str(error.value)
+
+
+def test_every_name_of_another_library_stands_in_the_docs() -> None:
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    assert [name for name in [*ENGINE, *SAMPLING] if f"`{name}`" not in text] == []
+
+
+def test_advice_names_what_exists() -> None:
+    ours = {field.name for kind in (EngineConfig, SamplingParams) for field in fields(kind)}
+    assert not ours & {*ENGINE}
+    advice = " ".join([*(known.here for known in ENGINE.values()), *SAMPLING.values()])
+    assert set(re.findall(r"\b([a-z_]+)=", advice)) <= ours
+    assert set(re.findall(r"\buse ([a-z]+_[a-z_]+)\b", advice)) <= ours | {"get_metrics"}
+
+
+def test_a_swap_space_in_vllms_unit_is_told_ours() -> None:
+    with pytest.raises(RequestError, match="swap_space='4GiB'"):
+        engine_config("m", swap_space=4)
+
+
+@pytest.mark.parametrize(("given", "kept"), [("half", "float16"), ("float", "float32")])
+def test_vllms_short_names_of_types_are_ours_too(given: str, kept: str) -> None:
+    assert engine_config("m", dtype=given).dtype == kept
+
+
+def test_a_download_dir_is_a_cache_of_the_hub(golden: Path, tmp_path: Path) -> None:
+    repository = tmp_path / "models--owner--tiny"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(golden / "arch-llama3" / "hf", repository / "snapshots" / ("0" * 40))
+    options = {"download_dir": tmp_path, "local_files_only": True, "max_model_len": 16}
+    assert LLM.plan("owner/tiny", **options).fits  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match="not found in the local cache"):
+        LLM.plan("owner/tiny", local_files_only=True)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_16_bit_dtype_is_met_or_exceeded_on_a_cpu(golden: Path, dtype: Any) -> None:
+    prompt = {"prompt_token_ids": [5, 9, 200, 31]}
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    answers = []
+    for options in ({}, {"dtype": dtype}):
+        with LLM(golden / "arch-llama3" / "hf", max_model_len=32, **options) as llm:
+            answers.append(llm.generate(prompt, params)[0].outputs[0].token_ids)
+            said = f"dtype={dtype!r}: activations are at least as precise" in llm.explain()
+            assert said == bool(options)
+    assert answers[0] == answers[1]
