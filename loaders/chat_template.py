@@ -1,9 +1,9 @@
 """Chat templates: from a list of messages to the text a model was trained on.
 
 A template comes with the model file, so it is treated like any other data from outside: at most
-64 KiB, rendered in a sandbox with budgets (``template_sandbox.py``), 4 MiB of output at most, and
-every failure is a :class:`TemplateError`. The extensions are those that templates are written for
-(Hugging Face's): blocks trim their line, ``break``/``continue``, ``raise_exception``,
+64 KiB, rendered in a sandbox that bounds what it uses (``template_sandbox.py``), 4 MiB of output at
+most, and every failure is a :class:`TemplateError`. The extensions are those that templates are
+written for (Hugging Face's): blocks trim their line, ``break``/``continue``, ``raise_exception``,
 ``strftime_now``, plain ``tojson``, ``{% generation %}``.
 
 Messages come from outside too: they are checked to be plain data before a template sees them, and
@@ -82,6 +82,7 @@ class ChatTemplate:
 
         from sdk.loaders.template_budget import BudgetError
         from sdk.loaders.template_sandbox import TemplateSandbox
+        from sdk.loaders.template_syntax import check_syntax
 
         size = len(source.encode("utf-8", "replace"))
         if size > MAX_TEMPLATE_BYTES:
@@ -92,16 +93,21 @@ class ChatTemplate:
         self._sandbox.start()
         try:
             tree = self._sandbox.parse(source)
+            check_syntax(tree)
             self._names = meta.find_undeclared_variables(tree)
             self._reads_parts = _iterates_content(tree)
             self._words = _words(tree)
-            self._template = self._sandbox.from_string(source)
+            self._template = self._sandbox.from_string(tree)
         except JinjaError as error:
             line = getattr(error, "lineno", None)
             where = f" at line {line}" if line else ""
             raise TemplateError(f"chat template does not compile{where}: {error}") from None
-        except (SyntaxError, ValueError, RecursionError, MemoryError, BudgetError) as error:
+        except BudgetError as error:
+            raise TemplateError(f"chat template refused: it asks for {error}") from None
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise TemplateError(f"chat template does not compile: {_named(error)}") from None
+        finally:
+            self._sandbox.stop()
 
     def render(
         self,
@@ -144,7 +150,7 @@ class ChatTemplate:
     def _rendered(self, values: Mapping[str, Any]) -> str:
         from sdk.loaders.template_budget import MAX_OUTPUT, BudgetError
 
-        self._sandbox.start()
+        self._sandbox.start(len(values["messages"]))
         chunks: list[str] = []
         length = 0
         try:

@@ -1,20 +1,20 @@
 """A Jinja environment in which a hostile template can neither reach Python nor use it up.
 
 jinja2's ``ImmutableSandboxedEnvironment`` keeps templates away from attributes and mutation. It
-does not stop nested loops, ``'a' * 10**8``, ``9 ** 9 ** 9``, ``'%99999999d' % 1``, strings doubled
-in a loop or lists nested until printing one takes forever. This environment does, by three budgets
-of one rendering:
+does not stop nested loops, ``'a' * 10**8``, ``9 ** 9 ** 9``, ``'%99999999d' % 1``, a quadratic
+``rfind``, strings doubled in a loop or lists nested until printing one takes forever. This
+environment does:
 
-* **fuel**: loop rounds, calls, filters, operators and printed expressions cost one unit each, large
-  values one more per 4,096 characters handled;
-* **CPU time of the rendering thread**, looked at every 32 units (CPU time, so that a busy machine
-  does not make a good template fail);
-* **characters made**, over all intermediate values; and a size limit for each single value, checked
-  *before* the operation where the operation itself could explode.
+* a template is made of the statements and expressions of one list (``template_syntax.py``) and uses
+  the methods, filters, tests and operators of another (``template_operations.py``); everything else
+  is refused by name;
+* each operation is checked before it runs, so that no single one takes more than 0.1 s;
+* what all of them take together is bounded: operations, CPU time of the rendering thread, bytes of
+  all values (``template_budget.py``).
 
-Everything a template does must therefore pass a checkpoint: the syntax tree is rewritten so that
-loops, ``~`` and list literals call the environment, operators are intercepted, filters come from a
-list of harmless ones, and no constant is folded at compile time.
+A process of its own with limits of the system would bound the same without a list. But this library
+starts no process unless asked to, a start takes longer (60 ms) than nearly every rendering (below
+1 ms), and two of the three systems that Python runs on have no such limits.
 """
 
 from __future__ import annotations
@@ -22,51 +22,34 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from datetime import datetime
 from functools import wraps
 from typing import Any
 
 from jinja2 import nodes, pass_context
 from jinja2.defaults import DEFAULT_FILTERS, DEFAULT_TESTS
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.ext import loopcontrols
+from jinja2.runtime import Context, LoopContext, Macro, Undefined
+from jinja2.sandbox import ImmutableSandboxedEnvironment, safe_range
 from jinja2.utils import Namespace
-from jinja2.visitor import NodeTransformer
-from markupsafe import Markup
 
-from sdk.loaders.template_budget import (
-    ITEM_SIZE,
-    MAX_INT_BITS,
-    MAX_JSON_INDENT,
-    MAX_WIDTH,
-    Budget,
-    BudgetError,
+from sdk.loaders.template_budget import Budget, BudgetError
+from sdk.loaders.template_operations import (
+    COMPARISONS,
+    FILTERS,
+    LAZY,
+    METHODS,
+    TESTS,
+    check_binop,
+    check_format,
+    counted,
+    each,
+    listed,
+    refuse,
+    text_of,
 )
-
-# fmt: off
-_FILTERS = (
-    "abs", "attr", "capitalize", "center", "count", "d", "default", "dictsort", "e", "escape",
-    "first", "float", "forceescape", "format", "groupby", "indent", "int", "items", "join", "last",
-    "length", "list", "lower", "map", "max", "min", "reject", "rejectattr", "replace", "reverse",
-    "round", "safe", "select", "selectattr", "sort", "string", "sum", "title", "tojson", "trim",
-    "truncate", "unique", "upper",
-)
-# Filters that look at the elements of a list one by one, or not at all.
-_SHALLOW = frozenset({
-    "count", "d", "default", "dictsort", "first", "items", "last", "length", "list", "map", "max",
-    "min", "reject", "rejectattr", "reverse", "select", "selectattr", "sort", "sum", "unique",
-    "groupby",
-})
-# fmt: on
-# Methods that make much out of little, or take quadratic time, and that no template needs.
-_REFUSED_METHODS = frozenset(
-    {"translate", "maketrans", "to_bytes", "from_bytes", "striptags", "unescape"}
-)
-_CONVERSION = re.compile(r"%(?:\([^)]*\))?[#0\- +]*(\*|\d*)(?:\.(\*|\d*))?")
-_FORMAT_FIELD = re.compile(r"\{[^{}]*:[^{}]*(?:\{|\d{5})")
+from sdk.loaders.template_syntax import Checkpoints, Compiler, Generation
 
 
 class _Namespace(Namespace):  # type: ignore[misc]
@@ -81,297 +64,201 @@ class _Namespace(Namespace):  # type: ignore[misc]
         return "<namespace>"
 
 
-class _Generation(Extension):  # type: ignore[misc]
-    """``{% generation %}...{% endgeneration %}`` marks training targets; here it is its body."""
+class _Format:
+    """``str.format`` of one text, as jinja2 wraps it."""
 
-    tags = frozenset({"generation"})
-
-    def parse(self, parser: Parser) -> Any:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class _Checkpoints(NodeTransformer):  # type: ignore[misc]
-    """Lets loops, ``~`` and literals of lists and dicts pass through the environment."""
-
-    def visit_For(self, node: nodes.For) -> nodes.Node:
-        self.generic_visit(node)
-        node.iter = self._call("each", [node.iter], node)
-        return node
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-        self.generic_visit(node)
-        return self._call("joined", node.nodes, node)
-
-    def visit_List(self, node: nodes.List) -> nodes.Node:
-        self.generic_visit(node)
-        return self._call("literal", [node], node)
-
-    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
-        self.generic_visit(node)
-        return self._call("literal", [node], node)
-
-    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
-        self.generic_visit(node)
-        return self._call("literal", [node], node) if node.ctx == "load" else node
-
-    @staticmethod
-    def _call(name: str, arguments: list[Any], at: nodes.Node) -> nodes.Node:
-        function = nodes.EnvironmentAttribute(name)
-        return nodes.Call(function, arguments, [], None, None, lineno=at.lineno)
+    def __init__(self, text: str, function: Callable[..., str]) -> None:
+        self.text = text
+        self.function = function
 
 
 class TemplateSandbox(ImmutableSandboxedEnvironment):  # type: ignore[misc]
-    """The environment; use it within :meth:`rendering`. One budget per rendering thread."""
+    """The environment; use it between :meth:`start` and :meth:`stop`. One budget per thread."""
 
     intercepted_binops = frozenset({"+", "-", "*", "/", "//", "%", "**"})
+    code_generator_class = Compiler
 
     def __init__(self, raise_exception: Callable[[str], None]) -> None:
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
             optimized=False,  # constants folded while compiling would escape the budget
-            extensions=[loopcontrols, _Generation],
+            extensions=[loopcontrols, Generation],
             finalize=self._printed,
         )
         self._local = threading.local()
+        self._raise_exception = raise_exception
         known = {**DEFAULT_FILTERS, "tojson": _to_json}
         self.filters = {
-            name: self._guarded(name, known[name]) for name in _FILTERS if name in known
+            name: self._checked(check, known[name], name in LAZY)
+            for name, check in FILTERS.items()
+            if name in known
         }
         self.tests: dict[str, Any] = {
-            name: self._counted(test) for name, test in DEFAULT_TESTS.items()
+            name: self._checked(check, DEFAULT_TESTS[name])
+            for name, check in TESTS.items()
+            if name in DEFAULT_TESTS
         }
-        for name in ("lipsum", "cycler", "joiner"):
-            self.globals.pop(name, None)
-        self.globals["namespace"] = _Namespace
-        self.globals["raise_exception"] = raise_exception
-        self.globals["strftime_now"] = _strftime_now
+        self.tests["in"] = lambda value, seq: self.compared(value, "in", seq)
+        functions: dict[str, Callable[..., Any]] = {
+            "dict": self._dict,
+            "namespace": _Namespace,
+            "raise_exception": self._raise,
+            "range": safe_range,
+            "strftime_now": _strftime_now,
+        }
+        self.globals = functions
+        self._functions = frozenset(functions.values())
 
     @property
     def budget(self) -> Budget:
         budget: Budget = self._local.budget
         return budget
 
-    def start(self) -> None:
+    def start(self, num_messages: int = 0) -> None:
         """Begin a rendering in this thread with a fresh budget."""
-        self._local.budget = Budget()
+        self._local.budget = Budget(num_messages)
 
     def stop(self) -> None:
         """Forget the budget, which holds on to the values it has weighed."""
         del self._local.budget
 
     def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> Any:
-        tree = _Checkpoints().visit(source)
+        tree = Checkpoints().visit(source)
         tree.set_environment(self)
         return super()._generate(tree, *args, **kwargs)
 
     # What the rewritten tree calls.
 
-    def each(self, values: Any) -> Iterator[Any]:
-        spend = self.budget.spend
-        for value in values:
-            spend()
-            yield value
+    def each(self, values: Any) -> Iterable[Any]:
+        return each(self.budget, values)
 
     def joined(self, *values: Any) -> str:
-        parts = [self._text(value) for value in values]
-        self.budget.admit(sum(map(len, parts)))
-        return "".join(parts)
+        budget = self.budget
+        parts = [text_of(budget, value) for value in values]
+        budget.admit(sum(map(len, parts)))
+        return budget.keep("".join(parts))
+
+    def compared(self, left: Any, *steps: Any) -> Any:
+        """``left op right``, or a chain of them: operators and operands in turn."""
+        budget, result = self.budget, True
+        for name, right in zip(steps[::2], steps[1::2], strict=True):
+            check, operation = COMPARISONS[name]
+            budget.spend()
+            use = check(budget, left, right)
+            result = operation(left, right if use is None else use)
+            if not result:
+                break
+            left = right
+        return result
+
+    def sliced(self, value: Any, start: Any, stop: Any, step: Any) -> Any:
+        self.budget.spend(len(value) if hasattr(value, "__len__") else 0)
+        return self.budget.keep(value[start:stop:step])
 
     def literal(self, value: Any) -> Any:
         self.budget.weigh(value)
+        return self.budget.keep(value)
+
+    def key(self, value: Any) -> Any:
+        self.budget.weigh(value)  # the hash of a tuple descends into it
         return value
+
+    def unpacked(self, values: Any) -> Any:
+        return listed(self.budget, values)
 
     # What jinja2 calls.
 
     def concat(self, parts: Iterable[str]) -> str:
         parts = list(parts)
         self.budget.admit(sum(map(len, parts)))
-        return "".join(parts)
+        return self.budget.keep("".join(parts))
 
     @pass_context  # type: ignore[untyped-decorator]
     def _printed(self, _: Context, value: Any) -> Any:
         # With the context as an argument jinja2 cannot evaluate it while compiling.
-        return self._text(value)
+        return text_of(self.budget, value)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        budget = self.budget
+        budget.spend()
+        if not isinstance(argument, (str, int)):
+            budget.weigh(argument)  # it may be hashed, or printed in an error
+        return super().getitem(obj, argument)
+
+    def wrap_str_format(self, value: Any) -> Any:
+        function = super().wrap_str_format(value)
+        return None if function is None else _Format(value.__self__, function)
 
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        self.budget.spend()
-        owner = getattr(function, "__self__", None)
-        if owner is self:
-            return function(*args)  # kwargs are jinja2's own, _loop_vars and _block_vars
-        if isinstance(owner, (str, bytes, int)):
-            args = self._checked_method(owner, function.__name__, args, kwargs)
-        formatted = getattr(getattr(function, "__wrapped__", None), "__self__", None)
-        if isinstance(formatted, str):
-            own = {k: v for k, v in kwargs.items() if k not in ("_loop_vars", "_block_vars")}
-            self._check_format(formatted, args, own)
-        result = super().call(context, function, *args, **kwargs)
-        return self._made(result)
+        budget = self.budget
+        budget.spend()
+        if isinstance(function, Undefined):
+            return function()  # raises, naming it
+        if isinstance(function, (Macro, LoopContext)):
+            if isinstance(function, LoopContext) and args:
+                args = (self.each(args[0]), *args[1:])
+            budget.enter()
+            try:
+                return super().call(context, function, *args, **kwargs)
+            finally:
+                budget.calls -= 1
+        kwargs.pop("_loop_vars", None)
+        kwargs.pop("_block_vars", None)
+        if isinstance(function, _Format):
+            check_format(budget, function.text, args, kwargs)
+            return budget.keep(function.function(*args, **kwargs))
+        if getattr(function, "__hash__", None) and function in self._functions:
+            return budget.keep(function(*args, **kwargs))
+        owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
+        if isinstance(owner, LoopContext):  # cycle, changed
+            budget.weigh(*args)
+            return function(*args, **kwargs)
+        use = _method_check(owner, name)(budget, owner, *args, **kwargs)
+        return budget.keep(function(*(args if use is None else use), **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         budget = self.budget
-        if operator == "*":
-            budget.admit(_product_size(left, right))
-        elif operator == "**":
-            integers = isinstance(left, int) and isinstance(right, int)
-            if integers and max(left.bit_length(), 1) * abs(right) > MAX_INT_BITS:
-                raise BudgetError(f"an integer of more than {MAX_INT_BITS} bits")
-        elif operator == "%" and isinstance(left, (str, bytes)):
-            self._check_percent(left, right)
-        elif isinstance(left, (str, bytes)) and isinstance(right, (str, bytes)):
-            budget.admit(len(left) + len(right))
-        result = super().call_binop(context, operator, left, right)
-        if isinstance(result, (list, tuple)) and operator == "+":
-            budget.admit(len(result))
-            budget.remember(result, budget.weigh(left) + budget.weigh(right))
-        elif isinstance(result, (list, tuple, int)):
-            budget.weigh(result)
+        check_binop(budget, operator, left, right)
+        result = budget.keep(super().call_binop(context, operator, left, right))
+        if operator == "+" and isinstance(result, (list, tuple)):
+            budget.add_up(result, left, right)
         return result
 
-    # Checks.
+    # Functions of templates.
 
-    def _text(self, value: Any) -> str:
-        if not isinstance(value, str):
-            self.budget.weigh(value)
-        text = str(value)
-        self.budget.spend(len(text))
-        return text
+    def _dict(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        self.budget.weigh(*args)
+        return dict(*(listed(self.budget, values) for values in args), **kwargs)
 
-    def _made(self, value: Any) -> Any:
-        if isinstance(value, (str, bytes)):
-            self.budget.admit(len(value))
-        elif isinstance(value, int):
-            self.budget.weigh(value)
-        elif isinstance(value, (list, tuple, dict)):
-            self.budget.admit(len(value) * ITEM_SIZE)
-        return value
+    def _raise(self, message: Any) -> None:
+        self._raise_exception(text_of(self.budget, message))
 
-    def _checked_method(
-        self, owner: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[Any, ...]:
-        """Arguments of a method of a str, bytes or int that cannot make it explode."""
-        if name in _REFUSED_METHODS:
-            raise BudgetError(f"the method {name} is not available")
-        _check_widths(args, kwargs)
-        if name == "replace" and len(args) >= 2:
-            self.budget.admit(_replaced_size(owner, args[0], args[1]))
-        elif name == "expandtabs":
-            self.budget.admit(len(owner) + owner.count("\t") * (args[0] if args else 8))
-        elif name == "join" and args:
-            parts = list(args[0])
-            self.budget.admit(self.budget.weigh(parts) + len(owner) * len(parts))
-            return (parts,)
-        return args
-
-    def _check_format(
-        self, template: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> None:
-        if _FORMAT_FIELD.search(template):
-            raise BudgetError("a format field with a nested or very large width")
-        fields = template.count("{")
-        self.budget.admit(
-            len(template)
-            + fields * (self.budget.weigh(args) + self.budget.weigh(kwargs))
-            + fields * 9999
-        )
-
-    def _check_percent(self, template: Any, values: Any) -> None:
-        text = template.decode("latin-1") if isinstance(template, bytes) else template
-        size = len(text)
-        for width, precision in _CONVERSION.findall(text):
-            if "*" in (width, precision):
-                raise BudgetError("a format width taken from the arguments")
-            if max(len(width), len(precision)) > 5:
-                raise BudgetError(f"a format width of more than {MAX_WIDTH}")
-            size += int(width or 0) + int(precision or 0) + self.budget.weigh(values)
-        self.budget.admit(size)
-
-    def _guarded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _checked(
+        self, check: Callable[..., Any], function: Callable[..., Any], lazy: bool = False
+    ) -> Callable[..., Any]:
+        """A filter or test of jinja2 behind its check."""
         skip = 1 if hasattr(function, "jinja_pass_arg") else 0
 
         @wraps(function)
-        def guarded(*args: Any, **kwargs: Any) -> Any:
-            self.budget.spend()
-            value, rest = args[skip], args[skip + 1 :]
-            if name not in ("default", "d"):
-                _check_widths(rest, kwargs)
-            self._check_filter(name, value, rest, kwargs)
-            return self._made(function(*args, **kwargs))
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            budget = self.budget
+            budget.spend()
+            use = check(budget, *args[skip:], **kwargs)
+            if use is not None:
+                args = (*args[:skip], use, *args[skip + 1 :])
+            result = function(*args, **kwargs)
+            return budget.keep(iter(list(counted(budget, result))) if lazy else result)
 
-        return guarded
-
-    def _counted(self, test: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(test)
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            sizes = (len(value) for value in args if isinstance(value, (str, list, tuple, dict)))
-            self.budget.spend(sum(sizes) * ITEM_SIZE)
-            return test(*args, **kwargs)
-
-        return counted
-
-    def _check_filter(
-        self, name: str, value: Any, rest: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> None:
-        """What a filter would make, where that can be far more than it was given."""
-        given = dict(zip(_PARAMETERS.get(name, ()), rest, strict=False))
-        given.update(kwargs)
-        if name not in _SHALLOW and not isinstance(value, str):
-            self.budget.weigh(value)
-        if name == "replace":
-            self.budget.admit(_replaced_size(self._text(value), given.get("old"), given.get("new")))
-        elif name == "indent":
-            width = given.get("width", 4)
-            lines = self._text(value).count("\n") + 1
-            self.budget.admit(lines * (width if isinstance(width, int) else len(str(width))))
-        elif name == "format":
-            self._check_percent(self._text(value), (rest, kwargs))
-        elif name in ("int", "float") and isinstance(value, str) and len(value) > MAX_INT_BITS:
-            raise BudgetError(f"a number of {len(value)} digits")
-        elif name == "sum" and not isinstance(given.get("start", 0), (int, float)):
-            raise BudgetError("sum works on numbers only")
-        elif name == "tojson" and isinstance(given.get("indent"), int):
-            if given["indent"] > MAX_JSON_INDENT:
-                raise BudgetError(f"tojson with an indent of more than {MAX_JSON_INDENT}")
-        elif name == "join":
-            glue = given.get("d", "")
-            if hasattr(value, "__len__"):
-                self.budget.admit(len(value) * len(str(glue)))
+        return checked
 
 
-_PARAMETERS = {
-    "replace": ("old", "new", "count"),
-    "indent": ("width", "first", "blank"),
-    "sum": ("attribute", "start"),
-    "tojson": ("ensure_ascii", "indent"),
-    "join": ("d", "attribute"),
-}
-
-
-def _check_widths(args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, int) and abs(value) > MAX_WIDTH:
-            raise BudgetError(f"an argument of more than {MAX_WIDTH}")
-
-
-def _product_size(left: Any, right: Any) -> int:
-    """Size of ``left * right``: bits for integers are refused here, sequences are measured."""
-    if isinstance(left, int) and isinstance(right, int):
-        if left.bit_length() + right.bit_length() > MAX_INT_BITS:
-            raise BudgetError(f"an integer of more than {MAX_INT_BITS} bits")
-        return 0
-    for sequence, times in ((left, right), (right, left)):
-        if isinstance(times, int) and hasattr(sequence, "__len__"):
-            size = len(sequence) * max(times, 0)
-            return size if isinstance(sequence, (str, bytes)) else size * ITEM_SIZE
-    return 0
-
-
-def _replaced_size(text: Any, old: Any, new: Any) -> int:
-    kinds = {type(part) for part in (text, old, new)} - {Markup}
-    if kinds != {str} and kinds != {bytes}:
-        return 0  # the call itself will complain
-    return len(text) + int(text.count(old)) * len(new)
+def _method_check(owner: Any, name: str) -> Callable[..., Any]:
+    for kind, methods in METHODS.items():
+        if isinstance(owner, kind) and name in methods:
+            return methods[name]
+    what = type(owner).__name__ if owner is not None else "value"
+    raise refuse(f"calling {name or 'it'} of a {what}")
 
 
 def _to_json(
