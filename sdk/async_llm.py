@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
+from sdk.async_stream import AnswerStream
 from sdk.conversations import Message
 from sdk.llm import LLM
 from sdk.options import EngineOptions, takes_options
-from sdk.outputs import RequestOutput
 from sdk.params import SamplingParams
 from sdk.prompts import PromptLike
 
@@ -51,7 +51,7 @@ class AsyncLLM:
         *,
         priority: int | None = None,
         **template: Any,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AnswerStream:
         """Stream one answer; see :meth:`LLM.astream`."""
         return self.llm.astream(prompt, sampling_params, priority=priority, **template)
 

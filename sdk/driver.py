@@ -22,6 +22,7 @@ from sdk.engine.plan import RequestKind
 from sdk.errors import EngineClosedError, EngineDeadError, RequestError, SdkError
 from sdk.memory_pool import Lease
 from sdk.params import SamplingParams
+from sdk.quant.shown import shown
 from sdk.sampling.resolved import ResolvedParams
 
 logger = logging.getLogger("sdk")
@@ -118,6 +119,11 @@ class Driver:
             self._refuse_inside_step()
         with self._wake:
             self.check_usable()
+            for job in jobs:
+                if job.request_id in self._listeners:
+                    raise RequestError(
+                        f"request_id: {shown(job.request_id)} is that of an unfinished request"
+                    )
             if run:
                 self._start()
             for job in jobs:

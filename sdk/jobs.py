@@ -14,11 +14,20 @@ from sdk.engine.plan import RequestKind
 from sdk.errors import RequestError
 from sdk.listeners import Mailbox
 from sdk.params import SamplingParams
-from sdk.prompts import Prompt, PromptLike, PromptReader, as_conversations, as_list, refusing
+from sdk.prompts import (
+    Prompt,
+    PromptLike,
+    PromptReader,
+    as_conversations,
+    as_list,
+    is_conversation,
+    refusing,
+)
 from sdk.quant.shown import shown
 from sdk.sampling.resolved import ResolvedParams, resolve
 
 MAX_PRIORITY = 2**31 - 1
+MAX_ID_LENGTH = 256
 ParamsLike = SamplingParams | Sequence[SamplingParams] | None
 
 
@@ -75,6 +84,22 @@ class JobMaker:
         pairs = zip(chats, params, strict=True)
         return [self._reader.read_chat(c, q, options) for c, q in pairs], params
 
+    def read_mixed(
+        self, method: str, prompts: Any, given: ParamsLike, template: Mapping[str, Any]
+    ) -> tuple[list[Prompt], list[SamplingParams]]:
+        """Prompts and conversations, each with its parameters; ``template`` for the latter."""
+        items: list[Any] = [prompts] if is_conversation(prompts) else as_list(prompts)
+        params = self.params(given, len(items))
+        options = ChatOptions.of(method, template)
+        chats = [is_conversation(item) for item in items]
+        if template and not any(chats):
+            raise TypeError(f"{method}(): {', '.join(template)} only apply to a conversation")
+        read = [
+            self._reader.read_chat(item, param, options) if chat else self._reader.read(item, param)
+            for item, param, chat in zip(items, params, chats, strict=True)
+        ]
+        return read, params
+
     def make(
         self,
         prompts: Sequence[Prompt],
@@ -83,13 +108,15 @@ class JobMaker:
         *,
         priority: int | Sequence[int] | None = None,
         kind: RequestKind = "generate",
+        request_ids: str | Sequence[str] | None = None,
     ) -> list[Job]:
-        """One job for each prompt, with an id of its own."""
+        """One job for each prompt, with the caller's id or one of its own."""
+        names = self._names(request_ids, len(prompts))
         priorities = _priorities(priority, len(prompts))
         now = time.monotonic()
         return [
             Job(
-                request_id=str(next(self._ids)),
+                request_id=name,
                 prompt_token_ids=prompt.token_ids,
                 params=param,
                 listener=listener,
@@ -101,8 +128,30 @@ class JobMaker:
                 resolved=self._resolve(param),
                 negative_prompt_token_ids=prompt.negative_token_ids,
             )
-            for prompt, param, urgency in zip(prompts, params, priorities, strict=True)
+            for prompt, param, urgency, name in zip(prompts, params, priorities, names, strict=True)
         ]
+
+    def _names(self, given: Any, count: int) -> list[str]:
+        """Request ids. Those with # are the LLM's own: #7, and #7#1 of a second answer."""
+        if given is None:
+            return [f"#{next(self._ids)}" for _ in range(count)]
+        with refusing("request_id"):
+            names = [given] if isinstance(given, str) else given
+            if not isinstance(names, Sequence) or len(names) != count:
+                found = len(names) if isinstance(names, Sequence) else shown(names)
+                raise RequestError(
+                    f"request_id: expected one for each prompt ({count}), found {found}"
+                )
+            names = list(itertools.islice(names, count))
+            for name in names:
+                if not isinstance(name, str) or not 0 < len(name) <= MAX_ID_LENGTH or "#" in name:
+                    raise RequestError(
+                        f"request_id: expected strings of 1 to {MAX_ID_LENGTH} characters without "
+                        f"#, found {shown(name)}"
+                    )
+            if len(set(names)) < count:
+                raise RequestError("request_id: expected different ids, found one twice")
+            return names
 
     def _resolve(self, params: SamplingParams) -> ResolvedParams:
         """The token ids behind the words of ``params``."""

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 
 from sdk.driver import check_process
 from sdk.engine.engine import Output
-from sdk.errors import EngineClosedError
+from sdk.errors import EngineClosedError, RequestError
+from sdk.quant.shown import shown
 
 _Item = Output | Exception
 #: 64 streams make 64 timer calls of 2 us each in this time.
@@ -120,6 +121,11 @@ class Collector:
         they are submitted.
         """
         with self._changed:
+            for request_id in requests:
+                if request_id in self._deltas:
+                    raise RequestError(
+                        f"request_id: the output of {shown(request_id)} was not collected yet"
+                    )
             self._deltas.update(requests)
             try:
                 yield

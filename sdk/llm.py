@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import weakref
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sdk.alternatives import plan, planned_config
-from sdk.conversations import Message
+from sdk.async_stream import AnswerStream, DeferredJob
+from sdk.conversations import ChatOptions, Message
 from sdk.driver import Driver, Job
 from sdk.embedding import check_pairs, cosines, embedding_of
 from sdk.engine.engine import Output
@@ -39,6 +43,8 @@ from sdk.snapshot import Snapshot
 
 if TYPE_CHECKING:  # typing has it from Python 3.11 on
     from typing_extensions import Unpack
+
+T = TypeVar("T")
 
 
 class LLM:
@@ -196,17 +202,15 @@ class LLM:
 
         The request starts at once. Leaving the loop early aborts it.
         """
-        job, mailbox = self._stream_job(
-            "stream", prompt, sampling_params, priority, template, Mailbox()
-        )
-        reader = self._read_stream(job, mailbox)
+        job = self._stream_job("stream", prompt, sampling_params, priority, template)
+        reader = self._read_stream(job)
         next(reader)  # submits; from here on dropping the reader, even unread, aborts the request
         return reader
 
-    def _read_stream(self, job: Job, mailbox: Mailbox) -> Iterator[Any]:
-        finished = False
+    def _read_stream(self, job: Job) -> Iterator[Any]:
+        finished, mailbox = False, Mailbox()
         try:
-            self._driver.submit([job])
+            self._driver.submit([replace(job, listener=mailbox)])
             yield None
             while not finished:
                 output = _text(mailbox.get())
@@ -223,12 +227,12 @@ class LLM:
         sampling_params: SamplingParams | None,
         priority: int | None,
         template: Mapping[str, Any],
-        mailbox: Any,
-    ) -> tuple[Job, Any]:
+    ) -> Job:
+        """The job of one stream, without a listener that anybody reads."""
         params = self._jobs.params(sampling_params, 1)[0]
         read = self._reader.read_one(method, prompt, params, template)
         delta = params.clone(output_kind=RequestOutputKind.DELTA)
-        return self._jobs.make([read], [delta], mailbox, priority=priority)[0], mailbox
+        return self._jobs.make([read], [delta], Mailbox(), priority=priority)[0]
 
     # ---- async twins -----------------------------------------------------------------------------
 
@@ -239,8 +243,11 @@ class LLM:
         *,
         priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """:meth:`generate` for an event loop; cancelling the task aborts its requests."""
-        read, params = self._jobs.read(prompts, sampling_params)
+        """:meth:`generate` for an event loop; cancelling the task aborts its requests.
+
+        Long prompts are read in a thread, so that the loop goes on meanwhile.
+        """
+        read, params = await self._read_aside(prompts, self._jobs.read, prompts, sampling_params)
         return await self._arun(read, params, priority)
 
     async def achat(
@@ -252,8 +259,17 @@ class LLM:
         **template: Any,
     ) -> list[RequestOutput]:
         """:meth:`chat` for an event loop."""
-        read, params = self._jobs.read_chats("achat", messages, sampling_params, template)
+        read, params = await self._read_aside(
+            messages, self._jobs.read_chats, "achat", messages, sampling_params, template
+        )
         return await self._arun(read, params, priority)
+
+    async def _read_aside(self, prompts: Any, read: Callable[..., T], *arguments: Any) -> T:
+        """What ``read`` returns; called in a thread where ``prompts`` are long."""
+        self._driver.check_usable()
+        if self._reader.is_short(prompts):
+            return read(*arguments)
+        return await asyncio.to_thread(read, *arguments)
 
     async def _arun(
         self,
@@ -276,45 +292,49 @@ class LLM:
             raise
         return [_text(done[job.request_id]) for job in jobs]
 
-    async def astream(
+    def astream(
         self,
         prompt: PromptLike | Sequence[Message],
         sampling_params: SamplingParams | None = None,
         *,
         priority: int | None = None,
         **template: Any,
-    ) -> AsyncIterator[RequestOutput]:
-        """:meth:`stream` for an event loop; the request starts with the first ``async for``."""
-        job, mailbox = self._stream_job(
-            "astream", prompt, sampling_params, priority, template, AsyncMailbox()
-        )
-        self._driver.submit([job])
-        finished = False
-        try:
-            while not finished:
-                output = _text(await mailbox.get())
-                finished = output.finished
-                yield output
-        finally:
-            if not finished:
-                self._driver.abort([job.request_id])
+    ) -> AnswerStream:
+        """:meth:`stream` for an event loop: ``async for piece in llm.astream(...)``.
+
+        The call refuses a bad request; the request starts with the first piece. A long prompt is
+        read in a thread with the first piece, or by ``stream = await llm.astream(...)``.
+        """
+        self._driver.check_usable()
+        ChatOptions.of("astream", template)
+        self._jobs.params(sampling_params, 1)
+        make = partial(self._stream_job, "astream", prompt, sampling_params, priority, template)
+        return AnswerStream(self._driver, DeferredJob(make, at_once=self._reader.is_short(prompt)))
 
     # ---- stepping by hand ------------------------------------------------------------------------
 
     def enqueue(
         self,
-        prompts: PromptLike | Sequence[PromptLike],
+        prompts: PromptLike | Sequence[Message] | Sequence[PromptLike | Sequence[Message]],
         sampling_params: ParamsLike = None,
         *,
         priority: int | Sequence[int] | None = None,
+        request_id: str | Sequence[str] | None = None,
+        **template: Any,
     ) -> list[str]:
-        """Queue prompts and return their request ids at once.
+        """Queue prompts or conversations and return their request ids at once.
 
         Nothing runs until :meth:`step`, :meth:`pump` or :meth:`wait_for_completion` is called (or
-        another call keeps the engine running).
+        another call keeps the engine running). ``request_id``: ids of your own, one for each
+        prompt. ``template``: for conversations, as for :meth:`chat`.
+
+        :raises RequestError: also when an id is that of a request that is unfinished or whose
+            last output was not collected.
         """
-        read, params = self._jobs.read(prompts, sampling_params)
-        jobs = self._jobs.make(read, params, self._collector, priority=priority)
+        read, params = self._jobs.read_mixed("enqueue", prompts, sampling_params, template)
+        jobs = self._jobs.make(
+            read, params, self._collector, priority=priority, request_ids=request_id
+        )
         deltas = {job.request_id: job.params.output_kind is RequestOutputKind.DELTA for job in jobs}
         with self._collector.expecting(deltas):
             self._driver.submit(jobs, run=False)

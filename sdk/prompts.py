@@ -19,6 +19,9 @@ from sdk.quant.tokenizer import Tokenizer
 #: ``negative_prompt`` or ``negative_prompt_token_ids`` (for a ``guidance_scale``).
 PromptLike = str | Sequence[int] | Mapping[str, Any]
 
+#: What is read where the caller stands, also in an event loop: a few ms of tokenizing.
+SHORT_TEXT = 4096  # characters
+SHORT_CONTEXT = 1024  # tokens
 #: Prompts or conversations of one call.
 MAX_PROMPTS = 2**20
 
@@ -50,6 +53,26 @@ def refusing(what: str) -> Iterator[None]:
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
             raise RequestError(f"{what}: it cannot be read: {described(error)}") from error
         raise
+
+
+def _is_small(value: object) -> bool:
+    """Whether plain data holds at most ``SHORT_TEXT`` characters and values; looks at no more."""
+    left, waiting = SHORT_TEXT, [value]
+    while waiting and left >= 0:
+        item = waiting.pop()
+        left -= 1
+        if type(item) is str:
+            left -= len(item)
+        elif type(item) is dict:
+            left -= len(item)
+            waiting.extend(item.values() if left >= 0 else ())
+        elif type(item) is list or type(item) is tuple:
+            left -= len(item)
+            if left >= 0 and item and type(item[0]) is not int:  # not token ids
+                waiting.extend(item)
+        elif item is not None and not isinstance(item, int | float):
+            return False
+    return left >= 0
 
 
 def is_conversation(value: object) -> bool:
@@ -137,6 +160,15 @@ class PromptReader:
                 "checkpoint holds none): pass {'prompt_token_ids': [...]}, or tokenizer=FOLDER"
             )
         return self.tokenizer
+
+    def is_short(self, prompts: object) -> bool:
+        """Whether reading this takes at most a few milliseconds.
+
+        Text is read until it is longer than the context, so with a short context any text is.
+        """
+        if isinstance(prompts, str) and self._max_model_len <= SHORT_CONTEXT:
+            return True
+        return _is_small(prompts)
 
     def read_one(
         self, method: str, prompt: Any, params: SamplingParams, template: Mapping[str, Any]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sdk import LLM, RequestError, SamplingParams
+from sdk import LLM, EngineClosedError, RequestError, SamplingParams
 from sdk.prompts import PromptReader
-from tests.api.engines import SHORT, tokens
+from tests.api.engines import LONG, SHORT, ids, settle, tokens
 
 USER = {"role": "user", "content": "Hi"}
 CALL = {"type": "function", "function": {"name": "now", "arguments": {}}}
@@ -204,3 +206,137 @@ def test_where_the_last_turn_does_not_fit_the_error_says_so(tiny: LLM) -> None:
 def test_without_truncation_a_long_conversation_is_refused(tiny: LLM) -> None:
     with pytest.raises(RequestError, match="truncate_prompt_tokens=-1"):
         tiny.chat([m for number in range(30) for m in turn(number)], SHORT)
+
+
+# ---- streams for event loops ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "error"),
+    [
+        ([], {}, RequestError),
+        ([999], {}, RequestError),
+        ({"prompt": 5}, {}, RequestError),
+        ("word " * 100_000, {}, RequestError),
+        ([{"role": "user", "content": None}], {}, RequestError),
+        ([USER], {"tools": TOOLS}, RequestError),
+        ([USER], {"toolz": TOOLS}, TypeError),
+        ("word " * 100_000, {"tools": TOOLS}, TypeError),
+    ],
+)
+def test_astream_refuses_a_bad_request_at_the_call(
+    tiny: LLM, prompt: Any, options: dict[str, Any], error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        tiny.astream(prompt, SHORT, **options)
+    with pytest.raises(RequestError, match="sampling_params"):
+        tiny.astream("Hi", {"temperature": 0})  # type: ignore[arg-type]
+
+
+def test_astream_yields_what_stream_yields(tiny: LLM) -> None:
+    expected = [tokens(piece) for piece in tiny.stream("Hello", SHORT)]
+
+    async def read(awaited: bool) -> list[list[int]]:
+        stream = tiny.astream("Hello", SHORT)
+        if awaited:
+            assert await stream is stream
+        return [tokens(piece) async for piece in stream]
+
+    assert asyncio.run(read(False)) == asyncio.run(read(True)) == expected
+
+
+def test_a_stream_that_is_dropped_unread_leaves_no_request_behind(tiny: LLM) -> None:
+    async def drop() -> None:
+        tiny.astream("Hello", SHORT)
+        await tiny.astream("Hello", SHORT)
+        stream = tiny.astream("Hello", SHORT)
+        await stream.aclose()
+
+    asyncio.run(drop())
+    assert not tiny._driver._listeners and not tiny.has_unfinished_requests
+
+
+def test_a_stream_left_early_aborts_its_request(tiny: LLM) -> None:
+    async def leave() -> None:
+        async for piece in tiny.astream(ids(1), LONG):
+            assert not piece.finished
+            break
+
+    asyncio.run(leave())
+    settle(tiny)
+
+
+def test_a_long_prompt_of_a_stream_is_checked_when_it_is_awaited(tiny: LLM) -> None:
+    words = {"prompt": "word " * 20_000}
+    cut = SHORT.clone(truncate_prompt_tokens=9)
+
+    async def ask() -> None:
+        stream = tiny.astream(words, SHORT)
+        with pytest.raises(RequestError, match="the context holds 128"):
+            await stream
+        with pytest.raises(RequestError, match="the context holds 128"):
+            async for _ in tiny.astream(words, SHORT):
+                pass
+        pieces = [piece async for piece in tiny.astream(words, cut)]
+        [output] = await tiny.agenerate(words, cut)
+        assert [token for piece in pieces for token in tokens(piece)] == tokens(output)
+        assert len(output.prompt_token_ids) == 9
+
+    asyncio.run(ask())
+    assert not tiny.has_unfinished_requests
+
+
+def test_a_closed_llm_refuses_a_stream_at_the_call(tiny_path: Path) -> None:
+    with LLM(tiny_path, max_model_len=128) as llm:
+        pass
+    with pytest.raises(EngineClosedError):
+        llm.astream("Hello", SHORT)
+
+
+# ---- enqueue -------------------------------------------------------------------------------------
+
+
+def test_enqueue_takes_conversations_beside_prompts(tiny: LLM) -> None:
+    chat = [USER]
+    expected = tokens(tiny.chat(chat, SHORT)[0])
+    assert tiny.enqueue(chat, SHORT) and tiny.enqueue(["Hello", chat], SHORT)
+    first, text, second = tiny.wait_for_completion()
+    assert tokens(first) == tokens(second) == expected
+    assert tokens(text) == tokens(tiny.generate("Hello", SHORT)[0])
+    [name] = tiny.enqueue(chat, SHORT, tools=TOOLS, chat_template=READS_TOOLS)
+    [output] = tiny.wait_for_completion()
+    assert output.request_id == name and '"parameters"' in str(output.prompt)
+    with pytest.raises(TypeError, match="only apply to a conversation"):
+        tiny.enqueue("Hello", SHORT, tools=TOOLS)
+
+
+def test_enqueue_takes_ids_of_the_caller(tiny: LLM) -> None:
+    assert tiny.enqueue("Hello", SHORT, request_id="mine") == ["mine"]
+    assert tiny.enqueue(["a", "b"], SHORT, request_id=["0", "1"]) == ["0", "1"]
+    tiny.abort("0")
+    outputs = tiny.wait_for_completion()
+    assert [output.request_id for output in outputs] == ["mine", "0", "1"]
+    assert outputs[1].outputs[0].finish_reason == "abort"
+    assert tiny.enqueue("Hello", SHORT, request_id="mine") == ["mine"]
+    assert [output.request_id for output in tiny.wait_for_completion()] == ["mine"]
+
+
+@pytest.mark.parametrize("request_id", ["", "#3", 5, "x" * 300, ["a", "b"], ["a", "a"], [], [5]])
+def test_a_bad_request_id_is_refused(tiny: LLM, request_id: Any) -> None:
+    prompts = ["a", "b"] if request_id == ["a", "a"] else "a"
+    with pytest.raises(RequestError, match="request_id"):
+        tiny.enqueue(prompts, SHORT, request_id=request_id)
+    assert not tiny.has_unfinished_requests
+
+
+def test_an_id_in_use_is_refused_and_the_first_request_is_unharmed(tiny: LLM) -> None:
+    tiny.enqueue("Hello", SHORT, request_id="twice")
+    with pytest.raises(RequestError, match=r"request_id.*twice"):
+        tiny.enqueue("Bye", SHORT, request_id="twice")
+    while tiny._driver.has_work:
+        tiny._driver.step()
+    with pytest.raises(RequestError, match=r"'twice' was not collected"):
+        tiny.enqueue(["a", "b"], SHORT, request_id=["other", "twice"])
+    [output] = tiny.wait_for_completion()
+    assert tokens(output) == tokens(tiny.generate("Hello", SHORT)[0])
+    assert not tiny.has_unfinished_requests
