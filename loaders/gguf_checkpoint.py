@@ -10,7 +10,6 @@ The converter that wrote the file changed some tensors; pulling one undoes it:
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -36,10 +35,6 @@ from sdk.quant.weight import Weight, weight_of
 #: Architectures whose rows of q and k are interleaved, and those whose norms are stored plus 1.
 INTERLEAVED = frozenset({"llama", "granite"})
 NORMS_PLUS_ONE = frozenset({"gemma2", "gemma3"})
-#: Bytes of pulled tensors whose pages stay in memory, and tensors that do whatever their size: by
-#: then a weight has been packed (q, k and v, or gate and up, together), and if not, its pages come
-#: back from the file. Keeps the peak of a load near the size of the packed weights.
-_MAPPED, _NEWEST = 8 * 2**20, 4
 #: Tensors that became part of the config.
 _IN_CONFIG = frozenset(
     {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
@@ -60,8 +55,6 @@ class GgufCheckpoint:
         self.generation_config: Mapping[str, Any] = build_generation_config(self._file, self.config)
         self.kv_scales: Mapping[str, float] = {}
         self._pulled: set[str] = set()
-        self._mapped: deque[GgufTensor] = deque()
-        self._mapped_bytes = 0
         self._done = 0
         self._total = sum(tensor.nbytes for tensor in self._file.tensors.values())
 
@@ -85,9 +78,7 @@ class GgufCheckpoint:
         expert = self._expert(name, stored)
         if len(stored.shape) != (2 if expert is None else 3):
             raise self._fail(stored, f"shape {list(stored.shape)}, expected a matrix")
-        data = self._rows(name, stored)
-        if expert is not None:
-            data = data[expert * stored.shape[1] : (expert + 1) * stored.shape[1]]
+        data = self._rows(name, stored, expert)
         layout = decode_matrix(stored.type, data, stored.shape[-1], self._where(stored))
         factor = self._factor_beside(stored, expert)
         if factor is not None:
@@ -98,14 +89,14 @@ class GgufCheckpoint:
     def tensor(self, name: str) -> Tensor:
         stored = self._find(name)
         self._check_shape(name, stored)
-        data = self._rows(name, stored)
         expert, shape = self._expert(name, stored), stored.shape
+        data = self._rows(name, stored, expert)
         if expert is not None:
-            data, shape = data[expert : expert + 1], shape[1:]
+            shape = shape[1:]
         layout = decode_matrix(stored.type, data, stored.shape[-1], self._where(stored))
         values = weight_of(layout).dequantize().reshape(shape)
         plus_one = self._architecture in NORMS_PLUS_ONE and name.endswith("norm.weight")
-        values = values - 1.0 if plus_one else values.clone()  # F32 shares the file's pages
+        values = values - 1.0 if plus_one else values
         self._report(stored)
         return values
 
@@ -123,7 +114,8 @@ class GgufCheckpoint:
         ]
 
     def close(self) -> None:
-        # The mapping itself goes with the last weight that shares its pages.
+        if self._file is not None:
+            self._file.close()
         self._file = None
         self.__dict__.pop("tokenizer", None)  # whoever asked for it may keep it alive
 
@@ -177,9 +169,9 @@ class GgufCheckpoint:
                 f"shape {list(stored.shape)}, the metadata ask for {list(expected)} ({name})",
             )
 
-    def _rows(self, name: str, stored: GgufTensor) -> NDArray[np.uint8]:
-        """The packed rows, in the order of the Hugging Face model."""
-        data = self._opened().data(stored.name)
+    def _rows(self, name: str, stored: GgufTensor, expert: int | None) -> NDArray[np.uint8]:
+        """The packed rows, of one expert or all, in the order of the Hugging Face model."""
+        data = self._opened().data(stored.name, expert)
         stem = name.removesuffix(".bias")
         if self._architecture not in INTERLEAVED or not stem.endswith(("q_proj", "k_proj")):
             return data
@@ -224,12 +216,6 @@ class GgufCheckpoint:
         return replace(layout, super_scale=torch.full((rows, 1), factor), super_group=columns)
 
     def _report(self, stored: GgufTensor) -> None:
-        self._mapped.append(stored)
-        self._mapped_bytes += stored.nbytes
-        while self._mapped_bytes > _MAPPED and len(self._mapped) > _NEWEST:
-            oldest = self._mapped.popleft()
-            self._mapped_bytes -= oldest.nbytes
-            self._opened().release(oldest.name)
         if stored.name in self._pulled:
             return
         self._pulled.add(stored.name)

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from sdk.loaders.formats.gguf_types import GGUF_TYPES, REMOVED_TYPES, GgufType
 from sdk.loaders.gguf_strings import short_strings
-from sdk.loaders.mapped_file import MappedFile
+from sdk.loaders.model_file import ModelFile
 from sdk.quant.errors import CheckpointError, UnsupportedError
 
 logger = logging.getLogger("sdk")
@@ -46,6 +46,8 @@ MAX_ARRAY_DEPTH = 4
 MAX_DIMS = 4
 MAX_TENSOR_NAME = 63
 _DEFAULT_ALIGNMENT = 32
+#: Bytes of a file read first: the header of a model with 49,152 words takes 1.8 MB.
+_FIRST_READ = 2 << 20
 # What a small Python object costs beside its contents, used to charge the budget.
 _OBJECT_COST = 64
 _ARRAY_COST = 128
@@ -73,12 +75,14 @@ class GgufTensor:
 class GgufHeader:
     """Walks through the header once, front to back."""
 
-    def __init__(self, file: MappedFile) -> None:
+    def __init__(self, file: ModelFile) -> None:
         self.file = file
-        self.buffer = file.buffer
+        #: The beginning of the file, as far as it was needed.
+        self.buffer = b""
         self.order = "<"
         self.position = 0
         self.budget = METADATA_BUDGET
+        self.fetch(min(4, file.size))
         magic = self.buffer[:4]
         if magic != b"GGUF":
             raise CheckpointError(f"{file.path}: not a GGUF file: it starts with {magic!r}")
@@ -101,6 +105,14 @@ class GgufHeader:
     def fail(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self.file.path}: {what}")
 
+    def fetch(self, end: int) -> int:
+        """Have at least the first ``end`` bytes, which the file has, in ``buffer``; its length."""
+        have = len(self.buffer)
+        if end > have:
+            wanted = min(max(end, 2 * have, _FIRST_READ), self.file.size)
+            self.buffer += self.file.read(have, wanted - have).data
+        return len(self.buffer)
+
     def take(self, nbytes: int, what: str) -> int:
         """Move past ``nbytes`` bytes and return where they start."""
         start = self.position
@@ -109,6 +121,7 @@ class GgufHeader:
                 f"{what}: {nbytes} bytes expected at byte {start}, "
                 f"the file ends after {self.file.size - start}"
             )
+        self.fetch(start + nbytes)
         self.position = start + nbytes
         return start
 
@@ -201,7 +214,9 @@ class GgufHeader:
 
     def strings(self, count: int, key: str) -> list[str]:
         if count and self.order == "<":
-            raw = np.frombuffer(self.buffer, np.uint8, offset=self.position)
+            # Words take 16 bytes on average, with their lengths.
+            self.fetch(min(self.position + 32 * count, self.file.size))
+            raw = np.frombuffer(self.buffer, np.uint8)[self.position :]
             short = short_strings(raw, count)
             if short is not None:
                 self.position += short[1]
@@ -210,17 +225,24 @@ class GgufHeader:
         # What is left is still a hot loop: everything local, one struct call and one decode each.
         # NUL is let through here: U+0000 is a legitimate token of some vocabularies.
         read_length = struct.Struct(f"{self.order}Q").unpack_from
-        buffer, size = self.buffer, self.file.size
+        buffer, size, have = self.buffer, self.file.size, len(self.buffer)
         start = position = self.position
         values: list[str] = []
         append = values.append
         try:
             for _ in range(count):
+                if position + 8 > have:
+                    have = self.fetch(min(position + 8, size))
+                    buffer = self.buffer
                 end = position + 8 + read_length(buffer, position)[0]
-                if end > size:
-                    raise self.fail(
-                        f"string {len(values)} of {key!r} ends at byte {end}, the file has {size}"
-                    )
+                if end > have:
+                    if end > size:
+                        raise self.fail(
+                            f"string {len(values)} of {key!r} ends at byte {end}, the file has "
+                            f"{size}"
+                        )
+                    have = self.fetch(end)
+                    buffer = self.buffer
                 append(buffer[position + 8 : end].decode("utf-8"))
                 position = end
         except struct.error:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from sdk.loaders.formats.gguf_byte_order import to_little_endian
 from sdk.loaders.gguf_header import GgufHeader, GgufTensor
-from sdk.loaders.mapped_file import MappedFile
+from sdk.loaders.model_file import ModelFile, ReadBlocks
 from sdk.quant.checkpoint import TensorEntry
 from sdk.quant.errors import CheckpointError
 
@@ -44,18 +44,28 @@ class GgufFile:
                     )
                 self.tensors[tensor.name] = tensor
 
-    def data(self, name: str) -> NDArray[np.uint8]:
+    def data(self, name: str, expert: int | None = None) -> NDArray[np.uint8]:
         """The bytes of a tensor as uint8 ``[rows, bytes per row]``, as little-endian files have it.
 
-        Not copied unless the file is big-endian.
+        ``expert``: of a tensor of all experts, only this one is read.
 
         Raises:
+            CheckpointError: they cannot be read.
             UnsupportedError: a type whose big-endian form is not defined.
         """
         tensor = self.tensors[name]
         shard = self._shards[tensor.shard]
-        rows = math.prod(tensor.shape[:-1])
-        data = shard.file.view(tensor.start, tensor.nbytes).reshape(rows, tensor.nbytes // rows)
+        shape, start, nbytes = tensor.shape, tensor.start, tensor.nbytes
+        if expert is not None:
+            if expert >= shape[0]:
+                raise CheckpointError(
+                    f"{shard.file.path}: tensor {name!r}: shape {list(shape)}, expected more than "
+                    f"{expert} experts"
+                )
+            nbytes //= shape[0]
+            shape, start = shape[1:], start + expert * nbytes
+        rows = math.prod(shape[:-1])
+        data = shard.file.read(start, nbytes).reshape(rows, nbytes // rows)
         if not shard.big_endian:
             return data
         return to_little_endian(tensor.type, data, f"{shard.file.path}: tensor {name!r}")
@@ -67,10 +77,10 @@ class GgufFile:
             for tensor in self.tensors.values()
         ]
 
-    def release(self, name: str) -> None:
-        """Hand the pages of a tensor back to the system; reading it fetches them again."""
-        tensor = self.tensors[name]
-        self._shards[tensor.shard].file.release(tensor.start, tensor.nbytes)
+    def close(self) -> None:
+        """Close the files; what was read stays. Idempotent."""
+        for shard in self._shards:
+            shard.file.close()
 
 
 def _held(tensor: GgufTensor) -> int | None:
@@ -84,13 +94,14 @@ def read_gguf(path: Path) -> GgufFile:
     Raises:
         CheckpointError: the file is damaged or contradicts itself, or a part is missing.
     """
-    first = _Shard(path, 0)
+    blocks = ReadBlocks()
+    first = _Shard(path, 0, blocks)
     count = first.split("count", MAX_SHARDS, default=1)
     number = first.split("no", MAX_SHARDS, default=0)
     if count <= 1:
         return GgufFile(path, first.metadata, [first])
     paths = _shard_paths(path, number, count)
-    shards = [first, *(_Shard(part, index) for index, part in enumerate(paths) if index)]
+    shards = [first, *(_Shard(part, index, blocks) for index, part in enumerate(paths) if index)]
     for index, shard in enumerate(shards[1:], 1):
         found = (shard.split("no", MAX_SHARDS), shard.split("count", MAX_SHARDS))
         if found != (index, count):
@@ -131,13 +142,12 @@ def _shard_paths(path: Path, number: int, count: int) -> list[Path]:
 class _Shard:
     """One file: its metadata and the tensors it holds."""
 
-    def __init__(self, path: Path, index: int) -> None:
-        self.file = MappedFile(path)
+    def __init__(self, path: Path, index: int, blocks: ReadBlocks) -> None:
+        self.file = ModelFile(path, blocks)
         header = GgufHeader(self.file)
         self.big_endian = header.order == ">"
         self.metadata = dict(header.metadata())
         self.tensors = list(header.tensors(self.metadata, index))
-        self.file.release(0, header.position)
 
     def split(self, key: str, limit: int, default: int = 0) -> int:
         """An integer of the ``split.`` metadata."""

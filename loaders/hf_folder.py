@@ -6,7 +6,6 @@ One as Mistral publishes it (`mistral_params`) is read as if it were such a one.
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -34,10 +33,6 @@ logger = logging.getLogger("sdk")
 
 #: The largest config.json in use (with long lists of quantized layers) stays below 2 MB.
 MAX_CONFIG = 8 << 20
-#: Bytes of plain matrices whose pages stay in memory after they were pulled, and matrices that do
-#: whatever their size: by then they have been packed for their kernels (q, k and v, or gate and up,
-#: together), or quantized.
-_MAPPED, _NEWEST = 8 * 2**20, 4
 _FLOATS = ("F32", "F16", "BF16")
 #: Tensors that carry nothing a model needs: buffers computed anew from the config.
 _IGNORABLE = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.masked_bias")
@@ -82,7 +77,6 @@ class HfFolder:
         self.kv_scales: Mapping[str, float] = read_kv_scales(files, self._tensors, str(folder))
         self._pulled: set[str] = set()
         self._warned: set[str] = set()
-        self._mapped: deque[StoredTensor] = deque()
         self._whole: tuple[str, Weight] | None = None
         self._done = 0
         self._total = sum(stored.nbytes for stored in self._tensors.values())
@@ -116,19 +110,17 @@ class HfFolder:
             raise self._fail(stored, f"shape {list(stored.shape)}, expected a matrix")
         layout = Dense(self._read(name, stored))
         self._report(stored)
-        self._release_older(stored)
         return weight_of(layout)
 
     def tensor(self, name: str) -> Tensor:
         part = self._joined(name)
         if part is not None:
             whole = self._find(name, part.whole)
-            values = self._read(part.whole, whole)[part.expert]
+            values = self._read(part.whole, whole, part.expert)
             self._report(whole)
             return part.of(values).to(torch.float32, copy=True)
         stored = self._find(name, name)
-        values = self._read(name, stored).to(torch.float32, copy=True)
-        self._opened().release(stored.name)
+        values = self._read(name, stored).to(torch.float32)
         self._report(stored)
         return values
 
@@ -159,7 +151,8 @@ class HfFolder:
         ]
 
     def close(self) -> None:
-        # The mapping itself goes with the last weight that shares its pages.
+        if self._files is not None:
+            self._files.close()
         self._files = self._whole = None
         self.__dict__.pop("tokenizer", None)  # whoever asked for it may keep it alive
 
@@ -211,7 +204,7 @@ class HfFolder:
         layer = self._packed(part.whole)
         if layer is None:
             stored = self._tensors[part.whole]
-            values = self._read(part.whole, stored)[part.expert]
+            values = self._read(part.whole, stored, part.expert)
             turned = self.config["model_type"] == "gpt_oss"
             self._report(stored)
             return weight_of(Dense(part.of(values.t() if turned else values)))
@@ -245,19 +238,9 @@ class HfFolder:
             weight: Weight = PermutedWeight(weight_of(found.layout), found.order)
         else:
             weight = weight_of(found)
-        for stored in layer.taken:
-            self._opened().release(stored.name)
         if self._adds_nothing(f"{layer.name}.bias"):
             self._report(self._tensors[f"{layer.name}.bias"])
         return weight
-
-    def _release_older(self, stored: StoredTensor) -> None:
-        """Hand back the pages of plain matrices pulled before this one; what is still used of them
-        comes back from the file."""
-        self._mapped.append(stored)
-        mapped = self._mapped
-        while len(mapped) > _NEWEST and sum(matrix.nbytes for matrix in mapped) > _MAPPED:
-            self._opened().release(self._mapped.popleft().name)
 
     def _adds_nothing(self, name: str) -> bool:
         """The bias of a packed layer, all zeros: some quantizers write one for every layer."""
@@ -276,7 +259,7 @@ class HfFolder:
             self._warned.add(what)
             logger.warning("%s: %s: %s (and maybe others)", self.path, name, what)
 
-    def _read(self, name: str, stored: StoredTensor) -> Tensor:
+    def _read(self, name: str, stored: StoredTensor, expert: int | None = None) -> Tensor:
         expected = expected_shape(self.config, name.removesuffix(".weight"))
         if expected is not None and stored.shape != expected:
             raise self._fail(
@@ -287,7 +270,7 @@ class HfFolder:
                 f"{stored.file.path}: tensor {stored.name!r} is {stored.dtype}, which is not run "
                 f"as a plain tensor; save the model in {', '.join(_FLOATS)}"
             )
-        return self._opened().tensor(stored.name)
+        return self._opened().tensor(stored.name, expert)
 
     def _report(self, stored: StoredTensor) -> None:
         if stored.name in self._pulled:

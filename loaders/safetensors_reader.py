@@ -1,4 +1,4 @@
-"""Reads safetensors files: one file, or shards listed by an index; tensors come mapped, not copied.
+"""Reads safetensors files: one file, or shards listed by an index.
 
 A file is a u64 header length, a JSON header ``{name: {dtype, shape, data_offsets: [begin, end]}}``
 (and optionally ``__metadata__``), then the data, which the offsets must cover without gap or
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from sdk.loaders.json_file import parse_json, read_json
-from sdk.loaders.mapped_file import MappedFile
+from sdk.loaders.model_file import ModelFile, ReadBlocks
 from sdk.quant.errors import CheckpointError, UnsupportedError
 
 logger = logging.getLogger("sdk")
@@ -61,7 +61,7 @@ class StoredTensor:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    file: MappedFile
+    file: ModelFile
     start: int
     nbytes: int
 
@@ -75,8 +75,9 @@ class SafetensorsFiles:
     def __init__(self, files: Iterable[Path]) -> None:
         self.tensors: dict[str, StoredTensor] = {}
         self.metadata: dict[str, str] = {}
+        blocks = ReadBlocks()
         for path in files:
-            tensors, metadata = _read_header(path)
+            tensors, metadata = _read_header(ModelFile(path, blocks))
             self.metadata |= metadata
             for tensor in tensors:
                 other = self.tensors.get(tensor.name)
@@ -86,10 +87,11 @@ class SafetensorsFiles:
                     )
                 self.tensors[tensor.name] = tensor
 
-    def tensor(self, name: str) -> Tensor:
-        """One tensor, sharing the file's pages where its alignment allows.
+    def tensor(self, name: str, index: int | None = None) -> Tensor:
+        """One tensor, or its part ``index`` along the first dimension; read anew at every call.
 
         Raises:
+            CheckpointError: it cannot be read.
             UnsupportedError: torch has no type for its values.
         """
         stored = self.tensors[name]
@@ -99,30 +101,36 @@ class SafetensorsFiles:
                 f"{stored.file.path}: tensor {name!r} holds {stored.dtype}, for which this torch "
                 "has no type; use a checkpoint in F32, F16 or BF16"
             )
-        if stored.nbytes == 0:
-            return torch.empty(stored.shape, dtype=dtype)
-        values = torch.from_numpy(stored.file.view(stored.start, stored.nbytes))
-        if stored.start % dtype.itemsize:
-            values = values.clone()
-        return values.view(dtype).reshape(stored.shape)
+        shape, start, nbytes = stored.shape, stored.start, stored.nbytes
+        if index is not None and (not shape or index >= shape[0]):
+            raise CheckpointError(
+                f"{stored.file.path}: tensor {name!r}: shape {list(shape)}, expected more than "
+                f"{index} parts along its first dimension"
+            )
+        if nbytes == 0:
+            return torch.empty(shape, dtype=dtype)[... if index is None else index]
+        if index is not None:
+            nbytes //= shape[0]
+            shape, start = shape[1:], start + index * nbytes
+        return torch.from_numpy(stored.file.read(start, nbytes)).view(dtype).reshape(shape)
 
-    def release(self, name: str) -> None:
-        """Hand a tensor's pages back once its values have been copied."""
-        stored = self.tensors[name]
-        stored.file.release(stored.start, stored.nbytes)
+    def close(self) -> None:
+        """Close the files; tensors that were read stay. Idempotent."""
+        for file in {stored.file for stored in self.tensors.values()}:
+            file.close()
 
 
-def _read_header(path: Path) -> tuple[list[StoredTensor], dict[str, str]]:
-    file = MappedFile(path)
+def _read_header(file: ModelFile) -> tuple[list[StoredTensor], dict[str, str]]:
+    path = file.path
     if file.size < 8:
         raise CheckpointError(f"{path}: {file.size} bytes are too few for a safetensors header")
-    length = int.from_bytes(file.buffer[:8], "little")
+    length = int.from_bytes(file.read(0, 8).data, "little")
     if length > min(file.size - 8, MAX_HEADER):
         raise CheckpointError(
             f"{path}: header length {length}, the file has {file.size - 8} bytes after it "
             f"and at most {MAX_HEADER} are allowed"
         )
-    header = parse_json(file.buffer[8 : 8 + length], f"{path} (header)")
+    header = parse_json(file.read(8, length).tobytes(), f"{path} (header)")
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise CheckpointError(f"{path}: __metadata__ must map names to strings")
@@ -144,7 +152,7 @@ def _read_header(path: Path) -> tuple[list[StoredTensor], dict[str, str]]:
     return tensors, metadata
 
 
-def _tensor(file: MappedFile, name: str, entry: Any, data_start: int) -> StoredTensor:
+def _tensor(file: ModelFile, name: str, entry: Any, data_start: int) -> StoredTensor:
     def fail(what: str) -> CheckpointError:
         return CheckpointError(f"{file.path}: tensor {name!r}: {what}")
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from sdk.driver import Driver
 from sdk.engine.runner import ModelRunner
-from sdk.errors import OutOfMemoryError, RequestError
+from sdk.errors import CheckpointError, OutOfMemoryError, RequestError
 from sdk.loading import Loaded
 from sdk.memory import (
     MemoryPlan,
@@ -30,6 +30,8 @@ class Footprint:
         self._elastic = loaded.elastic
         self._pages = loaded.engine.scheduler.pool
         self._lease = loaded.lease
+        self._key = loaded.model_key
+        self._current_key = loaded.current_key
         self._level = 0
         if self._lease is not None:
             driver.lease, driver.give_back = self._lease, self._give_back
@@ -139,6 +141,7 @@ class Footprint:
 
     def _start(self) -> None:
         if self._level == 2:
+            self._expect_same_model()
             self._take_again(self._lease)
             try:
                 self._executor.start()
@@ -151,6 +154,16 @@ class Footprint:
         elif self._level == 1:
             self._elastic.wake()
         self._level = 0
+
+    def _expect_same_model(self) -> None:
+        """:raises CheckpointError: other files lie in the model's place by now."""
+        found = self._current_key()
+        if found.digest != self._key.digest:
+            raise CheckpointError(
+                f"wake_up: the files of {self._key.name} have changed or are gone since this LLM "
+                "was loaded, and answers and snapshots would be those of another model: put them "
+                "back and call wake_up() again, or close() this LLM and load the new ones"
+            )
 
     def _take_again(self, lease: Lease | None) -> None:
         if lease is not None and not lease.take(self.plan.total, urgent=True):

@@ -479,7 +479,13 @@ class LLM:
         self._footprint.sleep(level)
 
     def wake_up(self) -> None:
-        """Serve again; no effect on one that does not sleep."""
+        """Serve again; no effect on one that does not sleep.
+
+        After ``sleep(2)`` the weights are read from the model's files again.
+
+        :raises CheckpointError: the files are not those it was loaded from; it stays asleep.
+        :raises OutOfMemoryError: its memory pool has no room for it now.
+        """
         self._runner = weakref.ref(self._footprint.wake_up())
 
     # ---- embeddings ------------------------------------------------------------------------------

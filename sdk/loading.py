@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,6 +58,8 @@ class Loaded:
     elastic: ElasticPages
     lease: Lease | None
     model_key: ModelKey
+    #: The key of what the model's files hold now.
+    current_key: Callable[[], ModelKey]
     tokenizer: Tokenizer | None
     model_config: ModelConfig
     plan: MemoryPlan
@@ -105,13 +108,15 @@ def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
             executor.start()
         if lease is not None:
             lease.give_back(memory.total - memory.serving)
-        key = model_key(  # after the load: 1 ms, of a file not yet in memory up to 60
+        current_key = partial(
+            model_key,
             checkpoint.path,
             model,
             memory.max_model_len,
             quantization=config.quantization,
             overrides=config.hf_overrides or {},
         )
+        key = current_key()  # after the load: 1 ms, of a file not yet in memory up to 60
         scheduler = Scheduler(_scheduler_config(config, runner_config, memory, eos))
         scheduler.pages_ahead = executor.runner.steps_ahead
         vocab_size = model.vocab_size
@@ -125,6 +130,7 @@ def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
         lease=lease,
         kept=KeptPrefixes(scheduler, executor, spec),
         model_key=key,
+        current_key=current_key,
         tokenizer=tokenizer,
         model_config=model,
         plan=memory,

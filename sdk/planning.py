@@ -42,8 +42,9 @@ from sdk.scratch import scratch_of
 
 #: Of a GPU's free memory, what an engine may take unless told otherwise.
 _GPU_SHARE = 0.9
-#: Of a file being loaded so many bytes stay mapped, and so many matrices whatever their size.
-_WINDOW, _MAPPED_MATRICES = 8 * 2**20, 4
+#: So many bytes of a file are in memory as they were read, or so many matrices if that is more: q,
+#: k and v, or gate and up, until they are packed together, and blocks for the next ones.
+_WINDOW, _READ_MATRICES = 8 * 2**20, 4
 #: Quantizing at load has so many float32 copies of a matrix, or of some rows of the head, at once.
 _COPIES = 5
 #: The largest share of scales in packed weights: a float16 for 32 codes of 4 bits is a ninth.
@@ -303,7 +304,7 @@ def _loading_bytes(
     ends = [entry for entry in entries if is_end(entry.name)]
     others = [entry for entry in entries if not is_end(entry.name)]
     largest = max((entry.nbytes for entry in others), default=0)
-    window = min(sum(entry.nbytes for entry in others), max(_WINDOW, _MAPPED_MATRICES * largest))
+    window = min(sum(entry.nbytes for entry in others), max(_WINDOW, _READ_MATRICES * largest))
     early = sum(held_bytes(entry) + entry.nbytes for entry in ends)
     late = sum(map(held_bytes, entries)) + window
     if config.quantization is not None:

@@ -38,7 +38,6 @@ class StoredLayer:
         self._folder = folder
         self._take = take
         self._warn = warn
-        self.taken: list[StoredTensor] = []
 
     def has(self, ending: str) -> bool:
         return self.name + ending in self._tensors
@@ -57,7 +56,7 @@ class StoredLayer:
     def read(
         self, ending: str, types: tuple[str, ...], shape: tuple[int, ...] | None = None
     ) -> Tensor:
-        """The tensor, which from now on counts as used; it lies in the file: never write to it.
+        """The tensor, in memory of its own; from now on it counts as used.
 
         Args:
             ending: what follows the name of the layer.
@@ -72,9 +71,7 @@ class StoredLayer:
             raise self.fail(ending, f"{stored.dtype}, expected {' or '.join(types)}")
         if shape is not None and stored.shape != shape:
             raise self.fail(ending, f"shape {list(stored.shape)}, expected {list(shape)}")
-        values = self._take(stored)
-        self.taken.append(stored)
-        return values
+        return self._take(stored)
 
     def skip(self, ending: str) -> None:
         """Count a tensor as used that is not needed, if it is there."""

@@ -17,7 +17,6 @@ import pytest
 
 from sdk.loaders.gguf_header import METADATA_BUDGET
 from sdk.loaders.gguf_reader import read_gguf
-from sdk.loaders.mapped_file import MappedFile
 from sdk.quant.errors import CheckpointError, UnsupportedError
 
 Save = Callable[..., Path]
@@ -44,17 +43,6 @@ def test_metadata_and_tensors_equal_those_the_gguf_package_reads(golden: Path) -
         assert mine.shape == tuple(int(n) for n in reversed(tensor.shape))
         assert mine.type.name == tensor.tensor_type.name
         assert bytes(ours.data(tensor.name)) == tensor.data.tobytes()
-
-
-def test_a_file_larger_than_the_memory_is_mapped(tmp_path: Path) -> None:
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    path = tmp_path / "large.bin"
-    with path.open("wb") as file:
-        file.write(b"GGUF")
-        file.truncate(2 * memory + (30 << 30))  # a hole, which takes no room on the disk
-    mapped = MappedFile(path)
-    assert mapped.size > 2 * memory
-    assert mapped.view(mapped.size - 4, 4).tolist() == [0] * 4
 
 
 def test_every_type_table_entry_agrees_with_the_gguf_package() -> None:
@@ -129,32 +117,6 @@ def test_bytes_after_the_last_tensor_are_reported(
     with caplog.at_level(logging.WARNING, "sdk"):
         read_gguf(save(files.llama().build() + bytes(100)))
     assert "100 bytes after the last tensor" in caplog.text
-
-
-def test_a_slice_outside_of_a_mapped_file_is_refused(save: Save) -> None:
-    file = MappedFile(save(b"0123456789"))
-    assert bytes(file.view(8, 2)) == b"89"
-    for start, nbytes in ((8, 3), (-1, 2), (0, -1), (2**63, 1)):
-        with pytest.raises(CheckpointError, match="asked for, the file has 10"):
-            file.view(start, nbytes)
-
-
-def test_releasing_a_slice_keeps_what_was_written_beside_it(save: Save) -> None:
-    file = MappedFile(save(bytes(1 << 16)))
-    start = 5000
-    file.view(0, start)[:] = 1
-    file.view(start, 30000)[:] = 2
-    file.release(start, 30000)
-    assert file.view(0, start).all()
-    assert not file.view(8192, 8192).any()
-
-
-def test_a_released_tensor_reads_the_same_again(files: Any, save: Save) -> None:
-    found = read_gguf(save(files.llama().build()))
-    view = found.data("token_embd.weight")
-    before = view.copy()
-    found.release("token_embd.weight")
-    assert np.array_equal(view, before)
 
 
 # -- files that are no GGUF files ------------------------------------------------------------------
@@ -338,7 +300,7 @@ def test_a_string_longer_than_any_real_one_is_refused(save: Save) -> None:
     tracemalloc.start()
     try:
         check_refused(path, "'k' is 104857600 bytes long, at most 67108864")
-        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
     finally:
         tracemalloc.stop()
 
