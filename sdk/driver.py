@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -19,6 +20,7 @@ from typing import NoReturn, Protocol, TypeVar
 
 from sdk.engine.engine import Engine, Output
 from sdk.engine.plan import RequestKind
+from sdk.engine.step_costs import StepCosts
 from sdk.errors import EngineClosedError, EngineDeadError, RequestError, SdkError
 from sdk.memory_pool import Lease
 from sdk.params import SamplingParams
@@ -30,6 +32,8 @@ T = TypeVar("T")
 _CLOSED = "this LLM was closed"
 #: For a step when the LLM is closed: it takes milliseconds unless a worker is stopped.
 _PATIENCE_S = 5.0
+#: After a call of pump the next one is expected for so long.
+_PACED_S = 1.0
 
 
 class Listener(Protocol):
@@ -84,6 +88,8 @@ class Driver:
         self._stepping: int | None = None  # the thread inside a step
         self._listeners: dict[str, Listener] = {}
         self._awaited: set[str] = set()  # of these, what the stepping thread is there for
+        self._costs = StepCosts()
+        self._pace: tuple[float, float] | None = None  # of the last pump: seconds, and until when
         self._thread: threading.Thread | None = None
         self._closed = False
         self._failure: EngineDeadError | None = None
@@ -195,7 +201,7 @@ class Driver:
             try:
                 with self._holding():
                     while not self._must_wait():
-                        self._step()
+                        self._step(None if self._pace is None else self._most_tokens())
             except (EngineDeadError, EngineClosedError):
                 continue  # every listener has been told
             except BaseException as error:  # SystemExit in a callback: nobody above would tell them
@@ -216,6 +222,46 @@ class Driver:
         with self._turn(), self._holding():
             self._check_open()
             return self._step()
+
+    def pump(self, seconds: float) -> None:
+        """Run the steps that are expected to end within ``seconds``, at least one if there is work.
+
+        The stepping thread makes no longer steps than that for a while, so that the next call does
+        not wait for one of hundreds of tokens.
+        """
+        self._refuse_inside_step()
+        begin = time.monotonic()
+        end = begin + seconds
+        self._pace = seconds, begin + _PACED_S
+        ran = False
+        while self.has_work and (not ran or time.monotonic() < end):
+            with self._turn(), self._holding():
+                self._check_open()
+                if not self._paced_step(end, first=not ran):
+                    break
+            ran = True
+
+    def _paced_step(self, end: float, *, first: bool) -> bool:
+        """Run a step of a size that fits. False: none does, and it is not the ``first``."""
+        scheduler, begin = self._engine.scheduler, time.monotonic()
+        if first:
+            most = self._costs.first_tokens(end - begin)
+        else:
+            most = self._costs.most_tokens(end - begin)
+            if most < scheduler.least_tokens:
+                return False
+        self._step(most)
+        if scheduler.num_tokens:
+            self._costs.learn(scheduler.num_tokens, time.monotonic() - begin)
+        return True
+
+    def _most_tokens(self) -> int | None:
+        """What the stepping thread may put into a step, for the sake of a host that pumps."""
+        seconds, until = self._pace or (0.0, 0.0)
+        if time.monotonic() < until:
+            return self._costs.first_tokens(seconds)
+        self._pace = None
+        return None
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -246,13 +292,13 @@ class Driver:
                 if self._closed:  # in a step, perhaps: by a callback or the garbage collector
                     self._end()
 
-    def _step(self) -> list[Output]:
+    def _step(self, most_tokens: int | None = None) -> list[Output]:
         if self.lease is not None and self.lease.wanted and self.give_back is not None:
             self.give_back()
         outputs = self._take_commands() if self._inbox else []
         engine = self._engine
         try:
-            outputs += engine.step()
+            outputs += engine.step(most_tokens)
         except Exception as error:
             failure = f"a step failed: {type(error).__name__}: {error}"
             self._die(engine.dead or EngineDeadError(failure))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -369,15 +368,17 @@ class LLM:
     def pump(self, max_ms: float) -> list[RequestOutput]:
         """Step for about ``max_ms`` milliseconds, for a host with a frame to draw.
 
-        Always runs at least one step when there is work; returns early when there is none. A step
-        in progress is not interrupted: bound it with ``max_num_batched_tokens``.
+        Runs as many steps as are expected to end in time, with as much of a waiting prompt as fits:
+        what a step takes is learnt from those before, the first are small. At least one step runs
+        when there is work, unless another thread is in one all the time; returns early when there
+        is none. A step in progress is not interrupted.
+
+        :raises RequestError: ``max_ms`` is negative or not a number.
         """
-        end = time.monotonic() + max_ms / 1000
+        if not max_ms >= 0:
+            raise RequestError(f"pump: expected max_ms of at least 0, found {max_ms!r:.80}")
         self._driver.check_usable()
-        while self._driver.has_work:
-            self._driver.step()
-            if time.monotonic() >= end:
-                break
+        self._driver.pump(max_ms / 1000)
         return [_text(output) for output in self._collector.take()]
 
     @property

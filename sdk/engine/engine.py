@@ -189,8 +189,10 @@ class Engine:
 
     # The loop
 
-    def step(self) -> list[Output]:
+    def step(self, most_tokens: int | None = None) -> list[Output]:
         """Run one step; returns an output per request that has news (and wants to hear it).
+
+        ``most_tokens``: prompts are to make the step no larger than this.
 
         An interrupt (KeyboardInterrupt) while the executor works, where nearly all time goes, is
         raised on after everything was put back: the requests go on with the next step. In the
@@ -203,7 +205,7 @@ class Engine:
         clock, seconds = time.perf_counter, self._seconds
         begin = clock()
         try:
-            plan = self.scheduler.plan()
+            plan = self.scheduler.plan(most_tokens)
             planned = clock()
         except BaseException as error:
             self._die(_BROKEN_OFF, error)

@@ -3,7 +3,8 @@
 ``plan()`` decides, ``commit()`` is the only place where a request advances, and the cost of both is
 proportional to the requests that run (prompts are hashed once, when they are first looked at).
 
-How a step is filled, with a budget of ``max_num_batched_tokens``:
+How a step is filled, with a budget of ``max_num_batched_tokens`` (or fewer, for a host that has
+little time):
 
 1. Every running request that needs one token (decode) gets it.
 2. What is left of the budget goes to prompts in progress, then to waiting requests, oldest first.
@@ -99,8 +100,24 @@ class Scheduler(Commits):
         pool.grant(capacity - pool.capacity)
         return given_up
 
-    def plan(self) -> StepPlan:
-        """Decide the next step. Only queues and pages change; tokens count when committed."""
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the step that was planned last."""
+        return sum(num for _, num in self._num_tokens)
+
+    @property
+    def least_tokens(self) -> int:
+        """Tokens of the smallest step that can be planned now."""
+        decoding = [request for request in self._running if not in_prefill(request)]
+        prompts = len(decoding) < len(self._running) or len(self._waiting) > 0
+        return sum(len(request.sequences) for request in decoding) + prompts
+
+    def plan(self, most_tokens: int | None = None) -> StepPlan:
+        """Decide the next step. Only queues and pages change; tokens count when committed.
+
+        ``most_tokens``: prompts are to make the step no larger than this. Something always runs,
+        and without chunked prefill a whole prompt.
+        """
         if self._plan is not None:
             raise RuntimeError(f"step {self._step_id} was planned but not committed")
         if self._deadlines:
@@ -118,6 +135,9 @@ class Scheduler(Commits):
         self._in_flight = []
         everyone = self._plan_decodes(decodes, appended, new_pages, prefills)
         budget = self.config.max_num_batched_tokens - len(decodes)
+        if most_tokens is not None and self.config.enable_chunked_prefill:
+            # a guided request is begun with a token of each of its two sequences
+            budget = min(budget, max(most_tokens - len(decodes), 2))
         for request in prefills:
             for part in share(request, budget) if budget else ():
                 budget -= part[1]

@@ -72,8 +72,8 @@ class Rig:
         self.requests[request_id] = request
         return request
 
-    def step(self):
-        plan = self.scheduler.plan()
+    def step(self, most_tokens=None):
+        plan = self.scheduler.plan(most_tokens)
         counts = [num for _, num in plan.num_tokens]
         assert sum(counts) <= self.config.max_num_batched_tokens
         assert len(counts) <= self.config.max_num_seqs

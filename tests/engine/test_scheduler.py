@@ -171,6 +171,29 @@ def test_without_chunked_prefill_a_prompt_runs_in_one_step(rig):
     assert r.scheduler.num_preemptions > 0
 
 
+@pytest.mark.parametrize("most", [0, 1, 5, 9])
+def test_a_host_with_little_time_gets_small_steps_that_go_on(rig, most):
+    r = rig(max_num_seqs=4, max_num_batched_tokens=32)
+    r.add("old", prompt(5))
+    r.step()
+    r.add("a", prompt(30, seed=2))
+    r.add("guided", prompt(9, seed=3), guidance_scale=2.0, negative=prompt(12, seed=4))
+    while r.scheduler.num_running or r.scheduler.num_waiting:
+        least = r.scheduler.least_tokens
+        plan, _ = r.step(most)
+        assert r.scheduler.num_tokens == sum(counts(plan).values())
+        assert least <= r.scheduler.num_tokens <= max(most, least + 1)
+        assert "old" in counts(plan) or r.requests["old"].finished, "answers wait for no prompt"
+    r.assert_answers()
+
+
+def test_without_chunked_prefill_a_host_with_little_time_waits_for_a_whole_prompt(rig):
+    r = rig(max_num_batched_tokens=200, enable_chunked_prefill=False)
+    r.add("a", prompt(20))
+    plan, _ = r.step(1)
+    assert counts(plan) == {"a": 20}
+
+
 def test_requests_with_one_prefix_compute_it_once(rig):
     r = rig(max_num_seqs=8)
     for i in range(5):
