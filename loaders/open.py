@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdk.loaders.gguf_config import build_config
 from sdk.loaders.gguf_reader import read_gguf
-from sdk.loaders.hub import download, is_hub_id
+from sdk.loaders.hub import HubAccess, Report, check_no_url, download, hint_at_hub, parse_hub_id
+from sdk.loaders.hub_files import gguf_files
 from sdk.loaders.other_kinds import PICKLES, check_adapter, no_model
 from sdk.quant.checkpoint import Checkpoint, TensorEntry
 from sdk.quant.errors import CheckpointError, UnsupportedError
@@ -21,25 +22,31 @@ if TYPE_CHECKING:
 def open_checkpoint(
     model: str | Path,
     *,
+    filename: str | None = None,
     revision: str | None = None,
     local_files_only: bool = False,
     download_dir: str | None = None,
+    on_download: Report = lambda done, total: None,
 ) -> Checkpoint:
     """Open a model from its headers; weights are read when they are pulled.
 
     Args:
         model: a ``.gguf`` file (the first one of a split model), a folder with ``config.json`` and
             safetensors files (or Mistral's params.json, or one GGUF model), a ``.safetensors`` file
-            beside its ``config.json``, or, when no such path exists, a hub id ``org/name``.
+            beside its ``config.json``, or, when no such path exists, a hub id ``org/name``, with
+            the type of a GGUF file ``org/name:Q4_K_M``.
+        filename: the GGUF file of a hub repository or folder; may be a pattern, ``*q4_k_m.gguf``.
         revision: branch, tag or commit of a hub id.
         local_files_only: never download.
         download_dir: the cache for what is downloaded; default: the hub's own.
+        on_download: called with bytes done and in all.
 
     Raises:
         CheckpointError: what is there is damaged, incomplete or missing.
         UnsupportedError: it is sound but holds something that is not run.
     """
-    path = _located(model, revision, local_files_only, download_dir)
+    hub = HubAccess(revision, local_files_only, download_dir, on_download)
+    path = locate(model, filename, hub)
     file = _gguf_at(path)
     if file is None:
         return _hf_folder(path)
@@ -59,14 +66,14 @@ class Headers:
     kv_scales: Mapping[str, float]
 
 
-def read_headers(model: str | Path) -> Headers:
+def read_headers(model: str | Path, on_download: Report = lambda done, total: None) -> Headers:
     """What :func:`open_checkpoint` finds in the headers; of a GGUF file without importing torch.
 
     Raises:
         CheckpointError: as there.
         UnsupportedError: as there.
     """
-    path = _located(model, None, False)
+    path = locate(model, hub=HubAccess(report=on_download))
     file = _gguf_at(path)
     if file is not None:
         gguf = read_gguf(file)
@@ -80,23 +87,46 @@ def read_headers(model: str | Path) -> Headers:
         folder.close()
 
 
-def _located(
-    model: str | Path,
-    revision: str | None,
-    local_files_only: bool,
-    download_dir: str | None = None,
-) -> Path:
-    """A file or folder that exists, downloaded where ``model`` is a hub id."""
+def locate(model: str | Path, filename: str | None = None, hub: HubAccess | None = None) -> Path:
+    """A file or folder that exists, downloaded where ``model`` is a hub id.
+
+    Raises:
+        CheckpointError: there is none such, here or on the hub; see :func:`open_checkpoint`.
+    """
+    path = _existing(model)
+    if path is not None:
+        if filename is not None and not path.is_dir():
+            raise CheckpointError(f"{path}: filename={filename!r} beside a file; leave it out")
+        return path if filename is None else _in_folder(path, filename)
+    if not isinstance(model, str):
+        raise CheckpointError(f"{model}: no such file or folder")
+    check_no_url(model)
+    found = parse_hub_id(model)
+    if found is None:
+        raise CheckpointError(f"{model}: no such file or folder{hint_at_hub(model)}")
+    if filename is not None:
+        if found.tag is not None:
+            raise CheckpointError(f"{model}: filename={filename!r} beside a type; give one of them")
+        found = replace(found, filename=filename)
+    return download(found, hub or HubAccess())
+
+
+def is_remote(model: str | Path) -> bool:
+    """Whether opening it may ask the hub."""
+    return isinstance(model, str) and _existing(model) is None and parse_hub_id(model) is not None
+
+
+def _existing(model: str | Path) -> Path | None:
     path = Path(model).expanduser()
     try:
-        exists = path.exists()
+        return path if path.exists() else None
     except (OSError, ValueError) as error:  # a NUL in the name, a name too long
         raise CheckpointError(f"{str(model)[:200]!r}: not a usable path: {error}") from None
-    if exists:
-        return path
-    if isinstance(model, str) and is_hub_id(model):
-        return download(model, revision, local_files_only, download_dir)
-    raise CheckpointError(f"{path}: no such file or folder")
+
+
+def _in_folder(folder: Path, filename: str) -> Path:
+    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf")]
+    return folder / gguf_files(str(folder), names, None, filename)[0]
 
 
 def _gguf_at(path: Path) -> Path | None:

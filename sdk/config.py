@@ -18,8 +18,8 @@ from sdk.memory_pool import MemoryPool
 from sdk.quant.shown import described, shown
 from sdk.quant.spec import KVTypes, parse_ladder
 
-#: ``(stage, done, total)``; return ``False`` to cancel. Stages: ``"load"`` in bytes, ``"generate"``
-#: in requests.
+#: ``(stage, done, total)``; return ``False`` to cancel. Stages: ``"download"`` and ``"load"``
+#: in bytes, ``"generate"`` in requests.
 ProgressCallback = Callable[[str, int, int], "bool | None"]
 
 #: Options whose machinery comes with a later release, and the value that means "off".
@@ -43,6 +43,7 @@ class EngineConfig:
     """
 
     model: str
+    filename: str | None = None
     tokenizer: str | None = None
     tokenizer_mode: Literal["auto"] = "auto"
     skip_tokenizer_init: bool = False
@@ -145,6 +146,8 @@ class EngineConfig:
             )
         if self.block_size & (self.block_size - 1):
             raise RequestError(f"block_size: expected a power of two, found {self.block_size}")
+        if self.filename is not None and not isinstance(self.filename, str):
+            raise RequestError(f"filename: expected a file's name, found {shown(self.filename)}")
         if self.on_progress is not None and not callable(self.on_progress):
             raise RequestError(f"on_progress: expected a callable, found {shown(self.on_progress)}")
 

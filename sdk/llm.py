@@ -110,9 +110,14 @@ class LLM:
 
     def quantize(self, out: str | PathLike[str], scheme: str, **options: Any) -> Path:
         """This model's checkpoint, quantized into ``out``: see :func:`sdk.quantize`."""
+        from sdk.loaders.hub import HubAccess
+        from sdk.loaders.open import locate
         from sdk.quantizing import quantize  # with the writers
 
-        return quantize(self.config.model, out, scheme, **options)
+        config = self.config
+        hub = HubAccess(config.revision, config.local_files_only, config.download_dir)
+        model = locate(config.model, config.filename, hub)
+        return quantize(model, out, scheme, **options)
 
     def __enter__(self) -> LLM:
         return self

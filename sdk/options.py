@@ -23,6 +23,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 class EngineOptions(TypedDict, total=False):
     """What ``LLM``, ``LLM.plan`` and ``AsyncLLM`` take besides a model: see ``docs/api.md``."""
 
+    filename: str | None
     tokenizer: str | os.PathLike[str] | None
     tokenizer_mode: Literal["auto"]
     skip_tokenizer_init: bool

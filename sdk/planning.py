@@ -19,7 +19,7 @@ from sdk.kernels.gpu import matrix_type
 from sdk.kernels.gpu.graphs import MOST_TOKENS
 from sdk.kernels.gpu.scratch import Scratch
 from sdk.kernels.ops import Compute
-from sdk.loaders.open import open_checkpoint
+from sdk.loaders.open import is_remote, open_checkpoint
 from sdk.memory import (
     ENGINE_BYTES,
     ENGINE_WORD_BYTES,
@@ -36,6 +36,7 @@ from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
 from sdk.offload import Limits, moved_out
 from sdk.plan_memory import plan_memory
+from sdk.progress import reporting
 from sdk.quant.at_load import EMBEDDINGS, FLOATS, is_end, is_router, packed_at_load, scheme_at_load
 from sdk.quant.checkpoint import Checkpoint, TensorEntry
 from sdk.scratch import scratch_of
@@ -54,12 +55,16 @@ _LAYER = re.compile(r"\b(?:layers|blk)\.(\d+)\.")
 
 def open_model(config: EngineConfig) -> Checkpoint:
     """The files of a model, their headers checked; packed at load where ``config`` says so."""
-    checkpoint = open_checkpoint(
-        config.model,
-        revision=config.revision,
-        local_files_only=config.local_files_only,
-        download_dir=config.download_dir,
-    )
+    remote = is_remote(config.model)
+    with reporting("download", "B", config.on_progress, bar=remote) as report:
+        checkpoint = open_checkpoint(
+            config.model,
+            filename=config.filename,
+            revision=config.revision,
+            local_files_only=config.local_files_only,
+            download_dir=config.download_dir,
+            on_download=report,
+        )
     if config.load_format not in ("auto", checkpoint.format):
         checkpoint.close()
         raise CheckpointError(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdk.cli.table import format_table
 from sdk.memory import format_bytes
+from sdk.progress import reporting
 
 if TYPE_CHECKING:
     from sdk.quant.checkpoint import TensorEntry
@@ -84,9 +85,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from sdk.loaders.open import read_headers
+    from sdk.loaders.open import is_remote, read_headers
 
-    found = read_headers(args.file)
+    with reporting("download", "B", None, bar=is_remote(args.file)) as report:
+        found = read_headers(args.file, report)
     entries, config = list(found.entries), dict(found.config)
     facts = {"file": str(found.path), "format": found.format}
     if found.kv_scales:

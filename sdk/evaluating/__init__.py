@@ -17,14 +17,12 @@ from sdk.errors import RequestError
 from sdk.evaluating.divergence import Comparison
 from sdk.evaluating.logits import opened
 from sdk.kernels.ladder import LADDER_PAGE_SIZE
-from sdk.loaders.open import open_checkpoint
 from sdk.loading import Loaded
 from sdk.models.auto import read_config
 from sdk.options import engine_config
 from sdk.params import RequestOutputKind, SamplingParams
+from sdk.planning import open_model
 from sdk.progress import reporting
-from sdk.quant.at_load import packed_at_load
-from sdk.quant.checkpoint import Checkpoint
 from sdk.windows import Text, evaluation_text, token_windows
 
 #: Decoded for the speed, at most.
@@ -167,7 +165,7 @@ def _same_windows(
     found: list[Tensor] = []
     sizes: list[int] = []
     for config in (own, other):
-        with contextlib.closing(_checkpoint(config)) as checkpoint:
+        with contextlib.closing(open_model(config)) as checkpoint:
             facts = read_config({**checkpoint.config, **(config.hf_overrides or {})})
             sizes.append(facts.vocab_size)
             tokenizer = checkpoint.tokenizer
@@ -186,16 +184,9 @@ def _same_windows(
     return found[0]
 
 
-def _checkpoint(config: EngineConfig) -> Checkpoint:
-    checkpoint = open_checkpoint(
-        config.model, revision=config.revision, local_files_only=config.local_files_only
-    )
-    return packed_at_load(checkpoint, config.quantization)
-
-
 def _weights(config: EngineConfig) -> tuple[int, int]:
     """Bytes of all tensors once they are loaded, and how many numbers they stand for."""
-    with contextlib.closing(_checkpoint(config)) as checkpoint:
+    with contextlib.closing(open_model(config)) as checkpoint:
         entries = checkpoint.entries()
         held = (e.nbytes if e.held is None else e.held for e in entries)
         return sum(held), sum(e.num_elements for e in entries)
