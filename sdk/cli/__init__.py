@@ -16,6 +16,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from importlib import import_module
+from typing import TextIO
 
 from sdk import __version__
 from sdk.errors import SdkError
@@ -59,9 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     named = next((word for word in argv if not word.startswith("-")), "")
     args = build_parser(named).parse_args(argv)
     try:
-        with _warnings_shown():
+        with _closed_streams_replaced(), _warnings_shown():
             code: int = args.run(args)
-        sys.stdout.flush()
+            sys.stdout.flush()
         return code
     except BrokenPipeError:
         # The reader of our output left (`embedlm inspect f | head`): not an error, and the
@@ -75,8 +76,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise  # ours is missing: a bug, and a bug needs its traceback
         if args.verbose:
             traceback.print_exc()
-        print(f"embedlm: {error}", file=sys.stderr)
+        if sys.stderr is not None:  # print would take None for stdout
+            print(f"embedlm: {error}", file=sys.stderr)
         return 2
+
+
+@contextlib.contextmanager
+def _closed_streams_replaced() -> Iterator[None]:
+    """Inside, what is written to a stream that was closed (``2>&-``) is dropped."""
+    with contextlib.ExitStack() as undo:
+        if sys.stdout is None:
+            undo.enter_context(contextlib.redirect_stdout(_nowhere(undo)))
+        if sys.stderr is None:
+            undo.enter_context(contextlib.redirect_stderr(_nowhere(undo)))
+        yield
+
+
+def _nowhere(undo: contextlib.ExitStack) -> TextIO:
+    return undo.enter_context(open(os.devnull, "w"))
 
 
 @contextlib.contextmanager

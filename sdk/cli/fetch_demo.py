@@ -9,6 +9,7 @@ import argparse
 import sys
 
 from sdk.demo import GEMMA3, SMOLLM2, fetch
+from sdk.progress import is_terminal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     on_progress = None
-    if sys.stderr.isatty():
+    if is_terminal(sys.stderr):
 
         def on_progress(text: str) -> None:
             print(text, file=sys.stderr)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdk.demo import demo_model
 from sdk.errors import RequestError
+from sdk.progress import is_terminal
 
 if TYPE_CHECKING:
     from sdk.llm import LLM
@@ -82,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         if prompt is not None:
             messages = opening(args.system, prompt)
             answer = write_answer(llm, prompt if args.raw else messages, params(llm))
-            if args.stats or sys.stderr.isatty():
+            if args.stats or is_terminal(sys.stderr):
                 print(answer.summary(), file=sys.stderr)
             return 0 if answer.finish_reason is not None else 130
         return chat(llm, args, params(llm))
@@ -131,9 +132,9 @@ def read_prompt(args: argparse.Namespace) -> str | None:
     """
     if args.prompt is not None and args.prompt != "-":
         return str(args.prompt)
-    if args.prompt is None and sys.stdin.isatty():
+    if args.prompt is None and is_terminal(sys.stdin):
         return None
-    text = sys.stdin.read().strip()
+    text = "" if sys.stdin is None else sys.stdin.read().strip()
     if not text:
         raise RequestError("standard input: expected a prompt, found nothing (use --prompt TEXT)")
     return text
@@ -199,5 +200,5 @@ def chat(llm: LLM, args: argparse.Namespace, params: SamplingParams) -> int:
             print(f"embedlm: {error}", file=sys.stderr)
             continue
         history = [*turn, {"role": "assistant", "content": answer.text}]
-        if args.stats or sys.stderr.isatty():
+        if args.stats or is_terminal(sys.stderr):
             print(answer.summary(), file=sys.stderr)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdk.errors import RequestError
+from sdk.progress import is_terminal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -124,7 +125,7 @@ def tune(card: Card, table: Table, cases: Iterator[Case], end: float) -> tuple[i
                 continue
             table.add(case, tokens, best_tiles(card, case, tokens))
             done += 1
-            if sys.stderr.isatty():
+            if is_terminal(sys.stderr):
                 print(f"{case.type} {case.shape}, {tokens} tokens", file=sys.stderr)
         name = DENSE_FROM.get(case.op)
         if name and f"{name}_of" not in table.data and time.monotonic() < end:

@@ -25,6 +25,7 @@ from sdk.cli.bench.report import Section, to_markdown, to_text
 from sdk.cli.bench.settings import Settings
 from sdk.cli.bench.suites import SUITES, measure
 from sdk.errors import RequestError
+from sdk.progress import is_terminal
 
 #: Of every option that changes what is measured; a report's command repeats those that differ.
 DEFAULTS: dict[str, Any] = {
@@ -247,5 +248,5 @@ def _write(
 
 
 def _progress(text: str) -> None:
-    if sys.stderr.isatty():
+    if is_terminal(sys.stderr):
         print(text, file=sys.stderr)

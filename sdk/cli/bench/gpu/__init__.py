@@ -25,6 +25,7 @@ from sdk.cli.bench.gpu.rehearsal import Rehearsal
 from sdk.cli.bench.gpu.rows import BY_NAME, LIMITS, ROWS, Finding, Row, missing
 from sdk.cli.table import format_table
 from sdk.errors import RequestError, SdkError
+from sdk.progress import is_terminal
 
 #: Seconds for everything; nine and a half minutes with what starting and stopping takes.
 BUDGET = 540
@@ -186,10 +187,10 @@ def run(args: argparse.Namespace) -> int:
         measuring.report.not_rehearsed = rehearsal.left_out
         try:
             rehearsal.run()
-            if sys.stderr.isatty():
+            if is_terminal(sys.stderr):
                 print(f"compiled: {time.monotonic() - begin:.0f} s", file=sys.stderr)
             for row in measuring.run():
-                if sys.stderr.isatty():
+                if is_terminal(sys.stderr):
                     print(f"{row.name}: {time.monotonic() - begin:.0f} s", file=sys.stderr)
                 _write(args, measuring.report, begin)
         except KeyboardInterrupt:
