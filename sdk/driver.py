@@ -61,6 +61,7 @@ class Job:
     arrival_time: float | None = None
     resolved: ResolvedParams = field(default_factory=ResolvedParams)
     negative_prompt_token_ids: tuple[int, ...] | None = None
+    result_bytes: int = 0
 
 
 def check_process(owner: int) -> None:
@@ -329,6 +330,7 @@ class Driver:
                     arrival_time=command.arrival_time,
                     resolved=command.resolved,
                     negative_prompt_token_ids=command.negative_prompt_token_ids,
+                    result_bytes=command.result_bytes,
                 )
             except Exception as error:  # refused: this request's caller gets the reason
                 self._forget(command.request_id)

@@ -11,6 +11,7 @@ from sdk.conversations import ChatOptions
 from sdk.driver import Driver, Job, Listener
 from sdk.engine.engine import Output
 from sdk.engine.plan import RequestKind
+from sdk.engine.results import ResultLimit
 from sdk.errors import RequestError
 from sdk.listeners import Mailbox
 from sdk.params import SamplingParams
@@ -41,11 +42,15 @@ class JobMaker:
         *,
         vocab_size: int,
         eos_token_ids: frozenset[int],
+        max_model_len: int,
+        results: ResultLimit,
     ) -> None:
         self._reader = reader
         self._default = default
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
+        self._max_model_len = max_model_len
+        self._results = results
         self._ids = itertools.count()
 
     def params(self, given: ParamsLike, count: int) -> list[SamplingParams]:
@@ -127,6 +132,7 @@ class JobMaker:
                 arrival_time=now,
                 resolved=self._resolve(param),
                 negative_prompt_token_ids=prompt.negative_token_ids,
+                result_bytes=self._results.room(param, len(prompt.token_ids), self._max_model_len),
             )
             for prompt, param, urgency, name in zip(prompts, params, priorities, names, strict=True)
         ]

@@ -91,6 +91,8 @@ class LLM:
             self._default_params,
             vocab_size=loaded.model_config.vocab_size,
             eos_token_ids=loaded.eos_token_ids,
+            max_model_len=self.max_model_len,
+            results=loaded.results,
         )
         self._driver = Driver(loaded.engine, loaded.current)
         self._collector = Collector()

@@ -18,6 +18,7 @@ from sdk.engine.elastic import ElasticPages
 from sdk.engine.engine import Engine
 from sdk.engine.kept_prefixes import KeptPrefixes
 from sdk.engine.kv_cache import kv_spec
+from sdk.engine.results import ResultLimit
 from sdk.engine.runner import ModelRunner
 from sdk.engine.runner_config import RunnerConfig
 from sdk.engine.scheduler import Scheduler
@@ -68,6 +69,7 @@ class Loaded:
     warnings: tuple[str, ...]
     kv_scales: int
     runner_device: str
+    results: ResultLimit
 
     @property
     def runner(self) -> ModelRunner:
@@ -117,9 +119,11 @@ def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
             overrides=config.hf_overrides or {},
         )
         key = current_key()  # after the load: 1 ms, of a file not yet in memory up to 60
-        scheduler = Scheduler(_scheduler_config(config, runner_config, memory, eos))
-        scheduler.pages_ahead = executor.runner.steps_ahead
         vocab_size = model.vocab_size
+        results = ResultLimit.of(memory.total, vocab_size)
+        limits = _scheduler_config(config, runner_config, memory, eos, results)
+        scheduler = Scheduler(limits)
+        scheduler.pages_ahead = executor.runner.steps_ahead
         engine = Engine(scheduler, executor, tokenizer, vocab_size=vocab_size, seed=config.seed)
         undo.pop_all()
     spec = kv_spec(model, model.num_kv_heads, memory.page_size, memory.kv_dtype)
@@ -139,11 +143,16 @@ def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
         warnings=tuple(_warnings(executor.runner)),
         kv_scales=len(checkpoint.kv_scales),
         runner_device=runner_config.device,
+        results=results,
     )
 
 
 def _scheduler_config(
-    config: EngineConfig, runner: RunnerConfig, memory: MemoryPlan, eos: frozenset[int]
+    config: EngineConfig,
+    runner: RunnerConfig,
+    memory: MemoryPlan,
+    eos: frozenset[int],
+    results: ResultLimit,
 ) -> SchedulerConfig:
     return SchedulerConfig(
         num_pages=runner.num_pages,
@@ -160,6 +169,8 @@ def _scheduler_config(
         num_swap_pages=runner.num_swap_pages,
         first_pages=memory.num_pages + 1,
         eos_token_ids=eos,
+        max_scored_tokens=results.scored_tokens,
+        max_result_bytes=results.nbytes,
     )
 
 

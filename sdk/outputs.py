@@ -14,16 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from sdk.logprobs import Logprob as Logprob, Logprobs as Logprobs
+
 FinishReason = Literal["stop", "length", "abort", "error", "deadline"]
-
-
-@dataclass(frozen=True, slots=True)
-class Logprob:
-    """Natural-log probability of one token; ``rank`` 1 is the most likely token."""
-
-    logprob: float
-    rank: int | None = None
-    decoded_token: str | None = None
 
 
 class CompletionOutput(NamedTuple):
@@ -32,14 +25,15 @@ class CompletionOutput(NamedTuple):
     ``stop_reason`` is the stop string or stop token id that ended the answer, ``None`` for EOS, and
     the message when ``finish_reason`` is ``error``. With ``RequestOutputKind.DELTA`` ``text``,
     ``token_ids`` and ``logprobs`` hold what is new since the last output, else everything so far.
-    ``cumulative_logprob`` (the sum over all tokens so far) needs ``logprobs``.
+    ``cumulative_logprob`` (the sum over all tokens so far) needs ``logprobs``. A row of
+    ``logprobs`` is read like a ``dict[int, Logprob]``, best token first.
     """
 
     index: int  # type: ignore[assignment]  # the answer's number, not tuple.index
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: list[Logprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     lora_request: object | None = None
@@ -96,7 +90,7 @@ class RequestOutput(NamedTuple):
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    prompt_logprobs: list[Logprobs | None] | None
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics | None = None

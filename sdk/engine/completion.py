@@ -6,16 +6,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 
 from sdk.engine.plan import Sampled
 from sdk.engine.request import Request, RequestStatus
+from sdk.engine.results import ResultRoom
+from sdk.logprobs import Texts
 from sdk.outputs import (
     CompletionOutput,
     EmbeddingOutput,
     FinishReason,
-    Logprob,
+    Logprobs,
     RequestMetrics,
     RequestOutput,
 )
@@ -24,7 +26,6 @@ from sdk.quant.tokenizer import Tokenizer
 from sdk.text.detokenizer import IncrementalDetokenizer
 from sdk.text.stops import StopMatcher, StopStrings
 
-DecodeToken = Callable[[int], str | None]
 _STOP = RequestStatus.STOP
 _REASON = attrgetter("finish_reason")
 
@@ -46,7 +47,6 @@ class Completion:
     """
 
     __slots__ = (
-        "_decode",
         "_detokenizer",
         "_end_shown",
         "_num_read",
@@ -54,6 +54,7 @@ class Completion:
         "_stopped",
         "_stops",
         "_text",
+        "_texts",
         "cumulative_logprob",
         "embedding",
         "finish_reason",
@@ -69,17 +70,17 @@ class Completion:
         request: Request,
         tokenizer: Tokenizer | None,
         stops: StopStrings | None,
-        decode: DecodeToken,
+        texts: Texts | None,
     ) -> None:
         params = request.params
         self.index = index
         self.request = request
         self.cumulative_logprob: float | None = None if params.logprobs is None else 0.0
-        self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
+        self.logprobs: list[Logprobs] | None = None if params.logprobs is None else []
         self.embedding: list[float] | None = None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
-        self._decode = decode
+        self._texts = texts
         self._detokenizer: IncrementalDetokenizer | None = None
         self._stops: StopMatcher | None = None
         if tokenizer is not None and params.detokenize and request.kind == "generate":
@@ -108,8 +109,8 @@ class Completion:
         """The request has one more token; returns the stop string it completed, if any."""
         if sampled.logprob is not None:
             self.cumulative_logprob = (self.cumulative_logprob or 0.0) + sampled.logprob
-            if self.logprobs is not None:
-                self.logprobs.append(logprob_row(sampled, self._decode))
+            if self.logprobs is not None and sampled.top is not None:
+                self.logprobs.append(sampled.top.with_texts(self._texts))
         return self._read()
 
     def _read(self) -> str | None:
@@ -153,8 +154,10 @@ class Completion:
         if delta:
             first, self._num_shown, self._text = self._num_shown, len(request.token_ids), ""
             self._end_shown = self.finish_reason is not None
-        if logprobs is not None:
-            logprobs = logprobs[first - request.num_prompt_tokens :]
+        if logprobs is not None and delta:  # what was shown is the reader's
+            self.logprobs = []
+        elif logprobs is not None:
+            logprobs = list(logprobs)
         return CompletionOutput(
             self.index if index is None else index,
             text,
@@ -164,14 +167,6 @@ class Completion:
             self.finish_reason,
             self.stop_reason,
         )
-
-
-def logprob_row(sampled: Sampled, decode: DecodeToken) -> dict[int, Logprob]:
-    """One position: the best tokens and the chosen one, by token id, best first."""
-    row = {token: Logprob(value, rank, decode(token)) for token, value, rank in sampled.top}
-    if sampled.token_id not in row and sampled.logprob is not None:
-        row[sampled.token_id] = Logprob(sampled.logprob, sampled.rank, decode(sampled.token_id))
-    return row
 
 
 class Generation:
@@ -191,10 +186,11 @@ class Generation:
         self.params = params
         self.arrival_time = arrival_time
         self.completions: list[Completion] = []
+        self.results: ResultRoom | None = None
         self._kind = params.output_kind
         if params.num_answers > params.n:  # which answers are the best is known only in the end
             self._kind = RequestOutputKind.FINAL_ONLY
-        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        self.prompt_logprobs: list[Logprobs | None] | None = None
         if params.prompt_logprobs is not None:
             self.prompt_logprobs = [None]
 

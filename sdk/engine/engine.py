@@ -12,10 +12,11 @@ import random
 import time
 from collections.abc import Iterable, Sequence
 
-from sdk.engine.completion import Completion, Generation, is_watched, logprob_row
+from sdk.engine.completion import Completion, Generation, is_watched
 from sdk.engine.plan import RequestKind, StepPlan, StepResult
 from sdk.engine.queues import RequestUpdate
 from sdk.engine.request import Request
+from sdk.engine.results import ResultRoom
 from sdk.engine.scheduler import Scheduler
 from sdk.errors import EngineClosedError, EngineDeadError, RequestError
 from sdk.executors.base import Executor
@@ -25,6 +26,7 @@ from sdk.quant.tokenizer import Tokenizer
 from sdk.sampling.resolved import ResolvedParams
 from sdk.sampling.uniform import child_seed
 from sdk.text.stops import StopStrings
+from sdk.text.token_texts import TokenTexts
 
 _NOTHING_RESOLVED = ResolvedParams()
 #: What breaks off in the bookkeeping leaves queues, pages and answers that do not fit together.
@@ -63,7 +65,8 @@ class Engine:
         self._generations: dict[str, Generation] = {}  # unfinished, by the caller's id
         self._owners: dict[str, tuple[Generation, Completion]] = {}  # by the scheduler's id
         self._news: dict[Generation, None] = {}  # those owed an output, in order
-        self._decoded: dict[int, str] = {}  # token id -> text, for logprobs
+        #: For log-probabilities.
+        self._texts = None if tokenizer is None else TokenTexts(tokenizer)
         self._num_finished = 0
         self._seconds = [0.0] * 4  # plan, execute, commit, outputs
         self._closed = False
@@ -83,11 +86,13 @@ class Engine:
         arrival_time: float | None = None,
         resolved: ResolvedParams = _NOTHING_RESOLVED,
         negative_prompt_token_ids: Sequence[int] | None = None,
+        result_bytes: int = 0,
     ) -> None:
         """Queue a request. Raises RequestError, EngineDeadError or EngineClosedError; then nothing
         was queued. ``arrival_time`` is a moment of the scheduler's clock (default now) and decides
         who is first; ``priority`` overrides ``params``. ``negative_prompt_token_ids`` are what a
-        ``guidance_scale`` leads away from (default: the last prompt token).
+        ``guidance_scale`` leads away from (default: the last prompt token). ``result_bytes`` are
+        what its log-probabilities may take: it starts when there is room for them.
         """
         self._check_alive()
         if request_id in self._generations:
@@ -99,6 +104,7 @@ class Engine:
         self._check_token_ids(negative_prompt_token_ids or ())
         arrival = self.scheduler.clock() if arrival_time is None else arrival_time
         generation = Generation(request_id, prompt_text, prompt_token_ids, params, arrival)
+        generation.results = ResultRoom(result_bytes) if result_bytes else None
         children = self._fan_out(request_id, params, kind)
         for child_id, _ in children:
             if child_id in self._owners:
@@ -115,13 +121,14 @@ class Engine:
                 resolved=resolved,
                 negative_prompt_token_ids=negative_prompt_token_ids,
                 watched=is_watched(child_params),
+                results=generation.results,
             )
             for child_id, child_params in children
         ]
         stops = _stop_strings(params)
         # The text side first: it may raise, and then the scheduler must know nothing.
         generation.completions = [
-            Completion(index, request, self._tokenizer, stops, self._decode_token)
+            Completion(index, request, self._tokenizer, stops, self._texts)
             for index, request in enumerate(requests)
         ]
         for request in requests:  # alike in all that is checked: the first is refused, or none
@@ -257,7 +264,9 @@ class Engine:
         try:
             if update.prompt_logprobs and generation.prompt_logprobs is not None:
                 generation.prompt_logprobs += [
-                    logprob_row(scored, self._decode_token) for scored in update.prompt_logprobs
+                    scored.top.with_texts(self._texts)
+                    for scored in update.prompt_logprobs
+                    if scored.top is not None
                 ]
             if update.sampled is not None:
                 stop = completion.push(update.sampled)
@@ -294,6 +303,8 @@ class Engine:
         if generation.finished:
             # The id is free for another request from now on; its last output is in _news.
             del self._generations[generation.request_id]
+            if generation.results is not None:
+                self.scheduler.release_results(generation.results)
             self._num_finished += 1
 
     def _outputs(self) -> list[Output]:
@@ -309,16 +320,6 @@ class Engine:
         for generation, completion in list(self._owners.values()):
             self.scheduler.finish(completion.request.request_id, "error", str(self.dead))
             self._finish(generation, completion, "error", str(self.dead))
-
-    def _decode_token(self, token_id: int) -> str | None:
-        """The text of one token on its own, for logprobs."""
-        if self._tokenizer is None:
-            return None
-        text = self._decoded.get(token_id)
-        if text is None:
-            text = self._tokenizer.decode([token_id], skip_special_tokens=False)
-            self._decoded[token_id] = text
-        return text
 
     # The engine itself
 
@@ -387,8 +388,7 @@ class Engine:
             self.abort(list(self._generations))
             self._news.clear()
             self._executor.close()
-            self._tokenizer = None
-            self._decoded.clear()
+            self._tokenizer = self._texts = None
 
 
 def _check_guidance(

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from sdk.logprobs import Logprobs
 from sdk.params import SamplingParams
 from sdk.sampling.resolved import ResolvedParams
 
@@ -93,8 +94,8 @@ class Sampled(NamedTuple):
     token_id: int
     logprob: float | None = None
     rank: int | None = None
-    #: ``(token id, logprob, rank)``, best first; rank 1 is the most likely token.
-    top: tuple[tuple[int, float, int], ...] = ()
+    #: The best tokens, those asked for by id, and this one.
+    top: Logprobs | None = None
     #: Under mirostat the target surprise after this token: unlike all else that a sampler knows of
     #: a request it cannot be had from the tokens.
     mirostat_mu: float | None = None

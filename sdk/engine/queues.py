@@ -15,6 +15,7 @@ from sdk.engine.pages import PagePool
 from sdk.engine.plan import Sampled, StepPlan
 from sdk.engine.prefixes import Prefixes
 from sdk.engine.request import GUIDE_SUFFIX, Request, RequestStatus
+from sdk.engine.results import ResultRoom
 from sdk.engine.scheduler_config import SchedulerConfig
 from sdk.errors import RequestError
 from sdk.outputs import FinishReason, RequestEvent
@@ -59,6 +60,7 @@ class Queues:
         self._dropped: list[str] = []  # the ranks are to forget them
         self._expired: list[RequestUpdate] = []
         self._num_added = 0
+        self._result_bytes = 0  # held by requests that were started
         self._plan: StepPlan | None = None  # in flight, with what it runs:
         self._in_flight: list[tuple[Request, int]] = []
         # What runs are requests that need one token each, and nobody came or went since the plan:
@@ -185,6 +187,12 @@ class Queues:
             if not request.finished:
                 self._end(request, "deadline")
                 self._expired.append(RequestUpdate(request))
+
+    def release_results(self, room: ResultRoom) -> None:
+        """The caller of a request has its results, or never will."""
+        if room.held:
+            room.held = False
+            self._result_bytes -= room.nbytes
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached and pinned prefixes; what runs goes on, but is not cached any more."""

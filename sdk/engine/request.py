@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from sdk.engine.pages import PageKey, page_key
 from sdk.engine.plan import RequestKind, RequestStart
+from sdk.engine.results import ResultRoom
 from sdk.outputs import FinishReason, RequestEvent
 from sdk.params import SamplingParams
 from sdk.sampling.resolved import ResolvedParams
@@ -88,6 +89,7 @@ class Request:
         "queued_ts",
         "request_id",
         "resolved",
+        "results",
         "salt",
         "scheduled_ts",
         "status",
@@ -112,6 +114,7 @@ class Request:
         resolved: ResolvedParams = _NOTHING_RESOLVED,
         negative_prompt_token_ids: Sequence[int] | None = None,
         watched: bool = True,
+        results: ResultRoom | None = None,
     ) -> None:
         self.request_id = request_id
         self.params = params
@@ -122,6 +125,7 @@ class Request:
         self.adapter = adapter
         self.resolved = resolved
         self.watched = watched
+        self.results = results  # shared by the answers of one call
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None
         self.guide: Request | None = None

@@ -138,12 +138,18 @@ class Scheduler(Commits):
         if most_tokens is not None and self.config.enable_chunked_prefill:
             # a guided request is begun with a token of each of its two sequences
             budget = min(budget, max(most_tokens - len(decodes), 2))
+        # A scored row costs as much as the head of a token and a pass over its logits: 256 of them
+        # would keep those that decode waiting. Where nobody decodes nobody waits.
+        chunked = self.config.enable_chunked_prefill
+        scoring = self.config.max_scored_tokens if decodes and chunked else budget
         for request in prefills:
-            for part in share(request, budget) if budget else ():
+            most = min(budget, scoring) if request.scores_prompt else budget
+            for part in share(request, most) if most else ():
                 budget -= part[1]
+                scoring -= part[1] if request.scores_prompt else 0
                 self._in_flight.append(part)
         if self._waiting and budget and everyone:
-            for request, shares in self._admit(budget, self.clock()):
+            for request, shares in self._admit(budget, scoring, self.clock()):
                 self._in_flight += shares
                 started += [sequence.start() for sequence in request.sequences]
         for sequence, num in self._in_flight[len(decodes) :]:
@@ -252,15 +258,23 @@ class Scheduler(Commits):
         return pages[0]
 
     def _admit(
-        self, budget: int, now: float
+        self, budget: int, scoring: int, now: float
     ) -> Iterator[tuple[Request, list[tuple[Request, int]]]]:
-        """Start waiting requests in order while budget, seats and pages last."""
-        waiting, index = self._waiting, 0
+        """Start waiting requests in order while budget, seats and pages last.
+
+        One whose results have no room yet waits for those of others, and lets pass who needs none.
+        """
+        waiting, index, crowded = self._waiting, 0, False
         spare = sum(map(self._may_grow, self._running))
         seats = sum(len(request.sequences) for request in self._running)
         while budget and index < len(waiting):
             request = waiting[index]
             sequences = request.sequences
+            lacks_room = self._lacks_room(request, crowded)
+            if lacks_room or (request.scores_prompt and not scoring):
+                crowded |= lacks_room
+                index += 1
+                continue
             seats += len(sequences)  # one that waits for a prefix keeps its seat
             if seats > self.config.max_num_seqs or len(sequences) > budget:
                 return
@@ -288,9 +302,19 @@ class Scheduler(Commits):
             else:
                 request.events += (RequestEvent(now, "resumed", num_tokens=num_computed),)
             request.events += self._swapped_in(found, now)
-            shares = share(request, budget)
-            budget -= sum(num for _, num in shares)
+            scored = request.scores_prompt
+            shares = share(request, min(budget, scoring) if scored else budget)
+            num = sum(num for _, num in shares)
+            budget -= num
+            scoring -= num if scored else 0
             yield request, shares
+
+    def _lacks_room(self, request: Request, crowded: bool) -> bool:
+        """Whether its results cannot be kept beside those of others, or of who came before it."""
+        room = request.results
+        if room is None or room.held:
+            return False
+        return crowded or self._result_bytes + room.nbytes > self.config.max_result_bytes
 
     def _swapped_in(self, found: list[Prefix], now: float) -> tuple[RequestEvent, ...]:
         """What a request tells of its pages that came back, by the bits they have."""
@@ -317,6 +341,9 @@ class Scheduler(Commits):
         for sequence in request.sequences:
             sequence.num_started = sequence.num_tokens
             sequence.status = RequestStatus.RUNNING
+        if request.results is not None and not request.results.held:
+            request.results.held = True
+            self._result_bytes += request.results.nbytes
         insort(self._running, request, key=ORDER)
         return True
 

@@ -34,6 +34,10 @@ class SchedulerConfig:
     #: Pages to begin with, page 0 among them, where not all of ``num_pages``.
     first_pages: int | None = None
     eos_token_ids: frozenset[int] = frozenset()
+    #: Prompt tokens that are scored (``prompt_logprobs``) in a step in which others decode.
+    max_scored_tokens: int = 2**31
+    #: What the log-probabilities of all unfinished requests may take.
+    max_result_bytes: int = 2**63
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):

@@ -10,6 +10,7 @@ from torch import Tensor
 from sdk.engine.inputs import Running
 from sdk.engine.plan import Sampled, StepPlan
 from sdk.sampling.guidance import guided
+from sdk.sampling.logprobs import distinct
 from sdk.sampling.sampler import Sampler
 
 
@@ -78,7 +79,7 @@ def score_prompt(
     following = request.token_ids[first + 1 : min(first + 1 + len(hidden), request.num_prompt)]
     count = request.start.params.prompt_logprobs
     assert count is not None
-    also = request.start.params.logprob_token_ids or ()
+    also = distinct(request.start.params.logprob_token_ids)
     scored: list[Sampled] = []
     for logits in head(hidden[: len(following)]):
         part = following[len(scored) : len(scored) + len(logits)]

@@ -10,9 +10,16 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sdk.engine.plan import Sampled
-from sdk.sampling.rows import Floats, Scratch, largest
+from sdk.logprobs import Logprobs
+from sdk.sampling.rows import Floats, Scratch, largest, sort_keys
+
+Ids = NDArray[np.int64]
+NO_IDS: Ids = np.empty(0, np.int64)
+#: One token's rank takes two passes over the row, 30 us for 49,152 tokens; sorting all 0.5 ms.
+_SORT_FROM = 16
 
 
 def scored(
@@ -20,32 +27,65 @@ def scored(
     token_id: int,
     num_top: int | None,
     scratch: Scratch,
-    also: Sequence[int] = (),
+    also: Ids = NO_IDS,
 ) -> Sampled:
-    """Score ``token_id`` in ``logits [V]``, with the ``num_top`` best (-1: all) and ``also``."""
+    """Score ``token_id`` in ``logits [V]``, with the ``num_top`` best (-1: all) and ``also``, which
+    are distinct."""
     best = logits.max()
     with np.errstate(all="ignore"):
         below = np.subtract(logits, best, out=scratch.scaled)
         weights = np.exp(below, out=scratch.weights)
     # log p = logit - offset in float64; of its terms only the weights were rounded to float32.
     offset = float(best) + math.log(weights.sum(dtype=np.float64))
-    count = len(logits) if num_top == -1 else num_top or 0
-    top: list[tuple[int, float, int]] = []
-    if count:
-        ids = largest(logits, count, scratch)
-        ids = ids[np.argsort(-logits[ids], kind="stable")]
-        scores = logits[ids].astype(np.float64) - offset
-        top = list(zip(ids.tolist(), scores.tolist(), range(1, len(ids) + 1), strict=True))
-    if also:
-        present = {entry[0] for entry in top}
-        extra = [(i, *_place(logits, i, offset)) for i in also if i not in present]
-        top += sorted(dict.fromkeys(extra), key=lambda entry: entry[2])
-    logprob, rank = _place(logits, token_id, offset)
-    return Sampled(token_id, logprob, rank, tuple(top))
+    rank = int(_ranks(logits, np.array([token_id]))[0])
+    logprob = float(logits[token_id]) - offset
+    count = len(logits) if num_top == -1 else min(num_top or 0, len(logits))
+    if count == len(logits):  # the row belongs to the step
+        return Sampled(token_id, logprob, rank, Logprobs(None, logits.copy(), None, offset))
+    ids = _best(logits, count, scratch)
+    ranks = np.arange(1, count + 1, dtype=np.int32)
+    if len(also):
+        present = np.zeros(len(logits), np.bool_)
+        present[ids] = True
+        more = also[~present[also]]
+        more_ranks = _ranks(logits, more)
+        order = np.argsort(more_ranks)
+        ids = np.concatenate((ids, more[order]))
+        ranks = np.concatenate((ranks, more_ranks[order]))
+    if rank > count and not (ids == token_id).any():
+        ids = np.append(ids, token_id)
+        ranks = np.append(ranks, np.int32(rank))
+    top = Logprobs(ids.astype(np.int32), logits[ids], ranks, offset)
+    return Sampled(token_id, logprob, rank, top)
 
 
-def _place(logits: Floats, token_id: int, offset: float) -> tuple[float, int]:
-    """A token's log-probability, and its rank by logit and then by id."""
-    value = logits[token_id]
-    better = np.count_nonzero(logits > value) + np.count_nonzero(logits[:token_id] == value)
-    return float(value) - offset, int(better) + 1
+def distinct(ids: Sequence[int] | None) -> Ids:
+    """Token ids without repetitions, for :func:`scored`."""
+    return NO_IDS if ids is None else np.unique(np.array(ids, np.int64))
+
+
+def _best(logits: Floats, count: int, scratch: Scratch) -> Ids:
+    """The ids of the ``count`` best, best first."""
+    if not count:
+        return NO_IDS
+    ids = largest(logits, count, scratch)
+    return ids[np.argsort(-logits[ids], kind="stable")]
+
+
+def _ranks(logits: Floats, ids: Ids) -> NDArray[np.int32]:
+    """The ranks of tokens, by logit and then by id."""
+    values = logits[ids]
+    if len(ids) < _SORT_FROM:
+        better = [np.count_nonzero(logits > value) for value in values]
+        lower = [
+            np.count_nonzero(logits[:token_id] == value)
+            for token_id, value in zip(ids, values, strict=True)
+        ]
+        return np.array(better, np.int32) + np.array(lower, np.int32) + np.int32(1)
+    keys = sort_keys(logits)
+    wanted = keys[ids]
+    keys.sort()
+    order = np.argsort(wanted)  # neighbours are found near each other
+    ranks = np.empty(len(ids), np.int32)
+    ranks[order] = np.searchsorted(keys, wanted[order]) + 1
+    return ranks

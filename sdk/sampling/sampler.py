@@ -17,7 +17,7 @@ from sdk.errors import RequestError
 from sdk.kernels.ops import Ops
 from sdk.kernels.sampling import GREEDY, SampleBuffers, Tokens, join_draws
 from sdk.params import SamplingParams
-from sdk.sampling.logprobs import scored
+from sdk.sampling.logprobs import NO_IDS, Ids, scored
 from sdk.sampling.penalties import penalties_of
 from sdk.sampling.processors import process
 from sdk.sampling.resolved import ResolvedParams
@@ -111,9 +111,8 @@ class Sampler:
                 if state.mirostat and not state.processed and isinstance(result, Sampled):
                     state.learn(chosen.probabilities[i])
                 if state.wants_logprobs and isinstance(result, Sampled):
-                    params = state.params
-                    also = params.logprob_token_ids or ()
-                    results[i] = self._scored(logits[i], result.token_id, params.logprobs, also)
+                    count = state.params.logprobs
+                    results[i] = self._scored(logits[i], result.token_id, count, state.scored_ids)
                 if state.mirostat and isinstance(result := results[i], Sampled):
                     results[i] = result._replace(mirostat_mu=state.next_mu)
         return results
@@ -179,7 +178,7 @@ class Sampler:
                 results[i] = Sampled(token)
 
     def score(
-        self, logits: Tensor, token_ids: Sequence[int], num_top: int, also: Sequence[int] = ()
+        self, logits: Tensor, token_ids: Sequence[int], num_top: int, also: Ids = NO_IDS
     ) -> tuple[Sampled, ...]:
         """Score ``token_ids[t]`` against ``logits[t]`` (prompt logprobs), one row at a time.
 
@@ -195,7 +194,5 @@ class Sampler:
             for row, token in zip(logits, token_ids, strict=True)
         )
 
-    def _scored(
-        self, row: Tensor, token_id: int, num_top: int | None, also: Sequence[int]
-    ) -> Sampled:
+    def _scored(self, row: Tensor, token_id: int, num_top: int | None, also: Ids) -> Sampled:
         return scored(row.detach().cpu().numpy(), token_id, num_top, self._scratch, also)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from sdk.kernels.sampling import pack_draw
 from sdk.params import SamplingParams
+from sdk.sampling.logprobs import distinct
 from sdk.sampling.resolved import ResolvedParams
 from sdk.sampling.uniform import XTC, uniform
 
@@ -41,6 +42,7 @@ class RequestState:
             or params.frequency_penalty != 0.0
         )
         self.wants_logprobs = params.logprobs is not None or params.logprob_token_ids is not None
+        self.scored_ids = distinct(params.logprob_token_ids)
         self.reshaped = bool(
             params.allowed_token_ids is not None
             or resolved.bad_words

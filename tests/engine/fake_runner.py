@@ -12,8 +12,11 @@ from __future__ import annotations
 from hashlib import blake2b
 from types import SimpleNamespace
 
+import numpy as np
+
 from sdk.engine.plan import Sampled, StepPlan, StepResult, Swap
 from sdk.kernels.ladder import page_id, page_level
+from sdk.logprobs import Logprobs
 
 VOCAB = 1000
 LEVELS = 3
@@ -30,6 +33,12 @@ def _value(before: list[bytes], token: int) -> bytes:
 def _token(*values: bytes) -> int:
     """From the last value; a guided request has its own and its guide's."""
     return sum(int.from_bytes(value, "little") for value in values) % VOCAB
+
+
+def _scored(token: int, logprob: float) -> Sampled:
+    """A token of rank 1, and nothing beside it."""
+    arrays = np.array([token], np.int32), np.array([logprob], np.float32), np.ones(1, np.int32)
+    return Sampled(token, logprob, 1, Logprobs(*arrays, 0.0))
 
 
 def expected_tokens(prompt: list[int], num: int, negative: list[int] | None = None) -> list[int]:
@@ -175,7 +184,8 @@ class FakeRunner:
                 assert (request_id in guides) == (start.params.guidance_scale != 1), "no guide"
                 values = [value] + ([guides[request_id]] if request_id in guides else [])
                 wanted = start.params.logprobs is not None
-                sampled[request_id] = Sampled(_token(*values), -0.5 if wanted else None, 1)
+                token = _token(*values)
+                sampled[request_id] = _scored(token, -0.5) if wanted else Sampled(token)
 
     def _run(self, request_id, num, scored, hidden) -> None:
         state = self.requests[request_id]
@@ -196,7 +206,7 @@ class FakeRunner:
         if start.params.prompt_logprobs is not None and begin < start.num_prompt_tokens:
             last = min(end, start.num_prompt_tokens - 1)
             scored[request_id] = tuple(
-                Sampled(tokens[i + 1], -float(i + 1), 1) for i in range(begin, last)
+                _scored(tokens[i + 1], -float(i + 1)) for i in range(begin, last)
             )
         if end < len(tokens):
             return

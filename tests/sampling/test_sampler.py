@@ -103,7 +103,7 @@ def test_the_lowest_id_wins_a_tie_everywhere(ops: Ops) -> None:
     row = torch.tensor([0.0, 2.0, 2.0, 2.0])
     assert sample_one(ops, row, SamplingParams(temperature=0)).token_id == 1
     scored = sample_one(ops, row, SamplingParams(temperature=0, logprobs=2))
-    assert [entry[0] for entry in scored.top] == [1, 2] and scored.rank == 1
+    assert list(scored.top) == [1, 2] and scored.rank == 1
 
 
 VARIANTS = [
@@ -198,9 +198,10 @@ def test_logprobs_are_those_of_the_raw_distribution(ops: Ops) -> None:
     result = sample_one(ops, row, params)
     assert result.token_id == order[9] and result.rank == 10
     assert result.logprob == pytest.approx(reference[order[9]].item(), abs=1e-5)
-    assert [(t, r) for t, _, r in result.top] == [(t, i + 1) for i, t in enumerate(order[:5])]
-    for token, logprob, _ in result.top:
-        assert logprob == pytest.approx(reference[token].item(), abs=1e-5)
+    ranks = [(token, entry.rank) for token, entry in result.top.items()]
+    assert ranks == [(t, i + 1) for i, t in enumerate(order[:5])] + [(order[9], 10)]
+    for token, entry in result.top.items():
+        assert entry.logprob == pytest.approx(reference[token].item(), abs=1e-5)
 
 
 def test_ranks_agree_with_the_order_of_the_best_where_rounding_makes_logits_near(ops: Ops) -> None:
@@ -209,8 +210,8 @@ def test_ranks_agree_with_the_order_of_the_best_where_rounding_makes_logits_near
     result = sample_one(
         ops, row, SamplingParams(temperature=0, logprobs=4, logprob_token_ids=[0, 1])
     )
-    assert [token for token, _, _ in result.top] == [20, 8, 30, 7, 0, 1]
-    assert [rank for _, _, rank in result.top] == [1, 2, 3, 4, 5, 6]
+    assert list(result.top) == [20, 8, 30, 7, 0, 1]
+    assert [entry.rank for entry in result.top.values()] == [1, 2, 3, 4, 5, 6]
     ranks = [
         sample_one(ops, row, SamplingParams(logprobs=0, seed=1, logit_bias={i: 100})).rank
         for i in (20, 8, 30, 7)
@@ -222,15 +223,14 @@ def test_logprobs_zero_none_all_and_given_ids(ops: Ops) -> None:
     row = some_logits(1, 40)[0]
     assert sample_one(ops, row, SamplingParams(temperature=0)).logprob is None
     none = sample_one(ops, row, SamplingParams(temperature=0, logprobs=0))
-    assert none.top == () and none.rank == 1
+    assert list(none.top) == [none.token_id] and none.rank == 1
     everything = sample_one(ops, row, SamplingParams(temperature=0, logprobs=-1))
-    assert [rank for _, _, rank in everything.top] == list(range(1, 41))
+    assert [entry.rank for entry in everything.top.values()] == list(range(1, 41))
     asked = sample_one(
         ops, row, SamplingParams(temperature=0, logprobs=1, logprob_token_ids=[3, 7, 3])
     )
-    assert {entry[0] for entry in asked.top[1:]} == {3, 7} and len(asked.top) == 3
-    ranks = {token: rank for token, _, rank in everything.top}
-    assert all(ranks[token] == rank for token, _, rank in asked.top)
+    assert set(list(asked.top)[1:]) == {3, 7} and len(asked.top) == 3
+    assert all(everything.top[token] == entry for token, entry in asked.top.items())
 
 
 def test_scoring_a_prompt_equals_scoring_its_rows_and_refuses_what_is_not_finite(ops: Ops) -> None:
@@ -238,7 +238,7 @@ def test_scoring_a_prompt_equals_scoring_its_rows_and_refuses_what_is_not_finite
     sampler = Sampler(33001, ops)
     scored = sampler.score(logits, range(6), 2)
     assert [entry.token_id for entry in scored] == list(range(6))
-    assert scored[4] == sampler.score(logits[4:5], [4], 2)[0] and len(scored[0].top) == 2
+    assert scored[4] == sampler.score(logits[4:5], [4], 2)[0] and len(scored[0].top) == 3
     reference = torch.log_softmax(logits.double(), -1)
     assert scored[2].logprob == pytest.approx(reference[2, 2].item(), abs=1e-4)
     logits[3, 0] = float("nan")
