@@ -20,7 +20,7 @@ from sdk.engine.engine import Output
 from sdk.errors import RequestError
 from sdk.explain import explain
 from sdk.footprint import Footprint
-from sdk.jobs import JobMaker, ParamsLike, run_jobs
+from sdk.jobs import JobMaker, ParamsLike, once_each, run_jobs
 from sdk.keeping import Keeping
 from sdk.listeners import AsyncMailbox, Collector, Mailbox
 from sdk.loading import load
@@ -183,7 +183,7 @@ class LLM:
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         mailbox = Mailbox()
-        finals = [p.clone(output_kind=RequestOutputKind.FINAL_ONLY) for p in params]
+        finals = once_each(params, _final)
         jobs = self._jobs.make(prompts, finals, mailbox, priority=priority)
         return [_text(o) for o in self._wait(jobs, mailbox, "generate", use_tqdm)]
 
@@ -284,7 +284,7 @@ class LLM:
         priority: int | Sequence[int] | None,
     ) -> list[RequestOutput]:
         mailbox = AsyncMailbox()
-        finals = [p.clone(output_kind=RequestOutputKind.FINAL_ONLY) for p in params]
+        finals = once_each(params, _final)
         jobs = self._jobs.make(prompts, finals, mailbox, priority=priority)
         done: dict[str, Output] = {}
         try:
@@ -560,6 +560,10 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """What a call without ``sampling_params`` uses; ``explain()`` says who chose it."""
         return self._default_params
+
+
+def _final(params: SamplingParams) -> SamplingParams:
+    return params.clone(output_kind=RequestOutputKind.FINAL_ONLY)
 
 
 def _text(output: Output) -> RequestOutput:

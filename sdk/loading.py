@@ -119,10 +119,8 @@ def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
             overrides=config.hf_overrides or {},
         )
         key = current_key()  # after the load: 1 ms, of a file not yet in memory up to 60
-        vocab_size = model.vocab_size
-        results = ResultLimit.of(memory.total, vocab_size)
-        limits = _scheduler_config(config, runner_config, memory, eos, results)
-        scheduler = Scheduler(limits)
+        results = ResultLimit.of(memory.total, vocab_size := model.vocab_size)
+        scheduler = Scheduler(_scheduler_config(config, runner_config, memory, eos, results))
         scheduler.pages_ahead = executor.runner.steps_ahead
         engine = Engine(scheduler, executor, tokenizer, vocab_size=vocab_size, seed=config.seed)
         undo.pop_all()

@@ -25,7 +25,7 @@ from sdk.params import SamplingParams
 from sdk.quant.tokenizer import Tokenizer
 from sdk.sampling.resolved import ResolvedParams
 from sdk.sampling.uniform import child_seed
-from sdk.text.stops import StopStrings
+from sdk.text.stops import StopStrings, stop_strings
 from sdk.text.token_texts import TokenTexts
 
 _NOTHING_RESOLVED = ResolvedParams()
@@ -86,29 +86,26 @@ class Engine:
         arrival_time: float | None = None,
         resolved: ResolvedParams = _NOTHING_RESOLVED,
         negative_prompt_token_ids: Sequence[int] | None = None,
+        stops: StopStrings | None = None,
         result_bytes: int = 0,
     ) -> None:
         """Queue a request. Raises RequestError, EngineDeadError or EngineClosedError; then nothing
         was queued. ``arrival_time`` is a moment of the scheduler's clock (default now) and decides
         who is first; ``priority`` overrides ``params``. ``negative_prompt_token_ids`` are what a
-        ``guidance_scale`` leads away from (default: the last prompt token). ``result_bytes`` are
-        what its log-probabilities may take: it starts when there is room for them.
+        ``guidance_scale`` leads away from (default: the last prompt token). ``stops`` are
+        those of ``params``, if somebody compiled them; ``result_bytes`` are what its
+        log-probabilities may take: it starts when there is room for them.
         """
         self._check_alive()
-        if request_id in self._generations:
-            raise RequestError(f"request id {request_id!r} is already in use")
         if self._tokenizer is None and (params.stop or params.stop_regex):
             raise RequestError("stop and stop_regex need a tokenizer; this engine has none")
         _check_guidance(params, kind, negative_prompt_token_ids)
         self._check_token_ids(prompt_token_ids)
         self._check_token_ids(negative_prompt_token_ids or ())
+        children = self._fan_out(request_id, params, kind)
         arrival = self.scheduler.clock() if arrival_time is None else arrival_time
         generation = Generation(request_id, prompt_text, prompt_token_ids, params, arrival)
         generation.results = ResultRoom(result_bytes) if result_bytes else None
-        children = self._fan_out(request_id, params, kind)
-        for child_id, _ in children:
-            if child_id in self._owners:
-                raise RequestError(f"request id {request_id!r} is already in use (as {child_id!r})")
         requests = [
             Request(
                 child_id,
@@ -121,17 +118,17 @@ class Engine:
                 resolved=resolved,
                 negative_prompt_token_ids=negative_prompt_token_ids,
                 watched=is_watched(child_params),
-                results=generation.results,
             )
             for child_id, child_params in children
         ]
-        stops = _stop_strings(params)
+        stops = stops or stop_strings(params)
         # The text side first: it may raise, and then the scheduler must know nothing.
         generation.completions = [
             Completion(index, request, self._tokenizer, stops, self._texts)
             for index, request in enumerate(requests)
         ]
         for request in requests:  # alike in all that is checked: the first is refused, or none
+            request.results = generation.results
             self.scheduler.add(request)
         for request, completion in zip(requests, generation.completions, strict=True):
             self._owners[request.request_id] = (generation, completion)
@@ -151,26 +148,29 @@ class Engine:
         They are equal otherwise, except that only the first scores the prompt, and that choosing
         the best of several needs their log-probabilities.
         """
+        if request_id in self._generations:
+            raise RequestError(f"request id {request_id!r} is already in use")
         params = params.with_seed(self._random.getrandbits(63))
         if kind == "embed" or params.num_answers == 1:
             return [(request_id, params)]
         logprobs = params.logprobs
         if logprobs is None and params.num_answers > params.n:
             logprobs = 0
-        seed = params.seed or 0
-        return [
+        child = params.clone(n=1, best_of=None, logprobs=logprobs)
+        seed, scores = params.seed or 0, child.prompt_logprobs
+        children = [
             (
                 f"{request_id}#{index}",
-                params.clone(
-                    n=1,
-                    best_of=None,
-                    seed=child_seed(seed, index),
-                    logprobs=logprobs,
-                    prompt_logprobs=params.prompt_logprobs if index == 0 else None,
+                child.clone(
+                    seed=child_seed(seed, index), prompt_logprobs=None if index else scores
                 ),
             )
             for index in range(params.num_answers)
         ]
+        for child_id, _ in children:
+            if child_id in self._owners:
+                raise RequestError(f"request id {request_id!r} is already in use (as {child_id!r})")
+        return children
 
     def abort(self, request_ids: Iterable[str]) -> list[Output]:
         """End requests now; their pages are free at once. Unknown and finished ids are ignored.
@@ -398,9 +398,3 @@ def _check_guidance(
         raise RequestError("guidance_scale guides answers; an embedding has none")
     if params.guidance_scale == 1.0 and negative_prompt is not None:
         raise RequestError("a negative prompt has no effect without a guidance_scale (not 1)")
-
-
-def _stop_strings(params: SamplingParams) -> StopStrings | None:
-    patterns = () if params.stop_regex is None else (params.stop_regex,)
-    stops = StopStrings(tuple(params.stop or ()), patterns)
-    return stops if stops else None

@@ -114,7 +114,6 @@ class Request:
         resolved: ResolvedParams = _NOTHING_RESOLVED,
         negative_prompt_token_ids: Sequence[int] | None = None,
         watched: bool = True,
-        results: ResultRoom | None = None,
     ) -> None:
         self.request_id = request_id
         self.params = params
@@ -125,9 +124,9 @@ class Request:
         self.adapter = adapter
         self.resolved = resolved
         self.watched = watched
-        self.results = results  # shared by the answers of one call
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None
+        self.results: ResultRoom | None = None  # shared by the answers of one call
         self.guide: Request | None = None
         self.guides: str | None = None  # set in a guide: the id of its request
         if params.guidance_scale != 1.0 and kind == "generate":
@@ -147,11 +146,10 @@ class Request:
         self.keys: list[PageKey] = []  # of its full pages, as far as they were needed
         self.num_published = 0  # leading pages that need no publishing any more
         self.publishes = False
-
         # Set by Scheduler.add.
         self.order: tuple[float, float, int] = (0, 0.0, 0)  # smaller runs first
         self.max_len = 0  # finish with "length" at so many tokens
-        self.stop_token_ids: frozenset[int] = frozenset(params.stop_token_ids or ())
+        self.stop_token_ids = frozenset(params.stop_token_ids or ())
         self.deadline = math.inf
         # Why it was not admitted last time, so that the next plan need not find out again.
         self.min_available = 0

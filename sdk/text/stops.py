@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from sdk.errors import RequestError
+from sdk.params import SamplingParams
 from sdk.text.stop_regex import RegexRun, StopRegex
 
 MAX_STOPS = 256
@@ -33,7 +34,7 @@ class StopUpdate(NamedTuple):
 
 
 class StopStrings:
-    """The stop strings and patterns of one request, compiled. Immutable, may be shared."""
+    """The stop strings and patterns of one request, compiled. All its answers share them."""
 
     def __init__(self, stop: Sequence[str] = (), stop_regex: Sequence[str] = ()) -> None:
         """Raises RequestError for too many, too long or empty ones, and for refused patterns."""
@@ -90,6 +91,13 @@ class StopStrings:
                 if self.found[following] is None:
                     self.found[following] = self.found[fallback[following]]
         return fallback
+
+
+def stop_strings(params: SamplingParams) -> StopStrings | None:
+    """Those of one request; None where it has none."""
+    patterns = () if params.stop_regex is None else (params.stop_regex,)
+    stops = StopStrings(tuple(params.stop or ()), patterns)
+    return stops if stops else None
 
 
 class StopMatcher:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import subprocess
 import sys
+import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -143,3 +146,90 @@ def test_importing_params_imports_neither_torch_nor_numpy() -> None:
         "import sys, sdk.params, sdk.engine.plan; assert not {'torch', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class Reluctant(int):
+    """An integer that refuses to be compared."""
+
+    def __le__(self, other: object) -> bool:
+        raise OSError
+
+    __lt__ = __ge__ = __gt__ = __eq__ = __le__
+    __hash__ = int.__hash__
+
+
+class Endless(dict):
+    """A mapping that says it is small and never ends."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def items(self):
+        return ((i, 0.0) for i in itertools.count())
+
+
+class Raising:
+    def __iter__(self):
+        raise OSError
+
+    __index__ = __float__ = __len__ = __repr__ = __iter__
+
+
+class Shy(str):
+    """Text that has no length of its own."""
+
+    def __len__(self) -> int:
+        raise OSError
+
+    __bool__ = __len__
+
+
+HOSTILE = [
+    ("allowed_token_ids", range(10**12)),
+    ("stop", itertools.repeat("a")),
+    ("bad_words", ("a" for _ in itertools.count())),
+    ("logit_bias", Endless()),
+    ("extra_args", Endless()),
+    ("n", 10**5000),
+    ("temperature", 10**5000),
+    ("logit_bias", {10**5000: 1}),
+    ("allowed_token_ids", [10**5000]),
+    *((name, Raising()) for name in ("n", "top_p", "stop", "allowed_token_ids", "logit_bias")),
+    ("stop_token_ids", [Raising()]),
+    ("stop", [Raising()]),
+    ("logits_processors", [Raising()]),
+    ("stop_regex", Raising()),
+    ("output_kind", Raising()),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [pytest.param(*case, id=f"{case[0]} {index}") for index, case in enumerate(HOSTILE)],
+)
+def test_values_that_are_endless_huge_or_raise_are_refused_at_once(name: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=name) as caught:
+        SamplingParams(**{name: value})
+    assert len(str(caught.value)) < 400
+
+
+def test_subclasses_become_plain_values() -> None:
+    params = SamplingParams(
+        n=Reluctant(3),
+        stop=[Shy("ab")],
+        stop_token_ids=[Reluctant(5)],
+        stop_regex=Shy("a+"),
+        logit_bias={Reluctant(7): 1},
+    )
+    assert type(params.n) is int and type(params.stop_token_ids[0]) is int
+    assert type(params.stop[0]) is str and type(params.stop_regex) is str
+    assert params.stop == ("ab",) and params.logit_bias == {7: 1.0}
+
+
+def test_what_does_not_change_is_checked_once_for_all_clones() -> None:
+    params = SamplingParams(n=64, allowed_token_ids=range(2**20), stop_regex="(?:.?){200}x")
+    begin = time.process_time()
+    clones = [params.clone(n=1, seed=seed) for seed in range(64)]
+    assert time.process_time() - begin < 2  # 64 checks took 20
+    assert all(one.allowed_token_ids is params.allowed_token_ids for one in clones)
+    assert [one.seed for one in clones] == list(range(64)) and params.seed is None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import re
+import time
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -123,6 +125,30 @@ def test_a_pattern_that_takes_re_forever_is_read_in_one_pass() -> None:
     assert len(StopRegex("(a+)+b")._tests) < 10
 
 
+def test_a_character_costs_the_places_of_a_pattern_and_not_their_square() -> None:
+    matcher = StopMatcher(StopStrings([], ["(?:.?){255}\x00"]))
+    begin = time.process_time()
+    for seed in range(400):
+        matcher.push("abcdefghij"[seed % 7 :])
+    assert time.process_time() - begin < 4  # 2,600 characters took 40
+
+
+def test_what_is_remembered_of_a_pattern_is_bounded() -> None:
+    stops = StopStrings([], ["(?s).*a.{200}\x00"])
+    matcher = StopMatcher(stops)
+    draw = random.Random(1)
+    for _ in range(300):
+        matcher.push("".join(draw.choice("ab" + chr(200 + draw.randrange(5000))) for _ in "1234"))
+    pattern = stops.patterns[0]
+    seen, stack = {id(pattern.root)}, [pattern.root, *pattern._nodes.values()]
+    while stack:
+        for step in stack.pop().steps.values():
+            if id(step.node) not in seen:
+                seen.add(id(step.node))
+                stack.append(step.node)
+    assert len(seen) < 5000 and len(pattern._reading) <= 5000
+
+
 @pytest.mark.parametrize(
     ("stop", "stop_regex", "words"),
     [
@@ -146,6 +172,8 @@ def test_a_pattern_that_takes_re_forever_is_read_in_one_pass() -> None:
         ([], ["(a)(?(1)b|c)"], ["conditional"]),
         ([], ["(?i:a)b"], ["flags inside"]),
         ([], ["a{2000}"], ["states"]),
+        ([], ["[ab]{257}"], ["257 places", "at most 256"]),
+        ([], ["(?:.?){500}"], ["places"]),
         ([], ["(a{1,99}){99}"], ["states"]),
         ([], ["(((){999}){999}){999}a"], ["states"]),
     ],
