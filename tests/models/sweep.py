@@ -8,6 +8,7 @@ name; anything else (another exception, other logits) is an error and makes the 
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 import tempfile
@@ -154,14 +155,49 @@ def sweep(chosen: list[str]) -> Iterator[tuple[str, str]]:
                 signal.alarm(0)
 
 
+def summary(results: list[tuple[str, str]]) -> str:
+    """The lists of docs/models.md."""
+    groups: dict[str, list[str]] = {}
+    for name, found in results:
+        if found.startswith("-"):
+            continue  # no model to compare with, or one that also sees
+        reason = found.removeprefix("refused: ").splitlines()[0]
+        reason = reason.replace(f"model_type {name!r}", "").strip(" :,")
+        for pattern in (
+            r"in transformers [\d.]+ ",
+            r"FOLDER\S*: ",
+            r", found \S+$",
+            r"layer \d+: ",
+        ):
+            reason = re.sub(pattern, "", reason)
+        reason = re.split(r": '|; | and may ", reason)[0]
+        reason = re.sub(r"(heads x head_dim|layers to attend).*", r"\1", reason)
+        reason = re.sub(
+            r"not a sound .*", "its config is not read (mixed with state spaces)", reason
+        )
+        groups.setdefault(reason, []).append(name)
+    lines = [
+        f"transformers {transformers.__version__}: {len(results)} model types\n",
+        f"**A file of our own** ({len(groups['ours'])}): {', '.join(groups.pop('ours'))}\n",
+        f"**Through transformers' code** ({len(groups['transformers'])}): "
+        f"{', '.join(groups.pop('transformers'))}\n",
+        "| refused | because |\n|---|---|",
+    ]
+    lines += [f"| {', '.join(who)} | {why} |" for why, who in sorted(groups.items())]
+    return "\n".join(lines)
+
+
 def main() -> int:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
-    wrong = 0
-    for name, found in sweep(sys.argv[1:] or names()):
-        print(f"{name:28} {found[:220]}", flush=True)
-        wrong += found.startswith("WRONG")
-    return int(wrong > 0)
+    chosen = [name for name in sys.argv[1:] if name != "--markdown"]
+    results = []
+    for name, found in sweep(chosen or names()):
+        print(f"{name:28} {found.splitlines()[0][:220]}", file=sys.stderr, flush=True)
+        results.append((name, found))
+    if "--markdown" in sys.argv:
+        print(summary(results))
+    return int(any(found.startswith("WRONG") for _, found in results))
 
 
 if __name__ == "__main__":
