@@ -17,12 +17,13 @@ WORKERS ?= $(shell n=$$(env -u OMP_NUM_THREADS nproc); echo $$((n < 4 ? n : 4)))
 PY := $(VENV)/bin/python
 INTEROP := build/interop
 CONSTRAINTS := $(VENV)/embedlm-constraints.txt
+REQUIREMENTS := $(VENV)/embedlm-requirements.txt
 PIP_INSTALL = $(PY) -m pip install --disable-pip-version-check $(PIP_FLAGS) -c $(CONSTRAINTS)
 NATIVE := CMakeLists.txt $(shell find kernels/cpu -name '*.cpp' -o -name '*.c' -o -name '*.h' -o -name '*.hpp' -o -name '*.inl' 2>/dev/null)
 BUILT_FROM := pyproject.toml $(wildcard $(NATIVE))
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all aot gpu test-interop build models demo-model lint sanitize fuzz frontier bench clean
+.PHONY: help run test test-all aot gpu test-interop build wheel native packages models demo-model lint sanitize fuzz frontier bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -56,6 +57,11 @@ test-interop: $(VENV)/.embedlm-dev ## exchange files with auto-gptq, autoawq, gp
 
 build: $(VENV)/.embedlm-installed ## install this checkout (editable) with its native module
 
+wheel: | $(PY) ## build dist/embedlm-*.whl for this machine; one wheel is for every Python
+	@echo "embedlm: compiling the native module and packing the wheel (4 minutes of CPU time)"
+	@$(PY) -m pip wheel --quiet --disable-pip-version-check $(PIP_FLAGS) --no-deps --wheel-dir dist .
+	@ls dist/embedlm-*.whl
+
 models: build ## fetch both real models the tests use into the user's cache
 	$(PY) -m sdk fetch-demo --gemma
 
@@ -84,7 +90,7 @@ bench: build demo-model ## tokens per second for 1 and 8 streams on the demo mod
 
 clean: ## remove everything this Makefile made, except the models in the user's cache
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	rm -f $(VENV)/.embedlm-dev $(VENV)/.embedlm-installed $(CONSTRAINTS)
+	rm -f $(VENV)/.embedlm-dev $(VENV)/.embedlm-installed $(CONSTRAINTS) $(REQUIREMENTS)
 	find sdk quant kernels models loaders tests -name __pycache__ -prune -exec rm -rf {} +
 
 # --- stamps: each step runs again only when what it was made from has changed ---
@@ -107,12 +113,25 @@ $(CONSTRAINTS): .ci/constraints-cpu.txt | $(PY)
 	  cp $< $@; echo "embedlm: no NVIDIA driver, asking for the CPU build: $$(grep '^torch' $@)"; \
 	fi
 
+# The compiler runs while packages are downloaded: each takes a minute or two.
 $(VENV)/.embedlm-installed: $(CONSTRAINTS) $(BUILT_FROM)
-	$(PIP_INSTALL) torch numpy
-	$(PIP_INSTALL) -e .
+	@$(MAKE) --no-print-directory --jobs=2 packages native
+	@$(PIP_INSTALL) --quiet embedlm
 	@$(PY) -m sdk doctor --only native || true
 	@touch $@
 
+packages: $(CONSTRAINTS)
+	@echo "embedlm: downloading and installing torch and the other packages"
+	@sed -n '/^dependencies = \[/,/^\]/s/^ *"\(.*\)",$$/\1/p' pyproject.toml > $(REQUIREMENTS)
+	@$(PIP_INSTALL) --quiet --progress-bar off -r $(REQUIREMENTS)
+	@echo "embedlm: packages are installed"
+
+native: $(CONSTRAINTS)
+	@echo "embedlm: compiling the native module (4 minutes of CPU time)"
+	@$(PIP_INSTALL) --quiet --progress-bar off --no-deps -e .
+
+# embedlm is installed by then: this installs what the extra asks for, without a second build.
 $(VENV)/.embedlm-dev: $(VENV)/.embedlm-installed
-	$(PIP_INSTALL) -e ".[dev]"
+	@echo "embedlm: downloading and installing what the tests need"
+	@$(PIP_INSTALL) --quiet --progress-bar off "embedlm[dev]"
 	@touch $@
