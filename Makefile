@@ -100,7 +100,8 @@ $(PY):
 	  echo "embedlm: $(PYTHON) cannot make virtual environments; on Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
 	  echo "embedlm: Python 3.10 or newer is needed; name one with PYTHON=..." >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
+	@echo "embedlm: creating the environment $(VENV)"
+	@$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
 
 # The constraint goes into every pip call. An environment that has torch keeps exactly that torch;
 # without an NVIDIA driver the release with a CPU build is asked for; with one, pyproject's range.

@@ -102,8 +102,8 @@ class Ops(ExpertOps, LadderOps, GraphOps, SamplingOps, OffloadOps):
     """Chosen kernels plus what they share (the thread pool). Owned by one rank, closed with it.
 
     ``num_threads`` defaults to the CPUs this process may run on. ``backends`` restricts the choice
-    (tests); ``declined_backends`` says which are missing and why. ``deterministic``: on a GPU too,
-    a row's result does not depend on the rows beside it (slower); on a CPU it never does.
+    (tests); ``declined_backends`` says which are missing and why. ``deterministic``: on a GPU
+    a row's result does not depend on the rows beside it (slower); on a CPU that is always so.
     ``activations``: the type of those between kernels, float32 or one of 16 bits; see the module.
     ``offload``: where weights go that are not to stay in the device's memory.
     """

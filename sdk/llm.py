@@ -363,10 +363,11 @@ class LLM:
             raise
 
     def step(self) -> list[RequestOutput]:
-        """Run one engine step in this thread; what is new of the enqueued requests.
+        """Run one engine step in this thread; return the new outputs of enqueued requests.
 
-        Other threads may use this LLM at the same time: their steps count too, their outputs are
-        not among these. Raises what a request failed with, when there is nothing else to return.
+        Steps of other threads may have produced some of them. What those threads wait for
+        themselves is not returned here. Raises what a request failed with, when there is nothing
+        else to return.
         """
         self._driver.check_usable()
         self._driver.step()

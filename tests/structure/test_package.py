@@ -102,6 +102,38 @@ def test_a_wheel_has_every_module_under_one_name_and_nothing_else(names: set[str
     assert endings <= {".py", ".typed", ".json"}  # C++ sources stay out of it
 
 
+def test_every_extra_is_explained_and_none_is_named_that_does_not_exist() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    table = text.partition("[project.optional-dependencies]")[2].partition("\n[project")[0]
+    extras = set(re.findall(r"^([\w-]+) = \[", table, re.MULTILINE))
+    explained = (ROOT / "docs" / "install.md").read_text()
+    assert {extra for extra in extras if f"`{extra}`" not in explained} == set()
+    sources = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "sdk").rglob("*.py")]
+    named = {
+        extra
+        for path in sources
+        for extra in re.findall(r"embedlm\[([a-z-]+)\]", path.read_text(encoding="utf-8"))
+    }
+    assert named - extras == set()
+
+
+def recipe(target: str, environment: Path) -> str:
+    """What make would run for ``target`` in an environment that does not exist."""
+    command = ["make", "--dry-run", target, f"VENV={environment}"]
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+
+
+def test_make_test_builds_the_native_module_once(tmp_path: Path) -> None:
+    commands = recipe("test", tmp_path / "new").splitlines()
+    builds = [line for line in commands if "pip install" in line and " -e " in line]
+    assert len(builds) == 1
+    assert any(line.endswith('"embedlm[dev]"') for line in commands)
+
+
+def test_make_wheel_builds_a_wheel(tmp_path: Path) -> None:
+    assert "-m pip wheel" in recipe("wheel", tmp_path / "new")
+
+
 TRANSFORMERS_AND_KERNELS = """
 from transformers import LlamaForCausalLM
 import json
