@@ -41,6 +41,8 @@ class Commits(Queues):
         if isinstance(result, list):
             self._commit_tokens(in_flight, result, now, updates)
             return updates
+        if result.unwritten:
+            self.prefixes.swap.lose(result.unwritten)
         page_size = self.config.page_size
         errors, prompt_logprobs = result.errors, result.prompt_logprobs
         for request, num in in_flight:

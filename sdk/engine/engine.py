@@ -339,11 +339,11 @@ class Engine:
 
         ``prefix_queries`` and ``prefix_hits`` count whole pages looked up and found in the cache
         when requests were admitted, ``cache_hit_rate`` is their quotient. ``swapped_out`` and
-        ``swapped_in`` count pages copied to the swap space and back, ``restored`` pages written
-        from snapshots. ``num_prompt_tokens`` are the prompt tokens that were computed: not those a
-        prefix hit gave, and again those lost to a preemption. ``native_seconds`` is the part of
-        ``execute_seconds`` spent in native calls: what is left of the time a caller waited is
-        Python.
+        ``swapped_in`` count pages copied to the swap space and back, ``swap_failed`` those that its
+        file did not take, ``restored`` pages written from snapshots. ``num_prompt_tokens`` are the
+        prompt tokens that were computed: not those a prefix hit gave, and again those lost to a
+        preemption. ``native_seconds`` is the part of ``execute_seconds`` spent in native calls:
+        what is left of the time a caller waited is Python.
         """
         scheduler = self.scheduler
         pool, swap = scheduler.pool, scheduler.prefixes.swap
@@ -360,6 +360,7 @@ class Engine:
             "cache_hit_rate": pool.hits / pool.queries if pool.queries else 0.0,
             "swapped_out": swap.stored,
             "swapped_in": swap.loaded,
+            "swap_failed": swap.failed,
             "swap_pages": swap.num_slots,
             "swap_pages_used": swap.num_used,
             "restored": scheduler.prefixes.restored,

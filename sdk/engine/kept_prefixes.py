@@ -177,7 +177,7 @@ def run_interlude(scheduler: Scheduler, executor: Executor) -> None:
     plan = scheduler.interlude()
     try:
         if plan.copies:
-            executor.execute(plan)
+            scheduler.prefixes.swap.lose(executor.execute(plan).unwritten)
     except BaseException:
         scheduler.undo(plan)
         raise

@@ -166,6 +166,15 @@ class KVCache:
             else:
                 self._move(*one, ops)
 
+    @property
+    def has_swap_file(self) -> bool:
+        """Whether copies may fail."""
+        return self._swap[0] > 0 and self._swap[1] is not None
+
+    def unwritten(self) -> dict[int, str]:
+        """Of the last copies those that the swap file did not take: slots, and why."""
+        return {} if self._storage is None else self._storage.unwritten()
+
     def _move(self, source: int, target: int, ops: Ops) -> None:
         """To a lower level, or as it is."""
         (above, index), (below, at) = page_level(source), page_level(target)

@@ -115,3 +115,5 @@ class StepResult(NamedTuple):
     prompt_logprobs: Mapping[str, tuple[Sampled, ...]] = {}
     hidden: Mapping[str, list[float]] = {}
     errors: Mapping[str, str] = {}
+    #: Slots of the swap space whose file took no page, and why: they hold nothing.
+    unwritten: Mapping[int, str] = {}

@@ -158,6 +158,12 @@ class ModelRunner:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step; see :class:`sdk.engine.plan.StepResult` for what comes back."""
+        result = self._execute(plan)
+        if plan.copies and self.kv.has_swap_file:
+            result = result._replace(unwritten=self.kv.unwritten())
+        return result
+
+    def _execute(self, plan: StepPlan) -> StepResult:
         self._update(plan)
         if not plan.num_tokens:
             return StepResult(plan.step_id)
@@ -229,6 +235,8 @@ class ModelRunner:
         or object not used since costs 1 to 10 us.
         """
         graph, inputs = self._graph, self._inputs
+        if plan.copies and self.kv.has_swap_file:  # some may fail, and tokens alone do not tell
+            return self.execute(plan.going_on(tokens))
         if graph is None or not self._rows:
             if self._rows and self._ahead is not None and self._ahead.flight is not None:
                 return self._land(plan, tokens, self._ahead, self._ahead.flight)

@@ -22,6 +22,7 @@ four for one.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -30,18 +31,22 @@ from sdk.engine.plan import Copy, Swap
 from sdk.engine.slabs import Slabs
 from sdk.kernels.ladder import page_id, page_level
 
+logger = logging.getLogger("sdk")
+
 
 class SwapSpace:
     """``num_slots`` slots of a page of the first type each, or of smaller ones of ``num_levels``,
     and the pages in them. Slots are named like pages; ``copies`` is where they are noted.
 
-    ``stored`` and ``loaded`` count pages copied out of and into the cache.
+    ``stored`` and ``loaded`` count pages copied out of and into the cache, ``failed`` those that
+    could not be written.
     """
 
     def __init__(self, num_slots: int, copies: list[Copy], num_levels: int = 1) -> None:
         self.num_slots = num_slots
         self.stored = 0
         self.loaded = 0
+        self.failed = 0
         self._copies = copies
         self._slabs = Slabs(range(num_slots), num_levels)
         # digest -> what it is and where; least recently used first
@@ -122,6 +127,18 @@ class SwapSpace:
         for digest, (_, slot) in list(self._known.items()):
             if slot in gone:
                 self.drop(digest)
+
+    def lose(self, unwritten: Mapping[int, str]) -> None:
+        """Forget slots that could not be written, by why: their pages are computed again."""
+        if unwritten and not self.failed:
+            logger.warning(
+                "swap_path: a KV page cannot be written to the swap file (%s); such pages are "
+                "dropped and computed again when they are needed; get_metrics()['swap_failed'] "
+                "counts them",
+                next(iter(unwritten.values())),
+            )
+        self.failed += len(unwritten)
+        self.forget(unwritten)
 
     def drop(self, digest: bytes) -> None:
         """Forget a page whose content is not to be trusted, if it is here."""

@@ -22,10 +22,17 @@ class SwapStorage:
     run in the order of its stream), which the system hands out where a slot is first written. With
     one they lie in a file there without a name, whose space is reserved now.
 
+    A page that the file does not take is kept here for the copies that were decided already, and
+    :meth:`unwritten` tells which; a page that cannot be read raises OSError.
+
     :raises OutOfMemoryError: the file cannot be made or has no room.
     """
 
     def __init__(self, pages: Tensor, num_slots: int, folder: str | None = None) -> None:
+        # Of slots that the file did not take: why, until that was told, and the pages, which may be
+        # wanted again by the copies that were decided before.
+        self._failed: dict[int, str] = {}
+        self._kept: dict[int, bytes] = {}
         self._on_gpu = pages.is_cuda
         self._page_bytes = pages.shape[1]
         size = num_slots * self._page_bytes
@@ -45,7 +52,7 @@ class SwapStorage:
         page, out = self._pages[self._part(swap.page)], swap.out
         part = self._part(swap.slot)
         if self._file is not None:
-            self._through_file(page, part, out=out)
+            self._through_file(swap.slot, page, part, out=out)
             return
         source, target = (page, self._memory[part]) if out else (self._memory[part], page)
         if self._on_gpu:
@@ -59,16 +66,35 @@ class SwapStorage:
         size = self._page_bytes >> level
         return slice(index * size, (index + 1) * size)
 
-    def _through_file(self, page: Any, part: slice, *, out: bool) -> None:
+    def _through_file(self, slot: int, page: Any, part: slice, *, out: bool) -> None:
         row = self._memory[: len(page)].numpy() if self._on_gpu else page
         if out:
             if self._on_gpu:
                 self._memory[: len(page)].copy_(page)
-            _write(self._file.fileno(), row.data, part.start)
+            self._failed.pop(slot, None)
+            self._kept.pop(slot, None)
+            try:
+                _write(self._file.fileno(), row.data, part.start)
+            except OSError as error:  # a full disk, a limit of file sizes
+                self._failed[slot] = str(error)
+                self._kept[slot] = row.tobytes()
+            return
+        if slot in self._kept:
+            row[:] = np.frombuffer(self._kept[slot], row.dtype)
         else:
             _read(self._file.fileno(), row.data, part.start)
-            if self._on_gpu:
-                page.copy_(self._memory[: len(page)])
+        if self._on_gpu:
+            page.copy_(self._memory[: len(page)])
+
+    def unwritten(self) -> dict[int, str]:
+        """The slots that the file did not take since the last call, and why.
+
+        What lies in them can be had until the next call: whoever is told asks no more for it.
+        """
+        for slot in self._kept.keys() - self._failed.keys():
+            del self._kept[slot]
+        failed, self._failed = self._failed, {}
+        return failed
 
     def close(self) -> None:
         """Give memory and file back. Idempotent."""

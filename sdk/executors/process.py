@@ -145,7 +145,9 @@ class ProcessExecutor(Generic[RunnerT]):
         with self._running():
             self._children.send(_for_workers(plan), self._collective_s)
             result = self.runner.execute(plan)
-            self._children.expect("done", self._collective_s)
+            for _, unwritten in self._children.expect("done", self._collective_s):
+                if unwritten:  # a page is lost with any rank's part of it
+                    result = result._replace(unwritten={**unwritten, **result.unwritten})
             return result
 
     @contextmanager

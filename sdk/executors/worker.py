@@ -95,8 +95,8 @@ def _serve(channel: Channel) -> None:
         if isinstance(message, RankCall):
             channel.send(pack(("done", message.function(runner, *message.args))))
         else:
-            runner.execute(message)
-            channel.send(pack(("done", message.step_id)))
+            result = runner.execute(message)
+            channel.send(pack(("done", dict(result.unwritten))))
         _limit_stderr()
     runner.close()
 
