@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from time import thread_time
 from typing import NoReturn, Protocol, TypeVar
 
 from sdk.engine.engine import Engine, Output
@@ -320,8 +321,8 @@ class Driver:
         Of a thousand requests at once some are taken in this step and the others in the next ones.
         """
         outputs: list[Output] = []
-        end = time.thread_time() + _COMMAND_SECONDS
-        while self._inbox and time.thread_time() < end:
+        end = thread_time() + _COMMAND_SECONDS
+        while self._inbox and thread_time() < end:
             command = self._inbox[0]  # stays until done: an interrupt loses no request
             if isinstance(command, tuple):
                 outputs += self._engine.abort(command)
