@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -169,12 +170,18 @@ class Scheme:
         """The numerics of a matrix of a layer."""
         return self.more if self.more is not None and name.endswith(MATTERING) else self.spec
 
-    def check(self, name: str, columns: int) -> None:
-        """:raises QuantizationError: when rows of ``columns`` do not divide into groups."""
+    def check(self, name: str, columns: int, widths: Collection[int] = ()) -> None:
+        """:raises QuantizationError: when rows of ``columns`` do not divide into groups.
+
+        ``widths`` of all matrices of the model: the groups it then names divide them too.
+        """
         group = self.spec.group
         if self.container != "gguf" and group is not None and columns % group:
-            fits = next((g for g in (128, 64, 32, 16) if columns % g == 0), None)
-            instead = "a scheme without groups" if fits is None else f"groups of {fits}"
+            sizes = (128, 64, 32, 16)
+            fits = next((g for g in sizes if not any(w % g for w in (columns, *widths))), None)
+            instead = "a scheme without groups, such as fp8"
+            if fits is not None and f"g{group}" in self.text:
+                instead = f"groups of {fits}, {self.text.replace(f'g{group}', f'g{fits}')}"
             raise QuantizationError(
                 f"{name}: {columns} columns do not divide into groups of {group} ({self.text}): "
                 f"ask for {instead}"

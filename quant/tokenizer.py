@@ -55,6 +55,11 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def token_names(self) -> Mapping[str, str]:
+        """How tokens with a role are spelled: ``bos_token``, ``eos_token``, ``pad_token``, ..."""
+        ...
+
+    @property
     def warnings(self) -> tuple[str, ...]:
         """What was assumed because the file did not say (an unknown pre-tokenizer, ...)."""
         ...

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from sdk.snapshot import Snapshot as Snapshot
     from sdk.quant_report import LayerReport as LayerReport
     from sdk.quant_report import QuantReport as QuantReport
+    from sdk.tokenizer import LLMTokenizer as LLMTokenizer
 
 __version__ = "0.1.0"
 #: By this the package ``embedlm`` knows ours from another project's ``sdk``.
@@ -68,6 +69,7 @@ _EXPORTS = {
     "QuantReport": "sdk.quant_report",
     "LayerReport": "sdk.quant_report",
     "Snapshot": "sdk.snapshot",
+    "LLMTokenizer": "sdk.tokenizer",
     "demo_model": "sdk.demo",
     "quantize": "sdk.quantizing",
     "evaluate": "sdk.evaluating",

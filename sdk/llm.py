@@ -36,9 +36,9 @@ from sdk.prompts import (
     as_list,
     is_conversation,
 )
-from sdk.quant.tokenizer import Tokenizer
 from sdk.quant_report import QuantReport, quant_report
 from sdk.snapshot import Snapshot
+from sdk.tokenizer import LLMTokenizer
 
 if TYPE_CHECKING:  # typing has it from Python 3.11 on
     from typing_extensions import Unpack
@@ -110,7 +110,7 @@ class LLM:
         """
         return plan(engine_config(model, **options))
 
-    def quantize(self, out: str | PathLike[str], scheme: str, **options: Any) -> Path:
+    def quantize(self, out: str | PathLike[str], scheme: str | None = None, **options: Any) -> Path:
         """This model's checkpoint, quantized into ``out``: see :func:`sdk.quantize`."""
         from sdk.loaders.hub import HubAccess
         from sdk.loaders.open import locate
@@ -551,12 +551,12 @@ class LLM:
         self._driver.check_usable()
         return self._keeping.forget()
 
-    def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer. :raises RequestError: when it has none."""
+    def get_tokenizer(self) -> LLMTokenizer:
+        """The model's tokenizer, by transformers' names. :raises RequestError: it has none."""
         self._driver.check_usable()
         if self._reader.tokenizer is None:
             raise RequestError("this LLM has no tokenizer")
-        return self._reader.tokenizer
+        return LLMTokenizer(self._reader.tokenizer)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What a call without ``sampling_params`` uses; ``explain()`` says who chose it."""

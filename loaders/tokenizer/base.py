@@ -70,6 +70,10 @@ class TextTokenizer(ABC):
         return self._facts.chat_templates
 
     @property
+    def token_names(self) -> Mapping[str, str]:
+        return self._facts.names
+
+    @property
     def warnings(self) -> tuple[str, ...]:
         return self._facts.warnings
 

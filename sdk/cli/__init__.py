@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import logging
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -56,7 +57,7 @@ def build_parser(named: str = "") -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    argv = sys.argv[1:] if argv is None else argv
+    argv = _joined(sys.argv[1:] if argv is None else argv)
     named = next((word for word in argv if not word.startswith("-")), "")
     args = build_parser(named).parse_args(argv)
     try:
@@ -79,6 +80,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         if sys.stderr is not None:  # print would take None for stdout
             print(f"embedlm: {error}", file=sys.stderr)
         return 2
+
+
+def _joined(argv: Sequence[str]) -> list[str]:
+    """``--memory -1GiB`` as ``--memory=-1GiB``: argparse takes what begins with a dash for an
+    option, so that the value could not be refused by what is wrong with it."""
+    joined: list[str] = []
+    for word in argv:
+        if re.match(r"-\.?\d", word) and joined and re.fullmatch(r"--[a-z-]+", joined[-1]):
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
 
 
 @contextlib.contextmanager

@@ -10,26 +10,23 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from sdk.cli.engine_arguments import add_engine_arguments, as_arguments, engine_options
 from sdk.errors import KernelError, OutOfMemoryError
 
 if TYPE_CHECKING:
     from sdk.memory import MemoryPlan
 
-OPTIONS = (
-    *("memory", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
-    *("kv_cache_dtype", "quantization", "disk_offload"),
-)
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", help="a .gguf file, a folder with safetensors, or a hub id")
-    parser.add_argument("--memory", help="hard budget for weights, KV cache and workspace: 1GiB")
-    parser.add_argument("--max-model-len", type=int, help="tokens of one request")
+    add_engine_arguments(parser)
     parser.add_argument("--max-num-seqs", type=int, help="requests at once")
-    parser.add_argument("--max-num-batched-tokens", type=int, help="tokens of one step")
-    parser.add_argument("--kv-cache-dtype", help="float16 (default), int8, fp8, int4, k8v4 ...")
-    parser.add_argument("--quantization", help="pack float matrices at load: int4, int8 ...")
-    parser.add_argument("--disk-offload", help="weights left on the disk: 2GiB, or auto")
+    parser.add_argument(
+        "--skip-tokenizer-init",
+        action="store_const",
+        const=True,
+        help="token ids in, token ids out: no memory for a tokenizer",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -37,8 +34,7 @@ def run(args: argparse.Namespace) -> int:
     from sdk.llm import LLM
     from sdk.memory import DISK_BANDWIDTH
 
-    given = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
-    plan = LLM.plan(args.file, **given)
+    plan = LLM.plan(args.file, **engine_options(args, "max_num_seqs", "skip_tokenizer_init"))
     speed = _speed(plan)
     if args.json:
         print(json.dumps({**to_json(plan), "decode_tokens_per_second": speed}, indent=2))
@@ -50,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
                 said += f", if the disk gives {DISK_BANDWIDTH / 1e9:g} GB/s"
             print(f"decoding   {speed:>10.{0 if speed >= 10 else 1}f}  {said}")
     if not plan.fits and not args.json:
-        raise OutOfMemoryError(plan.problem)
+        raise OutOfMemoryError(as_arguments(plan.problem, args))
     return 0 if plan.fits else 2
 
 

@@ -16,9 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", help="what is made: a folder, or a .gguf file; must not exist")
     parser.add_argument(
         "--scheme",
-        default="gptq-w4g128",
-        help="gptq-w4g128 (default; -w2, -w3, -w8, s for symmetric, -act), awq, int8, w8a8, "
-        "rtn-w4g64, fp8, fp8-block; for .gguf: q4_0, q8_0, q4_k_m, q5_k_m, q6_k, ...",
+        help="gptq-w4g128 (default of a folder; -w2, -w3, -w8, s for symmetric, -act), awq, int8, "
+        "w8a8, rtn-w4g64, fp8, fp8-block; for .gguf: q4_k_m (default), q4_0, q8_0, q6_k, ...",
     )
     parser.add_argument(
         "--calibration",

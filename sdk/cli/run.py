@@ -9,12 +9,13 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from sdk.cli.engine_arguments import add_engine_arguments, as_arguments, engine_options
 from sdk.demo import demo_model
-from sdk.errors import RequestError
+from sdk.errors import OutOfMemoryError, RequestError
 from sdk.progress import is_terminal
 
 if TYPE_CHECKING:
@@ -24,9 +25,10 @@ if TYPE_CHECKING:
 
 Message = dict[str, str]
 
-#: What SmolLM2's authors recommend: the file carries no defaults, and at temperature 1 a model this
-#: small rambles.
-DEMO_SAMPLING = {"temperature": 0.2, "top_p": 0.9}
+HELP = """/clear   forget the conversation
+/help    this text
+/exit    leave (or Ctrl-D)
+Ctrl-C ends an answer, which the conversation keeps as far as it came."""
 
 
 @dataclass(slots=True)
@@ -64,10 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, help="0 takes the likeliest token")
     parser.add_argument("--top-p", type=float, help="sample from the likeliest tokens of this sum")
     parser.add_argument("--seed", type=int, help="the same seed gives the same answer")
-    parser.add_argument("--memory", help="hard budget: 1GiB")
-    parser.add_argument(
-        "--disk-offload", help="weights left on the disk: 2GiB, or auto: what --memory cannot hold"
-    )
+    add_engine_arguments(parser)
     parser.add_argument("--threads", type=int, help="default: the CPUs of this process")
     parser.add_argument("--stats", action="store_true", help="print tokens per second to stderr")
 
@@ -76,10 +75,13 @@ def run(args: argparse.Namespace) -> int:
     prompt = read_prompt(args)
     if args.raw and (prompt is None or args.system is not None):
         raise RequestError("--raw: expected --prompt or piped text, and no --system")
-    from sdk.llm import LLM
-
     params = sampling_params(args)
-    with LLM(model_name(args), **engine_options(args)) as llm:
+    with opened(args) as llm:
+        if not args.raw and llm.get_tokenizer().chat_template is None:
+            raise RequestError(
+                "the model has no chat template, so it cannot chat: continue a text with "
+                "--raw --prompt TEXT"
+            )
         if prompt is not None:
             messages = opening(args.system, prompt)
             answer = write_answer(llm, prompt if args.raw else messages, params(llm))
@@ -96,14 +98,20 @@ def model_name(args: argparse.Namespace) -> str:
     return args.file or args.model or str(demo_model())
 
 
-def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The options of ``LLM`` that were given."""
-    given = {
-        "memory": args.memory,
-        "disk_offload": args.disk_offload,
-        "num_threads": args.threads,
-    }
-    return {name: value for name, value in given.items() if value is not None}
+def opened(args: argparse.Namespace) -> LLM:
+    """The model for one user: one request at a time.
+
+    :raises OutOfMemoryError: with what would help as arguments of this command.
+    """
+    from sdk.llm import LLM
+
+    options = engine_options(args)
+    if args.threads is not None:
+        options["num_threads"] = args.threads
+    try:
+        return LLM(model_name(args), max_num_seqs=1, **options)
+    except OutOfMemoryError as error:
+        raise OutOfMemoryError(as_arguments(str(error), args)) from error
 
 
 def sampling_params(args: argparse.Namespace) -> Any:
@@ -115,8 +123,6 @@ def sampling_params(args: argparse.Namespace) -> Any:
 
     names = ("max_tokens", "temperature", "top_p", "seed")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    if args.file is None and args.model is None:
-        given = {**DEMO_SAMPLING, **given}
     SamplingParams(**given)
 
     def of(llm: LLM) -> SamplingParams:
@@ -180,8 +186,10 @@ def _collect(stream: Iterable[RequestOutput], answer: Answer) -> None:
 
 def chat(llm: LLM, args: argparse.Namespace, params: SamplingParams) -> int:
     """Read a line, answer it, keep the history; until Ctrl-D, Ctrl-C or /exit."""
-    print("Ctrl-C ends an answer, Ctrl-D leaves.", file=sys.stderr)
-    history = [] if args.system is None else [{"role": "system", "content": args.system}]
+    print("Ctrl-C ends an answer, Ctrl-D leaves, /help has more.", file=sys.stderr)
+    first = [] if args.system is None else [{"role": "system", "content": args.system}]
+    history = list(first)
+    params = params.clone(truncate_prompt_tokens=-1)  # the oldest turns go when it is full
     while True:
         try:
             line = input("> ").strip()
@@ -190,15 +198,47 @@ def chat(llm: LLM, args: argparse.Namespace, params: SamplingParams) -> int:
             return 0
         if line == "/exit":
             return 0
+        if line == "/clear":
+            history = list(first)
+        if line.startswith("/"):
+            print(_command(line), file=sys.stderr)
+            continue
         if not line:
             continue
         turn = [*history, {"role": "user", "content": line}]
         try:
             answer = write_answer(llm, turn, params)
         except RequestError as error:
-            # A conversation that outgrew the context must not end the program.
-            print(f"embedlm: {error}", file=sys.stderr)
+            # A message that no context holds must not end the program.
+            shorter = str(error).replace("raise max_model_len", "begin anew with --max-model-len")
+            print(f"embedlm: {shorter}", file=sys.stderr)
             continue
         history = [*turn, {"role": "assistant", "content": answer.text}]
+        for said in _remarks(llm, turn, answer, params):
+            print(f"embedlm: {said}", file=sys.stderr)
         if args.stats or is_terminal(sys.stderr):
             print(answer.summary(), file=sys.stderr)
+
+
+def _command(line: str) -> str:
+    """What there is to say to a line with a slash."""
+    if line == "/clear":
+        return "the conversation is forgotten"
+    return HELP if line == "/help" else f"no such command: {line.split()[0]}\n{HELP}"
+
+
+def _remarks(
+    llm: LLM, turn: list[Message], answer: Answer, params: SamplingParams
+) -> Iterator[str]:
+    """What a user should know of an answer: the context is full, in one of two ways."""
+    whole = llm.get_tokenizer().apply_chat_template(turn, add_generation_prompt=True)
+    if answer.num_prompt_tokens < len(whole):
+        yield (
+            f"the context of {llm.max_model_len} tokens is full: the oldest turns were left out "
+            "of this answer. /clear begins anew, --max-model-len makes it larger"
+        )
+    used = answer.num_prompt_tokens + answer.num_tokens
+    if answer.finish_reason == "length" and used >= llm.max_model_len:
+        yield "the answer ends here because the context is full. /clear begins anew"
+    elif answer.finish_reason == "length":
+        yield f"the answer ends here because of --max-tokens {params.max_tokens}"

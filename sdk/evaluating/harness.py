@@ -104,7 +104,7 @@ class EmbedLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     ) -> str:
         """The conversation as the model was trained to read it."""
         return self._text.apply_chat_template(
-            chat_history, add_generation_prompt=add_generation_prompt
+            chat_history, tokenize=False, add_generation_prompt=add_generation_prompt
         )
 
     # ---- scoring ---------------------------------------------------------------------------------

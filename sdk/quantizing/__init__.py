@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from sdk.config import ProgressCallback
-from sdk.errors import QuantizationError
+from sdk.errors import QuantizationError, UnsupportedError
 from sdk.loaders.model_shapes import num_experts
 from sdk.loaders.open import open_checkpoint
 from sdk.loaders.writers.gguf_writer import GgufWriter
@@ -24,11 +24,14 @@ from sdk.quantizing.job import Job
 from sdk.quantizing.libraries import library_for, quantize_with
 from sdk.windows import Text, calibration_text, token_windows
 
+#: Schemes where none is named.
+_GGUF, _FOLDER = "q4_k_m", "gptq-w4g128"
+
 
 def quantize(
     model: str | PathLike[str],
     out: str | PathLike[str],
-    scheme: str = "gptq-w4g128",
+    scheme: str | None = None,
     *,
     calibration: Text | None = None,
     sequences: int = 128,
@@ -46,7 +49,7 @@ def quantize(
         model: a GGUF file, a folder with safetensors, or a hub id.
         out: what will be made: a folder, or a ``.gguf`` file. It must not exist.
         scheme: see :class:`sdk.quant.scheme.Scheme`: ``gptq-w4g128``, ``awq``, ``int8``, ``fp8``,
-            ``q4_k_m``, ...
+            ``q4_k_m``, ... Default: ``q4_k_m`` for a ``.gguf`` file, ``gptq-w4g128`` for a folder.
         calibration: text, texts, or lists of token ids, for methods that look at activations.
             Default: Python's help topics, but for the first 64 KiB. GGUF types use it only if it
             is given.
@@ -64,9 +67,10 @@ def quantize(
         RequestError: too little calibration text.
         LoadCancelled: ``on_progress`` returned False.
     """
-    wanted = Scheme.parse(scheme)
     target = Path(out).expanduser()
-    if (target.suffix == ".gguf") != (wanted.container == "gguf"):
+    in_gguf = target.suffix == ".gguf"
+    wanted = Scheme.parse((_GGUF if in_gguf else _FOLDER) if scheme is None else scheme)
+    if in_gguf != (wanted.container == "gguf"):
         expected = "a .gguf file" if wanted.container == "gguf" else "a folder"
         raise QuantizationError(f"{target}: {wanted.text} is written as {expected}")
     other = None if library is None else library_for(library, wanted)
@@ -88,10 +92,20 @@ def quantize(
 
 
 def _check(checkpoint: Checkpoint, scheme: Scheme) -> None:
-    """:raises QuantizationError: the scheme does not suit the model."""
-    for entry in checkpoint.entries():
-        if is_in_block(entry):
-            scheme.check(entry.name, entry.shape[1])
+    """:raises QuantizationError: the scheme does not suit the model.
+
+    :raises UnsupportedError: folders are made from folders alone.
+    """
+    if checkpoint.format == "gguf" and scheme.container != "gguf":
+        raise UnsupportedError(
+            f"{checkpoint.path}: {scheme.text} makes a folder, for which config and tokenizer of "
+            "the original folder are needed; a GGUF file becomes another GGUF file: name a .gguf "
+            f"file to make, with scheme {_GGUF} or another of GGUF's"
+        )
+    matrices = [entry for entry in checkpoint.entries() if is_in_block(entry)]
+    widths = {entry.shape[1] for entry in matrices}
+    for entry in matrices:
+        scheme.check(entry.name, entry.shape[1], widths)
     if scheme.method in ("awq", "smoothquant") and num_experts(checkpoint.config):
         raise QuantizationError(
             f"{checkpoint.path}: {scheme.text} puts factors into the norm before a matrix, of "

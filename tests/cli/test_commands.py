@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 from importlib import import_module
@@ -207,22 +209,65 @@ def test_plan_with_too_small_a_budget_says_what_would_help(smollm2: Path, capsys
     assert err.startswith("embedlm: the model does not fit")
     helps = err.partition("what would help:\n")[2].splitlines()
     assert len(helps) >= 2
-    assert helps[0].startswith("  memory='")
+    assert helps[0].startswith("  --memory ")
     assert main(["plan", str(smollm2), "--memory", "200MiB", "--max-model-len", "8192"]) == 2
     err = capsys.readouterr().err
-    assert "  max_model_len=" in err
+    assert "  --max-model-len " in err
     options = ["--memory", "200MiB", "--max-model-len", "8192", "--json"]
     assert main(["plan", str(smollm2), *options]) == 2
     report = json.loads(capsys.readouterr().out)
     assert all(other["total"] <= 200 * 2**20 for other in report["alternatives"])
     changed = [set(other["options"]) for other in report["alternatives"]]
     assert {"kv_cache_dtype", "max_model_len"} in changed
-    assert report["problem"] in err
+    assert report["problem"].partition("what would help")[0] in err
 
 
 def test_plan_refuses_a_size_it_cannot_read(smollm2: Path, capsys: Captured) -> None:
     assert main(["plan", str(smollm2), "--memory", "lots"]) == 2
     assert "expected a size such as '2GiB'" in capsys.readouterr().err
+    assert main(["plan", str(smollm2), "--memory", "-1GiB"]) == 2
+    assert "expected a size such as '2GiB'" in (err := capsys.readouterr().err)
+    assert "'-1GiB'" in err and err.count("\n") == 1
+
+
+def followed(argv: list[str], line: str) -> list[str]:
+    """A command with the arguments that a line of advice names in place of its own."""
+    given = shlex.split(line.partition(" is ")[0].partition(" needs ")[0])
+    with_limits = line.partition(" is enough with ")[2]
+    given += shlex.split(with_limits)
+    new = dict(zip(given[::2], given[1::2], strict=True))
+    old = dict(zip(argv[2::2], argv[3::2], strict=True))
+    return [*argv[:2], *(word for pair in {**old, **new}.items() for word in pair)]
+
+
+@pytest.mark.parametrize("command", ["plan", "run"])
+def test_the_advice_of_a_command_works_in_that_command(
+    command: str, golden: Path, capsys: Captured
+) -> None:
+    argv = [command, str(golden / "arch-llama3" / "hf"), "--memory", "12MiB"]
+    if command == "run":
+        argv += ["--prompt", "Hi", "--max-tokens", "2"]
+    assert main(argv) == 2
+    err = capsys.readouterr().err
+    lines = err.partition("what would help:\n")[2].splitlines()
+    lines = [line.strip() for line in lines if line.startswith("  --")]
+    assert len(lines) >= 2, err
+    assert "max_num_seqs" not in err and "='" not in err
+    for line in lines:
+        flags = re.fullmatch(r"--skip-tokenizer-init True is enough.*", line)
+        assert main([*argv, "--skip-tokenizer-init"] if flags else followed(argv, line)) == 0, line
+    capsys.readouterr()
+
+
+def test_quantizing_a_gguf_file_without_a_scheme_makes_another(
+    golden: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    model = str(golden / "gguf-Q8_0" / "model.gguf")
+    assert main(["quantize", model, str(tmp_path / "folder")]) == 2
+    err = capsys.readouterr().err
+    assert "name a .gguf file to make, with scheme q4_k_m" in err
+    assert main(["quantize", model, str(tmp_path / "made.gguf")]) == 0
+    assert (tmp_path / "made.gguf").is_file()
 
 
 # ---- the rest -----------------------------------------------------------------------------------

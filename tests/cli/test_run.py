@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from sdk import LLM
 from sdk.cli import build_parser, main, run
 from sdk.errors import CheckpointError, RequestError
 from sdk.params import SamplingParams
@@ -46,6 +48,12 @@ class ScriptedLLM:
         self.pieces = pieces
         self.asked: list[Any] = []
         self.closed = 0
+        self.max_model_len = 100
+
+    def get_tokenizer(self) -> Any:
+        return SimpleNamespace(
+            chat_template="{{ messages }}", apply_chat_template=lambda turn, **given: [1, 2, 3]
+        )
 
     def stream(self, prompt: Any, params: Any) -> Iterator[Any]:
         self.asked.append(prompt)
@@ -178,10 +186,17 @@ def test_the_model_is_named_once_or_is_the_demo_model() -> None:
         run.model_name(parse())
 
 
-def test_only_given_options_reach_the_engine() -> None:
-    assert run.engine_options(parse()) == {}
-    given = parse("--memory", "1GiB", "--threads", "2")
-    assert run.engine_options(given) == {"memory": "1GiB", "num_threads": 2}
+def test_the_engine_is_for_one_user_and_gets_the_options_given(
+    golden: Path,
+) -> None:
+    model = golden / "gguf-Q8_0" / "model.gguf"
+    argv = (str(model), "--memory", "60MiB", "--threads", "1", "--max-model-len", "64")
+    with run.opened(parse(*argv)) as llm:
+        assert llm.config.max_num_seqs == 1 and llm.config.num_threads == 1
+        assert llm.memory_plan.budget == 60 << 20
+        assert llm.max_model_len == 64
+        with LLM(model, max_model_len=64) as many:
+            assert llm.memory_plan.workspace < many.memory_plan.workspace
 
 
 def test_given_parameters_lie_on_top_of_the_models_own() -> None:
@@ -193,11 +208,100 @@ def test_given_parameters_lie_on_top_of_the_models_own() -> None:
     assert (params.temperature, params.top_k) == (0.6, 40)
 
 
-def test_the_demo_model_gets_its_authors_temperature_unless_told_otherwise() -> None:
-    llm: Any = SimpleNamespace(get_default_sampling_params=SamplingParams)
-    assert run.sampling_params(parse())(llm).temperature == 0.2
-    assert run.sampling_params(parse("--temperature", "0.7"))(llm).temperature == 0.7
-    assert run.sampling_params(parse("other.gguf"))(llm).temperature == 1.0
+def test_every_model_is_sampled_by_its_own_defaults_unless_told_otherwise() -> None:
+    defaults = SamplingParams(temperature=0.6)
+    llm: Any = SimpleNamespace(get_default_sampling_params=lambda: defaults)
+    for argv in ([], ["other.gguf"]):
+        assert run.sampling_params(parse(*argv))(llm) == defaults
+        assert run.sampling_params(parse(*argv, "--temperature", "0.7"))(llm).temperature == 0.7
+
+
+@pytest.fixture(scope="module")
+def chatty(golden: Path) -> Iterator[LLM]:
+    """A tiny random model with a chat template, and a context of a few short turns."""
+    with LLM(golden / "arch-llama3" / "hf", max_model_len=96, max_num_seqs=1) as llm:
+        yield llm
+
+
+def test_a_chat_drops_the_oldest_turns_and_says_so(
+    chatty: LLM, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    typed(monkeypatch, *(f"This is message number {i}" for i in range(6)), "/clear", "Hi")
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    assert run.chat(chatty, parse("--system", "Be brief"), params) == 0
+    err = capsys.readouterr().err
+    assert "the context of 96 tokens is full: the oldest turns were left out" in err
+    assert "/clear begins anew" in err
+    end = err.partition("the conversation is forgotten\n")[2]
+    assert "left out" not in end and "Traceback" not in err
+    assert "too long" not in err and "the context holds" not in err
+
+
+def test_an_answer_that_fills_the_context_says_so(
+    chatty: LLM, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    typed(monkeypatch, "Hi")
+    assert run.chat(chatty, parse(), SamplingParams(temperature=0, ignore_eos=True)) == 0
+    assert "the answer ends here because the context is full" in capsys.readouterr().err
+    typed(monkeypatch, "Hi")
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=3)
+    assert run.chat(chatty, parse(), params) == 0
+    assert "the answer ends here because of --max-tokens 3" in capsys.readouterr().err
+
+
+def test_a_message_longer_than_the_context_is_told_and_the_chat_goes_on(
+    chatty: LLM, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    typed(monkeypatch, "word " * 200, "Hi")
+    assert run.chat(chatty, parse(), SamplingParams(max_tokens=3, ignore_eos=True)) == 0
+    captured = capsys.readouterr()
+    assert captured.err.count("embedlm: ") == 2  # the refusal, and the end of the second answer
+    assert "max_model_len" not in captured.err
+    assert captured.out.count("\n") >= 1
+
+
+def test_ctrl_c_during_an_answer_keeps_the_chat_and_what_was_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    llm = ScriptedLLM([piece("Hel", [1]), KeyboardInterrupt()])
+    typed(monkeypatch, "one", "two")
+    assert run.chat(llm, parse(), SamplingParams()) == 0
+    assert llm.asked[1][1] == {"role": "assistant", "content": "Hel"}
+    assert capsys.readouterr().out == "Hel\nHel\n"
+
+
+def test_commands_of_a_chat_are_explained(
+    monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    typed(monkeypatch, "/help", "/nonsense", "/exit")
+    assert run.chat(ScriptedLLM([]), parse(), SamplingParams()) == 0
+    err = capsys.readouterr().err
+    assert err.count("/clear   forget the conversation") == 2
+    assert "no such command: /nonsense" in err
+
+
+def test_clear_forgets_all_but_the_system_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    llm = ScriptedLLM(answers("Fine", "."))
+    typed(monkeypatch, "one", "/clear", "two")
+    assert run.chat(llm, parse("--system", "Be brief"), SamplingParams()) == 0
+    assert llm.asked[1] == [
+        {"role": "system", "content": "Be brief"},
+        {"role": "user", "content": "two"},
+    ]
+
+
+def test_a_model_without_a_chat_template_names_raw(
+    golden: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(golden / "arch-llama3" / "hf", model)
+    (model / "chat_template.jinja").unlink()
+    assert main(["run", str(model), "-p", "Hi"]) == 2
+    err = capsys.readouterr().err
+    assert "no chat template" in err and "--raw --prompt TEXT" in err and err.count("\n") == 1
+    assert main(["run", str(model), "-p", "Hi", "--raw", "--max-tokens", "2"]) == 0
 
 
 def test_a_bad_parameter_is_refused_before_the_model_is_opened(capsys: Captured) -> None:
