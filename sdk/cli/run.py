@@ -155,7 +155,12 @@ def opening(system: str | None, prompt: str) -> list[Message]:
 def write_answer(llm: LLM, prompt: str | list[Message], params: SamplingParams) -> Answer:
     """Stream one answer to stdout; Ctrl-C ends it and gives what there was."""
     answer = Answer(started=time.monotonic())
-    stream = llm.stream(prompt, params)
+    try:
+        stream = llm.stream(prompt, params)
+    except RequestError as error:  # with what can be done about it here
+        text, full, _ = str(error).partition("; shorten it")
+        more = "; shorten it, or start with another --max-model-len or more --memory"
+        raise RequestError(text + more if full else text) from error
     try:
         _collect(stream, answer)
     except KeyboardInterrupt:
@@ -210,8 +215,7 @@ def chat(llm: LLM, args: argparse.Namespace, params: SamplingParams) -> int:
             answer = write_answer(llm, turn, params)
         except RequestError as error:
             # A message that no context holds must not end the program.
-            shorter = str(error).replace("raise max_model_len", "begin anew with --max-model-len")
-            print(f"embedlm: {shorter}", file=sys.stderr)
+            print(f"embedlm: {error}", file=sys.stderr)
             continue
         history = [*turn, {"role": "assistant", "content": answer.text}]
         for said in _remarks(llm, turn, answer, params):
