@@ -158,8 +158,8 @@ def write_answer(llm: LLM, prompt: str | list[Message], params: SamplingParams) 
     try:
         stream = llm.stream(prompt, params)
     except RequestError as error:  # with what can be done about it here
-        text, full, _ = str(error).partition("; shorten it")
-        more = "; shorten it, or start with another --max-model-len or more --memory"
+        text, full, _ = str(error).partition("; shorten")
+        more = "; shorten it, or start with a larger --max-model-len or more --memory"
         raise RequestError(text + more if full else text) from error
     try:
         _collect(stream, answer)

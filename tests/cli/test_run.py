@@ -256,7 +256,7 @@ def test_a_message_longer_than_the_context_is_told_and_the_chat_goes_on(
     assert run.chat(chatty, parse(), SamplingParams(max_tokens=3, ignore_eos=True)) == 0
     captured = capsys.readouterr()
     assert captured.err.count("embedlm: ") == 2  # the refusal, and the end of the second answer
-    assert "start with another --max-model-len" in captured.err
+    assert "start with a larger --max-model-len" in captured.err
     assert "max_model_len" not in captured.err
     assert captured.out.count("\n") >= 1
 
