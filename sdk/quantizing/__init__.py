@@ -68,11 +68,7 @@ def quantize(
         LoadCancelled: ``on_progress`` returned False.
     """
     target = Path(out).expanduser()
-    in_gguf = target.suffix == ".gguf"
-    wanted = Scheme.parse((_GGUF if in_gguf else _FOLDER) if scheme is None else scheme)
-    if in_gguf != (wanted.container == "gguf"):
-        expected = "a .gguf file" if wanted.container == "gguf" else "a folder"
-        raise QuantizationError(f"{target}: {wanted.text} is written as {expected}")
+    wanted = _scheme(scheme, target)
     other = None if library is None else library_for(library, wanted)
     with closing(open_checkpoint(str(model))) as checkpoint:
         _check(checkpoint, wanted)
@@ -89,6 +85,19 @@ def quantize(
                 with closing(_job(checkpoint, wanted, ids, target, num_threads)) as job:
                     job.run(report)
     return target
+
+
+def _scheme(name: str | None, target: Path) -> Scheme:
+    """The scheme of a name, or the usual one for what is to be made.
+
+    :raises QuantizationError: it is written as something else.
+    """
+    in_gguf = target.suffix == ".gguf"
+    wanted = Scheme.parse((_GGUF if in_gguf else _FOLDER) if name is None else name)
+    if in_gguf != (wanted.container == "gguf"):
+        expected = "a .gguf file" if wanted.container == "gguf" else "a folder"
+        raise QuantizationError(f"{target}: {wanted.text} is written as {expected}")
+    return wanted
 
 
 def _check(checkpoint: Checkpoint, scheme: Scheme) -> None:
