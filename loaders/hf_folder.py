@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sdk.kernels.layouts import Dense
 from sdk.loaders import mistral_params
+from sdk.loaders.folder_file import folder_file
 from sdk.loaders.formats.kv_scales import KV_SCALES, read_kv_scales
 from sdk.loaders.formats.quantized import CONFIG_FILES, Quantization, quantization
 from sdk.loaders.formats.stored_layer import StoredLayer
@@ -59,18 +60,20 @@ class HfFolder:
         theirs = (folder / mistral_params.FILE).is_file()
         self._by_mistral = theirs and not (folder / "config.json").is_file()
         source = folder / (mistral_params.FILE if self._by_mistral else "config.json")
-        raw = read_json(source, MAX_CONFIG)
+        raw = read_json(folder_file(folder, source.name) or source, MAX_CONFIG)
         if self._by_mistral:
             raw = mistral_params.config_of(raw, str(source))
         for name in CONFIG_FILES:
-            if raw.get("quantization_config") is None and (folder / name).is_file():
-                raw["quantization_config"] = read_json(folder / name, MAX_CONFIG)
+            if raw.get("quantization_config") is None:
+                settings = folder_file(folder, name)
+                if settings is not None:
+                    raw["quantization_config"] = read_json(settings, MAX_CONFIG)
         files = open_weights(folder, weights)
         self._quantization = quantization(raw, files.tensors, str(folder))
         self.config: Mapping[str, Any] = complete_config(raw, str(source))
-        generation = folder / "generation_config.json"
+        generation = folder_file(folder, "generation_config.json")
         self.generation_config: Mapping[str, Any] = (
-            read_json(generation, MAX_CONFIG) if generation.is_file() else {}
+            {} if generation is None else read_json(generation, MAX_CONFIG)
         )
         self._files: SafetensorsFiles | None = files
         self._tensors = _canonical_names(files, self._by_mistral)

@@ -14,21 +14,23 @@ from sdk.quant.errors import CheckpointError
 MAX_BRACKETS = 3 << 20
 #: No size, count or offset has more digits than 2^64; int() of a million digits takes minutes.
 _MAX_DIGITS = 20
+#: Of a tokenizer's files: many say that a text may have int(1e30) tokens.
+TOKENIZER_DIGITS = 31
 
 
-def parse_json(text: bytes, source: str) -> dict[str, Any]:
+def parse_json(text: bytes, source: str, *, max_digits: int = _MAX_DIGITS) -> dict[str, Any]:
     """Parse a JSON object. ``source`` names the file (and part) in errors.
 
     Raises:
         CheckpointError: not UTF-8, not JSON, not an object, nested too deeply, a key twice in one
-            object, NaN or infinity, or a number of more than 20 digits.
+            object, NaN or infinity, or an integer of more than ``max_digits`` digits.
     """
 
     def refuse_constant(name: str) -> NoReturn:
         raise CheckpointError(f"{source}: {name} is not a number JSON allows")
 
     def parse_integer(digits: str) -> int:
-        if len(digits) > _MAX_DIGITS:
+        if len(digits) > max_digits:
             raise CheckpointError(f"{source}: a number of {len(digits)} digits: {digits[:20]}...")
         return int(digits)
 
@@ -57,7 +59,7 @@ def parse_json(text: bytes, source: str) -> dict[str, Any]:
     return value
 
 
-def read_json(path: Path, limit: int) -> dict[str, Any]:
+def read_json(path: Path, limit: int, *, max_digits: int = _MAX_DIGITS) -> dict[str, Any]:
     """Read a JSON file of at most ``limit`` bytes.
 
     Raises:
@@ -72,4 +74,4 @@ def read_json(path: Path, limit: int) -> dict[str, Any]:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
     if len(text) > limit:
         raise CheckpointError(f"{path}: larger than {limit >> 20} MiB")
-    return parse_json(text, str(path))
+    return parse_json(text, str(path), max_digits=max_digits)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from sdk.loaders.folder_file import weight_file
 from sdk.loaders.other_kinds import no_model
-from sdk.loaders.safetensors_reader import SafetensorsFiles, checked_file, read_index
+from sdk.loaders.safetensors_reader import SafetensorsFiles, read_index
 from sdk.quant.errors import CheckpointError
 
 logger = logging.getLogger("sdk")
@@ -24,7 +25,7 @@ def open_weights(folder: Path, weights: Path | None = None) -> SafetensorsFiles:
         UnsupportedError: the folder holds another kind of model.
     """
     if weights is not None:
-        return SafetensorsFiles([checked_file(folder, weights.name)])
+        return SafetensorsFiles([weight_file(folder, weights.name)])
     index = _index(folder)
     found = sorted(path.name for path in folder.glob("*.safetensors"))
     if index is not None:
@@ -40,10 +41,10 @@ def open_weights(folder: Path, weights: Path | None = None) -> SafetensorsFiles:
         others = [name for name in found if name != SINGLE_NAME]
         if others:
             logger.warning("%s: beside %s, ignored: %s", folder, SINGLE_NAME, ", ".join(others))
-        return SafetensorsFiles([checked_file(folder, SINGLE_NAME)])
+        return SafetensorsFiles([weight_file(folder, SINGLE_NAME)])
     models = [name for name in found if not name.startswith("adapter_")]
     if len(models) == 1:
-        return SafetensorsFiles([checked_file(folder, models[0])])
+        return SafetensorsFiles([weight_file(folder, models[0])])
     if models:
         raise CheckpointError(
             f"{folder}: {len(models)} safetensors files ({', '.join(models[:3])}, ...) but no "

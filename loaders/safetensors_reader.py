@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sdk.loaders.folder_file import folder_file, weight_file
 from sdk.loaders.json_file import parse_json, read_json
 from sdk.loaders.model_file import ModelFile, ReadBlocks
 from sdk.quant.errors import CheckpointError, UnsupportedError
@@ -186,7 +187,7 @@ def read_index(index: Path, folder: Path) -> SafetensorsFiles:
         or
             the index and the shards disagree about which tensor is where.
     """
-    document = read_json(index, MAX_INDEX)
+    document = read_json(folder_file(folder, index.name) or index, MAX_INDEX)
     places = document.get("weight_map")
     if not isinstance(places, dict) or not places:
         raise CheckpointError(f"{index}: weight_map is missing or empty")
@@ -200,7 +201,7 @@ def read_index(index: Path, folder: Path) -> SafetensorsFiles:
     missing = [shard for shard in shards if not (folder / shard).is_file()]
     if missing:
         raise CheckpointError(f"{index}: shards are missing: {', '.join(missing[:5])}")
-    files = SafetensorsFiles(checked_file(folder, shard) for shard in shards)
+    files = SafetensorsFiles(weight_file(folder, shard) for shard in shards)
     for name, shard in places.items():
         stored = files.tensors.get(name)
         if stored is None:
@@ -219,20 +220,3 @@ def read_index(index: Path, folder: Path) -> SafetensorsFiles:
 def _is_plain(name: str) -> bool:
     plain = PurePosixPath(name).name == name and "\\" not in name and "\0" not in name
     return plain and name.endswith(".safetensors")
-
-
-def checked_file(folder: Path, name: str) -> Path:
-    """``folder / name``, refused when it is a link that leads out of the folder.
-
-    The one exception is the download cache of the Hugging Face hub, whose snapshots are folders of
-    links to ``../../blobs``.
-    """
-    path = folder / name
-    target, home = path.resolve(), folder.resolve()
-    blobs = home.parent.parent / "blobs"
-    in_cache = home.parent.name == "snapshots" and target.is_relative_to(blobs)
-    if not target.is_relative_to(home) and not in_cache:
-        raise CheckpointError(
-            f"{path}: a link to {target}, outside of its folder; put the file itself there"
-        )
-    return path

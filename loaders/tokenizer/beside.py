@@ -11,8 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from sdk.loaders.folder_file import folder_file
 from sdk.loaders.tokenizer.base import TokenizerFacts
-from sdk.loaders.tokenizer.hf import JsonTokenizer, library_error
+from sdk.loaders.tokenizer.hf import JsonTokenizer
+from sdk.loaders.tokenizer.json_parts import load_tokenizer_json
 from sdk.loaders.tokenizer.metadata import Metadata
 from sdk.loaders.tokenizer.vocab import NORMAL, Vocabulary
 from sdk.quant.errors import CheckpointError
@@ -26,16 +28,19 @@ def tokenizer_json_for(
     meta: Metadata, vocabulary: Vocabulary, facts: TokenizerFacts, add_bos: bool
 ) -> JsonTokenizer | None:
     """The tokenizer of that file or key, or None (with a warning in the log when it is unfit)."""
-    beside = Path(meta.file).parent / "tokenizer.json"
     sources: list[tuple[str, str | Path]] = []
-    if beside.is_file():
-        sources.append((str(beside), beside))
+    try:
+        beside = folder_file(Path(meta.file).parent, "tokenizer.json")
+        if beside is not None:
+            sources.append((str(beside), beside))
+    except CheckpointError as error:
+        _LOG.warning("%s; not used", error)
     stored = meta.text(_KEY)
     if stored is not None:
         sources.append((f"{meta.file}: {_KEY}", stored))
     for where, source in sources:
         try:
-            backend = _load(source, where)
+            backend = load_tokenizer_json(source, where)
             if not _same_vocabulary(backend, vocabulary):
                 _LOG.warning("%s is of another vocabulary than %s; not used", where, meta.file)
                 continue
@@ -46,17 +51,6 @@ def tokenizer_json_for(
         except CheckpointError as error:
             _LOG.warning("%s; not used", error)
     return None
-
-
-def _load(source: str | Path, where: str) -> Any:
-    from tokenizers import Tokenizer
-
-    try:
-        if isinstance(source, Path):
-            return Tokenizer.from_file(str(source))
-        return Tokenizer.from_str(source)
-    except BaseException as error:
-        raise library_error(error, where) from None
 
 
 def _same_vocabulary(backend: Any, vocabulary: Vocabulary) -> bool:

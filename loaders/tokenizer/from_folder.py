@@ -9,21 +9,26 @@ them alone.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from sdk.loaders.folder_file import folder_file
+from sdk.loaders.json_file import TOKENIZER_DIGITS, read_json
 from sdk.loaders.tokenizer.base import TokenizerFacts
 from sdk.loaders.tokenizer.end_tokens import end_token_ids
 from sdk.loaders.tokenizer.from_gguf import tokenizer_from_gguf
-from sdk.loaders.tokenizer.hf import JsonTokenizer, library_error
+from sdk.loaders.tokenizer.hf import JsonTokenizer
+from sdk.loaders.tokenizer.json_parts import (
+    MAX_TOKENIZER_BYTES,
+    check_parts,
+    load_tokenizer_json,
+)
 from sdk.loaders.tokenizer.metadata import MAX_TEMPLATE_BYTES
 from sdk.loaders.tokenizer.sentencepiece import sentencepiece_metadata
 from sdk.quant.errors import CheckpointError
 from sdk.quant.tokenizer import Tokenizer
 
-_MAX_CONFIG_BYTES = 64 * 1024 * 1024
 _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -33,8 +38,8 @@ def tokenizer_from_folder(path: str | Path) -> Tokenizer | None:
     Raises CheckpointError for damaged files. Code in the folder is never run.
     """
     folder = Path(path)
-    config = _read_json(folder / "tokenizer_config.json")
-    if not (folder / "tokenizer.json").is_file():
+    config = _read_json(folder, "tokenizer_config.json")
+    if folder_file(folder, "tokenizer.json") is None:
         tokenizer = _from_sentencepiece(folder, config)
         if tokenizer is not None:
             return tokenizer
@@ -69,8 +74,8 @@ def tokenizer_from_folder(path: str | Path) -> Tokenizer | None:
 
 def _from_sentencepiece(folder: Path, config: Mapping[str, Any]) -> Tokenizer | None:
     """The tokenizer of ``tokenizer.model``, where that file says everything there is to know."""
-    file = folder / "tokenizer.model"
-    metadata = sentencepiece_metadata(file) if file.is_file() else None
+    file = folder_file(folder, "tokenizer.model")
+    metadata = sentencepiece_metadata(file) if file is not None else None
     if metadata is None or config.get("legacy") is False:
         return None
     count = len(metadata["tokenizer.ggml.tokens"])
@@ -96,18 +101,16 @@ def _from_sentencepiece(folder: Path, config: Mapping[str, Any]) -> Tokenizer | 
 
 def _backend(folder: Path) -> Any:
     """The ``tokenizers.Tokenizer`` of the folder, or None."""
-    file = folder / "tokenizer.json"
-    if file.is_file():
-        from tokenizers import Tokenizer as Backend
-
-        try:
-            return Backend.from_file(str(file))
-        except BaseException as error:
-            raise library_error(error, str(file)) from None
+    file = folder_file(folder, "tokenizer.json")
+    if file is not None:
+        return load_tokenizer_json(file, str(file))
     known = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
-    found = [name for name in known if (folder / name).is_file()]
+    found = [name for name in known if folder_file(folder, name) is not None]
     if not found:
         return None
+    for other in folder.iterdir():  # transformers reads what it knows of them
+        if other.suffix != ".safetensors":
+            folder_file(folder, other.name)
     from transformers import AutoTokenizer
 
     try:
@@ -115,6 +118,10 @@ def _backend(folder: Path) -> Any:
             str(folder), local_files_only=True, trust_remote_code=False
         )
         backend = getattr(converted, "backend_tokenizer", None)
+        if backend is not None:
+            check_parts(backend, str(folder / found[0]))
+    except CheckpointError:
+        raise
     except Exception as error:  # a folder can make it fail in many ways
         raise CheckpointError(f"{folder / found[0]}: expected a tokenizer, found {error}") from None
     if backend is None:
@@ -127,7 +134,7 @@ def _backend(folder: Path) -> Any:
 
 def _special_names(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """bos_token, eos_token, ... as the two configuration files spell them."""
-    values = {**_read_json(folder / "special_tokens_map.json"), **config}
+    values = {**_read_json(folder, "special_tokens_map.json"), **config}
     names: dict[str, str] = {}
     for key in _NAMES:
         value = values.get(key)
@@ -144,7 +151,7 @@ def _special_names(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 def _configured_eos(folder: Path, size: int) -> frozenset[int]:
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
-        value = _read_json(folder / name).get("eos_token_id")
+        value = _read_json(folder, name).get("eos_token_id")
         for token_id in value if isinstance(value, list) else [value]:
             if token_id is None:
                 continue
@@ -168,10 +175,12 @@ def _templates(folder: Path, config: Mapping[str, Any]) -> tuple[str | None, dic
             named[item["name"]] = _checked(item.get("template"), where)
     elif value is not None:
         named["default"] = _checked(value, where)
-    for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        named[file.stem] = _read_template(file)
-    file = folder / "chat_template.jinja"
-    if file.is_file():
+    for more in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        file = folder_file(folder, f"{more.parent.name}/{more.name}")
+        if file is not None:
+            named[file.stem] = _read_template(file)
+    file = folder_file(folder, "chat_template.jinja")
+    if file is not None:
         named["default"] = _read_template(file)
     return named.pop("default", None), named
 
@@ -197,17 +206,9 @@ def _checked(source: object, where: Path) -> str:
     return source
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty when there is no such file."""
-    if not file.is_file():
+def _read_json(folder: Path, name: str) -> dict[str, Any]:
+    """The object in a JSON file of the folder; empty when there is no such file."""
+    file = folder_file(folder, name)
+    if file is None:
         return {}
-    size = file.stat().st_size
-    if size > _MAX_CONFIG_BYTES:
-        raise CheckpointError(f"{file}: expected at most {_MAX_CONFIG_BYTES} bytes, found {size}")
-    try:
-        value = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: expected JSON, found {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file}: expected an object, found {type(value).__name__}")
-    return value
+    return read_json(file, MAX_TOKENIZER_BYTES, max_digits=TOKENIZER_DIGITS)

@@ -9,7 +9,6 @@ becomes U+FFFD as Python's decoder does it, not one U+FFFD per byte of the whole
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 from collections.abc import Sequence
@@ -17,9 +16,9 @@ from typing import Any
 
 from sdk.loaders.tokenizer.base import TextTokenizer, TokenizerFacts, well_formed
 from sdk.loaders.tokenizer.byte_level import token_bytes
+from sdk.loaders.tokenizer.json_parts import library_error, part_state
 from sdk.loaders.tokenizer.special import SpecialSplitter
 from sdk.loaders.tokenizer.spm import SPACE
-from sdk.quant.errors import CheckpointError
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -63,7 +62,7 @@ class JsonTokenizer(TextTokenizer):
         self._continued: Any = None
         self._kind, self.strips_leading_space = _decoder_kind(backend.decoder)
         self.bytewise = self._kind != "other"
-        self._run("a 1", add_special_tokens=True, parse_special=True)
+        self.decode(self._run("a 1", add_special_tokens=True, parse_special=True))
 
     @property
     def vocab_size(self) -> int:
@@ -97,7 +96,10 @@ class JsonTokenizer(TextTokenizer):
             return super().decode(ids, skip_special_tokens)
         skipped = self.special_ids if skip_special_tokens else frozenset()
         kept = [i for i in ids if i not in skipped and 0 <= i < self._size]
-        text: str = self._backend.decode(kept, skip_special_tokens=False)
+        try:
+            text: str = self._backend.decode(kept, skip_special_tokens=False)
+        except BaseException as error:
+            raise library_error(error, self._file) from None
         return text
 
     def encode(
@@ -137,7 +139,10 @@ class JsonTokenizer(TextTokenizer):
             first, never = '"prepend_scheme":"first"', '"prepend_scheme":"never"'
             self._continued = Tokenizer.from_str(source.replace(first, never))
             self._continued.encode_special_tokens = True
-        ids: list[int] = self._continued.encode(text, add_special_tokens=False).ids
+        try:
+            ids: list[int] = self._continued.encode(text, add_special_tokens=False).ids
+        except BaseException as error:
+            raise library_error(error, self._file) from None
         return ids
 
     def _encode_rendered(self, text: str, breaker: str | None) -> list[int]:
@@ -169,20 +174,12 @@ def _mark_special(backend: Any, special: frozenset[int]) -> None:
     backend.add_special_tokens([AddedToken(n, special=True, normalized=False) for n in names if n])
 
 
-def library_error(error: BaseException, file: str) -> BaseException:
-    """What to raise for an error of the library: it knows plain Exception and, on a file whose
-    parts contradict each other, a PanicException that no ``except Exception`` sees."""
-    if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-        return CheckpointError(f"{file}: expected a tokenizer, found {str(error)[:300]}")
-    return error
-
-
 def _decoder_kind(decoder: Any) -> tuple[str, bool]:
     """How tokens become bytes ("bytes", "fallback", "spaces" or "other"), and whether the first
     space of a text is dropped."""
     if decoder is None:
         return "other", False
-    state = json.loads(decoder.__getstate__())
+    state = part_state(decoder)
     chain = state["decoders"] if state.get("type") == "Sequence" else [state]
     kinds = [step["type"] for step in chain]
     if kinds == ["ByteLevel"]:

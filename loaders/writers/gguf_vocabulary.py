@@ -8,13 +8,15 @@ another one would be a silently worse model.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from sdk.loaders.folder_file import folder_file
+from sdk.loaders.json_file import TOKENIZER_DIGITS, read_json
+from sdk.loaders.tokenizer.json_parts import MAX_TOKENIZER_BYTES
 from sdk.loaders.tokenizer.pretokenizers import PRE_TOKENIZERS
 from sdk.loaders.tokenizer.sentencepiece import sentencepiece_metadata
 from sdk.loaders.tokenizer.vocab import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
@@ -32,10 +34,10 @@ def vocabulary_metadata(folder: Path, tokenizer: Tokenizer, vocab_size: int) -> 
     :raises CheckpointError: the folder has no tokenizer, or a damaged one.
     :raises UnsupportedError: a kind of tokenizer that GGUF files have no name for.
     """
-    path = folder / "tokenizer.json"
-    if not path.is_file():
+    path = folder_file(folder, "tokenizer.json")
+    if path is None:
         raise CheckpointError(f"{folder}: no tokenizer.json, which a GGUF file is made with")
-    whole = json.loads(path.read_text(encoding="utf-8"))  # the tokenizer has been made of it
+    whole = read_json(path, MAX_TOKENIZER_BYTES, max_digits=TOKENIZER_DIGITS)
     model = whole.get("model")
     if not isinstance(model, Mapping) or model.get("type") != "BPE":
         raise UnsupportedError(f"{path}: expected a BPE tokenizer, found {str(model)[:40]!r}")
@@ -142,9 +144,10 @@ def _adds_space(whole: Mapping[str, Any]) -> bool:
 
 def _facts(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
     """Special ids, whether a text begins with one, and the template."""
-    config: dict[str, Any] = {}
-    if (folder / "tokenizer_config.json").is_file():
-        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    file = folder_file(folder, "tokenizer_config.json")
+    config = (
+        {} if file is None else read_json(file, MAX_TOKENIZER_BYTES, max_digits=TOKENIZER_DIGITS)
+    )
     found: dict[str, Any] = {}
     for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         spelled = config.get(f"{ours}_token")

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from sdk.kernels.layouts import Dense, Layout
+from sdk.loaders.folder_file import folder_file
 from sdk.loaders.hf_experts import first_spelling
 from sdk.loaders.hf_folder import MAX_CONFIG
 from sdk.loaders.json_file import read_json
@@ -96,8 +97,9 @@ class HfWriter:
 def copy_beside(source: Path, out: Path) -> None:
     """Tokenizer, template and licence of the folder ``source`` into ``out``."""
     for name in _BESIDE:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, out / name)
+        file = folder_file(source, name)
+        if file is not None:
+            shutil.copyfile(file, out / name)
 
 
 #: How matrices with more bits, and the embedding and the head, are called in a config.
