@@ -358,7 +358,7 @@ class ControlTextGuard:
     def choose_breaker(self, values: object, template: str) -> str | None:
         """A character that occurs nowhere, or None when there is nothing to break up."""
         texts = list(_texts(values))
-        if not any(self._broken(text, "\0") != text for text in texts):
+        if not any(map(self._must_break, texts)):
             return None
         for breaker in self._CANDIDATES:
             if breaker not in template and not any(breaker in text for text in texts):
@@ -386,6 +386,10 @@ class ControlTextGuard:
         if any(text[:length] in self._tails for length in reach):
             broken = breaker + broken
         return broken
+
+    def _must_break(self, text: str) -> bool:
+        spelled = next(self._splitter.find(text), None) is not None
+        return spelled or self._broken(text, "\0") != text
 
     def _inside(self, text: str, breaker: str) -> str:
         """A breaker after the first character of each spelling, until none is left whole."""

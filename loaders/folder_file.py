@@ -2,9 +2,9 @@
 
 What a folder's text files hold may end up in a prompt or a message: a link in a downloaded folder
 must not make that somebody's private file. Links that lead out of the folder are refused, with one
-exception: in the Hugging Face hub's cache snapshots are folders of links to ``../../blobs``. Weights
-may also be links to ``.safetensors`` files elsewhere. People link shards from other disks on
-purpose, and numbers leak no text.
+exception: in the Hugging Face hub's cache snapshots are folders of links to ``../../blobs``.
+Weights may also be links to ``.safetensors`` files elsewhere: people link shards from other disks
+on purpose, and numbers leak no text.
 """
 
 from __future__ import annotations

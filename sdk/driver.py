@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from time import thread_time
 from typing import NoReturn, Protocol, TypeVar
@@ -446,7 +446,9 @@ class Driver:
             self._thread.join()
 
     def _end(self) -> None:
-        self._engine.close()
-        if self.lease is not None:
-            self.lease.close()
-        self._fail_all(EngineClosedError("the LLM was closed while this request was running"))
+        with ExitStack() as all_of_it:  # whatever raises on the way
+            closed = EngineClosedError("the LLM was closed while this request was running")
+            all_of_it.callback(self._fail_all, closed)
+            if self.lease is not None:
+                all_of_it.callback(self.lease.close)
+            self._engine.close()

@@ -34,8 +34,10 @@ from numpy.typing import NDArray
 
 from sdk.engine.kv_transfer import LayerKV, StoredKV, row_widths
 from sdk.errors import SnapshotError
+from sdk.loaders.json_file import parse_json
 from sdk.memory import format_bytes
 from sdk.model_key import ModelKey
+from sdk.quant.errors import CheckpointError
 from sdk.quant.spec import KVSpec
 
 _MAGIC, _VERSION = b"EMBEDKV\0", 1
@@ -181,7 +183,7 @@ def _read_header(file: Any, path: str | PathLike[str]) -> _Header:
         )
     text = file.read(min(length, _MOST_HEADER))
     try:
-        fields = json.loads(text)
+        fields = parse_json(text, str(path))
         counts = [fields[name] for name in _COUNTS]
         if not all(isinstance(n, int) and 0 < n < 2**31 for n in counts) or len(text) != length:
             raise ValueError(counts)
@@ -193,7 +195,7 @@ def _read_header(file: Any, path: str | PathLike[str]) -> _Header:
             raise ValueError(counts)
         spec.parts(0)
         return _Header(model, tokens, spec, frozenset(centred))
-    except (ValueError, KeyError, TypeError) as error:
+    except (CheckpointError, ValueError, KeyError, TypeError) as error:
         raise SnapshotError(f"{path}: damaged: its header cannot be read") from error
 
 

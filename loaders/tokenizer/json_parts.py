@@ -1,9 +1,9 @@
 """Loads a tokenizer.json, after checks of what its parts can do to a text.
 
 The ``tokenizers`` library runs whatever a file describes: forty replacements that each double a
-text, a template of 100,000 tokens, a decoder that panics on an empty token. Each of them would stall
-or end everybody's requests. So the growth of a text, the number of steps and the regular expressions
-are bounded here. Tokenizers in use have at most 6 steps and do not let a text grow.
+text, a template of 100,000 tokens, a decoder that panics on an empty token. Each of them would
+stall or end everybody's requests. So the growth of a text, the number of steps and the regular
+expressions are bounded here. Tokenizers in use have at most 6 steps and do not let a text grow.
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ class Engine:
                     if completion.finish_reason is None:
                         self.scheduler.abort(completion.request.request_id)
                         self._finish(generation, completion, "abort")
-                del self._news[generation]
+                self._news.pop(generation, None)
                 last.append(generation.output())
         return [output for output in last if output is not None]
 
@@ -386,10 +386,16 @@ class Engine:
         """
         if not self._closed:
             self._closed = True
-            self.abort(list(self._generations))
-            self._news.clear()
-            self._executor.close()
-            self._tokenizer = self._texts = None
+            try:
+                self.abort(list(self._generations))
+            except Exception:  # the books of a step that broke off may contradict each other
+                logger.warning("requests could not be ended one by one", exc_info=True)
+            finally:
+                self._generations.clear()
+                self._owners.clear()
+                self._news.clear()
+                self._tokenizer = self._texts = None
+                self._executor.close()
 
 
 def _check_guidance(

@@ -367,3 +367,16 @@ def test_pins_that_leave_no_room_are_refused_with_the_sums(tiny_path: Path, save
         with pytest.raises(OutOfMemoryError, match=r"4 of 4 .* any request may need 1 and could"):
             llm.pin([5] * 16)
         assert llm.get_metrics()["num_pages_pinned"] == 3
+
+
+@pytest.mark.parametrize(
+    "header",
+    [b"[" * 100_000, b'{"a":' * 100_000, b'{"tokens": ' + b"9" * 5000 + b"}", b'{"a": NaN}', b"[]"],
+)
+def test_a_header_that_nobody_should_parse_is_a_snapshot_error(
+    saved: Path, tmp_path: Path, header: bytes
+) -> None:
+    path = tmp_path / "hostile.kv"
+    path.write_bytes(saved.read_bytes()[:12] + len(header).to_bytes(4, "little") + header)
+    with pytest.raises(SnapshotError, match=r"hostile.kv: damaged: its header cannot be read"):
+        Snapshot.load(path)
