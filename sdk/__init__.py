@@ -92,6 +92,10 @@ _EXPORTS = {
     ),
 }
 __all__ = ["__version__", *_EXPORTS]
+_NEED_TORCH = {
+    *("sdk.llm", "sdk.async_llm", "sdk.quant_report", "sdk.snapshot", "sdk.evaluating"),
+    "sdk.quantizing",
+}
 
 # An installed package holds quant/, kernels/, models/ and loaders/ inside sdk/, a checkout keeps
 # them beside it. With the checkout's root on the package path both import as sdk.quant, ...
@@ -106,6 +110,10 @@ def __getattr__(name: str) -> object:
     module = _EXPORTS.get(name)
     if module is None:
         raise AttributeError(f"module 'sdk' has no attribute {name!r}")
+    if module in _NEED_TORCH:
+        from sdk.first_import import import_torch
+
+        import_torch()
     return getattr(import_module(module), name)
 
 

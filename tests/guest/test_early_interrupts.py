@@ -1,0 +1,125 @@
+"""Ctrl-C while a program starts: an ordinary KeyboardInterrupt, whenever it comes."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.scripts import ROOT, run_python
+
+_BEGIN = """
+    import os, signal, sys
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup ignores it
+    def press_at(module):
+        def hook(event, args):
+            if event == "import" and args[0] == module and not pressed:
+                pressed.append(module)
+                os.kill(os.getpid(), signal.SIGINT)
+        pressed = []
+        sys.addaudithook(hook)
+"""
+_USE = """
+    from sdk import LLM, SamplingParams
+    params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
+    with LLM(sys.argv[1], max_model_len=64) as llm:
+        print("loaded", flush=True)
+        while True:
+            llm.generate({"prompt_token_ids": [5, 6, 7]}, params)
+"""
+
+
+def _start(code: str, *arguments: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _assert_interrupted(process: subprocess.Popen[str]) -> str:
+    """It ended by the interrupt, not by an abort; its last words."""
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode in (-2, 130, 1), (process.returncode, errors)
+    assert errors.strip().endswith("KeyboardInterrupt"), errors
+    assert "terminate called" not in errors and "ignored" not in errors, errors
+    return errors
+
+
+@pytest.mark.parametrize("module", ["numpy", "torch._C", "torch.nn.functional"])
+def test_an_interrupt_is_not_raised_inside_of_torch(golden: Path, module: str) -> None:
+    """Its C++ parts would abort the process, and weakref callbacks of the import drop it."""
+    process = _start(f"{_BEGIN}\n    press_at({module!r})\n{_USE}", golden / "gguf-Q8_0/model.gguf")
+    assert "site-packages/torch" not in _assert_interrupted(process)
+
+
+def test_a_program_is_interrupted_whenever_ctrl_c_comes(golden: Path) -> None:
+    model = golden / "gguf-Q8_0" / "model.gguf"
+    code = f"{_BEGIN}\n    print('begun', flush=True)\n{_USE}"
+    processes = [_start(code, model) for _ in range(4)]
+    for delay, process in zip((0.05, 0.4, 1.0, 2.0), processes, strict=True):
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        time.sleep(delay)
+        process.send_signal(signal.SIGINT)
+    for process in processes:
+        _assert_interrupted(process)
+
+
+def test_after_an_interrupted_import_the_next_one_works(golden: Path) -> None:
+    code = """
+        press_at("torch.nn.functional")
+        try:
+            from sdk import LLM
+            print("not interrupted")
+        except KeyboardInterrupt:
+            from sdk import LLM
+        with LLM(sys.argv[1], max_model_len=64) as llm:
+            assert llm.generate({"prompt_token_ids": [5, 6, 7]})[0].finished
+        import threading
+        assert threading.enumerate() == [threading.main_thread()], threading.enumerate()
+        print("fine")
+    """
+    code = textwrap.dedent(_BEGIN) + textwrap.dedent(code)
+    assert run_python(code, golden / "gguf-Q8_0" / "model.gguf") == "fine\n"
+
+
+def test_an_import_in_a_thread_or_without_threads_works_too(golden: Path) -> None:
+    code = """
+        import sys, threading
+        def use():
+            from sdk import LLM
+            with LLM(sys.argv[1], max_model_len=64) as llm:
+                assert llm.generate({"prompt_token_ids": [5, 6, 7]})[0].finished
+        if sys.argv[2] == "thread":
+            thread = threading.Thread(target=use)
+            thread.start()
+            thread.join()
+        else:
+            before = threading.stack_size(1 << 47)  # more than the system can give
+            from sdk import LLM
+            threading.stack_size(before)
+            use()
+        print("fine")
+    """
+    for how in ("thread", "none"):
+        assert run_python(code, golden / "gguf-Q8_0" / "model.gguf", how) == "fine\n"
+
+
+def test_public_names_that_are_not_said_to_need_torch_do_not_import_it() -> None:
+    code = """
+        import sys
+        import sdk
+        for name, module in sdk._EXPORTS.items():
+            if module not in sdk._NEED_TORCH:
+                getattr(sdk, name)
+        print("torch" in sys.modules)
+    """
+    assert run_python(code) == "False\n"
