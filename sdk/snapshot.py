@@ -17,9 +17,11 @@ what you would let write a prompt.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
+import shutil
 import struct
 import tempfile
 from collections.abc import Iterator
@@ -76,13 +78,20 @@ class Snapshot:
     def save(self, path: str | PathLike[str]) -> None:
         """Write it to ``path``, whole or not at all: what was there before stays until then.
 
-        Only this user may read the file: it tells what a model has read.
+        A symbolic link stays, and what it leads to is written. Only this user may read the file: it
+        tells what a model has read.
 
-        :raises SnapshotError: the file cannot be written (no right to, no room).
+        :raises SnapshotError: the file cannot be written (no right to, no room), or something lies
+            there that is no regular file.
         """
         target = Path(path)
         temporary = None
         try:
+            target = Path(os.path.realpath(path))
+            if target.is_symlink():  # one of a circle
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+            if target.exists() and not target.is_file():
+                raise OSError(errno.EINVAL, "not a regular file")
             number, temporary = tempfile.mkstemp(prefix=f".{target.name}-", dir=target.parent)
             with open(number, "wb", buffering=0) as file:
                 digest = hashlib.sha256()
@@ -97,8 +106,10 @@ class Snapshot:
         except OSError as error:
             raise SnapshotError(
                 f"{target}: the snapshot cannot be written, {format_bytes(self.nbytes)} and its "
-                f"tokens: {error}"
+                f"tokens: {error}{_free(target.parent)}"
             ) from error
+        except ValueError as error:  # a NUL in it
+            raise SnapshotError(f"{str(path)!r}: not a usable path: {error}") from None
         finally:
             if temporary is not None:
                 with contextlib.suppress(OSError):
@@ -214,6 +225,13 @@ def _write(file: Any, data: memoryview) -> None:
     """An unbuffered file may take less than it is given."""
     while len(data):
         data = data[file.write(data) :]
+
+
+def _free(folder: Path) -> str:
+    try:
+        return f"; {format_bytes(shutil.disk_usage(folder).free)} are free there"
+    except OSError:
+        return ""
 
 
 def _sync_folder(folder: Path) -> None:

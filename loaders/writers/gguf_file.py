@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from sdk.loaders.formats.gguf_types import GGUF_TYPES
-from sdk.loaders.writers.parts import PartTensor, copy_data
+from sdk.loaders.writers.parts import PartTensor, copy_data, new_file
 from sdk.quant.errors import QuantizationError
 
 _ALIGNMENT = 32
@@ -45,7 +45,7 @@ def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Sequence[GgufEn
     :raises QuantizationError: a value that metadata cannot hold.
     :raises OSError: it cannot be written.
     """
-    with path.open("wb") as out:
+    with new_file(path) as out:
         out.write(b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata)))
         for key, value in metadata.items():
             out.write(_string(key) + _typed(key, value))

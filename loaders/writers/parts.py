@@ -6,17 +6,21 @@ finds it may rely on it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
+
+from sdk.loaders.safetensors_reader import SafetensorsFiles
+from sdk.quant.errors import CheckpointError
 
 #: Bytes of one file of a folder, as other writers have it.
 MAX_SHARD = 5 * 10**9
@@ -58,14 +62,32 @@ def write_part(path: Path, tensors: Mapping[str, Tensor], notes: Mapping[str, st
             "data_offsets": [offset, offset + tensor.nbytes],
         }
         offset += tensor.nbytes
-    made = path.with_name(path.name + ".part")
-    with made.open("wb") as out:
+    with new_file(path) as out:
         out.write(_header(described))
         for tensor in tensors.values():
             out.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        out.flush()
-        os.fsync(out.fileno())
-    made.replace(path)
+
+
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[BinaryIO]:
+    """A file that appears as ``path`` once it is whole and on the disk; else nothing is left of it.
+
+    A link that lies there is replaced, not followed.
+
+    :raises OSError: it cannot be written.
+    """
+    made = path.with_name(path.name + ".part")
+    made.unlink(missing_ok=True)  # of an attempt that was killed
+    try:
+        with made.open("xb") as out:
+            yield out
+            out.flush()
+            os.fsync(out.fileno())
+        made.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            made.unlink(missing_ok=True)
+        raise
 
 
 def _header(described: Mapping[str, Any]) -> bytes:
@@ -75,28 +97,35 @@ def _header(described: Mapping[str, Any]) -> bytes:
 
 
 def read_parts(paths: Sequence[Path]) -> tuple[list[PartTensor], dict[str, str]]:
-    """The tensors of all parts in their order, and all their notes."""
+    """The tensors of all parts in their order, and all their notes.
+
+    :raises CheckpointError: a part is damaged.
+    """
     found: list[PartTensor] = []
     notes: dict[str, str] = {}
     for path in paths:
-        with path.open("rb") as file:
-            (size,) = struct.unpack("<Q", file.read(8))
-            described = json.loads(file.read(size))
-        notes.update(described.pop("__metadata__", {}))
-        for name, facts in described.items():
-            begin, end = (8 + size + offset for offset in facts["data_offsets"])
-            shape = tuple(facts["shape"])
-            found.append(PartTensor(name, facts["dtype"], shape, path, begin, end))
+        with contextlib.closing(SafetensorsFiles([path])) as part:
+            notes |= part.metadata
+            for name, stored in part.tensors.items():
+                end = stored.start + stored.nbytes
+                found.append(PartTensor(name, stored.dtype, stored.shape, path, stored.start, end))
     return found, notes
 
 
-def copy_data(tensor: PartTensor, out: Any) -> None:
-    """The bytes of a tensor into an open file."""
+def copy_data(tensor: PartTensor, out: BinaryIO) -> None:
+    """The bytes of a tensor into an open file.
+
+    :raises CheckpointError: the part ends before them.
+    """
     with tensor.path.open("rb") as source:
         source.seek(tensor.begin)
         left = tensor.nbytes
         while left:
             chunk = source.read(min(left, 1 << 22))
+            if not chunk:
+                raise CheckpointError(
+                    f"{tensor.path}: {tensor.name}: {left} bytes of it are missing: the file is cut"
+                )
             out.write(chunk)
             left -= len(chunk)
 
@@ -135,7 +164,7 @@ def _write_shard(path: Path, tensors: Sequence[PartTensor]) -> None:
             "data_offsets": [offset, end],
         }
         offset = end
-    with path.open("wb") as out:
+    with new_file(path) as out:
         out.write(_header(described))
         for tensor in tensors:
             copy_data(tensor, out)

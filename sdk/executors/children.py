@@ -51,8 +51,13 @@ class Child:
     def __init__(self, rank: int, folder: str, python: str, path: list[str]) -> None:
         self.rank = rank
         ours, theirs = socket.socketpair()
-        # Without a name it cannot be left behind; the worker keeps it below 1 MiB.
-        self._stderr = tempfile.TemporaryFile(mode="ab+", buffering=0)  # noqa: SIM115
+        try:
+            # Without a name it cannot be left behind; the worker keeps it below 1 MiB.
+            self._stderr = tempfile.TemporaryFile(mode="ab+", buffering=0)  # noqa: SIM115
+        except BaseException:
+            ours.close()
+            theirs.close()
+            raise
         try:
             self.process = subprocess.Popen(
                 [python, "-c", _BOOT, str(theirs.fileno()), str(os.getpid()), folder, *path],
@@ -154,8 +159,8 @@ class Children:
                 "cannot start a worker: sys.executable is empty (name an interpreter with "
                 "multiprocessing.set_executable, or use tensor_parallel_size=1)"
             )
-        self.folder = tempfile.mkdtemp(prefix="embedlm-")
         try:
+            self.folder = tempfile.mkdtemp(prefix="embedlm-")
             path = _import_path()
             for rank in range(1, size):
                 self._children.append(Child(rank, self.folder, python, path))
@@ -190,6 +195,9 @@ class Children:
         """Remove the rendezvous folder; all ranks are connected, or never will be."""
         if self.folder:
             shutil.rmtree(self.folder, ignore_errors=True)
+            # rmtree needs a descriptor, which there may be none of; an empty folder does not
+            with contextlib.suppress(OSError):
+                Path(self.folder).rmdir()
 
     def stop(self, patience_s: float = 5.0) -> None:
         """End every worker: ask, wait ``patience_s`` for all, terminate, kill. Idempotent.

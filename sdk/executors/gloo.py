@@ -10,7 +10,9 @@ When a rank dies, the kernel closes its connections and the others' collectives 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,10 @@ from sdk.errors import SdkError
 # Untyped: torch's stubs leave out most of the backend's methods. `torch.distributed` exports the
 # same objects, some of them only from torch 2.6 on.
 _c10d: Any = _distributed_c10d
+
+
+#: More than a group opens, beside those for each rank.
+_DESCRIPTORS = 16
 
 
 class CollectiveError(SdkError):
@@ -89,6 +95,7 @@ def connect(folder: str, rank: int, size: int, *, connect_s: float, limit_s: flo
     :param limit_s: how long one collective may wait for another rank.
     :raises CollectiveError: when they do not come.
     """
+    _expect_descriptors(rank, _DESCRIPTORS + 4 * size)
     # _Options and _devices carry an underscore, but are how torch's own init_process_group does it
     options = _c10d.ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=connect_s)
@@ -99,3 +106,15 @@ def connect(folder: str, rank: int, size: int, *, connect_s: float, limit_s: flo
         return GlooGroup(_c10d.ProcessGroupGloo(store, rank, size, options), limit_s)
     except RuntimeError as error:
         raise CollectiveError(f"rank {rank} cannot connect to the others: {error}") from error
+
+
+def _expect_descriptors(rank: int, count: int) -> None:
+    """Gloo ends the whole process where its listener finds no descriptor left."""
+    with contextlib.ExitStack() as undo:
+        try:
+            for _ in range(count):
+                undo.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        except OSError as error:
+            raise CollectiveError(
+                f"rank {rank} cannot connect to the others: {count} descriptors are needed: {error}"
+            ) from error

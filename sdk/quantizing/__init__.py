@@ -69,8 +69,10 @@ def quantize(
     """
     target = Path(out).expanduser()
     wanted = _scheme(scheme, target)
+    _check_name(target)
     other = None if library is None else library_for(library, wanted)
     with closing(open_checkpoint(str(model))) as checkpoint:
+        _check_place(target, Path(model).expanduser(), checkpoint.path)
         _check(checkpoint, wanted)
         ids = None
         if wanted.needs_data or (calibration is not None and wanted.container == "gguf"):
@@ -98,6 +100,27 @@ def _scheme(name: str | None, target: Path) -> Scheme:
         expected = "a .gguf file" if wanted.container == "gguf" else "a folder"
         raise QuantizationError(f"{target}: {wanted.text} is written as {expected}")
     return wanted
+
+
+def _check_name(out: Path) -> None:
+    if out.name in ("", "..") or "\0" in str(out):
+        raise QuantizationError(f"{str(out)!r}: expected the name of what is to be made")
+
+
+def _check_place(out: Path, *models: Path) -> None:
+    """:raises QuantizationError: ``out``, or what is unfinished of it, would lie in a model."""
+    made = out.absolute().resolve()
+    unfinished = made.with_name(made.name + ".partial")
+    for model in (path.resolve() for path in models):
+        if model.is_dir() and made.is_relative_to(model) and made != model:
+            raise QuantizationError(
+                f"{out}: lies in the folder of the model, {model}; name a place outside of it"
+            )
+        if model.is_relative_to(unfinished):
+            raise QuantizationError(
+                f"{out}: unfinished, it would lie in {unfinished}, where the model is; name "
+                "another place"
+            )
 
 
 def _check(checkpoint: Checkpoint, scheme: Scheme) -> None:

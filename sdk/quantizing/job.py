@@ -1,15 +1,12 @@
 """Making a quantized model, layer by layer, so that it can be stopped and gone on with.
 
-Everything unfinished lies in a folder beside the result, ``OUT.partial``: what the job is
-(``job.json``), a part per finished layer and, for methods that need data, the input of the next
-layer. A layer is finished when its part has its name; whoever starts the same job again goes on
-behind the last one. The parts become the result at the very end, under its name at once.
+Everything unfinished lies in a folder beside the result (``job_folder.py``). A layer is finished
+when its part has its name; whoever starts the same job again goes on behind the last one. The parts
+become the result at the very end, under its name at once.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -17,9 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sdk.errors import QuantizationError
 from sdk.kernels.layouts import Dense, Layout
-from sdk.loaders.writers.parts import free_space, write_part
 from sdk.quant.at_load import is_router
 from sdk.quant.calibration import InputStatistics, Observer
 from sdk.quant.checkpoint import Checkpoint
@@ -36,6 +31,7 @@ from sdk.quant.scheme import Scheme
 from sdk.quant.spec import QuantSpec
 from sdk.quant.weight import PackedWeight, Weight, weight_of
 from sdk.quantizing.folds import Folding
+from sdk.quantizing.job_folder import JobFolder
 from sdk.quantizing.layers import LayerRun
 
 #: What the rows of an embedding weigh as inputs, beside what they weigh as the head.
@@ -89,11 +85,9 @@ class Job:
         self.writer = writer
         self.kinds = kinds
         self.ids = ids
-        self.out = out
-        self.facts = json.dumps(facts, indent=2, sort_keys=True)
-        self.folder = out.with_name(out.name + ".partial")
         tokens = 1 if ids is None else ids.shape[1]
         self.layers = LayerRun(checkpoint, tokens, num_threads)
+        self.folder = JobFolder(out, facts, self._bytes_to_write())
 
     def close(self) -> None:
         """Idempotent; leaves what is finished on the disk."""
@@ -106,73 +100,38 @@ class Job:
             matrix that cannot be quantized.
         """
         count = self.layers.config.num_layers
+        inputs = None if self.ids is None else self._inputs_bytes(self.ids)
         try:
-            self._enter()
-            first = next(i for i in range(count + 2) if not self._part(i).is_file())
+            self.folder.enter()
+            first = self.folder.first_missing(count + 1, inputs)
             report(min(first, count), count)
             for index in range(first, count):
                 self._layer(index)
                 report(index + 1, count)
             if first <= count:
                 self._ends(count)
-            made = self.folder / "made"
-            if made.is_dir():
-                shutil.rmtree(made)
-            self.writer.finish([self._part(i) for i in range(count + 1)], made)
-            self._expect_no_result()
-            made.rename(self.out)
-            shutil.rmtree(self.folder)
+            parts = [self.folder.part(i) for i in range(count + 1)]
+            self.folder.finish(lambda made: self.writer.finish(parts, made))
         except OSError as error:
-            raise QuantizationError(f"{self.out}: cannot be written: {error}") from error
+            raise self.folder.failed(error) from error
 
-    # -- the folder ----------------------------------------------------------------------------
+    def _inputs_bytes(self, ids: Tensor) -> int:
+        return ids.numel() * self.layers.config.hidden_size * 4
 
-    def _part(self, index: int) -> Path:
-        return self.folder / f"part-{index:05d}.safetensors"
-
-    def _inputs(self, index: int) -> Path:
-        return self.folder / f"inputs-{index:05d}.npy"
-
-    def _expect_no_result(self) -> None:
-        if self.out.exists():
-            raise QuantizationError(f"{self.out}: exists already; name another place, or remove it")
-
-    def _enter(self) -> None:
-        self._expect_no_result()
-        note = self.folder / "job.json"
-        if note.is_file() and note.read_text(encoding="utf-8") != self.facts:
-            raise QuantizationError(
-                f"{self.folder}: holds an unfinished job of another model, scheme or calibration; "
-                "remove it, or name another place"
-            )
-        self._check_space()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        note.write_text(self.facts, encoding="utf-8")
-
-    def _check_space(self) -> None:
+    def _bytes_to_write(self) -> int:
         """The parts and the result lie side by side at the end."""
-        spec = self.scheme.spec
         weights = sum(entry.num_elements for entry in self.checkpoint.entries())
-        needed = 2 * weights * spec.bits // 8
-        if self.ids is not None:
-            needed += 2 * self.ids.numel() * self.layers.config.hidden_size * 4
-        free = free_space(self.folder)
-        if free < needed:
-            raise QuantizationError(
-                f"{self.out}: expected {needed // 10**6} MB of free space, found {free // 10**6} MB"
-            )
+        needed = 2 * weights * self.scheme.spec.bits // 8
+        return needed if self.ids is None else needed + 2 * self._inputs_bytes(self.ids)
 
     # -- layers --------------------------------------------------------------------------------
 
     def _layer(self, index: int) -> None:
         observer = Observer()
         observing = DerivedCheckpoint(self.checkpoint, observer.watch)
-        if self.ids is not None and not self._inputs(index).is_file():
-            if index:
-                raise QuantizationError(
-                    f"{self._inputs(index)}: missing; remove {self.folder} and start again"
-                )
-            self.layers.embed(self.checkpoint, self.ids, self._inputs(0))
+        inputs = self.folder.inputs(index)
+        if self.ids is not None and index == 0:
+            self.layers.embed(self.checkpoint, self.ids, inputs)
         layer = self.layers.build(observing, index)
         pulled, plain = observing.pulled
         names = [name for name in pulled if not is_router(name)]
@@ -183,7 +142,7 @@ class Job:
         else:
             for name in names:  # before they are run, so that the error names the right one
                 check_finite(name, self._values(name))
-            for _ in self.layers.outputs(layer, self._inputs(index)):
+            for _ in self.layers.outputs(layer, inputs):
                 pass
             del layer
             packed, changed = self._with_data(index, observer.inputs)
@@ -196,7 +155,7 @@ class Job:
                 changed,
             )
             made = self.layers.build(after, index)
-            self.layers.advance(made, self._inputs(index), self._inputs(index + 1))
+            self.layers.advance(made, inputs, self.folder.inputs(index + 1))
         tensors = {n: changed[n] if n in changed else self.checkpoint.tensor(n) for n in plain}
         tensors |= {f"{name}.weight": self._as_stored(name) for name in pulled if is_router(name)}
         self._write(
@@ -204,7 +163,7 @@ class Job:
             [self.writer.matrix(name, packed[name]) for name in names]
             + [self.writer.plain(name, tensor) for name, tensor in tensors.items()],
         )
-        self._inputs(index).unlink(missing_ok=True)
+        inputs.unlink(missing_ok=True)
 
     def _as_stored(self, name: str) -> Tensor:
         """A plain matrix in its own type: transformers runs a router in that of its file."""
@@ -268,12 +227,12 @@ class Job:
             packs = self.scheme.head is not None or self.kinds is not None
             gram = None
             if self.ids is not None and packs and (tied or name == "lm_head"):
-                gram = self.layers.head_inputs(self.checkpoint, self._inputs(count)).gram
+                gram = self.layers.head_inputs(self.checkpoint, self.folder.inputs(count)).gram
                 if tied:
                     gram = _for_both(gram)
             found.append(self.writer.whole(name, self.checkpoint.weight(name), gram))
         self._write(count, found)
-        self._inputs(count).unlink(missing_ok=True)
+        self.folder.inputs(count).unlink(missing_ok=True)
 
     def _write(self, index: int, encoded: Sequence[Encoded]) -> None:
         tensors: dict[str, Tensor] = {}
@@ -282,7 +241,7 @@ class Job:
             tensors |= found
             if note:
                 notes |= dict.fromkeys(found, note)
-        write_part(self._part(index), tensors, notes)
+        self.folder.write_part(index, tensors, notes)
 
 
 def _for_both(gram: Tensor) -> Tensor:

@@ -5,20 +5,20 @@ What flows between two layers, ``[sequences, tokens, hidden]`` in float32, lies 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from sdk.engine.kv_cache import KVCache, kv_spec
-from sdk.errors import UnsupportedError
+from sdk.errors import QuantizationError, UnsupportedError
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.ops import Ops
+from sdk.loaders.writers.parts import new_file
 from sdk.models.auto import model_type, own_model
 from sdk.models.config import ModelConfig
 from sdk.models.decoder import Decoder, Layer, Step
@@ -72,9 +72,9 @@ class LayerRun:
     def embed(self, checkpoint: Checkpoint, ids: Tensor, path: Path) -> None:
         """The input of layer 0 for token ids ``[S, T]``, into a file."""
         weight = checkpoint.weight("model.embed_tokens")
-        with _written(path, (*ids.shape, self.config.hidden_size)) as out:
-            for i, row in enumerate(ids):
-                out[i] = (weight.rows(row) * self.config.embedding_scale).numpy()
+        with new_file(path) as out:
+            for row in ids:
+                out.write((weight.rows(row) * self.config.embedding_scale).numpy().data)
 
     def build(self, checkpoint: Checkpoint, index: int) -> Layer:
         """Layer ``index`` with the weights of ``checkpoint``."""
@@ -83,26 +83,39 @@ class LayerRun:
 
     def outputs(self, layer: Layer, inputs: Path) -> Iterator[Tensor]:
         """What ``layer`` makes of each sequence in the file: float32 ``[T, hidden]``."""
-        for hidden in np.load(inputs, mmap_mode="r"):
+        for hidden in self._rows(inputs):
             with torch.inference_mode():
-                yield self._forward(layer, torch.from_numpy(hidden.copy()))
+                yield self._forward(layer, hidden)
 
     def advance(self, layer: Layer, inputs: Path, outputs: Path) -> None:
         """All sequences through ``layer``, from one file into another."""
-        shape = np.load(inputs, mmap_mode="r").shape
-        with _written(outputs, shape) as out:
-            for i, hidden in enumerate(self.outputs(layer, inputs)):
-                out[i] = hidden.numpy()
+        with new_file(outputs) as out:
+            for hidden in self.outputs(layer, inputs):
+                out.write(hidden.numpy().data)
 
     def head_inputs(self, checkpoint: Checkpoint, hidden: Path) -> InputStatistics:
         """Of the final norm's outputs; ``hidden`` holds what the last layer made."""
         found = InputStatistics(self.config.hidden_size)
         norm = checkpoint.tensor("model.norm.weight") + (1.0 if self.model.norm_plus_one else 0.0)
-        for row in np.load(hidden, mmap_mode="r"):
-            x = torch.from_numpy(row.copy())
+        for x in self._rows(hidden):
             spread = x.square().mean(-1, keepdim=True).add_(self.config.rms_norm_eps)
             found.add(x * spread.rsqrt() * norm)
         return found
+
+    def _rows(self, path: Path) -> Iterator[Tensor]:
+        """The sequences of a file, ``[tokens, hidden]`` each. Read and not mapped: a file that was
+        cut, or a full disk below a hole, would end the process."""
+        shape = (self.tokens, self.config.hidden_size)
+        count, rest = divmod(path.stat().st_size, math.prod(shape) * 4)
+        with path.open("rb") as file:
+            for _ in range(count):
+                values = np.fromfile(file, np.float32, math.prod(shape))
+                if len(values) < math.prod(shape):
+                    break
+                yield torch.from_numpy(values).view(shape)
+                count -= 1
+        if count or rest:
+            raise QuantizationError(f"{path}: cut while it was read; start the job again")
 
     def _forward(self, layer: Layer, x: Tensor) -> Tensor:
         positions = torch.arange(len(x))
@@ -123,26 +136,3 @@ class LayerRun:
         step = Step(batch, angles, local)
         delta, residual = layer(x, torch.zeros_like(x), step, self._kv.layers[0])
         return delta + residual
-
-
-class _written:
-    """An array in a file that appears under its name when it is complete."""
-
-    def __init__(self, path: Path, shape: tuple[int, ...]) -> None:
-        self.path = path
-        self._part = path.with_name(path.name + ".part")
-        self._shape = shape
-
-    def __enter__(self) -> NDArray[np.float32]:
-        self._array: np.memmap[Any, np.dtype[np.float32]] = np.lib.format.open_memmap(
-            self._part, mode="w+", dtype=np.float32, shape=self._shape
-        )
-        return self._array
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if kind is None:
-            self._array.flush()
-            self._part.replace(self.path)
-        else:
-            self._part.unlink(missing_ok=True)
-        del self._array

@@ -296,6 +296,34 @@ def test_a_path_that_cannot_be_written_is_named(saved: Path, tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_link_stays_and_what_it_leads_to_is_written(saved: Path, tmp_path: Path) -> None:
+    snapshot = Snapshot.load(saved)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "old.kv").write_text("old")
+    for name in ("old.kv", "new.kv"):  # the second does not exist yet
+        link = tmp_path / name
+        link.symlink_to(elsewhere / name)
+        snapshot.save(link)
+        assert link.is_symlink() and not (elsewhere / name).is_symlink()
+        assert (elsewhere / name).read_bytes() == saved.read_bytes()
+    assert sorted(path.name for path in elsewhere.iterdir()) == ["new.kv", "old.kv"]
+
+
+def test_what_is_no_file_is_not_replaced_by_a_snapshot(saved: Path, tmp_path: Path) -> None:
+    snapshot = Snapshot.load(saved)
+    circle, pipe = tmp_path / "circle", tmp_path / "pipe"
+    circle.symlink_to(circle)
+    os.mkfifo(pipe)
+    for path, message in ((circle, "symbolic links"), (pipe, "not a regular file")):
+        with pytest.raises(SnapshotError, match=f"{path}: the snapshot cannot .*{message}"):
+            snapshot.save(path)
+    assert circle.is_symlink() and pipe.is_fifo()
+    with pytest.raises(SnapshotError, match="not a usable path"):
+        snapshot.save("a\0b")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["circle", "pipe"]
+
+
 # Calls that cannot be served
 
 
