@@ -23,6 +23,7 @@ from sdk.loaders.formats.stored_layer import StoredLayer
 from sdk.loaders.hf_experts import JoinedPart, joined_part, spelled_as_ours
 from sdk.loaders.json_file import read_json
 from sdk.loaders.model_shapes import check_config, expected_shape, num_experts
+from sdk.loaders.quiet import transformers_to_our_log
 from sdk.loaders.safetensors_folder import open_weights
 from sdk.loaders.safetensors_reader import SafetensorsFiles, StoredTensor
 from sdk.quant.checkpoint import TensorEntry
@@ -329,7 +330,8 @@ def complete_config(raw: dict[str, Any], source: str) -> dict[str, Any]:
     if raw["model_type"] not in CONFIG_MAPPING:
         return given
     try:
-        filled = CONFIG_MAPPING[raw["model_type"]].from_dict(given).to_dict()
+        with transformers_to_our_log():
+            filled = CONFIG_MAPPING[raw["model_type"]].from_dict(given).to_dict()
     except Exception as error:  # what a config class raises depends on the model and the version
         raise CheckpointError(
             f"{source}: not a sound {raw['model_type']} config: {error}"

@@ -15,6 +15,7 @@ from typing import Any
 
 from sdk.loaders.folder_file import folder_file
 from sdk.loaders.json_file import TOKENIZER_DIGITS, read_json
+from sdk.loaders.quiet import transformers_to_our_log
 from sdk.loaders.tokenizer.base import TokenizerFacts
 from sdk.loaders.tokenizer.end_tokens import end_token_ids
 from sdk.loaders.tokenizer.from_gguf import tokenizer_from_gguf
@@ -114,9 +115,10 @@ def _backend(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        converted = AutoTokenizer.from_pretrained(
-            str(folder), local_files_only=True, trust_remote_code=False
-        )
+        with transformers_to_our_log():
+            converted = AutoTokenizer.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=False
+            )
         backend = getattr(converted, "backend_tokenizer", None)
         if backend is not None:
             check_parts(backend, str(folder / found[0]))

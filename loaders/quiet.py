@@ -1,0 +1,33 @@
+"""What transformers logs: it prints its warnings to standard error unless told otherwise."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+logger = logging.getLogger("sdk")
+
+
+@contextmanager
+def transformers_to_our_log() -> Iterator[None]:
+    """What transformers logs in this thread goes to the logger ``sdk`` at the level INFO.
+
+    Other threads' records stay with transformers, and so do its handlers and levels.
+    """
+    mine = threading.get_ident()
+
+    def keep(record: logging.LogRecord) -> bool:
+        if record.thread == mine:
+            logger.info("transformers: %s", record.getMessage())
+        return record.thread != mine
+
+    handlers = list(logging.getLogger("transformers").handlers)
+    for handler in handlers:
+        handler.addFilter(keep)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(keep)
