@@ -21,6 +21,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 
+class TooManyTokens(Exception):
+    """A text has more tokens than its reader can take; it was not read to its end."""
+
+    def __init__(self, at_least: int) -> None:
+        super().__init__(f"at least {at_least} tokens")
+        self.at_least = at_least
+
+
 class Tokenizer(Protocol):
     """Text <-> token ids of one model. Instances are immutable and safe to use from any thread."""
 
@@ -75,9 +83,17 @@ class Tokenizer(Protocol):
         ...
 
     def encode(
-        self, text: str, add_special_tokens: bool = True, parse_special: bool = True
+        self,
+        text: str,
+        add_special_tokens: bool = True,
+        parse_special: bool = True,
+        *,
+        stop_after: int | None = None,
     ) -> list[int]:
         """Token ids of ``text``.
+
+        A long text with more than ``stop_after`` tokens may end in :class:`TooManyTokens` as soon
+        as that is known; so may a conversation.
 
         ``add_special_tokens`` adds BOS/EOS where the model wants them (BOS never twice).
         ``parse_special=False`` is for text from outside: it never yields a control token. Lone
@@ -128,6 +144,7 @@ class Tokenizer(Protocol):
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
+        stop_after: int | None = None,
         **kwargs: Any,
     ) -> list[int]:
         """Token ids of the rendered conversation, safe for text from outside.

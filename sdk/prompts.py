@@ -13,7 +13,7 @@ from sdk.conversations import ChatOptions, Message, Turns
 from sdk.errors import EngineClosedError, RequestError
 from sdk.params import SamplingParams
 from sdk.quant.shown import described, shown
-from sdk.quant.tokenizer import Tokenizer
+from sdk.quant.tokenizer import Tokenizer, TooManyTokens
 
 #: Text, token ids, or a dict with ``prompt`` or ``prompt_token_ids`` and perhaps ``cache_salt`` and
 #: ``negative_prompt`` or ``negative_prompt_token_ids`` (for a ``guidance_scale``).
@@ -227,21 +227,33 @@ class PromptReader:
         """Render with the model's template; control tokens inside messages stay text."""
         tokenizer = self._need_tokenizer("chat")
         with refusing("messages"):
-            ids = self._encode_chat(tokenizer, messages, options)
             keep = self._kept(params, 1)
-            if keep is not None and len(ids) > keep:
+            limit = self._max_model_len - 1
+            if keep is not None:
+                limit = keep = min(keep, limit)
+            try:
+                ids = self._encode_chat(tokenizer, messages, options, limit)
+            except TooManyTokens as error:
+                if keep is None:
+                    raise self._too_long(error.at_least, 1, "at least ") from None
                 ids = self._newest_turns(tokenizer, messages, options, keep)
             checked = self._checked(ids, 1)
             return Prompt(checked, tokenizer.decode(checked, skip_special_tokens=False))
 
     def _encode_chat(
-        self, tokenizer: Tokenizer, messages: Sequence[Message], options: ChatOptions
+        self,
+        tokenizer: Tokenizer,
+        messages: Sequence[Message],
+        options: ChatOptions,
+        limit: int,
     ) -> list[int]:
+        """:raises TooManyTokens: there are more than ``limit``."""
         from sdk.loaders.chat_template import TemplateError  # with the first conversation
 
         try:
-            return tokenizer.encode_chat(
+            ids = tokenizer.encode_chat(
                 messages,
+                stop_after=limit,
                 add_generation_prompt=options.add_generation_prompt,
                 chat_template=options.chat_template or self._chat_template,
                 tools=options.tools,
@@ -249,6 +261,9 @@ class PromptReader:
             )
         except TemplateError as error:
             raise RequestError(str(error)) from error
+        if len(ids) > limit:
+            raise TooManyTokens(len(ids))
+        return ids
 
     def _newest_turns(
         self, tokenizer: Tokenizer, messages: Sequence[Message], options: ChatOptions, keep: int
@@ -259,20 +274,21 @@ class PromptReader:
         """
         turns = Turns(messages)
         low, high = 0, turns.droppable  # low does not fit
-        best = self._encode_chat(tokenizer, turns.without(high), options)
-        if len(best) > keep:
+        try:
+            best = self._encode_chat(tokenizer, turns.without(high), options, keep)
+        except TooManyTokens as error:
             raise RequestError(
-                f"messages: the last turn and the system messages alone are {len(best)} tokens, "
-                f"but {keep} of the context's {self._max_model_len} are there for them; shorten "
-                "them, lower max_tokens, or raise max_model_len"
-            )
+                f"messages: the last turn and the system messages alone are {error}, but {keep} of "
+                f"the context's {self._max_model_len} are there for them; shorten them, lower "
+                "max_tokens, or raise max_model_len"
+            ) from None
         while high - low > 1:
             middle = (low + high) // 2
-            ids = self._encode_chat(tokenizer, turns.without(middle), options)
-            if len(ids) > keep:
+            try:
+                best = self._encode_chat(tokenizer, turns.without(middle), options, keep)
+                high = middle
+            except TooManyTokens:
                 low = middle
-            else:
-                best, high = ids, middle
         return best
 
     def _ids(self, key: str, value: Any, params: SamplingParams, room: int) -> tuple[int, ...]:
@@ -283,11 +299,21 @@ class PromptReader:
         elif not isinstance(value, str):
             raise RequestError(f"{key}: expected a string, found {type(value).__name__}")
         else:
-            value = self._need_tokenizer("a text prompt").encode(str.__str__(value))
+            value = self._encode(str.__str__(value), params, room)
         keep = self._kept(params, room)
         if keep is not None and keep < len(value):
             value = value[-keep:]
         return self._checked(value, room)
+
+    def _encode(self, text: str, params: SamplingParams, room: int) -> list[int]:
+        """A text's ids. Without truncation it is read no further than the context goes."""
+        tokenizer = self._need_tokenizer("a text prompt")
+        if params.truncate_prompt_tokens is not None:
+            return tokenizer.encode(text)
+        try:
+            return tokenizer.encode(text, stop_after=self._max_model_len - room)
+        except TooManyTokens as error:
+            raise self._too_long(error.at_least, room, "at least ") from None
 
     def _kept(self, params: SamplingParams, room: int) -> int | None:
         """How many tokens of a prompt ``truncate_prompt_tokens`` keeps; None: it is not set."""
@@ -302,11 +328,7 @@ class PromptReader:
     def _checked(self, ids: Sequence[Any], room: int) -> tuple[int, ...]:
         count, limit = len(ids), self._max_model_len - room
         if count > limit:
-            left = f" and {room} must be left for the answer" if room else ""
-            raise RequestError(
-                f"prompt: {count} tokens, but the context holds {self._max_model_len}{left}; "
-                "shorten it, raise max_model_len, or set truncate_prompt_tokens=-1 to keep its end"
-            )
+            raise self._too_long(count, room)
         items = list(itertools.islice(ids, limit))
         if not all(map(_is_id, items)):
             raise RequestError(f"prompt_token_ids: expected a list of integers, found {shown(ids)}")
@@ -320,3 +342,10 @@ class PromptReader:
                 f"found {shown(low if low < 0 else high)}"
             )
         return plain
+
+    def _too_long(self, count: int, room: int, about: str = "") -> RequestError:
+        left = f" and {room} must be left for the answer" if room else ""
+        return RequestError(
+            f"prompt: {about}{count} tokens, but the context holds {self._max_model_len}{left}; "
+            "shorten it, raise max_model_len, or set truncate_prompt_tokens=-1 to keep its end"
+        )

@@ -83,7 +83,12 @@ class TextTokenizer(ABC):
 
     @abstractmethod
     def encode(
-        self, text: str, add_special_tokens: bool = True, parse_special: bool = True
+        self,
+        text: str,
+        add_special_tokens: bool = True,
+        parse_special: bool = True,
+        *,
+        stop_after: int | None = None,
     ) -> list[int]: ...
 
     @abstractmethod
@@ -96,7 +101,7 @@ class TextTokenizer(ABC):
     def id_to_token(self, token_id: int) -> str | None: ...
 
     @abstractmethod
-    def _encode_rendered(self, text: str, breaker: str | None) -> list[int]:
+    def _encode_rendered(self, text: str, breaker: str | None, stop_after: int | None) -> list[int]:
         """Ids of a rendered conversation; ``breaker`` marks spellings that are ordinary text."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -131,6 +136,7 @@ class TextTokenizer(ABC):
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
+        stop_after: int | None = None,
         **kwargs: Any,
     ) -> list[int]:
         from sdk.loaders.chat_template import ControlTextGuard, check_conversation
@@ -152,7 +158,7 @@ class TextTokenizer(ABC):
         )
         if breaker is not None:  # a template may have asked for ASCII JSON
             text = text.replace(json.dumps(breaker)[1:-1], breaker)
-        return self._encode_rendered(text, breaker)
+        return self._encode_rendered(text, breaker, stop_after)
 
     def _compiled(self, source: str) -> ChatTemplate:
         from sdk.loaders.chat_template import ChatTemplate

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 
+from sdk.loaders.tokenizer.portions import PortionEncoder, check_count, run_library
 from sdk.loaders.tokenizer.pretokenizers import PreTokenizer
 
 
@@ -24,6 +25,11 @@ def _alphabet() -> dict[str, int]:
 
 
 BYTE_OF = _alphabet()
+#: For ``str.translate`` of bytes read as Latin-1.
+BYTE_TABLE = {byte: character for character, byte in BYTE_OF.items()}
+
+#: ``(text, stop_after) -> ids``, see ``Tokenizer.encode``.
+EncodeText = Callable[[str, "int | None"], list[int]]
 
 
 def token_bytes(token: str) -> bytes:
@@ -38,7 +44,7 @@ def byte_level_encoder(
     pieces: Mapping[str, int],
     merges: Sequence[tuple[str, str]],
     pre: PreTokenizer,
-) -> Callable[[str], list[int]]:
+) -> EncodeText:
     """A function from text to ids. ``pieces``: spelling -> id without control tokens.
 
     Raises whatever the library raises when a merge does not lead from pieces to a piece.
@@ -54,16 +60,10 @@ def byte_level_encoder(
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, byte_level])
 
-    def encode(text: str) -> list[int]:
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
-
-    return encode
+    return PortionEncoder(tokenizer, list(pieces), BYTE_TABLE).encode
 
 
-def raw_encoder(
-    pieces: Mapping[str, int], merges: Sequence[tuple[str, str]]
-) -> Callable[[str], list[int]]:
+def raw_encoder(pieces: Mapping[str, int], merges: Sequence[tuple[str, str]]) -> EncodeText:
     """Gemma 4's BPE: characters, not bytes; ``▁`` for a space, ``<0xNN>`` for what is missing.
 
     A line is one word; a run of newlines is one token where the vocabulary has it.
@@ -73,14 +73,16 @@ def raw_encoder(
     # The byte tokens must be in the model for its fallback, although no merge leads to them.
     tokenizer = Tokenizer(models.BPE(vocab=dict(pieces), merges=merges, byte_fallback=True))
 
-    def encode(text: str) -> list[int]:
+    def encode(text: str, stop_after: int | None = None) -> list[int]:
         ids: list[int] = []
-        for line in re.findall(r"\n+|[^\n]+", text):
+        for match in re.finditer(r"\n+|[^\n]+", text):
+            line = match[0]
             newlines = pieces.get(line) if line[0] == "\n" else None
             if newlines is None:
-                ids += tokenizer.encode(line, add_special_tokens=False).ids
+                ids += run_library(tokenizer, line)
             else:
                 ids.append(newlines)
+            check_count(len(ids), stop_after)
         return ids
 
     return encode

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from sdk.loaders.tokenizer.base import TokenizerFacts
-from sdk.loaders.tokenizer.byte_level import byte_level_encoder, raw_encoder
+from sdk.loaders.tokenizer.byte_level import EncodeText, byte_level_encoder, raw_encoder
 from sdk.loaders.tokenizer.end_tokens import end_token_ids
 from sdk.loaders.tokenizer.metadata import Metadata
 from sdk.loaders.tokenizer.pretokenizers import DEFAULT, PRE_TOKENIZERS, PreTokenizer
@@ -96,7 +96,7 @@ def tokenizer_from_gguf(
     better = tokenizer_json_for(meta, vocabulary, facts, add_bos)
     if better is not None:
         return better
-    encode: Callable[[str], list[int]]
+    encode: EncodeText
     if model == "llama":
         encode = _spm(meta, vocabulary, specials.unknown)
     else:
@@ -204,7 +204,7 @@ def _pre_tokenizer(meta: Metadata, model: str, warnings: list[str]) -> PreTokeni
     return pre
 
 
-def _spm(meta: Metadata, vocabulary: Vocabulary, unknown: int | None) -> Callable[[str], list[int]]:
+def _spm(meta: Metadata, vocabulary: Vocabulary, unknown: int | None) -> EncodeText:
     scores = meta.numbers("tokenizer.ggml.scores", len(vocabulary.tokens), "fiu")
     if scores is None:
         raise meta.error("tokenizer.ggml.scores", "the scores of the merges", "no such key")
@@ -224,9 +224,7 @@ def _spm(meta: Metadata, vocabulary: Vocabulary, unknown: int | None) -> Callabl
     return SpmEncoder(pieces, scores.tolist(), byte_ids, unknown).encode
 
 
-def _bpe(
-    meta: Metadata, vocabulary: Vocabulary, pre: PreTokenizer, model: str
-) -> Callable[[str], list[int]]:
+def _bpe(meta: Metadata, vocabulary: Vocabulary, pre: PreTokenizer, model: str) -> EncodeText:
     key = "tokenizer.ggml.merges"
     lines = meta.strings(key)
     if lines is None:

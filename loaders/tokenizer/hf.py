@@ -11,14 +11,24 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+from sdk.loaders.tokenizer.backend_traits import BackendTraits
 from sdk.loaders.tokenizer.base import TextTokenizer, TokenizerFacts, well_formed
 from sdk.loaders.tokenizer.byte_level import token_bytes
 from sdk.loaders.tokenizer.json_parts import library_error, part_state
+from sdk.loaders.tokenizer.portions import (
+    PORTION,
+    UNBROKEN,
+    check_count,
+    portions,
+    run_library,
+)
 from sdk.loaders.tokenizer.special import SpecialSplitter
 from sdk.loaders.tokenizer.spm import SPACE
+from sdk.quant.tokenizer import TooManyTokens
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -60,6 +70,7 @@ class JsonTokenizer(TextTokenizer):
         # Whether control tokens are recognised is a setting of the backend, not of a call.
         self._lock = threading.Lock()
         self._continued: Any = None
+        self._traits: BackendTraits | None = None
         self._kind, self.strips_leading_space = _decoder_kind(backend.decoder)
         self.bytewise = self._kind != "other"
         self.decode(self._run("a 1", add_special_tokens=True, parse_special=True))
@@ -103,9 +114,14 @@ class JsonTokenizer(TextTokenizer):
         return text
 
     def encode(
-        self, text: str, add_special_tokens: bool = True, parse_special: bool = True
+        self,
+        text: str,
+        add_special_tokens: bool = True,
+        parse_special: bool = True,
+        *,
+        stop_after: int | None = None,
     ) -> list[int]:
-        ids = self._run(well_formed(text), add_special_tokens, parse_special)
+        ids = self._run(well_formed(text), add_special_tokens, parse_special, stop_after)
         bos = self.bos_token_id
         if add_special_tokens and bos is not None:
             if ids[:2] == [bos, bos]:  # the text already began with it
@@ -119,18 +135,56 @@ class JsonTokenizer(TextTokenizer):
     def _begins_with(self, token_id: int, text: str) -> bool:
         return text.startswith(self.id_to_token(token_id) or "\0")
 
-    def _run(self, text: str, add_special_tokens: bool, parse_special: bool) -> list[int]:
+    def _run(
+        self,
+        text: str,
+        add_special_tokens: bool,
+        parse_special: bool,
+        stop_after: int | None = None,
+    ) -> list[int]:
+        try:
+            if len(text) <= PORTION:
+                return self._call(text, add_special_tokens, parse_special)
+            around = self._around() if add_special_tokens else ([], [])
+            if around is None:
+                return self._call(text, add_special_tokens, parse_special)
+            call = partial(self._call, add_special_tokens=False, parse_special=parse_special)
+            ids = self._run_portions(text, stop_after, call)
+            return [*around[0], *ids, *around[1]]
+        except TooManyTokens:
+            raise
+        except BaseException as error:
+            raise library_error(error, self._file) from None
+
+    def _call(self, text: str, add_special_tokens: bool, parse_special: bool) -> list[int]:
         with self._lock:
             self._backend.encode_special_tokens = not parse_special
-            try:
-                ids: list[int] = self._backend.encode(
-                    text, add_special_tokens=add_special_tokens
-                ).ids
-            except BaseException as error:
-                raise library_error(error, self._file) from None
+            return run_library(self._backend, text, add_special_tokens=add_special_tokens)
+
+    def _run_portions(
+        self, text: str, stop_after: int | None, call: Callable[[str], list[int]]
+    ) -> list[int]:
+        """Ids of a long text; ``call`` encodes a portion."""
+        if self._traits is None:
+            self._traits = BackendTraits.of(self._backend)
+        traits = self._traits
+        ids: list[int] = []
+        for portion in portions(text) if traits.divisible else (text,):
+            if len(portion) > UNBROKEN and stop_after is not None:
+                check_count(len(ids) + traits.fewest_tokens(portion), stop_after)
+            ids += call(portion)
+            check_count(len(ids), stop_after)
         return ids
 
-    def _run_continued(self, text: str) -> list[int]:
+    def _around(self) -> tuple[list[int], list[int]] | None:
+        """The special tokens before and after a text; None where they are not to be told apart."""
+        inside, whole = self._call("a 1", False, False), self._call("a 1", True, False)
+        for start in range(len(whole) - len(inside) + 1):
+            if whole[start : start + len(inside)] == inside:
+                return whole[:start], whole[start + len(inside) :]
+        return None
+
+    def _run_continued(self, text: str, stop_after: int | None) -> list[int]:
         """Ids of plain text that does not begin the whole: no ▁ is put before its first word."""
         if self._continued is None:
             from tokenizers import Tokenizer
@@ -140,23 +194,31 @@ class JsonTokenizer(TextTokenizer):
             self._continued = Tokenizer.from_str(source.replace(first, never))
             self._continued.encode_special_tokens = True
         try:
-            ids: list[int] = self._continued.encode(text, add_special_tokens=False).ids
+            if len(text) <= PORTION:
+                return run_library(self._continued, text)
+            return self._run_portions(text, stop_after, partial(run_library, self._continued))
+        except TooManyTokens:
+            raise
         except BaseException as error:
             raise library_error(error, self._file) from None
-        return ids
 
-    def _encode_rendered(self, text: str, breaker: str | None) -> list[int]:
+    def _encode_rendered(self, text: str, breaker: str | None, stop_after: int | None) -> list[int]:
         text = well_formed(text)
         if breaker is None:
-            ids = self._run(text, False, True)
+            ids = self._run(text, False, True, stop_after)
         else:
             ids = []
-            for piece in self._control.split(text):
+            for piece in self._control.pieces(text):
+                left = None if stop_after is None else stop_after - len(ids)
+                check_count(len(ids), stop_after)
                 if isinstance(piece, int):
                     ids.append(piece)
                     continue
                 plain = piece.replace(breaker, "")
-                ids += self._run_continued(plain) if ids else self._run(plain, False, False)
+                if ids:
+                    ids += self._run_continued(plain, left)
+                else:
+                    ids += self._run(plain, False, False, left)
         bos = self.bos_token_id
         if self._chat_bos and bos is not None and ids[:1] != [bos]:
             ids.insert(0, bos)

@@ -47,16 +47,18 @@ class SpecialSplitter:
 
     def split(self, text: str) -> list[str | int]:
         """The text as pieces of ordinary text (never empty) and token ids, in order."""
-        pieces: list[str | int] = []
+        return list(self.pieces(text))
+
+    def pieces(self, text: str) -> Iterator[str | int]:
+        """The same one by one."""
         begin = 0
         for start, end, token_id in self.find(text):
             if start > begin:
-                pieces.append(text[begin:start])
-            pieces.append(token_id)
+                yield text[begin:start]
+            yield token_id
             begin = end
             if token_id in self._rstrip:
                 while begin < len(text) and text[begin] in " \t\n\v\f\r":
                     begin += 1
         if begin < len(text):
-            pieces.append(text[begin:])
-        return pieces
+            yield text[begin:]

@@ -17,6 +17,9 @@ import re
 from collections.abc import Mapping, Sequence
 from heapq import heapify, heappop, heappush
 
+from sdk.loaders.tokenizer.portions import PORTION, check_count, fewest_tokens
+from sdk.quant.tokenizer import TooManyTokens
+
 SPACE = "▁"
 
 # Words remembered per tokenizer: bounded, because the text comes from outside. 20,000 words of at
@@ -43,6 +46,7 @@ class SpmEncoder:
         self._scores = scores
         self._byte_ids = byte_ids
         self._unknown_id = unknown_id
+        self._complete = unknown_id is not None or None not in byte_ids
         self._words: dict[str, list[int]] = {}
         # Characters after which some piece goes on with a ▁ (none in Llama's, ">" in Gemma's).
         inside = re.findall(f"([^{SPACE}\0]){SPACE}", "\0".join(pieces))
@@ -53,19 +57,28 @@ class SpmEncoder:
             joined = ""
         self._word = re.compile(f"{SPACE}*[^{SPACE}]+{joined}|{SPACE}+")
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of ``text``, in which spaces are already written ``▁``."""
+    def encode(self, text: str, stop_after: int | None = None) -> list[int]:
+        """Token ids of ``text``, in which spaces are already written ``▁``.
+
+        :raises TooManyTokens: there are more than ``stop_after``.
+        """
         ids: list[int] = []
         words = self._words
-        for word in self._word.findall(text):
+        for match in self._word.finditer(text):
+            word = match[0]
             known = words.get(word)
             if known is None:
+                if len(word) > PORTION and stop_after is not None:
+                    fewest = fewest_tokens(word, self._pieces, complete=self._complete)
+                    check_count(len(ids) + fewest, stop_after)
                 known = self._merge(word)
                 if len(word) <= _MAX_WORD_LEN:
                     if len(words) >= _MAX_WORDS:
                         words.clear()
                     words[word] = known
             ids += known
+            if stop_after is not None and len(ids) > stop_after:
+                raise TooManyTokens(len(ids))
         return ids
 
     def _merge(self, word: str) -> list[int]:

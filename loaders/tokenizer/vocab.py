@@ -8,13 +8,14 @@ byte token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from sdk.loaders.tokenizer.base import TextTokenizer, TokenizerFacts, well_formed
-from sdk.loaders.tokenizer.byte_level import token_bytes
+from sdk.loaders.tokenizer.byte_level import EncodeText, token_bytes
 from sdk.loaders.tokenizer.special import SpecialSplitter
 from sdk.loaders.tokenizer.spm import SPACE
+from sdk.quant.tokenizer import TooManyTokens
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
@@ -47,7 +48,7 @@ class VocabTokenizer(TextTokenizer):
         vocabulary: Vocabulary,
         rules: EncodeRules,
         facts: TokenizerFacts,
-        encode_text: Callable[[str], list[int]],
+        encode_text: EncodeText,
     ) -> None:
         super().__init__(facts)
         self._vocabulary = vocabulary
@@ -96,35 +97,44 @@ class VocabTokenizer(TextTokenizer):
         return token_bytes(token)
 
     def encode(
-        self, text: str, add_special_tokens: bool = True, parse_special: bool = True
+        self,
+        text: str,
+        add_special_tokens: bool = True,
+        parse_special: bool = True,
+        *,
+        stop_after: int | None = None,
     ) -> list[int]:
         splitter = self._everything if parse_special else self._user_defined
-        ids = self._encode_pieces(splitter.split(well_formed(text)))
+        ids = self._encode_pieces(splitter.pieces(well_formed(text)), stop_after)
         if add_special_tokens:
             self._add_bos(ids)
             if self._rules.add_eos_id is not None:
                 ids.append(self._rules.add_eos_id)
         return ids
 
-    def _encode_rendered(self, text: str, breaker: str | None) -> list[int]:
-        pieces = self._everything.split(well_formed(text))
+    def _encode_rendered(self, text: str, breaker: str | None, stop_after: int | None) -> list[int]:
+        pieces = self._everything.pieces(well_formed(text))
         if breaker is not None:
-            unbroken: list[str | int] = []
-            for piece in pieces:
-                if isinstance(piece, int):
-                    unbroken.append(piece)
-                else:
-                    unbroken += self._user_defined.split(piece.replace(breaker, ""))
-            pieces = unbroken
-        ids = self._encode_pieces(pieces)
+            pieces = self._unbroken(pieces, breaker)
+        ids = self._encode_pieces(pieces, stop_after)
         self._add_bos(ids)
         return ids
 
-    def _encode_pieces(self, pieces: list[str | int]) -> list[int]:
+    def _unbroken(self, pieces: Iterable[str | int], breaker: str) -> Iterator[str | int]:
+        for piece in pieces:
+            if isinstance(piece, int):
+                yield piece
+            else:
+                yield from self._user_defined.pieces(piece.replace(breaker, ""))
+
+    def _encode_pieces(self, pieces: Iterable[str | int], stop_after: int | None) -> list[int]:
         ids: list[int] = []
         rules = self._rules
         after_special = True
         for piece in pieces:
+            left = None if stop_after is None else stop_after - len(ids)
+            if left is not None and left < 0:
+                raise TooManyTokens(len(ids))
             if isinstance(piece, int):
                 ids.append(piece)
                 after_special = True
@@ -133,7 +143,7 @@ class VocabTokenizer(TextTokenizer):
                 piece = " " + piece
             if rules.escape_spaces:
                 piece = piece.replace(" ", SPACE)
-            ids += self._encode_text(piece)
+            ids += self._encode_text(piece, left)
             after_special = False
         return ids
 

@@ -94,6 +94,10 @@ PROMPTS: dict[str, Any] = {
     "a salt": {"prompt": "Hi", "cache_salt": HUGE},
     "unknown keys": {"prompt": "Hi", **{f"key {number}": number for number in range(10**5)}},
     "a key that is no text": {"prompt": "Hi", HUGE: 1},
+    "5 MB of words": "word " * 10**6,
+    "5 MB without a space": "a" * (5 * 10**6),
+    "1 MB of control tokens": "<|im_start|>" * 80_000,
+    "1 MB of spaces": " " * 10**6,
 }
 CONVERSATIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "no content": ([{"role": "user"}], {}),
@@ -115,7 +119,9 @@ CONVERSATIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "a template that is an object": ([USER], {"chat_template": Hostile()}),
     "a template that does not compile": ([USER], {"chat_template": "{% for %}"}),
     "an object for the template": ([USER], {"chat_template_kwargs": {"documents": Hostile()}}),
+    "200,000 control tokens": ([{"role": "user", "content": "<|im_start|>" * 200_000}], {}),
     "5 MB of words": ([{"role": "user", "content": "word " * 10**6}], {}),
+    "3 MB without a space": ([{"role": "user", "content": "a" * (3 * 10**6)}], {}),
 }
 PARAMETERS: dict[str, dict[str, Any]] = {
     "a huge number": {"max_tokens": HUGE},

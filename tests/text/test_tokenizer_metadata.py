@@ -160,12 +160,13 @@ def test_holes_in_the_vocabulary_are_named_as_llama_cpp_does(make_metadata: Any)
 
 
 def test_named_templates_are_kept_apart(make_metadata: Any) -> None:
-    metadata = make_metadata["gpt2"](**{"tokenizer.chat_template.tool_use": "T"})
+    source = "T{% if tools %}{{ tools[0].name }}{% endif %}"
+    metadata = make_metadata["gpt2"](**{"tokenizer.chat_template.tool_use": source})
     tokenizer = tokenizer_from_gguf(metadata, "x.gguf")
     message = [{"role": "user", "content": "x"}]
-    assert tokenizer.chat_templates == {"tool_use": "T"}
+    assert tokenizer.chat_templates == {"tool_use": source}
     assert tokenizer.apply_chat_template(message, chat_template="tool_use") == "T"
-    assert tokenizer.apply_chat_template(message, tools=[{"name": "f"}]) == "T"
+    assert tokenizer.apply_chat_template(message, tools=[{"name": "f"}]) == "Tf"
     assert tokenizer.apply_chat_template(message, chat_template="own") == "own"
     assert tokenizer.apply_chat_template(message) == "x<|im_end|>"
 
