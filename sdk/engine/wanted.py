@@ -9,8 +9,7 @@ from torch import Tensor
 
 from sdk.engine.inputs import Running
 from sdk.engine.plan import Sampled, StepPlan
-from sdk.sampling.guidance import guided
-from sdk.sampling.logprobs import distinct
+from sdk.sampling.guidance import guide
 from sdk.sampling.sampler import Sampler
 
 
@@ -59,9 +58,10 @@ def guided_rows(wanted: Wanted, requests: Mapping[str, Running], logits: Tensor)
     """The rows to sample, each guided one moved away from what its guide says."""
     outputs = len(wanted.sampling) + len(wanted.guides)
     logits, negative = logits[:outputs].tensor_split([len(wanted.sampling)])
+    places = {request_id: place for place, request_id in enumerate(wanted.sampling)}
     for row, request_id in zip(negative, wanted.guides, strict=True):
-        own = logits[wanted.sampling.index(request_id)]
-        own.copy_(guided(own, row, requests[request_id].start.params.guidance_scale))
+        scale = requests[request_id].start.params.guidance_scale
+        guide(logits[places[request_id]], row, scale)
     return logits
 
 
@@ -79,7 +79,7 @@ def score_prompt(
     following = request.token_ids[first + 1 : min(first + 1 + len(hidden), request.num_prompt)]
     count = request.start.params.prompt_logprobs
     assert count is not None
-    also = distinct(request.start.params.logprob_token_ids)
+    also = sampler.scored_ids(request.start.request_id)
     scored: list[Sampled] = []
     for logits in head(hidden[: len(following)]):
         part = following[len(scored) : len(scored) + len(logits)]

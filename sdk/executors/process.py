@@ -35,6 +35,7 @@ from sdk.executors.local import RankFactory, RunnerT
 from sdk.executors.worker import WorkerStart
 from sdk.models.parallel import Mesh
 from sdk.params import SamplingParams
+from sdk.sampling.resolved import ResolvedParams
 
 logger = logging.getLogger("sdk")
 
@@ -257,7 +258,11 @@ def _for_workers(plan: StepPlan) -> StepPlan:
     if not plan.started:
         return plan
     started = (
-        replace(start, params=SamplingParams(prompt_logprobs=start.params.prompt_logprobs))
+        replace(
+            start,
+            params=SamplingParams(prompt_logprobs=start.params.prompt_logprobs),
+            resolved=ResolvedParams(),
+        )
         for start in plan.started
     )
     return plan._replace(started=tuple(started))

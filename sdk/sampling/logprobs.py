@@ -7,7 +7,6 @@ is the most likely token; of equally likely tokens the lowest id comes first.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +14,8 @@ from numpy.typing import NDArray
 from sdk.engine.plan import Sampled
 from sdk.logprobs import Logprobs
 from sdk.sampling.rows import Floats, Scratch, largest, sort_keys
+from sdk.sampling.rules import Ids
 
-Ids = NDArray[np.int64]
 NO_IDS: Ids = np.empty(0, np.int64)
 #: One token's rank takes two passes over the row, 30 us for 49,152 tokens; sorting all 0.5 ms.
 _SORT_FROM = 16
@@ -57,11 +56,6 @@ def scored(
         ranks = np.append(ranks, np.int32(rank))
     top = Logprobs(ids.astype(np.int32), logits[ids], ranks, offset)
     return Sampled(token_id, logprob, rank, top)
-
-
-def distinct(ids: Sequence[int] | None) -> Ids:
-    """Token ids without repetitions, for :func:`scored`."""
-    return NO_IDS if ids is None else np.unique(np.array(ids, np.int64))
 
 
 def _best(logits: Floats, count: int, scratch: Scratch) -> Ids:

@@ -8,51 +8,47 @@ changed in place; minus infinity forbids a token.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sdk.errors import RequestError
 from sdk.kernels.reference.sampling import penalize
 from sdk.sampling.penalties import penalties_of
+from sdk.sampling.repeats import Repeats
 from sdk.sampling.state import RequestState
 
 _FORBIDDEN = float("-inf")
-# A longer DRY match changes nothing (1.75**50 is 1e12) and costs time quadratic in the text.
+# A longer DRY match changes nothing: 1.75**50 is 1e12.
 _DRY_LONGEST = 50
 _DRY_MOST = 1e4
 
 
 def process(row: Tensor, state: RequestState) -> Tensor:
     """Apply everything ``state`` asks for; raises RequestError when a callback misbehaves."""
-    params, resolved = state.params, state.resolved
-    if params.allowed_token_ids is not None:
-        kept = torch.full_like(row, _FORBIDDEN)
-        allowed = _ids(params.allowed_token_ids, row)
-        kept[allowed] = row[allowed]
-        row = kept
-    for word in resolved.bad_words:
-        before = len(word) - 1
-        if before == 0 or tuple(state.output[-before:]) == word[:-1]:
-            row[word[-1]] = _FORBIDDEN
-    if resolved.end_ids and len(state.output) < params.min_tokens:
-        row[_ids(resolved.end_ids, row)] = _FORBIDDEN
-    if params.logit_bias:
-        row[_ids(params.logit_bias, row)] += torch.tensor(
-            list(params.logit_bias.values()), dtype=row.dtype, device=row.device
-        )
+    params, resolved, rules = state.params, state.resolved, state.rules
+    forbidden = rules.forbidden(len(row))
+    if forbidden is not None:
+        _forbid(row, forbidden)
+    for ids in rules.completing(state.output):
+        _forbid(row, ids)
+    if len(rules.end_ids) and len(state.output) < params.min_tokens:
+        _forbid(row, rules.end_ids)
+    if len(rules.bias_ids):
+        row[_on(row, rules.bias_ids)] += _on(row, rules.bias)
     row = _call_processors(row, state)
     if state.penalized:
         penalize(row[None], penalties_of([state], row.device))
-    if params.dry_multiplier:
-        for token, penalty in _dry_penalties(state).items():
-            row[token] -= penalty
-    if params.no_repeat_ngram_size:
+    if state.dry is not None:
+        ids, penalties = _dry_penalties(state.dry, state)
+        row[_on(row, ids)] -= _on(row, penalties)
+    if state.ngrams is not None:
         size = params.no_repeat_ngram_size - 1
-        prefix = tuple(state.tokens[-size:]) if size else ()
-        banned = state.ngrams.get(prefix)
-        if banned:
-            row[_ids(banned, row)] = _FORBIDDEN
+        banned = state.ngrams.followed(size)[0] if size else state.ngrams.tokens
+        _forbid(row, banned)
     budget = params.thinking_token_budget
     if budget is not None and state.thinking is not None and state.thinking >= budget:
         assert resolved.think_end_id is not None  # only its token can have been counted against
@@ -61,8 +57,15 @@ def process(row: Tensor, state: RequestState) -> Tensor:
     return row
 
 
-def _ids(ids: object, row: Tensor) -> Tensor:
-    array = np.fromiter(ids, dtype=np.int64)  # type: ignore[call-overload]
+def _forbid(row: Tensor, which: NDArray[Any]) -> None:
+    """Ids, or a mask of all tokens. Torch would share a mask out among threads: see guidance."""
+    if row.device.type == "cpu":
+        row.numpy()[which] = _FORBIDDEN
+    else:
+        row[_on(row, which)] = _FORBIDDEN
+
+
+def _on(row: Tensor, array: NDArray[Any]) -> Tensor:
     return torch.from_numpy(array).to(row.device)
 
 
@@ -85,7 +88,9 @@ def _call_processors(row: Tensor, state: RequestState) -> Tensor:
     return row
 
 
-def _dry_penalties(state: RequestState) -> dict[int, float]:
+def _dry_penalties(
+    repeats: Repeats, state: RequestState
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """DRY ("don't repeat yourself", p-e-w 2024): what would continue a repetition, and how bad.
 
     A token that followed an earlier copy of the last ``L`` tokens costs
@@ -93,28 +98,14 @@ def _dry_penalties(state: RequestState) -> dict[int, float]:
     match neither contains nor continues with a sequence breaker.
     """
     params, breakers = state.params, state.resolved.dry_breakers
-    tokens = state.tokens
-    if params.dry_penalty_last_n >= 0:
-        tokens = tokens[max(0, len(tokens) - params.dry_penalty_last_n) :]
-    if not tokens or tokens[-1] in breakers:
-        return {}
-    longest: dict[int, int] = {}
-    limit = params.dry_allowed_length + _DRY_LONGEST
-    last = tokens[-1]
-    for end in range(len(tokens) - 1):
-        following = tokens[end + 1]
-        if tokens[end] != last or following in breakers:
-            continue
-        length = 1
-        while length <= min(end, limit - 1):
-            token = tokens[-1 - length]
-            if tokens[end - length] != token or token in breakers:
-                break
-            length += 1
-        longest[following] = max(length, longest.get(following, 0))
     allowed, scale = params.dry_allowed_length, params.dry_multiplier
-    return {
-        token: min(scale * params.dry_base ** (length - allowed), _DRY_MOST)
+    tokens, lengths = repeats.followed(allowed, params.dry_penalty_last_n)
+    by_length = np.argsort(lengths, kind="stable")
+    longest = dict(zip(tokens[by_length].tolist(), lengths[by_length].tolist(), strict=True))
+    penalties = {
+        token: min(scale * params.dry_base ** min(length - allowed, _DRY_LONGEST), _DRY_MOST)
         for token, length in longest.items()
-        if length >= allowed
+        if token not in breakers
     }
+    ids = np.fromiter(penalties, np.int64, len(penalties))
+    return ids, np.fromiter(penalties.values(), np.float32, len(penalties))

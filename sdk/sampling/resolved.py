@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 from sdk.errors import RequestError
 from sdk.params import SamplingParams
+
+if TYPE_CHECKING:
+    from sdk.sampling.rules import Rules
 
 
 class Vocabulary(Protocol):
@@ -34,6 +37,8 @@ class ResolvedParams:
     #: The tokens around a model's thinking; both or none.
     think_start_id: int | None = None
     think_end_id: int | None = None
+    #: The same and the lists of the parameters, as arrays that all answers share.
+    rules: Rules | None = field(default=None, compare=False, repr=False)
 
 
 def resolve(
@@ -69,7 +74,11 @@ def resolve(
         words = _bad_words(params.bad_words or (), tokenizer)
         if params.dry_multiplier:
             breakers = _containing(params.dry_sequence_breakers or (), tokenizer)
-    return ResolvedParams(tuple(sorted(ends)), words, breakers, think_start_id, think_end_id)
+    from sdk.sampling.rules import Rules  # numpy: plans and parameters do without
+
+    end_ids = tuple(sorted(ends))
+    rules = Rules(params, end_ids, words)
+    return ResolvedParams(end_ids, words, breakers, think_start_id, think_end_id, rules)
 
 
 def _check_ids(params: SamplingParams, vocab_size: int) -> None:

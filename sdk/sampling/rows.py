@@ -65,4 +65,5 @@ def sort_keys(values: Floats) -> NDArray[np.int64]:
     """
     bits = (values + np.float32(0)).view(np.int32)  # -0.0 equals 0.0
     ordered = (bits ^ ((bits >> 31) & np.int32(0x7FFFFFFF))).astype(np.int64)
-    return ((-ordered) << 32) + np.arange(len(values))
+    keys: NDArray[np.int64] = ((-ordered) << 32) + np.arange(len(values))
+    return keys

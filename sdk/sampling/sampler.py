@@ -17,11 +17,12 @@ from sdk.errors import RequestError
 from sdk.kernels.ops import Ops
 from sdk.kernels.sampling import GREEDY, SampleBuffers, Tokens, join_draws
 from sdk.params import SamplingParams
-from sdk.sampling.logprobs import NO_IDS, Ids, scored
+from sdk.sampling.logprobs import NO_IDS, scored
 from sdk.sampling.penalties import penalties_of
 from sdk.sampling.processors import process
 from sdk.sampling.resolved import ResolvedParams
 from sdk.sampling.rows import Scratch
+from sdk.sampling.rules import Ids
 from sdk.sampling.state import RequestState
 from sdk.sampling.uniform import TOKEN
 
@@ -54,6 +55,10 @@ class Sampler:
         self._states[request_id] = RequestState(
             params, resolved, prompt_token_ids, output_token_ids, mirostat_mu
         )
+
+    def scored_ids(self, request_id: str) -> Ids:
+        """Tokens of a request's ``logprob_token_ids``."""
+        return self._states[request_id].rules.scored_ids
 
     def append(self, request_id: str, token_ids: Sequence[int]) -> None:
         """Committed tokens of a request."""
@@ -112,7 +117,9 @@ class Sampler:
                     state.learn(chosen.probabilities[i])
                 if state.wants_logprobs and isinstance(result, Sampled):
                     count = state.params.logprobs
-                    results[i] = self._scored(logits[i], result.token_id, count, state.scored_ids)
+                    results[i] = self._scored(
+                        logits[i], result.token_id, count, state.rules.scored_ids
+                    )
                 if state.mirostat and isinstance(result := results[i], Sampled):
                     results[i] = result._replace(mirostat_mu=state.next_mu)
         return results

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 
 from sdk.kernels.sampling import pack_draw
 from sdk.params import SamplingParams
-from sdk.sampling.logprobs import distinct
+from sdk.sampling.repeats import Repeats
 from sdk.sampling.resolved import ResolvedParams
+from sdk.sampling.rules import Rules
 from sdk.sampling.uniform import XTC, uniform
 
 
@@ -26,11 +27,12 @@ class RequestState:
         self.params = params
         self.resolved = resolved
         self.output: list[int] = []
-        self.tokens: list[int] = []
         #: Token id -> how often it is in the output (0: in the prompt only).
         self.counts: dict[int, int] = {}
-        #: First n-1 tokens of every n-gram so far -> the tokens that followed.
-        self.ngrams: dict[tuple[int, ...], set[int]] = {}
+        self.rules = resolved.rules or Rules(params, resolved.end_ids, resolved.bad_words)
+        #: Repetitions of the end of prompt and output, for DRY and for ``no_repeat_ngram_size``.
+        self.dry = Repeats(resolved.dry_breakers) if params.dry_multiplier else None
+        self.ngrams = Repeats() if params.no_repeat_ngram_size else None
         #: Tokens since thinking started; None outside thinking.
         self.thinking: int | None = None
         #: Mirostat's target surprise, and what it becomes when the sampled token is committed.
@@ -42,7 +44,6 @@ class RequestState:
             or params.frequency_penalty != 0.0
         )
         self.wants_logprobs = params.logprobs is not None or params.logprob_token_ids is not None
-        self.scored_ids = distinct(params.logprob_token_ids)
         self.reshaped = bool(
             params.allowed_token_ids is not None
             or resolved.bad_words
@@ -108,14 +109,9 @@ class RequestState:
         if self.penalized:
             for token in ids:
                 self.counts[token] = self.counts.get(token, 0) + weight
-        size = self.params.no_repeat_ngram_size
-        if size or self.params.dry_multiplier:
-            start = len(self.tokens)
-            self.tokens += ids
-            if size:
-                for end in range(max(start, size - 1), len(self.tokens)):
-                    prefix = tuple(self.tokens[end - size + 1 : end])
-                    self.ngrams.setdefault(prefix, set()).add(self.tokens[end])
+        for repeats in (self.dry, self.ngrams):
+            if repeats is not None:
+                repeats.extend(ids)
         if self.params.thinking_token_budget is not None:
             for token in ids:
                 self._think(token)

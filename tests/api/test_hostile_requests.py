@@ -128,6 +128,10 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "an object": {"temperature": Hostile()},
     "10**12 stop ids": {"stop_token_ids": range(10**12)},
     "a huge key of a bias": {"logit_bias": {HUGE: 1.0}},
+    "an endless list of words": {"bad_words": Endless()},
+    "results of 100 MB": {"logprobs": -1, "n": 64, "max_tokens": 1000},
+    "a pattern of 500 places": {"stop_regex": "(?:.?){500}\x00"},
+    "a pattern that grows": {"stop_regex": "(((){999}){999}){999}a"},
 }
 #: Allowed, however expensive: such a request is answered.
 ACCEPTED: dict[str, Callable[[LLM], Any]] = {
@@ -139,7 +143,35 @@ ACCEPTED: dict[str, Callable[[LLM], Any]] = {
         SHORT.clone(truncate_prompt_tokens=-1),
     ),
     "ids that cannot be compared": lambda llm: llm.generate([Unequal(5), Unequal(6)], SHORT),
+    "a million allowed ids, 64 answers": lambda llm: llm.generate(
+        ids(1), SHORT.clone(n=64, max_tokens=2, allowed_token_ids=[i % 400 for i in range(2**20)])
+    ),
+    "every list at its longest, 64 answers": lambda llm: llm.generate(ids(1), LONGEST),
+    "all log-probabilities, 64 answers": lambda llm: llm.generate(
+        ids(1), SHORT.clone(n=64, max_tokens=4, logprobs=-1, prompt_logprobs=-1)
+    ),
+    "a costly pattern, 64 answers": lambda llm: llm.generate(
+        ids(1), SHORT.clone(n=64, stop_regex="(?:.?){255}\x00")
+    ),
+    "repetitions, 64 answers": lambda llm: llm.generate(
+        {"prompt_token_ids": [7] * 100},
+        SHORT.clone(n=64, dry_multiplier=1, dry_allowed_length=90, no_repeat_ngram_size=99),
+    ),
+    "guidance, 32 answers": lambda llm: llm.generate(ids(1), SHORT.clone(n=32, guidance_scale=2)),
+    "300 requests": lambda llm: llm.generate([ids(seed) for seed in range(300)], SHORT),
 }
+
+
+LONGEST = SHORT.clone(
+    n=64,
+    max_tokens=2,
+    stop=[chr(0x4E00 + index) * 1024 for index in range(64)],
+    stop_token_ids=[401 + index % 40 for index in range(4096)],
+    bad_words=[f"word {index}" for index in range(1024)],
+    logit_bias=dict.fromkeys(range(400), 1.0),
+    logprob_token_ids=[index % 400 for index in range(4096)],
+    min_tokens=2,
+)
 
 
 class Streams:

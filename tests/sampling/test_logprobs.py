@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from sdk.logprobs import Logprob, Logprobs
-from sdk.sampling.logprobs import distinct, scored
+from sdk.sampling.logprobs import scored
 from sdk.sampling.rows import Scratch
 from sdk.text.token_texts import TokenTexts
 
@@ -61,7 +61,7 @@ def test_entries_are_those_of_the_definition_to_the_last_bit(
     if ties:
         logits = np.round(logits / 4).astype(np.float32) * np.float32(-1)  # -0.0 among them
     also, token = [i % size for i in also], seed % size
-    sampled = scored(logits, token, count, Scratch(size), distinct(also))
+    sampled = scored(logits, token, count, Scratch(size), np.unique(np.array(also, np.int64)))
     wanted = expected(logits, token, count, also)
     entries = sampled.top.with_texts(TokenTexts(Words()))
     assert list(entries.items()) == list(wanted.items())
@@ -120,7 +120,7 @@ def test_a_scored_position_makes_a_few_objects_and_decodes_nothing() -> None:
     texts = TokenTexts(words)
     rows = []
     for count, also in ((-1, ()), (1024, ()), (5, range(4096))):
-        also_ids = distinct(list(also))
+        also_ids = np.unique(np.array(list(also), np.int64))
         before = sys.getallocatedblocks()
         rows.append(scored(logits, 3, count, scratch, also_ids).top.with_texts(texts))
         assert sys.getallocatedblocks() - before < 200  # one object per entry was 5 to 49,152
