@@ -31,9 +31,11 @@ help: ## list the targets
 run: build demo-model ## set up, fetch the demo model and stream an answer (PROMPT="...")
 	$(PY) -m sdk run --stats --prompt "$(PROMPT)"
 
-# Triton decides for a whole process whether it interprets, so tests/gpu is a run of its own.
+# Triton decides for a whole process whether it interprets, so tests/gpu is a run of its own. It follows
+# failures of the first run, but not Ctrl-C, for which pytest exits with 2.
 RUN_TESTS = status=0; for part in tests tests/gpu; do \
-	  $(PY) -m pytest $(PYTEST_FLAGS) -n $(WORKERS) --dist worksteal $(1) $$part || status=1; \
+	  $(PY) -m pytest $(PYTEST_FLAGS) -n $(WORKERS) --dist worksteal $(1) $$part || status=$$?; \
+	  [ $$status -ne 2 ] || break; \
 	done; exit $$status
 
 test: $(VENV)/.embedlm-dev models ## set up, build and run the tests but for the slow ones, which it counts

@@ -18,7 +18,9 @@ for part in "${parts[@]}"; do
   esac
 done
 mkdir -p "$OUT"
-# Shared by all parts and processes: what one has compiled, the others find.
+# Shared by all parts and processes: what one has compiled, the others find. A cache made on another
+# machine would not be used: Triton's keys hold its own shared library, which each Python has another
+# of, and the files in it name each other by absolute paths.
 export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$PWD/build/triton}
 export PYTHONUNBUFFERED=1
 failed=()

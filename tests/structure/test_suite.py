@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -88,6 +89,41 @@ def test_a_worker_that_crashes_and_a_test_that_hangs_are_failures_and_the_others
         f"FAILED areas/a/test_it.py::test_{name}" for name in ("crash", "hang")
     }
     assert "2 failed, 2 passed" in text
+
+
+def commands(*targets: str) -> str:
+    """What make would run, if everything before it were there."""
+    made = ["build", "models", ".venv/.embedlm-dev", ".venv/embedlm-constraints.txt"]
+    old = [option for name in made for option in ("-o", name)]
+    command = ["make", "-n", *old, "VENV=.venv", *targets]
+    environment = {key: x for key, x in os.environ.items() if not key.startswith("MAKE")}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_make_test_leaves_slow_tests_out_and_make_test_all_and_ci_do_not() -> None:
+    some, all_of_them = commands("test"), commands("test-all")
+    for run in (some, all_of_them):
+        assert "for part in tests tests/gpu" in run
+        assert " -n " in run
+    assert '-m "not slow"' in some
+    assert "not slow" not in all_of_them
+    script = (ROOT / ".ci" / "run").read_text().splitlines()
+    assert [line for line in script if line.startswith("make")] == ["make lint", "make test-all"]
+
+
+def test_a_failure_of_the_first_run_is_the_result_and_ctrl_c_ends_both(tmp_path: Path) -> None:
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\necho "$@" >>{tmp_path}/ran\nexit $(head -c 1 {tmp_path}/exit)\n')
+    python.chmod(0o755)
+    script = commands("test", f"PY={python}")
+    for code, runs in ((0, 2), (1, 2), (2, 1)):
+        (tmp_path / "exit").write_text(str(code))
+        (tmp_path / "ran").write_text("")
+        assert subprocess.run(["bash", "-c", script], cwd=tmp_path).returncode == code
+        assert len((tmp_path / "ran").read_text().splitlines()) == runs
 
 
 def is_slow(node: ast.AST) -> bool:
