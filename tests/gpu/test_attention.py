@@ -317,7 +317,9 @@ def test_a_prompt_does_not_depend_on_its_chunks(fixed: bool) -> None:
         assert torch.equal(part, whole[length - count : length]), (length, count)
 
 
-@pytest.mark.parametrize("shared", [64, 256, 528])
+@pytest.mark.parametrize(
+    "shared", [*(pytest.param(x, marks=pytest.mark.slow) for x in (64, 256)), 528]
+)
 def test_a_shared_prefix_is_read_once_and_changes_nothing(shared: int) -> None:
     requests = [(600, 1), (541, 1), (533, 4), (529, 1)]
     step = make_step(requests, 2, 1, 64, 16, "float32", shared)

@@ -164,7 +164,10 @@ def test_many_tokens_are_multiplied_with_a_decoded_weight(cases: Any, name: str)
     assert distance(found, expected) < 1e-3  # the library rounds its result to float16
 
 
-@pytest.mark.parametrize("name", ["int4-g32-minus", "int8-g128-zeros", "q4_k"])
+@pytest.mark.parametrize(
+    "name",
+    ["int4-g32-minus", "int8-g128-zeros", pytest.param("q4_k", marks=pytest.mark.slow)],
+)
 def test_with_a_fixed_order_a_row_does_not_depend_on_the_others(cases: Any, name: str) -> None:
     layout = made(cases, name)
     linear = Linear(torch.float16, replace(FEW, dense_from=8), fixed=True)

@@ -130,6 +130,7 @@ def linear_weight(linear: Linear, packed: Any) -> Tensor:
     return rows.double()
 
 
+@pytest.mark.slow
 def test_a_fixed_order_shares_k_for_some_rows_at_a_time(
     cases: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

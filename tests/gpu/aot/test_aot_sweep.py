@@ -98,6 +98,7 @@ def test_a_change_to_a_kernel_leaves_its_neighbours(written: Any) -> None:
     assert written["other kernel"]["first"] == written["nothing"]["first"]
 
 
+@pytest.mark.slow
 def test_only_kernels_without_a_result_are_compiled() -> None:
     job = ["sm_90", "rope float16"]
     listed = sweep.run("compile_attention.py", [job], wanted=())
