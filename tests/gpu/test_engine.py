@@ -64,10 +64,9 @@ def load(path: Path, **options: Any) -> LLM:
     return LLM(path, max_model_len=64, max_num_batched_tokens=8, max_num_seqs=4, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize(
-    "kv", ["int8", *(pytest.param(x, marks=pytest.mark.slow) for x in ("float32", "fp8"))]
-)
+@pytest.mark.parametrize("kv", ["float32", "int8", "fp8"])
 def test_the_answers_are_the_reference_s(
     path: Path, kv: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,12 +88,9 @@ SAMPLED = SamplingParams(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize(
-    "short",
-    [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16],
-    ids=["float32", "bfloat16"],
-)
+@pytest.mark.parametrize("short", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_steps_filled_up_to_a_bucket_give_the_same_answers(
     path: Path, short: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

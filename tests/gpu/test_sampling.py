@@ -89,7 +89,9 @@ def explained(row: Tensor, draw: Draws, token: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("width", [1, 17, pytest.param(1100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "width", [17, *(pytest.param(x, marks=pytest.mark.slow) for x in (1, 1100))]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_are_the_reference_s_but_for_rounding(kind: str, width: int) -> None:
     rng = np.random.default_rng(width)
