@@ -442,6 +442,7 @@ def test_the_kv_suite_compares_every_type_with_float16(golden: Path, capsys: Cap
         assert row["samples"]["speed"] == pytest.approx(speeds, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_one_kv_type_is_measured_beside_float16_alone(golden: Path, capsys: Captured) -> None:
     rows = kv_rows(golden, capsys, "--kv-dtype", "fp8_e4m3")
     assert [row["kv"] for row in rows] == ["float16", "fp8"]

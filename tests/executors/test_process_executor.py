@@ -83,6 +83,7 @@ def test_a_function_runs_on_every_rank_between_steps(ranks: ModuleType, started)
         executor.execute(StepPlan(3))
 
 
+@pytest.mark.slow
 def test_any_number_of_ranks_gives_the_same_sums(ranks: ModuleType, started) -> None:
     alone = LocalExecutor(ranks.FakeRunner, ranks.FakeConfig())
     alone.start()
@@ -143,7 +144,11 @@ def test_a_worker_killed_between_steps_is_named(started, eventually: Poll) -> No
     ("fault", "message"),
     [
         ("kill", r"^rank 1 was killed \(SIGKILL, perhaps by the system for want of memory\)"),
-        ("exit", r"^rank 1 ended with exit code 7\nits last messages:\n  a last word$"),
+        pytest.param(
+            "exit",
+            r"^rank 1 ended with exit code 7\nits last messages:\n  a last word$",
+            marks=pytest.mark.slow,
+        ),
         (
             "raise",
             r"(?s)^rank 1 failed: AlignmentError: 7 heads cannot be dealt out\n.*a last word",
@@ -158,6 +163,7 @@ def test_a_worker_lost_in_a_step_ends_the_step(started, fault: str, message: str
     executor.close()
 
 
+@pytest.mark.slow
 def test_of_several_failures_the_cause_is_named_and_not_its_consequences(started) -> None:
     executor = started({(2, 1): "kill"}, size=4)
     with pytest.raises(EngineDeadError, match=r"^rank 2 was killed"):
@@ -190,7 +196,7 @@ def test_a_worker_stuck_after_its_last_sum_is_given_up(started, tmp_path: Path) 
     ("fault", "message"),
     [
         ("oserror", r"^rank 0 failed: FileNotFoundError: model\.gguf"),
-        ("raise", r"^rank 0 failed: AlignmentError: 7 heads"),
+        pytest.param("raise", r"^rank 0 failed: AlignmentError: 7 heads", marks=pytest.mark.slow),
     ],
 )
 def test_an_error_of_rank_0_ends_the_workers(started, fault: str, message: str) -> None:
@@ -218,8 +224,12 @@ def test_ctrl_c_does_not_reach_the_worker(started) -> None:
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("kill", r"^rank 1 was killed \(SIGKILL"),
-        ("exit", r"^rank 1 ended with exit code 7\nits last messages:\n  a last word$"),
+        pytest.param("kill", r"^rank 1 was killed \(SIGKILL", marks=pytest.mark.slow),
+        pytest.param(
+            "exit",
+            r"^rank 1 ended with exit code 7\nits last messages:\n  a last word$",
+            marks=pytest.mark.slow,
+        ),
         (
             "raise",
             r"(?s)^rank 1 failed: AlignmentError: 7 heads cannot be dealt out\n.*a last word",
@@ -236,7 +246,10 @@ def test_a_worker_that_never_gets_ready_is_given_up(started) -> None:
         started({(1, 0): "stop"}, startup_s=6.0)
 
 
-@pytest.mark.parametrize(("fault", "error"), [("raise", AlignmentError), ("oserror", OSError)])
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [("raise", AlignmentError), pytest.param("oserror", OSError, marks=pytest.mark.slow)],
+)
 def test_what_rank_0_raises_while_building_is_raised_on(started, fault: str, error: type) -> None:
     with pytest.raises(error):
         started({(0, 0): fault})
