@@ -152,7 +152,7 @@ def test_every_row_is_multiplied_with_the_weight_of_its_expert(
     assert found < (5e-4 if "like" in name else 2e-6)
 
 
-@pytest.mark.parametrize("by_token", [True, False])
+@pytest.mark.parametrize("by_token", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("tokens", "k"), [(1, 1), (1, 5), (3, 8), (40, 2), (70, 1)])
 def test_rows_may_fall_on_experts_as_they_like(
     reference: Ops, cases: Any, tokens: int, k: int, by_token: bool
@@ -231,6 +231,7 @@ def test_decoded_experts_of_any_size_begin_where_loads_may(reference: Ops, cases
     assert decoded(reference, layouts, linear, logits(10), x, by_token=True) < 2e-6
 
 
+@pytest.mark.slow
 def test_experts_are_decoded_from_as_many_rows_of_each_as_the_card_s_table_says(
     reference: Ops, cases: Any
 ) -> None:

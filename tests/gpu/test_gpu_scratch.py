@@ -163,7 +163,7 @@ def test_a_plain_weight_s_products_ask_for_no_more_than_is_planned(
 
 @pytest.mark.usefixtures("little_room")
 @pytest.mark.parametrize("tokens", [3, 40])
-@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("fixed", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["packed", "codes", "rounded"])
 def test_experts_products_ask_for_no_more_than_is_planned(
     cases: Any, tokens: int, fixed: bool, name: str
