@@ -29,7 +29,7 @@ LONG_FILES: dict[str, tuple[int, str]] = {}
 TOP_LEVEL = {
     *("sdk", "quant", "kernels", "models", "loaders", "tests", "docs", "pyproject.toml"),
     *("README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "CMakeLists.txt"),
-    *(".ci", ".gitignore"),
+    *(".ci", ".github", ".gitignore"),
 }
 #: What a checkout may hold besides, because a tool or a build made it (all in .gitignore).
 MADE = {".git", ".venv", "build", "dist", "bench-results", "__pycache__"}
