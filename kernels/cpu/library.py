@@ -280,9 +280,10 @@ def find_library() -> ctypes.CDLL | str:
 
 
 def _why_missing() -> str:
-    if __spec__ is not None and isinstance(__spec__.loader, zipimporter):
+    loader = getattr(__spec__, "loader", None)
+    if isinstance(loader, zipimporter):
         return (
-            f"no native module: the system loads no library from inside {__spec__.loader.archive}; "
+            f"no native module: the system loads no library from inside {loader.archive}; "
             "unpack it, or install embedlm with pip"
         )
     if Path(__file__).with_name("native").is_dir():  # the C++ sources: a checkout

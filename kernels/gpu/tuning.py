@@ -125,7 +125,7 @@ def read_tuning(card: str, programs: int, folder: Path = TABLES) -> Tuning:
 
 def _read(path: Path) -> bytes | None:
     """None where there is no such file. This package may lie inside a zip file."""
-    loader = None if __spec__ is None else __spec__.loader
+    loader = getattr(__spec__, "loader", None)
     try:
         if path.parent == TABLES and isinstance(loader, zipimporter):
             return loader.get_data(str(path))

@@ -87,8 +87,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from sdk.loaders.open import is_remote, read_headers
 
-    with reporting("download", "B", None, bar=is_remote(args.file)) as report:
-        found = read_headers(args.file, report)
+    with reporting("download", "B", None, bar=is_remote(args.file)) as progress:
+        found = read_headers(args.file, progress)
     entries, config = list(found.entries), dict(found.config)
     facts = {"file": str(found.path), "format": found.format}
     if found.kv_scales:

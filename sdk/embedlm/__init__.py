@@ -15,6 +15,8 @@ from types import CodeType, ModuleType
 
 TYPE_CHECKING = False  # typing would be half of what this import costs
 if TYPE_CHECKING:
+    from typing import Any
+
     from sdk import *  # noqa: F403
 
 #: Modules that are files here; every other ``embedlm.x`` is ``sdk.x``.
@@ -53,7 +55,8 @@ class _Alias:
         if real is None:
             return None
         is_package = real.submodule_search_locations is not None
-        return ModuleSpec(name, _Alias(), origin=real.origin, is_package=is_package)
+        loader: Any = _Alias()
+        return ModuleSpec(name, loader, origin=real.origin, is_package=is_package)
 
     def create_module(self, spec: ModuleSpec) -> None:
         return None  # an empty module, which never gets out

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import zipapp
 from pathlib import Path
 
@@ -153,6 +155,48 @@ def test_every_entry_point_goes_through_embedlm(run_installed: Run) -> None:
         "pytest11 embedlm.pytest_plugin True",
         "pyinstaller40 embedlm.pyinstaller:hook_dirs True",
     ]
+
+
+HOOKS = """
+import importlib.metadata, json, runpy
+from pathlib import Path
+points = importlib.metadata.entry_points(group="pyinstaller40", name="hook-dirs")
+[point] = [point for point in points if point.value.startswith("embedlm")]
+[folder] = map(Path, point.load()())
+hook = runpy.run_path(str(folder / "hook-sdk.py"))
+before = runpy.run_path(str(folder / "pre_safe_import_module" / "hook-embedlm.py"))
+class Api:
+    aliases = {}
+    def add_alias_module(self, real, alias):
+        self.aliases[alias] = real
+before["pre_safe_import_module"](Api())
+assert not any(name.partition(".")[0] in ("sdk", "torch") for name in sys.modules)
+named = {name: hook[name] for name in ("hiddenimports", "binaries", "datas")}
+print(json.dumps({**named, "aliases": Api.aliases}))
+"""
+
+
+def test_the_hook_of_pyinstaller_collects_modules_tables_and_the_native_library(
+    run_installed: Run, installed: Path, tmp_path: Path
+) -> None:
+    site = tmp_path / "site"
+    shutil.copytree(installed, site)
+    native = site / "sdk" / "kernels" / "cpu" / "_native.so"
+    native.write_bytes(b"")
+    done = run_installed(HOOKS, site=site)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert {"sdk", "sdk.llm", "sdk.kernels.reference", "sdk.loaders.formats.gptq"} <= set(
+        found["hiddenimports"]
+    )
+    assert found["binaries"] == [[str(native), "sdk/kernels/cpu"]]
+    datas = {(Path(path).name, folder) for path, folder in found["datas"]}
+    assert datas == {
+        ("expected_loss.json", "sdk/quant"),
+        ("some-card.json", "sdk/kernels/tuned"),
+        ("py.typed", "sdk"),
+    }
+    assert found["aliases"]["embedlm.cli"] == "sdk.cli" and "embedlm" not in found["aliases"]
 
 
 @pytest.fixture
