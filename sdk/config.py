@@ -96,6 +96,8 @@ class EngineConfig:
             raise RequestError(f"an option cannot be read: {described(error)}") from error
 
     def _check(self) -> None:
+        if self.chat_template is not None:
+            _text("chat_template", self.chat_template)
         for name, (off, instead) in _NOT_YET.items():
             if getattr(self, name) != off:
                 raise RequestError(

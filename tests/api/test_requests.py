@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer as Backend, decoders, models, pre_tokenizers
 
 from sdk import LLM, EngineClosedError, RequestError, SamplingParams
+from sdk.loaders.tokenizer.base import TokenizerFacts
+from sdk.loaders.tokenizer.hf import JsonTokenizer
 from sdk.prompts import PromptReader
 from tests.api.engines import LONG, SHORT, ids, settle, tokens
 
@@ -19,6 +22,14 @@ READS_TOOLS = (
     "{% if tools %}{{ tools|tojson }}\n{% endif %}{% for m in messages %}"
     "{{ m.role }}: {{ m.content or m.tool_calls|tojson }}\n{% endfor %}"
 )
+
+
+def bytes_tokenizer() -> JsonTokenizer:
+    """One without a chat template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE({text: number for number, text in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return JsonTokenizer(backend, TokenizerFacts(), "tokenizer.json")
 
 
 def spoken(reader: PromptReader, messages: Any, params: SamplingParams = SHORT) -> str:
@@ -58,21 +69,42 @@ def test_text_parts_are_read_as_their_text(tiny: LLM) -> None:
     assert tokens(tiny.chat(parts, SHORT)[0]) == tokens(tiny.chat(plain, SHORT)[0])
 
 
-def test_a_model_without_a_chat_template_refuses_a_conversation_as_a_request(tiny: LLM) -> None:
-    class Plain:
-        """The tokenizer of a model without a template."""
+class Wrapped:
+    """A tokenizer of which ``replaced`` methods are others."""
 
-        def __getattr__(self, name: str) -> Any:
-            return getattr(tiny.get_tokenizer(), name)
+    def __init__(self, tokenizer: Any, **replaced: Any) -> None:
+        self.__dict__.update(replaced)
+        self._tokenizer = tokenizer
 
-        def encode_chat(self, messages: Any, **options: Any) -> Any:
-            from sdk.loaders.chat_template import TemplateError
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
 
-            raise TemplateError("the model has no chat template: pass chat_template=")
 
-    reader = PromptReader(Plain(), vocab_size=448, max_model_len=128)  # type: ignore[arg-type]
+def test_a_model_without_a_chat_template_refuses_a_conversation_as_a_request() -> None:
+    tokenizer = bytes_tokenizer()
+    reader = PromptReader(tokenizer, vocab_size=448, max_model_len=128)
     with pytest.raises(RequestError, match="no chat template"):
         reader.read_one("chat", [USER], SHORT, {})
+    assert reader.read_one("stream", "Hi", SHORT, {}).token_ids
+
+
+@pytest.mark.parametrize("method", ["decode", "encode", "encode_chat"])
+def test_a_panic_of_the_tokenizer_is_the_error_of_that_request(method: str) -> None:
+    def panic(*_: Any, **__: Any) -> Any:
+        return decoders.Strip("a", 1, 1).decode(["a"])
+
+    with pytest.raises(BaseException, match="slice index") as caught:
+        panic()
+    assert not isinstance(caught.value, Exception), "the library panics no more: find another"
+    wrapped: Any = Wrapped(bytes_tokenizer(), **{method: panic})
+    reader = PromptReader(wrapped, vocab_size=448, max_model_len=128, chat_template=READS_TOOLS)
+    with pytest.raises(RequestError, match="PanicException"):
+        reader.read_one("chat", "Hi" if method == "encode" else [USER], SHORT, {})
+
+
+def test_an_engines_chat_template_is_a_string(tiny_path: Path) -> None:
+    with pytest.raises(RequestError, match="chat_template: expected a string, found 5"):
+        LLM(tiny_path, chat_template=5)  # type: ignore[arg-type]
 
 
 def test_tool_calls_stand_in_the_place_of_content(tiny: LLM) -> None:
