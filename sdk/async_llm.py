@@ -10,7 +10,7 @@ from sdk.async_stream import AnswerStream
 from sdk.conversations import Message
 from sdk.llm import LLM
 from sdk.options import EngineOptions, takes_options
-from sdk.params import SamplingParams
+from sdk.params import RequestOutputKind, SamplingParams
 from sdk.prompts import PromptLike
 
 if TYPE_CHECKING:
@@ -48,12 +48,28 @@ class AsyncLLM:
         self,
         prompt: PromptLike | Sequence[Message],
         sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
         *,
         priority: int | None = None,
         **template: Any,
     ) -> AnswerStream:
-        """Stream one answer; see :meth:`LLM.astream`."""
-        return self.llm.astream(prompt, sampling_params, priority=priority, **template)
+        """Stream one answer as vLLM does: every output holds all of the answer so far.
+
+        ``SamplingParams(output_kind=...)`` asks for what is new alone (``DELTA``, as
+        :meth:`LLM.astream` gives), or for the last output (``FINAL_ONLY``). ``request_id`` is a
+        name for :meth:`abort`; without one the outputs have a number.
+
+        :raises RequestError: at the call, a bad request or a ``request_id`` in use.
+        """
+        return self.llm._astream(
+            "generate",
+            prompt,
+            sampling_params,
+            priority,
+            template,
+            request_id=request_id,
+            kind=RequestOutputKind.CUMULATIVE,
+        )
 
     def abort(self, request_id: str | Sequence[str]) -> None:
         """See :meth:`LLM.abort`."""

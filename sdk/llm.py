@@ -206,7 +206,8 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Yield the answer to one prompt or conversation piece by piece; ``text`` is the new part.
 
-        The request starts at once. Leaving the loop early aborts it.
+        With ``output_kind=FINAL_ONLY`` the whole answer comes at its end. The request starts at
+        once. Leaving the loop early aborts it.
         """
         job = self._stream_job("stream", prompt, sampling_params, priority, template)
         reader = self._read_stream(job)
@@ -233,12 +234,21 @@ class LLM:
         sampling_params: SamplingParams | None,
         priority: int | None,
         template: Mapping[str, Any],
+        *,
+        request_id: str | None = None,
+        kind: RequestOutputKind = RequestOutputKind.DELTA,
     ) -> Job:
-        """The job of one stream, without a listener that anybody reads."""
+        """The job of one stream, without a listener that anybody reads.
+
+        Outputs are of ``kind``, unless the parameters ask for the last alone.
+        """
         params = self._jobs.params(sampling_params, 1)[0]
         read = self._reader.read_one(method, prompt, params, template)
-        delta = params.clone(output_kind=RequestOutputKind.DELTA)
-        return self._jobs.make([read], [delta], Mailbox(), priority=priority)[0]
+        if params.output_kind is RequestOutputKind.CUMULATIVE:
+            params = params.clone(output_kind=kind)
+        return self._jobs.make(
+            [read], [params], Mailbox(), priority=priority, request_ids=request_id
+        )[0]
 
     # ---- async twins -----------------------------------------------------------------------------
 
@@ -311,10 +321,22 @@ class LLM:
         The call refuses a bad request; the request starts with the first piece. A long prompt is
         read in a thread with the first piece, or by ``stream = await llm.astream(...)``.
         """
+        return self._astream("astream", prompt, sampling_params, priority, template)
+
+    def _astream(
+        self,
+        method: str,
+        prompt: Any,
+        sampling_params: SamplingParams | None,
+        priority: int | None,
+        template: Mapping[str, Any],
+        **how: Any,
+    ) -> AnswerStream:
+        """``how``: see :meth:`_stream_job`."""
         self._driver.check_usable()
-        ChatOptions.of("astream", template)
+        ChatOptions.of(method, template)
         self._jobs.params(sampling_params, 1)
-        make = partial(self._stream_job, "astream", prompt, sampling_params, priority, template)
+        make = partial(self._stream_job, method, prompt, sampling_params, priority, template, **how)
         return AnswerStream(self._driver, DeferredJob(make, at_once=self._reader.is_short(prompt)))
 
     # ---- stepping by hand ------------------------------------------------------------------------
