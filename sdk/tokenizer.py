@@ -209,7 +209,7 @@ class LLMTokenizer:
         return [self._spelled(item) for item in ids]
 
     @overload
-    def convert_tokens_to_ids(self, tokens: str) -> int | None: ...
+    def convert_tokens_to_ids(self, tokens: str) -> int | None: ...  # type: ignore[overload-overlap]
     @overload
     def convert_tokens_to_ids(self, tokens: Iterable[str]) -> list[int | None]: ...
     def convert_tokens_to_ids(self, tokens: str | Iterable[str]) -> int | list[int | None] | None:
