@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from sdk.loaders.folder_file import folder_file
 from sdk.loaders.json_file import read_json
 from sdk.quant.errors import CheckpointError, UnsupportedError
 
@@ -66,7 +67,8 @@ def check_adapter(folder: Path) -> None:
         return
     base = None
     if described:
-        base = read_json(folder / ADAPTER_CONFIG, 8 << 20).get("base_model_name_or_path")
+        adapter = folder_file(folder, ADAPTER_CONFIG) or folder / ADAPTER_CONFIG
+        base = read_json(adapter, 8 << 20).get("base_model_name_or_path")
     named = f" {base[:200]!r}" if isinstance(base, str) and base else ""
     raise UnsupportedError(
         f"{folder}: a LoRA (PEFT) adapter, not a model. Merge it into its base model{named} "

@@ -112,12 +112,12 @@ def _steps(part: Any, place: str) -> Iterator[dict[str, Any]]:
 def _growth(step: Mapping[str, Any], place: str) -> float:
     """How many times as long a text may be after a step."""
     kind = step["type"]
-    pattern = step.get("pattern")
-    if isinstance(pattern, Mapping) and "Regex" in pattern:
+    pattern: Mapping[str, str] = step.get("pattern") or {}
+    if "Regex" in pattern:
         _check_regex(pattern["Regex"], place)
     if kind == "Replace":
-        added = len(step["content"])
-        return max(1.0, added / len(pattern["String"])) if pattern.get("String") else 1.0 + added
+        added, replaced = len(step["content"]), len(pattern.get("String", ""))
+        return max(1.0, added / replaced) if replaced else 1.0 + added
     if kind == "ByteLevel":
         return 2.0  # bytes beyond ASCII become characters of two bytes
     if kind == "Strip" and step.get("stop"):  # the decoder's; the normalizer has no such field

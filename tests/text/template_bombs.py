@@ -20,7 +20,7 @@ HALF = "('a' * 2000000)"
 KEEP = "{% set n = namespace(l=[]) %}{% for i in range(99999) %}{% set n.l = n.l + [BOMB] %}{% endfor %}"
 LOOP = "{% for i in range(99999) %}{% set x = BOMB %}{% endfor %}"
 WORDS = "{% set s = 'x ' * 2000000 %}"
-LONG = "{% set a = 'a' * 1000000 %}{% set b = 'a' * 500000 + 'b' + 'a' * 499999 %}"
+LONG = "{% set a = 'a' * 1000000 %}{% set b = 'a' * 250000 + 'b' + 'a' * 249999 %}"
 TWICE = "{% set n = namespace(s=S) %}{% for i in range(99) %}{% set n.s = STEP %}{% endfor %}"
 NESTED = TWICE.replace("S)", "[1])").replace("STEP", "[n.s, n.s]")
 TUPLES = TWICE.replace("S)", "(1,))").replace("STEP", "(n.s, n.s)")
@@ -146,7 +146,7 @@ BOMBS = {
     "join method of an iterator": "{{ ('a' * 99999).join(range(99999)|map('string')) }}",
     "join of nested lists": NESTED + "{{ [n.s]|join }}",
     "indent": "{{ ('\\n' * 99999)|indent(99999) }}",
-    "indent of carriage returns": "{{ ('\\r' * 999999)|indent(99999) }}",
+    "indent of carriage returns": "{{ ('\\r' * 99999)|indent(99999, blank=true) }}",
     "indent of form feeds": "{{ ('\\f' * 99999)|indent(width=9999, first=true, blank=true) }}",
     "indent with a text": "{{ ('x\\n' * 9999)|indent('a' * 99999) }}",
     "tabs": "{{ ('\\t' * 99999).expandtabs(99999) }}",
