@@ -83,17 +83,24 @@ def test_a_missing_or_huge_config_is_refused(folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config.json: larger than 8 MiB"):
         open_checkpoint(folder)
     path.unlink()
-    with pytest.raises(CheckpointError, match=r"neither config.json nor a .gguf file"):
+    with pytest.raises(CheckpointError, match=r"no model in it .*config.json"):
         open_checkpoint(folder)
-    with pytest.raises(CheckpointError, match=r"config.json: no such file"):
+    with pytest.raises(CheckpointError, match=r"the weights of a model without its config.json"):
         open_checkpoint(folder / "model.safetensors")
     path.mkdir()
     with pytest.raises(CheckpointError, match=r"config.json: cannot be read"):
         read_json(path, 100)
 
 
-@pytest.mark.parametrize("key", sorted(LIMITS))
-@pytest.mark.parametrize("value", [0, -1, 2**40, 2**63, "8", 1.5, True])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        (key, value)
+        for key in sorted(LIMITS)
+        for value in (0, -1, 2**40, 2**63, "8", 1.5, True)
+        if (key, value) != ("sliding_window", 0)  # no window
+    ],
+)
 def test_numbers_outside_their_limits_are_named(files: Any, key: str, value: Any) -> None:
     with pytest.raises(CheckpointError, match=f"here: {key} is {value!r}, expected"):
         complete_config(files.config(**{key: value}), "here")
