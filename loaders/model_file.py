@@ -32,7 +32,7 @@ class ReadBlocks:
 
     Matrices of the same size follow one another, each of them gone once its kernel has packed it.
     Using their memory again spares the system from clearing pages: of a folder of 270 MB in
-    float16 that saves 70 ms of 140.
+    float16 it saves about half of the time that reading takes.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class ReadBlocks:
                 del self._blocks[index]
                 break
         else:
-            block = memoryview(np.empty(nbytes, np.uint8))
+            block = np.empty(nbytes, np.uint8).data
         # Of a memoryview, so that views of the array refer to it and not to what is below it.
         array: NDArray[np.uint8] = np.frombuffer(block, np.uint8, nbytes)
         self._blocks.append((block, weakref.ref(array)))
@@ -110,7 +110,7 @@ class ModelFile:
         if not self._close.alive:
             raise CheckpointError(f"{self.path}: the file is closed")
         data = self._blocks.take(nbytes)
-        view, done = memoryview(data), 0
+        view, done = data.data, 0
         try:
             while done < nbytes:
                 piece = view[done : done + _PIECE]
