@@ -63,7 +63,8 @@ def _best(logits: Floats, count: int, scratch: Scratch) -> Ids:
     if not count:
         return NO_IDS
     ids = largest(logits, count, scratch)
-    return ids[np.argsort(-logits[ids], kind="stable")]
+    ordered: Ids = ids[np.argsort(-logits[ids], kind="stable")]
+    return ordered
 
 
 def _ranks(logits: Floats, ids: Ids) -> NDArray[np.int32]:
@@ -75,7 +76,8 @@ def _ranks(logits: Floats, ids: Ids) -> NDArray[np.int32]:
             np.count_nonzero(logits[:token_id] == value)
             for token_id, value in zip(ids, values, strict=True)
         ]
-        return np.array(better, np.int32) + np.array(lower, np.int32) + np.int32(1)
+        few: NDArray[np.int32] = np.array(better, np.int32) + np.array(lower, np.int32) + 1
+        return few
     keys = sort_keys(logits)
     wanted = keys[ids]
     keys.sort()

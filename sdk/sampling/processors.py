@@ -38,13 +38,13 @@ def process(row: Tensor, state: RequestState) -> Tensor:
     if len(rules.end_ids) and len(state.output) < params.min_tokens:
         _forbid(row, rules.end_ids)
     if len(rules.bias_ids):
-        row[_on(row, rules.bias_ids)] += _on(row, rules.bias)
+        _add(row, rules.bias_ids, rules.bias)
     row = _call_processors(row, state)
     if state.penalized:
         penalize(row[None], penalties_of([state], row.device))
     if state.dry is not None:
         ids, penalties = _dry_penalties(state.dry, state)
-        row[_on(row, ids)] -= _on(row, penalties)
+        _add(row, ids, -penalties)
     if state.ngrams is not None:
         size = params.no_repeat_ngram_size - 1
         banned = state.ngrams.followed(size)[0] if size else state.ngrams.tokens
@@ -63,6 +63,13 @@ def _forbid(row: Tensor, which: NDArray[Any]) -> None:
         row.numpy()[which] = _FORBIDDEN
     else:
         row[_on(row, which)] = _FORBIDDEN
+
+
+def _add(row: Tensor, ids: NDArray[np.int64], values: NDArray[np.float32]) -> None:
+    if row.device.type == "cpu":
+        row.numpy()[ids] += values
+    else:
+        row[_on(row, ids)] += _on(row, values)
 
 
 def _on(row: Tensor, array: NDArray[Any]) -> Tensor:
