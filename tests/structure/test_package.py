@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 import sdk
 from sdk.kernels.gpu.tuning import table_path
@@ -132,6 +134,25 @@ def test_make_test_builds_the_native_module_once(tmp_path: Path) -> None:
 
 def test_make_wheel_builds_a_wheel(tmp_path: Path) -> None:
     assert "-m pip wheel" in recipe("wheel", tmp_path / "new")
+
+
+def test_the_workflows_run_what_there_is_on_every_python_that_is_supported() -> None:
+    folder = ROOT / ".github" / "workflows"
+    flows = {path.name: yaml.safe_load(path.read_text()) for path in folder.glob("*.yml")}
+    jobs = [job for flow in flows.values() for job in flow["jobs"].values()]
+    commands = [step["run"].split() for job in jobs for step in job["steps"] if "run" in step]
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for command in commands:
+        if command[0] == "make":
+            assert command[1] in targets
+        elif command[0].startswith("."):
+            assert os.access(ROOT / command[0], os.X_OK), command
+    assert ["make", "test"] in [command[:2] for command in commands]
+    text = (ROOT / "pyproject.toml").read_text()
+    supported = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', text)
+    matrix = flows["ci.yml"]["jobs"]["test"]["strategy"]["matrix"]["python"]
+    tried = flows["wheels.yml"]["jobs"]["try"]["strategy"]["matrix"]["python"]
+    assert matrix == supported and tried == [supported[0], supported[-1]]
 
 
 TRANSFORMERS_AND_KERNELS = """
