@@ -79,7 +79,7 @@ def make_calls(rng: random.Random) -> list[Call]:
         prompt = rng.choice(prefixes)[: rng.randrange(1, 41)]
         prompt = prompt + [rng.randrange(3, 400) for _ in range(rng.randrange(0, 20))]
         params = SamplingParams(
-            **{"seed": number, "max_tokens": rng.randrange(1, 40), **rng.choice(KINDS)}
+            **{"seed": number, "max_tokens": rng.randrange(4, 40), **rng.choice(KINDS)}
         )
         if how == "raise":
             params = params.clone(max_tokens=20, logits_processors=[raising], min_tokens=10)
