@@ -134,7 +134,9 @@ native: $(CONSTRAINTS)
 	@$(PIP_INSTALL) --quiet --progress-bar off --no-deps -e .
 
 # embedlm is installed by then: this installs what the extra asks for, without a second build.
-$(VENV)/.embedlm-dev: $(VENV)/.embedlm-installed
+$(VENV)/.embedlm-dev: $(VENV)/.embedlm-installed .ci/constraints-dev.txt
 	@echo "embedlm: downloading and installing what the tests need"
-	@$(PIP_INSTALL) --quiet --progress-bar off "embedlm[dev]"
+	@pin="-c .ci/constraints-dev.txt"; \
+	  $(PY) -c 'import torch; raise SystemExit(torch.version.cuda is None)' && pin=; \
+	  $(PIP_INSTALL) --quiet --progress-bar off $$pin "embedlm[dev]"
 	@touch $@

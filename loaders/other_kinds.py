@@ -37,8 +37,10 @@ _GGUF_TYPES = {
     "imatrix": "an importance matrix, which llama.cpp's quantizer reads",
     "vocab": "a vocabulary without weights",
 }
-_ENCODERS = ("bert", "nomic-bert", "nomic-bert-moe", "jina-bert-v2", "jina-bert-v3", "modern-bert")
-_ENCODERS += ("neo-bert", "eurobert", "gemma-embedding", "t5encoder")
+_ENCODERS = (
+    *("bert", "nomic-bert", "nomic-bert-moe", "jina-bert-v2", "jina-bert-v3", "modern-bert"),
+    *("neo-bert", "eurobert", "gemma-embedding", "t5encoder"),
+)
 #: GGUF's general.architecture -> what such a file is.
 _GGUF_ARCHITECTURES = {
     "clip": _GGUF_TYPES["mmproj"],

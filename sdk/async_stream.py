@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Generator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator
 from dataclasses import replace
 from typing import Any
 
@@ -55,7 +55,7 @@ class DeferredJob:
         return self._job
 
 
-async def _pieces(driver: Driver, request: DeferredJob) -> AsyncIterator[RequestOutput]:
+async def _pieces(driver: Driver, request: DeferredJob) -> AsyncGenerator[RequestOutput, None]:
     job = await request.made()
     mailbox = AsyncMailbox()
     driver.submit([replace(job, listener=mailbox)])
