@@ -19,9 +19,12 @@ def transformers_to_our_log() -> Iterator[None]:
     mine = threading.get_ident()
 
     def keep(record: logging.LogRecord) -> bool:
-        if record.thread == mine:
-            logger.info("transformers: %s", record.getMessage())
-        return record.thread != mine
+        # A host may have given the same handler to other loggers, ours among them.
+        theirs = record.name.partition(".")[0] == "transformers"
+        if not theirs or record.thread != mine:
+            return True
+        logger.info("transformers: %s", record.getMessage())
+        return False
 
     handlers = list(logging.getLogger("transformers").handlers)
     for handler in handlers:

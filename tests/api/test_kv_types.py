@@ -52,7 +52,7 @@ def test_an_answer_is_the_same_alone_cached_chunked_and_preempted(
 def test_a_budget_holds_as_many_more_tokens_as_they_are_smaller(
     tiny_path: Path, dtype: str, least: float
 ) -> None:
-    options = {"max_model_len": 128, "max_num_seqs": 4096, "kv_cache_memory_bytes": "2MiB"}
+    options = {"max_model_len": 128, "max_num_seqs": 256, "kv_cache_memory_bytes": "2MiB"}
     half = LLM.plan(tiny_path, kv_cache_dtype="float16", **options)
     plan = LLM.plan(tiny_path, kv_cache_dtype=dtype, **options)
     assert half.page_bytes == 16 * HALF

@@ -290,7 +290,7 @@ def test_a_place_that_cannot_be_written_is_an_error_of_ours(llama: Path, tmp_pat
 def test_a_full_disk_leaves_no_half_written_part(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sdk.quantizing.job.free_space", lambda folder: 1000)
+    monkeypatch.setattr("sdk.quantizing.job_folder.free_space", lambda folder: 1000)
     with pytest.raises(QuantizationError, match="MB of free space, found 0 MB"):
         sdk.quantize(llama, tmp_path / "made", "rtn-w8s")
     monkeypatch.undo()

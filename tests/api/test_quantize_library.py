@@ -171,9 +171,11 @@ def test_only_folders_of_plain_weights_go_to_a_library(
 ) -> None:
     autoawq()
     options = {"calibration": IDS, "tokens": 4, "library": "autoawq"}
-    for source in (golden / "arch-llama3" / "model.gguf", golden / "ct-w4a16"):
-        with pytest.raises(UnsupportedError, match="folders of weights that are not quantized"):
-            sdk.quantize(source, tmp_path / "made", "awq-w4g64", **options)
+    sources = {"arch-llama3/model.gguf": "a GGUF file becomes another GGUF file"}
+    sources["ct-w4a16"] = "folders of weights that are not quantized"
+    for source, words in sources.items():
+        with pytest.raises(UnsupportedError, match=words):
+            sdk.quantize(golden / source, tmp_path / "made", "awq-w4g64", **options)
     with pytest.raises(RequestError, match="ids from 0 to 447"):
         sdk.quantize(
             golden / "arch-llama3" / "hf",

@@ -133,7 +133,7 @@ def test_pytest_runs_in_a_project_that_has_an_sdk_of_its_own(
 def test_a_model_tested_beside_another_projects_sdk_is_a_clear_error(
     run_installed: Run, foreign: Path, model: Path
 ) -> None:
-    done = run_installed(PYTEST, foreign, "--llm-model", model, before=(foreign,))
+    done = run_installed(PYTEST, foreign, f"--llm-model={model}", before=(foreign,))
     assert done.returncode == 4
     [line] = [line for line in done.stderr.splitlines() if line]
     assert line.startswith("ERROR: --llm-model: embedlm lives in") and str(foreign) in line
