@@ -79,6 +79,7 @@ def made_in(tmp_path: Path) -> list[str]:
     return sorted(path.name for path in tmp_path.iterdir() if path.name != "site")
 
 
+@pytest.mark.slow
 def test_a_library_makes_the_folder_in_a_process_of_its_own(
     llama: Path, tmp_path: Path, autoawq: Callable[..., None], capfd: pytest.CaptureFixture[str]
 ) -> None:

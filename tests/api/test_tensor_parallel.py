@@ -152,6 +152,7 @@ def test_a_model_that_cannot_be_cut_is_refused_before_a_process_starts(
     assert not started and _children() == before
 
 
+@pytest.mark.slow
 def test_a_script_needs_no_main_guard_and_leaves_no_process(
     tiny_path: Path, tmp_path: Path
 ) -> None:

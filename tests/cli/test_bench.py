@@ -356,6 +356,7 @@ def test_the_unpacked_copy_has_the_same_weights(golden: Path) -> None:
         assert files.unpacked() == "a/folder"
 
 
+@pytest.mark.slow
 def test_a_real_run_fills_tables_and_files(golden: Path, tmp_path: Path, capsys: Captured) -> None:
     file, page = tmp_path / "bench.json", tmp_path / "bench.md"
     argv = ["bench", str(golden / "gguf-Q4_1" / "model.gguf"), "--threads", "1", "--rounds", "2"]

@@ -79,6 +79,7 @@ def test_the_command_writes_its_table_and_all_numbers(
     assert "| one stream, Qwen3-0.6B shapes bf16 | copy bandwidth | runs |" in text.read_text()
 
 
+@pytest.mark.slow
 def test_a_row_that_hangs_or_kills_its_process_is_a_row(interpreted: None) -> None:
     rows = [
         replace(LIMITS, seconds=60),

@@ -241,6 +241,7 @@ def test_a_worker_that_cannot_build_gives_its_reason(started, fault: str, messag
         started({(1, 0): fault})
 
 
+@pytest.mark.slow
 def test_a_worker_that_never_gets_ready_is_given_up(started) -> None:
     with pytest.raises(EngineDeadError, match=r"rank 1 is alive but does not answer"):
         started({(1, 0): "stop"}, startup_s=6.0)
@@ -305,6 +306,7 @@ def test_close_is_idempotent_and_final(ranks: ModuleType, started) -> None:
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
+@pytest.mark.slow
 def test_close_while_a_step_runs_lets_it_finish_or_ends_it(
     started, tmp_path: Path, eventually: Poll, goes_on: bool
 ) -> None:
@@ -456,6 +458,7 @@ def test_the_worker_ends_when_its_host_is_killed(tmp_path: Path, eventually: Pol
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_worker_ends_with_its_host_though_a_forked_child_lives_on(
     tmp_path: Path, eventually: Poll
 ) -> None:
@@ -475,6 +478,7 @@ def test_the_worker_ends_with_its_host_though_a_forked_child_lives_on(
     host.communicate()
 
 
+@pytest.mark.slow
 def test_a_forked_child_of_a_host_exits_in_the_ordinary_way(tmp_path: Path) -> None:
     host = run_script(
         tmp_path,

@@ -161,6 +161,7 @@ HALF_STEP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
     ],
 )
 @pytest.mark.usefixtures("quick")
+@pytest.mark.slow
 def test_logits_of_activations_of_16_bits_are_as_near_as_their_roundings(
     golden: Path, name: str, short: torch.dtype, places: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -210,6 +210,7 @@ def decoded(
 
 @pytest.mark.parametrize("name", DECODED)
 @pytest.mark.parametrize("by_token", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_large_prompt_decodes_each_expert_once(
     reference: Ops, cases: Any, monkeypatch: pytest.MonkeyPatch, name: str, by_token: bool
 ) -> None:
@@ -329,6 +330,7 @@ def test_experts_unlike_each_other_are_not_taken_as_one(cases: Any) -> None:
 
 
 @pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.slow
 def test_with_a_fixed_order_a_row_does_not_depend_on_the_others(
     reference: Ops, cases: Any, exact: bool
 ) -> None:

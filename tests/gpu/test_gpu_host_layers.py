@@ -23,6 +23,7 @@ def _layer(cases: Any, seed: int) -> list[Layout]:
     ]
 
 
+@pytest.mark.slow
 def test_products_of_every_layout_are_the_same_numbers(
     cases: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

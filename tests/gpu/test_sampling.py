@@ -165,6 +165,7 @@ def test_a_nan_anywhere_is_found_and_its_row_is_not_drawn_from(width: int) -> No
         assert found.best[-2:] == [-INF, INF] and found.tokens[-2:] == [0, 0]
 
 
+@pytest.mark.slow
 def test_a_row_s_token_depends_on_nothing_but_the_row() -> None:
     rng = np.random.default_rng(3)
     logits = torch.cat([logits_of(kind, 1, 1300, rng) for kind in KINDS])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.scripts import run_python
 
 CODE = """
@@ -33,6 +35,7 @@ print(start(1), max(int(name) for name in os.listdir("/proc/self/fd")) < used)
 """
 
 
+@pytest.mark.slow
 def test_without_descriptors_a_start_fails_and_leaves_nothing(golden: Path, tmp_path: Path) -> None:
     setup = f"import os; os.environ['TMPDIR'] = {str(tmp_path)!r}"
     lines = run_python(setup + CODE, golden / "gguf-Q8_0" / "model.gguf").splitlines()

@@ -102,6 +102,7 @@ def test_opening_a_model_does_not_import_the_compiler_of_torch(golden: Path) -> 
 
 
 @pytest.mark.model
+@pytest.mark.slow
 def test_200_engines_in_a_row_leave_memory_and_descriptors_where_they_were(golden: Path) -> None:
     model = golden / "gguf-Q4_K_M" / "model.gguf"
     process = psutil.Process()
@@ -124,6 +125,7 @@ def test_200_engines_in_a_row_leave_memory_and_descriptors_where_they_were(golde
 
 
 @pytest.mark.model
+@pytest.mark.slow
 def test_close_gives_the_memory_of_a_real_model_back(smollm2: Path) -> None:
     # In a process of its own: what another test leaves in the allocator would blur the sums. The
     # first rounds load what Python and torch load on first use and fill the allocators' own caches.

@@ -20,6 +20,7 @@ for model in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_loading_any_golden_checkpoint_prints_nothing(golden: Path) -> None:
     models = []
     for folder in sorted(path for path in golden.iterdir() if path.is_dir()):

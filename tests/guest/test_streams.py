@@ -70,6 +70,7 @@ def command(line: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_command_works_with_closed_descriptors(golden: Path, tmp_path: Path) -> None:
     model = golden / "gguf-Q8_0" / "model.gguf"
     answer = ["run", model, "--prompt", "hello", "--raw", "--max-tokens", 4, "--temperature", 0]

@@ -130,6 +130,7 @@ def test_pytest_runs_in_a_project_that_has_an_sdk_of_its_own(
     assert "--llm-model" in told.stdout
 
 
+@pytest.mark.slow
 def test_a_model_tested_beside_another_projects_sdk_is_a_clear_error(
     run_installed: Run, foreign: Path, model: Path
 ) -> None:

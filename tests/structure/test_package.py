@@ -167,6 +167,7 @@ print(json.dumps(where))
 """
 
 
+@pytest.mark.slow
 def test_transformers_imports_beside_our_kernels_folder() -> None:
     # A namespace without a file counts as absent; a file would mean that our code was imported.
     where = json.loads(run_python(TRANSFORMERS_AND_KERNELS))

@@ -78,6 +78,7 @@ def test_a_run_with_slow_tests_or_of_chosen_ones_left_nothing_out(run: Run) -> N
         assert "left out" not in text
 
 
+@pytest.mark.slow
 def test_a_worker_that_crashes_and_a_test_that_hangs_are_failures_and_the_others_run(
     run: Run,
 ) -> None:
