@@ -17,13 +17,17 @@ def transformers_to_our_log() -> Iterator[None]:
     Other threads' records stay with transformers, and so do its handlers and levels.
     """
     mine = threading.get_ident()
+    last: logging.LogRecord | None = None
 
     def keep(record: logging.LogRecord) -> bool:
+        nonlocal last
         # A host may have given the same handler to other loggers, ours among them.
         theirs = record.name.partition(".")[0] == "transformers"
         if not theirs or record.thread != mine:
             return True
-        logger.info("transformers: %s", record.getMessage())
+        if record is not last:  # once, however many handlers transformers has
+            last = record
+            logger.info("transformers: %s", record.getMessage())
         return False
 
     handlers = list(logging.getLogger("transformers").handlers)

@@ -39,7 +39,9 @@ def test_what_transformers_logs_meanwhile_reaches_our_logger_and_its_own_setting
 ) -> None:
     theirs = logging.getLogger("transformers")
     handler = logging.StreamHandler(sys.stderr)
-    theirs.addHandler(handler)
+    others = [logging.NullHandler() for _ in range(2)]  # each filters the same record
+    for one in (handler, *others):
+        theirs.addHandler(one)
     logging.getLogger("sdk").addHandler(handler)  # as a host may: one handler for all loggers
     try:
         before = [list(one.filters) for one in theirs.handlers]
@@ -51,5 +53,6 @@ def test_what_transformers_logs_meanwhile_reaches_our_logger_and_its_own_setting
         logging.getLogger("transformers.somewhere").warning("of the host's own")
         assert capsys.readouterr().err == "of the host's own\n"
     finally:
-        theirs.removeHandler(handler)
+        for one in (handler, *others):
+            theirs.removeHandler(one)
         logging.getLogger("sdk").removeHandler(handler)
