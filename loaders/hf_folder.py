@@ -93,6 +93,7 @@ class HfFolder:
         return tokenizer_from_folder(self.path)
 
     def weight(self, name: str) -> Weight:
+        name = spelled_as_ours(name)  # transformers' code asks for Mixtral's first spelling too
         found = self._weight(name)
         if not self._by_mistral or not name.endswith((".q_proj", ".k_proj")):
             return found
@@ -117,6 +118,7 @@ class HfFolder:
         return weight_of(layout)
 
     def tensor(self, name: str) -> Tensor:
+        name = spelled_as_ours(name)
         part = self._joined(name)
         if part is not None:
             whole = self._find(name, part.whole)
@@ -130,6 +132,7 @@ class HfFolder:
 
     def has(self, name: str) -> bool:
         self._opened()
+        name = spelled_as_ours(name)
         if self._adds_nothing(name):
             return False
         known = name in self._tensors or f"{name}.weight" in self._tensors

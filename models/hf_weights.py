@@ -130,8 +130,6 @@ class Filling:
             older = name + suffix
             for renaming in self.renamings:
                 older = renaming.rename_source_key(older)[0]
-            # Checkpoints spell Mixtral's routers as we do (sdk.loaders.hf_experts).
-            older = older.replace("block_sparse_moe.gate", "mlp.gate")
             if older != name + suffix and self.checkpoint.has(older.removesuffix(".weight")):
                 return older.removesuffix(suffix)
         return None
