@@ -19,7 +19,7 @@ from typing import Any
 
 from sdk.loaders.tokenizer.special import SpecialSplitter
 from sdk.quant.errors import SdkError
-from sdk.quant.shown import shown
+from sdk.quant.shown import VALUE_ERRORS, shown
 
 MAX_TEMPLATE_BYTES = 64 * 1024
 MAX_DEPTH = 32
@@ -148,6 +148,8 @@ class ChatTemplate:
             return None
 
     def _rendered(self, values: Mapping[str, Any]) -> str:
+        from jinja2.exceptions import TemplateError as JinjaError
+
         from sdk.loaders.template_budget import MAX_OUTPUT, BudgetError
 
         self._sandbox.start(len(values["messages"]))
@@ -163,7 +165,7 @@ class ChatTemplate:
             raise
         except BudgetError as error:
             raise TemplateError(f"chat template stopped: it asked for {error}") from None
-        except Exception as error:  # whatever a template can provoke is the template's fault
+        except (JinjaError, *VALUE_ERRORS) as error:  # a host's own, of a signal handler, are not
             raise TemplateError(f"chat template failed: {_named(error)}") from None
         finally:
             self._sandbox.stop()

@@ -8,6 +8,18 @@ from __future__ import annotations
 
 import reprlib
 
+#: What reading a caller's value raises when the value is at fault. Others, such as a TimeoutError,
+#: may be of a signal handler of the host that ran meanwhile: they are the host's to catch.
+VALUE_ERRORS = (
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+    RuntimeError,
+    MemoryError,
+)
 _MAX_BITS = 512  # longer integers are described, not printed
 
 

@@ -13,9 +13,10 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from time import thread_time
 from typing import NoReturn, Protocol, TypeVar
 
@@ -28,6 +29,7 @@ from sdk.params import SamplingParams
 from sdk.quant.shown import shown
 from sdk.sampling.resolved import ResolvedParams
 from sdk.text.stops import StopStrings
+from sdk.wakeups import Wakeups
 
 logger = logging.getLogger("sdk")
 #: What taking requests may add to a step, in seconds of its thread. One takes 0.1 ms, one with
@@ -89,7 +91,8 @@ class Driver:
         self._engine = engine
         self._current = current
         self._inbox: deque[Job | tuple[str, ...]] = deque()
-        self._wake = threading.Condition()
+        self._lock = threading.RLock()  # of the inbox and the listeners
+        self._wakeups = Wakeups()  # for the stepping thread
         self._step_lock = threading.RLock()
         self._guests: set[int] = set()  # other threads that want the lock: they go first
         self._stepping: int | None = None  # the thread inside a step
@@ -130,7 +133,7 @@ class Driver:
         self.check_usable()  # before the lock, which a forked child may have inherited locked
         if run:
             self._refuse_inside_step()
-        with self._wake:
+        with self._lock:
             self.check_usable()
             for job in jobs:
                 if job.request_id in self._listeners:
@@ -144,27 +147,27 @@ class Driver:
                 self._inbox.append(job)
             if run:
                 self._awaited.update(job.request_id for job in jobs)
-            self._wake.notify_all()
+            self._wakeups.notify_all()
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests at the next step boundary; unknown and finished ids are ignored."""
         if os.getpid() != self._owner:
             return
-        with self._wake:
+        with self._lock:
             ids = tuple(name for name in request_ids if name in self._listeners)
             if ids and not self._closed:
                 self._inbox.append(ids)
-                self._wake.notify_all()
+                self._wakeups.notify_all()
 
     def run(self, request_ids: Iterable[str]) -> None:
         """Leave requests that were submitted to the stepping thread; finished ids are ignored."""
         self.check_usable()
         self._refuse_inside_step()
-        with self._wake:
+        with self._lock:
             self.check_usable()
             self._start()
             self._awaited.update(self._listeners.keys() & request_ids)
-            self._wake.notify_all()
+            self._wakeups.notify_all()
 
     def _refuse_inside_step(self) -> None:
         if self._stepping == threading.get_ident():
@@ -195,25 +198,24 @@ class Driver:
         return bool(self._inbox) or self._engine.has_unfinished
 
     def _loop(self) -> None:
-        with self._wake:
+        with self._lock:
             if self._thread is not threading.current_thread():
                 return  # whoever started it was interrupted and will start another
         while True:
-            if self._must_wait():  # asked without the lock first: nobody is told anything here
-                with self._wake:
-                    while self._must_wait() and not self._closed:
-                        self._wake.wait()
-                    if self._closed:
-                        return
+            self._wakeups.wait_for(lambda: self._closed or not self._must_wait())
+            if self._closed:
+                return
             try:
-                with self._holding():
-                    while not self._must_wait():
-                        self._step(None if self._pace is None else self._most_tokens())
+                self._run_steps(self._steps)
             except (EngineDeadError, EngineClosedError):
                 continue  # every listener has been told
             except BaseException as error:  # SystemExit in a callback: nobody above would tell them
                 with suppress(EngineDeadError):
                     self._die(EngineDeadError(f"a step failed: {type(error).__name__}: {error}"))
+
+    def _steps(self) -> None:
+        while not self._must_wait():
+            self._step(None if self._pace is None else self._most_tokens())
 
     def _must_wait(self) -> bool:
         """Whether the stepping thread has nothing to do, or is not to do it."""
@@ -226,9 +228,12 @@ class Driver:
         Takes turns with the stepping thread: waits for one step of it at most.
         """
         self._refuse_inside_step()
-        with self._turn(), self._holding():
+
+        def one_step() -> list[Output]:
             self._check_open()
             return self._step()
+
+        return self._in_turn(lambda: self._run_steps(one_step))
 
     def pump(self, seconds: float) -> None:
         """Run the steps that are expected to end within ``seconds``, at least one if there is work.
@@ -242,14 +247,14 @@ class Driver:
         self._pace = seconds, begin + _PACED_S
         ran = False
         while self.has_work and (not ran or time.monotonic() < end):
-            with self._turn(), self._holding():
-                self._check_open()
-                if not self._paced_step(end, first=not ran):
-                    break
+            step = partial(self._paced_step, end, first=not ran)
+            if not self._in_turn(partial(self._run_steps, step)):
+                break
             ran = True
 
     def _paced_step(self, end: float, *, first: bool) -> bool:
         """Run a step of a size that fits. False: none does, and it is not the ``first``."""
+        self._check_open()
         scheduler, begin = self._engine.scheduler, time.monotonic()
         if first:
             most = self._costs.first_tokens(end - begin)
@@ -270,30 +275,31 @@ class Driver:
         self._pace = None
         return None
 
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """The step lock, ahead of the stepping thread, which would take it again at once."""
+    # These two are functions and no context managers: an exception of a signal handler can be
+    # raised between a context manager's taking the lock and the ``with`` that would release it.
+
+    def _in_turn(self, action: Callable[[], T]) -> T:
+        """Run ``action`` with the step lock, ahead of the stepping thread, which would take it
+        again at once.
+        """
         me = threading.get_ident()
         try:
             self._guests.add(me)
             with self._step_lock, self._current():
-                yield
+                return action()
         finally:
             self._guests.discard(me)
-            if self._thread is not None:
-                with self._wake:
-                    self._wake.notify_all()
+            self._wakeups.notify_all()
 
-    @contextmanager
-    def _holding(self) -> Iterator[None]:
-        """The step lock in this thread: for one step, or until somebody else wants it.
+    def _run_steps(self, action: Callable[[], T]) -> T:
+        """Run ``action`` with the step lock: one step, or all until somebody else wants the lock.
 
         Taking it again for every step costs 10 us after the step has emptied the caches.
         """
         with self._step_lock, self._current():
-            self._stepping = threading.get_ident()
             try:
-                yield
+                self._stepping = threading.get_ident()
+                return action()
             finally:
                 self._stepping = None
                 if self._closed:  # in a step, perhaps: by a callback or the garbage collector
@@ -326,6 +332,8 @@ class Driver:
             command = self._inbox[0]  # stays until done: an interrupt loses no request
             if isinstance(command, tuple):
                 outputs += self._engine.abort(command)
+                for request_id in set(command).difference(o.request_id for o in outputs):
+                    self._forget(request_id)  # submitting it was interrupted, or it ended before
                 self._inbox.popleft()
                 continue
             try:
@@ -360,7 +368,7 @@ class Driver:
             self._engine.abort((output.request_id,))
 
     def _forget(self, request_id: str) -> None:
-        with self._wake:
+        with self._lock:
             self._listeners.pop(request_id, None)
             self._awaited.discard(request_id)
 
@@ -369,13 +377,13 @@ class Driver:
         if self._closed:  # its workers were ended under the step: _end() tells everybody
             raise EngineClosedError(_CLOSED) from failure
         logger.error("engine stopped: %s", failure)
-        with self._wake:
+        with self._lock:
             self._failure = failure
         self._fail_all(failure)
         raise failure
 
     def _fail_all(self, error: Exception) -> None:
-        with self._wake:
+        with self._lock:
             waiting = list(self._listeners.items())
             self._listeners.clear()
             self._awaited.clear()
@@ -391,9 +399,12 @@ class Driver:
         """What ``action`` returns; no step runs meanwhile."""
         self.check_usable()  # before the lock, which a forked child may have inherited locked
         self._refuse_inside_step()
-        with self._turn():
+
+        def check_and_act() -> T:
             self._check_open()
             return action()
+
+        return self._in_turn(check_and_act)
 
     def sleep(self, action: Callable[[], None], why: str) -> None:
         """Run ``action`` between two steps and refuse requests from then on, saying ``why``."""
@@ -406,10 +417,13 @@ class Driver:
 
     def wake(self, action: Callable[[], None]) -> None:
         """Run ``action`` and serve requests again; no effect where nobody sleeps."""
-        with self._turn():
+
+        def rouse() -> None:
             if self._asleep:
                 action()
                 self._asleep = ""
+
+        self._in_turn(rouse)
 
     def try_between_steps(self, action: Callable[[], object]) -> None:
         """Run ``action`` if no step runs now; in a thread that may hold another engine's lock."""
@@ -429,9 +443,9 @@ class Driver:
         """
         if os.getpid() != self._owner:
             return  # a forked child shares the memory but owns neither threads nor workers
-        with self._wake:
+        with self._lock:
             self._closed = True
-            self._wake.notify_all()
+            self._wakeups.notify_all()
         if self._stepping == threading.get_ident():
             return  # the step around us closes the engine when it ends
         if not self._step_lock.acquire(timeout=_PATIENCE_S):

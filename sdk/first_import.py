@@ -11,22 +11,23 @@ from __future__ import annotations
 import sys
 import threading
 from contextlib import suppress
+from queue import SimpleQueue
 
 
 def import_torch() -> None:
     """Have torch imported. No error is raised here: importing it again raises the same one."""
     if "torch" in sys.modules or threading.current_thread() is not threading.main_thread():
         return
-    done = threading.Event()
+    done: SimpleQueue[None] = SimpleQueue()
 
     def work() -> None:
         try:
             with suppress(Exception):
                 import torch  # noqa: F401
         finally:
-            done.set()
+            done.put(None)
 
     with suppress(RuntimeError):  # no thread is to be had: whoever needs torch imports it
         # No daemon: a process that ends meanwhile waits for it, instead of being aborted.
         threading.Thread(target=work, name="sdk-import").start()
-        done.wait()
+        done.get()

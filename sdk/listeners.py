@@ -7,13 +7,15 @@ import os
 import queue
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 from sdk.driver import check_process
 from sdk.engine.engine import Output
 from sdk.errors import EngineClosedError, RequestError
 from sdk.quant.shown import shown
+from sdk.wakeups import Wakeups
 
 _Item = Output | Exception
 #: 64 streams make 64 timer calls of 2 us each in this time.
@@ -108,30 +110,29 @@ class Collector:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        self._changed = Wakeups()
         self._deltas: dict[str, bool] = {}  # in the order of enqueueing
         self._finals: dict[str, _Item] = {}
         self._news: dict[str, list[Output]] = {}
 
-    @contextmanager
-    def expecting(self, requests: Mapping[str, bool]) -> Iterator[None]:
-        """Expect the outputs of requests that are submitted inside; unless that fails.
+    def expect(self, requests: Mapping[str, bool], submit: Callable[[], None]) -> None:
+        """Expect the outputs of requests that ``submit`` submits; unless that fails.
 
         ``requests``: by id, whether its outputs are deltas. Nobody else sees the requests before
         they are submitted.
         """
-        with self._changed:
+        with self._lock:
             for request_id in requests:
                 if request_id in self._deltas:
                     raise RequestError(
                         f"request_id: the output of {shown(request_id)} was not collected yet"
                     )
-            self._deltas.update(requests)
             try:
-                yield
+                self._deltas.update(requests)
+                submit()
             except BaseException:
                 for request_id in requests:
-                    del self._deltas[request_id]
+                    self._deltas.pop(request_id, None)
                 raise
 
     def deliver(self, output: Output) -> bool:
@@ -150,7 +151,7 @@ class Collector:
         return True
 
     def fail(self, request_id: str, error: Exception) -> None:
-        with self._changed:
+        with self._lock:
             if request_id in self._deltas:
                 self._finals[request_id] = error
                 self._changed.notify_all()
@@ -187,14 +188,21 @@ class Collector:
         with self._lock:
             return list(self._deltas)
 
+    def _ended(self, running: deque[str]) -> bool:
+        """Whether all have; takes the first ones that have out of ``running``."""
+        while running:
+            if running[0] in self._deltas and running[0] not in self._finals:
+                return False
+            running.popleft()
+        return True
+
     def wait(self, request_ids: Sequence[str]) -> list[Output]:
         """Wait until all of these have ended; the last outputs of those that nobody else has taken.
 
         The first failure is raised and forgotten; the other outputs stay for the next call.
         """
-        with self._changed:
-            while any(name in self._deltas and name not in self._finals for name in request_ids):
-                self._changed.wait()
+        self._changed.wait_for(partial(self._ended, deque(request_ids)))
+        with self._lock:
             self._raise_failure(request_ids)
             outputs = []
             for request_id in request_ids:

@@ -364,8 +364,7 @@ class LLM:
             read, params, self._collector, priority=priority, request_ids=request_id
         )
         deltas = {job.request_id: job.params.output_kind is RequestOutputKind.DELTA for job in jobs}
-        with self._collector.expecting(deltas):
-            self._driver.submit(jobs, run=False)
+        self._collector.expect(deltas, lambda: self._driver.submit(jobs, run=False))
         return list(deltas)
 
     def wait_for_completion(self) -> list[RequestOutput]:

@@ -12,7 +12,7 @@ from typing import Any, cast
 from sdk.conversations import ChatOptions, Message, Turns
 from sdk.errors import EngineClosedError, RequestError
 from sdk.params import SamplingParams
-from sdk.quant.shown import described, shown
+from sdk.quant.shown import VALUE_ERRORS, described, shown
 from sdk.quant.tokenizer import Tokenizer, TooManyTokens
 
 #: Text, token ids, or a dict with ``prompt`` or ``prompt_token_ids`` and perhaps ``cache_salt`` and
@@ -41,16 +41,23 @@ class Prompt:
 
 @contextmanager
 def refusing(what: str) -> Iterator[None]:
-    """Whatever a caller's object or the tokenizer raises inside becomes a :class:`RequestError`.
+    """What a caller's object or the tokenizer raises about a value becomes a :class:`RequestError`.
 
-    A panic of the tokenizers library is no ``Exception``, but it too is about this prompt alone.
+    Anything else is raised as it is: it may be of a signal handler, such as a host's time limit,
+    that ran in the middle of this. The tokenizers library raises plain ``Exception``; a panic of it
+    is no ``Exception``, but it too is about this prompt alone.
     """
     try:
         yield
     except (RequestError, EngineClosedError):
         raise
     except BaseException as error:
-        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+        kind = type(error)
+        if (
+            isinstance(error, VALUE_ERRORS)
+            or kind is Exception
+            or kind.__name__ == "PanicException"
+        ):
             raise RequestError(f"{what}: it cannot be read: {described(error)}") from error
         raise
 

@@ -38,7 +38,7 @@ def books(llm: LLM) -> Any:
 def settle(llm: LLM) -> None:
     """Let the engine take all commands; then nothing runs and no page is held."""
     llm.generate(ids(0), SHORT.clone(max_tokens=1))
-    with llm._driver._turn():
+    with llm._driver._step_lock:
         books(llm).check()
         assert books(llm).num_running == books(llm).num_waiting == 0
         assert books(llm).pool.num_available == books(llm).pool.capacity

@@ -60,7 +60,7 @@ def test_a_panic_in_the_text_of_a_logprob_is_raised_to_who_reads_it(folder_llm: 
 
 def settle_without_text(llm: LLM) -> None:
     llm.generate(ids(0), SamplingParams(max_tokens=1, detokenize=False))
-    with llm._driver._turn():
+    with llm._driver._step_lock:
         llm._driver._engine.scheduler.check()
 
 

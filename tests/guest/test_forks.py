@@ -53,8 +53,8 @@ CASES = {
             pieces = [piece async for piece in llm.astream(prompt, params)]
             return [token for piece in pieces for token in piece.outputs[0].token_ids]
         async def main():
-            held = llm._driver._turn()  # nothing is answered until the child exists
-            held.__enter__()
+            held = llm._driver._step_lock  # nothing is answered until the child exists
+            held.acquire()
             tasks = [asyncio.ensure_future(one()) for one in (answer, stream)]
             await asyncio.sleep(0.01)
             assert not any(task.done() for task in tasks)
@@ -62,7 +62,7 @@ CASES = {
             if child == 0:
                 errors = await asyncio.gather(*tasks, return_exceptions=True)
                 os._exit(0 if all("forked child" in str(error) for error in errors) else 1)
-            held.__exit__(None, None, None)
+            held.release()
             end(child)
             assert await asyncio.gather(*tasks) == [expected] * 2
         asyncio.run(main())

@@ -26,6 +26,51 @@ def model(golden: Path) -> Path:
     return golden / "gguf-Q8_0" / "model.gguf"
 
 
+def test_an_exception_at_any_function_call_leaves_nothing_locked(model: Path) -> None:
+    """What a timer hits once in a thousand times, tried at every call and return in this thread."""
+    code = """
+        params = params.clone(max_tokens=3)
+        expected = ask()
+        class Late(Exception): pass
+        def interrupted(call, at):
+            seen = 0
+            def trace(frame, event, _):
+                nonlocal seen
+                if event in ("call", "return"):
+                    seen += 1
+                    if seen == at:
+                        sys.settrace(None)
+                        raise Late
+                return trace
+            sys.settrace(trace)
+            try:
+                call()
+            except Late:
+                return True
+            finally:
+                sys.settrace(None)
+        calls = (
+            ask,
+            lambda: list(llm.stream(prompt, params)),
+            lambda: (llm.enqueue(prompt, params), llm.wait_for_completion()),
+            llm.reset_prefix_cache,
+        )
+        for call in calls:
+            at = 1
+            while interrupted(call, at):
+                llm.wait_for_completion()
+                assert ask() == expected
+                at += 1
+            assert at > 10, call
+        metrics = llm.get_metrics()
+        assert metrics["num_running"] == metrics["num_waiting"] == 0
+        assert not llm._driver._listeners and not llm.has_unfinished_requests
+        llm.close()
+        print("fine")
+    """
+    assert run_python(textwrap.dedent(_BEGIN) + textwrap.dedent(code), model) == "fine\n"
+
+
 def test_timers_of_the_host_fire_and_may_raise_out_of_any_call(model: Path) -> None:
     code = """
         ticks = []
@@ -35,6 +80,7 @@ def test_timers_of_the_host_fire_and_may_raise_out_of_any_call(model: Path) -> N
             assert ask() == expected
         assert [t for p in llm.stream(prompt, params) for t in p.outputs[0].token_ids] == expected
         assert len(ticks) > 3
+        signal.setitimer(signal.ITIMER_REAL, 0)
         class Late(Exception): pass
         def late(*_): raise Late
         signal.signal(signal.SIGALRM, late)
@@ -49,9 +95,9 @@ def test_timers_of_the_host_fire_and_may_raise_out_of_any_call(model: Path) -> N
                 signal.setitimer(signal.ITIMER_REAL, delay / 2000)
                 try:
                     call()
+                    signal.setitimer(signal.ITIMER_REAL, 0)
                 except Late:
                     raised += 1
-                signal.setitimer(signal.ITIMER_REAL, 0)
             assert raised, call
         llm.wait_for_completion()
         assert ask() == expected
