@@ -19,7 +19,7 @@ from typing import Any
 
 from sdk.loaders.tokenizer.special import SpecialSplitter
 from sdk.quant.errors import SdkError
-from sdk.quant.shown import VALUE_ERRORS, shown
+from sdk.quant.shown import blames_value, shown
 
 MAX_TEMPLATE_BYTES = 64 * 1024
 MAX_DEPTH = 32
@@ -165,7 +165,9 @@ class ChatTemplate:
             raise
         except BudgetError as error:
             raise TemplateError(f"chat template stopped: it asked for {error}") from None
-        except (JinjaError, *VALUE_ERRORS) as error:  # a host's own, of a signal handler, are not
+        except Exception as error:
+            if not (isinstance(error, JinjaError) or blames_value(error)):
+                raise
             raise TemplateError(f"chat template failed: {_named(error)}") from None
         finally:
             self._sandbox.stop()

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import reprlib
 
-#: What reading a caller's value raises when the value is at fault. Others, such as a TimeoutError,
-#: may be of a signal handler of the host that ran meanwhile: they are the host's to catch.
-VALUE_ERRORS = (
+_VALUE_ERRORS = (
     TypeError,
     ValueError,
     LookupError,
     AttributeError,
     ArithmeticError,
     AssertionError,
+    OSError,
     RuntimeError,
     MemoryError,
 )
@@ -56,6 +55,15 @@ def shown(value: object, limit: int = 80) -> str:
     """``repr(value)``, cut to ``limit`` characters."""
     text = _Brief(limit).repr(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def blames_value(error: BaseException) -> bool:
+    """Whether an exception says that the value being read is at fault.
+
+    Others, such as a TimeoutError or one of a host's own, may come from a signal handler that ran
+    meanwhile: they are the host's to catch.
+    """
+    return isinstance(error, _VALUE_ERRORS) and not isinstance(error, TimeoutError)
 
 
 def described(error: BaseException, limit: int = 300) -> str:

@@ -15,7 +15,7 @@ from sdk.errors import QuantizationError, RequestError, SdkError
 from sdk.kernels.ladder import KEPT_PAGES, LADDER_PAGE_SIZE
 from sdk.memory import parse_bytes
 from sdk.memory_pool import MemoryPool
-from sdk.quant.shown import VALUE_ERRORS, described, shown
+from sdk.quant.shown import blames_value, described, shown
 from sdk.quant.spec import KVTypes, parse_ladder
 
 #: ``(stage, done, total)``; return ``False`` to cancel. Stages: ``"download"`` and ``"load"``
@@ -92,7 +92,9 @@ class EngineConfig:
             self._check()
         except SdkError:
             raise
-        except VALUE_ERRORS as error:
+        except Exception as error:
+            if not blames_value(error):
+                raise
             raise RequestError(f"an option cannot be read: {described(error)}") from error
 
     def _check(self) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from sdk.errors import RequestError, SdkError
 from sdk.other_names import SAMPLING
-from sdk.quant.shown import VALUE_ERRORS, described, shown
+from sdk.quant.shown import blames_value, described, shown
 from sdk.text.stop_regex import MAX_PATTERN_LEN, StopRegex
 
 #: Limits, so that one request cannot exhaust the process. They are part of the error messages.
@@ -240,7 +240,9 @@ class SamplingParams:
             self._check_together()
         except SdkError:
             raise
-        except VALUE_ERRORS as error:
+        except Exception as error:
+            if not blames_value(error):
+                raise
             raise RequestError(
                 f"a sampling parameter cannot be read: {described(error)}"
             ) from error
@@ -334,7 +336,9 @@ def _number(name: str, value: Any, allowed: _Range, convert: Callable[[Any], Any
         if isinstance(value, bool):
             raise TypeError
         number = convert(value)
-    except VALUE_ERRORS:
+    except Exception as error:
+        if not blames_value(error):
+            raise
         raise _refused(name, value, f"{kind} {allowed}") from None
     if number not in allowed or not math.isfinite(number):
         raise _refused(name, value, f"{kind} {allowed}")
@@ -367,7 +371,9 @@ def _items(name: str, values: Any, what: str, limit: int) -> tuple[Any, ...]:
     """The first ``limit`` items: no more are read, however many there are."""
     try:
         items = tuple(itertools.islice(values, limit + 1))
-    except VALUE_ERRORS:
+    except Exception as error:
+        if not blames_value(error):
+            raise
         raise _refused(name, values, f"a list of {what}") from None
     if len(items) > limit:
         raise RequestError(f"{name} must hold at most {limit} {what}, got more")

@@ -12,7 +12,7 @@ from typing import Any, cast
 from sdk.conversations import ChatOptions, Message, Turns
 from sdk.errors import EngineClosedError, RequestError
 from sdk.params import SamplingParams
-from sdk.quant.shown import VALUE_ERRORS, described, shown
+from sdk.quant.shown import blames_value, described, shown
 from sdk.quant.tokenizer import Tokenizer, TooManyTokens
 
 #: Text, token ids, or a dict with ``prompt`` or ``prompt_token_ids`` and perhaps ``cache_salt`` and
@@ -53,11 +53,7 @@ def refusing(what: str) -> Iterator[None]:
         raise
     except BaseException as error:
         kind = type(error)
-        if (
-            isinstance(error, VALUE_ERRORS)
-            or kind is Exception
-            or kind.__name__ == "PanicException"
-        ):
+        if blames_value(error) or kind is Exception or kind.__name__ == "PanicException":
             raise RequestError(f"{what}: it cannot be read: {described(error)}") from error
         raise
 
