@@ -106,6 +106,16 @@ class Scheduler(Commits):
         return sum(num for _, num in self._num_tokens)
 
     @property
+    def steady(self) -> bool:
+        """Whether the last plan was one of decodes alone, so that the next one may be the same."""
+        return self._steady
+
+    @property
+    def decodes(self) -> bool:
+        """Whether a request needs one token in the next step."""
+        return any(not in_prefill(request) for request in self._running)
+
+    @property
     def least_tokens(self) -> int:
         """Tokens of the smallest step that can be planned now."""
         decoding = [request for request in self._running if not in_prefill(request)]

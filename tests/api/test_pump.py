@@ -23,6 +23,7 @@ class Clock:
 
     def __init__(self, llm: LLM) -> None:
         self.now = 0.0
+        self.each = EACH
         self.sizes: list[int] = []
         engine = llm._driver._engine
         step = engine.step
@@ -31,7 +32,7 @@ class Clock:
             outputs = step(*limits)
             size = engine.scheduler.num_tokens
             self.sizes.append(size)
-            self.now += (FIXED + EACH * size) / 1000
+            self.now += (FIXED + self.each * size) / 1000
             return outputs
 
         engine.step = costly  # type: ignore[method-assign]
@@ -51,6 +52,7 @@ def clock(long: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     clock = Clock(long)
     monkeypatch.setattr(sdk.driver, "time", SimpleNamespace(monotonic=clock.monotonic))
     long._driver._costs = sdk.driver.StepCosts()
+    long._driver._tokens_per_second = None
     yield clock
     del long._driver._engine.step  # type: ignore[attr-defined]
     long.reset_prefix_cache()
@@ -161,3 +163,23 @@ def test_a_real_frame_loop_is_not_held_for_a_whole_prompt(smollm2: Path) -> None
         assert longest < 700
         llm.reset_prefix_cache()
         assert [tokens(output) for output in llm.generate(prompt, params)] == [found]
+
+
+@pytest.mark.parametrize(("each", "most"), [(3.0, 134), (30.0, 64)])
+def test_prompts_beside_answers_run_in_steps_of_four_tenths_of_a_second(
+    long: LLM, clock: Clock, each: float, most: int
+) -> None:
+    """Of no fewer than 64 tokens: a model so slow would read its weights for next to nothing."""
+    clock.each = each
+    prompts = [ids(seed, 400) for seed in (4, 5)]
+    expected = [tokens(output) for output in long.generate(prompts, SHORT)]
+    alone = max(clock.sizes)
+    assert alone == 256, "with nobody to wait for it a prompt runs as before"
+    long.reset_prefix_cache()
+    answer = long.stream(ids(6), SamplingParams(max_tokens=200, ignore_eos=True))
+    next(answer)
+    clock.sizes.clear()
+    found = [tokens(output) for output in long.generate(prompts, SHORT)]
+    list(answer)
+    assert found == expected
+    assert most // 2 < max(clock.sizes) <= most
