@@ -39,11 +39,11 @@ T = TypeVar("T")
 _CLOSED = "this LLM was closed"
 #: For a step when the LLM is closed: it takes milliseconds unless a worker is stopped.
 _PATIENCE_S = 5.0
-#: A step with a prompt is to end within this time while other requests decode: 256 tokens at the end
-#: of a prompt of 7,000 took 1.2 s.
+#: While other requests decode, a step with a prompt is to end within this time: 256 tokens at the
+#: end of a prompt of 7,000 took 1.2 s.
 _BESIDE_OTHERS_S = 0.4
-#: But it may have so many tokens: to read the weights, once in each step, is a tenth of its time then,
-#: whatever the size of the model (0.5 bytes a weight, 20 GB/s, 0.5e12 operations/s).
+#: But it may have so many tokens: reading the weights, once in each step, takes a tenth of the time
+#: then, whatever the size of the model (0.5 bytes a weight, 20 GB/s, 0.5e12 operations/s).
 _LEAST_BESIDE_OTHERS = 64
 #: After a call of pump the next one is expected for so long.
 _PACED_S = 1.0
