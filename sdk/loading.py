@@ -203,7 +203,7 @@ def _slow_kernels(runner: ModelRunner) -> str | None:
     if why is None:  # nobody asked for another
         return None
     # SmolLM2-135M Q4_1 on a CPU: 60 times slower in decoding, 100 in prompts
-    return f"this model runs on the reference kernels, 60 to 100 times slower: {why}"
+    return f"this model runs on the reference kernels, about 100 times slower: {why}"
 
 
 def _runner_config(

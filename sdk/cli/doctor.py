@@ -60,7 +60,7 @@ def check_native() -> list[Finding]:
         return [Finding("native module", f"cannot be imported: {error}", False)]
     why_not = cpu.available("cpu")
     if why_not is not None:
-        text = f"models run on the reference kernels, 60 to 100 times slower: {why_not}"
+        text = f"models run on the reference kernels, about 100 times slower: {why_not}"
         return [Finding("native module", text, False)]
     return [Finding("native module", f"built, SIMD level {cpu.simd_level()}")]
 

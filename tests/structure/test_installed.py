@@ -32,7 +32,7 @@ def test_a_missing_native_module_is_warned_of(run_installed: Run, model: Path) -
     done = run_installed(LOAD, model)
     warning, _, explained = done.stdout.partition("\n-----\n")
     assert done.returncode == 0, done.stderr
-    assert warning.startswith("this model runs on the reference kernels, 60 to 100 times slower: ")
+    assert warning.startswith("this model runs on the reference kernels, about 100 times slower: ")
     assert "apt install g++" in warning and "pip install --force-reinstall --no-deps" in warning
     assert done.stderr == f"sdk WARNING {warning}\n"
     assert f"\nwarning    {warning}" in explained
@@ -45,7 +45,7 @@ def test_the_command_line_says_that_the_native_module_is_missing(
     done = run_installed(code, "run", model, "--raw", "-p", "Hi", "--max-tokens", 1)
     assert done.returncode == 0
     [line] = done.stderr.splitlines()
-    assert line.startswith("embedlm: this model runs on the reference kernels, 60 to 100 times")
+    assert line.startswith("embedlm: this model runs on the reference kernels, about 100 times")
 
 
 SAME = """
