@@ -28,6 +28,11 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.linear = linear
 
+    @property
+    def weight(self) -> Tensor:
+        """The type and shape that some models' code asks for; it has no data."""
+        return torch.empty(self.linear.weight.shape, device="meta")
+
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x.reshape(-1, x.shape[-1]))
         return y.view(*x.shape[:-1], y.shape[-1])

@@ -74,10 +74,14 @@ def test_logits_match_transformers_in_one_prefill_in_chunks_and_in_a_batch(
 
 @pytest.mark.parametrize(
     "name",
-    ["gemma", "qwen2_moe", "granitemoe", "deepseek_v2", "deepseek_v3", "dots1", "gpt_bigcode"],
+    [
+        *("gemma", "qwen2_moe", "granitemoe", "deepseek_v2", "deepseek_v3", "dots1", "gpt_bigcode"),
+        "hunyuan_v1_moe",
+    ],
 )
 def test_a_saved_folder_agrees_with_transformers(name: str, tmp_path: Path) -> None:
-    # Scaled and tied embeddings; window 0; older names; experts one by one; latent attention.
+    # Scaled and tied embeddings; window 0; older names; experts one by one; latent attention; code
+    # that looks at a weight's type.
     assert outcome(name, tmp_path) == "transformers"
 
 
