@@ -135,17 +135,7 @@ def test_ctrl_c_ends_every_worker_at_once(tmp_path: Path) -> None:
     assert processes[1].returncode == -signal.SIGKILL
 
 
-def test_the_tests_of_ctrl_c_pass_where_sigint_is_ignored() -> None:
-    # as under nohup: the disposition is inherited
-    code = (
-        "import pytest, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        "sys.exit(pytest.main(['-q', '--timeout', '60', sys.argv[1]]))"
-    )
-    test = f"{__file__}::{test_ctrl_c_ends_every_worker_at_once.__name__}"
-    done = subprocess.run([sys.executable, "-c", code, test], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
-
-
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_in_the_middle_of_opening_ends_that_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,6 +150,21 @@ def test_ctrl_c_in_the_middle_of_opening_ends_that_worker(
     with pytest.raises(KeyboardInterrupt):
         Worker(opening(), fake_python(tmp_path, "import sys\nsys.stdin.readline()\n" + CTRL_C))
     assert started[0].returncode == -signal.SIGKILL
+
+
+def test_the_tests_of_ctrl_c_pass_where_sigint_is_ignored() -> None:
+    # as under nohup: the disposition is inherited
+    code = (
+        "import pytest, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "sys.exit(pytest.main(['-q', '--timeout', '60', *sys.argv[1:]]))"
+    )
+    both = (
+        test_ctrl_c_ends_every_worker_at_once,
+        test_ctrl_c_in_the_middle_of_opening_ends_that_worker,
+    )
+    tests = [f"{__file__}::{test.__name__}" for test in both]
+    done = subprocess.run([sys.executable, "-c", code, *tests], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 def ask(engine: Any, *questions: dict[str, Any]) -> list[dict[str, Any]]:
