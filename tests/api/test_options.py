@@ -63,6 +63,7 @@ def test_the_signature_of_sampling_params_shows_its_fields() -> None:
     assert shown["temperature"].kind is inspect.Parameter.KEYWORD_ONLY
 
 
+@pytest.mark.slow
 def test_a_type_checker_refuses_misspelt_options(tmp_path: Path) -> None:
     good = 'LLM("x", memory="1GiB", swap_path=Path("y"), dtype="half"); SamplingParams(top_k=3)'
     source = "from pathlib import Path\nfrom sdk import LLM, AsyncLLM, SamplingParams\n"

@@ -288,6 +288,7 @@ def test_a_disk_that_fills_at_any_moment_leaves_a_job_that_goes_on(
     assert (out / "model.safetensors").read_bytes() == expected["gptq-w4g32"]
 
 
+@pytest.mark.slow
 def test_a_file_system_that_fills_while_a_part_is_written_is_an_error(
     llama: Path, tmp_path: Path, expected: dict[str, bytes]
 ) -> None:

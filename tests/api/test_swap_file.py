@@ -84,7 +84,7 @@ def test_pages_that_the_file_does_not_take_are_computed_again(
         assert after["swapped_in"] > metrics["swapped_in"]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_pages_that_were_not_written_are_there_for_the_copies_already_decided(
     tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:

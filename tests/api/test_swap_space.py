@@ -67,6 +67,7 @@ def test_layers_with_sliding_windows_swap_too(golden: Path) -> None:
         assert llm.get_metrics()["swapped_in"] > 0
 
 
+@pytest.mark.slow
 def test_two_ranks_swap_their_own_heads(tiny_path: Path) -> None:
     greedy = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     with LLM(tiny_path, max_model_len=128, compute="exact") as llm:

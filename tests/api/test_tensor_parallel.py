@@ -35,6 +35,7 @@ def _tokens(output: RequestOutput) -> list[int]:
 
 
 @pytest.mark.model
+@pytest.mark.slow
 def test_two_ranks_give_the_tokens_of_one_with_exact_arithmetic(smollm2: Path) -> None:
     before = _children()
     one = _answers(smollm2, compute="exact")

@@ -324,7 +324,7 @@ def tiny_random(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("tiny_random")
-@pytest.mark.parametrize("name", ["random-1b", "random-moe"])
+@pytest.mark.parametrize("name", [pytest.param("random-1b", marks=pytest.mark.slow), "random-moe"])
 def test_a_model_of_random_weights_runs_and_is_removed(name: str) -> None:
     with models.ModelFiles(name) as made:
         file = Path(made.path)

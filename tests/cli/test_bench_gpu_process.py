@@ -64,6 +64,7 @@ def test_the_limits_come_first_whatever_is_asked_for() -> None:
     assert choose_rows([]) == list(ROWS)
 
 
+@pytest.mark.slow
 def test_the_command_writes_its_table_and_all_numbers(
     interpreted: None, tmp_path: Path, capsys: Captured
 ) -> None:

@@ -108,6 +108,7 @@ def test_two_executors_work_side_by_side(started) -> None:
     assert two.execute(StepPlan(9)).step_id == 9
 
 
+@pytest.mark.slow
 def test_gloo_is_bound_to_loopback_alone(started) -> None:
     executor = started()
     addresses = {
@@ -176,6 +177,7 @@ def test_a_worker_that_is_stuck_is_given_up(started) -> None:
         executor.execute(StepPlan(1))
 
 
+@pytest.mark.slow
 def test_a_worker_stuck_after_its_last_sum_is_given_up(started, tmp_path: Path) -> None:
     executor = started(collective_s=1.0)
     os.kill(worker_of(executor), signal.SIGSTOP)
@@ -342,6 +344,7 @@ def test_many_starts_leave_no_descriptors_and_threads(started) -> None:
     assert settle() == before
 
 
+@pytest.mark.slow
 def test_an_executor_that_is_dropped_ends_its_worker(ranks: ModuleType, eventually: Poll) -> None:
     executor = ProcessExecutor(ranks.FakeRunner, ranks.FakeConfig(), 2)
     executor.start()
@@ -351,6 +354,7 @@ def test_an_executor_that_is_dropped_ends_its_worker(ranks: ModuleType, eventual
     assert not psutil.pid_exists(worker)
 
 
+@pytest.mark.slow
 def test_an_executor_outlives_the_thread_that_started_it(started) -> None:
     made: list[ProcessExecutor] = []
     thread = threading.Thread(target=lambda: made.append(started()))
@@ -375,6 +379,7 @@ def test_a_forked_child_neither_uses_nor_ends_the_ranks(started) -> None:
     assert executor.execute(StepPlan(2)).step_id == 2
 
 
+@pytest.mark.slow
 def test_a_talkative_worker_fills_no_disk(started, eventually: Poll) -> None:
     executor = started({(1, 1): "chatter"})
     executor.execute(StepPlan(1))
@@ -438,6 +443,7 @@ def worker_named(host: subprocess.Popen[str]) -> int:
     return int(pid)
 
 
+@pytest.mark.slow
 def test_a_script_without_a_guard_runs_once_and_leaves_nothing_at_exit(
     tmp_path: Path, eventually: Poll
 ) -> None:

@@ -168,6 +168,7 @@ def test_rows_may_fall_on_experts_as_they_like(
     assert check(Linear(torch.float16, FEW), layouts, x, rounded_x, routes, by_token) < 2e-6
 
 
+@pytest.mark.slow
 def test_shares_of_the_columns_are_added_for_experts_too(reference: Ops, cases: Any) -> None:
     tiles = [(99, Tiles(16, 16, 9, 4, 3))]  # two busy experts leave it four shares
     linear = Linear(torch.float16, replace(FEW, table={("linear", "int4g128z", OUT, 1024): tiles}))

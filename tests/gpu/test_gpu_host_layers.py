@@ -44,6 +44,7 @@ def test_products_of_every_layout_are_the_same_numbers(
     assert moved.offloaded > 2 * 96 * 256
 
 
+@pytest.mark.slow
 def test_the_experts_of_a_layer_are_found_where_they_were_moved(
     cases: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,6 +76,7 @@ def test_a_program_is_interrupted_whenever_ctrl_c_comes(golden: Path) -> None:
         _assert_interrupted(process)
 
 
+@pytest.mark.slow
 def test_after_an_interrupted_import_the_next_one_works(golden: Path) -> None:
     code = """
         press_at("torch.nn.functional")
@@ -94,6 +95,7 @@ def test_after_an_interrupted_import_the_next_one_works(golden: Path) -> None:
     assert run_python(code, golden / "gguf-Q8_0" / "model.gguf") == "fine\n"
 
 
+@pytest.mark.slow
 def test_an_import_in_a_thread_or_without_threads_works_too(golden: Path) -> None:
     code = """
         import sys, threading

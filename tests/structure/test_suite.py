@@ -57,7 +57,13 @@ def run(tmp_path: Path) -> Run:
     return call
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["one process", "two workers"])
+@pytest.mark.parametrize(
+    "workers",
+    [
+        pytest.param((), id="one process"),
+        pytest.param(("-n", "2"), id="two workers", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_without_slow_tests_counts_them_by_area_and_says_how_to_run_them(
     run: Run, workers: tuple[str, ...]
 ) -> None:
@@ -70,6 +76,7 @@ def test_a_run_without_slow_tests_counts_them_by_area_and_says_how_to_run_them(
     assert "2 passed" in last
 
 
+@pytest.mark.slow
 def test_a_run_with_slow_tests_or_of_chosen_ones_left_nothing_out(run: Run) -> None:
     files = {"areas/a/test_it.py": SUITE.format(slow=2)}
     for options in ((), ("-k", "fast")):

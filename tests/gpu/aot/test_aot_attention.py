@@ -46,12 +46,9 @@ def test_row_wise_kernels_and_the_sampler_spill_nothing_on_sm_90() -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [
-        "bfloat16 128",
-        pytest.param("int8 128 window cap sinks cascade", marks=pytest.mark.slow),
-        pytest.param("int4 80", marks=pytest.mark.slow),
-    ],
+    ["bfloat16 128", "int8 128 window cap sinks cascade", "int4 80"],
 )
+@pytest.mark.slow
 def test_attention_on_sm_90_reads_16_bytes_at_a_time_and_spills_nothing(case: str) -> None:
     found = compiled(("sm_90", f"attention {case}"))
     assert ("shared_kernel" in {x["kernel"] for x in found}) == ("cascade" in case)
