@@ -148,16 +148,21 @@ def test_close_gives_the_memory_of_a_real_model_back(smollm2: Path) -> None:
 
 
 @pytest.mark.model
-def test_loading_stays_within_file_size_plus_350_mib(smollm2: Path) -> None:
+def test_loading_takes_the_file_and_120_mib_beyond_what_torch_takes(smollm2: Path) -> None:
+    # Importing torch takes 230 MiB with its CPU build, 710 MiB with that for CUDA 13.
     code = """
         import sys
         from sdk import LLM
+        import torch
+        def peak():
+            with open("/proc/self/status") as lines:
+                return int(next(line.split()[1] for line in lines if line.startswith("VmHWM")))
+        before = peak()
         llm = LLM(sys.argv[1])
-        with open("/proc/self/status") as lines:
-            print(next(line.split()[1] for line in lines if line.startswith("VmHWM")))
+        print(peak() - before)
     """
-    peak = int(run_python(code, smollm2)) * 1024
-    assert peak < smollm2.stat().st_size + 350 * 2**20, f"{peak / 2**20:.0f} MiB"
+    taken = int(run_python(code, smollm2)) * 1024
+    assert taken < smollm2.stat().st_size + 120 * 2**20, f"{taken / 2**20:.0f} MiB"
 
 
 @pytest.mark.model
