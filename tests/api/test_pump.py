@@ -165,8 +165,8 @@ def test_a_real_frame_loop_is_not_held_for_a_whole_prompt(smollm2: Path) -> None
         assert [tokens(output) for output in llm.generate(prompt, params)] == [found]
 
 
-@pytest.mark.parametrize(("each", "most"), [(3.0, 134), (30.0, 64)])
-def test_prompts_beside_answers_run_in_steps_of_four_tenths_of_a_second(
+@pytest.mark.parametrize(("each", "most"), [(3.0, 117), (30.0, 64)])
+def test_prompts_beside_answers_run_in_steps_of_a_third_of_a_second(
     long: LLM, clock: Clock, each: float, most: int
 ) -> None:
     """Of no fewer than 64 tokens: a model so slow would read its weights for next to nothing."""
