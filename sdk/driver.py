@@ -269,20 +269,19 @@ class Driver:
             most = self._costs.most_tokens(end - begin)
             if most < scheduler.least_tokens:
                 return False
-        self._step(most)
-        if scheduler.num_tokens:
-            self._costs.learn(scheduler.num_tokens, time.monotonic() - begin)
+        tokens, seconds = self._timed_step(most)
+        if tokens:
+            self._costs.learn(tokens, seconds)
         return True
 
     def _sized_step(self) -> None:
         """A step of the stepping thread. Prompts make it no longer than others can wait: those
         whose answers are under way, or a host that pumps.
         """
-        scheduler, begin = self._engine.scheduler, time.monotonic()
-        most = None
+        scheduler, most = self._engine.scheduler, None
         if self._pace is not None:
             seconds, until = self._pace
-            if begin < until:
+            if time.monotonic() < until:
                 most = self._costs.first_tokens(seconds)
             else:
                 self._pace = None
@@ -291,9 +290,17 @@ class Driver:
             return
         elif scheduler.decodes:
             most = self._beside_others()
-        self._step(most)
-        if scheduler.num_tokens >= _LEAST_BESIDE_OTHERS:
-            self._tokens_per_second = scheduler.num_tokens / (time.monotonic() - begin)
+        tokens, seconds = self._timed_step(most)
+        if tokens >= _LEAST_BESIDE_OTHERS:
+            self._tokens_per_second = tokens / seconds
+
+    def _timed_step(self, most_tokens: int | None) -> tuple[int, float]:
+        """Run a step: its tokens, 0 where there was nothing to plan, and its seconds."""
+        scheduler, begin = self._engine.scheduler, time.monotonic()
+        planned = scheduler.num_steps
+        self._step(most_tokens)
+        tokens = scheduler.num_tokens if scheduler.num_steps > planned else 0
+        return tokens, time.monotonic() - begin
 
     def _beside_others(self) -> int | None:
         """Tokens of a step that keeps those who decode waiting no longer than they should be."""

@@ -388,7 +388,7 @@ class LLM:
 
         Steps of other threads may have produced some of them. What those threads wait for
         themselves is not returned here. Raises what a request failed with, when there is nothing
-        else to return.
+        else to return. What a signal handler raises in the middle of a step may end the engine.
         """
         self._driver.check_usable()
         self._driver.step()

@@ -183,3 +183,14 @@ def test_prompts_beside_answers_run_in_steps_of_a_third_of_a_second(
     list(answer)
     assert found == expected
     assert most // 2 < max(clock.sizes) <= most
+
+
+def test_a_step_without_anything_to_run_teaches_nothing(long: LLM, clock: Clock) -> None:
+    list(long.stream(ids(7, 100), SHORT))
+    long.enqueue(ids(8), SHORT)
+    long.pump(8)
+    long.wait_for_completion()
+    known = dict(vars(long._driver._costs))
+    long.abort(long.enqueue(ids(9), SHORT))
+    long.pump(8)
+    assert vars(long._driver._costs) == known
