@@ -9,7 +9,8 @@ from torch import Tensor
 
 from sdk.kernels.checks import expect
 from sdk.kernels.errors import KernelError
-from sdk.kernels.sampling import DRAW, Draws, Penalties, SampleBuffers, Tokens
+from sdk.kernels.packed_shapes import PackedShapes
+from sdk.kernels.sampling import DRAW, Draws, SampleBuffers, Tokens
 
 
 class SamplingOps:
@@ -25,17 +26,6 @@ class SamplingOps:
         out = SampleBuffers(logits.shape[0])
         self._sample(logits, None, out)
         return out.read(logits.shape[0])
-
-    def penalize(self, logits: Tensor, penalties: Penalties) -> None:
-        """Lower what was there already in ``logits [R, V]`` float32: :class:`Penalties`."""
-        expect("penalize logits", logits, torch.float32, None, None)
-        rows, ids, counts, factors = penalties
-        expect("penalize rows", rows, torch.int64, None)
-        expect("penalize ids", ids, torch.int64, rows.shape[0])
-        expect("penalize counts", counts, torch.float32, rows.shape[0])
-        expect("penalize factors", factors, torch.float32, logits.shape[0], 3)
-        if rows.shape[0]:
-            self._kernel("penalize").run(logits, penalties)
 
     def sample(self, logits: Tensor, draws: Draws) -> Tokens:
         """One token per row of ``logits [R, V]`` float32, as ``draws [R]`` say.
@@ -57,22 +47,36 @@ class SamplingOps:
         return out.read(logits.shape[0])
 
     def sample_into(self, logits: Tensor, buffers: SampleBuffers) -> None:
-        """As :meth:`sample`, the draws taken from ``buffers`` and the outcome left there."""
+        """As :meth:`sample`, with draws, shapes and masks from ``buffers``, outcome there too.
+
+        ``logits`` is not changed.
+        """
         if len(buffers.tokens) < logits.shape[0]:
             raise KernelError(
                 f"sample: expected buffers for {logits.shape[0]} rows, found {len(buffers.tokens)}"
             )
         self._sample(logits, buffers.draws, buffers)
 
-    def sample_rows(self, logits: Tensor, draws: Tensor) -> Tensor:
+    def sample_rows(
+        self, logits: Tensor, draws: Tensor, shapes: PackedShapes | None = None
+    ) -> Tensor:
         """As :meth:`sample`, without leaving a GPU: float64 ``[R, 3]``, token, best, probability.
 
-        ``draws`` float64 ``[R, 8]``: the bytes of a DRAW for each row.
+        ``draws`` float64 ``[R, 8]``: the bytes of a DRAW for each row. ``shapes``: of R rows or
+        more; what they hold is read, on the device, at each draw. ``logits`` is not changed.
         """
         expect("sample logits", logits, torch.float32, None, None)
         expect("sample draws", draws, torch.float64, logits.shape[0], 8)
-        found: Tensor = self._kernel("sample").rows(logits, draws)
-        return found
+        if shapes is None:
+            found: Tensor = self._kernel("sample").rows(logits, draws)
+            return found
+        expect("sample side", shapes.side, torch.float32, None, logits.shape[1])
+        if shapes.rows < logits.shape[0]:
+            raise KernelError(
+                f"sample: expected shapes for {logits.shape[0]} rows, found {shapes.rows}"
+            )
+        changed: Tensor = self._kernel("sample").rows(logits, draws, shapes)
+        return changed
 
     def _sample(self, logits: Tensor, draws: Draws | None, out: SampleBuffers) -> None:
         if logits.dim() != 2 or logits.dtype != torch.float32 or not logits.shape[1]:

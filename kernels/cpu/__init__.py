@@ -31,7 +31,6 @@ from sdk.kernels.cpu.rope import RopeAndCache, RopeAngles
 from sdk.kernels.cpu.sampling import Sample
 from sdk.kernels.cpu.weight_memory import WeightMemory
 from sdk.kernels.offload import OnDisk
-from sdk.kernels.reference.sampling import Penalize
 
 __all__ = ["CpuBackend", "available", "levels", "open_backend", "simd_level"]
 
@@ -96,7 +95,6 @@ class CpuBackend:
             "rope_and_cache": (RopeAndCache(engine),),
             "attention": (Attention(engine),),
             "recode_page": (RecodePage(engine),),
-            "penalize": (Penalize(),),  # a few hundred logits a row: torch will do
             "sample": (Sample(engine),),
         }
 

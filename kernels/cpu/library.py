@@ -18,7 +18,7 @@ import torch
 from sdk.kernels.errors import KernelError
 
 #: Must equal kAbiVersion in native/abi.hpp; a library with another one is refused as stale.
-ABI_VERSION = 14
+ABI_VERSION = 15
 
 #: Instruction-set levels, worst to best, in the order of native/levels.hpp.
 LEVELS = ("portable", "avx2", "avx2_vnni", "avx512_vnni")
@@ -226,7 +226,8 @@ class GatedArgs(Structure):
 
 class SampleArgs(Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("logits", "draws", "tokens", "best", "probabilities")),
+        *((name, c_void_p) for name in ("logits", "draws", "shapes")),
+        *((name, c_void_p) for name in ("tokens", "best", "probabilities")),
         *((name, c_int64) for name in ("width", "stride")),
     ]
 

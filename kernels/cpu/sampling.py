@@ -26,7 +26,10 @@ class Sample:
         return None
 
     def run(self, logits: Tensor, draws: Draws | None, out: SampleBuffers) -> None:
-        """``logits [R, V]`` float32, R and V at least 1; without ``draws`` the argmax."""
+        """``logits [R, V]`` float32, R and V at least 1; without ``draws`` the argmax.
+
+        Shapes and masks are read where ``out`` has them, also in a step that was recorded.
+        """
         if not logits.is_cpu:
             raise KernelError(f"sample: expected logits on cpu, found {logits.device}")
         rows, width = logits.shape
@@ -37,6 +40,7 @@ class Sample:
         args = SampleArgs(
             logits.data_ptr(),
             None if draws is None else draws.ctypes.data,
+            out.rows_address,
             out.tokens.ctypes.data,
             out.best.ctypes.data,
             out.probabilities.ctypes.data,

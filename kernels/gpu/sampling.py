@@ -19,32 +19,106 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu.launch import expect_on_device
+from sdk.kernels.packed_shapes import CHANGE, ENTRY, SLOT, PackedShapes
 from sdk.kernels.registry import Problem
-from sdk.kernels.sampling import FAR, Draws, Penalties, SampleBuffers
+from sdk.kernels.sampling import FAR, ChangeKind, Draws, SampleBuffers
 
 _FAR = tl.constexpr(FAR)
 _LN2 = tl.constexpr(0.6931471805599453)
 _ALL = tl.constexpr(2**31 - 1)
 _INFINITE = tl.constexpr(float("inf"))
+_SLOT, _CHANGE, _ENTRY = tl.constexpr(SLOT), tl.constexpr(CHANGE), tl.constexpr(ENTRY)
+_ADD, _PENALIZE = tl.constexpr(int(ChangeKind.ADD)), tl.constexpr(int(ChangeKind.PENALIZE))
+_FORCE = tl.constexpr(int(ChangeKind.FORCE))
 #: Logits looked at together, and those a program of the first kernel looks through.
 _BLOCK = 1024
 _CHUNK = 8192
 
 
 @triton.jit
-def peaks_kernel(logits, peaks, places, width, stride, chunks, CHUNK: tl.constexpr):
-    """Grid (rows, chunks): the maximum of a chunk and where it first stands; a NaN goes before."""
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    index = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(logits + row * stride + index, mask=index < width, other=float("-inf"))
+def store_peak(x, index, width, peak_at, place_at):
+    """The maximum of a chunk and where it first stands; a NaN goes before."""
     broken = x != x
     any_broken = tl.max(broken.to(tl.int32), axis=0) > 0
     peak = tl.max(tl.where(broken, float("-inf"), x), axis=0)
     wanted = tl.where(any_broken, broken, x == peak) & (index < width)
-    tl.store(places + row * chunks + chunk, tl.min(tl.where(wanted, index, _ALL), axis=0))
-    tl.store(peaks + row * chunks + chunk, tl.where(any_broken, float("nan"), peak))
+    tl.store(place_at, tl.min(tl.where(wanted, index, _ALL), axis=0))
+    tl.store(peak_at, tl.where(any_broken, float("nan"), peak))
+
+
+@triton.jit
+def peaks_kernel(logits, peaks, places, width, stride, chunks, CHUNK: tl.constexpr):
+    """Grid (rows, chunks): :func:`store_peak` of the logits."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    index = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(logits + row * stride + index, mask=index < width, other=float("-inf"))
+    at = row * chunks + chunk
+    store_peak(x, index, width, peaks + at, places + at)
+
+
+@triton.jit
+def shape_kernel(
+    logits, owners, slots, changes, entries, masks, side, peaks, places,
+    width, stride, chunks, words, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows, chunks): the rows that have a slot, changed, in ``side``; :func:`store_peak`.
+
+    The tensors are those of ``PackedShapes``. A program changes its own chunk alone, so its threads
+    wait for one another between two changes, and for no others.
+    """
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(owners + row).to(tl.int64)
+    if slot >= 0:
+        begin = chunk * CHUNK
+        index = begin + tl.arange(0, CHUNK)
+        inside = index < width
+        x = tl.load(logits + row * stride + index, mask=inside, other=float("-inf"))
+        for number in tl.static_range(2, 4):
+            mask = tl.load(slots + slot * _SLOT + number).to(tl.int64)
+            if mask >= 0:
+                bits = tl.load(masks + mask * words + index // 32, mask=inside, other=0)
+                x = tl.where(((bits >> (index % 32)) & 1) != 0, x, float("-inf"))
+        own = side + slot * width
+        tl.store(own + index, x, mask=inside)
+        end = tl.minimum(begin + CHUNK, width)
+        first, last = tl.load(slots + slot * _SLOT), tl.load(slots + slot * _SLOT + 1)
+        for number in range(first, last):
+            change = changes + number * _CHANGE
+            if tl.load(change) == _FORCE:
+                tl.debug_barrier()
+                tl.store(own + index, tl.full((CHUNK,), float("-inf"), tl.float32), mask=inside)
+            tl.debug_barrier()
+            _apply(own, change, entries, begin, end, BLOCK)
+        tl.debug_barrier()
+        x = tl.load(own + index, mask=inside, other=float("-inf"))
+        at = slot * chunks + chunk
+        store_peak(x, index, width, peaks + at, places + at)
+
+
+@triton.jit
+def _apply(own, change, entries, begin, end, BLOCK: tl.constexpr):
+    """The entries of a change whose ids are ``begin`` or more and below ``end``."""
+    kind = tl.load(change)
+    first, last = tl.load(change + 1), tl.load(change + 2)
+    repetition = tl.load(change + 3).to(tl.float32, bitcast=True)
+    frequency = tl.load(change + 4).to(tl.float32, bitcast=True)
+    presence = tl.load(change + 5).to(tl.float32, bitcast=True)
+    if kind == _FORCE:
+        last = tl.minimum(last, first + 1)
+    for start in range(first, last, BLOCK):
+        entry = start + tl.arange(0, BLOCK)
+        token = tl.load(entries + entry * _ENTRY, mask=entry < last, other=-1)
+        number = tl.load(entries + entry * _ENTRY + 1, mask=entry < last, other=0)
+        number = number.to(tl.float32, bitcast=True)
+        inside = (token >= begin) & (token < end)
+        value = tl.load(own + token, mask=inside, other=0.0)
+        costly = tl.where(value > 0.0, tl.div_rn(value, repetition), value * repetition)
+        costly -= frequency * number
+        costly -= tl.where(number > 0.0, presence, 0.0)
+        fixed = tl.where(kind == _FORCE, 0.0, float("-inf"))
+        changed = tl.where(kind == _ADD, value + number, fixed)
+        tl.store(own + token, tl.where(kind == _PENALIZE, costly, changed), mask=inside)
 
 
 @triton.jit
@@ -160,29 +234,47 @@ def _draw(
 
 
 @triton.jit
-def sample_kernel(
-    logits, peaks, places, draws, out, width, stride, chunks,
-    DRAWN: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Grid (rows): ``out`` float64 ``[R, 3]``: token, maximum, probability.
-
-    ``draws`` float64 ``[R, 8]``, the bytes of ``DRAW``.
-    """
-    number = tl.program_id(0).to(tl.int64)
+def _best(peaks, places, chunks, CHUNKS: tl.constexpr):
+    """The maximum of a row and its first token, of those of its chunks; a NaN goes before."""
     chunk = tl.arange(0, CHUNKS)
-    peak = tl.load(peaks + number * chunks + chunk, mask=chunk < chunks, other=float("-inf"))
-    place = tl.load(places + number * chunks + chunk, mask=chunk < chunks, other=_ALL)
+    peak = tl.load(peaks + chunk, mask=chunk < chunks, other=float("-inf"))
+    place = tl.load(places + chunk, mask=chunk < chunks, other=_ALL)
     broken = peak != peak
     any_broken = tl.max(broken.to(tl.int32), axis=0) > 0
     best = tl.max(tl.where(broken, float("-inf"), peak), axis=0)
     wanted = tl.where(any_broken, broken, peak == best)
     token = tl.min(tl.where(wanted, place, _ALL), axis=0)
-    best = tl.where(any_broken, float("nan"), best)
+    return tl.where(any_broken, float("nan"), best), token
+
+
+@triton.jit
+def sample_kernel(
+    logits, peaks, places, draws, out, width, stride, chunks,
+    owners, side, side_peaks, side_places,
+    DRAWN: tl.constexpr, SHAPED: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows): ``out`` float64 ``[R, 3]``: token, maximum, probability.
+
+    ``draws`` float64 ``[R, 8]``, the bytes of ``DRAW``. ``SHAPED``: a row with a slot, in
+    ``owners``, is that of ``side``, if its own maximum is finite.
+    """
+    number = tl.program_id(0).to(tl.int64)
+    best, token = _best(peaks + number * chunks, places + number * chunks, chunks, CHUNKS)
     share = tl.full((), 1.0, tl.float64)
+    row = logits + number * stride
+    if SHAPED:
+        slot = tl.load(owners + number).to(tl.int64)
+        changed = (slot >= 0) & (tl.abs(best) < _INFINITE)
+        # As numbers: Triton 3.6 fails to compile a choice between pointers for AMD's cards.
+        other = (side + slot * width).to(tl.int64)
+        row = tl.where(changed, other, row.to(tl.int64)).to(tl.pointer_type(tl.float32))
+        if changed:
+            at = slot * chunks
+            best, token = _best(side_peaks + at, side_places + at, chunks, CHUNKS)
+            share = tl.where(tl.abs(best) < _INFINITE, share, 0.0)
     if DRAWN:
         heat = tl.load(draws + number * 8)
         if (heat > 0.0) & (tl.abs(best) < _INFINITE):
-            row = logits + number * stride
             temperature = tl.maximum(heat, 1e-30).to(tl.float32)
             token, share = _drawn(row, width, best, temperature, draws + number * 8, BLOCK)
     tl.store(out + number * 3, token.to(tl.float64))
@@ -271,44 +363,6 @@ def _drawn(row, width, best, heat, draw, BLOCK: tl.constexpr):
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["entries"])
-def penalize_kernel(
-    logits, rows, ids, counts, factors, entries, stride, width, BLOCK: tl.constexpr
-):
-    """A thread per entry; no two have the same logit."""
-    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.load(rows + entry, mask=entry < entries, other=0)
-    token = tl.load(ids + entry, mask=entry < entries, other=-1)
-    mask = (token >= 0) & (token < width)
-    place = logits + row * stride + token
-    value = tl.load(place, mask=mask, other=0.0)
-    count = tl.load(counts + entry, mask=mask, other=0.0)
-    repetition = tl.load(factors + row * 3)
-    value = tl.where(value > 0.0, tl.div_rn(value, repetition), value * repetition)
-    value -= tl.load(factors + row * 3 + 1) * count
-    value -= tl.where(count > 0.0, tl.load(factors + row * 3 + 2), 0.0)
-    tl.store(place, value, mask=mask)
-
-
-class Penalize:
-    """See :meth:`sdk.kernels.ops.Ops.penalize`."""
-
-    name = "gpu.penalize"
-
-    def reject(self, problem: Problem) -> str | None:
-        return None
-
-    def run(self, logits: Tensor, penalties: Penalties) -> None:
-        if logits.stride(1) != 1:
-            raise KernelError(f"penalize: expected contiguous rows, found {logits.stride()}")
-        parts = [x.contiguous() for x in penalties]
-        expect_on_device("penalize", logits, *parts)
-        entries = parts[0].shape[0]
-        penalize_kernel[(triton.cdiv(entries, 256),)](
-            logits, *parts, entries, logits.stride(0), logits.shape[1], BLOCK=256
-        )
-
-
 class Sample:
     """See :meth:`sdk.kernels.ops.Ops.sample`."""
 
@@ -327,13 +381,19 @@ class Sample:
         if draws is not None and (draws["temperature"][:rows] > 0).any():
             raw = torch.from_numpy(draws[:rows].view("f8").reshape(rows, 8))
             numbers = raw.to(logits.device, non_blocking=True)
-        out.write(self.rows(logits, numbers).cpu().numpy())
+        shapes = None
+        if out.shaped(rows):
+            shapes = PackedShapes.of(out, rows, logits.shape[1], logits.device)
+        out.write(self.rows(logits, numbers, shapes).cpu().numpy())
 
-    def rows(self, logits: Tensor, draws: Tensor | None) -> Tensor:
+    def rows(
+        self, logits: Tensor, draws: Tensor | None, shapes: PackedShapes | None = None
+    ) -> Tensor:
         """See :meth:`sdk.kernels.ops.Ops.sample_rows`; without ``draws`` the argmax."""
         if logits.stride(1) != 1:
             logits = logits.contiguous()
-        expect_on_device("sample", logits, draws)
+        side = None if shapes is None else shapes.side
+        expect_on_device("sample", logits, draws, side)
         rows, width = logits.shape
         chunks = triton.cdiv(width, _CHUNK)
         peaks = logits.new_empty(rows, chunks)
@@ -343,12 +403,29 @@ class Sample:
         peaks_kernel[(rows, chunks)](
             logits, peaks, places, width, stride, chunks, CHUNK=_CHUNK, num_warps=8
         )
+        changed: tuple[Tensor | None, ...] = (None,) * 4
+        if shapes is not None:
+            changed = (shapes.owners, side, *_shape(logits, shapes))
         sample_kernel[(rows,)](
             logits, peaks, places, out if draws is None else draws, out, width, stride, chunks,
-            DRAWN=draws is not None, CHUNKS=triton.next_power_of_2(chunks), BLOCK=_BLOCK,
-            num_warps=8,
+            *changed, DRAWN=draws is not None, SHAPED=shapes is not None,
+            CHUNKS=triton.next_power_of_2(chunks), BLOCK=_BLOCK, num_warps=8,
         )  # fmt: skip
         return out
 
 
-OPS: dict[str, tuple[Any, ...]] = {"penalize": (Penalize(),), "sample": (Sample(),)}
+def _shape(logits: Tensor, shapes: PackedShapes) -> tuple[Tensor, Tensor]:
+    """Put the rows that change into ``shapes.side``; the maxima of their chunks, and the places."""
+    slots, width = shapes.side.shape
+    chunks = triton.cdiv(width, _CHUNK)
+    peaks = logits.new_empty(slots, chunks)
+    places = logits.new_empty(slots, chunks, dtype=torch.int32)
+    shape_kernel[(len(logits), chunks)](
+        logits, shapes.owners, shapes.slots, shapes.changes, shapes.entries, shapes.masks,
+        shapes.side, peaks, places, width, logits.stride(0), chunks, shapes.masks.shape[1],
+        CHUNK=_CHUNK, BLOCK=_BLOCK, num_warps=8,
+    )  # fmt: skip
+    return peaks, places
+
+
+OPS: dict[str, tuple[Any, ...]] = {"sample": (Sample(),)}

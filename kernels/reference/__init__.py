@@ -19,7 +19,7 @@ from sdk.kernels.reference.linear import Linear, RoundedLinear
 from sdk.kernels.reference.norm import AddRmsNorm, GatedActivation, RmsNorm
 from sdk.kernels.reference.recode import RecodePage
 from sdk.kernels.reference.rope import RopeAndCache, RopeAngles
-from sdk.kernels.reference.sampling import Penalize, Sample
+from sdk.kernels.reference.sampling import Sample
 
 #: Of 16 bits: read as float32, rounded where they are written.
 ACTIVATIONS = (torch.float32, torch.bfloat16, torch.float16)
@@ -64,7 +64,6 @@ class ReferenceBackend:
             "rope_and_cache": (RopeAndCache(),),
             "attention": (Attention(),),
             "recode_page": (RecodePage(),),
-            "penalize": (Penalize(),),
             "sample": (Sample(),),
         }
 

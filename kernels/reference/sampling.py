@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.registry import Problem
-from sdk.kernels.sampling import FAR, Draws, Penalties, SampleBuffers
+from sdk.kernels.sampling import FAR, Change, ChangeKind, Draws, Mask, SampleBuffers, Shape
 
 # Rows worked on together: bounds the memory of a sort of [rows, V].
 _ROWS = 64
@@ -31,14 +31,24 @@ class Sample:
     def run(self, logits: Tensor, draws: Draws | None, out: SampleBuffers) -> None:
         logits = logits.detach()
         values = logits.amax(-1)
+        shaped = out.shaped(len(logits))
+        if shaped:
+            shaped = [row for row in shaped if math.isfinite(values[row])]
+            logits = logits.clone()
+            for row in shaped:
+                change(logits[row], out.shapes[row], out.mask(row))
+            values = logits.amax(-1)
         # max names no particular one of equal values, or of several NaN
         first = (logits == values[:, None]) | logits.isnan()
         tokens: list[int] = first.to(torch.uint8).argmax(-1).tolist()
         best: list[float] = values.tolist()
         probabilities = [1.0] * len(best)
+        for row in shaped:
+            if not math.isfinite(best[row]):
+                probabilities[row] = 0.0
         if draws is not None:
             hot = np.flatnonzero(draws["temperature"][: len(best)] > 0)  # buffers may hold more
-            drawn = [row for row in hot if math.isfinite(best[row])]
+            drawn = [row for row in map(int, hot) if math.isfinite(best[row])]
             for start in range(0, len(drawn), _ROWS):
                 part = drawn[start : start + _ROWS]
                 found = draw(logits[torch.tensor(part, device=logits.device)], draws[part])
@@ -49,26 +59,42 @@ class Sample:
         out.probabilities[:rows] = probabilities
 
 
-class Penalize:
-    """See :meth:`sdk.kernels.ops.Ops.penalize`."""
-
-    name = "reference.penalize"
-
-    def reject(self, problem: Problem) -> str | None:
-        return None
-
-    def run(self, logits: Tensor, penalties: Penalties) -> None:
-        penalize(logits, penalties)
+def change(row: Tensor, shape: Shape | None, mask: Mask | None = None) -> None:
+    """In place on ``row [V]`` float32: a shape, and another mask."""
+    for one in (mask, None if shape is None else shape.mask):
+        if one is not None:
+            allow(row, one)
+    for each in () if shape is None else shape.changes:
+        apply(row, each)
 
 
-def penalize(logits: Tensor, penalties: Penalties) -> None:
-    """In place on ``logits [R, V]``, in float32 and the order of ``Penalties``."""
-    rows, ids, counts, factors = penalties
-    repetition, frequency, presence = factors[rows].unbind(1)
-    values = logits[rows, ids]
+def allow(row: Tensor, mask: Mask) -> None:
+    """Forbid the tokens of ``row [V]`` that a mask excludes, or that lie behind its end."""
+    bits = np.zeros(max(32 * len(mask), len(row)), np.uint8)
+    bits[: 32 * len(mask)] = np.unpackbits(mask.astype("<u4").view(np.uint8), bitorder="little")
+    row[torch.from_numpy(bits[: len(row)] == 0).to(row.device)] = -math.inf
+
+
+def apply(row: Tensor, change: Change) -> None:
+    """One change of ``row [V]`` float32, in place."""
+    ids = change.ids[: change.count].astype(np.int64)
+    known = (ids >= 0) & (ids < len(row))
+    if change.kind is ChangeKind.FORCE:
+        row.fill_(-math.inf)
+        known[1:] = False
+    places = torch.from_numpy(ids[known]).to(row.device)
+    if change.values is None:
+        row[places] = 0.0 if change.kind is ChangeKind.FORCE else -math.inf
+        return
+    numbers = torch.from_numpy(change.values[: change.count][known]).to(row.device)
+    if change.kind is ChangeKind.ADD:
+        row[places] += numbers
+        return
+    repetition, frequency, presence = torch.tensor(change.factors, device=row.device)
+    values = row[places]
     values = torch.where(values > 0, values / repetition, values * repetition)
-    values = values - frequency * counts
-    logits[rows, ids] = values - presence * (counts > 0).to(values.dtype)
+    values = values - frequency * numbers
+    row[places] = values - presence * (numbers > 0).to(values.dtype)
 
 
 def draw(logits: Tensor, draws: Draws) -> tuple[list[int], list[float]]:

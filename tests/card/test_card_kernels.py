@@ -16,7 +16,9 @@ from sdk.kernels.layouts import BLOCK_TYPES, E2M1, ActivationScheme, Layout, on_
 from sdk.kernels.ops import Ops
 from sdk.kernels.reference.decode import decode
 from sdk.kernels.reference.rounding import rounded
+from sdk.kernels.reference.sampling import Sample as Reference
 from sdk.kernels.sampling import DRAW
+from tests.shaping import buffers_of, expected, logits_for
 
 pytestmark = pytest.mark.gpu
 
@@ -184,3 +186,19 @@ def test_the_sampler_chooses_what_the_reference_does(device: str) -> None:
     ops.close()
     # weights are float32 on a card: a draw that lies on a boundary may fall to either side
     assert sum(a == b for a, b in zip(found, wanted, strict=True)) >= rows - 1
+
+
+def test_logits_change_in_the_draw_as_the_reference_changes_them(device: str) -> None:
+    """Three chunks of 8192 logits; changes of the same logits one after the other."""
+    width, rng = 20000, np.random.default_rng(2)
+    buffers = buffers_of(width, rng)
+    logits = logits_for(buffers, width, rng)
+    wanted = expected(Reference(), logits, None, buffers)
+    ops = Ops(device, num_threads=1, backends=("gpu", "reference"))
+    ops.sample_into(logits.to(device), buffers)
+    ops.close()
+    found = buffers.read(len(logits))
+    assert found.tokens == wanted.tokens
+    assert found.probabilities == wanted.probabilities
+    # a card may round a product and a difference once
+    np.testing.assert_allclose(found.best, wanted.best, rtol=1e-6)

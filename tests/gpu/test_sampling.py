@@ -15,17 +15,23 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.errors import KernelError
-from sdk.kernels.gpu.sampling import Penalize, Sample
-from sdk.kernels.reference.sampling import Sample as Reference, penalize, truncate
+from sdk.kernels.gpu.sampling import Sample
+from sdk.kernels.ops import Ops
+from sdk.kernels.packed_shapes import PackedShapes
+from sdk.kernels.reference.sampling import Sample as Reference, truncate
 from sdk.kernels.sampling import (
     DRAW,
+    Change,
+    ChangeKind,
     Draws,
-    Penalties,
     SampleBuffers,
+    Shape,
     Tokens,
     join_draws,
+    mask_of,
     pack_draw,
 )
+from tests.shaping import buffers_of, expected, logits_for
 
 INF, NAN = float("inf"), float("nan")
 KINDS = ("normal", "ties", "flat", "forbidden", "one", "huge")
@@ -178,22 +184,82 @@ def test_a_row_s_token_depends_on_nothing_but_the_row() -> None:
     assert list(found) == [[column[i] for i in order] for column in together]
 
 
-def test_penalties_of_all_rows_are_one_kernel_s_and_the_reference_s() -> None:
-    random = torch.Generator().manual_seed(0)
-    logits = torch.randn(3, 400, generator=random) * 4
-    logits[0, 7] = -INF
-    rows = torch.tensor([0] * 300 + [2] * 5)
-    ids = torch.cat([torch.randperm(400, generator=random)[:300], torch.tensor([7, 0, 399, 3, 2])])
-    penalties = Penalties(
-        rows,
-        ids,
-        torch.randint(0, 4, (305,), generator=random).float(),
-        torch.tensor([[1.3, 0.2, 0.5], [9.0, 9.0, 9.0], [1.0, -0.4, 0.0]]),
-    )
-    found, wanted = logits.clone(), logits.clone()
-    Penalize().run(found, penalties)
-    penalize(wanted, penalties)
-    assert torch.equal(found, wanted)
-    assert torch.equal(found[1], logits[1]) and not torch.equal(found[0], logits[0])
-    with pytest.raises(KernelError, match="contiguous rows"):
-        Penalize().run(logits.t(), penalties)
+@pytest.mark.parametrize(
+    ("width", "drawn"), [(33, True), (100, False), (8200, False), (16384, False)]
+)
+def test_the_draw_is_that_of_the_changed_rows(width: int, drawn: bool) -> None:
+    rng = np.random.default_rng(width)
+    buffers = buffers_of(width, rng)
+    logits = logits_for(buffers, width, rng)
+    untouched = logits.clone()
+    packed = [pack_draw(**({"top_k": 3} if row % 3 else {})) for row in range(len(logits))]
+    draws = join_draws(packed, list(rng.random(len(logits)))) if drawn else None
+    Sample().run(logits, draws, buffers)
+    found, wanted = buffers.read(len(logits)), expected(Sample(), logits, draws, buffers)
+    assert found.tokens == wanted.tokens
+    np.testing.assert_array_equal(found.best, wanted.best)
+    assert found.probabilities == wanted.probabilities
+    assert np.array_equal(logits.numpy(), untouched.numpy(), equal_nan=True)
+
+
+def packed_of(sizes: tuple[int, int, int, int]) -> tuple[PackedShapes, SampleBuffers]:
+    """Shapes of five rows: two changes, none, a mask, a mask of a slot, a change of seven ids."""
+    buffers = SampleBuffers(5)
+    two = [Change(ChangeKind.ADD, [50], [9.0]), Change(ChangeKind.FORBID, [50, 51])]
+    buffers.set_shape(0, Shape(None, two))
+    buffers.set_shape(2, Shape(mask_of([70, 71])))
+    buffers.use_masks(100, 1)[0] = [0, 0, 0, 8]
+    buffers.set_mask(3, 0)
+    buffers.set_shape(4, Shape(None, [Change(ChangeKind.FORBID, range(50, 57))]))
+    return PackedShapes(torch.device("cpu"), 5, 100, sizes), buffers
+
+
+@pytest.mark.parametrize(
+    ("sizes", "left_out", "wanted"),
+    [
+        ((4, 3, 10, 2), [], [52, 50, 70, 99, 57]),
+        ((3, 3, 10, 2), [4], [52, 50, 70, 99, 50]),
+        ((4, 2, 10, 2), [4], [52, 50, 70, 99, 50]),
+        ((4, 1, 10, 2), [0], [50, 50, 70, 99, 57]),
+        ((4, 3, 9, 2), [4], [52, 50, 70, 99, 50]),
+        ((4, 3, 2, 2), [0, 4], [50, 50, 70, 99, 50]),
+        ((4, 3, 10, 1), [3], [52, 50, 70, 50, 57]),
+        ((0, 0, 0, 0), [0, 2, 3, 4], [50] * 5),
+    ],
+)
+def test_rows_without_room_are_named_and_drawn_unchanged(
+    sizes: tuple[int, int, int, int], left_out: list[int], wanted: list[int]
+) -> None:
+    packed, buffers = packed_of(sizes)
+    assert packed.pack(buffers, 5) == left_out
+    logits = torch.zeros(5, 100)
+    logits[:, 50:60] = torch.arange(10, 0, -1)
+    assert Sample().rows(logits, None, packed)[:, 0].tolist() == wanted
+
+
+def test_the_same_tensors_hold_the_next_step_s_shapes() -> None:
+    """As in a graph: what is packed is read where it was, by fewer rows than it has room for."""
+    packed, buffers = packed_of((4, 3, 10, 2))
+    ops = Ops(num_threads=1, backends=["gpu"])
+    draws = torch.zeros(3, 8, dtype=torch.float64)
+    logits = torch.zeros(3, 100)
+    logits[:, 50:60] = torch.arange(10, 0, -1)
+    places = [x.data_ptr() for x in (packed.owners, packed.entries, packed.masks, packed.side)]
+
+    def tokens() -> list[int]:
+        packed.pack(buffers, 3)
+        return [int(x) for x in ops.sample_rows(logits, draws, packed)[:, 0]]
+
+    assert tokens() == [52, 50, 70]
+    buffers.set_shape(0, None)
+    buffers.set_mask(1, 0)
+    buffers.set_shape(2, Shape(mask_of([59])))
+    assert tokens() == [50, 99, 59]
+    assert places == [
+        x.data_ptr() for x in (packed.owners, packed.entries, packed.masks, packed.side)
+    ]
+    with pytest.raises(KernelError, match="expected shapes for 6 rows, found 5"):
+        ops.sample_rows(torch.zeros(6, 100), torch.zeros(6, 8, dtype=torch.float64), packed)
+    with pytest.raises(KernelError, match="sample side"):
+        ops.sample_rows(torch.zeros(3, 99), draws, packed)
+    ops.close()

@@ -156,13 +156,29 @@ void sampling(Random& random, Engine& one, Engine& many) {
                          random.below(2) ? random.between(1, 50) : 0,
                          (double)random.below(1000) / 1000.0});
     }
+    // Two changes and two masks, of ids and words in the row and beyond it.
+    Buffer<int32_t> ids(20);
+    Buffer<float> values = floats(random, 20);
+    for (int i = 0; i < 20; ++i) ids[i] = (int32_t)random.below(width + 3) - 1;
+    const int64_t words = random.between(1, width / 32 + 2);
+    Buffer<uint32_t> bits(words);
+    for (int64_t i = 0; i < words; ++i) bits[i] = (uint32_t)random.below((int64_t)1 << 32);
+    const Mask none = {nullptr, 0}, mask = {bits.data(), words};
+    const Change changes[] = {
+        {ids.data(), values.data(), 20, 1.3f, 0.2f, 0.1f, (int32_t)random.below(4)},
+        {ids.data(), nullptr, 10, 1, 0, 0, kForbid}};
+    const Change* const both_changes[] = {changes, changes + 1};
+    const Shape shape = {random.below(2) ? mask : none, both_changes, 2};
+    std::vector<RowShape> shapes;
+    for (int64_t r = 0; r < rows; ++r)
+        shapes.push_back({random.below(3) ? &shape : nullptr, random.below(3) ? none : mask});
     for (const Draw* draw : {static_cast<const Draw*>(nullptr), (const Draw*)draws.data()}) {
         Buffer<int64_t> tokens[2] = {Buffer<int64_t>(rows), Buffer<int64_t>(rows)};
         Buffer<double> shares[2] = {Buffer<double>(rows), Buffer<double>(rows)};
         Buffer<float> best(rows);
         for (int i = 0; i < 2; ++i) {
-            SampleArgs args{logits.data(),    draw,  tokens[i].data(), best.data(),
-                            shares[i].data(), width, stride};
+            SampleArgs args{logits.data(), draw, draw ? shapes.data() : nullptr, tokens[i].data(),
+                            best.data(), shares[i].data(), width, stride};
             (i ? many : one).run(kOpSample, args, rows);
         }
         CHECK(tokens[0].starts_like(tokens[1], rows) && shares[0].starts_like(shares[1], rows));
@@ -172,7 +188,7 @@ void sampling(Random& random, Engine& one, Engine& many) {
 
 // --- attention ---
 
-struct Shape {
+struct AttentionShape {
     int64_t requests, heads, kv_heads, head_dim, page_size, pages, table_width;
     int key_type, value_type;
     int32_t group;  // dimensions that share a scale
@@ -181,26 +197,26 @@ struct Shape {
 bool has_scales(int type) { return type != kF32 && type != kF16 && type != kBF16; }
 
 // Elements of one head in a page, for kI4 bytes.
-int64_t head_size(const Shape& s, int type) {
+int64_t head_size(const AttentionShape& s, int type) {
     return s.page_size * s.head_dim / (type == kI4 ? 2 : 1);
 }
 
 // Keys and values as far as they were written. Vectors of keys reach into slots that are not, and what
 // lies there is discarded: NaN shows that nothing of it comes through. Values stay uninitialized.
 struct Cache {
-    explicit Cache(const Shape& s)
+    explicit Cache(const AttentionShape& s)
         : k(s.pages * s.kv_heads * head_size(s, s.key_type) * size_of(s.key_type)),
           v(s.pages * s.kv_heads * head_size(s, s.value_type) * size_of(s.value_type)),
           k_scales(s.pages * s.kv_heads * groups(s) * s.page_size),
           v_scales(k_scales.size()) {
         for (int64_t i = 0; i < k.size(); ++i) k[i] = 0xff;
     }
-    static int64_t groups(const Shape& s) { return (s.head_dim + s.group - 1) / s.group; }
+    static int64_t groups(const AttentionShape& s) { return (s.head_dim + s.group - 1) / s.group; }
     Buffer<uint8_t> k, v;
     Buffer<uint16_t> k_scales, v_scales;
 };
 
-PageSide side(const Shape& s, int type, Buffer<uint8_t>& codes, Buffer<uint16_t>& scales,
+PageSide side(const AttentionShape& s, int type, Buffer<uint8_t>& codes, Buffer<uint16_t>& scales,
               int64_t step) {
     PageSide to{};
     const int64_t head = head_size(s, type);
@@ -219,14 +235,14 @@ PageSide side(const Shape& s, int type, Buffer<uint8_t>& codes, Buffer<uint16_t>
 }
 
 // Keys and values of a cache.
-PageLevel level(const Shape& s, Cache& cache) {
+PageLevel level(const AttentionShape& s, Cache& cache) {
     return {side(s, s.key_type, cache.k, cache.k_scales, s.page_size),
             side(s, s.value_type, cache.v, cache.v_scales,
                  s.head_dim / (s.value_type == kI4 ? 2 : 1))};
 }
 
 // A page that is full becomes one of 4-bit codes.
-void recode(Engine& one, Engine& many, Shape s, Cache& cache, int64_t page) {
+void recode(Engine& one, Engine& many, AttentionShape s, Cache& cache, int64_t page) {
     RecodeArgs args{};
     const PageLevel source[2] = {level(s, cache), level(s, cache)};  // two layers, one as the other
     args.source = source;
@@ -249,7 +265,7 @@ void recode(Engine& one, Engine& many, Shape s, Cache& cache, int64_t page) {
 }
 
 // One engine's way through a step: rotates and writes `qkv`, attends.
-void attend(Engine& engine, const Shape& s, Cache& cache, Buffer<float> qkv, AttentionArgs args,
+void attend(Engine& engine, const AttentionShape& s, Cache& cache, Buffer<float> qkv, AttentionArgs args,
             float* cos, float* sin, const int64_t* slots, int64_t tokens) {
     const int64_t token = (s.heads + 2 * s.kv_heads) * s.head_dim, half = s.head_dim / 4;
     RopeArgs rope{};
@@ -284,7 +300,7 @@ void attend(Engine& engine, const Shape& s, Cache& cache, Buffer<float> qkv, Att
 void attention(Random& random, Engine& one, Engine& many) {
     const int64_t most = 300, sizes[] = {1, 7, 16, 64};
     const int types[] = {kF32, kF16, kBF16, kI8, kE4M3, kE5M2, kI4};
-    Shape s{};
+    AttentionShape s{};
     s.requests = random.between(1, 4);
     s.kv_heads = random.between(1, 3);
     s.heads = s.kv_heads * random.between(1, 4);

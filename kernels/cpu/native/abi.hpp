@@ -7,7 +7,7 @@
 
 #include <stdint.h>
 
-enum { kAbiVersion = 14 };
+enum { kAbiVersion = 15 };
 
 // Element types of scales, minima, pages and dense values. kLow4 and kHigh4, for scales and minima
 // only, are the two halves of one byte (q2_k keeps both in it); kE8M0, for scales, is a power of two.
@@ -343,12 +343,42 @@ struct Draw {
     double uniform;        // in [0, 1)
 };
 
+// One way in which the logits of a row change: kernels/sampling.py.
+enum ChangeKind { kAdd = 0, kPenalize = 1, kForbid = 2, kForce = 3 };
+
+struct Change {
+    const int32_t* ids;   // distinct; those outside of the row change nothing
+    const float* values;  // kAdd: what is added; kPenalize: how often the id is in the output
+    int64_t count;
+    float repetition, frequency, presence;  // kPenalize
+    int32_t kind;
+};
+
+// Bit i % 32 of word i / 32: token i may be drawn. Those after the last word may not.
+struct Mask {
+    const uint32_t* words;  // null: all may
+    int64_t count;
+};
+
+struct Shape {
+    Mask mask;
+    const Change* const* changes;  // in this order, after the masks
+    int64_t count;
+};
+
+struct RowShape {
+    const Shape* shape;  // null: none
+    Mask mask;
+};
+
 struct SampleArgs {
     const float* logits;
-    const Draw* draws;      // null: the argmax of every row
+    const Draw* draws;       // null: the argmax of every row
+    const RowShape* shapes;  // null: no row has one
     int64_t* tokens;
-    float* best;            // the row's maximum; NaN if there is one in it
-    double* probabilities;  // the token's share of what could be drawn; 1 where there is no draw
+    float* best;            // the changed row's maximum; the row's own unless that is finite
+    double* probabilities;  // the token's share of what could be drawn; 1 where there is no draw, 0
+                            // where the row was finite before its changes and its maximum is not now
     int64_t width, stride;
 };
 

@@ -23,6 +23,7 @@ struct Row {
     double* sums;    // [groups] weights of a group added up
     double* bins;    // [kBins]
     float* room;     // [kGroup]
+    float* copy;     // [width]: of a row whose logits change
     // Candidates, ids ascending.
     int64_t count;
     int32_t* ids;
@@ -33,10 +34,10 @@ struct Row {
     uint64_t* spare;
 };
 
-// Bytes that `place` lays out: peaks, ids, gaps, weights, distances, keys and spare per group.
+// Bytes that `place` lays out: peaks, copy, ids, gaps, weights, distances, keys and spare per group.
 static int64_t sample_scratch(int64_t width) {
     const int64_t groups = (width + kGroup - 1) / kGroup;
-    return kGroup * 4 + kBins * 8 + (groups + 7) / 8 * 64 + groups * (kPart * 4 + kGroup * 32);
+    return kGroup * 4 + kBins * 8 + (groups + 7) / 8 * 64 + groups * (kPart * 4 + kGroup * 36);
 }
 
 static void place(Row* row, int64_t width, uint8_t* at) {
@@ -47,6 +48,7 @@ static void place(Row* row, int64_t width, uint8_t* at) {
     row->bins = (double*)at, at += kBins * 8;
     row->sums = (double*)at, at += (groups + 7) / 8 * 64;
     row->peaks = (float*)at, at += groups * kPart * 4;
+    row->copy = (float*)at, at += n * 4;
     row->ids = (int32_t*)at, at += n * 4;
     row->gaps = (float*)at, at += n * 4;
     row->weights = (float*)at, at += n * 4;

@@ -11,6 +11,7 @@
 #pragma once
 
 #include "row.hpp"
+#include "shape.hpp"
 
 namespace LEVEL {
 
@@ -271,11 +272,20 @@ static void sample(const SampleArgs* args, int64_t row_begin, int64_t row_end, u
     for (int64_t r = row_begin; r < row_end; ++r) {
         row.logits = args->logits + r * args->stride;
         survey(&row);
+        bool finite = __builtin_fabsf(row.best) < INFINITY;
+        double undrawn = 1;
+        const RowShape* shape = args->shapes ? args->shapes + r : nullptr;
+        if (shape && (shape->shape || shape->mask.words) && finite) {
+            change(&row, shape);
+            survey(&row);
+            finite = __builtin_fabsf(row.best) < INFINITY;
+            if (!finite) undrawn = 0;
+        }
         args->best[r] = row.best;
         const Draw* draw = args->draws ? args->draws + r : nullptr;
-        if (!draw || !(draw->temperature > 0) || !(__builtin_fabsf(row.best) < INFINITY)) {
+        if (!draw || !(draw->temperature > 0) || !finite) {
             args->tokens[r] = first_best(&row);
-            args->probabilities[r] = 1;
+            args->probabilities[r] = undrawn;
         } else {
             args->tokens[r] = draw_token(&row, draw, args->probabilities + r);
         }

@@ -190,6 +190,12 @@ INLINE uint32_t lanes_at_least(VF a, VF b) {
 INLINE uint32_t lanes_nan(VF a, VF b) {
     return (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_UNORD_Q));
 }
+INLINE VF lanes_kept(VF x, uint32_t bits) {
+    const __m256i lanes = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    const __m256i kept = _mm256_and_si256(_mm256_set1_epi32((int)bits), lanes);
+    const VF mask = _mm256_castsi256_ps(_mm256_cmpeq_epi32(kept, lanes));
+    return _mm256_blendv_ps(_mm256_set1_ps(-__builtin_inff()), x, mask);
+}
 typedef __m256d VD;
 INLINE VD zero_wide() { return _mm256_setzero_pd(); }
 INLINE void store_wide(double* p, VD x) { _mm256_storeu_pd(p, x); }

@@ -168,6 +168,10 @@ INLINE float reduce_max(VF x) { return _mm512_reduce_max_ps(x); }
 // One bit per lane: a >= b; a or b is NaN.
 INLINE uint32_t lanes_at_least(VF a, VF b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
 INLINE uint32_t lanes_nan(VF a, VF b) { return _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q); }
+// The lanes whose bits are set; the others minus infinity.
+INLINE VF lanes_kept(VF x, uint32_t bits) {
+    return _mm512_mask_mov_ps(_mm512_set1_ps(-__builtin_inff()), (__mmask16)bits, x);
+}
 typedef __m512d VD;  // kLanes / 2 doubles
 INLINE VD zero_wide() { return _mm512_setzero_pd(); }
 INLINE void store_wide(double* p, VD x) { _mm512_storeu_pd(p, x); }

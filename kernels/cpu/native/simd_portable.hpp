@@ -179,6 +179,11 @@ INLINE uint32_t lane_bits(VI mask) {  // one bit of every lane that is all ones
 }
 INLINE uint32_t lanes_at_least(VF a, VF b) { return lane_bits(a >= b); }
 INLINE uint32_t lanes_nan(VF a, VF b) { return lane_bits((a != a) | (b != b)); }
+INLINE VF lanes_kept(VF x, uint32_t bits) {
+    const VI lanes = {1, 2, 4, 8}, all = {(int)bits, (int)bits, (int)bits, (int)bits};
+    const VI kept = (all & lanes) == lanes;
+    return (VF)(((VI)x & kept) | ((VI)set1(-INFINITY) & ~kept));
+}
 typedef double VD __attribute__((vector_size(16)));
 INLINE VD zero_wide() { return VD{}; }
 INLINE void store_wide(double* p, VD x) { memcpy(p, &x, sizeof x); }

@@ -28,7 +28,7 @@ from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.experts import Routes
 from sdk.kernels.gpu import attention, elementwise, experts, norm, rope, sampling
 from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.sampling import Penalties
+from sdk.kernels.packed_shapes import PackedShapes
 from sdk.quant.spec import KVSpec
 
 TARGETS = {
@@ -119,11 +119,11 @@ def run_experts(short: torch.dtype) -> None:
 
 def run_sampling() -> None:
     logits = torch.zeros(2, 32000)
-    entries = torch.zeros(9, dtype=torch.int64)
-    penalties = Penalties(entries, entries, torch.zeros(9), torch.zeros(2, 3))
-    sampling.Penalize().run(logits, penalties)
-    sampling.Sample().rows(logits, None)
-    sampling.Sample().rows(logits, torch.zeros(2, 8, dtype=torch.float64))
+    draws = torch.zeros(2, 8, dtype=torch.float64)
+    shapes = PackedShapes(torch.device("cpu"), 2, 32000, (2, 8, 64, 2))
+    for given in (None, draws):
+        sampling.Sample().rows(logits, given)
+        sampling.Sample().rows(logits, given, shapes)
 
 
 def cases(short: torch.dtype) -> Iterator[tuple[str, Callable[[], None]]]:
