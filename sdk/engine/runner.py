@@ -202,14 +202,18 @@ class ModelRunner:
             hidden, logits = self._forward(tokens, len(rows), len(outputs))
         for request, count in rows:
             request.num_computed += count
-        alone = whole and not (wanted.guides or wanted.special)
+        # The draws that were captured read no shapes.
+        redrawn = flight is not None and bool(self._inputs.sampling.shaped(len(wanted.sampling)))
+        alone = whole and not (wanted.guides or wanted.special or redrawn)
         if alone and len(wanted.sampling) == len(rows) == tokens and (self._graph or flight):
             drawing = self.sampler.drawing(wanted.sampling)
             if drawing is not None:
                 self._rows, self._drawing = [request for request, _ in rows], drawing
                 if self._ahead is not None and flight is not None:
                     self._ahead.go_on(flight, drawing, 1)
-        if flight is not None:
+        if redrawn:
+            self.ops.sample_into(logits[: len(outputs)], self._inputs.sampling)
+        elif flight is not None:
             self._inputs.sampling.write(flight.read())
         self.native_seconds += perf_counter() - begin
         if wanted.guides or wanted.special:  # torch changes or reads what was made in this mode

@@ -27,6 +27,13 @@ class Repeats:
         self._lengths = np.zeros(64, np.int64)
         self._count = 0
 
+    def copy(self) -> Repeats:
+        """The same text, to be extended apart."""
+        other = Repeats(self._breakers)
+        other._tokens, other._lengths = self._tokens.copy(), self._lengths.copy()
+        other._count = self._count
+        return other
+
     @property
     def tokens(self) -> Ids:
         return self._tokens[: self._count]

@@ -18,7 +18,6 @@ from sdk.kernels.ops import Ops
 from sdk.kernels.sampling import GREEDY, SampleBuffers, Tokens, join_draws
 from sdk.params import SamplingParams
 from sdk.sampling.logprobs import NO_IDS, scored
-from sdk.sampling.penalties import penalties_of
 from sdk.sampling.processors import process
 from sdk.sampling.resolved import ResolvedParams
 from sdk.sampling.rows import Scratch
@@ -69,7 +68,7 @@ class Sampler:
         self._states.pop(request_id, None)
 
     def write_draws(self, request_ids: Sequence[str], buffers: SampleBuffers) -> None:
-        """How the coming step's rows are to be drawn; those to be processed first: greedily."""
+        """How the coming step's rows change and are drawn; those with callbacks: greedily."""
         known = self._states
         for row, request_id in enumerate(request_ids):
             state = known[request_id]
@@ -77,11 +76,14 @@ class Sampler:
                 buffers.set(row, GREEDY, 0.0)
             else:
                 buffers.set(row, state.draw(), state.uniform(TOKEN))
+            buffers.set_shape(row, state.shape())
 
     def drawing(self, request_ids: Sequence[str]) -> list[tuple[int, RequestState]] | None:
-        """The rows that are drawn at random, if the tokens alone are wanted of all the rows."""
+        """The rows that are drawn at random, if the tokens alone are wanted of all the rows and
+        none of their shapes depends on tokens to come.
+        """
         states = [self._states[request_id] for request_id in request_ids]
-        if not all(state.plain for state in states):
+        if not all(state.plain and state.foreseeable for state in states):
             return None
         return [(row, state) for row, state in enumerate(states) if not state.greedy]
 
@@ -102,10 +104,8 @@ class Sampler:
         ``logits`` is not changed.
         """
         results: list[Sampled | str] = [
-            Sampled(token)
-            if -math.inf < best < math.inf
-            else f"the model's logits are not finite: their maximum is {best}"
-            for token, best in zip(chosen.tokens, chosen.best, strict=True)
+            Sampled(token) if -math.inf < best < math.inf else _why_not(best, probability)
+            for token, best, probability in zip(*chosen, strict=True)
         ]
         known = self._states
         states = [known[request_id] for request_id in request_ids]
@@ -144,7 +144,7 @@ class Sampler:
     def _process(
         self, logits: Tensor, states: Sequence[RequestState], results: list[Sampled | str]
     ) -> None:
-        """Replace the results of the finite rows whose requests change their logits."""
+        """Replace the results of the finite rows whose requests have callbacks."""
         indices = [
             i for i, s in enumerate(states) if s.processed and isinstance(results[i], Sampled)
         ]
@@ -154,35 +154,20 @@ class Sampler:
         rows = self._ops.empty(len(indices), logits.shape[1])
         torch.index_select(logits, 0, torch.tensor(indices, device=logits.device), out=rows)
         drawing: list[RequestState | None] = []
-        only_penalized = [None if states[i].reshaped else states[i] for i in indices]
-        if any(only_penalized):
-            self._ops.penalize(rows, penalties_of(only_penalized, rows.device))
         for row, i in zip(rows, indices, strict=True):
-            state = states[i]
-            if not state.reshaped:
-                drawing.append(state)
-                continue
             try:
-                changed = process(row, state)
+                changed = process(row, states[i])
             except RequestError as error:
                 results[i] = str(error)
                 drawing.append(None)
                 continue
             if changed is not row:
                 row.copy_(changed)
-            drawing.append(state)
+            drawing.append(states[i])
         chosen = self._draw(rows, drawing)
         for i, drawn, token, best in zip(indices, drawing, chosen.tokens, chosen.best, strict=True):
-            if drawn is None:
-                continue
-            if best == -math.inf:
-                results[i] = "the request's parameters forbid every token"
-            elif not math.isfinite(best):
-                results[i] = (
-                    f"logits are not finite after the request's processors: their maximum is {best}"
-                )
-            else:
-                results[i] = Sampled(token)
+            if drawn is not None:
+                results[i] = Sampled(token) if math.isfinite(best) else _why_not(best, 0.0)
 
     def score(
         self, logits: Tensor, token_ids: Sequence[int], num_top: int, also: Ids = NO_IDS
@@ -203,3 +188,12 @@ class Sampler:
 
     def _scored(self, row: Tensor, token_id: int, num_top: int | None, also: Ids) -> Sampled:
         return scored(row.detach().cpu().numpy(), token_id, num_top, self._scratch, also)
+
+
+def _why_not(best: float, probability: float) -> str:
+    """Why a row whose maximum is not finite has no token: see ``sdk.kernels.sampling.Tokens``."""
+    if probability:
+        return f"the model's logits are not finite: their maximum is {best}"
+    if best == -math.inf:
+        return "the request's parameters forbid every token"
+    return f"logits are not finite after the request's processors: their maximum is {best}"

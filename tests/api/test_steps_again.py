@@ -20,6 +20,10 @@ KINDS = {
     "logprobs": GREEDY.clone(logprobs=2),
     "prompt logprobs": GREEDY.clone(prompt_logprobs=1),
     "penalized": GREEDY.clone(repetition_penalty=1.3),
+    "biased": GREEDY.clone(logit_bias={9: 3.0, 70: 100.0, 71: 99.9, 72: 99.8}),
+    "some allowed": DRAWN.clone(allowed_token_ids=range(60, 90)),
+    "bad words": GREEDY.clone(bad_words=["the", "a"]),
+    "no n-gram twice": GREEDY.clone(no_repeat_ngram_size=2),
     "guided": GREEDY.clone(guidance_scale=1.5),
 }
 
@@ -86,7 +90,7 @@ def test_beside_a_request_of_every_kind(llm: LLM, eager: LLM, kind: str) -> None
     params = [GREEDY, KINDS[kind].clone(max_tokens=20), DRAWN]
     outputs = llm.generate([prompt(seed) for seed in range(3)], params)
     assert [tokens(output) for output in outputs] == expected(eager, [0, 1, 2], params)
-    plain = kind in ("greedy", "drawn", "xtc")
+    plain = kind in ("greedy", "drawn", "xtc", "biased", "some allowed")
     assert (3 in again) == plain, "all three again, or the tokens alone are not all"
     assert 2 in again
 

@@ -163,6 +163,24 @@ def test_answers_that_are_not_plain_take_the_long_way(path: Path, launches: Laun
     both(path, PROMPTS, wanted)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"logit_bias": {9: 3.0, 70: 100.0, 71: 99.9}},
+        {"allowed_token_ids": range(60, 90)},
+        {"no_repeat_ngram_size": 2},
+        {"presence_penalty": 2.0, "mirostat_mode": 2},
+    ],
+)
+def test_logits_that_change_before_their_draw_change_beside_others(
+    path: Path, launches: Launches, options: Any
+) -> None:
+    wanted = [params(12), params(6, **options), params(12, **options), params(12)]
+    found = both(path, PROMPTS, [one.clone(ignore_eos=True) for one in wanted])
+    free = both(path, PROMPTS, [params(12, ignore_eos=True)] * 4)
+    assert [found[i] == free[i] for i in range(4)] == [True, False, False, True]
+
+
 def test_few_pages_preempt_and_nothing_is_lost(path: Path, launches: Launches) -> None:
     wanted = [params(60, ignore_eos=True)] * 4
     with load(path, ahead=False) as llm:
