@@ -29,6 +29,7 @@ from sdk.kernels.errors import KernelError
 
 if TYPE_CHECKING:
     from sdk.kernels.registry import Backend
+    from sdk.kernels.sized_graphs import GraphRecorder
 
 Result = TypeVar("Result")
 #: One attention of a forward pass: queries ``[T, heads, head_dim]``, the batch of the step, and
@@ -160,6 +161,11 @@ class GraphOps:
                 return Graph(recorded, forward(), buffers, limits)
         finally:
             self._buffers = None
+
+    def graph_recorder(self) -> GraphRecorder | None:
+        """What records the device's launches as graphs of fixed shapes; None: it has no graphs."""
+        make = self._backends[0].graph_recorder
+        return None if make is None else make()
 
     @contextmanager
     def cut_at_attention(self, cut: Cut) -> Iterator[None]:

@@ -143,6 +143,9 @@ class Ops(ExpertOps, LadderOps, GraphOps, SamplingOps, OffloadOps):
         self._chosen: dict[Problem, Choice] = {}
         self._self_check = SelfCheck(self.device, activations)
         self._activations = ActivationPool()
+        #: The adapter of each row that products run over now, int32 ``[T]``, -1 for none: it is set
+        #: before a model runs. ``None``: no row has one.
+        self.adapter_slots: Tensor | None = None
 
     def close(self) -> None:
         """Stop the threads. Idempotent; the operators must not be used afterwards."""
@@ -164,6 +167,11 @@ class Ops(ExpertOps, LadderOps, GraphOps, SamplingOps, OffloadOps):
     def keys_transposed(self) -> bool:
         """How the keys of KV pages are to lie: see :class:`sdk.kernels.registry.Backend`."""
         return self._backends[0].keys_transposed
+
+    @property
+    def shares_keys(self) -> bool:
+        """See :class:`sdk.kernels.registry.Backend`."""
+        return self._backends[0].shares_keys
 
     @property
     def backend_names(self) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from sdk.kernels.offload import OnDisk
 
 if TYPE_CHECKING:
     from sdk.kernels.experts import Routes
+    from sdk.kernels.sized_graphs import GraphRecorder
 
 #: Backends, best first. A backend is a folder here with ``available``, ``open_backend`` and
 #: ``ACTIVATIONS``, the types that its operators take and give.
@@ -98,6 +99,12 @@ class Backend(Protocol):
     keys_transposed: bool
     #: Bytes of packed weights that are not in the memory of the device.
     offloaded: int
+    #: Whether attention reads keys that all requests share once (``AttentionBatch.shared_len``).
+    shares_keys: bool
+    #: Makes what records this device's launches; ``None`` where there are no graphs of fixed
+    #: shapes. A backend that takes the counts of a step at run time has ``record`` instead
+    #: (:class:`sdk.kernels.graph.Recorder`).
+    graph_recorder: Callable[[], GraphRecorder] | None
 
     def implementations(self, op: str) -> Sequence[Any]:
         """Implementations of ``op``, best first; empty when the backend has none."""

@@ -9,6 +9,7 @@ matrix exists twice.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -36,9 +37,19 @@ ROOTS = (
 ACCURATE = 16
 
 
+class Adapters(Protocol):
+    """What low-rank adapters (Hu et al. 2021, arXiv 2106.09685) add to one product."""
+
+    def add(self, x: Tensor, y: Tensor, slots: Tensor) -> None:
+        """``y[t]`` of ``y [T, out]`` grows by what the adapter in ``slots[t]`` makes of ``x[t]``;
+        int32, -1 for none.
+        """
+
+
 class Linear:
     """``y = x @ w.T + bias``; with ``reduce`` the products of all ranks are summed first.
 
+    ``adapters`` add to the product of rows that have one; without them nothing is run or recorded.
     ``narrow``: y is read by another kernel only, so it is of the activations' type
     (:attr:`sdk.kernels.ops.Ops.activations`); else float32.
     """
@@ -59,6 +70,7 @@ class Linear:
         self.mesh = mesh
         self.reduce = reduce
         self.narrow = narrow and ops.activations != torch.float32
+        self.adapters: Adapters | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """``x [T, in] -> [T, out]``."""
@@ -67,6 +79,8 @@ class Linear:
             shape = (x.shape[0], self.weight.shape[0])
             out = self.ops.empty(*shape, dtype=self.ops.activations)
         y = self.weight.matmul(x, out)
+        if self.adapters is not None and self.ops.adapter_slots is not None:
+            self.adapters.add(x, y, self.ops.adapter_slots)
         if self.reduce:
             self.mesh.all_reduce(y)
         if self.bias is not None:

@@ -340,6 +340,7 @@ class Driver:
 
     def _step(self, most_tokens: int | None = None) -> list[Output]:
         if self.lease is not None and self.lease.wanted and self.give_back is not None:
+            self._engine.settle()
             self.give_back()
         outputs = self._take_commands() if self._inbox else []
         engine = self._engine
@@ -435,6 +436,7 @@ class Driver:
 
         def check_and_act() -> T:
             self._check_open()
+            self._engine.settle()
             return action()
 
         return self._in_turn(check_and_act)
@@ -465,6 +467,7 @@ class Driver:
         if self._step_lock.acquire(blocking=False):
             try:
                 with self._current():
+                    self._engine.settle()
                     action()
             finally:
                 self._step_lock.release()

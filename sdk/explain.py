@@ -48,16 +48,17 @@ def explain(
 
 
 def _steps(runner: ModelRunner) -> list[str]:
-    decode, prompts = runner.eager_reason, runner.eager_prompts_reason
-    most = runner.most_tokens_in_pieces
+    how = runner.strategy
+    decode, prompts = how.eager_reason, how.eager_prompts_reason
+    most = how.most_tokens_in_pieces
     if decode == prompts and not most:
-        how = "replayed from one recorded graph"
-        return [f"steps      {how if decode is None else _eagerly(decode)}"]
+        replayed = "replayed from one recorded graph"
+        return [f"steps      {replayed if decode is None else _eagerly(decode)}"]
     pieces = f"up to {most} tokens replayed in pieces between attentions, of more one by one"
     return [
         f"steps      decoding: {'replayed from graphs' if decode is None else _eagerly(decode)}",
         f"           with prompts: {pieces if prompts is None else _eagerly(prompts)}",
-        *(f"           but not all sizes: {why}" for why in runner.failed_captures),
+        *(f"           but not all sizes: {why}" for why in how.failed_captures),
     ]
 
 

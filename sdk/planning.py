@@ -16,9 +16,9 @@ from sdk.engine.kv_cache import kv_spec
 from sdk.errors import CheckpointError, RequestError
 from sdk.kernels.cpu.packed_weight import BLOCK_SOURCES, packed_bytes
 from sdk.kernels.gpu import matrix_type
-from sdk.kernels.gpu.graphs import MOST_TOKENS
 from sdk.kernels.gpu.scratch import Scratch
 from sdk.kernels.ops import Compute
+from sdk.kernels.sized_graphs import MOST_TOKENS
 from sdk.loaders.open import is_remote, open_checkpoint
 from sdk.memory import (
     ENGINE_BYTES,

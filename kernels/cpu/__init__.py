@@ -71,6 +71,8 @@ class CpuBackend:
 
     name = "cpu"
     keys_transposed = True
+    shares_keys = False
+    graph_recorder = None
 
     def __init__(self, engine: Engine, offload: OnDisk | None = None) -> None:
         self.engine = engine

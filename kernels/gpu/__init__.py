@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sdk.kernels.gpu.graphs import CardRecorder
 from sdk.kernels.gpu.scratch import LIBRARY, OLDER_LIBRARY
 from sdk.kernels.offload import OnDisk
 
@@ -118,7 +119,9 @@ def open_backend(
             **elementwise.OPS,
             **experts.OPS,
             **sampling.OPS,
-        }
+        },
+        on_card=torch.device(device).type != "cpu",
+        fixed=fixed,
     )
 
 
@@ -129,8 +132,12 @@ class GpuBackend:
     keys_transposed = False
     offloaded = 0
 
-    def __init__(self, implementations: dict[str, Sequence[Any]]) -> None:
+    def __init__(
+        self, implementations: dict[str, Sequence[Any]], *, on_card: bool, fixed: bool
+    ) -> None:
         self._implementations = implementations
+        self.shares_keys = on_card and not fixed
+        self.graph_recorder = CardRecorder if on_card else None
 
     def implementations(self, op: str) -> Sequence[Any]:
         return self._implementations.get(op, ())

@@ -1,64 +1,17 @@
-"""Steps as CUDA graphs: decode steps whole, steps with prompts in pieces between the attentions.
-
-A graph has fixed shapes, so there is one per bucket of sizes, captured when it is first needed; a
-smaller step runs in the next larger one, filled up with rows that are nobody's (slot -1: attention
-and the write of keys pass over them). What an attention launches depends on the lengths of its
-requests as well, of which decode steps know a bound and prompts do not.
-
-All graphs share one pool of memory, because only one runs at a time. What is read after the next
-replay must lie outside of the pool, where no other graph has its scratch.
-"""
+"""CUDA graphs: what torch's current card is given to do, recorded and replayed."""
 
 from __future__ import annotations
 
 import gc
-import logging
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
-from torch import Tensor
-
-from sdk.kernels.batch import AttentionBatch
-from sdk.kernels.errors import KernelError
-from sdk.kernels.graph import Attend, CaptureError, Cut
-
-logger = logging.getLogger("sdk")
-Result = TypeVar("Result")
-Recorded = TypeVar("Recorded")
-#: An attention of a recorded step, over the batch of a step.
-Attention = Callable[[AttentionBatch], None]
-
-#: Tokens of the largest step in pieces. Of more, a layer of 4,096 features computes for longer than
-#: the 0.1 to 0.3 ms in which its operators are launched one by one; by arithmetic, not measured.
-MOST_TOKENS = 512
-
-
-def buckets(largest: int) -> list[int]:
-    """Batch sizes that have a graph: powers of two up to 8, then multiples of 8."""
-    small = [size for size in (1, 2, 4) if size < largest]
-    return [*small, *range(8, largest, 8), largest]
-
-
-def token_buckets(largest: int) -> list[int]:
-    """Numbers of tokens that have graphs: powers of two up to 64, then multiples of 64."""
-    small = [1 << bit for bit in range(6) if 1 << bit < largest]
-    return [*small, *range(64, largest, 64), largest]
-
-
-def bucket_of(sizes: Sequence[int], wanted: int) -> int:
-    """The smallest of ``sizes``, in order, that holds so many. :raises KernelError: if none."""
-    at = bisect_left(sizes, wanted)
-    if at == len(sizes):
-        raise KernelError(f"replay: expected at most {sizes[-1]} rows, found {wanted}")
-    return sizes[at]
 
 
 class CardRecorder:
-    """Records what torch's current card is given to do, as graphs that share a pool of memory.
+    """See :class:`sdk.kernels.sized_graphs.GraphRecorder`; all its graphs share a pool of memory.
 
     Not run on a card yet: capture itself is the one part the interpreter cannot show.
     """
@@ -70,10 +23,8 @@ class CardRecorder:
         self._undo = ExitStack()
 
     def rehearse(self, forward: Callable[[], object]) -> None:
-        """Run it once as it is: kernels are compiled and buffers made, which no recording can hold.
-
-        Afterwards nothing is under way, no garbage is left that would be destroyed meanwhile, and
-        torch does not keep for this stream what the rehearsal has freed.
+        """Afterwards nothing is under way, no garbage is left that would be destroyed meanwhile,
+        and torch does not keep for this stream what the rehearsal has freed.
         """
         if self._stream is None:
             self._stream = torch.cuda.Stream()
@@ -100,159 +51,3 @@ class CardRecorder:
         with self._undo:
             graph.capture_end()
         return graph
-
-
-class Captured(Generic[Recorded]):
-    """What was captured, by size. After one failure nothing more is tried, because memory does not
-    come back by itself; what there is stays in use. ``failed`` says why, else it is empty.
-    """
-
-    def __init__(self) -> None:
-        self._recorded: dict[Any, Recorded] = {}
-        self.failed = ""
-
-    @property
-    def sizes(self) -> Sequence[Any]:
-        return list(self._recorded)
-
-    def find(self, size: Any, capture: Callable[[], Recorded], what: str) -> Recorded:
-        """That of a size. :raises CaptureError: when it cannot be captured."""
-        if size not in self._recorded:
-            if self.failed:
-                raise CaptureError(self.failed)
-            try:
-                self._recorded[size] = capture()
-            except RuntimeError as error:
-                self.failed = f"{what} cannot be captured: {error}"
-                count = len(self._recorded)
-                kept = f"{count} captured before stay" if count else "none was before"
-                logger.warning("%s; it and others run operator by operator, %s", self.failed, kept)
-                raise CaptureError(self.failed) from error
-        return self._recorded[size]
-
-
-class StepGraphs(Generic[Result]):
-    """The decode steps of one engine. ``forward(size, shared)`` runs one over the first rows of
-    buffers that stay, ``shared`` if all requests begin with the same pages; what it returns are
-    buffers too, filled by every replay.
-    """
-
-    def __init__(
-        self, forward: Callable[[int, bool], Result], largest: int, recorder: CardRecorder
-    ) -> None:
-        self._forward = forward
-        self._buckets = buckets(largest)
-        self._recorder = recorder
-        self.captured: Captured[tuple[Any, Result]] = Captured()
-
-    def size(self, requests: int) -> int:
-        """The bucket a step of so many requests runs in."""
-        return bucket_of(self._buckets, requests)
-
-    def replay(self, size: int, shared: bool) -> Result:
-        """Run the step of a bucket on what its buffers hold now.
-
-        :raises CaptureError: when it cannot be captured.
-        """
-        what = f"a decode step of {size}"
-        graph, result = self.captured.find(
-            (size, shared), lambda: self._capture(size, shared), what
-        )
-        graph.replay()
-        return result
-
-    def _capture(self, size: int, shared: bool) -> tuple[Any, Result]:
-        recorder = self._recorder
-        recorder.rehearse(lambda: self._forward(size, shared))
-        recorder.begin()
-        try:
-            result = self._forward(size, shared)
-        finally:
-            graph = recorder.end()
-        return graph, result
-
-
-@dataclass(frozen=True, slots=True)
-class _Pieces:
-    """One bucket: a graph, an attention, a graph and so on, and what they leave."""
-
-    graphs: list[Any]
-    attentions: list[Attention]
-    hidden: Tensor
-
-
-class PieceGraphs:
-    """Steps of up to ``most_tokens`` tokens, of prompts as of decoding requests, in pieces.
-
-    ``forward(size, cut)`` computes hidden states of the first ``size`` rows of buffers that stay,
-    and asks ``cut`` for each of its attentions. Attentions run on the step's own batch, between the
-    pieces, and reach these through two buffers that all layers and buckets share: what a layer has
-    in the pool is another's when it is done.
-    """
-
-    def __init__(
-        self, forward: Callable[[int, Cut], Tensor], most_tokens: int, recorder: CardRecorder
-    ) -> None:
-        self._forward = forward
-        self._buckets = token_buckets(min(most_tokens, MOST_TOKENS))
-        self._recorder = recorder
-        self.captured: Captured[_Pieces] = Captured()
-        self._buffers: dict[Any, Tensor] = {}
-
-    @property
-    def most_tokens(self) -> int:
-        """Those of the largest step."""
-        return self._buckets[-1]
-
-    def replay(self, batch: AttentionBatch) -> Tensor:
-        """Run the step that the buffers hold: its hidden states, valid until the next.
-
-        :raises CaptureError: when it cannot be captured.
-        """
-        size = bucket_of(self._buckets, batch.num_tokens)
-        pieces = self.captured.find(size, lambda: self._capture(size, batch), f"{size} tokens")
-        pieces.graphs[0].replay()
-        for attend, graph in zip(pieces.attentions, pieces.graphs[1:], strict=True):
-            attend(batch)
-            graph.replay()
-        return pieces.hidden[: batch.num_tokens]
-
-    def _capture(self, size: int, batch: AttentionBatch) -> _Pieces:
-        recorder = self._recorder
-        graphs: list[Any] = []
-        attentions: list[Attention] = []
-
-        def part(attend: Attention) -> None:
-            graphs.append(recorder.end())
-            attentions.append(attend)
-            recorder.begin()
-
-        recorder.rehearse(lambda: self._run(size, lambda attend: attend(batch)))
-        recorder.begin()
-        try:
-            hidden = self._run(size, part)
-        finally:
-            graphs.append(recorder.end())
-        return _Pieces(graphs, attentions, hidden)
-
-    def _run(self, size: int, between: Callable[[Attention], None]) -> Tensor:
-        def cut(q: Tensor, out: Tensor, attend: Attend) -> Tensor:
-            queries = self._buffer("queries", q).copy_(q)
-            result = self._buffer("results", out)
-
-            def attention(batch: AttentionBatch) -> None:
-                tokens = batch.num_tokens
-                attend(queries[:tokens], batch, result[:tokens])
-
-            between(attention)
-            return result
-
-        hidden = self._forward(size, cut)
-        return self._buffer("hidden", hidden).copy_(hidden)
-
-    def _buffer(self, purpose: str, like: Tensor) -> Tensor:
-        """The first rows of one that stays."""
-        key = purpose, like.shape[1:], like.dtype
-        if key not in self._buffers:
-            self._buffers[key] = like.new_empty(self._buckets[-1], *like.shape[1:])
-        return self._buffers[key][: like.shape[0]]

@@ -45,6 +45,8 @@ class ReferenceBackend:
     name = "reference"
     keys_transposed = True
     offloaded = 0
+    shares_keys = False
+    graph_recorder = None
 
     def __init__(self) -> None:
         self._implementations: dict[str, Sequence[Any]] = {

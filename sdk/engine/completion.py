@@ -49,7 +49,6 @@ class Completion:
     __slots__ = (
         "_detokenizer",
         "_end_shown",
-        "_num_read",
         "_num_shown",
         "_stopped",
         "_stops",
@@ -60,6 +59,7 @@ class Completion:
         "finish_reason",
         "index",
         "logprobs",
+        "num_read",
         "request",
         "stop_reason",
     )
@@ -94,7 +94,7 @@ class Completion:
                 self._stops = StopMatcher(stops, params.include_stop_str_in_output)
         self._stopped = False  # by a stop string: what comes after it is no part of the text
         self._text = ""  # not shown yet where outputs are deltas, else all of it
-        self._num_read = request.num_prompt_tokens  # tokens that are text already
+        self.num_read = request.num_prompt_tokens  # tokens that are text already
         self._num_shown = request.num_prompt_tokens  # for DELTA: what the outputs had
         self._end_shown = False
 
@@ -106,22 +106,23 @@ class Completion:
         return self._num_shown < len(self.request.token_ids)
 
     def push(self, sampled: Sampled) -> str | None:
-        """The request has one more token; returns the stop string it completed, if any."""
+        """The next token of the request; returns the stop string it completed, if any."""
         if sampled.logprob is not None:
             self.cumulative_logprob = (self.cumulative_logprob or 0.0) + sampled.logprob
             if self.logprobs is not None and sampled.top is not None:
                 self.logprobs.append(sampled.top.with_texts(self._texts))
-        return self._read()
+        return self._read(self.num_read + 1)
 
-    def _read(self) -> str | None:
-        """Make text of the tokens that are none yet; returns the stop string they completed."""
+    def _read(self, end: int) -> str | None:
+        """Make text of the tokens up to ``end``; returns the stop string they completed."""
         if self._detokenizer is None or self._stopped:
             return None
-        request, first = self.request, self._num_read
-        end = self._num_read = len(request.token_ids)
+        request, first = self.request, self.num_read
+        self.num_read = end
+        known = request.token_ids
         if request.status is _STOP and not request.params.include_stop_str_in_output:
-            end -= 1  # EOS and stop tokens are no part of the text
-        new = request.token_ids[first:end]
+            end = min(end, len(known) - 1)  # EOS and stop tokens are no part of the text
+        new = known[first:end]
         detokenizer = self._detokenizer
         text = detokenizer.push(new[0]) if len(new) == 1 else detokenizer.extend(new)
         return self._add_text(text)
@@ -131,7 +132,7 @@ class Completion:
             self._text += text
             return None
         request = self.request
-        can_stop = request.num_output_tokens >= request.params.min_tokens
+        can_stop = self.num_read - request.num_prompt_tokens >= request.params.min_tokens
         update = self._stops.push(text, can_stop)
         self._text += update.text
         self._stopped = update.stop is not None
@@ -141,7 +142,7 @@ class Completion:
         """No more tokens. Text that was held back comes out, unless a stop string cut it off."""
         self.finish_reason = reason
         self.stop_reason = stop_reason
-        self._read()
+        self._read(len(self.request.token_ids))
         if self._detokenizer is not None and not self._stopped:
             self._add_text(self._detokenizer.finish())
             if self._stops is not None and not self._stopped:

@@ -85,8 +85,7 @@ def _vacate(runner: ModelRunner, pages: list[int]) -> None:
 
 def _record_anew(runner: ModelRunner) -> None:
     """A GPU's steps are recorded as they are needed: until then the old ones' memory is free."""
-    if not runner.kv.can_vacate and None in (runner.eager_reason, runner.eager_prompts_reason):
-        runner.forget_graphs()
+    if not runner.kv.can_vacate and runner.records:
         runner.record()
 
 

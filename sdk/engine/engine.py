@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from sdk.engine.completion import Completion, Generation, is_watched
-from sdk.engine.plan import RequestKind, StepPlan, StepResult
+from sdk.engine.plan import RequestKind
 from sdk.engine.queues import RequestUpdate
 from sdk.engine.request import Request
 from sdk.engine.results import ResultRoom
@@ -209,49 +209,61 @@ class Engine:
             self._check_alive()
         if not (self._generations or self._news):
             return []
+        scheduler, clock = self.scheduler, time.perf_counter
+        while scheduler.num_in_flight < scheduler.batches_in_flight:
+            begin = clock()
+            try:
+                plan = scheduler.plan(most_tokens)
+                planned = clock()
+            except BaseException as error:
+                self._die(_BROKEN_OFF, error)
+                raise
+            self._seconds[0] += planned - begin
+            if plan is None:
+                break
+            try:
+                self._executor.launch(plan)
+            except Exception as error:
+                self._die("the executor failed", error)
+                return self._outputs()
+            except BaseException:
+                scheduler.rollback()
+                raise
+            self._seconds[1] += clock() - planned
+        self._land()
+        return self._outputs() if self._news else []
+
+    def settle(self) -> None:
+        """Wait for the steps in flight; the next call of ``step`` returns what became of them."""
+        while self.scheduler.num_in_flight and self.dead is None:
+            self._land()
+
+    def _land(self) -> None:
+        """Wait for the oldest step in flight, and hand out what it produced."""
         clock, seconds = time.perf_counter, self._seconds
         begin = clock()
         try:
-            plan = self.scheduler.plan(most_tokens)
-            planned = clock()
-        except BaseException as error:
-            self._die(_BROKEN_OFF, error)
-            raise
-        try:
-            result: StepResult | list[int]
-            if tokens := self.scheduler.next_tokens:
-                result = self._executor.execute_again(plan, tokens)
-            elif plan.num_tokens or plan.dropped or plan.copies:
-                result = self._execute(plan)
-            else:
-                result = StepResult(plan.step_id)
+            result = self._executor.result()
+            if result.step_id != (expected := self.scheduler.oldest_step_id):
+                raise RuntimeError(f"step {expected} was answered by step {result.step_id}")
             executed = clock()
         except Exception as error:
             self._die("the executor failed", error)
-            return self._outputs()
+            return
         except BaseException:
             self.scheduler.rollback()
             raise
         try:
-            updates = self.scheduler.commit(plan, result)
+            updates = self.scheduler.commit(result)
             committed = clock()
             for update in updates:
                 self._apply(update)
-            outputs = self._outputs() if self._news else []
-            seconds[0] += planned - begin
-            seconds[1] += executed - planned
+            seconds[1] += executed - begin
             seconds[2] += committed - executed
             seconds[3] += clock() - committed
         except BaseException as error:
             self._die(_BROKEN_OFF, error)
             raise
-        return outputs
-
-    def _execute(self, plan: StepPlan) -> StepResult:
-        result = self._executor.execute(plan)
-        if result.step_id != plan.step_id:
-            raise RuntimeError(f"step {plan.step_id} was answered by step {result.step_id}")
-        return result
 
     def _apply(self, update: RequestUpdate) -> None:
         """Hand one request's news to its answer. What goes wrong here ends that request only."""
@@ -268,8 +280,10 @@ class Engine:
                     for scored in update.prompt_logprobs
                     if scored.top is not None
                 ]
-            if update.sampled is not None:
-                stop = completion.push(update.sampled)
+            if update.sampled:
+                for sampled in update.sampled:
+                    if (stop := completion.push(sampled)) is not None:
+                        break
                 self._news[generation] = None
             elif update.hidden is not None:
                 completion.embedding = update.hidden
@@ -281,6 +295,7 @@ class Engine:
         if stop is not None:
             # The scheduler may have ended it with this very token: what the text says comes first.
             self.scheduler.finish(request.request_id, "stop", stop)
+            self.scheduler.shorten(request, completion.num_read)
             self._finish(generation, completion, "stop", stop)
         elif request.finish_reason is not None:
             self._finish(generation, completion, request.finish_reason, request.stop_reason)

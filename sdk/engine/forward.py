@@ -11,8 +11,13 @@ from sdk.engine.run_ahead import Decoded
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.graph import Cut, Graph
 from sdk.kernels.ops import Ops
-from sdk.models.decoder import CausalLM
+from sdk.kernels.packed_shapes import PackedShapes
+from sdk.models.decoder import CausalLM, Decoder
 from sdk.models.parallel import Mesh
+
+#: Changes of a row that a device has room for, and their entries: 32 KiB, the tokens that penalties
+#: of 4,096 different ones name.
+_CHANGES, _ENTRIES = 8, 4096
 
 
 class ForwardPasses:
@@ -24,23 +29,31 @@ class ForwardPasses:
         self._model = model
         self._kv = kv
         self._inputs = inputs
-        self._ops = ops
+        self.ops = ops
         self._samples = mesh.rank == 0
+        self._shapes: PackedShapes | None = None
+        #: Spent in native calls so far.
+        self.native_seconds = 0.0
 
     def hidden(self, batch: AttentionBatch) -> Tensor:
         """Hidden states of the first tokens of the inputs."""
-        self._ops.find_places(batch)
+        self.ops.find_places(batch)
+        self.ops.adapter_slots = self._inputs.adapters[: batch.num_tokens]
         return self._model(self._inputs.token_ids[: batch.num_tokens], batch, self._kv.layers)
 
     def logits(self, hidden: Tensor, outputs: int) -> Tensor:
         """Of the first ``outputs`` rows wanted, from which tokens are drawn as the inputs say."""
         if not outputs:
             return hidden[:0]
-        inputs = self._inputs
-        logits = self._model.logits(self._ops.select_rows(hidden, inputs.output_rows[:outputs]))
+        logits = self._head(hidden, outputs)
         if self._samples:
-            self._ops.sample_into(logits, inputs.sampling)
+            self.ops.sample_into(logits, self._inputs.sampling)
         return logits
+
+    def _head(self, hidden: Tensor, outputs: int) -> Tensor:
+        self.ops.adapter_slots = self._inputs.output_adapters[:outputs]
+        rows = self.ops.select_rows(hidden, self._inputs.output_rows[:outputs])
+        return self._model.logits(rows)
 
     def record(self) -> Graph[tuple[Tensor, Tensor]]:
         """A step as large as the largest there will be; smaller ones use its first rows.
@@ -49,24 +62,55 @@ class ForwardPasses:
         """
         inputs = self._inputs
         tokens, outputs = len(inputs.token_ids), len(inputs.output_rows)
+        requests = inputs.batch.num_requests
 
         def forward() -> tuple[Tensor, Tensor]:
             hidden = self.hidden(inputs.batch)
             return hidden, self.logits(hidden, outputs)
 
         with torch.inference_mode():
-            return self._ops.capture(forward, tokens=tokens, outputs=outputs, requests=outputs)
+            return self.ops.capture(forward, tokens=tokens, outputs=outputs, requests=requests)
 
-    def decode(self, size: int, shared: bool) -> Decoded:
+    def decode(self, size: int, shared: bool, shaped: bool) -> Decoded:
         """The decode step of ``size`` rows, as :class:`~sdk.engine.run_ahead.RunAhead` wants it."""
         inputs = self._inputs
         with torch.inference_mode():
             hidden = self.hidden(inputs.decoding(size, shared))
-            rows = self._ops.select_rows(hidden, inputs.output_rows[:size])
-            logits = self._model.logits(rows)
-            return hidden, logits, self._ops.sample_rows(logits, inputs.draws[:size])
+            return hidden, *self.sample(hidden, size, shaped)
+
+    def pack_shapes(self, rows: int) -> tuple[bool, list[int]]:
+        """Send the device how the first ``rows`` outputs change before they are drawn: whether any
+        does, and those for which there is no room.
+        """
+        buffers = self._inputs.sampling
+        if not buffers.shaped(rows):
+            return False, []
+        if self._shapes is None:
+            most = len(self._inputs.output_rows)
+            room = most, _CHANGES * most, _ENTRIES * most, 2 * most
+            vocab = self._model.config.vocab_size
+            self._shapes = PackedShapes(self.ops.device, most, vocab, room)
+        return True, self._shapes.pack(buffers, rows)
+
+    def sample(self, hidden: Tensor, outputs: int, shaped: bool) -> tuple[Tensor, Tensor]:
+        """Logits of the first rows wanted, and ``Ops.sample_rows`` of them; the device goes on.
+
+        ``shaped``: they change as :meth:`pack_shapes` said last.
+        """
+        inputs, shapes = self._inputs, self._shapes if shaped else None
+        with torch.inference_mode():
+            logits = self._head(hidden, outputs)
+            return logits, self.ops.sample_rows(logits, inputs.draws[:outputs], shapes)
+
+    def uncut(self) -> str | None:
+        """Why steps cannot be recorded in pieces between the attentions; None: they can."""
+        if self.ops.offloaded:
+            return "the host's weights are copied while attention runs"
+        if not isinstance(self._model, Decoder):
+            return "transformers' own code runs between the attentions"
+        return None
 
     def pieces(self, size: int, cut: Cut) -> Tensor:
-        """The first ``size`` tokens, as :class:`~sdk.kernels.gpu.graphs.PieceGraphs` wants them."""
-        with torch.inference_mode(), self._ops.cut_at_attention(cut):
+        """The first ``size`` tokens, for :class:`~sdk.kernels.sized_graphs.PieceGraphs`."""
+        with torch.inference_mode(), self.ops.cut_at_attention(cut):
             return self.hidden(self._inputs.in_pieces(size))

@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from ctypes import c_float, c_int32, c_int64
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sdk.engine.plan import Copy, Move, RequestStart
+from sdk.engine.plan import Copy, Move
+from sdk.engine.running import Running
 from sdk.engine.step_buffers import Buffers, PageTable
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.sampling import SampleBuffers
+
+if TYPE_CHECKING:
+    from sdk.engine.work import Work
 
 _CPU = torch.device("cpu")
 #: A prefix is worth a pass of its own from so many requests and tokens on: fewer splits of keys
@@ -24,23 +28,11 @@ _SHARED_REQUESTS, _SHARED_TOKENS = 4, 512
 _DRAWS = 5
 
 
-class Running:
-    """What a rank remembers of a request between steps."""
-
-    __slots__ = ("num_computed", "num_prompt", "pages", "start", "token_ids")
-
-    def __init__(self, start: RequestStart) -> None:
-        self.start = start
-        self.token_ids = list(start.token_ids)
-        self.num_prompt = start.num_prompt_tokens
-        self.num_computed = start.num_computed
-        self.pages = list(start.pages)
-
-
 class StepInputs:
     """Tokens, their requests and the rows wanted of one step, in buffers that stay.
 
     A request that stands in the same row as in the step before has only its new pages written.
+    ``max_requests`` and ``max_outputs``: rows of a step, and those whose logits it may want.
     ``find_shared``: look for pages that all requests begin with (``AttentionBatch.shared_len``).
     """
 
@@ -48,6 +40,7 @@ class StepInputs:
         self,
         max_tokens: int,
         max_requests: int,
+        max_outputs: int,
         max_model_len: int,
         page_size: int,
         device: torch.device = _CPU,
@@ -60,30 +53,32 @@ class StepInputs:
         self._buffers = Buffers(
             device,
             (np.int64, (max_tokens,)),
-            (np.int64, (max_requests,)),
+            (np.int64, (max_outputs,)),
             (np.int32, (max_requests + 1,)),
             (np.int32, (max_requests,)),
             (np.int32, (1,)),
-            (np.float64, (max_requests, 8)),  # _DRAWS
+            (np.float64, (max_outputs, 8)),  # _DRAWS
+            (np.int32, (max_tokens,)),
+            (np.int32, (max_outputs,)),
         )
-        self._tokens, self._rows, self._starts, self._lengths, self._shared, draws = (
-            self._buffers.arrays
-        )
+        *arrays, self._adapters, self._output_adapters = self._buffers.arrays
+        self._tokens, self._rows, self._starts, self._lengths, self._shared, draws = arrays
+        self._adapters[:] = self._output_adapters[:] = -1
         #: ``output_rows``: the rows of hidden states whose logits are wanted; ``draws``: the bytes
-        #: of how each is drawn.
-        self.token_ids, self.output_rows, starts, lengths, self._shared_len, self.draws = (
-            self._buffers.tensors
-        )
+        #: of how each is drawn; ``adapters``, ``output_adapters``: slots of tokens and outputs.
+        *tensors, self.adapters, self.output_adapters = self._buffers.tensors
+        self.token_ids, self.output_rows, starts, lengths, self._shared_len, self.draws = tensors
+        self._adapted = False  # some adapter is written there
         self._places: list[tuple[Running | None, int]] = [(None, 0)] * max_requests
-        self.sampling = SampleBuffers(max_requests, draws.data)
+        self.sampling = SampleBuffers(max_outputs, draws.data)
         # Tokens, lengths, what is sampled and its logits for ctypes: a step leaves the caches full
         # of weights, and then the code that made the native call is the cheapest to run again.
         # Reading the tokens takes 8 us like this, 28 through memoryviews.
         self._arrays: tuple[Any, Any, Any, Any] = (
             (c_int64 * max_tokens).from_buffer(self._tokens.data),
             (c_int32 * max_requests).from_buffer(self._lengths.data),
-            (c_int64 * max_requests).from_buffer(self.sampling.tokens.data),
-            (c_float * max_requests).from_buffer(self.sampling.best.data),
+            (c_int64 * max_outputs).from_buffer(self.sampling.tokens.data),
+            (c_float * max_outputs).from_buffer(self.sampling.best.data),
         )
         self.batch = AttentionBatch(
             positions=torch.zeros(max_tokens, dtype=torch.int64, device=device),
@@ -96,26 +91,43 @@ class StepInputs:
             max_context_len=max_model_len,
         )
 
-    def fill(self, rows: Sequence[tuple[Running, int]], outputs: Sequence[int]) -> int:
-        """Write the step: so many tokens of each request, and the rows wanted; counts the tokens.
+    def fill(self, work: Work) -> int:
+        """Write the step: tokens, the rows wanted and how they are drawn; counts the tokens.
 
         It goes to the device with :meth:`view`. Positions and slots are the business of
         ``Ops.find_places``.
         """
         self.wait()
         end = 0
-        for row, (request, count) in enumerate(rows):
-            first = request.num_computed
+        for index, (row, request) in enumerate(zip(work.rows, work.running, strict=True)):
+            first, count = request.num_computed, row.num_tokens
             begin, end = end, end + count
             if count == 1:
                 self._tokens[begin] = request.token_ids[first]
             else:
-                self._tokens[begin:end] = request.token_ids[first : first + count]
-            self._starts[row + 1] = end
-            self._lengths[row] = first + count
-            self.write_pages(row, request)
-        self._rows[: len(outputs)] = outputs
+                known = end - len(row.drafts)
+                self._tokens[begin:known] = request.token_ids[first : first + known - begin]
+                self._tokens[known:end] = row.drafts
+            self._starts[index + 1] = end
+            self._lengths[index] = first + count
+            self.write_pages(index, request)
+        self._rows[: len(work.outputs)] = work.outputs
+        if self._adapted or any(row.adapter >= 0 for row in work.rows):
+            self._write_adapters(work)
+        for index, draw in enumerate(work.draws):
+            draw.write(index, self.sampling)
         return end
+
+    def _write_adapters(self, work: Work) -> None:
+        """The adapter of each token, and of each token whose logits are wanted."""
+        end = 0
+        for row in work.rows:
+            begin, end = end, end + row.num_tokens
+            self._adapters[begin:end] = row.adapter
+        self._output_adapters[: len(work.outputs)] = self._adapters[work.outputs]
+        self._adapted = any(row.adapter >= 0 for row in work.rows)
+        if not self._adapted:
+            self._adapters[:] = self._output_adapters[:] = -1
 
     def write_pages(self, row: int, request: Running) -> None:
         """Write the pages that the request of this row has and the row has not."""

@@ -177,7 +177,8 @@ def run_interlude(scheduler: Scheduler, executor: Executor) -> None:
     plan = scheduler.interlude()
     try:
         if plan.copies:
-            scheduler.prefixes.swap.lose(executor.execute(plan).unwritten)
+            executor.launch(plan)
+            scheduler.prefixes.swap.lose(executor.result().unwritten)
     except BaseException:
         scheduler.undo(plan)
         raise

@@ -9,7 +9,7 @@ named tuple 0.2 us, and 32 requests make 34 of them in a step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -67,25 +67,37 @@ class Move(NamedTuple):
 Copy = Swap | Move
 
 
+class StepRow(NamedTuple):
+    """What one request runs in a step: its next tokens, the last of them drafts."""
+
+    request_id: str
+    num_tokens: int
+    #: How many of these tokens, the last ones, have a row of logits: none, one, or one more than
+    #: there are drafts.
+    num_outputs: int = 0
+    #: Tokens that a drafter expects behind the known ones. Each is compared with the token drawn
+    #: before it; from the first that differs on, all are dropped.
+    drafts: tuple[int, ...] = ()
+    #: The adapter of its tokens, by its slot on the ranks; -1: none.
+    adapter: int = -1
+
+
 class StepPlan(NamedTuple):
-    """One step; ``num_tokens`` is the step itself: (request id, tokens to run), in batch order."""
+    """One step: its rows in batch order, and what the ranks must know before they run them."""
 
     step_id: int
-    num_tokens: tuple[tuple[str, int], ...] = ()
+    #: While the same requests decode, and nothing else happens, it is the same tuple in every plan.
+    rows: tuple[StepRow, ...] = ()
     started: tuple[RequestStart, ...] = ()
-    #: Tokens committed since the last plan, so that every rank knows what to feed next.
-    appended: tuple[tuple[str, tuple[int, ...]], ...] = ()
     new_pages: tuple[tuple[str, tuple[int, ...]], ...] = ()
     #: Finished, aborted or preempted since the last plan: ranks forget them.
     dropped: tuple[str, ...] = ()
     #: To be made before anything else, one after the other: each names places as they are when its
     #: turn comes. The tables of the requests that ranks know change with the moves.
     copies: tuple[Copy, ...] = ()
-
-    def going_on(self, tokens: list[int]) -> StepPlan:
-        """This plan, of one token in each row, with these tokens appended to its rows."""
-        rows = zip(self.num_tokens, tokens, strict=True)
-        return self._replace(appended=tuple((name, (token,)) for (name, _), token in rows))
+    #: What rank 0 sampled since the last plan, by request, for the ranks that sample nothing;
+    #: whoever sends them the plan adds it.
+    sampled: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
 
 class Sampled(NamedTuple):
@@ -104,14 +116,17 @@ class Sampled(NamedTuple):
 class StepResult(NamedTuple):
     """What one step produced.
 
-    ``sampled`` has an entry for exactly those requests whose last known token ran in this step
-    (guides aside: their last token runs in the step of their request's).
+    ``tokens``, one sequence for each row of the plan: a row with outputs has the token drawn at the
+    first of them, and one more for each draft that equals the token drawn before it. Empty for rows
+    without outputs, of guides, and of requests in ``errors``.
+    ``details`` has more about these tokens, for requests that want more.
     ``prompt_logprobs`` scores the prompt tokens that follow the positions run in this step.
     ``errors`` fails single requests (NaN logits) while the others go on.
     """
 
     step_id: int
-    sampled: Mapping[str, Sampled] = {}
+    tokens: Sequence[Sequence[int]] = ()
+    details: Mapping[str, Sequence[Sampled]] = {}
     prompt_logprobs: Mapping[str, tuple[Sampled, ...]] = {}
     hidden: Mapping[str, list[float]] = {}
     errors: Mapping[str, str] = {}

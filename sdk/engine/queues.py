@@ -5,7 +5,8 @@ from __future__ import annotations
 import heapq
 import time
 from bisect import bisect_left, insort
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -24,11 +25,20 @@ from sdk.outputs import FinishReason, RequestEvent
 ORDER = attrgetter("order")
 
 
+class Batch(NamedTuple):
+    """A plan and the sequence that each of its rows belongs to."""
+
+    plan: StepPlan
+    sequences: Sequence[Request]
+    #: How many of the rows continue an answer, with one token or with drafts behind it.
+    num_decodes: int = 0
+
+
 class RequestUpdate(NamedTuple):
     """What one step (or a deadline) changed for one request; ``request`` is its state now."""
 
     request: Request
-    sampled: Sampled | None = None
+    sampled: Sequence[Sampled] = ()
     prompt_logprobs: tuple[Sampled, ...] = ()
     hidden: list[float] | None = None
 
@@ -61,10 +71,9 @@ class Queues:
         self._expired: list[RequestUpdate] = []
         self._num_added = 0
         self._result_bytes = 0  # held by requests that were started
-        self._plan: StepPlan | None = None  # in flight, with what it runs:
-        self._in_flight: list[tuple[Request, int]] = []
-        # What runs are requests that need one token each, and nobody came or went since the plan:
-        self._steady = False
+        self._launched: deque[Batch] = deque()  # planned and not committed, oldest first
+        # The last batch, where it was all that runs, one token each, and nobody came or went since:
+        self._steady: Batch | None = None
         self._full: list[Request] = []  # of these, who needs a page for the next step
 
     def __contains__(self, request_id: str) -> bool:
@@ -145,12 +154,15 @@ class Queues:
             self._end(request, reason, stop_reason)
         return request
 
+    def shorten(self, request: Request, num_tokens: int) -> None:
+        """Drop the tokens of a finished request behind the one that ended it."""
+        self.num_generation_tokens -= len(request.token_ids) - num_tokens
+        del request.token_ids[num_tokens:]
+
     def _end(self, request: Request, reason: FinishReason, stop: int | str | None = None) -> None:
         if request.status is RequestStatus.RUNNING:
             self._remove(self._running, request)
             self._release(request)
-            if self._plan is None:  # else commit() looks at them once more
-                self._in_flight = []
         else:
             self._remove(self._waiting, request)
         for sequence in request.sequences:
@@ -167,7 +179,7 @@ class Queues:
         for sequence in request.sequences:
             self.prefixes.release(sequence)
             self._dropped.append(sequence.request_id)
-        self._steady, self._full = False, []
+        self._steady, self._full = None, []
 
     def _preempt(self, request: Request) -> None:
         """Send a request that was just taken out of the running ones back to wait."""

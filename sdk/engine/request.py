@@ -62,6 +62,7 @@ class Request:
 
     __slots__ = (
         "adapter",
+        "adapter_slot",
         "arrival_time",
         "deadline",
         "events",
@@ -121,7 +122,7 @@ class Request:
         self.priority = params.priority if priority is None else priority
         self.arrival_time = arrival_time
         self.salt = salt
-        self.adapter = adapter
+        self.adapter, self.adapter_slot = adapter, -1  # the slot it has on the ranks
         self.resolved = resolved
         self.watched = watched
         self.status = RequestStatus.WAITING
@@ -215,6 +216,16 @@ class Request:
             self.params.prompt_logprobs is not None
             and self.num_prompt_scored < self.num_prompt_tokens - 1
         )
+
+    @property
+    def takes_drafts(self) -> bool:
+        """False where a token decides more than which comes next (what a guide says of it,
+        mirostat's target), and where the host's own code would see drafts that are wrong.
+        """
+        params = self.params
+        guided = self.guide is not None or self.guides is not None
+        more = guided or params.mirostat_mode or params.logits_processors
+        return self.kind == "generate" and not more
 
     @property
     def uses_prefix_cache(self) -> bool:

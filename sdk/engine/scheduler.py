@@ -31,8 +31,14 @@ one system prompt computes it once. It keeps its place; others may be admitted m
 budget as it comes, but the last known token of either runs only in a step in which the other's does
 too: that step has both rows of logits.
 
+*Drafts.* Behind a request's next token a step may run tokens that a drafter expects there
+(drafts.py). Where prompts are there too, drafts get half of what decodes leave of the budget.
+
 *Steady steps.* While all that runs are requests that need one token each, and nobody comes or goes,
-``plan()`` returns the last plan once more and ``next_tokens`` says what its rows go on with.
+``plan()`` returns the last plan once more, or one with the same rows and new pages.
+
+*Several batches in flight.* ``plan`` may be called again before ``commit``, up to
+``batches_in_flight`` times. What one batch runs is in no other. See ``Scheduler``.
 
 *Without chunked prefill* every prompt runs in one step. A preempted request comes back with prompt
 and output as its prompt, so the budget must hold ``max_model_len`` tokens, which is checked.
@@ -45,45 +51,68 @@ import time
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import chain
 
 from sdk.engine.commit import Commits
+from sdk.engine.drafts import Drafts
 from sdk.engine.guides import in_prefill, share
 from sdk.engine.ladder import LadderPool
-from sdk.engine.plan import RequestStart, StepPlan
+from sdk.engine.plan import RequestStart, StepPlan, StepRow
 from sdk.engine.prefixes import Prefix
-from sdk.engine.queues import ORDER
+from sdk.engine.queues import ORDER, Batch
 from sdk.engine.request import Request, RequestStatus
 from sdk.engine.scheduler_config import SchedulerConfig
 from sdk.outputs import RequestEvent
+
+#: From so many tokens on a GPU computes for longer than it reads the weights: at 990 TFLOP/s and
+#: 3.35 TB/s (H100, 16 bits) from 295; by arithmetic, not measured.
+_LEAST_BESIDE = 512
+_NOBODY: frozenset[Request] = frozenset()
 
 
 class Scheduler(Commits):
     """Continuous batching over a :class:`PagePool`. Not thread-safe.
 
-    ``plan`` and ``commit`` alternate. ``add``, ``abort`` and ``finish`` may come between the two: a
-    step that is running ignores what it computes for a request that is gone.
+    Plans are committed in their order. ``add``, ``abort`` and ``finish`` may come between ``plan``
+    and ``commit``: a step that is running ignores what it computes for a request that is gone. Its
+    pages may be another's by then: ranks run steps in order, so what the next owner writes comes
+    later.
     """
 
     def __init__(
         self, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic
     ) -> None:
         super().__init__(config, clock)
-        self._num_tokens: tuple[tuple[str, int], ...] = ()  # of a steady plan
-        self._again: StepPlan | None = None  # with nothing but these rows
+        self._num_tokens = 0  # of the last plan
+        self._again: Batch | None = None  # a steady plan without new pages
         self._step_id = self._num_steps = 0
+        #: Plans that may be in flight: 1, or 2 on a GPU, or the stages of a pipeline.
+        self.batches_in_flight = 1
+        #: A batch beside another has at least so many tokens, all of prompts: those who decode
+        #: stay together, because weights that are read for few rows are read for all of them. 0:
+        #: each batch takes its share of those who decode (the stages of a pipeline).
+        self.least_beside = _LEAST_BESIDE
+        #: Where it is None there are no drafts.
+        self.drafts: Drafts | None = None
 
     @property
     def num_steps(self) -> int:
         """Plans made so far."""
         return self._num_steps
 
+    def plan_ahead(self, steps: int, batches: int) -> None:
+        """Steps are launched before the tokens of so many are known, and so many batches."""
+        self.pages_ahead, self.batches_in_flight = steps, batches
+
     def interlude(self) -> StepPlan:
         """Copies and moves due before pages are read or written outside of a step, as a plan that
         is never committed; ``undo`` takes it back.
 
-        The ranks may forget how the last step went: the next one is planned anew.
+        The ranks may forget how the last step went: the next one is planned anew. No step may be
+        in flight.
         """
-        self._steady, self._full = False, []
+        assert not self._launched
+        self._steady, self._full = None, []
         return StepPlan(self._step_id, copies=self.pool.take_copies())
 
     def resize(self, capacity: int) -> list[int]:
@@ -103,12 +132,22 @@ class Scheduler(Commits):
     @property
     def num_tokens(self) -> int:
         """Tokens of the step that was planned last."""
-        return sum(num for _, num in self._num_tokens)
+        return self._num_tokens
 
     @property
     def steady(self) -> bool:
         """Whether the last plan was one of decodes alone, so that the next one may be the same."""
-        return self._steady
+        return self._steady is not None
+
+    @property
+    def num_in_flight(self) -> int:
+        """Plans that were not committed yet."""
+        return len(self._launched)
+
+    @property
+    def oldest_step_id(self) -> int | None:
+        """Of the plan that is committed next; None: none is in flight."""
+        return self._launched[0].plan.step_id if self._launched else None
 
     @property
     def decodes(self) -> bool:
@@ -122,65 +161,117 @@ class Scheduler(Commits):
         prompts = len(decoding) < len(self._running) or len(self._waiting) > 0
         return sum(len(request.sequences) for request in decoding) + prompts
 
-    def plan(self, most_tokens: int | None = None) -> StepPlan:
+    def plan(self, most_tokens: int | None = None) -> StepPlan | None:
         """Decide the next step. Only queues and pages change; tokens count when committed.
 
-        ``most_tokens``: prompts are to make the step no larger than this. Something always runs,
-        and without chunked prefill a whole prompt.
+        ``most_tokens``: prompts and drafts are to make the step no larger than this. Something
+        always runs, and without chunked prefill a whole prompt. None: steps are in flight, and
+        beside them there is nothing to run.
         """
-        if self._plan is not None:
+        if len(self._launched) >= self.batches_in_flight:
             raise RuntimeError(f"step {self._step_id} was planned but not committed")
         if self._deadlines:
             self._expire(self.clock())
-        self._num_steps += 1
-        if self._steady and (plan := self._plan_again()) is not None:
-            return plan
-        self.next_tokens, self._again = [], None
-        decodes: list[tuple[str, int]] = []
-        chunks: list[tuple[str, int]] = []
-        appended: list[tuple[str, tuple[int, ...]]] = []
-        new_pages: list[tuple[str, tuple[int, ...]]] = []
+        if self._steady is not None and (batch := self._plan_again(self._steady)) is not None:
+            self._num_steps += 1
+            self._launched.append(batch)
+            return batch.plan
+        busy = self._busy() if self._launched else _NOBODY
+        if busy and self._tokens_beside(busy) < self.least_beside:
+            return None
+        return self._plan_anew(most_tokens, busy)
+
+    def _plan_anew(self, most_tokens: int | None, busy: frozenset[Request]) -> StepPlan | None:
+        """:meth:`plan`, request by request, without those that are ``busy`` in other steps."""
+        self._steady = self._again = None
         started: list[RequestStart] = []
+        new_pages: list[tuple[str, tuple[int, ...]]] = []
+        decodes: list[tuple[Request, StepRow]] = []
         prefills: list[Request] = []
-        self._in_flight = []
-        everyone = self._plan_decodes(decodes, appended, new_pages, prefills)
-        budget = self.config.max_num_batched_tokens - len(decodes)
+        complete = self._plan_decodes(decodes, new_pages, prefills, busy)
+        num_decodes = len(decodes)
+        budget = self.config.max_num_batched_tokens - num_decodes
         if most_tokens is not None and self.config.enable_chunked_prefill:
             # a guided request is begun with a token of each of its two sequences
-            budget = min(budget, max(most_tokens - len(decodes), 2))
+            budget = min(budget, max(most_tokens - num_decodes, 2))
+        if self.drafts is not None:
+            budget -= self._add_drafts(
+                self.drafts, decodes, new_pages, budget, beside=bool(prefills or self._waiting)
+            )
         # A scored row costs as much as the head of a token and a pass over its logits: 256 of them
         # would keep those that decode waiting. Where nobody decodes nobody waits.
         chunked = self.config.enable_chunked_prefill
         scoring = self.config.max_scored_tokens if decodes and chunked else budget
+        parts: list[tuple[Request, int]] = []
         for request in prefills:
             most = min(budget, scoring) if request.scores_prompt else budget
             for part in share(request, most) if most else ():
                 budget -= part[1]
                 scoring -= part[1] if request.scores_prompt else 0
-                self._in_flight.append(part)
-        if self._waiting and budget and everyone:
+                parts.append(part)
+        if self._waiting and budget and complete:
             for request, shares in self._admit(budget, scoring, self.clock()):
-                self._in_flight += shares
+                parts += shares
                 started += [sequence.start() for sequence in request.sequences]
-        for sequence, num in self._in_flight[len(decodes) :]:
-            (decodes if num == 1 else chunks).append((sequence.request_id, num))
-        alone = 0 < len(decodes) == len(self._running)  # nobody has a guide
-        self._steady = everyone and alone and not (prefills or started)
-        dropped, self._dropped = self._dropped, []
+        rows = decodes + [(sequence, _row(sequence, num)) for sequence, num in parts]
+        if busy and not (rows or new_pages):
+            return None
+        rows.sort(key=_several)  # of one token first
+        batch = self._launch(rows, started, new_pages, num_decodes)
+        alone = 0 < num_decodes == len(self._running)  # nobody has a guide
+        others = busy or prefills or started
+        if complete and alone and not others and self.drafts is None:
+            self._steady = batch
+        return batch.plan
+
+    def _launch(
+        self,
+        rows: list[tuple[Request, StepRow]],
+        started: list[RequestStart],
+        new_pages: list[tuple[str, tuple[int, ...]]],
+        num_decodes: int,
+    ) -> Batch:
+        """A batch, in flight from now on."""
+        self._num_steps += 1
         self._step_id += 1
-        self._num_tokens = tuple(decodes + chunks)
-        self._plan = StepPlan(
+        self._num_tokens = sum(row.num_tokens for _, row in rows)
+        dropped, self._dropped = self._dropped, []
+        plan = StepPlan(
             self._step_id,
-            self._num_tokens,
+            tuple(row for _, row in rows),
             tuple(started),
-            tuple(appended),
             tuple(new_pages),
             tuple(dropped),
             self.pool.take_copies(),
         )
         if self.ladder is not None:
-            self._plan = self._placed(self._plan, self.ladder)
-        return self._plan
+            plan = self._placed(plan, self.ladder)
+        batch = Batch(plan, [sequence for sequence, _ in rows], num_decodes)
+        self._launched.append(batch)
+        return batch
+
+    def _busy(self) -> frozenset[Request]:
+        """Who is in flight, guides too."""
+        return frozenset(sequence for batch in self._launched for sequence in batch.sequences)
+
+    def _tokens_beside(self, busy: frozenset[Request]) -> int:
+        """Tokens of prompts that could run beside what is in flight, or, where nobody who decodes
+        is in flight, all that is asked for.
+        """
+        if not self._decoding:
+            return self.least_beside
+        tokens = 0
+        for request in chain(self._running, self._waiting):
+            if in_prefill(request) and busy.isdisjoint(request.sequences):
+                tokens += request.num_tokens - request.num_computed
+            if tokens >= self.least_beside:
+                break
+        return tokens
+
+    @property
+    def _decoding(self) -> bool:
+        """Whether somebody decodes in a step in flight."""
+        return any(batch.num_decodes for batch in self._launched)
 
     def _placed(self, plan: StepPlan, ladder: LadderPool) -> StepPlan:
         """The plan in the places of its pages; requests note which of theirs went down for it."""
@@ -195,73 +286,108 @@ class Scheduler(Commits):
                 )
         return ladder.placed(plan)
 
-    def _plan_again(self) -> StepPlan | None:
+    def _plan_again(self, last: Batch) -> Batch | None:
         """The rows of the last plan once more. None: somebody may be admitted, or pages lack.
 
         While nobody needs a page it is the same object: nothing is made or looked at row by row.
         """
-        if self._waiting and len(self._running) < self.config.max_num_seqs:
+        if self._launched or (self._waiting and len(self._running) < self.config.max_num_seqs):
             return None
-        plan = self._again
-        if plan is None or self._full:
-            pages = self.pool.acquire((), len(self._full))
-            if pages is None:
-                return None
-            new_pages = []
-            for request, page in zip(self._full, pages, strict=True):
-                request.pages.append(page)
-                new_pages.append((request.request_id, (page,)))
-            self._step_id += 1
-            plan = StepPlan(
-                self._step_id,
-                self._num_tokens,
-                new_pages=tuple(new_pages),
-                copies=self.pool.take_copies(),
-            )
-            if self.ladder is not None:
-                plan = self._placed(plan, self.ladder)
-            if not new_pages:
-                self._again = plan
-        self._plan = plan
-        return plan
+        if self._again is not None and not self._full:
+            self._steady = self._again
+            return self._again
+        pages = self.pool.acquire((), len(self._full))
+        if pages is None:
+            return None
+        new_pages = []
+        for request, page in zip(self._full, pages, strict=True):
+            request.pages.append(page)
+            new_pages.append((request.request_id, (page,)))
+        self._step_id += 1
+        copies = self.pool.take_copies()
+        plan = StepPlan(self._step_id, last.plan.rows, new_pages=tuple(new_pages), copies=copies)
+        if self.ladder is not None:
+            plan = self._placed(plan, self.ladder)
+        batch = self._steady = Batch(plan, last.sequences, last.num_decodes)
+        if not (new_pages or copies):
+            self._again = batch
+        return batch
 
     def _plan_decodes(
         self,
-        decodes: list[tuple[str, int]],
-        appended: list[tuple[str, tuple[int, ...]]],
+        decodes: list[tuple[Request, StepRow]],
         new_pages: list[tuple[str, tuple[int, ...]]],
         prefills: list[Request],
+        busy: frozenset[Request],
     ) -> bool:
         """Give every running request that needs one token that token (its guide too).
 
         Those that need more are put into ``prefills``. Returns whether nobody lacked a page.
         """
-        page_size, in_flight, everyone = self.config.page_size, self._in_flight, True
+        page_size, complete = self.config.page_size, True
+        most = self.config.max_num_seqs
+        if self.least_beside and self._decoding:
+            most = 0
+        elif self.batches_in_flight > 1 and not self.least_beside:
+            # as many as each of the batches has if they share
+            seats = sum(len(r.sequences) for r in self._running if not in_prefill(r))
+            most = max(-(-seats // self.batches_in_flight), 2)  # a guided one takes two
         for request in self._running:  # preemption shortens the list behind this one
+            if busy and not busy.isdisjoint(request.sequences):
+                continue
             if in_prefill(request):
                 prefills.append(request)
                 continue
             sequences = request.sequences
+            if len(decodes) + len(sequences) > most:
+                continue
             for sequence in sequences:
                 if sequence.num_computed == len(sequence.pages) * page_size:
-                    page = self._grow(sequence, request)
+                    page = self._grow(sequence, request, busy)
                     if page is None:
-                        everyone = False  # the last in order waits for a page in place
+                        complete = False  # the last in order waits for a page in place
                         break
                     new_pages.append((sequence.request_id, (page,)))
             else:
                 for sequence in sequences:
-                    request_id, known = sequence.request_id, sequence.num_computed
-                    if known >= sequence.num_started:
-                        appended.append((request_id, (sequence.token_ids[known],)))
-                    decodes.append((request_id, 1))
-                    in_flight.append((sequence, 1))
-        return everyone
+                    decodes.append((sequence, _row(sequence, 1)))
+        return complete
 
-    def _grow(self, sequence: Request, request: Request) -> int | None:
-        """One more page for a sequence of ``request``, taken from the last in order if need be."""
+    def _add_drafts(
+        self,
+        drafts: Drafts,
+        decodes: list[tuple[Request, StepRow]],
+        new_pages: list[tuple[str, tuple[int, ...]]],
+        budget: int,
+        *,
+        beside: bool,
+    ) -> int:
+        """Put drafts behind those who decode, now that all of them have pages; how many.
+
+        ``beside``: there are prompts too.
+        """
+        left = most = budget // 2 if beside else budget
+        for index, (request, row) in enumerate(decodes):
+            held = len(request.pages)
+            if found := drafts.take(request, left, self.pool):
+                left -= len(found)
+                num = 1 + len(found)
+                decodes[index] = (
+                    request,
+                    row._replace(num_tokens=num, num_outputs=num, drafts=found),
+                )
+            if len(request.pages) > held:
+                new_pages.append((request.request_id, tuple(request.pages[held:])))
+        return most - left
+
+    def _grow(self, sequence: Request, request: Request, busy: frozenset[Request]) -> int | None:
+        """One more page for a sequence of ``request``, taken from the last in order if need be.
+
+        What is in flight keeps its pages.
+        """
         while (pages := self.pool.acquire((), 1)) is None:
-            if self._running[-1] is request:
+            last = self._running[-1]
+            if last is request or not busy.isdisjoint(last.sequences):
                 return None
             self._preempt(self._running.pop())
         sequence.pages += pages
@@ -358,18 +484,19 @@ class Scheduler(Commits):
         return True
 
     def rollback(self) -> None:
-        """Undo a step that was interrupted, if one was."""
-        if self._plan is not None:
-            self.undo(self._plan)
+        """Undo the steps in flight: one was interrupted, and all are given up."""
+        if self._launched:
+            self.undo(*(batch.plan for batch in self._launched))
 
-    def undo(self, plan: StepPlan) -> None:
-        """Have everything that ran start over from its known tokens: ``plan`` was interrupted.
+    def undo(self, *plans: StepPlan) -> None:
+        """Have everything that ran start over from its known tokens: ``plans`` were interrupted.
 
-        What the ranks did of it is unknown, so they are told to forget all of it.
+        What the ranks did of them is unknown, so they are told to forget all of it.
         """
-        self._dropped = [*plan.dropped, *self._dropped]
-        self.prefixes.undo(plan.copies)
-        self._plan, self._in_flight, self._steady = None, [], False
+        self._dropped = [*(name for plan in plans for name in plan.dropped), *self._dropped]
+        self.prefixes.undo([one for plan in plans for one in plan.copies])
+        self._launched.clear()
+        self._steady, self._full = None, []
         while self._running:
             self._preempt(self._running.pop())
 
@@ -397,3 +524,14 @@ class Scheduler(Commits):
                 assert answers[0] == answers[1], "a guide and its request have different answers"
         assert set(self.prefixes.promised.values()) <= set(sequences), "a promise nobody keeps"
         assert all(math.isfinite(moment) for moment, _, _ in self._deadlines)
+
+
+def _row(sequence: Request, num_tokens: int) -> StepRow:
+    """A row of known tokens alone."""
+    ends = sequence.num_computed + num_tokens == sequence.num_tokens
+    outputs = 1 if ends and sequence.kind == "generate" else 0
+    return StepRow(sequence.request_id, num_tokens, outputs, (), sequence.adapter_slot)
+
+
+def _several(part: tuple[Request, StepRow]) -> bool:
+    return part[1].num_tokens > 1

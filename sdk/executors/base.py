@@ -15,6 +15,13 @@ class RankCall(NamedTuple):
     args: tuple[Any, ...]
 
 
+class Pending(Protocol):
+    """A step that was launched."""
+
+    def result(self) -> StepResult:
+        """Wait for it; what it produced."""
+
+
 class Executor(Protocol):
     """Runs steps on 1..N ranks. Calls come one at a time, from any thread."""
 
@@ -25,24 +32,21 @@ class Executor(Protocol):
     def start(self) -> None:
         """Bring the ranks up (load the model, allocate the KV pages). Called once, first."""
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step and return what it produced (``result.step_id == plan.step_id``).
+    def launch(self, plan: StepPlan) -> None:
+        """Begin one step. Others may be in flight, as many as the ranks can have.
 
-        Ranks apply a plan in this order: ``dropped``, ``started``, ``new_pages``, ``appended``,
-        then run ``num_tokens``. One plan may drop and start the same id, and may drop an id a rank
-        does not know (after an interrupted step): both are fine. A plan may hold nothing but
+        Ranks apply a plan in this order: ``sampled``, ``copies``, ``new_pages``, ``dropped``,
+        ``started``, then run ``rows``. One plan may drop and start the same id, and may drop an id
+        a rank does not know (after an interrupted step): both are fine. A plan may hold nothing but
         ``dropped``. Page 0 belongs to no request: padding may point at it.
 
-        An exception means that the ranks are lost: the engine fails every request with it.
-        A failure of one request (NaN, a user's callback) goes into ``StepResult.errors`` instead.
+        An exception of this or of :meth:`result` gives up all steps in flight. If it is an
+        ``Exception`` the ranks are lost: the engine fails every request with it. A failure of one
+        request (NaN, a user's callback) goes into ``StepResult.errors`` instead.
         """
 
-    def execute_again(self, plan: StepPlan, tokens: list[int]) -> StepResult | list[int]:
-        """``execute(plan.going_on(tokens))``, where ``tokens`` are what the step before sampled.
-
-        ``plan`` has the rows of that step, one token in each, and at most new pages besides. What
-        comes back may be a token for each row instead, where that is all there is to say.
-        """
+    def result(self) -> StepResult:
+        """Wait for the oldest step in flight: what it produced, with its ``step_id``."""
 
     def on_ranks(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """``function(runner, *args)`` on every rank, between two steps; the results by rank.

@@ -5,24 +5,25 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
 from sdk.engine.plan import StepPlan, StepResult
 from sdk.errors import EngineClosedError
+from sdk.executors.base import Pending
 from sdk.models.parallel import Mesh
 
 
 class Runner(Protocol):
     """One rank, as executors see it; :class:`sdk.engine.runner.ModelRunner` is the real one."""
 
-    native_seconds: float
+    @property
+    def native_seconds(self) -> float:
+        """Spent in native calls so far."""
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step."""
-
-    def execute_again(self, plan: StepPlan, tokens: list[int]) -> StepResult | list[int]:
-        """Run the rows of the last step once more."""
+    def launch(self, plan: StepPlan) -> Pending:
+        """Begin one step."""
 
     def close(self) -> None:
         """Give everything back."""
@@ -34,7 +35,7 @@ RankFactory = Callable[[Any, Mesh], RunnerT]
 
 
 class LocalExecutor(Generic[RunnerT]):
-    """Runs every step in the thread that calls :meth:`execute`.
+    """Runs every step in the thread that calls :meth:`launch`.
 
     :param factory: builds the runner, in :meth:`start`.
     :param config: the factory's first argument.
@@ -46,7 +47,8 @@ class LocalExecutor(Generic[RunnerT]):
         self._runner: RunnerT | None = None
         self._lock = threading.Lock()
         self._closed = False
-        self._again = False  # whether execute_again() is at work
+        self._launched: deque[Pending] = deque()
+        self._working = False  # in launch() or result()
         self._owner = os.getpid()
 
     @property
@@ -63,21 +65,31 @@ class LocalExecutor(Generic[RunnerT]):
                 raise EngineClosedError("the executor was closed")
             self._runner = self._factory(self._config, Mesh())
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step; what the runner raises is raised on."""
-        with self._lock:
-            return self.runner.execute(plan)
-
-    def execute_again(self, plan: StepPlan, tokens: list[int]) -> StepResult | list[int]:
-        """Run the rows of the last step once more, on the tokens they sampled.
+    def launch(self, plan: StepPlan) -> None:
+        """See :class:`sdk.executors.base.Executor`; what the runner raises is raised on.
 
         A flag in place of the lock: taking and giving that back costs 6 us right after a step.
         """
         try:
-            self._again = True  # before it looks for the runner: see close()
-            return self.runner.execute_again(plan, tokens)
+            self._working = True  # before it looks for the runner: see close()
+            self._launched.append(self.runner.launch(plan))
+        except BaseException:
+            self._launched.clear()
+            raise
         finally:
-            self._again = False
+            self._working = False
+
+    def result(self) -> StepResult:
+        """See :class:`sdk.executors.base.Executor`; what the runner raises is raised on."""
+        try:
+            self._working = True
+            assert self.runner
+            return self._launched.popleft().result()
+        except BaseException:
+            self._launched.clear()
+            raise
+        finally:
+            self._working = False
 
     def on_ranks(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """See :class:`sdk.executors.base.Executor`."""
@@ -106,7 +118,8 @@ class LocalExecutor(Generic[RunnerT]):
         with self._lock:
             self._closed = True
             runner, self._runner = self._runner, None
-            while self._again:  # it may have found the runner
+            while self._working:  # it may have found the runner
                 time.sleep(0.001)
+            self._launched.clear()
             if runner is not None:
                 runner.close()

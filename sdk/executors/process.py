@@ -20,6 +20,7 @@ import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,7 +28,7 @@ from typing import Any, Generic
 
 from sdk.engine.plan import StepPlan, StepResult
 from sdk.errors import EngineClosedError, EngineDeadError
-from sdk.executors.base import RankCall
+from sdk.executors.base import Pending, RankCall
 from sdk.executors.channel import pack
 from sdk.executors.children import ChildLost, Children
 from sdk.executors.gloo import CollectiveError, connect
@@ -73,6 +74,9 @@ class ProcessExecutor(Generic[RunnerT]):
         self._num_threads = num_threads
         self._startup_s, self._collective_s = startup_s, collective_s
         self._runner: RunnerT | None = None
+        self._launched: deque[tuple[StepPlan, Pending]] = deque()
+        #: By the last steps, for the ranks that sample nothing.
+        self._sampled: list[tuple[str, tuple[int, ...]]] = []
         self._failure: str | None = None
         self._closed = False
         self._lock = threading.Lock()
@@ -134,8 +138,8 @@ class ProcessExecutor(Generic[RunnerT]):
         self._children.expect("ready", self._startup_s + 3 * built_s)
         self._children.remove_folder()
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step on all ranks; rank 0's result.
+    def launch(self, plan: StepPlan) -> None:
+        """Begin one step on all ranks.
 
         An interrupt (KeyboardInterrupt) in the middle of rank 0's part ends the ranks too: call
         this on a thread that gets none.
@@ -144,11 +148,23 @@ class ProcessExecutor(Generic[RunnerT]):
         :raises EngineClosedError: after :meth:`close`, also in the middle of the step.
         """
         with self._running():
-            self._children.send(_for_workers(plan), self._collective_s)
-            result = self.runner.execute(plan)
+            sampled, self._sampled = tuple(self._sampled), []
+            self._children.send(_for_workers(plan, sampled), self._collective_s)
+            self._launched.append((plan, self.runner.launch(plan)))
+
+    def result(self) -> StepResult:
+        """Wait for all ranks; rank 0's result. Raises as :meth:`launch` does."""
+        with self._running():
+            plan, pending = self._launched.popleft()
+            result = pending.result()
             for _, unwritten in self._children.expect("done", self._collective_s):
                 if unwritten:  # a page is lost with any rank's part of it
                     result = result._replace(unwritten={**unwritten, **result.unwritten})
+            self._sampled += [
+                (row.request_id, tuple(tokens))
+                for row, tokens in zip(plan.rows, result.tokens, strict=False)
+                if tokens
+            ]
             return result
 
     @contextmanager
@@ -176,10 +192,6 @@ class ProcessExecutor(Generic[RunnerT]):
             own = function(self.runner, *args)
             answers = self._children.expect("done", self._collective_s)
             return [own, *(answer for _, answer in answers)]
-
-    def execute_again(self, plan: StepPlan, tokens: list[int]) -> StepResult:
-        """A step like any other: only rank 0 knows what it sampled."""
-        return self.execute(plan.going_on(tokens))
 
     @property
     def native_seconds(self) -> float:
@@ -251,12 +263,11 @@ class ProcessExecutor(Generic[RunnerT]):
             self._lock.release()
 
 
-def _for_workers(plan: StepPlan) -> StepPlan:
-    """The plan without how to sample: rank 0 alone does that, and a logits processor need not be
-    picklable. ``prompt_logprobs`` stays: it decides which logits all ranks compute.
+def _for_workers(plan: StepPlan, sampled: tuple[tuple[str, tuple[int, ...]], ...]) -> StepPlan:
+    """The plan with what was sampled, without how to sample: rank 0 alone does that, and a logits
+    processor need not be picklable. ``prompt_logprobs`` stays: it decides which logits all ranks
+    compute.
     """
-    if not plan.started:
-        return plan
     started = (
         replace(
             start,
@@ -265,4 +276,4 @@ def _for_workers(plan: StepPlan) -> StepPlan:
         )
         for start in plan.started
     )
-    return plan._replace(started=tuple(started))
+    return plan._replace(started=tuple(started), sampled=sampled)

@@ -95,7 +95,7 @@ def _serve(channel: Channel) -> None:
         if isinstance(message, RankCall):
             channel.send(pack(("done", message.function(runner, *message.args))))
         else:
-            result = runner.execute(message)
+            result = runner.launch(message).result()
             channel.send(pack(("done", dict(result.unwritten))))
         _limit_stderr()
     runner.close()

@@ -9,95 +9,39 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from sdk.engine.plan import Sampled
 from sdk.errors import RequestError
 from sdk.kernels.ops import Ops
 from sdk.kernels.sampling import GREEDY, SampleBuffers, Tokens, join_draws
-from sdk.params import SamplingParams
+from sdk.sampling.draws import Draw
 from sdk.sampling.logprobs import NO_IDS, scored
 from sdk.sampling.processors import process
-from sdk.sampling.resolved import ResolvedParams
 from sdk.sampling.rows import Scratch
 from sdk.sampling.rules import Ids
 from sdk.sampling.state import RequestState
 from sdk.sampling.uniform import TOKEN
 
-_NOTHING_RESOLVED = ResolvedParams()
-
 
 class Sampler:
-    """Per-request sampling state and the step's draw, for one model of ``vocab_size`` tokens."""
+    """The step's draws, for one model of ``vocab_size`` tokens."""
 
     def __init__(self, vocab_size: int, ops: Ops) -> None:
         self._ops = ops
         self._scratch = Scratch(vocab_size)
-        self._states: dict[str, RequestState] = {}
 
-    def __len__(self) -> int:
-        return len(self._states)
-
-    def add(
-        self,
-        request_id: str,
-        params: SamplingParams,
-        prompt_token_ids: Sequence[int] = (),
-        output_token_ids: Sequence[int] = (),
-        resolved: ResolvedParams = _NOTHING_RESOLVED,
-        mirostat_mu: float | None = None,
-    ) -> None:
-        """Know a request from now on: a new one, or one resumed with its ``output_token_ids`` and
-        the ``mirostat_mu`` that came with the last of them.
-        """
-        self._states[request_id] = RequestState(
-            params, resolved, prompt_token_ids, output_token_ids, mirostat_mu
-        )
-
-    def scored_ids(self, request_id: str) -> Ids:
-        """Tokens of a request's ``logprob_token_ids``."""
-        return self._states[request_id].rules.scored_ids
-
-    def append(self, request_id: str, token_ids: Sequence[int]) -> None:
-        """Committed tokens of a request."""
-        self._states[request_id].append(token_ids)
-
-    def drop(self, request_id: str) -> None:
-        """Forget a request (finished, aborted or preempted); an unknown id is fine."""
-        self._states.pop(request_id, None)
-
-    def write_draws(self, request_ids: Sequence[str], buffers: SampleBuffers) -> None:
-        """How the coming step's rows change and are drawn; those with callbacks: greedily."""
-        known = self._states
-        for row, request_id in enumerate(request_ids):
-            state = known[request_id]
-            if state.greedy or state.processed:
-                buffers.set(row, GREEDY, 0.0)
-            else:
-                buffers.set(row, state.draw(), state.uniform(TOKEN))
-            buffers.set_shape(row, state.shape())
-
-    def drawing(self, request_ids: Sequence[str]) -> list[tuple[int, RequestState]] | None:
-        """The rows that are drawn at random, if the tokens alone are wanted of all the rows and
-        none of their shapes depends on tokens to come.
-        """
-        states = [self._states[request_id] for request_id in request_ids]
-        if not all(state.plain and state.foreseeable for state in states):
-            return None
-        return [(row, state) for row, state in enumerate(states) if not state.greedy]
-
-    def sample(self, logits: Tensor, request_ids: Sequence[str]) -> list[Sampled | str]:
-        """:meth:`write_draws`, the draw and :meth:`collect` in one."""
-        buffers = SampleBuffers(len(request_ids))
-        self.write_draws(request_ids, buffers)
+    def sample(self, logits: Tensor, draws: Sequence[Draw]) -> list[Sampled | str]:
+        """:meth:`Draw.write`, the draw and :meth:`collect` in one."""
+        buffers = SampleBuffers(len(draws))
+        for row, one in enumerate(draws):
+            one.write(row, buffers)
         self._ops.sample_into(logits, buffers)
-        return self.collect(logits, request_ids, buffers.read(len(request_ids)))
+        return self.collect(logits, draws, buffers.read(len(draws)))
 
-    def collect(
-        self, logits: Tensor, request_ids: Sequence[str], chosen: Tokens
-    ) -> list[Sampled | str]:
-        """What became of row ``i`` of ``logits [R or more, V]``, drawn as :meth:`write_draws` said.
+    def collect(self, logits: Tensor, draws: Sequence[Draw], chosen: Tokens) -> list[Sampled | str]:
+        """What became of row ``i`` of ``logits [R or more, V]``, drawn as ``draws`` said.
 
         A string in place of a result says why that request failed: its logits are not finite (NaN,
         +inf, or nothing but -inf), its parameters forbid every token, a logits processor raised.
@@ -107,8 +51,7 @@ class Sampler:
             Sampled(token) if -math.inf < best < math.inf else _why_not(best, probability)
             for token, best, probability in zip(*chosen, strict=True)
         ]
-        known = self._states
-        states = [known[request_id] for request_id in request_ids]
+        states = [one.state for one in draws]
         if not all(state.plain for state in states):
             self._process(logits, states, results)
             for i, state in enumerate(states):
@@ -152,17 +95,17 @@ class Sampler:
             return
         # A copy, in memory of the operators' own: the C allocator would keep a piece of each size.
         rows = self._ops.empty(len(indices), logits.shape[1])
-        torch.index_select(logits, 0, torch.tensor(indices, device=logits.device), out=rows)
         drawing: list[RequestState | None] = []
         for row, i in zip(rows, indices, strict=True):
+            _copy(row, logits[i])
             try:
                 changed = process(row, states[i])
             except RequestError as error:
                 results[i] = str(error)
                 drawing.append(None)
                 continue
-            if changed is not row:
-                row.copy_(changed)
+            if changed.data_ptr() != row.data_ptr() or changed.stride() != row.stride():
+                _copy(row, changed)
             drawing.append(states[i])
         chosen = self._draw(rows, drawing)
         for i, drawn, token, best in zip(indices, drawing, chosen.tokens, chosen.best, strict=True):
@@ -188,6 +131,16 @@ class Sampler:
 
     def _scored(self, row: Tensor, token_id: int, num_top: int | None, also: Ids) -> Sampled:
         return scored(row.detach().cpu().numpy(), token_id, num_top, self._scratch, also)
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    """One row. Torch would share it out among threads, which on a CPU of two cores take 3 ms from
+    the engine's own.
+    """
+    if target.is_cpu:
+        np.copyto(target.numpy(), source.numpy())
+    else:
+        target.copy_(source)
 
 
 def _why_not(best: float, probability: float) -> str:

@@ -115,8 +115,9 @@ def test_a_start_of_the_thread_that_is_interrupted_is_made_again(
 def test_a_close_that_was_interrupted_can_be_made_again(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    threads = psutil.Process().num_threads()
-    assert len(ask(llm, 1)[0]) == 8
+    assert len(ask(llm, 1)[0]) == 8  # torch may start threads of its own in it
+    own = [thread for thread in threading.enumerate() if thread.name == "sdk-engine"]
+    threads = psutil.Process().num_threads() - len(own)
 
     def press(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGINT)

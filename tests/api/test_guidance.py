@@ -39,7 +39,6 @@ def alone(llm: LLM) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize(("scale", "with_negative"), [(1.5, True), (0.0, True), (1.5, False)])
 def test_greedy_tokens_equal_transformers(golden: Path, scale: float, with_negative: bool) -> None:
-    import torch
     from transformers import AutoModelForCausalLM
 
     folder = golden / "arch-llama3" / "hf"
@@ -120,16 +119,15 @@ def test_nan_in_the_guides_logits_ends_exactly_its_request(tiny_path: Path) -> N
         llm.reset_prefix_cache()
         runner = llm._runner()
         assert runner is not None
-        forward = runner._forward
+        graph = runner.strategy.graph
+        replay = graph.replay
 
-        @torch.inference_mode()
-        def poisoned(*counts: int) -> Any:
-            hidden, rows = forward(*counts)
-            if counts[2] == 3:  # two requests and, last, a guide
-                rows[2, 5] = math.nan
-            return hidden, rows
+        def poisoned(*, outputs: int, **counts: int) -> None:
+            replay(outputs=outputs, **counts)
+            if outputs == 3:  # two requests and, last, a guide
+                graph.result[1].numpy()[2, 5] = math.nan
 
-        runner._forward = poisoned
+        graph.replay = poisoned
         good, bad = llm.generate([OWN, PROMPT], [PLAIN, GUIDED])
         assert facts(good) == facts(expected)
         assert bad.outputs[0].finish_reason == "error"

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from sdk import LLM, EngineClosedError, EngineDeadError, RequestError, RequestOutput, SamplingParams
+from sdk.engine.recorded import Recorded
 from tests.api.engines import LONG, SHORT, Caller, Gate, ask, books, ids, settle, tokens
 
 
@@ -21,8 +22,9 @@ def test_nan_logits_end_exactly_their_request(llm: LLM, kind: str) -> None:
     expected = ask(llm, 1, 2, 3)
     llm.reset_prefix_cache()
     runner = llm._runner()
-    assert runner is not None and runner._graph is not None
-    graph, forward, again, calls = runner._graph, runner._forward, runner._graph.replay_again, 0
+    assert runner is not None and isinstance(runner.strategy, Recorded)
+    graph, calls = runner.strategy.graph, 0
+    replay, again = graph.replay, graph.replay_again
 
     @torch.inference_mode()
     def poison(logits: torch.Tensor) -> None:
@@ -32,16 +34,15 @@ def test_nan_logits_end_exactly_their_request(llm: LLM, kind: str) -> None:
             logits[1, 5] = math.nan
             runner.ops.sample_into(logits[:3], runner._inputs.sampling)
 
-    def poisoned(*counts: int) -> Any:
-        hidden, logits = forward(*counts)
-        poison(logits)
-        return hidden, logits
+    def poisoned(**counts: int) -> None:
+        replay(**counts)
+        poison(graph.result[1])
 
     def poisoned_again() -> None:
         again()
         poison(graph.result[1])
 
-    runner._forward, graph.replay_again = poisoned, poisoned_again
+    graph.replay, graph.replay_again = poisoned, poisoned_again
     params = [SHORT, SHORT, SHORT if kind == "only tokens" else SHORT.clone(logprobs=1)]
     good, bad, other = llm.generate([ids(1), ids(2), ids(3)], params)
     assert [tokens(good), tokens(other)] == [expected[0], expected[2]]
@@ -81,17 +82,17 @@ def test_pages_with_nan_reach_neither_neighbours_nor_the_next_owner(
 def test_an_embedding_that_is_not_finite_is_an_error(llm: LLM) -> None:
     runner = llm._runner()
     assert runner is not None
-    forward = runner._forward
+    graph = runner.strategy.graph
+    replay = graph.replay
 
-    @torch.inference_mode()
-    def poisoned(*counts: int) -> Any:
-        hidden, rows = forward(*counts)
-        return hidden * math.nan, rows
+    def poisoned(**counts: int) -> None:
+        replay(**counts)
+        graph.result[0].numpy()[:] = math.nan
 
-    runner._forward = poisoned
+    graph.replay = poisoned
     with pytest.raises(RequestError, match="hidden state is not finite"):
         llm.embed([ids(1)])
-    runner._forward = forward
+    graph.replay = replay
     assert len(llm.embed([ids(1)])[0].embedding) == llm.model_config.hidden_size
     settle(llm)
 

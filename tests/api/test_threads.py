@@ -240,7 +240,7 @@ def test_the_engine_s_gpu_is_current_in_whichever_thread_works_for_it(
 
     monkeypatch.setattr("sdk.llm.load", load)
     with LLM(tiny_path, max_model_len=64) as llm:
-        for name in ("execute", "execute_again", "on_ranks", "start", "stop", "close"):
+        for name in ("launch", "result", "on_ranks", "start", "stop", "close"):
             noted(name)
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=5, ignore_eos=True))
         llm.trim()

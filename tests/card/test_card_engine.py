@@ -60,7 +60,7 @@ def test_steps_launched_before_their_plan_give_the_same_answers(golden: Path, de
     for eager in (False, True):
         options = {"enforce_eager": eager, "deterministic": True}
         with load(path_of(golden, "gguf-Q8_0"), device, **options) as llm:
-            assert llm._runner().steps_ahead == (device == "cuda" and not eager)
+            assert llm._runner().strategy.steps_ahead == (device == "cuda" and not eager)
             found.append(tokens(llm, params))
     assert found[0] == found[1]
 
@@ -75,9 +75,9 @@ def test_steps_with_prompts_replayed_in_pieces_give_the_same_answers(
         options = {"enforce_eager": eager, "deterministic": True, "skip_tokenizer_init": True}
         with load(path_of(golden, name), device, **options) as llm:
             recorded = device == "cuda" and not eager
-            assert llm._runner().most_tokens_in_pieces == (32 if recorded else 0)
+            assert llm._runner().strategy.most_tokens_in_pieces == (32 if recorded else 0)
             found.append(tokens(llm, DRAWN, prompts))
-            assert llm._runner().most_tokens_in_pieces == (32 if recorded else 0)
+            assert llm._runner().strategy.most_tokens_in_pieces == (32 if recorded else 0)
     assert found[0] == found[1]
 
 

@@ -74,20 +74,15 @@ class Rig:
 
     def step(self, most_tokens=None):
         plan = self.scheduler.plan(most_tokens)
-        counts = [num for _, num in plan.num_tokens]
+        counts = [row.num_tokens for row in plan.rows]
         assert sum(counts) <= self.config.max_num_batched_tokens
         assert len(counts) <= self.config.max_num_seqs
         assert sorted(counts, key=lambda num: num > 1) == counts, "decodes come first"
         self.scheduler.check()
-        updates = self.scheduler.commit(plan, self.execute(plan))
+        updates = self.scheduler.commit(self.runner.execute(plan))
         self.scheduler.check()
         self.updates += updates
         return plan, updates
-
-    def execute(self, plan):
-        """What the engine does with a plan."""
-        tokens = self.scheduler.next_tokens
-        return self.runner.execute_again(plan, tokens) if tokens else self.runner.execute(plan)
 
     def run(self, limit: int = 2000) -> None:
         for _ in range(limit):

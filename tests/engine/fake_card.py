@@ -31,8 +31,8 @@ from sdk import LLM
 from sdk.engine.step_buffers import Buffers
 from sdk.kernels import graph, ops
 from sdk.kernels.batch import AttentionBatch
-from sdk.kernels.gpu.graphs import CardRecorder
-from sdk.kernels.sampling import DRAW, SampleBuffers
+from sdk.kernels.packed_shapes import PackedShapes
+from sdk.kernels.sampling import DRAW, Change, ChangeKind, SampleBuffers, Shape
 
 _NONSENSE = 1e3
 _POOL_BYTES = 1 << 28  # of address space
@@ -111,11 +111,10 @@ class _TorchLaunches(TorchDispatchMode):
         return result
 
 
-class FakeCard(CardRecorder):
-    """Stands in the place of a card, for one engine."""
+class FakeCard:
+    """Stands in the place of a card, for one engine: a ``GraphRecorder``."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.pool = Pool()
         self.ops: Any = None
         self.graphs = self.replays = 0
@@ -148,13 +147,15 @@ class FakeCard(CardRecorder):
         else:
             self._launches.append(partial(function, *map(self.pool.alias, args)))
 
-    def sample(self, kernel: Any, logits: Tensor, draws: Tensor) -> Tensor:
+    def sample(
+        self, kernel: Any, logits: Tensor, draws: Tensor, shapes: PackedShapes | None = None
+    ) -> Tensor:
         """``Ops.sample_rows``, its result in the pool as the card's is."""
         shape = len(logits), 3
         out = torch.zeros(shape, dtype=torch.float64) if self._launches is None else None
         if out is None:
             out = self.pool.take(6 * len(logits)).view(torch.float64).view(shape)
-        self.launch(partial(_sample, kernel), logits, draws, out)
+        self.launch(partial(_sample, kernel, shapes), logits, draws, out)
         return out
 
 
@@ -195,13 +196,34 @@ def _attention(kernel: Any, q: Tensor, pages: Any, batch: AttentionBatch, *rest:
     kernel(q[:tokens], pages, own, *options, out[:tokens])
 
 
-def _sample(kernel: Any, logits: Tensor, draws: Tensor, out: Tensor) -> None:
+def _sample(
+    kernel: Any, shapes: PackedShapes | None, logits: Tensor, draws: Tensor, out: Tensor
+) -> None:
     if hasattr(kernel, "rows"):
-        out.copy_(kernel.rows(logits, draws))
+        out.copy_(kernel.rows(logits, draws, shapes))
         return
     found = SampleBuffers(len(logits))
+    for row in range(len(logits) if shapes is not None else 0):
+        found.set_shape(row, _unpacked(shapes, row))
     kernel.run(logits, draws.numpy().view(DRAW)[:, 0], found)
     out.copy_(torch.tensor(found.read(len(logits)), dtype=torch.float64).t())
+
+
+def _unpacked(shapes: PackedShapes, row: int) -> Shape | None:
+    """How a row changes, as the card knows it."""
+    slot = int(shapes.owners[row])
+    if slot < 0:
+        return None
+    begin, end, *masks = shapes.slots[slot].tolist()
+    changes = []
+    for number in range(begin, end):
+        kind, first, last = shapes.changes[number, :3].tolist()
+        entries = shapes.entries[first:last].numpy()
+        factors = shapes.changes[number, 3:].numpy().view(np.float32)
+        values = entries[:, 1].copy().view(np.float32) if kind < ChangeKind.FORBID else ()
+        changes.append(Change(kind, entries[:, 0], values, factors))
+    words = [shapes.masks[at].numpy().view(np.uint32) for at in masks if at >= 0]
+    return Shape(np.bitwise_and.reduce(words) if words else None, changes)
 
 
 _TAUGHT = {"find_places": _places, "rope_and_cache": _rope, "attention": _attention}
@@ -234,8 +256,11 @@ class _Backend:
     def __init__(self, inner: Any, card: FakeCard) -> None:
         self.inner, self.card = inner, card
         self.name, self.keys_transposed = inner.name, inner.keys_transposed
-        self.offloaded = inner.offloaded
+        self.offloaded, self.shares_keys = inner.offloaded, inner.shares_keys
         self.close = inner.close
+
+    def graph_recorder(self) -> FakeCard:
+        return self.card
 
     def implementations(self, op: str) -> Sequence[Any]:
         return [_Kernel(inner, op, self.card) for inner in self.inner.implementations(op)]
@@ -259,8 +284,8 @@ def on_a_card(path: Any, **options: Any) -> Iterator[tuple[LLM, FakeCard]]:
         patch.setattr(Buffers, "_memory", staticmethod(_apart))
         llm = LLM(path, enforce_eager=True, **options)
     with llm:
-        runner = llm._runner()
+        runner, scheduler = llm._runner(), llm._driver._engine.scheduler
         card.ops = runner.ops
-        runner.use_graphs(card)
-        llm._driver._engine.scheduler.pages_ahead = runner.steps_ahead
+        runner.record()
+        scheduler.plan_ahead(*runner.ahead)
         yield llm, card

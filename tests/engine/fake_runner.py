@@ -9,12 +9,13 @@ one that was never written, a missed token or a wrong position changes every tok
 
 from __future__ import annotations
 
+from collections import deque
 from hashlib import blake2b
 from types import SimpleNamespace
 
 import numpy as np
 
-from sdk.engine.plan import Sampled, StepPlan, StepResult, Swap
+from sdk.engine.plan import Sampled, StepPlan, StepResult, StepRow, Swap
 from sdk.kernels.ladder import page_id, page_level
 from sdk.logprobs import Logprobs
 
@@ -70,7 +71,7 @@ class FakeRunner:
         self.errors: dict[str, str] = {}  # to be returned with the next step
         self.failure: BaseException | None = None  # to be raised by the next step
         self.started = self.closed = 0
-        self.sampled: list[int] = []  # by the last step, row by row
+        self.launched: deque = deque()  # plans, results, states
         self.native_seconds = 0.0
 
     def start(self) -> None:
@@ -93,11 +94,29 @@ class FakeRunner:
     def on_ranks(self, function, *args) -> list:
         return [function(self, *args)]
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> None:
+        """Steps run in order, so this one runs now; the requests learn of it with the result."""
         self.plans.append(plan)
         if self.failure is not None:
             failure, self.failure = self.failure, None
+            self.launched.clear()
             raise failure
+        self.launched.append(self._step(plan))
+
+    def result(self) -> StepResult:
+        _, result, states = self.launched.popleft()
+        for state, tokens in zip(states, result.tokens, strict=True):
+            for one in (state, state["guide"]):
+                if one is not None and tokens:
+                    one["tokens"] += tokens
+                    one["computed"] += len(tokens) - 1
+        return result
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.launch(plan)
+        return self.result()
+
+    def _step(self, plan: StepPlan):
         for one in plan.copies:
             if isinstance(one, Swap):
                 self._swap(*one)
@@ -113,27 +132,23 @@ class FakeRunner:
                 "computed": start.num_computed,
                 "pages": list(start.pages),
                 "start": start,
+                "guide": None,
             }
+            if start.guides is not None:
+                self.requests[start.guides]["guide"] = self.requests[start.request_id]
         for request_id, pages in plan.new_pages:
             self.requests[request_id]["pages"] += pages
-        for request_id, tokens in plan.appended:
-            self.requests[request_id]["tokens"] += tokens
-        sampled, scored, hidden = {}, {}, {}
-        for request_id, num in plan.num_tokens:
-            assert num > 0, "a step of no tokens"
-            self._run(request_id, num, scored, hidden)
-        self._sample([request_id for request_id, _ in plan.num_tokens], sampled)
+        assert not plan.sampled, "this rank samples itself"
+        scored, hidden = {}, {}
+        states = [self.requests[row.request_id] for row in plan.rows]
+        busy = [id(one) for _, _, others in self.launched for one in others]
+        for row, state in zip(plan.rows, states, strict=True):
+            assert row.num_tokens > 0, "a step of no tokens"
+            assert id(state) not in busy, "in flight twice"
+            self._run(row, state, scored, hidden)
+        tokens, details = self._sample(plan.rows, states)
         errors, self.errors = self.errors, {}
-        self.sampled = [value.token_id for value in sampled.values()]
-        return StepResult(plan.step_id, sampled, scored, hidden, errors)
-
-    def execute_again(self, plan: StepPlan, tokens) -> StepResult | list[int]:
-        assert plan.num_tokens == self.plans[-1].num_tokens, "not the rows of the step before"
-        assert not (plan.started or plan.appended or plan.dropped), "somebody came or went"
-        assert list(tokens) == list(self.sampled), "not what was sampled"
-        result = self.execute(plan.going_on(tokens))
-        plain = all(value.logprob is None for value in result.sampled.values())
-        return self.sampled if plain and not result.errors else result
+        return plan, StepResult(plan.step_id, tokens, details, scored, hidden, errors), states
 
     def _slot(self, pages: list[int], position: int) -> tuple[int, int]:
         page = pages[position // self.page_size]
@@ -168,32 +183,45 @@ class FakeRunner:
                     slots.pop((page_id(other, first + part), i), None)
         slots[page, offset] = value
 
-    def _sample(self, request_ids, sampled) -> None:
-        states = {request_id: self.requests[request_id] for request_id in request_ids}
-        last = {
-            request_id: state["last"]
-            for request_id, state in states.items()
-            if state["computed"] == len(state["tokens"]) and state["start"].kind == "generate"
-        }
-        guides = {states[name]["start"].guides: value for name, value in last.items()}
-        guides.pop(None, None)
-        assert guides.keys() <= last.keys(), "a guide completes without its request"
-        for request_id, value in last.items():
-            start = states[request_id]["start"]
-            if start.guides is None:
-                assert (request_id in guides) == (start.params.guidance_scale != 1), "no guide"
-                values = [value] + ([guides[request_id]] if request_id in guides else [])
-                wanted = start.params.logprobs is not None
-                token = _token(*values)
-                sampled[request_id] = _scored(token, -0.5) if wanted else Sampled(token)
+    def _sample(self, rows, states):
+        """The token behind each output; drafts are accepted while they equal these."""
+        guides = {}
+        for row, state in zip(rows, states, strict=True):
+            if row.num_outputs and state["start"].guides is not None:
+                guides[state["start"].guides] = state["values"][-1]
+        sampled, details = [], {}
+        for row, state in zip(rows, states, strict=True):
+            start, found = state["start"], []
+            sampled.append(found)
+            assert row.num_outputs in (0, 1 + len(row.drafts)), "drafts without outputs"
+            if not row.num_outputs or start.guides is not None:
+                continue
+            guided = row.request_id in guides
+            assert guided == (start.params.guidance_scale != 1), "no guide"
+            more = [guides.pop(row.request_id)] if guided else []
+            for value, draft in zip(
+                state["values"][-row.num_outputs :], [*row.drafts, None], strict=True
+            ):
+                found.append(_token(value, *more))
+                if found[-1] != draft:
+                    break
+            if start.params.logprobs is not None:
+                details[row.request_id] = [_scored(token, -0.5) for token in found]
+        assert not guides, "a guide completes without its request"
+        return sampled, details
 
-    def _run(self, request_id, num, scored, hidden) -> None:
-        state = self.requests[request_id]
-        pages, tokens, begin = state["pages"], state["tokens"], state["computed"]
-        end = begin + num
+    def _run(self, row: StepRow, state, scored, hidden) -> None:
+        request_id, start = row.request_id, state["start"]
+        known, begin = state["tokens"], state["computed"]
+        pages, tokens = state["pages"], [*known, *row.drafts]
+        end = begin + row.num_tokens
+        state["computed"] = end - len(row.drafts)
         assert end <= len(tokens), "more tokens than are known"
+        assert not row.drafts or end == len(tokens), "drafts behind a hole"
+        ends = start.kind == "generate" and end == len(tokens)
+        assert bool(row.num_outputs) == ends, "an output in the wrong place"
         values = [self.slots.get(self._slot(pages, i), b"unwritten") for i in range(begin)]
-        least = state["start"].params.kv_min_bits or 0
+        least = start.params.kv_min_bits or 0
         assert all(16 >> page_level(page)[0] >= least for page in pages), "below its floor"
         for position in range(begin, end):
             slot = self._slot(pages, position)
@@ -201,14 +229,11 @@ class FakeRunner:
             assert not self.published(slot[0]), "a page others may read is written"
             values.append(_value(values, tokens[position]))
             self._write(*slot, values[-1], self.slots)
-        state["computed"], state["last"] = end, values[-1]
-        start = state["start"]
+        state["values"] = values
         if start.params.prompt_logprobs is not None and begin < start.num_prompt_tokens:
             last = min(end, start.num_prompt_tokens - 1)
             scored[request_id] = tuple(
                 _scored(tokens[i + 1], -float(i + 1)) for i in range(begin, last)
             )
-        if end < len(tokens):
-            return
-        if start.kind == "embed":
+        if end == len(tokens) and start.kind == "embed":
             hidden[request_id] = [float(_token(value)) for value in values]

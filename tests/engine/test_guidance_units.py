@@ -16,7 +16,7 @@ def test_a_guided_request_takes_two_seats_and_two_tokens_of_a_step(rig):
     r.step()
     assert r.scheduler.num_running == 1
     plan, _ = r.step()
-    assert dict(plan.num_tokens) == {"a": 1, "a~guide": 1}
+    assert {row.request_id: row.num_tokens for row in plan.rows} == {"a": 1, "a~guide": 1}
     r.run()
     r.assert_answers()
 
@@ -24,7 +24,7 @@ def test_a_guided_request_takes_two_seats_and_two_tokens_of_a_step(rig):
 def test_the_last_tokens_of_both_run_together_however_small_the_budget(rig):
     r = rig(max_num_seqs=2, max_num_batched_tokens=2)
     r.add("a", list(range(9)), **GUIDED)
-    plans = [dict(r.step()[0].num_tokens) for _ in range(7)]
+    plans = [{row.request_id: row.num_tokens for row in r.step()[0].rows} for _ in range(7)]
     assert plans[4:] == [{"a~guide": 2}, {"a": 1, "a~guide": 1}, {"a": 1, "a~guide": 1}]
     r.run()
     r.assert_answers()

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from sdk.engine.inputs import Running, StepInputs
-from sdk.engine.plan import RequestStart
+from sdk.engine.inputs import StepInputs
+from sdk.engine.plan import RequestStart, StepRow
+from sdk.engine.running import Running
 from sdk.engine.step_buffers import Buffers, PageTable
+from sdk.engine.work import Work
 from sdk.params import SamplingParams
 
 PAGE = 16
@@ -21,15 +23,20 @@ def request(name: str, length: int, pages: list[int]) -> Running:
     return Running(start)
 
 
+def decoding(requests: list[Running]) -> Work:
+    rows = [StepRow(one.start.request_id, 1, 1) for one in requests]
+    return Work(rows, requests, range(len(rows)))
+
+
 def filled(lengths: list[int], shared_pages: int) -> StepInputs:
     """Decoding requests whose first pages are the same."""
-    inputs = StepInputs(16, 8, 2048, PAGE, find_shared=True)
+    inputs = StepInputs(16, 8, 8, 2048, PAGE, find_shared=True)
     common = list(range(1, shared_pages + 1))
     rows = []
     for i, length in enumerate(lengths):
         count = -(-length // PAGE) - shared_pages
-        rows.append((request(f"r{i}", length, common + [100 * (i + 2)] * count), 1))
-    inputs.fill(rows, list(range(len(rows))))
+        rows.append(request(f"r{i}", length, common + [100 * (i + 2)] * count))
+    inputs.fill(decoding(rows))
     return inputs
 
 
@@ -129,10 +136,10 @@ def test_a_page_table_of_many_new_entries_is_copied_whole(apart: list[int]) -> N
 
 
 def test_a_row_of_another_request_is_written_anew_on_the_device(apart: list[int]) -> None:
-    inputs = StepInputs(16, 2, 2048, PAGE)
+    inputs = StepInputs(16, 2, 2, 2048, PAGE)
     first, second = request("a", 40, [5, 6, 7]), request("b", 20, [8, 9])
     for rows in ([first, second], [second]):
-        inputs.fill([(row, 1) for row in rows], [])
+        inputs.fill(decoding(rows))
         table = inputs.view(len(rows), len(rows)).page_table
         assert [table[i, : len(r.pages)].tolist() for i, r in enumerate(rows)] == [
             r.pages for r in rows

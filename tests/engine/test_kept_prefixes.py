@@ -95,7 +95,7 @@ def test_a_prefix_with_nan_is_forgotten_in_every_tier_and_unpinned(rig) -> None:
 class _Broken:
     """Ranks that die of the first step."""
 
-    def execute(self, plan):
+    def launch(self, plan):
         raise RuntimeError(f"{len(plan.copies)} copies")
 
 

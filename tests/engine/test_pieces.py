@@ -18,7 +18,7 @@ from sdk.engine import inputs
 from sdk.engine.inputs import StepInputs
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import KernelError
-from sdk.kernels.gpu.graphs import PieceGraphs, StepGraphs, token_buckets
+from sdk.kernels.sized_graphs import PieceGraphs, StepGraphs, token_buckets
 
 #: A llama, sliding windows of 8 in five of six layers, a mixture of experts with sinks.
 MODELS = ["gguf-Q8_0/model.gguf", "arch-gemma3/hf", "gptoss-mxfp4"]
@@ -145,7 +145,7 @@ def test_what_is_asked_of_the_hidden_states_is_there(path: Path, replayed: Repla
 def test_a_step_of_more_tokens_than_the_largest_bucket_runs_operator_by_operator(
     path: Path, replayed: Replayed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sdk.kernels.gpu.graphs.MOST_TOKENS", 16)
+    monkeypatch.setattr("sdk.kernels.sized_graphs.MOST_TOKENS", 16)
     with on_a_card(path, **SMALL) as (llm, _):
         found = answers(llm, prompts(), params())
         assert "up to 16 tokens replayed in pieces" in llm.explain()
@@ -237,7 +237,7 @@ def test_what_was_captured_before_a_failure_stays_in_use(
     monkeypatch.setattr(PieceGraphs, "_capture", failing)
     with on_a_card(path, **SMALL) as (llm, card):
         found = answers(llm, prompts(), params())
-        pieces = llm._runner()._pieces
+        pieces = llm._runner().strategy.pieces
         assert pieces is not None and len(pieces.captured.sizes) == 2
         before = card.replays
         llm.reset_prefix_cache()
@@ -260,18 +260,18 @@ def test_decode_steps_captured_before_a_failure_stay_in_use_too(
 ) -> None:
     capture, tried = StepGraphs._capture, []
 
-    def failing(self: StepGraphs[Any], size: int, shared: bool) -> Any:
+    def failing(self: StepGraphs[Any], size: int, *variant: bool) -> Any:
         tried.append(size)
         if len(tried) > first:
             raise torch.OutOfMemoryError("tried to allocate 2 GiB")
-        return capture(self, size, shared)
+        return capture(self, size, *variant)
 
     monkeypatch.setattr(StepGraphs, "_capture", failing)
     one = prompts()[:1]
     with on_a_card(path, **SMALL) as (llm, _):
         found = [answers(llm, asked, params(20)) for asked in (one, prompts(), one)]
         explained = llm.explain()
-        assert (llm._runner().steps_ahead == 0) == (first == 0)
+        assert (llm._runner().strategy.steps_ahead == 0) == (first == 0)
     with eager(path) as llm:
         assert [answers(llm, asked, params(20)) for asked in (one, prompts(), one)] == found
     assert len(tried) == first + 1
@@ -280,9 +280,9 @@ def test_decode_steps_captured_before_a_failure_stay_in_use_too(
 
 
 def test_a_model_of_transformers_is_not_cut(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sdk.engine.runner.Decoder", int)  # as if this were none of ours
+    monkeypatch.setattr("sdk.engine.forward.Decoder", int)  # as if this were none of ours
     with on_a_card(path, **SMALL) as (llm, _):
-        assert llm._runner().most_tokens_in_pieces == 0
+        assert llm._runner().strategy.most_tokens_in_pieces == 0
         assert "operator by operator: transformers' own code runs between" in llm.explain()
 
 
@@ -290,7 +290,7 @@ def test_graphs_that_are_dropped_are_captured_again(path: Path, replayed: Replay
     with on_a_card(path, **SMALL) as (llm, card):
         found = answers(llm, prompts(), params())
         captured = len(replayed.captured)
-        llm._runner().use_graphs(card)
+        llm._runner().record()
         assert card.pool.living == set()
         llm.reset_prefix_cache()
         assert answers(llm, prompts(), params()) == found
@@ -307,7 +307,7 @@ def test_a_closed_engine_holds_nothing_of_the_pool(path: Path) -> None:
 def test_layers_and_buckets_share_the_buffers_between_the_pieces(path: Path) -> None:
     with on_a_card(path, **SMALL) as (llm, _):
         answers(llm, prompts(), params())
-        pieces = llm._runner()._pieces
+        pieces = llm._runner().strategy.pieces
         assert pieces is not None and len(pieces.captured.sizes) > 2
         assert sorted(key[0] for key in pieces._buffers) == ["hidden", "queries", "results"]
         assert {len(buffer) for buffer in pieces._buffers.values()} == {40}

@@ -16,10 +16,10 @@ from fake_card import on_a_card
 from torch import Tensor
 
 from sdk import LLM, SamplingParams
-from sdk.engine import inputs
-from sdk.engine.run_ahead import Flight, RunAhead
+from sdk.engine import forward, inputs
+from sdk.engine.run_ahead import Arrival, RunAhead
 from sdk.kernels.batch import AttentionBatch
-from sdk.kernels.gpu.graphs import StepGraphs
+from sdk.kernels.sized_graphs import StepGraphs
 
 PROMPTS = [[5, 9, 30, 31, 200, 17], [44, 8], [7, 7, 7], [3, 1, 4, 1, 5, 9, 2, 6, 5]]
 
@@ -35,18 +35,18 @@ class Launches:
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     seen = Launches()
-    launch, read = RunAhead._launch, Flight.read
+    launch, read = RunAhead._launch, Arrival.read
 
     def launching(self: RunAhead, rows: Any, lengths: list[int]) -> Any:
         seen.rows.append(len(rows))
         return launch(self, rows, lengths)
 
-    def reading(self: Flight) -> Any:
+    def reading(self: Arrival) -> Any:
         seen.read += 1
         return read(self)
 
     monkeypatch.setattr(RunAhead, "_launch", launching)
-    monkeypatch.setattr(Flight, "read", reading)
+    monkeypatch.setattr(Arrival, "read", reading)
     return seen
 
 
@@ -90,7 +90,34 @@ def test_a_steady_batch_always_has_a_step_under_way(path: Path, launches: Launch
     both(path, [[5, 9], [44, 8], [7, 7], [3, 1]], [params(40, ignore_eos=True)] * 4)
     # Each of the 39 steps is launched once and read, and the last was followed by one for nothing.
     assert launches.rows == [4] * 40
-    assert launches.read == 39
+    assert launches.read == 39 + 1  # and the step with the prompts
+
+
+@pytest.mark.parametrize(
+    ("options", "ahead"),
+    [
+        ({"logit_bias": {9: 4.0}}, True),
+        ({"allowed_token_ids": range(50, 90)}, True),
+        ({"repetition_penalty": 1.3}, False),
+        ({"no_repeat_ngram_size": 2}, False),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_changed_logits_are_drawn_in_the_graph(
+    path: Path, launches: Launches, options: dict[str, Any], ahead: bool
+) -> None:
+    """One step ahead where the changes are known before the token."""
+    wanted = [params(20, ignore_eos=True)] * 3 + [params(20, ignore_eos=True, **options)]
+    both(path, [[5, 9], [44, 8], [7, 7], [3, 1]], wanted)
+    assert launches.rows == [4] * (20 if ahead else 19)
+
+
+def test_changes_for_which_a_card_has_no_room_are_made_once_more(
+    path: Path, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forward, "_ENTRIES", 2)  # 8 for four rows
+    wanted = [params(20, repetition_penalty=1.3, ignore_eos=True)] * 3 + [params(20)]
+    both(path, PROMPTS, wanted)
 
 
 def test_a_common_beginning_has_graphs_of_its_own(
@@ -239,3 +266,60 @@ def test_logits_that_are_not_finite_fail_their_request_alone(
     assert found["bad"].finish_reason == "error"
     assert "not finite" in str(found["bad"].stop_reason)
     assert len(found["good"].token_ids) == 16
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"logprobs": 1}, {"repetition_penalty": 1.3}, {"prompt_logprobs": 0}],
+    ids=lambda x: next(iter(x), "plain"),
+)
+def test_prompts_are_launched_beside_those_who_decode(path: Path, options: dict[str, Any]) -> None:
+    """Two batches in flight; what the first is asked for later is not written over."""
+    prompts = [[(7 * i + j) % 400 for j in range(9 + 3 * i)] for i in range(8)]
+    wanted = [params(30, ignore_eos=True, **(options if i % 3 == 0 else {})) for i in range(8)]
+    wide = {"max_num_seqs": 8, "max_num_batched_tokens": 16}
+    with load(path, ahead=False, **wide) as llm:
+        alone = [llm.generate(*one)[0] for one in zip(prompts, wanted, strict=True)]
+    with load(path, ahead=True, **wide) as llm:
+        engine, scheduler = llm._driver._engine, llm._driver._engine.scheduler
+        scheduler.least_beside = 4
+        found: dict[str, Any] = {}
+        both = 0
+        for burst in ([0, 1], [2, 3, 4], [5, 6, 7]):
+            for i in burst:
+                engine.add_request(str(i), prompts[i], wanted[i])
+            for _ in range(8):
+                found |= {output.request_id: output for output in engine.step()}
+                both += scheduler.num_in_flight  # one is left when a step has ended
+                scheduler.check()
+        while engine.has_unfinished:
+            found |= {output.request_id: output for output in engine.step()}
+    assert both >= 3
+    for i, output in enumerate(alone):
+        assert found[str(i)].outputs[0] == output.outputs[0]
+        assert found[str(i)].prompt_logprobs == output.prompt_logprobs
+
+
+def test_an_operation_between_two_steps_waits_for_what_is_in_flight(path: Path) -> None:
+    prompts = [[(7 * i + j) % 400 for j in range(20)] for i in range(4)]
+    wanted = [params(20, ignore_eos=True)] * 4
+    wide = {"max_num_seqs": 4, "max_num_batched_tokens": 8}
+    with load(path, ahead=False, **wide) as llm:
+        alone = answers(llm, prompts, wanted)
+    with load(path, ahead=True, **wide) as llm:
+        engine, scheduler = llm._driver._engine, llm._driver._engine.scheduler
+        scheduler.least_beside = 4
+        names = [llm.enqueue(prompts[:1], wanted[:1])[0]]
+        for _ in range(6):
+            llm.step()
+        names += llm.enqueue(prompts[1:], wanted[1:])
+        seen = 0
+        for _ in range(6):
+            llm.step()
+            seen += scheduler.num_in_flight
+            llm.trim()
+            assert scheduler.num_in_flight == 0
+        assert seen and engine.dead is None
+        done = {output.request_id: output.outputs[0] for output in llm.wait_for_completion()}
+        for name, (tokens, _, _) in zip(names, alone, strict=True):
+            assert list(done[name].token_ids) == list(tokens)

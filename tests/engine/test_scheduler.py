@@ -16,7 +16,7 @@ def prompt(length: int, seed: int = 1) -> list[int]:
 
 
 def counts(plan: StepPlan) -> dict[str, int]:
-    return dict(plan.num_tokens)
+    return {row.request_id: row.num_tokens for row in plan.rows}
 
 
 def test_a_request_alone_gives_the_reference_tokens(rig):
@@ -238,9 +238,9 @@ def test_a_page_is_known_only_after_its_step_was_committed(rig):
     request = r.add("a", prompt(16))
     plan = r.scheduler.plan()
     assert r.pool.match(request.keys) == []
-    result = r.execute(plan)
+    result = r.runner.execute(plan)
     assert r.pool.match(request.keys) == []
-    r.scheduler.commit(plan, result)
+    r.scheduler.commit(result)
     assert len(r.pool.match(request.keys)) == 4
 
 
@@ -265,21 +265,21 @@ def test_an_abort_gives_pages_back_at_once_and_reaches_the_ranks(rig, when):
     if when == "waiting":
         r.scheduler.abort("a")
         plan = r.scheduler.plan()
-        assert not plan.num_tokens and not plan.dropped
+        assert not plan.rows and not plan.dropped
         return
     plan = r.scheduler.plan()
     if when == "in flight":
         r.scheduler.abort("a")
         assert r.pool.num_available == r.pool.capacity
         again = r.add("a", prompt(12, seed=3))  # the id is free again, even now
-        assert r.scheduler.commit(plan, r.execute(plan)) == []
+        assert r.scheduler.commit(r.runner.execute(plan)) == []
         next_plan, _ = r.step()
         assert next_plan.dropped == ("a",) and next_plan.started[0].token_ids == (*prompt(12, 3),)
         r.run()
         assert again.num_output_tokens == 8
         r.assert_answers()
         return
-    r.scheduler.commit(plan, r.execute(plan))
+    r.scheduler.commit(r.runner.execute(plan))
     if when == "running":
         r.step()
         r.step()
@@ -378,7 +378,7 @@ def test_a_rank_that_returns_nothing_fails_the_request(rig):
     r = rig()
     generate, embed = r.add("g", prompt(5)), r.add("e", prompt(6, 2), kind="embed")
     plan = r.scheduler.plan()
-    r.scheduler.commit(plan, StepResult(plan.step_id))
+    r.scheduler.commit(StepResult(plan.step_id))
     assert generate.stop_reason == "the step returned no token"
     assert embed.stop_reason == "the step returned no embedding"
     r.scheduler.check()
@@ -423,11 +423,11 @@ def test_plan_and_commit_must_alternate(rig):
     plan = r.scheduler.plan()
     with pytest.raises(RuntimeError, match="planned but not committed"):
         r.scheduler.plan()
-    with pytest.raises(RuntimeError, match="result of step 7; the step in flight is 1"):
-        r.scheduler.commit(plan, StepResult(7))
-    r.scheduler.commit(plan, r.execute(plan))
-    with pytest.raises(RuntimeError, match="the step in flight is none"):
-        r.scheduler.commit(plan, StepResult(plan.step_id))
+    with pytest.raises(RuntimeError, match="result of step 7; of those in flight the oldest is 1"):
+        r.scheduler.commit(StepResult(7))
+    r.scheduler.commit(r.runner.execute(plan))
+    with pytest.raises(RuntimeError, match="of those in flight there is none"):
+        r.scheduler.commit(StepResult(plan.step_id))
 
 
 def test_a_rolled_back_step_is_done_again(rig):
@@ -437,7 +437,7 @@ def test_a_rolled_back_step_is_done_again(rig):
     r.step()
     r.scheduler.abort("gone")
     plan = r.scheduler.plan()
-    r.execute(plan)  # the ranks did it, but nobody heard
+    r.runner.execute(plan)  # the ranks did it, but nobody heard
     r.scheduler.rollback()
     r.scheduler.check()
     plan, _ = r.step()
@@ -475,7 +475,7 @@ def test_a_pool_of_exactly_all_seats_at_full_length_seats_everybody_at_once(
     while r.scheduler.num_waiting:
         plan = r.scheduler.plan()
         assert r.scheduler.num_running == 4
-        r.scheduler.commit(plan, r.execute(plan))
+        r.scheduler.commit(r.runner.execute(plan))
     r.run()
     r.assert_answers()
     assert r.scheduler.num_preemptions == 0
@@ -512,7 +512,8 @@ def test_while_requests_stay_the_plan_is_the_same_object_but_for_new_pages(rig):
     assert not any(bare[0][2:])
     grown = [plan for plan in plans if plan.new_pages]
     assert all(len(plan.new_pages) == 1 for plan in grown)
-    assert not any(plan.appended or plan.started or plan.dropped for plan in grown)
+    assert not any(plan.started or plan.dropped for plan in grown)
+    assert len({id(plan.rows) for plan in plans}) == 1
     r.run()
     r.assert_answers()
 
@@ -523,9 +524,10 @@ def test_requests_that_stay_are_planned_anew_when_somebody_may_join(rig):
         r.add(name, prompt(5, seed=ord(name)), max_tokens=count)
     r.step()
     r.step()
-    for _ in range(3):  # one waits, but there is no seat
+    last, _ = r.step()
+    for _ in range(2):  # one waits, but there is no seat
         plan, _ = r.step()
-        assert r.scheduler.num_waiting == 1 and not plan.appended
+        assert r.scheduler.num_waiting == 1 and plan.rows is last.rows
     while r.scheduler.num_waiting:
         plan, _ = r.step()
     assert [start.request_id for start in plan.started] == ["c"] and plan.dropped == ("b",)
@@ -540,11 +542,11 @@ def test_a_request_that_is_aborted_while_a_step_runs_again_takes_no_token_from_i
     for _ in range(4):
         r.step()
     plan = r.scheduler.plan()
-    assert r.scheduler.next_tokens
+    assert r.scheduler.steady
     gone = r.scheduler.abort("a")
     known = gone.num_tokens
-    r.scheduler.commit(plan, r.execute(plan))
-    assert gone.num_tokens == known and r.scheduler._in_flight == []
+    r.scheduler.commit(r.runner.execute(plan))
+    assert gone.num_tokens == known and not r.scheduler.steady
     assert r.step()[0].dropped == ("a",)
     r.run()
     r.assert_answers()

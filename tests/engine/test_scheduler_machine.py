@@ -2,7 +2,8 @@
 
 Hypothesis chooses the limits (page size, pool, seats, budget, policy, chunks, prefix cache) and the
 events: requests of every kind (guided ones too), steps, aborts and failures between and during
-steps, stop strings, rollbacks, cache resets, the passing of time. After each event the books are
+steps, stop strings, rollbacks, cache resets, the passing of time. Up to three batches are in
+flight, and a scripted drafter is right, wrong or partly right. After each event the books are
 checked; each answer must be what the request alone would have got.
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 import pytest
-from fake_runner import expected_tokens
+from fake_runner import VOCAB, expected_tokens
 from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -21,7 +22,9 @@ from hypothesis.stateful import (
     rule,
 )
 
+from sdk.engine.drafts import Drafts
 from sdk.engine.elastic import ElasticPages
+from sdk.engine.guides import in_prefill
 from sdk.engine.kept_prefixes import KeptPrefixes
 from sdk.errors import OutOfMemoryError, RequestError
 from sdk.quant.spec import KVSpec
@@ -29,6 +32,19 @@ from sdk.quant.spec import KVSpec
 SPEC = KVSpec(num_layers=1, kv_heads=1, head_dim=8, page_size=4)  # pins do not look into pages
 
 PAGE = 4  # prompts are made of runs this long, so that they share pages whatever the page size
+
+
+class ScriptedDrafter:
+    """Knows how each answer goes on, and says so, or something else from some token on."""
+
+    def propose(self, request, most):
+        known = request.num_tokens
+        prompt = request.token_ids[: request.num_prompt_tokens]
+        answer = expected_tokens(prompt, request.num_output_tokens + most)
+        right = answer[request.num_output_tokens :]
+        count = known * 7 % (most + 2)  # right ones; one more than there are: all of them
+        wrong = [(token + 1) % VOCAB for token in right[count:]]
+        return (right[:count] + wrong)[: known % 5]  # sometimes fewer, or none
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -57,6 +73,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         eos=st.sampled_from([False, False, True]),
         swap=st.sampled_from([0, 1, 3, 40]),
         bits=st.sampled_from([(16,), (16, 8), (16, 8, 4)]),
+        in_flight=st.sampled_from([1, 1, 2, 3]),
+        least_beside=st.sampled_from([0, 1, 4]),
+        drafts=st.sampled_from([0, 0, 1, 4]),
     )
     def start(
         self,
@@ -71,6 +90,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         eos,
         swap,
         bits,
+        in_flight,
+        least_beside,
+        drafts,
     ) -> None:
         least = max_num_seqs if chunked else max(max_num_seqs, max_model_len)
         self.rig = self.rig_class(
@@ -87,6 +109,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             eos_token_ids=frozenset(range(0, 1000, 20)) if eos else frozenset(),
         )
         self.longest = min(max_model_len - 1, pages * page_size)
+        self.rig.scheduler.batches_in_flight = in_flight
+        self.rig.scheduler.least_beside = least_beside
+        if drafts:
+            self.rig.scheduler.drafts = Drafts(ScriptedDrafter(), drafts)
 
     # Events
 
@@ -154,20 +180,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         alive = [r for r in rig.requests.values() if not r.finished]
         rig.now += 0.25
         rig.runner.errors = errors or {}
-        running = set(scheduler._running)
-        plan = scheduler.plan()
-        scheduler.check()
-        self.check_turns(plan, running)
+        while self.launch(scheduler) and len(rig.runner.launched) < scheduler.batches_in_flight:
+            pass
         alive = [r for r in alive if not r.finished]  # not those whose deadline has come
-        counts = dict(plan.num_tokens)
-        assert len(counts) == len(plan.num_tokens), "a request is twice in a step"
-        assert sum(counts.values()) <= rig.config.max_num_batched_tokens
-        assert len(counts) <= rig.config.max_num_seqs
-        assert all(num > 0 for num in counts.values())
-        assert bool(counts) == bool(alive), "nothing runs though somebody waits"
+        in_flight = {row.request_id for plan, _, _ in rig.runner.launched for row in plan.rows}
+        assert bool(in_flight) or not alive, "nothing runs though somebody waits"
         if alive:
             first = min(alive, key=self.turn)
-            held_up = not any(one.request_id in counts for one in first.sequences)
+            held_up = not any(one.request_id in in_flight for one in first.sequences)
             # It may wait for a prefix that another is computing, or (priorities) for those who
             # run already: they end, so it runs after a bounded number of steps.
             self.steps_of_first = self.steps_of_first + 1 if held_up else 0
@@ -175,9 +195,34 @@ class SchedulerMachine(RuleBasedStateMachine):
         if during is not None:
             during()
             scheduler.check()
-        rig.updates += scheduler.commit(plan, rig.execute(plan))
+        rig.updates += scheduler.commit(rig.runner.result())
         assert not rig.runner.errors
         scheduler.check()
+
+    def launch(self, scheduler, *, heard: bool = True) -> bool:
+        """Plan a step, check it and have it run; False: there is none."""
+        rig = self.rig
+        running = set(scheduler._running)
+        plan = scheduler.plan()
+        scheduler.check()
+        if plan is None:
+            assert rig.runner.launched, "nothing is in flight, and nothing is planned"
+            return False
+        self.check_turns(plan, running)
+        counts = {row.request_id: row.num_tokens for row in plan.rows}
+        assert len(counts) == len(plan.rows), "a request is twice in a step"
+        assert sum(counts.values()) <= rig.config.max_num_batched_tokens
+        assert len(counts) <= rig.config.max_num_seqs
+        assert all(num > 0 for num in counts.values())
+        if heard:
+            rig.runner.launch(plan)
+        return True
+
+    def settle(self) -> None:
+        """Commit what is in flight."""
+        while self.rig.runner.launched:
+            self.rig.updates += self.rig.scheduler.commit(self.rig.runner.result())
+            self.rig.scheduler.check()
 
     def turn(self, request):
         """Who is first, as the policy says."""
@@ -191,10 +236,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         ]
         if not started:
             return
-        counts = dict(plan.num_tokens)
+        counts = {row.request_id for row in plan.rows}
+        counts |= {row.request_id for plan, _, _ in self.rig.runner.launched for row in plan.rows}
         for request in self.rig.scheduler._running:
             ran = any(one.request_id in counts for one in request.sequences)
-            assert ran or request not in running
+            # those who decode may wait for others who do, to run together
+            waits = self.rig.scheduler.batches_in_flight > 1 and not in_prefill(request)
+            assert ran or waits or request not in running
         for request in self.rig.scheduler._waiting:
             early = self.turn(request) < max(map(self.turn, started))
             assert not early or request.waits_for is not None, "overtaken"
@@ -240,6 +288,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if (request_id := self.someone(data, running=True)) is None:
             return
         request = self.rig.requests[request_id]
+        self.settle()
         before = request.num_computed, request.num_preemptions
         held: list[int] = []
         self.do_step(
@@ -257,9 +306,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(heard=st.booleans())
     def roll_back(self, heard: bool) -> None:
         """A step is interrupted after the ranks did all of it, or nothing."""
-        plan = self.rig.scheduler.plan()
-        if heard:
-            self.rig.execute(plan)
+        self.launch(self.rig.scheduler, heard=heard)
+        self.rig.runner.launched.clear()
         self.rig.scheduler.rollback()
         assert self.rig.scheduler.num_running == 0
         self.check_nothing_is_held()
@@ -297,6 +345,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """What runs is preempted where it must be; the first in order goes on."""
         pool = self.rig.pool
         elastic = ElasticPages(self.rig.scheduler, self.rig.runner)
+        self.settle()
         before = pool.capacity
         fewer = data.draw(st.integers(elastic.least, before))
         with pytest.raises(RequestError, match="resize: 0 KV pages"):
@@ -306,6 +355,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.rig.scheduler.check()
         for _ in range(times):
             self.do_step()
+        self.settle()
         elastic.trim()
         assert pool.num_cached == 0
         elastic.resize(before)
@@ -338,6 +388,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.do_step()
         else:
             raise AssertionError("requests starve")
+        self.settle()
         self.do_step()  # the ranks hear of the last that ended
         self.check_nothing_is_held()
         assert not self.rig.scheduler.prefixes.promised
@@ -354,7 +405,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         negative = None if guide is None else guide.token_ids[: guide.num_prompt_tokens]
         assert output == expected_tokens(prompt, len(output), negative)
         updates = [update for update in self.rig.updates if update.request is request]
-        sampled = [update.sampled.token_id for update in updates if update.sampled is not None]
+        sampled = [one.token_id for update in updates for one in update.sampled]
         assert sampled == output, "a token was reported twice or never"
         if request_id in self.ended:
             assert reason == self.ended[request_id]

@@ -15,7 +15,6 @@ from fake_card import on_a_card
 
 from sdk import LLM, OutOfMemoryError, RequestError, SamplingParams
 from sdk.engine.kv_cache import KVCache
-from sdk.engine.runner import ModelRunner
 
 PROMPTS = [[5, 9, 30, 31, 200, 17], [44, 8], [7, 7, 7], [3, 1, 4, 1, 5, 9, 2, 6, 5]]
 PARAMS = SamplingParams(temperature=0.8, top_k=20, seed=1, max_tokens=24, ignore_eos=True)
@@ -42,10 +41,9 @@ def answers(llm: LLM) -> list[list[int]]:
     ids=["plain", "with a swap space", "with centres of keys"],
 )
 def test_asleep_nobody_holds_the_cache_and_awake_the_answers_are_the_same(
-    path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, str]
+    path: Path, options: dict[str, str]
 ) -> None:
-    with on_a_card(path, **OPTIONS, **options) as (llm, card):
-        monkeypatch.setattr(ModelRunner, "record", lambda self: self.use_graphs(card))
+    with on_a_card(path, **OPTIONS, **options) as (llm, _):
         expected = answers(llm)
         memory = weakref.ref(llm._runner().kv._memory)
         llm.sleep()
@@ -61,7 +59,6 @@ def test_trim_gives_back_the_recorded_steps_of_an_idle_engine(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with on_a_card(path, **OPTIONS) as (llm, card):
-        monkeypatch.setattr(ModelRunner, "record", lambda self: self.use_graphs(card))
         expected, graphs = answers(llm), card.graphs
         assert card.pool.living
         llm.trim()
@@ -86,7 +83,7 @@ def test_an_engine_that_records_nothing_sleeps_too(path: Path) -> None:
         llm.sleep()
         llm.wake_up()
         assert answers(llm) == expected
-        assert llm._runner().eager_reason == "enforce_eager"
+        assert llm._runner().strategy.eager_reason == "enforce_eager"
 
 
 def test_an_llm_whose_pages_cannot_be_had_again_sleeps_on_until_they_can(

@@ -142,7 +142,7 @@ def test_a_step_that_was_interrupted_leaves_nothing_that_is_not_known(rig, heard
     assert {type(copy) for copy in plan.copies} == {Swap, Move}
     assert {copy.out for copy in plan.copies if isinstance(copy, Swap)} == {True, False}
     if heard:
-        r.execute(plan)
+        r.runner.execute(plan)
     r.scheduler.rollback()
     r.scheduler.check()
     written = {copy.slot for copy in plan.copies if isinstance(copy, Swap) and copy.out}

@@ -57,7 +57,15 @@ class FakeRunner:
         self.steps = 0
         fail(config.faults.get((mesh.rank, 0)), config.folder)
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> FakeRunner:
+        """Runs the step; the result is asked for next."""
+        self.found = self._step(plan)
+        return self
+
+    def result(self) -> StepResult:
+        return self.found
+
+    def _step(self, plan: StepPlan) -> StepResult:
         self.steps += 1
         fail(self.config.faults.get((self.mesh.rank, plan.step_id)), self.config.folder)
         parts = torch.arange(64.0).reshape(8, 8).chunk(self.mesh.size, dim=1)
@@ -77,12 +85,14 @@ class FakeRunner:
             },
         )
 
-    def execute_again(self, plan: StepPlan, tokens: list[int]) -> list[int]:
-        self.execute(plan)
-        return [token + 1 for token in tokens]
-
     def close(self) -> None:
         self.closed += 1
+
+
+def run_step(executor, plan: StepPlan) -> StepResult:
+    """One step, from its launch to its result."""
+    executor.launch(plan)
+    return executor.result()
 
 
 def whereabouts(runner: FakeRunner, broken_rank: int | None = None) -> tuple[int, int]:

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 import sdk
-from sdk.engine.plan import StepPlan
+from sdk.engine.plan import StepPlan, StepResult
 from sdk.errors import AlignmentError, EngineClosedError, EngineDeadError
 from sdk.executors.local import LocalExecutor
 from sdk.executors.process import ProcessExecutor
@@ -59,8 +59,13 @@ def started(ranks: ModuleType) -> Iterator[Callable[..., ProcessExecutor]]:
         executor.close()
 
 
+def run_step(executor: ProcessExecutor, plan: StepPlan) -> StepResult:
+    executor.launch(plan)
+    return executor.result()
+
+
 def worker_of(executor: ProcessExecutor) -> int:
-    return int(executor.execute(StepPlan(100)).hidden["pids"][1])
+    return int(run_step(executor, StepPlan(100)).hidden["pids"][1])
 
 
 def settle() -> tuple[int, int]:
@@ -74,27 +79,27 @@ def test_a_function_runs_on_every_rank_between_steps(ranks: ModuleType, started)
     assert alone.on_ranks(ranks.whereabouts) == [(0, 0)]
     alone.close()
     executor = started()
-    executor.execute(StepPlan(1))
+    run_step(executor, StepPlan(1))
     assert executor.on_ranks(ranks.whereabouts) == [(0, 1), (1, 1)]
-    assert executor.execute(StepPlan(2)).step_id == 2
+    assert run_step(executor, StepPlan(2)).step_id == 2
     with pytest.raises(EngineDeadError, match="rank 1 failed: AlignmentError: 7 heads"):
         executor.on_ranks(ranks.whereabouts, 1)
     with pytest.raises(EngineDeadError, match="a rank was lost in an earlier step"):
-        executor.execute(StepPlan(3))
+        run_step(executor, StepPlan(3))
 
 
 @pytest.mark.slow
 def test_any_number_of_ranks_gives_the_same_sums(ranks: ModuleType, started) -> None:
     alone = LocalExecutor(ranks.FakeRunner, ranks.FakeConfig())
     alone.start()
-    expected = alone.execute(StepPlan(1)).hidden
+    expected = run_step(alone, StepPlan(1)).hidden
     for size in (2, 4):
         executor = started(size=size)
-        found = executor.execute(StepPlan(1)).hidden
+        found = run_step(executor, StepPlan(1)).hidden
         assert found["sum"] == expected["sum"] and found["double"] == expected["double"]
         assert len(set(found["pids"])) == size and found["pids"][0] == os.getpid()
         assert found["ignores_sigint"] == [0.0] + [1.0] * (size - 1)
-        assert executor.execute(StepPlan(2)).step_id == 2
+        assert run_step(executor, StepPlan(2)).step_id == 2
     alone.close()
 
 
@@ -102,10 +107,11 @@ def test_two_executors_work_side_by_side(started) -> None:
     one, two = started(), started()
     for step in range(3):
         assert (
-            one.execute(StepPlan(step)).hidden["sum"] == two.execute(StepPlan(step)).hidden["sum"]
+            run_step(one, StepPlan(step)).hidden["sum"]
+            == run_step(two, StepPlan(step)).hidden["sum"]
         )
     one.close()
-    assert two.execute(StepPlan(9)).step_id == 9
+    assert run_step(two, StepPlan(9)).step_id == 9
 
 
 @pytest.mark.slow
@@ -127,7 +133,7 @@ def test_the_own_factory_builds_rank_0_and_is_never_pickled(ranks: ModuleType, s
         return ranks.FakeRunner(config, mesh)
 
     executor = started(own_factory=own)
-    assert built == [0] and executor.execute(StepPlan(1)).step_id == 1
+    assert built == [0] and run_step(executor, StepPlan(1)).step_id == 1
     assert executor.runner.steps == 1
 
 
@@ -136,9 +142,9 @@ def test_a_worker_killed_between_steps_is_named(started, eventually: Poll) -> No
     worker = psutil.Process(worker_of(executor))
     worker.kill()
     with pytest.raises(EngineDeadError, match=r"rank 1 was killed \(SIGKILL"):
-        executor.execute(StepPlan(1))
+        run_step(executor, StepPlan(1))
     with pytest.raises(EngineDeadError, match="earlier step: rank 1 was killed"):
-        executor.execute(StepPlan(2))
+        run_step(executor, StepPlan(2))
 
 
 @pytest.mark.parametrize(
@@ -158,9 +164,9 @@ def test_a_worker_killed_between_steps_is_named(started, eventually: Poll) -> No
 )
 def test_a_worker_lost_in_a_step_ends_the_step(started, fault: str, message: str) -> None:
     executor = started({(1, 2): fault})
-    assert executor.execute(StepPlan(1)).step_id == 1
+    assert run_step(executor, StepPlan(1)).step_id == 1
     with pytest.raises(EngineDeadError, match=message):
-        executor.execute(StepPlan(2))
+        run_step(executor, StepPlan(2))
     executor.close()
 
 
@@ -168,13 +174,13 @@ def test_a_worker_lost_in_a_step_ends_the_step(started, fault: str, message: str
 def test_of_several_failures_the_cause_is_named_and_not_its_consequences(started) -> None:
     executor = started({(2, 1): "kill"}, size=4)
     with pytest.raises(EngineDeadError, match=r"^rank 2 was killed"):
-        executor.execute(StepPlan(1))
+        run_step(executor, StepPlan(1))
 
 
 def test_a_worker_that_is_stuck_is_given_up(started) -> None:
     executor = started({(1, 1): "stop"}, collective_s=1.0)
     with pytest.raises(EngineDeadError, match=r"rank 1 is alive but does not answer \(all_reduce"):
-        executor.execute(StepPlan(1))
+        run_step(executor, StepPlan(1))
 
 
 @pytest.mark.slow
@@ -183,15 +189,18 @@ def test_a_worker_stuck_after_its_last_sum_is_given_up(started, tmp_path: Path) 
     os.kill(worker_of(executor), signal.SIGSTOP)
 
     class Lonely:
-        def execute(self, plan):
-            return None
+        def launch(self, plan):
+            return self
+
+        def result(self):
+            return StepResult(1)
 
         def close(self):
             pass
 
     executor._runner = Lonely()
     with pytest.raises(EngineDeadError, match=r"does not answer \(rank 1: no answer within 1 s\)"):
-        executor.execute(StepPlan(1))
+        run_step(executor, StepPlan(1))
 
 
 @pytest.mark.parametrize(
@@ -205,22 +214,22 @@ def test_an_error_of_rank_0_ends_the_workers(started, fault: str, message: str) 
     executor = started({(0, 1): fault})
     worker = worker_of(executor)
     with pytest.raises(EngineDeadError, match=message):
-        executor.execute(StepPlan(1))
+        run_step(executor, StepPlan(1))
     assert not psutil.pid_exists(worker)
 
 
 def test_an_interrupt_in_rank_0_is_raised_on_and_ends_the_workers(started) -> None:
     executor = started({(0, 1): "interrupt"})
     with pytest.raises(KeyboardInterrupt):
-        executor.execute(StepPlan(1))
+        run_step(executor, StepPlan(1))
     with pytest.raises(EngineDeadError, match="earlier step"):
-        executor.execute(StepPlan(2))
+        run_step(executor, StepPlan(2))
 
 
 def test_ctrl_c_does_not_reach_the_worker(started) -> None:
     executor = started()
     os.kill(worker_of(executor), signal.SIGINT)
-    assert executor.execute(StepPlan(1)).step_id == 1
+    assert run_step(executor, StepPlan(1)).step_id == 1
 
 
 @pytest.mark.parametrize(
@@ -266,7 +275,7 @@ def test_a_factory_the_worker_cannot_import_is_reported(
     with pytest.raises(EngineDeadError, match=r"rank 1 failed: ModuleNotFoundError.*rank_runner"):
         executor.start()
     with pytest.raises(EngineDeadError, match="did not start"):
-        executor.execute(StepPlan(1))
+        run_step(executor, StepPlan(1))
     executor.close()
 
 
@@ -298,7 +307,7 @@ def test_close_is_idempotent_and_final(ranks: ModuleType, started) -> None:
     executor.close()
     assert runner.closed == 1
     with pytest.raises(EngineClosedError, match="was closed"):
-        executor.execute(StepPlan(1))
+        run_step(executor, StepPlan(1))
     with pytest.raises(EngineClosedError, match="not running"):
         executor.runner  # noqa: B018
     unused = ProcessExecutor(ranks.FakeRunner, ranks.FakeConfig(), 2)
@@ -317,7 +326,7 @@ def test_close_while_a_step_runs_lets_it_finish_or_ends_it(
 
     def step() -> None:
         try:
-            outcome.append(executor.execute(StepPlan(1)).step_id)
+            outcome.append(run_step(executor, StepPlan(1)).step_id)
         except EngineClosedError as error:
             outcome.append(str(error))
 
@@ -339,7 +348,7 @@ def test_many_starts_leave_no_descriptors_and_threads(started) -> None:
     before = settle()
     for _ in range(5):
         executor = started()
-        executor.execute(StepPlan(1))
+        run_step(executor, StepPlan(1))
         executor.close()
     assert settle() == before
 
@@ -360,7 +369,7 @@ def test_an_executor_outlives_the_thread_that_started_it(started) -> None:
     thread = threading.Thread(target=lambda: made.append(started()))
     thread.start()
     thread.join()
-    assert made[0].execute(StepPlan(1)).step_id == 1
+    assert run_step(made[0], StepPlan(1)).step_id == 1
 
 
 def test_a_forked_child_neither_uses_nor_ends_the_ranks(started) -> None:
@@ -369,20 +378,20 @@ def test_a_forked_child_neither_uses_nor_ends_the_ranks(started) -> None:
     if pid == 0:
         code = 1
         try:
-            executor.execute(StepPlan(1))
+            run_step(executor, StepPlan(1))
         except EngineClosedError:
             code = 0
         executor.close()
         executor._finalizer()  # what an ordinary exit of the child would do
         os._exit(code)
     assert os.waitpid(pid, 0)[1] == 0
-    assert executor.execute(StepPlan(2)).step_id == 2
+    assert run_step(executor, StepPlan(2)).step_id == 2
 
 
 @pytest.mark.slow
 def test_a_talkative_worker_fills_no_disk(started, eventually: Poll) -> None:
     executor = started({(1, 1): "chatter"})
-    executor.execute(StepPlan(1))
+    run_step(executor, StepPlan(1))
     child = executor._children._children[0]
     assert eventually(lambda: os.fstat(child._stderr.fileno()).st_size == 0)
 
@@ -396,7 +405,7 @@ def test_nothing_of_the_host_changes(started) -> None:
 
     before = state()
     executor = started()
-    executor.execute(StepPlan(1))
+    run_step(executor, StepPlan(1))
     assert state() == before
     executor.close()
     assert state() == before
@@ -406,11 +415,12 @@ SCRIPT = """\
 import os, sys
 sys.path[:0] = {path!r}
 import rank_runner
+from rank_runner import run_step
 from sdk.engine.plan import StepPlan
 from sdk.executors.process import ProcessExecutor
 executor = ProcessExecutor(rank_runner.FakeRunner, rank_runner.FakeConfig(), 2)
 executor.start()
-print("worker", int(executor.execute(StepPlan(1)).hidden["pids"][1]), flush=True)
+print("worker", int(run_step(executor, StepPlan(1)).hidden["pids"][1]), flush=True)
 """
 
 
@@ -490,7 +500,7 @@ def test_a_forked_child_of_a_host_exits_in_the_ordinary_way(tmp_path: Path) -> N
         tmp_path,
         "pid = os.fork()\nif pid == 0:\n    sys.exit(5)\n"
         "print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
-        "print(executor.execute(StepPlan(2)).step_id)\n",
+        "print(run_step(executor, StepPlan(2)).step_id)\n",
     )
     worker_named(host)
     output = rest_of(host)

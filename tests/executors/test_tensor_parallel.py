@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sdk.engine.plan import RequestStart, Sampled, StepPlan
+from sdk.engine.plan import RequestStart, StepPlan, StepResult, StepRow
 from sdk.engine.runner import ModelRunner
 from sdk.engine.runner_config import RunnerConfig
 from sdk.executors.local import LocalExecutor
@@ -16,8 +16,11 @@ from sdk.params import SamplingParams
 PROMPTS = {"a": tuple(range(3, 40)), "b": (7, 300, 12)}
 
 
-def decode(executor, steps: int) -> list[dict[str, Sampled]]:
-    """Prefill ``a`` in two chunks beside ``b``, then decode both greedily."""
+def decode(executor, steps: int, drafts: dict[int, tuple[int, ...]] | None = None):
+    """Prefill ``a`` in two chunks beside ``b``, then decode both greedily; the results.
+
+    ``drafts``: those behind the token of ``b``, by step.
+    """
     params = SamplingParams(
         temperature=0, logprobs=1, prompt_logprobs=1, logits_processors=[lambda _, row: row]
     )
@@ -26,22 +29,24 @@ def decode(executor, steps: int) -> list[dict[str, Sampled]]:
         for i, (name, ids) in enumerate(PROMPTS.items())
     )
     executor.start()
-    results = [executor.execute(StepPlan(0, (("a", 20), ("b", 3)), started))]
-    tokens = {"b": results[0].sampled["b"].token_id}
-    appended = (("b", (tokens["b"],)),)
-    results.append(executor.execute(StepPlan(1, (("a", 17), ("b", 1)), appended=appended)))
-    for step in range(2, steps):
-        appended = tuple((name, (s.token_id,)) for name, s in results[-1].sampled.items())
-        plan = StepPlan(step, (("a", 1), ("b", 1)), appended=appended)
-        results.append(executor.execute(plan))
+    results: list[StepResult] = []
+    for step in range(steps):
+        num, outputs = [(20, 0), (17, 1), (1, 1)][min(step, 2)]
+        guesses = (drafts or {}).get(step, ())
+        more = len(guesses)
+        rows = (
+            StepRow("a", num, outputs),
+            StepRow("b", (1 if step else 3) + more, 1 + more, guesses),
+        )
+        executor.launch(StepPlan(step, rows, () if step else started))
+        results.append(executor.result())
     executor.close()
     return results
 
 
-@pytest.mark.parametrize("checkpoint", ["arch-llama3/hf", "gguf-Q4_0/model.gguf"])
-def test_two_ranks_choose_the_tokens_of_one(golden: Path, checkpoint: str) -> None:
-    config = RunnerConfig(
-        str(golden / checkpoint),
+def config_of(path: Path) -> RunnerConfig:
+    return RunnerConfig(
+        str(path),
         num_pages=17,
         page_size=16,
         kv_dtype="float32",
@@ -49,14 +54,37 @@ def test_two_ranks_choose_the_tokens_of_one(golden: Path, checkpoint: str) -> No
         max_num_seqs=8,
         max_num_batched_tokens=128,
         num_threads=1,
+        max_draft_tokens=3,
         compute="exact",
     )
+
+
+def test_drafts_are_accepted_on_all_ranks(golden: Path) -> None:
+    """Right ones, wrong ones and a right one before a wrong one; ranks agree on what was kept."""
+    config = config_of(golden / "arch-llama3/hf")
+    plain = [result.tokens[1] for result in decode(LocalExecutor(ModelRunner, config), 9)]
+    answer = [token for tokens in plain for token in tokens]
+    drafts = {
+        2: (answer[2], answer[3]),  # both are right: the step gives three tokens
+        3: (answer[5], (answer[6] + 1) % 400),  # the first is right
+        4: ((answer[7] + 1) % 400,),
+    }
+    for executor in (LocalExecutor(ModelRunner, config), ProcessExecutor(ModelRunner, config, 2)):
+        found = [result.tokens[1] for result in decode(executor, 6, drafts)]
+        assert [len(tokens) for tokens in found] == [1, 1, 3, 2, 1, 1]
+        assert [token for tokens in found for token in tokens] == answer
+
+
+@pytest.mark.parametrize("checkpoint", ["arch-llama3/hf", "gguf-Q4_0/model.gguf"])
+def test_two_ranks_choose_the_tokens_of_one(golden: Path, checkpoint: str) -> None:
+    config = config_of(golden / checkpoint)
     one = decode(LocalExecutor(ModelRunner, config), 6)
     two = decode(ProcessExecutor(ModelRunner, config, 2), 6)
     for alone, parallel in zip(one, two, strict=True):
-        assert alone.sampled.keys() == parallel.sampled.keys()
-        for name, expected in alone.sampled.items():
-            found = parallel.sampled[name]
+        assert alone.tokens == parallel.tokens and alone.tokens[1]
+        assert alone.details.keys() == parallel.details.keys()
+        for name, (expected,) in alone.details.items():
+            (found,) = parallel.details[name]
             assert found.token_id == expected.token_id
             assert found.logprob == pytest.approx(expected.logprob, abs=1e-4)
         assert alone.prompt_logprobs.keys() == parallel.prompt_logprobs.keys()

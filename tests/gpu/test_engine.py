@@ -13,8 +13,8 @@ from fake_card import on_a_card
 from sdk import LLM, SamplingParams
 from sdk.kernels import registry
 from sdk.kernels.gpu import GpuBackend
-from sdk.kernels.gpu.graphs import bucket_of, buckets
 from sdk.kernels.ops import Ops
+from sdk.kernels.sized_graphs import bucket_of, buckets
 
 PROMPTS = [[5, 9, 30, 31, 200, 17], [44, 8]]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=3, logprobs=1)
@@ -105,7 +105,7 @@ def test_steps_filled_up_to_a_bucket_give_the_same_answers(
 
     with on_a_card(path, **limits) as (llm, _):
         found, runner = bits(llm), llm._runner()
-        decoding, pieces = runner._ahead.graphs.captured, runner._pieces.captured
+        decoding, pieces = runner.strategy.decodes.graphs.captured, runner.strategy.pieces.captured
         assert (4, False) in decoding.sizes  # the bucket of three requests
         # 6 tokens and the first of 2; then a decoding request and 1 + 3 tokens, filled up
         assert pieces.sizes == [7]

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from sdk.engine.inputs import Running, StepInputs
+from sdk.engine.inputs import StepInputs
 from sdk.engine.kv_cache import KVCache, kv_spec
-from sdk.engine.plan import RequestStart
+from sdk.engine.plan import RequestStart, StepRow
+from sdk.engine.running import Running
+from sdk.engine.work import Work
 from sdk.kernels.graph import CaptureError
 from sdk.kernels.ops import Ops
 from sdk.models.auto import build_model
@@ -37,7 +39,7 @@ class Steps:
         self.model, self.ops = model, ops
         c = model.config
         self.kv = KVCache(kv_spec(c, c.num_kv_heads, PAGE_SIZE, "float32"), 40)
-        self.inputs = StepInputs(TOKENS, REQUESTS, MAX_LEN, PAGE_SIZE)
+        self.inputs = StepInputs(TOKENS, REQUESTS, REQUESTS, MAX_LEN, PAGE_SIZE)
         self.requests = [
             Running(
                 RequestStart(
@@ -61,8 +63,13 @@ class Steps:
         return hidden, self.model.logits(self.ops.select_rows(hidden, self.inputs.output_rows))
 
     def run(self, counts: dict[int, int], outputs: list[int]) -> tuple[Tensor, Tensor]:
-        rows = [(self.requests[i], count) for i, count in counts.items()]
-        tokens = self.inputs.fill(rows, outputs)
+        running, rows = [self.requests[i] for i in counts], []
+        for i, count in counts.items():
+            end = sum(row.num_tokens for row in rows) + count
+            rows.append(StepRow(f"r{i}", count, int(end - 1 in outputs)))
+        work = Work(rows, running, range(len(rows)))
+        assert work.outputs == outputs
+        tokens = self.inputs.fill(work)
         if self.graph is not None:
             self.graph.replay(tokens=tokens, outputs=len(outputs), requests=len(rows))
             hidden, logits = self.graph.result
@@ -72,7 +79,7 @@ class Steps:
             hidden = self.model(self.inputs.token_ids[:tokens], batch, self.kv.layers)
             chosen = self.ops.select_rows(hidden, self.inputs.output_rows[: len(outputs)])
             logits = self.model.logits(chosen)
-        for request, count in rows:
+        for request, count in zip(running, counts.values(), strict=True):
             request.num_computed += count
         return hidden[:tokens].clone(), logits[: len(outputs)].clone()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from sdk.engine.plan import Sampled
 from sdk.kernels.ops import Ops
 from sdk.kernels.sampling import SampleBuffers, Shape, join_draws
 from sdk.params import SamplingParams
+from sdk.sampling.draws import Draw
 from sdk.sampling.processors import process
 from sdk.sampling.resolved import ResolvedParams, resolve
 from sdk.sampling.sampler import Sampler
@@ -90,6 +92,15 @@ def test_token_by_token_the_shape_becomes_that_of_the_whole_text(
     assert result(state.shape()) == process(row(), state).tolist()
 
 
+def drawn_by(params: SamplingParams, prompt: Sequence[int] = ()) -> Draw:
+    return Draw(RequestState(params, ResolvedParams(), prompt, ()))
+
+
+def write(draws: Sequence[Draw], buffers: SampleBuffers) -> None:
+    for row, draw in enumerate(draws):
+        draw.write(row, buffers)
+
+
 @pytest.mark.parametrize("name", [*KINDS, "all"])
 @pytest.mark.parametrize("drawn", [{"temperature": 0}, {"top_k": 9}, {"mirostat_mode": 2}])
 def test_the_draw_is_that_of_a_processed_row(ops: Ops, name: str, drawn: dict) -> None:
@@ -100,11 +111,11 @@ def test_the_draw_is_that_of_a_processed_row(ops: Ops, name: str, drawn: dict) -
         resolved = resolved_for(params)
         text = np.random.default_rng(seed).integers(0, 12, 30).tolist()
         sampler = Sampler(V, ops)
-        sampler.add("plain", SamplingParams(seed=seed))
-        sampler.add("changed", params, text[:9], text[9:], resolved)
+        plain = drawn_by(SamplingParams(seed=seed))
+        draws = [plain, Draw(RequestState(params, resolved, text[:9], text[9:]))]
         logits = torch.stack([row(seed), row(seed)])
         buffers = SampleBuffers(2)
-        sampler.write_draws(["plain", "changed"], buffers)
+        write(draws, buffers)
         ops.sample_into(logits, buffers)
         found = buffers.read(2)
         state = RequestState(params, resolved, text[:9], text[9:])
@@ -113,8 +124,8 @@ def test_the_draw_is_that_of_a_processed_row(ops: Ops, name: str, drawn: dict) -
         wanted = ops.sample(processed, join_draws([state.draw()], [uniform]))
         assert [column[1] for column in found] == [column[0] for column in wanted]
         assert torch.equal(logits, torch.stack([row(seed), row(seed)]))
-        results = sampler.collect(logits, ["plain", "changed"], found)
-        alone = sampler.sample(row(seed)[None], ["plain"])
+        results = sampler.collect(logits, draws, found)
+        alone = sampler.sample(row(seed)[None], [plain])
         assert results[0] == alone[0] and results[1].token_id == wanted.tokens[0]
         if state.mirostat:
             state.learn(wanted.probabilities[0])
@@ -142,25 +153,17 @@ def test_callbacks_see_what_is_forbidden_and_come_before_penalties(ops: Ops) -> 
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_draws_are_foreseen_only_where_later_tokens_change_nothing(ops: Ops, name: str) -> None:
-    sampler = Sampler(V, ops)
+def test_draws_are_foreseen_only_where_later_tokens_change_nothing(name: str) -> None:
     params = params_of({name}, seed=1)
-    sampler.add("plain", SamplingParams(temperature=0))
-    sampler.add("changed", params, (), (), resolved_for(params))
-    foreseen = sampler.drawing(["plain", "changed"])
-    assert (foreseen is not None) == (name in ("allowed", "bias"))
-    if foreseen is not None:
-        assert [row for row, _ in foreseen] == [1]
-    sampler.append("changed", [20] * 5)  # of which min_tokens are 5
-    foreseen = sampler.drawing(["plain", "changed"])
-    assert (foreseen is not None) == (name in ("allowed", "bias", "min_tokens"))
+    state = RequestState(params, resolved_for(params), (), ())
+    assert state.foreseeable == (name in ("allowed", "bias"))
+    state.append([20] * 5)  # of which min_tokens are 5
+    assert state.foreseeable == (name in ("allowed", "bias", "min_tokens"))
 
 
-def test_single_bad_tokens_are_foreseen(ops: Ops) -> None:
-    sampler = Sampler(V, ops)
+def test_single_bad_tokens_are_foreseen() -> None:
     resolved = ResolvedParams(bad_words=((7,), (8,)))
-    sampler.add("a", SamplingParams(bad_words=["x"], seed=1), (), (), resolved)
-    assert sampler.drawing(["a"]) is not None
+    assert RequestState(SamplingParams(bad_words=["x"]), resolved, (), ()).foreseeable
     state = RequestState(SamplingParams(bad_words=["x"]), resolved, [], [])
     shape = state.shape()
     state.append([7, 8, 9])
@@ -176,13 +179,13 @@ def test_another_process_makes_the_same_shape_of_what_it_is_sent() -> None:
 
 
 def test_a_row_is_drawn_as_its_next_request_wants(ops: Ops) -> None:
-    sampler, buffers = Sampler(V, ops), SampleBuffers(2)
-    sampler.add("biased", SamplingParams(temperature=0, logit_bias={5: 100}))
-    sampler.add("plain", SamplingParams(temperature=0))
+    buffers = SampleBuffers(2)
+    biased = drawn_by(SamplingParams(temperature=0, logit_bias={5: 100}))
+    plain = drawn_by(SamplingParams(temperature=0))
     logits = torch.stack([row(), row()])
     best = int(row().argmax())
-    for names, wanted in ((["biased", "plain"], [5, best]), (["plain", "biased"], [best, 5])):
-        sampler.write_draws(names, buffers)
+    for draws, wanted in (([biased, plain], [5, best]), ([plain, biased], [best, 5])):
+        write(draws, buffers)
         ops.sample_into(logits, buffers)
         assert buffers.read(2).tokens == wanted
 
@@ -190,13 +193,11 @@ def test_a_row_is_drawn_as_its_next_request_wants(ops: Ops) -> None:
 def test_what_overflows_as_it_changes_is_not_the_model_s(ops: Ops) -> None:
     sampler = Sampler(V, ops)
     params = SamplingParams(repetition_penalty=0.01, seed=1)
-    sampler.add("a", params, [3])
-    sampler.add("b", params, [3])
-    sampler.add("c", SamplingParams(seed=1))
+    draws = [drawn_by(one, [3]) for one in (params, params, SamplingParams(seed=1))]
     logits = torch.stack([row(), row(), row()])
     logits[:2, 3] = 3e38
     logits[1, 4] = float("nan")
-    a, b, c = sampler.sample(logits, ["a", "b", "c"])
+    a, b, c = sampler.sample(logits, draws)
     assert a == "logits are not finite after the request's processors: their maximum is inf"
     assert b == "the model's logits are not finite: their maximum is nan"
     assert isinstance(c, Sampled)

@@ -13,6 +13,7 @@ from sdk.engine.plan import Sampled
 from sdk.errors import RequestError
 from sdk.kernels.ops import Ops
 from sdk.params import SamplingParams
+from sdk.sampling.draws import Draw
 from sdk.sampling.processors import process
 from sdk.sampling.resolved import ResolvedParams, resolve
 from sdk.sampling.sampler import Sampler
@@ -29,6 +30,10 @@ def row() -> torch.Tensor:
 
 def processed(params: SamplingParams, prompt=(), output=(), resolved=None) -> torch.Tensor:
     return process(row(), RequestState(params, resolved or ResolvedParams(), prompt, output))
+
+
+def drawn(params: SamplingParams) -> Draw:
+    return Draw(RequestState(params, ResolvedParams(), (), ()))
 
 
 def banned(result: torch.Tensor) -> set[int]:
@@ -139,8 +144,8 @@ def test_a_spent_thinking_budget_forces_the_end_of_thinking(ops: Ops) -> None:
         result = processed(params, (), output, resolved)
         assert (banned(result) == set(range(V)) - {9}) is forced
     sampler = Sampler(V, ops)
-    sampler.add("a", params.clone(thinking_token_budget=0), (8,), (), resolved)
-    assert sampler.sample(row()[None], ["a"]) == [Sampled(9)]
+    state = RequestState(params.clone(thinking_token_budget=0), resolved, (8,), ())
+    assert sampler.sample(row()[None], [Draw(state)]) == [Sampled(9)]
 
 
 def test_user_processors_see_the_output_and_run_in_order(ops: Ops) -> None:
@@ -156,16 +161,18 @@ def test_user_processors_see_the_output_and_run_in_order(ops: Ops) -> None:
 
     sampler = Sampler(V, ops)
     params = SamplingParams(logits_processors=[first, second], temperature=0)
-    sampler.add("a", params, (1,), (2, 3))
-    assert sampler.sample(row()[None], ["a"]) == [Sampled(5)] and seen == [(2, 3)]
+    state = RequestState(params, ResolvedParams(), (1,), (2, 3))
+    assert sampler.sample(row()[None], [Draw(state)]) == [Sampled(5)] and seen == [(2, 3)]
 
 
 def test_a_user_processor_may_return_what_autograd_tracks(ops: Ops) -> None:
     weight = torch.ones(V, requires_grad=True)
     sampler = Sampler(V, ops)
-    sampler.add("a", SamplingParams(logits_processors=[lambda _, x: x * weight], seed=3))
-    sampler.add("b", SamplingParams(seed=3))
-    results = sampler.sample(torch.stack([row(), row()]), ["a", "b"])
+    draws = [
+        drawn(SamplingParams(logits_processors=[lambda _, x: x * weight], seed=3)),
+        drawn(SamplingParams(seed=3)),
+    ]
+    results = sampler.sample(torch.stack([row(), row()]), draws)
     assert isinstance(results[0], Sampled) and results[0] == results[1]
 
 
@@ -185,9 +192,11 @@ def broken(output, logits):
 )
 def test_a_misbehaving_user_processor_fails_its_request_alone(ops: Ops, processor, message) -> None:
     sampler = Sampler(V, ops)
-    sampler.add("bad", SamplingParams(logits_processors=[processor]))
-    sampler.add("good", SamplingParams(temperature=0))
-    bad, good = sampler.sample(torch.stack([row(), row()]), ["bad", "good"])
+    draws = [
+        drawn(SamplingParams(logits_processors=[processor])),
+        drawn(SamplingParams(temperature=0)),
+    ]
+    bad, good = sampler.sample(torch.stack([row(), row()]), draws)
     assert isinstance(good, Sampled) and isinstance(bad, str)
     with pytest.raises(AssertionError, match=message):
         raise AssertionError(bad)
@@ -196,8 +205,10 @@ def test_a_misbehaving_user_processor_fails_its_request_alone(ops: Ops, processo
 def test_parameters_that_leave_no_token_fail_the_request(ops: Ops) -> None:
     sampler = Sampler(V, ops)
     resolved = ResolvedParams(end_ids=(3,))
-    sampler.add("a", SamplingParams(allowed_token_ids=[3], min_tokens=1), (), (), resolved)
-    assert sampler.sample(row()[None], ["a"]) == ["the request's parameters forbid every token"]
+    state = RequestState(SamplingParams(allowed_token_ids=[3], min_tokens=1), resolved, (), ())
+    assert sampler.sample(row()[None], [Draw(state)]) == [
+        "the request's parameters forbid every token"
+    ]
 
 
 class Letters:

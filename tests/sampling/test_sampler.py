@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -13,7 +14,10 @@ from sdk.engine.plan import Sampled
 from sdk.errors import RequestError
 from sdk.kernels.ops import Ops
 from sdk.params import SamplingParams
+from sdk.sampling.draws import Draw
+from sdk.sampling.resolved import ResolvedParams
 from sdk.sampling.sampler import Sampler
+from sdk.sampling.state import RequestState
 from sdk.sampling.uniform import TOKEN, XTC, child_seed, uniform
 
 INF = float("inf")
@@ -26,9 +30,14 @@ def some_logits(rows: int, vocab: int, seed: int = 0) -> torch.Tensor:
 def sample_one(
     ops: Ops, row: torch.Tensor, params: SamplingParams, **more: object
 ) -> Sampled | str:
-    sampler = Sampler(row.shape[-1], ops)
-    sampler.add("a", params, **more)
-    return sampler.sample(row[None], ["a"])[0]
+    return Sampler(row.shape[-1], ops).sample(row[None], [drawn(params, **more)])[0]
+
+
+def drawn(
+    params: SamplingParams, prompt: Sequence[int] = (), output: Sequence[int] = (), **more: object
+) -> Draw:
+    resolved = more.pop("resolved", ResolvedParams())
+    return Draw(RequestState(params, resolved, prompt, output, **more))
 
 
 def test_uniforms_are_flat_independent_and_fixed_for_ever() -> None:
@@ -61,28 +70,18 @@ def test_mirostat_follows_its_definition_and_survives_a_preemption(ops: Ops) -> 
         expected.append(token)
         mus.append(mu)
     sampler = Sampler(50, ops)
-    sampler.add("a", params)
+    draw = drawn(params)
     got: list[int] = []
     for position, step in enumerate(steps):
-        assert sampler.sample(step, ["a"]) == sampler.sample(step, ["a"])  # asking is no commit
-        [sampled] = sampler.sample(step, ["a"])
+        assert sampler.sample(step, [draw]) == sampler.sample(step, [draw])  # asking is no commit
+        [sampled] = sampler.sample(step, [draw])
         got.append(sampled.token_id)
         assert sampled.mirostat_mu == pytest.approx(mus[position])
         if position in (0, 6, 7):  # preempted before it heard of the token that it sampled
-            sampler.drop("a")
-            sampler.add("a", params, (), got, mirostat_mu=sampled.mirostat_mu)
+            draw = drawn(params, (), got, mirostat_mu=sampled.mirostat_mu)
         else:
-            sampler.append("a", got[-1:])
+            draw.state.append(got[-1:])
     assert got == expected
-
-
-def test_a_sampler_keeps_nothing_of_requests_that_are_gone(ops: Ops) -> None:
-    sampler = Sampler(4, ops)
-    for i in range(3):
-        sampler.add(str(i), SamplingParams(mirostat_mode=2), (), (1,))
-        sampler.drop(str(i))
-    sampler.drop("never seen")
-    assert len(sampler) == 0
 
 
 def test_a_tiny_temperature_is_exact_and_zero_is_greedy(ops: Ops) -> None:
@@ -126,9 +125,12 @@ def test_a_row_is_bitwise_the_same_alone_batched_shuffled_and_with_any_threads(
 ) -> None:
     logits = some_logits(12, vocab, seed=5)
     sampler = Sampler(vocab, ops)
-    for i in range(12):
-        params = SamplingParams(seed=100 + i, **VARIANTS[i % len(VARIANTS)])
-        sampler.add(str(i), params, (1, 2, 3), tuple(range(i)))
+    draws = [
+        drawn(
+            SamplingParams(seed=100 + i, **VARIANTS[i % len(VARIANTS)]), (1, 2, 3), tuple(range(i))
+        )
+        for i in range(12)
+    ]
     order = list(range(12))
     random.Random(1).shuffle(order)
     before, outcomes = torch.get_num_threads(), []
@@ -136,9 +138,9 @@ def test_a_row_is_bitwise_the_same_alone_batched_shuffled_and_with_any_threads(
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            outcomes.append(sampler.sample(logits, [str(i) for i in range(12)]))
-            outcomes.append([sampler.sample(logits[i : i + 1], [str(i)])[0] for i in range(12)])
-            shuffled = sampler.sample(logits[order], [str(i) for i in order])
+            outcomes.append(sampler.sample(logits, draws))
+            outcomes.append([sampler.sample(logits[i : i + 1], [draws[i]])[0] for i in range(12)])
+            shuffled = sampler.sample(logits[order], [draws[i] for i in order])
             outcomes.append([shuffled[order.index(i)] for i in range(12)])
     finally:
         torch.set_num_threads(before)
@@ -150,16 +152,26 @@ def test_a_row_is_bitwise_the_same_alone_batched_shuffled_and_with_any_threads(
 def test_a_resumed_request_goes_on_as_if_nothing_happened(ops: Ops) -> None:
     params = SamplingParams(seed=3, repetition_penalty=1.2, no_repeat_ngram_size=2, top_p=0.9)
     steps = some_logits(20, 30, seed=8)
-    whole, resumed = Sampler(30, ops), Sampler(30, ops)
-    whole.add("a", params, (4, 5))
+    sampler, whole = Sampler(30, ops), drawn(params, (4, 5))
     output: list[int] = []
     for step in steps:
-        resumed.add("a", params, (4, 5), output)
-        expected = whole.sample(step[None], ["a"])[0]
-        assert resumed.sample(step[None], ["a"])[0] == expected
+        expected = sampler.sample(step[None], [whole])[0]
+        assert sampler.sample(step[None], [drawn(params, (4, 5), output)])[0] == expected
         output.append(expected.token_id)
-        whole.append("a", output[-1:])
-        resumed.drop("a")
+        whole.state.append(output[-1:])
+
+
+@pytest.mark.parametrize("values", [{}, {"repetition_penalty": 1.3, "frequency_penalty": 0.4}])
+def test_draws_behind_drafts_are_those_behind_the_same_tokens(ops: Ops, values: dict) -> None:
+    params = SamplingParams(seed=3, top_p=0.9, xtc_probability=0.5, xtc_threshold=0.1, **values)
+    logits = some_logits(5, 30, seed=8)
+    drafts = [7, 2, 7, 11]
+    state = drawn(params, (4, 5), (9,)).state
+    found = Sampler(30, ops).sample(logits, [Draw.behind(state, drafts[:n]) for n in range(5)])
+    expected = [
+        sample_one(ops, logits[n], params, prompt=(4, 5), output=(9, *drafts[:n])) for n in range(5)
+    ]
+    assert found == expected and state.output == [9]
 
 
 def test_the_host_s_random_state_is_left_alone(ops: Ops) -> None:
@@ -182,10 +194,8 @@ def test_the_host_s_numpy_error_settings_do_not_matter(ops: Ops) -> None:
 def test_a_row_that_is_not_finite_fails_alone(ops: Ops, values: dict) -> None:
     logits = some_logits(4, 20)
     logits[0, 3], logits[1, 4], logits[2] = float("nan"), INF, -INF
-    sampler = Sampler(20, ops)
-    for name in "abcd":
-        sampler.add(name, SamplingParams(seed=1, **values))
-    results = sampler.sample(logits, list("abcd"))
+    params = SamplingParams(seed=1, **values)
+    results = Sampler(20, ops).sample(logits, [drawn(params) for _ in range(4)])
     assert [isinstance(result, str) for result in results] == [True, True, True, False]
     assert all("not finite" in result for result in results[:3])
 

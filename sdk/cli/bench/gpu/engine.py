@@ -18,7 +18,7 @@ from sdk.cli.bench.gpu.rows import Finding, ratio, share
 from sdk.config import EngineConfig
 from sdk.engine.engine import Engine
 from sdk.errors import SdkError
-from sdk.kernels.gpu.graphs import token_buckets
+from sdk.kernels.sized_graphs import token_buckets
 from sdk.loading import Loaded, load
 from sdk.params import SamplingParams
 
@@ -79,7 +79,7 @@ def warm(card: Card, loaded: Loaded, requests: int) -> None:
     after the other.
     """
     engine, vocabulary = loaded.engine, loaded.model_config.vocab_size
-    most = loaded.runner.most_tokens_in_pieces
+    most = loaded.runner.strategy.most_tokens_in_pieces
     for tokens in token_buckets(most) if most else ():
         add(engine, f"prompt of {tokens}", vocabulary, tokens, 2)
         finish(engine)

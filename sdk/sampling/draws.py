@@ -1,0 +1,35 @@
+"""How one row of logits becomes a token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from sdk.kernels.sampling import GREEDY, SampleBuffers
+from sdk.sampling.state import RequestState
+from sdk.sampling.uniform import TOKEN
+
+
+class Draw(NamedTuple):
+    """The draw of a request's token ``ahead`` places after the next."""
+
+    state: RequestState
+    ahead: int = 0
+
+    @classmethod
+    def behind(cls, state: RequestState, drafts: Sequence[int]) -> Draw:
+        """The draw behind drafts, as if they were the request's tokens."""
+        if not drafts or state.foreseeable:
+            return cls(state, len(drafts))
+        state = state.fork()
+        state.append(drafts)
+        return cls(state)
+
+    def write(self, row: int, buffers: SampleBuffers) -> None:
+        """Tell the kernel. A row with callbacks is drawn greedily, and again after them."""
+        state, ahead = self
+        if state.greedy or state.processed:
+            buffers.set(row, GREEDY, 0.0)
+        else:
+            buffers.set(row, state.draw(ahead), state.uniform(TOKEN, ahead))
+        buffers.set_shape(row, state.shape())

@@ -1,0 +1,120 @@
+"""Each row of a step reaches the adapter it asks for, in every product, whoever runs beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sdk import LLM, SamplingParams
+from sdk.engine.drafts import Drafts
+from sdk.models.layers import Linear
+
+PROMPTS = [[5, 9, 30, 31, 200, 17, 8, 8, 1], [44, 8], [7, 7, 7], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]]
+SLOTS = [1, -1, 0, 1]
+PARAMS = SamplingParams(temperature=0.8, seed=2, max_tokens=12, ignore_eos=True, prompt_logprobs=0)
+OPTIONS: dict[str, Any] = {"max_model_len": 96, "max_num_batched_tokens": 8, "max_num_seqs": 4}
+
+
+class RankOne:
+    """``y[t] += (x[t] . a[slot]) b[slot]``, row by row: bits that do not depend on the batch."""
+
+    def __init__(self, seed: int, width: int, out: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.a = torch.randn(2, width, generator=generator) / width**0.5
+        self.b = torch.randn(2, out, generator=generator) * 0.7
+        self.rows = 0
+
+    def add(self, x: Tensor, y: Tensor, slots: Tensor) -> None:
+        assert slots.shape == x.shape[:1] and slots.dtype == torch.int32
+        self.rows += int((slots >= 0).sum())
+        for row, slot in enumerate(slots.tolist()):
+            if slot >= 0:
+                y[row] += (x[row] * self.a[slot]).sum() * self.b[slot]
+
+
+def adapted(llm: LLM) -> list[RankOne]:
+    """Put adapters on all of a model's products."""
+    made = []
+    for seed, (_, linear) in enumerate(llm._runner().model.linears()):
+        assert isinstance(linear, Linear)
+        out, width = linear.weight.shape
+        linear.adapters = RankOne(seed, width, out)
+        made.append(linear.adapters)
+    return made
+
+
+def answers(llm: LLM, indices: list[int], slots: list[int] | None = None) -> list[Any]:
+    """Tokens and the scores of the prompts, of requests that run together."""
+    engine = llm._driver._engine
+    for index in indices:
+        engine.add_request(str(index), PROMPTS[index], PARAMS)
+        request = engine.scheduler.unfinished[str(index)]
+        request.adapter_slot = (slots or SLOTS)[index]
+        request.adapter = str(request.adapter_slot)  # prefixes are kept apart by it
+    found: dict[str, Any] = {}
+    while engine.has_unfinished:
+        found |= {output.request_id: output for output in engine.step()}
+    scored = [[x and dict(x) for x in found[str(i)].prompt_logprobs] for i in indices]
+    return [(found[str(i)].outputs[0].token_ids, x) for i, x in zip(indices, scored, strict=True)]
+
+
+@pytest.fixture
+def path(golden: Path) -> Path:
+    return golden / "gguf-Q8_0" / "model.gguf"
+
+
+def test_a_request_with_an_adapter_is_answered_as_if_it_ran_alone(path: Path) -> None:
+    with LLM(path, enforce_eager=True, **OPTIONS) as llm:
+        base = answers(llm, [0, 1, 2, 3], [-1] * 4)
+        made = adapted(llm)
+        llm.reset_prefix_cache()
+        alone = [answers(llm, [index])[0] for index in range(4)]
+        llm.reset_prefix_cache()
+        assert answers(llm, [0, 1, 2, 3]) == alone
+        assert all(one.rows for one in made)  # the head's too
+        assert alone[1] == base[1]
+        assert all(alone[i][0] != base[i][0] and alone[i][1] != base[i][1] for i in (0, 2, 3))
+        llm.reset_prefix_cache()
+        other = answers(llm, [0, 3], [0, -1, 0, 0])
+        assert other[0][0] != alone[0][0] and other[1][0] != alone[3][0]
+
+
+def test_drafts_run_with_the_adapter_of_their_request(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sdk import loading
+
+    config = loading._runner_config
+    monkeypatch.setattr(loading, "_runner_config", lambda *args: _with_drafts(config(*args)))
+
+    class Known:
+        def propose(self, request: Any, most: int) -> Any:
+            tokens = alone[int(request.request_id)][0]
+            return tokens[request.num_output_tokens :][:most]
+
+    with LLM(path, enforce_eager=True, **OPTIONS | {"max_num_batched_tokens": 32}) as llm:
+        adapted(llm)
+        alone = [answers(llm, [index])[0] for index in range(4)]
+        llm.reset_prefix_cache()
+        scheduler = llm._driver._engine.scheduler
+        scheduler.drafts = Drafts(Known(), 3)
+        assert answers(llm, [0, 1, 2, 3]) == alone
+        assert scheduler.num_accepted_tokens == scheduler.num_draft_tokens > 20
+
+
+def _with_drafts(config: Any) -> Any:
+    from dataclasses import replace
+
+    return replace(config, max_draft_tokens=3)
+
+
+def test_without_adapters_a_slot_changes_nothing(path: Path) -> None:
+    with LLM(path, **OPTIONS) as llm:
+        assert llm._runner().strategy.eager_reason is None  # recorded
+        base = answers(llm, [0, 1, 2, 3], [-1] * 4)
+        llm.reset_prefix_cache()
+        assert answers(llm, [0, 1, 2, 3]) == base
