@@ -240,8 +240,9 @@ class ProcessExecutor(Generic[RunnerT]):
     def close(self) -> None:
         """End the children and close rank 0's runner.
 
-        A step in progress gets five seconds to finish, then its workers are killed and it raises.
-        Idempotent; no effect in a forked child.
+        A call in progress gets five seconds to finish, then its workers are killed and it raises;
+        steps whose results nobody has asked for are given up. Idempotent; no effect in a forked
+        child.
         """
         if os.getpid() != self._owner:
             return

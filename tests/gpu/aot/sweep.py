@@ -265,15 +265,14 @@ def table(found: Collection[Compiled]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "cards", nargs="*", default=list(CARDS), choices=list(CARDS), metavar="CARD"
-    )
+    # argparse before Python 3.12 wants a default of "*" to be one of the choices
+    parser.add_argument("cards", nargs="*", default=[], choices=[*CARDS, []], metavar="CARD")
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--out", type=Path, default=COMPILED)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + options.seconds
-    statuses = [sweep(card, options.out, until) for card in options.cards]
+    statuses = [sweep(card, options.out, until) for card in options.cards or CARDS]
     sys.exit(1 if 1 in statuses else max(statuses))
 
 
