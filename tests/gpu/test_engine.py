@@ -106,7 +106,7 @@ def test_steps_filled_up_to_a_bucket_give_the_same_answers(
     with on_a_card(path, **limits) as (llm, _):
         found, runner = bits(llm), llm._runner()
         decoding, pieces = runner.strategy.decodes.graphs.captured, runner.strategy.pieces.captured
-        assert (4, False) in decoding.sizes  # the bucket of three requests
+        assert (4, False, False) in decoding.sizes  # the bucket of three requests
         # 6 tokens and the first of 2; then a decoding request and 1 + 3 tokens, filled up
         assert pieces.sizes == [7]
     with LLM(path, enforce_eager=True, **limits) as llm:
