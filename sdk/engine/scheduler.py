@@ -255,17 +255,19 @@ class Scheduler(Commits):
         return frozenset(sequence for batch in self._launched for sequence in batch.sequences)
 
     def _tokens_beside(self, busy: frozenset[Request]) -> int:
-        """Tokens of prompts that could run beside what is in flight, or, where nobody who decodes
-        is in flight, all that is asked for.
+        """Tokens of prompts that could run beside what is in flight; or all that is asked for,
+        where somebody waits to decode and nobody decodes in flight.
         """
-        if not self._decoding:
-            return self.least_beside
-        tokens = 0
+        tokens, decoding = 0, self._decoding
         for request in chain(self._running, self._waiting):
-            if in_prefill(request) and busy.isdisjoint(request.sequences):
-                tokens += request.num_tokens - request.num_computed
             if tokens >= self.least_beside:
                 break
+            if not busy.isdisjoint(request.sequences):
+                continue
+            if in_prefill(request):
+                tokens += request.num_tokens - request.num_computed
+            elif request.pages and not decoding:
+                return self.least_beside
         return tokens
 
     @property
