@@ -121,7 +121,7 @@ def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
         key = current_key()  # after the load: 1 ms, of a file not yet in memory up to 60
         results = ResultLimit.of(memory.total, vocab_size := model.vocab_size)
         scheduler = Scheduler(_scheduler_config(config, runner_config, memory, eos, results))
-        scheduler.plan_ahead(*executor.runner.ahead)
+        scheduler.pages_ahead, scheduler.batches_in_flight = executor.runner.ahead
         engine = Engine(scheduler, executor, tokenizer, vocab_size=vocab_size, seed=config.seed)
         undo.pop_all()
     spec = kv_spec(model, model.num_kv_heads, memory.page_size, memory.kv_dtype)

@@ -99,7 +99,8 @@ class DeviceGraphs:
         """With all shapes, of which there was no room for some."""
         buffers, count = self._inputs.sampling, len(work.draws)
         self._passes.ops.sample_into(logits[:count], buffers)
-        return Run(work, hidden, logits, lambda: buffers.read(count))
+        chosen = buffers.read(count)  # a batch launched beside it may write there too
+        return Run(work, hidden, logits, lambda: chosen)
 
     def _decode(self, work: Work, shaped: bool) -> tuple[Flight, Tensor, Tensor] | None:
         """The decode step just written, where they are captured."""

@@ -15,8 +15,7 @@ from sdk.kernels.packed_shapes import PackedShapes
 from sdk.models.decoder import CausalLM, Decoder
 from sdk.models.parallel import Mesh
 
-#: Changes of a row that a device has room for, and their entries: 32 KiB, the tokens that penalties
-#: of 4,096 different ones name.
+#: Room on a device for the changes of a row, and for the tokens that they name: 32 KiB.
 _CHANGES, _ENTRIES = 8, 4096
 
 

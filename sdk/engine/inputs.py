@@ -174,6 +174,8 @@ class StepInputs:
     def forget(self) -> None:
         """Requests were dropped: hold on to none of them."""
         self._places = [(None, 0)] * len(self._places)
+        for row in range(len(self.sampling.shapes)):
+            self.sampling.set_shape(row, None)
 
     def view(self, tokens: int, requests: int) -> AttentionBatch:
         """The batch of the step just written, for a pass that is not a whole replay."""

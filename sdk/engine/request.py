@@ -81,7 +81,6 @@ class Request:
         "num_prompt_scored",
         "num_prompt_tokens",
         "num_published",
-        "num_started",
         "order",
         "pages",
         "params",
@@ -122,7 +121,8 @@ class Request:
         self.priority = params.priority if priority is None else priority
         self.arrival_time = arrival_time
         self.salt = salt
-        self.adapter, self.adapter_slot = adapter, -1  # the slot it has on the ranks
+        self.adapter = adapter
+        self.adapter_slot = -1  # where the ranks have it while the request runs
         self.resolved = resolved
         self.watched = watched
         self.status = RequestStatus.WAITING
@@ -139,7 +139,6 @@ class Request:
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed = 0
         self.num_cached: int | None = None  # the prefix hit as first reported; kept over preemption
-        self.num_started = 0  # tokens the ranks were given when it was admitted
         self.num_prompt_scored = 0  # prompt_logprobs handed out so far
         self.num_preemptions = 0
         self.mirostat_mu: float | None = None  # as of the last committed token

@@ -242,6 +242,7 @@ class ModelRunner:
         """Hand out new pages to requests whose rows stay."""
         for request_id, pages in plan.new_pages:
             self._requests[request_id].pages.extend(pages)
+        self._inputs.wait()
         for row, request in enumerate(work.running):
             self._inputs.write_pages(row, request)
 

@@ -100,10 +100,6 @@ class Scheduler(Commits):
         """Plans made so far."""
         return self._num_steps
 
-    def plan_ahead(self, steps: int, batches: int) -> None:
-        """Steps are launched before the tokens of so many are known, and so many batches."""
-        self.pages_ahead, self.batches_in_flight = steps, batches
-
     def interlude(self) -> StepPlan:
         """Copies and moves due before pages are read or written outside of a step, as a plan that
         is never committed; ``undo`` takes it back.
@@ -143,11 +139,6 @@ class Scheduler(Commits):
     def num_in_flight(self) -> int:
         """Plans that were not committed yet."""
         return len(self._launched)
-
-    @property
-    def oldest_step_id(self) -> int | None:
-        """Of the plan that is committed next; None: none is in flight."""
-        return self._launched[0].plan.step_id if self._launched else None
 
     @property
     def decodes(self) -> bool:
@@ -477,7 +468,6 @@ class Scheduler(Commits):
         if request.min_available:
             return False  # asking again is pointless with fewer
         for sequence in request.sequences:
-            sequence.num_started = sequence.num_tokens
             sequence.status = RequestStatus.RUNNING
         if request.results is not None and not request.results.held:
             request.results.held = True

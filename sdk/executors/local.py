@@ -83,7 +83,8 @@ class LocalExecutor(Generic[RunnerT]):
         """See :class:`sdk.executors.base.Executor`; what the runner raises is raised on."""
         try:
             self._working = True
-            assert self.runner
+            if not self._launched:
+                raise EngineClosedError("no step is in flight: the executor is not running")
             return self._launched.popleft().result()
         except BaseException:
             self._launched.clear()

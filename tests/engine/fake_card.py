@@ -287,5 +287,5 @@ def on_a_card(path: Any, **options: Any) -> Iterator[tuple[LLM, FakeCard]]:
         runner, scheduler = llm._runner(), llm._driver._engine.scheduler
         card.ops = runner.ops
         runner.record()
-        scheduler.plan_ahead(*runner.ahead)
+        scheduler.pages_ahead, scheduler.batches_in_flight = runner.ahead
         yield llm, card
