@@ -20,6 +20,8 @@ SLOT = 4
 CHANGE = 6
 #: Numbers of an entry: the id, the bits of its value.
 ENTRY = 2
+#: Room for the changes of a row, for the tokens that they name (32 KiB), and for its masks.
+CHANGES, ENTRIES, MASKS = 8, 4096, 2
 
 
 class PackedShapes:
@@ -57,6 +59,11 @@ class PackedShapes:
         self._device.copy_(self._host)
         self.side = torch.empty(slots, width, dtype=torch.float32, device=device)
         self.rows = rows
+
+    @classmethod
+    def with_room(cls, device: torch.device, rows: int, width: int) -> PackedShapes:
+        """For an engine's steps of up to ``rows`` outputs."""
+        return cls(device, rows, width, (rows, CHANGES * rows, ENTRIES * rows, MASKS * rows))
 
     @classmethod
     def of(
@@ -119,6 +126,12 @@ class PackedShapes:
             self._device[begin:end].copy_(self._host[begin:end], non_blocking=True)
         self._sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._sent.record()
+
+
+def packed_bytes(rows: int, width: int) -> int:
+    """What :meth:`PackedShapes.with_room` takes on the device."""
+    words = -(-width // 32)
+    return 4 * rows * (1 + SLOT + CHANGE * CHANGES + ENTRY * ENTRIES + MASKS * words + width)
 
 
 def _changes(buffers: SampleBuffers, row: int) -> tuple[Change, ...]:

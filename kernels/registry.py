@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -21,11 +21,14 @@ from sdk.kernels.offload import OnDisk
 
 if TYPE_CHECKING:
     from sdk.kernels.experts import Routes
+    from sdk.kernels.scratch import Products, Scratch
     from sdk.kernels.sized_graphs import GraphRecorder
 
 #: Backends, best first. A backend is a folder here with ``available``, ``open_backend`` and
-#: ``ACTIVATIONS``, the types that its operators take and give.
+#: ``ACTIVATIONS``, the types that its operators take and give. What a plan asks of a device's best
+#: backend: see :class:`BackendFacts`.
 BACKENDS = ("gpu", "cpu", "reference")
+_BEST = {"cuda": "gpu", "cpu": "cpu"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +114,27 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Give back threads and memory. Idempotent."""
+
+
+class BackendFacts(Protocol):
+    """What a backend's folder knows before anything is loaded."""
+
+    ACTIVATIONS: tuple[torch.dtype, ...]
+
+    def matrix_type(self, device: str) -> torch.dtype:
+        """The floats that the device multiplies best, at 16 bits where it has those."""
+
+    def held_bytes(self, kind: str, rows: int, columns: int) -> int | None:
+        """Bytes of a weight ``[rows, columns]`` in GGUF's blocks of type ``kind`` as the kernels
+        keep it; ``None``: as the file has it."""
+
+    def scratch_of(self, products: Products, device: str) -> Scratch | None:
+        """What its kernels ask for beside inputs and results; ``None``: nothing."""
+
+
+def facts_of(device: str) -> BackendFacts:
+    """Those of the best backend for ``device``, whether or not it can run here."""
+    return cast("BackendFacts", import_module(f"sdk.kernels.{_BEST[device.partition(':')[0]]}"))
 
 
 @dataclass(frozen=True, slots=True)

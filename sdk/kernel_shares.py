@@ -12,10 +12,10 @@ from sdk.kernels.registry import Backend, Problem, choose, open_backends
 from sdk.memory import KernelShare
 from sdk.models.layers import ACCURATE
 from sdk.planning import compute_of, device_of, held_bytes, numerics_of
+from sdk.products import FLOAT_NAMES
 from sdk.quant.at_load import is_end, is_router
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.spec import QuantSpec
-from sdk.scratch import FLOAT_NAMES
 
 _INTEGERS = re.compile(r"(?:gptq-|awq-)?w(\d)(?:a\d+)?(g\d+)?s?")
 #: Queries, keys and values, in GGUF files and in folders: models bind them as accurate ones.
@@ -26,12 +26,14 @@ def kernel_shares(config: EngineConfig, checkpoint: Checkpoint) -> Iterator[Kern
     """The matrices by format. Rounding of inputs that a file asks for is not in every header: the
     engine may choose ``linear_as_file`` in place of what stands here."""
     sums: dict[tuple[str, int], list[int]] = {}
+    device = device_of(config)
     for entry in checkpoint.entries():
         if len(entry.shape) > 1:
             accurate = is_end(entry.name) or is_router(entry.name) or _QKV.search(entry.name)
             bits = ACCURATE if accurate else 8
-            sums.setdefault((numerics_of(config, entry), bits), []).append(held_bytes(entry))
-    backends, _ = open_backends(device_of(config), 1)
+            held = held_bytes(entry, device)
+            sums.setdefault((numerics_of(config, entry), bits), []).append(held)
+    backends, _ = open_backends(device, 1)
     try:
         for (numerics, bits), sizes in sums.items():
             kernel = _kernel(config, backends, numerics, bits)

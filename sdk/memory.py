@@ -24,7 +24,7 @@ from sdk.quant.shown import shown
 
 if TYPE_CHECKING:
     from sdk.config import EngineConfig
-    from sdk.kernels.gpu.scratch import Scratch
+    from sdk.kernels.scratch import Scratch
 
 GIB = 2**30
 #: Without a budget the KV cache takes this much, or one request of full length if that is more.
@@ -41,10 +41,9 @@ ENGINE_WORD_BYTES = 36
 #: What a tokenizer takes for each word: 17 MiB for 49,152 of them, 49 for 262,144.
 TOKENIZER_WORD_BYTES = 160
 TOKENIZER_BYTES = 8 * 2**20
-#: Rows that are scored at a time, prompts' or a benchmark's, have logits of at most this much.
+#: Logits beside those that a step draws from take at most this much, see :func:`scored_rows`.
 SCORED_BYTES = 8 * 2**20
-#: They are at most so many; of a large vocabulary fewer.
-SCORED_ROWS = 128
+_SCORED_ROWS = 128
 
 _UNITS = {
     "": 1,
@@ -353,14 +352,20 @@ def _kernel_names(shares: tuple[KernelShare, ...]) -> str:
     return "; ".join(f"{', '.join(names)}: {kernel}" for kernel, names in formats.items())
 
 
+def scored_rows(vocab_size: int) -> int:
+    """Rows of logits beside those that a step draws from: of a prompt or a benchmark being scored,
+    or copies for logits processors."""
+    return min(_SCORED_ROWS, max(SCORED_BYTES // (4 * vocab_size), 1))
+
+
 def workspace_bytes(demand: Demand, seqs: int, tokens: int) -> int:
     """The largest step's scratch: activations of its tokens and the logits of its requests.
 
     A token has about six rows of hidden and three of intermediate size alive at once (residual,
     norm, q/k/v, attention, output; gate, up, product), and for each of its experts gate, up,
     product and output. The residual and what is added to it are float32 whatever the others are.
-    Beside the logits stands a copy of them (penalties) or the logits of the prompt's tokens that
-    are scored.
+    Beside the logits stand those of the prompt's tokens that are scored, or copies for logits
+    processors, some rows at a time.
     """
     expert = 3 * demand.expert_width + demand.hidden_size
     short = 4 * demand.hidden_size + 3 * demand.intermediate_size
@@ -369,7 +374,7 @@ def workspace_bytes(demand: Demand, seqs: int, tokens: int) -> int:
     logits = min(seqs, tokens) * demand.vocab_size * 4
     engine = ENGINE_BYTES + ENGINE_WORD_BYTES * demand.vocab_size
     engine += demand.window if demand.offloaded else 0
-    return engine + tokens * row + logits + max(logits, SCORED_BYTES)
+    return engine + tokens * row + logits + SCORED_BYTES
 
 
 def scratch_bytes(demand: Demand, seqs: int, tokens: int, context: int) -> int:
@@ -377,8 +382,8 @@ def scratch_bytes(demand: Demand, seqs: int, tokens: int, context: int) -> int:
     largest recorded one: they have a pool of their own."""
     if demand.scratch is None:
         return 0
-    rows = min(max(seqs, SCORED_ROWS), tokens)
-    asked = demand.scratch.nbytes(tokens, rows, context)
+    rows = min(max(seqs, scored_rows(demand.vocab_size)), tokens)
+    asked = demand.scratch.nbytes(tokens, rows, context) + demand.scratch.kept(min(seqs, tokens))
     captured = min(demand.captured_tokens, tokens)
     if captured:
         asked += demand.scratch.nbytes(max(captured, min(seqs, tokens)), min(seqs, tokens), context)

@@ -14,10 +14,9 @@ import torch
 from sdk.config import EngineConfig
 from sdk.engine.kv_cache import kv_spec
 from sdk.errors import CheckpointError, RequestError
-from sdk.kernels.cpu.packed_weight import BLOCK_SOURCES, packed_bytes
-from sdk.kernels.gpu import matrix_type
-from sdk.kernels.gpu.scratch import Scratch
 from sdk.kernels.ops import Compute
+from sdk.kernels.registry import facts_of
+from sdk.kernels.scratch import Scratch
 from sdk.kernels.sized_graphs import MOST_TOKENS
 from sdk.loaders.open import is_remote, open_checkpoint
 from sdk.memory import (
@@ -36,10 +35,10 @@ from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
 from sdk.offload import Limits, moved_out
 from sdk.plan_memory import plan_memory
+from sdk.products import products_of
 from sdk.progress import reporting
 from sdk.quant.at_load import EMBEDDINGS, FLOATS, is_end, is_router, packed_at_load, scheme_at_load
 from sdk.quant.checkpoint import Checkpoint, TensorEntry
-from sdk.scratch import scratch_of
 
 #: Of a GPU's free memory, what an engine may take unless told otherwise.
 _GPU_SHARE = 0.9
@@ -101,11 +100,12 @@ def model_config(config: EngineConfig, checkpoint: Checkpoint) -> ModelConfig:
 def activations_of(config: EngineConfig, checkpoint: Checkpoint) -> torch.dtype:
     """The type of those between kernels: float32 on a CPU, whose kernels have no other."""
     device = device_of(config)
-    if device == "cpu":
+    kernels = facts_of(device)
+    if (torch.float32,) == kernels.ACTIVATIONS:
         return torch.float32
     return activation_type(
         {**checkpoint.config, **(config.hf_overrides or {})},
-        matrix_type(device),
+        kernels.matrix_type(device),
         exact=compute_of(config) == "exact",
         stored="float16" if _formats(config, checkpoint)[0] == {"f16"} else "",
         asked="" if config.dtype == "auto" else config.dtype,
@@ -159,19 +159,20 @@ class Sizes:
 
 def sizes_of(config: EngineConfig, checkpoint: Checkpoint) -> Sizes:
     model = model_config(config, checkpoint)
-    entries = checkpoint.entries()
+    device = device_of(config)
+    entries = [replace(each, held=held_bytes(each, device)) for each in checkpoint.entries()]
     early, late = _loading_bytes(config, entries, model)
     matrices = [entry for entry in entries if len(entry.shape) > 1 and not is_end(entry.name)]
     layers: tuple[int, ...] = ()
     window = max((_window_bytes(config, entry, model) for entry in matrices), default=0)
-    if config.device == "cuda":
+    if device != "cpu":
         layers = tuple(_bytes_by_layer(matrices, model))
         window = 2 * max(layers, default=0)
     return Sizes(
-        sum(map(held_bytes, entries)),
+        sum(map(_held, entries)),
         max(early, late),
         int(sum(_read_bytes(entry, model) for entry in entries)),
-        sum(map(held_bytes, matrices)),
+        sum(map(_held, matrices)),
         window,
         2 * max((_one_matrix(entry, model) for entry in matrices), default=0),
         early,
@@ -190,8 +191,7 @@ def plan_for(
     kv_budget = _bytes(config.kv_cache_memory_bytes)
     limit = available_to(config) if budget is None else budget
     demand = _demand(config, model, sizes or sizes_of(config, checkpoint), activations)
-    if device_of(config) != "cpu":
-        demand = replace(demand, scratch=_scratch(config, model, checkpoint, activations))
+    demand = replace(demand, scratch=_scratch(config, model, checkpoint, activations))
     if config.disk_offload or config.cpu_offload:
         demand = moved_out(demand, config, Limits(limit, kv_budget, config.max_model_len))
     made = plan_memory(
@@ -265,15 +265,16 @@ def _demand(
 
 def _scratch(
     config: EngineConfig, model: ModelConfig, checkpoint: Checkpoint, activations: torch.dtype
-) -> Scratch:
-    return scratch_of(
+) -> Scratch | None:
+    products = products_of(
         model,
         _formats(config, checkpoint),
         activations,
-        device_of(config),
         exact=compute_of(config) == "exact",
         fixed=config.deterministic,
     )
+    device = device_of(config)
+    return facts_of(device).scratch_of(products, device)
 
 
 def _formats(config: EngineConfig, checkpoint: Checkpoint) -> tuple[set[str], set[str]]:
@@ -290,14 +291,20 @@ def _bytes(value: int | str | MemoryPool | None) -> int | None:
     return value
 
 
-def held_bytes(entry: TensorEntry) -> int:
-    """Of a tensor once it is loaded: packed into tiles of 16 rows where it is a matrix."""
+def held_bytes(entry: TensorEntry, device: str) -> int:
+    """Of a tensor once it is loaded: packed as the kernels read it where it is a matrix."""
     if entry.held is not None:
         return entry.held
-    kind = entry.format.lower()
-    if kind in BLOCK_SOURCES and len(entry.shape) > 1:
-        return packed_bytes(kind, math.prod(entry.shape[:-1]), entry.shape[-1])
-    return entry.nbytes
+    held: int | None = None
+    if len(entry.shape) > 1:
+        rows, columns = math.prod(entry.shape[:-1]), entry.shape[-1]
+        held = facts_of(device).held_bytes(entry.format.lower(), rows, columns)
+    return entry.nbytes if held is None else held
+
+
+def _held(entry: TensorEntry) -> int:
+    assert entry.held is not None  # sizes_of has found it out
+    return entry.held
 
 
 def _loading_bytes(
@@ -310,12 +317,12 @@ def _loading_bytes(
     others = [entry for entry in entries if not is_end(entry.name)]
     largest = max((entry.nbytes for entry in others), default=0)
     window = min(sum(entry.nbytes for entry in others), max(_WINDOW, _READ_MATRICES * largest))
-    early = sum(held_bytes(entry) + entry.nbytes for entry in ends)
-    late = sum(map(held_bytes, entries)) + window
+    early = sum(_held(entry) + entry.nbytes for entry in ends)
+    late = sum(map(_held, entries)) + window
     if config.quantization is not None:
         late += max((_COPIES * 4 * entry.num_elements for entry in others), default=0)
         if scheme_at_load(config.quantization).head is not None:  # its codes, before they are tiles
-            early += sum(map(held_bytes, ends))
+            early += sum(map(_held, ends))
     engine = ENGINE_BYTES + ENGINE_WORD_BYTES * model.vocab_size
     return early + engine, late + engine
 
@@ -325,7 +332,7 @@ def _bytes_by_layer(entries: Sequence[TensorEntry], model: ModelConfig) -> list[
     for entry in entries:
         found = _LAYER.search(entry.name)
         if found is not None and int(found[1]) < len(layers):
-            layers[int(found[1])] += held_bytes(entry)
+            layers[int(found[1])] += _held(entry)
     return layers
 
 
@@ -345,7 +352,7 @@ def _window_bytes(config: EngineConfig, entry: TensorEntry, model: ModelConfig) 
 def _one_matrix(entry: TensorEntry, model: ModelConfig) -> int:
     """Bytes held of what is packed at once: of experts one."""
     stacked = model.experts is not None and _is_expert(entry.name) and len(entry.shape) > 2
-    return held_bytes(entry) // (entry.shape[0] if stacked else 1)
+    return _held(entry) // (entry.shape[0] if stacked else 1)
 
 
 def _is_expert(name: str) -> bool:
@@ -354,7 +361,7 @@ def _is_expert(name: str) -> bool:
 
 def _read_bytes(entry: TensorEntry, model: ModelConfig) -> float:
     """What one token reads of a tensor: of an embedding that is not the head too a row."""
-    held = held_bytes(entry)
+    held = _held(entry)
     embeds = entry.name.removesuffix(".weight").endswith(EMBEDDINGS)
     if embeds and not model.tie_word_embeddings:
         return held / entry.shape[0]

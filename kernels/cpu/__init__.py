@@ -26,11 +26,13 @@ from sdk.kernels.cpu.experts import AddOwnersBias, Combine, Group, Route
 from sdk.kernels.cpu.library import Engine, Program, find_library, levels
 from sdk.kernels.cpu.linear import Linear
 from sdk.kernels.cpu.linear_as_file import LinearAsFile
+from sdk.kernels.cpu.packed_weight import BLOCK_SOURCES, packed_bytes
 from sdk.kernels.cpu.recode import RecodePage
 from sdk.kernels.cpu.rope import RopeAndCache, RopeAngles
 from sdk.kernels.cpu.sampling import Sample
 from sdk.kernels.cpu.weight_memory import WeightMemory
 from sdk.kernels.offload import OnDisk
+from sdk.kernels.scratch import Products
 
 __all__ = ["CpuBackend", "available", "levels", "open_backend", "simd_level"]
 
@@ -43,6 +45,20 @@ def available(device: str) -> str | None:
         return f"runs on the CPU only, not on {device}"
     found = find_library()
     return found if isinstance(found, str) else None
+
+
+def matrix_type(device: str) -> torch.dtype:
+    """See :class:`sdk.kernels.registry.BackendFacts`."""
+    return torch.float32
+
+
+def held_bytes(kind: str, rows: int, columns: int) -> int | None:
+    """See :class:`sdk.kernels.registry.BackendFacts`."""
+    return packed_bytes(kind, rows, columns) if kind in BLOCK_SOURCES else None
+
+
+def scratch_of(products: Products, device: str) -> None:
+    """Nothing: operators work in memory of the engine's threads, which the workspace counts."""
 
 
 def open_backend(

@@ -15,8 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sdk.kernels.gpu.graphs import CardRecorder
-from sdk.kernels.gpu.scratch import LIBRARY, OLDER_LIBRARY
+from sdk.kernels.gpu.packing import packed_bytes
+from sdk.kernels.gpu.scratch import LIBRARY, OLDER_LIBRARY, CardScratch
+from sdk.kernels.layouts import BLOCK_TYPES
 from sdk.kernels.offload import OnDisk
+from sdk.kernels.scratch import Products
 
 if TYPE_CHECKING:
     from sdk.kernels.gpu.tuning import Tuning
@@ -89,9 +92,22 @@ def tuning_of(device: str) -> Tuning:
     return tuning
 
 
-def library_bytes(device: str) -> int:
-    """What torch keeps for the library's products on each stream."""
-    return LIBRARY if torch.cuda.get_device_capability(device) >= (9, 0) else OLDER_LIBRARY
+def held_bytes(kind: str, rows: int, columns: int) -> int | None:
+    """See :class:`sdk.kernels.registry.BackendFacts`."""
+    return packed_bytes(kind, rows, columns) if kind in BLOCK_TYPES else None
+
+
+def scratch_of(products: Products, device: str) -> CardScratch:
+    """See :class:`sdk.kernels.registry.BackendFacts`."""
+    tuning, found = tuning_of(device), torch.cuda.get_device_capability(device)
+    return CardScratch(
+        products,
+        programs=tuning.programs,
+        dense_from=tuning.dense_from,
+        experts_dense_from=tuning.experts_dense_from,
+        tuned=tuning.table is not None,
+        library=LIBRARY if found >= (9, 0) else OLDER_LIBRARY,
+    )
 
 
 def open_backend(

@@ -230,6 +230,15 @@ def _pack_blocks(w: Blocks) -> Packed:
     )
 
 
+def packed_bytes(kind: str, n: int, k: int) -> int:
+    """What ``Packed.nbytes`` of a weight in blocks of type ``kind`` will be."""
+    fields, count = FIELDS[kind], k // BLOCK_TYPES[kind].elements
+    _, planes = _empty_planes(n, k, len(fields.codes[0]), torch.device("meta"))
+    scales = (len(fields.scale) + len(fields.minus)) * fields.scale_type.itemsize
+    scales += (len(fields.super_scale) + len(fields.super_minus)) * torch.float16.itemsize
+    return sum(plane.nbytes for plane in planes) + n * count * scales
+
+
 def _join_blocks(packed: Packed, facts: Blocks) -> Tensor:
     fields = FIELDS[facts.type]
     parts = []

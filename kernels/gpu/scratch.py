@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from sdk.kernels.packed_shapes import packed_bytes
+from sdk.kernels.scratch import Matrix, Products
+
 #: Bytes that a weight is decoded into, that shares of K are written into, and that inputs are
 #: rounded in: bounds memory, not speed.
 SCRATCH = 64 << 20
@@ -83,39 +86,15 @@ def split_count(longest: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Matrix:
-    """A weight ``[n, k]``, of ``experts`` alike where that is not 0, of which a token has
-    ``per_token``. ``plain``, ``packed``: whether some layers have it as plain floats, and some not.
-    """
+class CardScratch:
+    """Of one model on one card: see :class:`sdk.kernels.scratch.Scratch`.
 
-    n: int
-    k: int
-    plain: bool
-    packed: bool
-    experts: int = 0
-    per_token: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Scratch:
-    """Of one model on one card: ``nbytes`` of a step.
-
-    ``head``: the matrix that only rows with logits are multiplied with. ``copied``: bytes of a
-    number of x as the library takes it, 0 where it takes the activations themselves. ``rounds``:
-    the file may ask for rounded inputs. ``exact``, ``fixed``: as ``compute="exact"`` and
-    ``deterministic=True`` ask. ``programs``, ``dense_from``, ``experts_dense_from``: see
+    ``programs``, ``dense_from``, ``experts_dense_from``: see
     :class:`sdk.kernels.gpu.tuning.Tuning`, ``tuned`` whether it has a table. ``library``: of a
     stream, see :data:`LIBRARY`.
     """
 
-    matrices: tuple[Matrix, ...]
-    head: Matrix
-    heads: int
-    head_dim: int
-    copied: int
-    rounds: bool
-    exact: bool
-    fixed: bool
+    products: Products
     programs: int
     dense_from: int
     experts_dense_from: int
@@ -123,17 +102,19 @@ class Scratch:
     library: int
 
     def nbytes(self, tokens: int, requests: int, context: int) -> int:
-        """The most an operator asks for in a step of so many ``tokens``, ``requests`` of which have
-        logits, of contexts up to ``context`` tokens."""
-        given = [(matrix, tokens) for matrix in self.matrices] + [(self.head, requests)]
+        given = [(matrix, tokens) for matrix in self.products.matrices]
+        given.append((self.products.head, requests))
         asked = [self._attention(requests, context)]
         asked += [self._product(matrix, rows) for matrix, rows in given]
         library = any(m.plain or self._decodes(m, rows) for m, rows in given if not m.experts)
         return max(asked) + (self.library if library else 0)
 
+    def kept(self, requests: int) -> int:
+        return packed_bytes(requests, self.products.head.n)
+
     def _decodes(self, m: Matrix, rows: int) -> bool:
         """Whether a packed weight becomes plain floats first."""
-        if not m.packed or self.exact or self.fixed:
+        if not m.packed or self.products.exact or self.products.fixed:
             return False
         if m.experts:
             return rows * m.per_token // m.experts >= self.experts_dense_from
@@ -141,9 +122,9 @@ class Scratch:
 
     def _attention(self, requests: int, context: int) -> int:
         splits = split_count(context)
-        if splits == 1 or self.fixed:
+        if splits == 1 or self.products.fixed:
             return 0
-        return 4 * requests * self.heads * splits * (self.head_dim + 2)
+        return 4 * requests * self.products.heads * splits * (self.products.head_dim + 2)
 
     def _product(self, m: Matrix, rows: int) -> int:
         asked = 0
@@ -156,36 +137,36 @@ class Scratch:
         return asked
 
     def _plain(self, m: Matrix, rows: int) -> int:
-        if self.exact or self.fixed:  # 16 bits are the reference's business
+        if self.products.exact or self.products.fixed:  # 16 bits are the reference's business
             return 4 * m.k * (min(m.n, _REFERENCE_ROWS) + rows)
         if m.experts:
             return 0
-        return self.copied * rows * m.k + 4 * rows * columns_at_once(m.n, rows)
+        return self.products.copied * rows * m.k + 4 * rows * columns_at_once(m.n, rows)
 
     def _decoded(self, m: Matrix, rows: int) -> int:
         if m.experts:
             count = decoded_experts(m.experts, m.n, m.k, 2)
-            return self.copied * rows * m.per_token * m.k + 2 * count * padded(m.n, m.k)
+            return self.products.copied * rows * m.per_token * m.k + 2 * count * padded(m.n, m.k)
         at_once = decoded_rows(m.n, m.k, 2)
         return 2 * at_once * m.k + self._plain(m, rows)
 
     def _tiled(self, m: Matrix, rows: int) -> int:
         """Shares of K, and of inputs the sums of 16 columns."""
-        if not (self.exact or self.fixed):
+        if not (self.products.exact or self.products.fixed):
             rows = min(rows, self.experts_dense_from * m.experts or self.dense_from)
         rows *= m.per_token
         shares = MOST_SHARES
-        if self.fixed and not self.tuned:  # the rule shares K to fill the card, no further
+        if self.products.fixed and not self.tuned:  # the rule shares K to fill the card, no further
             shares = min(shares, self.programs // -(-m.n // 64))
-        if shares < 2 or (self.fixed and m.experts):
+        if shares < 2 or (self.products.fixed and m.experts):
             return rows * m.k // 4
         parts = min(4 * shares * rows * m.n, SCRATCH + 4 * 16 * shares * m.n)
-        if not (self.tuned or self.fixed):
+        if not (self.tuned or self.products.fixed):
             parts = min(parts, 4 * self.programs * _TILE)
         return parts + rows * m.k // 4
 
     def _rounded(self, m: Matrix, rows: int) -> int:
-        if not self.rounds or self.exact:
+        if not self.products.rounds or self.products.exact:
             return 0
         rows *= m.per_token
         whole = 4 * rows * m.k if m.experts else 0  # any row may be any expert's

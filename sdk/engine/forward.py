@@ -15,9 +15,6 @@ from sdk.kernels.packed_shapes import PackedShapes
 from sdk.models.decoder import CausalLM, Decoder
 from sdk.models.parallel import Mesh
 
-#: Room on a device for the changes of a row, and for the tokens that they name: 32 KiB.
-_CHANGES, _ENTRIES = 8, 4096
-
 
 class ForwardPasses:
     """One rank's."""
@@ -85,10 +82,8 @@ class ForwardPasses:
         if not buffers.shaped(rows):
             return False, []
         if self._shapes is None:
-            most = len(self._inputs.output_rows)
-            room = most, _CHANGES * most, _ENTRIES * most, 2 * most
-            vocab = self._model.config.vocab_size
-            self._shapes = PackedShapes(self.ops.device, most, vocab, room)
+            most, vocab = len(self._inputs.output_rows), self._model.config.vocab_size
+            self._shapes = PackedShapes.with_room(self.ops.device, most, vocab)
         return True, self._shapes.pack(buffers, rows)
 
     def sample(self, hidden: Tensor, outputs: int, shaped: bool) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,7 @@ from sdk.engine.work import Scored, Work, guided_rows, score_prompt
 from sdk.errors import RequestError
 from sdk.executors.base import Pending
 from sdk.kernels.graph import CaptureError
-from sdk.memory import SCORED_BYTES, SCORED_ROWS, release_free_memory
+from sdk.memory import release_free_memory, scored_rows
 from sdk.models.auto import build_model
 from sdk.models.parallel import Mesh
 from sdk.params import SamplingParams
@@ -248,7 +248,7 @@ class ModelRunner:
 
     def _logits(self, hidden: Tensor, adapter: int = -1) -> Iterator[Tensor]:
         """The head over rows of one adapter, some at a time; each is valid until the next."""
-        rows = min(SCORED_ROWS, max(SCORED_BYTES // (4 * self.model.config.vocab_size), 1))
+        rows = scored_rows(self.model.config.vocab_size)
         for begin in range(0, len(hidden), rows):
             part = hidden[begin : begin + rows]
             slots = None

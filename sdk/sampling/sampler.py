@@ -16,6 +16,7 @@ from sdk.engine.plan import Sampled
 from sdk.errors import RequestError
 from sdk.kernels.ops import Ops
 from sdk.kernels.sampling import GREEDY, SampleBuffers, Tokens, join_draws
+from sdk.memory import scored_rows
 from sdk.sampling.draws import Draw
 from sdk.sampling.logprobs import NO_IDS, scored
 from sdk.sampling.processors import process
@@ -91,8 +92,17 @@ class Sampler:
         indices = [
             i for i, s in enumerate(states) if s.processed and isinstance(results[i], Sampled)
         ]
-        if not indices:
-            return
+        at_once = scored_rows(logits.shape[1])
+        for begin in range(0, len(indices), at_once):
+            self._process_some(logits, states, results, indices[begin : begin + at_once])
+
+    def _process_some(
+        self,
+        logits: Tensor,
+        states: Sequence[RequestState],
+        results: list[Sampled | str],
+        indices: Sequence[int],
+    ) -> None:
         # A copy, in memory of the operators' own: the C allocator would keep a piece of each size.
         rows = self._ops.empty(len(indices), logits.shape[1])
         drawing: list[RequestState | None] = []

@@ -13,6 +13,7 @@ import torch
 import sdk
 from sdk import LLM, OutOfMemoryError, RequestError, SamplingParams, planning
 from sdk.alternatives import expected_losses
+from sdk.kernels import gpu
 from sdk.loaders.open import open_checkpoint
 from sdk.memory import Demand, MemoryPlan, installed_memory, parse_bytes
 from sdk.options import engine_config
@@ -63,7 +64,7 @@ def test_the_planned_weights_are_those_of_the_loaded_model(golden: Path, kind: s
     entries = {entry.name: entry for entry in open_checkpoint(path).entries()}
     others = sum(entry.nbytes for entry in entries.values() if len(entry.shape) == 1)
     if "output.weight" in entries:  # else the embedding is among the linear layers, as the head
-        others += held_bytes(entries["token_embd.weight"])
+        others += held_bytes(entries["token_embd.weight"], "cpu")
     assert plan.weights == report.nbytes + others
     planned = {(share.format, share.kernel) for share in plan.kernels}
     assert {(layer.format, layer.kernel) for layer in report.layers} <= planned
@@ -306,7 +307,7 @@ def test_activations_are_what_all_matrices_are_stored_as_where_a_file_says_nothi
     golden: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(planning, "device_of", lambda config: "cuda")
-    monkeypatch.setattr(planning, "matrix_type", lambda device: torch.bfloat16)
+    monkeypatch.setattr(gpu, "matrix_type", lambda device: torch.bfloat16)
 
     def found(name: str, **options: object) -> torch.dtype:
         silent = {"dtype": None, "torch_dtype": None}

@@ -19,11 +19,12 @@ from sdk.kernels.gpu.attention import Attention
 from sdk.kernels.gpu.dense import DenseLinear
 from sdk.kernels.gpu.linear import Linear, add_chunks, add_up
 from sdk.kernels.gpu.linear_as_file import LinearAsFile
-from sdk.kernels.gpu.scratch import Matrix, Scratch
+from sdk.kernels.gpu.scratch import CardScratch
 from sdk.kernels.gpu.tuning import Tiles, Tuning
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.layouts import ActivationScheme
 from sdk.kernels.ops import Ops
+from sdk.kernels.scratch import Matrix, Products
 
 FEW = Tuning(programs=4, dense_from=16, experts_dense_from=16)
 N, K = 32, 128
@@ -71,7 +72,7 @@ def asked(run: Callable[[], object]) -> int:
     return seen.most
 
 
-def of(matrix: Matrix, **options: Any) -> Scratch:
+def of(matrix: Matrix, *, tuned: bool = False, **options: Any) -> CardScratch:
     """Of a model with one matrix."""
     given: dict[str, Any] = {
         "matrices": (matrix,),
@@ -82,13 +83,15 @@ def of(matrix: Matrix, **options: Any) -> Scratch:
         "rounds": False,
         "exact": False,
         "fixed": False,
-        "programs": FEW.programs,
-        "dense_from": FEW.dense_from,
-        "experts_dense_from": FEW.experts_dense_from,
-        "tuned": False,
-        "library": 0,
     }
-    return Scratch(**given | options)
+    return CardScratch(
+        Products(**given | options),
+        programs=FEW.programs,
+        dense_from=FEW.dense_from,
+        experts_dense_from=FEW.experts_dense_from,
+        tuned=tuned,
+        library=0,
+    )
 
 
 PACKED = Matrix(N, K, plain=False, packed=True)

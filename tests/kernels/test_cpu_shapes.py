@@ -13,10 +13,11 @@ from torch import Tensor
 from sdk.kernels.cpu import CpuBackend
 from sdk.kernels.cpu.linear import Linear
 from sdk.kernels.errors import KernelError
+from sdk.kernels.gpu.packing import pack as gpu_pack
 from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layout
 from sdk.kernels.ops import Ops
 from sdk.kernels.reference.decode import decode
-from sdk.kernels.registry import Problem
+from sdk.kernels.registry import Problem, facts_of
 
 KINDS = ["zero", "zeros", "minus", "floats"]
 few = settings(max_examples=60, deadline=None, derandomize=True)
@@ -111,6 +112,19 @@ def test_blocks_of_any_number_of_rows_are_right(
     weight = cases.blocks(n, k, type)
     for m in (0, 1, 5, 16):
         check(backend, cases, weight, m, torch.ones(n, k))
+
+
+@pytest.mark.parametrize("type", BLOCK_TYPES)
+@pytest.mark.parametrize(("n", "k"), [(1, 256), (17, 768), (64, 2048)])
+def test_a_plan_knows_what_packed_blocks_take(
+    backend: CpuBackend, cases: Any, type: str, n: int, k: int
+) -> None:
+    (linear,) = (x for x in backend.implementations("linear") if x.name == "cpu.linear")
+    blocks = cases.blocks(n, k, type)
+    assert facts_of("cpu").held_bytes(type, n, k) == linear.nbytes(linear.pack(blocks))
+    assert facts_of("cuda:0").held_bytes(type, n, k) == gpu_pack(blocks).nbytes
+    assert facts_of("cpu").held_bytes("f16", n, k) is None
+    assert facts_of("cuda").held_bytes("f16", n, k) is None
 
 
 def test_a_group_the_native_kernels_decline_runs_on_the_reference(cases: Any) -> None:

@@ -5,8 +5,9 @@
 
 Each case is a process of its own: it runs a tiny model first, so that all libraries are there, and
 notes its memory. Then it loads the model and serves the plan's largest load: as many requests as
-there may be, their pages full, drawn at random with penalties, and one prompt scored token by
-token. What counts is the highest resident memory (VmHWM) above the note, loading included.
+there may be, their pages full, drawn at random with penalties and a logits processor, and one
+prompt scored token by token. What counts is the highest resident memory (VmHWM) above the note,
+loading included.
 """
 
 from __future__ import annotations
@@ -111,7 +112,9 @@ def _serve(llm: Any) -> None:
     plan = llm.memory_plan
     draw = random.Random(0)
     count = min(plan.max_num_seqs, plan.num_pages // 2)
-    room = min(plan.num_pages // count * plan.page_size, plan.max_model_len) - 1
+    pages, more = divmod(plan.num_pages, count)  # some requests have one more
+    room = min(pages * plan.page_size, plan.max_model_len) - 1
+    longer = min((pages + 1) * plan.page_size, plan.max_model_len) - 1
     # The first must not end before the last has its prompt.
     answer = min(room * count // llm.config.max_num_batched_tokens + 3, room // 2)
     words = llm.model_config.vocab_size
@@ -119,10 +122,20 @@ def _serve(llm: Any) -> None:
     def prompt(length: int) -> dict[str, list[int]]:
         return {"prompt_token_ids": [draw.randrange(words) for _ in range(length)]}
 
+    def unchanged(token_ids: list[int], row: Any) -> Any:
+        return row
+
     params = SamplingParams(
-        max_tokens=answer, ignore_eos=True, seed=1, top_p=0.9, repetition_penalty=1.1, logprobs=2
+        max_tokens=answer,
+        ignore_eos=True,
+        seed=1,
+        top_p=0.9,
+        repetition_penalty=1.1,
+        logprobs=2,
+        logits_processors=[unchanged],
     )
-    llm.generate([prompt(room - answer) for _ in range(count)], params, use_tqdm=False)
+    lengths = [longer] * more + [room] * (count - more)
+    llm.generate([prompt(length - answer) for length in lengths], params, use_tqdm=False)
     scored = SamplingParams(max_tokens=1, prompt_logprobs=1)
     llm.generate(prompt(min(room, 256) - 1), scored, use_tqdm=False)
 

@@ -1,4 +1,4 @@
-"""What a GPU's kernels ask for, from a model's facts and the formats of its matrices."""
+"""What a model multiplies, from its config and the formats of its matrices."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from sdk.kernels.gpu import library_bytes, tuning_of
-from sdk.kernels.gpu.scratch import Matrix, Scratch
+from sdk.kernels.scratch import Matrix, Products
 from sdk.models.config import ModelConfig
 
 #: Formats that are plain floats.
@@ -18,15 +17,14 @@ FLOAT_NAMES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 _INPUTS = re.compile(r"w\d|fp8|f8|mxfp|nvfp")
 
 
-def scratch_of(
+def products_of(
     model: ModelConfig,
     formats: tuple[Set[str], Set[str]],
     activations: torch.dtype,
-    device: str,
     *,
     exact: bool,
     fixed: bool,
-) -> Scratch:
+) -> Products:
     """``formats``: of the matrices of the blocks, and of embedding and head. The matrices are as
     models bind them, q, k and v as one, and gate and up."""
     blocks, ends = formats
@@ -41,8 +39,7 @@ def scratch_of(
         for n, k in ((2 * experts.width, hidden), (hidden, experts.width)):
             one = _matrix(n, k, blocks)
             matrices.append(replace(one, experts=experts.count, per_token=experts.per_token))
-    tuning = tuning_of(device)
-    return Scratch(
+    return Products(
         matrices=tuple(matrices),
         head=_matrix(model.vocab_size, hidden, ends or blocks),
         heads=model.num_heads,
@@ -51,11 +48,6 @@ def scratch_of(
         rounds=any(_INPUTS.search(name) for name in blocks | ends),
         exact=exact,
         fixed=fixed,
-        programs=tuning.programs,
-        dense_from=tuning.dense_from,
-        experts_dense_from=tuning.experts_dense_from,
-        tuned=tuning.table is not None,
-        library=library_bytes(device),
     )
 
 
