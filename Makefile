@@ -73,10 +73,7 @@ demo-model: build
 lint: $(VENV)/.embedlm-dev ## ruff and mypy
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	@# mypy sees the four folders as sdk.* only in the layout of an installed package
-	rm -rf build/lint && mkdir -p build/lint
-	cp -r sdk build/lint/ && cp -r quant kernels models loaders build/lint/sdk/
-	cd build/lint && $(abspath $(PY)) -m mypy --config-file ../../pyproject.toml -p sdk
+	$(PY) -m mypy -p sdk
 
 sanitize: $(VENV)/.embedlm-dev ## the kernels under valgrind and the address, undefined-behaviour and thread sanitizers
 	.ci/sanitize.sh $(abspath $(PY))

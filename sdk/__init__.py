@@ -7,7 +7,6 @@ nor transformers nor triton is imported until a model is opened.
 from __future__ import annotations
 
 import logging
-import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -96,12 +95,6 @@ _NEED_TORCH = {
     *("sdk.llm", "sdk.async_llm", "sdk.quant_report", "sdk.snapshot", "sdk.evaluating"),
     "sdk.quantizing",
 }
-
-# An installed package holds quant/, kernels/, models/ and loaders/ inside sdk/, a checkout keeps
-# them beside it. With the checkout's root on the package path both import as sdk.quant, ...
-_root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-if os.path.isfile(os.path.join(_root, "pyproject.toml")) and _root not in __path__:
-    __path__.append(_root)
 
 logging.getLogger("sdk").addHandler(logging.NullHandler())
 

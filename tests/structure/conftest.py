@@ -31,7 +31,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / name, tree)
     ignored = shutil.ignore_patterns("__pycache__", "*.so")
     for folder in ("sdk", "quant", "kernels", "models", "loaders"):
-        shutil.copytree(ROOT / folder, tree / folder, ignore=ignored)
+        shutil.copytree(ROOT / folder, tree / folder, ignore=ignored, symlinks=True)
     (tree / "kernels" / "tuned").mkdir(exist_ok=True)
     table = {"version": 2, "dense_from": 77, "experts_dense_from": 78, **{op: {} for op in OPS}}
     (tree / "kernels" / "tuned" / "some-card.json").write_text(json.dumps(table))
