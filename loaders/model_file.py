@@ -25,6 +25,9 @@ _PIECE = 16 * 2**20
 #: Bytes of blocks that are kept for the next reads, and the smallest block worth it. A layer of a
 #: model with 3B parameters or less fits.
 _KEPT, _SMALLEST = 64 * 2**20, 64 * 2**10
+#: A block that as many reads did not use is given back. A layer has 7 to 12 matrices, the embedding
+#: (30 MiB in a small model) comes once.
+_UNUSED = 16
 
 
 class ReadBlocks:
@@ -36,14 +39,19 @@ class ReadBlocks:
     """
 
     def __init__(self) -> None:
-        #: With the array that was handed out last of each: whatever shares its memory keeps it.
-        self._blocks: deque[tuple[memoryview, weakref.ref[NDArray[np.uint8]]]] = deque()
+        #: With the array that was handed out last of each (whatever shares its memory keeps it),
+        #: and the number of that read.
+        self._blocks: deque[tuple[memoryview, weakref.ref[NDArray[np.uint8]], int]] = deque()
+        self._reads = 0
 
     def take(self, nbytes: int) -> NDArray[np.uint8]:
         """Uninitialized memory that nothing else refers to."""
         if not _SMALLEST <= nbytes <= _KEPT:
             return np.empty(nbytes, np.uint8)
-        for index, (block, user) in enumerate(self._blocks):
+        self._reads += 1
+        while self._blocks and self._blocks[0][2] < self._reads - _UNUSED:
+            self._blocks.popleft()
+        for index, (block, user, _) in enumerate(self._blocks):
             if nbytes <= len(block) <= nbytes + nbytes // 8 and user() is None:
                 del self._blocks[index]
                 break
@@ -51,8 +59,8 @@ class ReadBlocks:
             block = np.empty(nbytes, np.uint8).data
         # Of a memoryview, so that views of the array refer to it and not to what is below it.
         array: NDArray[np.uint8] = np.frombuffer(block, np.uint8, nbytes)
-        self._blocks.append((block, weakref.ref(array)))
-        while sum(len(block) for block, _ in self._blocks) > _KEPT:
+        self._blocks.append((block, weakref.ref(array), self._reads))
+        while sum(len(block) for block, *_ in self._blocks) > _KEPT:
             self._blocks.popleft()
         return array
 

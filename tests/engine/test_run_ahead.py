@@ -16,8 +16,9 @@ from fake_card import on_a_card
 from torch import Tensor
 
 from sdk import LLM, SamplingParams
-from sdk.engine import forward, inputs
+from sdk.engine import inputs
 from sdk.engine.run_ahead import Arrival, RunAhead
+from sdk.kernels import packed_shapes
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.sized_graphs import StepGraphs
 
@@ -115,7 +116,7 @@ def test_changed_logits_are_drawn_in_the_graph(
 def test_changes_for_which_a_card_has_no_room_are_made_once_more(
     path: Path, launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forward, "_ENTRIES", 2)  # 8 for four rows
+    monkeypatch.setattr(packed_shapes, "ENTRIES", 2)  # 8 for four rows
     wanted = [params(20, repetition_penalty=1.3, ignore_eos=True)] * 3 + [params(20)]
     both(path, PROMPTS, wanted)
 

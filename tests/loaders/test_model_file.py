@@ -160,3 +160,16 @@ def test_only_so_much_memory_is_kept_for_the_next_reads() -> None:
         assert tracemalloc.get_traced_memory()[0] <= 10**5
     finally:
         tracemalloc.stop()
+
+
+def test_memory_that_later_reads_have_no_use_for_is_given_back() -> None:
+    blocks = ReadBlocks()
+    tracemalloc.start()
+    try:
+        blocks.take(30 << 20)  # an embedding
+        for _ in range(5):  # layers
+            for megabytes in (1, 2, 2, 4):
+                blocks.take(megabytes << 20)
+        assert tracemalloc.get_traced_memory()[0] <= (1 + 2 + 2 + 4 << 20) + 10**5
+    finally:
+        tracemalloc.stop()

@@ -23,6 +23,7 @@ _SMALL = {"max_model_len": 256, "max_num_seqs": 8}
 def test_smollm2_takes_what_was_planned(smollm2: Path, options: dict[str, Any]) -> None:
     found = measured(smollm2, options)
     assert abs(found["planned"] / found["peak"] - 1) <= 0.03, found
+    assert found["loaded"] <= 1.03 * found["loading"] + found["tokenizer"], found
 
 
 @pytest.mark.slow
