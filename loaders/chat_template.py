@@ -54,25 +54,6 @@ class TemplateError(SdkError):
     """A conversation cannot be rendered: bad messages, a broken template, or one over budget."""
 
 
-def render_chat(
-    template: str,
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    add_generation_prompt: bool = True,
-    special_tokens: Mapping[str, str] | None = None,
-    **kwargs: Any,
-) -> str:
-    """Render one conversation; see :class:`ChatTemplate` to render many with the same template."""
-    return ChatTemplate(template).render(
-        messages,
-        tools=tools,
-        add_generation_prompt=add_generation_prompt,
-        special_tokens=special_tokens,
-        **kwargs,
-    )
-
-
 class ChatTemplate:
     """A compiled template. Immutable; may render in several threads at once."""
 

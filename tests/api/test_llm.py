@@ -199,6 +199,25 @@ def test_async_twins_give_the_same_answers(tiny: LLM) -> None:
     asyncio.run(run())  # a second event loop is as good as the first
 
 
+def test_achat_answers_as_chat_does_and_refuses_what_it_refuses(smol: LLM) -> None:
+    import asyncio
+
+    talks = [[{"role": "user", "content": f"Name a {what}."}] for what in ("tree", "sea")]
+    expected = smol.chat(talks, GREEDY)
+
+    async def run() -> None:
+        outputs = await smol.achat(talks, GREEDY)
+        assert [o.outputs[0].token_ids for o in outputs] == [
+            o.outputs[0].token_ids for o in expected
+        ]
+        [one] = await smol.achat(talks[1], GREEDY)
+        assert one.outputs[0].text == expected[1].outputs[0].text
+        with pytest.raises(RequestError, match="role"):
+            await smol.achat([{"content": "no role"}], GREEDY)
+
+    asyncio.run(run())
+
+
 def test_cancelling_a_task_aborts_its_request(tiny: LLM) -> None:
     import asyncio
 

@@ -315,19 +315,19 @@ BOMBS = {
 
 def main(limit: int) -> None:
     from sdk.loaders import template_budget
-    from sdk.loaders.chat_template import TemplateError, render_chat
+    from sdk.loaders.chat_template import ChatTemplate, TemplateError
 
     template_budget.MAX_SECONDS = SECONDS
 
     messages = [{"role": "user", "content": "Hi"}]
-    render_chat("{{ messages[0].content|trim }}", messages)  # what is imported once
+    ChatTemplate("{{ messages[0].content|trim }}").render(messages)  # what is imported once
     with open("/proc/self/statm") as pages:
         used = int(pages.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + limit, used + limit))
     for name, source in BOMBS.items():
         begin = time.process_time()
         try:
-            error = f"no error: {render_chat(source, messages)[:80]!r}"
+            error = f"no error: {ChatTemplate(source).render(messages)[:80]!r}"
         except TemplateError as refused:
             error = f"TemplateError: {refused}"
         except BaseException as other:

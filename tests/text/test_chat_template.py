@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sdk.loaders import template_budget
-from sdk.loaders.chat_template import MAX_DEPTH, ChatTemplate, TemplateError, render_chat
+from sdk.loaders.chat_template import MAX_DEPTH, ChatTemplate, TemplateError
 
 LAUGHS: Any = "ha"
 for _ in range(30):
@@ -18,7 +18,7 @@ USER = [{"role": "user", "content": "Hi"}]
 
 
 def render(source: str, messages: Any = USER, **kwargs: Any) -> str:
-    return render_chat(source, messages, **kwargs)
+    return ChatTemplate(source).render(messages, **kwargs)
 
 
 def test_blocks_trim_their_lines_as_in_transformers() -> None:
