@@ -26,8 +26,8 @@ if TYPE_CHECKING:
         UnsupportedError as UnsupportedError,
     )
     from sdk.llm import LLM as LLM
-    from sdk.memory import Alternative as Alternative, MemoryPlan as MemoryPlan
-    from sdk.memory_pool import MemoryPool as MemoryPool
+    from sdk.memory.plan import Alternative as Alternative, MemoryPlan as MemoryPlan
+    from sdk.memory.pool import MemoryPool as MemoryPool
     from sdk.async_llm import AsyncLLM as AsyncLLM
     from sdk.outputs import (
         CompletionOutput as CompletionOutput,
@@ -54,9 +54,9 @@ __distribution__ = "embedlm"
 _EXPORTS = {
     "LLM": "sdk.llm",
     "AsyncLLM": "sdk.async_llm",
-    "Alternative": "sdk.memory",
-    "MemoryPlan": "sdk.memory",
-    "MemoryPool": "sdk.memory_pool",
+    "Alternative": "sdk.memory.plan",
+    "MemoryPlan": "sdk.memory.plan",
+    "MemoryPool": "sdk.memory.pool",
     "SamplingParams": "sdk.params",
     "RequestOutputKind": "sdk.params",
     "RequestOutput": "sdk.outputs",

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from sdk.errors import QuantizationError, RequestError, SdkError
 from sdk.kernels.ladder import KEPT_PAGES, LADDER_PAGE_SIZE
-from sdk.memory import parse_bytes
-from sdk.memory_pool import MemoryPool
+from sdk.memory.pool import MemoryPool
+from sdk.memory.sizes import parse_bytes
 from sdk.quant.shown import blames_value, described, shown
 from sdk.quant.spec import KVTypes, parse_ladder
 

@@ -24,7 +24,7 @@ from sdk.engine.engine import Engine, Output
 from sdk.engine.plan import RequestKind
 from sdk.engine.step_costs import StepCosts
 from sdk.errors import EngineClosedError, EngineDeadError, RequestError, SdkError
-from sdk.memory_pool import Lease
+from sdk.memory.pool import Lease
 from sdk.params import SamplingParams
 from sdk.quant.shown import shown
 from sdk.sampling.resolved import ResolvedParams

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sdk.config import EngineConfig
-from sdk.memory import MemoryPlan
+from sdk.memory.plan import MemoryPlan
 from sdk.models.config import ModelConfig
 from sdk.quant_report import quant_report
 from sdk.sampling_defaults import SamplingDefaults

@@ -11,7 +11,6 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from sdk.alternatives import plan, planned_config
 from sdk.async_stream import AnswerStream, DeferredJob
 from sdk.conversations import ChatOptions, Message
 from sdk.driver import Driver, Job
@@ -19,12 +18,14 @@ from sdk.embedding import check_pairs, cosines, embedding_of
 from sdk.engine.engine import Output
 from sdk.errors import RequestError
 from sdk.explain import explain
-from sdk.footprint import Footprint
 from sdk.jobs import JobMaker, ParamsLike, once_each, run_jobs
 from sdk.keeping import Keeping
 from sdk.listeners import AsyncMailbox, Collector, Mailbox
 from sdk.loading import load
-from sdk.memory import MemoryPlan, release_free_memory
+from sdk.memory.alternatives import plan, planned_config
+from sdk.memory.footprint import Footprint
+from sdk.memory.machine import release_free_memory
+from sdk.memory.plan import MemoryPlan
 from sdk.options import EngineOptions, engine_config, takes_options
 from sdk.outputs import EmbeddingOutput, RequestOutput, ScoringOutput
 from sdk.params import RequestOutputKind, SamplingParams

@@ -8,9 +8,11 @@ from __future__ import annotations
 from sdk.config import EngineConfig
 from sdk.engine.disk_space import disk_folder, room_problem
 from sdk.errors import CheckpointError, OutOfMemoryError, RequestError, UnsupportedError
-from sdk.memory import MemoryPlan, available_memory, format_bytes
+from sdk.memory.machine import available_memory
+from sdk.memory.plan import MemoryPlan
+from sdk.memory.planning import available_to
+from sdk.memory.sizes import format_bytes
 from sdk.models.auto import model_type, own_model
-from sdk.planning import available_to
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.tokenizer import Tokenizer
 from sdk.sampling_defaults import sampling_defaults

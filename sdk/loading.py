@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sdk.alternatives import checked_plan
 from sdk.config import EngineConfig
 from sdk.engine.disk_space import disk_folder
 from sdk.engine.elastic import ElasticPages
@@ -26,12 +25,22 @@ from sdk.engine.scheduler_config import SchedulerConfig
 from sdk.executors.local import LocalExecutor
 from sdk.kernels.self_check import failures
 from sdk.load_checks import named_tokenizer
-from sdk.memory import MemoryPlan, format_bytes, release_free_memory
-from sdk.memory_pool import Lease, MemoryPool
+from sdk.memory.alternatives import checked_plan
+from sdk.memory.machine import release_free_memory
+from sdk.memory.plan import MemoryPlan
+from sdk.memory.planning import (
+    activations_of,
+    compute_of,
+    device_of,
+    model_config,
+    open_model,
+    threads_of,
+)
+from sdk.memory.pool import Lease, MemoryPool
+from sdk.memory.sizes import format_bytes
 from sdk.model_key import ModelKey, model_key
 from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
-from sdk.planning import activations_of, compute_of, device_of, model_config, open_model, threads_of
 from sdk.progress import reporting
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.spec import kv_bits

@@ -14,7 +14,7 @@ from dataclasses import MISSING, fields
 from typing import Any, Literal, TypedDict, TypeVar
 
 from sdk.config import EngineConfig, ProgressCallback
-from sdk.memory_pool import MemoryPool
+from sdk.memory.pool import MemoryPool
 from sdk.other_names import ENGINE, without_effect
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

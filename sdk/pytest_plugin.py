@@ -17,7 +17,7 @@ import pytest
 
 from sdk.cli.text_file import check_writable, read_text
 from sdk.errors import RequestError, SdkError
-from sdk.memory import parse_bytes
+from sdk.memory.sizes import parse_bytes
 
 if TYPE_CHECKING:
     from sdk.evaluating import Evaluation

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from sdk.memory import format_bytes
+from sdk.memory.sizes import format_bytes
 from sdk.quant.experts import ExpertWeights
 from sdk.quant.weight import StackedWeight, Weight
 

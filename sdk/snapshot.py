@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from sdk.engine.kv_transfer import LayerKV, StoredKV, row_widths
 from sdk.errors import SnapshotError
 from sdk.loaders.json_file import parse_json
-from sdk.memory import format_bytes
+from sdk.memory.sizes import format_bytes
 from sdk.model_key import ModelKey
 from sdk.quant.errors import CheckpointError
 from sdk.quant.spec import KVSpec

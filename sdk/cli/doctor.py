@@ -18,7 +18,8 @@ from pathlib import Path
 from sdk import __version__
 from sdk.demo import cache_folder, demo_model
 from sdk.errors import SdkError
-from sdk.memory import available_memory, format_bytes
+from sdk.memory.machine import available_memory
+from sdk.memory.sizes import format_bytes
 
 NEEDED = ("torch", "numpy", "safetensors", "gguf", "transformers", "accelerate", "tqdm")
 

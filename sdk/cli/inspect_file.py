@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sdk.cli.table import format_table
-from sdk.memory import format_bytes
+from sdk.memory.sizes import format_bytes
 from sdk.progress import reporting
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from sdk.cli.engine_arguments import add_engine_arguments, as_arguments, engine_
 from sdk.errors import KernelError, OutOfMemoryError
 
 if TYPE_CHECKING:
-    from sdk.memory import MemoryPlan
+    from sdk.memory.plan import MemoryPlan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from sdk.llm import LLM
-    from sdk.memory import DISK_BANDWIDTH
+    from sdk.memory.plan import DISK_BANDWIDTH
 
     plan = LLM.plan(args.file, **engine_options(args, "max_num_seqs", "skip_tokenizer_init"))
     speed = _speed(plan)
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 def _speed(plan: MemoryPlan) -> float | None:
     """Tokens per second from the read bandwidth measured now; None without the native module."""
     from sdk.kernels.cpu.probe import read_bandwidth
-    from sdk.planning import threads_of
+    from sdk.memory.planning import threads_of
 
     assert plan.config is not None
     try:

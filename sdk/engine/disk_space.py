@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sdk.errors import OutOfMemoryError
-from sdk.memory import format_bytes
+from sdk.memory.sizes import format_bytes
 
 #: File systems that keep their files in memory.
 _IN_MEMORY = ("tmpfs", "ramfs")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sdk.errors import RequestError
-from sdk.memory import format_bytes
+from sdk.memory.sizes import format_bytes
 from sdk.params import SamplingParams
 
 #: A row of at most so many tokens takes less than 1 KiB: it is not counted, as text is not.

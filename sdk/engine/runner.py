@@ -26,7 +26,8 @@ from sdk.engine.work import Scored, Work, guided_rows, score_prompt
 from sdk.errors import RequestError
 from sdk.executors.base import Pending
 from sdk.kernels.graph import CaptureError
-from sdk.memory import release_free_memory, scored_rows
+from sdk.memory.demand import scored_rows
+from sdk.memory.machine import release_free_memory
 from sdk.models.auto import build_model
 from sdk.models.parallel import Mesh
 from sdk.params import SamplingParams

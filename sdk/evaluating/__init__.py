@@ -18,10 +18,10 @@ from sdk.evaluating.divergence import Comparison
 from sdk.evaluating.logits import opened
 from sdk.kernels.ladder import LADDER_PAGE_SIZE
 from sdk.loading import Loaded
+from sdk.memory.planning import open_model
 from sdk.models.auto import read_config
 from sdk.options import engine_config
 from sdk.params import RequestOutputKind, SamplingParams
-from sdk.planning import open_model
 from sdk.progress import reporting
 from sdk.windows import Text, evaluation_text, token_windows
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sdk.config import EngineConfig
 from sdk.loading import Loaded, load
-from sdk.memory import release_free_memory
+from sdk.memory.machine import release_free_memory
 from sdk.options import engine_config
 
 

@@ -16,7 +16,7 @@ from sdk.engine.plan import Sampled
 from sdk.errors import RequestError
 from sdk.kernels.ops import Ops
 from sdk.kernels.sampling import GREEDY, SampleBuffers, Tokens, join_draws
-from sdk.memory import scored_rows
+from sdk.memory.demand import scored_rows
 from sdk.sampling.draws import Draw
 from sdk.sampling.logprobs import NO_IDS, scored
 from sdk.sampling.processors import process

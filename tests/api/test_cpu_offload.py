@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from sdk import UnsupportedError, load_checks, loading, planning
-from sdk.alternatives import alternatives
+from sdk import UnsupportedError, load_checks, loading
 from sdk.kernels import gpu
 from sdk.kernels.gpu.tuning import Tuning
 from sdk.kernels.packed_shapes import packed_bytes
 from sdk.load_checks import check_options, room_shortage
-from sdk.memory import MemoryPlan, format_bytes
+from sdk.memory import planning
+from sdk.memory.alternatives import alternatives
+from sdk.memory.plan import MemoryPlan
+from sdk.memory.sizes import format_bytes
 from sdk.options import engine_config
 
 MIB = 2**20

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sdk import LLM, SamplingParams
-from sdk.memory import ENGINE_BYTES, ENGINE_WORD_BYTES, SCORED_BYTES
+from sdk.memory.demand import ENGINE_BYTES, ENGINE_WORD_BYTES, SCORED_BYTES
 from tests.models.conftest import prompt
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from sdk import LLM, OutOfMemoryError, RequestError, SamplingParams, planning
-from sdk.memory import release_free_memory
+from sdk import LLM, OutOfMemoryError, RequestError, SamplingParams
+from sdk.memory import planning
+from sdk.memory.machine import release_free_memory
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 MIB = 2**20

@@ -11,14 +11,18 @@ import pytest
 import torch
 
 import sdk
-from sdk import LLM, OutOfMemoryError, RequestError, SamplingParams, planning
-from sdk.alternatives import expected_losses
+from sdk import LLM, OutOfMemoryError, RequestError, SamplingParams
 from sdk.kernels import gpu
 from sdk.loaders.open import open_checkpoint
-from sdk.memory import Demand, MemoryPlan, installed_memory, parse_bytes
+from sdk.memory import planning
+from sdk.memory.alternatives import expected_losses
+from sdk.memory.demand import Demand
+from sdk.memory.fitting import plan_memory
+from sdk.memory.machine import installed_memory
+from sdk.memory.plan import MemoryPlan
+from sdk.memory.planning import held_bytes
+from sdk.memory.sizes import parse_bytes
 from sdk.options import engine_config
-from sdk.plan_memory import plan_memory
-from sdk.planning import held_bytes
 from sdk.quant.at_load import packed_at_load, scheme_at_load
 
 

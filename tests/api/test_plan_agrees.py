@@ -138,7 +138,7 @@ def test_every_line_of_advice_fits_when_it_is_followed(
 def test_a_budget_beyond_what_is_free_is_told_one_that_loads(
     tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sdk import planning
+    from sdk.memory import planning
 
     monkeypatch.setattr(planning, "available_memory", lambda: 40 << 20)
     options: dict[str, Any] = {"memory": "2GiB", "max_model_len": 256}

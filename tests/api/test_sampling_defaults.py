@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from sdk import LLM, CheckpointError, RequestError, SamplingParams
+from sdk.memory.planning import open_model
 from sdk.options import engine_config
-from sdk.planning import open_model
 from sdk.sampling_defaults import OWN, SamplingDefaults, sampling_defaults
 
 

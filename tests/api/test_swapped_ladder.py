@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sdk import LLM, MemoryPool, RequestOutput, SamplingParams
-from sdk.memory import format_bytes
+from sdk.memory.sizes import format_bytes
 
 PARAMS = SamplingParams(temperature=0.8, seed=7, max_tokens=60, logprobs=2, ignore_eos=True)
 EXACT = PARAMS.clone(kv_min_bits=16)

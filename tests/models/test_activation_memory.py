@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.ops import Ops
-from sdk.memory import Demand, workspace_bytes
+from sdk.memory.demand import Demand, workspace_bytes
 from sdk.models.auto import build_model
 from sdk.models.parallel import Mesh
 from tests.models.conftest import Paged, checkpoint_of, prompt, tiny

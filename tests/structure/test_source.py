@@ -43,9 +43,9 @@ EXEMPT = {
 
 #: Modules of the engine that only decide, and must import without torch and numpy.
 PURE = (
-    *("sdk/params.py", "sdk/outputs.py", "sdk/memory.py", "sdk/demo.py", "sdk/engine/plan.py"),
+    *("sdk/params.py", "sdk/outputs.py", "sdk/memory/plan.py", "sdk/demo.py", "sdk/engine/plan.py"),
     *("sdk/engine/request.py", "sdk/engine/scheduler.py", "sdk/engine/pages.py"),
-    *("sdk/engine/queues.py", "sdk/engine/commit.py", "sdk/plan_memory.py"),
+    *("sdk/engine/queues.py", "sdk/engine/commit.py", "sdk/memory/fitting.py"),
     *("sdk/engine/prefixes.py", "sdk/engine/swap.py", "sdk/engine/scheduler_config.py"),
 )
 

@@ -18,13 +18,14 @@ from typing import Any
 
 from sdk.config import EngineConfig
 from sdk.errors import OutOfMemoryError
-from sdk.kernel_shares import kernel_shares
 from sdk.kernels.ladder import KEPT_PAGES
 from sdk.load_checks import check_options, memory_shortage, room_shortage, whole_prompts
-from sdk.memory import Alternative, MemoryPlan, format_bytes
-from sdk.memory_pool import MemoryPool
+from sdk.memory.kernel_shares import kernel_shares
+from sdk.memory.plan import Alternative, MemoryPlan
+from sdk.memory.planning import available_to, model_config, open_model, plan_for, sizes_of
+from sdk.memory.pool import MemoryPool
+from sdk.memory.sizes import format_bytes
 from sdk.options import engine_config
-from sdk.planning import available_to, model_config, open_model, plan_for, sizes_of
 from sdk.quant import scheme as schemes
 from sdk.quant.at_load import FLOATS, is_in_block, packed_at_load, scheme_at_load
 from sdk.quant.checkpoint import Checkpoint

@@ -9,10 +9,10 @@ from typing import Any
 from sdk.config import EngineConfig
 from sdk.kernels.layouts import BLOCK_TYPES
 from sdk.kernels.registry import Backend, Problem, choose, open_backends
-from sdk.memory import KernelShare
+from sdk.memory.plan import KernelShare
+from sdk.memory.planning import compute_of, device_of, held_bytes, numerics_of
+from sdk.memory.products import FLOAT_NAMES
 from sdk.models.layers import ACCURATE
-from sdk.planning import compute_of, device_of, held_bytes, numerics_of
-from sdk.products import FLOAT_NAMES
 from sdk.quant.at_load import is_end, is_router
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.spec import QuantSpec

@@ -19,23 +19,18 @@ from sdk.kernels.registry import facts_of
 from sdk.kernels.scratch import Scratch
 from sdk.kernels.sized_graphs import MOST_TOKENS
 from sdk.loaders.open import is_remote, open_checkpoint
-from sdk.memory import (
-    ENGINE_BYTES,
-    ENGINE_WORD_BYTES,
-    Demand,
-    MemoryPlan,
-    available_memory,
-    format_bytes,
-    installed_memory,
-)
-from sdk.memory_pool import MemoryPool
+from sdk.memory.demand import ENGINE_BYTES, ENGINE_WORD_BYTES, Demand
+from sdk.memory.fitting import plan_memory
+from sdk.memory.machine import available_memory, installed_memory
+from sdk.memory.offload import Limits, moved_out
+from sdk.memory.plan import MemoryPlan
+from sdk.memory.pool import MemoryPool
+from sdk.memory.products import products_of
+from sdk.memory.sizes import format_bytes
 from sdk.models.activation_type import activation_type
 from sdk.models.auto import read_config
 from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
-from sdk.offload import Limits, moved_out
-from sdk.plan_memory import plan_memory
-from sdk.products import products_of
 from sdk.progress import reporting
 from sdk.quant.at_load import EMBEDDINGS, FLOATS, is_end, is_router, packed_at_load, scheme_at_load
 from sdk.quant.checkpoint import Checkpoint, TensorEntry
@@ -144,7 +139,7 @@ def available_to(config: EngineConfig) -> int:
 class Sizes:
     """Bytes of a model's weights: as kernels hold them, at the peak of a load, read for a token.
 
-    The others: see :class:`sdk.memory.Demand`.
+    The others: see :class:`sdk.memory.demand.Demand`.
     """
 
     weights: int

@@ -5,15 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sdk.errors import RequestError
-from sdk.memory import (
-    DEFAULT_KV_BYTES,
-    Demand,
-    MemoryPlan,
-    format_bytes,
-    graph_bytes,
-    scratch_bytes,
-    workspace_bytes,
-)
+from sdk.memory.demand import Demand, graph_bytes, scratch_bytes, workspace_bytes
+from sdk.memory.plan import DEFAULT_KV_BYTES, MemoryPlan
+from sdk.memory.sizes import format_bytes
 
 
 def plan_memory(

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 
 from sdk.errors import OutOfMemoryError
-from sdk.memory import format_bytes, parse_bytes
+from sdk.memory.sizes import format_bytes, parse_bytes
 
 logger = logging.getLogger("sdk")
 

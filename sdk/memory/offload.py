@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from sdk.config import EngineConfig
-from sdk.memory import Demand, graph_bytes, scratch_bytes, workspace_bytes
+from sdk.memory.demand import Demand, graph_bytes, scratch_bytes, workspace_bytes
 
 #: ``"auto"`` makes room for a request of so many tokens, unless ``max_model_len`` says otherwise.
 _CONTEXT = 4096

@@ -8,15 +8,11 @@ from sdk.driver import Driver
 from sdk.engine.runner import ModelRunner
 from sdk.errors import CheckpointError, OutOfMemoryError, RequestError
 from sdk.loading import Loaded
-from sdk.memory import (
-    MemoryPlan,
-    format_bytes,
-    installed_memory,
-    parse_bytes,
-    release_free_memory,
-)
-from sdk.memory_pool import Lease
-from sdk.planning import available_to
+from sdk.memory.machine import installed_memory, release_free_memory
+from sdk.memory.plan import MemoryPlan
+from sdk.memory.planning import available_to
+from sdk.memory.pool import Lease
+from sdk.memory.sizes import format_bytes, parse_bytes
 
 
 class Footprint:

@@ -1,0 +1,1 @@
+"""What an engine occupies: planned from headers, fitted to a budget, lent, moved and given back."""
