@@ -21,7 +21,6 @@ from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
 
-import sdk
 from sdk.errors import EngineDeadError
 from sdk.executors.channel import Channel, pack
 from sdk.executors.gloo import CollectiveError, GlooGroup
@@ -237,7 +236,7 @@ def _wait(children: list[Child], seconds: float) -> None:
 def _import_path() -> list[str]:
     """Our ``sys.path`` with absolute entries, and the folder that this very package came from."""
     path = [str(Path(entry).absolute()) for entry in sys.path if isinstance(entry, str)]
-    root = str(Path(sdk.__file__).absolute().parent.parent)
+    root = str(Path(__file__).absolute().parents[2])
     return path if root in path else [root, *path]
 
 

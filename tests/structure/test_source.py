@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import copy
+import graphlib
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 import pytest
@@ -121,6 +123,61 @@ def test_folders_import_only_what_lies_below_them(folder: str) -> None:
 )
 def test_the_order_check_notices_a_wrong_import(folder: str, code: str) -> None:
     assert order_errors(folder, ast.parse(code))
+
+
+def module_name(path: Path) -> str:
+    folder, *rest = path.relative_to(ROOT).with_suffix("").parts
+    parts = ["sdk", *([] if folder == "sdk" else [folder]), *rest]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def import_circle(trees: dict[str, ast.Module], *, typing: bool) -> list[str]:
+    """Modules that import each other in a circle, empty without one; ``typing``: counting the
+    imports for type checkers too."""
+    graph: dict[str, set[str]] = {}
+    for name, tree in trees.items():
+        if not typing:
+            tree = WithoutTypeChecking().visit(copy.deepcopy(tree))
+        graph[name] = {x for node in ast.walk(tree) for x in modules_of(node, trees)} - {name}
+    try:
+        list(graphlib.TopologicalSorter(graph).static_order())
+    except graphlib.CycleError as error:
+        circle: list[str] = error.args[1]
+        return circle
+    return []
+
+
+def modules_of(node: ast.AST, known: Container[str]) -> list[str]:
+    """Modules that an import names; ``from sdk import llm`` names ``sdk.llm``, not ``sdk``."""
+    found: list[str] = []
+    if isinstance(node, ast.Import):
+        found = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom):
+        inside = [f"{node.module}.{alias.name}" for alias in node.names]
+        found = [name if name in known else node.module or "" for name in inside]
+    return [name for name in found if name in known]
+
+
+class WithoutTypeChecking(ast.NodeTransformer):
+    def visit_If(self, node: ast.If) -> ast.AST | None:
+        return None if ast.unparse(node.test) == "TYPE_CHECKING" else self.generic_visit(node)
+
+
+def test_modules_do_not_import_each_other_in_a_circle() -> None:
+    trees = {module_name(path): parse(path) for path in sources(*FOLDERS)}
+    assert "sdk.kernels.ops" in trees
+    assert import_circle(trees, typing=False) == []
+    own = {name: trees[name] for name in map(module_name, sources("sdk"))}
+    assert import_circle(own, typing=True) == []
+
+
+def test_the_circle_check_notices_one() -> None:
+    guarded = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from sdk.a import A"
+    texts = {"sdk.a": "from sdk import b", "sdk.b": "def f():\n    import sdk.c", "sdk.c": guarded}
+    trees = {name: ast.parse(text) for name, text in texts.items()}
+    assert import_circle(trees, typing=False) == []
+    circle = import_circle(trees, typing=True)
+    assert set(circle) == set(trees) and circle[0] == circle[-1]
 
 
 def test_the_mapped_folders_have_no_init_file() -> None:
