@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from sdk.quantizing import quantize as quantize
     from sdk.params import RequestOutputKind as RequestOutputKind
     from sdk.params import SamplingParams as SamplingParams
-    from sdk.snapshot import Snapshot as Snapshot
-    from sdk.quant_report import LayerReport as LayerReport
-    from sdk.quant_report import QuantReport as QuantReport
+    from sdk.persistence.snapshot import Snapshot as Snapshot
+    from sdk.reports.quant_report import LayerReport as LayerReport
+    from sdk.reports.quant_report import QuantReport as QuantReport
     from sdk.tokenizer import LLMTokenizer as LLMTokenizer
 
 __version__ = "0.1.0"
@@ -65,9 +65,9 @@ _EXPORTS = {
     "Logprob": "sdk.outputs",
     "RequestMetrics": "sdk.outputs",
     "RequestEvent": "sdk.outputs",
-    "QuantReport": "sdk.quant_report",
-    "LayerReport": "sdk.quant_report",
-    "Snapshot": "sdk.snapshot",
+    "QuantReport": "sdk.reports.quant_report",
+    "LayerReport": "sdk.reports.quant_report",
+    "Snapshot": "sdk.persistence.snapshot",
     "LLMTokenizer": "sdk.tokenizer",
     "demo_model": "sdk.demo",
     "quantize": "sdk.quantizing",
@@ -92,7 +92,13 @@ _EXPORTS = {
 }
 __all__ = ["__version__", *_EXPORTS]
 _NEED_TORCH = {
-    *("sdk.llm", "sdk.async_llm", "sdk.quant_report", "sdk.snapshot", "sdk.evaluating"),
+    *(
+        "sdk.llm",
+        "sdk.async_llm",
+        "sdk.reports.quant_report",
+        "sdk.persistence.snapshot",
+        "sdk.evaluating",
+    ),
     "sdk.quantizing",
 }
 
@@ -104,7 +110,7 @@ def __getattr__(name: str) -> object:
     if module is None:
         raise AttributeError(f"module 'sdk' has no attribute {name!r}")
     if module in _NEED_TORCH:
-        from sdk.first_import import import_torch
+        from sdk.loading.first_import import import_torch
 
         import_torch()
     return getattr(import_module(module), name)

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from sdk.async_stream import AnswerStream
-from sdk.conversations import Message
 from sdk.llm import LLM
 from sdk.options import EngineOptions, takes_options
 from sdk.params import RequestOutputKind, SamplingParams
-from sdk.prompts import PromptLike
+from sdk.requests.async_stream import AnswerStream
+from sdk.requests.conversations import Message
+from sdk.requests.prompts import PromptLike
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

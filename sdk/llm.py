@@ -11,17 +11,10 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from sdk.async_stream import AnswerStream, DeferredJob
-from sdk.conversations import ChatOptions, Message
-from sdk.driver import Driver, Job
-from sdk.embedding import check_pairs, cosines, embedding_of
 from sdk.engine.engine import Output
 from sdk.errors import RequestError
-from sdk.explain import explain
-from sdk.jobs import JobMaker, ParamsLike, once_each, run_jobs
-from sdk.keeping import Keeping
-from sdk.listeners import AsyncMailbox, Collector, Mailbox
-from sdk.loading import load
+from sdk.loading.load import load
+from sdk.loading.progress import reporting
 from sdk.memory.alternatives import plan, planned_config
 from sdk.memory.footprint import Footprint
 from sdk.memory.machine import release_free_memory
@@ -29,16 +22,23 @@ from sdk.memory.plan import MemoryPlan
 from sdk.options import EngineOptions, engine_config, takes_options
 from sdk.outputs import EmbeddingOutput, RequestOutput, ScoringOutput
 from sdk.params import RequestOutputKind, SamplingParams
-from sdk.progress import reporting
-from sdk.prompts import (
+from sdk.persistence.kept import Keeping
+from sdk.persistence.snapshot import Snapshot
+from sdk.reports.explain import explain
+from sdk.reports.quant_report import QuantReport, quant_report
+from sdk.requests.async_stream import AnswerStream, DeferredJob
+from sdk.requests.conversations import ChatOptions, Message
+from sdk.requests.driver import Driver, Job
+from sdk.requests.embedding import check_pairs, cosines, embedding_of
+from sdk.requests.jobs import JobMaker, ParamsLike, once_each, run_jobs
+from sdk.requests.mailboxes import AsyncMailbox, Collector, Mailbox
+from sdk.requests.prompts import (
     Prompt,
     PromptLike,
     PromptReader,
     as_list,
     is_conversation,
 )
-from sdk.quant_report import QuantReport, quant_report
-from sdk.snapshot import Snapshot
 from sdk.tokenizer import LLMTokenizer
 
 if TYPE_CHECKING:  # typing has it from Python 3.11 on

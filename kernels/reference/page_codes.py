@@ -109,7 +109,7 @@ def round_codes(x: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Ten
 def _rounded(x: Tensor) -> Tensor:
     """``torch.round`` of what is below 2**22, and beyond it not less: float32 has no fractions from
     2**23 on. ``torch.round`` itself wakes torch's threads on a CPU from 2,048 values on, other
-    operations from 32,768: ``sdk/engine/kv_transfer.py`` says what that costs.
+    operations from 32,768: ``sdk/engine/rank/kv_transfer.py`` says what that costs.
     """
     return (x + _NO_FRACTIONS) - _NO_FRACTIONS
 

@@ -9,7 +9,7 @@ import argparse
 import sys
 
 from sdk.demo import GEMMA3, SMOLLM2, fetch
-from sdk.progress import is_terminal
+from sdk.loading.progress import is_terminal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sdk.cli.table import format_table
+from sdk.loading.progress import reporting
 from sdk.memory.sizes import format_bytes
-from sdk.progress import reporting
 
 if TYPE_CHECKING:
     from sdk.quant.checkpoint import TensorEntry
-    from sdk.quant_report import QuantReport
+    from sdk.reports.quant_report import QuantReport
 
 #: Which part of a model a tensor belongs to: the first line with a piece of its name wins. GGUF and
 #: Hugging Face names both occur, because entries carry the names of the file.

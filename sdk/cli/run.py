@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from sdk.cli.engine_arguments import add_engine_arguments, as_arguments, engine_options
 from sdk.demo import demo_model
 from sdk.errors import OutOfMemoryError, RequestError
-from sdk.progress import is_terminal
+from sdk.loading.progress import is_terminal
 
 if TYPE_CHECKING:
     from sdk.llm import LLM

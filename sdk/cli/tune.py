@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdk.errors import RequestError
-from sdk.progress import is_terminal
+from sdk.loading.progress import is_terminal
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -146,7 +146,7 @@ def _random_experts(card: Card, make: Callable[[], Any], count: int, used: int) 
 def _model_cases(card: Card, model: str) -> Iterator[Case]:
     """The model's own layers, those of one shape in turn."""
     from sdk.config import EngineConfig
-    from sdk.loading import load
+    from sdk.loading.load import load
 
     device: Any = "auto" if card.tiny else "cuda"
     config = EngineConfig(model=model, device=device, max_model_len=64, skip_tokenizer_init=True)

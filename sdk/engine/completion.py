@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from operator import attrgetter
 
 from sdk.engine.plan import Sampled
-from sdk.engine.request import Request, RequestStatus
-from sdk.engine.results import ResultRoom
+from sdk.engine.scheduling.request import Request, RequestStatus
+from sdk.engine.scheduling.results import ResultRoom
 from sdk.logprobs import Texts
 from sdk.outputs import (
     CompletionOutput,

@@ -1,8 +1,8 @@
 """The loop: plan a step, run it, commit it, turn the tokens into outputs.
 
-``Engine`` owns a :class:`~sdk.engine.scheduler.Scheduler` and an executor. It is not thread-safe:
-the caller (``LLM``) serializes the calls, except that ``add_request`` and ``abort`` may come while
-``step`` waits for the executor.
+``Engine`` owns a :class:`~sdk.engine.scheduling.scheduler.Scheduler` and an executor. It is not
+thread-safe: the caller (``LLM``) serializes the calls, except that ``add_request`` and ``abort``
+may come while ``step`` waits for the executor.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from collections.abc import Iterable, Sequence
 
 from sdk.engine.completion import Completion, Generation, is_watched
 from sdk.engine.plan import RequestKind
-from sdk.engine.queues import RequestUpdate
-from sdk.engine.request import Request
-from sdk.engine.results import ResultRoom
-from sdk.engine.scheduler import Scheduler
+from sdk.engine.scheduling.queues import RequestUpdate
+from sdk.engine.scheduling.request import Request
+from sdk.engine.scheduling.results import ResultRoom
+from sdk.engine.scheduling.scheduler import Scheduler
 from sdk.errors import EngineClosedError, EngineDeadError, RequestError
 from sdk.executors.base import Executor
 from sdk.outputs import EmbeddingOutput, FinishReason, RequestOutput

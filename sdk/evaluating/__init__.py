@@ -17,13 +17,13 @@ from sdk.errors import RequestError
 from sdk.evaluating.divergence import Comparison
 from sdk.evaluating.logits import opened
 from sdk.kernels.ladder import LADDER_PAGE_SIZE
-from sdk.loading import Loaded
+from sdk.loading.load import Loaded
+from sdk.loading.progress import reporting
 from sdk.memory.planning import open_model
 from sdk.models.auto import read_config
 from sdk.options import engine_config
 from sdk.params import RequestOutputKind, SamplingParams
-from sdk.progress import reporting
-from sdk.windows import Text, evaluation_text, token_windows
+from sdk.text.token_windows import Text, evaluation_text, token_windows
 
 #: Decoded for the speed, at most.
 _DECODED = 64

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sdk.config import EngineConfig
-from sdk.loading import Loaded, load
+from sdk.loading.load import Loaded, load
 from sdk.memory.machine import release_free_memory
 from sdk.options import engine_config
 

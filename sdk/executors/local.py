@@ -16,7 +16,7 @@ from sdk.models.parallel import Mesh
 
 
 class Runner(Protocol):
-    """One rank, as executors see it; :class:`sdk.engine.runner.ModelRunner` is the real one."""
+    """One rank, as executors see it: :class:`sdk.engine.rank.runner.ModelRunner`, or a test's."""
 
     @property
     def native_seconds(self) -> float:

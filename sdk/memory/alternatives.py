@@ -19,7 +19,7 @@ from typing import Any
 from sdk.config import EngineConfig
 from sdk.errors import OutOfMemoryError
 from sdk.kernels.ladder import KEPT_PAGES
-from sdk.load_checks import check_options, memory_shortage, room_shortage, whole_prompts
+from sdk.loading.checks import check_options, memory_shortage, room_shortage, whole_prompts
 from sdk.memory.kernel_shares import kernel_shares
 from sdk.memory.plan import Alternative, MemoryPlan
 from sdk.memory.planning import available_to, model_config, open_model, plan_for, sizes_of

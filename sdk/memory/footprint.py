@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sdk.driver import Driver
-from sdk.engine.runner import ModelRunner
+from sdk.engine.rank.runner import ModelRunner
 from sdk.errors import CheckpointError, OutOfMemoryError, RequestError
-from sdk.loading import Loaded
+from sdk.loading.load import Loaded
 from sdk.memory.machine import installed_memory, release_free_memory
 from sdk.memory.plan import MemoryPlan
 from sdk.memory.planning import available_to
 from sdk.memory.pool import Lease
 from sdk.memory.sizes import format_bytes, parse_bytes
+from sdk.requests.driver import Driver
 
 
 class Footprint:

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from sdk.config import EngineConfig
-from sdk.engine.kv_cache import kv_spec
+from sdk.engine.rank.kv_cache import kv_spec
 from sdk.errors import CheckpointError, RequestError
 from sdk.kernels.ops import Compute
 from sdk.kernels.registry import facts_of
 from sdk.kernels.scratch import Scratch
 from sdk.kernels.sized_graphs import MOST_TOKENS
 from sdk.loaders.open import is_remote, open_checkpoint
+from sdk.loading.progress import reporting
 from sdk.memory.demand import ENGINE_BYTES, ENGINE_WORD_BYTES, Demand
 from sdk.memory.fitting import plan_memory
 from sdk.memory.machine import available_memory, installed_memory
@@ -31,7 +32,6 @@ from sdk.models.activation_type import activation_type
 from sdk.models.auto import read_config
 from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
-from sdk.progress import reporting
 from sdk.quant.at_load import EMBEDDINGS, FLOATS, is_end, is_router, packed_at_load, scheme_at_load
 from sdk.quant.checkpoint import Checkpoint, TensorEntry
 

@@ -15,14 +15,14 @@ from sdk.loaders.model_shapes import num_experts
 from sdk.loaders.open import open_checkpoint
 from sdk.loaders.writers.gguf_writer import GgufWriter
 from sdk.loaders.writers.hf_writer import HfWriter
+from sdk.loading.progress import reporting
 from sdk.models.auto import read_config
-from sdk.progress import reporting
 from sdk.quant.at_load import is_in_block
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.scheme import Scheme
 from sdk.quantizing.job import Job
 from sdk.quantizing.libraries import library_for, quantize_with
-from sdk.windows import Text, calibration_text, token_windows
+from sdk.text.token_windows import Text, calibration_text, token_windows
 
 #: Schemes where none is named.
 _GGUF, _FOLDER = "q4_k_m", "gptq-w4g128"

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sdk.engine.kv_cache import KVCache, kv_spec
+from sdk.engine.rank.kv_cache import KVCache, kv_spec
 from sdk.errors import QuantizationError, UnsupportedError
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.ops import Ops

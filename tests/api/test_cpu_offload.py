@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from sdk import UnsupportedError, load_checks, loading
+from sdk import UnsupportedError
 from sdk.kernels import gpu
 from sdk.kernels.gpu.tuning import Tuning
 from sdk.kernels.packed_shapes import packed_bytes
-from sdk.load_checks import check_options, room_shortage
+from sdk.loading.checks import check_options, room_shortage
+from sdk.loading.load import checks as load_checks, load as loading
 from sdk.memory import planning
 from sdk.memory.alternatives import alternatives
 from sdk.memory.plan import MemoryPlan

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from sdk.loaders.open import open_checkpoint
-from sdk.model_key import ModelKey, model_key
 from sdk.models.auto import read_config
+from sdk.persistence.model_key import ModelKey, model_key
 
 
 def _key(path: Path, max_model_len: int = 64, **options: object) -> ModelKey:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-import sdk.driver
+import sdk.requests.driver
 from sdk import LLM, RequestError, SamplingParams
 from tests.api.engines import SHORT, Caller, Gate, ask, ids, settle, tokens
 
@@ -50,8 +50,8 @@ def long(tiny_path: Path) -> Iterator[LLM]:
 @pytest.fixture
 def clock(long: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     clock = Clock(long)
-    monkeypatch.setattr(sdk.driver, "time", SimpleNamespace(monotonic=clock.monotonic))
-    long._driver._costs = sdk.driver.StepCosts()
+    monkeypatch.setattr(sdk.requests.driver, "time", SimpleNamespace(monotonic=clock.monotonic))
+    long._driver._costs = sdk.requests.driver.StepCosts()
     long._driver._tokens_per_second = None
     yield clock
     del long._driver._engine.step  # type: ignore[attr-defined]

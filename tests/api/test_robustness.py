@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from sdk import LLM, EngineClosedError, EngineDeadError, RequestError, RequestOutput, SamplingParams
-from sdk.engine.recorded import Recorded
+from sdk.engine.rank.recorded import Recorded
 from tests.api.engines import LONG, SHORT, Caller, Gate, ask, books, ids, settle, tokens
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from sdk import LLM, CheckpointError, RequestError, SamplingParams
+from sdk.loading.sampling_defaults import OWN, SamplingDefaults, sampling_defaults
 from sdk.memory.planning import open_model
 from sdk.options import engine_config
-from sdk.sampling_defaults import OWN, SamplingDefaults, sampling_defaults
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sdk import LLM, RequestOutput, SamplingParams
-from sdk.engine.recorded import Recorded
+from sdk.engine.rank.recorded import Recorded
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 DRAWN = GREEDY.clone(temperature=1.0, top_p=0.9, seed=3)

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-import sdk.engine.swap_storage
+import sdk.engine.rank.swap_storage
 from sdk import LLM, SamplingParams
 from sdk.engine.plan import Swap
-from sdk.engine.swap_storage import SwapStorage
+from sdk.engine.rank.swap_storage import SwapStorage
 from sdk.kernels.ladder import page_id
 from tests.api.engines import settle, tokens
 
@@ -104,7 +104,7 @@ def test_pages_that_were_not_written_are_there_for_the_copies_already_decided(
     with LLM(tiny_path, max_model_len=128, **exact) as llm:
         expected = [tokens(llm.generate([prompt], params)[0]) for prompt in PROMPTS]
     with _small(tiny_path, tmp_path, tensor_parallel_size=ranks, **exact) as llm:
-        monkeypatch.setattr(sdk.engine.swap_storage.os, "pwrite", pwrite)
+        monkeypatch.setattr(sdk.engine.rank.swap_storage.os, "pwrite", pwrite)
         for _ in range(3):
             assert [tokens(output) for output in llm.generate(PROMPTS, params)] == expected
         metrics = llm.get_metrics()
@@ -123,7 +123,7 @@ def test_a_page_that_was_not_written_can_be_read_until_that_was_told(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(sdk.engine.swap_storage.os, "pwrite", full)
+        patch.setattr(sdk.engine.rank.swap_storage.os, "pwrite", full)
         storage.run(Swap(1, 2, out=True))
         storage.run(Swap(page_id(1, 4), small, out=True))
         storage.run(Swap(0, 3, out=True))

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from sdk import LLM, EngineClosedError, RequestOutput, SamplingParams, loading
+from sdk import LLM, EngineClosedError, RequestOutput, SamplingParams
 from sdk.config import EngineConfig
 from sdk.executors.local import LocalExecutor
+from sdk.loading.load import load as loading
 from sdk.options import engine_config
 from tests.api.engines import LIMIT, LONG, SHORT, Caller, Gate, ask, books, ids, settle, tokens
 

@@ -20,9 +20,9 @@ def _loaded(name: str):
 fake_runner = _loaded("fake_runner")
 fake_card = _loaded("fake_card")
 
-from sdk.engine.request import Request  # noqa: E402
-from sdk.engine.scheduler import Scheduler  # noqa: E402
-from sdk.engine.scheduler_config import SchedulerConfig  # noqa: E402
+from sdk.engine.scheduling.request import Request  # noqa: E402
+from sdk.engine.scheduling.scheduler import Scheduler  # noqa: E402
+from sdk.engine.scheduling.scheduler_config import SchedulerConfig  # noqa: E402
 from sdk.params import SamplingParams  # noqa: E402
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sdk import LLM
-from sdk.engine.step_buffers import Buffers
+from sdk.engine.rank.step_buffers import Buffers
 from sdk.kernels import graph, ops
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.packed_shapes import PackedShapes

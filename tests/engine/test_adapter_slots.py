@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sdk import LLM, SamplingParams
-from sdk.engine.drafts import Drafts
+from sdk.engine.scheduling.drafts import Drafts
 from sdk.models.layers import Linear
 
 PROMPTS = [[5, 9, 30, 31, 200, 17, 8, 8, 1], [44, 8], [7, 7, 7], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]]
@@ -86,7 +86,7 @@ def test_a_request_with_an_adapter_is_answered_as_if_it_ran_alone(path: Path) ->
 def test_drafts_run_with_the_adapter_of_their_request(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sdk import loading
+    from sdk.loading.load import load as loading
 
     config = loading._runner_config
     monkeypatch.setattr(loading, "_runner_config", lambda *args: _with_drafts(config(*args)))

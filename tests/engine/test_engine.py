@@ -6,8 +6,8 @@ import pytest
 from fake_runner import VOCAB, FakeRunner, expected_tokens
 
 from sdk.engine.engine import Engine
-from sdk.engine.scheduler import Scheduler
-from sdk.engine.scheduler_config import SchedulerConfig
+from sdk.engine.scheduling.scheduler import Scheduler
+from sdk.engine.scheduling.scheduler_config import SchedulerConfig
 from sdk.errors import EngineClosedError, EngineDeadError, RequestError
 from sdk.params import RequestOutputKind, SamplingParams
 from sdk.sampling.uniform import child_seed

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from sdk.engine.inputs import StepInputs
 from sdk.engine.plan import RequestStart, StepRow
-from sdk.engine.running import Running
-from sdk.engine.step_buffers import Buffers, PageTable
-from sdk.engine.work import Work
+from sdk.engine.rank.inputs import StepInputs
+from sdk.engine.rank.running import Running
+from sdk.engine.rank.step_buffers import Buffers, PageTable
+from sdk.engine.rank.work import Work
 from sdk.params import SamplingParams
 
 PAGE = 16

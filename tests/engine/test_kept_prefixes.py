@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sdk.engine.kept_prefixes import KeptPrefixes
-from sdk.engine.kv_transfer import StoredKV
+from sdk.engine.pages.kept_prefixes import KeptPrefixes
+from sdk.engine.rank.kv_transfer import StoredKV
 from sdk.errors import OutOfMemoryError, RequestError
 from sdk.quant.spec import KVSpec
 

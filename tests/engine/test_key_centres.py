@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from sdk.engine.key_centres import centre_keys
-from sdk.engine.kv_cache import KVCache, kv_spec
+from sdk.engine.rank.key_centres import centre_keys
+from sdk.engine.rank.kv_cache import KVCache, kv_spec
 from sdk.kernels.ops import Ops
 from sdk.loaders.open import open_checkpoint
 from sdk.models.auto import build_model

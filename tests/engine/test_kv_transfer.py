@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sdk.engine.kv_cache import KVCache
-from sdk.engine.kv_transfer import read_layer, write_layer
+from sdk.engine.rank.kv_cache import KVCache
+from sdk.engine.rank.kv_transfer import read_layer, write_layer
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.ladder import LADDER_PAGE_SIZE, page_id, page_level
 from sdk.kernels.reference.page_codes import mixed, page_floats
@@ -141,8 +141,8 @@ def test_what_is_read_from_a_ladder_is_written_into_any_pages(
 _ALONE = """
 import os, torch
 from types import SimpleNamespace
-from sdk.engine.kv_cache import KVCache
-from sdk.engine.kv_transfer import read_layer, write_layer
+from sdk.engine.rank.kv_cache import KVCache
+from sdk.engine.rank.kv_transfer import read_layer, write_layer
 from sdk.quant.spec import KVSpec
 from tests.scripts import run_python
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from sdk.engine.pages import PageKey, PagePool, page_key, root_digest
+from sdk.engine.pages.page_pool import PageKey, PagePool, page_key, root_digest
 
 ROOT = root_digest(None, "auto", None)
 

@@ -14,8 +14,8 @@ import torch
 from fake_card import FakeCard, on_a_card
 
 from sdk import LLM, SamplingParams
-from sdk.engine import inputs
-from sdk.engine.inputs import StepInputs
+from sdk.engine.rank import inputs
+from sdk.engine.rank.inputs import StepInputs
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import KernelError
 from sdk.kernels.sized_graphs import PieceGraphs, StepGraphs, token_buckets
@@ -280,7 +280,7 @@ def test_decode_steps_captured_before_a_failure_stay_in_use_too(
 
 
 def test_a_model_of_transformers_is_not_cut(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sdk.engine.forward.Decoder", int)  # as if this were none of ours
+    monkeypatch.setattr("sdk.engine.rank.forward.Decoder", int)  # as if this were none of ours
     with on_a_card(path, **SMALL) as (llm, _):
         assert llm._runner().strategy.most_tokens_in_pieces == 0
         assert "operator by operator: transformers' own code runs between" in llm.explain()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from sdk.engine.results import ResultLimit, ResultRoom
+from sdk.engine.scheduling.results import ResultLimit, ResultRoom
 from sdk.errors import RequestError
 from sdk.params import SamplingParams
 

@@ -16,8 +16,8 @@ from fake_card import on_a_card
 from torch import Tensor
 
 from sdk import LLM, SamplingParams
-from sdk.engine import inputs
-from sdk.engine.run_ahead import Arrival, RunAhead
+from sdk.engine.rank import inputs
+from sdk.engine.rank.run_ahead import Arrival, RunAhead
 from sdk.kernels import packed_shapes
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.sized_graphs import StepGraphs

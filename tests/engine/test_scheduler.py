@@ -6,8 +6,8 @@ import pytest
 from fake_runner import VOCAB, expected_tokens
 
 from sdk.engine.plan import StepPlan, StepResult
-from sdk.engine.request import RequestStatus
-from sdk.engine.scheduler_config import SchedulerConfig
+from sdk.engine.scheduling.request import RequestStatus
+from sdk.engine.scheduling.scheduler_config import SchedulerConfig
 from sdk.errors import RequestError
 
 

@@ -22,10 +22,10 @@ from hypothesis.stateful import (
     rule,
 )
 
-from sdk.engine.drafts import Drafts
-from sdk.engine.elastic import ElasticPages
-from sdk.engine.guides import in_prefill
-from sdk.engine.kept_prefixes import KeptPrefixes
+from sdk.engine.pages.elastic import ElasticPages
+from sdk.engine.pages.kept_prefixes import KeptPrefixes
+from sdk.engine.scheduling.drafts import Drafts
+from sdk.engine.scheduling.guides import in_prefill
 from sdk.errors import OutOfMemoryError, RequestError
 from sdk.quant.spec import KVSpec
 

@@ -14,7 +14,7 @@ import torch
 from fake_card import on_a_card
 
 from sdk import LLM, OutOfMemoryError, RequestError, SamplingParams
-from sdk.engine.kv_cache import KVCache
+from sdk.engine.rank.kv_cache import KVCache
 
 PROMPTS = [[5, 9, 30, 31, 200, 17], [44, 8], [7, 7, 7], [3, 1, 4, 1, 5, 9, 2, 6, 5]]
 PARAMS = SamplingParams(temperature=0.8, top_k=20, seed=1, max_tokens=24, ignore_eos=True)

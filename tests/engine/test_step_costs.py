@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from sdk.engine.step_costs import StepCosts
+from sdk.engine.scheduling.step_costs import StepCosts
 
 PROMPT = 2000
 

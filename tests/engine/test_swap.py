@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from hypothesis import given, settings, strategies as st
 
-from sdk.engine.pages import PageKey, page_key, root_digest
+from sdk.engine.pages.page_pool import PageKey, page_key, root_digest
+from sdk.engine.pages.slabs import Slabs
+from sdk.engine.pages.swap import SwapSpace
 from sdk.engine.plan import Copy, Swap
-from sdk.engine.slabs import Slabs
-from sdk.engine.swap import SwapSpace
 from sdk.kernels.ladder import page_id, page_level
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from sdk.engine.plan import RequestStart, StepPlan, StepResult, StepRow
-from sdk.engine.runner import ModelRunner
-from sdk.engine.runner_config import RunnerConfig
+from sdk.engine.rank.runner import ModelRunner
+from sdk.engine.rank.runner_config import RunnerConfig
 from sdk.executors.local import LocalExecutor
 from sdk.executors.process import ProcessExecutor
 from sdk.params import SamplingParams

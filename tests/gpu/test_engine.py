@@ -52,7 +52,7 @@ def test_a_file_runs_on_triton_kernels_alone(path: Path) -> None:
 
 def have_activations(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between kernels, as a card would have them."""
-    for module in ("sdk.memory.planning", "sdk.loading"):
+    for module in ("sdk.memory.planning", "sdk.loading.load"):
         monkeypatch.setattr(f"{module}.activations_of", lambda config, checkpoint: dtype)
 
 

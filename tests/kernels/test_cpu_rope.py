@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sdk.engine.kv_cache import KVCache
+from sdk.engine.rank.kv_cache import KVCache
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.cpu import CpuBackend
 from sdk.kernels.errors import KernelError

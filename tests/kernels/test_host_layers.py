@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from sdk import LLM, SamplingParams, loading
+from sdk import LLM, SamplingParams
 from sdk.kernels import host_layers, registry
 from sdk.kernels.errors import KernelError
 from sdk.kernels.host_layers import HostLayers
 from sdk.kernels.offload import OnHost
 from sdk.kernels.ops import Ops
+from sdk.loading.load import load as loading
 from tests.fake_streams import Streams
 
 

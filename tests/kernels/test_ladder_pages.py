@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sdk.engine.kv_cache import KVCache
 from sdk.engine.plan import Move, Swap
+from sdk.engine.rank.kv_cache import KVCache
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.cpu import CpuBackend, open_backend
 from sdk.kernels.errors import KernelError

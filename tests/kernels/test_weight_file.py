@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from sdk.engine.disk_space import disk_folder
+from sdk.engine.pages.disk_space import disk_folder
 from sdk.kernels.cpu.library import FilePart
 from sdk.kernels.cpu.packed_weight import Packed
 from sdk.kernels.errors import KernelError

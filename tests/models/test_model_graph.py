@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from sdk.engine.inputs import StepInputs
-from sdk.engine.kv_cache import KVCache, kv_spec
 from sdk.engine.plan import RequestStart, StepRow
-from sdk.engine.running import Running
-from sdk.engine.work import Work
+from sdk.engine.rank.inputs import StepInputs
+from sdk.engine.rank.kv_cache import KVCache, kv_spec
+from sdk.engine.rank.running import Running
+from sdk.engine.rank.work import Work
 from sdk.kernels.graph import CaptureError
 from sdk.kernels.ops import Ops
 from sdk.models.auto import build_model

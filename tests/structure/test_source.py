@@ -45,10 +45,11 @@ EXEMPT = {
 
 #: Modules of the engine that only decide, and must import without torch and numpy.
 PURE = (
-    *("sdk/params.py", "sdk/outputs.py", "sdk/memory/plan.py", "sdk/demo.py", "sdk/engine/plan.py"),
-    *("sdk/engine/request.py", "sdk/engine/scheduler.py", "sdk/engine/pages.py"),
-    *("sdk/engine/queues.py", "sdk/engine/commit.py", "sdk/memory/fitting.py"),
-    *("sdk/engine/prefixes.py", "sdk/engine/swap.py", "sdk/engine/scheduler_config.py"),
+    *("sdk/params.py", "sdk/outputs.py", "sdk/demo.py", "sdk/engine/plan.py"),
+    *("sdk/memory/plan.py", "sdk/memory/demand.py", "sdk/memory/fitting.py"),
+    *(f"sdk/engine/pages/{name}.py" for name in ("page_pool", "prefixes", "swap")),
+    *(f"sdk/engine/scheduling/{name}.py" for name in ("request", "scheduler", "scheduler_config")),
+    *(f"sdk/engine/scheduling/{name}.py" for name in ("queues", "commit")),
 )
 
 

@@ -25,7 +25,7 @@ from sdk.cli.bench.report import Section, to_markdown, to_text
 from sdk.cli.bench.settings import Settings
 from sdk.cli.bench.suites import SUITES, measure
 from sdk.errors import RequestError
-from sdk.progress import is_terminal
+from sdk.loading.progress import is_terminal
 
 #: Of every option that changes what is measured; a report's command repeats those that differ.
 DEFAULTS: dict[str, Any] = {

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from machine_code import Source, answer, launches
 
-from sdk.engine.kv_cache import KVCache
+from sdk.engine.rank.kv_cache import KVCache
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.experts import Routes
 from sdk.kernels.gpu import attention, elementwise, experts, norm, rope, sampling

@@ -25,7 +25,7 @@ from sdk.cli.bench.gpu.rehearsal import Rehearsal
 from sdk.cli.bench.gpu.rows import BY_NAME, LIMITS, ROWS, Finding, Row, missing
 from sdk.cli.table import format_table
 from sdk.errors import RequestError, SdkError
-from sdk.progress import is_terminal
+from sdk.loading.progress import is_terminal
 
 #: Seconds for everything; nine and a half minutes with what starting and stopping takes.
 BUDGET = 540

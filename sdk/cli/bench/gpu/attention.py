@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sdk.cli.bench.gpu.card import Card, expect_close
 from sdk.cli.bench.gpu.rows import Finding, ratio, share, without
-from sdk.engine.kv_cache import KVCache
+from sdk.engine.rank.kv_cache import KVCache
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.reference.attention import Attention as Reference

@@ -19,7 +19,7 @@ from sdk.config import EngineConfig
 from sdk.engine.engine import Engine
 from sdk.errors import SdkError
 from sdk.kernels.sized_graphs import token_buckets
-from sdk.loading import Loaded, load
+from sdk.loading.load import Loaded, load
 from sdk.params import SamplingParams
 
 #: Of one stream: tokens before and while its speed is measured.

@@ -1,0 +1,233 @@
+"""What is known of prompts before they run: the pages that hold a prefix of them, wherever it lies.
+
+A prefix is looked for among the pages of the cache, then in the swap space (``swap.py``), then
+among the pages that a running request has promised: it is about to write them, and whoever needs
+them waits for it instead of computing them again.
+
+*Pins.* The pages of a pinned prefix have one more owner than the requests that use them, and so are
+never thrown out. They are not there for anybody else: ``room`` is what a request could get if
+everybody else went, and no request that needs more is accepted, nor a pin that leaves an accepted
+one less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from sdk.engine.pages.ladder_pool import LadderPool
+from sdk.engine.pages.page_pool import PageKey, PagePool, root_digest
+from sdk.engine.pages.swap import SwapSpace
+from sdk.engine.plan import Copy, Swap
+from sdk.engine.scheduling.request import Request
+
+
+class Prefix(NamedTuple):
+    """The known part of one sequence: pages of the cache, then pages of the swap space."""
+
+    pages: list[int]
+    swapped: list[PageKey]
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.pages) + len(self.swapped)
+
+
+class Prefixes:
+    """Finds, shares, promises and publishes the pages of prefixes. Not thread-safe."""
+
+    def __init__(
+        self,
+        pool: PagePool,
+        kv_type: str,
+        num_swap_pages: int = 0,
+        ladder: LadderPool | None = None,
+    ) -> None:
+        self.pool = pool
+        self._ladder = ladder  # the pool, if it is one
+        num_levels = 1 if ladder is None else len(ladder.bits)
+        self.swap = SwapSpace(num_swap_pages, pool.copies, num_levels)
+        self.promised: dict[bytes, Request] = {}  # page digest -> the running request writing it
+        self.restored = 0  # pages written from snapshots
+        self._kv_type = kv_type
+        self._pins: dict[bytes, tuple[int, ...]] = {}  # digest of the last page -> all of them
+        self._pinned: set[int] = set()
+        if num_swap_pages:
+            pool.on_evict = self.swap.store
+
+    def extend_keys(self, request: Request, num_pages: int) -> None:
+        """Have the keys of its first ``num_pages`` pages, all of them full."""
+        root = root_digest(request.adapter, self._kv_type, request.salt)
+        request.extend_keys(root, self.pool.page_size, num_pages)
+
+    def find(self, request: Request) -> Prefix:
+        """The known pages it may use; sets ``waits_for`` when a running request writes the next
+        one.
+
+        At least the last token is always left to run: a step of no tokens would sample nothing.
+        """
+        request.waits_for = None
+        if not self.pool.enable_prefix_caching:
+            return Prefix([], [])
+        size, num_tokens = self.pool.page_size, request.num_tokens
+        self.extend_keys(request, num_tokens // size)
+        if not request.uses_prefix_cache:
+            return Prefix([], [])
+        keys = request.keys[: (num_tokens - 1) // size]
+        pages, deepest = self.pool.match(keys), 0
+        if self._ladder is not None:
+            deepest = self._ladder.deepest(request.params.kv_min_bits)
+            pages = self._ladder.precise(pages, deepest)
+        rest = keys[len(pages) :]
+        swapped = rest[: self.swap.match(rest, deepest)]
+        known = len(pages) + len(swapped)
+        if known < len(keys) and keys[known].digest in self.promised:
+            request.waits_for = keys[known].digest
+        return Prefix(pages, swapped)
+
+    def acquire(self, request: Request, found: Sequence[Prefix], spare: int) -> int:
+        """Give each sequence of ``request`` pages for all its tokens: what was ``found``, the rest
+        new. Returns 0, or the number of new pages that are too many; then nothing changed. Of a
+        ladder only those of the first type count, so that it is never above what is needed.
+        """
+        pool, size, sequences = self.pool, self.pool.page_size, request.sequences
+        num_new = [
+            -(-one.num_tokens // size) - len(prefix.pages)
+            for one, prefix in zip(sequences, found, strict=True)
+        ]
+        keys = [key for prefix in found for key in prefix.swapped]
+        levels = [self.swap.level(key) for key in keys]
+        held = self.swap.hold(keys)
+        hits = [page for prefix in found for page in prefix.pages]
+        pages = pool.acquire(hits, sum(num_new), spare=spare, levels=levels)
+        if pages is None:
+            self.swap.put_back(held)
+            return sum(num_new) - sum(level > 0 for level in levels)
+        loaded, new = pages[len(hits) :][: len(keys)], pages[len(hits) + len(keys) :]
+        for one, prefix, num in zip(sequences, found, num_new, strict=True):
+            count = len(prefix.swapped)
+            back, loaded = loaded[:count], loaded[count:]
+            one.pages, new = prefix.pages + back + new[: num - count], new[num - count :]
+            for key, page in zip(prefix.swapped, back, strict=True):
+                self.swap.load(held[key], pool.place(page))
+                pool.unsettled.add(page)
+                self._publish(page, key)
+            one.num_computed = prefix.num_pages * size
+            one.num_published = prefix.num_pages
+            one.publishes = pool.enable_prefix_caching
+            if request.num_preemptions == 0 and one.uses_prefix_cache:
+                pool.queries += (one.num_tokens - 1) // size
+                pool.hits += len(prefix.pages)
+            for key in one.keys[prefix.num_pages :]:
+                self.promised.setdefault(key.digest, one)
+        self.swap.put_back(held)
+        return 0
+
+    def publish(self, request: Request, num_full: int) -> None:
+        """Let others find the pages that a committed step has filled."""
+        if num_full > len(request.keys):
+            self.extend_keys(request, num_full)
+        for index in range(request.num_published, num_full):
+            key = request.keys[index]
+            self._publish(request.pages[index], key)
+            if self.promised.get(key.digest) is request:
+                del self.promised[key.digest]
+        request.num_published = num_full
+
+    def _publish(self, page: int, key: PageKey) -> None:
+        """Let others find a page, unless one with the same in it is pinned: that one must stay
+        known, also where this one is of more bits.
+        """
+        if not self._pinned or self._pinned.isdisjoint(self.pool.match([key])):
+            self.pool.publish(page, key)
+
+    def release(self, sequence: Request) -> None:
+        """Take pages and promises from a running sequence."""
+        self.pool.release(sequence.pages)
+        for key in sequence.keys[sequence.num_published :]:
+            if self.promised.get(key.digest) is sequence:
+                del self.promised[key.digest]
+        sequence.pages = []
+
+    def distrust(self, sequence: Request) -> None:
+        """Its pages may hold NaN: nobody must find them, and nobody keeps them."""
+        for page in sequence.pages:
+            if (key := self.pool.key(page)) is not None:
+                self.swap.drop(key.digest)
+        self.forget(set(sequence.pages))
+
+    def forget(self, gone: set[int]) -> None:
+        """Nobody must find these pages in the cache, and nobody keeps them."""
+        for last, pages in list(self._pins.items()):
+            if not gone.isdisjoint(pages):
+                self._unpin(last)
+        self.pool.forget(gone)
+
+    def reset(self) -> None:
+        """Forget all prefixes, pinned ones too."""
+        self.unpin_all()
+        self.pool.reset_prefix_cache()
+        self.swap.clear()
+        self.promised.clear()
+
+    def undo(self, copies: Iterable[Copy]) -> None:
+        """Distrust what the last plan's copies should have written: whether they were made is not
+        known.
+        """
+        self.swap.forget(one.slot for one in copies if isinstance(one, Swap) and one.out)
+        self.forget(self.pool.unsettled)
+        self.pool.settle()
+
+    # Pins
+
+    @property
+    def num_pinned(self) -> int:
+        """Pages that pins keep."""
+        return len(self._pinned)
+
+    @property
+    def pins(self) -> list[tuple[int, ...]]:
+        """The page tables of all pins."""
+        return list(self._pins.values())
+
+    def room(self, request: Request) -> int:
+        """Pages it (with its guide) could get if nothing else ran: all but what others pinned."""
+        room = self.pool.capacity - len(self._pinned)
+        if not self._pinned:
+            return room
+        own: set[int] = set()
+        for sequence in request.sequences:
+            if sequence.pages:  # perhaps its own copies of the pinned ones
+                own.update(sequence.pages)
+            elif sequence.uses_prefix_cache:
+                self.extend_keys(sequence, sequence.num_tokens // self.pool.page_size)
+                keys = sequence.keys[: (sequence.num_tokens - 1) // self.pool.page_size]
+                own.update(self.pool.match(keys))
+        return room + len(own & self._pinned)
+
+    def pin(self, keys: Sequence[PageKey]) -> bool:
+        """Keep these pages, all of them in the cache, until ``unpin``. False: one is not there."""
+        pages = self.pool.match(keys)
+        if len(pages) < len(keys):
+            return False
+        if keys[-1].digest not in self._pins:
+            self.pool.acquire(pages, 0)
+            self._pins[keys[-1].digest] = tuple(pages)
+            self._pinned.update(pages)
+        return True
+
+    def unpin(self, keys: Sequence[PageKey]) -> bool:
+        """Give up the pin of exactly these pages. False: there is none."""
+        if not keys or keys[-1].digest not in self._pins:
+            return False
+        self._unpin(keys[-1].digest)
+        return True
+
+    def unpin_all(self) -> None:
+        """Give up all pins."""
+        for last in list(self._pins):
+            self._unpin(last)
+
+    def _unpin(self, last: bytes) -> None:
+        self.pool.release(self._pins.pop(last))
+        self._pinned = {page for pages in self._pins.values() for page in pages}

@@ -1,0 +1,1 @@
+"""One rank: plans become tensors, the model runs, logits become tokens."""

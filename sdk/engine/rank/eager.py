@@ -1,0 +1,43 @@
+"""Steps run operator by operator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import perf_counter
+
+import torch
+
+from sdk.engine.rank.forward import ForwardPasses
+from sdk.engine.rank.inputs import StepInputs
+from sdk.engine.rank.strategy import Repeat, Run
+from sdk.engine.rank.work import Work
+
+
+class Eager:
+    """See :class:`sdk.engine.rank.strategy.Strategy`."""
+
+    most_tokens_in_pieces = 0
+    steps_ahead = 0
+    batches_in_flight = 1
+
+    def __init__(self, passes: ForwardPasses, inputs: StepInputs, reason: str) -> None:
+        self._passes = passes
+        self._inputs = inputs
+        self.eager_reason: str | None = reason
+        self.eager_prompts_reason: str | None = reason
+        self.failed_captures: list[str] = []
+
+    def launch(self, work: Work) -> Sequence[Run]:
+        """See :class:`~sdk.engine.rank.strategy.Strategy`."""
+        inputs, passes = self._inputs, self._passes
+        tokens = inputs.fill(work)
+        begin = perf_counter()
+        with torch.inference_mode():
+            hidden = passes.hidden(inputs.view(tokens, len(work.rows)))
+            logits = passes.logits(hidden, len(work.outputs))
+        passes.native_seconds += perf_counter() - begin
+        return [Run(work, hidden, logits, lambda: inputs.sampling.read(len(work.draws)))]
+
+    def repeat(self, work: Work) -> Repeat | None:
+        """See :class:`~sdk.engine.rank.strategy.Strategy`."""
+        return None

@@ -1,0 +1,110 @@
+"""The model over a step's inputs, in each of the ways a step is run."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sdk.engine.rank.inputs import StepInputs
+from sdk.engine.rank.kv_cache import KVCache
+from sdk.engine.rank.run_ahead import Decoded
+from sdk.kernels.batch import AttentionBatch
+from sdk.kernels.graph import Cut, Graph
+from sdk.kernels.ops import Ops
+from sdk.kernels.packed_shapes import PackedShapes
+from sdk.models.decoder import CausalLM, Decoder
+from sdk.models.parallel import Mesh
+
+
+class ForwardPasses:
+    """One rank's."""
+
+    def __init__(
+        self, model: CausalLM, kv: KVCache, inputs: StepInputs, ops: Ops, mesh: Mesh
+    ) -> None:
+        self._model = model
+        self._kv = kv
+        self._inputs = inputs
+        self.ops = ops
+        self._samples = mesh.rank == 0
+        self._shapes: PackedShapes | None = None
+        #: Spent in native calls so far.
+        self.native_seconds = 0.0
+
+    def hidden(self, batch: AttentionBatch) -> Tensor:
+        """Hidden states of the first tokens of the inputs."""
+        self.ops.find_places(batch)
+        self.ops.adapter_slots = self._inputs.adapters[: batch.num_tokens]
+        return self._model(self._inputs.token_ids[: batch.num_tokens], batch, self._kv.layers)
+
+    def logits(self, hidden: Tensor, outputs: int) -> Tensor:
+        """Of the first ``outputs`` rows wanted, from which tokens are drawn as the inputs say."""
+        if not outputs:
+            return hidden[:0]
+        logits = self._head(hidden, outputs)
+        if self._samples:
+            self.ops.sample_into(logits, self._inputs.sampling)
+        return logits
+
+    def _head(self, hidden: Tensor, outputs: int) -> Tensor:
+        self.ops.adapter_slots = self._inputs.output_adapters[:outputs]
+        rows = self.ops.select_rows(hidden, self._inputs.output_rows[:outputs])
+        return self._model.logits(rows)
+
+    def record(self) -> Graph[tuple[Tensor, Tensor]]:
+        """A step as large as the largest there will be; smaller ones use its first rows.
+
+        :raises CaptureError: where it cannot be recorded.
+        """
+        inputs = self._inputs
+        tokens, outputs = len(inputs.token_ids), len(inputs.output_rows)
+        requests = inputs.batch.num_requests
+
+        def forward() -> tuple[Tensor, Tensor]:
+            hidden = self.hidden(inputs.batch)
+            return hidden, self.logits(hidden, outputs)
+
+        with torch.inference_mode():
+            return self.ops.capture(forward, tokens=tokens, outputs=outputs, requests=requests)
+
+    def decode(self, size: int, shared: bool, shaped: bool) -> Decoded:
+        """The decode step of ``size`` rows: see :class:`~sdk.engine.rank.run_ahead.RunAhead`."""
+        inputs = self._inputs
+        with torch.inference_mode():
+            hidden = self.hidden(inputs.decoding(size, shared))
+            return hidden, *self.sample(hidden, size, shaped)
+
+    def pack_shapes(self, rows: int) -> tuple[bool, list[int]]:
+        """Send the device how the first ``rows`` outputs change before they are drawn: whether any
+        does, and those for which there is no room.
+        """
+        buffers = self._inputs.sampling
+        if not buffers.shaped(rows):
+            return False, []
+        if self._shapes is None:
+            most, vocab = len(self._inputs.output_rows), self._model.config.vocab_size
+            self._shapes = PackedShapes.with_room(self.ops.device, most, vocab)
+        return True, self._shapes.pack(buffers, rows)
+
+    def sample(self, hidden: Tensor, outputs: int, shaped: bool) -> tuple[Tensor, Tensor]:
+        """Logits of the first rows wanted, and ``Ops.sample_rows`` of them; the device goes on.
+
+        ``shaped``: they change as :meth:`pack_shapes` said last.
+        """
+        inputs, shapes = self._inputs, self._shapes if shaped else None
+        with torch.inference_mode():
+            logits = self._head(hidden, outputs)
+            return logits, self.ops.sample_rows(logits, inputs.draws[:outputs], shapes)
+
+    def uncut(self) -> str | None:
+        """Why steps cannot be recorded in pieces between the attentions; None: they can."""
+        if self.ops.offloaded:
+            return "the host's weights are copied while attention runs"
+        if not isinstance(self._model, Decoder):
+            return "transformers' own code runs between the attentions"
+        return None
+
+    def pieces(self, size: int, cut: Cut) -> Tensor:
+        """The first ``size`` tokens, for :class:`~sdk.kernels.sized_graphs.PieceGraphs`."""
+        with torch.inference_mode(), self.ops.cut_at_attention(cut):
+            return self.hidden(self._inputs.in_pieces(size))

@@ -1,0 +1,81 @@
+"""What all keys of a head have in common, so that codes of 4 bits need not hold it.
+
+Keys of trained models lie around a point far from zero: most of a code's range would go to what
+does not tell one key from another. Taken from all keys alike it changes no attention; SageAttention
+(Zhang et al. 2024) takes the mean of the keys at hand, but a page is written before the next key is
+known, so here it is measured once, at load. KL divergence with int4 pages over 192 tokens, Gemma 3
+270M: 0.118 without, 0.067 with; SmolLM2 0.054 and 0.038. For int8 and fp8 the gain is below 0.001.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sdk.engine.rank.kv_cache import KVCache
+from sdk.kernels.batch import AttentionBatch
+from sdk.kernels.kv_pages import KVPages
+from sdk.models.decoder import CausalLM, Decoder
+from sdk.quant.spec import KVSpec
+
+_PAGE = 16
+#: Tokens that are looked at, in steps as small as any engine's; their ids are spread over the
+#: vocabulary. Real text gives 0.061 instead of 0.067.
+_TOKENS, _STEP, _STRIDE = 128, 16, 7919
+
+
+def centre_keys(cache: KVCache, model: CausalLM) -> None:
+    """Give the layers of ``cache`` whose keys are int4 a centre, where their attention allows it.
+
+    On a CPU the same bits for any number of threads and any options of the engine; all ranks of a
+    model must call it together.
+    """
+    spec = cache.spec
+    lowest = spec.levels[-1]
+    coarse = [lowest.parts(layer)[0].dtype == "int4" for layer in range(spec.num_layers)]
+    if not any(coarse) or not isinstance(model, Decoder) or not model.shift_invariant:
+        return
+    pages = _run(model, spec)
+    cache.layers = [
+        _with_centre(layer, _centre(seen)) if wanted else layer
+        for layer, seen, wanted in zip(cache.layers, pages, coarse, strict=True)
+    ]
+
+
+def _with_centre(pages: KVPages, centre: Tensor) -> KVPages:
+    """The pages, and those of a ladder's lower levels."""
+    below = None if pages.below is None else _with_centre(pages.below, centre)
+    return replace(pages, k_centre=centre, below=below)
+
+
+def _run(model: Decoder, spec: KVSpec) -> list[KVPages]:
+    """Pages that hold the keys of the tokens looked at."""
+    exact = replace(spec, page_size=_PAGE, dtype="float32")
+    device, transposed = model.ops.device, model.ops.keys_transposed
+    pages = KVCache(exact, _TOKENS // _PAGE, device, keys_transposed=transposed).layers
+    ids = torch.arange(1, _TOKENS + 1, device=device) * _STRIDE % model.config.vocab_size
+    with torch.inference_mode():
+        for begin in range(0, _TOKENS, _STEP):
+            end = begin + _STEP
+            positions = torch.arange(begin, end, device=device)
+            batch = AttentionBatch(
+                positions=positions,
+                query_start=torch.tensor([0, _STEP], dtype=torch.int32, device=device),
+                context_len=torch.tensor([end], dtype=torch.int32, device=device),
+                page_table=torch.arange(_TOKENS // _PAGE, dtype=torch.int32, device=device)[None],
+                slots=positions,
+                page_size=_PAGE,
+                max_query_len=_STEP,
+                max_context_len=end,
+            )
+            model(ids[begin:end], batch, pages)
+    return pages
+
+
+def _centre(pages: KVPages) -> Tensor:
+    """The mean key of each head, float32 ``[kv_heads, head_dim]``."""
+    keys = np.nan_to_num(pages.k.cpu().numpy().astype(np.float64), posinf=0.0, neginf=0.0)
+    return torch.from_numpy(keys.mean(axis=(0, 2)).astype(np.float32)).to(pages.k.device)

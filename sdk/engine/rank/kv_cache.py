@@ -1,0 +1,258 @@
+"""The page tensors of all layers."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sdk.engine.plan import Copy, Swap
+from sdk.engine.rank.runner_config import RunnerConfig
+from sdk.engine.rank.swap_storage import SwapStorage
+from sdk.errors import OutOfMemoryError, RequestError
+from sdk.kernels.kv_pages import KVPages
+from sdk.kernels.ladder import KEPT_PAGES, page_level
+from sdk.kernels.ops import Ops
+from sdk.models.config import ModelConfig
+from sdk.models.parallel import Mesh
+from sdk.quant.spec import KVPart, KVSpec, KVTypes
+
+_LINE = 64  # bytes of a cache line
+#: Address space for more pages than there is memory for: Python names the flag from 3.13 on.
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+
+
+def kv_spec(config: ModelConfig, kv_heads: int, page_size: int, dtype: str) -> KVSpec:
+    """The KV cache of a model for ``kv_heads`` of its heads: one rank's, or all ranks' together.
+
+    :raises RequestError: a layer to skip that the model does not have.
+    """
+    skipped = () if ">" in dtype else KVTypes.parse(dtype).skip_layers
+    for layer in skipped:
+        if layer >= config.num_layers:
+            raise RequestError(
+                f"kv_cache_dtype: {dtype!r} skips layer {layer} of {config.num_layers}"
+            )
+    return KVSpec(
+        num_layers=config.num_layers,
+        kv_heads=kv_heads,
+        head_dim=config.head_dim,
+        page_size=page_size,
+        dtype=dtype,
+    )
+
+
+def cache_of_rank(config: RunnerConfig, model: ModelConfig, mesh: Mesh, ops: Ops) -> KVCache:
+    """The cache of one rank, empty."""
+    heads = mesh.heads(model.num_heads, model.num_kv_heads)
+    return KVCache(
+        kv_spec(model, heads.kv_count, config.page_size, config.kv_dtype),
+        config.num_pages,
+        ops.device,
+        keys_transposed=ops.keys_transposed,
+        first_head=heads.kv_start,
+        num_swap_pages=config.num_swap_pages,
+        swap_path=config.swap_path,
+        keep=config.kv_keep,
+    )
+
+
+def _map(nbytes: int) -> mmap.mmap:
+    """Zeros on huge pages, as numpy asks for them: with small ones a step at a context of 4,096
+    tokens misses the address cache all the time."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+    try:
+        mapping = mmap.mmap(-1, nbytes, flags=flags)
+    except OSError as error:
+        raise OutOfMemoryError(f"{nbytes} bytes for KV pages: {error}") from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return mapping
+
+
+class KVCache:
+    """Keys and values of ``num_pages`` pages for every layer of one rank.
+
+    ``keys_transposed``: how a page's keys lie, as the backend wants them (see ``KVPages``).
+    One zeroed allocation of ``num_pages * spec.page_bytes`` bytes, which the operating system backs
+    with memory only where a page has been written; ``vacate`` returns that of pages, ``close`` all
+    of it at once. All layers
+    of a page lie together, so that few pages in use touch little memory: spread over the layers,
+    one token of a 30-layer model would touch 60 huge pages of 2 MiB. Within a page a layer has its
+    keys, its values, and where they are codes the scales of both.
+
+    ``first_head``: of the model's key/value heads, the first of this rank's. ``num_swap_pages``
+    more pages lie in swap space: see :class:`~sdk.engine.rank.swap_storage.SwapStorage`. ``keep``:
+    of a request, pages at both ends that stay in a ladder's first type.
+    """
+
+    def __init__(
+        self,
+        spec: KVSpec,
+        num_pages: int,
+        device: torch.device | str = "cpu",
+        *,
+        keys_transposed: bool = True,
+        first_head: int = 0,
+        num_swap_pages: int = 0,
+        swap_path: str | None = None,
+        keep: tuple[int, int] = KEPT_PAGES,
+    ) -> None:
+        self.spec = spec
+        self.keep = keep
+        self.num_pages = num_pages
+        self.first_head = first_head
+        self._device = torch.device(device)
+        self._keys_transposed = keys_transposed
+        self._swap = num_swap_pages, swap_path
+        self._mapping: mmap.mmap | None = None
+        self._storage: SwapStorage | None = None
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Memory for the pages, empty; once more after :meth:`close`.
+
+        :raises OutOfMemoryError: there is not as much.
+        """
+        spec, num_pages = self.spec, self.num_pages
+        size = num_pages * spec.page_bytes
+        if self._device.type == "cpu":
+            self._mapping = _map(size)
+            memory = torch.from_numpy(np.frombuffer(self._mapping, np.uint8, size))
+        else:
+            memory = self._on_device(size)
+        below: Sequence[KVPages | None] = [None] * spec.num_layers
+        for index, level in reversed(list(enumerate(spec.levels))):
+            self.layers = []
+            pages = memory.view(num_pages << index, spec.page_bytes >> index)
+            offset = 0
+            for layer, lower in enumerate(below):
+                own = _layer(pages, level, layer, offset, self._keys_transposed)
+                self.layers.append(replace(own, below=lower))
+                offset += level.layer_bytes(layer)
+            below = self.layers
+        self._memory = memory
+        num_swap_pages, swap_path = self._swap
+        self._recode: Callable[[int, int], None] | None = None  # a page, once one goes down
+        if num_swap_pages:
+            pages = memory.view(num_pages, spec.page_bytes)
+            self._storage = SwapStorage(pages, num_swap_pages, swap_path)
+
+    def _on_device(self, size: int) -> Tensor:
+        try:
+            memory = torch.zeros(size + _LINE, dtype=torch.uint8, device=self._device)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemoryError(f"{size} bytes for KV pages: {error}") from error
+        begin = -memory.data_ptr() % _LINE  # a vector that crosses cache lines loads twice
+        return memory[begin : begin + size]
+
+    @property
+    def can_vacate(self) -> bool:
+        """Whether the memory of single pages can be returned."""
+        return self._mapping is not None and hasattr(self._mapping, "madvise")
+
+    def copy(self, copies: Sequence[Copy], ops: Ops) -> None:
+        """Copy pages to and from the swap space and move those of a ladder, one after the other."""
+        for one in copies:
+            if isinstance(one, Swap):
+                assert self._storage is not None
+                self._storage.run(one)
+            else:
+                self._move(*one, ops)
+
+    @property
+    def has_swap_file(self) -> bool:
+        """Whether copies may fail."""
+        return self._swap[0] > 0 and self._swap[1] is not None
+
+    def unwritten(self) -> dict[int, str]:
+        """Of the last copies those that the swap file did not take: slots, and why."""
+        return {} if self._storage is None else self._storage.unwritten()
+
+    def _move(self, source: int, target: int, ops: Ops) -> None:
+        """To a lower level, or as it is."""
+        (above, index), (below, at) = page_level(source), page_level(target)
+        if above == below:
+            pages = self._memory.view(self.num_pages << above, self.spec.page_bytes >> above)
+            pages[at] = pages[index]
+            return
+        if self._recode is None:
+            self._recode = ops.page_recoder(self.layers)
+        self._recode(source, target)
+
+    def vacate(self, pages: Sequence[int]) -> None:
+        """Return the memory of these pages to the system: they are zeros until they are written.
+
+        Nothing happens where it ``can_vacate`` none, as on a GPU.
+        """
+        if self._mapping is None or not self.can_vacate:
+            return
+        size, unit = self.spec.page_bytes, mmap.PAGESIZE
+        ordered = sorted(pages)
+        first = 0
+        for i, page in enumerate(ordered):
+            if i + 1 < len(ordered) and ordered[i + 1] == page + 1:
+                continue
+            begin = -(-ordered[first] * size // unit) * unit
+            end = (page + 1) * size // unit * unit
+            if begin < end:
+                self._mapping.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+            first = i + 1
+
+    def close(self) -> None:
+        """Drop the tensors. Idempotent."""
+        self.layers, self._recode = [], None
+        self._memory = torch.empty(0)
+        self._mapping = None
+        if self._storage is not None:
+            self._storage.close()
+            self._storage = None
+
+
+_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int4": torch.uint8}
+
+
+def page_dtype(part: KVPart) -> torch.dtype:
+    """Of the tensor with the codes of keys or values."""
+    found: torch.dtype = _DTYPES.get(part.dtype) or getattr(torch, part.dtype)
+    return found
+
+
+def page_width(part: KVPart, head_dim: int) -> int:
+    """Elements of that tensor in a head."""
+    return head_dim // 2 if part.dtype == "int4" else head_dim
+
+
+def _layer(pages: Tensor, spec: KVSpec, layer: int, begin: int, keys_transposed: bool) -> KVPages:
+    """One layer's views of ``pages [num_pages, bytes]``: it begins at byte ``begin`` of a page."""
+    heads, slots = spec.kv_heads, spec.page_size
+
+    def view(dtype: torch.dtype, offset: int, shape: tuple[int, ...]) -> Tensor:
+        """``[num_pages, *shape]``, contiguous within a page, ``offset`` bytes into the layer."""
+        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+        strides.insert(0, pages.shape[1] // dtype.itemsize)
+        values = pages.view(-1).view(dtype)
+        at = values.storage_offset() + (begin + offset) // dtype.itemsize
+        return values.as_strided((pages.shape[0], *shape), strides, at)
+
+    keys, values = spec.parts(layer)
+    codes, scales, offset = [], [], 0
+    for part in (keys, values):
+        width = page_width(part, spec.head_dim)
+        transposed = keys_transposed and part is keys
+        shape = (heads, width, slots) if transposed else (heads, slots, width)
+        codes.append(view(page_dtype(part), offset, shape))
+        offset += part.code_bytes
+    for part in (keys, values):  # float16, but for int4: a byte of scale and one of zero
+        dtype = torch.int16 if part.dtype == "int4" else torch.float16
+        groups = heads * part.groups
+        scales.append(view(dtype, offset, (groups, slots)) if groups else None)
+        offset += part.scale_bytes
+    k = codes[0].transpose(2, 3) if keys_transposed else codes[0]
+    return KVPages(k, codes[1], scales[0], scales[1])

@@ -1,0 +1,80 @@
+"""The options of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from sdk.engine.pages.disk_space import reserved_file
+from sdk.kernels.ladder import KEPT_PAGES
+from sdk.kernels.offload import Offload, OnDisk, OnHost
+from sdk.kernels.ops import Compute, Ops
+from sdk.loaders.open import open_checkpoint
+from sdk.quant.at_load import packed_at_load
+from sdk.quant.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerConfig:
+    """What a rank needs to build itself, in plain values: the same object goes to every process."""
+
+    model: str
+    num_pages: int
+    page_size: int
+    kv_dtype: str
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_threads: int
+    #: Draft tokens that a step may verify for one request.
+    max_draft_tokens: int = 0
+    device: str = "cpu"
+    compute: Compute = "auto"
+    activations: torch.dtype = torch.float32
+    enforce_eager: bool = False
+    deterministic: bool = False
+    revision: str | None = None
+    local_files_only: bool = False
+    hf_overrides: Mapping[str, Any] = field(default_factory=dict)
+    quantization: str | None = None
+    num_swap_pages: int = 0
+    swap_path: str | None = None
+    kv_keep: tuple[int, int] = KEPT_PAGES
+    #: Bytes of this rank's weights that go to a file in ``disk_folder``, and of those that stay.
+    disk_bytes: int = 0
+    resident_bytes: int = 0
+    disk_folder: str = ""
+    #: Of a GPU: the first of the layers whose weights lie in the machine's memory.
+    host_from: int | None = None
+
+    def open_model(self) -> Checkpoint:
+        """The model's files, packed at load where that is asked for."""
+        checkpoint = open_checkpoint(
+            self.model, revision=self.revision, local_files_only=self.local_files_only
+        )
+        return packed_at_load(checkpoint, self.quantization)
+
+    def open_ops(self) -> Ops:
+        """The operators of this rank.
+
+        :raises OutOfMemoryError: the disk has no room for the weights that go there.
+        """
+        return Ops(
+            self.device,
+            compute=self.compute,
+            num_threads=self.num_threads,
+            deterministic=self.deterministic,
+            activations=self.activations,
+            offload=self._offload(),
+        )
+
+    def _offload(self) -> Offload | None:
+        if self.host_from is not None:
+            return OnHost(self.host_from)
+        if not self.disk_bytes:
+            return None
+        file = reserved_file("disk_offload", self.disk_folder, self.disk_bytes, "weights")
+        return OnDisk(self.resident_bytes, self.disk_bytes, file)

@@ -1,0 +1,256 @@
+"""One request as the scheduler sees it: token ids, counters, pages and a status. No tensors.
+
+There is no stored phase. What a request needs next follows from two counters: ``num_computed``
+tokens have their keys and values in ``pages``, ``len(token_ids)`` tokens are known. Prefill, a
+chunk of it, a prefix hit and decode differ only in how far the two are apart; a request samples in
+the step after which they are equal. Only ``Scheduler`` changes these fields.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+
+from sdk.engine.pages.page_pool import PageKey, page_key
+from sdk.engine.plan import RequestKind, RequestStart
+from sdk.engine.scheduling.results import ResultRoom
+from sdk.outputs import FinishReason, RequestEvent
+from sdk.params import SamplingParams
+from sdk.sampling.resolved import ResolvedParams
+
+_NOTHING_RESOLVED = ResolvedParams()
+_GUIDE_PARAMS = SamplingParams()
+
+#: Makes a guide's id from its request's.
+GUIDE_SUFFIX = "~guide"
+
+
+class RequestStatus(enum.Enum):
+    """Where a request is. The last five are final; their values are the public finish reasons."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+    DEADLINE = "deadline"
+
+
+_FINISHED: dict[RequestStatus, FinishReason] = {
+    RequestStatus.STOP: "stop",
+    RequestStatus.LENGTH: "length",
+    RequestStatus.ABORT: "abort",
+    RequestStatus.ERROR: "error",
+    RequestStatus.DEADLINE: "deadline",
+}
+
+
+class Request:
+    """One generation (one of the ``n`` answers a caller asked for) or one embedding.
+
+    With a ``guidance_scale`` it owns a ``guide``: a second sequence, with pages of its own, of the
+    negative prompt (default: the last prompt token) and the same answer. The two are queued,
+    admitted, preempted and ended as one; queues hold the request, never its guide.
+
+    ``arrival_time`` orders requests (first come, first served); ``deadline`` is a moment of the
+    scheduler's clock or infinity. ``salt`` and ``adapter`` keep prefix-cache entries apart. Of one
+    that is not ``watched`` a step reports only the end, not each token.
+    """
+
+    __slots__ = (
+        "adapter",
+        "adapter_slot",
+        "arrival_time",
+        "deadline",
+        "events",
+        "first_token_ts",
+        "guide",
+        "guides",
+        "keys",
+        "kind",
+        "last_token_ts",
+        "max_len",
+        "min_available",
+        "mirostat_mu",
+        "num_cached",
+        "num_computed",
+        "num_preemptions",
+        "num_prompt_scored",
+        "num_prompt_tokens",
+        "num_published",
+        "order",
+        "pages",
+        "params",
+        "priority",
+        "publishes",
+        "queued_ts",
+        "request_id",
+        "resolved",
+        "results",
+        "salt",
+        "scheduled_ts",
+        "status",
+        "stop_reason",
+        "stop_token_ids",
+        "token_ids",
+        "waits_for",
+        "watched",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        kind: RequestKind = "generate",
+        priority: int | None = None,
+        arrival_time: float = 0.0,
+        salt: str | None = None,
+        adapter: str | None = None,
+        resolved: ResolvedParams = _NOTHING_RESOLVED,
+        negative_prompt_token_ids: Sequence[int] | None = None,
+        watched: bool = True,
+    ) -> None:
+        self.request_id = request_id
+        self.params = params
+        self.kind: RequestKind = kind
+        self.priority = params.priority if priority is None else priority
+        self.arrival_time = arrival_time
+        self.salt = salt
+        self.adapter = adapter
+        self.adapter_slot = -1  # where the ranks have it while the request runs
+        self.resolved = resolved
+        self.watched = watched
+        self.status = RequestStatus.WAITING
+        self.stop_reason: int | str | None = None
+        self.results: ResultRoom | None = None  # shared by the answers of one call
+        self.guide: Request | None = None
+        self.guides: str | None = None  # set in a guide: the id of its request
+        if params.guidance_scale != 1.0 and kind == "generate":
+            if negative_prompt_token_ids is None:
+                negative_prompt_token_ids = prompt_token_ids[-1:]
+            self.guide = self._make_guide(negative_prompt_token_ids)
+
+        self.token_ids = list(prompt_token_ids)  # prompt, then output
+        self.num_prompt_tokens = len(self.token_ids)
+        self.num_computed = 0
+        self.num_cached: int | None = None  # the prefix hit as first reported; kept over preemption
+        self.num_prompt_scored = 0  # prompt_logprobs handed out so far
+        self.num_preemptions = 0
+        self.mirostat_mu: float | None = None  # as of the last committed token
+        self.pages: list[int] = []
+        self.keys: list[PageKey] = []  # of its full pages, as far as they were needed
+        self.num_published = 0  # leading pages that need no publishing any more
+        self.publishes = False
+        # Set by Scheduler.add.
+        self.order: tuple[float, float, int] = (0, 0.0, 0)  # smaller runs first
+        self.max_len = 0  # finish with "length" at so many tokens
+        self.stop_token_ids = frozenset(params.stop_token_ids or ())
+        self.deadline = math.inf
+        # Why it was not admitted last time, so that the next plan need not find out again.
+        self.min_available = 0
+        self.waits_for: bytes | None = None
+
+        self.queued_ts = 0.0
+        self.scheduled_ts: float | None = None
+        self.first_token_ts: float | None = None
+        self.last_token_ts: float | None = None
+        self.events: tuple[RequestEvent, ...] = ()  # shared with the outputs, so never changed
+
+    def _make_guide(self, negative_prompt_token_ids: Sequence[int]) -> Request:
+        guide = Request(
+            self.request_id + GUIDE_SUFFIX,
+            negative_prompt_token_ids,
+            _GUIDE_PARAMS,
+            salt=self.salt,
+            adapter=self.adapter,
+        )
+        guide.guides = self.request_id
+        return guide
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id!r}, {self.status.value}, {self.num_computed} of "
+            f"{self.num_tokens} tokens computed, {len(self.pages)} pages)"
+        )
+
+    @property
+    def sequences(self) -> tuple[Request, ...]:
+        """What runs for it: itself, and its guide if it has one."""
+        return (self,) if self.guide is None else (self, self.guide)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known: prompt and output."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """A copy of the tokens generated so far."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def finished(self) -> bool:
+        """True when it will never run again."""
+        return self.status in _FINISHED
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """``stop``, ``length``, ``abort``, ``error``, ``deadline``; ``None`` while unfinished."""
+        return _FINISHED.get(self.status)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """True while prompt logprobs are missing: they need the logits of every prompt position."""
+        return (
+            self.params.prompt_logprobs is not None
+            and self.num_prompt_scored < self.num_prompt_tokens - 1
+        )
+
+    @property
+    def takes_drafts(self) -> bool:
+        """False where a token decides more than which comes next (what a guide says of it,
+        mirostat's target), and where the host's own code would see drafts that are wrong.
+        """
+        params = self.params
+        guided = self.guide is not None or self.guides is not None
+        more = guided or params.mirostat_mode or params.logits_processors
+        return self.kind == "generate" and not more
+
+    @property
+    def uses_prefix_cache(self) -> bool:
+        """False where every position must run: prompt logprobs, embeddings (which may pool)."""
+        return self.kind == "generate" and not self.scores_prompt
+
+    def start(self) -> RequestStart:
+        """What the ranks must know to run it, when they do not know it."""
+        return RequestStart(
+            request_id=self.request_id,
+            token_ids=tuple(self.token_ids),
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_computed=self.num_computed,
+            pages=tuple(self.pages),
+            params=self.params,
+            kind=self.kind,
+            resolved=self.resolved,
+            guides=self.guides,
+            mirostat_mu=self.mirostat_mu,
+        )
+
+    def extend_keys(self, root: bytes, page_size: int, num_pages: int) -> None:
+        """Compute the chained keys of the first ``num_pages`` pages, all of them full."""
+        keys, tokens = self.keys, self.token_ids
+        parent = keys[-1].digest if keys else root
+        for start in range(len(keys) * page_size, num_pages * page_size, page_size):
+            key = page_key(parent, tokens[start : start + page_size])
+            keys.append(key)
+            parent = key.digest

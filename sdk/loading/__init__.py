@@ -1,0 +1,1 @@
+"""From options to a running engine, and what would stop a load."""

@@ -1,0 +1,315 @@
+"""From options to a running engine: read the headers, plan the memory, then load."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sdk.config import EngineConfig
+from sdk.engine.engine import Engine
+from sdk.engine.pages.disk_space import disk_folder
+from sdk.engine.pages.elastic import ElasticPages
+from sdk.engine.pages.kept_prefixes import KeptPrefixes
+from sdk.engine.rank.kv_cache import kv_spec
+from sdk.engine.rank.runner import ModelRunner
+from sdk.engine.rank.runner_config import RunnerConfig
+from sdk.engine.scheduling.results import ResultLimit
+from sdk.engine.scheduling.scheduler import Scheduler
+from sdk.engine.scheduling.scheduler_config import SchedulerConfig
+from sdk.executors.local import LocalExecutor
+from sdk.kernels.self_check import failures
+from sdk.loading.checks import named_tokenizer
+from sdk.loading.progress import reporting
+from sdk.loading.sampling_defaults import SamplingDefaults, sampling_defaults
+from sdk.memory.alternatives import checked_plan
+from sdk.memory.machine import release_free_memory
+from sdk.memory.plan import MemoryPlan
+from sdk.memory.planning import (
+    activations_of,
+    compute_of,
+    device_of,
+    model_config,
+    open_model,
+    threads_of,
+)
+from sdk.memory.pool import Lease, MemoryPool
+from sdk.memory.sizes import format_bytes
+from sdk.models.config import ModelConfig
+from sdk.models.parallel import Mesh
+from sdk.persistence.model_key import ModelKey, model_key
+from sdk.quant.checkpoint import Checkpoint
+from sdk.quant.spec import kv_bits
+from sdk.quant.tokenizer import Tokenizer
+from sdk.reports.quant_report import quant_report
+
+if TYPE_CHECKING:
+    from sdk.executors.process import ProcessExecutor
+
+logger = logging.getLogger("sdk")
+
+
+#: An engine can be given so many times the pages it begins with.
+_ROOM_TO_GROW = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Everything an :class:`sdk.LLM` is made of."""
+
+    engine: Engine
+    executor: LocalExecutor[ModelRunner] | ProcessExecutor[ModelRunner]
+    kept: KeptPrefixes
+    elastic: ElasticPages
+    lease: Lease | None
+    model_key: ModelKey
+    #: The key of what the model's files hold now.
+    current_key: Callable[[], ModelKey]
+    tokenizer: Tokenizer | None
+    model_config: ModelConfig
+    plan: MemoryPlan
+    defaults: SamplingDefaults
+    eos_token_ids: frozenset[int]
+    warnings: tuple[str, ...]
+    kv_scales: int
+    runner_device: str
+    results: ResultLimit
+
+    @property
+    def runner(self) -> ModelRunner:
+        """Rank 0's; another one after a sleep that gave the weights back."""
+        return self.executor.runner
+
+    def current(self) -> contextlib.AbstractContextManager[object]:
+        """Inside, the engine's GPU is the thread's: each thread of a process has one of its own,
+        the first unless it chose another."""
+        device = self.runner_device
+        return contextlib.nullcontext() if device == "cpu" else torch.cuda.device(device)
+
+
+def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
+    """Build the engine; on any error everything built so far is given back.
+
+    ``checkpoint`` stands in place of the one that ``config`` names, and is closed.
+    """
+    with contextlib.ExitStack() as undo:
+        if checkpoint is None:
+            checkpoint = open_model(config)
+        undo.callback(checkpoint.close)
+        model = model_config(config, checkpoint)
+        memory = checked_plan(config, checkpoint)
+        pool = config.memory if isinstance(config.memory, MemoryPool) else None
+        lease = None if pool is None else pool.lease(str(checkpoint.path), memory.total)
+        if lease is not None:
+            undo.callback(lease.close)
+        tokenizer = _tokenizer(config, checkpoint)
+        release_free_memory()  # 16 to 22 MiB that building it took, at what may be the peak
+        defaults = sampling_defaults(config, checkpoint)
+        runner_config = _runner_config(config, checkpoint, model, memory)
+        eos = frozenset(_eos(checkpoint) if tokenizer is None else tokenizer.eos_token_ids)
+        executor = _executor(config, runner_config, checkpoint)
+        undo.callback(executor.close)
+        with reporting("load", "B", config.on_progress) as report:
+            checkpoint.on_bytes = report
+            executor.start()
+        if lease is not None:
+            lease.give_back(memory.total - memory.serving)
+        current_key = partial(
+            model_key,
+            checkpoint.path,
+            model,
+            memory.max_model_len,
+            quantization=config.quantization,
+            overrides=config.hf_overrides or {},
+        )
+        key = current_key()  # after the load: 1 ms, of a file not yet in memory up to 60
+        results = ResultLimit.of(memory.total, vocab_size := model.vocab_size)
+        scheduler = Scheduler(_scheduler_config(config, runner_config, memory, eos, results))
+        scheduler.pages_ahead, scheduler.batches_in_flight = executor.runner.ahead
+        engine = Engine(scheduler, executor, tokenizer, vocab_size=vocab_size, seed=config.seed)
+        undo.pop_all()
+    spec = kv_spec(model, model.num_kv_heads, memory.page_size, memory.kv_dtype)
+    return Loaded(
+        engine=engine,
+        executor=executor,
+        elastic=ElasticPages(scheduler, executor),
+        lease=lease,
+        kept=KeptPrefixes(scheduler, executor, spec),
+        model_key=key,
+        current_key=current_key,
+        tokenizer=tokenizer,
+        model_config=model,
+        plan=memory,
+        defaults=defaults,
+        eos_token_ids=eos,
+        warnings=tuple(_warnings(executor.runner)),
+        kv_scales=len(checkpoint.kv_scales),
+        runner_device=runner_config.device,
+        results=results,
+    )
+
+
+def _scheduler_config(
+    config: EngineConfig,
+    runner: RunnerConfig,
+    memory: MemoryPlan,
+    eos: frozenset[int],
+    results: ResultLimit,
+) -> SchedulerConfig:
+    return SchedulerConfig(
+        num_pages=runner.num_pages,
+        page_size=memory.page_size,
+        max_model_len=memory.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        enable_prefix_caching=config.enable_prefix_caching,
+        enable_chunked_prefill=config.enable_chunked_prefill,
+        policy=config.scheduling_policy,
+        kv_type=memory.kv_dtype,
+        kv_bits=kv_bits(memory.kv_dtype),
+        kv_keep=config.kv_keep,
+        num_swap_pages=runner.num_swap_pages,
+        first_pages=memory.num_pages + 1,
+        eos_token_ids=eos,
+        max_scored_tokens=results.scored_tokens,
+        max_result_bytes=results.nbytes,
+    )
+
+
+def _warnings(runner: ModelRunner) -> Iterator[str]:
+    """What a user should hear of that did not keep the model from loading."""
+    text = _slow_kernels(runner)
+    if text is not None:
+        logger.warning(text)
+        yield text
+    if runner.ops.offloaded:
+        text = (
+            f"{format_bytes(runner.ops.offloaded)} of the weights are not in the memory of their "
+            "device and are read again in every step: slow"
+        )
+        logger.warning(text)
+        yield text
+    for name in runner.unused_tensors:
+        yield f"unused tensor {name}"
+    for layer in quant_report(runner.model.linears()).layers:
+        for kernel, why in failures(layer.declined):
+            text = f"{layer.name}: {kernel} {why}; {layer.kernel} runs it"
+            logger.warning(text)
+            yield text
+
+
+def _slow_kernels(runner: ModelRunner) -> str | None:
+    """Why everything runs on the reference kernels, where it does."""
+    ops = runner.ops
+    if ops.backend_names != ("reference",):
+        return None
+    why = dict(ops.declined_backends).get("cpu" if ops.device.type == "cpu" else "gpu")
+    if why is None:  # nobody asked for another
+        return None
+    # SmolLM2-135M Q4_1 on a CPU: 1.65 instead of 180 tokens/s in decoding (docs/log.md)
+    return f"this model runs on the reference kernels, about 100 times slower: {why}"
+
+
+def _runner_config(
+    config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig, memory: MemoryPlan
+) -> RunnerConfig:
+    return RunnerConfig(
+        model=str(checkpoint.path),
+        num_pages=_pages_set_aside(config, memory) + 1,  # page 0 belongs to nobody
+        page_size=memory.page_size,
+        kv_dtype=memory.kv_dtype,
+        max_model_len=memory.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        num_threads=max(threads_of(config) // config.tensor_parallel_size, 1),
+        device=_device(config),
+        compute=compute_of(config),
+        activations=activations_of(config, checkpoint),
+        enforce_eager=config.enforce_eager,
+        deterministic=config.deterministic,
+        hf_overrides=dict(config.hf_overrides or {}),
+        quantization=config.quantization,
+        num_swap_pages=memory.swap_pages,
+        swap_path=config.swap_path,
+        kv_keep=config.kv_keep,
+        **_elsewhere(config, model, memory),
+    )
+
+
+def _device(config: EngineConfig) -> str:
+    """By number: the GPU that is current in this thread, whichever is in others."""
+    device = device_of(config)
+    return device if device == "cpu" else f"{device}:{torch.cuda.current_device()}"
+
+
+def _elsewhere(config: EngineConfig, model: ModelConfig, memory: MemoryPlan) -> dict[str, Any]:
+    """The fields of a runner whose weights do not all stay in the memory of their device."""
+    if not memory.offloaded:
+        return {}
+    if memory.layers_away:
+        return {"host_from": model.num_layers - memory.layers_away}
+    ranks = config.tensor_parallel_size
+    return {
+        "disk_bytes": -(-memory.offloaded // ranks),
+        "resident_bytes": -(-memory.weights // ranks),
+        "disk_folder": disk_folder(config.disk_offload_path),
+    }
+
+
+def _pages_set_aside(config: EngineConfig, memory: MemoryPlan) -> int:
+    """Address space to grow into: memory is only there for pages that were written."""
+    if device_of(config) != "cpu":
+        return memory.num_pages
+    whole = -(-memory.max_model_len // memory.page_size) * memory.max_num_seqs
+    most = _ROOM_TO_GROW * memory.num_pages
+    if isinstance(config.memory, MemoryPool):
+        most = config.memory.budget // memory.page_bytes
+    return max(memory.num_pages, min(whole, most))
+
+
+def _tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:
+    if config.skip_tokenizer_init:
+        return None
+    named = named_tokenizer(config)
+    if named is not None:
+        return named
+    found: Tokenizer | None = checkpoint.tokenizer
+    return found
+
+
+def _eos(checkpoint: Checkpoint) -> list[int]:
+    """The ids that end an answer where no tokenizer says so."""
+    for facts in (checkpoint.generation_config, checkpoint.config):
+        ids = facts.get("eos_token_id")
+        if isinstance(ids, int):
+            return [ids]
+        if isinstance(ids, list):
+            return [token for token in ids if isinstance(token, int)]
+    return []
+
+
+def _executor(
+    config: EngineConfig, runner_config: RunnerConfig, checkpoint: Checkpoint
+) -> LocalExecutor[ModelRunner] | ProcessExecutor[ModelRunner]:
+    """Rank 0 reuses the opened checkpoint, the first time; other ranks open the file themselves."""
+    opened = [checkpoint]
+
+    def own(given: RunnerConfig, mesh: Mesh) -> ModelRunner:
+        return ModelRunner(given, mesh, opened.pop() if opened else None)
+
+    if config.tensor_parallel_size == 1:
+        return LocalExecutor(own, runner_config)
+    from sdk.executors.process import ProcessExecutor
+
+    return ProcessExecutor(
+        ModelRunner,
+        runner_config,
+        config.tensor_parallel_size,
+        num_threads=runner_config.num_threads,
+        own_factory=own,
+    )

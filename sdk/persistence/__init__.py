@@ -1,0 +1,1 @@
+"""Prefixes that outlive their requests: pinned, or as snapshots in memory and files."""

@@ -1,0 +1,1 @@
+"""What runs where and why: kernels, formats, bytes."""

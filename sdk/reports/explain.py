@@ -1,0 +1,66 @@
+"""What runs where and why, in words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sdk.config import EngineConfig
+from sdk.loading.sampling_defaults import SamplingDefaults
+from sdk.memory.plan import MemoryPlan
+from sdk.models.config import ModelConfig
+from sdk.reports.quant_report import quant_report
+
+if TYPE_CHECKING:
+    from sdk.engine.rank.runner import ModelRunner
+
+
+def explain(
+    config: EngineConfig,
+    model: ModelConfig,
+    plan: MemoryPlan,
+    defaults: SamplingDefaults,
+    runner: ModelRunner,
+    warnings: tuple[str, ...],
+) -> str:
+    """The text of :meth:`sdk.LLM.explain`."""
+    ops = runner.ops
+    lines = [
+        f"model      {config.model} ({model.model_type}, {model.num_layers} layers)",
+        f"device     {ops.device}, {ops.num_threads} threads, compute={ops.compute}, "
+        f"activations {str(ops.activations).removeprefix('torch.')}, "
+        f"backends {', '.join(ops.backend_names)}",
+    ]
+    if config.dtype not in ("auto", str(ops.activations).removeprefix("torch.")):
+        lines.append(f"           dtype={config.dtype!r}: activations are at least as precise")
+    lines += [f"           no {name} backend: {reason}" for name, reason in ops.declined_backends]
+    lines += _steps(runner)
+    lines.append(f"sampling   {defaults}")
+    lines += [f"memory     {line}" for line in str(plan).splitlines()]
+    lines.append("linear layers")
+    lines += [f"  {line}" for line in str(quant_report(runner.model.linears())).splitlines()]
+    lines.append("other operators")
+    for problem, choice in ops.chosen():
+        head = f"head_dim {problem.head_dim}" if problem.head_dim else ""
+        lines.append(f"  {problem.op:<18} {choice.name} {problem.kv_dtype} {head}".rstrip())
+        lines += [f"  {'':<18} not {name}: {reason}" for name, reason in choice.declined]
+    lines += [f"warning    {warning}" for warning in warnings]
+    return "\n".join(lines)
+
+
+def _steps(runner: ModelRunner) -> list[str]:
+    how = runner.strategy
+    decode, prompts = how.eager_reason, how.eager_prompts_reason
+    most = how.most_tokens_in_pieces
+    if decode == prompts and not most:
+        replayed = "replayed from one recorded graph"
+        return [f"steps      {replayed if decode is None else _eagerly(decode)}"]
+    pieces = f"up to {most} tokens replayed in pieces between attentions, of more one by one"
+    return [
+        f"steps      decoding: {'replayed from graphs' if decode is None else _eagerly(decode)}",
+        f"           with prompts: {pieces if prompts is None else _eagerly(prompts)}",
+        *(f"           but not all sizes: {why}" for why in how.failed_captures),
+    ]
+
+
+def _eagerly(reason: str) -> str:
+    return f"operator by operator: {reason}"

@@ -1,0 +1,229 @@
+"""From what a caller asks for to the requests of an engine, and waiting for them."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from sdk.engine.engine import Output
+from sdk.engine.plan import RequestKind
+from sdk.engine.scheduling.results import ResultLimit
+from sdk.errors import RequestError
+from sdk.params import SamplingParams
+from sdk.quant.shown import shown
+from sdk.requests.conversations import ChatOptions
+from sdk.requests.driver import Driver, Job, Listener
+from sdk.requests.mailboxes import Mailbox
+from sdk.requests.prompts import (
+    Prompt,
+    PromptLike,
+    PromptReader,
+    as_conversations,
+    as_list,
+    is_conversation,
+    refusing,
+)
+from sdk.sampling.resolved import ResolvedParams, resolve
+from sdk.text.stops import stop_strings
+
+MAX_PRIORITY = 2**31 - 1
+MAX_ID_LENGTH = 256
+T = TypeVar("T")
+ParamsLike = SamplingParams | Sequence[SamplingParams] | None
+
+
+def once_each(params: Sequence[SamplingParams], make: Callable[[SamplingParams], T]) -> list[T]:
+    """What ``make`` makes of each, made once where several prompts share their parameters."""
+    made = {id(param): param for param in params}
+    results = {key: make(param) for key, param in made.items()}
+    return [results[id(param)] for param in params]
+
+
+class JobMaker:
+    """Makes the jobs of one ``LLM``. ``default`` is what a call without parameters uses."""
+
+    def __init__(
+        self,
+        reader: PromptReader,
+        default: SamplingParams,
+        *,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        max_model_len: int,
+        results: ResultLimit,
+    ) -> None:
+        self._reader = reader
+        self._default = default
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._max_model_len = max_model_len
+        self._results = results
+        self._ids = itertools.count()
+
+    def params(self, given: ParamsLike, count: int) -> list[SamplingParams]:
+        """One for each of ``count`` prompts."""
+        if given is None or isinstance(given, SamplingParams):
+            return [given or self._default] * count
+        with refusing("sampling_params"):
+            if not isinstance(given, Sequence) or len(given) != count:
+                found = len(given) if isinstance(given, Sequence) else shown(given)
+                raise RequestError(
+                    f"sampling_params: expected one or one per prompt ({count}), found {found}"
+                )
+            params = list(itertools.islice(given, count))
+            for item in params:
+                if not isinstance(item, SamplingParams):
+                    raise RequestError(
+                        f"sampling_params: expected SamplingParams, found {shown(item)}"
+                    )
+            return params
+
+    def read(
+        self, prompts: PromptLike | Sequence[PromptLike], given: ParamsLike
+    ) -> tuple[list[Prompt], list[SamplingParams]]:
+        """One prompt or several as token ids, each with its parameters."""
+        items = as_list(prompts)
+        params = self.params(given, len(items))
+        return [self._reader.read(p, q) for p, q in zip(items, params, strict=True)], params
+
+    def read_chats(
+        self, method: str, messages: Any, given: ParamsLike, template: Mapping[str, Any]
+    ) -> tuple[list[Prompt], list[SamplingParams]]:
+        """One conversation or several through the chat template, each with its parameters."""
+        options = ChatOptions.of(method, template)
+        chats = as_conversations(messages)
+        params = self.params(given, len(chats))
+        pairs = zip(chats, params, strict=True)
+        return [self._reader.read_chat(c, q, options) for c, q in pairs], params
+
+    def read_mixed(
+        self, method: str, prompts: Any, given: ParamsLike, template: Mapping[str, Any]
+    ) -> tuple[list[Prompt], list[SamplingParams]]:
+        """Prompts and conversations, each with its parameters; ``template`` for the latter."""
+        items: list[Any] = [prompts] if is_conversation(prompts) else as_list(prompts)
+        params = self.params(given, len(items))
+        options = ChatOptions.of(method, template)
+        chats = [is_conversation(item) for item in items]
+        if template and not any(chats):
+            raise TypeError(f"{method}(): {', '.join(template)} only apply to a conversation")
+        read = [
+            self._reader.read_chat(item, param, options) if chat else self._reader.read(item, param)
+            for item, param, chat in zip(items, params, chats, strict=True)
+        ]
+        return read, params
+
+    def make(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        listener: Listener,
+        *,
+        priority: int | Sequence[int] | None = None,
+        kind: RequestKind = "generate",
+        request_ids: str | Sequence[str] | None = None,
+    ) -> list[Job]:
+        """One job for each prompt, with the caller's id or one of its own."""
+        names = self._names(request_ids, len(prompts))
+        priorities = _priorities(priority, len(prompts))
+        now = time.monotonic()
+        # Once for all prompts with the same parameters, and in the caller's thread: a list of a
+        # million token ids takes 0.1 s.
+        read = once_each(params, lambda one: (self._resolve(one), stop_strings(one)))
+        return [
+            Job(
+                request_id=name,
+                prompt_token_ids=prompt.token_ids,
+                params=param,
+                listener=listener,
+                prompt=prompt.text,
+                priority=urgency,
+                cache_salt=prompt.cache_salt,
+                kind=kind,
+                arrival_time=now,
+                resolved=resolved,
+                negative_prompt_token_ids=prompt.negative_token_ids,
+                stops=stops,
+                result_bytes=self._results.room(param, len(prompt.token_ids), self._max_model_len),
+            )
+            for name, prompt, param, urgency, (resolved, stops) in zip(
+                names, prompts, params, priorities, read, strict=True
+            )
+        ]
+
+    def _names(self, given: Any, count: int) -> list[str]:
+        """Request ids. Those with # are the LLM's own: #7, and #7#1 of a second answer."""
+        if given is None:
+            return [f"#{next(self._ids)}" for _ in range(count)]
+        with refusing("request_id"):
+            names = [given] if isinstance(given, str) else given
+            if not isinstance(names, Sequence) or len(names) != count:
+                found = len(names) if isinstance(names, Sequence) else shown(names)
+                raise RequestError(
+                    f"request_id: expected one for each prompt ({count}), found {found}"
+                )
+            names = list(itertools.islice(names, count))
+            for name in names:
+                if not isinstance(name, str) or not 0 < len(name) <= MAX_ID_LENGTH or "#" in name:
+                    raise RequestError(
+                        f"request_id: expected strings of 1 to {MAX_ID_LENGTH} characters without "
+                        f"#, found {shown(name)}"
+                    )
+            if len(set(names)) < count:
+                raise RequestError("request_id: expected different ids, found one twice")
+            return names
+
+    def _resolve(self, params: SamplingParams) -> ResolvedParams:
+        """The token ids behind the words of ``params``."""
+        tokenizer = self._reader.tokenizer
+        start = tokenizer.token_to_id("<think>") if tokenizer is not None else None
+        end = tokenizer.token_to_id("</think>") if tokenizer is not None else None
+        return resolve(
+            params,
+            tokenizer,
+            self._vocab_size,
+            eos_token_ids=self._eos_token_ids,
+            think_start_id=start,
+            think_end_id=end,
+        )
+
+
+def _priorities(given: Any, count: int) -> list[int | None]:
+    """One for each of ``count`` prompts; None leaves it to the sampling parameters."""
+    with refusing("priority"):
+        if not isinstance(given, Sequence):
+            given = [given] * count
+        if len(given) != count:
+            raise RequestError(f"priority: expected one or {count} numbers, found {len(given)}")
+        priorities = list(itertools.islice(given, count))
+        for item in priorities:
+            number = isinstance(item, int) and not isinstance(item, bool)
+            if item is not None and not (number and abs(item) <= MAX_PRIORITY):
+                raise RequestError(
+                    f"priority: expected integers from {-MAX_PRIORITY} to {MAX_PRIORITY}, found "
+                    f"{shown(item)}"
+                )
+        return priorities
+
+
+def run_jobs(
+    driver: Driver,
+    jobs: Sequence[Job],
+    mailbox: Mailbox,
+    report: Callable[[int, int], None] | None = None,
+) -> list[Output]:
+    """Submit jobs and wait: their last outputs, in their order. Whatever is raised aborts them."""
+    done: dict[str, Output] = {}
+    try:
+        driver.submit(jobs)
+        while len(done) < len(jobs):
+            output = mailbox.get()
+            if output.finished:
+                done[output.request_id] = output
+                if report is not None:
+                    report(len(done), len(jobs))
+    except BaseException:
+        driver.abort(job.request_id for job in jobs)
+        raise
+    return [done[job.request_id] for job in jobs]

@@ -1,0 +1,215 @@
+"""Where outputs arrive: a mailbox for threads, one for event loops, a collector for ``enqueue``."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+
+from sdk.engine.engine import Output
+from sdk.errors import EngineClosedError, RequestError
+from sdk.quant.shown import shown
+from sdk.requests.driver import check_process
+from sdk.requests.wakeups import Wakeups
+
+_Item = Output | Exception
+#: 64 streams make 64 timer calls of 2 us each in this time.
+_FORK_CHECK_S = 1.0
+
+
+class Mailbox:
+    """Outputs of one call's requests, waited for by a thread; Ctrl-C interrupts ``get``."""
+
+    def __init__(self) -> None:
+        self._items: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self._owner = os.getpid()
+
+    def deliver(self, output: Output) -> bool:
+        self._items.put(output)
+        return True
+
+    def fail(self, request_id: str, error: Exception) -> None:
+        self._items.put(error)
+
+    def get(self) -> Output:
+        """The next output; raises what the request failed with.
+
+        :raises EngineClosedError: in a forked child, where no output will ever come.
+        """
+        check_process(self._owner)
+        item = self._items.get()
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+
+class AsyncMailbox:
+    """The same for the event loop it was made in.
+
+    A coroutine may fork while others wait here, and the child may go on with a copy of the loop:
+    whoever waits there is told by a timer of that loop.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._items: asyncio.Queue[_Item] = asyncio.Queue()
+        self._owner = os.getpid()
+        self._loop.call_later(_FORK_CHECK_S, _look_for_fork, weakref.ref(self))
+
+    def fail_after_fork(self) -> bool:
+        """Whether this is a forked child; whoever waits here is told."""
+        try:
+            check_process(self._owner)
+        except EngineClosedError as error:
+            self._items.put_nowait(error)
+            return True
+        return False
+
+    def _post(self, item: _Item) -> bool:
+        try:
+            self._loop.call_soon_threadsafe(self._items.put_nowait, item)
+        except RuntimeError:  # the loop was closed: nobody will ever read this
+            return False
+        return True
+
+    def deliver(self, output: Output) -> bool:
+        return self._post(output)
+
+    def fail(self, request_id: str, error: Exception) -> None:
+        self._post(error)
+
+    async def get(self) -> Output:
+        """The next output; raises what the request failed with.
+
+        :raises EngineClosedError: in a forked child, where no output will ever come.
+        """
+        check_process(self._owner)
+        item = await self._items.get()
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+
+def _look_for_fork(mailbox: weakref.ref[AsyncMailbox]) -> None:
+    """Tell whoever waits in a forked child; in the owner look again a second later."""
+    waiting = mailbox()
+    if waiting is not None and not waiting.fail_after_fork():
+        asyncio.get_running_loop().call_later(_FORK_CHECK_S, _look_for_fork, mailbox)
+
+
+class Collector:
+    """Outputs of enqueued requests, kept until somebody asks: for all that is new, or to the end.
+
+    Of a request whose outputs are cumulative only the latest is kept.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._changed = Wakeups()
+        self._deltas: dict[str, bool] = {}  # in the order of enqueueing
+        self._finals: dict[str, _Item] = {}
+        self._news: dict[str, list[Output]] = {}
+
+    def expect(self, requests: Mapping[str, bool], submit: Callable[[], None]) -> None:
+        """Expect the outputs of requests that ``submit`` submits; unless that fails.
+
+        ``requests``: by id, whether its outputs are deltas. Nobody else sees the requests before
+        they are submitted.
+        """
+        with self._lock:
+            for request_id in requests:
+                if request_id in self._deltas:
+                    raise RequestError(
+                        f"request_id: the output of {shown(request_id)} was not collected yet"
+                    )
+            try:
+                self._deltas.update(requests)
+                submit()
+            except BaseException:
+                for request_id in requests:
+                    self._deltas.pop(request_id, None)
+                raise
+
+    def deliver(self, output: Output) -> bool:
+        request_id = output.request_id
+        with self._lock:
+            deltas = self._deltas.get(request_id)
+            if deltas is None:  # submitting it was interrupted
+                return False
+            if deltas:
+                self._news.setdefault(request_id, []).append(output)
+            else:
+                self._news[request_id] = [output]
+            if output.finished:
+                self._finals[request_id] = output
+                self._changed.notify_all()
+        return True
+
+    def fail(self, request_id: str, error: Exception) -> None:
+        with self._lock:
+            if request_id in self._deltas:
+                self._finals[request_id] = error
+                self._changed.notify_all()
+
+    @property
+    def has_news(self) -> bool:
+        """Whether ``take`` would return or raise anything."""
+        return bool(self._news or self._finals)
+
+    def take(self) -> list[Output]:
+        """What came since the last time, finished requests for the last time; raises a failure when
+        there is nothing to return.
+        """
+        with self._lock:
+            outputs = [output for news in self._news.values() for output in news]
+            self._news.clear()
+            for output in outputs:
+                if output.finished:
+                    del self._finals[output.request_id], self._deltas[output.request_id]
+            self._changed.notify_all()
+            if not outputs:
+                self._raise_failure(list(self._finals))
+            return outputs
+
+    def _raise_failure(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            item = self._finals.get(request_id)
+            if isinstance(item, Exception):
+                del self._finals[request_id], self._deltas[request_id]
+                raise item
+
+    def expected(self) -> list[str]:
+        """All requests whose last output nobody has taken, in the order of enqueueing."""
+        with self._lock:
+            return list(self._deltas)
+
+    def _ended(self, running: deque[str]) -> bool:
+        """Whether all have; takes the first ones that have out of ``running``."""
+        while running:
+            if running[0] in self._deltas and running[0] not in self._finals:
+                return False
+            running.popleft()
+        return True
+
+    def wait(self, request_ids: Sequence[str]) -> list[Output]:
+        """Wait until all of these have ended; the last outputs of those that nobody else has taken.
+
+        The first failure is raised and forgotten; the other outputs stay for the next call.
+        """
+        self._changed.wait_for(partial(self._ended, deque(request_ids)))
+        with self._lock:
+            self._raise_failure(request_ids)
+            outputs = []
+            for request_id in request_ids:
+                item = self._finals.pop(request_id, None)
+                if item is not None and not isinstance(item, Exception):
+                    outputs.append(item)
+                    del self._deltas[request_id]
+                    self._news.pop(request_id, None)
+            self._changed.notify_all()
+        return outputs

@@ -1,0 +1,354 @@
+"""From what users write to token ids: prompts, chats, limits."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+from sdk.errors import EngineClosedError, RequestError
+from sdk.params import SamplingParams
+from sdk.quant.shown import blames_value, described, shown
+from sdk.quant.tokenizer import Tokenizer, TooManyTokens
+from sdk.requests.conversations import ChatOptions, Message, Turns
+
+#: Text, token ids, or a dict with ``prompt`` or ``prompt_token_ids`` and perhaps ``cache_salt`` and
+#: ``negative_prompt`` or ``negative_prompt_token_ids`` (for a ``guidance_scale``).
+PromptLike = str | Sequence[int] | Mapping[str, Any]
+
+#: What is read where the caller stands, also in an event loop: a few ms of tokenizing.
+SHORT_TEXT = 4096  # characters
+SHORT_CONTEXT = 1024  # tokens
+#: Prompts or conversations of one call.
+MAX_PROMPTS = 2**20
+
+_NEGATIVE = ("negative_prompt", "negative_prompt_token_ids")
+_BYTES = (str, bytes, bytearray, memoryview)  # sequences too, but not of prompts or token ids
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt, checked: every id lies in the vocabulary and the context holds them all."""
+
+    token_ids: tuple[int, ...]
+    text: str | None = None
+    cache_salt: str | None = None
+    negative_token_ids: tuple[int, ...] | None = None
+
+
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """What a caller's object or the tokenizer raises about a value becomes a :class:`RequestError`.
+
+    Anything else is raised as it is: it may be of a signal handler, such as a host's time limit,
+    that ran in the middle of this. The tokenizers library raises plain ``Exception``; a panic of it
+    is no ``Exception``, but it too is about this prompt alone.
+    """
+    try:
+        yield
+    except (RequestError, EngineClosedError):
+        raise
+    except BaseException as error:
+        kind = type(error)
+        if blames_value(error) or kind is Exception or kind.__name__ == "PanicException":
+            raise RequestError(f"{what}: it cannot be read: {described(error)}") from error
+        raise
+
+
+def _is_small(value: object) -> bool:
+    """Whether plain data holds at most ``SHORT_TEXT`` characters and values; looks at no more."""
+    left, waiting = SHORT_TEXT, [value]
+    while waiting and left >= 0:
+        item = waiting.pop()
+        left -= 1
+        if type(item) is str:
+            left -= len(item)
+        elif type(item) is dict:
+            left -= len(item)
+            waiting.extend(item.values() if left >= 0 else ())
+        elif type(item) is list or type(item) is tuple:
+            left -= len(item)
+            if left >= 0 and item and type(item[0]) is not int:  # not token ids
+                waiting.extend(item)
+        elif item is not None and not isinstance(item, int | float):
+            return False
+    return left >= 0
+
+
+def is_conversation(value: object) -> bool:
+    """Whether ``value`` is a list of chat messages."""
+    with refusing("prompt"):
+        return _are_dicts(value) and any("role" in item for item in cast("Sequence[Any]", value))
+
+
+def _are_dicts(value: object) -> bool:
+    return (
+        isinstance(value, Sequence)
+        and not isinstance(value, _BYTES)
+        and len(value) > 0
+        and all(isinstance(item, Mapping) for item in value)
+    )
+
+
+def as_list(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
+    """One prompt or several as a list; a list of ints is one prompt of token ids."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    with refusing("prompt"):
+        if not isinstance(prompts, Sequence) or isinstance(prompts, _BYTES):
+            raise RequestError(
+                "prompt: expected text, token ids, a dict or a list of them, found "
+                f"{shown(prompts)}"
+            )
+        if len(prompts) and _is_id(prompts[0]):
+            return [cast("Sequence[int]", prompts)]
+        return _bounded(prompts)
+
+
+def as_conversations(messages: Any) -> list[Sequence[Message]]:
+    """One conversation or several, as several. :raises RequestError: it is neither."""
+    with refusing("messages"):
+        if _are_dicts(messages):
+            return [messages]
+        several = isinstance(messages, Sequence) and not isinstance(messages, _BYTES)
+        if not several or not all(map(_are_dicts, messages)):
+            raise RequestError(
+                "messages: expected a list of {'role': ..., 'content': ...} or a list of such "
+                f"lists, found {shown(messages)}"
+            )
+        return _bounded(messages)
+
+
+def _bounded(items: Sequence[Any]) -> list[Any]:
+    if len(items) > MAX_PROMPTS:
+        raise RequestError(f"prompts: at most {MAX_PROMPTS} in one call, found {len(items)}")
+    return list(itertools.islice(items, MAX_PROMPTS))
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+class PromptReader:
+    """Turns prompts into :class:`Prompt` for one model. ``tokenizer`` may be missing."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        chat_template: str | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._chat_template = chat_template
+        self._closed = False
+
+    def close(self) -> None:
+        """Let go of the tokenizer (15 MB for 50,000 tokens)."""
+        self.tokenizer = None
+        self._closed = True
+
+    def _need_tokenizer(self, what: str) -> Tokenizer:
+        if self._closed:
+            raise EngineClosedError("this LLM was closed")
+        if self.tokenizer is None:
+            raise RequestError(
+                f"{what} needs a tokenizer and this LLM has none (skip_tokenizer_init, or the "
+                "checkpoint holds none): pass {'prompt_token_ids': [...]}, or tokenizer=FOLDER"
+            )
+        return self.tokenizer
+
+    def is_short(self, prompts: object) -> bool:
+        """Whether reading this takes at most a few milliseconds.
+
+        Text is read until it is longer than the context, so with a short context any text is.
+        """
+        if isinstance(prompts, str) and self._max_model_len <= SHORT_CONTEXT:
+            return True
+        return _is_small(prompts)
+
+    def read_one(
+        self, method: str, prompt: Any, params: SamplingParams, template: Mapping[str, Any]
+    ) -> Prompt:
+        """One prompt or conversation. ``template``: the keywords of ``method`` for the latter."""
+        options = ChatOptions.of(method, template)
+        if is_conversation(prompt):
+            return self.read_chat(prompt, params, options)
+        if template:
+            raise TypeError(f"{method}(): {', '.join(template)} only apply to a conversation")
+        items = as_list(prompt)
+        if len(items) != 1:
+            raise RequestError(f"{method}: expected one prompt, found {len(items)}")
+        return self.read(items[0], params)
+
+    def read(self, prompt: PromptLike, params: SamplingParams, *, room: int = 1) -> Prompt:
+        """:raises RequestError: naming what is wrong. ``room`` tokens of context must be left."""
+        with refusing("prompt"):
+            if isinstance(prompt, Mapping):
+                return self._read_dict(prompt, params, room)
+            if isinstance(prompt, str):
+                return Prompt(self._ids("prompt", prompt, params, room), prompt)
+            return Prompt(self._ids("prompt_token_ids", prompt, params, room))
+
+    def _read_dict(self, prompt: Mapping[str, Any], params: SamplingParams, room: int) -> Prompt:
+        given = [key for key in ("prompt", "prompt_token_ids") if key in prompt]
+        against = [key for key in _NEGATIVE if key in prompt]
+        unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt", *_NEGATIVE}
+        if len(given) != 1 or len(against) > 1 or unknown:
+            hint = "; a conversation is a list of messages, for chat()" if "role" in prompt else ""
+            raise RequestError(
+                "prompt: expected a dict with either 'prompt' or 'prompt_token_ids' (and "
+                "perhaps 'cache_salt' and 'negative_prompt' or 'negative_prompt_token_ids'), "
+                f"found the keys {shown(list(prompt))}{hint}"
+            )
+        negative: tuple[int, ...] | None = None
+        if against:
+            if params.guidance_scale == 1.0:
+                raise RequestError(
+                    f"{against[0]} has no effect without a guidance_scale other than 1"
+                )
+            try:
+                negative = self._ids(against[0], prompt[against[0]], params, room)
+            except RequestError as error:
+                raise RequestError(f"{against[0]}: {error}") from None
+        salt = prompt.get("cache_salt")
+        if salt is not None and (not isinstance(salt, str) or not salt):
+            raise RequestError(f"cache_salt: expected a non-empty string, found {shown(salt)}")
+        ids = self._ids(given[0], prompt[given[0]], params, room)
+        text = prompt["prompt"] if given[0] == "prompt" else None
+        return Prompt(ids, text, salt, negative)
+
+    def read_chat(
+        self, messages: Sequence[Message], params: SamplingParams, options: ChatOptions
+    ) -> Prompt:
+        """Render with the model's template; control tokens inside messages stay text."""
+        tokenizer = self._need_tokenizer("chat")
+        with refusing("messages"):
+            keep = self._kept(params, 1)
+            limit = self._max_model_len - 1
+            if keep is not None:
+                limit = keep = min(keep, limit)
+            try:
+                ids = self._encode_chat(tokenizer, messages, options, limit)
+            except TooManyTokens as error:
+                if keep is None:
+                    raise self._too_long(error.at_least, 1, "at least ") from None
+                ids = self._newest_turns(tokenizer, messages, options, keep)
+            checked = self._checked(ids, 1)
+            return Prompt(checked, tokenizer.decode(checked, skip_special_tokens=False))
+
+    def _encode_chat(
+        self,
+        tokenizer: Tokenizer,
+        messages: Sequence[Message],
+        options: ChatOptions,
+        limit: int,
+    ) -> list[int]:
+        """:raises TooManyTokens: there are more than ``limit``."""
+        from sdk.loaders.chat_template import TemplateError  # with the first conversation
+
+        try:
+            ids = tokenizer.encode_chat(
+                messages,
+                stop_after=limit,
+                add_generation_prompt=options.add_generation_prompt,
+                chat_template=options.chat_template or self._chat_template,
+                tools=options.tools,
+                **(options.chat_template_kwargs or {}),
+            )
+        except TemplateError as error:
+            raise RequestError(str(error)) from error
+        if len(ids) > limit:
+            raise TooManyTokens(len(ids))
+        return ids
+
+    def _newest_turns(
+        self, tokenizer: Tokenizer, messages: Sequence[Message], options: ChatOptions, keep: int
+    ) -> list[int]:
+        """The conversation in ``keep`` tokens: without as few of its oldest turns as possible.
+
+        Found by bisection: 10 renderings for 1,000 turns.
+        """
+        turns = Turns(messages)
+        low, high = 0, turns.droppable  # low does not fit
+        try:
+            best = self._encode_chat(tokenizer, turns.without(high), options, keep)
+        except TooManyTokens as error:
+            raise RequestError(
+                f"messages: the last turn and the system messages alone are {error}, but {keep} of "
+                f"the context's {self._max_model_len} are there for them; shorten them, lower "
+                "max_tokens, or raise max_model_len"
+            ) from None
+        while high - low > 1:
+            middle = (low + high) // 2
+            try:
+                best = self._encode_chat(tokenizer, turns.without(middle), options, keep)
+                high = middle
+            except TooManyTokens:
+                low = middle
+        return best
+
+    def _ids(self, key: str, value: Any, params: SamplingParams, room: int) -> tuple[int, ...]:
+        """Checked token ids, without what is cut off. Of a text where ``key`` names no ids."""
+        if key.endswith("_token_ids"):
+            if not isinstance(value, Sequence) or isinstance(value, _BYTES):
+                raise RequestError(f"{key}: expected a list of integers, found {shown(value)}")
+        elif not isinstance(value, str):
+            raise RequestError(f"{key}: expected a string, found {type(value).__name__}")
+        else:
+            value = self._encode(str.__str__(value), params, room)
+        keep = self._kept(params, room)
+        if keep is not None and keep < len(value):
+            value = value[-keep:]
+        return self._checked(value, room)
+
+    def _encode(self, text: str, params: SamplingParams, room: int) -> list[int]:
+        """A text's ids. Without truncation it is read no further than the context goes."""
+        tokenizer = self._need_tokenizer("a text prompt")
+        if params.truncate_prompt_tokens is not None:
+            return tokenizer.encode(text)
+        try:
+            return tokenizer.encode(text, stop_after=self._max_model_len - room)
+        except TooManyTokens as error:
+            raise self._too_long(error.at_least, room, "at least ") from None
+
+    def _kept(self, params: SamplingParams, room: int) -> int | None:
+        """How many tokens of a prompt ``truncate_prompt_tokens`` keeps; None: it is not set."""
+        cut = params.truncate_prompt_tokens
+        if cut != -1 or room == 0:
+            return self._max_model_len if cut == -1 else cut
+        answer = params.max_tokens
+        if answer is None or answer >= self._max_model_len:
+            answer = self._max_model_len // 4
+        return max(1, self._max_model_len - answer)
+
+    def _checked(self, ids: Sequence[Any], room: int) -> tuple[int, ...]:
+        count, limit = len(ids), self._max_model_len - room
+        if count > limit:
+            raise self._too_long(count, room)
+        items = list(itertools.islice(ids, limit))
+        if not all(map(_is_id, items)):
+            raise RequestError(f"prompt_token_ids: expected a list of integers, found {shown(ids)}")
+        if not items:
+            raise RequestError("prompt: it is empty (no tokens); pass at least one token")
+        plain = tuple(map(operator.index, items))  # without what a subclass of int may do
+        low, high = min(plain), max(plain)
+        if low < 0 or high >= self._vocab_size:
+            raise RequestError(
+                f"prompt_token_ids: expected ids in 0..{self._vocab_size - 1}, "
+                f"found {shown(low if low < 0 else high)}"
+            )
+        return plain
+
+    def _too_long(self, count: int, room: int, about: str = "") -> RequestError:
+        left = f" and {room} must be left for the answer" if room else ""
+        return RequestError(
+            f"prompt: {about}{count} tokens, but the context holds {self._max_model_len}{left}; "
+            "shorten it, raise max_model_len, or set truncate_prompt_tokens=-1 to keep its end"
+        )
