@@ -15,8 +15,8 @@ from sdk import UnsupportedError
 from sdk.kernels import gpu
 from sdk.kernels.gpu.tuning import Tuning
 from sdk.kernels.packed_shapes import packed_bytes
+from sdk.loading import checks as load_checks, load as loading
 from sdk.loading.checks import check_options, room_shortage
-from sdk.loading.load import checks as load_checks, load as loading
 from sdk.memory import planning
 from sdk.memory.alternatives import alternatives
 from sdk.memory.plan import MemoryPlan

@@ -19,7 +19,7 @@ import torch
 from sdk import LLM, EngineClosedError, RequestOutput, SamplingParams
 from sdk.config import EngineConfig
 from sdk.executors.local import LocalExecutor
-from sdk.loading.load import load as loading
+from sdk.loading import load as loading
 from sdk.options import engine_config
 from tests.api.engines import LIMIT, LONG, SHORT, Caller, Gate, ask, books, ids, settle, tokens
 

@@ -86,7 +86,7 @@ def test_a_request_with_an_adapter_is_answered_as_if_it_ran_alone(path: Path) ->
 def test_drafts_run_with_the_adapter_of_their_request(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sdk.loading.load import load as loading
+    from sdk.loading import load as loading
 
     config = loading._runner_config
     monkeypatch.setattr(loading, "_runner_config", lambda *args: _with_drafts(config(*args)))

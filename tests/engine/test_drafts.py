@@ -17,7 +17,7 @@ from fake_card import on_a_card
 from sdk import LLM, SamplingParams
 from sdk.engine.scheduling.drafts import Drafts
 from sdk.engine.scheduling.request import Request
-from sdk.loading.load import load as loading
+from sdk.loading import load as loading
 
 MOST = 4
 PROMPTS = [[5, 9, 30, 31, 200, 17], [44, 8], [7, 7, 7], [3, 1, 4, 1, 5, 9, 2, 6, 5]]

@@ -15,7 +15,7 @@ from nbclient import NotebookClient
 
 import sdk
 from sdk import LLM, SamplingParams
-from sdk.loading.load import progress
+from sdk.loading import progress
 
 ROOT = Path(__file__).parents[2]
 SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)

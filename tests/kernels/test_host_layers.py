@@ -16,7 +16,7 @@ from sdk.kernels.errors import KernelError
 from sdk.kernels.host_layers import HostLayers
 from sdk.kernels.offload import OnHost
 from sdk.kernels.ops import Ops
-from sdk.loading.load import load as loading
+from sdk.loading import load as loading
 from tests.fake_streams import Streams
 
 
