@@ -96,8 +96,9 @@ def activations_of(config: EngineConfig, checkpoint: Checkpoint) -> torch.dtype:
     """The type of those between kernels: float32 on a CPU, whose kernels have no other."""
     device = device_of(config)
     kernels = facts_of(device)
-    if (torch.float32,) == kernels.ACTIVATIONS:
-        return torch.float32
+    only, *others = kernels.ACTIVATIONS
+    if not others:
+        return only
     return activation_type(
         {**checkpoint.config, **(config.hf_overrides or {})},
         kernels.matrix_type(device),

@@ -103,6 +103,7 @@ class Sampler:
         results: list[Sampled | str],
         indices: Sequence[int],
     ) -> None:
+        """Those of ``indices``, as many as there is room for."""
         # A copy, in memory of the operators' own: the C allocator would keep a piece of each size.
         rows = self._ops.empty(len(indices), logits.shape[1])
         drawing: list[RequestState | None] = []
