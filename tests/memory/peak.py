@@ -115,9 +115,10 @@ def _serve(llm: Any) -> None:
     pages, more = divmod(plan.num_pages, count)  # some requests have one more
     room = min(pages * plan.page_size, plan.max_model_len) - 1
     longer = min((pages + 1) * plan.page_size, plan.max_model_len) - 1
-    # The first must not end before the last has its prompt, though the first steps may have begun
-    # before all requests were there.
-    answer = min(2 * room * count // llm.config.max_num_batched_tokens + 16, room // 2)
+    # The first must not end before the last has its prompt, of which a slow machine runs less in a
+    # step: long answers, and prompts that fill a step together.
+    least = -(-llm.config.max_num_batched_tokens // count)
+    answer = max(room - max(room // 4, least), 1)
     words = llm.model_config.vocab_size
 
     def prompt(length: int) -> dict[str, list[int]]:
