@@ -119,10 +119,9 @@ class Backend(Protocol):
 class BackendFacts(Protocol):
     """What a backend's folder knows before anything is loaded."""
 
-    ACTIVATIONS: tuple[torch.dtype, ...]
-
     def matrix_type(self, device: str) -> torch.dtype:
-        """The floats that the device multiplies best, at 16 bits where it has those."""
+        """The floats that the device multiplies best: of 16 bits, or float32 where the kernels
+        have no others."""
 
     def held_bytes(self, kind: str, rows: int, columns: int) -> int | None:
         """Bytes of a weight ``[rows, columns]`` in GGUF's blocks of type ``kind`` as the kernels

@@ -95,13 +95,12 @@ def model_config(config: EngineConfig, checkpoint: Checkpoint) -> ModelConfig:
 def activations_of(config: EngineConfig, checkpoint: Checkpoint) -> torch.dtype:
     """The type of those between kernels: float32 on a CPU, whose kernels have no other."""
     device = device_of(config)
-    kernels = facts_of(device)
-    only, *others = kernels.ACTIVATIONS
-    if not others:
-        return only
+    best = facts_of(device).matrix_type(device)
+    if best == torch.float32:
+        return best
     return activation_type(
         {**checkpoint.config, **(config.hf_overrides or {})},
-        kernels.matrix_type(device),
+        best,
         exact=compute_of(config) == "exact",
         stored="float16" if _formats(config, checkpoint)[0] == {"f16"} else "",
         asked="" if config.dtype == "auto" else config.dtype,
