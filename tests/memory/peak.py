@@ -47,7 +47,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 def measured(model: Path, options: dict[str, Any]) -> dict[str, float]:
     """Bytes that were ``planned``, and the ``peak`` of a process that does it."""
     command = [sys.executable, __file__, "--child", str(model), json.dumps(options)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
     if done.returncode:
         raise RuntimeError(done.stderr)
     found: dict[str, float] = json.loads(done.stdout)
