@@ -1,42 +1,39 @@
-"""A step recorded once and replayed: one native call instead of a Python call per operator.
+"""A step is recorded once and replayed: one native call instead of a Python call per operator.
 
-``Ops.capture`` runs a forward pass in which nothing is computed: every operator of the backend
-notes its arguments, and the tensors it would have made are fixed buffers from then on.
-``Graph.replay`` runs them all with the counts of a step. It is to a CPU what a CUDA graph is to a
-GPU, with one difference: a native operator takes its number of rows at run time, so that one graph
-as large as the largest step serves every smaller one.
+``Recording.capture`` runs a forward pass that computes nothing: every operator of the backend
+records its arguments, and its results become fixed buffers. ``Graph.replay`` then runs all
+operators with the counts of a step. This is the CPU's counterpart of a CUDA graph, with one
+difference: a native operator takes its number of rows at run time, so one graph of the largest step
+serves every smaller step.
 
-Anything a graph does not see would be lost on replay, so while capturing every torch operation that
-is not a mere view raises :class:`CaptureError`, and the caller runs such a model operator by
-operator instead.
+A graph would lose what it does not see. During capture, therefore, every torch operation that is
+not a pure view raises :class:`CaptureError`, and the caller runs such a model operator by operator.
 
-``Ops.cut_at_attention`` serves those who record in pieces: what lies between two attentions depends
-on nothing but the number of tokens, an attention on the lengths of its requests.
+``Recording.cut_at_attention`` is for recording in pieces: the work between two attentions depends
+only on the number of tokens, while an attention depends on the lengths of its requests.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sdk.kernels.activations import ActivationPool
+from sdk.kernels.backend import GraphRecorder, Recorded
 from sdk.kernels.batch import AttentionBatch
+from sdk.kernels.context import Context
 from sdk.kernels.errors import KernelError
-
-if TYPE_CHECKING:
-    from sdk.kernels.registry import Backend
-    from sdk.kernels.sized_graphs import GraphRecorder
 
 Result = TypeVar("Result")
 #: One attention of a forward pass: queries ``[T, heads, head_dim]``, the batch of the step, and
 #: where the result goes, ``[T, heads * head_dim]``.
 Attend = Callable[[Tensor, AttentionBatch, Tensor], None]
-#: What stands in the place of an attention: its queries, a tensor like its result, and what runs
-#: it; returns the result.
+#: Called in place of an attention, with its queries, a tensor like its result, and the function
+#: that runs it. Returns the result.
 Cut = Callable[[Tensor, Tensor, Attend], Tensor]
 
 #: Torch operations that move no data.
@@ -51,24 +48,7 @@ _VIEWS = frozenset(
 
 
 class CaptureError(KernelError):
-    """The forward pass cannot be recorded; the message names what stood in the way."""
-
-
-class Recorded(Protocol):
-    """What a backend noted."""
-
-    def run(self, tokens: int, outputs: int, requests: int) -> None: ...
-
-    def run_again(self) -> None: ...
-
-
-class Recorder(Protocol):
-    """A backend that can record its operators.
-
-    ``limits``: the rows that tensors of tokens, outputs and requests have while recording.
-    """
-
-    def record(self, limits: tuple[int, int, int]) -> AbstractContextManager[Recorded]: ...
+    """The forward pass cannot be recorded; the message says why."""
 
 
 class Graph(Generic[Result]):
@@ -126,52 +106,48 @@ class OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-class GraphOps:
-    """The part of :class:`sdk.kernels.ops.Ops` that records forward passes."""
+class Recording:
+    """``Ops.recording``: records forward passes instead of running them."""
 
-    _backends: list[Backend]
-    #: Of the graph being captured.
-    _buffers: ActivationPool | None = None
-    _cut: Cut | None = None
-
-    @property
-    def capturing(self) -> bool:
-        """True while operators are recorded, not run: then tensors hold nothing to look at."""
-        return self._buffers is not None
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        #: See :meth:`cut_at_attention`.
+        self.cut: Cut | None = None
 
     def capture(
         self, forward: Callable[[], Result], *, tokens: int, outputs: int, requests: int
     ) -> Graph[Result]:
         """Record what ``forward`` computes on tensors of so many tokens, outputs and requests.
 
-        After ``Ops.select_rows`` every operator runs over the outputs, before over the tokens.
+        Before ``Ops.select_rows`` every operator runs over the tokens, after it over the outputs.
 
-        :raises CaptureError: when ``forward`` does anything but view tensors and call operators of
-            one native backend.
+        :raises CaptureError: ``forward`` does something other than view tensors and call operators
+            of one native backend.
         """
-        backend = self._backends[0]
+        context = self._context
+        backend: Any = context.backends[0]
         if not hasattr(backend, "record"):
             raise CaptureError(f"{backend.name} kernels cannot be recorded")
-        # A buffer is reused for tensors of its own size only, so that in a phase of several
-        # operators (native/program.hpp) a row's memory is never another row's.
-        self._buffers = buffers = ActivationPool(same_size=True)
+        # A buffer is reused for tensors of the same size only. In a phase of several operators
+        # (native/program.hpp) the memory of a row then never becomes that of another row.
+        context.capture_pool = buffers = ActivationPool(same_size=True)
         limits = (tokens, outputs, requests)
         try:
             with backend.record(limits) as recorded, OnlyViews():  # type: ignore[no-untyped-call]
                 return Graph(recorded, forward(), buffers, limits)
         finally:
-            self._buffers = None
+            context.capture_pool = None
 
     def graph_recorder(self) -> GraphRecorder | None:
-        """What records the device's launches as graphs of fixed shapes; None: it has no graphs."""
-        make = self._backends[0].graph_recorder
+        """Records launches of the device as graphs of fixed shapes. ``None``: it has no graphs."""
+        make = self._context.backends[0].graph_recorder
         return None if make is None else make()
 
     @contextmanager
     def cut_at_attention(self, cut: Cut) -> Iterator[None]:
-        """Inside, ``cut`` is asked for the result of every attention."""
-        self._cut = cut
+        """Inside, ``cut`` supplies the result of every attention."""
+        self.cut = cut
         try:
             yield
         finally:
-            self._cut = None
+            self.cut = None

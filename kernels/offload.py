@@ -1,26 +1,24 @@
-"""Weights that do not stay in the memory of their device: what an engine is told of them."""
+"""Weights that do not stay in the memory of their device, and where the layers' weights are."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol
 
 import torch
 
 from sdk.kernels.host_layers import HostLayers
 
-if TYPE_CHECKING:
-    from sdk.kernels.registry import Backend
-
 
 @dataclass(frozen=True, slots=True)
 class OnDisk:
-    """Of a CPU: packed weights stay in memory while they fit into ``stays`` bytes, in the order in
-    which they are packed; the others lie in ``file``.
+    """CPU only: packed weights stay in memory until ``stays`` bytes are used, in the order in which
+    they are packed. The others are in ``file``.
 
-    ``file``: open for reading and writing, without a name, with ``size`` bytes of room; whoever
-    takes this closes it.
+    ``file``: an unnamed file, open for reading and writing, with room for ``size`` bytes. The
+    backend closes it.
     """
 
     stays: int
@@ -30,51 +28,55 @@ class OnDisk:
 
 @dataclass(frozen=True, slots=True)
 class OnHost:
-    """Of a GPU: the layers from ``first`` on have their weights in the machine's memory."""
+    """GPU only: the weights of layer ``first`` and all later layers are in host memory."""
 
     first: int
 
 
 Offload = OnDisk | OnHost
-Packed = TypeVar("Packed")
 
 
-def places_of(
-    offload: Offload | None, device: torch.device
-) -> tuple[OnDisk | None, HostLayers | None]:
-    """What a backend is told, and what ``Ops`` does itself for any backend."""
-    if isinstance(offload, OnHost):
-        return None, HostLayers(offload.first, device)
-    return offload, None
-
-
-class OffloadOps:
-    """The part of :class:`sdk.kernels.ops.Ops` that is about weights elsewhere."""
-
-    device: torch.device
-    _backends: list[Backend]
-    _host: HostLayers | None
+class LayerWeights(Protocol):
+    """Where the weights of a model's layers are."""
 
     @property
-    def offloaded(self) -> int:
+    def nbytes(self) -> int:
         """Bytes of packed weights that are not in the memory of the device."""
-        away = 0 if self._host is None else self._host.nbytes
-        return away + sum(backend.offloaded for backend in self._backends)
 
-    def load_layer(self, index: int) -> AbstractContextManager[None]:
-        """Weights that are bound inside are those of layer ``index``; layers come in order."""
-        return nullcontext() if self._host is None else self._host.load(index)
+    def load(self, index: int) -> AbstractContextManager[None]:
+        """Weights that are bound inside belong to layer ``index``. Layers are loaded in order."""
 
-    def run_layer(self, index: int) -> AbstractContextManager[None]:
-        """Operators inside are those of layer ``index``, whose weights are there."""
-        return nullcontext() if self._host is None else self._host.run(index)
+    def run(self, index: int) -> AbstractContextManager[None]:
+        """Operators called inside belong to layer ``index``, whose weights are on the device."""
 
-    def kept(self, packed: Packed) -> Packed:
-        """A weight just packed, now where those of its layer lie."""
-        if self._host is not None:
-            self._host.keep(packed)
-        return packed
+    def keep(self, packed: Any) -> None:
+        """Take a weight that was just packed: its tensors now are where its layer's weights are."""
 
     def fetched(self, packed: Any) -> AbstractContextManager[None]:
-        """Between steps: a packed weight can be read inside."""
-        return nullcontext() if self._host is None else self._host.fetched(packed)
+        """Between steps: inside, the tensors of a packed weight hold its values."""
+
+
+class OnDevice:
+    """All layers are in the device's memory all the time."""
+
+    nbytes = 0
+
+    @contextmanager
+    def load(self, index: int) -> Iterator[None]:
+        yield
+
+    @contextmanager
+    def run(self, index: int) -> Iterator[None]:
+        yield
+
+    def keep(self, packed: Any) -> None:
+        pass
+
+    @contextmanager
+    def fetched(self, packed: Any) -> Iterator[None]:
+        yield
+
+
+def layer_weights(offload: Offload | None, device: torch.device) -> LayerWeights:
+    """``OnDisk`` is the backend's own affair: to the operators its weights are in memory."""
+    return HostLayers(offload.first, device) if isinstance(offload, OnHost) else OnDevice()

@@ -1,111 +1,61 @@
-"""The operators of one engine: validation and allocation live here, once, for every backend.
+"""The operators of one engine. They check arguments and allocate results, once for all backends.
 
-Models compute through an ``Ops`` and nothing else, so that the backend (and later a recorded step)
-can be exchanged under them. On a CPU every operator is bitwise batch invariant: the result of a row
-does not depend on the other rows, on how many there are, or on the number of threads.
+Models compute only through an ``Ops``. The backend, or the recorder of a step, can therefore change
+without the model noticing. On a CPU every operator is bitwise batch invariant: the result of a row
+does not depend on the other rows, on their number, or on the number of threads.
 
-Activations are ``[T, features]``; T counts the tokens of a step, all requests together. They are
-float32, or on a GPU of 16 bits where one kernel hands them to the next (``Ops.activations``): then
-they are half the bytes, and every one is rounded once, by the kernel that makes it. What adds up
-over layers stays float32: the residual stream and all that is summed into it. An operator takes
-either type, computes in float32 and, unless it says otherwise, answers in the type it was given.
+Activations are ``[T, features]``, where T is the number of tokens of a step, all requests together.
+They are float32, except that on a GPU activations between two kernels may have 16 bits
+(``Ops.activations``). This halves their bytes, and each value is rounded once, by the kernel that
+writes it. Values that accumulate over layers stay float32: the residual stream and everything that
+is added to it. An operator takes either type, computes in float32 and returns the type it was
+given, unless its documentation says otherwise.
 """
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from sdk.kernels.activations import LARGE, ActivationPool
 from sdk.kernels.batch import AttentionBatch
+from sdk.kernels.bound import BoundLinear
 from sdk.kernels.checks import expect, expect_floats
+from sdk.kernels.context import Compute, Context
 from sdk.kernels.errors import KernelError
-from sdk.kernels.experts import ExpertOps
-from sdk.kernels.graph import GraphOps
+from sdk.kernels.graph import Recording
 from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.ladder_ops import LadderOps
+from sdk.kernels.ladder import page_level
 from sdk.kernels.layouts import Layout, on_device
-from sdk.kernels.offload import Offload, OffloadOps, places_of
-from sdk.kernels.registry import Choice, Problem, choose, linear_problem, open_backends
+from sdk.kernels.moe import MoEOps
+from sdk.kernels.offload import Offload
+from sdk.kernels.registry import linear_problem
 from sdk.kernels.sampling_ops import SamplingOps
 from sdk.kernels.self_check import SelfCheck
 
 #: Beyond any machine; a mistyped number must not use up the system's threads.
 MAX_THREADS = 1024
-ACTIVATION_TYPES = (torch.float32, torch.bfloat16, torch.float16)
-Compute = Literal["auto", "exact"]
 #: The last is gpt-oss' gate: see kernels/reference/norm.py.
 Activation = Literal["silu", "gelu_tanh", "gelu", "clamped_swiglu"]
 
 
-@dataclass(frozen=True, slots=True)
-class BoundLinear:
-    """A weight in the hands of its kernel."""
+class Ops:
+    """The operators that every model uses, and three groups of others.
 
-    choice: Choice
-    packed: Any
-    shape: tuple[int, int]
-    ops: Ops
-    problem: Problem
-
-    def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """``x [M, K] -> [M, N]``, float32; into ``out``, if given, in its type.
-
-        The rows of ``out`` may be strided.
-        """
-        short = self.ops.activations
-        expect_floats("linear x", x, short, None, self.shape[1])
-        if out is None:
-            out = self.ops.empty(x.shape[0], self.shape[0])
-        else:
-            expect_floats("linear out", out, short, x.shape[0], self.shape[0])
-            if out.stride(1) != 1 or (out.shape[0] > 1 and out.stride(0) < out.shape[1]):
-                raise KernelError(
-                    f"linear out: expected rows of their own, found strides {out.stride()}"
-                )
-        if x.shape[0]:
-            self.choice.implementation.matmul(self.packed, x.contiguous(), out)
-        return out
-
-    def rows(self, ids: Tensor) -> Tensor:
-        """``w[ids]``, dequantized exactly: ids int64 ``[T]`` -> float32 ``[T, K]``."""
-        expect("rows ids", ids, torch.int64, None)
-        # On a GPU looking at them would wait for it; its kernels skip what is not there.
-        if ids.numel() and not self.ops.capturing and ids.is_cpu:
-            low, high = int(ids.min()), int(ids.max())
-            if low < 0 or high >= self.shape[0]:
-                bad = low if low < 0 else high
-                raise KernelError(f"rows: expected ids in 0..{self.shape[0] - 1}, found {bad}")
-        out = self.ops.empty(ids.shape[0], self.shape[1])
-        if ids.numel():
-            self.choice.implementation.rows(self.packed, ids.contiguous(), out)
-        return out
-
-    def layout(self) -> Layout:
-        """The weight as it was before packing, bit for bit."""
-        with self.ops.fetched(self.packed):
-            layout: Layout = self.choice.implementation.unpack(self.packed)
-        return layout
-
-    @property
-    def nbytes(self) -> int:
-        return int(self.choice.implementation.nbytes(self.packed))
-
-
-class Ops(ExpertOps, LadderOps, GraphOps, SamplingOps, OffloadOps):
-    """Chosen kernels plus what they share (the thread pool). Owned by one rank, closed with it.
+    ``moe`` (:class:`sdk.kernels.moe.MoEOps`) routes tokens to experts, ``sampling``
+    (:class:`sdk.kernels.sampling_ops.SamplingOps`) selects tokens, ``recording``
+    (:class:`sdk.kernels.graph.Recording`) records forward passes. ``layers``
+    (:class:`sdk.kernels.offload.LayerWeights`) brings offloaded weights to the device. All share
+    one :class:`sdk.kernels.context.Context`. One rank owns an ``Ops`` and closes it.
 
     ``num_threads`` defaults to the CPUs this process may run on. ``backends`` restricts the choice
-    (tests); ``declined_backends`` says which are missing and why. ``deterministic``: on a GPU
-    a row's result does not depend on the rows beside it (slower); on a CPU that is always so.
-    ``activations``: the type of those between kernels, float32 or one of 16 bits; see the module.
-    ``offload``: where weights go that are not to stay in the device's memory.
+    of backends (tests). ``deterministic``: on a GPU the result of a row does not depend on the
+    other rows (slower); on a CPU this is always so. ``activations``: the type of activations
+    between kernels, float32 or a 16-bit type; see the module. ``offload``: where weights go that
+    do not stay in the device's memory.
     """
 
     def __init__(
@@ -123,83 +73,49 @@ class Ops(ExpertOps, LadderOps, GraphOps, SamplingOps, OffloadOps):
             num_threads = len(os.sched_getaffinity(0))
         if not 1 <= num_threads <= MAX_THREADS:
             raise KernelError(f"num_threads: expected 1 to {MAX_THREADS}, found {num_threads}")
-        if activations not in ACTIVATION_TYPES:
-            raise KernelError(
-                f"activations: expected one of {ACTIVATION_TYPES}, found {activations}"
-            )
-        self.device = torch.device(device)
-        self.compute: Compute = compute
-        self.num_threads = num_threads
-        self.activations = activations
-        on_disk, self._host = places_of(offload, self.device)
-        self._backends, self.declined_backends = open_backends(
-            device,
-            num_threads,
-            backends,
-            fixed=deterministic,
-            activations=activations,
-            offload=on_disk,
+        self.context = Context(
+            device, compute, num_threads, backends, deterministic, activations, offload
         )
-        self._chosen: dict[Problem, Choice] = {}
+        self.device = self.context.device
+        self.activations = activations
+        self.empty = self.context.empty
+        self.layers = self.context.layers
+        self.moe = MoEOps(self.context)
+        self.sampling = SamplingOps(self.context)
+        self.recording = Recording(self.context)
+        self._kernel = self.context.kernel
         self._self_check = SelfCheck(self.device, activations)
-        self._activations = ActivationPool()
-        #: The adapter of each row that products run over now, int32 ``[T]``, -1 for none: it is set
-        #: before a model runs. ``None``: no row has one.
+        #: The adapter of each row of the next products, int32 ``[T]``, -1 for none. It is set
+        #: before the model runs. ``None``: no row has an adapter.
         self.adapter_slots: Tensor | None = None
 
     def close(self) -> None:
         """Stop the threads. Idempotent; the operators must not be used afterwards."""
-        for backend in self._backends:
-            backend.close()
-        self._activations.close()
-
-    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """An uninitialized tensor for the result of an operator."""
-        count = math.prod(shape)
-        if self._buffers is not None:
-            words = self._buffers.take(-(-count * dtype.itemsize // 4))
-            return words.view(dtype)[:count].view(shape)
-        if count * 4 < LARGE or self.device.type != "cpu" or dtype != torch.float32:
-            return torch.empty(shape, dtype=dtype, device=self.device)
-        return self._activations.take(count).view(shape)
+        self.context.close()
 
     @property
     def keys_transposed(self) -> bool:
-        """How the keys of KV pages are to lie: see :class:`sdk.kernels.registry.Backend`."""
-        return self._backends[0].keys_transposed
+        """The memory layout of keys in KV pages: see :class:`sdk.kernels.backend.Backend`."""
+        return self.context.backends[0].keys_transposed
 
     @property
     def shares_keys(self) -> bool:
-        """See :class:`sdk.kernels.registry.Backend`."""
-        return self._backends[0].shares_keys
-
-    @property
-    def backend_names(self) -> tuple[str, ...]:
-        return tuple(backend.name for backend in self._backends)
-
-    def chosen(self) -> list[tuple[Problem, Choice]]:
-        """Every choice made so far except the linear layers', which keep their own."""
-        return list(self._chosen.items())
-
-    def _kernel(self, op: str, **fields: Any) -> Any:
-        problem = Problem(op, compute=self.compute, **fields)
-        found = self._chosen.get(problem)
-        if found is None:
-            found = self._chosen[problem] = choose(self._backends, problem)
-        return found.implementation
+        """See :class:`sdk.kernels.backend.Backend`."""
+        return self.context.backends[0].shares_keys
 
     def linear(self, layout: Layout, activation_bits: int = 8) -> BoundLinear:
         """Choose a kernel for a weight, check it, and pack the weight for it on this device.
 
-        ``activation_bits``: 8, or 16 for the blocks of an input that cost the most accuracy. Says
-        nothing with ``compute="exact"``, for plain floats, or where the file of the weight says how
-        inputs are rounded.
+        ``activation_bits``: 8, or 16 for the blocks of an input that cost the most accuracy. It
+        has no effect with ``compute="exact"``, for float weights, or if the weight's file says how
+        activations are quantized.
         """
         layout = on_device(layout, self.device)
-        problem = linear_problem(layout, self.compute, activation_bits)
-        choice = self._self_check.choose(self._backends, problem, layout)
-        packed = self.kept(choice.implementation.pack(layout))
-        return BoundLinear(choice, packed, layout.shape, self, problem)
+        problem = linear_problem(layout, self.context.compute, activation_bits)
+        choice = self._self_check.choose(self.context.backends, problem, layout)
+        packed = choice.implementation.pack(layout)
+        self.layers.keep(packed)
+        return BoundLinear(choice, packed, layout.shape, self.context, problem)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension; x may be strided."""
@@ -377,7 +293,34 @@ class Ops(ExpertOps, LadderOps, GraphOps, SamplingOps, OffloadOps):
             def attend(q: Tensor, batch: AttentionBatch, out: Tensor) -> None:
                 kernel.run(q, pages, batch, scale, window, softcap, sinks, out)
 
-            if self._cut is not None:
-                return self._cut(q, out, attend)
+            if self.recording.cut is not None:
+                return self.recording.cut(q, out, attend)
             attend(q, batch, out)
         return out
+
+    def page_recoder(self, layers: Sequence[KVPages]) -> Callable[[int, int], None]:
+        """A function that rewrites a page of one tier as a page of a lower tier, in all ``layers``.
+
+        It takes two page ids, ``source`` and ``target``, whose memory must not overlap. It raises
+        ``KernelError`` if a page does not exist or the target's tier is not lower. The result is
+        the same for any number of threads.
+        """
+        levels = layers[0].levels
+        kernel = self._kernel("recode_page", head_dim=layers[0].head_dim, kv_dtype=layers[0].dtype)
+        run = kernel.bind(layers)
+
+        def recode(source: int, target: int) -> None:
+            (above, index), (below, at) = page_level(source), page_level(target)
+            if not 0 <= above < below < len(levels):
+                raise KernelError(
+                    "recode: expected a page of a higher and one of a lower of "
+                    f"{len(levels)} levels, found levels {above} and {below}"
+                )
+            pages = levels[above].k.shape[0], levels[below].k.shape[0]
+            if index >= pages[0] or at >= pages[1]:
+                raise KernelError(
+                    f"recode: expected pages of {pages[0]} and {pages[1]}, found {index} and {at}"
+                )
+            run(above, index, below, at)
+
+        return recode

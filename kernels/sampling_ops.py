@@ -8,21 +8,21 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.checks import expect
+from sdk.kernels.context import Context
 from sdk.kernels.errors import KernelError
 from sdk.kernels.packed_shapes import PackedShapes
 from sdk.kernels.sampling import DRAW, Draws, SampleBuffers, Tokens
 
 
 class SamplingOps:
-    """The part of :class:`sdk.kernels.ops.Ops` that chooses tokens. Logits are float32."""
+    """``Ops.sampling``: selects tokens. Logits are float32."""
 
-    _sampling: Any = None
-
-    def _kernel(self, op: str, **fields: Any) -> Any:
-        raise NotImplementedError
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._kernel: Any = None
 
     def argmax(self, logits: Tensor) -> Tokens:
-        """The first best token of each row of ``logits [R, V]`` float32; no probabilities."""
+        """The best token of each row of ``logits [R, V]``; the first wins a tie."""
         out = SampleBuffers(logits.shape[0])
         self._sample(logits, None, out)
         return out.read(logits.shape[0])
@@ -68,14 +68,14 @@ class SamplingOps:
         expect("sample logits", logits, torch.float32, None, None)
         expect("sample draws", draws, torch.float64, logits.shape[0], 8)
         if shapes is None:
-            found: Tensor = self._kernel("sample").rows(logits, draws)
+            found: Tensor = self._sampler().rows(logits, draws)
             return found
         expect("sample side", shapes.side, torch.float32, None, logits.shape[1])
         if shapes.rows < logits.shape[0]:
             raise KernelError(
                 f"sample: expected shapes for {logits.shape[0]} rows, found {shapes.rows}"
             )
-        changed: Tensor = self._kernel("sample").rows(logits, draws, shapes)
+        changed: Tensor = self._sampler().rows(logits, draws, shapes)
         return changed
 
     def _sample(self, logits: Tensor, draws: Draws | None, out: SampleBuffers) -> None:
@@ -86,6 +86,9 @@ class SamplingOps:
         expect("sample logits", logits, torch.float32)
         if not logits.shape[0]:
             return
-        if self._sampling is None:  # once: making and looking up a Problem takes 2 us
-            self._sampling = self._kernel("sample")
-        self._sampling.run(logits, draws, out)
+        self._sampler().run(logits, draws, out)
+
+    def _sampler(self) -> Any:
+        if self._kernel is None:  # kept: making and looking up a Problem takes 2 us
+            self._kernel = self._context.kernel("sample")
+        return self._kernel

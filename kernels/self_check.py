@@ -18,11 +18,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sdk.kernels.backend import Backend, Choice, Problem
 from sdk.kernels.layouts import Layout, check_layout, inputs_of
 from sdk.kernels.reference.decode import decode
 from sdk.kernels.reference.linear import slice_rows
 from sdk.kernels.reference.rounding import rounded
-from sdk.kernels.registry import Backend, Choice, Problem, choose
+from sdk.kernels.registry import choose
 
 #: What the reason of a kernel that was passed over begins with.
 FAILED = "failed its self-check"

@@ -16,10 +16,11 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
+from sdk.kernels.backend import GraphRecorder
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import KernelError
 from sdk.kernels.graph import Attend, CaptureError, Cut
@@ -53,21 +54,6 @@ def bucket_of(sizes: Sequence[int], wanted: int) -> int:
     if at == len(sizes):
         raise KernelError(f"replay: expected at most {sizes[-1]} rows, found {wanted}")
     return sizes[at]
-
-
-class GraphRecorder(Protocol):
-    """Records what a device is given to do between :meth:`begin` and :meth:`end`."""
-
-    def rehearse(self, forward: Callable[[], object]) -> None:
-        """Run it once as it is: kernels are compiled and buffers made, which no recording can
-        hold.
-        """
-
-    def begin(self) -> None:
-        """From now on launches are recorded, not run, after a rehearsal."""
-
-    def end(self) -> Any:
-        """What was recorded since :meth:`begin`: a graph with ``replay()``."""
 
 
 class Captured(Generic[Recorded]):

@@ -169,7 +169,7 @@ class Decoder:
         self.embedding, self.head = source.embedding_and_head()
         self.layers: list[Layer] = []
         for i in range(c.num_layers):
-            with self.ops.load_layer(i):
+            with self.ops.layers.load(i):
                 self.layers.append(self.layer(source, f"model.layers.{i}", i))
         self.norm = source.norm("model.norm", plus_one=self.norm_plus_one)
         self.rope = Rope(c.rope, source.max_model_len, source.ops.device)
@@ -199,7 +199,7 @@ class Decoder:
             local = self.local_rope.cos_sin(batch.positions, self.ops)
         step = Step(batch, angles, local)
         for i, (layer, pages) in enumerate(zip(self.layers, kv, strict=True)):
-            with self.ops.run_layer(i):
+            with self.ops.layers.run(i):
                 delta, residual = layer(delta, residual, step, pages)
         hidden, _ = self.ops.add_rms_norm(
             delta, residual, self.norm, self.config.rms_norm_eps, wide=True

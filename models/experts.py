@@ -30,6 +30,6 @@ class ExpertMLP:
     def __call__(self, x: Tensor) -> Tensor:
         """``[T, hidden] -> [T, hidden]``, float32."""
         spec = self.spec
-        routes = self.ops.route(self.router(x), spec.per_token, normalized=spec.normalized)
+        routes = self.ops.moe.route(self.router(x), spec.per_token, normalized=spec.normalized)
         hidden = self.ops.gated_activation(self.gate_up(x, routes), self.activation)
-        return self.mesh.all_reduce(self.ops.combine(self.down(hidden, routes), routes))
+        return self.mesh.all_reduce(self.ops.moe.combine(self.down(hidden, routes), routes))

@@ -73,9 +73,9 @@ class PackedExperts(nn.Module):
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """``hidden [T, H]``; ``chosen`` and ``weights [T, k]``: the experts of each token."""
-        routes = self.ops.routes(chosen, weights, len(self.gate_up.weight.parts))
+        routes = self.ops.moe.routes(chosen, weights, len(self.gate_up.weight.parts))
         inner = self.gate(self.gate_up(hidden, routes))
-        return self.ops.combine(self.down(inner.contiguous(), routes), routes)
+        return self.ops.moe.combine(self.down(inner.contiguous(), routes), routes)
 
 
 class Filling:

@@ -14,8 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sdk.kernels.experts import Routes
 from sdk.kernels.ops import Ops
+from sdk.kernels.routes import Routes
 from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
 from sdk.quant.checkpoint import Checkpoint
@@ -106,7 +106,7 @@ class ExpertLinear:
         """See :meth:`sdk.quant.experts.ExpertWeights.matmul_routed`."""
         y = self.weight.matmul_routed(x, routes, by_token=self.by_token)
         if self.bias is not None:
-            self.ops.add_owners_bias(y, self.bias, routes)
+            self.ops.moe.add_owners_bias(y, self.bias, routes)
         return y
 
 

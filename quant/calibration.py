@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from sdk.kernels.backend import Choice
 from sdk.kernels.ops import Ops
-from sdk.kernels.registry import Choice
 from sdk.quant.errors import QuantizationError
 from sdk.quant.spec import QuantSpec
 from sdk.quant.weight import Side, Weight, concat

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from sdk.kernels.experts import BoundExperts, Routes
+from sdk.kernels.bound import BoundExperts
 from sdk.kernels.ops import Ops
+from sdk.kernels.routes import Routes
 from sdk.quant.weight import PackedWeight, StackedWeight, Weight
 
 
@@ -25,7 +26,7 @@ class ExpertWeights(StackedWeight):
         super().bind(ops, activation_bits)
         bound = [part.bound for part in self.parts if isinstance(part, PackedWeight)]
         if len(bound) == len(self.parts):
-            self._grouped = ops.group(bound)
+            self._grouped = ops.moe.group(bound)
 
     def matmul_routed(self, x: Tensor, routes: Routes, *, by_token: bool) -> Tensor:
         """``[R, out]`` in the order of the experts, of x ``[T, in]`` (``by_token``) or ``[R, in]``.

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sdk.kernels.backend import Choice
 from sdk.kernels.layouts import Layout
 from sdk.kernels.ops import Ops
-from sdk.kernels.registry import Choice
 from sdk.quant.errors import AlignmentError
 from sdk.quant.spec import QuantSpec
 from sdk.quant.weight import Side, Weight, concat

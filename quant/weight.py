@@ -16,11 +16,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from sdk.kernels.backend import Choice
+from sdk.kernels.bound import BoundLinear
 from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layout, check_layout
-from sdk.kernels.ops import BoundLinear, Ops
+from sdk.kernels.ops import Ops
 from sdk.kernels.reference.decode import cut_codes, decode, flat_scales
 from sdk.kernels.reference.linear import gather_rows, slice_rows
-from sdk.kernels.registry import Choice
 from sdk.quant.errors import AlignmentError
 from sdk.quant.join import join
 from sdk.quant.spec import QuantSpec, WeightKind

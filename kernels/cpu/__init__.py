@@ -48,12 +48,12 @@ def available(device: str) -> str | None:
 
 
 def matrix_type(device: str) -> torch.dtype:
-    """See :class:`sdk.kernels.registry.BackendFacts`."""
+    """See :class:`sdk.kernels.backend.BackendFacts`."""
     return torch.float32
 
 
 def held_bytes(kind: str, rows: int, columns: int) -> int | None:
-    """See :class:`sdk.kernels.registry.BackendFacts`."""
+    """See :class:`sdk.kernels.backend.BackendFacts`."""
     return packed_bytes(kind, rows, columns) if kind in BLOCK_SOURCES else None
 
 
@@ -83,7 +83,7 @@ def simd_level() -> str | None:
 
 
 class CpuBackend:
-    """See :class:`sdk.kernels.registry.Backend`."""
+    """See :class:`sdk.kernels.backend.Backend`."""
 
     name = "cpu"
     keys_transposed = True
@@ -118,7 +118,7 @@ class CpuBackend:
 
     @property
     def offloaded(self) -> int:
-        """See :class:`sdk.kernels.registry.Backend`."""
+        """See :class:`sdk.kernels.backend.Backend`."""
         return 0 if self._memory.file is None else self._memory.file.used
 
     def implementations(self, op: str) -> Sequence[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sdk.kernels.backend import Problem
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.cpu.elementwise import floats
 from sdk.kernels.cpu.library import Engine, OpKind, PlacesArgs
@@ -13,7 +14,6 @@ from sdk.kernels.cpu.pages import check_levels, inner_contiguous, page_sides, re
 from sdk.kernels.errors import KernelError
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.ladder import MAX_LEVELS
-from sdk.kernels.registry import Problem
 
 
 class Attention:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sdk.kernels.backend import Problem
 from sdk.kernels.cpu.library import (
     Engine,
     GatedArgs,
@@ -15,7 +16,6 @@ from sdk.kernels.cpu.library import (
     TakeArgs,
 )
 from sdk.kernels.errors import KernelError
-from sdk.kernels.registry import Problem
 
 _KINDS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "clamped_swiglu": 3}
 #: In-place operators on rows, as native/abi.hpp numbers them.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from sdk.kernels.backend import Problem
 from sdk.kernels.cpu.elementwise import floats
 from sdk.kernels.cpu.library import (
     BiasArgs,
@@ -13,12 +14,11 @@ from sdk.kernels.cpu.library import (
     OpKind,
     RouteArgs,
 )
-from sdk.kernels.experts import Routes
-from sdk.kernels.registry import Problem
+from sdk.kernels.routes import Routes
 
 
 class Route:
-    """See :meth:`sdk.kernels.experts.ExpertOps.route`."""
+    """See :meth:`sdk.kernels.moe.MoEOps.route`."""
 
     name = "cpu.route"
 
@@ -68,7 +68,7 @@ class Group:
 
 
 class AddOwnersBias:
-    """See :meth:`sdk.kernels.experts.ExpertOps.add_owners_bias`."""
+    """See :meth:`sdk.kernels.moe.MoEOps.add_owners_bias`."""
 
     name = "cpu.add_owners_bias"
 
@@ -85,7 +85,7 @@ class AddOwnersBias:
 
 
 class Combine:
-    """See :meth:`sdk.kernels.experts.ExpertOps.combine`."""
+    """See :meth:`sdk.kernels.moe.MoEOps.combine`."""
 
     name = "cpu.combine"
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from sdk.kernels.backend import Problem
 from sdk.kernels.cpu.elementwise import floats
 from sdk.kernels.cpu.library import (
     EmbeddingArgs,
@@ -25,9 +26,8 @@ from sdk.kernels.cpu.library import (
 from sdk.kernels.cpu.packed_weight import BLOCK_SOURCES, DEPTH, Packed, canonical, prepared
 from sdk.kernels.cpu.weight_memory import WeightMemory
 from sdk.kernels.errors import KernelError
-from sdk.kernels.experts import Routes
 from sdk.kernels.layouts import TABLE_BITS, Layout, check_layout
-from sdk.kernels.registry import Problem
+from sdk.kernels.routes import Routes
 
 #: Torch types of plain values.
 _VALUES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")

@@ -12,12 +12,12 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from sdk.kernels.backend import Problem
 from sdk.kernels.cpu.library import Engine, Inputs, LinearArgs
 from sdk.kernels.cpu.linear import Linear
 from sdk.kernels.cpu.packed_weight import DEPTH, Packed
 from sdk.kernels.cpu.weight_memory import WeightMemory
 from sdk.kernels.layouts import ActivationScheme, Layout, inputs_of
-from sdk.kernels.registry import Problem
 
 #: As native/abi.hpp numbers them.
 _CODES = {"int": 1, "e4m3": 2, "e2m1": 3}

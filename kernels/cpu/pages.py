@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sdk.kernels.backend import Problem
 from sdk.kernels.cpu.library import ELEMENT_TYPES
 from sdk.kernels.cpu.page_args import PageLevel, PageSide
 from sdk.kernels.errors import KernelError
 from sdk.kernels.kv_pages import KVPages, scale_group
 from sdk.kernels.ladder import LADDER_PAGE_SIZE, MAX_LEVELS
-from sdk.kernels.registry import Problem
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 #: kI4, where the codes of two dimensions share a byte.

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from ctypes import addressof
 
+from sdk.kernels.backend import Problem
 from sdk.kernels.cpu.library import Engine, OpKind
 from sdk.kernels.cpu.page_args import PageLevel, RecodeArgs
 from sdk.kernels.cpu.pages import check_pages, page_sides, reject
 from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.registry import Problem
 
 
 class RecodePage:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sdk.kernels.backend import Problem
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.cpu.library import AnglesArgs, Engine, OpKind
 from sdk.kernels.cpu.page_args import RopeArgs
 from sdk.kernels.cpu.pages import check_pages, inner_contiguous, page_sides, reject
 from sdk.kernels.errors import KernelError
 from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.registry import Problem
 
 
 class RopeAndCache:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from sdk.kernels.backend import Problem
 from sdk.kernels.cpu.library import Engine, OpKind, SampleArgs
 from sdk.kernels.errors import KernelError
-from sdk.kernels.registry import Problem
 from sdk.kernels.sampling import Draws, SampleBuffers
 
 

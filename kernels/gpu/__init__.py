@@ -93,12 +93,12 @@ def tuning_of(device: str) -> Tuning:
 
 
 def held_bytes(kind: str, rows: int, columns: int) -> int | None:
-    """See :class:`sdk.kernels.registry.BackendFacts`."""
+    """See :class:`sdk.kernels.backend.BackendFacts`."""
     return packed_bytes(kind, rows, columns) if kind in BLOCK_TYPES else None
 
 
 def scratch_of(products: Products, device: str) -> CardScratch:
-    """See :class:`sdk.kernels.registry.BackendFacts`."""
+    """See :class:`sdk.kernels.backend.BackendFacts`."""
     tuning, found = tuning_of(device), torch.cuda.get_device_capability(device)
     return CardScratch(
         products,
@@ -142,7 +142,7 @@ def open_backend(
 
 
 class GpuBackend:
-    """See :class:`sdk.kernels.registry.Backend`."""
+    """See :class:`sdk.kernels.backend.Backend`."""
 
     name = "gpu"
     keys_transposed = False

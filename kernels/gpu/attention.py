@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sdk.kernels.backend import Problem
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu.attention_decode import decode_kernel, join_kernel, shared_kernel
@@ -25,7 +26,6 @@ from sdk.kernels.gpu.launch import INTERPRETED, expect_on_device, old_card
 from sdk.kernels.gpu.pages import INT4, PageSide, hadamard_block, page_sides, reject
 from sdk.kernels.gpu.scratch import split_count
 from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.registry import Problem
 
 _DOTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 #: Rows of a tile of queries, and of a tile over a shared prefix; of one without matrix

@@ -10,13 +10,13 @@ import torch
 import triton
 from torch import Tensor
 
-from sdk.kernels.experts import Routes
+from sdk.kernels.backend import Problem
 from sdk.kernels.gpu import product_dense as kernels
 from sdk.kernels.gpu.expert_tiles import Experts, Routed, offsets_of, tile_arguments
 from sdk.kernels.gpu.launch import INTERPRETED, Launch, expect_on_device, old_card
 from sdk.kernels.gpu.scratch import columns_at_once, runs
 from sdk.kernels.layouts import Dense, Layout
-from sdk.kernels.registry import Problem
+from sdk.kernels.routes import Routes
 
 #: Bytes that the weights of experts must begin at multiples of: 16 elements of 4.
 _ALIGNED = 64

@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sdk.kernels.backend import Problem
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu.launch import expect_on_device
-from sdk.kernels.registry import Problem
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "clamped_swiglu": 3}
 MAPS = {"zeros": 0, "add": 1, "add_bias": 2, "scale": 3, "softcap": 4}

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sdk.kernels.experts import Routes
+from sdk.kernels.routes import Routes
 
 #: Parts of a packed weight that are an expert's own; all share the table of values.
 PARTS = (

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sdk.kernels.experts import Routes
+from sdk.kernels.backend import Problem
 from sdk.kernels.gpu.launch import expect_on_device
-from sdk.kernels.registry import Problem
+from sdk.kernels.routes import Routes
 
 _BLOCK = 1024
 
@@ -127,7 +127,7 @@ class _Accepting:
 
 
 class Route(_Accepting):
-    """See :meth:`sdk.kernels.experts.ExpertOps.route`."""
+    """See :meth:`sdk.kernels.moe.MoEOps.route`."""
 
     name = "gpu.route"
 
@@ -172,7 +172,7 @@ class Group(_Accepting):
 
 
 class AddOwnersBias(_Accepting):
-    """See :meth:`sdk.kernels.experts.ExpertOps.add_owners_bias`."""
+    """See :meth:`sdk.kernels.moe.MoEOps.add_owners_bias`."""
 
     name = "gpu.add_owners_bias"
 
@@ -184,7 +184,7 @@ class AddOwnersBias(_Accepting):
 
 
 class Combine(_Accepting):
-    """See :meth:`sdk.kernels.experts.ExpertOps.combine`."""
+    """See :meth:`sdk.kernels.moe.MoEOps.combine`."""
 
     name = "gpu.combine"
 

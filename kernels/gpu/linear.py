@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sdk.kernels.experts import Routes
+from sdk.kernels.backend import Problem
 from sdk.kernels.gpu import product as kernels
 from sdk.kernels.gpu.dense import multiply, product_dense
 from sdk.kernels.gpu.expert_tiles import PARTS, Experts, Routed, offsets_of, tile_arguments
@@ -36,7 +36,7 @@ from sdk.kernels.gpu.scratch import (
 )
 from sdk.kernels.gpu.tuning import Tiles, Tuning
 from sdk.kernels.layouts import BLOCK_TYPES, TABLE_BITS, Dense, Layout, check_layout
-from sdk.kernels.registry import Problem
+from sdk.kernels.routes import Routes
 
 #: What ``decode_values`` leaves to the scale: the difference of the exponents' biases.
 FACTORS = {"e2m1": 2.0**14, "e4m3": 2.0**8}

@@ -17,7 +17,7 @@ import torch
 import triton
 from torch import Tensor
 
-from sdk.kernels.experts import Routes
+from sdk.kernels.backend import Problem
 from sdk.kernels.gpu import product_bytes as kernels
 from sdk.kernels.gpu.expert_tiles import Experts, Routed, tile_arguments
 from sdk.kernels.gpu.launch import Launch, expect_on_device
@@ -27,7 +27,7 @@ from sdk.kernels.gpu.scratch import rows_of_codes, rows_of_parts, rows_rounded, 
 from sdk.kernels.gpu.tuning import Tiles, Tuning
 from sdk.kernels.layouts import ActivationScheme, inputs_of
 from sdk.kernels.reference.rounding import rounded
-from sdk.kernels.registry import Problem
+from sdk.kernels.routes import Routes
 
 
 class LinearAsFile(Linear):

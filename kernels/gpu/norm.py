@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sdk.kernels.backend import Problem
 from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu.launch import expect_on_device
-from sdk.kernels.registry import Problem
 
 #: A row is held in registers: 16384 floats are 64 for each of 256 threads.
 MAX_WIDTH = 16384

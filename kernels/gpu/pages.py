@@ -21,10 +21,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from sdk.kernels.backend import Problem
 from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu.launch import expect_on_device
 from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.registry import Problem
 
 FLOAT, INT8, E4M3, E5M2, INT4 = (tl.constexpr(i) for i in range(5))
 _KINDS = {

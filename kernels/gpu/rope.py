@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sdk.kernels.backend import Problem
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.checks import expect
 from sdk.kernels.errors import KernelError
@@ -20,7 +21,6 @@ from sdk.kernels.gpu.launch import expect_on_device
 from sdk.kernels.gpu.page_codes import clamped, encode, mixed, round_bfloat16
 from sdk.kernels.gpu.pages import FLOAT, INT4, hadamard_block, page_sides, reject
 from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.registry import Problem
 
 
 @triton.jit

@@ -19,9 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sdk.kernels.backend import Problem
 from sdk.kernels.gpu.launch import expect_on_device
 from sdk.kernels.packed_shapes import CHANGE, ENTRY, SLOT, PackedShapes
-from sdk.kernels.registry import Problem
 from sdk.kernels.sampling import FAR, ChangeKind, Draws, SampleBuffers
 
 _FAR = tl.constexpr(FAR)

@@ -40,7 +40,7 @@ def open_backend(
 
 
 class ReferenceBackend:
-    """See :class:`sdk.kernels.registry.Backend`."""
+    """See :class:`sdk.kernels.backend.Backend`."""
 
     name = "reference"
     keys_transposed = True

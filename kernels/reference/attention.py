@@ -10,11 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sdk.kernels.backend import Problem
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.ladder import page_level
 from sdk.kernels.reference.page_codes import mixed, page_floats
-from sdk.kernels.registry import Problem
 
 QUERY_TILE = 16
 KEY_TILE = 64

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sdk.kernels.experts import Routes
-from sdk.kernels.registry import Problem
+from sdk.kernels.backend import Problem
+from sdk.kernels.routes import Routes
 
 
 class Route:
-    """See :meth:`sdk.kernels.experts.ExpertOps.route`."""
+    """See :meth:`sdk.kernels.moe.MoEOps.route`."""
 
     name = "reference.route"
 
@@ -50,7 +50,7 @@ class Group:
 
 
 class AddOwnersBias:
-    """See :meth:`sdk.kernels.experts.ExpertOps.add_owners_bias`."""
+    """See :meth:`sdk.kernels.moe.MoEOps.add_owners_bias`."""
 
     name = "reference.add_owners_bias"
 
@@ -62,7 +62,7 @@ class AddOwnersBias:
 
 
 class Combine:
-    """See :meth:`sdk.kernels.experts.ExpertOps.combine`; adds in the order of the experts' rank."""
+    """See :meth:`sdk.kernels.moe.MoEOps.combine`; adds in the order of the experts' rank."""
 
     name = "reference.combine"
 

@@ -14,11 +14,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sdk.kernels.experts import Routes
+from sdk.kernels.backend import Problem
 from sdk.kernels.layouts import Affine, Blocks, Dense, Float8, Layout, inputs_of
 from sdk.kernels.reference.decode import decode, flat_scales, nested_supers, with_rows
 from sdk.kernels.reference.rounding import rounded
-from sdk.kernels.registry import Problem
+from sdk.kernels.routes import Routes
 
 ROW_TILE = 16
 #: Output rows decoded at a time: bounds the scratch to 2048 * K * 4 bytes (12 MiB at K = 1536).

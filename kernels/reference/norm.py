@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from sdk.kernels.backend import Problem
 from sdk.kernels.errors import KernelError
-from sdk.kernels.registry import Problem
 
 
 class RmsNorm:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from sdk.kernels.backend import Problem
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.reference.page_codes import page_floats, round_groups
-from sdk.kernels.registry import Problem
 
 
 class RecodePage:

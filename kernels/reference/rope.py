@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sdk.kernels.backend import Problem
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.reference.page_codes import HALF_MAX, encode, mixed
-from sdk.kernels.registry import Problem
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

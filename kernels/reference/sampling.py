@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sdk.kernels.registry import Problem
+from sdk.kernels.backend import Problem
 from sdk.kernels.sampling import FAR, Change, ChangeKind, Draws, Mask, SampleBuffers, Shape
 
 # Rows worked on together: bounds the memory of a sort of [rows, V].

@@ -96,7 +96,7 @@ class ExpertCase(Case):
         count = self.packed[0].count
         given = 1 if tokens == 1 else tokens * count // self.used
         ops = Ops(str(card.device), backends=["gpu"])
-        routes = ops.route(card.normal(given, count).float(), self.used, normalized=True)
+        routes = ops.moe.route(card.normal(given, count).float(), self.used, normalized=True)
         ops.close()
         x = card.normal(given, self.shape[1], dtype=self.inputs)
 

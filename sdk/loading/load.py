@@ -187,10 +187,10 @@ def _warnings(runner: ModelRunner) -> Iterator[str]:
     if text is not None:
         logger.warning(text)
         yield text
-    if runner.ops.offloaded:
+    if runner.ops.context.offloaded:
         text = (
-            f"{format_bytes(runner.ops.offloaded)} of the weights are not in the memory of their "
-            "device and are read again in every step: slow"
+            f"{format_bytes(runner.ops.context.offloaded)} of the weights are not in the "
+            "memory of their device and are read again in every step: slow"
         )
         logger.warning(text)
         yield text
@@ -206,9 +206,9 @@ def _warnings(runner: ModelRunner) -> Iterator[str]:
 def _slow_kernels(runner: ModelRunner) -> str | None:
     """Why everything runs on the reference kernels, where it does."""
     ops = runner.ops
-    if ops.backend_names != ("reference",):
+    if ops.context.backend_names != ("reference",):
         return None
-    why = dict(ops.declined_backends).get("cpu" if ops.device.type == "cpu" else "gpu")
+    why = dict(ops.context.declined_backends).get("cpu" if ops.device.type == "cpu" else "gpu")
     if why is None:  # nobody asked for another
         return None
     # SmolLM2-135M Q4_1 on a CPU: 1.65 instead of 180 tokens/s in decoding (docs/log.md)

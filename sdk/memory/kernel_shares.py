@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from sdk.config import EngineConfig
+from sdk.kernels.backend import Backend, Problem
 from sdk.kernels.layouts import BLOCK_TYPES
-from sdk.kernels.registry import Backend, Problem, choose, open_backends
+from sdk.kernels.registry import choose, open_backends
 from sdk.memory.plan import KernelShare
 from sdk.memory.planning import compute_of, device_of, held_bytes, numerics_of
 from sdk.memory.products import FLOAT_NAMES

@@ -14,7 +14,7 @@ import torch
 from sdk.config import EngineConfig
 from sdk.engine.rank.kv_cache import kv_spec
 from sdk.errors import CheckpointError, RequestError
-from sdk.kernels.ops import Compute
+from sdk.kernels.context import Compute
 from sdk.kernels.registry import facts_of
 from sdk.kernels.scratch import Scratch
 from sdk.kernels.sized_graphs import MOST_TOKENS

@@ -26,20 +26,23 @@ def explain(
     ops = runner.ops
     lines = [
         f"model      {config.model} ({model.model_type}, {model.num_layers} layers)",
-        f"device     {ops.device}, {ops.num_threads} threads, compute={ops.compute}, "
+        f"device     {ops.device}, {ops.context.num_threads} threads, "
+        f"compute={ops.context.compute}, "
         f"activations {str(ops.activations).removeprefix('torch.')}, "
-        f"backends {', '.join(ops.backend_names)}",
+        f"backends {', '.join(ops.context.backend_names)}",
     ]
     if config.dtype not in ("auto", str(ops.activations).removeprefix("torch.")):
         lines.append(f"           dtype={config.dtype!r}: activations are at least as precise")
-    lines += [f"           no {name} backend: {reason}" for name, reason in ops.declined_backends]
+    lines += [
+        f"           no {name} backend: {reason}" for name, reason in ops.context.declined_backends
+    ]
     lines += _steps(runner)
     lines.append(f"sampling   {defaults}")
     lines += [f"memory     {line}" for line in str(plan).splitlines()]
     lines.append("linear layers")
     lines += [f"  {line}" for line in str(quant_report(runner.model.linears())).splitlines()]
     lines.append("other operators")
-    for problem, choice in ops.chosen():
+    for problem, choice in ops.context.chosen():
         head = f"head_dim {problem.head_dim}" if problem.head_dim else ""
         lines.append(f"  {problem.op:<18} {choice.name} {problem.kv_dtype} {head}".rstrip())
         lines += [f"  {'':<18} not {name}: {reason}" for name, reason in choice.declined]

@@ -38,7 +38,7 @@ class Sampler:
         buffers = SampleBuffers(len(draws))
         for row, one in enumerate(draws):
             one.write(row, buffers)
-        self._ops.sample_into(logits, buffers)
+        self._ops.sampling.sample_into(logits, buffers)
         return self.collect(logits, draws, buffers.read(len(draws)))
 
     def collect(self, logits: Tensor, draws: Sequence[Draw], chosen: Tokens) -> list[Sampled | str]:
@@ -79,7 +79,7 @@ class Sampler:
             else:
                 draws.append(state.draw())
                 uniforms.append(state.uniform(TOKEN))
-        chosen = self._ops.sample(logits, join_draws(draws, uniforms))
+        chosen = self._ops.sampling.sample(logits, join_draws(draws, uniforms))
         for i, state in enumerate(states):
             if state is not None and state.mirostat and math.isfinite(chosen.best[i]):
                 state.learn(chosen.probabilities[i])
@@ -130,7 +130,7 @@ class Sampler:
 
         Raises RequestError when a row is not finite.
         """
-        for best in self._ops.argmax(logits).best:
+        for best in self._ops.sampling.argmax(logits).best:
             if not math.isfinite(best):
                 raise RequestError(
                     f"the model's logits are not finite: their maximum is {best} (in the prompt)"

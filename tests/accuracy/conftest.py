@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from sdk.evaluating.logits import logits_of as all_logits
-from sdk.kernels.ops import Compute
+from sdk.kernels.context import Compute
 
 
 def _logits_of(

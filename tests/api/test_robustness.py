@@ -32,7 +32,7 @@ def test_nan_logits_end_exactly_their_request(llm: LLM, kind: str) -> None:
         calls += 1
         if calls == 4:
             logits[1, 5] = math.nan
-            runner.ops.sample_into(logits[:3], runner._inputs.sampling)
+            runner.ops.sampling.sample_into(logits[:3], runner._inputs.sampling)
 
     def poisoned(**counts: int) -> None:
         replay(**counts)

@@ -93,11 +93,11 @@ def test_experts_multiply_the_rows_routed_to_them(
 ) -> None:
     layouts = [EXPERTS[name](cases, seed) for seed in range(8)]
     ops = Ops(device, backends=("gpu", "reference"))
-    bound = ops.group([ops.linear(layout) for layout in layouts])
+    bound = ops.moe.group([ops.linear(layout) for layout in layouts])
     assert bound is not None
     x = cases.activations(tokens, 512)
-    routes = ops.route(x[:, :8].contiguous().to(device), 2, normalized=True)
-    found = ops.combine(bound.matmul(x.to(device), routes, by_token=True), routes)
+    routes = ops.moe.route(x[:, :8].contiguous().to(device), 2, normalized=True)
+    found = ops.moe.combine(bound.matmul(x.to(device), routes, by_token=True), routes)
     seen = rounded(x, BYTES["inputs"]) if name == "fp8-as-file" else x
     each = torch.stack([seen.double() @ decode(layout).double().t() for layout in layouts])
     best, chosen = x[:, :8].double().topk(2, dim=1)
@@ -179,10 +179,10 @@ def test_the_sampler_chooses_what_the_reference_does(device: str) -> None:
     draws["uniform"] = rng.random(rows)
     raw = torch.from_numpy(draws.view(np.float64).reshape(rows, 8).copy())
     ops = Ops(device, num_threads=1, backends=("gpu", "reference"))
-    found = ops.sample_rows(logits.to(device), raw.to(device))[:, 0].long().tolist()
+    found = ops.sampling.sample_rows(logits.to(device), raw.to(device))[:, 0].long().tolist()
     ops.close()
     ops = Ops(num_threads=1, backends=("reference",))
-    wanted = ops.sample(logits, draws).tokens
+    wanted = ops.sampling.sample(logits, draws).tokens
     ops.close()
     # weights are float32 on a card: a draw that lies on a boundary may fall to either side
     assert sum(a == b for a, b in zip(found, wanted, strict=True)) >= rows - 1
@@ -195,7 +195,7 @@ def test_logits_change_in_the_draw_as_the_reference_changes_them(device: str) ->
     logits = logits_for(buffers, width, rng)
     wanted = expected(Reference(), logits, None, buffers)
     ops = Ops(device, num_threads=1, backends=("gpu", "reference"))
-    ops.sample_into(logits.to(device), buffers)
+    ops.sampling.sample_into(logits.to(device), buffers)
     ops.close()
     found = buffers.read(len(logits))
     assert found.tokens == wanted.tokens

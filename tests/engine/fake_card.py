@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sdk import LLM
 from sdk.engine.rank.step_buffers import Buffers
-from sdk.kernels import graph, ops
+from sdk.kernels import context, graph
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.packed_shapes import PackedShapes
 from sdk.kernels.sampling import DRAW, Change, ChangeKind, SampleBuffers, Shape
@@ -127,13 +127,13 @@ class FakeCard:
     def begin(self) -> None:
         assert self._launches is None
         self._launches, self._mode = [], _TorchLaunches(self)
-        self.ops._buffers = self.pool
+        self.ops.context.capture_pool = self.pool
         self._mode.__enter__()
 
     def end(self) -> Any:
         assert self._launches is not None
         self._mode.__exit__(None, None, None)
-        self.ops._buffers = None
+        self.ops.context.capture_pool = None
         launches, self._launches = self._launches, None
         self.graphs += 1
         return _Recorded(launches, self._count)
@@ -150,7 +150,7 @@ class FakeCard:
     def sample(
         self, kernel: Any, logits: Tensor, draws: Tensor, shapes: PackedShapes | None = None
     ) -> Tensor:
-        """``Ops.sample_rows``, its result in the pool as the card's is."""
+        """``SamplingOps.sample_rows``, its result in the pool as the card's is."""
         shape = len(logits), 3
         out = torch.zeros(shape, dtype=torch.float64) if self._launches is None else None
         if out is None:
@@ -273,14 +273,14 @@ def _apart(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
 @contextmanager
 def on_a_card(path: Any, **options: Any) -> Iterator[tuple[LLM, FakeCard]]:
     """An engine whose steps are recorded as on a card."""
-    card, opened = FakeCard(), ops.open_backends
+    card, opened = FakeCard(), context.open_backends
 
     def open_backends(*args: Any, **kwargs: Any) -> Any:
         backends, missing = opened(*args, **kwargs)
         return [_Backend(backend, card) for backend in backends], missing
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "open_backends", open_backends)
+        patch.setattr(context, "open_backends", open_backends)
         patch.setattr(Buffers, "_memory", staticmethod(_apart))
         llm = LLM(path, enforce_eager=True, **options)
     with llm:

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from sdk.kernels.backend import Problem
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu import attention_decode
 from sdk.kernels.gpu.attention import Attention
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.reference.attention import Attention as Reference
-from sdk.kernels.registry import Problem
 
 #: What 16-bit weights of the values leave of exactness, beside the largest value of about 3.
 ROUNDED = {"float32": 2e-6, "bfloat16": 2e-2}

@@ -116,7 +116,7 @@ def test_steps_filled_up_to_a_bucket_give_the_same_answers(
 def test_one_order_of_additions_is_asked_of_the_kernels() -> None:
     for deterministic in (False, True):
         ops = Ops("cpu", num_threads=1, deterministic=deterministic)
-        backend = ops._backends[0]
+        backend = ops.context.backends[0]
         for op in ("linear", "attention"):
             kernels = [x for x in backend.implementations(op) if hasattr(x, "_fixed")]
             assert kernels and {x._fixed for x in kernels} == {deterministic}

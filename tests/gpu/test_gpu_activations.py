@@ -252,11 +252,11 @@ def test_experts_read_and_write_16_bits_and_are_summed_in_float32(
     bias = numbers(4, 48, seed=4)
 
     def summed(ops: Ops, x: Tensor) -> tuple[Tensor, Tensor]:
-        group = ops.group([ops.linear(layout) for layout in layouts])
+        group = ops.moe.group([ops.linear(layout) for layout in layouts])
         assert group is not None
-        routes = ops.route(logits, 2, normalized=True)
-        rows = ops.add_owners_bias(group.matmul(x, routes, by_token=True), bias, routes)
-        return rows, ops.combine(rows, routes)
+        routes = ops.moe.route(logits, 2, normalized=True)
+        rows = ops.moe.add_owners_bias(group.matmul(x, routes, by_token=True), bias, routes)
+        return rows, ops.moe.combine(rows, routes)
 
     rows, total = summed(ops, x)
     _, wanted = summed(oracle, x.float())
@@ -268,8 +268,11 @@ def test_experts_read_and_write_16_bits_and_are_summed_in_float32(
 
 def test_backends_that_know_float32_only_are_passed_over_by_name(short: torch.dtype) -> None:
     ops = Ops("cpu", num_threads=1, activations=short)
-    assert ops.backend_names == ("gpu", "reference")
-    assert dict(ops.declined_backends)["cpu"] == f"its operators have no activations in {short}"
+    assert ops.context.backend_names == ("gpu", "reference")
+    assert (
+        dict(ops.context.declined_backends)["cpu"]
+        == f"its operators have no activations in {short}"
+    )
     ops.close()
 
 

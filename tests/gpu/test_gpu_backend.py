@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from sdk.kernels.backend import Problem
 from sdk.kernels.gpu import available, tuning_of
 from sdk.kernels.gpu.dense import DenseLinear
 from sdk.kernels.gpu.linear_as_file import LinearAsFile
@@ -21,7 +22,6 @@ from sdk.kernels.gpu.tuning import OPS, VERSION, Tiles, Tuning, read_tuning, typ
 from sdk.kernels.layouts import ActivationScheme
 from sdk.kernels.ops import Ops
 from sdk.kernels.reference.decode import decode
-from sdk.kernels.registry import Problem
 
 ENTRY = {"max_m": 8, "n": 256, "k": 512, "block_n": 32, "block_m": 16}
 ENTRY |= {"split": 2, "warps": 2, "stages": 4}

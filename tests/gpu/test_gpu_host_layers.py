@@ -34,14 +34,14 @@ def test_products_of_every_layout_are_the_same_numbers(
     moved = Ops("cpu", backends=["gpu"], offload=OnHost(1))
     bound = []
     for index, layouts in enumerate(layers):
-        with moved.load_layer(index):
+        with moved.layers.load(index):
             bound.append([moved.linear(layout) for layout in layouts])
     for index, layouts in enumerate(layers):
-        with moved.run_layer(index):
+        with moved.layers.run(index):
             for one, layout in zip(bound[index], layouts, strict=True):
                 assert torch.equal(one.matmul(x), plain.linear(layout).matmul(x)), layout
     assert cases.same(bound[1][0].layout(), layers[1][0])
-    assert moved.offloaded > 2 * 96 * 256
+    assert moved.context.offloaded > 2 * 96 * 256
 
 
 @pytest.mark.slow
@@ -59,11 +59,11 @@ def test_the_experts_of_a_layer_are_found_where_they_were_moved(
     ):
         groups = []
         for index, layouts in enumerate(experts):
-            with ops.load_layer(index):
-                groups.append(ops.group([ops.linear(layout) for layout in layouts]))
-        routes = ops.route(logits, 2, normalized=True)
+            with ops.layers.load(index):
+                groups.append(ops.moe.group([ops.linear(layout) for layout in layouts]))
+        routes = ops.moe.route(logits, 2, normalized=True)
         for index, group in enumerate(groups):
             assert group is not None
-            with ops.run_layer(index):
+            with ops.layers.run(index):
                 results.append(group.matmul(x, routes, by_token=True))
     assert all(map(torch.equal, found, wanted))

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from sdk.kernels.backend import Problem
 from sdk.kernels.gpu.dense import multiply, wide_sums
 from sdk.kernels.gpu.linear import Linear
 from sdk.kernels.gpu.packing import pack
 from sdk.kernels.gpu.tuning import Tiles, Tuning
 from sdk.kernels.layouts import BLOCK_TYPES, E2M1, Affine, Blocks, Layout, on_device
 from sdk.kernels.reference.decode import decode
-from sdk.kernels.registry import Problem
 
 E8M0, E4M3 = torch.float8_e8m0fnu, torch.float8_e4m3fn
 FEW = Tuning(programs=4)

@@ -183,7 +183,7 @@ def test_experts_products_ask_for_no_more_than_is_planned(
         ]
         linear = LinearAsFile(FEW, ("int", "e4m3"), fixed=fixed)
     ops = Ops("cpu", backends=("reference",))
-    routes = ops.route(torch.randn(tokens, count), used, normalized=True)
+    routes = ops.moe.route(torch.randn(tokens, count), used, normalized=True)
     ops.close()
     group = linear.group([linear.pack(layout) for layout in layouts])
     assert group is not None

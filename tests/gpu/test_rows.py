@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from sdk.kernels.backend import Problem
 from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu.elementwise import (
     ACTIVATIONS,
@@ -19,7 +20,6 @@ from sdk.kernels.gpu.elementwise import (
     TakeColumns,
 )
 from sdk.kernels.gpu.norm import AddRmsNorm, RmsNorm
-from sdk.kernels.registry import Problem
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

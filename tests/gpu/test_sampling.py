@@ -248,7 +248,7 @@ def test_the_same_tensors_hold_the_next_step_s_shapes() -> None:
 
     def tokens() -> list[int]:
         packed.pack(buffers, 3)
-        return [int(x) for x in ops.sample_rows(logits, draws, packed)[:, 0]]
+        return [int(x) for x in ops.sampling.sample_rows(logits, draws, packed)[:, 0]]
 
     assert tokens() == [52, 50, 70]
     buffers.set_shape(0, None)
@@ -259,7 +259,9 @@ def test_the_same_tensors_hold_the_next_step_s_shapes() -> None:
         x.data_ptr() for x in (packed.owners, packed.entries, packed.masks, packed.side)
     ]
     with pytest.raises(KernelError, match="expected shapes for 6 rows, found 5"):
-        ops.sample_rows(torch.zeros(6, 100), torch.zeros(6, 8, dtype=torch.float64), packed)
+        ops.sampling.sample_rows(
+            torch.zeros(6, 100), torch.zeros(6, 8, dtype=torch.float64), packed
+        )
     with pytest.raises(KernelError, match="sample side"):
-        ops.sample_rows(torch.zeros(3, 99), draws, packed)
+        ops.sampling.sample_rows(torch.zeros(3, 99), draws, packed)
     ops.close()

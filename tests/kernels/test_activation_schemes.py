@@ -262,18 +262,18 @@ def test_experts_round_by_scales_of_their_own(cases: Any, codes: Any) -> None:
         for i in range(5)
     ]
     linears = [ops.linear(layout) for layout in layouts]
-    group = ops.group(linears)
+    group = ops.moe.group(linears)
     assert group is not None
     buffer, logits = cases.activations(12, 64), cases.activations(12, 5, seed=2)
 
     def forward(tokens: int = 12) -> Tensor:
-        routes = ops.route(logits[:tokens], 2, normalized=True)
-        return ops.combine(group.matmul(buffer[:tokens], routes, by_token=True), routes)
+        routes = ops.moe.route(logits[:tokens], 2, normalized=True)
+        return ops.moe.combine(group.matmul(buffer[:tokens], routes, by_token=True), routes)
 
-    graph = ops.capture(forward, tokens=12, outputs=1, requests=1)
+    graph = ops.recording.capture(forward, tokens=12, outputs=1, requests=1)
     for tokens in (12, 1, 9):
         found = forward(tokens)
-        routes = ops.route(logits[:tokens], 2, normalized=True)
+        routes = ops.moe.route(logits[:tokens], 2, normalized=True)
         each = torch.stack([linear.matmul(buffer[:tokens]) for linear in linears], 1)
         owners = routes.owners[routes.places.long()].long()
         chosen = each.gather(1, owners.unsqueeze(2).expand(-1, -1, 48))
@@ -292,7 +292,9 @@ def test_neighbours_that_round_otherwise_do_not_share_a_rounding(cases: Any) -> 
     ]
     x = cases.activations(6, 64)
     alone = [linear.matmul(x).clone() for linear in linears]
-    graph = ops.capture(lambda: [w.matmul(x) for w in linears], tokens=6, outputs=1, requests=1)
+    graph = ops.recording.capture(
+        lambda: [w.matmul(x) for w in linears], tokens=6, outputs=1, requests=1
+    )
     graph.replay(tokens=6, outputs=1, requests=1)
     for found, expected in zip(graph.result, alone, strict=True):
         assert torch.equal(found, expected)

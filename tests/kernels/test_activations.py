@@ -54,8 +54,8 @@ def test_operators_use_blocks_from_the_size_where_it_pays() -> None:
     small, large = ops.empty(4, 8), ops.empty(1024, COUNT // 512)
     assert small.shape == (4, 8) and large.shape == (1024, COUNT // 512)
     assert small.dtype == large.dtype == torch.float32
-    assert len(ops._activations._lent) == 1
+    assert len(ops.context._results._lent) == 1
     del large
-    assert len(ops._activations._free) == 1
+    assert len(ops.context._results._free) == 1
     assert ops.empty(0, 8).shape == (0, 8)
     ops.close()

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from sdk.engine.rank.kv_cache import KVCache
+from sdk.kernels.backend import Problem
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.cpu import CpuBackend, levels, open_backend
 from sdk.kernels.errors import KernelError
 from sdk.kernels.kv_pages import KVPages, is_mixed
 from sdk.kernels.reference.attention import Attention
 from sdk.kernels.reference.page_codes import decode, encode, mixed
-from sdk.kernels.registry import Problem
 from sdk.quant.spec import KVSpec
 
 DTYPES = ("float32", "float16", "bfloat16", "int8", "fp8", "fp8_e5m2", "int4", "k8v4", "fp8/int4")

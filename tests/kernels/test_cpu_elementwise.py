@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from sdk.kernels.backend import Problem
 from sdk.kernels.cpu import CpuBackend
 from sdk.kernels.errors import KernelError
-from sdk.kernels.registry import Problem
 
 WIDTHS = (1, 5, 8, 16, 77, 576, 1000)
 

@@ -74,7 +74,7 @@ def test_other_devices_are_declined() -> None:
 
 def test_ops_prefer_the_native_kernels(cases: Any) -> None:
     ops = Ops("cpu", num_threads=1)
-    assert ops.backend_names == ("cpu", "reference")
+    assert ops.context.backend_names == ("cpu", "reference")
     assert ops.linear(cases.affine(16, 32)).choice.name == "cpu.linear"
     exact = Ops("cpu", num_threads=1, compute="exact")
     choice = exact.linear(cases.affine(16, 32)).choice

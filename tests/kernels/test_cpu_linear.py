@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sdk.kernels.backend import Problem
 from sdk.kernels.cpu import CpuBackend, levels, open_backend
 from sdk.kernels.cpu.linear import Linear
 from sdk.kernels.cpu.packed_weight import integer_steps
@@ -30,7 +31,7 @@ from sdk.kernels.layouts import (
     Layout,
 )
 from sdk.kernels.reference.decode import decode, pack_codes
-from sdk.kernels.registry import Problem, linear_problem
+from sdk.kernels.registry import linear_problem
 
 BATCHES = (1, 2, 7, 16, 33, 100)
 #: (rows, columns, group): tails of rows and of columns, every kind of group.

@@ -217,17 +217,17 @@ def test_wrong_arguments_raise() -> None:
     ops = Ops(num_threads=1, backends=["cpu"])
     draws = join_draws([pack_draw()], [0.5])
     with pytest.raises(KernelError, match=r"expected one DRAW for each row .*\[2, 8\], found"):
-        ops.sample(torch.zeros(2, 8), draws)
+        ops.sampling.sample(torch.zeros(2, 8), draws)
     with pytest.raises(KernelError, match=r"expected one DRAW .* found float64 \[1\]"):
-        ops.sample(torch.zeros(1, 8), np.zeros(1))
+        ops.sampling.sample(torch.zeros(1, 8), np.zeros(1))
     with pytest.raises(KernelError, match=r"expected float32 logits \[R, V\], found torch.float16"):
-        ops.argmax(torch.zeros(1, 8, dtype=torch.float16))
+        ops.sampling.argmax(torch.zeros(1, 8, dtype=torch.float16))
     for shape in ((8,), (1, 0)):
         with pytest.raises(KernelError, match=r"expected float32 logits \[R, V\]"):
-            ops.argmax(torch.zeros(shape))
+            ops.sampling.argmax(torch.zeros(shape))
     with pytest.raises(KernelError, match="expected logits on cpu, found meta"):
-        ops.argmax(torch.zeros(1, 8, device="meta"))
-    assert ops.argmax(torch.zeros(0, 8)) == ([], [], [])
+        ops.sampling.argmax(torch.zeros(1, 8, device="meta"))
+    assert ops.sampling.argmax(torch.zeros(0, 8)) == ([], [], [])
     ops.close()
     with pytest.raises(KernelError, match="sample: the engine is closed"):
-        ops.argmax(torch.zeros(1, 8))
+        ops.sampling.argmax(torch.zeros(1, 8))

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
+from sdk.kernels.backend import Problem
 from sdk.kernels.cpu import CpuBackend
 from sdk.kernels.cpu.linear import Linear
 from sdk.kernels.errors import KernelError
@@ -17,7 +18,7 @@ from sdk.kernels.gpu.packing import pack as gpu_pack
 from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layout
 from sdk.kernels.ops import Ops
 from sdk.kernels.reference.decode import decode
-from sdk.kernels.registry import Problem, facts_of
+from sdk.kernels.registry import facts_of
 
 KINDS = ["zero", "zeros", "minus", "floats"]
 few = settings(max_examples=60, deadline=None, derandomize=True)

@@ -55,7 +55,7 @@ class Net:
         return hidden, ops.softcap(self.head.matmul(chosen), 3.0)
 
     def capture(self) -> Any:
-        return self.ops.capture(self, tokens=TOKENS, outputs=OUTPUTS, requests=REQUESTS)
+        return self.ops.recording.capture(self, tokens=TOKENS, outputs=OUTPUTS, requests=REQUESTS)
 
 
 def test_a_replay_gives_the_bits_of_the_operators_run_one_by_one(ops: Ops, cases: Any) -> None:
@@ -74,9 +74,9 @@ def test_a_replay_gives_the_bits_of_the_operators_run_one_by_one(ops: Ops, cases
 def test_recording_computes_nothing_and_leaves_the_operators_usable(ops: Ops, cases: Any) -> None:
     net = Net(ops, cases)
     before = net()
-    assert not ops.capturing
+    assert ops.context.capture_pool is None
     graph = net.capture()
-    assert not ops.capturing
+    assert ops.context.capture_pool is None
     assert float(graph.result[0].abs().max()) == 0.0
     assert all(torch.equal(a, b) for a, b in zip(net(), before, strict=True))
 
@@ -95,15 +95,15 @@ def test_anything_but_operators_and_views_stops_the_recording(
 ) -> None:
     x = torch.ones(TOKENS, TOKENS)
     with pytest.raises(CaptureError, match=rf"a step with {name}.* cannot be recorded"):
-        ops.capture(lambda: forward(ops, x), tokens=TOKENS, outputs=1, requests=1)
-    assert not ops.capturing
+        ops.recording.capture(lambda: forward(ops, x), tokens=TOKENS, outputs=1, requests=1)
+    assert ops.context.capture_pool is None
     assert torch.equal(ops.scale(torch.ones(2, 2), 3.0), torch.full((2, 2), 3.0))
 
 
 def test_the_reference_kernels_cannot_be_recorded() -> None:
     ops = Ops("cpu", backends=["reference"])
     with pytest.raises(CaptureError, match="reference kernels cannot be recorded"):
-        ops.capture(lambda: ops.zeros(1, 1), tokens=1, outputs=1, requests=1)
+        ops.recording.capture(lambda: ops.zeros(1, 1), tokens=1, outputs=1, requests=1)
 
 
 def test_counts_beyond_the_recorded_ones_are_refused(ops: Ops, cases: Any) -> None:
@@ -116,7 +116,7 @@ def test_counts_beyond_the_recorded_ones_are_refused(ops: Ops, cases: Any) -> No
 def test_rows_that_no_count_explains_are_refused(ops: Ops) -> None:
     x = torch.ones(TOKENS + 1, 8)
     with pytest.raises(KernelError, match="recording MAP: expected a multiple of 24 rows"):
-        ops.capture(lambda: ops.scale(x, 2.0), tokens=TOKENS, outputs=1, requests=1)
+        ops.recording.capture(lambda: ops.scale(x, 2.0), tokens=TOKENS, outputs=1, requests=1)
 
 
 def test_a_replay_after_close_says_so(ops: Ops, cases: Any) -> None:
@@ -127,7 +127,7 @@ def test_a_replay_after_close_says_so(ops: Ops, cases: Any) -> None:
 
 
 def test_an_operator_that_does_not_exist_is_refused(ops: Ops) -> None:
-    engine = ops._backends[0].engine  # type: ignore[attr-defined]
+    engine = ops.context.backends[0].engine  # type: ignore[attr-defined]
     with pytest.raises(KernelError, match="future: no such operator"):
         engine.run(99, SelectArgs(), 1, "future")
 

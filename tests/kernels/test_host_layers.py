@@ -112,15 +112,15 @@ def test_products_and_experts_are_the_same_numbers(cases: Any, monkeypatch: Any)
     moved = Ops("cpu", backends=["reference"], offload=OnHost(0))
     bound = []
     for index in range(2):
-        with moved.load_layer(index):
+        with moved.layers.load(index):
             bound.append([moved.linear(layout) for layout in layouts[4 * index : 4 * index + 4]])
-    assert moved.offloaded > sum(layout.nbytes for layout in layouts) * 0.99
+    assert moved.context.offloaded > sum(layout.nbytes for layout in layouts) * 0.99
     for index in range(2):
         own = layouts[4 * index : 4 * index + 4]
-        with moved.run_layer(index):
+        with moved.layers.run(index):
             for one, layout in zip(bound[index], own, strict=True):
                 assert torch.equal(one.matmul(x), plain.linear(layout).matmul(x))
-            routes = moved.route(logits, 2, normalized=True)
+            routes = moved.moe.route(logits, 2, normalized=True)
             assert routes.tokens.numel() == 10
     for index, one in enumerate(bound[1]):
         assert cases.same(one.layout(), layouts[4 + index])

@@ -199,5 +199,5 @@ def test_draws_beyond_the_rows_at_hand_are_not_looked_at(ops: Ops) -> None:
     buffers = SampleBuffers(4)
     for row in range(4):  # as a larger step before has left them
         buffers.set(row, pack_draw(temperature=1.0), 0.5)
-    ops.sample_into(torch.tensor([[0.0, 50.0, 1.0]]), buffers)
+    ops.sampling.sample_into(torch.tensor([[0.0, 50.0, 1.0]]), buffers)
     assert buffers.read(1).tokens == [1]

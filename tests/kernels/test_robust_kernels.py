@@ -118,7 +118,7 @@ def test_empty_batches_give_empty_results(ops: Ops, cases: Any) -> None:
     assert ops.add_bias(none, torch.ones(96)).shape == ops.softcap(none, 2.0).shape == (0, 96)
     assert ops.select_rows(none, ids).shape == (0, 96)
     assert ops.rope_angles(ids, torch.ones(4), 1.0)[0].shape == (0, 4)
-    assert ops.argmax(none) == ([], [], [])
+    assert ops.sampling.argmax(none) == ([], [], [])
     batch = make_batch(
         positions=ids,
         slots=ids,
@@ -162,7 +162,7 @@ FLOAT_ARGUMENTS: dict[str, tuple[Callable[[Ops, Tensor], Any], Tensor]] = {
     "softcap x": (lambda ops, x: ops.softcap(x, 2.0), X),
     "select_rows x": (lambda ops, x: ops.select_rows(x, IDS), X),
     "rope_angles inv_freq": (lambda ops, x: ops.rope_angles(IDS, x, 1.0), WEIGHT),
-    "sample logits": (lambda ops, x: ops.argmax(x), X),
+    "sample logits": (lambda ops, x: ops.sampling.argmax(x), X),
     "attention q": (
         lambda ops, x: ops.attention(x, make_pages(), make_batch(), scale=1.0),
         torch.randn(6, 4, 16),
@@ -241,7 +241,7 @@ def test_views_with_strides_give_what_their_copies_give(ops: Ops, cases: Any) ->
         assert torch.equal(linear.matmul(x), linear.matmul(copy))
         assert torch.equal(ops.gated_activation(x, "gelu"), ops.gated_activation(copy, "gelu"))
         assert torch.equal(ops.select_rows(x, IDS), ops.select_rows(copy, IDS))
-        assert ops.argmax(x) == ops.argmax(copy)
+        assert ops.sampling.argmax(x) == ops.sampling.argmax(copy)
         assert torch.equal(ops.add(X.clone(), x), ops.add(X.clone(), copy))
     assert torch.equal(
         linear.rows(torch.tensor([1, 7, 2, 7])[::2]), linear.rows(torch.tensor([1, 2]))
@@ -266,7 +266,7 @@ def test_a_replayed_step_refuses_indices_outside_of_their_tensor(ops: Ops, cases
     def forward() -> Tensor:
         return ops.select_rows(ops.scale(embedding.rows(ids), 2.0), rows)
 
-    graph = ops.capture(forward, tokens=8, outputs=2, requests=1)
+    graph = ops.recording.capture(forward, tokens=8, outputs=2, requests=1)
     for tensor, bad in ((ids, 30), (ids, -1), (rows, 8), (rows, -5)):
         graph.replay(tokens=3, outputs=2, requests=1)
         before = graph.result.clone()
@@ -283,7 +283,7 @@ def test_strange_draws_are_refused(ops: Ops) -> None:
     draws = np.zeros(8, DRAW)
     for bad in (draws[:4:2], draws[::2], draws.view(np.uint8)[1:-7].view(np.uint8), draws[:3]):
         with pytest.raises(KernelError, match="sample: expected one DRAW for each row"):
-            ops.sample(X, bad)
+            ops.sampling.sample(X, bad)
 
 
 BATCH_ERRORS: dict[str, dict[str, Any]] = {

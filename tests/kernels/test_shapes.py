@@ -119,7 +119,9 @@ def test_a_recorded_step_reads_the_shapes_of_each_replay() -> None:
     logits = torch.zeros(3, 64)
     logits[:, 5] = 1.0
     buffers = SampleBuffers(3)
-    graph = ops.capture(lambda: ops.sample_into(logits, buffers), tokens=3, outputs=3, requests=3)
+    graph = ops.recording.capture(
+        lambda: ops.sampling.sample_into(logits, buffers), tokens=3, outputs=3, requests=3
+    )
     graph.replay(tokens=3, outputs=3, requests=3)
     assert buffers.read(3).tokens == [5, 5, 5]
     buffers.set_shape(1, Shape(mask_of([40, 63])))

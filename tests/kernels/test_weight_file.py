@@ -95,7 +95,7 @@ def test_weights_in_a_file_multiply_to_the_same_bits(cases: Any, threads: int) -
             ids = torch.tensor([0, layout.shape[0] - 1])
             assert torch.equal(bound.rows(ids), other.rows(ids))
             assert cases.same(bound.layout(), layout)
-        assert memory.offloaded == 0 < disk.offloaded
+        assert memory.context.offloaded == 0 < disk.context.offloaded
 
 
 def test_what_fits_stays_in_memory_and_the_rest_goes_to_the_file(cases: Any) -> None:
@@ -183,9 +183,9 @@ def test_experts_in_a_file_multiply_to_the_same_bits_and_are_handed_back(cases: 
     found = []
     with _ops(None) as memory, _ops(offload) as disk:
         for ops in (memory, disk):
-            group = ops.group([ops.linear(layout) for layout in experts])
+            group = ops.moe.group([ops.linear(layout) for layout in experts])
             assert group is not None
-            routes = ops.route(logits, 2, normalized=True)
+            routes = ops.moe.route(logits, 2, normalized=True)
             found += [group.matmul(x, routes, by_token=True) for _ in range(2)]
         assert all(torch.equal(one, found[0]) for one in found)
         # Of 4.5 MiB the scales of those that had rows, and pages at the ends of chunks.

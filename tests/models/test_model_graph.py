@@ -55,7 +55,9 @@ class Steps:
         ]
         self.graph: Any = None
         if replayed:
-            self.graph = ops.capture(self.whole, tokens=TOKENS, outputs=REQUESTS, requests=REQUESTS)
+            self.graph = ops.recording.capture(
+                self.whole, tokens=TOKENS, outputs=REQUESTS, requests=REQUESTS
+            )
 
     def whole(self) -> tuple[Tensor, Tensor]:
         self.ops.find_places(self.inputs.batch)

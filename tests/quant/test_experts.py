@@ -55,7 +55,7 @@ def test_every_token_meets_the_matrices_of_its_experts(kind: str, ops: Ops) -> N
     assert whole.shape == (EXPERTS * OUT, WIDTH)
     whole.bind(ops)
     x = torch.randn(TOKENS, WIDTH)
-    routes = ops.route(torch.randn(TOKENS, EXPERTS), 2, normalized=True)
+    routes = ops.moe.route(torch.randn(TOKENS, EXPERTS), 2, normalized=True)
 
     def expected(rows: Tensor) -> Tensor:
         return torch.einsum("rk,rnk->rn", rows, values[routes.owners.long()])
@@ -75,12 +75,12 @@ def test_only_experts_of_one_kind_can_be_recorded(ops: Ops) -> None:
         whole.bind(ops)
 
         def forward(weights: ExpertWeights = whole) -> Tensor:
-            routes = ops.route(logits, 1, normalized=True)
-            return ops.combine(weights.matmul_routed(x, routes, by_token=True), routes)
+            routes = ops.moe.route(logits, 1, normalized=True)
+            return ops.moe.combine(weights.matmul_routed(x, routes, by_token=True), routes)
 
         counts = {"tokens": TOKENS, "outputs": 1, "requests": 1}
         if alike:
-            ops.capture(forward, **counts).replay(**counts)
+            ops.recording.capture(forward, **counts).replay(**counts)
         else:
             with pytest.raises(CaptureError, match="cannot be recorded"):
-                ops.capture(forward, **counts)
+                ops.recording.capture(forward, **counts)

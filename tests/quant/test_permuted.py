@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sdk.kernels.context import Compute
 from sdk.kernels.layouts import Affine, Dense
-from sdk.kernels.ops import Compute, Ops
+from sdk.kernels.ops import Ops
 from sdk.kernels.reference.decode import pack_codes
 from sdk.quant.errors import AlignmentError
 from sdk.quant.permuted import PermutedWeight

@@ -116,12 +116,12 @@ def test_the_draw_is_that_of_a_processed_row(ops: Ops, name: str, drawn: dict) -
         logits = torch.stack([row(seed), row(seed)])
         buffers = SampleBuffers(2)
         write(draws, buffers)
-        ops.sample_into(logits, buffers)
+        ops.sampling.sample_into(logits, buffers)
         found = buffers.read(2)
         state = RequestState(params, resolved, text[:9], text[9:])
         processed = process(row(seed), state)[None]
         uniform = 0.0 if state.greedy else state.uniform(TOKEN)
-        wanted = ops.sample(processed, join_draws([state.draw()], [uniform]))
+        wanted = ops.sampling.sample(processed, join_draws([state.draw()], [uniform]))
         assert [column[1] for column in found] == [column[0] for column in wanted]
         assert torch.equal(logits, torch.stack([row(seed), row(seed)]))
         results = sampler.collect(logits, draws, found)
@@ -186,7 +186,7 @@ def test_a_row_is_drawn_as_its_next_request_wants(ops: Ops) -> None:
     best = int(row().argmax())
     for draws, wanted in (([biased, plain], [5, best]), ([plain, biased], [best, 5])):
         write(draws, buffers)
-        ops.sample_into(logits, buffers)
+        ops.sampling.sample_into(logits, buffers)
         assert buffers.read(2).tokens == wanted
 
 

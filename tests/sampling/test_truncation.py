@@ -51,7 +51,7 @@ def test_sampled_frequencies_follow_the_truncated_distribution(ops: Ops, values:
     numbers = [uniform(11, position) for position in range(draws)]
     all_draws = np.repeat(draw_of(values), draws)
     all_draws["uniform"] = numbers
-    tokens = ops.sample(row.expand(draws, -1), all_draws).tokens
+    tokens = ops.sampling.sample(row.expand(draws, -1), all_draws).tokens
     counts = np.bincount(tokens, minlength=12)
     survivors = sorted(kept(row, **values))
     weights = np.exp(row.double().numpy() / values.get("temperature", 1.0))[survivors]
@@ -139,7 +139,7 @@ def test_xtc_with_threshold_zero_leaves_the_least_likely_token_that_can_be_drawn
     assert 2 in kept(row, **values)
     assert not {0, 4} & kept(row, **values)
     for number in (0.0, 0.5, 1 - 2**-52):
-        assert ops.sample(row[None], draw_of({**values, "top_k": 4}, number)).tokens == [2]
+        assert ops.sampling.sample(row[None], draw_of({**values, "top_k": 4}, number)).tokens == [2]
 
 
 def test_mirostat_keeps_the_best_however_little_surprise_it_may_bring() -> None:
@@ -181,7 +181,7 @@ def test_top_p_of_a_whole_vocabulary_is_its_definition(mass: float, spread: floa
 def test_rows_together_are_the_rows_one_by_one(ops: Ops) -> None:
     logits = some_logits(len(COMBINED), 777, seed=2)
     draws = np.concatenate([draw_of(values, 0.6) for values in COMBINED])
-    together = ops.sample(logits, draws)
+    together = ops.sampling.sample(logits, draws)
     for i in range(len(COMBINED)):
-        alone = ops.sample(logits[i : i + 1], draws[i : i + 1])
+        alone = ops.sampling.sample(logits[i : i + 1], draws[i : i + 1])
         assert [column[0] for column in alone] == [column[i] for column in together]

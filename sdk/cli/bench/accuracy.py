@@ -15,7 +15,7 @@ from sdk.errors import RequestError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sdk.kernels.ops import Compute
+    from sdk.kernels.context import Compute
 
 #: English that every Python has: the text of its own help pages.
 TEXT = topics["assignment"][:2000]

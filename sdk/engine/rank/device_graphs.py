@@ -13,10 +13,11 @@ from sdk.engine.rank.inputs import StepInputs
 from sdk.engine.rank.run_ahead import Arrivals, Flight, RunAhead
 from sdk.engine.rank.strategy import Repeat, Run
 from sdk.engine.rank.work import Work
+from sdk.kernels.backend import GraphRecorder
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.graph import CaptureError
 from sdk.kernels.sampling import Tokens
-from sdk.kernels.sized_graphs import GraphRecorder, PieceGraphs
+from sdk.kernels.sized_graphs import PieceGraphs
 
 #: Logits nobody looks at: those of requests that want their tokens alone.
 _NOTHING = torch.empty(0)
@@ -98,7 +99,7 @@ class DeviceGraphs:
     def _drawn_again(self, work: Work, hidden: Tensor, logits: Tensor) -> Run:
         """With all shapes, of which there was no room for some."""
         buffers, count = self._inputs.sampling, len(work.draws)
-        self._passes.ops.sample_into(logits[:count], buffers)
+        self._passes.ops.sampling.sample_into(logits[:count], buffers)
         chosen = buffers.read(count)  # a batch launched beside it may write there too
         return Run(work, hidden, logits, lambda: chosen)
 

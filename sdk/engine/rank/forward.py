@@ -43,7 +43,7 @@ class ForwardPasses:
             return hidden[:0]
         logits = self._head(hidden, outputs)
         if self._samples:
-            self.ops.sample_into(logits, self._inputs.sampling)
+            self.ops.sampling.sample_into(logits, self._inputs.sampling)
         return logits
 
     def _head(self, hidden: Tensor, outputs: int) -> Tensor:
@@ -65,7 +65,9 @@ class ForwardPasses:
             return hidden, self.logits(hidden, outputs)
 
         with torch.inference_mode():
-            return self.ops.capture(forward, tokens=tokens, outputs=outputs, requests=requests)
+            return self.ops.recording.capture(
+                forward, tokens=tokens, outputs=outputs, requests=requests
+            )
 
     def decode(self, size: int, shared: bool, shaped: bool) -> Decoded:
         """The decode step of ``size`` rows: see :class:`~sdk.engine.rank.run_ahead.RunAhead`."""
@@ -87,18 +89,18 @@ class ForwardPasses:
         return True, self._shapes.pack(buffers, rows)
 
     def sample(self, hidden: Tensor, outputs: int, shaped: bool) -> tuple[Tensor, Tensor]:
-        """Logits of the first rows wanted, and ``Ops.sample_rows`` of them; the device goes on.
+        """Logits of the first output rows, and ``SamplingOps.sample_rows`` of them, not awaited.
 
         ``shaped``: they change as :meth:`pack_shapes` said last.
         """
         inputs, shapes = self._inputs, self._shapes if shaped else None
         with torch.inference_mode():
             logits = self._head(hidden, outputs)
-            return logits, self.ops.sample_rows(logits, inputs.draws[:outputs], shapes)
+            return logits, self.ops.sampling.sample_rows(logits, inputs.draws[:outputs], shapes)
 
     def uncut(self) -> str | None:
         """Why steps cannot be recorded in pieces between the attentions; None: they can."""
-        if self.ops.offloaded:
+        if self.ops.context.offloaded:
             return "the host's weights are copied while attention runs"
         if not isinstance(self._model, Decoder):
             return "transformers' own code runs between the attentions"
@@ -106,5 +108,5 @@ class ForwardPasses:
 
     def pieces(self, size: int, cut: Cut) -> Tensor:
         """The first ``size`` tokens, for :class:`~sdk.kernels.sized_graphs.PieceGraphs`."""
-        with torch.inference_mode(), self.ops.cut_at_attention(cut):
+        with torch.inference_mode(), self.ops.recording.cut_at_attention(cut):
             return self.hidden(self._inputs.in_pieces(size))

@@ -20,12 +20,13 @@ from torch import Tensor
 from sdk.engine.rank.inputs import StepInputs
 from sdk.engine.rank.running import Running
 from sdk.engine.rank.work import Work
+from sdk.kernels.backend import GraphRecorder
 from sdk.kernels.sampling import Tokens
-from sdk.kernels.sized_graphs import GraphRecorder, StepGraphs
+from sdk.kernels.sized_graphs import StepGraphs
 from sdk.sampling.state import RequestState
 from sdk.sampling.uniform import TOKEN
 
-#: Hidden states, logits and ``Ops.sample_rows``.
+#: Hidden states, logits and ``SamplingOps.sample_rows``.
 Decoded = tuple[Tensor, Tensor, Tensor]
 #: What was sampled is read while later steps write theirs: a batch beside it, and one ahead of
 #: each.
@@ -33,7 +34,7 @@ _OUTCOMES = 4
 
 
 class Arrival:
-    """What a step samples, on its way to the host: ``[rows, 3]`` of ``Ops.sample_rows``."""
+    """What a step samples, on its way to the host: ``[rows, 3]`` of ``SamplingOps.sample_rows``."""
 
     def __init__(self, outcome: Tensor) -> None:
         self._outcome = outcome

@@ -110,7 +110,7 @@ class ModelRunner:
         """Run steps in the fastest way that device and model allow, recorded anew."""
         self.records = True
         self.forget_graphs()
-        recorder = self.ops.graph_recorder()
+        recorder = self.ops.recording.graph_recorder()
         if recorder is not None:
             self.strategy = DeviceGraphs(self._passes, self._inputs, recorder)
             return

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from sdk.engine.pages.disk_space import reserved_file
+from sdk.kernels.context import Compute
 from sdk.kernels.ladder import KEPT_PAGES
 from sdk.kernels.offload import Offload, OnDisk, OnHost
-from sdk.kernels.ops import Compute, Ops
+from sdk.kernels.ops import Ops
 from sdk.loaders.open import open_checkpoint
 from sdk.quant.at_load import packed_at_load
 from sdk.quant.checkpoint import Checkpoint

@@ -25,10 +25,10 @@ from machine_code import Source, answer, launches
 
 from sdk.engine.rank.kv_cache import KVCache
 from sdk.kernels.batch import AttentionBatch
-from sdk.kernels.experts import Routes
 from sdk.kernels.gpu import attention, elementwise, experts, norm, rope, sampling
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.packed_shapes import PackedShapes
+from sdk.kernels.routes import Routes
 from sdk.quant.spec import KVSpec
 
 TARGETS = {

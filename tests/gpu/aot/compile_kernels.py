@@ -26,7 +26,6 @@ sys.path.insert(0, str(ROOT))
 
 from machine_code import Source, answer, launches  # noqa: E402
 
-from sdk.kernels.experts import Routes  # noqa: E402
 from sdk.kernels.gpu.dense import DenseLinear, product_dense  # noqa: E402
 from sdk.kernels.gpu.expert_tiles import Routed  # noqa: E402
 from sdk.kernels.gpu.launch import Launch  # noqa: E402
@@ -43,6 +42,7 @@ from sdk.kernels.gpu.linear_as_file import product_bytes, round_rows  # noqa: E4
 from sdk.kernels.gpu.packing import Packed, pack  # noqa: E402
 from sdk.kernels.gpu.tuning import AMD_STAGES, Tuning  # noqa: E402
 from sdk.kernels.layouts import BLOCK_TYPES, E2M1, ActivationScheme, Layout  # noqa: E402
+from sdk.kernels.routes import Routes  # noqa: E402
 
 #: Programs of a large card: a rule for tiles that shares columns.
 _PROGRAMS = 528

@@ -12,10 +12,11 @@ from torch import Tensor
 from sdk.cli.bench.gpu.card import Card, expect_close
 from sdk.cli.bench.gpu.rows import Finding, ratio, share, without
 from sdk.engine.rank.kv_cache import KVCache
+from sdk.kernels.backend import Problem
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.reference.attention import Attention as Reference
-from sdk.kernels.registry import Problem, choose
+from sdk.kernels.registry import choose
 from sdk.quant.spec import KVSpec
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 16

@@ -1,0 +1,95 @@
+"""What all operators of one engine share: backends, chosen kernels, memory for results."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from sdk.kernels.activations import LARGE, ActivationPool
+from sdk.kernels.backend import Choice, Problem
+from sdk.kernels.errors import KernelError
+from sdk.kernels.offload import Offload, OnDisk, layer_weights
+from sdk.kernels.registry import choose, open_backends
+
+ACTIVATION_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+Compute = Literal["auto", "exact"]
+
+
+class Context:
+    """Owned by one :class:`sdk.kernels.ops.Ops`, which documents the arguments.
+
+    ``layers``: where the weights of the model's layers are. ``capture_pool``: the buffers of the
+    forward pass that is being recorded, ``None`` otherwise.
+    """
+
+    def __init__(
+        self,
+        device: str,
+        compute: Compute,
+        num_threads: int,
+        only: Sequence[str] | None,
+        deterministic: bool,
+        activations: torch.dtype,
+        offload: Offload | None,
+    ) -> None:
+        if activations not in ACTIVATION_TYPES:
+            raise KernelError(
+                f"activations: expected one of {ACTIVATION_TYPES}, found {activations}"
+            )
+        self.device = torch.device(device)
+        self.compute: Compute = compute
+        self.num_threads = num_threads
+        self.activations = activations
+        self.layers = layer_weights(offload, self.device)
+        self.backends, self.declined_backends = open_backends(
+            device,
+            num_threads,
+            only,
+            fixed=deterministic,
+            activations=activations,
+            offload=offload if isinstance(offload, OnDisk) else None,
+        )
+        self.capture_pool: ActivationPool | None = None
+        self._chosen: dict[Problem, Choice] = {}
+        self._results = ActivationPool()
+
+    def close(self) -> None:
+        """Stop the threads. Idempotent; the operators must not be used afterwards."""
+        for backend in self.backends:
+            backend.close()
+        self._results.close()
+
+    def kernel(self, op: str, **fields: Any) -> Any:
+        """The implementation of an operator for a problem, chosen at its first use."""
+        problem = Problem(op, compute=self.compute, **fields)
+        found = self._chosen.get(problem)
+        if found is None:
+            found = self._chosen[problem] = choose(self.backends, problem)
+        return found.implementation
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """An uninitialized tensor for the result of an operator."""
+        count = math.prod(shape)
+        if self.capture_pool is not None:
+            words = self.capture_pool.take(-(-count * dtype.itemsize // 4))
+            return words.view(dtype)[:count].view(shape)
+        if count * 4 < LARGE or self.device.type != "cpu" or dtype != torch.float32:
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        return self._results.take(count).view(shape)
+
+    @property
+    def backend_names(self) -> tuple[str, ...]:
+        return tuple(backend.name for backend in self.backends)
+
+    @property
+    def offloaded(self) -> int:
+        """Bytes of packed weights that are not in the memory of the device."""
+        return self.layers.nbytes + sum(backend.offloaded for backend in self.backends)
+
+    def chosen(self) -> list[tuple[Problem, Choice]]:
+        """Every choice made so far, except those of weights, which keep their own."""
+        return list(self._chosen.items())

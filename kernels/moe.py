@@ -1,0 +1,107 @@
+"""The operators of a mixture of experts (MoE): a router selects k of many experts for each token.
+
+A token has one row for each of its experts. :meth:`MoEOps.route` sorts the rows of a step by expert
+once, so that the rows of an expert are contiguous: its product is an ordinary one, and activations
+and biases run over all rows at once. :meth:`MoEOps.combine` sums the rows of each token again. The
+result of a row does not depend on the other rows of its expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sdk.kernels.bound import BoundExperts, BoundLinear
+from sdk.kernels.checks import expect, expect_floats
+from sdk.kernels.context import Context
+from sdk.kernels.errors import KernelError
+from sdk.kernels.routes import Routes
+
+
+class MoEOps:
+    """``Ops.moe``: routing, and what else only a mixture of experts needs."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def group(self, experts: Sequence[BoundLinear]) -> BoundExperts | None:
+        """The weights of a layer's experts as one; ``None`` if formats or shapes differ."""
+        first = experts[0]
+        if len({expert.problem for expert in experts}) != 1:
+            return None
+        implementation = first.choice.implementation
+        packed = implementation.group([expert.packed for expert in experts])
+        if packed is None:
+            return None
+        return BoundExperts(implementation, packed, len(experts), first.shape, self._context)
+
+    def route(self, logits: Tensor, k: int, *, normalized: bool) -> Routes:
+        """For each token the k experts with the highest ``logits [T, E]``; the first wins a tie.
+
+        Their weights are the softmax over the k logits (``normalized``), or their share of the
+        softmax over all experts.
+        """
+        expect("route logits", logits, torch.float32, None, None)
+        tokens, count = logits.shape
+        if not 1 <= k <= count:
+            raise KernelError(f"route: expected 1 to {count} experts per token, found {k}")
+
+        weights, chosen = self._context.empty(tokens, k), self._integers(tokens, k)
+        routes = self._empty_routes(weights, count)
+        if tokens:
+            self._context.kernel("route").run(logits.contiguous(), normalized, chosen, weights)
+            self._context.kernel("group").run(chosen, routes)
+        return routes
+
+    def routes(self, chosen: Tensor, weights: Tensor, count: int) -> Routes:
+        """The routes of an external router: ``chosen`` and ``weights [T, k]``.
+
+        ``count``: the number of experts. It reads the values, so it cannot be recorded.
+
+        :raises KernelError: an expert outside ``0..count - 1``.
+        """
+        if chosen.numel() and not 0 <= int(chosen.min()) <= int(chosen.max()) < count:
+            raise KernelError(
+                f"routes: expected experts in 0..{count - 1}, "
+                f"found {int(chosen.min())} to {int(chosen.max())}"
+            )
+        routes = self._empty_routes(weights.to(torch.float32).contiguous(), count)
+        if chosen.numel():
+            self._context.kernel("group").run(chosen.to(torch.int32).contiguous(), routes)
+        return routes
+
+    def _integers(self, *shape: int) -> Tensor:
+        return self._context.empty(*shape).view(torch.int32)
+
+    def _empty_routes(self, weights: Tensor, count: int) -> Routes:
+        tokens, k = weights.shape
+        rows = tokens * k
+        return Routes(
+            weights,
+            self._integers(tokens, k),
+            self._integers(rows),
+            self._integers(rows),
+            self._integers(count + 1),
+            self._integers(count + 1),
+        )
+
+    def add_owners_bias(self, x: Tensor, bias: Tensor, routes: Routes) -> Tensor:
+        """``x[r] += bias[routes.owners[r]]``: ``x [R, N]``, ``bias [E, N]``; returns x."""
+        expect_floats(
+            "add_owners_bias x", x, self._context.activations, routes.owners.shape[0], None
+        )
+        count = routes.starts.shape[0] - 1
+        expect("add_owners_bias bias", bias, torch.float32, count, x.shape[1])
+        if x.numel():
+            self._context.kernel("add_owners_bias").run(x, bias, routes)
+        return x
+
+    def combine(self, x: Tensor, routes: Routes) -> Tensor:
+        """The weighted sum of each token's rows of ``x [R, N]``: float32 ``[T, N]``."""
+        expect_floats("combine x", x, self._context.activations, routes.tokens.shape[0], None)
+        out = self._context.empty(routes.weights.shape[0], x.shape[1])
+        if out.numel():
+            self._context.kernel("combine").run(x, routes, out)
+        return out
