@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from sdk.engine.scheduling.policy import POLICIES, PolicyName
 from sdk.errors import QuantizationError, RequestError, SdkError
 from sdk.kernels.ladder import KEPT_PAGES, LADDER_PAGE_SIZE
 from sdk.memory.pool import MemoryPool
@@ -71,7 +72,7 @@ class EngineConfig:
     kv_policy: str | None = None
     kv_keep: tuple[int, int] = KEPT_PAGES
     load_format: Literal["auto", "gguf", "safetensors"] = "auto"
-    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    scheduling_policy: PolicyName = "fcfs"
     speculative_config: Mapping[str, Any] | None = None
     enable_lora: bool = False
     swap_space: int | str = 0
@@ -270,7 +271,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": ("auto", "float32", "float16", "bfloat16", "float", "half"),
     "device": ("auto", "cpu", "cuda"),
     "load_format": ("auto", "gguf", "safetensors"),
-    "scheduling_policy": ("fcfs", "priority"),
+    "scheduling_policy": tuple(POLICIES),
     "compute": ("auto", "exact"),
 }
 _COUNTS: dict[str, tuple[int, int]] = {

@@ -14,6 +14,7 @@ from dataclasses import MISSING, fields
 from typing import Any, Literal, TypedDict, TypeVar
 
 from sdk.config import EngineConfig, ProgressCallback
+from sdk.engine.scheduling.policy import PolicyName
 from sdk.memory.pool import MemoryPool
 from sdk.other_names import ENGINE, without_effect
 
@@ -51,7 +52,7 @@ class EngineOptions(TypedDict, total=False):
     kv_policy: str | None
     kv_keep: tuple[int, int]
     load_format: Literal["auto", "gguf", "safetensors"]
-    scheduling_policy: Literal["fcfs", "priority"]
+    scheduling_policy: PolicyName
     speculative_config: Mapping[str, Any] | None
     enable_lora: bool
     swap_space: int | str

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 def _speed(plan: MemoryPlan) -> float | None:
     """Tokens per second from the read bandwidth measured now; None without the native module."""
     from sdk.kernels.cpu.probe import read_bandwidth
-    from sdk.memory.planning import threads_of
+    from sdk.memory.resolve import threads_of
 
     assert plan.config is not None
     try:

@@ -103,7 +103,7 @@ class Engine:
         self._check_token_ids(prompt_token_ids)
         self._check_token_ids(negative_prompt_token_ids or ())
         children = self._fan_out(request_id, params, kind)
-        arrival = self.scheduler.clock() if arrival_time is None else arrival_time
+        arrival = self.scheduler.queues.clock() if arrival_time is None else arrival_time
         generation = Generation(request_id, prompt_text, prompt_token_ids, params, arrival)
         generation.results = ResultRoom(result_bytes) if result_bytes else None
         requests = [
@@ -129,7 +129,7 @@ class Engine:
         ]
         for request in requests:  # alike in all that is checked: the first is refused, or none
             request.results = generation.results
-            self.scheduler.add(request)
+            self.scheduler.queues.add(request)
         for request, completion in zip(requests, generation.completions, strict=True):
             self._owners[request.request_id] = (generation, completion)
         self._generations[request_id] = generation
@@ -183,7 +183,7 @@ class Engine:
             if generation is not None:
                 for completion in generation.completions:
                     if completion.finish_reason is None:
-                        self.scheduler.abort(completion.request.request_id)
+                        self.scheduler.queues.abort(completion.request.request_id)
                         self._finish(generation, completion, "abort")
                 self._news.pop(generation, None)
                 last.append(generation.output())
@@ -296,13 +296,13 @@ class Engine:
                 completion.embedding = update.hidden
         except Exception as error:
             logger.warning("request %s failed", request.request_id, exc_info=True)
-            self.scheduler.finish(request.request_id, "error")
+            self.scheduler.queues.finish(request.request_id, "error")
             self._finish(generation, completion, "error", f"{type(error).__name__}: {error}")
             return
         if stop is not None:
             # The scheduler may have ended it with this very token: what the text says comes first.
-            self.scheduler.finish(request.request_id, "stop", stop)
-            self.scheduler.shorten(request, completion.num_read)
+            self.scheduler.queues.finish(request.request_id, "stop", stop)
+            self.scheduler.committer.shorten(request, completion.num_read)
             self._finish(generation, completion, "stop", stop)
         elif request.finish_reason is not None:
             self._finish(generation, completion, request.finish_reason, request.stop_reason)
@@ -326,7 +326,7 @@ class Engine:
             # The id is free for another request from now on; its last output is in _news.
             del self._generations[generation.request_id]
             if generation.results is not None:
-                self.scheduler.release_results(generation.results)
+                self.scheduler.admission.release_results(generation.results)
             self._num_finished += 1
 
     def _outputs(self) -> list[Output]:
@@ -340,7 +340,7 @@ class Engine:
         self.dead = EngineDeadError(f"{what}: {type(error).__name__}: {error}")
         self.dead.__cause__ = error
         for generation, completion in list(self._owners.values()):
-            self.scheduler.finish(completion.request.request_id, "error", str(self.dead))
+            self.scheduler.queues.finish(completion.request.request_id, "error", str(self.dead))
             self._finish(generation, completion, "error", str(self.dead))
 
     # The engine itself
@@ -370,13 +370,13 @@ class Engine:
         scheduler = self.scheduler
         pool, swap = scheduler.pool, scheduler.prefixes.swap
         return {
-            "num_running": scheduler.num_running,
-            "num_waiting": scheduler.num_waiting,
+            "num_running": scheduler.queues.num_running,
+            "num_waiting": scheduler.queues.num_waiting,
             "num_finished": self._num_finished,
             "num_steps": scheduler.num_steps,
-            "num_prompt_tokens": scheduler.num_prompt_tokens,
-            "num_generation_tokens": scheduler.num_generation_tokens,
-            "num_preemptions": scheduler.num_preemptions,
+            "num_prompt_tokens": scheduler.committer.num_prompt_tokens,
+            "num_generation_tokens": scheduler.committer.num_generation_tokens,
+            "num_preemptions": scheduler.queues.num_preemptions,
             "prefix_queries": pool.queries,
             "prefix_hits": pool.hits,
             "cache_hit_rate": pool.hits / pool.queries if pool.queries else 0.0,

@@ -38,7 +38,7 @@ class RequestStart:
     #: Token ids behind the words of ``params``: bad words, EOS, sequence breakers.
     resolved: ResolvedParams = field(default_factory=ResolvedParams)
     #: The request whose logits this one's guide: it is never sampled, its tokens are the other's.
-    guides: str | None = None
+    negative_of: str | None = None
     #: Mirostat's target surprise for the next token, where one was generated before.
     mirostat_mu: float | None = None
 

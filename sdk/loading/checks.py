@@ -11,7 +11,7 @@ from sdk.errors import CheckpointError, OutOfMemoryError, RequestError, Unsuppor
 from sdk.loading.sampling_defaults import sampling_defaults
 from sdk.memory.machine import available_memory
 from sdk.memory.plan import MemoryPlan
-from sdk.memory.planning import available_to
+from sdk.memory.resolve import available_to
 from sdk.memory.sizes import format_bytes
 from sdk.models.auto import model_type, own_model
 from sdk.quant.checkpoint import Checkpoint

@@ -30,15 +30,9 @@ from sdk.loading.sampling_defaults import SamplingDefaults, sampling_defaults
 from sdk.memory.alternatives import checked_plan
 from sdk.memory.machine import release_free_memory
 from sdk.memory.plan import MemoryPlan
-from sdk.memory.planning import (
-    activations_of,
-    compute_of,
-    device_of,
-    model_config,
-    open_model,
-    threads_of,
-)
+from sdk.memory.planning import activations_of, open_model
 from sdk.memory.pool import Lease, MemoryPool
+from sdk.memory.resolve import compute_of, device_of, model_config, threads_of
 from sdk.memory.sizes import format_bytes
 from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh

@@ -22,9 +22,11 @@ from sdk.kernels.ladder import KEPT_PAGES
 from sdk.loading.checks import check_options, memory_shortage, room_shortage, whole_prompts
 from sdk.memory.kernel_shares import kernel_shares
 from sdk.memory.plan import Alternative, MemoryPlan
-from sdk.memory.planning import available_to, model_config, open_model, plan_for, sizes_of
+from sdk.memory.planning import open_model, plan_for
 from sdk.memory.pool import MemoryPool
+from sdk.memory.resolve import available_to, model_config
 from sdk.memory.sizes import format_bytes
+from sdk.memory.weights import weight_bytes
 from sdk.options import engine_config
 from sdk.quant import scheme as schemes
 from sdk.quant.at_load import FLOATS, is_in_block, packed_at_load, scheme_at_load
@@ -212,7 +214,7 @@ def _fitting(
         options: dict[str, Any] = {} if scheme is None else {"quantization": scheme}
         by_scheme = replace(config, **options)
         changed = packed_at_load(inner, by_scheme.quantization)
-        sizes = sizes_of(by_scheme, changed)
+        held = weight_bytes(by_scheme, changed)
         eager = (False, True) if asked.graphs else (False,)
         for dtype, few, short, alone in product([None, *kv], (False, True), (False, True), eager):
             own = options | ({"enforce_eager": True} if alone else {})
@@ -227,7 +229,7 @@ def _fitting(
             tried = replace(config, **own)
             if short:
                 tried = replace(tried, max_model_len=None)
-            made = plan_for(tried, changed, sizes)
+            made = plan_for(tried, changed, held)
             if not (made.fits and whole_prompts(tried, made)):
                 continue
             if dtype is not None and made.page_bytes >= asked.page_bytes:

@@ -27,10 +27,10 @@ def plan_memory(
     :raises RequestError: ``max_model_len`` exceeds the model's context.
     """
     _check_context(demand, max_model_len)
-    seqs, want_context = demand.max_num_seqs, max_model_len or demand.model_context
+    seqs, want_context = demand.max_num_seqs, max_model_len or demand.model.max_position
     tokens = min(demand.max_num_batched_tokens, seqs * want_context)
     limit, working = budget or available, _working(demand, tokens, want_context)
-    room = limit - demand.weights - sum(working) - demand.tokenizer
+    room = limit - demand.weights.total - sum(working) - demand.tokenizer
     most = max(room, 0) // demand.page_bytes
     if kv_budget is not None:
         pages = kv_budget // demand.page_bytes
@@ -46,7 +46,7 @@ def plan_memory(
         working = _working(demand, tokens, context)
     plan = MemoryPlan(
         budget=budget,
-        weights=demand.weights,
+        weights=demand.weights.total,
         workspace=working[0],
         page_bytes=demand.page_bytes,
         page_size=demand.page_size,
@@ -55,8 +55,8 @@ def plan_memory(
         max_model_len=context,
         max_num_seqs=seqs,
         tokenizer=demand.tokenizer,
-        loading=demand.loading,
-        read=demand.read,
+        loading=demand.weights.loading,
+        read=demand.weights.read,
         offloaded=demand.offloaded,
         layers_away=demand.layers_away,
         graphs=working[1],
@@ -69,9 +69,9 @@ def plan_memory(
 
 
 def _check_context(demand: Demand, max_model_len: int | None) -> None:
-    if max_model_len is not None and max_model_len > demand.model_context:
+    if max_model_len is not None and max_model_len > demand.model.max_position:
         raise RequestError(
-            f"max_model_len: the model's context is {demand.model_context} tokens, "
+            f"max_model_len: the model's context is {demand.model.max_position} tokens, "
             f"found {max_model_len}"
         )
 

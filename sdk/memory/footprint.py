@@ -9,8 +9,8 @@ from sdk.errors import CheckpointError, OutOfMemoryError, RequestError
 from sdk.loading.load import Loaded
 from sdk.memory.machine import installed_memory, release_free_memory
 from sdk.memory.plan import MemoryPlan
-from sdk.memory.planning import available_to
 from sdk.memory.pool import Lease
+from sdk.memory.resolve import available_to
 from sdk.memory.sizes import format_bytes, parse_bytes
 from sdk.requests.driver import Driver
 

@@ -11,8 +11,9 @@ from sdk.kernels.backend import Backend, Problem
 from sdk.kernels.layouts import BLOCK_TYPES
 from sdk.kernels.registry import choose, open_backends
 from sdk.memory.plan import KernelShare
-from sdk.memory.planning import compute_of, device_of, held_bytes, numerics_of
 from sdk.memory.products import FLOAT_NAMES
+from sdk.memory.resolve import compute_of, device_of
+from sdk.memory.weights import held_bytes, numerics_of
 from sdk.models.layers import ACCURATE
 from sdk.quant.at_load import is_end, is_router
 from sdk.quant.checkpoint import Checkpoint

@@ -31,14 +31,15 @@ def moved_out(demand: Demand, config: EngineConfig, limits: Limits) -> Demand:
         return demand
     assert not isinstance(asked, str) or asked == "auto"  # EngineConfig has parsed it
     out = _missing(demand, limits) if isinstance(asked, str) else asked
-    out = min(out, demand.movable)
+    weights, count = demand.weights, 0
+    out = min(out, weights.movable)
     if out == 0:
         return demand
-    if demand.layers:
-        count, out = _whole_layers(demand.layers, out)
-        demand = replace(demand, layers_away=count)
-    late = max(demand.loading - out + demand.packing, demand.early)
-    return replace(demand, weights=demand.weights - out, loading=late, offloaded=out)
+    if weights.layers:
+        count, out = _whole_layers(weights.layers, out)
+    late = max(weights.loading - out + weights.packing, weights.early)
+    kept = replace(weights, total=weights.total - out, loading=late)
+    return replace(demand, weights=kept, offloaded=out, layers_away=count)
 
 
 def _whole_layers(layers: tuple[int, ...], out: int) -> tuple[int, int]:
@@ -52,12 +53,12 @@ def _whole_layers(layers: tuple[int, ...], out: int) -> tuple[int, int]:
 
 def _missing(demand: Demand, limits: Limits) -> int:
     """Bytes that have to go for a request of full length to fit."""
-    context = limits.max_model_len or min(demand.model_context, _CONTEXT)
+    context = limits.max_model_len or min(demand.model.max_position, _CONTEXT)
     pages = -(-context // demand.page_size) * demand.page_bytes
     tokens = min(demand.max_num_batched_tokens, demand.max_num_seqs * context)
     scratch = workspace_bytes(demand, demand.max_num_seqs, tokens)
     scratch += graph_bytes(demand, demand.max_num_seqs, tokens)
     scratch += scratch_bytes(demand, demand.max_num_seqs, tokens, context)
-    serving = demand.weights + scratch + max(pages, limits.kv_budget or 0)
-    over = max(serving, demand.loading) + demand.tokenizer - limits.budget
-    return over + max(demand.window, demand.packing) if over > 0 else 0
+    serving = demand.weights.total + scratch + max(pages, limits.kv_budget or 0)
+    over = max(serving, demand.weights.loading) + demand.tokenizer - limits.budget
+    return over + max(demand.weights.window, demand.weights.packing) if over > 0 else 0

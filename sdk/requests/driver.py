@@ -285,7 +285,7 @@ class Driver:
                 most = self._costs.first_tokens(seconds)
             else:
                 self._pace = None
-        elif scheduler.steady and not self._inbox:
+        elif scheduler.repeats and not self._inbox:
             self._step()
             return
         elif scheduler.decodes:

@@ -17,7 +17,7 @@ from sdk.kernels.gpu.tuning import Tuning
 from sdk.kernels.packed_shapes import packed_bytes
 from sdk.loading import checks as load_checks, load as loading
 from sdk.loading.checks import check_options, room_shortage
-from sdk.memory import planning
+from sdk.memory import planning, resolve
 from sdk.memory.alternatives import alternatives
 from sdk.memory.plan import MemoryPlan
 from sdk.memory.sizes import format_bytes
@@ -31,8 +31,8 @@ LIMITS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 2, "device": "cu
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if there were one."""
-    monkeypatch.setattr(planning, "device_of", lambda config: "cuda")
-    monkeypatch.setattr(planning, "available_to", lambda config: 2**30)
+    monkeypatch.setattr(resolve, "device_of", lambda config: "cuda")
+    monkeypatch.setattr(resolve, "available_to", lambda config: 2**30)
     monkeypatch.setattr(planning, "activations_of", lambda config, checkpoint: torch.bfloat16)
     monkeypatch.setattr(gpu, "tuning_of", lambda device: Tuning(programs=528))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))

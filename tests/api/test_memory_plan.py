@@ -14,14 +14,14 @@ import sdk
 from sdk import LLM, OutOfMemoryError, RequestError, SamplingParams
 from sdk.kernels import gpu
 from sdk.loaders.open import open_checkpoint
-from sdk.memory import planning
+from sdk.memory import planning, resolve
 from sdk.memory.alternatives import expected_losses
-from sdk.memory.demand import Demand
+from sdk.memory.demand import Demand, WeightBytes
 from sdk.memory.fitting import plan_memory
 from sdk.memory.machine import installed_memory
 from sdk.memory.plan import MemoryPlan
-from sdk.memory.planning import held_bytes
 from sdk.memory.sizes import parse_bytes
+from sdk.memory.weights import held_bytes
 from sdk.options import engine_config
 from sdk.quant.at_load import packed_at_load, scheme_at_load
 
@@ -208,7 +208,7 @@ def test_a_context_asked_for_may_take_all_that_is_free(tiny_path: Path) -> None:
 
     def free(pages: int, **limits: int) -> MemoryPlan:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(planning, "available_memory", lambda: fixed + pages * page)
+            patch.setattr(resolve, "available_memory", lambda: fixed + pages * page)
             return LLM.plan(tiny_path, **few, **limits)
 
     assert free(4, max_model_len=64).num_pages == 4
@@ -229,7 +229,7 @@ def test_a_budget_larger_than_the_machine_is_refused_with_both_sizes(tiny_path: 
 def test_a_budget_that_is_not_free_now_is_refused_naming_one_that_is(
     smollm2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planning, "available_memory", lambda: 300 * 2**20)
+    monkeypatch.setattr(resolve, "available_memory", lambda: 300 * 2**20)
     with pytest.raises(OutOfMemoryError) as error:
         LLM(smollm2, memory="400MiB", max_num_seqs=4)
     *_, title, only = str(error.value).splitlines()
@@ -259,12 +259,12 @@ def test_a_gguf_files_attn_output_is_no_head_where_it_is_packed_at_load(
 
 
 def demand_on_a_gpu(monkeypatch: pytest.MonkeyPatch, path: Path, **options: object) -> Demand:
-    monkeypatch.setattr(planning, "device_of", lambda config: "cuda")
+    monkeypatch.setattr(resolve, "device_of", lambda config: "cuda")
     config = engine_config(path, **{"max_num_seqs": 8, **options})
     with contextlib.closing(planning.open_model(config)) as checkpoint:
         model = planning.model_config(config, checkpoint)
-        sizes = planning.Sizes(1000, 1000, 1000)
-        return planning._demand(config, model, sizes, torch.bfloat16)
+        weights = WeightBytes(1000, 1000, 1000)
+        return planning._demand(config, model, weights, torch.bfloat16)
 
 
 def test_the_plan_counts_what_recorded_steps_hold_on_a_gpu(
@@ -283,7 +283,8 @@ def test_the_plan_counts_what_recorded_steps_hold_on_a_gpu(
     )
     assert eager.graphs == 0 and "graphs" not in str(eager)
     demand = demand_on_a_gpu(monkeypatch, tiny_path)
-    hidden, width, vocab = demand.hidden_size, demand.intermediate_size, demand.vocab_size
+    model = demand.model
+    hidden, width, vocab = model.hidden_size, model.intermediate_size, model.vocab_size
     kept = 4 * 8 * (hidden + 2 * vocab)
     # residual, what is added to it and the last hidden state; queries, results and all others
     token = 4 * 3 * hidden + 2 * (6 * hidden + 3 * width)
@@ -310,7 +311,7 @@ def test_a_gpu_s_recorded_steps_may_be_what_does_not_fit(
 def test_activations_are_what_all_matrices_are_stored_as_where_a_file_says_nothing(
     golden: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planning, "device_of", lambda config: "cuda")
+    monkeypatch.setattr(resolve, "device_of", lambda config: "cuda")
     monkeypatch.setattr(gpu, "matrix_type", lambda device: torch.bfloat16)
 
     def found(name: str, **options: object) -> torch.dtype:

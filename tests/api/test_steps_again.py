@@ -159,6 +159,7 @@ def test_nothing_of_a_finished_request_is_kept(llm: LLM) -> None:
     llm.generate([prompt(0), prompt(1)], [GREEDY, GREEDY.clone(max_tokens=20)])
     scheduler, runner = llm._driver._engine.scheduler, llm._runner()
     assert runner is not None
-    assert not scheduler.num_in_flight and scheduler._steady is None and scheduler._full == []
+    in_flight = scheduler._in_flight
+    assert not in_flight and in_flight.repeatable is None and in_flight.need_page == []
     llm.generate(prompt(2), GREEDY.clone(max_tokens=1))  # a rank hears of it with the next step
     assert runner._again is None and not runner._last.runs

@@ -92,7 +92,7 @@ def test_close_closes_everything_after_a_step_that_broke_off(
     params = SamplingParams(max_tokens=20, logits_processors=[gate])
     caller = Caller(lambda: llm.generate(ids(1), params))
     gate.wait()
-    engine._apply, engine.scheduler.finish, engine.scheduler.abort = (
+    engine._apply, engine.scheduler.queues.finish, engine.scheduler.queues.abort = (
         broken,
         contradicted,
         contradicted,

@@ -68,7 +68,7 @@ class Rig:
             arrival_time=self.now,
             negative_prompt_token_ids=negative,
         )
-        self.scheduler.add(request)
+        self.scheduler.queues.add(request)
         self.requests[request_id] = request
         return request
 
@@ -86,7 +86,7 @@ class Rig:
 
     def run(self, limit: int = 2000) -> None:
         for _ in range(limit):
-            if not self.scheduler.num_running and not self.scheduler.num_waiting:
+            if not self.scheduler.queues.num_running and not self.scheduler.queues.num_waiting:
                 return
             self.step()
         raise AssertionError("requests starve")
@@ -96,7 +96,7 @@ class Rig:
         for request in self.requests.values():
             prompt = request.token_ids[: request.num_prompt_tokens]
             output = request.output_token_ids
-            guide = request.guide
+            guide = request.negative
             negative = None if guide is None else guide.token_ids[: guide.num_prompt_tokens]
             assert output == fake_runner.expected_tokens(prompt, len(output), negative), request
 

@@ -106,7 +106,7 @@ class FakeRunner:
     def result(self) -> StepResult:
         _, result, states = self.launched.popleft()
         for state, tokens in zip(states, result.tokens, strict=True):
-            for one in (state, state["guide"]):
+            for one in (state, state["negative"]):
                 if one is not None and tokens:
                     one["tokens"] += tokens
                     one["computed"] += len(tokens) - 1
@@ -132,10 +132,10 @@ class FakeRunner:
                 "computed": start.num_computed,
                 "pages": list(start.pages),
                 "start": start,
-                "guide": None,
+                "negative": None,
             }
-            if start.guides is not None:
-                self.requests[start.guides]["guide"] = self.requests[start.request_id]
+            if start.negative_of is not None:
+                self.requests[start.negative_of]["negative"] = self.requests[start.request_id]
         for request_id, pages in plan.new_pages:
             self.requests[request_id]["pages"] += pages
         assert not plan.sampled, "this rank samples itself"
@@ -187,14 +187,14 @@ class FakeRunner:
         """The token behind each output; drafts are accepted while they equal these."""
         guides = {}
         for row, state in zip(rows, states, strict=True):
-            if row.num_outputs and state["start"].guides is not None:
-                guides[state["start"].guides] = state["values"][-1]
+            if row.num_outputs and state["start"].negative_of is not None:
+                guides[state["start"].negative_of] = state["values"][-1]
         sampled, details = [], {}
         for row, state in zip(rows, states, strict=True):
             start, found = state["start"], []
             sampled.append(found)
             assert row.num_outputs in (0, 1 + len(row.drafts)), "drafts without outputs"
-            if not row.num_outputs or start.guides is not None:
+            if not row.num_outputs or start.negative_of is not None:
                 continue
             guided = row.request_id in guides
             assert guided == (start.params.guidance_scale != 1), "no guide"

@@ -52,7 +52,7 @@ def answers(llm: LLM, indices: list[int], slots: list[int] | None = None) -> lis
     engine = llm._driver._engine
     for index in indices:
         engine.add_request(str(index), PROMPTS[index], PARAMS)
-        request = engine.scheduler.unfinished[str(index)]
+        request = engine.scheduler.queues.unfinished[str(index)]
         request.adapter_slot = (slots or SLOTS)[index]
         request.adapter = str(request.adapter_slot)  # prefixes are kept apart by it
     found: dict[str, Any] = {}
@@ -103,7 +103,7 @@ def test_drafts_run_with_the_adapter_of_their_request(
         scheduler = llm._driver._engine.scheduler
         scheduler.drafts = Drafts(Known(), 3)
         assert answers(llm, [0, 1, 2, 3]) == alone
-        assert scheduler.num_accepted_tokens == scheduler.num_draft_tokens > 20
+        assert scheduler.committer.num_accepted_tokens == scheduler.committer.num_draft_tokens > 20
 
 
 def _with_drafts(config: Any) -> Any:

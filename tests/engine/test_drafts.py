@@ -124,11 +124,11 @@ def test_answers_with_drafts_are_those_without(
             scheduler = draft(llm, plain, right, prompts)
             assert seen(llm, params, prompts) == plain, names
             taken = [name for name in names if name not in ("mirostat", "callbacks", "guided")]
-            assert (scheduler.num_draft_tokens > 0) == bool(taken)
-            accepted = scheduler.num_accepted_tokens
-            assert accepted <= scheduler.num_draft_tokens
+            assert (scheduler.committer.num_draft_tokens > 0) == bool(taken)
+            accepted = scheduler.committer.num_accepted_tokens
+            assert accepted <= scheduler.committer.num_draft_tokens
             if taken and right != "partly right":
-                assert accepted == (scheduler.num_draft_tokens if right == "right" else 0)
+                assert accepted == (scheduler.committer.num_draft_tokens if right == "right" else 0)
             if right == "right" and taken == names:
                 assert llm.get_metrics()["num_steps"] - steps < 0.5 * steps
 
@@ -173,7 +173,8 @@ def test_several_answers_and_preemptions(path: Path, room_for_drafts: None) -> N
     with opened(path, "recorded", kv_cache_memory_bytes=memory) as llm:
         scheduler = draft(llm, plain, "partly right")
         assert seen(llm, params) == plain
-        assert llm.get_metrics()["num_preemptions"] > 0 and scheduler.num_accepted_tokens > 0
+        assert llm.get_metrics()["num_preemptions"] > 0
+        assert scheduler.committer.num_accepted_tokens > 0
 
 
 def test_pages_of_accepted_drafts_are_found_again(path: Path, room_for_drafts: None) -> None:

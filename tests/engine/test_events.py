@@ -16,7 +16,7 @@ def kinds(request) -> list[str]:
 
 def advance(r) -> None:
     """Steps a second apart until nothing is left."""
-    while r.scheduler.num_running + r.scheduler.num_waiting:
+    while r.scheduler.queues.num_running + r.scheduler.queues.num_waiting:
         r.step()
         r.now += 1.0
     r.assert_answers()
@@ -61,7 +61,7 @@ def test_pages_that_go_down_the_ladder_are_told_to_those_who_hold_them(rig):
     exact = r.add("exact", prompt(0, 24), max_tokens=16, kv_min_bits=16)
     others = [r.add(str(i), prompt(i, 24), max_tokens=16) for i in (1, 2)]
     advance(r)
-    assert r.scheduler.num_preemptions == 0
+    assert r.scheduler.queues.num_preemptions == 0
     assert exact.events == ()
     events = [event for request in others for event in request.events]
     assert {event.kind for event in events} == {"recoded"}

@@ -1,4 +1,4 @@
-"""A guided request and its guide are one unit: seats, budget, pages, and what is refused."""
+"""A request with a negative prompt is two sequences and one unit: slots, budget, pages, errors."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from sdk.errors import RequestError
 GUIDED = {"guidance_scale": 1.5, "negative": [7, 8, 9]}
 
 
-def test_a_guided_request_takes_two_seats_and_two_tokens_of_a_step(rig):
+def test_a_negative_prompt_takes_a_second_slot_and_a_token_of_each_step(rig):
     r = rig(max_num_seqs=3)
     for name in "abc":
         r.add(name, [1, 2, 3, 4, ord(name)], **GUIDED)
     r.step()
-    assert r.scheduler.num_running == 1
+    assert r.scheduler.queues.num_running == 1
     plan, _ = r.step()
-    assert {row.request_id: row.num_tokens for row in plan.rows} == {"a": 1, "a~guide": 1}
+    assert {row.request_id: row.num_tokens for row in plan.rows} == {"a": 1, "a~negative": 1}
     r.run()
     r.assert_answers()
 
@@ -25,7 +25,7 @@ def test_the_last_tokens_of_both_run_together_however_small_the_budget(rig):
     r = rig(max_num_seqs=2, max_num_batched_tokens=2)
     r.add("a", list(range(9)), **GUIDED)
     plans = [{row.request_id: row.num_tokens for row in r.step()[0].rows} for _ in range(7)]
-    assert plans[4:] == [{"a~guide": 2}, {"a": 1, "a~guide": 1}, {"a": 1, "a~guide": 1}]
+    assert plans[4:] == [{"a~negative": 2}, {"a": 1, "a~negative": 1}, {"a": 1, "a~negative": 1}]
     r.run()
     r.assert_answers()
 
@@ -35,9 +35,9 @@ def test_both_are_preempted_and_come_back_together(rig):
     for name in "ab":
         r.add(name, [1, 2, 3, 4, 5, ord(name)], max_tokens=12, **GUIDED)
     r.run()
-    assert r.scheduler.num_preemptions > 0
+    assert r.scheduler.queues.num_preemptions > 0
     dropped = [plan.dropped for plan in r.runner.plans if plan.dropped]
-    assert all(f"{name}~guide" in names for names in dropped for name in names if len(name) == 1)
+    assert all(f"{name}~negative" in names for names in dropped for name in names if len(name) == 1)
     r.assert_answers()
 
 
@@ -50,36 +50,36 @@ def test_an_end_releases_the_pages_of_both(rig, how):
         r.runner.errors = {"a": "NaN"}
         r.step()
     else:
-        r.scheduler.finish("a", how)
+        r.scheduler.queues.finish("a", how)
     assert r.pool.num_available == r.pool.capacity
     plan, _ = r.step()
-    assert plan.dropped == ("a", "a~guide") and not r.runner.requests
+    assert plan.dropped == ("a", "a~negative") and not r.runner.requests
 
 
-def test_without_a_negative_prompt_the_last_token_guides(rig):
+def test_without_a_negative_prompt_the_last_token_is_the_negative_prompt(rig):
     r = rig()
     request = r.add("a", [5, 6, 7], guidance_scale=2)
-    assert request.guide.token_ids == [7]
-    assert r.add("plain", [5, 6, 7]).guide is None
+    assert request.negative.token_ids == [7]
+    assert r.add("plain", [5, 6, 7]).negative is None
 
 
 @pytest.mark.parametrize(
     ("options", "negative", "message"),
     [
-        ({"max_num_seqs": 1}, [1], "takes two seats; max_num_seqs is 1"),
+        ({"max_num_seqs": 1}, [1], "takes two slots, and max_num_seqs is 1"),
         ({"enable_chunked_prefill": False}, [1], "needs enable_chunked_prefill"),
         ({}, [], "negative prompt is empty"),
         ({}, [1] * 200, "negative prompt has 200 tokens; max_model_len is 200"),
         ({"num_pages": 6}, [1] * 13, r"\(5 tokens\) and its negative prompt \(13\)"),
     ],
 )
-def test_a_guide_that_could_never_run_is_refused(rig, options, negative, message):
+def test_a_negative_prompt_that_could_never_run_is_rejected(rig, options, negative, message):
     r = rig(**options)
     with pytest.raises(RequestError, match=message):
         r.add("a", [1, 2, 3, 4, 5], guidance_scale=2, negative=negative)
-    assert "a" not in r.scheduler
+    assert "a" not in r.scheduler.queues
 
 
-def test_the_ids_of_guides_are_reserved(rig):
-    with pytest.raises(RequestError, match="must not end in '~guide'"):
-        rig().add("a~guide", [1])
+def test_the_ids_of_negative_sequences_are_reserved(rig):
+    with pytest.raises(RequestError, match="must not end in '~negative'"):
+        rig().add("a~negative", [1])

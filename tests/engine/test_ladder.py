@@ -22,12 +22,12 @@ def test_requests_that_need_more_pages_than_there_are_run_together(rig):
     for i in range(4):
         r.add(str(i), prompt(i, 60), max_tokens=5)
     running = 0
-    while r.scheduler.num_running + r.scheduler.num_waiting:
+    while r.scheduler.queues.num_running + r.scheduler.queues.num_waiting:
         r.step()
-        running = max(running, r.scheduler.num_running)
+        running = max(running, r.scheduler.queues.num_running)
     r.assert_answers()
     assert running == 4
-    assert r.scheduler.num_preemptions == 0
+    assert r.scheduler.queues.num_preemptions == 0
     assert r.scheduler.ladder.lowered > 0
 
 

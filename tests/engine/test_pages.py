@@ -272,7 +272,7 @@ def test_no_page_is_leaked_after_5000_random_events(rig, policy, chunked):
     added = 0
     for _ in range(5000):
         event = rng.random()
-        queued = r.scheduler.num_waiting + r.scheduler.num_running
+        queued = r.scheduler.queues.num_waiting + r.scheduler.queues.num_running
         if event < 0.3 and queued < 12:
             base = [rng.randrange(3)] * rng.choice((4, 9, 16))
             params = {"max_tokens": rng.randrange(1, 30), "priority": rng.randrange(3)}
@@ -285,11 +285,11 @@ def test_no_page_is_leaked_after_5000_random_events(rig, policy, chunked):
             r.add(str(added), base + tail, kind=kind, salt=rng.choice((None, "s")), **params)
             added += 1
         elif event < 0.34 and added:
-            r.scheduler.abort(str(rng.randrange(added)))
+            r.scheduler.queues.abort(str(rng.randrange(added)))
         elif event < 0.35:
             r.scheduler.reset_prefix_cache()
-        elif event < 0.36 and r.scheduler.num_running:
-            r.runner.errors = {rng.choice(r.scheduler._running).request_id: "NaN"}
+        elif event < 0.36 and r.scheduler.queues.num_running:
+            r.runner.errors = {rng.choice(r.scheduler.queues.running).request_id: "NaN"}
             r.step()
         elif event < 0.37:
             r.scheduler.plan()
@@ -301,5 +301,5 @@ def test_no_page_is_leaked_after_5000_random_events(rig, policy, chunked):
     r.assert_answers()
     reasons = {request.finish_reason for request in r.requests.values()}
     assert reasons == {"stop", "length", "abort", "error", "deadline"}
-    assert r.scheduler.num_preemptions > 0 and r.pool.hits > 0 and r.pool.evictions > 0
+    assert r.scheduler.queues.num_preemptions > 0 and r.pool.hits > 0 and r.pool.evictions > 0
     assert r.pool.num_available == r.pool.capacity and not r.scheduler.prefixes.promised

@@ -21,10 +21,10 @@ def test_a_request_whose_results_have_no_room_waits_and_lets_others_pass(rig) ->
     busy.step()
     running = {name for name, one in busy.requests.items() if one.status.value == "running"}
     assert running == {"a", "plain"}  # c would fit, but came after b
-    while busy.scheduler.num_running:
+    while busy.scheduler.queues.num_running:
         busy.step()
     assert busy.requests["b"].status.value == "waiting"  # the caller of a has not got its results
-    busy.scheduler.release_results(rooms["a"])
+    busy.scheduler.admission.release_results(rooms["a"])
     busy.run()
     assert all(room.held for name, room in rooms.items() if name != "a")
     busy.assert_answers()
@@ -36,7 +36,7 @@ def test_answers_of_one_call_share_their_room_and_a_preempted_one_keeps_it(rig) 
     for first in (1, 2):
         small.add(f"{first}", [first, 2, 3, 4, 5, 6, 7], max_tokens=14).results = room
     small.run()
-    assert small.scheduler.num_preemptions and small.scheduler._result_bytes == 100
+    assert small.scheduler.queues.num_preemptions and small.scheduler.admission.result_bytes == 100
     small.assert_answers()
 
 
@@ -49,7 +49,7 @@ def test_a_step_in_which_others_decode_scores_a_part_of_a_prompt(rig, num_scorin
         mixed.add(f"scored {index}", list(range(1, 31)), prompt_logprobs=1, max_tokens=1)
     mixed.add("prompt", list(range(40, 90)), max_tokens=2)
     most = 0
-    while mixed.scheduler.num_running:
+    while mixed.scheduler.queues.num_running:
         plan, _ = mixed.step()
         counts = {row.request_id: row.num_tokens for row in plan.rows}
         if "stream" in counts:

@@ -79,7 +79,7 @@ def test_preempted_requests_give_the_same_tokens(rig):
         r.add(str(i), prompt(6, seed=i), max_tokens=30)
     r.run()
     r.assert_answers()
-    assert r.scheduler.num_preemptions > 0
+    assert r.scheduler.queues.num_preemptions > 0
     assert all(len(x.output_token_ids) == 30 for x in r.requests.values())
 
 
@@ -168,7 +168,7 @@ def test_without_chunked_prefill_a_prompt_runs_in_one_step(rig):
     for plan in r.runner.plans:
         for start in plan.started:
             assert counts(plan)[start.request_id] == len(start.token_ids) - start.num_computed
-    assert r.scheduler.num_preemptions > 0
+    assert r.scheduler.queues.num_preemptions > 0
 
 
 @pytest.mark.parametrize("most", [0, 1, 5, 9])
@@ -178,7 +178,7 @@ def test_a_host_with_little_time_gets_small_steps_that_go_on(rig, most):
     r.step()
     r.add("a", prompt(30, seed=2))
     r.add("guided", prompt(9, seed=3), guidance_scale=2.0, negative=prompt(12, seed=4))
-    while r.scheduler.num_running or r.scheduler.num_waiting:
+    while r.scheduler.queues.num_running or r.scheduler.queues.num_waiting:
         least = r.scheduler.least_tokens
         plan, _ = r.step(most)
         assert r.scheduler.num_tokens == sum(counts(plan).values())
@@ -213,7 +213,7 @@ def test_those_that_wait_for_a_prefix_go_on_when_it_does_not_come(rig, how):
     r.add("b", prompt(80))
     r.step()
     if how == "abort":
-        r.scheduler.abort("a")
+        r.scheduler.queues.abort("a")
     elif how == "error":
         r.runner.errors = {"a": "NaN"}
     else:
@@ -263,13 +263,13 @@ def test_an_abort_gives_pages_back_at_once_and_reaches_the_ranks(rig, when):
     r = rig(max_num_batched_tokens=32, num_pages=17, max_model_len=60)
     request = r.add("a", prompt(40), max_tokens=20)
     if when == "waiting":
-        r.scheduler.abort("a")
+        r.scheduler.queues.abort("a")
         plan = r.scheduler.plan()
         assert not plan.rows and not plan.dropped
         return
     plan = r.scheduler.plan()
     if when == "in flight":
-        r.scheduler.abort("a")
+        r.scheduler.queues.abort("a")
         assert r.pool.num_available == r.pool.capacity
         again = r.add("a", prompt(12, seed=3))  # the id is free again, even now
         assert r.scheduler.commit(r.runner.execute(plan)) == []
@@ -287,12 +287,12 @@ def test_an_abort_gives_pages_back_at_once_and_reaches_the_ranks(rig, when):
         r.scheduler.plan()
         r.scheduler.rollback()
         assert request.status is RequestStatus.PREEMPTED
-    r.scheduler.abort("a")
+    r.scheduler.queues.abort("a")
     r.scheduler.check()
     assert request.finish_reason == "abort" and not request.pages
     assert r.pool.num_available == r.pool.capacity
     assert r.scheduler.plan().dropped[-1] == "a"
-    assert r.scheduler.abort("a") is None
+    assert r.scheduler.queues.abort("a") is None
 
 
 def test_eos_and_stop_tokens_end_a_request_with_the_right_reason(rig):
@@ -345,7 +345,7 @@ def test_finished_requests_do_not_stay_because_of_their_deadline(rig):
     for i in range(300):
         r.add(str(i), prompt(3), deadline=1e6, max_tokens=1)
         r.run()
-    assert len(r.scheduler._deadlines) < 100
+    assert len(r.scheduler.queues._deadlines) < 100
 
 
 def test_prompt_logprobs_score_every_position_once(rig):
@@ -407,7 +407,7 @@ def test_what_can_never_run_is_refused_while_others_wait(rig):
     [
         ({"max_num_seqs": 0}, "max_num_seqs must be at least 1"),
         ({"max_model_len": 0}, "max_model_len must be at least 1"),
-        ({"policy": "lifo"}, "policy must be 'fcfs' or 'priority', got 'lifo'"),
+        ({"policy": "lifo"}, "policy must be one of .'fcfs', 'priority'., got 'lifo'"),
         ({"max_num_seqs": 9, "max_num_batched_tokens": 8}, "must be at least max_num_seqs"),
         ({"enable_chunked_prefill": False, "max_model_len": 4096}, "without chunked prefill"),
     ],
@@ -435,7 +435,7 @@ def test_a_rolled_back_step_is_done_again(rig):
     r.add("a", prompt(10))
     r.add("gone", prompt(4))
     r.step()
-    r.scheduler.abort("gone")
+    r.scheduler.queues.abort("gone")
     plan = r.scheduler.plan()
     r.runner.execute(plan)  # the ranks did it, but nobody heard
     r.scheduler.rollback()
@@ -472,13 +472,13 @@ def test_a_pool_of_exactly_all_seats_at_full_length_seats_everybody_at_once(
     )
     for i in range(12):
         r.add(str(i), prompt((1, 16, 30, 31)[i % 4], seed=i), max_tokens=None)
-    while r.scheduler.num_waiting:
+    while r.scheduler.queues.num_waiting:
         plan = r.scheduler.plan()
-        assert r.scheduler.num_running == 4
+        assert r.scheduler.queues.num_running == 4
         r.scheduler.commit(r.runner.execute(plan))
     r.run()
     r.assert_answers()
-    assert r.scheduler.num_preemptions == 0
+    assert r.scheduler.queues.num_preemptions == 0
 
 
 def test_a_page_is_kept_for_those_that_will_need_one_and_for_no_others(rig):
@@ -487,7 +487,7 @@ def test_a_page_is_kept_for_those_that_will_need_one_and_for_no_others(rig):
     r.add("grows", prompt(4, 1), max_tokens=5)  # its fourth answer token is stored in a second page
     r.add("waits", prompt(16, 2)[:13], max_tokens=1)
     r.step()
-    assert r.scheduler.num_running == 1, "4 + 1 pages of 4 would be needed"
+    assert r.scheduler.queues.num_running == 1, "4 + 1 pages of 4 would be needed"
     r = rig(**options)
     r.add("fits", prompt(4, 1), max_tokens=1)
     r.add("answers", prompt(3, 3), max_tokens=2)  # the last token's KV is never stored
@@ -497,7 +497,7 @@ def test_a_page_is_kept_for_those_that_will_need_one_and_for_no_others(rig):
     assert len(plan.started) == 4
     r.run()
     r.assert_answers()
-    assert r.scheduler.num_preemptions == 0
+    assert r.scheduler.queues.num_preemptions == 0
 
 
 def test_while_requests_stay_the_plan_is_the_same_object_but_for_new_pages(rig):
@@ -527,8 +527,8 @@ def test_requests_that_stay_are_planned_anew_when_somebody_may_join(rig):
     last, _ = r.step()
     for _ in range(2):  # one waits, but there is no seat
         plan, _ = r.step()
-        assert r.scheduler.num_waiting == 1 and plan.rows is last.rows
-    while r.scheduler.num_waiting:
+        assert r.scheduler.queues.num_waiting == 1 and plan.rows is last.rows
+    while r.scheduler.queues.num_waiting:
         plan, _ = r.step()
     assert [start.request_id for start in plan.started] == ["c"] and plan.dropped == ("b",)
     r.run()
@@ -542,11 +542,11 @@ def test_a_request_that_is_aborted_while_a_step_runs_again_takes_no_token_from_i
     for _ in range(4):
         r.step()
     plan = r.scheduler.plan()
-    assert r.scheduler.steady
-    gone = r.scheduler.abort("a")
+    assert r.scheduler.repeats
+    gone = r.scheduler.queues.abort("a")
     known = gone.num_tokens
     r.scheduler.commit(r.runner.execute(plan))
-    assert gone.num_tokens == known and not r.scheduler.steady
+    assert gone.num_tokens == known and not r.scheduler.repeats
     assert r.step()[0].dropped == ("a",)
     r.run()
     r.assert_answers()

@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 from sdk.engine.pages.elastic import ElasticPages
 from sdk.engine.pages.kept_prefixes import KeptPrefixes
 from sdk.engine.scheduling.drafts import Drafts
-from sdk.engine.scheduling.guides import in_prefill
+from sdk.engine.scheduling.negative_prompt import in_prefill
 from sdk.errors import OutOfMemoryError, RequestError
 from sdk.quant.spec import KVSpec
 
@@ -202,7 +202,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def launch(self, scheduler, *, heard: bool = True) -> bool:
         """Plan a step, check it and have it run; False: there is none."""
         rig = self.rig
-        running = set(scheduler._running)
+        running = set(scheduler.queues.running)
         plan = scheduler.plan()
         scheduler.check()
         if plan is None:
@@ -232,18 +232,20 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_turns(self, plan, running) -> None:
         """Nobody starts before one whose turn is earlier, or while one that runs lacks a page."""
         started = [
-            self.rig.requests[start.request_id] for start in plan.started if start.guides is None
+            self.rig.requests[start.request_id]
+            for start in plan.started
+            if start.negative_of is None
         ]
         if not started:
             return
         counts = {row.request_id for row in plan.rows}
         counts |= {row.request_id for plan, _, _ in self.rig.runner.launched for row in plan.rows}
-        for request in self.rig.scheduler._running:
+        for request in self.rig.scheduler.queues.running:
             ran = any(one.request_id in counts for one in request.sequences)
             # those who decode may wait for others who do, to run together
             waits = self.rig.scheduler.batches_in_flight > 1 and not in_prefill(request)
             assert ran or waits or request not in running
-        for request in self.rig.scheduler._waiting:
+        for request in self.rig.scheduler.queues.waiting:
             early = self.turn(request) < max(map(self.turn, started))
             assert not early or request.waits_for is not None, "overtaken"
 
@@ -258,14 +260,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         if (request_id := self.someone(data)) is not None:
-            assert self.rig.scheduler.abort(request_id).finish_reason == "abort"
+            assert self.rig.scheduler.queues.abort(request_id).finish_reason == "abort"
             self.ended[request_id] = "abort"
-            assert self.rig.scheduler.abort(request_id) is None
+            assert self.rig.scheduler.queues.abort(request_id) is None
 
     @rule(data=st.data())
     def finish_by_stop_string(self, data: st.DataObject) -> None:
         if (request_id := self.someone(data)) is not None:
-            self.rig.scheduler.finish(request_id, "stop", "word")
+            self.rig.scheduler.queues.finish(request_id, "stop", "word")
             self.ended[request_id] = "stop"
 
     @rule(data=st.data())
@@ -273,8 +275,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         request_id = self.someone(data)
 
         def during() -> None:
-            if request_id in self.rig.scheduler:
-                self.rig.scheduler.abort(request_id)
+            if request_id in self.rig.scheduler.queues:
+                self.rig.scheduler.queues.abort(request_id)
                 self.ended[request_id] = "abort"
             self.add_one([1] * min(PAGE, self.longest))
 
@@ -309,7 +311,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.launch(self.rig.scheduler, heard=heard)
         self.rig.runner.launched.clear()
         self.rig.scheduler.rollback()
-        assert self.rig.scheduler.num_running == 0
+        assert self.rig.scheduler.queues.num_running == 0
         self.check_nothing_is_held()
 
     def check_nothing_is_held(self) -> None:
@@ -377,13 +379,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     def books_balance(self) -> None:
         self.rig.scheduler.check()
         alive = sum(not request.finished for request in self.rig.requests.values())
-        assert alive == self.rig.scheduler.num_running + self.rig.scheduler.num_waiting
+        queues = self.rig.scheduler.queues
+        assert alive == queues.num_running + queues.num_waiting
 
     def teardown(self) -> None:
         if self.rig is None:
             return
         for _ in range(3000):
-            if not self.rig.scheduler.num_running + self.rig.scheduler.num_waiting:
+            if not self.rig.scheduler.queues.num_running + self.rig.scheduler.queues.num_waiting:
                 break
             self.do_step()
         else:
@@ -401,7 +404,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt = request.token_ids[: request.num_prompt_tokens]
         output = request.output_token_ids
         params, config, reason = request.params, self.rig.config, request.finish_reason
-        guide = request.guide
+        guide = request.negative
         negative = None if guide is None else guide.token_ids[: guide.num_prompt_tokens]
         assert output == expected_tokens(prompt, len(output), negative)
         updates = [update for update in self.rig.updates if update.request is request]

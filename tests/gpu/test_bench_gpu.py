@@ -193,7 +193,7 @@ def test_tune_times_the_types_that_an_engine_hands_from_kernel_to_kernel(
     from sdk.models.config import ModelConfig
 
     short = torch.float16
-    monkeypatch.setattr("sdk.memory.planning.device_of", lambda config: "cpu")
+    monkeypatch.setattr("sdk.memory.resolve.device_of", lambda config: "cpu")
     monkeypatch.setattr("sdk.loading.load.activations_of", lambda config, checkpoint: short)
     path = golden / "gguf-Q8_0" / "model.gguf"
     with LLM(path, max_model_len=64) as llm:

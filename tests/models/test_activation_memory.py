@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.ops import Ops
-from sdk.memory.demand import Demand, workspace_bytes
+from sdk.memory.demand import Demand, WeightBytes, workspace_bytes
 from sdk.models.auto import build_model
 from sdk.models.parallel import Mesh
 from tests.models.conftest import Paged, checkpoint_of, prompt, tiny
@@ -37,20 +37,14 @@ class CountingOps(Ops):
 
 def planned(config: Any, dtype: torch.dtype) -> int:
     """What the plan's workspace has for the activations of ``TOKENS`` tokens."""
-    spec = config.experts
     demand = Demand(
-        weights=0,
+        weights=WeightBytes(0, 0, 0),
+        model=config,
         page_bytes=1,
         page_size=1,
         kv_dtype="float32",
-        model_context=TOKENS,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        vocab_size=config.vocab_size,
         max_num_seqs=1,
         max_num_batched_tokens=TOKENS,
-        experts_per_token=0 if spec is None else spec.per_token,
-        expert_width=0 if spec is None else spec.width,
         activation_bytes=dtype.itemsize,
     )
     return workspace_bytes(demand, 1, TOKENS) - workspace_bytes(demand, 1, 0)

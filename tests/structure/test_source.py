@@ -49,7 +49,7 @@ PURE = (
     *("sdk/memory/plan.py", "sdk/memory/demand.py", "sdk/memory/fitting.py"),
     *(f"sdk/engine/pages/{name}.py" for name in ("page_pool", "prefixes", "swap")),
     *(f"sdk/engine/scheduling/{name}.py" for name in ("request", "scheduler", "scheduler_config")),
-    *(f"sdk/engine/scheduling/{name}.py" for name in ("queues", "commit")),
+    *(f"sdk/engine/scheduling/{name}.py" for name in ("queues", "admission", "commit")),
 )
 
 

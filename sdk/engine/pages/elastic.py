@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sdk.engine.pages.kept_prefixes import most_pages, run_interlude
+from sdk.engine.pages.kept_prefixes import most_pages, run_copies
 from sdk.engine.rank.key_centres import centre_keys
 from sdk.engine.scheduling.scheduler import Scheduler
 from sdk.errors import RequestError
@@ -31,7 +31,7 @@ class ElasticPages:
         prefixes, size = scheduler.prefixes, scheduler.config.page_size
         capacity = scheduler.pool.capacity
         spare = [capacity - prefixes.num_pinned - 1]
-        for request in scheduler.unfinished.values():  # it may share what is pinned
+        for request in scheduler.queues.unfinished.values():  # it may share what is pinned
             spare.append(prefixes.room(request) - most_pages(request, size))
         return capacity - min(spare)
 
@@ -61,7 +61,7 @@ class ElasticPages:
         """Forget cached prefixes, and return the memory of all pages that nobody uses; of a GPU,
         while no request is unfinished, that of recorded steps."""
         self._vacate(self._scheduler.pool.drop_cached())
-        if not self._scheduler.unfinished:
+        if not self._scheduler.queues.unfinished:
             self._executor.on_ranks(_record_anew)
         self._executor.on_ranks(_empty_cache)
 
@@ -74,7 +74,7 @@ class ElasticPages:
         self._executor.on_ranks(_wake)
 
     def _vacate(self, pages: Sequence[int]) -> None:
-        run_interlude(self._scheduler, self._executor)
+        run_copies(self._scheduler, self._executor)
         if pages:
             self._executor.on_ranks(_vacate, list(pages))
 

@@ -51,7 +51,7 @@ class KeptPrefixes:
 
     def tokens_of(self, request_id: str) -> tuple[list[int], str | None]:
         """What is computed of an unfinished request in whole pages, and its salt."""
-        request = self._scheduler.unfinished.get(request_id)
+        request = self._scheduler.queues.unfinished.get(request_id)
         if request is None:
             raise RequestError(
                 f"request {request_id!r} is unknown or finished: give its tokens instead"
@@ -85,7 +85,7 @@ class KeptPrefixes:
         prefixes, size = scheduler.prefixes, scheduler.config.page_size
         pinned, capacity = prefixes.num_pinned, scheduler.pool.capacity
         needs = [("any request", 1, capacity - pinned)]
-        for name, request in scheduler.unfinished.items():
+        for name, request in scheduler.queues.unfinished.items():
             needs.append((f"request {name}", most_pages(request, size), prefixes.room(request)))
         for who, need, room in needs:
             if need > room:
@@ -160,7 +160,7 @@ class KeptPrefixes:
         """Fill pages with what is stored, from its page ``first`` on."""
         if not pages:
             return
-        run_interlude(self._scheduler, self._executor)
+        run_copies(self._scheduler, self._executor)
         places = self._scheduler.pool.places(pages)
         size = self._scheduler.config.page_size
         step = max(_MOST_TOKENS // size, 1)
@@ -172,9 +172,9 @@ class KeptPrefixes:
                 self._executor.on_ranks(write_layer, layer, some, part, stored.spec)
 
 
-def run_interlude(scheduler: Scheduler, executor: Executor) -> None:
+def run_copies(scheduler: Scheduler, executor: Executor) -> None:
     """Have all copies and moves of pages made that wait for the next step."""
-    plan = scheduler.interlude()
+    plan = scheduler.plan_copies()
     try:
         if plan.copies:
             executor.launch(plan)

@@ -168,8 +168,8 @@ class ModelRunner:
             self._requests.pop(request_id, None)
         for start in plan.started:
             request = self._requests[start.request_id] = Running(start)
-            if start.guides is not None:
-                self._requests[start.guides].guide = request
+            if start.negative_of is not None:
+                self._requests[start.negative_of].negative = request
         return dict(self.kv.unwritten()) if plan.copies and self.kv.has_swap_file else {}
 
     def finish(self, step: _Step) -> StepResult:
@@ -179,7 +179,7 @@ class ModelRunner:
         for run in step.runs:
             work = run.work
             # torch changes or reads what was made in this mode
-            special = work.guided or work.scored
+            special = work.negatives or work.scored
             with torch.inference_mode() if special else contextlib.nullcontext():
                 if work.draws and self._mesh.rank == 0:
                     self._sample(run, result)
@@ -195,7 +195,7 @@ class ModelRunner:
         begin = perf_counter()
         chosen = run.chosen()
         self._passes.native_seconds += perf_counter() - begin
-        if work.guided:  # what was drawn is not guided yet
+        if work.negatives:  # what was drawn is not guided yet
             outcomes = self.sampler.sample(guided_rows(work, run.logits), work.draws)
         else:
             outcomes = self.sampler.collect(run.logits, work.draws, chosen)

@@ -12,8 +12,8 @@ class Running:
     """One request, or the guide of one: its tokens, pages and sampling state."""
 
     __slots__ = (
-        "guide",
         "looked_at",
+        "negative",
         "num_computed",
         "num_prompt",
         "pages",
@@ -29,7 +29,7 @@ class Running:
         self.num_computed = start.num_computed
         self.pages = list(start.pages)
         #: Its guide, which goes on with the same tokens.
-        self.guide: Running | None = None
+        self.negative: Running | None = None
         #: Whether more than the token is wanted of the rows it runs: scores, an embedding.
         self.looked_at = start.kind == "embed" or start.params.prompt_logprobs is not None
         #: Of a guide it is never asked for anything.
@@ -49,5 +49,5 @@ class Running:
         self.state.append(token_ids)
         self.token_ids += token_ids
         self.num_computed += len(token_ids) - 1
-        if self.guide is not None:
-            self.guide.token_ids += token_ids
+        if self.negative is not None:
+            self.negative.token_ids += token_ids

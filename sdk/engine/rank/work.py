@@ -44,7 +44,7 @@ class Scored(NamedTuple):
 class Work:
     """Rows of one plan that are run together; ``places`` are their numbers in the plan."""
 
-    __slots__ = ("draws", "guided", "outputs", "places", "rows", "running", "sampled", "scored")
+    __slots__ = ("draws", "negatives", "outputs", "places", "rows", "running", "sampled", "scored")
 
     def __init__(
         self, rows: Sequence[StepRow], running: Sequence[Running], places: Sequence[int]
@@ -58,7 +58,7 @@ class Work:
         self.draws: list[Draw] = []
         self.sampled: list[Outputs] = []
         #: By the request that is guided, the token of the step that its guide ends with.
-        self.guided: dict[str, int] = {}
+        self.negatives: dict[str, int] = {}
         self.scored: list[Scored] = []
         outputs, draws = self.outputs, self.draws
         begin = 0
@@ -69,14 +69,14 @@ class Work:
                 request.start.kind == "embed" or request.num_computed < request.num_prompt - 1
             ):
                 self.scored.append(Scored(row, request, begin, end, request.num_computed))
-            if count and request.start.guides is not None:
-                self.guided[request.start.guides] = end - 1
+            if count and request.start.negative_of is not None:
+                self.negatives[request.start.negative_of] = end - 1
             elif count:
                 self.sampled.append(Outputs(place, row, request, len(outputs)))
                 outputs += range(end - count, end)
                 draws += [Draw.behind(request.state, drafts[:known]) for known in range(count)]
             begin = end
-        outputs += self.guided.values()
+        outputs += self.negatives.values()
 
     @property
     def num_tokens(self) -> int:
@@ -91,7 +91,7 @@ class Work:
     @property
     def plain(self) -> bool:
         """Whether the tokens alone are wanted, as they were drawn."""
-        return not (self.guided or self.scored) and all(draw.state.plain for draw in self.draws)
+        return not (self.negatives or self.scored) and all(draw.state.plain for draw in self.draws)
 
     @property
     def foreseeable(self) -> bool:
@@ -116,7 +116,7 @@ def guided_rows(work: Work, logits: Tensor) -> Tensor:
     """The rows to sample, each guided one moved away from what its guide says."""
     logits, negative = logits[: len(work.outputs)].tensor_split([len(work.draws)])
     own = {one.request.start.request_id: one for one in work.sampled}
-    for row, request_id in zip(negative, work.guided, strict=True):
+    for row, request_id in zip(negative, work.negatives, strict=True):
         one = own[request_id]
         guide(logits[one.first], row, one.request.start.params.guidance_scale)
     return logits

@@ -1,39 +1,50 @@
-"""What a finished step means for its requests: the only place where one advances."""
+"""Applies a finished step to its requests. Requests advance nowhere else."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from sdk.engine.pages.prefixes import Prefixes
 from sdk.engine.plan import Sampled, StepResult
-from sdk.engine.scheduling.queues import Batch, Queues, RequestUpdate
+from sdk.engine.scheduling.in_flight import Batch, InFlightBatches
+from sdk.engine.scheduling.queues import RequestQueues, RequestUpdate
 from sdk.engine.scheduling.request import Request, RequestStatus
 from sdk.engine.scheduling.scheduler_config import SchedulerConfig
 
 _RUNNING = RequestStatus.RUNNING
 
 
-class Commits(Queues):
-    """Queues whose running requests advance by what a step computed."""
+class Committer:
+    """Commits the batches in flight, in the order of their plans."""
 
     def __init__(
-        self, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic
+        self,
+        config: SchedulerConfig,
+        queues: RequestQueues,
+        prefixes: Prefixes,
+        in_flight: InFlightBatches,
     ) -> None:
-        super().__init__(config, clock)
-        #: Steady requests get a page so many steps before they need it.
-        self.pages_ahead = 0
-        #: Draft tokens that were run, and those of them that were right.
+        self.num_prompt_tokens = 0
+        self.num_generation_tokens = 0
+        #: Draft tokens that were run, and how many of them were accepted.
         self.num_draft_tokens = self.num_accepted_tokens = 0
+        self._config = config
+        self._queues = queues
+        self._prefixes = prefixes
+        self._in_flight = in_flight
 
-    def commit(self, result: StepResult) -> list[RequestUpdate]:
-        """Advance the requests of the oldest plan in flight; returns those with news."""
-        batch = self._land(result)
-        now = self.clock()
-        updates, self._expired = self._expired, []
-        page_size, ahead, steady = self.config.page_size, self.pages_ahead, self._steady is batch
+    def commit(self, result: StepResult, pages_ahead: int) -> list[RequestUpdate]:
+        """Advance the requests of the oldest batch in flight; returns what changed for whom.
+
+        ``pages_ahead``: a repeated request gets a page so many steps before it needs it.
+        """
+        batch, in_flight = self._take(result), self._in_flight
+        now = self._queues.clock()
+        updates = self._queues.take_expired()
+        page_size, repeats = self._config.page_size, in_flight.repeatable is batch
         errors, details, prompt_logprobs = result.errors, result.details, result.prompt_logprobs
         rows, found = batch.plan.rows, result.tokens
-        full: list[Request] = []
+        need_page: list[Request] = []
         index = -1  # zip(strict=True) costs 25 us after a step (docs/log.md)
         for request in batch.sequences:
             index += 1
@@ -45,7 +56,7 @@ class Commits(Queues):
                 continue
             tokens: Sequence[int] = ()
             before = request.num_computed
-            if num_outputs and request.guides is None:
+            if num_outputs and request.negative_of is None:
                 tokens = found[index] if found else ()
                 if not tokens:
                     self._fail(request, "the step returned no token", updates)
@@ -58,7 +69,7 @@ class Commits(Queues):
             if before < request.num_prompt_tokens:
                 self.num_prompt_tokens += min(after, request.num_prompt_tokens) - before
             if request.publishes and after // page_size > request.num_published:
-                self.prefixes.publish(request, after // page_size)
+                self._prefixes.publish(request, after // page_size)
             scored: tuple[Sampled, ...] = ()
             if prompt_logprobs and request_id in prompt_logprobs:
                 scored = self._scored(request, before, prompt_logprobs[request_id])
@@ -66,14 +77,18 @@ class Commits(Queues):
                 if request.kind == "embed" or scored:
                     self._report_prompt(request, result.hidden.get(request_id), scored, updates)
                 continue
-            if steady and (after + ahead) % page_size <= ahead and self._lacks_page(request):
-                full.append(request)
+            if (
+                repeats
+                and (after + pages_ahead) % page_size <= pages_ahead
+                and self._needs_page(request, pages_ahead)
+            ):
+                need_page.append(request)
             self.num_generation_tokens += len(tokens)
             request.last_token_ts = now
             if request.first_token_ts is None:
                 request.first_token_ts = now
-            if request.guide is not None:
-                request.guide.token_ids += tokens
+            if request.negative is not None:
+                request.negative.token_ids += tokens
             if (
                 request.watched
                 or scored
@@ -82,44 +97,45 @@ class Commits(Queues):
                 or len(request.token_ids) >= request.max_len
             ):
                 self._report(request, tokens, details.get(request_id), scored, updates)
-        if steady and self._steady is batch:
-            self._full = full
+        if repeats and in_flight.repeatable is batch:
+            in_flight.need_page = need_page
         return updates
 
-    def _land(self, result: StepResult) -> Batch:
-        """The oldest batch in flight, which is no more."""
-        batch = self._launched[0] if self._launched else None
+    def _take(self, result: StepResult) -> Batch:
+        """The oldest batch in flight; it no longer is."""
+        batches = self._in_flight.batches
+        batch = batches[0] if batches else None
         if batch is None or result.step_id != batch.plan.step_id:
             expected = "there is none" if batch is None else f"the oldest is {batch.plan.step_id}"
             raise RuntimeError(
                 f"commit of the result of step {result.step_id}; of those in flight {expected}"
             )
-        self._launched.popleft()
-        if not self._launched:
-            self.pool.settle()
+        batches.popleft()
+        if not batches:
+            self._prefixes.pool.settle()
         if result.unwritten:
-            self.prefixes.swap.lose(result.unwritten)
+            self._prefixes.swap.lose(result.unwritten)
         return batch
 
     def _scored(
         self, request: Request, begin: int, found: tuple[Sampled, ...]
     ) -> tuple[Sampled, ...]:
-        """What is new of the scores of a prompt from the token behind ``begin`` on: after a
-        preemption the first come a second time.
+        """The new scores of a prompt, from the token after ``begin`` on. After a preemption the
+        first ones are computed a second time.
         """
         scored = found[max(0, request.num_prompt_scored - begin) :]
         request.num_prompt_scored += len(scored)
         return scored
 
-    def _lacks_page(self, request: Request) -> bool:
-        """Whether a request needs a page more; its last token is never read back."""
-        needed = min(request.num_computed + self.pages_ahead, request.max_len - 2)
-        return len(request.pages) * self.config.page_size <= needed
+    def _needs_page(self, request: Request, pages_ahead: int) -> bool:
+        """Whether a request needs one more page; its last token is never read back."""
+        needed = min(request.num_computed + pages_ahead, request.max_len - 2)
+        return len(request.pages) * self._config.page_size <= needed
 
     def _accepted(
         self, request: Request, drafts: Sequence[int], tokens: Sequence[int]
     ) -> Sequence[int]:
-        """The tokens of an answer that went on behind drafts, up to the one that ends it."""
+        """The accepted tokens after drafts, up to the one that ends the answer."""
         self.num_draft_tokens += len(drafts)
         self.num_accepted_tokens += len(tokens) - 1
         stops, least = request.stop_token_ids, request.params.min_tokens
@@ -137,7 +153,7 @@ class Commits(Queues):
         scored: tuple[Sampled, ...],
         updates: list[RequestUpdate],
     ) -> None:
-        """More of a prompt has run: it is scored, or the embedding is there."""
+        """More of a prompt has run: report its scores, or its embedding at the end."""
         if request.kind != "embed" or request.num_computed < len(request.token_ids):
             if scored:
                 updates.append(RequestUpdate(request, (), scored))
@@ -145,7 +161,7 @@ class Commits(Queues):
         if hidden is None:
             self._fail(request, "the step returned no embedding", updates)
             return
-        self._end(request, "stop")
+        self._queues.end(request, "stop")
         updates.append(RequestUpdate(request, (), scored, hidden))
 
     def _report(
@@ -156,7 +172,7 @@ class Commits(Queues):
         scored: tuple[Sampled, ...],
         updates: list[RequestUpdate],
     ) -> None:
-        """A request has more tokens: end it where the last one does, tell who watches."""
+        """A request has new tokens: end it if the last one does, and report what was asked for."""
         token_id = tokens[-1]
         if details is not None:
             request.mirostat_mu = details[-1].mirostat_mu
@@ -164,18 +180,23 @@ class Commits(Queues):
             token_id in request.stop_token_ids
             and request.num_output_tokens >= request.params.min_tokens
         ):
-            is_eos = token_id in self.config.eos_token_ids and not request.params.ignore_eos
-            self._end(request, "stop", None if is_eos else token_id)
+            is_eos = token_id in self._config.eos_token_ids and not request.params.ignore_eos
+            self._queues.end(request, "stop", None if is_eos else token_id)
         elif len(request.token_ids) >= request.max_len:
-            self._end(request, "length")
+            self._queues.end(request, "length")
         elif not (request.watched or scored):
             return
         sampled = [Sampled(token) for token in tokens] if details is None else details
         updates.append(RequestUpdate(request, sampled[: len(tokens)], scored))
 
     def _fail(self, request: Request, message: str, updates: list[RequestUpdate]) -> None:
-        """End one request in error. Its pages may hold NaN: nobody must find them in the cache."""
+        """End one request in error. Its pages may hold NaN, so they must not stay in the cache."""
         for sequence in request.sequences:
-            self.prefixes.distrust(sequence)
-        self._end(request, "error", message)
+            self._prefixes.distrust(sequence)
+        self._queues.end(request, "error", message)
         updates.append(RequestUpdate(request))
+
+    def shorten(self, request: Request, num_tokens: int) -> None:
+        """Drop the tokens of a finished request after the one that ended it."""
+        self.num_generation_tokens -= len(request.token_ids) - num_tokens
+        del request.token_ids[num_tokens:]

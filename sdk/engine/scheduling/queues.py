@@ -1,37 +1,27 @@
-"""The unfinished requests of an engine: who waits, who runs, and how they come and go."""
+"""The unfinished requests of an engine: which wait, which run, and how they come and go."""
 
 from __future__ import annotations
 
 import heapq
-import time
+import math
 from bisect import bisect_left, insort
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
-from sdk.engine.pages.ladder_pool import LadderPool, check_floor, held_pages
-from sdk.engine.pages.page_pool import PagePool
+from sdk.engine.pages.ladder_pool import check_floor
 from sdk.engine.pages.prefixes import Prefixes
-from sdk.engine.plan import Sampled, StepPlan
-from sdk.engine.scheduling.guides import longest_answer
-from sdk.engine.scheduling.request import GUIDE_SUFFIX, Request, RequestStatus
-from sdk.engine.scheduling.results import ResultRoom
+from sdk.engine.plan import Sampled
+from sdk.engine.scheduling.in_flight import InFlightBatches
+from sdk.engine.scheduling.negative_prompt import longest_answer
+from sdk.engine.scheduling.policy import POLICIES
+from sdk.engine.scheduling.request import NEGATIVE_SUFFIX, Request, RequestStatus
 from sdk.engine.scheduling.scheduler_config import SchedulerConfig
 from sdk.errors import RequestError
 from sdk.outputs import FinishReason, RequestEvent
 
 #: Queues are sorted by it: smaller runs first.
 ORDER = attrgetter("order")
-
-
-class Batch(NamedTuple):
-    """A plan and the sequence that each of its rows belongs to."""
-
-    plan: StepPlan
-    sequences: Sequence[Request]
-    #: How many of the rows continue an answer, with one token or with drafts behind it.
-    num_decodes: int = 0
 
 
 class RequestUpdate(NamedTuple):
@@ -43,61 +33,78 @@ class RequestUpdate(NamedTuple):
     hidden: list[float] | None = None
 
 
-class Queues:
+class RequestQueues:
     """Requests waiting and running, with their pages and deadlines. Not thread-safe.
 
-    Requests may come and go while a step runs: what it computes for one that is gone is ignored.
+    Requests may come and go while a step runs: what it computes for a request that has gone is
+    ignored. ``waiting`` and ``running`` are sorted by ``Request.order``.
     """
 
     def __init__(
-        self, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic
+        self,
+        config: SchedulerConfig,
+        prefixes: Prefixes,
+        in_flight: InFlightBatches,
+        clock: Callable[[], float],
     ) -> None:
-        self.config = config
-        self.ladder: LadderPool | None = None
-        pages = config.num_pages, config.page_size, config.enable_prefix_caching
-        if len(config.kv_bits) > 1:
-            self.ladder = LadderPool(*pages, config.first_pages, config.kv_bits, self._lowest)
-        self.pool = self.ladder or PagePool(*pages, limit=config.first_pages)
-        self.prefixes = Prefixes(self.pool, config.kv_type, config.num_swap_pages, self.ladder)
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
         self.num_preemptions = 0
-        self.num_prompt_tokens = 0
-        self.num_generation_tokens = 0
         self.clock = clock
+        self._config = config
+        self._prefixes = prefixes
+        self._in_flight = in_flight
+        self._policy = POLICIES[config.policy]
         self._requests: dict[str, Request] = {}  # unfinished, by id
-        self._waiting: list[Request] = []  # both sorted by Request.order
-        self._running: list[Request] = []
         self._deadlines: list[tuple[float, int, Request]] = []  # heap
-        self._dropped: list[str] = []  # the ranks are to forget them
+        self._dropped: list[str] = []  # the ranks must forget them
         self._expired: list[RequestUpdate] = []
         self._num_added = 0
-        self._result_bytes = 0  # held by requests that were started
-        self._launched: deque[Batch] = deque()  # planned and not committed, oldest first
-        # The last batch, where it was all that runs, one token each, and nobody came or went since:
-        self._steady: Batch | None = None
-        self._full: list[Request] = []  # of these, who needs a page for the next step
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
     @property
+    def unfinished(self) -> Mapping[str, Request]:
+        """Requests waiting and running, by id."""
+        return self._requests
+
+    @property
     def num_running(self) -> int:
-        """Requests that hold pages (a guided one counts once)."""
-        return len(self._running)
+        """Requests that hold pages (one with a negative prompt counts once)."""
+        return len(self.running)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that hold none, preempted ones included."""
-        return len(self._waiting)
+        """Requests that hold no pages, including preempted ones."""
+        return len(self.waiting)
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises RequestError for one that could never run, naming why."""
-        config, num_tokens = self.config, request.num_tokens
+        """Queue a request. :raises RequestError: it could never run; the message says why."""
+        self._check(request)
+        if not request.params.ignore_eos:
+            request.stop_token_ids |= self._config.eos_token_ids
+        self._limit_length(request)
+        request.queued_ts = self.clock()
+        self._num_added += 1
+        request.order = (self._policy(request), request.arrival_time, self._num_added)
+        if request.params.deadline is not None:
+            request.deadline = request.arrival_time + request.params.deadline
+            if len(self._deadlines) > 2 * len(self._requests) + 64:  # mostly of finished requests
+                self._deadlines = [entry for entry in self._deadlines if not entry[2].finished]
+                heapq.heapify(self._deadlines)
+            heapq.heappush(self._deadlines, (request.deadline, self._num_added, request))
+        self._requests[request.request_id] = request
+        insort(self.waiting, request, key=ORDER)
+
+    def _check(self, request: Request) -> None:
+        config, num_tokens = self._config, request.num_tokens
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is already in use")
-        if request.request_id.endswith(GUIDE_SUFFIX):
+        if request.request_id.endswith(NEGATIVE_SUFFIX):
             raise RequestError(
-                f"request id {request.request_id!r} must not end in {GUIDE_SUFFIX!r}: "
-                "guides have such ids"
+                f"request id {request.request_id!r}: must not end in {NEGATIVE_SUFFIX!r}, which "
+                "marks the sequences of negative prompts; use another id"
             )
         if num_tokens == 0:
             raise RequestError("the prompt is empty: at least one token is needed")
@@ -107,42 +114,34 @@ class Queues:
                 f"the prompt has {num_tokens} tokens; max_model_len is {config.max_model_len}"
                 + (", and at least 1 must be left for the answer" if answer else "")
             )
-        room = self.prefixes.room(request)
+        check_floor(request, config)
+
+    def _limit_length(self, request: Request) -> None:
+        """Set ``max_len`` of a request and of its negative sequence, if its prompt fits at all."""
+        config, num_tokens, negative = self._config, request.num_tokens, request.negative
+        available = self._prefixes.room(request)
         num_pages = -(-num_tokens // config.page_size)
-        if num_pages > room:
-            pinned = self.prefixes.num_pinned
+        if num_pages > available:
+            pool, pinned = self._prefixes.pool, self._prefixes.num_pinned
             raise RequestError(
                 f"the prompt needs {num_pages} KV pages of {config.page_size} tokens; "
-                f"{room} are available in all"
-                + (f": {pinned} of {self.pool.capacity} are pinned" if pinned else "")
+                f"{available} are available in all"
+                + (f": {pinned} of {pool.capacity} are pinned" if pinned else "")
             )
-        params = request.params
-        check_floor(request, config)
-        if not params.ignore_eos:
-            request.stop_token_ids |= config.eos_token_ids
-        # It may know one token more than the pages hold: the last one is never read back.
-        request.max_len = min(config.max_model_len, room * config.page_size + 1)
-        if request.guide is not None:
-            request.max_len = num_tokens + longest_answer(request, request.guide, config, room)
-        if params.max_tokens is not None:
-            request.max_len = min(request.max_len, num_tokens + params.max_tokens)
-        if request.guide is not None:
-            request.guide.max_len = request.guide.num_tokens + request.max_len - num_tokens
-        request.queued_ts = self.clock()
-        self._num_added += 1
-        priority = request.priority if config.policy == "priority" else 0
-        request.order = (priority, request.arrival_time, self._num_added)
-        if params.deadline is not None:
-            request.deadline = request.arrival_time + params.deadline
-            if len(self._deadlines) > 2 * len(self._requests) + 64:  # mostly of finished requests
-                self._deadlines = [entry for entry in self._deadlines if not entry[2].finished]
-                heapq.heapify(self._deadlines)
-            heapq.heappush(self._deadlines, (request.deadline, self._num_added, request))
-        self._requests[request.request_id] = request
-        insort(self._waiting, request, key=ORDER)
+        # The pages hold one token less than is known: the last token is never read back.
+        request.max_len = min(config.max_model_len, available * config.page_size + 1)
+        if negative is not None:
+            request.max_len = num_tokens + longest_answer(request, negative, config, available)
+        if request.params.max_tokens is not None:
+            request.max_len = min(request.max_len, num_tokens + request.params.max_tokens)
+        if negative is not None:
+            negative.max_len = negative.num_tokens + request.max_len - num_tokens
 
     def abort(self, request_id: str) -> Request | None:
-        """End a request now, whatever it is doing; its pages are free at once. None: not known."""
+        """End a request now, in whatever state it is; its pages are free at once.
+
+        ``None``: there is no such request.
+        """
         return self.finish(request_id, "abort")
 
     def finish(
@@ -151,20 +150,16 @@ class Queues:
         """End a request for a reason found outside (a stop string, an error). None: not known."""
         request = self._requests.get(request_id)
         if request is not None:
-            self._end(request, reason, stop_reason)
+            self.end(request, reason, stop_reason)
         return request
 
-    def shorten(self, request: Request, num_tokens: int) -> None:
-        """Drop the tokens of a finished request behind the one that ended it."""
-        self.num_generation_tokens -= len(request.token_ids) - num_tokens
-        del request.token_ids[num_tokens:]
-
-    def _end(self, request: Request, reason: FinishReason, stop: int | str | None = None) -> None:
+    def end(self, request: Request, reason: FinishReason, stop: int | str | None = None) -> None:
+        """End an unfinished request."""
         if request.status is RequestStatus.RUNNING:
-            self._remove(self._running, request)
+            self._remove(self.running, request)
             self._release(request)
         else:
-            self._remove(self._waiting, request)
+            self._remove(self.waiting, request)
         for sequence in request.sequences:
             sequence.status = RequestStatus(reason)
         request.stop_reason = stop
@@ -175,49 +170,66 @@ class Queues:
         del queue[bisect_left(queue, request.order, key=ORDER)]
 
     def _release(self, request: Request) -> None:
-        """Take pages and promises from a running request, and have the ranks forget it."""
+        """Take the pages and promised prefixes of a running request; the ranks will forget it."""
         for sequence in request.sequences:
-            self.prefixes.release(sequence)
+            self._prefixes.release(sequence)
             self._dropped.append(sequence.request_id)
-        self._steady, self._full = None, []
+        self._in_flight.stop_repeating()
 
-    def _preempt(self, request: Request) -> None:
-        """Send a request that was just taken out of the running ones back to wait."""
+    def start(self, request: Request) -> None:
+        """Run a request that was removed from ``waiting`` and has its pages."""
+        for sequence in request.sequences:
+            sequence.status = RequestStatus.RUNNING
+        insort(self.running, request, key=ORDER)
+
+    def preempt_last(self) -> None:
+        """Send the last running request back to wait. It starts over from its known tokens."""
+        request = self.running.pop()
         self._release(request)
         for sequence in request.sequences:
             sequence.status = RequestStatus.PREEMPTED
-            sequence.num_computed = 0  # what the cache has is looked up again on admission
+            sequence.num_computed = 0  # the cache is searched again when it is admitted
         request.num_preemptions += 1
         self.num_preemptions += 1
         request.events += (RequestEvent(self.clock(), "preempted", num_tokens=request.num_tokens),)
-        insort(self._waiting, request, key=ORDER)
+        insort(self.waiting, request, key=ORDER)
 
-    def _expire(self, now: float) -> None:
-        """End the requests whose deadline has passed; the next commit reports them."""
+    def expire(self) -> None:
+        """End the requests whose deadline has passed; :meth:`take_expired` reports them."""
+        if not self._deadlines:
+            return
+        now = self.clock()
         while self._deadlines and self._deadlines[0][0] <= now:
             request = heapq.heappop(self._deadlines)[2]
             if not request.finished:
-                self._end(request, "deadline")
+                self.end(request, "deadline")
                 self._expired.append(RequestUpdate(request))
 
-    def release_results(self, room: ResultRoom) -> None:
-        """The caller of a request has its results, or never will."""
-        if room.held:
-            room.held = False
-            self._result_bytes -= room.nbytes
+    def take_expired(self) -> list[RequestUpdate]:
+        """Updates of the requests that expired since the last call."""
+        updates, self._expired = self._expired, []
+        return updates
 
-    def reset_prefix_cache(self) -> None:
-        """Forget all cached and pinned prefixes; what runs goes on, but is not cached any more."""
-        self.prefixes.reset()
-        for request in self._running:
-            for sequence in request.sequences:
-                sequence.publishes = False
+    def take_dropped(self) -> list[str]:
+        """Ids of the sequences that the ranks must forget, since the last call."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
 
-    @property
-    def unfinished(self) -> Mapping[str, Request]:
-        """Requests waiting and running, by id."""
-        return self._requests
+    def drop_again(self, request_ids: Sequence[str]) -> None:
+        """The plan with these dropped sequences was undone: the next plan must name them again."""
+        self._dropped = [*request_ids, *self._dropped]
 
-    def _lowest(self) -> dict[int, int]:
-        keep = self.config.kv_keep
-        return {} if self.ladder is None else held_pages(self._running, self.ladder, keep)
+    def check(self) -> None:
+        """Assert that the queues agree (tests)."""
+        queued = self.waiting + self.running
+        assert {r.request_id: r for r in queued} == self._requests, "a request is lost or twice"
+        for queue in (self.waiting, self.running):
+            assert queue == sorted(queue, key=ORDER), "a queue is out of order"
+        for request in self.waiting:
+            for one in request.sequences:
+                assert not one.pages and not one.num_computed, "a waiting request holds KV"
+        for request in queued:
+            if request.negative is not None:
+                answers = request.output_token_ids, request.negative.output_token_ids
+                assert answers[0] == answers[1], "a negative sequence has another answer"
+        assert all(math.isfinite(moment) for moment, _, _ in self._deadlines)

@@ -20,10 +20,10 @@ from sdk.params import SamplingParams
 from sdk.sampling.resolved import ResolvedParams
 
 _NOTHING_RESOLVED = ResolvedParams()
-_GUIDE_PARAMS = SamplingParams()
+_NEGATIVE_PARAMS = SamplingParams()
 
 #: Makes a guide's id from its request's.
-GUIDE_SUFFIX = "~guide"
+NEGATIVE_SUFFIX = "~negative"
 
 
 class RequestStatus(enum.Enum):
@@ -67,14 +67,14 @@ class Request:
         "deadline",
         "events",
         "first_token_ts",
-        "guide",
-        "guides",
         "keys",
         "kind",
         "last_token_ts",
         "max_len",
         "min_available",
         "mirostat_mu",
+        "negative",
+        "negative_of",
         "num_cached",
         "num_computed",
         "num_preemptions",
@@ -128,12 +128,12 @@ class Request:
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None
         self.results: ResultRoom | None = None  # shared by the answers of one call
-        self.guide: Request | None = None
-        self.guides: str | None = None  # set in a guide: the id of its request
+        self.negative: Request | None = None
+        self.negative_of: str | None = None  # set in a guide: the id of its request
         if params.guidance_scale != 1.0 and kind == "generate":
             if negative_prompt_token_ids is None:
                 negative_prompt_token_ids = prompt_token_ids[-1:]
-            self.guide = self._make_guide(negative_prompt_token_ids)
+            self.negative = self._make_guide(negative_prompt_token_ids)
 
         self.token_ids = list(prompt_token_ids)  # prompt, then output
         self.num_prompt_tokens = len(self.token_ids)
@@ -163,13 +163,13 @@ class Request:
 
     def _make_guide(self, negative_prompt_token_ids: Sequence[int]) -> Request:
         guide = Request(
-            self.request_id + GUIDE_SUFFIX,
+            self.request_id + NEGATIVE_SUFFIX,
             negative_prompt_token_ids,
-            _GUIDE_PARAMS,
+            _NEGATIVE_PARAMS,
             salt=self.salt,
             adapter=self.adapter,
         )
-        guide.guides = self.request_id
+        guide.negative_of = self.request_id
         return guide
 
     def __repr__(self) -> str:
@@ -181,7 +181,7 @@ class Request:
     @property
     def sequences(self) -> tuple[Request, ...]:
         """What runs for it: itself, and its guide if it has one."""
-        return (self,) if self.guide is None else (self, self.guide)
+        return (self,) if self.negative is None else (self, self.negative)
 
     @property
     def num_tokens(self) -> int:
@@ -222,7 +222,7 @@ class Request:
         mirostat's target), and where the host's own code would see drafts that are wrong.
         """
         params = self.params
-        guided = self.guide is not None or self.guides is not None
+        guided = self.negative is not None or self.negative_of is not None
         more = guided or params.mirostat_mode or params.logits_processors
         return self.kind == "generate" and not more
 
@@ -242,7 +242,7 @@ class Request:
             params=self.params,
             kind=self.kind,
             resolved=self.resolved,
-            guides=self.guides,
+            negative_of=self.negative_of,
             mirostat_mu=self.mirostat_mu,
         )
 

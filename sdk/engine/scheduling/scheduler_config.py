@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
+from sdk.engine.scheduling.policy import POLICIES, PolicyName
 from sdk.errors import RequestError
 from sdk.kernels.ladder import KEPT_PAGES
 
@@ -23,7 +23,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 2048
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
-    policy: Literal["fcfs", "priority"] = "fcfs"
+    policy: PolicyName = "fcfs"
     kv_type: str = "auto"
     #: Bits of each type of the KV cache's ladder; of its only type where there is none.
     kv_bits: tuple[int, ...] = (16,)
@@ -43,8 +43,8 @@ class SchedulerConfig:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.policy not in ("fcfs", "priority"):
-            raise ValueError(f"policy must be 'fcfs' or 'priority', got {self.policy!r}")
+        if self.policy not in POLICIES:
+            raise ValueError(f"policy must be one of {list(POLICIES)}, got {self.policy!r}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise RequestError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "

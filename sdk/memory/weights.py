@@ -1,0 +1,149 @@
+"""How many bytes the weights of a model take, from the headers of its files."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from sdk.config import EngineConfig
+from sdk.kernels.registry import facts_of
+from sdk.memory import resolve
+from sdk.memory.demand import ENGINE_BYTES, ENGINE_WORD_BYTES, WeightBytes
+from sdk.memory.resolve import model_config
+from sdk.models.config import ModelConfig
+from sdk.quant.at_load import EMBEDDINGS, FLOATS, is_end, is_router, scheme_at_load
+from sdk.quant.checkpoint import Checkpoint, TensorEntry
+
+#: A load holds this many bytes of the file as they were read, or this many matrices if that is
+#: more: q, k and v, or gate and up, until they are packed together, and blocks for the next ones.
+_READ_BYTES, _READ_MATRICES = 8 * 2**20, 4
+#: Online quantization holds this many float32 copies of a matrix (or of some rows of the head).
+_COPIES = 5
+#: The largest share of scales in packed weights: a float16 for 32 codes of 4 bits is a ninth.
+_SCALES_OF_EXPERTS = 8
+_LAYER = re.compile(r"\b(?:layers|blk)\.(\d+)\.")
+
+
+def weight_bytes(config: EngineConfig, checkpoint: Checkpoint) -> WeightBytes:
+    """What the weights of ``checkpoint`` take in an engine of ``config``."""
+    model = model_config(config, checkpoint)
+    device = resolve.device_of(config)
+    entries = [replace(each, held=held_bytes(each, device)) for each in checkpoint.entries()]
+    early, late = _loading_bytes(config, entries, model)
+    matrices = [entry for entry in entries if len(entry.shape) > 1 and not is_end(entry.name)]
+    layers: tuple[int, ...] = ()
+    window = max((_window_bytes(config, entry, model) for entry in matrices), default=0)
+    if device != "cpu":
+        layers = tuple(_bytes_by_layer(matrices, model))
+        window = 2 * max(layers, default=0)
+    return WeightBytes(
+        total=sum(map(_held, entries)),
+        loading=max(early, late),
+        read=int(sum(_read_bytes(entry, model) for entry in entries)),
+        movable=sum(map(_held, matrices)),
+        window=window,
+        packing=2 * max((_one_matrix(entry, model) for entry in matrices), default=0),
+        early=early,
+        layers=layers,
+    )
+
+
+def held_bytes(entry: TensorEntry, device: str) -> int:
+    """Bytes of a tensor once it is loaded; a matrix is packed as the kernels read it."""
+    if entry.held is not None:
+        return entry.held
+    held: int | None = None
+    if len(entry.shape) > 1:
+        rows, columns = math.prod(entry.shape[:-1]), entry.shape[-1]
+        held = facts_of(device).held_bytes(entry.format.lower(), rows, columns)
+    return entry.nbytes if held is None else held
+
+
+def _held(entry: TensorEntry) -> int:
+    assert entry.held is not None  # set by weight_bytes
+    return entry.held
+
+
+def _loading_bytes(
+    config: EngineConfig, entries: Sequence[TensorEntry], model: ModelConfig
+) -> tuple[int, int]:
+    """The peaks of a load: while embedding and head are packed, and afterwards.
+
+    A matrix is in memory twice while it is packed. Embedding and head, the largest, are packed when
+    little else is in memory, the matrices of the blocks in addition to everything else.
+    """
+    ends = [entry for entry in entries if is_end(entry.name)]
+    others = [entry for entry in entries if not is_end(entry.name)]
+    largest = max((entry.nbytes for entry in others), default=0)
+    window = min(sum(entry.nbytes for entry in others), max(_READ_BYTES, _READ_MATRICES * largest))
+    early = sum(_held(entry) + entry.nbytes for entry in ends)
+    late = sum(map(_held, entries)) + window
+    if config.quantization is not None:
+        late += max((_COPIES * 4 * entry.num_elements for entry in others), default=0)
+        if scheme_at_load(config.quantization).head is not None:  # its codes before they are tiled
+            early += sum(map(_held, ends))
+    engine = ENGINE_BYTES + ENGINE_WORD_BYTES * model.vocab_size
+    return early + engine, late + engine
+
+
+def _bytes_by_layer(entries: Sequence[TensorEntry], model: ModelConfig) -> list[int]:
+    layers = [0] * model.num_layers
+    for entry in entries:
+        found = _LAYER.search(entry.name)
+        if found is not None and int(found[1]) < len(layers):
+            layers[int(found[1])] += _held(entry)
+    return layers
+
+
+def _window_bytes(config: EngineConfig, entry: TensorEntry, model: ModelConfig) -> int:
+    """Bytes in memory while a step multiplies with a matrix that is on disk.
+
+    One thread holds the whole matrix and the one it is joined with (gate and up). Several threads
+    hold the parts they work on, a quarter, and the scales. Experts are released one by one.
+    """
+    one = _one_matrix(entry, model)
+    window = one * (2 if resolve.threads_of(config) == 1 else 1)
+    if model.experts is not None and _is_expert(entry.name):
+        window += 2 * one * model.experts.count // _SCALES_OF_EXPERTS
+    return window
+
+
+def _one_matrix(entry: TensorEntry, model: ModelConfig) -> int:
+    """Bytes of what is packed at once: a matrix, or one expert."""
+    stacked = model.experts is not None and _is_expert(entry.name) and len(entry.shape) > 2
+    return _held(entry) // (entry.shape[0] if stacked else 1)
+
+
+def _is_expert(name: str) -> bool:
+    return "_exps." in name or ".experts." in name
+
+
+def _read_bytes(entry: TensorEntry, model: ModelConfig) -> float:
+    """What one token reads of a tensor: one row of an embedding that is not also the head."""
+    held = _held(entry)
+    embeds = entry.name.removesuffix(".weight").endswith(EMBEDDINGS)
+    if embeds and not model.tie_word_embeddings:
+        return held / entry.shape[0]
+    if model.experts is not None and _is_expert(entry.name):
+        return held * model.experts.per_token / model.experts.count
+    return held
+
+
+def numerics_of(config: EngineConfig, entry: TensorEntry) -> str:
+    """The format, as the report of a loaded model names it: ``q4_k``, ``gptq-w4g128``."""
+    if config.quantization is None or entry.held is None or entry.format not in FLOATS:
+        return entry.format.lower()
+    scheme = scheme_at_load(config.quantization)
+    spec = scheme.head if is_end(entry.name) else scheme.spec
+    return str(spec)
+
+
+def matrix_formats(config: EngineConfig, checkpoint: Checkpoint) -> tuple[set[str], set[str]]:
+    """Formats of the matrices of the blocks, except routers, and of embedding and head."""
+    formats: tuple[set[str], set[str]] = set(), set()
+    for entry in checkpoint.entries():
+        if len(entry.shape) > 1 and not is_router(entry.name):
+            formats[is_end(entry.name)].add(numerics_of(config, entry))
+    return formats
