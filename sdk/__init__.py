@@ -1,7 +1,8 @@
 """embedlm: run quantized language models inside your own program.
 
-``import sdk`` costs a few milliseconds: every public name is loaded on first use, and neither torch
-nor transformers nor triton is imported until a model is opened.
+``import sdk`` takes a few milliseconds: every public name is loaded on first use. Names that need
+torch (``LLM``, ``quantize``, ``evaluate``, ...) import it then. transformers and triton are
+imported only when a model needs them.
 """
 
 from __future__ import annotations

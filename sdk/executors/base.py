@@ -33,16 +33,24 @@ class Executor(Protocol):
         """Bring the ranks up (load the model, allocate the KV pages). Called once, first."""
 
     def launch(self, plan: StepPlan) -> None:
-        """Begin one step. Others may be in flight, as many as the ranks can have.
+        """Begin one step. Earlier steps may still be in flight, as many as the ranks support.
 
-        Ranks apply a plan in this order: ``sampled``, ``copies``, ``new_pages``, ``dropped``,
-        ``started``, then run ``rows``. One plan may drop and start the same id, and may drop an id
-        a rank does not know (after an interrupted step): both are fine. A plan may hold nothing but
-        ``dropped``. Page 0 belongs to no request: padding may point at it.
+        A rank applies a plan in this order:
 
-        An exception of this or of :meth:`result` gives up all steps in flight. If it is an
-        ``Exception`` the ranks are lost: the engine fails every request with it. A failure of one
-        request (NaN, a user's callback) goes into ``StepResult.errors`` instead.
+        1. ``sampled``: requests take the tokens of earlier steps;
+        2. ``copies``, one after the other; page tables follow the moves;
+        3. ``new_pages``, for requests that the rank already knows;
+        4. ``dropped``: those requests are forgotten;
+        5. ``started``: new requests, each with its pages;
+        6. ``rows`` run.
+
+        So one plan may drop and start the same id. It may drop an id that a rank does not know
+        (after an interrupted step), and it may hold nothing but ``dropped``. Page 0 belongs to no
+        request: padding may point at it.
+
+        If this method or :meth:`result` raises, all steps in flight are given up. If it raises an
+        ``Exception``, the ranks are lost and the engine fails every request with it. A failure of
+        one request (NaN, a user's callback) goes into ``StepResult.errors`` instead.
         """
 
     def result(self) -> StepResult:

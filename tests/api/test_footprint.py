@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sdk import LLM, OutOfMemoryError, RequestError, SamplingParams
-from sdk.memory import planning
+from sdk.memory import resolve
 from sdk.memory.machine import release_free_memory
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -163,7 +163,7 @@ def test_a_size_larger_than_the_machine_changes_nothing(
         plan = llm.memory_plan
         with pytest.raises(OutOfMemoryError, match=r"resize: 1024\.0 TiB .* this machine has, "):
             llm.resize(2**50)
-        monkeypatch.setattr(planning, "available_memory", lambda: plan.page_bytes)
+        monkeypatch.setattr(resolve, "available_memory", lambda: plan.page_bytes)
         with pytest.raises(OutOfMemoryError, match=r"KiB of KV pages more .* has 16\.0 KiB left"):
             llm.resize("1GiB")
         assert llm.memory_plan == plan

@@ -138,9 +138,9 @@ def test_every_line_of_advice_fits_when_it_is_followed(
 def test_a_budget_beyond_what_is_free_is_told_one_that_loads(
     tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sdk.memory import planning
+    from sdk.memory import resolve
 
-    monkeypatch.setattr(planning, "available_memory", lambda: 40 << 20)
+    monkeypatch.setattr(resolve, "available_memory", lambda: 40 << 20)
     options: dict[str, Any] = {"memory": "2GiB", "max_model_len": 256}
     problem = LLM.plan(tiny_path, **options).problem
     assert "the machine cannot give what the budget allows" in problem

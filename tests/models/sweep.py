@@ -178,10 +178,10 @@ def summary(results: list[tuple[str, str]]) -> str:
         groups.setdefault(reason, []).append(name)
     lines = [
         f"transformers {transformers.__version__}: {len(results)} model types\n",
-        f"**A file of our own** ({len(groups['ours'])}): {', '.join(groups.pop('ours'))}\n",
+        f"**One file in `models/`** ({len(groups['ours'])}): {', '.join(groups.pop('ours'))}\n",
         f"**Through transformers' code** ({len(groups['transformers'])}): "
         f"{', '.join(groups.pop('transformers'))}\n",
-        "| refused | because |\n|---|---|",
+        "| not supported | because |\n|---|---|",
     ]
     lines += [f"| {', '.join(who)} | {why} |" for why, who in sorted(groups.items())]
     return "\n".join(lines)
