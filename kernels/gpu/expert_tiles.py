@@ -2,7 +2,7 @@
 
 The weights stay where they are: a kernel is given those of the first expert and, for each expert
 and part, how many elements further the expert's own lie. Tiles of rows are counted by the experts
-that have any: ``Routes.active`` and ``starts`` of :class:`sdk.kernels.experts.Routes`.
+that have any: ``Routes.active`` and ``starts`` of :class:`sdk.kernels.routes.Routes`.
 """
 
 from __future__ import annotations

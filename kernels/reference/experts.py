@@ -1,4 +1,4 @@
-"""Mixtures of experts in plain torch; :mod:`sdk.kernels.experts` says what each operator does."""
+"""Mixtures of experts in plain torch; :mod:`sdk.kernels.moe` says what each operator does."""
 
 from __future__ import annotations
 

@@ -33,14 +33,13 @@ class Committer:
         self._prefixes = prefixes
         self._in_flight = in_flight
 
-    def commit(self, result: StepResult, pages_ahead: int) -> list[RequestUpdate]:
+    def commit(self, result: StepResult, ahead: int) -> list[RequestUpdate]:
         """Advance the requests of the oldest batch in flight; returns what changed for whom.
 
-        ``pages_ahead``: a repeated request gets a page so many steps before it needs it.
+        ``ahead``: see ``Scheduler.pages_ahead``.
         """
         batch, in_flight = self._take(result), self._in_flight
-        now = self._queues.clock()
-        updates = self._queues.take_expired()
+        now, updates = self._queues.clock(), self._queues.take_expired()
         page_size, repeats = self._config.page_size, in_flight.repeatable is batch
         errors, details, prompt_logprobs = result.errors, result.details, result.prompt_logprobs
         rows, found = batch.plan.rows, result.tokens
@@ -79,8 +78,8 @@ class Committer:
                 continue
             if (
                 repeats
-                and (after + pages_ahead) % page_size <= pages_ahead
-                and self._needs_page(request, pages_ahead)
+                and (after + ahead) % page_size <= ahead
+                and self._needs_page(request, ahead)
             ):
                 need_page.append(request)
             self.num_generation_tokens += len(tokens)
@@ -127,9 +126,9 @@ class Committer:
         request.num_prompt_scored += len(scored)
         return scored
 
-    def _needs_page(self, request: Request, pages_ahead: int) -> bool:
+    def _needs_page(self, request: Request, ahead: int) -> bool:
         """Whether a request needs one more page; its last token is never read back."""
-        needed = min(request.num_computed + pages_ahead, request.max_len - 2)
+        needed = min(request.num_computed + ahead, request.max_len - 2)
         return len(request.pages) * self._config.page_size <= needed
 
     def _accepted(
