@@ -88,13 +88,8 @@ class Committer:
                 request.first_token_ts = now
             if request.negative is not None:
                 request.negative.token_ids += tokens
-            if (
-                request.watched
-                or scored
-                or details
-                or tokens[-1] in request.stop_token_ids
-                or len(request.token_ids) >= request.max_len
-            ):
+            ends = tokens[-1] in request.stop_token_ids or len(request.token_ids) >= request.max_len
+            if ends or request.watched or scored or details:
                 self._report(request, tokens, details.get(request_id), scored, updates)
         if repeats and in_flight.repeatable is batch:
             in_flight.need_page = need_page
