@@ -34,10 +34,7 @@ class Committer:
         self._in_flight = in_flight
 
     def commit(self, result: StepResult, ahead: int) -> list[RequestUpdate]:
-        """Advance the requests of the oldest batch in flight; returns what changed for whom.
-
-        ``ahead``: see ``Scheduler.pages_ahead``.
-        """
+        """Advance the oldest batch's requests; returns updates. ``ahead``: ``pages_ahead``."""
         batch, in_flight = self._take(result), self._in_flight
         now, updates = self._queues.clock(), self._queues.take_expired()
         page_size, repeats = self._config.page_size, in_flight.repeatable is batch
