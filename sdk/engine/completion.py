@@ -1,7 +1,7 @@
-"""From sampled tokens to what the caller sees: text, stop strings, log-probabilities, snapshots.
+"""Turns sampled tokens into outputs: text, stop strings, log-probabilities.
 
-``Completion`` is one answer; ``Generation`` is one request of the caller with its ``n`` (or
-``best_of``) answers. Both only collect: whether a request goes on is the scheduler's business.
+``Completion`` is one answer. ``Generation`` is one request of the caller with its ``n`` (or
+``best_of``) answers. The scheduler decides whether a request continues.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _REASON = attrgetter("finish_reason")
 
 
 def is_watched(params: SamplingParams) -> bool:
-    """Whether an answer must hear of each token when it comes, and not only of its end."""
+    """Whether an answer must be updated at every token, not only at its end."""
     return (
         params.output_kind is not RequestOutputKind.FINAL_ONLY
         or params.logprobs is not None
@@ -40,16 +40,16 @@ def is_watched(params: SamplingParams) -> bool:
 
 
 class Completion:
-    """One answer: makes text and log-probabilities of its request's tokens, finds stop strings.
+    """One answer: text and log-probabilities of its request's tokens. Finds stop strings.
 
-    Text is made when somebody needs it: with every token of a watched request, else at the end.
-    It never contains characters that may still turn out to be part of a stop string.
+    A watched request (:func:`is_watched`) is detokenized at every token, any other at its end. The
+    text contains no characters that may turn out to be part of a stop string.
     """
 
     __slots__ = (
         "_detokenizer",
-        "_end_shown",
-        "_num_shown",
+        "_end_returned",
+        "_num_returned",
         "_stopped",
         "_stops",
         "_text",
@@ -92,21 +92,21 @@ class Completion:
             )
             if stops is not None:
                 self._stops = StopMatcher(stops, params.include_stop_str_in_output)
-        self._stopped = False  # by a stop string: what comes after it is no part of the text
-        self._text = ""  # not shown yet where outputs are deltas, else all of it
-        self.num_read = request.num_prompt_tokens  # tokens that are text already
-        self._num_shown = request.num_prompt_tokens  # for DELTA: what the outputs had
-        self._end_shown = False
+        self._stopped = False  # at a stop string; later text is dropped
+        self._text = ""  # with DELTA outputs only what is not returned yet, else all
+        self.num_read = request.num_prompt_tokens  # tokens already turned into text
+        self._num_returned = request.num_prompt_tokens  # for DELTA: tokens in earlier outputs
+        self._end_returned = False
 
     @property
-    def has_news(self) -> bool:
-        """True when it has something that no DELTA output has shown."""
+    def has_delta(self) -> bool:
+        """True if tokens or the end were not returned in a DELTA output yet."""
         if self.finish_reason is not None:
-            return not self._end_shown
-        return self._num_shown < len(self.request.token_ids)
+            return not self._end_returned
+        return self._num_returned < len(self.request.token_ids)
 
     def push(self, sampled: Sampled) -> str | None:
-        """The next token of the request; returns the stop string it completed, if any."""
+        """Add the next token of the request. Returns the stop string it completed, if any."""
         if sampled.logprob is not None:
             self.cumulative_logprob = (self.cumulative_logprob or 0.0) + sampled.logprob
             if self.logprobs is not None and sampled.top is not None:
@@ -114,14 +114,14 @@ class Completion:
         return self._read(self.num_read + 1)
 
     def _read(self, end: int) -> str | None:
-        """Make text of the tokens up to ``end``; returns the stop string they completed."""
+        """Detokenize the tokens up to ``end``. Returns the stop string they completed, if any."""
         if self._detokenizer is None or self._stopped:
             return None
         request, first = self.request, self.num_read
         self.num_read = end
         known = request.token_ids
         if request.status is _STOP and not request.params.include_stop_str_in_output:
-            end = min(end, len(known) - 1)  # EOS and stop tokens are no part of the text
+            end = min(end, len(known) - 1)  # EOS and stop tokens do not appear in the text
         new = known[first:end]
         detokenizer = self._detokenizer
         text = detokenizer.push(new[0]) if len(new) == 1 else detokenizer.extend(new)
@@ -139,7 +139,7 @@ class Completion:
         return update.stop
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None) -> None:
-        """No more tokens. Text that was held back comes out, unless a stop string cut it off."""
+        """End the answer. Adds text that was held back, unless a stop string ended the text."""
         self.finish_reason = reason
         self.stop_reason = stop_reason
         self._read(len(self.request.token_ids))
@@ -149,13 +149,13 @@ class Completion:
                 self._text += self._stops.finish()
 
     def output(self, delta: bool, index: int | None = None) -> CompletionOutput:
-        """A snapshot with lists of its own."""
+        """The answer so far, or with ``delta`` what is new. Its lists are copies."""
         request, text, logprobs = self.request, self._text, self.logprobs
         first = request.num_prompt_tokens
         if delta:
-            first, self._num_shown, self._text = self._num_shown, len(request.token_ids), ""
-            self._end_shown = self.finish_reason is not None
-        if logprobs is not None and delta:  # what was shown is the reader's
+            first, self._num_returned, self._text = self._num_returned, len(request.token_ids), ""
+            self._end_returned = self.finish_reason is not None
+        if logprobs is not None and delta:  # the output takes the old list
             self.logprobs = []
         elif logprobs is not None:
             logprobs = list(logprobs)
@@ -171,7 +171,7 @@ class Completion:
 
 
 class Generation:
-    """One request of the caller: its prompt, its answers, and which outputs it is owed."""
+    """One request of the caller: its prompt, its answers, and the kind of its outputs."""
 
     def __init__(
         self,
@@ -189,7 +189,7 @@ class Generation:
         self.completions: list[Completion] = []
         self.results: ResultRoom | None = None
         self._kind = params.output_kind
-        if params.num_answers > params.n:  # which answers are the best is known only in the end
+        if params.num_answers > params.n:  # the best answers are known only at the end
             self._kind = RequestOutputKind.FINAL_ONLY
         self.prompt_logprobs: list[Logprobs | None] | None = None
         if params.prompt_logprobs is not None:
@@ -201,7 +201,7 @@ class Generation:
         return all(map(_REASON, self.completions))
 
     def output(self) -> RequestOutput | EmbeddingOutput | None:
-        """The next output, or None where ``output_kind`` asks for none now."""
+        """The next output, or None if ``output_kind`` requires none now."""
         params, finished = self.params, self.finished
         if self._kind is RequestOutputKind.FINAL_ONLY and not finished:
             return None
@@ -212,12 +212,12 @@ class Generation:
                 self.request_id, list(self.prompt_token_ids), embedding, metrics=self.metrics()
             )
         if params.num_answers > params.n:
-            best = sorted(self.completions, key=_badness)[: params.n]
+            best = sorted(self.completions, key=_best_first)[: params.n]
             outputs = [completion.output(False, index) for index, completion in enumerate(best)]
-            if params.logprobs is None:  # they were needed to choose, not asked for
+            if params.logprobs is None:  # computed only to find the best
                 outputs = [output._replace(logprobs=None) for output in outputs]
         else:
-            outputs = [one.output(delta) for one in self.completions if not delta or one.has_news]
+            outputs = [one.output(delta) for one in self.completions if not delta or one.has_delta]
         rows = self.prompt_logprobs
         return RequestOutput(
             self.request_id,
@@ -232,7 +232,7 @@ class Generation:
         )
 
     def metrics(self) -> RequestMetrics:
-        """Times over all answers: the first of each first, the last of each last."""
+        """Metrics over all answers: the earliest of first times, the latest of last times."""
         first = self.completions[0].request
         metrics = RequestMetrics(
             self.arrival_time,
@@ -259,6 +259,6 @@ class Generation:
         )
 
 
-def _badness(completion: Completion) -> tuple[bool, float]:
-    """Sorts the best answer first: answers in error last, then by cumulative log-probability."""
+def _best_first(completion: Completion) -> tuple[bool, float]:
+    """Sort key: highest cumulative log-probability first, answers with an error last."""
     return completion.finish_reason == "error", -(completion.cumulative_logprob or 0.0)

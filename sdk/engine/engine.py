@@ -1,8 +1,8 @@
-"""The loop: plan a step, run it, commit it, turn the tokens into outputs.
+"""The engine loop: plan a step, run it, commit it, turn its tokens into outputs.
 
 ``Engine`` owns a :class:`~sdk.engine.scheduling.scheduler.Scheduler` and an executor. It is not
-thread-safe: the caller (``LLM``) serializes the calls, except that ``add_request`` and ``abort``
-may come while ``step`` waits for the executor.
+thread-safe: the caller (``LLM``) serializes the calls. Only ``add_request`` and ``abort`` may be
+called while ``step`` waits for the executor.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ from sdk.text.stops import StopStrings, stop_strings
 from sdk.text.token_texts import TokenTexts
 
 _NOTHING_RESOLVED = ResolvedParams()
-#: What breaks off in the bookkeeping leaves queues, pages and answers that do not fit together.
-_BROKEN_OFF = "a step was broken off"
+#: For failures in the scheduler or while outputs are made. They leave queues, pages and answers
+#: inconsistent, so the engine cannot continue.
+_STEP_FAILED = "a step failed"
 logger = logging.getLogger("sdk")
 Output = RequestOutput | EmbeddingOutput
 
 
 class Engine:
-    """Requests in, outputs out, one step at a time. The executor has been started.
+    """Takes requests and returns outputs, one step at a time. The executor must be started.
 
-    ``tokenizer=None`` works on token ids alone: outputs carry no text, stop strings are refused.
-    ``vocab_size`` bounds the token ids of prompts. ``seed`` starts the generator that gives a seed
-    to requests without one.
+    With ``tokenizer=None`` the engine uses token ids only: outputs have no text, and stop strings
+    are rejected. ``vocab_size`` bounds the token ids of prompts. ``seed`` initializes the generator
+    of seeds for requests without one.
 
-    A failure of the executor ends the engine: every request in it gets an output with
-    ``finish_reason="error"``, ``dead`` holds the :class:`EngineDeadError`, and from then on
+    A failure of the executor ends the engine: every unfinished request gets an output with
+    ``finish_reason="error"``, ``dead`` is set to an :class:`EngineDeadError`, and all later
     requests and steps raise it.
     """
 
@@ -63,8 +64,8 @@ class Engine:
         self._vocab_size = vocab_size
         self._random = random.Random(seed)
         self._generations: dict[str, Generation] = {}  # unfinished, by the caller's id
-        self._owners: dict[str, tuple[Generation, Completion]] = {}  # by the scheduler's id
-        self._news: dict[Generation, None] = {}  # those owed an output, in order
+        self._completions: dict[str, tuple[Generation, Completion]] = {}  # by the scheduler's id
+        self._updated: dict[Generation, None] = {}  # need an output; an ordered set
         #: For log-probabilities.
         self._texts = None if tokenizer is None else TokenTexts(tokenizer)
         self._num_finished = 0
@@ -89,12 +90,15 @@ class Engine:
         stops: StopStrings | None = None,
         result_bytes: int = 0,
     ) -> None:
-        """Queue a request. Raises RequestError, EngineDeadError or EngineClosedError; then nothing
-        was queued. ``arrival_time`` is a moment of the scheduler's clock (default now) and decides
-        who is first; ``priority`` overrides ``params``. ``negative_prompt_token_ids`` are what a
-        ``guidance_scale`` leads away from (default: the last prompt token). ``stops`` are
-        those of ``params``, if somebody compiled them; ``result_bytes`` are what its
-        log-probabilities may take: it starts when there is room for them.
+        """Queue a request. If it raises, nothing was queued.
+
+        ``arrival_time``: a time of the scheduler's clock (default: now) that orders requests.
+        ``priority`` overrides that of ``params``. ``negative_prompt_token_ids``: the negative
+        prompt of ``guidance_scale`` (default: the last prompt token). ``stops``: the compiled stop
+        strings of ``params``, if available. ``result_bytes``: the most its log-probabilities may
+        take; the request starts when there is room for them.
+
+        :raises RequestError, EngineDeadError, EngineClosedError: the request is not accepted.
         """
         self._check_alive()
         if self._tokenizer is None and (params.stop or params.stop_regex):
@@ -122,16 +126,16 @@ class Engine:
             for child_id, child_params in children
         ]
         stops = stops or stop_strings(params)
-        # The text side first: it may raise, and then the scheduler must know nothing.
+        # Completions first: they may raise, and then the scheduler must not have the requests.
         generation.completions = [
             Completion(index, request, self._tokenizer, stops, self._texts)
             for index, request in enumerate(requests)
         ]
-        for request in requests:  # alike in all that is checked: the first is refused, or none
+        for request in requests:  # they differ in nothing `add` checks: only the first can raise
             request.results = generation.results
             self.scheduler.queues.add(request)
         for request, completion in zip(requests, generation.completions, strict=True):
-            self._owners[request.request_id] = (generation, completion)
+            self._completions[request.request_id] = (generation, completion)
         self._generations[request_id] = generation
 
     def _check_token_ids(self, token_ids: Sequence[int]) -> None:
@@ -143,10 +147,10 @@ class Engine:
     def _fan_out(
         self, request_id: str, params: SamplingParams, kind: RequestKind
     ) -> list[tuple[str, SamplingParams]]:
-        """The scheduler's requests of one request: answer ``i`` has a seed made from its and ``i``.
+        """The ids and parameters of a request's answers, which the scheduler runs as requests.
 
-        They are equal otherwise, except that only the first scores the prompt, and that choosing
-        the best of several needs their log-probabilities.
+        The seed of answer ``i`` is derived from the request's seed and ``i``. Only the first answer
+        scores the prompt. ``best_of`` adds log-probabilities, to find the best answers.
         """
         if request_id in self._generations:
             raise RequestError(f"request id {request_id!r} is already in use")
@@ -168,14 +172,14 @@ class Engine:
             for index in range(params.num_answers)
         ]
         for child_id, _ in children:
-            if child_id in self._owners:
+            if child_id in self._completions:
                 raise RequestError(f"request id {request_id!r} is already in use (as {child_id!r})")
         return children
 
     def abort(self, request_ids: Iterable[str]) -> list[Output]:
-        """End requests now; their pages are free at once. Unknown and finished ids are ignored.
+        """End requests now and free their pages. Unknown and finished ids are ignored.
 
-        Returns their last outputs (``finish_reason="abort"``, with what was generated so far).
+        Returns their last outputs (``finish_reason="abort"``, with the tokens generated so far).
         """
         last = []
         for request_id in request_ids:
@@ -185,29 +189,29 @@ class Engine:
                     if completion.finish_reason is None:
                         self.scheduler.queues.abort(completion.request.request_id)
                         self._finish(generation, completion, "abort")
-                self._news.pop(generation, None)
+                self._updated.pop(generation, None)
                 last.append(generation.output())
         return [output for output in last if output is not None]
 
     @property
     def has_unfinished(self) -> bool:
-        """True while ``step`` has something to do or to return."""
-        return bool(self._generations or self._news)
+        """True while ``step`` has requests to run or outputs to return."""
+        return bool(self._generations or self._updated)
 
     # The loop
 
     def step(self, most_tokens: int | None = None) -> list[Output]:
-        """Run one step; returns an output per request that has news (and wants to hear it).
+        """Run one step; returns the outputs of requests that changed.
 
-        ``most_tokens``: prompts are to make the step no larger than this.
+        ``most_tokens``: prompts must not make the step larger than this.
 
-        An interrupt (KeyboardInterrupt) while the executor works, where nearly all time goes, is
-        raised on after everything was put back: the requests go on with the next step. In the
-        middle of the bookkeeping it cannot be undone and ends the engine.
+        A KeyboardInterrupt while the executor works (nearly all of the time) is raised after the
+        step was rolled back; the requests continue with the next step. An interrupt in the
+        scheduler or while outputs are made cannot be rolled back and ends the engine.
         """
         if self._closed or self.dead is not None:
             self._check_alive()
-        if not (self._generations or self._news):
+        if not (self._generations or self._updated):
             return []
         scheduler, clock = self.scheduler, time.perf_counter
         while scheduler.num_in_flight < scheduler.batches_in_flight:
@@ -216,7 +220,7 @@ class Engine:
                 plan = scheduler.plan(most_tokens)
                 planned = clock()
             except BaseException as error:
-                self._die(_BROKEN_OFF, error)
+                self._fail_engine(_STEP_FAILED, error)
                 raise
             self._seconds[0] += planned - begin
             if plan is None:
@@ -224,38 +228,38 @@ class Engine:
             try:
                 self._executor.launch(plan)
             except Exception as error:
-                self._die("the executor failed", error)
+                self._fail_engine("the executor failed", error)
                 return self._outputs()
             except BaseException:
                 scheduler.rollback()
                 raise
             self._seconds[1] += clock() - planned
-        self._land()
-        if not self._news:
+        self._finish_step()
+        if not self._updated:
             return []
         begin = clock()
         try:
             outputs = self._outputs()
         except BaseException as error:
-            self._die(_BROKEN_OFF, error)
+            self._fail_engine(_STEP_FAILED, error)
             raise
         self._seconds[3] += clock() - begin
         return outputs
 
     def settle(self) -> None:
-        """Wait for the steps in flight; the next call of ``step`` returns what became of them."""
+        """Wait for all steps in flight. The next call of ``step`` returns their outputs."""
         while self.scheduler.num_in_flight and self.dead is None:
-            self._land()
+            self._finish_step()
 
-    def _land(self) -> None:
-        """Wait for the oldest step in flight, and hand out what it produced."""
+    def _finish_step(self) -> None:
+        """Wait for the oldest step in flight, commit it and update the answers."""
         clock, seconds = time.perf_counter, self._seconds
         begin = clock()
         try:
             result = self._executor.result()
             executed = clock()
         except Exception as error:
-            self._die("the executor failed", error)
+            self._fail_engine("the executor failed", error)
             return
         except BaseException:
             self.scheduler.rollback()
@@ -269,12 +273,12 @@ class Engine:
             seconds[2] += committed - executed
             seconds[3] += clock() - committed
         except BaseException as error:
-            self._die(_BROKEN_OFF, error)
+            self._fail_engine(_STEP_FAILED, error)
             raise
 
     def _apply(self, update: RequestUpdate) -> None:
-        """Hand one request's news to its answer. What goes wrong here ends that request only."""
-        owner = self._owners.get(update.request.request_id)
+        """Apply a request's update to its answer. An exception here ends only that request."""
+        owner = self._completions.get(update.request.request_id)
         if owner is None or owner[1].request is not update.request:
             return
         generation, completion = owner
@@ -291,7 +295,7 @@ class Engine:
                 for sampled in update.sampled:
                     if (stop := completion.push(sampled)) is not None:
                         break
-                self._news[generation] = None
+                self._updated[generation] = None
             elif update.hidden is not None:
                 completion.embedding = update.hidden
         except Exception as error:
@@ -300,7 +304,7 @@ class Engine:
             self._finish(generation, completion, "error", f"{type(error).__name__}: {error}")
             return
         if stop is not None:
-            # The scheduler may have ended it with this very token: what the text says comes first.
+            # The scheduler may have finished it at the same token; the stop string has precedence.
             self.scheduler.queues.finish(request.request_id, "stop", stop)
             self.scheduler.committer.shorten(request, completion.num_read)
             self._finish(generation, completion, "stop", stop)
@@ -320,26 +324,26 @@ class Engine:
             logger.warning("request %s failed", completion.request.request_id, exc_info=True)
             completion.finish_reason = "error"
             completion.stop_reason = f"{type(error).__name__}: {error}"
-        del self._owners[completion.request.request_id]
-        self._news[generation] = None
+        del self._completions[completion.request.request_id]
+        self._updated[generation] = None
         if generation.finished:
-            # The id is free for another request from now on; its last output is in _news.
+            # Another request may use the id now. The last output is still due (_updated).
             del self._generations[generation.request_id]
             if generation.results is not None:
                 self.scheduler.admission.release_results(generation.results)
             self._num_finished += 1
 
     def _outputs(self) -> list[Output]:
-        news, self._news = self._news, {}
-        outputs = [generation.output() for generation in news]
+        updated, self._updated = self._updated, {}
+        outputs = [generation.output() for generation in updated]
         return [output for output in outputs if output is not None]
 
-    def _die(self, what: str, error: BaseException) -> None:
-        """The ranks or the books are lost: every request ends in error, now."""
+    def _fail_engine(self, what: str, error: BaseException) -> None:
+        """The ranks or the engine's state are lost: end every request with an error."""
         logger.error("%s; the engine is dead", what, exc_info=error)
         self.dead = EngineDeadError(f"{what}: {type(error).__name__}: {error}")
         self.dead.__cause__ = error
-        for generation, completion in list(self._owners.values()):
+        for generation, completion in list(self._completions.values()):
             self.scheduler.queues.finish(completion.request.request_id, "error", str(self.dead))
             self._finish(generation, completion, "error", str(self.dead))
 
@@ -352,20 +356,20 @@ class Engine:
             raise EngineDeadError(str(self.dead)) from self.dead
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; always possible, so always True (vLLM's may refuse)."""
+        """Forget all cached prefixes. Always returns True (in vLLM this call may fail)."""
         self.scheduler.reset_prefix_cache()
         return True
 
     def get_metrics(self) -> dict[str, float]:
-        """Counters since the engine was built; times are seconds.
+        """Counters since the engine was built; times are in seconds.
 
-        ``prefix_queries`` and ``prefix_hits`` count whole pages looked up and found in the cache
-        when requests were admitted, ``cache_hit_rate`` is their quotient. ``swapped_out`` and
-        ``swapped_in`` count pages copied to the swap space and back, ``swap_failed`` those that its
-        file did not take, ``restored`` pages written from snapshots. ``num_prompt_tokens`` are the
-        prompt tokens that were computed: not those a prefix hit gave, and again those lost to a
-        preemption. ``native_seconds`` is the part of ``execute_seconds`` spent in native calls:
-        what is left of the time a caller waited is Python.
+        ``prefix_queries`` and ``prefix_hits`` count full pages looked up and found in the cache
+        when requests were admitted; ``cache_hit_rate`` is hits divided by queries. ``swapped_out``
+        and ``swapped_in`` count pages copied to the swap space and back, ``swap_failed`` pages that
+        could not be written to its file, ``restored`` pages written from snapshots.
+        ``num_prompt_tokens`` counts computed prompt tokens: without those of prefix hits, and
+        again those computed again after a preemption. ``native_seconds`` is the part of
+        ``execute_seconds`` spent in native calls; the rest of a caller's wait is Python.
         """
         scheduler = self.scheduler
         pool, swap = scheduler.pool, scheduler.prefixes.swap
@@ -399,23 +403,24 @@ class Engine:
         }
 
     def break_off(self) -> None:
-        """Have a step that waits for other processes fail; it runs in another thread."""
+        """Make a step fail that waits for other processes. The step runs in another thread."""
         self._executor.break_off()
 
     def close(self) -> None:
-        """Abort everything and close the executor; idempotent. Afterwards requests and steps raise
-        EngineClosedError.
+        """Abort all requests and close the executor. Idempotent.
+
+        Later requests and steps raise EngineClosedError.
         """
         if not self._closed:
             self._closed = True
             try:
                 self.abort(list(self._generations))
-            except Exception:  # the books of a step that broke off may contradict each other
-                logger.warning("requests could not be ended one by one", exc_info=True)
+            except Exception:  # the state after a failed step may be inconsistent
+                logger.warning("aborting requests on close failed", exc_info=True)
             finally:
                 self._generations.clear()
-                self._owners.clear()
-                self._news.clear()
+                self._completions.clear()
+                self._updated.clear()
                 self._tokenizer = self._texts = None
                 self._executor.close()
 
@@ -424,6 +429,9 @@ def _check_guidance(
     params: SamplingParams, kind: RequestKind, negative_prompt: Sequence[int] | None
 ) -> None:
     if params.guidance_scale != 1.0 and kind == "embed":
-        raise RequestError("guidance_scale guides answers; an embedding has none")
+        raise RequestError(
+            f"guidance_scale: expected 1 for an embedding, found {params.guidance_scale}; "
+            "guidance applies only to generated answers"
+        )
     if params.guidance_scale == 1.0 and negative_prompt is not None:
-        raise RequestError("a negative prompt has no effect without a guidance_scale (not 1)")
+        raise RequestError("a negative prompt has no effect without a guidance_scale other than 1")

@@ -1,10 +1,10 @@
-"""The contract between the scheduler and the ranks: what to run, and what came out.
+"""Messages between the scheduler and the ranks: plans of steps and their results.
 
-Both directions are immutable and picklable and hold ids and numbers only, no tensors: the same
-objects drive one rank in this process or several in others.
+The objects are immutable and picklable and contain only ids and numbers, no tensors. So the same
+objects drive one rank in this process or several ranks in child processes.
 
-Those made in every step are named tuples: a frozen dataclass of nine fields takes 0.9 us to make, a
-named tuple 0.2 us, and 32 requests make 34 of them in a step.
+Objects that every step creates are named tuples: creating a frozen dataclass of nine fields takes
+0.9 us, a named tuple 0.2 us, and a step of 32 requests creates 34 of them.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ RequestKind = Literal["generate", "embed"]
 
 @dataclass(frozen=True, slots=True)
 class RequestStart:
-    """All a rank must know of a request it has not seen, or was told to forget (preemption).
+    """Everything a rank must know about a request that is new to it, or that was preempted.
 
-    ``token_ids`` are the prompt and everything generated so far; the first ``num_computed`` of them
-    already have their keys and values in ``pages`` (a prefix hit).
+    ``token_ids`` are the prompt and the tokens generated so far. The keys and values of the first
+    ``num_computed`` tokens are already in ``pages`` (a prefix hit).
     """
 
     request_id: str
@@ -35,18 +35,19 @@ class RequestStart:
     pages: tuple[int, ...]
     params: SamplingParams
     kind: RequestKind = "generate"
-    #: Token ids behind the words of ``params``: bad words, EOS, sequence breakers.
+    #: Token ids of strings in ``params``: bad words, EOS, sequence breakers.
     resolved: ResolvedParams = field(default_factory=ResolvedParams)
-    #: The request whose logits this one's guide: it is never sampled, its tokens are the other's.
+    #: For the negative sequence of a request (CFG): the id of that request. A negative sequence is
+    #: never sampled; it continues with the tokens of its request.
     negative_of: str | None = None
-    #: Mirostat's target surprise for the next token, where one was generated before.
+    #: Mirostat's target surprise for the next token, if a token was generated before.
     mirostat_mu: float | None = None
 
 
 class Swap(NamedTuple):
-    """One page to copy: ``out`` of the cache into a slot of the swap space, or back in.
+    """A copy of one page to a slot of the swap space (``out``), or from a slot into the cache.
 
-    Page ids as the kernels have them (``kernels/ladder.py``), of slots too; both of one level.
+    Both ids contain the tier (``kernels/ladder.py``), which is the same for page and slot.
     """
 
     page: int
@@ -55,9 +56,9 @@ class Swap(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A page of a ladder that goes from one place to another, between levels or within one.
+    """A move of a page within the cache, to a lower tier or within its tier.
 
-    Page ids as the kernels have them (``kernels/ladder.py``).
+    Both ids contain the tier (``kernels/ladder.py``).
     """
 
     source: int
@@ -68,60 +69,65 @@ Copy = Swap | Move
 
 
 class StepRow(NamedTuple):
-    """What one request runs in a step: its next tokens, the last of them drafts."""
+    """The tokens that one request runs in a step: its next tokens, then drafts."""
 
     request_id: str
-    num_tokens: int
-    #: How many of these tokens, the last ones, have a row of logits: none, one, or one more than
-    #: there are drafts.
-    num_outputs: int = 0
-    #: Tokens that a drafter expects behind the known ones. Each is compared with the token drawn
-    #: before it; from the first that differs on, all are dropped.
+    num_scheduled_tokens: int
+    #: Output rows (rows that produce logits). They belong to the last tokens: none, one, or one
+    #: more than there are drafts.
+    num_output_rows: int = 0
+    #: Tokens that a drafter expects after the known ones. Each is compared with the token sampled
+    #: at the position before it; the first that differs and all after it are rejected.
     drafts: tuple[int, ...] = ()
-    #: The adapter of its tokens, by its slot on the ranks; -1: none.
+    #: The adapter slot of its tokens; -1: no adapter.
     adapter: int = -1
 
 
 class StepPlan(NamedTuple):
-    """One step: its rows in batch order, and what the ranks must know before they run them."""
+    """One step: its rows in batch order, and updates for the ranks.
+
+    Ranks apply the updates first, in this order: ``sampled``, ``copies``, ``new_pages``,
+    ``dropped``, ``started``. Then they run the rows.
+    """
 
     step_id: int
-    #: While the same requests decode, and nothing else happens, it is the same tuple in every plan.
+    #: The same tuple object in every plan while the same requests decode and nothing else happens.
     rows: tuple[StepRow, ...] = ()
     started: tuple[RequestStart, ...] = ()
     new_pages: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    #: Finished, aborted or preempted since the last plan: ranks forget them.
+    #: Requests finished, aborted or preempted since the last plan: ranks forget them.
     dropped: tuple[str, ...] = ()
-    #: To be made before anything else, one after the other: each names places as they are when its
-    #: turn comes. The tables of the requests that ranks know change with the moves.
+    #: Copies of pages, made one after another. Each names pages by their ids at its turn. Ranks
+    #: update the page tables of the requests they know, but not ids in this plan's ``new_pages``
+    #: and ``started``, which are final.
     copies: tuple[Copy, ...] = ()
-    #: What rank 0 sampled since the last plan, by request, for the ranks that sample nothing;
-    #: whoever sends them the plan adds it.
+    #: Tokens that rank 0 sampled since the last plan, by request, for ranks that do not sample. The
+    #: executor adds them when it sends the plan to these ranks.
     sampled: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
 
 class Sampled(NamedTuple):
-    """One token and, where asked for, its log-probability (natural log) and the alternatives."""
+    """One token and, if requested, its log-probability (natural log) and alternatives."""
 
     token_id: int
     logprob: float | None = None
     rank: int | None = None
-    #: The best tokens, those asked for by id, and this one.
+    #: The best tokens, tokens requested by id, and this one.
     top: Logprobs | None = None
-    #: Under mirostat the target surprise after this token: unlike all else that a sampler knows of
-    #: a request it cannot be had from the tokens.
+    #: Mirostat's target surprise after this token. It is the only part of a request's sampling
+    #: state that cannot be computed from the tokens.
     mirostat_mu: float | None = None
 
 
 class StepResult(NamedTuple):
-    """What one step produced.
+    """The result of one step.
 
-    ``tokens``, one sequence for each row of the plan: a row with outputs has the token drawn at the
-    first of them, and one more for each draft that equals the token drawn before it. Empty for rows
-    without outputs, of guides, and of requests in ``errors``.
-    ``details`` has more about these tokens, for requests that want more.
+    ``tokens`` has one sequence per row of the plan: the token sampled at the row's first output
+    row, and one more for each accepted draft. It is empty for rows without output rows, for
+    negative sequences, and for requests in ``errors``.
+    ``details`` has more about these tokens, for requests that need it.
     ``prompt_logprobs`` scores the prompt tokens that follow the positions run in this step.
-    ``errors`` fails single requests (NaN logits) while the others go on.
+    ``errors`` ends single requests (NaN logits); the others continue.
     """
 
     step_id: int
@@ -130,5 +136,6 @@ class StepResult(NamedTuple):
     prompt_logprobs: Mapping[str, tuple[Sampled, ...]] = {}
     hidden: Mapping[str, list[float]] = {}
     errors: Mapping[str, str] = {}
-    #: Slots of the swap space whose file took no page, and why: they hold nothing.
+    #: Slots of the swap space for which writing to the swap file failed, with the reason. These
+    #: slots are empty.
     unwritten: Mapping[int, str] = {}

@@ -110,5 +110,5 @@ def test_an_interrupt_of_the_bookkeeping_ends_the_engine_with_an_error(
         with pytest.raises(KeyboardInterrupt):
             llm.step()
     for use in (llm.step, llm.wait_for_completion, lambda: ask(llm, 1)):
-        with pytest.raises(EngineDeadError, match="a step was broken off: KeyboardInterrupt"):
+        with pytest.raises(EngineDeadError, match="a step failed: KeyboardInterrupt"):
             use()

@@ -58,7 +58,7 @@ def count_again(llm: LLM) -> list[int]:
     replay = graph.replay_again
 
     def replay_again() -> None:
-        rows.append(len(runner._again.rows))
+        rows.append(len(runner._repeated.rows))
         replay()
 
     graph.replay_again = replay_again
@@ -162,4 +162,4 @@ def test_nothing_of_a_finished_request_is_kept(llm: LLM) -> None:
     in_flight = scheduler._in_flight
     assert not in_flight and in_flight.repeatable is None and in_flight.need_page == []
     llm.generate(prompt(2), GREEDY.clone(max_tokens=1))  # a rank hears of it with the next step
-    assert runner._again is None and not runner._last.runs
+    assert runner._repeated is None and not runner._last_step.launched

@@ -74,7 +74,7 @@ class Rig:
 
     def step(self, most_tokens=None):
         plan = self.scheduler.plan(most_tokens)
-        counts = [row.num_tokens for row in plan.rows]
+        counts = [row.num_scheduled_tokens for row in plan.rows]
         assert sum(counts) <= self.config.max_num_batched_tokens
         assert len(counts) <= self.config.max_num_seqs
         assert sorted(counts, key=lambda num: num > 1) == counts, "decodes come first"

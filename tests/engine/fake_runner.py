@@ -143,7 +143,7 @@ class FakeRunner:
         states = [self.requests[row.request_id] for row in plan.rows]
         busy = [id(one) for _, _, others in self.launched for one in others]
         for row, state in zip(plan.rows, states, strict=True):
-            assert row.num_tokens > 0, "a step of no tokens"
+            assert row.num_scheduled_tokens > 0, "a step of no tokens"
             assert id(state) not in busy, "in flight twice"
             self._run(row, state, scored, hidden)
         tokens, details = self._sample(plan.rows, states)
@@ -187,20 +187,20 @@ class FakeRunner:
         """The token behind each output; drafts are accepted while they equal these."""
         guides = {}
         for row, state in zip(rows, states, strict=True):
-            if row.num_outputs and state["start"].negative_of is not None:
+            if row.num_output_rows and state["start"].negative_of is not None:
                 guides[state["start"].negative_of] = state["values"][-1]
         sampled, details = [], {}
         for row, state in zip(rows, states, strict=True):
             start, found = state["start"], []
             sampled.append(found)
-            assert row.num_outputs in (0, 1 + len(row.drafts)), "drafts without outputs"
-            if not row.num_outputs or start.negative_of is not None:
+            assert row.num_output_rows in (0, 1 + len(row.drafts)), "drafts without outputs"
+            if not row.num_output_rows or start.negative_of is not None:
                 continue
             guided = row.request_id in guides
             assert guided == (start.params.guidance_scale != 1), "no guide"
             more = [guides.pop(row.request_id)] if guided else []
             for value, draft in zip(
-                state["values"][-row.num_outputs :], [*row.drafts, None], strict=True
+                state["values"][-row.num_output_rows :], [*row.drafts, None], strict=True
             ):
                 found.append(_token(value, *more))
                 if found[-1] != draft:
@@ -214,12 +214,12 @@ class FakeRunner:
         request_id, start = row.request_id, state["start"]
         known, begin = state["tokens"], state["computed"]
         pages, tokens = state["pages"], [*known, *row.drafts]
-        end = begin + row.num_tokens
+        end = begin + row.num_scheduled_tokens
         state["computed"] = end - len(row.drafts)
         assert end <= len(tokens), "more tokens than are known"
         assert not row.drafts or end == len(tokens), "drafts behind a hole"
         ends = start.kind == "generate" and end == len(tokens)
-        assert bool(row.num_outputs) == ends, "an output in the wrong place"
+        assert bool(row.num_output_rows) == ends, "an output in the wrong place"
         values = [self.slots.get(self._slot(pages, i), b"unwritten") for i in range(begin)]
         least = start.params.kv_min_bits or 0
         assert all(16 >> page_level(page)[0] >= least for page in pages), "below its floor"

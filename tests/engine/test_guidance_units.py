@@ -16,7 +16,10 @@ def test_a_negative_prompt_takes_a_second_slot_and_a_token_of_each_step(rig):
     r.step()
     assert r.scheduler.queues.num_running == 1
     plan, _ = r.step()
-    assert {row.request_id: row.num_tokens for row in plan.rows} == {"a": 1, "a~negative": 1}
+    assert {row.request_id: row.num_scheduled_tokens for row in plan.rows} == {
+        "a": 1,
+        "a~negative": 1,
+    }
     r.run()
     r.assert_answers()
 
@@ -24,7 +27,9 @@ def test_a_negative_prompt_takes_a_second_slot_and_a_token_of_each_step(rig):
 def test_the_last_tokens_of_both_run_together_however_small_the_budget(rig):
     r = rig(max_num_seqs=2, max_num_batched_tokens=2)
     r.add("a", list(range(9)), **GUIDED)
-    plans = [{row.request_id: row.num_tokens for row in r.step()[0].rows} for _ in range(7)]
+    plans = [
+        {row.request_id: row.num_scheduled_tokens for row in r.step()[0].rows} for _ in range(7)
+    ]
     assert plans[4:] == [{"a~negative": 2}, {"a": 1, "a~negative": 1}, {"a": 1, "a~negative": 1}]
     r.run()
     r.assert_answers()

@@ -1,4 +1,4 @@
-"""What a step reads: buffers that stay, a prefix in the same pages, rows that are nobody's."""
+"""What a step reads: fixed buffers, a prefix in the same pages, padding rows."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import torch
 
 from sdk.engine.plan import RequestStart, StepRow
 from sdk.engine.rank.inputs import StepInputs
-from sdk.engine.rank.running import Running
+from sdk.engine.rank.request import RankRequest
+from sdk.engine.rank.step_batch import StepBatch
 from sdk.engine.rank.step_buffers import Buffers, PageTable
-from sdk.engine.rank.work import Work
 from sdk.params import SamplingParams
 
 PAGE = 16
 
 
-def request(name: str, length: int, pages: list[int]) -> Running:
+def request(name: str, length: int, pages: list[int]) -> RankRequest:
     start = RequestStart(
         name, tuple(range(length)), length, length - 1, tuple(pages), SamplingParams()
     )
-    return Running(start)
+    return RankRequest(start)
 
 
-def decoding(requests: list[Running]) -> Work:
+def decoding(requests: list[RankRequest]) -> StepBatch:
     rows = [StepRow(one.start.request_id, 1, 1) for one in requests]
-    return Work(rows, requests, range(len(rows)))
+    return StepBatch(rows, requests, range(len(rows)))
 
 
 def filled(lengths: list[int], shared_pages: int) -> StepInputs:
@@ -59,11 +59,11 @@ def test_a_prefix_leaves_every_request_a_token_of_its_own() -> None:
     assert shared([34 * PAGE, 700, 700, 700], 34) == 33 * PAGE
 
 
-def test_rows_that_fill_up_a_step_have_no_query_and_no_page() -> None:
+def test_padding_rows_have_no_query_and_no_page() -> None:
     inputs = filled([20, 30, 40], 0)
     inputs.output_rows[3:] = 7
-    assert not inputs.fill_up(3, 8)
-    batch = inputs.decoding(8, shared=False)
+    assert not inputs.pad(3, 8)
+    batch = inputs.decode_batch(8, shared=False)
     assert batch.shared_len is None
     assert batch.query_start.tolist() == [0, 1, 2, 3, 3, 3, 3, 3, 3]
     assert inputs.output_rows.tolist() == [0, 1, 2, 0, 0, 0, 0, 0]
@@ -71,12 +71,12 @@ def test_rows_that_fill_up_a_step_have_no_query_and_no_page() -> None:
     batch.check()
 
 
-def test_rows_that_fill_up_a_step_in_pieces_are_nobody_s() -> None:
+def test_padding_rows_of_a_step_in_pieces_have_no_request() -> None:
     inputs = filled([20, 30, 40], 0)
-    inputs.batch.query_start.fill_(1)
-    inputs.batch.query_start[:4] = torch.tensor([0, 1, 2, 3])
+    inputs.attention_batch.query_start.fill_(1)
+    inputs.attention_batch.query_start[:4] = torch.tensor([0, 1, 2, 3])
     inputs.view(3, 3)
-    batch = inputs.in_pieces(8)
+    batch = inputs.piece_batch(8)
     assert batch.query_start.tolist() == [0, 1, 2, 3, 3, 3, 3, 3, 3]
     assert (batch.num_tokens, batch.num_requests) == (8, 8)
     batch.check()
@@ -155,11 +155,11 @@ def test_the_draws_lie_where_a_device_reads_them() -> None:
 
 def test_the_step_after_goes_on_with_the_tokens_that_were_sampled() -> None:
     inputs = filled([20, 30, 40], 0)
-    inputs.fill_up(3, 4)
-    before = inputs.batch.context_len.clone()
+    inputs.pad(3, 4)
+    before = inputs.attention_batch.context_len.clone()
     sampled = torch.tensor([[11.0, 0.5, 1.0], [262143.0, 0.5, 1.0], [13.0, 0.5, 1.0]]).double()
     inputs.advance_on_device(3, sampled, drawn=False)
     assert inputs.token_ids[:3].tolist() == [11, 262143, 13]
-    grown = inputs.batch.context_len - before
+    grown = inputs.attention_batch.context_len - before
     assert grown[:3].tolist() == [1, 1, 1]
     assert not grown[3:].any()

@@ -51,7 +51,7 @@ def test_a_step_in_which_others_decode_scores_a_part_of_a_prompt(rig, num_scorin
     most = 0
     while mixed.scheduler.queues.num_running:
         plan, _ = mixed.step()
-        counts = {row.request_id: row.num_tokens for row in plan.rows}
+        counts = {row.request_id: row.num_scheduled_tokens for row in plan.rows}
         if "stream" in counts:
             scored = [num for name, num in counts.items() if name.startswith("scored")]
             most = max(most, sum(num for num in scored if num > 1))  # one is a decode's
@@ -64,7 +64,7 @@ def test_prompts_are_scored_at_full_speed_where_nobody_decodes(rig) -> None:
     alone = rig(max_scored_tokens=8)
     alone.add("scored", list(range(1, 61)), prompt_logprobs=1, max_tokens=1)
     plan, _ = alone.step()
-    assert {row.request_id: row.num_tokens for row in plan.rows} == {"scored": 60}
+    assert {row.request_id: row.num_scheduled_tokens for row in plan.rows} == {"scored": 60}
 
 
 @pytest.mark.parametrize(

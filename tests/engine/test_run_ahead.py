@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sdk import LLM, SamplingParams
 from sdk.engine.rank import inputs
-from sdk.engine.rank.run_ahead import Arrival, RunAhead
+from sdk.engine.rank.run_ahead import Readback, RunAhead
 from sdk.kernels import packed_shapes
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.sized_graphs import StepGraphs
@@ -36,18 +36,18 @@ class Launches:
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     seen = Launches()
-    launch, read = RunAhead._launch, Arrival.read
+    launch, read = RunAhead._launch, Readback.read
 
-    def launching(self: RunAhead, rows: Any, lengths: list[int]) -> Any:
-        seen.rows.append(len(rows))
-        return launch(self, rows, lengths)
+    def launching(self: RunAhead, requests: Any, lengths: list[int]) -> Any:
+        seen.rows.append(len(requests))
+        return launch(self, requests, lengths)
 
-    def reading(self: Arrival) -> Any:
+    def reading(self: Readback) -> Any:
         seen.read += 1
         return read(self)
 
     monkeypatch.setattr(RunAhead, "_launch", launching)
-    monkeypatch.setattr(Arrival, "read", reading)
+    monkeypatch.setattr(Readback, "read", reading)
     return seen
 
 
@@ -127,14 +127,14 @@ def test_a_common_beginning_has_graphs_of_its_own(
     monkeypatch.setattr(inputs, "_SHARED_REQUESTS", 3)
     monkeypatch.setattr(inputs, "_SHARED_TOKENS", 32)
     seen: list[tuple[int, bool, int]] = []
-    decoding = inputs.StepInputs.decoding
+    decoding = inputs.StepInputs.decode_batch
 
     def looking(self: inputs.StepInputs, size: int, shared: bool) -> AttentionBatch:
         batch = decoding(self, size, shared)
         seen.append((size, shared, 0 if batch.shared_len is None else int(self._shared[0])))
         return batch
 
-    monkeypatch.setattr(inputs.StepInputs, "decoding", looking)
+    monkeypatch.setattr(inputs.StepInputs, "decode_batch", looking)
     beginning = [token % 400 for token in range(7, 7 + 40)]
     prompts = [[*beginning, index] for index in range(3)]
     wanted = [params(length, ignore_eos=True) for length in (12, 9, 9)]

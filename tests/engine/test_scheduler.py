@@ -16,7 +16,7 @@ def prompt(length: int, seed: int = 1) -> list[int]:
 
 
 def counts(plan: StepPlan) -> dict[str, int]:
-    return {row.request_id: row.num_tokens for row in plan.rows}
+    return {row.request_id: row.num_scheduled_tokens for row in plan.rows}
 
 
 def test_a_request_alone_gives_the_reference_tokens(rig):

@@ -209,7 +209,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert rig.runner.launched, "nothing is in flight, and nothing is planned"
             return False
         self.check_turns(plan, running)
-        counts = {row.request_id: row.num_tokens for row in plan.rows}
+        counts = {row.request_id: row.num_scheduled_tokens for row in plan.rows}
         assert len(counts) == len(plan.rows), "a request is twice in a step"
         assert sum(counts.values()) <= rig.config.max_num_batched_tokens
         assert len(counts) <= rig.config.max_num_seqs

@@ -12,8 +12,8 @@ from torch import Tensor
 from sdk.engine.plan import RequestStart, StepRow
 from sdk.engine.rank.inputs import StepInputs
 from sdk.engine.rank.kv_cache import KVCache, kv_spec
-from sdk.engine.rank.running import Running
-from sdk.engine.rank.work import Work
+from sdk.engine.rank.request import RankRequest
+from sdk.engine.rank.step_batch import StepBatch
 from sdk.kernels.graph import CaptureError
 from sdk.kernels.ops import Ops
 from sdk.models.auto import build_model
@@ -41,7 +41,7 @@ class Steps:
         self.kv = KVCache(kv_spec(c, c.num_kv_heads, PAGE_SIZE, "float32"), 40)
         self.inputs = StepInputs(TOKENS, REQUESTS, REQUESTS, MAX_LEN, PAGE_SIZE)
         self.requests = [
-            Running(
+            RankRequest(
                 RequestStart(
                     f"r{i}",
                     tuple(prompt(40 + 9 * i, i)),
@@ -60,18 +60,18 @@ class Steps:
             )
 
     def whole(self) -> tuple[Tensor, Tensor]:
-        self.ops.find_places(self.inputs.batch)
-        hidden = self.model(self.inputs.token_ids, self.inputs.batch, self.kv.layers)
+        self.ops.find_places(self.inputs.attention_batch)
+        hidden = self.model(self.inputs.token_ids, self.inputs.attention_batch, self.kv.layers)
         return hidden, self.model.logits(self.ops.select_rows(hidden, self.inputs.output_rows))
 
     def run(self, counts: dict[int, int], outputs: list[int]) -> tuple[Tensor, Tensor]:
         running, rows = [self.requests[i] for i in counts], []
         for i, count in counts.items():
-            end = sum(row.num_tokens for row in rows) + count
+            end = sum(row.num_scheduled_tokens for row in rows) + count
             rows.append(StepRow(f"r{i}", count, int(end - 1 in outputs)))
-        work = Work(rows, running, range(len(rows)))
-        assert work.outputs == outputs
-        tokens = self.inputs.fill(work)
+        step = StepBatch(rows, running, range(len(rows)))
+        assert step.output_rows == outputs
+        tokens = self.inputs.fill(step)
         if self.graph is not None:
             self.graph.replay(tokens=tokens, outputs=len(outputs), requests=len(rows))
             hidden, logits = self.graph.result

@@ -1,4 +1,4 @@
-"""Steps as graphs of a device: decode steps whole and one ahead, others in pieces."""
+"""Steps as CUDA graphs: whole decode steps, one ahead; other steps in pieces."""
 
 from __future__ import annotations
 
@@ -10,36 +10,38 @@ from torch import Tensor
 
 from sdk.engine.rank.forward import ForwardPasses
 from sdk.engine.rank.inputs import StepInputs
-from sdk.engine.rank.run_ahead import Arrivals, Flight, RunAhead
-from sdk.engine.rank.strategy import Repeat, Run
-from sdk.engine.rank.work import Work
+from sdk.engine.rank.run_ahead import InFlightStep, ReadbackBuffers, RunAhead
+from sdk.engine.rank.step_batch import StepBatch
+from sdk.engine.rank.strategy import LaunchedBatch, Repeater
 from sdk.kernels.backend import GraphRecorder
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.graph import CaptureError
 from sdk.kernels.sampling import Tokens
 from sdk.kernels.sized_graphs import PieceGraphs
 
-#: Logits nobody looks at: those of requests that want their tokens alone.
-_NOTHING = torch.empty(0)
+#: Stands for hidden states and logits of plain batches, which nothing reads.
+_NOT_READ = torch.empty(0)
 
 
 class DeviceGraphs:
-    """See :class:`sdk.engine.rank.strategy.Strategy`. Sizes are captured when they are first
-    needed; those that cannot be run operator by operator.
+    """See :class:`sdk.engine.rank.strategy.Strategy`.
+
+    A size is captured when a step first needs it. Sizes that cannot be captured run operator by
+    operator.
     """
 
-    #: One of those who decode, and prompts beside it.
+    #: One batch of decoding requests and one of prompts.
     batches_in_flight = 2
 
     def __init__(self, passes: ForwardPasses, inputs: StepInputs, recorder: GraphRecorder) -> None:
         self._passes = passes
         self._inputs = inputs
         pinned = inputs.token_ids.is_cuda
-        self._arrivals = Arrivals(len(inputs.output_rows), pinned=pinned)
-        self.decodes: RunAhead | None = RunAhead(passes.decode, inputs, self._arrivals, recorder)
+        self._readbacks = ReadbackBuffers(len(inputs.output_rows), pinned=pinned)
+        self.decodes: RunAhead | None = RunAhead(passes.decode, inputs, self._readbacks, recorder)
         self.pieces: PieceGraphs | None = None
         self.eager_reason: str | None = None
-        self.eager_prompts_reason = passes.uncut()
+        self.eager_prompts_reason = passes.no_pieces_reason()
         if self.eager_prompts_reason is None:
             self.pieces = PieceGraphs(passes.pieces, len(inputs.token_ids), recorder)
 
@@ -59,56 +61,62 @@ class DeviceGraphs:
         """See :class:`~sdk.engine.rank.strategy.Strategy`."""
         return 0 if self.decodes is None else 1
 
-    def launch(self, work: Work) -> Sequence[Run]:
-        """See :class:`~sdk.engine.rank.strategy.Strategy`. What a step ahead has run is not run
-        again; whatever else it ran is lost.
-        """
-        flight = None
-        if self.decodes is not None:
-            flight, self.decodes.flight = self.decodes.flight, None
-        landed = flight.landed(work) if flight is not None else {}
-        if flight is None or not landed:
-            return [self._launch(work, whole=True)]
-        rows, arrival = list(landed.values()), flight.arrival
-        runs = [Run(work.part(list(landed)), _NOTHING, _NOTHING, lambda: arrival.tokens(rows))]
-        if rest := [index for index in range(len(work.rows)) if index not in landed]:
-            runs.append(self._launch(work.part(rest), whole=False))
-        return runs
+    def launch(self, batch: StepBatch) -> Sequence[LaunchedBatch]:
+        """See :class:`~sdk.engine.rank.strategy.Strategy`.
 
-    def _launch(self, work: Work, *, whole: bool) -> Run:
-        """``whole``: these are all rows, so that the next step may be these again."""
+        Rows that the step in flight has already run are not run again. The results of its other
+        rows are dropped.
+        """
+        step = None
+        if self.decodes is not None:
+            step, self.decodes.in_flight = self.decodes.in_flight, None
+        done = step.matching_rows(batch) if step is not None else {}
+        if step is None or not done:
+            return [self._launch(batch, whole=True)]
+        rows, readback = list(done.values()), step.readback
+        launched = [
+            LaunchedBatch(
+                batch.subset(list(done)), _NOT_READ, _NOT_READ, lambda: readback.tokens(rows)
+            )
+        ]
+        if rest := [index for index in range(len(batch.rows)) if index not in done]:
+            launched.append(self._launch(batch.subset(rest), whole=False))
+        return launched
+
+    def _launch(self, batch: StepBatch, *, whole: bool) -> LaunchedBatch:
+        """``whole``: these are all rows of the plan, so the next step may have the same rows."""
         inputs = self._inputs
-        tokens, outputs = inputs.fill(work), len(work.outputs)
-        shaped, left_out = self._passes.pack_shapes(len(work.draws))
-        if work.decodes and (decoded := self._decode(work, shaped)) is not None:
-            flight, hidden, logits = decoded
+        tokens, outputs = inputs.fill(batch), len(batch.output_rows)
+        shaped, left_out = self._passes.pack_shapes(len(batch.draws))
+        if batch.is_decode and (decoded := self._decode(batch, shaped)) is not None:
+            step, hidden, logits = decoded
             if left_out:
-                return self._drawn_again(work, hidden, logits)
-            if whole and self.decodes is not None and work.plain and work.foreseeable:
-                self.decodes.go_on(flight, work.drawing, 1)
-            return Run(work, hidden, logits, flight.arrival.tokens)
+                return self._sample_again(batch, hidden, logits)
+            if whole and self.decodes is not None and batch.plain and batch.foreseeable:
+                self.decodes.launch_next(step, batch.random_draws, 1)
+            return LaunchedBatch(batch, hidden, logits, step.readback.tokens)
         with torch.inference_mode():
-            hidden = self._hidden(inputs.view(tokens, len(work.rows)))
+            hidden = self._hidden(inputs.view(tokens, len(batch.rows)))
         if not outputs:
-            return Run(work, hidden, hidden[:0], lambda: Tokens([], [], []))
+            return LaunchedBatch(batch, hidden, hidden[:0], lambda: Tokens([], [], []))
         logits, sampled = self._passes.sample(hidden, outputs, shaped)
         if left_out:
-            return self._drawn_again(work, hidden, logits)
-        return Run(work, hidden, logits, self._arrivals.send(sampled).tokens)
+            return self._sample_again(batch, hidden, logits)
+        return LaunchedBatch(batch, hidden, logits, self._readbacks.start(sampled).tokens)
 
-    def _drawn_again(self, work: Work, hidden: Tensor, logits: Tensor) -> Run:
-        """With all shapes, of which there was no room for some."""
-        buffers, count = self._inputs.sampling, len(work.draws)
+    def _sample_again(self, batch: StepBatch, hidden: Tensor, logits: Tensor) -> LaunchedBatch:
+        """Sample with all shapes, because some did not fit into the packed shapes."""
+        buffers, count = self._inputs.sampling, len(batch.draws)
         self._passes.ops.sampling.sample_into(logits[:count], buffers)
-        chosen = buffers.read(count)  # a batch launched beside it may write there too
-        return Run(work, hidden, logits, lambda: chosen)
+        tokens = buffers.read(count)  # read now: the other batch in flight may use these buffers
+        return LaunchedBatch(batch, hidden, logits, lambda: tokens)
 
-    def _decode(self, work: Work, shaped: bool) -> tuple[Flight, Tensor, Tensor] | None:
-        """The decode step just written, where they are captured."""
+    def _decode(self, batch: StepBatch, shaped: bool) -> tuple[InFlightStep, Tensor, Tensor] | None:
+        """Launch the decode step in the inputs. None: it cannot be captured."""
         if self.decodes is None:
             return None
         try:
-            return self.decodes.run(work.running, shaped)
+            return self.decodes.run(batch.requests, shaped)
         except CaptureError as error:
             if not self.decodes.graphs.captured.sizes:
                 self.decodes, self.eager_reason = None, str(error)
@@ -123,40 +131,41 @@ class DeviceGraphs:
                     self.pieces, self.eager_prompts_reason = None, str(error)
         return self._passes.hidden(batch)
 
-    def repeat(self, work: Work) -> Repeat | None:
+    def repeater(self, batch: StepBatch) -> Repeater | None:
         """See :class:`~sdk.engine.rank.strategy.Strategy`."""
-        if self.decodes is None or self.decodes.flight is None:
+        if self.decodes is None or self.decodes.in_flight is None:
             return None
-        return _NextFlight(self.decodes, self._inputs, work)
+        return _RunAheadRepeater(self.decodes, self._inputs, batch)
 
 
-class _NextFlight:
-    """See :class:`~sdk.engine.rank.strategy.Repeat`: the step was launched already, so launch the
-    one after it.
+class _RunAheadRepeater:
+    """See :class:`~sdk.engine.rank.strategy.Repeater`.
+
+    The step it is asked for is already in flight, so it launches the step after that one.
     """
 
-    def __init__(self, decodes: RunAhead, inputs: StepInputs, work: Work) -> None:
+    def __init__(self, decodes: RunAhead, inputs: StepInputs, batch: StepBatch) -> None:
         self._decodes = decodes
         self._inputs = inputs
-        self._work = work
-        self._drawing = work.drawing
-        self._flight: Flight | None = None
+        self._batch = batch
+        self._random_draws = batch.random_draws
+        self._step: InFlightStep | None = None
 
     @property
     def ready(self) -> bool:
-        return self._decodes.flight is not None
+        return self._decodes.in_flight is not None
 
     def launch(self, tokens: list[int], ahead: int) -> None:
-        flight = self._flight = self._decodes.flight
-        assert flight is not None
+        step = self._step = self._decodes.in_flight
+        assert step is not None
         self._inputs.wait()
-        self._decodes.go_on(flight, self._drawing, ahead + 1)
+        self._decodes.launch_next(step, self._random_draws, ahead + 1)
 
     def tokens(self) -> list[int] | None:
-        assert self._flight is not None
-        found = self._flight.arrival.read()
+        assert self._step is not None
+        found = self._step.readback.read()
         return [int(x) for x in found[:, 0]] if np.isfinite(found[:, 1]).all() else None
 
-    def run(self) -> Run:
-        assert self._flight is not None
-        return Run(self._work, _NOTHING, _NOTHING, self._flight.arrival.tokens)
+    def launched(self) -> LaunchedBatch:
+        assert self._step is not None
+        return LaunchedBatch(self._batch, _NOT_READ, _NOT_READ, self._step.readback.tokens)

@@ -1,4 +1,4 @@
-"""Steps run operator by operator."""
+"""Steps that run operator by operator."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 from sdk.engine.rank.forward import ForwardPasses
 from sdk.engine.rank.inputs import StepInputs
-from sdk.engine.rank.strategy import Repeat, Run
-from sdk.engine.rank.work import Work
+from sdk.engine.rank.step_batch import StepBatch
+from sdk.engine.rank.strategy import LaunchedBatch, Repeater
 
 
 class Eager:
@@ -27,17 +27,18 @@ class Eager:
         self.eager_prompts_reason: str | None = reason
         self.failed_captures: list[str] = []
 
-    def launch(self, work: Work) -> Sequence[Run]:
+    def launch(self, batch: StepBatch) -> Sequence[LaunchedBatch]:
         """See :class:`~sdk.engine.rank.strategy.Strategy`."""
         inputs, passes = self._inputs, self._passes
-        tokens = inputs.fill(work)
+        tokens = inputs.fill(batch)
         begin = perf_counter()
         with torch.inference_mode():
-            hidden = passes.hidden(inputs.view(tokens, len(work.rows)))
-            logits = passes.logits(hidden, len(work.outputs))
+            hidden = passes.hidden(inputs.view(tokens, len(batch.rows)))
+            logits = passes.logits(hidden, len(batch.output_rows))
         passes.native_seconds += perf_counter() - begin
-        return [Run(work, hidden, logits, lambda: inputs.sampling.read(len(work.draws)))]
+        num_draws = len(batch.draws)
+        return [LaunchedBatch(batch, hidden, logits, lambda: inputs.sampling.read(num_draws))]
 
-    def repeat(self, work: Work) -> Repeat | None:
+    def repeater(self, batch: StepBatch) -> Repeater | None:
         """See :class:`~sdk.engine.rank.strategy.Strategy`."""
         return None

@@ -1,4 +1,4 @@
-"""The model over a step's inputs, in each of the ways a step is run."""
+"""Forward passes of the model over a step's inputs, one for each way to run a step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sdk.models.parallel import Mesh
 
 
 class ForwardPasses:
-    """One rank's."""
+    """The forward passes of one rank."""
 
     def __init__(
         self, model: CausalLM, kv: KVCache, inputs: StepInputs, ops: Ops, mesh: Mesh
@@ -28,17 +28,17 @@ class ForwardPasses:
         self.ops = ops
         self._samples = mesh.rank == 0
         self._shapes: PackedShapes | None = None
-        #: Spent in native calls so far.
+        #: Seconds spent in native calls so far.
         self.native_seconds = 0.0
 
     def hidden(self, batch: AttentionBatch) -> Tensor:
-        """Hidden states of the first tokens of the inputs."""
+        """Hidden states of the first tokens in the inputs."""
         self.ops.find_places(batch)
         self.ops.adapter_slots = self._inputs.adapters[: batch.num_tokens]
         return self._model(self._inputs.token_ids[: batch.num_tokens], batch, self._kv.layers)
 
     def logits(self, hidden: Tensor, outputs: int) -> Tensor:
-        """Of the first ``outputs`` rows wanted, from which tokens are drawn as the inputs say."""
+        """Logits of the first ``outputs`` output rows; draws tokens with the inputs' draws."""
         if not outputs:
             return hidden[:0]
         logits = self._head(hidden, outputs)
@@ -52,16 +52,16 @@ class ForwardPasses:
         return self._model.logits(rows)
 
     def record(self) -> Graph[tuple[Tensor, Tensor]]:
-        """A step as large as the largest there will be; smaller ones use its first rows.
+        """Record a step of the largest size; smaller steps use its first rows.
 
-        :raises CaptureError: where it cannot be recorded.
+        :raises CaptureError: the step cannot be recorded.
         """
         inputs = self._inputs
         tokens, outputs = len(inputs.token_ids), len(inputs.output_rows)
-        requests = inputs.batch.num_requests
+        requests = inputs.attention_batch.num_requests
 
         def forward() -> tuple[Tensor, Tensor]:
-            hidden = self.hidden(inputs.batch)
+            hidden = self.hidden(inputs.attention_batch)
             return hidden, self.logits(hidden, outputs)
 
         with torch.inference_mode():
@@ -70,15 +70,16 @@ class ForwardPasses:
             )
 
     def decode(self, size: int, shared: bool, shaped: bool) -> Decoded:
-        """The decode step of ``size`` rows: see :class:`~sdk.engine.rank.run_ahead.RunAhead`."""
+        """A decode step of ``size`` rows: see :class:`~sdk.engine.rank.run_ahead.RunAhead`."""
         inputs = self._inputs
         with torch.inference_mode():
-            hidden = self.hidden(inputs.decoding(size, shared))
+            hidden = self.hidden(inputs.decode_batch(size, shared))
             return hidden, *self.sample(hidden, size, shaped)
 
     def pack_shapes(self, rows: int) -> tuple[bool, list[int]]:
-        """Send the device how the first ``rows`` outputs change before they are drawn: whether any
-        does, and those for which there is no room.
+        """Send the shapes of the first ``rows`` output rows to the device.
+
+        Returns whether there are any, and the rows whose shapes did not fit.
         """
         buffers = self._inputs.sampling
         if not buffers.shaped(rows):
@@ -89,24 +90,24 @@ class ForwardPasses:
         return True, self._shapes.pack(buffers, rows)
 
     def sample(self, hidden: Tensor, outputs: int, shaped: bool) -> tuple[Tensor, Tensor]:
-        """Logits of the first output rows, and ``SamplingOps.sample_rows`` of them, not awaited.
+        """Logits of the first output rows and ``SamplingOps.sample_rows`` of them, without waiting.
 
-        ``shaped``: they change as :meth:`pack_shapes` said last.
+        ``shaped``: they change by the shapes that :meth:`pack_shapes` sent last.
         """
         inputs, shapes = self._inputs, self._shapes if shaped else None
         with torch.inference_mode():
             logits = self._head(hidden, outputs)
             return logits, self.ops.sampling.sample_rows(logits, inputs.draws[:outputs], shapes)
 
-    def uncut(self) -> str | None:
-        """Why steps cannot be recorded in pieces between the attentions; None: they can."""
+    def no_pieces_reason(self) -> str | None:
+        """Why steps cannot be recorded in pieces between attention operators. None: they can."""
         if self.ops.context.offloaded:
-            return "the host's weights are copied while attention runs"
+            return "offloaded weights are copied while attention runs"
         if not isinstance(self._model, Decoder):
-            return "transformers' own code runs between the attentions"
+            return "transformers' own code runs between attention operators"
         return None
 
     def pieces(self, size: int, cut: Cut) -> Tensor:
-        """The first ``size`` tokens, for :class:`~sdk.kernels.sized_graphs.PieceGraphs`."""
+        """Hidden states of ``size`` tokens, for :class:`~sdk.kernels.sized_graphs.PieceGraphs`."""
         with torch.inference_mode(), self.ops.recording.cut_at_attention(cut):
-            return self.hidden(self._inputs.in_pieces(size))
+            return self.hidden(self._inputs.piece_batch(size))

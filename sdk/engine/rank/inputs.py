@@ -1,4 +1,4 @@
-"""The fixed tensors a step reads, written once per step: what a recorded step is replayed on."""
+"""The input buffers of a step. They stay in place, because recorded steps read them."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ import torch
 from torch import Tensor
 
 from sdk.engine.plan import Copy, Move
-from sdk.engine.rank.running import Running
+from sdk.engine.rank.request import RankRequest
 from sdk.engine.rank.step_buffers import Buffers, PageTable
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.sampling import SampleBuffers
 
 if TYPE_CHECKING:
-    from sdk.engine.rank.work import Work
+    from sdk.engine.rank.step_batch import StepBatch
 
 _CPU = torch.device("cpu")
-#: A prefix is worth a pass of its own from so many requests and tokens on: fewer splits of keys
-#: (kernels/gpu/attention_decode.py) are not read once for enough rows.
+#: A separate pass over a shared prefix pays off from this number of requests and tokens on. With
+#: fewer, too few rows share each split of keys (kernels/gpu/attention_decode.py).
 _SHARED_REQUESTS, _SHARED_TOKENS = 4, 512
-#: Place among the parts of the buffers.
+#: Index of the draws among the parts of the buffers.
 _DRAWS = 5
 
 
 class StepInputs:
-    """Tokens, their requests and the rows wanted of one step, in buffers that stay.
+    """Tokens, requests, page tables and output rows of one step, in fixed buffers.
 
-    A request that stands in the same row as in the step before has only its new pages written.
-    ``max_requests`` and ``max_outputs``: rows of a step, and those whose logits it may want.
-    ``find_shared``: look for pages that all requests begin with (``AttentionBatch.shared_len``).
+    If a request has the same row as in the step before, only its new pages are written.
+    ``max_requests`` and ``max_outputs``: the most rows and output rows of a step. ``find_shared``:
+    look for pages that all requests begin with (``AttentionBatch.shared_len``).
     """
 
     def __init__(
@@ -62,25 +62,27 @@ class StepInputs:
             (np.int32, (max_outputs,)),
         )
         *arrays, self._adapters, self._output_adapters = self._buffers.arrays
-        self._tokens, self._rows, self._starts, self._lengths, self._shared, draws = arrays
+        self._tokens, self._output_rows, self._starts, self._lengths, self._shared, draws = arrays
         self._adapters[:] = self._output_adapters[:] = -1
-        #: ``output_rows``: the rows of hidden states whose logits are wanted; ``draws``: the bytes
-        #: of how each is drawn; ``adapters``, ``output_adapters``: slots of tokens and outputs.
+        #: ``output_rows``: rows of hidden states that get logits. ``draws``: the bytes of a DRAW
+        #: for each. ``adapters``, ``output_adapters``: adapter slots of tokens and of output rows.
         *tensors, self.adapters, self.output_adapters = self._buffers.tensors
         self.token_ids, self.output_rows, starts, lengths, self._shared_len, self.draws = tensors
-        self._adapted = False  # some adapter is written there
-        self._places: list[tuple[Running | None, int]] = [(None, 0)] * max_requests
+        self._adapted = False  # whether the buffers contain an adapter slot
+        #: For each row of the page table: its request, and how many of its pages are written.
+        self._written: list[tuple[RankRequest | None, int]] = [(None, 0)] * max_requests
         self.sampling = SampleBuffers(max_outputs, draws.data)
-        # Tokens, lengths, what is sampled and its logits for ctypes: a step leaves the caches full
-        # of weights, and then the code that made the native call is the cheapest to run again.
-        # Reading the tokens takes 8 us like this, 28 through memoryviews.
+        # Tokens, lengths, sampled tokens and their logits as ctypes arrays. A step leaves the CPU
+        # caches full of weights, but ctypes' code is still in them, because the native call used
+        # it. Reading the tokens takes 8 us this way and 28 us through memoryviews.
         self._arrays: tuple[Any, Any, Any, Any] = (
             (c_int64 * max_tokens).from_buffer(self._tokens.data),
             (c_int32 * max_requests).from_buffer(self._lengths.data),
             (c_int64 * max_outputs).from_buffer(self.sampling.tokens.data),
             (c_float * max_outputs).from_buffer(self.sampling.best.data),
         )
-        self.batch = AttentionBatch(
+        #: A step of the largest size.
+        self.attention_batch = AttentionBatch(
             positions=torch.zeros(max_tokens, dtype=torch.int64, device=device),
             query_start=starts,
             context_len=lengths,
@@ -91,16 +93,16 @@ class StepInputs:
             max_context_len=max_model_len,
         )
 
-    def fill(self, work: Work) -> int:
-        """Write the step: tokens, the rows wanted and how they are drawn; counts the tokens.
+    def fill(self, batch: StepBatch) -> int:
+        """Write a step: tokens, pages, output rows and draws. Returns the number of tokens.
 
-        It goes to the device with :meth:`view`. Positions and slots are the business of
-        ``Ops.find_places``.
+        :meth:`view` or :meth:`pad` sends it to the device. ``Ops.find_places`` computes positions
+        and page slots.
         """
         self.wait()
         end = 0
-        for index, (row, request) in enumerate(zip(work.rows, work.running, strict=True)):
-            first, count = request.num_computed, row.num_tokens
+        for index, (row, request) in enumerate(zip(batch.rows, batch.requests, strict=True)):
+            first, count = request.num_computed, row.num_scheduled_tokens
             begin, end = end, end + count
             if count == 1:
                 self._tokens[begin] = request.token_ids[first]
@@ -111,42 +113,42 @@ class StepInputs:
             self._starts[index + 1] = end
             self._lengths[index] = first + count
             self.write_pages(index, request)
-        self._rows[: len(work.outputs)] = work.outputs
-        if self._adapted or any(row.adapter >= 0 for row in work.rows):
-            self._write_adapters(work)
-        for index, draw in enumerate(work.draws):
+        self._output_rows[: len(batch.output_rows)] = batch.output_rows
+        if self._adapted or any(row.adapter >= 0 for row in batch.rows):
+            self._write_adapters(batch)
+        for index, draw in enumerate(batch.draws):
             draw.write(index, self.sampling)
         return end
 
-    def _write_adapters(self, work: Work) -> None:
-        """The adapter of each token, and of each token whose logits are wanted."""
+    def _write_adapters(self, batch: StepBatch) -> None:
+        """Write the adapter slot of each token and of each output row."""
         end = 0
-        for row in work.rows:
-            begin, end = end, end + row.num_tokens
+        for row in batch.rows:
+            begin, end = end, end + row.num_scheduled_tokens
             self._adapters[begin:end] = row.adapter
-        self._output_adapters[: len(work.outputs)] = self._adapters[work.outputs]
-        self._adapted = any(row.adapter >= 0 for row in work.rows)
+        self._output_adapters[: len(batch.output_rows)] = self._adapters[batch.output_rows]
+        self._adapted = any(row.adapter >= 0 for row in batch.rows)
         if not self._adapted:
             self._adapters[:] = self._output_adapters[:] = -1
 
-    def write_pages(self, row: int, request: Running) -> None:
-        """Write the pages that the request of this row has and the row has not."""
-        owner, written = self._places[row]
+    def write_pages(self, row: int, request: RankRequest) -> None:
+        """Write the request's pages to this row of the page table, except those already there."""
+        owner, written = self._written[row]
         if owner is not request:
             written = 0
         if written != len(request.pages):
             self._table.write(row, written, request.pages[written:])
-            self._places[row] = request, len(request.pages)
+            self._written[row] = request, len(request.pages)
 
     def advance(self, tokens: list[int]) -> None:
-        """Write the step before once more: each request has one token, the one that follows."""
+        """Make the last decode step the next one: one token per request, lengths one larger."""
         rows = len(tokens)
         known, lengths, _, _ = self._arrays
         known[:rows] = tokens
         lengths[:rows] = [length + 1 for length in lengths[:rows]]
 
     def sampled(self, rows: int) -> list[int] | None:
-        """The tokens sampled in the first ``rows`` rows; None unless their logits are finite."""
+        """The tokens sampled in the first ``rows`` rows. None: some logits are not finite."""
         _, _, tokens, maxima = self._arrays
         for best in maxima[:rows]:
             if best - best != 0.0:
@@ -154,8 +156,8 @@ class StepInputs:
         found: list[int] = tokens[:rows]
         return found
 
-    def follow(self, requests: Iterable[Running], copies: Sequence[Copy]) -> None:
-        """Pages have moved, one after the other: put those of all requests where they are now."""
+    def apply_moves(self, requests: Iterable[RankRequest], copies: Sequence[Copy]) -> None:
+        """Update the page ids of all requests after the moves in ``copies``, in their order."""
         moves = [one for one in copies if isinstance(one, Move)]
         if not moves:
             return
@@ -167,21 +169,21 @@ class StepInputs:
         self.forget()
 
     def wait(self) -> None:
-        """Until what was sent to the device last has been read."""
+        """Wait until the device has read what was sent last."""
         self._buffers.wait()
         self._table.wait()
 
     def forget(self) -> None:
-        """Requests were dropped: hold on to none of them."""
-        self._places = [(None, 0)] * len(self._places)
+        """Drop all references to requests."""
+        self._written = [(None, 0)] * len(self._written)
         for row in range(len(self.sampling.shapes)):
             self.sampling.set_shape(row, None)
 
     def view(self, tokens: int, requests: int) -> AttentionBatch:
-        """The batch of the step just written, for a pass that is not a whole replay."""
-        whole = self.batch
-        self._starts[requests + 1 :] = tokens  # rows that fill up a step in pieces are nobody's
-        pages = max(len(place[0].pages) for place in self._places[:requests] if place[0])
+        """Send the step just written to the device. Returns its attention batch."""
+        whole = self.attention_batch
+        self._starts[requests + 1 :] = tokens  # padding rows of a step in pieces have no request
+        pages = max(len(one.pages) for one, _ in self._written[:requests] if one)
         shared = self._shared_tokens(requests) if self._find_shared else 0
         self._shared[0] = shared
         self._table.send()
@@ -198,13 +200,13 @@ class StepInputs:
             shared_len=self._shared_len if shared else None,
         )
 
-    def fill_up(self, requests: int, size: int) -> bool:
-        """Make the decode step just written one of ``size`` rows, the last of them nobody's.
+    def pad(self, requests: int, size: int) -> bool:
+        """Pad the decode step just written to ``size`` rows and send it to the device.
 
-        Returns whether its requests begin with the same pages, see ``AttentionBatch.shared_len``.
+        Returns whether its requests begin with the same pages (``AttentionBatch.shared_len``).
         """
         self._starts[requests + 1 : size + 1] = requests
-        self._rows[requests:size] = 0
+        self._output_rows[requests:size] = 0
         shared = self._shared_tokens(requests) if self._find_shared else 0
         self._shared[0] = shared
         self._table.send()
@@ -212,20 +214,20 @@ class StepInputs:
         return shared > 0
 
     def advance_on_device(self, requests: int, sampled: Tensor, *, drawn: bool) -> None:
-        """Make the decode step on the device the one after it, with the tokens it ``sampled``.
+        """Turn the decode step on the device into the next one, using the tokens it ``sampled``.
 
-        ``sampled`` float64 ``[requests or more, 3]``, tokens first. Of what lies here, only new
-        pages and, with ``drawn``, how tokens are drawn go there.
+        ``sampled`` is float64 ``[requests or more, 3]``, tokens first. The host sends only new
+        pages and, with ``drawn``, the draws.
         """
         self._table.send()
         if drawn:
             self._buffers.send(_DRAWS)
         self.token_ids[:requests].copy_(sampled[:requests, 0])
-        self.batch.context_len[:requests] += 1
+        self.attention_batch.context_len[:requests] += 1
 
-    def decoding(self, size: int, shared: bool) -> AttentionBatch:
-        """The batch of every decode step of ``size`` rows, in buffers that stay."""
-        whole = self.batch
+    def decode_batch(self, size: int, shared: bool) -> AttentionBatch:
+        """The attention batch of every decode step of ``size`` rows."""
+        whole = self.attention_batch
         return replace(
             whole,
             positions=whole.positions[:size],
@@ -237,19 +239,19 @@ class StepInputs:
             shared_len=self._shared_len if shared else None,
         )
 
-    def in_pieces(self, size: int) -> AttentionBatch:
-        """The batch of every step of up to ``size`` tokens, in buffers that stay.
+    def piece_batch(self, size: int) -> AttentionBatch:
+        """The batch of every step of up to ``size`` tokens, for operators other than attention.
 
-        For what lies between attentions: of the requests it says nothing but whose the tokens are.
+        It is not narrowed to the requests of a step.
         """
-        whole = self.batch
+        whole = self.attention_batch
         return replace(whole, positions=whole.positions[:size], slots=whole.slots[:size])
 
     def _shared_tokens(self, requests: int) -> int:
-        """Tokens that all requests begin with in the same pages, where a pass over them pays."""
+        """Tokens that all requests share in the same pages; 0 if a separate pass does not pay."""
         if requests < _SHARED_REQUESTS:
             return 0
-        size = self.batch.page_size
+        size = self.attention_batch.page_size
         most = (int(self._lengths[:requests].min()) - 1) // size
         table = self._table.array[:requests, :most]
         apart = np.flatnonzero((table != table[0]).any(axis=0))

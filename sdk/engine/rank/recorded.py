@@ -1,4 +1,4 @@
-"""Steps as one native call each: a recorded program that takes any number of rows."""
+"""Steps as one native call each: a recorded program that accepts any number of rows."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from time import perf_counter
 
 from sdk.engine.rank.forward import ForwardPasses
 from sdk.engine.rank.inputs import StepInputs
-from sdk.engine.rank.strategy import Repeat, Run
-from sdk.engine.rank.work import Work
+from sdk.engine.rank.step_batch import StepBatch
+from sdk.engine.rank.strategy import LaunchedBatch, Repeater
 from sdk.sampling.draws import Draw
 from sdk.sampling.uniform import TOKEN
 
 
 class Recorded:
-    """See :class:`sdk.engine.rank.strategy.Strategy`, and kernels/graph.py for the program.
+    """See :class:`sdk.engine.rank.strategy.Strategy`. kernels/graph.py records the program.
 
     :raises CaptureError: the model cannot be recorded.
     """
@@ -30,41 +30,42 @@ class Recorded:
         self._inputs = inputs
         self.failed_captures: list[str] = []
 
-    def launch(self, work: Work) -> Sequence[Run]:
+    def launch(self, batch: StepBatch) -> Sequence[LaunchedBatch]:
         """See :class:`~sdk.engine.rank.strategy.Strategy`."""
         inputs = self._inputs
-        tokens = inputs.fill(work)
+        tokens = inputs.fill(batch)
         begin = perf_counter()
-        self.graph.replay(tokens=tokens, outputs=len(work.outputs), requests=len(work.rows))
+        self.graph.replay(tokens=tokens, outputs=len(batch.output_rows), requests=len(batch.rows))
         self.passes.native_seconds += perf_counter() - begin
-        return [Run(work, *self.graph.result, lambda: inputs.sampling.read(len(work.draws)))]
+        num_draws = len(batch.draws)
+        return [LaunchedBatch(batch, *self.graph.result, lambda: inputs.sampling.read(num_draws))]
 
-    def repeat(self, work: Work) -> Repeat | None:
+    def repeater(self, batch: StepBatch) -> Repeater | None:
         """See :class:`~sdk.engine.rank.strategy.Strategy`."""
-        return _RecordedAgain(self, self._inputs, work)
+        return _RecordedRepeater(self, self._inputs, batch)
 
 
-class _RecordedAgain:
-    """See :class:`~sdk.engine.rank.strategy.Repeat`: writes tokens, lengths, random numbers."""
+class _RecordedRepeater:
+    """See :class:`~sdk.engine.rank.strategy.Repeater`. Writes tokens, lengths, random numbers."""
 
     ready = True
 
-    def __init__(self, recorded: Recorded, inputs: StepInputs, work: Work) -> None:
-        self._work = work
+    def __init__(self, recorded: Recorded, inputs: StepInputs, batch: StepBatch) -> None:
+        self._batch = batch
         self._graph = recorded.graph
         self._passes = recorded.passes
         self._inputs = inputs
-        self._count = len(work.rows)
-        states = [(row, draw.state) for row, draw in enumerate(work.draws)]
-        self._drawing = [(row, x) for row, x in states if x.foreseeable and not x.greedy]
-        self._following = [(row, x) for row, x in states if not x.foreseeable]
+        self._count = len(batch.rows)
+        states = [(row, draw.state) for row, draw in enumerate(batch.draws)]
+        self._random = [(row, x) for row, x in states if x.foreseeable and not x.greedy]
+        self._dependent = [(row, x) for row, x in states if not x.foreseeable]
 
     def launch(self, tokens: list[int], ahead: int) -> None:
         inputs = self._inputs
         inputs.advance(tokens)
-        for row, state in self._drawing:
+        for row, state in self._random:
             inputs.sampling.set(row, state.draw(ahead), state.uniform(TOKEN, ahead))
-        for row, state in self._following:
+        for row, state in self._dependent:
             Draw(state).write(row, inputs.sampling)
         begin = perf_counter()
         self._graph.replay_again()
@@ -73,5 +74,7 @@ class _RecordedAgain:
     def tokens(self) -> list[int] | None:
         return self._inputs.sampled(self._count)
 
-    def run(self) -> Run:
-        return Run(self._work, *self._graph.result, lambda: self._inputs.sampling.read(self._count))
+    def launched(self) -> LaunchedBatch:
+        return LaunchedBatch(
+            self._batch, *self._graph.result, lambda: self._inputs.sampling.read(self._count)
+        )

@@ -1,10 +1,10 @@
-"""Decode steps of a GPU, one of which is always under way.
+"""Decode steps of a GPU with asynchronous scheduling: one step is always in flight.
 
-While the host looks at the tokens of one step, the next already runs: the tokens go from its
-sampler to the next step's inputs on the card. What the host decides meanwhile comes one step late.
-A request that has ended ran once too often: that token is dropped, and its key and value lie in a
-page that whoever has it next writes before reading, in the order of the stream. The others' tokens
-of such a step are kept (:meth:`RunAhead.landed`), so that little is computed for nothing.
+While the host reads the tokens of one step, the next step already runs: its inputs take the tokens
+from the sampler of the step before, on the card. So decisions of the host take effect one step
+later. A request that has ended runs one more step. That token is dropped; its key and value are in
+a page that the page's next owner overwrites before it reads them, because steps run in the order of
+the stream. Tokens of the other requests are kept (:meth:`InFlightStep.matching_rows`).
 """
 
 from __future__ import annotations
@@ -18,87 +18,92 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sdk.engine.rank.inputs import StepInputs
-from sdk.engine.rank.running import Running
-from sdk.engine.rank.work import Work
+from sdk.engine.rank.request import RankRequest
+from sdk.engine.rank.step_batch import StepBatch
 from sdk.kernels.backend import GraphRecorder
 from sdk.kernels.sampling import Tokens
 from sdk.kernels.sized_graphs import StepGraphs
 from sdk.sampling.state import RequestState
 from sdk.sampling.uniform import TOKEN
 
-#: Hidden states, logits and ``SamplingOps.sample_rows``.
+#: Hidden states, logits and the result of ``SamplingOps.sample_rows``.
 Decoded = tuple[Tensor, Tensor, Tensor]
-#: What was sampled is read while later steps write theirs: a batch beside it, and one ahead of
-#: each.
-_OUTCOMES = 4
+#: Buffers for readbacks. Later steps are launched before a readback is read: two batches in flight,
+#: each with one step ahead.
+_NUM_BUFFERS = 4
 
 
-class Arrival:
-    """What a step samples, on its way to the host: ``[rows, 3]`` of ``SamplingOps.sample_rows``."""
+class Readback:
+    """A copy of a step's samples to the host: ``[rows, 3]`` of ``SamplingOps.sample_rows``."""
 
-    def __init__(self, outcome: Tensor) -> None:
-        self._outcome = outcome
-        self._arrived: Any = None
-        if outcome.is_pinned():
-            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._arrived.record()
+    def __init__(self, samples: Tensor) -> None:
+        self._samples = samples
+        self._copied: Any = None
+        if samples.is_pinned():
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
 
     def read(self) -> NDArray[np.float64]:
-        """Wait for it."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        found: NDArray[np.float64] = self._outcome.numpy()
+        """Wait for the copy and return it."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        found: NDArray[np.float64] = self._samples.numpy()
         return found
 
     def tokens(self, rows: Sequence[int] | None = None) -> Tokens:
-        """The same by column; of some rows."""
+        """The same by column, for all rows or for ``rows``."""
         found = self.read()
         tokens, best, shares = (found if rows is None else found[list(rows)]).T.tolist()
         return Tokens([*map(int, tokens)], best, shares)
 
 
-class Arrivals:
-    """Memory of the host for what ``most`` rows of a step sample, of the last few steps."""
+class ReadbackBuffers:
+    """Host memory for the samples of the last few steps, each of up to ``max_rows`` rows."""
 
-    def __init__(self, most: int, *, pinned: bool) -> None:
-        shape = most, 3
-        self._outcomes = [
-            torch.zeros(shape, dtype=torch.float64, pin_memory=pinned) for _ in range(_OUTCOMES)
+    def __init__(self, max_rows: int, *, pinned: bool) -> None:
+        shape = max_rows, 3
+        self._buffers = [
+            torch.zeros(shape, dtype=torch.float64, pin_memory=pinned) for _ in range(_NUM_BUFFERS)
         ]
 
-    def send(self, sampled: Tensor) -> Arrival:
-        """Have it copied when the device is that far."""
-        outcome = self._outcomes.pop(0)
-        self._outcomes.append(outcome)
-        return Arrival(outcome[: len(sampled)].copy_(sampled, non_blocking=True))
+    def start(self, sampled: Tensor) -> Readback:
+        """Start a copy to the host. It runs when the device has computed ``sampled``."""
+        buffer = self._buffers.pop(0)
+        self._buffers.append(buffer)
+        return Readback(buffer[: len(sampled)].copy_(sampled, non_blocking=True))
 
 
-class Flight:
-    """A decode step that was launched: its rows, their lengths with it, and what it samples."""
+class InFlightStep:
+    """A launched decode step: its requests, their lengths after it, and its samples."""
 
-    def __init__(self, rows: Sequence[Running], lengths: list[int], arrival: Arrival) -> None:
-        self.rows = rows
+    def __init__(
+        self, requests: Sequence[RankRequest], lengths: list[int], readback: Readback
+    ) -> None:
+        self.requests = requests
         self.lengths = lengths
-        self.arrival = arrival
+        self.readback = readback
 
-    def landed(self, work: Work) -> dict[int, int]:
-        """The rows of ``work`` that it has run, with their rows in it."""
-        at = {id(request): row for row, request in enumerate(self.rows)}
+    def matching_rows(self, batch: StepBatch) -> dict[int, int]:
+        """The rows of ``batch`` that this step has already run: row in ``batch`` -> row in it."""
+        row_of = {id(request): row for row, request in enumerate(self.requests)}
         found = {}
-        for index, (row, request) in enumerate(zip(work.rows, work.running, strict=True)):
-            place = at.get(id(request))
+        for index, (row, request) in enumerate(zip(batch.rows, batch.requests, strict=True)):
+            own = row_of.get(id(request))
             if (
-                place is not None
-                and row.num_tokens == row.num_outputs == 1
-                and request.num_computed + 1 == self.lengths[place]
+                own is not None
+                and row.num_scheduled_tokens == row.num_output_rows == 1
+                and request.num_computed + 1 == self.lengths[own]
             ):
-                found[index] = place
+                found[index] = own
         return found
 
 
-class _Kept:
-    """Decode steps whose hidden states and logits go into buffers that all graphs share: with a
-    pair of its own each, those of 256 requests and 150,000 tokens would keep 2.5 GB of logits."""
+class _SharedResults:
+    """Runs decode steps and copies hidden states and logits to buffers that all graphs share.
+
+    With separate buffers per graph, the logits of 256 requests and a vocabulary of 150,000 tokens
+    would take 2.5 GB.
+    """
 
     def __init__(self, decode: Callable[[int, bool, bool], Decoded], largest: int) -> None:
         self._decode = decode
@@ -114,59 +119,68 @@ class _Kept:
 
 
 class RunAhead:
-    """Launches the decode steps of one engine. ``decode(size, shared, shaped)`` runs one over
-    ``inputs``: ``shared`` if all requests begin with the same pages, ``shaped`` if logits change.
+    """Launches the decode steps of one engine.
 
-    ``flight`` is the step whose tokens nobody has asked for yet.
+    ``decode(size, shared, shaped)`` runs one step over ``inputs``. ``shared``: all requests begin
+    with the same pages. ``shaped``: some logits change before the draw.
+
+    ``in_flight`` is the step that was launched before the scheduler planned it, if any.
     """
 
     def __init__(
         self,
         decode: Callable[[int, bool, bool], Decoded],
         inputs: StepInputs,
-        arrivals: Arrivals,
+        readbacks: ReadbackBuffers,
         recorder: GraphRecorder,
     ) -> None:
-        largest = min(len(inputs.token_ids), inputs.batch.num_requests)
-        self.graphs = StepGraphs(_Kept(decode, largest), largest, recorder)
+        largest = min(len(inputs.token_ids), inputs.attention_batch.num_requests)
+        self.graphs = StepGraphs(_SharedResults(decode, largest), largest, recorder)
         self._inputs = inputs
-        self._arrivals = arrivals
+        self._readbacks = readbacks
         self._bucket = 0, False, False
         self._sampled: Tensor | None = None
-        self.flight: Flight | None = None
+        self.in_flight: InFlightStep | None = None
 
-    def run(self, rows: Sequence[Running], shaped: bool) -> tuple[Flight, Tensor, Tensor]:
-        """The step just written into the inputs, with hidden states and logits.
+    def run(
+        self, requests: Sequence[RankRequest], shaped: bool
+    ) -> tuple[InFlightStep, Tensor, Tensor]:
+        """Launch the step in the inputs. Returns it with its hidden states and logits.
 
-        Those are valid until the next one.
+        They are valid until the next launch.
 
-        :raises CaptureError: where it cannot be captured.
+        :raises CaptureError: the step cannot be captured.
         """
-        size = self.graphs.size(len(rows))
-        self._bucket = size, self._inputs.fill_up(len(rows), size), shaped
-        lengths = [request.num_computed + 1 for request in rows]
-        return self._launch(rows, lengths)
+        size = self.graphs.size(len(requests))
+        self._bucket = size, self._inputs.pad(len(requests), size), shaped
+        lengths = [request.num_computed + 1 for request in requests]
+        return self._launch(requests, lengths)
 
-    def go_on(self, last: Flight, drawing: Sequence[tuple[int, RequestState]], ahead: int) -> None:
-        """Launch the step after ``last``, where all of its requests have a page for it.
+    def launch_next(
+        self, last: InFlightStep, random_draws: Sequence[tuple[int, RequestState]], ahead: int
+    ) -> None:
+        """Launch the step after ``last``, unless one of its requests has no page for it.
 
-        ``drawing``: the rows drawn at random, ``ahead`` tokens after those their states know.
+        ``random_draws``: the rows that are drawn at random. Their sampling states do not have the
+        last ``ahead`` tokens yet.
         """
-        self.flight = None
-        size = self._inputs.batch.page_size
-        for request, length in zip(last.rows, last.lengths, strict=True):
+        self.in_flight = None
+        size = self._inputs.attention_batch.page_size
+        for request, length in zip(last.requests, last.lengths, strict=True):
             if len(request.pages) * size <= length:
                 return
-        if drawing:
+        if random_draws:
             self._inputs.wait()
-        for row, state in drawing:
+        for row, state in random_draws:
             self._inputs.sampling.set(row, state.draw(ahead), state.uniform(TOKEN, ahead))
         assert self._sampled is not None
-        self._inputs.advance_on_device(len(last.rows), self._sampled, drawn=bool(drawing))
+        self._inputs.advance_on_device(len(last.requests), self._sampled, drawn=bool(random_draws))
         lengths = [length + 1 for length in last.lengths]
-        self.flight, _, _ = self._launch(last.rows, lengths)
+        self.in_flight, _, _ = self._launch(last.requests, lengths)
 
-    def _launch(self, rows: Sequence[Running], lengths: list[int]) -> tuple[Flight, Tensor, Tensor]:
+    def _launch(
+        self, requests: Sequence[RankRequest], lengths: list[int]
+    ) -> tuple[InFlightStep, Tensor, Tensor]:
         hidden, logits, self._sampled = self.graphs.replay(*self._bucket)
-        arrival = self._arrivals.send(self._sampled[: len(rows)])
-        return Flight(rows, lengths, arrival), hidden, logits
+        readback = self._readbacks.start(self._sampled[: len(requests)])
+        return InFlightStep(requests, lengths, readback), hidden, logits

@@ -19,10 +19,10 @@ from sdk.engine.rank.inputs import StepInputs
 from sdk.engine.rank.key_centres import centre_keys
 from sdk.engine.rank.kv_cache import cache_of_rank
 from sdk.engine.rank.recorded import Recorded
+from sdk.engine.rank.request import RankRequest
 from sdk.engine.rank.runner_config import RunnerConfig
-from sdk.engine.rank.running import Running
-from sdk.engine.rank.strategy import Repeat, Run, Strategy
-from sdk.engine.rank.work import Scored, Work, guided_rows, score_prompt
+from sdk.engine.rank.step_batch import ScoredRow, StepBatch, guided_logits, score_prompt
+from sdk.engine.rank.strategy import LaunchedBatch, Repeater, Strategy
 from sdk.errors import RequestError
 from sdk.executors.base import Pending
 from sdk.kernels.graph import CaptureError
@@ -34,24 +34,24 @@ from sdk.params import SamplingParams
 from sdk.quant.checkpoint import Checkpoint
 from sdk.sampling.sampler import Sampler
 
-#: Steps run again before requests hear of their tokens, at the next page boundary.
-_MOST_LATE = 64
+#: Requests get deferred tokens at the next page boundary after this many repeated steps.
+_MAX_DEFERRED = 64
 
 
 class ModelRunner:
-    """Builds and runs the model of one rank. Everything that touches tensors happens here.
+    """Builds and runs the model of one rank. All work with tensors is here.
 
-    Close it to give back weights, pages and threads.
+    ``close`` frees weights, pages and threads.
     """
 
     def __init__(
         self, config: RunnerConfig, mesh: Mesh, checkpoint: Checkpoint | None = None
     ) -> None:
         self._mesh = mesh
-        self._requests: dict[str, Running] = {}
-        #: The step launched last, and the same rows again.
-        self._last: _Step | None = None
-        self._again: _StepsAgain | None = None
+        self._requests: dict[str, RankRequest] = {}
+        #: The last step that was launched from a plan, and what repeats it.
+        self._last_step: _LaunchedStep | None = None
+        self._repeated: _RepeatedSteps | None = None
         self.unused_tensors: list[str] = []
         with contextlib.ExitStack() as undo:
             if checkpoint is None:
@@ -83,7 +83,7 @@ class ModelRunner:
             )
             self._passes = ForwardPasses(self.model, self.kv, self._inputs, self.ops, mesh)
             self.strategy: Strategy = Eager(self._passes, self._inputs, "enforce_eager")
-            #: Whether steps are to be recorded.
+            #: Whether steps should be recorded.
             self.records = False
             if not config.enforce_eager:
                 self.record()
@@ -92,9 +92,9 @@ class ModelRunner:
         release_free_memory()
 
     def close(self) -> None:
-        """Give everything back. Idempotent; the runner must not be used afterwards."""
+        """Free everything. Idempotent; the runner must not be used afterwards."""
         self._requests.clear()
-        self._last = self._again = None
+        self._last_step = self._repeated = None
         self._inputs.forget()
         self.forget_graphs()
         self.kv.close()
@@ -102,12 +102,12 @@ class ModelRunner:
         self.__dict__.pop("model", None)
 
     def forget_graphs(self) -> None:
-        """Run what is recorded no more, and give back what it holds."""
-        self._last = self._again = None
+        """Stop using recorded steps and free their memory."""
+        self._last_step = self._repeated = None
         self.strategy = Eager(self._passes, self._inputs, "enforce_eager")
 
     def record(self) -> None:
-        """Run steps in the fastest way that device and model allow, recorded anew."""
+        """Run steps in the fastest way that device and model support. Discards old recordings."""
         self.records = True
         self.forget_graphs()
         recorder = self.ops.recording.graph_recorder()
@@ -121,45 +121,42 @@ class ModelRunner:
 
     @property
     def ahead(self) -> tuple[int, int]:
-        """Steps launched before the tokens of the last one are known, and batches in flight."""
+        """The strategy's ``steps_ahead`` and ``batches_in_flight``, for the scheduler."""
         return self.strategy.steps_ahead, self.strategy.batches_in_flight
 
     @property
     def native_seconds(self) -> float:
-        """Spent in native calls so far."""
+        """Seconds spent in native calls so far."""
         return self._passes.native_seconds
 
     def launch(self, plan: StepPlan) -> Pending:
-        """Begin one step; see :class:`sdk.engine.plan.StepResult` for what comes of it.
-
-        Results are read in the order of the launches.
-        """
-        again = self._again
-        if again is not None:
-            if plan.rows is again.rows and not plan.copies and again.ready:
-                return again.launch(plan)
-            self._again = None
-            again.settle()
-        if self._last is not None:
-            self._last.release(plan.dropped)
+        """Launch one step; results must be read in the order of the launches."""
+        repeated = self._repeated
+        if repeated is not None:
+            if plan.rows is repeated.rows and not plan.copies and repeated.ready:
+                return repeated.launch(plan)
+            self._repeated = None
+            repeated.apply_deferred()
+        if self._last_step is not None:
+            self._last_step.read_results(plan.dropped)
         unwritten = self._update(plan)
-        running = [self._requests[row.request_id] for row in plan.rows]
-        runs: Sequence[Run] = ()
+        requests = [self._requests[row.request_id] for row in plan.rows]
+        launched: Sequence[LaunchedBatch] = ()
         if plan.rows:
-            work = Work(plan.rows, running, range(len(running)))
-            runs = self.strategy.launch(work)
-        for row, request in zip(plan.rows, running, strict=True):
-            request.num_computed += row.num_tokens - len(row.drafts)
-        self._last = _Step(self, plan, runs, unwritten)
-        return self._last
+            batch = StepBatch(plan.rows, requests, range(len(requests)))
+            launched = self.strategy.launch(batch)
+        for row, request in zip(plan.rows, requests, strict=True):
+            request.num_computed += row.num_scheduled_tokens - len(row.drafts)
+        self._last_step = _LaunchedStep(self, plan, launched, unwritten)
+        return self._last_step
 
     def _update(self, plan: StepPlan) -> dict[int, str]:
-        """Learn who came, went and got pages; the slots of the swap file that took no page."""
+        """Apply the plan's updates; returns swap slots whose write failed, with the reason."""
         for request_id, token_ids in plan.sampled:
             if (request := self._requests.get(request_id)) is not None:
                 request.accept(token_ids)
         self.kv.copy(plan.copies, self.ops)
-        self._inputs.follow(self._requests.values(), plan.copies)
+        self._inputs.apply_moves(self._requests.values(), plan.copies)
         for request_id, pages in plan.new_pages:
             self._requests[request_id].pages.extend(pages)
         if plan.dropped:
@@ -167,39 +164,39 @@ class ModelRunner:
         for request_id in plan.dropped:
             self._requests.pop(request_id, None)
         for start in plan.started:
-            request = self._requests[start.request_id] = Running(start)
+            request = self._requests[start.request_id] = RankRequest(start)
             if start.negative_of is not None:
                 self._requests[start.negative_of].negative = request
         return dict(self.kv.unwritten()) if plan.copies and self.kv.has_swap_file else {}
 
-    def finish(self, step: _Step) -> StepResult:
-        """Wait for a step; its requests take what was sampled."""
+    def finish(self, step: _LaunchedStep) -> StepResult:
+        """Wait for a step and append the sampled tokens to its requests."""
         plan = step.plan
         result = _Results([()] * len(plan.rows), {}, {}, {}, {})
-        for run in step.runs:
-            work = run.work
-            # torch changes or reads what was made in this mode
-            special = work.negatives or work.scored
+        for launched in step.launched:
+            batch = launched.batch
+            # guidance and scores use inference tensors, which torch allows only in this mode
+            special = batch.negatives or batch.scored
             with torch.inference_mode() if special else contextlib.nullcontext():
-                if work.draws and self._mesh.rank == 0:
-                    self._sample(run, result)
-                for one in work.scored:
-                    self._score(one, run, result)
-        if len(step.runs) == 1 and step is self._last and self._mesh.rank == 0:
-            self._plan_repeat(plan, step.runs[0].work, result)
+                if batch.draws and self._mesh.rank == 0:
+                    self._sample(launched, result)
+                for scored_row in batch.scored:
+                    self._score(scored_row, launched, result)
+        if len(step.launched) == 1 and step is self._last_step and self._mesh.rank == 0:
+            self._prepare_repeat(plan, step.launched[0].batch, result)
         return StepResult(plan.step_id, *result, step.unwritten)
 
-    def _sample(self, run: Run, result: _Results) -> None:
-        """Have the requests of a run take their tokens, and drafts as far as they are right."""
-        work = run.work
+    def _sample(self, launched: LaunchedBatch, result: _Results) -> None:
+        """Append the sampled tokens and the accepted drafts to the requests of a batch."""
+        batch = launched.batch
         begin = perf_counter()
-        chosen = run.chosen()
+        tokens_drawn = launched.read_tokens()
         self._passes.native_seconds += perf_counter() - begin
-        if work.negatives:  # what was drawn is not guided yet
-            outcomes = self.sampler.sample(guided_rows(work, run.logits), work.draws)
+        if batch.negatives:  # these tokens were drawn without guidance
+            outcomes = self.sampler.sample(guided_logits(batch, launched.logits), batch.draws)
         else:
-            outcomes = self.sampler.collect(run.logits, work.draws, chosen)
-        for place, row, request, first in work.sampled:
+            outcomes = self.sampler.collect(launched.logits, batch.draws, tokens_drawn)
+        for plan_index, row, request, first in batch.sampled:
             outcome = outcomes[first]
             if isinstance(outcome, str):
                 result.errors[row.request_id] = outcome
@@ -207,48 +204,49 @@ class ModelRunner:
             found = [outcome]
             for draft, outcome in zip(row.drafts, outcomes[first + 1 :], strict=False):
                 if draft != found[-1].token_id or isinstance(outcome, str):
-                    break  # the next step says the same of a row that is not finite
+                    break  # logits that are not finite fail the request in the next step
                 found.append(outcome)
             if not request.state.plain:
                 result.details[row.request_id] = found
-            tokens = result.tokens[place] = [one.token_id for one in found]
+            tokens = result.tokens[plan_index] = [one.token_id for one in found]
             request.accept(tokens)
 
-    def _score(self, one: Scored, run: Run, result: _Results) -> None:
-        """Log-probabilities of the prompt tokens that follow those just run; an embedding."""
-        start, hidden = one.request.start, run.hidden[one.begin : one.end]
+    def _score(self, scored_row: ScoredRow, launched: LaunchedBatch, result: _Results) -> None:
+        """Add log-probabilities of prompt tokens that follow those just run, or an embedding."""
+        start = scored_row.request.start
+        hidden = launched.hidden[scored_row.begin : scored_row.end]
         request_id = start.request_id
         if start.params.prompt_logprobs is not None:
             try:
-                if scored := score_prompt(self.sampler, one, hidden, self._logits):
+                if scored := score_prompt(self.sampler, scored_row, hidden, self._logits):
                     result.prompt_logprobs[request_id] = scored
             except RequestError as error:  # its logits are not finite
                 result.errors[request_id] = str(error)
-        if start.kind == "embed" and one.ends:
+        if start.kind == "embed" and scored_row.ends:
             if bool(hidden[-1].isfinite().all()):
                 vector = torch.nn.functional.normalize(hidden[-1], dim=0)
                 result.hidden[request_id] = vector.tolist()
             else:
                 result.errors[request_id] = "the model's hidden state is not finite"
 
-    def _plan_repeat(self, plan: StepPlan, work: Work, result: _Results) -> None:
-        """Prepare for the same rows once more."""
-        if work.plain and work.decodes and not result.errors:
-            repeat = self.strategy.repeat(work)
-            if repeat is not None:
+    def _prepare_repeat(self, plan: StepPlan, batch: StepBatch, result: _Results) -> None:
+        """Prepare for plans with the same rows again."""
+        if batch.plain and batch.is_decode and not result.errors:
+            repeater = self.strategy.repeater(batch)
+            if repeater is not None:
                 tokens = [found[0] for found in result.tokens]
-                self._again = _StepsAgain(self, plan.rows, work, repeat, tokens)
+                self._repeated = _RepeatedSteps(self, plan.rows, batch, repeater, tokens)
 
-    def extend(self, plan: StepPlan, work: Work) -> None:
-        """Hand out new pages to requests whose rows stay."""
+    def add_pages(self, plan: StepPlan, batch: StepBatch) -> None:
+        """Add a plan's new pages to requests whose rows stay the same."""
         for request_id, pages in plan.new_pages:
             self._requests[request_id].pages.extend(pages)
         self._inputs.wait()
-        for row, request in enumerate(work.running):
+        for row, request in enumerate(batch.requests):
             self._inputs.write_pages(row, request)
 
     def _logits(self, hidden: Tensor, adapter: int = -1) -> Iterator[Tensor]:
-        """The head over rows of one adapter, some at a time; each is valid until the next."""
+        """Yield logits of rows of one adapter, in parts. Each part is valid until the next."""
         rows = scored_rows(self.model.config.vocab_size)
         for begin in range(0, len(hidden), rows):
             part = hidden[begin : begin + rows]
@@ -259,32 +257,33 @@ class ModelRunner:
                 self.ops.adapter_slots = slots
                 logits = self.model.logits(part)
             yield logits
-            del logits  # its memory is the next one's
+            del logits  # free it before the next part
 
     def prompt_logits(self, token_ids: Sequence[int]) -> Iterator[Tensor]:
-        """What the model expects behind each token of a prompt, run in steps as a request is.
+        """Yield the logits after each token of a prompt, which runs in steps like a request.
 
-        Float32 ``[n, vocab]`` for the next ``n <= 128`` tokens, valid until the next is asked for.
-        No request may be in the runner; the pages of earlier ones are written over. Those of a
-        ladder are as low as they may be when a step begins.
+        Each part is float32 ``[n, vocab]`` for the next ``n <= 128`` tokens and is valid until the
+        next part. The runner must have no requests; pages of earlier requests are overwritten. With
+        tiered KV quantization, pages are in the lowest tier that is possible before each step.
         """
-        pages = -(-len(token_ids) // self._inputs.batch.page_size)
-        places, count = tuple(range(1, pages + 1)), len(token_ids)
-        start = RequestStart("prompt", tuple(token_ids), count, 0, places, SamplingParams())
-        request = Running(start)
+        pages = -(-len(token_ids) // self._inputs.attention_batch.page_size)
+        page_ids, count = tuple(range(1, pages + 1)), len(token_ids)
+        start = RequestStart("prompt", tuple(token_ids), count, 0, page_ids, SamplingParams())
+        request = RankRequest(start)
         for begin in range(0, len(token_ids), len(self._inputs.token_ids)):
             moves = descent(request.pages, begin, self.kv.spec, self.kv.keep)
             self.kv.copy(moves, self.ops)
-            self._inputs.follow([request], moves)
+            self._inputs.apply_moves([request], moves)
             count = min(len(token_ids) - begin, len(self._inputs.token_ids))
-            (run,) = self.strategy.launch(Work([StepRow("prompt", count)], [request], [0]))
+            batch = StepBatch([StepRow("prompt", count)], [request], [0])
+            (launched,) = self.strategy.launch(batch)
             request.num_computed += count
-            yield from self._logits(run.hidden[:count])
+            yield from self._logits(launched.hidden[:count])
         self._inputs.forget()
 
 
 class _Results(NamedTuple):
-    """What becomes of a step, see :class:`sdk.engine.plan.StepResult`."""
+    """Most fields of a :class:`sdk.engine.plan.StepResult`."""
 
     tokens: list[Sequence[int]]
     details: dict[str, Sequence[Sampled]]
@@ -293,106 +292,120 @@ class _Results(NamedTuple):
     errors: dict[str, str]
 
 
-class _Step:
+class _LaunchedStep:
     """A step that was launched."""
 
-    __slots__ = ("_result", "_runner", "plan", "runs", "unwritten")
+    __slots__ = ("_result", "_runner", "launched", "plan", "unwritten")
 
     def __init__(
-        self, runner: ModelRunner, plan: StepPlan, runs: Sequence[Run], unwritten: dict[int, str]
+        self,
+        runner: ModelRunner,
+        plan: StepPlan,
+        launched: Sequence[LaunchedBatch],
+        unwritten: dict[int, str],
     ) -> None:
         self._runner = runner
         self._result: StepResult | None = None
         self.plan = plan
-        self.runs = runs
+        self.launched = launched
         self.unwritten = unwritten
 
     def result(self) -> StepResult:
-        """Wait for it."""
+        """Wait for the step."""
         if self._result is None:
             self._result = self._runner.finish(self)
-            self.runs = ()
+            self.launched = ()
         return self._result
 
-    def release(self, dropped: Sequence[str]) -> None:
-        """Read now what the next launch writes over: hidden states and logits. Not of a step that
-        was given up: all its requests are ``dropped`` then.
+    def read_results(self, dropped: Sequence[str]) -> None:
+        """Read hidden states and logits before the next launch overwrites them.
+
+        If all requests are ``dropped``, the step was given up and is not read.
         """
-        if all(run.work.plain for run in self.runs):
+        if all(launched.batch.plain for launched in self.launched):
             return
         if not all(row.request_id in dropped for row in self.plan.rows):
             self.result()
 
 
-class _StepsAgain:
-    """The rows of the last step once more, as often as nothing else happens.
+class _RepeatedSteps:
+    """Runs the rows of the last step again, as long as plans have the same rows.
 
-    Their requests hear of the tokens when something does; at once only sampling states whose next
-    draw depends on them.
+    Tokens are deferred: requests get them when a plan has other rows, or at a page boundary after
+    ``_MAX_DEFERRED`` steps. Sampling states whose next draw depends on a token get it at once.
     """
 
-    __slots__ = ("_following", "_late", "_plan", "_repeat", "_runner", "_tokens", "_work", "rows")
+    __slots__ = (
+        "_batch",
+        "_deferred",
+        "_dependent",
+        "_plan",
+        "_repeater",
+        "_runner",
+        "_tokens",
+        "rows",
+    )
 
     def __init__(
         self,
         runner: ModelRunner,
         rows: Sequence[StepRow],
-        work: Work,
-        repeat: Repeat,
+        batch: StepBatch,
+        repeater: Repeater,
         tokens: list[int],
     ) -> None:
         self.rows = rows
         self._runner = runner
-        self._work = work
-        self._repeat = repeat
+        self._batch = batch
+        self._repeater = repeater
         self._tokens = tokens  # of the last step
-        self._late: list[list[int]] = []  # of steps of which the requests do not know
-        self._following = [
+        self._deferred: list[list[int]] = []  # by step: tokens that the requests do not have yet
+        self._dependent = [
             (row, request.state)
-            for row, request in enumerate(work.running)
+            for row, request in enumerate(batch.requests)
             if not request.state.foreseeable
         ]
         self._plan: StepPlan
 
     @property
     def ready(self) -> bool:
-        """Whether it can be launched now."""
-        return self._repeat.ready
+        """Whether the next step can be launched now."""
+        return self._repeater.ready
 
-    def launch(self, plan: StepPlan) -> _StepsAgain:
-        """The same rows, of which some may have new pages."""
+    def launch(self, plan: StepPlan) -> _RepeatedSteps:
+        """Launch the same rows, some of which may have new pages."""
         if plan.new_pages:
-            self._runner.extend(plan, self._work)
-            if len(self._late) >= _MOST_LATE:
-                self.settle()
+            self._runner.add_pages(plan, self._batch)
+            if len(self._deferred) >= _MAX_DEFERRED:
+                self.apply_deferred()
         self._plan = plan
-        self._repeat.launch(self._tokens, len(self._late))
+        self._repeater.launch(self._tokens, len(self._deferred))
         return self
 
     def result(self) -> StepResult:
-        """A token for each row, or why there is none."""
-        tokens = self._repeat.tokens()
+        """Wait for the step: a token for each row, or the reason why there is none."""
+        tokens = self._repeater.tokens()
         if tokens is None:
-            self.settle()
-            for request in self._work.running:
+            self.apply_deferred()
+            for request in self._batch.requests:
                 request.num_computed += 1
-            step = _Step(self._runner, self._plan, [self._repeat.run()], {})
+            step = _LaunchedStep(self._runner, self._plan, [self._repeater.launched()], {})
             return self._runner.finish(step)
         self._tokens = tokens
-        self._late.append(tokens)
-        for row, state in self._following:
+        self._deferred.append(tokens)
+        for row, state in self._dependent:
             state.append((tokens[row],))
         return StepResult(self._plan.step_id, [(token,) for token in tokens])
 
-    def settle(self) -> None:
-        """Tell the requests."""
-        late, self._late = self._late, []
-        if not late:
+    def apply_deferred(self) -> None:
+        """Append the deferred tokens to the requests."""
+        deferred, self._deferred = self._deferred, []
+        if not deferred:
             return
-        following = {row for row, _ in self._following}
-        for row, request in enumerate(self._work.running):
-            tokens = [step[row] for step in late]
+        dependent = {row for row, _ in self._dependent}
+        for row, request in enumerate(self._batch.requests):
+            tokens = [step[row] for step in deferred]
             request.token_ids += tokens
             request.num_computed += len(tokens)
-            if row not in following:
+            if row not in dependent:
                 request.state.append(tokens)

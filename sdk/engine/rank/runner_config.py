@@ -20,7 +20,7 @@ from sdk.quant.checkpoint import Checkpoint
 
 @dataclass(frozen=True, slots=True)
 class RunnerConfig:
-    """What a rank needs to build itself, in plain values: the same object goes to every process."""
+    """Everything a rank needs to load its model, as plain values that go to every process."""
 
     model: str
     num_pages: int
@@ -44,15 +44,16 @@ class RunnerConfig:
     num_swap_pages: int = 0
     swap_path: str | None = None
     kv_keep: tuple[int, int] = KEPT_PAGES
-    #: Bytes of this rank's weights that go to a file in ``disk_folder``, and of those that stay.
+    #: Bytes of this rank's weights that are offloaded to a file in ``disk_folder``, and bytes that
+    #: stay in memory.
     disk_bytes: int = 0
     resident_bytes: int = 0
     disk_folder: str = ""
-    #: Of a GPU: the first of the layers whose weights lie in the machine's memory.
+    #: GPU only: the first layer whose weights are offloaded to host memory.
     host_from: int | None = None
 
     def open_model(self) -> Checkpoint:
-        """The model's files, packed at load where that is asked for."""
+        """Open the model's files, with online quantization if ``quantization`` is set."""
         checkpoint = open_checkpoint(
             self.model, revision=self.revision, local_files_only=self.local_files_only
         )
@@ -61,7 +62,7 @@ class RunnerConfig:
     def open_ops(self) -> Ops:
         """The operators of this rank.
 
-        :raises OutOfMemoryError: the disk has no room for the weights that go there.
+        :raises OutOfMemoryError: the disk has no room for the offloaded weights.
         """
         return Ops(
             self.device,

@@ -1,4 +1,4 @@
-"""Memory that the host writes and a device reads: a step's inputs and the table of its pages."""
+"""Memory that the host writes and a device reads: a step's inputs and its page table."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch import Tensor
 
 _LINE = 64  # bytes of a cache line
 _TYPES = {np.int32: torch.int32, np.int64: torch.int64, np.float64: torch.float64}
-#: New entries of a table that are sent one by one: 64 KiB. Beyond, all of it is.
-_MOST_NEW = 4096
+#: New page table entries that are sent one by one (64 KiB). With more, the whole table is sent.
+_MAX_UPDATES = 4096
 
 
 class Buffers:
-    """Arrays in one piece of memory, and the tensors of a device that are copies of them.
+    """Arrays of the host in one block of memory, and their copies as tensors of a device.
 
-    On a CPU they are the same memory; to a GPU all go in one copy from pinned memory, in the order
-    of the stream, so that a step reads what was written before it.
+    On a CPU both are the same memory. To a GPU the whole block goes in one copy from pinned memory,
+    in the order of the stream, so that a step reads what was written before its launch.
     """
 
     def __init__(self, device: torch.device, *parts: tuple[type[Any], tuple[int, ...]]) -> None:
@@ -42,21 +42,21 @@ class Buffers:
 
     @staticmethod
     def _memory(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Zeros of the host and of the device."""
+        """Zeroed memory of the host and of the device."""
         if device.type == "cuda":
             host = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
             return host, host.to(device)
-        host = torch.from_numpy(np.zeros(size, np.uint8))  # there only where it was written
+        host = torch.from_numpy(np.zeros(size, np.uint8))  # uses physical memory only where written
         return host, host
 
     @property
-    def apart(self) -> bool:
-        """Whether the device has memory of its own."""
+    def separate(self) -> bool:
+        """Whether the device's memory is separate from the host's."""
         return self._device is not self._host
 
     def send(self, part: int | None = None, rows: int | None = None) -> None:
-        """Copy what the arrays hold now: all, or one of them, or its first rows."""
-        if not self.apart:
+        """Copy the arrays to the device: all, or one ``part``, or its first ``rows``."""
+        if not self.separate:
             return
         bytes_ = slice(None)
         if part is not None:
@@ -68,7 +68,7 @@ class Buffers:
             self._sent.record()
 
     def wait(self) -> None:
-        """Until what was sent last has been read: the arrays must not be written before that."""
+        """Wait until the last copy is done. The arrays must not be written before that."""
         if self._sent is not None:
             self._sent.synchronize()
 
@@ -76,45 +76,45 @@ class Buffers:
 class PageTable:
     """The pages of each row's request: int32 ``[rows, width]``, as an array and on the device.
 
-    A step adds an entry or a few, but for 64 requests of 131,072 tokens the table has 2 MiB: only
-    what is new goes to a GPU, as a list of places and pages that one launch puts there.
+    A step adds few entries, while the table of 64 requests of 131,072 tokens has 2 MiB. So only new
+    entries are sent to a GPU, as pairs of position and page, which one launch writes to the table.
     """
 
     def __init__(self, device: torch.device, rows: int, width: int) -> None:
-        most = min(_MOST_NEW, rows * width)
+        most = min(_MAX_UPDATES, rows * width)
         self._buffers = Buffers(device, (np.int32, (rows, width)), (np.int64, (most, 2)))
-        self.array, self._news = self._buffers.arrays
-        self.tensor, news = self._buffers.tensors
-        self._places = news[:, 0]
-        self._pages = news.view(torch.int32)[:, 2]  # the lower half of each
-        #: By row, the columns whose entries were not sent yet.
-        self._new: dict[int, tuple[int, int]] = {}
+        self.array, self._updates = self._buffers.arrays
+        self.tensor, updates = self._buffers.tensors
+        self._positions = updates[:, 0]
+        self._pages = updates.view(torch.int32)[:, 2]  # the lower half of each
+        #: By row: the range of columns whose entries were not sent yet.
+        self._unsent: dict[int, tuple[int, int]] = {}
 
     def write(self, row: int, begin: int, pages: Sequence[int]) -> None:
-        """The pages of a row from its ``begin``-th on."""
+        """Write pages to a row, from column ``begin`` on."""
         end = begin + len(pages)
         self.array[row, begin:end] = pages
-        if self._buffers.apart:
-            first, last = self._new.get(row, (begin, end))
-            self._new[row] = min(first, begin), max(last, end)
+        if self._buffers.separate:
+            first, last = self._unsent.get(row, (begin, end))
+            self._unsent[row] = min(first, begin), max(last, end)
 
     def send(self) -> None:
-        """Bring what was written to the device."""
-        if not self._new:
+        """Send new entries to the device."""
+        if not self._unsent:
             return
-        count = sum(end - begin for begin, end in self._new.values())
-        if count > len(self._news):
+        count = sum(end - begin for begin, end in self._unsent.values())
+        if count > len(self._updates):
             self._buffers.send(0)
         else:
             at, width = 0, self.array.shape[1]
-            for row, (begin, end) in self._new.items():
-                news = self._news[at : at + end - begin]
-                news[:, 0] = np.arange(row * width + begin, row * width + end)
-                news[:, 1] = self.array[row, begin:end]
+            for row, (begin, end) in self._unsent.items():
+                updates = self._updates[at : at + end - begin]
+                updates[:, 0] = np.arange(row * width + begin, row * width + end)
+                updates[:, 1] = self.array[row, begin:end]
                 at += end - begin
             self._buffers.send(1, count)
-            self.tensor.view(-1).index_copy_(0, self._places[:count], self._pages[:count])
-        self._new.clear()
+            self.tensor.view(-1).index_copy_(0, self._positions[:count], self._pages[:count])
+        self._unsent.clear()
 
     def wait(self) -> None:
         """See :meth:`Buffers.wait`."""

@@ -1,7 +1,7 @@
-"""How a rank runs a step: operator by operator, as one recorded program, or as graphs of a device.
+"""How a rank runs a step: operator by operator, as one recorded program, or as CUDA graphs.
 
-A strategy writes a :class:`~sdk.engine.rank.work.Work` into the inputs, launches it, and answers
-with what came out, or will. There are eager.py, recorded.py and device_graphs.py.
+A strategy writes a :class:`~sdk.engine.rank.step_batch.StepBatch` into the inputs, launches it and
+returns a :class:`LaunchedBatch`. The strategies are in eager.py, recorded.py and device_graphs.py.
 """
 
 from __future__ import annotations
@@ -11,67 +11,69 @@ from typing import Protocol
 
 from torch import Tensor
 
-from sdk.engine.rank.work import Work
+from sdk.engine.rank.step_batch import StepBatch
 from sdk.kernels.sampling import Tokens
 
 
-class Run:
-    """Work that was launched. ``hidden`` states of its tokens and ``logits`` of its outputs are
-    valid until the next launch; ``chosen`` waits for what was drawn.
+class LaunchedBatch:
+    """A batch that was launched. The ``hidden`` states of its tokens and the ``logits`` of its
+    output rows are valid until the next launch. ``read_tokens`` waits for the sampled tokens.
     """
 
-    __slots__ = ("chosen", "hidden", "logits", "work")
+    __slots__ = ("batch", "hidden", "logits", "read_tokens")
 
     def __init__(
-        self, work: Work, hidden: Tensor, logits: Tensor, chosen: Callable[[], Tokens]
+        self, batch: StepBatch, hidden: Tensor, logits: Tensor, read_tokens: Callable[[], Tokens]
     ) -> None:
-        self.work = work
+        self.batch = batch
         self.hidden = hidden
         self.logits = logits
-        self.chosen = chosen
+        self.read_tokens = read_tokens
 
 
-class Repeat(Protocol):
-    """The last step's rows once more, one plain token each, with as little work as possible.
+class Repeater(Protocol):
+    """Runs the rows of the last step again, with one new plain token each, at the lowest cost.
 
-    It touches little: a step leaves the caches full of weights, and each function or object not
-    used since costs 1 to 10 us.
+    It uses few objects: a step leaves the CPU caches full of weights, and each function or object
+    not used since then costs 1 to 10 us.
     """
 
     @property
     def ready(self) -> bool:
-        """Whether it can be launched now."""
+        """Whether the next step can be launched now."""
 
     def launch(self, tokens: list[int], ahead: int) -> None:
-        """The step after the one that sampled ``tokens``. Sampling states do not know the last
-        ``ahead`` of their tokens, but for those whose draw depends on them (``foreseeable``).
+        """Launch the step after the one that sampled ``tokens``.
+
+        Sampling states do not have the last ``ahead`` of their tokens yet, except states whose
+        draw depends on them (not ``foreseeable``).
         """
 
     def tokens(self) -> list[int] | None:
-        """What was sampled; None: not all logits are finite, see :meth:`run`."""
+        """Wait for the sampled tokens. None: some logits are not finite; use :meth:`launched`."""
 
-    def run(self) -> Run:
-        """The same with everything that came out."""
+    def launched(self) -> LaunchedBatch:
+        """The same step with all of its results."""
 
 
 class Strategy(Protocol):
-    """One way to run steps. The properties say how, for ``llm.explain()``."""
+    """One way to run steps. ``llm.explain()`` prints the properties."""
 
     @property
     def eager_reason(self) -> str | None:
-        """Why decode steps run operator by operator; None: they do not."""
+        """Why decode steps run operator by operator, or None if they do not."""
 
     @property
     def eager_prompts_reason(self) -> str | None:
-        """The same of steps with prompts."""
+        """Why steps with prompts run operator by operator, or None if they do not."""
 
     @property
     def most_tokens_in_pieces(self) -> int:
-        """Tokens of the largest step that is replayed in pieces; 0: none is."""
+        """Tokens of the largest step that is replayed in pieces, or 0 if none is."""
 
     @property
     def failed_captures(self) -> list[str]:
-        """Why only some sizes are replayed."""
+        """Reasons why some sizes are not replayed."""
 
     @property
     def steps_ahead(self) -> int:
@@ -79,10 +81,13 @@ class Strategy(Protocol):
 
     @property
     def batches_in_flight(self) -> int:
-        """How many batches may be launched before the first of them is read."""
+        """How many batches may be launched before the result of the first is read."""
 
-    def launch(self, work: Work) -> Sequence[Run]:
-        """Run a step, in one part or several."""
+    def launch(self, batch: StepBatch) -> Sequence[LaunchedBatch]:
+        """Run a step, as one batch or as several."""
 
-    def repeat(self, work: Work) -> Repeat | None:
-        """What runs ``work``, launched last, all decodes and plain, again. None: nothing does."""
+    def repeater(self, batch: StepBatch) -> Repeater | None:
+        """Runs ``batch`` again. ``batch`` is the last one launched, plain, and decodes only.
+
+        None: this strategy cannot repeat it.
+        """

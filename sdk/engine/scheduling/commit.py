@@ -46,13 +46,13 @@ class Committer:
             index += 1
             if request.status is not _RUNNING:
                 continue  # aborted while the step ran
-            request_id, num, num_outputs, drafts, _ = rows[index]
+            request_id, num, num_output_rows, drafts, _ = rows[index]
             if errors and request_id in errors:
                 self._fail(request, errors[request_id], updates)
                 continue
             tokens: Sequence[int] = ()
             before = request.num_computed
-            if num_outputs and request.negative_of is None:
+            if num_output_rows and request.negative_of is None:
                 tokens = found[index] if found else ()
                 if not tokens:
                     self._fail(request, "the step returned no token", updates)

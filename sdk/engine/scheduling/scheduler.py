@@ -232,7 +232,7 @@ class Scheduler:
         """A batch, in flight from now on."""
         self._num_steps += 1
         self._step_id += 1
-        self._num_tokens = sum(row.num_tokens for _, row in rows)
+        self._num_tokens = sum(row.num_scheduled_tokens for _, row in rows)
         plan = StepPlan(
             self._step_id,
             tuple(row for _, row in rows),
@@ -367,7 +367,7 @@ class Scheduler:
                 num = 1 + len(found)
                 decodes[index] = (
                     request,
-                    row._replace(num_tokens=num, num_outputs=num, drafts=found),
+                    row._replace(num_scheduled_tokens=num, num_output_rows=num, drafts=found),
                 )
             if len(request.pages) > held:
                 new_pages.append((request.request_id, tuple(request.pages[held:])))
@@ -440,4 +440,4 @@ def _row(sequence: Request, num_tokens: int) -> StepRow:
 
 
 def _several(part: tuple[Request, StepRow]) -> bool:
-    return part[1].num_tokens > 1
+    return part[1].num_scheduled_tokens > 1

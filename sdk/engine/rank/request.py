@@ -1,4 +1,4 @@
-"""What a rank remembers of a request between steps."""
+"""The state of a request on one rank, kept between steps."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from sdk.engine.plan import RequestStart
 from sdk.sampling.state import RequestState
 
 
-class Running:
-    """One request, or the guide of one: its tokens, pages and sampling state."""
+class RankRequest:
+    """A request, or the negative sequence of one (CFG): its tokens, pages and sampling state."""
 
     __slots__ = (
-        "looked_at",
         "negative",
         "num_computed",
         "num_prompt",
@@ -20,6 +19,7 @@ class Running:
         "start",
         "state",
         "token_ids",
+        "uses_hidden",
     )
 
     def __init__(self, start: RequestStart) -> None:
@@ -28,11 +28,11 @@ class Running:
         self.num_prompt = start.num_prompt_tokens
         self.num_computed = start.num_computed
         self.pages = list(start.pages)
-        #: Its guide, which goes on with the same tokens.
-        self.negative: Running | None = None
-        #: Whether more than the token is wanted of the rows it runs: scores, an embedding.
-        self.looked_at = start.kind == "embed" or start.params.prompt_logprobs is not None
-        #: Of a guide it is never asked for anything.
+        #: Its negative sequence, which continues with the same tokens.
+        self.negative: RankRequest | None = None
+        #: Whether hidden states of its rows are used, for prompt log-probabilities or an embedding.
+        self.uses_hidden = start.kind == "embed" or start.params.prompt_logprobs is not None
+        #: Not used by negative sequences.
         self.state = RequestState(
             start.params,
             start.resolved,
@@ -42,9 +42,9 @@ class Running:
         )
 
     def accept(self, token_ids: Sequence[int]) -> None:
-        """Take what was sampled: one token, and one more for each draft that was right.
+        """Append sampled tokens: one, and one more for each accepted draft.
 
-        A step counts its drafts as not computed.
+        ``num_computed`` does not include the drafts of a step yet, so accepted ones are added here.
         """
         self.state.append(token_ids)
         self.token_ids += token_ids

@@ -1,0 +1,158 @@
+"""The rows that a rank runs together in one step, and which of their tokens are output rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from sdk.engine.plan import Sampled, StepRow
+from sdk.engine.rank.request import RankRequest
+from sdk.sampling.draws import Draw
+from sdk.sampling.guidance import guide
+from sdk.sampling.sampler import Sampler
+from sdk.sampling.state import RequestState
+
+
+class SampledRow(NamedTuple):
+    """A row that is sampled: its index in the plan, and the first of its output rows."""
+
+    plan_index: int
+    row: StepRow
+    request: RankRequest
+    first_output: int
+
+
+class ScoredRow(NamedTuple):
+    """A row whose hidden states are used after the run, for prompt log-probabilities or for an
+    embedding. Its tokens are ``begin`` to ``end`` of the step; the first of them is token
+    ``first`` of the request.
+    """
+
+    row: StepRow
+    request: RankRequest
+    begin: int
+    end: int
+    first: int
+
+    @property
+    def ends(self) -> bool:
+        """Whether its last token is the last known token of the request."""
+        return self.first + self.end - self.begin == len(self.request.token_ids)
+
+
+class StepBatch:
+    """Rows of one plan that run together. ``plan_indices`` are their indices in the plan."""
+
+    __slots__ = (
+        "draws",
+        "negatives",
+        "output_rows",
+        "plan_indices",
+        "requests",
+        "rows",
+        "sampled",
+        "scored",
+    )
+
+    def __init__(
+        self, rows: Sequence[StepRow], requests: Sequence[RankRequest], plan_indices: Sequence[int]
+    ) -> None:
+        self.rows = rows
+        self.requests = requests
+        self.plan_indices = plan_indices
+        #: The tokens of the step that have logits: sampled ones first, then one for each negative
+        #: sequence (CFG).
+        self.output_rows: list[int] = []
+        #: How each of the sampled output rows is drawn.
+        self.draws: list[Draw] = []
+        self.sampled: list[SampledRow] = []
+        #: For each guided request, by id: the last token of its negative sequence in the step.
+        self.negatives: dict[str, int] = {}
+        self.scored: list[ScoredRow] = []
+        output_rows, draws = self.output_rows, self.draws
+        begin = 0
+        for plan_index, row, request in zip(plan_indices, rows, requests, strict=True):
+            _, num_tokens, count, drafts, _ = row
+            end = begin + num_tokens
+            if request.uses_hidden and (
+                request.start.kind == "embed" or request.num_computed < request.num_prompt - 1
+            ):
+                self.scored.append(ScoredRow(row, request, begin, end, request.num_computed))
+            if count and request.start.negative_of is not None:
+                self.negatives[request.start.negative_of] = end - 1
+            elif count:
+                self.sampled.append(SampledRow(plan_index, row, request, len(output_rows)))
+                output_rows += range(end - count, end)
+                draws += [Draw.behind(request.state, drafts[:known]) for known in range(count)]
+            begin = end
+        output_rows += self.negatives.values()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all rows, including drafts."""
+        return sum(row.num_scheduled_tokens for row in self.rows)
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every row is one token with logits."""
+        return len(self.output_rows) == len(self.rows) == self.num_tokens
+
+    @property
+    def plain(self) -> bool:
+        """Whether only the drawn tokens are used: no guidance, no log-probabilities, no callbacks,
+        no mirostat.
+        """
+        return not (self.negatives or self.scored) and all(draw.state.plain for draw in self.draws)
+
+    @property
+    def foreseeable(self) -> bool:
+        """Whether the next step's draws can be set up without this step's tokens."""
+        return all(draw.state.foreseeable for draw in self.draws)
+
+    @property
+    def random_draws(self) -> list[tuple[int, RequestState]]:
+        """The output rows that are drawn at random, with their sampling states."""
+        return [(row, draw.state) for row, draw in enumerate(self.draws) if not draw.state.greedy]
+
+    def subset(self, indices: Sequence[int]) -> StepBatch:
+        """A batch of some of the rows."""
+        return StepBatch(
+            [self.rows[i] for i in indices],
+            [self.requests[i] for i in indices],
+            [self.plan_indices[i] for i in indices],
+        )
+
+
+def guided_logits(batch: StepBatch, logits: Tensor) -> Tensor:
+    """The logits of sampled rows, with guidance applied in place to those of guided requests."""
+    logits, negative = logits[: len(batch.output_rows)].tensor_split([len(batch.draws)])
+    own = {one.request.start.request_id: one for one in batch.sampled}
+    for row, request_id in zip(negative, batch.negatives, strict=True):
+        one = own[request_id]
+        guide(logits[one.first_output], row, one.request.start.params.guidance_scale)
+    return logits
+
+
+def score_prompt(
+    sampler: Sampler,
+    scored_row: ScoredRow,
+    hidden: Tensor,
+    head: Callable[[Tensor, int], Iterator[Tensor]],
+) -> tuple[Sampled, ...]:
+    """Log-probabilities of the prompt tokens that follow those just run.
+
+    ``head`` yields the logits of ``hidden``, all rows of one adapter, in several parts.
+    """
+    request, first = scored_row.request, scored_row.first
+    following = request.token_ids[first + 1 : min(first + 1 + len(hidden), request.num_prompt)]
+    count = request.start.params.prompt_logprobs
+    assert count is not None
+    also = request.state.rules.scored_ids
+    scored: list[Sampled] = []
+    for logits in head(hidden[: len(following)], scored_row.row.adapter):
+        part = following[len(scored) : len(scored) + len(logits)]
+        scored += sampler.score(logits, part, count, also)
+        del logits  # free them before the next part
+    return tuple(scored)
