@@ -1,4 +1,4 @@
-"""What a backend is: the protocols between operators, the registry and the kernels."""
+"""The protocols between operators, the kernel registry and the backends."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from sdk.kernels.scratch import Products, Scratch
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What an implementation must know to accept or decline. Fields an op does not use stay unset.
+    """What an implementation must know to accept or reject an op. Unused fields stay unset.
 
-    ``compute`` is ``"auto"`` (activations may be rounded to ``activation_bits`` per block where the
-    weight is quantized) or ``"exact"`` (fp32 arithmetic on the dequantized values). ``inputs``: how
-    they must be rounded, in words, where the file of the weight says so and compute is not exact.
+    ``compute`` is ``"auto"`` (for a quantized weight, activations may be quantized to
+    ``activation_bits`` per block) or ``"exact"`` (fp32 arithmetic on the dequantized values).
+    ``inputs``: how the weight's file says that activations are quantized, in words; empty if it
+    does not, or with exact arithmetic.
     """
 
     op: str
@@ -41,35 +42,35 @@ class Problem:
 
 
 class Implementation(Protocol):
-    """One way to run one op."""
+    """One kernel for one op."""
 
     name: str
 
     def reject(self, problem: Problem) -> str | None:
-        """Why this implementation cannot run the problem, or ``None`` when it can."""
+        """Why this implementation cannot run the problem, or ``None`` if it can."""
 
 
 class LinearKernel(Implementation, Protocol):
-    """``y = x @ w.T`` on one packed weight. ``packed`` is whatever ``pack`` returned."""
+    """``y = x @ w.T`` with one packed weight. ``packed`` is what ``pack`` returned."""
 
     def pack(self, layout: Layout) -> Any:
-        """Bring the weight into the kernel's own order, values unchanged; may keep ``layout``."""
+        """The weight in the kernel's memory layout, values unchanged. May refer to ``layout``."""
 
     def unpack(self, packed: Any) -> Layout:
         """The inverse of :meth:`pack`, bit for bit."""
 
     def matmul(self, packed: Any, x: Tensor, out: Tensor) -> None:
-        """``out [M, N] = x [M, K] @ w.T``, x contiguous; both any of the backend's types."""
+        """``out [M, N] = x [M, K] @ w.T``; x is contiguous, both have any type of the backend."""
 
     def rows(self, packed: Any, ids: Tensor, out: Tensor) -> None:
         """``out [T, K] = w[ids]``, dequantized exactly; ids int64 ``[T]``, already checked."""
 
     def nbytes(self, packed: Any) -> int:
-        """Bytes the packed weight occupies."""
+        """Bytes of the packed weight."""
 
     def group(self, packed: Sequence[Any]) -> Any:
-        """The weights of all experts of a layer, of one shape and format, as one thing; ``None``
-        where the kernel cannot take them as one."""
+        """The weights of all experts of a layer, of one shape and format, as one object. ``None``:
+        the kernel does not support this."""
 
     def matmul_routed(
         self, group: Any, x: Tensor, routes: Routes, by_token: bool, out: Tensor
@@ -78,7 +79,7 @@ class LinearKernel(Implementation, Protocol):
 
 
 class Recorded(Protocol):
-    """What a backend noted."""
+    """Operators that a backend has recorded."""
 
     def run(self, tokens: int, outputs: int, requests: int) -> None: ...
 
@@ -88,68 +89,67 @@ class Recorded(Protocol):
 class Recorder(Protocol):
     """A backend that can record its operators.
 
-    ``limits``: the rows that tensors of tokens, outputs and requests have while recording.
+    ``limits``: the numbers of tokens, output rows and requests while recording.
     """
 
     def record(self, limits: tuple[int, int, int]) -> AbstractContextManager[Recorded]: ...
 
 
 class GraphRecorder(Protocol):
-    """Records what a device is given to do between :meth:`begin` and :meth:`end`."""
+    """Records the launches on a device between :meth:`begin` and :meth:`end`."""
 
-    def rehearse(self, forward: Callable[[], object]) -> None:
-        """Run it once as it is: kernels are compiled and buffers made, which no recording can
-        hold.
-        """
+    def warm_up(self, forward: Callable[[], object]) -> None:
+        """Run ``forward`` once without recording, to compile kernels and create buffers."""
 
     def begin(self) -> None:
-        """From now on launches are recorded, not run, after a rehearsal."""
+        """Record launches from now on, without running them. Needs :meth:`warm_up` first."""
 
     def end(self) -> Any:
-        """What was recorded since :meth:`begin`: a graph with ``replay()``."""
+        """The graph recorded since :meth:`begin`, which has ``replay()``."""
 
 
 class Backend(Protocol):
-    """The kernels of one device for one engine; holds what they share, such as a thread pool."""
+    """The kernels of one device for one engine, and what they share, such as a thread pool."""
 
     name: str
-    #: Whether a page's keys of one head are to lie ``[head_dim][page_size]`` in memory, else
-    #: ``[page_size][head_dim]`` like its values (``KVPages``).
+    #: Whether the keys of a page and head are stored as ``[head_dim][page_size]``. Otherwise they
+    #: are ``[page_size][head_dim]``, like the values (``KVPages``).
     keys_transposed: bool
     #: Bytes of packed weights that are not in the memory of the device.
     offloaded: int
-    #: Whether attention reads keys that all requests share once (``AttentionBatch.shared_len``).
+    #: Whether attention reads keys that all requests share only once, see
+    #: ``AttentionBatch.shared_len``.
     shares_keys: bool
-    #: Makes what records this device's launches; ``None`` where there are no graphs of fixed
+    #: Creates a recorder of this device's launches. ``None``: the device has no graphs of fixed
     #: shapes. A backend that takes the counts of a step at run time has ``record`` instead
-    #: (:class:`sdk.kernels.graph.Recorder`).
+    #: (:class:`Recorder`).
     graph_recorder: Callable[[], GraphRecorder] | None
 
     def implementations(self, op: str) -> Sequence[Any]:
-        """Implementations of ``op``, best first; empty when the backend has none."""
+        """Implementations of ``op``, best first; empty if the backend has none."""
 
     def close(self) -> None:
-        """Give back threads and memory. Idempotent."""
+        """Free threads and memory. Idempotent."""
 
 
 class BackendFacts(Protocol):
-    """What a backend's folder knows before anything is loaded."""
+    """Facts about a backend for memory plans, before anything is loaded."""
 
     def matrix_type(self, device: str) -> torch.dtype:
-        """The floats that the device multiplies best: of 16 bits, or float32 where the kernels
-        have no others."""
+        """The 16-bit float type that the device multiplies fastest, or float32 if the kernels
+        support no 16-bit type."""
 
     def held_bytes(self, kind: str, rows: int, columns: int) -> int | None:
-        """Bytes of a weight ``[rows, columns]`` in GGUF's blocks of type ``kind`` as the kernels
-        keep it; ``None``: as the file has it."""
+        """Bytes that the kernels need for a weight ``[rows, columns]`` in GGUF blocks of type
+        ``kind``. ``None``: as many as in the file."""
 
     def scratch_of(self, products: Products, device: str) -> Scratch | None:
-        """What its kernels ask for beside inputs and results; ``None``: nothing."""
+        """The scratch that its kernels need. ``None``: none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The implementation that won, and why the ones before it declined."""
+    """The selected implementation, and why the ones before it rejected the problem."""
 
     implementation: Any
     declined: tuple[tuple[str, str], ...]

@@ -1,4 +1,4 @@
-"""Where each token of a step stands: the index tensors paged attention runs on."""
+"""The index tensors of paged attention: requests, positions and page slots of a step's tokens."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from sdk.kernels.kv_pages import KVPages
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """A flat batch of T tokens of R requests; prefill, chunk and decode are one case.
+    """A flat batch of T tokens of R requests. Prefill, chunked prefill and decode are one case.
 
-    Request r owns the tokens ``query_start[r] : query_start[r + 1]``; they are the last ones of its
-    ``context_len[r]`` tokens, whose keys and values lie in the pages ``page_table[r]``.
+    Request r has the tokens ``query_start[r] : query_start[r + 1]``. They are the last of its
+    ``context_len[r]`` tokens, whose keys and values are in the pages ``page_table[r]``.
 
-    ``positions`` int64 ``[T]``; ``query_start`` int32 ``[R + 1]``; ``context_len`` int32 ``[R]``,
-    including this step's tokens; ``page_table`` int32 ``[R, W]``, padded with 0; ``slots`` int64
-    ``[T]``, page * page_size + offset, where each token's key and value go; ``max_query_len`` and
-    ``max_context_len`` are the largest of each, as Python ints.
-
-    ``shared_len`` int32 ``[1]``, where known: so many tokens at the beginning of all requests lie
-    in the same pages, fewer than any ``context_len``. A backend may use it to read them once.
+    - ``positions``: int64 ``[T]``.
+    - ``query_start``: int32 ``[R + 1]``.
+    - ``context_len``: int32 ``[R]``, including this step's tokens.
+    - ``page_table``: int32 ``[R, W]``, padded with 0.
+    - ``slots``: int64 ``[T]``, the page slot of each token: page * page_size + offset.
+    - ``max_query_len``, ``max_context_len``: the largest of each, as Python ints.
+    - ``shared_len``: int32 ``[1]``, if known: the number of tokens at the beginning of all requests
+      that are in the same pages, less than any ``context_len``. A backend may use it to read them
+      once.
     """
 
     positions: Tensor
@@ -39,8 +41,10 @@ class AttentionBatch:
     shared_len: Tensor | None = None
 
     def check(self, pages: KVPages | None = None) -> None:
-        """:raises KernelError: unless the tensors are as said above; their contents are checked by
-        the operators that follow them."""
+        """Check types and shapes. Operators check the contents when they use them.
+
+        :raises KernelError: a tensor is not as described above.
+        """
         tokens, requests = self.num_tokens, self.num_requests
         expect("batch positions", self.positions, torch.int64, tokens)
         expect("batch query_start", self.query_start, torch.int32, requests + 1)
@@ -57,8 +61,8 @@ class AttentionBatch:
                 f"batch page_table: expected contiguous rows, found {self.page_table.stride()}"
             )
         if self.page_size < 1 or (pages is not None and pages.page_size != self.page_size):
-            found = "" if pages is None else f", and {pages.page_size} in KV pages"
-            raise KernelError(f"batch: expected a page size, found {self.page_size}{found}")
+            expected = "at least 1" if pages is None else f"{pages.page_size}, as in KV pages"
+            raise KernelError(f"batch page_size: expected {expected}, found {self.page_size}")
 
     @property
     def num_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""Weights that a kernel has packed, ready to multiply."""
+"""Packed weights with the kernels that multiply them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class BoundLinear:
             expect_floats("linear out", out, short, x.shape[0], self.shape[0])
             if out.stride(1) != 1 or (out.shape[0] > 1 and out.stride(0) < out.shape[1]):
                 raise KernelError(
-                    f"linear out: expected rows of their own, found strides {out.stride()}"
+                    f"linear out: expected contiguous, separate rows, found strides {out.stride()}"
                 )
         if x.shape[0]:
             self.choice.implementation.matmul(self.packed, x.contiguous(), out)

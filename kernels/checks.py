@@ -1,4 +1,4 @@
-"""What every kernel relies on when it follows a raw pointer, whichever backend runs it."""
+"""Checks of tensors that kernels access through raw pointers, for all backends."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from sdk.kernels.errors import KernelError
 
 
 def expect(what: str, x: Tensor, dtype: Dtype, *shape: int | None) -> None:
-    """``x`` must be of ``dtype`` and ``shape`` (``None``: any size; no sizes at all: any shape).
+    """Check the ``dtype`` and ``shape`` of ``x`` (``None``: any size; no sizes at all: any shape).
 
-    Its data must lie at a multiple of its element size, which a view of foreign memory may not.
+    Also check that its address is a multiple of its element size. A view of external memory may
+    not be aligned.
 
-    :raises KernelError: naming ``what``, what was expected and what was found.
+    :raises KernelError: with ``what``, what was expected and what was found.
     """
     if x.dtype != dtype or (
         shape
@@ -35,5 +36,5 @@ def expect(what: str, x: Tensor, dtype: Dtype, *shape: int | None) -> None:
 
 
 def expect_floats(what: str, x: Tensor, short: Dtype, *shape: int | None) -> None:
-    """:func:`expect` of an activation: ``short``, the type of an engine's, or float32."""
+    """:func:`expect` for activations: ``short``, the engine's activation type, or float32."""
     expect(what, x, short if x.dtype == short else torch.float32, *shape)

@@ -1,4 +1,4 @@
-"""A step is recorded once and replayed: one native call instead of a Python call per operator.
+"""Records a step once and replays it: one native call instead of a Python call per operator.
 
 ``Recording.capture`` runs a forward pass that computes nothing: every operator of the backend
 records its arguments, and its results become fixed buffers. ``Graph.replay`` then runs all
@@ -90,7 +90,7 @@ class OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: torch would import its compiler, 800 modules, only to leave this class alone."""
+        """False: otherwise torch would import its compiler (800 modules) to skip this class."""
         return False
 
     def __torch_dispatch__(
@@ -102,7 +102,7 @@ class OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with self:  # flatten, reshape, contiguous: made of views, or of views and a copy
             result = func.decompose(*args, **kwargs)
         if result is NotImplemented:
-            raise CaptureError(f"a step with {func} cannot be recorded: it is not one of ours")
+            raise CaptureError(f"a step with {func} cannot be recorded: it is not our operator")
         return result
 
 
@@ -117,9 +117,9 @@ class Recording:
     def capture(
         self, forward: Callable[[], Result], *, tokens: int, outputs: int, requests: int
     ) -> Graph[Result]:
-        """Record what ``forward`` computes on tensors of so many tokens, outputs and requests.
+        """Record what ``forward`` computes for so many tokens, output rows and requests.
 
-        Before ``Ops.select_rows`` every operator runs over the tokens, after it over the outputs.
+        Before ``Ops.select_rows`` operators run over the tokens, after it over the output rows.
 
         :raises CaptureError: ``forward`` does something other than view tensors and call operators
             of one native backend.
@@ -139,7 +139,7 @@ class Recording:
             context.capture_pool = None
 
     def graph_recorder(self) -> GraphRecorder | None:
-        """Records launches of the device as graphs of fixed shapes. ``None``: it has no graphs."""
+        """A recorder of graphs of fixed shapes. ``None``: the device has no graphs."""
         make = self._context.backends[0].graph_recorder
         return None if make is None else make()
 

@@ -20,8 +20,8 @@ from sdk.kernels.errors import KernelError
 
 #: Smaller tensors stay on the card: tables that weights share, scales of tiny layers.
 _LEAST = 4096
-#: Places on the card.
-_PLACES = 2
+#: Buffers on the card.
+_NUM_BUFFERS = 2
 _ALIGN = 256
 
 
@@ -34,7 +34,7 @@ class Copies(Protocol):
     def after_work(self) -> None:
         """Later copies wait for everything launched on the computing stream so far."""
 
-    def copy(self, place: Tensor, weights: Tensor, free: Any, done: Any) -> None:
+    def copy(self, buffer: Tensor, weights: Tensor, free: Any, done: Any) -> None:
         """Copy after ``free``, if it is not None, and then record ``done``."""
 
     def wait(self, done: Any) -> None:
@@ -56,11 +56,11 @@ class CardCopies:
     def after_work(self) -> None:
         self._stream.wait_stream(torch.cuda.current_stream())
 
-    def copy(self, place: Tensor, weights: Tensor, free: Any, done: Any) -> None:
+    def copy(self, buffer: Tensor, weights: Tensor, free: Any, done: Any) -> None:
         with torch.cuda.stream(self._stream):
             if free is not None:
                 self._stream.wait_event(free)
-            place.copy_(weights, non_blocking=True)
+            buffer.copy_(weights, non_blocking=True)
             done.record(self._stream)
 
     def wait(self, done: Any) -> None:
@@ -93,7 +93,9 @@ class HostLayers:
         self._device = device
         self._copies = CardCopies(device) if copies is None else copies
         self._layers: list[_Layer] = []
-        self._places = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(_PLACES)]
+        self._buffers = [
+            torch.empty(0, dtype=torch.uint8, device=device) for _ in range(_NUM_BUFFERS)
+        ]
         self._loading: _Layer | None = None
         self._filling: Tensor | None = None
 
@@ -122,14 +124,14 @@ class HostLayers:
             yield
         finally:
             self._loading = None
-        place = self._place_of(layer)
+        buffer = self._buffer_of(layer)
         layer.weights = torch.empty(
             layer.nbytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda"
         )
-        layer.weights.copy_(place[: layer.nbytes])
+        layer.weights.copy_(buffer[: layer.nbytes])
 
     def keep(self, packed: Any) -> None:
-        """Move the tensors of a packed weight into the place of the layer that is loading."""
+        """Move the tensors of a packed weight into the buffer of the layer that is loading."""
         layer = self._loading
         if layer is None:
             return
@@ -137,25 +139,25 @@ class HostLayers:
             start = -(-layer.nbytes // _ALIGN) * _ALIGN
             values = tensor.detach().contiguous()  # a separate tensor, which is not moved
             layer.nbytes = start + values.nbytes
-            if layer.nbytes > len(self._place_of(layer)):
+            if layer.nbytes > len(self._buffer_of(layer)):
                 self._grow(layer.nbytes)
-            _point(tensor, self._place_of(layer), start)
+            _point_to(tensor, self._buffer_of(layer), start)
             tensor.copy_(values)
             layer.tensors.append((tensor, start))
 
-    def _place_of(self, layer: _Layer) -> Tensor:
-        return self._places[self._layers.index(layer) % _PLACES]
+    def _buffer_of(self, layer: _Layer) -> Tensor:
+        return self._buffers[self._layers.index(layer) % _NUM_BUFFERS]
 
     def _grow(self, nbytes: int) -> None:
         """Enlarge the buffers; all tensors keep their offsets."""
-        nbytes = max(nbytes, len(self._places[0]) * 5 // 4)
-        for number, old in enumerate(self._places):
+        nbytes = max(nbytes, len(self._buffers[0]) * 5 // 4)
+        for number, old in enumerate(self._buffers):
             new = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
             new[: len(old)] = old
-            self._places[number] = new
-            for layer in self._layers[number::_PLACES]:
+            self._buffers[number] = new
+            for layer in self._layers[number::_NUM_BUFFERS]:
                 for tensor, start in layer.tensors:
-                    _point(tensor, new, start)
+                    _point_to(tensor, new, start)
 
     # Running
 
@@ -164,7 +166,7 @@ class HostLayers:
         """The context of layer ``index`` of a step; steps run their layers from 0 on."""
         if index == 0:
             self._copies.after_work()
-            for number in range(min(_PLACES, len(self._layers))):
+            for number in range(min(_NUM_BUFFERS, len(self._layers))):
                 self._copy(number, None)
         number = index - self._first
         if number < 0:
@@ -173,9 +175,9 @@ class HostLayers:
         layer = self._layers[number]
         self._copies.wait(layer.copied)
         yield
-        if number + _PLACES < len(self._layers):
+        if number + _NUM_BUFFERS < len(self._layers):
             self._copies.used(layer.used)
-            self._copy(number + _PLACES, layer.used)
+            self._copy(number + _NUM_BUFFERS, layer.used)
 
     @contextmanager
     def fetched(self, packed: Any) -> Iterator[None]:
@@ -191,8 +193,8 @@ class HostLayers:
     def _copy(self, number: int, free: Any) -> None:
         layer = self._layers[number]
         assert layer.weights is not None
-        place = self._places[number % _PLACES][: layer.nbytes]
-        self._copies.copy(place, layer.weights, free, layer.copied)
+        buffer = self._buffers[number % _NUM_BUFFERS][: layer.nbytes]
+        self._copies.copy(buffer, layer.weights, free, layer.copied)
 
 
 def _tensors(packed: Any) -> Iterator[Tensor]:
@@ -206,7 +208,7 @@ def _tensors(packed: Any) -> Iterator[Tensor]:
                 yield part
 
 
-def _point(tensor: Tensor, place: Tensor, start: int) -> None:
-    """Make ``tensor`` the part of ``place`` from byte ``start`` on."""
-    part = place[start : start + tensor.nbytes].view(tensor.dtype)
+def _point_to(tensor: Tensor, buffer: Tensor, start: int) -> None:
+    """Make ``tensor`` the part of ``buffer`` from byte ``start`` on."""
+    part = buffer[start : start + tensor.nbytes].view(tensor.dtype)
     tensor.data = part.view(tensor.shape)

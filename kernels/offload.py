@@ -1,4 +1,4 @@
-"""Weights that do not stay in the memory of their device, and where the layers' weights are."""
+"""Offloaded weights: where they are, and how layers get them."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ class LayerWeights(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of packed weights that are not in the memory of the device."""
+        """Bytes of packed weights that are not in the device's memory."""
 
     def load(self, index: int) -> AbstractContextManager[None]:
-        """Weights that are bound inside belong to layer ``index``. Layers are loaded in order."""
+        """A context: weights bound inside it belong to layer ``index``. Layers load in order."""
 
     def run(self, index: int) -> AbstractContextManager[None]:
-        """Operators called inside belong to layer ``index``, whose weights are on the device."""
+        """A context: layer ``index`` runs inside it, with its weights on the device."""
 
     def keep(self, packed: Any) -> None:
-        """Take a weight that was just packed: its tensors now are where its layer's weights are."""
+        """Move the tensors of a weight that was just packed to its layer's weights."""
 
     def fetched(self, packed: Any) -> AbstractContextManager[None]:
-        """Between steps: inside, the tensors of a packed weight hold its values."""
+        """A context between steps in which the tensors of a packed weight hold its values."""
 
 
 class OnDevice:
-    """All layers are in the device's memory all the time."""
+    """Layers whose weights stay in the device's memory."""
 
     nbytes = 0
 
@@ -78,5 +78,5 @@ class OnDevice:
 
 
 def layer_weights(offload: Offload | None, device: torch.device) -> LayerWeights:
-    """``OnDisk`` is the backend's own affair: to the operators its weights are in memory."""
+    """The layers' weights. ``OnDisk`` is handled by the backend: operators see memory."""
     return HostLayers(offload.first, device) if isinstance(offload, OnHost) else OnDevice()

@@ -313,13 +313,14 @@ class Ops:
             (above, index), (below, at) = page_level(source), page_level(target)
             if not 0 <= above < below < len(levels):
                 raise KernelError(
-                    "recode: expected a page of a higher and one of a lower of "
-                    f"{len(levels)} levels, found levels {above} and {below}"
+                    "recode: expected a source page in a higher tier than the target page, of "
+                    f"{len(levels)} tiers, found tiers {above} and {below}"
                 )
             pages = levels[above].k.shape[0], levels[below].k.shape[0]
             if index >= pages[0] or at >= pages[1]:
                 raise KernelError(
-                    f"recode: expected pages of {pages[0]} and {pages[1]}, found {index} and {at}"
+                    f"recode: expected pages below {pages[0]} and {pages[1]}, "
+                    f"found {index} and {at}"
                 )
             run(above, index, below, at)
 

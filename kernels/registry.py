@@ -1,8 +1,9 @@
-"""Which kernel runs what: backends in order, each implementation accepts or says why not.
+"""Selects the kernel for each operator and weight.
 
-``choose`` asks every implementation of an op, fastest backend first; the first whose ``reject``
-returns ``None`` wins, once, at load. The refusals are kept, so that ``llm.explain()`` can tell why
-a layer runs where it runs. ``kernels/reference`` never rejects: every format runs on every device.
+``choose`` asks the implementations of an op in order, fastest backend first, and selects the first
+whose ``reject`` returns ``None``, once, at load. It keeps the reasons of the others, so that
+``llm.explain()`` can show why a layer runs where it does. ``kernels/reference`` rejects nothing:
+every format runs on every device.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from sdk.kernels.layouts import Affine, Blocks, Dense, Float8, Layout, inputs_of
 from sdk.kernels.offload import OnDisk
 
 #: Backends, best first. A backend is a folder here with ``available``, ``open_backend`` and
-#: ``ACTIVATIONS``, the types that its operators take and give. What a plan asks of a device's best
-#: backend: see :class:`sdk.kernels.backend.BackendFacts`.
+#: ``ACTIVATIONS``, the activation types of its operators. Memory plans use a device's best backend
+#: through :class:`sdk.kernels.backend.BackendFacts`.
 BACKENDS = ("gpu", "cpu", "reference")
 _BEST = {"cuda": "gpu", "cpu": "cpu"}
 
 
 def facts_of(device: str) -> BackendFacts:
-    """Those of the best backend for ``device``, whether or not it can run here."""
+    """The facts of the best backend for ``device``, whether or not it can run here."""
     return cast("BackendFacts", import_module(f"sdk.kernels.{_BEST[device.partition(':')[0]]}"))
 
 
@@ -39,7 +40,7 @@ def open_backends(
     activations: torch.dtype = torch.float32,
     offload: OnDisk | None = None,
 ) -> tuple[list[Backend], tuple[tuple[str, str], ...]]:
-    """Open every backend that runs here: ``(backends, ((name, why not), ...))``.
+    """Open every backend that runs here: ``(backends, ((name, why not available), ...))``.
 
     ``fixed``, ``activations`` and ``offload``: see :class:`sdk.kernels.ops.Ops`.
     """
@@ -49,7 +50,7 @@ def open_backends(
         module = import_module(f"sdk.kernels.{name}")
         reason = module.available(device)
         if reason is None and activations not in module.ACTIVATIONS:
-            reason = f"its operators have no activations in {activations}"
+            reason = f"its operators do not support {activations} activations"
         if reason is None:
             opened.append(module.open_backend(device, num_threads, fixed=fixed, offload=offload))
         else:
@@ -62,9 +63,9 @@ def choose(
     problem: Problem,
     check: Callable[[Any], str | None] = lambda implementation: None,
 ) -> Choice:
-    """The first implementation that does not reject ``problem`` and has no reason from ``check``.
+    """The first implementation that accepts ``problem`` and for which ``check`` finds no reason.
 
-    :raises KernelError: if there is none.
+    :raises KernelError: there is none.
     """
     declined: list[tuple[str, str]] = []
     for backend in backends:
@@ -80,7 +81,7 @@ def choose(
 
 
 def linear_problem(layout: Layout, compute: str, activation_bits: int) -> Problem:
-    """What a kernel must know of a weight to multiply with it."""
+    """The problem of multiplying with a weight."""
     match layout:
         case Dense() | Float8():
             fields: dict[str, Any] = {
@@ -92,7 +93,7 @@ def linear_problem(layout: Layout, compute: str, activation_bits: int) -> Proble
             kind = "" if layout.table is None else "table"
             fields = {"layout": "affine", "format": kind}
             fields |= {"bits": layout.bits, "group": layout.group}
-            if layout.scale_table is None:  # these run on over the ends of rows
+            if layout.scale_table is None:  # else super groups cross row ends
                 fields["super_group"] = layout.super_group
         case Blocks():
             fields = {"layout": "blocks", "format": layout.type}

@@ -1,4 +1,4 @@
-"""Tokens from logits: the operators behind :mod:`sdk.kernels.sampling`."""
+"""The sampling operators: tokens from logits. :mod:`sdk.kernels.sampling` describes the data."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ class SamplingOps:
         return out.read(logits.shape[0])
 
     def sample(self, logits: Tensor, draws: Draws) -> Tokens:
-        """One token per row of ``logits [R, V]`` float32, as ``draws [R]`` say.
+        """One token per row of ``logits [R, V]`` float32, drawn by ``draws [R]``.
 
-        See :mod:`sdk.kernels.sampling`. A row whose maximum is not finite gets no draw.
+        See :mod:`sdk.kernels.sampling`. Rows whose maximum is not finite are not
+        drawn.
         """
         if (
             draws.dtype != DRAW
@@ -47,7 +48,7 @@ class SamplingOps:
         return out.read(logits.shape[0])
 
     def sample_into(self, logits: Tensor, buffers: SampleBuffers) -> None:
-        """As :meth:`sample`, with draws, shapes and masks from ``buffers``, outcome there too.
+        """Like :meth:`sample`, with draws, shapes and masks from ``buffers``; results go there too.
 
         ``logits`` is not changed.
         """
@@ -60,10 +61,11 @@ class SamplingOps:
     def sample_rows(
         self, logits: Tensor, draws: Tensor, shapes: PackedShapes | None = None
     ) -> Tensor:
-        """As :meth:`sample`, without leaving a GPU: float64 ``[R, 3]``, token, best, probability.
+        """Like :meth:`sample`, but the result stays on the GPU: float64 ``[R, 3]``.
 
-        ``draws`` float64 ``[R, 8]``: the bytes of a DRAW for each row. ``shapes``: of R rows or
-        more; what they hold is read, on the device, at each draw. ``logits`` is not changed.
+        Each row has token, best logit and probability. ``draws`` float64 ``[R, 8]``: the bytes of a
+        DRAW for each row. ``shapes``: for at least R rows; the device reads their contents at each
+        draw. ``logits`` is not changed.
         """
         expect("sample logits", logits, torch.float32, None, None)
         expect("sample draws", draws, torch.float64, logits.shape[0], 8)
@@ -89,6 +91,6 @@ class SamplingOps:
         self._sampler().run(logits, draws, out)
 
     def _sampler(self) -> Any:
-        if self._kernel is None:  # kept: making and looking up a Problem takes 2 us
+        if self._kernel is None:  # cached: creating and looking up a Problem takes 2 us
             self._kernel = self._context.kernel("sample")
         return self._kernel

@@ -48,17 +48,17 @@ def token_buckets(largest: int) -> list[int]:
     return [*small, *range(64, largest, 64), largest]
 
 
-def bucket_of(sizes: Sequence[int], wanted: int) -> int:
+def bucket_of(sizes: Sequence[int], rows: int) -> int:
     """The first of ascending ``sizes`` that is large enough. :raises KernelError: none is."""
-    at = bisect_left(sizes, wanted)
+    at = bisect_left(sizes, rows)
     if at == len(sizes):
-        raise KernelError(f"replay: expected at most {sizes[-1]} rows, found {wanted}")
+        raise KernelError(f"replay: expected at most {sizes[-1]} rows, found {rows}")
     return sizes[at]
 
 
-class Captured(Generic[Recorded]):
-    """What was captured, by size. After one failure nothing more is tried, because memory does not
-    come back by itself; what there is stays in use. ``failed`` says why, else it is empty.
+class CapturedGraphs(Generic[Recorded]):
+    """Captured graphs by size. After a failure no more are captured, because memory stays short;
+    existing graphs stay in use. ``failed`` is the reason, or empty.
     """
 
     def __init__(self) -> None:
@@ -79,8 +79,10 @@ class Captured(Generic[Recorded]):
             except RuntimeError as error:
                 self.failed = f"{what} cannot be captured: {error}"
                 count = len(self._recorded)
-                kept = f"{count} captured before stay" if count else "none was before"
-                logger.warning("%s; it and others run operator by operator, %s", self.failed, kept)
+                kept = f"{count} captured before stay in use" if count else "none is captured yet"
+                logger.warning(
+                    "%s; this and other sizes run operator by operator, %s", self.failed, kept
+                )
                 raise CaptureError(self.failed) from error
         return self._recorded[size]
 
@@ -97,7 +99,7 @@ class StepGraphs(Generic[Result]):
         self._forward = forward
         self._buckets = buckets(largest)
         self._recorder = recorder
-        self.captured: Captured[tuple[Any, Result]] = Captured()
+        self.captured: CapturedGraphs[tuple[Any, Result]] = CapturedGraphs()
 
     def size(self, requests: int) -> int:
         """The bucket for a step of so many requests."""
@@ -117,7 +119,7 @@ class StepGraphs(Generic[Result]):
 
     def _capture(self, size: int, *variant: bool) -> tuple[Any, Result]:
         recorder = self._recorder
-        recorder.rehearse(lambda: self._forward(size, *variant))
+        recorder.warm_up(lambda: self._forward(size, *variant))
         recorder.begin()
         try:
             result = self._forward(size, *variant)
@@ -150,7 +152,7 @@ class PieceGraphs:
         self._forward = forward
         self._buckets = token_buckets(min(most_tokens, MOST_TOKENS))
         self._recorder = recorder
-        self.captured: Captured[_Pieces] = Captured()
+        self.captured: CapturedGraphs[_Pieces] = CapturedGraphs()
         self._buffers: dict[Any, Tensor] = {}
 
     @property
@@ -181,7 +183,7 @@ class PieceGraphs:
             attentions.append(attend)
             recorder.begin()
 
-        recorder.rehearse(lambda: self._run(size, lambda attend: attend(batch)))
+        recorder.warm_up(lambda: self._run(size, lambda attend: attend(batch)))
         recorder.begin()
         try:
             hidden = self._run(size, part)

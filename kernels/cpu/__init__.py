@@ -126,7 +126,7 @@ class CpuBackend:
 
     @contextmanager
     def record(self, limits: tuple[int, int, int]) -> Iterator[Program]:
-        """See :class:`sdk.kernels.graph.Recorder`."""
+        """See :class:`sdk.kernels.backend.Recorder`."""
         program = self.engine.recording = Program(self.engine, limits)
         try:
             yield program

@@ -22,9 +22,11 @@ class CardRecorder:
         self._graph: Any = None
         self._undo = ExitStack()
 
-    def rehearse(self, forward: Callable[[], object]) -> None:
-        """Afterwards nothing is under way, no garbage is left that would be destroyed meanwhile,
-        and torch does not keep for this stream what the rehearsal has freed.
+    def warm_up(self, forward: Callable[[], object]) -> None:
+        """Run ``forward`` once and wait for it.
+
+        Afterwards no garbage is left that could be destroyed during a recording, and torch has
+        returned the memory that the run freed on this stream.
         """
         if self._stream is None:
             self._stream = torch.cuda.Stream()
@@ -37,16 +39,16 @@ class CardRecorder:
         torch.cuda.empty_cache()
 
     def begin(self) -> None:
-        """From now on launches are recorded, not run, after a rehearsal."""
+        """Record launches from now on, without running them. Needs :meth:`warm_up` first."""
         with ExitStack() as undo:
             undo.enter_context(torch.cuda.stream(self._stream))
             self._graph = torch.cuda.CUDAGraph()
-            # Other threads of the host may do with the card what a recording could not hold.
+            # Other threads of the host may make calls that a recording does not allow.
             self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             self._undo = undo.pop_all()
 
     def end(self) -> Any:
-        """What was recorded since :meth:`begin`: a graph with ``replay()``."""
+        """The graph recorded since :meth:`begin`, which has ``replay()``."""
         graph, self._graph = self._graph, None
         with self._undo:
             graph.capture_end()

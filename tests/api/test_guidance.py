@@ -166,7 +166,7 @@ def test_a_bad_negative_prompt_is_refused(
 
 def test_the_engine_refuses_guidance_where_it_means_nothing(llm: LLM) -> None:
     engine = llm._driver._engine
-    with pytest.raises(RequestError, match="guides answers"):
+    with pytest.raises(RequestError, match="guidance_scale: expected 1 for an embedding, found"):
         engine.add_request("e", OWN, GUIDED, kind="embed")
     with pytest.raises(RequestError, match="no effect without"):
         engine.add_request("e", OWN, PLAIN, negative_prompt_token_ids=NEGATIVE)

@@ -112,7 +112,7 @@ class _TorchLaunches(TorchDispatchMode):
 
 
 class FakeCard:
-    """Stands in the place of a card, for one engine: a ``GraphRecorder``."""
+    """A ``GraphRecorder`` that stands in for a card, for one engine."""
 
     def __init__(self) -> None:
         self.pool = Pool()
@@ -121,7 +121,7 @@ class FakeCard:
         self._launches: list[Callable[[], Any]] | None = None
         self._mode: Any = None
 
-    def rehearse(self, forward: Callable[[], object]) -> None:
+    def warm_up(self, forward: Callable[[], object]) -> None:
         forward()
 
     def begin(self) -> None:

@@ -251,7 +251,8 @@ def test_what_was_captured_before_a_failure_stays_in_use(
     assert "up to 40 tokens replayed in pieces" in explained
     assert f"but not all sizes: {message}" in explained
     said = [record.message for record in caplog.records if "cannot be captured" in record.message]
-    assert said == [f"{message}; it and others run operator by operator, 2 captured before stay"]
+    rest = "this and other sizes run operator by operator, 2 captured before stay in use"
+    assert said == [f"{message}; {rest}"]
 
 
 @pytest.mark.parametrize("first", [0, 1])

@@ -271,7 +271,7 @@ def test_backends_that_know_float32_only_are_passed_over_by_name(short: torch.dt
     assert ops.context.backend_names == ("gpu", "reference")
     assert (
         dict(ops.context.declined_backends)["cpu"]
-        == f"its operators have no activations in {short}"
+        == f"its operators do not support {short} activations"
     )
     ops.close()
 

@@ -211,7 +211,7 @@ def test_rows_that_overlap_or_lie_apart_in_columns_are_no_output(ops: Ops, cases
         torch.zeros(20, 4).T,
         torch.zeros(100).as_strided((4, 20), (19, 1)),
     ):
-        with pytest.raises(KernelError, match="linear out: expected rows of their own"):
+        with pytest.raises(KernelError, match="linear out: expected contiguous, separate rows"):
             linear.matmul(X, out)
     assert not one.any()
 
