@@ -387,7 +387,7 @@ def test_places_are_found_where_they_are(ops: Ops) -> None:
 
 def test_pages_of_another_size_are_refused(ops: Ops) -> None:
     pages = make_pages(page_size=2)
-    with pytest.raises(KernelError, match="page size, found 4, and 2 in KV pages"):
+    with pytest.raises(KernelError, match="batch page_size: expected 2, as in KV pages, found 4"):
         rope(ops, make_batch(), pages)
-    with pytest.raises(KernelError, match="page size, found 4, and 2 in KV pages"):
+    with pytest.raises(KernelError, match="batch page_size: expected 2, as in KV pages, found 4"):
         ops.attention(torch.zeros(6, 4, 16), pages, make_batch(), scale=1.0)
