@@ -22,14 +22,15 @@ from sdk.kernels.cpu.elementwise import (
     SelectRows,
     TakeColumns,
 )
-from sdk.kernels.cpu.experts import AddOwnersBias, Combine, Group, Route
-from sdk.kernels.cpu.library import Engine, Program, find_library, levels
-from sdk.kernels.cpu.linear import Linear
-from sdk.kernels.cpu.linear_as_file import LinearAsFile
+from sdk.kernels.cpu.library import find_library, levels
+from sdk.kernels.cpu.moe import AddOwnersBias, Combine, Group, Route
+from sdk.kernels.cpu.packed_linear import PackedLinear
 from sdk.kernels.cpu.packed_weight import BLOCK_SOURCES, packed_bytes
 from sdk.kernels.cpu.recode import RecodePage
 from sdk.kernels.cpu.rope import RopeAndCache, RopeAngles
+from sdk.kernels.cpu.runtime import NativeRuntime, Program
 from sdk.kernels.cpu.sampling import Sample
+from sdk.kernels.cpu.scheme_linear import SchemeLinear
 from sdk.kernels.cpu.weight_memory import WeightMemory
 from sdk.kernels.offload import OnDisk
 from sdk.kernels.scratch import Products
@@ -73,7 +74,7 @@ def open_backend(
 
     Always ``fixed``.
     """
-    return CpuBackend(Engine(num_threads, level), offload)
+    return CpuBackend(NativeRuntime(num_threads, level), offload)
 
 
 def simd_level() -> str | None:
@@ -90,30 +91,30 @@ class CpuBackend:
     shares_keys = False
     graph_recorder = None
 
-    def __init__(self, engine: Engine, offload: OnDisk | None = None) -> None:
-        self.engine = engine
+    def __init__(self, runtime: NativeRuntime, offload: OnDisk | None = None) -> None:
+        self.runtime = runtime
         self._memory = WeightMemory(offload)
         self._implementations: dict[str, Sequence[Any]] = {
             "linear": (
-                *(Linear(engine, self._memory, bits) for bits in (8, 16, 32)),
-                LinearAsFile(engine, self._memory),
+                *(PackedLinear(runtime, self._memory, bits) for bits in (8, 16, 32)),
+                SchemeLinear(runtime, self._memory),
             ),
-            "route": (Route(engine),),
-            "group": (Group(engine),),
-            "add_owners_bias": (AddOwnersBias(engine),),
-            "combine": (Combine(engine),),
-            "rms_norm": (RmsNorm(engine),),
-            "add_rms_norm": (AddRmsNorm(engine),),
-            "gated_activation": (GatedActivation(engine),),
-            **{kind: (Map(engine, kind),) for kind in MAPS},
-            "rope_angles": (RopeAngles(engine),),
-            "select_rows": (SelectRows(engine),),
-            "take_columns": (TakeColumns(engine),),
-            "find_places": (Places(engine),),
-            "rope_and_cache": (RopeAndCache(engine),),
-            "attention": (Attention(engine),),
-            "recode_page": (RecodePage(engine),),
-            "sample": (Sample(engine),),
+            "route": (Route(runtime),),
+            "group": (Group(runtime),),
+            "add_owners_bias": (AddOwnersBias(runtime),),
+            "combine": (Combine(runtime),),
+            "rms_norm": (RmsNorm(runtime),),
+            "add_rms_norm": (AddRmsNorm(runtime),),
+            "gated_activation": (GatedActivation(runtime),),
+            **{kind: (Map(runtime, kind),) for kind in MAPS},
+            "rope_angles": (RopeAngles(runtime),),
+            "select_rows": (SelectRows(runtime),),
+            "take_columns": (TakeColumns(runtime),),
+            "find_places": (Places(runtime),),
+            "rope_and_cache": (RopeAndCache(runtime),),
+            "attention": (Attention(runtime),),
+            "recode_page": (RecodePage(runtime),),
+            "sample": (Sample(runtime),),
         }
 
     @property
@@ -127,12 +128,12 @@ class CpuBackend:
     @contextmanager
     def record(self, limits: tuple[int, int, int]) -> Iterator[Program]:
         """See :class:`sdk.kernels.graph.Recorder`."""
-        program = self.engine.recording = Program(self.engine, limits)
+        program = self.runtime.recording = Program(self.runtime, limits)
         try:
             yield program
         finally:
-            self.engine.recording = None
+            self.runtime.recording = None
 
     def close(self) -> None:
-        self.engine.close()
+        self.runtime.close()
         self._memory.close()

@@ -10,7 +10,7 @@ from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks
 from sdk.kernels.reference.decode import pack_codes, unpack_codes
 
 #: Rows of a block of a packed weight.
-ROWS = 16
+TILE_ROWS = 16
 #: Element types that torch does not have: halves of a byte, numbers of 16 rows in 2, 4 and 6 bits.
 LOW_4, HIGH_4, U2, U4, I6 = 7, 8, 11, 12, 13
 
@@ -23,8 +23,8 @@ def interleave(x: Tensor) -> Tensor:
 
 
 def _interleave(x: Tensor) -> Tensor:
-    x = torch.nn.functional.pad(x, (0, 0, 0, -x.shape[0] % ROWS))
-    return x.view(-1, ROWS, x.shape[1]).transpose(1, 2).contiguous()
+    x = torch.nn.functional.pad(x, (0, 0, 0, -x.shape[0] % TILE_ROWS))
+    return x.view(-1, TILE_ROWS, x.shape[1]).transpose(1, 2).contiguous()
 
 
 def deinterleave(x: Tensor, rows: int) -> Tensor:

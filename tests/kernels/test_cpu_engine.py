@@ -95,7 +95,7 @@ def test_ops_prefer_the_native_kernels(cases: Any) -> None:
 def test_the_best_level_is_the_default_and_unknown_ones_raise() -> None:
     assert cpu.simd_level() == cpu.levels()[-1]
     backend = cpu.open_backend("cpu", 1)
-    assert backend.engine.level == cpu.simd_level()
+    assert backend.runtime.level == cpu.simd_level()
     backend.close()
     with pytest.raises(KernelError, match=r"SIMD level: expected one of .* found 'mmx'"):
         cpu.open_backend("cpu", 1, "mmx")
@@ -130,7 +130,7 @@ def test_running_out_of_memory_raises(monkeypatch: pytest.MonkeyPatch) -> None:
         def embedlm_levels(self) -> int:
             return 1
 
-        def embedlm_engine_create(self, threads: int, level: int) -> None:
+        def embedlm_runtime_create(self, threads: int, level: int) -> None:
             return None
 
     monkeypatch.setattr(library, "find_library", Full)

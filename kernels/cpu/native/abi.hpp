@@ -57,18 +57,18 @@ enum SourceKind {
 // kBadIndex: a token or page id, row, slot or length points outside of its tensor.
 enum Status { kOk = 0, kOutOfMemory = 1, kClosed = 2, kUnknownOp = 3, kBadIndex = 4 };
 
-enum { kRows = 16, kDepth = 32 };
+enum { kTileRows = 16, kTileDepth = 32 };
 
 // Matrix products hand out strips of two row blocks: a broadcast activation meets both.
-enum { kStrip = 2, kStripRows = kStrip * kRows };
+enum { kStripBlocks = 2, kStripRows = kStripBlocks * kTileRows };
 
 // How the file of a weight wants its inputs rounded (kernels/reference/rounding.py). kPlainScale and
 // those after it make a scale of the values it is for.
-enum InputCodes { kAsTheyAre = 0, kIntCodes = 1, kE4M3Codes = 2, kE2M1Codes = 3 };
+enum ActivationCodes { kUnquantized = 0, kIntCodes = 1, kE4M3Codes = 2, kE2M1Codes = 3 };
 enum ScaleRule { kStaticScale = 0, kPlainScale = 1, kMxScale = 2, kPowerScale = 3, kNvScale = 4 };
 
-struct Inputs {
-    int32_t codes;      // InputCodes
+struct ActivationScheme {
+    int32_t codes;      // ActivationCodes
     int32_t rule;       // ScaleRule
     int32_t bits;       // of kIntCodes
     int32_t symmetric;  // no zero but that of a static scale
@@ -79,7 +79,7 @@ struct Inputs {
 };
 
 // A packed weight. Rows come in blocks of 16, k in blocks of 32; one tile of 16 x 32 codes is
-// `bits * 64` bytes (planes.hpp). The tiles of a strip's two blocks take turns, so that a strip is
+// `bits * 64` bytes (bit_planes.hpp). The tiles of a strip's two blocks take turns, so that a strip is
 // one stream of memory; a last block alone has its tiles in a row. Everything that belongs to a row
 // is interleaved 16-fold: scale[row block][group][row in block]. A tile unit is 16 or 32 k that
 // share their scale.
@@ -90,13 +90,13 @@ struct Inputs {
 // Integer products take a table's entries as 8 bits: table[i] ~ (steps[i] - 128) * step.
 //
 // With a scale_table the scale is scale_table[scale] * super_scale + scale_offset[row], and super_scale
-// runs on over the ends of rows: one for every `super_units` scales, a power of two, without padding.
+// runs on over the ends of rows: one for every `subgroups_per_super` scales, a power of two, without padding.
 //
 // Where `unit` is 1 every k has scales of its own, those of row n being of n % scale_rows: scale, zeros
 // and minus are [k][scale_rows]. Such weights are multiplied as floats only.
 //
 // `dense` weights have no codes: values[row block][k][row in block] in `scale_type`, multiplied by
-// a scale[row block / scale_blocks][k / group_units][row in block] of super_type where there is one
+// a scale[row block / scale_blocks][k / subgroups_per_group][row in block] of super_type where there is one
 // (unit is 1).
 struct Weight {
     int64_t n, k;
@@ -105,15 +105,15 @@ struct Weight {
     int32_t bits;          // 2..8; with a table 1, 3 or 4
     int32_t source;        // SourceKind
     int32_t flip;          // 1: codes are stored with the top bit flipped (two's complement source)
-    int32_t unit;          // 16 or 32; 1: see above
-    int32_t group_units;   // units that share one scale
-    int32_t super_units;   // units that share one super_scale; see scale_table
+    int32_t subgroup;          // 16 or 32; 1: see above
+    int32_t subgroups_per_group;   // units that share one scale
+    int32_t subgroups_per_super;   // units that share one super_scale; see scale_table
     int32_t scale_blocks;  // row blocks of a dense weight that share their scales
     int32_t scale_type, minus_type, zeros_type;
     float zero;            // used where `zeros` is null; includes the 128 of a flipped code or a step
     int32_t super_type;    // kF16 or kF32, of super_scale; of a dense weight's scale kF32 or kE8M0
-    float step;
-    uint8_t steps[16];
+    float int8_table_scale;
+    uint8_t int8_table[16];
     int64_t groups, supers;
     int64_t scale_rows;    // where unit is 1
     uint8_t* codes;
@@ -125,7 +125,7 @@ struct Weight {
     const float* table;       // 16; may be null
     const float* scale_table;  // 256: what the bytes of `scale` mean; may be null
     const float* scale_offset;
-    Inputs inputs;
+    ActivationScheme scheme;
 };
 
 // The tiles of a row block, `step` bytes apart.
@@ -137,8 +137,8 @@ struct Tiles {
 static inline Tiles tiles_of(const Weight* w, int64_t block) {
     const int64_t tile = w->bits * 64;
     const bool paired = (block | 1) < w->row_blocks;
-    uint8_t* strip = w->codes + block / kStrip * kStrip * w->k_blocks * tile;
-    return {paired && block % kStrip ? strip + tile : strip, paired ? kStrip * tile : tile};
+    uint8_t* strip = w->codes + block / kStripBlocks * kStripBlocks * w->k_blocks * tile;
+    return {paired && block % kStripBlocks ? strip + tile : strip, paired ? kStripBlocks * tile : tile};
 }
 
 // Packed weights that lie in a mapped file (file_parts.hpp).
@@ -150,8 +150,8 @@ struct FilePart {
 };
 
 // 32 activations rounded to 8 bits: x ~ scale * q. One record, so that a row is one pointer.
-struct Rounded {
-    int8_t q[kDepth];
+struct Q8Block {
+    int8_t q[kTileDepth];
     float scale;
     int32_t sum;      // of q
     int32_t half[2];  // sum of q[0..15] and q[16..31]
@@ -160,8 +160,8 @@ struct Rounded {
 struct Activations {
     int64_t k_blocks;
     float* values;    // [M][k], of weights in floats whose inputs are rounded; else null
-    Rounded* blocks;  // [M][planes][k_blocks]
-    uint32_t* rest;   // [M][chunks of k]: a bit for each block of the chunk that is rounded twice
+    Q8Block* blocks;  // [M][planes][k_blocks]
+    uint32_t* residual;   // [M][chunks of k]: a bit for each block of the chunk that is rounded twice
 };
 
 struct LinearArgs {
@@ -170,7 +170,7 @@ struct LinearArgs {
     float* out;       // [m, n], rows out_stride apart
     int64_t out_stride;
     int32_t exact;    // fp32 on the dequantized values
-    int32_t planes;   // 2: blocks that 8 bits do not fit are sums of two rounded ones
+    int32_t terms;    // 2: blocks that 8 bits do not fit are sums of two rounded ones
     int64_t m;        // rows; filled by the executor
     Activations act;  // filled by the executor
     const int32_t* source;  // row m is row source[m] of x; null: row m
@@ -321,7 +321,7 @@ struct AttentionArgs {
     int32_t num_levels;     // with more than one, a page has 128 slots
     float scale, softcap;   // softcap 0: none
     int32_t query_tile;     // tokens of a query tile; filled by plan_attention
-    int32_t run_chunks;     // most chunks of an item of a split request; filled by plan_attention
+    int32_t split_blocks;     // most chunks of an item of a split request; filled by plan_attention
 };
 
 // A page written as one of another type; both lie mixed. One row for each slot of each head of each
@@ -463,7 +463,7 @@ enum Count { kTokens = 0, kOutputs = 1, kRequests = 2, kCounts = 3 };
 
 // Items of a phase for one thread. It usually goes on with those up to `reach`, and often comes from
 // those before `begin` (then it is resumed): what one call asks memory for may serve the next.
-struct Share {
+struct ItemRange {
     int64_t begin, end, reach;
     int32_t resumed;
     // What the thread will read first in a later phase: asked for when `reach` is; null: unknown.
@@ -473,13 +473,13 @@ struct Share {
 // One instruction-set level's kernels. Ranges are half open; `scratch` is 64-byte aligned.
 struct KernelTable {
     void (*quantize)(const LinearArgs*, int64_t m_begin, int64_t m_end);
-    void (*linear_int)(const LinearArgs*, const Share* strips, uint8_t* scratch);
-    void (*linear_float)(const LinearArgs*, const Share* strips, uint8_t* scratch);
+    void (*linear_int)(const LinearArgs*, const ItemRange* strips, uint8_t* scratch);
+    void (*linear_float)(const LinearArgs*, const ItemRange* strips, uint8_t* scratch);
     void (*rms_norm)(const NormArgs*, int64_t t_begin, int64_t t_end);
     void (*gated)(const GatedArgs*, int64_t t_begin, int64_t t_end);
     void (*map)(const MapArgs*, int64_t t_begin, int64_t t_end);
     void (*rope)(const RopeArgs*, int64_t t_begin, int64_t t_end);
-    void (*attention)(const AttentionArgs*, const Share* items, uint8_t* scratch);
+    void (*attention)(const AttentionArgs*, const ItemRange* items, uint8_t* scratch);
     void (*recode)(const RecodeArgs*, int64_t row_begin, int64_t row_end);
     void (*rope_angles)(const AnglesArgs*, int64_t t_begin, int64_t t_end);
     void (*sample)(const SampleArgs*, int64_t row_begin, int64_t row_end, uint8_t* scratch);

@@ -35,23 +35,23 @@ AttentionPlan plan_attention(AttentionArgs* a, int requests, int threads) {
     }
     const int group = a->heads / a->kv_heads;
     a->query_tile = group < kQueryRows ? kQueryRows / group : 1;
-    a->run_chunks = INT32_MAX;
-    int64_t chunks = 0;
+    a->split_blocks = INT32_MAX;
+    int64_t blocks = 0;
     for (int r = 0; r < requests; ++r) {
-        const RequestShare s = request_share(a, r);
-        const int64_t all = (a->context_len[r] + kChunkKeys - 1) / kChunkKeys;
-        chunks += a->kv_heads * (s.tiles == 1 ? s.end_chunk - s.first_chunk : s.tiles * all);
+        const RequestPlan s = request_plan(a, r);
+        const int64_t all = (a->context_len[r] + kBlockKeys - 1) / kBlockKeys;
+        blocks += a->kv_heads * (s.tiles == 1 ? s.end_block - s.first_block : s.tiles * all);
         plan.work += s.tokens * a->context_len[r] * a->heads * a->head_dim;
     }
     // No item longer than its share lets the others wait; with enough requests none is cut.
     if (threads > 1 && (int64_t)requests * a->kv_heads <= kMaxSplitPairs) {
-        const int64_t share = chunks / (threads * kItemsPerThread);
-        a->run_chunks = share > 1 ? (int32_t)(share < INT32_MAX ? share : INT32_MAX) : 1;
+        const int64_t share = blocks / (threads * kItemsPerThread);
+        a->split_blocks = share > 1 ? (int32_t)(share < INT32_MAX ? share : INT32_MAX) : 1;
     }
     int64_t records = 0;
     for (int r = 0; r < requests; ++r) {
-        const RequestShare s = request_share(a, r);
-        plan.items += s.tiles * s.runs * a->kv_heads;
+        const RequestPlan s = request_plan(a, r);
+        plan.items += s.tiles * s.splits * a->kv_heads;
         records += split_records(a, s);
     }
     const int64_t padded = padded_dim(a), record = padded + kPartExtra;
@@ -59,8 +59,8 @@ AttentionPlan plan_attention(AttentionArgs* a, int requests, int threads) {
     plan.shared_bytes = kMaxSplitPairs * sizeof(int32_t) + (size_t)(records * record) * 4;
     const int64_t groups = most_groups(a, &PageLevel::keys) + most_groups(a, &PageLevel::values);
     // keys, values, their scales and zeros; weights and records of a block of rows; queries, records
-    plan.private_bytes = (size_t)((2 * padded + 2 * groups) * kChunkKeys +
-                                  8 * (kChunkKeys + record) + rows * (padded + record)) * 4;
+    plan.private_bytes = (size_t)((2 * padded + 2 * groups) * kBlockKeys +
+                                  8 * (kBlockKeys + record) + rows * (padded + record)) * 4;
     return plan;
 }
 

@@ -1,10 +1,10 @@
 // How one attention call is cut into work items: plain arithmetic, shared by the caller, who needs
 // sizes, and by the kernels, which find their items with it. Nothing here changes a result.
 //
-// A context is cut into chunks of 128 keys at absolute positions. A request whose rows fit one
-// query tile (decode, short ends of prompts) may have its chunks spread over several items, each
+// A context is cut into blocks of 128 keys at absolute positions. A request whose rows fit one
+// query tile (decode, short ends of prompts) may have its blocks spread over several items, each
 // of which leaves one record per chunk and row in shared memory; the last one folds them. Longer
-// ones are cut into query tiles, each of which goes through its chunks alone.
+// ones are cut into query tiles, each of which goes through its blocks alone.
 #pragma once
 
 #include <stddef.h>
@@ -12,7 +12,7 @@
 #include "abi.hpp"
 
 enum {
-    kChunkKeys = 128,
+    kBlockKeys = 128,
     kQueryRows = 96,        // rows (tokens x query heads of a key head) of a query tile
     kMaxSplitPairs = 1024,  // counters at the start of the shared memory: one per (request, head)
     kPartExtra = 16,        // floats of a record beside its values: peak, total, padding
@@ -32,26 +32,26 @@ static inline int most_groups(const AttentionArgs* a, PageSide PageLevel::*side)
     return most;
 }
 
-// Work of one request: `tiles` query tiles, or one whose chunks first_chunk..end_chunk are spread
+// Work of one request: `tiles` query tiles, or one whose blocks first_block..end_block are spread
 // over `runs` items; that times the key heads.
-struct RequestShare {
-    int64_t tokens, tiles, runs, first_chunk, end_chunk;
+struct RequestPlan {
+    int64_t tokens, tiles, splits, first_block, end_block;
 };
 
-static inline RequestShare request_share(const AttentionArgs* a, int r) {
-    RequestShare s = {a->query_start[r + 1] - a->query_start[r], 0, 1, 0, 0};
+static inline RequestPlan request_plan(const AttentionArgs* a, int r) {
+    RequestPlan s = {a->query_start[r + 1] - a->query_start[r], 0, 1, 0, 0};
     s.tiles = (s.tokens + a->query_tile - 1) / a->query_tile;
     if (s.tiles != 1) return s;
     int64_t lowest = a->window ? a->context_len[r] - s.tokens + 1 - a->window : 0;
-    s.first_chunk = lowest > 0 ? lowest / kChunkKeys : 0;
-    s.end_chunk = (a->context_len[r] + kChunkKeys - 1) / kChunkKeys;
-    s.runs = (s.end_chunk - s.first_chunk + a->run_chunks - 1) / a->run_chunks;
+    s.first_block = lowest > 0 ? lowest / kBlockKeys : 0;
+    s.end_block = (a->context_len[r] + kBlockKeys - 1) / kBlockKeys;
+    s.splits = (s.end_block - s.first_block + a->split_blocks - 1) / a->split_blocks;
     return s;
 }
 
-// Records of a request's split chunks in shared memory, all key heads together.
-static inline int64_t split_records(const AttentionArgs* a, const RequestShare& s) {
-    return s.runs > 1 ? (s.end_chunk - s.first_chunk) * s.tokens * a->heads : 0;
+// Records of a request's split blocks in shared memory, all key heads together.
+static inline int64_t split_records(const AttentionArgs* a, const RequestPlan& s) {
+    return s.splits > 1 ? (s.end_block - s.first_block) * s.tokens * a->heads : 0;
 }
 
 struct AttentionPlan {

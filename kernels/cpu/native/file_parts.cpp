@@ -30,8 +30,8 @@ Pages pages_of(const FilePart& part, int64_t begin, int64_t end, int64_t total) 
 // Bytes of the codes, or of the plain values, before a strip.
 int64_t strip_bytes(const Weight& w, int64_t strip) {
     if (!w.dense) return code_bytes(w, strip);
-    const int64_t row_blocks = strip * kStrip < w.row_blocks ? strip * kStrip : w.row_blocks;
-    return row_blocks * kRows * w.k * (int64_t)element_size(w.scale_type);
+    const int64_t row_blocks = strip * kStripBlocks < w.row_blocks ? strip * kStripBlocks : w.row_blocks;
+    return row_blocks * kTileRows * w.k * (int64_t)element_size(w.scale_type);
 }
 
 void advise(Pages pages, int advice) {
@@ -41,7 +41,7 @@ void advise(Pages pages, int advice) {
 
 }  // namespace
 
-void pass_on(const LinearArgs& args, const Share& share, int64_t total) {
+void pass_on(const LinearArgs& args, const ItemRange& share, int64_t total) {
     if (args.file && args.file->next && args.file->next->whole) {
         const Pages pages = pages_of(*args.file->next, share.begin, share.end, total);
         for (uintptr_t at = pages.begin; at < pages.end; at += kAskedAtOnce) {

@@ -9,7 +9,7 @@
 
 // Before items `share` of `total` of a product: asks for as large a share of what comes next and hands
 // back as much of what is done. Returns at once, whatever there is to read.
-void pass_on(const LinearArgs& args, const Share& share, int64_t total);
+void pass_on(const LinearArgs& args, const ItemRange& share, int64_t total);
 // The pages of a part leave the process. Null: nothing.
 void hand_back(const FilePart* part);
 // The same for strips begin..end of the weight's codes, where those lie in the part; without the

@@ -8,7 +8,7 @@
 
 namespace {
 
-// Bytes before the 2-bit and 1-bit planes of a tile and where their bits belong (planes.hpp).
+// Bytes before the 2-bit and 1-bit planes of a tile and where their bits belong (bit_planes.hpp).
 struct Planes {
     int bits, low, mid, mid_shift, high, high_shift;
     explicit Planes(int b)
@@ -176,32 +176,32 @@ float element(int type, const void* base, int64_t at) {
 }  // namespace
 
 size_t pack_scratch(const Weight& w) {
-    return (size_t)(w.k_blocks * kDepth) * kRows;
+    return (size_t)(w.k_blocks * kTileDepth) * kTileRows;
 }
 
 void pack_blocks(const Weight& w, const uint8_t* source, int64_t row_bytes, int64_t begin,
                  int64_t end, uint8_t* codes) {
-    const int64_t stride = w.k_blocks * kDepth;
+    const int64_t stride = w.k_blocks * kTileDepth;
     const ToTile to_tile = to_tile_of(w.bits);
     for (int64_t b = begin; b < end; ++b) {
-        const uint8_t* rows[kRows];
-        const int64_t left = w.n - b * kRows;
-        const int count = left < kRows ? (int)left : (int)kRows;
-        for (int r = 0; r < count; ++r) rows[r] = source + (b * kRows + r) * row_bytes;
+        const uint8_t* rows[kTileRows];
+        const int64_t left = w.n - b * kTileRows;
+        const int count = left < kTileRows ? (int)left : (int)kTileRows;
+        for (int r = 0; r < count; ++r) rows[r] = source + (b * kTileRows + r) * row_bytes;
         if (is_legacy(w.source)) {
             pack_legacy(w, b, rows, count);
             continue;
         }
         if (w.source != kStream)
             pack_k_scales(w, b, rows, count, block_bits(w.source, 0).nbytes);
-        for (int r = 0; r < kRows; ++r) {
+        for (int r = 0; r < kTileRows; ++r) {
             uint8_t* row = codes + r * stride;
             if (r < count) read_row(w, rows[r], row);
             memset(row + (r < count ? w.k : 0), 0, (size_t)(stride - (r < count ? w.k : 0)));
         }
         const Tiles tiles = tiles_of(&w, b);
         for (int64_t t = 0; t < w.k_blocks; ++t)
-            to_tile(codes + t * kDepth, stride, tiles.first + t * tiles.step);
+            to_tile(codes + t * kTileDepth, stride, tiles.first + t * tiles.step);
     }
 }
 
@@ -210,11 +210,11 @@ void unpack_blocks(const Weight& w, uint8_t* out, int64_t row_bytes, int64_t beg
     const Planes planes(w.bits);
     for (int64_t b = begin; b < end; ++b) {
         const Tiles tiles = tiles_of(&w, b);
-        for (int r = 0; r < kRows && b * kRows + r < w.n; ++r) {
+        for (int r = 0; r < kTileRows && b * kTileRows + r < w.n; ++r) {
             for (int64_t k = 0; k < w.k; ++k)
-                codes[k] = (uint8_t)get_code(planes, tiles.first + k / kDepth * tiles.step, r,
-                                             (int)(k % kDepth));
-            write_row(w, codes, out + (b * kRows + r) * row_bytes);
+                codes[k] = (uint8_t)get_code(planes, tiles.first + k / kTileDepth * tiles.step, r,
+                                             (int)(k % kTileDepth));
+            write_row(w, codes, out + (b * kTileRows + r) * row_bytes);
         }
     }
 }
@@ -226,19 +226,19 @@ template <typename T>
 void dense_rows(const Weight& w, T* plain, bool unpack, int64_t begin, int64_t end) {
     const int64_t stretch = 256;
     for (int64_t b = begin; b < end; ++b) {
-        T* packed = (T*)w.codes + b * w.k * kRows;
-        const int64_t left = w.n - b * kRows;
+        T* packed = (T*)w.codes + b * w.k * kTileRows;
+        const int64_t left = w.n - b * kTileRows;
         for (int64_t first = 0; first < w.k; first += stretch) {
             const int64_t last = first + stretch < w.k ? first + stretch : w.k;
-            for (int r = 0; r < kRows; ++r) {
-                T* row = plain + (b * kRows + r) * w.k;
+            for (int r = 0; r < kTileRows; ++r) {
+                T* row = plain + (b * kTileRows + r) * w.k;
                 if (r >= left)
-                    for (int64_t k = first; k < last && !unpack; ++k) packed[k * kRows + r] = 0;
+                    for (int64_t k = first; k < last && !unpack; ++k) packed[k * kTileRows + r] = 0;
                 else if (unpack)
-                    for (int64_t k = first; k < last; ++k) row[k] = packed[k * kRows + r];
+                    for (int64_t k = first; k < last; ++k) row[k] = packed[k * kTileRows + r];
                 else  // a view of a file may lie at any address
                     for (int64_t k = first; k < last; ++k)
-                        memcpy(packed + k * kRows + r, row + k, sizeof(T));
+                        memcpy(packed + k * kTileRows + r, row + k, sizeof(T));
             }
         }
     }
@@ -262,38 +262,38 @@ void dense_blocks(const Weight& w, void* plain, bool unpack, int64_t begin, int6
 void gather_rows(const Weight& w, const int64_t* ids, float* out, int64_t begin, int64_t end) {
     const Planes planes(w.bits);
     for (int64_t t = begin; t < end; ++t) {
-        const int64_t b = ids[t] / kRows;
-        const int r = (int)(ids[t] % kRows);
+        const int64_t b = ids[t] / kTileRows;
+        const int r = (int)(ids[t] % kTileRows);
         float* to = out + t * w.k;
         if (w.dense) {
             for (int64_t k = 0; k < w.k; ++k) {
-                to[k] = element(w.scale_type, w.codes, (b * w.k + k) * kRows + r);
-                const int64_t group = k / w.group_units;
-                const int64_t at = (b / w.scale_blocks * w.groups + group) * kRows + r;
+                to[k] = element(w.scale_type, w.codes, (b * w.k + k) * kTileRows + r);
+                const int64_t group = k / w.subgroups_per_group;
+                const int64_t at = (b / w.scale_blocks * w.groups + group) * kTileRows + r;
                 if (w.scale) to[k] *= element(w.super_type, w.scale, at);
             }
             continue;
         }
         const Tiles tiles = tiles_of(&w, b);
-        for (int64_t u = 0; u * w.unit < w.k; ++u) {
-            const int64_t at = w.unit == 1 ? u * w.scale_rows + ids[t] % w.scale_rows
-                                           : (b * w.groups + u / w.group_units) * kRows + r;
+        for (int64_t u = 0; u * w.subgroup < w.k; ++u) {
+            const int64_t at = w.subgroup == 1 ? u * w.scale_rows + ids[t] % w.scale_rows
+                                           : (b * w.groups + u / w.subgroups_per_group) * kTileRows + r;
             float scale = element(w.scale_type, w.scale, at);
             float minus = w.minus ? element(w.minus_type, w.minus, at) : 0.0f;
             const float zero = w.zeros ? element(w.zeros_type, w.zeros, at) : w.zero;
             if (w.scale_table) {
-                const int64_t over = (ids[t] * w.groups + u / w.group_units) / w.super_units;
+                const int64_t over = (ids[t] * w.groups + u / w.subgroups_per_group) / w.subgroups_per_super;
                 scale = w.scale_table[((const uint8_t*)w.scale)[at]];
                 scale = scale * ((const float*)w.super_scale)[over] + w.scale_offset[ids[t]];
             } else if (w.super_scale) {
-                const int64_t over = (b * w.supers + u / w.super_units) * kRows + r;
+                const int64_t over = (b * w.supers + u / w.subgroups_per_super) * kTileRows + r;
                 scale = element(w.super_type, w.super_scale, over) * scale;
                 if (w.super_minus) minus = element(kF16, w.super_minus, over) * minus;
             }
-            const int64_t k_end = (u + 1) * w.unit < w.k ? (u + 1) * w.unit : w.k;
-            for (int64_t k = u * w.unit; k < k_end; ++k) {
-                const uint8_t* p = tiles.first + k / kDepth * tiles.step;
-                const uint32_t code = get_code(planes, p, r, (int)(k % kDepth));
+            const int64_t k_end = (u + 1) * w.subgroup < w.k ? (u + 1) * w.subgroup : w.k;
+            for (int64_t k = u * w.subgroup; k < k_end; ++k) {
+                const uint8_t* p = tiles.first + k / kTileDepth * tiles.step;
+                const uint32_t code = get_code(planes, p, r, (int)(k % kTileDepth));
                 to[k] = w.table ? w.table[code] * scale : ((float)code - zero) * scale - minus;
             }
         }

@@ -1,4 +1,4 @@
-// Between the canonical tensors of kernels/layouts.py and the tiles of planes.hpp.
+// Between the canonical tensors of kernels/layouts.py and the tiles of bit_planes.hpp.
 #pragma once
 
 #include <stddef.h>

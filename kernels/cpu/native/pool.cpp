@@ -59,7 +59,7 @@ bool Pool::inherited() const { return getpid() != owner_; }
 
 // Runs phases of one chunk from `phase` on, then lets the others in to the first that has more.
 void Pool::open(int phase, int thread) {
-    for (; phase < count_ && phases_[phase].chunks <= 1; ++phase) {
+    for (; phase < count_ && phases_[phase].tasks <= 1; ++phase) {
         const int64_t total = phases_[phase].total;
         task_(context_, phase, {0, total, total, 0}, thread);
     }
@@ -73,10 +73,10 @@ void Pool::open(int phase, int thread) {
     }
     done_.store(0, std::memory_order_relaxed);
     const uint64_t epoch = base_ + (uint32_t)phase;
-    const int64_t chunks = phases_[phase].chunks;
+    const int64_t tasks = phases_[phase].tasks;
     for (int t = 0; t < threads_; ++t) {
-        const uint64_t next = (uint64_t)first_chunk(chunks, t);
-        const uint64_t end = (uint64_t)first_chunk(chunks, t + 1);
+        const uint64_t next = (uint64_t)first_task(tasks, t);
+        const uint64_t end = (uint64_t)first_task(tasks, t + 1);
         own_[t].word.store(epoch << 32 | end << 16 | next, std::memory_order_release);
     }
     opened_.fetch_add(1, std::memory_order_seq_cst);
@@ -84,14 +84,14 @@ void Pool::open(int phase, int thread) {
         std::lock_guard<std::mutex> lock(mutex_);
         wake_.notify_all();
     }
-    // The caller may have given up spinning: it has chunks to claim again.
+    // The caller may have given up spinning: it has tasks to claim again.
     if (callers_.load(std::memory_order_seq_cst)) {
         std::lock_guard<std::mutex> lock(mutex_);
         end_.notify_all();
     }
 }
 
-// The next of `owner`'s chunks, if there is one left.
+// The next of `owner`'s tasks, if there is one left.
 bool Pool::claim(int owner, int thread) {
     std::atomic<uint64_t>& word = own_[owner].word;
     uint64_t own = word.load(std::memory_order_acquire);
@@ -100,17 +100,17 @@ bool Pool::claim(int owner, int thread) {
     if (next_of(own) >= end_of(own)) return false;
     // Our chunk is not done, so the phase cannot end: what describes the job is stable until then.
     const int phase = (int)(epoch_of(own) - base_);
-    const int64_t total = phases_[phase].total, chunks = phases_[phase].chunks;
+    const int64_t total = phases_[phase].total, tasks = phases_[phase].tasks;
     const int64_t index = next_of(own);
-    Share share = {total * index / chunks, total * (index + 1) / chunks, 0, 0};
+    ItemRange share = {total * index / tasks, total * (index + 1) / tasks, 0, 0};
     share.reach = share.end;
     if (owner == thread) {
-        const Share all = this->own(phases_[phase], thread);
+        const ItemRange all = this->own(phases_[phase], thread);
         share.reach = all.reach;
         share.resumed = share.begin > all.begin;
     }
     task_(context_, phase, share, thread);
-    if (done_.fetch_add(1, std::memory_order_acq_rel) + 1 == chunks) open(phase + 1, thread);
+    if (done_.fetch_add(1, std::memory_order_acq_rel) + 1 == tasks) open(phase + 1, thread);
     return true;
 }
 
@@ -142,7 +142,7 @@ void Pool::work(int thread) {
     }
 }
 
-void Pool::run(Task task, void* context, const Phase* phases, int count) {
+void Pool::run(TaskBody task, void* context, const Phase* phases, int count) {
     if (workers_.empty() || inherited()) {
         for (int i = 0; i < count; ++i)
             task(context, i, {0, phases[i].total, phases[i].total, 0}, 0);

@@ -1,6 +1,6 @@
 // The threads of one engine. No global state: two engines never meet.
 //
-// A job is a list of phases, run one after another; a phase is a number of chunks, of which every
+// A job is a list of phases, run one after another; a phase is a number of tasks, of which every
 // thread owns a run. It claims its own one by one, so that it reads memory in one direction, and then
 // those that others have left. A thread that the host's scheduler has taken away costs at most the
 // chunk it holds, and nobody waits for a thread that has not woken up yet. Whoever finishes the
@@ -25,15 +25,15 @@
 
 struct Phase {
     int64_t total;   // items
-    int64_t chunks;  // pieces of them; at least 1, at most kMaxChunks
+    int64_t tasks;  // pieces of them; at least 1, at most kMaxTasks
 };
 
-enum { kMaxChunks = 4096 };
+enum { kMaxTasks = 4096 };
 
 class Pool {
 public:
     // Runs a chunk of a phase.
-    typedef void (*Task)(void* context, int phase, const Share& share, int thread);
+    typedef void (*TaskBody)(void* context, int phase, const ItemRange& share, int thread);
 
     explicit Pool(int threads);
     ~Pool();
@@ -42,9 +42,9 @@ public:
 
     int threads() const { return threads_; }
     // The items of a phase that a thread owns.
-    Share own(const Phase& phase, int thread) const {
-        const int64_t begin = phase.total * first_chunk(phase.chunks, thread) / phase.chunks;
-        const int64_t end = phase.total * first_chunk(phase.chunks, thread + 1) / phase.chunks;
+    ItemRange own(const Phase& phase, int thread) const {
+        const int64_t begin = phase.total * first_task(phase.tasks, thread) / phase.tasks;
+        const int64_t end = phase.total * first_task(phase.tasks, thread + 1) / phase.tasks;
         return {begin, end, end, 0};
     }
     // Ends the threads; nothing may run afterwards. Idempotent.
@@ -52,18 +52,18 @@ public:
     // True in a forked child, which has none of the threads.
     bool inherited() const;
     // Runs all phases; returns when the last is done. One caller at a time (the engine holds a lock).
-    void run(Task task, void* context, const Phase* phases, int count);
+    void run(TaskBody task, void* context, const Phase* phases, int count);
 
 private:
     void work(int thread);
     bool claim_and_run(int thread);
     bool claim(int owner, int thread);
     void open(int phase, int thread);
-    int64_t first_chunk(int64_t chunks, int thread) const { return chunks * thread / threads_; }
+    int64_t first_task(int64_t tasks, int thread) const { return tasks * thread / threads_; }
     template <typename Ready>
     void await(std::condition_variable& signal, std::atomic<int>& waiting, Ready ready);
 
-    // Of each thread's own chunks: epoch (32 bits) | end (16) | next (16). One word, so that a late
+    // Of each thread's own tasks: epoch (32 bits) | end (16) | next (16). One word, so that a late
     // thread can never mistake a new phase's chunk for one of the phase it woke up for. The epoch
     // counts phases.
     struct alignas(64) Own {
@@ -75,7 +75,7 @@ private:
     alignas(64) std::atomic<bool> finished_{true};
     std::atomic<int> sleepers_{0}, callers_{0};
     std::atomic<bool> stop_{false};
-    Task task_ = nullptr;
+    TaskBody task_ = nullptr;
     void* context_ = nullptr;
     const Phase* phases_ = nullptr;
     int count_ = 0;

@@ -1,4 +1,4 @@
-// What this machine can do at most: how fast memory is read, how many 8-bit multiply-adds per
+// What this runtime can do at most: how fast memory is read, how many 8-bit multiply-adds per
 // second. A benchmark's speed is a share of these; nothing here is used to compute anything.
 #include <stdint.h>
 #include <stdlib.h>

@@ -6,7 +6,7 @@
 // phase share holds rows of the same width (kernels/graph.py). A matrix product is one phase over
 // strips of 32 output rows; the rounding of its activations is row-wise and joins the phase before.
 // Attention is one phase over its work items (attention.hpp), a product of experts one over the strips
-// of those that have rows (experts.hpp).
+// of those that have rows (moe.hpp).
 #pragma once
 
 #include <vector>
@@ -51,7 +51,7 @@ public:
     void clear();
 
 private:
-    friend class Machine;
+    friend class Runtime;
     // What a phase runs: row-wise parts one after another, or one operator's tiles.
     struct Part {
         int op;
@@ -93,9 +93,9 @@ private:
 };
 
 // Threads, kernels and scratch memory: what runs programs. One caller at a time.
-class Machine {
+class Runtime {
 public:
-    Machine(int threads, int level) : pool(threads), kernels(kernel_table(level)), level(level) {}
+    Runtime(int threads, int level) : pool(threads), kernels(kernel_table(level)), level(level) {}
 
     Status run(Program& program, const int64_t* counts);
     // Stops the threads and frees the memory.
@@ -103,9 +103,9 @@ public:
     // Runs body(begin, end, thread) over 0..total.
     template <typename Body>
     void parallel(int64_t total, int64_t work, const Body& body) {
-        const Phase phase = {total, chunks_for(total, work)};
+        const Phase phase = {total, tasks_for(total, work)};
         pool.run(
-            [](void* context, int, const Share& share, int thread) {
+            [](void* context, int, const ItemRange& share, int thread) {
                 (*static_cast<const Body*>(context))(share.begin, share.end, thread);
             },
             const_cast<void*>(static_cast<const void*>(&body)), &phase, 1);
@@ -123,7 +123,7 @@ public:
 
 private:
     struct Frame;  // what the threads need to know of the run
-    int64_t chunks_for(int64_t total, int64_t work) const;
+    int64_t tasks_for(int64_t total, int64_t work) const;
     struct Needs;
     Status prepare(Program& program, const int64_t* counts);
     Status bind(Op* op, int64_t n, Needs* needs);
@@ -131,9 +131,9 @@ private:
     Status plan_items(Op* op, int64_t requests, Needs* needs);
     Phase tile_phase(const Op& op, int64_t count) const;
     void rows(const Op& op, int64_t begin, int64_t end);
-    void tiles(const Op& op, const Share& share, int thread);
-    void announce(const Program& program, int stage, int thread, Share* share) const;
-    static void chunk(void* context, int phase, const Share& share, int thread);
+    void tiles(const Op& op, const ItemRange& share, int thread);
+    void announce(const Program& program, int stage, int thread, ItemRange* share) const;
+    static void run_task(void* context, int phase, const ItemRange& share, int thread);
 
     Scratch activations_, attention_, private_;
     FilePart* used_ = nullptr;  // last

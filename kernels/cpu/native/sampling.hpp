@@ -10,8 +10,8 @@
 // lie, and only the few logits within the bound become candidates.
 #pragma once
 
-#include "row.hpp"
-#include "shape.hpp"
+#include "logits_row.hpp"
+#include "logit_changes.hpp"
 
 namespace LEVEL {
 

@@ -114,7 +114,7 @@ INLINE VF max_bits(VF a, VF b) {
         _mm256_max_epi32(_mm256_castps_si256(a), _mm256_castps_si256(abs(b))));
 }
 // 32 values times `inverse`, rounded to nearest even, at most 127 in magnitude
-INLINE void round_block(const float* x, float inverse, int8_t* q, int32_t* sums) {
+INLINE void to_int8(const float* x, float inverse, int8_t* q, int32_t* sums) {
     const VF by = _mm256_set1_ps(inverse);
     const __m256i low = _mm256_packs_epi32(round_int(mul(load(x), by)),
                                            round_int(mul(load(x + 8), by)));

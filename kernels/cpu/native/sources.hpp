@@ -1,4 +1,4 @@
-// How ggml's blocks of 32 values, and iq4_xs's of eight times 32, become tiles (planes.hpp), 16 rows
+// How ggml's blocks of 32 values, and iq4_xs's of eight times 32, become tiles (bit_planes.hpp), 16 rows
 // at a time, and the scales of all of ggml's blocks. Included by pack.cpp alone.
 //
 // Everything is moved in words of four codes, which a 4-bit tile keeps as ggml's blocks of 32 have
@@ -86,7 +86,7 @@ void legacy_tile(const Legacy& kind, int bits, uint32_t flip, const uint8_t* con
 // The scale of tile t of one row and what goes with it; null: a row of padding.
 void pack_tile_scale(const Weight& w, const Legacy& kind, int64_t b, int64_t t, int r,
                      const uint8_t* row) {
-    const int64_t at = (b * w.groups + t) * kRows + r;
+    const int64_t at = (b * w.groups + t) * kTileRows + r;
     const uint8_t* p = row ? row + t / kind.tiles * kind.nbytes : nullptr;
     if (w.source == kIQ4XS) {  // d, the high 2 bits of eight scales, their low 4 bits; minus 32
         const int g = (int)(t % kind.tiles);
@@ -94,7 +94,7 @@ void pack_tile_scale(const Weight& w, const Legacy& kind, int64_t b, int64_t t, 
         const int high = p ? half_at(p + 2) >> 2 * g & 3 : 2;
         ((int8_t*)const_cast<void*>(w.scale))[at] = (int8_t)((low | high << 4) - 32);
         if (g == 0)
-            ((uint16_t*)const_cast<void*>(w.super_scale))[(b * w.supers + t / 8) * kRows + r] =
+            ((uint16_t*)const_cast<void*>(w.super_scale))[(b * w.supers + t / 8) * kTileRows + r] =
                 p ? half_at(p) : 0;
     } else if (w.source == kMXFP4) {
         ((uint8_t*)const_cast<void*>(w.scale))[at] = p ? p[0] : 0;
@@ -113,9 +113,9 @@ void pack_legacy(const Weight& w, int64_t b, const uint8_t* const* rows, int cou
     const Tiles tiles = tiles_of(&w, b);
     uint8_t* codes = tiles.first;
     for (int64_t t = 0; t < w.k_blocks; ++t, codes += tiles.step) {
-        if (count < kRows) memset(codes, 0, (size_t)tile);
+        if (count < kTileRows) memset(codes, 0, (size_t)tile);
         legacy_tile(kind, w.bits, flip, rows, count, tile_at(kind, t), codes);
-        for (int r = 0; r < kRows; ++r)
+        for (int r = 0; r < kTileRows; ++r)
             pack_tile_scale(w, kind, b, t, r, r < count ? rows[r] : nullptr);
     }
 }
@@ -124,17 +124,17 @@ void pack_legacy(const Weight& w, int64_t b, const uint8_t* const* rows, int cou
 void write_legacy(const Weight& w, const uint8_t* codes, uint8_t* row) {
     const Legacy kind = legacy_of(w.source);
     uint8_t* const first = row;
-    for (int64_t t = 0; t < w.k_blocks; ++t, codes += kDepth) {
+    for (int64_t t = 0; t < w.k_blocks; ++t, codes += kTileDepth) {
         row = first + tile_at(kind, t);
         if (w.bits == 8) {
-            for (int i = 0; i < kDepth; ++i) row[kind.codes + i] = codes[i] ^ (w.flip ? 0x80 : 0);
+            for (int i = 0; i < kTileDepth; ++i) row[kind.codes + i] = codes[i] ^ (w.flip ? 0x80 : 0);
             continue;
         }
         for (int i = 0; i < 16; ++i)
             row[kind.codes + i] = (uint8_t)((codes[i] & 15) | codes[i + 16] << 4);
         if (!kind.fifth) continue;
         uint32_t fifth = 0;
-        for (int k = 0; k < kDepth; ++k) fifth |= (uint32_t)(codes[k] >> 4 & 1) << k;
+        for (int k = 0; k < kTileDepth; ++k) fifth |= (uint32_t)(codes[k] >> 4 & 1) << k;
         memcpy(row + kind.fifth, &fifth, 4);
     }
 }
@@ -152,14 +152,14 @@ void six_bit_scales(const uint8_t* block, int r, uint8_t* scales) {
 void inner_scales(int source, const uint8_t* block, uint8_t* scale, uint8_t* minus) {
     if (source == kQ2K || source == kQ6K) {
         const uint8_t* bytes = block + (source == kQ6K ? 192 : 0);
-        for (int g = 0; g < 16; ++g) scale[g * kRows] = bytes[g];
+        for (int g = 0; g < 16; ++g) scale[g * kTileRows] = bytes[g];
     } else {  // 6 bits each: scales 0..3, minima 0..3, then the rest
         for (int g = 0; g < 4; ++g) {
             const int low = block[4 + g], mid = block[8 + g], high = block[12 + g];
-            scale[g * kRows] = (uint8_t)(low & 63);
-            minus[g * kRows] = (uint8_t)(mid & 63);
-            scale[(g + 4) * kRows] = (uint8_t)((high & 15) | low >> 6 << 4);
-            minus[(g + 4) * kRows] = (uint8_t)(high >> 4 | mid >> 6 << 4);
+            scale[g * kTileRows] = (uint8_t)(low & 63);
+            minus[g * kTileRows] = (uint8_t)(mid & 63);
+            scale[(g + 4) * kTileRows] = (uint8_t)((high & 15) | low >> 6 << 4);
+            minus[(g + 4) * kTileRows] = (uint8_t)(high >> 4 | mid >> 6 << 4);
         }
     }
 }
@@ -167,16 +167,16 @@ void inner_scales(int source, const uint8_t* block, uint8_t* scale, uint8_t* min
 // Both levels of scales of one k-quant row block; rows beyond `count` become zeros.
 void pack_k_scales(const Weight& w, int64_t b, const uint8_t* const* rows, int count, int nbytes) {
     const bool six = w.scale_type == kI6;
-    const int64_t bytes = six ? 12 : kRows;  // of a group
-    const int64_t groups = w.groups * bytes, supers = w.supers * kRows;
+    const int64_t bytes = six ? 12 : kTileRows;  // of a group
+    const int64_t groups = w.groups * bytes, supers = w.supers * kTileRows;
     const int64_t step = w.groups / w.supers * bytes;
     const Supers at = supers_of(w.source);
     uint8_t* scale = (uint8_t*)const_cast<void*>(w.scale) + b * groups;
     uint8_t* minus = w.minus ? (uint8_t*)const_cast<void*>(w.minus) + b * groups : nullptr;
     uint16_t* super_scale = (uint16_t*)const_cast<void*>(w.super_scale) + b * supers;
     uint16_t* super_minus = at.minus ? const_cast<uint16_t*>(w.super_minus) + b * supers : nullptr;
-    if (six || count < kRows) memset(scale, 0, (size_t)groups);
-    if (count < kRows) {
+    if (six || count < kTileRows) memset(scale, 0, (size_t)groups);
+    if (count < kTileRows) {
         if (minus) memset(minus, 0, (size_t)groups);
         memset(super_scale, 0, (size_t)supers * 2);
         if (at.minus) memset(super_minus, 0, (size_t)supers * 2);
@@ -188,8 +188,8 @@ void pack_k_scales(const Weight& w, int64_t b, const uint8_t* const* rows, int c
             else
                 inner_scales(w.source, p, scale + block * step + r,
                              minus ? minus + block * step + r : nullptr);
-            super_scale[block * kRows + r] = half_at(p + at.scale);
-            if (at.minus) super_minus[block * kRows + r] = half_at(p + at.minus);
+            super_scale[block * kTileRows + r] = half_at(p + at.scale);
+            if (at.minus) super_minus[block * kTileRows + r] = half_at(p + at.minus);
         }
     }
 }
@@ -198,7 +198,7 @@ void pack_k_scales(const Weight& w, int64_t b, const uint8_t* const* rows, int c
 template <int BITS>
 void bytes_to_tile(const uint8_t* codes, int64_t stride, uint8_t* tile) {
     uint8_t v[8][64];
-    for (int r = 0; r < kRows; ++r)
+    for (int r = 0; r < kTileRows; ++r)
         for (int j = 0; j < 8; ++j) memcpy(v[j] + 4 * r, codes + r * stride + 4 * j, 4);
     if (BITS == 8) {
         memcpy(tile, v, 512);

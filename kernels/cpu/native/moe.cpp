@@ -1,4 +1,4 @@
-#include "experts.hpp"
+#include "moe.hpp"
 
 #include <math.h>
 #include <string.h>
@@ -37,14 +37,14 @@ const float* gathered(const ExpertsArgs& args, int64_t first, int64_t rows, floa
 
 // Some strips of one expert, whose rows are first..end of all.
 void one_expert(const KernelTable& kernels, const ExpertsArgs& args, const Weight* w, int64_t first,
-                int64_t end, const Share& strips, uint8_t* scratch) {
+                int64_t end, const ItemRange& strips, uint8_t* scratch) {
     LinearArgs one = args.each;
     one.w = w;
     one.out += first * one.out_stride;
     if (in_integers(args.each)) {
         one.m = end - first;
-        one.act.blocks += first * one.planes * w->k_blocks;
-        if (one.planes == 2) one.act.rest += first * chunks_of(w->k_blocks);
+        one.act.blocks += first * one.terms * w->k_blocks;
+        if (one.terms == 2) one.act.residual += first * panels_of(w->k_blocks);
         kernels.linear_int(&one, &strips, scratch);
         return;
     }
@@ -119,7 +119,7 @@ void combine(const CombineArgs& args, int64_t begin, int64_t end) {
     }
 }
 
-void round_rows(const KernelTable& kernels, const ExpertsArgs& args, int64_t begin, int64_t end) {
+void quantize_expert_rows(const KernelTable& kernels, const ExpertsArgs& args, int64_t begin, int64_t end) {
     LinearArgs one = args.each;
     for (int32_t i = 0; i < args.active[args.count]; ++i) {
         const int32_t expert = args.active[i];
@@ -138,7 +138,7 @@ size_t expert_private_bytes(const ExpertsArgs& args) {
     return bytes + sizeof(float) * (size_t)(rows_per_pass(most, w.k * 4) * w.k);
 }
 
-void expert_tiles(const KernelTable& kernels, const ExpertsArgs& args, const Share& share,
+void expert_tiles(const KernelTable& kernels, const ExpertsArgs& args, const ItemRange& share,
                   uint8_t* scratch) {
     const int64_t strips = strips_of(*args.each.w);
     const int64_t used = args.active[args.count] * strips;
@@ -147,7 +147,7 @@ void expert_tiles(const KernelTable& kernels, const ExpertsArgs& args, const Sha
     for (int64_t at = share.begin; at < end;) {
         const int64_t first = at / strips * strips, next = first + strips;
         const int32_t* expert = args.active + at / strips;
-        Share own = {at - first, least(end, next) - first, least(reach, next) - first, resumed};
+        ItemRange own = {at - first, least(end, next) - first, least(reach, next) - first, resumed};
         if (reach > next) {  // this thread goes on with another expert
             const Weight& after = *args.experts[expert[1]];
             own.then = after.codes;

@@ -1,4 +1,4 @@
-// The exported functions: one machine per engine, programs recorded for it.
+// The exported functions: one runtime per engine, programs recorded for it.
 //
 // Nothing here throws or aborts: every function returns a Status. Calls on one engine from several
 // threads wait for one another; engines are independent.
@@ -29,74 +29,74 @@ EXPORT int embedlm_abi_version() { return kAbiVersion; }
 EXPORT int embedlm_levels() { return available_levels(); }
 
 // `level` -1: the best. Null when the level does not run here or memory is out.
-EXPORT void* embedlm_engine_create(int threads, int level) {
+EXPORT void* embedlm_runtime_create(int threads, int level) {
     if (level < 0) level = best_level();
     if (threads < 1 || level >= kLevelCount || !(available_levels() >> level & 1)) return nullptr;
-    return new (std::nothrow) Machine(threads, level);
+    return new (std::nothrow) Runtime(threads, level);
 }
 
 // Waits for the call that runs, then gives back threads and memory. Calls that come later, those
 // that wait already among them, return kClosed; the handle stays valid until it is destroyed.
-EXPORT void embedlm_engine_close(void* handle) {
-    Machine* machine = static_cast<Machine*>(handle);
+EXPORT void embedlm_runtime_close(void* handle) {
+    Runtime* runtime = static_cast<Runtime*>(handle);
     // A forked child has no threads to stop, and a lock held when it was made stays held for ever.
-    if (machine->pool.inherited()) {
-        machine->closed = true;
+    if (runtime->pool.inherited()) {
+        runtime->closed = true;
         return;
     }
-    std::lock_guard<std::mutex> lock(machine->mutex);
-    machine->close();
+    std::lock_guard<std::mutex> lock(runtime->mutex);
+    runtime->close();
 }
 
-EXPORT void embedlm_engine_destroy(void* handle) {
-    Machine* machine = static_cast<Machine*>(handle);
+EXPORT void embedlm_runtime_destroy(void* handle) {
+    Runtime* runtime = static_cast<Runtime*>(handle);
     // In a forked child the threads do not exist, yet the condition variables count them as
     // waiting and their destruction would block for ever: the child keeps its copy.
-    if (!machine->pool.inherited()) delete machine;
+    if (!runtime->pool.inherited()) delete runtime;
 }
 
-EXPORT int embedlm_engine_level(const void* engine) {
-    return static_cast<const Machine*>(engine)->level;
+EXPORT int embedlm_runtime_level(const void* engine) {
+    return static_cast<const Runtime*>(engine)->level;
 }
 
 EXPORT int embedlm_pack(void* handle, const Weight* w, const void* source, int64_t row_bytes) {
-    Machine* machine = static_cast<Machine*>(handle);
-    std::lock_guard<std::mutex> lock(machine->mutex);
-    if (machine->closed) return kClosed;
-    if (!machine->reserve_private(w->dense ? 0 : pack_scratch(*w))) return kOutOfMemory;
-    machine->parallel(w->row_blocks, w->n * w->k, [=](int64_t begin, int64_t end, int thread) {
+    Runtime* runtime = static_cast<Runtime*>(handle);
+    std::lock_guard<std::mutex> lock(runtime->mutex);
+    if (runtime->closed) return kClosed;
+    if (!runtime->reserve_private(w->dense ? 0 : pack_scratch(*w))) return kOutOfMemory;
+    runtime->parallel(w->row_blocks, w->n * w->k, [=](int64_t begin, int64_t end, int thread) {
         if (w->dense) dense_blocks(*w, const_cast<void*>(source), false, begin, end);
         else
             pack_blocks(*w, static_cast<const uint8_t*>(source), row_bytes, begin, end,
-                        machine->private_scratch(thread));
+                        runtime->private_scratch(thread));
     });
     return kOk;
 }
 
 EXPORT int embedlm_unpack(void* handle, const Weight* w, void* out, int64_t row_bytes) {
-    Machine* machine = static_cast<Machine*>(handle);
-    std::lock_guard<std::mutex> lock(machine->mutex);
-    if (machine->closed) return kClosed;
-    if (!machine->reserve_private(w->dense ? 0 : pack_scratch(*w))) return kOutOfMemory;
-    machine->parallel(w->row_blocks, w->n * w->k, [=](int64_t begin, int64_t end, int thread) {
+    Runtime* runtime = static_cast<Runtime*>(handle);
+    std::lock_guard<std::mutex> lock(runtime->mutex);
+    if (runtime->closed) return kClosed;
+    if (!runtime->reserve_private(w->dense ? 0 : pack_scratch(*w))) return kOutOfMemory;
+    runtime->parallel(w->row_blocks, w->n * w->k, [=](int64_t begin, int64_t end, int thread) {
         if (w->dense) dense_blocks(*w, out, true, begin, end);
         else
             unpack_blocks(*w, static_cast<uint8_t*>(out), row_bytes, begin, end,
-                          machine->private_scratch(thread));
+                          runtime->private_scratch(thread));
     });
     return kOk;
 }
 
 // One operator over `rows` rows (kOpAttention and kOpPlaces: requests), now.
 EXPORT int embedlm_run(void* handle, int kind, const void* args, int64_t rows) {
-    Machine* machine = static_cast<Machine*>(handle);
-    std::lock_guard<std::mutex> lock(machine->mutex);
-    if (machine->closed) return kClosed;
+    Runtime* runtime = static_cast<Runtime*>(handle);
+    std::lock_guard<std::mutex> lock(runtime->mutex);
+    if (runtime->closed) return kClosed;
     return guarded([=]() -> int {
-        machine->single.clear();
-        if (!machine->single.add(kind, args, kTokens, 1)) return kUnknownOp;
+        runtime->single.clear();
+        if (!runtime->single.add(kind, args, kTokens, 1)) return kUnknownOp;
         const int64_t counts[kCounts] = {rows, 0, 0};
-        return machine->run(machine->single, counts);
+        return runtime->run(runtime->single, counts);
     });
 }
 
@@ -116,8 +116,8 @@ EXPORT int embedlm_program_add(void* program, int kind, const void* args, int co
 
 // The whole program with these counts, in one call.
 EXPORT int embedlm_program_run(void* handle, void* program, const int64_t* counts) {
-    Machine* machine = static_cast<Machine*>(handle);
-    std::lock_guard<std::mutex> lock(machine->mutex);
-    if (machine->closed) return kClosed;
-    return guarded([=]() -> int { return machine->run(*static_cast<Program*>(program), counts); });
+    Runtime* runtime = static_cast<Runtime*>(handle);
+    std::lock_guard<std::mutex> lock(runtime->mutex);
+    if (runtime->closed) return kClosed;
+    return guarded([=]() -> int { return runtime->run(*static_cast<Program*>(program), counts); });
 }

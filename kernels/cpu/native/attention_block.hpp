@@ -12,27 +12,27 @@
 namespace LEVEL {
 
 // The keys or values of a chunk, as floats or as codes.
-struct ChunkSide {
+struct BlockSide {
     int type;
     int64_t step;        // from one dimension of a key to the next, from one value to the next
     const float *scale, *zero;  // [groups][128]; null: no scales; zero where `type` is kI4
-    int group, fold;     // dimensions that share a scale; those in low halves of kI4 pages, or all
+    int group, low_dims;     // dimensions that share a scale; those in low halves of kI4 pages, or all
 };
 
 // Where the keys and values of a chunk lie. Keys t of vector v are the lanes of
 // key[v] + d * keys.step; value t is value[t >> segment_shift] + (t & mask) * values.step.
-struct Chunk {
+struct KeyBlock {
     const PageLevel* from;  // the level of its pages
-    ChunkSide keys, values;
+    BlockSide keys, values;
     int segment_shift;
     const void* key[kKeyVectors];
     const void* value[kKeyVectors];
 };
 
 // The end of the part of a head that begins at d.
-INLINE int part_end(const ChunkSide& side, int d, int width) {
+INLINE int part_end(const BlockSide& side, int d, int width) {
     int end = side.scale ? (d / side.group + 1) * side.group : width;
-    if (d < side.fold && end > side.fold) end = side.fold;
+    if (d < side.low_dims && end > side.low_dims) end = side.low_dims;
     return end < width ? end : width;
 }
 
@@ -40,13 +40,13 @@ INLINE int part_end(const ChunkSide& side, int d, int width) {
 INLINE void visible(const Item& item, int64_t begin, int i, int* lo, int* hi) {
     const int64_t position = item.position + i / item.group - begin;
     const int64_t from = item.a->window ? position - item.a->window + 1 : 0;
-    *lo = from < 0 ? 0 : from > kChunkKeys ? (int)kChunkKeys : (int)from;
-    *hi = position < 0 ? 0 : position >= kChunkKeys ? (int)kChunkKeys : (int)position + 1;
+    *lo = from < 0 ? 0 : from > kBlockKeys ? (int)kBlockKeys : (int)from;
+    *hi = position < 0 ? 0 : position >= kBlockKeys ? (int)kBlockKeys : (int)position + 1;
 }
 
 // Points at keys and values first..count of the chunk at `begin` in their pages. Vectors beyond
 // stand for the last one, so that a product of several vectors reads nothing else.
-static void locate(const Item& item, int64_t begin, int count, Chunk* c) {
+static void locate(const Item& item, int64_t begin, int count, KeyBlock* c) {
     const AttentionArgs* a = item.a;
     const PageSide &keys = c->from->keys, &values = c->from->values;
     const int shift = __builtin_ctz((unsigned)a->page_size), mask = a->page_size - 1;
@@ -93,7 +93,7 @@ INLINE void widen_pairs(const uint16_t* scales, int count, float* scale, float* 
 // The scales of the chunk's codes as floats, and their zeros; slots that no row sees may hold
 // anything.
 static void load_scales(const Item& item, int64_t begin, int count, const PageSide& from,
-                        float* scale, float* zero, ChunkSide* to) {
+                        float* scale, float* zero, BlockSide* to) {
     const AttentionArgs* a = item.a;
     const int groups = groups_of(from, a->head_dim);
     for (int t = 0; t < count && groups;) {
@@ -103,7 +103,7 @@ static void load_scales(const Item& item, int64_t begin, int count, const PageSi
         for (int g = 0; g < groups; ++g) {
             const uint16_t* scales = from.scales + page * from.scale_page +
                                      (item.head * groups + g) * from.scale_row + slot;
-            const int at = g * kChunkKeys + t;
+            const int at = g * kBlockKeys + t;
             if (from.type == kI4) widen_pairs(scales, run, scale + at, zero + at);
             else widen(scales, run, from.type == kE4M3 ? 256.0f : 1.0f, scale + at);
         }
@@ -112,7 +112,7 @@ static void load_scales(const Item& item, int64_t begin, int count, const PageSi
     to->scale = groups ? scale : nullptr;
     to->zero = zero;
     to->group = from.group;
-    to->fold = from.type == kI4 ? a->head_dim / 2 : a->head_dim;
+    to->low_dims = from.type == kI4 ? a->head_dim / 2 : a->head_dim;
 }
 
 // kLanes codes or floats of a page. An e4m3 is 2^8 too small, which its scale makes up for
@@ -130,23 +130,23 @@ INLINE VF load_part(const void* base, int64_t index, VF zero) {
 }
 
 // The type that dimension d of a head has in its page.
-INLINE int part_type(const PageSide& side, int fold, int d) {
-    return side.type != kI4 ? side.type : d < fold ? kLow4 : kHigh4;
+INLINE int part_type(const PageSide& side, int low_dims, int d) {
+    return side.type != kI4 ? side.type : d < low_dims ? kLow4 : kHigh4;
 }
 
 // Keys first..count of a chunk as floats, [head_dim][128].
-static void convert_keys(const Item& item, int64_t begin, int first, int count, const Chunk& c) {
+static void convert_keys(const Item& item, int64_t begin, int first, int count, const KeyBlock& c) {
     const AttentionArgs* a = item.a;
     const PageSide& side = c.from->keys;
     for (int d = 0; d < a->head_dim; ++d) {
-        const ChunkSide& keys = c.keys;
+        const BlockSide& keys = c.keys;
         const bool nibbles = side.type == kI4;
-        const float* zeros = nibbles ? keys.zero + d / side.group * kChunkKeys : nullptr;
-        const bool high = nibbles && d >= keys.fold;
-        const int64_t at_d = (high ? d - keys.fold : d) * side.step;
-        float* to = item.keys + d * kChunkKeys;
+        const float* zeros = nibbles ? keys.zero + d / side.group * kBlockKeys : nullptr;
+        const bool high = nibbles && d >= keys.low_dims;
+        const int64_t at_d = (high ? d - keys.low_dims : d) * side.step;
+        float* to = item.keys + d * kBlockKeys;
         if (in_place(a, *c.from)) {
-            const int type = part_type(side, keys.fold, d);
+            const int type = part_type(side, keys.low_dims, d);
             for (int v = first / kLanes; v * kLanes < count; ++v) {
                 const VF x = load_page(type, c.key[v], at_d);
                 store(to + v * kLanes, zeros ? sub(x, load(zeros + v * kLanes)) : x);
@@ -164,11 +164,11 @@ static void convert_keys(const Item& item, int64_t begin, int first, int count, 
 }
 
 // Values first..count of a chunk as floats, [128][padded].
-static void convert_values(const Item& item, int64_t begin, int first, int count, const Chunk& c) {
+static void convert_values(const Item& item, int64_t begin, int first, int count, const KeyBlock& c) {
     const AttentionArgs* a = item.a;
     const PageSide& side = c.from->values;
-    const int width = a->head_dim, fold = c.values.fold;
-    const bool nibbles = side.type == kI4, whole = !nibbles || fold % kLanes == 0;
+    const int width = a->head_dim, low_dims = c.values.low_dims;
+    const bool nibbles = side.type == kI4, whole = !nibbles || low_dims % kLanes == 0;
     const float* zeros = c.values.zero;
     for (int t = first; t < count; ++t) {
         const int64_t page = page_of(item.table[(begin + t) / a->page_size]);
@@ -177,13 +177,13 @@ static void convert_values(const Item& item, int64_t begin, int first, int count
         float* to = item.values + t * item.padded;
         int d = 0;
         for (; d + kLanes <= width && whole; d += kLanes) {
-            const int64_t from = at + (d < fold ? d : d - fold);
-            const VF x = load_page(part_type(side, fold, d), side.data, from);
-            store(to + d, nibbles ? sub(x, set1(zeros[d / side.group * kChunkKeys + t])) : x);
+            const int64_t from = at + (d < low_dims ? d : d - low_dims);
+            const VF x = load_page(part_type(side, low_dims, d), side.data, from);
+            store(to + d, nibbles ? sub(x, set1(zeros[d / side.group * kBlockKeys + t])) : x);
         }
         for (; d < width; ++d) {
-            const float x = load_one(side, at + (d < fold ? d : d - fold), d >= fold);
-            to[d] = nibbles ? x - zeros[d / side.group * kChunkKeys + t] : x;
+            const float x = load_one(side, at + (d < low_dims ? d : d - low_dims), d >= low_dims);
+            to[d] = nibbles ? x - zeros[d / side.group * kBlockKeys + t] : x;
         }
         for (; d < item.padded; ++d) to[d] = 0.0f;
     }
@@ -191,14 +191,14 @@ static void convert_values(const Item& item, int64_t begin, int first, int count
 
 // Copies keys and values first..count of a chunk as floats, which pays from many rows on; pages of
 // odd shapes always go this way.
-static void convert(const Item& item, int64_t begin, int first, int count, Chunk* c) {
+static void convert(const Item& item, int64_t begin, int first, int count, KeyBlock* c) {
     if (in_place(item.a, *c->from)) locate(item, begin, count, c);
     convert_keys(item, begin, first, count, *c);
     convert_values(item, begin, first, count, *c);
     c->keys.type = c->values.type = kF32;
-    c->keys.step = kChunkKeys;
+    c->keys.step = kBlockKeys;
     c->values.step = item.padded;
-    c->values.fold = item.a->head_dim;
+    c->values.low_dims = item.a->head_dim;
     c->segment_shift = 7;
     c->value[0] = item.values;
     for (int v = 0; v < kKeyVectors; ++v) c->key[v] = item.keys + v * kLanes;
@@ -207,10 +207,10 @@ static void convert(const Item& item, int64_t begin, int first, int count, Chunk
 // Dot products of MR rows, `stride` floats apart, with NV vectors of keys from `at` on, over
 // dimensions begin..end: scores[MR][128], scaled and added to those before where there is a scale.
 template <int TYPE, int MR, int NV>
-static void score_vectors(const ChunkSide& side, const void* const* keys, int at, const float* q,
+static void score_vectors(const BlockSide& side, const void* const* keys, int at, const float* q,
                           int64_t stride, int begin, int end, float* scores, Ahead* ahead) {
     VF acc[MR][NV], zeros[NV];
-    const int row = side.scale ? begin / side.group * kChunkKeys + at : 0;
+    const int row = side.scale ? begin / side.group * kBlockKeys + at : 0;
 #pragma GCC unroll 4
     for (int c = 0; c < NV; ++c)
         zeros[c] = TYPE == kLow4 || TYPE == kHigh4 ? load(side.zero + row + c * kLanes) : zero();
@@ -218,13 +218,13 @@ static void score_vectors(const ChunkSide& side, const void* const* keys, int at
     for (int r = 0; r < MR; ++r)
 #pragma GCC unroll 4
         for (int c = 0; c < NV; ++c) acc[r][c] = zero();
-    const int64_t from = TYPE == kHigh4 ? side.fold : 0;
+    const int64_t from = TYPE == kHigh4 ? side.low_dims : 0;
     for (int d = begin; d < end; ++d) {
         VF key[NV];
 #pragma GCC unroll 4
         for (int c = 0; c < NV; ++c)
             key[c] = load_part<TYPE>(keys[c], (d - from) * side.step, zeros[c]);
-        ask(ahead);
+        prefetch_step(ahead);
 #pragma GCC unroll 6
         for (int r = 0; r < MR; ++r) {
             VF x = set1(q[r * stride + d]);
@@ -236,18 +236,18 @@ static void score_vectors(const ChunkSide& side, const void* const* keys, int at
         const VF scale = load(side.scale + row + c * kLanes);
 #pragma GCC unroll 6
         for (int r = 0; r < MR; ++r) {
-            const VF before = begin ? load(scores + r * kChunkKeys + c * kLanes) : zero();
+            const VF before = begin ? load(scores + r * kBlockKeys + c * kLanes) : zero();
             acc[r][c] = fma(acc[r][c], scale, before);
         }
     }
 #pragma GCC unroll 6
     for (int r = 0; r < MR; ++r)
 #pragma GCC unroll 4
-        for (int c = 0; c < NV; ++c) store(scores + r * kChunkKeys + c * kLanes, acc[r][c]);
+        for (int c = 0; c < NV; ++c) store(scores + r * kBlockKeys + c * kLanes, acc[r][c]);
 }
 
 template <int TYPE, int MR>
-static void score_part(const Chunk& c, const float* q, int64_t stride, int begin, int stop,
+static void score_part(const KeyBlock& c, const float* q, int64_t stride, int begin, int stop,
                        int first, int end, float* scores, Ahead* ahead) {
     for (int v = first / kLanes; v * kLanes < end;) {
         const void* const* keys = c.key + v;
@@ -264,13 +264,13 @@ static void score_part(const Chunk& c, const float* q, int64_t stride, int begin
 }
 
 template <int TYPE, int MR>
-static void score_rows(const Chunk& c, const float* q, int64_t stride, int width, int first,
+static void score_rows(const KeyBlock& c, const float* q, int64_t stride, int width, int first,
                        int end, float* scores, Ahead* ahead) {
     for (int d = 0, stop; d < width; d = stop) {
         stop = part_end(c.keys, d, width);
         if (TYPE != kI4)
             score_part<TYPE, MR>(c, q, stride, d, stop, first, end, scores, ahead);
-        else if (d < c.keys.fold)
+        else if (d < c.keys.low_dims)
             score_part<kLow4, MR>(c, q, stride, d, stop, first, end, scores, ahead);
         else score_part<kHigh4, MR>(c, q, stride, d, stop, first, end, scores, ahead);
     }
@@ -278,13 +278,13 @@ static void score_rows(const Chunk& c, const float* q, int64_t stride, int width
 
 // out[MR][record] += weights[MR][lo..hi) x values, NV vectors of the head from d on.
 template <int TYPE, int MR, int NV>
-static void value_vectors(const Chunk& c, int lo, int hi, const float* weights, int d, float* out,
+static void value_vectors(const KeyBlock& c, int lo, int hi, const float* weights, int d, float* out,
                           int64_t record, Ahead* ahead) {
     const int mask = (1 << c.segment_shift) - 1;
-    const ChunkSide& side = c.values;
+    const BlockSide& side = c.values;
     const bool nibbles = TYPE == kLow4 || TYPE == kHigh4;
-    const float* zeros = nibbles ? side.zero + d / side.group * kChunkKeys : nullptr;
-    const int64_t from = TYPE == kHigh4 ? d - side.fold : d;
+    const float* zeros = nibbles ? side.zero + d / side.group * kBlockKeys : nullptr;
+    const int64_t from = TYPE == kHigh4 ? d - side.low_dims : d;
     VF sum[MR][NV];
 #pragma GCC unroll 6
     for (int r = 0; r < MR; ++r)
@@ -299,10 +299,10 @@ static void value_vectors(const Chunk& c, int lo, int hi, const float* weights, 
             const VF offset = nibbles ? set1(zeros[t]) : zero();
 #pragma GCC unroll 4
             for (int v = 0; v < NV; ++v) value[v] = load_part<TYPE>(base, at + v * kLanes, offset);
-            ask(ahead);
+            prefetch_step(ahead);
 #pragma GCC unroll 6
             for (int r = 0; r < MR; ++r) {
-                VF weight = set1(weights[r * kChunkKeys + t]);
+                VF weight = set1(weights[r * kBlockKeys + t]);
 #pragma GCC unroll 4
                 for (int v = 0; v < NV; ++v) sum[r][v] = fma(weight, value[v], sum[r][v]);
             }
@@ -315,7 +315,7 @@ static void value_vectors(const Chunk& c, int lo, int hi, const float* weights, 
 }
 
 template <int TYPE, int MR>
-static void value_part(const Chunk& c, int lo, int hi, const float* weights, int d, int stop,
+static void value_part(const KeyBlock& c, int lo, int hi, const float* weights, int d, int stop,
                        float* out, int64_t record, Ahead* ahead) {
     for (; d + 4 * kLanes <= stop; d += 4 * kLanes)
         value_vectors<TYPE, MR, 4>(c, lo, hi, weights, d, out, record, ahead);
@@ -327,34 +327,34 @@ static void value_part(const Chunk& c, int lo, int hi, const float* weights, int
 
 // weights[MR][lo..hi) times the scales of a group; lanes beside them may hold anything.
 template <int MR>
-INLINE const float* scaled(const ChunkSide& side, int d, int lo, int hi, const float* weights,
+INLINE const float* scaled(const BlockSide& side, int d, int lo, int hi, const float* weights,
                            float* to) {
-    const float* scale = side.scale + d / side.group * kChunkKeys;
+    const float* scale = side.scale + d / side.group * kBlockKeys;
     for (int r = 0; r < MR; ++r)
         for (int t = lo / kLanes * kLanes; t < hi; t += kLanes)
-            store(to + r * kChunkKeys + t,
-                  mul(load(weights + r * kChunkKeys + t), load(scale + t)));
+            store(to + r * kBlockKeys + t,
+                  mul(load(weights + r * kBlockKeys + t), load(scale + t)));
     return to;
 }
 
 template <int TYPE, int MR>
-static void value_rows(const Chunk& c, int lo, int hi, const float* weights, int width, float* out,
+static void value_rows(const KeyBlock& c, int lo, int hi, const float* weights, int width, float* out,
                        int64_t record, Ahead* ahead) {
-    float products[MR * kChunkKeys];
+    float products[MR * kBlockKeys];
     for (int d = 0, stop; d < width; d = stop) {
         stop = part_end(c.values, d, width);
         const float* by = c.values.scale ? scaled<MR>(c.values, d, lo, hi, weights, products)
                                          : weights;
         if (TYPE != kI4) value_part<TYPE, MR>(c, lo, hi, by, d, stop, out, record, ahead);
-        else if (d < c.values.fold)
+        else if (d < c.values.low_dims)
             value_part<kLow4, MR>(c, lo, hi, by, d, stop, out, record, ahead);
         else value_part<kHigh4, MR>(c, lo, hi, by, d, stop, out, record, ahead);
     }
 }
 
-typedef void (*Scores)(const Chunk&, const float* q, int64_t stride, int width, int first, int end,
+typedef void (*Scores)(const KeyBlock&, const float* q, int64_t stride, int width, int first, int end,
                        float* scores, Ahead* ahead);
-typedef void (*Values)(const Chunk&, int lo, int hi, const float* weights, int width, float* out,
+typedef void (*Values)(const KeyBlock&, int lo, int hi, const float* weights, int width, float* out,
                        int64_t record, Ahead* ahead);
 
 // The two products for one number of rows and one type.
@@ -390,7 +390,7 @@ INLINE Products products(int type, int rows) {
 }
 
 // Keys and values may have different types.
-INLINE Products products(const Chunk& c, int rows) {
+INLINE Products products(const KeyBlock& c, int rows) {
     return {products(c.keys.type, rows).score, products(c.values.type, rows).values};
 }
 

@@ -1,7 +1,7 @@
 // The changes to one row of logits before its token is drawn: kernels/sampling.py says what they are.
 #pragma once
 
-#include "row.hpp"
+#include "logits_row.hpp"
 
 namespace LEVEL {
 

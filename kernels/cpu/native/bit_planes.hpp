@@ -49,8 +49,8 @@ INLINE VB codes_of(const uint8_t* tile, int j, int h) {
 }
 
 template <int BITS>
-INLINE VB table_of(const uint8_t* steps) {
-    return BITS >= kLookup ? load_table(steps) : VB();
+INLINE VB table_of(const uint8_t* int8_table) {
+    return BITS >= kLookup ? load_table(int8_table) : VB();
 }
 
 // What is multiplied: the codes, or what they index.
@@ -63,7 +63,7 @@ INLINE VB operands(const uint8_t* tile, int j, int h, VB table) {
 // One tile of a lane group, one byte per operand: [8][16 rows][4].
 template <int BITS>
 INLINE void expand(const uint8_t* tile, uint8_t* out, VB table) {
-    for (int h = 0; h < kRows / kLanes; ++h) {
+    for (int h = 0; h < kTileRows / kLanes; ++h) {
 #pragma GCC unroll 8
         for (int j = 0; j < 8; ++j)
             store_codes(out + 64 * j + h * 4 * kLanes, operands<BITS>(tile, j, h, table));
@@ -73,10 +73,10 @@ INLINE void expand(const uint8_t* tile, uint8_t* out, VB table) {
 // The super scales of 16 rows at one group, where they run on over the ends of rows; returns the
 // first group at which one of them changes.
 static int64_t nested_supers(const Weight* w, int64_t b, int64_t group, float* to) {
-    const int shift = __builtin_ctz((unsigned)w->super_units);
+    const int shift = __builtin_ctz((unsigned)w->subgroups_per_super);
     int64_t until = w->groups;
-    for (int r = 0; r < kRows; ++r) {
-        const int64_t row = b * kRows + r, at = row * w->groups + group, over = at >> shift;
+    for (int r = 0; r < kTileRows; ++r) {
+        const int64_t row = b * kTileRows + r, at = row * w->groups + group, over = at >> shift;
         const int64_t change = group + ((over + 1) << shift) - at;
         to[r] = ((const float*)w->super_scale)[row < w->n ? over : 0];
         if (change < until) until = change;
@@ -87,23 +87,23 @@ static int64_t nested_supers(const Weight* w, int64_t b, int64_t group, float* t
 // scale, zero and minus of unit u of row block b, lanes h * kLanes ...
 __attribute__((noinline)) static void scale_of(const Weight* w, int64_t b, int64_t u, int h,
                                                VF* scale, VF* zero_point, VF* minus) {
-    int64_t group = u / w->group_units;
+    int64_t group = u / w->subgroups_per_group;
     if (group >= w->groups) group = w->groups - 1;  // a unit of nothing but padding
-    int64_t at = (b * w->groups + group) * kRows + h * kLanes;
+    int64_t at = (b * w->groups + group) * kTileRows + h * kLanes;
     VF s, m = zero();
     if (w->scale_table) {
-        float coded[kRows], supers[kRows];
+        float coded[kTileRows], supers[kTileRows];
         nested_supers(w, b, group, supers);
         for (int i = h * kLanes; i < (h + 1) * kLanes; ++i)
             coded[i] = w->scale_table[((const uint8_t*)w->scale)[at - h * kLanes + i]];
         s = mul(load(coded + h * kLanes), load(supers + h * kLanes));
-        s = add(s, load(w->scale_offset + b * kRows + h * kLanes));
+        s = add(s, load(w->scale_offset + b * kTileRows + h * kLanes));
     } else {
         s = load_as(w->scale_type, w->scale, at);
     }
     if (w->minus) m = load_as(w->minus_type, w->minus, at);
     if (w->super_scale && !w->scale_table) {
-        int64_t over = (b * w->supers + u / w->super_units) * kRows + h * kLanes;
+        int64_t over = (b * w->supers + u / w->subgroups_per_super) * kTileRows + h * kLanes;
         s = mul(load_as(w->super_type, w->super_scale, over), s);
         if (w->super_minus) m = mul(load_half(w->super_minus + over), m);
     }
@@ -114,18 +114,18 @@ __attribute__((noinline)) static void scale_of(const Weight* w, int64_t b, int64
 
 template <int TYPE>
 static void scaled_values_of(const Weight* w, int64_t b, int64_t begin, int64_t end, float* out) {
-    const uint8_t* values = w->codes + b * w->k * kRows;
+    const uint8_t* values = w->codes + b * w->k * kTileRows;
     while (begin < end) {
-        const int64_t group = begin / w->group_units;
-        const int64_t scale = (b / w->scale_blocks * w->groups + group) * kRows;
-        VF scales[kRows / kLanes];
-        for (int h = 0; h < kRows / kLanes; ++h)
+        const int64_t group = begin / w->subgroups_per_group;
+        const int64_t scale = (b / w->scale_blocks * w->groups + group) * kTileRows;
+        VF scales[kTileRows / kLanes];
+        for (int h = 0; h < kTileRows / kLanes; ++h)
             scales[h] = load_as(w->super_type, w->scale, scale + h * kLanes);
-        int64_t group_end = (group + 1) * w->group_units;
+        int64_t group_end = (group + 1) * w->subgroups_per_group;
         if (group_end > end) group_end = end;
-        for (; begin < group_end; ++begin, out += kRows) {
-            for (int h = 0; h < kRows / kLanes; ++h) {
-                VF value = load_as(TYPE, values, begin * kRows + h * kLanes);
+        for (; begin < group_end; ++begin, out += kTileRows) {
+            for (int h = 0; h < kTileRows / kLanes; ++h) {
+                VF value = load_as(TYPE, values, begin * kTileRows + h * kLanes);
                 store(out + h * kLanes, mul(value, scales[h]));
             }
         }

@@ -21,9 +21,9 @@ inline int64_t expert_strips(const ExpertsArgs& args) {
 }
 
 // Rounds the rows begin..end of the products, each by the rule of its own expert.
-void round_rows(const KernelTable& kernels, const ExpertsArgs& args, int64_t begin, int64_t end);
+void quantize_expert_rows(const KernelTable& kernels, const ExpertsArgs& args, int64_t begin, int64_t end);
 // For one thread; an expert has one row of a token at most.
 size_t expert_private_bytes(const ExpertsArgs& args);
 // Some of the expert_strips.
-void expert_tiles(const KernelTable& kernels, const ExpertsArgs& args, const Share& share,
+void expert_tiles(const KernelTable& kernels, const ExpertsArgs& args, const ItemRange& share,
                   uint8_t* scratch);
