@@ -1,7 +1,8 @@
-"""Native kernels for the CPU: SIMD C++ chosen at run time, on the engine's own threads.
+"""Native kernels for the CPU: C++ with SIMD levels selected at run time, on their own threads.
 
-``native/`` holds the C++ sources, one library without Python or torch in it; the modules here hand
-it raw pointers. Matrix products read weights repacked once at load (``native/planes.hpp``).
+``native/`` holds the C++ sources of one library that uses neither Python nor torch; the modules
+here pass it raw pointers. Matrix products read weights that were packed once at load
+(``native/bit_planes.hpp``).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ ACTIVATIONS = (torch.float32,)
 
 
 def available(device: str) -> str | None:
-    """Why the backend cannot run on ``device``, or ``None`` when it can."""
+    """Why the backend cannot run on ``device``; ``None`` if it can."""
     if device.partition(":")[0] != "cpu":
         return f"runs on the CPU only, not on {device}"
     found = find_library()
@@ -59,7 +60,7 @@ def held_bytes(kind: str, rows: int, columns: int) -> int | None:
 
 
 def scratch_of(products: Products, device: str) -> None:
-    """Nothing: operators work in memory of the engine's threads, which the workspace counts."""
+    """Nothing: operators use the memory of the runtime's threads, which the workspace counts."""
 
 
 def open_backend(
@@ -70,15 +71,15 @@ def open_backend(
     fixed: bool = False,
     offload: OnDisk | None = None,
 ) -> CpuBackend:
-    """``level`` forces an instruction-set level (tests); by default the best there is.
+    """``level`` forces an instruction-set level (for tests); the default is the best one.
 
-    Always ``fixed``.
+    The backend is always ``fixed``.
     """
     return CpuBackend(NativeRuntime(num_threads, level), offload)
 
 
 def simd_level() -> str | None:
-    """The instruction-set level kernels run at here; ``None`` without the native module."""
+    """The instruction-set level of the kernels on this CPU; ``None`` without the native module."""
     found = levels()
     return found[-1] if found else None
 

@@ -11,7 +11,7 @@ from sdk.kernels.errors import KernelError
 from sdk.kernels.registry import Problem
 
 _KINDS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "clamped_swiglu": 3}
-#: In-place operators on rows, as native/abi.hpp numbers them.
+#: In-place operators on rows, with the numbers of native/abi.hpp.
 MAPS = {"zeros": 0, "add": 1, "add_bias": 2, "scale": 3, "softcap": 4}
 
 
@@ -102,7 +102,7 @@ class GatedActivation:
 
 
 class Map:
-    """See ``Ops.zeros``, ``add``, ``add_bias``, ``scale`` and ``softcap``: one of them each."""
+    """One of ``Ops.zeros``, ``add``, ``add_bias``, ``scale`` and ``softcap``."""
 
     def __init__(self, runtime: NativeRuntime, kind: str) -> None:
         self._runtime = runtime
@@ -124,7 +124,7 @@ class Map:
             raise KernelError(
                 f"{self._what}: {list(other.shape)} does not fit rows {list(x.shape)}"
             )
-        # Kept in a name: it may be a copy, which must live until the call is over.
+        # Kept in a variable: it may be a copy, which must live until the call returns.
         other = None if other is None else floats(other, self._what)
         data = None if other is None else other.data_ptr()
         args = MapArgs(x.data_ptr(), data, width, factor, self._kind)

@@ -1,6 +1,7 @@
-"""The native library: found, checked, its structures and functions declared once for ctypes.
+"""Finds and checks the native library and declares its structures and functions for ctypes.
 
-ctypes releases the interpreter lock during every call. The structures mirror ``native/abi.hpp``.
+ctypes releases the interpreter lock during every call. The structures mirror ``native/abi.hpp``,
+with the same field names; tests/kernels/test_native_abi.py compares sizes, offsets and constants.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from zipimport import zipimporter
 
 import torch
 
-#: Must equal kAbiVersion in native/abi.hpp; a library with another one is refused as stale.
-ABI_VERSION = 15
+#: Must equal kAbiVersion in native/abi.hpp; a library with another version is rejected as stale.
+ABI_VERSION = 16
 
 #: Instruction-set levels, worst to best, in the order of native/levels.hpp.
 LEVELS = ("portable", "avx2", "avx2_vnni", "avx512_vnni")
 
-#: Element types as native/abi.hpp numbers them.
+#: Element types, with the numbers of native/abi.hpp.
 ELEMENT_TYPES = {
     torch.float16: 0,
     torch.bfloat16: 1,
@@ -34,7 +35,7 @@ ELEMENT_TYPES = {
 
 
 class OpKind(IntEnum):
-    """The operators as native/abi.hpp numbers them."""
+    """The operators, with the numbers of native/abi.hpp."""
 
     EMBEDDING = 0
     LINEAR = 1
@@ -57,7 +58,7 @@ class OpKind(IntEnum):
 
 
 class Count(IntEnum):
-    """What of a step an operator runs over, as native/abi.hpp numbers them."""
+    """What an operator of a step runs over, with the numbers of native/abi.hpp."""
 
     TOKENS = 0
     OUTPUTS = 1
@@ -65,7 +66,7 @@ class Count(IntEnum):
 
 
 class SchemeView(Structure):
-    """How the file of a weight wants its inputs rounded."""
+    """``ActivationScheme`` of native/abi.hpp: how the weight's file quantizes activations."""
 
     _fields_ = [
         *((name, c_int32) for name in ("codes", "rule", "bits", "symmetric")),
@@ -99,13 +100,13 @@ class WeightView(Structure):
 
 
 class Activations(Structure):
-    """Rounded activations: the library's own business."""
+    """Quantized activations, which only the library reads and writes."""
 
     _fields_ = [("k_blocks", c_int64), *((n, c_void_p) for n in ("values", "blocks", "residual"))]
 
 
 class FilePart(Structure):
-    """Packed weights in a mapped file: ``next`` belongs to the library."""
+    """Packed weights in a mapped file; only the library uses ``next``."""
 
     begin: int
     bytes: int
@@ -248,7 +249,7 @@ _SIGNATURES = {
 
 
 def load_library(path: str) -> ctypes.CDLL | str:
-    """The library at ``path`` with its functions declared, or why it cannot be used."""
+    """The library at ``path`` with its functions declared, or the reason why it cannot be used."""
     try:
         library = ctypes.CDLL(path)
         version = library.embedlm_abi_version()
@@ -269,8 +270,8 @@ def load_library(path: str) -> ctypes.CDLL | str:
 def find_library() -> ctypes.CDLL | str:
     """The native library of this installation, or one line that says why there is none.
 
-    The import system knows where it is in all three cases: in the wheel, redirected by an editable
-    install, beside this file in a checkout after ``make build``.
+    The import system finds it in all three cases: in a wheel, redirected by an editable install,
+    and next to this file in a checkout after ``make build``.
     """
     spec = find_spec("sdk.kernels.cpu._native")
     if spec is None or spec.origin is None:
@@ -282,7 +283,7 @@ def _why_missing() -> str:
     loader = getattr(__spec__, "loader", None)
     if isinstance(loader, zipimporter):
         return (
-            f"no native module: the system loads no library from inside {loader.archive}; "
+            f"no native module: the system cannot load a library from inside {loader.archive}; "
             "unpack it, or install embedlm with pip"
         )
     if Path(__file__).with_name("native").is_dir():  # the C++ sources: a checkout

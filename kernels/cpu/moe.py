@@ -1,4 +1,4 @@
-"""Mixtures of experts: ``native/experts.hpp``; their products are in :mod:`.linear`."""
+"""Mixture of experts (MoE): ``native/moe.hpp``; the products are in :mod:`.packed_linear`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Route:
 
 
 class Group:
-    """Brings the choices of all tokens into the order of their experts."""
+    """Sorts the choices of all tokens by expert."""
 
     name = "cpu.group"
 

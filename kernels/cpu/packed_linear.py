@@ -1,6 +1,6 @@
 """Matrix products on packed weights: ``native/linear_int.hpp`` and ``native/linear_float.hpp``.
 
-:mod:`.packed_weight` says how weights lie in memory.
+:mod:`.packed_weight` describes how weights are packed.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _VALUES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """The weights of a layer's experts, where the library finds their views, and what of them all
-    lies in a file."""
+    """The weights of a layer's experts, the addresses of their views for the library, and the part
+    of a file that holds them."""
 
     weights: tuple[Packed, ...]
     addresses: Array[c_void_p]
@@ -39,10 +39,10 @@ class ExpertWeights:
 class PackedLinear:
     """See :class:`sdk.kernels.registry.LinearKernel`.
 
-    ``activation_bits`` 8: activations are rounded per 32 values (quantized weights only). 16: of
-    blocks whose step is above their row's root mean square, what the rounding left is rounded and
-    multiplied too. With either, the values of a table are 8-bit integers (``int8_table``). 32,
-    and always for plain floats: everything is fp32.
+    ``activation_bits`` 8: activations are quantized per 32 values (quantized weights only). 16: in
+    blocks whose scale is above their row's root mean square, the residual is quantized and
+    multiplied too. With both, the values of a table are 8-bit integers (``int8_table``). 32, and
+    always for plain floats: everything is fp32.
     """
 
     def __init__(self, runtime: NativeRuntime, memory: WeightMemory, activation_bits: int) -> None:
@@ -55,10 +55,11 @@ class PackedLinear:
         if problem.inputs:
             return f"the file asks for activations in {problem.inputs}"
         if self._bits < 32 and problem.compute == "exact":
-            return f"rounds activations to {self._bits} bits, compute is exact"
+            return f"quantizes activations to {self._bits} bits, compute is exact"
         plain = problem.layout in ("dense", "float8")
         if self._bits < problem.activation_bits and not plain:
-            return f"rounds activations to {self._bits} bits, {problem.activation_bits} are wanted"
+            wanted = problem.activation_bits
+            return f"quantizes activations to {self._bits} bits, {wanted} bits were requested"
         if problem.layout == "dense":
             if problem.format not in _VALUES:
                 return f"dense {problem.format}: expected {', '.join(_VALUES)}"
@@ -102,7 +103,7 @@ class PackedLinear:
         )
         check(status, "unpack")
         if packed.file is not None and self._memory.file is not None:
-            self._memory.file.hand_back(packed.file)
+            self._memory.file.release(packed.file)
         return layout
 
     def matmul(self, packed: Packed, x: Tensor, out: Tensor) -> None:

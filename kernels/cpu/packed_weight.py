@@ -1,8 +1,9 @@
-"""Weights as the native kernels keep them: tiles of codes, scales interleaved; made and undone.
+"""Packs weights for the native kernels, as tiles of codes with interleaved scales, and unpacks
+them.
 
-A weight is repacked once: 16 rows interleaved, 32 k per tile, the codes in bit planes, so that one
-vector load feeds an integer dot product; scales stay in the file's own types. Every bit is kept:
-``canonical`` gives the tensors of the file back. Packed bytes exceed them by the padding of rows to
+A weight is packed once: 16 rows interleaved, 32 k per tile, the codes in bit planes, so that one
+vector load feeds an integer dot product; scales keep the types of the file. Packing is lossless:
+``canonical`` restores the tensors of the file. Packed weights are larger by the padding of rows to
 16 and of k to 32, and where 6-bit scales become bytes: 2.8 % for q4_k, 2.3 % for q5_k.
 """
 
@@ -31,14 +32,20 @@ from sdk.kernels.cpu.weight_memory import WeightMemory
 from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layout
 from sdk.kernels.reference.decode import row_scales
 
+#: Columns (k) of a tile: kTileDepth of native/abi.hpp.
 TILE_DEPTH = 32
-#: Added to the entries of a table of 8-bit integers, which makes them unsigned.
+#: Bytes of a tile per bit of its codes: kTileBytesPerBit.
+TILE_BYTES_PER_BIT = TILE_ROWS * TILE_DEPTH // 8
+#: Entries of a packed table: kTableSize.
+TABLE_SIZE = 16
+#: Added to the entries of a table of 8-bit integers to make them unsigned.
 INT8_TABLE_ZERO = 128
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A block type as native/abi.hpp knows it; ``zero`` is subtracted from a code of ``bits``."""
+    """A block type with its number in native/abi.hpp; ``zero`` is subtracted from a code of
+    ``bits``."""
 
     number: int
     bits: int
@@ -65,26 +72,26 @@ BLOCK_SOURCES = {
 
 
 def packed_bytes(kind: str, rows: int, columns: int) -> int:
-    """What ``Packed.nbytes`` of a weight in blocks of type ``kind`` will be."""
+    """``Packed.nbytes`` of a weight in blocks of type ``kind``, before it is packed."""
     block, source = BLOCK_TYPES[kind], BLOCK_SOURCES[kind]
     groups = columns // block.group
     scales = 12 * groups if kind == "q3_k" else TILE_ROWS * groups * source.scale.itemsize
     levels = 1
-    if source.has_minus and kind != "q2_k":  # there one byte holds both
+    if source.has_minus and kind != "q2_k":  # in q2_k one byte holds scale and minimum
         scales *= 2
     if source.has_minus:
         levels = 2
     supers = levels * 2 * TILE_ROWS * (columns // block.elements)
     if block.elements == block.group:
         supers = 0
-    tiles = -(-columns // TILE_DEPTH) * source.bits * 64
+    tiles = -(-columns // TILE_DEPTH) * source.bits * TILE_BYTES_PER_BIT
     return -(-rows // TILE_ROWS) * (tiles + scales + supers)
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
     """A weight in tiles. ``view`` points into the tensors; ``facts`` is the layout without data;
-    ``file`` what of the tensors lies in a file."""
+    ``file`` is the part of a file that holds tensors."""
 
     facts: Layout
     view: WeightView
@@ -107,7 +114,7 @@ class Packed:
 
 
 def prepared(layout: Layout, memory: WeightMemory) -> tuple[Packed, Tensor, int]:
-    """A checked layout with room for its tiles; the tensor that the library packs into them, and
+    """A checked layout with memory for its tiles; the tensor that the library packs into them, and
     the bytes of its rows (0 for plain values).
     """
     match layout:
@@ -120,8 +127,8 @@ def prepared(layout: Layout, memory: WeightMemory) -> tuple[Packed, Tensor, int]
 
 
 def canonical(packed: Packed) -> tuple[Layout, Tensor, int]:
-    """The layout without its codes or values; the tensor of it that the library unpacks them into,
-    and the bytes of its rows.
+    """The layout without its codes or values; its tensor that the library unpacks them into, and
+    the bytes of its rows.
     """
     facts = packed.facts
     match facts:
@@ -210,7 +217,7 @@ def _pack_affine(w: Affine, memory: WeightMemory) -> tuple[Packed, Tensor, int]:
         super_scale = interleave(w.super_scale)
         view.super_type = ELEMENT_TYPES[super_scale.dtype]
         view.supers = w.super_scale.shape[1]
-        whole = w.super_group >= k  # units of padding too
+        whole = w.super_group >= k  # subgroups of padding too
         view.subgroups_per_super = (
             view.k_blocks * TILE_DEPTH if whole else w.super_group
         ) // view.subgroup
@@ -238,23 +245,23 @@ def _pack_affine(w: Affine, memory: WeightMemory) -> tuple[Packed, Tensor, int]:
 
 
 def _tabulate(view: WeightView, table: Tensor | None) -> Tensor | None:
-    """The table with 16 entries, and its steps: 8-bit integers of equal distance."""
+    """The table with 16 entries; sets its 8-bit integers and their scale in ``view``."""
     if table is None:
         return None
     view.zero = INT8_TABLE_ZERO
     view.int8_table_scale, steps = int8_table(table)
     for i, step in enumerate(steps):
         view.int8_table[i] = step + INT8_TABLE_ZERO
-    return torch.nn.functional.pad(table, (0, 16 - len(table))).contiguous()
+    return torch.nn.functional.pad(table, (0, TABLE_SIZE - len(table))).contiguous()
 
 
 def int8_table(table: Tensor) -> tuple[float, list[int]]:
-    """``table[i] ~ step * steps[i]`` with steps from -127 to 127.
+    """Scale and integers: ``table[i] ~ scale * integers[i]``, integers from -127 to 127.
 
-    The step is the one of about 4000 with the smallest squared error. iq1 to iq4, the 4-bit floats
-    of MX and NV formats and signs are multiples of a step: no error. NF4's is 2e-5 of the squared
-    weights and FP4's 1e-5 (normal weights in groups of 64), where the rounding of activations costs
-    1e-4 of the squared result.
+    Of about 4000 scales this is the one with the smallest squared error. iq1 to iq4, the 4-bit
+    floats of MX and NV formats and signs are multiples of a scale: no error. The error of NF4 is
+    2e-5 of the squared weights and that of FP4 1e-5 (normal weights in groups of 64); quantizing
+    activations costs 1e-4 of the squared result.
     """
     values = table.double()
     peak = float(values.abs().max()) or 1.0
@@ -292,7 +299,7 @@ def _unpack_affine(packed: Packed, facts: Affine, codes: Tensor) -> Affine:
 
 
 def _pack_blocks(w: Blocks, memory: WeightMemory) -> tuple[Packed, Tensor, int]:
-    """The tensors for the native code to fill, scales included."""
+    """Tensors for the native code to fill, including scales."""
     n, k = w.shape
     kind, source = BLOCK_TYPES[w.type], BLOCK_SOURCES[w.type]
     data = w.data if w.data.stride(1) == 1 else w.data.contiguous()
@@ -330,7 +337,9 @@ def _pack_blocks(w: Blocks, memory: WeightMemory) -> tuple[Packed, Tensor, int]:
 
 def _codes(view: WeightView, memory: WeightMemory) -> Tensor:
     """Storage of the tiles."""
-    return memory.take((view.row_blocks * view.k_blocks * view.bits * 64,), torch.uint8)
+    return memory.take(
+        (view.row_blocks * view.k_blocks * view.bits * TILE_BYTES_PER_BIT,), torch.uint8
+    )
 
 
 def _point(packed: Packed) -> None:

@@ -1,4 +1,4 @@
-"""The kernel runtime: threads, scratch memory and SIMD level, and the programs recorded for it."""
+"""The runtime of the native kernels (threads, scratch memory, SIMD level) and its programs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class NativeRuntime:
         index = -1 if level is None else LEVELS.index(level)
         handle = library.embedlm_runtime_create(num_threads, index)
         if not handle:
-            raise KernelError(f"no engine of {num_threads} threads: out of memory")
+            raise KernelError(f"CPU kernels with {num_threads} threads: out of memory")
         self.handle: int = handle
         self.level = LEVELS[library.embedlm_runtime_level(handle)]
         self.pack = library.embedlm_pack
@@ -39,13 +39,15 @@ class NativeRuntime:
         self.library = library
         self.recording: Program | None = None
         self._run = library.embedlm_run
-        # Only what nothing refers to any more is destroyed, and nothing at exit: another thread,
-        # a daemon even then, may be in a call.
+        # Destroyed only when nothing refers to it, and not at exit: another thread, even a daemon
+        # thread, may be in a call.
         weakref.finalize(self, library.embedlm_runtime_destroy, handle).atexit = False
 
     def run(self, kind: OpKind, args: Structure, rows: int, what: str) -> None:
-        """One operator over ``rows`` rows (attention and places: requests), now; while a program is
-        being recorded, later. :raises KernelError: naming ``what``, when the library reports it.
+        """Run one operator over ``rows`` rows (attention and places: requests); while a program is
+        being recorded, add it to the program.
+
+        :raises KernelError: naming ``what``, when the library reports an error.
         """
         if self.recording is not None:
             self.recording.add(kind, args, rows)
@@ -53,15 +55,15 @@ class NativeRuntime:
             check(self._run(self.handle, kind, byref(args), rows), what)
 
     def close(self) -> None:
-        """Stop the threads and free the scratch memory, after the calls that run. Idempotent."""
+        """Wait for running calls, stop the threads and free the scratch memory. Idempotent."""
         self.library.embedlm_runtime_close(self.handle)
 
 
 class Program:
-    """Operators recorded for one engine, to be run in one call with any counts up to ``limits``.
+    """Operators recorded for one runtime, which run in one call with any counts up to ``limits``.
 
-    ``limits`` are the rows tensors have while recording, for tokens, outputs and requests. After a
-    select everything runs over the outputs.
+    ``limits`` are the rows of tensors during recording, for tokens, outputs and requests. After a
+    select all operators run over the outputs.
     """
 
     def __init__(self, runtime: NativeRuntime, limits: tuple[int, int, int]) -> None:
@@ -70,7 +72,7 @@ class Program:
         self._count = Count.TOKENS
         handle = runtime.library.embedlm_program_create()
         if not handle:
-            raise KernelError("no program: out of memory")
+            raise KernelError("recording a program: out of memory")
         self._handle: int = handle
         self._counts = (c_int64 * 3)()
         self._run = runtime.library.embedlm_program_run
@@ -93,17 +95,19 @@ class Program:
         check(add(self._handle, kind, byref(args), count, per), f"recording {kind.name}")
 
     def run(self, tokens: int, outputs: int, requests: int) -> None:
-        """All operators with these counts. :raises KernelError: when the library reports it."""
+        """Run all operators with these counts. :raises KernelError: the library reports an
+        error."""
         self._counts[:] = [tokens, outputs, requests]
         self.run_again()
 
     def run_again(self) -> None:
-        """With the counts of the last run. :raises KernelError: when the library reports it."""
+        """Run with the counts of the last run. :raises KernelError: the library reports an
+        error."""
         if status := self._run(self._runtime.handle, self._handle, self._counts):
             check(status, "step")
 
 
 def check(status: int, op: str) -> None:
-    """:raises KernelError: when a native call reports anything but success."""
+    """:raises KernelError: unless a native call reports success."""
     if status:
         raise KernelError(f"{op}: {_STATUS[status]}")

@@ -1,9 +1,9 @@
-"""Matrix products whose activations are rounded as the file of the weight asks for.
+"""Matrix products with activations quantized by the scheme of the weight's file (W8A8 and others).
 
-The codes and scales are those of kernels/reference/rounding.py, bit for bit
-(``native/file_rounding.hpp``). Integers and 4-bit floats become operands of the integer products of
-``native/linear_int.hpp``; 8-bit floats, whose products fit no integer, are put on their grid and
-multiplied in fp32.
+Codes and scales equal those of kernels/reference/rounding.py bit for bit
+(``native/activation_schemes.hpp``). Integers and 4-bit floats become operands of the integer
+products of ``native/linear_int.hpp``. The products of 8-bit floats do not fit an integer:
+activations are rounded to 8-bit floats and multiplied in fp32.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sdk.kernels.cpu.weight_memory import WeightMemory
 from sdk.kernels.layouts import ActivationScheme, Layout, inputs_of
 from sdk.kernels.registry import Problem
 
-#: As native/abi.hpp numbers them.
+#: The numbers of native/abi.hpp.
 _CODES = {"int": 1, "e4m3": 2, "e2m1": 3}
 _RULES = {"plain": 1, "mx": 2, "power": 3, "nv": 4}
 
@@ -52,7 +52,8 @@ class SchemeLinear(PackedLinear):
 
 
 def fits_integers(scheme: ActivationScheme, columns: int) -> bool:
-    """The codes are sums of two 8-bit integers in records of 32 values that share a scale."""
+    """Whether the codes are sums of two 8-bit integers in blocks of 32 values that share a
+    scale."""
     if scheme.codes == "e4m3":
         return False
     whole = not 0 < scheme.group < columns or scheme.static is not None

@@ -16,7 +16,7 @@ from torch import Tensor
 from sdk.kernels.cpu import CpuBackend, levels, open_backend
 from sdk.kernels.cpu.packed_linear import PackedLinear
 from sdk.kernels.cpu.packed_weight import int8_table
-from sdk.kernels.cpu.weight_memory import CHUNK
+from sdk.kernels.cpu.weight_memory import MAPPING_BYTES
 from sdk.kernels.errors import KernelError
 from sdk.kernels.layouts import (
     BLOCK_TYPES,
@@ -418,7 +418,7 @@ def test_what_the_kernels_cannot_run_is_declined(
 def test_exact_compute_is_left_to_the_exact_kernel(backend: CpuBackend) -> None:
     problem = Problem("linear", compute="exact", layout="affine", bits=4, group=32)
     rounding, exact = kernels(backend)
-    assert rounding.reject(problem) == "rounds activations to 8 bits, compute is exact"
+    assert rounding.reject(problem) == "quantizes activations to 8 bits, compute is exact"
     assert exact.reject(problem) is None
 
 
@@ -468,9 +468,9 @@ def test_packed_weights_share_mappings_that_end_with_the_last_of_them(
 ) -> None:
     kernel, _ = kernels(backend)
     first, second = (kernel.pack(cases.affine(32, 64, 4, 32)) for _ in range(2))
-    assert 0 < second.codes.data_ptr() - first.codes.data_ptr() < CHUNK
-    large = kernel.pack(cases.dense(16, CHUNK // 64 + 1, torch.float32))
-    assert large.codes.nbytes > CHUNK
+    assert 0 < second.codes.data_ptr() - first.codes.data_ptr() < MAPPING_BYTES
+    large = kernel.pack(cases.dense(16, MAPPING_BYTES // 64 + 1, torch.float32))
+    assert large.codes.nbytes > MAPPING_BYTES
     again = kernel.pack(cases.affine(32, 64, 4, 32))
     del second, large
     for packed in (first, again):

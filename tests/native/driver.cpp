@@ -1,7 +1,7 @@
 // Random shapes through every operator, one by one and recorded, for valgrind and the sanitizers.
 //
-// driver [rounds]. What comes out is compared with what one thread, another number of rows, or single
-// calls give.
+// driver [rounds]. Results are compared with those of one thread, another number of rows, or single
+// calls.
 #include "driver.hpp"
 
 #include <math.h>
@@ -30,7 +30,7 @@ void check_packing(TestRuntime& runtime, Packed& made) {
     CHECK(codes.starts_like(made.codes, codes.size()));
 }
 
-// A row is the same in every batch and on every number of threads; nothing beside it is written.
+// A row is the same in every batch and on every number of threads; nothing outside of it is written.
 void check_products(Random& random, TestRuntime& one, TestRuntime& many, Packed& made) {
     const int64_t n = made.w.n, k = made.w.k, stride = n + random.below(3), most = 33;
     Buffer<float> x = floats(random, most * k);
@@ -85,7 +85,7 @@ void weights(Random& random, TestRuntime& one, TestRuntime& many) {
 
 // --- row-wise operators ---
 
-// Both engines run `call(runtime, output)`, an output of `size` floats each; the results are equal.
+// Both runtimes run `call(runtime, output)`, each with an output of `size` floats; the results are equal.
 void both(TestRuntime& one, TestRuntime& many, int64_t size,
           const std::function<void(TestRuntime&, float*)>& call) {
     Buffer<float> first(size), second(size);
@@ -201,8 +201,8 @@ int64_t head_size(const AttentionShape& s, int type) {
     return s.page_size * s.head_dim / (type == kI4 ? 2 : 1);
 }
 
-// Keys and values as far as they were written. Vectors of keys reach into slots that are not, and what
-// lies there is discarded: NaN shows that nothing of it comes through. Values stay uninitialized.
+// Keys and values as far as they were written. Vectors of keys also read slots that were not written,
+// and discard them: NaN shows that they have no effect. Values stay uninitialized.
 struct Cache {
     explicit Cache(const AttentionShape& s)
         : k(s.pages * s.kv_heads * head_size(s, s.key_type) * size_of(s.key_type)),
@@ -241,7 +241,7 @@ PageLevel level(const AttentionShape& s, Cache& cache) {
                  s.head_dim / (s.value_type == kI4 ? 2 : 1))};
 }
 
-// A page that is full becomes one of 4-bit codes.
+// A full page becomes one of 4-bit codes.
 void recode(TestRuntime& one, TestRuntime& many, AttentionShape s, Cache& cache, int64_t page) {
     RecodeArgs args{};
     const PageLevel source[2] = {level(s, cache), level(s, cache)};  // two layers, one as the other
@@ -264,7 +264,7 @@ void recode(TestRuntime& one, TestRuntime& many, AttentionShape s, Cache& cache,
     CHECK(low[0].v.starts_like(low[1].v, low[0].v.size()));
 }
 
-// One runtime's way through a step: rotates and writes `qkv`, attends.
+// One step of one runtime: rotates and writes `qkv`, attends.
 void attend(TestRuntime& runtime, const AttentionShape& s, Cache& cache, Buffer<float> qkv, AttentionArgs args,
             float* cos, float* sin, const int64_t* slots, int64_t tokens) {
     const int64_t token = (s.heads + 2 * s.kv_heads) * s.head_dim, half = s.head_dim / 4;
@@ -296,7 +296,7 @@ void attend(TestRuntime& runtime, const AttentionShape& s, Cache& cache, Buffer<
     runtime.run(kOpAttention, args, s.requests);
 }
 
-// A prompt and a few more tokens of every request, in pages handed out at random.
+// A prompt and a few more tokens of every request, in random pages.
 void attention(Random& random, TestRuntime& one, TestRuntime& many) {
     const int64_t most = 300, sizes[] = {1, 7, 16, 64};
     const int types[] = {kF32, kF16, kBF16, kI8, kE4M3, kE5M2, kI4};
@@ -357,7 +357,7 @@ void attention(Random& random, TestRuntime& one, TestRuntime& many) {
 
 // --- programs ---
 
-// A small model of every row-wise operator: recorded, it gives what its operators give one by one.
+// A small model of every row-wise operator: the recorded program gives the results of single calls.
 void program(Random& random, TestRuntime& one, TestRuntime& many) {
     const int64_t tokens = 24, outputs = 6, width = 96, wide = 160, vocabulary = 40;
     Packed embedding = affine(random, vocabulary, width), up = affine(random, 2 * wide, width);
@@ -401,7 +401,7 @@ void program(Random& random, TestRuntime& one, TestRuntime& many) {
             NormArgs{delta.data(), sum.data(), norm.data(), x.data(), width, 1, width, 0, 1e-5f});
         add(kOpTake, kTokens, TakeArgs{x.data(), order.data(), taken.data(), width, 0});
         add(kOpLinear, kTokens, linear(up, taken, gate_up));
-        add(kOpLinear, kTokens, linear(up, taken, gate_up));  // the same rows: rounded once
+        add(kOpLinear, kTokens, linear(up, taken, gate_up));  // the same rows: quantized once
         add(kOpMap, kTokens, MapArgs{gate_up.data(), bias.data(), 2 * wide, 0, kMapBias});
         add(kOpGated, kTokens, GatedArgs{gate_up.data(), gated.data(), wide, kSilu});
         add(kOpLinear, kTokens, linear(down, gated, delta));
@@ -489,7 +489,7 @@ void experts(Random& random, TestRuntime& one, TestRuntime& many) {
     }
 }
 
-// --- engines ---
+// --- runtimes ---
 
 void everything(Random& random, TestRuntime& one, TestRuntime& many) {
     weights(random, one, many);
@@ -500,7 +500,7 @@ void everything(Random& random, TestRuntime& one, TestRuntime& many) {
     experts(random, one, many);
 }
 
-// Two threads at once, with an runtime each and with the same one.
+// Two threads at once, each with its own runtime, and both with the same one.
 void together(int level, bool shared) {
     TestRuntime one(1, level), first(2, level), second(3, level);
     std::thread threads[2];

@@ -1,4 +1,4 @@
-// What driver.cpp feeds the library with: memory without slack, random numbers and random weights.
+// The inputs of driver.cpp: memory of exact size, random numbers and random weights.
 #pragma once
 
 #include <stdio.h>
@@ -46,8 +46,8 @@ private:
     std::mt19937 bits_;
 };
 
-// Memory exactly as large as asked for and not initialized: the tools see every byte that is touched
-// outside of it and every one that is used before it was written.
+// Memory of exactly the requested size, not initialized: the tools see every byte that is accessed
+// outside of it and every byte that is read before it was written.
 template <typename T>
 class Buffer {
 public:
@@ -164,7 +164,7 @@ inline void point(Packed& made) {
     made.w.scale_offset = made.scale_offset.size() ? made.scale_offset.data() : nullptr;
 }
 
-// The codes index a table from now on.
+// Makes codes index a table.
 inline void tabulate(Random& random, Packed& made) {
     made.table = floats(random, 16);
     made.w.zero = 128.0f;
@@ -172,7 +172,7 @@ inline void tabulate(Random& random, Packed& made) {
     for (uint8_t& step : made.w.int8_table) step = (uint8_t)random.between(1, 255);
 }
 
-// Scales that are codes from now on, whose super scales run on over the ends of rows.
+// Makes scales codes, whose super scales continue across rows.
 inline void nest(Random& random, Packed& made) {
     Weight& w = made.w;
     w.scale_type = kU8;
@@ -244,7 +244,7 @@ inline Packed affine(Random& random, int64_t n, int64_t k) {
     return made;
 }
 
-// Every k has scales of its own, those of some rows again and again; multiplied as floats only.
+// Every k has its own scales, repeated after some rows; multiplied as floats only.
 inline Packed columns(Random& random, int64_t n, int64_t k) {
     Packed made = shaped(n, k);
     Weight& w = made.w;
@@ -260,7 +260,7 @@ inline Packed columns(Random& random, int64_t n, int64_t k) {
     return made;
 }
 
-// ggml's blocks: where the float16 scale and minimum lie in one, -1: there is none.
+// ggml's blocks: offsets of the float16 scale and minimum; -1: none.
 struct BlockKind {
     int source, bits, elements, nbytes, subgroup, scale, minus;
 };

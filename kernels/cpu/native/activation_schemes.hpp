@@ -1,10 +1,9 @@
-// Activations rounded as the file of a weight says: kernels/reference/rounding.py, bit for bit.
+// Quantizes activations as the weight's file says: kernels/reference/rounding.py, bit for bit.
 //
-// Integers and 4-bit floats (as integers twice their size) go to integer products as records of 32
-// codes with the scale of their group. What does not fit one record is the sum of two, as where a
-// block is rounded twice: what integers have beyond 127, halved, with twice the scale (-128, which the
-// products without VNNI cannot take, and codes less a zero point, up to 255); and the second half of
-// groups of 16.
+// Integers and 4-bit floats (as integers of twice their value) become blocks of 32 codes with the scale
+// of their group. Codes that do not fit one Q8Block are the sum of two terms: the part of an integer
+// beyond 127, halved, with twice the scale (-128, which products without VNNI cannot multiply, and
+// codes minus a zero point, up to 255); and the second half of a block with groups of 16.
 #pragma once
 
 #include "linear_scratch.hpp"
@@ -12,7 +11,7 @@
 
 namespace LEVEL {
 
-// 32 values from x on, of which the row of k has the first ones; `padded` holds them where it ends.
+// Block b of a row x of k values; where the row ends inside it, `padded` holds a copy with zeros.
 INLINE const float* padded_block(const float* x, int64_t k, int64_t b, float* padded) {
     x += b * kTileDepth;
     if ((b + 1) * kTileDepth <= k) return x;
@@ -21,8 +20,8 @@ INLINE const float* padded_block(const float* x, int64_t k, int64_t b, float* pa
     return padded;
 }
 
-// A float type, for rounding by adding: `shift` times a power of two has steps as wide as the type has
-// there. Codes that are integers: from `least` to `most`.
+// The range of a code type. For floats, rounding adds and subtracts `shift` times a power of two, whose
+// last bit is as large as one step of the type. Integers go from `least` to `most`.
 struct Codes {
     bool integers;
     float least, most, shift;
@@ -35,7 +34,7 @@ INLINE Codes code_range(const ActivationScheme& in) {
     return {true, -half, half - 1.0f, 0.0f};
 }
 
-// The nearest code of each quotient, less `zero`.
+// The nearest code of each quotient, minus `zero`.
 INLINE VF nearest_codes(const Codes& codes, VF quotient, VF zero_point) {
     if (codes.integers) {
         const VF code = min(set1(codes.most), max(set1(codes.least), add(quotient, zero_point)));
@@ -58,12 +57,12 @@ INLINE uint32_t float_bits(float value) {
     return bits;
 }
 
-// How a group is rounded. scale 0: to nothing; NaN: its values are not all finite.
+// Scale and zero point of a group. scale 0: all its values become 0; NaN: not all are finite.
 struct Step {
     float scale, zero;
 };
 
-// The scale that the largest magnitude (for integers without symmetry: the range) asks for.
+// The scale for the largest magnitude (asymmetric integers: for the range).
 static float scale_for_range(const ActivationScheme& in, float low, float high) {
     float peak = -low > high ? -low : high;
     if (peak > in.limit) peak = in.limit;
@@ -140,7 +139,7 @@ static void fill_block(const float* codes, float scale, Q8Block* to) {
     to->sum = to->half[0] + to->half[1];
 }
 
-// Values [begin, end) of a block as `to` + 2 * `beyond`, each at most 127; true when some need both.
+// Codes [begin, end) of a block as `to` + 2 * `beyond`, each at most 127; true if any needs both.
 static bool block_codes(const ActivationScheme& in, const Step& step, const float* x, int begin, int end,
                         float* to, float* beyond) {
     const Codes codes = code_range(in);
@@ -158,7 +157,7 @@ static bool block_codes(const ActivationScheme& in, const Step& step, const floa
     return reduce_bits(all) > 0;
 }
 
-// One block whose halves have scales of their own: two records.
+// One block whose halves have different scales: two terms.
 static void quantize_halves(const ActivationScheme& in, const float* x, Q8Block* first, Q8Block* second) {
     for (int h = 0; h < 2; ++h) {
         float codes[kTileDepth] = {}, beyond[kTileDepth];
@@ -168,7 +167,8 @@ static void quantize_halves(const ActivationScheme& in, const float* x, Q8Block*
     }
 }
 
-// Records of a row in two planes, as quantize_residuals fills them; groups are 16, a multiple of 32, or k.
+// The blocks of a row in two terms, as quantize_residuals fills them; groups are 16, a multiple of 32,
+// or k.
 static void quantize_to_integers(const ActivationScheme& in, const float* x, int64_t k, Q8Block* to,
                               uint32_t* residual) {
     const int64_t blocks = (k + kTileDepth - 1) / kTileDepth, panels = panels_of(blocks);

@@ -1,16 +1,16 @@
-// Causal attention over KV pages, chunk by chunk with a softmax folded over the blocks.
+// Causal attention over KV pages, one key block at a time, with an online softmax over the blocks.
 //
-// A row is a token under one query head; the rows of an item share their key head, so that they
-// share its keys and values. Per row and chunk of 128 keys (absolute positions, so a row's result
-// depends on its own position only), with the keys lo..hi visible:
+// A row is a token under one query head; the rows of an item share a key head and so its keys and
+// values. Per row and key block of 128 keys (at absolute positions, so a row's result depends only on
+// its own position), with the keys lo..hi visible:
 //     s[t]   = sum_g key_scale[g][t] sum_d (scale q[d]) k[t][d]   d in order, in groups
 //     peak'  = max s;  w[t] = exp(s[t] - peak');  total' = sum w
 //     acc'   = sum_t w[t] value_scale[g][t] v[t]                t in order
-// which makes a record (acc', peak', total'). Records are folded from the left:
+// which gives a record (acc', peak', total'). Records are merged from the left:
 //     m = max(peak, peak');  x = x exp(peak - m) + x' exp(peak' - m)  for x = acc, total
-// A chunk without visible keys changes nothing and is skipped. Invisible keys are never multiplied
-// with, so stale page contents (even NaN) cannot leak in. Because every regime folds the same
-// records in the same order, spreading a context over threads changes no bit.
+// A block without visible keys changes nothing and is skipped. Invisible keys are never multiplied, so
+// stale page contents (even NaN) have no effect. Every way to divide the work merges the same records
+// in the same order, so spreading a context over threads changes no bit.
 #pragma once
 
 #include "attention_block.hpp"
@@ -30,7 +30,7 @@ INLINE void softmax_row(const AttentionArgs* a, float* s, int lo, int hi, float*
     VF best = set1(-INFINITY);
     for (int t = begin; t < end; t += kLanes) best = max(best, load(s + t));
     const float peak = reduce_max(best);
-    // 16 partial sums at every level; weights beyond the visible ones are 0
+    // 16 partial sums at every level; weights of invisible keys are 0
     VF sums[16 / kLanes];
     for (int i = 0; i < 16 / kLanes; ++i) sums[i] = zero();
     for (int t = begin; t < end; t += kLanes) {
@@ -45,7 +45,7 @@ INLINE void softmax_row(const AttentionArgs* a, float* s, int lo, int hi, float*
     record[1] = reduce_add(sums[0]);
 }
 
-// state <- state folded with one more record.
+// state <- state merged with one more record.
 INLINE void merge_record(float* state, const float* part, int64_t padded) {
     float *tail = state + padded, totals[kLanes];
     const float peak = part[padded] > tail[0] ? part[padded] : tail[0];
@@ -57,7 +57,7 @@ INLINE void merge_record(float* state, const float* part, int64_t padded) {
         store(state + d, fma(load(part + d), new_part, mul(load(state + d), old_part)));
 }
 
-// The records of rows i..i + mr of one chunk, into parts[mr][record].
+// The records of rows i..i + mr of one key block, into parts[mr][record].
 static void make_records(const Item& item, const KeyBlock& c, int64_t begin, int i, int mr,
                          float* parts, Ahead* ahead) {
     const AttentionArgs* a = item.a;
@@ -83,7 +83,7 @@ static void make_records(const Item& item, const KeyBlock& c, int64_t begin, int
         if (lo[j] < hi[j])
             softmax_row(a, item.weights + j * kBlockKeys, lo[j], hi[j], part + item.padded);
     }
-    // Keys that all rows see together, the rest row by row; ascending for each row.
+    // Keys that all rows see are multiplied together, the others row by row; ascending for each row.
     const bool together = low < high;
     for (int j = 0; j < mr; ++j) {
         const int stop = together ? low : hi[j];
@@ -99,7 +99,7 @@ static void make_records(const Item& item, const KeyBlock& c, int64_t begin, int
                           parts + j * item.record, item.record, ahead);
 }
 
-// One chunk for all rows: folded into the item's states, or left in `split` as records.
+// One key block for all rows: merged into the item's states, or left in `split` as records.
 static void attend_block(const Item& item, int64_t begin, float* split, Ahead* ahead) {
     const AttentionArgs* a = item.a;
     int first = 0, count = 0, hi = 0, lo = 0;
@@ -144,7 +144,7 @@ INLINE void finish(const Item& item, int i) {
     if (a->levels[0].values.mixed) mix(out, a->head_dim);
 }
 
-// Queries times the scale, one row after the other.
+// Queries times the scale, row after row.
 static void scale_queries(const Item& item) {
     const AttentionArgs* a = item.a;
     for (int i = 0; i < item.rows; ++i) {
@@ -155,7 +155,7 @@ static void scale_queries(const Item& item) {
     }
 }
 
-// Folds the records of all blocks into the result.
+// Merges the records of all key blocks into the result.
 static void merge_splits(const Stretch& s) {
     for (int i = 0; i < s.item.rows; ++i) {
         begin_state(s.item, i);
@@ -170,8 +170,8 @@ static void merge_splits(const Stretch& s) {
     }
 }
 
-// All blocks of a stretch, folded as they come or left as records, which the last stretch of a
-// split request folds. Meanwhile memory is asked for what comes later.
+// All key blocks of a stretch: merged one by one, or left as records, which the last split of the
+// request merges. Meanwhile later memory is prefetched.
 static void attend(const Stretch& s, Ahead* ahead) {
     const Item& item = s.item;
     scale_queries(item);

@@ -1,32 +1,32 @@
-// One chunk of 128 keys for up to kAttentionRows rows: its keys and values found, multiplied.
+// One block of 128 keys for up to kAttentionRows rows: finds and multiplies its keys and values.
 //
-// A dot product runs over d in order, keys being the vector lanes; a sum of values runs over the
-// keys in order. Codes with scales are multiplied as they are: a part of a dot product (a group, or
-// where a kI4 head's high halves begin in it, a part of that) is scaled and added to those before,
-// and the weights are scaled for each group of values. Read straight from pages or from converted
-// copies, the bits are the same.
+// A dot product runs over d in order, with keys as vector lanes; a sum of values runs over the keys in
+// order. Codes are multiplied before they are scaled: each part of a dot product (a group, or a part of
+// one where the high halves of a kI4 head begin inside it) is scaled and added to the previous parts,
+// and the weights are scaled for each group of values. Reading pages in place and reading converted
+// copies give the same bits.
 #pragma once
 
 #include "attention_items.hpp"
 
 namespace LEVEL {
 
-// The keys or values of a chunk, as floats or as codes.
+// The keys or values of a key block, as floats or as codes.
 struct BlockSide {
     int type;
     int64_t step;        // from one dimension of a key to the next, from one value to the next
     const float *scale, *zero;  // [groups][128]; null: no scales; zero where `type` is kI4
-    int group, low_dims;     // dimensions that share a scale; those in low halves of kI4 pages, or all
+    int group, low_dims;  // dimensions that share a scale; dimensions in low halves of kI4 pages, or all
 };
 
-// Where the keys and values of a chunk lie. Keys t of vector v are the lanes of
+// Where the keys and values of a key block are stored. Keys t of vector v are the lanes of
 // key[v] + d * keys.step; value t is value[t >> segment_shift] + (t & mask) * values.step.
 struct KeyBlock {
     const PageLevel* from;  // the level of its pages
     BlockSide keys, values;
     int segment_shift;
     const void* key[kKeyVectors];
-    const void* value[kKeyVectors];
+    const void* value[kKeyVectors];  // one per page segment: a page in place has whole vectors of slots
 };
 
 // The end of the part of a head that begins at d.
@@ -36,7 +36,7 @@ INLINE int part_end(const BlockSide& side, int d, int width) {
     return end < width ? end : width;
 }
 
-// Keys of a chunk that begins at `begin` which row i sees: lo..hi, empty where lo >= hi.
+// Keys lo..hi of the key block at `begin` that row i sees; none if lo >= hi.
 INLINE void visible(const Item& item, int64_t begin, int i, int* lo, int* hi) {
     const int64_t position = item.position + i / item.group - begin;
     const int64_t from = item.a->window ? position - item.a->window + 1 : 0;
@@ -44,8 +44,8 @@ INLINE void visible(const Item& item, int64_t begin, int i, int* lo, int* hi) {
     *hi = position < 0 ? 0 : position >= kBlockKeys ? (int)kBlockKeys : (int)position + 1;
 }
 
-// Points at keys and values first..count of the chunk at `begin` in their pages. Vectors beyond
-// stand for the last one, so that a product of several vectors reads nothing else.
+// Points to keys and values first..count of the key block at `begin` in their pages. Vectors after the
+// last one repeat it, so that a product of several vectors reads nothing else.
 static void locate(const Item& item, int64_t begin, int count, KeyBlock* c) {
     const AttentionArgs* a = item.a;
     const PageSide &keys = c->from->keys, &values = c->from->values;
@@ -54,7 +54,7 @@ static void locate(const Item& item, int64_t begin, int count, KeyBlock* c) {
     c->values.type = values.type;
     c->keys.step = keys.step;
     c->values.step = values.step;
-    c->segment_shift = shift < 7 ? shift : 7;
+    c->segment_shift = shift < kBlockShift ? shift : (int)kBlockShift;
     for (int v = 0; v < kKeyVectors; ++v) {
         const int t = v * kLanes < count ? v * kLanes : (count - 1) / kLanes * kLanes;
         const int64_t position = begin + t;
@@ -70,11 +70,11 @@ static void locate(const Item& item, int64_t begin, int count, KeyBlock* c) {
     }
 }
 
-// f16 scales times `unit` as floats.
-INLINE void widen(const uint16_t* scales, int count, float unit, float* to) {
+// f16 scales times `factor` as floats.
+INLINE void widen(const uint16_t* scales, int count, float factor, float* to) {
     int i = 0;
-    for (; i + kLanes <= count; i += kLanes) store(to + i, mul(load_half(scales + i), set1(unit)));
-    for (; i < count; ++i) to[i] = half_to_float(scales[i]) * unit;
+    for (; i + kLanes <= count; i += kLanes) store(to + i, mul(load_half(scales + i), set1(factor)));
+    for (; i < count; ++i) to[i] = half_to_float(scales[i]) * factor;
 }
 
 // Scales and zeros of kI4 codes as floats.
@@ -90,8 +90,7 @@ INLINE void widen_pairs(const uint16_t* scales, int count, float* scale, float* 
     }
 }
 
-// The scales of the chunk's codes as floats, and their zeros; slots that no row sees may hold
-// anything.
+// Scales and zeros of the key block's codes as floats; slots that no row sees may hold anything.
 static void load_scales(const Item& item, int64_t begin, int count, const PageSide& from,
                         float* scale, float* zero, BlockSide* to) {
     const AttentionArgs* a = item.a;
@@ -115,8 +114,8 @@ static void load_scales(const Item& item, int64_t begin, int count, const PageSi
     to->low_dims = from.type == kI4 ? a->head_dim / 2 : a->head_dim;
 }
 
-// kLanes codes or floats of a page. An e4m3 is 2^8 too small, which its scale makes up for
-// (`load_scales`): exact, and four instructions instead of seven.
+// kLanes codes or floats of a page. An e4m3 is 2^8 too small; its scale corrects that (`load_scales`).
+// This is exact and takes four instructions instead of seven.
 INLINE VF load_page(int type, const void* base, int64_t index) {
     return type == kE4M3 ? load_e4m3_as_half((const uint8_t*)base + index)
                          : load_as(type, base, index);
@@ -129,12 +128,12 @@ INLINE VF load_part(const void* base, int64_t index, VF zero) {
     return TYPE == kLow4 || TYPE == kHigh4 ? sub(x, zero) : x;
 }
 
-// The type that dimension d of a head has in its page.
+// The type of dimension d of a head in its page.
 INLINE int part_type(const PageSide& side, int low_dims, int d) {
     return side.type != kI4 ? side.type : d < low_dims ? kLow4 : kHigh4;
 }
 
-// Keys first..count of a chunk as floats, [head_dim][128].
+// Keys first..count of a key block as floats, [head_dim][128].
 static void convert_keys(const Item& item, int64_t begin, int first, int count, const KeyBlock& c) {
     const AttentionArgs* a = item.a;
     const PageSide& side = c.from->keys;
@@ -163,7 +162,7 @@ static void convert_keys(const Item& item, int64_t begin, int first, int count, 
     }
 }
 
-// Values first..count of a chunk as floats, [128][padded].
+// Values first..count of a key block as floats, [128][padded].
 static void convert_values(const Item& item, int64_t begin, int first, int count, const KeyBlock& c) {
     const AttentionArgs* a = item.a;
     const PageSide& side = c.from->values;
@@ -189,8 +188,8 @@ static void convert_values(const Item& item, int64_t begin, int first, int count
     }
 }
 
-// Copies keys and values first..count of a chunk as floats, which pays from many rows on; pages of
-// odd shapes always go this way.
+// Copies keys and values first..count of a key block as floats, which pays off with many rows; pages of
+// odd shapes are always copied.
 static void convert(const Item& item, int64_t begin, int first, int count, KeyBlock* c) {
     if (in_place(item.a, *c->from)) locate(item, begin, count, c);
     convert_keys(item, begin, first, count, *c);
@@ -199,13 +198,13 @@ static void convert(const Item& item, int64_t begin, int first, int count, KeyBl
     c->keys.step = kBlockKeys;
     c->values.step = item.padded;
     c->values.low_dims = item.a->head_dim;
-    c->segment_shift = 7;
+    c->segment_shift = kBlockShift;
     c->value[0] = item.values;
     for (int v = 0; v < kKeyVectors; ++v) c->key[v] = item.keys + v * kLanes;
 }
 
 // Dot products of MR rows, `stride` floats apart, with NV vectors of keys from `at` on, over
-// dimensions begin..end: scores[MR][128], scaled and added to those before where there is a scale.
+// dimensions begin..end: scores[MR][128], scaled and added to the previous ones where there is a scale.
 template <int TYPE, int MR, int NV>
 static void score_vectors(const BlockSide& side, const void* const* keys, int at, const float* q,
                           int64_t stride, int begin, int end, float* scores, Ahead* ahead) {
@@ -325,7 +324,7 @@ static void value_part(const KeyBlock& c, int lo, int hi, const float* weights, 
         value_vectors<TYPE, MR, 1>(c, lo, hi, weights, d, out, record, ahead);
 }
 
-// weights[MR][lo..hi) times the scales of a group; lanes beside them may hold anything.
+// weights[MR][lo..hi) times the scales of a group; the other lanes may hold anything.
 template <int MR>
 INLINE const float* scaled(const BlockSide& side, int d, int lo, int hi, const float* weights,
                            float* to) {

@@ -1,4 +1,4 @@
-// The work items of an attention call, one after the other, and the memory they will read.
+// The work items of an attention call, one after another, and the memory they will read.
 #pragma once
 
 #include "attention_plan.hpp"
@@ -8,6 +8,11 @@ namespace LEVEL {
 
 // Rows that share a loaded vector: as many accumulators as the registers hold.
 enum { kAttentionRows = kLanes == 16 ? 6 : 3, kKeyVectors = kBlockKeys / kLanes };
+static_assert(kAttentionRows * 4 + 4 <= kRegisters, "rows times 4 accumulators, and 4 keys or values");
+static_assert(kAttentionRows <= kMostAttentionRows, "plan_attention counts memory for so many rows");
+static_assert(kBlockKeys % kLanes == 0 && kKeyVectors % 4 == 0, "vectors of keys in fours and pairs");
+static_assert(kHeadPadding % kLanes == 0, "a padded head is whole vectors at every level");
+static_assert(kMaxHeadDim % kLanes == 0, "the codes of a head have room for whole vectors");
 
 // Bytes of `count` elements of a page.
 INLINE int64_t page_bytes(int type, int64_t count) {
@@ -24,7 +29,7 @@ INLINE const uint8_t* element(const PageSide& side, int64_t index) {
     return (const uint8_t*)side.data + (side.type == kI4 ? index : page_bytes(side.type, index));
 }
 
-// What an item works on, and its private memory.
+// The rows and keys of an item, and its private memory.
 struct Item {
     const AttentionArgs* a;
     const int32_t* table;
@@ -44,7 +49,7 @@ INLINE bool in_place(const AttentionArgs* a, const PageLevel& from) {
            a->head_dim % vector == 0;
 }
 
-// Few rows read their pages in place, many rows a copy converted once.
+// Few rows read pages in place; many rows read a copy that is converted once.
 INLINE bool reads_pages(const Item& item, const PageLevel& from) {
     return in_place(item.a, from) && (item.rows <= 2 * kAttentionRows ||
                                       (from.keys.type == kF32 && from.values.type == kF32));
@@ -78,12 +83,12 @@ static Item make_item(const AttentionArgs* a, int r, int head, int64_t t_begin, 
     return item;
 }
 
-// An item and the positions begin..end it goes through, chunk by chunk.
+// An item and the positions begin..end that it goes through, one key block at a time.
 struct Stretch {
     Item item;
     int64_t begin, end;
-    // Of a request that is split: the records of its head, [chunk][row][record], the position of
-    // the first of them, their number, and how many stretches are done, of how many.
+    // For a split request: the records of its head, [key block][row][record], the position of the
+    // first key block, the number of key blocks and of splits, and how many splits are done.
     float* records;
     int64_t records_begin, blocks, splits;
     int32_t* counter;
@@ -105,7 +110,7 @@ static Stretch stretch_at(const AttentionArgs* a, int r, const RequestPlan& s, i
         to.begin = to.records_begin + to.blocks * part / s.splits * kBlockKeys;
         to.end = to.records_begin + to.blocks * (part + 1) / s.splits * kBlockKeys;
     } else {
-        // The last tokens see the most keys: they go first, so that no thread ends with them.
+        // The last tokens see the most keys. They go first, so that no thread is left with them at the end.
         const int64_t t = (s.tiles - 1 - part) * a->query_tile;
         const int64_t t_end = t + a->query_tile < s.tokens ? t + a->query_tile : s.tokens;
         to.item = make_item(a, r, head, t, t_end, scratch);
@@ -122,8 +127,8 @@ static Stretch stretch_at(const AttentionArgs* a, int r, const RequestPlan& s, i
 struct Walk {
     const AttentionArgs* a;
     int r;               // the request
-    RequestPlan share;  // its
-    int64_t item, items, left;  // of the request: the next one, all; of the thread
+    RequestPlan share;  // of the request
+    int64_t item, items, left;  // next item and items of the request; items left to the thread
     float* split;        // the request's records
 };
 
@@ -156,13 +161,16 @@ static bool next_stretch(Walk* walk, uint8_t* scratch, Stretch* to) {
     return true;
 }
 
-// Pages lie scattered, so the hardware learns of each too late. The keys and values of the pages
-// that the thread will come to are asked for, a constant distance ahead, between the multiplications
-// of now: all at once they would fill the queue of misses, and memory and arithmetic would take
-// turns.
+// Pages are scattered, so the hardware prefetcher finds each one too late. The keys and values of the
+// next pages are prefetched a constant distance ahead, between the current multiplications. Prefetched
+// all at once they would fill the queue of misses, and memory and arithmetic would alternate.
 struct MemoryRange {
     const uint8_t *at, *end;
 };
+
+// Pages that are read in place have whole vectors of keys (in_place).
+enum { kMinPageKeys = 4 };
+static_assert(kMinPageKeys <= kLanes, "Ahead::ranges has room for the pages of a key block");
 
 struct Ahead {
     Walk walk;
@@ -171,23 +179,24 @@ struct Ahead {
     const uint8_t *then, *then_end;  // what the thread reads after its items
     uint8_t* scratch;
     int64_t then_bytes;     // of that, at a time
-    MemoryRange values;             // of the page whose keys were the run before
-    MemoryRange ranges[2 * kBlockKeys / 4];    // of this chunk; a page has 4 keys or more
-    int count, next;  // runs; the one after `run`
-    MemoryRange range;          // what is left of it
-    int per_step;     // lines
+    MemoryRange values;     // of the page whose keys were the range before
+    MemoryRange ranges[2 * kBlockKeys / kMinPageKeys];  // keys and values of this block's pages
+    int count, next;    // ranges; the one after `range`
+    MemoryRange range;  // what is left of it
+    int per_step;       // cache lines
 };
+static_assert(sizeof(Ahead) <= 4096, "on the stack");
 
 enum { kAheadBytes = 32768 };  // most of the first-level cache
 
-// Keys of a page, at most a chunk's.
+// Keys of a page, at most those of a key block.
 INLINE int64_t page_keys(const AttentionArgs* a) {
     return a->page_size < kBlockKeys ? a->page_size : (int64_t)kBlockKeys;
 }
 
 INLINE MemoryRange range_of(const uint8_t* at, int64_t bytes) { return {at, at + bytes}; }
 
-// Asks for the scales of a head in a page, which are few lines; of a page longer than a chunk for
+// Prefetches the scales of a head in a page, which are few lines; for a page longer than a key block
 // another part each time.
 INLINE void prefetch_scales(const AttentionArgs* a, const PageSide& side, int64_t page, int head,
                        int64_t slot) {
@@ -198,7 +207,7 @@ INLINE void prefetch_scales(const AttentionArgs* a, const PageSide& side, int64_
     for (at -= (uintptr_t)at % 64; at < end; at += 64) __builtin_prefetch(at);
 }
 
-// The keys of the cursor's page, then its values, then what follows the items; empty at the end.
+// The keys of the cursor's page, then its values, then the memory after the items; empty at the end.
 static MemoryRange next_range(Ahead* ahead) {
     const AttentionArgs* a = ahead->walk.a;
     if (ahead->values.at) {
@@ -226,7 +235,7 @@ static MemoryRange next_range(Ahead* ahead) {
     prefetch_scales(a, values, page, item.head, slot);
     ahead->position += page_keys(a);
     ahead->values = range_of(element(values, value), page_bytes(values.type, count));
-    // of a page longer than a chunk, another part of all keys each time
+    // for a page longer than a key block, another part of all keys each time
     return range_of(element(keys, page * keys.page + item.head * keys.head) +
                       page_bytes(keys.type, slot * a->head_dim),
                   page_bytes(keys.type, count));
@@ -245,7 +254,7 @@ INLINE void prefetch_step(Ahead* ahead) {
     }
 }
 
-// What the first items need is asked for at once, unless the call before has done it.
+// Prefetches what the first items need, unless the previous call did.
 static void prefetch_first(const AttentionArgs* a, const ItemRange& share, uint8_t* scratch, Ahead* ahead) {
     memset(ahead, 0, sizeof *ahead);
     ahead->walk = walk_from(a, share.begin, share.reach);
@@ -262,7 +271,7 @@ static void prefetch_first(const AttentionArgs* a, const ItemRange& share, uint8
     }
 }
 
-// While `item` works on the chunk at `begin`, as much as that reads is asked for.
+// While `item` works on the key block at `begin`, prefetches as much as the block reads.
 static void plan_prefetch(Ahead* ahead, const Item& item, int64_t begin, int64_t end) {
     const AttentionArgs* a = item.a;
     const int64_t keys = end - begin < kBlockKeys ? end - begin : (int64_t)kBlockKeys;

@@ -4,7 +4,7 @@ namespace {
 
 constexpr int64_t kItemsPerThread = 8;
 
-// A wrong length or page id would read wild memory; 256 ids take 30 ns.
+// A wrong length or page id would read outside of the pages. Checking 256 ids takes 30 ns.
 bool tables_in_range(const AttentionArgs* a, int requests) {
     for (int r = 0; r < requests; ++r) {
         const int64_t tokens = a->query_start[r + 1] - a->query_start[r];
@@ -43,7 +43,7 @@ AttentionPlan plan_attention(AttentionArgs* a, int requests, int threads) {
         blocks += a->kv_heads * (s.tiles == 1 ? s.end_block - s.first_block : s.tiles * all);
         plan.work += s.tokens * a->context_len[r] * a->heads * a->head_dim;
     }
-    // No item longer than its share lets the others wait; with enough requests none is cut.
+    // Without items longer than a thread's share no thread waits; with enough requests none is split.
     if (threads > 1 && (int64_t)requests * a->kv_heads <= kMaxSplitPairs) {
         const int64_t share = blocks / (threads * kItemsPerThread);
         a->split_blocks = share > 1 ? (int32_t)(share < INT32_MAX ? share : INT32_MAX) : 1;
@@ -58,9 +58,9 @@ AttentionPlan plan_attention(AttentionArgs* a, int requests, int threads) {
     const int64_t rows = (int64_t)a->query_tile * group;
     plan.shared_bytes = kMaxSplitPairs * sizeof(int32_t) + (size_t)(records * record) * 4;
     const int64_t groups = most_groups(a, &PageLevel::keys) + most_groups(a, &PageLevel::values);
-    // keys, values, their scales and zeros; weights and records of a block of rows; queries, records
+    // keys, values, their scales and zeros; weights and records of kAttentionRows rows; queries, states
     plan.private_bytes = (size_t)((2 * padded + 2 * groups) * kBlockKeys +
-                                  8 * (kBlockKeys + record) + rows * (padded + record)) * 4;
+                                  kMostAttentionRows * (kBlockKeys + record) + rows * (padded + record)) * 4;
     return plan;
 }
 

@@ -1,13 +1,11 @@
-// The exported functions: one runtime per engine, programs recorded for it.
+// The exported functions: runtimes, and programs recorded for them.
 //
-// Nothing here throws or aborts: every function returns a Status. Calls on one engine from several
-// threads wait for one another; engines are independent.
+// Nothing here throws or aborts: every function returns a Status. Calls on one runtime from several
+// threads wait for one another; runtimes are independent.
 #include <new>
 
 #include "pack.hpp"
 #include "program.hpp"
-
-#define EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace {
 
@@ -28,18 +26,18 @@ EXPORT int embedlm_abi_version() { return kAbiVersion; }
 // Bit i: level i runs on this CPU (levels.hpp).
 EXPORT int embedlm_levels() { return available_levels(); }
 
-// `level` -1: the best. Null when the level does not run here or memory is out.
+// `level` -1: the best. Null if the level does not run on this CPU or memory is exhausted.
 EXPORT void* embedlm_runtime_create(int threads, int level) {
     if (level < 0) level = best_level();
     if (threads < 1 || level >= kLevelCount || !(available_levels() >> level & 1)) return nullptr;
     return new (std::nothrow) Runtime(threads, level);
 }
 
-// Waits for the call that runs, then gives back threads and memory. Calls that come later, those
-// that wait already among them, return kClosed; the handle stays valid until it is destroyed.
+// Waits for the running call, then stops the threads and frees the memory. Later calls, including calls
+// that already wait, return kClosed; the handle stays valid until it is destroyed.
 EXPORT void embedlm_runtime_close(void* handle) {
     Runtime* runtime = static_cast<Runtime*>(handle);
-    // A forked child has no threads to stop, and a lock held when it was made stays held for ever.
+    // A forked child has no threads to stop, and a lock that was held during the fork stays held.
     if (runtime->pool.inherited()) {
         runtime->closed = true;
         return;
@@ -50,13 +48,13 @@ EXPORT void embedlm_runtime_close(void* handle) {
 
 EXPORT void embedlm_runtime_destroy(void* handle) {
     Runtime* runtime = static_cast<Runtime*>(handle);
-    // In a forked child the threads do not exist, yet the condition variables count them as
-    // waiting and their destruction would block for ever: the child keeps its copy.
+    // In a forked child the threads do not exist, but the condition variables count them as waiting
+    // and their destruction would block forever: the child keeps its copy.
     if (!runtime->pool.inherited()) delete runtime;
 }
 
-EXPORT int embedlm_runtime_level(const void* engine) {
-    return static_cast<const Runtime*>(engine)->level;
+EXPORT int embedlm_runtime_level(const void* handle) {
+    return static_cast<const Runtime*>(handle)->level;
 }
 
 EXPORT int embedlm_pack(void* handle, const Weight* w, const void* source, int64_t row_bytes) {
@@ -87,7 +85,7 @@ EXPORT int embedlm_unpack(void* handle, const Weight* w, void* out, int64_t row_
     return kOk;
 }
 
-// One operator over `rows` rows (kOpAttention and kOpPlaces: requests), now.
+// Runs one operator over `rows` rows (kOpAttention and kOpPlaces: requests).
 EXPORT int embedlm_run(void* handle, int kind, const void* args, int64_t rows) {
     Runtime* runtime = static_cast<Runtime*>(handle);
     std::lock_guard<std::mutex> lock(runtime->mutex);
@@ -100,21 +98,21 @@ EXPORT int embedlm_run(void* handle, int kind, const void* args, int64_t rows) {
     });
 }
 
-// Of the structure that `kind` takes: a caller whose own differs must not call.
+// Bytes of the arguments of operator `kind`; 0 for a kind that does not exist.
 EXPORT int64_t embedlm_args_size(int kind) { return (int64_t)args_size(kind); }
 
 EXPORT void* embedlm_program_create() { return new (std::nothrow) Program; }
 
 EXPORT void embedlm_program_destroy(void* program) { delete static_cast<Program*>(program); }
 
-// One more operator: `per` rows for each of what `count` counts (Count in abi.hpp).
+// Adds an operator: `per` rows for each of what `count` counts (Count in abi.hpp).
 EXPORT int embedlm_program_add(void* program, int kind, const void* args, int count, int64_t per) {
     return guarded([=]() -> int {
         return static_cast<Program*>(program)->add(kind, args, (Count)count, per) ? kOk : kUnknownOp;
     });
 }
 
-// The whole program with these counts, in one call.
+// Runs the whole program with these counts.
 EXPORT int embedlm_program_run(void* handle, void* program, const int64_t* counts) {
     Runtime* runtime = static_cast<Runtime*>(handle);
     std::lock_guard<std::mutex> lock(runtime->mutex);

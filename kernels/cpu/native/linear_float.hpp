@@ -1,8 +1,8 @@
 // y = x W^T in fp32 on exact weight values: dense weights, and compute="exact" for packed ones.
 //
 // Each output sums its products by fma in order of k, 128 at a time from zero, and adds these sums in
-// order: one order for every M and level, and a shorter chain than one sum over all of k. Lanes run
-// over the rows of a block, so no horizontal sum is needed. Packed weights are decoded with the
+// order: one order for every M and level, and a shorter chain than one sum over all of k. Lanes are
+// the rows of a block, so no horizontal sum is needed. Packed weights are dequantized with the
 // operations of reference/decode.py, one rounding each, and equal it bit for bit.
 #pragma once
 
@@ -12,12 +12,14 @@ namespace LEVEL {
 
 // Two sums per row, two values and a broadcast in registers.
 enum { kMaxFloatRows = kLanes == 16 ? 8 : 4, kConvertFrom = 9 };
+static_assert(2 * kMaxFloatRows + 3 <= kRegisters, "the register tile fits the registers");
+static_assert(kMaxFloatRows == 8 || kMaxFloatRows == 4, "rows_float has these cases");
 
-// One chunk of one strip, for two vectors of rows.
+// One k panel of one strip, for two vectors of rows.
 struct FloatPanel {
     const void* values[2];  // [k][16] of TYPE, from the vector's first row on
-    const uint8_t* ahead[2];  // bytes to ask for meanwhile; null: none
-    int64_t k;              // of the chunk
+    const uint8_t* ahead[2];  // bytes to prefetch meanwhile; null: none
+    int64_t k;              // of the panel
     int64_t x_stride;
     bool first;  // sums start here
 };
@@ -89,7 +91,7 @@ INLINE VF column(const Weight* w, int type, const void* base, int64_t k, int64_t
     const int64_t row = k * w->scale_rows;
     if (first + kLanes <= w->scale_rows) return load_as(type, base, row + first);
     const int64_t bytes = element_bytes(type);
-    uint8_t lanes[kLanes * sizeof(float)];  // they go on with the first row
+    uint8_t lanes[kLanes * sizeof(float)];  // they continue with the first row
     for (int i = 0; i < kLanes; ++i) {
         const int64_t at = row + (first + i) % w->scale_rows;
         memcpy(lanes + i * bytes, (const uint8_t*)base + at * bytes, (size_t)bytes);
@@ -97,7 +99,7 @@ INLINE VF column(const Weight* w, int type, const void* base, int64_t k, int64_t
     return load_as(type, lanes, 0);
 }
 
-// The same as dequantize_blocks for weights whose every k has scales of its own.
+// The same as dequantize_blocks for weights where every k has its own scales.
 template <int BITS>
 static void dequantize_columns(const Weight* w, int64_t b, int64_t i, int64_t i_end, float* out) {
     const Tiles tiles = tiles_of(w, b);
@@ -166,7 +168,7 @@ static void dequantize_panel(const Weight* w, int64_t b, int64_t i, int64_t i_en
     }
 }
 
-// One chunk of one strip for `m` rows of x; `blocks` its two parts of [k][16] TYPE.
+// One k panel of one strip for `m` rows of x; `blocks` are its two parts, [k][16] TYPE.
 template <int TYPE>
 static void multiply_float(FloatPanel panel, const void* const* blocks, const float* x, int64_t m,
                         float* sums, float* values) {

@@ -1,4 +1,4 @@
-// Sizes of the memory that matrix products work in, and how they cut their work; plain C++.
+// Sizes of the scratch memory of matrix products, and how they divide their work; plain C++.
 #pragma once
 
 #include <stddef.h>
@@ -6,12 +6,21 @@
 #include "abi.hpp"
 
 enum {
-    kPanelBlocks = 24,    // k blocks whose scales and expanded codes stay in the first-level cache
-    kFloatPanelDepth = 128,    // the same for fp32 values, in k
-    kPassBytes = 393216,  // activations of one pass over the weights, within the second-level cache
+    kPanelBlocks = 24,       // k blocks whose scales and expanded codes stay in the first-level cache
+    kFloatPanelDepth = 128,  // the same for fp32 values, in k
+    kPassBytes = 393216,     // activations of one pass over the weights, within the second-level cache
+    kPassRows = 24,          // rows of x go through the weights in multiples of this
 };
+static_assert(kPanelBlocks <= 32, "Activations::residual has one bit per block of a k panel");
+static_assert(kPanelBlocks * (kTileDepth + 2 * (int)sizeof(float)) * kStripRows <= 32 * 1024,
+              "expanded codes, scales and minima of a strip's k panel fit a 32 KiB cache");
+static_assert(kFloatPanelDepth % kTileDepth == 0, "float panels dequantize whole k blocks");
+static_assert(kFloatPanelDepth * kStripRows * (int)sizeof(float) <= 32 * 1024, "they fit it too");
+static_assert(kPassRows % 8 == 0, "a pass is whole groups of 8, 4 and 2 rows of x");
+static_assert(kStripRows * sizeof(float) % kCacheLine == 0, "the parts of the scratch stay aligned");
+static_assert(kTileDepth * 255 * 127 * 2 < 1 << 24, "integer sums of a block convert to float exactly");
 
-// The k blocks of a row go in panels of equal length, at most kPanelBlocks.
+// The k blocks of a row are divided into k panels of equal length, at most kPanelBlocks each.
 static inline int64_t panels_of(int64_t blocks) {
     return (blocks + kPanelBlocks - 1) / kPanelBlocks;
 }
@@ -19,7 +28,7 @@ static inline int64_t panel_begin(int64_t blocks, int64_t c) {
     return blocks * c / panels_of(blocks);
 }
 
-// Activations become integers before the product; they are rounded and stay floats.
+// Whether activations become integers before the product; whether they are quantized but stay floats.
 static inline bool in_integers(const LinearArgs& args) { return !args.exact && !args.w->dense; }
 static inline bool in_quantized_floats(const LinearArgs& args) {
     return !in_integers(args) && args.w->scheme.codes != kUnquantized;
@@ -46,15 +55,15 @@ static inline void place_activations(LinearArgs* args, uint8_t* at) {
 // Bytes of the codes before a strip.
 static inline int64_t code_bytes(const Weight& w, int64_t strip) {
     const int64_t row_blocks = strip * kStripBlocks;
-    return (row_blocks < w.row_blocks ? row_blocks : w.row_blocks) * w.k_blocks * 64 * w.bits;
+    return (row_blocks < w.row_blocks ? row_blocks : w.row_blocks) * w.k_blocks * kTileBytesPerBit * w.bits;
 }
 
 static inline int64_t strips_of(const Weight& w) { return (w.row_blocks + kStripBlocks - 1) / kStripBlocks; }
 
 // Rows of x that go through the weights together: `row_bytes` each.
 static inline int64_t rows_per_pass(int64_t m, int64_t row_bytes) {
-    int64_t rows = kPassBytes / row_bytes / 24 * 24;
-    if (rows < 24) rows = 24;
+    int64_t rows = kPassBytes / row_bytes / kPassRows * kPassRows;
+    if (rows < kPassRows) rows = kPassRows;
     return rows < m ? rows : m;
 }
 

@@ -1,5 +1,5 @@
-// Packing codes into tiles, the inverse, and single rows as floats. Compiled for the baseline: moving
-// words and the loops the compiler vectorizes with SSE2 already keep packing bound by memory.
+// Packs codes into tiles and back, and gathers single rows as floats. Compiled for the baseline: moving
+// words, and loops that the compiler vectorizes with SSE2, already make packing memory-bound.
 #include "pack.hpp"
 
 #include <string.h>
@@ -8,7 +8,7 @@
 
 namespace {
 
-// Bytes before the 2-bit and 1-bit planes of a tile and where their bits belong (bit_planes.hpp).
+// Bytes before the 2-bit and 1-bit planes of a tile and the shifts of their bits (bit_planes.hpp).
 struct Planes {
     int bits, low, mid, mid_shift, high, high_shift;
     explicit Planes(int b)
@@ -30,7 +30,7 @@ uint32_t get_code(const Planes& p, const uint8_t* tile, int row, int k) {
     return code;
 }
 
-// ggml's 256-element blocks: where the low and high bits of element i lie (ggml-common.h).
+// ggml's 256-element blocks: where the low and high bits of element i are (ggml-common.h).
 // Block layouts, in bytes: q2_k scales[16] codes[64] d dmin; q3_k high bits[32] codes[64]
 // scales[12] d; q4_k d dmin scales[12] codes[128]; q5_k d dmin scales[12] high bits[32] codes[128];
 // q6_k low bits[128] high bits[64] scales[16] d.
@@ -57,7 +57,7 @@ uint32_t low_mask(int bits) { return (1u << bits) - 1; }
 // One byte per code.
 void read_row(const Weight& w, const uint8_t* row, uint8_t* codes) {
     if (w.source != kStream) {
-        for (int i = 0; i < 256; i += 32) {  // the bits of 32 codes lie in 32 bytes
+        for (int i = 0; i < 256; i += 32) {  // the bits of 32 codes are in 32 bytes
             const BlockBits b = block_bits(w.source, i);
             for (int64_t block = 0; block * 256 < w.k; ++block) {
                 const uint8_t* low = row + block * b.nbytes + b.low_byte;
@@ -221,7 +221,7 @@ void unpack_blocks(const Weight& w, uint8_t* out, int64_t row_bytes, int64_t beg
 
 namespace {
 
-// Row r of a block of 16, T by T; a stretch of k whose tiles stay in the L1 cache.
+// Row r of a block of 16, T by T, 256 k at a time: that stays in the L1 cache.
 template <typename T>
 void dense_rows(const Weight& w, T* plain, bool unpack, int64_t begin, int64_t end) {
     const int64_t stretch = 256;
@@ -236,7 +236,7 @@ void dense_rows(const Weight& w, T* plain, bool unpack, int64_t begin, int64_t e
                     for (int64_t k = first; k < last && !unpack; ++k) packed[k * kTileRows + r] = 0;
                 else if (unpack)
                     for (int64_t k = first; k < last; ++k) row[k] = packed[k * kTileRows + r];
-                else  // a view of a file may lie at any address
+                else  // a view of a file may be unaligned
                     for (int64_t k = first; k < last; ++k)
                         memcpy(packed + k * kTileRows + r, row + k, sizeof(T));
             }

@@ -3,6 +3,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <type_traits>
+
 #include "attention_plan.hpp"
 #include "moe.hpp"
 #include "file_parts.hpp"
@@ -11,15 +13,15 @@
 
 namespace {
 
-// Chunks per thread and phase: enough that a thread that loses its core delays the others little.
+// Tasks per thread and phase: enough that a thread that loses its core delays the others little.
 constexpr int64_t kTasksPerThread = 4;
-// Work (about one per multiplication in registers, 8 per exponential) below which a second thread
-// costs more than it gives, and the least of a chunk: about 3 and 1.5 us.
+// Work (about 1 per multiplication in registers, 8 per exponential) below which a second thread costs
+// more than it saves, and the least work of a task: about 3 and 1.5 us.
 constexpr int64_t kWorthSharing = 16384;
 constexpr int64_t kMinTaskWork = 8192;
-constexpr int64_t kItemTaskWork = 262144;          // of a chunk of its items, about 10 us
+constexpr int64_t kItemTaskWork = 262144;  // of a task of attention, about 10 us
 
-// Its activations are prepared before the product.
+// Whether activations are quantized before the product.
 bool quantizes(const LinearArgs& args) { return in_integers(args) || in_quantized_floats(args); }
 
 bool quantizes(const Op& op) { return op.kind == kOpLinear && quantizes(op.linear); }
@@ -49,7 +51,7 @@ int64_t row_work(const Op& op) {
         case kOpExperts: return 2 * op.experts.each.w->k;
         case kOpBias: return op.bias.width;
         case kOpCombine: return op.combine.width * op.combine.k;
-        // keys lie transposed in their pages: every number is a store of its own
+        // keys are transposed in their pages: every number is a separate store
         case kOpRecode: return 16 * (int64_t)op.recode.head_dim;
         case kOpRope: return 4 * (op.rope.heads + 2 * op.rope.kv_heads) * (int64_t)op.rope.head_dim;
         default: return 0;
@@ -72,7 +74,7 @@ void take_columns(const TakeArgs& a, int64_t begin, int64_t end) {
     }
 }
 
-// False where a request's tokens or pages lie outside of their tensors.
+// False if a request's tokens or pages are outside of their tensors.
 bool find_places(const PlacesArgs& a, int64_t requests) {
     if (requests && a.query_start[0] < 0) return false;
     for (int64_t r = 0; r < requests; ++r) {
@@ -91,7 +93,7 @@ bool find_places(const PlacesArgs& a, int64_t requests) {
     return true;
 }
 
-// Ids of either width; a negative one converts to more than any limit.
+// Ids of either width; a negative id converts to more than any limit.
 template <typename Id>
 bool in_range(const Id* ids, int64_t count, int64_t limit) {
     bool fits = true;
@@ -99,7 +101,7 @@ bool in_range(const Id* ids, int64_t count, int64_t limit) {
     return fits;
 }
 
-// The same requests over the same pages: what was checked and planned for one layer holds.
+// The same requests over the same pages: the checks and the plan of the previous layer hold.
 bool same_plan(const AttentionArgs& a, const AttentionArgs& b) {
     return a.query_start == b.query_start && a.context_len == b.context_len &&
            a.page_table == b.page_table && a.table_width == b.table_width &&
@@ -143,11 +145,14 @@ void Scratch::release() {
 bool Scratch::reserve(size_t bytes, bool zeroed) {
     if (bytes <= size_) return true;
     free(data_);
-    data_ = static_cast<uint8_t*>(aligned_alloc(64, aligned(bytes)));
+    data_ = static_cast<uint8_t*>(aligned_alloc(kCacheLine, aligned(bytes)));
     size_ = data_ ? bytes : 0;
     if (data_ && zeroed) memset(data_, 0, bytes);
     return data_ != nullptr;
 }
+
+static_assert(std::is_trivially_copyable<Op>::value, "operators are copied as bytes, vectors of them too");
+static_assert(alignof(Op) == alignof(void*), "no arguments need a larger alignment");
 
 bool Program::add(int kind, const void* args, Count count, int64_t per) {
     const size_t size = args_size(kind);
@@ -158,12 +163,12 @@ bool Program::add(int kind, const void* args, Count count, int64_t per) {
     op.count = count;
     op.per = per;
     memcpy(static_cast<void*>(&op.embedding), args, size);
-    const bool rounded = quantizes(op) && same_activations(op);
+    const bool quantized = quantizes(op) && same_activations(op);
     ops_.push_back(op);
     const int index = (int)ops_.size() - 1;
     switch (op.kind) {
         case kOpLinear:
-            if (quantizes(op) && !rounded) add_part(index, false);
+            if (quantizes(op) && !quantized) add_part(index, false);
             add_part(index, true);
             break;
         case kOpExperts:
@@ -180,7 +185,7 @@ bool Program::add(int kind, const void* args, Count count, int64_t per) {
     return true;
 }
 
-// The operator before has rounded the very rows this one multiplies.
+// The previous operator has quantized the same rows that this one multiplies.
 bool Program::same_activations(const Op& op) const {
     if (ops_.empty()) return false;
     const Op& last = ops_.back();
@@ -197,10 +202,10 @@ void Program::add_part(int op, bool tiles, bool alone) {
         stages_.back().last = part + 1;
         return;
     }
-    const bool announced = tiles && last_tiles_ >= 0 && integer(ops_[(size_t)op]);
-    if (announced) stages_[(size_t)last_tiles_].then = (int)stages_.size();
+    const bool hinted = tiles && last_tiles_ >= 0 && integer(ops_[(size_t)op]);
+    if (hinted) stages_[(size_t)last_tiles_].then = (int)stages_.size();
     if (tiles) last_tiles_ = (int)stages_.size();
-    stages_.push_back({part, part + 1, count, tiles, -1, announced, alone});
+    stages_.push_back({part, part + 1, count, tiles, -1, hinted, alone});
 }
 
 void Program::clear() {
@@ -228,7 +233,7 @@ struct Runtime::Frame {
     const Program* program;
 };
 
-// What the operators of one run need, and what is known of it already: an index tensor that several
+// What the operators of one run need, and what was checked already: an index tensor that several
 // operators share is checked once.
 struct Runtime::Needs {
     size_t activations = 0, attention = 0, each_thread = 0;
@@ -243,7 +248,7 @@ void at_least(size_t* bytes, size_t needed) { *bytes = needed > *bytes ? needed 
 
 }  // namespace
 
-// Cuts attention into items; layers over the same requests share one plan.
+// Divides attention into items; layers over the same requests share one plan.
 Status Runtime::plan_items(Op* op, int64_t requests, Needs* needs) {
     AttentionArgs& args = op->attention;
     if (needs->planned && same_plan(*needs->planned, args)) {
@@ -262,8 +267,8 @@ Status Runtime::plan_items(Op* op, int64_t requests, Needs* needs) {
     return kOk;
 }
 
-// Notes the order in which parts of a file are used, from which the next step knows what comes next.
-void Runtime::follow(LinearArgs* args) {
+// Records the order in which parts of a file are used: the next step then knows which part comes next.
+void Runtime::note_file_part(LinearArgs* args) {
     args->done = nullptr;
     if (!args->file) return;
     if (used_ && used_ != args->file) {
@@ -273,14 +278,14 @@ void Runtime::follow(LinearArgs* args) {
     used_ = args->file;
 }
 
-// Fills in the fields of an operator that depend on the run; its indices must lie in their tensors.
+// Sets the fields of an operator that depend on the run and checks that its indices are in range.
 Status Runtime::bind(Op* op, int64_t n, Needs* needs) {
     bool fits = true;
     switch (op->kind) {
         case kOpLinear: {
             LinearArgs& args = op->linear;
             args.m = n;
-            follow(&args);
+            note_file_part(&args);
             at_least(&needs->each_thread, linear_private_bytes(*args.w, args.m, args.exact != 0));
             if (quantizes(args)) at_least(&needs->activations, activation_bytes(args));
             break;
@@ -288,7 +293,7 @@ Status Runtime::bind(Op* op, int64_t n, Needs* needs) {
         case kOpExperts: {
             LinearArgs& each = op->experts.each;
             each.m = n;
-            follow(&each);
+            note_file_part(&each);
             at_least(&needs->each_thread, expert_private_bytes(op->experts));
             if (quantizes(each)) at_least(&needs->activations, activation_bytes(each));
             break;
@@ -297,7 +302,7 @@ Status Runtime::bind(Op* op, int64_t n, Needs* needs) {
         case kOpAttention: return plan_items(op, n, needs);
         case kOpPlaces: fits = find_places(op->places, n); break;
         case kOpEmbedding:
-            hand_back(op->embedding.file);  // the rows of the last step
+            release_part(op->embedding.file);  // the rows of the last step
             fits = in_range(op->embedding.ids, n, op->embedding.w->n);
             break;
         case kOpSelect: fits = in_range(op->select.rows, n, op->select.size); break;
@@ -319,10 +324,10 @@ Status Runtime::bind(Op* op, int64_t n, Needs* needs) {
     return fits ? kOk : kBadIndex;
 }
 
-// Items and tasks of a stage that hands out one operator's tiles.
+// Items and tasks of a stage that runs the tiles of one operator.
 Phase Runtime::tile_phase(const Op& op, int64_t count) const {
     if (op.kind == kOpAttention) {
-        // Items of a chunk ask for one another's memory; large ones go alone.
+        // Items of a task prefetch for one another; large items get a task each.
         const int64_t least = kTasksPerThread * pool.threads(), fine = op.work / kItemTaskWork;
         const int64_t wanted = fine > least ? fine : least;
         const int64_t most = op.items < kMaxTasks ? op.items : (int64_t)kMaxTasks;
@@ -403,14 +408,14 @@ void Runtime::tiles(const Op& op, const ItemRange& share, int thread) {
     switch (op.kind) {
         case kOpLinear: {
             const LinearArgs& args = op.linear;
-            pass_on(args, share, strips_of(*args.w));
+            stream_file_parts(args, share, strips_of(*args.w));
             (integer(op) ? kernels->linear_int : kernels->linear_float)(&args, &share, scratch);
-            hand_back_strips(args.file, *args.w, share.begin, share.end);
+            release_strips(args.file, *args.w, share.begin, share.end);
             break;
         }
         case kOpAttention: kernels->attention(&op.attention, &share, scratch); break;
         case kOpExperts:
-            pass_on(op.experts.each, share, expert_strips(op.experts));
+            stream_file_parts(op.experts.each, share, expert_strips(op.experts));
             expert_tiles(*kernels, op.experts, share, scratch);
             break;
         case kOpGroup: group_rows(op.group); break;
@@ -418,8 +423,8 @@ void Runtime::tiles(const Op& op, const ItemRange& share, int thread) {
     }
 }
 
-// Says in `share` what memory the thread will read first in a stage of integer tiles.
-void Runtime::announce(const Program& program, int stage, int thread, ItemRange* share) const {
+// Sets in `share` what memory the thread will read first in a stage of integer tiles.
+void Runtime::hint_next(const Program& program, int stage, int thread, ItemRange* share) const {
     const int op = program.parts_[(size_t)program.stages_[(size_t)stage].first].op;
     const Weight& w = *program.ops_[(size_t)op].linear.w;
     const ItemRange strips = pool.own(phases_[(size_t)stage], thread);
@@ -433,8 +438,8 @@ void Runtime::run_task(void* context, int phase, const ItemRange& task, int thre
     const Program& program = *frame.program;
     const Program::Stage& stage = program.stages_[(size_t)phase];
     ItemRange share = task;
-    if (stage.then >= 0) frame.runtime->announce(program, stage.then, thread, &share);
-    if (stage.announced) {
+    if (stage.then >= 0) frame.runtime->hint_next(program, stage.then, thread, &share);
+    if (stage.hinted) {
         const ItemRange own = frame.runtime->pool.own(frame.runtime->phases_[(size_t)phase], thread);
         share.resumed |= share.begin == own.begin;
     }

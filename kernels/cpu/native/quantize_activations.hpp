@@ -1,5 +1,5 @@
-// Activations rounded to 8 bits per 32 values, and again where 8 bits fit badly; or as the file of the
-// weight says (activation_schemes.hpp).
+// Quantizes activations to 8 bits per 32 values, with a second 8-bit term where 8 bits fit badly; or
+// as the weight's file says (activation_schemes.hpp).
 #pragma once
 
 #include "activation_schemes.hpp"
@@ -10,7 +10,7 @@ static void quantize_block(const float* x, Q8Block* to) {
     VF peak = zero();
     for (int i = 0; i < kTileDepth; i += kLanes) peak = max_bits(peak, load(x + i));
     const float largest = reduce_bits(peak);
-    // Not a number: the scale says so and the row's outputs become NaN. Below 1e-36 the
+    // With a value that is not finite the scale is NaN, and so are the row's outputs. Below 1e-36 the
     // reciprocal would overflow: such a block counts as zero.
     if (largest > 1e-36f && largest <= 0x1.fffffep127f) {
         to->scale = largest / 127.0f;
@@ -22,7 +22,7 @@ static void quantize_block(const float* x, Q8Block* to) {
     to->sum = to->half[0] + to->half[1];
 }
 
-// What rounding left of a block, rounded again: x ~ scale * q + (scale / 254) * (the result's q).
+// Quantizes the residual of a block: x ~ scale * q + (scale / 254) * (the result's q).
 static void quantize_residual(const float* x, const Q8Block& first, Q8Block* to) {
     const float scale = first.scale / 254.0f;
     if (!(scale > 1e-36f)) return;  // zero, not a number, or too small to have a reciprocal
@@ -33,8 +33,8 @@ static void quantize_residual(const float* x, const Q8Block& first, Q8Block* to)
     to->sum = to->half[0] + to->half[1];
 }
 
-// The second plane of a row: blocks with a step above the row's root mean square. In the inputs of
-// q, k, v and the head of a language model that is a fifth of the blocks with 4/5 of the error.
+// The second terms of a row, for blocks whose scale is above the row's root mean square. In the inputs
+// of q, k, v and the head of a language model these are a fifth of the blocks, with 4/5 of the error.
 static void quantize_residuals(const LinearArgs* args, const float* x, const Q8Block* first, Q8Block* to,
                         uint32_t* residual) {
     const int64_t k = args->w->k, blocks = args->act.k_blocks, panels = panels_of(blocks);

@@ -5,7 +5,7 @@
 
 namespace LEVEL {
 
-enum { kLanes = 16 };
+enum { kLanes = 16, kRegisters = 32 };
 typedef __m512 VF;
 typedef __m512i VI;
 typedef __m512i VB;

@@ -10,7 +10,7 @@
 
 namespace LEVEL {
 
-enum { kLanes = 4 };
+enum { kLanes = 4, kRegisters = 16 };  // of SSE2; NEON has 32
 typedef float VF __attribute__((vector_size(16)));
 typedef int32_t VI __attribute__((vector_size(16)));
 typedef uint8_t VB __attribute__((vector_size(16)));

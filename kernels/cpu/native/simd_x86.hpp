@@ -1,4 +1,4 @@
-// What both x86 levels unpack and sum in the same way.
+// Unpacking and sums that all x86 levels share.
 #pragma once
 
 #include <immintrin.h>

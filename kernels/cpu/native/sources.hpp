@@ -1,8 +1,8 @@
-// How ggml's blocks of 32 values, and iq4_xs's of eight times 32, become tiles (bit_planes.hpp), 16 rows
-// at a time, and the scales of all of ggml's blocks. Included by pack.cpp alone.
+// Packs ggml's blocks of 32 values, and iq4_xs's of eight times 32, into tiles (bit_planes.hpp), 16 rows
+// at a time, and the scales of all of ggml's blocks. Only pack.cpp includes this file.
 //
-// Everything is moved in words of four codes, which a 4-bit tile keeps as ggml's blocks of 32 have
-// them: byte i holds code i in its low and code i + 16 in its high nibble in both.
+// Codes are moved in words of four, which have the same layout in a 4-bit tile and in ggml's blocks of
+// 32: byte i holds code i in its low and code i + 16 in its high nibble.
 #pragma once
 
 #include <string.h>
@@ -11,9 +11,9 @@
 
 namespace {
 
-// A type whose 32 codes lie together: where its parts are, and how many times 32 values a block has.
+// A type whose 32 codes are contiguous: the offsets of its parts, and how many times 32 values a block has.
 struct Legacy {
-    int nbytes, minus, fifth, codes, tiles;  // minus, fifth: 0 where there is none; the scale is at 0
+    int nbytes, minus, fifth, codes, tiles;  // minus, fifth: 0 if absent; the scale is at 0
 };
 
 Legacy legacy_of(int source) {
@@ -30,12 +30,12 @@ Legacy legacy_of(int source) {
 
 bool is_legacy(int source) { return source >= kQ4_0; }
 
-// Where the codes of tile t lie in a row, less kind.codes.
+// Offset of the codes of tile t in a row, minus kind.codes.
 int64_t tile_at(const Legacy& kind, int64_t t) {
     return t / kind.tiles * kind.nbytes + t % kind.tiles * 16;
 }
 
-// Where the float16 scale of a k-quant block and that of its minima lie (0: none).
+// Offsets of the float16 scale of a k-quant block and of that of its minima (0: none).
 struct Supers {
     int scale, minus;
 };
@@ -83,7 +83,7 @@ void legacy_tile(const Legacy& kind, int bits, uint32_t flip, const uint8_t* con
     }
 }
 
-// The scale of tile t of one row and what goes with it; null: a row of padding.
+// The scale of tile t of one row, with super scale and minimum; null: a padding row.
 void pack_tile_scale(const Weight& w, const Legacy& kind, int64_t b, int64_t t, int r,
                      const uint8_t* row) {
     const int64_t at = (b * w.groups + t) * kTileRows + r;
@@ -139,7 +139,7 @@ void write_legacy(const Weight& w, const uint8_t* codes, uint8_t* row) {
     }
 }
 
-// The scales of one q3_k block, 6 bits each, into those of 16 rows (kI6), which are zero at row r.
+// The scales of one q3_k block, 6 bits each, into the scales of 16 rows (kI6), which are zero at row r.
 void six_bit_scales(const uint8_t* block, int r, uint8_t* scales) {
     const uint8_t *low = block + 96, *high = block + 104;
     for (int g = 0; g < 16; ++g, scales += 12) {
@@ -197,11 +197,13 @@ void pack_k_scales(const Weight& w, int64_t b, const uint8_t* const* rows, int c
 // One tile from 16 rows of one byte per code, `stride` bytes apart.
 template <int BITS>
 void bytes_to_tile(const uint8_t* codes, int64_t stride, uint8_t* tile) {
+    static_assert(kTileDepth / 4 == 8 && kTileRows * 4 == 64, "the vectors j of a tile");
     uint8_t v[8][64];
     for (int r = 0; r < kTileRows; ++r)
         for (int j = 0; j < 8; ++j) memcpy(v[j] + 4 * r, codes + r * stride + 4 * j, 4);
     if (BITS == 8) {
-        memcpy(tile, v, 512);
+        static_assert(sizeof v == kByteTile, "one byte per code");
+        memcpy(tile, v, sizeof v);
         return;
     }
     const int mid = BITS & 4 ? 256 : 0, high = mid + (BITS & 2 ? 128 : 0);

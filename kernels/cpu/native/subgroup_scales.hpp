@@ -1,4 +1,4 @@
-// Scales and minimums of some units of a row block as floats, from however they are stored.
+// Scales and minima of some subgroups of a row block as floats, from any stored type.
 #pragma once
 
 #include "bit_planes.hpp"
@@ -6,9 +6,11 @@
 namespace LEVEL {
 
 enum {
-    kPerBlock = kTileRows / kLanes,  // vectors of a row block; they are worked on in pairs
-    kPrefetch = 8192,            // bytes asked for ahead of what is read
+    kPerBlock = kTileRows / kLanes,  // vectors of a row block; they are multiplied in pairs
+    kPrefetch = 8192,                // bytes prefetched ahead of what is read
 };
+static_assert(kStripRows == 2 * kPerBlock * kLanes, "a strip is kPerBlock pairs of vectors");
+static_assert(kPrefetch % kCacheLine == 0, "whole cache lines");
 
 INLINE int64_t element_bytes(int type) {
     return type == kF32 ? 4 : type == kF16 || type == kBF16 ? 2 : 1;
@@ -24,25 +26,25 @@ INLINE int64_t bytes_of(int type, int64_t count) {
     }
 }
 
-// Some units of a row block.
+// Some subgroups of a row block.
 struct SubgroupRange {
     int64_t block, begin, end;
 };
 
-// Per unit the 16 values of its group as floats; `to` is [units][kStripRows].
+// For each subgroup the 16 values of its group as floats; `to` is [subgroups][kStripRows].
 template <int TYPE>
 static void load_subgroups(const Weight* w, const void* base, const SubgroupRange& range, float* to) {
     const int64_t subgroups_per_group = w->subgroups_per_group;
     const int64_t row = bytes_of(TYPE, kStripBlocks * w->groups * kTileRows);
     const int64_t ahead = row < kPrefetch ? row : (int64_t)kPrefetch;
-    const int64_t last = (range.block + 1) * w->groups - 1;  // also for units of padding
+    const int64_t last = (range.block + 1) * w->groups - 1;  // also for subgroups of padding
     int64_t group = range.block * w->groups + range.begin / subgroups_per_group;
     int64_t used = range.begin % subgroups_per_group;
     VF values[kPerBlock] = {};
     for (int64_t u = range.begin; u < range.end; ++u, to += kStripRows) {
         if (u == range.begin || used == 0) {
             const int64_t at = (group < last ? group : last) * kTileRows;
-            // The same units of the next strip, or 2 KiB ahead in a long row.
+            // The same subgroups of the next strip, or 2 KiB ahead in a long row.
             __builtin_prefetch((const uint8_t*)base + bytes_of(TYPE, at) + ahead);
             for (int i = 0; i < kPerBlock; ++i) values[i] = load_as(TYPE, base, at + i * kLanes);
         }
@@ -86,8 +88,8 @@ static void multiply_by_super(const Weight* w, int type, const void* super, cons
     }
 }
 
-// The same for scales that are bytes with a table. They are looked up one by one and multiplied in a
-// second pass: a vector load soon after stores of its parts would wait for them.
+// The same for scales that are bytes with a table. A first pass looks them up one by one, a second one
+// multiplies: a vector load right after the stores of its parts would wait for them.
 static void nested_scales(const Weight* w, const SubgroupRange& range, float* to) {
     const uint8_t* codes = (const uint8_t*)w->scale + range.block * w->groups * kTileRows;
     const float* offset = w->scale_offset + range.block * kTileRows;
