@@ -85,7 +85,8 @@ void weights(Random& random, TestRuntime& one, TestRuntime& many) {
 
 // --- row-wise operators ---
 
-// Both runtimes run `call(runtime, output)`, each with an output of `size` floats; the results are equal.
+// Both runtimes run `call(runtime, output)`, each with an output of `size` floats; the results are
+// equal.
 void both(TestRuntime& one, TestRuntime& many, int64_t size,
           const std::function<void(TestRuntime&, float*)>& call) {
     Buffer<float> first(size), second(size);
@@ -265,8 +266,8 @@ void recode(TestRuntime& one, TestRuntime& many, AttentionShape s, Cache& cache,
 }
 
 // One step of one runtime: rotates and writes `qkv`, attends.
-void attend(TestRuntime& runtime, const AttentionShape& s, Cache& cache, Buffer<float> qkv, AttentionArgs args,
-            float* cos, float* sin, const int64_t* slots, int64_t tokens) {
+void attend(TestRuntime& runtime, const AttentionShape& s, Cache& cache, Buffer<float> qkv,
+            AttentionArgs args, float* cos, float* sin, const int64_t* slots, int64_t tokens) {
     const int64_t token = (s.heads + 2 * s.kv_heads) * s.head_dim, half = s.head_dim / 4;
     RopeArgs rope{};
     rope.q = qkv.data();

@@ -3,7 +3,8 @@
 // They use no C++ and no torch types, so one library serves every Python and torch version. When
 // anything here, in the exported functions or in a packed layout changes, kAbiVersion must change too
 // (also in kernels/cpu/library.py): Python then rejects a stale library instead of computing nonsense.
-// abi_table.cpp lists the structures and constants; tests/kernels/test_native_abi.py compares both sides.
+// abi_table.cpp lists the structures and constants; tests/kernels/test_native_abi.py compares both
+// sides.
 #pragma once
 
 #include <stdint.h>
@@ -158,7 +159,7 @@ static inline Tiles tiles_of(const Weight* w, int64_t block) {
 struct FilePart {
     uint8_t* begin;
     int64_t bytes;
-    int64_t whole;   // 1: a product reads all of it; 0: the experts of a mixture, of which it reads some
+    int64_t whole;   // 1: a product reads all of it; 0: it reads some of the experts in it
     FilePart* next;  // the part that was used after this one the last time; written by the library
 };
 
@@ -304,7 +305,7 @@ struct PageLevel {
 
 // The page ids of a ladder: the level in the high bits, the first being 0.
 enum { kMaxLevels = 3, kLevelShift = 28 };
-static_assert(kMaxLevels <= 1 << (31 - kLevelShift), "the level fits above the page and below the sign");
+static_assert(kMaxLevels <= 1 << (31 - kLevelShift), "the level is above the page, below the sign");
 enum { kMaxHeadDim = 256 };  // of the kernels that read or write KV pages
 static inline int level_of(int32_t id) { return id >> kLevelShift; }
 static inline int64_t page_of(int32_t id) { return id & ((1 << kLevelShift) - 1); }

@@ -140,8 +140,8 @@ static void fill_block(const float* codes, float scale, Q8Block* to) {
 }
 
 // Codes [begin, end) of a block as `to` + 2 * `beyond`, each at most 127; true if any needs both.
-static bool block_codes(const ActivationScheme& in, const Step& step, const float* x, int begin, int end,
-                        float* to, float* beyond) {
+static bool block_codes(const ActivationScheme& in, const Step& step, const float* x, int begin,
+                        int end, float* to, float* beyond) {
     const Codes codes = code_range(in);
     const VF scale = set1(step.scale), zero_point = set1(step.zero), limit = set1(127.0f);
     const VF factor = set1(in.codes == kE2M1Codes ? 2.0f : 1.0f);
@@ -158,7 +158,8 @@ static bool block_codes(const ActivationScheme& in, const Step& step, const floa
 }
 
 // One block whose halves have different scales: two terms.
-static void quantize_halves(const ActivationScheme& in, const float* x, Q8Block* first, Q8Block* second) {
+static void quantize_halves(const ActivationScheme& in, const float* x, Q8Block* first,
+                            Q8Block* second) {
     for (int h = 0; h < 2; ++h) {
         float codes[kTileDepth] = {}, beyond[kTileDepth];
         const Step step = scale_of_values(in, x + 16 * h, 16);

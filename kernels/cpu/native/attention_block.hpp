@@ -16,7 +16,7 @@ struct BlockSide {
     int type;
     int64_t step;        // from one dimension of a key to the next, from one value to the next
     const float *scale, *zero;  // [groups][128]; null: no scales; zero where `type` is kI4
-    int group, low_dims;  // dimensions that share a scale; dimensions in low halves of kI4 pages, or all
+    int group, low_dims;  // dimensions that share a scale; those in low halves of kI4 pages, or all
 };
 
 // Where the keys and values of a key block are stored. Keys t of vector v are the lanes of

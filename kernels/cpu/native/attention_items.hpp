@@ -9,7 +9,7 @@ namespace LEVEL {
 // Rows that share a loaded vector: as many accumulators as the registers hold.
 enum { kAttentionRows = kLanes == 16 ? 6 : 3, kKeyVectors = kBlockKeys / kLanes };
 static_assert(kAttentionRows * 4 + 4 <= kRegisters, "rows times 4 accumulators, and 4 keys or values");
-static_assert(kAttentionRows <= kMostAttentionRows, "plan_attention counts memory for so many rows");
+static_assert((int)kAttentionRows <= (int)kMostAttentionRows, "plan_attention counts memory for so many rows");
 static_assert(kBlockKeys % kLanes == 0 && kKeyVectors % 4 == 0, "vectors of keys in fours and pairs");
 static_assert(kHeadPadding % kLanes == 0, "a padded head is whole vectors at every level");
 static_assert(kMaxHeadDim % kLanes == 0, "the codes of a head have room for whole vectors");
@@ -110,7 +110,7 @@ static Stretch stretch_at(const AttentionArgs* a, int r, const RequestPlan& s, i
         to.begin = to.records_begin + to.blocks * part / s.splits * kBlockKeys;
         to.end = to.records_begin + to.blocks * (part + 1) / s.splits * kBlockKeys;
     } else {
-        // The last tokens see the most keys. They go first, so that no thread is left with them at the end.
+        // The last tokens see the most keys. They go first, so that no thread ends with them.
         const int64_t t = (s.tiles - 1 - part) * a->query_tile;
         const int64_t t_end = t + a->query_tile < s.tokens ? t + a->query_tile : s.tokens;
         to.item = make_item(a, r, head, t, t_end, scratch);
@@ -170,7 +170,7 @@ struct MemoryRange {
 
 // Pages that are read in place have whole vectors of keys (in_place).
 enum { kMinPageKeys = 4 };
-static_assert(kMinPageKeys <= kLanes, "Ahead::ranges has room for the pages of a key block");
+static_assert((int)kMinPageKeys <= (int)kLanes, "Ahead::ranges has room for the pages of a key block");
 
 struct Ahead {
     Walk walk;
@@ -255,7 +255,8 @@ INLINE void prefetch_step(Ahead* ahead) {
 }
 
 // Prefetches what the first items need, unless the previous call did.
-static void prefetch_first(const AttentionArgs* a, const ItemRange& share, uint8_t* scratch, Ahead* ahead) {
+static void prefetch_first(const AttentionArgs* a, const ItemRange& share, uint8_t* scratch,
+                           Ahead* ahead) {
     memset(ahead, 0, sizeof *ahead);
     ahead->walk = walk_from(a, share.begin, share.reach);
     ahead->scratch = scratch;

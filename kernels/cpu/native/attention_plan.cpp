@@ -60,7 +60,8 @@ AttentionPlan plan_attention(AttentionArgs* a, int requests, int threads) {
     const int64_t groups = most_groups(a, &PageLevel::keys) + most_groups(a, &PageLevel::values);
     // keys, values, their scales and zeros; weights and records of kAttentionRows rows; queries, states
     plan.private_bytes = (size_t)((2 * padded + 2 * groups) * kBlockKeys +
-                                  kMostAttentionRows * (kBlockKeys + record) + rows * (padded + record)) * 4;
+                                  kMostAttentionRows * (kBlockKeys + record) +
+                                  rows * (padded + record)) * 4;
     return plan;
 }
 

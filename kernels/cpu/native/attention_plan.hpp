@@ -21,10 +21,11 @@ enum {
     kPartExtra = 16,         // floats of a record in addition to its values: peak, total, padding
     kMostAttentionRows = 8,  // at least kAttentionRows of every level
 };
-static_assert(kPartExtra >= 2 && kPartExtra % kHeadPadding == 0, "peak and total; records stay aligned");
+static_assert(kPartExtra >= 2, "a record has a peak and a total");
+static_assert(kPartExtra % kHeadPadding == 0, "records are aligned like heads");
 static_assert(kHeadPadding * sizeof(float) == kCacheLine, "padded heads are whole cache lines");
 static_assert(kMaxHeadDim % kHeadPadding == 0, "the largest head needs no padding");
-static_assert(kMaxSplitPairs * sizeof(int32_t) % kCacheLine == 0, "records note_file_part the counters aligned");
+static_assert(kMaxSplitPairs * sizeof(int32_t) % kCacheLine == 0, "records after the counters are aligned");
 static_assert(kQueryRows >= kMostAttentionRows, "a query tile has at least one block of rows");
 static_assert((kMostAttentionRows + kQueryRows) * (2 * kMaxHeadDim + kPartExtra + kBlockKeys) *
                       (int)sizeof(float) + 2 * kBlockKeys * kMaxHeadDim * (int)sizeof(float) <= 1 << 20,

@@ -24,7 +24,7 @@ enum { kExpanded = 9 };
 // Added to a number of bits: the codes index a table, whose entries become the operands.
 enum { kLookup = 16, kBitsMask = 15 };
 static_assert((kLookup & kBitsMask) == 0, "the number of bits can be recovered");
-static_assert(kExpanded > 8 && kExpanded <= kBitsMask, "no number of bits, and below kLookup");
+static_assert(kExpanded > 8 && (int)kExpanded <= (int)kBitsMask, "no number of bits, and below kLookup");
 
 // Whether operands exceed 127 (dot4_wide).
 template <int BITS>

@@ -30,12 +30,13 @@ Pages pages_of(const FilePart& part, int64_t begin, int64_t end, int64_t total) 
 // Bytes of the codes, or of the plain values, before a strip.
 int64_t strip_bytes(const Weight& w, int64_t strip) {
     if (!w.dense) return code_bytes(w, strip);
-    const int64_t row_blocks = strip * kStripBlocks < w.row_blocks ? strip * kStripBlocks : w.row_blocks;
+    const int64_t before = strip * kStripBlocks;
+    const int64_t row_blocks = before < w.row_blocks ? before : w.row_blocks;
     return row_blocks * kTileRows * w.k * (int64_t)element_size(w.scale_type);
 }
 
 void advise(Pages pages, int advice) {
-    // Advice: if the system cannot note_file_part it, memory is read or released later.
+    // Advice: if the system cannot follow it, memory is read or released later.
     if (pages.begin < pages.end) madvise((void*)pages.begin, pages.end - pages.begin, advice);
 }
 

@@ -1,5 +1,5 @@
-// Weights in a mapped file: the next part is read ahead and the previous one is released, so that little
-// more than one matrix of such a model is in memory at a time.
+// Weights in a mapped file: the next part is read ahead and the previous one is released, so that
+// little more than one matrix of such a model is in memory at a time.
 //
 // The mapping is shared: released pages stay in the file, and in the system's cache of it as long as
 // nothing else needs that memory. Threads do this for their own tasks, between multiplications.

@@ -109,7 +109,8 @@ static void dequantize_columns(const Weight* w, int64_t b, int64_t i, int64_t i_
         for (int64_t k = i * kTileDepth; k < i_end * kTileDepth; ++k, to += kTileRows) {
             const int64_t at = k < w->k ? k : w->k - 1;
             const uint8_t* tile = tiles.first + k / kTileDepth * tiles.step;
-            const VF code = code_float(codes_of<BITS>(tile, (int)(k % kTileDepth / 4), h), (int)(k % 4));
+            const VB codes = codes_of<BITS>(tile, (int)(k % kTileDepth / 4), h);
+            const VF code = code_float(codes, (int)(k % 4));
             VF value = w->zeros ? column(w, w->zeros_type, w->zeros, at, first) : set1(w->zero);
             value = mul(sub(code, value), column(w, w->scale_type, w->scale, at, first));
             if (w->minus) value = sub(value, column(w, w->minus_type, w->minus, at, first));
@@ -129,8 +130,8 @@ static void dequantize_blocks(const Weight* w, int64_t b, int64_t i, int64_t i_e
 #pragma GCC unroll 8
             for (int j = 0; j < 8; ++j) {
                 if (j % per_subgroup == 0)
-                    scale_of(w, b, i * (kTileDepth / w->subgroup) + j / per_subgroup, h, &scale, &zero_point,
-                             &minus);
+                    scale_of(w, b, i * (kTileDepth / w->subgroup) + j / per_subgroup, h, &scale,
+                             &zero_point, &minus);
                 VB code = codes_of<BITS & kBitsMask>(tiles.first + i * tiles.step, j, h);
                 float* to = out + 4 * j * kTileRows + h * kLanes;
 #pragma GCC unroll 4
@@ -218,7 +219,8 @@ static void linear_float(const LinearArgs* args, const ItemRange* strips, uint8_
                 const void* blocks[] = {values, values + kFloatPanelDepth * kTileRows};
                 for (int b = 0; b < kStripBlocks; ++b) {
                     if (w->dense && w->scale) {
-                        scaled_values(w, strip.block[b], i, i_end, values + b * kFloatPanelDepth * kTileRows);
+                        scaled_values(w, strip.block[b], i, i_end,
+                                      values + b * kFloatPanelDepth * kTileRows);
                     } else if (w->dense) {
                         const int64_t step = row_bytes / (k * kTileRows) * kTileRows;
                         const Strip& next = i_end < k ? strip : after;
@@ -226,12 +228,13 @@ static void linear_float(const LinearArgs* args, const ItemRange* strips, uint8_
                         panel.ahead[b] = w->codes + next.block[b] * row_bytes +
                                          (i_end < k ? i_end * step : 0);
                     } else {
-                        dequantize_panel(w, strip.block[b], i / kTileDepth, (i_end + kTileDepth - 1) / kTileDepth,
-                                     values + b * kFloatPanelDepth * kTileRows);
+                        dequantize_panel(w, strip.block[b], i / kTileDepth,
+                                         (i_end + kTileDepth - 1) / kTileDepth,
+                                         values + b * kFloatPanelDepth * kTileRows);
                     }
                 }
-                multiply_as(w->dense && !w->scale ? w->scale_type : (int)kF32, panel, blocks, x + m * k + i,
-                         m_end - m, sums, values);
+                multiply_as(w->dense && !w->scale ? w->scale_type : (int)kF32, panel, blocks,
+                            x + m * k + i, m_end - m, sums, values);
             }
             store_strip(args, s, strip.valid, m, m_end, sums);
         }

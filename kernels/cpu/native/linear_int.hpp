@@ -13,8 +13,8 @@
 // A strip of two row blocks goes through k in panels that stay in the first-level cache. The scales of
 // a panel become floats once; from 9 rows on, codes of other than 4 and 8 bits become bytes once (codes
 // that index a table sooner); and each group of MR rows of x runs over the panel with 2 * MR dot
-// products in registers. Meanwhile the memory that comes next is prefetched (plan_prefetch), also across strips
-// and calls: starting without it costs 2 us.
+// products in registers. Meanwhile the memory that comes next is prefetched (plan_prefetch), also
+// across strips and calls: starting without it costs 2 us.
 #pragma once
 
 #include "bit_planes.hpp"
@@ -38,8 +38,8 @@ static_assert(kMaxRows >= kMaxFineRows && kMaxFineRows >= 2, "every level has ti
 struct Panel {
     const uint8_t* codes[2];
     int64_t step;  // bytes between tiles
-    // What to prefetch meanwhile: `lines` of 64 bytes per block, in two ranges. `ahead` null: from where
-    // the panel before this one ended.
+    // What to prefetch meanwhile: `lines` of 64 bytes per block, in two ranges. `ahead` null: from
+    // where the panel before this one ended.
     const uint8_t *ahead, *ahead_end, *then, *then_end;
     int64_t lines;
     const uint8_t *start, *reach;  // this panel; the end of the thread's memory
@@ -302,7 +302,8 @@ static void strips_int(const LinearArgs* args, const ItemRange* strips, uint8_t*
     const Weight* w = args->w;
     const int64_t blocks = w->k_blocks, panels = panels_of(blocks), row = args->terms * blocks;
     const int64_t pass = rows_per_pass(args->m, blocks * (int64_t)sizeof(Q8Block));
-    const int64_t per_block = kTileDepth / SUBGROUP, row_bytes = blocks * kTileBytesPerBit * (BITS & kBitsMask);
+    const int64_t per_block = kTileDepth / SUBGROUP;
+    const int64_t row_bytes = blocks * kTileBytesPerBit * (BITS & kBitsMask);
     float* sums = (float*)scratch;
     float* scales = sums + pass * kStripRows;
     float* minuses = scales + kPanelBlocks * per_block * kStripRows;
@@ -349,8 +350,8 @@ static void strips_int(const LinearArgs* args, const ItemRange* strips, uint8_t*
                 panel.zero = (MINUS ? 0 : (int32_t)w->zero) - (is_wide<BITS>() ? kWideOffset : 0);
                 panel.int8_table = w->int8_table;
                 panel.first = c == 0;
-                multiply_int<BITS, SUBGROUP, MINUS>(&panel, args->act.blocks + m * row + i, m_end - m, to,
-                                             expanded);
+                multiply_int<BITS, SUBGROUP, MINUS>(&panel, args->act.blocks + m * row + i, m_end - m,
+                                                    to, expanded);
                 panel.fresh = false;
             }
             if (!direct) store_strip(args, s, strip.valid, m, m_end, sums);

@@ -54,11 +54,14 @@ static inline void place_activations(LinearArgs* args, uint8_t* at) {
 
 // Bytes of the codes before a strip.
 static inline int64_t code_bytes(const Weight& w, int64_t strip) {
-    const int64_t row_blocks = strip * kStripBlocks;
-    return (row_blocks < w.row_blocks ? row_blocks : w.row_blocks) * w.k_blocks * kTileBytesPerBit * w.bits;
+    const int64_t before = strip * kStripBlocks;
+    const int64_t row_blocks = before < w.row_blocks ? before : w.row_blocks;
+    return row_blocks * w.k_blocks * kTileBytesPerBit * w.bits;
 }
 
-static inline int64_t strips_of(const Weight& w) { return (w.row_blocks + kStripBlocks - 1) / kStripBlocks; }
+static inline int64_t strips_of(const Weight& w) {
+    return (w.row_blocks + kStripBlocks - 1) / kStripBlocks;
+}
 
 // Rows of x that go through the weights together: `row_bytes` each.
 static inline int64_t rows_per_pass(int64_t m, int64_t row_bytes) {

@@ -119,7 +119,8 @@ void combine(const CombineArgs& args, int64_t begin, int64_t end) {
     }
 }
 
-void quantize_expert_rows(const KernelTable& kernels, const ExpertsArgs& args, int64_t begin, int64_t end) {
+void quantize_expert_rows(const KernelTable& kernels, const ExpertsArgs& args, int64_t begin,
+                          int64_t end) {
     LinearArgs one = args.each;
     for (int32_t i = 0; i < args.active[args.count]; ++i) {
         const int32_t expert = args.active[i];

@@ -21,7 +21,8 @@ inline int64_t expert_strips(const ExpertsArgs& args) {
 }
 
 // Quantizes the rows begin..end of the products, each by the scheme of its expert.
-void quantize_expert_rows(const KernelTable& kernels, const ExpertsArgs& args, int64_t begin, int64_t end);
+void quantize_expert_rows(const KernelTable& kernels, const ExpertsArgs& args, int64_t begin,
+                          int64_t end);
 // Bytes for one thread; an expert has at most one row of each token.
 size_t expert_private_bytes(const ExpertsArgs& args);
 // Some of the expert_strips.

@@ -282,7 +282,8 @@ void gather_rows(const Weight& w, const int64_t* ids, float* out, int64_t begin,
             float minus = w.minus ? element(w.minus_type, w.minus, at) : 0.0f;
             const float zero = w.zeros ? element(w.zeros_type, w.zeros, at) : w.zero;
             if (w.scale_table) {
-                const int64_t over = (ids[t] * w.groups + u / w.subgroups_per_group) / w.subgroups_per_super;
+                const int64_t group = ids[t] * w.groups + u / w.subgroups_per_group;
+                const int64_t over = group / w.subgroups_per_super;
                 scale = w.scale_table[((const uint8_t*)w.scale)[at]];
                 scale = scale * ((const float*)w.super_scale)[over] + w.scale_offset[ids[t]];
             } else if (w.super_scale) {

@@ -1,14 +1,14 @@
 // The threads of one runtime. There is no global state: runtimes are independent.
 //
-// A job is a list of phases, run one after another. A phase is divided into tasks, and every thread owns
-// a contiguous run of them. A thread claims its own tasks one by one, so that it reads memory in one
-// direction, and then the tasks that others have left. A thread that the host's scheduler has preempted
-// delays the others by at most the task it holds, and no thread waits for one that has not woken up yet.
-// The thread that finishes the last task of a phase opens the next phase. It runs phases of one task
-// itself, so that the small operators of a decode step need no synchronization (about 0.2 us each time).
-// Which thread computes a task never changes a result.
-// Idle threads spin for a bounded time (a decode step opens a phase every few microseconds; a futex wake
-// costs about 5 us), then sleep: an idle runtime uses no CPU.
+// A job is a list of phases, run one after another. A phase is divided into tasks, and every thread
+// owns a contiguous run of them. A thread claims its own tasks one by one, so that it reads memory in
+// one direction, and then the tasks that others have left. A thread that the host's scheduler has
+// preempted delays the others by at most the task it holds, and no thread waits for one that has not
+// woken up yet. The thread that finishes the last task of a phase opens the next phase. It runs phases
+// of one task itself, so that the small operators of a decode step need no synchronization (about 0.2
+// us each time). Which thread computes a task never changes a result. Idle threads spin for a bounded
+// time (a decode step opens a phase every few microseconds; a futex wake costs about 5 us), then sleep:
+// an idle runtime uses no CPU.
 #pragma once
 
 #include <stdint.h>
@@ -65,8 +65,9 @@ private:
     template <typename Ready>
     void await(std::condition_variable& signal, std::atomic<int>& waiting, Ready ready);
 
-    // A thread's own tasks: epoch (32 bits) | end (16) | next (16). In one word, so that a late thread can
-    // never mistake a task of a new phase for one of the phase it woke up for. The epoch counts phases.
+    // A thread's own tasks: epoch (32 bits) | end (16) | next (16). In one word, so that a late thread
+    // can never mistake a task of a new phase for one of the phase it woke up for. The epoch counts
+    // phases.
     struct alignas(kCacheLine) Own {
         std::atomic<uint64_t> word{0};
     };

@@ -151,7 +151,7 @@ bool Scratch::reserve(size_t bytes, bool zeroed) {
     return data_ != nullptr;
 }
 
-static_assert(std::is_trivially_copyable<Op>::value, "operators are copied as bytes, vectors of them too");
+static_assert(std::is_trivially_copyable<Op>::value, "operators are copied as bytes");
 static_assert(alignof(Op) == alignof(void*), "no arguments need a larger alignment");
 
 bool Program::add(int kind, const void* args, Count count, int64_t per) {

@@ -1,12 +1,12 @@
 // A list of operators that runs as phases: a whole decode step, or a single operator, in one call.
 //
-// Row-wise operators that note_file_part one another become one phase over the rows: every thread takes some
+// Row-wise operators that follow one another become one phase over the rows: every thread takes some
 // tokens through all of them, and no thread waits for another in between. This is correct because row t
 // of an operator needs only row t of its arguments, and because memory that two operators of a phase
 // share has rows of the same width (kernels/graph.py). A matrix product is one phase over strips of 32
-// output rows; quantizing its activations is row-wise and joins the phase before. Attention is one phase
-// over its work items (attention.hpp), a product of experts one over the strips of the experts that have
-// rows (moe.hpp).
+// output rows; quantizing its activations is row-wise and joins the phase before. Attention is one
+// phase over its work items (attention.hpp), a product of experts one over the strips of the experts
+// that have rows (moe.hpp).
 #pragma once
 
 #include <vector>

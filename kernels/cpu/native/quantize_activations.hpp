@@ -35,8 +35,8 @@ static void quantize_residual(const float* x, const Q8Block& first, Q8Block* to)
 
 // The second terms of a row, for blocks whose scale is above the row's root mean square. In the inputs
 // of q, k, v and the head of a language model these are a fifth of the blocks, with 4/5 of the error.
-static void quantize_residuals(const LinearArgs* args, const float* x, const Q8Block* first, Q8Block* to,
-                        uint32_t* residual) {
+static void quantize_residuals(const LinearArgs* args, const float* x, const Q8Block* first,
+                               Q8Block* to, uint32_t* residual) {
     const int64_t k = args->w->k, blocks = args->act.k_blocks, panels = panels_of(blocks);
     float padded[kTileDepth], total = 0.0f;
     for (int64_t b = 0; b < blocks; ++b) total += first[b].scale * first[b].scale;

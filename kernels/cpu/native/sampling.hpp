@@ -16,13 +16,14 @@
 namespace LEVEL {
 
 enum { kDigitBits = 10, kDigit = 1 << kDigitBits, kFew = 48, kNear = 500, kBinShift = 20 };
-static_assert(kBins == 1 << (31 - kBinShift), "a bin for the upper 11 bits of a float that is not negative");
+static_assert(kBins == 1 << (31 - kBinShift), "a bin for the upper 11 bits below the sign");
 static_assert(kBinShift == 2 * kDigitBits, "sort_keys sorts the bits below a bin in two passes");
 static_assert(kFew <= kGroup, "a row has memory for at least one group of keys");
 
 static const uint64_t kAll = ~(uint64_t)0;
 
-// Sorts keys that differ only in their low 20 + 32 bits; keys with equal values must be in order already.
+// Sorts keys that differ only in their low 20 + 32 bits; keys with equal values must be in order
+// already.
 static void sort_keys(uint64_t* keys, uint64_t* spare, int64_t n) {
     for (int shift = 32; shift < 32 + kBinShift; shift += kDigitBits) {
         uint32_t starts[kDigit] = {0}, next = 0;

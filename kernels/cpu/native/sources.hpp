@@ -1,5 +1,5 @@
-// Packs ggml's blocks of 32 values, and iq4_xs's of eight times 32, into tiles (bit_planes.hpp), 16 rows
-// at a time, and the scales of all of ggml's blocks. Only pack.cpp includes this file.
+// Packs ggml's blocks of 32 values, and iq4_xs's of eight times 32, into tiles (bit_planes.hpp), 16
+// rows at a time, and the scales of all of ggml's blocks. Only pack.cpp includes this file.
 //
 // Codes are moved in words of four, which have the same layout in a 4-bit tile and in ggml's blocks of
 // 32: byte i holds code i in its low and code i + 16 in its high nibble.
@@ -11,7 +11,8 @@
 
 namespace {
 
-// A type whose 32 codes are contiguous: the offsets of its parts, and how many times 32 values a block has.
+// A type whose 32 codes are contiguous: the offsets of its parts, and how many times 32 values a block
+// has.
 struct Legacy {
     int nbytes, minus, fifth, codes, tiles;  // minus, fifth: 0 if absent; the scale is at 0
 };

@@ -56,7 +56,8 @@ static void load_subgroups(const Weight* w, const void* base, const SubgroupRang
     }
 }
 
-static void load_subgroups_as(int type, const Weight* w, const void* base, const SubgroupRange& range, float* to) {
+static void load_subgroups_as(int type, const Weight* w, const void* base,
+                              const SubgroupRange& range, float* to) {
     switch (type) {
         case kF16: load_subgroups<kF16>(w, base, range, to); break;
         case kBF16: load_subgroups<kBF16>(w, base, range, to); break;
@@ -125,7 +126,8 @@ static void nested_scales(const Weight* w, const SubgroupRange& range, float* to
 }
 
 // Scales and, where there is a minimum or a zero point per group, scale * zero + minus.
-static void subgroup_scales(const Weight* w, const SubgroupRange& range, float* scales, float* minuses) {
+static void subgroup_scales(const Weight* w, const SubgroupRange& range, float* scales,
+                            float* minuses) {
     if (w->scale_table) {
         nested_scales(w, range, scales);
     } else {
