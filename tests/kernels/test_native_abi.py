@@ -108,10 +108,12 @@ def test_limits_are_those_of_the_library(table: Mapping[str, int]) -> None:
 
 
 def test_head_dims_up_to_the_library_s_limit_are_accepted(table: Mapping[str, int]) -> None:
-    most = table["kMaxHeadDim"]
+    most, step = table["kMaxHeadDim"], table["kHeadDimStep"]
     assert pages.reject(Problem("attention", kv_dtype="float32", head_dim=most)) is None
     above = pages.reject(Problem("attention", kv_dtype="float32", head_dim=most + 8))
-    assert above is not None and f"up to {most}" in above
+    assert above is not None and f"a multiple of {step} up to {most}" in above
+    half = pages.reject(Problem("attention", kv_dtype="float32", head_dim=step // 2))
+    assert half is not None and f"a multiple of {step}" in half
 
 
 def camel(name: str) -> str:

@@ -306,7 +306,10 @@ struct PageLevel {
 // The page ids of a ladder: the level in the high bits, the first being 0.
 enum { kMaxLevels = 3, kLevelShift = 28 };
 static_assert(kMaxLevels <= 1 << (31 - kLevelShift), "the level is above the page, below the sign");
-enum { kMaxHeadDim = 256 };  // of the kernels that read or write KV pages
+// Head sizes of the kernels that read or write KV pages: multiples of kHeadDimStep up to kMaxHeadDim.
+enum { kMaxHeadDim = 256, kHeadDimStep = 8 };
+static_assert(kMaxHeadDim % kHeadDimStep == 0, "the largest head is one of them");
+static_assert(kHeadDimStep % 2 == 0, "kI4 stores two dimensions of a head in a byte");
 static inline int level_of(int32_t id) { return id >> kLevelShift; }
 static inline int64_t page_of(int32_t id) { return id & ((1 << kLevelShift) - 1); }
 

@@ -14,7 +14,7 @@ struct AbiEntry {
     int64_t value;
 };
 
-// offsetof counts on it, and ctypes and numpy lay structures out as C does.
+// offsetof needs standard layout, and ctypes and numpy lay structures out as C does.
 template <typename T>
 constexpr int64_t size_of_plain() {
     static_assert(std::is_standard_layout<T>::value && std::is_trivially_copyable<T>::value,
@@ -125,7 +125,8 @@ constexpr AbiEntry kEntries[] = {
         FIELD(CombineArgs, k),
     CONSTANT(kAbiVersion), CONSTANT(kTileRows), CONSTANT(kTileDepth), CONSTANT(kTileBytesPerBit),
     CONSTANT(kByteTile), CONSTANT(kTableSize), CONSTANT(kScaleTableSize), CONSTANT(kMaxLevels),
-    CONSTANT(kLevelShift), CONSTANT(kMaxHeadDim), CONSTANT(kBlockKeys), CONSTANT(kLevelCount),
+    CONSTANT(kLevelShift), CONSTANT(kMaxHeadDim), CONSTANT(kHeadDimStep),
+    CONSTANT(kBlockKeys), CONSTANT(kLevelCount),
     CONSTANT(kF16), CONSTANT(kBF16), CONSTANT(kF32), CONSTANT(kU8), CONSTANT(kI8), CONSTANT(kE4M3),
     CONSTANT(kE5M2), CONSTANT(kLow4), CONSTANT(kHigh4), CONSTANT(kE8M0), CONSTANT(kI4),
     CONSTANT(kU2), CONSTANT(kU4), CONSTANT(kI6), CONSTANT(kStream), CONSTANT(kQ4K), CONSTANT(kQ5K),

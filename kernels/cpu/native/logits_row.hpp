@@ -163,8 +163,8 @@ static double weigh_candidates(Row* row) {
     return sum_of(row->weights, padded);
 }
 
-// The group in which the running sum of `sums` exceeds `goal`, and the sum before it. Where rounding
-// hides it, the last one that is not zero.
+// The group in which the running sum of `sums` exceeds `goal`, and the sum before it. If rounding
+// errors hide it: the last group that is not zero.
 static int64_t find_group(const double* sums, int64_t count, double goal, double* before) {
     double running = 0;
     int64_t found = 0;
@@ -179,7 +179,7 @@ static int64_t find_group(const double* sums, int64_t count, double goal, double
     return found;
 }
 
-// The same number by number.
+// The same for single weights.
 static int64_t find(const float* weights, int64_t count, double goal) {
     double running = 0;
     int64_t found = 0;

@@ -9,7 +9,7 @@
 
 // The k experts of tokens begin..end and their weights.
 void route(const RouteArgs& args, int64_t begin, int64_t end);
-// Fills the other tensors from `chosen`, which `route` has made.
+// Fills the other tensors from `chosen`, the result of `route`.
 void group_rows(const GroupArgs& args);
 void add_biases(const BiasArgs& args, int64_t begin, int64_t end);
 void combine(const CombineArgs& args, int64_t begin, int64_t end);

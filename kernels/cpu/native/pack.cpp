@@ -38,7 +38,7 @@ struct BlockBits {
     int low_byte, low_shift, low_bits, high_byte, high_shift, high_bits, nbytes;
 };
 
-BlockBits block_bits(int source, int i) {
+constexpr BlockBits block_bits(int source, int i) {
     const int half = i / 128, part = i / 32 % 4, l = i % 32;  // 128 codes share 32 bytes
     const int pair = i / 64, nibble = i / 32 % 2;             // 64 codes share 32 bytes
     switch (source) {
@@ -51,6 +51,14 @@ BlockBits block_bits(int source, int i) {
                     2 * part, 2, 210};
     }
 }
+
+constexpr int kQuantBlock = 256;  // values of a k-quant block
+static_assert(kQuantBlock % kTileDepth == 0, "a block is whole tiles");
+static_assert(block_bits(kQ2K, 0).nbytes == 16 + kQuantBlock / 4 + 2 + 2, "ggml's block_q2_K");
+static_assert(block_bits(kQ3K, 0).nbytes == kQuantBlock / 8 + kQuantBlock / 4 + 12 + 2, "block_q3_K");
+static_assert(block_bits(kQ4K, 0).nbytes == 2 + 2 + 12 + kQuantBlock / 2, "block_q4_K");
+static_assert(block_bits(kQ5K, 0).nbytes == 2 + 2 + 12 + kQuantBlock / 8 + kQuantBlock / 2, "block_q5_K");
+static_assert(block_bits(kQ6K, 0).nbytes == kQuantBlock / 2 + kQuantBlock / 4 + 16 + 2, "block_q6_K");
 
 uint32_t low_mask(int bits) { return (1u << bits) - 1; }
 

@@ -5,9 +5,9 @@
 //
 // A token's `gap` is (best - logit) / temperature: float32, never negative, 0 for the best token.
 // Its weight is e^-gap, 0 beyond kFar. "Likelier" means a smaller gap, then the lower id, so the
-// first tokens of that order are those whose key (bits of the gap, index) is at most some cut. The
-// row is not sorted: a first pass leaves the best of every 32 logits, which bound where the cut can
-// be, and only the few logits within the bound become candidates.
+// first tokens of that order are those whose key (bits of the gap, index) is at most a cut. The row is
+// not sorted: a first pass finds the best of every 32 logits, which give a bound for the cut, and only
+// the few logits within the bound become candidates.
 #pragma once
 
 #include "logits_row.hpp"
@@ -83,7 +83,7 @@ static uint64_t cut(const Row* row, const float* values, const float* weights, i
     return few ? kAll : keys[held - 1];
 }
 
-// A logit below which every gap exceeds `limit`, whatever the rounding.
+// A logit below which every gap exceeds `limit`, with any rounding error.
 static float lowest(const Row* row, float limit) {
     const double gap = (double)limit * (double)row->temperature;
     double low = (double)row->best - gap * (1 + 0x1p-21) - (double)row->temperature * 0x1p-148;
@@ -157,8 +157,8 @@ static float rank_limit(Row* row, int64_t k) {
     return limit < kFar ? limit : kFar;
 }
 
-// Tokens whose surprise is closest to the entropy, up to `mass`. The surprise less the entropy is
-// the gap less the mean gap.
+// Tokens whose surprise is closest to the entropy, up to `mass`. The surprise minus the entropy is the
+// gap minus the mean gap.
 static void keep_typical(Row* row, double mass) {
     const double total = weigh_candidates(row);
     double mean = 0;
@@ -216,7 +216,7 @@ static double collect_mass(Row* row, double mass) {
     return goal;
 }
 
-// Leaves the candidates that every truncation but XTC leaves.
+// Keeps the candidates that all truncations except XTC keep.
 static void truncate(Row* row, const Draw* draw) {
     const bool plain = draw->min_p <= 0 && !ranked(row, draw) && draw->typical_p >= 1;
     double goal = 0;

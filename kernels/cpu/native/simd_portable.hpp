@@ -1,4 +1,4 @@
-// Anywhere: 4 lanes in the compilers' own vector types, which become SSE2 or NEON.
+// Any CPU: 4 lanes in the compiler's vector types, which become SSE2 or NEON.
 #pragma once
 
 #include <math.h>

@@ -17,7 +17,7 @@ struct Legacy {
     int nbytes, minus, fifth, codes, tiles;  // minus, fifth: 0 if absent; the scale is at 0
 };
 
-Legacy legacy_of(int source) {
+constexpr Legacy legacy_of(int source) {
     switch (source) {
         case kQ4_0: case kIQ4NL: return {18, 0, 0, 2, 1};
         case kQ4_1: return {20, 2, 0, 4, 1};
@@ -28,6 +28,15 @@ Legacy legacy_of(int source) {
         default: return {34, 0, 0, 2, 1};  // kQ8_0
     }
 }
+
+static_assert(legacy_of(kQ4_0).nbytes == 2 + 16 && legacy_of(kIQ4NL).nbytes == 2 + 16, "4 bits");
+static_assert(legacy_of(kQ4_1).nbytes == 2 + 2 + 16, "scale, minimum, 4 bits");
+static_assert(legacy_of(kQ5_0).nbytes == 2 + 4 + 16, "scale, fifth bits, 4 bits");
+static_assert(legacy_of(kQ5_1).nbytes == 2 + 2 + 4 + 16, "scale, minimum, fifth bits, 4 bits");
+static_assert(legacy_of(kQ8_0).nbytes == 2 + 32, "scale, 8 bits");
+static_assert(legacy_of(kMXFP4).nbytes == 1 + 16, "power of two, 4 bits");
+static_assert(legacy_of(kIQ4XS).nbytes == 2 + 2 + 4 + 8 * 16, "super scale, 6-bit scales, 4 bits");
+static_assert(kTileDepth == 32, "a tile is one of ggml's blocks of 32");
 
 bool is_legacy(int source) { return source >= kQ4_0; }
 
