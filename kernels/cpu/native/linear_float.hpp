@@ -109,8 +109,8 @@ static void dequantize_columns(const Weight* w, int64_t b, int64_t i, int64_t i_
         for (int64_t k = i * kTileDepth; k < i_end * kTileDepth; ++k, to += kTileRows) {
             const int64_t at = k < w->k ? k : w->k - 1;
             const uint8_t* tile = tiles.first + k / kTileDepth * tiles.step;
-            const VB codes = codes_of<BITS>(tile, (int)(k % kTileDepth / 4), h);
-            const VF code = code_float(codes, (int)(k % 4));
+            const VF code =
+                code_float(codes_of<BITS>(tile, (int)(k % kTileDepth / 4), h), (int)(k % 4));
             VF value = w->zeros ? column(w, w->zeros_type, w->zeros, at, first) : set1(w->zero);
             value = mul(sub(code, value), column(w, w->scale_type, w->scale, at, first));
             if (w->minus) value = sub(value, column(w, w->minus_type, w->minus, at, first));
