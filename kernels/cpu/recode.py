@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from ctypes import addressof
 
 from sdk.kernels.backend import Problem
-from sdk.kernels.cpu.library import Engine, OpKind
+from sdk.kernels.cpu.library import OpKind
 from sdk.kernels.cpu.page_args import PageLevel, RecodeArgs
 from sdk.kernels.cpu.pages import check_pages, page_sides, reject
+from sdk.kernels.cpu.runtime import NativeRuntime
 from sdk.kernels.kv_pages import KVPages
 
 
@@ -17,8 +18,8 @@ class RecodePage:
 
     name = "cpu.recode_page"
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, runtime: NativeRuntime) -> None:
+        self._runtime = runtime
 
     def reject(self, problem: Problem) -> str | None:
         return reject(problem)
@@ -39,6 +40,6 @@ class RecodePage:
 
         def run(above: int, index: int, below: int, at: int) -> None:
             args = RecodeArgs(addressof(sides[above]), addressof(sides[below]), index, at, *shape)
-            self._engine.run(OpKind.RECODE, args, count * shape[0] * shape[2], "recode_page")
+            self._runtime.run(OpKind.RECODE, args, count * shape[0] * shape[2], "recode_page")
 
         return run

@@ -155,7 +155,7 @@ def test_inspect_names_the_kernel_of_every_matrix_and_why(golden: Path, capsys: 
     assert head[1:3] == ["q6_k", "cpu.linear_a16"]
     [value] = [line.split() for line in lines if "layers.1.self_attn.qkv_proj[384:512]" in line]
     assert value[1] == "q6_k"
-    assert any("not cpu.linear: rounds activations to 8 bits" in line for line in lines)
+    assert any("not cpu.linear: quantizes activations to 8 bits" in line for line in lines)
     assert main(["inspect", str(path), "--kernels", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)["kernels"]
     assert sum(layer["nbytes"] for layer in report["layers"]) == report["bytes"]

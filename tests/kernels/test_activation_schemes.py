@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.cpu import CpuBackend
-from sdk.kernels.cpu.linear_as_file import LinearAsFile
+from sdk.kernels.cpu.scheme_linear import SchemeLinear
 from sdk.kernels.errors import KernelError
 from sdk.kernels.layouts import E2M1, ActivationScheme, Affine, Float8, Layout
 from sdk.kernels.ops import Ops
@@ -60,13 +60,13 @@ def weights(cases: Any, scheme: ActivationScheme) -> list[Affine | Float8]:
     return [replace(weight, inputs=scheme) for weight in found]
 
 
-def native(backend: CpuBackend) -> LinearAsFile:
+def native(backend: CpuBackend) -> SchemeLinear:
     found = backend.implementations("linear")[-1]
-    assert isinstance(found, LinearAsFile)
+    assert isinstance(found, SchemeLinear)
     return found
 
 
-def multiply(kernel: LinearAsFile, weight: Layout, x: Tensor) -> Tensor:
+def multiply(kernel: SchemeLinear, weight: Layout, x: Tensor) -> Tensor:
     out = torch.full((x.shape[0], weight.shape[0]), 7.0)
     kernel.matmul(kernel.pack(weight), x, out)
     return out

@@ -195,7 +195,7 @@ def test_chunks_batches_and_threads_do_not_change_a_bit(
 ) -> None:
     (kernel,) = backend.implementations("attention")
     whole = attend(kernel, make_step([(150, 150)], 6, 2, 64, 16, dtype), **options)
-    single = open_backend("cpu", 1, backend.engine.level)
+    single = open_backend("cpu", 1, backend.runtime.level)
     (alone,) = single.implementations("attention")
     for chunks in ((1,) * 150, (64, 64, 22), (3, 140, 7)):
         end, parts = 0, []
@@ -216,7 +216,7 @@ def test_spreading_a_context_over_threads_does_not_change_a_bit(
     (kernel,) = backend.implementations("attention")
     wanted = attend(kernel, whole, **options)[-5:]
     for threads in (1, 2, 3):
-        other = open_backend("cpu", threads, backend.engine.level)
+        other = open_backend("cpu", threads, backend.runtime.level)
         (kernel,) = other.implementations("attention")
         for requests in ([(1000, 1)], [(1000, 5)], [(1000, 1)] + [(900, 1)] * 30):
             step, new = make_step(requests, 6, 2, 64, 16, "float16"), requests[0][1]

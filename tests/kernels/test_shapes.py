@@ -100,7 +100,7 @@ def test_a_row_that_changes_is_the_same_in_any_batch(backend: CpuBackend) -> Non
     (kernel,) = backend.implementations("sample")
     kernel.run(logits, draws, buffers)
     together = list(zip(*buffers.read(len(logits)), strict=True))
-    one = open_backend("cpu", 1, backend.engine.level)
+    one = open_backend("cpu", 1, backend.runtime.level)
     (kernel,) = one.implementations("sample")
     for row in range(len(logits)):
         alone = SampleBuffers(1)

@@ -229,4 +229,4 @@ def test_the_package_runs_from_inside_a_zip_file(
     done = run_installed(ZIPPED, model, archive, site=archive)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    assert f"the system loads no library from inside {archive}; unpack it" in done.stdout
+    assert f"the system cannot load a library from inside {archive}; unpack it" in done.stdout

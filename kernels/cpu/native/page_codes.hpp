@@ -8,8 +8,6 @@
 
 namespace LEVEL {
 
-enum { kMaxHeadDim = 256 };
-
 // Beyond float16's range values saturate instead of becoming inf; NaN stays NaN.
 INLINE float saturate(float x) { return x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x; }
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts: ``native/experts.hpp``; their products are in :mod:`.linear`."""
+"""Mixture of experts (MoE): ``native/moe.hpp``; the products are in :mod:`.packed_linear`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,8 @@ from torch import Tensor
 
 from sdk.kernels.backend import Problem
 from sdk.kernels.cpu.elementwise import floats
-from sdk.kernels.cpu.library import (
-    BiasArgs,
-    CombineArgs,
-    Engine,
-    GroupArgs,
-    OpKind,
-    RouteArgs,
-)
+from sdk.kernels.cpu.library import BiasArgs, CombineArgs, GroupArgs, OpKind, RouteArgs
+from sdk.kernels.cpu.runtime import NativeRuntime
 from sdk.kernels.routes import Routes
 
 
@@ -22,8 +16,8 @@ class Route:
 
     name = "cpu.route"
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, runtime: NativeRuntime) -> None:
+        self._runtime = runtime
 
     def reject(self, problem: Problem) -> str | None:
         return None
@@ -38,16 +32,16 @@ class Route:
             chosen.shape[1],
             normalized,
         )
-        self._engine.run(OpKind.ROUTE, args, logits.shape[0], "route")
+        self._runtime.run(OpKind.ROUTE, args, logits.shape[0], "route")
 
 
 class Group:
-    """Brings the choices of all tokens into the order of their experts."""
+    """Sorts the choices of all tokens by expert."""
 
     name = "cpu.group"
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, runtime: NativeRuntime) -> None:
+        self._runtime = runtime
 
     def reject(self, problem: Problem) -> str | None:
         return None
@@ -64,7 +58,7 @@ class Group:
             0,
             chosen.shape[1],
         )
-        self._engine.run(OpKind.GROUP, args, chosen.numel(), "group")
+        self._runtime.run(OpKind.GROUP, args, chosen.numel(), "group")
 
 
 class AddOwnersBias:
@@ -72,8 +66,8 @@ class AddOwnersBias:
 
     name = "cpu.add_owners_bias"
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, runtime: NativeRuntime) -> None:
+        self._runtime = runtime
 
     def reject(self, problem: Problem) -> str | None:
         return None
@@ -81,7 +75,7 @@ class AddOwnersBias:
     def run(self, x: Tensor, bias: Tensor, routes: Routes) -> None:
         bias = floats(bias, "add_owners_bias bias")
         args = BiasArgs(x.data_ptr(), bias.data_ptr(), routes.owners.data_ptr(), x.shape[1])
-        self._engine.run(OpKind.BIAS, args, x.shape[0], "add_owners_bias")
+        self._runtime.run(OpKind.BIAS, args, x.shape[0], "add_owners_bias")
 
 
 class Combine:
@@ -89,8 +83,8 @@ class Combine:
 
     name = "cpu.combine"
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, runtime: NativeRuntime) -> None:
+        self._runtime = runtime
 
     def reject(self, problem: Problem) -> str | None:
         return None
@@ -105,4 +99,4 @@ class Combine:
             out.shape[1],
             routes.weights.shape[1],
         )
-        self._engine.run(OpKind.COMBINE, args, out.shape[0], "combine")
+        self._runtime.run(OpKind.COMBINE, args, out.shape[0], "combine")

@@ -1,4 +1,4 @@
-#include "experts.hpp"
+#include "moe.hpp"
 
 #include <math.h>
 #include <string.h>
@@ -9,7 +9,7 @@ namespace {
 
 int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// Inserts the logits of one token, one after another, into the k best; the first of equals wins.
+// Inserts the logits of one token, one after another, into the k best; of equal ones the first wins.
 void choose(const float* logits, int64_t experts, int32_t k, int32_t* chosen, float* best) {
     int32_t count = 0;
     for (int32_t e = 0; e < (int32_t)experts; ++e) {
@@ -25,7 +25,7 @@ void choose(const float* logits, int64_t experts, int32_t k, int32_t* chosen, fl
     }
 }
 
-// Rows of the expert's inputs, one after another: fp32 products read them so.
+// Rows of the expert's activations, contiguous as fp32 products need them.
 const float* gathered(const ExpertsArgs& args, int64_t first, int64_t rows, float* to) {
     const int64_t k = args.each.w->k;
     if (args.each.act.values) return args.each.act.values + first * k;
@@ -35,16 +35,16 @@ const float* gathered(const ExpertsArgs& args, int64_t first, int64_t rows, floa
     return to;
 }
 
-// Some strips of one expert, whose rows are first..end of all.
+// Some strips of one expert, whose rows are first..end of all rows.
 void one_expert(const KernelTable& kernels, const ExpertsArgs& args, const Weight* w, int64_t first,
-                int64_t end, const Share& strips, uint8_t* scratch) {
+                int64_t end, const ItemRange& strips, uint8_t* scratch) {
     LinearArgs one = args.each;
     one.w = w;
     one.out += first * one.out_stride;
     if (in_integers(args.each)) {
         one.m = end - first;
-        one.act.blocks += first * one.planes * w->k_blocks;
-        if (one.planes == 2) one.act.rest += first * chunks_of(w->k_blocks);
+        one.act.blocks += first * one.terms * w->k_blocks;
+        if (one.terms == 2) one.act.residual += first * panels_of(w->k_blocks);
         kernels.linear_int(&one, &strips, scratch);
         return;
     }
@@ -87,7 +87,7 @@ void group_rows(const GroupArgs& args) {
         args.starts[e + 1] += args.starts[e];
     }
     args.active[args.count] = used;
-    for (int64_t i = 0; i < args.rows; ++i) {  // starts[e] moves on to where expert e + 1 starts
+    for (int64_t i = 0; i < args.rows; ++i) {  // starts[e] advances to the start of expert e + 1
         const int32_t place = args.starts[args.chosen[i]]++;
         args.places[i] = place;
         args.tokens[place] = (int32_t)(i / args.k);
@@ -119,7 +119,8 @@ void combine(const CombineArgs& args, int64_t begin, int64_t end) {
     }
 }
 
-void round_rows(const KernelTable& kernels, const ExpertsArgs& args, int64_t begin, int64_t end) {
+void quantize_expert_rows(const KernelTable& kernels, const ExpertsArgs& args, int64_t begin,
+                          int64_t end) {
     LinearArgs one = args.each;
     for (int32_t i = 0; i < args.active[args.count]; ++i) {
         const int32_t expert = args.active[i];
@@ -138,7 +139,7 @@ size_t expert_private_bytes(const ExpertsArgs& args) {
     return bytes + sizeof(float) * (size_t)(rows_per_pass(most, w.k * 4) * w.k);
 }
 
-void expert_tiles(const KernelTable& kernels, const ExpertsArgs& args, const Share& share,
+void expert_tiles(const KernelTable& kernels, const ExpertsArgs& args, const ItemRange& share,
                   uint8_t* scratch) {
     const int64_t strips = strips_of(*args.each.w);
     const int64_t used = args.active[args.count] * strips;
@@ -147,8 +148,8 @@ void expert_tiles(const KernelTable& kernels, const ExpertsArgs& args, const Sha
     for (int64_t at = share.begin; at < end;) {
         const int64_t first = at / strips * strips, next = first + strips;
         const int32_t* expert = args.active + at / strips;
-        Share own = {at - first, least(end, next) - first, least(reach, next) - first, resumed};
-        if (reach > next) {  // this thread goes on with another expert
+        ItemRange own = {at - first, least(end, next) - first, least(reach, next) - first, resumed};
+        if (reach > next) {  // this thread continues with another expert
             const Weight& after = *args.experts[expert[1]];
             own.then = after.codes;
             own.then_end = after.codes + code_bytes(after, least(reach - next, strips));
@@ -158,7 +159,7 @@ void expert_tiles(const KernelTable& kernels, const ExpertsArgs& args, const Sha
         }
         one_expert(kernels, args, args.experts[*expert], args.starts[*expert],
                    args.starts[*expert + 1], own, scratch);
-        hand_back_strips(args.each.file, *args.experts[*expert], own.begin, own.end);
+        release_strips(args.each.file, *args.experts[*expert], own.begin, own.end);
         resumed = true;
         at = next;
     }

@@ -1,15 +1,17 @@
-// The changes to one row of logits before its token is drawn: kernels/sampling.py says what they are.
+// The changes to one row of logits before its token is drawn: kernels/sampling.py explains them.
 #pragma once
 
-#include "row.hpp"
+#include "logits_row.hpp"
 
 namespace LEVEL {
+
+static_assert(32 % kLanes == 0, "a word of a mask is whole vectors");
 
 INLINE uint32_t bits_at(const Mask* mask, int64_t word) {
     return !mask->words ? ~0u : word < mask->count ? mask->words[word] : 0;
 }
 
-// Copies the logits that both masks leave; the others become minus infinity.
+// Copies the logits that both masks allow; the others become minus infinity.
 static void copy_masked(const Row* row, const Mask* first, const Mask* second) {
     const float* x = row->logits;
     const int64_t whole = row->width / 32;
@@ -48,7 +50,7 @@ static void apply(const Change* change, float* x, int64_t width) {
     }
 }
 
-// Makes the row one of the thread's memory, changed; the logits stay as they are.
+// Copies the row into the thread's memory and changes the copy; the logits stay unchanged.
 static void change(Row* row, const RowShape* how) {
     const Shape none = {{nullptr, 0}, nullptr, 0};
     const Shape* shape = how->shape ? how->shape : &none;

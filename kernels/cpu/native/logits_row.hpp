@@ -1,4 +1,4 @@
-// One row of logits for sampling.hpp: its best ones, its tokens' gaps and weights, their sums.
+// One row of logits for sampling.hpp: best logits, gaps and weights of tokens, sums of weights.
 #pragma once
 
 #include "abi.hpp"
@@ -10,8 +10,12 @@ namespace LEVEL {
 enum { kPart = 16, kPieces = kPart / kLanes, kBins = 2048 };
 static const int64_t kGroup = 512;
 static const uint32_t kEvery = (1u << kLanes) - 1;
+static_assert(kPart % kLanes == 0, "16 maxima per group are whole vectors");
+static_assert(kGroup % (4 * kPart) == 0, "survey reads four vectors at a time");
+static_assert(kGroup * sizeof(float) % kCacheLine == 0 && kBins * sizeof(double) % kCacheLine == 0,
+              "the arrays that `place` lays out stay aligned");
 
-// exp_of is 0 beyond it: such a token is never drawn.
+// exp_of is 0 beyond this gap: such a token is never drawn.
 static const float kFar = 87.3f;
 
 // One row, and the thread's memory for it.
@@ -159,8 +163,8 @@ static double weigh_candidates(Row* row) {
     return sum_of(row->weights, padded);
 }
 
-// The group in which the running sum of `sums` exceeds `goal`, and the sum before it. Where rounding
-// hides it, the last one that is not zero.
+// The group in which the running sum of `sums` exceeds `goal`, and the sum before it. If rounding
+// errors hide it: the last group that is not zero.
 static int64_t find_group(const double* sums, int64_t count, double goal, double* before) {
     double running = 0;
     int64_t found = 0;
@@ -175,7 +179,7 @@ static int64_t find_group(const double* sums, int64_t count, double goal, double
     return found;
 }
 
-// The same number by number.
+// The same for single weights.
 static int64_t find(const float* weights, int64_t count, double goal) {
     double running = 0;
     int64_t found = 0;

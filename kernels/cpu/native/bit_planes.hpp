@@ -1,7 +1,7 @@
-// Where the codes of a 16 x 32 tile lie, and the scales of a row block as floats.
+// The layout of the codes in a 16 x 32 tile, and the scales of a row block as floats.
 //
 // Eight vectors j = 0..7 hold the codes of 16 rows x 4 k (k = 4 j .. 4 j + 3), one 32-bit lane per
-// row: the operand of vpdpbusd. A tile stores them as planes of 4, 2 and 1 bits:
+// row: the operand of vpdpbusd. A tile stores them as bit planes of 4, 2 and 1 bits:
 //   4-bit plane, 256 bytes: byte vector i holds j = i in its low and j = i + 4 in its high nibbles
 //   2-bit plane, 128 bytes: byte vector i (0, 1) holds j = i, i + 2, i + 4, i + 6 from low to high
 //   1-bit plane,  64 bytes: bit j of every byte
@@ -14,13 +14,19 @@
 
 namespace LEVEL {
 
-// A tile already expanded to one byte per code by `expand`, for codes below 8 bits.
+static_assert(kTileDepth / 4 == 8, "a tile is eight vectors j: one bit each of a 1-bit plane");
+static_assert(kTileRows * 4 == kTileBytesPerBit, "a vector j is 64 bytes, and so is a 1-bit plane");
+static_assert(kByteTile == 8 * kTileBytesPerBit, "plain bytes are eight planes");
+
+// A tile that `expand` has expanded to one byte per code, for codes below 8 bits.
 enum { kExpanded = 9 };
 
 // Added to a number of bits: the codes index a table, whose entries become the operands.
 enum { kLookup = 16, kBitsMask = 15 };
+static_assert((kLookup & kBitsMask) == 0, "the number of bits can be recovered");
+static_assert(kExpanded > 8 && (int)kExpanded <= (int)kBitsMask, "no number of bits, and below kLookup");
 
-// Operands above 127 (dot4_wide).
+// Whether operands exceed 127 (dot4_wide).
 template <int BITS>
 constexpr bool is_wide() {
     return BITS == 8 || BITS >= kLookup;
@@ -49,11 +55,11 @@ INLINE VB codes_of(const uint8_t* tile, int j, int h) {
 }
 
 template <int BITS>
-INLINE VB table_of(const uint8_t* steps) {
-    return BITS >= kLookup ? load_table(steps) : VB();
+INLINE VB table_of(const uint8_t* int8_table) {
+    return BITS >= kLookup ? load_table(int8_table) : VB();
 }
 
-// What is multiplied: the codes, or what they index.
+// The operands of a product: the codes, or the table entries that they index.
 template <int BITS>
 INLINE VB operands(const uint8_t* tile, int j, int h, VB table) {
     const VB code = codes_of<BITS & kBitsMask>(tile, j, h);
@@ -63,20 +69,20 @@ INLINE VB operands(const uint8_t* tile, int j, int h, VB table) {
 // One tile of a lane group, one byte per operand: [8][16 rows][4].
 template <int BITS>
 INLINE void expand(const uint8_t* tile, uint8_t* out, VB table) {
-    for (int h = 0; h < kRows / kLanes; ++h) {
+    for (int h = 0; h < kTileRows / kLanes; ++h) {
 #pragma GCC unroll 8
         for (int j = 0; j < 8; ++j)
             store_codes(out + 64 * j + h * 4 * kLanes, operands<BITS>(tile, j, h, table));
     }
 }
 
-// The super scales of 16 rows at one group, where they run on over the ends of rows; returns the
-// first group at which one of them changes.
+// The super scales of 16 rows at one group, where they continue across rows; returns the first group
+// at which one of them changes.
 static int64_t nested_supers(const Weight* w, int64_t b, int64_t group, float* to) {
-    const int shift = __builtin_ctz((unsigned)w->super_units);
+    const int shift = __builtin_ctz((unsigned)w->subgroups_per_super);
     int64_t until = w->groups;
-    for (int r = 0; r < kRows; ++r) {
-        const int64_t row = b * kRows + r, at = row * w->groups + group, over = at >> shift;
+    for (int r = 0; r < kTileRows; ++r) {
+        const int64_t row = b * kTileRows + r, at = row * w->groups + group, over = at >> shift;
         const int64_t change = group + ((over + 1) << shift) - at;
         to[r] = ((const float*)w->super_scale)[row < w->n ? over : 0];
         if (change < until) until = change;
@@ -84,26 +90,26 @@ static int64_t nested_supers(const Weight* w, int64_t b, int64_t group, float* t
     return until;
 }
 
-// scale, zero and minus of unit u of row block b, lanes h * kLanes ...
+// scale, zero and minus of subgroup u of row block b, lanes h * kLanes ...
 __attribute__((noinline)) static void scale_of(const Weight* w, int64_t b, int64_t u, int h,
                                                VF* scale, VF* zero_point, VF* minus) {
-    int64_t group = u / w->group_units;
-    if (group >= w->groups) group = w->groups - 1;  // a unit of nothing but padding
-    int64_t at = (b * w->groups + group) * kRows + h * kLanes;
+    int64_t group = u / w->subgroups_per_group;
+    if (group >= w->groups) group = w->groups - 1;  // only padding
+    int64_t at = (b * w->groups + group) * kTileRows + h * kLanes;
     VF s, m = zero();
     if (w->scale_table) {
-        float coded[kRows], supers[kRows];
+        float coded[kTileRows], supers[kTileRows];
         nested_supers(w, b, group, supers);
         for (int i = h * kLanes; i < (h + 1) * kLanes; ++i)
             coded[i] = w->scale_table[((const uint8_t*)w->scale)[at - h * kLanes + i]];
         s = mul(load(coded + h * kLanes), load(supers + h * kLanes));
-        s = add(s, load(w->scale_offset + b * kRows + h * kLanes));
+        s = add(s, load(w->scale_offset + b * kTileRows + h * kLanes));
     } else {
         s = load_as(w->scale_type, w->scale, at);
     }
     if (w->minus) m = load_as(w->minus_type, w->minus, at);
     if (w->super_scale && !w->scale_table) {
-        int64_t over = (b * w->supers + u / w->super_units) * kRows + h * kLanes;
+        int64_t over = (b * w->supers + u / w->subgroups_per_super) * kTileRows + h * kLanes;
         s = mul(load_as(w->super_type, w->super_scale, over), s);
         if (w->super_minus) m = mul(load_half(w->super_minus + over), m);
     }
@@ -114,18 +120,18 @@ __attribute__((noinline)) static void scale_of(const Weight* w, int64_t b, int64
 
 template <int TYPE>
 static void scaled_values_of(const Weight* w, int64_t b, int64_t begin, int64_t end, float* out) {
-    const uint8_t* values = w->codes + b * w->k * kRows;
+    const uint8_t* values = w->codes + b * w->k * kTileRows;
     while (begin < end) {
-        const int64_t group = begin / w->group_units;
-        const int64_t scale = (b / w->scale_blocks * w->groups + group) * kRows;
-        VF scales[kRows / kLanes];
-        for (int h = 0; h < kRows / kLanes; ++h)
+        const int64_t group = begin / w->subgroups_per_group;
+        const int64_t scale = (b / w->scale_blocks * w->groups + group) * kTileRows;
+        VF scales[kTileRows / kLanes];
+        for (int h = 0; h < kTileRows / kLanes; ++h)
             scales[h] = load_as(w->super_type, w->scale, scale + h * kLanes);
-        int64_t group_end = (group + 1) * w->group_units;
+        int64_t group_end = (group + 1) * w->subgroups_per_group;
         if (group_end > end) group_end = end;
-        for (; begin < group_end; ++begin, out += kRows) {
-            for (int h = 0; h < kRows / kLanes; ++h) {
-                VF value = load_as(TYPE, values, begin * kRows + h * kLanes);
+        for (; begin < group_end; ++begin, out += kTileRows) {
+            for (int h = 0; h < kTileRows / kLanes; ++h) {
+                VF value = load_as(TYPE, values, begin * kTileRows + h * kLanes);
                 store(out + h * kLanes, mul(value, scales[h]));
             }
         }
