@@ -27,7 +27,7 @@ def reject(problem: Problem) -> str | None:
 
 
 def inner_contiguous(x: Tensor, dtype: torch.dtype, what: str) -> None:
-    """:raises KernelError: ``x`` must be on the CPU, of ``dtype``, and its last stride 1."""
+    """:raises KernelError: unless ``x`` is on the CPU, of ``dtype``, with a last stride of 1."""
     if x.dtype != dtype or x.device.type != "cpu" or x.stride(-1) != 1:
         raise KernelError(
             f"{what}: expected {dtype} on cpu with a contiguous last dimension, "
@@ -36,7 +36,7 @@ def inner_contiguous(x: Tensor, dtype: torch.dtype, what: str) -> None:
 
 
 def check_pages(pages: KVPages, kv_heads: int, head_dim: int) -> None:
-    """:raises KernelError: the pages are not as ``KVPages`` says, for this head shape."""
+    """:raises KernelError: unless the pages are as ``KVPages`` says, for this head shape."""
     k, v = pages.k, pages.v
     if k.shape[:3] != v.shape[:3]:
         raise KernelError(f"KV pages: k {list(k.shape)} and v {list(v.shape)} do not agree")

@@ -57,7 +57,7 @@ class PageSide:
 def page_sides(pages: KVPages, head_dim: int) -> tuple[PageSide, PageSide]:
     """Keys and values.
 
-    :raises KernelError: the pages are not as ``KVPages`` and this module say.
+    :raises KernelError: unless the pages are as ``KVPages`` and this module say.
     """
     if pages.k.shape[:3] != pages.v.shape[:3]:
         raise KernelError(

@@ -159,7 +159,7 @@ class KVCache:
         return self._mapping is not None and hasattr(self._mapping, "madvise")
 
     def copy(self, copies: Sequence[Copy], ops: Ops) -> None:
-        """Copy pages to and from the swap space and move pages of a ladder, in this order."""
+        """Copy pages to and from the swap space and move pages of a ladder, in the order given."""
         for one in copies:
             if isinstance(one, Swap):
                 assert self._storage is not None
