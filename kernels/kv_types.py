@@ -36,13 +36,14 @@ class KVType:
     name: str
     aliases: tuple[str, ...] = ()
     short: str = ""
-    #: Bits of a value.
+    #: Bits of a code or float.
     bits: int
     #: The torch dtype of a page's elements; :attr:`packing` values share an element.
     storage: str
     #: The torch dtype of scales; empty: there are none.
     scale: str = ""
-    #: Dimensions that share a scale, of keys and of values; ``None``: the whole head.
+    #: Dimensions that share a scale, of keys and of values: 32 or a multiple that
+    #: :func:`scale_group` finds from the number of groups; ``None``: the whole head.
     groups: tuple[int, int] | None = None
     #: A head of fewer groups than this has one scale.
     one_group_below: float = 1.0
@@ -51,7 +52,7 @@ class KVType:
     hadamard: bool = False
     #: Whether the mean key is subtracted from all keys (``KVPages.k_centre``).
     centred: bool = False
-    #: The largest code. The largest value of a group becomes this code.
+    #: The largest code, which the largest value of a group becomes.
     largest: float = 0.0
     #: The type's number in the native kernels (``ElementType`` in cpu/native/abi.hpp) and in the
     #: Triton kernels (gpu/pages.py); ``None``: that backend rejects the type.
@@ -60,8 +61,8 @@ class KVType:
 
     @cached_property
     def packing(self) -> int:
-        """Values in an element. Element i holds values i, i + n, i + 2n, ... of a head from the low
-        bits up, n being the number of elements.
+        """Values in an element. If a head has n elements, element i holds its values i, i + n,
+        i + 2n, ... from the low bits up.
         """
         return 8 * _item_bytes(self.storage) // self.bits
 
@@ -110,7 +111,7 @@ class ScaledType(KVType):
     """Codes with one scale for each group of dimensions: value = scale * code.
 
     A NaN makes the scale of its group NaN and the codes 0, so that it stays visible as in a float
-    page.
+    page. Codes that share an element must not be negative.
     """
 
     scale: str = "float16"

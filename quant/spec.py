@@ -162,8 +162,9 @@ class KVTypes:
 
     @property
     def bytes_per_value(self) -> float:
-        """Bytes of a key or value on average, without scales."""
-        return (KV_TYPES[self.k].bits + KV_TYPES[self.v].bits) / 16
+        """Bytes of a key or value in a page on average, without scales."""
+        pair = KV_TYPES[self.k].code_bytes(64), KV_TYPES[self.v].code_bytes(64)
+        return sum(pair) / 128
 
     def of_layer(self, layer: int) -> tuple[KVType, KVType]:
         """The types of a layer's keys and values."""

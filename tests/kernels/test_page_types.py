@@ -147,6 +147,17 @@ def test_bytes_that_are_told_without_torch_are_torchs(kind: KVType) -> None:
     assert kind.scale_bytes == (kind.scale_dtype.itemsize if kind.scale else 0)
 
 
+@every_type
+def test_kernels_find_the_groups_of_a_head_by_their_number(kind: KVType) -> None:
+    for head_dim in range(8, 257, 8):
+        for groups in {kind.scales_per_head(head_dim, side) for side in (0, 1)}:
+            assert (groups > 0) == bool(kind.scale)
+            if groups:
+                group = scale_group(head_dim, groups)
+                assert -(-head_dim // group) == groups
+                assert groups == 1 or group & (group - 1) == 0  # what Triton splits a head into
+
+
 @pytest.mark.parametrize("bits", [1, 2, 4])
 def test_several_values_share_an_element(bits: int) -> None:
     kind = replace(KV_TYPES["int4"], name="toy", bits=bits, largest=2.0**bits - 1)
