@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.kv_pages import KVPages
+from sdk.kernels.kv_types import KV_TYPES
 from sdk.kernels.ops import Ops
 from sdk.models.config import ModelConfig
 from sdk.models.hf_weights import Filling
@@ -330,8 +331,9 @@ class HFModel:
         starts = torch.tensor([0, 1], dtype=torch.int32, device=device)
         table = torch.zeros(1, 1, dtype=torch.int32, device=device)
         batch = AttentionBatch(zero, starts, one, table, zero, 1, 1, 1)
+        pages = KVPages(scratch, scratch.clone(), KV_TYPES["float32"], KV_TYPES["float32"])
         try:
-            self.logits(self(zero, batch, [KVPages(scratch, scratch.clone())] * c.num_layers))
+            self.logits(self(zero, batch, [pages] * c.num_layers))
         except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
             raise UnsupportedError(
                 f"model_type {c.model_type!r}: transformers' code fails on our pages: {error}"

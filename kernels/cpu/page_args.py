@@ -1,4 +1,4 @@
-"""What the operators of KV pages take, as ``native/abi.hpp`` has it."""
+"""Arguments of the operators on KV pages, laid out as in ``native/abi.hpp``."""
 
 from __future__ import annotations
 

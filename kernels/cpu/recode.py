@@ -1,4 +1,4 @@
-"""A page of a ladder taken to a lower level: ``native/recode.hpp``."""
+"""Recodes a page of a ladder for a lower level: ``native/recode.hpp``."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class RecodePage:
         return reject(problem)
 
     def bind(self, layers: Sequence[KVPages]) -> Callable[[int, int, int, int], None]:
-        """Page ``index`` of level ``above`` to page ``at`` of level ``below``, in all layers.
+        """Recodes page ``index`` of level ``above`` as page ``at`` of level ``below``.
 
-        A call for each of 30 layers, with a look at its tensors, took 2.5 ms on two threads; one
-        for all of them takes 1.0.
+        One call handles all layers: for 30 layers it takes 1.0 ms on two threads. A call per layer,
+        which also read the tensors' addresses, took 2.5 ms.
         """
         count, kv_heads, head_dim = len(layers), layers[0].k.shape[1], layers[0].head_dim
         sides = []

@@ -22,6 +22,7 @@ from sdk.kernels.gpu.linear_as_file import LinearAsFile
 from sdk.kernels.gpu.scratch import CardScratch
 from sdk.kernels.gpu.tuning import Tiles, Tuning
 from sdk.kernels.kv_pages import KVPages
+from sdk.kernels.kv_types import KV_TYPES
 from sdk.kernels.layouts import ActivationScheme
 from sdk.kernels.ops import Ops
 from sdk.kernels.scratch import Matrix, Products
@@ -210,7 +211,8 @@ def test_rounded_inputs_take_no_more_than_is_planned(cases: Any, group: int) -> 
 
 @pytest.mark.parametrize("length", [200, 900])
 def test_attention_asks_for_the_parts_that_are_planned(length: int) -> None:
-    pages = KVPages(*(torch.randn(60, 2, 16, 64) for _ in range(2)))
+    kind = KV_TYPES["float32"]
+    pages = KVPages(torch.randn(60, 2, 16, 64), torch.randn(60, 2, 16, 64), kind, kind)
     table = torch.arange(57, dtype=torch.int32).repeat(3, 1)
     starts = torch.arange(4, dtype=torch.int32)
     lengths = torch.tensor([length, 5, 100], dtype=torch.int32)

@@ -14,6 +14,7 @@ import torch
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import KernelError
 from sdk.kernels.kv_pages import KVPages
+from sdk.kernels.kv_types import KV_TYPES
 from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, check_layout
 from sdk.kernels.ops import Ops
 from sdk.kernels.reference.decode import decode, pack_codes, unpack_codes
@@ -165,6 +166,7 @@ def test_attention_matches_torch(ops: Ops, cases: Any, window: int | None, centr
     q, k, v = (torch.randn(tokens, n, head_dim) for n in (heads, kv_heads, kv_heads))
     pages = KVPages(
         *(torch.zeros(7, kv_heads, 16, head_dim) for _ in range(2)),
+        *(KV_TYPES["float32"] for _ in range(2)),
         k_centre=torch.randn(kv_heads, head_dim) if centred else None,
     )
     at = torch.arange(tokens)

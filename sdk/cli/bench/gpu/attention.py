@@ -110,7 +110,7 @@ def _check(card: Card, case: Case, out: Tensor, name: str) -> None:
     )
     expected = torch.empty(queries, out.shape[1])
     q = case.q[rows].cpu()
-    found = KVPages(k, v, own(pages.k_scale), own(pages.v_scale))
+    found = replace(pages, k=k, v=v, k_scale=own(pages.k_scale), v_scale=own(pages.v_scale))
     Reference().run(q, found, first, q.shape[2] ** -0.5, None, None, None, expected)
     expect_close(name, out[rows].cpu(), expected, _LIMIT)
 
