@@ -2,7 +2,7 @@
 
 The model is built without weights (``accelerate.init_empty_weights``), then
 
-* every ``nn.Linear`` becomes our :class:`~sdk.models.layers.Linear`, weights packed as in the file;
+* every ``nn.Linear`` becomes our :class:`~sdk.models.layers.Projection` with packed weights;
 * every ``nn.Embedding`` looks up packed rows; what is left (norms, biases) is read as float32;
 * attention goes through ``paged_attention`` below, which transformers calls by name;
 * transformers keeps no cache and builds no mask: positions are fed, pages are ours.
@@ -35,7 +35,7 @@ from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.ops import Ops
 from sdk.models.config import ModelConfig
 from sdk.models.hf_weights import Filling
-from sdk.models.layers import ExpertLinear, Linear
+from sdk.models.layers import ExpertProjection, Projection
 from sdk.models.parallel import Mesh
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.errors import CheckpointError, UnsupportedError
@@ -293,7 +293,7 @@ class HFModel:
         self._head = model
         self._prove()
 
-    def linears(self) -> Iterator[tuple[str, Linear | ExpertLinear]]:
+    def linears(self) -> Iterator[tuple[str, Projection | ExpertProjection]]:
         """See :class:`sdk.models.decoder.CausalLM`."""
         return iter(self._linears)
 

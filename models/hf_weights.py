@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sdk.kernels.layouts import Dense
 from sdk.kernels.ops import Ops
-from sdk.models.layers import ExpertLinear, Linear
+from sdk.models.layers import ExpertProjection, Projection
 from sdk.models.parallel import Mesh
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.errors import CheckpointError, UnsupportedError
@@ -24,7 +24,7 @@ from sdk.quant.weight import DenseWeight, Weight, concat
 class PackedLinear(nn.Module):
     """Stands where an ``nn.Linear`` was."""
 
-    def __init__(self, linear: Linear) -> None:
+    def __init__(self, linear: Projection) -> None:
         super().__init__()
         self.linear = linear
 
@@ -60,8 +60,8 @@ class PackedExperts(nn.Module):
 
     def __init__(
         self,
-        gate_up: ExpertLinear,
-        down: ExpertLinear,
+        gate_up: ExpertProjection,
+        down: ExpertProjection,
         gate: Callable[[Tensor], Tensor],
         ops: Ops,
     ) -> None:
@@ -87,11 +87,11 @@ class Filling:
         self.model = model
         self.head = model.get_output_embeddings()
         self.tied_to = model.get_input_embeddings() if tied else None
-        self.linears: list[tuple[str, Linear | ExpertLinear]] = []
+        self.linears: list[tuple[str, Projection | ExpertProjection]] = []
         self.tied: Weight | None = None
         self.renamings = _renamings(model)
 
-    def fill(self) -> list[tuple[str, Linear | ExpertLinear]]:
+    def fill(self) -> list[tuple[str, Projection | ExpertProjection]]:
         """Replace or load all modules, in the order of the tree; returns the linears."""
         from transformers.pytorch_utils import Conv1D
 
@@ -108,7 +108,7 @@ class Filling:
                 weight = shared or self._pull(name, tuple(module.weight.shape))
                 new = PackedLinear(self._linear(name, weight, module))
             elif type(module) is Conv1D:
-                new = PackedLinear(self._linear(name, self._turned(name, module), module))
+                new = PackedLinear(self._linear(name, self._transposed(name, module), module))
             else:
                 self._load_plain(name, module)
                 continue
@@ -152,8 +152,8 @@ class Filling:
         weight.bind(self.ops)
         return weight
 
-    def _turned(self, name: str, module: Any) -> Weight:
-        """GPT-2's files hold ``[in, out]`` in floats; quantizers write ``[out, in]`` as for all."""
+    def _transposed(self, name: str, module: Any) -> Weight:
+        """GPT-2's files hold floats as ``[in, out]``; quantizers always write ``[out, in]``."""
         weight = self.checkpoint.weight(self._name(name))
         if weight.spec.kind == "float":
             weight = DenseWeight(Dense(weight.dequantize().t().contiguous()))
@@ -165,9 +165,9 @@ class Filling:
         weight.bind(self.ops)
         return weight
 
-    def _linear(self, name: str, weight: Weight, module: Any) -> Linear:
+    def _linear(self, name: str, weight: Weight, module: Any) -> Projection:
         bias = None if module.bias is None else self._tensor(f"{name}.bias", module.bias)
-        linear = Linear(weight, bias, Mesh(), self.ops)
+        linear = Projection(weight, bias, Mesh(), self.ops)
         self.linears.append((name, linear))
         return linear
 
@@ -200,10 +200,10 @@ class Filling:
             weight.bind(self.ops)
         return weights
 
-    def _bound_experts(self, name: str, parts: list[Weight], *, by_token: bool) -> ExpertLinear:
+    def _bound_experts(self, name: str, parts: list[Weight], *, by_token: bool) -> ExpertProjection:
         weight = ExpertWeights(parts)
         weight.bind(self.ops)
-        linear = ExpertLinear(weight, None, self.ops, by_token=by_token)
+        linear = ExpertProjection(weight, None, self.ops, by_token=by_token)
         self.linears.append((name, linear))
         return linear
 
