@@ -214,7 +214,7 @@ class GgufCheckpoint:
         if not isinstance(layout, Affine) or layout.super_scale is not None:
             raise self._fail(
                 stored,
-                f"expected NVFP4 for a matrix with a .scale tensor, found {stored.type.name}",
+                f"expected NVFP4 for a matrix with a .scale, found {stored.type.name}",
             )
         rows, columns = layout.shape
         return replace(layout, super_scale=torch.full((rows, 1), factor), super_group=columns)
