@@ -83,7 +83,7 @@ def test_a_missing_or_huge_config_is_refused(folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config.json: larger than 8 MiB"):
         open_checkpoint(folder)
     path.unlink()
-    with pytest.raises(CheckpointError, match=r"no model in it .*config.json"):
+    with pytest.raises(CheckpointError, match=r"no model in the folder .*config.json"):
         open_checkpoint(folder)
     with pytest.raises(CheckpointError, match=r"the weights of a model without its config.json"):
         open_checkpoint(folder / "model.safetensors")

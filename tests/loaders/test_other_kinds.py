@@ -29,8 +29,14 @@ FOLDERS: dict[str, tuple[dict[str, Any], str]] = {
     "tensorflow": ({"config.json": {"model_type": "llama"}, "tf_model.h5": ""}, "a TensorFlow"),
     "pickles": ({"pytorch_model.bin": ""}, "only pytorch_model.bin: .*save_pretrained"),
     "tokenizer": ({"tokenizer.json": {}, "merges.txt": ""}, "a tokenizer without weights"),
-    "config": ({"config.json": {"model_type": "llama"}}, "only a config; download the weights"),
-    "something": ({"notes.txt": "", "x.csv": ""}, "no model in it .found notes.txt, x.csv."),
+    "config": (
+        {"config.json": {"model_type": "llama"}},
+        "found a config but no .safetensors files; download",
+    ),
+    "something": (
+        {"notes.txt": "", "x.csv": ""},
+        "no model in the folder .found notes.txt, x.csv.",
+    ),
 }
 
 
