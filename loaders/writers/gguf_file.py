@@ -91,6 +91,6 @@ def _typed(key: str, value: Any) -> bytes:
         head = struct.pack("<IIQ", _ARRAY, _STRING, len(value))
         return head + b"".join(map(_string, value))
     raise QuantizationError(
-        f"{key}: expected a number, a text or a list of them, found {type(value).__name__}, which GGUF "
-        "metadata cannot hold"
+        f"{key}: expected a number, a text or a list of them, found {type(value).__name__}, which "
+        "GGUF metadata cannot hold"
     )
