@@ -230,7 +230,7 @@ def test_pickles_are_refused_with_the_way_out(folder: Path, name: str) -> None:
 
 def test_an_adapter_is_not_a_model(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
-    with pytest.raises(UnsupportedError, match=r"a LoRA .PEFT. adapter, not a model"):
+    with pytest.raises(UnsupportedError, match=r"expected a model, found a LoRA .PEFT. adapter"):
         open_checkpoint(folder)
 
 
