@@ -16,7 +16,7 @@ from sdk.kernels.ops import Ops
 if TYPE_CHECKING:
     from sdk.cli.bench.gpu.card import Card
     from sdk.kernels.gpu.packing import Packed
-    from sdk.models.layers import ExpertLinear, Linear
+    from sdk.models.layers import ExpertProjection, Projection
 
 #: Rows and columns of the layers of 0.6B, 1B, 8B and 70B models, largest first.
 SHAPES = (
@@ -165,7 +165,7 @@ def _model_cases(card: Card, model: str) -> Iterator[Case]:
         loaded.engine.close()
 
 
-def _parts(layer: Linear | ExpertLinear, used: int) -> Iterator[Case]:
+def _parts(layer: Projection | ExpertProjection, used: int) -> Iterator[Case]:
     """What of a layer the Triton kernels multiply; experts all at once where they can."""
     from sdk.kernels.gpu.linear import Linear as GpuLinear
     from sdk.quant.experts import ExpertWeights

@@ -195,7 +195,6 @@ class Job:
                 self.layers.config,
                 f"model.layers.{index}",
                 inputs,
-                plus_one=self.layers.model.norm_plus_one,
             ).run()
         for names, statistics in inputs.items():
             if is_router(names[0]):

@@ -38,7 +38,7 @@ def decoder_of(checkpoint: Checkpoint) -> tuple[type[Decoder], ModelConfig]:
     """
     name = model_type(checkpoint.config)
     model = own_model(name)
-    if not isinstance(model, type) or not issubclass(model, Decoder):
+    if model is None:
         raise UnsupportedError(
             f"{checkpoint.path}: {name} models are run by transformers' code; only models of this "
             "package's own are quantized to files"
@@ -78,8 +78,7 @@ class LayerRun:
 
     def build(self, checkpoint: Checkpoint, index: int) -> Layer:
         """Layer ``index`` with the weights of ``checkpoint``."""
-        source = Source(checkpoint, self.config, Mesh(), self.ops, self.tokens)
-        return self.model.layer(source, f"model.layers.{index}", index)
+        return self.model.layer(self._source(checkpoint), f"model.layers.{index}", index)
 
     def outputs(self, layer: Layer, inputs: Path) -> Iterator[Tensor]:
         """What ``layer`` makes of each sequence in the file: float32 ``[T, hidden]``."""
@@ -96,11 +95,14 @@ class LayerRun:
     def head_inputs(self, checkpoint: Checkpoint, hidden: Path) -> InputStatistics:
         """Of the final norm's outputs; ``hidden`` holds what the last layer made."""
         found = InputStatistics(self.config.hidden_size)
-        norm = checkpoint.tensor("model.norm.weight") + (1.0 if self.model.norm_plus_one else 0.0)
+        norm = self._source(checkpoint).norm("model.norm")
         for x in self._rows(hidden):
             spread = x.square().mean(-1, keepdim=True).add_(self.config.rms_norm_eps)
             found.add(x * spread.rsqrt() * norm)
         return found
+
+    def _source(self, checkpoint: Checkpoint) -> Source:
+        return Source(checkpoint, self.config, Mesh(), self.ops, self.tokens)
 
     def _rows(self, path: Path) -> Iterator[Tensor]:
         """The sequences of a file, ``[tokens, hidden]`` each. Read and not mapped: a file that was

@@ -11,7 +11,7 @@ from sdk.quant.experts import ExpertWeights
 from sdk.quant.weight import StackedWeight, Weight
 
 if TYPE_CHECKING:
-    from sdk.models.layers import ExpertLinear, Linear
+    from sdk.models.layers import ExpertProjection, Projection
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class QuantReport:
 
 
 def quant_report(
-    linears: Iterable[tuple[str, Linear | ExpertLinear]], kv_scales: int = 0
+    linears: Iterable[tuple[str, Projection | ExpertProjection]], kv_scales: int = 0
 ) -> QuantReport:
     """The report of a model's linear layers; with several ranks, of this rank's part of them."""
     return QuantReport(

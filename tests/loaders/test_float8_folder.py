@@ -107,7 +107,7 @@ def test_a_scale_may_lie_in_another_shard(write: Write) -> None:
 @pytest.mark.parametrize(
     ("beside", "message"),
     [
-        ({}, r"weight' is F8_E4M3, which is not run as a plain tensor"),
+        ({}, r"weight' is F8_E4M3, which is not supported for a plain tensor"),
         (
             {"weight_scale": torch.ones(1), "weight_scale_inv": torch.ones(1)},
             r"expected one scale beside it, found .weight_scale_inv and .weight_scale$",

@@ -83,7 +83,7 @@ def test_a_missing_or_huge_config_is_refused(folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config.json: larger than 8 MiB"):
         open_checkpoint(folder)
     path.unlink()
-    with pytest.raises(CheckpointError, match=r"no model in it .*config.json"):
+    with pytest.raises(CheckpointError, match=r"no model in the folder .*config.json"):
         open_checkpoint(folder)
     with pytest.raises(CheckpointError, match=r"the weights of a model without its config.json"):
         open_checkpoint(folder / "model.safetensors")
@@ -121,7 +121,7 @@ def test_sizes_that_differ_from_layer_to_layer_may_be_lists(files: Any) -> None:
         ({"rope_theta": -1.0}, "rope_theta is -1.0, expected a positive number"),
         ({"rope_theta": "1e4"}, "rope_theta is '1e4', expected a positive number"),
         ({"num_key_value_heads": 3}, "4 attention heads are not a multiple of 3"),
-        ({"rope_scaling": {"rope_type": "linear"}}, "not a sound llama config"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "not a valid llama config"),
         ({"text_config": {"model_type": "llama", "vocab_size": 2**40}}, "text_config: vocab_size"),
     ],
 )

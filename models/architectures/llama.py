@@ -6,14 +6,17 @@ Touvron et al., "Llama 2" (2023); transformers' modeling_llama.py.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from torch import Tensor
-
-from sdk.kernels.kv_pages import KVPages
+from sdk.models.architecture import Architecture, GgufRules
 from sdk.models.decoder import MLP, Attention, Decoder, Step
-from sdk.models.experts import ExpertMLP
-from sdk.models.layers import Source
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sdk.kernels.kv_pages import KVPages
+    from sdk.models.layers import Source
+    from sdk.models.moe import ExpertMLP
 
 
 class LlamaLayer:
@@ -30,7 +33,7 @@ class LlamaLayer:
         self.mlp = self.feed_forward(source, f"{path}.mlp", index)
 
     def feed_forward(self, source: Source, path: str, index: int) -> MLP | ExpertMLP:
-        """What the layer ends with."""
+        """The second block of the layer."""
         return MLP(source, path)
 
     def __call__(
@@ -46,3 +49,6 @@ class Model(Decoder):
     """A :class:`sdk.models.decoder.CausalLM`."""
 
     layer = LlamaLayer
+
+
+ARCHITECTURE = Architecture("llama", Model, gguf=GgufRules("llama", interleaved_qk=True))

@@ -5,18 +5,22 @@ OLMo team, "2 OLMo 2 Furious" (2024); transformers' modeling_olmo2.py.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
-from sdk.kernels.kv_pages import KVPages
+from sdk.models.architecture import Architecture, GgufKeys, GgufRules, TensorRules
 from sdk.models.decoder import MLP, Attention, Decoder, Step
-from sdk.models.layers import Source
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sdk.kernels.kv_pages import KVPages
+    from sdk.models.layers import Source
 
 
 class Olmo2Attention(Attention):
     """Attention with an RMSNorm over the whole width of q and of k.
 
-    A rank has some of the heads only; the mean square over all of them is summed over the ranks.
+    A rank has only some of the heads, so the mean square over all of them is summed over the ranks.
     """
 
     def __init__(self, source: Source, path: str, index: int) -> None:
@@ -37,14 +41,10 @@ class Olmo2Attention(Attention):
             wide_q = self.ops.rms_norm(wide_q, self.q_norm, self.eps)
             wide_k = self.ops.rms_norm(wide_k, self.k_norm, self.eps)
         else:
-            squares = torch.stack(
-                (
-                    (wide_q * wide_q).sum(dim=1) / self.q_width,
-                    (wide_k * wide_k).sum(dim=1) / (self.k_width * self.kv_copies),
-                ),
-                dim=1,
-            )
-            shrink = torch.rsqrt(self.mesh.all_reduce(squares) + self.eps)
+            squares = wide_q.new_empty(len(wide_q), 2)
+            squares[:, 0] = (wide_q * wide_q).sum(dim=1) / self.q_width
+            squares[:, 1] = (wide_k * wide_k).sum(dim=1) / (self.k_width * self.kv_copies)
+            shrink = (self.mesh.all_reduce(squares) + self.eps).rsqrt()
             wide_q = wide_q * shrink[:, :1] * self.q_norm
             wide_k = wide_k * shrink[:, 1:] * self.k_norm
         return wide_q.view(q.shape), wide_k.view(k.shape)
@@ -75,3 +75,30 @@ class Model(Decoder):
     """A :class:`sdk.models.decoder.CausalLM`."""
 
     layer = Olmo2Layer
+
+
+def _read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:
+    """OLMo 3 has the same name in GGUF files, and a sliding window. transformers runs it."""
+    if config["sliding_window"]:
+        config["model_type"] = "olmo3"
+        config["layer_types"] = keys.layer_types(
+            config["num_hidden_layers"], window=config["sliding_window"], period=4
+        )
+
+
+ARCHITECTURE = Architecture(
+    "olmo2",
+    Model,
+    tensors=TensorRules(
+        shapes={"q_norm": lambda sizes: (sizes.queries,), "k_norm": lambda sizes: (sizes.keys,)},
+        norms_before_blocks=False,
+    ),
+    gguf=GgufRules(
+        "olmo2",
+        tensors={
+            "post_attention_layernorm": "post_attention_norm",
+            "post_feedforward_layernorm": "post_ffw_norm",
+        },
+        read=_read_gguf,
+    ),
+)

@@ -1,19 +1,22 @@
-"""A mixture of experts in the place of an MLP: a router picks some of many small MLPs per token.
+"""A mixture of experts (MoE) instead of an MLP: a router selects a few small MLPs per token.
 
-``y = sum over the picked experts e of weight[e] * down[e](act(gate[e](x)) * up[e](x))``. With
-tensor parallelism every rank has a part of each expert, as of an MLP, and routes for itself: the
-inputs are the same bits on all ranks, so the choices are.
+``y = sum over the selected experts e of weight[e] * down[e](act(gate[e](x)) * up[e](x))``. With
+tensor parallelism every rank has a part of each expert, as of an MLP, and routes by itself: inputs
+have the same bits on all ranks, so all ranks select the same experts.
 """
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
-from sdk.models.layers import Source
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sdk.models.layers import Source
 
 
 class ExpertMLP:
-    """``router``: its name beside the experts."""
+    """``router``: its name, next to that of the experts."""
 
     def __init__(self, source: Source, path: str, router: str = "gate") -> None:
         c = source.config

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from sdk.models.architecture import Architecture, ConfigRules, GgufRules
+from sdk.models.architectures.llama import LlamaLayer
+from sdk.models.architectures.qwen2 import upper_layers
 from sdk.models.decoder import Decoder, HeadNormAttention
-from sdk.models.llama import LlamaLayer
 
 
 class Qwen3Layer(LlamaLayer):
@@ -14,3 +16,11 @@ class Model(Decoder):
     """A :class:`sdk.models.decoder.CausalLM`."""
 
     layer = Qwen3Layer
+
+
+ARCHITECTURE = Architecture(
+    "qwen3",
+    Model,
+    config=ConfigRules(defaults={"head_dim": 128}, sliding=upper_layers),
+    gguf=GgufRules("qwen3"),
+)
