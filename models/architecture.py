@@ -23,7 +23,6 @@ from sdk.models.sliding import SlidingRule, no_layer
 if TYPE_CHECKING:
     from sdk.kernels.ops import Activation
     from sdk.models.config_fields import Fields
-    from sdk.models.decoder import Decoder
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -122,12 +121,13 @@ class GgufRules(NamedTuple):
 class Architecture(NamedTuple):
     """One model architecture. ``model_type`` and ``aliases``: the names that configs have for it.
 
+    ``model``: a subclass of :class:`sdk.models.decoder.Decoder`.
     ``gguf``: ``None`` where there are no GGUF files of the model.
     ``wide_range``: activations may exceed float16, which ends at 65,504.
     """
 
     model_type: str
-    model: type[Decoder]
+    model: type[Any]
     aliases: tuple[str, ...] = ()
     config: ConfigRules = ConfigRules()
     tensors: TensorRules = TensorRules()
