@@ -69,9 +69,9 @@ def test_an_unknown_or_impossible_name_is_refused(text: str, message: str) -> No
 def test_a_matrix_that_does_not_divide_into_groups_is_refused_with_what_would_fit() -> None:
     with pytest.raises(QuantizationError, match=r"up_proj: 576 columns .* groups of 64"):
         Scheme.parse("gptq-w4g128").check("up_proj", 576)
-    with pytest.raises(QuantizationError, match=r"ask for groups of 32, gptq-w4g32$"):
+    with pytest.raises(QuantizationError, match=r"use groups of 32, gptq-w4g32$"):
         Scheme.parse("gptq-w4g128").check("up_proj", 576, {576, 96})
-    with pytest.raises(QuantizationError, match="ask for a scheme without groups, such as fp8"):
+    with pytest.raises(QuantizationError, match="use a scheme without groups, such as fp8"):
         Scheme.parse("gptq-w4g128").check("up_proj", 100)
     Scheme.parse("gptq-w4g64").check("up_proj", 576)
     Scheme.parse("q4_k_m").check("up_proj", 576)
