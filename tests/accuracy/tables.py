@@ -74,7 +74,7 @@ def kv_table() -> str:
 
 
 def served_table() -> str:
-    """Everything together: weights, activations rounded by the kernels, keys and values."""
+    """Everything together: weights, activations quantized by the kernels, keys and values."""
     lines = ["| weights | keys, values | " + " | ".join(f"KLD, {n} | MB" for n in BASES) + " |"]
     lines.append("|---|---" + "|---:" * (2 * len(BASES)) + "|")
     for point in SERVED:
