@@ -40,7 +40,7 @@ class ActivationScheme:
     Microscaling), ``power`` (plain, rounded up to a power of two) or ``nv`` (plain times
     ``factor``, as an 8-bit float). ``zero`` belongs to ``static``; other scales that are not
     ``symmetric`` find one. ``limit`` bounds the magnitudes a scale is made of.
-    kernels/reference/rounding.py says exactly what this does.
+    kernels/reference/fake_quantize.py says exactly what this does.
 
     :raises KernelError: for numbers that make no sense.
     """

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from sdk.kernels.layouts import Layout, check_layout, inputs_of
 from sdk.kernels.reference.decode import decode
+from sdk.kernels.reference.fake_quantize import fake_quantize
 from sdk.kernels.reference.linear import slice_rows
-from sdk.kernels.reference.rounding import rounded
 from sdk.kernels.registry import Backend, Choice, Problem, choose
 
 #: What the reason of a kernel that was passed over begins with.
@@ -85,7 +85,7 @@ def _difference(
             x = torch.randn(tokens, columns, generator=random).to(device, dtype)
             out = torch.full((tokens, rows), math.nan, dtype=dtype, device=device)
             kernel.matmul(packed, x, out)
-            seen = _numbers(x if scheme is None else rounded(x.float(), scheme))
+            seen = _numbers(x if scheme is None else fake_quantize(x.float(), scheme))
             for end, value in zip(ends, values, strict=True):
                 distance = _distance(_numbers(out[:, end]), seen, value)
                 if not distance <= _LIMITS[problem.compute]:

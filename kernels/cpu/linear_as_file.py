@@ -1,6 +1,6 @@
 """Matrix products whose activations are rounded as the file of the weight asks for.
 
-The codes and scales are those of kernels/reference/rounding.py, bit for bit
+The codes and scales are those of kernels/reference/fake_quantize.py, bit for bit
 (``native/file_rounding.hpp``). Integers and 4-bit floats become operands of the integer products of
 ``native/linear_int.hpp``; 8-bit floats, whose products fit no integer, are put on their grid and
 multiplied in fp32.

@@ -116,16 +116,18 @@ def open_backend(
     """``fixed``: the same order of additions for every batch (slower). No threads are used."""
     from sdk.kernels.gpu import attention, elementwise, experts, norm, rope, sampling
     from sdk.kernels.gpu.dense import DenseLinear
-    from sdk.kernels.gpu.linear import Linear
-    from sdk.kernels.gpu.linear_as_file import LinearAsFile, bytes_of_card
+    from sdk.kernels.gpu.linear import TritonLinear
+    from sdk.kernels.gpu.linear_as_file import TritonLinearAsFile, bytes_of_card
 
     tuning = tuning_of(device)
     codes: tuple[str, ...] = ("int", "e4m3")
     if torch.device(device).type != "cpu":
         found = torch.cuda.get_device_capability(device)
         codes = bytes_of_card(found, amd=torch.version.hip is not None)
-    packed = (Linear(dtype, tuning, fixed=fixed) for dtype in (matrix_type(device), torch.float32))
-    as_file = LinearAsFile(tuning, codes, fixed=fixed)
+    packed = (
+        TritonLinear(dtype, tuning, fixed=fixed) for dtype in (matrix_type(device), torch.float32)
+    )
+    as_file = TritonLinearAsFile(tuning, codes, fixed=fixed)
     return GpuBackend(
         {
             "linear": (DenseLinear(fixed=fixed), *packed, as_file),

@@ -1,7 +1,7 @@
 """Routing tokens to experts: the choice, the order of the rows, their biases and weighted sums.
 
 Nothing waits for the host, so a captured decode step routes anew in every replay. Must match
-``reference/experts.py``: the order exactly, numbers to 1e-6 before 16-bit ones are rounded. A row's
+``reference/moe.py``: the order exactly, numbers to 1e-6 before 16-bit ones are rounded. A row's
 result does not depend on the others.
 """
 

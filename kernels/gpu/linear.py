@@ -46,7 +46,7 @@ RAISE = 80
 _DOT_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
-class Linear:
+class TritonLinear:
     """See :class:`sdk.kernels.registry.LinearKernel`.
 
     ``dtype``: what x and decoded weights are rounded to for the matrix units; inputs that are
@@ -61,7 +61,7 @@ class Linear:
         self._fixed = fixed
         self.name = "gpu.linear_exact" if dtype == torch.float32 else "gpu.linear"
 
-    def tuned(self, tuning: Tuning) -> Linear:
+    def tuned(self, tuning: Tuning) -> TritonLinear:
         """The same kernel with other tiles."""
         other = copy.copy(self)
         other._tuning = tuning

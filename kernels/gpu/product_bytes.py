@@ -7,8 +7,8 @@ The matrix units take 32 bytes along K at a time, two of the slices of ``packing
 out of a word byte by byte and so interleaved. ``round_rows`` writes the activations in that order:
 column ``32 b + 16 s + i`` to ``32 b + 2 i + s``.
 
-Must match ``reference/rounding.py`` bit for bit in the codes and ``reference/linear.py`` to 1e-5 of
-the result's norm in the product.
+Must match ``reference/fake_quantize.py`` bit for bit in the codes and ``reference/linear.py`` to
+1e-5 of the result's norm in the product.
 """
 
 import triton

@@ -26,7 +26,7 @@ SPLIT = 256
 MAX_SPLITS = 32
 #: Shares of K that the rule of ``tuning.py`` and ``embedlm tune`` give a weight at most.
 MOST_SHARES = 16
-#: Float32 copies of x that ``reference/rounding.py`` has at once.
+#: Float32 copies of x that ``reference/fake_quantize.py`` has at once.
 ROUNDED_COPIES = 6
 #: Most numbers of one program's result.
 _TILE = 64 * 64

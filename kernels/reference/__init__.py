@@ -14,8 +14,8 @@ import torch
 from sdk.kernels.offload import OnDisk
 from sdk.kernels.reference.attention import Attention
 from sdk.kernels.reference.elementwise import Map, Places, SelectRows, TakeColumns
-from sdk.kernels.reference.experts import AddOwnersBias, Combine, Group, Route
-from sdk.kernels.reference.linear import Linear, RoundedLinear
+from sdk.kernels.reference.linear import ReferenceLinear, ReferenceLinearAsFile
+from sdk.kernels.reference.moe import AddOwnersBias, Combine, Group, Route
 from sdk.kernels.reference.norm import AddRmsNorm, GatedActivation, RmsNorm
 from sdk.kernels.reference.recode import RecodePage
 from sdk.kernels.reference.rope import RopeAndCache, RopeAngles
@@ -50,7 +50,7 @@ class ReferenceBackend:
 
     def __init__(self) -> None:
         self._implementations: dict[str, Sequence[Any]] = {
-            "linear": (Linear(), RoundedLinear()),
+            "linear": (ReferenceLinear(), ReferenceLinearAsFile()),
             "route": (Route(),),
             "group": (Group(),),
             "add_owners_bias": (AddOwnersBias(),),

@@ -17,7 +17,7 @@ from torch import Tensor
 from sdk.kernels.experts import Routes
 from sdk.kernels.layouts import Affine, Blocks, Dense, Float8, Layout, inputs_of
 from sdk.kernels.reference.decode import decode, flat_scales, nested_supers, with_rows
-from sdk.kernels.reference.rounding import rounded
+from sdk.kernels.reference.fake_quantize import fake_quantize
 from sdk.kernels.registry import Problem
 
 ROW_TILE = 16
@@ -25,7 +25,7 @@ ROW_TILE = 16
 OUT_TILE = 2048
 
 
-class Linear:
+class ReferenceLinear:
     """See :class:`sdk.kernels.registry.LinearKernel`."""
 
     name = "reference.linear"
@@ -69,8 +69,8 @@ class Linear:
             self.matmul(group[expert], own, out[rows])
 
 
-class RoundedLinear(Linear):
-    """With the inputs rounded as the file of the weight says (``rounding.py``)."""
+class ReferenceLinearAsFile(ReferenceLinear):
+    """With the activations quantized as the file of the weight says (``fake_quantize.py``)."""
 
     name = "reference.linear_as_file"
 
@@ -79,7 +79,7 @@ class RoundedLinear(Linear):
 
     def matmul(self, packed: Layout, x: Tensor, out: Tensor) -> None:
         scheme = inputs_of(packed)
-        super().matmul(packed, x if scheme is None else rounded(x.float(), scheme), out)
+        super().matmul(packed, x if scheme is None else fake_quantize(x.float(), scheme), out)
 
 
 def slice_rows(layout: Layout, start: int, stop: int, step: int = 1) -> Layout:

@@ -1,6 +1,6 @@
 """Quantized activations (W8A8 and the like) as checkpoints describe them.
 
-A config describes them for many layers; ``Inputs`` holds that. Static scales are tensors of each
+A config describes them for many layers (``ActivationConfig``). Static scales are tensors of each
 layer.
 """
 
@@ -21,7 +21,7 @@ _POWERS = ("torch.uint8", "uint8", "torch.float8_e8m0fnu")
 
 
 @dataclass(frozen=True, slots=True)
-class Inputs:
+class ActivationConfig:
     """The scheme of many layers; each adds its static scale or, with the rule ``nv``, a factor."""
 
     scheme: ActivationScheme
@@ -66,7 +66,7 @@ def _zero_point(layer: StoredLayer, ending: str, half: int) -> int:
     return int(found)
 
 
-def with_inputs(
+def with_activations(
     layer: StoredLayer, packed: Layout | Permuted, scheme: ActivationScheme | None
 ) -> Layout | Permuted:
     """``packed``, with its activations quantized by ``scheme``."""
@@ -80,7 +80,7 @@ def with_inputs(
     return replace(packed, inputs=scheme)
 
 
-def described(said: Any, source: str) -> Inputs | None:
+def activation_config(said: Any, source: str) -> ActivationConfig | None:
     """``input_activations`` of compressed-tensors; None if activations are not quantized.
 
     One scale for all tokens of a step would make a token's result depend on the others, so such
@@ -112,9 +112,9 @@ def described(said: Any, source: str) -> Inputs | None:
     if not said.get("dynamic", False):
         if strategy not in ("tensor", None):
             raise _not_supported(source, f"the strategy {str(strategy)[:80]!r} with static scales")
-        return Inputs(scheme, static=True)
+        return ActivationConfig(scheme, static=True)
     if strategy in ("token", "tensor", None):
-        return Inputs(scheme)
+        return ActivationConfig(scheme)
     if strategy not in ("group", "tensor_group"):
         raise _not_supported(source, f"the strategy {str(strategy)[:80]!r}")
     group = said.get("group_size")
@@ -122,9 +122,9 @@ def described(said: Any, source: str) -> Inputs | None:
         raise CheckpointError(f"{source}.group_size is {str(group)[:80]}, expected 1 or more")
     scheme = replace(scheme, group=group)
     if strategy == "tensor_group":
-        return Inputs(replace(scheme, rule="nv"))
+        return ActivationConfig(replace(scheme, rule="nv"))
     powers = str(said.get("scale_dtype")) in _POWERS or bits == 4
-    return Inputs(replace(scheme, rule="mx") if kind == "float" and powers else scheme)
+    return ActivationConfig(replace(scheme, rule="mx") if kind == "float" and powers else scheme)
 
 
 def _not_supported(source: str, what: str) -> UnsupportedError:

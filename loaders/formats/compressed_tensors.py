@@ -32,7 +32,7 @@ from torch import Tensor
 
 from sdk.kernels.layouts import Affine, Layout
 from sdk.loaders.formats import scales
-from sdk.loaders.formats.activations import Inputs, described, with_inputs
+from sdk.loaders.formats.activations import ActivationConfig, activation_config, with_activations
 from sdk.loaders.formats.bit_streams import Bytes, in_order, packed_matrix, unpacked
 from sdk.loaders.formats.float4 import mxfp4, nvfp4
 from sdk.loaders.formats.integers import signed_matrix
@@ -79,7 +79,7 @@ class Scheme:
     bits: int
     group: int | None = None
     block: tuple[int, int] | None = None
-    inputs: Inputs | None = None
+    inputs: ActivationConfig | None = None
     targets: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -95,7 +95,7 @@ class Settings:
     def bits_of(self, kind: str) -> list[int]:
         return sorted({scheme.bits for scheme in self.schemes if scheme.kind == kind})
 
-    def inputs_of(self, name: str, kind: str, bits: int) -> Inputs | None:
+    def inputs_of(self, name: str, kind: str, bits: int) -> ActivationConfig | None:
         """How the layer's activations are quantized, from the entries that describe its weights."""
         said = [s for s in self.schemes if (s.kind, s.bits) == (kind, bits)]
         if len({s.inputs for s in said}) > 1:
@@ -190,7 +190,7 @@ def _scheme(group: Any, source: str) -> Scheme | None:
         bits,
         None if size == -1 else size,
         _block(weights.get("block_structure"), source),
-        described(group.get("input_activations"), f"{source}.input_activations"),
+        activation_config(group.get("input_activations"), f"{source}.input_activations"),
         tuple(str(target)[:1000] for target in targets) if isinstance(targets, list) else (),
     )
 
@@ -255,7 +255,7 @@ def decode(layer: StoredLayer, settings: Settings) -> Layout | Permuted:
     layout = packed.layout if isinstance(packed, Permuted) else packed
     bits = layout.bits if isinstance(layout, Affine) else 8
     inputs = settings.inputs_of(layer.name, kind, bits)
-    return with_inputs(layer, packed, None if inputs is None else inputs.of(layer))
+    return with_activations(layer, packed, None if inputs is None else inputs.of(layer))
 
 
 def _weights(layer: StoredLayer, settings: Settings) -> tuple[Layout | Permuted, str]:

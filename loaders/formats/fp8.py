@@ -21,7 +21,7 @@ import torch
 
 from sdk.kernels.layouts import ActivationScheme, Float8
 from sdk.loaders.formats import scales
-from sdk.loaders.formats.activations import Inputs
+from sdk.loaders.formats.activations import ActivationConfig
 from sdk.loaders.formats.scales import FLOAT8, check_finite, factors, float8, matrix
 from sdk.loaders.formats.stored_layer import StoredLayer
 from sdk.quant.errors import CheckpointError, UnsupportedError
@@ -40,7 +40,7 @@ class Settings:
 
     block: tuple[int, int] | None
     divide: bool = False
-    inputs: Inputs | None = None
+    inputs: ActivationConfig | None = None
 
 
 def settings(config: Mapping[str, Any], source: str) -> Settings:
@@ -68,18 +68,20 @@ def settings(config: Mapping[str, Any], source: str) -> Settings:
     return Settings((block[0], block[1]), divide, _inputs(config, block[1], source))
 
 
-def _inputs(config: Mapping[str, Any], group: int, source: str) -> Inputs | None:
+def _inputs(config: Mapping[str, Any], group: int, source: str) -> ActivationConfig | None:
     scheme = config.get("activation_scheme")
     if scheme is None:
         return None
     if scheme == "static":
-        return Inputs(ActivationScheme("e4m3"), static=True)
+        return ActivationConfig(ActivationScheme("e4m3"), static=True)
     if scheme != "dynamic":
         raise CheckpointError(
             f"{source}: activation_scheme is {str(scheme)[:80]!r}, expected dynamic or static"
         )
     powers = config.get("scale_fmt") == "ue8m0"
-    return Inputs(ActivationScheme("e4m3", group=group, rule="power" if powers else "plain"))
+    return ActivationConfig(
+        ActivationScheme("e4m3", group=group, rule="power" if powers else "plain")
+    )
 
 
 def outline(layer: StoredLayer, settings: Settings) -> tuple[tuple[int, ...], str]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sdk.kernels.layouts import ActivationScheme, Affine, Float8, Layout
 from sdk.loaders.formats import scales
-from sdk.loaders.formats.activations import Inputs
+from sdk.loaders.formats.activations import ActivationConfig
 from sdk.loaders.formats.bit_streams import all_finite
 from sdk.loaders.formats.integers import signed_matrix
 from sdk.loaders.formats.scales import (
@@ -147,7 +147,7 @@ def _inputs(layer: StoredLayer, described: Mapping[str, Any]) -> ActivationSchem
             f"{layer.fail(_CODES, 'activations quantized by ' + str(kind)[:80])}, which is not "
             "supported"
         )
-    static = Inputs(scheme, layer.has(_INPUT_SCALE))
+    static = ActivationConfig(scheme, layer.has(_INPUT_SCALE))
     return static.of(layer, _INPUT_SCALE, _INPUT_POINT)
 
 

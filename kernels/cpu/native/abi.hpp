@@ -62,7 +62,7 @@ enum { kRows = 16, kDepth = 32 };
 // Matrix products hand out strips of two row blocks: a broadcast activation meets both.
 enum { kStrip = 2, kStripRows = kStrip * kRows };
 
-// How the file of a weight wants its inputs rounded (kernels/reference/rounding.py). kPlainScale and
+// How the file of a weight wants its inputs rounded (kernels/reference/fake_quantize.py). kPlainScale and
 // those after it make a scale of the values it is for.
 enum InputCodes { kAsTheyAre = 0, kIntCodes = 1, kE4M3Codes = 2, kE2M1Codes = 3 };
 enum ScaleRule { kStaticScale = 0, kPlainScale = 1, kMxScale = 2, kPowerScale = 3, kNvScale = 4 };

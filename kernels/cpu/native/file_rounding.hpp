@@ -1,4 +1,4 @@
-// Activations rounded as the file of a weight says: kernels/reference/rounding.py, bit for bit.
+// Activations rounded as the file of a weight says: kernels/reference/fake_quantize.py, bit for bit.
 //
 // Integers and 4-bit floats (as integers twice their size) go to integer products as records of 32
 // codes with the scale of their group. What does not fit one record is the sum of two, as where a

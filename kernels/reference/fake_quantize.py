@@ -26,7 +26,7 @@ _FLOATS = {"e4m3": (448.0, 2.0**-6, 3), "e2m1": (6.0, 1.0, 1)}
 _MX_EXPONENT = {"e4m3": 8, "e2m1": 2}
 
 
-def rounded(x: Tensor, scheme: ActivationScheme) -> Tensor:
+def fake_quantize(x: Tensor, scheme: ActivationScheme) -> Tensor:
     """``x`` float32 ``[M, K]`` as the scheme leaves it. Groups with a NaN or inf become NaN."""
     rows, columns = x.shape
     group = min(scheme.group or columns, columns)
