@@ -1,4 +1,4 @@
-"""Products whose activations are rounded as the file of the weight asks for.
+"""Products with activations quantized as the weight's file asks.
 
 int8 and e4m3 activations with one scale per token, and weights of the same type with one scale per
 row, are multiplied as bytes (``product_bytes.py``). Otherwise kernels/reference/fake_quantize.py
@@ -32,7 +32,7 @@ from sdk.kernels.registry import Problem
 class TritonLinearAsFile(TritonLinear):
     """See :class:`sdk.kernels.registry.LinearKernel`; a weight without a scheme is exact.
 
-    ``codes``: which the card's matrix units multiply as bytes: see :func:`bytes_of_card`.
+    ``codes``: those that the card's matrix units multiply as bytes, see :func:`bytes_of_card`.
     """
 
     def __init__(self, tuning: Tuning, codes: Sequence[str], *, fixed: bool = False) -> None:
@@ -97,7 +97,7 @@ def _multiply_bytes(
     tiles: Tiles,
     routed: Routed | None = None,
 ) -> None:
-    """Rounds x ``[M, K]`` and multiplies it, or its rows as they are routed."""
+    """Quantizes x ``[M, K]`` and multiplies it, or its routed rows."""
     dtype = torch.float8_e4m3fn if scheme.floats else torch.int8
     codes = torch.empty(x.shape[0], w.units * w.unit, dtype=dtype, device=x.device)
     scales = torch.empty(x.shape[0], device=x.device)
@@ -109,9 +109,9 @@ def _multiply_bytes(
 
 
 def bytes_of_card(capability: tuple[int, int], *, amd: bool) -> tuple[str, ...]:
-    """Codes of 8 bits that matrix units multiply, as Triton knows them.
+    """8-bit codes that the card's matrix units multiply, as far as Triton supports them.
 
-    NVIDIA: integers from compute capability 8.0 on (for 7.5 Triton 3.6 cannot compile them), floats
+    NVIDIA: integers from compute capability 8.0 on (Triton 3.6 cannot compile them for 7.5), floats
     from 8.9 on. AMD: integers; 8-bit floats have other biases before gfx950.
     """
     if amd:
@@ -120,7 +120,7 @@ def bytes_of_card(capability: tuple[int, int], *, amd: bool) -> tuple[str, ...]:
 
 
 def multiplies_bytes(w: Packed, scheme: ActivationScheme, codes: Sequence[str]) -> bool:
-    """Whether activations and weights are codes of one kind, with scales that follow the sum."""
+    """Whether activations and weights have the same codes, and scales that apply after the sum."""
     whole = w.group >= w.shape[1] and w.unit == 64 and not w.has_minus and w.zeros is None
     token = not scheme.group or scheme.group >= w.shape[1]
     if not (whole and token and scheme.rule == "plain" and scheme.symmetric and not scheme.zero):

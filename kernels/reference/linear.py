@@ -1,7 +1,7 @@
-"""``y = x @ w.T`` with the weight decoded on the fly; always fp32 arithmetic on the exact values.
+"""``y = x @ w.T`` with the weight dequantized on the fly; always fp32 arithmetic on exact values.
 
-Matches float64 to NMSE 1e-12. A library GEMM picks its blocking by the number of rows, which
-changes the order of additions; here every product is ``[16, K] x [K, n]`` with n a multiple of 16,
+Matches float64 to NMSE 1e-12. A library GEMM chooses its blocking by the number of rows, which
+changes the order of additions. Here every product is ``[16, K] x [K, n]`` with n a multiple of 16,
 so a row gets the same bits at every batch size.
 """
 
@@ -21,7 +21,7 @@ from sdk.kernels.reference.fake_quantize import fake_quantize
 from sdk.kernels.registry import Problem
 
 ROW_TILE = 16
-#: Output rows decoded at a time: bounds the scratch to 2048 * K * 4 bytes (12 MiB at K = 1536).
+#: Output rows dequantized at a time: limits scratch to 2048 * K * 4 bytes (12 MiB at K = 1536).
 OUT_TILE = 2048
 
 
@@ -70,7 +70,7 @@ class ReferenceLinear:
 
 
 class ReferenceLinearAsFile(ReferenceLinear):
-    """With the activations quantized as the file of the weight says (``fake_quantize.py``)."""
+    """Quantizes activations as the weight's file asks (``fake_quantize.py``)."""
 
     name = "reference.linear_as_file"
 
@@ -128,8 +128,8 @@ def _index_rows(layout: Layout, index: slice | Tensor, count: int) -> Layout:
 def _index_nested(w: Affine, found: Affine, index: slice | Tensor) -> Affine:
     """``found`` with the scales of rows ``index`` of ``w``.
 
-    Super scales of a run of rows are for as many scales as its start allows; other rows get one
-    level of scales.
+    For a run of rows, super scales cover as many scales as its start allows; other selections get
+    one level of scales.
     """
     assert w.super_scale is not None and w.scale_offset is not None
     found = replace(found, scale_offset=w.scale_offset[index])
@@ -145,7 +145,7 @@ def _index_nested(w: Affine, found: Affine, index: slice | Tensor) -> Affine:
 
 
 def _index_float8(w: Float8, index: slice | Tensor) -> Float8:
-    """Whole blocks of rows keep their scales; other rows get one of their own each."""
+    """Whole blocks of rows keep their scales; other rows get one scale each."""
     high, wide = w.block
     if isinstance(index, slice) and index.start % high == 0 and index.step == 1:
         scale = w.scale[index.start // high : -(-index.stop // high)]

@@ -206,7 +206,7 @@ def test_olmo_2_normalizes_all_heads_at_once(files: Any) -> None:
         ({"quant_method": "marlin"}, "names marlin: Marlin, codes in the order of a GPU"),
         ({"quant_method": "quark"}, "names quark: Quark"),
         ({"quant_method": "sparseml"}, "names sparseml: SparseML, sparse"),
-        ({"quant_method": "spqr"}, "names spqr: SpQR, outliers"),
+        ({"quant_method": "spqr"}, "names spqr: SpQR, codes plus outliers"),
         ({"quant_method": "vptq"}, "names vptq: VPTQ, vector codebooks"),
         ({"quant_method": "gguf-types"}, "names gguf_types"),
         ({"quant_method": "../no"}, "names _no"),

@@ -346,7 +346,7 @@ def test_inputs_that_are_not_finite_are_refused() -> None:
 def test_rows_that_are_not_whole_blocks_are_refused(kind: str) -> None:
     with pytest.raises(QuantizationError, match="multiple of 32, found 40"):
         one_scale_blocks(gaussian(2, 40), kind)
-    with pytest.raises(QuantizationError, match="multiple of 256 values, found 40"):
+    with pytest.raises(QuantizationError, match="multiple of 256, found 40"):
         k_blocks(gaussian(2, 40), "q4_k")
     with pytest.raises(QuantizationError, match="expected one of q4_0"):
         one_scale_blocks(gaussian(2, 64), "q9_0")
