@@ -19,7 +19,7 @@ from typing import Any
 
 from sdk.loaders.tokenizer.special import SpecialSplitter
 from sdk.quant.errors import SdkError
-from sdk.quant.shown import blames_value, shown
+from sdk.quant.safe_repr import is_value_error, safe_repr
 
 MAX_TEMPLATE_BYTES = 64 * 1024
 MAX_DEPTH = 32
@@ -148,7 +148,7 @@ class ChatTemplate:
         except BudgetError as error:
             raise TemplateError(f"chat template stopped: it used {error}") from None
         except Exception as error:
-            if not (isinstance(error, JinjaError) or blames_value(error)):
+            if not (isinstance(error, JinjaError) or is_value_error(error)):
                 raise
             raise TemplateError(f"chat template failed: {_named(error)}") from None
         finally:
@@ -184,7 +184,7 @@ class ChatTemplate:
             if name not in known:
                 near = difflib.get_close_matches(name, sorted(known), 1)
                 hint = f"; did you mean {near[0]}?" if near else ""
-                raise TemplateError(f"the chat template has no argument {shown(name)}{hint}")
+                raise TemplateError(f"the chat template has no argument {safe_repr(name)}{hint}")
 
 
 def check_conversation(
@@ -213,7 +213,7 @@ def check_messages(messages: object, data: _PlainData | None = None) -> None:
             raise TemplateError(f"{where}: expected a dict, found {type(message).__name__}")
         role = message.get("role")
         if not isinstance(role, str) or not role:
-            raise TemplateError(f"{where}: expected a role (a string), found {shown(role)}")
+            raise TemplateError(f"{where}: expected a role (a string), found {safe_repr(role)}")
         _check_content(message, where)
         data.check(message, where, 0)
 
@@ -232,7 +232,7 @@ def _check_content(message: Mapping[str, Any], where: str) -> None:
     for number, part in enumerate(content):
         found = part.get("type") if isinstance(part, Mapping) else None
         if found != "text" or not isinstance(part.get("text"), str):
-            shape = f"type {shown(found)}" if found else type(part).__name__
+            shape = f"type {safe_repr(found)}" if found else type(part).__name__
             only = "" if found in (None, "text") else " (images, audio and files are not supported)"
             expected = '{"type": "text", "text": ...}'
             raise TemplateError(
@@ -271,7 +271,7 @@ class _PlainData:
                 self.check(item, f"{where}[{index}]", depth + 1)
         elif type(value) is int:
             if value.bit_length() > _MAX_INTEGER_BITS:
-                raise TemplateError(f"{where}: expected a shorter number, found {shown(value)}")
+                raise TemplateError(f"{where}: expected a shorter number, found {safe_repr(value)}")
         elif value is not None and type(value) not in (float, bool):
             raise TemplateError(f"{where}: expected plain data, found {type(value).__name__}")
 

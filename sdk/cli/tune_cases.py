@@ -168,7 +168,7 @@ def _model_cases(card: Card, model: str) -> Iterator[Case]:
 def _parts(layer: Linear | ExpertLinear, used: int) -> Iterator[Case]:
     """What of a layer the Triton kernels multiply; experts all at once where they can."""
     from sdk.kernels.gpu.linear import TritonLinear
-    from sdk.quant.experts import ExpertWeights
+    from sdk.quant.expert_weights import ExpertWeights
     from sdk.quant.weight import PackedWeight, StackedWeight
 
     weight, short = layer.weight, layer.ops.activations

@@ -32,8 +32,15 @@ from sdk.models.activation_type import activation_type
 from sdk.models.auto import read_config
 from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
-from sdk.quant.at_load import EMBEDDINGS, FLOATS, is_end, is_router, packed_at_load, scheme_at_load
 from sdk.quant.checkpoint import Checkpoint, TensorEntry
+from sdk.quant.online import (
+    EMBEDDINGS,
+    FLOATS,
+    is_embedding_or_head,
+    is_router,
+    online_quantized,
+    online_scheme,
+)
 
 #: Of a GPU's free memory, what an engine may take unless told otherwise.
 _GPU_SHARE = 0.9
@@ -65,7 +72,7 @@ def open_model(config: EngineConfig) -> Checkpoint:
             f"{checkpoint.path}: expected {config.load_format} (load_format), "
             f"found {checkpoint.format}"
         )
-    return packed_at_load(checkpoint, config.quantization)
+    return online_quantized(checkpoint, config.quantization)
 
 
 class _NoRanks:
@@ -157,7 +164,9 @@ def sizes_of(config: EngineConfig, checkpoint: Checkpoint) -> Sizes:
     device = device_of(config)
     entries = [replace(each, held=held_bytes(each, device)) for each in checkpoint.entries()]
     early, late = _loading_bytes(config, entries, model)
-    matrices = [entry for entry in entries if len(entry.shape) > 1 and not is_end(entry.name)]
+    matrices = [
+        entry for entry in entries if len(entry.shape) > 1 and not is_embedding_or_head(entry.name)
+    ]
     layers: tuple[int, ...] = ()
     window = max((_window_bytes(config, entry, model) for entry in matrices), default=0)
     if device != "cpu":
@@ -277,7 +286,7 @@ def _formats(config: EngineConfig, checkpoint: Checkpoint) -> tuple[set[str], se
     formats: tuple[set[str], set[str]] = set(), set()
     for entry in checkpoint.entries():
         if len(entry.shape) > 1 and not is_router(entry.name):
-            formats[is_end(entry.name)].add(numerics_of(config, entry))
+            formats[is_embedding_or_head(entry.name)].add(numerics_of(config, entry))
     return formats
 
 
@@ -308,15 +317,15 @@ def _loading_bytes(
     """The peaks of a load, while embedding and head are packed and after it. A matrix is in memory
     twice while it is packed: embedding and head, the largest, when little else is there, those of
     the blocks beside everything else."""
-    ends = [entry for entry in entries if is_end(entry.name)]
-    others = [entry for entry in entries if not is_end(entry.name)]
+    ends = [entry for entry in entries if is_embedding_or_head(entry.name)]
+    others = [entry for entry in entries if not is_embedding_or_head(entry.name)]
     largest = max((entry.nbytes for entry in others), default=0)
     window = min(sum(entry.nbytes for entry in others), max(_WINDOW, _READ_MATRICES * largest))
     early = sum(_held(entry) + entry.nbytes for entry in ends)
     late = sum(map(_held, entries)) + window
     if config.quantization is not None:
         late += max((_COPIES * 4 * entry.num_elements for entry in others), default=0)
-        if scheme_at_load(config.quantization).head is not None:  # its codes, before they are tiles
+        if online_scheme(config.quantization).head is not None:  # its codes, before they are tiles
             early += sum(map(_held, ends))
     engine = ENGINE_BYTES + ENGINE_WORD_BYTES * model.vocab_size
     return early + engine, late + engine
@@ -369,6 +378,6 @@ def numerics_of(config: EngineConfig, entry: TensorEntry) -> str:
     """As a report of the loaded model names them: ``q4_k``, ``gptq-w4g128``."""
     if config.quantization is None or entry.held is None or entry.format not in FLOATS:
         return entry.format.lower()
-    scheme = scheme_at_load(config.quantization)
-    spec = scheme.head if is_end(entry.name) else scheme.spec
+    scheme = online_scheme(config.quantization)
+    spec = scheme.head if is_embedding_or_head(entry.name) else scheme.spec
     return str(spec)

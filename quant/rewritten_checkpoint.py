@@ -15,7 +15,7 @@ from sdk.quant.weight import Weight
 Change = Callable[[str, Weight], Weight]
 
 
-class DerivedCheckpoint:
+class RewrittenCheckpoint:
     """A :class:`sdk.quant.checkpoint.Checkpoint` whose weights pass through ``change``.
 
     ``tensors`` replace the plain tensors of those names. ``pulled`` lists the names that were

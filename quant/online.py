@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from sdk.kernels.layouts import Dense
 from sdk.quant.checkpoint import Checkpoint, TensorEntry
-from sdk.quant.derived import DerivedCheckpoint
 from sdk.quant.errors import QuantizationError, UnsupportedError
 from sdk.quant.quantize import quantize_rows, quantize_without_data
+from sdk.quant.rewritten_checkpoint import RewrittenCheckpoint
 from sdk.quant.scheme import Scheme
 from sdk.quant.weight import PackedWeight, Weight, weight_of
 
@@ -26,7 +26,7 @@ _TURNED = ("gpt2", "openai-gpt")
 FLOATS = ("F32", "F16", "BF16")
 
 
-def scheme_at_load(name: str) -> Scheme:
+def online_scheme(name: str) -> Scheme:
     """The scheme called ``name``, if it can be applied while loading.
 
     :raises QuantizationError: unknown, or a scheme that needs calibration text or writes GGUF.
@@ -47,7 +47,7 @@ def is_in_block(entry: TensorEntry) -> bool:
     return len(entry.shape) == 2 and in_block and not is_router(entry.name)
 
 
-def is_end(name: str) -> bool:
+def is_embedding_or_head(name: str) -> bool:
     """Whether a tensor is the embedding or the head (GGUF's blk.N.attn_output is neither)."""
     return not _IN_BLOCK.search(name) and name.removesuffix(".weight").endswith(_ENDS)
 
@@ -57,7 +57,7 @@ def is_router(name: str) -> bool:
     return _ROUTER.search(name) is not None
 
 
-def packed_at_load(checkpoint: Checkpoint, name: str | None) -> Checkpoint:
+def online_quantized(checkpoint: Checkpoint, name: str | None) -> Checkpoint:
     """``checkpoint``, its weights packed by scheme ``name`` as they are pulled; unchanged for None.
 
     :raises UnsupportedError: the matrices are stored as [in, out], or are already packed.
@@ -70,7 +70,7 @@ def packed_at_load(checkpoint: Checkpoint, name: str | None) -> Checkpoint:
             f"{checkpoint.config['model_type']}, which stores its matrices transposed as "
             "[in, out]; leave quantization unset"
         )
-    scheme = scheme_at_load(name)
+    scheme = online_scheme(name)
     entries = checkpoint.entries()
     if not any(is_in_block(entry) and entry.format in FLOATS for entry in entries):
         found = ", ".join(sorted({entry.format for entry in entries if is_in_block(entry)}))
@@ -78,10 +78,10 @@ def packed_at_load(checkpoint: Checkpoint, name: str | None) -> Checkpoint:
             f"{checkpoint.path}: quantization={name!r}: expected float matrices to pack, found "
             f"{found}; leave quantization unset"
         )
-    return QuantizedAtLoad(checkpoint, scheme)
+    return OnlineQuantizedCheckpoint(checkpoint, scheme)
 
 
-class QuantizedAtLoad(DerivedCheckpoint):
+class OnlineQuantizedCheckpoint(RewrittenCheckpoint):
     """``inner`` with the float matrices of its blocks packed; packed ones stay as they are."""
 
     def __init__(self, inner: Checkpoint, scheme: Scheme) -> None:
@@ -95,7 +95,7 @@ class QuantizedAtLoad(DerivedCheckpoint):
             return weight
         if _IN_BLOCK.search(name):
             return weight_of(quantize_without_data(name, weight.dequantize(), self._scheme))
-        if self._scheme.head is not None and is_end(name):
+        if self._scheme.head is not None and is_embedding_or_head(name):
             return weight_of(quantize_rows(name, weight, self._scheme.head))
         return weight
 
@@ -108,6 +108,6 @@ class QuantizedAtLoad(DerivedCheckpoint):
         rows, columns = entry.shape
         if is_in_block(entry):
             return replace(entry, held=self._scheme.packed_bytes(rows, columns))
-        if self._scheme.head is not None and is_end(entry.name):
+        if self._scheme.head is not None and is_embedding_or_head(entry.name):
             return replace(entry, held=self._scheme.head_bytes(rows, columns))
         return entry

@@ -51,13 +51,13 @@ class _Brief(reprlib.Repr):
         return repr(x)
 
 
-def shown(value: object, limit: int = 80) -> str:
+def safe_repr(value: object, limit: int = 80) -> str:
     """``repr(value)``, cut to ``limit`` characters."""
     text = _Brief(limit).repr(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def blames_value(error: BaseException) -> bool:
+def is_value_error(error: BaseException) -> bool:
     """Whether an exception means that the value being read is invalid.
 
     Other exceptions, such as TimeoutError or the host's own types, may come from a signal handler
@@ -66,7 +66,7 @@ def blames_value(error: BaseException) -> bool:
     return isinstance(error, _VALUE_ERRORS) and not isinstance(error, TimeoutError)
 
 
-def described(error: BaseException, limit: int = 300) -> str:
+def safe_message(error: BaseException, limit: int = 300) -> str:
     """``Type: message`` of an exception raised by a caller's object or a library."""
     try:
         text = str(error)
