@@ -151,9 +151,7 @@ class EngineConfig:
         if self.block_size & (self.block_size - 1):
             raise RequestError(f"block_size: expected a power of two, found {self.block_size}")
         if self.filename is not None and not isinstance(self.filename, str):
-            raise RequestError(
-                f"filename: expected a file's name, found {safe_repr(self.filename)}"
-            )
+            raise RequestError(f"filename: expected a file name, found {safe_repr(self.filename)}")
         if self.on_progress is not None and not callable(self.on_progress):
             raise RequestError(
                 f"on_progress: expected a callable, found {safe_repr(self.on_progress)}"
