@@ -1,8 +1,8 @@
-"""Memory of large activations: mapped for them alone, reused from step to step, unmapped at close.
+"""Memory for large activations: mapped separately, reused in every step, unmapped at close.
 
-The C allocator would serve them too, but it keeps what a thread has freed: after a prefill of 512
-tokens about 30 MiB a thread, until the process ends. Small tensors still come from it, because a
-decode step makes hundreds of them and this costs 2 us each.
+The C allocator would keep memory that a thread has freed until the process ends: after a prefill of
+512 tokens about 30 MiB per thread. Small tensors still come from it, because a decode step creates
+hundreds of them, and this pool costs 2 us each.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor
 
 _Array = NDArray[np.float32]
 
-#: Bytes from which a tensor is mapped: a hidden state of 576 features from 114 tokens on.
+#: Tensors of at least so many bytes are mapped: a hidden state of 576 features from 114 tokens on.
 LARGE = 256 * 1024
 
 
 class _Block:
-    """Memory for at least ``count`` numbers."""
+    """Memory for at least ``count`` float32 values."""
 
     __slots__ = ("count", "memory")
 
@@ -35,12 +35,12 @@ class _Block:
 
 
 class ActivationPool:
-    """Hands out float32 tensors. Not thread-safe: one engine's steps.
+    """Allocates float32 tensors. Not thread-safe: for the steps of one engine.
 
-    A block is free again when the last tensor on it is gone, views included. The best fitting free
-    block is taken; when all are too small, the largest of them gives way to a new one, so that
-    there are never more blocks than were once in use together. With ``same_size`` a block only ever
-    holds tensors of one size, and none gives way.
+    A block is free again when its last tensor is freed, views included. The best fitting free block
+    is used. If all are too small, a new one replaces the largest of them, so that there are never
+    more blocks than were once in use at the same time. With ``same_size`` a block holds tensors of
+    one size only, and none is replaced.
     """
 
     def __init__(self, same_size: bool = False) -> None:
@@ -71,5 +71,5 @@ class ActivationPool:
         return torch.from_numpy(array)
 
     def close(self) -> None:
-        """Unmap what is free; blocks still lent follow when their tensors go."""
+        """Unmap free blocks; blocks in use follow when their tensors are freed."""
         self._free.clear()

@@ -95,18 +95,16 @@ class Recorder(Protocol):
 
 
 class GraphRecorder(Protocol):
-    """Records what a device is given to do between :meth:`begin` and :meth:`end`."""
+    """Records the launches on a device between :meth:`begin` and :meth:`end`."""
 
     def rehearse(self, forward: Callable[[], object]) -> None:
-        """Run it once as it is: kernels are compiled and buffers made, which no recording can
-        hold.
-        """
+        """Run ``forward`` once without recording, to compile kernels and create buffers."""
 
     def begin(self) -> None:
-        """From now on launches are recorded, not run, after a rehearsal."""
+        """Record launches from now on, without running them. Needs a rehearsal first."""
 
     def end(self) -> Any:
-        """What was recorded since :meth:`begin`: a graph with ``replay()``."""
+        """The graph recorded since :meth:`begin`, which has ``replay()``."""
 
 
 class Backend(Protocol):

@@ -1,9 +1,9 @@
-"""Layers of a GPU's model whose weights lie in the host's memory.
+"""Layers of a model on a GPU whose weights are offloaded to the host's memory.
 
-They take turns in two places on the card. While one layer computes, the next one's weights are
-copied into the other place by a stream of their own; events keep the two streams in order, so that
-a captured step has the copies in it. Every step copies every such layer once: what is bound is the
-bus, not the card (16 GB/s of PCIe 3 are 16 layers of a 7B model in 4 bits, 110 MiB each, in 0.1 s).
+They alternate between two buffers on the card. While one layer computes, another stream copies the
+next layer's weights to the other buffer; events order the two streams, so that a captured step
+contains the copies. Every step copies each of these layers once, so the bus is the limit, not the
+card (16 GB/s of PCIe 3 are 16 layers of a 7B model in 4 bits, 110 MiB each, in 0.1 s).
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ _ALIGN = 256
 
 
 class Copies(Protocol):
-    """The stream that copies weights, beside the one that computes."""
+    """The stream that copies weights, separate from the one that computes."""
 
     def event(self) -> Any:
-        """Something that can be recorded on one stream and awaited on the other."""
+        """An event that can be recorded on one stream and awaited on the other."""
 
     def after_work(self) -> None:
-        """What is copied from now on waits for all that was asked of the computing stream."""
+        """Later copies wait for everything launched on the computing stream so far."""
 
     def copy(self, place: Tensor, weights: Tensor, free: Any, done: Any) -> None:
-        """Copy when ``free`` has happened, if it is not None; then ``done`` happens."""
+        """Copy after ``free``, if it is not None, and then record ``done``."""
 
     def wait(self, done: Any) -> None:
-        """What is computed from now on waits for ``done``."""
+        """Later computations wait for ``done``."""
 
     def used(self, free: Any) -> None:
-        """``free`` happens when what has been asked of the computing stream is done."""
+        """Record ``free`` after everything launched on the computing stream so far."""
 
 
 class CardCopies:
-    """A second stream of the card. Not run on one yet: its order is what the tests show."""
+    """A second stream of the card. Not run on a card yet; tests check the order of operations."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -72,7 +72,7 @@ class CardCopies:
 
 @dataclass(slots=True)
 class _Layer:
-    """The tensors of a layer, with where each begins in its ``weights``, and its events."""
+    """The tensors of a layer with their offsets in its ``weights``, and its events."""
 
     copied: Any
     used: Any
@@ -82,10 +82,10 @@ class _Layer:
 
 
 class HostLayers:
-    """The layers from number ``first`` on. Loaded one after another, then run in that order.
+    """The layers from number ``first`` on, loaded one after another and run in that order.
 
-    A tensor of theirs is a part of one of the places from :meth:`keep` on: it holds its values
-    while its layer runs, and inside of :meth:`fetched`.
+    After :meth:`keep`, their tensors are parts of one of the buffers. They hold their values while
+    their layer runs, and inside :meth:`fetched`.
     """
 
     def __init__(self, first: int, device: torch.device, copies: Copies | None = None) -> None:
@@ -99,14 +99,14 @@ class HostLayers:
 
     @property
     def nbytes(self) -> int:
-        """Of the weights in the host's memory."""
+        """Bytes of the weights in the host's memory."""
         return sum(layer.nbytes for layer in self._layers)
 
     # Loading
 
     @contextmanager
     def load(self, index: int) -> Iterator[None]:
-        """What is kept inside belongs to layer ``index``."""
+        """Weights kept inside this context belong to layer ``index``."""
         if index < self._first:
             yield
             return
@@ -135,7 +135,7 @@ class HostLayers:
             return
         for tensor in _tensors(packed):
             start = -(-layer.nbytes // _ALIGN) * _ALIGN
-            values = tensor.detach().contiguous()  # a tensor of its own, which stays where it is
+            values = tensor.detach().contiguous()  # a separate tensor, which is not moved
             layer.nbytes = start + values.nbytes
             if layer.nbytes > len(self._place_of(layer)):
                 self._grow(layer.nbytes)
@@ -147,7 +147,7 @@ class HostLayers:
         return self._places[self._layers.index(layer) % _PLACES]
 
     def _grow(self, nbytes: int) -> None:
-        """Larger places, in which all tensors lie where they lay."""
+        """Enlarge the buffers; all tensors keep their offsets."""
         nbytes = max(nbytes, len(self._places[0]) * 5 // 4)
         for number, old in enumerate(self._places):
             new = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
@@ -161,7 +161,7 @@ class HostLayers:
 
     @contextmanager
     def run(self, index: int) -> Iterator[None]:
-        """The operators of layer ``index`` of a step; steps run their layers from 0 on."""
+        """The context of layer ``index`` of a step; steps run their layers from 0 on."""
         if index == 0:
             self._copies.after_work()
             for number in range(min(_PLACES, len(self._layers))):
@@ -179,7 +179,7 @@ class HostLayers:
 
     @contextmanager
     def fetched(self, packed: Any) -> Iterator[None]:
-        """Between steps: the tensors of a packed weight have their values."""
+        """Between steps: a context in which a packed weight's tensors hold their values."""
         wanted = next(iter(_tensors(packed)), None)
         for number, layer in enumerate(self._layers):
             if any(tensor is wanted for tensor, _ in layer.tensors):

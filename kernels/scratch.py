@@ -1,4 +1,4 @@
-"""What kernels ask for beside their inputs and results, as a plan counts it."""
+"""Scratch: temporary memory of kernels in addition to inputs and results, for memory plans."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A weight ``[n, k]``, of ``experts`` alike where that is not 0, of which a token has
-    ``per_token``. ``plain``, ``packed``: whether some layers have it as plain floats, and some not.
+    """A weight ``[n, k]``. If ``experts`` is not 0, there are so many of this shape, and each token
+    uses ``per_token``. ``plain``, ``packed``: whether some layers store it as floats, or packed.
     """
 
     n: int
@@ -22,12 +22,12 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """What one model multiplies, and how it asks for it.
+    """The matrix products of one model.
 
-    ``head``: the matrix that only rows with logits are multiplied with. ``copied``: bytes of a
-    number of x as a library for plain floats takes it, 0 where it takes the activations themselves.
-    ``rounds``: the file may ask for rounded inputs. ``exact``, ``fixed``: as ``compute="exact"``
-    and ``deterministic=True`` ask.
+    ``head``: the matrix that is multiplied only with output rows. ``copied``: bytes per value of
+    the copy of x that a library for plain floats needs, 0 if it takes the activations themselves.
+    ``rounds``: the file may ask for quantized activations. ``exact``, ``fixed``: the options
+    ``compute="exact"`` and ``deterministic=True``.
     """
 
     matrices: tuple[Matrix, ...]
@@ -41,11 +41,11 @@ class Products:
 
 
 class Scratch(Protocol):
-    """Of one model on one device."""
+    """The scratch of one model on one device."""
 
     def nbytes(self, tokens: int, requests: int, context: int) -> int:
-        """The most an operator asks for in a step of so many ``tokens``, ``requests`` of which have
-        logits, of contexts up to ``context`` tokens."""
+        """The largest scratch in bytes of any operator in a step of ``tokens`` tokens and
+        ``requests`` output rows, with contexts up to ``context`` tokens."""
 
     def kept(self, requests: int) -> int:
-        """What stays from step to step."""
+        """Bytes that stay allocated between steps."""

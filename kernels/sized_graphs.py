@@ -1,13 +1,13 @@
-"""Steps as graphs of fixed shapes: decode steps whole, steps with prompts in pieces between the
-attentions.
+"""Steps as graphs of fixed shapes: whole decode steps, and steps with prompts as pieces between
+attention operators.
 
-A graph has fixed shapes, so there is one per bucket of sizes, captured when it is first needed; a
-smaller step runs in the next larger one, filled up with rows that are nobody's (slot -1: attention
-and the write of keys pass over them). What an attention launches depends on the lengths of its
-requests as well, of which decode steps know a bound and prompts do not.
+A graph has fixed shapes, so there is one per bucket of sizes, captured when it is first needed. A
+smaller step runs in the next larger graph with padding rows (slot -1: attention and the write of
+keys skip them). The launches of an attention also depend on the lengths of its requests, which are
+bounded in decode steps but not in prompts.
 
-All graphs share one pool of memory, because only one runs at a time. What is read after the next
-replay must lie outside of the pool, where no other graph has its scratch.
+All graphs share one memory pool, because only one runs at a time. Tensors that are read after the
+next replay must be outside the pool, where no other graph has its scratch.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from sdk.kernels.graph import Attend, CaptureError, Cut
 logger = logging.getLogger("sdk")
 Result = TypeVar("Result")
 Recorded = TypeVar("Recorded")
-#: An attention of a recorded step, over the batch of a step.
+#: An attention operator of a recorded step, run on the batch of a step.
 Attention = Callable[[AttentionBatch], None]
 
-#: Tokens of the largest step in pieces. Of more, a layer of 4,096 features computes for longer than
-#: the 0.1 to 0.3 ms in which its operators are launched one by one; by arithmetic, not measured.
+#: Tokens of the largest step that runs in pieces. With more, a layer of 4,096 features computes for
+#: longer than launching its operators one by one takes (0.1 to 0.3 ms); estimated, not measured.
 MOST_TOKENS = 512
 
 
@@ -49,7 +49,7 @@ def token_buckets(largest: int) -> list[int]:
 
 
 def bucket_of(sizes: Sequence[int], wanted: int) -> int:
-    """The smallest of ``sizes``, in order, that holds so many. :raises KernelError: if none."""
+    """The first of ascending ``sizes`` that is large enough. :raises KernelError: none is."""
     at = bisect_left(sizes, wanted)
     if at == len(sizes):
         raise KernelError(f"replay: expected at most {sizes[-1]} rows, found {wanted}")
@@ -57,8 +57,8 @@ def bucket_of(sizes: Sequence[int], wanted: int) -> int:
 
 
 class Captured(Generic[Recorded]):
-    """What was captured, by size. After one failure nothing more is tried, because memory does not
-    come back by itself; what there is stays in use. ``failed`` says why, else it is empty.
+    """Captured graphs by size. After a failure no more are captured, because its memory is not
+    freed; existing graphs stay in use. ``failed`` is the reason, or empty.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Captured(Generic[Recorded]):
         return list(self._recorded)
 
     def find(self, size: Any, capture: Callable[[], Recorded], what: str) -> Recorded:
-        """That of a size. :raises CaptureError: when it cannot be captured."""
+        """The graph of a size. :raises CaptureError: it cannot be captured."""
         if size not in self._recorded:
             if self.failed:
                 raise CaptureError(self.failed)
@@ -86,9 +86,9 @@ class Captured(Generic[Recorded]):
 
 
 class StepGraphs(Generic[Result]):
-    """The decode steps of one engine. ``forward(size, *variant)`` runs one over the first rows of
-    buffers that stay; what it returns are buffers too, filled by every replay. There is a graph for
-    each size and ``variant``.
+    """The decode steps of one engine. ``forward(size, *variant)`` runs a step on the first rows of
+    fixed buffers, and returns fixed buffers that every replay fills. There is a graph for each size
+    and ``variant``.
     """
 
     def __init__(
@@ -100,13 +100,13 @@ class StepGraphs(Generic[Result]):
         self.captured: Captured[tuple[Any, Result]] = Captured()
 
     def size(self, requests: int) -> int:
-        """The bucket a step of so many requests runs in."""
+        """The bucket for a step of so many requests."""
         return bucket_of(self._buckets, requests)
 
     def replay(self, size: int, *variant: bool) -> Result:
-        """Run the step of a bucket on what its buffers hold now.
+        """Run the step of a bucket on the current contents of its buffers.
 
-        :raises CaptureError: when it cannot be captured.
+        :raises CaptureError: it cannot be captured.
         """
         what = f"a decode step of {size}"
         graph, result = self.captured.find(
@@ -128,7 +128,7 @@ class StepGraphs(Generic[Result]):
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """One bucket: a graph, an attention, a graph and so on, and what they leave."""
+    """One bucket: graphs and attention operators in turn, and their result."""
 
     graphs: list[Any]
     attentions: list[Attention]
@@ -136,12 +136,12 @@ class _Pieces:
 
 
 class PieceGraphs:
-    """Steps of up to ``most_tokens`` tokens, of prompts as of decoding requests, in pieces.
+    """Steps of up to ``most_tokens`` tokens, with prompts or decoding requests, in pieces.
 
-    ``forward(size, cut)`` computes hidden states of the first ``size`` rows of buffers that stay,
-    and asks ``cut`` for each of its attentions. Attentions run on the step's own batch, between the
-    pieces, and reach these through two buffers that all layers and buckets share: what a layer has
-    in the pool is another's when it is done.
+    ``forward(size, cut)`` computes hidden states from the first ``size`` rows of fixed buffers, and
+    calls ``cut`` for each attention. Attention runs on the step's own batch, between the pieces,
+    and exchanges data with them through two buffers shared by all layers and buckets, because a
+    layer's memory in the pool is reused by other layers.
     """
 
     def __init__(
@@ -155,13 +155,13 @@ class PieceGraphs:
 
     @property
     def most_tokens(self) -> int:
-        """Those of the largest step."""
+        """The tokens of the largest step."""
         return self._buckets[-1]
 
     def replay(self, batch: AttentionBatch) -> Tensor:
-        """Run the step that the buffers hold: its hidden states, valid until the next.
+        """Run the step in the buffers; returns its hidden states, valid until the next replay.
 
-        :raises CaptureError: when it cannot be captured.
+        :raises CaptureError: it cannot be captured.
         """
         size = bucket_of(self._buckets, batch.num_tokens)
         pieces = self.captured.find(size, lambda: self._capture(size, batch), f"{size} tokens")
@@ -205,7 +205,7 @@ class PieceGraphs:
         return self._buffer("hidden", hidden).copy_(hidden)
 
     def _buffer(self, purpose: str, like: Tensor) -> Tensor:
-        """The first rows of one that stays."""
+        """The first rows of a fixed buffer."""
         key = purpose, like.shape[1:], like.dtype
         if key not in self._buffers:
             self._buffers[key] = like.new_empty(self._buckets[-1], *like.shape[1:])

@@ -17,7 +17,7 @@ from sdk.models.layers import ExpertProjection, Projection
 from sdk.models.parallel import Mesh
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.errors import CheckpointError, UnsupportedError
-from sdk.quant.experts import ExpertWeights
+from sdk.quant.expert_weights import ExpertWeights
 from sdk.quant.weight import DenseWeight, Weight, concat
 
 

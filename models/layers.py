@@ -22,7 +22,7 @@ from sdk.models.parallel import Mesh
 from sdk.models.rope import Rope, RopeSpec
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.errors import AlignmentError, CheckpointError
-from sdk.quant.experts import ExpertWeights
+from sdk.quant.expert_weights import ExpertWeights
 from sdk.quant.weight import Side, Weight, concat
 
 #: Prefixes of the body and of the head: of plain models, then the two of multimodal ones.
@@ -106,7 +106,7 @@ class ExpertProjection:
         self.by_token = by_token
 
     def __call__(self, x: Tensor, routes: Routes) -> Tensor:
-        """See :meth:`sdk.quant.experts.ExpertWeights.matmul_routed`."""
+        """See :meth:`sdk.quant.expert_weights.ExpertWeights.matmul_routed`."""
         y = self.weight.matmul_routed(x, routes, by_token=self.by_token)
         if self.bias is not None:
             self.ops.moe.add_owners_bias(y, self.bias, routes)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from sdk.kernels.kv_types import KV_ALIASES, KV_TYPES, KVType
-from sdk.quant.shown import shown
+from sdk.quant.safe_repr import safe_repr
 
 if TYPE_CHECKING:
     from sdk.kernels.layouts import ActivationScheme
@@ -86,7 +86,9 @@ class QuantSpec:
         found = _AFFINE.fullmatch(text)
         if found is None:
             known = ", ".join([*_FLOATS, *_BLOCKS, *_TABLES])
-            raise ValueError(f"quant spec: expected {known} or w4a16g128-like, found {shown(text)}")
+            raise ValueError(
+                f"quant spec: expected {known} or w4a16g128-like, found {safe_repr(text)}"
+            )
         group = found["group"]
         if group is not None and int(group) < 1:
             raise ValueError(f"quant spec: the group must be at least 1, found {text!r}")
@@ -157,7 +159,7 @@ class KVTypes:
                 return cls(names[0], names[-1], tuple(skip))
         raise ValueError(
             f"expected {', '.join(KV_TYPES)}, k8v4-like or two of them as int8/fp8, "
-            f"with :skip=0+1 for layers in float16, found {shown(text)}"
+            f"with :skip=0+1 for layers in float16, found {safe_repr(text)}"
         )
 
     @property
@@ -181,7 +183,7 @@ def parse_ladder(text: str) -> str:
     names = tuple(KV_ALIASES.get(name, name) for name in text.replace(" ", "").split(">"))
     if any(len(names) > 1 and names == _LADDER[i : i + len(names)] for i in range(2)):
         return ">".join(names)
-    raise ValueError(f"expected fp16>int8>int4, fp16>int8 or int8>int4, found {shown(text)}")
+    raise ValueError(f"expected fp16>int8>int4, fp16>int8 or int8>int4, found {safe_repr(text)}")
 
 
 def kv_bits(dtype: str) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from sdk.errors import QuantizationError, RequestError, SdkError
 from sdk.kernels.ladder import KEPT_PAGES, LADDER_PAGE_SIZE
 from sdk.memory.pool import MemoryPool
 from sdk.memory.sizes import parse_bytes
-from sdk.quant.shown import blames_value, described, shown
+from sdk.quant.safe_repr import is_value_error, safe_message, safe_repr
 from sdk.quant.spec import KVTypes, parse_ladder
 
 #: ``(stage, done, total)``; return ``False`` to cancel. Stages: ``"download"`` and ``"load"``
@@ -94,9 +94,9 @@ class EngineConfig:
         except SdkError:
             raise
         except Exception as error:
-            if not blames_value(error):
+            if not is_value_error(error):
                 raise
-            raise RequestError(f"an option cannot be read: {described(error)}") from error
+            raise RequestError(f"an option cannot be read: {safe_message(error)}") from error
 
     def _check(self) -> None:
         if self.chat_template is not None:
@@ -104,14 +104,14 @@ class EngineConfig:
         for name, (off, instead) in _NOT_YET.items():
             if getattr(self, name) != off:
                 raise RequestError(
-                    f"{name}={shown(getattr(self, name))} is not available in this release: "
+                    f"{name}={safe_repr(getattr(self, name))} is not available in this release: "
                     f"{instead}"
                 )
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise RequestError(
                     f"{name}: expected one of {', '.join(map(repr, allowed))}, "
-                    f"found {shown(getattr(self, name))}"
+                    f"found {safe_repr(getattr(self, name))}"
                 )
         for name, (low, high) in _COUNTS.items():
             value = getattr(self, name)
@@ -119,7 +119,7 @@ class EngineConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
                 raise RequestError(
-                    f"{name}: expected an integer in {low}..{high}, found {shown(value)}"
+                    f"{name}: expected an integer in {low}..{high}, found {safe_repr(value)}"
                 )
         for name in ("memory", "kv_cache_memory_bytes"):
             value = getattr(self, name)
@@ -129,7 +129,7 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None:
                 if not isinstance(value, str | os.PathLike):
-                    raise RequestError(f"{name}: expected a folder, found {shown(value)}")
+                    raise RequestError(f"{name}: expected a folder, found {safe_repr(value)}")
                 object.__setattr__(self, name, os.fspath(value))
         if self.dtype in _SHORT_FOR:  # vLLM's other spellings
             object.__setattr__(self, "dtype", _SHORT_FOR[self.dtype])
@@ -141,20 +141,22 @@ class EngineConfig:
         if self.kv_policy is not None:
             self._check_policy()
         elif self.kv_keep != KEPT_PAGES:
-            raise RequestError(f"kv_keep={shown(self.kv_keep)} needs a kv_policy")
+            raise RequestError(f"kv_keep={safe_repr(self.kv_keep)} needs a kv_policy")
         if self.quantization is not None:
             _check_quantization(self.quantization)
         share = self.gpu_memory_utilization
         if share is not None and not (_is_number(share) and 0 < share <= 1):
             raise RequestError(
-                f"gpu_memory_utilization: expected a share in (0, 1], found {shown(share)}"
+                f"gpu_memory_utilization: expected a share in (0, 1], found {safe_repr(share)}"
             )
         if self.block_size & (self.block_size - 1):
             raise RequestError(f"block_size: expected a power of two, found {self.block_size}")
         if self.filename is not None and not isinstance(self.filename, str):
-            raise RequestError(f"filename: expected a file's name, found {shown(self.filename)}")
+            raise RequestError(f"filename: expected a file name, found {safe_repr(self.filename)}")
         if self.on_progress is not None and not callable(self.on_progress):
-            raise RequestError(f"on_progress: expected a callable, found {shown(self.on_progress)}")
+            raise RequestError(
+                f"on_progress: expected a callable, found {safe_repr(self.on_progress)}"
+            )
 
     def _check_offload(self) -> None:
         for name in ("disk_offload", "cpu_offload"):
@@ -179,9 +181,9 @@ class EngineConfig:
         if value is None:
             return
         if not isinstance(value, str | os.PathLike):
-            raise RequestError(f"{name}: expected a folder, found {shown(value)}")
+            raise RequestError(f"{name}: expected a folder, found {safe_repr(value)}")
         if getattr(self, option) == 0:
-            raise RequestError(f"{name}={shown(os.fspath(value))} needs a {option}")
+            raise RequestError(f"{name}={safe_repr(os.fspath(value))} needs a {option}")
         object.__setattr__(self, name, os.fspath(value))
 
     def _check_steps(self) -> None:
@@ -216,9 +218,11 @@ class EngineConfig:
             raise RequestError(f"kv_policy: {error}") from error
         keep = self.kv_keep
         if not isinstance(keep, list | tuple) or [type(n) for n in keep] != [int, int]:
-            raise RequestError(f"kv_keep: expected two numbers of pages, found {shown(keep)}")
+            raise RequestError(f"kv_keep: expected two numbers of pages, found {safe_repr(keep)}")
         if min(keep) < 0:
-            raise RequestError(f"kv_keep: expected numbers of pages from 0 on, found {shown(keep)}")
+            raise RequestError(
+                f"kv_keep: expected numbers of pages from 0 on, found {safe_repr(keep)}"
+            )
         object.__setattr__(self, "kv_keep", tuple(keep))
         if self.kv_cache_dtype != "auto":
             raise RequestError(
@@ -242,16 +246,16 @@ def _is_number(value: object) -> bool:
 
 def _text(name: str, value: object) -> str:
     if not isinstance(value, str):
-        raise RequestError(f"{name}: expected a string, found {shown(value)}")
+        raise RequestError(f"{name}: expected a string, found {safe_repr(value)}")
     return value
 
 
 def _check_quantization(name: object) -> None:
-    from sdk.quant.at_load import scheme_at_load  # with torch
+    from sdk.quant.online import online_scheme  # with torch
 
     scheme = _text("quantization", name)
     try:
-        scheme_at_load(scheme)
+        online_scheme(scheme)
     except QuantizationError as error:
         raise RequestError(str(error)) from error
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sdk.errors import RequestError
-from sdk.quant.shown import shown
+from sdk.quant.safe_repr import safe_repr
 
 #: Accepted whatever the value: it says how another engine works inside, not what it answers.
 _ANY = object()
@@ -147,7 +147,7 @@ def without_effect(name: str, value: Any) -> bool:
         return True
     if not known.off:
         return False
-    raise RequestError(f"{name}={shown(value)} is not available: {known.here}")
+    raise RequestError(f"{name}={safe_repr(value)} is not available: {known.here}")
 
 
 def _same(value: object, off: object) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 
 from sdk.errors import RequestError, SdkError
 from sdk.other_names import SAMPLING
-from sdk.quant.shown import blames_value, described, shown
+from sdk.quant.safe_repr import is_value_error, safe_message, safe_repr
 from sdk.text.stop_regex import MAX_PATTERN_LEN, StopRegex
 
 #: Limits, so that one request cannot exhaust the process. They are part of the error messages.
@@ -241,10 +241,10 @@ class SamplingParams:
         except SdkError:
             raise
         except Exception as error:
-            if not blames_value(error):
+            if not is_value_error(error):
                 raise
             raise RequestError(
-                f"a sampling parameter cannot be read: {described(error)}"
+                f"a sampling parameter cannot be read: {safe_message(error)}"
             ) from error
 
     def _check_together(self) -> None:
@@ -314,7 +314,7 @@ SamplingParams.__signature__ = _fields_shown()  # type: ignore[attr-defined]
 
 
 def _refused(name: str, value: object, allowed: str) -> RequestError:
-    return RequestError(f"{name} must be {allowed}, got {shown(value)}")
+    return RequestError(f"{name} must be {allowed}, got {safe_repr(value)}")
 
 
 def _to_float(value: Any) -> float:
@@ -337,7 +337,7 @@ def _number(name: str, value: Any, allowed: _Range, convert: Callable[[Any], Any
             raise TypeError
         number = convert(value)
     except Exception as error:
-        if not blames_value(error):
+        if not is_value_error(error):
             raise
         raise _refused(name, value, f"{kind} {allowed}") from None
     if number not in allowed or not math.isfinite(number):
@@ -372,7 +372,7 @@ def _items(name: str, values: Any, what: str, limit: int) -> tuple[Any, ...]:
     try:
         items = tuple(itertools.islice(values, limit + 1))
     except Exception as error:
-        if not blames_value(error):
+        if not is_value_error(error):
             raise
         raise _refused(name, values, f"a list of {what}") from None
     if len(items) > limit:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, overload
 
 from sdk.errors import RequestError
-from sdk.quant.shown import shown
+from sdk.quant.safe_repr import safe_repr
 from sdk.quant.tokenizer import Tokenizer
 
 
@@ -111,7 +111,8 @@ class LLMTokenizer:
         """The ids of a text, or of each; with ``truncation`` the first ``max_length``."""
         if truncation and (not isinstance(max_length, int) or max_length < 1):
             raise RequestError(
-                f"max_length: expected a number of tokens to truncate to, found {shown(max_length)}"
+                "max_length: expected a number of tokens to truncate to, "
+                f"found {safe_repr(max_length)}"
             )
         one = isinstance(text, str)
         texts = [text] if isinstance(text, str) else text
@@ -128,7 +129,7 @@ class LLMTokenizer:
     ) -> list[int]:
         """The ids of a text. ``parse_special=False``: control tokens in it are ordinary text."""
         if not isinstance(text, str):
-            raise RequestError(f"text: expected a string, found {shown(text)}")
+            raise RequestError(f"text: expected a string, found {safe_repr(text)}")
         return self._inner.encode(text, add_special_tokens, parse_special)
 
     def tokenize(self, text: str) -> list[str]:

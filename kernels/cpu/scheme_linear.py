@@ -1,6 +1,6 @@
 """Matrix products with activations quantized by the scheme of the weight's file (W8A8 and others).
 
-Codes and scales equal those of kernels/reference/rounding.py bit for bit
+Codes and scales equal those of kernels/reference/fake_quantize.py bit for bit
 (``native/activation_schemes.hpp``). Integers and 4-bit floats become operands of the integer
 products of ``native/linear_int.hpp``. The products of 8-bit floats do not fit an integer:
 activations are rounded to 8-bit floats and multiplied in fp32.

@@ -1,4 +1,4 @@
-"""CUDA graphs: what torch's current card is given to do, recorded and replayed."""
+"""CUDA graphs: records and replays launches on torch's current card."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 
 
 class CardRecorder:
-    """See :class:`sdk.kernels.sized_graphs.GraphRecorder`; all its graphs share a pool of memory.
+    """See :class:`sdk.kernels.sized_graphs.GraphRecorder`; all graphs share one memory pool.
 
-    Not run on a card yet: capture itself is the one part the interpreter cannot show.
+    Not run on a card yet: capture is the one part that the interpreter cannot test.
     """
 
     def __init__(self) -> None:
@@ -23,8 +23,8 @@ class CardRecorder:
         self._undo = ExitStack()
 
     def rehearse(self, forward: Callable[[], object]) -> None:
-        """Afterwards nothing is under way, no garbage is left that would be destroyed meanwhile,
-        and torch does not keep for this stream what the rehearsal has freed.
+        """Afterwards the card is idle, no garbage is left that could be collected during capture,
+        and torch does not keep memory freed by the rehearsal for this stream.
         """
         if self._stream is None:
             self._stream = torch.cuda.Stream()
@@ -37,16 +37,16 @@ class CardRecorder:
         torch.cuda.empty_cache()
 
     def begin(self) -> None:
-        """From now on launches are recorded, not run, after a rehearsal."""
+        """Record launches from now on, without running them. Needs a rehearsal first."""
         with ExitStack() as undo:
             undo.enter_context(torch.cuda.stream(self._stream))
             self._graph = torch.cuda.CUDAGraph()
-            # Other threads of the host may do with the card what a recording could not hold.
+            # Other threads of the host may use the card in ways that cannot be recorded.
             self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             self._undo = undo.pop_all()
 
     def end(self) -> Any:
-        """What was recorded since :meth:`begin`: a graph with ``replay()``."""
+        """The graph recorded since :meth:`begin`, which has ``replay()``."""
         graph, self._graph = self._graph, None
         with self._undo:
             graph.capture_end()

@@ -1,4 +1,4 @@
-"""Rotary embedding, its angles, and the write of keys and values into their pages, in torch."""
+"""Rotary embedding, its angles, and the write of keys and values to their pages, in torch."""
 
 from __future__ import annotations
 

@@ -167,14 +167,14 @@ def _model_cases(card: Card, model: str) -> Iterator[Case]:
 
 def _parts(layer: Projection | ExpertProjection, used: int) -> Iterator[Case]:
     """What of a layer the Triton kernels multiply; experts all at once where they can."""
-    from sdk.kernels.gpu.linear import Linear as GpuLinear
-    from sdk.quant.experts import ExpertWeights
+    from sdk.kernels.gpu.linear import TritonLinear
+    from sdk.quant.expert_weights import ExpertWeights
     from sdk.quant.weight import PackedWeight, StackedWeight
 
     weight, short = layer.weight, layer.ops.activations
     parts = weight.parts if isinstance(weight, StackedWeight) else (weight,)
     bound = [part.bound for part in parts if isinstance(part, PackedWeight)]
-    bound = [one for one in bound if isinstance(one.choice.implementation, GpuLinear)]
+    bound = [one for one in bound if isinstance(one.choice.implementation, TritonLinear)]
     if not isinstance(weight, ExpertWeights):
         outputs = short if getattr(layer, "narrow", False) else torch.float32
         for one in bound:

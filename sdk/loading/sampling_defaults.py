@@ -17,7 +17,7 @@ from sdk.errors import CheckpointError, RequestError
 from sdk.loaders.json_file import read_json
 from sdk.params import SamplingParams
 from sdk.quant.checkpoint import Checkpoint
-from sdk.quant.shown import shown
+from sdk.quant.safe_repr import safe_repr
 
 #: Where nobody names any. Measured on SmolLM2-135M: see docs/log.md.
 OWN: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.9, "min_p": 0.05}
@@ -80,7 +80,7 @@ def _chosen(config: EngineConfig, checkpoint: Checkpoint) -> tuple[dict[str, Any
     if not path.is_file():
         raise CheckpointError(
             f"generation_config: expected 'auto', 'vllm' or a folder with {_FILE}, "
-            f"found {shown(choice)}"
+            f"found {safe_repr(choice)}"
         )
     return _named(read_json(path, _MAX_BYTES)), str(path)
 
@@ -102,7 +102,7 @@ def _checked(override: object) -> dict[str, Any]:
     if not isinstance(override, Mapping) or not known.issuperset(override):
         raise RequestError(
             f"override_generation_config: expected a dict of {', '.join(sorted(known))}, "
-            f"found {shown(override)}"
+            f"found {safe_repr(override)}"
         )
     extra = {"max_tokens": override["max_tokens"]} if "max_tokens" in override else {}
     return _named(override) | extra

@@ -17,8 +17,8 @@ from sdk.loaders.writers.gguf_writer import GgufWriter
 from sdk.loaders.writers.hf_writer import HfWriter
 from sdk.loading.progress import reporting
 from sdk.models.auto import read_config
-from sdk.quant.at_load import is_in_block
 from sdk.quant.checkpoint import Checkpoint
+from sdk.quant.online import is_in_block
 from sdk.quant.scheme import Scheme
 from sdk.quantizing.job import Job
 from sdk.quantizing.libraries import library_for, quantize_with

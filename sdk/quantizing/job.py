@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.layouts import Dense, Layout
-from sdk.quant.at_load import is_router
 from sdk.quant.calibration import InputStatistics, Observer
 from sdk.quant.checkpoint import Checkpoint
-from sdk.quant.derived import DerivedCheckpoint
+from sdk.quant.online import is_router
 from sdk.quant.permuted import Permuted, PermutedWeight
 from sdk.quant.quantize import (
     Packed,
@@ -27,6 +26,7 @@ from sdk.quant.quantize import (
     quantize_without_data,
     to_blocks,
 )
+from sdk.quant.rewritten_checkpoint import RewrittenCheckpoint
 from sdk.quant.scheme import Scheme
 from sdk.quant.spec import QuantSpec
 from sdk.quant.weight import PackedWeight, Weight, weight_of
@@ -128,7 +128,7 @@ class Job:
 
     def _layer(self, index: int) -> None:
         observer = Observer()
-        observing = DerivedCheckpoint(self.checkpoint, observer.watch)
+        observing = RewrittenCheckpoint(self.checkpoint, observer.watch)
         inputs = self.folder.inputs(index)
         if self.ids is not None and index == 0:
             self.layers.embed(self.checkpoint, self.ids, inputs)
@@ -149,7 +149,7 @@ class Job:
             for name in names:
                 if name not in packed:  # of an expert that no token of the text was sent to
                     packed[name] = self._without_data(name)
-            after = DerivedCheckpoint(
+            after = RewrittenCheckpoint(
                 self.checkpoint,
                 lambda name, weight: _weight(packed[name]) if name in packed else weight,
                 changed,

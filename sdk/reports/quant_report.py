@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from sdk.memory.sizes import format_bytes
-from sdk.quant.experts import ExpertWeights
+from sdk.quant.expert_weights import ExpertWeights
 from sdk.quant.weight import StackedWeight, Weight
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from sdk.errors import RequestError
-from sdk.quant.shown import shown
+from sdk.quant.safe_repr import safe_repr
 
 Message = Mapping[str, Any]
 
@@ -51,23 +51,23 @@ class ChatOptions:
         if not isinstance(self.add_generation_prompt, bool):
             raise RequestError(
                 "add_generation_prompt: expected True or False, found "
-                f"{shown(self.add_generation_prompt)}"
+                f"{safe_repr(self.add_generation_prompt)}"
             )
         if template is not None and not isinstance(template, str):
             raise RequestError(
                 "chat_template: expected the source or the name of a template, found "
-                f"{shown(template)}"
+                f"{safe_repr(template)}"
             )
         if tools is not None and (
             not isinstance(tools, list | tuple) or not all(isinstance(t, Mapping) for t in tools)
         ):
-            raise RequestError(f"tools: expected a list of dicts, found {shown(tools)}")
+            raise RequestError(f"tools: expected a list of dicts, found {safe_repr(tools)}")
         if variables is None:
             return
         if not isinstance(variables, Mapping) or not all(isinstance(k, str) for k in variables):
             raise RequestError(
                 "chat_template_kwargs: expected a dict with names as keys, found "
-                f"{shown(variables)}"
+                f"{safe_repr(variables)}"
             )
         reserved = sorted(_TEMPLATE_ARGUMENTS & variables.keys())
         if reserved:

@@ -26,7 +26,7 @@ from sdk.engine.scheduling.step_costs import StepCosts
 from sdk.errors import EngineClosedError, EngineDeadError, RequestError, SdkError
 from sdk.memory.pool import Lease
 from sdk.params import SamplingParams
-from sdk.quant.shown import shown
+from sdk.quant.safe_repr import safe_repr
 from sdk.requests.wakeups import Wakeups
 from sdk.sampling.resolved import ResolvedParams
 from sdk.text.stops import StopStrings
@@ -145,7 +145,7 @@ class Driver:
             for job in jobs:
                 if job.request_id in self._listeners:
                     raise RequestError(
-                        f"request_id: {shown(job.request_id)} is that of an unfinished request"
+                        f"request_id: {safe_repr(job.request_id)} is that of an unfinished request"
                     )
             if run:
                 self._start()

@@ -12,7 +12,7 @@ from sdk.engine.plan import RequestKind
 from sdk.engine.scheduling.results import ResultLimit
 from sdk.errors import RequestError
 from sdk.params import SamplingParams
-from sdk.quant.shown import shown
+from sdk.quant.safe_repr import safe_repr
 from sdk.requests.conversations import ChatOptions
 from sdk.requests.driver import Driver, Job, Listener
 from sdk.requests.mailboxes import Mailbox
@@ -68,7 +68,7 @@ class JobMaker:
             return [given or self._default] * count
         with refusing("sampling_params"):
             if not isinstance(given, Sequence) or len(given) != count:
-                found = len(given) if isinstance(given, Sequence) else shown(given)
+                found = len(given) if isinstance(given, Sequence) else safe_repr(given)
                 raise RequestError(
                     f"sampling_params: expected one or one per prompt ({count}), found {found}"
                 )
@@ -76,7 +76,7 @@ class JobMaker:
             for item in params:
                 if not isinstance(item, SamplingParams):
                     raise RequestError(
-                        f"sampling_params: expected SamplingParams, found {shown(item)}"
+                        f"sampling_params: expected SamplingParams, found {safe_repr(item)}"
                     )
             return params
 
@@ -159,7 +159,7 @@ class JobMaker:
         with refusing("request_id"):
             names = [given] if isinstance(given, str) else given
             if not isinstance(names, Sequence) or len(names) != count:
-                found = len(names) if isinstance(names, Sequence) else shown(names)
+                found = len(names) if isinstance(names, Sequence) else safe_repr(names)
                 raise RequestError(
                     f"request_id: expected one for each prompt ({count}), found {found}"
                 )
@@ -168,7 +168,7 @@ class JobMaker:
                 if not isinstance(name, str) or not 0 < len(name) <= MAX_ID_LENGTH or "#" in name:
                     raise RequestError(
                         f"request_id: expected strings of 1 to {MAX_ID_LENGTH} characters without "
-                        f"#, found {shown(name)}"
+                        f"#, found {safe_repr(name)}"
                     )
             if len(set(names)) < count:
                 raise RequestError("request_id: expected different ids, found one twice")
@@ -202,7 +202,7 @@ def _priorities(given: Any, count: int) -> list[int | None]:
             if item is not None and not (number and abs(item) <= MAX_PRIORITY):
                 raise RequestError(
                     f"priority: expected integers from {-MAX_PRIORITY} to {MAX_PRIORITY}, found "
-                    f"{shown(item)}"
+                    f"{safe_repr(item)}"
                 )
         return priorities
 

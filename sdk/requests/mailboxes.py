@@ -13,7 +13,7 @@ from functools import partial
 
 from sdk.engine.engine import Output
 from sdk.errors import EngineClosedError, RequestError
-from sdk.quant.shown import shown
+from sdk.quant.safe_repr import safe_repr
 from sdk.requests.driver import check_process
 from sdk.requests.wakeups import Wakeups
 
@@ -125,7 +125,7 @@ class Collector:
             for request_id in requests:
                 if request_id in self._deltas:
                     raise RequestError(
-                        f"request_id: the output of {shown(request_id)} was not collected yet"
+                        f"request_id: the output of {safe_repr(request_id)} was not collected yet"
                     )
             try:
                 self._deltas.update(requests)

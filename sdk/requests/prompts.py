@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from sdk.errors import EngineClosedError, RequestError
 from sdk.params import SamplingParams
-from sdk.quant.shown import blames_value, described, shown
+from sdk.quant.safe_repr import is_value_error, safe_message, safe_repr
 from sdk.quant.tokenizer import Tokenizer, TooManyTokens
 from sdk.requests.conversations import ChatOptions, Message, Turns
 
@@ -53,8 +53,8 @@ def refusing(what: str) -> Iterator[None]:
         raise
     except BaseException as error:
         kind = type(error)
-        if blames_value(error) or kind is Exception or kind.__name__ == "PanicException":
-            raise RequestError(f"{what}: it cannot be read: {described(error)}") from error
+        if is_value_error(error) or kind is Exception or kind.__name__ == "PanicException":
+            raise RequestError(f"{what}: it cannot be read: {safe_message(error)}") from error
         raise
 
 
@@ -101,7 +101,7 @@ def as_list(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
         if not isinstance(prompts, Sequence) or isinstance(prompts, _BYTES):
             raise RequestError(
                 "prompt: expected text, token ids, a dict or a list of them, found "
-                f"{shown(prompts)}"
+                f"{safe_repr(prompts)}"
             )
         if len(prompts) and _is_id(prompts[0]):
             return [cast("Sequence[int]", prompts)]
@@ -117,7 +117,7 @@ def as_conversations(messages: Any) -> list[Sequence[Message]]:
         if not several or not all(map(_are_dicts, messages)):
             raise RequestError(
                 "messages: expected a list of {'role': ..., 'content': ...} or a list of such "
-                f"lists, found {shown(messages)}"
+                f"lists, found {safe_repr(messages)}"
             )
         return _bounded(messages)
 
@@ -205,7 +205,7 @@ class PromptReader:
             raise RequestError(
                 "prompt: expected a dict with either 'prompt' or 'prompt_token_ids' (and "
                 "perhaps 'cache_salt' and 'negative_prompt' or 'negative_prompt_token_ids'), "
-                f"found the keys {shown(list(prompt))}{hint}"
+                f"found the keys {safe_repr(list(prompt))}{hint}"
             )
         negative: tuple[int, ...] | None = None
         if against:
@@ -219,7 +219,7 @@ class PromptReader:
                 raise RequestError(f"{against[0]}: {error}") from None
         salt = prompt.get("cache_salt")
         if salt is not None and (not isinstance(salt, str) or not salt):
-            raise RequestError(f"cache_salt: expected a non-empty string, found {shown(salt)}")
+            raise RequestError(f"cache_salt: expected a non-empty string, found {safe_repr(salt)}")
         ids = self._ids(given[0], prompt[given[0]], params, room)
         text = prompt["prompt"] if given[0] == "prompt" else None
         return Prompt(ids, text, salt, negative)
@@ -298,7 +298,7 @@ class PromptReader:
         """Checked token ids, without what is cut off. Of a text where ``key`` names no ids."""
         if key.endswith("_token_ids"):
             if not isinstance(value, Sequence) or isinstance(value, _BYTES):
-                raise RequestError(f"{key}: expected a list of integers, found {shown(value)}")
+                raise RequestError(f"{key}: expected a list of integers, found {safe_repr(value)}")
         elif not isinstance(value, str):
             raise RequestError(f"{key}: expected a string, found {type(value).__name__}")
         else:
@@ -334,7 +334,9 @@ class PromptReader:
             raise self._too_long(count, room)
         items = list(itertools.islice(ids, limit))
         if not all(map(_is_id, items)):
-            raise RequestError(f"prompt_token_ids: expected a list of integers, found {shown(ids)}")
+            raise RequestError(
+                f"prompt_token_ids: expected a list of integers, found {safe_repr(ids)}"
+            )
         if not items:
             raise RequestError("prompt: it is empty (no tokens); pass at least one token")
         plain = tuple(map(operator.index, items))  # without what a subclass of int may do
@@ -342,7 +344,7 @@ class PromptReader:
         if low < 0 or high >= self._vocab_size:
             raise RequestError(
                 f"prompt_token_ids: expected ids in 0..{self._vocab_size - 1}, "
-                f"found {shown(low if low < 0 else high)}"
+                f"found {safe_repr(low if low < 0 else high)}"
             )
         return plain
 

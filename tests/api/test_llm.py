@@ -17,7 +17,7 @@ from sdk import (
     SamplingParams,
 )
 from sdk.loaders.open import open_checkpoint
-from sdk.quant.at_load import QuantizedAtLoad, scheme_at_load
+from sdk.quant.online import OnlineQuantizedCheckpoint, online_scheme
 
 IDS = {"prompt_token_ids": [5, 6, 7, 8]}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -155,7 +155,7 @@ def test_the_quant_report_says_that_scales_for_a_kv_cache_are_not_used(golden: P
         report = llm.quant_report()
     assert report.kv_scales == report.to_dict()["kv_scales"] == 4
     assert str(report).splitlines()[-1].split(maxsplit=2)[2] == "4 scales of the file, not used"
-    packed = QuantizedAtLoad(open_checkpoint(golden / "ct-kv8"), scheme_at_load("int8"))
+    packed = OnlineQuantizedCheckpoint(open_checkpoint(golden / "ct-kv8"), online_scheme("int8"))
     assert len(packed.kv_scales) == 4
 
 

@@ -314,7 +314,7 @@ def test_a_model_run_by_transformers_code_is_not_written(tmp_path: Path) -> None
     transformers.GPT2LMHeadModel(config).save_pretrained(folder)
     with pytest.raises(UnsupportedError, match="gpt2 models are run by transformers' code"):
         sdk.quantize(folder, tmp_path / "made", "rtn-w8s")
-    with pytest.raises(UnsupportedError, match="gpt2 stores its matrices turned"):
+    with pytest.raises(UnsupportedError, match="gpt2, which stores its matrices transposed"):
         LLM(folder, quantization="int8", skip_tokenizer_init=True)
 
 

@@ -131,7 +131,7 @@ def test_tool_calls_that_the_template_ignores_are_refused(tiny: LLM) -> None:
     ],
 )
 def test_tools_that_the_template_ignores_are_refused(tiny: LLM, template: str | None) -> None:
-    with pytest.raises(RequestError, match="tools: the chat template of this model does not read"):
+    with pytest.raises(RequestError, match="tools: the chat template of this model does not use"):
         tiny.chat([USER], SHORT, tools=TOOLS, chat_template=template)
     assert tiny.chat([USER], SHORT, tools=[], chat_template=template)
     [output] = tiny.chat([USER], SHORT, tools=TOOLS, chat_template=READS_TOOLS)

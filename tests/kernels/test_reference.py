@@ -127,8 +127,8 @@ def test_codes_that_index_a_table_by_hand() -> None:
     ("change", "message"),
     [
         ({"bits": 2}, r"affine table: expected \(1, 3, 4\) bits, found 2"),
-        ({"zero": 8}, "affine table: nothing is subtracted"),
-        ({"zeros": torch.zeros(3, 4).byte()}, "affine table: nothing is subtracted"),
+        ({"zero": 8}, "affine table: expected no zero points"),
+        ({"zeros": torch.zeros(3, 4).byte()}, "affine table: expected no zero points"),
         ({"table": torch.zeros(15)}, r"affine table: expected torch.float32 \[16\], found .*15"),
         ({"table": torch.zeros(16).half()}, r"affine table: .* found torch.float16"),
         ({"table": torch.full((16,), float("nan"))}, "affine table: expected finite values"),

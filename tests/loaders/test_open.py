@@ -224,7 +224,7 @@ def test_pickles_are_refused_with_the_way_out(folder: Path, name: str) -> None:
     (folder / "model.safetensors").rename(folder / name)
     with pytest.raises(UnsupportedError, match=f"only pickles .{name}.*save_pretrained"):
         open_checkpoint(folder)
-    with pytest.raises(UnsupportedError, match=r"a pickle, which can run any code"):
+    with pytest.raises(UnsupportedError, match=r"pickles are not supported"):
         open_checkpoint(folder / name)
 
 
@@ -255,7 +255,7 @@ def test_a_folder_with_one_gguf_model_opens_it(files: Any, tmp_path: Path) -> No
     assert open_checkpoint(tmp_path).format == "gguf"
     assert open_checkpoint(str(tmp_path)).path == tmp_path / "a.gguf"
     (tmp_path / "b.gguf").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"several GGUF models in it, name one: a.gguf, b.gg"):
+    with pytest.raises(CheckpointError, match=r"several GGUF models in it; name one: a.gguf, b.gg"):
         open_checkpoint(tmp_path)
 
 
@@ -311,7 +311,7 @@ def test_a_model_in_the_hub_cache_is_opened_without_a_network(files: Any, hub_ca
     with pytest.raises(CheckpointError, match=r"org/name: .*not found in the local cache"):
         open_checkpoint("org/name", revision="v2", local_files_only=True)
     (snapshot / "config.json").unlink()
-    with pytest.raises(CheckpointError, match=r"org/name: no model that can be opened in it"):
+    with pytest.raises(CheckpointError, match=r"org/name: no model found in it"):
         open_checkpoint("org/name", local_files_only=True)
 
 

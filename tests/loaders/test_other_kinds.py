@@ -76,7 +76,7 @@ def test_a_merged_model_may_keep_its_adapters_config(files: Any, tmp_path: Path)
 def test_weights_without_their_config_say_where_it_belongs(files: Any, tmp_path: Path) -> None:
     folder = files.folder(tmp_path / "model")
     (folder / "config.json").unlink()
-    with pytest.raises(CheckpointError, match=r"without its config.json, which must lie beside it"):
+    with pytest.raises(CheckpointError, match=r"expected config.json next to the weights"):
         open_checkpoint(folder / "model.safetensors")
 
 

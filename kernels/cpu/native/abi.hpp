@@ -77,7 +77,7 @@ static_assert(kStripBlocks == 2, "tiles_of pairs the blocks b and b ^ 1");
 // A table of codes has 16 entries, one per 4-bit code; a table of 8-bit scales 256.
 enum { kTableSize = 16, kScaleTableSize = 256 };
 
-// How activations are quantized where the weight's file says so (kernels/reference/rounding.py).
+// How activations are quantized where the weight's file says so (kernels/reference/fake_quantize.py).
 // kPlainScale and the rules after it compute a scale from the values it is for.
 enum ActivationCodes { kUnquantized = 0, kIntCodes = 1, kE4M3Codes = 2, kE2M1Codes = 3 };
 enum ScaleRule { kStaticScale = 0, kPlainScale = 1, kMxScale = 2, kPowerScale = 3, kNvScale = 4 };

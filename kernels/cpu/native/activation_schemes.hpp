@@ -1,4 +1,4 @@
-// Quantizes activations as the weight's file says: kernels/reference/rounding.py, bit for bit.
+// Quantizes activations as the weight's file says: kernels/reference/fake_quantize.py, bit for bit.
 //
 // Integers and 4-bit floats (as integers of twice their value) become blocks of 32 codes with the scale
 // of their group. Codes that do not fit one Q8Block are the sum of two terms: the part of an integer

@@ -18,8 +18,8 @@ from sdk.kernels.layouts import (
     inputs_of,
 )
 from sdk.kernels.reference.decode import decode
+from sdk.kernels.reference.fake_quantize import fake_quantize
 from sdk.kernels.reference.linear import slice_rows
-from sdk.kernels.reference.rounding import rounded
 from sdk.kernels.registry import choose, linear_problem
 
 #: Where the float16 scales of a block lie; the rest of it may be any bytes.
@@ -108,7 +108,7 @@ class Weights:
     def _check(self, x: Tensor, out: Tensor) -> None:
         n = self._first.shape[0]
         scheme = inputs_of(self._first)
-        seen = x.float() if scheme is None else rounded(x.float(), scheme)
+        seen = x.float() if scheme is None else fake_quantize(x.float(), scheme)
         for start in (0, max(0, n - _COMPARED)):
             rows = slice_rows(self._first, start, min(start + _COMPARED, n))
             expected = seen.double() @ decode(rows).double().t()

@@ -1,12 +1,12 @@
-"""Inputs rounded as a file says: the definition of every :class:`ActivationScheme`.
+"""Quantized activations: the definition of every :class:`ActivationScheme`.
 
-A row is cut into groups, each group divided by its scale, and the quotients rounded to the nearest
-code, to even where two are as near. The result is float32, ``scale * (code - zero)``. Scales of
-``plain`` take the largest magnitude (for integers without symmetry: the range) to the end of the
-codes. Native code gives the same codes and scales bit for bit.
+A row is cut into groups. Each group is divided by its scale, and the quotients are rounded to the
+nearest code, ties to even. The result is float32, ``scale * (code - zero)``. ``plain`` scales map
+the largest magnitude (for asymmetric integers: the range) to the end of the codes. Native code
+gives the same codes and scales bit for bit.
 
-Sources: compressed-tensors 0.19 (``calculate_qparams``, ``fake_quantize``) for all but ``power``,
-which is DeepSeek-V3.1's ``scale_fmt: ue8m0``, and ``limit``, which is FBGEMM's ``scale_ub``.
+Sources: compressed-tensors 0.19 (``calculate_qparams``, ``fake_quantize``) for everything except
+``power``, DeepSeek-V3.1's ``scale_fmt: ue8m0``, and ``limit``, FBGEMM's ``scale_ub``.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _FLOATS = {"e4m3": (448.0, 2.0**-6, 3), "e2m1": (6.0, 1.0, 1)}
 _MX_EXPONENT = {"e4m3": 8, "e2m1": 2}
 
 
-def rounded(x: Tensor, scheme: ActivationScheme) -> Tensor:
-    """``x`` float32 ``[M, K]`` as the scheme leaves it. Groups with a NaN or inf become NaN."""
+def fake_quantize(x: Tensor, scheme: ActivationScheme) -> Tensor:
+    """``x``, float32 ``[M, K]``, quantized and dequantized. Groups with a NaN or inf become NaN."""
     rows, columns = x.shape
     group = min(scheme.group or columns, columns)
     groups = torch.nn.functional.pad(x, (0, -columns % group)).reshape(rows, -1, group)
@@ -47,7 +47,7 @@ def rounded(x: Tensor, scheme: ActivationScheme) -> Tensor:
 
 
 def scales_of(low: Tensor, high: Tensor, scheme: ActivationScheme) -> Tensor:
-    """The scales of groups of values from ``low`` to ``high``, which are at most and at least 0."""
+    """The scales of groups with values from ``low`` (<= 0) to ``high`` (>= 0)."""
     peak = torch.maximum(-low, high).clamp(max=scheme.limit)
     if scheme.rule == "mx":
         exponent = _MX_EXPONENT[scheme.codes]
@@ -73,7 +73,7 @@ def _zeros_of(low: Tensor, scale: Tensor, scheme: ActivationScheme) -> Tensor:
 
 
 def codes_of(quotients: Tensor, zero: Tensor, scheme: ActivationScheme) -> Tensor:
-    """``code - zero`` of each quotient."""
+    """``code - zero`` for each quotient."""
     if scheme.floats:
         return _to_float(quotients, scheme.codes)
     half = float(1 << scheme.bits - 1)
@@ -81,7 +81,7 @@ def codes_of(quotients: Tensor, zero: Tensor, scheme: ActivationScheme) -> Tenso
 
 
 def _to_float(x: Tensor, name: str) -> Tensor:
-    """The nearest of the floats called ``name``, which end at their largest."""
+    """The nearest values of the float type ``name``, clamped to its largest."""
     most, least, mantissa = _FLOATS[name]
     size = x.abs().clamp(max=most)
     steps = _power_below(size.contiguous().view(torch.int32)).clamp(min=least) * 2.0**-mantissa
@@ -89,5 +89,5 @@ def _to_float(x: Tensor, name: str) -> Tensor:
 
 
 def _power_below(bits: Tensor) -> Tensor:
-    """Of positive floats as int32, the mantissa set to 0."""
+    """Positive floats, given as int32, with the mantissa set to 0."""
     return (bits & 0x7F800000).view(torch.float32)

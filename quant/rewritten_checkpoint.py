@@ -1,4 +1,4 @@
-"""A checkpoint made from another: some of its weights are observed, replaced or packed anew."""
+"""A checkpoint over another one whose weights are observed, replaced or repacked when pulled."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from sdk.quant.weight import Weight
 Change = Callable[[str, Weight], Weight]
 
 
-class DerivedCheckpoint:
-    """See :class:`sdk.quant.checkpoint.Checkpoint`; ``change`` makes every weight that is pulled.
+class RewrittenCheckpoint:
+    """A :class:`sdk.quant.checkpoint.Checkpoint` whose weights pass through ``change``.
 
-    ``tensors`` stand in place of plain tensors of those names. ``pulled`` holds the names asked
-    for, matrices and plain tensors, in their order.
+    ``tensors`` replace the plain tensors of those names. ``pulled`` lists the names that were
+    pulled, in order: first those of matrices, then those of plain tensors.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The matrices of all experts of a layer as one weight."""
+"""The matrices of a layer's routed experts as one weight."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from sdk.quant.weight import PackedWeight, StackedWeight, Weight
 
 
 class ExpertWeights(StackedWeight):
-    """Weights of one shape one above the other, of which each token multiplies with some.
+    """Stacked weights of one shape; each token is multiplied by those it is routed to.
 
-    Bound one by one, so that while a model loads at most one of them exists twice.
+    They are bound one by one, so that at most one of them exists twice while a model loads.
     """
 
     def __init__(self, parts: Sequence[Weight]) -> None:
@@ -29,9 +29,9 @@ class ExpertWeights(StackedWeight):
             self._grouped = ops.moe.group(bound)
 
     def matmul_routed(self, x: Tensor, routes: Routes, *, by_token: bool) -> Tensor:
-        """``[R, out]`` in the order of the experts, of x ``[T, in]`` (``by_token``) or ``[R, in]``.
+        """``[R, out]`` sorted by expert, for x ``[T, in]`` (``by_token``) or ``[R, in]``.
 
-        One product of all experts where they are of one kind; else one after another.
+        One product for all experts if their layouts agree, else one per expert.
         """
         if self._grouped is not None:
             return self._grouped.matmul(x, routes, by_token=by_token)

@@ -8,7 +8,7 @@ import pytest
 
 from sdk import RequestError, SamplingParams
 from sdk.config import EngineConfig
-from sdk.quant.shown import described, shown
+from sdk.quant.safe_repr import safe_message, safe_repr
 
 
 class Hostile:
@@ -41,16 +41,16 @@ VALUES = {
 
 @pytest.mark.parametrize("name", VALUES)
 def test_any_value_can_be_shown(name: str) -> None:
-    assert 0 < len(shown(VALUES[name])) <= 80
+    assert 0 < len(safe_repr(VALUES[name])) <= 80
 
 
 @pytest.mark.parametrize("value", [5, 1.5, "it's", None, True, [1, 2], {"a": (1,)}, b"x", -(2**64)])
 def test_a_plain_value_is_shown_as_its_repr(value: object) -> None:
-    assert shown(value) == repr(value)
+    assert safe_repr(value) == repr(value)
 
 
 def test_what_is_wrong_inside_a_value_is_said_in_its_place() -> None:
-    assert shown([1, Hostile(), HUGE]) == (
+    assert safe_repr([1, Hostile(), HUGE]) == (
         "[1, <Hostile whose repr raises ZeroDivisionError>, <an integer of 16610 bits>]"
     )
 
@@ -60,7 +60,7 @@ def test_an_exception_whose_message_cannot_be_printed_is_described() -> None:
         def __str__(self) -> str:
             raise ValueError
 
-    assert described(Silent()) == "Silent: (its message cannot be printed)"
+    assert safe_message(Silent()) == "Silent: (its message cannot be printed)"
 
 
 @pytest.mark.parametrize("name", VALUES)

@@ -1,4 +1,4 @@
-"""Mixtures of experts in plain torch; :mod:`sdk.kernels.moe` says what each operator does."""
+"""Mixture-of-experts operators in plain torch; :mod:`sdk.kernels.moe` defines them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Route:
 
 
 class Group:
-    """Brings the choices of all tokens into the order of their experts."""
+    """Sorts the choices of all tokens by expert."""
 
     name = "reference.group"
 
@@ -62,7 +62,7 @@ class AddOwnersBias:
 
 
 class Combine:
-    """See :meth:`sdk.kernels.moe.MoEOps.combine`; adds in the order of the experts' rank."""
+    """See :meth:`sdk.kernels.moe.MoEOps.combine`; adds in the order of rank."""
 
     name = "reference.combine"
 

@@ -1,7 +1,7 @@
-"""Values of a caller's, printed in an error message without risk.
+"""Safe printing of a caller's values and exceptions in error messages.
 
-``repr`` is the caller's own code: it may raise, print a gigabyte, or be an integer of more than
-4,300 digits, which Python refuses to print.
+A caller's ``repr`` may raise or return a gigabyte, and Python refuses to print an integer of more
+than 4,300 digits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_BITS = 512  # longer integers are described, not printed
 
 
 class _Brief(reprlib.Repr):
-    """``repr`` of the beginning of a value. Never raises an ``Exception``."""
+    """``repr`` of the beginning of a value; never raises an ``Exception``."""
 
     def __init__(self, limit: int) -> None:
         super().__init__()
@@ -51,23 +51,23 @@ class _Brief(reprlib.Repr):
         return repr(x)
 
 
-def shown(value: object, limit: int = 80) -> str:
+def safe_repr(value: object, limit: int = 80) -> str:
     """``repr(value)``, cut to ``limit`` characters."""
     text = _Brief(limit).repr(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def blames_value(error: BaseException) -> bool:
-    """Whether an exception says that the value being read is at fault.
+def is_value_error(error: BaseException) -> bool:
+    """Whether an exception means that the value being read is invalid.
 
-    Others, such as a TimeoutError or one of a host's own, may come from a signal handler that ran
-    meanwhile: they are the host's to catch.
+    Other exceptions, such as TimeoutError or the host's own types, may come from a signal handler
+    that ran in the meantime, and must reach the host.
     """
     return isinstance(error, _VALUE_ERRORS) and not isinstance(error, TimeoutError)
 
 
-def described(error: BaseException, limit: int = 300) -> str:
-    """``Type: message`` of an exception that a caller's object or a library raised."""
+def safe_message(error: BaseException, limit: int = 300) -> str:
+    """``Type: message`` of an exception raised by a caller's object or a library."""
     try:
         text = str(error)
     except Exception:
