@@ -16,13 +16,13 @@ from sdk.errors import RequestError
 from sdk.loading.load import load
 from sdk.loading.progress import reporting
 from sdk.memory.alternatives import plan, planned_config
-from sdk.memory.footprint import Footprint
+from sdk.memory.engine_memory import EngineMemory
 from sdk.memory.machine import release_free_memory
 from sdk.memory.plan import MemoryPlan
 from sdk.options import EngineOptions, engine_config, takes_options
 from sdk.outputs import EmbeddingOutput, RequestOutput, ScoringOutput
 from sdk.params import RequestOutputKind, SamplingParams
-from sdk.persistence.kept import Keeping
+from sdk.persistence.saved_prefixes import SavedPrefixes
 from sdk.persistence.snapshot import Snapshot
 from sdk.reports.explain import explain
 from sdk.reports.quant_report import QuantReport, quant_report
@@ -97,8 +97,8 @@ class LLM:
         )
         self._driver = Driver(loaded.engine, loaded.current)
         self._collector = Collector()
-        self._keeping = Keeping(self._driver, loaded, self._jobs)
-        self._footprint = Footprint(self._driver, loaded)
+        self._prefixes = SavedPrefixes(self._driver, loaded, self._jobs)
+        self._memory = EngineMemory(self._driver, loaded)
         self._close = weakref.finalize(self, self._driver.close)
 
     @staticmethod
@@ -440,8 +440,8 @@ class LLM:
         if (prompt is None) == (request_id is None):
             raise RequestError("snapshot: expected either a prompt or a request_id")
         if request_id is not None:
-            return self._keeping.snapshot_of(request_id)
-        return self._keeping.snapshot(self._read_one("snapshot", prompt, template))
+            return self._prefixes.snapshot_of(request_id)
+        return self._prefixes.snapshot(self._read_one("snapshot", prompt, template))
 
     def restore(
         self,
@@ -458,7 +458,7 @@ class LLM:
         :raises SnapshotError: it is damaged, or of another model. :raises OutOfMemoryError: it is
             to be pinned and does not fit; the sums.
         """
-        return self._keeping.restore(snapshot, cache_salt, pin=pin)
+        return self._prefixes.restore(snapshot, cache_salt, pin=pin)
 
     def pin(self, prompt: PromptLike | Sequence[Message], **template: Any) -> int:
         """Keep the whole pages of a prompt in the cache until :meth:`unpin`, computing them if need
@@ -466,11 +466,11 @@ class LLM:
 
         :raises OutOfMemoryError: what would be left is too little, with the sums.
         """
-        return self._keeping.pin(self._read_one("pin", prompt, template))
+        return self._prefixes.pin(self._read_one("pin", prompt, template))
 
     def unpin(self, prompt: PromptLike | Sequence[Message], **template: Any) -> bool:
         """Give up the pin of this very prompt or snapshot's tokens. ``False``: there is none."""
-        return self._keeping.unpin(self._read_one("unpin", prompt, template))
+        return self._prefixes.unpin(self._read_one("unpin", prompt, template))
 
     def _read_one(self, method: str, prompt: Any, template: Mapping[str, Any]) -> Prompt:
         """One prompt or, through the template without an opening for the answer, conversation."""
@@ -483,11 +483,11 @@ class LLM:
     @property
     def memory_plan(self) -> MemoryPlan:
         """What this LLM may take."""
-        return self._footprint.plan
+        return self._memory.plan
 
     def trim(self) -> None:
         """Forget cached prefixes and return the memory of all KV pages that nobody uses."""
-        self._footprint.trim()
+        self._memory.trim()
 
     def resize(self, memory: int | str) -> MemoryPlan:
         """Another budget while requests run: fewer or more KV pages, up to four times as many.
@@ -498,7 +498,7 @@ class LLM:
             RequestError: an unfinished request or the pinned prefixes need more. Nothing has
             changed then.
         """
-        return self._footprint.resize(memory)
+        return self._memory.resize(memory)
 
     def sleep(self, level: int = 1) -> None:
         """Give memory back for a while: level 1 the KV cache, 2 the weights too.
@@ -507,7 +507,7 @@ class LLM:
 
         :raises RequestError: requests are unfinished, another level.
         """
-        self._footprint.sleep(level)
+        self._memory.sleep(level)
 
     def wake_up(self) -> None:
         """Serve again; no effect on one that does not sleep.
@@ -517,7 +517,7 @@ class LLM:
         :raises CheckpointError: the files are not those it was loaded from; it stays asleep.
         :raises OutOfMemoryError: its memory pool has no room for it now.
         """
-        self._runner = weakref.ref(self._footprint.wake_up())
+        self._runner = weakref.ref(self._memory.wake_up())
 
     # ---- embeddings ------------------------------------------------------------------------------
 
@@ -571,7 +571,7 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached and pinned prefixes; always possible, so always ``True``."""
         self._driver.check_usable()
-        return self._keeping.forget()
+        return self._prefixes.forget()
 
     def get_tokenizer(self) -> LLMTokenizer:
         """The model's tokenizer, by transformers' names. :raises RequestError: it has none."""

@@ -23,7 +23,7 @@ from sdk.memory.planning import open_model
 from sdk.models.auto import read_config
 from sdk.options import engine_config
 from sdk.params import RequestOutputKind, SamplingParams
-from sdk.text.token_windows import Text, evaluation_text, token_windows
+from sdk.text.token_sequences import Text, evaluation_text, token_sequences
 
 #: Decoded for the speed, at most.
 _DECODED = 64
@@ -170,7 +170,7 @@ def _same_windows(
             sizes.append(facts.vocab_size)
             tokenizer = checkpoint.tokenizer
             if tokenizer is not None or (config is other and not found):
-                found.append(token_windows("text", text, tokenizer, facts, windows, tokens))
+                found.append(token_sequences("text", text, tokenizer, facts, windows, tokens))
     if sizes[0] != sizes[1]:
         raise RequestError(
             f"{own.model}: expected the vocabulary of {other.model}, {sizes[1]} tokens, "

@@ -22,7 +22,7 @@ from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.scheme import Scheme
 from sdk.quantizing.job import Job
 from sdk.quantizing.libraries import library_for, quantize_with
-from sdk.text.token_windows import Text, calibration_text, token_windows
+from sdk.text.token_sequences import Text, calibration_text, token_sequences
 
 #: Schemes where none is named.
 _GGUF, _FOLDER = "q4_k_m", "gptq-w4g128"
@@ -79,7 +79,7 @@ def quantize(
             config = read_config(checkpoint.config)
             text = calibration_text() if calibration is None else calibration
             tokenizer = checkpoint.tokenizer
-            ids = token_windows("calibration", text, tokenizer, config, sequences, tokens)
+            ids = token_sequences("calibration", text, tokenizer, config, sequences, tokens)
         with reporting("quantize", "layer", on_progress) as report:
             if other is not None and ids is not None:
                 quantize_with(other, checkpoint, wanted, ids, target, num_threads, report)

@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 
-def guide(own: Tensor, negative: Tensor, scale: float) -> None:
+def apply_guidance(own: Tensor, negative: Tensor, scale: float) -> None:
     """Make the guided logits of ``own``, a row of logits ``[V]`` float32 of one request.
 
     One row at a time and in operations that round once: a fused one would round differently where

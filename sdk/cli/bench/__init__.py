@@ -148,7 +148,7 @@ def run(args: argparse.Namespace) -> int:
             rounds=args.rounds,
             kv=args.kv_dtype,
             peers=args.against,
-            streams=args.streams,
+            requests=args.streams,
             prompt_lens=args.prompt_len,
             contexts=args.context,
             output_len=args.output_len,

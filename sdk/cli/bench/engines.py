@@ -69,7 +69,7 @@ class Opening:
     engine: str
     model: str
     threads: int
-    streams: int
+    requests: int
     context: int
     kv: str = "auto"
     prefix_cache: bool = False

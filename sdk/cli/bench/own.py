@@ -20,7 +20,7 @@ class OwnEngine:
         engine: str,
         model: str,
         threads: int,
-        streams: int,
+        requests: int,
         context: int,
         kv: str,
         prefix_cache: bool,
@@ -33,7 +33,7 @@ class OwnEngine:
         self._llm: LLM = LLM(
             model,
             num_threads=threads,
-            max_num_seqs=2 * streams,
+            max_num_seqs=2 * requests,
             max_model_len=context,
             enable_prefix_caching=prefix_cache,
             kv_cache_dtype=kv,

@@ -3,11 +3,11 @@
 A script, run by path in any interpreter that has the engine; imports nothing of this package. One
 reply per line in, ``{"error"}`` instead on failure, which is the last:
 
-- first ``{"engine", "model", "threads", "streams", "context", "kv", "prefix_cache"}`` (streams: the
-  most at once; context: tokens per stream; kv: the type of keys and values, or ``"auto"``) ->
+- first ``{"engine", "model", "threads", "requests", "context", "kv", "prefix_cache"}`` (requests: the
+  most at once; context: tokens per request; kv: the type of keys and values, or ``"auto"``) ->
   ``{"name", "kv", "vocab_size", "open_s"}``, where ``open_s`` leaves out Python's imports;
 - ``{"prompts": [[id, ...], ...], "output_len"}`` -> ``{"prefill_s", "decode_s", "decode_tokens"}``:
-  greedy, end-of-text ignored, all streams together;
+  greedy, end-of-text ignored, all requests together;
 - ``{"logits_of": [id, ...], "path"}`` -> ``{}``, with float32 ``[ids, vocab_size]`` written there.
 """
 
@@ -29,14 +29,14 @@ LLAMA_KV = {
 
 
 class LlamaCpp:
-    """llama.cpp through llama-cpp-python's C functions, all streams in one batch."""
+    """llama.cpp through llama-cpp-python's C functions, all requests in one batch."""
 
     def __init__(
         self,
         engine: str,
         model: str,
         threads: int,
-        streams: int,
+        requests: int,
         context: int,
         kv: str,
         prefix_cache: bool,
@@ -57,7 +57,7 @@ class LlamaCpp:
         if not self.model:
             raise RuntimeError(f"llama.cpp cannot load {model}")
         self.context = llama_cpp.llama_init_from_model(
-            self.model, self._params(threads, streams, context, LLAMA_KV[kv])
+            self.model, self._params(threads, requests, context, LLAMA_KV[kv])
         )
         if not self.context:
             raise RuntimeError("llama.cpp cannot make a context")
@@ -73,11 +73,11 @@ class LlamaCpp:
             "open_s": time.perf_counter() - start,
         }
 
-    def _params(self, threads: int, streams: int, context: int, kv: str) -> Any:
+    def _params(self, threads: int, requests: int, context: int, kv: str) -> Any:
         params = self.api.llama_context_default_params()
         # Every sequence gets n_ctx / n_seq_max cells, rounded to 256 by llama.cpp.
-        params.n_ctx = streams * (-(-context // 256) * 256)
-        params.n_seq_max = streams
+        params.n_ctx = requests * (-(-context // 256) * 256)
+        params.n_seq_max = requests
         params.n_batch = params.n_ubatch = BATCH
         params.n_threads = params.n_threads_batch = threads
         params.type_k = params.type_v = getattr(self.api, f"GGML_TYPE_{kv}")
@@ -124,7 +124,7 @@ class LlamaCpp:
         return kept
 
     def _prefill(self, prompts: list[list[int]], kept: int) -> list[int]:
-        """The first token of every stream."""
+        """The first token of every request."""
         rows = [
             (token, position, i, position == len(prompt) - 1)
             for i, prompt in enumerate(prompts)
@@ -134,18 +134,18 @@ class LlamaCpp:
         for start in range(0, len(rows), BATCH):
             chunk = rows[start : start + BATCH]
             self._decode(chunk)
-            for index, (_, _, stream, wanted) in enumerate(chunk):
+            for index, (_, _, request, wanted) in enumerate(chunk):
                 if wanted:
-                    first[stream] = self._argmax(index)
+                    first[request] = self._argmax(index)
         return [first[i] for i in range(len(prompts))]
 
     def _decode(self, rows: list[tuple[int, int, int, bool]]) -> None:
-        """One forward pass over (token, position, stream, wants logits)."""
+        """One forward pass over (token, position, request, wants logits)."""
         batch = self.batch
         batch.n_tokens = len(rows)
-        for i, (token, position, stream, wanted) in enumerate(rows):
+        for i, (token, position, request, wanted) in enumerate(rows):
             batch.token[i], batch.pos[i] = token, position
-            batch.n_seq_id[i], batch.seq_id[i][0] = 1, stream
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, request
             batch.logits[i] = wanted
         code = self.api.llama_decode(self.context, batch)
         if code:
@@ -169,7 +169,7 @@ class Vllm:
         engine: str,
         model: str,
         threads: int,
-        streams: int,
+        requests: int,
         context: int,
         kv: str,
         prefix_cache: bool,
@@ -183,7 +183,7 @@ class Vllm:
             model,
             dtype=dtype,
             skip_tokenizer_init=True,
-            max_num_seqs=streams,
+            max_num_seqs=requests,
             max_model_len=context,
             enable_prefix_caching=prefix_cache,
         )
@@ -242,7 +242,7 @@ class Transformers:
         engine: str,
         model: str,
         threads: int,
-        streams: int,
+        requests: int,
         context: int,
         kv: str,
         prefix_cache: bool,

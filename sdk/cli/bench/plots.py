@@ -15,7 +15,7 @@ from sdk.quant.spec import KVTypes
 #: Suites drawn over their case, and what the case is called; the others are bars.
 _OVER = {
     "prefill": ("prompt", "prompt length, tokens"),
-    "decode": ("streams", "streams at once"),
+    "decode": ("requests", "concurrent requests"),
     "context": ("context", "context, tokens"),
 }
 
@@ -90,10 +90,10 @@ def limit(suite: str, case: int, machine: Mapping[str, Any], work: Work, kv_byte
     peak: float = 1e12 * max(machine["int8_tops"].values())
     if suite == "prefill":
         return peak / (2 * work.prompt_weights)
-    streams = case if suite == "decode" else 1
+    requests = case if suite == "decode" else 1
     context = case if suite == "context" else 0
     moved = work.bytes_per_token + context * work.kv_numbers * kv_bytes
-    return min(streams * bandwidth / moved, peak / (2 * work.decode_weights))
+    return min(requests * bandwidth / moved, peak / (2 * work.decode_weights))
 
 
 def _draw_bars(path: Path, section: Section, report: Mapping[str, Any]) -> None:

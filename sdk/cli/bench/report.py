@@ -26,7 +26,7 @@ class Metric:
 
 @dataclass(slots=True)
 class Result:
-    """All samples of one engine in one case, such as ``{"streams": 8}``."""
+    """All samples of one engine in one case, such as ``{"requests": 8}``."""
 
     engine: str
     name: str

@@ -23,7 +23,7 @@ class Settings:
     rounds: int
     kv: str
     peers: tuple[Peer, ...]
-    streams: tuple[int, ...]
+    requests: tuple[int, ...]
     prompt_lens: tuple[int, ...]
     contexts: tuple[int, ...]
     output_len: int
@@ -36,28 +36,28 @@ class Settings:
         return [Peer(OURS), *fine]
 
     def opening(
-        self, engine: str, streams: int, context: int, *, kv: str = "", prefix: bool = False
+        self, engine: str, requests: int, context: int, *, kv: str = "", prefix: bool = False
     ) -> Opening:
         """What ``engine`` is told to open: only llama.cpp reads the same packed file as we do."""
         model = self.model if engine in (OURS, "llama.cpp") else self.unpacked()
-        return Opening(engine, model, self.threads, streams, context, kv or self.kv, prefix)
+        return Opening(engine, model, self.threads, requests, context, kv or self.kv, prefix)
 
     @contextmanager
-    def opened(self, peers: Sequence[Peer], streams: int, context: int) -> Iterator[Engines]:
+    def opened(self, peers: Sequence[Peer], requests: int, context: int) -> Iterator[Engines]:
         """All of ``peers`` opened side by side, without a prefix cache."""
         with Engines() as engines:
             for peer in peers:
                 self.progress(f"opening {peer.engine}")
-                engines.open(self.opening(peer.engine, streams, context), peer.python)
+                engines.open(self.opening(peer.engine, requests, context), peer.python)
             yield engines
 
 
-def make_load(vocab_size: int, streams: int, prompt_len: int, output_len: int, seed: int) -> Load:
+def make_load(vocab_size: int, requests: int, prompt_len: int, output_len: int, seed: int) -> Load:
     """Random prompts, the same every time; the lowest ids (control tokens, bytes) are left out."""
     draw = random.Random(seed)
     low = min(1000, vocab_size // 2)
     prompts = tuple(
-        tuple(draw.randrange(low, vocab_size) for _ in range(prompt_len)) for _ in range(streams)
+        tuple(draw.randrange(low, vocab_size) for _ in range(prompt_len)) for _ in range(requests)
     )
     return Load(prompts, output_len)
 

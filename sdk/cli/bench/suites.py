@@ -44,11 +44,11 @@ def measure_prefill(settings: Settings, engines: Engines) -> list[Result]:
 
 def measure_decode(settings: Settings, engines: Engines) -> list[Result]:
     found = []
-    for streams in settings.streams:
+    for requests in settings.requests:
         load = make_load(
-            engines.vocab_size, streams, DECODE_PROMPT, settings.output_len, seed=streams
+            engines.vocab_size, requests, DECODE_PROMPT, settings.output_len, seed=requests
         )
-        found += same_load(settings, engines, {"streams": streams}, load, decode_rate)
+        found += same_load(settings, engines, {"requests": requests}, load, decode_rate)
     return found
 
 
@@ -153,7 +153,7 @@ SUITES = {
         f"all streams together, each after {DECODE_PROMPT} tokens, end-of-text ignored",
         [DECODE],
         measure_decode,
-        lambda settings: (max(settings.streams), DECODE_PROMPT + settings.output_len),
+        lambda settings: (max(settings.requests), DECODE_PROMPT + settings.output_len),
         "speed",
     ),
     "busy": Suite(
@@ -257,8 +257,8 @@ def measure(settings: Settings, names: Sequence[str]) -> list[tuple[str, Section
     for group in dict.fromkeys(SUITES[name].group for name in names):
         suites = {name: SUITES[name] for name in names if SUITES[name].group == group}
         sizes = [suite.size(settings) for suite in suites.values() if suite.size is not None]
-        streams, context = map(max, zip(*sizes, strict=True)) if sizes else (0, 0)
-        with settings.opened(settings.engines() if sizes else [], streams, context) as engines:
+        requests, context = map(max, zip(*sizes, strict=True)) if sizes else (0, 0)
+        with settings.opened(settings.engines() if sizes else [], requests, context) as engines:
             for name, suite in suites.items():
                 settings.progress(suite.title)
                 found[name] = suite.measure(settings, engines)

@@ -15,7 +15,7 @@ from sdk.memory.sizes import format_bytes, parse_bytes
 from sdk.requests.driver import Driver
 
 
-class Footprint:
+class EngineMemory:
     """The memory of one ``LLM``; ``plan`` is what it may take now."""
 
     def __init__(self, driver: Driver, loaded: Loaded) -> None:

@@ -18,7 +18,7 @@ Text = str | Sequence[str] | Sequence[Sequence[int]]
 _HELD_OUT = 65536
 
 
-def token_windows(
+def token_sequences(
     what: str,
     text: Text,
     tokenizer: Tokenizer | None,

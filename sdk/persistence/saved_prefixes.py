@@ -23,7 +23,7 @@ _ONE = SamplingParams(temperature=0.0, max_tokens=1)
 _ATTEMPTS = 3
 
 
-class Keeping:
+class SavedPrefixes:
     """What an ``LLM`` does with prefixes."""
 
     def __init__(self, driver: Driver, loaded: Loaded, jobs: JobMaker) -> None:
