@@ -61,7 +61,7 @@ class AsyncLLM:
 
         :raises RequestError: at the call, a bad request or a ``request_id`` in use.
         """
-        return self.llm._astream(
+        return self.llm._calls.astream(
             "generate",
             prompt,
             sampling_params,

@@ -13,7 +13,6 @@ from sdk.params import SamplingParams
 from sdk.persistence.snapshot import Snapshot
 from sdk.requests.driver import Driver
 from sdk.requests.jobs import JobMaker, run_jobs
-from sdk.requests.mailboxes import Mailbox
 from sdk.requests.prompts import Prompt
 
 T = TypeVar("T")
@@ -117,8 +116,7 @@ class SavedPrefixes:
 
         :raises RequestError: it failed, or somebody aborted it.
         """
-        mailbox = Mailbox()
-        [output] = run_jobs(self._driver, self._jobs.make([prompt], [_ONE], mailbox), mailbox)
+        [output] = run_jobs(self._driver, self._jobs.make([prompt], [_ONE]))
         assert isinstance(output, RequestOutput)
         [answer] = output.outputs
         if answer.finish_reason not in ("stop", "length"):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator
-from dataclasses import replace
 from typing import Any
 
 from sdk.outputs import RequestOutput
-from sdk.requests.driver import Driver, Job
+from sdk.requests.driver import Driver
+from sdk.requests.job import Job
 from sdk.requests.mailboxes import AsyncMailbox
 
 
@@ -58,7 +58,7 @@ class DeferredJob:
 async def _pieces(driver: Driver, request: DeferredJob) -> AsyncGenerator[RequestOutput, None]:
     job = await request.made()
     mailbox = AsyncMailbox()
-    driver.submit([replace(job, listener=mailbox)])
+    driver.submit([job], mailbox)
     finished = False
     try:
         while not finished:

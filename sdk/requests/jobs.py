@@ -14,7 +14,8 @@ from sdk.errors import RequestError
 from sdk.params import SamplingParams
 from sdk.quant.shown import shown
 from sdk.requests.conversations import ChatOptions
-from sdk.requests.driver import Driver, Job, Listener
+from sdk.requests.driver import Driver
+from sdk.requests.job import Job
 from sdk.requests.mailboxes import Mailbox
 from sdk.requests.prompts import (
     Prompt,
@@ -118,7 +119,6 @@ class JobMaker:
         self,
         prompts: Sequence[Prompt],
         params: Sequence[SamplingParams],
-        listener: Listener,
         *,
         priority: int | Sequence[int] | None = None,
         kind: RequestKind = "generate",
@@ -136,7 +136,6 @@ class JobMaker:
                 request_id=name,
                 prompt_token_ids=prompt.token_ids,
                 params=param,
-                listener=listener,
                 prompt=prompt.text,
                 priority=urgency,
                 cache_salt=prompt.cache_salt,
@@ -210,13 +209,13 @@ def _priorities(given: Any, count: int) -> list[int | None]:
 def run_jobs(
     driver: Driver,
     jobs: Sequence[Job],
-    mailbox: Mailbox,
     report: Callable[[int, int], None] | None = None,
 ) -> list[Output]:
     """Submit jobs and wait: their last outputs, in their order. Whatever is raised aborts them."""
     done: dict[str, Output] = {}
+    mailbox = Mailbox()
     try:
-        driver.submit(jobs)
+        driver.submit(jobs, mailbox)
         while len(done) < len(jobs):
             output = mailbox.get()
             if output.finished:

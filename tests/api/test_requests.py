@@ -285,7 +285,7 @@ def test_a_stream_that_is_dropped_unread_leaves_no_request_behind(tiny: LLM) -> 
         await stream.aclose()
 
     asyncio.run(drop())
-    assert not tiny._driver._listeners and not tiny.has_unfinished_requests
+    assert not tiny._driver._sinks and not tiny.has_unfinished_requests
 
 
 def test_a_stream_left_early_aborts_its_request(tiny: LLM) -> None:

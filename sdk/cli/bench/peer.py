@@ -1,14 +1,15 @@
-"""Other engines under the bench's load, one process each: requests and results are JSON lines.
+"""Runs another engine under the bench's load in its own process: JSON lines in, JSON lines out.
 
-A script, run by path in any interpreter that has the engine; imports nothing of this package. One
-reply per line in, ``{"error"}`` instead on failure, which is the last:
+A script, run by path in any interpreter that has the engine; it imports nothing from this package.
+Each line gets one reply. On failure the reply is ``{"error"}``, and it is the last one.
 
-- first ``{"engine", "model", "threads", "requests", "context", "kv", "prefix_cache"}`` (requests: the
-  most at once; context: tokens per request; kv: the type of keys and values, or ``"auto"``) ->
-  ``{"name", "kv", "vocab_size", "open_s"}``, where ``open_s`` leaves out Python's imports;
+- First ``{"engine", "model", "threads", "requests", "context", "kv", "prefix_cache"}`` ->
+  ``{"name", "kv", "vocab_size", "open_s"}``. ``requests``: the most at once; ``context``: tokens
+  per request; ``kv``: the type of keys and values, or ``"auto"``. ``open_s`` excludes Python's
+  imports.
 - ``{"prompts": [[id, ...], ...], "output_len"}`` -> ``{"prefill_s", "decode_s", "decode_tokens"}``:
-  greedy, end-of-text ignored, all requests together;
-- ``{"logits_of": [id, ...], "path"}`` -> ``{}``, with float32 ``[ids, vocab_size]`` written there.
+  greedy, end-of-text ignored, all requests concurrently.
+- ``{"logits_of": [id, ...], "path"}`` -> ``{}``; writes float32 ``[ids, vocab_size]`` to ``path``.
 """
 
 from __future__ import annotations
