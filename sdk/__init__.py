@@ -1,7 +1,7 @@
 """embedlm: run quantized language models inside your own program.
 
-``import sdk`` costs a few milliseconds: every public name is loaded on first use, and neither torch
-nor transformers nor triton is imported until a model is opened.
+``import sdk`` takes a few milliseconds: public names are loaded on first use, and torch,
+transformers and triton are not imported until a model is opened.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ if TYPE_CHECKING:
     from sdk.tokenizer import LLMTokenizer as LLMTokenizer
 
 __version__ = "0.1.0"
-#: By this the package ``embedlm`` knows ours from another project's ``sdk``.
+#: Tells the package ``embedlm`` that this ``sdk`` is ours, not another project's.
 __distribution__ = "embedlm"
 
-# Where each public name lives; __getattr__ imports the module when the name is first used.
+# The module of each public name; __getattr__ imports it when the name is first used.
 _EXPORTS = {
     "LLM": "sdk.llm",
     "AsyncLLM": "sdk.async_llm",

@@ -143,7 +143,7 @@ def test_a_size_too_small_for_what_runs_changes_nothing(tiny_path: Path) -> None
     with LLM(tiny_path, max_model_len=64, max_num_seqs=4) as llm:
         plan = llm.memory_plan
         fixed = plan.total - plan.kv_cache
-        with pytest.raises(OutOfMemoryError, match="hold no KV page: weights"):
+        with pytest.raises(OutOfMemoryError, match="leave no room for a KV page: weights"):
             llm.resize(fixed)
         with pytest.raises(RequestError, match="resize: expected a size"):
             llm.resize("much")

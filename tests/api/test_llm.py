@@ -154,7 +154,7 @@ def test_the_quant_report_says_that_scales_for_a_kv_cache_are_not_used(golden: P
     with LLM(golden / "ct-kv8", skip_tokenizer_init=True) as llm:
         report = llm.quant_report()
     assert report.kv_scales == report.to_dict()["kv_scales"] == 4
-    assert str(report).splitlines()[-1].split(maxsplit=2)[2] == "4 scales of the file, not used"
+    assert str(report).splitlines()[-1].split(maxsplit=2)[2] == "4 scales in the file, not used"
     packed = QuantizedAtLoad(open_checkpoint(golden / "ct-kv8"), scheme_at_load("int8"))
     assert len(packed.kv_scales) == 4
 

@@ -338,7 +338,7 @@ def test_enqueue_takes_conversations_beside_prompts(tiny: LLM) -> None:
     [name] = tiny.enqueue(chat, SHORT, tools=TOOLS, chat_template=READS_TOOLS)
     [output] = tiny.wait_for_completion()
     assert output.request_id == name and '"parameters"' in str(output.prompt)
-    with pytest.raises(TypeError, match="only apply to a conversation"):
+    with pytest.raises(TypeError, match="apply only to a conversation"):
         tiny.enqueue("Hello", SHORT, tools=TOOLS)
 
 

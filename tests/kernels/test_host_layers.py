@@ -140,7 +140,7 @@ def test_an_engine_with_layers_on_the_host_answers_the_same(
     monkeypatch.setattr(loading, "_elsewhere", lambda *_: {"host_from": 1})
     with LLM(path, **options) as llm:
         found = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
-        assert "not in the memory of their device" in llm.load_warnings[-1]
+        assert "offloaded from their device" in llm.load_warnings[-1]
         report = llm.quant_report()
     assert found == wanted
     assert report.layers
