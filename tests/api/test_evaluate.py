@@ -179,7 +179,7 @@ def test_what_makes_no_sense_is_refused_by_name(
 
 
 def test_a_model_without_a_tokenizer_wants_ids(golden: Path) -> None:
-    with pytest.raises(RequestError, match="no tokenizer: give lists of token ids"):
+    with pytest.raises(RequestError, match="no tokenizer; pass lists of token ids"):
         sdk.evaluate(golden / "gptq-w8-g128", tokens=16)
 
 

@@ -154,8 +154,12 @@ def test_a_stopped_library_ends_at_once_and_leaves_nothing_behind(
     [
         ("auto-gptq", "gptq-w4g32", r"auto-gptq is not installed: pip install 'embedlm\[gptq\]'"),
         ("autoawq", "awq-w4g32", r"autoawq is not installed: pip install 'embedlm\[awq\]'"),
-        ("autoawq", "gptq-w4g32", "autoawq makes schemes like awq-w4g128, found gptq-w4g32"),
-        ("auto-gptq", "gptq-w4g32-h6", "auto-gptq makes schemes like gptq-w4g128, found .*-h6"),
+        ("autoawq", "gptq-w4g32", "autoawq: expected a scheme like awq-w4g128, found gptq-w4g32"),
+        (
+            "auto-gptq",
+            "gptq-w4g32-h6",
+            "auto-gptq: expected a scheme like gptq-w4g128, found .*-h6",
+        ),
         ("auto_awq", "awq", "library: expected one of auto-gptq, autoawq, found 'auto_awq'"),
     ],
 )
