@@ -26,7 +26,7 @@ class Draw(NamedTuple):
         return cls(state)
 
     def write(self, row: int, buffers: SampleBuffers) -> None:
-        """Write it for the kernel. Rows with callbacks are drawn greedily, then again after them."""
+        """Write it for the kernel. Rows with callbacks are drawn greedily first, then again."""
         state, ahead = self
         if state.greedy or state.processed:
             buffers.set(row, GREEDY, 0.0)

@@ -220,7 +220,7 @@ def test_the_command_prints_a_row_per_model_and_writes_json_and_markdown(
     written = tmp_path / "found.json", tmp_path / "found.md"
     assert main([*command, "--json", str(written[0]), "--markdown", str(written[1])]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("2 windows of 16 tokens; perplexity of model.gguf ")
+    assert lines[0].startswith("2 sequences of 16 tokens; perplexity of model.gguf ")
     assert len(lines) == 6 and all("auto" in line for line in lines[4:])
     found = json.loads(written[0].read_text())
     assert [row["model"] for row in found] == models

@@ -176,8 +176,8 @@ def test_only_folders_of_plain_weights_go_to_a_library(
 ) -> None:
     autoawq()
     options = {"calibration": IDS, "tokens": 4, "library": "autoawq"}
-    sources = {"arch-llama3/model.gguf": "a GGUF file becomes another GGUF file"}
-    sources["ct-w4a16"] = "folders of weights that are not quantized"
+    sources = {"arch-llama3/model.gguf": "a GGUF file can only become another GGUF file"}
+    sources["ct-w4a16"] = "expects a folder with unquantized weights"
     for source, words in sources.items():
         with pytest.raises(UnsupportedError, match=words):
             sdk.quantize(golden / source, tmp_path / "made", "awq-w4g64", **options)

@@ -77,8 +77,8 @@ def test_every_other_round_runs_in_reverse(monkeypatch: pytest.MonkeyPatch) -> N
     ("code", "message"),
     [
         ('print(\'{"error": "no such model"}\', flush=True)', "the worker failed: no such model"),
-        ("raise SystemExit(3)", "ended without a word, exit code 3"),
-        ("import os; os.abort()", "ended without a word, exit code -6"),
+        ("raise SystemExit(3)", "ended without a reply, exit code 3"),
+        ("import os; os.abort()", "ended without a reply, exit code -6"),
     ],
 )
 def test_a_peer_that_fails_is_an_error_that_names_it(
@@ -191,8 +191,8 @@ def test_an_error_of_our_worker_is_its_last_answer(golden: Path) -> None:
 @pytest.mark.parametrize(
     ("engine", "kv", "message"),
     [
-        ("transformers", "int8", "transformers keeps keys and values in the model's type"),
-        ("transformers-bf16", "float16", "transformers-bf16 keeps keys and values"),
+        ("transformers", "int8", "transformers: keys and values have the model's type"),
+        ("transformers-bf16", "float16", "transformers-bf16: keys and values"),
         ("nonsense", "auto", "KeyError: 'nonsense'"),
     ],
 )
