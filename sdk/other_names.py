@@ -110,7 +110,7 @@ SAMPLING: dict[str, str] = {
     "max_completion_tokens": "use max_tokens",
     "max_length": "use max_tokens, which counts only the answer",
     "min_new_tokens": "use min_tokens",
-    "do_sample": "use temperature: 0 always takes the likeliest token, a higher one samples",
+    "do_sample": "use temperature: 0 always takes the most likely token, a higher one samples",
     "num_return_sequences": "use n",
     "num_beams": "beam search is not available in this release",
     "use_beam_search": "beam search is not available in this release",

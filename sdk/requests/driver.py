@@ -114,6 +114,7 @@ class Driver:
         self.check_usable()  # before the lock, which a forked child may have inherited locked
         if run:
             self._refuse_inside_step()
+        commands = [_Add(job, sink) for job in jobs]
         with self._lock:
             self.check_usable()
             for job in jobs:
@@ -124,9 +125,9 @@ class Driver:
                     )
             if run:
                 self._start()
-            for job in jobs:
-                self._sinks[job.request_id] = sink
-                self._inbox.append(_Add(job, sink))
+            for command in commands:  # without Python calls that a signal handler could interrupt
+                self._sinks[command.job.request_id] = sink
+                self._inbox.append(command)
             if run:
                 self._background.update(job.request_id for job in jobs)
             self._wakeups.notify_all()

@@ -19,7 +19,7 @@ _PUMP_EXPECTED_S = 1.0
 
 
 class StepSizes:
-    """The token limits of one engine's steps, learnt from the steps before."""
+    """The token limits of one engine's steps, learned from the steps before."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler

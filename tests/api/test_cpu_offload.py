@@ -44,7 +44,7 @@ def _planned(path: Path, **options: object) -> tuple[MemoryPlan, dict[str, Any]]
     with contextlib.closing(planning.open_model(config)) as checkpoint:
         made = planning.plan_for(config, checkpoint)
         model = planning.model_config(config, checkpoint)
-        return made, loading._elsewhere(config, model, made)
+        return made, loading._offload_options(config, model, made)
 
 
 @pytest.mark.usefixtures("card")

@@ -115,7 +115,7 @@ def test_python_m_embedlm_names_another_projects_sdk_in_one_line(
     code = "import runpy; runpy.run_module('embedlm', run_name='__main__')"
     done = run_installed(code, before=(foreign,))
     [line] = done.stderr.splitlines()
-    assert line.startswith("embedlm: embedlm's package is named sdk") and str(foreign) in line
+    assert line.startswith("embedlm: embedlm's package") and str(foreign) in line
 
 
 PYTEST = "import pytest; sys.exit(pytest.main(['-p', 'no:cacheprovider', *sys.argv[1:]]))"
@@ -137,7 +137,7 @@ def test_a_model_tested_beside_another_projects_sdk_is_a_clear_error(
     done = run_installed(PYTEST, foreign, f"--llm-model={model}", before=(foreign,))
     assert done.returncode == 4
     [line] = [line for line in done.stderr.splitlines() if line]
-    assert line.startswith("ERROR: --llm-model: embedlm's package is named sdk") and str(foreign) in line
+    assert line.startswith("ERROR: --llm-model: embedlm's package") and str(foreign) in line
 
 
 ENTRY_POINTS = """

@@ -223,7 +223,7 @@ SUITES = {
     "memory": Suite(
         "Keys and values kept",
         f"time to first token of {PROMPT} tokens, computed and with the prefix from the cache, the "
-        "swap space or a snapshot's file; a page of the KV ladder computed, and recoded",
+        "swap space or a snapshot file; a page under a kv_policy computed, and recoded",
         [
             Metric("compute_ms", "compute ms"),
             Metric("again_ms", "again ms"),
