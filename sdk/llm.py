@@ -201,7 +201,7 @@ class LLM:
 
         Long prompts are tokenized in a thread, so that the loop goes on meanwhile.
         """
-        read, params = await self._calls.read_aside(
+        read, params = await self._calls.read_without_blocking(
             prompts, self._jobs.read, prompts, sampling_params
         )
         return await self._calls.arun(read, params, priority)
@@ -215,7 +215,7 @@ class LLM:
         **template: Any,
     ) -> list[RequestOutput]:
         """:meth:`chat` for an event loop."""
-        read, params = await self._calls.read_aside(
+        read, params = await self._calls.read_without_blocking(
             messages, self._jobs.read_chats, "achat", messages, sampling_params, template
         )
         return await self._calls.arun(read, params, priority)

@@ -251,11 +251,11 @@ class SamplingParams:
     def _check_together(self) -> None:
         """Check fields that depend on each other."""
         if self.best_of is not None and self.best_of < self.n:
-            raise _refused("best_of", self.best_of, f"[n, {MAX_N}] with n = {self.n}")
+            raise _invalid("best_of", self.best_of, f"[n, {MAX_N}] with n = {self.n}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise _refused("min_tokens", self.min_tokens, f"[0, max_tokens = {self.max_tokens}]")
+            raise _invalid("min_tokens", self.min_tokens, f"[0, max_tokens = {self.max_tokens}]")
         if not self.detokenize and (self.stop or self.stop_regex):
-            raise _refused("detokenize", False, "True when stop or stop_regex is given")
+            raise _invalid("detokenize", False, "True when stop or stop_regex is given")
 
     @property
     def greedy(self) -> bool:
@@ -314,7 +314,7 @@ def _fields_shown() -> inspect.Signature:
 SamplingParams.__signature__ = _fields_shown()  # type: ignore[attr-defined]
 
 
-def _refused(name: str, value: object, allowed: str) -> RequestError:
+def _invalid(name: str, value: object, allowed: str) -> RequestError:
     return RequestError(f"{name} must be {allowed}, got {shown(value)}")
 
 
@@ -340,9 +340,9 @@ def _number(name: str, value: Any, allowed: _Range, convert: Callable[[Any], Any
     except Exception as error:
         if not blames_value(error):
             raise
-        raise _refused(name, value, f"{kind} {allowed}") from None
+        raise _invalid(name, value, f"{kind} {allowed}") from None
     if number not in allowed or not math.isfinite(number):
-        raise _refused(name, value, f"{kind} {allowed}")
+        raise _invalid(name, value, f"{kind} {allowed}")
     return number
 
 
@@ -358,13 +358,13 @@ def _float(name: str, value: Any) -> float | None:
 
 def _boolean(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise _refused(name, value, "True or False")
+        raise _invalid(name, value, "True or False")
     return value
 
 
 def _output_kind(name: str, value: Any) -> RequestOutputKind:
     if not isinstance(value, RequestOutputKind):
-        raise _refused(name, value, "a RequestOutputKind")
+        raise _invalid(name, value, "a RequestOutputKind")
     return value
 
 
@@ -375,7 +375,7 @@ def _items(name: str, values: Any, what: str, limit: int) -> tuple[Any, ...]:
     except Exception as error:
         if not blames_value(error):
             raise
-        raise _refused(name, values, f"a list of {what}") from None
+        raise _invalid(name, values, f"a list of {what}") from None
     if len(items) > limit:
         raise RequestError(f"{name} must hold at most {limit} {what}, got more")
     return items
@@ -383,7 +383,7 @@ def _items(name: str, values: Any, what: str, limit: int) -> tuple[Any, ...]:
 
 def _sequence(name: str, value: Any, what: str, limit: int) -> tuple[Any, ...]:
     if isinstance(value, str | bytes | Mapping):
-        raise _refused(name, value, f"a list of {what}")
+        raise _invalid(name, value, f"a list of {what}")
     return _items(name, value, what, limit)
 
 
@@ -396,7 +396,7 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...] | None:
         return () if name == "stop_token_ids" else None
     items = _sequence(name, value, "token ids", _TOKEN_LISTS[name])
     if name == "allowed_token_ids" and not items:
-        raise _refused(name, [], "None or at least one token id")
+        raise _invalid(name, [], "None or at least one token id")
     # Plain integers are checked all at once: one by one a million of them take 0.3 s.
     if set(map(type, items)) == {int} and min(items) >= 0 and max(items) <= MAX_TOKEN_ID:
         return items
@@ -412,11 +412,11 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
     items = _sequence(name, value, "strings", count)
     if not all(isinstance(item, str) for item in items):
         wrong = next(item for item in items if not isinstance(item, str))
-        raise _refused(name, wrong, "a list of non-empty strings")
+        raise _invalid(name, wrong, "a list of non-empty strings")
     texts = tuple(str.__str__(item) for item in items)  # plain strings, not subclasses
     for text in texts:
         if not text:
-            raise _refused(name, text, "a list of non-empty strings")
+            raise _invalid(name, text, "a list of non-empty strings")
         if len(text) > length:
             raise RequestError(f"{name}: a string has at most {length} characters, got {len(text)}")
     return texts
@@ -426,7 +426,7 @@ def _logit_bias(name: str, value: Any) -> dict[int, float] | None:
     if value is None:
         return None
     if not isinstance(value, Mapping):
-        raise _refused(name, value, "a mapping of token id to number")
+        raise _invalid(name, value, "a mapping of token id to number")
     entries = _items(name, value.items(), "entries", MAX_TOKEN_LIST)
     allowed = _Range(-100, 100)
     return {_token_id(name, key): _number(name, bias, allowed, _to_float) for key, bias in entries}
@@ -438,7 +438,7 @@ def _processors(name: str, value: Any) -> tuple[LogitsProcessor, ...]:
     items = _sequence(name, value, "callables", MAX_PROCESSORS)
     for item in items:
         if not callable(item):
-            raise _refused(name, item, "a list of callables")
+            raise _invalid(name, item, "a list of callables")
     return items
 
 
@@ -447,7 +447,7 @@ def _regex(name: str, value: Any) -> str | None:
     if value is None:
         return None
     if not isinstance(value, str):
-        raise _refused(name, value, f"a pattern of 1 to {MAX_PATTERN_LEN} characters")
+        raise _invalid(name, value, f"a pattern of 1 to {MAX_PATTERN_LEN} characters")
     return StopRegex(str.__str__(value)).pattern
 
 
@@ -462,7 +462,7 @@ def _extra_args(name: str, value: Any) -> dict[str, Any] | None:
     if value is None:
         return None
     if not isinstance(value, Mapping):
-        raise _refused(name, value, "a mapping or None")
+        raise _invalid(name, value, "a mapping or None")
     return dict(_items(name, value.items(), "entries", MAX_TOKEN_LIST))
 
 

@@ -68,7 +68,7 @@ def _auto_gptq(job: Job, model: Any, report: Report) -> None:
     )
     quantizer = _known(GPTQ_CAUSAL_LM_MODEL_MAP, model)(model, False, config)
     _base.logger.addHandler(_Layers(report))
-    _base.GPTQ = _refusing_zeros(_base.GPTQ, job["symmetric"])
+    _base.GPTQ = _rejecting_zeros(_base.GPTQ, job["symmetric"])
     stored = model.dtype
     model.float()
     # in transformers 5 a layer returns its output, not a tuple that begins with it
@@ -118,10 +118,10 @@ class _Layers(logging.Handler):
             self._report(int(found[1]) - 1)
 
 
-def _refusing_zeros(base: Any, symmetric: bool) -> Any:
+def _rejecting_zeros(base: Any, symmetric: bool) -> Any:
     """``GPTQ`` that rejects zero points which its files cannot store."""
 
-    class Refusing(base):  # type: ignore[misc]  # a class found at run time
+    class Rejecting(base):  # type: ignore[misc]  # a class found at run time
         def fasterquant(self, **options: Any) -> Any:
             scale, zero, groups = super().fasterquant(**options)
             if not symmetric and bool((zero == 0).any()):
@@ -129,7 +129,7 @@ def _refusing_zeros(base: Any, symmetric: bool) -> Any:
                 raise ValueError("a zero point is 0, which auto-gptq's files cannot store")
             return scale, zero, groups
 
-    return Refusing
+    return Rejecting
 
 
 def _as_tuple(module: Any, args: Any, output: Any) -> Any:

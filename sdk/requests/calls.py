@@ -57,7 +57,9 @@ class Calls:
         with reporting(stage, "request", self._on_progress, bar=bar) as report:
             return run_jobs(self._driver, jobs, report)
 
-    async def read_aside(self, prompts: Any, read: Callable[..., T], *arguments: Any) -> T:
+    async def read_without_blocking(
+        self, prompts: Any, read: Callable[..., T], *arguments: Any
+    ) -> T:
         """What ``read`` returns. It runs in a thread if ``prompts`` are long, so that the event
         loop goes on."""
         self._driver.check_usable()

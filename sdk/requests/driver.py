@@ -113,7 +113,7 @@ class Driver:
         """
         self.check_usable()  # before the lock, which a forked child may have inherited locked
         if run:
-            self._refuse_inside_step()
+            self._check_outside_step()
         commands = [_Add(job, sink) for job in jobs]
         with self._lock:
             self.check_usable()
@@ -145,14 +145,14 @@ class Driver:
     def run(self, request_ids: Iterable[str]) -> None:
         """Let the engine thread finish submitted requests; finished ids are ignored."""
         self.check_usable()
-        self._refuse_inside_step()
+        self._check_outside_step()
         with self._lock:
             self.check_usable()
             self._start()
             self._background.update(self._sinks.keys() & request_ids)
             self._wakeups.notify_all()
 
-    def _refuse_inside_step(self) -> None:
+    def _check_outside_step(self) -> None:
         if self._stepping == threading.get_ident():
             raise RequestError(
                 "a logits processor cannot step or wait for the LLM that runs it: its own step "
@@ -236,7 +236,9 @@ class Driver:
                 continue  # every sink has been told
             except BaseException as error:  # SystemExit in a callback: no caller above to see it
                 with suppress(EngineDeadError):
-                    self._die(EngineDeadError(f"a step failed: {type(error).__name__}: {error}"))
+                    self._fail_engine(
+                        EngineDeadError(f"a step failed: {type(error).__name__}: {error}")
+                    )
 
     def _steps(self) -> None:
         while not self._must_wait():
@@ -270,7 +272,7 @@ class Driver:
 
         Takes turns with the engine thread: waits for one of its steps at most.
         """
-        self._refuse_inside_step()
+        self._check_outside_step()
 
         def one_step() -> list[Output]:
             self._check_open()
@@ -284,7 +286,7 @@ class Driver:
         For a while the engine thread runs no longer steps than that, so that the next call does
         not wait for a step of hundreds of tokens.
         """
-        self._refuse_inside_step()
+        self._check_outside_step()
         end = time.monotonic() + seconds
         self._sizes.begin_pump(seconds)
         ran = False
@@ -306,7 +308,7 @@ class Driver:
     def between_steps(self, action: Callable[[], T]) -> T:
         """What ``action`` returns; no step runs meanwhile."""
         self.check_usable()  # before the lock, which a forked child may have inherited locked
-        self._refuse_inside_step()
+        self._check_outside_step()
 
         def check_and_act() -> T:
             self._check_open()
@@ -380,7 +382,7 @@ class Driver:
             finally:
                 self._stepping = None
                 if self._closed:  # perhaps in this step, by a callback or the garbage collector
-                    self._end()
+                    self._release()
 
     def _step(self, most_tokens: int | None = None) -> list[Output]:
         if self.lease is not None and self.lease.wanted and self.give_back is not None:
@@ -392,9 +394,9 @@ class Driver:
             outputs += engine.step(most_tokens)
         except Exception as error:
             failure = f"a step failed: {type(error).__name__}: {error}"
-            self._die(engine.dead or EngineDeadError(failure))
+            self._fail_engine(engine.dead or EngineDeadError(failure))
         if engine.dead is not None:
-            self._die(engine.dead)
+            self._fail_engine(engine.dead)
         for output in outputs:
             self._deliver(output)
         return outputs
@@ -416,9 +418,9 @@ class Driver:
 
     # ---- failing and closing ---------------------------------------------------------------------
 
-    def _die(self, failure: EngineDeadError) -> NoReturn:
+    def _fail_engine(self, failure: EngineDeadError) -> NoReturn:
         """The engine cannot go on: tell every caller, and reject all requests from now on."""
-        if self._closed:  # its workers were killed during the step; _end() tells the callers
+        if self._closed:  # its workers were killed during the step; _release() tells the callers
             raise EngineClosedError(_CLOSED) from failure
         logger.error("engine stopped: %s", failure)
         with self._lock:
@@ -452,13 +454,13 @@ class Driver:
             self._step_lock.acquire()
         try:
             with self._current():
-                self._end()
+                self._release()
         finally:
             self._step_lock.release()
         if self._thread not in (None, threading.current_thread()):
             self._thread.join()
 
-    def _end(self) -> None:
+    def _release(self) -> None:
         with ExitStack() as all_of_it:  # each part runs even if another raises
             closed = EngineClosedError("the LLM was closed while this request was running")
             all_of_it.callback(self._fail_all, closed)

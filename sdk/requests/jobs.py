@@ -23,8 +23,8 @@ from sdk.requests.prompts import (
     PromptReader,
     as_conversations,
     as_list,
+    as_request_error,
     is_conversation,
-    refusing,
 )
 from sdk.sampling.resolved import ResolvedParams, resolve
 from sdk.text.stops import stop_strings
@@ -67,7 +67,7 @@ class JobMaker:
         """The parameters of each of ``count`` prompts."""
         if given is None or isinstance(given, SamplingParams):
             return [given or self._default] * count
-        with refusing("sampling_params"):
+        with as_request_error("sampling_params"):
             if not isinstance(given, Sequence) or len(given) != count:
                 found = len(given) if isinstance(given, Sequence) else shown(given)
                 raise RequestError(
@@ -155,7 +155,7 @@ class JobMaker:
         """Request ids. Ids with # are the LLM's own: #7, and #7#1 for a second answer."""
         if given is None:
             return [f"#{next(self._ids)}" for _ in range(count)]
-        with refusing("request_id"):
+        with as_request_error("request_id"):
             names = [given] if isinstance(given, str) else given
             if not isinstance(names, Sequence) or len(names) != count:
                 found = len(names) if isinstance(names, Sequence) else shown(names)
@@ -190,7 +190,7 @@ class JobMaker:
 
 def _priorities(given: Any, count: int) -> list[int | None]:
     """The priority of each of ``count`` prompts; None: that of the sampling parameters."""
-    with refusing("priority"):
+    with as_request_error("priority"):
         if not isinstance(given, Sequence):
             given = [given] * count
         if len(given) != count:

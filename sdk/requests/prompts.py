@@ -40,7 +40,7 @@ class Prompt:
 
 
 @contextmanager
-def refusing(what: str) -> Iterator[None]:
+def as_request_error(what: str) -> Iterator[None]:
     """Turn errors about a value, of a caller's object or the tokenizer, into RequestErrors.
 
     Other exceptions are raised unchanged: they may come from a signal handler, such as a host's
@@ -80,7 +80,7 @@ def _is_small(value: object) -> bool:
 
 def is_conversation(value: object) -> bool:
     """Whether ``value`` is a list of chat messages."""
-    with refusing("prompt"):
+    with as_request_error("prompt"):
         return _are_dicts(value) and any("role" in item for item in cast("Sequence[Any]", value))
 
 
@@ -97,7 +97,7 @@ def as_list(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
     """One or more prompts as a list; a list of ints is one prompt of token ids."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    with refusing("prompt"):
+    with as_request_error("prompt"):
         if not isinstance(prompts, Sequence) or isinstance(prompts, _BYTES):
             raise RequestError(
                 "prompt: expected text, token ids, a dict or a list of them, found "
@@ -110,7 +110,7 @@ def as_list(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
 
 def as_conversations(messages: Any) -> list[Sequence[Message]]:
     """One or more conversations as a list. :raises RequestError: ``messages`` are neither."""
-    with refusing("messages"):
+    with as_request_error("messages"):
         if _are_dicts(messages):
             return [messages]
         several = isinstance(messages, Sequence) and not isinstance(messages, _BYTES)
@@ -195,7 +195,7 @@ class PromptReader:
 
         :raises RequestError: the prompt is invalid or too long.
         """
-        with refusing("prompt"):
+        with as_request_error("prompt"):
             if isinstance(prompt, Mapping):
                 return self._read_dict(prompt, params, room)
             if isinstance(prompt, str):
@@ -237,7 +237,7 @@ class PromptReader:
     ) -> Prompt:
         """Render with the model's template; control tokens inside messages are ordinary text."""
         tokenizer = self._need_tokenizer("chat")
-        with refusing("messages"):
+        with as_request_error("messages"):
             keep = self._kept(params, 1)
             limit = self._max_model_len - 1
             if keep is not None:

@@ -166,8 +166,8 @@ def test_models_of_other_vocabularies_are_refused(base: Path, golden: Path) -> N
         ({"text": [[1, 2, 448] * 16], "tokens": 16}, "ids from 0 to 447"),
         ({"tokens": 15}, "tokens: expected 16 or more, found 15"),
         ({"windows": 0}, "expected 1 or more sequences"),
-        ({"tokens": 10**6}, "the context of the model"),
-        ({"max_model_len": 64}, "max_model_len: evaluate\\(\\) chooses it"),
+        ({"tokens": 10**6}, "the model's context"),
+        ({"max_model_len": 64}, "max_model_len: evaluate\\(\\) sets it"),
         ({"compute": "fast"}, "compute: expected"),
     ],
 )

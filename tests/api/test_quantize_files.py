@@ -208,7 +208,7 @@ def test_a_result_inside_the_model_or_without_a_name_is_refused(
 ) -> None:
     model = Path(shutil.copytree(llama, tmp_path / "model.partial"))
     before = sorted(model.iterdir())
-    with pytest.raises(QuantizationError, match="is inside the model.s folder"):
+    with pytest.raises(QuantizationError, match="is inside the model's folder"):
         make(model, model / "made", "rtn-w8s")
     with pytest.raises(QuantizationError, match=r"model\.partial, where the model is"):
         make(model, tmp_path / "model", "rtn-w8s")
