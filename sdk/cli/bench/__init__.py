@@ -127,6 +127,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rounds", type=parse_count, help="rounds of measuring (default: 5)")
     parser.add_argument("--threads", type=parse_count, help="default: the CPUs of this process")
+    _add_gpu_arguments(parser)
+    parser.add_argument(
+        "--json", metavar="FILE", help="write all samples; - for stdout instead of the table"
+    )
+    parser.add_argument("--markdown", metavar="FILE", help="write the tables and the command")
+    parser.add_argument("--plots", metavar="FOLDER", help="draw one PNG per suite (matplotlib)")
+    parser.set_defaults(**DEFAULTS)
+
+
+def _add_gpu_arguments(parser: argparse.ArgumentParser) -> None:
     of_gpu = parser.add_argument_group("options of `bench gpu`")
     of_gpu.add_argument("--rows", metavar="NAME[,...]", help="measure only these rows")
     of_gpu.add_argument(
@@ -135,12 +145,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="time limit for all rows; rows left out are reported (default: 540)",
     )
     of_gpu.add_argument("--log", metavar="FILE", help="write the measuring process's messages")
-    parser.add_argument(
-        "--json", metavar="FILE", help="write all samples; - for stdout instead of the table"
-    )
-    parser.add_argument("--markdown", metavar="FILE", help="write the tables and the command")
-    parser.add_argument("--plots", metavar="FOLDER", help="draw one PNG per suite (matplotlib)")
-    parser.set_defaults(**DEFAULTS)
 
 
 def run(args: argparse.Namespace) -> int:
