@@ -233,7 +233,7 @@ def test_a_chat_drops_the_oldest_turns_and_says_so(
     assert "the context of 96 tokens is full: this answer does not see the oldest turns" in err
     assert "/clear starts over" in err
     end = err.partition("the conversation is forgotten\n")[2]
-    assert "left out" not in end and "Traceback" not in err
+    assert "does not see the oldest turns" not in end and "Traceback" not in err
     assert "too long" not in err and "the context holds" not in err
 
 
