@@ -125,7 +125,7 @@ def test_awq_refuses_outputs_that_are_no_eights(source: HfFolder) -> None:
 
 def test_a_folder_cannot_be_made_of_a_gguf_file(golden: Path) -> None:
     checkpoint = open_checkpoint(golden / "gguf-Q8_0" / "model.gguf")
-    with pytest.raises(UnsupportedError, match="config and the tokenizer of an original folder"):
+    with pytest.raises(UnsupportedError, match="config and tokenizer of the original folder"):
         HfWriter(checkpoint, Scheme.parse("gptq"))
     checkpoint.close()
 
