@@ -168,7 +168,7 @@ def test_tune_fills_a_table_and_goes_on_where_it_was(
     assert [e["max_m"] for e in first["linear_experts"]["int4g128"]] == [1, 2]
     assert first["dense_from_of"] == first["experts_dense_from_of"] == ["int4g128", 32, 256]
     assert main(["tune", *out]) == 0
-    assert "0 entries measured, 0 left" in capsys.readouterr().out
+    assert "0 entries measured, 0 not measured" in capsys.readouterr().out
     assert json.loads(path.read_text()) == first
     tuning = read_tuning(CARD, 4, tmp_path)
     assert tuning.table is not None
