@@ -12,7 +12,7 @@ from sdk.loaders.open import open_checkpoint
 from sdk.models.auto import read_config
 from sdk.quant.online import is_in_block, online_quantized, online_scheme
 from sdk.quant.scheme import Scheme
-from sdk.text.token_windows import calibration_text, token_windows
+from sdk.text.token_sequences import calibration_text, token_sequences
 from tests.accuracy.baselines import Row
 from tests.accuracy.float_folder import write_float_folder
 from tests.accuracy.points import CALIBRATION_TOKENS, FEWEST_SEQUENCES, SEQUENCES, Point, Text
@@ -46,7 +46,7 @@ def calibration_ids(file: Path, sequences: int) -> list[list[int]]:
     with contextlib.closing(open_checkpoint(file)) as checkpoint:
         facts = read_config(checkpoint.config)
         text, tokenizer = calibration_text(), checkpoint.tokenizer
-        ids: list[list[int]] = token_windows(
+        ids: list[list[int]] = token_sequences(
             "calibration", text, tokenizer, facts, sequences, CALIBRATION_TOKENS
         ).tolist()
     return ids

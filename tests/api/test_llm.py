@@ -154,7 +154,7 @@ def test_the_quant_report_says_that_scales_for_a_kv_cache_are_not_used(golden: P
     with LLM(golden / "ct-kv8", skip_tokenizer_init=True) as llm:
         report = llm.quant_report()
     assert report.kv_scales == report.to_dict()["kv_scales"] == 4
-    assert str(report).splitlines()[-1].split(maxsplit=2)[2] == "4 scales of the file, not used"
+    assert str(report).splitlines()[-1].split(maxsplit=2)[2] == "4 scales in the file, not used"
     packed = OnlineQuantizedCheckpoint(open_checkpoint(golden / "ct-kv8"), online_scheme("int8"))
     assert len(packed.kv_scales) == 4
 
@@ -485,20 +485,20 @@ def test_close_during_work_ends_the_waiting_calls(tiny_path: Path) -> None:
 
 
 def test_ctrl_c_aborts_only_that_call(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sdk.requests import mailboxes as listeners
+    from sdk.requests import mailboxes
 
     stream = tiny.stream(IDS, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
     next(stream)
-    real = listeners.Mailbox.get
+    real = mailboxes.Mailbox.get
     calls = iter([KeyboardInterrupt])
 
-    def interrupted(self: listeners.Mailbox) -> object:
+    def interrupted(self: mailboxes.Mailbox) -> object:
         if next(calls, None):
             raise KeyboardInterrupt
         return real(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(listeners.Mailbox, "get", interrupted)
+        patch.setattr(mailboxes.Mailbox, "get", interrupted)
         with pytest.raises(KeyboardInterrupt):
             tiny.generate([IDS] * 4, SamplingParams(max_tokens=100, ignore_eos=True))
     assert len(list(stream)) == 59  # the other call went on

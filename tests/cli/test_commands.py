@@ -265,7 +265,7 @@ def test_quantizing_a_gguf_file_without_a_scheme_makes_another(
     model = str(golden / "gguf-Q8_0" / "model.gguf")
     assert main(["quantize", model, str(tmp_path / "folder")]) == 2
     err = capsys.readouterr().err
-    assert "name a .gguf file to make, with scheme q4_k_m" in err
+    assert "name a .gguf file as the result, with scheme q4_k_m" in err
     assert main(["quantize", model, str(tmp_path / "made.gguf")]) == 0
     assert (tmp_path / "made.gguf").is_file()
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from sdk.engine.plan import Sampled, StepRow
 from sdk.engine.rank.running import Running
 from sdk.sampling.draws import Draw
-from sdk.sampling.guidance import guide
+from sdk.sampling.guidance import apply_guidance
 from sdk.sampling.sampler import Sampler
 from sdk.sampling.state import RequestState
 
@@ -118,7 +118,7 @@ def guided_rows(work: Work, logits: Tensor) -> Tensor:
     own = {one.request.start.request_id: one for one in work.sampled}
     for row, request_id in zip(negative, work.negatives, strict=True):
         one = own[request_id]
-        guide(logits[one.first], row, one.request.start.params.guidance_scale)
+        apply_guidance(logits[one.first], row, one.request.start.params.guidance_scale)
     return logits
 
 

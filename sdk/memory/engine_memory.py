@@ -1,4 +1,4 @@
-"""What an ``LLM`` does with its memory while it lives: lend, shrink, grow, sleep."""
+"""Changes to the memory of a loaded ``LLM``: lending, shrinking, growing, sleeping."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from sdk.memory.sizes import format_bytes, parse_bytes
 from sdk.requests.driver import Driver
 
 
-class Footprint:
-    """The memory of one ``LLM``; ``plan`` is what it may take now."""
+class EngineMemory:
+    """The memory of one ``LLM``; ``plan`` is what it may use now."""
 
     def __init__(self, driver: Driver, loaded: Loaded) -> None:
         self.plan: MemoryPlan = loaded.plan
@@ -37,7 +37,7 @@ class Footprint:
     # Lending
 
     def _borrow(self, count: int, urgent: bool) -> None:
-        """As many of ``count`` withheld pages as the pool has memory for."""
+        """Grant up to ``count`` withheld pages, as many as the memory pool has memory for."""
         assert self._lease is not None
         size = self.plan.page_bytes
         count = min(count, self._pages.num_withheld)
@@ -48,13 +48,13 @@ class Footprint:
         self._pages.grant(count)
 
     def _give_back(self) -> None:
-        """What others want, as far as nobody uses it: never the pages that came with the model."""
+        """Give unused pages to models that want them, never those that came with this model."""
         lease, size = self._lease, self.plan.page_bytes
         assert lease is not None
         lent = self._pages.capacity - self.plan.num_pages
         given = self._elastic.give_back(min(-(-lease.wanted // size), lent))
         lease.give_back(given * size)
-        lease.wanted = 0  # who still needs more asks again
+        lease.wanted = 0  # models that still need more ask again
 
     def _reclaim(self) -> None:
         self._driver.try_between_steps(self._give_back)
@@ -75,15 +75,17 @@ class Footprint:
     def resize(self, memory: int | str) -> MemoryPlan:
         """See :meth:`sdk.LLM.resize`."""
         if self._lease is not None:
-            raise RequestError("resize: this LLM shares a memory pool, which lends it pages")
+            raise RequestError(
+                "resize: this LLM takes its pages from a memory pool and cannot be resized"
+            )
         budget = parse_bytes(memory, "resize")
         plan = self.plan
         fixed, most = plan.serving - plan.kv_cache, self._pages.num_pages - 1
         pages = min((budget - fixed) // plan.page_bytes, most)
         if pages < 1:
             raise OutOfMemoryError(
-                f"resize: {format_bytes(budget)} hold no KV page: weights, workspace and tokenizer "
-                f"take {format_bytes(fixed)}, a page {format_bytes(plan.page_bytes)}"
+                f"resize: {format_bytes(budget)} leave no room for a KV page: weights, workspace "
+                f"and tokenizer take {format_bytes(fixed)}, a page {format_bytes(plan.page_bytes)}"
             )
         self._check_machine(budget, (pages - plan.num_pages) * plan.page_bytes)
         self._driver.between_steps(lambda: self._elastic.resize(pages))
@@ -92,17 +94,17 @@ class Footprint:
         return self.plan
 
     def _check_machine(self, budget: int, more: int) -> None:
-        """:raises OutOfMemoryError: it has less than that, or not ``more`` bytes now."""
+        """:raises OutOfMemoryError: the machine has less, or lacks ``more`` free bytes now."""
         assert self.plan.config is not None
         if self.plan.config.device != "cuda" and budget > installed_memory():
             raise OutOfMemoryError(
-                f"resize: {format_bytes(budget)} are more than this machine has, "
-                f"{format_bytes(installed_memory())}"
+                f"resize: expected at most the machine's {format_bytes(installed_memory())}, "
+                f"found {format_bytes(budget)}"
             )
         available = available_to(self.plan.config)
         if more > available:
             raise OutOfMemoryError(
-                f"resize: {format_bytes(more)} of KV pages more than now; the machine has "
+                f"resize: {format_bytes(more)} of new KV pages are needed; the machine has only "
                 f"{format_bytes(available)} left"
             )
 
@@ -130,7 +132,7 @@ class Footprint:
         release_free_memory()
 
     def wake_up(self) -> ModelRunner:
-        """See :meth:`sdk.LLM.wake_up`; the runner from now on."""
+        """See :meth:`sdk.LLM.wake_up`; returns the runner, which may be a new one."""
         self._driver.check_usable(asleep=True)
         self._driver.wake(self._start)
         return self._executor.runner
@@ -152,18 +154,18 @@ class Footprint:
         self._level = 0
 
     def _expect_same_model(self) -> None:
-        """:raises CheckpointError: other files lie in the model's place by now."""
+        """:raises CheckpointError: the model's files have changed."""
         found = self._current_key()
         if found.digest != self._key.digest:
             raise CheckpointError(
                 f"wake_up: the files of {self._key.name} have changed or are gone since this LLM "
-                "was loaded, and answers and snapshots would be those of another model: put them "
-                "back and call wake_up() again, or close() this LLM and load the new ones"
+                "was loaded, so it would answer as another model: put them back and call "
+                "wake_up() again, or close() this LLM and load the new files"
             )
 
     def _take_again(self, lease: Lease | None) -> None:
         if lease is not None and not lease.take(self.plan.total, urgent=True):
             raise OutOfMemoryError(
                 f"wake_up: {lease.name} needs {format_bytes(self.plan.total)} of its memory pool, "
-                f"{format_bytes(max(lease.pool.free, 0))} are free:\n{lease.pool}"
+                f"but only {format_bytes(max(lease.pool.free, 0))} are free:\n{lease.pool}"
             )

@@ -1,4 +1,4 @@
-"""Prefixes that outlive their requests: pinned, taken out as snapshots, put back."""
+"""Prefixes that are kept after their requests: pins, snapshots and their restoring."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from sdk.params import SamplingParams
 from sdk.persistence.snapshot import Snapshot
 from sdk.requests.driver import Driver
 from sdk.requests.jobs import JobMaker, run_jobs
-from sdk.requests.mailboxes import Mailbox
 from sdk.requests.prompts import Prompt
 
 T = TypeVar("T")
 _ONE = SamplingParams(temperature=0.0, max_tokens=1)
-#: How often a prefix is computed before it is given up: other requests may throw its pages out
-#: between the step that wrote them and the moment they are looked for.
+#: How often a prefix is computed at most: other requests may evict its pages between the step that
+#: wrote them and the moment they are read.
 _ATTEMPTS = 3
 
 
-class Keeping:
-    """What an ``LLM`` does with prefixes."""
+class SavedPrefixes:
+    """The saved prefixes of one ``LLM``."""
 
     def __init__(self, driver: Driver, loaded: Loaded, jobs: JobMaker) -> None:
         self._driver = driver
@@ -36,20 +35,21 @@ class Keeping:
         self._jobs = jobs
 
     def snapshot(self, prompt: Prompt) -> Snapshot:
-        """The full pages of a prompt, computed where they are not there."""
+        """The full pages of a prompt; missing ones are computed."""
         ids, salt = prompt.token_ids, prompt.cache_salt
-        stored = self._when_there(prompt, lambda: self._kept.read(ids, salt))
+        stored = self._when_cached(prompt, lambda: self._kept.read(ids, salt))
         return Snapshot(self._model, ids[: len(stored.layers[0].rows)], stored)
 
     def snapshot_of(self, request_id: str) -> Snapshot:
-        """The full pages of an unfinished request, as far as it has come."""
+        """The full pages of an unfinished request so far."""
 
         def read() -> Snapshot:
             ids, salt = self._kept.tokens_of(request_id)
             stored = self._kept.read(ids, salt)
             if stored is None:
                 raise RequestError(
-                    f"request {request_id!r}: its pages are not in the prefix cache any more"
+                    f"request {request_id!r}: its pages are no longer in the prefix cache; take "
+                    "the snapshot again once it runs"
                 )
             return Snapshot(self._model, tuple(ids), stored)
 
@@ -58,10 +58,10 @@ class Keeping:
     def restore(
         self, source: Snapshot | str | PathLike[str], salt: str | None, *, pin: bool
     ) -> int:
-        """Put a snapshot back; how many tokens a prompt finds in the cache."""
+        """Put a snapshot back; returns how many of its tokens are in the cache now."""
         snapshot = source if isinstance(source, Snapshot) else Snapshot.load(source)
         self._check(snapshot)
-        ids = snapshot.token_ids[: self._max_model_len - 1]  # what a prompt can have of it
+        ids = snapshot.token_ids[: self._max_model_len - 1]  # the most that a prompt can use
         return self._driver.between_steps(
             lambda: self._kept.restore(ids, salt, snapshot.kv, pin=pin)
         )
@@ -70,8 +70,8 @@ class Keeping:
         given, own = snapshot.model, self._model
         if given.digest != own.digest:
             raise SnapshotError(
-                f"the snapshot belongs to {given.name} ({given.digest}), this LLM runs {own.name} "
-                f"({own.digest})"
+                f"the snapshot belongs to {given.name} ({given.digest}), but this LLM runs "
+                f"{own.name} ({own.digest})"
             )
         spec, config = snapshot.kv.spec, self._config
         shape = (spec.num_layers, spec.kv_heads, spec.head_dim)
@@ -85,12 +85,12 @@ class Keeping:
             )
 
     def pin(self, prompt: Prompt) -> int:
-        """Keep a prompt's full pages, computed where they are not there; the tokens kept."""
+        """Pin a prompt's full pages, computing missing ones; returns the number of tokens."""
         ids, salt = prompt.token_ids, prompt.cache_salt
-        return self._when_there(prompt, lambda: self._kept.pin(ids, salt))
+        return self._when_cached(prompt, lambda: self._kept.pin(ids, salt))
 
     def unpin(self, prompt: Prompt) -> bool:
-        """Give up the pin of exactly these pages. False: there is none."""
+        """Remove the pin of exactly these pages. False: there is none."""
         return self._driver.between_steps(
             lambda: self._kept.unpin(prompt.token_ids, prompt.cache_salt)
         )
@@ -99,8 +99,11 @@ class Keeping:
         """Forget all prefixes, in every tier."""
         return self._driver.between_steps(self._engine.reset_prefix_cache)
 
-    def _when_there(self, prompt: Prompt, action: Callable[[], T | None]) -> T:
-        """What ``action`` returns once the pages of ``prompt`` are in the cache."""
+    def _when_cached(self, prompt: Prompt, action: Callable[[], T | None]) -> T:
+        """What ``action`` returns once the pages of ``prompt`` are in the cache.
+
+        :raises OutOfMemoryError: other requests evict them again and again.
+        """
         for attempt in range(_ATTEMPTS + 1):
             found = self._driver.between_steps(action)
             if found is not None:
@@ -108,17 +111,16 @@ class Keeping:
             if attempt < _ATTEMPTS:
                 self._compute(prompt)
         raise OutOfMemoryError(
-            f"the prefix of {len(prompt.token_ids)} tokens does not stay in the KV cache: other "
-            "requests need its pages"
+            f"the prefix of {len(prompt.token_ids)} tokens does not stay in the KV cache, because "
+            "other requests need its pages; try again when fewer requests run"
         )
 
     def _compute(self, prompt: Prompt) -> None:
         """Run a prompt, so that its pages are in the cache.
 
-        :raises RequestError: it failed, or somebody aborted it.
+        :raises RequestError: the request failed or was aborted.
         """
-        mailbox = Mailbox()
-        [output] = run_jobs(self._driver, self._jobs.make([prompt], [_ONE], mailbox), mailbox)
+        [output] = run_jobs(self._driver, self._jobs.make([prompt], [_ONE]))
         assert isinstance(output, RequestOutput)
         [answer] = output.outputs
         if answer.finish_reason not in ("stop", "length"):

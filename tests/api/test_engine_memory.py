@@ -143,7 +143,7 @@ def test_a_size_too_small_for_what_runs_changes_nothing(tiny_path: Path) -> None
     with LLM(tiny_path, max_model_len=64, max_num_seqs=4) as llm:
         plan = llm.memory_plan
         fixed = plan.total - plan.kv_cache
-        with pytest.raises(OutOfMemoryError, match="hold no KV page: weights"):
+        with pytest.raises(OutOfMemoryError, match="leave no room for a KV page: weights"):
             llm.resize(fixed)
         with pytest.raises(RequestError, match="resize: expected a size"):
             llm.resize("much")
@@ -161,10 +161,12 @@ def test_a_size_larger_than_the_machine_changes_nothing(
 ) -> None:
     with LLM(tiny_path, max_model_len=64, max_num_seqs=4, kv_cache_memory_bytes="100KB") as llm:
         plan = llm.memory_plan
-        with pytest.raises(OutOfMemoryError, match=r"resize: 1024\.0 TiB .* this machine has, "):
+        with pytest.raises(OutOfMemoryError, match=r"at most the machine's .*, found 1024\.0 TiB"):
             llm.resize(2**50)
         monkeypatch.setattr(resolve, "available_memory", lambda: plan.page_bytes)
-        with pytest.raises(OutOfMemoryError, match=r"KiB of KV pages more .* has 16\.0 KiB left"):
+        with pytest.raises(
+            OutOfMemoryError, match=r"KiB of new KV pages .* has only 16\.0 KiB left"
+        ):
             llm.resize("1GiB")
         assert llm.memory_plan == plan
         assert llm.get_metrics()["num_pages"] == plan.num_pages

@@ -1,4 +1,4 @@
-"""Text cut into windows of tokens: what a model reads while it is calibrated or evaluated."""
+"""Text cut into sequences of tokens, for calibration and evaluation."""
 
 from __future__ import annotations
 
@@ -11,48 +11,51 @@ from sdk.errors import RequestError
 from sdk.models.config import ModelConfig
 from sdk.quant.tokenizer import Tokenizer
 
-#: Text or texts, or token ids: one list of a sequence each.
+#: One or more texts, or token ids: one list per sequence.
 Text = str | Sequence[str] | Sequence[Sequence[int]]
 
-#: Characters of the built-in text that are for evaluation; all others are for calibration.
+#: Characters of the built-in text reserved for evaluation; all others are for calibration.
 _HELD_OUT = 65536
 
 
-def token_windows(
+def token_sequences(
     what: str,
     text: Text,
     tokenizer: Tokenizer | None,
     config: ModelConfig,
-    windows: int,
+    sequences: int,
     tokens: int,
 ) -> Tensor:
-    """Token ids int64 ``[S, tokens]``: as many windows as the text has, up to ``windows``.
+    """Token ids int64 ``[S, tokens]``: as many sequences as the text has, up to ``sequences``.
 
-    Texts are joined and cut from the beginning. Where a model begins its texts with BOS, so does
-    every window; lists of ids stay as they are.
+    Texts are joined and cut from the beginning. If the model begins texts with BOS, so does every
+    sequence; lists of ids are used as given.
 
     Args:
-        what: the parameter that errors name.
-        tokenizer: of the model; not needed where ids are given.
+        what: the parameter that error messages name.
+        tokenizer: the model's; not needed for token ids.
 
     Raises:
         RequestError: too little text, ids outside the vocabulary, or no tokenizer.
     """
-    if min(windows, tokens) < 1:
+    if min(sequences, tokens) < 1:
         raise RequestError(
-            f"{what}: expected 1 or more sequences and tokens, found {windows} and {tokens}"
+            f"{what}: expected 1 or more sequences and tokens, found {sequences} and {tokens}"
         )
     if tokens > config.max_position:
         raise RequestError(
-            f"{what}: expected sequences of {config.max_position} tokens at most, the context of "
-            f"the model, found {tokens}"
+            f"{what}: expected sequences of at most {config.max_position} tokens, the model's "
+            f"context, found {tokens}"
         )
     ids, begin = _encoded(what, text, tokenizer)
     own = tokens - len(begin)
-    count = min(windows, len(ids) // own) if own > 0 else 0
+    count = min(sequences, len(ids) // own) if own > 0 else 0
     if not count:
         length = len(begin) + len(ids) if ids else 0
-        raise RequestError(f"{what}: expected at least {tokens} tokens, found {length}")
+        raise RequestError(
+            f"{what}: expected at least {tokens} tokens, found {length}; pass more text or fewer "
+            "tokens per sequence"
+        )
     found = torch.tensor(ids[: count * own], dtype=torch.int64).view(count, own)
     if int(found.min()) < 0 or int(found.max()) >= config.vocab_size:
         raise RequestError(
@@ -63,11 +66,11 @@ def token_windows(
 
 
 def _encoded(what: str, text: Text, tokenizer: Tokenizer | None) -> tuple[list[int], list[int]]:
-    """The ids of all the text, and those that every window begins with."""
+    """The ids of the whole text, and those that every sequence begins with."""
     if not isinstance(text, str) and text and not isinstance(text[0], str):
         return [int(token) for row in text for token in row], []
     if tokenizer is None:
-        raise RequestError(f"{what}: the model has no tokenizer: give lists of token ids")
+        raise RequestError(f"{what}: the model has no tokenizer; pass lists of token ids")
     texts = [text] if isinstance(text, str) else text
     ids = tokenizer.encode("\n\n".join(map(str, texts)), add_special_tokens=False)
     begin = tokenizer.encode("a")[:1]
@@ -75,13 +78,13 @@ def _encoded(what: str, text: Text, tokenizer: Tokenizer | None) -> tuple[list[i
 
 
 def calibration_text() -> str:
-    """Python's own help topics (English prose, tables and programs, 500 KB), but for what
-    :func:`evaluation_text` has of them."""
+    """Python's help topics (English prose, tables and programs, 500 KB) without
+    :func:`evaluation_text`."""
     return _topics()[_HELD_OUT:]
 
 
 def evaluation_text() -> str:
-    """The first 64 KiB of Python's help topics, which no calibration reads by default."""
+    """The first 64 KiB of Python's help topics, which calibration does not use by default."""
     return _topics()[:_HELD_OUT]
 
 
