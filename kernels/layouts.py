@@ -1,14 +1,14 @@
-"""The tensors kernels work on, one frozen dataclass per layout.
+"""The layouts of weights that kernels support, one frozen dataclass each.
 
 One formula covers nearly every weight format (``k`` runs along the input, ``g = k // group``)::
 
     w[n, k] = scale[n, g] * (code[n, k] - zero[n, g])  or  scale[n, g] * code[n, k] - minus[n, g]
                                                        or  scale[n, g] * table[code[n, k]]
 
-``Affine`` is that formula with the codes packed; ``Blocks`` keeps the blocks of a GGUF file as they
-are, so that loading copies nothing (and k-quants, whose two-level scales would cost 7 to 52 % more
-if flattened, keep their size); ``Float8`` is a matrix of 8-bit floats with scales, ``Dense`` a
-plain one. A matrix is always ``[out, in]``, here ``[N, K]``.
+``Affine`` is that formula with packed codes. ``Blocks`` keeps the blocks of a GGUF file unchanged,
+so that loading copies nothing, and k-quants keep their size (flattening their two-level scales
+would add 7 to 52 %). ``Float8`` is a matrix of 8-bit floats with scales, ``Dense`` a plain float
+matrix. A matrix is always ``[out, in]``, here ``[N, K]``.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from sdk.kernels.errors import KernelError
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-#: Scales that are powers of two (MX formats) or short floats (NVFP4) stay bytes.
+#: Scales that are powers of two (MX formats) or 8-bit floats (NVFP4) stay bytes.
 _SCALES = (*_FLOATS, torch.float8_e4m3fn, torch.float8_e8m0fnu)
-#: What tables are indexed by; each has a kernel.
+#: Bits of the codes that index a table; each width has a kernel.
 TABLE_BITS = (1, 3, 4)
 
 
 @dataclass(frozen=True, slots=True)
 class ActivationScheme:
-    """How a file wants the inputs of a matrix rounded: ``x ~ scale * (code - zero)``.
+    """How a file quantizes the activations of a matrix: ``x ~ scale * (code - zero)``.
 
-    ``codes``: ``int``, of ``bits``; or floats, ``e4m3`` of 8 bits and ``e2m1`` of 4. ``group``
-    values along K share a scale, 0: all of a row. ``static``: the scale of every row; without one
-    it is made of the values it is for, as ``rule`` says: ``plain``, ``mx`` (a power of two, OCP
+    ``codes``: ``int`` of ``bits`` bits; or floats, ``e4m3`` of 8 bits or ``e2m1`` of 4. ``group``
+    values along K share a scale; 0: the whole row. ``static``: one scale for all rows. Without it,
+    scales are computed from the values by ``rule``: ``plain``, ``mx`` (a power of two, OCP
     Microscaling), ``power`` (plain, rounded up to a power of two) or ``nv`` (plain times
-    ``factor``, as an 8-bit float). ``zero`` belongs to ``static``; other scales that are not
-    ``symmetric`` find one. ``limit`` bounds the magnitudes a scale is made of.
-    kernels/reference/rounding.py says exactly what this does.
+    ``factor``, as an 8-bit float). ``zero`` is the zero point of ``static``; dynamic scales that
+    are not ``symmetric`` compute theirs. ``limit`` is an upper bound on the magnitude used for a
+    scale. kernels/reference/fake_quantize.py is the exact definition.
 
-    :raises KernelError: for numbers that make no sense.
+    :raises KernelError: bits, group, zero point or scales are out of range.
     """
 
     codes: Literal["int", "e4m3", "e2m1"]
@@ -65,7 +65,7 @@ class ActivationScheme:
 
     @property
     def floats(self) -> bool:
-        """The codes are floats."""
+        """Whether the codes are floats."""
         return self.codes != "int"
 
     def __str__(self) -> str:
@@ -98,8 +98,8 @@ class Float8:
 
     ``values [N, K]`` in float8_e4m3fn or float8_e5m2, ``scale`` float32 or float8_e8m0fnu
     ``[ceil(N / bn), ceil(K / bk)]``, ``block = (bn, bk)``: ``(N, K)`` is one scale per tensor,
-    ``(1, K)`` one per output channel; the last block of either direction may be shorter.
-    ``inputs``: how the file rounds what the matrix is multiplied with, where it does.
+    ``(1, K)`` one per output channel; the last block in each direction may be smaller.
+    ``inputs``: how the file quantizes activations, if it does.
     """
 
     values: Tensor
@@ -118,27 +118,27 @@ class Float8:
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """Codes in groups along K: integers, or indices of a table.
+    """Codes in groups along K: integers, or indices into a table.
 
     ``codes`` uint8 ``[N, ceil(K * bits / 8)]``, each row one bit stream, lowest bit first
     (4 bits: byte j holds code 2j in its low and code 2j + 1 in its high nibble).
     ``scale [N, ceil(K / group)]`` in the file's own type, never rounded again: float32, float16,
     bfloat16, float8_e4m3fn, or float8_e8m0fnu (a byte e is ``2^(e - 127)``).
-    At most one of: ``zero`` (one constant for all), ``zeros`` or ``minus`` (float per group) says
-    what is subtracted. ``zeros`` are packed as the codes are, uint8 ``[N, ceil(G * bits / 8)]`` for
-    G groups, or floats ``[N, G]``. ``signed`` codes are two's complement (8 bits only).
+    At most one of ``zero`` (one constant for all), ``zeros`` or ``minus`` (float per group) is
+    subtracted. ``zeros`` are packed like the codes, uint8 ``[N, ceil(G * bits / 8)]`` for G groups,
+    or floats ``[N, G]``. ``signed`` codes are two's complement (8 bits only).
 
     With groups of one column ``scale``, ``zeros`` and ``minus`` may have fewer rows R, a divisor of
-    N: row n has those of row n % R (groups across rows, HQQ's axis 0).
+    N: row n uses those of row n % R (groups across rows, HQQ's axis 0).
 
-    ``table`` float32 ``[2^bits]`` (1, 3 or 4 bits): the codes are indices, nothing is subtracted.
-    ``super_scale`` float32 or float16 ``[N, ceil(K / super_group)]``: a second level of scales,
-    ``scale`` may then be uint8 or int8 too. The scale of a weight is the product, in float32.
-    ``scale_table`` float32 ``[256]``: what uint8 scales mean; ``scale_offset`` float32 ``[N]`` is
-    added to the product. Their ``super_scale`` float32 ``[ceil(N * K / super_group)]`` runs on over
-    the ends of rows, which are whole groups. Source: QLoRA (Dettmers et al., 2023), section 3.
-    ``name``: what users call the format (``nf4``), where bits and group do not say it.
-    ``inputs``: how the file rounds what the matrix is multiplied with, where it does.
+    ``table`` float32 ``[2^bits]`` (1, 3 or 4 bits): codes are indices, and nothing is subtracted.
+    ``super_scale`` float32 or float16 ``[N, ceil(K / super_group)]``: a second level of scales;
+    ``scale`` may then also be uint8 or int8. The scale of a weight is the product, in float32.
+    ``scale_table`` float32 ``[256]``: the values of uint8 scales; ``scale_offset`` float32 ``[N]``
+    is added to the product. Their ``super_scale`` float32 ``[ceil(N * K / super_group)]`` continues
+    over row ends, and rows are whole groups. Source: QLoRA (Dettmers et al., 2023), section 3.
+    ``name``: the format's name for users (``nf4``), if bits and group do not determine it.
+    ``inputs``: how the file quantizes activations, if it does.
     """
 
     shape: tuple[int, int]
@@ -160,14 +160,14 @@ class Affine:
 
     @property
     def sharing(self) -> int | None:
-        """Weights that share a scale; None for a whole row of them."""
+        """Columns that share a scale; None for a whole row."""
         if self.repeats:
             return self.shape[0] // self.scale.shape[0]
         return None if self.group >= self.shape[1] else self.group
 
     @property
     def repeats(self) -> bool:
-        """Whether rows share their scales."""
+        """Whether rows share scales."""
         height = self.scale.shape[0]
         return 0 < height < self.shape[0] and self.shape[0] % height == 0
 
@@ -178,9 +178,9 @@ class Affine:
         return sum(part.nbytes for part in parts if part is not None)
 
     def without_data(self) -> Affine:
-        """The facts of this weight for whoever packs it: its codes and scales are empty tensors.
+        """The parameters of this weight, with empty tensors for codes and scales.
 
-        A slice of them would keep the canonical tensors alive.
+        For kernels that pack it: slices would keep the original tensors alive.
         """
         return replace(
             self,
@@ -198,7 +198,7 @@ class Affine:
 class BlockType:
     """A GGUF block type: ``elements`` weights in ``nbytes`` bytes, a scale per ``group``.
 
-    ``table``: what the codes index, where they are not integers.
+    ``table``: the values that codes index, if they are not integers.
     """
 
     name: str
@@ -218,7 +218,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 0.0, -0.5, -1.0, -1.5, -2.0, -3.
 #: Source: ggml-common.h, kvalues_iq4nl.
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
-#: ggml's block types that are kept as they are, decoded in reference/decode.py.
+#: ggml's block types that are kept unchanged; reference/decode.py dequantizes them.
 BLOCK_TYPES = {
     "q4_0": BlockType("q4_0", 32, 18, 32),
     "q4_1": BlockType("q4_1", 32, 20, 32),
@@ -253,7 +253,7 @@ Layout = Dense | Float8 | Affine | Blocks
 
 
 def inputs_of(layout: Layout) -> ActivationScheme | None:
-    """How the file rounds what the matrix is multiplied with, where it does."""
+    """How the file quantizes the activations of this weight, if it does."""
     return layout.inputs if isinstance(layout, Float8 | Affine) else None
 
 
@@ -265,9 +265,9 @@ def on_device(layout: Layout, device: torch.device) -> Layout:
 
 
 def check_layout(layout: Layout) -> None:
-    """What kernels rely on when they follow raw pointers.
+    """Check everything that kernels rely on when they use raw pointers.
 
-    :raises KernelError: when a tensor's shape or type contradicts the layout.
+    :raises KernelError: a tensor's shape or type contradicts the layout.
     """
     rows, columns = layout.shape
     if rows < 1 or columns < 1:
@@ -353,7 +353,7 @@ def _check_table(w: Affine, table: Tensor) -> None:
     if w.bits not in TABLE_BITS:
         raise KernelError(f"affine table: expected {TABLE_BITS} bits, found {w.bits}")
     if w.zero or w.zeros is not None or w.minus is not None or w.signed:
-        raise KernelError("affine table: nothing is subtracted from its values")
+        raise KernelError("affine table: expected no zero points or minus, found some")
     _expect("affine table", table, (1 << w.bits,), (torch.float32,))
     if not bool(table.isfinite().all()):
         raise KernelError(f"affine table: expected finite values, found {table.tolist()}")

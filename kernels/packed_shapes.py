@@ -1,4 +1,4 @@
-"""Shapes and masks as tensors of fixed address and size, for kernels that run on a device."""
+"""Shapes and masks in tensors of fixed address and size, for kernels on a device."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from numpy.typing import NDArray
 
 from sdk.kernels.sampling import Change, Mask, SampleBuffers
 
-#: Numbers of 64 bytes, at which each part begins: Triton compiles anew for other alignments.
+#: int32 values in 64 bytes, to which each part is aligned: Triton recompiles for other alignments.
 _LINE = 16
-#: Numbers of a slot: its first change, the one after its last, its two masks (-1: none).
+#: Values of a slot: its first change, the one after its last, its two masks (-1: none).
 SLOT = 4
-#: Numbers of a change: kind, first entry, the one after its last; the bits of its three factors.
+#: Values of a change: kind, first entry, the one after its last; the bits of its three factors.
 CHANGE = 6
-#: Numbers of an entry: the id, the bits of its value.
+#: Values of an entry: the id, the bits of its value.
 ENTRY = 2
-#: Room for the changes of a row, for the tokens that they name (32 KiB), and for its masks.
+#: Room per row for changes, for the tokens that they name (32 KiB), and for masks.
 CHANGES, ENTRIES, MASKS = 8, 4096, 2
 
 
 class PackedShapes:
-    """Shapes and masks of up to ``rows`` rows of ``width`` logits, in bounded room.
+    """Shapes and masks of up to ``rows`` rows of ``width`` logits, in bounded memory.
 
     int32 tensors: ``owners [rows]`` (a row's slot, -1: unchanged), ``slots [S, 4]``, ``changes
-    [C, 6]``, ``entries [E, 2]`` and ``masks [M, words]``, all parts of one piece of memory;
-    ``side`` float32 ``[S, width]``, where the changed rows come to lie. ``sizes``: S, C, E and M.
+    [C, 6]``, ``entries [E, 2]`` and ``masks [M, words]``, all in one allocation; ``side`` float32
+    ``[S, width]`` for the changed rows. ``sizes``: S, C, E and M.
 
-    On a CPU :meth:`pack` writes them directly; for a GPU it writes pinned memory, and what is used
-    of it goes to the card in the order of the stream.
+    On a CPU :meth:`pack` writes them directly; for a GPU it writes pinned memory, and the used part
+    is copied to the card in stream order.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class PackedShapes:
     def of(
         cls, buffers: SampleBuffers, rows: int, width: int, device: torch.device
     ) -> PackedShapes:
-        """Those of the first ``rows`` rows, in just enough room."""
+        """The shapes and masks of the first ``rows`` rows, in just enough memory."""
         changing = buffers.shaped(rows)
         found = [(*_changes(buffers, row), *_masks(buffers, row)) for row in changing]
         changes = [x for parts in found for x in parts if isinstance(x, Change)]
@@ -82,12 +82,12 @@ class PackedShapes:
         return packed
 
     def pack(self, buffers: SampleBuffers, rows: int) -> list[int]:
-        """Take what the first ``rows`` rows of ``buffers`` change from now on; the others nothing.
+        """Pack the changes of the first ``rows`` rows of ``buffers``; other rows get none.
 
-        Returns the rows for which there was no room left, ascending: they are drawn unchanged.
+        Returns the rows for which there was no room, ascending: they are drawn unchanged.
         """
         if self._sent is not None:
-            self._sent.synchronize()  # what was written last has been read
+            self._sent.synchronize()  # the previous contents have been copied
         owners, slots, changes, entries, masks = self._arrays
         owners[:] = -1
         left_out = []
@@ -115,7 +115,7 @@ class PackedShapes:
         return left_out
 
     def _send(self, used: list[int]) -> None:
-        """Copy to the device what is used of entries and masks, and all that is before them."""
+        """Copy the used part of entries and masks, and everything before them, to the device."""
         if self._device is self._host:
             return
         entries, masks = self._begins[3:5]
@@ -129,7 +129,7 @@ class PackedShapes:
 
 
 def packed_bytes(rows: int, width: int) -> int:
-    """What :meth:`PackedShapes.with_room` takes on the device."""
+    """Bytes that :meth:`PackedShapes.with_room` takes on the device."""
     words = -(-width // 32)
     return 4 * rows * (1 + SLOT + CHANGE * CHANGES + ENTRY * ENTRIES + MASKS * words + width)
 
@@ -146,7 +146,7 @@ def _masks(buffers: SampleBuffers, row: int) -> list[Mask]:
 
 
 def _write(change: Change, entries: NDArray[np.int32], begin: int) -> int:
-    """Write its entries; returns where they end."""
+    """Write a change's entries; returns their end."""
     end = begin + change.count
     entries[begin:end, 0] = change.ids[: change.count]
     if change.values is not None:

@@ -1,18 +1,18 @@
-"""What decides the token of one row of logits: the numbers every sampling kernel takes.
+"""The parameters of sampling one row of logits, and the definition that all kernels share.
 
-The steps, in this order (vLLM's, with typical where llama.cpp has it): temperature, ``min_p``,
-``top_k``, ``typical_p``, ``top_p``, XTC, the draw; or mirostat in place of the truncations. Each
-counts what the earlier ones left. A token's *gap* is ``(best - logit) / temperature``, its weight
-``e^-gap``, or 0 beyond a gap of 87.3 (e^-87.3 is 1e-38). A token is likelier than another when its
-gap is smaller or, where they are equal, its id. The draw takes the first token, in order of ids,
-with which the running sum of the weights exceeds ``uniform`` times their total.
+The steps, in this order (vLLM's, with typical as in llama.cpp): temperature, ``min_p``, ``top_k``,
+``typical_p``, ``top_p``, XTC, the draw; or mirostat instead of the truncations. Each step sees the
+tokens that earlier ones left. A token's *gap* is ``(best - logit) / temperature``, its weight
+``e^-gap``, or 0 beyond a gap of 87.3 (e^-87.3 is 1e-38). A token is likelier than another if its
+gap is smaller or, for equal gaps, its id. The draw takes the first token, in order of ids, at which
+the running sum of the weights exceeds ``uniform`` times their total.
 
-Before all of that the logits of a row may change (:class:`Shape`), of the draw's own copy: the
-logits stay as they are.
+Before that, the logits of a row may be changed (:class:`Shape`), on a copy for the draw: the logits
+themselves stay unchanged.
 
 Arithmetic: gaps are float32 (one rounding for the difference, one for the quotient), sums float64.
-Two kernels may round weights differently by some 1e-7 and choose other tokens only where
-``uniform``, or the mass of a truncation, lies that near to a boundary.
+Two kernels may round weights differently by some 1e-7, and choose different tokens only if
+``uniform``, or the mass of a truncation, is that close to a boundary.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ def pack_draw(
     mirostat_mu: float = float("nan"),
     top_k: int = 0,
 ) -> bytes:
-    """One ``DRAW`` as bytes: what does not change from token to token is packed once."""
+    """One ``DRAW`` as bytes, packed once for all tokens of a request."""
     return _RECORD.pack(
         temperature, min_p, typical_p, top_p, xtc_threshold, mirostat_mu, top_k, 0.0
     )
 
 
 def join_draws(packed: Sequence[bytes], uniforms: Sequence[float]) -> Draws:
-    """``DRAW [R]`` of R packed ones and their numbers in [0, 1)."""
+    """``DRAW [R]`` from R packed draws and their random numbers in [0, 1)."""
     draws = np.frombuffer(bytearray().join(packed), DRAW)
     draws["uniform"] = uniforms
     return draws
@@ -83,14 +83,14 @@ class ChangeKind(IntEnum):
 
     #: ``logits[ids[i]] += values[i]``
     ADD = 0
-    #: What tokens that were there already cost. ``values[i]``: how often ``ids[i]`` is in the
-    #: output (0: in the prompt only). In float32: divided by the repetition factor (Keskar et al.
-    #: 2019) where the logit is positive, else multiplied; less frequency times ``values[i]``; less
-    #: presence where ``values[i]`` is positive.
+    #: Penalties for tokens that occurred before. ``values[i]``: how often ``ids[i]`` is in the
+    #: output (0: in the prompt only). In float32: divide by the repetition factor (Keskar et al.
+    #: 2019) if the logit is positive, else multiply; subtract frequency times ``values[i]``;
+    #: subtract presence if ``values[i]`` is positive.
     PENALIZE = 1
     #: ``logits[ids[i]] = -inf``
     FORBID = 2
-    #: All are minus infinity but that of ``ids[0]``, which is 0.
+    #: All logits become minus infinity except that of ``ids[0]``, which becomes 0.
     FORCE = 3
 
 
@@ -117,10 +117,10 @@ class _ShapeRecord(Structure):
 
 
 class Change:
-    """One way in which the logits of a row change: the first ``count`` of ``ids`` int32 and
-    ``values`` float32 (ADD and PENALIZE), which may have room for more.
+    """One change of a row's logits: the first ``count`` of ``ids`` int32 and ``values`` float32
+    (for ADD and PENALIZE), which may have room for more.
 
-    ``ids`` are distinct, but in FORBID; those outside of the row change nothing. ``factors``, of
+    ``ids`` are distinct, except in FORBID; ids outside the row have no effect. ``factors`` of
     PENALIZE: repetition, frequency, presence.
     """
 
@@ -147,13 +147,13 @@ class Change:
         return Change, (self.kind, self.ids[: self.count], values, self.factors)
 
     def copy(self) -> Change:
-        """The same in memory of its own."""
+        """A copy with its own memory."""
         made, arguments = self.__reduce__()
         copied: Change = made(*arguments)
         return copied
 
     def write(self, ids: ArrayLike, values: ArrayLike = ()) -> None:
-        """Replace ids and values, as many as ids where the kind has any."""
+        """Replace ids and values (as many as ids, if the kind has values)."""
         array = np.asarray(ids)
         count = len(array)
         self.resize(count)
@@ -162,7 +162,7 @@ class Change:
             self.values[:count] = values
 
     def resize(self, count: int) -> None:
-        """Keep the first entries, or add some, which the caller then writes."""
+        """Keep the first entries, or add new ones, which the caller must write."""
         if count > len(self.ids):
             room = max(2 * len(self.ids), count)
             self.ids = np.concatenate((self.ids, np.empty(room - len(self.ids), np.int32)))
@@ -194,7 +194,7 @@ class Shape:
         self.set_changes(changes)
 
     def set_changes(self, changes: Sequence[Change]) -> None:
-        """Replace the changes; the same ones again cost nothing."""
+        """Replace the changes; setting the same ones again costs nothing."""
         if len(changes) == len(self.changes) and all(map(operator.is_, changes, self.changes)):
             return
         self.changes = tuple(changes)
@@ -204,7 +204,7 @@ class Shape:
 
 
 def mask_of(ids: ArrayLike) -> Mask:
-    """The bits of a mask that leaves ``ids``, at least one, and no others."""
+    """A mask that allows only ``ids``, of which there is at least one."""
     array = np.asarray(ids, np.int64)
     bits = np.zeros((int(array.max()) // 32 + 1) * 32, np.uint8)
     bits[array] = 1
@@ -220,13 +220,13 @@ def _expect_words(mask: Mask) -> None:
 
 
 class Tokens(NamedTuple):
-    """What became of R rows.
+    """The outcome of sampling R rows.
 
-    ``tokens``; ``best``, the rows' maxima (NaN where there is a NaN: unless it is finite the row's
-    token is that of the maximum, or the first NaN's); ``probabilities``, the tokens' shares of what
-    could be drawn (1 where nothing was drawn). Where a row changes before the draw, ``best`` is the
-    changed row's maximum, unless the row itself was not finite; if only the changed one is not,
-    the probability is 0.
+    ``tokens``; ``best``, the rows' maxima (NaN if there is one; if it is not finite, the token is
+    that of the maximum or of the first NaN); ``probabilities``, the tokens' shares among those that
+    could be drawn (1 if nothing was drawn). If a row was changed before the draw, ``best`` is the
+    changed row's maximum, unless the original row was not finite; if only the changed row is not
+    finite, the probability is 0.
     """
 
     tokens: list[int]
@@ -239,10 +239,10 @@ _ROW = np.dtype([("shape", np.uint64), ("mask", np.uint64), ("words", np.int64)]
 
 
 class SampleBuffers:
-    """Memory that stays: draws of up to ``rows`` rows, all greedy at first, and their outcome.
+    """Fixed memory for the draws of up to ``rows`` rows, initially greedy, and their outcome.
 
-    ``records``: where the draws are to lie, ``rows * DRAW.itemsize`` bytes; else memory of its own.
-    A row may have a :class:`Shape`, and a mask of ``masks`` uint32 ``[slots, words]``
+    ``records``: memory for the draws, ``rows * DRAW.itemsize`` bytes; by default newly allocated. A
+    row may have a :class:`Shape`, and a mask from ``masks`` uint32 ``[slots, words]``
     (:meth:`use_masks`): that of its slot in ``mask_slots`` int32 ``[rows]``, -1 for none.
     """
 
@@ -256,17 +256,17 @@ class SampleBuffers:
         self.tokens = np.zeros(rows, np.int64)
         self.best = np.zeros(rows, np.float32)
         self.probabilities = np.ones(rows, np.float64)
-        # Read in the few instructions of a memoryview: after a step the caches hold weights.
+        # A memoryview needs few instructions to read: after a step the caches are full of weights.
         self._views: list[Any] = [x.data for x in (self.tokens, self.best, self.probabilities)]
-        #: What each row's draw reads, and what keeps that alive.
+        #: The memory that each row's draw reads, and the objects that keep it alive.
         self.row_shapes = np.zeros(rows, _ROW)
-        self.rows_address: int = self.row_shapes.ctypes.data  # asking takes 1 us
+        self.rows_address: int = self.row_shapes.ctypes.data  # getting it takes 1 us
         self.shapes: list[Shape | None] = [None] * rows
         self.mask_slots = np.full(rows, -1, np.int32)
         self.masks = np.zeros((0, 0), np.uint32)
 
     def set(self, row: int, packed: bytes, uniform: float) -> None:
-        """The draw of one row; writing what already stands there costs nothing."""
+        """Set the draw of one row; setting the same again costs nothing."""
         at = row * _RECORD.size
         if self._written[row] is not packed:
             self._records[at : at + _RECORD.size] = packed
@@ -275,15 +275,15 @@ class SampleBuffers:
             _UNIFORM.pack_into(self._records, at + _RECORD.size - _UNIFORM.size, uniform)
 
     def set_shape(self, row: int, shape: Shape | None) -> None:
-        """How the logits of one row change; setting what already stands there costs nothing."""
+        """Set the changes of one row's logits; setting the same again costs nothing."""
         if self.shapes[row] is not shape:
             self.shapes[row] = shape
             self.row_shapes["shape"][row] = 0 if shape is None else shape.address
 
     def use_masks(self, width: int, slots: int | None = None) -> Masks:
-        """Make ``masks`` for rows of ``width`` logits, if there are none, all tokens allowed.
+        """Create ``masks`` for rows of ``width`` logits, if there are none; all tokens are allowed.
 
-        So many slots as rows unless told otherwise. What is written there is read at each draw.
+        By default there are as many slots as rows. Masks are read at each draw.
         """
         if not self.masks.size:
             shape = len(self.tokens) if slots is None else slots, -(-width // 32)
@@ -291,31 +291,31 @@ class SampleBuffers:
         return self.masks
 
     def set_mask(self, row: int, slot: int) -> None:
-        """The slot of ``masks`` that says which tokens of a row may be drawn; -1: all may.
+        """Set the slot of ``masks`` with the tokens that a row may draw; -1 allows all.
 
-        :raises KernelError: where there is no such slot.
+        :raises KernelError: there is no such slot.
         """
         if self.mask_slots[row] == slot:
             return
         slots, words = self.masks.shape
         if not -1 <= slot < slots:
-            raise KernelError(f"sample: expected a mask's slot below {slots}, found {slot}")
+            raise KernelError(f"sample: expected a mask slot below {slots}, found {slot}")
         self.mask_slots[row] = slot
         at = 0 if slot < 0 else self.masks.ctypes.data + slot * self.masks.strides[0]
         self.row_shapes[row] = self.row_shapes["shape"][row], at, words
 
     def mask(self, row: int) -> Mask | None:
-        """That of a row's slot."""
+        """The mask of a row's slot."""
         slot = self.mask_slots[row]
         return None if slot < 0 else self.masks[slot]
 
     def shaped(self, rows: int) -> list[int]:
-        """Which of the first ``rows`` rows change before their draw."""
+        """The rows among the first ``rows`` that are changed before their draw."""
         known = zip(self.shapes[:rows], self.mask_slots[:rows].tolist(), strict=True)
         return [row for row, (shape, slot) in enumerate(known) if shape is not None or slot >= 0]
 
     def write(self, outcome: NDArray[np.float64]) -> None:
-        """The outcome of as many rows as ``outcome [R, 3]`` has: token, best, probability."""
+        """Write ``outcome [R, 3]`` of the first R rows: token, best, probability."""
         rows = len(outcome)
         self.tokens[:rows], self.best[:rows], self.probabilities[:rows] = outcome.T
 

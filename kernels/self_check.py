@@ -1,9 +1,9 @@
-"""Whether a kernel multiplies as the reference does, asked when a weight is loaded.
+"""Checks kernels against the reference while weights are loaded.
 
-A compiler, a driver or a SIMD unit can be wrong in a way no test on another machine shows. So the
-first weight of every kind is multiplied with random rows and compared, in float64, with its decoded
-values. A kernel that fails is passed over for the next that takes the weight, and says why: the
-report of the layer names it. Checks of a 135M model take 2 ms on a CPU.
+A compiler, a driver or a SIMD unit can be wrong in a way that no test on another machine shows. So
+the first weight of every kind is multiplied with random rows, and the result is compared, in
+float64, with that of its dequantized values. If a kernel fails, the next one that accepts the
+weight is used, and the layer's report gives the reason. Checks of a 135M model take 2 ms on a CPU.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from torch import Tensor
 from sdk.kernels.backend import Backend, Choice, Problem
 from sdk.kernels.layouts import Layout, check_layout, inputs_of
 from sdk.kernels.reference.decode import decode
+from sdk.kernels.reference.fake_quantize import fake_quantize
 from sdk.kernels.reference.linear import slice_rows
-from sdk.kernels.reference.rounding import rounded
 from sdk.kernels.registry import choose
 
-#: What the reason of a kernel that was passed over begins with.
+#: The beginning of the reason of a kernel that failed.
 FAILED = "failed its self-check"
-#: A single token and a few have kernels of their own.
+#: Numbers of tokens to check: a single token and a few tokens use different kernels.
 _TOKENS = (1, 3)
-#: Rows of a weight that are compared at either end.
+#: Rows of a weight that are compared at each end.
 _ROWS = 16
-#: Distance from the reference that is allowed, as a share of the norm. 8-bit activations are at
-#: 0.006, a wrong scale, zero or order of codes beyond 0.3.
+#: The allowed distance from the reference, as a share of the norm. 8-bit activations are at 0.006;
+#: a wrong scale, zero point or order of codes gives more than 0.3.
 _LIMITS = {"auto": 0.05, "exact": 1e-3}
 
 
 class SelfCheck:
-    """The checks of one engine: a kind of weight is checked once."""
+    """The checks of one engine: each kind of weight is checked once."""
 
     def __init__(self, device: torch.device, activations: torch.dtype) -> None:
         self._device = device
@@ -46,9 +46,9 @@ class SelfCheck:
         self._failed: dict[tuple[str, Problem], str] = {}
 
     def choose(self, backends: Sequence[Backend], problem: Problem, layout: Layout) -> Choice:
-        """As :func:`sdk.kernels.registry.choose`, past kernels that multiply ``layout`` wrongly.
+        """Like :func:`sdk.kernels.registry.choose`, without kernels that fail with ``layout``.
 
-        :raises KernelError: for a layout that is not as described, and if all kernels decline.
+        :raises KernelError: the layout is invalid, or all kernels reject it.
         """
         check_layout(layout)
         return choose(backends, problem, lambda kernel: self._reason(kernel, problem, layout))
@@ -56,7 +56,7 @@ class SelfCheck:
     def _reason(self, kernel: Any, problem: Problem, layout: Layout) -> str | None:
         if kernel.name.startswith("reference."):
             return None
-        # Off a GPU, kernels are the same for any number of rows.
+        # On a CPU, kernels are the same for any number of rows.
         whole = self._device.type == "cuda"
         key = (kernel.name, problem if whole else replace(problem, out_features=0))
         if key not in self._passed and key not in self._failed:
@@ -72,7 +72,7 @@ class SelfCheck:
 def _difference(
     kernel: Any, problem: Problem, layout: Layout, device: torch.device, dtype: torch.dtype
 ) -> str | None:
-    """What is wrong with the kernel's products with ``layout``, or ``None``."""
+    """The error of the kernel's products with ``layout``, or ``None`` if they are right."""
     rows, columns = layout.shape
     ends = [slice(max(0, rows - _ROWS), rows)]
     if rows > _ROWS:
@@ -86,7 +86,7 @@ def _difference(
             x = torch.randn(tokens, columns, generator=random).to(device, dtype)
             out = torch.full((tokens, rows), math.nan, dtype=dtype, device=device)
             kernel.matmul(packed, x, out)
-            seen = _numbers(x if scheme is None else rounded(x.float(), scheme))
+            seen = _numbers(x if scheme is None else fake_quantize(x.float(), scheme))
             for end, value in zip(ends, values, strict=True):
                 distance = _distance(_numbers(out[:, end]), seen, value)
                 if not distance <= _LIMITS[problem.compute]:
@@ -100,13 +100,13 @@ def _difference(
 
 
 def _numbers(x: Tensor) -> NDArray[np.float64]:
-    """For numpy: torch's threads take 15 to 40 ms for a small product beside a busy process."""
+    """For numpy: torch's threads take 15 to 40 ms for a small product while others are busy."""
     return x.double().cpu().numpy()
 
 
 def _distance(found: NDArray[np.float64], x: NDArray[np.float64], w: NDArray[np.float64]) -> float:
-    """From ``x w^T``, as a share of the norm that random x give it: that of a single product may be
-    next to nothing. Nothing where the weight itself is not finite."""
+    """The distance from ``x w^T``, as a share of the norm expected for random x, because the norm
+    of a single product may be almost 0. It is 0 if the weight itself is not finite."""
     norm = float(np.linalg.norm(x) * np.linalg.norm(w)) / math.sqrt(w.shape[1])
     if not math.isfinite(norm):
         return 0.0
@@ -115,5 +115,5 @@ def _distance(found: NDArray[np.float64], x: NDArray[np.float64], w: NDArray[np.
 
 
 def failures(declined: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Of the kernels that did not take a weight, with their reasons, those that should have."""
+    """The kernels, with reasons, that rejected a weight only because of a failed check."""
     return [(name, why) for name, why in declined if why.startswith(FAILED)]

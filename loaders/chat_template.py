@@ -1,13 +1,13 @@
-"""Chat templates: from a list of messages to the text a model was trained on.
+"""Chat templates: render a list of messages to the text format a model was trained on.
 
-A template comes with the model file, so it is treated like any other data from outside: at most
-64 KiB, rendered in a sandbox that bounds what it uses (``template_sandbox.py``), 4 MiB of output at
-most, and every failure is a :class:`TemplateError`. The extensions are those that templates are
-written for (Hugging Face's): blocks trim their line, ``break``/``continue``, ``raise_exception``,
-``strftime_now``, plain ``tojson``, ``{% generation %}``.
+A template comes with the model file, so it is untrusted: at most 64 KiB, rendered in a sandbox with
+limits (``template_sandbox.py``), at most 4 MiB of output, and every failure is a
+:class:`TemplateError`. Hugging Face's extensions are supported: blocks trim their line,
+``break``/``continue``, ``raise_exception``, ``strftime_now``, plain ``tojson``,
+``{% generation %}``.
 
-Messages come from outside too: they are checked to be plain data before a template sees them, and
-:class:`ControlTextGuard` keeps control tokens spelled by a user from becoming real.
+Messages are untrusted too: they are checked to be plain data before a template sees them, and
+:class:`ControlTextGuard` keeps control tokens typed by a user from becoming real ones.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import Any
 
 from sdk.loaders.tokenizer.special import SpecialSplitter
 from sdk.quant.errors import SdkError
-from sdk.quant.shown import blames_value, shown
+from sdk.quant.safe_repr import is_value_error, safe_repr
 
 MAX_TEMPLATE_BYTES = 64 * 1024
 MAX_DEPTH = 32
-#: What one conversation may hold in all; what it mentions twice counts twice.
+#: Limits of one conversation; values that occur twice count twice.
 MAX_VALUES = 2**18
 MAX_CHARACTERS = 4 * 2**20
 _MAX_INTEGER_BITS = 14_000  # Python prints no integer of more than 4,300 digits
 
-# What a caller must not replace through keyword arguments.
+# Variables that callers must not replace through keyword arguments.
 _RESERVED = frozenset(
     {
         "messages",
@@ -42,12 +42,12 @@ _RESERVED = frozenset(
     | {"raise_exception", "strftime_now", "dict", "loop", "self", "caller", "return_dict"}
     | {f"{name}_token" for name in ("bos", "eos", "unk", "pad", "sep", "cls", "mask")}
 )
-# Switches of several model families: accepted by every template, read by some.
+# Switches of several model families: accepted with every template, used by some.
 _WELL_KNOWN = frozenset(
     {"documents", "enable_thinking", "thinking", "reasoning_effort", "date_string"}
     | {"builtin_tools", "tools_in_user_message", "add_vision_id", "controls", "tool_choice"}
 )
-_NOT_READ = "the chat template of this model does not read"
+_NOT_READ = "the chat template of this model does not use"
 
 
 class TemplateError(SdkError):
@@ -58,7 +58,7 @@ class ChatTemplate:
     """A compiled template. Immutable; may render in several threads at once."""
 
     def __init__(self, source: str) -> None:
-        """Raises TemplateError for a template that is too large or does not compile."""
+        """:raises TemplateError: the template is too large or does not compile."""
         from jinja2 import TemplateError as JinjaError, meta
 
         from sdk.loaders.template_budget import BudgetError
@@ -84,7 +84,7 @@ class ChatTemplate:
             where = f" at line {line}" if line else ""
             raise TemplateError(f"chat template does not compile{where}: {error}") from None
         except BudgetError as error:
-            raise TemplateError(f"chat template refused: it asks for {error}") from None
+            raise TemplateError(f"chat template rejected: it uses {error}") from None
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise TemplateError(f"chat template does not compile: {_named(error)}") from None
         finally:
@@ -101,9 +101,10 @@ class ChatTemplate:
     ) -> str:
         """The conversation as text.
 
-        ``special_tokens``: bos_token, eos_token, ... as the template may print them. ``kwargs``:
-        other variables of the template (``enable_thinking=False``), plain data only. Raises
-        TemplateError.
+        ``special_tokens``: bos_token, eos_token, ..., which the template may print. ``kwargs``:
+        other variables of the template (``enable_thinking=False``), plain data only.
+
+        :raises TemplateError: rendering failed, or exceeded a limit.
         """
         check_conversation(messages, tools, kwargs)
         self._check_read(messages, tools, kwargs)
@@ -145,9 +146,9 @@ class ChatTemplate:
         except TemplateError:
             raise
         except BudgetError as error:
-            raise TemplateError(f"chat template stopped: it asked for {error}") from None
+            raise TemplateError(f"chat template stopped: it used {error}") from None
         except Exception as error:
-            if not (isinstance(error, JinjaError) or blames_value(error)):
+            if not (isinstance(error, JinjaError) or is_value_error(error)):
                 raise
             raise TemplateError(f"chat template failed: {_named(error)}") from None
         finally:
@@ -155,7 +156,7 @@ class ChatTemplate:
         return "".join(chunks)
 
     def _fitted(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Text parts as one string, for templates that only know strings."""
+        """Text parts joined to one string, for templates that only support strings."""
         content = message.get("content")
         if isinstance(content, str) or content is None or self._reads_parts:
             return {"content": None, **message}
@@ -167,7 +168,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None,
         kwargs: Mapping[str, Any],
     ) -> None:
-        """Raise TemplateError for what this template would drop in silence."""
+        """:raises TemplateError: the conversation has parts that this template would ignore."""
         if tools and "tools" not in self._words:
             raise TemplateError(f"tools: {_NOT_READ} tools; describe them in a message instead")
         if self._words.isdisjoint({"tool_calls", "tojson", "items"}):  # the latter dump messages
@@ -178,18 +179,18 @@ class ChatTemplate:
                     )
         for name in kwargs:
             if name in _RESERVED or name.startswith("_"):
-                raise TemplateError(f"{name} cannot be set through chat template arguments")
+                raise TemplateError(f"{name} cannot be set by chat template arguments")
             known = (self._names - _RESERVED) | _WELL_KNOWN
             if name not in known:
                 near = difflib.get_close_matches(name, sorted(known), 1)
                 hint = f"; did you mean {near[0]}?" if near else ""
-                raise TemplateError(f"the chat template knows no argument {shown(name)}{hint}")
+                raise TemplateError(f"the chat template has no argument {safe_repr(name)}{hint}")
 
 
 def check_conversation(
     messages: object, tools: object = None, kwargs: Mapping[str, Any] | None = None
 ) -> None:
-    """Raise TemplateError unless all of it is plain data of bounded size."""
+    """:raises TemplateError: a part is not plain data, or the conversation is too large."""
     data = _PlainData()
     check_messages(messages, data)
     if tools is not None:
@@ -199,7 +200,7 @@ def check_conversation(
 
 
 def check_messages(messages: object, data: _PlainData | None = None) -> None:
-    """Raise TemplateError unless ``messages`` is a conversation of plain data."""
+    """:raises TemplateError: ``messages`` is not a conversation of plain data."""
     data = data or _PlainData()
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         found = type(messages).__name__
@@ -212,7 +213,7 @@ def check_messages(messages: object, data: _PlainData | None = None) -> None:
             raise TemplateError(f"{where}: expected a dict, found {type(message).__name__}")
         role = message.get("role")
         if not isinstance(role, str) or not role:
-            raise TemplateError(f"{where}: expected a role (a string), found {shown(role)}")
+            raise TemplateError(f"{where}: expected a role (a string), found {safe_repr(role)}")
         _check_content(message, where)
         data.check(message, where, 0)
 
@@ -231,8 +232,8 @@ def _check_content(message: Mapping[str, Any], where: str) -> None:
     for number, part in enumerate(content):
         found = part.get("type") if isinstance(part, Mapping) else None
         if found != "text" or not isinstance(part.get("text"), str):
-            shape = f"type {shown(found)}" if found else type(part).__name__
-            only = "" if found in (None, "text") else " (images, audio and files are not read)"
+            shape = f"type {safe_repr(found)}" if found else type(part).__name__
+            only = "" if found in (None, "text") else " (images, audio and files are not supported)"
             expected = '{"type": "text", "text": ...}'
             raise TemplateError(
                 f"{where}.content[{number}]: expected {expected}, found {shape}{only}"
@@ -240,9 +241,9 @@ def _check_content(message: Mapping[str, Any], where: str) -> None:
 
 
 class _PlainData:
-    """Lets only data that JSON could hold reach a template: no objects with methods of their own.
+    """Checks that a template gets only data that JSON can hold, no objects with methods.
 
-    Counts it as well: a list of lists of one list may stand for more values than memory can hold.
+    It also counts values: nested lists that share one list may hold more than memory can.
     """
 
     def __init__(self) -> None:
@@ -250,7 +251,7 @@ class _PlainData:
         self._characters = MAX_CHARACTERS
 
     def check(self, value: object, where: str, depth: int) -> None:
-        """Raise TemplateError naming the first place (``where``) that is not plain data."""
+        """:raises TemplateError: not plain data; names the first such position after ``where``."""
         if depth > MAX_DEPTH:
             raise TemplateError(f"{where}: nested more than {MAX_DEPTH} deep")
         self._values -= 1
@@ -270,7 +271,7 @@ class _PlainData:
                 self.check(item, f"{where}[{index}]", depth + 1)
         elif type(value) is int:
             if value.bit_length() > _MAX_INTEGER_BITS:
-                raise TemplateError(f"{where}: expected a shorter number, found {shown(value)}")
+                raise TemplateError(f"{where}: expected a shorter number, found {safe_repr(value)}")
         elif value is not None and type(value) not in (float, bool):
             raise TemplateError(f"{where}: expected plain data, found {type(value).__name__}")
 
@@ -291,7 +292,7 @@ def _named(error: BaseException) -> str:
 
 
 def _words(tree: Any) -> frozenset[str]:
-    """Names, attributes, filters and string constants of a template: what it can read of a
+    """Names, attributes, filters and string constants of a template: everything it can read from a
     conversation."""
     from jinja2 import nodes
 
@@ -302,7 +303,7 @@ def _words(tree: Any) -> frozenset[str]:
 
 
 def _iterates_content(tree: Any) -> bool:
-    """Whether a template loops over a message's content, i.e. understands a list of parts."""
+    """Whether a template loops over a message's content, i.e. supports a list of parts."""
     from jinja2 import nodes
 
     for loop in tree.find_all(nodes.For):
@@ -321,19 +322,19 @@ def _iterates_content(tree: Any) -> bool:
 
 
 class ControlTextGuard:
-    """Finds control tokens spelled inside messages and breaks them up with one private character.
+    """Finds control tokens spelled in messages and breaks them up with a private-use character.
 
-    A spelling is broken where it stands whole; and, because a template may put two texts side by
-    side, also where a text ends with the beginning of one or begins with the end of one.
+    A complete spelling is broken up. Because a template may concatenate two texts, so is the first
+    part of a spelling at the end of a text, and the last part at its beginning.
     """
 
-    # The last private-use characters of Unicode: unlikely in any text, and checked not to be there.
+    # The last private-use characters of Unicode: unlikely in any text, and checked to be absent.
     _CANDIDATES = tuple(chr(point) for point in range(0x10FFFD, 0x10FFBD, -1))
 
     def __init__(self, spellings: Iterable[str]) -> None:
         known = [text for text in spellings if len(text) > 1]
         self._splitter = SpecialSplitter(dict.fromkeys(known, 0))
-        # Halves count only at a bracket or the like: a role that ends in a letter stays as it is.
+        # Parts count only at a bracket or the like: a role that ends in a letter is not changed.
         opening = [text for text in known if not text[0].isalnum()]
         closing = [text for text in known if not text[-1].isalnum()]
         self._heads = {text[:length] for text in opening for length in range(1, len(text))}
@@ -341,17 +342,20 @@ class ControlTextGuard:
         self._longest = max(map(len, known), default=1)
 
     def choose_breaker(self, values: object, template: str) -> str | None:
-        """A character that occurs nowhere, or None when there is nothing to break up."""
+        """A character that occurs nowhere, or None if there is nothing to break up."""
         texts = list(_texts(values))
         if not any(map(self._must_break, texts)):
             return None
         for breaker in self._CANDIDATES:
             if breaker not in template and not any(breaker in text for text in texts):
                 return breaker
-        raise TemplateError("messages: hold every private-use character from U+10FFBE to U+10FFFD")
+        raise TemplateError(
+            "messages: expected some unused private-use character from U+10FFBE to U+10FFFD, "
+            "found all of them in use"
+        )
 
     def break_up(self, values: Any, breaker: str) -> Any:
-        """``values`` with the breaker inside every spelling, in strings and keys at any depth."""
+        """``values`` with the breaker in every spelling, in strings and keys at any depth."""
         if isinstance(values, str):
             return self._broken(values, breaker)
         if isinstance(values, Mapping):
@@ -377,7 +381,7 @@ class ControlTextGuard:
         return spelled or self._broken(text, "\0") != text
 
     def _inside(self, text: str, breaker: str) -> str:
-        """A breaker after the first character of each spelling, until none is left whole."""
+        """``text`` with a breaker after the first character of each spelling."""
         while starts := [start for start, _, _ in self._splitter.find(text)]:
             cuts = [0, *(start + 1 for start in starts), len(text)]
             text = breaker.join(text[i:j] for i, j in pairwise(cuts))

@@ -1,10 +1,10 @@
-"""Which files of a model folder are read.
+"""Which files of a model folder may be read.
 
-What a folder's text files hold may end up in a prompt or a message: a link in a downloaded folder
-must not make that somebody's private file. Links that lead out of the folder are refused, with one
-exception: in the Hugging Face hub's cache snapshots are folders of links to ``../../blobs``.
-Weights may also be links to ``.safetensors`` files elsewhere: people link shards from other disks
-on purpose, and numbers leak no text.
+The contents of a folder's text files may end up in a prompt or a message, so a link in a downloaded
+folder must not expose a private file. Links that lead out of the folder are rejected, except in the
+Hugging Face hub's cache, whose snapshots are folders of links to ``../../blobs``. Weights may also
+be links to ``.safetensors`` files elsewhere: people link shards from other disks, and numbers leak
+no text.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from sdk.quant.errors import CheckpointError
 
 
 def folder_file(folder: Path, name: str) -> Path | None:
-    """The file ``name`` of a model folder; None where there is none.
+    """The file ``name`` of a model folder; None if there is none.
 
     Raises:
-        CheckpointError: it is a link to somewhere else.
+        CheckpointError: it is a link that leads out of the folder.
     """
     path = folder / name
     if not path.is_file():
@@ -30,7 +30,7 @@ def folder_file(folder: Path, name: str) -> Path | None:
 
 
 def weight_file(folder: Path, name: str) -> Path:
-    """The same for a file of weights, which may also be a link to such a file elsewhere."""
+    """The same for a file of weights, which may be a link to such a file elsewhere."""
     path = folder / name
     target = _outside(path, folder)
     if target is not None and target.suffix != ".safetensors":
@@ -39,7 +39,7 @@ def weight_file(folder: Path, name: str) -> Path:
 
 
 def _outside(path: Path, folder: Path) -> Path | None:
-    """Where a link leads that leaves its folder."""
+    """The target of a link that leads out of its folder, else None."""
     try:
         target, home = path.resolve(), folder.resolve()
     except (OSError, RuntimeError) as error:  # a link to itself, before Python 3.13
@@ -51,5 +51,5 @@ def _outside(path: Path, folder: Path) -> Path | None:
 
 def _refused(path: Path, target: Path) -> CheckpointError:
     return CheckpointError(
-        f"{path}: a link to {target}, outside of its folder; put the file itself there"
+        f"{path}: a link to {target}, outside its folder; put the file itself there"
     )

@@ -1,10 +1,11 @@
-"""A GGUF file as a `Checkpoint`: Hugging Face's names and values out of llama.cpp's.
+"""A GGUF file as a `Checkpoint`: llama.cpp's names and values become Hugging Face's.
 
-The converter that wrote the file changed some tensors; pulling one undoes it:
+llama.cpp's converter changes some tensors; pulling one undoes it:
 
-- llama, granite: rows of q and k (and their biases) are interleaved so that rotary pairs lie side
-  by side, ``gguf[h, i, j] = hf[h, j, i]``. Rows are whole blocks, so the packed rows are moved.
-- gemma2, gemma3: norm weights are stored + 1.
+- `interleaved_qk` architectures: rows of q and k (and their biases) are interleaved so that rotary
+  pairs are adjacent, ``gguf[h, i, j] = hf[h, j, i]``. Rows are whole blocks, so packed rows are
+  moved.
+- `norms_minus_one` architectures: the file holds the whole weights of norms, plus 1.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from sdk.kernels.layouts import Affine, Layout
 from sdk.loaders.formats.gguf_decode import decode_matrix
-from sdk.loaders.gguf_config import architecture, build_config, build_generation_config
+from sdk.loaders.gguf_config import build_config, build_generation_config, file_architecture
 from sdk.loaders.gguf_header import GgufTensor
 from sdk.loaders.gguf_names import expert_of, gguf_name, single_expert
 from sdk.loaders.gguf_reader import GgufFile, read_gguf
@@ -32,9 +33,6 @@ from sdk.quant.checkpoint import TensorEntry
 from sdk.quant.errors import CheckpointError
 from sdk.quant.weight import Weight, weight_of
 
-#: Architectures whose rows of q and k are interleaved, and those whose norms are stored plus 1.
-INTERLEAVED = frozenset({"llama", "granite"})
-NORMS_PLUS_ONE = frozenset({"gemma2", "gemma3"})
 #: Tensors that became part of the config.
 _IN_CONFIG = frozenset(
     {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
@@ -50,7 +48,7 @@ class GgufCheckpoint:
         self.path = path
         self.on_bytes: Callable[[int, int], None] | None = None
         self._file: GgufFile | None = read_gguf(path)
-        self._architecture = architecture(self._file)
+        self.architecture, self._rules = file_architecture(self._file)
         self.config: Mapping[str, Any] = build_config(self._file)
         self.generation_config: Mapping[str, Any] = build_generation_config(self._file, self.config)
         self.kv_scales: Mapping[str, float] = {}
@@ -77,7 +75,7 @@ class GgufCheckpoint:
         self._check_shape(name, stored)
         expert = self._expert(name, stored)
         if len(stored.shape) != (2 if expert is None else 3):
-            raise self._fail(stored, f"shape {list(stored.shape)}, expected a matrix")
+            raise self._fail(stored, f"expected a matrix, found shape {list(stored.shape)}")
         data = self._rows(name, stored, expert)
         layout = decode_matrix(stored.type, data, stored.shape[-1], self._where(stored))
         factor = self._factor_beside(stored, expert)
@@ -95,8 +93,8 @@ class GgufCheckpoint:
             shape = shape[1:]
         layout = decode_matrix(stored.type, data, stored.shape[-1], self._where(stored))
         values = weight_of(layout).dequantize().reshape(shape)
-        plus_one = self._architecture in NORMS_PLUS_ONE and name.endswith("norm.weight")
-        values = values - 1.0 if plus_one else values
+        if self.architecture.tensors.norms_minus_one and name.endswith("norm.weight"):
+            values = values - 1.0
         self._report(stored)
         return values
 
@@ -117,7 +115,7 @@ class GgufCheckpoint:
         if self._file is not None:
             self._file.close()
         self._file = None
-        self.__dict__.pop("tokenizer", None)  # whoever asked for it may keep it alive
+        self.__dict__.pop("tokenizer", None)  # callers may keep it alive
 
     # -- inside --------------------------------------------------------------------------------
 
@@ -133,10 +131,10 @@ class GgufCheckpoint:
         return CheckpointError(f"{self._where(stored)}: {what}")
 
     def _stored(self, name: str) -> tuple[str | None, GgufTensor | None]:
-        """What the file calls ``name``, and the tensor: of all experts where it is one of them."""
+        """The file's name for ``name``, and the tensor; for an expert, that of all experts."""
         tensors = self._opened().tensors
         joined, expert = expert_of(name)
-        theirs = gguf_name(self._architecture, joined)
+        theirs = gguf_name(self._rules, joined)
         if theirs is not None and expert is not None:
             if expert >= (num_experts(self.config) or 0):
                 return theirs, None
@@ -145,7 +143,7 @@ class GgufCheckpoint:
         return theirs, tensors.get(theirs or "")
 
     def _expert(self, name: str, stored: GgufTensor) -> int | None:
-        """Which part of a tensor of all experts ``name`` is; None where the tensor is its own."""
+        """The index of ``name`` in a tensor of all experts; None if the tensor is not of all."""
         return expert_of(name)[1] if "_exps." in stored.name else None
 
     def _find(self, name: str) -> GgufTensor:
@@ -154,7 +152,7 @@ class GgufCheckpoint:
             tried = (
                 f"no tensor {theirs!r} in the file"
                 if theirs
-                else f"the architecture {self._architecture!r} has no such tensor in GGUF files"
+                else f"the architecture {self._rules.name!r} has no such tensor in GGUF files"
             )
             raise CheckpointError(f"{self.path}: {name} is missing: {tried}")
         return stored
@@ -166,14 +164,15 @@ class GgufCheckpoint:
         if expected is not None and stored.shape != expected:
             raise self._fail(
                 stored,
-                f"shape {list(stored.shape)}, the metadata ask for {list(expected)} ({name})",
+                f"{name}: expected shape {list(expected)} by the metadata, "
+                f"found {list(stored.shape)}",
             )
 
     def _rows(self, name: str, stored: GgufTensor, expert: int | None) -> NDArray[np.uint8]:
         """The packed rows, of one expert or all, in the order of the Hugging Face model."""
         data = self._opened().data(stored.name, expert)
         stem = name.removesuffix(".bias")
-        if self._architecture not in INTERLEAVED or not stem.endswith(("q_proj", "k_proj")):
+        if not self._rules.interleaved_qk or not stem.endswith(("q_proj", "k_proj")):
             return data
         key = "num_attention_heads" if stem.endswith("q_proj") else "num_key_value_heads"
         heads = self.config[key]
@@ -181,15 +180,17 @@ class GgufCheckpoint:
             data = data.reshape(stored.shape[0], -1)
         rows, width = data.shape
         if rows % (2 * heads):
-            raise self._fail(stored, f"{rows} rows do not divide into {heads} heads of pairs")
+            raise self._fail(
+                stored, f"expected a multiple of {2 * heads} rows ({heads} heads), found {rows}"
+            )
         paired = data.reshape(heads, rows // heads // 2, 2, width)
         return np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(rows, width)
 
     def _factor_beside(self, stored: GgufTensor, expert: int | None) -> float | None:
-        """The number all of a matrix is to be multiplied by: NVFP4 files have it beside, of all
-        experts in one tensor.
+        """The factor of a whole matrix, which NVFP4 files store next to it (for all experts in one
+        tensor).
 
-        Its neighbour ``input_scale`` is for engines that round activations to 4 bits.
+        ``input_scale`` next to it is for engines that quantize activations to 4 bits.
         """
         stem = stored.name.removesuffix(".weight")
         tensors = self._opened().tensors
@@ -211,7 +212,10 @@ class GgufCheckpoint:
 
     def _times(self, stored: GgufTensor, layout: Layout, factor: float) -> Layout:
         if not isinstance(layout, Affine) or layout.super_scale is not None:
-            raise self._fail(stored, f"{stored.type.name} with a .scale beside, expected NVFP4")
+            raise self._fail(
+                stored,
+                f"expected NVFP4 for a matrix with a .scale, found {stored.type.name}",
+            )
         rows, columns = layout.shape
         return replace(layout, super_scale=torch.full((rows, 1), factor), super_group=columns)
 

@@ -1,17 +1,16 @@
-"""Walks through the header of one GGUF file: its metadata and the list of its tensors.
+"""Reads the header of one GGUF file: its metadata and the list of its tensors.
 
 A GGUF file (versions 2 and 3) is::
 
     "GGUF" | u32 version | u64 number of tensors | u64 number of metadata entries
     metadata entries    name, u32 type, value
     tensor descriptions name, u32 dimensions, u64 dims[], u32 type, u64 offset
-    padding to `general.alignment` (32 if absent), then the data of the tensors, each padded alike
+    padding to `general.alignment` (32 if absent), then the tensors' data, each padded the same way
 
 A string is a u64 length and that many bytes of UTF-8; an array is a u32 element type, a u64 length
-and the elements. Every one of these numbers comes from a file somebody else made, so each is
-checked as a Python integer (which cannot overflow) against the bytes the file really has before
-anything is allocated or sliced, and the whole metadata may cost at most `METADATA_BUDGET` bytes of
-memory.
+and the elements. All these numbers are untrusted: each is checked, as a Python integer (which
+cannot overflow), against the real size of the file before anything is allocated or sliced. The
+whole metadata may take at most `METADATA_BUDGET` bytes of memory.
 
 Number arrays become numpy arrays in one copy; string arrays are read many at a time
 (`gguf_strings`) or in one tight loop: the 262,144-token vocabulary of Gemma 3 takes about 0.1 s.
@@ -36,19 +35,19 @@ from sdk.quant.errors import CheckpointError, UnsupportedError
 
 logger = logging.getLogger("sdk")
 
-#: What the metadata of one file may cost in memory. A 262k-token vocabulary with its scores and
-#: types costs 22 MB, one with 514k merges about 60 MB.
+#: Limit on the memory for one file's metadata. A 262k-token vocabulary with its scores and types
+#: takes 22 MB, one with 514k merges about 60 MB.
 METADATA_BUDGET = 128 << 20
-#: One string: a tokenizer.json inside the metadata can reach 33 MB.
+#: Limit on one string: a tokenizer.json inside the metadata can have 33 MB.
 MAX_STRING = 64 << 20
 MAX_ALIGNMENT = 1 << 20
 MAX_ARRAY_DEPTH = 4
 MAX_DIMS = 4
 MAX_TENSOR_NAME = 63
 _DEFAULT_ALIGNMENT = 32
-#: Bytes of a file read first: the header of a model with 49,152 words takes 1.8 MB.
+#: Bytes of a file to read first: the header of a model with 49,152 tokens takes 1.8 MB.
 _FIRST_READ = 2 << 20
-# What a small Python object costs beside its contents, used to charge the budget.
+# Bytes of a small Python object in addition to its contents, charged to the budget.
 _OBJECT_COST = 64
 _ARRAY_COST = 128
 
@@ -62,7 +61,7 @@ _NUMBERS = {
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """Where one tensor lies. ``shape`` is torch's order (the file stores it reversed)."""
+    """Position and type of one tensor. ``shape`` is in torch's order (the file's is reversed)."""
 
     name: str
     shape: tuple[int, ...]
@@ -73,11 +72,11 @@ class GgufTensor:
 
 
 class GgufHeader:
-    """Walks through the header once, front to back."""
+    """Reads the header once, front to back."""
 
     def __init__(self, file: ModelFile) -> None:
         self.file = file
-        #: The beginning of the file, as far as it was needed.
+        #: The beginning of the file, as far as it has been needed.
         self.buffer = b""
         self.order = "<"
         self.position = 0
@@ -106,7 +105,7 @@ class GgufHeader:
         return CheckpointError(f"{self.file.path}: {what}")
 
     def fetch(self, end: int) -> int:
-        """Have at least the first ``end`` bytes, which the file has, in ``buffer``; its length."""
+        """Read at least the first ``end`` bytes of the file into ``buffer``; returns its length."""
         have = len(self.buffer)
         if end > have:
             wanted = min(max(end, 2 * have, _FIRST_READ), self.file.size)
@@ -114,7 +113,7 @@ class GgufHeader:
         return len(self.buffer)
 
     def take(self, nbytes: int, what: str) -> int:
-        """Move past ``nbytes`` bytes and return where they start."""
+        """Move past ``nbytes`` bytes and return their start."""
         start = self.position
         if nbytes > self.file.size - start:
             raise self.fail(
@@ -165,7 +164,7 @@ class GgufHeader:
             if not key:
                 raise self.fail(f"metadata entry {index} has an empty name")
             if key in seen:
-                raise self.fail(f"metadata entry {key!r} is there twice")
+                raise self.fail(f"metadata entry {key!r} occurs twice")
             seen.add(key)
             kind = self.unsigned(4, f"type of {key!r}")
             if key == "general.alignment" and kind != _UINT32:
@@ -214,7 +213,7 @@ class GgufHeader:
 
     def strings(self, count: int, key: str) -> list[str]:
         if count and self.order == "<":
-            # Words take 16 bytes on average, with their lengths.
+            # Tokens take 16 bytes on average, including their lengths.
             self.fetch(min(self.position + 32 * count, self.file.size))
             raw = np.frombuffer(self.buffer, np.uint8)[self.position :]
             short = short_strings(raw, count)
@@ -222,8 +221,8 @@ class GgufHeader:
                 self.position += short[1]
                 self.charge(short[1], repr(key))
                 return short[0]
-        # What is left is still a hot loop: everything local, one struct call and one decode each.
-        # NUL is let through here: U+0000 is a legitimate token of some vocabularies.
+        # The rest is still a hot loop: everything local, one struct call and one decode each.
+        # NUL is allowed here: U+0000 is a legitimate token of some vocabularies.
         read_length = struct.Struct(f"{self.order}Q").unpack_from
         buffer, size, have = self.buffer, self.file.size, len(self.buffer)
         start = position = self.position
@@ -271,7 +270,7 @@ class GgufHeader:
         seen: set[str] = set()
         for name, shape, kind, offset in described:
             if name in seen:
-                raise self.fail(f"tensor {name!r} is there twice")
+                raise self.fail(f"tensor {name!r} occurs twice")
             seen.add(name)
             if offset != expected:
                 raise self.fail(
@@ -305,14 +304,14 @@ class GgufHeader:
         if type_id in REMOVED_TYPES:
             raise UnsupportedError(
                 f"{self.file.path}: tensor {name!r} has the type {REMOVED_TYPES[type_id]}, which "
-                "the format has dropped; convert the original model again, to Q4_0 or IQ4_NL"
+                "was removed from the format; convert the original model again, to Q4_0 or IQ4_NL"
             )
         kind = GGUF_TYPES.get(type_id)
         if kind is None:
             raise self.fail(f"tensor {name!r} has the unknown type {type_id}")
         if dims[0] % kind.elements:
             raise self.fail(
-                f"tensor {name!r}: rows of {dims[0]} values, {kind.name} needs a multiple of "
+                f"tensor {name!r}: rows of {dims[0]} values, but {kind.name} needs a multiple of "
                 f"{kind.elements}"
             )
         offset = self.unsigned(8, f"offset of tensor {name!r}")

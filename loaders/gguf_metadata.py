@@ -1,4 +1,4 @@
-"""Typed reading of GGUF metadata: a key is there with the right type and range, or an error."""
+"""Typed reads of GGUF metadata: a value of the right type and range, or an error by name."""
 
 from __future__ import annotations
 
@@ -11,9 +11,14 @@ from sdk.loaders.gguf_reader import GgufFile
 from sdk.loaders.model_shapes import LIMITS
 from sdk.quant.errors import CheckpointError, UnsupportedError
 
+MAX_EXPERTS = 1024
+
 
 class Keys:
-    """Typed reading of the metadata of one architecture."""
+    """The metadata of one architecture, ``llama.block_count`` by ``block_count``.
+
+    See :class:`sdk.models.architecture.GgufKeys`.
+    """
 
     def __init__(self, file: GgufFile, architecture: str) -> None:
         self.metadata = file.metadata
@@ -25,11 +30,16 @@ class Keys:
             f"{self.source}: {self.architecture}.{key} is {str(value)[:80]}, expected {expected}"
         )
 
+    @property
+    def expert_count(self) -> int:
+        """Experts of a layer; 0 for a model without any."""
+        return self.integer("expert_count", (0, MAX_EXPERTS), 0)
+
     def get(self, key: str) -> Any:
         return self.metadata.get(f"{self.architecture}.{key}")
 
     def integer(self, key: str, limit: tuple[int, int], default: int | None = None) -> int:
-        """An integer of the file; ``default`` (None: required) when the file has none."""
+        """An integer; ``default`` where the file has none, ``None`` if it must have one."""
         value = self.get(key)
         if value is None:
             if default is None:
@@ -58,7 +68,7 @@ class Keys:
         return value
 
     def per_layer(self, key: str, limit: str, layers: int, default: int | None = None) -> int:
-        """An integer that may also be stored as one per layer, which must then all be equal."""
+        """An integer, which a file may also store once per layer; all of them must be equal."""
         value = self.get(key)
         if not isinstance(value, np.ndarray):
             return self.integer(key, LIMITS[limit], default)
@@ -67,7 +77,7 @@ class Keys:
         if np.unique(value).size != 1:
             raise UnsupportedError(
                 f"{self.source}: {self.architecture}.{key} differs from layer to layer, "
-                "which is not run; take a model with equal layers"
+                "which is not supported; use a model with equal layers"
             )
         single = int(value[0])
         low, high = LIMITS[limit]
@@ -75,11 +85,29 @@ class Keys:
             raise self.fail(key, single, f"integers from {low} to {high}")
         return single
 
+    def layer_types(self, layers: int, *, window: int | None, period: int) -> list[str]:
+        """The ``layer_types`` of a config; without a ``window`` all layers see all tokens.
+
+        Files store a flag per layer, or that every n-th layer sees all tokens, or nothing: then n
+        is ``period``.
+        """
+        key = "attention.sliding_window_pattern"
+        pattern = self.get(key)
+        if isinstance(pattern, np.ndarray):
+            if pattern.shape != (layers,):
+                raise self.fail(key, pattern, f"{layers} values")
+            local = [bool(value) for value in pattern]
+        else:
+            every = self.integer(key, (1, 512), period)
+            local = [(index + 1) % every != 0 for index in range(layers)]
+        slides = [value and bool(window) for value in local]
+        return ["sliding_attention" if value else "full_attention" for value in slides]
+
 
 def shortest(value: float) -> float:
     """The shortest decimal that is the same float32: undoes the rounding of a config's number.
 
-    What float32 cannot hold becomes infinite.
+    A number that float32 cannot hold becomes infinite.
     """
     if abs(value) > float(np.finfo(np.float32).max):
         return math.copysign(math.inf, value)

@@ -1,15 +1,20 @@
-"""Which GGUF tensor holds which parameter of the Hugging Face model."""
+"""Which GGUF tensor holds which parameter of the Hugging Face model.
+
+Names that only some architectures have are in their :class:`~sdk.models.architecture.GgufRules`.
+"""
 
 from __future__ import annotations
 
 import re
+
+from sdk.models.architecture import GgufRules
 
 _TOP = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
     "lm_head": "output",
 }
-#: Inside a layer, all architectures.
+#: Inside a layer.
 _LAYER = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -28,47 +33,26 @@ _LAYER = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }
-#: What single architectures name otherwise.
-_GEMMA = {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
-_OTHERWISE = {
-    "gemma2": _GEMMA,
-    "gemma3": _GEMMA,
-    "olmo2": {
-        "post_attention_layernorm": "post_attention_norm",
-        "post_feedforward_layernorm": "post_ffw_norm",
-    },
-    # Gate and up are one matrix, under the name of up.
-    "phi3": {"mlp.gate_up_proj": "ffn_up"},
-    "gpt-oss": {
-        "self_attn.sinks": "attn_sinks",
-        "mlp.router": "ffn_gate_inp",
-        "post_attention_layernorm": "post_attention_norm",
-    },
-}
 _IN_LAYER = re.compile(r"model\.layers\.(\d{1,4})\.(.+)")
 _EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d{1,4})\.(.+)")
 
 
 def expert_of(name: str) -> tuple[str, int | None]:
-    """The name of a tensor that holds all experts of a layer, and which of them ``name`` is."""
+    """The name of the tensor with all experts of a layer, and the number of the expert ``name``."""
     match = _EXPERT.fullmatch(name)
     return (name, None) if match is None else (f"{match[1]}.{match[3]}", int(match[2]))
 
 
 def single_expert(theirs: str, expert: int) -> str:
-    """The tensor of one expert in a file that has one each, as those of 2023 do.
+    """The tensor of one expert, in files with one per expert (those of 2023).
 
     ``blk.0.ffn_up_exps.weight`` -> ``blk.0.ffn_up.3.weight``.
     """
     return theirs.replace("_exps.", f".{expert}.")
 
 
-def gguf_name(architecture: str, name: str) -> str | None:
-    """The tensor that holds parameter ``name``; None when the architecture has no such parameter.
+def gguf_name(rules: GgufRules, name: str) -> str | None:
+    """The tensor that holds parameter ``name``; None if the architecture has no such parameter.
 
     ``name`` is a matrix without its suffix (``model.layers.0.mlp.up_proj``) or a plain tensor with
     it (``model.norm.weight``, ``model.layers.0.self_attn.q_proj.bias``).
@@ -82,6 +66,5 @@ def gguf_name(architecture: str, name: str) -> str | None:
     match = _IN_LAYER.fullmatch(stem)
     if match is None:
         return None
-    table = _LAYER | _OTHERWISE.get(architecture, {})
-    part = table.get(match[2])
+    part = rules.tensors.get(match[2]) or _LAYER.get(match[2])
     return None if part is None else f"blk.{int(match[1])}.{part}{suffix}"

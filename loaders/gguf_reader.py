@@ -1,7 +1,7 @@
-"""Reads GGUF models: metadata, tensors and their bytes, over one file or several.
+"""Reads GGUF models: metadata, tensors and their bytes, from one file or several.
 
-A model may be split over files named ``<prefix>-00001-of-00003.gguf``; it is opened by its first,
-which holds all metadata. `gguf_header` explains what is inside one file.
+A model may be split into files named ``<prefix>-00001-of-00003.gguf``. It is opened by the first
+one, which holds all metadata. `gguf_header` describes the contents of a file.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class GgufFile:
                 self.tensors[tensor.name] = tensor
 
     def data(self, name: str, expert: int | None = None) -> NDArray[np.uint8]:
-        """The bytes of a tensor as uint8 ``[rows, bytes per row]``, as little-endian files have it.
+        """The little-endian bytes of a tensor, uint8 ``[rows, bytes per row]``.
 
-        ``expert``: of a tensor of all experts, only this one is read.
+        ``expert``: read only this expert of a tensor of all experts.
 
         Raises:
-            CheckpointError: they cannot be read.
-            UnsupportedError: a type whose big-endian form is not defined.
+            CheckpointError: the bytes cannot be read.
+            UnsupportedError: the type has no defined big-endian form.
         """
         tensor = self.tensors[name]
         shard = self._shards[tensor.shard]
@@ -78,7 +78,7 @@ class GgufFile:
         ]
 
     def close(self) -> None:
-        """Close the files; what was read stays. Idempotent."""
+        """Close the files; data already read stays valid. Idempotent."""
         for shard in self._shards:
             shard.file.close()
 
@@ -89,7 +89,7 @@ def _held(tensor: GgufTensor) -> int | None:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Read the header of a GGUF file, and of its other parts when it is the first of a split model.
+    """Read the header of a GGUF file, and those of the other parts of a split model.
 
     Raises:
         CheckpointError: the file is damaged or contradicts itself, or a part is missing.
@@ -113,7 +113,7 @@ def read_gguf(path: Path) -> GgufFile:
     declared = first.split("tensors.count", 1 << 31, default=total)
     if declared != total:
         raise CheckpointError(
-            f"{path}: split.tensors.count is {declared}, the {count} files hold {total} tensors"
+            f"{path}: split.tensors.count is {declared}, but the {count} files hold {total} tensors"
         )
     return GgufFile(path, first.metadata, shards)
 
@@ -140,7 +140,7 @@ def _shard_paths(path: Path, number: int, count: int) -> list[Path]:
 
 
 class _Shard:
-    """One file: its metadata and the tensors it holds."""
+    """One file: its metadata and tensors."""
 
     def __init__(self, path: Path, index: int, blocks: ReadBlocks) -> None:
         self.file = ModelFile(path, blocks)
@@ -150,7 +150,7 @@ class _Shard:
         self.tensors = list(header.tensors(self.metadata, index))
 
     def split(self, key: str, limit: int, default: int = 0) -> int:
-        """An integer of the ``split.`` metadata."""
+        """An integer from the ``split.`` metadata."""
         value = self.metadata.get(f"split.{key}", default)
         if type(value) is not int or not 0 <= value <= limit:
             raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Rotary position scaling of a GGUF file, as the ``rope_scaling`` of a Hugging Face config."""
+"""The rotary scaling of a GGUF file as the ``rope_scaling`` of a Hugging Face config."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ _ORIGINAL = "original_context_length"
 def rope_scaling(file: GgufFile, keys: Keys, rotary: int) -> dict[str, Any] | None:
     """``rope_scaling`` of the config; None for plain rotary embeddings.
 
-    ``rotary`` counts the rotated dimensions of a head. Llama 3's rule comes as
-    ``{"rope_type": "freq_factors", "factors": [...]}``: what each frequency is divided by.
+    ``rotary``: the rotated dimensions of a head. Llama 3's scaling becomes
+    ``{"rope_type": "freq_factors", "factors": [...]}``, the divisors of each frequency.
 
     Raises:
-        CheckpointError: an unknown type, or factors that are missing, misshapen or not positive.
+        CheckpointError: an unknown type, or factors that are missing, not positive or of a wrong
+            shape.
     """
     kind = keys.text("rope.scaling.type", "none")
     factor = keys.number("rope.scaling.factor") or 1.0  # llama.cpp reads 0 as 1
@@ -75,7 +76,7 @@ def _optional(keys: Keys, **names: str) -> dict[str, Any]:
 
 
 def _factors(file: GgufFile, name: str, rotary: int) -> list[float]:
-    """A small float32 vector of positive numbers, one per pair of rotated dimensions."""
+    """One positive float32 number per pair of rotated dimensions."""
     tensor = file.tensors.get(name)
     if tensor is None:
         raise CheckpointError(f"{file.path}: tensor {name!r} is missing")

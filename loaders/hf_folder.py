@@ -1,6 +1,6 @@
-"""A folder as `save_pretrained` writes it (config.json and safetensors files) as a `Checkpoint`.
+"""A folder written by `save_pretrained` (config.json and safetensors files) as a `Checkpoint`.
 
-One as Mistral publishes it (`mistral_params`) is read as if it were such a one.
+Folders in Mistral's own format (`mistral_params`) are read the same way.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from torch import Tensor
 
 from sdk.kernels.layouts import Dense
 from sdk.loaders import mistral_params
+from sdk.loaders.expert_names import JoinedPart, joined_part, spelled_as_ours
 from sdk.loaders.folder_file import folder_file
 from sdk.loaders.formats.kv_scales import KV_SCALES, read_kv_scales
 from sdk.loaders.formats.quantized import CONFIG_FILES, Quantization, quantization
 from sdk.loaders.formats.stored_layer import StoredLayer
-from sdk.loaders.hf_experts import JoinedPart, joined_part, spelled_as_ours
 from sdk.loaders.json_file import read_json
 from sdk.loaders.model_shapes import check_config, expected_shape, num_experts
 from sdk.loaders.quiet import transformers_to_our_log
 from sdk.loaders.safetensors_folder import open_weights
 from sdk.loaders.safetensors_reader import SafetensorsFiles, StoredTensor
+from sdk.models.architecture import architecture
 from sdk.quant.checkpoint import TensorEntry
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from sdk.quant.permuted import Permuted, PermutedWeight
@@ -36,10 +37,10 @@ logger = logging.getLogger("sdk")
 #: The largest config.json in use (with long lists of quantized layers) stays below 2 MB.
 MAX_CONFIG = 8 << 20
 _FLOATS = ("F32", "F16", "BF16")
-#: Tensors that carry nothing a model needs: buffers computed anew from the config.
+#: Tensors that no model needs: buffers that are computed from the config.
 _IGNORABLE = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.masked_bias")
-#: Where the language model is kept by a model that also sees (transformers 4 and 5) and by a folder
-#: saved without its head; what stands in our names instead.
+#: Prefixes of the language model in a multimodal model (transformers 4 and 5) and in a folder saved
+#: without its head, and our prefixes.
 _PREFIXES = (
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
@@ -50,7 +51,7 @@ _PREFIXES = (
 class HfFolder:
     """See `sdk.quant.checkpoint.Checkpoint`; ``path`` is the folder.
 
-    ``weights`` names one safetensors file to use in place of those the folder lists.
+    ``weights``: one safetensors file to use instead of those that the folder lists.
     """
 
     format = "safetensors"
@@ -93,14 +94,17 @@ class HfFolder:
         return tokenizer_from_folder(self.path)
 
     def weight(self, name: str) -> Weight:
-        name = spelled_as_ours(name)  # transformers' code asks for Mixtral's first spelling too
+        name = spelled_as_ours(name)  # transformers' code uses Mixtral's first spelling too
         found = self._weight(name)
         if not self._by_mistral or not name.endswith((".q_proj", ".k_proj")):
             return found
         queries = name.endswith(".q_proj")
         heads = self.config["num_attention_heads" if queries else "num_key_value_heads"]
         if not isinstance(found, PackedWeight) or found.shape[0] % (2 * heads):
-            raise CheckpointError(f"{self.path}: {name}: {found.shape[0]} rows for {heads} heads")
+            raise CheckpointError(
+                f"{self.path}: {name}: expected a multiple of {2 * heads} rows ({heads} heads), "
+                f"found {found.shape[0]}"
+            )
         return mistral_params.halves_apart(found, heads)
 
     def _weight(self, name: str) -> Weight:
@@ -112,7 +116,7 @@ class HfFolder:
             return self._cut(name, part)
         stored = self._find(name, f"{name}.weight")
         if len(stored.shape) != 2:
-            raise self._fail(stored, f"shape {list(stored.shape)}, expected a matrix")
+            raise self._fail(stored, f"expected a matrix, found shape {list(stored.shape)}")
         layout = Dense(self._read(name, stored))
         self._report(stored)
         return weight_of(layout)
@@ -161,7 +165,7 @@ class HfFolder:
         if self._files is not None:
             self._files.close()
         self._files = self._whole = None
-        self.__dict__.pop("tokenizer", None)  # whoever asked for it may keep it alive
+        self.__dict__.pop("tokenizer", None)  # callers may keep it alive
 
     # -- inside --------------------------------------------------------------------------------
 
@@ -180,7 +184,7 @@ class HfFolder:
         return self._tensors[key]
 
     def _packed(self, name: str) -> StoredLayer | None:
-        """The tensors of a layer; None where it is a plain one."""
+        """The tensors of a packed layer; None for a plain one."""
         files = self._opened()
         if self._quantization is None:
             return None
@@ -197,7 +201,7 @@ class HfFolder:
         return layer if self._quantization.packs(layer) else None
 
     def _joined(self, name: str) -> JoinedPart | None:
-        """Where an expert's matrix or bias lies in a tensor of all; None where it has its own."""
+        """Where an expert's matrix or bias is in a tensor of all; None if it has its own tensor."""
         if name in self._tensors or f"{name}.weight" in self._tensors:
             return None
         part = joined_part(name, self.config)
@@ -207,26 +211,27 @@ class HfFolder:
         return part if known else None
 
     def _cut(self, name: str, part: JoinedPart) -> Weight:
-        """One expert's matrix out of a tensor of all; the last such tensor is kept at hand."""
+        """One expert's matrix out of a tensor of all; the last such tensor is cached."""
         layer = self._packed(part.whole)
         if layer is None:
             stored = self._tensors[part.whole]
             values = self._read(part.whole, stored, part.expert)
-            turned = self.config["model_type"] == "gpt_oss"
+            known = architecture(self.config["model_type"])
+            transposed = known is not None and known.tensors.experts_transposed
             self._report(stored)
-            return weight_of(Dense(part.of(values.t() if turned else values)))
+            return weight_of(Dense(part.of(values.t() if transposed else values)))
         if self._whole is None or self._whole[0] != part.whole:
             self._whole = part.whole, self._decoded(layer)
         weight, count = self._whole[1], num_experts(self.config) or 1
         first, rows, step = part.rows(weight.shape[0] // count)
         if weight.shape[0] % count or not isinstance(weight, PackedWeight):
             raise CheckpointError(
-                f"{self.path}: {name}: {weight.shape[0]} rows for {count} experts"
+                f"{self.path}: {name}: expected rows for {count} experts, found {weight.shape[0]}"
             )
         return weight.take_rows(first, rows, step)
 
     def _join_packed(self, quantization: Quantization, entries: dict[str, TensorEntry]) -> None:
-        """One entry in place of all the tensors of each packed layer."""
+        """Replace the entries of a packed layer's tensors by one."""
         for name, stored in self._tensors.items():
             path = quantization.layer_of(name)
             layer = None if path is None else self._packed(path)
@@ -250,7 +255,7 @@ class HfFolder:
         return weight
 
     def _adds_nothing(self, name: str) -> bool:
-        """The bias of a packed layer, all zeros: some quantizers write one for every layer."""
+        """Whether it is a packed layer's bias of zeros, which some quantizers write everywhere."""
         stem = name.removesuffix(".bias")
         if stem == name or name not in self._tensors or self._packed(stem) is None:
             return False
@@ -270,12 +275,14 @@ class HfFolder:
         expected = expected_shape(self.config, name.removesuffix(".weight"))
         if expected is not None and stored.shape != expected:
             raise self._fail(
-                stored, f"shape {list(stored.shape)}, the config asks for {list(expected)} ({name})"
+                stored,
+                f"{name}: expected shape {list(expected)} by the config, "
+                f"found {list(stored.shape)}",
             )
         if stored.dtype not in _FLOATS:
             raise UnsupportedError(
-                f"{stored.file.path}: tensor {stored.name!r} is {stored.dtype}, which is not run "
-                f"as a plain tensor; save the model in {', '.join(_FLOATS)}"
+                f"{stored.file.path}: tensor {stored.name!r} is {stored.dtype}, which is not "
+                f"supported for a plain tensor; save the model in {', '.join(_FLOATS)}"
             )
         return self._opened().tensor(stored.name, expert)
 
@@ -289,7 +296,7 @@ class HfFolder:
 
 
 def _canonical_names(files: SafetensorsFiles, by_mistral: bool) -> dict[str, StoredTensor]:
-    """Every tensor of the language model by our name of it."""
+    """Every tensor of the language model by our name."""
     if by_mistral:
         ours = mistral_params.spelled_as_ours
         return {ours(name): tensor for name, tensor in files.tensors.items()}
@@ -310,14 +317,14 @@ def _canonical_names(files: SafetensorsFiles, by_mistral: bool) -> dict[str, Sto
 
 
 def complete_config(raw: dict[str, Any], source: str) -> dict[str, Any]:
-    """A config.json with the defaults of its model class filled in, as transformers would.
+    """A config.json with the defaults of its model class, as transformers would fill them in.
 
-    Files leave out what equals the default of the class. Nothing from the hub or the folder is
-    run: ``auto_map`` is ignored, and an unknown ``model_type`` is left as it is. A model that also
-    sees is reduced to its language model.
+    Files leave out values that equal the class's defaults. No code from the hub or the folder is
+    run: ``auto_map`` is ignored, and a config of unknown ``model_type`` stays unchanged. A
+    multimodal model is reduced to its language model.
 
     Raises:
-        CheckpointError: a number is impossible, or the class refuses the config.
+        CheckpointError: a number is impossible, or the class rejects the config.
     """
     if not isinstance(raw.get("model_type"), str):
         raise CheckpointError(f"{source}: model_type is {raw.get('model_type')!r}, expected a name")
@@ -337,7 +344,7 @@ def complete_config(raw: dict[str, Any], source: str) -> dict[str, Any]:
             filled = CONFIG_MAPPING[raw["model_type"]].from_dict(given).to_dict()
     except Exception as error:  # what a config class raises depends on the model and the version
         raise CheckpointError(
-            f"{source}: not a sound {raw['model_type']} config: {error}"
+            f"{source}: not a valid {raw['model_type']} config: {error}"
         ) from error
     config = {**given, **filled}
     check_config(config, source)

@@ -1,4 +1,4 @@
-"""Models on the Hugging Face hub, ``org/name`` or ``org/name:Q4_K_M``: downloaded once."""
+"""Models on the Hugging Face hub, ``org/name`` or ``org/name:Q4_K_M``, downloaded once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _HUB_URL = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """A repository and what of it is meant: ``tag`` is a GGUF file's type, ``Q4_K_M``."""
+    """A repository, and in ``tag`` the type of a GGUF file in it (``Q4_K_M``) or None."""
 
     repo: str
     tag: str | None = None
@@ -41,7 +41,7 @@ class HubModel:
 
 
 def parse_hub_id(name: str) -> HubModel | None:
-    """``org/name`` or ``org/name:TYPE``; None for anything else, such as a model file's path."""
+    """Parse ``org/name`` or ``org/name:TYPE``; None for anything else, such as a path."""
     found = _REFERENCE.fullmatch(name)
     if found is None or name.endswith((".gguf", ".safetensors")):
         return None
@@ -49,9 +49,7 @@ def parse_hub_id(name: str) -> HubModel | None:
 
 
 def check_no_url(name: str) -> None:
-    """Raises:
-    CheckpointError: ``name`` is a URL; says what to write in its place.
-    """
+    """:raises CheckpointError: ``name`` is a URL; the message says what to write instead."""
     if _URL.match(name) is None:
         return
     found = _HUB_URL.fullmatch(name)
@@ -60,13 +58,13 @@ def check_no_url(name: str) -> None:
     if name.startswith("file://"):
         raise CheckpointError(f"{name}: a URL; write the file's path, {name[7:]!r}")
     raise CheckpointError(
-        f"{name}: a URL; models are local files, folders, or ids of the Hugging Face hub "
+        f"{name}: a URL; models are local files, folders, or ids on the Hugging Face hub "
         "('org/name:Q4_K_M'): download the file and open that"
     )
 
 
 def hint_at_hub(name: str) -> str:
-    """What to write for a path that does not exist but may be a file of a repository, or ''."""
+    """A hint for a path that does not exist but may name a file of a repository, or ''."""
     found = _FILE_IN_REPO.fullmatch(name)
     return "" if found is None else f"; on the hub? LLM({found[1]!r}, filename={found[2]!r})"
 
@@ -84,7 +82,7 @@ def _written(url: re.Match[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class HubAccess:
-    """How a model is fetched: ``cache`` is a folder in place of the hub's own cache."""
+    """How to fetch a model: ``cache`` is a folder to use instead of the hub's cache."""
 
     revision: str | None = None
     local_files_only: bool = False
@@ -99,13 +97,13 @@ class HubAccess:
 
 
 def download(model: HubModel, hub: HubAccess) -> Path:
-    """The local GGUF file (of a split model the first) or folder, downloaded where it is missing.
+    """The local GGUF file (of a split model the first) or folder, downloaded if it is missing.
 
-    Without a connection the cache is used where it has the model.
+    Without a connection, a model in the cache is used.
 
     Raises:
-        CheckpointError: no connection, no such model or several, no access, or with
-            ``local_files_only`` not in the cache.
+        CheckpointError: no connection, no such model or several, no access, or (with
+            ``local_files_only``) not in the cache.
     """
     why: Exception | None = None
     if not hub.local_files_only:
@@ -120,7 +118,7 @@ def download(model: HubModel, hub: HubAccess) -> Path:
     if folder is None:
         raise _explained(model, hub, why) from why
     if why is not None:
-        logger.warning("%s: the hub cannot be asked, its cached files are used: %s", model, why)
+        logger.warning("%s: the hub cannot be reached, using the cached files: %s", model, why)
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
     try:
         return _choose(model, sorted(names), lambda wanted: folder)
@@ -136,7 +134,7 @@ def _choose(model: HubModel, names: Sequence[str], fetch: Callable[[Sequence[str
         return fetch(parts) / parts[0]
     if not safetensors or not {"config.json", "params.json"} & set(names):
         raise CheckpointError(
-            f"{model.repo}: no model that can be opened in it: expected a .gguf file, or "
+            f"{model.repo}: no model found in it: expected a .gguf file, or "
             f"config.json and safetensors files, found {', '.join(names[:8]) or 'nothing'}"
         )
     folder = fetch(small_files(names))
@@ -150,7 +148,7 @@ def _listing(repo: str, revision: str | None) -> tuple[str, Mapping[str, int]]:
     timeout = constants.HF_HUB_ETAG_TIMEOUT
     info = HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=timeout)
     if info.sha is None:
-        raise CheckpointError(f"{repo}: the hub names no commit")
+        raise CheckpointError(f"{repo}: the hub returned no commit; try again later")
     return info.sha, {file.rfilename: file.size or 0 for file in info.siblings or ()}
 
 
@@ -166,7 +164,7 @@ def _cached_snapshot(repo: str, hub: HubAccess) -> Path | None:
 
 @dataclass(slots=True)
 class _Online:
-    """Brings files of one commit into the hub's cache, and counts their bytes."""
+    """Downloads files of one commit to the hub's cache, and counts their bytes."""
 
     model: HubModel
     hub: HubAccess
@@ -176,7 +174,7 @@ class _Online:
     _total: int = 0
 
     def fetch(self, names: Sequence[str]) -> Path:
-        """All ``names``; returns the folder that they lie in."""
+        """Download ``names``; returns their folder."""
         from huggingface_hub import try_to_load_from_cache
 
         repo, cache, folder = self.model.repo, self.hub.cache_folder, Path()
@@ -202,7 +200,7 @@ class _Online:
             raise _Callback from error
 
     def _note_revision(self, folder: Path) -> None:
-        """What the branch or tag is now, as the hub's library notes it: found without a network."""
+        """Record the branch's or tag's commit as the hub's library does, for use offline."""
         note = folder.parents[1] / "refs" / (self.hub.revision or "main")
         if note.name != self.commit:
             note.parent.mkdir(parents=True, exist_ok=True)
@@ -210,7 +208,7 @@ class _Online:
 
 
 class _Callback(Exception):
-    """Carries what the caller's progress callback raised."""
+    """Carries an exception raised by the caller's progress callback."""
 
 
 @contextmanager
@@ -243,12 +241,12 @@ def _explained(model: HubModel, hub: HubAccess, why: Exception | None) -> Checkp
     elif isinstance(why, GatedRepoError):
         text = f"gated: accept its terms at {site}/{model.repo}, then {access} of that account"
     elif isinstance(why, RevisionNotFoundError):
-        text = f"no revision {hub.revision or 'main'!r} of it on {site}"
+        text = f"it has no revision {hub.revision or 'main'!r} on {site}"
     elif isinstance(why, RepositoryNotFoundError):
         text = f"not a local path, and no repository on {site}; for a private one {access}"
     elif isinstance(why, OSError) and why.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
         text = f"cannot be written to {hub.cache_folder}: {why}"
     else:
         said = next(iter(str(why).strip().splitlines()), "no details")
-        text = f"not a local path, and {site} cannot be asked: {type(why).__name__}: {said}"
+        text = f"not a local path, and {site} cannot be reached: {type(why).__name__}: {said}"
     return CheckpointError(f"{model}: {text}")

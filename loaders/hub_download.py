@@ -1,7 +1,7 @@
-"""One file of a hub repository, into the hub's own cache.
+"""Downloads one file of a hub repository to the hub's own cache.
 
-Small files are left to ``hf_hub_download``. It forgets what an interrupted call had downloaded, so
-large ones are brought into the cache's ``blobs`` here, going on where the last call ended.
+Small files are left to ``hf_hub_download``. It does not resume interrupted downloads, so large
+files are written to the cache's ``blobs`` here, continuing where the last call ended.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-#: Files from here on are resumed.
+#: Files of at least this size are resumed.
 _LARGE = 4 << 20
 _CHUNK = 1 << 20
 #: Attempts without a single new byte before giving up.
@@ -21,7 +21,7 @@ _ATTEMPTS = 4
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """A file of a repository at one commit, and its bytes."""
+    """A file of a repository at one commit, and its size in bytes."""
 
     repo: str
     name: str
@@ -30,7 +30,7 @@ class RemoteFile:
 
 
 def fetch_file(file: RemoteFile, cache: Path, advance: Callable[[int], None]) -> Path:
-    """Its path in ``cache``; ``advance(count)`` is called for what was not there yet."""
+    """The file's path in ``cache``; ``advance(count)`` is called for bytes downloaded."""
     from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.utils import tqdm
 
@@ -48,7 +48,7 @@ def fetch_file(file: RemoteFile, cache: Path, advance: Callable[[int], None]) ->
         _fill_blob(file, cache, advance)
 
     class Silent(tqdm):  # type: ignore[misc]
-        """The bar that the hub's library would draw."""
+        """A silent replacement of the hub library's progress bar."""
 
         monitor_interval = 0  # no thread
 
@@ -68,7 +68,7 @@ def _fill_blob(remote: RemoteFile, cache: Path, advance: Callable[[int], None]) 
     url = hf_hub_url(remote.repo, remote.name, revision=remote.commit)
     found = get_hf_file_metadata(url)
     if found.etag is None or found.size is None:
-        return  # hf_hub_download says what is wrong with that
+        return  # hf_hub_download reports what is wrong
     home = f"models--{remote.repo.replace('/', '--')}"
     blob = cache / home / "blobs" / found.etag
     lock = cache / ".locks" / home / f"{found.etag}.lock"
@@ -93,7 +93,7 @@ def _fill_blob(remote: RemoteFile, cache: Path, advance: Callable[[int], None]) 
 
 
 def _chunks(url: str, offset: int, size: int) -> Iterator[tuple[int, bytes]]:
-    """The file from ``offset`` on, over lost connections; from 0 where it comes whole."""
+    """The file from ``offset`` on, reconnecting if needed; from 0 if the server sends all of it."""
     from huggingface_hub import constants, get_session
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
@@ -111,9 +111,9 @@ def _chunks(url: str, offset: int, size: int) -> Iterator[tuple[int, bytes]]:
                     yield offset, chunk
                     offset += len(chunk)
                     attempts = 0
-        except OSError:  # an answer of the hub, which is one, or of the file system
+        except OSError:  # from the hub (its errors are OSErrors) or the file system
             raise
-        except Exception:  # of the HTTP library, whichever it is
+        except Exception:  # from whichever HTTP library is in use
             if attempts >= _ATTEMPTS:
                 raise
         attempts += 1

@@ -1,4 +1,4 @@
-"""Which files of a hub repository are the model that was asked for."""
+"""Selects the files of the requested model in a hub repository."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from pathlib import Path
 
 from sdk.quant.errors import CheckpointError
 
-#: Beside the weights: config, tokenizer, template. No code (.py) and no pickles.
+#: Other files than weights: config, tokenizer, template. No code (.py) and no pickles.
 _SMALL = (".json", ".jinja", ".model", ".txt")
 _INDEX = ".safetensors.index.json"
 _PART = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)")
-#: The type at the end of a file's name: ``model-UD-Q4_K_XL.gguf``, ``model.f16.gguf``.
+#: The type at the end of a file name: ``model-UD-Q4_K_XL.gguf``, ``model.f16.gguf``.
 _LABEL = re.compile(r"(?:^|[-._/])((?:UD-)?(?:I?Q\d|TQ\d|MXFP4|NVFP4|B?F16|F32)[A-Z0-9_]*)$", re.I)
-#: Files beside a model that are none.
+#: GGUF files that are not models themselves.
 _NO_MODEL = re.compile(r"mmproj|imatrix", re.I)
 
 
 def gguf_files(repo: str, names: Sequence[str], tag: str | None, filename: str | None) -> list[str]:
-    """The parts of the one GGUF model that is meant, first part first.
+    """The files of the requested GGUF model, in the order of its parts.
 
     Raises:
-        CheckpointError: there is none such, or several; says which there are.
+        CheckpointError: no model matches, or several do; the message lists them.
     """
     models = _models(names)
     if filename is not None:
@@ -52,12 +52,12 @@ def has_gguf(names: Sequence[str]) -> bool:
 
 
 def small_files(names: Sequence[str]) -> list[str]:
-    """What a safetensors folder needs beside its weights, the index of its shards among it."""
+    """The files that a safetensors folder needs besides its weights, with the shard index."""
     return [name for name in names if "/" not in name and name.endswith(_SMALL)]
 
 
 def weight_files(names: Sequence[str], folder: Path) -> list[str]:
-    """The safetensors files of a repository; its small files lie in ``folder`` already."""
+    """The safetensors files of a repository, whose small files are already in ``folder``."""
     found = [name for name in names if "/" not in name and name.endswith(".safetensors")]
     indices = [name for name in names if "/" not in name and name.endswith(_INDEX)]
     if f"model{_INDEX}" in indices:
@@ -67,7 +67,7 @@ def weight_files(names: Sequence[str], folder: Path) -> list[str]:
         return [name for name in found if name in listed]
     if "model.safetensors" in found:
         return ["model.safetensors"]
-    # Mistral's own layout repeats what the other files hold, unless it is all there is.
+    # Mistral's own files repeat the contents of the others, unless there are no others.
     own = [name for name in found if not name.startswith(("consolidated", "adapter_"))]
     return own or [name for name in found if name.startswith("consolidated")]
 
@@ -80,7 +80,7 @@ def _listed(index: Path) -> set[str]:
 
 
 def _models(names: Sequence[str]) -> dict[str, list[str]]:
-    """Files by the model they are a part of, which is called as its file without part numbers."""
+    """Files by model; a model's name is its file name without part numbers."""
     models: dict[str, list[str]] = {}
     for name in sorted(names):
         if name.endswith(".gguf") and not _NO_MODEL.search(name):
@@ -94,7 +94,7 @@ def _label(base: str) -> str:
 
 
 def _named(models: dict[str, list[str]], names: Sequence[str], filename: str) -> list[str]:
-    """Models by a file's exact path, by its last part, or by a pattern (``*q4_k_m.gguf``)."""
+    """Models with a file of this path, name or pattern (``*q4_k_m.gguf``)."""
     base = _PART.sub("", filename)
     if base in models:
         return [base]
@@ -111,8 +111,8 @@ def _named(models: dict[str, list[str]], names: Sequence[str], filename: str) ->
 def _how_to_name(repo: str, bases: list[str]) -> str:
     labels = [_label(base) for base in bases]
     if all(labels) and len(set(labels)) == len(labels):
-        return f"name one, as {repo}:{labels[0]}; there are {', '.join(labels)}"
-    return f"name one, as filename={bases[0]!r}; there are {', '.join(bases)}"
+        return f"name one, like {repo}:{labels[0]}; there are {', '.join(labels)}"
+    return f"name one, like filename={bases[0]!r}; there are {', '.join(bases)}"
 
 
 def _some(names: Sequence[str]) -> str:

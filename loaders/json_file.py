@@ -1,4 +1,4 @@
-"""Reads JSON that somebody else wrote: bounded in size, depth and digits, no NaN, no key twice."""
+"""Reads untrusted JSON: bounded in size, depth and digits; no NaN and no duplicate keys."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, NoReturn
 
 from sdk.quant.errors import CheckpointError
 
-#: Brackets a document may have. A header of 400,000 tensors has 1.2 million; parsed, an empty list
-#: costs 56 bytes, so this bounds what a document of nothing but brackets can cost to 200 MB.
+#: Brackets a document may have. A header of 400,000 tensors has 1.2 million. An empty list takes 56
+#: bytes, so a document of nothing but brackets takes at most 200 MB.
 MAX_BRACKETS = 3 << 20
-#: No size, count or offset has more digits than 2^64; int() of a million digits takes minutes.
+#: No size, count or offset has more digits than 2^64, and int() of a million digits takes minutes.
 _MAX_DIGITS = 20
-#: Of a tokenizer's files: many say that a text may have int(1e30) tokens.
+#: For a tokenizer's files: many set the maximum number of tokens to int(1e30).
 TOKENIZER_DIGITS = 31
 
 
@@ -22,12 +22,12 @@ def parse_json(text: bytes, source: str, *, max_digits: int = _MAX_DIGITS) -> di
     """Parse a JSON object. ``source`` names the file (and part) in errors.
 
     Raises:
-        CheckpointError: not UTF-8, not JSON, not an object, nested too deeply, a key twice in one
-            object, NaN or infinity, or an integer of more than ``max_digits`` digits.
+        CheckpointError: not UTF-8, not JSON, not an object, nested too deeply, a duplicate key,
+            NaN or infinity, or an integer of more than ``max_digits`` digits.
     """
 
     def refuse_constant(name: str) -> NoReturn:
-        raise CheckpointError(f"{source}: {name} is not a number JSON allows")
+        raise CheckpointError(f"{source}: {name} is not allowed in JSON")
 
     def parse_integer(digits: str) -> int:
         if len(digits) > max_digits:
@@ -38,7 +38,7 @@ def parse_json(text: bytes, source: str, *, max_digits: int = _MAX_DIGITS) -> di
         values = dict(pairs)
         if len(values) != len(pairs):
             twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-            raise CheckpointError(f"{source}: the key {twice!r} is there twice")
+            raise CheckpointError(f"{source}: the key {twice!r} occurs twice")
         return values
 
     if text.count(b"{") + text.count(b"[") > MAX_BRACKETS:
@@ -55,7 +55,7 @@ def parse_json(text: bytes, source: str, *, max_digits: int = _MAX_DIGITS) -> di
     except ValueError as error:
         raise CheckpointError(f"{source}: not valid JSON: {error}") from None
     if not isinstance(value, dict):
-        raise CheckpointError(f"{source}: a JSON object is expected, found {type(value).__name__}")
+        raise CheckpointError(f"{source}: expected a JSON object, found {type(value).__name__}")
     return value
 
 
@@ -63,7 +63,7 @@ def read_json(path: Path, limit: int, *, max_digits: int = _MAX_DIGITS) -> dict[
     """Read a JSON file of at most ``limit`` bytes.
 
     Raises:
-        CheckpointError: the file is missing, too large, or not sound (see `parse_json`).
+        CheckpointError: the file is missing, too large, or invalid (see `parse_json`).
     """
     try:
         with path.open("rb") as file:

@@ -1,9 +1,9 @@
-"""Folders as Mistral publishes them: ``params.json`` beside ``consolidated.safetensors``.
+"""Folders in Mistral's own format: ``params.json`` with ``consolidated.safetensors``.
 
-Tensors are called as in Meta's Llama (``layers.0.attention.wq.weight``), and the rows of q and k
-lie so that rotary pairs are neighbours: ``file[h, 2 j + i] = hf[h, i * d / 2 + j]``. 8-bit floats
-have a scale per tensor (``qscale_weight``). Source: mistral-inference 1.6 (args.py,
-transformer.py), and what transformers' convert_mistral_weights_to_hf.py makes of it.
+Tensors are named as in Meta's Llama (``layers.0.attention.wq.weight``), and the rows of q and k are
+ordered so that rotary pairs are neighbours: ``file[h, 2 j + i] = hf[h, i * d / 2 + j]``. 8-bit
+floats have a scale per tensor (``qscale_weight``). Sources: mistral-inference 1.6 (args.py,
+transformer.py) and transformers' convert_mistral_weights_to_hf.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sdk.quant.errors import CheckpointError, UnsupportedError
 from sdk.quant.weight import PackedWeight, Weight, concat
 
 FILE = "params.json"
-#: Our names of the numbers every model has.
+#: Hugging Face's names of the numbers that every model has.
 _NEEDED = {
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
@@ -34,9 +34,9 @@ _OPTIONAL = {
     "max_seq_len": "max_position_embeddings",
     "max_position_embeddings": "max_position_embeddings",
 }
-#: Keys that change nothing here; of a model that also sees or hears, the language model is run.
+#: Keys that have no effect here; of a multimodal model, only the language model is loaded.
 _NOTES = {"causal", "max_batch_size", "model_parallel", "vision_encoder", "multimodal"}
-#: What vLLM takes where a file does not say it.
+#: vLLM's defaults for missing values.
 _POSITIONS = 128_000
 
 _TOP = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
@@ -59,11 +59,11 @@ _LAYER = re.compile(
 
 
 def config_of(params: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """The ``config.json`` that says the same.
+    """The equivalent ``config.json``.
 
     Raises:
         CheckpointError: a number is missing.
-        UnsupportedError: a key that is not known, or asks for something that is not run.
+        UnsupportedError: a key is unknown or not supported.
     """
     missing = [key for key in _NEEDED if key not in params]
     if missing:
@@ -80,8 +80,8 @@ def config_of(params: Mapping[str, Any], source: str) -> dict[str, Any]:
         }
         if not counts:
             raise UnsupportedError(
-                f"{source}: moe is {str(experts)[:80]}, expected num_experts and "
-                "num_experts_per_tok alone"
+                f"{source}: moe is {str(experts)[:80]}, expected only num_experts and "
+                "num_experts_per_tok"
             )
         config["num_local_experts"] = experts["num_experts"]
         config["num_experts_per_tok"] = experts["num_experts_per_tok"]
@@ -98,12 +98,12 @@ def config_of(params: Mapping[str, Any], source: str) -> dict[str, Any]:
     if params.get("causal", True) is not True:
         others.append("causal")
     if others:
-        raise UnsupportedError(f"{source}: {', '.join(others)[:200]}: not known, or not run")
+        raise UnsupportedError(f"{source}: {', '.join(others)[:200]}: unknown or not supported")
     return config
 
 
 def spelled_as_ours(name: str) -> str:
-    """The name of a tensor as models of the Hugging Face spell it; others stay as they are."""
+    """The Hugging Face name of a tensor; names of other forms are returned unchanged."""
     stem, _, ending = name.rpartition(".")
     if stem in _TOP:
         return f"{_TOP[stem]}.{ending}"
@@ -116,8 +116,8 @@ def spelled_as_ours(name: str) -> str:
 
 
 def halves_apart(weight: PackedWeight, heads: int) -> Weight:
-    """The rows of q or k as the Hugging Face has them: of every head the first of all pairs, then
-    the second."""
+    """The rows of q or k in Hugging Face's order: in each head, first the first elements of all
+    rotary pairs, then the second ones."""
     rows = weight.shape[0] // heads
     starts = [head * rows + i for head in range(heads) for i in (0, 1)]
     return concat([weight.take_rows(start, rows // 2, 2) for start in starts])

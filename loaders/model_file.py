@@ -1,8 +1,8 @@
-"""A model file: checked when it is opened, then read piece by piece into memory of our own.
+"""A model file: checked when it is opened, then read piece by piece into allocated memory.
 
-Nothing is mapped. A mapped page that cannot be read, because somebody has cut the file or its disk
-fails, kills the whole process with SIGBUS; a read fails with an error. The price is one more copy:
-20 ms for 98 MB that the system has in memory.
+Nothing is mapped. If a mapped page cannot be read, because the file was truncated or its disk
+fails, SIGBUS kills the whole process; a failing read raises an error. The price is one more copy:
+20 ms for 98 MB in the page cache.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from numpy.typing import NDArray
 
 from sdk.quant.errors import CheckpointError
 
-#: First bytes of the text file that git leaves in place of a large file that was not downloaded.
+#: First bytes of the text file that git-lfs leaves in place of a file that was not downloaded.
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-#: Bytes of one read; Ctrl-C waits for its end.
+#: Bytes per read; Ctrl-C takes effect after a read.
 _PIECE = 16 * 2**20
-#: Bytes of blocks that are kept for the next reads, and the smallest block worth it. A layer of a
-#: model with 3B parameters or less fits.
+#: Total bytes of blocks kept for the next reads, and the smallest block worth keeping. A layer of a
+#: model with up to 3B parameters fits.
 _KEPT, _SMALLEST = 64 * 2**20, 64 * 2**10
-#: A block that as many reads did not use is given back. A layer has 7 to 12 matrices, the embedding
-#: (30 MiB in a small model) comes once.
+#: A block unused for as many reads is freed. A layer has 7 to 12 matrices; the embedding (30 MiB in
+#: a small model) is read once.
 _UNUSED = 16
 
 
 class ReadBlocks:
-    """Memory that a model is read into, block by block.
+    """Reusable memory blocks for reading a model.
 
-    Matrices of the same size follow one another, each of them gone once its kernel has packed it.
-    Using their memory again spares the system from clearing pages: of a folder of 270 MB in
-    float16 reading takes 0.08 instead of 0.14 s.
+    Matrices of the same size follow one another, and each is freed once its kernel has packed it.
+    Reusing their memory saves the system from clearing pages: reading a float16 folder of 270 MB
+    takes 0.08 instead of 0.14 s.
     """
 
     def __init__(self) -> None:
-        #: With the array that was handed out last of each (whatever shares its memory keeps it),
-        #: and the number of that read.
+        #: Each with the array that was last handed out (views of it keep it alive), and the number
+        #: of that read.
         self._blocks: deque[tuple[memoryview, weakref.ref[NDArray[np.uint8]], int]] = deque()
         self._reads = 0
 
@@ -57,7 +57,7 @@ class ReadBlocks:
                 break
         else:
             block = np.empty(nbytes, np.uint8).data
-        # Of a memoryview, so that views of the array refer to it and not to what is below it.
+        # From a memoryview, so that views of the array refer to it and not to the array below.
         array: NDArray[np.uint8] = np.frombuffer(block, np.uint8, nbytes)
         self._blocks.append((block, weakref.ref(array), self._reads))
         while sum(len(block) for block, *_ in self._blocks) > _KEPT:
@@ -65,26 +65,26 @@ class ReadBlocks:
         return array
 
     def clear(self) -> None:
-        """Keep nothing any more."""
+        """Free all blocks that are kept."""
         self._blocks.clear()
 
 
 class ModelFile:
-    """One regular, non-empty file, open for reading until :meth:`close` or until it is forgotten.
+    """A regular, non-empty file, open for reading until :meth:`close` or garbage collection.
 
-    A file that is deleted or replaced (by a rename) while it is open is read to its end. One that
-    is written to is an error at the next read. ``blocks`` are shared by the files of a model.
+    A file that is deleted or replaced (by a rename) while open can still be read to its end. If it
+    is written to, the next read raises. ``blocks`` are shared by the files of a model.
 
     Raises:
-        CheckpointError: the path is missing, is not a regular file, is empty, cannot be read, or is
-            the pointer that git-lfs leaves in place of a file.
+        CheckpointError: the path is missing, not a regular file, empty or unreadable, or is a
+            git-lfs pointer.
     """
 
     def __init__(self, path: Path, blocks: ReadBlocks | None = None) -> None:
         self.path = path
         self._blocks = blocks or ReadBlocks()
         try:
-            # Asked before opening: opening a named pipe would block until somebody writes to it.
+            # Checked before opening: opening a named pipe would block until there is a writer.
             if not stat.S_ISREG(path.stat().st_mode):
                 raise CheckpointError(f"{path}: not a regular file")
             self._descriptor = os.open(path, os.O_RDONLY)
@@ -104,15 +104,15 @@ class ModelFile:
             )
 
     def read(self, start: int, nbytes: int) -> NDArray[np.uint8]:
-        """``nbytes`` bytes from ``start`` as uint8, in memory of their own.
+        """``nbytes`` bytes from ``start`` as uint8, in memory that nothing else uses.
 
         Raises:
-            CheckpointError: they lie outside of the file, cannot be read, or the file was written
-                to or cut since it was opened.
+            CheckpointError: they are outside the file or cannot be read, or the file was written to
+                or truncated since it was opened.
         """
         if start < 0 or nbytes < 0 or start + nbytes > self.size:
             raise CheckpointError(
-                f"{self.path}: bytes {start} to {start + nbytes} asked for, "
+                f"{self.path}: bytes {start} to {start + nbytes} are needed, "
                 f"the file has {self.size}"
             )
         if not self._close.alive:
@@ -123,7 +123,7 @@ class ModelFile:
             while done < nbytes:
                 piece = view[done : done + _PIECE]
                 count = os.preadv(self._descriptor, [piece], start + done)
-                if not count:  # it was cut: said below
+                if not count:  # truncated: raises below
                     break
                 done += count
             found = os.fstat(self._descriptor)
@@ -143,6 +143,6 @@ class ModelFile:
         return data
 
     def close(self) -> None:
-        """What was read stays. Idempotent."""
+        """Close the file; data already read stays valid. Idempotent."""
         self._close()
         self._blocks.clear()

@@ -1,7 +1,7 @@
-"""What a model's config may say, and which shapes its tensors then have.
+"""The limits of a config's numbers, and the shapes that tensors have by a config.
 
-A config is a file from somewhere: before a number in it sizes a list or a tensor it is held against
-these limits, which are several times what the largest published models use.
+A config comes from an untrusted file: a number is checked against these limits before it sizes a
+list or a tensor. The limits are several times what the largest published models use.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from sdk.models.architecture import Sizes, TensorRules, architecture
 from sdk.quant.errors import CheckpointError
 
 MAX_LAYERS = 512
@@ -32,20 +33,13 @@ LIMITS: dict[str, tuple[int, int]] = {
     "moe_intermediate_size": (1, 1 << 22),
 }
 _POSITIVE_NUMBERS = ("rms_norm_eps", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar")
-#: The architectures whose tensors have the shapes of `expected_shape`.
-_KNOWN_SHAPES = frozenset(
-    (
-        *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "olmo2"),
-        *("granite", "mixtral", "qwen3_moe", "gpt_oss"),
-    )
-)
 
 
 def check_config(config: Mapping[str, Any], source: str) -> None:
-    """Check the numbers of a config that are there; absent and null ones are left alone.
+    """Check the numbers of a config; absent and null ones are ignored.
 
     Raises:
-        CheckpointError: naming ``source``, the key, what is allowed and what was found.
+        CheckpointError: names ``source``, the key, the allowed range and the value found.
     """
     for key, (low, high) in LIMITS.items():
         value = config.get(key)
@@ -72,14 +66,16 @@ def head_dim(config: Mapping[str, Any]) -> int:
 
 
 def num_experts(config: Mapping[str, Any]) -> int | None:
-    """Experts of a layer; None for a model without any."""
+    """Experts of a layer; None for a model without experts."""
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     found = next((config[name] for name in names if config.get(name)), None)
     return found if isinstance(found, int) else None
 
 
-def _experts_shape(config: Mapping[str, Any], name: str) -> tuple[int, ...] | None:
-    """Of one expert's tensor (``….experts.3.up_proj``), or of one that holds those of all."""
+def _experts_shape(
+    config: Mapping[str, Any], rules: TensorRules, name: str
+) -> tuple[int, ...] | None:
+    """The shape of one expert's tensor (``….experts.3.up_proj``), or of one with all experts."""
     hidden = config["hidden_size"]
     inner = config.get("moe_intermediate_size") or config["intermediate_size"]
     part = name.partition(".experts.")[2]
@@ -99,47 +95,59 @@ def _experts_shape(config: Mapping[str, Any], name: str) -> tuple[int, ...] | No
         return None
     if own != stem:
         shape = shape[:1]
-    elif joined and config["model_type"] == "gpt_oss":
+    elif joined and rules.experts_transposed:
         shape = shape[::-1]
     return (num_experts(config) or 0, *shape) if joined else shape
 
 
 def expected_shape(config: Mapping[str, Any], name: str) -> tuple[int, ...] | None:
     """The shape of tensor ``name`` (Hugging Face's, without ``.weight``); None when not known."""
-    if config.get("model_type") not in _KNOWN_SHAPES:
+    known = architecture(config.get("model_type"))
+    if known is None:
         return None
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
     inner, vocab = config.get("intermediate_size"), config.get("vocab_size")
     if not (hidden and heads and inner and vocab):
         return None
     if ".experts." in name:
-        return _experts_shape(config, name)
-    width = head_dim(config)
-    queries, keys = heads * width, (config.get("num_key_value_heads") or heads) * width
-    matrices: dict[str, tuple[int, int]] = {
-        "embed_tokens": (vocab, hidden),
-        "lm_head": (vocab, hidden),
+        return _experts_shape(config, known.tensors, name)
+    width, kv_heads = head_dim(config), config.get("num_key_value_heads") or heads
+    sizes = Sizes(
+        hidden=hidden,
+        intermediate=inner,
+        vocab=vocab,
+        heads=heads,
+        head_dim=width,
+        queries=heads * width,
+        keys=kv_heads * width,
+        experts=num_experts(config),
+    )
+    stem = name.removesuffix(".bias").rpartition(".")[2]
+    own = known.tensors.shapes.get(stem)
+    shape = _llama_shape(sizes, stem) if own is None else own(sizes)
+    return shape[:1] if shape is not None and name.endswith(".bias") else shape
+
+
+def _llama_shape(sizes: Sizes, stem: str) -> tuple[int, ...] | None:
+    """The shape that most architectures have, by the last part of a tensor's name."""
+    hidden, inner, queries, keys = sizes.hidden, sizes.intermediate, sizes.queries, sizes.keys
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed_tokens": (sizes.vocab, hidden),
+        "lm_head": (sizes.vocab, hidden),
         "q_proj": (queries, hidden),
         "k_proj": (keys, hidden),
         "v_proj": (keys, hidden),
         "qkv_proj": (queries + 2 * keys, hidden),
         "o_proj": (hidden, queries),
+        "q_norm": (sizes.head_dim,),
+        "k_norm": (sizes.head_dim,),
         "gate_proj": (inner, hidden),
         "up_proj": (inner, hidden),
         "gate_up_proj": (2 * inner, hidden),
         "down_proj": (hidden, inner),
     }
-    experts = num_experts(config)
-    if experts is not None:
-        matrices["gate"] = matrices["router"] = (experts, hidden)
-    stem = name.removesuffix(".bias").rpartition(".")[2]
-    if stem in matrices:
-        return matrices[stem][:1] if name.endswith(".bias") else matrices[stem]
-    if stem in ("q_norm", "k_norm"):
-        whole = config["model_type"] == "olmo2"
-        return ({"q_norm": queries, "k_norm": keys}[stem] if whole else width,)
-    if stem == "sinks":
-        return (heads,)
+    if sizes.experts is not None:
+        shapes["gate"] = shapes["router"] = (sizes.experts, hidden)
     if stem == "norm" or stem.endswith("layernorm"):
         return (hidden,)
-    return None
+    return shapes.get(stem)

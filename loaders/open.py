@@ -1,4 +1,4 @@
-"""Opens a model, whatever it is: a GGUF file, a folder, one safetensors file, or a hub id."""
+"""Opens a model: a GGUF file, a folder, a safetensors file or a hub id."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ def open_checkpoint(
     download_dir: str | None = None,
     on_download: Report = lambda done, total: None,
 ) -> Checkpoint:
-    """Open a model from its headers; weights are read when they are pulled.
+    """Open a model by its headers; weights are read when they are pulled.
 
     Args:
         model: a ``.gguf`` file (the first one of a split model), a folder with ``config.json`` and
             safetensors files (or Mistral's params.json, or one GGUF model), a ``.safetensors`` file
-            beside its ``config.json``, or, when no such path exists, a hub id ``org/name``, with
-            the type of a GGUF file ``org/name:Q4_K_M``.
+            next to its ``config.json``, or, if no such path exists, a hub id ``org/name``, or
+            ``org/name:Q4_K_M`` with the type of a GGUF file.
         filename: the GGUF file of a hub repository or folder; may be a pattern, ``*q4_k_m.gguf``.
         revision: branch, tag or commit of a hub id.
         local_files_only: never download.
-        download_dir: the cache for what is downloaded; default: the hub's own.
-        on_download: called with bytes done and in all.
+        download_dir: the cache for downloads; default: the hub's own.
+        on_download: called with bytes done and total bytes.
 
     Raises:
-        CheckpointError: what is there is damaged, incomplete or missing.
-        UnsupportedError: it is sound but holds something that is not run.
+        CheckpointError: the model is damaged, incomplete or missing.
+        UnsupportedError: it is valid but holds something that is not supported.
     """
     hub = HubAccess(revision, local_files_only, download_dir, on_download)
     path = locate(model, filename, hub)
@@ -57,7 +57,7 @@ def open_checkpoint(
 
 @dataclass(frozen=True, slots=True)
 class Headers:
-    """What the headers of a model say; see :class:`sdk.quant.checkpoint.Checkpoint`."""
+    """The headers of a model; see :class:`sdk.quant.checkpoint.Checkpoint`."""
 
     path: Path
     format: str
@@ -67,7 +67,7 @@ class Headers:
 
 
 def read_headers(model: str | Path, on_download: Report = lambda done, total: None) -> Headers:
-    """What :func:`open_checkpoint` finds in the headers; of a GGUF file without importing torch.
+    """The headers that :func:`open_checkpoint` reads; for GGUF files without importing torch.
 
     Raises:
         CheckpointError: as there.
@@ -88,15 +88,15 @@ def read_headers(model: str | Path, on_download: Report = lambda done, total: No
 
 
 def locate(model: str | Path, filename: str | None = None, hub: HubAccess | None = None) -> Path:
-    """A file or folder that exists, downloaded where ``model`` is a hub id.
+    """The path of an existing file or folder, downloaded if ``model`` is a hub id.
 
     Raises:
-        CheckpointError: there is none such, here or on the hub; see :func:`open_checkpoint`.
+        CheckpointError: it exists neither here nor on the hub; see :func:`open_checkpoint`.
     """
     path = _existing(model)
     if path is not None:
         if filename is not None and not path.is_dir():
-            raise CheckpointError(f"{path}: filename={filename!r} beside a file; leave it out")
+            raise CheckpointError(f"{path}: filename={filename!r} with a file; leave it out")
         return path if filename is None else _in_folder(path, filename)
     if not isinstance(model, str):
         raise CheckpointError(f"{model}: no such file or folder")
@@ -106,13 +106,13 @@ def locate(model: str | Path, filename: str | None = None, hub: HubAccess | None
         raise CheckpointError(f"{model}: no such file or folder{hint_at_hub(model)}")
     if filename is not None:
         if found.tag is not None:
-            raise CheckpointError(f"{model}: filename={filename!r} beside a type; give one of them")
+            raise CheckpointError(f"{model}: filename={filename!r} with a type; give one of them")
         found = replace(found, filename=filename)
     return download(found, hub or HubAccess())
 
 
 def is_remote(model: str | Path) -> bool:
-    """Whether opening it may ask the hub."""
+    """Whether opening it may access the hub."""
     return isinstance(model, str) and _existing(model) is None and parse_hub_id(model) is not None
 
 
@@ -130,11 +130,11 @@ def _in_folder(folder: Path, filename: str) -> Path:
 
 
 def _gguf_at(path: Path) -> Path | None:
-    """The GGUF file that a path is or holds; None where safetensors files are to be read."""
+    """The GGUF file that a path is or contains; None if it has safetensors files to read."""
     if not path.is_dir():
         if path.suffix in PICKLES:
             raise UnsupportedError(
-                f"{path}: a pickle, which can run any code when read, is not opened; open a folder "
+                f"{path}: pickles are not supported, because they can run any code; open a folder "
                 "with config.json and safetensors files (save_pretrained writes one) or a GGUF file"
             )
         return None if path.suffix == ".safetensors" else path
@@ -149,7 +149,7 @@ def _gguf_at(path: Path) -> Path | None:
         return first[0]
     if first:
         names = ", ".join(model.name for model in first[:5])
-        raise CheckpointError(f"{path}: several GGUF models in it, name one: {names}")
+        raise CheckpointError(f"{path}: several GGUF models in it; name one: {names}")
     raise no_model(path)
 
 
@@ -161,7 +161,7 @@ def _hf_folder(path: Path) -> HfFolder:
     if not any((path.parent / name).is_file() for name in ("config.json", "params.json")):
         check_adapter(path.parent)
         raise CheckpointError(
-            f"{path}: the weights of a model without its config.json, which must lie beside it; "
+            f"{path}: expected config.json next to the weights, found none; "
             "download the whole folder"
         )
     return HfFolder(path.parent, path)

@@ -1,4 +1,4 @@
-"""Names what a folder or GGUF file is where it holds no causal language model."""
+"""Says what a folder or GGUF file holds if it is not a causal language model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CONVERT = (
     'python -c "from transformers import AutoModelForCausalLM as M; '
     "M.from_pretrained({folder!r}).save_pretrained('OUT')\""
 )
-#: A file that only one kind of folder has -> what that is. The first that is there decides.
+#: A file that only one kind of folder has -> that kind. The first match decides.
 _SIGNS = (
     ("model_index.json", "a diffusers pipeline (images, video or audio)"),
     ("modules.json", "a sentence-transformers model (an encoder for embeddings)"),
@@ -30,10 +30,10 @@ _SIGNS = (
     ("mlc-chat-config.json", "an MLC model"),
     ("ggml-model-*.bin", "a GGML file, the format before GGUF"),
 )
-#: GGUF's general.type -> what such a file is.
+#: GGUF's general.type -> the kind of file.
 _GGUF_TYPES = {
     "adapter": "a LoRA adapter for another model",
-    "mmproj": "the projector of a model that also sees or hears",
+    "mmproj": "the projector of a multimodal model",
     "imatrix": "an importance matrix, which llama.cpp's quantizer reads",
     "vocab": "a vocabulary without weights",
 }
@@ -41,7 +41,7 @@ _ENCODERS = (
     *("bert", "nomic-bert", "nomic-bert-moe", "jina-bert-v2", "jina-bert-v3", "modern-bert"),
     *("neo-bert", "eurobert", "gemma-embedding", "t5encoder"),
 )
-#: GGUF's general.architecture -> what such a file is.
+#: GGUF's general.architecture -> the kind of model.
 _GGUF_ARCHITECTURES = {
     "clip": _GGUF_TYPES["mmproj"],
     "t5": "an encoder-decoder (sequence-to-sequence) model",
@@ -56,10 +56,10 @@ _EXPECTED = (
 
 
 def check_adapter(folder: Path) -> None:
-    """Refuse a PEFT folder, by the name of the model that it belongs to.
+    """Reject a PEFT folder, with the name of its base model.
 
     Raises:
-        UnsupportedError: the folder holds an adapter and no weights of a model.
+        UnsupportedError: the folder holds an adapter and no model weights.
     """
     described = (folder / ADAPTER_CONFIG).is_file()
     weights = [path.name for path in folder.glob("*.safetensors")]
@@ -73,13 +73,13 @@ def check_adapter(folder: Path) -> None:
         base = read_json(adapter, 8 << 20).get("base_model_name_or_path")
     named = f" {base[:200]!r}" if isinstance(base, str) and base else ""
     raise UnsupportedError(
-        f"{folder}: a LoRA (PEFT) adapter, not a model. Merge it into its base model{named} "
-        "(merge_and_unload and save_pretrained of peft) and open the result"
+        f"{folder}: expected a model, found a LoRA (PEFT) adapter. Merge it into its base "
+        f"model{named} (peft: merge_and_unload, save_pretrained) and open the result"
     )
 
 
 def no_model(folder: Path) -> CheckpointError:
-    """The error for a folder without weights that could be read: what is in it instead."""
+    """The error for a folder without readable weights: names what it holds instead."""
     if not folder.is_dir():
         return CheckpointError(f"{folder}: no such folder")
     if not any(folder.iterdir()):
@@ -90,25 +90,25 @@ def no_model(folder: Path) -> CheckpointError:
     pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES)
     if pickles:
         return UnsupportedError(
-            f"{folder}: only {', '.join(pickles[:3])}: such files are pickles, which can run any "
-            "code when read, and are not opened. Convert them where you trust them: "
+            f"{folder}: found only pickles ({', '.join(pickles[:3])}). Reading a pickle can run "
+            "any code, so they are not opened. If you trust them, convert them: "
             + _CONVERT.format(folder=str(folder))
         )
     if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-        return CheckpointError(f"{folder}: a tokenizer without weights; {_EXPECTED}")
+        return CheckpointError(f"{folder}: found a tokenizer without weights; {_EXPECTED}")
     if (folder / "config.json").is_file():
         return CheckpointError(
-            f"{folder}: no .safetensors files in it, only a config; download the weights too"
+            f"{folder}: found a config but no .safetensors files; download the weights too"
         )
     names = ", ".join(sorted(path.name for path in folder.iterdir())[:3])
-    return CheckpointError(f"{folder}: no model in it (found {names}); {_EXPECTED}")
+    return CheckpointError(f"{folder}: no model in the folder (found {names}); {_EXPECTED}")
 
 
 def check_gguf_kind(path: Path, metadata: Mapping[str, Any]) -> None:
-    """Refuse a GGUF file that says it is something else.
+    """Reject a GGUF file that is no language model.
 
     Raises:
-        UnsupportedError: naming what it is.
+        UnsupportedError: names what the file is.
     """
     kind, name = metadata.get("general.type"), metadata.get("general.architecture")
     found = _GGUF_TYPES.get(kind) if isinstance(kind, str) else None

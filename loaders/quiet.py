@@ -1,4 +1,4 @@
-"""What transformers logs: it prints its warnings to standard error unless told otherwise."""
+"""Redirects transformers' log, which prints warnings to standard error by default."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ logger = logging.getLogger("sdk")
 
 @contextmanager
 def transformers_to_our_log() -> Iterator[None]:
-    """What transformers logs in this thread goes to the logger ``sdk`` at the level INFO.
+    """Redirect transformers' log records of this thread to the logger ``sdk`` at level INFO.
 
-    Other threads' records stay with transformers, and so do its handlers and levels.
+    Other threads' records, and transformers' handlers and levels, are not changed.
     """
     mine = threading.get_ident()
     last: logging.LogRecord | None = None

@@ -1,4 +1,4 @@
-"""Which safetensors files of a folder are the model's: the index's, else the one there is."""
+"""Selects the safetensors files of a folder: those of the index, else the only one."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ SINGLE_NAME = "model.safetensors"
 
 
 def open_weights(folder: Path, weights: Path | None = None) -> SafetensorsFiles:
-    """The tensors of a folder, or of the one file in it called as ``weights``.
+    """The tensors of a folder, or of its file ``weights``.
 
     Raises:
-        CheckpointError: there is no such file, or it is not clear which ones are meant.
+        CheckpointError: there is no such file, or several without an index.
         UnsupportedError: the folder holds another kind of model.
     """
     if weights is not None:
@@ -40,7 +40,7 @@ def open_weights(folder: Path, weights: Path | None = None) -> SafetensorsFiles:
     if SINGLE_NAME in found:
         others = [name for name in found if name != SINGLE_NAME]
         if others:
-            logger.warning("%s: beside %s, ignored: %s", folder, SINGLE_NAME, ", ".join(others))
+            logger.warning("%s: %s is used, ignored: %s", folder, SINGLE_NAME, ", ".join(others))
         return SafetensorsFiles([weight_file(folder, SINGLE_NAME)])
     models = [name for name in found if not name.startswith("adapter_")]
     if len(models) == 1:
@@ -48,13 +48,13 @@ def open_weights(folder: Path, weights: Path | None = None) -> SafetensorsFiles:
     if models:
         raise CheckpointError(
             f"{folder}: {len(models)} safetensors files ({', '.join(models[:3])}, ...) but no "
-            f"{INDEX_NAME} that says what is where; download the index too"
+            f"{INDEX_NAME} that lists their tensors; download the index too"
         )
     raise no_model(folder)
 
 
 def _index(folder: Path) -> Path | None:
-    """The index of the shards; AutoGPTQ calls it after the model's bits and group."""
+    """The index of the shards; AutoGPTQ names it after the model's bits and group size."""
     if (folder / INDEX_NAME).is_file():
         return folder / INDEX_NAME
     others = list(folder.glob(f"*{INDEX_ENDING}"))

@@ -2,8 +2,8 @@
 
 A file is a u64 header length, a JSON header ``{name: {dtype, shape, data_offsets: [begin, end]}}``
 (and optionally ``__metadata__``), then the data, which the offsets must cover without gap or
-overlap. The header is parsed here rather than by the safetensors library, because the library
-takes the last of two equal keys without a word and its exceptions name neither file nor tensor.
+overlap. The header is parsed here and not by the safetensors library, because the library silently
+takes the last of two equal keys, and its exceptions name neither file nor tensor.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sdk.quant.errors import CheckpointError, UnsupportedError
 
 logger = logging.getLogger("sdk")
 
-#: Headers of real files stay below 10 MB; the format itself allows 100 MB.
+#: Headers of real files are below 10 MB; the format allows 100 MB.
 MAX_HEADER = 64 << 20
 MAX_INDEX = 64 << 20
 MAX_RANK = 16
@@ -57,7 +57,7 @@ DTYPES: dict[str, tuple[int, str | None]] = {
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where one tensor lies: its bytes are ``file[start : start + nbytes]``."""
+    """Position and type of one tensor: its bytes are ``file[start : start + nbytes]``."""
 
     name: str
     dtype: str
@@ -68,9 +68,9 @@ class StoredTensor:
 
 
 class SafetensorsFiles:
-    """The tensors of one checkpoint, over one or several files, by name.
+    """The tensors of one checkpoint, in one or several files, by name.
 
-    ``metadata``: the texts of all headers.
+    ``metadata``: the ``__metadata__`` strings of all headers.
     """
 
     def __init__(self, files: Iterable[Path]) -> None:
@@ -89,7 +89,7 @@ class SafetensorsFiles:
                 self.tensors[tensor.name] = tensor
 
     def tensor(self, name: str, index: int | None = None) -> Tensor:
-        """One tensor, or its part ``index`` along the first dimension; read anew at every call.
+        """One tensor, or its part ``index`` along the first dimension; each call reads the file.
 
         Raises:
             CheckpointError: it cannot be read.
@@ -99,8 +99,8 @@ class SafetensorsFiles:
         dtype = getattr(torch, DTYPES[stored.dtype][1] or "", None)
         if dtype is None:
             raise UnsupportedError(
-                f"{stored.file.path}: tensor {name!r} holds {stored.dtype}, for which this torch "
-                "has no type; use a checkpoint in F32, F16 or BF16"
+                f"{stored.file.path}: tensor {name!r} holds {stored.dtype}, which this version of "
+                "torch does not support; use a checkpoint in F32, F16 or BF16"
             )
         shape, start, nbytes = stored.shape, stored.start, stored.nbytes
         if index is not None and (not shape or index >= shape[0]):
@@ -116,7 +116,7 @@ class SafetensorsFiles:
         return torch.from_numpy(stored.file.read(start, nbytes)).view(dtype).reshape(shape)
 
     def close(self) -> None:
-        """Close the files; tensors that were read stay. Idempotent."""
+        """Close the files; tensors already read stay valid. Idempotent."""
         for file in {stored.file for stored in self.tensors.values()}:
             file.close()
 
@@ -194,7 +194,7 @@ def read_index(index: Path, folder: Path) -> SafetensorsFiles:
     for name, shard in places.items():
         if not isinstance(shard, str) or not _is_plain(shard):
             raise CheckpointError(
-                f"{index}: tensor {name!r} is said to be in {shard!r}, which is not a plain name "
+                f"{index}: tensor {name!r} is listed in {shard!r}, which is not the plain name "
                 "of a .safetensors file in the same folder"
             )
     shards = sorted(set(places.values()))
@@ -205,15 +205,16 @@ def read_index(index: Path, folder: Path) -> SafetensorsFiles:
     for name, shard in places.items():
         stored = files.tensors.get(name)
         if stored is None:
-            raise CheckpointError(f"{folder / shard}: tensor {name!r} of the index is not in it")
+            raise CheckpointError(
+                f"{folder / shard}: has no tensor {name!r}, which the index lists"
+            )
         if stored.file.path.name != shard:
             raise CheckpointError(
-                f"{index}: tensor {name!r} is said to be in {shard}, "
-                f"found in {stored.file.path.name}"
+                f"{index}: tensor {name!r} is listed in {shard}, found in {stored.file.path.name}"
             )
     extra = sorted(files.tensors.keys() - places.keys())
     if extra:
-        logger.warning("%s does not list %d tensors, %r among them", index, len(extra), extra[0])
+        logger.warning("%s does not list %d tensors, such as %r", index, len(extra), extra[0])
     return files
 
 

@@ -1,13 +1,13 @@
-"""What a chat template may do with a value, and what each operation may cost.
+"""The operations a chat template may use, and the limits of each.
 
-Every method, filter, test and operator that a template can use is in one of these tables with a
-*check*. The check gets the operands before the operation runs, by the operation's own parameter
-names, and raises :class:`BudgetError` where it would take long or make much: no single call into
-Python's C code takes more than about 0.1 s or makes more than about 100 MB. What is in no table is
-refused by name.
+Every method, filter, test and operator that a template may use is in one of these tables with a
+*check*. The check gets the operands before the operation runs, under the operation's parameter
+names, and raises :class:`BudgetError` if the operation would take too long or too much memory: no
+call into Python's C code takes more than about 0.1 s or creates more than about 100 MB. Operations
+that are in no table are rejected by name.
 
-A check returns nothing, or the operand to use instead: an iterator is made a list first, because
-what has no length cannot be bounded.
+A check returns nothing, or an operand to use instead: iterators become lists first, because the
+cost of something without a length cannot be bounded.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def refuse(what: str) -> BudgetError:
 
 
 def text_of(budget: Budget, value: Any) -> str:
-    """``str(value)`` of what a template may print."""
+    """``str(value)``, for values that a template may print."""
     if type(value) is str:
         budget.spend(len(value))
         return value
@@ -60,7 +60,7 @@ def text_of(budget: Budget, value: Any) -> str:
         raise refuse(f"printing a {type(value).__name__}")
     weight = budget.weigh(value)
     if weight > MAX_PRINTED and not isinstance(value, str):
-        raise BudgetError(f"a list or dict of more than {MAX_PRINTED} characters to be printed")
+        raise BudgetError(f"printing a list or dict of more than {MAX_PRINTED} characters")
     budget.spend(weight)
     return budget.keep(str(value))
 
@@ -103,7 +103,7 @@ def _split(budget: Budget, text: str, sep: Any = None, maxsplit: Any = -1) -> No
         budget.search(text, sep)
         cuts = text.count(sep)
     else:
-        return  # the call itself will complain
+        return  # the call itself raises
     if isinstance(maxsplit, int) and 0 <= maxsplit < cuts:
         cuts = maxsplit
     budget.keep_pieces(text, cuts + 1)
@@ -130,7 +130,7 @@ def _replace(budget: Budget, text: str, old: Any, new: Any, count: Any = None) -
 
 
 def _unescaped(owner: str, text: str) -> str:
-    """``text`` as it takes part in an operation with ``owner``, for its length."""
+    """``text`` as used in an operation with ``owner``, to know its length."""
     if isinstance(owner, Markup) and not isinstance(text, Markup):
         return text + " " * (_escaped_size(text) - len(text))
     return text
@@ -148,7 +148,7 @@ def _join(budget: Budget, glue: str, parts: Any) -> Any:
 
 
 def check_format(budget: Budget, template: str, args: Any, kwargs: Any) -> None:
-    """``str.format``: fields may be as wide as their widths and values."""
+    """``str.format``: the size of a field is bounded by its width and value."""
     if _FORMAT_FIELD.search(template):
         raise BudgetError("a format field with a nested or very large width")
     values = budget.weigh(*args, *kwargs.values())
@@ -164,7 +164,7 @@ def _percent(budget: Budget, template: str, values: Any) -> None:
         if max(len(width), len(precision)) > 5:
             raise BudgetError(f"a format width of more than {MAX_WIDTH}")
         size += int(width or 0) + int(precision or 0)
-        if isinstance(values, dict) or kind in "ra":  # which may print ten characters for one
+        if isinstance(values, dict) or kind in "ra":  # may print ten characters for one
             size += weight * (10 if kind in "ra" else 1)
     budget.admit(size if not isinstance(template, Markup) else 5 * size)
 
@@ -173,7 +173,7 @@ def _percent(budget: Budget, template: str, values: Any) -> None:
 
 
 def listed(budget: Budget, values: Any) -> Any:
-    """``values`` as something that has a length; only what a template can have made."""
+    """``values`` with a length; only for types that a template can create."""
     if isinstance(values, _ITERATORS):
         return budget.keep(list(counted(budget, values)))
     if isinstance(values, str):
@@ -184,7 +184,7 @@ def listed(budget: Budget, values: Any) -> Any:
 
 
 def each(budget: Budget, values: Any) -> Iterator[Any]:
-    """What a loop goes through."""
+    """The elements of a loop."""
     if isinstance(values, str):
         budget.admit_items(len(values))
     elif hasattr(values, "__iter__") and not isinstance(values, _LOOPED):
@@ -193,7 +193,7 @@ def each(budget: Budget, values: Any) -> Iterator[Any]:
 
 
 def counted(budget: Budget, values: Iterable[Any]) -> Iterator[Any]:
-    """``iter(values)``, every element being an operation."""
+    """``iter(values)``, which counts each element as an operation."""
     spend = budget.spend
     for value in values:
         spend()
@@ -209,11 +209,11 @@ def _cheap(budget: Budget, *args: Any, **kwargs: Any) -> None:
 
 
 def _whole(budget: Budget, value: Any, *args: Any, **kwargs: Any) -> Any:
-    """An operation on all elements of a list, at worst comparing them in order."""
+    """An operation on all elements of a list; at worst it sorts them."""
     values = listed(budget, value)
     weight = budget.weigh(values)
     budget.weigh(*args, *kwargs.values())
-    budget.spend(weight * 18)  # log2 of as many elements as a list may have
+    budget.spend(weight * 18)  # log2 of the largest number of elements
     return values
 
 
@@ -377,8 +377,8 @@ FILTERS: dict[str, Check] = {
     "trim": _trim_filter,
     "truncate": _truncate_filter,
 }
-#: Those whose result jinja2 computes element by element when somebody asks for it. Here it is
-#: computed at once: a chain of 100,000 unfinished iterators would overflow the C stack.
+#: Filters whose result jinja2 computes lazily, element by element. Here it is computed at once,
+#: because a chain of 100,000 unfinished iterators would overflow the C stack.
 LAZY = ("map", "reject", "rejectattr", "select", "selectattr", "items")
 
 
@@ -401,7 +401,7 @@ def _is_in(budget: Budget, value: Any, seq: Any) -> Any:
         return None
     values = listed(budget, seq)
     if not isinstance(value, _SCALARS):
-        budget.weigh(value)  # its hash or each comparison may descend into it
+        budget.weigh(value)  # its hash and comparisons may traverse it
     budget.spend(0 if isinstance(seq, dict) else budget.weigh(values))
     return values
 
@@ -417,7 +417,7 @@ TESTS: dict[str, Check] = {
     **dict.fromkeys(("<", "lt", "lessthan", "<=", "le"), _compare),
     "in": _is_in,
 }
-#: By jinja2's names of the operators.
+#: By jinja2's names for the operators.
 COMPARISONS: dict[str, tuple[Check, Callable[[Any, Any], Any]]] = {
     "eq": (_compare, lambda left, right: left == right),
     "ne": (_compare, lambda left, right: left != right),
@@ -436,7 +436,7 @@ _OPERANDS = (str, *_NUMBERS, list, tuple, dict, range, Undefined, type(None))
 
 
 def check_binop(budget: Budget, operator: str, left: Any, right: Any) -> None:
-    """Raise where ``left operator right`` would be too large."""
+    """:raises BudgetError: the result of ``left operator right`` would be too large."""
     for operand in (left, right):
         if not isinstance(operand, _OPERANDS):
             raise refuse(f"{operator!r} with a {type(operand).__name__}")

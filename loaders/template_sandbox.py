@@ -1,20 +1,20 @@
-"""A Jinja environment in which a hostile template can neither reach Python nor use it up.
+"""A Jinja environment in which a hostile template can neither reach Python nor exhaust resources.
 
-jinja2's ``ImmutableSandboxedEnvironment`` keeps templates away from attributes and mutation. It
+jinja2's ``ImmutableSandboxedEnvironment`` prevents access to private attributes and mutation. It
 does not stop nested loops, ``'a' * 10**8``, ``9 ** 9 ** 9``, ``'%99999999d' % 1``, a quadratic
 ``rfind``, strings doubled in a loop or lists nested until printing one takes forever. This
 environment does:
 
-* a template is made of the statements and expressions of one list (``template_syntax.py``) and uses
-  the methods, filters, tests and operators of another (``template_operations.py``); everything else
-  is refused by name;
+* a template may only use listed statements and expressions (``template_syntax.py``) and listed
+  methods, filters, tests and operators (``template_operations.py``); everything else is rejected by
+  name;
 * each operation is checked before it runs, so that no single one takes more than 0.1 s;
-* what all of them take together is bounded: operations, CPU time of the rendering thread, bytes of
-  all values (``template_budget.py``).
+* the total is limited: operations, CPU time of the rendering thread, and bytes of all values
+  (``template_budget.py``).
 
-A process of its own with limits of the system would bound the same without a list. But this library
-starts no process unless asked to, a start takes longer (60 ms) than nearly every rendering (below
-1 ms), and two of the three systems that Python runs on have no such limits.
+A separate process with system limits would need no lists. But this library starts no process unless
+asked to, starting one takes longer (60 ms) than nearly every rendering (below 1 ms), and two of the
+three systems that Python supports have no such limits.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from sdk.loaders.template_syntax import Checkpoints, Compiler, Generation
 
 
 class _Namespace(Namespace):  # type: ignore[misc]
-    """jinja2's, but printing it never descends into what it holds."""
+    """jinja2's namespace, but printing it never prints its values."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
@@ -82,7 +82,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):  # type: ignore[misc]
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
-            optimized=False,  # constants folded while compiling would escape the budget
+            optimized=False,  # constants folded by the compiler would bypass the budget
             extensions=[loopcontrols, Generation],
             finalize=self._printed,
         )
@@ -116,11 +116,11 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):  # type: ignore[misc]
         return budget
 
     def start(self, num_messages: int = 0) -> None:
-        """Begin a rendering in this thread with a fresh budget."""
+        """Begin a rendering in this thread with a new budget."""
         self._local.budget = Budget(num_messages)
 
     def stop(self) -> None:
-        """Forget the budget, which holds on to the values it has weighed."""
+        """Discard the budget, which keeps the values it has weighed alive."""
         del self._local.budget
 
     def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> Any:
@@ -128,7 +128,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):  # type: ignore[misc]
         tree.set_environment(self)
         return super()._generate(tree, *args, **kwargs)
 
-    # What the rewritten tree calls.
+    # Called by the rewritten tree.
 
     def each(self, values: Any) -> Iterable[Any]:
         return each(self.budget, values)
@@ -140,7 +140,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):  # type: ignore[misc]
         return budget.keep("".join(parts))
 
     def compared(self, left: Any, *steps: Any) -> Any:
-        """``left op right``, or a chain of them: operators and operands in turn."""
+        """``left op right``, or a chain; ``steps`` alternates operators and operands."""
         budget, result = self.budget, True
         for name, right in zip(steps[::2], steps[1::2], strict=True):
             check, operation = COMPARISONS[name]
@@ -161,13 +161,13 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):  # type: ignore[misc]
         return self.budget.keep(value)
 
     def key(self, value: Any) -> Any:
-        self.budget.weigh(value)  # the hash of a tuple descends into it
+        self.budget.weigh(value)  # hashing a tuple traverses it
         return value
 
     def unpacked(self, values: Any) -> Any:
         return listed(self.budget, values)
 
-    # What jinja2 calls.
+    # Called by jinja2.
 
     def concat(self, parts: Iterable[str]) -> str:
         parts = list(parts)
@@ -176,7 +176,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):  # type: ignore[misc]
 
     @pass_context  # type: ignore[untyped-decorator]
     def _printed(self, _: Context, value: Any) -> Any:
-        # With the context as an argument jinja2 cannot evaluate it while compiling.
+        # With the context as an argument, jinja2 cannot evaluate it at compile time.
         return text_of(self.budget, value)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
@@ -194,7 +194,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):  # type: ignore[misc]
         budget = self.budget
         budget.spend()
         if isinstance(function, Undefined):
-            return function()  # raises, naming it
+            return function()  # raises with its name
         if isinstance(function, (Macro, LoopContext)):
             if isinstance(function, LoopContext) and args:
                 args = (self.each(args[0]), *args[1:])
@@ -237,7 +237,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):  # type: ignore[misc]
     def _checked(
         self, check: Callable[..., Any], function: Callable[..., Any], lazy: bool = False
     ) -> Callable[..., Any]:
-        """A filter or test of jinja2 behind its check."""
+        """A filter or test of jinja2 that runs its check first."""
         skip = 1 if hasattr(function, "jinja_pass_arg") else 0
 
         @wraps(function)

@@ -1,8 +1,8 @@
-"""Which statements and expressions a chat template may be written with, and how large it may be.
+"""The statements and expressions that a chat template may use, and limits of its size.
 
-Here too what is not listed is refused by name. What remains is rewritten, so that every operation
-that Python would do on its own (loops, comparisons, slices, ``~``, literals) calls the environment,
-which checks it first (``template_sandbox.py``).
+Everything that is not listed is rejected by name. The rest is rewritten: operations that compiled
+templates leave to Python (loops, comparisons, slices, ``~``, literals) call the environment, which
+checks them first (``template_sandbox.py``).
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _ALLOWED = frozenset(
 
 
 class Generation(Extension):  # type: ignore[misc]
-    """``{% generation %}...{% endgeneration %}`` marks training targets; here it is its body.
+    """``{% generation %}...{% endgeneration %}`` marks training targets; it renders as its body.
 
-    Extensions see the tokens before the parser does: they are counted here.
+    It also counts tokens, because extensions see them before the parser.
     """
 
     tags = frozenset({"generation"})
@@ -51,7 +51,7 @@ class Generation(Extension):  # type: ignore[misc]
     def filter_stream(self, stream: TokenStream) -> Iterator[Token]:
         for count, token in enumerate(stream):
             if count > MAX_TOKENS:
-                raise BudgetError(f"more than {MAX_TOKENS} words and signs (line {token.lineno})")
+                raise BudgetError(f"more than {MAX_TOKENS} words and symbols (line {token.lineno})")
             yield token
 
     def parse(self, parser: Parser) -> Any:
@@ -60,7 +60,7 @@ class Generation(Extension):  # type: ignore[misc]
 
 
 def check_syntax(tree: nodes.Template) -> None:
-    """Raise BudgetError for what templates may not be written with, and for too much of it.
+    """:raises BudgetError: the template uses unlisted syntax, or is too large.
 
     The compiler takes 0.1 ms per node, copies all names at each branch, and recurses.
     """
@@ -88,7 +88,7 @@ def check_syntax(tree: nodes.Template) -> None:
 
 
 class Checkpoints(NodeTransformer):  # type: ignore[misc]
-    """Makes calls of the environment of what Python would do on its own."""
+    """Replaces operations of Python by calls of the environment."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
@@ -143,7 +143,7 @@ def _call(name: str, arguments: list[Any], at: nodes.Node) -> nodes.Node:
 
 
 class Compiler(CodeGenerator):  # type: ignore[misc]
-    """Calls the environment's own functions directly; a template's calls go through ``call``."""
+    """Calls the environment's functions directly; a template's calls go through ``call``."""
 
     def visit_Call(self, node: nodes.Call, frame: Any, **kwargs: Any) -> None:
         if not isinstance(node.node, nodes.EnvironmentAttribute):

@@ -1,16 +1,15 @@
-"""From a checkpoint to a model: ``model_type`` names the file in this folder that runs it."""
+"""From a checkpoint to a model: the architecture is chosen by the config's ``model_type``."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from importlib import import_module
-from importlib.util import find_spec
+from collections.abc import Mapping
 from typing import Any
 
 from sdk.kernels.ops import Ops
+from sdk.models.architecture import architecture
 from sdk.models.config import ModelConfig
-from sdk.models.decoder import CausalLM
+from sdk.models.decoder import CausalLM, Decoder
 from sdk.models.layers import Source
 from sdk.models.parallel import Mesh
 from sdk.quant.checkpoint import Checkpoint
@@ -25,15 +24,15 @@ def build_model(
     max_model_len: int,
     config: Mapping[str, Any] | None = None,
 ) -> CausalLM:
-    """One rank's model, all weights pulled and in the hands of their kernels.
+    """Build one rank's model; its weights are pulled and packed for their kernels.
 
     ``max_model_len``: the longest request the engine will accept; some rotary scalings depend on it
-    (:mod:`sdk.models.rope`). ``config`` replaces the checkpoint's own. What the model had no use
-    for is left in ``checkpoint.unused()``.
+    (:mod:`sdk.models.rope`). ``config`` replaces the checkpoint's own. Tensors that the model does
+    not use stay in ``checkpoint.unused()``.
 
     :raises CheckpointError: config or tensor missing or wrong, by name.
-    :raises UnsupportedError: an architecture neither we nor transformers can run.
-    :raises AlignmentError: a weight or the heads cannot be cut for this many ranks.
+    :raises UnsupportedError: an architecture that neither we nor transformers can run.
+    :raises AlignmentError: a weight or the heads cannot be split over this many ranks.
     """
     values = checkpoint.config if config is None else config
     model = own_model(model_type(values))
@@ -46,7 +45,7 @@ def build_model(
 
 
 def read_config(values: Mapping[str, Any]) -> ModelConfig:
-    """The facts of the model a config describes, before anything is built.
+    """Read a model's config without building the model.
 
     :raises CheckpointError: and :raises UnsupportedError: as :func:`build_model`.
     """
@@ -58,20 +57,18 @@ def read_config(values: Mapping[str, Any]) -> ModelConfig:
 
 
 def model_type(config: Mapping[str, Any]) -> str:
-    """The file name of the model: a multimodal config is named by its text part."""
+    """The model's type, without aliases; of a multimodal config, that of its text part."""
     text = config.get("text_config")
     found = config.get("model_type")
     if isinstance(text, Mapping):
         found = text.get("model_type", found)
     if not isinstance(found, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_.-]*", found):
         raise CheckpointError(f"config: model_type: expected a name, found {found!r}")
-    return "gemma3_text" if found == "gemma3" else found
+    known = architecture(found)
+    return found if known is None else known.model_type
 
 
-def own_model(name: str) -> Callable[[Source], CausalLM] | None:
-    """The ``Model`` of ``models/<name>.py``; ``None`` where there is no such file or class."""
-    if not name.isidentifier() or find_spec(f"sdk.models.{name}") is None:
-        return None
-    found: Callable[[Source], CausalLM] | None
-    found = getattr(import_module(f"sdk.models.{name}"), "Model", None)
-    return found
+def own_model(name: str) -> type[Decoder] | None:
+    """The model class of an architecture of ours; ``None`` for one that transformers runs."""
+    known = architecture(name)
+    return None if known is None else known.model

@@ -1,25 +1,25 @@
-"""What the decoders share: attention over pages, the gated MLP, and the walk through the layers.
+"""The parts that decoders share: attention over pages, the gated MLP, the loop over the layers.
 
 A layer takes ``(delta, residual)`` and returns the same: ``residual`` is the sum of everything
 before, ``delta`` the last block's output, not yet added. The addition then happens inside the next
-norm (``Ops.add_rms_norm``), one pass over memory instead of two. What differs between families,
-where the norms sit and what is scaled, is written out in each model's own file.
+norm (``Ops.add_rms_norm``), one pass over memory instead of two. What differs between models, such
+as where norms are and what is scaled, is in each model's own file.
+
+torch is imported for type checkers only: see :mod:`sdk.models.architecture`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-from sdk.kernels.batch import AttentionBatch
-from sdk.kernels.kv_pages import KVPages
-from sdk.models.config import ModelConfig
-from sdk.models.layers import ACCURATE, ExpertLinear, Linear, Source
-from sdk.models.rope import Rope
+    from sdk.kernels.batch import AttentionBatch
+    from sdk.kernels.kv_pages import KVPages
+    from sdk.models.config import ModelConfig
+    from sdk.models.layers import ExpertProjection, Projection, Source
 
 
 class CausalLM(Protocol):
@@ -28,22 +28,21 @@ class CausalLM(Protocol):
     config: ModelConfig
 
     def __call__(self, inputs: Tensor, batch: AttentionBatch, kv: Sequence[KVPages]) -> Tensor:
-        """One step: hidden states float32 ``[T, hidden]``, final norm applied.
+        """Run one step; hidden states float32 ``[T, hidden]`` after the final norm.
 
-        ``inputs``: token ids int64 ``[T]``, or embeddings float32 ``[T, hidden]`` as they are
-        after the model's own scaling. Keys and values are written into ``kv``, one per layer.
+        ``inputs``: token ids int64 ``[T]``, or embeddings float32 ``[T, hidden]`` that already have
+        the model's scale. Keys and values are written into ``kv``, one entry per layer.
         """
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """``[R, hidden]`` -> float32 ``[R, vocab]``, final scaling and soft cap applied."""
+        """``[R, hidden]`` -> float32 ``[R, vocab]``, after the final scale and soft cap."""
 
-    def linears(self) -> Iterator[tuple[str, Linear | ExpertLinear]]:
-        """Every linear layer with its path."""
+    def linears(self) -> Iterator[tuple[str, Projection | ExpertProjection]]:
+        """All projections with their paths."""
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What all layers of one step share; ``local_angles`` are those of Gemma 3's sliding layers."""
+class Step(NamedTuple):
+    """What all layers of a step share; ``local_angles``: rotary angles of the sliding layers."""
 
     batch: AttentionBatch
     angles: tuple[Tensor, Tensor]
@@ -51,7 +50,7 @@ class Step:
 
 
 class Attention:
-    """Grouped-query attention of one layer; families with q/k norms override ``normalize``.
+    """Grouped-query attention of one layer; models with q/k norms override ``normalize``.
 
     ``sinks`` float32 ``[heads]``: see :meth:`sdk.kernels.ops.Ops.attention`.
     """
@@ -61,7 +60,7 @@ class Attention:
         self.ops = source.ops
         self.heads, self.kv_heads, self.head_dim = heads.count, heads.kv_count, c.head_dim
         self.scale, self.softcap = c.attention_scale, c.attention_softcap
-        self.window = c.windows[index]
+        self.window = c.sliding_windows[index]
         self.sinks: Tensor | None = None
         d = c.head_dim
         keys = (c.num_kv_heads * d, heads.kv_start * d, heads.kv_count * d)
@@ -74,7 +73,7 @@ class Attention:
                 ("v_proj", *keys),
             ],
             bias=c.attention_bias,
-            activation_bits=ACCURATE,
+            accurate=True,
         )
         self.out = source.row(
             f"{path}.o_proj",
@@ -85,12 +84,12 @@ class Attention:
         )
 
     def normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q ``[T, heads, head_dim]`` and k ``[T, kv_heads, head_dim]`` before they are rotated."""
+        """Change q ``[T, heads, head_dim]`` and k ``[T, kv_heads, head_dim]`` before rotation."""
         return q, k
 
     def __call__(self, x: Tensor, step: Step, pages: KVPages) -> Tensor:
         heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
-        q, k, v = torch.split(heads, [self.heads, self.kv_heads, self.kv_heads], dim=1)
+        q, k, v = heads.split_with_sizes([self.heads, self.kv_heads, self.kv_heads], dim=1)
         q, k = self.normalize(q, k)
         cos, sin = step.angles if self.window is None else step.local_angles
         self.ops.rope_and_cache(q, k, v, cos, sin, step.batch, pages)
@@ -107,15 +106,13 @@ class Attention:
 
 
 class HeadNormAttention(Attention):
-    """Attention whose queries and keys are RMS-normalized head by head (Qwen 3, Gemma 3)."""
-
-    plus_one: ClassVar[bool] = False
+    """Attention with an RMSNorm over each head's query and key (Qwen 3, Gemma 3)."""
 
     def __init__(self, source: Source, path: str, index: int) -> None:
         super().__init__(source, path, index)
         self.eps = source.config.rms_norm_eps
-        self.q_norm = source.norm(f"{path}.q_norm", self.head_dim, plus_one=self.plus_one)
-        self.k_norm = source.norm(f"{path}.k_norm", self.head_dim, plus_one=self.plus_one)
+        self.q_norm = source.norm(f"{path}.q_norm", self.head_dim)
+        self.k_norm = source.norm(f"{path}.k_norm", self.head_dim)
 
     def normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         q = self.ops.rms_norm(q, self.q_norm, self.eps)
@@ -144,7 +141,7 @@ class MLP:
 
 
 class Layer(Protocol):
-    """One decoder layer: ``(delta, residual) -> (delta, residual)``; may change both in place."""
+    """One decoder layer: ``(delta, residual) -> (delta, residual)``; may modify both in place."""
 
     def __init__(self, source: Source, path: str, index: int) -> None: ...
 
@@ -154,12 +151,10 @@ class Layer(Protocol):
 
 
 class Decoder:
-    """Embedding, layers, final norm and head: a :class:`CausalLM`, but for its kind of layer."""
+    """Embedding, layers, final norm and head: a :class:`CausalLM` for one class of ``layer``."""
 
     layer: ClassVar[type[Layer]]
-    #: Gemma stores norm weights minus 1.
-    norm_plus_one: ClassVar[bool] = False
-    #: Whether attention has one more logit per head: see :class:`Attention`.
+    #: Whether attention has attention sinks: see :class:`Attention`.
     has_sinks: ClassVar[bool] = False
 
     def __init__(self, source: Source) -> None:
@@ -171,21 +166,17 @@ class Decoder:
         for i in range(c.num_layers):
             with self.ops.layers.load(i):
                 self.layers.append(self.layer(source, f"model.layers.{i}", i))
-        self.norm = source.norm("model.norm", plus_one=self.norm_plus_one)
-        self.rope = Rope(c.rope, source.max_model_len, source.ops.device)
-        self.local_rope = (
-            None
-            if c.local_rope is None
-            else Rope(c.local_rope, source.max_model_len, source.ops.device)
-        )
+        self.norm = source.norm("model.norm")
+        self.rope = source.rope(c.rope)
+        self.local_rope = None if c.local_rope is None else source.rope(c.local_rope)
         self._linears = source.linears
 
     @property
     def shift_invariant(self) -> bool:
-        """Whether all scores of a query may be moved alike: no layer caps them or has sinks."""
+        """Whether a constant may be added to all scores of a query: no soft caps, no sinks."""
         return self.config.attention_softcap is None and not self.has_sinks
 
-    def linears(self) -> Iterator[tuple[str, Linear | ExpertLinear]]:
+    def linears(self) -> Iterator[tuple[str, Projection | ExpertProjection]]:
         """See :class:`CausalLM`."""
         return iter(self._linears)
 

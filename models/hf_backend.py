@@ -1,20 +1,20 @@
-"""Any causal LM transformers knows: its modeling code with our linears and paged attention.
+"""Any causal LM of transformers: its modeling code with our projections and paged attention.
 
 The model is built without weights (``accelerate.init_empty_weights``), then
 
-* every ``nn.Linear`` becomes our :class:`~sdk.models.layers.Linear`, weights packed as in the file;
-* every ``nn.Embedding`` looks up packed rows; what is left (norms, biases) is read as float32;
+* every ``nn.Linear`` becomes our :class:`~sdk.models.layers.Projection` with packed weights;
+* every ``nn.Embedding`` looks up packed rows; other weights (norms, biases) are float32;
 * attention goes through ``paged_attention`` below, which transformers calls by name;
-* transformers keeps no cache and builds no mask: positions are fed, pages are ours.
+* transformers has no cache and builds no mask: it gets positions, and the pages are ours.
 
-All requests of a step run as one sequence of T tokens. That is sound because, apart from
-attention, a decoder treats every token by itself. It is slower than a model file of our own
-(transformers' own Python runs between the products) and runs on one rank only. Rotary scalings
+All requests of a step run as one sequence of T tokens. That is correct because a decoder treats
+tokens independently, except in attention. It is slower than an architecture of ours (transformers'
+Python runs between the products) and runs on one rank only. Rotary scalings
 that depend on the length (``dynamic``, ``longrope``) follow transformers: the longest position of
 a step decides for all its requests.
 
-Side effects on the host: one entry in transformers' registry of attention functions, under a name
-nobody else uses; it acts only on modules we built. While a model is constructed, accelerate
+Side effects on the host: one entry in transformers' registry of attention functions, under a unique
+name; it acts only on modules that we built. While a model is constructed, accelerate
 replaces ``nn.Module.register_parameter`` for the whole process and puts it back.
 """
 
@@ -32,18 +32,19 @@ from torch import Tensor, nn
 
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.kv_pages import KVPages
+from sdk.kernels.kv_types import KV_TYPES
 from sdk.kernels.ops import Ops
 from sdk.models.config import ModelConfig
 from sdk.models.hf_weights import Filling
-from sdk.models.layers import ExpertLinear, Linear
+from sdk.models.layers import ExpertProjection, Projection
 from sdk.models.parallel import Mesh
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.errors import CheckpointError, UnsupportedError
 
 ATTENTION_NAME = "embedlm_paged"
-#: Where the modules of one model find their pages; set on each module that has a layer_idx.
+#: The attribute of modules with a layer_idx that holds their model's pages.
 BINDING = "embedlm_attention"
-#: accelerate's patch is not thread-safe: two at once would put back each other's patched method.
+#: accelerate's patch is not thread-safe: two at once would restore each other's patched method.
 _CONSTRUCTION = Lock()
 
 
@@ -69,7 +70,7 @@ def read_hf_config(values: Mapping[str, Any]) -> ModelConfig:
 
 
 def _read_config(values: Mapping[str, Any]) -> Any:
-    """transformers' own config object; nothing in the file can make it run code or quantize."""
+    """transformers' config object; nothing in the file can make it run code or quantize."""
     import transformers
 
     name = str(values.get("model_type"))
@@ -83,7 +84,7 @@ def _read_config(values: Mapping[str, Any]) -> Any:
     try:
         config = transformers.CONFIG_MAPPING[name](**kept)
     except Exception as error:  # transformers raises whatever its validators raise
-        raise CheckpointError(f"config of {name!r}: transformers refuses it: {error}") from error
+        raise CheckpointError(f"config of {name!r}: transformers rejects it: {error}") from error
     _check_kind(config)
     kinds = set(getattr(config, "layer_types", None) or ())
     unknown = kinds - {"full_attention", "sliding_attention"}
@@ -101,9 +102,9 @@ def _read_config(values: Mapping[str, Any]) -> Any:
 
 
 def _check_kind(config: Any) -> None:
-    """Only decoders whose attention transformers calls by name can run over our pages.
+    """Check that it is a decoder whose attention transformers calls by name.
 
-    :raises UnsupportedError: saying what the model is instead.
+    :raises UnsupportedError: names what the model is instead.
     """
     import transformers
 
@@ -132,7 +133,7 @@ def _check_kind(config: Any) -> None:
 
 
 def _facts(hf_config: Any) -> ModelConfig:
-    """The sizes the engine needs; everything else stays transformers' business."""
+    """The sizes that the engine needs."""
     try:
         return _sizes(hf_config, hf_config.get_text_config())
     except CheckpointError:
@@ -191,7 +192,7 @@ def _construct(hf_config: Any) -> Any:
 
 @dataclass(slots=True)
 class PagedStep:
-    """What the attention functions of one model share; filled for the time of a step."""
+    """The state that attention functions of one model share during a step."""
 
     ops: Ops
     name: str
@@ -201,11 +202,11 @@ class PagedStep:
     layers_run: int = 0
 
     def window(self, layer: int, told: int | None) -> int | None:
-        """The sliding window: as transformers says, else as the config's layer types say."""
+        """The sliding window that transformers gives, else that of the config's layer types."""
         kinds = getattr(self.config, "layer_types", None)
         if told is None and kinds and kinds[layer] == "sliding_attention":
             told = self.config.sliding_window
-        return told or None  # families without a window spell it 0 or null
+        return told or None  # models without a window have 0 or null
 
 
 def paged_attention(
@@ -223,7 +224,7 @@ def paged_attention(
     """transformers' attention function: q, k, v ``[1, heads, T, head_dim]``, already rotated.
 
     ``s_aux`` are attention sinks. Values may be shorter than keys (latent attention): their pages
-    are filled up with zeros. Returns ``[1, T, heads, head_dim of v]``.
+    are padded with zeros. Returns ``[1, T, heads, head_dim of v]``.
     """
     step: PagedStep = getattr(module, BINDING)
     assert step.batch is not None
@@ -260,9 +261,9 @@ def paged_attention(
 
 
 class GivenHidden(nn.Module):
-    """Stands where the body was, so that the causal LM's forward is its head alone.
+    """Replaces the body, so that the causal LM's forward runs only its head.
 
-    ``output_type``: what the body returns; every model reads its own fields of it.
+    ``output_type``: the type that the body returns; every model reads other fields of it.
     """
 
     output_type: Any = None
@@ -293,7 +294,7 @@ class HFModel:
         self._head = model
         self._prove()
 
-    def linears(self) -> Iterator[tuple[str, Linear | ExpertLinear]]:
+    def linears(self) -> Iterator[tuple[str, Projection | ExpertProjection]]:
         """See :class:`sdk.models.decoder.CausalLM`."""
         return iter(self._linears)
 
@@ -322,7 +323,7 @@ class HFModel:
         return found.to(torch.float32)
 
     def _prove(self) -> None:
-        """Run one token over scratch pages: every layer must attend through them."""
+        """Run one token over temporary pages: every layer must attend through them."""
         c, device = self.config, self._ops.device
         scratch = torch.zeros(1, c.num_kv_heads, 1, c.head_dim, device=device)
         one = torch.ones(1, dtype=torch.int32, device=device)
@@ -330,8 +331,9 @@ class HFModel:
         starts = torch.tensor([0, 1], dtype=torch.int32, device=device)
         table = torch.zeros(1, 1, dtype=torch.int32, device=device)
         batch = AttentionBatch(zero, starts, one, table, zero, 1, 1, 1)
+        pages = KVPages(scratch, scratch.clone(), KV_TYPES["float32"], KV_TYPES["float32"])
         try:
-            self.logits(self(zero, batch, [KVPages(scratch, scratch.clone())] * c.num_layers))
+            self.logits(self(zero, batch, [pages] * c.num_layers))
         except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
             raise UnsupportedError(
                 f"model_type {c.model_type!r}: transformers' code fails on our pages: {error}"

@@ -1,6 +1,6 @@
-"""Weights for a module tree of transformers: packed where it multiplies or looks up, else float32.
+"""Weights of a module tree of transformers: packed for matrices and embeddings, else float32.
 
-Used by :mod:`sdk.models.hf_backend` while it builds a model, and only then.
+Only :mod:`sdk.models.hf_backend` uses it, while it builds a model.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from torch import Tensor, nn
 
 from sdk.kernels.layouts import Dense
 from sdk.kernels.ops import Ops
-from sdk.models.layers import ExpertLinear, Linear
+from sdk.models.layers import ExpertProjection, Projection
 from sdk.models.parallel import Mesh
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.errors import CheckpointError, UnsupportedError
-from sdk.quant.experts import ExpertWeights
+from sdk.quant.expert_weights import ExpertWeights
 from sdk.quant.weight import DenseWeight, Weight, concat
 
 
 class PackedLinear(nn.Module):
-    """Stands where an ``nn.Linear`` was."""
+    """Replaces an ``nn.Linear``."""
 
-    def __init__(self, linear: Linear) -> None:
+    def __init__(self, linear: Projection) -> None:
         super().__init__()
         self.linear = linear
 
     @property
     def weight(self) -> Tensor:
-        """The type and shape that some models' code asks for; it has no data."""
+        """The type and shape, which some models' code reads; it has no data."""
         return torch.empty(self.linear.weight.shape, device="meta")
 
     def forward(self, x: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ class PackedLinear(nn.Module):
 
 
 class PackedEmbedding(nn.Module):
-    """Stands where an ``nn.Embedding`` was, or one that scales its rows (Gemma)."""
+    """Replaces an ``nn.Embedding``, also one that scales its rows (Gemma)."""
 
     def __init__(self, packed: Weight, scale: Tensor | float | None) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class PackedEmbedding(nn.Module):
 
 
 class PackedExperts(nn.Module):
-    """Stands where transformers keeps the experts of a layer as two tensors of three dimensions.
+    """Replaces the experts of a layer that transformers has as two tensors of three dimensions.
 
     The router stays transformers' own. ``gate`` is the method of the replaced module that turns
     rows ``[R, 2 * inner]``, gate before up, into ``[R, inner]``.
@@ -60,8 +60,8 @@ class PackedExperts(nn.Module):
 
     def __init__(
         self,
-        gate_up: ExpertLinear,
-        down: ExpertLinear,
+        gate_up: ExpertProjection,
+        down: ExpertProjection,
         gate: Callable[[Tensor], Tensor],
         ops: Ops,
     ) -> None:
@@ -79,7 +79,7 @@ class PackedExperts(nn.Module):
 
 
 class Filling:
-    """Gives every parameter of a model tree its weight; lives only while the model is built."""
+    """Gives every parameter of a module tree its weight while the model is built."""
 
     def __init__(self, checkpoint: Checkpoint, ops: Ops, tied: bool, model: Any) -> None:
         self.checkpoint = checkpoint
@@ -87,11 +87,11 @@ class Filling:
         self.model = model
         self.head = model.get_output_embeddings()
         self.tied_to = model.get_input_embeddings() if tied else None
-        self.linears: list[tuple[str, Linear | ExpertLinear]] = []
+        self.linears: list[tuple[str, Projection | ExpertProjection]] = []
         self.tied: Weight | None = None
         self.renamings = _renamings(model)
 
-    def fill(self) -> list[tuple[str, Linear | ExpertLinear]]:
+    def fill(self) -> list[tuple[str, Projection | ExpertProjection]]:
         """Replace or load all modules, in the order of the tree; returns the linears."""
         from transformers.pytorch_utils import Conv1D
 
@@ -108,7 +108,7 @@ class Filling:
                 weight = shared or self._pull(name, tuple(module.weight.shape))
                 new = PackedLinear(self._linear(name, weight, module))
             elif type(module) is Conv1D:
-                new = PackedLinear(self._linear(name, self._turned(name, module), module))
+                new = PackedLinear(self._linear(name, self._transposed(name, module), module))
             else:
                 self._load_plain(name, module)
                 continue
@@ -116,10 +116,10 @@ class Filling:
         return self.linears
 
     def _name(self, name: str) -> str:
-        """What the file calls ``name``.
+        """The file's name for ``name``.
 
-        GPT-2's files hold the body alone, without its prefix; GPT-NeoX's call the head embed_out.
-        transformers knows the older names of other families and renames them as it loads.
+        GPT-2's files hold only the body, without its prefix; GPT-NeoX's call the head embed_out.
+        transformers renames older names of other models while it loads.
         """
         prefix = f"{self.model.base_model_prefix}."
         spellings = (name, name.removeprefix(prefix), name.replace("lm_head", "embed_out"))
@@ -127,9 +127,9 @@ class Filling:
         return found or self._older_name(name) or name
 
     def _older_name(self, name: str) -> str | None:
-        """The name before transformers' renamings, where the file has a tensor of that name.
+        """The name before transformers' renamings, if the file has a tensor of that name.
 
-        A layer is asked for without ``.weight``, which a pattern may ask for.
+        A layer's name has no ``.weight``, but a pattern may require it.
         """
         for suffix in ("", ".weight"):
             older = name + suffix
@@ -152,8 +152,8 @@ class Filling:
         weight.bind(self.ops)
         return weight
 
-    def _turned(self, name: str, module: Any) -> Weight:
-        """GPT-2's files hold ``[in, out]`` in floats; quantizers write ``[out, in]`` as for all."""
+    def _transposed(self, name: str, module: Any) -> Weight:
+        """GPT-2's files hold floats as ``[in, out]``; quantizers always write ``[out, in]``."""
         weight = self.checkpoint.weight(self._name(name))
         if weight.spec.kind == "float":
             weight = DenseWeight(Dense(weight.dequantize().t().contiguous()))
@@ -165,14 +165,14 @@ class Filling:
         weight.bind(self.ops)
         return weight
 
-    def _linear(self, name: str, weight: Weight, module: Any) -> Linear:
+    def _linear(self, name: str, weight: Weight, module: Any) -> Projection:
         bias = None if module.bias is None else self._tensor(f"{name}.bias", module.bias)
-        linear = Linear(weight, bias, Mesh(), self.ops)
+        linear = Projection(weight, bias, Mesh(), self.ops)
         self.linears.append((name, linear))
         return linear
 
     def _experts(self, name: str, module: Any) -> PackedExperts:
-        """All experts of a layer, from a tensor each or from one tensor of all."""
+        """All experts of a layer, from one tensor each or from one of all."""
         count, wide, hidden = module.gate_up_proj.shape
         shape, down_shape = (wide // 2, hidden), (hidden, wide // 2)
         gate_up: list[Weight] = []
@@ -200,15 +200,15 @@ class Filling:
             weight.bind(self.ops)
         return weights
 
-    def _bound_experts(self, name: str, parts: list[Weight], *, by_token: bool) -> ExpertLinear:
+    def _bound_experts(self, name: str, parts: list[Weight], *, by_token: bool) -> ExpertProjection:
         weight = ExpertWeights(parts)
         weight.bind(self.ops)
-        linear = ExpertLinear(weight, None, self.ops, by_token=by_token)
+        linear = ExpertProjection(weight, None, self.ops, by_token=by_token)
         self.linears.append((name, linear))
         return linear
 
     def _load_plain(self, name: str, module: nn.Module) -> None:
-        """A module's own parameters (not its children's) and the buffers its file has."""
+        """Load a module's own parameters (not its children's) and the buffers that the file has."""
         prefix = f"{name}." if name else ""
         for key, parameter in list(module.named_parameters(recurse=False)):
             value = nn.Parameter(self._tensor(prefix + key, parameter), requires_grad=False)
@@ -220,14 +220,14 @@ class Filling:
                 module.register_buffer(key, buffer.to(self.ops.device), persistent=False)
 
     def _tensor(self, name: str, like: Tensor) -> Tensor:
-        """A parameter as float32; matrices live under their module's name in a checkpoint."""
+        """A parameter as float32; a checkpoint has matrices under their module's name."""
         stem = name.removesuffix(".weight")
         if like.dim() == 2 and stem != name:
             tensor = self.checkpoint.weight(self._name(stem)).dequantize()
         elif like.dim() == 3 and not self.checkpoint.has(self._name(name)):
             raise UnsupportedError(
-                f"{name}: expected the experts joined in one tensor, found none of that name: "
-                "mixtures whose experts are stored one by one do not run yet"
+                f"{name}: expected one tensor with all experts, found none of that name: mixtures "
+                "whose experts are stored one by one are not supported yet"
             )
         else:
             tensor = self.checkpoint.tensor(self._name(name))
@@ -239,17 +239,17 @@ class Filling:
 
 
 def _is_embedding(module: nn.Module) -> bool:
-    """A plain table of rows, or one whose class only multiplies them by ``embed_scale``."""
+    """A plain embedding, or one whose class only multiplies its rows by ``embed_scale``."""
     if type(module) is nn.Embedding:
         return True
     return isinstance(module, nn.Embedding) and hasattr(module, "embed_scale")
 
 
 def _are_experts(module: Any) -> bool:
-    """Whether a module is a layer's experts, in the one form that :class:`PackedExperts` computes.
+    """Whether a module is a layer's experts in the form that :class:`PackedExperts` computes.
 
     transformers marks its expert classes with these flags; classes with biases, transposed or
-    interleaved tensors are left as they are.
+    interleaved tensors stay unchanged.
     """
     flags = ("has_gate", "is_concatenated")
     others = ("has_bias", "is_transposed", "has_post_expert_norm")
@@ -262,11 +262,11 @@ def _are_experts(module: Any) -> bool:
 
 
 def _renamings(model: Any) -> list[Any]:
-    """transformers' renamings of tensors of older files, from today's names back to theirs."""
+    """transformers' renamings of tensors of older files, from current names to older ones."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightRenaming
-    except ImportError:  # other releases keep them elsewhere: files with today's names still load
+    except ImportError:  # other releases have them elsewhere: files with current names still load
         return []
     known = get_model_conversion_mapping(model, add_legacy=False)
     return [r.reverse_transform() for r in reversed(known) if isinstance(r, WeightRenaming)]

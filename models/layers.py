@@ -1,9 +1,9 @@
 """The pieces a decoder is built from, and :class:`Source`, which pulls them from a checkpoint.
 
-There is one :class:`Linear` for every format: what the weight is made of is the weight's business.
-``Source`` cuts each matrix for this rank, fuses neighbours that read the same input (q, k and v;
-gate and up) and hands the result to its kernel at once, so that while a model loads at most one
-matrix exists twice.
+One :class:`Projection` serves every weight format; only the weight knows its layout. ``Source``
+narrows each matrix to this rank's part, fuses projections of the same input (q, k and v; gate and
+up) and packs the result for its kernel at once, so that at most one matrix exists twice while a
+model loads.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from torch import Tensor
 
 from sdk.kernels.ops import Ops
 from sdk.kernels.routes import Routes
+from sdk.models.architecture import architecture
 from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
+from sdk.models.rope import Rope, RopeSpec
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.errors import AlignmentError, CheckpointError
-from sdk.quant.experts import ExpertWeights
+from sdk.quant.expert_weights import ExpertWeights
 from sdk.quant.weight import Side, Weight, concat
 
-#: Where the decoder's tensors start: plain models, then the two spellings of multimodal ones.
+#: Prefixes of the body and of the head: of plain models, then the two of multimodal ones.
 ROOTS = (
     ("model.", ""),
     ("language_model.model.", "language_model."),
@@ -31,27 +33,28 @@ ROOTS = (
 )
 
 
-#: Activation bits of the projections that decide most per multiplication. Rounding to 8 bits moves
-#: SmolLM2's logits by 0.034 of their norm, 0.020 of it through q, k and v (an eighth of the work of
-#: a layer), 0.018 through the head, which runs for sampled tokens only.
+#: Activation bits of the projections that matter most per multiplication. Quantizing activations to
+#: 8 bits moves SmolLM2's logits by 0.034 of their norm, 0.020 of it through q, k and v (an eighth
+#: of the work of a layer), 0.018 through the head, which runs for sampled tokens only.
 ACCURATE = 16
 
 
 class Adapters(Protocol):
-    """What low-rank adapters (Hu et al. 2021, arXiv 2106.09685) add to one product."""
+    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) of one projection."""
 
     def add(self, x: Tensor, y: Tensor, slots: Tensor) -> None:
-        """``y[t]`` of ``y [T, out]`` grows by what the adapter in ``slots[t]`` makes of ``x[t]``;
-        int32, -1 for none.
+        """Add the output of adapter ``slots[t]`` for ``x[t]`` to ``y[t]`` (``y [T, out]``).
+
+        ``slots``: int32, -1 for no adapter.
         """
 
 
-class Linear:
+class Projection:
     """``y = x @ w.T + bias``; with ``reduce`` the products of all ranks are summed first.
 
-    ``adapters`` add to the product of rows that have one; without them nothing is run or recorded.
-    ``narrow``: y is read by another kernel only, so it is of the activations' type
-    (:attr:`sdk.kernels.ops.Ops.activations`); else float32.
+    ``adapters`` add to the product of rows that have one; without adapters nothing is run or
+    recorded. ``narrow``: only another kernel reads y, so it has the type of activations
+    (:attr:`sdk.kernels.ops.Ops.activations`); else y is float32.
     """
 
     def __init__(
@@ -88,10 +91,10 @@ class Linear:
         return y
 
 
-class ExpertLinear:
+class ExpertProjection:
     """``y[r] = x[r] @ w[expert of r].T + bias[expert of r]``, rows in the order of the experts.
 
-    ``by_token``: x has a row per token instead. ``bias``: float32 ``[E, N]``.
+    ``by_token``: x has one row per token instead. ``bias``: float32 ``[E, N]``.
     """
 
     def __init__(
@@ -103,7 +106,7 @@ class ExpertLinear:
         self.by_token = by_token
 
     def __call__(self, x: Tensor, routes: Routes) -> Tensor:
-        """See :meth:`sdk.quant.experts.ExpertWeights.matmul_routed`."""
+        """See :meth:`sdk.quant.expert_weights.ExpertWeights.matmul_routed`."""
         y = self.weight.matmul_routed(x, routes, by_token=self.by_token)
         if self.bias is not None:
             self.ops.moe.add_owners_bias(y, self.bias, routes)
@@ -111,7 +114,7 @@ class ExpertLinear:
 
 
 class Embedding:
-    """Rows of a weight by token id; a rank owns a run of the vocabulary, from ``start`` on."""
+    """Rows of a weight by token id; this rank's range of the vocabulary begins at ``start``."""
 
     def __init__(self, weight: Weight, start: int, scale: float, mesh: Mesh, ops: Ops) -> None:
         self.ops = ops
@@ -135,7 +138,7 @@ class Embedding:
 class Head:
     """Hidden states to logits over the whole vocabulary."""
 
-    def __init__(self, linear: Linear, config: ModelConfig) -> None:
+    def __init__(self, linear: Projection, config: ModelConfig) -> None:
         self.linear = linear
         self.vocab_size = config.vocab_size
         self.scale = config.logits_scale
@@ -145,7 +148,7 @@ class Head:
         """``[R, hidden] -> [R, vocab]``, float32."""
         mesh = self.linear.mesh
         logits = self.linear(hidden)
-        if mesh.size > 1:  # the last rank's run may be shorter: gather runs of one length
+        if mesh.size > 1:  # the last rank's range may be shorter: pad it, gather equal lengths
             missing = -(-self.vocab_size // mesh.size) - logits.shape[1]
             logits = mesh.all_gather(torch.nn.functional.pad(logits, (0, missing)))
             logits = logits[:, : self.vocab_size]
@@ -156,11 +159,11 @@ class Head:
 
 
 class Source:
-    """Where a model pulls its weights from: one rank's view of a checkpoint.
+    """One rank's view of a checkpoint, from which a model pulls its weights.
 
-    Every method raises :class:`CheckpointError` for a tensor that is missing or misshapen and
-    :class:`AlignmentError` for one that cannot be cut, naming it. ``linears`` collects what was
-    built, under its path.
+    Every method raises :class:`CheckpointError` for a tensor that is missing or has a wrong shape,
+    and :class:`AlignmentError` for one that cannot be split over the ranks, with its name.
+    ``linears`` collects all projections with their paths.
     """
 
     def __init__(
@@ -172,7 +175,9 @@ class Source:
         self.ops = ops
         self.max_model_len = max_model_len
         self.heads = mesh.heads(config.num_heads, config.num_kv_heads)
-        self.linears: list[tuple[str, Linear | ExpertLinear]] = []
+        self.linears: list[tuple[str, Projection | ExpertProjection]] = []
+        own = architecture(config.model_type)
+        self._norms_minus_one = own is not None and own.tensors.norms_minus_one
         found = (root for root in ROOTS if checkpoint.has(f"{root[0]}embed_tokens"))
         self._body, self._outer = next(found, ROOTS[0])
 
@@ -209,13 +214,17 @@ class Source:
             )
         return tensor.to(self.ops.device)
 
-    def norm(self, path: str, size: int | None = None, *, plus_one: bool = False) -> Tensor:
-        """The weight of an RMSNorm over ``size`` (hidden) features; Gemma's are stored minus 1."""
+    def norm(self, path: str, size: int | None = None) -> Tensor:
+        """The weight of an RMSNorm over ``size`` (default: hidden) features."""
         weight = self.vector(f"{path}.weight", size or self.config.hidden_size)
-        return weight + 1.0 if plus_one else weight
+        return weight + 1.0 if self._norms_minus_one else weight
+
+    def rope(self, spec: RopeSpec) -> Rope:
+        """The angles of a rotary embedding for requests of up to ``max_model_len`` tokens."""
+        return Rope(spec, self.max_model_len, self.ops.device)
 
     def _bias(self, path: str, size: int, required: bool) -> Tensor | None:
-        """A bias the config asks for, or that the file has without being asked."""
+        """A bias that the config requires or that the file has anyway."""
         if not required and not self.checkpoint.has(self._name(f"{path}.bias")):
             return None
         return self.vector(f"{path}.bias", size)
@@ -229,9 +238,9 @@ class Source:
         reduce: bool = False,
         narrow: bool = False,
         activation_bits: int = 8,
-    ) -> Linear:
+    ) -> Projection:
         weight.bind(self.ops, activation_bits)
-        linear = Linear(weight, bias, self.mesh, self.ops, reduce=reduce, narrow=narrow)
+        linear = Projection(weight, bias, self.mesh, self.ops, reduce=reduce, narrow=narrow)
         self.linears.append((path, linear))
         return linear
 
@@ -242,14 +251,15 @@ class Source:
         parts: Sequence[tuple[str, int, int, int]],
         *,
         bias: bool = False,
-        activation_bits: int = 8,
-    ) -> Linear:
-        """Projections of one input as one column-parallel linear.
+        accurate: bool = False,
+    ) -> Projection:
+        """Projections of one input as one column-parallel projection.
 
-        ``parts``: ``(name, out_features, start, count)``, the run of each that is this rank's. A
-        file that holds them joined under ``fused`` (Phi-3) gives the same result.
-        ``activation_bits``: see :meth:`sdk.kernels.ops.Ops.linear`.
+        ``parts``: ``(name, out_features, start, count)`` with this rank's range of each. A file
+        that holds them joined under ``fused`` (Phi-3) gives the same result. ``accurate``: with
+        ``ACCURATE`` activation bits (see :meth:`sdk.kernels.ops.Ops.linear`) instead of 8.
         """
+        activation_bits = ACCURATE if accurate else 8
         hidden = self.config.hidden_size
         whole = f"{path}.{fused}"
         total = sum(size for _, size, _, _ in parts)
@@ -277,7 +287,7 @@ class Source:
                 own = self._bias(part, size, bias)
                 biases.append(None if own is None else own[start : start + count])
         present = [b for b in biases if b is not None]
-        if present:  # a projection without a bias beside one that has it adds zero
+        if present:  # a projection without a bias gets zeros where another one has a bias
             present = [
                 torch.zeros(w.shape[0], device=self.ops.device) if b is None else b
                 for b, w in zip(biases, weights, strict=True)
@@ -289,23 +299,23 @@ class Source:
 
     def row(
         self, path: str, in_features: int, start: int, count: int, *, bias: bool = False
-    ) -> Linear:
-        """A row-parallel linear back to the hidden size: this rank's inputs, summed over ranks."""
+    ) -> Projection:
+        """A row-parallel projection to the hidden size: this rank's inputs, summed over ranks."""
         hidden = self.config.hidden_size
         weight = self._pull(path, (hidden, in_features))
         weight = self._cut(path, weight, "in", start, count)
         return self._bound(path, weight, self._bias(path, hidden, bias), reduce=True)
 
-    def router(self, path: str, count: int) -> Linear:
-        """The logits of ``count`` experts; every rank has all of it."""
+    def router(self, path: str, count: int) -> Projection:
+        """The logits of ``count`` experts; every rank has all of them."""
         weight = self._pull(path, (count, self.config.hidden_size))
         bias = self._bias(path, count, False)
         return self._bound(path, weight, bias, activation_bits=ACCURATE)
 
     def expert_columns(
         self, path: str, names: tuple[str, ...], start: int, count: int
-    ) -> ExpertLinear:
-        """Projections of one input, for every expert: this rank's run of each, joined."""
+    ) -> ExpertProjection:
+        """Projections of one input for every expert: this rank's range of each, joined."""
         hidden, spec = self.config.hidden_size, self.config.experts
         assert spec is not None
         weights, biases = [], []
@@ -323,10 +333,10 @@ class Source:
         fused = "_".join(name.removesuffix("_proj") for name in names) + "_proj"
         return self._bound_experts(f"{path}.{fused}", weights, biases, by_token=True)
 
-    def expert_rows(self, path: str, name: str, start: int, count: int) -> ExpertLinear:
-        """Back to the hidden size, for every expert: this rank's inputs.
+    def expert_rows(self, path: str, name: str, start: int, count: int) -> ExpertProjection:
+        """The projection back to the hidden size for every expert: this rank's inputs.
 
-        The ranks' results are to be summed: the bias is the first one's.
+        The ranks' results get summed, so only rank 0 has the bias.
         """
         hidden, spec = self.config.hidden_size, self.config.experts
         assert spec is not None
@@ -347,20 +357,20 @@ class Source:
         biases: list[list[Tensor | None]],
         *,
         by_token: bool,
-    ) -> ExpertLinear:
-        """``biases``: of each expert's parts; all of them or none."""
+    ) -> ExpertProjection:
+        """``biases``: of each expert's parts; all experts have them or none."""
         weight = ExpertWeights(weights)
         weight.bind(self.ops)
         present = [[b for b in own if b is not None] for own in biases]
         if len({len(own) for own in present}) != 1 or len(present[0]) not in (0, len(biases[0])):
             raise CheckpointError(f"{self._name(path)}: expected a bias for every expert or none")
         joined = torch.stack([torch.cat(own) for own in present]) if present[0] else None
-        linear = ExpertLinear(weight, joined, self.ops, by_token=by_token)
+        linear = ExpertProjection(weight, joined, self.ops, by_token=by_token)
         self.linears.append((path, linear))
         return linear
 
     def embedding_and_head(self) -> tuple[Embedding, Head]:
-        """The two ends of the model; tied, they share one weight."""
+        """The first and the last matrix of the model; if tied, they share one weight."""
         c = self.config
         start, count = self.mesh.vocabulary(c.vocab_size)
 

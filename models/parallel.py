@@ -1,13 +1,13 @@
-"""Tensor parallelism: which part of a layer a rank owns, and the two sums that join the parts.
+"""Tensor parallelism: the part of each layer that a rank has, and the two sums per layer.
 
-A rank owns whole attention heads. Key/value heads are dealt out first, in runs that differ by at
-most one (3 heads on 2 ranks: 1 and 2), and the query heads follow their key head; with more ranks
-than key/value heads each key/value head is kept by several ranks. The MLP is cut in runs of 256
-(or the next smaller power of two that divides its width), so that a cut never falls inside a
-quantization group; the vocabulary in equal runs, the last one shorter.
+A rank has whole attention heads. Key/value heads are distributed first, in ranges that differ by at
+most one (3 heads on 2 ranks: 1 and 2); query heads follow their key head. With more ranks than
+key/value heads several ranks have the same key/value head. The MLP is split in multiples of 256 (or
+the next smaller power of two that divides its width), so that no quantization group is split. The
+vocabulary is split in equal ranges, of which the last may be shorter.
 
-A layer is then one column-parallel product (outputs cut), work on the rank's own part, and one
-row-parallel product (inputs cut) whose outputs are summed over the ranks: two sums per layer.
+Each block is one column-parallel product (outputs split), work on the rank's own part, and one
+row-parallel product (inputs split) whose outputs are summed over the ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sdk.quant.errors import AlignmentError
 
 
 class Group(Protocol):
-    """What carries tensors between ranks; every rank makes the same calls in the same order."""
+    """Moves tensors between ranks; every rank makes the same calls in the same order."""
 
     def all_reduce(self, x: Tensor) -> None:
         """Sum ``x`` over all ranks, in place; the same bits on every rank."""
@@ -33,9 +33,9 @@ class Group(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HeadShard:
-    """The query heads and key/value heads of one rank, as runs ``start : start + count``.
+    """The query heads and key/value heads of one rank, as ranges ``start : start + count``.
 
-    ``kv_copies``: how many ranks hold the same key/value heads.
+    ``kv_copies``: the number of ranks that have the same key/value heads.
     """
 
     start: int
@@ -47,7 +47,7 @@ class HeadShard:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """This rank's place among ``size`` ranks. With ``size`` 1 nothing is sent and nothing cut."""
+    """This rank among ``size`` ranks. With ``size`` 1 nothing is sent or split."""
 
     rank: int = 0
     size: int = 1
@@ -74,7 +74,7 @@ class Mesh:
     def heads(self, num_heads: int, num_kv_heads: int) -> HeadShard:
         """This rank's attention heads.
 
-        :raises AlignmentError: when the heads cannot be dealt out so that every rank has some.
+        :raises AlignmentError: not every rank would have heads.
         """
         if num_kv_heads >= self.size:
             group = num_heads // num_kv_heads
@@ -82,30 +82,30 @@ class Mesh:
             return HeadShard(start * group, (end - start) * group, start, end - start)
         if self.size % num_kv_heads or num_heads % self.size:
             raise AlignmentError(
-                f"cannot deal {num_heads} query and {num_kv_heads} key/value heads to {self.size} "
-                f"ranks: expected a tensor parallel size of at most {num_kv_heads}, or a multiple "
-                f"of it that divides {num_heads}"
+                f"cannot split {num_heads} query and {num_kv_heads} key/value heads over "
+                f"{self.size} ranks: expected a tensor parallel size of at most {num_kv_heads}, or "
+                f"a multiple of it that divides {num_heads}"
             )
         count = num_heads // self.size
         copies = self.size // num_kv_heads
         return HeadShard(self.rank * count, count, self.rank // copies, 1, copies)
 
     def columns(self, width: int) -> tuple[int, int]:
-        """This rank's run ``(start, count)`` of an MLP's ``width`` features."""
+        """This rank's range ``(start, count)`` of an MLP's ``width`` features."""
         unit = 256
         while width % unit or width // unit < self.size:
             if unit == 1:
-                raise AlignmentError(f"cannot cut {width} features for {self.size} ranks")
+                raise AlignmentError(f"cannot split {width} features over {self.size} ranks")
             unit //= 2
         start, end = self._run(width // unit)
         return start * unit, (end - start) * unit
 
     def vocabulary(self, size: int) -> tuple[int, int]:
-        """This rank's run ``(start, count)`` of the vocabulary."""
+        """This rank's range ``(start, count)`` of the vocabulary."""
         step = -(-size // self.size)
         start = self.rank * step
         if (self.size - 1) * step >= size:
-            raise AlignmentError(f"cannot cut a vocabulary of {size} for {self.size} ranks")
+            raise AlignmentError(f"cannot split a vocabulary of {size} over {self.size} ranks")
         return start, min(step, size - start)
 
     def _run(self, count: int) -> tuple[int, int]:

@@ -1,16 +1,16 @@
 """Rotary position embedding: one angle per position and pair of dimensions, for every scaling.
 
 Dimension pair i of a head turns by ``position * inv_freq[i]``, ``inv_freq[i] = theta^(-2i/d)``.
-Models that were stretched to longer contexts change ``inv_freq`` ("scaling"), some also multiply
-cos and sin by ``attention_factor``. The arithmetic is float32 in the order transformers uses
-(modeling_rope_utils.py), so that both agree to the last bit but for cos and sin themselves.
+Models that were extended to longer contexts change ``inv_freq`` ("scaling"); some also multiply cos
+and sin by ``attention_factor``. The arithmetic is float32 in transformers' order
+(modeling_rope_utils.py), so that frequencies agree to the last bit, though cos and sin may not.
 
-Two scalings depend on how long the context is, which would make a request's result depend on its
-length so far (and on its neighbours, if a batch decides). Here the engine's ``max_model_len``
-decides, once, as in vLLM:
+Two scalings depend on the length of the context. A request's result would then depend on its
+current length, or on the other requests of a batch. Here the engine's ``max_model_len`` decides
+once, as in vLLM:
 
-* ``dynamic`` (NTK): the base is the one of a context of ``max_model_len`` tokens; unscaled while
-  that is within ``max_position_embeddings``.
+* ``dynamic`` (NTK): the base for a context of ``max_model_len`` tokens; unscaled while that is
+  within ``max_position_embeddings``.
 * ``longrope`` (Phi-3): the long factors when ``max_model_len`` exceeds the original context.
 
 transformers decides by the longest position of each forward pass instead.
@@ -40,10 +40,10 @@ ROPE_TYPES = (
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """The facts of one rotary embedding. A scaling uses only the fields it knows.
+    """The parameters of one rotary embedding. A scaling uses only its own fields.
 
-    ``rotary_dim`` of the head's dimensions turn, the rest pass through. ``factor`` is how much
-    longer the context became, from ``original_max_position``; ``max_position`` is the model's
+    ``rotary_dim`` of the head's dimensions turn, the rest pass through. ``factor``: how much longer
+    the context is than ``original_max_position``; ``max_position`` is the model's
     ``max_position_embeddings``. ``long_factors``, ``short_factors`` and ``freq_factors`` divide
     ``inv_freq`` element by element (``[rotary_dim / 2]``).
     """
@@ -119,7 +119,7 @@ def _dynamic(spec: RopeSpec, max_model_len: int) -> Tensor:
 
 
 def _proportional(spec: RopeSpec) -> Tensor:
-    """Only ``turning_dim`` dimensions turn, at the frequencies of the whole head; zeros follow."""
+    """Only ``turning_dim`` dimensions turn, with the frequencies of the whole head."""
     turning = spec.turning_dim // 2
     inv_freq = _plain(spec, spec.theta)
     inv_freq[turning:] = 0.0
@@ -127,7 +127,7 @@ def _proportional(spec: RopeSpec) -> Tensor:
 
 
 def _yarn(spec: RopeSpec) -> tuple[Tensor, float]:
-    """Fast pairs keep their frequency, slow ones are interpolated, a ramp lies between.
+    """Fast pairs keep their frequency, slow ones are interpolated, with a ramp between them.
 
     Peng et al., "YaRN" (2023), equations 17 to 22.
     """
@@ -161,7 +161,7 @@ def _yarn(spec: RopeSpec) -> tuple[Tensor, float]:
 
 
 def _longrope(spec: RopeSpec, max_model_len: int) -> tuple[Tensor, float]:
-    """Each pair has its own measured divisor: one set for short, one for long contexts."""
+    """Each pair has its own divisor: one set for short, one for long contexts."""
     attention_factor = spec.attention_factor
     if attention_factor is None:
         attention_factor = 1.0

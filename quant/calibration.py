@@ -1,7 +1,7 @@
-"""What the inputs of a layer are like: the statistics that quantizers weigh errors by.
+"""Statistics of a layer's inputs, by which quantizers weight their errors.
 
-A weight that is pulled through :class:`Observer` records what it is multiplied with. Weights that a
-model joins because they read the same input (q, k and v) are recorded once, together.
+A weight that is pulled through :class:`Observer` records its inputs. Weights that a model joins
+because they read the same input (q, k and v) are recorded once, together.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from sdk.quant.weight import Side, Weight, concat
 
 
 class InputStatistics:
-    """Sums over the rows ``x`` that entered a layer of ``features`` inputs.
+    """Sums over the input rows ``x`` of a layer with ``features`` input features.
 
-    ``gram`` is the mean of ``x x^T``, float32 ``[K, K]``; its diagonal, the mean square per input
-    channel, is what llama.cpp calls the importance matrix.
+    ``gram`` is the mean of ``x x^T``, float32 ``[K, K]``. Its diagonal, the mean square of each
+    input channel, is llama.cpp's importance matrix.
     """
 
     def __init__(self, features: int) -> None:
@@ -32,11 +32,11 @@ class InputStatistics:
         self.largest = torch.zeros(features)
 
     def add(self, x: Tensor) -> None:
-        """``x`` float32 ``[T, K]``. :raises QuantizationError: when a value is not finite."""
+        """Add rows ``x``, float32 ``[T, K]``. :raises QuantizationError: a value is not finite."""
         sizes = x.abs()
         total = sizes.sum(0, dtype=torch.float64)
         if not bool(total.isfinite().all()):
-            raise QuantizationError("an input is not a finite number")
+            raise QuantizationError("expected finite inputs, found an infinity or NaN")
         self._gram.addmm_(x.t(), x)
         self._sizes += total
         torch.maximum(self.largest, sizes.amax(0), out=self.largest)
@@ -52,12 +52,12 @@ class InputStatistics:
 
     @property
     def mean_size(self) -> Tensor:
-        """The mean of ``|x|`` per input channel, float32."""
+        """The mean of ``|x|`` of each input channel, float32 ``[K]``."""
         return (self._sizes / max(self.count, 1)).to(torch.float32)
 
 
 class Observer:
-    """Makes observed weights and keeps what they have seen, by the names pulled."""
+    """Wraps weights to record their inputs; ``inputs`` holds the statistics by weight names."""
 
     def __init__(self) -> None:
         self.inputs: dict[tuple[str, ...], InputStatistics] = {}
@@ -70,7 +70,7 @@ class Observer:
 
 
 class ObservedWeight(Weight):
-    """``inner``, which records its inputs; ``names`` are the matrices joined in it."""
+    """``inner``, whose inputs are recorded; ``names`` are the matrices joined in it."""
 
     def __init__(self, names: tuple[str, ...], inner: Weight, observer: Observer) -> None:
         self.shape = inner.shape

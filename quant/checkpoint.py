@@ -1,8 +1,8 @@
-"""What a model file looks like to a model: names are pulled, nothing is pushed.
+"""The interface of an opened model file: models pull their tensors by name.
 
-``loaders`` builds these objects and ``models`` use them; neither knows the other. Names are those
-of the Hugging Face model, whatever the file calls them: ``model.layers.0.self_attn.q_proj`` for a
-matrix (no ``.weight``), ``model.norm.weight`` for a plain tensor.
+``loaders`` implement it and ``models`` use it; neither imports the other. Names are those of the
+Hugging Face model, whatever the file calls them: ``model.layers.0.self_attn.q_proj`` for a matrix
+(no ``.weight``), ``model.norm.weight`` for a plain tensor.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ if TYPE_CHECKING:  # headers are read without torch
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of a file, or the tensors of one packed layer, from the headers: nothing is read.
+    """One tensor of a file, or the tensors of one packed layer, known from the headers alone.
 
-    ``shape`` counts weights, not bytes; ``format`` is ``"F16"``, ``"q4_k"``, ``"gptq-w4g128"``.
-    ``nbytes`` are those in the file, ``held`` those once it is loaded, where these are others.
+    ``shape`` counts weights, not bytes; ``format`` is like ``"F16"``, ``"q4_k"``,
+    ``"gptq-w4g128"``. ``nbytes`` is its size in the file, ``held`` its size in memory if different.
     """
 
     name: str
@@ -48,9 +48,9 @@ class Checkpoint(Protocol):
     """An opened model file or folder.
 
     ``config`` is a dict with the keys of the Hugging Face model's ``config.json``; ``format`` is
-    ``"gguf"`` or ``"safetensors"``; ``kv_scales`` are scales for an 8-bit KV cache, by name, which
-    are shown and not used. Set ``on_bytes(done, total)`` to follow (or, by raising, to stop) the
-    reading.
+    ``"gguf"`` or ``"safetensors"``; ``kv_scales`` holds the file's scales for an 8-bit KV cache by
+    name, which are reported but not used. Set ``on_bytes(done, total)`` to follow the reading, or
+    to stop it by raising.
     """
 
     path: Path
@@ -62,22 +62,22 @@ class Checkpoint(Protocol):
 
     @property
     def tokenizer(self) -> Any:
-        """The :class:`sdk.quant.tokenizer.Tokenizer` of the model, or ``None`` when it has none."""
+        """The model's :class:`sdk.quant.tokenizer.Tokenizer`, or ``None`` if there is none."""
 
     def weight(self, name: str) -> Weight:
-        """One matrix, packed as in the file. :raises CheckpointError: when missing or broken."""
+        """One matrix, packed as in the file. :raises CheckpointError: missing or damaged."""
 
     def tensor(self, name: str) -> Tensor:
         """One small plain tensor (norm, bias) as float32. :raises CheckpointError: as above."""
 
     def has(self, name: str) -> bool:
-        """Whether ``weight(name)`` or ``tensor(name)`` would find something."""
+        """Whether the file has a matrix or tensor ``name``."""
 
     def entries(self) -> Sequence[TensorEntry]:
-        """Every tensor of the file under the name the file gives it; a packed layer is one."""
+        """All tensors under the file's own names; a packed layer is one entry."""
 
     def unused(self) -> list[str]:
-        """Tensors nothing has pulled yet, under the file's names."""
+        """Tensors that have not been pulled yet, under the file's own names."""
 
     def close(self) -> None:
-        """Unmap the files. Idempotent; weights already pulled stay valid."""
+        """Close the files. Idempotent; weights already pulled stay valid."""

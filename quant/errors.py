@@ -1,4 +1,4 @@
-"""What can be wrong with a checkpoint."""
+"""Errors about checkpoints and quantization."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from sdk.kernels.errors import SdkError as SdkError  # re-exported: loaders impo
 class CheckpointError(SdkError):
     """A model file is missing, damaged or contradicts itself.
 
-    The message names the file and the field or tensor, what was expected and what was found.
+    The message names the file and the field or tensor, and says what was expected and found.
     """
 
 
 class UnsupportedError(CheckpointError):
-    """The file is sound but holds something we do not run yet; the message says what to do."""
+    """The file is valid but holds something that is not supported; the message says what to do."""
 
 
 class AlignmentError(SdkError):
-    """A weight cannot be cut where asked: the cut falls inside a quantization group."""
+    """A weight cannot be cut here: the cut falls inside a quantization group."""
 
 
 class QuantizationError(SdkError):
-    """A matrix or a model cannot be quantized as asked; the message says what to ask instead."""
+    """A matrix or model cannot be quantized this way; the message says what to use instead."""

@@ -1,4 +1,4 @@
-"""Layouts one above the other as one layout."""
+"""Concatenating layouts along the output rows."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor
 from sdk.kernels.layouts import Affine, Blocks, Dense, Float8, Layout
 from sdk.kernels.reference.decode import row_scales
 
-#: Scales that share a super scale where weights are joined; fewer would cost more than 3 %.
+#: At least this many scales share a super scale after joining; fewer would add more than 3 % bytes.
 _LEAST_SUPERS = 8
 
 
 def join(layouts: Sequence[Layout]) -> Layout | None:
-    """One layout of all, or ``None`` when any fact but the number of rows differs."""
+    """All parts as one layout, or ``None`` if they differ in anything but the number of rows."""
     first = layouts[0]
     shape = (sum(layout.shape[0] for layout in layouts), first.shape[1])
     if all(isinstance(w, Dense) for w in layouts):
@@ -55,7 +55,7 @@ def join(layouts: Sequence[Layout]) -> Layout | None:
 
 
 def _nested_alike(parts: Sequence[Affine]) -> list[Affine]:
-    """Super scales for so many scales that none of them runs on into the next part."""
+    """Super scales shared by so few scales that none of them spans two parts."""
     count = math.gcd(
         *(w.super_group // w.group for w in parts), *(w.scale.numel() for w in parts[:-1])
     )
@@ -69,7 +69,7 @@ def _nested_alike(parts: Sequence[Affine]) -> list[Affine]:
 
 
 def _facts(w: Affine) -> tuple[object, ...]:
-    """All that is not a row's own."""
+    """Everything that must be equal for layouts to be joined."""
     table = None if w.table is None else tuple(w.table.tolist())
     level = None if w.super_scale is None else w.super_scale.dtype
     lookup = None if w.scale_table is None else tuple(w.scale_table.tolist())
@@ -81,7 +81,7 @@ def _facts(w: Affine) -> tuple[object, ...]:
 
 
 def _join_float8(parts: Sequence[Float8]) -> Float8 | None:
-    """Whole blocks stay blocks; scales of unlike height become one per output channel."""
+    """Whole blocks stay blocks; scales of different height become one per output channel."""
     columns = parts[0].shape[1]
     facts = {(w.values.dtype, w.scale.dtype, min(w.block[1], columns), w.inputs) for w in parts}
     if len(facts) != 1:
@@ -96,10 +96,10 @@ def _join_float8(parts: Sequence[Float8]) -> Float8 | None:
 
 
 def _stacked(parts: Sequence[Tensor]) -> Tensor:
-    """``torch.cat``, copied by this thread alone.
+    """``torch.cat`` in this thread alone.
 
-    torch would copy with OpenMP threads, which spin beside those of the engine: 5 to 40 ms a matrix
-    instead of 0.1 on two busy cores.
+    torch would copy with OpenMP threads, which compete with the engine's spinning threads: on two
+    busy cores a matrix takes 5 to 40 ms instead of 0.1.
     """
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[parts[0].itemsize]
     joined = np.concatenate([part.view(bits).numpy() for part in parts])

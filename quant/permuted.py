@@ -1,9 +1,9 @@
-"""A weight whose columns lie in another order than the features they multiply.
+"""A weight whose columns are stored in another order than its input features.
 
-Quantizers that go through the columns by importance (``desc_act``, "act-order") let every column
-name its group. Sorted by group, a group is a run of columns again, as every kernel expects, and it
-is the input that is put into that order first: 4 bytes a column, and one pass over a row of
-activations, instead of a scale looked up for every weight.
+Quantizers that visit columns by importance (``desc_act``, "act-order") store a group index for
+each column. Here columns are sorted by group, so that a group is a run of columns, as every kernel
+expects, and the input is permuted before the product. This costs 4 bytes per column and one pass
+over a row of activations, instead of a scale looked up for every weight.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from sdk.quant.weight import Side, Weight, concat
 
 @dataclass(frozen=True, slots=True)
 class Permuted:
-    """``layout``, whose column ``j`` is column ``order[j]`` of the matrix; order int32 ``[K]``."""
+    """A layout whose column ``j`` is column ``order[j]`` of the matrix; order int32 ``[K]``."""
 
     layout: Layout
     order: Tensor
 
 
 class PermutedWeight(Weight):
-    """``inner`` with its columns in another ``order`` (int32 ``[in]``, a permutation)."""
+    """``inner``, whose columns are permuted by ``order`` (int32 ``[in]``)."""
 
     def __init__(self, inner: Weight, order: Tensor) -> None:
         assert order.dtype == torch.int32 and order.shape == inner.shape[1:]
@@ -58,12 +58,12 @@ class PermutedWeight(Weight):
         if (start, count) == (0, self.shape[1]):
             return self
         raise AlignmentError(
-            f"cannot cut in features {start}..{start + count}: the columns of this weight are "
-            f"sorted by group (desc_act), its groups spread over all {self.shape[1]}"
+            f"cannot cut in features {start}..{start + count}: this weight's columns are sorted by "
+            f"group (desc_act), and its groups are spread over all {self.shape[1]}"
         )
 
     def joined(self, others: Sequence[Weight]) -> Weight | None:
-        """One weight where all have the same order, as quantizers give to those of one input."""
+        """One weight if all have the same order, as quantizers store weights of one input."""
         inner = [self.inner]
         for other in others:
             if not isinstance(other, PermutedWeight) or not torch.equal(other.order, self.order):

@@ -1,4 +1,4 @@
-"""One layer's matrices into packed layouts, by whichever method a scheme names."""
+"""Quantizes the matrices of one layer by the method of a scheme."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from sdk.quant.weight import Weight
 
 Packed = Layout | Permuted
 
-#: Rows of an embedding that GPTQ works on at a time: 65 MB in float32 at 2048 columns.
+#: Rows of an embedding that GPTQ processes at a time: 65 MB in float32 at 2048 columns.
 ROWS_AT_ONCE = 8192
 
 
 def check_finite(name: str, weight: Tensor) -> None:
-    """:raises QuantizationError: naming the matrix, when a value is an infinity or NaN."""
+    """:raises QuantizationError: the matrix ``name`` holds an infinity or NaN."""
     if not bool(weight.isfinite().all()):
         bad = int((~weight.isfinite()).sum())
         raise QuantizationError(f"{name}: expected finite numbers, found {bad} that are not")
 
 
 def quantize_without_data(name: str, weight: Tensor, scheme: Scheme) -> Layout:
-    """``weight`` float32 ``[N, K]`` by RTN, HQQ or as 8-bit floats.
+    """``weight``, float32 ``[N, K]``, quantized by RTN or HQQ, or to 4- or 8-bit floats.
 
-    :raises QuantizationError: naming the matrix: not finite, or not of whole groups.
+    :raises QuantizationError: values are not finite, or rows do not divide into groups.
     """
     check_finite(name, weight)
     scheme.check(name, weight.shape[1])
     if scheme.method == "fp8":
-        # Files of these ask for activations in such floats too. Here nobody does, and it would cost
-        # much: on SmolLM2 the divergence from the original is 0.036 then, 0.020 without.
+        # FP8 files usually ask for FP8 activations too. Here activations stay in float, because
+        # SmolLM2's divergence from the original is 0.036 with FP8 activations, 0.020 without.
         return to_float8(weight, scheme.share)
     if scheme.method == "float4":
         return mxfp4(weight) if scheme.text == "mxfp4" else nvfp4(weight)
@@ -56,11 +56,11 @@ def quantize_without_data(name: str, weight: Tensor, scheme: Scheme) -> Layout:
 
 
 def quantize_rows(name: str, weight: Weight, spec: QuantSpec, gram: Tensor | None = None) -> Layout:
-    """The embedding or the head in integers, some rows at a time: it is the largest matrix.
+    """The embedding or head in integers, some rows at a time because it is the largest matrix.
 
-    By GPTQ where the Gram matrix of its inputs is given, else to the nearest.
+    Uses GPTQ if the Gram matrix of its inputs is given, else rounds to nearest.
 
-    :raises QuantizationError: naming the matrix, when it is not finite.
+    :raises QuantizationError: values are not finite.
     """
 
     def values(start: int, end: int) -> Tensor:
@@ -77,11 +77,11 @@ def quantize_rows(name: str, weight: Weight, spec: QuantSpec, gram: Tensor | Non
 
 
 def to_blocks(name: str, weight: Tensor, kind: str, mean_square: Tensor | None = None) -> Blocks:
-    """``weight`` float32 ``[N, K]`` in GGUF blocks of ``kind``.
+    """``weight``, float32 ``[N, K]``, in GGUF blocks of type ``kind``.
 
-    ``mean_square``: of the layer's inputs, float32 ``[K]``, by which errors are weighed.
+    ``mean_square`` of the layer's inputs, float32 ``[K]``, weights the errors.
 
-    :raises QuantizationError: naming the matrix.
+    :raises QuantizationError: values are not finite, or rows are not whole blocks.
     """
     check_finite(name, weight)
     try:
@@ -98,12 +98,12 @@ def quantize_joined(
     scheme: Scheme,
     kind: QuantSpec,
 ) -> dict[str, Packed]:
-    """Matrices ``[N_i, K]`` that read the same input by GPTQ, all at once.
+    """Matrices ``[N_i, K]`` that read the same input, quantized together by GPTQ.
 
-    The walk over the columns depends on the inputs alone, so joined matrices cost one walk.
+    The walk over the columns depends on the inputs alone, so joined matrices need only one.
     ``kind``: integers or a GGUF block type.
 
-    :raises QuantizationError: naming the matrices.
+    :raises QuantizationError: as :func:`sdk.quant.methods.gptq.gptq`, with the matrices' names.
     """
     for name, weight in weights.items():
         check_finite(name, weight)

@@ -1,4 +1,4 @@
-"""What a model is to be quantized with: the names users write, and what they stand for."""
+"""Quantization schemes: the names users write, and what they mean."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Container = Literal["gptq", "awq", "hqq", "compressed-tensors", "gguf"]
 
 #: Columns per scale of embedding and head, below 8 bits.
 _HEAD_GROUP = 64
-#: Columns per scale where a name does not say.
+#: Columns per scale if the name does not say.
 _GROUPS = {"rtn": None, "hqq": 64, "gptq": 128, "awq": 128, "smoothquant": None}
 _CONTAINERS: dict[str, Container] = {"gptq": "gptq", "awq": "awq", "hqq": "hqq", "gguf": "gguf"}
 _WITH_DATA = ("gptq", "awq", "smoothquant")
@@ -31,9 +31,9 @@ _INTEGERS = re.compile(
     r"(?:g(?P<group>[1-9]\d{0,5}))?(?P<sym>s?)(?P<order>-act)?(?P<mixed>-mix)?"
     r"(?:-h(?P<head>[4-8]))?"
 )
-#: Values and the MLP's outputs: llama.cpp's mixtures give these more bits too.
+#: Value and MLP output projections get more bits with ``-mix``, as in llama.cpp's mixtures.
 MATTERING = ("v_proj", "down_proj")
-#: Types to which nothing is gained by making up for errors.
+#: GGUF types that gain nothing from GPTQ.
 _EASY = ("f16", "q8_0", "mxfp4")
 _FLOAT4 = ("mxfp4", "nvfp4")
 _FLOAT8 = re.compile(r"fp8-(tensor|channel|block)")
@@ -41,48 +41,53 @@ _FLOAT8 = re.compile(r"fp8-(tensor|channel|block)")
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How to quantize and where to put it.
+    """How to quantize a model, and the file format for the result.
 
-    Written ``gptq-w4g128`` (4 bits, a scale per 128 columns; no ``g`` is one per output channel
-    for ``rtn`` and ``smoothquant`` and 128 or 64 for the others), with ``s`` behind for symmetric
-    grids, ``-act`` for GPTQ groups in the order of importance, ``-mix`` for GPTQ with one bit more
-    where it matters most (values and the MLP's outputs), ``-h6`` for embedding and head in 6 bits
-    (4 to 8; without it they stay as they are; files with it are read by this package alone:
-    transformers would leave such an embedding as it was initialized); ``fp8-tensor``,
-    ``fp8-channel``, ``fp8-block``; ``mxfp4``, ``nvfp4``; a GGUF type or mixture (``q4_0``,
-    ``q4_k_m``), with ``gptq-`` before it rounded by GPTQ; or a short name: ``int4``
-    (``hqq-w4g64-h8``), ``int8`` (``rtn-w8s-h8``), ``w8a8``, ``gptq``, ``awq``, ``hqq``, ``fp8``.
+    Schemes are written like ``gptq-w4g128``: method, bits, columns per scale. Without ``g``,
+    ``rtn`` and ``smoothquant`` have one scale per output channel, the others 128 or 64 columns per
+    scale. Suffixes:
+
+    * ``s``: symmetric grids.
+    * ``-act``: GPTQ groups in the order of importance.
+    * ``-mix``: GPTQ with one bit more for value and MLP output projections.
+    * ``-h6``: embedding and head in 6 bits (4 to 8); otherwise they stay as they are. Only this
+      package reads such files: transformers would leave the embedding randomly initialized.
+
+    Other schemes are ``fp8-tensor``, ``fp8-channel``, ``fp8-block``; ``mxfp4``, ``nvfp4``; a GGUF
+    type or mixture (``q4_0``, ``q4_k_m``), quantized by GPTQ if prefixed with ``gptq-``; and the
+    short names ``int4`` (``hqq-w4g64-h8``), ``int8`` (``rtn-w8s-h8``), ``w8a8``, ``gptq``, ``awq``,
+    ``hqq``, ``fp8``.
     """
 
     text: str
     method: Method
     container: Container
-    #: Integers and blocks; ``fp8`` for 8-bit floats.
+    #: The type of the matrices of blocks: integers, GGUF blocks or floats.
     spec: QuantSpec
-    #: 8-bit floats: what shares a scale.
+    #: 8-bit floats: which values share a scale.
     share: str = ""
-    #: GPTQ: groups follow the order of importance.
+    #: GPTQ: groups are formed in the order of importance.
     sorted_columns: bool = False
-    #: Embedding and head, where they are packed too.
+    #: Type of the embedding and head; None leaves them as they are.
     head: QuantSpec | None = None
-    #: What the matrices that matter most get, where they get more than ``spec``.
+    #: Type of the ``MATTERING`` matrices, if they get more bits than ``spec``.
     more: QuantSpec | None = None
     #: GGUF: the key of ``FILE_TYPES``.
     mixture: str = ""
 
     @property
     def needs_data(self) -> bool:
-        """Whether calibration text is run through the model."""
+        """Whether the method needs calibration text."""
         return self.method in _WITH_DATA
 
     def head_bytes(self, rows: int, columns: int) -> int:
-        """Bytes in memory of the packed embedding."""
+        """Bytes in memory of an embedding or head ``[rows, columns]``."""
         assert self.head is not None
         groups = rows * -(-columns // (self.head.group or columns))
         return rows * -(-columns * self.head.bits // 8) + groups * (2 if self.head.symmetric else 3)
 
     def packed_bytes(self, rows: int, columns: int) -> int:
-        """Bytes in memory of a matrix of a layer by a method without data."""
+        """Bytes in memory of a layer's matrix ``[rows, columns]``, for methods without data."""
         if self.method == "fp8":
             tiles = {"tensor": 1, "channel": rows, "block": -(-rows // 128) * -(-columns // 128)}
             return rows * columns + 4 * tiles[self.share]
@@ -95,7 +100,7 @@ class Scheme:
 
     @classmethod
     def parse(cls, text: str) -> Scheme:
-        """:raises QuantizationError: for an unknown name, naming the nearest known one."""
+        """:raises QuantizationError: the name is unknown; the message suggests the nearest one."""
         name = _SHORT.get(text.lower(), text.lower())
         mixture = name.removeprefix("gptq-")
         by: Method = "gguf" if mixture == name else "gptq"
@@ -114,7 +119,7 @@ class Scheme:
             close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise QuantizationError(
-                f"scheme: expected one of {', '.join(known)} or gptq-w4g128-like, "
+                f"scheme: expected one of {', '.join(known)} or a name like gptq-w4g128, "
                 f"found {text[:80]!r}{hint}"
             )
         return cls._of_integers(name, found)
@@ -139,26 +144,26 @@ class Scheme:
             container = "compressed-tensors"
         wrong = None
         if method == "awq" and (bits != 4 or spec.symmetric):
-            wrong = "awq files hold 4 bits with zero points"
+            wrong = "awq files hold only 4 bits with zero points"
         elif found["order"] and method != "gptq":
-            wrong = "-act is an order of gptq"
+            wrong = "-act needs gptq"
         elif spec.activation_bits == 8 and (bits != 8 or group is not None):
-            wrong = "8-bit activations are run with 8-bit weights per output channel"
+            wrong = "8-bit activations need 8-bit weights with one scale per output channel"
         elif head is not None and container == "awq":
-            wrong = "awq files hold no packed embedding"
+            wrong = "awq files cannot hold a quantized embedding (-h)"
         elif more is not None and (method != "gptq" or bits == 8):
-            wrong = "-mix gives one bit more, by gptq, to 2 to 7 bits"
+            wrong = "-mix adds one bit and needs gptq with 2 to 7 bits"
         elif found["order"] and container == "compressed-tensors":
-            wrong = "compressed-tensors files hold columns in their own order"
+            wrong = "-act needs a gptq file, but -h and -mix need a compressed-tensors file"
         elif method == "hqq" and (bits in (5, 6, 7) or spec.symmetric):
-            wrong = "hqq has 2, 3, 4 or 8 bits with zero points"
+            wrong = "hqq needs 2, 3, 4 or 8 bits with zero points"
         elif container == "gptq" and bits in (5, 6, 7):
-            wrong = "gptq files hold 2, 3, 4 or 8 bits"
+            wrong = "gptq files hold only 2, 3, 4 or 8 bits"
         if wrong is not None:
             raise QuantizationError(f"scheme: {name}: {wrong}")
         return cls(
             name,
-            method,  # type: ignore[arg-type]  # what the pattern admits
+            method,  # type: ignore[arg-type]  # the pattern admits only methods
             container,
             spec,
             sorted_columns=bool(found["order"]),
@@ -167,13 +172,15 @@ class Scheme:
         )
 
     def spec_of(self, name: str) -> QuantSpec:
-        """The numerics of a matrix of a layer."""
+        """The type of a layer's matrix ``name``."""
         return self.more if self.more is not None and name.endswith(MATTERING) else self.spec
 
     def check(self, name: str, columns: int, widths: Collection[int] = ()) -> None:
-        """:raises QuantizationError: when rows of ``columns`` do not divide into groups.
+        """Check that rows of ``columns`` divide into groups.
 
-        ``widths`` of all matrices of the model: the groups it then names divide them too.
+        ``widths``: columns of the model's other matrices, which the suggested group fits as well.
+
+        :raises QuantizationError: they do not divide; the message suggests a scheme that fits.
         """
         group = self.spec.group
         if self.container != "gguf" and group is not None and columns % group:
@@ -183,6 +190,6 @@ class Scheme:
             if fits is not None and f"g{group}" in self.text:
                 instead = f"groups of {fits}, {self.text.replace(f'g{group}', f'g{fits}')}"
             raise QuantizationError(
-                f"{name}: {columns} columns do not divide into groups of {group} ({self.text}): "
-                f"ask for {instead}"
+                f"{name}: {columns} columns do not divide into groups of {group} ({self.text}); "
+                f"use {instead}"
             )

@@ -1,4 +1,4 @@
-"""Frozen numerics: what a weight or a KV cache is made of, printed and parsed as users write it."""
+"""The numerics of weights and of KV caches, printed and parsed as users write them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from sdk.quant.shown import shown
+from sdk.kernels.kv_types import KV_ALIASES, KV_TYPES, KVType
+from sdk.quant.safe_repr import safe_repr
 
 if TYPE_CHECKING:
     from sdk.kernels.layouts import ActivationScheme
@@ -38,13 +39,13 @@ class QuantSpec:
     """Numerics of one weight.
 
     Written ``f32``, ``f16``, ``bf16``, ``fp8`` (e4m3), ``fp8_e5m2``; ``q4_0``, ``q4_k`` … for GGUF
-    blocks; ``nf4``, ``fp4``, ``nvfp4`` … for codes that index a table, with ``g128`` behind the
-    name where the group is not the format's own; ``bits`` counts those in memory, where iq1 to iq3
-    and tq1_0, whose files share bits between values, take more than their names say;
-    ``w4a16g128`` for 4-bit integers in groups of 128 with 16-bit activations, with a final ``s``
-    when symmetric; no ``g`` means one group per output channel. Where the file rounds what the
-    weight is multiplied with, integers say ``w8a8`` or, to 8-bit floats, ``w4afp8``; other names
-    end so: ``fp8afp8``.
+    blocks; ``nf4``, ``fp4``, ``nvfp4`` … for codes that index a table, followed by ``g128`` if the
+    group is not the format's default. ``bits`` counts bits in memory: iq1 to iq3 and tq1_0, whose
+    files share bits between values, take more than their names say.
+    ``w4a16g128`` means 4-bit integers in groups of 128 with 16-bit activations, with a final ``s``
+    if symmetric; no ``g`` means one group per output channel. If the file asks for quantized
+    activations, integers are written ``w8a8`` or, with 8-bit floats, ``w4afp8``; other names get
+    the same ending: ``fp8afp8``.
     """
 
     kind: WeightKind
@@ -66,7 +67,7 @@ class QuantSpec:
         return name if self.activation_bits == 16 else name + inputs
 
     def rounding(self, inputs: ActivationScheme | None) -> QuantSpec:
-        """The same, multiplied with ``inputs`` that are rounded so."""
+        """The same weight with activations quantized as ``inputs`` says."""
         if inputs is None:
             return self
         return replace(self, activation_bits=inputs.bits, float_activations=inputs.floats)
@@ -85,7 +86,9 @@ class QuantSpec:
         found = _AFFINE.fullmatch(text)
         if found is None:
             known = ", ".join([*_FLOATS, *_BLOCKS, *_TABLES])
-            raise ValueError(f"quant spec: expected {known} or w4a16g128-like, found {shown(text)}")
+            raise ValueError(
+                f"quant spec: expected {known} or w4a16g128-like, found {safe_repr(text)}"
+            )
         group = found["group"]
         if group is not None and int(group) < 1:
             raise ValueError(f"quant spec: the group must be at least 1, found {text!r}")
@@ -115,31 +118,19 @@ class QuantSpec:
 
 _LINE = 64  # bytes of a cache line, at which pages of a ladder begin
 
-#: Types of keys and values: bits of an element.
-_KV_BITS = {
-    "float32": 32, "float16": 16, "bfloat16": 16,
-    "int8": 8, "fp8": 8, "fp8_e5m2": 8, "int4": 4,
-}  # fmt: skip
-_KV_ALIASES = {
-    "fp8_e4m3": "fp8", "float8_e4m3fn": "fp8", "float8_e5m2": "fp8_e5m2",
-    "fp32": "float32", "fp16": "float16", "bf16": "bfloat16",
-}  # fmt: skip
-_KV_SHORT = {"16": "float16", "8": "int8", "4": "int4"}
-_KV_PAIR = re.compile(r"k(16|8|4)v(16|8|4)")
+#: The digits in ``k8v4`` and their types.
+_KV_SHORT = {kind.short: kind.name for kind in KV_TYPES.values() if kind.short}
+_KV_PAIR = re.compile("k({0})v({0})".format("|".join(_KV_SHORT)))
 _KV_SKIP = re.compile(r"(?P<types>[^:]+)(?::skip=(?P<skip>\d+(?:\+\d+)*))?")
-#: Dimensions that share a scale, of keys and of values; the others have one for a whole head. Each
-#: takes 2 bytes. In int4 a head of less than one and a half groups has one: values of 80 dimensions
-#: (64 and 16 would make it 3.56 times the tokens of float16, not 3.64).
-_KV_GROUPS = {"int8": (64, 64), "int4": (32, 64)}
 
 
 @dataclass(frozen=True, slots=True)
 class KVTypes:
     """The types of keys and of values, and the layers that keep both in float16.
 
-    Written ``float32``, ``float16``, ``bfloat16``, ``int8``, ``fp8`` (e4m3), ``fp8_e5m2``,
-    ``int4``; ``k8v4`` for int8 keys and int4 values (16: float16), ``int8/fp8`` for any two;
-    ``int4:skip=0+29`` where layers 0 and 29 stay in float16.
+    Written as a name of ``KV_TYPES`` (kernels/kv_types.py): ``float16``, ``int8``, ``fp8``;
+    ``k8v4`` for int8 keys and int4 values (16: float16), ``int8/fp8`` for any two;
+    ``int4:skip=0+29`` if layers 0 and 29 stay in float16.
     """
 
     k: str
@@ -162,51 +153,53 @@ class KVTypes:
             names = found["types"].split("/")
             if pair is not None:
                 names = [_KV_SHORT[bits] for bits in pair.groups()]
-            names = [_KV_ALIASES.get(name, name) for name in names]
+            names = [KV_ALIASES.get(name, name) for name in names]
             skip = sorted({int(layer) for layer in (found["skip"] or "").split("+") if layer})
-            if len(names) <= 2 and all(name in _KV_BITS for name in names):
+            if len(names) <= 2 and all(name in KV_TYPES for name in names):
                 return cls(names[0], names[-1], tuple(skip))
         raise ValueError(
-            f"expected {', '.join(_KV_BITS)}, k8v4-like or two of them as int8/fp8, "
-            f"with :skip=0+1 for layers in float16, found {shown(text)}"
+            f"expected {', '.join(KV_TYPES)}, k8v4-like or two of them as int8/fp8, "
+            f"with :skip=0+1 for layers in float16, found {safe_repr(text)}"
         )
 
     @property
     def bytes_per_value(self) -> float:
-        """Of a key or value on average, without its share of a scale."""
-        return (_KV_BITS[self.k] + _KV_BITS[self.v]) / 16
+        """Bytes of a key or value in a page on average, without scales."""
+        pair = KV_TYPES[self.k].code_bytes(64), KV_TYPES[self.v].code_bytes(64)
+        return sum(pair) / 128
 
-    def of_layer(self, layer: int) -> tuple[str, str]:
-        """The types of its keys and its values."""
-        return ("float16", "float16") if layer in self.skip_layers else (self.k, self.v)
+    def of_layer(self, layer: int) -> tuple[KVType, KVType]:
+        """The types of a layer's keys and values."""
+        k, v = ("float16", "float16") if layer in self.skip_layers else (self.k, self.v)
+        return KV_TYPES[k], KV_TYPES[v]
 
 
-#: What a ladder may go down: each type takes half the bits of the one before.
+#: The types of a ladder: each has half the bits of the one before.
 _LADDER = ("float16", "int8", "int4")
 
 
 def parse_ladder(text: str) -> str:
     """``fp16>int8>int4`` as ``float16>int8>int4``. :raises ValueError: with the accepted forms."""
-    names = tuple(_KV_ALIASES.get(name, name) for name in text.replace(" ", "").split(">"))
+    names = tuple(KV_ALIASES.get(name, name) for name in text.replace(" ", "").split(">"))
     if any(len(names) > 1 and names == _LADDER[i : i + len(names)] for i in range(2)):
         return ">".join(names)
-    raise ValueError(f"expected fp16>int8>int4, fp16>int8 or int8>int4, found {shown(text)}")
+    raise ValueError(f"expected fp16>int8>int4, fp16>int8 or int8>int4, found {safe_repr(text)}")
 
 
 def kv_bits(dtype: str) -> tuple[int, ...]:
-    """Bits of the keys or values, whichever are fewer; of a ladder those of each type."""
+    """Bits of a key or of a value, whichever has fewer; of a ladder those of each type."""
     types = [KVTypes.parse(name) for name in dtype.split(">")]
-    return tuple(min(_KV_BITS[one.k], _KV_BITS[one.v]) for one in types)
+    return tuple(min(KV_TYPES[one.k].bits, KV_TYPES[one.v].bits) for one in types)
 
 
 @dataclass(frozen=True, slots=True)
 class KVPart:
-    """Keys or values of one layer in one page: ``code_bytes`` and the bytes of their scales.
+    """Keys or values of one layer in one page: their type, scales per head and token, and bytes.
 
-    Each is rounded up to 4 bytes, so that what follows is aligned.
+    ``code_bytes`` and ``scale_bytes`` are each rounded up to 4, so that what follows is aligned.
     """
 
-    dtype: str
+    type: KVType
     groups: int
     code_bytes: int
     scale_bytes: int
@@ -216,9 +209,9 @@ class KVPart:
 class KVSpec:
     """Shape and numerics of one model's KV cache on one rank.
 
-    Per layer keys and values ``[num_pages, kv_heads, page_size, head_dim]`` in what ``dtype``
-    says (see :class:`KVTypes`): floats, or codes with 2 bytes of scale per token, head and group.
-    Of a ladder, ``float16>int8>int4``, pages are counted as those of its first type.
+    Per layer keys and values ``[num_pages, kv_heads, page_size, head_dim]`` of the types in
+    ``dtype`` (see :class:`KVTypes`): floats, or codes with a scale per token, head and group. Pages
+    of a ladder, ``float16>int8>int4``, are counted as pages of its first type.
     """
 
     num_layers: int
@@ -232,15 +225,12 @@ class KVSpec:
         k, v = KVTypes.parse(self.dtype).of_layer(layer)
         return self._part(k, 0), self._part(v, 1)
 
-    def _part(self, dtype: str, side: int) -> KVPart:
-        groups = 0
-        if _KV_BITS[dtype] <= 8:
-            group = _KV_GROUPS.get(dtype, (self.head_dim, self.head_dim))[side]
-            whole = dtype == "int4" and 2 * self.head_dim < 3 * group
-            groups = 1 if whole else -(-self.head_dim // group)
+    def _part(self, kind: KVType, side: int) -> KVPart:
+        groups = kind.scales_per_head(self.head_dim, side)
         slots = self.kv_heads * self.page_size
-        code_bytes = slots * self.head_dim * _KV_BITS[dtype] // 8
-        return KVPart(dtype, groups, -(-code_bytes // 4) * 4, -(-slots * groups * 2 // 4) * 4)
+        codes = kind.code_bytes(slots * self.head_dim)
+        scales = slots * groups * kind.scale_bytes
+        return KVPart(kind, groups, -(-codes // 4) * 4, -(-scales // 4) * 4)
 
     def layer_bytes(self, layer: int) -> int:
         """Bytes of one page of one layer, keys and values with their scales."""
@@ -248,15 +238,15 @@ class KVSpec:
 
     @property
     def levels(self) -> tuple[KVSpec, ...]:
-        """One for each type of a ladder; of anything else itself."""
+        """One for each type of a ladder; without a ladder the spec itself."""
         return tuple(replace(self, dtype=dtype) for dtype in self.dtype.split(">"))
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page over all layers.
 
-        Two pages of a ladder's next level take the place of one: int8 makes float16 pages 3 %
-        larger by its scales, int4 9 % (64 dimensions).
+        Two pages of a ladder's next level fit into one page. With 64 dimensions the scales of int8
+        make float16 pages 3 % larger, those of int4 9 %.
         """
         levels = self.levels
         most = 0

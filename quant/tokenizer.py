@@ -1,18 +1,18 @@
-"""What the engine asks of a tokenizer, whichever file it was read from.
+"""The tokenizer interface, independent of the file it was read from.
 
 A :class:`Tokenizer` turns text into token ids and token ids into text. Three facts about it matter
 to the rest of the package:
 
 * **Two kinds of text.** A chat template writes control tokens such as ``<|im_end|>``; a user may
-  type the same characters. ``parse_special`` decides which it is: ``True`` turns the characters
-  into the control token, ``False`` encodes them as ordinary text. :meth:`Tokenizer.encode_chat`
-  does both at once: the template's control tokens are real, those inside the messages are text.
-* **Most decoders work byte by byte.** When ``bytewise`` is true, the text of a list of ids is the
-  UTF-8 decoding (invalid bytes become U+FFFD) of the joined ``id_to_bytes`` of each. Streaming then
-  costs O(1) per token. Other decoders (WordPiece, ...) look at neighbours; see
+  type the same characters. ``parse_special=True`` turns the characters into the control token,
+  ``False`` encodes them as ordinary text. :meth:`Tokenizer.encode_chat` does both: it parses the
+  template's control tokens and encodes those inside messages as text.
+* **Most decoders work byte by byte.** If ``bytewise`` is true, the text of a list of ids is the
+  concatenation of their ``id_to_bytes``, decoded as UTF-8 (invalid bytes become U+FFFD). Streaming
+  then costs O(1) per token. Other decoders (WordPiece, ...) look at neighbouring tokens; see
   ``sdk.text.detokenizer``.
-* **An id may have no token.** Models pad their vocabulary, so an id from 0 to the model's padded
-  size can be sampled although it is >= ``vocab_size``; such an id adds no text.
+* **An id may have no token.** Models pad their vocabulary, so an id >= ``vocab_size`` but below the
+  padded size can be sampled; such an id adds no text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 
 class TooManyTokens(Exception):
-    """A text has more tokens than its reader can take; it was not read to its end."""
+    """A text has more tokens than the caller allowed; it was not tokenized to its end."""
 
     def __init__(self, at_least: int) -> None:
         super().__init__(f"at least {at_least} tokens")
@@ -34,7 +34,7 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens in the vocabulary (a model's embedding may be padded beyond it)."""
+        """Number of tokens in the vocabulary (a model's embedding may have padding rows)."""
         ...
 
     @property
@@ -49,7 +49,7 @@ class Tokenizer(Protocol):
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Control tokens: what ``skip_special_tokens`` leaves out of the text."""
+        """Control tokens, which ``skip_special_tokens`` leaves out of the text."""
         ...
 
     @property
@@ -59,27 +59,27 @@ class Tokenizer(Protocol):
 
     @property
     def chat_templates(self) -> Mapping[str, str]:
-        """Named templates besides the default one (``tool_use``, ``rag``, ...)."""
+        """Named templates other than the default one (``tool_use``, ``rag``, ...)."""
         ...
 
     @property
     def token_names(self) -> Mapping[str, str]:
-        """How tokens with a role are spelled: ``bos_token``, ``eos_token``, ``pad_token``, ..."""
+        """Spellings of tokens by role: ``bos_token``, ``eos_token``, ``pad_token``, ..."""
         ...
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What was assumed because the file did not say (an unknown pre-tokenizer, ...)."""
+        """Assumptions made because the file did not say (an unknown pre-tokenizer, ...)."""
         ...
 
     @property
     def bytewise(self) -> bool:
-        """Whether the text of ids is the joined :meth:`id_to_bytes` of each (see the module)."""
+        """Whether the text of ids is their concatenated :meth:`id_to_bytes` (see the module)."""
         ...
 
     @property
     def strips_leading_space(self) -> bool:
-        """Whether :meth:`decode` drops one space at the very start (``▁Hello`` -> ``Hello``)."""
+        """Whether :meth:`decode` drops one leading space (``▁Hello`` -> ``Hello``)."""
         ...
 
     def encode(
@@ -92,12 +92,12 @@ class Tokenizer(Protocol):
     ) -> list[int]:
         """Token ids of ``text``.
 
-        A long text with more than ``stop_after`` tokens may end in :class:`TooManyTokens` as soon
-        as that is known; so may a conversation.
-
-        ``add_special_tokens`` adds BOS/EOS where the model wants them (BOS never twice).
-        ``parse_special=False`` is for text from outside: it never yields a control token. Lone
+        ``add_special_tokens`` adds BOS/EOS where the model expects them (BOS never twice).
+        ``parse_special=False`` is for untrusted text: it never yields a control token. Lone
         surrogates are read as U+FFFD.
+
+        :raises TooManyTokens: possibly, if a long text has more than ``stop_after`` tokens; also by
+            :meth:`encode_chat`.
         """
         ...
 
@@ -106,18 +106,18 @@ class Tokenizer(Protocol):
         ...
 
     def id_to_bytes(self, token_id: int) -> bytes:
-        """The bytes a token adds to a text, a control token its name; ``b""`` for an unknown id.
+        """The bytes a token adds to a text: a control token's name, ``b""`` for an unknown id.
 
-        Only meaningful where :attr:`bytewise` holds.
+        Only meaningful if :attr:`bytewise` is true.
         """
         ...
 
     def token_to_id(self, token: str) -> int | None:
-        """The id of a token as the vocabulary spells it, or None."""
+        """The id of a token spelled as in the vocabulary, or None."""
         ...
 
     def id_to_token(self, token_id: int) -> str | None:
-        """How the vocabulary spells a token, or None for an id without one."""
+        """A token's spelling in the vocabulary, or None if the id has no token."""
         ...
 
     def apply_chat_template(
@@ -129,11 +129,12 @@ class Tokenizer(Protocol):
         chat_template: str | None = None,
         **kwargs: Any,
     ) -> str:
-        """The conversation as the model was trained to read it.
+        """The conversation rendered by the model's chat template.
 
         ``chat_template`` is a template's source or the name of one of :attr:`chat_templates`.
-        Raises ``TemplateError`` (``sdk.loaders.chat_template``) for bad messages, a missing or
-        broken template, and one that exceeds its budget of time or output.
+
+        :raises TemplateError: (``sdk.loaders.chat_template``) bad messages, a missing or broken
+            template, or one that exceeds its budget of time or output.
         """
         ...
 
@@ -147,9 +148,9 @@ class Tokenizer(Protocol):
         stop_after: int | None = None,
         **kwargs: Any,
     ) -> list[int]:
-        """Token ids of the rendered conversation, safe for text from outside.
+        """Token ids of the rendered conversation, safe for untrusted messages.
 
         Control tokens written by the template are parsed; the same characters inside a message, a
-        tool or a keyword argument are encoded as text. BOS is there once.
+        tool or a keyword argument are encoded as text. BOS appears once.
         """
         ...

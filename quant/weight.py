@@ -1,9 +1,9 @@
-"""A runtime layout of one logical ``[out, in]`` matrix: packed, cut, joined and multiplied.
+"""One ``[out, in]`` weight matrix in its packed layout: cut, joined and multiplied.
 
-A weight is born from a checkpoint as plain tensors (``layout``), may be cut for tensor parallelism
-(``narrow``) or fused with its neighbours (``concat``), and is then handed to its kernel once
-(``bind``), which may reorder it. ``dequantize`` is the definition of its value and gives the same
-bits before and after ``bind``.
+A weight comes from a checkpoint as plain tensors (``layout``). It may be cut for tensor parallelism
+(``narrow``) or fused with its neighbours (``concat``), and is then bound once to its kernel
+(``bind``), which may reorder it. ``dequantize`` defines its value and returns the same bits before
+and after ``bind``.
 """
 
 from __future__ import annotations
@@ -41,44 +41,44 @@ class Weight(ABC):
     """One matrix ``[out_features, in_features]``."""
 
     shape: tuple[int, int]
-    #: How its file wants what it is multiplied with rounded, in words; empty: not at all.
+    #: How its file quantizes its activations, printed; empty for activations in float.
     inputs: str = ""
 
     @property
     @abstractmethod
     def spec(self) -> QuantSpec:
-        """What the matrix is made of."""
+        """The type of its values."""
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes it occupies now."""
+        """Bytes it occupies in memory now."""
 
     @abstractmethod
     def dequantize(self) -> Tensor:
-        """Its value: float32 ``[out, in]``, freshly made."""
+        """Its value, float32 ``[out, in]``, in a new tensor."""
 
     @abstractmethod
     def narrow(self, side: Side, start: int, count: int) -> Weight:
-        """Rows (``"out"``) or columns (``"in"``) ``start : start + count``, before ``bind``.
+        """Rows (``"out"``) or columns (``"in"``) ``start : start + count``; only before ``bind``.
 
-        :raises AlignmentError: when a cut along ``in`` falls inside a quantization group.
+        :raises AlignmentError: the range is outside the weight, or cuts a quantization group.
         """
 
     def joined(self, others: Sequence[Weight]) -> Weight | None:
-        """This weight above the others as one, where their layouts agree; else ``None``."""
+        """This weight and the others, concatenated along ``out``; ``None`` if layouts differ."""
         return None
 
     @abstractmethod
     def bind(self, ops: Ops, activation_bits: int = 8) -> None:
-        """Choose the kernel and hand the tensors to it. Once; ``matmul`` and ``rows`` need it.
+        """Choose the kernel and give it the tensors. Call once, before ``matmul``.
 
         ``activation_bits``: see :meth:`sdk.kernels.ops.Ops.linear`.
         """
 
     @abstractmethod
     def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """``x [M, in] -> x @ w.T [M, out]``, float32; into ``out`` (rows may be strided) or new."""
+        """``x [M, in] -> x @ w.T [M, out]``, float32; in ``out`` (rows may be strided) or new."""
 
     @abstractmethod
     def rows(self, ids: Tensor) -> Tensor:
@@ -86,11 +86,11 @@ class Weight(ABC):
 
     @abstractmethod
     def choices(self) -> list[Choice]:
-        """The kernel of each part; empty before ``bind``."""
+        """The chosen kernel of each part; empty before ``bind``."""
 
 
 class PackedWeight(Weight):
-    """What all single-layout weights share; the subclasses know how their layout may be cut."""
+    """A weight with a single layout; subclasses implement how it is cut along ``in``."""
 
     def __init__(self, layout: Layout) -> None:
         self.shape = layout.shape
@@ -123,7 +123,7 @@ class PackedWeight(Weight):
         return type(self)(self._narrow_in(start, count))
 
     def take_rows(self, start: int, count: int, step: int = 1) -> Weight:
-        """``count`` output rows, every ``step``-th from ``start`` on; before ``bind``."""
+        """``count`` output rows, every ``step``-th from ``start`` on; only before ``bind``."""
         return type(self)(slice_rows(self.layout, start, start + count * step, step))
 
     def joined(self, others: Sequence[Weight]) -> Weight | None:
@@ -149,7 +149,7 @@ class PackedWeight(Weight):
 
     @property
     def bound(self) -> BoundLinear:
-        """The weight in the hands of its kernel."""
+        """The weight bound to its kernel."""
         assert self._bound is not None, "bind() the weight first"
         return self._bound
 
@@ -166,7 +166,7 @@ class PackedWeight(Weight):
 
 
 class DenseWeight(PackedWeight):
-    """A plain matrix in the float type of its file."""
+    """A float matrix in the type of its file."""
 
     def __init__(self, layout: Layout) -> None:
         assert isinstance(layout, Dense)
@@ -218,7 +218,7 @@ class Float8Weight(PackedWeight):
 
 
 class AffineWeight(PackedWeight):
-    """Integers or indices of a table in groups along ``in``: see `sdk.kernels.layouts.Affine`."""
+    """Integers, or indices into a table, in groups along ``in`` (layouts.Affine)."""
 
     def __init__(self, layout: Layout) -> None:
         assert isinstance(layout, Affine)
@@ -267,7 +267,7 @@ class AffineWeight(PackedWeight):
 
 
 class BlockWeight(PackedWeight):
-    """GGUF blocks in the bytes of their file."""
+    """GGUF blocks, byte for byte as in their file."""
 
     def __init__(self, layout: Layout) -> None:
         assert isinstance(layout, Blocks)
@@ -289,9 +289,9 @@ class BlockWeight(PackedWeight):
 
 
 class StackedWeight(Weight):
-    """Unlike weights one above the other: their outputs are concatenated.
+    """Weights of different layouts whose outputs are concatenated.
 
-    This is how a fused q/k/v projection lives with a file that stores v at more bits.
+    For example a fused q/k/v projection of a file that stores v with more bits.
     """
 
     def __init__(self, parts: Sequence[Weight]) -> None:
@@ -361,13 +361,13 @@ class StackedWeight(Weight):
 
 
 def concat(weights: Sequence[Weight]) -> Weight:
-    """Weights one above the other as one: joined tensors where the layouts agree, else a stack.
+    """Weights concatenated along ``out``: one layout if they agree, else a :class:`StackedWeight`.
 
-    :raises AlignmentError: when the ``in`` features differ.
+    :raises AlignmentError: the numbers of ``in`` features differ.
     """
     widths = {weight.shape[1] for weight in weights}
     if len(widths) != 1:
-        raise AlignmentError(f"cannot join weights of different in features: {sorted(widths)}")
+        raise AlignmentError(f"cannot join weights with different in features: {sorted(widths)}")
     if len(weights) == 1:
         return weights[0]
     parts: list[Weight] = []
@@ -376,7 +376,7 @@ def concat(weights: Sequence[Weight]) -> Weight:
     whole = parts[0].joined(parts[1:])
     if whole is not None:
         return whole
-    runs: list[Weight] = []  # neighbours that agree: Q4_K_M has v in more bits than q and k
+    runs: list[Weight] = []  # neighbours that agree: Q4_K_M stores v with more bits than q and k
     for part in parts:
         joined = runs[-1].joined([part]) if runs else None
         if joined is None:
@@ -387,7 +387,7 @@ def concat(weights: Sequence[Weight]) -> Weight:
 
 
 def weight_of(layout: Layout) -> Weight:
-    """The weight class of a layout."""
+    """The weight of a layout, in the class for that layout."""
     match layout:
         case Dense():
             return DenseWeight(layout)

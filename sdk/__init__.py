@@ -48,10 +48,10 @@ if TYPE_CHECKING:
     from sdk.tokenizer import LLMTokenizer as LLMTokenizer
 
 __version__ = "0.1.0"
-#: By this the package ``embedlm`` knows ours from another project's ``sdk``.
+#: Tells the package ``embedlm`` that this ``sdk`` is ours, not another project's.
 __distribution__ = "embedlm"
 
-# Where each public name lives; __getattr__ imports the module when the name is first used.
+# The module of each public name; __getattr__ imports it when the name is first used.
 _EXPORTS = {
     "LLM": "sdk.llm",
     "AsyncLLM": "sdk.async_llm",

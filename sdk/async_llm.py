@@ -1,4 +1,4 @@
-"""``AsyncLLM``: the asyncio names of vLLM's async engine, as a view on an :class:`sdk.LLM`."""
+"""``AsyncLLM``: the method names of vLLM's async engine on top of an :class:`sdk.LLM`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class AsyncLLM:
-    """Awaitable methods over an :class:`LLM`; not a second engine.
+    """Async methods for an :class:`LLM`; not a second engine.
 
-    ``AsyncLLM(llm)`` shares ``llm`` and leaves closing to its owner; ``AsyncLLM("model.gguf")``
-    makes one (which blocks while it loads) and closes it.
+    ``AsyncLLM(llm)`` shares ``llm``, which its owner closes. ``AsyncLLM("model.gguf")`` creates
+    an LLM (this blocks while the model loads) and closes it.
     """
 
     @takes_options
@@ -40,7 +40,7 @@ class AsyncLLM:
         self.close()
 
     def close(self) -> None:
-        """Close the LLM if this view made it."""
+        """Close the LLM if this object created it."""
         if self._owned:
             self.llm.close()
 
@@ -53,15 +53,15 @@ class AsyncLLM:
         priority: int | None = None,
         **template: Any,
     ) -> AnswerStream:
-        """Stream one answer as vLLM does: every output holds all of the answer so far.
+        """Stream one answer as vLLM does: every output holds the whole answer so far.
 
-        ``SamplingParams(output_kind=...)`` asks for what is new alone (``DELTA``, as
-        :meth:`LLM.astream` gives), or for the last output (``FINAL_ONLY``). ``request_id`` is a
-        name for :meth:`abort`; without one the outputs have a number.
+        ``SamplingParams(output_kind=...)`` selects only the new text (``DELTA``, as in
+        :meth:`LLM.astream`) or only the last output (``FINAL_ONLY``). ``request_id`` is a name
+        for :meth:`abort`; by default requests are numbered.
 
-        :raises RequestError: at the call, a bad request or a ``request_id`` in use.
+        :raises RequestError: by the call itself: an invalid request or a ``request_id`` in use.
         """
-        return self.llm._astream(
+        return self.llm._calls.astream(
             "generate",
             prompt,
             sampling_params,

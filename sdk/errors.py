@@ -1,4 +1,4 @@
-"""Every exception a caller can meet, in one place. All derive from :class:`SdkError`."""
+"""All exceptions that callers may see. Each derives from :class:`SdkError`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from sdk.quant.errors import (
 
 
 class RequestError(SdkError, ValueError):
-    """A request cannot be accepted: the message names the parameter, its limit and its value."""
+    """A request or option is invalid: the message names the parameter, its limit and its value."""
 
 
 class OutOfMemoryError(SdkError, MemoryError):
-    """The memory budget is too small; lists the sums and three changes that would help."""
+    """The memory budget is too small; has a memory breakdown and three changes that would help."""
 
 
 class SnapshotError(SdkError):
@@ -24,15 +24,15 @@ class SnapshotError(SdkError):
 
 
 class EngineClosedError(SdkError, RuntimeError):
-    """The engine was closed, or is used in a forked child that does not own it."""
+    """The engine was closed, or is used in a forked child process that does not own it."""
 
 
 class EngineDeadError(SdkError, RuntimeError):
-    """A worker died or a step failed for good; every waiting request gets this error."""
+    """A worker died or a step failed; every waiting request gets this error."""
 
 
 class LoadCancelled(SdkError):
-    """``on_progress`` asked to stop loading; everything loaded so far was given back."""
+    """``on_progress`` returned ``False``; everything loaded so far was freed."""
 
 
 __all__ = [

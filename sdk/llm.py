@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
-import asyncio
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from sdk.engine.engine import Output
 from sdk.errors import RequestError
 from sdk.loading.load import load
-from sdk.loading.progress import reporting
 from sdk.memory.alternatives import plan, planned_config
-from sdk.memory.footprint import Footprint
+from sdk.memory.engine_memory import EngineMemory
 from sdk.memory.machine import release_free_memory
 from sdk.memory.plan import MemoryPlan
 from sdk.options import EngineOptions, engine_config, takes_options
 from sdk.outputs import EmbeddingOutput, RequestOutput, ScoringOutput
 from sdk.params import RequestOutputKind, SamplingParams
-from sdk.persistence.kept import Keeping
+from sdk.persistence.saved_prefixes import SavedPrefixes
 from sdk.persistence.snapshot import Snapshot
 from sdk.reports.explain import explain
 from sdk.reports.quant_report import QuantReport, quant_report
-from sdk.requests.async_stream import AnswerStream, DeferredJob
-from sdk.requests.conversations import ChatOptions, Message
-from sdk.requests.driver import Driver, Job
+from sdk.requests.async_stream import AnswerStream
+from sdk.requests.calls import Calls, as_text
+from sdk.requests.conversations import Message
+from sdk.requests.driver import Driver
 from sdk.requests.embedding import check_pairs, cosines, embedding_of
-from sdk.requests.jobs import JobMaker, ParamsLike, once_each, run_jobs
-from sdk.requests.mailboxes import AsyncMailbox, Collector, Mailbox
+from sdk.requests.jobs import JobMaker, ParamsLike
+from sdk.requests.mailboxes import Collector
 from sdk.requests.prompts import (
     Prompt,
     PromptLike,
@@ -41,26 +37,24 @@ from sdk.requests.prompts import (
 )
 from sdk.tokenizer import LLMTokenizer
 
-if TYPE_CHECKING:  # typing has it from Python 3.11 on
+if TYPE_CHECKING:  # in typing from Python 3.11 on
     from typing_extensions import Unpack
-
-T = TypeVar("T")
 
 
 class LLM:
     """A model loaded into this process, and the engine that serves it.
 
     ``model`` is a GGUF file, a folder with safetensors and ``config.json``, or a hub id. The
-    options are the fields of :class:`sdk.config.EngineConfig`; the ones to know are
+    options are the fields of :class:`sdk.config.EngineConfig`. The most important ones are
     ``memory="2GiB"`` (a hard budget for weights, KV cache and workspace), ``max_model_len``,
     ``num_threads`` and ``compute="exact"``.
 
     One object serves sync, async and streaming callers from any thread and any event loop. Use it
-    as a context manager, or call :meth:`close`; a forgotten one is closed when it is collected.
+    as a context manager, or call :meth:`close`; otherwise the garbage collector closes it.
     ``LLM(plan=plan)`` loads what :meth:`plan` planned, or one of its alternatives.
 
     :raises CheckpointError: the file is missing, damaged or of an unsupported kind.
-    :raises OutOfMemoryError: the budget cannot hold the model; nothing has been loaded then.
+    :raises OutOfMemoryError: the budget cannot hold the model; nothing has been loaded.
     :raises RequestError: an option has a bad value. :raises TypeError: an option is unknown.
     """
 
@@ -96,26 +90,27 @@ class LLM:
             results=loaded.results,
         )
         self._driver = Driver(loaded.engine, loaded.current)
+        self._calls = Calls(self._driver, self._jobs, self._reader, self.config.on_progress)
         self._collector = Collector()
-        self._keeping = Keeping(self._driver, loaded, self._jobs)
-        self._footprint = Footprint(self._driver, loaded)
+        self._prefixes = SavedPrefixes(self._driver, loaded, self._jobs)
+        self._memory = EngineMemory(self._driver, loaded)
         self._close = weakref.finalize(self, self._driver.close)
 
     @staticmethod
     @takes_options
     def plan(model: str | PathLike[str], **options: Unpack[EngineOptions]) -> MemoryPlan:
-        """What ``LLM(model, **options)`` would occupy and run, from the file's headers alone.
+        """Plan the memory of ``LLM(model, **options)`` from the file's headers alone.
 
-        A plan that does not fit has ``fits == False``, the sums in ``problem`` and what would fit
-        in ``alternatives``.
+        A plan that does not fit has ``fits == False``, the memory breakdown in ``problem`` and
+        options that fit in ``alternatives``.
         """
         return plan(engine_config(model, **options))
 
     def quantize(self, out: str | PathLike[str], scheme: str | None = None, **options: Any) -> Path:
-        """This model's checkpoint, quantized into ``out``: see :func:`sdk.quantize`."""
+        """Quantize this model's checkpoint into ``out``: see :func:`sdk.quantize`."""
         from sdk.loaders.hub import HubAccess
         from sdk.loaders.open import locate
-        from sdk.quantizing import quantize  # with the writers
+        from sdk.quantizing import quantize  # imports the writers
 
         config = self.config
         hub = HubAccess(config.revision, config.local_files_only, config.download_dir)
@@ -129,9 +124,9 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """End what is running and give back memory, threads and processes. Idempotent."""
+        """End all requests and give back memory, threads and processes. Idempotent."""
         try:
-            self._driver.close()  # again after an interrupt, which self._close would not do
+            self._driver.close()  # not self._close, which would not run again after an interrupt
         finally:
             self._close.detach()
             self._reader.close()
@@ -147,17 +142,17 @@ class LLM:
         priority: int | Sequence[int] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Complete prompts together and wait; one output per prompt, in their order.
+        """Complete all prompts and wait; returns one output per prompt, in their order.
 
-        ``sampling_params``: one for all or one each (default: the model's own).
-        Ctrl-C, or any exception here, aborts exactly this call's requests.
+        ``sampling_params``: one for all prompts or one for each (default: the model's own).
+        Ctrl-C, or any exception raised here, aborts this call's requests and no others.
 
-        :raises RequestError: before anything runs, when a prompt or parameter is not acceptable.
-        :raises EngineDeadError: when a worker died.
-        :raises EngineClosedError: on or after ``close``.
+        :raises RequestError: before anything runs, if a prompt or a parameter is invalid.
+        :raises EngineDeadError: a worker died.
+        :raises EngineClosedError: during or after ``close``.
         """
         read, params = self._jobs.read(prompts, sampling_params)
-        return self._run(read, params, priority, use_tqdm)
+        return self._calls.run(read, params, priority, use_tqdm)
 
     def chat(
         self,
@@ -168,32 +163,13 @@ class LLM:
         use_tqdm: bool = True,
         **template: Any,
     ) -> list[RequestOutput]:
-        """Like :meth:`generate` for one conversation or several, through the model's chat template.
+        """Like :meth:`generate`, for one or more conversations, through the model's chat template.
 
         ``template``: ``add_generation_prompt``, ``chat_template``, ``tools``,
         ``chat_template_kwargs``.
         """
         read, params = self._jobs.read_chats("chat", messages, sampling_params, template)
-        return self._run(read, params, priority, use_tqdm)
-
-    def _run(
-        self,
-        prompts: Sequence[Prompt],
-        params: Sequence[SamplingParams],
-        priority: int | Sequence[int] | None,
-        use_tqdm: bool,
-    ) -> list[RequestOutput]:
-        mailbox = Mailbox()
-        finals = once_each(params, _final)
-        jobs = self._jobs.make(prompts, finals, mailbox, priority=priority)
-        return [_text(o) for o in self._wait(jobs, mailbox, "generate", use_tqdm)]
-
-    def _wait(
-        self, jobs: Sequence[Job], mailbox: Mailbox, stage: str, use_tqdm: bool
-    ) -> list[Output]:
-        bar = use_tqdm and len(jobs) > 1
-        with reporting(stage, "request", self.config.on_progress, bar=bar) as report:
-            return run_jobs(self._driver, jobs, mailbox, report)
+        return self._calls.run(read, params, priority, use_tqdm)
 
     # ---- streams ---------------------------------------------------------------------------------
 
@@ -207,49 +183,10 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Yield the answer to one prompt or conversation piece by piece; ``text`` is the new part.
 
-        With ``output_kind=FINAL_ONLY`` the whole answer comes at its end. The request starts at
-        once. Leaving the loop early aborts it.
+        ``output_kind=FINAL_ONLY`` yields the whole answer once, at its end. The request starts
+        right away. Leaving the loop early aborts it.
         """
-        job = self._stream_job("stream", prompt, sampling_params, priority, template)
-        reader = self._read_stream(job)
-        next(reader)  # submits; from here on dropping the reader, even unread, aborts the request
-        return reader
-
-    def _read_stream(self, job: Job) -> Iterator[Any]:
-        finished, mailbox = False, Mailbox()
-        try:
-            self._driver.submit([replace(job, listener=mailbox)])
-            yield None
-            while not finished:
-                output = _text(mailbox.get())
-                finished = output.finished
-                yield output
-        finally:
-            if not finished:
-                self._driver.abort([job.request_id])
-
-    def _stream_job(
-        self,
-        method: str,
-        prompt: Any,
-        sampling_params: SamplingParams | None,
-        priority: int | None,
-        template: Mapping[str, Any],
-        *,
-        request_id: str | None = None,
-        kind: RequestOutputKind = RequestOutputKind.DELTA,
-    ) -> Job:
-        """The job of one stream, without a listener that anybody reads.
-
-        Outputs are of ``kind``, unless the parameters ask for the last alone.
-        """
-        params = self._jobs.params(sampling_params, 1)[0]
-        read = self._reader.read_one(method, prompt, params, template)
-        if params.output_kind is RequestOutputKind.CUMULATIVE:
-            params = params.clone(output_kind=kind)
-        return self._jobs.make(
-            [read], [params], Mailbox(), priority=priority, request_ids=request_id
-        )[0]
+        return self._calls.stream(prompt, sampling_params, priority, template)
 
     # ---- async twins -----------------------------------------------------------------------------
 
@@ -262,10 +199,12 @@ class LLM:
     ) -> list[RequestOutput]:
         """:meth:`generate` for an event loop; cancelling the task aborts its requests.
 
-        Long prompts are read in a thread, so that the loop goes on meanwhile.
+        Long prompts are tokenized in a thread, so that the loop goes on meanwhile.
         """
-        read, params = await self._read_aside(prompts, self._jobs.read, prompts, sampling_params)
-        return await self._arun(read, params, priority)
+        read, params = await self._calls.read_without_blocking(
+            prompts, self._jobs.read, prompts, sampling_params
+        )
+        return await self._calls.arun(read, params, priority)
 
     async def achat(
         self,
@@ -276,38 +215,10 @@ class LLM:
         **template: Any,
     ) -> list[RequestOutput]:
         """:meth:`chat` for an event loop."""
-        read, params = await self._read_aside(
+        read, params = await self._calls.read_without_blocking(
             messages, self._jobs.read_chats, "achat", messages, sampling_params, template
         )
-        return await self._arun(read, params, priority)
-
-    async def _read_aside(self, prompts: Any, read: Callable[..., T], *arguments: Any) -> T:
-        """What ``read`` returns; called in a thread where ``prompts`` are long."""
-        self._driver.check_usable()
-        if self._reader.is_short(prompts):
-            return read(*arguments)
-        return await asyncio.to_thread(read, *arguments)
-
-    async def _arun(
-        self,
-        prompts: Sequence[Prompt],
-        params: Sequence[SamplingParams],
-        priority: int | Sequence[int] | None,
-    ) -> list[RequestOutput]:
-        mailbox = AsyncMailbox()
-        finals = once_each(params, _final)
-        jobs = self._jobs.make(prompts, finals, mailbox, priority=priority)
-        done: dict[str, Output] = {}
-        try:
-            self._driver.submit(jobs)
-            while len(done) < len(jobs):
-                output = await mailbox.get()
-                if output.finished:
-                    done[output.request_id] = output
-        except BaseException:
-            self._driver.abort(job.request_id for job in jobs)
-            raise
-        return [_text(done[job.request_id]) for job in jobs]
+        return await self._calls.arun(read, params, priority)
 
     def astream(
         self,
@@ -319,26 +230,11 @@ class LLM:
     ) -> AnswerStream:
         """:meth:`stream` for an event loop: ``async for piece in llm.astream(...)``.
 
-        The call refuses a bad request; the request starts with the first piece. A long prompt is
-        read in a thread with the first piece, or by ``stream = await llm.astream(...)``.
+        The call itself rejects an invalid request. The request starts when the first piece is
+        awaited. A long prompt is tokenized and checked in a thread, with the first piece or by
+        ``stream = await llm.astream(...)``.
         """
-        return self._astream("astream", prompt, sampling_params, priority, template)
-
-    def _astream(
-        self,
-        method: str,
-        prompt: Any,
-        sampling_params: SamplingParams | None,
-        priority: int | None,
-        template: Mapping[str, Any],
-        **how: Any,
-    ) -> AnswerStream:
-        """``how``: see :meth:`_stream_job`."""
-        self._driver.check_usable()
-        ChatOptions.of(method, template)
-        self._jobs.params(sampling_params, 1)
-        make = partial(self._stream_job, method, prompt, sampling_params, priority, template, **how)
-        return AnswerStream(self._driver, DeferredJob(make, at_once=self._reader.is_short(prompt)))
+        return self._calls.astream("astream", prompt, sampling_params, priority, template)
 
     # ---- stepping by hand ------------------------------------------------------------------------
 
@@ -354,32 +250,32 @@ class LLM:
         """Queue prompts or conversations and return their request ids at once.
 
         Nothing runs until :meth:`step`, :meth:`pump` or :meth:`wait_for_completion` is called (or
-        another call keeps the engine running). ``request_id``: ids of your own, one for each
-        prompt. ``template``: for conversations, as for :meth:`chat`.
+        another call keeps the engine running). ``request_id``: your own ids, one for each
+        prompt. ``template``: for conversations, as in :meth:`chat`.
 
-        :raises RequestError: also when an id is that of a request that is unfinished or whose
-            last output was not collected.
+        :raises RequestError: an invalid request, or an id that belongs to a request that is
+            unfinished or whose last output has not been collected.
         """
         read, params = self._jobs.read_mixed("enqueue", prompts, sampling_params, template)
-        jobs = self._jobs.make(
-            read, params, self._collector, priority=priority, request_ids=request_id
-        )
+        jobs = self._jobs.make(read, params, priority=priority, request_ids=request_id)
         deltas = {job.request_id: job.params.output_kind is RequestOutputKind.DELTA for job in jobs}
-        self._collector.expect(deltas, lambda: self._driver.submit(jobs, run=False))
+        self._collector.expect(
+            deltas, lambda: self._driver.submit(jobs, self._collector, run=False)
+        )
         return list(deltas)
 
     def wait_for_completion(self) -> list[RequestOutput]:
-        """Finish everything enqueued so far; final outputs in the order of enqueueing.
+        """Finish all requests enqueued so far; final outputs in the order of enqueueing.
 
-        What other threads enqueue meanwhile is left for the next call. When a request fails, its
-        error is raised and the next call returns the others. Ctrl-C aborts what is waited for; the
-        next call returns what was generated until then.
+        Requests that other threads enqueue meanwhile are left for the next call. If a request
+        fails, its error is raised and the next call returns the others. Ctrl-C aborts the
+        requests; the next call returns what they had generated.
         """
         self._driver.check_usable()
         requests = self._collector.expected()
         self._driver.run(requests)
         try:
-            return [_text(output) for output in self._collector.wait(requests)]
+            return [as_text(output) for output in self._collector.wait(requests)]
         except BaseException:
             self._driver.abort(requests)
             raise
@@ -387,21 +283,21 @@ class LLM:
     def step(self) -> list[RequestOutput]:
         """Run one engine step in this thread; return the new outputs of enqueued requests.
 
-        Steps of other threads may have produced some of them. What those threads wait for
-        themselves is not returned here. Raises what a request failed with, when there is nothing
-        else to return. What a signal handler raises in the middle of a step may end the engine.
+        Some outputs may come from steps of other threads. Outputs that other threads wait for are
+        not returned here. If there is nothing to return and a request has failed, its error is
+        raised. An exception of a signal handler in the middle of a step may end the engine.
         """
         self._driver.check_usable()
         self._driver.step()
-        return [_text(output) for output in self._collector.take()]
+        return [as_text(output) for output in self._collector.take()]
 
     def pump(self, max_ms: float) -> list[RequestOutput]:
-        """Step for about ``max_ms`` milliseconds, for a host with a frame to draw.
+        """Run steps for about ``max_ms`` milliseconds, for a host that draws frames.
 
-        Runs as many steps as are expected to end in time, with as much of a waiting prompt as fits:
-        what a step takes is learnt from those before, the first are small. At least one step runs
-        when there is work, unless another thread is in one all the time; returns early when there
-        is none. A step in progress is not interrupted.
+        Runs as many steps as should end in time, with as much of a waiting prompt as fits. The
+        time of a step is predicted from the steps before; the first steps are small. At least one
+        step runs if there is work, unless another thread is always inside a step. Returns early
+        when there is no work. A step in progress is not interrupted.
 
         :raises RequestError: ``max_ms`` is negative or not a number.
         """
@@ -409,7 +305,7 @@ class LLM:
             raise RequestError(f"pump: expected max_ms of at least 0, found {max_ms!r:.80}")
         self._driver.check_usable()
         self._driver.pump(max_ms / 1000)
-        return [_text(output) for output in self._collector.take()]
+        return [as_text(output) for output in self._collector.take()]
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -420,7 +316,7 @@ class LLM:
         """End requests with ``finish_reason="abort"``; unknown and finished ids are ignored."""
         self._driver.abort([request_id] if isinstance(request_id, str) else request_id)
 
-    # ---- prefixes that stay ----------------------------------------------------------------------
+    # ---- saved prefixes --------------------------------------------------------------------------
 
     def snapshot(
         self,
@@ -429,19 +325,20 @@ class LLM:
         request_id: str | None = None,
         **template: Any,
     ) -> Snapshot:
-        """The keys and values of a prompt, a conversation or an unfinished request, to save.
+        """Copy the keys and values of a prompt, a conversation or an unfinished request.
 
-        What is not cached of a prompt is computed. Whole pages are taken: up to ``block_size - 1``
-        tokens at the end are left out.
+        Parts of the prompt that are not cached are computed. Only whole pages are copied: up to
+        ``block_size - 1`` tokens at the end are left out.
 
-        :raises RequestError: neither or both are given, less than a page, an unknown request.
-        :raises OutOfMemoryError: the KV cache cannot hold the prompt beside what runs.
+        :raises RequestError: neither or both arguments are given, the prompt is shorter than a
+            page, or the request is unknown.
+        :raises OutOfMemoryError: the KV cache cannot hold the prompt next to the running requests.
         """
         if (prompt is None) == (request_id is None):
             raise RequestError("snapshot: expected either a prompt or a request_id")
         if request_id is not None:
-            return self._keeping.snapshot_of(request_id)
-        return self._keeping.snapshot(self._read_one("snapshot", prompt, template))
+            return self._prefixes.snapshot_of(request_id)
+        return self._prefixes.snapshot(self._read_one("snapshot", prompt, template))
 
     def restore(
         self,
@@ -450,30 +347,31 @@ class LLM:
         cache_salt: str | None = None,
         pin: bool = False,
     ) -> int:
-        """Put a snapshot or a saved one into the prefix cache, between two steps.
+        """Put a snapshot, or a saved one, into the prefix cache between two steps.
 
-        How many tokens of its prompt are in the cache now: without ``pin`` as many as there are
-        pages that nobody holds, and only until others need them.
+        Returns how many tokens of its prompt are in the cache now. Without ``pin`` only free pages
+        are used, and they are evicted when requests need them.
 
-        :raises SnapshotError: it is damaged, or of another model. :raises OutOfMemoryError: it is
-            to be pinned and does not fit; the sums.
+        :raises SnapshotError: it is damaged, or belongs to another model.
+        :raises OutOfMemoryError: it cannot be pinned because it does not fit; with a breakdown.
         """
-        return self._keeping.restore(snapshot, cache_salt, pin=pin)
+        return self._prefixes.restore(snapshot, cache_salt, pin=pin)
 
     def pin(self, prompt: PromptLike | Sequence[Message], **template: Any) -> int:
-        """Keep the whole pages of a prompt in the cache until :meth:`unpin`, computing them if need
-        be; how many tokens. Their pages are not there for others.
+        """Keep the whole pages of a prompt in the cache until :meth:`unpin`, computed if needed.
 
-        :raises OutOfMemoryError: what would be left is too little, with the sums.
+        Returns how many tokens they hold. Requests cannot use these pages for anything else.
+
+        :raises OutOfMemoryError: too few pages would be left; with a breakdown.
         """
-        return self._keeping.pin(self._read_one("pin", prompt, template))
+        return self._prefixes.pin(self._read_one("pin", prompt, template))
 
     def unpin(self, prompt: PromptLike | Sequence[Message], **template: Any) -> bool:
-        """Give up the pin of this very prompt or snapshot's tokens. ``False``: there is none."""
-        return self._keeping.unpin(self._read_one("unpin", prompt, template))
+        """Remove the pin of exactly this prompt, or of a snapshot's tokens. ``False``: no pin."""
+        return self._prefixes.unpin(self._read_one("unpin", prompt, template))
 
     def _read_one(self, method: str, prompt: Any, template: Mapping[str, Any]) -> Prompt:
-        """One prompt or, through the template without an opening for the answer, conversation."""
+        """Read one prompt or conversation; the latter without the opening of an answer."""
         if is_conversation(prompt):
             template = {"add_generation_prompt": False, **template}
         return self._reader.read_one(method, prompt, self._default_params, template)
@@ -482,42 +380,42 @@ class LLM:
 
     @property
     def memory_plan(self) -> MemoryPlan:
-        """What this LLM may take."""
-        return self._footprint.plan
+        """The memory this LLM may use."""
+        return self._memory.plan
 
     def trim(self) -> None:
-        """Forget cached prefixes and return the memory of all KV pages that nobody uses."""
-        self._footprint.trim()
+        """Forget cached prefixes and give back the memory of all unused KV pages."""
+        self._memory.trim()
 
     def resize(self, memory: int | str) -> MemoryPlan:
-        """Another budget while requests run: fewer or more KV pages, up to four times as many.
+        """Change the budget while requests run: fewer or more KV pages, up to four times as many.
 
         Requests that lose their pages start over when there is room, with the same answers.
+        After an error nothing has changed.
 
-        :raises OutOfMemoryError: not even a page fits, or the machine has less. :raises
-            RequestError: an unfinished request or the pinned prefixes need more. Nothing has
-            changed then.
+        :raises OutOfMemoryError: not even one page fits, or the machine has too little memory.
+        :raises RequestError: an unfinished request or the pinned prefixes need more.
         """
-        return self._footprint.resize(memory)
+        return self._memory.resize(memory)
 
     def sleep(self, level: int = 1) -> None:
-        """Give memory back for a while: level 1 the KV cache, 2 the weights too.
+        """Give memory back for a while: level 1 the KV cache, level 2 the weights too.
 
-        Requests are refused until :meth:`wake_up`, which reads the weights again.
+        Requests are rejected until :meth:`wake_up`.
 
-        :raises RequestError: requests are unfinished, another level.
+        :raises RequestError: requests are unfinished, or ``level`` is neither 1 nor 2.
         """
-        self._footprint.sleep(level)
+        self._memory.sleep(level)
 
     def wake_up(self) -> None:
-        """Serve again; no effect on one that does not sleep.
+        """Accept requests again; no effect unless it sleeps.
 
-        After ``sleep(2)`` the weights are read from the model's files again.
+        After ``sleep(2)`` this reads the weights from the model's files again.
 
-        :raises CheckpointError: the files are not those it was loaded from; it stays asleep.
-        :raises OutOfMemoryError: its memory pool has no room for it now.
+        :raises CheckpointError: the files have changed since it was loaded; it stays asleep.
+        :raises OutOfMemoryError: its memory pool has too little free memory now.
         """
-        self._runner = weakref.ref(self._footprint.wake_up())
+        self._runner = weakref.ref(self._memory.wake_up())
 
     # ---- embeddings ------------------------------------------------------------------------------
 
@@ -528,19 +426,21 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
     ) -> list[EmbeddingOutput]:
-        """The last token's hidden state of each prompt after the final norm, scaled to length 1."""
+        """Each prompt's last hidden state after the final norm, scaled to length 1."""
         params = SamplingParams(truncate_prompt_tokens=truncate_prompt_tokens)
         read = [self._reader.read(item, params, room=0) for item in as_list(prompts)]
-        mailbox = Mailbox()
-        jobs = self._jobs.make(read, [params] * len(read), mailbox, kind="embed")
-        return [embedding_of(o) for o in self._wait(jobs, mailbox, "embed", use_tqdm)]
+        jobs = self._jobs.make(read, [params] * len(read), kind="embed")
+        return [embedding_of(o) for o in self._calls.wait(jobs, "embed", use_tqdm)]
 
     def score(
         self,
         data_1: PromptLike | Sequence[PromptLike],
         data_2: PromptLike | Sequence[PromptLike],
     ) -> list[ScoringOutput]:
-        """Cosine of embeddings, pair by pair; one ``data_1`` may meet many ``data_2``."""
+        """Cosines of embeddings, pair by pair; one ``data_1`` may be compared with many ``data_2``.
+
+        :raises RequestError: the lengths do not match.
+        """
         left, right = as_list(data_1), as_list(data_2)
         check_pairs(len(left), len(right))
         embedded = self.embed([*left, *right], use_tqdm=False)
@@ -549,7 +449,7 @@ class LLM:
     # ---- information -----------------------------------------------------------------------------
 
     def explain(self) -> str:
-        """What runs where and why: memory, kernels per layer, and why faster ones declined."""
+        """What runs where and why: memory, each layer's kernel, and why faster ones reject it."""
         self._driver.check_usable()
         runner = self._runner()
         assert runner is not None
@@ -557,7 +457,7 @@ class LLM:
         return explain(*facts, runner, self.load_warnings)
 
     def quant_report(self) -> QuantReport:
-        """Format, bits, bytes and kernel of every linear layer, and why no faster one took it."""
+        """Format, bits, bytes and kernel of every linear layer, and why faster ones reject it."""
         self._driver.check_usable()
         runner = self._runner()
         assert runner is not None
@@ -569,26 +469,20 @@ class LLM:
         return self._driver.metrics()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached and pinned prefixes; always possible, so always ``True``."""
+        """Forget all cached and pinned prefixes. Always succeeds, so always ``True``."""
         self._driver.check_usable()
-        return self._keeping.forget()
+        return self._prefixes.forget()
 
     def get_tokenizer(self) -> LLMTokenizer:
-        """The model's tokenizer, by transformers' names. :raises RequestError: it has none."""
+        """The model's tokenizer with transformers' calls. :raises RequestError: it has none."""
         self._driver.check_usable()
         if self._reader.tokenizer is None:
-            raise RequestError("this LLM has no tokenizer")
+            raise RequestError(
+                "this LLM has no tokenizer: load it with tokenizer=FOLDER, and without "
+                "skip_tokenizer_init"
+            )
         return LLMTokenizer(self._reader.tokenizer)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What a call without ``sampling_params`` uses; ``explain()`` says who chose it."""
+        """The parameters of a call without ``sampling_params``; ``explain()`` names the source."""
         return self._default_params
-
-
-def _final(params: SamplingParams) -> SamplingParams:
-    return params.clone(output_kind=RequestOutputKind.FINAL_ONLY)
-
-
-def _text(output: Output) -> RequestOutput:
-    assert isinstance(output, RequestOutput)
-    return output

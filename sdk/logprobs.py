@@ -1,9 +1,9 @@
-"""Log-probabilities of one position: read like a dict, kept as arrays.
+"""Log-probabilities of one position: read like a dict, stored as arrays.
 
-A ``Logprob`` object with its place in a dict takes 230 bytes and 0.5 us of the engine's thread: for
-a whole vocabulary of 49,152 tokens that is 11 MiB and 25 ms per position. A :class:`Logprobs` keeps
-12 bytes per token, or 4 where it holds the whole vocabulary, and makes the objects when somebody
-reads them, in the reader's thread.
+A ``Logprob`` object in a dict takes 230 bytes and 0.5 us of the engine's thread: for a whole
+vocabulary of 49,152 tokens that is 11 MiB and 25 ms per position. A :class:`Logprobs` stores
+12 bytes per token, or 4 if it holds the whole vocabulary, and creates the objects when they are
+read, in the reader's thread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float32]
     Ints = NDArray[np.int32]
 
-#: ``repr`` shows so many tokens.
+#: Tokens that ``repr`` shows.
 _SHOWN = 3
 
 
@@ -35,13 +35,13 @@ class Logprob:
 
 
 class Texts(Protocol):
-    """Token id -> its text on its own."""
+    """Token id -> text of that single token."""
 
     def __getitem__(self, token_id: int, /) -> str | None: ...
 
 
 class Decoder(Texts, Protocol):
-    """Texts that are made when asked for; pickles hold them listed instead."""
+    """Texts that are decoded on demand; a pickle holds a list of them instead."""
 
     def listed(self, count: int, /) -> tuple[str | None, ...]:
         """The texts of ids 0 to ``count - 1``; the same tuple for the same ``count``."""
@@ -50,8 +50,8 @@ class Decoder(Texts, Protocol):
 class Logprobs(Mapping[int, Logprob]):
     """Token id -> :class:`Logprob` at one position, best first; read-only.
 
-    Behaves as the dict of the same entries and equals it. Tokens that were asked for by id, and the
-    chosen one, follow the best ones. ``decoded_token`` is made when it is read.
+    Behaves like a dict of the same entries and is equal to it. After the best tokens come those
+    requested by id and the chosen one. ``decoded_token`` is decoded when it is read.
     """
 
     __slots__ = ("_ids", "_logits", "_offset", "_ranks", "_texts")
@@ -64,8 +64,8 @@ class Logprobs(Mapping[int, Logprob]):
         offset: float,
         texts: Texts | None = None,
     ) -> None:
-        """``log p = logit - offset``. Without ``ids``, entry ``i`` is token ``i`` of the whole
-        vocabulary, and its rank follows from the logits."""
+        """``log p = logit - offset``. All arrays have one entry per token. If ``ids`` is None,
+        entry ``i`` is token ``i`` of the whole vocabulary, and the logits give its rank."""
         self._ids = ids
         self._logits = logits
         self._ranks = ranks
@@ -78,7 +78,7 @@ class Logprobs(Mapping[int, Logprob]):
 
     @property
     def nbytes(self) -> int:
-        """What its arrays take."""
+        """Bytes of its arrays."""
         return sum(x.nbytes for x in (self._ids, self._logits, self._ranks) if x is not None)
 
     def __len__(self) -> int:
@@ -103,7 +103,7 @@ class Logprobs(Mapping[int, Logprob]):
         return _Values(self)
 
     def entries(self) -> Iterator[tuple[int, Logprob]]:
-        """All of them in order, made one after the other."""
+        """All entries, best first, created one by one."""
         order = self._order()
         if self._ids is None:
             logits, ranks = self._logits[order], range(1, len(order) + 1)
@@ -118,7 +118,7 @@ class Logprobs(Mapping[int, Logprob]):
             return NotImplemented
         return len(self) == len(other) and dict(self.entries()) == dict(other.items())
 
-    __hash__ = None  # type: ignore[assignment]  # as of a dict
+    __hash__ = None  # type: ignore[assignment]  # like a dict
 
     def __repr__(self) -> str:
         shown = [f"{i}: {entry!r}" for i, entry in islice(self.entries(), _SHOWN)]
@@ -139,18 +139,18 @@ class Logprobs(Mapping[int, Logprob]):
         return place if self._ids is None else int(self._ids[place])
 
     def _place(self, token_id: object) -> int | None:
-        """Where a token's entry is; None: there is none."""
+        """The index of a token's entry; None if it has none."""
         try:
-            wanted = operator.index(token_id)  # type: ignore[arg-type]
+            given = operator.index(token_id)  # type: ignore[arg-type]
         except TypeError:
             return None
         if self._ids is None:
-            return wanted if 0 <= wanted < len(self._logits) else None
-        found = (self._ids == wanted).nonzero()[0]
+            return given if 0 <= given < len(self._logits) else None
+        found = (self._ids == given).nonzero()[0]
         return int(found[0]) if len(found) else None
 
     def _rank(self, place: int) -> int:
-        """By logit and then by id."""
+        """Ranks are ordered by logit, then by id."""
         if self._ranks is not None:
             return int(self._ranks[place])
         logits = self._logits
@@ -158,10 +158,10 @@ class Logprobs(Mapping[int, Logprob]):
         return int((logits > value).sum() + (logits[:place] == value).sum()) + 1
 
     def _order(self) -> Ints:
-        """The ids, best first. Of the whole vocabulary the ranks are kept, not to sort again."""
+        """The ids, best first. For the whole vocabulary the ranks are cached after one sort."""
         if self._ids is not None:
             return self._ids
-        import numpy as np  # not with this module: parameters and plans do without
+        import numpy as np  # imported late: parameters and plans do not need it
 
         from sdk.sampling.rows import sort_keys
 

@@ -1,7 +1,7 @@
-"""The keywords of ``LLM(...)``: named for editors and type checkers, and made into a config.
+"""The keywords of ``LLM(...)``: typed for editors and type checkers, and turned into a config.
 
-:class:`EngineOptions` names them once for static tools; a test compares it with the fields of
-:class:`~sdk.config.EngineConfig`, which hold the defaults and the checks.
+:class:`EngineOptions` declares them for static tools. A test compares it with the fields of
+:class:`~sdk.config.EngineConfig`, which has the defaults and the checks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class EngineOptions(TypedDict, total=False):
-    """What ``LLM``, ``LLM.plan`` and ``AsyncLLM`` take besides a model: see ``docs/api.md``."""
+    """Options of ``LLM``, ``LLM.plan`` and ``AsyncLLM``: see ``docs/api.md``."""
 
     filename: str | None
     tokenizer: str | os.PathLike[str] | None
@@ -70,12 +70,12 @@ class EngineOptions(TypedDict, total=False):
 
 
 def engine_config(model: object, **options: Any) -> EngineConfig:
-    """The config behind the keywords of a call. ``None`` means the default.
+    """The config for the keywords of a call. ``None`` means the default.
 
-    :raises TypeError: an unknown keyword; names ours or the nearest one.
-    :raises RequestError: a bad value.
+    :raises TypeError: an unknown keyword; suggests our name for it or the closest one.
+    :raises RequestError: an invalid value.
     """
-    # Handed on as **options all the way: so far Jedi, which knows no Unpack, finds the names.
+    # Passed on as **options everywhere, so that Jedi, which does not know Unpack, finds the names.
     known = {field.name: field for field in fields(EngineConfig) if field.name != "model"}
     for name, value in list(options.items()):
         if name in known:
@@ -92,7 +92,7 @@ def engine_config(model: object, **options: Any) -> EngineConfig:
 
 
 def takes_options(function: _Function) -> _Function:
-    """Have ``inspect.signature``, and so notebooks, show the options in place of ``**options``."""
+    """Make ``inspect.signature``, and so notebooks, show the options instead of ``**options``."""
     signature = inspect.signature(function)
     shown = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     types = EngineOptions.__annotations__
@@ -112,5 +112,5 @@ def takes_options(function: _Function) -> _Function:
 
 
 def _text(annotation: Any) -> Any:
-    """A TypedDict keeps the texts of postponed annotations as forward references."""
+    """The text of an annotation, which a TypedDict stores as a forward reference."""
     return getattr(annotation, "__forward_arg__", annotation)

@@ -1,4 +1,4 @@
-"""What other libraries call things, and what they are here. ``docs/api.md`` has the same table."""
+"""Option names of other libraries, and what to use here. ``docs/api.md`` has the same table."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from sdk.errors import RequestError
-from sdk.quant.shown import shown
+from sdk.quant.safe_repr import safe_repr
 
-#: Accepted whatever the value: it says how another engine works inside, not what it answers.
+#: Any value is accepted: the option is about another engine's internals, not about its answers.
 _ANY = object()
 
 
 @dataclass(frozen=True, slots=True)
 class OtherName:
-    """``here`` is what to write instead; values in ``off`` ask for what is so here anyway."""
+    """``here``: what to write instead. ``off``: values that match our behaviour anyway."""
 
     here: str
     off: tuple[object, ...] = ()
@@ -38,13 +38,13 @@ ENGINE: dict[str, OtherName] = {
         ("auto", "generate", "pooling"),
     ),
     "convert": OtherName("every model can embed; leave it unset", ("auto", "none", "embed")),
-    "model_impl": OtherName("own code is used where there is some", ("auto",)),
-    "config_format": OtherName("the format is recognized", ("auto", "hf", "mistral")),
+    "model_impl": OtherName("this library's own model code is used if it has any", ("auto",)),
+    "config_format": OtherName("the format is detected", ("auto", "hf", "mistral")),
     "stream_interval": OtherName("every token is streamed", (1,)),
     "logprobs_mode": OtherName("log-probabilities are the model's own", ("raw_logprobs",)),
     "enable_prompt_embeds": OtherName("prompts are text or token ids", (False,)),
     "num_scheduler_steps": OtherName("every step is scheduled", (1,)),
-    "cpu_offload_gb": OtherName("use disk_offload='4GiB', on a GPU cpu_offload='4GiB'", (0,)),
+    "cpu_offload_gb": OtherName("use disk_offload='4GiB', or cpu_offload='4GiB' on a GPU", (0,)),
     "async_scheduling": OtherName("", (_ANY,)),
     "disable_cascade_attn": OtherName("", (_ANY,)),
     "disable_custom_all_reduce": OtherName("", (_ANY,)),
@@ -66,16 +66,16 @@ ENGINE: dict[str, OtherName] = {
     "preemption_mode": OtherName("use swap_space= to keep pages", ("recompute",)),
     "limit_mm_per_prompt": OtherName("models read text only"),
     # llama-cpp-python
-    "model_path": OtherName("the file is the first argument, model"),
+    "model_path": OtherName("pass the file as the first argument, model"),
     "n_ctx": OtherName("use max_model_len (default: the model's own context)"),
     "n_batch": OtherName("use max_num_batched_tokens"),
     "n_ubatch": OtherName("use max_num_batched_tokens"),
     "n_threads": OtherName("use num_threads"),
     "n_threads_batch": OtherName("use num_threads"),
-    "n_gpu_layers": OtherName("use device='cuda', and cpu_offload for what does not fit", (0,)),
+    "n_gpu_layers": OtherName("use device='cuda', and cpu_offload if the model is too large", (0,)),
     "main_gpu": OtherName("make the LLM inside `with torch.cuda.device(...)`", (0,)),
-    "tensor_split": OtherName("one GPU is used"),
-    "split_mode": OtherName("one GPU is used"),
+    "tensor_split": OtherName("only one GPU is used"),
+    "split_mode": OtherName("only one GPU is used"),
     "type_k": OtherName("use kv_cache_dtype, such as 'int8' or 'k8v4'"),
     "type_v": OtherName("use kv_cache_dtype, such as 'int8' or 'k8v4'"),
     "flash_attn": OtherName("", (_ANY,)),
@@ -89,28 +89,28 @@ ENGINE: dict[str, OtherName] = {
     "verbose": OtherName("use logging.getLogger('sdk'), and explain()", (False,)),
     "draft_model": OtherName("speculative decoding is not available in this release"),
     # transformers
-    "pretrained_model_name_or_path": OtherName("the model is the first argument, model"),
+    "pretrained_model_name_or_path": OtherName("pass the model as the first argument, model"),
     "device_map": OtherName("use device='cuda'", ("auto", "cpu")),
     "torch_dtype": OtherName("use dtype"),
     "load_in_4bit": OtherName("use quantization='int4'", (False,)),
     "load_in_8bit": OtherName("use quantization='int8'", (False,)),
     "quantization_config": OtherName("use quantization='int4' or 'int8'"),
-    "attn_implementation": OtherName("explain() says which kernels run"),
+    "attn_implementation": OtherName("kernels are chosen automatically; explain() lists them"),
     "low_cpu_mem_usage": OtherName("", (_ANY,)),
     "max_memory": OtherName("use memory='2GiB'"),
     "offload_folder": OtherName("use disk_offload='auto' and disk_offload_path"),
     "cache_dir": OtherName("use download_dir"),
     "token": OtherName("log in once with `hf auth login`, or set HF_TOKEN"),
-    "use_safetensors": OtherName("pickles are never opened", (True,)),
+    "use_safetensors": OtherName("pickle files are never opened", (True,)),
 }
 
 #: Parameters of transformers' generate, of llama-cpp-python's calls and of OpenAI's API.
 SAMPLING: dict[str, str] = {
     "max_new_tokens": "use max_tokens",
     "max_completion_tokens": "use max_tokens",
-    "max_length": "use max_tokens, which counts the answer alone",
+    "max_length": "use max_tokens, which counts only the answer",
     "min_new_tokens": "use min_tokens",
-    "do_sample": "temperature=0 always takes the likeliest token, a higher one samples",
+    "do_sample": "use temperature: 0 always takes the most likely token, a higher one samples",
     "num_return_sequences": "use n",
     "num_beams": "beam search is not available in this release",
     "use_beam_search": "beam search is not available in this release",
@@ -118,9 +118,9 @@ SAMPLING: dict[str, str] = {
     "early_stopping": "beam search is not available in this release",
     "stop_strings": "use stop",
     "stopping_criteria": "use stop, stop_token_ids or stop_regex",
-    "eos_token_id": "use stop_token_ids; the model's own end an answer anyway",
+    "eos_token_id": "use stop_token_ids; the model's own EOS tokens always end an answer",
     "pad_token_id": "prompts are not padded",
-    "bad_words_ids": "use bad_words, which are texts",
+    "bad_words_ids": "use bad_words, a list of strings",
     "repeat_penalty": "use repetition_penalty",
     "temp": "use temperature",
     "penalty_alpha": "contrastive search is not available in this release",
@@ -136,9 +136,9 @@ SAMPLING: dict[str, str] = {
 
 
 def without_effect(name: str, value: Any) -> bool:
-    """Whether an option that is none of ours asks for nothing that is not so here anyway.
+    """Whether another library's option, with this value, matches our behaviour anyway.
 
-    :raises RequestError: it is a known one and asks for something else.
+    :raises RequestError: the option is known, but its value is not supported.
     """
     known = ENGINE.get(name)
     if known is None:
@@ -147,7 +147,7 @@ def without_effect(name: str, value: Any) -> bool:
         return True
     if not known.off:
         return False
-    raise RequestError(f"{name}={shown(value)} is not available: {known.here}")
+    raise RequestError(f"{name}={safe_repr(value)} is not available: {known.here}")
 
 
 def _same(value: object, off: object) -> bool:

@@ -1,12 +1,12 @@
-"""What the caller gets back: immutable snapshots with the names vLLM users know.
+"""The outputs of requests: immutable snapshots with the names that vLLM users know.
 
-An output object never changes after it was handed out: each step that has news builds new ones.
-Their lists are their own, except that all outputs of a request show one ``prompt_token_ids``.
-``finish_reason`` is ``stop`` (EOS, a stop token or a stop string), ``length`` (the parameter
-``max_tokens`` or the end of the context), ``abort``, ``error`` or ``deadline``.
+An output never changes once it was returned; each step with new tokens builds new objects. They
+share no lists, except that all outputs of a request have the same ``prompt_token_ids`` list.
+``finish_reason`` is ``stop`` (EOS, a stop token or a stop string), ``length`` (``max_tokens`` or
+the end of the context), ``abort``, ``error`` or ``deadline``.
 
-Those made in every step are named tuples: a frozen dataclass of nine fields takes 0.9 us to make,
-a named tuple 0.2 us, and 32 streams make 96 of them in a step.
+Objects built in every step are named tuples: creating a frozen dataclass of nine fields takes
+0.9 us, a named tuple 0.2 us, and 32 concurrent requests need 96 of them per step.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ FinishReason = Literal["stop", "length", "abort", "error", "deadline"]
 class CompletionOutput(NamedTuple):
     """One of the ``n`` answers of a request.
 
-    ``stop_reason`` is the stop string or stop token id that ended the answer, ``None`` for EOS, and
-    the message when ``finish_reason`` is ``error``. With ``RequestOutputKind.DELTA`` ``text``,
-    ``token_ids`` and ``logprobs`` hold what is new since the last output, else everything so far.
-    ``cumulative_logprob`` (the sum over all tokens so far) needs ``logprobs``. A row of
-    ``logprobs`` is read like a ``dict[int, Logprob]``, best token first.
+    ``stop_reason`` is the stop string or stop token id that ended the answer, ``None`` for EOS, or
+    the message if ``finish_reason`` is ``error``. With ``RequestOutputKind.DELTA``, ``text``,
+    ``token_ids`` and ``logprobs`` hold only what is new since the last output, otherwise
+    everything so far. ``cumulative_logprob`` (the sum over all tokens so far) requires
+    ``logprobs``. An entry of ``logprobs`` reads like a ``dict[int, Logprob]``, best token first.
     """
 
     index: int  # type: ignore[assignment]  # the answer's number, not tuple.index
@@ -40,18 +40,18 @@ class CompletionOutput(NamedTuple):
 
     @property
     def finished(self) -> bool:
-        """True when nothing more will be generated for this answer."""
+        """Whether this answer is complete."""
         return self.finish_reason is not None
 
 
 class RequestEvent(NamedTuple):
-    """Something that memory running short did to a request, at ``ts`` (see RequestMetrics).
+    """What a shortage of memory did to a request, at time ``ts`` (see :class:`RequestMetrics`).
 
-    ``preempted``: its pages went to others when it had ``num_tokens``, prompt and answer.
-    ``resumed``: it has pages again, ``num_tokens`` of them found and not computed anew.
-    ``swapped_in``: ``num_pages`` of its prefix, or of what it had before it was preempted, were
-    copied back from the swap space, of ``kv_bits`` bits. ``recoded``: ``num_pages`` of its pages
-    went down the ladder of ``kv_policy`` and are of ``kv_bits`` bits from then on.
+    ``preempted``: it lost its pages when it had ``num_tokens`` tokens, prompt and answer.
+    ``resumed``: it has pages again; ``num_tokens`` tokens were cached and not computed again.
+    ``swapped_in``: ``num_pages`` pages of ``kv_bits`` bits were copied back from the swap space,
+    of its prefix or of what it had before it was preempted. ``recoded``: ``num_pages`` of its
+    pages moved to a lower tier of ``kv_policy`` and have ``kv_bits`` bits from then on.
     """
 
     ts: float
@@ -64,9 +64,9 @@ class RequestEvent(NamedTuple):
 class RequestMetrics(NamedTuple):
     """Times and counts of one request, and what happened to it (``events``, oldest first).
 
-    All times are seconds of the engine's monotonic clock, so that any two may be subtracted
-    (differs from vLLM, where ``arrival_time`` is wall clock); ``None`` until it happened. For a
-    request with several answers they span all of them, and the counts are sums.
+    All times are seconds of the engine's monotonic clock, so any two can be subtracted (in vLLM
+    ``arrival_time`` is wall-clock time); ``None`` means not yet. For a request with several
+    answers the times cover all of them, and the counts are totals.
     """
 
     arrival_time: float
@@ -80,11 +80,11 @@ class RequestMetrics(NamedTuple):
 
 
 class RequestOutput(NamedTuple):
-    """News of one request: its prompt and its answers so far.
+    """The state of one request: its prompt and its answers so far.
 
-    ``prompt_logprobs`` starts with ``None`` because nothing precedes the first
-    token. ``num_cached_tokens`` is how many prompt tokens the prefix cache answered when the
-    request was first scheduled (``None`` before that).
+    ``prompt_logprobs`` starts with ``None`` because nothing precedes the first token.
+    ``num_cached_tokens`` is how many prompt tokens came from the prefix cache when the request was
+    first scheduled (``None`` before that).
     """
 
     request_id: str
@@ -100,7 +100,7 @@ class RequestOutput(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
-    """The pooled hidden state of one prompt, ``hidden_size`` numbers.
+    """The last hidden state of one prompt: ``hidden_size`` numbers, a vector of length 1.
 
     An embed request that fails or is aborted ends with a :class:`RequestOutput` that says why.
     """
@@ -114,7 +114,7 @@ class EmbeddingOutput:
 
 @dataclass(frozen=True, slots=True)
 class ScoringOutput:
-    """How alike two texts are: the cosine of their embeddings, -1 to 1."""
+    """The similarity of two texts: the cosine of their embeddings, -1 to 1."""
 
     request_id: str
     score: float

@@ -1,10 +1,10 @@
-"""``SamplingParams``: what the caller may ask of one request, checked when it is constructed.
+"""``SamplingParams``: the parameters of one request, checked when they are constructed.
 
-Names and defaults are those of vLLM, with three differences on purpose: ``max_tokens=None`` means
-"up to the end of the context" (not 16), ``temperature`` is used exactly however small it is (only 0
-is greedy), and samplers known from llama.cpp (typical, DRY, XTC, mirostat) are ordinary parameters.
-A value out of range raises :class:`~sdk.errors.RequestError` naming the parameter, the value and
-the allowed range; an unknown keyword raises ``TypeError`` naming the nearest one.
+Names and defaults are those of vLLM, with three deliberate differences: ``max_tokens=None`` means
+"up to the end of the context" (not 16), ``temperature`` is used as it is however small (only 0 is
+greedy), and llama.cpp's samplers (typical, DRY, XTC, mirostat) are ordinary parameters. A value out
+of range raises :class:`~sdk.errors.RequestError` with the parameter, the value and the allowed
+range; an unknown keyword raises ``TypeError`` with the closest known one.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Any
 
 from sdk.errors import RequestError, SdkError
 from sdk.other_names import SAMPLING
-from sdk.quant.shown import blames_value, described, shown
+from sdk.quant.safe_repr import is_value_error, safe_message, safe_repr
 from sdk.text.stop_regex import MAX_PATTERN_LEN, StopRegex
 
-#: Limits, so that one request cannot exhaust the process. They are part of the error messages.
+#: Limits, so that one request cannot exhaust the process. Error messages name them.
 MAX_N = 64
 MAX_LOGPROBS = 1024  # more than this: -1, the whole vocabulary
 MAX_TOKEN_ID = 2**31 - 1
@@ -42,7 +42,7 @@ LogitsProcessor = Callable[[Sequence[int], Any], Any]
 
 
 class RequestOutputKind(enum.Enum):
-    """What each output of a stream holds: all text so far, the new text, or only the last."""
+    """What a stream yields: all text so far each time, only new text, or only the last output."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -57,7 +57,7 @@ class _Range:
     high: float
     open_low: bool = False
     optional: bool = False  # None allowed
-    also: tuple[float, ...] = ()  # values outside the range with a meaning of their own
+    also: tuple[float, ...] = ()  # special values outside the range
 
     def __contains__(self, value: float) -> bool:
         if value in self.also:
@@ -129,43 +129,44 @@ _STRING_LISTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one request is sampled, when it stops, what it returns. Change by :meth:`clone`.
+    """How one request is sampled, when it stops, what it returns. :meth:`clone` changes a copy.
 
-    **How many.** ``n`` answers are returned out of ``best_of`` (``None``: ``n``) generated.
+    **Answers.** Generates ``best_of`` answers (``None``: ``n``) and returns the best ``n``.
 
     **Logits.** ``repetition_penalty`` counts prompt and output, ``presence_penalty`` and
-    ``frequency_penalty`` the output only. ``logit_bias`` maps token id to an addend in [-100, 100].
-    ``allowed_token_ids`` forbids every other id; ``bad_words`` are never completed; ``min_tokens``
-    forbids EOS and ``stop_token_ids`` until that many tokens are out. ``no_repeat_ngram_size``
+    ``frequency_penalty`` only the output. ``logit_bias`` maps token ids to addends in [-100, 100].
+    ``allowed_token_ids`` forbids all other ids; ``bad_words`` are never completed; ``min_tokens``
+    forbids EOS and ``stop_token_ids`` before that many tokens. ``no_repeat_ngram_size``
     forbids repeating an n-gram of that size; ``dry_*`` penalizes continuing a repetition.
     ``logits_processors`` are called as ``f(output_token_ids, logits_row) -> logits_row``; an
-    exception in one fails this request only. ``thinking_token_budget`` forces the end of thinking.
+    exception in one fails only this request. ``thinking_token_budget`` forces the end of thinking.
 
-    **Guidance.** With a ``guidance_scale`` other than 1 the answer is also continued after a
-    negative prompt (the prompt dict's ``negative_prompt``; default: the prompt's last token), and
-    ``log p = log p_negative + guidance_scale * (log p_own - log p_negative)`` up to a constant
-    before everything above (classifier-free guidance, arXiv 2306.17806). It costs twice the work
-    and the KV pages, and two of ``max_num_seqs``.
+    **Guidance.** With a ``guidance_scale`` other than 1 the answer also continues a negative
+    prompt (the prompt dict's ``negative_prompt``; default: the prompt's last token), and before
+    all changes above ``log p = log p_negative + guidance_scale * (log p_own - log p_negative)``,
+    up to a constant (classifier-free guidance, arXiv 2306.17806). This doubles the work and the
+    KV pages, and takes two of ``max_num_seqs``.
 
     **Choice.** ``temperature`` 0 is greedy. ``top_k`` 0 and -1, ``top_p`` 1, ``min_p`` 0,
     ``typical_p`` 1, ``xtc_probability`` 0 and ``mirostat_mode`` 0 are off; ``mirostat_mode=2``
     replaces the other truncations. ``seed`` (-1 is ``None``) makes the answer repeatable whatever
     else is in the batch.
 
-    **Stopping.** ``stop`` (a string or several), ``stop_token_ids``, ``stop_regex``, ``max_tokens``
+    **Stopping.** ``stop`` (one or more strings), ``stop_token_ids``, ``stop_regex``, ``max_tokens``
     (``None``: to the end of the context), EOS unless ``ignore_eos``, ``deadline`` in seconds after
-    arrival (finish reason ``"deadline"``, the partial answer is kept).
+    arrival (finish reason ``"deadline"``; the partial answer is returned).
 
-    **Memory.** ``kv_min_bits`` 16, 8 or 4: of its keys and values under a ``kv_policy``, at least.
+    **Memory.** ``kv_min_bits`` 16, 8 or 4: the fewest bits of its keys and values under a
+    ``kv_policy``.
 
-    **Returned.** ``logprobs=k`` returns the k best and the chosen token, ``prompt_logprobs`` the
-    same for the prompt; -1 is the whole vocabulary, ``logprob_token_ids`` adds given ids. They are
-    natural logarithms of the model's own distribution, before anything above changes it (those of
-    an answer with a ``guidance_scale``: of the guided one).
-    ``truncate_prompt_tokens`` keeps the last so many tokens of a prompt, -1 what leaves room for
-    ``max_tokens`` (``None``: for a quarter of the context); conversations lose whole turns.
+    **Returned.** ``logprobs=k`` returns the k best tokens and the chosen one, ``prompt_logprobs``
+    the same for the prompt; -1 means the whole vocabulary, ``logprob_token_ids`` adds given ids.
+    They are natural logarithms of the model's own distribution, before any of the changes above
+    except guidance. ``truncate_prompt_tokens`` keeps the last tokens of a prompt: that many, or
+    with -1 as many as leave room for ``max_tokens`` (``None``: for a quarter of the context);
+    conversations lose whole turns.
 
-    ``structured_outputs`` and ``guided_decoding`` are refused.
+    ``structured_outputs`` and ``guided_decoding`` are not supported.
     """
 
     n: int = 1
@@ -219,7 +220,7 @@ class SamplingParams:
     extra_args: Mapping[str, Any] | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> SamplingParams:
-        """Refuse unknown keywords with the nearest known one (a plain dataclass names none)."""
+        """Reject unknown keywords and name the closest known one, unlike a plain dataclass."""
         known = cls.__dataclass_fields__
         for name in kwargs:
             if name not in known:
@@ -233,7 +234,7 @@ class SamplingParams:
         self._checked(_CHECKS)
 
     def _checked(self, names: Iterable[str]) -> None:
-        """Check the fields ``names`` and what depends on several."""
+        """Check the fields ``names``, and those that depend on each other."""
         try:
             for name in names:
                 object.__setattr__(self, name, _CHECKS[name](name, getattr(self, name)))
@@ -241,36 +242,36 @@ class SamplingParams:
         except SdkError:
             raise
         except Exception as error:
-            if not blames_value(error):
+            if not is_value_error(error):
                 raise
             raise RequestError(
-                f"a sampling parameter cannot be read: {described(error)}"
+                f"a sampling parameter cannot be read: {safe_message(error)}"
             ) from error
 
     def _check_together(self) -> None:
-        """What depends on more than one field, and what this release does not do."""
+        """Check fields that depend on each other."""
         if self.best_of is not None and self.best_of < self.n:
-            raise _refused("best_of", self.best_of, f"[n, {MAX_N}] with n = {self.n}")
+            raise _invalid("best_of", self.best_of, f"[n, {MAX_N}] with n = {self.n}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise _refused("min_tokens", self.min_tokens, f"[0, max_tokens = {self.max_tokens}]")
+            raise _invalid("min_tokens", self.min_tokens, f"[0, max_tokens = {self.max_tokens}]")
         if not self.detokenize and (self.stop or self.stop_regex):
-            raise _refused("detokenize", False, "True when stop or stop_regex is given")
+            raise _invalid("detokenize", False, "True when stop or stop_regex is given")
 
     @property
     def greedy(self) -> bool:
-        """True when the best token is always taken, so that no random number is used."""
+        """Whether the best token is always taken, without random numbers."""
         return self.temperature == 0.0
 
     @property
     def num_answers(self) -> int:
-        """How many answers are generated (``best_of``, or ``n``)."""
+        """The number of answers to generate (``best_of``, or ``n``)."""
         return self.n if self.best_of is None else self.best_of
 
     def clone(self, **changes: Any) -> SamplingParams:
         """A copy with ``changes`` applied and checked.
 
-        What does not change is shared and not checked again: of a million ``allowed_token_ids``
-        that took 0.3 s for each of ``n`` answers.
+        Other fields are shared and not checked again: checking a million ``allowed_token_ids``
+        took 0.3 s for each of ``n`` answers.
         """
         copy = SamplingParams.__new__(SamplingParams, **changes)
         copy.__dict__.update(self.__dict__)
@@ -286,7 +287,7 @@ class SamplingParams:
     def from_optional(cls, **values: Any) -> SamplingParams:
         """Construct from optional values: ``None`` means the default.
 
-        JSON makes strings of the keys of ``logit_bias``; they become token ids again here.
+        String keys of ``logit_bias``, which JSON produces, become token ids again.
         """
         given = {name: value for name, value in values.items() if value is not None}
         bias = given.get("logit_bias")
@@ -299,12 +300,12 @@ class SamplingParams:
 
 
 def _is_id(key: str) -> bool:
-    """Whether a string is a token id. (Python makes no integers of more than 4,300 digits.)"""
+    """Whether a string is a token id. (Python rejects integers of more than 4,300 digits.)"""
     return key.isdecimal() and len(key) <= len(str(MAX_TOKEN_ID))
 
 
 def _fields_shown() -> inspect.Signature:
-    """Of the fields: ``inspect`` would find the ``(*args, **kwargs)`` of ``__new__``."""
+    """The signature of the fields; ``inspect`` would find ``__new__(*args, **kwargs)``."""
     made = inspect.signature(SamplingParams.__init__)
     own = [p for p in made.parameters.values() if p.name != "self"]
     return made.replace(parameters=own, return_annotation=inspect.Signature.empty)
@@ -313,8 +314,8 @@ def _fields_shown() -> inspect.Signature:
 SamplingParams.__signature__ = _fields_shown()  # type: ignore[attr-defined]
 
 
-def _refused(name: str, value: object, allowed: str) -> RequestError:
-    return RequestError(f"{name} must be {allowed}, got {shown(value)}")
+def _invalid(name: str, value: object, allowed: str) -> RequestError:
+    return RequestError(f"{name} must be {allowed}, got {safe_repr(value)}")
 
 
 def _to_float(value: Any) -> float:
@@ -324,7 +325,7 @@ def _to_float(value: Any) -> float:
 
 
 def _exact(value: Any) -> int:
-    """The integer itself: a subclass may compare as it likes."""
+    """A plain integer: a subclass could compare differently."""
     return int.__pos__(operator.index(value))
 
 
@@ -337,11 +338,11 @@ def _number(name: str, value: Any, allowed: _Range, convert: Callable[[Any], Any
             raise TypeError
         number = convert(value)
     except Exception as error:
-        if not blames_value(error):
+        if not is_value_error(error):
             raise
-        raise _refused(name, value, f"{kind} {allowed}") from None
+        raise _invalid(name, value, f"{kind} {allowed}") from None
     if number not in allowed or not math.isfinite(number):
-        raise _refused(name, value, f"{kind} {allowed}")
+        raise _invalid(name, value, f"{kind} {allowed}")
     return number
 
 
@@ -357,24 +358,24 @@ def _float(name: str, value: Any) -> float | None:
 
 def _boolean(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise _refused(name, value, "True or False")
+        raise _invalid(name, value, "True or False")
     return value
 
 
 def _output_kind(name: str, value: Any) -> RequestOutputKind:
     if not isinstance(value, RequestOutputKind):
-        raise _refused(name, value, "a RequestOutputKind")
+        raise _invalid(name, value, "a RequestOutputKind")
     return value
 
 
 def _items(name: str, values: Any, what: str, limit: int) -> tuple[Any, ...]:
-    """The first ``limit`` items: no more are read, however many there are."""
+    """All items; reads at most one more than ``limit``, however many there are."""
     try:
         items = tuple(itertools.islice(values, limit + 1))
     except Exception as error:
-        if not blames_value(error):
+        if not is_value_error(error):
             raise
-        raise _refused(name, values, f"a list of {what}") from None
+        raise _invalid(name, values, f"a list of {what}") from None
     if len(items) > limit:
         raise RequestError(f"{name} must hold at most {limit} {what}, got more")
     return items
@@ -382,7 +383,7 @@ def _items(name: str, values: Any, what: str, limit: int) -> tuple[Any, ...]:
 
 def _sequence(name: str, value: Any, what: str, limit: int) -> tuple[Any, ...]:
     if isinstance(value, str | bytes | Mapping):
-        raise _refused(name, value, f"a list of {what}")
+        raise _invalid(name, value, f"a list of {what}")
     return _items(name, value, what, limit)
 
 
@@ -395,8 +396,8 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...] | None:
         return () if name == "stop_token_ids" else None
     items = _sequence(name, value, "token ids", _TOKEN_LISTS[name])
     if name == "allowed_token_ids" and not items:
-        raise _refused(name, [], "None or at least one token id")
-    # All at once where they are plain integers: one by one a million of them take 0.3 s.
+        raise _invalid(name, [], "None or at least one token id")
+    # Plain integers are checked all at once: one by one a million of them take 0.3 s.
     if set(map(type, items)) == {int} and min(items) >= 0 and max(items) <= MAX_TOKEN_ID:
         return items
     return tuple(_token_id(name, item) for item in items)
@@ -411,11 +412,11 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
     items = _sequence(name, value, "strings", count)
     if not all(isinstance(item, str) for item in items):
         wrong = next(item for item in items if not isinstance(item, str))
-        raise _refused(name, wrong, "a list of non-empty strings")
-    texts = tuple(str.__str__(item) for item in items)  # of a subclass the plain text
+        raise _invalid(name, wrong, "a list of non-empty strings")
+    texts = tuple(str.__str__(item) for item in items)  # plain strings, not subclasses
     for text in texts:
         if not text:
-            raise _refused(name, text, "a list of non-empty strings")
+            raise _invalid(name, text, "a list of non-empty strings")
         if len(text) > length:
             raise RequestError(f"{name}: a string has at most {length} characters, got {len(text)}")
     return texts
@@ -425,7 +426,7 @@ def _logit_bias(name: str, value: Any) -> dict[int, float] | None:
     if value is None:
         return None
     if not isinstance(value, Mapping):
-        raise _refused(name, value, "a mapping of token id to number")
+        raise _invalid(name, value, "a mapping of token id to number")
     entries = _items(name, value.items(), "entries", MAX_TOKEN_LIST)
     allowed = _Range(-100, 100)
     return {_token_id(name, key): _number(name, bias, allowed, _to_float) for key, bias in entries}
@@ -437,33 +438,35 @@ def _processors(name: str, value: Any) -> tuple[LogitsProcessor, ...]:
     items = _sequence(name, value, "callables", MAX_PROCESSORS)
     for item in items:
         if not callable(item):
-            raise _refused(name, item, "a list of callables")
+            raise _invalid(name, item, "a list of callables")
     return items
 
 
 def _regex(name: str, value: Any) -> str | None:
-    """Compiled here to be refused here; those who match compile it once more, for all answers."""
+    """Compiled to reject a bad pattern here; the request compiles it again for its answers."""
     if value is None:
         return None
     if not isinstance(value, str):
-        raise _refused(name, value, f"a pattern of 1 to {MAX_PATTERN_LEN} characters")
+        raise _invalid(name, value, f"a pattern of 1 to {MAX_PATTERN_LEN} characters")
     return StopRegex(str.__str__(value)).pattern
 
 
 def _nothing_yet(name: str, value: Any) -> None:
     if value is not None:
-        raise RequestError(f"{name}: structured outputs come in a later release; pass None")
+        raise RequestError(
+            f"{name}: structured outputs are not available in this release; pass None"
+        )
 
 
 def _extra_args(name: str, value: Any) -> dict[str, Any] | None:
     if value is None:
         return None
     if not isinstance(value, Mapping):
-        raise _refused(name, value, "a mapping or None")
+        raise _invalid(name, value, "a mapping or None")
     return dict(_items(name, value.items(), "entries", MAX_TOKEN_LIST))
 
 
-#: Field -> ``f(name, value)``, which returns the value as it is kept or raises RequestError.
+#: Field -> ``f(name, value)``, which returns the value to store or raises RequestError.
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(_INTEGERS, _integer),
     **dict.fromkeys(_FLOATS, _float),

@@ -1,7 +1,7 @@
-"""``pytest --llm-model FILE``: what a quantized model may lose and take, as tests.
+"""``pytest --llm-model FILE``: limits on a quantized model's accuracy and memory, as tests.
 
-``embedlm.pytest_plugin`` declares the options and registers :class:`Models` where a model is given.
-Each model becomes an item that runs :func:`sdk.evaluate` and fails with the limits it exceeds.
+``embedlm.pytest_plugin`` declares the options and registers :class:`Models` if a model is given.
+Each model becomes a test item that runs :func:`sdk.evaluate` and fails if a limit is exceeded.
 Neither torch nor the engine is imported before such an item runs.
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 #: Options of :class:`sdk.LLM`, ``--llm-kv-cache-dtype`` and so on.
 _ENGINE = ("compute", "kv_cache_dtype", "quantization", "num_threads")
-#: What one option of a limit looks at: (field of an evaluation, whether more is worse).
+#: Option of a limit -> (field of an evaluation, whether more is worse).
 _LIMITS = {
     "max_kld": ("kl_mean", True),
     "max_kld_p99": ("kl_p99", True),
@@ -35,7 +35,7 @@ _NODE = "embedlm::"
 
 
 class Models:
-    """The items of one run, and what they found."""
+    """The items of one test run, and their results."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -84,7 +84,7 @@ class Models:
     def _evaluations(self) -> list[Evaluation]:
         from sdk.evaluating import Evaluation
 
-        names = {field.name for field in fields(Evaluation)}  # other plugins add properties too
+        names = {field.name for field in fields(Evaluation)}  # other plugins may add properties
         return [
             Evaluation(**{name: value for name, value in one.items() if name in names})
             for one in self._found
@@ -92,7 +92,7 @@ class Models:
 
 
 class ModelItem(pytest.Item):
-    """One model against the limits of the command line."""
+    """One model, tested against the limits given on the command line."""
 
     def runtest(self) -> None:
         from sdk.evaluating import evaluate
@@ -106,7 +106,7 @@ class ModelItem(pytest.Item):
             text=None if option("llm_text") is None else read_text(option("llm_text")),
             windows=option("llm_windows"),
             tokens=option("llm_tokens"),
-            on_progress=lambda stage, done, total: None,  # no bar between pytest's dots
+            on_progress=lambda stage, done, total: None,  # no progress bar between pytest's dots
             **{name: value for name, value in given.items() if value is not None},
         )
         self.user_properties += found.to_dict().items()
@@ -121,7 +121,7 @@ class ModelItem(pytest.Item):
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         if isinstance(excinfo.value, SdkError | OSError):
-            return f"{self.name}: {excinfo.value}"  # says what was expected: no traceback needed
+            return f"{self.name}: {excinfo.value}"  # the message is enough, no traceback needed
         return super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[Path, None, str]:

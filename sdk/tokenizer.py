@@ -1,4 +1,4 @@
-"""What ``LLM.get_tokenizer()`` returns: the calls that users of transformers know."""
+"""The tokenizer that ``LLM.get_tokenizer()`` returns, with the calls of transformers."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, overload
 
 from sdk.errors import RequestError
-from sdk.quant.shown import shown
+from sdk.quant.safe_repr import safe_repr
 from sdk.quant.tokenizer import Tokenizer
 
 
 class Encoding(dict[str, Any]):
-    """``input_ids`` and ``attention_mask`` of a text, or of several; also as attributes."""
+    """``input_ids`` and ``attention_mask`` of one or more texts; also as attributes."""
 
     @property
     def input_ids(self) -> Any:
@@ -25,9 +25,9 @@ class Encoding(dict[str, Any]):
 class LLMTokenizer:
     """A model's tokenizer with the names and defaults of transformers' tokenizers.
 
-    Lists of ids are plain lists; nothing is padded. Two things are safer than there:
-    ``parse_special=False`` reads control tokens in a text as text, and ``apply_chat_template`` does
-    that for what stands inside of messages.
+    Ids are plain lists without padding. Two things are safer than in transformers:
+    ``parse_special=False`` reads control tokens in a text as ordinary text, and
+    ``apply_chat_template`` does that for the contents of messages.
     """
 
     def __init__(self, inner: Tokenizer) -> None:
@@ -37,7 +37,7 @@ class LLMTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens, added and special ones among them; ``len()`` is the same."""
+        """The number of tokens, including added and special ones; ``len()`` is the same."""
         return self._inner.vocab_size
 
     def __len__(self) -> int:
@@ -49,7 +49,7 @@ class LLMTokenizer:
 
     @property
     def eos_token_id(self) -> int | None:
-        """The one that the files name; :attr:`eos_token_ids` has all that end an answer."""
+        """The token that the files name; :attr:`eos_token_ids` are all that end an answer."""
         named = self._named("eos_token")
         return min(self._inner.eos_token_ids, default=None) if named is None else named
 
@@ -83,12 +83,12 @@ class LLMTokenizer:
 
     @property
     def all_special_ids(self) -> list[int]:
-        """Control tokens: what ``skip_special_tokens`` leaves out."""
+        """The control tokens, which ``skip_special_tokens`` leaves out."""
         return sorted(self._inner.special_ids)
 
     @property
     def chat_template(self) -> str | None:
-        """The source of the model's own template."""
+        """The source of the model's own chat template."""
         return self._inner.chat_template
 
     def _named(self, role: str) -> int | None:
@@ -108,10 +108,14 @@ class LLMTokenizer:
         truncation: bool = False,
         max_length: int | None = None,
     ) -> Encoding:
-        """The ids of a text, or of each; with ``truncation`` the first ``max_length``."""
+        """The ids of one or more texts; with ``truncation`` the first ``max_length`` of each.
+
+        :raises RequestError: ``truncation`` without a valid ``max_length``.
+        """
         if truncation and (not isinstance(max_length, int) or max_length < 1):
             raise RequestError(
-                f"max_length: expected a number of tokens to truncate to, found {shown(max_length)}"
+                "max_length: expected a number of tokens to truncate to, "
+                f"found {safe_repr(max_length)}"
             )
         one = isinstance(text, str)
         texts = [text] if isinstance(text, str) else text
@@ -126,13 +130,16 @@ class LLMTokenizer:
     def encode(
         self, text: str, *, add_special_tokens: bool = True, parse_special: bool = True
     ) -> list[int]:
-        """The ids of a text. ``parse_special=False``: control tokens in it are ordinary text."""
+        """The ids of a text. ``parse_special=False`` reads control tokens in it as ordinary text.
+
+        :raises RequestError: ``text`` is not a string.
+        """
         if not isinstance(text, str):
-            raise RequestError(f"text: expected a string, found {shown(text)}")
+            raise RequestError(f"text: expected a string, found {safe_repr(text)}")
         return self._inner.encode(text, add_special_tokens, parse_special)
 
     def tokenize(self, text: str) -> list[str]:
-        """The tokens of a text as the vocabulary spells them, without BOS and EOS."""
+        """The tokens of a text as written in the vocabulary, without BOS and EOS."""
         return [str(self._spelled(i)) for i in self.encode(text, add_special_tokens=False)]
 
     @overload
@@ -169,9 +176,9 @@ class LLMTokenizer:
     ) -> list[int] | str:
         """The ids of a conversation; its text with ``tokenize=False``.
 
-        :raises RequestError: bad messages, or a model without a template.
+        :raises RequestError: invalid messages, or a model without a chat template.
         """
-        from sdk.loaders.chat_template import TemplateError  # with the first conversation
+        from sdk.loaders.chat_template import TemplateError  # loaded with the first conversation
 
         apply = self._inner.encode_chat if tokenize else self._inner.apply_chat_template
         try:
@@ -188,14 +195,14 @@ class LLMTokenizer:
     # ---- ids to text -----------------------------------------------------------------------------
 
     def decode(self, token_ids: int | Iterable[int], skip_special_tokens: bool = False) -> str:
-        """The text of an id or of several."""
+        """The text of one or more ids."""
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
         return self._inner.decode(ids, skip_special_tokens)
 
     def batch_decode(
         self, sequences: Iterable[Iterable[int]], skip_special_tokens: bool = False
     ) -> list[str]:
-        """:meth:`decode` of each."""
+        """:meth:`decode` of each sequence."""
         return [self.decode(ids, skip_special_tokens) for ids in sequences]
 
     @overload
@@ -203,7 +210,7 @@ class LLMTokenizer:
     @overload
     def convert_ids_to_tokens(self, ids: Iterable[int]) -> list[str | None]: ...
     def convert_ids_to_tokens(self, ids: int | Iterable[int]) -> str | list[str | None] | None:
-        """Tokens as the vocabulary spells them; None for an id without one."""
+        """Tokens as written in the vocabulary; None for an id without a token."""
         if isinstance(ids, int):
             return self._spelled(ids)
         return [self._spelled(item) for item in ids]
@@ -213,7 +220,7 @@ class LLMTokenizer:
     @overload
     def convert_tokens_to_ids(self, tokens: Iterable[str]) -> list[int | None]: ...
     def convert_tokens_to_ids(self, tokens: str | Iterable[str]) -> int | list[int | None] | None:
-        """The reverse; UNK, or None, for what is no token."""
+        """The reverse; an unknown token gives UNK's id, or None if the model has no UNK."""
         if isinstance(tokens, str):
             found = self._inner.token_to_id(tokens)
             return self.unk_token_id if found is None else found

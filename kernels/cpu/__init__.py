@@ -1,7 +1,8 @@
-"""Native kernels for the CPU: SIMD C++ chosen at run time, on the engine's own threads.
+"""Native kernels for the CPU: C++ with SIMD levels selected at run time, on their own threads.
 
-``native/`` holds the C++ sources, one library without Python or torch in it; the modules here hand
-it raw pointers. Matrix products read weights repacked once at load (``native/planes.hpp``).
+``native/`` holds the C++ sources of one library that uses neither Python nor torch; the modules
+here pass it raw pointers. Matrix products read weights that were packed once at load
+(``native/bit_planes.hpp``).
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ from sdk.kernels.cpu.elementwise import (
     SelectRows,
     TakeColumns,
 )
-from sdk.kernels.cpu.experts import AddOwnersBias, Combine, Group, Route
-from sdk.kernels.cpu.library import Engine, Program, find_library, levels
-from sdk.kernels.cpu.linear import Linear
-from sdk.kernels.cpu.linear_as_file import LinearAsFile
+from sdk.kernels.cpu.library import find_library, levels
+from sdk.kernels.cpu.moe import AddOwnersBias, Combine, Group, Route
+from sdk.kernels.cpu.packed_linear import PackedLinear
 from sdk.kernels.cpu.packed_weight import BLOCK_SOURCES, packed_bytes
 from sdk.kernels.cpu.recode import RecodePage
 from sdk.kernels.cpu.rope import RopeAndCache, RopeAngles
+from sdk.kernels.cpu.runtime import NativeRuntime, Program
 from sdk.kernels.cpu.sampling import Sample
+from sdk.kernels.cpu.scheme_linear import SchemeLinear
 from sdk.kernels.cpu.weight_memory import WeightMemory
 from sdk.kernels.offload import OnDisk
 from sdk.kernels.scratch import Products
@@ -40,7 +42,7 @@ ACTIVATIONS = (torch.float32,)
 
 
 def available(device: str) -> str | None:
-    """Why the backend cannot run on ``device``, or ``None`` when it can."""
+    """Why the backend cannot run on ``device``; ``None`` if it can."""
     if device.partition(":")[0] != "cpu":
         return f"runs on the CPU only, not on {device}"
     found = find_library()
@@ -58,7 +60,7 @@ def held_bytes(kind: str, rows: int, columns: int) -> int | None:
 
 
 def scratch_of(products: Products, device: str) -> None:
-    """Nothing: operators work in memory of the engine's threads, which the workspace counts."""
+    """Nothing: operators use the memory of the runtime's threads, which the workspace counts."""
 
 
 def open_backend(
@@ -69,15 +71,15 @@ def open_backend(
     fixed: bool = False,
     offload: OnDisk | None = None,
 ) -> CpuBackend:
-    """``level`` forces an instruction-set level (tests); by default the best there is.
+    """``level`` forces an instruction-set level (for tests); the default is the best one.
 
-    Always ``fixed``.
+    The backend is always ``fixed``.
     """
-    return CpuBackend(Engine(num_threads, level), offload)
+    return CpuBackend(NativeRuntime(num_threads, level), offload)
 
 
 def simd_level() -> str | None:
-    """The instruction-set level kernels run at here; ``None`` without the native module."""
+    """The instruction-set level of the kernels on this CPU; ``None`` without the native module."""
     found = levels()
     return found[-1] if found else None
 
@@ -90,30 +92,30 @@ class CpuBackend:
     shares_keys = False
     graph_recorder = None
 
-    def __init__(self, engine: Engine, offload: OnDisk | None = None) -> None:
-        self.engine = engine
+    def __init__(self, runtime: NativeRuntime, offload: OnDisk | None = None) -> None:
+        self.runtime = runtime
         self._memory = WeightMemory(offload)
         self._implementations: dict[str, Sequence[Any]] = {
             "linear": (
-                *(Linear(engine, self._memory, bits) for bits in (8, 16, 32)),
-                LinearAsFile(engine, self._memory),
+                *(PackedLinear(runtime, self._memory, bits) for bits in (8, 16, 32)),
+                SchemeLinear(runtime, self._memory),
             ),
-            "route": (Route(engine),),
-            "group": (Group(engine),),
-            "add_owners_bias": (AddOwnersBias(engine),),
-            "combine": (Combine(engine),),
-            "rms_norm": (RmsNorm(engine),),
-            "add_rms_norm": (AddRmsNorm(engine),),
-            "gated_activation": (GatedActivation(engine),),
-            **{kind: (Map(engine, kind),) for kind in MAPS},
-            "rope_angles": (RopeAngles(engine),),
-            "select_rows": (SelectRows(engine),),
-            "take_columns": (TakeColumns(engine),),
-            "find_places": (Places(engine),),
-            "rope_and_cache": (RopeAndCache(engine),),
-            "attention": (Attention(engine),),
-            "recode_page": (RecodePage(engine),),
-            "sample": (Sample(engine),),
+            "route": (Route(runtime),),
+            "group": (Group(runtime),),
+            "add_owners_bias": (AddOwnersBias(runtime),),
+            "combine": (Combine(runtime),),
+            "rms_norm": (RmsNorm(runtime),),
+            "add_rms_norm": (AddRmsNorm(runtime),),
+            "gated_activation": (GatedActivation(runtime),),
+            **{kind: (Map(runtime, kind),) for kind in MAPS},
+            "rope_angles": (RopeAngles(runtime),),
+            "select_rows": (SelectRows(runtime),),
+            "take_columns": (TakeColumns(runtime),),
+            "find_places": (Places(runtime),),
+            "rope_and_cache": (RopeAndCache(runtime),),
+            "attention": (Attention(runtime),),
+            "recode_page": (RecodePage(runtime),),
+            "sample": (Sample(runtime),),
         }
 
     @property
@@ -127,12 +129,12 @@ class CpuBackend:
     @contextmanager
     def record(self, limits: tuple[int, int, int]) -> Iterator[Program]:
         """See :class:`sdk.kernels.backend.Recorder`."""
-        program = self.engine.recording = Program(self.engine, limits)
+        program = self.runtime.recording = Program(self.runtime, limits)
         try:
             yield program
         finally:
-            self.engine.recording = None
+            self.runtime.recording = None
 
     def close(self) -> None:
-        self.engine.close()
+        self.runtime.close()
         self._memory.close()

@@ -8,9 +8,10 @@ from torch import Tensor
 from sdk.kernels.backend import Problem
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.cpu.elementwise import floats
-from sdk.kernels.cpu.library import Engine, OpKind, PlacesArgs
+from sdk.kernels.cpu.library import OpKind, PlacesArgs
 from sdk.kernels.cpu.page_args import AttentionArgs, PageLevel
 from sdk.kernels.cpu.pages import check_levels, inner_contiguous, page_sides, reject
+from sdk.kernels.cpu.runtime import NativeRuntime
 from sdk.kernels.errors import KernelError
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.ladder import MAX_LEVELS
@@ -21,8 +22,8 @@ class Attention:
 
     name = "cpu.attention"
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, runtime: NativeRuntime) -> None:
+        self._runtime = runtime
 
     def reject(self, problem: Problem) -> str | None:
         return reject(problem)
@@ -76,7 +77,7 @@ class Attention:
             0,
             0,
         )
-        self._engine.run(OpKind.ATTENTION, args, batch.num_requests, "attention")
+        self._runtime.run(OpKind.ATTENTION, args, batch.num_requests, "attention")
 
 
 class Places:
@@ -84,8 +85,8 @@ class Places:
 
     name = "cpu.find_places"
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, runtime: NativeRuntime) -> None:
+        self._runtime = runtime
 
     def reject(self, problem: Problem) -> str | None:
         return None
@@ -105,4 +106,4 @@ class Places:
             min(batch.positions.shape[0], batch.slots.shape[0]),
             batch.page_size,
         )
-        self._engine.run(OpKind.PLACES, args, batch.num_requests, "find_places")
+        self._runtime.run(OpKind.PLACES, args, batch.num_requests, "find_places")

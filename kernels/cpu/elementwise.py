@@ -6,19 +6,12 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.backend import Problem
-from sdk.kernels.cpu.library import (
-    Engine,
-    GatedArgs,
-    MapArgs,
-    NormArgs,
-    OpKind,
-    SelectArgs,
-    TakeArgs,
-)
+from sdk.kernels.cpu.library import GatedArgs, MapArgs, NormArgs, OpKind, SelectArgs, TakeArgs
+from sdk.kernels.cpu.runtime import NativeRuntime
 from sdk.kernels.errors import KernelError
 
 _KINDS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "clamped_swiglu": 3}
-#: In-place operators on rows, as native/abi.hpp numbers them.
+#: In-place operators on rows, with the numbers of native/abi.hpp.
 MAPS = {"zeros": 0, "add": 1, "add_bias": 2, "scale": 3, "softcap": 4}
 
 
@@ -27,14 +20,14 @@ class RmsNorm:
 
     name = "cpu.rms_norm"
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, runtime: NativeRuntime) -> None:
+        self._runtime = runtime
 
     def reject(self, problem: Problem) -> str | None:
         return None
 
     def run(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-        _norm(self._engine, x, None, weight, eps, out)
+        _norm(self._runtime, x, None, weight, eps, out)
 
 
 class AddRmsNorm:
@@ -42,8 +35,8 @@ class AddRmsNorm:
 
     name = "cpu.add_rms_norm"
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, runtime: NativeRuntime) -> None:
+        self._runtime = runtime
 
     def reject(self, problem: Problem) -> str | None:
         return None
@@ -54,11 +47,16 @@ class AddRmsNorm:
                 f"add_rms_norm: expected a contiguous residual {list(x.shape)}, "
                 f"found {list(residual.shape)} with strides {residual.stride()}"
             )
-        _norm(self._engine, x, residual, weight, eps, out)
+        _norm(self._runtime, x, residual, weight, eps, out)
 
 
 def _norm(
-    engine: Engine, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor
+    runtime: NativeRuntime,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    out: Tensor,
 ) -> None:
     width = x.shape[-1]
     if weight.shape != (width,):
@@ -81,7 +79,7 @@ def _norm(
         x.stride(1) if x.dim() == 3 else 0,
         eps,
     )
-    engine.run(OpKind.NORM, args, x.numel() // width, "rms_norm")
+    runtime.run(OpKind.NORM, args, x.numel() // width, "rms_norm")
 
 
 class GatedActivation:
@@ -89,8 +87,8 @@ class GatedActivation:
 
     name = "cpu.gated_activation"
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, runtime: NativeRuntime) -> None:
+        self._runtime = runtime
 
     def reject(self, problem: Problem) -> str | None:
         if problem.format not in _KINDS:
@@ -100,14 +98,14 @@ class GatedActivation:
     def run(self, gate_up: Tensor, kind: str, out: Tensor) -> None:
         floats(gate_up, "gated_activation")
         args = GatedArgs(gate_up.data_ptr(), out.data_ptr(), out.shape[1], _KINDS[kind])
-        self._engine.run(OpKind.GATED, args, out.shape[0], "gated")
+        self._runtime.run(OpKind.GATED, args, out.shape[0], "gated")
 
 
 class Map:
-    """See ``Ops.zeros``, ``add``, ``add_bias``, ``scale`` and ``softcap``: one of them each."""
+    """One of ``Ops.zeros``, ``add``, ``add_bias``, ``scale`` and ``softcap``."""
 
-    def __init__(self, engine: Engine, kind: str) -> None:
-        self._engine = engine
+    def __init__(self, runtime: NativeRuntime, kind: str) -> None:
+        self._runtime = runtime
         self._kind = MAPS[kind]
         self._what = kind
         self.name = f"cpu.{kind}"
@@ -126,11 +124,11 @@ class Map:
             raise KernelError(
                 f"{self._what}: {list(other.shape)} does not fit rows {list(x.shape)}"
             )
-        # Kept in a name: it may be a copy, which must live until the call is over.
+        # Kept in a variable: it may be a copy, which must live until the call returns.
         other = None if other is None else floats(other, self._what)
         data = None if other is None else other.data_ptr()
         args = MapArgs(x.data_ptr(), data, width, factor, self._kind)
-        self._engine.run(OpKind.MAP, args, rows, self._what)
+        self._runtime.run(OpKind.MAP, args, rows, self._what)
 
 
 class SelectRows:
@@ -138,8 +136,8 @@ class SelectRows:
 
     name = "cpu.select_rows"
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, runtime: NativeRuntime) -> None:
+        self._runtime = runtime
 
     def reject(self, problem: Problem) -> str | None:
         return None
@@ -149,7 +147,7 @@ class SelectRows:
             raise KernelError(f"select_rows: expected int64 rows, found {rows.dtype}")
         x = floats(x, "select_rows")
         args = SelectArgs(x.data_ptr(), rows.data_ptr(), out.data_ptr(), x.shape[1], x.shape[0])
-        self._engine.run(OpKind.SELECT, args, rows.shape[0], "select_rows")
+        self._runtime.run(OpKind.SELECT, args, rows.shape[0], "select_rows")
 
 
 class TakeColumns:
@@ -157,8 +155,8 @@ class TakeColumns:
 
     name = "cpu.take_columns"
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, runtime: NativeRuntime) -> None:
+        self._runtime = runtime
 
     def reject(self, problem: Problem) -> str | None:
         return None
@@ -171,7 +169,7 @@ class TakeColumns:
             )
         x = floats(x, "take_columns")
         args = TakeArgs(x.data_ptr(), order.data_ptr(), out.data_ptr(), x.shape[1], back)
-        self._engine.run(OpKind.TAKE, args, x.shape[0], "take_columns")
+        self._runtime.run(OpKind.TAKE, args, x.shape[0], "take_columns")
 
 
 def floats(x: Tensor, what: str) -> Tensor:

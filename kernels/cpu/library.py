@@ -1,13 +1,13 @@
-"""The native library: found, checked, its structures and functions declared once for ctypes.
+"""Finds and checks the native library and declares its structures and functions for ctypes.
 
-ctypes releases the interpreter lock during every call. The structures mirror ``native/abi.hpp``.
+ctypes releases the interpreter lock during every call. The structures mirror ``native/abi.hpp``,
+with the same field names; tests/kernels/test_native_abi.py compares sizes, offsets and constants.
 """
 
 from __future__ import annotations
 
 import ctypes
-import weakref
-from ctypes import POINTER, Structure, byref, c_float, c_int, c_int32, c_int64, c_uint8, c_void_p
+from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_uint8, c_void_p
 from enum import IntEnum
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,15 +15,13 @@ from zipimport import zipimporter
 
 import torch
 
-from sdk.kernels.errors import KernelError
-
-#: Must equal kAbiVersion in native/abi.hpp; a library with another one is refused as stale.
-ABI_VERSION = 15
+#: Must equal kAbiVersion in native/abi.hpp; a library with another version is rejected as stale.
+ABI_VERSION = 16
 
 #: Instruction-set levels, worst to best, in the order of native/levels.hpp.
 LEVELS = ("portable", "avx2", "avx2_vnni", "avx512_vnni")
 
-#: Element types as native/abi.hpp numbers them.
+#: Element types, with the numbers of native/abi.hpp.
 ELEMENT_TYPES = {
     torch.float16: 0,
     torch.bfloat16: 1,
@@ -35,16 +33,9 @@ ELEMENT_TYPES = {
     torch.float8_e8m0fnu: 9,
 }
 
-_STATUS = {
-    1: "out of memory",
-    2: "the engine is closed",
-    3: "no such operator",
-    4: "a token or page id, row, slot or length lies outside of its tensor",
-}
-
 
 class OpKind(IntEnum):
-    """The operators as native/abi.hpp numbers them."""
+    """The operators, with the numbers of native/abi.hpp."""
 
     EMBEDDING = 0
     LINEAR = 1
@@ -67,15 +58,15 @@ class OpKind(IntEnum):
 
 
 class Count(IntEnum):
-    """What of a step an operator runs over, as native/abi.hpp numbers them."""
+    """What an operator of a step runs over, with the numbers of native/abi.hpp."""
 
     TOKENS = 0
     OUTPUTS = 1
     REQUESTS = 2
 
 
-class Inputs(Structure):
-    """How the file of a weight wants its inputs rounded."""
+class SchemeView(Structure):
+    """``ActivationScheme`` of native/abi.hpp: how the weight's file quantizes activations."""
 
     _fields_ = [
         *((name, c_int32) for name in ("codes", "rule", "bits", "symmetric")),
@@ -89,25 +80,33 @@ class WeightView(Structure):
 
     _fields_ = [
         *((name, c_int64) for name in ("n", "k", "row_blocks", "k_blocks")),
-        *((name, c_int32) for name in ("dense", "bits", "source", "flip", "unit")),
-        *((name, c_int32) for name in ("group_units", "super_units", "scale_blocks")),
+        *((name, c_int32) for name in ("dense", "bits", "source", "flip", "subgroup")),
+        *(
+            (name, c_int32)
+            for name in ("subgroups_per_group", "subgroups_per_super", "scale_blocks")
+        ),
         *((name, c_int32) for name in ("scale_type", "minus_type", "zeros_type")),
-        *(("zero", c_float), ("super_type", c_int32), ("step", c_float), ("steps", c_uint8 * 16)),
+        *(
+            ("zero", c_float),
+            ("super_type", c_int32),
+            ("int8_table_scale", c_float),
+            ("int8_table", c_uint8 * 16),
+        ),
         *((name, c_int64) for name in ("groups", "supers", "scale_rows")),
         *((name, c_void_p) for name in ("codes", "scale", "minus", "zeros", "super_scale")),
         *((name, c_void_p) for name in ("super_minus", "table", "scale_table", "scale_offset")),
-        ("inputs", Inputs),
+        ("scheme", SchemeView),
     ]
 
 
 class Activations(Structure):
-    """Rounded activations: the library's own business."""
+    """Quantized activations, which only the library reads and writes."""
 
-    _fields_ = [("k_blocks", c_int64), *((n, c_void_p) for n in ("values", "blocks", "rest"))]
+    _fields_ = [("k_blocks", c_int64), *((n, c_void_p) for n in ("values", "blocks", "residual"))]
 
 
 class FilePart(Structure):
-    """Packed weights in a mapped file: ``next`` belongs to the library."""
+    """Packed weights in a mapped file; only the library uses ``next``."""
 
     begin: int
     bytes: int
@@ -122,7 +121,7 @@ class LinearArgs(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("w", "x", "out")),
         ("out_stride", c_int64),
-        *((name, c_int32) for name in ("exact", "planes")),
+        *((name, c_int32) for name in ("exact", "terms")),
         ("m", c_int64),
         ("act", Activations),
         *((name, c_void_p) for name in ("source", "file", "done")),
@@ -234,10 +233,10 @@ class SampleArgs(Structure):
 
 _SIGNATURES = {
     "levels": (c_int, ()),
-    "engine_create": (c_void_p, (c_int, c_int)),
-    "engine_close": (None, (c_void_p,)),
-    "engine_destroy": (None, (c_void_p,)),
-    "engine_level": (c_int, (c_void_p,)),
+    "runtime_create": (c_void_p, (c_int, c_int)),
+    "runtime_close": (None, (c_void_p,)),
+    "runtime_destroy": (None, (c_void_p,)),
+    "runtime_level": (c_int, (c_void_p,)),
     "pack": (c_int, (c_void_p, POINTER(WeightView), c_void_p, c_int64)),
     "unpack": (c_int, (c_void_p, POINTER(WeightView), c_void_p, c_int64)),
     "args_size": (c_int64, (c_int,)),
@@ -250,7 +249,7 @@ _SIGNATURES = {
 
 
 def load_library(path: str) -> ctypes.CDLL | str:
-    """The library at ``path`` with its functions declared, or why it cannot be used."""
+    """The library at ``path`` with its functions declared, or the reason why it cannot be used."""
     try:
         library = ctypes.CDLL(path)
         version = library.embedlm_abi_version()
@@ -271,8 +270,8 @@ def load_library(path: str) -> ctypes.CDLL | str:
 def find_library() -> ctypes.CDLL | str:
     """The native library of this installation, or one line that says why there is none.
 
-    The import system knows where it is in all three cases: in the wheel, redirected by an editable
-    install, beside this file in a checkout after ``make build``.
+    The import system finds it in all three cases: in a wheel, redirected by an editable install,
+    and next to this file in a checkout after ``make build``.
     """
     spec = find_spec("sdk.kernels.cpu._native")
     if spec is None or spec.origin is None:
@@ -284,7 +283,7 @@ def _why_missing() -> str:
     loader = getattr(__spec__, "loader", None)
     if isinstance(loader, zipimporter):
         return (
-            f"no native module: the system loads no library from inside {loader.archive}; "
+            f"no native module: the system cannot load a library from inside {loader.archive}; "
             "unpack it, or install embedlm with pip"
         )
     if Path(__file__).with_name("native").is_dir():  # the C++ sources: a checkout
@@ -303,96 +302,3 @@ def levels() -> tuple[str, ...]:
         return ()
     mask = library.embedlm_levels()
     return tuple(name for i, name in enumerate(LEVELS) if mask >> i & 1)
-
-
-class Engine:
-    """Threads, scratch memory and instruction-set level of one ``Ops``. Thread-safe.
-
-    :raises KernelError: without the library, or when ``level`` does not run on this CPU.
-    """
-
-    def __init__(self, num_threads: int, level: str | None = None) -> None:
-        library = find_library()
-        if isinstance(library, str):
-            raise KernelError(library)
-        if level is not None and level not in levels():
-            raise KernelError(f"SIMD level: expected one of {levels()}, found {level!r}")
-        index = -1 if level is None else LEVELS.index(level)
-        handle = library.embedlm_engine_create(num_threads, index)
-        if not handle:
-            raise KernelError(f"no engine of {num_threads} threads: out of memory")
-        self.handle: int = handle
-        self.level = LEVELS[library.embedlm_engine_level(handle)]
-        self.pack = library.embedlm_pack
-        self.unpack = library.embedlm_unpack
-        self.library = library
-        self.recording: Program | None = None
-        self._run = library.embedlm_run
-        # Only what nothing refers to any more is destroyed, and nothing at exit: another thread,
-        # a daemon even then, may be in a call.
-        weakref.finalize(self, library.embedlm_engine_destroy, handle).atexit = False
-
-    def run(self, kind: OpKind, args: Structure, rows: int, what: str) -> None:
-        """One operator over ``rows`` rows (attention and places: requests), now; while a program is
-        being recorded, later. :raises KernelError: naming ``what``, when the library reports it.
-        """
-        if self.recording is not None:
-            self.recording.add(kind, args, rows)
-        else:
-            check(self._run(self.handle, kind, byref(args), rows), what)
-
-    def close(self) -> None:
-        """Stop the threads and free the scratch memory, after the calls that run. Idempotent."""
-        self.library.embedlm_engine_close(self.handle)
-
-
-class Program:
-    """Operators recorded for one engine, to be run in one call with any counts up to ``limits``.
-
-    ``limits`` are the rows tensors have while recording, for tokens, outputs and requests. After a
-    select everything runs over the outputs.
-    """
-
-    def __init__(self, engine: Engine, limits: tuple[int, int, int]) -> None:
-        self._engine = engine
-        self._limits = limits
-        self._count = Count.TOKENS
-        handle = engine.library.embedlm_program_create()
-        if not handle:
-            raise KernelError("no program: out of memory")
-        self._handle: int = handle
-        self._counts = (c_int64 * 3)()
-        self._run = engine.library.embedlm_program_run
-        weakref.finalize(self, engine.library.embedlm_program_destroy, handle).atexit = False
-
-    def add(self, kind: OpKind, args: Structure, rows: int) -> None:
-        """Called by :meth:`Engine.run`."""
-        if kind is OpKind.SELECT:
-            self._count = Count.OUTPUTS
-        count = self._count
-        if kind in (OpKind.ATTENTION, OpKind.PLACES):
-            count = Count.REQUESTS
-        per, rest = divmod(rows, self._limits[count])
-        if rest or not per:
-            raise KernelError(
-                f"recording {kind.name}: expected a multiple of {self._limits[count]} rows, "
-                f"found {rows}"
-            )
-        add = self._engine.library.embedlm_program_add
-        check(add(self._handle, kind, byref(args), count, per), f"recording {kind.name}")
-
-    def run(self, tokens: int, outputs: int, requests: int) -> None:
-        """All operators with these counts. :raises KernelError: when the library reports it."""
-        self._counts[:] = [tokens, outputs, requests]
-        self.run_again()
-
-    def run_again(self) -> None:
-        """With the counts of the last run. :raises KernelError: when the library reports it."""
-        if status := self._run(self._engine.handle, self._handle, self._counts):
-            check(status, "step")
-
-
-def check(status: int, op: str) -> None:
-    """:raises KernelError: when a native call reports anything but success."""
-    if status:
-        raise KernelError(f"{op}: {_STATUS[status]}")

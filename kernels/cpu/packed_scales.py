@@ -1,4 +1,4 @@
-"""Scales as the native kernels keep them, 16 rows interleaved, and back as files have them."""
+"""Scales of packed weights: 16 rows interleaved for the native kernels, and back."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from sdk.kernels.cpu.library import ELEMENT_TYPES
 from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks
 from sdk.kernels.reference.decode import pack_codes, unpack_codes
 
-#: Rows of a block of a packed weight.
-ROWS = 16
-#: Element types that torch does not have: halves of a byte, numbers of 16 rows in 2, 4 and 6 bits.
+#: Rows of a tile and of a row block: kTileRows of native/abi.hpp.
+TILE_ROWS = 16
+#: Element types of native/abi.hpp that torch lacks: halves of a byte, and numbers of 16 rows in 2,
+#: 4 and 6 bits.
 LOW_4, HIGH_4, U2, U4, I6 = 7, 8, 11, 12, 13
 
 
@@ -23,8 +24,8 @@ def interleave(x: Tensor) -> Tensor:
 
 
 def _interleave(x: Tensor) -> Tensor:
-    x = torch.nn.functional.pad(x, (0, 0, 0, -x.shape[0] % ROWS))
-    return x.view(-1, ROWS, x.shape[1]).transpose(1, 2).contiguous()
+    x = torch.nn.functional.pad(x, (0, 0, 0, -x.shape[0] % TILE_ROWS))
+    return x.view(-1, TILE_ROWS, x.shape[1]).transpose(1, 2).contiguous()
 
 
 def deinterleave(x: Tensor, rows: int) -> Tensor:
@@ -38,8 +39,8 @@ def turn(x: Tensor) -> Tensor:
 
 
 def pack_zeros(w: Affine, zeros: Tensor, columns: bool) -> tuple[Tensor, int]:
-    """Zero points with their element type: integers in 2, 4 or 8 bits (8 where every column has its
-    own), floats in their own type."""
+    """Zero points with their element type: integers in 2, 4 or 8 bits (8 if every column has its
+    own zero point), floats in their own type."""
     if zeros.is_floating_point():
         return (turn if columns else interleave)(zeros), ELEMENT_TYPES[zeros.dtype]
     if columns:
@@ -62,12 +63,12 @@ def unpack_zeros(facts: Affine, zeros: Tensor) -> Tensor:
 
 
 def _lanes(x: Tensor, width: int) -> Tensor:
-    """The numbers of 16 rows out of bytes that hold several: ``[., ., bytes] -> [., ., 16]``."""
+    """The numbers of 16 rows from bytes that hold several: ``[., ., bytes] -> [., ., 16]``."""
     return torch.cat([x >> width * i & (1 << width) - 1 for i in range(8 // width)], dim=2)
 
 
 def unpack_columns(facts: Affine, zeros: Tensor) -> Tensor:
-    """The inverse of :func:`pack_zeros` where every column has its own."""
+    """The inverse of :func:`pack_zeros` if every column has its own zero point."""
     return turn(zeros) if zeros.is_floating_point() else pack_codes(turn(zeros), facts.bits)
 
 
@@ -88,7 +89,7 @@ def unpack_block_scales(
     super_scale: Tensor | None,
     super_minus: Tensor | None,
 ) -> Tensor:
-    """Rows of blocks with their scales in place and the codes' bytes zero."""
+    """Rows of blocks with their scales; the bytes of the codes are zero."""
     n, k = facts.shape
     kind = BLOCK_TYPES[facts.type]
     blocks = torch.zeros(n, k // kind.elements, kind.nbytes, dtype=torch.uint8)

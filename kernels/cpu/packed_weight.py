@@ -1,8 +1,9 @@
-"""Weights as the native kernels keep them: tiles of codes, scales interleaved; made and undone.
+"""Packs weights for the native kernels, as tiles of codes with interleaved scales, and unpacks
+them.
 
-A weight is repacked once: 16 rows interleaved, 32 k per tile, the codes in bit planes, so that one
-vector load feeds an integer dot product; scales stay in the file's own types. Every bit is kept:
-``canonical`` gives the tensors of the file back. Packed bytes exceed them by the padding of rows to
+A weight is packed once: 16 rows interleaved, 32 k per tile, the codes in bit planes, so that one
+vector load feeds an integer dot product; scales keep the types of the file. Packing is lossless:
+``canonical`` restores the tensors of the file. Packed weights are larger by the padding of rows to
 16 and of k to 32, and where 6-bit scales become bytes: 2.8 % for q4_k, 2.3 % for q5_k.
 """
 
@@ -18,7 +19,7 @@ from sdk.kernels.cpu.packed_scales import (
     HIGH_4,
     I6,
     LOW_4,
-    ROWS,
+    TILE_ROWS,
     deinterleave,
     interleave,
     pack_zeros,
@@ -31,14 +32,20 @@ from sdk.kernels.cpu.weight_memory import WeightMemory
 from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layout
 from sdk.kernels.reference.decode import row_scales
 
-DEPTH = 32
-#: Added to the entries of a table of 8-bit integers, which makes them unsigned.
-STEP_ZERO = 128
+#: Columns (k) of a tile: kTileDepth of native/abi.hpp.
+TILE_DEPTH = 32
+#: Bytes of a tile per bit of its codes: kTileBytesPerBit.
+TILE_BYTES_PER_BIT = TILE_ROWS * TILE_DEPTH // 8
+#: Entries of a packed table: kTableSize.
+TABLE_SIZE = 16
+#: Added to the entries of a table of 8-bit integers to make them unsigned.
+INT8_TABLE_ZERO = 128
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A block type as native/abi.hpp knows it; ``zero`` is subtracted from a code of ``bits``."""
+    """A block type with its number in native/abi.hpp; ``zero`` is subtracted from a code of
+    ``bits``."""
 
     number: int
     bits: int
@@ -58,33 +65,33 @@ BLOCK_SOURCES = {
     "q5_0": _Source(18, 5, 16, torch.float16),
     "q5_1": _Source(19, 5, 0, torch.float16, has_minus=True),
     "q8_0": _Source(20, 8, 128, torch.float16),
-    "iq4_nl": _Source(21, 4, STEP_ZERO, torch.float16),
-    "mxfp4": _Source(22, 4, STEP_ZERO, torch.float8_e8m0fnu),
-    "iq4_xs": _Source(23, 4, STEP_ZERO, torch.int8),
+    "iq4_nl": _Source(21, 4, INT8_TABLE_ZERO, torch.float16),
+    "mxfp4": _Source(22, 4, INT8_TABLE_ZERO, torch.float8_e8m0fnu),
+    "iq4_xs": _Source(23, 4, INT8_TABLE_ZERO, torch.int8),
 }
 
 
 def packed_bytes(kind: str, rows: int, columns: int) -> int:
-    """What ``Packed.nbytes`` of a weight in blocks of type ``kind`` will be."""
+    """``Packed.nbytes`` of a weight in blocks of type ``kind``, before it is packed."""
     block, source = BLOCK_TYPES[kind], BLOCK_SOURCES[kind]
     groups = columns // block.group
-    scales = 12 * groups if kind == "q3_k" else ROWS * groups * source.scale.itemsize
+    scales = 12 * groups if kind == "q3_k" else TILE_ROWS * groups * source.scale.itemsize
     levels = 1
-    if source.has_minus and kind != "q2_k":  # there one byte holds both
+    if source.has_minus and kind != "q2_k":  # in q2_k one byte holds scale and minimum
         scales *= 2
     if source.has_minus:
         levels = 2
-    supers = levels * 2 * ROWS * (columns // block.elements)
+    supers = levels * 2 * TILE_ROWS * (columns // block.elements)
     if block.elements == block.group:
         supers = 0
-    tiles = -(-columns // DEPTH) * source.bits * 64
-    return -(-rows // ROWS) * (tiles + scales + supers)
+    tiles = -(-columns // TILE_DEPTH) * source.bits * TILE_BYTES_PER_BIT
+    return -(-rows // TILE_ROWS) * (tiles + scales + supers)
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
     """A weight in tiles. ``view`` points into the tensors; ``facts`` is the layout without data;
-    ``file`` what of the tensors lies in a file."""
+    ``file`` is the part of a file that holds tensors."""
 
     facts: Layout
     view: WeightView
@@ -107,7 +114,7 @@ class Packed:
 
 
 def prepared(layout: Layout, memory: WeightMemory) -> tuple[Packed, Tensor, int]:
-    """A checked layout with room for its tiles; the tensor that the library packs into them, and
+    """A checked layout with memory for its tiles; the tensor that the library packs into them, and
     the bytes of its rows (0 for plain values).
     """
     match layout:
@@ -120,8 +127,8 @@ def prepared(layout: Layout, memory: WeightMemory) -> tuple[Packed, Tensor, int]
 
 
 def canonical(packed: Packed) -> tuple[Layout, Tensor, int]:
-    """The layout without its codes or values; the tensor of it that the library unpacks them into,
-    and the bytes of its rows.
+    """The layout without its codes or values; its tensor that the library unpacks them into, and
+    the bytes of its rows.
     """
     facts = packed.facts
     match facts:
@@ -148,9 +155,9 @@ def canonical(packed: Packed) -> tuple[Layout, Tensor, int]:
 
 
 def _view(n: int, k: int) -> WeightView:
-    view = WeightView(n=n, k=k, row_blocks=-(-n // ROWS), k_blocks=-(-k // DEPTH))
-    view.unit = DEPTH
-    view.group_units = view.super_units = view.scale_blocks = 1
+    view = WeightView(n=n, k=k, row_blocks=-(-n // TILE_ROWS), k_blocks=-(-k // TILE_DEPTH))
+    view.subgroup = TILE_DEPTH
+    view.subgroups_per_group = view.subgroups_per_super = view.scale_blocks = 1
     return view
 
 
@@ -160,19 +167,23 @@ def _pack_values(w: Dense | Float8, memory: WeightMemory) -> tuple[Packed, Tenso
     view = _view(n, k)
     view.dense = 1
     view.scale_type = ELEMENT_TYPES[values.dtype]
-    codes = memory.take((view.row_blocks * ROWS * k,), values.dtype)
+    codes = memory.take((view.row_blocks * TILE_ROWS * k,), values.dtype)
     scale = None
     facts: Dense | Float8 = Dense(values.to("meta"))
     if isinstance(w, Float8):
         facts = replace(w, values=facts.values, scale=w.scale.to("meta"))
         high = w.block[0]
-        if high >= n or high % ROWS == 0:
-            view.scale_blocks = min(-(-high // ROWS), view.row_blocks)
+        if high >= n or high % TILE_ROWS == 0:
+            view.scale_blocks = min(-(-high // TILE_ROWS), view.row_blocks)
         if view.scale_blocks > 1:
-            scale = w.scale.unsqueeze(2).expand(-1, -1, ROWS).contiguous()
+            scale = w.scale.unsqueeze(2).expand(-1, -1, TILE_ROWS).contiguous()
         else:
             scale = interleave(row_scales(w))
-        view.groups, view.unit, view.group_units = w.scale.shape[1], 1, min(w.block[1], k)
+        view.groups, view.subgroup, view.subgroups_per_group = (
+            w.scale.shape[1],
+            1,
+            min(w.block[1], k),
+        )
         view.super_type = ELEMENT_TYPES[w.scale.dtype]
     packed = Packed(facts, view, codes, memory.keep(scale))
     _point(packed)
@@ -187,12 +198,12 @@ def _pack_affine(w: Affine, memory: WeightMemory) -> tuple[Packed, Tensor, int]:
     view.zero = (0 if w.minus is not None else w.zero) + (128 if w.signed else 0)
     columns = w.group == 1 and (w.repeats or k > 1)
     if columns:
-        view.unit, view.scale_rows = 1, w.scale.shape[0]
+        view.subgroup, view.scale_rows = 1, w.scale.shape[0]
     elif w.group >= k:
-        view.group_units = view.k_blocks
+        view.subgroups_per_group = view.k_blocks
     else:
-        view.unit = DEPTH if w.group % DEPTH == 0 else ROWS
-        view.group_units = w.group // view.unit
+        view.subgroup = TILE_DEPTH if w.group % TILE_DEPTH == 0 else TILE_ROWS
+        view.subgroups_per_group = w.group // view.subgroup
     view.groups = w.scale.shape[1]
     view.scale_type = ELEMENT_TYPES[w.scale.dtype]
     order = turn if columns else interleave
@@ -201,13 +212,15 @@ def _pack_affine(w: Affine, memory: WeightMemory) -> tuple[Packed, Tensor, int]:
     if w.scale_offset is not None:
         assert w.super_scale is not None
         super_scale, scale_offset = w.super_scale.clone(), interleave(w.scale_offset.unsqueeze(1))
-        view.super_units = w.super_group // w.group
+        view.subgroups_per_super = w.super_group // w.group
     elif w.super_scale is not None:
         super_scale = interleave(w.super_scale)
         view.super_type = ELEMENT_TYPES[super_scale.dtype]
         view.supers = w.super_scale.shape[1]
-        whole = w.super_group >= k  # units of padding too
-        view.super_units = (view.k_blocks * DEPTH if whole else w.super_group) // view.unit
+        whole = w.super_group >= k  # subgroups of padding too
+        view.subgroups_per_super = (
+            view.k_blocks * TILE_DEPTH if whole else w.super_group
+        ) // view.subgroup
     minus = memory.keep(None if w.minus is None else order(w.minus))
     if minus is not None:
         view.minus_type = ELEMENT_TYPES[minus.dtype]
@@ -232,23 +245,23 @@ def _pack_affine(w: Affine, memory: WeightMemory) -> tuple[Packed, Tensor, int]:
 
 
 def _tabulate(view: WeightView, table: Tensor | None) -> Tensor | None:
-    """The table with 16 entries, and its steps: 8-bit integers of equal distance."""
+    """The table with 16 entries; sets its 8-bit integers and their scale in ``view``."""
     if table is None:
         return None
-    view.zero = STEP_ZERO
-    view.step, steps = integer_steps(table)
+    view.zero = INT8_TABLE_ZERO
+    view.int8_table_scale, steps = int8_table(table)
     for i, step in enumerate(steps):
-        view.steps[i] = step + STEP_ZERO
-    return torch.nn.functional.pad(table, (0, 16 - len(table))).contiguous()
+        view.int8_table[i] = step + INT8_TABLE_ZERO
+    return torch.nn.functional.pad(table, (0, TABLE_SIZE - len(table))).contiguous()
 
 
-def integer_steps(table: Tensor) -> tuple[float, list[int]]:
-    """``table[i] ~ step * steps[i]`` with steps from -127 to 127.
+def int8_table(table: Tensor) -> tuple[float, list[int]]:
+    """Scale and integers: ``table[i] ~ scale * integers[i]``, integers from -127 to 127.
 
-    The step is the one of about 4000 with the smallest squared error. iq1 to iq4, the 4-bit floats
-    of MX and NV formats and signs are multiples of a step: no error. NF4's is 2e-5 of the squared
-    weights and FP4's 1e-5 (normal weights in groups of 64), where the rounding of activations costs
-    1e-4 of the squared result.
+    Of about 4000 scales this is the one with the smallest squared error. iq1 to iq4, the 4-bit
+    floats of MX and NV formats and signs are multiples of a scale: no error. The error of NF4 is
+    2e-5 of the squared weights and that of FP4 1e-5 (normal weights in groups of 64); quantizing
+    activations costs 1e-4 of the squared result.
     """
     values = table.double()
     peak = float(values.abs().max()) or 1.0
@@ -261,7 +274,7 @@ def integer_steps(table: Tensor) -> tuple[float, list[int]]:
 def _unpack_affine(packed: Packed, facts: Affine, codes: Tensor) -> Affine:
     n = facts.shape[0]
     assert packed.scale is not None
-    if packed.view.unit == 1:
+    if packed.view.subgroup == 1:
         return replace(
             facts,
             codes=codes,
@@ -286,19 +299,19 @@ def _unpack_affine(packed: Packed, facts: Affine, codes: Tensor) -> Affine:
 
 
 def _pack_blocks(w: Blocks, memory: WeightMemory) -> tuple[Packed, Tensor, int]:
-    """The tensors for the native code to fill, scales included."""
+    """Tensors for the native code to fill, including scales."""
     n, k = w.shape
     kind, source = BLOCK_TYPES[w.type], BLOCK_SOURCES[w.type]
     data = w.data if w.data.stride(1) == 1 else w.data.contiguous()
     view = _view(n, k)
     view.source, view.bits, view.zero = source.number, source.bits, source.zero
     view.flip = int(w.type == "q8_0")
-    view.unit = kind.group
+    view.subgroup = kind.group
     view.groups = k // kind.group
     view.scale_type = view.minus_type = ELEMENT_TYPES[source.scale]
 
     def scales(groups: int, dtype: torch.dtype) -> Tensor:
-        return memory.take((view.row_blocks, groups, ROWS), dtype)
+        return memory.take((view.row_blocks, groups, TILE_ROWS), dtype)
 
     scale = scales(view.groups, source.scale)
     if w.type == "q3_k":
@@ -308,7 +321,7 @@ def _pack_blocks(w: Blocks, memory: WeightMemory) -> tuple[Packed, Tensor, int]:
         minus = scales(view.groups, source.scale)
     if kind.elements > kind.group:
         view.supers = k // kind.elements
-        view.super_units = kind.elements // kind.group
+        view.subgroups_per_super = kind.elements // kind.group
         super_scale = scales(view.supers, torch.float16)
         super_minus = scales(view.supers, torch.float16) if source.has_minus else None
     facts = Blocks(w.shape, w.type, w.data.new_empty(0, 0))
@@ -324,7 +337,9 @@ def _pack_blocks(w: Blocks, memory: WeightMemory) -> tuple[Packed, Tensor, int]:
 
 def _codes(view: WeightView, memory: WeightMemory) -> Tensor:
     """Storage of the tiles."""
-    return memory.take((view.row_blocks * view.k_blocks * view.bits * 64,), torch.uint8)
+    return memory.take(
+        (view.row_blocks * view.k_blocks * view.bits * TILE_BYTES_PER_BIT,), torch.uint8
+    )
 
 
 def _point(packed: Packed) -> None:

@@ -1,4 +1,4 @@
-"""What the operators of KV pages take, as ``native/abi.hpp`` has it."""
+"""Arguments of the operators on KV pages, laid out as in ``native/abi.hpp``."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class AttentionArgs(Structure):
         *((name, c_int32) for name in ("requests", "heads", "kv_heads", "head_dim", "page_size")),
         ("num_levels", c_int32),
         *((name, c_float) for name in ("scale", "softcap")),
-        *((name, c_int32) for name in ("query_tile", "run_chunks")),
+        *((name, c_int32) for name in ("query_tile", "split_blocks")),
     ]
 
 

@@ -1,4 +1,4 @@
-"""KV pages as the native kernels take them: checked, then pointers and strides."""
+"""KV pages for the native kernels: checks, then pointers and strides."""
 
 from __future__ import annotations
 
@@ -6,28 +6,18 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.backend import Problem
-from sdk.kernels.cpu.library import ELEMENT_TYPES
 from sdk.kernels.cpu.page_args import PageLevel, PageSide
 from sdk.kernels.errors import KernelError
-from sdk.kernels.kv_pages import KVPages, scale_group
+from sdk.kernels.kv_pages import KVPages
+from sdk.kernels.kv_types import KV_TYPES, KVType, scale_group
 from sdk.kernels.ladder import LADDER_PAGE_SIZE, MAX_LEVELS
 
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-#: kI4, where the codes of two dimensions share a byte.
-_NIBBLES = 10
-_PAGE_TYPES = {
-    **{dtype: ELEMENT_TYPES[dtype] for dtype in _FLOATS},
-    torch.int8: ELEMENT_TYPES[torch.int8],
-    torch.float8_e4m3fn: ELEMENT_TYPES[torch.float8_e4m3fn],
-    torch.float8_e5m2: ELEMENT_TYPES[torch.float8_e5m2],
-    torch.uint8: _NIBBLES,
-}
-_NAMES = ("float32", "float16", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2", "int4")
+_NAMES = tuple(kind.name for kind in KV_TYPES.values() if kind.cpu_element is not None)
 _MAX_HEAD_DIM = 256
 
 
 def reject(problem: Problem) -> str | None:
-    """Why the native kernels decline the pages of a problem."""
+    """Why the native kernels reject the pages of a problem; ``None``: they accept them."""
     for name in problem.kv_dtype.replace(">", "/").split("/"):
         if name not in _NAMES:
             return f"KV pages of {name}: expected {', '.join(_NAMES)}"
@@ -37,7 +27,7 @@ def reject(problem: Problem) -> str | None:
 
 
 def inner_contiguous(x: Tensor, dtype: torch.dtype, what: str) -> None:
-    """:raises KernelError: unless ``x`` is on the CPU, of ``dtype``, its last stride 1."""
+    """:raises KernelError: unless ``x`` is on the CPU, of ``dtype``, with a last stride of 1."""
     if x.dtype != dtype or x.device.type != "cpu" or x.stride(-1) != 1:
         raise KernelError(
             f"{what}: expected {dtype} on cpu with a contiguous last dimension, "
@@ -46,25 +36,25 @@ def inner_contiguous(x: Tensor, dtype: torch.dtype, what: str) -> None:
 
 
 def check_pages(pages: KVPages, kv_heads: int, head_dim: int) -> None:
-    """:raises KernelError: unless the pages are what ``KVPages`` says, for this head shape."""
+    """:raises KernelError: unless the pages are as ``KVPages`` says, for this head shape."""
     k, v = pages.k, pages.v
     if k.shape[:3] != v.shape[:3]:
         raise KernelError(f"KV pages: k {list(k.shape)} and v {list(v.shape)} do not agree")
-    for x in (k, v):
-        wide = head_dim // 2 if x.dtype == torch.uint8 else head_dim
-        if x.shape[1] != kv_heads or x.shape[3] != wide or x.dtype not in _PAGE_TYPES:
+    for x, kind in ((k, pages.k_type), (v, pages.v_type)):
+        width = head_dim // kind.packing
+        if x.shape[1] != kv_heads or x.shape[3] != width or x.dtype != kind.storage_dtype:
             raise KernelError(
-                f"KV pages: expected [pages, {kv_heads}, page_size, {wide}] of a known type, "
-                f"found {x.dtype} {list(x.shape)}"
+                f"KV pages of {kind.name}: expected {kind.storage_dtype} [pages, {kv_heads}, "
+                f"page_size, {width}], found {x.dtype} {list(x.shape)}"
             )
     inner_contiguous(v, v.dtype, "KV pages")
     if k.device.type != "cpu" or (k.stride(2) != 1 and k.shape[2] > 1):
         raise KernelError(
-            "KV pages: expected keys on cpu that lie [head_dim, page_size] in a page, "
+            "KV pages: expected keys on cpu, [head_dim, page_size] in the memory of a page, "
             f"found strides {k.stride()} on {k.device}"
         )
-    for x, scale in ((k, pages.k_scale), (v, pages.v_scale)):
-        _check_scale(x, scale, head_dim)
+    _check_scale(pages.k_type, k, pages.k_scale, head_dim)
+    _check_scale(pages.v_type, v, pages.v_scale, head_dim)
     centre = pages.k_centre
     if centre is not None and (
         centre.dtype != torch.float32
@@ -77,10 +67,12 @@ def check_pages(pages: KVPages, kv_heads: int, head_dim: int) -> None:
         )
 
 
-def _check_scale(x: Tensor, scale: Tensor | None, head_dim: int) -> None:
-    if x.dtype in _FLOATS:
+def _check_scale(kind: KVType, x: Tensor, scale: Tensor | None, head_dim: int) -> None:
+    if not kind.scale:
         if scale is not None:
-            raise KernelError(f"KV pages: {x.dtype} has no scales, found {list(scale.shape)}")
+            raise KernelError(
+                f"KV pages of {kind.name}: expected no scales, found {list(scale.shape)}"
+            )
         return
     pages, heads, slots = x.shape[:3]
     groups = 0 if scale is None or scale.dim() != 3 else scale.shape[1] // heads
@@ -89,7 +81,7 @@ def _check_scale(x: Tensor, scale: Tensor | None, head_dim: int) -> None:
         raise KernelError(
             f"KV pages: expected scales [{pages}, a multiple of {heads}, {slots}], found {found}"
         )
-    inner_contiguous(scale, torch.int16 if x.dtype == torch.uint8 else torch.float16, "KV scales")
+    inner_contiguous(scale, kind.scale_dtype, "KV scales")
     group = scale_group(head_dim, groups)
     if -(-head_dim // group) != groups:
         raise KernelError(
@@ -98,7 +90,7 @@ def _check_scale(x: Tensor, scale: Tensor | None, head_dim: int) -> None:
 
 
 def check_levels(pages: KVPages, kv_heads: int, head_dim: int) -> None:
-    """:func:`check_pages` of all levels, and that they are those of one ladder."""
+    """:func:`check_pages` for all levels; several levels must be those of one ladder."""
     levels = pages.levels
     if len(levels) > 1 and (
         len(levels) > MAX_LEVELS
@@ -108,24 +100,29 @@ def check_levels(pages: KVPages, kv_heads: int, head_dim: int) -> None:
         found = [list(level.k.shape) for level in levels]
         raise KernelError(
             f"KV pages: expected at most {MAX_LEVELS} levels of pages of {LADDER_PAGE_SIZE}, each "
-            f"twice as many as above, found {found}"
+            f"twice as many pages as the level above, found {found}"
         )
     for level in levels:
         check_pages(level, kv_heads, head_dim)
 
 
 def page_sides(pages: KVPages) -> PageLevel:
-    """Keys and values."""
+    """Keys and values as the native kernels take them."""
+    k, v = pages.k, pages.v
     return PageLevel(
-        _side(pages, pages.k, pages.k_scale, pages.k.stride(3), pages.k_mixed),
-        _side(pages, pages.v, pages.v_scale, pages.v.stride(2), pages.v_mixed),
+        _side(pages, k, pages.k_scale, pages.k_type, k.stride(3), pages.k_mixed),
+        _side(pages, v, pages.v_scale, pages.v_type, v.stride(2), pages.v_mixed),
     )
 
 
-def _side(pages: KVPages, x: Tensor, scale: Tensor | None, step: int, mixed: bool) -> PageSide:
-    kind, strides = _PAGE_TYPES[x.dtype], x.stride()
+def _side(
+    pages: KVPages, x: Tensor, scale: Tensor | None, kind: KVType, step: int, mixed: bool
+) -> PageSide:
+    element, strides = kind.cpu_element, x.stride()
     if scale is None:
-        return PageSide(x.data_ptr(), None, *strides[:2], step, 0, 0, kind, 0, mixed)
+        return PageSide(x.data_ptr(), None, *strides[:2], step, 0, 0, element, 0, mixed)
     group = scale_group(pages.head_dim, scale.shape[1] // x.shape[1])
     scales = scale.stride()[:2]
-    return PageSide(x.data_ptr(), scale.data_ptr(), *strides[:2], step, *scales, kind, group, mixed)
+    return PageSide(
+        x.data_ptr(), scale.data_ptr(), *strides[:2], step, *scales, element, group, mixed
+    )

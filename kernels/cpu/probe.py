@@ -1,4 +1,4 @@
-"""The limits of this machine, measured: what a benchmark's speeds are shares of."""
+"""Measures the limits of this machine; benchmarks report speeds as shares of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from sdk.kernels.cpu.library import LEVELS, find_library
 from sdk.kernels.errors import KernelError
 
-#: Each thread reads this much over and over: far beyond the cache of any core.
+#: Bytes that each thread reads repeatedly: far more than the cache of any core.
 _BYTES = 128 * 2**20
 
 
@@ -23,7 +23,7 @@ def read_bandwidth(num_threads: int, seconds: float = 0.1, tries: int = 3) -> fl
 
 
 def int8_peak(num_threads: int, level: str, seconds: float = 0.1) -> float:
-    """8-bit integer operations per second (a multiply-add is two), best of three measurements.
+    """8-bit integer operations per second (a multiply-add counts as two), best of three runs.
 
     ``level``: the instruction set whose dot product is measured, one of ``levels()``.
 

@@ -1,4 +1,4 @@
-"""A page of a ladder taken to a lower level: ``native/recode.hpp``."""
+"""Recodes a page of a ladder for a lower level: ``native/recode.hpp``."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from ctypes import addressof
 
 from sdk.kernels.backend import Problem
-from sdk.kernels.cpu.library import Engine, OpKind
+from sdk.kernels.cpu.library import OpKind
 from sdk.kernels.cpu.page_args import PageLevel, RecodeArgs
 from sdk.kernels.cpu.pages import check_pages, page_sides, reject
+from sdk.kernels.cpu.runtime import NativeRuntime
 from sdk.kernels.kv_pages import KVPages
 
 
@@ -17,17 +18,17 @@ class RecodePage:
 
     name = "cpu.recode_page"
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, runtime: NativeRuntime) -> None:
+        self._runtime = runtime
 
     def reject(self, problem: Problem) -> str | None:
         return reject(problem)
 
     def bind(self, layers: Sequence[KVPages]) -> Callable[[int, int, int, int], None]:
-        """Page ``index`` of level ``above`` to page ``at`` of level ``below``, in all layers.
+        """Recodes page ``index`` of level ``above`` as page ``at`` of level ``below``.
 
-        A call for each of 30 layers, with a look at its tensors, took 2.5 ms on two threads; one
-        for all of them takes 1.0.
+        One call handles all layers: for 30 layers it takes 1.0 ms on two threads. A call per layer,
+        which also read the tensors' addresses, took 2.5 ms.
         """
         count, kv_heads, head_dim = len(layers), layers[0].k.shape[1], layers[0].head_dim
         sides = []
@@ -39,6 +40,6 @@ class RecodePage:
 
         def run(above: int, index: int, below: int, at: int) -> None:
             args = RecodeArgs(addressof(sides[above]), addressof(sides[below]), index, at, *shape)
-            self._engine.run(OpKind.RECODE, args, count * shape[0] * shape[2], "recode_page")
+            self._runtime.run(OpKind.RECODE, args, count * shape[0] * shape[2], "recode_page")
 
         return run

@@ -7,9 +7,10 @@ from torch import Tensor
 
 from sdk.kernels.backend import Problem
 from sdk.kernels.batch import AttentionBatch
-from sdk.kernels.cpu.library import AnglesArgs, Engine, OpKind
+from sdk.kernels.cpu.library import AnglesArgs, OpKind
 from sdk.kernels.cpu.page_args import RopeArgs
 from sdk.kernels.cpu.pages import check_pages, inner_contiguous, page_sides, reject
+from sdk.kernels.cpu.runtime import NativeRuntime
 from sdk.kernels.errors import KernelError
 from sdk.kernels.kv_pages import KVPages
 
@@ -19,8 +20,8 @@ class RopeAndCache:
 
     name = "cpu.rope_and_cache"
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, runtime: NativeRuntime) -> None:
+        self._runtime = runtime
 
     def reject(self, problem: Problem) -> str | None:
         return reject(problem)
@@ -68,7 +69,7 @@ class RopeAndCache:
             half,
             pages.page_size,
         )
-        self._engine.run(OpKind.ROPE, args, tokens, "rope_and_cache")
+        self._runtime.run(OpKind.ROPE, args, tokens, "rope_and_cache")
 
 
 class RopeAngles:
@@ -76,8 +77,8 @@ class RopeAngles:
 
     name = "cpu.rope_angles"
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, runtime: NativeRuntime) -> None:
+        self._runtime = runtime
 
     def reject(self, problem: Problem) -> str | None:
         return None
@@ -94,4 +95,4 @@ class RopeAngles:
                 f"{list(inv_freq.shape)} do not fit {list(cos.shape)} and {list(sin.shape)}"
             )
         args = AnglesArgs(*(x.data_ptr() for x in (positions, inv_freq, cos, sin)), half, factor)
-        self._engine.run(OpKind.ANGLES, args, tokens, "rope angles")
+        self._runtime.run(OpKind.ANGLES, args, tokens, "rope angles")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from sdk.kernels.backend import Problem
-from sdk.kernels.cpu.library import Engine, OpKind, SampleArgs
+from sdk.kernels.cpu.library import OpKind, SampleArgs
+from sdk.kernels.cpu.runtime import NativeRuntime
 from sdk.kernels.errors import KernelError
 from sdk.kernels.sampling import Draws, SampleBuffers
 
@@ -19,8 +20,8 @@ class Sample:
 
     name = "cpu.sample"
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, runtime: NativeRuntime) -> None:
+        self._runtime = runtime
 
     def reject(self, problem: Problem) -> str | None:
         return None
@@ -47,4 +48,4 @@ class Sample:
             width,
             logits.stride(0),
         )
-        self._engine.run(OpKind.SAMPLE, args, rows, "sample")
+        self._runtime.run(OpKind.SAMPLE, args, rows, "sample")

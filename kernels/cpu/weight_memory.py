@@ -1,10 +1,10 @@
 """Memory of packed weights: a few large mappings, on huge pages where the system has them.
 
-What is not to stay in memory goes to a file instead (``weight_file.py``).
+Offloaded weights go to a file instead (``weight_file.py``).
 
-A model is some hundred matrices, most of them smaller than a huge page of 2 MiB; cut one after
+A model has a few hundred matrices, most of them smaller than a huge page of 2 MiB. Taken one after
 another from common mappings they share huge pages, whose faults and zeroing cost less at load. A
-mapping goes back to the system as a whole, when the last weight in it is gone.
+mapping is freed as a whole, when its last weight is gone.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from sdk.kernels.offload import OnDisk
 
 _Bytes = NDArray[np.uint8]
 
-#: Bytes of a mapping; what of it is never written costs nothing.
-CHUNK = 64 * 2**20
+#: Bytes of a mapping; pages that are never written cost nothing.
+MAPPING_BYTES = 64 * 2**20
 _ALIGN = 64
 _HUGE_PAGE = 2 * 2**20
 #: Linux's MADV_POPULATE_WRITE (5.14), which the mmap module does not name.
@@ -41,7 +41,7 @@ class WeightMemory:
         self._mapping: mmap.mmap | None = None
         self._used = self._populated = 0
         self._room = 0 if offload is None else offload.stays
-        #: Of weights that do not fit into the bytes that may stay in memory.
+        #: For weights beyond the bytes that may stay in memory.
         self.file = None if offload is None else WeightFile(offload)
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -55,7 +55,7 @@ class WeightMemory:
                 return _tensor(self.file.take(nbytes), shape, dtype)
             self._room -= nbytes
         if self._mapping is None or self._used + nbytes > len(self._mapping):
-            self._mapping = _map(max(nbytes, CHUNK))
+            self._mapping = _map(max(nbytes, MAPPING_BYTES))
             self._used = self._populated = 0
         start, end = self._used, self._used + nbytes
         if end > self._populated:
@@ -66,7 +66,7 @@ class WeightMemory:
         return _tensor(np.frombuffer(self._mapping, np.uint8, nbytes, start), shape, dtype)
 
     def keep(self, tensor: Tensor | None) -> Tensor | None:
-        """``tensor``, or where weights have to go to the file its copy there."""
+        """``tensor``, or its copy in the file if weights are offloaded."""
         if tensor is None or self.file is None:
             return tensor
         kept = self.take(tensor.shape, tensor.dtype)
@@ -74,8 +74,8 @@ class WeightMemory:
         return kept
 
     def close(self) -> None:
-        """Forget the current mapping; it goes with the weights in it. No product may run any more
-        where there is a file."""
+        """Forget the current mapping, which is freed with its weights. With a file, no product may
+        run after this."""
         self._mapping = None
         if self.file is not None:
             self.file.close()
@@ -86,21 +86,21 @@ def _tensor(part: _Bytes, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def _map(nbytes: int) -> mmap.mmap:
-    # Private: an anonymous mapping is shared by default, which never gets huge pages.
+    # Private: an anonymous mapping is shared by default, and shared ones never get huge pages.
     try:
         mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise KernelError(f"{nbytes} bytes for packed weights: {error}") from error
+        raise KernelError(f"packed weights: cannot map {nbytes} bytes: {error}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return mapping
 
 
 def _populate(mapping: mmap.mmap, start: int, end: int) -> None:
-    """Have the system give and clear these pages now, in one call: 64 MiB take 3 to 5 ms. Two
-    threads that pack into pages which are not there yet took 80 ms more for 94 MiB."""
+    """Have the system allocate and zero these pages now, in one call: 64 MiB take 3 to 5 ms.
+    Without this, two threads that packed 94 MiB into new pages took 80 ms longer."""
     if sys.platform != "linux":
         return
-    # An older system does not know it, one short of memory refuses: pages then come one by one.
+    # Older systems do not support it, and it fails if memory is short: pages then come one by one.
     with contextlib.suppress(OSError):
         mapping.madvise(_POPULATE_WRITE, start, end - start)

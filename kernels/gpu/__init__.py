@@ -1,7 +1,7 @@
-"""Triton kernels for GPUs. Nothing here is compiled by hand; nothing is only for one vendor.
+"""Triton kernels for GPUs: no hand-compiled code, and nothing specific to one vendor.
 
-triton is imported when the backend is opened, not before. With ``TRITON_INTERPRET=1`` (tests; set
-before triton is imported) the same kernels run on a CPU, slowly.
+triton is imported when the backend is opened, not earlier. With ``TRITON_INTERPRET=1`` (for tests;
+set it before triton is imported) the same kernels run on a CPU, slowly.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 
 __all__ = ["GpuBackend", "available", "open_backend"]
 
-#: Triton (3.3 to 3.6 at least) has no matrix instructions for NVIDIA's cards before 8.0, the
+#: Triton (at least 3.3 to 3.6) has no matrix instructions for NVIDIA's cards before 8.0, the
 #: library has. On a T4 (8.1 TFLOP/s in float32, 300 GB/s) 32 tokens on the plain units take as long
-#: as decoding a 4-bit weight to memory and reading it again; by arithmetic, not measured.
+#: as dequantizing a 4-bit weight to memory and reading it again; estimated, not measured.
 DENSE_FROM_WITHOUT_MMA = 32
-#: Compute capability of the oldest card that Triton's kernels are compiled for.
+#: Compute capability of the oldest card for which Triton kernels are compiled.
 OLDEST_CARD = (7, 5)
-#: The first to give a product's sums in float32 (``torch.mm(out_dtype=)``).
+#: The first torch version that returns a product's sums in float32 (``torch.mm(out_dtype=)``).
 OLDEST_TORCH = (2, 8)
 ACTIVATIONS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def available(device: str) -> str | None:
-    """Why the backend cannot run on ``device``, or ``None`` when it can."""
+    """Why the backend cannot run on ``device``, or ``None`` if it can."""
     kind = device.partition(":")[0]
     if kind == "cpu" and _interpreted():
         return None
@@ -60,15 +60,15 @@ def available(device: str) -> str | None:
 
 
 def _interpreted() -> bool:
-    """Whether this process interprets Triton kernels; does not import triton to find out."""
+    """Whether this process interprets Triton kernels; does not import triton."""
     triton = sys.modules.get("triton")
     return triton is not None and bool(triton.knobs.runtime.interpret)
 
 
 def matrix_type(device: str) -> torch.dtype:
-    """The 16-bit floats that the card's matrix units multiply best.
+    """The 16-bit float type that the card's matrix units multiply best.
 
-    NVIDIA's cards before compute capability 8.0 have none for bfloat16.
+    NVIDIA's cards before compute capability 8.0 have no matrix units for bfloat16.
     """
     if torch.device(device).type == "cpu":
         return torch.float16
@@ -116,16 +116,18 @@ def open_backend(
     """``fixed``: the same order of additions for every batch (slower). No threads are used."""
     from sdk.kernels.gpu import attention, elementwise, experts, norm, rope, sampling
     from sdk.kernels.gpu.dense import DenseLinear
-    from sdk.kernels.gpu.linear import Linear
-    from sdk.kernels.gpu.linear_as_file import LinearAsFile, bytes_of_card
+    from sdk.kernels.gpu.linear import TritonLinear
+    from sdk.kernels.gpu.linear_as_file import TritonLinearAsFile, bytes_of_card
 
     tuning = tuning_of(device)
     codes: tuple[str, ...] = ("int", "e4m3")
     if torch.device(device).type != "cpu":
         found = torch.cuda.get_device_capability(device)
         codes = bytes_of_card(found, amd=torch.version.hip is not None)
-    packed = (Linear(dtype, tuning, fixed=fixed) for dtype in (matrix_type(device), torch.float32))
-    as_file = LinearAsFile(tuning, codes, fixed=fixed)
+    packed = (
+        TritonLinear(dtype, tuning, fixed=fixed) for dtype in (matrix_type(device), torch.float32)
+    )
+    as_file = TritonLinearAsFile(tuning, codes, fixed=fixed)
     return GpuBackend(
         {
             "linear": (DenseLinear(fixed=fixed), *packed, as_file),
@@ -159,4 +161,4 @@ class GpuBackend:
         return self._implementations.get(op, ())
 
     def close(self) -> None:
-        """Nothing to give back: memory belongs to torch."""
+        """Nothing to free: memory belongs to torch."""

@@ -1,9 +1,9 @@
-"""The loop all attention kernels share: a tile of queries against a run of keys, online softmax.
+"""The loop shared by all attention kernels: a tile of queries against a run of keys.
 
-``score = scale * q . k`` (soft-capped where asked for), keys after a query or outside its window
-hidden, softmax with the running maximum of Milakov & Gimelshein (2018) in base 2.
+``score = scale * q . k`` (soft-capped if requested); keys after a query or outside its window are
+masked; online softmax in base 2 with the running maximum of Milakov & Gimelshein (2018).
 
-Key tiles are aligned at position 0 and a hidden key contributes exactly 0, so a row's result does
+Key tiles are aligned at position 0 and a masked key contributes exactly 0, so a row's result does
 not depend on how its request was chunked or which rows share its tile.
 """
 

@@ -1,10 +1,10 @@
-"""Paged attention on the GPU: which kernels a step needs, and with which tiles.
+"""Paged attention on the GPU: selects the kernels of a step, and their tiles.
 
-Requests with one query in the step are ``attention_decode.py``'s, all others
-``attention_prefill.py``'s; a step that has both launches both. With a fixed order of additions the
-latter are everybody's: keys are summed from the first to the last, so that neither the batch nor
-chunks nor a preemption shows. The products' operands are of the pages' own types (codes become
-float16), or float32 where ``exact`` asks for it.
+``attention_decode.py`` handles requests with one query in the step, ``attention_prefill.py`` all
+others; a step with both launches both. With a fixed order of additions the latter handles all
+requests: keys are summed from first to last, so that the batch, chunking and preemption do not
+change results. Operands of products have the types of the pages (codes become float16), or float32
+with ``exact``.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from sdk.kernels.gpu.scratch import split_count
 from sdk.kernels.kv_pages import KVPages
 
 _DOTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
-#: Rows of a tile of queries, and of a tile over a shared prefix; of one without matrix
-#: instructions, where 64 rows spill up to 6.7 KiB of a thread's numbers on sm_75.
+#: Rows of a tile of queries, and of a tile over a shared prefix; and of a tile without matrix
+#: instructions, where 64 rows spill up to 6.7 KiB of registers per thread on sm_75.
 _ROWS, _FEW_ROWS = 64, 16
 #: Parts summed at a time.
 _JOINED = 8
@@ -45,7 +45,7 @@ class Attention:
 
     def reject(self, problem: Problem) -> str | None:
         if problem.compute == "exact" and not self._exact:
-            return 'its products round to 16 bits: compute="exact"'
+            return 'its products round to 16 bits, but compute="exact"'
         return reject(problem)
 
     def run(
@@ -77,7 +77,7 @@ class Attention:
             step.decode()
 
     def _dot(self, side: PageSide) -> Any:
-        """The type of a product's operands; cards before 8.0 have none for bfloat16."""
+        """The type of a product's operands; cards before 8.0 do not support bfloat16."""
         dtype = side.codes.dtype
         if self._exact:
             return tl.float32
@@ -87,7 +87,7 @@ class Attention:
 
 
 class _Step:
-    """The arguments all kernels of one call share."""
+    """The arguments that all kernels of one call share."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class _Step:
         self.few_warps = 8 if plain or odd else 4
 
     def prefill(self, *, lone: bool = False) -> None:
-        """Requests of several queries; with ``lone`` those of one too."""
+        """Requests with several queries; with ``lone`` also those with one."""
         batch = self.batch
         rows = max(self.tile, triton.next_power_of_2(self.group))
         tiles = batch.num_tokens // (rows // self.group) + batch.num_requests
@@ -162,7 +162,7 @@ class _Step:
         )
 
     def decode(self) -> None:
-        """Requests of one query."""
+        """Requests with one query."""
         batch = self.batch
         splits = split_count(batch.max_context_len)
         shared = batch.shared_len if splits > 1 else None
@@ -218,7 +218,7 @@ class _Step:
             )
 
     def _shared(self, shared: Tensor, parts: Tensor, sums: Tensor, splits: int) -> None:
-        """The prefix that all requests have in the same pages."""
+        """The prefix that all requests share in the same pages."""
         batch = self.batch
         rows = max(self.tile, triton.next_power_of_2(self.group))
         tiles = triton.cdiv(batch.num_requests, rows // self.group)

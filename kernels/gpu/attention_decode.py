@@ -1,23 +1,23 @@
-"""Attention of requests that have one query in a step, their keys split among programs.
+"""Attention of requests with one query in a step, with keys split among programs.
 
-A program takes one key head of one request, with all its query heads as the rows of one product,
-and one split: the keys ``s * split .. (s + 1) * split - 1``. The size of a split follows from the
-request's own length, so a row's result does not depend on the batch. With more than one split the
-parts go through memory and ``join_kernel`` sums them: 1 % of the keys' bytes at 256 keys a split.
+A program handles one key head of one request, with all its query heads as rows of one product, and
+one split: the keys ``s * split .. (s + 1) * split - 1``. The size of a split depends only on the
+request's length, so a row's result does not depend on the batch. With more than one split the parts
+go through memory and ``join_kernel`` sums them: 1 % of the keys' bytes at 256 keys per split.
 
-Where all requests begin with the same pages, the splits that lie in that prefix are computed once
-for all of them (``shared_kernel``, the "cascade"): the keys are read once for as many rows as fit a
-tile. The splits are then those of the longest request.
+If all requests begin with the same pages, the splits in that prefix are computed once for all of
+them (``shared_kernel``, "cascade" attention): keys are read once for as many rows as fit a tile.
+The splits are then those of the longest request.
 
-The grid depends on numbers known beforehand only (requests, heads, the longest context), so that a
-captured graph stays valid; a program without keys ends at once.
+The grid only depends on numbers known beforehand (requests, heads, the longest context), so that a
+captured graph stays valid; programs without keys end at once.
 
-q and out are of one type, q with rows at ``token * q_token + head * q_head``, out ``[T, heads,
-HEAD_DIM]``; float32 are parts ``[R, heads, splits, HEAD_DIM]`` and sums ``[R, heads, splits, 2]``
-(maximum in base 2, total). ``shared_len`` is int32 ``[1]``, ``longest`` a bound of all lengths,
-``UNMIX`` the Hadamard block of the result where values lie mixed, else 0. Must match
-``reference/attention.py``: to 2e-6 of a value's size in float32, to the rounding of the page types
-and of out's otherwise.
+q and out have one type, with q's rows at ``token * q_token + head * q_head`` and out ``[T, heads,
+HEAD_DIM]``. parts ``[R, heads, splits, HEAD_DIM]`` and sums ``[R, heads, splits, 2]`` (maximum in
+base 2, total) are float32. ``shared_len`` is int32 ``[1]``, ``longest`` a bound of all lengths,
+``UNMIX`` the Hadamard block of the result if values are stored mixed, else 0. Must match
+``reference/attention.py``: to 2e-6 of a value's size in float32, otherwise up to the rounding of
+the types of the pages and of out.
 """
 
 from __future__ import annotations

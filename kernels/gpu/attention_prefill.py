@@ -1,10 +1,10 @@
-"""Attention of requests that have several queries in a step: prompts and chunks of prompts.
+"""Attention of requests with several queries in a step: prompts and chunks of prompts.
 
-A program takes a tile of one request's queries, all query heads of a key head as rows of one
-product, and walks over the keys. The grid holds as many tiles as there can be, ``T // tile +
+A program handles a tile of one request's queries, with all query heads of a key head as rows of one
+product, and loops over the keys. The grid has the largest possible number of tiles, ``T // tile +
 requests``, whatever the lengths; a program finds its request by bisecting ``query_start``. Keys of
-a cached prefix are in the pages like any others. Must match ``reference/attention.py`` like
-``attention_decode.py``.
+a cached prefix are in the pages like any others. Must match ``reference/attention.py`` with the
+tolerances of ``attention_decode.py``.
 """
 
 from __future__ import annotations

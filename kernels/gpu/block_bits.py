@@ -1,9 +1,9 @@
-"""Where the bits of a GGUF block are: its codes, scales and minima, as lists of bit numbers.
+"""The bit positions of codes, scales and minima in GGUF blocks.
 
-Bit ``8 b + i`` of a block is bit i (lowest first) of its byte b. A field of w bits is w numbers of
-bits, lowest first, so one gather takes any field out of any block, and one scatter puts it back:
-the two are inverse to each other by construction. Sources: the block structs in ggml-common.h;
-the values are defined in ``kernels/reference/decode.py``, which the tests compare with.
+Bit ``8 b + i`` of a block is bit i (lowest first) of its byte b. A field of w bits is a list of w
+bit numbers, lowest first, so one gather extracts any field of any block, and one scatter puts it
+back: the two are inverse by construction. Source: the block structs in ggml-common.h. Tests compare
+the values with ``kernels/reference/decode.py``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Bits = tuple[tuple[int, ...], ...]
 class Fields:
     """The fields of one block type; ``zero`` is subtracted from a code, ``bias`` from a scale.
 
-    ``negated``: the file adds its minimum, the kernels subtract it.
+    ``negated``: the file adds the minimum, kernels subtract it.
     """
 
     codes: Bits
@@ -50,7 +50,7 @@ def _nibble(first: int) -> Callable[[int], tuple[int, ...]]:
 
 
 def _pairs(first: int, k: int) -> tuple[int, ...]:
-    """Code k of q4_k and q5_k: of every 32 bytes the low nibbles, then the high ones."""
+    """Code k of q4_k and q5_k: for every 32 bytes the low nibbles, then the high ones."""
     return _field(first + k // 64 * 32 + k % 32, 4, 4 * (k // 32 % 2))
 
 
@@ -60,7 +60,7 @@ def _crumb(first: int, k: int) -> tuple[int, ...]:
 
 
 def _six(group: int) -> tuple[int, ...]:
-    """q4_k, q5_k: the 6-bit scale of a group; its minimum lies four bytes further."""
+    """q4_k, q5_k: the 6-bit scale of a group; its minimum is four bytes further."""
     if group < 4:
         return _field(4 + group, 6)
     return _field(8 + group, 4) + _field(group, 2, 6)
@@ -73,7 +73,7 @@ def _six_minimum(group: int) -> tuple[int, ...]:
 
 
 def _signed_six(group: int) -> tuple[int, ...]:
-    """q3_k: the scale of a group, to be lowered by 32."""
+    """q3_k: the scale of a group, before subtracting 32."""
     return _field(96 + group % 8, 4, 4 * (group // 8)) + _field(104 + group % 4, 2, group // 4 * 2)
 
 
@@ -82,7 +82,7 @@ _HALF_2 = (_field(2, 16),)
 
 
 def _k45(codes: Bits) -> Fields:
-    """q4_k and q5_k differ in their codes only."""
+    """q4_k and q5_k, which differ only in their codes."""
     return Fields(
         codes,
         _each(8, _six),
@@ -164,7 +164,7 @@ def put(blocks: Tensor, fields: Bits, values: Tensor) -> None:
 
 
 def take_typed(blocks: Tensor, fields: Bits, dtype: torch.dtype, bias: int = 0) -> Tensor:
-    """Scales in their own type: bytes (less ``bias``), or what 16 bits mean."""
+    """Scales in their own type: bytes (minus ``bias``), or 16-bit floats."""
     if dtype.itemsize == 2:
         first = fields[0][0] // 8
         return blocks[:, first : first + 2].contiguous().view(dtype)

@@ -1,4 +1,4 @@
-"""Products with plain weights: the library's, which needs no help from us."""
+"""Products with float weights, by the vendor's library."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sdk.kernels.gpu.scratch import columns_at_once, runs
 from sdk.kernels.layouts import Dense, Layout
 from sdk.kernels.routes import Routes
 
-#: Bytes that the weights of experts must begin at multiples of: 16 elements of 4.
+#: Alignment in bytes of the weights of experts: 16 elements of 4 bytes.
 _ALIGNED = 64
 _TYPES = ("float32", "float16", "bfloat16")
 
@@ -26,8 +26,8 @@ _TYPES = ("float32", "float16", "bfloat16")
 class DenseLinear:
     """See :class:`sdk.kernels.registry.LinearKernel`.
 
-    x is rounded to the weight's type; ``fixed``: the library's order of additions depends on the
-    number of tokens, so nothing is accepted.
+    x is rounded to the weight's type. With ``fixed`` everything is rejected, because the library's
+    order of additions depends on the number of tokens.
     """
 
     name = "gpu.dense"
@@ -41,7 +41,7 @@ class DenseLinear:
         if self._fixed:
             return "the library's order of additions depends on the batch"
         if problem.compute == "exact" and problem.format != "float32":
-            return f"rounds activations to {problem.format}, compute is exact"
+            return f"rounds activations to {problem.format}, but compute is exact"
         return None
 
     def pack(self, layout: Layout) -> Dense:
@@ -76,7 +76,7 @@ class DenseLinear:
 
 
 def product_dense(w: Tensor, x: Tensor, routed: Routed, experts: range, out: Tensor) -> Launch:
-    """``product_dense`` of the rows of ``experts``; w ``[N, K]``: what ``offsets`` count from."""
+    """``product_dense`` of the rows of ``experts``; ``offsets`` count from w ``[N, K]``."""
     n, k = w.shape
     rows = -(-out.shape[0] // routed.experts)
     # Plain units multiply float32, and every number of an old card: each of a thread's products has
@@ -103,8 +103,8 @@ def product_dense(w: Tensor, x: Tensor, routed: Routed, experts: range, out: Ten
 def multiply(x: Tensor, w: Tensor, out: Tensor) -> None:
     """``out = x @ w.T`` with x and w of one type.
 
-    Sums that go into float32 are not rounded before, where the library can (:func:`wide_sums`); of
-    a 16-bit out it may round those of shares of K, as it does for everybody.
+    For a float32 out, sums are not rounded if the library supports that (:func:`wide_sums`). For a
+    16-bit out the library may round the sums of shares of K, as usual.
     """
     if out.dtype == x.dtype:
         torch.mm(x, w.t(), out=out)
@@ -118,8 +118,8 @@ def multiply(x: Tensor, w: Tensor, out: Tensor) -> None:
 
 @cache
 def wide_sums(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch gives sums of 16-bit products in float32: on a GPU from 2.8 on, later on ROCm
-    (its 2.9 refuses).
+    """Whether torch returns sums of 16-bit products in float32: on GPUs from 2.8 on, on ROCm later
+    (2.9 does not).
     """
     x = torch.zeros(16, 16, dtype=dtype, device=device)
     try:

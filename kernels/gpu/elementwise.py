@@ -1,4 +1,4 @@
-"""The small row-wise operators, gated activations, and where each token of a step stands.
+"""The small row-wise operators, gated activations, and the position of each token of a step.
 
 Must match ``reference/elementwise.py`` and ``reference/norm.py``: to 1e-6 before the one rounding
 of 16-bit results, copies exactly.
@@ -147,7 +147,7 @@ class GatedActivation:
 
 
 class Map:
-    """See ``Ops.zeros``, ``add``, ``add_bias``, ``scale`` and ``softcap``: one of them each."""
+    """One of ``Ops.zeros``, ``add``, ``add_bias``, ``scale`` and ``softcap``."""
 
     def __init__(self, kind: str) -> None:
         self._what = kind
@@ -173,7 +173,7 @@ class Map:
 
 
 class SelectRows:
-    """See :meth:`sdk.kernels.ops.Ops.select_rows`; a row that is not there is zeros."""
+    """See :meth:`sdk.kernels.ops.Ops.select_rows`; rows that do not exist become zeros."""
 
     name = "gpu.select_rows"
 

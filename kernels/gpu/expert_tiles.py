@@ -1,8 +1,8 @@
-"""How one launch multiplies with the weights of many experts.
+"""Multiplying with the weights of many experts in one launch.
 
-The weights stay where they are: a kernel is given those of the first expert and, for each expert
-and part, how many elements further the expert's own lie. Tiles of rows are counted by the experts
-that have any: ``Routes.active`` and ``starts`` of :class:`sdk.kernels.routes.Routes`.
+The weights are not moved: a kernel gets the tensors of the first expert and, for each expert and
+tensor, the offset of the expert's own in elements. Only experts with rows have tiles:
+``Routes.active`` and ``starts`` of :class:`sdk.kernels.routes.Routes`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sdk.kernels.routes import Routes
 
-#: Parts of a packed weight that are an expert's own; all share the table of values.
+#: Tensors of a packed weight that each expert has; all share the table of values.
 PARTS = (
     *("w0", "w1", "w2", "scale", "super_scale", "nested", "offset"),
     *("zeros", "minus", "super_minus"),
@@ -30,9 +30,9 @@ Part = TypeVar("Part")
 
 @dataclass(frozen=True, slots=True)
 class Experts(Generic[Part]):
-    """The weights of a layer's experts, alike in all but their numbers.
+    """The weights of a layer's experts, which differ only in their values.
 
-    ``offsets`` int64 ``[E, parts]``: elements from a part of the first to the same of each.
+    ``offsets`` int64 ``[E, parts]``: elements from a tensor of the first expert to that of each.
     """
 
     weights: tuple[Part, ...]
@@ -49,9 +49,9 @@ class Experts(Generic[Part]):
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """Rows of one product by the experts they belong to: ``sources [R]``, where x has other rows.
+    """Rows of one product by expert. ``sources [R]``: the row of x for each, if x is not sorted.
 
-    One row of x for each of ``starts[e] : starts[e + 1]`` otherwise.
+    Otherwise x has one row for each of ``starts[e] : starts[e + 1]``.
     """
 
     offsets: Tensor
@@ -63,13 +63,13 @@ class Routed:
         return self.offsets.shape[0]
 
     def tiles(self, block_m: int) -> int:
-        """As many tiles as there can be, however the rows are routed."""
+        """The largest number of tiles, however the rows are routed."""
         rows = self.routes.tokens.shape[0]
         return rows // block_m + min(rows, self.experts)
 
 
 def offsets_of(weights: Sequence[Mapping[str, Tensor]]) -> Tensor | None:
-    """``Experts.offsets`` of the weights' parts, by name; None unless their shapes are alike."""
+    """``Experts.offsets`` of the weights' tensors by name; None if their shapes differ."""
     first = weights[0]
     table = []
     for weight in weights:
@@ -81,7 +81,7 @@ def offsets_of(weights: Sequence[Mapping[str, Tensor]]) -> Tensor | None:
 
 
 def tile_arguments(routed: Routed | None) -> dict[str, Any]:
-    """What :func:`expert_tile` reads, by the names of a kernel's arguments."""
+    """The kernel arguments that :func:`expert_tile` reads, by name."""
     if routed is None:
         return dict.fromkeys(("offsets", "starts", "active", "sources"), None) | {"experts": 0}
     routes = routed.routes

@@ -1,7 +1,7 @@
 """Routing tokens to experts: the choice, the order of the rows, their biases and weighted sums.
 
-Nothing waits for the host, so a captured decode step routes anew in every replay. Must match
-``reference/experts.py``: the order exactly, numbers to 1e-6 before 16-bit ones are rounded. A row's
+Nothing waits for the host, so a captured decode step computes new routes in every replay. Must
+match ``reference/moe.py``: the order exactly, values to 1e-6 before rounding to 16 bits. A row's
 result does not depend on the others.
 """
 
@@ -120,7 +120,7 @@ def combine_kernel(x, weights, places, out, width, K: tl.constexpr, BLOCK: tl.co
 
 
 class _Accepting:
-    """An operator that takes everything."""
+    """An operator that accepts every problem."""
 
     def reject(self, problem: Problem) -> str | None:
         return None
@@ -149,7 +149,7 @@ class Route(_Accepting):
 
 
 class Group(_Accepting):
-    """Brings the choices of all tokens into the order of their experts."""
+    """Sorts the choices of all tokens by expert."""
 
     name = "gpu.group"
 

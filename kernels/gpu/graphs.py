@@ -1,4 +1,4 @@
-"""CUDA graphs: what torch's current card is given to do, recorded and replayed."""
+"""CUDA graphs: records and replays launches on torch's current card."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 
 
 class CardRecorder:
-    """See :class:`sdk.kernels.sized_graphs.GraphRecorder`; all its graphs share a pool of memory.
+    """See :class:`sdk.kernels.sized_graphs.GraphRecorder`; all graphs share one memory pool.
 
-    Not run on a card yet: capture itself is the one part the interpreter cannot show.
+    Not run on a card yet: capture is the one part that the interpreter cannot test.
     """
 
     def __init__(self) -> None:

@@ -1,10 +1,9 @@
-"""Matrix products on packed weights with Triton: which kernel, on which tiles, for how many tokens.
+"""Matrix products on packed weights with Triton: selects kernel and tiles by number of tokens.
 
-One token: ``product_one``, float32 arithmetic. Up to ``dense_from`` tokens: ``product``, on the
-matrix units. Beyond, decoding a weight once into scratch and a library product cost less than
-decoding it in every tile of tokens; the library's place is ``product_dense``'s for experts of
-which each has ``experts_dense_from`` rows or more. All must agree with
-``kernels/reference/linear.py``.
+One token: ``product_one``, in float32 arithmetic. Below ``dense_from`` tokens: ``product``, on the
+matrix units. From there on, dequantizing a weight once into scratch and a library product cost less
+than dequantizing it in every tile of tokens. For experts with ``experts_dense_from`` rows or more
+each, ``product_dense`` replaces the library. All must match ``kernels/reference/linear.py``.
 """
 
 from __future__ import annotations
@@ -46,13 +45,13 @@ RAISE = 80
 _DOT_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
-class Linear:
+class TritonLinear:
     """See :class:`sdk.kernels.registry.LinearKernel`.
 
-    ``dtype``: what x and decoded weights are rounded to for the matrix units; inputs that are
-    float16 or bfloat16 already keep their type. float32 rounds nothing (``compute="exact"``).
-    ``fixed``: one kernel and one order of additions for every number of tokens, so that a row's
-    result does not depend on the others.
+    ``dtype``: the type to which x and dequantized weights are rounded for the matrix units; inputs
+    in float16 or bfloat16 keep their type. float32 rounds nothing (``compute="exact"``). ``fixed``:
+    one kernel and one order of additions for every number of tokens, so that a row's result does
+    not depend on the others.
     """
 
     def __init__(self, dtype: torch.dtype, tuning: Tuning, *, fixed: bool = False) -> None:
@@ -61,14 +60,14 @@ class Linear:
         self._fixed = fixed
         self.name = "gpu.linear_exact" if dtype == torch.float32 else "gpu.linear"
 
-    def tuned(self, tuning: Tuning) -> Linear:
-        """The same kernel with other tiles."""
+    def tuned(self, tuning: Tuning) -> TritonLinear:
+        """A copy of this kernel with other tiles."""
         other = copy.copy(self)
         other._tuning = tuning
         return other
 
     def op_of(self, packed: Packed) -> str:
-        """Under which name the tiles of a weight are tuned."""
+        """The operator name under which the tiles of a weight are tuned."""
         return "linear"
 
     def reject(self, problem: Problem) -> str | None:
@@ -76,7 +75,7 @@ class Linear:
             return f"the file asks for activations in {problem.inputs}"
         if problem.compute == "exact" and self.dtype != torch.float32:
             name = str(self.dtype).removeprefix("torch.")
-            return f"rounds activations to {name}, compute is exact"
+            return f"rounds activations to {name}, but compute is exact"
         if problem.layout == "affine":
             if problem.format == "table" and problem.bits not in TABLE_BITS:
                 return f"a table of {problem.bits} bits: expected one of {TABLE_BITS}"
@@ -131,7 +130,7 @@ class Linear:
         one: bool,
         routed: Routed | None = None,
     ) -> None:
-        """``one``: every row has a weight to itself, so none is read twice."""
+        """``one``: every row has its own weight, so none is read twice."""
         parts = room_for_parts(out, tiles.split)
         if one and not self._fixed:
             product_one(w, x, parts, tiles, routed).run()
@@ -185,9 +184,9 @@ class Linear:
     def _experts_dense(
         self, group: Experts[Packed], x: Tensor, routed: Routed, out: Tensor
     ) -> None:
-        """Decode as many experts as scratch has room for, multiply their rows, then the next.
+        """Dequantize as many experts as fit in scratch, multiply their rows, and repeat.
 
-        How many rows an expert has stays on the card, so nothing waits for it.
+        The numbers of rows per expert stay on the card, so that nothing waits for the host.
         """
         n, k = group.first.shape
         size, count = padded(n, k), decoded_experts(group.count, n, k, x.itemsize)
@@ -201,10 +200,10 @@ class Linear:
             product_dense(weight, x, decoded, experts, out).run()
 
     def _tiles_of(self, group: Experts[Packed], routes: Routes, least: int) -> Tiles:
-        """By the rows an expert has on average, of at least ``least``.
+        """Tiles by the average number of rows per expert, at least ``least``.
 
-        All experts share the card, so that what was measured for one weight has too many shares.
-        In a fixed order of additions K is not shared: shares of many rows would need gigabytes.
+        All experts share the card, so tiles measured for one weight split K into too many shares.
+        With a fixed order of additions K is not split: shares of many rows would need gigabytes.
         """
         rows, w = routes.tokens.shape[0], group.first
         op = self.op_of(w)
@@ -227,8 +226,8 @@ def product(
 ) -> Launch:
     """``product`` over ``split`` shares of K: x ``[M, K]``, parts ``[split, M, N]`` or out.
 
-    ``sums``: of :func:`add_chunks`, for a weight with minima. ``routed``: the experts' rows in
-    place of M, the weight being the first expert's.
+    ``sums``: from :func:`add_chunks`, for a weight with minima. ``routed``: the experts' rows
+    instead of M; the weight is then the first expert's.
     """
     tokens, n, split = x.shape[0], packed.shape[0], tiles.split
     # 64 columns of float32 leave too few registers on sm_90: up to 480 bytes were spilled (q3_k)
@@ -252,14 +251,14 @@ def product(
 
 
 def chunk_of(p: Packed, split: int) -> int:
-    """Columns that have one scale in a program of ``product`` with ``split`` shares of K."""
+    """Columns with one scale in a program of ``product`` with ``split`` shares of K."""
     if p.group >= p.shape[1]:
         return -(-p.units // split) * p.unit
     return math.gcd(p.unit, p.group)
 
 
 def add_chunks(x: Tensor, sums: Tensor, chunk: int, dtype: torch.dtype) -> Launch:
-    """Sums of ``chunk`` columns of x ``[M, K]`` as rounded to ``dtype``: float32 ``[C, M]``."""
+    """Sums of ``chunk`` columns of x ``[M, K]`` rounded to ``dtype``: float32 ``[C, M]``."""
     tokens, k = x.shape
     arguments = {"x": x, "sums": sums, "M": tokens, "K": k, "x_stride": x.stride(0)}
     block = min(1024, triton.next_power_of_2(chunk))
@@ -303,7 +302,7 @@ def add_up(parts: Tensor, out: Tensor) -> Launch:
 
 
 def decode_rows(packed: Packed, out: Tensor, rows: Tensor | int) -> Launch:
-    """Rows ``rows`` (int64 ``[T]``, or from that number on) as floats into out ``[T, K]``."""
+    """Dequantize ``rows`` (int64 ``[T]``, or from that row on) into out ``[T, K]``."""
     chosen = isinstance(rows, Tensor)
     weights, constants = _weight(packed)
     del constants["WHOLE"], constants["EVEN"]
@@ -319,9 +318,9 @@ def decode_rows(packed: Packed, out: Tensor, rows: Tensor | int) -> Launch:
 
 
 def decode_experts(group: Experts[Packed], experts: range, starts: Tensor, out: Tensor) -> Launch:
-    """The weights of those of ``experts`` that have rows, ``[N, K]`` at the start of a row of out.
+    """Dequantize those of ``experts`` that have rows, ``[N, K]`` at the start of a row of out.
 
-    ``starts``: of the :class:`Routes`.
+    ``starts``: from :class:`Routes`.
     """
     n, k = group.first.shape
     one = decode_rows(group.first, out[0, : n * k].view(n, k), 0)
@@ -334,7 +333,7 @@ def decode_experts(group: Experts[Packed], experts: range, starts: Tensor, out: 
 
 
 def room_for_parts(out: Tensor, split: int) -> Tensor:
-    """Where the shares of K are written: out ``[M, N]`` itself where there is one."""
+    """Memory for the shares of K: out ``[M, N]`` itself if there is only one."""
     if split == 1:
         return out
     return torch.empty(split, *out.shape, dtype=torch.float32, device=out.device)
@@ -345,7 +344,7 @@ def _part_stride(parts: Tensor) -> int:
 
 
 def _weight(p: Packed, table: torch.dtype = torch.float32) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What every kernel is told of a weight; tensors it lacks are given as any other."""
+    """A weight's arguments for every kernel; any other tensor stands in for missing ones."""
     n, k = p.shape
     whole = p.group >= k
     widths = (*PLANES[p.bits], 0, 0)

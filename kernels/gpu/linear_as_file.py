@@ -1,10 +1,9 @@
-"""Products whose activations are rounded as the file of the weight asks for.
+"""Products with activations quantized as the weight's file asks.
 
-int8 and e4m3 activations with one scale for a token, and weights of the same codes with one scale
-for a row, are multiplied as bytes (``product_bytes.py``). Otherwise the rounding is
-kernels/reference/rounding.py, some passes over x on the card, and the product ``linear.py``'s in
-float32 (tolerance: its own, 1e-6), because scale times code needs more bits than 16-bit operands
-have.
+int8 and e4m3 activations with one scale per token, and weights of the same type with one scale per
+row, are multiplied as bytes (``product_bytes.py``). Otherwise kernels/reference/fake_quantize.py
+quantizes activations, in some passes over x on the card, and ``linear.py`` multiplies in float32
+(with its tolerance, 1e-6), because scale times code needs more bits than 16-bit operands have.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ from sdk.kernels.backend import Problem
 from sdk.kernels.gpu import product_bytes as kernels
 from sdk.kernels.gpu.expert_tiles import Experts, Routed, tile_arguments
 from sdk.kernels.gpu.launch import Launch, expect_on_device
-from sdk.kernels.gpu.linear import Linear, add_up, room_for_parts
+from sdk.kernels.gpu.linear import TritonLinear, add_up, room_for_parts
 from sdk.kernels.gpu.packing import Packed
 from sdk.kernels.gpu.scratch import rows_of_codes, rows_of_parts, rows_rounded, runs
 from sdk.kernels.gpu.tuning import Tiles, Tuning
 from sdk.kernels.layouts import ActivationScheme, inputs_of
-from sdk.kernels.reference.rounding import rounded
+from sdk.kernels.reference.fake_quantize import fake_quantize
 from sdk.kernels.routes import Routes
 
 
-class LinearAsFile(Linear):
+class TritonLinearAsFile(TritonLinear):
     """See :class:`sdk.kernels.registry.LinearKernel`; a weight without a scheme is exact.
 
-    ``codes``: which the card's matrix units multiply as bytes: see :func:`bytes_of_card`.
+    ``codes``: those that the card's matrix units multiply as bytes, see :func:`bytes_of_card`.
     """
 
     def __init__(self, tuning: Tuning, codes: Sequence[str], *, fixed: bool = False) -> None:
@@ -66,7 +65,7 @@ class LinearAsFile(Linear):
                 _multiply_bytes(packed, scheme, x[rows], out[rows], tiles)
         else:
             for rows in runs(x.shape[0], rows_rounded(x.shape[1])):
-                super().matmul(packed, rounded(x[rows].float(), scheme), out[rows])
+                super().matmul(packed, fake_quantize(x[rows].float(), scheme), out[rows])
 
     def group(self, packed: Sequence[Packed]) -> Experts[Packed] | None:
         alike = all(inputs_of(p.facts) == inputs_of(packed[0].facts) for p in packed[1:])
@@ -86,7 +85,7 @@ class LinearAsFile(Linear):
         else:
             whole = torch.empty(x.shape, device=x.device)
             for rows in runs(x.shape[0], rows_rounded(x.shape[1])):
-                whole[rows] = rounded(x[rows].float(), scheme)
+                whole[rows] = fake_quantize(x[rows].float(), scheme)
             super().matmul_routed(group, whole, routes, by_token, out)
 
 
@@ -98,7 +97,7 @@ def _multiply_bytes(
     tiles: Tiles,
     routed: Routed | None = None,
 ) -> None:
-    """Rounds x ``[M, K]`` and multiplies it, or its rows as they are routed."""
+    """Quantizes x ``[M, K]`` and multiplies it, or its routed rows."""
     dtype = torch.float8_e4m3fn if scheme.floats else torch.int8
     codes = torch.empty(x.shape[0], w.units * w.unit, dtype=dtype, device=x.device)
     scales = torch.empty(x.shape[0], device=x.device)
@@ -110,9 +109,9 @@ def _multiply_bytes(
 
 
 def bytes_of_card(capability: tuple[int, int], *, amd: bool) -> tuple[str, ...]:
-    """Codes of 8 bits that matrix units multiply, as Triton knows them.
+    """8-bit codes that the card's matrix units multiply, as far as Triton supports them.
 
-    NVIDIA: integers from compute capability 8.0 on (for 7.5 Triton 3.6 cannot compile them), floats
+    NVIDIA: integers from compute capability 8.0 on (Triton 3.6 cannot compile them for 7.5), floats
     from 8.9 on. AMD: integers; 8-bit floats have other biases before gfx950.
     """
     if amd:
@@ -121,7 +120,7 @@ def bytes_of_card(capability: tuple[int, int], *, amd: bool) -> tuple[str, ...]:
 
 
 def multiplies_bytes(w: Packed, scheme: ActivationScheme, codes: Sequence[str]) -> bool:
-    """Whether activations and weights are codes of one kind, with scales that follow the sum."""
+    """Whether activations and weights have the same codes, and scales that apply after the sum."""
     whole = w.group >= w.shape[1] and w.unit == 64 and not w.has_minus and w.zeros is None
     token = not scheme.group or scheme.group >= w.shape[1]
     if not (whole and token and scheme.rule == "plain" and scheme.symmetric and not scheme.zero):

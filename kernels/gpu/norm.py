@@ -18,9 +18,9 @@ from sdk.kernels.backend import Problem
 from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu.launch import expect_on_device
 
-#: A row is held in registers: 16384 floats are 64 for each of 256 threads.
+#: A row is kept in registers: 16384 floats are 64 for each of 256 threads.
 MAX_WIDTH = 16384
-#: Numbers a program works on where rows are short (the norms of heads).
+#: Values per program if rows are short (the norms of heads).
 _TILE = 1024
 
 

@@ -1,14 +1,14 @@
-"""Quantized weights in the order the Triton kernels read them; every bit can be brought back.
+"""Packs quantized weights in the order in which Triton kernels read them; fully reversible.
 
-Codes of b bits are cut into planes of 8, 4, 2 or 1 bits (6 = 4 + 2). A plane is int32 words
+Codes of b bits are split into planes of 8, 4, 2 or 1 bits (6 = 4 + 2). A plane is int32 words
 ``[ceil(N / 16), K / unit, 16, words]``, so that 16 rows are one run of memory along K and a thread
 loads 16 bytes. Word i of a row holds the codes ``k = i, i + words, i + 2 words, ...`` of its unit,
 lowest first: the same bits of all words are neighbours along K, and one shift and mask of a
-``[rows, 16]`` tile is a slice that can be multiplied, without a shuffle.
+``[rows, 16]`` tile gives a slice that can be multiplied without a shuffle.
 
-Scales are kept in the file's own types, transposed to ``[groups, N]`` so that neighbouring rows are
-neighbours in memory. Bytes beyond the canonical layout: rows padded to 16, columns to 32, and the
-6-bit scales of k-quants as bytes (q3_k 3.6 %, q4_k 2.8 %, q5_k 2.3 %).
+Scales keep the file's types and are transposed to ``[groups, N]``, so that neighbouring rows are
+neighbours in memory. Extra bytes compared with the canonical layout: rows padded to 16, columns to
+32, and the 6-bit scales of k-quants as bytes (q3_k 3.6 %, q4_k 2.8 %, q5_k 2.3 %).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from sdk.kernels.reference.decode import pack_codes, unpack_codes
 
 Packable = Affine | Blocks | Float8
 Planes = tuple[Tensor, ...]
-#: Rows that lie together.
+#: Rows that are stored together.
 ROWS = 16
-#: Codes unpacked to bytes at a time while packing: bounds the scratch.
+#: Codes unpacked to bytes at a time while packing, to limit scratch.
 CHUNK = 1 << 22
 #: Widths of the planes of a code, lowest bits first.
 PLANES = {
@@ -49,7 +49,7 @@ PLANES = {
     8: (8,),
 }
 FLOAT8_KINDS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
-#: Types Triton is given as bytes, and what the bytes mean.
+#: Types that are passed to Triton as bytes, and the names of those bytes.
 _SCALE_BITS = {torch.float8_e8m0fnu: "e8m0", torch.float8_e4m3fn: "e4m3"}
 
 
@@ -57,11 +57,12 @@ _SCALE_BITS = {torch.float8_e8m0fnu: "e8m0", torch.float8_e4m3fn: "e4m3"}
 class Packed:
     """A weight for the kernels. ``facts`` is the layout without its data.
 
-    ``kind``: what a code is: ``int``, an index of a ``table``, or the bits of an ``e4m3``, ``e5m2``
-    or ``e2m1`` float. ``unit``: columns whose codes share words. ``scale [groups, N / scale_rows]``
-    as bytes where ``scale_bits`` says what they mean; ``minus [groups, N]`` is subtracted; of the
-    code ``zero`` is, or ``zeros`` of ``zeros_bits`` each (32: floats). ``tables`` are one table in
-    every type that is multiplied. ``nested`` is the table of scales, ``offset [N]`` added to them.
+    ``kind``: the meaning of codes: ``int``, an index into a ``table``, or the bits of an ``e4m3``,
+    ``e5m2`` or ``e2m1`` float. ``unit``: columns whose codes share words. ``scale [groups, N /
+    scale_rows]`` is bytes if ``scale_bits`` names their meaning. ``minus [groups, N]`` is
+    subtracted from the scaled value, ``zero`` or ``zeros`` of ``zeros_bits`` each (32: floats) from
+    the code. ``tables`` is one table in every type of products. ``nested`` is the table of scales,
+    to which ``offset [N]`` is added.
     """
 
     facts: Packable
@@ -104,7 +105,7 @@ class Packed:
 
 
 def pack(layout: Packable) -> Packed:
-    """Values unchanged; :func:`unpack` gives the layout back bit for bit."""
+    """Pack a layout without changing values; :func:`unpack` restores it bit for bit."""
     match layout:
         case Affine():
             return _pack_affine(layout)
@@ -231,7 +232,7 @@ def _pack_blocks(w: Blocks) -> Packed:
 
 
 def packed_bytes(kind: str, n: int, k: int) -> int:
-    """What ``Packed.nbytes`` of a weight in blocks of type ``kind`` will be."""
+    """``Packed.nbytes`` of a weight ``[n, k]`` in blocks of type ``kind``."""
     fields, count = FIELDS[kind], k // BLOCK_TYPES[kind].elements
     _, planes = _empty_planes(n, k, len(fields.codes[0]), torch.device("meta"))
     scales = (len(fields.scale) + len(fields.minus)) * fields.scale_type.itemsize
@@ -265,7 +266,7 @@ def _scales_of(
     super_scale: Tensor | None,
     super_minus: Tensor | None,
 ) -> Iterator[tuple[Tensor, Bits, int]]:
-    """The tensors that a block type has, where in a block they are, and their bias."""
+    """The scale tensors of a block type, their positions in a block, and their bias."""
     yield scale, fields.scale, fields.bias
     for tensor, field in (
         (minus, fields.minus),
@@ -277,7 +278,7 @@ def _scales_of(
 
 
 def _turned(part: Tensor | None) -> Tensor | None:
-    """Groups and rows exchanged; what runs on over the ends of rows stays."""
+    """Transpose groups and rows; tensors that continue over row ends are not changed."""
     return part if part is None or part.dim() == 1 else part.t().contiguous()
 
 
@@ -312,15 +313,15 @@ def _unpack_zeros(packed: Packed, facts: Affine) -> Tensor | None:
 
 
 def _scale(scale: Tensor) -> tuple[Tensor, str]:
-    """Scales transposed, as bytes where Triton does not know their type, and what those mean."""
+    """Transposed scales, as bytes if Triton does not support their type, and the bytes' meaning."""
     meaning = _SCALE_BITS.get(scale.dtype, "")
     return (scale.view(torch.uint8) if meaning else scale).t().contiguous(), meaning
 
 
 def _empty_planes(n: int, k: int, bits: int, device: torch.device) -> tuple[int, Planes]:
-    """How many columns share words, and memory for the words.
+    """The number of columns that share words, and memory for the words.
 
-    16 words of the lowest plane where K allows it, otherwise fewer, so that K is hardly padded.
+    16 words of the lowest plane if K allows it, otherwise fewer, to avoid padding K.
     """
     unit = 512 // PLANES[bits][0]
     while k % unit and unit > 32:
@@ -338,7 +339,7 @@ def _row_slices(n: int, k: int) -> Iterator[slice]:
 
 
 def _fill(planes: Planes, rows: slice, unit: int, codes: Tensor, bits: int, signed: bool) -> None:
-    """Codes uint8 ``[R, K]`` of some rows into their words."""
+    """Pack the codes uint8 ``[R, K]`` of some rows into their words."""
     if signed:  # two's complement becomes an offset of 128
         codes = codes ^ 128
     count, k = codes.shape
@@ -356,7 +357,7 @@ def _fill(planes: Planes, rows: slice, unit: int, codes: Tensor, bits: int, sign
 
 
 def _chunks(packed: Packed) -> Iterator[tuple[slice, Tensor]]:
-    """Some rows at a time, with their codes as packed: uint8 ``[R, K]``."""
+    """Slices of rows with their unpacked codes: uint8 ``[R, K]``."""
     n, k = packed.shape
     for rows in _row_slices(n, k):
         blocks = slice(rows.start // ROWS, -(-rows.stop // ROWS))

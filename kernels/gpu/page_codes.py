@@ -1,4 +1,4 @@
-"""What keys and values become in a page of codes, and back: see :mod:`sdk.kernels.gpu.pages`.
+"""How keys and values become codes in a page, and back: see ``kernels/kv_types.py``.
 
 8-bit floats are read and written as bytes, in integer arithmetic: cards before compute capability
 8.9 have no instruction for e4m3, and AMD's gfx942 has another e4m3 in its own.
@@ -11,9 +11,9 @@ import triton.language as tl
 
 from sdk.kernels.gpu.pages import E4M3, E5M2, FLOAT, INT4, INT8
 
-#: The largest float16, which everything saturates at that is rounded to codes or float16.
+#: The largest float16. Values that become codes or float16 saturate there.
 HALF_MAX = tl.constexpr(65504.0)
-#: What the largest value of a group becomes.
+#: The code of the largest value of a group.
 _INT8_PEAK = tl.constexpr(127.0)
 _FLOAT8_PEAK = tl.constexpr(448.0)
 #: The bits of the largest and of the NaN scale of 4-bit codes.

@@ -1,16 +1,9 @@
-"""KV pages as the Triton kernels take them, and the codes in them.
+"""KV pages for the Triton kernels.
 
-On the GPU a page's keys and values of one head both lie ``[page_size][head_dim]``, so that the
-threads of a warp read one key in pieces of 16 bytes. (On the CPU keys lie transposed: there
-neighbouring keys are the lanes of a vector.)
-
-Keys and values each have a type of their own. In int4 (uint8 ``[..., head_dim / 2]``) element d is
-the low half of byte d or the high half of byte ``d - head_dim / 2``.
-
-Codes have scales ``[num_pages, kv_heads * groups, page_size]``, one for ``32 * ceil(head_dim / (32
-* groups))`` dimensions: float16, value = scale * code; or for int4 int16, the upper 8 bits of a
-float16 without sign in its low byte and a zero in sixteenths in its high one, value = scale * (code
-- zero). Integers lie mixed (``reference/page_codes.py``).
+On the GPU a page's keys and values of one head are both ``[page_size][head_dim]`` in memory, so
+that the threads of a warp read one key in pieces of 16 bytes. (On the CPU keys are transposed:
+there neighbouring keys are the lanes of a vector.) Types, scales and their groups are those of
+``KVPages`` and ``kv_types.py``.
 """
 
 from __future__ import annotations
@@ -25,23 +18,16 @@ from sdk.kernels.backend import Problem
 from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu.launch import expect_on_device
 from sdk.kernels.kv_pages import KVPages
+from sdk.kernels.kv_types import KV_TYPES, KVType, scale_group
 
+#: How kernels name the types: ``KVType.gpu_kind``.
 FLOAT, INT8, E4M3, E5M2, INT4 = (tl.constexpr(i) for i in range(5))
-_KINDS = {
-    torch.float32: FLOAT.value,
-    torch.float16: FLOAT.value,
-    torch.bfloat16: FLOAT.value,
-    torch.int8: INT8.value,
-    torch.float8_e4m3fn: E4M3.value,
-    torch.float8_e5m2: E5M2.value,
-    torch.uint8: INT4.value,
-}
-_NAMES = ("float32", "float16", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2", "int4")
+_NAMES = tuple(kind.name for kind in KV_TYPES.values() if kind.gpu_kind is not None)
 MAX_HEAD_DIM = 256
 
 
 def reject(problem: Problem) -> str | None:
-    """Why the Triton kernels decline the pages of a problem."""
+    """Why the Triton kernels reject the pages of a problem; ``None``: they accept them."""
     for name in problem.kv_dtype.split("/"):
         if name not in _NAMES:
             return f"KV pages of {name}: expected {', '.join(_NAMES)}"
@@ -54,9 +40,9 @@ def reject(problem: Problem) -> str | None:
 class PageSide:
     """The keys or the values of a layer, as kernels take them.
 
-    ``codes`` and ``scales`` (the codes once more where there are none); ``strides`` of page, head
-    and slot, then of page and group of the scales. ``kind`` is one of the numbers above; ``groups``
-    scales belong to a head, each to ``group`` dimensions, a power of two (0: one for all of them).
+    ``codes`` and ``scales`` (the codes again if there are none); ``strides`` of page, head and
+    slot, then of page and group of the scales. ``kind`` is one of the numbers above. A head has
+    ``groups`` scales, each for ``group`` dimensions, a power of two (0: one for all of them).
     """
 
     codes: Tensor
@@ -65,52 +51,55 @@ class PageSide:
     kind: int
     groups: int
     group: int
-
-    @property
-    def mixed(self) -> bool:
-        return self.kind in (INT8.value, INT4.value)
+    mixed: bool
 
 
 def page_sides(pages: KVPages, head_dim: int) -> tuple[PageSide, PageSide]:
-    """Keys and values. :raises KernelError: unless they are what this module says."""
+    """Keys and values.
+
+    :raises KernelError: unless the pages are as ``KVPages`` and this module say.
+    """
     if pages.k.shape[:3] != pages.v.shape[:3]:
         raise KernelError(
             f"KV pages: k {list(pages.k.shape)} and v {list(pages.v.shape)} do not agree"
         )
     expect_on_device("KV pages", pages.k, pages.v, pages.k_scale, pages.v_scale)
-    return _side(pages.k, pages.k_scale, head_dim), _side(pages.v, pages.v_scale, head_dim)
+    return (
+        _side(pages.k_type, pages.k, pages.k_scale, head_dim),
+        _side(pages.v_type, pages.v, pages.v_scale, head_dim),
+    )
 
 
-def _side(codes: Tensor, scales: Tensor | None, head_dim: int) -> PageSide:
-    kind = _KINDS.get(codes.dtype)
-    wide = head_dim // 2 if kind == INT4.value else head_dim
-    if kind is None or codes.shape[3] != wide or codes.stride(3) != 1:
+def _side(kv_type: KVType, codes: Tensor, scales: Tensor | None, head_dim: int) -> PageSide:
+    kind, mixed, width = kv_type.gpu_kind, kv_type.hadamard, head_dim // kv_type.packing
+    dtype = kv_type.storage_dtype
+    if codes.dtype != dtype or codes.shape[3] != width or codes.stride(3) != 1 or kind is None:
         raise KernelError(
-            f"KV pages: expected [pages, heads, page_size, {wide}] of a known type that lie "
-            f"[page_size, {wide}] in a page, found {codes.dtype} {list(codes.shape)} with strides "
-            f"{codes.stride()}"
+            f"KV pages of {kv_type.name}: expected {dtype} [pages, heads, page_size, {width}], "
+            f"[page_size, {width}] in the memory of a page, found {codes.dtype} "
+            f"{list(codes.shape)} with strides {codes.stride()}"
         )
-    if kind == FLOAT.value:
-        return PageSide(codes, codes, (*codes.stride()[:3], 0, 0), kind, 1, 0)
+    if not kv_type.scale:
+        return PageSide(codes, codes, (*codes.stride()[:3], 0, 0), kind, 1, 0, mixed)
     count, heads, slots, _ = codes.shape
-    dtype = torch.int16 if kind == INT4.value else torch.float16
     groups = 0 if scales is None else scales.shape[1] // heads
     if scales is None or not groups or scales.shape != (count, heads * groups, slots):
         found = None if scales is None else list(scales.shape)
         raise KernelError(
             f"KV pages: expected scales [{count}, {heads} * groups, {slots}], found {found}"
         )
-    group = -(-head_dim // (32 * groups)) * 32 if groups > 1 else 0
-    if scales.dtype != dtype or scales.stride(2) != 1 or group & (group - 1):
+    group = scale_group(head_dim, groups) if groups > 1 else 0
+    if scales.dtype != kv_type.scale_dtype or scales.stride(2) != 1 or group & (group - 1):
         raise KernelError(
-            f"KV pages: expected contiguous {dtype} scales for a power of two of dimensions, found "
-            f"{scales.dtype} with strides {scales.stride()} for {group}"
+            f"KV pages: expected contiguous {kv_type.scale_dtype} scales, one for a power of two "
+            f"of dimensions, found {scales.dtype} with strides {scales.stride()} for {group}"
         )
     if kind in (E4M3.value, E5M2.value):
         codes = codes.view(torch.uint8)
-    return PageSide(codes, scales, (*codes.stride()[:3], *scales.stride()[:2]), kind, groups, group)
+    strides = (*codes.stride()[:3], *scales.stride()[:2])
+    return PageSide(codes, scales, strides, kind, groups, group, mixed)
 
 
 def hadamard_block(head_dim: int) -> int:
-    """The size of the Hadamard matrix that mixes a head: see ``reference/page_codes.py``."""
+    """The size of the Hadamard matrix for a head: see ``reference/page_codes.py``."""
     return head_dim & -head_dim

@@ -1,19 +1,20 @@
-"""Products with packed weights, decoded on the fly: ``y = x @ w.T``.
+"""Products with packed weights, dequantized on the fly: ``y = x @ w.T``.
 
 ``w[n, k] = scale[n, g] * (value(code[n, k]) - zero[n, g]) - minus[n, g]`` with g the group of k, in
 the order of ``packing.py``. A code becomes an exact small integer, table entry or short float; the
-matrix units multiply those, and a group's sum is scaled in float32 afterwards, so nothing is
-rounded but x and what a table holds. The minimum costs one more sum of x per group.
+matrix units multiply those, and a group's sum is scaled in float32 afterwards, so only x and table
+entries are rounded. The minimum costs one more sum of x per group.
 
-The weights are the left operand (``[rows, 16] x [16, tokens]``): few tokens then leave no part of
-the matrix instruction empty. ``split`` programs share K; each writes a partial sum, and ``add_up``
-adds them in a fixed order, so that results do not depend on which program is done first.
+The weights are the left operand (``[rows, 16] x [16, tokens]``), so that few tokens still fill the
+matrix instruction. ``split`` programs share K; each writes a partial sum, and ``add_up`` adds them
+in a fixed order, so that results do not depend on which program finishes first.
 
-Experts (``ROUTED``): rows of x in the order of their experts, whose weights lie ``offsets`` away
-from those of the first; ``expert_tile`` finds whose rows a program has. The grid follows from the
-number of rows alone, so that a captured step stays valid however they are routed.
+Experts (``ROUTED``): rows of x are sorted by expert, and an expert's weights are ``offsets`` away
+from those of the first; ``expert_tile`` finds the rows of a program. The grid depends only on the
+number of rows, so that a captured step stays valid however they are routed.
 
-What changes with the number of tokens is not specialized: nothing is compiled while serving.
+Arguments that change with the number of tokens are not specialized: nothing is compiled while
+serving.
 
 Must match ``reference/linear.py``: bit for bit in ``decode_rows``, 2e-3 (float16 operands), 1e-5
 (float32) of the result's norm in the products.

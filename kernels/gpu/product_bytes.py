@@ -1,14 +1,14 @@
 """Products of 8-bit activations with 8-bit weights: ``y = (x_scale x) @ (w_scale w).T``.
 
 Both operands are integers, multiplied and added exactly, or e4m3 floats, multiplied exactly and
-added in float32. The scales, one per token and one per output row, follow at the end.
+added in float32. The scales, one per token and one per output row, are applied at the end.
 
-The matrix units take 32 bytes along K at a time, two of the slices of ``packing.py``, which come
-out of a word byte by byte and so interleaved. ``round_rows`` writes the activations in that order:
-column ``32 b + 16 s + i`` to ``32 b + 2 i + s``.
+The matrix units take 32 bytes along K at a time, two slices of ``packing.py``, which are extracted
+byte by byte from words and therefore interleaved. ``round_rows`` writes the activations in that
+order: column ``32 b + 16 s + i`` to ``32 b + 2 i + s``.
 
-Must match ``reference/rounding.py`` bit for bit in the codes and ``reference/linear.py`` to 1e-5 of
-the result's norm in the product.
+Must match ``reference/fake_quantize.py`` bit for bit in the codes and ``reference/linear.py`` to
+1e-5 of the result's norm in the product.
 """
 
 import triton

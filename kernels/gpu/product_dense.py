@@ -1,10 +1,9 @@
 """Products of experts whose weights are plain floats: ``out[r] = x[r] @ w[expert of r].T``.
 
-The file's own, or decoded into scratch for a large prompt (``linear.py``). One weight is the
-library's business (``dense.py``); of many experts it would have to be told on the host how many
-rows each has, and a captured step could not be. The products and sums are float32's; x is rounded
-to the weights' type. Must match ``reference/linear.py`` to 1e-5 of the result's norm, for x as
-rounded.
+The weights are the file's, or dequantized into scratch for a large prompt (``linear.py``). The
+library multiplies single weights (``dense.py``), but for many experts it needs the rows of each on
+the host, which a captured step cannot provide. Products and sums are float32; x is rounded to the
+weights' type. Must match ``reference/linear.py`` to 1e-5 of the result's norm, for the rounded x.
 """
 
 from __future__ import annotations

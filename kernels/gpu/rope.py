@@ -1,4 +1,4 @@
-"""Rotary embedding fused with the write of keys and values into their pages, and its angles.
+"""Rotary embedding fused with the write of keys and values to their pages, and its angles.
 
 Must match ``reference/rope.py``: q to 1 ulp of its type, page contents bit for bit from equal keys
 and values (the same order of sums, ties to even), codes included.

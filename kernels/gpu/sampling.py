@@ -1,13 +1,13 @@
-"""One token per row of logits, without a sort and without asking the host in between.
+"""Samples one token per row of logits, without sorting and without waiting for the host.
 
-The definition is :mod:`sdk.kernels.sampling`, the reference ``reference/sampling.py``; weights are
-float32 exponentials summed in float64, so tokens differ only where a draw or the mass of a
-truncation lies within 1e-7 of a boundary.
+The definition is :mod:`sdk.kernels.sampling`, the reference ``reference/sampling.py``. Weights are
+float32 exponentials summed in float64, so tokens differ only if a draw or the mass of a truncation
+is within 1e-7 of a boundary.
 
-All truncations but one keep a beginning of the same order, by gap and then by id: what they leave
-is told by one gap and the last id kept of those that have it. Such a cut is found by bisecting over
-the bits of the gaps (a float that is not negative orders like its bits), 3 bits a pass. One program
-owns a row, so a row's token does not depend on the others.
+All truncations except one keep a prefix of the same order, by gap and then by id: one gap, and the
+last id kept among tokens with that gap, describe the result. This cut is found by bisecting over
+the bits of the gaps (non-negative floats are ordered like their bits), 3 bits per pass. One program
+handles a row, so a row's token does not depend on the others.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _INFINITE = tl.constexpr(float("inf"))
 _SLOT, _CHANGE, _ENTRY = tl.constexpr(SLOT), tl.constexpr(CHANGE), tl.constexpr(ENTRY)
 _ADD, _PENALIZE = tl.constexpr(int(ChangeKind.ADD)), tl.constexpr(int(ChangeKind.PENALIZE))
 _FORCE = tl.constexpr(int(ChangeKind.FORCE))
-#: Logits looked at together, and those a program of the first kernel looks through.
+#: Logits processed at a time, and the number that one program of the first kernel processes.
 _BLOCK = 1024
 _CHUNK = 8192
 
@@ -372,9 +372,9 @@ class Sample:
         return None
 
     def run(self, logits: Tensor, draws: Draws | None, out: SampleBuffers) -> None:
-        """``logits [R, V]`` float32, R and V at least 1; without ``draws`` the argmax.
+        """Sample ``logits [R, V]`` float32, R and V at least 1; without ``draws`` the argmax.
 
-        One copy to the device and one back.
+        Needs one copy to the device and one back.
         """
         rows = logits.shape[0]
         numbers = None
@@ -415,7 +415,7 @@ class Sample:
 
 
 def _shape(logits: Tensor, shapes: PackedShapes) -> tuple[Tensor, Tensor]:
-    """Put the rows that change into ``shapes.side``; the maxima of their chunks, and the places."""
+    """Write changed rows to ``shapes.side``; returns the maxima of their chunks, and the places."""
     slots, width = shapes.side.shape
     chunks = triton.cdiv(width, _CHUNK)
     peaks = logits.new_empty(slots, chunks)

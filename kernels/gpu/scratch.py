@@ -1,7 +1,7 @@
-"""What kernels ask for beside their inputs and results, by shapes alone: a plan counts it before
-anything runs, and the kernels stay within it.
+"""Scratch of kernels, computed from shapes alone: memory plans count it before anything runs, and
+kernels stay within it.
 
-One operator runs at a time, so what a model asks for is the most that any of them does.
+One operator runs at a time, so a model needs the largest scratch of any operator.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from dataclasses import dataclass
 from sdk.kernels.packed_shapes import packed_bytes
 from sdk.kernels.scratch import Matrix, Products
 
-#: Bytes that a weight is decoded into, that shares of K are written into, and that inputs are
-#: rounded in: bounds memory, not speed.
+#: Bytes for a dequantized weight, for shares of K, and for quantized activations: limits memory,
+#: not speed.
 SCRATCH = 64 << 20
-#: The first of these for many experts; 128 of 2048 x 1536 then take four turns, 3 MiB each being
-#: 16 bits.
+#: Bytes for the dequantized weights of many experts; 128 of 2048 x 1536 (3 Mi values of 16 bits
+#: each) then take four turns.
 EXPERTS_SCRATCH = 256 << 20
-#: What torch keeps for the library's products, for every stream that has had one: 32 MiB on
-#: NVIDIA's cards from 9.0 on, 8 before (its documentation of ``CUBLAS_WORKSPACE_CONFIG``).
+#: torch's workspace for library products, per stream that has used one: 32 MiB on NVIDIA's cards
+#: from 9.0 on, 8 before (its documentation of ``CUBLAS_WORKSPACE_CONFIG``).
 LIBRARY, OLDER_LIBRARY = 32 << 20, 8 << 20
-#: Keys of a split of attention; more, by powers of two, where a context would have more splits.
+#: Keys of a split of attention; larger by powers of two if a context would have too many splits.
 SPLIT = 256
 MAX_SPLITS = 32
-#: Shares of K that the rule of ``tuning.py`` and ``embedlm tune`` give a weight at most.
+#: The most shares of K that the rule of ``tuning.py`` and ``embedlm tune`` use for a weight.
 MOST_SHARES = 16
-#: Float32 copies of x that ``reference/rounding.py`` has at once.
+#: Float32 copies of x that exist at once in ``reference/fake_quantize.py``.
 ROUNDED_COPIES = 6
-#: Most numbers of one program's result.
+#: The largest number of values in one program's result.
 _TILE = 64 * 64
-#: Rows that ``reference/linear.py`` decodes at a time, as float32.
+#: Rows that ``reference/linear.py`` dequantizes at a time, as float32.
 _REFERENCE_ROWS = 2048
 
 
@@ -41,42 +41,42 @@ def runs(count: int, step: int) -> Iterator[slice]:
 
 
 def decoded_rows(n: int, k: int, itemsize: int) -> int:
-    """Rows of a weight ``[n, k]`` that are decoded at a time."""
+    """Rows of a weight ``[n, k]`` that are dequantized at a time."""
     return min(n, max(16, SCRATCH // (k * itemsize) // 16 * 16))
 
 
 def decoded_experts(count: int, n: int, k: int, itemsize: int) -> int:
-    """Experts of ``[n, k]`` that are decoded at a time."""
+    """Experts of ``[n, k]`` that are dequantized at a time."""
     return max(1, min(count, EXPERTS_SCRATCH // (padded(n, k) * itemsize)))
 
 
 def padded(n: int, k: int) -> int:
-    """Numbers from one decoded expert to the next: kernels load 16 at a time."""
+    """Values from one dequantized expert to the next: kernels load 16 at a time."""
     return -(-n * k // 16) * 16
 
 
 def columns_at_once(n: int, rows: int) -> int:
-    """Columns of ``rows`` float32 results that wait to be of another type."""
+    """Columns of ``rows`` float32 results that are converted to another type at a time."""
     return min(n, max(16, SCRATCH // (4 * max(rows, 1))))
 
 
 def rows_of_parts(n: int, split: int) -> int:
-    """Rows of x that are multiplied at a time where ``split`` programs share K."""
+    """Rows of x that are multiplied at a time if ``split`` programs share K."""
     return max(16, SCRATCH // (4 * n * split))
 
 
 def most_shares(rows: int, n: int) -> int:
-    """Programs that may share K where all rows of x have to be multiplied at once."""
+    """Programs that may share K if all rows of x must be multiplied at once."""
     return max(1, SCRATCH // (4 * n * rows))
 
 
 def rows_of_codes(k: int) -> int:
-    """Rows of x that become bytes at a time."""
+    """Rows of x that are quantized to bytes at a time."""
     return max(16, SCRATCH // k)
 
 
 def rows_rounded(k: int) -> int:
-    """Rows of x that are rounded at a time."""
+    """Rows of x that are quantized at a time by the reference's operations."""
     return max(16, SCRATCH // (4 * k * ROUNDED_COPIES))
 
 
@@ -87,11 +87,11 @@ def split_count(longest: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CardScratch:
-    """Of one model on one card: see :class:`sdk.kernels.scratch.Scratch`.
+    """The scratch of one model on one card: see :class:`sdk.kernels.scratch.Scratch`.
 
     ``programs``, ``dense_from``, ``experts_dense_from``: see
-    :class:`sdk.kernels.gpu.tuning.Tuning`, ``tuned`` whether it has a table. ``library``: of a
-    stream, see :data:`LIBRARY`.
+    :class:`sdk.kernels.gpu.tuning.Tuning`; ``tuned``: whether there is a table. ``library``: bytes
+    per stream, see :data:`LIBRARY`.
     """
 
     products: Products
@@ -113,7 +113,7 @@ class CardScratch:
         return packed_bytes(requests, self.products.head.n)
 
     def _decodes(self, m: Matrix, rows: int) -> bool:
-        """Whether a packed weight becomes plain floats first."""
+        """Whether a packed weight is dequantized first."""
         if not m.packed or self.products.exact or self.products.fixed:
             return False
         if m.experts:
@@ -137,7 +137,7 @@ class CardScratch:
         return asked
 
     def _plain(self, m: Matrix, rows: int) -> int:
-        if self.products.exact or self.products.fixed:  # 16 bits are the reference's business
+        if self.products.exact or self.products.fixed:  # the reference handles 16 bits
             return 4 * m.k * (min(m.n, _REFERENCE_ROWS) + rows)
         if m.experts:
             return 0
@@ -151,7 +151,7 @@ class CardScratch:
         return 2 * at_once * m.k + self._plain(m, rows)
 
     def _tiled(self, m: Matrix, rows: int) -> int:
-        """Shares of K, and of inputs the sums of 16 columns."""
+        """Shares of K, and the sums of 16 columns of inputs."""
         if not (self.products.exact or self.products.fixed):
             rows = min(rows, self.experts_dense_from * m.experts or self.dense_from)
         rows *= m.per_token
@@ -169,5 +169,5 @@ class CardScratch:
         if not self.products.rounds or self.products.exact:
             return 0
         rows *= m.per_token
-        whole = 4 * rows * m.k if m.experts else 0  # any row may be any expert's
+        whole = 4 * rows * m.k if m.experts else 0  # any row may belong to any expert
         return whole + 4 * ROUNDED_COPIES * m.k * min(rows, rows_rounded(m.k))

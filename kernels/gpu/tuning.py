@@ -1,11 +1,11 @@
-"""Tile sizes: from a table of the card where there is one, otherwise by a rule.
+"""Tile sizes: from the card's table if there is one, otherwise by a rule.
 
 ``kernels/tuned/<card>.json``: ``{"version": 2, "dense_from": 256, "experts_dense_from": 256,
 "linear": {"int4g128": [{"max_m", "n", "k", "block_n", "block_m", "split", "warps", "stages"}]}}``
 and the same for the other ``OPS``. An entry is for weights of n rows and k columns and up to
-``max_m`` tokens, of experts as many rows of each on average, under the name that :func:`type_of`
-gives the weight; ``embedlm tune`` writes it. A card without a table starts at once, by the rule,
-and so does one whose table cannot be read.
+``max_m`` tokens (for experts: rows per expert on average), under the weight's name from
+:func:`type_of`. ``embedlm tune`` writes the table. A card without a table, or with one that cannot
+be read, uses the rule.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu.packing import Packed
 
 TABLES = Path(__file__).parents[1] / "tuned"
-#: Of tables; one of another version was measured on other kernels.
+#: The version of tables; those of other versions were measured with other kernels.
 VERSION = 2
-#: Loads in flight on AMD's cards: with three, 64 tokens of 2 or 3 bits take up to 72 KiB of the 64
-#: that a program may have there.
+#: Loads in flight on AMD's cards: with three, 64 tokens with 2 or 3 bits would need up to 72 KiB,
+#: but a program may only have 64.
 AMD_STAGES = 2
 OPS = ("linear", "linear_bytes", "linear_experts", "linear_bytes_experts")
 logger = logging.getLogger("sdk")
@@ -37,7 +37,7 @@ Table = Mapping[tuple[str, str, int, int], Sequence[tuple[int, "Tiles"]]]
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Rows and tokens of a program, programs that share K, warps, loads in flight."""
+    """Rows and tokens per program, programs that share K, warps, loads in flight."""
 
     block_n: int
     block_m: int
@@ -57,10 +57,10 @@ class Tiles:
 class Tuning:
     """``tiles`` for a weight and a number of tokens on one card.
 
-    ``programs``: how many of four warps fill the card. ``stages``: loads in flight of a product of
-    several tokens. ``dense_from``: tokens from which on a weight is decoded into scratch;
-    ``experts_dense_from``: rows that an expert has on average from which on it is. ``table``: see
-    the module.
+    ``programs``: how many programs of four warps fill the card. ``stages``: loads in flight for a
+    product of several tokens. ``dense_from``: from so many tokens on, a weight is dequantized into
+    scratch; ``experts_dense_from``: the same for experts, in rows per expert on average.
+    ``table``: see the module.
     """
 
     programs: int
@@ -73,16 +73,16 @@ class Tuning:
         return self.measured(w, tokens, op) or self._by_rule(w, tokens)
 
     def measured(self, w: Packed, tokens: int, op: str) -> Tiles | None:
-        """The table's tiles, where it has them."""
+        """The table's tiles, or None."""
         for max_m, tiles in (self.table or {}).get((op, type_of(w), *w.shape), ()):
             if tokens <= max_m:
                 return tiles
         return None
 
     def _by_rule(self, w: Packed, tokens: int) -> Tiles:
-        """Few tokens: enough programs to fill the card, each with two or four units of K."""
+        """For few tokens: enough programs to fill the card, each with two or four units of K."""
         if tokens == 1:
-            # four rows of a thread for each value of x; look-ups leave no registers for that
+            # four rows per thread for each value of x; table look-ups leave too few registers
             block_n, block_m, warps, least, stages = 32, 16, 4 if w.kind == "table" else 1, 2, 1
         else:
             block_m = min(64, max(16, 1 << (tokens - 1).bit_length()))
@@ -93,21 +93,21 @@ class Tuning:
 
 
 def type_of(w: Packed) -> str:
-    """``int4g128``: all that decides what decoding a weight costs; a letter for each thing more.
+    """A name like ``int4g128`` of everything that affects the cost of dequantizing a weight.
 
-    ``s``: two levels of scales; ``m``: minima; ``z``: zero points.
+    Suffixes: ``s``: two levels of scales; ``m``: minima; ``z``: zero points.
     """
     more = (("s", w.super_scale is not None), ("m", w.has_minus), ("z", w.zeros is not None))
     return f"{w.kind}{w.bits}g{w.group}{''.join(letter for letter, there in more if there)}"
 
 
 def table_path(card: str, folder: Path = TABLES) -> Path:
-    """Where the table of a card lies, by the name that its driver gives it."""
+    """The path of a card's table, by the name from its driver."""
     return folder / f"{re.sub(r'[^a-z0-9]+', '-', card.lower()).strip('-')}.json"
 
 
 def read_tuning(card: str, programs: int, folder: Path = TABLES) -> Tuning:
-    """The card's table, or none: a table that is damaged or old is a warning."""
+    """The tuning with the card's table, if any; a damaged or old table only gives a warning."""
     path = table_path(card, folder)
     try:
         data = _read(path)
@@ -124,7 +124,7 @@ def read_tuning(card: str, programs: int, folder: Path = TABLES) -> Tuning:
 
 
 def _read(path: Path) -> bytes | None:
-    """None where there is no such file. This package may lie inside a zip file."""
+    """The file's bytes, or None if it does not exist. This package may be inside a zip file."""
     loader = getattr(__spec__, "loader", None)
     try:
         if path.parent == TABLES and isinstance(loader, zipimporter):

@@ -1,7 +1,7 @@
-"""Codes and scales of packed weights (``packing.py``) as numbers, inside Triton kernels.
+"""Values of codes and scales of packed weights (``packing.py``), for use in Triton kernels.
 
-``value(code)`` is an exact small integer, the entry of a table or a short float; the definition is
-``kernels/reference/decode.py``, and what is loaded here is in the order of ``packing.py``.
+``value(code)`` is an exact small integer, a table entry or a short float. The definition is
+``kernels/reference/decode.py``; the order of data is that of ``packing.py``.
 """
 
 import triton

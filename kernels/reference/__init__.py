@@ -1,7 +1,7 @@
-"""Pure torch: the floor every format and device can stand on, and the oracle of every kernel test.
+"""Pure torch kernels: the fallback for every format and device, and the oracle of kernel tests.
 
-Exactness before speed: weights are decoded to float32 on the fly and multiplied in fixed tiles, so
-that a row's result is the same bits whatever else is in the batch.
+Exact rather than fast: weights are dequantized to float32 on the fly and multiplied in fixed tiles,
+so that a row's result has the same bits whatever else is in the batch.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 from sdk.kernels.offload import OnDisk
 from sdk.kernels.reference.attention import Attention
 from sdk.kernels.reference.elementwise import Map, Places, SelectRows, TakeColumns
-from sdk.kernels.reference.experts import AddOwnersBias, Combine, Group, Route
-from sdk.kernels.reference.linear import Linear, RoundedLinear
+from sdk.kernels.reference.linear import ReferenceLinear, ReferenceLinearAsFile
+from sdk.kernels.reference.moe import AddOwnersBias, Combine, Group, Route
 from sdk.kernels.reference.norm import AddRmsNorm, GatedActivation, RmsNorm
 from sdk.kernels.reference.recode import RecodePage
 from sdk.kernels.reference.rope import RopeAndCache, RopeAngles
 from sdk.kernels.reference.sampling import Sample
 
-#: Of 16 bits: read as float32, rounded where they are written.
+#: 16-bit activations are read as float32, and rounded when they are written.
 ACTIVATIONS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -33,8 +33,8 @@ def available(device: str) -> str | None:
 def open_backend(
     device: str, num_threads: int, *, fixed: bool = False, offload: OnDisk | None = None
 ) -> ReferenceBackend:
-    """Always ``fixed``; ``num_threads`` is not used: torch's own pool belongs to the host. Weights
-    stay as they are, in memory.
+    """Always ``fixed``; ``num_threads`` has no effect, because torch's thread pool belongs to the
+    host. Weights stay in memory unchanged.
     """
     return ReferenceBackend()
 
@@ -50,7 +50,7 @@ class ReferenceBackend:
 
     def __init__(self) -> None:
         self._implementations: dict[str, Sequence[Any]] = {
-            "linear": (Linear(), RoundedLinear()),
+            "linear": (ReferenceLinear(), ReferenceLinearAsFile()),
             "route": (Route(),),
             "group": (Group(),),
             "add_owners_bias": (AddOwnersBias(),),
@@ -73,4 +73,4 @@ class ReferenceBackend:
         return self._implementations.get(op, ())
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Nothing to free."""

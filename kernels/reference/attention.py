@@ -1,8 +1,8 @@
 """Paged attention in torch, tile by tile with an online softmax (Milakov & Gimelshein 2018).
 
-Queries are taken 16 at a time and keys 64 at a time, tiles aligned at position 0 and padded: every
-product has one fixed shape, so a token's result does not depend on how its prompt was chunked. A
-masked key contributes exactly 0 and rescales by exactly 1.
+Tiles have 16 queries and 64 keys, are aligned at position 0 and padded: every product has the same
+shape, so a token's result does not depend on how its prompt was chunked. A masked key contributes
+exactly 0 and rescales by exactly 1.
 """
 
 from __future__ import annotations

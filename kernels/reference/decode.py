@@ -1,7 +1,7 @@
-"""The value of a packed weight: the definition every kernel must reproduce.
+"""Dequantizes packed weights: the definition that every kernel must reproduce.
 
-Sources: ggml's block structs (ggml-common.h, ggml-quants.c) for the blocks; all arithmetic is
-float32 in the order those decoders use, so that results are equal bit for bit.
+Sources: ggml's block structs (ggml-common.h, ggml-quants.c) for the blocks. All arithmetic is
+float32 in the order of those decoders, so that results are equal bit for bit.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 
 
 def cut_codes(codes: Tensor, bits: int, start: int, end: int) -> Tensor:
-    """Codes ``start:end`` of every row of a stream; a view where they begin with a byte."""
+    """Codes ``start:end`` of every row of a stream; a view if they begin at a byte."""
     if start * bits % 8 == 0:
         return codes[:, start * bits // 8 : -(-end * bits // 8)]
     return pack_codes(unpack_codes(codes, bits, end)[:, start:end], bits)
@@ -97,8 +97,8 @@ def _decode_affine(w: Affine) -> Tensor:
 
 
 def with_rows(w: Affine, rows: Tensor) -> Affine:
-    """The weight ``w``, whose scales repeat, with those of every row of its own; ``rows`` (int64):
-    which rows of a larger weight its rows are."""
+    """The weight ``w``, whose scales repeat, with scales for each of its rows. ``rows`` (int64):
+    the indices of its rows in the larger weight."""
     of = rows % w.scale.shape[0]
     zeros = None if w.zeros is None else w.zeros[of]
     minus = None if w.minus is None else w.minus[of]
@@ -127,7 +127,7 @@ def group_scales(w: Affine) -> Tensor:
 
 
 def nested_supers(w: Affine, rows: Tensor) -> Tensor:
-    """Super scales that run on over the ends of rows, one for every scale of ``rows``.
+    """Super scales that continue over row ends, one for every scale of ``rows``.
 
     int64 ``[T]`` -> float32 ``[T, K / group]``.
     """

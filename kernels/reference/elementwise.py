@@ -1,4 +1,4 @@
-"""The small row-wise operators, and where each token of a step stands; fp32."""
+"""The small row-wise operators, and the position of each token of a step; fp32."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sdk.kernels.batch import AttentionBatch
 
 
 class Map:
-    """See ``Ops.zeros``, ``add``, ``add_bias``, ``scale`` and ``softcap``: one of them each."""
+    """One of ``Ops.zeros``, ``add``, ``add_bias``, ``scale`` and ``softcap``."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind

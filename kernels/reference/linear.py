@@ -1,7 +1,7 @@
-"""``y = x @ w.T`` with the weight decoded on the fly; always fp32 arithmetic on the exact values.
+"""``y = x @ w.T`` with the weight dequantized on the fly; always fp32 arithmetic on exact values.
 
-Matches float64 to NMSE 1e-12. A library GEMM picks its blocking by the number of rows, which
-changes the order of additions; here every product is ``[16, K] x [K, n]`` with n a multiple of 16,
+Matches float64 to NMSE 1e-12. A library GEMM chooses its blocking by the number of rows, which
+changes the order of additions. Here every product is ``[16, K] x [K, n]`` with n a multiple of 16,
 so a row gets the same bits at every batch size.
 """
 
@@ -17,15 +17,15 @@ from torch import Tensor
 from sdk.kernels.backend import Problem
 from sdk.kernels.layouts import Affine, Blocks, Dense, Float8, Layout, inputs_of
 from sdk.kernels.reference.decode import decode, flat_scales, nested_supers, with_rows
-from sdk.kernels.reference.rounding import rounded
+from sdk.kernels.reference.fake_quantize import fake_quantize
 from sdk.kernels.routes import Routes
 
 ROW_TILE = 16
-#: Output rows decoded at a time: bounds the scratch to 2048 * K * 4 bytes (12 MiB at K = 1536).
+#: Output rows dequantized at a time: limits scratch to 2048 * K * 4 bytes (12 MiB at K = 1536).
 OUT_TILE = 2048
 
 
-class Linear:
+class ReferenceLinear:
     """See :class:`sdk.kernels.registry.LinearKernel`."""
 
     name = "reference.linear"
@@ -69,8 +69,8 @@ class Linear:
             self.matmul(group[expert], own, out[rows])
 
 
-class RoundedLinear(Linear):
-    """With the inputs rounded as the file of the weight says (``rounding.py``)."""
+class ReferenceLinearAsFile(ReferenceLinear):
+    """Quantizes activations as the weight's file asks (``fake_quantize.py``)."""
 
     name = "reference.linear_as_file"
 
@@ -79,7 +79,7 @@ class RoundedLinear(Linear):
 
     def matmul(self, packed: Layout, x: Tensor, out: Tensor) -> None:
         scheme = inputs_of(packed)
-        super().matmul(packed, x if scheme is None else rounded(x.float(), scheme), out)
+        super().matmul(packed, x if scheme is None else fake_quantize(x.float(), scheme), out)
 
 
 def slice_rows(layout: Layout, start: int, stop: int, step: int = 1) -> Layout:
@@ -128,8 +128,8 @@ def _index_rows(layout: Layout, index: slice | Tensor, count: int) -> Layout:
 def _index_nested(w: Affine, found: Affine, index: slice | Tensor) -> Affine:
     """``found`` with the scales of rows ``index`` of ``w``.
 
-    Super scales of a run of rows are for as many scales as its start allows; other rows get one
-    level of scales.
+    For a run of rows, super scales cover as many scales as its start allows; other selections get
+    one level of scales.
     """
     assert w.super_scale is not None and w.scale_offset is not None
     found = replace(found, scale_offset=w.scale_offset[index])
@@ -145,7 +145,7 @@ def _index_nested(w: Affine, found: Affine, index: slice | Tensor) -> Affine:
 
 
 def _index_float8(w: Float8, index: slice | Tensor) -> Float8:
-    """Whole blocks of rows keep their scales; other rows get one of their own each."""
+    """Whole blocks of rows keep their scales; other rows get one scale each."""
     high, wide = w.block
     if isinstance(index, slice) and index.start % high == 0 and index.step == 1:
         scale = w.scale[index.start // high : -(-index.stop // high)]

@@ -1,4 +1,4 @@
-"""A page of one level of a ladder written as one of a lower level, in torch."""
+"""Recodes a page of one level of a ladder as a page of a lower level, in torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from sdk.kernels.backend import Problem
 from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.reference.page_codes import page_floats, round_groups
+from sdk.kernels.reference.page_codes import page_floats
 
 
 class RecodePage:
@@ -20,7 +20,7 @@ class RecodePage:
         return None
 
     def bind(self, layers: Sequence[KVPages]) -> Callable[[int, int, int, int], None]:
-        """Page ``index`` of level ``above`` to page ``at`` of level ``below``, in all layers."""
+        """Recodes page ``index`` of level ``above`` as page ``at`` of level ``below``."""
 
         def run(above: int, index: int, below: int, at: int) -> None:
             for pages in layers:
@@ -30,10 +30,12 @@ class RecodePage:
 
     def _run(self, source: KVPages, index: int, target: KVPages, at: int) -> None:
         floats = page_floats(source, torch.tensor([index], device=source.k.device))
-        sides = (target.k, target.k_scale), (target.v, target.v_scale)
-        for x, (codes, scales) in zip(floats, sides, strict=True):
+        sides = (
+            (target.k, target.k_scale, target.k_type),
+            (target.v, target.v_scale, target.v_type),
+        )
+        for x, (codes, scales, kind) in zip(floats, sides, strict=True):
             assert scales is not None  # lower levels are integers
-            groups = scales.shape[1] // codes.shape[1]
-            found, words = round_groups(x[0], codes.dtype, groups)
-            codes[at] = found
+            codes[at], words = kind.encode(x[0], scales.shape[1] // codes.shape[1])
+            assert words is not None
             scales[at] = words.transpose(1, 2).flatten(0, 1)

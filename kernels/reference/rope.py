@@ -1,4 +1,4 @@
-"""Rotary embedding, its angles, and the write of keys and values into their pages, in torch."""
+"""Rotary embedding, its angles, and the write of keys and values to their pages, in torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from sdk.kernels.backend import Problem
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.kv_pages import KVPages
-from sdk.kernels.reference.page_codes import HALF_MAX, encode, mixed
+from sdk.kernels.reference.page_codes import encode, mixed
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -44,21 +44,13 @@ class RopeAndCache:
         k, v = rotate(k.float(), cos, sin), v.float()
         if pages.k_centre is not None:
             k = k - pages.k_centre
-        for x, to, scales in ((k, pages.k, pages.k_scale), (v, pages.v, pages.v_scale)):
-            if scales is None:
-                if pages.below is not None:
-                    x = mixed(x.clamp(-HALF_MAX, HALF_MAX))
-                to[page, :, offset] = _to_cache(x, to.dtype)
-                continue
-            groups = scales.shape[1] // to.shape[1]
-            codes, scale = encode(x, to.dtype, groups)
-            to[page, :, offset], scales[page, :, offset] = codes, scale.flatten(1)
-
-
-def _to_cache(x: Tensor, dtype: torch.dtype) -> Tensor:
-    if dtype == torch.float16:
-        x = x.clamp(-HALF_MAX, HALF_MAX)
-    return x.to(dtype)
+        keys = k, pages.k, pages.k_scale, pages.k_type, pages.k_mixed
+        values = v, pages.v, pages.v_scale, pages.v_type, pages.v_mixed
+        for x, to, scales, kind, mix in (keys, values):
+            groups = 0 if scales is None else scales.shape[1] // to.shape[1]
+            to[page, :, offset], scale = encode(x, kind, groups, mix=mix)
+            if scales is not None and scale is not None:
+                scales[page, :, offset] = scale.flatten(1)
 
 
 class RopeAngles:

@@ -38,7 +38,7 @@ class Sample:
             for row in shaped:
                 change(logits[row], out.shapes[row], out.mask(row))
             values = logits.amax(-1)
-        # max names no particular one of equal values, or of several NaN
+        # max returns an arbitrary one of equal values, or of several NaN
         first = (logits == values[:, None]) | logits.isnan()
         tokens: list[int] = first.to(torch.uint8).argmax(-1).tolist()
         best: list[float] = values.tolist()
@@ -60,7 +60,7 @@ class Sample:
 
 
 def change(row: Tensor, shape: Shape | None, mask: Mask | None = None) -> None:
-    """In place on ``row [V]`` float32: a shape, and another mask."""
+    """Apply a shape and another mask to ``row [V]`` float32, in place."""
     for one in (mask, None if shape is None else shape.mask):
         if one is not None:
             allow(row, one)
@@ -69,14 +69,14 @@ def change(row: Tensor, shape: Shape | None, mask: Mask | None = None) -> None:
 
 
 def allow(row: Tensor, mask: Mask) -> None:
-    """Forbid the tokens of ``row [V]`` that a mask excludes, or that lie behind its end."""
+    """Forbid the tokens of ``row [V]`` that a mask excludes or does not reach."""
     bits = np.zeros(max(32 * len(mask), len(row)), np.uint8)
     bits[: 32 * len(mask)] = np.unpackbits(mask.astype("<u4").view(np.uint8), bitorder="little")
     row[torch.from_numpy(bits[: len(row)] == 0).to(row.device)] = -math.inf
 
 
 def apply(row: Tensor, change: Change) -> None:
-    """One change of ``row [V]`` float32, in place."""
+    """Apply one change to ``row [V]`` float32, in place."""
     ids = change.ids[: change.count].astype(np.int64)
     known = (ids >= 0) & (ids < len(row))
     if change.kind is ChangeKind.FORCE:
@@ -110,7 +110,7 @@ def draw(logits: Tensor, draws: Draws) -> tuple[list[int], list[float]]:
 
 
 def truncate(gaps: Tensor, draws: Draws) -> Tensor:
-    """Set what the rows' numbers exclude to infinity; the least value of a row is 0."""
+    """Set the gaps of tokens that the parameters exclude to infinity; a row's least gap is 0."""
     mirostat = ~np.isnan(draws["mirostat_mu"])
     min_p = np.where(mirostat, 0.0, draws["min_p"])
     if (min_p > 0).any():
@@ -147,21 +147,21 @@ def keep_first(values: Tensor, counts: Tensor) -> Tensor:
 
 
 def _keep_mass(gaps: Tensor, values: Tensor, masses: np.ndarray) -> Tensor:
-    """Keep the tokens of the smallest ``values [R, V]`` whose weights reach ``masses [R]``."""
+    """Keep the tokens with the smallest ``values [R, V]`` until their weights reach ``masses``."""
     mass = _column(masses, gaps)
     order = values.sort(dim=-1, stable=True).indices
     sums = _weights(gaps).gather(-1, order).cumsum(-1)
     before = sums.roll(1, -1)
     before[:, 0] = 0.0
     kept = (before < mass * sums[:, -1:]) | (mass >= 1)
-    kept[:, 0] = True  # also of a mass so small that its share of the total is 0
+    kept[:, 0] = True  # even if the mass is so small that its share of the total is 0
     return gaps.masked_fill(~torch.zeros_like(kept).scatter(-1, order, kept), _DROPPED)
 
 
 def _exclude_top(row: Tensor, threshold: float) -> None:
-    """XTC (p-e-w 2024): of the tokens at or above ``threshold`` only the least likely stays."""
+    """XTC (p-e-w 2024): of the tokens at or above ``threshold``, keep only the least likely."""
     weights = _weights(row)
-    # A token whose weight is 0 cannot be drawn, so it is not the one that stays.
+    # A token whose weight is 0 cannot be drawn, so it is not the one to keep.
     likely = int(((weights >= threshold * _total(weights)) & (weights > 0)).sum())
     if likely >= 2:
         first = keep_first(row, torch.tensor([[likely - 1]], device=row.device))
@@ -169,7 +169,8 @@ def _exclude_top(row: Tensor, threshold: float) -> None:
 
 
 def _mirostat(row: Tensor, mu: float) -> None:
-    """Mirostat 2 (Basu et al. 2021): drop what surprises more than ``mu`` bits, keep the best."""
+    """Mirostat 2 (Basu et al. 2021): drop tokens of more than ``mu`` bits of surprise, but never
+    the best."""
     total = _total(_weights(row))
     row.masked_fill_((row > mu * math.log(2) - total.log()) & (row > 0), _DROPPED)
 
@@ -179,7 +180,7 @@ def _weights(gaps: Tensor) -> Tensor:
 
 
 def _total(values: Tensor) -> Tensor:
-    """The sum of each row; torch's own would depend on the number of threads."""
+    """The sum of each row; torch's sum would depend on the number of threads."""
     return values.cumsum(-1)[..., -1:]
 
 

@@ -1,7 +1,7 @@
-"""How checkpoints say that what a layer is multiplied with is rounded.
+"""Quantized activations (W8A8 and the like) as checkpoints describe them.
 
-A config says how, for many layers; ``Inputs`` holds that. Scales that are known beforehand are
-tensors of every layer.
+A config describes them for many layers (``ActivationConfig``). Static scales are tensors of each
+layer.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _POWERS = ("torch.uint8", "uint8", "torch.float8_e8m0fnu")
 
 
 @dataclass(frozen=True, slots=True)
-class Inputs:
-    """``scheme``; each layer adds its scale (``static``) or, with the rule ``nv``, its factor."""
+class ActivationConfig:
+    """The scheme of many layers; each adds its static scale or, with the rule ``nv``, a factor."""
 
     scheme: ActivationScheme
     static: bool = False
@@ -34,10 +34,10 @@ class Inputs:
         zero: str = ".input_zero_point",
         factor: str = ".input_global_scale",
     ) -> ActivationScheme:
-        """The scheme of a layer, with what its tensors of these endings hold.
+        """The scheme of a layer, with the scale and zero point from its tensors of these endings.
 
         Raises:
-            CheckpointError: one of them is missing, or no positive number.
+            CheckpointError: one of them is missing or not a positive number.
         """
         if self.static:
             static, point = positive(layer, scale), 0
@@ -50,7 +50,7 @@ class Inputs:
 
 
 def positive(layer: StoredLayer, ending: str) -> float:
-    """The number of a tensor of one element, by which inputs are divided or multiplied."""
+    """The positive number in a tensor of one element, a scale of activations."""
     found = number(layer, ending)
     if not 2.0**-126 <= found <= 2.0**126:
         raise layer.fail(ending, f"is {found}, expected a positive number")
@@ -66,13 +66,13 @@ def _zero_point(layer: StoredLayer, ending: str, half: int) -> int:
     return int(found)
 
 
-def with_inputs(
+def with_activations(
     layer: StoredLayer, packed: Layout | Permuted, scheme: ActivationScheme | None
 ) -> Layout | Permuted:
-    """``packed``, whose inputs are rounded so."""
+    """``packed``, with its activations quantized by ``scheme``."""
     if isinstance(packed, Permuted):
         if scheme is not None and scheme.group and scheme.static is None:
-            layer.warn("columns in an order of their own: activations are not rounded in groups")
+            layer.warn("columns are sorted by group (act-order): activations are not quantized")
             return packed
         assert isinstance(packed.layout, Affine)
         return replace(packed, layout=replace(packed.layout, inputs=scheme))
@@ -80,15 +80,15 @@ def with_inputs(
     return replace(packed, inputs=scheme)
 
 
-def described(said: Any, source: str) -> Inputs | None:
-    """``input_activations`` of compressed-tensors; None where nothing is rounded.
+def activation_config(said: Any, source: str) -> ActivationConfig | None:
+    """``input_activations`` of compressed-tensors; None if activations are not quantized.
 
-    One scale for all tokens of a step would make a token's result depend on the others: such
-    scales (``dynamic`` with the strategy ``tensor``) are made for every token.
+    One scale for all tokens of a step would make a token's result depend on the others, so such
+    scales (``dynamic`` with the strategy ``tensor``) are computed per token instead.
 
     Raises:
-        CheckpointError: a field that is there is not sound.
-        UnsupportedError: another way to round.
+        CheckpointError: a field is invalid.
+        UnsupportedError: a kind of quantization that is not supported.
     """
     if said is None:
         return None
@@ -101,7 +101,7 @@ def described(said: Any, source: str) -> Inputs | None:
         raise CheckpointError(f"{source}.num_bits is {str(bits)[:80]}, expected 2 to 8 or 16")
     if kind not in ("int", "float") or (kind == "float" and bits not in (4, 8)):
         raise UnsupportedError(
-            f"{source}: activations of {bits} bits and type {str(kind)[:80]!r} are not run, "
+            f"{source}: activations of {bits} bits and type {str(kind)[:80]!r} are not supported, "
             "expected int, or float with 4 or 8 bits"
         )
     codes: Literal["int", "e4m3", "e2m1"] = "int"
@@ -111,23 +111,24 @@ def described(said: Any, source: str) -> Inputs | None:
     strategy = said.get("strategy", "tensor")
     if not said.get("dynamic", False):
         if strategy not in ("tensor", None):
-            raise _not_run(source, f"static scales of the strategy {str(strategy)[:80]!r}")
-        return Inputs(scheme, static=True)
+            raise _not_supported(source, f"the strategy {str(strategy)[:80]!r} with static scales")
+        return ActivationConfig(scheme, static=True)
     if strategy in ("token", "tensor", None):
-        return Inputs(scheme)
+        return ActivationConfig(scheme)
     if strategy not in ("group", "tensor_group"):
-        raise _not_run(source, f"the strategy {str(strategy)[:80]!r}")
+        raise _not_supported(source, f"the strategy {str(strategy)[:80]!r}")
     group = said.get("group_size")
     if type(group) is not int or not 1 <= group < 2**31:
-        raise CheckpointError(f"{source}.group_size is {str(group)[:80]}, expected from 1")
+        raise CheckpointError(f"{source}.group_size is {str(group)[:80]}, expected 1 or more")
     scheme = replace(scheme, group=group)
     if strategy == "tensor_group":
-        return Inputs(replace(scheme, rule="nv"))
+        return ActivationConfig(replace(scheme, rule="nv"))
     powers = str(said.get("scale_dtype")) in _POWERS or bits == 4
-    return Inputs(replace(scheme, rule="mx") if kind == "float" and powers else scheme)
+    return ActivationConfig(replace(scheme, rule="mx") if kind == "float" and powers else scheme)
 
 
-def _not_run(source: str, what: str) -> UnsupportedError:
+def _not_supported(source: str, what: str) -> UnsupportedError:
     return UnsupportedError(
-        f"{source}: {what} for activations is not run, expected token or group, or static tensor"
+        f"{source}: {what} is not supported for activations, expected the strategy token or group, "
+        "or tensor with static scales"
     )

@@ -1,7 +1,7 @@
-"""AutoRound folders: GPTQ's or AWQ's tensors, ``packing_format`` says whose.
+"""AutoRound folders: tensors as in GPTQ or AWQ files, depending on ``packing_format``.
 
-``auto_round:auto_gptq`` is GPTQ's first version without ``g_idx``, ``auto_round:auto_awq`` AWQ's
-gemm, and ``auto_round`` or ``auto_round:gptqmodel`` GPTQ's second version: zero points as they are.
+``auto_round:auto_gptq`` is GPTQ's first version without ``g_idx``, ``auto_round:auto_awq`` is AWQ's
+gemm, and ``auto_round`` or ``auto_round:gptqmodel`` is GPTQ's second version (plain zero points).
 Source: auto-round (export/export_to_autoround/export.py, inference/backend.py).
 """
 
@@ -18,7 +18,7 @@ from sdk.quant.permuted import Permuted
 
 ENDINGS = (".qweight",)
 BESIDE = (".qzeros", ".scales", ".g_idx")
-#: Names in ``packing_format`` of what is not a matrix of integers.
+#: Values of ``packing_format`` for other types than integers.
 _OTHERS = ("fp8", "nvfp", "nv_fp", "mxfp", "mx_fp", "llm_compressor", "fake", "mlx")
 _ROTATIONS = ("rotation_config", "transform_config", "spinquant_config")
 
@@ -29,7 +29,7 @@ def settings(config: Mapping[str, Any], source: str) -> Settings:
     """
     Raises:
         CheckpointError: see ``gptq.layer_settings`` and ``awq.settings``.
-        UnsupportedError: other than integers for weights alone.
+        UnsupportedError: anything other than integer weights alone.
     """
     packing = str(config.get("packing_format") or "auto_round:auto_gptq").lower()[:80]
     kind = str(config.get("data_type") or "int")[:40]
@@ -40,7 +40,7 @@ def settings(config: Mapping[str, Any], source: str) -> Settings:
         raise unsupported(source, f"auto-round with activations of {activations} bits")
     rotation = next((name for name in _ROTATIONS if config.get(name)), None)
     if rotation is not None:
-        raise unsupported(source, f"auto-round with rotated weights, {rotation}")
+        raise unsupported(source, f"auto-round with rotated weights: {rotation}")
     if "awq" in packing:
         return awq.settings({**config, "version": "gemm"}, source)
     second = "gptq" not in packing or "gptqmodel" in packing

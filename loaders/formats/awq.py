@@ -1,13 +1,13 @@
-"""AWQ folders: 4-bit codes in groups along the input, in three programs' orders.
+"""AWQ folders: 4-bit codes in groups along the input, in the orders of three programs.
 
 ``gemm`` (nearly all files): ``P.qweight`` int32 ``[K, N / 8]``, nibble i of a word is output
 ``8 c + (0, 2, 4, 6, 1, 3, 5, 7)[i]``; ``P.qzeros`` int32 ``[G, N / 8]`` the same; ``P.scales``
 ``[G, N]``. ``gemv``: int32 ``[N, K / 8]`` and ``[N, W]``, nibbles in order, ``P.scales``
-``[N, 8 W]``, W padded to what its kernel reads. Of both ``w = scales * (code - zero)``.
+``[N, 8 W]``, W padded for its kernel. In both, ``w = scales * (code - zero)``.
 ``gemv_fast`` and ``llm-awq``: int16 ``[N / 4, K]``, ``P.scales`` and minus the zero points times
 the scales (``P.qzeros`` or ``P.scaled_zeros``) ``[8 W, N]``, ``w = scales * code + qzeros``.
 
-The scales AWQ found for its inputs are in the weights and the norms before them already. Source:
+AWQ's scales of the inputs are already folded into the weights and the norms before them. Source:
 AutoAWQ 0.2.9 (modules/linear/gemm.py, gemv.py, gemv_fast.py).
 """
 
@@ -39,9 +39,9 @@ ENDINGS = (".qweight",)
 BESIDE = (".qzeros", ".scales", ".scaled_zeros")
 MAX_GROUP = 1 << 22
 BITS = 4
-#: The output of a word's nibbles, lowest first.
+#: The output that each nibble of a word belongs to, lowest nibble first.
 _NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)
-#: What ``version`` calls the orders; some name the kernel that ran and not the file.
+#: Orders by ``version``; some versions name a kernel, not a file format.
 _VERSIONS = {
     "gemm": "gemm", "exllama": "gemm", "exllamav2": "gemm", "ipex": "gemm", "gemv": "gemv",
     "gemv_fast": "gemv_fast", "llm_awq": "gemv_fast",
@@ -50,7 +50,7 @@ _VERSIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What ``quantization_config`` says; None: nothing, the shapes decide."""
+    """The contents of ``quantization_config``; None: not given, the shapes decide."""
 
     group: int | None
     order: str | None
@@ -60,8 +60,8 @@ class Settings:
 def settings(config: Mapping[str, Any], source: str) -> Settings:
     """
     Raises:
-        CheckpointError: a number is impossible.
-        UnsupportedError: other than 4 bits, or an order of one GPU kernel.
+        CheckpointError: a number is out of range.
+        UnsupportedError: not 4 bits, or the order of a particular GPU kernel.
     """
     bits = integer(config, ("bits", "w_bit"), source, 1, 16)
     if bits not in (None, BITS):
@@ -122,7 +122,8 @@ def _sizes(layer: StoredLayer, settings: Settings) -> tuple[str, tuple[int, int]
     if settings.order not in (None, order):
         raise layer.fail(
             ".qweight",
-            f"the shapes of AWQ ({order}), quantization_config says version {settings.order}",
+            f"has the shapes of AWQ ({order}), but quantization_config has version "
+            f"{settings.order}",
         )
     high, wide = layer.stored(".qweight").shape
     shape = {"gemm": (8 * wide, high), "gemv": (high, 8 * wide), "gemv_fast": (4 * high, wide)}[
@@ -138,14 +139,14 @@ def _sizes(layer: StoredLayer, settings: Settings) -> tuple[str, tuple[int, int]
         group = columns // found
     if group is None:
         raise layer.fail(
-            ".scales", f"{found} groups of {columns} columns: quantization_config has no group_size"
+            ".scales", f"{found} groups of {columns} columns, quantization_config has no group_size"
         )
     group = columns if group == -1 else min(group, columns)
     groups = -(-columns // group)
     if found != groups if order == "gemm" else not groups <= found <= groups + 31:
         raise layer.fail(
             ".scales",
-            f"{found} groups of {columns} columns, quantization_config says group_size {group}",
+            f"{found} groups of {columns} columns, but quantization_config has group_size {group}",
         )
     if order == "gemv_fast" and columns % 64:
         raise layer.fail(".qweight", f"{columns} columns, expected a multiple of 64")
@@ -155,7 +156,7 @@ def _sizes(layer: StoredLayer, settings: Settings) -> tuple[str, tuple[int, int]
 def _zeros(
     layer: StoredLayer, settings: Settings, order: str, rows: int, groups: int
 ) -> tuple[int, Tensor | None]:
-    """The zero point of all groups, or those of each as ``Affine`` packs them."""
+    """One zero point for all groups, or one per group, packed as in ``Affine``."""
     if not settings.has_zeros and not layer.has(".qzeros"):
         return 1 << (BITS - 1), None
     if order == "gemv":
@@ -173,7 +174,7 @@ def _zeros(
 
 
 def _along_inputs(words: NDArray[np.uint32]) -> Bytes:
-    """gemm's words ``[K, N / 8]`` -> streams along K, uint8 ``[N, ceil(K / 2)]``."""
+    """gemm's words ``[K, N / 8]`` -> bit streams along K, uint8 ``[N, ceil(K / 2)]``."""
     inputs, wide = words.shape
     if inputs % 2:
         words = np.pad(words, ((0, 1), (0, 0)))
@@ -187,10 +188,10 @@ def _along_inputs(words: NDArray[np.uint32]) -> Bytes:
 
 
 def _one_by_one(words: NDArray[np.int16]) -> Bytes:
-    """gemv_fast's words ``[N / 4, K]`` -> streams along K, uint8 ``[N, K / 2]``.
+    """gemv_fast's words ``[N / 4, K]`` -> bit streams along K, uint8 ``[N, K / 2]``.
 
-    A run of 64 words holds 64 columns of four rows, one row after another; 32 columns of a row lie
-    as ``[4, 2, 4]``, where the column is 8 times the last index, plus twice the first, plus the
+    A run of 64 words holds 64 columns of four rows, one row after another. 32 columns of a row are
+    stored as ``[4, 2, 4]``: the column is 8 times the last index, plus twice the first, plus the
     middle one.
     """
     high, columns = words.shape

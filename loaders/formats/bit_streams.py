@@ -1,9 +1,8 @@
-"""Codes as bit streams, lowest bit first, which is how GPTQ, AWQ and others put them into words.
+"""Codes as bit streams, lowest bit first, as GPTQ, AWQ and others pack them into words.
 
-All of it is numpy and works on a few rows at a time, so that what lies between fits the caches. A
-matrix of 4096 x 4096 takes 2 to 6 ms where its words are only turned, 30 to 50 ms where its columns
-are sorted, 55 to 90 ms where its codes lie in planes. torch would use its OpenMP threads
-(quant/join.py).
+Everything is numpy, a few rows at a time, so that temporaries fit the caches. A matrix of
+4096 x 4096 takes 2 to 6 ms if words are only transposed, 30 to 50 ms if columns are sorted, 55 to
+90 ms if codes are stored in planes. torch would use its OpenMP threads (quant/join.py).
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from torch import Tensor
 
 Bytes = NDArray[np.uint8]
 
-#: Rows taken apart at a time.
+#: Rows unpacked at a time.
 _ROWS = 64
-#: Widths of the planes a code is cut into, lowest bits first.
+#: Widths of the planes into which a code is split, lowest bits first.
 _PLANES = {
     2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,),
 }  # fmt: skip
-#: An integer type of the same size, and the exponent bits that mark infinities and NaN.
+#: An integer type of the same size, and the exponent bits that are all set in infinities and NaN.
 _EXPONENT = {
     torch.float16: (torch.int16, 0x7C00),
     torch.bfloat16: (torch.int16, 0x7F80),
@@ -35,7 +34,7 @@ def turned(words: Tensor) -> Bytes:
     """Words ``[R, N]`` -> the bytes of each column, uint8 ``[N, R * bytes of a word]``."""
     source = words.numpy()
     out = np.empty(source.shape[::-1], source.dtype)
-    for start in range(0, len(source), 16):  # a quarter of the time of turning it at once
+    for start in range(0, len(source), 16):  # four times as fast as all rows at once
         out[:, start : start + 16] = source[start : start + 16].T
     return out.view(np.uint8)
 
@@ -49,7 +48,7 @@ def turned_floats(values: Tensor) -> Tensor:
 
 
 def all_finite(values: Tensor) -> bool:
-    """Whether no value is an infinity or NaN."""
+    """Whether all values are finite."""
     integers, exponent = _EXPONENT[values.dtype]
     return not bool(((values.view(integers).numpy() & exponent) == exponent).any())
 
@@ -86,12 +85,12 @@ def packed(codes: Bytes, bits: int) -> Bytes:
 
 
 def packed_matrix(codes: Bytes, bits: int) -> Bytes:
-    """:func:`packed`, for whole matrices."""
+    """:func:`packed` for whole matrices, some rows at a time."""
     return codes if bits == 8 else _by_rows(codes, lambda rows: packed(rows, bits))
 
 
 def in_order(streams: Bytes, bits: int, order: NDArray[np.intp]) -> Bytes:
-    """The same codes, ``order[j]`` of a row being its ``j``-th."""
+    """Reordered codes: the ``j``-th of a row was its ``order[j]``-th."""
     return _by_rows(
         streams,
         lambda rows: packed(np.take(unpacked(rows, bits, len(order)), order, axis=1), bits),
@@ -99,10 +98,10 @@ def in_order(streams: Bytes, bits: int, order: NDArray[np.intp]) -> Bytes:
 
 
 def without_planes(streams: Bytes, bits: int) -> Bytes:
-    """Streams whose codes are cut into planes, 32 codes at a time, as streams of whole codes.
+    """Streams of whole codes from streams whose codes are split into planes, 32 codes at a time.
 
     ``bits * 4`` bytes hold 32 codes: their lowest bits as a stream, then the higher ones; see
-    ``_PLANES``. The number of bytes of a row must be a multiple of that.
+    ``_PLANES``. The bytes of a row must be a multiple of that.
     """
     if len(_PLANES[bits]) == 1:
         return streams

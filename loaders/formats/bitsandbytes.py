@@ -2,15 +2,14 @@
 
 LLM.int8: ``P.weight`` int8 ``[N, K]``, ``P.SCB`` float32 ``[N]``; a weight is ``code * SCB / 127``.
 4 bits: ``P.weight`` uint8 ``[N * K / 2, 1]``, the flattened matrix with the even element in the
-high half of a byte, and beside it, all named ``P.weight.*``: ``quant_map`` (what the 16 codes
-mean), ``absmax`` (the scale of every ``blocksize`` elements), ``quant_state.bitsandbytes__nf4``
-(JSON).
-With double quantization ``absmax`` are codes too: ``nested_quant_map[code] * nested_absmax[i //
-nested_blocksize] + nested_offset``, and stay so. Source: bitsandbytes 0.50.
+high half of a byte; and the tensors ``P.weight.*``: ``quant_map`` (values of the 16 codes),
+``absmax`` (the scale of every ``blocksize`` elements), ``quant_state.bitsandbytes__nf4`` (JSON).
+With double quantization ``absmax`` holds codes too: ``nested_quant_map[code] * nested_absmax[i //
+nested_blocksize] + nested_offset``; it stays packed. Source: bitsandbytes 0.50.
 
-How LLM.int8 rounds activations is not followed: columns in which any token of a step is above 6.0
-stay float16 there, so that a token's result would depend on the others. Files do not ask for it;
-these weights are multiplied as all integers are of files that say nothing of activations.
+Activations are not quantized as in LLM.int8, which keeps columns in float16 if any token of a step
+exceeds 6.0 there: a token's result would depend on the others. Files do not ask for it, so these
+weights are treated like the integers of any file that does not mention activations.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ BESIDE = (
     *(".weight", ".weight_format", ".weight.absmax", ".weight.quant_map"),
     *(".weight.nested_absmax", ".weight.nested_quant_map"),
 )
-#: What the bytes of a 4-bit matrix may be stored as, for the sake of sharding by others.
+#: Types in which the bytes of a 4-bit matrix may be stored (others do that for sharding).
 _STORAGE = ("U8", "BF16", "F16", "F32")
 #: The JSON has some 170 bytes.
 _MAX_STATE = 4096
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
-#: Weights dequantized at a time: what torch converts without its threads (quant/join.py).
+#: Weights dequantized at a time: few enough that torch uses one thread (quant/join.py).
 _CHUNK = 1 << 15
 
 
@@ -80,13 +79,13 @@ def _int8(layer: StoredLayer) -> Affine:
         if order.numel() != 1 or int(order) != 0:
             raise layer.fail(
                 ".weight_format",
-                f"is {order.flatten()[:4].tolist()}, expected 0: the others are orders of one "
-                "kind of GPU; save the model again with a newer bitsandbytes",
+                f"is {order.flatten()[:4].tolist()}, expected 0: other formats are for particular "
+                "GPUs; save the model again with a newer bitsandbytes",
             )
     scale = floats(layer, ".SCB").to(torch.float32)
     if scale.shape != values.shape[:1]:
         raise layer.fail(
-            ".SCB", f"shape {list(scale.shape)}, expected [{values.shape[0]}], one for every row"
+            ".SCB", f"shape {list(scale.shape)}, expected [{values.shape[0]}], one per row"
         )
     shape = (values.shape[0], values.shape[1])
     codes, scale = values.view(torch.uint8), (scale / 127).reshape(-1, 1)
@@ -95,7 +94,7 @@ def _int8(layer: StoredLayer) -> Affine:
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """The JSON of a 4-bit matrix: its shape, and the elements of a block."""
+    """The JSON of a 4-bit matrix: its shape and block sizes."""
 
     shape: tuple[int, int]
     block: int
@@ -105,7 +104,7 @@ class _State:
 
     @property
     def stays_packed(self) -> bool:
-        """Blocks are parts of a row."""
+        """Whether every block is inside a row."""
         return self.shape[1] % self.block == 0
 
 
@@ -125,9 +124,9 @@ def _four_bits(layer: StoredLayer, kind: str) -> Layout:
         raise layer.fail(".weight.quant_map", f"shape {list(table.shape)}, expected [16]")
     scale = _absmax(layer, state, -(-count // state.block))
     if not state.stays_packed:
-        # Blocks go on into the next row, which no layout has; these are sizes that the common
-        # models do not have (K % 64). The value is the one bitsandbytes computes with.
-        layer.warn(f"blocks over the ends of rows: held as {_NAMES[state.dtype]}, not in 4 bits")
+        # Blocks that continue in the next row fit no layout; common models have no such sizes
+        # (K % 64 != 0). The values are those bitsandbytes computes with.
+        layer.warn(f"blocks cross row ends: stored in memory as {_NAMES[state.dtype]}, not 4 bits")
         return Dense(_values(packed.numpy(), table.numpy(), scale.values(), state))
     codes = packed.numpy().reshape(rows, columns // 2)
     weight = Affine(
@@ -166,8 +165,8 @@ def _values(
 
 @dataclass(frozen=True, slots=True)
 class _Absmax:
-    """The scales of all blocks: float32 ``stored``, or codes with what they mean (``meanings``),
-    ``share`` of them to each of ``supers``.
+    """The scales of all blocks: float32 ``stored``; or codes, whose values are ``meanings``, and
+    of which ``share`` have one of the scales ``supers``.
     """
 
     stored: NDArray[Any]
@@ -194,7 +193,9 @@ def _absmax(layer: StoredLayer, state: _State, blocks: int) -> _Absmax:
     supers = floats(layer, ".weight.nested_absmax").to(torch.float32).numpy()
     meanings = floats(layer, ".weight.nested_quant_map").to(torch.float32).numpy()
     if not state.nested_block:
-        raise layer.fail(ending, "codes of scales, but the quant_state has no nested_blocksize")
+        raise layer.fail(
+            ending, "the scales are quantized, but quant_state has no nested_blocksize"
+        )
     expected = {
         ".weight.nested_absmax": (supers, -(-blocks // state.nested_block)),
         ".weight.nested_quant_map": (meanings, 256),

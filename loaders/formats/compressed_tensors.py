@@ -1,21 +1,21 @@
-"""compressed-tensors (``quant_method: compressed-tensors``): what llm-compressor writes.
+"""compressed-tensors (``quant_method: compressed-tensors``), as llm-compressor writes them.
 
 ====================== ============================================================================
 ``P.weight_packed``    int32 ``[N, ceil(K * bits / 32)]``: integers plus ``2 ** (bits - 1)``, one
-                       bit stream a row; or uint8 ``[N, K / 2]``: 4-bit floats, low half first
+                       bit stream per row; or uint8 ``[N, K / 2]``: 4-bit floats, low half first
 ``P.weight``           int8, or 8-bit floats ``[N, K]``
 ``P.weight_scale``     per tensor, row, group or block; bytes 2^(e - 127) in the MX formats
-``weight_zero_point``  int8 ``[N, groups]``, or int32, packed along the rows as the weights are
+``weight_zero_point``  int8 ``[N, groups]``, or int32, packed along the rows like the weights
 ``weight_global_scale`` of NVFP4: divides the scales
 ``P.weight_g_idx``     the group of every column; -1: not used
-``P.input_scale``      float ``[1]``, where activations have a static one; ``input_zero_point``
-                       int8 ``[1]`` too, if not symmetric; NVFP4 has an ``input_global_scale``
+``P.input_scale``      float ``[1]``, if activations have a static scale; ``input_zero_point``
+                       int8 ``[1]``, if not symmetric; NVFP4 has an ``input_global_scale``
 ====================== ============================================================================
 
-Which of these a layer has decides what it is. The groups of ``config_groups`` must describe it; to
-which layers they are meant to apply (``targets``) is asked only where groups of one kind round
-activations in unlike ways. Source: the compressed-tensors 0.19 package; scales are as the file has
-them, never rounded.
+A layer's format is determined by which of these tensors it has. A group of ``config_groups`` must
+describe it. The layers that a group applies to (``targets``) matter only if groups of one kind
+quantize activations differently. Source: the compressed-tensors 0.19 package. Scales keep the
+file's type and are never rounded.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch import Tensor
 
 from sdk.kernels.layouts import Affine, Layout
 from sdk.loaders.formats import scales
-from sdk.loaders.formats.activations import Inputs, described, with_inputs
+from sdk.loaders.formats.activations import ActivationConfig, activation_config, with_activations
 from sdk.loaders.formats.bit_streams import Bytes, in_order, packed_matrix, unpacked
 from sdk.loaders.formats.float4 import mxfp4, nvfp4
 from sdk.loaders.formats.integers import signed_matrix
@@ -59,7 +59,7 @@ BESIDE = (
     *_INPUTS,
 )
 _LONGEST = 200
-#: What targets are made of that name many layers: ``re:.*(gate|up)_proj$``.
+#: Syntax of targets that name many layers: ``re:.*(gate|up)_proj$``.
 _PATTERN = re.compile(r"[\w.*+?|()\[\]\\$^-]{1,200}")
 _INT32, _INT8, _BYTES = ("I32",), ("I8",), ("U8",)
 
@@ -71,14 +71,15 @@ _FORMATS = (
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """What one entry of ``config_groups`` says of its weights: ``group`` columns, or a ``block`` of
-    rows and columns, where it names a size; how it rounds their inputs; which layers it is for."""
+    """One entry of ``config_groups``: its weights, activations and layers.
+
+    ``group`` is a number of columns and ``block`` rows and columns, if the entry has them."""
 
     kind: str
     bits: int
     group: int | None = None
     block: tuple[int, int] | None = None
-    inputs: Inputs | None = None
+    inputs: ActivationConfig | None = None
     targets: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -87,22 +88,22 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The entries of ``config_groups``; none: the tensors alone decide."""
+    """The entries of ``config_groups``; without any, the tensors alone decide."""
 
     schemes: tuple[Scheme, ...] = ()
 
     def bits_of(self, kind: str) -> list[int]:
         return sorted({scheme.bits for scheme in self.schemes if scheme.kind == kind})
 
-    def inputs_of(self, name: str, kind: str, bits: int) -> Inputs | None:
-        """How inputs of the layer are rounded: as the entries that describe its weights say."""
+    def inputs_of(self, name: str, kind: str, bits: int) -> ActivationConfig | None:
+        """How the layer's activations are quantized, from the entries that describe its weights."""
         said = [s for s in self.schemes if (s.kind, s.bits) == (kind, bits)]
         if len({s.inputs for s in said}) > 1:
             said = [s for s in said if any(_is_target(name, t) for t in s.targets)] or said
         return said[0].inputs if said else None
 
     def groups_of(self, columns: int) -> set[int]:
-        """Columns that may share a scale; the whole row, where no entry has groups."""
+        """Possible numbers of columns per scale; the whole row if no entry has groups."""
         return {scheme.group or columns for scheme in self.schemes}
 
     def blocks_of(self, columns: int) -> list[tuple[int, int]]:
@@ -113,14 +114,14 @@ class Settings:
 def settings(config: Mapping[str, Any], source: str) -> Settings:
     """
     Raises:
-        CheckpointError: a field that is there is not sound.
-        UnsupportedError: sparse or rotated weights, or a format that is not known.
+        CheckpointError: a field is invalid.
+        UnsupportedError: sparse or rotated weights, or an unknown format.
     """
     _check_plain(config, source)
     status = config.get("quantization_status", "compressed")
     if status != "compressed":
         raise UnsupportedError(
-            f"{source}: quantization_status is {str(status)[:80]!r}, expected 'compressed': save "
+            f"{source}: quantization_status is {str(status)[:80]!r}, expected 'compressed'; save "
             "the model with save_compressed=True"
         )
     _check_format(config.get("format"), source)
@@ -131,8 +132,8 @@ def settings(config: Mapping[str, Any], source: str) -> Settings:
     rounding = [name for name, group in groups.items() if group.get("output_activations")]
     if rounding:
         logger.warning(
-            "%s: output_activations of %d config_groups, %.80s among them, are not rounded: what a "
-            "layer gives stays a float",
+            "%s: output_activations of %d config_groups, such as %.80s, have no effect: outputs of "
+            "layers stay in float",
             source,
             len(rounding),
             rounding[0],
@@ -141,7 +142,7 @@ def settings(config: Mapping[str, Any], source: str) -> Settings:
 
 
 def _check_plain(config: Mapping[str, Any], source: str) -> None:
-    """Neither sparse nor rotated."""
+    """:raises UnsupportedError: the weights are sparse or rotated."""
     for field, key, plain in (
         ("sparsity_config", "format", (None, "dense")),
         ("transform_config", "config_groups", (None, {})),
@@ -151,16 +152,16 @@ def _check_plain(config: Mapping[str, Any], source: str) -> None:
             raise CheckpointError(f"{source}: {field} is {str(value)[:80]}, expected an object")
         if value.get(key) not in plain:
             raise UnsupportedError(
-                f"{source}: {field} says {key} {str(value[key])[:80]}: sparse and rotated weights "
-                "are not run; take a checkpoint that is only quantized"
+                f"{source}: {field} has {key} {str(value[key])[:80]}: sparse and rotated weights "
+                "are not supported; use a checkpoint that is only quantized"
             )
 
 
 def _check_format(name: Any, source: str) -> None:
     if name is not None and name not in _FORMATS:
         raise UnsupportedError(
-            f"{source}: the format {str(name)[:80]!r} of compressed-tensors is not run, expected "
-            f"one of {', '.join(_FORMATS)}"
+            f"{source}: the compressed-tensors format {str(name)[:80]!r} is not supported, "
+            f"expected one of {', '.join(_FORMATS)}"
         )
 
 
@@ -180,20 +181,22 @@ def _scheme(group: Any, source: str) -> Scheme | None:
         raise CheckpointError(f"{source}.weights.type is {str(kind)[:80]!r}, expected int or float")
     size = weights.get("group_size")
     if size is not None and (type(size) is not int or (size < 1 and size != -1)):
-        raise CheckpointError(f"{source}.weights.group_size is {str(size)[:80]}, expected from 1")
+        raise CheckpointError(
+            f"{source}.weights.group_size is {str(size)[:80]}, expected 1 or more"
+        )
     targets = group.get("targets")
     return Scheme(
         kind,
         bits,
         None if size == -1 else size,
         _block(weights.get("block_structure"), source),
-        described(group.get("input_activations"), f"{source}.input_activations"),
+        activation_config(group.get("input_activations"), f"{source}.input_activations"),
         tuple(str(target)[:1000] for target in targets) if isinstance(targets, list) else (),
     )
 
 
 def _is_target(name: str, target: str) -> bool:
-    """A target is a layer's name, or a pattern for the beginning of names behind ``re:``.
+    """Whether ``target`` is the layer's name, or a pattern ``re:...`` for the beginning of names.
 
     Patterns that could take long, with repeated groups or many repetitions, match nothing.
     """
@@ -212,7 +215,7 @@ def _is_target(name: str, target: str) -> bool:
 def _block(value: Any, source: str) -> tuple[int, int] | None:
     if value is None:
         return None
-    if isinstance(value, str):  # "128x128" of files before 2025
+    if isinstance(value, str):  # "128x128" in files from before 2025
         value = [int(size) for size in value.split("x") if size.isdecimal() and len(size) < 9]
     sound = isinstance(value, list) and len(value) == 2
     if not sound or any(type(size) is not int or size < 1 for size in value):
@@ -252,11 +255,11 @@ def decode(layer: StoredLayer, settings: Settings) -> Layout | Permuted:
     layout = packed.layout if isinstance(packed, Permuted) else packed
     bits = layout.bits if isinstance(layout, Affine) else 8
     inputs = settings.inputs_of(layer.name, kind, bits)
-    return with_inputs(layer, packed, None if inputs is None else inputs.of(layer))
+    return with_activations(layer, packed, None if inputs is None else inputs.of(layer))
 
 
 def _weights(layer: StoredLayer, settings: Settings) -> tuple[Layout | Permuted, str]:
-    """The layout of a layer, and whether its codes are ``int`` or ``float``."""
+    """The layout of a layer, and the kind of its codes, ``int`` or ``float``."""
     if not layer.has(".weight_packed"):
         return _unpacked(layer, settings)
     shape = scales.outline(layer, ".weight_packed", ("I32", "U8"))
@@ -297,12 +300,12 @@ def _expect(layer: StoredLayer, ending: str, settings: Settings, kind: str, bits
     if settings.schemes and bits not in settings.bits_of(kind):
         said = ", ".join(sorted({str(scheme) for scheme in settings.schemes}))
         raise layer.fail(
-            ending, f"holds {bits}-bit {kind} weights, quantization_config describes {said}"
+            ending, f"holds {bits}-bit {kind} weights, but quantization_config describes {said}"
         )
 
 
 def _integers(layer: StoredLayer, settings: Settings) -> Affine | Permuted:
-    """Codes in words of 32 bits."""
+    """Integers packed into words of 32 bits."""
     words = layer.read(".weight_packed", _INT32)
     shape = _stored_shape(layer) or layer.shape
     if shape is None or shape[0] != words.shape[0]:
@@ -333,7 +336,7 @@ def _stored_shape(layer: StoredLayer) -> tuple[int, int] | None:
 
 
 def _width(layer: StoredLayer, words: int, columns: int, settings: Settings) -> tuple[int, bool]:
-    """Bits of a code, and whether none straddles two words, as in older files."""
+    """Bits of a code, and whether codes never straddle two words, as in older files."""
     said = settings.bits_of("int") if settings.schemes else range(1, 9)
     for bits in said:
         if -(-columns * bits // 32) == words:
@@ -343,20 +346,20 @@ def _width(layer: StoredLayer, words: int, columns: int, settings: Settings) -> 
             return bits, True
     raise layer.fail(
         ".weight_packed",
-        f"rows of {words} words for {columns} columns, which are not codes of "
+        f"rows of {words} words for {columns} columns, which do not hold codes of "
         f"{' or '.join(str(bits) for bits in said) or 'no'} bits as quantization_config describes",
     )
 
 
 def _spread(words: Tensor, bits: int) -> Bytes:
-    """``32 // bits`` codes of every word, the lowest first: ``[rows, codes]``."""
+    """The ``32 // bits`` codes of each word, lowest first: ``[rows, codes]``."""
     source, mask = words.numpy().view("<u4"), (1 << bits) - 1
     codes = [source >> np.uint32(bits * i) & mask for i in range(32 // bits)]
     return np.stack(codes, axis=2).astype(np.uint8).reshape(len(source), -1)
 
 
 def _zeros(layer: StoredLayer, layout: Affine, whole: bool) -> Tensor:
-    """Zero points of unsigned codes, as ``Affine`` packs them."""
+    """Zero points of unsigned codes, packed as in ``Affine``."""
     rows, groups = layout.scale.shape
     bits, ending = layout.bits, ".weight_zero_point"
     if layer.stored(ending).dtype == "I8":  # one per byte, as in older files
@@ -370,12 +373,12 @@ def _zeros(layer: StoredLayer, layout: Affine, whole: bool) -> Tensor:
         else:
             zeros = unpacked(words.numpy().view(np.uint8), bits, rows).T
     if int(zeros.max()) >= 1 << bits:
-        raise layer.fail(ending, f"a zero point is outside of the range of {bits} bits")
+        raise layer.fail(ending, f"a zero point is outside the range of {bits} bits")
     return torch.from_numpy(packed_matrix(np.ascontiguousarray(zeros), bits))
 
 
 def _ordered(layer: StoredLayer, layout: Affine) -> Affine | Permuted:
-    """Columns whose groups are listed one by one (``actorder: group``), sorted by group."""
+    """Columns with a group index each (``actorder: group``), sorted by group."""
     columns, count = layout.shape[1], layout.scale.shape[1]
     groups = layer.read(".weight_g_idx", _INT32, (columns,)).numpy()
     if (groups == -1).all():
@@ -391,7 +394,7 @@ def _ordered(layer: StoredLayer, layout: Affine) -> Affine | Permuted:
     order = np.argsort(groups, kind="stable")
     if not np.array_equal(groups[order], runs):
         raise layer.fail(
-            ".weight_g_idx", f"groups of unlike sizes, expected {layout.group} columns in each"
+            ".weight_g_idx", f"groups of different sizes, expected {layout.group} columns in each"
         )
     codes = torch.from_numpy(in_order(layout.codes.numpy(), layout.bits, order))
     return Permuted(replace(layout, codes=codes), torch.from_numpy(order.astype(np.int32)))

@@ -1,7 +1,7 @@
 """FBGEMM's FP8 (``quant_method: fbgemm_fp8``): float8_e4m3fn with a scale per row.
 
-Activations become such floats too, with a scale per token; ``activation_scale_ub``, or
-``P.input_scale_ub`` where a layer has one, bounds the magnitudes it is made of.
+Activations are quantized to the same type, with a scale per token. ``activation_scale_ub``, or a
+layer's ``P.input_scale_ub``, is an upper bound on the magnitude from which the scale is computed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BESIDE = (".weight", ".input_scale", ".input_scale_ub")
 
 
 def settings(config: Mapping[str, Any], source: str) -> float:
-    """What bounds the magnitudes; infinity where nothing does.
+    """The bound on magnitudes; infinity if there is none.
 
     Raises:
         CheckpointError: it is not a positive number.

@@ -1,4 +1,4 @@
-"""4-bit floats (e2m1): two in a byte, the even column in its low half, as `Affine` holds them."""
+"""4-bit floats (e2m1), two in a byte with the even column in the low half, as in `Affine`."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ NVFP4_GROUP, MXFP4_GROUP = 16, 32
 
 
 def nvfp4(layer: StoredLayer, packed: Tensor, ending: str, factor: float) -> Affine:
-    """Groups of 16 with an 8-bit float each, and ``factor`` for all of them.
+    """Groups of 16 with an 8-bit float as scale, and ``factor`` for the whole matrix.
 
     Args:
         layer: where to read the scales.
         packed: uint8 ``[N, K / 2]``.
         ending: of the scales, float8_e4m3fn ``[N, K / 16]``.
-        factor: what every scale is multiplied with.
+        factor: multiplies every scale.
 
     Raises:
-        CheckpointError: scales of another shape, or one that is not a number.
+        CheckpointError: scales have another shape, or one is not finite.
     """
     if not abs(factor) < 2.0**127:
-        raise layer.fail(ending, f"times {factor}, expected a finite factor")
+        raise layer.fail(ending, f"is multiplied by {factor}, expected a finite factor")
     scale = layer.read(ending, ("F8_E4M3",))
     shape = _shape(layer, packed, ending, scale, NVFP4_GROUP)
     if (scale.view(torch.uint8).numpy() & 0x7F == 0x7F).any():
@@ -45,10 +45,10 @@ def nvfp4(layer: StoredLayer, packed: Tensor, ending: str, factor: float) -> Aff
 
 
 def mxfp4(layer: StoredLayer, packed: Tensor, ending: str) -> Affine:
-    """Groups of 32 with a power of two each: uint8 ``[N, K / 2]``, scales ``[N, K / 32]``.
+    """Groups of 32 with a power of two as scale: uint8 ``[N, K / 2]``, scales ``[N, K / 32]``.
 
     Raises:
-        CheckpointError: scales of another shape, or one that is not a number.
+        CheckpointError: scales have another shape, or one is not a number.
     """
     scale = exponents(layer, ending)
     _shape(layer, packed, ending, scale, MXFP4_GROUP)
@@ -56,7 +56,7 @@ def mxfp4(layer: StoredLayer, packed: Tensor, ending: str) -> Affine:
 
 
 def mxfp4_matrix(packed: Tensor, scale: Tensor) -> Affine:
-    """The layout of tensors that fit: uint8 ``[N, K / 2]``, float8_e8m0fnu ``[N, K / 32]``."""
+    """The layout of packed uint8 ``[N, K / 2]`` and scales float8_e8m0fnu ``[N, K / 32]``."""
     shape = (packed.shape[0], packed.shape[1] * 2)
     return Affine(shape, 4, MXFP4_GROUP, packed, scale, table=torch.tensor(E2M1), name="mxfp4")
 

@@ -1,14 +1,14 @@
-"""FP8 folders (``quant_method: fp8``): an 8-bit matrix ``P.weight`` with a scale beside it.
+"""FP8 folders (``quant_method: fp8``): an 8-bit matrix ``P.weight`` with scales.
 
-``P.weight_scale_inv`` holds a number per block of ``weight_block_size`` (the last blocks are cut),
-``P.weight_scale`` one number or one per row. Both multiply, whatever the name says, except in files
-of gptqmodel, whose settings have a ``weight_scale_method``: there they divide. Scales may be stored
-as powers of two (``scale_fmt: ue8m0``). A tensor of all experts ``P [E, N, K]`` has its scales in
-``P_scale_inv [E, ., .]``: of blocks, or of as many equal parts of the rows (a gate and what stands
-below it have one each). Source: transformers 5.2, finegrained_fp8.py. Which layers are 8-bit is
-seen from their tensors. ``activation_scheme`` says how activations become 8-bit floats too:
-``static``, by ``input_scale``; ``dynamic``, with a scale for as many values as a block of the
-weight has columns, or for a token.
+``P.weight_scale_inv`` holds a scale per block of ``weight_block_size`` (the last blocks may be
+partial), ``P.weight_scale`` one scale or one per row. Despite its name, ``weight_scale_inv``
+multiplies too, except in files of gptqmodel, whose settings have a ``weight_scale_method``: there
+scales divide. Scales may be stored as powers of two (``scale_fmt: ue8m0``). A tensor of all experts
+``P [E, N, K]`` has its scales in ``P_scale_inv [E, ., .]``: per block, or per equal part of the
+rows (gate and up have one each). Source: transformers 5.2, finegrained_fp8.py. The tensors show
+which layers are 8-bit. ``activation_scheme`` tells how activations are quantized: ``static``, by
+``input_scale``; ``dynamic``, with a scale per token, or for as many values as a block of the weight
+has columns.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import torch
 
 from sdk.kernels.layouts import ActivationScheme, Float8
 from sdk.loaders.formats import scales
-from sdk.loaders.formats.activations import Inputs
+from sdk.loaders.formats.activations import ActivationConfig
 from sdk.loaders.formats.scales import FLOAT8, check_finite, factors, float8, matrix
 from sdk.loaders.formats.stored_layer import StoredLayer
 from sdk.quant.errors import CheckpointError, UnsupportedError
 
-#: The third is Mistral's name, the last that of joined experts, whose matrix has no ending.
+#: The third is Mistral's name; the last is for joined experts, whose matrix has no ending.
 _EXPERTS = "_scale_inv"
 ENDINGS = (".weight_scale_inv", ".weight_scale", ".qscale_weight", _EXPERTS)
 _INPUTS = (".input_scale", ".activation_scale", ".qscale_act", "_activation_scale")
@@ -35,26 +35,26 @@ BESIDE = (".weight", *_INPUTS, "")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What ``quantization_config`` says: rows and columns of a block, or no blocks; and how inputs
-    are rounded."""
+    """The contents of ``quantization_config``: rows and columns of a block, or None; and how
+    activations are quantized."""
 
     block: tuple[int, int] | None
     divide: bool = False
-    inputs: Inputs | None = None
+    inputs: ActivationConfig | None = None
 
 
 def settings(config: Mapping[str, Any], source: str) -> Settings:
     """
     Raises:
-        CheckpointError: the block size is no pair of positive integers, or the activation_scheme
+        CheckpointError: the block size is not a pair of positive integers, or activation_scheme is
             neither dynamic nor static.
-        UnsupportedError: scales that are applied in a way that is not known.
+        UnsupportedError: scales are applied in an unknown way.
     """
     divide = "weight_scale_method" in config
     semantics = config.get("weight_scale_semantics", "inverse")
     if semantics != "inverse":
         raise UnsupportedError(
-            f"{source}: weight_scale_semantics is {str(semantics)[:80]}, which is not run; "
+            f"{source}: weight_scale_semantics is {str(semantics)[:80]}, which is not supported; "
             "expected inverse"
         )
     block = config.get("weight_block_size")
@@ -68,18 +68,20 @@ def settings(config: Mapping[str, Any], source: str) -> Settings:
     return Settings((block[0], block[1]), divide, _inputs(config, block[1], source))
 
 
-def _inputs(config: Mapping[str, Any], group: int, source: str) -> Inputs | None:
+def _inputs(config: Mapping[str, Any], group: int, source: str) -> ActivationConfig | None:
     scheme = config.get("activation_scheme")
     if scheme is None:
         return None
     if scheme == "static":
-        return Inputs(ActivationScheme("e4m3"), static=True)
+        return ActivationConfig(ActivationScheme("e4m3"), static=True)
     if scheme != "dynamic":
         raise CheckpointError(
             f"{source}: activation_scheme is {str(scheme)[:80]!r}, expected dynamic or static"
         )
     powers = config.get("scale_fmt") == "ue8m0"
-    return Inputs(ActivationScheme("e4m3", group=group, rule="power" if powers else "plain"))
+    return ActivationConfig(
+        ActivationScheme("e4m3", group=group, rule="power" if powers else "plain")
+    )
 
 
 def outline(layer: StoredLayer, settings: Settings) -> tuple[tuple[int, ...], str]:
@@ -96,13 +98,14 @@ def decode(layer: StoredLayer, settings: Settings) -> Float8:
     """One scale, one per row (``[N]`` or ``[N, 1]``), or one per block.
 
     Raises:
-        CheckpointError: not one kind of scale, or it has another shape or type, or is not finite.
+        CheckpointError: there is not exactly one tensor of scales, it has another shape or type,
+            or a scale is not finite.
     """
     if layer.has(_EXPERTS):
         return _experts(layer, settings)
     present = [ending for ending in ENDINGS if layer.has(ending)]
     if len(present) != 1:
-        raise layer.fail(".weight", f"expected one scale beside it, found {' and '.join(present)}")
+        raise layer.fail(".weight", f"expected one tensor of scales, found {' and '.join(present)}")
     for ending in _INPUTS:
         layer.skip(ending)
     scale = next((ending for ending in _INPUTS if layer.has(ending)), _INPUTS[0])
@@ -125,12 +128,12 @@ def _experts_shape(layer: StoredLayer) -> tuple[int, int, int]:
 
 
 def _experts(layer: StoredLayer, settings: Settings) -> Float8:
-    """The matrices of all experts one above the other: ``[E * N, K]``."""
+    """The matrices of all experts, concatenated: ``[E * N, K]``."""
     count, rows, columns = _experts_shape(layer)
     layer.skip("_activation_scale")
     inputs = settings.inputs
-    if inputs is not None and inputs.static:  # one for each expert
-        layer.warn("static scales of joined experts: activations are not rounded")
+    if inputs is not None and inputs.static:  # one per expert
+        layer.warn("static scales of joined experts: activations are not quantized")
         inputs = None
     scheme = None if inputs is None else inputs.of(layer)
     values = layer.read("", tuple(FLOAT8)).flatten(0, 1)
@@ -147,7 +150,7 @@ def _experts(layer: StoredLayer, settings: Settings) -> Float8:
             f"scales of shape {list(scale.shape)} for {[count, rows, columns]} in blocks of "
             f"{list(settings.block or (rows, columns))}",
         )
-    if rows % high:  # a block ends with its expert
+    if rows % high:  # blocks end with their expert
         of = torch.arange(rows) // high
         return Float8(values, scale[:, of].flatten(0, 1), (1, wide), scheme)
     return Float8(values, scale.flatten(0, 1), (high, wide), scheme)

@@ -1,8 +1,8 @@
 """GGUF blocks in safetensors files (``quant_method: gguf``), as gptqmodel writes them.
 
 ``P.qweight`` is uint8 ``[N, bytes per row]``: the rows of a GGUF tensor, one block after another.
-The type follows from ``bits`` and ``format`` (4 and ``q_k_m``: Q4_K), of the config or of a rule
-for single layers. A row whose length is no multiple of the block is filled up with zeros. Source:
+The type follows from ``bits`` and ``format`` (4 and ``q_k_m``: Q4_K) of the config or of a rule for
+single layers. Rows whose length is not a multiple of the block are padded with zeros. Source:
 gptqmodel 5, `nn_modules/qlinear/gguf.py` and `quantization/config.py`.
 """
 
@@ -23,21 +23,21 @@ from sdk.quant.weight import weight_of
 
 ENDINGS = (".qweight",)
 BESIDE: tuple[str, ...] = ()
-#: By bits, the format without its quality (q_k_m is q_k) -> GGUF's name.
+#: By bits: the format without its quality (q_k_m is q_k) -> GGUF's name.
 _TYPES = {
     (1, "q_0_g128"): "Q1_0", (4, "q_0"): "Q4_0", (8, "q_0"): "Q8_0",
     (4, "q_k"): "Q4_K", (5, "q_k"): "Q5_K", (6, "q_k"): "Q6_K",
 }  # fmt: skip
-#: What gptqmodel takes where a config names bits alone.
+#: gptqmodel's default format, if a config has only bits.
 _DEFAULTS = {4: "q_0", 5: "q_k", 6: "q_k", 8: "q_0"}
 _BY_NAME = {kind.name: kind for kind in GGUF_TYPES.values()}
 
 
 def settings(config: Mapping[str, Any], source: str) -> tuple[GgufType, ...]:
-    """The types that layers may have, the most usual one first.
+    """The types that layers may have, the most common one first.
 
     Raises:
-        CheckpointError: bits and format name no type.
+        CheckpointError: bits and format do not name a type.
     """
     rules = config.get("dynamic") or {}
     if not isinstance(rules, Mapping):
@@ -59,8 +59,8 @@ def _type(rule: Mapping[str, Any], config: Mapping[str, Any], source: str) -> Gg
     if name is None:
         known = ", ".join(f"{b} and {f}" for b, f in _TYPES)
         raise CheckpointError(
-            f"{source}: bits {str(rule.get('bits'))[:20]} and format {str(given)[:20]!r} name no "
-            f"GGUF type; expected one of {known}"
+            f"{source}: bits {str(rule.get('bits'))[:20]} and format {str(given)[:20]!r} do not "
+            f"name a GGUF type; expected one of {known}"
         )
     return _BY_NAME[name]
 
@@ -79,10 +79,10 @@ def decode(layer: StoredLayer, settings: tuple[GgufType, ...]) -> Layout:
     layout = decode_matrix(kind, data, padded, f"{layer.name}.qweight")
     if padded == columns:
         return layout
-    layer.warn(f"rows of {columns} values in blocks of {kind.elements}: held as floats")
+    layer.warn(f"rows of {columns} values in blocks of {kind.elements}: kept in memory as floats")
     values = torch.empty(rows, columns)
     weight = weight_of(layout)
-    step = max((1 << 20) // padded, 1)  # 4 MiB of floats besides the result
+    step = max((1 << 20) // padded, 1)  # 4 MiB of floats in addition to the result
     for start in range(0, rows, step):
         part = weight.narrow("out", start, min(step, rows - start)).dequantize()
         values[start : start + step] = part[:, :columns]
@@ -104,8 +104,8 @@ def _sizes(layer: StoredLayer, kinds: tuple[GgufType, ...]) -> tuple[GgufType, i
     ]
     if len(fitting) != 1:
         names = " or ".join(kind.name for kind in fitting or kinds)
-        what = "which of them is not told by" if fitting else "which do not fit in"
-        raise layer.fail(".qweight", f"expected rows of {names}, {what} {width} bytes a row")
+        what = "but several fit" if fitting else "which do not fit"
+        raise layer.fail(".qweight", f"expected rows of {names}, {what} {width} bytes per row")
     found = fitting[0]
     columns = width // found.nbytes * found.elements if columns is None else columns
     layer.check_shape(".qweight", (rows, columns))

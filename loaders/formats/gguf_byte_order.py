@@ -1,7 +1,7 @@
-"""Big-endian tensors turned round: all words of a tensor of numbers, the scales of a quantized one.
+"""Big-endian tensors: swaps the bytes of plain numbers, and of the scales of quantized tensors.
 
-Codes are bytes in either order. What lies in a block as 16- or 32-bit words of codes has no agreed
-place in such files (llama.cpp's own converter refuses those types), and is refused here too.
+Codes of single bytes are the same in both byte orders. Types with codes in 16- or 32-bit words have
+no defined big-endian form (llama.cpp's own converter rejects them) and are not supported.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from numpy.typing import NDArray
 from sdk.loaders.formats.gguf_types import GgufType
 from sdk.quant.errors import UnsupportedError
 
-#: Words of codes inside the blocks.
+#: Types with words of codes in their blocks.
 _UNDEFINED = ("Q5_0", "Q5_1", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ3_XXS")
-#: Words that are not float16 scales.
+#: Words to swap that are not float16 scales.
 _WORDS = {"IQ4_XS": (2,)}
 
 
 def to_little_endian(kind: GgufType, data: NDArray[np.uint8], source: str) -> NDArray[np.uint8]:
-    """A copy of ``data``, uint8 ``[rows, bytes per row]``, as a little-endian file has it.
+    """A little-endian copy of ``data``, uint8 ``[rows, bytes per row]``.
 
-    :raises UnsupportedError: for a type whose big-endian form nobody has defined.
+    :raises UnsupportedError: the type has no defined big-endian form.
     """
     if kind.name in _UNDEFINED:
         raise UnsupportedError(
-            f"{source}: {kind.name} in a big-endian file, whose order of bytes is not defined; "
+            f"{source}: the byte order of {kind.name} is not defined in big-endian files; "
             "convert the original model again on a little-endian machine"
         )
     if kind.elements == 1:

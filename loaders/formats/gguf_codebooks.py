@@ -1,9 +1,9 @@
-"""GGUF's IQ1, IQ2 and IQ3 types: codebooks of whole groups, taken apart into single codes.
+"""GGUF's IQ1, IQ2 and IQ3 types: codebooks of groups of values, unpacked to a code per value.
 
-An index of 8 to 11 bits picks four or eight values at once from a codebook; signs, or a shift of
-all of them, come beside it. A kernel cannot look that up as fast as it multiplies, so each value
-gets a code of its own at load. Nothing is rounded: a type has at most 16 different values per
-scale, so its codes index a table (`sdk.kernels.layouts.Affine`), with both levels of scales kept.
+An index of 8 to 11 bits selects four or eight values from a codebook; signs, or a common shift, are
+stored separately. A kernel cannot look that up as fast as it multiplies, so each value gets its own
+code when the file is loaded. Nothing is rounded: a type has at most 16 different values per scale,
+so codes index a table (`sdk.kernels.layouts.Affine`), and both levels of scales are kept.
 
 ============  ======  =========  ==================================  =====================
 type          in file in memory  values (times d * (2 s + 1))        s for
@@ -17,9 +17,9 @@ iq3_xxs       3.06    4.31       +-(4 12 20 28 36 44 52 62) / 4      32 values
 iq3_s         3.44    4.31       +-(1 3 5 7 9 11 13 15)              32 values
 ============  ======  =========  ==================================  =====================
 
-(bits per weight; float16 would take 16 and round.) A code and its complement are a value and its
-negative, so that signs are an exclusive or over all codes of a group. Source: ggml-common.h and the
-decoders of ggml-quants.c.
+(Bits per weight; float16 would take 16 and round.) The complement of a code is the code of the
+negative value, so signs are applied by an exclusive or over all codes of a group. Source:
+ggml-common.h and the decoders of ggml-quants.c.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from sdk.kernels.layouts import Affine
 _Bytes = NDArray[np.uint8]
 _Words = NDArray[np.uint32]
 
-#: Base, digits, and which numbers of so many digits are in the book: a compressed bit for each. An
-#: index is the rank of a number; its lowest digit stands for the first value.
+#: Base, number of digits, and compressed bits that tell which numbers of so many digits are in the
+#: book. An index is the rank of a number; its lowest digit stands for the first value.
 _BOOKS = {
     "iq2_xxs": (
         3, 8,
@@ -112,25 +112,25 @@ def codebook(name: str) -> _Bytes:
 
 
 def _joined(codes: NDArray[np.integer], bits: int) -> _Words:
-    """Codes ``[..., n]`` as one number each, the first in the lowest bits."""
+    """Codes ``[..., n]`` joined to numbers ``[...]``, the first code in the lowest bits."""
     shifts = bits * np.arange(codes.shape[-1], dtype=np.uint32)
     joined: _Words = np.bitwise_or.reduce(codes.astype(np.uint32) << shifts, axis=-1)
     return joined
 
 
 def _words(name: str, bits: int) -> _Words:
-    """An entry's positive codes as one number."""
+    """The positive codes of each entry of a book, joined to one number."""
     return _joined(codebook(name) + np.uint8(1 << (bits - 1)), bits)
 
 
 def _flips(bits: int) -> _Words:
-    """Eight signs as bits -> what inverts the codes of the negative values."""
+    """By eight sign bits: the mask that inverts the codes of the negative values."""
     signs = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     return _joined(signs * np.uint8((1 << bits) - 1), bits)
 
 
 def _even_flips(bits: int) -> _Words:
-    """The same from seven signs: the eighth makes the number of negative values even."""
+    """The same by seven sign bits; the eighth makes the number of negative values even."""
     seven = np.arange(128)
     parity = np.bitwise_xor.reduce(seven[:, None] >> np.arange(7) & 1, axis=1)
     flips: _Words = _flips(bits)[seven | parity << 7]
@@ -138,14 +138,14 @@ def _even_flips(bits: int) -> _Words:
 
 
 def _table(positive: tuple[float, ...], divisor: float, bits: int) -> torch.Tensor:
-    """Values whose complements are their negatives; codes that stay unused are zeros."""
+    """The table of values by code; complements are negatives, and unused codes are 0."""
     half = np.zeros(1 << (bits - 1), np.float32)
     half[: len(positive)] = positive
     return torch.from_numpy(np.concatenate((-half[::-1], half)) / np.float32(divisor))
 
 
 def _nibbles(scales: _Bytes) -> _Bytes:
-    """``[..., n]`` -> ``[..., 2 n]``, low halves first, as 2 s + 1."""
+    """``[..., n]`` -> ``2 s + 1`` of each nibble s, ``[..., 2 n]``, low halves first."""
     both = np.stack((scales & 15, scales >> 4), axis=-1)
     return (2 * both + 1).reshape(*scales.shape[:-1], -1)
 
@@ -181,7 +181,7 @@ def _shorts(bytes_: _Bytes) -> NDArray[np.uint16]:
 
 
 def _seven_signs(words: _Words) -> _Words:
-    """``[..., n]`` -> ``[..., n, 4]``: the fields of 7 bits below a 4-bit scale."""
+    """``[..., n]`` -> ``[..., n, 4]``: the four fields of 7 bits below a 4-bit scale."""
     fields: _Words = words[..., None] >> np.array([0, 7, 14, 21], np.uint32) & np.uint32(127)
     return fields
 
@@ -255,7 +255,7 @@ def _iq3_s(blocks: _Bytes, columns: int) -> Affine:
 
 
 def _shifted_words() -> _Words:
-    """IQ1 adds 1/8 to all values of an entry, or subtracts it: ``[entry + 2048 * subtracted]``."""
+    """Codes of IQ1, which adds 1/8 to an entry or subtracts it: ``[entry + 2048 * subtracted]``."""
     added = 2 * codebook("iq1") + np.uint8(2)
     return np.concatenate((_joined(added, 3), _joined(added - np.uint8(1), 3)))
 
@@ -295,7 +295,7 @@ def _iq1_m(blocks: _Bytes, columns: int) -> Affine:
 
 
 def iq1_m_scale(blocks: _Bytes) -> _Bytes:
-    """The float16 of a block, which lies in the top 4 bits of four words: ``[rows, blocks, 2]``."""
+    """A block's float16, stored in the top 4 bits of four words: ``[rows, blocks, 2]``."""
     parts = _shorts(blocks[:, :, 48:56]) >> np.uint16(12)
     d = np.bitwise_or.reduce(parts << np.array([0, 4, 8, 12], np.uint16), axis=2)
     halves: _Bytes = d.astype("<u2")[..., None].view(np.uint8)

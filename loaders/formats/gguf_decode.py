@@ -1,8 +1,8 @@
-"""GGUF tensors to runtime layouts: every value exactly as the file defines it.
+"""GGUF tensors to kernel layouts: every value exactly as the file defines it.
 
-Most quantized types keep the bytes of their blocks, F32, F16 and BF16 their float type; both are
-views of the file wherever its alignment allows, so that nothing is copied before a kernel packs
-them. `gguf_repack` and `gguf_codebooks` bring the others into a layout that kernels run.
+Most quantized types keep their blocks byte for byte, and F32, F16 and BF16 keep their type. Both
+are views of the bytes read if the alignment allows, so that nothing is copied before a kernel packs
+them. `gguf_repack` and `gguf_codebooks` convert the others to a layout that kernels support.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sdk.quant.errors import CheckpointError
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NUMBERS = {"F64": "<f8", "I8": "<i1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}
 _REPACKED = {**gguf_repack.DECODERS, **gguf_codebooks.DECODERS}
-#: Bytes of the file taken apart at a time: some 60 MB besides, most of it indices.
+#: Bytes of the file unpacked at a time; that takes another 60 MB or so, mostly indices.
 _STRETCH = 2 << 20
 
 
@@ -42,11 +42,11 @@ def decode_matrix(
         source: file and tensor, for errors.
 
     Returns:
-        A layout that shares memory with ``data`` where that has its form already. Integers and F64
-        become float32, F64 rounded.
+        A layout, which shares memory with ``data`` if no conversion is needed. Integers and F64
+        become float32; F64 is rounded.
 
     Raises:
-        CheckpointError: a scale that is not finite, an integer that float32 cannot hold.
+        CheckpointError: a scale is not finite, or float32 cannot hold an integer.
     """
     if kind.name in _FLOATS:
         return Dense(_dense(data, _FLOATS[kind.name]))
@@ -70,7 +70,7 @@ def decode_matrix(
 def _in_stretches(
     decoder: Callable[[NDArray[np.uint8], int], Affine], blocks: NDArray[np.uint8], columns: int
 ) -> Affine:
-    """Some rows at a time: of an embedding the indices alone would take more than its codes."""
+    """Some rows at a time: for an embedding, the indices alone would take more than its codes."""
     total = len(blocks)
     rows = max(_STRETCH // blocks[0].nbytes, 1)
     first = decoder(blocks[:rows], columns)
@@ -89,7 +89,7 @@ def _in_stretches(
             (scale, part.scale),
             (supers, part.super_scale),
         ):
-            if to is not None and some is not None:  # numpy: torch would wake its threads for it
+            if to is not None and some is not None:  # numpy: torch would start its threads for this
                 to.view(torch.uint8).numpy()[start : start + rows] = some.view(torch.uint8).numpy()
     return whole
 
@@ -105,12 +105,12 @@ def _as_float32(data: NDArray[np.uint8], kind: GgufType, source: str) -> Tensor:
     with np.errstate(over="ignore"):
         rounded = values.astype(np.float32)
     if kind.name != "F64" and not np.array_equal(rounded.astype(np.float64), values):
-        raise CheckpointError(f"{source}: expected integers float32 can hold, found larger ones")
+        raise CheckpointError(f"{source}: expected integers that float32 holds, found larger ones")
     return torch.from_numpy(rounded)
 
 
 def _check_finite(halves: NDArray[np.uint8], source: str) -> None:
-    """The float16 of every block, ``[rows, blocks, 2]``."""
+    """Check the float16 scales of all blocks, given as bytes ``[rows, blocks, 2]``."""
     exponents = halves[:, :, 1] & 0x7C  # little-endian; all ones: infinite or not a number
     if not exponents.size or exponents.max() < 0x7C:
         return
@@ -120,7 +120,7 @@ def _check_finite(halves: NDArray[np.uint8], source: str) -> None:
 
 
 def _check_bytes(blocks: NDArray[np.uint8], kind: GgufType, source: str) -> None:
-    """Scales of one byte: MXFP4 has no 255 (not a number), NVFP4 no sign."""
+    """Check scales of one byte: MXFP4 allows no 255 (not a number), NVFP4 no sign."""
     scales, limit = (blocks[:, :, :1], 254) if kind.name == "MXFP4" else (blocks[:, :, :4], 127)
     if not scales.size or scales.max() <= limit:
         return

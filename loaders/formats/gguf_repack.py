@@ -1,8 +1,8 @@
 """GGUF's 1-, 2- and 4-bit types whose codes become one bit stream per row.
 
-The values are those of the file, bit for bit; so are the sizes, but for TQ1_0, whose five codes to
-a byte become 2 bits each: 2.06 bits per weight instead of 1.69. Source: ggml-common.h and the
-decoders of ggml-quants.c.
+The values equal those of the file, bit for bit. Sizes are equal too, except for TQ1_0: its five
+codes per byte become 2 bits each, 2.06 bits per weight instead of 1.69. Source: ggml-common.h and
+the decoders of ggml-quants.c.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _halves(scales: _Bytes) -> Tensor:
 
 
 def _q1_0(blocks: _Bytes, columns: int) -> Affine:
-    """A bit is d or -d."""
+    """A set bit is d, a cleared one -d."""
     shape = (len(blocks), columns)
     codes, scale = _stream(blocks[:, :, 2:]), _halves(blocks[:, :, :2])
     return Affine(shape, 1, 128, codes, scale, table=torch.tensor([-1.0, 1.0]), name="q1_0")
@@ -42,19 +42,19 @@ def _q2_0(blocks: _Bytes, columns: int) -> Affine:
 
 
 def _fours(codes: _Bytes) -> _Bytes:
-    """Four 2-bit codes to a byte."""
+    """The four 2-bit codes of each byte."""
     words = np.ascontiguousarray(codes).view("<u4")
     packed: _Bytes = (words | words >> 6 | words >> 12 | words >> 18).astype(np.uint8)
     return packed
 
 
 def _tq1_0(blocks: _Bytes, columns: int) -> Affine:
-    """Bytes of five digits of base 3, the first times 81: read as fractions of 256, not of 243."""
+    """Bytes of five base-3 digits, the first times 81; bytes are fractions of 256, not of 243."""
     rows, count = blocks.shape[:2]
     parts = []
     for first, last, digits in ((0, 32, 5), (32, 48, 5), (48, 52, 4)):
         powers = (3 ** np.arange(digits)).astype(np.uint8)[:, None]
-        rest = blocks[:, :, None, first:last] * powers  # what stands before a digit overflows
+        rest = blocks[:, :, None, first:last] * powers  # digits before it overflow
         parts.append((rest.astype(np.uint16) * 3 >> 8).astype(np.uint8).reshape(rows, count, -1))
     codes = np.concatenate(parts, axis=2)
     scale = _halves(blocks[:, :, 52:])

@@ -1,7 +1,7 @@
-"""The tensor types a GGUF file can hold: how many values one block has, and how many bytes.
+"""The tensor types of GGUF files: values and bytes per block.
 
-A row of K values is K / elements blocks one after another, so its length in bytes is known without
-knowing what the bytes mean. `gguf_decode` knows what they mean.
+A row of K values is K / elements consecutive blocks, so its length in bytes does not depend on the
+contents. `gguf_decode` reads the contents.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class GgufType:
-    """One ggml tensor type: ``elements`` values are stored in ``nbytes`` bytes.
+    """One ggml tensor type: blocks of ``elements`` values in ``nbytes`` bytes.
 
-    ``halves``: at which bytes of a block float16 scales lie. ``held``: bytes of a block in memory,
-    where these are others (`gguf_codebooks`, `gguf_repack`).
+    ``halves``: byte offsets of float16 scales in a block. ``held``: bytes of a block in memory, if
+    different (`gguf_codebooks`, `gguf_repack`).
     """
 
     name: str
@@ -24,8 +24,8 @@ class GgufType:
     held: int = 0
 
 
-#: By the number a file stores. Source: ggml's type traits. 9 (Q8_1) and 15 (Q8_K) exist only while
-#: llama.cpp computes.
+#: By the number in the file. Source: ggml's type traits. 9 (Q8_1) and 15 (Q8_K) are only used
+#: inside llama.cpp's computations.
 GGUF_TYPES: dict[int, GgufType] = {
     0: GgufType("F32", 1, 4),
     1: GgufType("F16", 1, 2),
@@ -62,8 +62,7 @@ GGUF_TYPES: dict[int, GgufType] = {
     42: GgufType("Q2_0", 64, 18, (0,)),
 }
 
-#: Types that once existed. Files that hold them can only be converted again from the original
-#: model.
+#: Types removed from ggml. Files with them must be converted again from the original model.
 REMOVED_TYPES: dict[int, str] = {
     4: "Q4_2",
     5: "Q4_3",

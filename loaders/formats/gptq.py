@@ -1,18 +1,18 @@
 """GPTQ folders: integers along the input, a scale and a zero point per group and output.
 
 ``P.qweight`` int32 ``[K b / 32, N]``: column n is one bit stream over the rows, lowest bit first,
-whatever the number of bits. ``P.qzeros`` int32 ``[G, N b / 32]``: the same along N. ``P.scales``
-``[G, N]``, and ``P.g_idx`` int32 ``[K]``, the group of each column, where columns were sorted by
+for any number of bits. ``P.qzeros`` int32 ``[G, N b / 32]``: the same along N. ``P.scales``
+``[G, N]``, and ``P.g_idx`` int32 ``[K]``, the group of each column, if columns were sorted by
 importance (``desc_act``)::
 
     w[n, k] = scales[g, n] * (code[n, k] - zero[g, n])         g = g_idx[k], or k // group_size
 
-A zero point is stored minus 1 by the first version (``checkpoint_format: gptq``), as it is by the
-second. Files call themselves one and are the other, but only where all zero points are the middle,
-2^(b-1), whose two spellings cannot be mistaken: then the middle is meant, whatever is stored. The
-first version takes the 1 from a whole word, so that a zero point of 0 borrows from its neighbour:
-it is added to the word again. ``gptq_p`` (always for 5, 6 and 7 bits) stores 32 codes at a time in
-planes, see ``bit_streams``. Sources: AutoGPTQ 0.7.1, GPTQModel 7.7 and its docs/gptq_planar.md.
+The first version (``checkpoint_format: gptq``) stores zero points minus 1, the second stores them
+unchanged. Some files are labelled with the wrong version, but only if all zero points are the
+middle, 2^(b-1), which is recognized in both forms. The first version subtracts the 1 from a whole
+word, so that a zero point of 0 borrows from its neighbour; here it is added to the word again.
+``gptq_p`` (always for 5, 6 and 7 bits) stores 32 codes at a time in planes, see ``bit_streams``.
+Sources: AutoGPTQ 0.7.1, GPTQModel 7.7 and its docs/gptq_planar.md.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from sdk.quant.permuted import Permuted
 
 ENDINGS = (".qweight",)
 BESIDE = (".qzeros", ".scales", ".g_idx")
-#: The largest group: no matrix has more columns.
+#: The largest group allowed: no matrix has more columns.
 MAX_GROUP = 1 << 22
 _GPU_ORDERS = ("marlin", "bitblas")
 _PLANAR_ONLY = (5, 6, 7)
@@ -52,11 +52,11 @@ _PLANAR_ONLY = (5, 6, 7)
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What ``quantization_config`` says.
+    """The contents of ``quantization_config``.
 
-    ``bits`` and ``groups`` (-1: the whole row) hold that of most layers first, then those that
-    single layers are said to have: which, is seen from the shapes. ``symmetric``: None where it is
-    not said, or not of all layers.
+    ``bits`` and ``groups`` (-1: the whole row) begin with the value of most layers, followed by the
+    overrides for single layers; shapes show which one a layer has. ``symmetric``: None if it is not
+    given, or not for all layers.
     """
 
     bits: tuple[int, ...]
@@ -79,8 +79,8 @@ class _Sizes:
 def settings(config: Mapping[str, Any], source: str) -> Settings:
     """
     Raises:
-        CheckpointError: a number or a name is missing or impossible.
-        UnsupportedError: the codes are in the order of one GPU kernel.
+        CheckpointError: a number or name is missing or invalid.
+        UnsupportedError: the codes are in the order of a particular GPU kernel.
     """
     given = config.get("checkpoint_format") or config.get("format") or "gptq"
     order = str(given).lower()
@@ -97,7 +97,8 @@ def settings(config: Mapping[str, Any], source: str) -> Settings:
     wide = [bits for bits in found.bits if bits in _PLANAR_ONLY]
     if wide and not found.planar:
         raise CheckpointError(
-            f"{source}: {wide[0]} bits with checkpoint_format {order}: only gptq_p has them"
+            f"{source}: {wide[0]} bits with checkpoint_format {order}, expected gptq_p, the only "
+            "format with such codes"
         )
     return found
 
@@ -105,7 +106,7 @@ def settings(config: Mapping[str, Any], source: str) -> Settings:
 def layer_settings(
     config: Mapping[str, Any], overrides: Any, source: str, version: tuple[bool, bool]
 ) -> Settings:
-    """The numbers of a config, and those that ``overrides`` gives to single layers by pattern.
+    """The numbers of a config, and the ``overrides`` for single layers by pattern.
 
     Args:
         version: whether 1 was subtracted from zero points, and whether codes are in planes.
@@ -121,7 +122,8 @@ def layer_settings(
     all_bits, groups = [bits], [group]
     if overrides is not None and not isinstance(overrides, Mapping):
         raise CheckpointError(
-            f"{source}: settings of single layers are {str(overrides)[:80]}, expected an object"
+            f"{source}: the overrides for single layers are {str(overrides)[:80]}, expected an "
+            "object"
         )
     for own in (overrides or {}).values():
         if not isinstance(own, Mapping) or own.get("bits") in (16, 32):
@@ -192,14 +194,14 @@ def _sizes(layer: StoredLayer, settings: Settings) -> _Sizes:
         raise layer.fail(
             ".qweight",
             f"{words} words hold {columns} columns at {words * 32 / max(columns, 1):.3g} bits, "
-            f"quantization_config says bits {' or '.join(map(str, settings.bits))}",
+            f"but quantization_config has bits {' or '.join(map(str, settings.bits))}",
         )
     given = [columns if g == -1 else g for g in settings.groups]
     group = [g for g in given if -(-columns // g) == groups]
     if not group:
         raise layer.fail(
             ".scales",
-            f"{groups} groups of {columns} columns, quantization_config says group_size "
+            f"{groups} groups of {columns} columns, but quantization_config has group_size "
             f"{' or '.join(map(str, settings.groups))}",
         )
     if settings.planar and (rows % 32 or columns % 32):
@@ -208,11 +210,11 @@ def _sizes(layer: StoredLayer, settings: Settings) -> _Sizes:
 
 
 def _order(layer: StoredLayer, sizes: _Sizes, settings: Settings) -> NDArray[np.intp] | None:
-    """The columns sorted by group; None where they lie so."""
+    """The order that sorts the columns by group; None if they are already sorted."""
     if not layer.has(".g_idx"):
         if settings.sorted_columns and sizes.groups > 1:
             raise layer.fail(
-                ".g_idx", "missing, quantization_config says desc_act: the groups are not known"
+                ".g_idx", "missing, but quantization_config has desc_act: the groups are unknown"
             )
         return None
     groups = layer.read(".g_idx", ("I32", "I64"), (sizes.columns,)).numpy()
@@ -228,13 +230,13 @@ def _order(layer: StoredLayer, sizes: _Sizes, settings: Settings) -> NDArray[np.
         largest = int(np.bincount(groups).max())
         raise UnsupportedError(
             f"{layer.fail('.g_idx', f'groups of up to {largest} columns')}, "
-            f"expected {sizes.group} in each: groups of unlike sizes are not run"
+            f"expected {sizes.group} in each: groups of different sizes are not supported"
         )
     return order
 
 
 def _zeros(layer: StoredLayer, sizes: _Sizes, settings: Settings) -> tuple[int, Tensor | None]:
-    """The zero point of all groups, or those of each as ``Affine`` packs them."""
+    """One zero point for all groups, or one per group, packed as in ``Affine``."""
     bits, middle = sizes.bits, 1 << (sizes.bits - 1)
     width = -(-sizes.rows * bits // 32)
     words = layer.read(".qzeros", ("I32",), (sizes.groups, width)).numpy()
@@ -242,16 +244,16 @@ def _zeros(layer: StoredLayer, sizes: _Sizes, settings: Settings) -> tuple[int, 
     uniform = bool((stored == stored[0, 0]).all())
     if settings.symmetric or (uniform and int(stored[0, 0]) in (middle - 1, middle)):
         if not uniform:
-            layer.warn("sym is true, yet the zero points differ: the middle is taken for all")
+            layer.warn("sym is true, but the zero points differ: the middle is used for all")
         return middle, None
     if settings.minus_one:
         last = words.view(np.uint32) >> np.uint32(32 - 2 * bits)
         if bits in (2, 4, 8) and bool((last == (1 << 2 * bits) - 1).any()):
             layer.warn(
-                "zero points end in ones, as AutoGPTQ wrote them where one was 0: its neighbours "
+                "zero points end in ones, as AutoGPTQ wrote them if one was 0: its neighbours "
                 "are lost; quantize the model again (AutoGPTQ issues 325 and 354)"
             )
-        if bits == 3:  # no program takes the 1 from words that share a field
+        if bits == 3:  # no program subtracts the 1 from words that share a field
             stored = (stored + np.uint8(1)) & np.uint8(7)
         else:
             ones = np.uint32(sum(1 << i for i in range(0, 32, bits)))

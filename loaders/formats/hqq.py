@@ -1,8 +1,8 @@
 """HQQ (``quant_method: hqq``) as the hqq package saves it in safetensors files.
 
-``P.W_q`` holds the codes of ``P.scale`` and ``P.zero``: a weight is ``(code - zero) * scale``, with
-a float zero. Beside them stand, as tensors too, ``nbits``, ``group_size``, ``shape``, ``axis`` and
-``packing`` (text). The matrix is first cut into groups, ``[N * K / group, group]`` along axis 1 or
+With codes ``P.W_q``, ``P.scale`` and ``P.zero``, a weight is ``(code - zero) * scale``, where zero
+is a float. ``nbits``, ``group_size``, ``shape``, ``axis`` and ``packing`` (text) are tensors too.
+The matrix is first reshaped to groups, ``[N * K / group, group]`` along axis 1 or
 ``[group, N * K / group]`` along axis 0; then its first rows are the highest bits of every word, the
 next ones those below, and so on. Source: hqq 0.2.8, `core/quantize.py` and `core/bitpack.py`.
 """
@@ -23,11 +23,11 @@ from sdk.loaders.formats.scales import FLOATS, floats
 from sdk.loaders.formats.stored_layer import StoredLayer
 
 ENDINGS = (".W_q",)
-#: Bits of a code and codes in a word, by what ``packing`` says.
+#: Bits of a code and codes in a word, by ``packing``.
 _PACKINGS = {
     "8bit_u8": (8, 1), "4bit_u8": (4, 2), "2bit_u8": (2, 4), "1bit_u8": (1, 8), "3bit_32": (3, 10),
 }  # fmt: skip
-#: What is stored beside and does not change the weights.
+#: Other tensors, which do not affect the weights.
 _NOTES = (
     *(".unpack_view_dtype", ".view_as_float", ".compute_dtype", ".offload_meta", ".channel_wise"),
     *(".encoded_state_dict", ".stores_quant_config", ".optimize", ".round_zero"),
@@ -37,7 +37,7 @@ BESIDE = (
     *(".quant_scale", ".quant_zero", *_NOTES),
 )
 _INTEGERS = ("U8", "I32", "I64")
-#: Weights dequantized at a time: what torch converts without its threads (quant/join.py).
+#: Weights dequantized at a time: few enough that torch uses one thread (quant/join.py).
 _CHUNK = 1 << 15
 
 
@@ -51,7 +51,7 @@ class _Meta:
 
     @property
     def stays_packed(self) -> bool:
-        """Groups are parts of a row, or run across rows in whole steps."""
+        """Whether groups are inside rows, or run across whole rows."""
         return self.shape[1 if self.axis else 0] % self.group == 0
 
 
@@ -68,8 +68,8 @@ def outline(layer: StoredLayer, settings: None) -> tuple[tuple[int, int], str]:
 
 
 def decode(layer: StoredLayer, settings: None) -> Layout:
-    """The layout of a layer; groups over the end of a row, and along axis 0 those that are no part
-    of the rows, are dequantized to the type of the scales.
+    """The layout of a layer. Groups that cross row ends, and groups along axis 0 that are not
+    aligned with rows, are dequantized to the type of the scales.
 
     Raises:
         CheckpointError: its tensors disagree.
@@ -78,7 +78,7 @@ def decode(layer: StoredLayer, settings: None) -> Layout:
         layer.skip(ending)
     for ending in (".quant_scale", ".quant_zero"):
         if layer.has(ending) and _number(layer, ending):
-            raise layer.fail(ending, "scales that are quantized themselves, expected floats")
+            raise layer.fail(ending, "the scales are quantized, expected floats")
     meta = _meta(layer)
     rows, columns = meta.shape
     groups = rows * columns // meta.group
@@ -86,11 +86,11 @@ def decode(layer: StoredLayer, settings: None) -> Layout:
     codes = _codes(layer, meta, count, meta.group if meta.axis == 1 else groups)
     scale, zero = (_per_group(layer, name, groups) for name in (".scale", ".zero"))
     if not meta.stays_packed:
-        layer.warn(f"groups of more than one row: held as floats, not in {meta.bits} bits")
+        layer.warn(f"groups cross row ends: kept in memory as floats, not {meta.bits} bits")
         shape = (-1, 1) if meta.axis == 1 else (1, -1)
         return Dense(_values(codes, scale.reshape(shape), zero.reshape(shape)).reshape(meta.shape))
     grid, along = (rows, columns // meta.group), meta.group
-    if meta.axis == 0:  # the rows of the matrix of groups are stretches of whole rows
+    if meta.axis == 0:  # a row of the matrix of groups holds whole rows
         grid, along = (rows // meta.group, columns), 1
     whole = bool(((zero == zero.round()) & (zero >= 0) & (zero < 1 << meta.bits)).all())
     packed = torch.from_numpy(packed_matrix(codes.reshape(rows, columns), meta.bits))
@@ -104,7 +104,7 @@ def decode(layer: StoredLayer, settings: None) -> Layout:
 
 
 def _values(codes: Bytes, scale: Tensor, zero: Tensor) -> Tensor:
-    """``(codes - zero) * scale`` of a matrix of groups, in the type of the scales."""
+    """``(codes - zero) * scale`` for a matrix of groups, in the type of the scales."""
     values = torch.empty(codes.shape, dtype=scale.dtype)
     factor, minus = (part.to(torch.float32).numpy() for part in (scale, zero))
     step = max(_CHUNK // codes.shape[1], 1)

@@ -22,7 +22,7 @@ def signed_matrix(
     points: Tensor | None = None,
     widths: Collection[int] = (),
 ) -> Affine:
-    """Signed integers, one per byte; packed where they are said to need fewer bits.
+    """Signed integers, stored one per byte, packed if the file says that fewer bits are enough.
 
     Args:
         layer: for errors.
@@ -31,7 +31,7 @@ def signed_matrix(
         scale: floats ``[N, ceil(K / group)]``.
         group: columns that share a scale.
         points: zero points, int8: one, or as many as scales.
-        widths: numbers of bits the file says its integers have; empty: 8.
+        widths: numbers of bits that the file names for its integers; empty: 8.
 
     Returns:
         A layout of the smallest width that holds every code and zero point. 8-bit codes without
@@ -49,7 +49,7 @@ def signed_matrix(
     if bits == 8 and points is None:
         return Affine(shape, 8, group, codes, scale, signed=True)
     half = np.uint8(1 << bits - 1)
-    # In two's complement adding half the range makes codes unsigned; bytes wrap around.
+    # In two's complement, adding half the range makes codes unsigned; bytes wrap around.
     packed = torch.from_numpy(packed_matrix(codes.numpy() + half, bits))
     if points is None:
         return Affine(shape, bits, group, packed, scale, zero=int(half))
@@ -58,7 +58,7 @@ def signed_matrix(
 
 
 def _like(layer: StoredLayer, ending: str, points: Tensor, scale: Tensor) -> Tensor | None:
-    """Zero points in the shape of the scales; None where all are 0."""
+    """Zero points in the shape of the scales; None if all are 0."""
     if points.numel() not in (1, scale.numel()):
         raise layer.fail(
             ending,

@@ -1,8 +1,7 @@
-"""Scales for an 8-bit KV cache, as compressed-tensors, ModelOpt and others leave them in a model.
+"""Scales for an 8-bit KV cache, as compressed-tensors, ModelOpt and others store them in a model.
 
-They are read, checked and shown. Our pages are 16 bits, or 8 with a scale for every token and head
-that is computed from the values themselves, which loses less than one number for all of a layer:
-nothing is multiplied by these.
+They are read, checked and reported, but not used. KV pages here have 16 bits, or 8 with a scale per
+token and head that is computed from the values. That loses less than one number per layer.
 """
 
 from __future__ import annotations
@@ -16,22 +15,22 @@ from sdk.loaders.safetensors_reader import SafetensorsFiles, StoredTensor
 
 logger = logging.getLogger("sdk")
 
-#: Ends of their names.
+#: Endings of their names.
 KV_SCALES = (
     *(".self_attn.k_scale", ".self_attn.v_scale", ".attn.k_scale", ".attn.v_scale", ".kv_scale"),
     *(".k_proj.k_scale", ".v_proj.v_scale", ".k_proj.output_scale", ".v_proj.output_scale"),
 )
-#: One number, or one for each head of keys and values.
+#: One number, or one per key/value head.
 _MOST = 1024
 
 
 def read_kv_scales(
     files: SafetensorsFiles, tensors: Mapping[str, StoredTensor], source: str
 ) -> dict[str, float]:
-    """The scales among ``tensors`` by name, the largest where there is one for each head.
+    """The scales among ``tensors`` by name; of scales per head, the largest.
 
-    What is no positive number counts as 1, as in other engines, with one warning that names
-    ``source``.
+    Scales that are not positive numbers count as 1, as in other engines, with one warning that
+    names ``source``.
     """
     found: dict[str, float] = {}
     unsound = []
@@ -48,7 +47,7 @@ def read_kv_scales(
         found[name] = largest
     if unsound:
         logger.warning(
-            "%s: %d scales of the KV cache are no positive numbers, %r among them: 1 is taken",
+            "%s: %d scales of the KV cache are not positive numbers, such as %r; 1 is used instead",
             source,
             len(unsound),
             unsound[0],

@@ -3,11 +3,11 @@
 ``P.weight`` is float8_e4m3fn ``[N, K]`` with ``P.weight_scale`` for the tensor (FP8), every row
 (FP8_PER_CHANNEL_PER_TOKEN), 128 x 128 block (FP8_PB_WO, stored ``[., 1, ., 1]``) or a power of two
 for 32 columns (MXFP8); or uint8 ``[N, K / 2]``, two e2m1 floats each, with a float8_e4m3fn scale
-for 16 columns and ``P.weight_scale_2`` for all, which multiplies (NVFP4). The tensors tell which it
-is, so MIXED_PRECISION needs nothing of its own. With a ``P.input_scale`` (but for W4A16_NVFP4)
-activations are rounded alike: to 8-bit floats by this scale, or to e2m1 in groups of 16, whose
-scales become 8-bit floats divided by it. FP8_PER_CHANNEL_PER_TOKEN rounds them token by token,
-MXFP8 in groups of 32. Source: ModelOpt's checkpoints as vLLM reads them.
+for 16 columns and a factor ``P.weight_scale_2`` for all (NVFP4). The tensors determine the format,
+so MIXED_PRECISION needs no special case. With a ``P.input_scale`` (except for W4A16_NVFP4)
+activations are quantized too: to 8-bit floats by this scale, or to e2m1 in groups of 16, whose
+scales are divided by it and become 8-bit floats. FP8_PER_CHANNEL_PER_TOKEN quantizes activations
+per token, MXFP8 in groups of 32. Source: ModelOpt's checkpoints as vLLM reads them.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def settings(config: Mapping[str, Any], source: str) -> str:
     """The ``quant_algo``.
 
     Raises:
-        CheckpointError: no ``quant_algo`` is named.
-        UnsupportedError: one that is not run.
+        CheckpointError: there is no ``quant_algo``.
+        UnsupportedError: it is not supported.
     """
     inner = config.get("quantization")
     algorithm = (inner if isinstance(inner, Mapping) else config).get("quant_algo")
@@ -49,7 +49,7 @@ def settings(config: Mapping[str, Any], source: str) -> str:
         )
     if algorithm.upper() not in _ALGORITHMS:
         raise UnsupportedError(
-            f"{source}: the quant_algo {algorithm[:80]!r} of ModelOpt is not run, expected one of "
+            f"{source}: ModelOpt's quant_algo {algorithm[:80]!r} is not supported, expected one of "
             f"{_said()}"
         )
     return algorithm.upper()
@@ -93,7 +93,7 @@ def _inputs(layer: StoredLayer, numerics: str, algorithm: str) -> ActivationSche
             return ActivationScheme("e4m3", static=scale)
         return ActivationScheme("e2m1", 4, NVFP4_GROUP, "nv", factor=1 / scale)
     if algorithm == "FP8":
-        raise layer.fail(".input_scale", "missing, which FP8 of ModelOpt has")
+        raise layer.fail(".input_scale", "missing, expected in ModelOpt's FP8")
     if numerics == "mxfp8":
         return ActivationScheme("e4m3", group=MXFP4_GROUP, rule="mx")
     return ActivationScheme("e4m3") if algorithm == "FP8_PER_CHANNEL_PER_TOKEN" else None

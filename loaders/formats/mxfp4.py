@@ -1,7 +1,7 @@
 """The experts of gpt-oss (``quant_method: mxfp4``): 4-bit floats of all experts in one tensor.
 
 ``P_blocks`` uint8 ``[experts, N, K / 32, 16]`` holds groups of 32 weights, the even one in the low
-half of a byte; ``P_scales`` uint8 ``[experts, N, K / 32]`` their powers of two. Rows of
+half of a byte; ``P_scales`` uint8 ``[experts, N, K / 32]`` holds their powers of two. Rows of
 ``gate_up_proj`` alternate: gate 0, up 0, gate 1, ...
 """
 
@@ -30,10 +30,10 @@ def outline(layer: StoredLayer, settings: None) -> tuple[tuple[int, ...], str]:
 
 
 def decode(layer: StoredLayer, settings: None) -> Affine:
-    """The matrices of all experts one above the other: ``[experts * N, K]``, the codes in the file.
+    """The matrices of all experts, concatenated: ``[experts * N, K]``, with the file's codes.
 
     Raises:
-        CheckpointError: the shapes of blocks and scales disagree, or a scale is no number.
+        CheckpointError: the shapes of blocks and scales disagree, or a scale is not a number.
     """
     shape = _shape(layer)
     blocks = layer.read("_blocks", ("U8",))

@@ -1,8 +1,8 @@
-"""Finds out that a safetensors checkpoint is quantized, by which method, and who decodes it.
+"""Detects the quantization method of a safetensors checkpoint, and the module that decodes it.
 
-A method is a module of this folder, called as ``quantization_config.quant_method`` says (dashes
-become underscores); :class:`sdk.loaders.formats.stored_layer.Format` is what it offers. The names
-of the tensors are looked at too, because a config can be missing or wrong: they decide.
+A method is a module of this folder, named like ``quantization_config.quant_method`` (dashes become
+underscores), and implements :class:`sdk.loaders.formats.stored_layer.Format`. The names of tensors
+are checked too and take precedence, because a config can be missing or wrong.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from sdk.quant.checkpoint import TensorEntry
 from sdk.quant.errors import CheckpointError, UnsupportedError
 from sdk.quant.permuted import Permuted
 
-#: Files beside config.json in which older tools put the same settings.
+#: Files next to config.json in which older tools put the same settings.
 CONFIG_FILES = (
     "quantize_config.json",
     "quant_config.json",
     "hf_quant_config.json",
     "quantization_config.json",
 )
-#: Ends of tensor names that only one method (or family) writes: the module to ask where no config
-#: names one, and what to call it.
+#: Endings of tensor names that only one method (or family) writes: the module to use if no config
+#: names one, and the name for messages.
 _TELLTALES = (
     (".qweight", "gptq", "GPTQ or AWQ"),
     (".weight_packed", "compressed_tensors", "compressed-tensors"),
@@ -43,9 +43,9 @@ _TELLTALES = (
     ("._weight_qdata", "torchao", "torchao"),
     (".W_q", "hqq", "HQQ"),
     (".biases", "", "MLX"),
-    (".act.scales", "", "AWQ for activation functions with scales of their own (MPT, Falcon)"),
+    (".act.scales", "", "AWQ for activation functions with scales (MPT, Falcon)"),
 )
-#: Methods under more than one name.
+#: Methods with more than one name.
 _ALIASES = {
     "intel_auto_round": "auto_round",
     "autoround": "auto_round",
@@ -54,35 +54,35 @@ _ALIASES = {
     "modelopt_mixed": "modelopt",
     "modelopt_mxfp8": "modelopt",
 }
-#: Methods that are not run, by name.
+#: Methods that are not supported, by name.
 REFUSED = {
-    "aqlm": "AQLM, sums of code books",
-    "bitblas": "BitBLAS, codes in the order of one GPU kernel",
+    "aqlm": "AQLM, sums of codebooks",
+    "bitblas": "BitBLAS, codes in the order of a GPU kernel",
     "bitnet": "BitNet, ternary codes",
-    "eetq": "EETQ, codes in the order of one GPU kernel",
+    "eetq": "EETQ, codes in the order of a GPU kernel",
     "exl2": "EXL2, bit widths that change inside a matrix",
     "exl3": "EXL3, trellis codes",
     "higgs": "HIGGS, rotated vectors on a grid",
-    "marlin": "Marlin, codes in the order of one GPU kernel",
-    "qqq": "QQQ, codes in the order of one GPU kernel",
-    "quanto": "Quanto, which has no file format of its own",
+    "marlin": "Marlin, codes in the order of a GPU kernel",
+    "qqq": "QQQ, codes in the order of a GPU kernel",
+    "quanto": "Quanto, which has no file format",
     "quark": "Quark",
     "sparseml": "SparseML, sparse matrices",
-    "spqr": "SpQR, outliers beside the codes",
-    "vptq": "VPTQ, vector code books",
+    "spqr": "SpQR, codes plus outliers",
+    "vptq": "VPTQ, vector codebooks",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """The method of a checkpoint; ``settings`` is what its module made of the config."""
+    """The method of a checkpoint; ``settings`` is the config as parsed by the method's module."""
 
     method: str
     format: Format
     settings: Any
 
     def layer_of(self, tensor: str) -> str | None:
-        """The layer that ``tensor`` makes a packed one; None where it makes none."""
+        """The packed layer to which ``tensor`` belongs, if its ending marks packed layers."""
         for ending in self.format.ENDINGS:
             if tensor.endswith(ending):
                 return tensor.removesuffix(ending)
@@ -92,17 +92,17 @@ class Quantization:
         return any(layer.has(ending) for ending in self.format.ENDINGS)
 
     def tensors_of(self, layer: StoredLayer) -> list[StoredTensor]:
-        """All there are of a packed layer."""
+        """All tensors of a packed layer."""
         endings = (*self.format.ENDINGS, *self.format.BESIDE)
         return [layer.stored(ending) for ending in endings if layer.has(ending)]
 
     def entry(self, layer: StoredLayer, name: str) -> TensorEntry:
-        """A packed layer as one entry, under the ``name`` the file gives it."""
+        """A packed layer as one entry with the file's ``name`` for it."""
         shape, numerics = self.format.outline(layer, self.settings)
         sizes = [stored.nbytes for stored in self.tensors_of(layer)]
         bits = _bits_held(numerics)
         held = None
-        if bits is not None:  # the largest tensor is that of the codes
+        if bits is not None:  # the largest tensor holds the codes
             held = sum(sizes) - max(sizes) + -(-shape[0] * shape[1] * bits // 8)
         return TensorEntry(name, shape, numerics, sum(sizes), held)
 
@@ -113,16 +113,16 @@ class Quantization:
 def quantization(
     config: Mapping[str, Any], tensors: Mapping[str, StoredTensor], source: str
 ) -> Quantization | None:
-    """The method of a checkpoint; None when it is not quantized.
+    """The method of a checkpoint; None if it is not quantized.
 
     Args:
-        config: ``config.json``, ``quantization_config`` being where some tools put it elsewhere.
-        tensors: all of the checkpoint, by name.
+        config: ``config.json``, with ``quantization_config`` even if the tool stored it elsewhere.
+        tensors: all tensors of the checkpoint, by name.
         source: the folder, for errors.
 
     Raises:
-        CheckpointError: ``quantization_config`` is not sound, or the tensors are another method's.
-        UnsupportedError: a method that is not run, by name.
+        CheckpointError: ``quantization_config`` is invalid, or the tensors are of another method.
+        UnsupportedError: the method is not supported.
     """
     settings = config.get("quantization_config")
     text = config.get("text_config")
@@ -152,21 +152,21 @@ def quantization(
 
 
 def _bits_held(numerics: str) -> int | None:
-    """Bits of a weight once loaded, where a file may store it in more or fewer."""
+    """Bits of a weight in memory, for methods whose files may store it in more or fewer."""
     integer = re.search(r"(?:^|-)w([1-8])", numerics)
     return int(integer[1]) if integer else {"f32": 32, "f16": 16, "bf16": 16}.get(numerics)
 
 
 def unsupported(source: str, why: str) -> UnsupportedError:
-    """The error for quantized weights that are not run; ``why`` names the method or the setting."""
+    """The error for unsupported quantized weights; ``why`` names the method or the setting."""
     return UnsupportedError(
-        f"{source}: the weights are quantized ({why}), which is not run; "
-        "open the model in F32, F16 or BF16, or as a GGUF file"
+        f"{source}: the weights are quantized ({why}), which is not supported; "
+        "use the model in F32, F16 or BF16, or as a GGUF file"
     )
 
 
 def _told_tales(tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[str, str, str]]:
-    """The first tensor of every telltale ending found, the ones that tell most in front."""
+    """The first tensor with each telltale ending that is found, the most specific endings first."""
     endings = tuple(ending for ending, *_ in _TELLTALES)
     found: dict[str, tuple[str, str, str]] = {}
     seen: set[str] = set()
@@ -181,13 +181,13 @@ def _told_tales(tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[str, str
 
 
 def _is_awq(qweight: str, tensors: Mapping[str, StoredTensor]) -> bool:
-    """Whether AWQ rather than GPTQ wrote a layer, where no config says."""
+    """Whether a layer is in AWQ's format and not in GPTQ's, if no config says so."""
     scales = tensors.get(qweight.removesuffix("qweight") + "scales")
     return scales is not None and order_of(tensors[qweight], scales) not in (None, "gptq")
 
 
 def _method(settings: Mapping[str, Any], source: str) -> str | None:
-    """The name of the method as a module's; ModelOpt signs as the producer instead."""
+    """The method's module name; ModelOpt gives its name as the producer instead."""
     method = settings.get("quant_method")
     producer = settings.get("producer")
     if method is None and producer is not None:
@@ -207,6 +207,6 @@ def _module(method: str, why: str, source: str) -> Format:
         raise unsupported(source, f"{why}: {REFUSED[method]}")
     path = f"sdk.loaders.formats.{method}"
     module = import_module(path) if method and find_spec(path) is not None else None
-    if not hasattr(module, "ENDINGS"):  # a module of this folder that is no method
+    if not hasattr(module, "ENDINGS"):  # a helper module of this folder, not a method
         raise unsupported(source, why)
     return cast("Format", module)

@@ -1,4 +1,4 @@
-"""Which of four programs' orders the codes of a layer with ``qweight``, ``scales`` are in.
+"""Which of four orders the codes of a layer with ``qweight`` and ``scales`` have.
 
 ========== ======================== ==================== ============================
 order      qweight                  scales
@@ -9,8 +9,8 @@ gemv       int32 ``[N, K / 8]``     ``[N, G padded]``    words run along K (AWQ)
 gemv_fast  int16 ``[N / 4, K]``     ``[G padded, N]``    four rows interleaved (AWQ)
 ========== ======================== ==================== ============================
 
-What a config calls itself is not enough: the same three names of tensors are in all of them, and
-codes read in the wrong order give a model that talks nonsense.
+The config's claim is not enough: all four use the same three tensor names, and with codes read in
+the wrong order a model outputs nonsense.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ SCALE_TYPES = ("F16", "BF16", "F32")
 def order_of(
     qweight: StoredTensor, scales: StoredTensor, shape: tuple[int, int] | None = None
 ) -> str | None:
-    """``gptq``, ``gemm``, ``gemv`` or ``gemv_fast``; None when the shapes fit none of them.
+    """``gptq``, ``gemm``, ``gemv`` or ``gemv_fast``; None if the shapes fit none of them.
 
-    ``shape``: ``(N, K)``, which decides between two that both fit a very small matrix.
+    ``shape``: ``(N, K)``, which decides if two orders fit a very small matrix.
     """
     if len(qweight.shape) != 2 or len(scales.shape) != 2:
         return None
@@ -49,7 +49,7 @@ def expect_order(layer: StoredLayer, orders: tuple[str, ...], method: str) -> st
     """The order of a layer's codes, which must be one of ``orders``.
 
     Raises:
-        CheckpointError: it is another method's, or none; ``method`` is what the config says.
+        CheckpointError: the shapes fit none of ``orders``; ``method`` is the config's name for it.
     """
     qweight, scales = layer.stored(".qweight"), layer.stored(".scales")
     found = order_of(qweight, scales, layer.shape) or order_of(qweight, scales)
@@ -58,18 +58,18 @@ def expect_order(layer: StoredLayer, orders: tuple[str, ...], method: str) -> st
     known = {None: "no known format", "gptq": "GPTQ"}.get(found, f"AWQ ({found})")
     raise layer.fail(
         ".qweight",
-        f"{qweight.dtype} {list(qweight.shape)} beside scales {list(scales.shape)} is the shape "
-        f"of {known}, quantization_config says {method}",
+        f"{qweight.dtype} {list(qweight.shape)} with scales {list(scales.shape)} is the shape of "
+        f"{known}, but quantization_config says {method}",
     )
 
 
 def integer(
     config: Mapping[str, Any], names: tuple[str, ...], source: str, low: int, high: int
 ) -> int | None:
-    """The number under the first of ``names`` that is there.
+    """The value of the first of ``names`` that is present.
 
     Raises:
-        CheckpointError: it is no integer from ``low`` to ``high``; 0 is never allowed.
+        CheckpointError: it is not an integer from ``low`` to ``high``; 0 is never allowed.
     """
     for name in names:
         value = config.get(name)

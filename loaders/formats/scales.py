@@ -1,8 +1,8 @@
-"""Scales beside a matrix: checked, and matched with the columns or the block each is for.
+"""Scales of a matrix: checked, and matched to rows, groups of columns or blocks.
 
-Their shapes tell how they are spread: one number, one per row, one per row and group of columns, or
-one per block. Which groups and blocks there can be is what ``quantization_config`` says; shapes
-that fit none of them are refused with both.
+Their shapes tell which: one number, one per row, one per row and group of columns, or one per
+block. ``quantization_config`` says which groups and blocks are possible; for shapes that fit none
+of them, the error names both.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from sdk.kernels.layouts import Float8
 from sdk.loaders.formats.bit_streams import all_finite
 from sdk.loaders.formats.stored_layer import StoredLayer
 
-#: The float types of scales, by safetensors' names and ours.
+#: The float types of scales: safetensors' name -> torch type.
 FLOATS = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
-#: The 8-bit floats, by safetensors' names and ours.
+#: The 8-bit floats: safetensors' name -> torch type.
 FLOAT8 = {"F8_E4M3": "fp8", "F8_E5M2": "fp8_e5m2"}
-#: Powers of two as bytes: ``2 ** (byte - 127)``, 255 is not a number (OCP Microscaling 1.0, E8M0).
+#: Powers of two as bytes: ``2 ** (byte - 127)``; 255 is NaN (OCP Microscaling 1.0, E8M0).
 EXPONENTS = ("U8", "F8_E8M0")
 
 
@@ -28,7 +28,7 @@ def outline(layer: StoredLayer, ending: str, types: Collection[str]) -> tuple[in
     """Rows and columns of a matrix, from the headers.
 
     Raises:
-        CheckpointError: it is no matrix, empty, or of another type.
+        CheckpointError: it is not a matrix, is empty, or has another type.
     """
     stored = layer.stored(ending)
     if len(stored.shape) != 2 or 0 in stored.shape or stored.dtype not in types:
@@ -41,17 +41,17 @@ def outline(layer: StoredLayer, ending: str, types: Collection[str]) -> tuple[in
 
 
 def numerics(layer: StoredLayer, ending: str, bits: int, columns: int) -> str:
-    """What integers of ``bits`` with the scales at ``ending`` are called: ``w4g128``, ``w8``."""
+    """The name of integers of ``bits`` with the scales at ``ending``: ``w4g128``, ``w8``."""
     stored = layer.stored(ending).shape
     groups = stored[1] if len(stored) == 2 else 1
     return f"w{bits}" if groups < 2 else f"w{bits}g{-(-columns // groups)}"
 
 
 def matrix(layer: StoredLayer, ending: str, types: Collection[str]) -> Tensor:
-    """A matrix that is stored in the shape it has.
+    """A matrix that is stored unpacked, in its own shape.
 
     Raises:
-        CheckpointError: it is no matrix, of another type, or of another shape than expected.
+        CheckpointError: it is not a matrix, or has another type or shape than expected.
     """
     layer.check_shape(ending, outline(layer, ending, types))
     return layer.read(ending, tuple(types))
@@ -70,7 +70,7 @@ def floats(layer: StoredLayer, ending: str) -> Tensor:
 
 
 def number(layer: StoredLayer, ending: str) -> float:
-    """The one float of a tensor of one element."""
+    """The value of a tensor with one element."""
     scale = floats(layer, ending)
     if scale.numel() != 1:
         raise layer.fail(ending, f"shape {list(scale.shape)}, expected one number")
@@ -81,7 +81,7 @@ def exponents(layer: StoredLayer, ending: str) -> Tensor:
     """Scales that are powers of two, as float8_e8m0fnu.
 
     Raises:
-        CheckpointError: one of them is the byte 255, which is not a number.
+        CheckpointError: one of them is the byte 255 (NaN).
     """
     scale = layer.read(ending, EXPONENTS).view(torch.uint8)
     if (scale.numpy() == 255).any():
@@ -103,7 +103,7 @@ def row_groups(
         ending: of the scales' tensor, for errors.
         scale: one number, ``[N]``, ``[N, 1]`` or ``[N, groups]``.
         shape: of the matrix, ``(N, K)``.
-        groups: sizes of groups the file says it has; empty: any that divides K.
+        groups: group sizes that the file names; empty: any that divides K.
 
     Raises:
         CheckpointError: the shape fits none of them.
@@ -131,17 +131,17 @@ def row_groups(
 
 
 def factors(layer: StoredLayer, ending: str, divide: bool) -> Tensor:
-    """Scales of 8-bit floats: float32, or powers of two; inverted where they ``divide``.
+    """Scales of 8-bit floats: float32, or powers of two; inverted if they ``divide``.
 
     Raises:
-        CheckpointError: one of them is not finite, or 0 and divides.
+        CheckpointError: one of them is not finite, or is 0 although it divides.
     """
     powers = layer.stored(ending).dtype in EXPONENTS
     scale = exponents(layer, ending) if powers else floats(layer, ending).to(torch.float32)
     if divide:
         scale = 1 / scale.to(torch.float32)
         if not bool(scale.isfinite().all()):
-            raise layer.fail(ending, "a scale is 0, and divides")
+            raise layer.fail(ending, "a scale is 0, but scales divide in this format")
     return scale
 
 
@@ -161,7 +161,7 @@ def float8(
         weight: its ending, for errors.
         ending: of the scales: floats or powers of two, one number, ``[N]``, ``[N, 1]`` or one per
             block (also ``[., 1, ., 1]``).
-        blocks: rows and columns of a block, as the file says.
+        blocks: rows and columns of a block, as named by the file.
         divide: the scales divide the weights instead of multiplying them.
 
     Raises:
@@ -191,7 +191,7 @@ def float8(
 
 
 def check_finite(layer: StoredLayer, ending: str, values: Tensor) -> None:
-    """Refuse codes that are no number: 0x7f of e4m3, 0x7c to 0x7f of e5m2, with either sign."""
+    """Reject codes that are not finite: 0x7f of e4m3, 0x7c to 0x7f of e5m2, with either sign."""
     first = 0x7F if values.dtype == torch.float8_e4m3fn else 0x7C
     codes = values.view(torch.uint8).numpy()
     for row in range(0, len(codes), 256):  # in parts that stay in the cache

@@ -1,4 +1,4 @@
-"""One packed layer as its format sees it, and what every format module offers."""
+"""The tensors of one packed layer, and the protocol of format modules."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from sdk.quant.permuted import Permuted
 
 
 class StoredLayer:
-    """The tensors of one layer of a folder, called by their endings (``".qweight"``).
+    """The tensors of one layer of a folder, by their endings (``".qweight"``).
 
-    ``name`` is the layer as models spell it, ``shape`` the ``(N, K)`` its config asks for, None
-    where that is not known; ``metadata`` the texts in the headers of the files.
+    ``name`` is the models' name for the layer, ``shape`` the ``(N, K)`` that the config implies
+    (None if unknown), ``metadata`` the strings in the headers of the files.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class StoredLayer:
         return self.name + ending in self._tensors
 
     def stored(self, ending: str) -> StoredTensor:
-        """Where the tensor lies, with its shape and type (``"I32"``): nothing is read.
+        """The tensor's position, shape and type (``"I32"``), from the header alone.
 
         Raises:
             CheckpointError: the layer has no such tensor.
@@ -56,12 +56,12 @@ class StoredLayer:
     def read(
         self, ending: str, types: tuple[str, ...], shape: tuple[int, ...] | None = None
     ) -> Tensor:
-        """The tensor, in memory of its own; from now on it counts as used.
+        """The tensor, newly allocated; it counts as used from now on.
 
         Args:
-            ending: what follows the name of the layer.
-            types: safetensors' names of the types it may have.
-            shape: what it must be, where that is known.
+            ending: the part after the layer's name.
+            types: safetensors' names of the allowed types.
+            shape: the required shape, if known.
 
         Raises:
             CheckpointError: it is missing, or has another type or shape.
@@ -74,15 +74,15 @@ class StoredLayer:
         return self._take(stored)
 
     def skip(self, ending: str) -> None:
-        """Count a tensor as used that is not needed, if it is there."""
+        """Count a tensor that is not needed as used, if it exists."""
         if self.has(ending):
             self._take(self.stored(ending))
 
     def check_shape(self, ending: str, shape: tuple[int, int]) -> None:
         """
         Raises:
-            CheckpointError: the config asks for another ``(N, K)`` than the tensor at ``ending``
-                was found to hold.
+            CheckpointError: the tensor at ``ending`` holds another ``(N, K)`` than the config
+                implies.
         """
         if self.shape is not None and shape != self.shape:
             raise self.fail(
@@ -90,7 +90,7 @@ class StoredLayer:
             )
 
     def fail(self, ending: str, what: str) -> CheckpointError:
-        """An error that names the file, the tensor and ``what``: expected and found."""
+        """An error with the file, the tensor and ``what`` (expected and found)."""
         found = self._tensors.get(self.name + ending)
         path, name = self._folder, self.name + ending
         if found is not None:
@@ -98,31 +98,31 @@ class StoredLayer:
         return CheckpointError(f"{path}: tensor {name!r}: {what}")
 
     def warn(self, what: str) -> None:
-        """Log ``what``, once per checkpoint, with the name of the first layer it is true of."""
+        """Log ``what`` once per checkpoint, with the name of the first layer concerned."""
         self._warn(what, self.name)
 
 
 class Format(Protocol):
-    """A module of this folder, found by its name: ``quantization_config.quant_method``."""
+    """A format module of this folder, named like ``quantization_config.quant_method``."""
 
-    #: A layer is packed if it has a tensor with one of these endings, whatever a config says.
+    #: A layer with a tensor of one of these endings is packed, whatever the config says.
     ENDINGS: tuple[str, ...]
     #: Endings of its other tensors.
     BESIDE: tuple[str, ...]
 
     def settings(self, config: Mapping[str, Any], source: str) -> Any:
-        """``quantization_config`` (empty where a folder has none), parsed and checked.
+        """``quantization_config`` (empty if a folder has none), parsed and checked.
 
         Raises:
-            CheckpointError: naming ``source``, the key, what was expected and found.
-            UnsupportedError: it asks for something that is not run.
+            CheckpointError: invalid; names ``source``, the key, what was expected and found.
+            UnsupportedError: it needs something that is not supported.
         """
 
     def outline(self, layer: StoredLayer, settings: Any) -> tuple[tuple[int, ...], str]:
-        """Shape ``(N, K)`` and numerics (``"gptq-w4g128"``) of a layer, from the headers alone."""
+        """Shape ``(N, K)`` and type (``"gptq-w4g128"``) of a layer, from the headers alone."""
 
     def decode(self, layer: StoredLayer, settings: Any) -> Layout | Permuted:
-        """The layer in a canonical layout. Numpy for whole matrices: quant/join.py says why.
+        """The layer in a kernel layout. Use numpy for whole matrices (quant/join.py says why).
 
         Raises:
             CheckpointError: see :meth:`StoredLayer.fail`.

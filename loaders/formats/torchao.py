@@ -1,10 +1,10 @@
 """torchao (``quant_method: torchao``) as transformers 5 saves it in safetensors files.
 
 ``P._weight_qdata`` holds int8 codes or 8-bit floats ``[N, K]``, ``P._weight_scale`` the scale of a
-tensor, row or group of columns, ``P._weight_zero_point`` what is subtracted from the codes. Codes
-of fewer bits are stored one per byte too and packed here. A text about the tensor in the header of
-the file (JSON) says whether activations are rounded too, ``P._weight_act_quant_scale`` by which
-scale, if not token by token. The older checkpoints, pickles of tensor classes, are not opened.
+tensor, row or group of columns, ``P._weight_zero_point`` the zero points. Codes of fewer bits are
+also stored one per byte, and are packed here. JSON about the tensor in the file's header says
+whether activations are quantized, with the static scale ``P._weight_act_quant_scale`` if it exists,
+else per token. The older checkpoints, pickles of tensor classes, are not supported.
 Source: torchao 0.18, `torchao/prototype/safetensors`.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sdk.kernels.layouts import ActivationScheme, Affine, Float8, Layout
 from sdk.loaders.formats import scales
-from sdk.loaders.formats.activations import Inputs
+from sdk.loaders.formats.activations import ActivationConfig
 from sdk.loaders.formats.bit_streams import all_finite
 from sdk.loaders.formats.integers import signed_matrix
 from sdk.loaders.formats.scales import (
@@ -44,14 +44,14 @@ BESIDE = (
 _CODES, _SCALE, _POINTS = *ENDINGS, *BESIDE[:2]
 _INPUT_SCALE, _INPUT_POINT, _INPUT_FACTORS = BESIDE[2:]
 _KINDS = ("Int8Tensor", "IntxUnpackedToInt8Tensor", "Float8Tensor")
-#: What an object of the text consists of.
+#: Keys of an object in the JSON.
 _ENTRY = ("_type", "_data")
-#: The text in the header about one tensor has 200 to 500 bytes.
+#: The JSON in the header about one tensor has 200 to 500 bytes.
 _MAX_TEXT = 4096
 
 
 def settings(config: Mapping[str, Any], source: str) -> None:
-    """Nothing: the tensors of a layer say all."""
+    """Nothing: every layer describes itself."""
 
 
 def outline(layer: StoredLayer, settings: None) -> tuple[tuple[int, int], str]:
@@ -66,7 +66,7 @@ def decode(layer: StoredLayer, settings: None) -> Layout:
 
     Raises:
         CheckpointError: its tensors disagree.
-        UnsupportedError: it is in one of torchao's other types.
+        UnsupportedError: it has another of torchao's types.
     """
     described = _described(layer)
     layout = _weights(layer, described)
@@ -89,10 +89,10 @@ def _weights(layer: StoredLayer, described: Mapping[str, Any]) -> Affine | Float
 
 
 def _described(layer: StoredLayer) -> Mapping[str, Any]:
-    """The text in the header of the file, parsed; empty where there is none.
+    """The JSON about the tensor in the file's header, parsed; empty if there is none.
 
     Raises:
-        UnsupportedError: it is a kind of tensor that is not run.
+        UnsupportedError: this kind of tensor is not supported.
     """
     name = layer.stored(_CODES).name.removesuffix(_CODES) + ".weight"
     text = layer.metadata.get(name)
@@ -105,7 +105,7 @@ def _described(layer: StoredLayer) -> Mapping[str, Any]:
     if kind not in _KINDS:
         raise UnsupportedError(
             f"{layer.fail(_CODES, 'packed as ' + str(kind)[:80])}, expected {' or '.join(_KINDS)}; "
-            "quantize with weights of 8 bits or unpacked ones"
+            "quantize to 8-bit or unpacked weights instead"
         )
     return described
 
@@ -116,16 +116,16 @@ def _bits(described: Mapping[str, Any]) -> int:
 
 
 def _inputs(layer: StoredLayer, described: Mapping[str, Any]) -> ActivationScheme | None:
-    """How activations are rounded, as the description says; a scale per tensor, which would depend
-    on the other tokens of a step, is one per token.
+    """How activations are quantized. A scale per tensor would depend on the other tokens of a
+    step, and is replaced by one per token.
 
     Raises:
-        UnsupportedError: in a way that is not run.
+        UnsupportedError: this kind of quantization is not supported.
     """
     if layer.has(_INPUT_FACTORS):
         raise UnsupportedError(
-            f"{layer.fail(_INPUT_FACTORS, 'factors of activations')}, which are not run; expected "
-            "a checkpoint that has them in the layers before"
+            f"{layer.fail(_INPUT_FACTORS, 'factors of activations')}, which are not supported; "
+            "expected a checkpoint that folds them into the layers before"
         )
     data = described.get("_data")
     said = data if isinstance(data, Mapping) else {}
@@ -144,14 +144,15 @@ def _inputs(layer: StoredLayer, described: Mapping[str, Any]) -> ActivationSchem
         scheme = ActivationScheme("e4m3")
     else:
         raise UnsupportedError(
-            f"{layer.fail(_CODES, 'activations rounded by ' + str(kind)[:80])}, which is not run"
+            f"{layer.fail(_CODES, 'activations quantized by ' + str(kind)[:80])}, which is not "
+            "supported"
         )
-    static = Inputs(scheme, layer.has(_INPUT_SCALE))
+    static = ActivationConfig(scheme, layer.has(_INPUT_SCALE))
     return static.of(layer, _INPUT_SCALE, _INPUT_POINT)
 
 
 def _points(layer: StoredLayer, scale: Tensor) -> Tensor:
-    """Zero points of the shape of ``scale``: int8 where they are whole."""
+    """Zero points in the shape of ``scale``: int8 if they are integers."""
     points = layer.read(_POINTS, ("I8", *FLOATS))
     if points.is_floating_point():
         points = floats(layer, _POINTS)
@@ -161,7 +162,7 @@ def _points(layer: StoredLayer, scale: Tensor) -> Tensor:
         points = points.reshape(-1, 1)
     if points.shape != scale.shape:
         raise layer.fail(
-            _POINTS, f"shape {list(points.shape)}, expected {list(scale.shape)} as the scales"
+            _POINTS, f"shape {list(points.shape)}, expected that of scales, {list(scale.shape)}"
         )
     whole = points.is_floating_point() and bool(
         ((points == points.round()) & (points.abs() < 128)).all()

@@ -1,4 +1,4 @@
-"""What a tokenizer.json says about reading long texts with it (see ``portions.py``)."""
+"""Properties of a tokenizer.json that matter for encoding long texts (see ``portions.py``)."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from sdk.loaders.tokenizer.spm import SPACE
 
 _KNOWN = frozenset(pattern for pre in PRE_TOKENIZERS.values() for pattern in pre.patterns)
 _BYTE_TOKENS = frozenset(f"<0x{byte:02X}>" for byte in range(256))
-#: Steps that drop no character, whatever else they do.
+#: Steps that never drop a character.
 _KEEPING = ("ByteLevel", "Split", "Digits", "Metaspace")
 _NORMALIZERS = ("NFC", "Prepend", "Replace")
 
 
 @dataclass(frozen=True, slots=True)
 class BackendTraits:
-    """``divisible``: a text may be cut into portions. ``spellings``: of tokens, where a text cannot
-    have fewer than they allow; else empty."""
+    """``divisible``: a text may be cut into portions. ``spellings``: of all tokens, if they give a
+    lower bound on the number of tokens of a text; else empty."""
 
     divisible: bool
     spellings: Collection[str]
@@ -32,7 +32,7 @@ class BackendTraits:
 
     @classmethod
     def of(cls, backend: Any) -> BackendTraits:
-        """Of a ``tokenizers.Tokenizer``. Where in doubt a text is not cut and has no bound."""
+        """The traits of a ``tokenizers.Tokenizer``. If in doubt, texts are not cut or bounded."""
         normalizers = _steps(backend.normalizer, "normalizers")
         steps = _steps(backend.pre_tokenizer, "pretokenizers")
         added = list(backend.get_added_tokens_decoder().values())
@@ -57,13 +57,13 @@ class BackendTraits:
         )
 
     def fewest_tokens(self, text: str) -> int:
-        """How many tokens a text has at least."""
+        """The smallest number of tokens that a text can have."""
         if not self.spellings:
             return 0
         return fewest_tokens(self.spelled(text), self.spellings, complete=not self._bytes)
 
     def spelled(self, text: str) -> str:
-        """``text`` in the characters that ``spellings`` are written in."""
+        """``text`` in the alphabet of ``spellings``."""
         if self._normalizer is not None:
             text = self._normalizer.normalize_str(text)
         if self._bytes:
@@ -72,7 +72,7 @@ class BackendTraits:
 
 
 def _keeps_text(normalizers: Any, steps: Any, added: Any) -> bool:
-    """Whether no character is dropped after normalizing, and spaces are bytes or ▁."""
+    """Whether no character is dropped after normalization, and spaces are bytes or ▁."""
     spaces = any(step["type"] in ("ByteLevel", "Metaspace") for step in steps) or any(
         step["type"] == "Replace" and step["pattern"] == {"String": " "} for step in normalizers
     )
@@ -86,7 +86,7 @@ def _keeps_text(normalizers: Any, steps: Any, added: Any) -> bool:
 
 
 def _steps(component: Any, parts: str) -> list[dict[str, Any]]:
-    """A normalizer or pre-tokenizer as the list of its steps."""
+    """The steps of a normalizer or pre-tokenizer."""
     if component is None:
         return []
     state = part_state(component)
@@ -104,7 +104,7 @@ def _is_plain_bpe(model: Any) -> bool:
 
 
 def _cuts_at_words(step: dict[str, Any]) -> bool:
-    """Whether a step is known to part words where ``portions`` cuts."""
+    """Whether a step is known to separate words where ``portions`` cuts."""
     if step["type"] == "Split":
         known = step["pattern"].get("Regex") in _KNOWN
         return known and step["behavior"] == "Isolated" and not step["invert"]
@@ -114,7 +114,7 @@ def _cuts_at_words(step: dict[str, Any]) -> bool:
 
 
 def _reaches_over_a_cut(token: Any) -> bool:
-    """Whether an added token could lie on both sides of a cut, or strip what is beyond one."""
+    """Whether an added token could span a cut, or strip text beyond one."""
     text = token.content
     if re.search(r"[^\W_] [^\W\d_]|\S\n[^\W\d_]", text) is not None:
         return True

@@ -1,13 +1,12 @@
-"""What all tokenizers share: decoding by bytes, chat templates, and the guard around user text.
+"""The base of all tokenizers: decoding by bytes, chat templates, and the guard for user text.
 
 **The guard.** ``encode_chat`` must turn the template's ``<|im_end|>`` into a control token and the
-user's ``<|im_end|>`` into seven characters of text, although the template has mixed both into one
-string. Before rendering, every control token spelled in a message gets a *breaker* inside: one
+user's ``<|im_end|>`` into ordinary text, although the template has mixed both into one string.
+Before rendering, a *breaker* is inserted into every control token spelled in a message: one
 private-use character found nowhere else. The broken spelling is not recognised in the rendered
-text, and the breaker is taken out of the pieces of ordinary text before they are encoded. A message
-without such spellings, which is nearly every message, is not touched at all, so its ids are those
-of the plain rendering; and whatever a template does with a message (strip, split, slice, join), a
-breaker stays where it was.
+text, and the breaker is removed from ordinary text before it is encoded. Messages without such
+spellings (nearly all) are not changed, so their ids are those of the plain rendering. Whatever a
+template does with a message (strip, split, slice, join), a breaker stays in its place.
 """
 
 from __future__ import annotations
@@ -21,25 +20,25 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # jinja2 is imported with the first conversation
     from sdk.loaders.chat_template import ChatTemplate, ControlTextGuard
 
-_MAX_TEMPLATES = 8  # compiled ones kept per tokenizer: the model's own and a few of callers
+_MAX_TEMPLATES = 8  # compiled ones kept per tokenizer: the model's and a few of callers
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFacts:
-    """What a file says about its tokenizer besides the vocabulary."""
+    """The contents of a tokenizer's files other than the vocabulary."""
 
     bos_token_id: int | None = None
     eos_token_ids: frozenset[int] = frozenset()
     special_ids: frozenset[int] = frozenset()
     chat_template: str | None = None
     chat_templates: Mapping[str, str] = field(default_factory=dict)
-    # Handed to templates as bos_token, eos_token, unk_token, pad_token.
+    # Passed to templates as bos_token, eos_token, unk_token, pad_token.
     names: Mapping[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
 
 class TextTokenizer(ABC):
-    """Base of the tokenizers; see ``sdk.quant.tokenizer.Tokenizer`` for the contract."""
+    """Base of the tokenizers; see ``sdk.quant.tokenizer.Tokenizer`` for the interface."""
 
     bytewise = True
     strips_leading_space = False
@@ -102,7 +101,7 @@ class TextTokenizer(ABC):
 
     @abstractmethod
     def _encode_rendered(self, text: str, breaker: str | None, stop_after: int | None) -> list[int]:
-        """Ids of a rendered conversation; ``breaker`` marks spellings that are ordinary text."""
+        """Ids of a rendered conversation; ``breaker`` marks spellings in ordinary text."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         skipped = self._facts.special_ids if skip_special_tokens else frozenset()
@@ -156,7 +155,7 @@ class TextTokenizer(ABC):
             chat_template=chat_template,
             **outside,
         )
-        if breaker is not None:  # a template may have asked for ASCII JSON
+        if breaker is not None:  # the template may write ASCII JSON
             text = text.replace(json.dumps(breaker)[1:-1], breaker)
         return self._encode_rendered(text, breaker, stop_after)
 
@@ -172,7 +171,7 @@ class TextTokenizer(ABC):
         return template
 
     def _template(self, chosen: str | None, tools: object) -> str:
-        """The source of the template to use: the caller's, a named one, or the default."""
+        """The source of the template to use: the caller's, a named one, or the default one."""
         from sdk.loaders.chat_template import TemplateError
 
         named = self._facts.chat_templates
@@ -182,7 +181,7 @@ class TextTokenizer(ABC):
             return named["tool_use"]
         if self._facts.chat_template is None:
             raise TemplateError(
-                "the model has no chat template: pass chat_template= or a plain prompt"
+                "the model has no chat template; pass chat_template= or a plain prompt"
             )
         return self._facts.chat_template
 

@@ -1,7 +1,7 @@
-"""The better source of a GGUF file's tokenizer: the original tokenizer.json, where there is one.
+"""The original tokenizer.json of a GGUF file, if there is one: it is the better source.
 
-It may lie beside the file or be stored under ``tokenizer.huggingface.json``. It is used only when
-it spells the tokens of the file's own vocabulary; a folder of downloads may hold somebody else's.
+It may be next to the file or be stored under ``tokenizer.huggingface.json``. It is used only if its
+tokens match the file's vocabulary, because a folder of downloads may hold another model's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SAMPLES = 509  # a prime, so that the sample does not follow the structure of t
 def tokenizer_json_for(
     meta: Metadata, vocabulary: Vocabulary, facts: TokenizerFacts, add_bos: bool
 ) -> JsonTokenizer | None:
-    """The tokenizer of that file or key, or None (with a warning in the log when it is unfit)."""
+    """The tokenizer of that file or key, or None (with a warning in the log if it is unusable)."""
     sources: list[tuple[str, str | Path]] = []
     try:
         beside = folder_file(Path(meta.file).parent, "tokenizer.json")
@@ -42,7 +42,7 @@ def tokenizer_json_for(
         try:
             backend = load_tokenizer_json(source, where)
             if not _same_vocabulary(backend, vocabulary):
-                _LOG.warning("%s is of another vocabulary than %s; not used", where, meta.file)
+                _LOG.warning("%s has another vocabulary than %s; not used", where, meta.file)
                 continue
             added = backend.get_added_tokens_decoder()
             special = facts.special_ids | {i for i, token in added.items() if token.special}

@@ -1,9 +1,8 @@
-"""Byte-level BPE (GPT-2 and everything after it): every byte has a printable character of its own.
+"""Byte-level BPE (GPT-2 and its successors): every byte is written as one printable character.
 
-A text is split into words by the model's regular expressions, each word is written in the byte
-alphabet and merged by rank. The splitting and merging run in the ``tokenizers`` library, which is
-exact here; which expressions a GGUF file means by ``tokenizer.ggml.pre`` is in
-``pretokenizers.py``.
+A text is split into words by the model's regular expressions; each word is written in the byte
+alphabet and merged by rank. The ``tokenizers`` library splits and merges, with exact results.
+``pretokenizers.py`` has the expressions for a GGUF file's ``tokenizer.ggml.pre``.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from sdk.loaders.tokenizer.pretokenizers import PreTokenizer
 
 
 def _alphabet() -> dict[str, int]:
-    """Character -> byte. Printable Latin-1 characters are themselves, the rest from U+0100."""
+    """Character -> byte. Printable Latin-1 characters are themselves, others start at U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     table = {chr(byte): byte for byte in printable}
@@ -33,7 +32,7 @@ EncodeText = Callable[[str, "int | None"], list[int]]
 
 
 def token_bytes(token: str) -> bytes:
-    """The bytes a token of the byte alphabet stands for; any other spelling is taken literally."""
+    """The bytes of a token in the byte alphabet; any other spelling is taken literally."""
     try:
         return bytes([BYTE_OF[character] for character in token])
     except KeyError:
@@ -45,9 +44,9 @@ def byte_level_encoder(
     merges: Sequence[tuple[str, str]],
     pre: PreTokenizer,
 ) -> EncodeText:
-    """A function from text to ids. ``pieces``: spelling -> id without control tokens.
+    """A function from text to ids. ``pieces``: spelling -> id, without control tokens.
 
-    Raises whatever the library raises when a merge does not lead from pieces to a piece.
+    Raises the library's exceptions if a merge does not lead from pieces to a piece.
     """
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
@@ -64,13 +63,13 @@ def byte_level_encoder(
 
 
 def raw_encoder(pieces: Mapping[str, int], merges: Sequence[tuple[str, str]]) -> EncodeText:
-    """Gemma 4's BPE: characters, not bytes; ``▁`` for a space, ``<0xNN>`` for what is missing.
+    """Gemma 4's BPE: characters, not bytes; ``▁`` is a space, ``<0xNN>`` a byte of unknown ones.
 
-    A line is one word; a run of newlines is one token where the vocabulary has it.
+    A line is one word; a run of newlines is one token if the vocabulary has it.
     """
     from tokenizers import Tokenizer, models
 
-    # The byte tokens must be in the model for its fallback, although no merge leads to them.
+    # The model needs the byte tokens for its fallback, although no merge leads to them.
     tokenizer = Tokenizer(models.BPE(vocab=dict(pieces), merges=merges, byte_fallback=True))
 
     def encode(text: str, stop_after: int | None = None) -> list[int]:

@@ -1,17 +1,17 @@
-"""Which tokens end an answer.
+"""The tokens that end an answer.
 
-Files name one end-of-text token; chat models stop at another (end of turn), which many files forget
-to name. llama.cpp therefore also looks at the spelling, and so do we. The rule differs in one
-point: spellings that other models use for ordinary text (``</s>`` is HTML to Gemma 3 and Phi-3)
-count only when the file marks the token as control. The markers of fill-in-the-middle models are
-left out: they separate files rather than end an answer.
+Files name one end-of-text token; chat models stop at another (end of turn), which many files do not
+name. llama.cpp therefore also checks spellings, and so does this module. One rule differs:
+spellings that other models use for ordinary text (``</s>`` is HTML to Gemma 3 and Phi-3) count only
+if the file marks the token as control. The markers of fill-in-the-middle models do not count: they
+separate files and do not end an answer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-# These mean the same everywhere: files that mark them as ordinary text are wrong about it.
+# These mean the same in all models: files that mark them as ordinary text are wrong.
 _ALWAYS = (
     "<|eot_id|>",
     "<|eom_id|>",
@@ -42,13 +42,13 @@ _IF_CONTROL = (
 def end_token_ids(
     token_to_id: Callable[[str], int | None], is_control: Callable[[int], bool]
 ) -> frozenset[int]:
-    """Ids of the vocabulary whose spelling says "the answer ends here"."""
+    """Ids of tokens whose spelling marks the end of an answer."""
     found: dict[str, int] = {}
     for text in (*_ALWAYS, *_IF_CONTROL):
         token_id = token_to_id(text)
         if token_id is not None and (text in _ALWAYS or is_control(token_id)):
             found[text] = token_id
-    # The harmony format (and solar-open) ends a message with <|end|> and goes on with the next one.
+    # In the harmony format (and solar-open) <|end|> ends a message, and another message follows.
     if {"<|call|>", "<|return|>"} <= found.keys() or {"<|calls|>", "<|flush|>"} <= found.keys():
         found.pop("<|end|>", None)
     return frozenset(found.values())

@@ -1,10 +1,10 @@
 """The tokenizer of a Hugging Face folder.
 
-``tokenizer.json`` holds the algorithm and the vocabulary. Around it lie small JSON files that say
-which tokens are special, what ends an answer, and the chat template; each is optional, none is
+``tokenizer.json`` holds the algorithm and the vocabulary. Small JSON files next to it have the
+special tokens, the tokens that end an answer, and the chat template; each is optional, and none is
 executed. Without it, a SentencePiece BPE model (``tokenizer.model``) is read directly; other
-SentencePiece models and ``vocab.json`` + ``merges.txt`` are converted by transformers, imported for
-them alone.
+SentencePiece models and ``vocab.json`` + ``merges.txt`` are converted by transformers, which is
+imported only for them.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 def tokenizer_from_folder(path: str | Path) -> Tokenizer | None:
-    """The tokenizer in a folder, or None when the folder has no tokenizer files.
+    """The tokenizer in a folder, or None if it has no tokenizer files. Never runs code from it.
 
-    Raises CheckpointError for damaged files. Code in the folder is never run.
+    :raises CheckpointError: a file is damaged.
     """
     folder = Path(path)
     config = _read_json(folder, "tokenizer_config.json")
@@ -74,7 +74,7 @@ def tokenizer_from_folder(path: str | Path) -> Tokenizer | None:
 
 
 def _from_sentencepiece(folder: Path, config: Mapping[str, Any]) -> Tokenizer | None:
-    """The tokenizer of ``tokenizer.model``, where that file says everything there is to know."""
+    """The tokenizer of ``tokenizer.model``, if that file has all the information needed."""
     file = folder_file(folder, "tokenizer.model")
     metadata = sentencepiece_metadata(file) if file is not None else None
     if metadata is None or config.get("legacy") is False:
@@ -109,7 +109,7 @@ def _backend(folder: Path) -> Any:
     found = [name for name in known if folder_file(folder, name) is not None]
     if not found:
         return None
-    for other in folder.iterdir():  # transformers reads what it knows of them
+    for other in folder.iterdir():  # transformers reads those it knows
         if other.suffix != ".safetensors":
             folder_file(folder, other.name)
     from transformers import AutoTokenizer
@@ -124,18 +124,18 @@ def _backend(folder: Path) -> Any:
             check_parts(backend, str(folder / found[0]))
     except CheckpointError:
         raise
-    except Exception as error:  # a folder can make it fail in many ways
+    except Exception as error:  # it can fail in many ways
         raise CheckpointError(f"{folder / found[0]}: expected a tokenizer, found {error}") from None
     if backend is None:
         raise CheckpointError(
             f"{folder / found[0]}: expected a tokenizer that can be written as tokenizer.json, "
-            f"found {type(converted).__name__}; save one with save_pretrained"
+            f"found {type(converted).__name__}; save a fast one with save_pretrained"
         )
     return backend
 
 
 def _special_names(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """bos_token, eos_token, ... as the two configuration files spell them."""
+    """bos_token, eos_token, ... as spelled in the two configuration files."""
     values = {**_read_json(folder, "special_tokens_map.json"), **config}
     names: dict[str, str] = {}
     for key in _NAMES:
@@ -209,7 +209,7 @@ def _checked(source: object, where: Path) -> str:
 
 
 def _read_json(folder: Path, name: str) -> dict[str, Any]:
-    """The object in a JSON file of the folder; empty when there is no such file."""
+    """The object in a JSON file of the folder; empty if there is no such file."""
     file = folder_file(folder, name)
     if file is None:
         return {}

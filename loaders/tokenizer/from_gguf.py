@@ -1,11 +1,11 @@
-"""Build a tokenizer from the metadata of a GGUF file.
+"""Builds a tokenizer from the metadata of a GGUF file.
 
 Everything in the file is checked before it is used: a wrong length, a merge without its two halves,
-a byte token ``<0x-1>`` or an id outside the vocabulary is a ``CheckpointError`` that names the
+a byte token ``<0x-1>`` or an id outside the vocabulary raises a ``CheckpointError`` that names the
 file, the key, what was expected and what was found.
 
-Three sources, best first: a ``tokenizer.json`` beside the file (when it is of the same vocabulary),
-the key ``tokenizer.huggingface.json``, and the ``tokenizer.ggml.*`` keys.
+There are three sources, best first: a ``tokenizer.json`` next to the file (if it has the same
+vocabulary), the key ``tokenizer.huggingface.json``, and the ``tokenizer.ggml.*`` keys.
 """
 
 from __future__ import annotations
@@ -63,11 +63,12 @@ def tokenizer_from_gguf(
 
     ``metadata``: key -> Python value; arrays as lists, tuples or numpy arrays, ``tokens`` and
     ``merges`` as lists of str. ``file``: path of the file, for messages and to find a
-    ``tokenizer.json`` beside it. ``extra_eos``: ids that end an answer besides those in the file
-    (from a generation_config.json).
+    ``tokenizer.json`` next to it. ``extra_eos``: more ids that end an answer (from a
+    generation_config.json).
 
-    Raises CheckpointError for contradictory metadata, UnsupportedError for a tokenizer model this
-    version does not know.
+    Raises:
+        CheckpointError: the metadata contradicts itself.
+        UnsupportedError: this kind of tokenizer is not supported.
     """
     meta = Metadata(metadata, file)
     model = meta.text("tokenizer.ggml.model")
@@ -116,12 +117,12 @@ def tokenizer_from_gguf(
 
 
 def _tokens(meta: Metadata) -> tuple[list[str], bytearray]:
-    """The spellings and the type of every token."""
+    """The spelling and type of every token."""
     key = "tokenizer.ggml.tokens"
     tokens = meta.strings(key)
     if not tokens:
         raise meta.error(key, "the vocabulary", "no such key" if tokens is None else "no tokens")
-    if "" in tokens:  # llama.cpp's spelling for a hole in the vocabulary
+    if "" in tokens:  # llama.cpp's spelling of a gap in the vocabulary
         tokens = [text or f"[EMPTY_{i}]" for i, text in enumerate(tokens)]
     types = meta.numbers("tokenizer.ggml.token_type", len(tokens), "iu")
     if types is None:
@@ -137,7 +138,7 @@ def _tokens(meta: Metadata) -> tuple[list[str], bytearray]:
 
 
 def _specials(meta: Metadata, model: str, ids: Mapping[str, int], kinds: bytearray) -> _Specials:
-    """The special ids; marks in ``kinds`` as control what the file says is special."""
+    """The special ids; also marks tokens that the file calls special as control in ``kinds``."""
     count = len(kinds)
 
     def named(name: str, default: int | None = None) -> int | None:
@@ -196,9 +197,9 @@ def _pre_tokenizer(meta: Metadata, model: str, warnings: list[str]) -> PreTokeni
     name = meta.text("tokenizer.ggml.pre")
     pre = PRE_TOKENIZERS.get(name or "")
     if pre is None:
-        said = "is missing" if name is None else f"{name!r} is not known"
+        said = "is missing" if name is None else f"{name!r} is unknown"
         warnings.append(
-            f"tokenizer.ggml.pre {said}: using the default split of words, which may differ"
+            f"tokenizer.ggml.pre {said}: using the default word split, which may be wrong"
         )
         return DEFAULT
     return pre
@@ -243,7 +244,7 @@ def _bpe(meta: Metadata, vocabulary: Vocabulary, pre: PreTokenizer, model: str) 
         return build(pieces, _Merges(lines))
     except Exception:  # the library raises plain Exception; what it found is looked for here
         pairs = _pairs(meta, key, lines, vocabulary.ids)
-    # Some merges lead to a control token: without them it is a token like any other control token.
+    # Some merges lead to a control token: without them it is like any other control token.
     pairs = [pair for pair in pairs if control.isdisjoint((*pair, pair[0] + pair[1]))]
     try:
         return build(pieces, pairs)
@@ -252,9 +253,9 @@ def _bpe(meta: Metadata, vocabulary: Vocabulary, pre: PreTokenizer, model: str) 
 
 
 class _Merges(Sequence[tuple[str, str]]):
-    """Lines with one space each as pairs, made while they are read.
+    """Lines with one space each, read as pairs that are created on access.
 
-    A list of 50,000 tuples would start a full garbage collection: 40 ms beside torch's objects.
+    A list of 50,000 tuples would start a full garbage collection: 40 ms with torch's objects.
     """
 
     def __init__(self, lines: list[str]) -> None:
@@ -273,16 +274,16 @@ class _Merges(Sequence[tuple[str, str]]):
 def _pairs(
     meta: Metadata, key: str, lines: list[str], ids: Mapping[str, int]
 ) -> list[tuple[str, str]]:
-    """The merges one by one, the first space after a character being the one between the pieces.
+    """The merges one by one; the first space after a character separates the two pieces.
 
-    :raises CheckpointError: naming the merge that is not of two pieces of the vocabulary.
+    :raises CheckpointError: a merge is not of two pieces of the vocabulary.
     """
     pairs: list[tuple[str, str]] = []
     for index, line in enumerate(lines):
         cut = line.find(" ", 1)
         if not 0 < cut < len(line) - 1:
             found = repr(line)[:80]
-            raise meta.error(f"{key}[{index}]", "two pieces and a space between", found)
+            raise meta.error(f"{key}[{index}]", "two pieces separated by a space", found)
         left, right = line[:cut], line[cut + 1 :]
         for piece in (left, right, left + right):
             if piece not in ids:
@@ -292,7 +293,7 @@ def _pairs(
 
 
 def _rstrip_ids(meta: Metadata, vocabulary: Vocabulary) -> frozenset[int]:
-    """Tokens that swallow the white space after them (the file does not say): Phi-3's but three."""
+    """Tokens that absorb the white space after them: Phi-3's except three, not named by files."""
     name = (meta.text("general.name") or "").lower()
     if "phi-3" not in name and "phi3" not in name:
         return frozenset()

@@ -1,10 +1,10 @@
 """A tokenizer.json, run by the ``tokenizers`` library.
 
-Encoding is the library's. Decoding is done byte by byte where the file's decoder allows it, which
-gives streaming and whole texts the same result: byte-level decoders, SentencePiece's chain (``▁``
-is a space, ``<0xNN>`` a byte) and Metaspace. The one difference from the library: invalid UTF-8
-becomes U+FFFD as Python's decoder does it, not one U+FFFD per byte of the whole run. Other decoders
-(WordPiece, ...) are the library's.
+The library encodes. Decoding works byte by byte if the file's decoder allows it, so that streaming
+and whole texts give the same result: byte-level decoders, SentencePiece's chain (``▁`` is a space,
+``<0xNN>`` a byte) and Metaspace. The one difference from the library: invalid UTF-8 becomes U+FFFD
+as in Python's decoder, not one U+FFFD per byte of the whole run. For other decoders (WordPiece,
+...), the library decodes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class JsonTokenizer(TextTokenizer):
-    """``backend``: a ``tokenizers.Tokenizer``, which this object then owns."""
+    """``backend``: a ``tokenizers.Tokenizer``, owned by this object from then on."""
 
     def __init__(
         self,
@@ -45,12 +45,12 @@ class JsonTokenizer(TextTokenizer):
         add_bos: bool | None = None,
         chat_bos: bool = False,
     ) -> None:
-        """``file``: where the backend came from, for messages.
+        """``file``: the source of the backend, for messages.
 
         ``add_bos``: whether a text begins with BOS; None leaves it to the file.
-        ``chat_bos``: whether a conversation does, when the template did not print it.
+        ``chat_bos``: whether a conversation does, if the template did not print it.
 
-        Raises CheckpointError when the backend fails at its first word.
+        :raises CheckpointError: the backend fails at its first word.
         """
         super().__init__(facts)
         self._file = file
@@ -67,7 +67,7 @@ class JsonTokenizer(TextTokenizer):
         self._control = SpecialSplitter(special)
         self._add_bos = add_bos
         self._chat_bos = chat_bos
-        # Whether control tokens are recognised is a setting of the backend, not of a call.
+        # Recognition of control tokens is a setting of the backend, not of a call.
         self._lock = threading.Lock()
         self._continued: Any = None
         self._traits: BackendTraits | None = None
@@ -164,7 +164,7 @@ class JsonTokenizer(TextTokenizer):
     def _run_portions(
         self, text: str, stop_after: int | None, call: Callable[[str], list[int]]
     ) -> list[int]:
-        """Ids of a long text; ``call`` encodes a portion."""
+        """Ids of a long text; ``call`` encodes one portion."""
         if self._traits is None:
             self._traits = BackendTraits.of(self._backend)
         traits = self._traits
@@ -177,7 +177,7 @@ class JsonTokenizer(TextTokenizer):
         return ids
 
     def _around(self) -> tuple[list[int], list[int]] | None:
-        """The special tokens before and after a text; None where they are not to be told apart."""
+        """The special tokens before and after a text; None if they cannot be told apart."""
         inside, whole = self._call("a 1", False, False), self._call("a 1", True, False)
         for start in range(len(whole) - len(inside) + 1):
             if whole[start : start + len(inside)] == inside:
@@ -185,7 +185,7 @@ class JsonTokenizer(TextTokenizer):
         return None
 
     def _run_continued(self, text: str, stop_after: int | None) -> list[int]:
-        """Ids of plain text that does not begin the whole: no ▁ is put before its first word."""
+        """Ids of plain text inside a longer text: no ▁ is put before its first word."""
         if self._continued is None:
             from tokenizers import Tokenizer
 
@@ -226,8 +226,8 @@ class JsonTokenizer(TextTokenizer):
 
 
 def _mark_special(backend: Any, special: frozenset[int]) -> None:
-    """Mark in the backend what the files around it say is special, so that it stays text where
-    special tokens are not to be recognised."""
+    """Mark tokens in the backend that other files call special, so that they stay text wherever
+    special tokens must not be recognised."""
     from tokenizers import AddedToken
 
     added = backend.get_added_tokens_decoder()
@@ -237,8 +237,8 @@ def _mark_special(backend: Any, special: frozenset[int]) -> None:
 
 
 def _decoder_kind(decoder: Any) -> tuple[str, bool]:
-    """How tokens become bytes ("bytes", "fallback", "spaces" or "other"), and whether the first
-    space of a text is dropped."""
+    """The kind of decoder ("bytes", "fallback", "spaces" or "other"), and whether it drops the
+    first space of a text."""
     if decoder is None:
         return "other", False
     state = part_state(decoder)

@@ -1,9 +1,9 @@
-"""Loads a tokenizer.json, after checks of what its parts can do to a text.
+"""Loads a tokenizer.json, after checking the cost of its parts.
 
 The ``tokenizers`` library runs whatever a file describes: forty replacements that each double a
-text, a template of 100,000 tokens, a decoder that panics on an empty token. Each of them would
-stall or end everybody's requests. So the growth of a text, the number of steps and the regular
-expressions are bounded here. Tokenizers in use have at most 6 steps and do not let a text grow.
+text, a template of 100,000 tokens, a decoder that panics on an empty token. Any of these would
+stall or end all requests. So the growth of a text, the number of steps and the regular expressions
+are limited here. Real tokenizers have at most 6 steps and do not let a text grow.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 
 from sdk.quant.errors import CheckpointError
 
-#: The largest in use, Gemma's, has 33 MB.
+#: The largest one in use, Gemma's, has 33 MB.
 MAX_TOKENIZER_BYTES = 128 * 1024 * 1024
 _MAX_STATE = 8 * 1024 * 1024  # of one part; a precompiled normalizer has 0.4 MB
 _MAX_STEPS = 32
 _MAX_GROWTH = 64
 _MAX_ADDED = 1024  # characters before or after a text; tokens of a template
-_MAX_TOKEN = 4096  # characters of an added token, and of a word that WordPiece cuts
+_MAX_TOKEN = 4096  # characters of an added token, and of a word for WordPiece
 _MAX_REGEX = 4096
 _PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 _LISTS = ("normalizers", "pretokenizers", "processors", "decoders")
@@ -33,7 +33,7 @@ def load_tokenizer_json(source: Path | str, where: str) -> Any:
     """The ``tokenizers.Tokenizer`` of a file, or of its text. ``where`` names it in errors.
 
     Raises:
-        CheckpointError: it cannot be read, or what it does to a text is not bounded.
+        CheckpointError: it cannot be read, or its cost is not bounded.
     """
     from tokenizers import Tokenizer
 
@@ -54,8 +54,8 @@ def load_tokenizer_json(source: Path | str, where: str) -> Any:
 
 
 def library_error(error: BaseException, where: str) -> BaseException:
-    """What to raise for an error of the library: it knows plain Exception and, on a file whose
-    parts contradict each other, a PanicException that no ``except Exception`` sees."""
+    """The exception to raise for an error of the library. It raises plain Exception and, for files
+    that contradict themselves, a PanicException, which ``except Exception`` does not catch."""
     if isinstance(error, CheckpointError):
         return error
     if isinstance(error, Exception) or type(error).__name__ == "PanicException":
@@ -64,7 +64,7 @@ def library_error(error: BaseException, where: str) -> BaseException:
 
 
 def check_parts(backend: Any, where: str) -> None:
-    """Raise CheckpointError for a tokenizer that can let a text grow without bound, or panic."""
+    """:raises CheckpointError: the tokenizer could let a text grow too much, or panic."""
     growth: dict[str, float] = {"text": 1.0, "decoder": 1.0}
     for part in _PARTS:
         place = f"{where}: {part}"
@@ -80,20 +80,20 @@ def check_parts(backend: Any, where: str) -> None:
                     f"{_MAX_GROWTH} times"
                 )
     longest = max((len(t.content) for t in backend.get_added_tokens_decoder().values()), default=0)
-    word = getattr(backend.model, "max_input_chars_per_word", 0)  # cut in quadratic time
+    word = getattr(backend.model, "max_input_chars_per_word", 0)  # split in quadratic time
     for what, size in (("an added token", longest), ("max_input_chars_per_word", word)):
         if size > _MAX_TOKEN:
             raise CheckpointError(f"{where}: {what} of {size} characters, at most {_MAX_TOKEN}")
 
 
 def part_state(part: Any) -> dict[str, Any]:
-    """A part of a tokenizer as its file describes it."""
+    """The JSON of a part of a tokenizer."""
     found: dict[str, Any] = json.loads(part.__getstate__())
     return found
 
 
 def _steps(part: Any, place: str) -> Iterator[dict[str, Any]]:
-    """The steps of a part in their order, sequences of sequences being one."""
+    """The steps of a part in order; nested sequences are flattened."""
     if part is None:
         return
     state = part.__getstate__()
@@ -110,7 +110,7 @@ def _steps(part: Any, place: str) -> Iterator[dict[str, Any]]:
 
 
 def _growth(step: Mapping[str, Any], place: str) -> float:
-    """How many times as long a text may be after a step."""
+    """The factor by which a step may lengthen a text."""
     kind = step["type"]
     pattern: Mapping[str, str] = step.get("pattern") or {}
     if "Regex" in pattern:
@@ -132,29 +132,31 @@ def _growth(step: Mapping[str, Any], place: str) -> float:
 
 
 def _check_template(step: Mapping[str, Any], place: str) -> None:
-    """A template may have each text once, and some tokens around them."""
+    """Check that a template has each text at most once, and a limited number of tokens."""
     tokens = step["special_tokens"]
     for name in ("single", "pair"):
         pieces = step[name]
         texts = [piece["Sequence"]["id"] for piece in pieces if "Sequence" in piece]
         if len(set(texts)) != len(texts):
-            raise CheckpointError(f"{place}: {name}: a text more than once")
+            raise CheckpointError(f"{place}: {name}: expected each text once, found it repeated")
         used = (piece["SpecialToken"]["id"] for piece in pieces if "SpecialToken" in piece)
         _check_added(sum(len(tokens[token]["ids"]) for token in used), f"{place}: {name}")
 
 
 def _check_added(count: int, place: str) -> None:
     if count > _MAX_ADDED:
-        raise CheckpointError(f"{place}: adds {count} to a text, expected at most {_MAX_ADDED}")
+        raise CheckpointError(
+            f"{place}: adds {count} characters or tokens to a text, expected at most {_MAX_ADDED}"
+        )
 
 
 def _check_regex(pattern: str, place: str) -> None:
-    """Refuse what backtracks exponentially: an endless repetition inside of another one."""
+    """Reject exponential backtracking: an unbounded repetition inside another one."""
     if len(pattern) > _MAX_REGEX:
         raise CheckpointError(
             f"{place}: a regular expression of {len(pattern)} characters, at most {_MAX_REGEX}"
         )
-    repeats = [False]  # of each open group: whether it holds an endless repetition
+    repeats = [False]  # for each open group: whether it holds an unbounded repetition
     at, in_class = 0, 0
     while at < len(pattern):
         character = pattern[at]
@@ -175,7 +177,7 @@ def _check_regex(pattern: str, place: str) -> None:
             repeats[-1] |= closed
             if closed and _UNBOUNDED.match(pattern, at + 1):
                 raise CheckpointError(
-                    f"{place}: {pattern[:80]!r}: an endless repetition inside of another one takes "
+                    f"{place}: {pattern[:80]!r}: an unbounded repetition inside another one takes "
                     "exponential time"
                 )
         elif _UNBOUNDED.match(pattern, at):

@@ -1,4 +1,4 @@
-"""Typed access to GGUF metadata: every value is checked, every complaint names file and key."""
+"""Typed access to GGUF metadata: every value is checked, every error names file and key."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_TEMPLATE_BYTES = 64 * 1024
 
 
 class Metadata:
-    """The key -> value pairs of one file. A key that is absent reads as None."""
+    """The key -> value pairs of one file. Missing keys read as None."""
 
     def __init__(self, values: Mapping[str, object], file: str) -> None:
         self._values = values
@@ -61,7 +61,7 @@ class Metadata:
         return strings
 
     def numbers(self, key: str, count: int, kinds: str) -> np.ndarray[Any, Any] | None:
-        """An array of ``count`` numbers; ``kinds``: numpy kind characters that are allowed."""
+        """An array of ``count`` numbers; ``kinds``: the numpy kind characters allowed."""
         value = self._array(key)
         if value is None:
             return None

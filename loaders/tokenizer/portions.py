@@ -1,11 +1,10 @@
-"""Long texts, encoded in portions.
+"""Encodes long texts in portions.
 
-The tokenizers library holds the interpreter for a whole call, which is about a second per MB: every
-other thread of the process waits. So a long text is cut where no pre-tokenizer, whatever it looks
-at, makes one word of what lies on both sides: before a space between a letter or digit and a
-letter, and after a line break between something visible and a letter. Texts without such a place
-for ``UNBROKEN`` characters go through the library's batch call, which holds nothing but leaves
-threads of the library behind.
+The tokenizers library holds the GIL for a whole call, about a second per MB, and every other thread
+of the process waits. So a long text is cut at positions that no pre-tokenizer puts inside a word:
+before a space between a letter or digit and a letter, and after a line break between something
+visible and a letter. Texts without such a position for ``UNBROKEN`` characters go through the
+library's batch call, which releases the GIL but leaves threads of the library behind.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ def _next_cut(text: str, position: int) -> int | None:
 
 
 def portions(text: str, size: int = PORTION) -> Iterator[str]:
-    """``text`` in parts of about ``size`` characters (1 or more): encoded one by one they give the
-    same ids."""
+    """``text`` in parts of about ``size`` characters (1 or more). Encoded one by one, they give
+    the same ids."""
     start = 0
     while len(text) - start > size:
         cut = _next_cut(text, start + size)
@@ -47,10 +46,10 @@ def portions(text: str, size: int = PORTION) -> Iterator[str]:
 
 
 def fewest_tokens(text: str, spellings: Collection[str], *, complete: bool = False) -> int:
-    """How many tokens ``text`` has at least, where a token is spelled by the characters it covers.
+    """A lower bound on the tokens of ``text``, if a token's spelling is the text that it covers.
 
-    0 where a character is no token, and so may be dropped; unless ``complete`` says that such
-    characters have tokens too. 20 ms for 50,000 spellings.
+    0 if a character is in no token, and so may be dropped; unless ``complete`` says that such
+    characters have tokens too. Takes 20 ms for 50,000 spellings.
     """
     characters = set(text)
     if not complete and characters.difference(spellings):
@@ -76,9 +75,9 @@ def run_library(backend: Any, text: str, add_special_tokens: bool = False) -> li
 
 
 class PortionEncoder:
-    """Encodes with a ``tokenizers.Tokenizer`` of byte-level words.
+    """Encodes with a byte-level ``tokenizers.Tokenizer``.
 
-    ``spellings``: of its tokens in the byte alphabet, which ``to_bytes`` writes.
+    ``spellings``: of its tokens, in the byte alphabet to which ``to_bytes`` translates.
     """
 
     def __init__(self, backend: Any, spellings: Collection[str], to_bytes: dict[int, str]) -> None:

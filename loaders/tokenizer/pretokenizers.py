@@ -1,9 +1,9 @@
-r"""How byte-level BPE models split a text into words: the table behind ``tokenizer.ggml.pre``.
+r"""How byte-level BPE models split a text into words: the table for ``tokenizer.ggml.pre``.
 
-A GGUF file stores the name of the split, not the split itself, and a wrong one gives a silently
-worse model. Every entry is a list of regular expressions applied one after the other: what an
-expression matches becomes a word, and so does what lies between two matches; the next expression
-then splits those words further. The expressions are those of the models' own tokenizer.json files.
+A GGUF file stores only the name of the split, and a wrong split silently makes a model worse. Each
+entry is a list of regular expressions, applied in turn: matches become words, and so does the text
+between matches; the next expression splits those words further. The expressions are those of the
+models' tokenizer.json files.
 
 Sources: llama.cpp's ``llama-vocab.cpp`` (which name means which model) and the models' files.
 """
@@ -23,7 +23,7 @@ _QWEN35 = (
     rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
     rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"
 )
-# A word is capitals, then small letters; scripts without case count as either.
+# A word is upper-case letters, then lower-case ones; scripts without case count as either.
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _REST_SLASH = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
@@ -42,7 +42,7 @@ _DEEPSEEK3 = (
     rf"{_PUNCTUATION}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+"
     rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}",
 )
-# The letters DeepSeek LLM joins into words: mostly those with case, listed as code points.
+# The letters that DeepSeek LLM joins into words: mostly those with case, as code points.
 _DEEPSEEK_LETTERS = (
     "41-5A 61-7A B5 C0-D6 D8-F6 F8-1BA 1BC-1BF 1C4-293 295-2AF 370-373 376 377 37B-37D 37F "
     "386 388-38A 38C 38E-3A1 3A3-3F5 3F7-481 48A-52F 531-556 10A0-10C5 13A0-13F5 13F8-13FD "
@@ -79,7 +79,7 @@ _SEED = (
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """``ignore_merges``: a word that is a token is that token, whatever its merges say."""
+    """``ignore_merges``: a word that is a token becomes that token, whatever the merges say."""
 
     patterns: tuple[str, ...]
     ignore_merges: bool = False

@@ -1,9 +1,9 @@
 """A SentencePiece model file (``tokenizer.model``), read directly.
 
-The file is a protocol buffer: pieces with score and type, and how the text was prepared. A BPE
-model that leaves the text as it is (Llama 2, Mistral, Gemma) is exactly what a GGUF file stores
-under ``tokenizer.ggml.model = llama``, so it becomes that metadata; piece types even have the same
-numbers.
+The file is a protocol buffer: pieces with score and type, and the normalization. A BPE model
+without normalization (Llama 2, Mistral, Gemma) is exactly what a GGUF file stores under
+``tokenizer.ggml.model = llama``, so it is converted to that metadata; even the numbers of piece
+types are the same.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _MAX_BYTES = 64 * 1024 * 1024
 
 
 def sentencepiece_metadata(file: Path) -> dict[str, Any] | None:
-    """The model as GGUF tokenizer metadata; None for a kind of model that has no such form.
+    """The model as GGUF tokenizer metadata; None for kinds of models that cannot be converted.
 
-    Raises CheckpointError for a file that is not a SentencePiece model.
+    :raises CheckpointError: the file is not a SentencePiece model.
     """
     size = file.stat().st_size
     if size > _MAX_BYTES:
@@ -61,7 +61,7 @@ def sentencepiece_metadata(file: Path) -> dict[str, Any] | None:
 
 
 def _fields(data: Any) -> Iterator[tuple[int, Any]]:
-    """(number, value) of the fields of a message: int for varints, bytes for everything else."""
+    """(number, value) of the fields of a message: int for varints, bytes for all others."""
     position = 0
     while position < len(data):
         key, position = _varint(data, position)

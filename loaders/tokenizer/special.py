@@ -1,9 +1,9 @@
-"""Find the tokens that are recognised in raw text before any other tokenization.
+"""Finds the tokens that are recognised in raw text before any other tokenization.
 
-Control tokens (``<|im_start|>``) and user-defined tokens (Gemma's runs of newlines) are cut out of
-the text first; the rest goes to the model's own algorithm. A vocabulary may hold thousands of them
-(6,249 control tokens in Gemma 3), so one search finds the two characters a token can start with,
-and only there the possible lengths are looked up.
+Control tokens (``<|im_start|>``) and user-defined tokens (Gemma's runs of newlines) are split off
+first; the rest of the text goes to the model's own algorithm. A vocabulary may hold thousands of
+them (6,249 control tokens in Gemma 3), so one search finds the first two characters of tokens, and
+the possible lengths are only looked up there.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping, Set as AbstractSet
 
 
 class SpecialSplitter:
-    """Cuts a text at the given tokens: leftmost first, the longest at each place."""
+    """Splits a text at the given tokens: leftmost first, the longest at each position."""
 
     def __init__(self, tokens: Mapping[str, int], rstrip: AbstractSet[int] = frozenset()) -> None:
-        """``tokens``: spelling -> id; ``rstrip``: ids that swallow the white space after them."""
+        """``tokens``: spelling -> id; ``rstrip``: ids that absorb the white space after them."""
         self._tokens = {text: token_id for text, token_id in tokens.items() if text}
         self._rstrip = rstrip
         lengths: dict[str, set[int]] = {}
@@ -50,7 +50,7 @@ class SpecialSplitter:
         return list(self.pieces(text))
 
     def pieces(self, text: str) -> Iterator[str | int]:
-        """The same one by one."""
+        """The pieces of :meth:`split`, one by one."""
         begin = 0
         for start, end, token_id in self.find(text):
             if start > begin:

@@ -1,14 +1,14 @@
-"""SentencePiece's BPE as GGUF files describe it: pieces with scores, no list of merges.
+"""SentencePiece's BPE as described by GGUF files: pieces with scores, no list of merges.
 
-Start from single characters; while two neighbours together are a piece, join the pair whose piece
-has the highest score (the leftmost of equals). Characters that are no piece become ``<0xNN>`` byte
-tokens. A space is written ``▁``.
+Start from single characters. While two neighbours together are a piece, join the pair whose piece
+has the highest score (the leftmost of equals). Characters that are not pieces become ``<0xNN>``
+byte tokens. A space is written ``▁``.
 
-A vocabulary of 262,144 pieces needs nothing but one dictionary this way (30 ms), where the
-equivalent list of merges for a general BPE has half a million entries and takes seconds to make.
+This way a vocabulary of 262,144 pieces needs only one dictionary (30 ms); the equivalent list of
+merges for a general BPE has half a million entries and takes seconds to build.
 
 Texts are cut before each run of ``▁`` that follows another character, which is exact as long as no
-piece has such a place inside, and the ids of a word are remembered: most words of a text repeat.
+piece contains such a position. The ids of words are cached, because most words of a text repeat.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from sdk.quant.tokenizer import TooManyTokens
 
 SPACE = "▁"
 
-# Words remembered per tokenizer: bounded, because the text comes from outside. 20,000 words of at
-# most 64 characters are about 5 MB.
+# Words cached per tokenizer: bounded, because text is untrusted. 20,000 words of at most 64
+# characters take about 5 MB.
 _MAX_WORDS = 20_000
 _MAX_WORD_LEN = 64
 
 
 class SpmEncoder:
-    """Score-greedy merging of one vocabulary."""
+    """Greedy merging by score with one vocabulary."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class SpmEncoder:
         byte_ids: Sequence[int | None],
         unknown_id: int | None,
     ) -> None:
-        """``pieces``: spelling -> id of what plain text may become (no control or byte tokens).
+        """``pieces``: spelling -> id of tokens for plain text (no control or byte tokens).
 
         ``scores``: by id. ``byte_ids``: the token of each byte 0..255, or None.
         """
@@ -48,7 +48,7 @@ class SpmEncoder:
         self._unknown_id = unknown_id
         self._complete = unknown_id is not None or None not in byte_ids
         self._words: dict[str, list[int]] = {}
-        # Characters after which some piece goes on with a ▁ (none in Llama's, ">" in Gemma's).
+        # Characters that some piece continues with a ▁ (none in Llama's, ">" in Gemma's).
         inside = re.findall(f"([^{SPACE}\0]){SPACE}", "\0".join(pieces))
         if inside:
             before = "[" + re.escape("".join(sorted(set(inside)))) + "]"
@@ -58,7 +58,7 @@ class SpmEncoder:
         self._word = re.compile(f"{SPACE}*[^{SPACE}]+{joined}|{SPACE}+")
 
     def encode(self, text: str, stop_after: int | None = None) -> list[int]:
-        """Token ids of ``text``, in which spaces are already written ``▁``.
+        """Token ids of ``text``, whose spaces are already written as ``▁``.
 
         :raises TooManyTokens: there are more than ``stop_after``.
         """
@@ -88,8 +88,8 @@ class SpmEncoder:
         following = list(range(1, count + 1))
         preceding = list(range(-1, count - 1))
         pieces, scores = self._pieces, self._scores
-        # (-score, left, right, length): an entry is stale once either side has changed, which
-        # shows in the length of the pair.
+        # (-score, left, right, length): an entry is stale once either side has changed, which is
+        # detected by the length of the pair.
         heap: list[tuple[float, int, int, int]] = []
         for left in range(count - 1):
             pair = parts[left] + parts[left + 1]

@@ -1,9 +1,8 @@
 """The tokenizer of a GGUF file: a vocabulary with token types, and a function that encodes text.
 
-Text is cut at control and user-defined tokens first (``special.py``); what lies between goes to the
-model's algorithm (``spm.py``, ``byte_level.py``). Behaviour follows llama.cpp, whose published test
-vectors are reproduced, with one deliberate difference: ordinary text never merges into a control or
-byte token.
+Text is first split at control and user-defined tokens (``special.py``); the rest goes to the
+model's algorithm (``spm.py``, ``byte_level.py``). The results match llama.cpp's published test
+vectors, with one deliberate difference: ordinary text never merges into a control or byte token.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Vocabulary:
 
 @dataclass(frozen=True, slots=True)
 class EncodeRules:
-    """``escape_spaces``: tokens spell a space ``▁``. ``space_prefix``: a text begins with one."""
+    """``escape_spaces``: tokens spell a space ``▁``. ``space_prefix``: texts begin with a space."""
 
     add_bos: bool = False
     add_eos_id: int | None = None
@@ -148,14 +147,14 @@ class VocabTokenizer(TextTokenizer):
         return ids
 
     def _add_bos(self, ids: list[int]) -> None:
-        """BOS in front where the model wants it, unless the text already begins with it."""
+        """Add BOS if the model expects it and the text does not begin with it."""
         bos = self.bos_token_id
         if self._rules.add_bos and bos is not None and ids[:1] != [bos]:
             ids.insert(0, bos)
 
 
 def of_kind(tokens: Sequence[str], kinds: bytes, kind: int) -> list[tuple[int, str]]:
-    """(id, spelling) of the tokens of one type; bytes.find skips the other 250,000 quickly."""
+    """(id, spelling) of the tokens of one type; bytes.find quickly skips the other 250,000."""
     found = []
     index = kinds.find(kind)
     while index >= 0:

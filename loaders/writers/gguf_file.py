@@ -1,4 +1,4 @@
-"""Writes the container: metadata, the list of tensors, and their bytes copied from parts.
+"""Writes a GGUF container: metadata, the list of tensors, and their bytes from parts.
 
 Integers are u32 (i32 where one is negative, u64 where it is larger) and floats f32, which is what
 every key llama.cpp reads expects. Source: ggml's docs/gguf.md, version 3.
@@ -27,7 +27,7 @@ _TYPE_IDS = {kind.name: number for number, kind in GGUF_TYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class GgufEntry:
-    """A tensor: ``shape`` as torch has it, ``type`` by name, its bytes in parts, one by one."""
+    """A tensor: ``shape`` in torch's order, the name of its ``type``, its bytes in parts."""
 
     name: str
     shape: tuple[int, ...]
@@ -40,7 +40,7 @@ class GgufEntry:
 
 
 def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Sequence[GgufEntry]) -> None:
-    """A GGUF file, little-endian, version 3.
+    """Write a GGUF file, little-endian, version 3.
 
     :raises QuantizationError: a value that metadata cannot hold.
     :raises OSError: it cannot be written.
@@ -90,4 +90,7 @@ def _typed(key: str, value: Any) -> bytes:
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         head = struct.pack("<IIQ", _ARRAY, _STRING, len(value))
         return head + b"".join(map(_string, value))
-    raise QuantizationError(f"{key}: a {type(value).__name__} cannot be written as metadata")
+    raise QuantizationError(
+        f"{key}: expected a number, a text or a list of them, found {type(value).__name__}, which "
+        "GGUF metadata cannot hold"
+    )

@@ -1,4 +1,4 @@
-"""The metadata of a GGUF file from the config of a Hugging Face model: gguf_config's inverse."""
+"""Makes the metadata of a GGUF file from a Hugging Face config: the inverse of gguf_config."""
 
 from __future__ import annotations
 
@@ -9,15 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sdk.loaders.gguf_config import MODEL_TYPES
 from sdk.loaders.model_shapes import num_experts
+from sdk.models.architecture import Architecture, GgufRules, architecture, architectures
 from sdk.quant.errors import UnsupportedError
 
-#: Hugging Face model_type -> architecture.
-ARCHITECTURES = {theirs: name for name, theirs in MODEL_TYPES.items()} | {
-    "mistral": "llama",
-    "mixtral": "llama",
-}
 _REQUIRED = {
     "num_hidden_layers": "block_count",
     "max_position_embeddings": "context_length",
@@ -28,31 +23,27 @@ _REQUIRED = {
     "head_dim": "attention.key_length",
     "vocab_size": "vocab_size",
 }
-_GRANITE = {
-    "attention_multiplier": "attention.scale",
-    "embedding_multiplier": "embedding_scale",
-    "residual_multiplier": "residual_scale",
-    "logits_scaling": "logit_scale",
-}
 
 
-def architecture_of(config: Mapping[str, Any], source: str) -> str:
-    """:raises UnsupportedError: GGUF files of this model are not written."""
-    name = ARCHITECTURES.get(config["model_type"])
-    if name is None:
+def architecture_of(config: Mapping[str, Any], source: str) -> tuple[Architecture, GgufRules]:
+    """:raises UnsupportedError: the model cannot be written as a GGUF file."""
+    found = architecture(config["model_type"])
+    if found is None or found.gguf is None:
+        supported = ", ".join(own.model_type for own in architectures() if own.gguf is not None)
         raise UnsupportedError(
-            f"{source}: {config['model_type']} models are not written as GGUF files; those that "
-            f"are: {', '.join(ARCHITECTURES)}"
+            f"{source}: models of type {config['model_type']} cannot be written as GGUF files; "
+            f"expected one of {supported}"
         )
-    return name
+    return found, found.gguf
 
 
 def model_metadata(config: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Everything but the tokenizer.
+    """Everything except the tokenizer.
 
-    :raises UnsupportedError: the model has what a GGUF file cannot say.
+    :raises UnsupportedError: the model has something that a GGUF file cannot express.
     """
-    name = architecture_of(config, source)
+    own, rules = architecture_of(config, source)
+    name = rules.name
     given = dict(config)
     heads = given["num_attention_heads"]
     if given.get("num_key_value_heads") is None:
@@ -62,40 +53,31 @@ def model_metadata(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     facts: dict[str, Any] = {theirs: int(given[ours]) for ours, theirs in _REQUIRED.items()}
     facts["attention.value_length"] = facts["attention.key_length"]
     facts["attention.layer_norm_rms_epsilon"] = float(given["rms_norm_eps"])
-    facts |= _rope(given, name, source) | _experts(given, name, source)
+    facts |= _rope(given, name, source) | _experts(given, own)
     if given.get("sliding_window") and given.get("use_sliding_window", True):
         facts["attention.sliding_window"] = int(given["sliding_window"])
     for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
         if given.get(cap):
             facts[cap] = float(given[cap])
-    if name == "granite":
-        facts |= {theirs: float(given[ours]) for ours, theirs in _GRANITE.items()}
+    if rules.write is not None:
+        facts |= rules.write(given, source)
     metadata: dict[str, Any] = {"general.architecture": name, "general.quantization_version": 2}
     return metadata | {f"{name}.{key}": value for key, value in facts.items()}
 
 
-def _experts(config: Mapping[str, Any], name: str, source: str) -> dict[str, Any]:
-    """What a mixture adds. llama.cpp takes its weights to sum to 1, and every layer to be one."""
-    count = num_experts(config)
-    if not count:
+def _experts(config: Mapping[str, Any], own: Architecture) -> dict[str, Any]:
+    """The keys of a mixture of experts; none for other models."""
+    if own.config.expert_width is None:
         return {}
-    dense = config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1
-    if name == "qwen3moe" and (dense or not config.get("norm_topk_prob")):
-        raise UnsupportedError(
-            f"{source}: {config['model_type']} is written as a GGUF file only with norm_topk_prob "
-            "and experts in every layer: the file cannot say otherwise"
-        )
     return {
-        "expert_count": count,
+        "expert_count": num_experts(config) or 0,
         "expert_used_count": int(config["num_experts_per_tok"]),
-        "expert_feed_forward_length": int(
-            config.get("moe_intermediate_size") or config["intermediate_size"]
-        ),
+        "expert_feed_forward_length": int(config[own.config.expert_width]),
     }
 
 
 def _parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary settings of the layers that see everything, in transformers' two spellings."""
+    """The rotary settings of the layers that do not slide, of transformers 4 or 5."""
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if isinstance(found.get("full_attention"), Mapping):
         found = found["full_attention"]
@@ -139,7 +121,8 @@ def _rope(config: Mapping[str, Any], name: str, source: str) -> dict[str, Any]:
             "rope.scaling.attn_factor": float(given.get("attention_factor") or found),
         }
     raise UnsupportedError(
-        f"{source}: {name} with rope_type {kind!r} is not written as a GGUF file"
+        f"{source}: rope_type: expected default, linear, llama3, longrope or yarn for a GGUF file "
+        f"of {name}, found {kind!r}"
     )
 
 
@@ -150,7 +133,7 @@ def _original_context(config: Mapping[str, Any], given: Mapping[str, Any]) -> in
 
 
 def rope_factors(config: Mapping[str, Any]) -> dict[str, NDArray[np.float32]]:
-    """What every frequency is divided by, by the names of the tensors; empty for most models."""
+    """The divisors of the frequencies, by tensor names; empty for most models."""
     given = _parameters(config)
     kind = given.get("rope_type") or given.get("type")
     if kind == "llama3":
@@ -166,7 +149,7 @@ def rope_factors(config: Mapping[str, Any]) -> dict[str, NDArray[np.float32]]:
 
 
 def _llama3_factors(config: Mapping[str, Any], given: Mapping[str, Any]) -> NDArray[np.float32]:
-    """Long waves are stretched by ``factor``, short ones stay, between them it is blended."""
+    """Long waves are stretched by ``factor``, short ones kept, those between interpolated."""
     width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     low, high = float(given["low_freq_factor"]), float(given["high_freq_factor"])
     original, factor = float(given["original_max_position_embeddings"]), float(given["factor"])

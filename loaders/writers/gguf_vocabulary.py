@@ -1,9 +1,9 @@
-"""The tokenizer of a folder as GGUF metadata: vocabulary, merges, the name of the split, template.
+"""The tokenizer of a folder as GGUF metadata: vocabulary, merges, pre-tokenizer name, template.
 
 ``tokenizer.json`` says how text is split into words by regular expressions; a GGUF file names a
 known split instead, so the name is looked up in the table that readers use
 (:mod:`sdk.loaders.tokenizer.pretokenizers`). A split without a name cannot be written: a file with
-another one would be a silently worse model.
+another one would silently be a worse model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sdk.quant.errors import CheckpointError, UnsupportedError
 from sdk.quant.tokenizer import Tokenizer
 
 _PREFIX = "tokenizer.ggml."
-#: What ``ByteLevel`` splits by when it is asked to.
+#: The pattern that ``ByteLevel`` splits by with ``use_regex``.
 _BYTE_LEVEL = PRE_TOKENIZERS["gpt-2"].patterns[0]
 
 
@@ -32,11 +32,11 @@ def vocabulary_metadata(folder: Path, tokenizer: Tokenizer, vocab_size: int) -> 
     """Everything under ``tokenizer.``; padded with unused tokens to ``vocab_size``.
 
     :raises CheckpointError: the folder has no tokenizer, or a damaged one.
-    :raises UnsupportedError: a kind of tokenizer that GGUF files have no name for.
+    :raises UnsupportedError: a tokenizer that GGUF files cannot express.
     """
     path = folder_file(folder, "tokenizer.json")
     if path is None:
-        raise CheckpointError(f"{folder}: no tokenizer.json, which a GGUF file is made with")
+        raise CheckpointError(f"{folder}: no tokenizer.json in the folder; a GGUF file needs one")
     whole = read_json(path, MAX_TOKENIZER_BYTES, max_digits=TOKENIZER_DIGITS)
     model = whole.get("model")
     if not isinstance(model, Mapping) or model.get("type") != "BPE":
@@ -88,12 +88,12 @@ def _split_name(whole: Mapping[str, Any], ignore_merges: bool, path: Path) -> st
         if known.patterns == patterns and known.ignore_merges == ignore_merges:
             return name
     raise UnsupportedError(
-        f"{path}: its way to split text into words has no name in GGUF files: {patterns}"
+        f"{path}: expected a pre-tokenizer that GGUF files have a name for, found {patterns}"
     )
 
 
 def _patterns(step: Any) -> tuple[str, ...]:
-    """The regular expressions a pre-tokenizer applies one after the other."""
+    """The regular expressions that a pre-tokenizer applies, in order."""
     if not isinstance(step, Mapping):
         return ()
     kind = step.get("type")
@@ -112,7 +112,7 @@ def _patterns(step: Any) -> tuple[str, ...]:
 def _sentencepiece(
     folder: Path, tokens: list[str], kinds: list[int], merges: list[tuple[str, str]]
 ) -> dict[str, Any]:
-    """A SentencePiece BPE: pieces merge by falling score, which is what the order of merges is."""
+    """A SentencePiece BPE merges pieces by descending score, which gives the order of merges."""
     for i, text in enumerate(tokens):
         if kinds[i] == NORMAL and len(text) == 6 and text[:3] == "<0x" and text[5] == ">":
             kinds[i] = BYTE
@@ -132,7 +132,7 @@ def _sentencepiece(
 
 
 def _adds_space(whole: Mapping[str, Any]) -> bool:
-    """Whether a text gets a space in front before it is cut."""
+    """Whether a space is put in front of a text before it is split."""
     steps = [whole.get("normalizer") or {}, whole.get("pre_tokenizer") or {}]
     steps += [part for step in steps for part in step.get("normalizers", ())]
     spaced = any(step.get("type") == "Prepend" for step in steps)
@@ -143,7 +143,7 @@ def _adds_space(whole: Mapping[str, Any]) -> bool:
 
 
 def _facts(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Special ids, whether a text begins with one, and the template."""
+    """Special ids, whether a text begins with the BOS token, and the template."""
     file = folder_file(folder, "tokenizer_config.json")
     config = (
         {} if file is None else read_json(file, MAX_TOKENIZER_BYTES, max_digits=TOKENIZER_DIGITS)

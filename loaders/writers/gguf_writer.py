@@ -1,8 +1,8 @@
-"""A quantized model as a GGUF file: llama.cpp's names and values out of Hugging Face's.
+"""Writes a quantized model as a GGUF file: Hugging Face's names and values become llama.cpp's.
 
-What :mod:`sdk.loaders.gguf_checkpoint` undoes is done here: rows of q and k of llama and granite
-are interleaved (whole rows, so after they were packed), Gemma's norms are stored plus 1, and the
-experts of a layer, which come one by one, are one tensor.
+This is the inverse of :mod:`sdk.loaders.gguf_checkpoint`: rows of q and k are interleaved where the
+architecture says so (whole rows, so after packing), norms stored minus 1 get 1 added, and the
+experts of a layer, which arrive one by one, become one tensor.
 """
 
 from __future__ import annotations
@@ -17,11 +17,7 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.layouts import Blocks, Dense, Layout
-from sdk.loaders.gguf_checkpoint import (
-    INTERLEAVED,
-    NORMS_PLUS_ONE,
-    GgufCheckpoint,
-)
+from sdk.loaders.gguf_checkpoint import GgufCheckpoint
 from sdk.loaders.gguf_names import expert_of, gguf_name
 from sdk.loaders.writers.gguf_file import GgufEntry, write_gguf
 from sdk.loaders.writers.gguf_metadata import architecture_of, model_metadata, rope_factors
@@ -35,9 +31,9 @@ from sdk.quant.quantize import to_blocks
 from sdk.quant.scheme import Scheme
 from sdk.quant.weight import Weight
 
-#: Rows of the embedding worked on at a time: 65 MB in float32 at 2048 columns.
+#: Rows of the embedding that are packed at a time: 65 MB in float32 at 2048 columns.
 _ROWS = 8192
-#: In a part's names, before the number of an expert.
+#: Precedes the number of an expert in the names of a part.
 _EXPERT = "#"
 
 
@@ -50,14 +46,14 @@ class GgufWriter:
     def __init__(self, source: Checkpoint, scheme: Scheme) -> None:
         self._scheme = scheme
         self._config = source.config
-        self._architecture = architecture_of(source.config, str(source.path))
+        self._architecture, self._rules = architecture_of(source.config, str(source.path))
         self._metadata = _metadata(source)
         self._metadata["general.file_type"] = FILE_TYPES[scheme.mixture].number
         self._rope = rope_factors(source.config)
         self._path = source.path
 
     def kind(self, name: str, columns: int) -> str:
-        """The block type of a matrix of a layer, ``"f16"`` where no block divides its rows."""
+        """The block type of a layer's matrix; ``"f16"`` if no block divides its rows."""
         theirs = self._name(expert_of(name)[0]).split(".")
         config = self._config
         kv_heads = config.get("num_key_value_heads") or config["num_attention_heads"]
@@ -71,16 +67,16 @@ class GgufWriter:
         )
 
     def matrix(self, name: str, weight: Layout | Permuted) -> tuple[dict[str, Tensor], str]:
-        """The bytes of a matrix, and its type and shape as a note."""
+        """The bytes of a matrix, with its type and shape as a note."""
         if isinstance(weight, Blocks):
             return self._encoded(name, weight.data, weight.type, weight.shape)
         assert isinstance(weight, Dense)
-        rows = weight.values.contiguous().view(torch.uint8)  # gpt-oss keeps its experts turned
+        rows = weight.values.contiguous().view(torch.uint8)  # a view of transposed experts
         return self._encoded(name, rows, "f16", weight.shape)
 
     def plain(self, name: str, tensor: Tensor) -> tuple[dict[str, Tensor], str]:
         """A norm or a bias, in float32."""
-        if self._architecture in NORMS_PLUS_ONE and name.endswith("norm.weight"):
+        if self._architecture.tensors.norms_minus_one and name.endswith("norm.weight"):
             tensor = tensor + 1.0
         rows = tensor.to(torch.float32).reshape(-1, 1).contiguous().view(torch.uint8)
         return self._encoded(name, rows, "f32", tuple(tensor.shape))
@@ -88,7 +84,7 @@ class GgufWriter:
     def whole(
         self, name: str, weight: Weight, gram: Tensor | None = None
     ) -> tuple[dict[str, Tensor], str]:
-        """The embedding or the head, packed; errors weighed by the diagonal of ``gram``."""
+        """The embedding or the head, packed; the diagonal of ``gram`` weights errors."""
         tied = bool(self._config.get("tie_word_embeddings"))
         part = "output" if tied or name == "lm_head" else "token_embd"
         rows, columns = weight.shape
@@ -126,10 +122,10 @@ class GgufWriter:
     # -- inside --------------------------------------------------------------------------------
 
     def _name(self, name: str) -> str:
-        found = gguf_name(self._architecture, name)
+        found = gguf_name(self._rules, name)
         if found is None:
             raise UnsupportedError(
-                f"{self._path}: {name}: GGUF files of {self._architecture} have no such tensor"
+                f"{self._path}: {name}: GGUF files of {self._rules.name} have no such tensor"
             )
         return found
 
@@ -138,7 +134,7 @@ class GgufWriter:
     ) -> tuple[dict[str, Tensor], str]:
         """``rows`` uint8 ``[N, bytes of a row]``, in llama.cpp's order."""
         stem = name.removesuffix(".bias")
-        if self._architecture in INTERLEAVED and stem.endswith(("q_proj", "k_proj")):
+        if self._rules.interleaved_qk and stem.endswith(("q_proj", "k_proj")):
             key = "num_attention_heads" if stem.endswith("q_proj") else "num_key_value_heads"
             heads = self._config[key]
             split = rows.numpy().reshape(heads, 2, len(rows) // heads // 2, -1)
@@ -155,12 +151,12 @@ def _note(kind: str, shape: tuple[int, ...]) -> str:
 
 
 def _metadata(source: Checkpoint) -> dict[str, Any]:
-    """Of a GGUF file, what it says; of a folder, made from its config and tokenizer."""
+    """The metadata of a GGUF file, or those made from a folder's config and tokenizer."""
     if isinstance(source, GgufCheckpoint):
         split = ("split.no", "split.count", "split.tensors.count", "general.alignment")
         return {key: value for key, value in source.metadata.items() if key not in split}
     if source.tokenizer is None:
-        raise CheckpointError(f"{source.path}: no tokenizer, which a GGUF file is made with")
+        raise CheckpointError(f"{source.path}: no tokenizer in the folder; a GGUF file needs one")
     found = model_metadata(source.config, str(source.path))
     found["general.name"] = source.path.resolve().name
     vocabulary = vocabulary_metadata(source.path, source.tokenizer, source.config["vocab_size"])

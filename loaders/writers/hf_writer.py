@@ -1,4 +1,4 @@
-"""A quantized model as a folder that transformers, vLLM and this package read."""
+"""Writes a quantized model as a folder that transformers, vLLM and this package can read."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import Any
 from torch import Tensor
 
 from sdk.kernels.layouts import Dense, Layout
+from sdk.loaders.expert_names import first_spelling
 from sdk.loaders.folder_file import folder_file
-from sdk.loaders.hf_experts import first_spelling
 from sdk.loaders.hf_folder import MAX_CONFIG
 from sdk.loaders.json_file import read_json
 from sdk.loaders.model_shapes import num_experts
 from sdk.loaders.writers import integer_layers
 from sdk.loaders.writers.parts import join_parts
+from sdk.models.architecture import architecture
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.errors import UnsupportedError
 from sdk.quant.permuted import Permuted
@@ -26,7 +27,7 @@ from sdk.quant.scheme import MATTERING, Scheme
 from sdk.quant.spec import QuantSpec
 from sdk.quant.weight import PackedWeight, Weight
 
-#: What a folder holds besides weights and config, copied as it is.
+#: Files besides weights and config, which are copied unchanged.
 _BESIDE = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
@@ -37,37 +38,39 @@ _BESIDE = (
 class HfWriter:
     """See :class:`sdk.quantizing.job.Writer`.
 
-    :raises UnsupportedError: the source is no folder of a plain language model.
+    :raises UnsupportedError: the source is not a folder of a plain language model.
     """
 
     def __init__(self, source: Checkpoint, scheme: Scheme) -> None:
         if source.format != "safetensors":
             raise UnsupportedError(
-                f"{source.path}: {scheme.text} is written as a folder, for which config and "
-                "tokenizer of the original folder are needed; a GGUF file becomes another GGUF file"
+                f"{source.path}: {scheme.text} is written as a folder, which needs config and "
+                "tokenizer of the original folder; a GGUF file can only become another GGUF file"
             )
         self._folder = source.path
         self._config = read_json(source.path / "config.json", MAX_CONFIG)
         if "text_config" in self._config:
             raise UnsupportedError(
-                f"{source.path}: the text part of a multimodal model is not written as a folder"
+                f"{source.path}: writing the text part of a multimodal model as a folder is not "
+                "supported"
             )
         self._scheme = scheme
         self._encode, self._settings = _encoding(scheme)
-        # transformers finds Mixtral's packed experts only under their first names, gptqmodel only
-        # under the later ones
-        first = self._config.get("model_type") == "mixtral"
+        # transformers finds packed experts of some models only under their first names, gptqmodel
+        # only under the later ones
+        own = architecture(self._config.get("model_type"))
+        first = own is not None and own.tensors.block_sparse_moe
         self._first_names = first and scheme.container == "compressed-tensors"
         if num_experts(self._config) and "ignore" in self._settings:
             self._settings["ignore"].append(_ROUTERS)
 
     def matrix(self, name: str, weight: Layout | Permuted) -> tuple[dict[str, Tensor], str]:
-        """The tensors of a quantized layer, by their names in the file, and a note (none)."""
+        """The tensors of a quantized layer by their names in the file, and an empty note."""
         name, found = self._spelled(name), self._encode(weight)
         return {name + ending: tensor for ending, tensor in found.items()}, ""
 
     def plain(self, name: str, tensor: Tensor) -> tuple[dict[str, Tensor], str]:
-        """A norm or a bias, in float32; a router as it is."""
+        """A norm or a bias in float32; a router unchanged."""
         return {self._spelled(name): tensor}, ""
 
     def _spelled(self, name: str) -> str:
@@ -76,8 +79,8 @@ class HfWriter:
     def whole(
         self, name: str, weight: Weight, gram: Tensor | None = None
     ) -> tuple[dict[str, Tensor], str]:
-        """The embedding or the head: packed if the scheme says so, else as it is, or in float16
-        where it was packed in the source. ``gram``: of the inputs it is rounded for, by GPTQ."""
+        """The embedding or the head: packed if the scheme says so, else unchanged, or float16 if
+        the source has it packed. ``gram``: of the inputs that GPTQ quantizes it for."""
         if self._scheme.head is not None:
             return self.matrix(name, quantize_rows(name, weight, self._scheme.head, gram))
         layout = weight.layout if isinstance(weight, PackedWeight) else None
@@ -85,7 +88,7 @@ class HfWriter:
         return {f"{name}.weight": values}, ""
 
     def finish(self, parts: Sequence[Path], out: Path) -> None:
-        """The folder ``out``, which does not exist yet."""
+        """Write the folder ``out``, which must not exist yet."""
         out.mkdir()
         join_parts(parts, out)
         config = {key: value for key, value in self._config.items() if key != "quantization_config"}
@@ -95,17 +98,17 @@ class HfWriter:
 
 
 def copy_beside(source: Path, out: Path) -> None:
-    """Tokenizer, template and licence of the folder ``source`` into ``out``."""
+    """Copy tokenizer, template and licence from the folder ``source`` to ``out``."""
     for name in _BESIDE:
         file = folder_file(source, name)
         if file is not None:
             shutil.copyfile(file, out / name)
 
 
-#: How matrices with more bits, and the embedding and the head, are called in a config.
+#: Patterns of a config for the matrices with more bits, and for the embedding and the head.
 _MORE = [f"re:.*{name}$" for name in MATTERING]
 _ENDS = ["re:.*embed_tokens", "re:.*lm_head"]
-#: What chooses experts, which stays plain.
+#: Routers stay plain.
 _ROUTERS = "re:.*[.](gate|router)$"
 _Encode = Callable[["Layout | Permuted"], dict[str, Tensor]]
 
@@ -147,7 +150,7 @@ def _encoding(scheme: Scheme) -> tuple[_Encode, dict[str, Any]]:
 
 
 def _integers(spec: QuantSpec) -> dict[str, Any]:
-    """compressed-tensors' words for integers."""
+    """Integers in compressed-tensors' terms."""
     found = {"num_bits": spec.bits, "type": "int", "symmetric": spec.symmetric, "dynamic": False}
     if spec.group is None:
         return {**found, "strategy": "channel"}

@@ -1,6 +1,6 @@
-"""A packed layer as the tensors GPTQ, AWQ, HQQ and compressed-tensors store: the readers' inverse.
+"""Packed layers as tensors of GPTQ, AWQ, HQQ and compressed-tensors: the inverse of the readers.
 
-See ``loaders/formats`` for what each tensor means. Codes are bit streams along K in memory as in
+``loaders/formats`` explains each tensor. Codes are bit streams along K in memory as in
 GPTQ and compressed-tensors, so that writing them is a view, or a transposition, of words.
 """
 
@@ -16,15 +16,15 @@ from sdk.loaders.formats.bit_streams import packed_matrix, unpacked
 from sdk.quant.errors import QuantizationError
 from sdk.quant.permuted import Permuted
 
-#: Which of eight neighbouring outputs each nibble of an AWQ word holds.
+#: The output, of eight neighbouring ones, in each nibble of an AWQ word.
 _AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
-#: HQQ: what a packing is called and how many codes a word has.
+#: HQQ: the name of a packing and the codes per word.
 _HQQ_PACKINGS = {8: ("8bit_u8", 1), 4: ("4bit_u8", 2), 2: ("2bit_u8", 4), 3: ("3bit_32", 10)}
-_LOST = "columns of this layer lie in another order, which the format cannot say"
+_LOST = "expected columns in their original order: the format cannot store another one"
 
 
 def gptq_tensors(weight: Layout | Permuted) -> dict[str, Tensor]:
-    """``.qweight``, ``.qzeros``, ``.scales`` and ``.g_idx``, zero points as the second version."""
+    """``.qweight``, ``.qzeros``, ``.scales`` and ``.g_idx``, zero points as in its version 2."""
     order = None
     if isinstance(weight, Permuted):
         order = weight.order.long()
@@ -49,13 +49,14 @@ def gptq_tensors(weight: Layout | Permuted) -> dict[str, Tensor]:
 def awq_tensors(weight: Layout | Permuted) -> dict[str, Tensor]:
     """``.qweight``, ``.qzeros`` and ``.scales`` of the order called gemm.
 
-    :raises QuantizationError: the outputs are no multiple of 8, or not 4 bits.
+    :raises QuantizationError: not 4 bits, or a number of outputs that is not a multiple of 8.
     """
     layout = _affine(weight)
     rows, columns = layout.shape
     if rows % 8 or layout.bits != 4:
         raise QuantizationError(
-            f"AWQ needs 4 bits and outputs in eights, found {layout.bits} bits and {rows} outputs"
+            f"AWQ: expected 4 bits and a multiple of 8 outputs, found {layout.bits} bits and "
+            f"{rows} outputs"
         )
     codes = unpacked(layout.codes.numpy(), 4, columns)
     return {
@@ -66,7 +67,7 @@ def awq_tensors(weight: Layout | Permuted) -> dict[str, Tensor]:
 
 
 def hqq_tensors(weight: Layout | Permuted) -> dict[str, Tensor]:
-    """HQQ's own: ``.W_q`` with ``.scale``, ``.zero`` and what they mean, groups along axis 1."""
+    """HQQ: ``.W_q`` with ``.scale``, ``.zero`` and their parameters, groups along axis 1."""
     assert isinstance(weight, Affine)
     rows, columns = weight.shape
     if weight.minus is None:  # the embedding

@@ -1,4 +1,4 @@
-"""Tensors into safetensors files: one part at a time while a model is made, then joined.
+"""Writes tensors as safetensors files: one part at a time during a job, then joined.
 
 A part is a sound safetensors file. It appears under its name when it is complete, so that whoever
 finds it may rely on it.
@@ -22,19 +22,19 @@ from torch import Tensor
 from sdk.loaders.safetensors_reader import SafetensorsFiles
 from sdk.quant.errors import CheckpointError
 
-#: Bytes of one file of a folder, as other writers have it.
+#: Bytes of one file of a folder, as in other writers.
 MAX_SHARD = 5 * 10**9
 _TYPES = {
     torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.uint8: "U8",
     torch.int8: "I8", torch.int32: "I32", torch.int64: "I64", torch.float8_e4m3fn: "F8_E4M3",
 }  # fmt: skip
-#: Data begin at a multiple of this.
+#: Data begin at multiples of this.
 _ALIGNMENT = 8
 
 
 @dataclass(frozen=True, slots=True)
 class PartTensor:
-    """Where a tensor of a part lies: ``begin`` and ``end`` count from the start of the file."""
+    """A tensor of a part; ``begin`` and ``end`` are offsets in the file."""
 
     name: str
     type: str
@@ -49,7 +49,7 @@ class PartTensor:
 
 
 def write_part(path: Path, tensors: Mapping[str, Tensor], notes: Mapping[str, str]) -> None:
-    """A safetensors file of ``tensors`` with ``notes`` as its metadata.
+    """Write a safetensors file of ``tensors`` with ``notes`` as its metadata.
 
     :raises OSError: it cannot be written.
     """
@@ -70,9 +70,9 @@ def write_part(path: Path, tensors: Mapping[str, Tensor], notes: Mapping[str, st
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that appears as ``path`` once it is whole and on the disk; else nothing is left of it.
+    """A file that appears as ``path`` only when it is complete and on disk; else it is removed.
 
-    A link that lies there is replaced, not followed.
+    A link at ``path`` is replaced, not followed.
 
     :raises OSError: it cannot be written.
     """
@@ -97,7 +97,7 @@ def _header(described: Mapping[str, Any]) -> bytes:
 
 
 def read_parts(paths: Sequence[Path]) -> tuple[list[PartTensor], dict[str, str]]:
-    """The tensors of all parts in their order, and all their notes.
+    """The tensors of all parts, in order, and all their notes.
 
     :raises CheckpointError: a part is damaged.
     """
@@ -113,7 +113,7 @@ def read_parts(paths: Sequence[Path]) -> tuple[list[PartTensor], dict[str, str]]
 
 
 def copy_data(tensor: PartTensor, out: BinaryIO) -> None:
-    """The bytes of a tensor into an open file.
+    """Copy the bytes of a tensor into an open file.
 
     :raises CheckpointError: the part ends before them.
     """
@@ -124,14 +124,15 @@ def copy_data(tensor: PartTensor, out: BinaryIO) -> None:
             chunk = source.read(min(left, 1 << 22))
             if not chunk:
                 raise CheckpointError(
-                    f"{tensor.path}: {tensor.name}: {left} bytes of it are missing: the file is cut"
+                    f"{tensor.path}: {tensor.name}: the last {left} bytes are missing: the file is "
+                    "truncated"
                 )
             out.write(chunk)
             left -= len(chunk)
 
 
 def join_parts(paths: Sequence[Path], folder: Path, max_shard: int = MAX_SHARD) -> None:
-    """``model.safetensors``, or numbered files of up to ``max_shard`` bytes and their index."""
+    """Write ``model.safetensors``, or numbered files of up to ``max_shard`` bytes with an index."""
     tensors, _ = read_parts(paths)
     shards: list[list[PartTensor]] = [[]]
     size = 0
@@ -171,7 +172,7 @@ def _write_shard(path: Path, tensors: Sequence[PartTensor]) -> None:
 
 
 def free_space(folder: Path) -> int:
-    """Bytes that may still be written to where ``folder`` is or will be."""
+    """Free bytes of the disk where ``folder`` is or will be."""
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free

@@ -1,12 +1,12 @@
-"""AWQ: columns that meet large inputs are stretched before they are rounded.
+"""AWQ: columns with large inputs are scaled up before rounding.
 
 Lin et al., "AWQ: Activation-aware Weight Quantization" (2023). Multiplying column k of a weight by
-``s[k]`` and dividing its input by the same changes nothing but the rounding: stretched columns keep
-more. ``s`` is a power of the mean size of the input over a power of the mean size of the weight;
-the exponent is searched. Then the ends of each group's range are clipped as far as that pays.
+``s[k]`` and dividing its input by the same changes only the rounding: scaled-up columns are more
+precise. ``s`` is a power of the input's mean size over a power of the weight's mean size; the
+exponent is searched. Then each group's range is clipped as long as that reduces the error.
 
-Errors are measured at the output, ``tr(D G D^T)`` for a change ``D`` of the weight and the Gram
-matrix ``G`` of its inputs: the exact mean over the calibration text without running it again.
+Errors are measured at the output: ``tr(D G D^T)`` for a change ``D`` of the weight and the Gram
+matrix ``G`` of its inputs. That is the exact mean over the calibration text without rerunning it.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from sdk.quant.methods.integers import (
 from sdk.quant.spec import QuantSpec
 
 _EXPONENTS = [i / 20 for i in range(20)]
-#: Ranges tried when ends are clipped, as parts of the whole one.
+#: Clipped ranges to try, as fractions of the whole range.
 _CLIPS = [1 - i / 20 for i in range(11)]
-#: Rows of a matrix that decide on the exponent: more change it by less than a step of the search.
+#: Rows that determine the exponent: more rows change it by less than a step of the search.
 _SAMPLE = 512
 
 
 def stretch(
     weight: Tensor, inputs: InputStatistics, spec: QuantSpec, of: Tensor | None = None
 ) -> Tensor:
-    """The best ``s``, float32 ``[K]``, for ``weight`` float32 ``[N, K]``.
+    """The best ``s``, float32 ``[K]``, for ``weight``, float32 ``[N, K]``.
 
-    ``of`` int64 ``[K]``: columns with the same number there must have the same ``s``, because one
-    row before makes all of them (query heads that share a value head).
+    ``of``, int64 ``[K]``: columns with the same number get the same ``s``, because one row of the
+    previous matrix produces all of them (query heads that share a value head).
     """
     gram = inputs.gram
     rows = weight[:: -(-weight.shape[0] // _SAMPLE)]
@@ -68,9 +68,9 @@ def _rounded(weight: Tensor, spec: QuantSpec) -> Tensor:
 
 
 def clip_and_round(weight: Tensor, gram: Tensor, spec: QuantSpec) -> Affine:
-    """``weight`` float32 ``[N, K]`` to the nearest steps of ranges that suit the inputs.
+    """``weight``, float32 ``[N, K]``, rounded to nearest in the ranges with the least output error.
 
-    A group's error is taken by itself, without what it has in common with other groups.
+    Each group's error is measured alone, without its correlation with other groups.
     """
     rows, columns = weight.shape
     group = group_of(spec, columns)

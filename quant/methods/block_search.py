@@ -1,8 +1,8 @@
-"""Steps for groups of values, by trying a few widths and least squares: what block formats share.
+"""The search for scales and offsets shared by GGUF block formats.
 
-For each width of the grid that is tried, the codes that come out give the scale (and the offset) by
-weighted least squares, and the best is kept. Errors are weighed by how much a value is likely to
-matter: by its size, and by the mean square of its input where that is known.
+A few grid widths are tried. The codes of each give a scale (and an offset) by weighted least
+squares, and the best is kept. Errors are weighted by how much a value is likely to matter: by its
+size and, if known, by the mean square of its input.
 
 Source of the search: ggml-quants.c (make_qkx2_quants, make_qx_quants, quantize_row_iq4_nl_impl).
 All arrays are float32 ``[B, G, g]``: blocks, groups of a block, values of a group.
@@ -16,27 +16,27 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-#: float32 and uint8; numpy's stubs do not keep either through arithmetic with constants.
+#: float32 and uint8; numpy's stubs lose both types in arithmetic with constants.
 Floats = NDArray[Any]
 Bytes = NDArray[Any]
 
-#: Widths of the grid tried, in codes more or less than all of them.
+#: Grid widths to try, in codes more or less than the full number.
 _LINE_WIDTHS = np.arange(-1.0, 1.01, 0.1, dtype=np.float32)
 _SIGNED_WIDTHS = np.arange(-0.9, 0.91, 0.1, dtype=np.float32)
-#: The same for a table of levels, in units of its levels.
+#: The same for a table of levels, in units of the levels.
 _LEVEL_WIDTHS = np.arange(-14.0, 7.1, 1.75, dtype=np.float32)
 
 
 def reciprocal(d: Floats) -> Floats:
-    """``1 / d``, and 0 where ``d`` is."""
+    """``1 / d``, and 0 where ``d`` is 0."""
     found: Floats = np.divide(np.float32(1), d, out=np.zeros_like(d), where=d != 0)
     return found
 
 
 def importance(groups: Floats, inputs: Floats | None) -> Floats:
-    """Weights of the errors; ``inputs`` holds the mean square of every value's input, if known.
+    """Error weights; ``inputs`` holds the mean square of each value's input, if known.
 
-    Squares of the values, which llama.cpp takes for Q3_K and Q6_K, leave 5 and 2 % more error.
+    Squares of the values, which llama.cpp uses for Q3_K and Q6_K, leave 5 and 2 % more error.
     """
     if inputs is not None:
         mean = np.square(groups).mean((1, 2), keepdims=True)
@@ -46,14 +46,15 @@ def importance(groups: Floats, inputs: Floats | None) -> Floats:
 
 
 def _positive(weights: Floats) -> Floats:
-    """No sum of weights may be 0."""
+    """The weights plus a tiny number, so that no sum of them is 0."""
     found: Floats = weights + np.float32(1e-30)
     return found
 
 
 def best_scale(x: Floats, w: Floats, top: int) -> Floats:
-    """The scale ``[B, G]`` of codes from ``-top`` to ``top - 1``; its sign puts the largest value
-    on the lowest code."""
+    """The scale ``[B, G]`` of codes from ``-top`` to ``top - 1``.
+
+    Its sign puts the value of largest magnitude on the lowest code."""
     inverse = -reciprocal(_extreme(x))
 
     def levels(width: np.float32) -> Floats:
@@ -64,8 +65,9 @@ def best_scale(x: Floats, w: Floats, top: int) -> Floats:
 
 
 def best_table_scale(x: Floats, w: Floats, table: Floats) -> Floats:
-    """The scale ``[B, G]`` of levels that a rising ``table`` lists, of which the first is the
-    largest; its sign puts the largest value there."""
+    """The scale ``[B, G]`` of the levels in a rising ``table`` whose first has largest magnitude.
+
+    Its sign puts the value of largest magnitude on that level."""
     inverse = reciprocal(_extreme(x))
 
     def levels(width: np.float32) -> Floats:
@@ -81,14 +83,14 @@ def nearest(values: Floats, table: Floats) -> Bytes:
 
 
 def _extreme(x: Floats) -> Floats:
-    """The largest value of each group with its sign, ``[B, G, 1]``."""
+    """The value of largest magnitude in each group, with its sign, ``[B, G, 1]``."""
     at = np.abs(x).argmax(2, keepdims=True)
     found: Floats = np.take_along_axis(x, at, 2)
     return found
 
 
 def _best(x: Floats, w: Floats, levels: Callable[[np.float32], Floats], widths: Floats) -> Floats:
-    """The least squares scale of that width whose levels fit best."""
+    """The least-squares scale for the width whose levels fit best."""
     scale = np.zeros((*x.shape[:2], 1), np.float32)
     best = np.full_like(scale, -1)
     for width in widths:
@@ -105,14 +107,14 @@ def _best(x: Floats, w: Floats, levels: Callable[[np.float32], Floats], widths: 
 
 
 def best_line(x: Floats, w: Floats, top: int, *, below: bool = True) -> tuple[Floats, Floats]:
-    """Scale and offset ``[B, G]`` of codes from 0 to ``top``; ``below``: no offset above 0."""
+    """Scale and offset ``[B, G]`` of codes from 0 to ``top``; with ``below``, offsets are <= 0."""
     low = x.min(2, keepdims=True)
     if below:
         low = np.minimum(low, 0)
     span = x.max(2, keepdims=True) - low
     per_unit = reciprocal(span)
     w_sum, w_x = w.sum(2, keepdims=True), (w * x).sum(2, keepdims=True)
-    scale, least = span / np.float32(top), low  # all there is to say of a constant
+    scale, least = span / np.float32(top), low  # the result for constant groups
     codes = np.rint((x - low) * (per_unit * top))
     off = codes * scale + least - x
     best = (w * off * off).sum(2, keepdims=True)
@@ -130,7 +132,7 @@ def best_line(x: Floats, w: Floats, top: int, *, below: bool = True) -> tuple[Fl
 def _line(
     x: Floats, w: Floats, codes: Floats, w_sum: Floats, w_x: Floats, below: bool
 ) -> tuple[Floats, Floats]:
-    """The weighted line through ``(codes, x)``."""
+    """The weighted least-squares line through ``(codes, x)``."""
     weighted = w * codes
     w_l = weighted.sum(2, keepdims=True)
     w_ll = (weighted * codes).sum(2, keepdims=True)

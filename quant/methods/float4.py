@@ -1,10 +1,10 @@
 """4-bit floats (e2m1) with small scales: MXFP4 and NVFP4.
 
-MXFP4 gives 32 values a power of two, ``2^(floor(log2(amax)) - 2)``, so that the largest lies
-between 4 and 8 (6 is the end of the range: what is above is cut). Source: OCP Microscaling Formats
-1.0, 6.3. NVFP4 gives 16 values an 8-bit float near ``amax / 6``, and the matrix one float32 that
-brings those into its range. Here that one is a power of two, which costs nothing and whose inverse,
-which is what files store, is exact.
+In MXFP4, 32 values share a power of two, ``2^(floor(log2(amax)) - 2)``, so that the largest lies
+between 4 and 8 (the range ends at 6: larger values are clipped). Source: OCP Microscaling Formats
+1.0, 6.3. In NVFP4, 16 values share an 8-bit float near ``amax / 6``, and the matrix has one float32
+that brings those scales into range. Here it is a power of two: no loss, and its inverse, which is
+what files store, is exact.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from sdk.kernels.reference.decode import pack_codes
 
 _MX_GROUP, _NV_GROUP = 32, 16
 _LARGEST_CODE, _LARGEST_SCALE = 6.0, 448.0
-#: Half way between neighbouring magnitudes; on one, the even code is nearer.
+#: Midpoints between neighbouring magnitudes; ties go to the even code.
 _BETWEEN = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
 
 
 def mxfp4(weight: Tensor) -> Affine:
-    """``weight`` float32 ``[N, K]``, K a multiple of 32."""
+    """``weight``, float32 ``[N, K]``, in MXFP4. K must be a multiple of 32."""
     scale, codes = mxfp4_groups(weight.reshape(weight.shape[0], -1, _MX_GROUP))
     return _layout(weight, codes, scale, _MX_GROUP, "mxfp4")
 
 
 def mxfp4_groups(groups: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales e8m0 ``[N, G]`` and codes uint8 of the shape of ``groups``, float32 ``[N, G, 32]``."""
+    """Scales e8m0 ``[N, G]`` and codes uint8 ``[N, G, 32]`` of groups, float32 ``[N, G, 32]``."""
     _, exponent = torch.frexp(groups.abs().amax(2))  # amax = m * 2^exponent with m in [0.5, 1)
     biased = (exponent - 3 + 127).clamp_(0, 254).to(torch.uint8)
     scale = biased.view(torch.float8_e8m0fnu)
@@ -36,7 +36,7 @@ def mxfp4_groups(groups: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def nvfp4(weight: Tensor) -> Affine:
-    """``weight`` float32 ``[N, K]``, K a multiple of 16."""
+    """``weight``, float32 ``[N, K]``, in NVFP4. K must be a multiple of 16."""
     rows, columns = weight.shape
     groups = weight.reshape(rows, -1, _NV_GROUP)
     largest = groups.abs().amax(2)
@@ -63,7 +63,7 @@ def nvfp4(weight: Tensor) -> Affine:
 
 
 def _codes(groups: Tensor, scale: Tensor) -> Tensor:
-    """Grouped values to the nearest codes, ties to even, uint8 of the same shape."""
+    """The nearest codes of grouped values, ties to even, uint8 of the same shape."""
     inverse = torch.where(scale > 0, 1 / scale, 0.0).unsqueeze(2)
     scaled = groups * inverse
     size = scaled.abs()

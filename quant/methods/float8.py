@@ -1,8 +1,8 @@
 """8-bit floats: e4m3 with a float32 scale per tensor, output channel or block of 128 x 128.
 
-The largest magnitude that shares a scale becomes 448, the largest e4m3; a cast of what lies above
-would give NaN, so values are clamped first. No data is needed: activations are rounded the same
-way, token by token, when a file that asks for it runs.
+The largest magnitude under a scale becomes 448, the largest e4m3 value. Values are clamped before
+the cast, which would turn larger ones into NaN. No calibration is needed: files that ask for
+quantized activations have them quantized the same way, token by token, at run time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ _BLOCK = 128
 
 
 def to_float8(weight: Tensor, share: str) -> Float8:
-    """``weight`` float32 ``[N, K]``; ``share`` is ``"tensor"``, ``"channel"`` or ``"block"``."""
+    """``weight``, float32 ``[N, K]``, in e4m3 with a scale per ``share``.
+
+    ``share`` is ``"tensor"``, ``"channel"`` or ``"block"``."""
     rows, columns = weight.shape
     block = {
         "tensor": (rows, columns),

@@ -1,9 +1,9 @@
 """GGUF blocks of 32 values with one scale: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL; and MXFP4.
 
-Without data all but IQ4_NL are closed forms, byte for byte as ggml makes them. ``d`` is a float16
-in the file, yet codes are chosen by its float32 value. Q4_0 and Q5_0 put the value of largest
-magnitude, with its sign, on the lowest code, whose range is one step longer. Where the inputs are
-known, and for IQ4_NL always, steps are searched for.
+Without data all except IQ4_NL are closed forms, byte for byte as in ggml. ``d`` is stored as
+float16, but codes are chosen by its float32 value. Q4_0 and Q5_0 put the value of largest
+magnitude, with its sign, on the lowest code, because the range is one step longer on that side. If
+statistics of the inputs are known, and always for IQ4_NL, steps are searched for.
 
 Source: ggml-quants.c, ``quantize_row_*_ref``.
 """
@@ -31,18 +31,18 @@ from sdk.quant.methods.block_search import (
 )
 from sdk.quant.methods.float4 import mxfp4_groups
 
-#: Values quantized at a time, so that what lies between fits the caches.
+#: Values quantized at a time, so that temporaries fit the caches.
 _CHUNK = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
 class BlockSteps:
-    """Where the levels of blocks lie: a value is ``scale * level + offset`` of its group.
+    """Scales of blocks: a value is ``scale * level + offset`` of its group.
 
-    ``stored`` float32 ``[B, 1 or 2]``: what the file holds as float16; ``small`` uint8 ``[B, n]``:
-    its small integer scales, of formats that have some. ``scale``, ``offset`` ``[B, G]`` are what
-    both of them say. ``table``: the levels by code; None where the code is the level, up to
-    ``top``.
+    ``stored``, float32 ``[B, 1 or 2]``: the fields that the file holds as float16. ``small``, uint8
+    ``[B, n]``: the small integer scales, in formats that have them. ``scale`` and ``offset``
+    ``[B, G]`` are computed from both. ``table``: the level of each code; None if the code, up to
+    ``top``, is the level.
     """
 
     stored: Floats
@@ -63,11 +63,12 @@ class BlockSteps:
 
 
 def one_scale_blocks(weight: Tensor, kind: str, mean_square: Tensor | None = None) -> Blocks:
-    """``weight`` float32 ``[N, K]`` in blocks of ``kind``.
+    """``weight``, float32 ``[N, K]``, in blocks of type ``kind``.
 
-    ``mean_square`` float32 ``[K]`` of the inputs, by which errors are weighed, if known.
+    ``mean_square`` of the inputs, float32 ``[K]``, weights the errors, if known.
 
-    :raises QuantizationError: K is not a multiple of the block, or ``kind`` is none of these.
+    :raises QuantizationError: K is not a multiple of the block size, or ``kind`` is not one of
+        this module's types.
     """
     check_kind(kind, (*ONE_SCALE, "mxfp4"))
     inputs = None if mean_square is None else mean_square.numpy()
@@ -86,7 +87,7 @@ def one_scale_blocks(weight: Tensor, kind: str, mean_square: Tensor | None = Non
 
 
 def one_scale_steps(x: Floats, kind: str, inputs: Floats | None) -> BlockSteps:
-    """Steps of blocks ``x [B, 32]``; ``inputs`` of the same shape."""
+    """Steps for blocks ``x [B, 32]``; ``inputs`` has the same shape."""
     groups = x[:, None]
     w = importance(groups, inputs)
     none = np.zeros((len(x), 0), np.uint8)
@@ -114,7 +115,7 @@ def pack_one_scale(kind: str, stored: Floats, codes: Bytes) -> Bytes:
 
 
 def check_kind(kind: str, known: tuple[str, ...]) -> None:
-    """:raises QuantizationError: ``kind`` is none of the ``known``."""
+    """:raises QuantizationError: ``kind`` is not in ``known``."""
     if kind not in known:
         raise QuantizationError(f"expected one of {', '.join(known)}, found {kind!r}")
 
@@ -125,10 +126,10 @@ def in_blocks(
     make: Callable[[Floats, Floats | None], Bytes],
     inputs: Floats | None = None,
 ) -> Tensor:
-    """The bytes of all rows; ``make`` turns values ``[B, elements]``, and what belongs to them of
-    ``inputs [K]``, into ``[B, nbytes]``.
+    """The bytes of all rows. ``make`` turns values ``[B, elements]`` and the ``inputs [K]`` that
+    belong to them into bytes ``[B, nbytes]``.
 
-    :raises QuantizationError: K is not a multiple of the block.
+    :raises QuantizationError: K is not a multiple of the block size.
     """
     values, own = block_values(weight, kind, inputs)
     data = np.empty((len(values), BLOCK_TYPES[kind].nbytes), np.uint8)
@@ -140,33 +141,33 @@ def in_blocks(
 
 
 def block_values(weight: Tensor, kind: str, inputs: Floats | None) -> tuple[Floats, Floats | None]:
-    """Values ``[B, elements]`` and inputs by the blocks of a row.
+    """Values, and inputs if known, as blocks ``[B, elements]``.
 
-    :raises QuantizationError: K is not a multiple of the block.
+    :raises QuantizationError: K is not a multiple of the block size.
     """
     columns, elements = weight.shape[1], BLOCK_TYPES[kind].elements
     if columns % elements:
         raise QuantizationError(
-            f"{kind} needs rows of a multiple of {elements} values, found {columns}"
+            f"{kind} needs rows whose length is a multiple of {elements}, found {columns}"
         )
     values = np.ascontiguousarray(weight.numpy(), np.float32).reshape(-1, elements)
     return values, None if inputs is None else inputs.reshape(-1, elements)
 
 
 def half(values: Floats) -> Floats:
-    """Rounded to float16, in which ``d`` is stored."""
+    """Values rounded to float16, the type in which ``d`` is stored."""
     limit = np.float32(65504)
     found: Floats = values.clip(-limit, limit).astype(np.float16).astype(np.float32)
     return found
 
 
 def halves(values: Floats) -> Bytes:
-    """Float32 ``[B, n]`` as float16: its bytes, ``[B, 2 n]``."""
+    """The bytes ``[B, 2 n]`` of values float32 ``[B, n]`` as float16."""
     return values.astype("<f2").view(np.uint8).reshape(len(values), -1)
 
 
 def nibbles(codes: Bytes) -> Bytes:
-    """Codes ``[B, 32]`` below 16: the first 16 are low nibbles, the others high ones."""
+    """Codes ``[B, 32]`` below 16, packed: the first 16 are low nibbles, the others high ones."""
     middle = codes.shape[1] // 2
     joined: Bytes = codes[:, :middle] | (codes[:, middle:] << 4)
     return joined
@@ -190,12 +191,12 @@ def _from_least(x: Floats, bits: int) -> tuple[Floats, Bytes]:
 def _signed_bytes(x: Floats) -> tuple[Floats, Bytes]:
     d = np.abs(x).max(1, keepdims=True) / np.float32(127)
     scaled = x * reciprocal(d)
-    away = np.trunc(np.abs(scaled) + np.float32(0.5))  # halves go away from zero, as roundf's do
+    away = np.trunc(np.abs(scaled) + np.float32(0.5))  # halves round away from zero, as in roundf
     return d, np.copysign(away, scaled).astype(np.int8).view(np.uint8)
 
 
 def _mxfp4(x: Floats) -> Bytes:
-    """Scale and codes as float4.py chooses them."""
+    """The same scales and codes as float4.py."""
     scale, codes = mxfp4_groups(torch.from_numpy(x).unsqueeze(1))
     return np.concatenate((scale.view(torch.uint8).numpy(), nibbles(codes[:, 0].numpy())), 1)
 

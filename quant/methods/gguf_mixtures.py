@@ -1,9 +1,9 @@
-"""Which type each tensor of a GGUF file gets: the mixtures behind names like ``q4_k_m``.
+"""The type of each tensor of a GGUF file: the mixtures behind names like ``q4_k_m``.
 
-A mixture spends more bits where they decide most: on the head, on the values and on the outputs of
-the MLP. ``file_type`` is only the label in the metadata. Source: llama.cpp's
-``llama_tensor_get_type`` (src/llama-quant.cpp), for dense models; of its types for mixtures of
-experts only ``mxfp4_moe`` is here: experts in MXFP4, everything else in Q8_0.
+A mixture spends more bits where they matter most: on the head and on value and MLP output
+projections. ``file_type`` is only the label in the metadata. Source: llama.cpp's
+``llama_tensor_get_type`` (src/llama-quant.cpp), for dense models. Of its types for mixtures of
+experts only ``mxfp4_moe`` is supported: experts in MXFP4, everything else in Q8_0.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sdk.kernels.layouts import BLOCK_TYPES
 
 @dataclass(frozen=True, slots=True)
 class FileType:
-    """``base``: the type of most matrices; ``number``: what ``general.file_type`` says."""
+    """``base``: the type of most matrices; ``number``: the value of ``general.file_type``."""
 
     base: str
     number: int
@@ -39,22 +39,22 @@ FILE_TYPES = {
     "iq4_nl": FileType("iq4_nl", 25),
     "mxfp4_moe": FileType("mxfp4", 38),
 }
-#: What rows that are no whole blocks of 256 get.
+#: Types for rows that do not divide into blocks of 256.
 _SHORT_ROWS = {"q2_k": "q4_0", "q3_k": "q4_0", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
 
 
 def tensor_type(
     mixture: str, part: str, layer: int, layers: int, columns: int, *, grouped: int = 1
 ) -> str:
-    """The block type of a matrix; ``"f16"`` where no block divides its rows.
+    """The block type of a matrix; ``"f16"`` if no block size divides its rows.
 
     Args:
         mixture: a key of ``FILE_TYPES``.
-        part: the name inside a layer as GGUF has it (``attn_v``, ``ffn_up_exps``), or ``output``
-            for the head, and for embeddings that are the head too; ``token_embd`` for others.
-        layer: which of ``layers``.
-        columns: of a row.
-        grouped: query heads that share a key head.
+        part: GGUF's name inside a layer (``attn_v``, ``ffn_up_exps``); ``output`` for the head and
+            for an embedding tied to it; ``token_embd`` for any other embedding.
+        layer: the layer's index among ``layers``.
+        columns: number of columns of the matrix.
+        grouped: number of query heads that share a key head.
     """
     if mixture == "mxfp4_moe":
         kind = "mxfp4" if part.endswith("_exps") else "q8_0"
@@ -90,5 +90,5 @@ def _wanted(mixture: str, part: str, layer: int, layers: int, grouped: int) -> s
 
 
 def _deserves_more(layer: int, layers: int) -> bool:
-    """The first and the last eighth of the layers, and every third between."""
+    """Whether a layer is in the first or last eighth, or every third one in between."""
     return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2

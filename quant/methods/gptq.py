@@ -1,14 +1,14 @@
-"""GPTQ: the error of each column is made up for by the columns that are not rounded yet.
+"""GPTQ: columns that are not rounded yet compensate for each column's rounding error.
 
-Frantar et al., "GPTQ" (2022). ``gram`` is ``sum x x^T`` over the inputs of the layer; with U the
-upper Cholesky factor of its inverse, rounding column i by ``e`` changes the columns behind it by
-``-e / U[i, i] * U[i, i:]``, which is what least squares would do. Columns are visited by falling
-``gram[i, i]`` ("act-order"): those that matter most while all others can still make up for them.
+Frantar et al., "GPTQ" (2022). ``gram`` is ``sum x x^T`` over the inputs of the layer. With U the
+upper Cholesky factor of its inverse, an error ``e`` in column i changes the columns after it by
+``-e / U[i, i] * U[i, i:]``, the least-squares solution. Columns are visited by falling
+``gram[i, i]`` ("act-order"): the most important ones while all others can still compensate.
 
-Steps span the part of a group's range that suits its columns best, each weighed by ``gram[i, i]``.
-With ``static`` groups they come from the original weights, so that a group stays a run of
-columns and any kernel reads it. Without, groups are formed in the order of visiting: somewhat
-better at few bits, but the columns must be stored (and multiplied) in that order.
+Each group's range is narrowed to the part with the least error, columns weighted by ``gram[i, i]``.
+With ``static`` groups, steps come from the original weights, so that a group stays a run of columns
+that any kernel can read. Without, groups are formed in the order of visiting: somewhat better at
+few bits, but the columns must be stored (and multiplied) in that order.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ from sdk.quant.permuted import Permuted
 from sdk.quant.spec import QuantSpec
 
 _BLOCK = 128
-#: Weights whose steps are searched for at a time.
+#: Number of weights whose steps are searched for at a time.
 _CHUNK = 1 << 18
-#: Ranges tried, as parts of the whole one.
+#: Ranges to try, as fractions of the whole range.
 _SHRINKS = [1 - i / 50 for i in range(20)]
 _DAMPING = 0.01
-#: How far the damping may grow where the Gram matrix is not positive definite.
+#: The largest damping to try if the Gram matrix is not positive definite.
 _MOST_DAMPING = 10.0
 
 
 def gptq(
     weight: Tensor, gram: Tensor, spec: QuantSpec, *, static: bool = True
 ) -> Affine | Permuted:
-    """``weight`` float32 ``[N, K]``, ``gram`` float32 ``[K, K]``; the columns visited by weight.
+    """``weight``, float32 ``[N, K]``, quantized with the Gram matrix ``gram``, float32 ``[K, K]``.
 
-    :raises QuantizationError: ``spec`` is not of integers, or ``gram`` cannot be factored.
+    :raises QuantizationError: ``spec`` is not an integer type, or ``gram`` cannot be factored.
     """
     columns = weight.shape[1]
     group = group_of(spec, columns)
@@ -72,7 +72,7 @@ def gptq(
 
 
 def gptq_rows(parts: Iterable[Tensor], gram: Tensor, spec: QuantSpec) -> Affine:
-    """:func:`gptq` with static groups of a matrix that comes some rows at a time."""
+    """:func:`gptq` with static groups, for a matrix that is given some rows at a time."""
     check_integers(spec)
     visit = _Visit(gram)
     codes: list[Tensor] = []
@@ -90,11 +90,11 @@ def gptq_rows(parts: Iterable[Tensor], gram: Tensor, spec: QuantSpec) -> Affine:
 
 
 def gptq_blocks(weight: Tensor, gram: Tensor, kind: str) -> Blocks:
-    """``weight`` float32 ``[N, K]`` in GGUF blocks, which any reader of these files reads.
+    """``weight``, float32 ``[N, K]``, in standard GGUF blocks.
 
-    The steps of a block are those of the original weights, errors weighed by the diagonal.
+    The steps of a block come from the original weights, with errors weighted by the diagonal.
 
-    :raises QuantizationError: K is no multiple of the block, or ``gram`` cannot be factored.
+    :raises QuantizationError: K is not a multiple of the block, or ``gram`` cannot be factored.
     """
     visit = _Visit(gram)
     steps = _block_steps(visit.alive(weight), kind, gram.diagonal())
@@ -115,7 +115,7 @@ def gptq_blocks(weight: Tensor, gram: Tensor, kind: str) -> Blocks:
 
 
 def _block_steps(weight: Tensor, kind: str, diagonal: Tensor) -> BlockSteps:
-    """Of all blocks, found some rows at a time."""
+    """The steps of all blocks, computed some rows at a time."""
     find = one_scale_steps if kind in ONE_SCALE else k_steps
     parts = []
     for part in torch.split(weight, max(_CHUNK // weight.shape[1], 1)):
@@ -130,10 +130,9 @@ def _block_steps(weight: Tensor, kind: str, diagonal: Tensor) -> BlockSteps:
 
 
 def _suited(groups: Tensor, spec: QuantSpec, matters: Tensor) -> Steps:
-    """Steps of groups ``[N, G, g]`` whose columns matter as ``[G, g]`` says.
+    """Steps for groups ``[N, G, g]`` with column weights ``matters [G, g]``.
 
-    Over the whole range of each group the divergence of SmolLM2 at 4 bits was 0.090, with the best
-    part of it 0.069.
+    SmolLM2's divergence at 4 bits is 0.090 with each group's whole range, 0.069 with its best part.
     """
     return narrower_steps(groups, spec, _SHRINKS, lambda off: off.square_().mul_(matters).sum(2))
 
@@ -155,19 +154,20 @@ def _factor(gram: Tensor, dead: Tensor, order: Tensor) -> Tensor:
                 return found[0]
         step *= 2
         damping *= 2
-    raise QuantizationError("the inputs of the layer are not finite, or all of them are zero")
+    raise QuantizationError("the layer's calibration inputs are not finite, or all of them are 0")
 
 
 class _Grid(Protocol):
-    """Where the levels of each column visited lie."""
+    """The levels to which each visited column is rounded."""
 
     def nearest(self, column: int, ahead: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes and values float32 ``[N]`` for the first row of ``ahead [columns left, N]``."""
+        """Codes and values, float32 ``[N]``, for the first row of ``ahead [columns left, N]``."""
 
 
 class _Lines:
-    """Levels ``scale * code + offset`` known beforehand, ``[N, G]``; ``of[i]`` is the group of the
-    i-th column visited."""
+    """Levels ``scale * code + offset``, both ``[N, G]`` and known beforehand.
+
+    ``of[i]`` is the group of the i-th visited column."""
 
     def __init__(self, scale: Tensor, offset: Tensor, of: Tensor, top: int) -> None:
         self._scale, self._offset = scale.t().contiguous(), offset.t().contiguous()
@@ -183,7 +183,7 @@ class _Lines:
 
 
 class _Levels:
-    """Levels ``scale * table[code]`` known beforehand, ``[N, G]``; the table rises."""
+    """Levels ``scale * table[code]``, with ``scale [N, G]`` known beforehand and a rising table."""
 
     def __init__(self, scale: Tensor, table: Tensor, of: Tensor) -> None:
         self._scale = scale.t().contiguous()
@@ -193,14 +193,14 @@ class _Levels:
 
     def nearest(self, column: int, ahead: Tensor) -> tuple[Tensor, Tensor]:
         group = self._of[column]
-        # numpy: torch.bucketize splits a column over threads, who wait where a core is busy
+        # numpy: torch.bucketize splits a column over threads, which wait when a core is busy
         found = np.searchsorted(self._between, (ahead[0] * self._inverse[group]).numpy())
         code = torch.from_numpy(found)
         return code, self._table[code].mul_(self._scale[group])
 
 
 class _Fitted:
-    """Steps fitted where a group begins, to its columns as the errors before have left them."""
+    """Steps fitted at the start of each group, to columns that already contain earlier errors."""
 
     def __init__(self, spec: QuantSpec, group: int, matters: Tensor) -> None:
         self.spec, self.group, self.matters = spec, group, matters
@@ -223,7 +223,7 @@ class _Fitted:
 
 
 class _Visit:
-    """The columns in the order of visiting, and how their errors spread.
+    """The columns in the order of visiting, and how their errors are passed on.
 
     :raises QuantizationError: ``gram`` cannot be factored.
     """
@@ -235,11 +235,11 @@ class _Visit:
         self._factor = _factor(gram, self._dead, self.order)
 
     def alive(self, weight: Tensor) -> Tensor:
-        """``weight [N, K]`` without what meets no input."""
+        """``weight [N, K]`` with 0 in columns whose input is always 0."""
         return torch.where(self._dead, 0.0, weight)
 
     def codes(self, weight: Tensor, grid: _Grid) -> Tensor:
-        """Uint8 ``[N, K]``, columns in their own order."""
+        """Codes, uint8 ``[N, K]``, with columns in their original order."""
         rows = self.alive(weight)[:, self.order].t().contiguous()
         back = torch.empty(rows.shape, dtype=torch.uint8)
         back[self.order] = _walk(rows, self._factor, grid)
@@ -247,11 +247,11 @@ class _Visit:
 
 
 def _walk(rows: Tensor, factor: Tensor, grid: _Grid) -> Tensor:
-    """Columns in the order of visiting, as rows ``[K, N]`` (changed in place), to codes uint8.
+    """Codes, uint8 ``[K, N]``, of columns in the order of visiting, stored as ``rows [K, N]``.
 
-    A block of columns is finished before its errors reach those behind it, in one product; a group
-    may begin inside a block, so that :class:`_Fitted` sees columns behind it as the block before
-    has left them.
+    ``rows`` is changed in place. A block of columns is finished before its errors reach later
+    blocks, in one product. A group may extend beyond its block; :class:`_Fitted` then sees those
+    columns without the current block's errors.
     """
     columns = rows.shape[0]
     pivots = factor.diagonal().tolist()

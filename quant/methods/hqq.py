@@ -1,11 +1,11 @@
-"""HQQ: zero points that suit most weights of a group, found without any data.
+"""HQQ: zero points that fit most weights of a group, found without data.
 
-Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models" (2023). The steps of
-a group stay as rounding to nearest has them; the zero point, a real number, is moved so that the
-error becomes small in a norm below 1, which forgives outliers. Half-quadratic splitting turns that
-into two closed forms, repeated: shrink the error ``e`` of every weight, then average the zero
-point. All of it happens in units of a step, so that the strength of the shrinking (``beta``) means
-the same whatever the size of the weights.
+Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models" (2023). A group
+keeps the steps of rounding to nearest. Its zero point, a real number, is moved to minimize the
+error in a norm below 1, which tolerates outliers. Half-quadratic splitting turns that into two
+closed forms that alternate: shrink the error ``e`` of every weight, then average the zero point.
+Everything is in units of a step, so that the strength of the shrinking (``beta``) does not depend
+on the size of the weights.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _NORM = 0.7
 _BETA = 10.0
 _BETA_GROWTH = 1.01
 _LARGEST_HALF = 65504.0
-#: Weights worked on at a time: a pass over them stays in the caches, and memory does not grow.
+#: Weights processed at a time: they stay in the caches, and memory is bounded.
 _CHUNK = 1 << 18
 
 
 def hqq(weight: Tensor, spec: QuantSpec) -> Affine:
-    """``weight`` float32 ``[N, K]``: codes, a scale and ``minus = scale * zero`` per group.
+    """``weight``, float32 ``[N, K]``, as codes with a scale and ``minus = scale * zero`` per group.
 
-    :raises QuantizationError: ``spec`` is not of integers.
+    :raises QuantizationError: ``spec`` is not an integer type.
     """
     check_integers(spec)
     rows, columns = weight.shape

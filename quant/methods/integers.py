@@ -1,10 +1,10 @@
-"""Integers in groups along K: where a group's steps lie, and rounding to them.
+"""Integers in groups along K: scales, zero points and rounding to nearest.
 
-``w ~ scale * (code - zero)``, ``code`` and ``zero`` in ``0 .. 2^bits - 1``. A symmetric grid has
-``zero = 2^(bits - 1)`` everywhere; its step spreads the largest magnitude over half the range,
-``max|w| / ((2^bits - 1) / 2)``, so that one end is cut by half a step and all others gain. Scales
-are rounded to float16 before a code is chosen, because that is what files hold: what is written is
-what was optimized. Source: the quantizer of GPTQ (Frantar et al. 2022) as AutoGPTQ has it.
+``w ~ scale * (code - zero)`` with ``code`` and ``zero`` in ``0 .. 2^bits - 1``. A symmetric grid
+has ``zero = 2^(bits - 1)`` everywhere. Its step spreads the largest magnitude over half the range,
+``max|w| / ((2^bits - 1) / 2)``: one end is clipped by half a step, and all other values gain.
+Scales are rounded to float16, the type in files, before codes are chosen, so that codes are optimal
+for the stored scales. Source: GPTQ's quantizer (Frantar et al. 2022) as in AutoGPTQ.
 """
 
 from __future__ import annotations
@@ -20,41 +20,41 @@ from sdk.kernels.reference.decode import pack_codes
 from sdk.quant.errors import QuantizationError
 from sdk.quant.spec import QuantSpec
 
-#: The smallest scale stored as a float16, where that still has 5 bits.
+#: The smallest scale stored as float16; there float16 still has 5 bits.
 _SMALLEST = 2.0**-20
 _LARGEST = 65504.0
 
-#: Weights whose range is searched at a time, which bounds the memory for it.
+#: Weights whose range is searched at a time, to bound memory.
 _CHUNK = 1 << 20
-#: Weights rounded at a time: what torch does in one thread and in its cache. Larger ones wait for
-#: its other threads in every one of a dozen operations, and have temporaries that count in a load.
+#: Weights rounded at a time: small enough that torch uses one thread and stays in its cache. Larger
+#: tensors wait for other threads in each of a dozen operations, and raise a load's peak memory.
 _ROUNDED_AT_ONCE = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """``scale`` and ``zero`` float32 ``[N, G]``, the values that will be stored."""
+    """``scale`` and ``zero``, float32 ``[N, G]``, with the values that will be stored."""
 
     scale: Tensor
     zero: Tensor
 
     def codes(self, values: Tensor, bits: int) -> Tensor:
-        """Grouped values ``[N, G, g]`` to the nearest codes, float32 of the same shape."""
+        """The nearest codes of grouped values ``[N, G, g]``, float32 of the same shape."""
         scale, zero = self.scale.unsqueeze(2), self.zero.unsqueeze(2)
         return torch.round(values / scale).add_(zero).clamp_(0, 2**bits - 1)
 
     def values(self, codes: Tensor) -> Tensor:
-        """The inverse of :meth:`codes`."""
+        """The values of codes: the inverse of :meth:`codes`."""
         return (codes - self.zero.unsqueeze(2)) * self.scale.unsqueeze(2)
 
 
 def group_of(spec: QuantSpec, columns: int) -> int:
-    """Columns that share a scale."""
+    """The number of columns that share a scale."""
     return min(spec.group or columns, columns)
 
 
 def grouped(weight: Tensor, group: int) -> Tensor:
-    """``[N, K] -> [N, G, g]``; a short last group repeats its last column, which moves no range."""
+    """``[N, K] -> [N, G, g]``; a short last group repeats its last column to keep its range."""
     short = -weight.shape[1] % group
     if short:
         weight = torch.cat((weight, weight[:, -1:].expand(-1, short)), 1)
@@ -62,7 +62,7 @@ def grouped(weight: Tensor, group: int) -> Tensor:
 
 
 def fit_steps(groups: Tensor, spec: QuantSpec) -> Steps:
-    """Steps that span every group of ``[N, G, g]`` from its smallest to its largest value."""
+    """Steps that span each group of ``[N, G, g]`` from its smallest to its largest value."""
     low, high = _range(groups)
     return _steps(low, high, spec)
 
@@ -70,9 +70,9 @@ def fit_steps(groups: Tensor, spec: QuantSpec) -> Steps:
 def narrower_steps(
     groups: Tensor, spec: QuantSpec, shrinks: Sequence[float], error: Callable[[Tensor], Tensor]
 ) -> Steps:
-    """Steps over parts of each group's range, those for which what rounding changes matters least.
+    """Steps over the part of each group's range that gives the least rounding error.
 
-    ``error`` makes ``[n, G]`` of the changes ``[n, G, g]`` of some rows.
+    ``error`` computes errors ``[n, G]`` from the changes ``[n, G, g]`` of some rows.
     """
     rows = max(_CHUNK // (groups.shape[1] * groups.shape[2]), 1)
     return joined_steps(
@@ -114,10 +114,10 @@ def _steps(low: Tensor, high: Tensor, spec: QuantSpec) -> Steps:
 
 
 def stored_scale(scale: Tensor) -> Tensor:
-    """Scales in the type that files hold them in: float16, or float32 where that cannot.
+    """Scales in the type of files: float16, or float32 if they are out of its range.
 
-    A scale too small to matter (its group is all but zero beside others) is raised to the smallest
-    that keeps some bits.
+    A scale too small to matter (its group is almost zero compared with others) is raised to the
+    smallest one that keeps some bits.
     """
     if bool((scale > _LARGEST).any()):
         return scale.to(torch.float32)
@@ -127,7 +127,7 @@ def stored_scale(scale: Tensor) -> Tensor:
 
 
 def as_affine(codes: Tensor, steps: Steps, spec: QuantSpec, columns: int) -> Affine:
-    """Codes ``[N, columns]`` (any type) and the steps of their groups as a layout."""
+    """The layout of codes ``[N, columns]`` (any type) and the steps of their groups."""
     return _as_affine(pack_codes(codes.to(torch.uint8), spec.bits), steps, spec, columns)
 
 
@@ -147,17 +147,17 @@ def _as_affine(packed: Tensor, steps: Steps, spec: QuantSpec, columns: int) -> A
 
 
 def check_integers(spec: QuantSpec) -> None:
-    """:raises QuantizationError: unless ``spec`` is of 2- to 8-bit integers."""
+    """:raises QuantizationError: ``spec`` is not a type of 2- to 8-bit integers."""
     if spec.kind != "int" or not 2 <= spec.bits <= 8:
         raise QuantizationError(f"expected integers of 2 to 8 bits, found {spec}")
 
 
 def round_to_nearest(weight: Tensor, spec: QuantSpec) -> Affine:
-    """Every value to the nearest step of its group: the baseline, and enough for 8 bits.
+    """``weight``, float32 ``[N, K]``, each value rounded to the nearest step of its group (RTN).
 
-    ``weight`` float32 ``[N, K]``.
+    This is the baseline, and good enough for 8 bits.
 
-    :raises QuantizationError: ``spec`` is not of integers.
+    :raises QuantizationError: ``spec`` is not an integer type.
     """
     shape = weight.shape[0], weight.shape[1]
     return round_rows(lambda start, end: weight[start:end], shape, spec)
@@ -166,11 +166,11 @@ def round_to_nearest(weight: Tensor, spec: QuantSpec) -> Affine:
 def round_rows(
     rows: Callable[[int, int], Tensor], shape: tuple[int, int], spec: QuantSpec
 ) -> Affine:
-    """:func:`round_to_nearest` of a matrix ``shape``; ``rows(start, end)`` makes some rows of it.
+    """:func:`round_to_nearest` of a matrix of ``shape``; ``rows(start, end)`` makes some rows.
 
-    Asked for twice: what stores the scales depends on all of them. What stays is allocated first:
-    among the float32 copies of some rows it kept glibc from joining what they gave back, and the
-    peak of one and the same load was anything from 250 to 410 MiB.
+    Rows are made twice, because the type of the scales depends on all of them. The results are
+    allocated first: between float32 copies of rows they kept glibc from merging freed memory, and
+    the peak memory of the same load varied from 250 to 410 MiB.
     """
     check_integers(spec)
     count, columns = shape
@@ -190,5 +190,5 @@ def round_rows(
 
 
 def joined_steps(parts: Sequence[Steps]) -> Steps:
-    """The steps of rows one above the other."""
+    """The steps of several parts, concatenated along the rows."""
     return Steps(torch.cat([p.scale for p in parts]), torch.cat([p.zero for p in parts]))

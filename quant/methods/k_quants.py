@@ -1,12 +1,11 @@
-"""GGUF k-quants, Q2_K to Q6_K: 256 values, a small integer scale per 16 or 32 of them.
+"""GGUF k-quants, Q2_K to Q6_K: blocks of 256 values, with a small integer scale per 16 or 32.
 
-Two kinds. With minima (Q2_K, Q4_K, Q5_K): ``w = d * sc * code - dmin * m``, ``sc`` and ``m`` of 4
-or 6 bits. Without (Q3_K, Q6_K): ``w = d * sc * code``, signed. Each group's scale and minimum are
-searched for; then they are rounded to integers, the codes chosen again, and ``d`` (and ``dmin``)
-fitted once more to the whole block.
+There are two kinds. With minima (Q2_K, Q4_K, Q5_K): ``w = d * sc * code - dmin * m``, where ``sc``
+and ``m`` have 4 or 6 bits. Without (Q3_K, Q6_K): ``w = d * sc * code``, signed. Each group's scale
+and minimum are searched for and rounded to integers. Then codes are chosen again, and ``d`` (and
+``dmin``) are fitted once more to the whole block.
 
-Sources: ggml-quants.c for the layout of the bytes; the last fit is not in it, so bytes differ from
-llama.cpp's.
+Source of the byte layout: ggml-quants.c. llama.cpp lacks the last fit, so its bytes differ.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from sdk.quant.methods.gguf_blocks import (
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """``top``: the largest code, or scale, of a kind with minima; signed ones reach ``-top``."""
+    """``top``: the largest code or scale of a kind with minima; signed kinds start at ``-top``."""
 
     group: int
     top: int
@@ -56,9 +55,11 @@ K_QUANTS = tuple(_KINDS)
 
 
 def k_blocks(weight: Tensor, kind: str, mean_square: Tensor | None = None) -> Blocks:
-    """``weight`` float32 ``[N, K]``; ``mean_square`` float32 ``[K]`` of the inputs, if known.
+    """``weight``, float32 ``[N, K]``, in k-quant blocks of type ``kind``.
 
-    :raises QuantizationError: K is not a multiple of 256, or ``kind`` is none of these.
+    ``mean_square`` of the inputs, float32 ``[K]``, weights the errors, if known.
+
+    :raises QuantizationError: K is not a multiple of 256, or ``kind`` is not a k-quant.
     """
     check_kind(kind, K_QUANTS)
     inputs = None if mean_square is None else mean_square.numpy()
@@ -71,7 +72,7 @@ def k_blocks(weight: Tensor, kind: str, mean_square: Tensor | None = None) -> Bl
 
 
 def k_steps(x: Floats, kind: str, inputs: Floats | None) -> BlockSteps:
-    """Steps of blocks ``x [B, 256]``; ``inputs`` of the same shape."""
+    """Steps for blocks ``x [B, 256]``; ``inputs`` has the same shape."""
     facts = _KINDS[kind]
     groups = x.reshape(len(x), -1, facts.group)
     w = importance(groups, inputs)
@@ -94,7 +95,7 @@ def _with_minima(x: Floats, w: Floats, kind: _Kind) -> BlockSteps:
 
 
 def _integers(values: Floats, top: int) -> tuple[Floats, Floats]:
-    """Values from 0 on ``[B, G]`` as ``d [B, 1]`` (a float16) times integers up to ``top``."""
+    """Non-negative values ``[B, G]`` as ``d [B, 1]`` (a float16) times integers up to ``top``."""
     values = np.maximum(values, 0)
     d = half(values.max(1, keepdims=True) / np.float32(top))
     return d, np.rint(values * reciprocal(d)).clip(0, top)
@@ -108,8 +109,8 @@ def _codes(x: Floats, scale: Floats, minimum: Floats, top: int) -> Floats:
 def _refit(
     x: Floats, w: Floats, a: Floats, b: Floats, d: Floats, dmin: Floats
 ) -> tuple[Floats, Floats]:
-    """``d`` and ``dmin`` that bring ``d * a + dmin * b`` nearest to ``x``; as they were where that
-    is not determined."""
+    """``d`` and ``dmin`` that bring ``d * a + dmin * b`` closest to ``x``; unchanged if that is
+    underdetermined."""
     b = np.broadcast_to(b, a.shape)
     axes = (1, 2)
     aa, bb, ab = ((w * p * q).sum(axes) for p, q in ((a, a), (b, b), (a, b)))
@@ -140,24 +141,24 @@ def _signed(x: Floats, w: Floats, kind: _Kind) -> BlockSteps:
 
 
 def _crumbs(codes: Bytes) -> Bytes:
-    """Codes ``[B, 256]`` below 4, per 128: byte l holds those of l, l + 32, l + 64 and l + 96."""
+    """Codes ``[B, 256]`` below 4, packed per 128: byte l holds codes l, l + 32, l + 64, l + 96."""
     parts = codes.reshape(-1, 2, 4, 32)
     joined = parts[:, :, 0] | parts[:, :, 1] << 2 | parts[:, :, 2] << 4 | parts[:, :, 3] << 6
     return np.ascontiguousarray(joined).reshape(-1, 64)
 
 
 def _by_64(codes: Bytes) -> Bytes:
-    """Codes ``[B, 256]`` below 16, per 64: the low nibbles of 32 bytes, then the high ones."""
+    """Codes ``[B, 256]`` below 16, packed per 64: low nibbles of 32 bytes, then the high ones."""
     return nibbles(codes.reshape(-1, 64)).reshape(-1, 128)
 
 
 def _planes(codes: Bytes) -> Bytes:
-    """Bits ``[B, 256]``: byte l holds those of l, l + 32, ..., l + 224."""
+    """Bits ``[B, 256]``, packed: byte l holds bits l, l + 32, ..., l + 224."""
     return np.packbits(codes.reshape(-1, 8, 32), axis=1, bitorder="little").reshape(-1, 32)
 
 
 def _six_bits(both: Bytes) -> Bytes:
-    """Eight scales and eight minima of 6 bits in 12 bytes."""
+    """Eight scales and eight minima of 6 bits, packed in 12 bytes."""
     sc, m = both[:, :8], both[:, 8:]
     first = sc[:, :4] | (sc[:, 4:] >> 4 << 6)
     second = m[:, :4] | (m[:, 4:] >> 4 << 6)

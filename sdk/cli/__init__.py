@@ -1,8 +1,8 @@
 """The ``embedlm`` command: one module per sub-command, each with ``add_arguments`` and ``run``.
 
-The only place of the package that prints. Answers and tables go to stdout, everything else to
-stderr. Exit codes: 0 fine, 1 something is missing (``doctor``), 2 a user error, told in one line,
-130 interrupted. A sub-command is imported when it is named (all of them for ``--help``: 0.1 s), and
+Only this subpackage prints. Answers and tables go to stdout, everything else to stderr. Exit codes:
+0 success, 1 something is missing (``doctor``), 2 a user error, reported in one line, 130
+interrupted. A sub-command is imported when it is named (all of them for ``--help``: 0.1 s), and
 imports torch only when it runs.
 """
 
@@ -22,7 +22,7 @@ from typing import TextIO
 from sdk import __version__
 from sdk.errors import SdkError
 
-#: Modules of this folder, by what their commands are called.
+#: Command -> module of this folder.
 COMMANDS = {
     "run": "run",
     "inspect": "inspect_file",
@@ -37,7 +37,7 @@ COMMANDS = {
 
 
 def build_parser(named: str = "") -> argparse.ArgumentParser:
-    """The command line of the sub-command ``named``; the whole one where there is none such."""
+    """The parser of the sub-command ``named``; of all commands if there is no such command."""
     parser = argparse.ArgumentParser(
         prog="embedlm", description="Run quantized language models inside your own process."
     )
@@ -66,25 +66,25 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # The reader of our output left (`embedlm inspect f | head`): not an error, and the
-        # interpreter must not try to flush stdout again on its way out.
+        # The reader of our output has closed it (`embedlm inspect f | head`): not an error, and the
+        # interpreter must not try to flush stdout again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
         return 130
     except (SdkError, OSError, ModuleNotFoundError) as error:
         if isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("sdk"):
-            raise  # ours is missing: a bug, and a bug needs its traceback
+            raise  # a module of ours is missing: a bug, which needs its traceback
         if args.verbose:
             traceback.print_exc()
-        if sys.stderr is not None:  # print would take None for stdout
+        if sys.stderr is not None:  # print would use stdout instead of None
             print(f"embedlm: {error}", file=sys.stderr)
         return 2
 
 
 def _joined(argv: Sequence[str]) -> list[str]:
-    """``--memory -1GiB`` as ``--memory=-1GiB``: argparse takes what begins with a dash for an
-    option, so that the value could not be refused by what is wrong with it."""
+    """Turn ``--memory -1GiB`` into ``--memory=-1GiB``: argparse takes a word that begins with a
+    dash for an option, so the value's own check would never run."""
     joined: list[str] = []
     for word in argv:
         if re.match(r"-\.?\d", word) and joined and re.fullmatch(r"--[a-z-]+", joined[-1]):
@@ -96,7 +96,7 @@ def _joined(argv: Sequence[str]) -> list[str]:
 
 @contextlib.contextmanager
 def _closed_streams_replaced() -> Iterator[None]:
-    """Inside, what is written to a stream that was closed (``2>&-``) is dropped."""
+    """Inside, text written to a closed stream (``2>&-``) is dropped."""
     with contextlib.ExitStack() as undo:
         if sys.stdout is None:
             undo.enter_context(contextlib.redirect_stdout(_nowhere(undo)))
@@ -111,7 +111,7 @@ def _nowhere(undo: contextlib.ExitStack) -> TextIO:
 
 @contextlib.contextmanager
 def _warnings_shown() -> Iterator[None]:
-    """Inside, what the library warns of goes to stderr, a line each."""
+    """Inside, the library's warnings go to stderr, one line each."""
     handler = logging.StreamHandler()
     handler.setLevel(logging.WARNING)
     handler.setFormatter(logging.Formatter("embedlm: %(message)s"))

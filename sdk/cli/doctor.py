@@ -1,6 +1,6 @@
-"""Say what runs here and how fast: device, GPU, SIMD level, native module, versions.
+"""Check what runs here and how fast: device, GPU, SIMD level, native module, versions.
 
-Exit code 0 when everything is in order, 1 when something needed is missing or the slow kernels run.
+Exit code 0 if everything is fine, 1 if something required is missing or the slow kernels run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NEEDED = ("torch", "numpy", "safetensors", "gguf", "transformers", "accelerate",
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line: what was looked at, what was found, and whether that is fine."""
+    """One line: what was checked, the result, and whether it is fine."""
 
     name: str
     text: str
@@ -34,7 +34,7 @@ class Finding:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", choices=list(CHECKS), help="look at one thing")
+    parser.add_argument("--only", choices=list(CHECKS), help="run only this check")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -54,7 +54,7 @@ def check_python() -> list[Finding]:
 
 
 def check_native() -> list[Finding]:
-    """The native CPU module: the one line a slow machine needs."""
+    """The native CPU module: without it models run about 100 times slower."""
     try:
         from sdk.kernels import cpu
     except ImportError as error:
@@ -73,14 +73,14 @@ def check_device() -> list[Finding]:
 
 
 def check_gpu() -> list[Finding]:
-    """What of a GPU can be used, and what to install where a driver is here and it cannot."""
+    """Which GPUs can be used; if a driver is loaded but none can, what to install."""
     import torch
 
     from sdk.kernels import gpu
 
     driver = gpu_driver()
     if driver is None and not torch.cuda.is_available():
-        return [Finding("gpu", "no driver of one is here; models run on the CPU")]
+        return [Finding("gpu", "no GPU driver found; models run on the CPU")]
     found = [Finding("gpu driver", driver or "not found")]
     if not torch.cuda.is_available():
         why = gpu.available("cuda")
@@ -89,7 +89,7 @@ def check_gpu() -> list[Finding]:
 
 
 def gpu_driver(proc: Path = Path("/proc"), dev: Path = Path("/dev")) -> str | None:
-    """Whose driver is loaded, and NVIDIA's version."""
+    """The vendor of the loaded driver, and NVIDIA's version."""
     if (proc / "driver/nvidia").exists():
         try:
             text = (proc / "driver/nvidia/version").read_text()
@@ -115,9 +115,9 @@ def _card(device: str) -> Finding:
 
     what += f"Triton {importlib.metadata.version('triton')}"
     if torch.version.hip is None and card.major < 8:
-        what += ", for which it has no matrix instructions: prompts take the library's products"
+        what += ", for which it has no matrix instructions: prompts use cuBLAS instead"
     if not table_path(card.name).is_file():
-        what += "; tiles are chosen by a rule until `embedlm tune` has measured them"
+        what += "; tile sizes come from a rule until `embedlm tune` has measured them"
     return Finding(device, what)
 
 

@@ -1,4 +1,4 @@
-"""The options of an engine that ``embedlm run`` and ``embedlm plan`` share, and advice in them."""
+"""The engine options that ``embedlm run`` and ``embedlm plan`` share, and advice that uses them."""
 
 from __future__ import annotations
 
@@ -7,37 +7,40 @@ import re
 from typing import Any
 
 _ARGUMENTS: dict[str, dict[str, Any]] = {
-    "memory": {"help": "hard budget for weights, KV cache and workspace: 1GiB"},
-    "max_model_len": {"type": int, "help": "tokens of the context (default: the model's own)"},
-    "max_num_batched_tokens": {"type": int, "help": "tokens of one step"},
-    "kv_cache_dtype": {"help": "float16 (default), int8, fp8, int4, k8v4 ..."},
-    "quantization": {"help": "pack float matrices at load: int4, int8 ..."},
-    "disk_offload": {"help": "weights left on the disk: 2GiB, or auto: what --memory cannot hold"},
+    "memory": {"help": "hard budget for weights, KV cache and workspace, such as 1GiB"},
+    "max_model_len": {"type": int, "help": "context length in tokens (default: the model's own)"},
+    "max_num_batched_tokens": {"type": int, "help": "the most tokens in one step"},
+    "kv_cache_dtype": {"help": "float16 (default), int8, fp8, int4, k8v4, ..."},
+    "quantization": {"help": "quantize float matrices while loading: int4, int8, ..."},
+    "disk_offload": {
+        "help": "weights to leave on the disk: a size such as 2GiB, or auto: all that --memory "
+        "cannot hold"
+    },
 }
-#: ``name=value`` of a line of advice.
+#: ``name=value`` in a line of advice.
 _KEYWORD = re.compile(r"\b([a-z_]+)=('[^']*'|\w+)")
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """``--memory`` and the others."""
+    """Add ``--memory`` and the other shared options."""
     for name, settings in _ARGUMENTS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", **settings)
 
 
 def engine_options(args: argparse.Namespace, *more: str) -> dict[str, Any]:
-    """Those that were given, and those of ``more``, as keywords of ``LLM``."""
+    """The options that were given, of these and of ``more``, as keywords of ``LLM``."""
     given = {name: getattr(args, name) for name in (*_ARGUMENTS, *more)}
     return {name: value for name, value in given.items() if value is not None}
 
 
 def as_arguments(problem: str, args: argparse.Namespace) -> str:
-    """What would help, as arguments of the command; without what it has no argument for."""
-    sums, heading, helps = problem.partition("what would help:\n")
+    """The problem with its advice as command-line arguments; drops advice that has none."""
+    breakdown, heading, helps = problem.partition("what would help:\n")
     lines = []
     for line in helps.splitlines():
         if all(name in vars(args) for name, _ in _KEYWORD.findall(line)):
             lines.append(_KEYWORD.sub(_argument, line).replace(", --", " --"))
-    return sums + heading + "\n".join(lines) if lines else sums.rstrip("\n")
+    return breakdown + heading + "\n".join(lines) if lines else breakdown.rstrip("\n")
 
 
 def _argument(found: re.Match[str]) -> str:

@@ -1,4 +1,4 @@
-"""Say what quantizing cost: divergence from a reference on the same text, bytes and speed.
+"""Measure what quantization costs: divergence from a reference on the same text, bytes and speed.
 
 Without --reference a model is compared with itself in exact arithmetic. Both are in memory at once.
 """
@@ -31,28 +31,42 @@ OPTIONS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", nargs="+", help="a .gguf file, a folder, or a hub id; or several")
+    parser.add_argument("file", nargs="+", help="one or more .gguf files, folders or hub ids")
     parser.add_argument("--reference", help="the model to compare with (default: FILE itself)")
     parser.add_argument(
         "--text",
         metavar="FILE",
-        help="what both read (default: the first 64 KiB of Python's help topics)",
+        help="the text that both read (default: the first 64 KiB of Python's help topics)",
     )
-    parser.add_argument("--windows", type=int, default=8, help="of the text, at most (default: 8)")
-    parser.add_argument("--tokens", type=int, default=512, help="of each window (default: 512)")
-    parser.add_argument("--compute", help="auto (default) or exact: no rounding of activations")
-    parser.add_argument("--kv-cache-dtype", help="auto (default), float32, float16, int8, ...")
-    parser.add_argument("--kv-policy", help="fp16>int8>int4, ...: all pages as low as they may be")
     parser.add_argument(
-        "--kv-keep", type=int, nargs=2, metavar=("FIRST", "LAST"), help="pages that stay exact"
+        "--windows", type=int, default=8, help="the most sequences of the text (default: 8)"
     )
-    parser.add_argument("--quantization", help="pack FILE while it is loaded: int4, int8, fp8, ...")
-    parser.add_argument("--memory", help="hard budget of FILE's engine: 1GiB")
+    parser.add_argument(
+        "--tokens", type=int, default=512, help="tokens per sequence (default: 512)"
+    )
+    parser.add_argument("--compute", help="auto (default), or exact: activations are not quantized")
+    parser.add_argument("--kv-cache-dtype", help="auto (default), float32, float16, int8, ...")
+    parser.add_argument(
+        "--kv-policy", help="fp16>int8>int4, ...; every page moves to its lowest tier"
+    )
+    parser.add_argument(
+        "--kv-keep",
+        type=int,
+        nargs=2,
+        metavar=("FIRST", "LAST"),
+        help="pages at both ends that stay in the first tier",
+    )
+    parser.add_argument(
+        "--quantization", help="quantize FILE while it is loaded: int4, int8, fp8, ..."
+    )
+    parser.add_argument("--memory", help="hard budget of FILE's engine, such as 1GiB")
     parser.add_argument("--num-threads", type=int, help="default: the CPUs of this process")
-    parser.add_argument("--json", metavar="FILE", help="write every number; - for stdout, no table")
+    parser.add_argument(
+        "--json", metavar="FILE", help="write all numbers; - for stdout instead of the table"
+    )
     parser.add_argument("--markdown", metavar="FILE", help="write the table")
     parser.add_argument(
-        "--plot", metavar="FILE", help="draw bytes, loss and speed; needs embedlm[bench]"
+        "--plot", metavar="FILE", help="plot bytes, loss and speed; needs embedlm[bench]"
     )
 
 
@@ -72,14 +86,14 @@ def run(args: argparse.Namespace) -> int:
     try:
         for file in args.file:
             found.append(evaluate(file, args.reference, **given))
-    finally:  # what was measured before one failed took minutes
+    finally:  # if one fails, report those before it, which took minutes
         if found:
             _tell(found, args)
     return 0
 
 
 def _tell(found: Sequence[Evaluation], args: argparse.Namespace) -> None:
-    """Print and write what was asked for."""
+    """Print and write the results as requested."""
     from sdk.evaluating.plot import write_plot
 
     data = json.dumps([one.to_dict() for one in found], indent=2)
@@ -94,15 +108,15 @@ def _tell(found: Sequence[Evaluation], args: argparse.Namespace) -> None:
 
 
 def heading(one: Evaluation) -> str:
-    """What was read, and by whom."""
+    """The text that was read, and the reference."""
     return (
-        f"{one.windows} windows of {one.tokens} tokens; perplexity of {_name(one.reference)} "
+        f"{one.windows} sequences of {one.tokens} tokens; perplexity of {_name(one.reference)} "
         f"{one.reference_perplexity:.3f}"
     )
 
 
 def cells(found: Sequence[Evaluation]) -> tuple[list[str], list[list[str]]]:
-    """Headings, and a row per model."""
+    """Headings, and one row per model."""
     head = ["model", "compute", "KV", "bits", "weights MB", "KV B/token", "KLD", "KLD p99"]
     head += ["top-1 %", "perplexity", "prompt tok/s", "decode tok/s"]
     return head, [
@@ -125,7 +139,7 @@ def cells(found: Sequence[Evaluation]) -> tuple[list[str], list[list[str]]]:
 
 
 def to_markdown(found: Sequence[Evaluation]) -> str:
-    """The table under what was read."""
+    """The heading and the table."""
     head, rows = cells(found)
     marks = ["---" if i < 3 else "---:" for i in range(len(head))]
     table = "\n".join(f"| {' | '.join(row)} |" for row in [head, marks, *rows])
@@ -133,7 +147,7 @@ def to_markdown(found: Sequence[Evaluation]) -> str:
 
 
 def placed(found: Sequence[Evaluation]) -> list[Placed]:
-    """For a picture: with the keys and values of one window."""
+    """The models for a plot, with the keys and values of one sequence."""
     from sdk.evaluating.plot import Placed
 
     return [
@@ -148,5 +162,5 @@ def placed(found: Sequence[Evaluation]) -> list[Placed]:
 
 
 def _name(model: str) -> str:
-    """Without where it lies here."""
+    """The model's name without its folder."""
     return Path(model).name or model

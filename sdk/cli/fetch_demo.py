@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gemma",
         action="store_true",
-        help="also Gemma-3-270M Q4_K_M (253 MB), which the tests use (Gemma licence)",
+        help="also fetch Gemma-3-270M Q4_K_M (253 MB), which the tests use (Gemma license)",
     )
 
 

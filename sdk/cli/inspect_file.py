@@ -1,4 +1,4 @@
-"""Say what is in a model file: architecture, formats, bits and bytes per part."""
+"""Show what is in a model file: architecture, formats, bits and bytes per part."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from sdk.quant.checkpoint import TensorEntry
     from sdk.reports.quant_report import QuantReport
 
-#: Which part of a model a tensor belongs to: the first line with a piece of its name wins. GGUF and
-#: Hugging Face names both occur, because entries carry the names of the file.
+#: The parts of a model and pieces of their tensors' names; the first match wins. Names are those of
+#: the file, so both GGUF's and Hugging Face's occur.
 PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("norms", ("norm", "layernorm")),
     ("head", ("lm_head", "output.weight")),
@@ -30,7 +30,7 @@ PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 @dataclass(slots=True)
 class PartTotals:
-    """Sums over the tensors of one part."""
+    """Totals over the tensors of one part."""
 
     tensors: int = 0
     parameters: int = 0
@@ -58,7 +58,7 @@ class PartTotals:
 
 
 def part_of(name: str) -> str:
-    """``blk.0.attn_q.weight`` -> ``attention``; ``other`` for what no part claims."""
+    """``blk.0.attn_q.weight`` -> ``attention``; ``other`` if no part matches."""
     # "output.weight" is GGUF's head, but only as a whole name: "attn_output.weight" is not.
     for part, pieces in PARTS:
         for piece in pieces:
@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", help="a .gguf file, a folder with safetensors, or a hub id")
     parser.add_argument("--tensors", action="store_true", help="list every tensor")
     parser.add_argument(
-        "--kernels", action="store_true", help="load it: the kernel of every layer, and why"
+        "--kernels", action="store_true", help="load the model: every layer's kernel, and why"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def kernels(file: str) -> QuantReport:
-    """The model is loaded with next to no room for requests, and closed again."""
+    """Load the model with very little room for requests, and close it again."""
     from sdk.llm import LLM
 
     room: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 1, "max_num_batched_tokens": 64}

@@ -1,6 +1,6 @@
-"""Say what a model would occupy, from its headers alone: nothing is loaded.
+"""Show the memory that a model would take, from its headers alone: nothing is loaded.
 
-With a budget that is too small, the sums and what would help go to stderr and the exit code is 2.
+If the budget is too small, a breakdown and advice go to stderr, and the exit code is 2.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", help="a .gguf file, a folder with safetensors, or a hub id")
     add_engine_arguments(parser)
-    parser.add_argument("--max-num-seqs", type=int, help="requests at once")
+    parser.add_argument("--max-num-seqs", type=int, help="the most concurrent requests")
     parser.add_argument(
         "--skip-tokenizer-init",
         action="store_const",
         const=True,
-        help="token ids in, token ids out: no memory for a tokenizer",
+        help="no memory for a tokenizer: prompts and answers are token ids",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -41,9 +41,9 @@ def run(args: argparse.Namespace) -> int:
     elif plan.fits:
         print(plan)
         if speed is not None:
-            said = "tokens/s expected of one stream on this machine"
+            said = "tokens/s expected for one request on this machine"
             if plan.offloaded:
-                said += f", if the disk gives {DISK_BANDWIDTH / 1e9:g} GB/s"
+                said += f", if the disk reads {DISK_BANDWIDTH / 1e9:g} GB/s"
             print(f"decoding   {speed:>10.{0 if speed >= 10 else 1}f}  {said}")
     if not plan.fits and not args.json:
         raise OutOfMemoryError(as_arguments(plan.problem, args))
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _speed(plan: MemoryPlan) -> float | None:
-    """Tokens per second from the read bandwidth measured now; None without the native module."""
+    """Tokens per second by the read bandwidth, measured now; None without the native module."""
     from sdk.kernels.cpu.probe import read_bandwidth
     from sdk.memory.resolve import threads_of
 
@@ -64,7 +64,7 @@ def _speed(plan: MemoryPlan) -> float | None:
 
 
 def to_json(plan: MemoryPlan) -> dict[str, Any]:
-    """All sizes in bytes, lengths in tokens."""
+    """The plan with sizes in bytes and lengths in tokens."""
     return {
         "budget": plan.budget,
         "weights": plan.weights,

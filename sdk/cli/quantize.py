@@ -1,7 +1,7 @@
 """Quantize a model into a folder or a .gguf file that this and other engines read.
 
-Layer by layer, with little memory. Interrupted, it keeps what is finished beside OUT, and the same
-command goes on from there.
+Works layer by layer, with little memory. If interrupted, finished layers stay in OUT.partial, and
+the same command continues from there.
 """
 
 from __future__ import annotations
@@ -13,26 +13,30 @@ from sdk.cli.text_file import read_text
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", help="a folder with safetensors, a .gguf file, or a hub id")
-    parser.add_argument("out", help="what is made: a folder, or a .gguf file; must not exist")
+    parser.add_argument("out", help="the result: a folder, or a .gguf file; must not exist")
     parser.add_argument(
         "--scheme",
-        help="gptq-w4g128 (default of a folder; -w2, -w3, -w8, s for symmetric, -act), awq, int8, "
+        help="gptq-w4g128 (default for a folder; -w2, -w3, -w8, s for symmetric, -act), awq, int8, "
         "w8a8, rtn-w4g64, fp8, fp8-block; for .gguf: q4_k_m (default), q4_0, q8_0, q6_k, ...",
     )
     parser.add_argument(
         "--calibration",
         metavar="FILE",
-        help="text the model reads while it is calibrated (default: Python's help topics)",
+        help="calibration text (default: Python's help topics)",
     )
     parser.add_argument(
         "--with",
         dest="library",
         metavar="LIBRARY",
-        help="make it with auto-gptq or autoawq, where installed, instead of this package's own",
+        help="quantize with auto-gptq or autoawq, if installed, instead of this package's code",
     )
-    parser.add_argument("--sequences", type=int, default=128, help="of calibration text, at most")
-    parser.add_argument("--tokens", type=int, default=512, help="of each sequence")
-    parser.add_argument("--num-threads", type=int, help="default: the CPUs this process may use")
+    parser.add_argument(
+        "--sequences", type=int, default=128, help="the most calibration sequences (default: 128)"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=512, help="tokens per sequence (default: 512)"
+    )
+    parser.add_argument("--num-threads", type=int, help="default: the CPUs of this process")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,7 +1,7 @@
 """Answer one prompt, or chat in the terminal, token by token.
 
-The answer alone goes to stdout; the summary goes to stderr, on a terminal or with ``--stats``.
-Ctrl-C ends the answer being written; at the prompt Ctrl-C or Ctrl-D leaves.
+Only the answer goes to stdout. The summary goes to stderr, on a terminal or with ``--stats``.
+Ctrl-C ends the current answer; at the prompt Ctrl-C or Ctrl-D leaves.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ Message = dict[str, str]
 HELP = """/clear   forget the conversation
 /help    this text
 /exit    leave (or Ctrl-D)
-Ctrl-C ends an answer, which the conversation keeps as far as it came."""
+Ctrl-C ends an answer; the conversation keeps the part so far."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """One finished answer and when its pieces came, in seconds of a monotonic clock."""
+    """One finished answer and the times of its pieces, in seconds of a monotonic clock."""
 
     text: str = ""
     num_prompt_tokens: int = 0
@@ -58,13 +58,15 @@ class Answer:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", nargs="?", help="the model (default: the demo model)")
-    parser.add_argument("--model", help="the same, as an option")
-    parser.add_argument("--prompt", "-p", help="answer this and leave; - reads standard input")
+    parser.add_argument("--model", help="the model, as an option")
+    parser.add_argument("--prompt", "-p", help="answer this and exit; - reads standard input")
     parser.add_argument("--system", help="the system message of the conversation")
     parser.add_argument("--raw", action="store_true", help="no chat template: continue the text")
     parser.add_argument("--max-tokens", type=int, help="longest answer (default: the context)")
-    parser.add_argument("--temperature", type=float, help="0 takes the likeliest token")
-    parser.add_argument("--top-p", type=float, help="sample from the likeliest tokens of this sum")
+    parser.add_argument("--temperature", type=float, help="0 takes the most likely token")
+    parser.add_argument(
+        "--top-p", type=float, help="sample from the most likely tokens with this total probability"
+    )
     parser.add_argument("--seed", type=int, help="the same seed gives the same answer")
     add_engine_arguments(parser)
     parser.add_argument("--threads", type=int, help="default: the CPUs of this process")
@@ -79,8 +81,8 @@ def run(args: argparse.Namespace) -> int:
     with opened(args) as llm:
         if not args.raw and llm.get_tokenizer().chat_template is None:
             raise RequestError(
-                "the model has no chat template, so it cannot chat: continue a text with "
-                "--raw --prompt TEXT"
+                "the model has no chat template, so it cannot chat; use --raw --prompt TEXT to "
+                "continue a text"
             )
         if prompt is not None:
             messages = opening(args.system, prompt)
@@ -94,14 +96,16 @@ def run(args: argparse.Namespace) -> int:
 def model_name(args: argparse.Namespace) -> str:
     """The model the user named, or the demo model."""
     if args.file is not None and args.model is not None:
-        raise RequestError(f"name the model once: found {args.file!r} and --model {args.model!r}")
+        raise RequestError(
+            f"model: expected one, found {args.file!r} and --model {args.model!r}; leave one out"
+        )
     return args.file or args.model or str(demo_model())
 
 
 def opened(args: argparse.Namespace) -> LLM:
     """The model for one user: one request at a time.
 
-    :raises OutOfMemoryError: with what would help as arguments of this command.
+    :raises OutOfMemoryError: with advice as arguments of this command.
     """
     from sdk.llm import LLM
 
@@ -115,7 +119,7 @@ def opened(args: argparse.Namespace) -> LLM:
 
 
 def sampling_params(args: argparse.Namespace) -> Any:
-    """A function from the loaded model to its parameters with the user's on top.
+    """A function that overrides the loaded model's default parameters with the user's.
 
     The user's values are checked here, before the model is loaded.
     """
@@ -132,9 +136,9 @@ def sampling_params(args: argparse.Namespace) -> Any:
 
 
 def read_prompt(args: argparse.Namespace) -> str | None:
-    """The prompt of a single answer, ``None`` for a chat.
+    """The prompt of a single answer; ``None`` for a chat.
 
-    Text piped in is the prompt; with ``--prompt`` too, ``-`` asks for it.
+    Piped text is the prompt if there is no ``--prompt``, or with ``--prompt -``.
     """
     if args.prompt is not None and args.prompt != "-":
         return str(args.prompt)
@@ -153,11 +157,11 @@ def opening(system: str | None, prompt: str) -> list[Message]:
 
 
 def write_answer(llm: LLM, prompt: str | list[Message], params: SamplingParams) -> Answer:
-    """Stream one answer to stdout; Ctrl-C ends it and gives what there was."""
+    """Stream one answer to stdout; Ctrl-C ends it and returns the part so far."""
     answer = Answer(started=time.monotonic())
     try:
         stream = llm.stream(prompt, params)
-    except RequestError as error:  # with what can be done about it here
+    except RequestError as error:  # with advice that fits this command
         text, full, _ = str(error).partition("; shorten")
         more = "; shorten it, or start with a larger --max-model-len or more --memory"
         raise RequestError(text + more if full else text) from error
@@ -194,7 +198,7 @@ def chat(llm: LLM, args: argparse.Namespace, params: SamplingParams) -> int:
     print("Ctrl-C ends an answer, Ctrl-D leaves, /help has more.", file=sys.stderr)
     first = [] if args.system is None else [{"role": "system", "content": args.system}]
     history = list(first)
-    params = params.clone(truncate_prompt_tokens=-1)  # the oldest turns go when it is full
+    params = params.clone(truncate_prompt_tokens=-1)  # drop the oldest turns when it is full
     while True:
         try:
             line = input("> ").strip()
@@ -214,7 +218,7 @@ def chat(llm: LLM, args: argparse.Namespace, params: SamplingParams) -> int:
         try:
             answer = write_answer(llm, turn, params)
         except RequestError as error:
-            # A message that no context holds must not end the program.
+            # A message that is too long must not end the program.
             print(f"embedlm: {error}", file=sys.stderr)
             continue
         history = [*turn, {"role": "assistant", "content": answer.text}]
@@ -225,7 +229,7 @@ def chat(llm: LLM, args: argparse.Namespace, params: SamplingParams) -> int:
 
 
 def _command(line: str) -> str:
-    """What there is to say to a line with a slash."""
+    """The reply to a line that begins with a slash."""
     if line == "/clear":
         return "the conversation is forgotten"
     return HELP if line == "/help" else f"no such command: {line.split()[0]}\n{HELP}"
@@ -234,15 +238,15 @@ def _command(line: str) -> str:
 def _remarks(
     llm: LLM, turn: list[Message], answer: Answer, params: SamplingParams
 ) -> Iterator[str]:
-    """What a user should know of an answer: the context is full, in one of two ways."""
+    """What a user should know about an answer: it was cut, or the prompt was."""
     whole = llm.get_tokenizer().apply_chat_template(turn, add_generation_prompt=True)
     if answer.num_prompt_tokens < len(whole):
         yield (
-            f"the context of {llm.max_model_len} tokens is full: the oldest turns were left out "
-            "of this answer. /clear begins anew, --max-model-len makes it larger"
+            f"the context of {llm.max_model_len} tokens is full: this answer does not see the "
+            "oldest turns. /clear starts over, --max-model-len makes the context larger"
         )
     used = answer.num_prompt_tokens + answer.num_tokens
     if answer.finish_reason == "length" and used >= llm.max_model_len:
-        yield "the answer ends here because the context is full. /clear begins anew"
+        yield "the answer ends here because the context is full. /clear starts over"
     elif answer.finish_reason == "length":
         yield f"the answer ends here because of --max-tokens {params.max_tokens}"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def format_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Columns of equal width; the first ``left`` are aligned left, numbers right."""
+    """Aligned columns; the first ``left`` are aligned left, the others right."""
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
     lines = []
     for row in [head, ["-" * width for width in widths], *rows]:

@@ -1,4 +1,4 @@
-"""Files that a user names: a text to read, results to write."""
+"""Files given on the command line: texts to read, results to write."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sdk.errors import RequestError
 
 
 def read_text(path: str) -> str:
-    """:raises RequestError: it is no UTF-8 text. :raises OSError: it cannot be read."""
+    """:raises RequestError: not UTF-8 text. :raises OSError: it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -18,7 +18,7 @@ def read_text(path: str) -> str:
 
 
 def check_writable(option: str, path: str | None) -> None:
-    """Before the work whose result goes there. :raises RequestError: it could not be written."""
+    """Call before the work whose result goes there. :raises RequestError: it is not writable."""
     if path is None:
         return
     target = Path(path)

@@ -1,6 +1,6 @@
-"""Measure the best tile sizes for this GPU and keep them, so that every later start uses them.
+"""Measure the best tile sizes for this GPU and save them for all later starts.
 
-An interrupted run goes on where it was: what a table has already is not measured again.
+An interrupted run continues where it stopped: entries of the table are not measured again.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from sdk.cli.tune_cases import Case, Product
     from sdk.kernels.gpu.tuning import Tiles
 
-#: Tokens, or rows of an expert, from where decoding into scratch may be faster.
+#: Numbers of tokens, or rows of an expert, from which dequantizing into scratch may be faster.
 _MANY = (64, 128, 256, 512, 1024)
-#: What a table calls the number from which an operator decodes its weights.
+#: Operator -> the table's name for the number of tokens from which it dequantizes its weights.
 DENSE_FROM = {"linear": "dense_from", "linear_experts": "experts_dense_from"}
-#: A better tile must be faster by more than the spread of measuring.
+#: A better tile must be faster by more than the noise of measuring.
 _GAIN = 0.98
 _COORDINATES: dict[str, tuple[int, ...]] = {
     "block_n": (16, 32, 64, 128),
@@ -44,14 +44,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "models from 0.6B to 70B in 4 and 8 bits)"
     )  # fmt: skip
     parser.add_argument(
-        "--seconds", type=float, default=540.0, help="stop after so many (default: 540)"
+        "--seconds", type=float, default=540.0, help="stop after this time (default: 540)"
     )
-    parser.add_argument("--out", metavar="FOLDER", help="default: where this package looks")
-    parser.add_argument("--again", action="store_true", help="measure what the table has, too")
+    parser.add_argument(
+        "--out", metavar="FOLDER", help="default: the folder where this package reads tables"
+    )
+    parser.add_argument(
+        "--again", action="store_true", help="start over: measure entries of the table again"
+    )
 
 
 class Table:
-    """The file of one card; every entry is written as soon as it is known."""
+    """The table file of one card; every entry is written as soon as it is measured."""
 
     def __init__(self, path: Path, *, again: bool) -> None:
         from sdk.kernels.gpu.tuning import OPS, VERSION, Tuning
@@ -69,8 +73,8 @@ class Table:
 
     def has(self, case: Case, tokens: int) -> bool:
         n, k = case.shape
-        wanted = {"max_m": tokens, "n": n, "k": k}
-        return any(wanted.items() <= e.items() for e in self.data[case.op].get(case.type, ()))
+        size = {"max_m": tokens, "n": n, "k": k}
+        return any(size.items() <= e.items() for e in self.data[case.op].get(case.type, ()))
 
     def add(self, case: Case, tokens: int, tiles: Tiles) -> None:
         n, k = case.shape
@@ -79,11 +83,11 @@ class Table:
         self.write()
 
     def write(self) -> None:
-        """All of it or nothing: a reader never sees half a table."""
+        """Replace the file in one step: a reader never sees half a table."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        beside = self.path.with_suffix(".part")
-        beside.write_text(json.dumps(self.data, indent=1) + "\n")
-        beside.replace(self.path)
+        part = self.path.with_suffix(".part")
+        part.write_text(json.dumps(self.data, indent=1) + "\n")
+        part.replace(self.path)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -98,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     card = Card({})
     folder = Path(args.out) if args.out else TABLES
     table = Table(table_path(card.name, folder), again=args.again)
-    table.write()  # where that is not allowed, before anything is measured
+    table.write()  # fails before anything is measured if the file is not writable
     end = time.monotonic() + args.seconds
     code = 0
     try:
@@ -106,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         code = 130
     else:
-        print(f"{done} entries measured, {left} left to the time limit")
+        print(f"{done} entries measured, {left} not measured for lack of time")
     finally:
         card.close()
     print(f"{table.path}")
@@ -114,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def tune(card: Card, table: Table, cases: Iterator[Case], end: float) -> tuple[int, int]:
-    """Fill the table until ``end``; entries measured, and those there was no time for."""
+    """Fill the table until ``end``; the numbers of entries measured and of those left out."""
     done = left = 0
     for case in cases:
         for tokens in case.tokens[: card.size(len(case.tokens), 2)]:
@@ -136,7 +140,7 @@ def tune(card: Card, table: Table, cases: Iterator[Case], end: float) -> tuple[i
 
 
 def best_tiles(card: Card, case: Case, tokens: int) -> Tiles:
-    """One number changed at a time from the rule's tiles, as long as that helps."""
+    """Start with the rule's tiles and change one number at a time, as long as that is faster."""
     best = case.begin(card, tokens)
     product = case.product(card, tokens)
     expected = _result(card, case, tokens, best, product)
@@ -158,7 +162,7 @@ def best_tiles(card: Card, case: Case, tokens: int) -> Tiles:
 
 
 def _sensible(case: Case, tokens: int, name: str, value: int) -> bool:
-    """Whether a value differs from the others at all."""
+    """Whether this value can make a difference."""
     if name == "split":
         return value <= case.first.units
     return not (name == "stages" and tokens == 1)
@@ -173,7 +177,7 @@ def _kernel(case: Case, tokens: int, tiles: Tiles) -> Any:
 
 
 def _result(card: Card, case: Case, tokens: int, tiles: Tiles, product: Product) -> Tensor | None:
-    """``None`` where the card cannot run these tiles: too much shared memory, say."""
+    """``None`` if the card cannot run these tiles, for example for lack of shared memory."""
     import torch
 
     multiply, rows = product
@@ -185,7 +189,7 @@ def _result(card: Card, case: Case, tokens: int, tiles: Tiles, product: Product)
     except torch.cuda.OutOfMemoryError:
         raise
     except Exception:
-        card.synchronize()  # raises where the card itself was lost
+        card.synchronize()  # raises if the card itself was lost
         return None
     return out
 
@@ -212,7 +216,7 @@ def _timed(card: Card, case: Case, kernel: Any, product: Product) -> float:
 
 
 def dense_from(card: Card, case: Case) -> int:
-    """From how many tokens, or rows of an expert, on decoding into scratch is faster."""
+    """The number of tokens, or of an expert's rows, from which dequantizing is faster."""
 
     def kernel(first: int) -> Any:
         rule = replace(card.tuning, dense_from=first, experts_dense_from=first)

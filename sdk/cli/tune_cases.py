@@ -1,4 +1,4 @@
-"""What `embedlm tune` measures: the layers of a model, or of models of many sizes."""
+"""The layers that `embedlm tune` measures: of one model, or of models of many sizes."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from sdk.kernels.ops import Ops
 if TYPE_CHECKING:
     from sdk.cli.bench.gpu.card import Card
     from sdk.kernels.gpu.packing import Packed
-    from sdk.models.layers import ExpertLinear, Linear
+    from sdk.models.layers import ExpertProjection, Projection
 
 #: Rows and columns of the layers of 0.6B, 1B, 8B and 70B models, largest first.
 SHAPES = (
     *((28672, 8192), (8192, 28672), (28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096)),
     *((16384, 2048), (2048, 8192), (3072, 2048), (2048, 2048), (6144, 1024), (1024, 3072)),
 )
-#: Experts, how many of them a token uses, and their rows and columns: Qwen3-30B-A3B, Mixtral 8x7B.
+#: Number of experts, experts per token, rows and columns: Qwen3-30B-A3B, Mixtral 8x7B.
 MIXTURES = (
     *((128, 8, (1536, 2048)), (128, 8, (2048, 768))),
     *((8, 2, (28672, 4096)), (8, 2, (4096, 14336))),
 )
-#: ``multiply(kernel, packed, out)``, and the rows of out.
+#: ``multiply(kernel, packed, out)``, and the number of rows of ``out``.
 Product = tuple[Callable[[Any, Any, Tensor], None], int]
 
 
 @dataclass(frozen=True)
 class Case:
-    """Weights of one type and shape, in the hands of their kernel.
+    """Weights of one type and shape, packed by their kernel.
 
-    ``tokens``: numbers of them that get tiles of their own, each up to the next smaller one.
-    ``inputs``, ``outputs``: the types that an engine multiplies and is given.
+    ``tokens``: the numbers of tokens that get separate tiles, each down to the next smaller one.
+    ``inputs``, ``outputs``: the types of an engine's inputs and results.
     """
 
     op: str
@@ -56,11 +56,11 @@ class Case:
 
     @property
     def nbytes(self) -> int:
-        """Of one of ``packed``."""
+        """Bytes of one of ``packed``."""
         return self.first.nbytes
 
     def begin(self, card: Card, tokens: int) -> Tiles:
-        """The rule's tiles, which measuring begins with."""
+        """The rule's tiles, where the search starts."""
         return card.tuning.tiles(self.first, tokens, self.op)
 
     def product(self, card: Card, tokens: int) -> Product:
@@ -70,9 +70,9 @@ class Case:
 
 @dataclass(frozen=True)
 class ExpertCase(Case):
-    """Experts of one type and shape, of which a token uses ``used``; ``packed`` has all of a layer.
+    """Experts of one type and shape, of which a token uses ``used``; ``packed`` has a layer's.
 
-    ``tokens`` counts the rows that an expert has on average; 1: those of one token.
+    ``tokens`` counts the rows that an expert has on average; 1 means the rows of one token.
     """
 
     tokens: tuple[int, ...] = (1, 2, 8, 32, 64, 128)
@@ -111,7 +111,7 @@ def cases_of(card: Card, model: str | None) -> Iterator[Case]:
 
 
 def _default_cases(card: Card) -> Iterator[Case]:
-    """The formats of most files, each in all shapes, before the next; of two also experts."""
+    """The most common formats, each in all shapes before the next; for two also experts."""
     from sdk.cli.bench.gpu.weights import Weights, affine, blocks, float8
 
     makes: tuple[Callable[..., Any], ...] = (
@@ -126,7 +126,7 @@ def _default_cases(card: Card) -> Iterator[Case]:
     for i, make in enumerate(makes[: card.size(len(makes), 1)]):
         for n, k in SHAPES if not card.tiny else ((32, 256),):
             weights = Weights(card, partial(make, n, k))
-            # more rows than columns: q, k and v, or gate and up; else added to the residual stream
+            # more rows than columns: q, k and v, or gate and up; others add to the residual stream
             outputs = card.activations if n > k else torch.float32
             yield _case(weights.kernel, weights.packed, card.activations, outputs)
         for count, used, (n, k) in MIXTURES if not card.tiny else ((4, 2, (32, 256)),):
@@ -144,7 +144,7 @@ def _random_experts(card: Card, make: Callable[[], Any], count: int, used: int) 
 
 
 def _model_cases(card: Card, model: str) -> Iterator[Case]:
-    """The model's own layers, those of one shape in turn."""
+    """The model's own layers, grouped by shape."""
     from sdk.config import EngineConfig
     from sdk.loading.load import load
 
@@ -165,16 +165,16 @@ def _model_cases(card: Card, model: str) -> Iterator[Case]:
         loaded.engine.close()
 
 
-def _parts(layer: Linear | ExpertLinear, used: int) -> Iterator[Case]:
-    """What of a layer the Triton kernels multiply; experts all at once where they can."""
-    from sdk.kernels.gpu.linear import Linear as GpuLinear
-    from sdk.quant.experts import ExpertWeights
+def _parts(layer: Projection | ExpertProjection, used: int) -> Iterator[Case]:
+    """The parts of a layer that Triton kernels multiply; experts together if possible."""
+    from sdk.kernels.gpu.linear import TritonLinear
+    from sdk.quant.expert_weights import ExpertWeights
     from sdk.quant.weight import PackedWeight, StackedWeight
 
     weight, short = layer.weight, layer.ops.activations
     parts = weight.parts if isinstance(weight, StackedWeight) else (weight,)
     bound = [part.bound for part in parts if isinstance(part, PackedWeight)]
-    bound = [one for one in bound if isinstance(one.choice.implementation, GpuLinear)]
+    bound = [one for one in bound if isinstance(one.choice.implementation, TritonLinear)]
     if not isinstance(weight, ExpertWeights):
         outputs = short if getattr(layer, "narrow", False) else torch.float32
         for one in bound:

@@ -1,7 +1,7 @@
 """``import embedlm`` is ``import sdk``: the same objects under the distribution's name.
 
 The build installs this folder as the top-level package ``embedlm``. It imports ``sdk`` when a name
-is first used, so that our pytest plugin can load in a project that has an ``sdk`` of its own.
+is first used, so that our pytest plugin also loads in a project with a different ``sdk``.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import CodeType, ModuleType
 
-TYPE_CHECKING = False  # typing would be half of what this import costs
+TYPE_CHECKING = False  # importing typing would take half of this module's import time
 if TYPE_CHECKING:
     from typing import Any
 
     from sdk import *  # noqa: F403
 
-#: Modules that are files here; every other ``embedlm.x`` is ``sdk.x``.
+#: Modules that are files in this folder; every other ``embedlm.x`` is ``sdk.x``.
 _OWN = ("__main__", "pytest_plugin", "pyinstaller")
 
 
@@ -32,7 +32,7 @@ def import_ours(name: str = "sdk") -> ModuleType:
     if getattr(found, "__distribution__", None) != "embedlm":
         where = getattr(found, "__file__", None) or ", ".join(getattr(found, "__path__", ()))
         raise ImportError(
-            f"embedlm lives in a package named sdk, but `import sdk` finds another one: {where}. "
+            f"embedlm's package is named sdk, but `import sdk` finds another one: {where}. "
             "Rename that package, or run Python where its parent folder is not on sys.path",
             name="sdk",
             path=getattr(found, "__file__", None),
@@ -59,10 +59,10 @@ class _Alias:
         return ModuleSpec(name, loader, origin=real.origin, is_package=is_package)
 
     def create_module(self, spec: ModuleSpec) -> None:
-        return None  # an empty module, which never gets out
+        return None  # an empty module, which is never handed out
 
     def exec_module(self, module: ModuleType) -> None:
-        # The import system hands out what sys.modules holds afterwards.
+        # The import system then returns the module in sys.modules.
         sys.modules[module.__name__] = import_ours(self._real(module.__name__))
 
     def get_code(self, name: str) -> CodeType | None:
@@ -76,7 +76,7 @@ class _Alias:
         return "sdk." + name.partition(".")[2]
 
 
-# First, because the path of sdk.kernels would otherwise give a second copy of sdk.kernels.cpu.
+# Must be first, because the path of sdk.kernels would give a second copy of sdk.kernels.cpu.
 sys.meta_path.insert(0, _Alias())
 
 

@@ -90,15 +90,12 @@ class Engine:
         stops: StopStrings | None = None,
         result_bytes: int = 0,
     ) -> None:
-        """Queue a request. If it raises, nothing was queued.
+        """Queue a request, or raise RequestError, EngineDeadError or EngineClosedError.
 
         ``arrival_time``: a time of the scheduler's clock (default: now) that orders requests.
-        ``priority`` overrides that of ``params``. ``negative_prompt_token_ids``: the negative
-        prompt of ``guidance_scale`` (default: the last prompt token). ``stops``: the compiled stop
-        strings of ``params``, if available. ``result_bytes``: the most its log-probabilities may
-        take; the request starts when there is room for them.
-
-        :raises RequestError, EngineDeadError, EngineClosedError: the request is not accepted.
+        ``priority`` overrides that of ``params``. ``negative_prompt_token_ids`` is for guidance
+        (default: the last prompt token). ``stops``: compiled stop strings of ``params``, if any.
+        ``result_bytes``: the most its log-probabilities may take; it starts when these are free.
         """
         self._check_alive()
         if self._tokenizer is None and (params.stop or params.stop_regex):
@@ -131,7 +128,7 @@ class Engine:
             Completion(index, request, self._tokenizer, stops, self._texts)
             for index, request in enumerate(requests)
         ]
-        for request in requests:  # they differ in nothing `add` checks: only the first can raise
+        for request in requests:  # `add` checks what they share: only the first can raise
             request.results = generation.results
             self.scheduler.queues.add(request)
         for request, completion in zip(requests, generation.completions, strict=True):

@@ -1,4 +1,4 @@
-"""What a model loses against a reference on the same text, and what it takes in memory and time."""
+"""Compares a model with a reference on the same text, and measures its memory and speed."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ from sdk.memory.planning import open_model
 from sdk.models.auto import read_config
 from sdk.options import engine_config
 from sdk.params import RequestOutputKind, SamplingParams
-from sdk.text.token_windows import Text, evaluation_text, token_windows
+from sdk.text.token_sequences import Text, evaluation_text, token_sequences
 
-#: Decoded for the speed, at most.
+#: The most tokens decoded to measure the speed.
 _DECODED = 64
-#: Windows are halved for that, and both halves must hold something.
+#: The speed is measured with half of a sequence as the prompt; neither half may be empty.
 _FEWEST_TOKENS = 16
-#: What both models are opened with, and nobody else may say.
+#: Options that evaluate() sets itself for both models.
 _OWN_OPTIONS = ("max_model_len", "max_num_seqs", "tensor_parallel_size", "skip_tokenizer_init")
-#: What holds for the reference too; of steps because both are compared step by step.
+#: Options that the reference gets too; the step size because both are compared step by step.
 _SHARED_OPTIONS = ("hf_overrides", "num_threads", "max_num_batched_tokens")
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """See :func:`evaluate`. Divergences are in nats, bytes those in memory, speeds one sample."""
+    """The result of :func:`evaluate`. Divergences are in nats, sizes are bytes in memory, speeds
+    are measured once. ``windows``: the number of sequences."""
 
     model: str
     reference: str
@@ -47,7 +48,7 @@ class Evaluation:
     tokens: int
     kl_mean: float
     kl_p99: float
-    #: Part of the positions whose likeliest token is the reference's.
+    #: Share of the positions, 0 to 1, whose most likely token is the reference's.
     top1: float
     perplexity: float
     reference_perplexity: float
@@ -58,7 +59,7 @@ class Evaluation:
     decode_tokens_per_second: float
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """All fields, for JSON."""
         return asdict(self)
 
 
@@ -72,61 +73,61 @@ def evaluate(
     on_progress: ProgressCallback | None = None,
     **options: Any,
 ) -> Evaluation:
-    """Compare ``model``, run as it would serve, with ``reference`` in exact arithmetic.
+    """Compare ``model``, run as in production, with ``reference`` in exact arithmetic.
 
-    Both read the same windows of text, each as one prompt, and their expectations behind every
-    token are compared; both are in memory at once. Nothing is sampled but for the speed.
+    Both read the same sequences of tokens, each as one prompt, and their predictions after every
+    token are compared; both are in memory at once. Tokens are generated only to measure speed.
 
     Args:
         model: a GGUF file, a folder with safetensors, or a hub id.
-        reference: the same; default: ``model`` itself, so that what is found is the rounding of
-            activations, keys and values alone.
-        text: text, texts, or lists of token ids; default: the first 64 KiB of Python's help
-            topics, which :func:`sdk.quantize` does not calibrate with.
-        windows: how many to take of the text, at most.
-        tokens: of each window, from 16 on.
-        on_progress: called with ``("evaluate", windows done, windows)``; returns False to stop.
+        reference: the same; default: ``model`` itself, which measures only the quantization of
+            activations, keys and values.
+        text: one or more texts, or lists of token ids; default: the first 64 KiB of Python's help
+            topics, which :func:`sdk.quantize` does not use for calibration.
+        windows: the most sequences to take from the text.
+        tokens: tokens per sequence, at least 16.
+        on_progress: called with ``("evaluate", sequences done, sequences)``; returns False to stop.
         options: of :class:`sdk.LLM` for ``model``: ``compute="exact"`` with
-            ``kv_cache_dtype="float32"`` leaves the loss of the weights alone,
-            ``quantization="int4"`` packs them while they are loaded. With a ``kv_policy``
-            every page goes as far down as it may once the next is begun, which is the worst a full
-            cache does, and a step has 128 tokens. ``hf_overrides``,
-            ``num_threads`` and ``max_num_batched_tokens`` are the reference's too.
+            ``kv_cache_dtype="float32"`` measures only the loss of the weights,
+            ``quantization="int4"`` quantizes them while loading. With a ``kv_policy`` every page
+            moves to its lowest tier once the next page begins, which is the worst case of a full
+            cache, and a step has 128 tokens. ``hf_overrides``, ``num_threads`` and
+            ``max_num_batched_tokens`` apply to the reference too.
 
     Raises:
         CheckpointError: a model is missing or damaged.
-        RequestError: too little text, a bad option, models of unlike vocabularies, or logits that
-            are not finite.
-        OutOfMemoryError: both do not fit.
+        RequestError: too little text, a bad option, models with different vocabularies, or logits
+            that are not finite.
+        OutOfMemoryError: the two models do not fit into memory together.
         LoadCancelled: ``on_progress`` returned False.
     """
     if tokens < _FEWEST_TOKENS:
         raise RequestError(f"tokens: expected {_FEWEST_TOKENS} or more, found {tokens}")
     for name in _OWN_OPTIONS:
         if name in options:
-            raise RequestError(f"{name}: evaluate() chooses it")
+            raise RequestError(f"{name}: evaluate() sets it itself; leave it out")
     shared: dict[str, Any] = {
         "max_model_len": tokens,
         "max_num_seqs": 1,
         "enable_prefix_caching": False,
     }
     exact = {"compute": "exact", "kv_cache_dtype": "float32"}
-    if options.get("kv_policy") is not None:  # steps that end where pages do
+    if options.get("kv_policy") is not None:  # steps that end at page boundaries
         options["max_num_batched_tokens"] = LADDER_PAGE_SIZE
-    kept = {name: options[name] for name in _SHARED_OPTIONS if name in options}
+    both = {name: options[name] for name in _SHARED_OPTIONS if name in options}
     own = engine_config(model, **{**shared, **options})
-    other = engine_config(model if reference is None else reference, **{**shared, **kept, **exact})
-    ids = _same_windows(own, other, evaluation_text() if text is None else text, windows, tokens)
+    other = engine_config(model if reference is None else reference, **{**shared, **both, **exact})
+    ids = _same_sequences(own, other, evaluation_text() if text is None else text, windows, tokens)
     return _compared(own, other, ids, on_progress)
 
 
 def _compared(
     own: EngineConfig, other: EngineConfig, ids: Tensor, on_progress: ProgressCallback | None
 ) -> Evaluation:
-    """``ids`` int64 ``[S, T]``: the windows both read."""
+    """``ids`` int64 ``[S, T]``: the sequences that both read."""
     with opened(own) as tested, opened(other) as known:
         comparison = Comparison()
-        with reporting("evaluate", "window", on_progress) as report:
+        with reporting("evaluate", "sequence", on_progress) as report:
             report(0, len(ids))
             for done, row in enumerate(ids, 1):
                 _compare(known, tested, row, comparison, own.model)
@@ -155,12 +156,14 @@ def _compared(
         )
 
 
-def _same_windows(
-    own: EngineConfig, other: EngineConfig, text: Text, windows: int, tokens: int
+def _same_sequences(
+    own: EngineConfig, other: EngineConfig, text: Text, sequences: int, tokens: int
 ) -> Tensor:
     """Token ids int64 ``[S, tokens]`` that mean the same to both models; reads headers only.
 
-    A model without a tokenizer reads what the other's makes of the text.
+    If one model has no tokenizer, the other's is used for both.
+
+    :raises RequestError: the vocabularies differ.
     """
     found: list[Tensor] = []
     sizes: list[int] = []
@@ -170,7 +173,7 @@ def _same_windows(
             sizes.append(facts.vocab_size)
             tokenizer = checkpoint.tokenizer
             if tokenizer is not None or (config is other and not found):
-                found.append(token_windows("text", text, tokenizer, facts, windows, tokens))
+                found.append(token_sequences("text", text, tokenizer, facts, sequences, tokens))
     if sizes[0] != sizes[1]:
         raise RequestError(
             f"{own.model}: expected the vocabulary of {other.model}, {sizes[1]} tokens, "
@@ -178,14 +181,14 @@ def _same_windows(
         )
     if not torch.equal(found[0], found[-1]):
         raise RequestError(
-            f"{own.model}: expected the vocabulary of {other.model}, found that the same text "
-            "becomes other tokens"
+            f"{own.model}: expected the vocabulary of {other.model}, but the same text becomes "
+            "different tokens"
         )
     return found[0]
 
 
 def _weights(config: EngineConfig) -> tuple[int, int]:
-    """Bytes of all tensors once they are loaded, and how many numbers they stand for."""
+    """Bytes of all tensors once they are loaded, and the number of weights."""
     with contextlib.closing(open_model(config)) as checkpoint:
         entries = checkpoint.entries()
         held = (e.nbytes if e.held is None else e.held for e in entries)
@@ -195,19 +198,19 @@ def _weights(config: EngineConfig) -> tuple[int, int]:
 def _compare(
     reference: Loaded, tested: Loaded, ids: Tensor, comparison: Comparison, name: str
 ) -> None:
-    """One window through both models, side by side."""
+    """Run one sequence through both models, step by step."""
     tokens: list[int] = ids.tolist()
     both = (loaded.runner.prompt_logits(tokens) for loaded in (reference, tested))
     done = 0
     for known, found in zip(*both, strict=True):
         following = ids[done + 1 : done + 1 + len(known)]
         if not bool(comparison.add(known, found, following).isfinite().all()):
-            raise RequestError(f"{name}: logits of {name} or of the reference are not finite")
+            raise RequestError(f"{name}: its logits, or those of the reference, are not finite")
         done += len(known)
 
 
 def _speeds(loaded: Loaded, tokens: Sequence[int]) -> tuple[float, float]:
-    """Tokens per second of half a window as a prompt, and of what is generated behind it."""
+    """Tokens per second of half a sequence as a prompt, and of the tokens generated after it."""
     prompt = tokens[: len(tokens) // 2]
     params = SamplingParams(
         temperature=0,

@@ -1,4 +1,4 @@
-"""How far the logits of two models are from each other."""
+"""Measures how far the logits of two models are apart."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-#: Rows compared at a time: arrays of 4 MB with 262,144 tokens, 2.6 ms a row. From 32 MB on the
-#: allocator maps every array anew: 15 ms.
+#: Rows compared at a time: arrays of 4 MB with 262,144 tokens, 2.6 ms per row. From 32 MB on the
+#: allocator maps every array again: 15 ms.
 _ROWS = 4
 
 
@@ -23,7 +23,7 @@ def _divergence(p: Tensor, q: Tensor) -> Tensor:
 
 
 class Comparison:
-    """Sums over the rows of two models' logits for the same tokens."""
+    """Statistics over the logits of two models for the same tokens."""
 
     def __init__(self) -> None:
         self._divergences: list[Tensor] = []
@@ -32,10 +32,10 @@ class Comparison:
         self._predicted = 0
 
     def add(self, reference: Tensor, logits: Tensor, following: Tensor) -> Tensor:
-        """Rows float32 ``[n, vocab]`` and the tokens int64 ``[m]`` that came behind the first of
-        them; ``m`` is ``n - 1`` where the text ends.
+        """Add rows float32 ``[n, vocab]``; ``following`` int64 ``[m]`` are the next tokens of the
+        first ``m`` rows, where ``m`` is ``n``, or ``n - 1`` at the end of the text.
 
-        Returns the rows' divergences, float64 ``[n]``: not finite where a logit is not.
+        Returns the divergence of each row, float64 ``[n]``: not finite if one of its logits is not.
         """
         parts = []
         for begin in range(0, len(reference), _ROWS):
@@ -53,24 +53,24 @@ class Comparison:
 
     @property
     def count(self) -> int:
-        """Rows compared."""
+        """The number of rows compared."""
         return sum(map(len, self._divergences))
 
     @property
     def agreement(self) -> float:
-        """The part of all rows whose likeliest token is the same."""
+        """The share of all rows, 0 to 1, whose most likely token is the same."""
         return self._agreeing / max(self.count, 1)
 
     @property
     def perplexities(self) -> tuple[float, float]:
-        """Of the reference and of the model, over the text."""
+        """The perplexities of the reference and of the model over the text."""
         reference, own = (math.exp(loss / max(self._predicted, 1)) for loss in self._losses)
         return reference, own
 
     def mean(self) -> float:
-        """Of the divergences."""
+        """The mean divergence, in nats."""
         return float(torch.cat(self._divergences).mean())
 
     def quantile(self, part: float) -> float:
-        """Of the divergences: 0.99 is what 1 % of all rows exceed."""
+        """The quantile ``part`` of the divergences: 1 % of all rows exceed that of 0.99."""
         return float(torch.cat(self._divergences).quantile(part))

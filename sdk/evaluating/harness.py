@@ -1,9 +1,9 @@
-"""lm-eval (EleutherAI's harness) on this engine: ``--model embedlm``.
+"""Runs lm-eval (EleutherAI's harness) on this engine: ``--model embedlm``.
 
     python -m sdk.evaluating.harness run --model embedlm --model_args pretrained=m.gguf --tasks ...
 
-is the ``lm_eval`` command with the model registered. Releases of lm-eval that look for entry points
-find it themselves. ``model_args`` are options of :class:`sdk.LLM`.
+is the ``lm_eval`` command with this model registered. Releases of lm-eval that use entry points
+find the model themselves. ``model_args`` are options of :class:`sdk.LLM`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from sdk.llm import LLM
 from sdk.outputs import RequestOutput
 from sdk.params import SamplingParams
 
-#: Handed to every model by lm-eval's command line; the engine makes its own batches.
+#: Options that lm-eval's command line passes to every model; the engine makes its own batches.
 _UNUSED = ("batch_size", "max_batch_size", "device")
-#: Requests in flight: each holds a number per token of its prompt until it is summed up.
+#: Concurrent requests: each stores one number per prompt token until its score is computed.
 _AT_ONCE = 512
 #: A text, a continuation, and the tokens of both.
 Pair = tuple[tuple[str, str], list[int], list[int]]
@@ -33,16 +33,17 @@ Pair = tuple[tuple[str, str], list[int], list[int]]
 
 @register_model("embedlm")
 class EmbedLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
-    """What lm-eval asks of a model, by :meth:`sdk.LLM.generate`.
+    """lm-eval's model interface, implemented with :meth:`sdk.LLM.generate`.
 
     Args:
         pretrained: a GGUF file, a folder with safetensors, or a hub id.
-        max_gen_toks: tokens generated where a task does not say.
+        max_gen_toks: the most tokens to generate if a task does not say.
         max_length: tokens of one request (``max_model_len``).
         options: of :class:`sdk.LLM`: ``compute=exact,kv_cache_dtype=int8,memory=2GiB``.
 
     Raises:
-        RequestError: no ``pretrained``, or a model without a tokenizer or a token to begin with.
+        RequestError: ``pretrained`` is missing, or the model has no tokenizer, or neither BOS nor
+            EOS.
     """
 
     def __init__(
@@ -62,14 +63,14 @@ class EmbedLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         self._text = self._llm.get_tokenizer()
         self._max_gen_toks = max_gen_toks
         begin = self._text.encode("a")[:1]
-        #: Where the model's texts begin with it, as the engine lets them begin.
+        #: BOS, if the engine begins the model's texts with it.
         self._bos = begin if begin == [self._text.bos_token_id] else []
         if not self._bos and not self._text.eos_token_ids:
             raise RequestError(f"{pretrained}: expected BOS or EOS to begin a text, found neither")
 
     @property
     def tokenizer_name(self) -> str:
-        """Tells lm-eval's caches of requests apart."""
+        """A name for lm-eval's request caches."""
         return self._name.replace("/", "__")
 
     @property
@@ -78,31 +79,31 @@ class EmbedLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
     @property
     def prefix_token_id(self) -> int:
-        """Stands before a text that has nothing before it."""
+        """The token before a text without context."""
         return self._bos[0] if self._bos else self.eot_token_id
 
     @property
     def max_length(self) -> int:
-        """Tokens that can be scored: scoring ends with one token that is generated."""
+        """The most tokens that can be scored; scoring also generates one token."""
         return self._llm.max_model_len - 1
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Token ids; without ``add_special_tokens=False`` behind BOS, which is there once."""
+        """Token ids, after exactly one BOS unless ``add_special_tokens=False``."""
         ids = self._text.encode(string, add_special_tokens=False)
         if add_special_tokens is False or ids[:1] == self._bos:
             return ids
         return self._bos + ids
 
     def chat_template(self, chat_template: bool | str = False) -> str:
-        """For lm-eval's records."""
+        """The template's source, for lm-eval's records."""
         return (self._text.chat_template or "") if chat_template else ""
 
     def apply_chat_template(
         self, chat_history: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
     ) -> str:
-        """The conversation as the model was trained to read it."""
+        """The conversation as text, through the model's chat template."""
         return self._text.apply_chat_template(
             chat_history, tokenize=False, add_generation_prompt=add_generation_prompt
         )
@@ -112,7 +113,7 @@ class EmbedLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     def _loglikelihood_tokens(
         self, requests: list[Pair], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """Log-probability of each continuation, and whether greedy decoding would give it."""
+        """Log-probability of each continuation, and whether greedy decoding would produce it."""
         asked = []
         for _, context, continuation in requests:
             if len(continuation) >= self.max_length:
@@ -130,7 +131,7 @@ class EmbedLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Log-probability of whole texts; long ones in windows that share one token."""
+        """Log-probability of whole texts; parts of long ones overlap by one token."""
         asked: list[tuple[list[int], int]] = []
         parts = []
         for request in requests:
@@ -152,7 +153,7 @@ class EmbedLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     def _scores(
         self, asked: Sequence[tuple[list[int], int]], quiet: bool
     ) -> Iterator[tuple[float, bool]]:
-        """For each list of ids: the log-probability of its last ``n``, and whether all are best."""
+        """For each list of ids: log-probability of its last ``n``, and whether all have rank 1."""
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         for start in range(0, len(asked), _AT_ONCE):
             some = asked[start : start + _AT_ONCE]
@@ -168,10 +169,10 @@ class EmbedLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     # ---- generating ------------------------------------------------------------------------------
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Text behind each context, up to a string of ``until``; greedy unless ``do_sample``."""
+        """The text after each context, up to a string in ``until``; greedy unless ``do_sample``."""
         prompts, params = [], []
-        for context, wanted in (request.args for request in requests):
-            one = self._params(wanted)
+        for context, settings in (request.args for request in requests):
+            one = self._params(settings)
             room = max(self._llm.max_model_len - (one.max_tokens or 1), 1)
             prompts.append({"prompt_token_ids": self.tok_encode(context)[-room:]})
             params.append(one)
@@ -184,12 +185,12 @@ class EmbedLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             found.append(text)
         return found
 
-    def _params(self, wanted: Mapping[str, Any]) -> SamplingParams:
-        """Of a task's ``generation_kwargs``.
+    def _params(self, settings: Mapping[str, Any]) -> SamplingParams:
+        """The sampling parameters for a task's ``generation_kwargs``.
 
-        :raises RequestError: one of them is no parameter of sampling.
+        :raises RequestError: one of them is unknown.
         """
-        given = dict(wanted)
+        given = dict(settings)
         until = given.pop("until", None) or []
         stop = [until] if isinstance(until, str) else list(until)
         if not given.pop("do_sample", given.get("temperature", 0) > 0):
@@ -198,8 +199,8 @@ class EmbedLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         unknown = given.keys() - {field.name for field in fields(SamplingParams)}
         if unknown:
             raise RequestError(
-                f"generation_kwargs: {', '.join(sorted(unknown))}: expected until, max_gen_toks, "
-                "do_sample or a parameter of sampling"
+                f"generation_kwargs: expected until, max_gen_toks, do_sample or fields of "
+                f"SamplingParams, found {', '.join(sorted(unknown))}"
             )
         room = max(self._llm.max_model_len - 1, 1)
         return SamplingParams(stop=stop, max_tokens=min(limit, room), **given)

@@ -1,4 +1,4 @@
-"""All logits of a prompt, from a model opened as an engine opens it."""
+"""All logits of a prompt, computed by an engine's model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sdk.options import engine_config
 
 @contextmanager
 def opened(config: EngineConfig) -> Iterator[Loaded]:
-    """An engine for as long as the block lasts."""
+    """A loaded engine, closed at the end of the block."""
     loaded = load(config)
     try:
         yield loaded
@@ -30,9 +30,9 @@ def opened(config: EngineConfig) -> Iterator[Loaded]:
 def logits_of(
     model: str | PathLike[str], token_ids: Sequence[int], *, step: int = 256, **options: Any
 ) -> Tensor:
-    """Float32 ``[len(token_ids), vocab]``, the prompt run ``step`` tokens at a time.
+    """Logits float32 ``[len(token_ids), vocab]``; runs the prompt ``step`` tokens at a time.
 
-    ``options`` of :class:`sdk.LLM`; what it raises is raised here.
+    ``options`` and errors are those of :class:`sdk.LLM`.
     """
     config = engine_config(
         model,

@@ -1,4 +1,4 @@
-"""The frontier as a picture: bytes to the right, loss upwards, speed as colour."""
+"""Plots models: bytes on the x axis, loss on the y axis, speed as color, and the frontier."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 from sdk.errors import RequestError
 
-#: Where a logarithm has no place for 0: no scheme of the tables comes near it.
+#: The lowest loss on the logarithmic axis, which has no 0: all schemes are well above.
 _FLOOR = 1e-5
-#: Where a name may stand: right or left of its dot, and how many points higher.
+#: Possible positions of a label: right or left of its dot, and how many points higher.
 _SIDES = [(side, up) for up in (5, -5, 13, -13, 21, -21) for side in (1, -1)]
 
 
 class Placed(NamedTuple):
-    """One model in the picture: bytes of weights, keys and values; nats; tokens per second."""
+    """One model in the plot: bytes of weights, keys and values; nats; tokens per second."""
 
     label: str
     num_bytes: int
@@ -25,13 +25,13 @@ class Placed(NamedTuple):
 
 
 def check_matplotlib(option: str) -> None:
-    """:raises RequestError: when it is not installed; better before a long measurement."""
+    """Call before a long measurement. :raises RequestError: it is not installed."""
     if find_spec("matplotlib") is None:
         raise RequestError(f"{option}: matplotlib is not installed: pip install 'embedlm[bench]'")
 
 
 def frontier(models: Sequence[Placed]) -> list[Placed]:
-    """Those that no other is both smaller than and closer to the reference, from small to large."""
+    """The models that no other one beats in both size and loss, from small to large."""
     best: list[Placed] = []
     for one in sorted(models, key=lambda one: (one.num_bytes, one.kld)):
         if not best or one.kld < best[-1].kld:
@@ -40,14 +40,14 @@ def frontier(models: Sequence[Placed]) -> list[Placed]:
 
 
 def draw(axes: Any, models: Sequence[Placed], title: str) -> None:
-    """Onto ``axes`` of matplotlib, with a colour bar where every speed is known."""
+    """Draw on matplotlib's ``axes``, with a color bar if all speeds are known."""
     line = frontier(models)
     axes.step(*_places(line), where="post", color="0.6", linewidth=1, zorder=1)
     speeds = [one.speed for one in models if one.speed is not None]
     colour = {"c": speeds} if len(speeds) == len(models) else {"color": "C0"}
     dots = axes.scatter(*_places(models), s=36, zorder=2, **colour)
     if "c" in colour:
-        axes.figure.colorbar(dots, label="tokens per second, one stream")
+        axes.figure.colorbar(dots, label="tokens per second, one request")
     axes.set(yscale="log", xlabel="weights, keys and values, MB", title=title)
     axes.set_ylabel("KL divergence from the reference, nats")
     axes.grid(alpha=0.3)
@@ -56,7 +56,7 @@ def draw(axes: Any, models: Sequence[Placed], title: str) -> None:
 
 
 def _label(axes: Any, models: Sequence[Placed], line: Sequence[Placed]) -> None:
-    """Names beside the dots, where there is room; those of the frontier in bold and first."""
+    """Put names next to the dots where there is room; the frontier's first, in bold."""
     taken: list[tuple[float, float, float]] = []
     inside = [x * 72 / axes.figure.dpi for x in axes.transAxes.transform([(0, 0), (1, 1)])[:, 0]]
     for one in sorted(models, key=lambda one: one not in line):
@@ -87,7 +87,7 @@ def _label(axes: Any, models: Sequence[Placed], line: Sequence[Placed]) -> None:
 
 
 def write_plot(path: str | PathLike[str], models: Sequence[Placed], title: str) -> None:
-    """One picture of one reference's models, in the format that the name's end says."""
+    """Write a plot of models with the same reference, in the format of the path's suffix."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")

@@ -1,8 +1,8 @@
 """The control channel between rank 0 and one worker: pickled messages over a socket pair.
 
 A message is eight bytes of length, then a pickle. Both ends are the same program and hold the two
-ends of a nameless socket pair, so nobody else can write to it: that is what makes pickle acceptable
-here (and nowhere else in this package).
+ends of an unnamed socket pair, so no other program can write to it. That makes pickle acceptable
+here, and nowhere else in this package.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import struct
 from typing import Any
 
 # 256 MiB hold a plan of 30 million prompt tokens: more than any step has, and far less than a
-# length read from misplaced bytes would be.
+# length read from the wrong bytes.
 MAX_MESSAGE = 1 << 28
 _HEADER = struct.Struct("<Q")
 
 
 def pack(message: object) -> bytes:
-    """The bytes of a message. :raises ValueError: when it is larger than ``MAX_MESSAGE``."""
+    """The bytes of a message. :raises ValueError: it is larger than ``MAX_MESSAGE``."""
     data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     if len(data) > MAX_MESSAGE:
         raise ValueError(
@@ -30,24 +30,24 @@ def pack(message: object) -> bytes:
 
 
 class Channel:
-    """One end. Errors are those of sockets: EOFError, OSError, TimeoutError."""
+    """One end. Raises the errors of sockets: EOFError, OSError, TimeoutError."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
 
     def readable(self, seconds: float) -> bool:
-        """Wait for a message, or for the end of the other side."""
+        """Wait for a message, or until the other side has closed."""
         poller = select.poll()  # select.select() cannot take descriptors above 1023
         poller.register(self.socket, select.POLLIN)
         return bool(poller.poll(seconds * 1000))
 
     def send(self, message: bytes, seconds: float | None = None) -> None:
-        """Send what :func:`pack` made; ``seconds`` bounds the wait for the reader."""
+        """Send the bytes from :func:`pack`; waits at most ``seconds`` for the reader."""
         self.socket.settimeout(seconds)
         self.socket.sendall(message)
 
     def receive(self, seconds: float | None = None) -> Any:
-        """The next message. :raises EOFError: when the other side has gone."""
+        """The next message. :raises EOFError: the other side has closed."""
         self.socket.settimeout(seconds)
         (size,) = _HEADER.unpack(self._read(_HEADER.size))
         if size > MAX_MESSAGE:
@@ -60,7 +60,7 @@ class Channel:
         while view:
             count = self.socket.recv_into(view)
             if not count:
-                raise EOFError("the other side has gone")
+                raise EOFError("the other side has closed")
             view = view[count:]
         return data
 

@@ -1,7 +1,7 @@
-"""The worker processes of one executor: started, spoken to, diagnosed and ended.
+"""The worker processes of one executor: starting, messages, diagnosis and ending.
 
-Waits for an answer are counted in ticks of one second and not read off the clock, so a host that
-was suspended (Ctrl-Z, a laptop's lid) does not give up its workers when it wakes.
+Waits for an answer are counted in ticks of one second instead of read from the clock, so a host
+that was suspended (Ctrl-Z, a laptop's lid) does not give up its workers when it wakes up.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from sdk.executors.worker import WorkerStart
 _TICK_S = 1.0
 _STDERR_LINES, _STDERR_BYTES = 20, 4096
 
-# Signals and the path come first: until then Ctrl-C would kill the worker, and our package may be
-# out of reach. -c and not -m, because -m needs the package on the path it starts with.
+# Sets signals and sys.path first: until then Ctrl-C would kill the worker, and our package may not
+# be importable. -c instead of -m, because -m needs the package on the initial path.
 _BOOT = """\
 import signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -41,7 +41,7 @@ main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
 
 
 class ChildLost(Exception):
-    """A worker has gone or does not answer; :meth:`Children.diagnose` finds out why."""
+    """A worker has ended or does not answer; :meth:`Children.diagnose` finds out why."""
 
 
 class Child:
@@ -51,7 +51,7 @@ class Child:
         self.rank = rank
         ours, theirs = socket.socketpair()
         try:
-            # Without a name it cannot be left behind; the worker keeps it below 1 MiB.
+            # An unnamed file cannot be left behind; the worker keeps it below 1 MiB.
             self._stderr = tempfile.TemporaryFile(mode="ab+", buffering=0)  # noqa: SIM115
         except BaseException:
             ours.close()
@@ -74,7 +74,7 @@ class Child:
         self._channel = Channel(ours)
 
     def send(self, message: bytes, limit_s: float) -> None:
-        """:raises ChildLost: when the worker has gone or does not read."""
+        """:raises ChildLost: the worker has ended or does not read."""
         try:
             self._channel.send(message, limit_s)
         except OSError as error:
@@ -83,16 +83,16 @@ class Child:
     def receive(self, limit_s: float) -> tuple[Any, ...] | None:
         """The next message; None after ``limit_s`` seconds in which this process was running.
 
-        :raises ChildLost: when the worker has gone.
+        :raises ChildLost: the worker has ended.
         """
         for _ in range(math.ceil(limit_s / _TICK_S)):
             try:
                 if self._channel.readable(min(_TICK_S, limit_s)):
                     message: tuple[Any, ...] = self._channel.receive(limit_s)
                     return message
-                # a forked child of the host may hold a copy of the worker's end: no hang-up then
+                # if a forked child of the host holds a copy of the worker's end, no hang-up comes
                 if self.process.poll() is not None and not self._channel.readable(0):
-                    raise EOFError("the worker has gone")
+                    raise EOFError("the worker has ended")
             except (EOFError, OSError) as error:
                 raise ChildLost(f"rank {self.rank}: {error}") from error
         return None
@@ -100,8 +100,8 @@ class Child:
     def expect(self, kind: str, limit_s: float) -> tuple[Any, ...]:
         """Wait for the next message, which must be of ``kind``.
 
-        :raises ChildLost: when the worker has gone or does not answer.
-        :raises EngineDeadError: when it reports a failure instead.
+        :raises ChildLost: the worker has ended or does not answer.
+        :raises EngineDeadError: it reports a failure instead.
         """
         message = self.receive(limit_s)
         if message is None:
@@ -111,7 +111,7 @@ class Child:
         return message
 
     def failure(self) -> tuple[int, EngineDeadError]:
-        """What is wrong with this worker, and how likely that is the cause (0 is the likeliest)."""
+        """What is wrong with this worker, and its rank as the likely cause (0: most likely)."""
         try:
             while (message := self.receive(1.0)) is not None:
                 if message[0] == "failed":
@@ -133,7 +133,7 @@ class Child:
         return "\nits last messages:\n  " + "\n  ".join(lines) if lines else ""
 
     def close(self) -> None:
-        """Reap the process (which has been ended) and close the descriptors."""
+        """Reap the ended process and close the descriptors."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(5.0)  # longer only in an uninterruptible system call
         self._channel.close()
@@ -141,7 +141,7 @@ class Child:
 
 
 class Children:
-    """All workers of one executor, their rendezvous folder and rank 0's group."""
+    """All workers of one executor, their rendezvous folder, and rank 0's group."""
 
     def __init__(self) -> None:
         self.group: GlooGroup | None = None
@@ -150,8 +150,8 @@ class Children:
         self._owner = os.getpid()
 
     def spawn(self, size: int) -> None:
-        """Start ranks 1 to ``size`` - 1. :raises EngineDeadError: when that is impossible."""
-        # What multiprocessing uses: hosts that embed Python tell it where an interpreter is.
+        """Start ranks 1 to ``size`` - 1. :raises EngineDeadError: a worker cannot be started."""
+        # The interpreter of multiprocessing: hosts that embed Python set it there.
         python = os.fsdecode(spawn.get_executable() or "")
         if not python:
             raise EngineDeadError(
@@ -167,7 +167,7 @@ class Children:
             raise EngineDeadError(f"cannot start a worker with {python}: {error}") from error
 
     def introduce(self, start: WorkerStart, limit_s: float) -> None:
-        """Send every worker what to build and wait until all are about to connect."""
+        """Tell every worker what to build, and wait until all are about to connect."""
         for child in self._children:
             own = replace(start, rank=child.rank, folder=self.folder)
             child.send(pack(own), limit_s)
@@ -180,11 +180,11 @@ class Children:
             child.send(data, limit_s)
 
     def expect(self, kind: str, limit_s: float) -> list[tuple[Any, ...]]:
-        """Wait until every worker has answered with ``kind``; what they said, by rank."""
+        """Wait until every worker has answered with ``kind``; the answers by rank."""
         return [child.expect(kind, limit_s) for child in self._children]
 
     def diagnose(self, error: BaseException) -> EngineDeadError:
-        """After ``error`` on the way to the workers: which of them is the cause, and why."""
+        """After ``error`` with the workers: find the one that is the cause, and why."""
         found = [child.failure() for child in self._children]
         stopped = (3, EngineDeadError("the workers were stopped"))
         likelihood, cause = min(found, key=lambda item: item[0], default=stopped)
@@ -194,14 +194,14 @@ class Children:
         """Remove the rendezvous folder; all ranks are connected, or never will be."""
         if self.folder:
             shutil.rmtree(self.folder, ignore_errors=True)
-            # rmtree needs a descriptor, which there may be none of; an empty folder does not
+            # rmtree needs a descriptor, and none may be left; rmdir of an empty folder does not
             with contextlib.suppress(OSError):
                 Path(self.folder).rmdir()
 
     def stop(self, patience_s: float = 5.0) -> None:
         """End every worker: ask, wait ``patience_s`` for all, terminate, kill. Idempotent.
 
-        In a forked child of the owner it only keeps gloo from hanging when the objects are freed.
+        In a forked child of the owner it only prevents gloo from hanging when objects are freed.
         """
         group, self.group = self.group, None
         if os.getpid() != self._owner:
@@ -234,7 +234,7 @@ def _wait(children: list[Child], seconds: float) -> None:
 
 
 def _import_path() -> list[str]:
-    """Our ``sys.path`` with absolute entries, and the folder that this very package came from."""
+    """Our ``sys.path`` with absolute entries, and the folder that this package came from."""
     path = [str(Path(entry).absolute()) for entry in sys.path if isinstance(entry, str)]
     root = str(Path(__file__).absolute().parents[2])
     return path if root in path else [root, *path]
@@ -247,5 +247,5 @@ def _exit_text(code: int) -> str:
         name = signal.Signals(-code).name
     except ValueError:
         name = f"signal {-code}"
-    hint = ", perhaps by the system for want of memory" if -code == signal.SIGKILL else ""
+    hint = ", perhaps by the system for lack of memory" if -code == signal.SIGKILL else ""
     return f"was killed ({name}{hint})"

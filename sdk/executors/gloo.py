@@ -1,11 +1,11 @@
 """The collectives of CPU ranks: torch's gloo backend, over loopback, without process globals.
 
-``torch.distributed.init_process_group`` sets up one group for the whole process and would collide
-with a host that uses it. Here the backend's class is used directly: every engine has its own. The
+``torch.distributed.init_process_group`` sets up one group for the whole process and would conflict
+with a host that uses it. This module uses the backend's class directly, one object per engine. The
 ranks find each other through a file in a private folder, and the device is bound to 127.0.0.1, so
-nothing listens on an outside address.
+nothing listens on an external address.
 
-When a rank dies, the kernel closes its connections and the others' collectives fail at once.
+If a rank dies, the kernel closes its connections and the others' collectives fail at once.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from torch._C import _distributed_c10d
 
 from sdk.errors import SdkError
 
-# Untyped: torch's stubs leave out most of the backend's methods. `torch.distributed` exports the
-# same objects, some of them only from torch 2.6 on.
+# Untyped, because torch's stubs lack most of the backend's methods. `torch.distributed` exports the
+# same objects, but some only from torch 2.6 on.
 _c10d: Any = _distributed_c10d
 
 
-#: More than a group opens, beside those for each rank.
+#: Descriptors in addition to those for each rank; more than a group opens.
 _DESCRIPTORS = 16
 
 
@@ -39,9 +39,9 @@ class CollectiveError(SdkError):
 class GlooGroup:
     """Sums and gathers float32 CPU tensors over the ranks (:class:`sdk.models.parallel.Group`).
 
-    Every rank gets the same bits, and an element's sum does not depend on where in the tensor it
-    stands: two addends commute, and more are added in rank order. Gloo's own sum of three or more
-    starts each chunk of the tensor at another rank, so a row would depend on its neighbours.
+    Every rank gets the same bits, and an element's sum does not depend on its position in the
+    tensor: two addends commute, and more are added in rank order. Gloo's own sum of three or more
+    starts each part of the tensor at a different rank, so a row would depend on its neighbours.
     """
 
     def __init__(self, backend: Any, limit_s: float) -> None:
@@ -82,8 +82,8 @@ class GlooGroup:
         self._backend = None
 
     def abandon(self) -> None:
-        """Never free the backend: in a forked child its destructor would join threads that the fork
-        did not copy, and hang."""
+        """Never free the backend: in a forked child its destructor would hang, joining threads
+        that the fork did not copy."""
         if self._backend is not None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._backend))
 
@@ -91,12 +91,12 @@ class GlooGroup:
 def connect(folder: str, rank: int, size: int, *, connect_s: float, limit_s: float) -> GlooGroup:
     """Join the ranks that meet in ``folder``; returns when this rank is connected to all others.
 
-    :param connect_s: how long to wait for the others.
-    :param limit_s: how long one collective may wait for another rank.
-    :raises CollectiveError: when they do not come.
+    :param connect_s: seconds to wait for the others.
+    :param limit_s: seconds that one collective may wait for another rank.
+    :raises CollectiveError: the others do not connect in time.
     """
     _expect_descriptors(rank, _DESCRIPTORS + 4 * size)
-    # _Options and _devices carry an underscore, but are how torch's own init_process_group does it
+    # _Options and _devices are private, but torch's own init_process_group uses them in this way
     options = _c10d.ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=connect_s)
     options._threads = 1  # collectives come one at a time
@@ -109,12 +109,13 @@ def connect(folder: str, rank: int, size: int, *, connect_s: float, limit_s: flo
 
 
 def _expect_descriptors(rank: int, count: int) -> None:
-    """Gloo ends the whole process where its listener finds no descriptor left."""
+    """Check for free descriptors: without one, gloo's listener ends the whole process."""
     with contextlib.ExitStack() as undo:
         try:
             for _ in range(count):
                 undo.callback(os.close, os.open(os.devnull, os.O_RDONLY))
         except OSError as error:
             raise CollectiveError(
-                f"rank {rank} cannot connect to the others: {count} descriptors are needed: {error}"
+                f"rank {rank} cannot connect to the others: expected {count} free file "
+                f"descriptors (ulimit -n): {error}"
             ) from error

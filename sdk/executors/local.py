@@ -16,21 +16,21 @@ from sdk.models.parallel import Mesh
 
 
 class Runner(Protocol):
-    """One rank, as executors see it: :class:`sdk.engine.rank.runner.ModelRunner`, or a test's."""
+    """One rank, as executors see it: :class:`sdk.engine.rank.runner.ModelRunner`, or a fake."""
 
     @property
     def native_seconds(self) -> float:
-        """Spent in native calls so far."""
+        """Seconds spent in native calls so far."""
 
     def launch(self, plan: StepPlan) -> Pending:
         """Begin one step."""
 
     def close(self) -> None:
-        """Give everything back."""
+        """Free everything."""
 
 
 RunnerT = TypeVar("RunnerT", bound=Runner)
-#: Builds the runner of one rank from a config and the rank's place: ``ModelRunner`` itself is one.
+#: Builds the runner of one rank from a config and its mesh; ``ModelRunner`` itself is a factory.
 RankFactory = Callable[[Any, Mesh], RunnerT]
 
 
@@ -53,22 +53,22 @@ class LocalExecutor(Generic[RunnerT]):
 
     @property
     def runner(self) -> RunnerT:
-        """The runner. :raises EngineClosedError: before :meth:`start` and after :meth:`close`."""
+        """The runner. :raises EngineClosedError: before :meth:`start` or after :meth:`close`."""
         if self._runner is None:
             raise EngineClosedError("the executor is not running")
         return self._runner
 
     def start(self) -> None:
-        """Build the runner; what the factory raises is raised on."""
+        """Build the runner. Raises what the factory raises."""
         with self._lock:
             if self._closed:
                 raise EngineClosedError("the executor was closed")
             self._runner = self._factory(self._config, Mesh())
 
     def launch(self, plan: StepPlan) -> None:
-        """See :class:`sdk.executors.base.Executor`; what the runner raises is raised on.
+        """See :class:`sdk.executors.base.Executor`. Raises what the runner raises.
 
-        A flag in place of the lock: taking and giving that back costs 6 us right after a step.
+        Uses a flag instead of the lock: taking and releasing that costs 6 us right after a step.
         """
         try:
             self._working = True  # before it looks for the runner: see close()
@@ -80,7 +80,7 @@ class LocalExecutor(Generic[RunnerT]):
             self._working = False
 
     def result(self) -> StepResult:
-        """See :class:`sdk.executors.base.Executor`; what the runner raises is raised on."""
+        """See :class:`sdk.executors.base.Executor`. Raises what the runner raises."""
         try:
             self._working = True
             if not self._launched:
@@ -103,10 +103,10 @@ class LocalExecutor(Generic[RunnerT]):
         return self.runner.native_seconds
 
     def break_off(self) -> None:
-        """See :class:`sdk.executors.base.Executor`: a step here waits for nobody."""
+        """See :class:`sdk.executors.base.Executor`. A step here never waits for other processes."""
 
     def stop(self) -> None:
-        """Close the runner; :meth:`start` builds it anew."""
+        """Close the runner; :meth:`start` builds a new one."""
         with self._lock:
             runner, self._runner = self._runner, None
             if runner is not None:
@@ -115,11 +115,11 @@ class LocalExecutor(Generic[RunnerT]):
     def close(self) -> None:
         """Close the runner, after the step in progress. Idempotent; no effect in a forked child."""
         if os.getpid() != self._owner:
-            return  # the runner's threads and locks stayed with the parent
+            return  # the runner's threads and locks exist only in the parent
         with self._lock:
             self._closed = True
             runner, self._runner = self._runner, None
-            while self._working:  # it may have found the runner
+            while self._working:  # a step may already use the runner
                 time.sleep(0.001)
             self._launched.clear()
             if runner is not None:

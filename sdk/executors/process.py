@@ -1,16 +1,15 @@
 """Tensor parallelism over processes: rank 0 here, every other rank in a child process.
 
-One step: the plan goes to every worker, all ranks run it at the same time and meet in the
-collectives of their models, rank 0's result counts, and the workers' answers close the step. So the
-ranks are never more than one step apart.
+In one step every worker gets the plan, all ranks run it at the same time and synchronize in the
+collectives of their models, rank 0 produces the result, and the workers' answers end the step. So
+the ranks are never more than one step apart.
 
-Whatever goes wrong with one rank in a step ends all of them: the others would wait for it in their
-next collective. The kernel closes a dead worker's connections, so rank 0's collective (or its
-wait for the answer) fails at once; a worker that is alive and stuck is given up after
-``collective_s``.
+Any failure of one rank in a step ends all ranks: the others would wait for it in their next
+collective. The kernel closes a dead worker's connections, so rank 0's collective (or its wait for
+the answer) fails at once. A worker that is alive but stuck is given up after ``collective_s``.
 
-The children are started with ``subprocess``, not ``multiprocessing``: the host's main script is not
-imported again and needs no ``__main__`` guard.
+The children are started with ``subprocess``, not ``multiprocessing``, so the host's main script is
+not imported again and needs no ``__main__`` guard.
 """
 
 from __future__ import annotations
@@ -52,9 +51,9 @@ class ProcessExecutor(Generic[RunnerT]):
     :param size: the number of ranks.
     :param num_threads: torch's threads in each child.
     :param own_factory: builds rank 0's runner instead of ``factory``; never pickled.
-    :param startup_s: how long a child may take to import and connect, and to go on building its
-        runner when rank 0 has finished (plus three times what rank 0 took).
-    :param collective_s: how long rank 0 waits for a rank that is alive.
+    :param startup_s: seconds that a child may take to import and connect, and to finish its runner
+        after rank 0 has finished (plus three times what rank 0 took).
+    :param collective_s: seconds that rank 0 waits for a rank that is alive.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class ProcessExecutor(Generic[RunnerT]):
         self._startup_s, self._collective_s = startup_s, collective_s
         self._runner: RunnerT | None = None
         self._launched: deque[tuple[StepPlan, Pending]] = deque()
-        #: By the last steps, for the ranks that sample nothing.
+        #: Tokens sampled in the last steps, for the ranks that do not sample.
         self._sampled: list[tuple[str, tuple[int, ...]]] = []
         self._failure: str | None = None
         self._closed = False
@@ -87,7 +86,7 @@ class ProcessExecutor(Generic[RunnerT]):
 
     @property
     def runner(self) -> RunnerT:
-        """Rank 0's. :raises EngineClosedError: before :meth:`start` and after :meth:`close`."""
+        """Rank 0's. :raises EngineClosedError: before :meth:`start` or after :meth:`close`."""
         if self._runner is None:
             raise EngineClosedError("the executor is not running")
         return self._runner
@@ -95,9 +94,9 @@ class ProcessExecutor(Generic[RunnerT]):
     def start(self) -> None:
         """Start the children, connect, build all ranks.
 
-        What rank 0's factory raises is raised on.
+        Raises what rank 0's factory raises.
 
-        :raises EngineDeadError: when a child failed, with its error and its last messages.
+        :raises EngineDeadError: a child failed; with its error and its last messages.
         """
         self._check_owner()
         with self._lock:
@@ -121,7 +120,7 @@ class ProcessExecutor(Generic[RunnerT]):
             self._factory,
             self._config,
         )
-        pack(start)  # what cannot be pickled must fail before a process is started
+        pack(start)  # fails if it cannot be pickled, before a process is started
         self._children.spawn(self._size)
         self._children.introduce(start, self._startup_s)
         group = connect(
@@ -141,11 +140,11 @@ class ProcessExecutor(Generic[RunnerT]):
     def launch(self, plan: StepPlan) -> None:
         """Begin one step on all ranks.
 
-        An interrupt (KeyboardInterrupt) in the middle of rank 0's part ends the ranks too: call
-        this on a thread that gets none.
+        A KeyboardInterrupt in the middle of rank 0's part also ends the ranks: call this on a
+        thread that gets no interrupts.
 
-        :raises EngineDeadError: when a rank failed in this step or an earlier one.
-        :raises EngineClosedError: after :meth:`close`, also in the middle of the step.
+        :raises EngineDeadError: a rank failed in this step or an earlier one.
+        :raises EngineClosedError: after :meth:`close`, even in the middle of the step.
         """
         with self._running():
             sampled, self._sampled = tuple(self._sampled), []
@@ -158,7 +157,7 @@ class ProcessExecutor(Generic[RunnerT]):
             plan, pending = self._launched.popleft()
             result = pending.result()
             for _, unwritten in self._children.expect("done", self._collective_s):
-                if unwritten:  # a page is lost with any rank's part of it
+                if unwritten:  # a page is lost if any rank's part of it is
                     result = result._replace(unwritten={**unwritten, **result.unwritten})
             self._sampled += [
                 (row.request_id, tuple(tokens))
@@ -169,7 +168,7 @@ class ProcessExecutor(Generic[RunnerT]):
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """Whatever goes wrong with a rank in here ends all of them."""
+        """Inside this context, any failure of a rank ends all of them."""
         self._check_owner()
         with self._lock:
             self._check()
@@ -186,7 +185,7 @@ class ProcessExecutor(Generic[RunnerT]):
                 raise raised from error
 
     def on_ranks(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """See :class:`sdk.executors.base.Executor`; fails as :meth:`execute` does."""
+        """See :class:`sdk.executors.base.Executor`. Raises as :meth:`launch` does."""
         with self._running():
             self._children.send(RankCall(function, args), self._collective_s)
             own = function(self.runner, *args)
@@ -201,7 +200,9 @@ class ProcessExecutor(Generic[RunnerT]):
     def _check_owner(self) -> None:
         # before the lock: a forked child may have inherited it locked
         if os.getpid() != self._owner:
-            raise EngineClosedError(f"the executor belongs to process {self._owner}")
+            raise EngineClosedError(
+                f"the executor belongs to process {self._owner}, not to this forked child"
+            )
 
     def _check(self) -> None:
         if self._closed:
@@ -210,7 +211,7 @@ class ProcessExecutor(Generic[RunnerT]):
             raise EngineDeadError(self._failure)
 
     def _end(self, error: BaseException) -> BaseException:
-        """Kill the children; the error to raise: a worker's, where that was the cause."""
+        """Kill the children; returns the error to raise: a worker's, if that was the cause."""
         raised = error
         if self._closed and isinstance(error, (*_LOST, EngineDeadError)):
             raised = EngineClosedError("the executor was closed while it worked")
@@ -225,7 +226,7 @@ class ProcessExecutor(Generic[RunnerT]):
         self._children.stop(0.0)
 
     def stop(self) -> None:
-        """End the children and close rank 0's runner; :meth:`start` begins anew."""
+        """End the children and close rank 0's runner; :meth:`start` starts them again."""
         self._check_owner()
         with self._lock:
             self._check()
@@ -241,8 +242,7 @@ class ProcessExecutor(Generic[RunnerT]):
         """End the children and close rank 0's runner.
 
         A call in progress gets five seconds to finish, then its workers are killed and it raises;
-        steps whose results nobody has asked for are given up. Idempotent; no effect in a forked
-        child.
+        steps whose results were not collected are dropped. Idempotent; no effect in a forked child.
         """
         if os.getpid() != self._owner:
             return
@@ -265,9 +265,9 @@ class ProcessExecutor(Generic[RunnerT]):
 
 
 def _for_workers(plan: StepPlan, sampled: tuple[tuple[str, tuple[int, ...]], ...]) -> StepPlan:
-    """The plan with what was sampled, without how to sample: rank 0 alone does that, and a logits
-    processor need not be picklable. ``prompt_logprobs`` stays: it decides which logits all ranks
-    compute.
+    """The plan with the sampled tokens, without sampling parameters: only rank 0 samples, and a
+    logits processor need not be picklable. ``prompt_logprobs`` stays, because it determines which
+    logits all ranks compute.
     """
     started = (
         replace(

@@ -1,9 +1,9 @@
-"""The process of one rank other than 0: builds its part of the model, then runs what it is sent.
+"""The process of a rank other than 0: builds its part of the model, then runs the plans it gets.
 
-It belongs to the process that started it and ends with it. A thread watches the control channel,
-which the kernel closes when the parent dies, and the parent's process id, for the case that a
-forked child of the parent keeps a copy of the channel. (Linux's PR_SET_PDEATHSIG is no help: it
-fires when the *thread* that started the worker ends, and that may be a short-lived one.)
+It ends with the process that started it. A thread watches the control channel, which the kernel
+closes when the parent dies, and the parent's process id, in case a forked child of the parent
+holds a copy of the channel. (Linux's PR_SET_PDEATHSIG does not help: it fires when the *thread*
+that started the worker ends, which may be short-lived.)
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from typing import Any
 from sdk.executors.base import RankCall
 from sdk.executors.channel import Channel, pack
 
-# How long to wait for rank 0 inside a collective: the host may sit in a debugger for hours.
+# How long to wait for rank 0 inside a collective: the host may be in a debugger for hours.
 _PATIENCE_S = 24 * 3600.0
 _MAX_STDERR = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStart:
-    """The first message to a worker: what to build, and where it stands."""
+    """The first message to a worker: what to build, and its rank."""
 
     rank: int
     size: int
@@ -54,7 +54,7 @@ def main(descriptor: int, parent: int, folder: str) -> None:
         _serve(channel)
     except BaseException as error:
         traceback.print_exc()
-        # the kind tells rank 0 a cause from its consequence: a rank died, the others' sums fail
+        # the type lets rank 0 tell a cause (a rank died) from its effects (collectives fail)
         failure = ("failed", f"{type(error).__name__}: {error}", type(error).__name__)
         try:
             channel.send(pack(failure), 5.0)
@@ -70,21 +70,21 @@ def _exit(code: int) -> None:
 
 def _end_with(channel: Channel, parent: int, folder: str) -> None:
     poller = select.poll()
-    poller.register(channel.socket, 0)  # wakes on hang-up alone: messages are the main thread's
+    poller.register(channel.socket, 0)  # wakes only on hang-up: the main thread reads messages
     while os.getppid() == parent and not poller.poll(1000):
         pass
-    shutil.rmtree(folder, ignore_errors=True)  # a parent that was killed could not
+    shutil.rmtree(folder, ignore_errors=True)  # a killed parent could not remove it
     os._exit(1)
 
 
 def _serve(channel: Channel) -> None:
     start: WorkerStart = channel.receive()
-    import torch  # after the watching thread runs: this takes a second
+    import torch  # takes a second, so only after the watching thread has started
 
     from sdk.executors.gloo import connect
     from sdk.models.parallel import Mesh
 
-    torch.set_num_threads(start.num_threads)  # this process is ours alone
+    torch.set_num_threads(start.num_threads)  # this process runs nothing else
     channel.send(pack(("joining",)))
     group = connect(
         start.folder, start.rank, start.size, connect_s=start.connect_s, limit_s=_PATIENCE_S
@@ -102,7 +102,7 @@ def _serve(channel: Channel) -> None:
 
 
 def _limit_stderr() -> None:
-    """Standard error is a nameless file of the parent's, opened for appending; its end matters."""
+    """Truncate standard error, the parent's unnamed file in append mode; only its end matters."""
     sys.stderr.flush()
     if os.fstat(2).st_size > _MAX_STDERR:
         os.ftruncate(2, 0)

@@ -1,1 +1,1 @@
-"""From options to a running engine, and what would stop a load."""
+"""Turns options into a running engine, and checks what would stop a load."""

@@ -1,6 +1,6 @@
-"""What would stop a load, found before it: from options, headers and what the machine has now.
+"""Checks before a load: options, file headers, and what the machine has available now.
 
-``LLM.plan`` and ``LLM`` ask here both, so that what one refuses the other does.
+``LLM.plan`` and ``LLM`` both use them, so that they reject the same things.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from sdk.quant.tokenizer import Tokenizer
 
 
 def check_options(config: EngineConfig, checkpoint: Checkpoint, made: MemoryPlan) -> None:
-    """Raise what no other amount of memory would help with.
+    """Reject options that would fail with any amount of memory.
 
-    :raises CheckpointError: ``tokenizer`` or ``generation_config`` name a folder without any.
-    :raises RequestError: options that do not go together.
-    :raises UnsupportedError: options that this kind of model cannot have.
+    :raises CheckpointError: the folder of ``tokenizer`` or ``generation_config`` has no such file.
+    :raises RequestError: options contradict each other.
+    :raises UnsupportedError: options that this kind of model does not support.
     """
     sampling_defaults(config, checkpoint)
     named_tokenizer(config)
@@ -31,7 +31,7 @@ def check_options(config: EngineConfig, checkpoint: Checkpoint, made: MemoryPlan
         raise RequestError(
             "without chunked prefill max_num_batched_tokens "
             f"({config.max_num_batched_tokens}) must be at least "
-            f"max_model_len ({made.max_model_len}): a prompt runs in one step"
+            f"max_model_len ({made.max_model_len}), because a prompt runs in one step"
         )
     name = model_type({**checkpoint.config, **(config.hf_overrides or {})})
     if own_model(name) is None:
@@ -43,15 +43,15 @@ def check_options(config: EngineConfig, checkpoint: Checkpoint, made: MemoryPlan
             )
         if config.cpu_offload:
             raise UnsupportedError(
-                f"{checkpoint.path}: cpu_offload moves layers of this library's own models; this "
-                "one's run in transformers' code"
+                f"{checkpoint.path}: cpu_offload supports only this library's own model code, and "
+                f"model_type {name!r} runs through transformers; leave cpu_offload at 0"
             )
 
 
 def named_tokenizer(config: EngineConfig) -> Tokenizer | None:
-    """The one in the folder that the ``tokenizer`` option names.
+    """The tokenizer in the folder of the ``tokenizer`` option; None if the option is not used.
 
-    :raises CheckpointError: there is none in it.
+    :raises CheckpointError: the folder has no tokenizer.
     """
     if config.tokenizer is None or config.skip_tokenizer_init:
         return None
@@ -59,17 +59,17 @@ def named_tokenizer(config: EngineConfig) -> Tokenizer | None:
 
     named = tokenizer_from_folder(config.tokenizer)
     if named is None:
-        raise CheckpointError(f"{config.tokenizer}: no tokenizer files in it")
+        raise CheckpointError(f"{config.tokenizer}: expected tokenizer files in it, found none")
     return named
 
 
 def whole_prompts(config: EngineConfig, made: MemoryPlan) -> bool:
-    """Whether a step holds the longest prompt, or prompts may be cut."""
+    """Whether a step holds the longest prompt, or prompts may be split."""
     return config.enable_chunked_prefill or made.max_model_len <= config.max_num_batched_tokens
 
 
 def memory_shortage(config: EngineConfig, made: MemoryPlan) -> str:
-    """Empty, or the sums where the machine has less memory now than the plan takes."""
+    """A breakdown if the machine has less memory now than the plan needs; otherwise empty."""
     available = available_to(config)
     if made.total <= available:
         return ""
@@ -82,8 +82,8 @@ def memory_shortage(config: EngineConfig, made: MemoryPlan) -> str:
 
 
 def room_shortage(config: EngineConfig, made: MemoryPlan) -> str:
-    """Empty, or why there is no room for what lies beside the budget: offloaded weights, swapped
-    pages."""
+    """Why there is no room for what is outside of the budget, offloaded weights and swapped pages;
+    empty if there is."""
     return _offload_shortage(config, made) or _swap_shortage(config, made)
 
 
@@ -96,7 +96,7 @@ def _offload_shortage(config: EngineConfig, made: MemoryPlan) -> str:
             return ""
         return (
             f"cpu_offload: {format_bytes(made.offloaded)} of weights are more than the "
-            f"{format_bytes(free)} this machine has left"
+            f"{format_bytes(free)} this machine has left; lower cpu_offload"
         )
     try:
         folder = disk_folder(config.disk_offload_path)
@@ -112,7 +112,7 @@ def _swap_shortage(config: EngineConfig, made: MemoryPlan) -> str:
         return ""
     if swap < made.page_bytes:
         return (
-            f"swap_space: a page of {made.page_size} tokens takes "
+            f"swap_space: expected at least a page of {made.page_size} tokens, "
             f"{format_bytes(made.page_bytes)}, found {format_bytes(swap)}"
         )
     if config.swap_path is not None:
@@ -121,7 +121,7 @@ def _swap_shortage(config: EngineConfig, made: MemoryPlan) -> str:
     if made.total + swap <= free:
         return ""
     return (
-        f"swap_space: {format_bytes(swap)} beside {format_bytes(made.total)} for model and "
-        f"KV cache is more than the {format_bytes(free)} this machine has left; "
-        "swap_path=FOLDER puts it into a file"
+        f"swap_space: {format_bytes(swap)}, with {format_bytes(made.total)} for model and KV "
+        f"cache, is more than the {format_bytes(free)} this machine has left; use "
+        "swap_path=FOLDER to swap to a file"
     )

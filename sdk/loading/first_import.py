@@ -1,9 +1,9 @@
-"""Importing torch so that Ctrl-C meanwhile is an ordinary KeyboardInterrupt.
+"""Imports torch so that Ctrl-C during the import is an ordinary KeyboardInterrupt.
 
-Torch's import takes a second and runs Python from C++ that must not be interrupted: an interrupt
-that arrives there aborts the process ("terminate called after throwing an instance of
-pybind11::error_already_set"), and one inside a weakref's callback of the import system is dropped.
-Python raises interrupts in the main thread alone. So another thread imports while that one waits.
+Importing torch takes a second and runs Python from C++ code that must not be interrupted: an
+interrupt there aborts the process ("terminate called after throwing an instance of
+pybind11::error_already_set"), and one inside a weakref callback of the import system is lost.
+Python raises interrupts only in the main thread. So another thread imports while that one waits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from queue import SimpleQueue
 
 
 def import_torch() -> None:
-    """Have torch imported. No error is raised here: importing it again raises the same one."""
+    """Import torch. Raises nothing: importing it again raises the same error."""
     if "torch" in sys.modules or threading.current_thread() is not threading.main_thread():
         return
     done: SimpleQueue[None] = SimpleQueue()
@@ -27,7 +27,7 @@ def import_torch() -> None:
         finally:
             done.put(None)
 
-    with suppress(RuntimeError):  # no thread is to be had: whoever needs torch imports it
-        # No daemon: a process that ends meanwhile waits for it, instead of being aborted.
+    with suppress(RuntimeError):  # no thread can be started: torch is imported where it is needed
+        # Not a daemon: a process that ends meanwhile waits for it instead of being aborted.
         threading.Thread(target=work, name="sdk-import").start()
         done.get()

@@ -1,4 +1,4 @@
-"""From options to a running engine: read the headers, plan the memory, then load."""
+"""Turns options into a running engine: reads the headers, plans the memory, then loads."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("sdk")
 
 
-#: An engine can be given so many times the pages it begins with.
+#: ``resize`` can give an engine up to this many times the pages it starts with.
 _ROOM_TO_GROW = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Everything an :class:`sdk.LLM` is made of."""
+    """The parts of an :class:`sdk.LLM`."""
 
     engine: Engine
     executor: LocalExecutor[ModelRunner] | ProcessExecutor[ModelRunner]
@@ -62,7 +62,7 @@ class Loaded:
     elastic: ElasticPages
     lease: Lease | None
     model_key: ModelKey
-    #: The key of what the model's files hold now.
+    #: Computes the key of the model's files as they are now.
     current_key: Callable[[], ModelKey]
     tokenizer: Tokenizer | None
     model_config: ModelConfig
@@ -76,20 +76,20 @@ class Loaded:
 
     @property
     def runner(self) -> ModelRunner:
-        """Rank 0's; another one after a sleep that gave the weights back."""
+        """Rank 0's runner; a new one after a sleep that freed the weights."""
         return self.executor.runner
 
     def current(self) -> contextlib.AbstractContextManager[object]:
-        """Inside, the engine's GPU is the thread's: each thread of a process has one of its own,
-        the first unless it chose another."""
+        """A context in which the engine's GPU is the thread's current device. Each thread has its
+        own current device, the first GPU unless it chose another."""
         device = self.runner_device
         return contextlib.nullcontext() if device == "cpu" else torch.cuda.device(device)
 
 
 def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
-    """Build the engine; on any error everything built so far is given back.
+    """Build the engine; on any error everything built so far is freed.
 
-    ``checkpoint`` stands in place of the one that ``config`` names, and is closed.
+    ``checkpoint`` replaces the one that ``config`` names, and is closed.
     """
     with contextlib.ExitStack() as undo:
         if checkpoint is None:
@@ -102,7 +102,7 @@ def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
         if lease is not None:
             undo.callback(lease.close)
         tokenizer = _tokenizer(config, checkpoint)
-        release_free_memory()  # 16 to 22 MiB that building it took, at what may be the peak
+        release_free_memory()  # building the tokenizer left 16 to 22 MiB; this may be the peak
         defaults = sampling_defaults(config, checkpoint)
         runner_config = _runner_config(config, checkpoint, model, memory)
         eos = frozenset(_eos(checkpoint) if tokenizer is None else tokenizer.eos_token_ids)
@@ -121,7 +121,7 @@ def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
             quantization=config.quantization,
             overrides=config.hf_overrides or {},
         )
-        key = current_key()  # after the load: 1 ms, of a file not yet in memory up to 60
+        key = current_key()  # after the load: 1 ms, but up to 60 ms before the file is in memory
         results = ResultLimit.of(memory.total, vocab_size := model.vocab_size)
         scheduler = Scheduler(_scheduler_config(config, runner_config, memory, eos, results))
         scheduler.pages_ahead, scheduler.batches_in_flight = executor.runner.ahead
@@ -176,15 +176,15 @@ def _scheduler_config(
 
 
 def _warnings(runner: ModelRunner) -> Iterator[str]:
-    """What a user should hear of that did not keep the model from loading."""
+    """Problems that a user should know about, but that did not stop the load."""
     text = _slow_kernels(runner)
     if text is not None:
         logger.warning(text)
         yield text
     if runner.ops.context.offloaded:
         text = (
-            f"{format_bytes(runner.ops.context.offloaded)} of the weights are not in the "
-            "memory of their device and are read again in every step: slow"
+            f"{format_bytes(runner.ops.context.offloaded)} of the weights are offloaded from their "
+            "device's memory and read again in every step, which is slow"
         )
         logger.warning(text)
         yield text
@@ -198,12 +198,12 @@ def _warnings(runner: ModelRunner) -> Iterator[str]:
 
 
 def _slow_kernels(runner: ModelRunner) -> str | None:
-    """Why everything runs on the reference kernels, where it does."""
+    """Why everything runs on the reference kernels; None if it does not."""
     ops = runner.ops
     if ops.context.backend_names != ("reference",):
         return None
     why = dict(ops.context.declined_backends).get("cpu" if ops.device.type == "cpu" else "gpu")
-    if why is None:  # nobody asked for another
+    if why is None:  # no other backend was requested
         return None
     # SmolLM2-135M Q4_1 on a CPU: 1.65 instead of 180 tokens/s in decoding (docs/log.md)
     return f"this model runs on the reference kernels, about 100 times slower: {why}"
@@ -214,7 +214,7 @@ def _runner_config(
 ) -> RunnerConfig:
     return RunnerConfig(
         model=str(checkpoint.path),
-        num_pages=_pages_set_aside(config, memory) + 1,  # page 0 belongs to nobody
+        num_pages=_pages_set_aside(config, memory) + 1,  # page 0 is never allocated
         page_size=memory.page_size,
         kv_dtype=memory.kv_dtype,
         max_model_len=memory.max_model_len,
@@ -231,18 +231,20 @@ def _runner_config(
         num_swap_pages=memory.swap_pages,
         swap_path=config.swap_path,
         kv_keep=config.kv_keep,
-        **_elsewhere(config, model, memory),
+        **_offload_options(config, model, memory),
     )
 
 
 def _device(config: EngineConfig) -> str:
-    """By number: the GPU that is current in this thread, whichever is in others."""
+    """With a GPU's number: the one that is current in this thread."""
     device = device_of(config)
     return device if device == "cpu" else f"{device}:{torch.cuda.current_device()}"
 
 
-def _elsewhere(config: EngineConfig, model: ModelConfig, memory: MemoryPlan) -> dict[str, Any]:
-    """The fields of a runner whose weights do not all stay in the memory of their device."""
+def _offload_options(
+    config: EngineConfig, model: ModelConfig, memory: MemoryPlan
+) -> dict[str, Any]:
+    """The runner's fields for offloaded weights."""
     if not memory.offloaded:
         return {}
     if memory.layers_away:
@@ -256,7 +258,7 @@ def _elsewhere(config: EngineConfig, model: ModelConfig, memory: MemoryPlan) -> 
 
 
 def _pages_set_aside(config: EngineConfig, memory: MemoryPlan) -> int:
-    """Address space to grow into: memory is only there for pages that were written."""
+    """Pages of address space, with room to grow: only pages that were written take memory."""
     if device_of(config) != "cpu":
         return memory.num_pages
     whole = -(-memory.max_model_len // memory.page_size) * memory.max_num_seqs
@@ -277,7 +279,7 @@ def _tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None
 
 
 def _eos(checkpoint: Checkpoint) -> list[int]:
-    """The ids that end an answer where no tokenizer says so."""
+    """The ids that end an answer if there is no tokenizer."""
     for facts in (checkpoint.generation_config, checkpoint.config):
         ids = facts.get("eos_token_id")
         if isinstance(ids, int):
@@ -290,7 +292,7 @@ def _eos(checkpoint: Checkpoint) -> list[int]:
 def _executor(
     config: EngineConfig, runner_config: RunnerConfig, checkpoint: Checkpoint
 ) -> LocalExecutor[ModelRunner] | ProcessExecutor[ModelRunner]:
-    """Rank 0 reuses the opened checkpoint, the first time; other ranks open the file themselves."""
+    """Rank 0 uses the open checkpoint at its first start; other ranks open the file themselves."""
     opened = [checkpoint]
 
     def own(given: RunnerConfig, mesh: Mesh) -> ModelRunner:

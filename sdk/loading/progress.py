@@ -1,4 +1,4 @@
-"""Progress of loading and of batches: the caller's callback, or a bar where a person looks."""
+"""Progress of loading and of batches: the caller's callback, or a bar on a terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from sdk.config import ProgressCallback
 from sdk.errors import LoadCancelled
 
-#: A bar appears only when the work takes longer: short loads and batches stay silent.
+#: A bar appears only after this time: short loads and batches stay silent.
 _DELAY_SECONDS = 1.0
 
 
@@ -21,9 +21,8 @@ def reporting(
 ) -> Iterator[Callable[[int, int], None]]:
     """Yields ``report(done, total)``.
 
-    With a callback, ``report`` calls it and raises :class:`LoadCancelled` when it returns
-    ``False``; otherwise a tqdm bar goes to standard error if that is a terminal or the output of a
-    notebook's cell.
+    With a callback, ``report`` calls it and raises :class:`LoadCancelled` if it returns ``False``.
+    Otherwise it shows a tqdm bar on standard error, if that is a terminal or a notebook cell.
     """
     if callback is not None:
 
@@ -49,8 +48,8 @@ def reporting(
 
 
 def is_terminal(stream: object) -> bool:
-    """Whether somebody reads ``stream`` as it is written. What stands for standard error may be
-    None (a daemon), closed, or an object with few methods (a window's log)."""
+    """Whether ``stream`` is a terminal. A process's standard error may be None (a daemon), closed,
+    or an object with few methods (a GUI's log)."""
     try:
         return bool(stream.isatty())  # type: ignore[attr-defined]
     except Exception:
@@ -58,9 +57,9 @@ def is_terminal(stream: object) -> bool:
 
 
 def _bar() -> Any:
-    """The kind of bar that standard error shows; None where nobody would see it."""
+    """The kind of bar that standard error can show; None if it shows none."""
     if type(sys.stderr).__module__.partition(".")[0] == "ipykernel":
-        # tqdm.auto would choose the same, but warn where the widgets are not installed.
+        # tqdm.auto would choose the same, but warns if the widgets are not installed.
         if find_spec("ipywidgets") is not None:
             from tqdm.notebook import tqdm as widget
 

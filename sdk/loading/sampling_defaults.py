@@ -1,8 +1,8 @@
-"""How a request without parameters is sampled: as the model's files say, else in a way that reads
-well.
+"""The sampling parameters of a request without any: those of the model's files, or our own.
 
-Where a file names no sampling, 1.0 without truncation (vLLM's) makes small models ramble:
-``docs/log.md`` has the measurement behind ``OWN``. ``generation_config="vllm"`` asks for it anyway.
+If the files have none, vLLM's default (temperature 1.0 without truncation) makes small models
+ramble: ``docs/log.md`` has the measurement behind ``OWN``. ``generation_config="vllm"`` selects
+vLLM's default anyway.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from sdk.errors import CheckpointError, RequestError
 from sdk.loaders.json_file import read_json
 from sdk.params import SamplingParams
 from sdk.quant.checkpoint import Checkpoint
-from sdk.quant.shown import shown
+from sdk.quant.safe_repr import safe_repr
 
-#: Where nobody names any. Measured on SmolLM2-135M: see docs/log.md.
+#: Used if the model's files name none. Measured on SmolLM2-135M: see docs/log.md.
 OWN: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.9, "min_p": 0.05}
-#: What transformers' generation_config.json calls them, and ``SamplingParams``.
+#: Name in transformers' generation_config.json -> name in ``SamplingParams``.
 _NAMES = {
     **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "typical_p")},
     "repetition_penalty": "repetition_penalty",
@@ -33,7 +33,7 @@ _FILE, _MAX_BYTES = "generation_config.json", 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """The parameters of a request without any, and ``source``, who chose them."""
+    """The parameters of a request without any, and ``source``: where they come from."""
 
     params: SamplingParams
     source: str
@@ -49,10 +49,10 @@ class SamplingDefaults:
 
 
 def sampling_defaults(config: EngineConfig, checkpoint: Checkpoint) -> SamplingDefaults:
-    """What ``generation_config`` and ``override_generation_config`` say, of files where they do.
+    """The defaults that ``generation_config`` and ``override_generation_config`` select.
 
-    :raises CheckpointError: a file has a value out of range, or a folder no such file.
-    :raises RequestError: ``override_generation_config`` has.
+    :raises CheckpointError: a file has a value out of range, or the folder has no such file.
+    :raises RequestError: ``override_generation_config`` has an unknown name or a bad value.
     """
     given, source = _chosen(config, checkpoint)
     override = config.override_generation_config
@@ -75,18 +75,18 @@ def _chosen(config: EngineConfig, checkpoint: Checkpoint) -> tuple[dict[str, Any
         kind = _FILE if checkpoint.format == "safetensors" else "general.sampling of the file"
         if any(name != "max_tokens" for name in named):
             return named, kind
-        return {**OWN, **named}, "this library's, for the model's files name none"
+        return {**OWN, **named}, "this library's defaults (the model's files have none)"
     path = Path(choice).expanduser() / _FILE
     if not path.is_file():
         raise CheckpointError(
             f"generation_config: expected 'auto', 'vllm' or a folder with {_FILE}, "
-            f"found {shown(choice)}"
+            f"found {safe_repr(choice)}"
         )
     return _named(read_json(path, _MAX_BYTES)), str(path)
 
 
 def _named(generation: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a generation config that it names; greedy where it says ``do_sample: false``."""
+    """The parameters in a generation config; ``do_sample: false`` means greedy."""
     given = {
         ours: generation[theirs]
         for theirs, ours in _NAMES.items()
@@ -102,7 +102,7 @@ def _checked(override: object) -> dict[str, Any]:
     if not isinstance(override, Mapping) or not known.issuperset(override):
         raise RequestError(
             f"override_generation_config: expected a dict of {', '.join(sorted(known))}, "
-            f"found {shown(override)}"
+            f"found {safe_repr(override)}"
         )
     extra = {"max_tokens": override["max_tokens"]} if "max_tokens" in override else {}
     return _named(override) | extra

@@ -29,10 +29,10 @@ from sdk.memory.sizes import format_bytes
 from sdk.memory.weights import weight_bytes
 from sdk.options import engine_config
 from sdk.quant import scheme as schemes
-from sdk.quant.at_load import FLOATS, is_in_block, packed_at_load, scheme_at_load
 from sdk.quant.checkpoint import Checkpoint
-from sdk.quant.derived import DerivedCheckpoint
 from sdk.quant.errors import QuantizationError
+from sdk.quant.online import FLOATS, is_in_block, online_quantized, online_scheme
+from sdk.quant.rewritten_checkpoint import RewrittenCheckpoint
 
 #: Alternatives a plan names at most.
 _MOST = 8
@@ -207,13 +207,13 @@ def _is_no_worse(known: Alternative, one: Alternative) -> bool:
 def _fitting(
     config: EngineConfig, checkpoint: Checkpoint, asked: MemoryPlan
 ) -> Iterator[Alternative]:
-    inner = checkpoint.inner if isinstance(checkpoint, DerivedCheckpoint) else checkpoint
+    inner = checkpoint.inner if isinstance(checkpoint, RewrittenCheckpoint) else checkpoint
     weights, kv = expected_losses()
     before = kv.get(asked.kv_dtype, 0.0)
     for scheme in _schemes(config, inner, weights):
         options: dict[str, Any] = {} if scheme is None else {"quantization": scheme}
         by_scheme = replace(config, **options)
-        changed = packed_at_load(inner, by_scheme.quantization)
+        changed = online_quantized(inner, by_scheme.quantization)
         held = weight_bytes(by_scheme, changed)
         eager = (False, True) if asked.graphs else (False,)
         for dtype, few, short, alone in product([None, *kv], (False, True), (False, True), eager):
@@ -252,7 +252,7 @@ def _schemes(
         return
     for name in losses:
         try:
-            scheme = scheme_at_load(name)
+            scheme = online_scheme(name)
             for entry in filter(is_in_block, entries):
                 scheme.check(entry.name, entry.shape[-1])
         except QuantizationError:  # it makes a file, or its groups do not fit these rows

@@ -15,8 +15,8 @@ from sdk.memory.products import FLOAT_NAMES
 from sdk.memory.resolve import compute_of, device_of
 from sdk.memory.weights import held_bytes, numerics_of
 from sdk.models.layers import ACCURATE
-from sdk.quant.at_load import is_end, is_router
 from sdk.quant.checkpoint import Checkpoint
+from sdk.quant.online import is_embedding_or_head, is_router
 from sdk.quant.spec import QuantSpec
 
 _INTEGERS = re.compile(r"(?:gptq-|awq-)?w(\d)(?:a\d+)?(g\d+)?s?")
@@ -31,7 +31,9 @@ def kernel_shares(config: EngineConfig, checkpoint: Checkpoint) -> Iterator[Kern
     device = device_of(config)
     for entry in checkpoint.entries():
         if len(entry.shape) > 1:
-            accurate = is_end(entry.name) or is_router(entry.name) or _QKV.search(entry.name)
+            accurate = (
+                is_embedding_or_head(entry.name) or is_router(entry.name) or _QKV.search(entry.name)
+            )
             bits = ACCURATE if accurate else 8
             held = held_bytes(entry, device)
             sums.setdefault((numerics_of(config, entry), bits), []).append(held)

@@ -29,8 +29,8 @@ from sdk.memory.weights import matrix_formats, weight_bytes
 from sdk.models.activation_type import activation_type
 from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
-from sdk.quant.at_load import packed_at_load
 from sdk.quant.checkpoint import Checkpoint
+from sdk.quant.online import online_quantized
 
 
 def open_model(config: EngineConfig) -> Checkpoint:
@@ -51,7 +51,7 @@ def open_model(config: EngineConfig) -> Checkpoint:
             f"{checkpoint.path}: expected {config.load_format} (load_format), "
             f"found {checkpoint.format}"
         )
-    return packed_at_load(checkpoint, config.quantization)
+    return online_quantized(checkpoint, config.quantization)
 
 
 class _NoRanks:

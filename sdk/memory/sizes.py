@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from sdk.errors import RequestError
-from sdk.quant.shown import shown
+from sdk.quant.safe_repr import safe_repr
 
 GIB = 2**30
 _UNITS = {
@@ -35,7 +35,7 @@ def parse_bytes(value: object, name: str = "size") -> int:
     if count is None or not 1 <= count < 2**63:
         raise RequestError(
             f"{name}: expected a size such as '2GiB' or '500MB', at least a byte, "
-            f"found {shown(value)}"
+            f"found {safe_repr(value)}"
         )
     return int(count)
 

@@ -13,8 +13,8 @@ from sdk.memory import resolve
 from sdk.memory.demand import ENGINE_BYTES, ENGINE_WORD_BYTES, WeightBytes
 from sdk.memory.resolve import model_config
 from sdk.models.config import ModelConfig
-from sdk.quant.at_load import EMBEDDINGS, FLOATS, is_end, is_router, scheme_at_load
 from sdk.quant.checkpoint import Checkpoint, TensorEntry
+from sdk.quant.online import EMBEDDINGS, FLOATS, is_embedding_or_head, is_router, online_scheme
 
 #: A load holds this many bytes of the file as they were read, or this many matrices if that is
 #: more: q, k and v, or gate and up, until they are packed together, and blocks for the next ones.
@@ -32,7 +32,9 @@ def weight_bytes(config: EngineConfig, checkpoint: Checkpoint) -> WeightBytes:
     device = resolve.device_of(config)
     entries = [replace(each, held=held_bytes(each, device)) for each in checkpoint.entries()]
     early, late = _loading_bytes(config, entries, model)
-    matrices = [entry for entry in entries if len(entry.shape) > 1 and not is_end(entry.name)]
+    matrices = [
+        entry for entry in entries if len(entry.shape) > 1 and not is_embedding_or_head(entry.name)
+    ]
     layers: tuple[int, ...] = ()
     window = max((_window_bytes(config, entry, model) for entry in matrices), default=0)
     if device != "cpu":
@@ -74,15 +76,15 @@ def _loading_bytes(
     A matrix is in memory twice while it is packed. Embedding and head, the largest, are packed when
     little else is in memory, the matrices of the blocks in addition to everything else.
     """
-    ends = [entry for entry in entries if is_end(entry.name)]
-    others = [entry for entry in entries if not is_end(entry.name)]
+    ends = [entry for entry in entries if is_embedding_or_head(entry.name)]
+    others = [entry for entry in entries if not is_embedding_or_head(entry.name)]
     largest = max((entry.nbytes for entry in others), default=0)
     window = min(sum(entry.nbytes for entry in others), max(_READ_BYTES, _READ_MATRICES * largest))
     early = sum(_held(entry) + entry.nbytes for entry in ends)
     late = sum(map(_held, entries)) + window
     if config.quantization is not None:
         late += max((_COPIES * 4 * entry.num_elements for entry in others), default=0)
-        if scheme_at_load(config.quantization).head is not None:  # its codes before they are tiled
+        if online_scheme(config.quantization).head is not None:  # its codes before they are tiled
             early += sum(map(_held, ends))
     engine = ENGINE_BYTES + ENGINE_WORD_BYTES * model.vocab_size
     return early + engine, late + engine
@@ -135,8 +137,8 @@ def numerics_of(config: EngineConfig, entry: TensorEntry) -> str:
     """The format, as the report of a loaded model names it: ``q4_k``, ``gptq-w4g128``."""
     if config.quantization is None or entry.held is None or entry.format not in FLOATS:
         return entry.format.lower()
-    scheme = scheme_at_load(config.quantization)
-    spec = scheme.head if is_end(entry.name) else scheme.spec
+    scheme = online_scheme(config.quantization)
+    spec = scheme.head if is_embedding_or_head(entry.name) else scheme.spec
     return str(spec)
 
 
@@ -145,5 +147,5 @@ def matrix_formats(config: EngineConfig, checkpoint: Checkpoint) -> tuple[set[st
     formats: tuple[set[str], set[str]] = set(), set()
     for entry in checkpoint.entries():
         if len(entry.shape) > 1 and not is_router(entry.name):
-            formats[is_end(entry.name)].add(numerics_of(config, entry))
+            formats[is_embedding_or_head(entry.name)].add(numerics_of(config, entry))
     return formats

@@ -1,1 +1,1 @@
-"""Prefixes that outlive their requests: pinned, or as snapshots in memory and files."""
+"""Prefixes that are kept after their requests: pinned, or as snapshots in memory and files."""

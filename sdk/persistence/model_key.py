@@ -1,4 +1,4 @@
-"""Which model keys and values belong to: cheap enough to find out at every load."""
+"""Identifies the model that keys and values belong to; cheap enough to compute at every load."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from sdk.models.config import ModelConfig
 from sdk.models.rope import inverse_frequencies
 
 _BLOCK = 4096
-#: Blocks read of all files together: 1.2 ms for a file that was just loaded.
+#: Blocks read from all files together: 1.2 ms for a file that was just loaded.
 _BLOCKS = 256
 _PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 
 
 class ModelKey(NamedTuple):
-    """A model's file name, for messages, and what decides whether two are the same."""
+    """A model's file name, for messages, and its digest: equal for equal models."""
 
     name: str
     digest: str
@@ -37,13 +37,12 @@ def model_key(
 ) -> ModelKey:
     """The key of a model as it is loaded with these options.
 
-    Made from the sizes of its weight files, blocks of 4 KiB spread over them (the first one, and so
-    the header's beginning, among them), its ``config.json``, what quantizes it at load, what
-    replaces its config, and the rotary frequencies, which may depend on ``max_model_len``. Another
-    training, quantization or architecture changes nearly every block and so the key. A file edited
-    by hand between the blocks is not noticed: the key tells models apart, it does not prove who
-    made them. Names and places of files do not count. Weights that lie in no file get a key that
-    nothing else has.
+    It is a hash of the sizes of the weight files, of blocks of 4 KiB spread over them (including
+    the first, with the beginning of the header), of ``config.json``, the online quantization, the
+    config overrides, and the rotary frequencies, which may depend on ``max_model_len``. Different
+    training, quantization or architecture changes nearly every block and so the key. Edits
+    between the blocks are not noticed: the key distinguishes models, it does not authenticate
+    them. File names and folders do not count. Weights without a file get a unique key.
 
     :raises CheckpointError: a file cannot be read.
     """

@@ -1,4 +1,4 @@
-"""A prefix outside of an engine: its tokens with their keys and values, in memory or in a file.
+"""A prefix outside of an engine: tokens with their keys and values, in memory or in a file.
 
 The file (version 1, little endian)::
 
@@ -7,11 +7,12 @@ The file (version 1, little endian)::
     4         length of the header
     header    JSON: model (name, digest), tokens, layers, heads, head_dim, dtype, centred layers
     body      token ids int32; then for each layer the centre of its keys, if it has one, float32
-              [heads, head_dim], and its rows uint8 [tokens, heads, row] (engine/kv_transfer.py)
+              [heads, head_dim], and its rows uint8 [tokens, heads, row]
+              (engine/rank/kv_transfer.py)
     32        SHA-256 of everything before
 
-The checksum finds damage, it is no signature: a file decides what a model has read, so restore only
-what you would let write a prompt.
+The checksum detects damage; it is not a signature. A snapshot acts like a part of the prompt, so
+restore only files whose author may write your prompts.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ _COUNTS = ("tokens", "layers", "heads", "head_dim")
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Snapshot:
-    """Whole pages of a prefix of one model; ``LLM.snapshot`` makes them, ``LLM.restore`` takes them
-    back, here or in another process, with other KV types, page sizes, ranks and devices.
+    """Whole pages of a prefix of one model. ``LLM.snapshot`` makes them and ``LLM.restore`` loads
+    them, also in another process and with other KV types, page sizes, ranks and devices.
     """
 
     model: ModelKey
@@ -61,7 +62,7 @@ class Snapshot:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens whose keys and values are in it."""
+        """Tokens whose keys and values the snapshot contains."""
         return len(self.token_ids)
 
     @property
@@ -76,19 +77,19 @@ class Snapshot:
         )
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write it to ``path``, whole or not at all: what was there before stays until then.
+        """Write the snapshot to ``path`` atomically: an existing file is replaced at the end.
 
-        A symbolic link stays, and what it leads to is written. Only this user may read the file: it
-        tells what a model has read.
+        If ``path`` is a symbolic link, its target is written. Only this user may read the file,
+        because it reveals what a model has read.
 
-        :raises SnapshotError: the file cannot be written (no right to, no room), or something lies
-            there that is no regular file.
+        :raises SnapshotError: the file cannot be written (no permission, no space), or ``path`` is
+            not a regular file.
         """
         target = Path(path)
         temporary = None
         try:
             target = Path(os.path.realpath(path))
-            if target.is_symlink():  # one of a circle
+            if target.is_symlink():  # a loop of links
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
             if target.exists() and not target.is_file():
                 raise OSError(errno.EINVAL, "not a regular file")
@@ -136,9 +137,10 @@ class Snapshot:
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Snapshot:
-        """Read what :meth:`save` has written.
+        """Read a file that :meth:`save` wrote.
 
-        :raises SnapshotError: it cannot be read, is of another version, truncated or damaged.
+        :raises SnapshotError: the file cannot be read, has another version, or is truncated or
+            damaged.
         """
         try:
             if not S_ISREG(Path(path).stat().st_mode):  # opening a pipe would wait for a writer
@@ -222,7 +224,7 @@ def _bytes(array: NDArray[Any]) -> memoryview:
 
 
 def _write(file: Any, data: memoryview) -> None:
-    """An unbuffered file may take less than it is given."""
+    """Write all of ``data``: an unbuffered file may write less than it is given."""
     while len(data):
         data = data[file.write(data) :]
 
@@ -235,7 +237,7 @@ def _free(folder: Path) -> str:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Have the new name on the disk, too."""
+    """Flush the new file name to the disk too."""
     number = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(number)

@@ -1,4 +1,4 @@
-"""Quantizing a model in this process, into files that this and other engines read."""
+"""Quantizes models into files that this and other engines read."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from sdk.loaders.writers.gguf_writer import GgufWriter
 from sdk.loaders.writers.hf_writer import HfWriter
 from sdk.loading.progress import reporting
 from sdk.models.auto import read_config
-from sdk.quant.at_load import is_in_block
 from sdk.quant.checkpoint import Checkpoint
+from sdk.quant.online import is_in_block
 from sdk.quant.scheme import Scheme
 from sdk.quantizing.job import Job
 from sdk.quantizing.libraries import library_for, quantize_with
-from sdk.text.token_windows import Text, calibration_text, token_windows
+from sdk.text.token_sequences import Text, calibration_text, token_sequences
 
-#: Schemes where none is named.
+#: Default schemes.
 _GGUF, _FOLDER = "q4_k_m", "gptq-w4g128"
 
 
@@ -42,97 +42,99 @@ def quantize(
 ) -> Path:
     """Quantize ``model`` into ``out`` and return its path.
 
-    Layer by layer: memory holds two layers in float32 and little else. What is finished stays in
-    ``OUT.partial`` when the job is stopped, and the same call goes on from there.
+    Works layer by layer: memory holds two layers in float32 and little else. If the job is
+    stopped, finished layers stay in ``OUT.partial``, and the same call continues from there.
 
     Args:
         model: a GGUF file, a folder with safetensors, or a hub id.
-        out: what will be made: a folder, or a ``.gguf`` file. It must not exist.
+        out: the result: a folder, or a ``.gguf`` file. It must not exist.
         scheme: see :class:`sdk.quant.scheme.Scheme`: ``gptq-w4g128``, ``awq``, ``int8``, ``fp8``,
             ``q4_k_m``, ... Default: ``q4_k_m`` for a ``.gguf`` file, ``gptq-w4g128`` for a folder.
-        calibration: text, texts, or lists of token ids, for methods that look at activations.
-            Default: Python's help topics, but for the first 64 KiB. GGUF types use it only if it
+        calibration: one or more texts, or lists of token ids, for methods that use activations.
+            Default: Python's help topics without the first 64 KiB. GGUF types use it only if it
             is given.
-        sequences: how many to take of the text, at most.
-        tokens: of each sequence.
+        sequences: the most sequences to take from the text.
+        tokens: tokens per sequence.
         num_threads: default: the CPUs this process may run on.
         on_progress: called with ``("quantize", layers done, layers)``; returns False to stop.
-        library: ``"auto-gptq"`` or ``"autoawq"`` to have a ``gptq`` or ``awq`` scheme made by that
-            package, in a process of its own that holds the whole model in float32.
+        library: ``"auto-gptq"`` or ``"autoawq"``: that package quantizes with a ``gptq`` or ``awq``
+            scheme, in a separate process that holds the whole model in float32.
 
     Raises:
         CheckpointError: the model is missing or damaged.
-        QuantizationError: the scheme is unknown, does not suit the model, or ``out`` exists or
-            cannot be written; the library is not installed, does not know the scheme, or failed.
+        QuantizationError: the scheme is unknown or does not suit the model; ``out`` exists or
+            cannot be written; the library is not installed, does not support the scheme, or failed.
         RequestError: too little calibration text.
         LoadCancelled: ``on_progress`` returned False.
     """
     target = Path(out).expanduser()
-    wanted = _scheme(scheme, target)
+    parsed = _scheme(scheme, target)
     _check_name(target)
-    other = None if library is None else library_for(library, wanted)
+    other = None if library is None else library_for(library, parsed)
     with closing(open_checkpoint(str(model))) as checkpoint:
         _check_place(target, Path(model).expanduser(), checkpoint.path)
-        _check(checkpoint, wanted)
+        _check(checkpoint, parsed)
         ids = None
-        if wanted.needs_data or (calibration is not None and wanted.container == "gguf"):
+        if parsed.needs_data or (calibration is not None and parsed.container == "gguf"):
             config = read_config(checkpoint.config)
             text = calibration_text() if calibration is None else calibration
             tokenizer = checkpoint.tokenizer
-            ids = token_windows("calibration", text, tokenizer, config, sequences, tokens)
+            ids = token_sequences("calibration", text, tokenizer, config, sequences, tokens)
         with reporting("quantize", "layer", on_progress) as report:
             if other is not None and ids is not None:
-                quantize_with(other, checkpoint, wanted, ids, target, num_threads, report)
+                quantize_with(other, checkpoint, parsed, ids, target, num_threads, report)
             else:
-                with closing(_job(checkpoint, wanted, ids, target, num_threads)) as job:
+                with closing(_job(checkpoint, parsed, ids, target, num_threads)) as job:
                     job.run(report)
     return target
 
 
 def _scheme(name: str | None, target: Path) -> Scheme:
-    """The scheme of a name, or the usual one for what is to be made.
+    """The scheme with that name, or the default for ``target``.
 
-    :raises QuantizationError: it is written as something else.
+    :raises QuantizationError: the scheme does not go with a target of this kind.
     """
     in_gguf = target.suffix == ".gguf"
-    wanted = Scheme.parse((_GGUF if in_gguf else _FOLDER) if name is None else name)
-    if in_gguf != (wanted.container == "gguf"):
-        expected = "a .gguf file" if wanted.container == "gguf" else "a folder"
-        raise QuantizationError(f"{target}: {wanted.text} is written as {expected}")
-    return wanted
+    scheme = Scheme.parse((_GGUF if in_gguf else _FOLDER) if name is None else name)
+    if in_gguf != (scheme.container == "gguf"):
+        expected = "a .gguf file" if scheme.container == "gguf" else "a folder"
+        raise QuantizationError(
+            f"{target}: {scheme.text} is written as {expected}; name one, or choose another scheme"
+        )
+    return scheme
 
 
 def _check_name(out: Path) -> None:
     if out.name in ("", "..") or "\0" in str(out):
-        raise QuantizationError(f"{str(out)!r}: expected the name of what is to be made")
+        raise QuantizationError(f"{str(out)!r}: expected the name of a new file or folder")
 
 
 def _check_place(out: Path, *models: Path) -> None:
-    """:raises QuantizationError: ``out``, or what is unfinished of it, would lie in a model."""
+    """:raises QuantizationError: ``out``, or its unfinished parts, would be inside a model."""
     made = out.absolute().resolve()
     unfinished = made.with_name(made.name + ".partial")
     for model in (path.resolve() for path in models):
         if model.is_dir() and made.is_relative_to(model) and made != model:
             raise QuantizationError(
-                f"{out}: lies in the folder of the model, {model}; name a place outside of it"
+                f"{out}: is inside the model's folder, {model}; name a path outside of it"
             )
         if model.is_relative_to(unfinished):
             raise QuantizationError(
-                f"{out}: unfinished, it would lie in {unfinished}, where the model is; name "
-                "another place"
+                f"{out}: its unfinished parts would be in {unfinished}, where the model is; name "
+                "another path"
             )
 
 
 def _check(checkpoint: Checkpoint, scheme: Scheme) -> None:
     """:raises QuantizationError: the scheme does not suit the model.
 
-    :raises UnsupportedError: folders are made from folders alone.
+    :raises UnsupportedError: the model is a GGUF file, and the scheme makes a folder.
     """
     if checkpoint.format == "gguf" and scheme.container != "gguf":
         raise UnsupportedError(
-            f"{checkpoint.path}: {scheme.text} makes a folder, for which config and tokenizer of "
-            "the original folder are needed; a GGUF file becomes another GGUF file: name a .gguf "
-            f"file to make, with scheme {_GGUF} or another of GGUF's"
+            f"{checkpoint.path}: {scheme.text} makes a folder, which needs the config and the "
+            "tokenizer of an original folder; a GGUF file can only become another GGUF file: name "
+            f"a .gguf file as the result, with scheme {_GGUF} or another of GGUF's"
         )
     matrices = [entry for entry in checkpoint.entries() if is_in_block(entry)]
     widths = {entry.shape[1] for entry in matrices}
@@ -140,15 +142,15 @@ def _check(checkpoint: Checkpoint, scheme: Scheme) -> None:
         scheme.check(entry.name, entry.shape[1], widths)
     if scheme.method in ("awq", "smoothquant") and num_experts(checkpoint.config):
         raise QuantizationError(
-            f"{checkpoint.path}: {scheme.text} puts factors into the norm before a matrix, of "
-            "which a mixture of experts has one for all: ask for a gptq, rtn, hqq or fp8 scheme"
+            f"{checkpoint.path}: {scheme.text} scales the norm before a matrix, but in a mixture "
+            "of experts all experts share one norm: use a gptq, rtn, hqq or fp8 scheme"
         )
 
 
 def _job(
     checkpoint: Checkpoint, scheme: Scheme, ids: Tensor | None, out: Path, num_threads: int | None
 ) -> Job:
-    """The job, with what tells it from others in the folder of what is unfinished."""
+    """The job, with the facts that identify it in the folder of its unfinished parts."""
     facts = {
         "model": str(checkpoint.path.resolve()),
         "tensors": _digest(repr([(e.name, e.shape, e.format) for e in checkpoint.entries()])),

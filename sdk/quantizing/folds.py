@@ -1,8 +1,8 @@
-"""AWQ and SmoothQuant on a layer: factors per input channel, put into what comes before.
+"""AWQ and SmoothQuant on a layer: factors per input channel, folded into what precedes a matrix.
 
-The input of q, k and v, and that of gate and up, is the output of a norm, whose weight takes the
+The input of q, k and v, and that of gate and up, is the output of a norm: its weight takes the
 factors. The input of the output projection is linear in the values, that of down is linear in up:
-there the rows before take them (AWQ only, and only where those rows are a matrix of their own).
+there the rows of the preceding matrix take them (AWQ only, and only if it is a separate matrix).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from sdk.models.architecture import TensorRules, architecture
 from sdk.models.config import ModelConfig
 from sdk.quant.calibration import InputStatistics
 from sdk.quant.checkpoint import Checkpoint
@@ -21,21 +22,19 @@ from sdk.quant.methods.smooth import smoothing
 from sdk.quant.quantize import Packed, check_finite
 from sdk.quant.scheme import Scheme
 
-#: Inputs of these are norms' outputs: ``(the matrices, the norms it may be, the first that is)``.
+#: Matrices whose inputs are a norm's output, and candidates for the norm: the first that exists.
 _AFTER_NORMS = (
     (("q_proj", "qkv_proj"), ("input_layernorm",)),
     (("gate_proj", "gate_up_proj"), ("pre_feedforward_layernorm", "post_attention_layernorm")),
 )
-#: Whose input is linear in the rows of which.
+#: The matrix in whose rows a projection's input is linear.
 _AFTER_ROWS = {"o_proj": "self_attn.v_proj", "down_proj": "mlp.up_proj"}
-#: Architectures without norms before their blocks.
-_NO_NORMS = ("olmo2",)
 
 
 class Folding:
-    """One layer's weights and plain tensors, changed in place of the checkpoint's.
+    """Copies of one layer's weights and plain tensors, to which factors are applied.
 
-    ``path``: of the layer, ``model.layers.0``; ``plus_one``: norms are stored minus 1.
+    ``path``: of the layer, ``model.layers.0``.
     """
 
     def __init__(
@@ -45,18 +44,17 @@ class Folding:
         config: ModelConfig,
         path: str,
         inputs: Mapping[tuple[str, ...], InputStatistics],
-        *,
-        plus_one: bool,
     ) -> None:
         self.checkpoint = checkpoint
         self.scheme = scheme
         self.config = config
         self.path = path
-        self.plus_one = plus_one
+        known = architecture(config.model_type)
+        self.rules = TensorRules() if known is None else known.tensors
         self.inputs = inputs
         self.weights = {n: checkpoint.weight(n).dequantize() for names in inputs for n in names}
         self.tensors: dict[str, Tensor] = {}
-        #: By the first name: what each input was divided by.
+        #: The divisors of each input, by the first name.
         self.factors: dict[str, Tensor] = {}
         for name, weight in self.weights.items():
             check_finite(name, weight)
@@ -78,7 +76,7 @@ class Folding:
 
     def _packed(self, name: str, gram: Tensor) -> Packed:
         weight = self.weights.pop(name)
-        # Clipping queries and keys would distort the products of both: the paper leaves them alone.
+        # Clipping queries and keys would distort the products of both; the paper does not either.
         if self.scheme.method == "smoothquant" or name.endswith(("q_proj", "k_proj", "qkv_proj")):
             return round_to_nearest(weight, self.scheme.spec)
         return clip_and_round(weight, gram, self.scheme.spec)
@@ -86,7 +84,7 @@ class Folding:
     def _fold(self, names: tuple[str, ...], statistics: InputStatistics) -> None:
         last = names[0].rsplit(".", 1)[1]
         for matrices, norms in _AFTER_NORMS:
-            if last in matrices and self.checkpoint.config["model_type"] not in _NO_NORMS:
+            if last in matrices and self.rules.norms_before_blocks:
                 found = (n for n in norms if self.checkpoint.has(f"{self.path}.{n}.weight"))
                 norm = next(found, None)
                 if norm is not None:
@@ -102,14 +100,14 @@ class Folding:
             s = smoothing(weight, statistics.largest)
         else:
             s = stretch(weight, statistics, self.scheme.spec)
-        one = 1.0 if self.plus_one else 0.0
+        one = 1.0 if self.rules.norms_minus_one else 0.0
         self.tensors[norm] = (self.checkpoint.tensor(norm) + one) / s - one
         self._stretched(names, s)
 
     def _into_rows(self, before: str, name: str, statistics: InputStatistics) -> None:
         weight, rows = self.weights[name], self.weights[before]
         columns = torch.arange(weight.shape[1])
-        shared = weight.shape[1] // rows.shape[0]  # query heads beside one another share values
+        shared = weight.shape[1] // rows.shape[0]  # neighbouring query heads share values
         width = self.config.head_dim if shared > 1 else 1
         of = columns // (shared * width) * width + columns % width
         s = stretch(weight, statistics, self.scheme.spec, of)

@@ -1,8 +1,8 @@
-"""Making a quantized model, layer by layer, so that it can be stopped and gone on with.
+"""Quantizes a model layer by layer, so that the job can be stopped and continued.
 
-Everything unfinished lies in a folder beside the result (``job_folder.py``). A layer is finished
-when its part has its name; whoever starts the same job again goes on behind the last one. The parts
-become the result at the very end, under its name at once.
+Unfinished work is in a folder next to the result (``job_folder.py``). A layer is finished when its
+part has its final name; the same job, started again, continues after the last one. At the end the
+parts become the result, which appears under its name in one step.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.layouts import Dense, Layout
-from sdk.quant.at_load import is_router
 from sdk.quant.calibration import InputStatistics, Observer
 from sdk.quant.checkpoint import Checkpoint
-from sdk.quant.derived import DerivedCheckpoint
+from sdk.quant.online import is_router
 from sdk.quant.permuted import Permuted, PermutedWeight
 from sdk.quant.quantize import (
     Packed,
@@ -27,6 +26,7 @@ from sdk.quant.quantize import (
     quantize_without_data,
     to_blocks,
 )
+from sdk.quant.rewritten_checkpoint import RewrittenCheckpoint
 from sdk.quant.scheme import Scheme
 from sdk.quant.spec import QuantSpec
 from sdk.quant.weight import PackedWeight, Weight, weight_of
@@ -34,15 +34,15 @@ from sdk.quantizing.folds import Folding
 from sdk.quantizing.job_folder import JobFolder
 from sdk.quantizing.layers import LayerRun
 
-#: What the rows of an embedding weigh as inputs, beside what they weigh as the head.
+#: Weight of a row's errors as an embedding, relative to the mean weight as a row of the head.
 _AS_EMBEDDING = 0.1
 Report = Callable[[int, int], None]
 Encoded = tuple[dict[str, Tensor], str]
 
 
 class Writer(Protocol):
-    """What a format makes of a model; tensors come back under their names in the file, with a note
-    that ``finish`` reads again."""
+    """Writes a model in one format. The methods return tensors by their name in the file, with a
+    note that ``finish`` reads again."""
 
     def matrix(self, name: str, weight: Layout | Permuted) -> Encoded:
         """A quantized matrix of a layer."""
@@ -51,22 +51,22 @@ class Writer(Protocol):
         """A norm or bias, float32."""
 
     def whole(self, name: str, weight: Weight, gram: Tensor | None) -> Encoded:
-        """The embedding or the head; ``gram``: of the inputs it is to be rounded for."""
+        """The embedding or the head; ``gram`` ``[in, in]``: of the inputs to optimize it for."""
 
     def finish(self, parts: Sequence[Path], out: Path) -> None:
-        """Everything at ``out``, which does not exist yet."""
+        """Write everything to ``out``, which does not exist yet."""
 
 
 class Job:
-    """One model into one scheme.
+    """Quantizes one model with one scheme.
 
     Args:
         checkpoint: the original.
-        writer: of the scheme's format.
+        writer: writes the scheme's format.
         kinds: for GGUF, the block type of a matrix by name and columns.
         ids: calibration text, int64 ``[S, T]``; None for methods without data.
-        out: what will be made.
-        facts: what makes this job the same as one begun before.
+        out: the result.
+        facts: identify the job: an unfinished one with equal facts is continued.
     """
 
     def __init__(
@@ -90,14 +90,14 @@ class Job:
         self.folder = JobFolder(out, facts, self._bytes_to_write())
 
     def close(self) -> None:
-        """Idempotent; leaves what is finished on the disk."""
+        """Idempotent; finished parts stay on the disk."""
         self.layers.close()
 
     def run(self, report: Report) -> None:
-        """Do what is left. ``report(done, total)`` counts layers, and stops the job by raising.
+        """Do what is left. ``report(done, total)`` counts layers; it stops the job by raising.
 
-        :raises QuantizationError: OUT exists, no space, another job's unfinished folder, or a
-            matrix that cannot be quantized.
+        :raises QuantizationError: OUT exists, there is no space, the folder of unfinished parts
+            belongs to another job, or a matrix cannot be quantized.
         """
         count = self.layers.config.num_layers
         inputs = None if self.ids is None else self._inputs_bytes(self.ids)
@@ -119,7 +119,7 @@ class Job:
         return ids.numel() * self.layers.config.hidden_size * 4
 
     def _bytes_to_write(self) -> int:
-        """The parts and the result lie side by side at the end."""
+        """Bytes of the parts and the result, which both exist at the end."""
         weights = sum(entry.num_elements for entry in self.checkpoint.entries())
         needed = 2 * weights * self.scheme.spec.bits // 8
         return needed if self.ids is None else needed + 2 * self._inputs_bytes(self.ids)
@@ -128,7 +128,7 @@ class Job:
 
     def _layer(self, index: int) -> None:
         observer = Observer()
-        observing = DerivedCheckpoint(self.checkpoint, observer.watch)
+        observing = RewrittenCheckpoint(self.checkpoint, observer.watch)
         inputs = self.folder.inputs(index)
         if self.ids is not None and index == 0:
             self.layers.embed(self.checkpoint, self.ids, inputs)
@@ -140,16 +140,16 @@ class Job:
         if self.ids is None:
             packed = {name: self._without_data(name) for name in names}
         else:
-            for name in names:  # before they are run, so that the error names the right one
+            for name in names:  # before running them, so that the error names the right matrix
                 check_finite(name, self._values(name))
             for _ in self.layers.outputs(layer, inputs):
                 pass
             del layer
             packed, changed = self._with_data(index, observer.inputs)
             for name in names:
-                if name not in packed:  # of an expert that no token of the text was sent to
+                if name not in packed:  # an expert that no token of the text was routed to
                     packed[name] = self._without_data(name)
-            after = DerivedCheckpoint(
+            after = RewrittenCheckpoint(
                 self.checkpoint,
                 lambda name, weight: _weight(packed[name]) if name in packed else weight,
                 changed,
@@ -166,7 +166,7 @@ class Job:
         inputs.unlink(missing_ok=True)
 
     def _as_stored(self, name: str) -> Tensor:
-        """A plain matrix in its own type: transformers runs a router in that of its file."""
+        """A plain matrix in the file's type: transformers runs a router in that type."""
         weight = self.checkpoint.weight(name)
         layout = weight.layout if isinstance(weight, PackedWeight) else None
         return layout.values if isinstance(layout, Dense) else weight.dequantize()
@@ -186,7 +186,7 @@ class Job:
     def _with_data(
         self, index: int, inputs: Mapping[tuple[str, ...], InputStatistics]
     ) -> tuple[dict[str, Packed], dict[str, Tensor]]:
-        """The layer's matrices, and the norms that were changed to suit them."""
+        """The layer's quantized matrices, and the norms that were changed with them."""
         packed: dict[str, Packed] = {}
         if self.scheme.method in ("awq", "smoothquant"):
             return Folding(
@@ -195,7 +195,6 @@ class Job:
                 self.layers.config,
                 f"model.layers.{index}",
                 inputs,
-                plus_one=self.layers.model.norm_plus_one,
             ).run()
         for names, statistics in inputs.items():
             if is_router(names[0]):
@@ -245,8 +244,8 @@ class Job:
 
 
 def _for_both(gram: Tensor) -> Tensor:
-    """What an embedding that is the head too is rounded for: errors matter by the head's inputs,
-    and all alike where its rows enter the model."""
+    """The Gram matrix for an embedding that is also the head: weights errors by the head's inputs,
+    and equally for the rows that enter the model."""
     return gram + _AS_EMBEDDING * float(gram.diagonal().mean()) * torch.eye(len(gram))
 
 

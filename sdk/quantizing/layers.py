@@ -1,6 +1,6 @@
-"""Runs a model one layer at a time over calibration text: never more than one layer is in memory.
+"""Runs a model over calibration text one layer at a time, with only one layer in memory.
 
-What flows between two layers, ``[sequences, tokens, hidden]`` in float32, lies in a file.
+The hidden states between two layers, float32 ``[sequences, tokens, hidden]``, are in a file.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _PAGE = 16
 
 
 def decoder_of(checkpoint: Checkpoint) -> tuple[type[Decoder], ModelConfig]:
-    """The class and the facts of a model that is built of layers.
+    """The class and the config of a model that is built of layers.
 
-    :raises UnsupportedError: it is run by transformers' code, of which layers are not known.
+    :raises UnsupportedError: it runs through transformers, whose layers are not known.
     """
     name = model_type(checkpoint.config)
     model = own_model(name)
-    if not isinstance(model, type) or not issubclass(model, Decoder):
+    if model is None:
         raise UnsupportedError(
-            f"{checkpoint.path}: {name} models are run by transformers' code; only models of this "
-            "package's own are quantized to files"
+            f"{checkpoint.path}: {name} models run through transformers; only this package's own "
+            "model code can be quantized to files"
         )
     return model, ModelConfig.from_dict(checkpoint.config)
 
@@ -49,7 +49,7 @@ def decoder_of(checkpoint: Checkpoint) -> tuple[type[Decoder], ModelConfig]:
 class LayerRun:
     """The layers of a model, built one by one with exact arithmetic. Close it to end its threads.
 
-    ``tokens``: of the longest sequence.
+    ``tokens``: the length of the longest sequence.
     """
 
     def __init__(self, checkpoint: Checkpoint, tokens: int, num_threads: int | None = None) -> None:
@@ -70,7 +70,7 @@ class LayerRun:
         self.ops.close()
 
     def embed(self, checkpoint: Checkpoint, ids: Tensor, path: Path) -> None:
-        """The input of layer 0 for token ids ``[S, T]``, into a file."""
+        """Write the input of layer 0 for token ids ``[S, T]`` to a file."""
         weight = checkpoint.weight("model.embed_tokens")
         with new_file(path) as out:
             for row in ids:
@@ -78,33 +78,35 @@ class LayerRun:
 
     def build(self, checkpoint: Checkpoint, index: int) -> Layer:
         """Layer ``index`` with the weights of ``checkpoint``."""
-        source = Source(checkpoint, self.config, Mesh(), self.ops, self.tokens)
-        return self.model.layer(source, f"model.layers.{index}", index)
+        return self.model.layer(self._source(checkpoint), f"model.layers.{index}", index)
 
     def outputs(self, layer: Layer, inputs: Path) -> Iterator[Tensor]:
-        """What ``layer`` makes of each sequence in the file: float32 ``[T, hidden]``."""
+        """The output of ``layer`` for each sequence in the file: float32 ``[T, hidden]``."""
         for hidden in self._rows(inputs):
             with torch.inference_mode():
                 yield self._forward(layer, hidden)
 
     def advance(self, layer: Layer, inputs: Path, outputs: Path) -> None:
-        """All sequences through ``layer``, from one file into another."""
+        """Run all sequences through ``layer``, from one file into another."""
         with new_file(outputs) as out:
             for hidden in self.outputs(layer, inputs):
                 out.write(hidden.numpy().data)
 
     def head_inputs(self, checkpoint: Checkpoint, hidden: Path) -> InputStatistics:
-        """Of the final norm's outputs; ``hidden`` holds what the last layer made."""
+        """Statistics of the final norm's outputs; ``hidden`` has the outputs of the last layer."""
         found = InputStatistics(self.config.hidden_size)
-        norm = checkpoint.tensor("model.norm.weight") + (1.0 if self.model.norm_plus_one else 0.0)
+        norm = self._source(checkpoint).norm("model.norm")
         for x in self._rows(hidden):
             spread = x.square().mean(-1, keepdim=True).add_(self.config.rms_norm_eps)
             found.add(x * spread.rsqrt() * norm)
         return found
 
+    def _source(self, checkpoint: Checkpoint) -> Source:
+        return Source(checkpoint, self.config, Mesh(), self.ops, self.tokens)
+
     def _rows(self, path: Path) -> Iterator[Tensor]:
-        """The sequences of a file, ``[tokens, hidden]`` each. Read and not mapped: a file that was
-        cut, or a full disk below a hole, would end the process."""
+        """The sequences of a file, ``[tokens, hidden]`` each. Read, not mapped: a truncated file,
+        or a hole in it on a full disk, would end the process."""
         shape = (self.tokens, self.config.hidden_size)
         count, rest = divmod(path.stat().st_size, math.prod(shape) * 4)
         with path.open("rb") as file:
@@ -115,7 +117,7 @@ class LayerRun:
                 yield torch.from_numpy(values).view(shape)
                 count -= 1
         if count or rest:
-            raise QuantizationError(f"{path}: cut while it was read; start the job again")
+            raise QuantizationError(f"{path}: truncated while it was read; start the job again")
 
     def _forward(self, layer: Layer, x: Tensor) -> Tensor:
         positions = torch.arange(len(x))

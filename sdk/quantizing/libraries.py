@@ -1,8 +1,8 @@
-"""Quantizing with auto-gptq or autoawq: their arithmetic and their files, in another process.
+"""Quantizes with auto-gptq or autoawq: their arithmetic and their files, in another process.
 
-Both are archived. They run a whole model with transformers' code, change modules that they import
-and log through handlers of their own: none of that belongs into the host's process. What they
-make is one of the folders this package reads; the process is ``library_process.py``.
+Both are archived. They run a whole model with transformers' code, patch modules that they import
+and log through their own handlers: none of that belongs in the host's process. Their result is a
+folder that this package reads; ``library_process.py`` is the process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sdk.models.config import ModelConfig
 from sdk.quant.checkpoint import Checkpoint
 from sdk.quant.scheme import Scheme
 
-# The path comes first: -c and not -m, because -m needs the package on the path it starts with.
+# Sets sys.path first; -c instead of -m, because -m needs the package on the initial path.
 _BOOT = """\
 import sys
 sys.path[:] = sys.argv[2:]
@@ -44,7 +44,7 @@ _STDERR_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """``module``: what is imported; ``method``: of the schemes it knows, and the extra's name."""
+    """``module``: the import name; ``method``: that of its schemes, and the name of our extra."""
 
     name: str
     module: str
@@ -58,9 +58,9 @@ LIBRARIES = {
 
 
 def library_for(name: str, scheme: Scheme) -> Library:
-    """The library called ``name``, which must know ``scheme`` and be installed.
+    """The library called ``name``, which must support ``scheme`` and be installed.
 
-    :raises QuantizationError: it is not known, does not know the scheme, or is not installed.
+    :raises QuantizationError: it is unknown, does not support the scheme, or is not installed.
     """
     library = LIBRARIES.get(name)
     if library is None:
@@ -68,7 +68,7 @@ def library_for(name: str, scheme: Scheme) -> Library:
         raise QuantizationError(f"library: expected one of {known}, found {name[:80]!r}")
     if (scheme.method, scheme.container) != (library.method, library.method):
         raise QuantizationError(
-            f"{name} makes schemes like {library.method}-w4g128, found {scheme.text}"
+            f"{name}: expected a scheme like {library.method}-w4g128, found {scheme.text}"
         )
     if importlib.util.find_spec(library.module) is None:
         raise QuantizationError(
@@ -86,27 +86,27 @@ def quantize_with(
     num_threads: int | None,
     report: Callable[[int, int], None],
 ) -> None:
-    """A folder at ``out``, which must not exist, made by ``library``.
+    """Have ``library`` make a folder at ``out``, which must not exist.
 
-    The process holds the whole model in float32. Nothing is kept of a job that is stopped.
+    The process holds the whole model in float32. A stopped job leaves nothing behind.
 
     Args:
-        checkpoint: a folder with plain weights.
+        checkpoint: a folder with float weights.
         ids: calibration text, int64 ``[S, T]``.
-        report: called with layers begun and layers; stops the job by raising.
+        report: called with the number of layers begun, and of all; stops the job by raising.
 
     Raises:
-        UnsupportedError: the model is no such folder.
+        UnsupportedError: the model is not a folder of float weights, or has experts.
         QuantizationError: ``out`` exists or cannot be written, or the library failed.
     """
     dense = "quantization_config" not in checkpoint.config and not num_experts(checkpoint.config)
     if checkpoint.format != "safetensors" or not dense:
         raise UnsupportedError(
-            f"{checkpoint.path}: {library.name} takes folders of weights that are not quantized, "
-            "without experts"
+            f"{checkpoint.path}: {library.name} expects a folder with unquantized weights and "
+            "without experts; quantize without library="
         )
     if out.exists():
-        raise QuantizationError(f"{out}: exists already; name another place, or remove it")
+        raise QuantizationError(f"{out}: exists already; name another path, or remove it")
     partial = out.with_name(out.name + ".partial")
     try:
         partial.mkdir(parents=True)
@@ -127,7 +127,7 @@ def quantize_with(
             layers = ModelConfig.from_dict(checkpoint.config).num_layers
             _run(library, partial / "job.json", num_threads, layers, report)
             copy_beside(checkpoint.path, made)
-            open_checkpoint(str(made)).close()  # what we do not read is not handed out
+            open_checkpoint(str(made)).close()  # fails if we cannot read the result
             made.rename(out)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -142,7 +142,7 @@ def _run(
     layers: int,
     report: Callable[[int, int], None],
 ) -> None:
-    """The process, from start to end; a line of its output is the number of a layer begun."""
+    """Run the process to its end; each line of its output is the number of a layer it begins."""
     with tempfile.TemporaryFile() as messages, _process(job, num_threads, messages) as process:
         assert process.stdout is not None
         report(0, layers)
@@ -153,7 +153,7 @@ def _run(
             size = messages.seek(0, os.SEEK_END)
             messages.seek(max(size - _STDERR_BYTES, 0))
             lines = messages.read().decode("utf-8", "replace").split("\n")
-            last = next((line for line in reversed(lines) if line.strip()), "it said nothing")
+            last = next((line for line in reversed(lines) if line.strip()), "no message")
             raise QuantizationError(f"{library.name} failed with exit code {code}: {last.strip()}")
         report(layers, layers)
 
@@ -162,7 +162,7 @@ def _run(
 def _process(
     job: Path, num_threads: int | None, messages: IO[bytes]
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """The library's process, ended when the block is left; it ends itself when this one is gone."""
+    """The library's process, killed at the end of the block; it ends if this process dies."""
     threads = num_threads or len(os.sched_getaffinity(0))
     python = os.fsdecode(spawn.get_executable() or sys.executable)
     path = [str(Path(entry).absolute()) for entry in sys.path if isinstance(entry, str)]

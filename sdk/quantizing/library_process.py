@@ -1,8 +1,8 @@
 """The process in which auto-gptq or autoawq quantizes one model; see ``libraries.py``.
 
-auto-gptq 0.7.1 (2024) asks for a CUDA device and transformers 4, autoawq 0.2.9 (2025) for
-transformers below 5.6. What has changed under them since is given back here, in this process.
-The model runs in float32; what is not quantized is saved in the type it came in.
+auto-gptq 0.7.1 (2024) needs a CUDA device and transformers 4, autoawq 0.2.9 (2025) transformers
+below 5.6. This process patches what has changed in their dependencies since. The model runs in
+float32; tensors that are not quantized are saved in their original type.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Report = Callable[[int], None]
 
 
 def main(path: str) -> None:
-    """Do the job that the JSON file ``path`` describes and say on stdout which layer is begun."""
+    """Do the job in the JSON file ``path``; print the number of each layer when it begins."""
     lines = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what the libraries print goes where errors go
+    os.dup2(2, 1)  # the libraries' own prints go to stderr
     threading.Thread(target=_end_with_parent, daemon=True).start()
     job = json.loads(Path(path).read_text(encoding="utf-8"))
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        # eager: with other attention a mask may be None, which auto-gptq cannot pass on
+        # eager: other attention may have None as its mask, which auto-gptq cannot pass on
         job["model"],
         attn_implementation="eager",
         dtype="auto",
@@ -46,8 +46,8 @@ def main(path: str) -> None:
 
 
 def _end_with_parent() -> None:
-    # ends when the parent closes its end, or dies; not through sys.stdin, whose lock a thread that
-    # waits would still hold when the interpreter ends
+    # returns when the parent closes its end, or dies; not sys.stdin, whose lock the waiting thread
+    # would still hold when the interpreter ends
     os.read(0, 1)
     os._exit(1)
 
@@ -68,10 +68,10 @@ def _auto_gptq(job: Job, model: Any, report: Report) -> None:
     )
     quantizer = _known(GPTQ_CAUSAL_LM_MODEL_MAP, model)(model, False, config)
     _base.logger.addHandler(_Layers(report))
-    _base.GPTQ = _refusing_zeros(_base.GPTQ, job["symmetric"])
+    _base.GPTQ = _rejecting_zeros(_base.GPTQ, job["symmetric"])
     stored = model.dtype
     model.float()
-    # transformers 5: a layer returns its output, not a tuple that begins with it
+    # in transformers 5 a layer returns its output, not a tuple that begins with it
     hooks = [layer.register_forward_hook(_as_tuple) for layer in model.model.layers]
     rows = np.load(job["ids"]).tolist()
     examples = [{"input_ids": row, "attention_mask": [1] * len(row)} for row in rows]
@@ -82,7 +82,7 @@ def _auto_gptq(job: Job, model: Any, report: Report) -> None:
     quantizer.save_quantized(job["out"], use_safetensors=True)
 
 
-#: What auto-gptq imports, and where that is today; none of it is used to quantize but the first.
+#: Names that auto-gptq imports, and where they are today. Quantizing uses only the first.
 _MOVED = (
     ("transformers.modeling_utils", "no_init_weights", "transformers.initialization"),
     ("transformers.utils.hub", "create_commit", "huggingface_hub"),
@@ -92,7 +92,7 @@ _MOVED = (
 
 
 def restore_for_auto_gptq() -> None:
-    """Put back what has moved; and the CPU in the place of the GPU, where there is none."""
+    """Restore moved names; without a GPU, make auto-gptq use the CPU instead."""
     for module, name, today in _MOVED:
         old = importlib.import_module(module)
         if not hasattr(old, name):
@@ -106,7 +106,7 @@ def restore_for_auto_gptq() -> None:
 
 
 class _Layers(logging.Handler):
-    """Finds the layer in what auto-gptq logs."""
+    """Reads the current layer from auto-gptq's log."""
 
     def __init__(self, report: Report) -> None:
         super().__init__()
@@ -118,18 +118,18 @@ class _Layers(logging.Handler):
             self._report(int(found[1]) - 1)
 
 
-def _refusing_zeros(base: Any, symmetric: bool) -> Any:
-    """``GPTQ``, but for zero points that its files cannot hold."""
+def _rejecting_zeros(base: Any, symmetric: bool) -> Any:
+    """``GPTQ`` that rejects zero points which its files cannot store."""
 
-    class Refusing(base):  # type: ignore[misc]  # a class found at run time
+    class Rejecting(base):  # type: ignore[misc]  # a class found at run time
         def fasterquant(self, **options: Any) -> Any:
             scale, zero, groups = super().fasterquant(**options)
             if not symmetric and bool((zero == 0).any()):
-                # stored minus 1 without care for the borrow: the neighbours would be lost
-                raise ValueError("a zero point is 0, which auto-gptq's files cannot hold")
+                # stored minus 1 without handling the borrow, which would corrupt its neighbours
+                raise ValueError("a zero point is 0, which auto-gptq's files cannot store")
             return scale, zero, groups
 
-    return Refusing
+    return Rejecting
 
 
 def _as_tuple(module: Any, args: Any, output: Any) -> Any:
@@ -145,8 +145,8 @@ def _autoawq(job: Job, model: Any, report: Report) -> None:
         begun = 0
 
         def init_quant(self, *args: Any, **options: Any) -> Any:
-            layers, beside, inputs = super().init_quant(*args, **options)
-            return layers, {k: _of_one(v, len(inputs)) for k, v in beside.items()}, inputs
+            layers, others, inputs = super().init_quant(*args, **options)
+            return layers, {k: _of_one(v, len(inputs)) for k, v in others.items()}, inputs
 
         def _get_input_feat(self, *args: Any) -> Any:
             report(self.begun)
@@ -179,7 +179,7 @@ def _autoawq(job: Job, model: Any, report: Report) -> None:
 
 
 def _of_one(value: Any, sequences: int) -> Any:
-    """Positions and masks, the same for all sequences, as sequences are run one by one."""
+    """Positions and masks of one sequence: they are equal for all, which run one by one."""
     if isinstance(value, tuple):
         return tuple(_of_one(part, sequences) for part in value)
     if isinstance(value, torch.Tensor) and value.ndim > 1 and len(value) == sequences:
@@ -190,11 +190,11 @@ def _of_one(value: Any, sequences: int) -> Any:
 def _known(classes: Mapping[str, Any], model: Any) -> Any:
     kind = model.config.model_type
     if kind not in classes:
-        raise ValueError(f"{kind} models are not among those it knows: {', '.join(classes)}")
+        raise ValueError(f"{kind} models are not supported; it knows {', '.join(classes)}")
     return classes[kind]
 
 
 def _store_in(model: Any, dtype: torch.dtype) -> None:
-    """Parameters in ``dtype``; quantized layers have buffers, which stay as they are."""
+    """Convert parameters to ``dtype``. Quantized layers have buffers, which do not change."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)

@@ -1,1 +1,1 @@
-"""What runs where and why: kernels, formats, bytes."""
+"""Reports on a loaded model: kernels, formats, bytes, and why they were chosen."""

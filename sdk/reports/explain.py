@@ -1,4 +1,4 @@
-"""What runs where and why, in words."""
+"""The text of ``LLM.explain()``: what runs where and why."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def explain(
         f"backends {', '.join(ops.context.backend_names)}",
     ]
     if config.dtype not in ("auto", str(ops.activations).removeprefix("torch.")):
-        lines.append(f"           dtype={config.dtype!r}: activations are at least as precise")
+        lines.append(f"           dtype={config.dtype!r}: activations are at least that precise")
     lines += [
         f"           no {name} backend: {reason}" for name, reason in ops.context.declined_backends
     ]
@@ -57,11 +57,13 @@ def _steps(runner: ModelRunner) -> list[str]:
     if decode == prompts and not most:
         replayed = "replayed from one recorded graph"
         return [f"steps      {replayed if decode is None else _eagerly(decode)}"]
-    pieces = f"up to {most} tokens replayed in pieces between attentions, of more one by one"
+    pieces = (
+        f"up to {most} tokens replayed in pieces between attentions, above operator by operator"
+    )
     return [
         f"steps      decoding: {'replayed from graphs' if decode is None else _eagerly(decode)}",
         f"           with prompts: {pieces if prompts is None else _eagerly(prompts)}",
-        *(f"           but not all sizes: {why}" for why in how.failed_captures),
+        *(f"           except some sizes: {why}" for why in how.failed_captures),
     ]
 
 

@@ -1,4 +1,4 @@
-"""What every linear layer of a loaded model is made of, and which kernel runs it."""
+"""The format, size and kernel of every linear layer of a loaded model."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from sdk.memory.sizes import format_bytes
-from sdk.quant.experts import ExpertWeights
+from sdk.quant.expert_weights import ExpertWeights
 from sdk.quant.weight import StackedWeight, Weight
 
 if TYPE_CHECKING:
-    from sdk.models.layers import ExpertLinear, Linear
+    from sdk.models.layers import ExpertProjection, Projection
 
 
 @dataclass(frozen=True, slots=True)
 class LayerReport:
-    """One matrix; a fused layer whose projections are of unlike formats is one per projection, the
-    experts of a layer are one together.
+    """One matrix. A fused layer whose projections have different formats has one report per
+    projection; all experts of a layer have one together.
 
-    ``bits_per_weight`` counts the bytes in memory, scales and padding included. ``inputs``: how
-    the file wants its inputs rounded, empty where it does not say. ``declined`` says which kernels
-    before the chosen one did not take it, and why.
+    ``bits_per_weight`` counts the bytes in memory, including scales and padding. ``inputs``: how
+    the file says to quantize activations, empty if it does not. ``declined``: the kernels before
+    the chosen one that reject this matrix, and why.
     """
 
     name: str
@@ -38,8 +38,8 @@ class LayerReport:
 class QuantReport:
     """See :meth:`sdk.LLM.quant_report`; ``str()`` is a summary, ``layers`` has every matrix.
 
-    ``kv_scales``: how many scales for an 8-bit KV cache the file has. They are not used: pages of
-    fewer than 16 bits have a scale for every token and head, made of the values themselves.
+    ``kv_scales``: the number of scales for an 8-bit KV cache in the file. They are not used: pages
+    of fewer than 16 bits have a scale per token and head, computed from the values themselves.
     """
 
     layers: tuple[LayerReport, ...]
@@ -58,7 +58,7 @@ class QuantReport:
         return self.nbytes * 8 / max(self.num_weights, 1)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """All fields, for JSON."""
         return {
             "bits_per_weight": round(self.bits_per_weight, 4),
             "bytes": self.nbytes,
@@ -84,14 +84,14 @@ class QuantReport:
         total = format_bytes(self.nbytes)
         lines.append(f"{'all':<12} {self.bits_per_weight:5.2f} bits  {'':<18} {total:>10}")
         if self.kv_scales:
-            lines.append(f"{'kv cache':<12} {self.kv_scales} scales of the file, not used")
+            lines.append(f"{'kv cache':<12} {self.kv_scales} scales in the file, not used")
         return "\n".join(lines)
 
 
 def quant_report(
-    linears: Iterable[tuple[str, Linear | ExpertLinear]], kv_scales: int = 0
+    linears: Iterable[tuple[str, Projection | ExpertProjection]], kv_scales: int = 0
 ) -> QuantReport:
-    """The report of a model's linear layers; with several ranks, of this rank's part of them."""
+    """The report of a model's linear layers; with several ranks, of this rank's share."""
     return QuantReport(
         tuple(
             LayerReport(

@@ -1,1 +1,1 @@
-"""From what callers ask to an engine's requests, and back to any thread or event loop."""
+"""Turns calls into requests of an engine, and returns outputs to any thread or event loop."""

@@ -1,28 +1,28 @@
-"""``AnswerStream``: what ``LLM.astream`` returns."""
+"""``AnswerStream``: the result of ``LLM.astream``."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator
-from dataclasses import replace
 from typing import Any
 
 from sdk.outputs import RequestOutput
-from sdk.requests.driver import Driver, Job
+from sdk.requests.driver import Driver
+from sdk.requests.job import Job
 from sdk.requests.mailboxes import AsyncMailbox
 
 
 class AnswerStream(AsyncIterator[RequestOutput]):
     """The answer to one request piece by piece, for ``async for``.
 
-    The request starts with the first piece that is asked for: a stream that is dropped unread
-    leaves nothing behind. ``await`` it to have a long prompt, which is read in a thread, checked
-    before that; it then returns itself.
+    The request starts when the first piece is requested, so a stream that is dropped unread leaves
+    nothing behind. ``await`` the stream to have a long prompt tokenized in a thread and checked
+    before that; this returns the stream.
     """
 
     def __init__(self, driver: Driver, request: DeferredJob) -> None:
         self._request = request
-        self._pieces = _pieces(driver, request)  # knows nothing of self: no cycle to collect
+        self._pieces = _pieces(driver, request)  # has no reference to self: no cycle to collect
 
     def __aiter__(self) -> AnswerStream:
         return self
@@ -35,14 +35,14 @@ class AnswerStream(AsyncIterator[RequestOutput]):
         return self
 
     async def aclose(self) -> None:
-        """Stop; the request is aborted if it runs."""
+        """Stop; a running request is aborted."""
         await self._pieces.aclose()
 
 
 class DeferredJob:
-    """A request that is made at once where that takes no time, else in a thread when it is needed.
+    """A job that is made right away if that is quick, otherwise in a thread when it is needed.
 
-    ``make`` raises what is wrong with it.
+    ``make`` raises if the request is invalid.
     """
 
     def __init__(self, make: Callable[[], Job], *, at_once: bool) -> None:
@@ -58,7 +58,7 @@ class DeferredJob:
 async def _pieces(driver: Driver, request: DeferredJob) -> AsyncGenerator[RequestOutput, None]:
     job = await request.made()
     mailbox = AsyncMailbox()
-    driver.submit([replace(job, listener=mailbox)])
+    driver.submit([job], mailbox)
     finished = False
     try:
         while not finished:

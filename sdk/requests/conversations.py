@@ -1,4 +1,4 @@
-"""What comes with a conversation: the options of its template, and its turns."""
+"""Conversations: the options of their chat template, and their turns."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from sdk.errors import RequestError
-from sdk.quant.shown import shown
+from sdk.quant.safe_repr import safe_repr
 
 Message = Mapping[str, Any]
 
-#: What a chat template is always given; ``chat_template_kwargs`` holds everything else.
+#: Variables that every chat template gets; ``chat_template_kwargs`` adds others.
 _TEMPLATE_ARGUMENTS = frozenset({"messages", "tools", "chat_template", "add_generation_prompt"})
 #: Roles whose messages stay when the oldest turns of a conversation are dropped.
 _STAYS = ("system", "developer")
@@ -29,9 +29,9 @@ class ChatOptions:
 
     @classmethod
     def of(cls, method: str, given: Mapping[str, Any]) -> ChatOptions:
-        """The options among a method's keywords. :raises TypeError: there is an unknown one.
+        """The options among a method's keywords. :raises TypeError: a keyword is unknown.
 
-        :raises RequestError: a value is of the wrong kind.
+        :raises RequestError: a value has the wrong type.
         """
         known = sorted(field.name for field in fields(cls))
         for name in given:
@@ -40,7 +40,7 @@ class ChatOptions:
                 hint = f"did you mean {near[0]!r}? " if near else ""
                 raise TypeError(
                     f"{method}() got an unexpected keyword argument {name!r}; {hint}"
-                    f"For a conversation it takes {', '.join(known)}"
+                    f"for a conversation it takes {', '.join(known)}"
                 )
         options = cls(**given)
         options._check()
@@ -51,41 +51,41 @@ class ChatOptions:
         if not isinstance(self.add_generation_prompt, bool):
             raise RequestError(
                 "add_generation_prompt: expected True or False, found "
-                f"{shown(self.add_generation_prompt)}"
+                f"{safe_repr(self.add_generation_prompt)}"
             )
         if template is not None and not isinstance(template, str):
             raise RequestError(
                 "chat_template: expected the source or the name of a template, found "
-                f"{shown(template)}"
+                f"{safe_repr(template)}"
             )
         if tools is not None and (
             not isinstance(tools, list | tuple) or not all(isinstance(t, Mapping) for t in tools)
         ):
-            raise RequestError(f"tools: expected a list of dicts, found {shown(tools)}")
+            raise RequestError(f"tools: expected a list of dicts, found {safe_repr(tools)}")
         if variables is None:
             return
         if not isinstance(variables, Mapping) or not all(isinstance(k, str) for k in variables):
             raise RequestError(
                 "chat_template_kwargs: expected a dict with names as keys, found "
-                f"{shown(variables)}"
+                f"{safe_repr(variables)}"
             )
         reserved = sorted(_TEMPLATE_ARGUMENTS & variables.keys())
         if reserved:
             raise RequestError(
-                f"chat_template_kwargs: {', '.join(reserved)} cannot be set in it; pass it as an "
-                "argument of its own"
+                f"chat_template_kwargs: {', '.join(reserved)} cannot be set here; pass it as a "
+                "separate argument"
             )
 
 
 class Turns:
-    """A conversation cut where a user speaks: a turn is what a user says with its answer.
+    """A conversation cut into turns: a user's messages with their answer.
 
-    System messages belong to no turn. The last turn always stays.
+    System messages belong to no turn. The last turn is never dropped.
     """
 
     def __init__(self, messages: Sequence[Message]) -> None:
         self._messages = messages
-        self._turns: list[int | None] = []  # of each message; None: it stays
+        self._turns: list[int | None] = []  # the turn of each message; None: never dropped
         turn, before = 0, None
         for message in messages:
             role = message["role"]
@@ -96,7 +96,7 @@ class Turns:
                 turn += 1
             self._turns.append(turn)
             before = role
-        #: How many turns can be dropped.
+        #: The number of turns that can be dropped.
         self.droppable = turn
 
     def without(self, count: int) -> list[Message]:

@@ -1,9 +1,10 @@
 """Runs one engine for callers on any thread and any event loop.
 
-The engine itself is single-threaded. Callers leave work in an inbox and get their outputs through a
-listener; one thread steps the engine, started on first use and asleep when there is nothing to do.
-A host that wants no thread steps itself (``step``): both ways take the same lock and may be mixed.
-Commands take effect between two steps, so an abort acts within one chunk of a prefill.
+The engine itself is single-threaded. Callers leave commands in an inbox and get outputs through an
+:class:`OutputSink`. The engine thread runs the steps; it starts on first use and sleeps when there
+is nothing to do. A host that wants no thread calls ``step``. Both ways take the same lock and may
+be mixed. Commands take effect between two steps, so an abort waits for one chunk of a prefill at
+most.
 """
 
 from __future__ import annotations
@@ -15,67 +16,39 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from time import thread_time
-from typing import NoReturn, Protocol, TypeVar
+from typing import NamedTuple, NoReturn, TypeVar
 
 from sdk.engine.engine import Engine, Output
-from sdk.engine.plan import RequestKind
-from sdk.engine.scheduling.step_costs import StepCosts
 from sdk.errors import EngineClosedError, EngineDeadError, RequestError, SdkError
 from sdk.memory.pool import Lease
-from sdk.params import SamplingParams
-from sdk.quant.shown import shown
+from sdk.quant.safe_repr import safe_repr
+from sdk.requests.job import Job, OutputSink
+from sdk.requests.step_sizes import StepSizes
 from sdk.requests.wakeups import Wakeups
-from sdk.sampling.resolved import ResolvedParams
-from sdk.text.stops import StopStrings
 
 logger = logging.getLogger("sdk")
-#: What taking requests may add to a step, in seconds of its thread. One takes 0.1 ms, one with
-#: n = 64 some 5 ms.
+#: The most seconds of its thread that adding requests may add to a step. One request takes 0.1 ms,
+#: one with n = 64 some 5 ms.
 _COMMAND_SECONDS = 0.02
 T = TypeVar("T")
 _CLOSED = "this LLM was closed"
-#: For a step when the LLM is closed: it takes milliseconds unless a worker is stopped.
-_PATIENCE_S = 5.0
-#: While other requests decode, a step with a prompt is to end within this time: 256 tokens at the
-#: end of a prompt of 7,000 took 1.2 s. Each step is longer than the last by what the context grew.
-_BESIDE_OTHERS_S = 0.35
-#: But it may have so many tokens: reading the weights, once in each step, takes a tenth of the time
-#: then, whatever the size of the model (0.5 bytes a weight, 20 GB/s, 0.5e12 operations/s).
-_LEAST_BESIDE_OTHERS = 64
-#: After a call of pump the next one is expected for so long.
-_PACED_S = 1.0
+#: How long ``close`` waits for a step. Steps take milliseconds unless a worker is stopped.
+_CLOSE_TIMEOUT_S = 5.0
 
 
-class Listener(Protocol):
-    """Where the outputs of a request go. Called by the stepping thread: must return at once."""
+class _Add(NamedTuple):
+    """Command: add a request."""
 
-    def deliver(self, output: Output) -> bool:
-        """Take one output; ``False`` means nobody listens any more, and the request is aborted."""
-
-    def fail(self, request_id: str, error: Exception) -> None:
-        """The request is over without a final output."""
+    job: Job
+    sink: OutputSink
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One request on its way to the engine."""
+class _Abort(NamedTuple):
+    """Command: abort requests."""
 
-    request_id: str
-    prompt_token_ids: tuple[int, ...]
-    params: SamplingParams
-    listener: Listener
-    prompt: str | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    kind: RequestKind = "generate"
-    arrival_time: float | None = None
-    resolved: ResolvedParams = field(default_factory=ResolvedParams)
-    negative_prompt_token_ids: tuple[int, ...] | None = None
-    stops: StopStrings | None = None
-    result_bytes: int = 0
+    request_ids: tuple[str, ...]
 
 
 def check_process(owner: int) -> None:
@@ -93,38 +66,37 @@ class Driver:
     def __init__(
         self, engine: Engine, current: Callable[[], AbstractContextManager[object]] = nullcontext
     ) -> None:
-        """``current``: inside of it the device of the engine is the thread's current one."""
+        """``current``: a context in which the engine's device is the thread's current device."""
         self._engine = engine
         self._current = current
-        self._inbox: deque[Job | tuple[str, ...]] = deque()
-        self._lock = threading.RLock()  # of the inbox and the listeners
-        self._wakeups = Wakeups()  # for the stepping thread
+        self._inbox: deque[_Add | _Abort] = deque()
+        self._lock = threading.RLock()  # of the inbox and the sinks
+        self._wakeups = Wakeups()  # for the engine thread
         self._step_lock = threading.RLock()
-        self._guests: set[int] = set()  # other threads that want the lock: they go first
+        self._lock_waiters: set[int] = set()  # other threads that want the step lock: they go first
         self._stepping: int | None = None  # the thread inside a step
-        self._listeners: dict[str, Listener] = {}
-        self._awaited: set[str] = set()  # of these, what the stepping thread is there for
-        self._costs = StepCosts()  # of pump's steps
-        self._tokens_per_second: float | None = None  # of the stepping thread's last large step
-        self._pace: tuple[float, float] | None = None  # of the last pump: seconds, and until when
+        self._sinks: dict[str, OutputSink] = {}  # of all unfinished requests
+        self._background: set[str] = set()  # requests that the engine thread has to finish
+        self._sizes = StepSizes(engine.scheduler)
         self._thread: threading.Thread | None = None
         self._closed = False
         self._failure: EngineDeadError | None = None
-        #: Of a memory pool, closed at the end; ``give_back`` is called where others want of it.
+        #: The engine's share of a memory pool, closed with it. ``give_back`` is called when other
+        #: models need memory.
         self.lease: Lease | None = None
         self.give_back: Callable[[], None] | None = None
-        self._asleep = ""  # why requests are refused for now
+        self._asleep = ""  # why requests are rejected for now
         self._owner = os.getpid()
 
     def check_usable(self, *, asleep: bool = False) -> None:
         """:raises EngineClosedError: after ``close`` or in a forked child.
         :raises EngineDeadError: after a failed step.
-        :raises RequestError: while it sleeps, unless ``asleep`` says that it may."""
+        :raises RequestError: while it sleeps, unless ``asleep`` allows that."""
         check_process(self._owner)
         self._check_open(asleep=asleep)
 
     def _check_open(self, *, asleep: bool = False) -> None:
-        """The same within the process: a step does not ask the system which one that is."""
+        """The same within the process: a step does not ask the system for its process id."""
         if self._closed:
             raise EngineClosedError(_CLOSED)
         if self._failure is not None:
@@ -132,28 +104,32 @@ class Driver:
         if self._asleep and not asleep:
             raise RequestError(self._asleep)
 
-    def submit(self, jobs: Sequence[Job], *, run: bool = True) -> None:
-        """Hand over requests; ``run=False`` leaves the stepping to the caller.
+    # ---- commands --------------------------------------------------------------------------------
 
-        :raises RequestError: in a logits processor, where the answer would be waited for in vain.
+    def submit(self, jobs: Sequence[Job], sink: OutputSink, *, run: bool = True) -> None:
+        """Add requests whose outputs go to ``sink``. ``run=False``: the caller does the stepping.
+
+        :raises RequestError: inside a logits processor, where the answer would never come.
         """
         self.check_usable()  # before the lock, which a forked child may have inherited locked
         if run:
-            self._refuse_inside_step()
+            self._check_outside_step()
+        commands = [_Add(job, sink) for job in jobs]
         with self._lock:
             self.check_usable()
             for job in jobs:
-                if job.request_id in self._listeners:
+                if job.request_id in self._sinks:
                     raise RequestError(
-                        f"request_id: {shown(job.request_id)} is that of an unfinished request"
+                        f"request_id: {safe_repr(job.request_id)} belongs to an unfinished request; "
+                        "use another id"
                     )
             if run:
                 self._start()
-            for job in jobs:
-                self._listeners[job.request_id] = job.listener
-                self._inbox.append(job)
+            for command in commands:  # without Python calls that a signal handler could interrupt
+                self._sinks[command.job.request_id] = sink
+                self._inbox.append(command)
             if run:
-                self._awaited.update(job.request_id for job in jobs)
+                self._background.update(job.request_id for job in jobs)
             self._wakeups.notify_all()
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -161,30 +137,71 @@ class Driver:
         if os.getpid() != self._owner:
             return
         with self._lock:
-            ids = tuple(name for name in request_ids if name in self._listeners)
+            ids = tuple(name for name in request_ids if name in self._sinks)
             if ids and not self._closed:
-                self._inbox.append(ids)
+                self._inbox.append(_Abort(ids))
                 self._wakeups.notify_all()
 
     def run(self, request_ids: Iterable[str]) -> None:
-        """Leave requests that were submitted to the stepping thread; finished ids are ignored."""
+        """Let the engine thread finish submitted requests; finished ids are ignored."""
         self.check_usable()
-        self._refuse_inside_step()
+        self._check_outside_step()
         with self._lock:
             self.check_usable()
             self._start()
-            self._awaited.update(self._listeners.keys() & request_ids)
+            self._background.update(self._sinks.keys() & request_ids)
             self._wakeups.notify_all()
 
-    def _refuse_inside_step(self) -> None:
+    def _check_outside_step(self) -> None:
         if self._stepping == threading.get_ident():
             raise RequestError(
                 "a logits processor cannot step or wait for the LLM that runs it: its own step "
                 "would never end"
             )
 
+    def _take_commands(self) -> list[Output]:
+        """Add and abort what callers asked for; return the last outputs of aborted requests.
+
+        If a thousand requests come at once, some are added in this step and others in the next.
+        """
+        outputs: list[Output] = []
+        end = thread_time() + _COMMAND_SECONDS
+        while self._inbox and thread_time() < end:
+            command = self._inbox[0]  # stays until done, so that an interrupt loses no request
+            if isinstance(command, _Abort):
+                ids = command.request_ids
+                outputs += self._engine.abort(ids)
+                for request_id in set(ids).difference(o.request_id for o in outputs):
+                    self._forget(request_id)  # it has ended, or submitting it was interrupted
+            else:
+                self._add(*command)
+            self._inbox.popleft()
+        return outputs
+
+    def _add(self, job: Job, sink: OutputSink) -> None:
+        try:
+            self._engine.add_request(
+                job.request_id,
+                job.prompt_token_ids,
+                job.params,
+                prompt_text=job.prompt,
+                priority=job.priority,
+                cache_salt=job.cache_salt,
+                kind=job.kind,
+                arrival_time=job.arrival_time,
+                resolved=job.resolved,
+                negative_prompt_token_ids=job.negative_prompt_token_ids,
+                stops=job.stops,
+                result_bytes=job.result_bytes,
+            )
+        except Exception as error:  # rejected: its caller gets the reason
+            self._forget(job.request_id)
+            sink.fail(job.request_id, error)
+
+    # ---- the engine thread -----------------------------------------------------------------------
+
     def _start(self) -> None:
-        """Have a stepping thread. :raises SdkError: the system has none to give."""
+        """Start the engine thread. :raises SdkError: the system has no thread left."""
         if self._thread is not None:
             return
         self._thread = threading.Thread(target=self._loop, name="sdk-engine", daemon=True)
@@ -202,12 +219,13 @@ class Driver:
 
     @property
     def has_work(self) -> bool:
+        """Whether a step would do anything."""
         return bool(self._inbox) or self._engine.has_unfinished
 
     def _loop(self) -> None:
         with self._lock:
             if self._thread is not threading.current_thread():
-                return  # whoever started it was interrupted and will start another
+                return  # its start was interrupted; the next caller starts another thread
         while True:
             self._wakeups.wait_for(lambda: self._closed or not self._must_wait())
             if self._closed:
@@ -215,119 +233,147 @@ class Driver:
             try:
                 self._run_steps(self._steps)
             except (EngineDeadError, EngineClosedError):
-                continue  # every listener has been told
-            except BaseException as error:  # SystemExit in a callback: nobody above would tell them
+                continue  # every sink has been told
+            except BaseException as error:  # SystemExit in a callback: no caller above to see it
                 with suppress(EngineDeadError):
-                    self._die(EngineDeadError(f"a step failed: {type(error).__name__}: {error}"))
+                    self._fail_engine(
+                        EngineDeadError(f"a step failed: {type(error).__name__}: {error}")
+                    )
 
     def _steps(self) -> None:
         while not self._must_wait():
             self._sized_step()
 
     def _must_wait(self) -> bool:
-        """Whether the stepping thread has nothing to do, or is not to do it."""
-        idle = not self._awaited or self._failure is not None
-        return idle or self._closed or len(self._guests) > 0
-
-    def step(self) -> list[Output]:
-        """Take new commands, run one step, deliver its outputs and return them.
-
-        Takes turns with the stepping thread: waits for one step of it at most.
-        """
-        self._refuse_inside_step()
-
-        def one_step() -> list[Output]:
-            self._check_open()
-            return self._step()
-
-        return self._in_turn(lambda: self._run_steps(one_step))
-
-    def pump(self, seconds: float) -> None:
-        """Run the steps that are expected to end within ``seconds``, at least one if there is work.
-
-        The stepping thread makes no longer steps than that for a while, so that the next call does
-        not wait for one of hundreds of tokens.
-        """
-        self._refuse_inside_step()
-        begin = time.monotonic()
-        end = begin + seconds
-        self._pace = seconds, begin + _PACED_S
-        ran = False
-        while self.has_work and (not ran or time.monotonic() < end):
-            step = partial(self._paced_step, end, first=not ran)
-            if not self._in_turn(partial(self._run_steps, step)):
-                break
-            ran = True
-
-    def _paced_step(self, end: float, *, first: bool) -> bool:
-        """Run a step of a size that fits. False: none does, and it is not the ``first``."""
-        self._check_open()
-        scheduler, begin = self._engine.scheduler, time.monotonic()
-        if first:
-            most = self._costs.first_tokens(end - begin)
-        else:
-            most = self._costs.most_tokens(end - begin)
-            if most < scheduler.least_tokens:
-                return False
-        tokens, seconds = self._timed_step(most)
-        if tokens:
-            self._costs.learn(tokens, seconds)
-        return True
+        """Whether the engine thread has nothing to do, or must not do it now."""
+        idle = not self._background or self._failure is not None
+        return idle or self._closed or len(self._lock_waiters) > 0
 
     def _sized_step(self) -> None:
-        """A step of the stepping thread. Prompts make it no longer than others can wait: those
-        whose answers are under way, or a host that pumps.
-        """
-        scheduler, most = self._engine.scheduler, None
-        if self._pace is not None:
-            seconds, until = self._pace
-            if time.monotonic() < until:
-                most = self._costs.first_tokens(seconds)
-            else:
-                self._pace = None
-        elif scheduler.repeats and not self._inbox:
+        """One step of the engine thread, no longer than other callers can wait."""
+        sizes = self._sizes
+        if self._engine.scheduler.repeats and not self._inbox and not sizes.pumped:
             self._step()
             return
-        elif scheduler.decodes:
-            most = self._beside_others()
-        tokens, seconds = self._timed_step(most)
-        if tokens >= _LEAST_BESIDE_OTHERS:
-            self._tokens_per_second = tokens / seconds
+        sizes.learn_from_engine_thread(*self._timed_step(sizes.for_engine_thread()))
 
     def _timed_step(self, most_tokens: int | None) -> tuple[int, float]:
-        """Run a step: its tokens, 0 where there was nothing to plan, and its seconds."""
+        """Run a step; its tokens (0 where nothing was planned) and its seconds."""
         scheduler, begin = self._engine.scheduler, time.monotonic()
         planned = scheduler.num_steps
         self._step(most_tokens)
         tokens = scheduler.num_tokens if scheduler.num_steps > planned else 0
         return tokens, time.monotonic() - begin
 
-    def _beside_others(self) -> int | None:
-        """Tokens of a step that keeps those who decode waiting no longer than they should be."""
-        if self._tokens_per_second is None:
-            return None
-        return max(int(self._tokens_per_second * _BESIDE_OTHERS_S), _LEAST_BESIDE_OTHERS)
+    # ---- steps of other threads ------------------------------------------------------------------
 
-    # These two are functions and no context managers: an exception of a signal handler can be
-    # raised between a context manager's taking the lock and the ``with`` that would release it.
+    def step(self) -> list[Output]:
+        """Take new commands, run one step, deliver its outputs and return them.
 
-    def _in_turn(self, action: Callable[[], T]) -> T:
-        """Run ``action`` with the step lock, ahead of the stepping thread, which would take it
-        again at once.
+        Takes turns with the engine thread: waits for one of its steps at most.
+        """
+        self._check_outside_step()
+
+        def one_step() -> list[Output]:
+            self._check_open()
+            return self._step()
+
+        return self._before_engine_thread(lambda: self._run_steps(one_step))
+
+    def pump(self, seconds: float) -> None:
+        """Run the steps that should end within ``seconds``, at least one if there is work.
+
+        For a while the engine thread runs no longer steps than that, so that the next call does
+        not wait for a step of hundreds of tokens.
+        """
+        self._check_outside_step()
+        end = time.monotonic() + seconds
+        self._sizes.begin_pump(seconds)
+        ran = False
+        while self.has_work and (not ran or time.monotonic() < end):
+            step = partial(self._pumped_step, end, first=not ran)
+            if not self._before_engine_thread(partial(self._run_steps, step)):
+                break
+            ran = True
+
+    def _pumped_step(self, end: float, *, first: bool) -> bool:
+        """Run a step of a size that ends in time. ``False``: no size does."""
+        self._check_open()
+        most = self._sizes.for_pump(end, first=first)
+        if most is None:
+            return False
+        self._sizes.learn_from_pump(*self._timed_step(most))
+        return True
+
+    def between_steps(self, action: Callable[[], T]) -> T:
+        """What ``action`` returns; no step runs meanwhile."""
+        self.check_usable()  # before the lock, which a forked child may have inherited locked
+        self._check_outside_step()
+
+        def check_and_act() -> T:
+            self._check_open()
+            self._engine.settle()
+            return action()
+
+        return self._before_engine_thread(check_and_act)
+
+    def try_between_steps(self, action: Callable[[], object]) -> None:
+        """Run ``action`` unless a step runs now; the thread may hold another engine's lock."""
+        if self._closed or self._stepping == threading.get_ident():
+            return
+        if self._step_lock.acquire(blocking=False):
+            try:
+                with self._current():
+                    self._engine.settle()
+                    action()
+            finally:
+                self._step_lock.release()
+
+    def sleep(self, action: Callable[[], None], why: str) -> None:
+        """Run ``action`` between two steps; from then on requests are rejected, saying ``why``."""
+
+        def rest() -> None:
+            action()
+            self._asleep = why
+
+        self.between_steps(rest)
+
+    def wake(self, action: Callable[[], None]) -> None:
+        """Run ``action`` and accept requests again; no effect unless it sleeps."""
+
+        def rouse() -> None:
+            if self._asleep:
+                action()
+                self._asleep = ""
+
+        self._before_engine_thread(rouse)
+
+    def metrics(self) -> dict[str, float]:
+        """A snapshot of the engine's counters."""
+        return self._engine.get_metrics()
+
+    # ---- one step --------------------------------------------------------------------------------
+
+    # The next two are functions, not context managers: a signal handler may raise an exception
+    # between the moment a context manager takes the lock and the ``with`` that would release it.
+
+    def _before_engine_thread(self, action: Callable[[], T]) -> T:
+        """Run ``action`` with the step lock. The engine thread, which would take it again at once,
+        waits.
         """
         me = threading.get_ident()
         try:
-            self._guests.add(me)
+            self._lock_waiters.add(me)
             with self._step_lock, self._current():
                 return action()
         finally:
-            self._guests.discard(me)
+            self._lock_waiters.discard(me)
             self._wakeups.notify_all()
 
     def _run_steps(self, action: Callable[[], T]) -> T:
-        """Run ``action`` with the step lock: one step, or all until somebody else wants the lock.
+        """Run ``action`` with the step lock: one step, or all until another thread wants the lock.
 
-        Taking it again for every step costs 10 us after the step has emptied the caches.
+        Taking it again for every step costs 10 us once the step has emptied the caches.
         """
         with self._step_lock, self._current():
             try:
@@ -335,8 +381,8 @@ class Driver:
                 return action()
             finally:
                 self._stepping = None
-                if self._closed:  # in a step, perhaps: by a callback or the garbage collector
-                    self._end()
+                if self._closed:  # perhaps in this step, by a callback or the garbage collector
+                    self._release()
 
     def _step(self, most_tokens: int | None = None) -> list[Output]:
         if self.lease is not None and self.lease.wanted and self.give_back is not None:
@@ -348,67 +394,33 @@ class Driver:
             outputs += engine.step(most_tokens)
         except Exception as error:
             failure = f"a step failed: {type(error).__name__}: {error}"
-            self._die(engine.dead or EngineDeadError(failure))
+            self._fail_engine(engine.dead or EngineDeadError(failure))
         if engine.dead is not None:
-            self._die(engine.dead)
+            self._fail_engine(engine.dead)
         for output in outputs:
             self._deliver(output)
         return outputs
 
-    def _take_commands(self) -> list[Output]:
-        """Add and abort what callers asked for; the last outputs of aborted requests.
-
-        Of a thousand requests at once some are taken in this step and the others in the next ones.
-        """
-        outputs: list[Output] = []
-        end = thread_time() + _COMMAND_SECONDS
-        while self._inbox and thread_time() < end:
-            command = self._inbox[0]  # stays until done: an interrupt loses no request
-            if isinstance(command, tuple):
-                outputs += self._engine.abort(command)
-                for request_id in set(command).difference(o.request_id for o in outputs):
-                    self._forget(request_id)  # submitting it was interrupted, or it ended before
-                self._inbox.popleft()
-                continue
-            try:
-                self._engine.add_request(
-                    command.request_id,
-                    command.prompt_token_ids,
-                    command.params,
-                    prompt_text=command.prompt,
-                    priority=command.priority,
-                    cache_salt=command.cache_salt,
-                    kind=command.kind,
-                    arrival_time=command.arrival_time,
-                    resolved=command.resolved,
-                    negative_prompt_token_ids=command.negative_prompt_token_ids,
-                    stops=command.stops,
-                    result_bytes=command.result_bytes,
-                )
-            except Exception as error:  # refused: this request's caller gets the reason
-                self._forget(command.request_id)
-                command.listener.fail(command.request_id, error)
-            self._inbox.popleft()
-        return outputs
-
     def _deliver(self, output: Output) -> None:
-        listener = self._listeners.get(output.request_id)
-        if listener is None:
+        sink = self._sinks.get(output.request_id)
+        if sink is None:
             return
         if output.finished:
             self._forget(output.request_id)
-        if not listener.deliver(output) and not output.finished:
+        if not sink.deliver(output) and not output.finished:
             self._forget(output.request_id)
             self._engine.abort((output.request_id,))
 
     def _forget(self, request_id: str) -> None:
         with self._lock:
-            self._listeners.pop(request_id, None)
-            self._awaited.discard(request_id)
+            self._sinks.pop(request_id, None)
+            self._background.discard(request_id)
 
-    def _die(self, failure: EngineDeadError) -> NoReturn:
-        """The engine cannot go on: tell everybody, refuse everything from now on."""
-        if self._closed:  # its workers were ended under the step: _end() tells everybody
+    # ---- failing and closing ---------------------------------------------------------------------
+
+    def _fail_engine(self, failure: EngineDeadError) -> NoReturn:
+        """The engine cannot go on: tell every caller, and reject all requests from now on."""
+        if self._closed:  # its workers were killed during the step; _release() tells the callers
             raise EngineClosedError(_CLOSED) from failure
         logger.error("engine stopped: %s", failure)
         with self._lock:
@@ -418,62 +430,15 @@ class Driver:
 
     def _fail_all(self, error: Exception) -> None:
         with self._lock:
-            waiting = list(self._listeners.items())
-            self._listeners.clear()
-            self._awaited.clear()
+            waiting = list(self._sinks.items())
+            self._sinks.clear()
+            self._background.clear()
             self._inbox.clear()
-        for request_id, listener in waiting:
-            listener.fail(request_id, error)
-
-    def metrics(self) -> dict[str, float]:
-        """A snapshot of the engine's counters."""
-        return self._engine.get_metrics()
-
-    def between_steps(self, action: Callable[[], T]) -> T:
-        """What ``action`` returns; no step runs meanwhile."""
-        self.check_usable()  # before the lock, which a forked child may have inherited locked
-        self._refuse_inside_step()
-
-        def check_and_act() -> T:
-            self._check_open()
-            self._engine.settle()
-            return action()
-
-        return self._in_turn(check_and_act)
-
-    def sleep(self, action: Callable[[], None], why: str) -> None:
-        """Run ``action`` between two steps and refuse requests from then on, saying ``why``."""
-
-        def rest() -> None:
-            action()
-            self._asleep = why
-
-        self.between_steps(rest)
-
-    def wake(self, action: Callable[[], None]) -> None:
-        """Run ``action`` and serve requests again; no effect where nobody sleeps."""
-
-        def rouse() -> None:
-            if self._asleep:
-                action()
-                self._asleep = ""
-
-        self._in_turn(rouse)
-
-    def try_between_steps(self, action: Callable[[], object]) -> None:
-        """Run ``action`` if no step runs now; in a thread that may hold another engine's lock."""
-        if self._closed or self._stepping == threading.get_ident():
-            return
-        if self._step_lock.acquire(blocking=False):
-            try:
-                with self._current():
-                    self._engine.settle()
-                    action()
-            finally:
-                self._step_lock.release()
+        for request_id, sink in waiting:
+            sink.fail(request_id, error)
 
     def close(self) -> None:
-        """Let the step in progress end, fail what is waiting, give everything back.
+        """Let the step in progress end, fail all waiting requests, give everything back.
 
         A step that waits for worker processes gets five seconds; then they are killed.
         """
@@ -484,19 +449,19 @@ class Driver:
             self._wakeups.notify_all()
         if self._stepping == threading.get_ident():
             return  # the step around us closes the engine when it ends
-        if not self._step_lock.acquire(timeout=_PATIENCE_S):
+        if not self._step_lock.acquire(timeout=_CLOSE_TIMEOUT_S):
             self._engine.break_off()
             self._step_lock.acquire()
         try:
             with self._current():
-                self._end()
+                self._release()
         finally:
             self._step_lock.release()
         if self._thread not in (None, threading.current_thread()):
             self._thread.join()
 
-    def _end(self) -> None:
-        with ExitStack() as all_of_it:  # whatever raises on the way
+    def _release(self) -> None:
+        with ExitStack() as all_of_it:  # each part runs even if another raises
             closed = EngineClosedError("the LLM was closed while this request was running")
             all_of_it.callback(self._fail_all, closed)
             if self.lease is not None:

@@ -1,4 +1,4 @@
-"""Embeddings out of an engine's outputs, and cosines of them."""
+"""Embeddings from an engine's outputs, and their cosines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sdk.outputs import EmbeddingOutput, ScoringOutput
 
 
 def embedding_of(output: Output) -> EmbeddingOutput:
-    """:raises RequestError: the request ended without one, and why."""
+    """The embedding. :raises RequestError: the request ended without one; says why."""
     if isinstance(output, EmbeddingOutput):
         return output
     reason = output.outputs[0]
@@ -21,7 +21,7 @@ def embedding_of(output: Output) -> EmbeddingOutput:
 
 
 def check_pairs(first: int, second: int) -> None:
-    """:raises RequestError: unless there are pairs, or one against many."""
+    """:raises RequestError: the numbers are different, and ``first`` is not 1."""
     if first not in (1, second):
         raise RequestError(f"score: expected one text or {second} in data_1, found {first}")
 
@@ -29,7 +29,7 @@ def check_pairs(first: int, second: int) -> None:
 def cosines(
     first: Sequence[EmbeddingOutput], second: Sequence[EmbeddingOutput]
 ) -> list[ScoringOutput]:
-    """Of vectors of length 1, pair by pair; one ``first`` meets all."""
+    """Cosines of vectors of length 1, pair by pair; a single ``first`` is compared with all."""
     if len(first) == 1:
         first = list(first) * len(second)
     return [

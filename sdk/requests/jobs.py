@@ -1,4 +1,4 @@
-"""From what a caller asks for to the requests of an engine, and waiting for them."""
+"""Turns the arguments of a call into jobs for the engine, and waits for jobs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from sdk.engine.plan import RequestKind
 from sdk.engine.scheduling.results import ResultLimit
 from sdk.errors import RequestError
 from sdk.params import SamplingParams
-from sdk.quant.shown import shown
+from sdk.quant.safe_repr import safe_repr
 from sdk.requests.conversations import ChatOptions
-from sdk.requests.driver import Driver, Job, Listener
+from sdk.requests.driver import Driver
+from sdk.requests.job import Job
 from sdk.requests.mailboxes import Mailbox
 from sdk.requests.prompts import (
     Prompt,
@@ -22,8 +23,8 @@ from sdk.requests.prompts import (
     PromptReader,
     as_conversations,
     as_list,
+    as_request_error,
     is_conversation,
-    refusing,
 )
 from sdk.sampling.resolved import ResolvedParams, resolve
 from sdk.text.stops import stop_strings
@@ -35,14 +36,14 @@ ParamsLike = SamplingParams | Sequence[SamplingParams] | None
 
 
 def once_each(params: Sequence[SamplingParams], make: Callable[[SamplingParams], T]) -> list[T]:
-    """What ``make`` makes of each, made once where several prompts share their parameters."""
+    """``make`` of each; called once for all prompts that share their parameters."""
     made = {id(param): param for param in params}
     results = {key: make(param) for key, param in made.items()}
     return [results[id(param)] for param in params]
 
 
 class JobMaker:
-    """Makes the jobs of one ``LLM``. ``default`` is what a call without parameters uses."""
+    """Makes the jobs of one ``LLM``. ``default``: the parameters of a call without any."""
 
     def __init__(
         self,
@@ -63,12 +64,12 @@ class JobMaker:
         self._ids = itertools.count()
 
     def params(self, given: ParamsLike, count: int) -> list[SamplingParams]:
-        """One for each of ``count`` prompts."""
+        """The parameters of each of ``count`` prompts."""
         if given is None or isinstance(given, SamplingParams):
             return [given or self._default] * count
-        with refusing("sampling_params"):
+        with as_request_error("sampling_params"):
             if not isinstance(given, Sequence) or len(given) != count:
-                found = len(given) if isinstance(given, Sequence) else shown(given)
+                found = len(given) if isinstance(given, Sequence) else safe_repr(given)
                 raise RequestError(
                     f"sampling_params: expected one or one per prompt ({count}), found {found}"
                 )
@@ -76,14 +77,14 @@ class JobMaker:
             for item in params:
                 if not isinstance(item, SamplingParams):
                     raise RequestError(
-                        f"sampling_params: expected SamplingParams, found {shown(item)}"
+                        f"sampling_params: expected SamplingParams, found {safe_repr(item)}"
                     )
             return params
 
     def read(
         self, prompts: PromptLike | Sequence[PromptLike], given: ParamsLike
     ) -> tuple[list[Prompt], list[SamplingParams]]:
-        """One prompt or several as token ids, each with its parameters."""
+        """One or more prompts as token ids, each with its parameters."""
         items = as_list(prompts)
         params = self.params(given, len(items))
         return [self._reader.read(p, q) for p, q in zip(items, params, strict=True)], params
@@ -91,7 +92,7 @@ class JobMaker:
     def read_chats(
         self, method: str, messages: Any, given: ParamsLike, template: Mapping[str, Any]
     ) -> tuple[list[Prompt], list[SamplingParams]]:
-        """One conversation or several through the chat template, each with its parameters."""
+        """One or more conversations through the chat template, each with its parameters."""
         options = ChatOptions.of(method, template)
         chats = as_conversations(messages)
         params = self.params(given, len(chats))
@@ -101,13 +102,13 @@ class JobMaker:
     def read_mixed(
         self, method: str, prompts: Any, given: ParamsLike, template: Mapping[str, Any]
     ) -> tuple[list[Prompt], list[SamplingParams]]:
-        """Prompts and conversations, each with its parameters; ``template`` for the latter."""
+        """Prompts and conversations, each with its parameters; ``template``: options of chats."""
         items: list[Any] = [prompts] if is_conversation(prompts) else as_list(prompts)
         params = self.params(given, len(items))
         options = ChatOptions.of(method, template)
         chats = [is_conversation(item) for item in items]
         if template and not any(chats):
-            raise TypeError(f"{method}(): {', '.join(template)} only apply to a conversation")
+            raise TypeError(f"{method}(): {', '.join(template)} apply only to a conversation")
         read = [
             self._reader.read_chat(item, param, options) if chat else self._reader.read(item, param)
             for item, param, chat in zip(items, params, chats, strict=True)
@@ -118,17 +119,16 @@ class JobMaker:
         self,
         prompts: Sequence[Prompt],
         params: Sequence[SamplingParams],
-        listener: Listener,
         *,
         priority: int | Sequence[int] | None = None,
         kind: RequestKind = "generate",
         request_ids: str | Sequence[str] | None = None,
     ) -> list[Job]:
-        """One job for each prompt, with the caller's id or one of its own."""
+        """One job for each prompt, with the caller's id or a new one."""
         names = self._names(request_ids, len(prompts))
         priorities = _priorities(priority, len(prompts))
         now = time.monotonic()
-        # Once for all prompts with the same parameters, and in the caller's thread: a list of a
+        # Once for all prompts that share parameters, and in the caller's thread: a list of a
         # million token ids takes 0.1 s.
         read = once_each(params, lambda one: (self._resolve(one), stop_strings(one)))
         return [
@@ -136,7 +136,6 @@ class JobMaker:
                 request_id=name,
                 prompt_token_ids=prompt.token_ids,
                 params=param,
-                listener=listener,
                 prompt=prompt.text,
                 priority=urgency,
                 cache_salt=prompt.cache_salt,
@@ -153,13 +152,13 @@ class JobMaker:
         ]
 
     def _names(self, given: Any, count: int) -> list[str]:
-        """Request ids. Those with # are the LLM's own: #7, and #7#1 of a second answer."""
+        """Request ids. Ids with # are the LLM's own: #7, and #7#1 for a second answer."""
         if given is None:
             return [f"#{next(self._ids)}" for _ in range(count)]
-        with refusing("request_id"):
+        with as_request_error("request_id"):
             names = [given] if isinstance(given, str) else given
             if not isinstance(names, Sequence) or len(names) != count:
-                found = len(names) if isinstance(names, Sequence) else shown(names)
+                found = len(names) if isinstance(names, Sequence) else safe_repr(names)
                 raise RequestError(
                     f"request_id: expected one for each prompt ({count}), found {found}"
                 )
@@ -168,14 +167,14 @@ class JobMaker:
                 if not isinstance(name, str) or not 0 < len(name) <= MAX_ID_LENGTH or "#" in name:
                     raise RequestError(
                         f"request_id: expected strings of 1 to {MAX_ID_LENGTH} characters without "
-                        f"#, found {shown(name)}"
+                        f"#, found {safe_repr(name)}"
                     )
             if len(set(names)) < count:
                 raise RequestError("request_id: expected different ids, found one twice")
             return names
 
     def _resolve(self, params: SamplingParams) -> ResolvedParams:
-        """The token ids behind the words of ``params``."""
+        """The token ids of the strings in ``params``."""
         tokenizer = self._reader.tokenizer
         start = tokenizer.token_to_id("<think>") if tokenizer is not None else None
         end = tokenizer.token_to_id("</think>") if tokenizer is not None else None
@@ -190,8 +189,8 @@ class JobMaker:
 
 
 def _priorities(given: Any, count: int) -> list[int | None]:
-    """One for each of ``count`` prompts; None leaves it to the sampling parameters."""
-    with refusing("priority"):
+    """The priority of each of ``count`` prompts; None: that of the sampling parameters."""
+    with as_request_error("priority"):
         if not isinstance(given, Sequence):
             given = [given] * count
         if len(given) != count:
@@ -202,7 +201,7 @@ def _priorities(given: Any, count: int) -> list[int | None]:
             if item is not None and not (number and abs(item) <= MAX_PRIORITY):
                 raise RequestError(
                     f"priority: expected integers from {-MAX_PRIORITY} to {MAX_PRIORITY}, found "
-                    f"{shown(item)}"
+                    f"{safe_repr(item)}"
                 )
         return priorities
 
@@ -210,13 +209,13 @@ def _priorities(given: Any, count: int) -> list[int | None]:
 def run_jobs(
     driver: Driver,
     jobs: Sequence[Job],
-    mailbox: Mailbox,
     report: Callable[[int, int], None] | None = None,
 ) -> list[Output]:
-    """Submit jobs and wait: their last outputs, in their order. Whatever is raised aborts them."""
+    """Submit jobs and wait; their last outputs, in order. Any exception aborts them."""
     done: dict[str, Output] = {}
+    mailbox = Mailbox()
     try:
-        driver.submit(jobs)
+        driver.submit(jobs, mailbox)
         while len(done) < len(jobs):
             output = mailbox.get()
             if output.finished:

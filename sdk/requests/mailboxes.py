@@ -1,4 +1,4 @@
-"""Where outputs arrive: a mailbox for threads, one for event loops, a collector for ``enqueue``."""
+"""Output sinks: a mailbox for threads, one for event loops, and a collector for ``enqueue``."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from functools import partial
 
 from sdk.engine.engine import Output
 from sdk.errors import EngineClosedError, RequestError
-from sdk.quant.shown import shown
+from sdk.quant.safe_repr import safe_repr
 from sdk.requests.driver import check_process
 from sdk.requests.wakeups import Wakeups
 
 _Item = Output | Exception
-#: 64 streams make 64 timer calls of 2 us each in this time.
+#: 64 concurrent streams cost 64 timer calls of 2 us each in this time.
 _FORK_CHECK_S = 1.0
 
 
 class Mailbox:
-    """Outputs of one call's requests, waited for by a thread; Ctrl-C interrupts ``get``."""
+    """The outputs of one call's requests, for a waiting thread; Ctrl-C interrupts ``get``."""
 
     def __init__(self) -> None:
         self._items: queue.SimpleQueue[_Item] = queue.SimpleQueue()
@@ -49,10 +49,10 @@ class Mailbox:
 
 
 class AsyncMailbox:
-    """The same for the event loop it was made in.
+    """The same for the event loop it was created in.
 
-    A coroutine may fork while others wait here, and the child may go on with a copy of the loop:
-    whoever waits there is told by a timer of that loop.
+    A coroutine may fork while others wait here, and the child may go on with a copy of the loop.
+    A timer of that loop then raises the error in the coroutines that wait there.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class AsyncMailbox:
         self._loop.call_later(_FORK_CHECK_S, _look_for_fork, weakref.ref(self))
 
     def fail_after_fork(self) -> bool:
-        """Whether this is a forked child; whoever waits here is told."""
+        """Whether this is a forked child; then :meth:`get` raises the error."""
         try:
             check_process(self._owner)
         except EngineClosedError as error:
@@ -73,7 +73,7 @@ class AsyncMailbox:
     def _post(self, item: _Item) -> bool:
         try:
             self._loop.call_soon_threadsafe(self._items.put_nowait, item)
-        except RuntimeError:  # the loop was closed: nobody will ever read this
+        except RuntimeError:  # the loop was closed, so nothing will read this
             return False
         return True
 
@@ -96,16 +96,16 @@ class AsyncMailbox:
 
 
 def _look_for_fork(mailbox: weakref.ref[AsyncMailbox]) -> None:
-    """Tell whoever waits in a forked child; in the owner look again a second later."""
+    """Fail the mailbox in a forked child; in the owner check again a second later."""
     waiting = mailbox()
     if waiting is not None and not waiting.fail_after_fork():
         asyncio.get_running_loop().call_later(_FORK_CHECK_S, _look_for_fork, mailbox)
 
 
 class Collector:
-    """Outputs of enqueued requests, kept until somebody asks: for all that is new, or to the end.
+    """Outputs of enqueued requests, kept until they are collected: new ones, or the last ones.
 
-    Of a request whose outputs are cumulative only the latest is kept.
+    If a request's outputs are cumulative, only the latest is kept.
     """
 
     def __init__(self) -> None:
@@ -116,16 +116,19 @@ class Collector:
         self._news: dict[str, list[Output]] = {}
 
     def expect(self, requests: Mapping[str, bool], submit: Callable[[], None]) -> None:
-        """Expect the outputs of requests that ``submit`` submits; unless that fails.
+        """Call ``submit`` and expect the outputs of ``requests``, unless it fails.
 
-        ``requests``: by id, whether its outputs are deltas. Nobody else sees the requests before
-        they are submitted.
+        ``requests``: by id, whether its outputs are deltas. No other thread sees the requests
+        before they are submitted.
+
+        :raises RequestError: the last output of a request with the same id is not collected yet.
         """
         with self._lock:
             for request_id in requests:
                 if request_id in self._deltas:
                     raise RequestError(
-                        f"request_id: the output of {shown(request_id)} was not collected yet"
+                        f"request_id: the output of {safe_repr(request_id)} was not collected yet; "
+                        "collect it with step() or wait_for_completion(), or use another id"
                     )
             try:
                 self._deltas.update(requests)
@@ -162,8 +165,9 @@ class Collector:
         return bool(self._news or self._finals)
 
     def take(self) -> list[Output]:
-        """What came since the last time, finished requests for the last time; raises a failure when
-        there is nothing to return.
+        """All outputs since the last call; finished requests are then forgotten.
+
+        If there are none, raises the error of a failed request, if there is one.
         """
         with self._lock:
             outputs = [output for news in self._news.values() for output in news]
@@ -184,12 +188,12 @@ class Collector:
                 raise item
 
     def expected(self) -> list[str]:
-        """All requests whose last output nobody has taken, in the order of enqueueing."""
+        """All requests whose last output is not collected yet, in the order of enqueueing."""
         with self._lock:
             return list(self._deltas)
 
     def _ended(self, running: deque[str]) -> bool:
-        """Whether all have; takes the first ones that have out of ``running``."""
+        """Whether all have ended; removes those at the front that have from ``running``."""
         while running:
             if running[0] in self._deltas and running[0] not in self._finals:
                 return False
@@ -197,7 +201,7 @@ class Collector:
         return True
 
     def wait(self, request_ids: Sequence[str]) -> list[Output]:
-        """Wait until all of these have ended; the last outputs of those that nobody else has taken.
+        """Wait until all of these have ended; their last outputs, unless already collected.
 
         The first failure is raised and forgotten; the other outputs stay for the next call.
         """

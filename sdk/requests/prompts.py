@@ -1,4 +1,4 @@
-"""From what users write to token ids: prompts, chats, limits."""
+"""Turns prompts and conversations into token ids, and checks their limits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from sdk.errors import EngineClosedError, RequestError
 from sdk.params import SamplingParams
-from sdk.quant.shown import blames_value, described, shown
+from sdk.quant.safe_repr import is_value_error, safe_message, safe_repr
 from sdk.quant.tokenizer import Tokenizer, TooManyTokens
 from sdk.requests.conversations import ChatOptions, Message, Turns
 
@@ -19,10 +19,10 @@ from sdk.requests.conversations import ChatOptions, Message, Turns
 #: ``negative_prompt`` or ``negative_prompt_token_ids`` (for a ``guidance_scale``).
 PromptLike = str | Sequence[int] | Mapping[str, Any]
 
-#: What is read where the caller stands, also in an event loop: a few ms of tokenizing.
+#: Limits below which prompts are tokenized in the caller's thread, even in an event loop: a few ms.
 SHORT_TEXT = 4096  # characters
 SHORT_CONTEXT = 1024  # tokens
-#: Prompts or conversations of one call.
+#: The most prompts or conversations in one call.
 MAX_PROMPTS = 2**20
 
 _NEGATIVE = ("negative_prompt", "negative_prompt_token_ids")
@@ -31,7 +31,7 @@ _BYTES = (str, bytes, bytearray, memoryview)  # sequences too, but not of prompt
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt, checked: every id lies in the vocabulary and the context holds them all."""
+    """One checked prompt: all ids are in the vocabulary, and the context can hold them."""
 
     token_ids: tuple[int, ...]
     text: str | None = None
@@ -40,12 +40,12 @@ class Prompt:
 
 
 @contextmanager
-def refusing(what: str) -> Iterator[None]:
-    """What a caller's object or the tokenizer raises about a value becomes a :class:`RequestError`.
+def as_request_error(what: str) -> Iterator[None]:
+    """Turn errors about a value, of a caller's object or the tokenizer, into RequestErrors.
 
-    Anything else is raised as it is: it may be of a signal handler, such as a host's time limit,
-    that ran in the middle of this. The tokenizers library raises plain ``Exception``; a panic of it
-    is no ``Exception``, but it too is about this prompt alone.
+    Other exceptions are raised unchanged: they may come from a signal handler, such as a host's
+    time limit, that ran in between. The tokenizers library raises plain ``Exception``; its panics
+    are no ``Exception``, but they too concern only this prompt.
     """
     try:
         yield
@@ -53,13 +53,13 @@ def refusing(what: str) -> Iterator[None]:
         raise
     except BaseException as error:
         kind = type(error)
-        if blames_value(error) or kind is Exception or kind.__name__ == "PanicException":
-            raise RequestError(f"{what}: it cannot be read: {described(error)}") from error
+        if is_value_error(error) or kind is Exception or kind.__name__ == "PanicException":
+            raise RequestError(f"{what}: cannot be read: {safe_message(error)}") from error
         raise
 
 
 def _is_small(value: object) -> bool:
-    """Whether plain data holds at most ``SHORT_TEXT`` characters and values; looks at no more."""
+    """Whether plain data has at most ``SHORT_TEXT`` characters and values; reads no more."""
     left, waiting = SHORT_TEXT, [value]
     while waiting and left >= 0:
         item = waiting.pop()
@@ -80,7 +80,7 @@ def _is_small(value: object) -> bool:
 
 def is_conversation(value: object) -> bool:
     """Whether ``value`` is a list of chat messages."""
-    with refusing("prompt"):
+    with as_request_error("prompt"):
         return _are_dicts(value) and any("role" in item for item in cast("Sequence[Any]", value))
 
 
@@ -94,14 +94,14 @@ def _are_dicts(value: object) -> bool:
 
 
 def as_list(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
-    """One prompt or several as a list; a list of ints is one prompt of token ids."""
+    """One or more prompts as a list; a list of ints is one prompt of token ids."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    with refusing("prompt"):
+    with as_request_error("prompt"):
         if not isinstance(prompts, Sequence) or isinstance(prompts, _BYTES):
             raise RequestError(
                 "prompt: expected text, token ids, a dict or a list of them, found "
-                f"{shown(prompts)}"
+                f"{safe_repr(prompts)}"
             )
         if len(prompts) and _is_id(prompts[0]):
             return [cast("Sequence[int]", prompts)]
@@ -109,22 +109,24 @@ def as_list(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
 
 
 def as_conversations(messages: Any) -> list[Sequence[Message]]:
-    """One conversation or several, as several. :raises RequestError: it is neither."""
-    with refusing("messages"):
+    """One or more conversations as a list. :raises RequestError: ``messages`` are neither."""
+    with as_request_error("messages"):
         if _are_dicts(messages):
             return [messages]
         several = isinstance(messages, Sequence) and not isinstance(messages, _BYTES)
         if not several or not all(map(_are_dicts, messages)):
             raise RequestError(
                 "messages: expected a list of {'role': ..., 'content': ...} or a list of such "
-                f"lists, found {shown(messages)}"
+                f"lists, found {safe_repr(messages)}"
             )
         return _bounded(messages)
 
 
 def _bounded(items: Sequence[Any]) -> list[Any]:
     if len(items) > MAX_PROMPTS:
-        raise RequestError(f"prompts: at most {MAX_PROMPTS} in one call, found {len(items)}")
+        raise RequestError(
+            f"prompts: expected at most {MAX_PROMPTS} in one call, found {len(items)}"
+        )
     return list(itertools.islice(items, MAX_PROMPTS))
 
 
@@ -133,7 +135,7 @@ def _is_id(value: object) -> bool:
 
 
 class PromptReader:
-    """Turns prompts into :class:`Prompt` for one model. ``tokenizer`` may be missing."""
+    """Turns prompts into :class:`Prompt` for one model, which may have no tokenizer."""
 
     def __init__(
         self,
@@ -150,7 +152,7 @@ class PromptReader:
         self._closed = False
 
     def close(self) -> None:
-        """Let go of the tokenizer (15 MB for 50,000 tokens)."""
+        """Drop the tokenizer (15 MB for 50,000 tokens)."""
         self.tokenizer = None
         self._closed = True
 
@@ -159,15 +161,16 @@ class PromptReader:
             raise EngineClosedError("this LLM was closed")
         if self.tokenizer is None:
             raise RequestError(
-                f"{what} needs a tokenizer and this LLM has none (skip_tokenizer_init, or the "
-                "checkpoint holds none): pass {'prompt_token_ids': [...]}, or tokenizer=FOLDER"
+                f"{what} needs a tokenizer, and this LLM has none (skip_tokenizer_init, or the "
+                "checkpoint has none): pass {'prompt_token_ids': [...]}, or load with "
+                "tokenizer=FOLDER"
             )
         return self.tokenizer
 
     def is_short(self, prompts: object) -> bool:
-        """Whether reading this takes at most a few milliseconds.
+        """Whether tokenizing this takes at most a few milliseconds.
 
-        Text is read until it is longer than the context, so with a short context any text is.
+        Tokenizing stops where the context ends, so with a short context any text is short.
         """
         if isinstance(prompts, str) and self._max_model_len <= SHORT_CONTEXT:
             return True
@@ -176,20 +179,23 @@ class PromptReader:
     def read_one(
         self, method: str, prompt: Any, params: SamplingParams, template: Mapping[str, Any]
     ) -> Prompt:
-        """One prompt or conversation. ``template``: the keywords of ``method`` for the latter."""
+        """One prompt or conversation. ``template``: the chat keywords given to ``method``."""
         options = ChatOptions.of(method, template)
         if is_conversation(prompt):
             return self.read_chat(prompt, params, options)
         if template:
-            raise TypeError(f"{method}(): {', '.join(template)} only apply to a conversation")
+            raise TypeError(f"{method}(): {', '.join(template)} apply only to a conversation")
         items = as_list(prompt)
         if len(items) != 1:
             raise RequestError(f"{method}: expected one prompt, found {len(items)}")
         return self.read(items[0], params)
 
     def read(self, prompt: PromptLike, params: SamplingParams, *, room: int = 1) -> Prompt:
-        """:raises RequestError: naming what is wrong. ``room`` tokens of context must be left."""
-        with refusing("prompt"):
+        """One prompt; at least ``room`` tokens of the context must stay free.
+
+        :raises RequestError: the prompt is invalid or too long.
+        """
+        with as_request_error("prompt"):
             if isinstance(prompt, Mapping):
                 return self._read_dict(prompt, params, room)
             if isinstance(prompt, str):
@@ -198,28 +204,30 @@ class PromptReader:
 
     def _read_dict(self, prompt: Mapping[str, Any], params: SamplingParams, room: int) -> Prompt:
         given = [key for key in ("prompt", "prompt_token_ids") if key in prompt]
-        against = [key for key in _NEGATIVE if key in prompt]
+        negatives = [key for key in _NEGATIVE if key in prompt]
         unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt", *_NEGATIVE}
-        if len(given) != 1 or len(against) > 1 or unknown:
-            hint = "; a conversation is a list of messages, for chat()" if "role" in prompt else ""
+        if len(given) != 1 or len(negatives) > 1 or unknown:
+            hint = (
+                "; pass a conversation, a list of messages, to chat()" if "role" in prompt else ""
+            )
             raise RequestError(
                 "prompt: expected a dict with either 'prompt' or 'prompt_token_ids' (and "
-                "perhaps 'cache_salt' and 'negative_prompt' or 'negative_prompt_token_ids'), "
-                f"found the keys {shown(list(prompt))}{hint}"
+                "optionally 'cache_salt' and 'negative_prompt' or 'negative_prompt_token_ids'), "
+                f"found the keys {safe_repr(list(prompt))}{hint}"
             )
         negative: tuple[int, ...] | None = None
-        if against:
+        if negatives:
             if params.guidance_scale == 1.0:
                 raise RequestError(
-                    f"{against[0]} has no effect without a guidance_scale other than 1"
+                    f"{negatives[0]} has no effect without a guidance_scale other than 1"
                 )
             try:
-                negative = self._ids(against[0], prompt[against[0]], params, room)
+                negative = self._ids(negatives[0], prompt[negatives[0]], params, room)
             except RequestError as error:
-                raise RequestError(f"{against[0]}: {error}") from None
+                raise RequestError(f"{negatives[0]}: {error}") from None
         salt = prompt.get("cache_salt")
         if salt is not None and (not isinstance(salt, str) or not salt):
-            raise RequestError(f"cache_salt: expected a non-empty string, found {shown(salt)}")
+            raise RequestError(f"cache_salt: expected a non-empty string, found {safe_repr(salt)}")
         ids = self._ids(given[0], prompt[given[0]], params, room)
         text = prompt["prompt"] if given[0] == "prompt" else None
         return Prompt(ids, text, salt, negative)
@@ -227,9 +235,9 @@ class PromptReader:
     def read_chat(
         self, messages: Sequence[Message], params: SamplingParams, options: ChatOptions
     ) -> Prompt:
-        """Render with the model's template; control tokens inside messages stay text."""
+        """Render with the model's template; control tokens inside messages are ordinary text."""
         tokenizer = self._need_tokenizer("chat")
-        with refusing("messages"):
+        with as_request_error("messages"):
             keep = self._kept(params, 1)
             limit = self._max_model_len - 1
             if keep is not None:
@@ -250,8 +258,8 @@ class PromptReader:
         options: ChatOptions,
         limit: int,
     ) -> list[int]:
-        """:raises TooManyTokens: there are more than ``limit``."""
-        from sdk.loaders.chat_template import TemplateError  # with the first conversation
+        """:raises TooManyTokens: the conversation has more than ``limit`` tokens."""
+        from sdk.loaders.chat_template import TemplateError  # loaded with the first conversation
 
         try:
             ids = tokenizer.encode_chat(
@@ -271,9 +279,9 @@ class PromptReader:
     def _newest_turns(
         self, tokenizer: Tokenizer, messages: Sequence[Message], options: ChatOptions, keep: int
     ) -> list[int]:
-        """The conversation in ``keep`` tokens: without as few of its oldest turns as possible.
+        """The conversation in ``keep`` tokens; drops as few of its oldest turns as possible.
 
-        Found by bisection: 10 renderings for 1,000 turns.
+        A bisection finds it: 10 renderings for 1,000 turns.
         """
         turns = Turns(messages)
         low, high = 0, turns.droppable  # low does not fit
@@ -281,8 +289,8 @@ class PromptReader:
             best = self._encode_chat(tokenizer, turns.without(high), options, keep)
         except TooManyTokens as error:
             raise RequestError(
-                f"messages: the last turn and the system messages alone are {error}, but {keep} of "
-                f"the context's {self._max_model_len} are there for them; shorten them, lower "
+                f"messages: the last turn and the system messages alone have {error}, but only "
+                f"{keep} of the context's {self._max_model_len} are available; shorten them, lower "
                 "max_tokens, or raise max_model_len"
             ) from None
         while high - low > 1:
@@ -295,10 +303,10 @@ class PromptReader:
         return best
 
     def _ids(self, key: str, value: Any, params: SamplingParams, room: int) -> tuple[int, ...]:
-        """Checked token ids, without what is cut off. Of a text where ``key`` names no ids."""
+        """Checked and truncated token ids; ``value`` is a text unless ``key`` names ids."""
         if key.endswith("_token_ids"):
             if not isinstance(value, Sequence) or isinstance(value, _BYTES):
-                raise RequestError(f"{key}: expected a list of integers, found {shown(value)}")
+                raise RequestError(f"{key}: expected a list of integers, found {safe_repr(value)}")
         elif not isinstance(value, str):
             raise RequestError(f"{key}: expected a string, found {type(value).__name__}")
         else:
@@ -309,7 +317,7 @@ class PromptReader:
         return self._checked(value, room)
 
     def _encode(self, text: str, params: SamplingParams, room: int) -> list[int]:
-        """A text's ids. Without truncation it is read no further than the context goes."""
+        """The ids of a text. Without truncation, tokenizing stops where the context ends."""
         tokenizer = self._need_tokenizer("a text prompt")
         if params.truncate_prompt_tokens is not None:
             return tokenizer.encode(text)
@@ -319,7 +327,7 @@ class PromptReader:
             raise self._too_long(error.at_least, room, "at least ") from None
 
     def _kept(self, params: SamplingParams, room: int) -> int | None:
-        """How many tokens of a prompt ``truncate_prompt_tokens`` keeps; None: it is not set."""
+        """The tokens that ``truncate_prompt_tokens`` keeps of a prompt; None: it is not set."""
         cut = params.truncate_prompt_tokens
         if cut != -1 or room == 0:
             return self._max_model_len if cut == -1 else cut
@@ -334,15 +342,17 @@ class PromptReader:
             raise self._too_long(count, room)
         items = list(itertools.islice(ids, limit))
         if not all(map(_is_id, items)):
-            raise RequestError(f"prompt_token_ids: expected a list of integers, found {shown(ids)}")
+            raise RequestError(
+                f"prompt_token_ids: expected a list of integers, found {safe_repr(ids)}"
+            )
         if not items:
             raise RequestError("prompt: it is empty (no tokens); pass at least one token")
-        plain = tuple(map(operator.index, items))  # without what a subclass of int may do
+        plain = tuple(map(operator.index, items))  # plain integers, not subclasses
         low, high = min(plain), max(plain)
         if low < 0 or high >= self._vocab_size:
             raise RequestError(
                 f"prompt_token_ids: expected ids in 0..{self._vocab_size - 1}, "
-                f"found {shown(low if low < 0 else high)}"
+                f"found {safe_repr(low if low < 0 else high)}"
             )
         return plain
 

@@ -7,18 +7,18 @@ from queue import SimpleQueue
 
 
 class Wakeups:
-    """Threads that wait until something is so, and whoever changes it.
+    """Lets threads wait until a condition holds, and wakes them after a change.
 
-    In place of ``threading.Condition``, whose methods are Python code: an exception of a signal
-    handler (Ctrl-C, a host's timer) that is raised in one of them leaves its lock taken, and every
-    other thread hangs. A ``SimpleQueue`` and ``with`` on an ``RLock`` are C code throughout.
+    Replaces ``threading.Condition``, whose methods are Python code: an exception of a signal
+    handler (Ctrl-C, a host's timer) inside one of them leaves its lock taken, and all other
+    threads hang. A ``SimpleQueue``, and ``with`` on an ``RLock``, run entirely in C.
     """
 
     def __init__(self) -> None:
         self._waiting: set[SimpleQueue[None]] = set()
 
     def wait_for(self, ready: Callable[[], bool]) -> None:
-        """Return once ``ready()``; it is asked again after every ``notify_all``, without a lock."""
+        """Return once ``ready()`` is true; checked after every ``notify_all``, without a lock."""
         news: SimpleQueue[None] = SimpleQueue()
         try:
             self._waiting.add(news)
@@ -28,7 +28,7 @@ class Wakeups:
             self._waiting.discard(news)
 
     def notify_all(self) -> None:
-        """Call after the change, so that whoever waits sees it."""
+        """Wake the waiting threads; call it after the change."""
         for news in tuple(self._waiting):
             if news.empty():  # one wakeup is enough, however many changes there were
                 news.put(None)

@@ -1,7 +1,7 @@
-"""How the logits of a request's next token change, kept up to date token by token.
+"""How the logits of a request's next token change, updated token by token.
 
 The order is that of :mod:`sdk.sampling.processors`: the mask of ``rules``, ``earlier``, callbacks
-if there are any, ``later``. Without callbacks a kernel makes all of them as it draws (``shape``).
+if there are any, ``later``. Without callbacks the sampling kernel applies all of them (``shape``).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from sdk.sampling.repeats import Repeats
 from sdk.sampling.resolved import ResolvedParams
 from sdk.sampling.rules import Rules
 
-# A longer DRY match changes nothing: 1.75**50 is 1e12.
+# Longer DRY matches make no difference: 1.75**50 is 1e12.
 _DRY_LONGEST = 50
 _DRY_MOST = 1e4
 
 
 class LogitChanges:
-    """One request's. What depends on its parameters alone, ``rules`` has."""
+    """The changes of one answer. ``rules`` are those that depend only on its parameters."""
 
     def __init__(self, params: SamplingParams, resolved: ResolvedParams) -> None:
         self._params = params
@@ -35,9 +35,9 @@ class LogitChanges:
         self._penalties: Change | None = None
         if factors != (1.0, 0.0, 0.0):
             self._penalties = Change(ChangeKind.PENALIZE, factors=factors)
-        #: Where in the penalties a token stands.
+        #: Token id -> its index in the penalties.
         self._places: dict[int, int] = {}
-        #: Repetitions of the end of prompt and output.
+        #: Earlier repetitions of the end of the text, prompt and output.
         self._dry = self._ngrams = None
         if params.dry_multiplier:
             self._dry = Repeats(self._breakers), Change(ChangeKind.ADD)
@@ -51,10 +51,10 @@ class LogitChanges:
         own = (self._penalties, self._dry, self._ngrams, self._end_thinking)
         self._follow = self.rules.follows_tokens or any(x is not None for x in own)
         self._shape = Shape(self.rules.mask)
-        self._shaped = False  # the shape is that of the tokens so far
+        self._shaped = False  # whether the shape is up to date
 
     def copy(self) -> LogitChanges:
-        """The same, to be extended apart; also the shapes are."""
+        """A copy that is extended independently, with its own shape."""
         other = copy.copy(self)
         other._places = self._places.copy()
         if self._penalties is not None:
@@ -67,13 +67,13 @@ class LogitChanges:
         return other
 
     def follow(self, output: Sequence[int]) -> bool:
-        """Whether they will change with the tokens that come after ``output``."""
+        """Whether the changes depend on the tokens that come after ``output``."""
         return self._follow or self._forbids_ends(output)
 
     def shape(self, output: Sequence[int]) -> Shape | None:
-        """All of them behind ``output``, which :meth:`extend` was told; None: there are none.
+        """All changes after ``output``, which :meth:`extend` was given; None: there are none.
 
-        The same object each time, valid until :meth:`extend`.
+        Returns the same object each time, valid until :meth:`extend`.
         """
         if not self._shaped:
             self._shape.set_changes(self.earlier(output) + self.later())
@@ -106,12 +106,12 @@ class LogitChanges:
             found.append(change)
         budget = self._params.thinking_token_budget
         if budget is not None and self._thinking is not None and self._thinking >= budget:
-            assert self._end_thinking is not None  # only its token can have been counted against
+            assert self._end_thinking is not None  # tokens are counted only if it exists
             found.append(self._end_thinking)
         return found
 
     def extend(self, ids: Sequence[int], weight: int) -> None:
-        """Take the next tokens into account: of the prompt (``weight`` 0) or the output (1)."""
+        """Add the next tokens of the prompt (``weight`` 0) or the output (1)."""
         if self._penalties is not None:
             self._count(self._penalties, Counter(ids), weight)
         for pair in (self._dry, self._ngrams):
@@ -124,7 +124,7 @@ class LogitChanges:
             self._shaped = False
 
     def _count(self, penalties: Change, times: Counter[int], weight: int) -> None:
-        """Add ``weight`` for each time that a token came."""
+        """Add ``weight`` for each occurrence of a token."""
         places = self._places
         known = len(places)
         found = [places.setdefault(token, len(places)) for token in times]
@@ -137,11 +137,11 @@ class LogitChanges:
                 penalties.values[place] += weight * count
 
     def _dry_costs(self, repeats: Repeats) -> dict[int, float]:
-        """DRY ("don't repeat yourself", p-e-w 2024): what would continue a repetition, and how bad.
+        """DRY ("don't repeat yourself", p-e-w 2024): tokens that continue a repetition, and costs.
 
         A token that followed an earlier copy of the last ``L`` tokens costs
         ``multiplier * base ** (L - allowed_length)`` for the longest such
-        ``L >= allowed_length``. A match neither contains nor continues with a sequence breaker.
+        ``L >= allowed_length``. A match neither contains a sequence breaker nor continues with one.
         """
         params = self._params
         allowed, scale = params.dry_allowed_length, params.dry_multiplier

@@ -1,4 +1,4 @@
-"""How one row of logits becomes a token."""
+"""The draw of one row of logits."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from sdk.sampling.uniform import TOKEN
 
 
 class Draw(NamedTuple):
-    """The draw of a request's token ``ahead`` places after the next."""
+    """The draw of a request's token ``ahead`` positions after the next."""
 
     state: RequestState
     ahead: int = 0
 
     @classmethod
     def behind(cls, state: RequestState, drafts: Sequence[int]) -> Draw:
-        """The draw behind drafts, as if they were the request's tokens."""
+        """The draw after draft tokens, as if they were the request's tokens."""
         if not drafts or state.foreseeable:
             return cls(state, len(drafts))
         state = state.fork()
@@ -26,7 +26,7 @@ class Draw(NamedTuple):
         return cls(state)
 
     def write(self, row: int, buffers: SampleBuffers) -> None:
-        """Tell the kernel. A row with callbacks is drawn greedily, and again after them."""
+        """Write it for the kernel. Rows with callbacks are drawn greedily first, then again."""
         state, ahead = self
         if state.greedy or state.processed:
             buffers.set(row, GREEDY, 0.0)

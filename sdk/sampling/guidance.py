@@ -1,8 +1,9 @@
 """Classifier-free guidance (Sanchez et al. 2023, arXiv 2306.17806): away from a negative prompt.
 
-The same answer is continued after two prompts. What its own prompt makes likelier than the negative
-one does is strengthened: ``log p = log p_negative + scale * (log p_own - log p_negative)``, up to a
-constant. Scale 1 is no guidance, 0 is the negative prompt alone.
+The answer continues two prompts, its own and a negative one. Tokens that its own prompt makes more
+likely than the negative prompt are boosted, up to a constant:
+``log p = log p_negative + scale * (log p_own - log p_negative)``. Scale 1 is no guidance, 0 is only
+the negative prompt.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ import numpy as np
 from torch import Tensor
 
 
-def guide(own: Tensor, negative: Tensor, scale: float) -> None:
-    """Make the guided logits of ``own``, a row of logits ``[V]`` float32 of one request.
+def apply_guidance(own: Tensor, negative: Tensor, scale: float) -> None:
+    """Replace ``own`` by the guided logits. Both are one row of logits, ``[V]`` float32.
 
-    One row at a time and in operations that round once: a fused one would round differently where
-    torch splits the row over threads. On a CPU all but the normalization is numpy: torch would
-    share each row of more than 32,768 numbers out among threads, which takes longer than the work
-    where others are busy. NaN in either row comes out as NaN.
+    Works on one row at a time, in separately rounded operations: a fused one would round
+    differently where torch splits the row over threads. On a CPU everything except the
+    normalization is numpy: torch would spread each row of more than 32,768 numbers over threads,
+    which takes longer than the work itself on a busy machine. NaN in either row gives NaN.
     """
     base, log_p = negative.log_softmax(-1), own.log_softmax(-1)
     if own.device.type != "cpu":

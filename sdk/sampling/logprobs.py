@@ -1,7 +1,7 @@
 """Log-probabilities of the raw model distribution (natural log), with ranks.
 
-They are taken before every processor, temperature and truncation (vLLM's ``raw_logprobs``). Rank 1
-is the most likely token; of equally likely tokens the lowest id comes first.
+They are computed before all processors, temperature and truncation (vLLM's ``raw_logprobs``).
+Rank 1 is the most likely token; among equally likely tokens the lowest id comes first.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ def scored(
     scratch: Scratch,
     also: Ids = NO_IDS,
 ) -> Sampled:
-    """Score ``token_id`` in ``logits [V]``, with the ``num_top`` best (-1: all) and ``also``, which
-    are distinct."""
+    """Score ``token_id`` in ``logits [V]`` float32, the ``num_top`` best tokens (-1: all), and the
+    distinct ids ``also``."""
     best = logits.max()
     with np.errstate(all="ignore"):
         below = np.subtract(logits, best, out=scratch.scaled)
         weights = np.exp(below, out=scratch.weights)
-    # log p = logit - offset in float64; of its terms only the weights were rounded to float32.
+    # log p = logit - offset in float64; only the weights were rounded to float32.
     offset = float(best) + math.log(weights.sum(dtype=np.float64))
     rank = int(_ranks(logits, np.array([token_id]))[0])
     logprob = float(logits[token_id]) - offset
     count = len(logits) if num_top == -1 else min(num_top or 0, len(logits))
-    if count == len(logits):  # the row belongs to the step
+    if count == len(logits):  # a copy, because the step reuses the row
         return Sampled(token_id, logprob, rank, Logprobs(None, logits.copy(), None, offset))
     ids = _best(logits, count, scratch)
     ranks = np.arange(1, count + 1, dtype=np.int32)
@@ -68,7 +68,7 @@ def _best(logits: Floats, count: int, scratch: Scratch) -> Ids:
 
 
 def _ranks(logits: Floats, ids: Ids) -> NDArray[np.int32]:
-    """The ranks of tokens, by logit and then by id."""
+    """The ranks of tokens, ordered by logit, then by id."""
     values = logits[ids]
     if len(ids) < _SORT_FROM:
         better = [np.count_nonzero(logits > value) for value in values]
@@ -79,9 +79,9 @@ def _ranks(logits: Floats, ids: Ids) -> NDArray[np.int32]:
         few: NDArray[np.int32] = np.array(better, np.int32) + np.array(lower, np.int32) + 1
         return few
     keys = sort_keys(logits)
-    wanted = keys[ids]
+    own = keys[ids]
     keys.sort()
-    order = np.argsort(wanted)  # neighbours are found near each other
+    order = np.argsort(own)  # searching in ascending order stays in the cache
     ranks = np.empty(len(ids), np.int32)
-    ranks[order] = np.searchsorted(keys, wanted[order]) + 1
+    ranks[order] = np.searchsorted(keys, own[order]) + 1
     return ranks

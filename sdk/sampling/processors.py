@@ -1,10 +1,10 @@
-"""Changes to one row of logits, before temperature.
+"""Changes one row of logits before temperature, for requests with ``logits_processors``.
 
-Order (vLLM's): allowed ids, bad words, ``min_tokens``, ``logit_bias``, ``logits_processors``, then
-repetition, frequency and presence penalties; then DRY and ``no_repeat_ngram_size``; last of all
-the thinking budget, which forces a token whatever else was asked. Without ``logits_processors`` the
-draw itself makes them (``RequestState.shape``). ``row`` is ``[V]`` float32, changed in place; minus
-infinity forbids a token.
+The order is vLLM's: allowed ids, bad words, ``min_tokens``, ``logit_bias``, ``logits_processors``,
+then repetition, frequency and presence penalties. DRY and ``no_repeat_ngram_size`` follow, and
+last the thinking budget, which forces a token in any case. Without ``logits_processors`` the
+sampling kernel applies the changes (``RequestState.shape``). ``row`` is ``[V]`` float32, changed in
+place; minus infinity forbids a token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from sdk.sampling.state import RequestState
 
 
 def process(row: Tensor, state: RequestState) -> Tensor:
-    """Apply everything ``state`` asks for; raises RequestError when a callback misbehaves."""
+    """Apply all changes of ``state``.
+
+    :raises RequestError: a callback raised, or did not return a row of logits.
+    """
     if state.rules.mask is not None:
         allow(row, state.rules.mask)
     for change in state.changes.earlier(state.output):

@@ -1,8 +1,8 @@
-"""Where a text repeats its own end: what DRY and ``no_repeat_ngram_size`` ask of all tokens so far.
+"""Finds where a text repeats its own end, for DRY and ``no_repeat_ngram_size``.
 
-``lengths[i]`` says how many tokens before and at place ``i`` equal as many at the text's end. One
-pass over the text keeps it up to date when a token comes; a table of all n-grams of 8,000 tokens
-took 8 KiB for each of them, and comparing at every place the square of the text.
+``lengths[i]``: how many tokens up to and including index ``i`` equal as many at the end of the
+text. One pass over the text updates it for a new token. A table of all n-grams of 8,000 tokens
+took 8 KiB for each of them, and comparing at every index takes time quadratic in the text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Ids = NDArray[np.int64]
 
 
 class Repeats:
-    """The tokens of one text, and for each place the length of the repetition that ends there.
+    """The tokens of one text, and for each index the length of the repetition that ends there.
 
     A repetition contains no token of ``breakers``.
     """
@@ -28,7 +28,7 @@ class Repeats:
         self._count = 0
 
     def copy(self) -> Repeats:
-        """The same text, to be extended apart."""
+        """A copy that is extended independently."""
         other = Repeats(self._breakers)
         other._tokens, other._lengths = self._tokens.copy(), self._lengths.copy()
         other._count = self._count
@@ -39,7 +39,7 @@ class Repeats:
         return self._tokens[: self._count]
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Take what comes next of the text."""
+        """Append the next tokens of the text."""
         before, count = self._count, self._count + len(token_ids)
         if count > len(self._tokens):
             room = np.zeros(max(2 * len(self._tokens), count), np.int64)
@@ -53,7 +53,7 @@ class Repeats:
             self._lengths[:count] = self._measured()
 
     def _append(self) -> None:
-        """The repetitions go on where the last token is found again."""
+        """Update after one token: repetitions continue where the same token occurs."""
         tokens, count = self.tokens, self._count
         token = int(tokens[-1])
         longer = np.zeros(count, np.int64)
@@ -64,7 +64,7 @@ class Repeats:
         self._lengths[:count] = longer
 
     def _measured(self) -> Ids:
-        """The lengths of the whole text: the Z algorithm on the text read backwards (linear)."""
+        """The lengths for the whole text: the Z algorithm on the reversed text, in linear time."""
         backwards = self.tokens[::-1].tolist()
         count = len(backwards)
         breaker = next((i for i, t in enumerate(backwards) if t in self._breakers), count)
@@ -82,9 +82,9 @@ class Repeats:
         return np.minimum(np.array(lengths[::-1], np.int64), breaker)
 
     def followed(self, least: int, window: int = -1) -> tuple[Ids, Ids]:
-        """What followed repetitions of at least ``least`` tokens, and how long these were.
+        """The tokens that followed repetitions of at least ``least`` tokens, and their lengths.
 
-        ``window``: of so many last tokens (negative: of all).
+        Both int64 ``[n]``. ``window``: the number of last tokens to search (negative: all).
         """
         count = self._count
         first = 0 if window < 0 else max(0, count - window)

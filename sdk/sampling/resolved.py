@@ -1,4 +1,4 @@
-"""What sampling needs to know of the tokenizer, as token ids, computed once per request."""
+"""The token ids behind the strings of sampling parameters, computed once per request."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Vocabulary(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ResolvedParams:
-    """Token ids behind the words of :class:`~sdk.params.SamplingParams`."""
+    """Token ids behind the strings of :class:`~sdk.params.SamplingParams`."""
 
     #: EOS (unless ``ignore_eos``) and ``stop_token_ids``: forbidden before ``min_tokens``.
     end_ids: tuple[int, ...] = ()
@@ -34,10 +34,10 @@ class ResolvedParams:
     bad_words: tuple[tuple[int, ...], ...] = ()
     #: Tokens whose text contains a DRY sequence breaker.
     dry_breakers: frozenset[int] = frozenset()
-    #: The tokens around a model's thinking; both or none.
+    #: The tokens that start and end thinking; both or neither.
     think_start_id: int | None = None
     think_end_id: int | None = None
-    #: The same and the lists of the parameters, as arrays that all answers share.
+    #: These and the lists of the parameters, as arrays that all answers share.
     rules: Rules | None = field(default=None, compare=False, repr=False)
 
 
@@ -50,21 +50,23 @@ def resolve(
     think_start_id: int | None = None,
     think_end_id: int | None = None,
 ) -> ResolvedParams:
-    """Resolve ``params``; ``tokenizer`` is None where none was loaded.
+    """Resolve ``params``; ``tokenizer`` is None if none was loaded.
 
-    Raises RequestError for a token id outside ``[0, vocab_size)``, for words without a tokenizer,
-    and for a thinking budget where the model has no thinking tokens.
+    :raises RequestError: a token id outside of ``[0, vocab_size)``, strings without a tokenizer,
+        or a thinking budget for a model without thinking tokens.
     """
     _check_ids(params, vocab_size)
     if tokenizer is None and (params.bad_words or params.dry_multiplier):
         name = "bad_words" if params.bad_words else "dry_multiplier"
-        raise RequestError(f"{name} needs a tokenizer, and none was loaded")
+        raise RequestError(
+            f"{name} needs a tokenizer, and none was loaded; load the model with tokenizer=FOLDER"
+        )
     if params.thinking_token_budget is not None and (
         think_start_id is None or think_end_id is None
     ):
         raise RequestError(
             f"thinking_token_budget={params.thinking_token_budget}: this model has no tokens that "
-            "start and end thinking"
+            "start and end thinking; leave it unset"
         )
     eos = set(eos_token_ids) | (set(tokenizer.eos_token_ids) if tokenizer else set())
     ends = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else eos)
@@ -74,7 +76,7 @@ def resolve(
         words = _bad_words(params.bad_words or (), tokenizer)
         if params.dry_multiplier:
             breakers = _containing(params.dry_sequence_breakers or (), tokenizer)
-    from sdk.sampling.rules import Rules  # numpy: plans and parameters do without
+    from sdk.sampling.rules import Rules  # imports numpy, which plans and parameters do not need
 
     end_ids = tuple(sorted(ends))
     rules = Rules(params, end_ids, words)

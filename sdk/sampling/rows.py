@@ -1,10 +1,10 @@
-"""Numpy on one row of 50,000 to 260,000 numbers: the largest of them.
+"""Numpy on one row of 50,000 to 260,000 numbers: finds the largest.
 
-One row at a time fits a core's cache, and numpy neither forks threads (eight torch operations on 32
-rows spent most of their time waiting for each other) nor, with buffers that stay, asks for fresh
-pages: of the 0.40 ms of a float64 ``cumsum`` of 49,152 numbers, 0.25 ms were page faults.
+One row at a time fits a core's cache. Numpy starts no threads (eight torch operations on 32 rows
+spent most of their time waiting for each other), and with reused buffers it needs no new pages:
+of the 0.40 ms of a float64 ``cumsum`` of 49,152 numbers, 0.25 ms were page faults.
 
-Every result depends on the values and their order alone, never on alignment or threads.
+Results depend only on the values and their order, never on alignment or threads.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _GROUPS = 1024
 
 
 class Scratch:
-    """One sampler's buffers for a row of ``size`` numbers; each call overwrites the last one's."""
+    """A sampler's buffers for a row of ``size`` numbers; each call overwrites them."""
 
     def __init__(self, size: int) -> None:
         self.scaled = np.empty(size, np.float32)
@@ -32,14 +32,14 @@ class Scratch:
 
 
 def largest(values: Floats, count: int, scratch: Scratch) -> Indices:
-    """Indices, ascending, of the ``count`` largest; of equal values the first."""
+    """Indices, ascending, of the ``count`` largest values; among equal values the first."""
     size = len(values)
     if count >= size:
         return np.arange(size)
     chosen = None
     groups = max(_GROUPS, 2 * count)
     if groups <= size // 8:
-        # ``count`` of the groups' maxima reach the bound, and so at least ``count`` values do.
+        # ``count`` of the groups' maxima reach the bound, so at least ``count`` values do.
         depth = size // groups
         peaks = values[: depth * groups].reshape(depth, groups).max(0)
         chosen = scratch.at_least(values, np.partition(peaks, -count)[-count])
@@ -49,19 +49,19 @@ def largest(values: Floats, count: int, scratch: Scratch) -> Indices:
 
 
 def from_least(values: Floats, least: np.float32, count: int, scratch: Scratch) -> Indices:
-    """Indices, ascending, of the ``count`` largest, given the least of those values."""
+    """Indices, ascending, of the ``count`` largest values, given the smallest of these."""
     kept = scratch.at_least(values, least)
     excess = len(kept) - count
-    if excess:  # of the values equal to ``least``, the last ones stay out
+    if excess:  # among the values equal to ``least``, the last ones are left out
         kept = np.delete(kept, np.flatnonzero(values[kept] == least)[-excess:])
     return kept
 
 
 def sort_keys(values: Floats) -> NDArray[np.int64]:
-    """A distinct number per value: ascending by the largest value, of equal ones by index.
+    """A distinct key per value: the largest value has the smallest key, equal values by index.
 
-    The lower 32 bits are the index. Sorting numbers takes 0.5 ms for 49,152 values, a stable sort
-    of indices by value 7 ms.
+    The lower 32 bits are the index. Sorting keys takes 0.5 ms for 49,152 values, a stable sort of
+    indices by value 7 ms.
     """
     bits = (values + np.float32(0)).view(np.int32)  # -0.0 equals 0.0
     ordered = (bits ^ ((bits >> 31) & np.int32(0x7FFFFFFF))).astype(np.int64)

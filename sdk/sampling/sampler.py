@@ -1,7 +1,7 @@
-"""``Sampler``: the logits of one step's requests -> one token each.
+"""``Sampler``: turns the logits of one step's requests into one token each.
 
-A row's result, to the bit, depends on its own logits and its own request alone (CPU; ties go to the
-lowest token id). No random state is read or written: see :mod:`sdk.sampling.uniform`.
+On a CPU a row's result depends, bit for bit, only on its own logits and its own request; ties go to
+the lowest token id. There is no random state: see :mod:`sdk.sampling.uniform`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from sdk.sampling.uniform import TOKEN
 
 
 class Sampler:
-    """The step's draws, for one model of ``vocab_size`` tokens."""
+    """Draws the tokens of a step, for a model of ``vocab_size`` tokens."""
 
     def __init__(self, vocab_size: int, ops: Ops) -> None:
         self._ops = ops
         self._scratch = Scratch(vocab_size)
 
     def sample(self, logits: Tensor, draws: Sequence[Draw]) -> list[Sampled | str]:
-        """:meth:`Draw.write`, the draw and :meth:`collect` in one."""
+        """:meth:`Draw.write`, the draw and :meth:`collect` in one call."""
         buffers = SampleBuffers(len(draws))
         for row, one in enumerate(draws):
             one.write(row, buffers)
@@ -42,10 +42,10 @@ class Sampler:
         return self.collect(logits, draws, buffers.read(len(draws)))
 
     def collect(self, logits: Tensor, draws: Sequence[Draw], chosen: Tokens) -> list[Sampled | str]:
-        """What became of row ``i`` of ``logits [R or more, V]``, drawn as ``draws`` said.
+        """The results of ``draws``, whose rows come first in ``logits [R or more, V]``.
 
-        A string in place of a result says why that request failed: its logits are not finite (NaN,
-        +inf, or nothing but -inf), its parameters forbid every token, a logits processor raised.
+        A string instead of a result says why that request failed: its logits are not finite (NaN,
+        +inf, or only -inf), its parameters forbid every token, or a logits processor raised.
         ``logits`` is not changed.
         """
         results: list[Sampled | str] = [
@@ -69,7 +69,7 @@ class Sampler:
         return results
 
     def _draw(self, logits: Tensor, states: Sequence[RequestState | None]) -> Tokens:
-        """One token per row; without a state it is the argmax."""
+        """One token per row; the argmax for a row without a state."""
         draws: list[bytes] = []
         uniforms: list[float] = []
         for state in states:
@@ -103,8 +103,8 @@ class Sampler:
         results: list[Sampled | str],
         indices: Sequence[int],
     ) -> None:
-        """Those of ``indices``, as many as there is room for."""
-        # A copy, in memory of the operators' own: the C allocator would keep a piece of each size.
+        """Process the rows ``indices``, few enough for the workspace."""
+        # A copy, in the operators' memory: the C allocator would keep a block of each size.
         rows = self._ops.empty(len(indices), logits.shape[1])
         drawing: list[RequestState | None] = []
         for row, i in zip(rows, indices, strict=True):
@@ -126,9 +126,11 @@ class Sampler:
     def score(
         self, logits: Tensor, token_ids: Sequence[int], num_top: int, also: Ids = NO_IDS
     ) -> tuple[Sampled, ...]:
-        """Score ``token_ids[t]`` against ``logits[t]`` (prompt logprobs), one row at a time.
+        """Score ``token_ids[t]`` in ``logits[t]`` (prompt logprobs), one row at a time.
 
-        Raises RequestError when a row is not finite.
+        ``num_top`` and ``also``: see :func:`sdk.sampling.logprobs.scored`.
+
+        :raises RequestError: a row is not finite.
         """
         for best in self._ops.sampling.argmax(logits).best:
             if not math.isfinite(best):
@@ -145,8 +147,8 @@ class Sampler:
 
 
 def _copy(target: Tensor, source: Tensor) -> None:
-    """One row. Torch would share it out among its threads, beside the engine's own: a step of 8
-    requests took 14.5 ms so, and takes 9.8 (two cores, docs/log.md).
+    """Copy one row. Torch would use its own threads, in addition to the engine's: a step of 8
+    requests took 14.5 ms with them, and takes 9.8 ms without (two cores, docs/log.md).
     """
     if target.is_cpu:
         np.copyto(target.numpy(), source.numpy())

@@ -1,4 +1,4 @@
-"""What the sampler remembers of one request between steps."""
+"""The sampler's state of one answer between steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sdk.sampling.uniform import XTC, uniform
 
 
 class RequestState:
-    """Tokens so far and what follows from them; kept up to date by :meth:`append`."""
+    """The tokens so far and the state derived from them; :meth:`append` updates it."""
 
     def __init__(
         self,
@@ -33,11 +33,11 @@ class RequestState:
         self.mu = 2.0 * params.mirostat_tau if mirostat_mu is None else mirostat_mu
         self.next_mu = self.mu
         self.wants_logprobs = params.logprobs is not None or params.logprob_token_ids is not None
-        #: Callbacks change the logits, which therefore are not drawn from in a kernel.
+        #: Callbacks change the logits, so a kernel cannot draw from them.
         self.processed = bool(params.logits_processors)
         self.greedy = params.greedy
         self.mirostat = params.mirostat_mode != 0
-        #: The draw is the whole answer: no callback comes before, nothing is asked after.
+        #: Only the drawn token is needed: no callback before it, nothing else after it.
         self.plain = not (self.processed or self.wants_logprobs or self.mirostat)
         self._seed = 0 if params.seed is None else params.seed
         self._draw = self._pack()
@@ -46,14 +46,14 @@ class RequestState:
         self.changes.extend(output, 1)
 
     def append(self, token_ids: Iterable[int]) -> None:
-        """Take committed tokens into account."""
+        """Add committed tokens."""
         ids = list(token_ids)
         self.output += ids
         self.changes.extend(ids, 1)
         self.mu = self.next_mu
 
     def fork(self) -> RequestState:
-        """A copy that may be appended to; this one, and its shape, do not change."""
+        """A copy that can be appended to; this one, and its shape, do not change."""
         fork = copy.copy(self)
         fork.output = self.output.copy()
         fork.changes = self.changes.copy()
@@ -61,22 +61,22 @@ class RequestState:
 
     @property
     def foreseeable(self) -> bool:
-        """The draws of later tokens are known but for their numbers, whatever comes before them."""
+        """Whether draws of later tokens depend only on their random numbers, not on the tokens."""
         return not (self.processed or self.mirostat or self.changes.follow(self.output))
 
     def shape(self) -> Shape | None:
-        """How the logits of the next token change; None: not, or callbacks are among it.
+        """How the logits of the next token change; None: they do not, or callbacks change them.
 
         Valid until :meth:`append`.
         """
         return None if self.processed else self.changes.shape(self.output)
 
     def uniform(self, stream: int, ahead: int = 0) -> float:
-        """The random number of ``stream`` for this position, or one so far ``ahead``."""
+        """The random number of ``stream`` for this position, or for one ``ahead`` of it."""
         return uniform(self._seed, len(self.output) + ahead, stream)
 
     def draw(self, ahead: int = 0) -> bytes:
-        """What decides that position's token but for its random number."""
+        """Everything except the random number that decides that position's token."""
         if not self._changing:
             return self._draw
         params = self.params
@@ -98,6 +98,6 @@ class RequestState:
         )
 
     def learn(self, probability: float) -> None:
-        """Mirostat 2 (Basu et al. 2021): the target that follows a token of ``probability``."""
+        """Mirostat 2 (Basu et al. 2021): set the next target after a token of ``probability``."""
         error = -math.log2(probability) - self.params.mirostat_tau
         self.next_mu = self.mu - self.params.mirostat_eta * error

@@ -1,15 +1,15 @@
-"""Random numbers without a generator: a pure function of (request seed, position, stream).
+"""Random numbers as a pure function of (request seed, position, stream).
 
-A counter-based generator has no state to lose, so a request draws the same numbers alone, in a
-batch, after a preemption and on any device. Each word passes SplitMix64's finalizer (Steele, Lea
-and Flood 2014).
+A counter-based generator has no state, so a request draws the same numbers alone, in a batch, after
+a preemption and on any device. Each word goes through SplitMix64's finalizer (Steele, Lea and Flood
+2014).
 """
 
 from __future__ import annotations
 
 _MASK = 2**64 - 1
 
-#: Streams: one position may need more than one independent number.
+#: Streams, for positions that need more than one independent number.
 TOKEN, XTC = 0, 1
 
 
@@ -27,5 +27,5 @@ def uniform(seed: int, position: int, stream: int = TOKEN) -> float:
 
 
 def child_seed(seed: int, index: int) -> int:
-    """The seed of answer ``index`` where ``n > 1``; answer 0 keeps the request's own."""
+    """The seed of answer ``index`` if ``n > 1``; answer 0 has the request's own seed."""
     return seed if index == 0 else _mix(_mix(seed & _MASK) ^ index)

@@ -1,1 +1,1 @@
-"""Text that arrives token by token: decoding it, and finding where it must stop."""
+"""Text that arrives token by token: detokenizing it, and finding stop strings."""

@@ -1,12 +1,11 @@
-"""Turn generated token ids into text as they arrive, without decoding anything twice.
+"""Turns generated token ids into text as they arrive, without decoding anything twice.
 
-Most tokenizers are byte by byte (``Tokenizer.bytewise``): a token adds its bytes, and the
-beginning of a character is kept until the rest of it arrives. That
-costs the same for the first token and the hundred-thousandth, and gives exactly
-``tokenizer.decode`` of all ids.
+Most tokenizers work byte by byte (``Tokenizer.bytewise``): a token adds its bytes, and the first
+bytes of a character wait until the others arrive. This costs the same for the first token and the
+hundred-thousandth, and gives exactly ``tokenizer.decode`` of all ids.
 
-Decoders that look at their neighbours (WordPiece joins ``##ing`` to the word before) are asked for
-a small window: the text of the last few tokens with and without the new one; the difference is new.
+Some decoders look at neighbouring tokens (WordPiece joins ``##ing`` to the word before). For these,
+the last few tokens are decoded with and without the new one; the difference is the new text.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from sdk.quant.tokenizer import Tokenizer
 
-# Tokens that may be waiting for the rest of a character. A character has at most four bytes, so
-# four tokens; more are waiting for something that will not come.
+# The most tokens that wait for the rest of a character. A character has at most four bytes, so
+# four tokens; if more wait, the rest will not come.
 _MAX_WAITING = 6
 
 
@@ -36,16 +35,16 @@ class IncrementalDetokenizer:
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
     ) -> None:
-        """``prompt_token_ids``: what the output continues. After a prompt the first word keeps its
-        leading space; only their end is looked at.
+        """``prompt_token_ids``: the tokens before the output; only their end is used. After a
+        prompt the first word keeps its leading space.
 
-        ``spaces_between_special_tokens=False``: where special tokens are shown, two in a row are
-        not separated by a space that the decoder would put there.
+        ``spaces_between_special_tokens=False``: if special tokens are shown, the decoder's space
+        between two of them in a row is left out.
         """
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._strip = tokenizer.strips_leading_space and not prompt_token_ids
-        self._rest = b""  # the beginning of a character
+        self._rest = b""  # the first bytes of an unfinished character
         self._window: _Window | None = None
         if not tokenizer.bytewise:
             tight = not (skip_special_tokens or spaces_between_special_tokens)
@@ -54,7 +53,7 @@ class IncrementalDetokenizer:
             )
 
     def push(self, token_id: int) -> str:
-        """The text that is certain now that this token is known; may be empty."""
+        """The text that is final once this token is known; may be empty."""
         if token_id in self._skipped:
             return ""
         if self._window is not None:
@@ -63,10 +62,10 @@ class IncrementalDetokenizer:
 
     def extend(self, token_ids: Iterable[int]) -> str:
         """:meth:`push` for several tokens."""
-        kept = [token_id for token_id in token_ids if token_id not in self._skipped]
+        shown = [token_id for token_id in token_ids if token_id not in self._skipped]
         if self._window is not None:
-            return "".join(map(self._window.push, kept))
-        return self._decode(b"".join(map(self._tokenizer.id_to_bytes, kept)))
+            return "".join(map(self._window.push, shown))
+        return self._decode(b"".join(map(self._tokenizer.id_to_bytes, shown)))
 
     def _decode(self, data: bytes) -> str:
         if self._strip and data:
@@ -79,14 +78,14 @@ class IncrementalDetokenizer:
         return text
 
     def finish(self) -> str:
-        """What was still withheld: an unfinished character, as U+FFFD. Call it once, at the end."""
+        """The text still withheld: an unfinished character, as U+FFFD. Call it once, at the end."""
         if self._window is not None:
             return self._window.finish()
         return self._rest.decode("utf-8", "replace")
 
 
 class _Window:
-    """The last tokens of a text whose decoder looks at neighbours."""
+    """The last tokens of a text whose decoder looks at neighbouring tokens."""
 
     def __init__(
         self,
@@ -104,7 +103,7 @@ class _Window:
 
     def push(self, token_id: int) -> str:
         if self._tokenizer.id_to_token(token_id) is None:
-            return ""  # an id of the padded vocabulary: no text, and no neighbour of the next token
+            return ""  # an id of the padded vocabulary: no text, and no context for the next token
         self._ids.append(token_id)
         special = token_id in self._tokenizer.special_ids
         raw = self._tight and special and self._after_special

@@ -1,18 +1,18 @@
-r"""Regular expressions that are matched against a text while it is being written.
+r"""Regular expressions that are matched against a text while it is being generated.
 
-``re`` can neither go on where it left off nor say "this may still become a match", and a pattern
-such as ``(a+)+b`` keeps it busy for hours. So a pattern is turned into a nondeterministic automaton
-that reads one character at a time and is in several states at once (Thompson, 1968). What leads on
-without reading is worked out when the pattern is compiled, and sets of states are bits of integers:
-a character costs at most one operation per place of the pattern that reads one, 0.2 ms for the 256
-that are allowed. What a set becomes after a character is remembered, so that it usually costs a
-look-up. A match counts as soon as it is complete, so the shortest wins: ``\d+`` stops at the first
-digit.
+``re`` can neither continue where it stopped nor report that a match is still possible, and a
+pattern such as ``(a+)+b`` keeps it busy for hours. So a pattern becomes a nondeterministic
+automaton that reads one character at a time and is in several states at once (Thompson, 1968).
+Transitions without a character are resolved when the pattern is compiled, and sets of states are
+bits of integers. A character costs at most one operation per place of the pattern that reads a
+character: 0.2 ms for the allowed 256. The result for a set and a character is cached, so it usually
+costs a look-up. A match counts as soon as it is complete, so the shortest wins: ``\d+`` stops at
+the first digit.
 
-Accepted: literals, classes, ``.``, groups, ``|``, ``* + ? {m,n}`` (lazy ones mean the same here),
-``^`` for the beginning of the text (of a line with ``(?m)``), the flags ``i m s x a``. Refused with
-a reason: ``$``, ``\b``, look-around, back-references, possessive and atomic groups, and anything
-that matches the empty text.
+Supported: literals, classes, ``.``, groups, ``|``, ``* + ? {m,n}`` (lazy ones mean the same here),
+``^`` for the beginning of the text (of a line with ``(?m)``), the flags ``i m s x a``. Rejected
+with a reason: ``$``, ``\b``, look-around, back-references, possessive and atomic groups, and
+anything that matches the empty text.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ MAX_PATTERN_LEN = 512
 MAX_STATES = 1024
 #: Places that read a character, with repeats written out: ``[ab]{20}`` has 20.
 MAX_PLACES = 256
-# Remembered sets of places and what becomes of them, some 200 bytes each; beyond that all are
-# forgotten: of 64 requests 32 MiB.
-_MAX_KEPT = 2048
-# A match that began longer ago is given up: nothing is held back longer than this.
+# Cached sets of places and their transitions, some 200 bytes each: 32 MiB for 64 requests. A full
+# cache is cleared.
+_MAX_CACHED = 2048
+# A match that began longer ago is dropped: no text is held back longer than this.
 MAX_HELD = 1024
 
 _CATEGORIES: dict[Any, Callable[[str], bool]] = {
@@ -64,13 +64,13 @@ _REFUSED = {
 
 
 class StopRegex:
-    """One pattern, compiled; :meth:`start` gives the state of one text.
+    """One compiled pattern; :meth:`start` returns the state of one text.
 
-    Several texts may share it, but not several threads: it remembers what they read.
+    Several texts may share it, but not several threads, because it caches transitions.
     """
 
     def __init__(self, pattern: str) -> None:
-        """Raises RequestError, naming the pattern and what is wrong with it."""
+        """:raises RequestError: the pattern is invalid or not supported; says why."""
         self.pattern = pattern
         if not isinstance(pattern, str) or not 0 < len(pattern) <= MAX_PATTERN_LEN:
             size = len(pattern) if isinstance(pattern, str) else type(pattern).__name__
@@ -86,13 +86,13 @@ class StopRegex:
         self._flags = tree.state.flags
         self.multiline = bool(tree.state.flags & re.MULTILINE)
         # States are numbered; 0 accepts. A state either reads a character that passes its test and
-        # goes to its target, or (test None) is a fork to several states.
+        # goes to its target, or (test None) forks to several states.
         self._tests: list[int | None] = [None]  # numbers of distinct tests
         self._targets: list[int] = [0]
         self._forks: list[tuple[int, ...]] = [()]
         self._only_at_start: set[int] = set()
         self._copies = 0
-        self._items: list[Any] = []  # of the pattern, by test: kept, so that ids are theirs
+        self._items: list[Any] = []  # of the pattern, by test; kept alive so that ids stay unique
         self._passes: list[Callable[[str], bool]] = []
         self._known: dict[int, int] = {}  # id of an item of the pattern -> its test
         first = self._sequence(tree, 0)
@@ -102,7 +102,7 @@ class StopRegex:
         return RegexRun(self)
 
     def _refuse(self, what: str) -> RequestError:
-        return RequestError(f"stop_regex {self.pattern!r}: {what} cannot be used")
+        return RequestError(f"stop_regex {self.pattern!r}: {what} are not supported")
 
     def _too_large(self) -> RequestError:
         return RequestError(
@@ -118,7 +118,7 @@ class StopRegex:
         return len(self._tests) - 1
 
     def _sequence(self, items: Any, target: int) -> int:
-        """The state from which ``items`` lead to ``target``: built from the end."""
+        """The state from which ``items`` lead to ``target``; built from the end."""
         for item in reversed(list(items)):
             target = self._item(item, target)
         return target
@@ -140,7 +140,7 @@ class StopRegex:
             self._only_at_start.add(state)
             return state
         number = self._known.get(id(item))
-        if number is None:  # a repeat brings the same item again
+        if number is None:  # a repeat passes the same item again
             number = self._known[id(item)] = len(self._passes)
             self._items.append(item)
             self._passes.append(self._test(operation, argument))
@@ -156,7 +156,7 @@ class StopRegex:
             for _ in range(most - least):
                 state = self._add(None, 0, (self._sequence(items, state), target))
         for _ in range(least):
-            self._copies += 1  # an empty group adds no state, but ((){1000}){1000} takes its time
+            self._copies += 1  # an empty group adds no state, but ((){1000}){1000} takes long
             if self._copies > MAX_STATES:
                 raise self._too_large()
             state = self._sequence(items, state)
@@ -174,11 +174,11 @@ class StopRegex:
                 items.insert(0, (sre.NEGATE, None))
         else:
             raise self._refuse(_REFUSED.get(str(operation), str(operation)))
-        wanted = items[:1] != [(sre.NEGATE, None)]
+        positive = items[:1] != [(sre.NEGATE, None)]
         tests = [self._member(*item) for item in items if item[0] is not sre.NEGATE]
         if self._flags & re.IGNORECASE:
-            return lambda c: any(test(c.lower()) or test(c.upper()) for test in tests) is wanted
-        return lambda c: any(test(c) for test in tests) is wanted
+            return lambda c: any(test(c.lower()) or test(c.upper()) for test in tests) is positive
+        return lambda c: any(test(c) for test in tests) is positive
 
     def _member(self, operation: Any, argument: Any) -> Callable[[str], bool]:
         if operation is sre.LITERAL:
@@ -195,21 +195,24 @@ class StopRegex:
         raise self._refuse(str(argument))
 
     def _compile(self, first: int) -> None:
-        """From states to places: those that read or accept, as bits; bit 0 accepts."""
+        """Turn states into places, the states that read or accept, as bits; bit 0 accepts."""
         places = [state for state, test in enumerate(self._tests) if test is not None or not state]
         if len(places) > MAX_PLACES + 1:
             raise RequestError(
-                f"stop_regex {self.pattern!r}: {len(places) - 1} places read a character when "
-                f"repeats are written out; at most {MAX_PLACES} may; use smaller repeats"
+                f"stop_regex {self.pattern!r}: expected at most {MAX_PLACES} places that read a "
+                f"character, found {len(places) - 1} with repeats written out; use smaller repeats"
             )
         inside = self._reached(places, at_start=False)
         begin = self._reached(places, at_start=True)
         if begin[first] & 1:
-            raise RequestError(f"stop_regex {self.pattern!r}: matches the empty text")
+            raise RequestError(
+                f"stop_regex {self.pattern!r}: it matches the empty text; use a pattern that "
+                "needs at least one character"
+            )
         line = begin if self.multiline else inside
-        #: What a new match begins with: inside a text, and where ``^`` holds.
+        #: The places of a new match: inside a text, and where ``^`` matches.
         self.entries = inside[first], begin[first]
-        #: What each place leads to: usually, and where ``^`` holds after its character.
+        #: The places that each place leads to: usually, and where ``^`` matches after it.
         self.following = tuple(
             [reached[self._targets[state]] for state in places] for reached in (inside, line)
         )
@@ -219,12 +222,12 @@ class StopRegex:
             if test is not None:
                 self._readers[test] |= 1 << bit
         self._reading: dict[str, int] = {}
-        self._kept = 0
+        self._cached = 0
         self.root = Node(())
         self._nodes: dict[tuple[int, ...], Node] = {(): self.root}
 
     def _reached(self, places: list[int], at_start: bool) -> list[int]:
-        """For each state the places, as bits, that it leads to without reading."""
+        """For each state the places, as bits, that it reaches without reading."""
         reached = [0] * len(self._tests)
         for bit, state in enumerate(places):
             reached[state] = 1 << bit
@@ -242,22 +245,22 @@ class StopRegex:
         return reached
 
     def reading(self, character: str) -> int:
-        """The places that a character passes, as bits."""
+        """The places that accept a character, as bits."""
         bits = self._reading.get(character)
         if bits is None:
             bits = 0
             for passes, readers in zip(self._passes, self._readers, strict=True):
                 if passes(character):
                     bits |= readers
-            if len(self._reading) >= _MAX_KEPT:
+            if len(self._reading) >= _MAX_CACHED:
                 self._reading.clear()
             self._reading[character] = bits
         return bits
 
     def step(self, node: Node, dropped: int, at_start: bool, character: str) -> Step:
-        """What becomes of ``node``, whose ``dropped`` first groups have begun too long ago.
+        """The step from ``node``, without its ``dropped`` first groups, which began too long ago.
 
-        A match may begin at this character, after all others.
+        A new match may begin at this character; its group comes last.
         """
         entry = self.entries[at_start]
         for group in node.groups:
@@ -266,7 +269,7 @@ class StopRegex:
         passing = self.reading(character)
         following = self.following[character == "\n"]
         groups: list[int] = []
-        kept: list[int] = []
+        origins: list[int] = []
         accepted: int | None = None
         seen = 0
         for index, group in sources:
@@ -281,34 +284,34 @@ class StopRegex:
                 accepted, reached = index, reached ^ 1
             if reached:
                 groups.append(reached)
-                kept.append(index)
-        return Step(self._found(tuple(groups)), tuple(kept), accepted)
+                origins.append(index)
+        return Step(self._found(tuple(groups)), tuple(origins), accepted)
 
-    def keep(self, node: Node, key: tuple[str, bool], step: Step) -> None:
-        """Remember a step for those who come to ``node`` again."""
-        if self._may_keep(1 + len(step.kept)):
+    def remember(self, node: Node, key: tuple[str, bool], step: Step) -> None:
+        """Cache a step for the next time at ``node``."""
+        if self._fits_cache(1 + len(step.origins)):
             node.steps[key] = step
 
     def _found(self, groups: tuple[int, ...]) -> Node:
         node = self._nodes.get(groups)
         if node is None:
             node = Node(groups)
-            if self._may_keep(1 + len(groups)):
+            if self._fits_cache(1 + len(groups)):
                 self._nodes[groups] = node
         return node
 
-    def _may_keep(self, count: int) -> bool:
-        self._kept += count
-        if self._kept <= _MAX_KEPT:
+    def _fits_cache(self, count: int) -> bool:
+        self._cached += count
+        if self._cached <= _MAX_CACHED:
             return True
-        self._kept = 0
+        self._cached = 0
         self._nodes = {(): self.root}
         self.root.steps.clear()
         return False
 
 
 class Node:
-    """Places a text can be at, grouped by where their matches began, the earliest group first."""
+    """The possible places of a text, grouped by where their matches began, earliest first."""
 
     __slots__ = ("groups", "steps")
 
@@ -318,17 +321,17 @@ class Node:
 
 
 class Step(NamedTuple):
-    """What a character makes of a node."""
+    """The result of a character at a node."""
 
     node: Node
-    #: For each group of ``node`` the group before it came from; one more: it began just now.
-    kept: tuple[int, ...]
+    #: For each group of ``node``, its index before the step, or their number then if it is new.
+    origins: tuple[int, ...]
     #: The group whose match is complete.
     accepted: int | None
 
 
 class RegexRun:
-    """A pattern and the text read so far (not the text itself: the states it led to)."""
+    """The state of a pattern after the text read so far; does not store the text."""
 
     def __init__(self, regex: StopRegex) -> None:
         self._regex = regex
@@ -338,7 +341,7 @@ class RegexRun:
         self._at_start = True
 
     def read(self, character: str) -> int | None:
-        """Read one character. The length of the match it completes, or None."""
+        """Read one character; the length of the match that it completes, or None."""
         regex, node, begins, position = self._regex, self._node, self._begins, self._position
         at_start = self._at_start
         self._position = position + 1
@@ -350,13 +353,15 @@ class RegexRun:
             step = regex.step(node, bisect_left(begins, oldest), at_start, character)
         elif step is None:
             step = regex.step(node, 0, at_start, character)
-            regex.keep(node, key, step)
+            regex.remember(node, key, step)
         self._node = step.node
-        if not step.kept and step.accepted is None:
+        if not step.origins and step.accepted is None:
             if begins:
                 self._begins = []
             return None
-        self._begins = [begins[index] if index < len(begins) else position for index in step.kept]
+        self._begins = [
+            begins[index] if index < len(begins) else position for index in step.origins
+        ]
         if step.accepted is None:
             return None
         began = begins[step.accepted] if step.accepted < len(begins) else position
@@ -364,5 +369,5 @@ class RegexRun:
 
     @property
     def held(self) -> int:
-        """How many of the last characters may still become part of a match."""
+        """The number of last characters that may still become part of a match."""
         return self._position - self._begins[0] if self._begins else 0

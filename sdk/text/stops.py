@@ -1,9 +1,9 @@
 """Stop strings and stop patterns across token boundaries.
 
-All stop strings of a request are matched at once, character by character, with an Aho-Corasick
-automaton: its state is the longest end of the text that is the beginning of a stop string, which is
-exactly the text that must not be shown yet. What is found does not depend on how the text was cut
-into tokens: the match that ends first, and of those that end together the longest.
+An Aho-Corasick automaton matches all stop strings of a request at once, character by character.
+Its state is the longest end of the text that begins a stop string, which is exactly the text that
+must not be shown yet. The result does not depend on token boundaries: the match that ends first,
+and the longest of those that end together.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ MAX_PATTERNS = 16
 
 
 class StopUpdate(NamedTuple):
-    """What new text led to."""
+    """The result of new text."""
 
     text: str
     """Text that may be shown now."""
     stop: str | None = None
     """The stop string or pattern that was found."""
     dropped: int = 0
-    """Characters at the end of all text so far that must not be shown: the stop string itself
-    (unless it is included) and what came after it in the same token."""
+    """Characters at the end of all text so far that must not be shown: the stop string (unless it
+    is included) and the text after it in the same token."""
 
 
 class StopStrings:
-    """The stop strings and patterns of one request, compiled. All its answers share them."""
+    """The compiled stop strings and patterns of one request, shared by all its answers."""
 
     def __init__(self, stop: Sequence[str] = (), stop_regex: Sequence[str] = ()) -> None:
-        """Raises RequestError for too many, too long or empty ones, and for refused patterns."""
+        """:raises RequestError: too many, too long or empty strings, or unsupported patterns."""
         for name, values, most in (
             ("stop", stop, MAX_STOPS),
             ("stop_regex", stop_regex, MAX_PATTERNS),
@@ -45,7 +45,7 @@ class StopStrings:
             if isinstance(values, str):
                 raise RequestError(f"{name}: expected a list of strings, found a string")
             if len(values) > most:
-                raise RequestError(f"{name}: at most {most} are allowed, found {len(values)}")
+                raise RequestError(f"{name}: expected at most {most}, found {len(values)}")
         for text in stop:
             if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_LEN:
                 size = len(text) if isinstance(text, str) else type(text).__name__
@@ -77,7 +77,7 @@ class StopStrings:
         self.found[state] = text
 
     def _link(self) -> list[int]:
-        """Where to go on when no edge fits: the longest other beginning the text ends with."""
+        """The next state if no edge matches: the longest other prefix that the text ends with."""
         fallback = [0] * len(self.edges)
         queue = deque(self.edges[0].values())
         while queue:
@@ -94,14 +94,14 @@ class StopStrings:
 
 
 def stop_strings(params: SamplingParams) -> StopStrings | None:
-    """Those of one request; None where it has none."""
+    """The stop strings and patterns of one request; None if it has none."""
     patterns = () if params.stop_regex is None else (params.stop_regex,)
     stops = StopStrings(tuple(params.stop or ()), patterns)
     return stops if stops else None
 
 
 class StopMatcher:
-    """The stop strings of one request, and how far its text has got. Not shared between threads."""
+    """Matches stop strings in the text of one answer. Not shared between threads."""
 
     def __init__(self, stops: StopStrings, include_stop_str_in_output: bool = False) -> None:
         self._stops = stops
@@ -112,9 +112,9 @@ class StopMatcher:
 
     def push(self, text: str, can_stop: bool = True) -> StopUpdate:
         """Take new text. With ``can_stop=False`` (before ``min_tokens``) a stop that ends in this
-        text is passed over; one that only begins in it still counts later.
+        text is ignored; one that only begins in it still counts later.
 
-        After a stop was found, nothing more may be pushed.
+        Must not be called again once a stop was found.
         """
         if not self._stops:
             return StopUpdate(text)
@@ -135,7 +135,7 @@ class StopMatcher:
         return StopUpdate(everything[:cut])
 
     def finish(self) -> str:
-        """The text that was held back, now that nothing follows."""
+        """The text that was held back; nothing follows."""
         held, self._held = self._held, ""
         return held
 

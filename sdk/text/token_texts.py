@@ -1,4 +1,4 @@
-"""The text of single tokens, made when somebody asks for it."""
+"""The texts of single tokens, decoded on demand."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from sdk.quant.tokenizer import Tokenizer
 
 
 class TokenTexts:
-    """``texts[token_id]``: that token decoded on its own, remembered. Safe to use from any thread.
+    """``texts[token_id]``: that single token's text, cached. Safe to use from any thread.
 
-    It holds the tokenizer: log-probabilities that were handed out can be read after ``close``.
+    It keeps the tokenizer, so log-probabilities can still be read after ``close``.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

@@ -13,13 +13,13 @@ from sdk.kernels.ops import Ops
 from sdk.loaders.open import open_checkpoint
 from sdk.models.auto import build_model
 from sdk.models.parallel import Mesh
-from sdk.quant.derived import DerivedCheckpoint
+from sdk.quant.rewritten_checkpoint import RewrittenCheckpoint
 
 
 def write_float_folder(file: Path, out: Path) -> None:
     """Weights and config of ``file`` in float16, without a tokenizer, into a new folder ``out``."""
     with contextlib.closing(open_checkpoint(file)) as checkpoint:
-        asked = DerivedCheckpoint(checkpoint, lambda name, weight: weight)
+        asked = RewrittenCheckpoint(checkpoint, lambda name, weight: weight)
         with contextlib.closing(Ops(num_threads=1)) as ops:
             build_model(asked, Mesh(), ops, max_model_len=512)
         matrices, plain = asked.pulled

@@ -10,9 +10,9 @@ import sdk
 from sdk.errors import QuantizationError
 from sdk.loaders.open import open_checkpoint
 from sdk.models.auto import read_config
-from sdk.quant.at_load import is_in_block, packed_at_load, scheme_at_load
+from sdk.quant.online import is_in_block, online_quantized, online_scheme
 from sdk.quant.scheme import Scheme
-from sdk.text.token_windows import calibration_text, token_windows
+from sdk.text.token_sequences import calibration_text, token_sequences
 from tests.accuracy.baselines import Row
 from tests.accuracy.float_folder import write_float_folder
 from tests.accuracy.points import CALIBRATION_TOKENS, FEWEST_SEQUENCES, SEQUENCES, Point, Text
@@ -46,16 +46,16 @@ def calibration_ids(file: Path, sequences: int) -> list[list[int]]:
     with contextlib.closing(open_checkpoint(file)) as checkpoint:
         facts = read_config(checkpoint.config)
         text, tokenizer = calibration_text(), checkpoint.tokenizer
-        ids: list[list[int]] = token_windows(
+        ids: list[list[int]] = token_sequences(
             "calibration", text, tokenizer, facts, sequences, CALIBRATION_TOKENS
         ).tolist()
     return ids
 
 
-def is_packed_at_load(scheme: str) -> bool:
+def is_online(scheme: str) -> bool:
     """Whether ``LLM(quantization=scheme)`` takes it."""
     try:
-        scheme_at_load(scheme)
+        online_scheme(scheme)
     except QuantizationError:
         return False
     return True
@@ -91,7 +91,7 @@ def _model(point: Point, file: Path, folder: Path) -> tuple[Path, str | None]:
     """The model of a point, and what ``quantization=`` is."""
     if point.weights == "base":
         return file, None
-    if is_packed_at_load(point.scheme):
+    if is_online(point.scheme):
         return float_base(file, folder, "gguf"), point.scheme
     scheme = Scheme.parse(point.scheme)
     path = folder / (point.weights + (".gguf" if scheme.container == "gguf" else ""))
@@ -109,7 +109,7 @@ def _model(point: Point, file: Path, folder: Path) -> tuple[Path, str | None]:
 
 def _layer_bits(model: Path, packed: str | None) -> float:
     """Bits in memory of a weight of the layers' matrices, on average."""
-    with contextlib.closing(packed_at_load(open_checkpoint(model), packed)) as checkpoint:
+    with contextlib.closing(online_quantized(open_checkpoint(model), packed)) as checkpoint:
         inside = [entry for entry in checkpoint.entries() if is_in_block(entry)]
         held = sum(entry.nbytes if entry.held is None else entry.held for entry in inside)
         return held * 8 / sum(entry.num_elements for entry in inside)

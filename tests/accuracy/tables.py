@@ -11,7 +11,7 @@ from sdk.errors import QuantizationError
 from sdk.quant.scheme import Scheme
 from tests.accuracy import baselines
 from tests.accuracy.baselines import Row, Rows
-from tests.accuracy.measuring import ROOT, is_packed_at_load
+from tests.accuracy.measuring import ROOT, is_online
 from tests.accuracy.points import BASES, CONTEXT, KV_TYPES, SERVED, Base, Point
 
 PAGE = ROOT / "docs" / "quantization.md"
@@ -44,7 +44,7 @@ def weights_table(base: Base) -> str:
     lines.append("|---|---:|---:|---:|---:|---:|---:|")
     for point, row in sorted(rows.items(), key=lambda item: item[1].kld):
         name = point.scheme + (" with text" if point.scheme != point.weights else "")
-        name += " (at load)" if is_packed_at_load(point.scheme) else ""
+        name += " (at load)" if is_online(point.scheme) else ""
         lines.append(
             f"| {name} | {row.layer_bits:.2f} | {row.bits:.2f} | {row.kld:.4f} | {row.p99:.3f} | "
             f"{100 * row.top1:.1f} | {row.perplexity:.3f} |"
@@ -74,7 +74,7 @@ def kv_table() -> str:
 
 
 def served_table() -> str:
-    """Everything together: weights, activations rounded by the kernels, keys and values."""
+    """Everything together: weights, activations quantized by the kernels, keys and values."""
     lines = ["| weights | keys, values | " + " | ".join(f"KLD, {n} | MB" for n in BASES) + " |"]
     lines.append("|---|---" + "|---:" * (2 * len(BASES)) + "|")
     for point in SERVED:

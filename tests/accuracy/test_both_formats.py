@@ -289,5 +289,5 @@ def test_fewer_experts_than_the_config_says_are_refused(tmp_path: Path) -> None:
     state = {name: t.detach().contiguous() for name, t in model.state_dict().items()}
     save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
     checkpoint = open_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match=r"gate_up_proj.*shape \[5, .*asks for \[6, "):
+    with pytest.raises(CheckpointError, match=r"gate_up_proj.*expected shape \[6, .*found \[5, "):
         checkpoint.weight("model.layers.0.mlp.experts.0.gate_proj")

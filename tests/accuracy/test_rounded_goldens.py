@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.layouts import ActivationScheme
-from sdk.kernels.reference.rounding import rounded
+from sdk.kernels.reference.fake_quantize import fake_quantize
 from sdk.loaders.open import open_checkpoint
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -75,7 +75,7 @@ def test_the_definition_is_the_rounding_of_the_writing_library(name: str) -> Non
 def _rounding(scheme: ActivationScheme) -> Callable[..., tuple[Tensor]]:
     def before(module: torch.nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
         x = args[0]
-        return (rounded(x.reshape(-1, x.shape[-1]), scheme).reshape(x.shape),)
+        return (fake_quantize(x.reshape(-1, x.shape[-1]), scheme).reshape(x.shape),)
 
     return before
 

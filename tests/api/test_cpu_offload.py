@@ -44,7 +44,7 @@ def _planned(path: Path, **options: object) -> tuple[MemoryPlan, dict[str, Any]]
     with contextlib.closing(planning.open_model(config)) as checkpoint:
         made = planning.plan_for(config, checkpoint)
         model = planning.model_config(config, checkpoint)
-        return made, loading._elsewhere(config, model, made)
+        return made, loading._offload_options(config, model, made)
 
 
 @pytest.mark.usefixtures("card")
@@ -150,7 +150,7 @@ def test_a_model_whose_layers_are_not_ours_is_refused(smollm2: Path) -> None:
     made, _ = _planned(smollm2)
     override = {"hf_overrides": {"model_type": "gpt2"}}
     for options, message in (
-        ({"cpu_offload": "1GiB", "device": "cuda"}, "cpu_offload moves layers of this library's"),
+        ({"cpu_offload": "1GiB", "device": "cuda"}, "cpu_offload supports only this library's"),
         ({"tensor_parallel_size": 2}, "expected tensor_parallel_size=1, found 2"),
     ):
         config = engine_config(smollm2, **options, **override)

@@ -71,6 +71,22 @@ def test_the_index_leads_to_pages_and_headings_that_exist() -> None:
     assert [page for page in sorted(pages) if f"]({page})" not in listed] == []
 
 
+def test_the_source_files_that_pages_name_exist() -> None:
+    root = DOCS.parent
+    pages = [*DOCS.glob("*.md"), root / "README.md", root / "CONTRIBUTING.md"]
+    pages.remove(DOCS / "log.md")  # dated entries name files as they were
+    folders = "sdk|kernels|models|loaders|quant|tests"
+    found = [
+        (page.name, name)
+        for page in pages
+        for name in re.findall(
+            rf"\b((?:{folders})/[\w/.-]+\.(?:py|hpp|cpp|json))\b", page.read_text(encoding="utf-8")
+        )
+    ]
+    assert len(found) > 50
+    assert [one for one in found if not (root / one[1]).exists()] == []
+
+
 def _anchor(title: str) -> str:
     """As GitHub makes it."""
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")

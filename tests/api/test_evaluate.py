@@ -166,8 +166,8 @@ def test_models_of_other_vocabularies_are_refused(base: Path, golden: Path) -> N
         ({"text": [[1, 2, 448] * 16], "tokens": 16}, "ids from 0 to 447"),
         ({"tokens": 15}, "tokens: expected 16 or more, found 15"),
         ({"windows": 0}, "expected 1 or more sequences"),
-        ({"tokens": 10**6}, "the context of the model"),
-        ({"max_model_len": 64}, "max_model_len: evaluate\\(\\) chooses it"),
+        ({"tokens": 10**6}, "the model's context"),
+        ({"max_model_len": 64}, "max_model_len: evaluate\\(\\) sets it"),
         ({"compute": "fast"}, "compute: expected"),
     ],
 )
@@ -179,7 +179,7 @@ def test_what_makes_no_sense_is_refused_by_name(
 
 
 def test_a_model_without_a_tokenizer_wants_ids(golden: Path) -> None:
-    with pytest.raises(RequestError, match="no tokenizer: give lists of token ids"):
+    with pytest.raises(RequestError, match="no tokenizer; pass lists of token ids"):
         sdk.evaluate(golden / "gptq-w8-g128", tokens=16)
 
 
@@ -220,7 +220,7 @@ def test_the_command_prints_a_row_per_model_and_writes_json_and_markdown(
     written = tmp_path / "found.json", tmp_path / "found.md"
     assert main([*command, "--json", str(written[0]), "--markdown", str(written[1])]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("2 windows of 16 tokens; perplexity of model.gguf ")
+    assert lines[0].startswith("2 sequences of 16 tokens; perplexity of model.gguf ")
     assert len(lines) == 6 and all("auto" in line for line in lines[4:])
     found = json.loads(written[0].read_text())
     assert [row["model"] for row in found] == models

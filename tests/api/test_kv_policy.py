@@ -94,11 +94,11 @@ def test_two_ranks_take_the_same_pages_down(tiny_path: Path) -> None:
     [
         ({"kv_policy": "int8>fp16"}, "expected fp16>int8>int4, fp16>int8 or int8>int4, found"),
         ({"kv_policy": "fp16"}, "kv_policy: expected"),
-        ({"kv_policy": LADDER, "kv_cache_dtype": "int8"}, "expected kv_cache_dtype='auto' beside"),
+        ({"kv_policy": LADDER, "kv_cache_dtype": "int8"}, "expected kv_cache_dtype='auto' with it"),
         ({"kv_policy": LADDER, "block_size": 64}, "expected block_size=128, found 64"),
-        ({"kv_policy": LADDER, "device": "cuda"}, "on a GPU pages keep their type"),
+        ({"kv_policy": LADDER, "device": "cuda"}, "kv_policy: not supported on a GPU"),
         ({"kv_policy": LADDER, "kv_keep": 2}, "kv_keep: expected two numbers of pages, found 2"),
-        ({"kv_policy": LADDER, "kv_keep": (1, -1)}, r"from 0 on, found \(1, -1\)"),
+        ({"kv_policy": LADDER, "kv_keep": (1, -1)}, r"of at least 0, found \(1, -1\)"),
         ({"kv_keep": (1, 1)}, r"kv_keep=\(1, 1\) needs a kv_policy"),
     ],
 )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from sdk import LLM, RequestOutput, SamplingParams
+from sdk.kernels.kv_types import KV_TYPES
 
 TYPES = ("float32", "bfloat16", "int8", "fp8", "fp8_e5m2", "int4", "k8v4", "int4:skip=1")
 #: Of one token in float16: two layers, keys and values of 2 heads of 64.
@@ -70,3 +72,28 @@ def test_two_ranks_share_the_heads_of_four_bit_pages(tiny_path: Path) -> None:
             [output] = llm.generate([PROMPT], greedy)
             answers.append(output.outputs[0].token_ids)
     assert answers[0] == answers[1]
+
+
+def test_the_reference_kernels_run_a_type_that_no_fast_backend_knows(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy = replace(KV_TYPES["int4"], name="int2", short="2", bits=2, largest=3.0, cpu_element=None)
+    monkeypatch.setattr("sdk.quant.spec.KV_TYPES", {**KV_TYPES, toy.name: toy})
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    sizes = {}
+    for name in ("int2", "int8/int2", "int4"):
+        with LLM(tiny_path, kv_cache_dtype=name, max_model_len=128) as llm:
+            snapshot = llm.snapshot(PROMPT)
+            [output] = llm.generate([PROMPT], params)
+            assert len(output.outputs[0].token_ids) == 4 and output.num_cached_tokens == 48
+            llm.reset_prefix_cache()
+            llm.restore(snapshot)
+            [again] = llm.generate([PROMPT], params)
+            assert again.outputs[0].token_ids == output.outputs[0].token_ids
+            assert again.num_cached_tokens == 48
+            text = llm.explain()
+            sizes[name] = llm.memory_plan.page_bytes
+        known = f"KV pages of int2: expected {', '.join(KV_TYPES)}"
+        assert (known in text) == ("int2" in name)
+        assert ("reference.attention" in text) == ("int2" in name)
+    assert sizes["int2"] < sizes["int4"] < sizes["int8/int2"]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sdk.loaders.open import open_checkpoint
 from sdk.quant.calibration import Observer
-from sdk.quant.derived import DerivedCheckpoint
+from sdk.quant.rewritten_checkpoint import RewrittenCheckpoint
 from sdk.quantizing.layers import LayerRun
 
 TOKENS = 40
@@ -41,7 +41,7 @@ def test_layers_in_a_row_give_what_the_whole_model_gives(
     count = run.config.num_layers
     for index in range(count):
         observer = Observer()
-        layer = run.build(DerivedCheckpoint(checkpoint, observer.watch), index)
+        layer = run.build(RewrittenCheckpoint(checkpoint, observer.watch), index)
         if index < count - 1:  # transformers gives the last one behind the final norm
             for found, wanted in zip(run.outputs(layer, here), expected[index + 1], strict=True):
                 assert torch.allclose(found, wanted, rtol=1e-3, atol=1e-3)

@@ -17,7 +17,7 @@ from sdk import (
     SamplingParams,
 )
 from sdk.loaders.open import open_checkpoint
-from sdk.quant.at_load import QuantizedAtLoad, scheme_at_load
+from sdk.quant.online import OnlineQuantizedCheckpoint, online_scheme
 
 IDS = {"prompt_token_ids": [5, 6, 7, 8]}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -154,8 +154,8 @@ def test_the_quant_report_says_that_scales_for_a_kv_cache_are_not_used(golden: P
     with LLM(golden / "ct-kv8", skip_tokenizer_init=True) as llm:
         report = llm.quant_report()
     assert report.kv_scales == report.to_dict()["kv_scales"] == 4
-    assert str(report).splitlines()[-1].split(maxsplit=2)[2] == "4 scales of the file, not used"
-    packed = QuantizedAtLoad(open_checkpoint(golden / "ct-kv8"), scheme_at_load("int8"))
+    assert str(report).splitlines()[-1].split(maxsplit=2)[2] == "4 scales in the file, not used"
+    packed = OnlineQuantizedCheckpoint(open_checkpoint(golden / "ct-kv8"), online_scheme("int8"))
     assert len(packed.kv_scales) == 4
 
 
@@ -415,7 +415,7 @@ def test_a_missing_model_and_a_pickle_are_refused(tmp_path: Path) -> None:
         LLM(tmp_path / "nowhere.gguf")
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(CheckpointError, match=r"only pytorch_model\.bin: such files are pickles"):
+    with pytest.raises(CheckpointError, match=r"found only pickles \(pytorch_model\.bin\)"):
         LLM(tmp_path)
 
 
@@ -485,20 +485,20 @@ def test_close_during_work_ends_the_waiting_calls(tiny_path: Path) -> None:
 
 
 def test_ctrl_c_aborts_only_that_call(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sdk.requests import mailboxes as listeners
+    from sdk.requests import mailboxes
 
     stream = tiny.stream(IDS, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
     next(stream)
-    real = listeners.Mailbox.get
+    real = mailboxes.Mailbox.get
     calls = iter([KeyboardInterrupt])
 
-    def interrupted(self: listeners.Mailbox) -> object:
+    def interrupted(self: mailboxes.Mailbox) -> object:
         if next(calls, None):
             raise KeyboardInterrupt
         return real(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(listeners.Mailbox, "get", interrupted)
+        patch.setattr(mailboxes.Mailbox, "get", interrupted)
         with pytest.raises(KeyboardInterrupt):
             tiny.generate([IDS] * 4, SamplingParams(max_tokens=100, ignore_eos=True))
     assert len(list(stream)) == 59  # the other call went on

@@ -23,7 +23,7 @@ from sdk.memory.plan import MemoryPlan
 from sdk.memory.sizes import parse_bytes
 from sdk.memory.weights import held_bytes
 from sdk.options import engine_config
-from sdk.quant.at_load import packed_at_load, scheme_at_load
+from sdk.quant.online import online_quantized, online_scheme
 
 
 @pytest.mark.parametrize("max_model_len", [64, 50])
@@ -141,7 +141,7 @@ def test_losses_are_known_by_names_that_schemes_and_kv_types_have() -> None:
     weights, kv = expected_losses()
     assert kv["float16"] < 1e-5
     assert kv["int8"] < kv["int4"]
-    assert scheme_at_load("int8")
+    assert online_scheme("int8")
     assert weights["int8"] < weights["rtn-w4g64"]
 
 
@@ -252,7 +252,7 @@ def test_a_gguf_files_attn_output_is_no_head_where_it_is_packed_at_load(
 ) -> None:
     """``int4`` packs the head in 8 bits and the blocks in 4, also the one GGUF calls output."""
     path = sdk.quantize(tiny_path, tmp_path / "float.gguf", "f16")
-    entries = packed_at_load(open_checkpoint(path), "hqq-w4g32-h8").entries()
+    entries = online_quantized(open_checkpoint(path), "hqq-w4g32-h8").entries()
     bits = {entry.name: entry.held * 8 / entry.num_elements for entry in entries if entry.held}
     assert bits["blk.0.attn_output.weight"] == bits["blk.0.attn_q.weight"] == 5.0
     assert bits["output.weight"] > 8

@@ -42,7 +42,7 @@ def test_a_model_begins_with_the_pages_of_one_request_and_borrows_more(tiny_path
         llm.trim()
         assert pool.used == own
         assert llm.get_metrics()["num_pages"] == 4
-        with pytest.raises(RequestError, match="shares a memory pool"):
+        with pytest.raises(RequestError, match="takes its pages from a memory pool"):
             llm.resize("1GiB")
     assert pool.used == 0
 

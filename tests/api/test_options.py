@@ -161,6 +161,6 @@ def test_a_16_bit_dtype_is_met_or_exceeded_on_a_cpu(golden: Path, dtype: Any) ->
     for options in ({}, {"dtype": dtype}):
         with LLM(golden / "arch-llama3" / "hf", max_model_len=32, **options) as llm:
             answers.append(llm.generate(prompt, params)[0].outputs[0].token_ids)
-            said = f"dtype={dtype!r}: activations are at least as precise" in llm.explain()
+            said = f"dtype={dtype!r}: activations are at least that precise" in llm.explain()
             assert said == bool(options)
     assert answers[0] == answers[1]

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 import sdk.requests.driver
+import sdk.requests.step_sizes
 from sdk import LLM, RequestError, SamplingParams
+from sdk.requests.step_sizes import StepSizes
 from tests.api.engines import SHORT, Caller, Gate, ask, ids, settle, tokens
 
 FIXED, EACH = 3.4, 0.34  # ms of a step, and of each token in it: SmolLM2 on two quiet cores
@@ -50,9 +52,9 @@ def long(tiny_path: Path) -> Iterator[LLM]:
 @pytest.fixture
 def clock(long: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     clock = Clock(long)
-    monkeypatch.setattr(sdk.requests.driver, "time", SimpleNamespace(monotonic=clock.monotonic))
-    long._driver._costs = sdk.requests.driver.StepCosts()
-    long._driver._tokens_per_second = None
+    for module in (sdk.requests.driver, sdk.requests.step_sizes):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock.monotonic))
+    long._driver._sizes = StepSizes(long._driver._engine.scheduler)
     yield clock
     del long._driver._engine.step  # type: ignore[attr-defined]
     long.reset_prefix_cache()
@@ -120,7 +122,7 @@ def test_the_thread_of_other_callers_makes_short_steps_while_a_host_pumps(
     other = Caller(lambda: ask(long, 9, params=SHORT.clone(logits_processors=[gate])))
     gate.wait()
     late = Caller(lambda: long.generate(ids(10, 400), SHORT))
-    while len(long._driver._listeners) < 3:
+    while len(long._driver._sinks) < 3:
         time.sleep(0.001)
     clock.sizes.clear()
     gate.open()
@@ -190,7 +192,7 @@ def test_a_step_without_anything_to_run_teaches_nothing(long: LLM, clock: Clock)
     long.enqueue(ids(8), SHORT)
     long.pump(8)
     long.wait_for_completion()
-    known = dict(vars(long._driver._costs))
+    known = dict(vars(long._driver._sizes._costs))
     long.abort(long.enqueue(ids(9), SHORT))
     long.pump(8)
-    assert vars(long._driver._costs) == known
+    assert vars(long._driver._sizes._costs) == known

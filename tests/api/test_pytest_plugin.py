@@ -48,7 +48,7 @@ def test_a_model_within_its_limits_passes_and_is_shown(
 ) -> None:
     found = run(*reference(golden), "--llm-max-kld", "5", "--llm-max-memory", "64MiB", "-v")
     found.assert_outcomes(passed=1)
-    found.stdout.fnmatch_lines(["*embedlm::*Q4_0*PASSED*", "1 windows of 16 tokens;*", "model *"])
+    found.stdout.fnmatch_lines(["*embedlm::*Q4_0*PASSED*", "1 sequences of 16 tokens;*", "model *"])
     assert found.ret == 0
 
 
@@ -95,8 +95,8 @@ def test_a_users_own_tests_run_beside_and_k_chooses(run: Run, pytester: pytest.P
     ("options", "expected"),
     [
         (("--llm-max-memory", "lots"), "*--llm-max-memory: expected a size such as '2GiB'*'lots'*"),
-        (("--llm-max-kld", "-1"), "*--llm-max-kld: expected a number from 0 on, found -1*"),
-        (("--llm-max-kld", "nan"), "*expected a number from 0 on, found nan*"),
+        (("--llm-max-kld", "-1"), "*--llm-max-kld: expected a number of at least 0, found -1*"),
+        (("--llm-max-kld", "nan"), "*expected a number of at least 0, found nan*"),
         (("--llm-min-top1", "much"), "*--llm-min-top1: invalid*'much'*"),
         (("--llm-json", "/nowhere/a"), "*--llm-json: *that can be written, found /nowhere/a*"),
         (("--llm-markdown", "/"), "*--llm-markdown: *that can be written, found /"),

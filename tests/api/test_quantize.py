@@ -262,7 +262,7 @@ def test_groups_that_do_not_divide_the_columns_are_refused_before_anything_is_do
         ({"calibration": [[1, 2, 448]], "tokens": 3}, RequestError, "ids from 0 to 447"),
         ({"calibration": [[1, 2, -1]], "tokens": 3}, RequestError, "ids from 0 to 447"),
         ({"tokens": 0}, RequestError, "1 or more sequences and tokens"),
-        ({"tokens": 513}, RequestError, "sequences of 512 tokens at most"),
+        ({"tokens": 513}, RequestError, "sequences of at most 512 tokens"),
     ],
 )
 def test_what_cannot_be_done_is_refused(
@@ -312,9 +312,9 @@ def test_a_model_run_by_transformers_code_is_not_written(tmp_path: Path) -> None
     config = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64, n_positions=32)
     folder = tmp_path / "gpt2"
     transformers.GPT2LMHeadModel(config).save_pretrained(folder)
-    with pytest.raises(UnsupportedError, match="gpt2 models are run by transformers' code"):
+    with pytest.raises(UnsupportedError, match="gpt2 models run through transformers"):
         sdk.quantize(folder, tmp_path / "made", "rtn-w8s")
-    with pytest.raises(UnsupportedError, match="gpt2 stores its matrices turned"):
+    with pytest.raises(UnsupportedError, match="gpt2, which stores its matrices transposed"):
         LLM(folder, quantization="int8", skip_tokenizer_init=True)
 
 

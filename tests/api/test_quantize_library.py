@@ -154,8 +154,12 @@ def test_a_stopped_library_ends_at_once_and_leaves_nothing_behind(
     [
         ("auto-gptq", "gptq-w4g32", r"auto-gptq is not installed: pip install 'embedlm\[gptq\]'"),
         ("autoawq", "awq-w4g32", r"autoawq is not installed: pip install 'embedlm\[awq\]'"),
-        ("autoawq", "gptq-w4g32", "autoawq makes schemes like awq-w4g128, found gptq-w4g32"),
-        ("auto-gptq", "gptq-w4g32-h6", "auto-gptq makes schemes like gptq-w4g128, found .*-h6"),
+        ("autoawq", "gptq-w4g32", "autoawq: expected a scheme like awq-w4g128, found gptq-w4g32"),
+        (
+            "auto-gptq",
+            "gptq-w4g32-h6",
+            "auto-gptq: expected a scheme like gptq-w4g128, found .*-h6",
+        ),
         ("auto_awq", "awq", "library: expected one of auto-gptq, autoawq, found 'auto_awq'"),
     ],
 )
@@ -172,8 +176,8 @@ def test_only_folders_of_plain_weights_go_to_a_library(
 ) -> None:
     autoawq()
     options = {"calibration": IDS, "tokens": 4, "library": "autoawq"}
-    sources = {"arch-llama3/model.gguf": "a GGUF file becomes another GGUF file"}
-    sources["ct-w4a16"] = "folders of weights that are not quantized"
+    sources = {"arch-llama3/model.gguf": "a GGUF file can only become another GGUF file"}
+    sources["ct-w4a16"] = "expects a folder with unquantized weights"
     for source, words in sources.items():
         with pytest.raises(UnsupportedError, match=words):
             sdk.quantize(golden / source, tmp_path / "made", "awq-w4g64", **options)

@@ -131,7 +131,7 @@ def test_tool_calls_that_the_template_ignores_are_refused(tiny: LLM) -> None:
     ],
 )
 def test_tools_that_the_template_ignores_are_refused(tiny: LLM, template: str | None) -> None:
-    with pytest.raises(RequestError, match="tools: the chat template of this model does not read"):
+    with pytest.raises(RequestError, match="tools: the chat template of this model does not use"):
         tiny.chat([USER], SHORT, tools=TOOLS, chat_template=template)
     assert tiny.chat([USER], SHORT, tools=[], chat_template=template)
     [output] = tiny.chat([USER], SHORT, tools=TOOLS, chat_template=READS_TOOLS)
@@ -285,7 +285,7 @@ def test_a_stream_that_is_dropped_unread_leaves_no_request_behind(tiny: LLM) -> 
         await stream.aclose()
 
     asyncio.run(drop())
-    assert not tiny._driver._listeners and not tiny.has_unfinished_requests
+    assert not tiny._driver._sinks and not tiny.has_unfinished_requests
 
 
 def test_a_stream_left_early_aborts_its_request(tiny: LLM) -> None:
@@ -338,7 +338,7 @@ def test_enqueue_takes_conversations_beside_prompts(tiny: LLM) -> None:
     [name] = tiny.enqueue(chat, SHORT, tools=TOOLS, chat_template=READS_TOOLS)
     [output] = tiny.wait_for_completion()
     assert output.request_id == name and '"parameters"' in str(output.prompt)
-    with pytest.raises(TypeError, match="only apply to a conversation"):
+    with pytest.raises(TypeError, match="apply only to a conversation"):
         tiny.enqueue("Hello", SHORT, tools=TOOLS)
 
 

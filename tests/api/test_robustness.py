@@ -185,9 +185,9 @@ def test_a_logits_processor_that_exits_is_an_error_and_not_a_hang(llm: LLM) -> N
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"tools": []}, "tools cannot be set in it"),
-        ({"chat_template": "x", "messages": 1}, "chat_template, messages cannot be set in it"),
-        ({"add_generation_prompt": True}, "add_generation_prompt cannot be set in it"),
+        ({"tools": []}, "tools cannot be set here"),
+        ({"chat_template": "x", "messages": 1}, "chat_template, messages cannot be set here"),
+        ({"add_generation_prompt": True}, "add_generation_prompt cannot be set here"),
         ([1], "expected a dict with names as keys"),
         ({1: 2}, "expected a dict with names as keys"),
     ],

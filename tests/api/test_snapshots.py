@@ -210,7 +210,9 @@ def _bytes(path: Path) -> bytearray:
 
 def test_another_model_is_refused_naming_both(golden: Path, saved: Path) -> None:
     with LLM(golden / "gguf-Q4_0" / "model.gguf", max_model_len=128) as llm:
-        with pytest.raises(SnapshotError, match=r"belongs to model.gguf \(\w+\), this LLM runs"):
+        with pytest.raises(
+            SnapshotError, match=r"belongs to model.gguf \(\w+\), but this LLM runs"
+        ):
             llm.restore(saved)
         assert llm.get_metrics()["num_pages_cached"] == 0
 

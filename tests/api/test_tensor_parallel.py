@@ -148,7 +148,7 @@ def test_a_model_that_cannot_be_cut_is_refused_before_a_process_starts(
     started: list[object] = []
     monkeypatch.setattr(subprocess, "Popen", lambda *args, **kwargs: started.append(args))
     for make in (LLM, LLM.plan):
-        with pytest.raises(AlignmentError, match="4 query and 2 key/value heads to 5 ranks"):
+        with pytest.raises(AlignmentError, match="4 query and 2 key/value heads over 5 ranks"):
             make(tiny_path, max_model_len=64, tensor_parallel_size=5)
     assert not started and _children() == before
 

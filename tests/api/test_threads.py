@@ -95,7 +95,7 @@ def test_closing_in_one_thread_wakes_all_who_wait_in_others(tiny_path: Path) -> 
         Caller(lambda: list(llm.stream(ids(2), LONG))),
         Caller(lambda: asyncio.run(astream())),
     ]
-    _until(lambda: len(llm._driver._listeners) == 3)
+    _until(lambda: len(llm._driver._sinks) == 3)
     closers = [Caller(llm.close) for _ in range(2)]
     _until(lambda: llm._driver._closed)
     gate.open()
@@ -115,7 +115,7 @@ def test_two_threads_may_wait_for_what_was_enqueued(tiny: LLM) -> None:
 def test_what_is_enqueued_runs_beside_other_calls_but_not_after_them(tiny: LLM) -> None:
     [name] = tiny.enqueue(ids(2), LONG)
     assert len(ask(tiny, 1)[0]) == 8
-    assert not tiny._driver._awaited and tiny.has_unfinished_requests
+    assert not tiny._driver._background and tiny.has_unfinished_requests
     first = tiny.step()[-1]
     assert first.request_id == name and not first.finished
     assert len(tokens(tiny.step()[-1])) == len(tokens(first)) + 1
@@ -159,7 +159,7 @@ def test_a_frame_loop_steps_before_the_engine_thread_does_again(tiny: LLM) -> No
 
     [name] = tiny.enqueue(ids(2), SHORT.clone(logits_processors=[note]))
     frame = Caller(tiny.step)
-    _until(lambda: frame.ident in tiny._driver._guests)
+    _until(lambda: frame.ident in tiny._driver._lock_waiters)
     gate.open()
     output = frame.get()[0]
     assert output.request_id == name and steppers[0] == frame.ident

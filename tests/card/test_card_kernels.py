@@ -15,7 +15,7 @@ from sdk.kernels.gpu.attention import Attention
 from sdk.kernels.layouts import BLOCK_TYPES, E2M1, ActivationScheme, Layout, on_device
 from sdk.kernels.ops import Ops
 from sdk.kernels.reference.decode import decode
-from sdk.kernels.reference.rounding import rounded
+from sdk.kernels.reference.fake_quantize import fake_quantize
 from sdk.kernels.reference.sampling import Sample as Reference
 from sdk.kernels.sampling import DRAW
 from tests.shaping import buffers_of, expected, logits_for
@@ -69,7 +69,7 @@ def test_products_equal_float64(cases: Any, device: str, name: str, compute: Any
     as_file = name.endswith("as-file") and compute == "auto"
     for tokens in (1, 7, 33, 300):
         x = cases.activations(tokens, layout.shape[1])
-        seen = rounded(x, layout.inputs) if as_file else x  # type: ignore[union-attr]
+        seen = fake_quantize(x, layout.inputs) if as_file else x  # type: ignore[union-attr]
         expected = seen.double() @ decode(layout).double().t()
         found = bound.matmul(x.to(device)).cpu().double()
         limit = 1e-5 if compute == "exact" else 6e-3
@@ -98,7 +98,7 @@ def test_experts_multiply_the_rows_routed_to_them(
     x = cases.activations(tokens, 512)
     routes = ops.moe.route(x[:, :8].contiguous().to(device), 2, normalized=True)
     found = ops.moe.combine(bound.matmul(x.to(device), routes, by_token=True), routes)
-    seen = rounded(x, BYTES["inputs"]) if name == "fp8-as-file" else x
+    seen = fake_quantize(x, BYTES["inputs"]) if name == "fp8-as-file" else x
     each = torch.stack([seen.double() @ decode(layout).double().t() for layout in layouts])
     best, chosen = x[:, :8].double().topk(2, dim=1)
     rows = torch.arange(tokens)

@@ -126,8 +126,8 @@ def test_a_sample_without_decoded_tokens_has_no_rate() -> None:
     assert Sample(1.0, 2.0, 64).decode_rate == 32
 
 
-def result(engine: str, streams: int, *rates: float) -> Result:
-    return Result(engine, f"{engine} 1.0", "float16", {"streams": streams}, {"rate": list(rates)})
+def result(engine: str, requests: int, *rates: float) -> Result:
+    return Result(engine, f"{engine} 1.0", "float16", {"requests": requests}, {"rate": list(rates)})
 
 
 RATE = Metric("rate", "tok/s")
@@ -150,13 +150,13 @@ def test_a_row_holds_medians_and_ratios_of_the_same_case() -> None:
 
 def test_ratio_columns_are_there_only_beside_a_peer() -> None:
     head, rows = cells(Section("Decode", "note", [RATE], ROWS))
-    assert head == ["engine", "KV", "streams", "tok/s", "embedlm / it"]
+    assert head == ["engine", "KV", "requests", "tok/s", "embedlm / it"]
     assert rows[1] == ["llama.cpp 1.0", "float16", "1", "50.0", "4.00"]
     head, rows = cells(Section("Decode", "note", [RATE], [ROWS[0]]))
-    assert head == ["engine", "KV", "streams", "tok/s"]
+    assert head == ["engine", "KV", "requests", "tok/s"]
     assert rows == [["embedlm 1.0", "float16", "1", "200.0"]]
     head, rows = cells(Section("Share", "note", [Metric("rate", "%", ratio=False)], ROWS))
-    assert head == ["engine", "KV", "streams", "%"]
+    assert head == ["engine", "KV", "requests", "%"]
 
 
 REPORT = {
@@ -185,7 +185,7 @@ def test_text_and_markdown_say_the_same() -> None:
     lines = text.splitlines()
     assert lines[-1].split() == ["llama.cpp", "1.0", "float16", "8", "100.0", "9.00"]
     assert markdown.startswith("```bash\nembedlm bench m.gguf\n```\n")
-    assert "| engine | KV | streams | tok/s | embedlm / it |\n| --- | ---: |" in markdown
+    assert "| engine | KV | requests | tok/s | embedlm / it |\n| --- | ---: |" in markdown
     assert markdown.endswith("| llama.cpp 1.0 | float16 | 8 | 100.0 | 9.00 |\n")
 
 
@@ -193,7 +193,7 @@ def test_json_keeps_every_sample() -> None:
     assert ROWS[0].to_json() == {
         "engine": "embedlm 1.0",
         "kv": "float16",
-        "streams": 1,
+        "requests": 1,
         "median": {"rate": 200.0},
         "samples": {"rate": [100.0, 300.0, 200.0]},
     }
@@ -250,7 +250,7 @@ def test_a_plot_has_labelled_axes_and_the_machines_limit(drawing: Drawing, tmp_p
     assert (ours[:2], theirs[:2]) == (([0, 1], [200, 900]), ([0, 1], [50, 100]))
     assert list(limits[1]) == [500, 4000]  # type: ignore[call-overload]
     assert drawing.all("set_xticks") == [(range(2), ["1", "8"])]
-    assert drawing.all("set_xlabel") == [("streams at once",)]
+    assert drawing.all("set_xlabel") == [("concurrent requests",)]
     assert drawing.all("set_ylabel") == [("tok/s",)]
     assert drawing.all("savefig") == [(path,)]
 
@@ -367,7 +367,7 @@ def test_a_real_run_fills_tables_and_files(golden: Path, tmp_path: Path, capsys:
     found = report["results"]
     assert list(found) == ["prefill", "decode", "busy", "roofline"]
     assert [row["prompt"] for row in found["prefill"]] == [20, 30]
-    assert [row["streams"] for row in found["decode"]] == [1, 3]
+    assert [row["requests"] for row in found["decode"]] == [1, 3]
     for rows in found.values():
         for row in rows:
             assert row["kv"] == "float16"

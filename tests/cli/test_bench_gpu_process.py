@@ -77,7 +77,7 @@ def test_the_command_writes_its_table_and_all_numbers(
     assert list(report["rows"]) == ["limits", "one-stream"], (tmp_path / "log").read_text()
     (found,) = report["rows"]["one-stream"]
     assert found["value"] is not None, found["note"]
-    assert "| one stream, Qwen3-0.6B shapes bf16 | copy bandwidth | runs |" in text.read_text()
+    assert "| one request, Qwen3-0.6B shapes bf16 | copy bandwidth | runs |" in text.read_text()
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from sdk.cli.bench.peer import answers, open_peer
 from sdk.errors import SdkError
 
 Captured = pytest.CaptureFixture[str]
-HELLO = "{'name': 'peer %(streams)d %(context)d %(kv)s' % hello, 'kv': 'f16', 'open_s': 1.5, "
+HELLO = "{'name': 'peer %(requests)d %(context)d %(kv)s' % hello, 'kv': 'f16', 'open_s': 1.5, "
 HELLO += "'vocab_size': 448}"
 #: Answers every load alike, and notes in a file what it was asked.
 FAKE = f"""
@@ -52,7 +52,7 @@ def fake_python(folder: Path, code: str) -> str:
 
 def opening(engine: str = "llama.cpp", model: str = "m.gguf", **changed: Any) -> Opening:
     return Opening(
-        **{"engine": engine, "model": model, "threads": 2, "streams": 8, "context": 192, **changed}
+        **{"engine": engine, "model": model, "threads": 2, "requests": 8, "context": 192, **changed}
     )
 
 
@@ -77,8 +77,8 @@ def test_every_other_round_runs_in_reverse(monkeypatch: pytest.MonkeyPatch) -> N
     ("code", "message"),
     [
         ('print(\'{"error": "no such model"}\', flush=True)', "the worker failed: no such model"),
-        ("raise SystemExit(3)", "ended without a word, exit code 3"),
-        ("import os; os.abort()", "ended without a word, exit code -6"),
+        ("raise SystemExit(3)", "ended without a reply, exit code 3"),
+        ("import os; os.abort()", "ended without a reply, exit code -6"),
     ],
 )
 def test_a_peer_that_fails_is_an_error_that_names_it(
@@ -171,9 +171,9 @@ def ask(engine: Any, *questions: dict[str, Any]) -> list[dict[str, Any]]:
     return list(answers([json.dumps(question) for question in questions], engine))
 
 
-def test_our_worker_decodes_all_streams_together(golden: Path) -> None:
+def test_our_worker_decodes_all_requests_together(golden: Path) -> None:
     first = {"engine": "embedlm", "model": str(golden / "gguf-Q4_1" / "model.gguf"), "threads": 1}
-    first |= {"streams": 3, "context": 64, "kv": "float32", "prefix_cache": False}
+    first |= {"requests": 3, "context": 64, "kv": "float32", "prefix_cache": False}
     load = {"prompts": [[5 + i] * 10 for i in range(3)], "output_len": 6}
     hello, sample = ask(OwnEngine, first, load)
     assert hello["kv"] == "float32" and hello["vocab_size"] > 0
@@ -183,7 +183,7 @@ def test_our_worker_decodes_all_streams_together(golden: Path) -> None:
 
 def test_an_error_of_our_worker_is_its_last_answer(golden: Path) -> None:
     first = {"engine": "embedlm", "model": str(golden / "gguf-Q4_1" / "model.gguf"), "threads": 1}
-    first |= {"streams": 1, "context": 64, "kv": "float3", "prefix_cache": False}
+    first |= {"requests": 1, "context": 64, "kv": "float3", "prefix_cache": False}
     (reply,) = ask(OwnEngine, first, {"prompts": [[1]], "output_len": 1})
     assert "kv_cache_dtype" in reply["error"]
 
@@ -191,13 +191,13 @@ def test_an_error_of_our_worker_is_its_last_answer(golden: Path) -> None:
 @pytest.mark.parametrize(
     ("engine", "kv", "message"),
     [
-        ("transformers", "int8", "transformers keeps keys and values in the model's type"),
-        ("transformers-bf16", "float16", "transformers-bf16 keeps keys and values"),
+        ("transformers", "int8", "transformers: keys and values have the model's type"),
+        ("transformers-bf16", "float16", "transformers-bf16: keys and values"),
         ("nonsense", "auto", "KeyError: 'nonsense'"),
     ],
 )
 def test_a_peer_refuses_what_it_cannot_do(engine: str, kv: str, message: str) -> None:
-    first = {"engine": engine, "model": "m", "threads": 1, "streams": 1, "context": 64}
+    first = {"engine": engine, "model": "m", "threads": 1, "requests": 1, "context": 64}
     (reply,) = ask(open_peer, {**first, "kv": kv, "prefix_cache": False})
     assert message in reply["error"]
 
@@ -226,7 +226,7 @@ hello = json.loads(sys.stdin.readline())
 def note(what):
     with open(sys.argv[1], 'a') as log:
         log.write(hello['engine'] + ' ' + what + chr(10))
-note('open %(streams)d %(context)d %(prefix_cache)s' % hello)
+note('open %(requests)d %(context)d %(prefix_cache)s' % hello)
 say({'name': hello['engine'], 'kv': hello['kv'], 'open_s': 0.5, 'vocab_size': 448})
 last = []
 for line in sys.stdin:

@@ -155,7 +155,7 @@ def test_inspect_names_the_kernel_of_every_matrix_and_why(golden: Path, capsys: 
     assert head[1:3] == ["q6_k", "cpu.linear_a16"]
     [value] = [line.split() for line in lines if "layers.1.self_attn.qkv_proj[384:512]" in line]
     assert value[1] == "q6_k"
-    assert any("not cpu.linear: rounds activations to 8 bits" in line for line in lines)
+    assert any("not cpu.linear: quantizes activations to 8 bits" in line for line in lines)
     assert main(["inspect", str(path), "--kernels", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)["kernels"]
     assert sum(layer["nbytes"] for layer in report["layers"]) == report["bytes"]
@@ -265,7 +265,7 @@ def test_quantizing_a_gguf_file_without_a_scheme_makes_another(
     model = str(golden / "gguf-Q8_0" / "model.gguf")
     assert main(["quantize", model, str(tmp_path / "folder")]) == 2
     err = capsys.readouterr().err
-    assert "name a .gguf file to make, with scheme q4_k_m" in err
+    assert "name a .gguf file as the result, with scheme q4_k_m" in err
     assert main(["quantize", model, str(tmp_path / "made.gguf")]) == 0
     assert (tmp_path / "made.gguf").is_file()
 

@@ -63,9 +63,7 @@ def test_a_machine_without_a_gpu_is_in_order(
     monkeypatch.setattr(doctor, "gpu_driver", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["doctor", "--only", "gpu"]) == 0
-    assert capsys.readouterr().out == (
-        "ok    gpu  no driver of one is here; models run on the CPU\n"
-    )
+    assert capsys.readouterr().out == ("ok    gpu  no GPU driver found; models run on the CPU\n")
 
 
 def test_a_driver_beside_a_torch_for_cpus_says_what_to_install(
@@ -91,10 +89,10 @@ def test_a_card_is_named_with_what_runs_on_it(
     line = capsys.readouterr().out.splitlines()[1]
     assert line.startswith("ok    cuda:0      Some Card, compute capability 9.0, 16.0 GiB; ")
     assert "device='cuda' runs models on Triton 3." in line
-    assert line.endswith("tiles are chosen by a rule until `embedlm tune` has measured them")
+    assert line.endswith("tile sizes come from a rule until `embedlm tune` has measured them")
     card(monkeypatch, 7, 5)
     main(["doctor", "--only", "gpu"])
-    assert "no matrix instructions: prompts take the library's products" in capsys.readouterr().out
+    assert "no matrix instructions: prompts use cuBLAS" in capsys.readouterr().out
 
 
 def test_a_card_that_the_kernels_do_not_run_on_is_no_good(

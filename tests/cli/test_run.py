@@ -180,7 +180,7 @@ def test_raw_needs_a_prompt_and_no_system_message(monkeypatch: pytest.MonkeyPatc
 def test_the_model_is_named_once_or_is_the_demo_model() -> None:
     assert run.model_name(parse("a.gguf")) == "a.gguf"
     assert run.model_name(parse("--model", "a.gguf")) == "a.gguf"
-    with pytest.raises(RequestError, match="name the model once"):
+    with pytest.raises(RequestError, match="model: expected one, found"):
         run.model_name(parse("a.gguf", "--model", "b.gguf"))
     with pytest.raises(CheckpointError, match="embedlm fetch-demo"):
         run.model_name(parse())
@@ -230,10 +230,10 @@ def test_a_chat_drops_the_oldest_turns_and_says_so(
     params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
     assert run.chat(chatty, parse("--system", "Be brief"), params) == 0
     err = capsys.readouterr().err
-    assert "the context of 96 tokens is full: the oldest turns were left out" in err
-    assert "/clear begins anew" in err
+    assert "the context of 96 tokens is full: this answer does not see the oldest turns" in err
+    assert "/clear starts over" in err
     end = err.partition("the conversation is forgotten\n")[2]
-    assert "left out" not in end and "Traceback" not in err
+    assert "does not see the oldest turns" not in end and "Traceback" not in err
     assert "too long" not in err and "the context holds" not in err
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sdk import LLM, SamplingParams
 from sdk.engine.scheduling.drafts import Drafts
-from sdk.models.layers import Linear
+from sdk.models.layers import Projection
 
 PROMPTS = [[5, 9, 30, 31, 200, 17, 8, 8, 1], [44, 8], [7, 7, 7], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]]
 SLOTS = [1, -1, 0, 1]
@@ -40,7 +40,7 @@ def adapted(llm: LLM) -> list[RankOne]:
     """Put adapters on all of a model's products."""
     made = []
     for seed, (_, linear) in enumerate(llm._runner().model.linears()):
-        assert isinstance(linear, Linear)
+        assert isinstance(linear, Projection)
         out, width = linear.weight.shape
         linear.adapters = RankOne(seed, width, out)
         made.append(linear.adapters)

@@ -22,7 +22,7 @@ def test_messages_arrive_whole_and_in_order() -> None:
     assert not theirs.readable(0)
     ours.close()
     assert theirs.readable(0)
-    with pytest.raises(EOFError, match="has gone"):
+    with pytest.raises(EOFError, match="has closed"):
         theirs.receive()
     theirs.close()
 

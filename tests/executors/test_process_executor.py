@@ -151,7 +151,7 @@ def test_a_worker_killed_between_steps_is_named(started, eventually: Poll) -> No
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("kill", r"^rank 1 was killed \(SIGKILL, perhaps by the system for want of memory\)"),
+        ("kill", r"^rank 1 was killed \(SIGKILL, perhaps by the system for lack of memory\)"),
         pytest.param(
             "exit",
             r"^rank 1 ended with exit code 7\nits last messages:\n  a last word$",

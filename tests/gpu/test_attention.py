@@ -19,6 +19,7 @@ from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu import attention_decode
 from sdk.kernels.gpu.attention import Attention
 from sdk.kernels.kv_pages import KVPages
+from sdk.kernels.kv_types import KV_ALIASES, KV_TYPES
 from sdk.kernels.reference.attention import Attention as Reference
 
 #: What 16-bit weights of the values leave of exactness, beside the largest value of about 3.
@@ -145,7 +146,8 @@ def make_step(
         max_context_len=max(c for c, _ in requests),
         shared_len=torch.tensor([shared], dtype=torch.int32) if shared else None,
     )
-    return Step(batch, KVPages(k, v, k_scale, v_scale), q)
+    k_type, v_type = (KV_TYPES[KV_ALIASES.get(name, name)] for name in (names[0], names[-1]))
+    return Step(batch, KVPages(k, v, k_type, v_type, k_scale, v_scale), q)
 
 
 def hadamard(size: int) -> Tensor:
@@ -348,12 +350,14 @@ def test_what_cannot_be_run_is_declined() -> None:
 def test_pages_that_lie_otherwise_are_refused() -> None:
     step = make_step([(5, 1)])
     turned = step.pages.k.transpose(2, 3).contiguous().transpose(2, 3)
-    with pytest.raises(KernelError, match=r"lie \[page_size, 64\] in a page"):
-        replace(step, pages=KVPages(turned, step.pages.v)).run()
+    with pytest.raises(KernelError, match=r"\[page_size, 64\] in the memory of a page"):
+        replace(step, pages=replace(step.pages, k=turned)).run()
     with pytest.raises(KernelError, match="do not agree"):
-        replace(step, pages=KVPages(step.pages.k[:1], step.pages.v)).run()
-    with pytest.raises(KernelError, match="of a known type"):
-        replace(step, pages=KVPages(step.pages.k.double(), step.pages.v)).run()
+        replace(step, pages=replace(step.pages, k=step.pages.k[:1])).run()
+    with pytest.raises(
+        KernelError, match=r"of float32: expected torch\.float32 .* found torch\.float64"
+    ):
+        replace(step, pages=replace(step.pages, k=step.pages.k.double())).run()
     codes = make_step([(5, 1)], dtype="int8")
     with pytest.raises(KernelError, match=r"expected scales .* found None"):
         replace(codes, pages=replace(codes.pages, k_scale=None)).run()

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from sdk.kernels.gpu.linear_as_file import LinearAsFile, bytes_of_card, multiplies_bytes
+from sdk.kernels.gpu.linear_as_file import TritonLinearAsFile, bytes_of_card, multiplies_bytes
 from sdk.kernels.gpu.tuning import Tiles, Tuning
 from sdk.kernels.layouts import ActivationScheme, Affine, Float8
 from sdk.kernels.ops import Ops
 from sdk.kernels.reference.decode import decode
-from sdk.kernels.reference.rounding import rounded
+from sdk.kernels.reference.fake_quantize import fake_quantize
 
 #: The interpreter computes what a mask or ``where`` leaves out, too, and numpy says so.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")
@@ -42,7 +42,7 @@ def hard_rows(cases: Any, rows: int, columns: int) -> Tensor:
     return x
 
 
-def product(linear: LinearAsFile, layout: Affine | Float8, x: Tensor) -> Tensor:
+def product(linear: TritonLinearAsFile, layout: Affine | Float8, x: Tensor) -> Tensor:
     packed = linear.pack(layout)
     assert layout.inputs is not None
     assert multiplies_bytes(packed, layout.inputs, BOTH)
@@ -53,7 +53,7 @@ def product(linear: LinearAsFile, layout: Affine | Float8, x: Tensor) -> Tensor:
 
 def as_defined(layout: Affine | Float8, x: Tensor) -> Tensor:
     assert layout.inputs is not None
-    return rounded(x, layout.inputs).double() @ decode(layout).double().t()
+    return fake_quantize(x, layout.inputs).double() @ decode(layout).double().t()
 
 
 @pytest.mark.parametrize("kind", ["int", "e4m3"])
@@ -67,7 +67,7 @@ def test_bytes_are_multiplied_as_the_definition_rounds_them(
     scheme = ActivationScheme(kind, **numbers)
     layout = integers(cases, scheme) if kind == "int" else floats(cases, scheme)
     x = hard_rows(cases, tokens, layout.shape[1])
-    found = product(LinearAsFile(FEW, BOTH), layout, x)
+    found = product(TritonLinearAsFile(FEW, BOTH), layout, x)
     expected = as_defined(layout, x)
     errors = (found - expected).norm(dim=1)
     assert (errors <= 1e-6 * expected.norm(dim=1)).all()
@@ -76,7 +76,7 @@ def test_bytes_are_multiplied_as_the_definition_rounds_them(
 def test_one_scale_for_all_rows_follows_the_sum_too(cases: Any) -> None:
     layout = floats(cases, ActivationScheme("e4m3"), height=20)
     x = cases.activations(3, 192)
-    found = product(LinearAsFile(FEW, BOTH), layout, x)
+    found = product(TritonLinearAsFile(FEW, BOTH), layout, x)
     assert (found - as_defined(layout, x)).norm() < 1e-6 * found.norm()
 
 
@@ -85,7 +85,7 @@ def test_shares_of_the_columns_of_bytes_add_up(cases: Any) -> None:
     tiles = [(99, Tiles(16, 16, 3, 4, 3))]
     tuning = replace(FEW, table={("int8g512", 37, 512): tiles})
     x = cases.activations(5, 512)
-    found = product(LinearAsFile(tuning, BOTH), layout, x)
+    found = product(TritonLinearAsFile(tuning, BOTH), layout, x)
     assert (found - as_defined(layout, x)).norm() < 1e-6 * found.norm()
 
 
@@ -93,7 +93,7 @@ def test_a_row_that_is_not_finite_is_not_a_number(cases: Any) -> None:
     layout = integers(cases, ActivationScheme("int"))
     x = cases.activations(3, 256)
     x[0, 7], x[2, 3] = math.inf, math.nan
-    found = product(LinearAsFile(FEW, BOTH), layout, x)
+    found = product(TritonLinearAsFile(FEW, BOTH), layout, x)
     assert found[0].isnan().all()
     assert found[1].isfinite().all()
     assert found[2].isnan().all()
@@ -127,13 +127,13 @@ def test_a_card_multiplies_the_bytes_it_has_instructions_for(
     ids=str,
 )
 def test_other_schemes_are_not_multiplied_as_bytes(cases: Any, scheme: ActivationScheme) -> None:
-    linear = LinearAsFile(FEW, BOTH)
+    linear = TritonLinearAsFile(FEW, BOTH)
     for layout in (integers(cases, scheme), floats(cases, scheme)):
         assert not multiplies_bytes(linear.pack(layout), scheme, BOTH)
 
 
 def test_weights_or_cards_of_another_kind_do_not_multiply_bytes(cases: Any) -> None:
-    linear = LinearAsFile(FEW, BOTH)
+    linear = TritonLinearAsFile(FEW, BOTH)
     whole, eight = ActivationScheme("int"), ActivationScheme("e4m3")
     others = [
         cases.affine(20, 256, 4, 256, "zero"),
@@ -169,7 +169,7 @@ def test_a_file_gets_its_rounding_unless_exact_is_asked_for(
             ops = Ops("cpu", compute=compute, backends=("gpu", "reference"))  # type: ignore[arg-type]
             bound = ops.linear(layout)
             assert bound.choice.name == name
-            given = rounded(x, scheme) if compute == "auto" else x
+            given = fake_quantize(x, scheme) if compute == "auto" else x
             expected = given.double() @ decode(layout).double().t()
             assert (bound.matmul(x) - expected).norm() < 1e-5 * expected.norm()
             assert cases.same(bound.layout(), layout)

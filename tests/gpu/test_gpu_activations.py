@@ -19,8 +19,8 @@ from torch import Tensor
 from sdk.engine.rank.kv_cache import KVCache
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import KernelError
-from sdk.kernels.gpu.linear import Linear
-from sdk.kernels.gpu.linear_as_file import LinearAsFile
+from sdk.kernels.gpu.linear import TritonLinear
+from sdk.kernels.gpu.linear_as_file import TritonLinearAsFile
 from sdk.kernels.gpu.tuning import Tiles, Tuning
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.layouts import ActivationScheme
@@ -200,20 +200,20 @@ def test_parts_of_a_long_context_are_joined_in_float32(ops: Ops, short: torch.dt
     assert torch.equal(found, ops.attention(q.float(), pages, batch, scale=0.2).to(short))
 
 
-def kernels(short: torch.dtype) -> dict[str, tuple[Linear, Any]]:
+def kernels(short: torch.dtype) -> dict[str, tuple[TritonLinear, Any]]:
     tuning = Tuning(programs=4)
     return {
-        "int4 with minima": (Linear(short, tuning), lambda c: c.affine(35, 96)),
+        "int4 with minima": (TritonLinear(short, tuning), lambda c: c.affine(35, 96)),
         "int4 in two shares": (
-            Linear(
+            TritonLinear(
                 short,
                 replace(tuning, table={("linear", "int4g32", 35, 256): [(99, SHARES)]}),
             ),
             lambda c: c.affine(35, 256, kind="zero"),
         ),
-        "q6_k": (Linear(short, tuning), lambda c: c.blocks(35, 256, "q6_k")),
+        "q6_k": (TritonLinear(short, tuning), lambda c: c.blocks(35, 256, "q6_k")),
         "e4m3 rounded as the file says": (
-            LinearAsFile(tuning, ("int", "e4m3")),
+            TritonLinearAsFile(tuning, ("int", "e4m3")),
             lambda c: replace(c.float8(35, 96, (1, 96)), inputs=ActivationScheme("e4m3")),
         ),
     }

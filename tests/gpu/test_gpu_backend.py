@@ -16,7 +16,7 @@ import torch
 from sdk.kernels.backend import Problem
 from sdk.kernels.gpu import available, tuning_of
 from sdk.kernels.gpu.dense import DenseLinear
-from sdk.kernels.gpu.linear_as_file import LinearAsFile
+from sdk.kernels.gpu.linear_as_file import TritonLinearAsFile
 from sdk.kernels.gpu.packing import Packed, pack
 from sdk.kernels.gpu.tuning import OPS, VERSION, Tiles, Tuning, read_tuning, type_of
 from sdk.kernels.layouts import ActivationScheme
@@ -201,10 +201,10 @@ def test_what_decoding_costs_decides_which_weights_share_an_entry(cases: Any) ->
 
 def test_products_of_bytes_have_entries_of_their_own(cases: Any) -> None:
     layout = replace(cases.float8(32, 256, (1, 256)), inputs=ActivationScheme("e4m3"))
-    kernel = LinearAsFile(Tuning(4), ("e4m3",))
+    kernel = TritonLinearAsFile(Tuning(4), ("e4m3",))
     packed = kernel.pack(layout)
     assert kernel.op_of(packed) == "linear_bytes"
-    assert LinearAsFile(Tuning(4), ()).op_of(packed) == "linear"
+    assert TritonLinearAsFile(Tuning(4), ()).op_of(packed) == "linear"
     own = Tiles(16, 16, 1, 2, 2)
     tuning = Tuning(4, table={("linear_bytes", type_of(packed), 32, 256): [(8, own)]})
     assert tuning.tiles(packed, 3, "linear_bytes") == own

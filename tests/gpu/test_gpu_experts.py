@@ -12,13 +12,13 @@ from torch import Tensor
 
 from sdk.kernels.gpu import scratch
 from sdk.kernels.gpu.dense import DenseLinear
-from sdk.kernels.gpu.linear import Linear
-from sdk.kernels.gpu.linear_as_file import LinearAsFile
+from sdk.kernels.gpu.linear import TritonLinear
+from sdk.kernels.gpu.linear_as_file import TritonLinearAsFile
 from sdk.kernels.gpu.tuning import Tiles, Tuning
 from sdk.kernels.layouts import E2M1, ActivationScheme, Dense, Layout
 from sdk.kernels.ops import Ops
 from sdk.kernels.reference.decode import decode
-from sdk.kernels.reference.rounding import rounded
+from sdk.kernels.reference.fake_quantize import fake_quantize
 from sdk.kernels.routes import Routes
 
 FEW = Tuning(programs=4)
@@ -148,7 +148,7 @@ def test_every_row_is_multiplied_with_the_weight_of_its_expert(
     routes = reference.moe.route(logits(tokens), 2, normalized=True)
     x = cases.activations(tokens, layouts[0].shape[1])
     given = x if tokens == 1 else x.half()  # one token is not rounded
-    found = check(Linear(torch.float16, FEW), layouts, x, given, routes, True)
+    found = check(TritonLinear(torch.float16, FEW), layouts, x, given, routes, True)
     assert found < (5e-4 if "like" in name else 2e-6)
 
 
@@ -165,13 +165,15 @@ def test_rows_may_fall_on_experts_as_they_like(
     layouts = [cases.affine(OUT, WIDTH, 4, 32, "minus", seed=seed) for seed in range(count)]
     x = cases.activations(tokens if by_token else tokens * k, WIDTH)
     rounded_x = x if tokens == 1 else x.half()
-    assert check(Linear(torch.float16, FEW), layouts, x, rounded_x, routes, by_token) < 2e-6
+    assert check(TritonLinear(torch.float16, FEW), layouts, x, rounded_x, routes, by_token) < 2e-6
 
 
 @pytest.mark.slow
 def test_shares_of_the_columns_are_added_for_experts_too(reference: Ops, cases: Any) -> None:
     tiles = [(99, Tiles(16, 16, 9, 4, 3))]  # two busy experts leave it four shares
-    linear = Linear(torch.float16, replace(FEW, table={("linear", "int4g128z", OUT, 1024): tiles}))
+    linear = TritonLinear(
+        torch.float16, replace(FEW, table={("linear", "int4g128z", OUT, 1024): tiles})
+    )
     layouts = [cases.affine(OUT, 1024, 4, 128, "zeros", seed=seed) for seed in range(2)]
     for tokens, shares in ((1, 8), (3, 4)):
         routes = reference.moe.route(logits(tokens, 2), 1, normalized=True)
@@ -190,7 +192,7 @@ DECODED = ("int4-minus", "int4-channel-floats", "nested-like", "nf4-like", "fp8-
 def decoded(
     reference: Ops,
     layouts: list[Layout],
-    linear: Linear,
+    linear: TritonLinear,
     given: Tensor,
     x: Tensor,
     *,
@@ -220,7 +222,7 @@ def test_a_large_prompt_decodes_each_expert_once(
     monkeypatch.setattr(scratch, "EXPERTS_SCRATCH", 2 * n * k * 2 + 100)  # two at a time
     given = logits(10)
     given[:, 2] = float("-inf")  # nobody wants the third
-    linear = Linear(torch.float16, replace(FEW, experts_dense_from=4))
+    linear = TritonLinear(torch.float16, replace(FEW, experts_dense_from=4))
     x = cases.activations(10 if by_token else 20, k)
     assert decoded(reference, layouts, linear, given, x, by_token=by_token) < 2e-6
 
@@ -228,7 +230,7 @@ def test_a_large_prompt_decodes_each_expert_once(
 def test_decoded_experts_of_any_size_begin_where_loads_may(reference: Ops, cases: Any) -> None:
     layouts = [cases.affine(OUT, 100, 4, 100, "zero", seed=seed) for seed in range(EXPERTS)]
     assert OUT * 100 % 16
-    linear = Linear(torch.float16, replace(FEW, experts_dense_from=4))
+    linear = TritonLinear(torch.float16, replace(FEW, experts_dense_from=4))
     x = cases.activations(10, 100)
     assert decoded(reference, layouts, linear, logits(10), x, by_token=True) < 2e-6
 
@@ -240,15 +242,15 @@ def test_experts_are_decoded_from_as_many_rows_of_each_as_the_card_s_table_says(
     layouts = [LAYOUTS["q6_k"](cases, seed) for seed in range(EXPERTS)]
     x = cases.activations(10, 512)
 
-    def distance(linear: Linear) -> float:
+    def distance(linear: TritonLinear) -> float:
         return decoded(reference, layouts, linear, logits(10), x, by_token=True)
 
-    assert distance(Linear(torch.float16, replace(FEW, experts_dense_from=4))) < 2e-6
+    assert distance(TritonLinear(torch.float16, replace(FEW, experts_dense_from=4))) < 2e-6
     # weights that were not rounded: the experts have four rows each on average
-    assert distance(Linear(torch.float16, replace(FEW, experts_dense_from=5))) > 1e-5
+    assert distance(TritonLinear(torch.float16, replace(FEW, experts_dense_from=5))) > 1e-5
     for exact in (True, False):
         dtype = torch.float32 if exact else torch.float16
-        linear = Linear(dtype, replace(FEW, experts_dense_from=1), fixed=not exact)
+        linear = TritonLinear(dtype, replace(FEW, experts_dense_from=1), fixed=not exact)
         assert distance(linear) > 1e-5
 
 
@@ -276,7 +278,7 @@ def test_experts_have_measured_tiles_of_their_own(cases: Any, reference: Ops) ->
     table |= {("linear_experts", "int4g128z", OUT, 1024): [(4, many)]}
     layouts = [cases.affine(OUT, 1024, 4, 128, "zeros", seed=seed) for seed in range(2)]
     for fixed in (False, True):
-        linear = Linear(torch.float16, replace(FEW, table=table), fixed=fixed)
+        linear = TritonLinear(torch.float16, replace(FEW, table=table), fixed=fixed)
         group = linear.group([linear.pack(layout) for layout in layouts])
         assert group is not None
         routes = reference.moe.route(logits(3, 2), 2, normalized=True)
@@ -308,19 +310,19 @@ def test_experts_round_their_inputs_as_the_file_asks(
     layouts = [layout(seed) for seed in range(EXPERTS)]
     routes = reference.moe.route(logits(tokens), 2, normalized=True)
     x = cases.activations(tokens, 128)
-    linear = LinearAsFile(FEW, ("int", "e4m3"))
-    assert check(linear, layouts, x, rounded(x, scheme), routes, True) < 1e-5
+    linear = TritonLinearAsFile(FEW, ("int", "e4m3"))
+    assert check(linear, layouts, x, fake_quantize(x, scheme), routes, True) < 1e-5
 
 
 def test_experts_unlike_each_other_are_not_taken_as_one(cases: Any) -> None:
-    linear = Linear(torch.float16, FEW)
+    linear = TritonLinear(torch.float16, FEW)
     pack = linear.pack
     plain = cases.affine(OUT, WIDTH, 4, 32, "zero")
     assert linear.group([pack(plain), pack(cases.affine(OUT, WIDTH, 4, 32, "zeros"))]) is None
     assert linear.group([pack(plain), pack(replace(plain, scale=plain.scale.float()))]) is None
     tables = [cases.table(OUT, WIDTH), cases.table(OUT, WIDTH, values=range(16))]
     assert linear.group([pack(table) for table in tables]) is None
-    as_file = LinearAsFile(FEW, ("int",))
+    as_file = TritonLinearAsFile(FEW, ("int",))
     static = [
         replace(cases.float8(OUT, WIDTH, (1, WIDTH)), inputs=ActivationScheme("e4m3", static=s))
         for s in (0.5, 0.25)
@@ -336,7 +338,7 @@ def test_with_a_fixed_order_a_row_does_not_depend_on_the_others(
     reference: Ops, cases: Any, exact: bool
 ) -> None:
     layouts = [cases.affine(OUT, 256, 4, 32, "minus", seed=seed) for seed in range(EXPERTS)]
-    linear = Linear(torch.float32 if exact else torch.float16, FEW, fixed=True)
+    linear = TritonLinear(torch.float32 if exact else torch.float16, FEW, fixed=True)
     group = linear.group([linear.pack(layout) for layout in layouts])
     given, x = logits(40), cases.activations(40, 256)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sdk.kernels.backend import Problem
 from sdk.kernels.gpu.dense import multiply, wide_sums
-from sdk.kernels.gpu.linear import Linear
+from sdk.kernels.gpu.linear import TritonLinear
 from sdk.kernels.gpu.packing import pack
 from sdk.kernels.gpu.tuning import Tiles, Tuning
 from sdk.kernels.layouts import BLOCK_TYPES, E2M1, Affine, Blocks, Layout, on_device
@@ -64,7 +64,7 @@ def made(cases: Any, name: str) -> Layout:
     return make(cases, n, k)
 
 
-def product(linear: Linear, layout: Layout, x: Tensor) -> Tensor:
+def product(linear: TritonLinear, layout: Layout, x: Tensor) -> Tensor:
     out = torch.full((x.shape[0], layout.shape[0]), float("nan"))
     linear.matmul(linear.pack(layout), x, out)
     return out
@@ -79,7 +79,7 @@ def test_packing_keeps_every_bit_and_decoded_rows_equal_the_reference(
     cases: Any, name: str
 ) -> None:
     layout = made(cases, name)
-    linear = Linear(torch.float16, FEW)
+    linear = TritonLinear(torch.float16, FEW)
     packed = linear.pack(layout)
     assert cases.same(linear.unpack(packed), layout)
     ids = torch.tensor([layout.shape[0] - 1, 0, 3, 3])
@@ -104,7 +104,7 @@ def test_a_weight_is_packed_and_decoded_on_its_own_device(cases: Any, name: str)
 def test_products_equal_float64_of_the_rounded_inputs(cases: Any, name: str, tokens: int) -> None:
     layout = made(cases, name)
     x = cases.activations(tokens, layout.shape[1])
-    found = product(Linear(torch.float16, FEW), layout, x)
+    found = product(TritonLinear(torch.float16, FEW), layout, x)
     # One token is not rounded; tables are rounded to float16 as x is.
     expected = (x if tokens == 1 else x.half()).double() @ decode(layout).double().t()
     assert distance(found, expected) < (5e-4 if "like" in name else 2e-6)
@@ -120,7 +120,7 @@ def test_products_equal_float64_of_the_rounded_inputs(cases: Any, name: str, tok
 def test_exact_products_round_nothing(cases: Any, name: str) -> None:
     layout = made(cases, name)
     x = cases.activations(7, layout.shape[1])
-    found = product(Linear(torch.float32, FEW), layout, x)
+    found = product(TritonLinear(torch.float32, FEW), layout, x)
     assert distance(found, x.double() @ decode(layout).double().t()) < 1e-6
 
 
@@ -128,7 +128,7 @@ def test_exact_products_round_nothing(cases: Any, name: str) -> None:
 def test_products_in_bfloat16_equal_float64_of_the_rounded_inputs(cases: Any, name: str) -> None:
     layout = made(cases, name)
     x = cases.activations(9, layout.shape[1]).bfloat16()
-    found = product(Linear(torch.bfloat16, FEW), layout, x)
+    found = product(TritonLinear(torch.bfloat16, FEW), layout, x)
     assert distance(found, x.double() @ decode(layout).double().t()) < 2e-6
 
 
@@ -139,9 +139,9 @@ def test_blocks_mean_what_the_gguf_package_says(cases: Any, name: str) -> None:
     kind = gguf.GGMLQuantizationType[name.upper()]
     w = torch.from_numpy(np.array(gguf.quants.dequantize(layout.data.numpy(), kind)))
     x = cases.activations(1, layout.shape[1])
-    assert distance(product(Linear(torch.float16, FEW), layout, x), x.double() @ w.double().t()) < (
-        2e-6
-    )
+    assert distance(
+        product(TritonLinear(torch.float16, FEW), layout, x), x.double() @ w.double().t()
+    ) < (2e-6)
 
 
 def test_four_bit_codes_written_by_hand() -> None:
@@ -152,14 +152,14 @@ def test_four_bit_codes_written_by_hand() -> None:
     x = torch.zeros(1, 32)
     x[0, 0], x[0, 1], x[0, 31] = 1.0, 10.0, 100.0
     # (1 - 8) * 0.5 * 1 + (2 - 8) * 0.5 * 10 + (0 - 8) * 0.5 * 100, and the like with 2
-    assert product(Linear(torch.float16, FEW), w, x).tolist() == [[-433.5, 1224.0]]
+    assert product(TritonLinear(torch.float16, FEW), w, x).tolist() == [[-433.5, 1224.0]]
 
 
 @pytest.mark.parametrize("name", ["int4-g64-zero", "q4_k", "fp8-blocks"])
 def test_many_tokens_are_multiplied_with_a_decoded_weight(cases: Any, name: str) -> None:
     layout = made(cases, name)
     x = cases.activations(9, layout.shape[1])
-    found = product(Linear(torch.float16, replace(FEW, dense_from=9)), layout, x)
+    found = product(TritonLinear(torch.float16, replace(FEW, dense_from=9)), layout, x)
     expected = x.half().double() @ decode(layout).half().double().t()
     assert distance(found, expected) < 1e-3  # the library rounds its result to float16
 
@@ -170,7 +170,7 @@ def test_many_tokens_are_multiplied_with_a_decoded_weight(cases: Any, name: str)
 )
 def test_with_a_fixed_order_a_row_does_not_depend_on_the_others(cases: Any, name: str) -> None:
     layout = made(cases, name)
-    linear = Linear(torch.float16, replace(FEW, dense_from=8), fixed=True)
+    linear = TritonLinear(torch.float16, replace(FEW, dense_from=8), fixed=True)
     x = cases.activations(19, layout.shape[1])
     together = product(linear, layout, x)
     for rows in (slice(0, 1), slice(3, 5), slice(0, 18)):
@@ -180,7 +180,9 @@ def test_with_a_fixed_order_a_row_does_not_depend_on_the_others(cases: Any, name
 def test_shares_of_the_columns_add_up_into_strided_rows(cases: Any) -> None:
     layout = cases.affine(35, 1024, 4, 128, "zeros")
     tiles = [(99, Tiles(16, 16, 3, 4, 3))]
-    linear = Linear(torch.float16, replace(FEW, table={("linear", "int4g128z", 35, 1024): tiles}))
+    linear = TritonLinear(
+        torch.float16, replace(FEW, table={("linear", "int4g128z", 35, 1024): tiles})
+    )
     wide = torch.zeros(5, 50)
     for tokens in (1, 5):
         x = cases.activations(tokens, 1024)
@@ -195,7 +197,7 @@ def test_shares_of_the_columns_add_up_into_strided_rows(cases: Any) -> None:
 def test_packed_weights_are_hardly_larger_than_their_files(cases: Any, name: str) -> None:
     _, _, make = LAYOUTS[name]
     layout = make(cases, 256, 512)
-    size = Linear(torch.float16, FEW).pack(layout).nbytes / layout.nbytes
+    size = TritonLinear(torch.float16, FEW).pack(layout).nbytes / layout.nbytes
     assert size <= (1.037 if name == "q3_k" else 1.03)
 
 
@@ -215,7 +217,7 @@ def test_packed_weights_are_hardly_larger_than_their_files(cases: Any, name: str
 def test_what_the_kernels_cannot_do_is_declined_with_a_reason(
     problem: Problem, reason: str
 ) -> None:
-    declined = Linear(torch.float16, FEW).reject(problem)
+    declined = TritonLinear(torch.float16, FEW).reject(problem)
     assert declined is not None
     assert reason in declined
 

@@ -17,11 +17,12 @@ from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.gpu import scratch
 from sdk.kernels.gpu.attention import Attention
 from sdk.kernels.gpu.dense import DenseLinear
-from sdk.kernels.gpu.linear import Linear, add_chunks, add_up
-from sdk.kernels.gpu.linear_as_file import LinearAsFile
+from sdk.kernels.gpu.linear import TritonLinear, add_chunks, add_up
+from sdk.kernels.gpu.linear_as_file import TritonLinearAsFile
 from sdk.kernels.gpu.scratch import CardScratch
 from sdk.kernels.gpu.tuning import Tiles, Tuning
 from sdk.kernels.kv_pages import KVPages
+from sdk.kernels.kv_types import KV_TYPES
 from sdk.kernels.layouts import ActivationScheme
 from sdk.kernels.ops import Ops
 from sdk.kernels.scratch import Matrix, Products
@@ -117,7 +118,7 @@ def test_a_packed_weight_s_products_ask_for_no_more_than_is_planned(
 ) -> None:
     layout = cases.affine(N, K, 4, 32, "minus")
     tuning = replace(FEW, table=SHARED if tuned else None)
-    linear = Linear(torch.float32 if exact else torch.float16, tuning, fixed=fixed)
+    linear = TritonLinear(torch.float32 if exact else torch.float16, tuning, fixed=fixed)
     packed, x, out = linear.pack(layout), cases.activations(tokens, K), torch.empty(tokens, N)
     wanted = x.double() @ linear_weight(linear, packed).t()
     found = asked(lambda: linear.matmul(packed, x, out))
@@ -127,7 +128,7 @@ def test_a_packed_weight_s_products_ask_for_no_more_than_is_planned(
     assert (out - wanted).norm() <= 2e-3 * wanted.norm()
 
 
-def linear_weight(linear: Linear, packed: Any) -> Tensor:
+def linear_weight(linear: TritonLinear, packed: Any) -> Tensor:
     rows = torch.empty(N, K)
     linear.rows(packed, torch.arange(N), rows)
     return rows.double()
@@ -139,7 +140,7 @@ def test_a_fixed_order_shares_k_for_some_rows_at_a_time(
 ) -> None:
     n, k, parts = 16, 512, 16 * 4 * 16 * 4  # of 16 rows and 4 shares
     table = {("linear", "int4g32m", n, k): [(99, Tiles(16, 16, 4, 1, 2))]}
-    linear = Linear(torch.float16, replace(FEW, table=table), fixed=True)
+    linear = TritonLinear(torch.float16, replace(FEW, table=table), fixed=True)
     packed = linear.pack(cases.affine(n, k, 4, 32, "minus"))
     x, out, alone = cases.activations(40, k), torch.empty(40, n), torch.empty(40, n)
     assert asked(lambda: linear.matmul(packed, x, alone)) > 2.5 * parts
@@ -176,12 +177,12 @@ def test_experts_products_ask_for_no_more_than_is_planned(
     scheme = ActivationScheme("e4m3", group=32 if name == "rounded" else 0)
     if name == "packed":
         layouts = [cases.affine(N, K, 4, 32, "minus", seed=seed) for seed in range(count)]
-        linear: Linear = Linear(torch.float16, FEW, fixed=fixed)
+        linear: TritonLinear = TritonLinear(torch.float16, FEW, fixed=fixed)
     else:
         layouts = [
             replace(cases.float8(N, K, (1, K), seed=seed), inputs=scheme) for seed in range(count)
         ]
-        linear = LinearAsFile(FEW, ("int", "e4m3"), fixed=fixed)
+        linear = TritonLinearAsFile(FEW, ("int", "e4m3"), fixed=fixed)
     ops = Ops("cpu", backends=("reference",))
     routes = ops.moe.route(torch.randn(tokens, count), used, normalized=True)
     ops.close()
@@ -198,7 +199,7 @@ def test_experts_products_ask_for_no_more_than_is_planned(
 def test_rounded_inputs_take_no_more_than_is_planned(cases: Any, group: int) -> None:
     scheme = ActivationScheme("e4m3", group=group)
     layout = replace(cases.float8(N, K, (1, K)), inputs=scheme)
-    linear = LinearAsFile(FEW, ("e4m3",))
+    linear = TritonLinearAsFile(FEW, ("e4m3",))
     packed, x = linear.pack(layout), cases.activations(40, K)
     out, whole = torch.empty(40, N), torch.empty(40, N)
     found = asked(lambda: linear.matmul(packed, x, out))
@@ -210,7 +211,8 @@ def test_rounded_inputs_take_no_more_than_is_planned(cases: Any, group: int) -> 
 
 @pytest.mark.parametrize("length", [200, 900])
 def test_attention_asks_for_the_parts_that_are_planned(length: int) -> None:
-    pages = KVPages(*(torch.randn(60, 2, 16, 64) for _ in range(2)))
+    kind = KV_TYPES["float32"]
+    pages = KVPages(torch.randn(60, 2, 16, 64), torch.randn(60, 2, 16, 64), kind, kind)
     table = torch.arange(57, dtype=torch.int32).repeat(3, 1)
     starts = torch.arange(4, dtype=torch.int32)
     lengths = torch.tensor([length, 5, 100], dtype=torch.int32)

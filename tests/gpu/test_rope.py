@@ -18,6 +18,7 @@ from sdk.kernels.gpu.elementwise import Places
 from sdk.kernels.gpu.page_codes import float8_bits
 from sdk.kernels.gpu.rope import RopeAndCache, RopeAngles
 from sdk.kernels.kv_pages import KVPages
+from sdk.kernels.kv_types import KV_TYPES
 from sdk.kernels.reference.elementwise import Places as ReferencePlaces
 from sdk.kernels.reference.rope import (
     RopeAndCache as Reference,
@@ -169,33 +170,35 @@ def rounded(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("k_dtype", "v_dtype", "head_dim", "groups"),
+    ("k_name", "v_name", "head_dim", "groups"),
     [
-        (torch.uint8, torch.int8, 64, 2),
-        (torch.int8, torch.uint8, 80, 3),
-        (torch.uint8, torch.float8_e5m2, 96, 1),
-        (torch.float8_e4m3fn, torch.uint8, 128, 4),
-        (torch.float16, torch.float8_e4m3fn, 64, 1),
+        ("int4", "int8", 64, 2),
+        ("int8", "int4", 80, 3),
+        ("int4", "fp8_e5m2", 96, 1),
+        ("fp8", "int4", 128, 4),
+        ("float16", "fp8", 64, 1),
     ],
 )
 def test_keys_and_values_have_types_and_groups_of_their_own(
-    k_dtype: torch.dtype, v_dtype: torch.dtype, head_dim: int, groups: int
+    k_name: str, v_name: str, head_dim: int, groups: int
 ) -> None:
     random = torch.Generator().manual_seed(head_dim)
     fused = torch.randn(4, 2 + 2 * 2, head_dim, generator=random) * 3
     fused[1] *= 1e-3
+    k_type, v_type = KV_TYPES[k_name], KV_TYPES[v_name]
     sides = []
-    for dtype in (k_dtype, v_dtype):
+    for dtype in (k_type.storage_dtype, v_type.storage_dtype):
         width = head_dim // 2 if dtype == torch.uint8 else head_dim
         codes = torch.zeros(4, 2, 16, width).to(dtype)
         kind = torch.int16 if dtype == torch.uint8 else torch.float16
         scale = None if dtype == torch.float16 else torch.zeros(4, 2 * groups, 16, dtype=kind)
         sides.append((codes, scale))
     (k, k_scale), (v, v_scale) = sides
-    q, pages = written(RopeAndCache().run, fused, 2, 2, KVPages(k, v, k_scale, v_scale), head_dim)
+    empty = KVPages(k, v, k_type, v_type, k_scale, v_scale)
+    q, pages = written(RopeAndCache().run, fused, 2, 2, empty, head_dim)
     q_wanted, turned = turned_heads(fused, head_dim)
     integers = (torch.int8, torch.uint8)
-    close_q = mixed(q_wanted) if k_dtype in integers else q_wanted
+    close_q = mixed(q_wanted) if k_type.storage_dtype in integers else q_wanted
     torch.testing.assert_close(q, close_q, rtol=1e-6, atol=1e-6)
     size = -(-head_dim // (32 * groups)) * 32
     for x, codes, scale in (

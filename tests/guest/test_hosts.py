@@ -64,7 +64,7 @@ def test_an_exception_at_any_function_call_leaves_nothing_locked(model: Path) ->
             assert at > 10, call
         metrics = llm.get_metrics()
         assert metrics["num_running"] == metrics["num_waiting"] == 0
-        assert not llm._driver._listeners and not llm.has_unfinished_requests
+        assert not llm._driver._sinks and not llm.has_unfinished_requests
         llm.close()
         print("fine")
     """

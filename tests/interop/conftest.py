@@ -22,7 +22,7 @@ from torch import Tensor
 
 import sdk
 from sdk import LLM, SamplingParams
-from sdk.loaders.hf_experts import spelled_as_ours
+from sdk.loaders.expert_names import spelled_as_ours
 from sdk.loaders.open import open_checkpoint
 
 HERE = Path(__file__).parent

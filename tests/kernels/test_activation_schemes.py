@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from sdk.kernels.cpu import CpuBackend
-from sdk.kernels.cpu.linear_as_file import LinearAsFile
+from sdk.kernels.cpu.scheme_linear import SchemeLinear
 from sdk.kernels.errors import KernelError
 from sdk.kernels.layouts import E2M1, ActivationScheme, Affine, Float8, Layout
 from sdk.kernels.ops import Ops
 from sdk.kernels.reference.decode import decode
-from sdk.kernels.reference.rounding import rounded
+from sdk.kernels.reference.fake_quantize import fake_quantize
 
 Scheme = ActivationScheme
 SCHEMES = (
@@ -60,13 +60,13 @@ def weights(cases: Any, scheme: ActivationScheme) -> list[Affine | Float8]:
     return [replace(weight, inputs=scheme) for weight in found]
 
 
-def native(backend: CpuBackend) -> LinearAsFile:
+def native(backend: CpuBackend) -> SchemeLinear:
     found = backend.implementations("linear")[-1]
-    assert isinstance(found, LinearAsFile)
+    assert isinstance(found, SchemeLinear)
     return found
 
 
-def multiply(kernel: LinearAsFile, weight: Layout, x: Tensor) -> Tensor:
+def multiply(kernel: SchemeLinear, weight: Layout, x: Tensor) -> Tensor:
     out = torch.full((x.shape[0], weight.shape[0]), 7.0)
     kernel.matmul(kernel.pack(weight), x, out)
     return out
@@ -78,22 +78,24 @@ def multiply(kernel: LinearAsFile, weight: Layout, x: Tensor) -> Tensor:
 def test_integers_of_a_token_are_steps_of_its_largest_magnitude() -> None:
     x = torch.tensor([[-2.55, 2.55, 0.0101, 0.03], [0.0, 0.0, 0.0, 0.0]])
     step = x[0, 1] / 127.5
-    assert torch.equal(rounded(x, Scheme("int"))[0], torch.tensor([-128.0, 127.0, 1, 2]) * step)
-    assert torch.equal(rounded(x, Scheme("int"))[1], x[1])
+    assert torch.equal(
+        fake_quantize(x, Scheme("int"))[0], torch.tensor([-128.0, 127.0, 1, 2]) * step
+    )
+    assert torch.equal(fake_quantize(x, Scheme("int"))[1], x[1])
 
 
 def test_integers_without_symmetry_span_the_range_of_a_token() -> None:
     x = torch.tensor([[-1.0, 4.1, 0.0, 0.5]])
     step = torch.tensor(5.1) / 255  # -1 is -128: zero is -78
-    found = rounded(x, Scheme("int", symmetric=False))
+    found = fake_quantize(x, Scheme("int", symmetric=False))
     assert torch.equal(found, torch.tensor([[-50.0, 205.0, 0.0, 25.0]]) * step)
 
 
 def test_static_integers_end_where_their_codes_do() -> None:
     x = torch.tensor([[-100.0, 100.0, 0.26, 0.24]])
-    assert rounded(x, Scheme("int", static=0.5)).tolist() == [[-64.0, 63.5, 0.5, 0.0]]
+    assert fake_quantize(x, Scheme("int", static=0.5)).tolist() == [[-64.0, 63.5, 0.5, 0.0]]
     moved = Scheme("int", static=0.5, zero=-100, symmetric=False)
-    assert rounded(x, moved).tolist() == [[-14.0, 100.0, 0.5, 0.0]]
+    assert fake_quantize(x, moved).tolist() == [[-14.0, 100.0, 0.5, 0.0]]
 
 
 def test_8_bit_floats_are_those_of_torch(cases: Any) -> None:
@@ -102,21 +104,21 @@ def test_8_bit_floats_are_those_of_torch(cases: Any) -> None:
     scale = torch.where(peak > 1e-30, peak, 1.0) / 448
     expected = (x / scale).to(torch.float8_e4m3fn).float() * scale
     expected[5] = 0
-    assert torch.equal(rounded(x, Scheme("e4m3")), expected)
+    assert torch.equal(fake_quantize(x, Scheme("e4m3")), expected)
     static = (x / 0.02).clamp(-448, 448).to(torch.float8_e4m3fn).float() * torch.tensor(0.02)
-    assert torch.equal(rounded(x, Scheme("e4m3", static=0.02)), static)
+    assert torch.equal(fake_quantize(x, Scheme("e4m3", static=0.02)), static)
 
 
 def test_a_limit_bounds_what_the_scale_is_made_of() -> None:
     x = torch.tensor([[448.0, 1.0, 100.0]])
-    assert rounded(x, Scheme("e4m3", limit=44.8)).tolist() == [
+    assert fake_quantize(x, Scheme("e4m3", limit=44.8)).tolist() == [
         [pytest.approx(44.8), pytest.approx(1.0, rel=0.06), pytest.approx(44.8)]
     ]
 
 
 def test_4_bit_floats_are_the_nearest_and_even_between_two() -> None:
     halves = torch.tensor([[0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, -0.3, -5.1]])
-    found = rounded(halves, Scheme("e2m1", 4, group=32, rule="mx"))
+    found = fake_quantize(halves, Scheme("e2m1", 4, group=32, rule="mx"))
     assert found.tolist() == [[0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0, -0.5, -6.0]]
 
 
@@ -125,13 +127,13 @@ def test_4_bit_floats_are_the_nearest_and_even_between_two() -> None:
 )
 def test_powers_of_two_of_microscaling_follow_the_largest_value(peak: float, scale: float) -> None:
     x = torch.tensor([[peak, 0.5 * scale]])
-    found = rounded(x, Scheme("e2m1", 4, group=32, rule="mx"))
+    found = fake_quantize(x, Scheme("e2m1", 4, group=32, rule="mx"))
     assert found[0, 1] == 0.5 * scale and found[0, 0] == min(round(peak / scale), 6) * scale
 
 
 def test_scales_rounded_up_to_powers_lose_no_magnitude(cases: Any) -> None:
     x = cases.activations(5, 256)
-    found = rounded(x, Scheme("e4m3", group=128, rule="power"))
+    found = fake_quantize(x, Scheme("e4m3", group=128, rule="power"))
     peak = x.view(5, 2, 128).abs().amax(2, True)
     scale = 2.0 ** torch.ceil(torch.log2(peak / 448))
     expected = (x.view(5, 2, 128) / scale).to(torch.float8_e4m3fn).float() * scale
@@ -140,7 +142,7 @@ def test_scales_rounded_up_to_powers_lose_no_magnitude(cases: Any) -> None:
 
 def test_scales_of_sixteen_are_8_bit_floats_times_a_factor(cases: Any) -> None:
     x = cases.activations(3, 64)
-    found = rounded(x, Scheme("e2m1", 4, group=16, rule="nv", factor=100.0)).view(3, 4, 16)
+    found = fake_quantize(x, Scheme("e2m1", 4, group=16, rule="nv", factor=100.0)).view(3, 4, 16)
     scale = x.view(3, 4, 16).abs().amax(2, True) / 6 * 100
     scale = scale.to(torch.float8_e4m3fn).float() / 100
     grid = torch.tensor(sorted(set(E2M1)))
@@ -152,7 +154,7 @@ def test_scales_of_sixteen_are_8_bit_floats_times_a_factor(cases: Any) -> None:
 def test_what_is_no_number_spoils_its_group_alone(scheme: ActivationScheme, cases: Any) -> None:
     x = cases.activations(4, 200)
     x[1, 5], x[2, 70] = math.nan, -math.inf
-    found = rounded(x, scheme)
+    found = fake_quantize(x, scheme)
     assert found.isfinite().all(1).tolist() == [True, False, False, True]
     group = scheme.group or 200
     assert bool(found[1, group:].isfinite().all())
@@ -178,7 +180,7 @@ def test_products_are_those_of_the_rounded_rows(
     for weight in weights(cases, scheme):
         x = inputs(cases, 21, weight.shape[1])
         found = multiply(kernel, weight, x)
-        expected = rounded(x, scheme).double() @ decode(weight).double().T
+        expected = fake_quantize(x, scheme).double() @ decode(weight).double().T
         assert cases.nmse(found, expected) < 1e-12
         for start, stop in ((0, 1), (2, 3), (1, 10), (4, 21)):
             assert torch.equal(multiply(kernel, weight, x[start:stop]), found[start:stop])
@@ -196,8 +198,10 @@ def test_rows_are_rounded_to_the_very_numbers_of_the_definition(
     codes = torch.eye(size, dtype=torch.uint8)
     whole = Affine((size, size), 8, size, codes, torch.ones(size, 1), signed=True, inputs=scheme)
     x = inputs(cases, 12, size)
-    assert torch.equal(multiply(kernel, plain, x), rounded(x, scheme))
-    torch.testing.assert_close(multiply(kernel, whole, x), rounded(x, scheme), rtol=2e-7, atol=0)
+    assert torch.equal(multiply(kernel, plain, x), fake_quantize(x, scheme))
+    torch.testing.assert_close(
+        multiply(kernel, whole, x), fake_quantize(x, scheme), rtol=2e-7, atol=0
+    )
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
@@ -242,7 +246,7 @@ def test_a_file_gets_its_rounding_unless_exact_is_asked_for(
         ops = Ops("cpu", compute=compute, num_threads=1, backends=backends)  # type: ignore[arg-type]
         linear = ops.linear(weight)
         assert linear.choice.name.startswith(f"{name}.{chosen}")
-        given = rounded(x, Scheme("int")) if compute == "auto" else x
+        given = fake_quantize(x, Scheme("int")) if compute == "auto" else x
         expected = given.double() @ decode(weight).double().T
         assert cases.nmse(linear.matmul(x), expected) < 1e-12
         assert torch.equal(linear.matmul(x[:1]), linear.matmul(x)[:1])

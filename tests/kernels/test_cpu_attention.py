@@ -15,9 +15,10 @@ from sdk.kernels.backend import Problem
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.cpu import CpuBackend, levels, open_backend
 from sdk.kernels.errors import KernelError
-from sdk.kernels.kv_pages import KVPages, is_mixed
+from sdk.kernels.kv_pages import KVPages
+from sdk.kernels.kv_types import KV_TYPES, KVType
 from sdk.kernels.reference.attention import Attention
-from sdk.kernels.reference.page_codes import decode, encode, mixed
+from sdk.kernels.reference.page_codes import encode, mixed
 from sdk.quant.spec import KVSpec
 
 DTYPES = ("float32", "float16", "bfloat16", "int8", "fp8", "fp8_e5m2", "int4", "k8v4", "fp8/int4")
@@ -75,13 +76,18 @@ def make_pages(num_pages: int, kv_heads: int, page_size: int, head_dim: int, dty
     return pages
 
 
+def sides(pages: KVPages) -> tuple[tuple[Tensor, Tensor | None, KVType], ...]:
+    """Elements, scales and types of keys and values."""
+    return (pages.k, pages.k_scale, pages.k_type), (pages.v, pages.v_scale, pages.v_type)
+
+
 def dequantized(pages: KVPages) -> tuple[Tensor, Tensor]:
     """Keys and values in float64, ``[num_pages, page_size, kv_heads, head_dim]``."""
     found = []
-    for codes, scale in ((pages.k, pages.k_scale), (pages.v, pages.v_scale)):
+    for codes, scale, kind in sides(pages):
         x = codes
         if scale is not None:
-            x = decode(codes, scale.unflatten(1, (codes.shape[1], -1)).transpose(2, 3))
+            x = kind.decode(codes, scale.unflatten(1, (codes.shape[1], -1)).transpose(2, 3))
         found.append(x.double().transpose(1, 2))
     return found[0], found[1]
 
@@ -106,11 +112,13 @@ def make_step(
         at = torch.arange(context)
         page, slot = batch.page_table[r].long()[at // page_size], at % page_size
         k, v = rows[0, :, :kv_heads], rows[1, :, :kv_heads]
-        for x, to, scale in ((k, pages.k, pages.k_scale), (v, pages.v, pages.v_scale)):
+        for x, (to, scale, kind) in zip((k, v), sides(pages), strict=True):
             if scale is None:
                 to[page, :, slot] = x.to(to.dtype)
             else:
-                codes, scales = encode(x, to.dtype, scale.shape[1] // kv_heads)
+                groups = scale.shape[1] // kv_heads
+                codes, scales = encode(x, kind, groups, mix=kind.hadamard)
+                assert scales is not None
                 to[page, :, slot], scale[page, :, slot] = codes, scales.flatten(1)
         queries.append(rows[2, context - new :, :heads])
     return Step(batch, pages, torch.cat(queries).contiguous())
@@ -147,7 +155,7 @@ def expected(step: Step, **options: Any) -> Tensor:
                 score = torch.cat((score, options["sinks"].double().unsqueeze(1)), dim=1)
             weight = score.softmax(dim=1)[:, : position + 1 - low]
             out[t] = torch.einsum("ht,thd->hd", weight, v[low : position + 1])
-    if is_mixed(step.pages.v.dtype):
+    if step.pages.v_mixed:
         out = mixed(out)
     return out.view(tokens, -1)
 
@@ -195,7 +203,7 @@ def test_chunks_batches_and_threads_do_not_change_a_bit(
 ) -> None:
     (kernel,) = backend.implementations("attention")
     whole = attend(kernel, make_step([(150, 150)], 6, 2, 64, 16, dtype), **options)
-    single = open_backend("cpu", 1, backend.engine.level)
+    single = open_backend("cpu", 1, backend.runtime.level)
     (alone,) = single.implementations("attention")
     for chunks in ((1,) * 150, (64, 64, 22), (3, 140, 7)):
         end, parts = 0, []
@@ -216,7 +224,7 @@ def test_spreading_a_context_over_threads_does_not_change_a_bit(
     (kernel,) = backend.implementations("attention")
     wanted = attend(kernel, whole, **options)[-5:]
     for threads in (1, 2, 3):
-        other = open_backend("cpu", threads, backend.engine.level)
+        other = open_backend("cpu", threads, backend.runtime.level)
         (kernel,) = other.implementations("attention")
         for requests in ([(1000, 1)], [(1000, 5)], [(1000, 1)] + [(900, 1)] * 30):
             step, new = make_step(requests, 6, 2, 64, 16, "float16"), requests[0][1]
@@ -301,7 +309,7 @@ def test_what_the_kernel_cannot_run_is_declined(backend: CpuBackend) -> None:
 def test_attention_refuses_arguments_that_disagree(backend: CpuBackend) -> None:
     (kernel,) = backend.implementations("attention")
     step = make_step([(4, 2)], 4, 2, 16, 16, "float32")
-    k, v = step.pages.k, step.pages.v
+    pages, v = step.pages, step.pages.v
     with pytest.raises(KernelError, match=r"expected sinks \[4\], found \[3\]"):
         attend(kernel, step, sinks=torch.zeros(3))
     with pytest.raises(KernelError, match="expected a window of at least 1, found 0"):
@@ -312,13 +320,17 @@ def test_attention_refuses_arguments_that_disagree(backend: CpuBackend) -> None:
     with pytest.raises(KernelError, match=r"attention q: expected torch\.float32 on cpu"):
         attend(kernel, replace(step, q=step.q.double()))
     with pytest.raises(KernelError, match=r"KV pages: k .* do not agree"):
-        attend(kernel, replace(step, pages=KVPages(k, v[:2])))
-    with pytest.raises(KernelError, match=r"expected \[pages, 2, page_size, 16\] of a known"):
-        attend(kernel, replace(step, pages=KVPages(k, v.double())))
+        attend(kernel, replace(step, pages=replace(pages, v=v[:2])))
+    known = r"of float32: expected torch\.float32 \[pages, 2, page_size, 16\], found torch\.float64"
+    with pytest.raises(KernelError, match=known):
+        attend(kernel, replace(step, pages=replace(pages, v=v.double())))
+    known = r"of float16: expected torch\.float16 \[pages, 2, page_size, 16\], found torch\.float32"
+    with pytest.raises(KernelError, match=known):
+        attend(kernel, replace(step, pages=replace(pages, k_type=KV_TYPES["float16"])))
     with pytest.raises(KernelError, match=r"KV pages: expected .* with a contiguous last"):
-        attend(kernel, replace(step, pages=KVPages(k, v.transpose(2, 3))))
-    with pytest.raises(KernelError, match=r"expected keys on cpu that lie \[head_dim, page_size\]"):
-        attend(kernel, replace(step, pages=KVPages(v, v)))
+        attend(kernel, replace(step, pages=replace(pages, v=v.transpose(2, 3))))
+    with pytest.raises(KernelError, match=r"expected keys on cpu, \[head_dim, page_size\]"):
+        attend(kernel, replace(step, pages=replace(pages, k=v)))
 
 
 @pytest.mark.parametrize("dtype", ["int8", "fp8", "int4"])
@@ -330,13 +342,13 @@ def test_pages_of_codes_are_refused_without_their_scales(backend: CpuBackend, dt
     with pytest.raises(
         KernelError, match=r"expected scales \[3, a multiple of 2, 16\], found None"
     ):
-        attend(kernel, replace(step, pages=KVPages(pages.k, pages.v)))
+        attend(kernel, replace(step, pages=replace(pages, k_scale=None, v_scale=None)))
     with pytest.raises(KernelError, match=r"KV scales: expected torch\.\w+16 on cpu"):
         attend(kernel, replace(step, pages=replace(pages, k_scale=pages.k_scale.float())))
     with pytest.raises(KernelError, match="2 scales do not fit a head of 16 in groups of 32"):
         double = pages.k_scale.repeat_interleave(2, 1)
         attend(kernel, replace(step, pages=replace(pages, k_scale=double)))
-    with pytest.raises(KernelError, match=r"KV pages: torch\.float16 has no scales"):
+    with pytest.raises(KernelError, match=r"KV pages of float16: expected no scales"):
         plain = make_pages(3, 2, 16, 16, "float16")
         attend(kernel, replace(step, pages=replace(plain, k_scale=pages.k_scale)))
 

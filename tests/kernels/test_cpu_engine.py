@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from sdk.kernels import cpu
-from sdk.kernels.cpu import library, page_args
+from sdk.kernels.cpu import library, page_args, runtime
 from sdk.kernels.errors import KernelError
 from sdk.kernels.ops import Ops
 
@@ -80,12 +80,14 @@ def test_ops_prefer_the_native_kernels(cases: Any) -> None:
     choice = exact.linear(cases.affine(16, 32)).choice
     assert choice.name == "cpu.linear_exact"
     assert choice.declined == (
-        ("cpu.linear", "rounds activations to 8 bits, compute is exact"),
-        ("cpu.linear_a16", "rounds activations to 16 bits, compute is exact"),
+        ("cpu.linear", "quantizes activations to 8 bits, compute is exact"),
+        ("cpu.linear_a16", "quantizes activations to 16 bits, compute is exact"),
     )
     wide = ops.linear(cases.affine(16, 32), activation_bits=16).choice
     assert wide.name == "cpu.linear_a16"
-    assert wide.declined == (("cpu.linear", "rounds activations to 8 bits, 16 are wanted"),)
+    assert wide.declined == (
+        ("cpu.linear", "quantizes activations to 8 bits, 16 bits were requested"),
+    )
     dense = ops.linear(cases.dense(16, 32, torch.float16), activation_bits=16).choice
     assert dense.name == "cpu.linear"
     ops.close()
@@ -95,7 +97,7 @@ def test_ops_prefer_the_native_kernels(cases: Any) -> None:
 def test_the_best_level_is_the_default_and_unknown_ones_raise() -> None:
     assert cpu.simd_level() == cpu.levels()[-1]
     backend = cpu.open_backend("cpu", 1)
-    assert backend.engine.level == cpu.simd_level()
+    assert backend.runtime.level == cpu.simd_level()
     backend.close()
     with pytest.raises(KernelError, match=r"SIMD level: expected one of .* found 'mmx'"):
         cpu.open_backend("cpu", 1, "mmx")
@@ -124,17 +126,17 @@ def test_a_closed_engine_says_so(cases: Any) -> None:
 
 def test_running_out_of_memory_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KernelError, match="attention: out of memory"):
-        library.check(1, "attention")
+        runtime.check(1, "attention")
 
     class Full:
         def embedlm_levels(self) -> int:
             return 1
 
-        def embedlm_engine_create(self, threads: int, level: int) -> None:
+        def embedlm_runtime_create(self, threads: int, level: int) -> None:
             return None
 
-    monkeypatch.setattr(library, "find_library", Full)
-    with pytest.raises(KernelError, match="no engine of 8 threads: out of memory"):
+    monkeypatch.setattr(runtime, "find_library", Full)
+    with pytest.raises(KernelError, match="CPU kernels with 8 threads: out of memory"):
         cpu.open_backend("cpu", 8)
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from sdk.kernels.backend import Problem
 from sdk.kernels.cpu import CpuBackend, levels, open_backend
-from sdk.kernels.cpu.linear import Linear
-from sdk.kernels.cpu.packed_weight import integer_steps
-from sdk.kernels.cpu.weight_memory import CHUNK
+from sdk.kernels.cpu.packed_linear import PackedLinear
+from sdk.kernels.cpu.packed_weight import int8_table
+from sdk.kernels.cpu.weight_memory import MAPPING_BYTES
 from sdk.kernels.errors import KernelError
 from sdk.kernels.layouts import (
     BLOCK_TYPES,
@@ -65,12 +65,12 @@ SCALED = ((37, 77, (37, 77)), (37, 77, (1, 77)), (40, 300, (128, 128)), (50, 70,
 POWERS = ((37, 70, (1, 32)), (40, 300, (128, 128)), (37, 77, (37, 77)))
 
 
-def kernels(backend: CpuBackend) -> tuple[Linear, Linear]:
+def kernels(backend: CpuBackend) -> tuple[PackedLinear, PackedLinear]:
     rounding, _, exact, _ = backend.implementations("linear")
     return rounding, exact
 
 
-def multiply(kernel: Linear, packed: Any, x: Tensor) -> Tensor:
+def multiply(kernel: PackedLinear, packed: Any, x: Tensor) -> Tensor:
     out = torch.full((x.shape[0], packed.facts.shape[0]), float("nan"))
     kernel.matmul(packed, x, out)
     return out
@@ -199,7 +199,7 @@ def stepped(weight: Layout) -> Layout:
     """The weight with the table that integer products use."""
     if not isinstance(weight, Affine) or weight.table is None:
         return weight
-    step, steps = integer_steps(weight.table)
+    step, steps = int8_table(weight.table)
     return replace(weight, table=torch.tensor(steps) * step)
 
 
@@ -222,13 +222,13 @@ def test_tables_of_the_formats_lose_less_as_integers_than_activations_do(cases: 
     exact += [tuple(v / 4 for v in (4, 12, 20, 28, 36, 44, 52, 62, *range(-4, -36, -4)))]
     for values in exact:
         table = torch.tensor(values, dtype=torch.float32)
-        step, steps = integer_steps(table)
+        step, steps = int8_table(table)
         torch.testing.assert_close(torch.tensor(steps) * step, table, rtol=1e-7, atol=0)
     normal = torch.randn(4000, 64, generator=torch.Generator().manual_seed(2))
     normal /= normal.abs().amax(dim=1, keepdim=True)
     for values, bound in ((NF4, 2.5e-5), (FP4, 1.5e-5)):
         table = torch.tensor(values)
-        step, steps = integer_steps(table)
+        step, steps = int8_table(table)
         assert max(steps) <= 127 and min(steps) >= -127
         codes = (normal.unsqueeze(2) - table).abs().argmin(dim=2)
         assert cases.nmse((torch.tensor(steps) * step)[codes], table[codes]) < bound
@@ -266,7 +266,7 @@ def test_rounding_activations_costs_little(backend: CpuBackend, cases: Any) -> N
         peaks = x.clone()
         peaks[:, 64:96] *= 30  # one block with nearly all of the error, as language models have
 
-        def error(kernel: Linear, x: Tensor, weight: Layout = weight) -> float:
+        def error(kernel: PackedLinear, x: Tensor, weight: Layout = weight) -> float:
             out = multiply(kernel, kernel.pack(weight), x)
             return float(cases.nmse(out, x.double() @ decode(weight).double().T))
 
@@ -299,7 +299,7 @@ def test_a_row_has_the_same_bits_in_every_batch(
     backend: CpuBackend, cases: Any, index: int
 ) -> None:
     kernel = backend.implementations("linear")[index]
-    single = open_backend("cpu", 1, backend.engine.level)
+    single = open_backend("cpu", 1, backend.runtime.level)
     alone = single.implementations("linear")[index]
     wide: list[Layout] = [
         cases.affine(37, 200, bits, 32, "zeros") for bits in (2, 3, 4, 5, 6, 7, 8)
@@ -419,7 +419,7 @@ def test_what_the_kernels_cannot_run_is_declined(
 def test_exact_compute_is_left_to_the_exact_kernel(backend: CpuBackend) -> None:
     problem = Problem("linear", compute="exact", layout="affine", bits=4, group=32)
     rounding, exact = kernels(backend)
-    assert rounding.reject(problem) == "rounds activations to 8 bits, compute is exact"
+    assert rounding.reject(problem) == "quantizes activations to 8 bits, compute is exact"
     assert exact.reject(problem) is None
 
 
@@ -469,9 +469,9 @@ def test_packed_weights_share_mappings_that_end_with_the_last_of_them(
 ) -> None:
     kernel, _ = kernels(backend)
     first, second = (kernel.pack(cases.affine(32, 64, 4, 32)) for _ in range(2))
-    assert 0 < second.codes.data_ptr() - first.codes.data_ptr() < CHUNK
-    large = kernel.pack(cases.dense(16, CHUNK // 64 + 1, torch.float32))
-    assert large.codes.nbytes > CHUNK
+    assert 0 < second.codes.data_ptr() - first.codes.data_ptr() < MAPPING_BYTES
+    large = kernel.pack(cases.dense(16, MAPPING_BYTES // 64 + 1, torch.float32))
+    assert large.codes.nbytes > MAPPING_BYTES
     again = kernel.pack(cases.affine(32, 64, 4, 32))
     del second, large
     for packed in (first, again):

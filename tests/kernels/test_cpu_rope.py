@@ -15,7 +15,7 @@ from sdk.kernels.cpu import CpuBackend
 from sdk.kernels.errors import KernelError
 from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.ops import Ops
-from sdk.kernels.reference.page_codes import decode, mixed
+from sdk.kernels.reference.page_codes import mixed
 from sdk.kernels.reference.rope import RopeAndCache, RopeAngles, rotate
 from sdk.models.rope import Rope, RopeSpec
 from sdk.quant.spec import KVSpec
@@ -128,9 +128,10 @@ def test_small_codes_are_within_half_a_step_of_their_values(
     at = batch.slots // 16, slice(None), batch.slots % 16
     for x, codes, scales in ((k, pages.k, pages.k_scale), (v, pages.v, pages.v_scale)):
         assert scales is not None
-        error = (decode(codes[at], scales[at].unflatten(1, (2, -1))) - x).abs()
+        found = pages.k_type.decode(codes[at], scales[at].unflatten(1, (2, -1)))
+        error = (found - x).abs()
         if dtype == "int4":
-            error = (decode(codes[at], scales[at].unflatten(1, (2, -1))) - mixed(x)).abs()
+            error = (found - mixed(x)).abs()
             # 15 steps from end to end; the scale itself is off by up to a 16th
             groups = mixed(x).split([64, 32] if codes is pages.v else [32, 32, 32], dim=2)
             for part, off in zip(groups, error.split([y.shape[2] for y in groups], 2), strict=True):
@@ -167,8 +168,8 @@ def test_rope_refuses_arguments_that_disagree(backend: CpuBackend) -> None:
         kernel.run(q, k, v, torch.zeros(70, 9), torch.zeros(70, 9), batch, pages)
     with pytest.raises(KernelError, match=r"expected int64 slots \[70\]"):
         kernel.run(q, k, v, angle, angle, replace(batch, slots=batch.slots[:1]), pages)
-    with pytest.raises(KernelError, match="KV pages: expected"):
-        kernel.run(q, k, v, angle, angle, batch, KVPages(pages.k[:, :1], pages.v[:, :1]))
+    with pytest.raises(KernelError, match=r"KV pages of float32: expected"):
+        kernel.run(q, k, v, angle, angle, batch, replace(pages, k=pages.k[:, :1], v=pages.v[:, :1]))
     with pytest.raises(KernelError, match=r"float32 centre \[2, 16\], found .* \[16\]"):
         kernel.run(q, k, v, angle, angle, batch, replace(pages, k_centre=torch.zeros(16)))
     with pytest.raises(KernelError, match=r"rope v: expected torch\.float32 on cpu"):

@@ -196,7 +196,7 @@ def test_a_row_s_token_depends_on_nothing_but_the_row(backend: CpuBackend) -> No
     room = torch.empty(len(logits), 5003 + 7)
     room[:, 3:-4] = logits  # other alignment, rows apart
     assert native(backend).run(room[:, 3:-4], draws) == together
-    one = open_backend("cpu", 1, backend.engine.level)
+    one = open_backend("cpu", 1, backend.runtime.level)
     alone = [native(one).run(logits[i : i + 1], draws[i : i + 1]) for i in range(len(logits))]
     one.close()
     assert [list(column) for column in zip(*alone, strict=True)] == [
@@ -205,7 +205,7 @@ def test_a_row_s_token_depends_on_nothing_but_the_row(backend: CpuBackend) -> No
 
 
 def test_the_avx_levels_agree_bit_for_bit(backend: CpuBackend) -> None:
-    if backend.engine.level == "portable":
+    if backend.runtime.level == "portable":
         return  # no fused multiplication: its weights may differ in the last bit
     logits, draws = some_rows()
     best = open_backend("cpu", 1)

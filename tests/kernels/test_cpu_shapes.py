@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sdk.kernels.backend import Problem
 from sdk.kernels.cpu import CpuBackend
-from sdk.kernels.cpu.linear import Linear
+from sdk.kernels.cpu.packed_linear import PackedLinear
 from sdk.kernels.errors import KernelError
 from sdk.kernels.gpu.packing import pack as gpu_pack
 from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, Float8, Layout
@@ -56,7 +56,7 @@ def float8_facts(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-def multiply(kernel: Linear, packed: Any, x: Tensor, rows: int) -> Tensor:
+def multiply(kernel: PackedLinear, packed: Any, x: Tensor, rows: int) -> Tensor:
     out = torch.full((x.shape[0], rows), float("nan"))
     kernel.matmul(packed, x, out)
     return out

@@ -127,9 +127,9 @@ def test_a_replay_after_close_says_so(ops: Ops, cases: Any) -> None:
 
 
 def test_an_operator_that_does_not_exist_is_refused(ops: Ops) -> None:
-    engine = ops.context.backends[0].engine  # type: ignore[attr-defined]
+    runtime = ops.context.backends[0].runtime  # type: ignore[attr-defined]
     with pytest.raises(KernelError, match="future: no such operator"):
-        engine.run(99, SelectArgs(), 1, "future")
+        runtime.run(99, SelectArgs(), 1, "future")
 
 
 def test_heads_of_a_projection_are_normalized_without_a_copy(ops: Ops) -> None:

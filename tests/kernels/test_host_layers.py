@@ -137,10 +137,10 @@ def test_an_engine_with_layers_on_the_host_answers_the_same(
     with LLM(path, **options) as llm:
         wanted = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
     monkeypatch.setattr(host_layers, "CardCopies", Streams)
-    monkeypatch.setattr(loading, "_elsewhere", lambda *_: {"host_from": 1})
+    monkeypatch.setattr(loading, "_offload_options", lambda *_: {"host_from": 1})
     with LLM(path, **options) as llm:
         found = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
-        assert "not in the memory of their device" in llm.load_warnings[-1]
+        assert "offloaded from their device" in llm.load_warnings[-1]
         report = llm.quant_report()
     assert found == wanted
     assert report.layers

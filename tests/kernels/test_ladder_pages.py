@@ -138,7 +138,7 @@ def test_a_row_is_the_same_bits_alone_and_with_any_number_of_threads(backend: Cp
     [pages] = make_cache(64, 2).layers
     fill(pages, RopeAndCache(), RecodePage())
     [kernel] = backend.implementations("attention")
-    [single] = open_backend("cpu", 1, backend.engine.level).implementations("attention")
+    [single] = open_backend("cpu", 1, backend.runtime.level).implementations("attention")
     q = queries(60, 6, 64)
     whole = attend(kernel, pages, make_batch([60]), q, None)
     assert torch.equal(attend(single, pages, make_batch([60]), q, None), whole)

@@ -14,6 +14,7 @@ import torch
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import KernelError
 from sdk.kernels.kv_pages import KVPages
+from sdk.kernels.kv_types import KV_TYPES
 from sdk.kernels.layouts import BLOCK_TYPES, Affine, Blocks, Dense, check_layout
 from sdk.kernels.ops import Ops
 from sdk.kernels.reference.decode import decode, pack_codes, unpack_codes
@@ -126,8 +127,8 @@ def test_codes_that_index_a_table_by_hand() -> None:
     ("change", "message"),
     [
         ({"bits": 2}, r"affine table: expected \(1, 3, 4\) bits, found 2"),
-        ({"zero": 8}, "affine table: nothing is subtracted"),
-        ({"zeros": torch.zeros(3, 4).byte()}, "affine table: nothing is subtracted"),
+        ({"zero": 8}, "affine table: expected no zero points"),
+        ({"zeros": torch.zeros(3, 4).byte()}, "affine table: expected no zero points"),
         ({"table": torch.zeros(15)}, r"affine table: expected torch.float32 \[16\], found .*15"),
         ({"table": torch.zeros(16).half()}, r"affine table: .* found torch.float16"),
         ({"table": torch.full((16,), float("nan"))}, "affine table: expected finite values"),
@@ -165,6 +166,7 @@ def test_attention_matches_torch(ops: Ops, cases: Any, window: int | None, centr
     q, k, v = (torch.randn(tokens, n, head_dim) for n in (heads, kv_heads, kv_heads))
     pages = KVPages(
         *(torch.zeros(7, kv_heads, 16, head_dim) for _ in range(2)),
+        *(KV_TYPES["float32"] for _ in range(2)),
         k_centre=torch.randn(kv_heads, head_dim) if centred else None,
     )
     at = torch.arange(tokens)

@@ -17,6 +17,7 @@ from torch import Tensor
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.errors import KernelError
 from sdk.kernels.kv_pages import KVPages
+from sdk.kernels.kv_types import KV_TYPES
 from sdk.kernels.layouts import Affine, Dense
 from sdk.kernels.ops import Ops
 from sdk.kernels.reference.decode import decode
@@ -61,7 +62,8 @@ def make_pages(dtype: torch.dtype = torch.float32, page_size: int = 4) -> KVPage
     k = torch.zeros(4, 2, 16, page_size, dtype=dtype).transpose(2, 3)
     scales = [torch.ones(4, 2, page_size, dtype=torch.float16) for _ in range(2)]
     v = torch.zeros(4, 2, page_size, 16, dtype=dtype)
-    return KVPages(k, v, *(scales if dtype == torch.int8 else ()))
+    kind = next(x for x in KV_TYPES.values() if x.storage_dtype == dtype)
+    return KVPages(k, v, kind, kind, *(scales if kind.scale else ()))
 
 
 def rope(ops: Ops, batch: AttentionBatch, pages: KVPages, tokens: int = 6) -> None:

@@ -13,49 +13,49 @@ import torch
 from torch import Tensor
 
 from sdk import LLM, SamplingParams
-from sdk.kernels.cpu.linear import Linear
+from sdk.kernels.cpu.packed_linear import PackedLinear
 from sdk.kernels.errors import KernelError
 from sdk.kernels.layouts import ActivationScheme, Affine, Dense, on_device
 from sdk.kernels.ops import Ops
 from sdk.kernels.reference.decode import decode
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=4)
-Matmul = Callable[[Linear, Any, Tensor, Tensor], None]
+Matmul = Callable[[PackedLinear, Any, Tensor, Tensor], None]
 
 
-def double(right: Matmul, kernel: Linear, packed: Any, x: Tensor, out: Tensor) -> None:
+def double(right: Matmul, kernel: PackedLinear, packed: Any, x: Tensor, out: Tensor) -> None:
     right(kernel, packed, x, out)
     out *= 2.0
 
 
-def forget_a_row(right: Matmul, kernel: Linear, packed: Any, x: Tensor, out: Tensor) -> None:
+def forget_a_row(right: Matmul, kernel: PackedLinear, packed: Any, x: Tensor, out: Tensor) -> None:
     right(kernel, packed, x, out)
     out[-1] = torch.nan
 
 
-def turn_columns(right: Matmul, kernel: Linear, packed: Any, x: Tensor, out: Tensor) -> None:
+def turn_columns(right: Matmul, kernel: PackedLinear, packed: Any, x: Tensor, out: Tensor) -> None:
     right(kernel, packed, x.flip(1), out)
 
 
-def spoil_several(right: Matmul, kernel: Linear, packed: Any, x: Tensor, out: Tensor) -> None:
+def spoil_several(right: Matmul, kernel: PackedLinear, packed: Any, x: Tensor, out: Tensor) -> None:
     right(kernel, packed, x, out)
     if x.shape[0] > 1:
         out[1] = out[0]
 
 
-def fail(right: Matmul, kernel: Linear, packed: Any, x: Tensor, out: Tensor) -> None:
+def fail(right: Matmul, kernel: PackedLinear, packed: Any, x: Tensor, out: Tensor) -> None:
     raise RuntimeError("no such instruction")
 
 
 @pytest.fixture
 def spoil(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
-    right = Linear.matmul
+    right = PackedLinear.matmul
 
     def spoil(wrong: Any) -> None:
-        def matmul(self: Linear, packed: Any, x: Tensor, out: Tensor) -> None:
+        def matmul(self: PackedLinear, packed: Any, x: Tensor, out: Tensor) -> None:
             wrong(right, self, packed, x, out)
 
-        monkeypatch.setattr(Linear, "matmul", matmul)
+        monkeypatch.setattr(PackedLinear, "matmul", matmul)
 
     return spoil
 
@@ -117,13 +117,13 @@ def test_a_product_next_to_nothing_is_no_fault_of_the_kernel(cases: Any) -> None
 
 def test_a_kind_of_weight_is_checked_once(cases: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    right = Linear.matmul
+    right = PackedLinear.matmul
 
-    def matmul(self: Linear, packed: Any, x: Tensor, out: Tensor) -> None:
+    def matmul(self: PackedLinear, packed: Any, x: Tensor, out: Tensor) -> None:
         calls.append(x.shape[0])
         right(self, packed, x, out)
 
-    monkeypatch.setattr(Linear, "matmul", matmul)
+    monkeypatch.setattr(PackedLinear, "matmul", matmul)
     ops = Ops(num_threads=1)
     for rows in (40, 64, 40):
         ops.linear(cases.affine(rows, 128))

@@ -100,7 +100,7 @@ def test_a_row_that_changes_is_the_same_in_any_batch(backend: CpuBackend) -> Non
     (kernel,) = backend.implementations("sample")
     kernel.run(logits, draws, buffers)
     together = list(zip(*buffers.read(len(logits)), strict=True))
-    one = open_backend("cpu", 1, backend.engine.level)
+    one = open_backend("cpu", 1, backend.runtime.level)
     (kernel,) = one.implementations("sample")
     for row in range(len(logits)):
         alone = SampleBuffers(1)
@@ -149,7 +149,7 @@ def test_masks_that_kernels_could_not_read_are_refused() -> None:
         with pytest.raises(KernelError, match="expected a mask of contiguous uint32 words, found"):
             Shape(wrong)
     buffers = SampleBuffers(2)
-    with pytest.raises(KernelError, match="expected a mask's slot below 0, found 0"):
+    with pytest.raises(KernelError, match="expected a mask slot below 0, found 0"):
         buffers.set_mask(0, 0)
     buffers.use_masks(100)
     assert buffers.use_masks(100) is buffers.masks and buffers.masks.shape == (2, 4)

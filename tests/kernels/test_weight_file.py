@@ -205,6 +205,8 @@ def test_weights_larger_than_planned_get_more_room_while_there_is_some(
             raise OSError(errno.ENOSPC, "No space left on device")
 
         monkeypatch.setattr(os, "posix_fallocate", full)
-        with pytest.raises(KernelError, match=r"no room for \d+ bytes beside the 1048576 of their"):
+        with pytest.raises(
+            KernelError, match=r"no disk space for \d+ bytes in addition to the 1048576 of"
+        ):
             _large(cases, ops, 1)
         assert ops.linear(cases.affine(40, 96)).matmul(cases.activations(1, 96)).isfinite().all()

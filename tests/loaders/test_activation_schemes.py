@@ -178,9 +178,9 @@ def test_static_tensors_that_do_not_fit_are_refused(
         ({"num_bits": "8"}, "num_bits is 8, expected", CheckpointError),
         ({"num_bits": 6, "type": "float"}, "activations of 6 bits and type 'float'", None),
         ({"type": "fixed"}, "type 'fixed'", None),
-        ({"dynamic": False, "strategy": "token"}, "static scales of the strategy 'token'", None),
+        ({"dynamic": False, "strategy": "token"}, "the strategy 'token' with static scales", None),
         ({"strategy": "channel"}, "the strategy 'channel'", None),
-        ({"strategy": "group"}, "group_size is None, expected from 1", CheckpointError),
+        ({"strategy": "group"}, "group_size is None, expected 1 or more", CheckpointError),
         ({"strategy": "group", "group_size": -1}, "group_size is -1", CheckpointError),
     ],
 )

@@ -235,7 +235,7 @@ def test_auto_round_packs_as_either_version_of_gptq(
         ({"packing_format": "auto_round:llm_compressor"}, "auto_round:llm_compressor"),
         ({"data_type": "mx_fp4"}, "auto-round with .* and data_type mx_fp4"),
         ({"act_bits": 8}, "auto-round with activations of 8 bits"),
-        ({"rotation_config": {"a": 1}}, "auto-round with rotated weights, rotation_config"),
+        ({"rotation_config": {"a": 1}}, "auto-round with rotated weights: rotation_config"),
     ],
 )
 def test_what_auto_round_writes_besides_is_refused_by_name(
@@ -280,13 +280,13 @@ def odd_scale(order: str, value: float) -> dict[str, Tensor]:
             "gemm",
             {"version": "gemv"},
             {},
-            r"of AWQ \(gemm\), quantization_config says version gemv",
+            r"of AWQ \(gemm\), but quantization_config has version gemv",
         ),
         (
             "gemv",
             {"version": "gemm"},
             {},
-            r"of AWQ \(gemv\), quantization_config says version gemm",
+            r"of AWQ \(gemv\), but quantization_config has version gemm",
         ),
         ("gemm", {"group_size": 16}, {}, r"scales': 2 groups of 64 columns, .* group_size 16"),
         ("gemv", {"group_size": 1}, {}, r"scales': 32 groups of 64 columns, .* group_size 1"),
@@ -315,13 +315,13 @@ def odd_scale(order: str, value: float) -> dict[str, Tensor]:
             "gemm",
             {},
             {"qweight": torch.zeros(8, 32).int()},
-            r"is the shape of GPTQ, quantization_config says awq",
+            r"is the shape of GPTQ, but quantization_config says awq",
         ),
         (
             "gemm",
             {},
             {"qweight": torch.zeros(8, 33).int()},
-            r"is the shape of no known format, quantization_config says awq",
+            r"is the shape of no known format, but quantization_config says awq",
         ),
     ],
 )

@@ -76,7 +76,7 @@ def test_rows_of_bytes_take_a_127th_of_their_largest_value(layers: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"SCB": torch.ones(11)}, r"SCB': shape \[11\], expected \[12\], one for every row"),
+        ({"SCB": torch.ones(11)}, r"SCB': shape \[11\], expected \[12\], one per row"),
         ({"SCB": torch.ones(12, 1)}, r"SCB': shape \[12, 1\], expected \[12\]"),
         ({"SCB": torch.full((12,), float("nan"))}, "SCB': a scale is not a finite number"),
         ({"weight_format": torch.tensor(1).byte()}, r"weight_format': is \[1\], expected 0"),
@@ -110,7 +110,7 @@ def test_blocks_over_the_end_of_a_row_are_dequantized_to_the_type_in_the_state(
 ) -> None:
     tensors, expected = four_bits(shape, state={"dtype": dtype})
     weight = layers.weight(SETTINGS, tensors, shape)
-    assert f"blocks over the ends of rows: held as {weight.spec}, not in 4 bits" in caplog.text
+    assert f"blocks cross row ends: stored in memory as {weight.spec}, not 4 bits" in caplog.text
     assert torch.equal(weight.dequantize(), expected.to(getattr(torch, dtype)).float())
     assert weight.layout.values.dtype == getattr(torch, dtype)
     [entry] = layers.open(SETTINGS, tensors, shape).entries()
@@ -180,9 +180,12 @@ def test_4_bit_tensors_that_do_not_fit_are_refused(
         ({"dtype": "int8"}, "dtype is int8, expected float32 or float16 or bfloat16"),
         ({"dtype": ["float32"]}, "dtype is .*, expected float32 or float16 or bfloat16"),
         ({"nested_blocksize": -1}, "nested_blocksize is -1, expected a power of two"),
-        ({"nested_blocksize": 0}, "codes of scales, but the quant_state has no nested_blocksize"),
+        (
+            {"nested_blocksize": 0},
+            "scales are quantized, but quant_state has no nested",
+        ),
         ({"nested_offset": "0"}, "nested_offset is 0, expected a finite number"),
-        ({"nested_offset": 1e999}, "Infinity is not a number JSON allows"),
+        ({"nested_offset": 1e999}, "Infinity is not allowed in JSON"),
         ({"nested_dtype": "float64"}, "nested_dtype is float64, expected float32"),
     ],
 )

@@ -310,7 +310,7 @@ def test_scales_for_a_kv_cache_are_reported_and_left_alone(
     assert torch.equal(weight.dequantize(), expected)
     range_of_all = f"({shown} to {shown})"
     assert caplog.text.count(f"3 scales for an 8-bit KV cache {range_of_all} are not used") == 1
-    unsound = "3 scales of the KV cache are no positive numbers, .* among them: 1 is taken"
+    unsound = "3 scales of the KV cache are not positive numbers, such as .*; 1 is used"
     assert bool(re.search(unsound, caplog.text)) == (value != shown)
     assert list(layers.reopen().kv_scales.values()) == [shown] * 3
 
@@ -325,7 +325,7 @@ def test_outputs_that_should_be_rounded_are_told_of_and_stay_floats(
     said["config_groups"]["group_0"]["output_activations"] = {"num_bits": 8, "type": "float"}
     said["config_groups"]["cache"] = {**said["config_groups"]["group_0"], "weights": None}
     weight = layers.weight(said, tensors)
-    assert "output_activations of 2 config_groups, group_0 among them, are not" in caplog.text
+    assert "output_activations of 2 config_groups, such as group_0, have no effect" in caplog.text
     assert torch.equal(weight.dequantize(), expected)
 
 
@@ -365,7 +365,7 @@ def scale_with(value: float) -> Tensor:
         (".weight_zero_point", torch.zeros(32, 4).int(), r"shape \[32, 4\], expected \[4, 4\]"),
         (".weight_g_idx", torch.full((64,), 4).int(), "groups from 4 to 4, expected 0 to 3"),
         (".weight_g_idx", torch.full((64,), -2).int(), "groups from -2 to -2, expected 0 to 3"),
-        (".weight_g_idx", torch.zeros(64).int(), "groups of unlike sizes, expected 16 columns"),
+        (".weight_g_idx", torch.zeros(64).int(), "groups of different sizes, expected 16 columns"),
         (".weight_g_idx", torch.zeros(63).int(), r"shape \[63\], expected \[64\]"),
     ],
 )
@@ -428,7 +428,7 @@ def test_an_8_bit_float_that_is_no_number_is_refused(layers: Any, dtype: str, co
     ("groups", "message"),
     [
         ([ints(8, 16)], r"rows of 8 words for 64 columns, .* codes of 8 bits as quantization_conf"),
-        ([floats(8)], r"not codes of no bits as quantization_config"),
+        ([floats(8)], r"not hold codes of no bits as quantization_config"),
         ([ints(4, 32)], r"shape \[32, 4\], expected \[32, 1\] or groups of \[32\] columns"),
         ([ints(4)], r"shape \[32, 4\], expected \[32, 1\] or groups of \[64\] columns"),
     ],
@@ -464,9 +464,9 @@ def test_bytes_beyond_the_width_in_the_settings_are_refused(layers: Any) -> None
         (settings({"num_bits": 9}), "num_bits is 9, expected 1 to 8"),
         (settings({"num_bits": True}), "num_bits is True, expected 1 to 8"),
         (settings({"type": "complex"}), "type is 'complex', expected int or float"),
-        (settings({"group_size": 0}), "group_size is 0, expected from 1"),
-        (settings({"group_size": -2}), "group_size is -2, expected from 1"),
-        (settings({"group_size": "128"}), "group_size is 128, expected from 1"),
+        (settings({"group_size": 0}), "group_size is 0, expected 1 or more"),
+        (settings({"group_size": -2}), "group_size is -2, expected 1 or more"),
+        (settings({"group_size": "128"}), "group_size is 128, expected 1 or more"),
         (settings({"block_structure": [128]}), "block_structure is .*, expected .rows, columns"),
         (settings({"block_structure": "0x1"}), "block_structure is .*, expected .rows, columns"),
         ({"sparsity_config": "yes"}, "sparsity_config is yes, expected an object"),
@@ -487,9 +487,9 @@ def test_settings_that_are_not_sound_are_refused(
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({"format": "marlin-24"}, "the format 'marlin-24' of compressed-tensors is not run"),
-        ({"format": "sparse-bitmask"}, "the format 'sparse-bitmask' of compressed-tensors is not"),
-        ({"config_groups": {"g": {"format": "new"}}}, "the format 'new' of compressed-tensors"),
+        ({"format": "marlin-24"}, "the compressed-tensors format 'marlin-24' is not supported"),
+        ({"format": "sparse-bitmask"}, "the compressed-tensors format 'sparse-bitmask' is not"),
+        ({"config_groups": {"g": {"format": "new"}}}, "the compressed-tensors format 'new'"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse and rotated weights are"),
         ({"transform_config": {"config_groups": {"R1": {}}}}, "sparse and rotated weights are not"),
         ({"quantization_status": "frozen"}, "is 'frozen', expected 'compressed'"),
@@ -509,7 +509,7 @@ def test_a_zero_point_beyond_the_width_in_the_settings_is_refused(layers: Any) -
     points = torch.full((32, 4), 8, dtype=torch.int8)
     tensors, _ = packed(4, (32, 64), 16)
     tensors[".weight_zero_point"] = points
-    with pytest.raises(CheckpointError, match=r"a zero point is outside of the range of 4 bits"):
+    with pytest.raises(CheckpointError, match=r"a zero point is outside the range of 4 bits"):
         layers.weight(settings(ints(4, 16)), tensors)
     codes = {".weight": random(-8, 8, 32, 64).char(), ".weight_scale": scales(32, 4)}
     with pytest.raises(CheckpointError, match=r"codes from -8 to 8, expected integers of 4 bits"):

@@ -107,10 +107,10 @@ def test_a_scale_may_lie_in_another_shard(write: Write) -> None:
 @pytest.mark.parametrize(
     ("beside", "message"),
     [
-        ({}, r"weight' is F8_E4M3, which is not run as a plain tensor"),
+        ({}, r"weight' is F8_E4M3, which is not supported for a plain tensor"),
         (
             {"weight_scale": torch.ones(1), "weight_scale_inv": torch.ones(1)},
-            r"expected one scale beside it, found .weight_scale_inv and .weight_scale$",
+            r"expected one tensor of scales, found .weight_scale_inv and .weight_scale$",
         ),
         ({"weight_scale": torch.ones(31)}, r"shape \[31, 1\], expected \[32, 1\] for \[32, 64\]"),
         ({"weight_scale": torch.ones(32, 2)}, r"shape \[32, 2\], expected \[32, 1\]"),
@@ -158,9 +158,9 @@ def test_scales_with_a_method_divide(write: Write, method: str, scale: tuple[int
 
 def test_scales_that_divide_are_not_zero_and_of_the_known_meaning(write: Write) -> None:
     settings = {"weight_scale_method": "row"}
-    with pytest.raises(CheckpointError, match=r"weight_scale_inv': a scale is 0, and divides"):
+    with pytest.raises(CheckpointError, match=r"weight_scale_inv': a scale is 0, but"):
         open_checkpoint(write(settings, weight_scale_inv=torch.zeros(32))).weight(DOWN)
-    with pytest.raises(UnsupportedError, match="weight_scale_semantics is direct, which is not ru"):
+    with pytest.raises(UnsupportedError, match="weight_scale_semantics is direct, which is not su"):
         open_checkpoint(write({**settings, "weight_scale_semantics": "direct"}))
 
 

@@ -99,7 +99,7 @@ def test_modelopt_may_keep_its_settings_in_a_file_of_their_own(layers: Any) -> N
 
 @pytest.mark.parametrize("algorithm", ["W4A8_AWQ", "INT8_SQ", "W4A16_AWQ"])
 def test_other_algorithms_of_modelopt_are_refused_by_name(layers: Any, algorithm: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"the quant_algo '{algorithm}' of ModelOpt is not"):
+    with pytest.raises(UnsupportedError, match=f"ModelOpt's quant_algo '{algorithm}' is not"):
         layers.open(modelopt(algorithm), nvfp4()[0], SHAPE)
 
 

@@ -88,15 +88,24 @@ EXPERTS = {"llama.expert_count": (4, 8), "llama.expert_used_count": (4, 2)}
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"general.architecture": (8, "rwkv7")}, "'rwkv7' is not run.*llama, qwen2"),
+        (
+            {"general.architecture": (8, "rwkv7")},
+            "'rwkv7' is not supported.*llama, olmo2, phi3, qwen2",
+        ),
         (
             {"general.architecture": (8, "qwen2"), "qwen2.expert_count": (4, 8)},
-            "qwen2 is not run as a mixture of experts",
+            "qwen2 is not supported as a mixture of experts",
         ),
-        ({**EXPERTS, "llama.expert_shared_count": (4, 1)}, "with expert_shared_count 1"),
-        ({**EXPERTS, "llama.expert_gating_func": (4, 2)}, "with expert_gating_func 2"),
-        ({**EXPERTS, "llama.expert_weights_scale": (6, 2.5)}, r"with expert_weights_scale 2\.5"),
-        ({"llama.attention.value_length": (4, 16)}, "keys of length 8 with values of length 16"),
+        ({**EXPERTS, "llama.expert_shared_count": (4, 1)}, "expert_shared_count is 1, expected 0"),
+        ({**EXPERTS, "llama.expert_gating_func": (4, 2)}, "expert_gating_func is 2, expected 1"),
+        (
+            {**EXPERTS, "llama.expert_weights_scale": (6, 2.5)},
+            r"expert_weights_scale is 2\.5, expected 1",
+        ),
+        (
+            {"llama.attention.value_length": (4, 16)},
+            "value_length is 16, expected attention.key_length 8",
+        ),
         (
             {"llama.block_count": (4, 2), "llama.attention.head_count_kv": (9, (4, [2, 4]))},
             "head_count_kv differs from layer to layer",
@@ -124,12 +133,12 @@ def test_shapes_that_disagree_with_the_metadata_are_named(files: Any, save: Save
     model.metadata["llama.feed_forward_length"] = (4, 128)
     checkpoint = open_checkpoint(save(model.build()))
     with pytest.raises(
-        CheckpointError, match=r"blk.0.ffn_up.weight.*\[64, 32\].*\[128, 32\].*layers.0.mlp.up_proj"
+        CheckpointError, match=r"blk.0.ffn_up.weight.*layers.0.mlp.up_proj.*\[128, 32\].*\[64, 32\]"
     ):
         checkpoint.weight("model.layers.0.mlp.up_proj")
     model.metadata["llama.embedding_length"] = (4, 64)
     checkpoint = open_checkpoint(save(model.build()))
-    with pytest.raises(CheckpointError, match=r"output_norm.weight.*\[32\].*\[64\]"):
+    with pytest.raises(CheckpointError, match=r"output_norm.weight.*\[64\].*\[32\]"):
         checkpoint.tensor("model.norm.weight")
 
 
@@ -151,7 +160,9 @@ def test_rows_that_do_not_divide_into_pairs_are_refused(files: Any, save: Save) 
     }
     model.tensors["blk.0.attn_q.weight"] = ((32, 36), 0, files.f32(36, 32))
     checkpoint = open_checkpoint(save(model.build()))
-    with pytest.raises(CheckpointError, match=r"36 rows do not divide into 4 heads of pairs"):
+    with pytest.raises(
+        CheckpointError, match=r"expected a multiple of 8 rows \(4 heads\), found 36"
+    ):
         checkpoint.weight("model.layers.0.self_attn.q_proj")
 
 

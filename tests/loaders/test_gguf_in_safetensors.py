@@ -77,12 +77,15 @@ def test_a_rule_for_single_layers_gives_them_another_type(layers: Any) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (settings(3, "q_k"), "bits 3 and format 'q_k' name no GGUF type; expected one of 1 and"),
+        (
+            settings(3, "q_k"),
+            "format 'q_k' do not name a GGUF type; expected one of 1 and",
+        ),
         (settings(4, "q_0", dynamic=[1]), "dynamic is .*expected an object"),
-        (settings(8, "q_0"), "rows of Q8_0, which do not fit in 144 bytes a row"),
+        (settings(8, "q_0"), "rows of Q8_0, which do not fit 144 bytes per row"),
         (
             settings(4, "q_0", dynamic={"x": {"format": "q_k"}}),
-            "rows of Q4_0 or Q4_K, which of them is not told by 144 bytes a row",
+            "rows of Q4_0 or Q4_K, but several fit 144 bytes per row",
         ),
     ],
 )

@@ -92,7 +92,7 @@ def test_a_wrong_total_of_tensors_is_refused(files: Any, tmp_path: Path) -> None
     paths = write_split(files, tmp_path)
     key = b"split.tensors.count" + struct.pack("<I", 5)
     patch(paths[0], key + struct.pack("<i", 11), key + struct.pack("<i", 12))
-    check_refused(paths[0], "split.tensors.count is 12, the 3 files hold 11")
+    check_refused(paths[0], "split.tensors.count is 12, but the 3 files hold 11")
 
 
 @pytest.mark.parametrize(("key", "value"), [("split.count", 2000), ("split.no", 60000)])

@@ -177,7 +177,7 @@ def test_symmetric_means_the_middle_whatever_is_stored(
         layer.zeros[:] = stored
     path = write(layer.tensors(), settings(sym=True, checkpoint_format="gptq"))
     weight = open_checkpoint(path).weight(LAYER)
-    assert ("sym is true, yet the zero points differ" in caplog.text) == (stored is None)
+    assert ("sym is true, but the zero points differ" in caplog.text) == (stored is None)
     layer.zeros[:] = 8
     assert torch.equal(weight.dequantize(), layer.values)
 
@@ -353,10 +353,10 @@ def test_sorted_columns_can_be_cut_by_rows_only(write: Folder) -> None:
         ({"group_size": None}, "group_size is missing"),
         ({"checkpoint_format": "gptq_v3"}, "is 'gptq_v3', expected gptq, gptq_v2 or gptq_p"),
         ({"checkpoint_format": ["gptq"]}, "expected gptq, gptq_v2 or gptq_p"),
-        ({"bits": 5}, "5 bits with checkpoint_format gptq_v2: only gptq_p has them"),
+        ({"bits": 5}, "5 bits with checkpoint_format gptq_v2, expected gptq_p"),
         ({"dynamic": {"x": {"bits": 6}}}, "6 bits with checkpoint_format gptq_v2"),
         ({"dynamic": {"x": {"bits": 12}}}, "bits of .* is '12', expected 2 to 8"),
-        ({"dynamic": [1]}, r"settings of single layers are \[1\], expected an object"),
+        ({"dynamic": [1]}, r"the overrides for single layers are \[1\], expected an object"),
     ],
 )
 def test_impossible_settings_are_refused(
@@ -440,14 +440,14 @@ def changed(name: str, index: Any, value: Any) -> dict[str, Tensor]:
             {"scales": torch.ones(2, 32).to(torch.float8_e4m3fn)},
             "scales': F8_E4M3, expected F16 or BF16 or F32",
         ),
-        ({"scales": torch.ones(3, 32)}, r"scales': 3 groups of 64 columns, .* says group_size 32"),
-        ({"scales": torch.ones(2, 31)}, r"beside scales \[2, 31\] is the shape of no known format"),
-        ({"scales": torch.ones(64)}, r"beside scales \[64\] is the shape of no known format"),
+        ({"scales": torch.ones(3, 32)}, r"scales': 3 groups of 64 columns, .* has group_size 32"),
+        ({"scales": torch.ones(2, 31)}, r"with scales \[2, 31\] is the shape of no known format"),
+        ({"scales": torch.ones(64)}, r"with scales \[64\] is the shape of no known format"),
         ({"scales": None}, r"scales': missing"),
         ({"qweight": torch.zeros(8, 32)}, r"qweight': F32, expected I32"),
         (
             {"qweight": torch.zeros(16, 32).int()},
-            r"qweight': 16 words hold 64 columns at 8 bits, quantization_config says bits 4",
+            r"qweight': 16 words hold 64 columns at 8 bits, but quantization_config has bits 4",
         ),
         (
             {"qweight": torch.zeros(8, 40).int(), "scales": torch.ones(2, 40)},
@@ -455,15 +455,15 @@ def changed(name: str, index: Any, value: Any) -> dict[str, Tensor]:
         ),
         (
             {"qweight": torch.zeros(64, 4).int(), "scales": torch.ones(2, 32)},
-            r"is the shape of AWQ \(gemm\), quantization_config says gptq",
+            r"is the shape of AWQ \(gemm\), but quantization_config says gptq",
         ),
         (
             {"qweight": torch.zeros(32, 8).int(), "scales": torch.ones(32, 32)},
-            r"is the shape of AWQ \(gemv\), quantization_config says gptq",
+            r"is the shape of AWQ \(gemv\), but quantization_config says gptq",
         ),
         (
             {"qweight": torch.zeros(8, 64).short(), "scales": torch.ones(32, 32)},
-            r"is the shape of AWQ \(gemv_fast\), quantization_config says gptq",
+            r"is the shape of AWQ \(gemv_fast\), but quantization_config says gptq",
         ),
         (
             {"qweight": torch.zeros(8, 0).int(), "scales": torch.ones(2, 0)},
@@ -493,7 +493,7 @@ def test_sorted_columns_without_their_groups_are_refused(write: Folder) -> None:
     tensors = Layer(act_order=True).tensors()
     del tensors["g_idx"]
     path = write(tensors, settings(desc_act=True))
-    with pytest.raises(CheckpointError, match=r"g_idx': missing, .* says desc_act"):
+    with pytest.raises(CheckpointError, match=r"g_idx': missing, .* has desc_act"):
         open_checkpoint(path).weight(LAYER)
 
 

@@ -105,7 +105,7 @@ def test_groups_across_rows_are_dequantized_to_the_type_of_the_scales(
 ) -> None:
     tensors, expected = matrix(packing, group, axis)
     weight = layers.weight(SETTINGS, tensors, SHAPE)
-    assert "groups of more than one row: held as floats" in caplog.text
+    assert "groups cross row ends: kept in memory as floats" in caplog.text
     assert str(weight.spec) == "f16"
     [entry] = layers.open(SETTINGS, tensors, SHAPE).entries()
     assert entry.format == "f16" and weight.nbytes <= entry.held <= weight.nbytes + 1000
@@ -171,7 +171,7 @@ def test_without_settings_the_tensors_decide(layers: Any) -> None:
         (".shape", torch.tensor([1 << 62, 0]), "expected two sizes"),
         (".packing", text("5bit_u8"), "is '5bit_u8', expected 8bit_u8 or"),
         (".packing", text("x" * 5000), "is 'xxxxxxxxxxxxxxxx', expected 8bit_u8 or"),
-        (".quant_scale", torch.tensor(1).byte(), "scales that are quantized themselves"),
+        (".quant_scale", torch.tensor(1).byte(), "the scales are quantized"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(

@@ -76,7 +76,7 @@ def test_a_file_is_named_by_its_name_or_a_pattern(quants: Hub, filename: str) ->
 
 
 def test_what_there_is_is_listed_where_the_name_fits_none_or_several(quants: Hub) -> None:
-    there = "name one, as org/tiny-GGUF:IQ4_XS; there are IQ4_XS, Q4_K_M, Q8_0, UD-Q4_K_XL, bf16"
+    there = "name one, like org/tiny-GGUF:IQ4_XS; there are IQ4_XS, Q4_K_M, Q8_0, UD-Q4_K_XL, bf16"
     for asked, message in (
         ("org/tiny-GGUF", f"org/tiny-GGUF: several GGUF models in it; {there}"),
         ("org/tiny-GGUF:Q5_K_M", f"org/tiny-GGUF: no GGUF model in it is 'Q5_K_M'; {there}"),
@@ -152,7 +152,7 @@ def test_a_second_call_asks_for_no_file_and_works_without_a_network(
     assert quants.got() == quants.got("HEAD") == []
     offline(monkeypatch, quants)
     assert locate("org/tiny-GGUF:Q8_0") == path
-    assert "the hub cannot be asked, its cached files are used" in caplog.text
+    assert "the hub cannot be reached, using the cached files" in caplog.text
     assert locate("org/tiny-GGUF:Q8_0", hub=HubAccess(local_files_only=True)) == path
     assert locate("org/tiny-GGUF:Q8_0", hub=HubAccess(COMMIT, local_files_only=True)) == path
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -210,7 +210,7 @@ def test_a_server_without_ranges_is_read_from_the_start(large: Hub) -> None:
 
 def test_a_connection_that_is_always_lost_is_an_error(large: Hub) -> None:
     large.cut_after = [0] * 50
-    with pytest.raises(CheckpointError, match="cannot be asked"):
+    with pytest.raises(CheckpointError, match="cannot be reached"):
         locate("org/tiny-GGUF:Q8_0")
 
 
@@ -241,7 +241,7 @@ def test_what_is_wrong_is_said(quants: Hub, monkeypatch: pytest.MonkeyPatch) -> 
         (
             "org/tiny-GGUF:Q8_0",
             {"hub": HubAccess("v2")},
-            "org/tiny-GGUF:Q8_0: no revision 'v2' of it",
+            "org/tiny-GGUF:Q8_0: it has no revision 'v2'",
         ),
         ("org/pickles", {}, "found config.json, pytorch_model.bin"),
         ("org/empty", {}, "found nothing"),
@@ -251,12 +251,12 @@ def test_what_is_wrong_is_said(quants: Hub, monkeypatch: pytest.MonkeyPatch) -> 
             {"hub": HubAccess(local_files_only=True)},
             "not found in the local cache (local_files_only)",
         ),
-        ("org/tiny-GGUF:Q8_0", {"filename": "x.gguf"}, "beside a type; give one of them"),
+        ("org/tiny-GGUF:Q8_0", {"filename": "x.gguf"}, "with a type; give one of them"),
     ):
         with pytest.raises(CheckpointError, match=re.escape(message)):
             locate(name, **options)
     offline(monkeypatch, quants)
-    with pytest.raises(CheckpointError, match=r"http://127\.0\.0\.1:9 cannot be asked: Connect"):
+    with pytest.raises(CheckpointError, match=r"http://127\.0\.0\.1:9 cannot be reached: Connect"):
         locate("org/none")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE is set"):
@@ -269,7 +269,7 @@ def test_a_file_of_a_local_folder_is_named_the_same_way(golden: Path, tmp_path: 
     assert locate(tmp_path, filename="*Q8_0.gguf").name == "a-Q8_0.gguf"
     with pytest.raises(CheckpointError, match=r"no GGUF model in it is filename='b\.gguf'"):
         locate(tmp_path, filename="b.gguf")
-    with pytest.raises(CheckpointError, match="beside a file; leave it out"):
+    with pytest.raises(CheckpointError, match="with a file; leave it out"):
         locate(tmp_path / "a-Q8_0.gguf", filename="a.gguf")
 
 
@@ -311,7 +311,7 @@ def test_two_models_of_one_type_are_named_by_their_files() -> None:
     with pytest.raises(CheckpointError) as caught:
         gguf_files("org/two", names, "Q4_0", None)
     assert str(caught.value) == (
-        "org/two: several GGUF models in it; name one, as filename='a-Q4_0.gguf'; there are "
+        "org/two: several GGUF models in it; name one, like filename='a-Q4_0.gguf'; there are "
         "a-Q4_0.gguf, b-Q4_0.gguf"
     )
 

@@ -41,7 +41,7 @@ def test_bytes_outside_of_a_file_are_refused(path: Path) -> None:
     file = ModelFile(path)
     assert file.read(SIZE - 2, 2).tolist() == [254, 255]
     for start, nbytes in ((SIZE - 2, 3), (-1, 2), (0, -1), (2**63, 1)):
-        with pytest.raises(CheckpointError, match=f"asked for, the file has {SIZE}"):
+        with pytest.raises(CheckpointError, match=f"are needed, the file has {SIZE}"):
             file.read(start, nbytes)
 
 

@@ -144,9 +144,11 @@ def test_missing_tensors_and_wrong_shapes_are_named(files: Any, tmp_path: Path) 
         CheckpointError, match=r"layers.0.mlp.down_proj is missing.*down_proj.weight"
     ):
         checkpoint.weight("model.layers.0.mlp.down_proj")
-    with pytest.raises(CheckpointError, match=r"embed_tokens.*\[9, 32\].*asks for \[8, 32\]"):
+    with pytest.raises(CheckpointError, match=r"embed_tokens: expected .*\[8, 32\].*\[9, 32\]"):
         checkpoint.weight("model.embed_tokens")
-    with pytest.raises(CheckpointError, match=r"up_proj.weight': shape \[32\], expected a matrix"):
+    with pytest.raises(
+        CheckpointError, match=r"up_proj.weight': expected a matrix, found shape \[32\]"
+    ):
         checkpoint.weight("model.layers.0.mlp.up_proj")
 
 
@@ -220,15 +222,15 @@ def test_several_files_without_an_index_are_refused(files: Any, folder: Path) ->
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth", "x.ckpt"])
 def test_pickles_are_refused_with_the_way_out(folder: Path, name: str) -> None:
     (folder / "model.safetensors").rename(folder / name)
-    with pytest.raises(UnsupportedError, match=f"only {name}: .*pickles.*save_pretrained"):
+    with pytest.raises(UnsupportedError, match=f"only pickles .{name}.*save_pretrained"):
         open_checkpoint(folder)
-    with pytest.raises(UnsupportedError, match=r"a pickle, which can run any code"):
+    with pytest.raises(UnsupportedError, match=r"pickles are not supported"):
         open_checkpoint(folder / name)
 
 
 def test_an_adapter_is_not_a_model(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
-    with pytest.raises(UnsupportedError, match=r"a LoRA .PEFT. adapter, not a model"):
+    with pytest.raises(UnsupportedError, match=r"expected a model, found a LoRA .PEFT. adapter"):
         open_checkpoint(folder)
 
 
@@ -253,7 +255,7 @@ def test_a_folder_with_one_gguf_model_opens_it(files: Any, tmp_path: Path) -> No
     assert open_checkpoint(tmp_path).format == "gguf"
     assert open_checkpoint(str(tmp_path)).path == tmp_path / "a.gguf"
     (tmp_path / "b.gguf").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"several GGUF models in it, name one: a.gguf, b.gg"):
+    with pytest.raises(CheckpointError, match=r"several GGUF models in it; name one: a.gguf, b.gg"):
         open_checkpoint(tmp_path)
 
 
@@ -309,7 +311,7 @@ def test_a_model_in_the_hub_cache_is_opened_without_a_network(files: Any, hub_ca
     with pytest.raises(CheckpointError, match=r"org/name: .*not found in the local cache"):
         open_checkpoint("org/name", revision="v2", local_files_only=True)
     (snapshot / "config.json").unlink()
-    with pytest.raises(CheckpointError, match=r"org/name: no model that can be opened in it"):
+    with pytest.raises(CheckpointError, match=r"org/name: no model found in it"):
         open_checkpoint("org/name", local_files_only=True)
 
 

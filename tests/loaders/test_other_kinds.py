@@ -27,10 +27,16 @@ FOLDERS: dict[str, tuple[dict[str, Any], str]] = {
     "onnx": ({"onnx/model.onnx": ""}, "an ONNX model"),
     "openvino": ({"openvino_model.xml": "", "config.json": {}}, "an OpenVINO model"),
     "tensorflow": ({"config.json": {"model_type": "llama"}, "tf_model.h5": ""}, "a TensorFlow"),
-    "pickles": ({"pytorch_model.bin": ""}, "only pytorch_model.bin: .*save_pretrained"),
+    "pickles": ({"pytorch_model.bin": ""}, "only pickles .pytorch_model.bin.*save_pretrained"),
     "tokenizer": ({"tokenizer.json": {}, "merges.txt": ""}, "a tokenizer without weights"),
-    "config": ({"config.json": {"model_type": "llama"}}, "only a config; download the weights"),
-    "something": ({"notes.txt": "", "x.csv": ""}, "no model in it .found notes.txt, x.csv."),
+    "config": (
+        {"config.json": {"model_type": "llama"}},
+        "found a config but no .safetensors files; download",
+    ),
+    "something": (
+        {"notes.txt": "", "x.csv": ""},
+        "no model in the folder .found notes.txt, x.csv.",
+    ),
 }
 
 
@@ -70,7 +76,7 @@ def test_a_merged_model_may_keep_its_adapters_config(files: Any, tmp_path: Path)
 def test_weights_without_their_config_say_where_it_belongs(files: Any, tmp_path: Path) -> None:
     folder = files.folder(tmp_path / "model")
     (folder / "config.json").unlink()
-    with pytest.raises(CheckpointError, match=r"without its config.json, which must lie beside it"):
+    with pytest.raises(CheckpointError, match=r"expected config.json next to the weights"):
         open_checkpoint(folder / "model.safetensors")
 
 
@@ -93,8 +99,8 @@ def test_encoders_are_named_by_plan_and_by_llm(
     [
         ({"general.type": "adapter"}, "a LoRA adapter for another model"),
         ({"general.type": "imatrix"}, "an importance matrix"),
-        ({"general.type": "mmproj"}, "the projector of a model that also sees"),
-        ({"general.architecture": "clip"}, "the projector of a model that also sees"),
+        ({"general.type": "mmproj"}, "the projector of a multimodal model"),
+        ({"general.architecture": "clip"}, "the projector of a multimodal model"),
         ({"general.architecture": "nomic-bert"}, "an encoder .for embeddings."),
         ({"general.architecture": "t5"}, "an encoder-decoder"),
     ],

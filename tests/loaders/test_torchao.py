@@ -164,7 +164,7 @@ def test_inputs_of_unpacked_codes_are_rounded_without_symmetry(layers: Any) -> N
 def test_other_ways_with_inputs_are_refused(layers: Any) -> None:
     found = tensors(random(8, *SHAPE), torch.rand(12, 1))
     for text in (rounding("QuantizeTensorToMXKwargs", {}), rounding([], {})):  # type: ignore[arg-type]
-        with pytest.raises(UnsupportedError, match="activations rounded by"):
+        with pytest.raises(UnsupportedError, match="activations quantized by"):
             layers.weight(SETTINGS, found, SHAPE, text)
     found["._weight_act_pre_scale"] = torch.ones(64)
     with pytest.raises(UnsupportedError, match="factors of activations"):

@@ -119,7 +119,7 @@ def written(source: HfFolder, scheme: Scheme, made: dict[str, Any], out: Path) -
 
 def test_awq_refuses_outputs_that_are_no_eights(source: HfFolder) -> None:
     scheme = Scheme.parse("awq-w4g32")
-    with pytest.raises(QuantizationError, match="outputs in eights, found 4 bits and 12"):
+    with pytest.raises(QuantizationError, match="multiple of 8 outputs, found 4 bits and 12"):
         HfWriter(source, scheme).matrix(Q, packed(scheme, Q, matrix(12, 128)))
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from sdk.kernels.batch import AttentionBatch
 from sdk.kernels.kv_pages import KVPages
+from sdk.kernels.kv_types import KV_TYPES
 from sdk.kernels.layouts import Dense
 from sdk.kernels.ops import Ops
 from sdk.models.auto import build_model
@@ -161,6 +162,8 @@ class Paged:
             KVPages(
                 torch.randn(transposed, generator=generator).transpose(2, 3),
                 torch.randn(shape, generator=generator),
+                KV_TYPES["float32"],
+                KV_TYPES["float32"],
             )
             for _ in range(c.num_layers)
         ]

@@ -173,7 +173,7 @@ def summary(results: list[tuple[str, str]]) -> str:
         reason = re.split(r": '|; | and may ", reason)[0]
         reason = re.sub(r"(heads x head_dim|layers to attend).*", r"\1", reason)
         reason = re.sub(
-            r"not a sound .*", "its config is not read (mixed with state spaces)", reason
+            r"not a valid .*", "its config is not read (mixed with state spaces)", reason
         )
         groups.setdefault(reason, []).append(name)
     lines = [

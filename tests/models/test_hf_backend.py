@@ -140,7 +140,7 @@ def test_the_registered_attention_leaves_the_hosts_models_alone(load: Callable[.
     [
         ({"model_type": "no_such_model"}, UnsupportedError, "'no_such_model'.*newer transformers"),
         ({"model_type": "vit"}, UnsupportedError, "'vit' is no causal language model"),
-        ({"model_type": "stablelm", "hidden_size": "x"}, CheckpointError, "refuses it"),
+        ({"model_type": "stablelm", "hidden_size": "x"}, CheckpointError, "rejects it"),
         ({"model_type": "stablelm", "num_hidden_layers": 10**9}, CheckpointError, "1..512"),
         ({"model_type": "bloom"}, UnsupportedError, "'bloom'.*code of its own.*paged KV cache"),
         ({"model_type": "falcon"}, UnsupportedError, "'falcon'.*code of its own"),

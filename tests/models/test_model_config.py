@@ -32,7 +32,7 @@ def read(**changes: Any) -> ModelConfig:
 def test_what_a_llama_config_leaves_out_has_the_values_of_the_family() -> None:
     config = read()
     assert (config.num_kv_heads, config.head_dim, config.activation) == (4, 16, "silu")
-    assert config.windows == (None,) * 4
+    assert config.sliding_windows == (None,) * 4
     assert config.rope == RopeSpec(10000.0, 16, 512, original_max_position=512, turning_dim=16)
     assert config.local_rope is None
     assert config.attention_scale == 0.25
@@ -80,7 +80,7 @@ def test_gemma3_of_transformers_4_and_5_are_one() -> None:
         }
     )
     assert old == new
-    assert old.windows == (8, 8, 8, 8, 8, None, 8)
+    assert old.sliding_windows == (8, 8, 8, 8, 8, None, 8)
     assert (old.rope.factor, old.rope.theta) == (8.0, 1e6)
     assert old.local_rope is not None
     assert (old.local_rope.factor, old.local_rope.theta) == (1.0, 10000.0)
@@ -121,7 +121,7 @@ def test_a_multimodal_config_is_read_as_its_text_part() -> None:
 def test_each_layer_has_the_window_of_its_family(
     changes: dict[str, Any], windows: tuple[int | None, ...]
 ) -> None:
-    assert read(**changes).windows == windows
+    assert read(**changes).sliding_windows == windows
 
 
 def test_the_facts_of_a_model_can_be_read_without_building_it() -> None:

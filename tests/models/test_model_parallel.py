@@ -77,9 +77,9 @@ def test_a_vocabulary_is_cut_in_equal_runs_but_the_last() -> None:
 
 
 def test_what_is_too_small_to_cut_is_refused() -> None:
-    with pytest.raises(AlignmentError, match="cannot cut 3 features for 4 ranks"):
+    with pytest.raises(AlignmentError, match="cannot split 3 features over 4 ranks"):
         mesh(0, 4).columns(3)
-    with pytest.raises(AlignmentError, match="cannot cut a vocabulary of 4 for 3 ranks"):
+    with pytest.raises(AlignmentError, match="cannot split a vocabulary of 4 over 3 ranks"):
         mesh(0, 3).vocabulary(4)
 
 

@@ -1,7 +1,7 @@
 // Random shapes through every operator, one by one and recorded, for valgrind and the sanitizers.
 //
-// driver [rounds]. What comes out is compared with what one thread, another number of rows, or single
-// calls give.
+// driver [rounds]. Results are compared with those of one thread, another number of rows, or single
+// calls.
 #include "driver.hpp"
 
 #include <math.h>
@@ -14,11 +14,11 @@ namespace {
 
 // --- weights ---
 
-void check_packing(Engine& engine, Packed& made) {
-    CHECK(embedlm_pack(engine.handle, &made.w, made.source.data(), made.row_bytes) == kOk);
+void check_packing(TestRuntime& runtime, Packed& made) {
+    CHECK(embedlm_pack(runtime.handle, &made.w, made.source.data(), made.row_bytes) == kOk);
     Buffer<uint8_t> back(made.source.size());
     back.zero();
-    CHECK(embedlm_unpack(engine.handle, &made.w, back.data(), made.row_bytes) == kOk);
+    CHECK(embedlm_unpack(runtime.handle, &made.w, back.data(), made.row_bytes) == kOk);
     if (made.w.source == kStream) {  // dense values too
         CHECK(back.starts_like(made.source, back.size()));
         return;
@@ -26,21 +26,21 @@ void check_packing(Engine& engine, Packed& made) {
     Buffer<uint8_t> codes(made.codes.size());  // of blocks only the codes come back
     Weight again = made.w;
     again.codes = codes.data();
-    CHECK(embedlm_pack(engine.handle, &again, back.data(), made.row_bytes) == kOk);
+    CHECK(embedlm_pack(runtime.handle, &again, back.data(), made.row_bytes) == kOk);
     CHECK(codes.starts_like(made.codes, codes.size()));
 }
 
-// A row is the same in every batch and on every number of threads; nothing beside it is written.
-void check_products(Random& random, Engine& one, Engine& many, Packed& made) {
+// A row is the same in every batch and on every number of threads; nothing outside of it is written.
+void check_products(Random& random, TestRuntime& one, TestRuntime& many, Packed& made) {
     const int64_t n = made.w.n, k = made.w.k, stride = n + random.below(3), most = 33;
     Buffer<float> x = floats(random, most * k);
-    const bool floats_only = made.w.unit == 1 && !made.w.dense;
-    for (int planes = 0; planes < (floats_only ? 1 : 3); ++planes) {  // 0: fp32
+    const bool floats_only = made.w.subgroup == 1 && !made.w.dense;
+    for (int terms = 0; terms < (floats_only ? 1 : 3); ++terms) {  // 0: fp32
         Buffer<float> expected(most * n);
         LinearArgs args{};
         args.w = &made.w;
-        args.exact = !planes;
-        args.planes = planes && !made.w.dense ? planes : 1;
+        args.exact = !terms;
+        args.terms = terms && !made.w.dense ? terms : 1;
         for (int64_t m : {33, 7, 2, 1, 0}) {
             Buffer<float> mine(m * k), out(m ? (m - 1) * stride + n : 0);
             memcpy(mine.data(), x.data(), sizeof(float) * (size_t)(m * k));
@@ -62,13 +62,13 @@ void check_products(Random& random, Engine& one, Engine& many, Packed& made) {
     CHECK(first.starts_like(second, 5 * k));
 }
 
-void check_weight(Random& random, Engine& one, Engine& many, Packed& made) {
+void check_weight(Random& random, TestRuntime& one, TestRuntime& many, Packed& made) {
     point(made);
     check_packing(many, made);
     check_products(random, one, many, made);
 }
 
-void weights(Random& random, Engine& one, Engine& many) {
+void weights(Random& random, TestRuntime& one, TestRuntime& many) {
     for (int i = 0; i < 10; ++i) {
         const int64_t n = random.below(4) ? random.between(1, 90) : 1;
         const int64_t k = random.below(4) ? random.between(1, 300) : 1;
@@ -85,16 +85,17 @@ void weights(Random& random, Engine& one, Engine& many) {
 
 // --- row-wise operators ---
 
-// Both engines run `call(engine, output)`, an output of `size` floats each; the results are equal.
-void both(Engine& one, Engine& many, int64_t size,
-          const std::function<void(Engine&, float*)>& call) {
+// Both runtimes run `call(runtime, output)`, each with an output of `size` floats; the results are
+// equal.
+void both(TestRuntime& one, TestRuntime& many, int64_t size,
+          const std::function<void(TestRuntime&, float*)>& call) {
     Buffer<float> first(size), second(size);
     call(one, first.data());
     call(many, second.data());
     CHECK(first.starts_like(second, size));
 }
 
-void rowwise(Random& random, Engine& one, Engine& many) {
+void rowwise(Random& random, TestRuntime& one, TestRuntime& many) {
     const int64_t rows = random.below(3) ? random.below(9) : 400, width = random.between(1, 200);
     const int64_t inner = random.between(1, 3), apart = width + random.below(9);
     const int64_t token = inner * apart + random.below(5);
@@ -102,9 +103,9 @@ void rowwise(Random& random, Engine& one, Engine& many) {
     const int64_t count = rows * inner;
     Buffer<float> residual = floats(random, count * width), other = floats(random, count * width);
     for (bool adding : {false, true}) {
-        both(one, many, count * width, [&](Engine& engine, float* out) {
+        both(one, many, count * width, [&](TestRuntime& runtime, float* out) {
             Buffer<float> sum = residual;
-            engine.run(kOpNorm,
+            runtime.run(kOpNorm,
                        NormArgs{wide.data(), adding ? sum.data() : nullptr, weight.data(), out,
                                 width, inner, token, apart, 1e-5f},
                        count);
@@ -112,38 +113,38 @@ void rowwise(Random& random, Engine& one, Engine& many) {
     }
     Buffer<float> gate_up = floats(random, count * 2 * width);
     for (int kind = kSilu; kind <= kGelu; ++kind) {
-        both(one, many, count * width, [&](Engine& engine, float* out) {
-            engine.run(kOpGated, GatedArgs{gate_up.data(), out, width, kind}, count);
+        both(one, many, count * width, [&](TestRuntime& runtime, float* out) {
+            runtime.run(kOpGated, GatedArgs{gate_up.data(), out, width, kind}, count);
         });
     }
     for (int kind = kMapZero; kind <= kMapSoftcap; ++kind) {
-        both(one, many, count * width, [&](Engine& engine, float* out) {
+        both(one, many, count * width, [&](TestRuntime& runtime, float* out) {
             if (kind != kMapZero) memcpy(out, residual.data(), sizeof(float) * (size_t)(count * width));
             float* add = kind == kMapAdd ? other.data() : kind == kMapBias ? weight.data() : nullptr;
-            engine.run(kOpMap, MapArgs{out, add, width, 2.5f, kind}, count);
+            runtime.run(kOpMap, MapArgs{out, add, width, 2.5f, kind}, count);
         });
     }
     Buffer<int64_t> positions = indices(random, rows, 5000);
-    both(one, many, 2 * rows * width, [&](Engine& engine, float* out) {
-        engine.run(kOpAngles,
+    both(one, many, 2 * rows * width, [&](TestRuntime& runtime, float* out) {
+        runtime.run(kOpAngles,
                    AnglesArgs{positions.data(), weight.data(), out, out + rows * width, width, 1.5f},
                    rows);
     });
     if (!count) return;
     Buffer<int64_t> chosen = indices(random, 7, count);
-    both(one, many, 7 * width, [&](Engine& engine, float* out) {
-        engine.run(kOpSelect, SelectArgs{residual.data(), chosen.data(), out, width, count}, 7);
+    both(one, many, 7 * width, [&](TestRuntime& runtime, float* out) {
+        runtime.run(kOpSelect, SelectArgs{residual.data(), chosen.data(), out, width, count}, 7);
     });
     Buffer<int32_t> order(width);
     for (int64_t k = 0; k < width; ++k) order[k] = (int32_t)(width - 1 - k);
     for (int32_t back : {0, 1}) {
-        both(one, many, count * width, [&](Engine& engine, float* out) {
-            engine.run(kOpTake, TakeArgs{residual.data(), order.data(), out, width, back}, count);
+        both(one, many, count * width, [&](TestRuntime& runtime, float* out) {
+            runtime.run(kOpTake, TakeArgs{residual.data(), order.data(), out, width, back}, count);
         });
     }
 }
 
-void sampling(Random& random, Engine& one, Engine& many) {
+void sampling(Random& random, TestRuntime& one, TestRuntime& many) {
     const int64_t rows = random.between(1, 5), width = random.below(2) ? random.between(1, 90) : 30000;
     const int64_t stride = width + random.below(3);
     Buffer<float> logits = floats(random, rows * stride);
@@ -201,8 +202,8 @@ int64_t head_size(const AttentionShape& s, int type) {
     return s.page_size * s.head_dim / (type == kI4 ? 2 : 1);
 }
 
-// Keys and values as far as they were written. Vectors of keys reach into slots that are not, and what
-// lies there is discarded: NaN shows that nothing of it comes through. Values stay uninitialized.
+// Keys and values as far as they were written. Vectors of keys also read slots that were not written,
+// and discard them: NaN shows that they have no effect. Values stay uninitialized.
 struct Cache {
     explicit Cache(const AttentionShape& s)
         : k(s.pages * s.kv_heads * head_size(s, s.key_type) * size_of(s.key_type)),
@@ -241,8 +242,8 @@ PageLevel level(const AttentionShape& s, Cache& cache) {
                  s.head_dim / (s.value_type == kI4 ? 2 : 1))};
 }
 
-// A page that is full becomes one of 4-bit codes.
-void recode(Engine& one, Engine& many, AttentionShape s, Cache& cache, int64_t page) {
+// A full page becomes one of 4-bit codes.
+void recode(TestRuntime& one, TestRuntime& many, AttentionShape s, Cache& cache, int64_t page) {
     RecodeArgs args{};
     const PageLevel source[2] = {level(s, cache), level(s, cache)};  // two layers, one as the other
     args.source = source;
@@ -264,9 +265,9 @@ void recode(Engine& one, Engine& many, AttentionShape s, Cache& cache, int64_t p
     CHECK(low[0].v.starts_like(low[1].v, low[0].v.size()));
 }
 
-// One engine's way through a step: rotates and writes `qkv`, attends.
-void attend(Engine& engine, const AttentionShape& s, Cache& cache, Buffer<float> qkv, AttentionArgs args,
-            float* cos, float* sin, const int64_t* slots, int64_t tokens) {
+// One step of one runtime: rotates and writes `qkv`, attends.
+void attend(TestRuntime& runtime, const AttentionShape& s, Cache& cache, Buffer<float> qkv,
+            AttentionArgs args, float* cos, float* sin, const int64_t* slots, int64_t tokens) {
     const int64_t token = (s.heads + 2 * s.kv_heads) * s.head_dim, half = s.head_dim / 4;
     RopeArgs rope{};
     rope.q = qkv.data();
@@ -285,7 +286,7 @@ void attend(Engine& engine, const AttentionShape& s, Cache& cache, Buffer<float>
     rope.head_dim = args.head_dim = (int32_t)s.head_dim;
     rope.half = (int32_t)half;
     rope.page_size = args.page_size = (int32_t)s.page_size;
-    engine.run(kOpRope, rope, tokens);
+    runtime.run(kOpRope, rope, tokens);
     args.q = rope.q;
     args.q_token = token;
     args.q_head = s.head_dim;
@@ -293,11 +294,11 @@ void attend(Engine& engine, const AttentionShape& s, Cache& cache, Buffer<float>
     args.levels[0] = rope.pages;
     args.num_levels = 1;
     args.scale = 0.3f;
-    engine.run(kOpAttention, args, s.requests);
+    runtime.run(kOpAttention, args, s.requests);
 }
 
-// A prompt and a few more tokens of every request, in pages handed out at random.
-void attention(Random& random, Engine& one, Engine& many) {
+// A prompt and a few more tokens of every request, in random pages.
+void attention(Random& random, TestRuntime& one, TestRuntime& many) {
     const int64_t most = 300, sizes[] = {1, 7, 16, 64};
     const int types[] = {kF32, kF16, kBF16, kI8, kE4M3, kE5M2, kI4};
     AttentionShape s{};
@@ -345,9 +346,9 @@ void attention(Random& random, Engine& one, Engine& many) {
                  tokens);
         const Buffer<float> qkv = floats(random, tokens * (s.heads + 2 * s.kv_heads) * s.head_dim);
         Cache* cache = &first;
-        both(one, many, tokens * s.heads * s.head_dim, [&](Engine& engine, float* out) {
+        both(one, many, tokens * s.heads * s.head_dim, [&](TestRuntime& runtime, float* out) {
             args.out = out;
-            attend(engine, s, *cache, qkv, args, cos.data(), sin.data(), slots.data(), tokens);
+            attend(runtime, s, *cache, qkv, args, cos.data(), sin.data(), slots.data(), tokens);
             cache = &second;
             for (int64_t i = 0; i < tokens * s.heads * s.head_dim; ++i) CHECK(out[i] == out[i]);
         });
@@ -357,8 +358,8 @@ void attention(Random& random, Engine& one, Engine& many) {
 
 // --- programs ---
 
-// A small model of every row-wise operator: recorded, it gives what its operators give one by one.
-void program(Random& random, Engine& one, Engine& many) {
+// A small model of every row-wise operator: the recorded program gives the results of single calls.
+void program(Random& random, TestRuntime& one, TestRuntime& many) {
     const int64_t tokens = 24, outputs = 6, width = 96, wide = 160, vocabulary = 40;
     Packed embedding = affine(random, vocabulary, width), up = affine(random, 2 * wide, width);
     Packed down = affine(random, width, wide), head = dense(random, vocabulary, width);
@@ -381,7 +382,7 @@ void program(Random& random, Engine& one, Engine& many) {
         args.x = from.data();
         args.out = to.data();
         args.out_stride = w.w.n;
-        args.planes = 1;
+        args.terms = 1;
         return args;
     };
     struct Line {
@@ -401,7 +402,7 @@ void program(Random& random, Engine& one, Engine& many) {
             NormArgs{delta.data(), sum.data(), norm.data(), x.data(), width, 1, width, 0, 1e-5f});
         add(kOpTake, kTokens, TakeArgs{x.data(), order.data(), taken.data(), width, 0});
         add(kOpLinear, kTokens, linear(up, taken, gate_up));
-        add(kOpLinear, kTokens, linear(up, taken, gate_up));  // the same rows: rounded once
+        add(kOpLinear, kTokens, linear(up, taken, gate_up));  // the same rows: quantized once
         add(kOpMap, kTokens, MapArgs{gate_up.data(), bias.data(), 2 * wide, 0, kMapBias});
         add(kOpGated, kTokens, GatedArgs{gate_up.data(), gated.data(), wide, kSilu});
         add(kOpLinear, kTokens, linear(down, gated, delta));
@@ -432,7 +433,7 @@ void program(Random& random, Engine& one, Engine& many) {
 // --- mixtures of experts ---
 
 // A token's sum is the same alone and in a batch, on any number of threads.
-void experts(Random& random, Engine& one, Engine& many) {
+void experts(Random& random, TestRuntime& one, TestRuntime& many) {
     const int64_t count = 5, width = 96, wide = 72, tokens = 17;
     const int32_t k = 2;
     for (int plain = 0; plain < 2; ++plain) {
@@ -440,7 +441,7 @@ void experts(Random& random, Engine& one, Engine& many) {
         std::vector<const Weight*> views;
         while ((int64_t)made.size() < count) {  // of one kind: units of one size
             Packed weight = plain ? dense(random, wide, width) : affine(random, wide, width);
-            if (made.empty() || weight.w.unit == made[0].w.unit) made.push_back(weight);
+            if (made.empty() || weight.w.subgroup == made[0].w.subgroup) made.push_back(weight);
         }
         for (Packed& weight : made) {
             point(weight);
@@ -449,7 +450,7 @@ void experts(Random& random, Engine& one, Engine& many) {
         }
         Buffer<float> x = floats(random, tokens * width), logits = floats(random, tokens * count);
         Buffer<float> bias = floats(random, count * wide);
-        auto mixture = [&](Engine& engine, int64_t first, int64_t number) {
+        auto mixture = [&](TestRuntime& runtime, int64_t first, int64_t number) {
             const int64_t rows = number * k;
             Buffer<float> given(number * width), scores(number * count), weights(rows);
             Buffer<float> product(rows * wide), sum(number * wide);
@@ -462,19 +463,19 @@ void experts(Random& random, Engine& one, Engine& many) {
             each.x = given.data();
             each.out = product.data();
             each.out_stride = wide;
-            each.planes = 1;
+            each.terms = 1;
             each.source = whose.data();
-            engine.run(kOpRoute,
+            runtime.run(kOpRoute,
                        RouteArgs{scores.data(), chosen.data(), weights.data(), count, k, plain},
                        number);
-            engine.run(kOpGroup,
+            runtime.run(kOpGroup,
                        GroupArgs{chosen.data(), places.data(), whose.data(), owners.data(),
                                  starts.data(), active.data(), count, 0, k},
                        rows);
-            engine.run(kOpExperts,
+            runtime.run(kOpExperts,
                        ExpertsArgs{each, views.data(), starts.data(), active.data(), count, k}, rows);
-            engine.run(kOpBias, BiasArgs{product.data(), bias.data(), owners.data(), wide}, rows);
-            engine.run(kOpCombine,
+            runtime.run(kOpBias, BiasArgs{product.data(), bias.data(), owners.data(), wide}, rows);
+            runtime.run(kOpCombine,
                        CombineArgs{product.data(), weights.data(), places.data(), sum.data(), wide, k},
                        number);
             return sum;
@@ -489,9 +490,9 @@ void experts(Random& random, Engine& one, Engine& many) {
     }
 }
 
-// --- engines ---
+// --- runtimes ---
 
-void everything(Random& random, Engine& one, Engine& many) {
+void everything(Random& random, TestRuntime& one, TestRuntime& many) {
     weights(random, one, many);
     rowwise(random, one, many);
     sampling(random, one, many);
@@ -500,14 +501,14 @@ void everything(Random& random, Engine& one, Engine& many) {
     experts(random, one, many);
 }
 
-// Two threads at once, with an engine each and with the same one.
+// Two threads at once, each with its own runtime, and both with the same one.
 void together(int level, bool shared) {
-    Engine one(1, level), first(2, level), second(3, level);
+    TestRuntime one(1, level), first(2, level), second(3, level);
     std::thread threads[2];
     for (int i = 0; i < 2; ++i) {
         threads[i] = std::thread([&, i] {
             Random random(100u + (unsigned)i);
-            Engine alone(1, level);
+            TestRuntime alone(1, level);
             everything(random, alone, shared || i == 0 ? first : second);
         });
     }
@@ -519,18 +520,18 @@ void together(int level, bool shared) {
 int main(int argc, char** argv) {
     const int rounds = argc > 1 ? atoi(argv[1]) : 3;
     CHECK(embedlm_abi_version() == kAbiVersion);
-    CHECK(!embedlm_engine_create(0, -1) && !embedlm_engine_create(1, kLevelCount));
-    void* closed = embedlm_engine_create(3, 0);
-    embedlm_engine_close(closed);
-    embedlm_engine_close(closed);
+    CHECK(!embedlm_runtime_create(0, -1) && !embedlm_runtime_create(1, kLevelCount));
+    void* closed = embedlm_runtime_create(3, 0);
+    embedlm_runtime_close(closed);
+    embedlm_runtime_close(closed);
     CHECK(embedlm_run(closed, kOpMap, nullptr, 1) == kClosed);
-    embedlm_engine_destroy(closed);
+    embedlm_runtime_destroy(closed);
     for (int level = 0; level < kLevelCount; ++level) {
         if (!(embedlm_levels() >> level & 1)) continue;
-        for (int threads = 1; threads <= 4; ++threads) Engine(threads, level);  // never used
+        for (int threads = 1; threads <= 4; ++threads) TestRuntime(threads, level);  // never used
         for (int round = 0; round < rounds; ++round) {
             Random random((unsigned)(level * 1000 + round));
-            Engine one(1, level), many((int)random.between(2, 4), level);
+            TestRuntime one(1, level), many((int)random.between(2, 4), level);
             everything(random, one, many);
         }
         together(level, false);

@@ -1,4 +1,4 @@
-// What driver.cpp feeds the library with: memory without slack, random numbers and random weights.
+// The inputs of driver.cpp: memory of exact size, random numbers and random weights.
 #pragma once
 
 #include <stdio.h>
@@ -13,10 +13,10 @@
 extern "C" {
 int embedlm_abi_version();
 int embedlm_levels();
-void* embedlm_engine_create(int threads, int level);
-void embedlm_engine_close(void* handle);
-void embedlm_engine_destroy(void* handle);
-int embedlm_engine_level(const void* engine);
+void* embedlm_runtime_create(int threads, int level);
+void embedlm_runtime_close(void* handle);
+void embedlm_runtime_destroy(void* handle);
+int embedlm_runtime_level(const void* runtime);
 int embedlm_pack(void* handle, const Weight* w, const void* source, int64_t row_bytes);
 int embedlm_unpack(void* handle, const Weight* w, void* out, int64_t row_bytes);
 int embedlm_run(void* handle, int kind, const void* args, int64_t rows);
@@ -46,8 +46,8 @@ private:
     std::mt19937 bits_;
 };
 
-// Memory exactly as large as asked for and not initialized: the tools see every byte that is touched
-// outside of it and every one that is used before it was written.
+// Memory of exactly the requested size, not initialized: the tools see every byte that is accessed
+// outside of it and every byte that is read before it was written.
 template <typename T>
 class Buffer {
 public:
@@ -117,13 +117,13 @@ inline Buffer<uint8_t> elements(Random& random, int type, int64_t count) {
     return made;
 }
 
-class Engine {
+class TestRuntime {
 public:
-    Engine(int threads, int level) : handle(embedlm_engine_create(threads, level)) {
-        CHECK(handle && embedlm_engine_level(handle) == level);
+    TestRuntime(int threads, int level) : handle(embedlm_runtime_create(threads, level)) {
+        CHECK(handle && embedlm_runtime_level(handle) == level);
     }
-    Engine(const Engine&) = delete;
-    ~Engine() { embedlm_engine_destroy(handle); }
+    TestRuntime(const TestRuntime&) = delete;
+    ~TestRuntime() { embedlm_runtime_destroy(handle); }
     template <typename Args>
     void run(int kind, const Args& args, int64_t rows) {
         CHECK(embedlm_run(handle, kind, &args, rows) == kOk);
@@ -144,10 +144,10 @@ inline Packed shaped(int64_t n, int64_t k) {
     Packed made;
     made.w.n = n;
     made.w.k = k;
-    made.w.row_blocks = (n + kRows - 1) / kRows;
-    made.w.k_blocks = (k + kDepth - 1) / kDepth;
-    made.w.unit = kDepth;
-    made.w.group_units = made.w.super_units = made.w.scale_blocks = 1;
+    made.w.row_blocks = (n + kTileRows - 1) / kTileRows;
+    made.w.k_blocks = (k + kTileDepth - 1) / kTileDepth;
+    made.w.subgroup = kTileDepth;
+    made.w.subgroups_per_group = made.w.subgroups_per_super = made.w.scale_blocks = 1;
     return made;
 }
 
@@ -164,24 +164,24 @@ inline void point(Packed& made) {
     made.w.scale_offset = made.scale_offset.size() ? made.scale_offset.data() : nullptr;
 }
 
-// The codes index a table from now on.
+// Makes codes index a table.
 inline void tabulate(Random& random, Packed& made) {
     made.table = floats(random, 16);
     made.w.zero = 128.0f;
-    made.w.step = 0.01f;
-    for (uint8_t& step : made.w.steps) step = (uint8_t)random.between(1, 255);
+    made.w.int8_table_scale = 0.01f;
+    for (uint8_t& step : made.w.int8_table) step = (uint8_t)random.between(1, 255);
 }
 
-// Scales that are codes from now on, whose super scales run on over the ends of rows.
+// Makes scales codes, whose super scales continue across rows.
 inline void nest(Random& random, Packed& made) {
     Weight& w = made.w;
     w.scale_type = kU8;
     w.super_type = kF32;
-    w.super_units = 1 << random.below(9);
-    w.supers = (w.n * w.groups + w.super_units - 1) / w.super_units;
+    w.subgroups_per_super = 1 << random.below(9);
+    w.supers = (w.n * w.groups + w.subgroups_per_super - 1) / w.subgroups_per_super;
     made.super_scale = elements(random, kF32, w.supers);
     made.scale_table = floats(random, 256);
-    made.scale_offset = floats(random, w.row_blocks * kRows);
+    made.scale_offset = floats(random, w.row_blocks * kTileRows);
 }
 
 // Codes for the file, and room for them once they are packed.
@@ -210,14 +210,14 @@ inline Packed affine(Random& random, int64_t n, int64_t k) {
     const int64_t group = random.below(4) ? 16 * random.between(1, 8) : k;
     w.groups = (k + group - 1) / group;
     if (group >= k) {
-        w.group_units = (int32_t)w.k_blocks;
+        w.subgroups_per_group = (int32_t)w.k_blocks;
     } else {
-        w.unit = group % kDepth ? 16 : 32;
-        w.group_units = (int32_t)(group / w.unit);
+        w.subgroup = group % kTileDepth ? 16 : 32;
+        w.subgroups_per_group = (int32_t)(group / w.subgroup);
     }
     w.scale_type = (int32_t)random.below(3);
     w.minus_type = (int32_t)random.below(3);
-    const int64_t scales = w.row_blocks * w.groups * kRows, kind = table ? 0 : random.below(3);
+    const int64_t scales = w.row_blocks * w.groups * kTileRows, kind = table ? 0 : random.below(3);
     if (table) {
         constexpr int32_t types[] = {kF16, kF32, kU8, kI8, kE4M3, kE8M0};
         tabulate(random, made);
@@ -225,11 +225,11 @@ inline Packed affine(Random& random, int64_t n, int64_t k) {
         if (k % group == 0 && random.below(2)) {
             nest(random, made);
         } else if (random.below(2)) {  // a second level: one scale for the row, or one for 64 k
-            const int64_t units = w.k_blocks * kDepth / w.unit;
+            const int64_t units = w.k_blocks * kTileDepth / w.subgroup;
             w.super_type = random.below(2) ? kF32 : kF16;
-            w.super_units = (int32_t)(random.below(2) ? units : 64 / w.unit);
-            w.supers = (units + w.super_units - 1) / w.super_units;
-            made.super_scale = elements(random, w.super_type, w.row_blocks * w.supers * kRows);
+            w.subgroups_per_super = (int32_t)(random.below(2) ? units : 64 / w.subgroup);
+            w.supers = (units + w.subgroups_per_super - 1) / w.subgroups_per_super;
+            made.super_scale = elements(random, w.super_type, w.row_blocks * w.supers * kTileRows);
         }
     }
     made.scale = elements(random, w.scale_type, scales);
@@ -244,12 +244,12 @@ inline Packed affine(Random& random, int64_t n, int64_t k) {
     return made;
 }
 
-// Every k has scales of its own, those of some rows again and again; multiplied as floats only.
+// Every k has its own scales, repeated after some rows; multiplied as floats only.
 inline Packed columns(Random& random, int64_t n, int64_t k) {
     Packed made = shaped(n, k);
     Weight& w = made.w;
     w.bits = (int32_t)random.between(2, 8);
-    w.unit = 1;
+    w.subgroup = 1;
     w.groups = k;
     w.scale_rows = random.between(1, n);
     w.scale_type = (int32_t)random.below(3);
@@ -260,9 +260,9 @@ inline Packed columns(Random& random, int64_t n, int64_t k) {
     return made;
 }
 
-// ggml's blocks: where the float16 scale and minimum lie in one, -1: there is none.
+// ggml's blocks: offsets of the float16 scale and minimum; -1: none.
 struct BlockKind {
-    int source, bits, elements, nbytes, unit, scale, minus;
+    int source, bits, elements, nbytes, subgroup, scale, minus;
 };
 
 constexpr BlockKind kBlockKinds[] = {
@@ -285,10 +285,10 @@ inline Packed blocks(Random& random, const BlockKind& kind, int64_t n, int64_t m
     w.flip = kind.source == kQ8_0;
     w.zero = kind.minus < 0 ? (float)(1 << (kind.bits - 1)) : 0.0f;
     if (kind.source >= kIQ4NL) tabulate(random, made);
-    w.unit = kind.unit;
-    w.groups = k / kind.unit;
+    w.subgroup = kind.subgroup;
+    w.groups = k / kind.subgroup;
     made.codes = Buffer<uint8_t>(w.row_blocks * w.k_blocks * w.bits * 64);
-    const int64_t scales = w.row_blocks * w.groups * kRows;
+    const int64_t scales = w.row_blocks * w.groups * kTileRows;
     if (kind.elements == 32) {
         w.scale_type = kind.source == kMXFP4 ? kE8M0 : kF16;
         w.minus_type = kF16;
@@ -296,13 +296,13 @@ inline Packed blocks(Random& random, const BlockKind& kind, int64_t n, int64_t m
         if (kind.minus >= 0) made.minus = Buffer<uint8_t>(2 * scales);
     } else {
         w.supers = wide;
-        w.super_units = kind.elements / kind.unit;
+        w.subgroups_per_super = kind.elements / kind.subgroup;
         w.scale_type = kind.source == kQ2K ? kLow4 : kind.minus < 0 ? kI8 : kU8;
         if (kind.source == kQ3K) w.scale_type = kI6;
         w.minus_type = kind.source == kQ2K ? kHigh4 : kU8;
         made.scale = Buffer<uint8_t>(w.scale_type == kI6 ? scales / 16 * 12 : scales);
         if (kind.minus >= 0 && kind.source != kQ2K) made.minus = Buffer<uint8_t>(scales);
-        made.super_scale = Buffer<uint8_t>(2 * w.row_blocks * wide * kRows);
+        made.super_scale = Buffer<uint8_t>(2 * w.row_blocks * wide * kTileRows);
         if (kind.minus >= 0) made.super_minus = Buffer<uint8_t>(made.super_scale.size());
     }
     made.row_bytes = wide * kind.nbytes;
@@ -323,15 +323,15 @@ inline Packed dense(Random& random, int64_t n, int64_t k) {
     w.dense = 1;
     w.scale_type = types[random.below(5)];
     if (w.scale_type >= kE4M3 && random.below(3)) {
-        w.unit = 1;
-        w.group_units = (int32_t)random.between(1, k);
-        w.groups = (k + w.group_units - 1) / w.group_units;
+        w.subgroup = 1;
+        w.subgroups_per_group = (int32_t)random.between(1, k);
+        w.groups = (k + w.subgroups_per_group - 1) / w.subgroups_per_group;
         w.super_type = kF32;
         w.scale_blocks = (int32_t)random.between(1, 3);
         const int64_t high = (w.row_blocks + w.scale_blocks - 1) / w.scale_blocks;
-        made.scale = elements(random, kF32, high * w.groups * kRows);
+        made.scale = elements(random, kF32, high * w.groups * kTileRows);
     }
-    made.codes = Buffer<uint8_t>(w.row_blocks * kRows * k * size_of(w.scale_type));
+    made.codes = Buffer<uint8_t>(w.row_blocks * kTileRows * k * size_of(w.scale_type));
     made.source = elements(random, w.scale_type, n * k);
     return made;
 }

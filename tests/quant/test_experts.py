@@ -11,7 +11,7 @@ from torch import Tensor
 from sdk.kernels.graph import CaptureError
 from sdk.kernels.layouts import Dense
 from sdk.kernels.ops import Ops
-from sdk.quant.experts import ExpertWeights
+from sdk.quant.expert_weights import ExpertWeights
 from sdk.quant.permuted import PermutedWeight
 from sdk.quant.weight import DenseWeight, StackedWeight, Weight
 

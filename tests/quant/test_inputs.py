@@ -9,7 +9,7 @@ import torch
 
 from sdk.kernels.layouts import ActivationScheme, Affine, inputs_of
 from sdk.kernels.ops import Ops
-from sdk.kernels.reference.rounding import rounded
+from sdk.kernels.reference.fake_quantize import fake_quantize
 from sdk.quant.permuted import PermutedWeight
 from sdk.quant.quantize import quantize_without_data
 from sdk.quant.scheme import Scheme
@@ -52,7 +52,7 @@ def test_parts_with_scales_of_their_own_multiply_rows_rounded_by_them() -> None:
     parts = [integers(scheme) for scheme in schemes]
     x = torch.randn(9, 64, generator=torch.Generator().manual_seed(1))
     expected = [
-        rounded(x, scheme).double() @ part.dequantize().double().T
+        fake_quantize(x, scheme).double() @ part.dequantize().double().T
         for scheme, part in zip(schemes, parts, strict=True)
     ]
     stack, ops = concat(parts), Ops("cpu", num_threads=1)
@@ -71,6 +71,6 @@ def test_columns_in_another_order_are_rounded_all_the_same() -> None:
     x, value = torch.randn(5, 64), weight.dequantize()
     ops = Ops("cpu", num_threads=1)
     weight.bind(ops)
-    expected = rounded(x, ActivationScheme("int")).double() @ value.double().T
+    expected = fake_quantize(x, ActivationScheme("int")).double() @ value.double().T
     torch.testing.assert_close(weight.matmul(x).double(), expected, rtol=1e-5, atol=1e-5)
     ops.close()

@@ -52,12 +52,12 @@ def test_a_name_says_method_container_and_numerics(
         ("x" * 500, "expected one of"),
         ("awq-w3g128", "4 bits with zero points"),
         ("gptq-w5g128", "2, 3, 4 or 8 bits"),
-        ("rtn-w4a8", "8-bit weights per output channel"),
-        ("awq-w4g128-act", "an order of gptq"),
-        ("awq-w4g128-h6", "no packed embedding"),
-        ("gptq-w4g128-act-h6", "in their own order"),
-        ("gptq-w4g128-act-mix", "in their own order"),
-        ("rtn-w4g64-mix", "one bit more, by gptq"),
+        ("rtn-w4a8", "8-bit weights with one scale per output channel"),
+        ("awq-w4g128-act", "-act needs gptq"),
+        ("awq-w4g128-h6", "cannot hold a quantized embedding"),
+        ("gptq-w4g128-act-h6", "-act needs a gptq file"),
+        ("gptq-w4g128-act-mix", "-act needs a gptq file"),
+        ("rtn-w4g64-mix", "adds one bit and needs gptq"),
     ],
 )
 def test_an_unknown_or_impossible_name_is_refused(text: str, message: str) -> None:
@@ -69,9 +69,9 @@ def test_an_unknown_or_impossible_name_is_refused(text: str, message: str) -> No
 def test_a_matrix_that_does_not_divide_into_groups_is_refused_with_what_would_fit() -> None:
     with pytest.raises(QuantizationError, match=r"up_proj: 576 columns .* groups of 64"):
         Scheme.parse("gptq-w4g128").check("up_proj", 576)
-    with pytest.raises(QuantizationError, match=r"ask for groups of 32, gptq-w4g32$"):
+    with pytest.raises(QuantizationError, match=r"use groups of 32, gptq-w4g32$"):
         Scheme.parse("gptq-w4g128").check("up_proj", 576, {576, 96})
-    with pytest.raises(QuantizationError, match="ask for a scheme without groups, such as fp8"):
+    with pytest.raises(QuantizationError, match="use a scheme without groups, such as fp8"):
         Scheme.parse("gptq-w4g128").check("up_proj", 100)
     Scheme.parse("gptq-w4g64").check("up_proj", 576)
     Scheme.parse("q4_k_m").check("up_proj", 576)

@@ -105,7 +105,7 @@ def foreign(tmp_path: Path) -> Path:
 def test_another_projects_sdk_is_named(run_installed: Run, foreign: Path, use: str) -> None:
     done = run_installed(f"import embedlm\n{use}", before=(foreign,))
     last = done.stderr.splitlines()[-1]
-    assert last.startswith("ImportError: embedlm lives in a package named sdk, but `import sdk` ")
+    assert last.startswith("ImportError: embedlm's package is named sdk, but `import sdk` ")
     assert str(foreign / "sdk" / "__init__.py") in last and "Rename that package" in last
 
 
@@ -115,7 +115,7 @@ def test_python_m_embedlm_names_another_projects_sdk_in_one_line(
     code = "import runpy; runpy.run_module('embedlm', run_name='__main__')"
     done = run_installed(code, before=(foreign,))
     [line] = done.stderr.splitlines()
-    assert line.startswith("embedlm: embedlm lives in") and str(foreign) in line
+    assert line.startswith("embedlm: embedlm's package") and str(foreign) in line
 
 
 PYTEST = "import pytest; sys.exit(pytest.main(['-p', 'no:cacheprovider', *sys.argv[1:]]))"
@@ -137,7 +137,7 @@ def test_a_model_tested_beside_another_projects_sdk_is_a_clear_error(
     done = run_installed(PYTEST, foreign, f"--llm-model={model}", before=(foreign,))
     assert done.returncode == 4
     [line] = [line for line in done.stderr.splitlines() if line]
-    assert line.startswith("ERROR: --llm-model: embedlm lives in") and str(foreign) in line
+    assert line.startswith("ERROR: --llm-model: embedlm's package") and str(foreign) in line
 
 
 ENTRY_POINTS = """
@@ -229,4 +229,4 @@ def test_the_package_runs_from_inside_a_zip_file(
     done = run_installed(ZIPPED, model, archive, site=archive)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    assert f"the system loads no library from inside {archive}; unpack it" in done.stdout
+    assert f"the system cannot load a library from inside {archive}; unpack it" in done.stdout

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from sdk.models.architecture import architectures
+
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("kernels", "quant", "loaders", "models", "sdk")
 
@@ -18,8 +20,9 @@ FOLDERS = ("kernels", "quant", "loaders", "models", "sdk")
 ALLOWED = {
     "kernels": set(),
     "quant": {"kernels"},
-    # the layouts are the plain tensors a format decodes into, not kernels
-    "loaders": {"quant", "kernels.layouts"},
+    # the layouts are the plain tensors a format decodes into, not kernels; models.architecture
+    # describes how files hold a model, and imports nothing of the loaders
+    "loaders": {"quant", "kernels.layouts", "models.architecture"},
     "models": {"quant", "kernels"},
     "sdk": {"kernels", "quant", "loaders", "models"},
 }
@@ -115,6 +118,7 @@ def test_folders_import_only_what_lies_below_them(folder: str) -> None:
         ("kernels", "from sdk.quant.spec import QuantSpec"),
         ("quant", "import sdk.loaders.open"),
         ("loaders", "def f():\n    from sdk.models.auto import build_model"),
+        ("loaders", "from sdk.models.architectures.llama import Model"),
         ("models", "from sdk.loaders import open"),
         ("quant", "from sdk.errors import SdkError"),
         ("quant", "from sdk import LLM"),
@@ -177,6 +181,25 @@ def test_the_circle_check_notices_one() -> None:
     assert import_circle(trees, typing=False) == []
     circle = import_circle(trees, typing=True)
     assert set(circle) == set(trees) and circle[0] == circle[-1]
+
+
+#: Code that may name a model: names of tokenizers, Mistral's own format, models that tools make.
+NAMES_MODELS = ("loaders/tokenizer/", "loaders/writers/gguf_vocabulary.py", "sdk/cli/bench/")
+NAMES_MODELS += ("loaders/mistral_params.py", "sdk/other_names.py", "models/architectures/")
+
+
+def test_only_its_own_file_names_a_model() -> None:
+    own = architectures()
+    names = {name for one in own for name in (one.model_type, *one.aliases)}
+    names |= {one.gguf.name for one in own if one.gguf is not None}
+    found = [
+        f"{name_of(path)}:{node.lineno}: {node.value}"
+        for path in sources(*FOLDERS)
+        if not name_of(path).startswith(NAMES_MODELS)
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Constant) and node.value in names
+    ]
+    assert found == []
 
 
 def test_the_mapped_folders_have_no_init_file() -> None:

@@ -152,7 +152,7 @@ def test_truncation_and_padding_of_the_file_are_ignored(folder: Path) -> None:
         ("tokenizer.json", "[" * 100000, ["expected a tokenizer"]),
         ("tokenizer_config.json", "{", ["not valid JSON"]),
         ("tokenizer_config.json", "[" * 100000, ["nested too deeply"]),
-        ("tokenizer_config.json", "[]", ["a JSON object is expected, found list"]),
+        ("tokenizer_config.json", "[]", ["expected a JSON object, found list"]),
         ("tokenizer_config.json", '{"bos_token": 5}', ["bos_token", "a string", "5"]),
         ("tokenizer_config.json", '{"add_bos_token": "yes"}', ["add_bos_token", "a bool"]),
         ("tokenizer_config.json", '{"chat_template": 5}', ["chat_template", "found int"]),
@@ -218,7 +218,7 @@ def test_a_tokenizer_without_a_fast_form_is_refused(
     (tmp_path / "vocab.txt").write_text("a")
     slow = lambda *_, **options: options  # noqa: E731
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", slow)
-    with pytest.raises(CheckpointError, match=r"vocab\.txt: .* save one with save_pretrained"):
+    with pytest.raises(CheckpointError, match=r"vocab\.txt: .* save a fast one with"):
         tokenizer_from_folder(tmp_path)
 
 

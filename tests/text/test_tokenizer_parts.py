@@ -84,9 +84,9 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a long template": (template([A, *[TOKEN] * 100_000]), "single: adds 100000"),
     "a token of many": (template([A, TOKEN], 100_000), "single: adds 100000"),
-    "a text twice": (template([A, A]), "single: a text more than once"),
-    "repetition of repetitions": (split("(a+)+$"), "endless repetition inside"),
-    "deeper repetition": (split(r"((?:[(a]\)|b*)c){2,}"), "endless repetition inside"),
+    "a text twice": (template([A, A]), "single: expected each text once"),
+    "repetition of repetitions": (split("(a+)+$"), "unbounded repetition inside"),
+    "deeper repetition": (split(r"((?:[(a]\)|b*)c){2,}"), "unbounded repetition inside"),
     "a long expression": (split("a" * 5000), "5000 characters"),
     "long words": (
         {"model": {"type": "WordPiece", "unk_token": "a", "continuing_subword_prefix": "##",

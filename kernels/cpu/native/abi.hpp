@@ -1,21 +1,27 @@
 // The plain structures shared by Python (ctypes), the dispatcher and the kernels.
 //
-// No C++ types, no torch types: one library serves every Python and torch version. Change anything
-// here, in the exported functions or in a packed layout, and kAbiVersion must change with it (also
-// in kernels/cpu/library.py), so that a stale library is refused instead of computing nonsense.
+// They use no C++ and no torch types, so one library serves every Python and torch version. When
+// anything here, in the exported functions or in a packed layout changes, kAbiVersion must change too
+// (also in kernels/cpu/library.py): Python then rejects a stale library instead of computing nonsense.
+// abi_table.cpp lists the structures and constants; tests/kernels/test_native_abi.py compares both
+// sides.
 #pragma once
 
 #include <stdint.h>
 
-enum { kAbiVersion = 15 };
+enum { kAbiVersion = 16 };
 
-// Element types of scales, minima, pages and dense values. kLow4 and kHigh4, for scales and minima
-// only, are the two halves of one byte (q2_k keeps both in it); kE8M0, for scales, is a power of two.
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+// Element types of scales, minima, pages and dense values; those of pages are also in
+// kernels/kv_types.py (cpu_element). kLow4 and kHigh4, for scales and minima only, are the two halves
+// of one byte (q2_k stores both there). kE8M0, for scales, is a power of two.
 // kI4, for pages only: element d of a head of D is the low half of byte d, or the high half of byte
 // d - D / 2.
-// The last three, for scales and zero points only, hold the numbers of 16 rows in fewer bits each: kU4
-// in 8 bytes, byte i those of rows i and, above it, i + 8; kU2 in 4 bytes, byte i those of rows i,
-// i + 4, i + 8 and i + 12; kI6 in 12: the low 4 bits of all, then their high 2 (q3_k's; minus 32).
+// The last three, for scales and zero points only, pack the numbers of 16 rows into fewer bits. kU4
+// takes 8 bytes: byte i holds row i in its low half and row i + 8 in its high half. kU2 takes 4 bytes:
+// byte i holds rows i, i + 4, i + 8 and i + 12. kI6 takes 12 bytes: the low 4 bits of all rows, then
+// their high 2 bits (q3_k; minus 32).
 enum ElementType {
     kF16 = 0,
     kBF16 = 1,
@@ -33,9 +39,9 @@ enum ElementType {
     kI6 = 13
 };
 
-// How the codes of a weight lie in its file: one bit stream per row, or ggml's blocks.
-// The blocks from kQ4_0 on have codes that move in words (sources.hpp), with one scale for 32 values;
-// kIQ4XS and those before kQ4_0 are blocks of 256 with two levels of scales.
+// How a file stores the codes of a weight: one bit stream per row, or ggml's blocks.
+// The codes of the blocks from kQ4_0 on are moved as words (sources.hpp), with one scale for 32 values.
+// kIQ4XS and the blocks before kQ4_0 have 256 values and two levels of scales.
 enum SourceKind {
     kStream = 0,
     kQ4K = 1,
@@ -55,49 +61,58 @@ enum SourceKind {
 
 // What every exported function returns.
 // kBadIndex: a token or page id, row, slot or length points outside of its tensor.
-enum Status { kOk = 0, kOutOfMemory = 1, kClosed = 2, kUnknownOp = 3, kBadIndex = 4 };
+enum Status { kOk = 0, kOutOfMemory = 1, kClosed = 2, kUnknownOp = 3, kBadIndex = 4, kStatusCount = 5 };
 
-enum { kRows = 16, kDepth = 32 };
+// A tile of codes: 16 rows by 32 k.
+enum { kTileRows = 16, kTileDepth = 32 };
+// Bytes of a tile per bit of its codes, and of a tile expanded to one byte per code.
+enum { kTileBytesPerBit = kTileRows * kTileDepth / 8, kByteTile = kTileRows * kTileDepth };
+static_assert(kTileBytesPerBit == 64, "one bit plane of a tile is one cache line");
+static_assert(kTileDepth % 16 == 0, "a tile is whole subgroups of 16 or 32 k");
 
-// Matrix products hand out strips of two row blocks: a broadcast activation meets both.
-enum { kStrip = 2, kStripRows = kStrip * kRows };
+// A matrix product is divided into strips of two row blocks: both use the same broadcast activation.
+enum { kStripBlocks = 2, kStripRows = kStripBlocks * kTileRows };
+static_assert(kStripBlocks == 2, "tiles_of pairs the blocks b and b ^ 1");
 
-// How the file of a weight wants its inputs rounded (kernels/reference/rounding.py). kPlainScale and
-// those after it make a scale of the values it is for.
-enum InputCodes { kAsTheyAre = 0, kIntCodes = 1, kE4M3Codes = 2, kE2M1Codes = 3 };
+// A table of codes has 16 entries, one per 4-bit code; a table of 8-bit scales 256.
+enum { kTableSize = 16, kScaleTableSize = 256 };
+
+// How activations are quantized where the weight's file says so (kernels/reference/fake_quantize.py).
+// kPlainScale and the rules after it compute a scale from the values it is for.
+enum ActivationCodes { kUnquantized = 0, kIntCodes = 1, kE4M3Codes = 2, kE2M1Codes = 3 };
 enum ScaleRule { kStaticScale = 0, kPlainScale = 1, kMxScale = 2, kPowerScale = 3, kNvScale = 4 };
 
-struct Inputs {
-    int32_t codes;      // InputCodes
+struct ActivationScheme {
+    int32_t codes;      // ActivationCodes
     int32_t rule;       // ScaleRule
     int32_t bits;       // of kIntCodes
-    int32_t symmetric;  // no zero but that of a static scale
+    int32_t symmetric;  // 1: no zero point, except that of a static scale
     int64_t group;      // values that share a scale, 1..k
-    float scale, zero;  // static ones
+    float scale, zero;  // static
     float factor;       // of kNvScale
-    float limit;        // of the magnitudes a scale is made of
+    float limit;        // largest magnitude that a scale is computed from
 };
 
 // A packed weight. Rows come in blocks of 16, k in blocks of 32; one tile of 16 x 32 codes is
-// `bits * 64` bytes (planes.hpp). The tiles of a strip's two blocks take turns, so that a strip is
-// one stream of memory; a last block alone has its tiles in a row. Everything that belongs to a row
-// is interleaved 16-fold: scale[row block][group][row in block]. A tile unit is 16 or 32 k that
-// share their scale.
+// `bits * 64` bytes (bit_planes.hpp). The tiles of a strip's two blocks alternate, so that a strip is
+// one stream of memory; a last block without a partner has its tiles in a row. Everything that belongs
+// to a row is interleaved 16-fold: scale[row block][group][row in block]. A subgroup is the 16 or 32 k
+// of a tile that share a scale; a group is one or more subgroups.
 //
 //   value = (code - zero) * scale - minus      scale = super_scale * scale   where there is one
 //   value = table[code] * scale                where there is a table
 //
-// Integer products take a table's entries as 8 bits: table[i] ~ (steps[i] - 128) * step.
+// Integer products use 8-bit entries of the table: table[i] ~ (int8_table[i] - 128) * int8_table_scale.
 //
-// With a scale_table the scale is scale_table[scale] * super_scale + scale_offset[row], and super_scale
-// runs on over the ends of rows: one for every `super_units` scales, a power of two, without padding.
+// With a scale_table the scale is scale_table[scale] * super_scale + scale_offset[row]. super_scale
+// continues across rows without padding: one for every `subgroups_per_super` scales, a power of two.
 //
-// Where `unit` is 1 every k has scales of its own, those of row n being of n % scale_rows: scale, zeros
+// Where `subgroup` is 1 every k has its own scales; row n uses those of n % scale_rows: scale, zeros
 // and minus are [k][scale_rows]. Such weights are multiplied as floats only.
 //
 // `dense` weights have no codes: values[row block][k][row in block] in `scale_type`, multiplied by
-// a scale[row block / scale_blocks][k / group_units][row in block] of super_type where there is one
-// (unit is 1).
+// scale[row block / scale_blocks][k / subgroups_per_group][row in block] of super_type where there is
+// one (subgroup is 1).
 struct Weight {
     int64_t n, k;
     int64_t row_blocks, k_blocks;
@@ -105,27 +120,27 @@ struct Weight {
     int32_t bits;          // 2..8; with a table 1, 3 or 4
     int32_t source;        // SourceKind
     int32_t flip;          // 1: codes are stored with the top bit flipped (two's complement source)
-    int32_t unit;          // 16 or 32; 1: see above
-    int32_t group_units;   // units that share one scale
-    int32_t super_units;   // units that share one super_scale; see scale_table
+    int32_t subgroup;      // k of a subgroup: 16 or 32; 1: see above
+    int32_t subgroups_per_group;  // subgroups that share one scale
+    int32_t subgroups_per_super;  // subgroups that share one super_scale; see scale_table
     int32_t scale_blocks;  // row blocks of a dense weight that share their scales
     int32_t scale_type, minus_type, zeros_type;
-    float zero;            // used where `zeros` is null; includes the 128 of a flipped code or a step
-    int32_t super_type;    // kF16 or kF32, of super_scale; of a dense weight's scale kF32 or kE8M0
-    float step;
-    uint8_t steps[16];
+    float zero;            // used where `zeros` is null; includes the 128 of a flipped code or a table
+    int32_t super_type;    // of super_scale kF16 or kF32; of a dense weight's scale kF32 or kE8M0
+    float int8_table_scale;
+    uint8_t int8_table[kTableSize];
     int64_t groups, supers;
-    int64_t scale_rows;    // where unit is 1
+    int64_t scale_rows;    // where subgroup is 1
     uint8_t* codes;
     const void* scale;
     const void* minus;        // may be null
     const void* zeros;        // of zeros_type, which may be a float; may be null
     const void* super_scale;  // may be null
     const uint16_t* super_minus;  // f16; may be null
-    const float* table;       // 16; may be null
-    const float* scale_table;  // 256: what the bytes of `scale` mean; may be null
+    const float* table;        // [kTableSize]; may be null
+    const float* scale_table;  // [kScaleTableSize]: what the bytes of `scale` mean; may be null
     const float* scale_offset;
-    Inputs inputs;
+    ActivationScheme scheme;
 };
 
 // The tiles of a row block, `step` bytes apart.
@@ -135,33 +150,36 @@ struct Tiles {
 };
 
 static inline Tiles tiles_of(const Weight* w, int64_t block) {
-    const int64_t tile = w->bits * 64;
+    const int64_t tile = w->bits * kTileBytesPerBit;
     const bool paired = (block | 1) < w->row_blocks;
-    uint8_t* strip = w->codes + block / kStrip * kStrip * w->k_blocks * tile;
-    return {paired && block % kStrip ? strip + tile : strip, paired ? kStrip * tile : tile};
+    uint8_t* strip = w->codes + block / kStripBlocks * kStripBlocks * w->k_blocks * tile;
+    return {paired && block % kStripBlocks ? strip + tile : strip, paired ? kStripBlocks * tile : tile};
 }
 
-// Packed weights that lie in a mapped file (file_parts.hpp).
+// Packed weights in a mapped file (file_parts.hpp).
 struct FilePart {
     uint8_t* begin;
     int64_t bytes;
-    int64_t whole;   // 1: a product reads all of it; of a mixture's experts it reads some
-    FilePart* next;  // what was multiplied with after it the last time; the library writes it
+    int64_t whole;   // 1: a product reads all of it; 0: it reads some of the experts in it
+    FilePart* next;  // the part that was used after this one the last time; written by the library
 };
 
-// 32 activations rounded to 8 bits: x ~ scale * q. One record, so that a row is one pointer.
-struct Rounded {
-    int8_t q[kDepth];
+// 32 activations quantized to 8 bits: x ~ scale * q. Codes, scale and sums are one record, so that one
+// pointer addresses a row.
+struct Q8Block {
+    int8_t q[kTileDepth];
     float scale;
     int32_t sum;      // of q
     int32_t half[2];  // sum of q[0..15] and q[16..31]
 };
+static_assert(sizeof(Q8Block) == kTileDepth + 16, "no padding: rows of blocks are one stream");
+static_assert(sizeof(Q8Block::half) / sizeof(int32_t) == kTileDepth / 16, "a sum per subgroup of 16");
 
 struct Activations {
     int64_t k_blocks;
-    float* values;    // [M][k], of weights in floats whose inputs are rounded; else null
-    Rounded* blocks;  // [M][planes][k_blocks]
-    uint32_t* rest;   // [M][chunks of k]: a bit for each block of the chunk that is rounded twice
+    float* values;       // [M][k]: quantized activations as floats, for float products; else null
+    Q8Block* blocks;     // [M][terms][k_blocks]
+    uint32_t* residual;  // [M][k panels]: a bit for each block of the panel that has a second term
 };
 
 struct LinearArgs {
@@ -170,12 +188,12 @@ struct LinearArgs {
     float* out;       // [m, n], rows out_stride apart
     int64_t out_stride;
     int32_t exact;    // fp32 on the dequantized values
-    int32_t planes;   // 2: blocks that 8 bits do not fit are sums of two rounded ones
-    int64_t m;        // rows; filled by the executor
-    Activations act;  // filled by the executor
+    int32_t terms;    // 2: blocks that 8 bits fit badly are sums of two Q8Blocks
+    int64_t m;        // rows; set by the runtime
+    Activations act;  // set by the runtime
     const int32_t* source;  // row m is row source[m] of x; null: row m
-    FilePart* file;         // what of the weight lies in a file; null: nothing
-    const FilePart* done;   // the part before, for this product to hand back; filled by the executor
+    FilePart* file;         // the part of the weight that is in a file; null: none
+    const FilePart* done;   // the previous part, whose pages this product releases; set by the runtime
 };
 
 // out[t] = dequantized row ids[t] of the weight.
@@ -186,7 +204,7 @@ struct EmbeddingArgs {
     FilePart* file;  // as in LinearArgs
 };
 
-// Row t of x is its (t / inner, t % inner) one: heads of a wider projection need no copy.
+// Row t of x is row (t / inner, t % inner): the heads of a wider projection need no copy.
 struct NormArgs {
     const float* x;
     float* residual;  // null: plain rms_norm; contiguous, like out
@@ -197,8 +215,8 @@ struct NormArgs {
     float eps;
 };
 
-// kClampedSwiglu is gpt-oss': gate * sigmoid(1.702 gate) * (up + 1), gate at most 7, up within +-7.
-enum ActivationKind { kSilu = 0, kGeluTanh = 1, kGelu = 2, kClampedSwiglu = 3 };
+// kClampedSwiglu, of gpt-oss: gate * sigmoid(1.702 gate) * (up + 1), gate at most 7, up within +-7.
+enum ActivationKind { kSilu = 0, kGeluTanh = 1, kGelu = 2, kClampedSwiglu = 3, kActivationKinds = 4 };
 
 struct GatedArgs {
     const float* gate_up;
@@ -214,6 +232,7 @@ enum MapKind {
     kMapBias = 2,     // x += other, one vector for all rows
     kMapScale = 3,    // x *= factor
     kMapSoftcap = 4,  // x = factor * tanh(x / factor)
+    kMapKinds = 5,
 };
 
 struct MapArgs {
@@ -253,8 +272,8 @@ struct TakeArgs {
     int32_t back;
 };
 
-// Where every token of a step stands, from what a request is: the last query_len tokens of
-// context_len, whose keys lie in the request's row of the page table.
+// Positions and page slots of all tokens of a step. A request's tokens are the last query_len of
+// context_len; its row of the page table names the pages.
 struct PlacesArgs {
     const int32_t* query_start;
     const int32_t* context_len;
@@ -262,7 +281,7 @@ struct PlacesArgs {
     int64_t* positions;
     int64_t* slots;
     int64_t table_width;
-    int64_t tokens;  // room in positions and slots
+    int64_t tokens;  // capacity of positions and slots
     int32_t page_size;
 };
 
@@ -287,6 +306,11 @@ struct PageLevel {
 
 // The page ids of a ladder: the level in the high bits, the first being 0.
 enum { kMaxLevels = 3, kLevelShift = 28 };
+static_assert(kMaxLevels <= 1 << (31 - kLevelShift), "the level is above the page, below the sign");
+// Head sizes of the kernels that read or write KV pages: multiples of kHeadDimStep up to kMaxHeadDim.
+enum { kMaxHeadDim = 256, kHeadDimStep = 8 };
+static_assert(kMaxHeadDim % kHeadDimStep == 0, "the largest head is one of them");
+static_assert(kHeadDimStep % 2 == 0, "kI4 stores two dimensions of a head in a byte");
 static inline int level_of(int32_t id) { return id >> kLevelShift; }
 static inline int64_t page_of(int32_t id) { return id & ((1 << kLevelShift) - 1); }
 
@@ -312,16 +336,16 @@ struct AttentionArgs {
     const int32_t* context_len;
     const int32_t* page_table;
     const float* sinks;  // null: none
-    uint8_t* shared;     // of attention alone, zero when allocated; set by the engine
+    uint8_t* shared;     // memory that only attention uses, zero when allocated; set by the runtime
     int64_t q_token, q_head, table_width;
     int64_t num_pages, tokens;  // of the first level; tokens: rows of q and out
     int64_t window;             // 0: none
-    int32_t requests;           // filled by plan_attention
+    int32_t requests;           // set by plan_attention
     int32_t heads, kv_heads, head_dim, page_size;
     int32_t num_levels;     // with more than one, a page has 128 slots
     float scale, softcap;   // softcap 0: none
-    int32_t query_tile;     // tokens of a query tile; filled by plan_attention
-    int32_t run_chunks;     // most chunks of an item of a split request; filled by plan_attention
+    int32_t query_tile;     // tokens of a query tile; set by plan_attention
+    int32_t split_blocks;   // most key blocks of a split; set by plan_attention
 };
 
 // A page written as one of another type; both lie mixed. One row for each slot of each head of each
@@ -333,8 +357,8 @@ struct RecodeArgs {
     int32_t kv_heads, head_dim, page_size;
 };
 
-// How one row's token is chosen; kernels/sampling.py says what each number means. Temperature 0 is
-// the argmax, whatever the others are.
+// How one row's token is chosen; kernels/sampling.py explains the numbers. Temperature 0 is the
+// argmax, whatever the others are.
 struct Draw {
     double temperature, min_p, typical_p, top_p;
     double xtc_threshold;  // negative: off
@@ -344,19 +368,19 @@ struct Draw {
 };
 
 // One way in which the logits of a row change: kernels/sampling.py.
-enum ChangeKind { kAdd = 0, kPenalize = 1, kForbid = 2, kForce = 3 };
+enum ChangeKind { kAdd = 0, kPenalize = 1, kForbid = 2, kForce = 3, kChangeKinds = 4 };
 
 struct Change {
-    const int32_t* ids;   // distinct; those outside of the row change nothing
+    const int32_t* ids;   // distinct; ids outside of the row change nothing
     const float* values;  // kAdd: what is added; kPenalize: how often the id is in the output
     int64_t count;
     float repetition, frequency, presence;  // kPenalize
     int32_t kind;
 };
 
-// Bit i % 32 of word i / 32: token i may be drawn. Those after the last word may not.
+// Bit i % 32 of word i / 32: token i may be drawn. Tokens after the last word may not.
 struct Mask {
-    const uint32_t* words;  // null: all may
+    const uint32_t* words;  // null: all tokens may be drawn
     int64_t count;
 };
 
@@ -374,16 +398,16 @@ struct RowShape {
 struct SampleArgs {
     const float* logits;
     const Draw* draws;       // null: the argmax of every row
-    const RowShape* shapes;  // null: no row has one
+    const RowShape* shapes;  // null: no row has a shape
     int64_t* tokens;
     float* best;            // the changed row's maximum; the row's own unless that is finite
-    double* probabilities;  // the token's share of what could be drawn; 1 where there is no draw, 0
-                            // where the row was finite before its changes and its maximum is not now
+    double* probabilities;  // the token's share of the tokens that could be drawn; 1 without a draw, 0
+                            // if the changes made the maximum of a finite row not finite
     int64_t width, stride;
 };
 
-// The k best of `experts` logits of each token, best first, and their weights: a softmax over those
-// (normalized) or the part they have in the softmax over all.
+// The k best of `experts` logits of each token, best first, and their weights: a softmax over these k
+// (normalized), or their part of the softmax over all.
 struct RouteArgs {
     const float* logits;  // [T, experts]
     int32_t* chosen;      // [T, k]
@@ -393,16 +417,16 @@ struct RouteArgs {
     int32_t normalized;
 };
 
-// The rows of a step by expert: one for each token and each of its k experts.
+// The rows of a step in the order of experts: one row for each token and each of its k experts.
 struct GroupArgs {
     const int32_t* chosen;  // [rows], token by token
-    int32_t* places;        // [rows]: where the row of a choice is
-    int32_t* tokens;        // [rows], by expert: whose row it is
-    int32_t* owners;        // [rows], by expert: the expert's own number
-    int32_t* starts;        // [count + 1]: the first row of an expert
-    int32_t* active;        // [count + 1]: the experts that have rows; last, how many there are
+    int32_t* places;        // [rows]: the row of each choice
+    int32_t* tokens;        // [rows], by expert: the token of the row
+    int32_t* owners;        // [rows], by expert: the expert of the row
+    int32_t* starts;        // [count + 1]: the first row of each expert
+    int32_t* active;        // [count + 1]: the experts that have rows; last, their number
     int64_t count;          // experts
-    int64_t rows;           // filled by the executor
+    int64_t rows;           // set by the runtime
     int32_t k;
 };
 
@@ -434,9 +458,9 @@ struct CombineArgs {
     int32_t k;
 };
 
-// The operators. Most are row-wise: row t of the result depends on row t of the arguments alone.
-// Not so kOpAttention, kOpSample, kOpGroup and, but for the rounding of their activations, kOpLinear
-// and kOpExperts; kOpCombine reads rows of other tokens. kOpPlaces prepares the step for the others.
+// The operators. Most are row-wise: row t of the result depends only on row t of the arguments.
+// Exceptions: kOpAttention, kOpSample, kOpGroup, and kOpLinear and kOpExperts except for quantizing
+// their activations; kOpCombine reads rows of other tokens. kOpPlaces prepares the step for the others.
 enum OpKind {
     kOpEmbedding = 0,
     kOpLinear = 1,
@@ -456,30 +480,34 @@ enum OpKind {
     kOpBias = 15,
     kOpCombine = 16,
     kOpRecode = 17,
+    kOpKinds = 18,
 };
 
-// What a step counts; an operator runs over one of these (times `per` for row-wise ones).
+// What a step counts; an operator runs over one of these (row-wise operators: times `per`).
 enum Count { kTokens = 0, kOutputs = 1, kRequests = 2, kCounts = 3 };
 
-// Items of a phase for one thread. It usually goes on with those up to `reach`, and often comes from
-// those before `begin` (then it is resumed): what one call asks memory for may serve the next.
-struct Share {
+// Items of a phase for one thread. The thread usually continues with the items up to `reach`, and
+// often comes from the items before `begin` (then `resumed`): one call may prefetch for the next.
+struct ItemRange {
     int64_t begin, end, reach;
     int32_t resumed;
-    // What the thread will read first in a later phase: asked for when `reach` is; null: unknown.
+    // What the thread will read first in a later phase: prefetched after `reach`; null: unknown.
     const uint8_t *then = nullptr, *then_end = nullptr;
 };
 
-// One instruction-set level's kernels. Ranges are half open; `scratch` is 64-byte aligned.
+// Scratch memory and everything laid out in it starts at a cache line.
+enum { kCacheLine = 64 };
+
+// The kernels of one instruction-set level. Ranges are half open; `scratch` is 64-byte aligned.
 struct KernelTable {
     void (*quantize)(const LinearArgs*, int64_t m_begin, int64_t m_end);
-    void (*linear_int)(const LinearArgs*, const Share* strips, uint8_t* scratch);
-    void (*linear_float)(const LinearArgs*, const Share* strips, uint8_t* scratch);
+    void (*linear_int)(const LinearArgs*, const ItemRange* strips, uint8_t* scratch);
+    void (*linear_float)(const LinearArgs*, const ItemRange* strips, uint8_t* scratch);
     void (*rms_norm)(const NormArgs*, int64_t t_begin, int64_t t_end);
     void (*gated)(const GatedArgs*, int64_t t_begin, int64_t t_end);
     void (*map)(const MapArgs*, int64_t t_begin, int64_t t_end);
     void (*rope)(const RopeArgs*, int64_t t_begin, int64_t t_end);
-    void (*attention)(const AttentionArgs*, const Share* items, uint8_t* scratch);
+    void (*attention)(const AttentionArgs*, const ItemRange* items, uint8_t* scratch);
     void (*recode)(const RecodeArgs*, int64_t row_begin, int64_t row_end);
     void (*rope_angles)(const AnglesArgs*, int64_t t_begin, int64_t t_end);
     void (*sample)(const SampleArgs*, int64_t row_begin, int64_t row_end, uint8_t* scratch);

@@ -1,26 +1,26 @@
-// Causal attention over KV pages, chunk by chunk with a softmax folded over the chunks.
+// Causal attention over KV pages, one key block at a time, with an online softmax over the blocks.
 //
-// A row is a token under one query head; the rows of an item share their key head, so that they
-// share its keys and values. Per row and chunk of 128 keys (absolute positions, so a row's result
-// depends on its own position only), with the keys lo..hi visible:
+// A row is a token under one query head; the rows of an item share a key head and so its keys and
+// values. Per row and key block of 128 keys (at absolute positions, so a row's result depends only on
+// its own position), with the keys lo..hi visible:
 //     s[t]   = sum_g key_scale[g][t] sum_d (scale q[d]) k[t][d]   d in order, in groups
 //     peak'  = max s;  w[t] = exp(s[t] - peak');  total' = sum w
 //     acc'   = sum_t w[t] value_scale[g][t] v[t]                t in order
-// which makes a record (acc', peak', total'). Records are folded from the left:
+// which gives a record (acc', peak', total'). Records are merged from the left:
 //     m = max(peak, peak');  x = x exp(peak - m) + x' exp(peak' - m)  for x = acc, total
-// A chunk without visible keys changes nothing and is skipped. Invisible keys are never multiplied
-// with, so stale page contents (even NaN) cannot leak in. Because every regime folds the same
-// records in the same order, spreading a context over threads changes no bit.
+// A block without visible keys changes nothing and is skipped. Invisible keys are never multiplied, so
+// stale page contents (even NaN) have no effect. Every way to divide the work merges the same records
+// in the same order, so spreading a context over threads changes no bit.
 #pragma once
 
-#include "attention_chunk.hpp"
+#include "attention_block.hpp"
 #include "elementwise.hpp"
 #include "rope.hpp"
 
 namespace LEVEL {
 
 // Turns one row's scores into weights; returns peak and total of its record.
-INLINE void soften(const AttentionArgs* a, float* s, int lo, int hi, float* record) {
+INLINE void softmax_row(const AttentionArgs* a, float* s, int lo, int hi, float* record) {
     const int begin = lo / kLanes * kLanes, end = (hi + kLanes - 1) / kLanes * kLanes;
     const VF cap = set1(a->softcap);
     for (int t = begin; t < end && a->softcap > 0.0f; t += kLanes)
@@ -30,7 +30,7 @@ INLINE void soften(const AttentionArgs* a, float* s, int lo, int hi, float* reco
     VF best = set1(-INFINITY);
     for (int t = begin; t < end; t += kLanes) best = max(best, load(s + t));
     const float peak = reduce_max(best);
-    // 16 partial sums at every level; weights beyond the visible ones are 0
+    // 16 partial sums at every level; weights of invisible keys are 0
     VF sums[16 / kLanes];
     for (int i = 0; i < 16 / kLanes; ++i) sums[i] = zero();
     for (int t = begin; t < end; t += kLanes) {
@@ -45,8 +45,8 @@ INLINE void soften(const AttentionArgs* a, float* s, int lo, int hi, float* reco
     record[1] = reduce_add(sums[0]);
 }
 
-// state <- state folded with one more record.
-INLINE void fold(float* state, const float* part, int64_t padded) {
+// state <- state merged with one more record.
+INLINE void merge_record(float* state, const float* part, int64_t padded) {
     float *tail = state + padded, totals[kLanes];
     const float peak = part[padded] > tail[0] ? part[padded] : tail[0];
     const VF old_part = exp_of(set1(tail[0] - peak)), new_part = exp_of(set1(part[padded] - peak));
@@ -57,13 +57,13 @@ INLINE void fold(float* state, const float* part, int64_t padded) {
         store(state + d, fma(load(part + d), new_part, mul(load(state + d), old_part)));
 }
 
-// The records of rows i..i + mr of one chunk, into parts[mr][record].
-static void make_records(const Item& item, const Chunk& c, int64_t begin, int i, int mr,
+// The records of rows i..i + mr of one key block, into parts[mr][record].
+static void make_records(const Item& item, const KeyBlock& c, int64_t begin, int i, int mr,
                          float* parts, Ahead* ahead) {
     const AttentionArgs* a = item.a;
     const int width = a->head_dim;
     int lo[kAttentionRows], hi[kAttentionRows];
-    int first = kChunkKeys, end = 0, low = 0, high = kChunkKeys;  // seen by any; seen by all
+    int first = kBlockKeys, end = 0, low = 0, high = kBlockKeys;  // seen by any; seen by all
     for (int j = 0; j < mr; ++j) {
         visible(item, begin, i + j, lo + j, hi + j);
         if (lo[j] < hi[j]) {
@@ -81,32 +81,32 @@ static void make_records(const Item& item, const Chunk& c, int64_t begin, int i,
         float* part = parts + j * item.record;
         memset(part, 0, sizeof(float) * (size_t)item.padded);
         if (lo[j] < hi[j])
-            soften(a, item.weights + j * kChunkKeys, lo[j], hi[j], part + item.padded);
+            softmax_row(a, item.weights + j * kBlockKeys, lo[j], hi[j], part + item.padded);
     }
-    // Keys that all rows see together, the rest row by row; ascending for each row.
+    // Keys that all rows see are multiplied together, the others row by row; ascending for each row.
     const bool together = low < high;
     for (int j = 0; j < mr; ++j) {
         const int stop = together ? low : hi[j];
         if (lo[j] < stop)
-            single.values(c, lo[j], stop, item.weights + j * kChunkKeys, width,
+            single.values(c, lo[j], stop, item.weights + j * kBlockKeys, width,
                           parts + j * item.record, item.record, ahead);
     }
     if (!together) return;
     multiply.values(c, low, high, item.weights, width, parts, item.record, ahead);
     for (int j = 0; j < mr; ++j)
         if (high < hi[j])
-            single.values(c, high, hi[j], item.weights + j * kChunkKeys, width,
+            single.values(c, high, hi[j], item.weights + j * kBlockKeys, width,
                           parts + j * item.record, item.record, ahead);
 }
 
-// One chunk for all rows: folded into the item's states, or left in `split` as records.
-static void attend_chunk(const Item& item, int64_t begin, float* split, Ahead* ahead) {
+// One key block for all rows: merged into the item's states, or left in `split` as records.
+static void attend_block(const Item& item, int64_t begin, float* split, Ahead* ahead) {
     const AttentionArgs* a = item.a;
     int first = 0, count = 0, hi = 0, lo = 0;
     visible(item, begin, 0, &first, &hi);
     visible(item, begin, item.rows - 1, &lo, &count);
     if (first >= count) return;
-    Chunk c;
+    KeyBlock c;
     c.from = &a->levels[level_of(item.table[begin / a->page_size])];
     load_scales(item, begin, count, c.from->keys, item.key_scale, item.key_zero, &c.keys);
     load_scales(item, begin, count, c.from->values, item.value_scale, item.value_zero, &c.values);
@@ -118,7 +118,7 @@ static void attend_chunk(const Item& item, int64_t begin, float* split, Ahead* a
         make_records(item, c, begin, i, mr, parts, ahead);
         for (int j = 0; j < mr && !split; ++j) {
             visible(item, begin, i + j, &lo, &hi);
-            if (lo < hi) fold(item.states + (i + j) * item.record, parts + j * item.record,
+            if (lo < hi) merge_record(item.states + (i + j) * item.record, parts + j * item.record,
                               item.padded);
         }
     }
@@ -144,7 +144,7 @@ INLINE void finish(const Item& item, int i) {
     if (a->levels[0].values.mixed) mix(out, a->head_dim);
 }
 
-// Queries times the scale, one row after the other.
+// Queries times the scale, row after row.
 static void scale_queries(const Item& item) {
     const AttentionArgs* a = item.a;
     for (int i = 0; i < item.rows; ++i) {
@@ -155,45 +155,45 @@ static void scale_queries(const Item& item) {
     }
 }
 
-// Folds the records of all chunks into the result.
-static void fold_split(const Stretch& s) {
+// Merges the records of all key blocks into the result.
+static void merge_splits(const Stretch& s) {
     for (int i = 0; i < s.item.rows; ++i) {
         begin_state(s.item, i);
-        for (int64_t c = 0; c < s.chunks; ++c) {
+        for (int64_t c = 0; c < s.blocks; ++c) {
             int lo, hi;
-            visible(s.item, s.records_begin + c * kChunkKeys, i, &lo, &hi);
+            visible(s.item, s.records_begin + c * kBlockKeys, i, &lo, &hi);
             if (lo < hi)
-                fold(s.item.states + i * s.item.record,
+                merge_record(s.item.states + i * s.item.record,
                      s.records + (c * s.item.rows + i) * s.item.record, s.item.padded);
         }
         finish(s.item, i);
     }
 }
 
-// All chunks of a stretch, folded as they come or left as records, which the last stretch of a
-// split request folds. Meanwhile memory is asked for what comes later.
+// All key blocks of a stretch: merged one by one, or left as records, which the last split of the
+// request merges. Meanwhile later memory is prefetched.
 static void attend(const Stretch& s, Ahead* ahead) {
     const Item& item = s.item;
     scale_queries(item);
     for (int i = 0; i < item.rows && !s.records; ++i) begin_state(item, i);
-    for (int64_t begin = s.begin; begin < s.end; begin += kChunkKeys) {
-        pace(ahead, item, begin, s.end);
-        const int64_t chunk = (begin - s.records_begin) / kChunkKeys;
-        attend_chunk(item, begin, s.records ? s.records + chunk * item.rows * item.record : nullptr,
+    for (int64_t begin = s.begin; begin < s.end; begin += kBlockKeys) {
+        plan_prefetch(ahead, item, begin, s.end);
+        const int64_t block = (begin - s.records_begin) / kBlockKeys;
+        attend_block(item, begin, s.records ? s.records + block * item.rows * item.record : nullptr,
                      ahead);
     }
     if (!s.records) {
         for (int i = 0; i < item.rows; ++i) finish(item, i);
-    } else if (__atomic_add_fetch(s.counter, 1, __ATOMIC_ACQ_REL) == s.runs) {
+    } else if (__atomic_add_fetch(s.counter, 1, __ATOMIC_ACQ_REL) == s.splits) {
         __atomic_store_n(s.counter, 0, __ATOMIC_RELAXED);  // for the next call
-        fold_split(s);
+        merge_splits(s);
     }
 }
 
-static void attention(const AttentionArgs* a, const Share* share, uint8_t* scratch) {
+static void attention(const AttentionArgs* a, const ItemRange* share, uint8_t* scratch) {
     Walk walk = walk_from(a, share->begin, share->end);
     Ahead ahead;
-    look_ahead(a, *share, scratch, &ahead);
+    prefetch_first(a, *share, scratch, &ahead);
     Stretch stretch;
     while (next_stretch(&walk, scratch, &stretch)) attend(stretch, &ahead);
 }

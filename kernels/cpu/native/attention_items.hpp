@@ -1,4 +1,4 @@
-// The work items of an attention call, one after the other, and the memory they will read.
+// The work items of an attention call, one after another, and the memory they will read.
 #pragma once
 
 #include "attention_plan.hpp"
@@ -7,7 +7,12 @@
 namespace LEVEL {
 
 // Rows that share a loaded vector: as many accumulators as the registers hold.
-enum { kAttentionRows = kLanes == 16 ? 6 : 3, kKeyVectors = kChunkKeys / kLanes };
+enum { kAttentionRows = kLanes == 16 ? 6 : 3, kKeyVectors = kBlockKeys / kLanes };
+static_assert(kAttentionRows * 4 + 4 <= kRegisters, "rows times 4 accumulators, and 4 keys or values");
+static_assert((int)kAttentionRows <= (int)kMostAttentionRows, "plan_attention counts memory for so many rows");
+static_assert(kBlockKeys % kLanes == 0 && kKeyVectors % 4 == 0, "vectors of keys in fours and pairs");
+static_assert(kHeadPadding % kLanes == 0, "a padded head is whole vectors at every level");
+static_assert(kMaxHeadDim % kLanes == 0, "the codes of a head have room for whole vectors");
 
 // Bytes of `count` elements of a page.
 INLINE int64_t page_bytes(int type, int64_t count) {
@@ -24,7 +29,7 @@ INLINE const uint8_t* element(const PageSide& side, int64_t index) {
     return (const uint8_t*)side.data + (side.type == kI4 ? index : page_bytes(side.type, index));
 }
 
-// What an item works on, and its private memory.
+// The rows and keys of an item, and its private memory.
 struct Item {
     const AttentionArgs* a;
     const int32_t* table;
@@ -44,7 +49,7 @@ INLINE bool in_place(const AttentionArgs* a, const PageLevel& from) {
            a->head_dim % vector == 0;
 }
 
-// Few rows read their pages in place, many rows a copy converted once.
+// Few rows read pages in place; many rows read a copy that is converted once.
 INLINE bool reads_pages(const Item& item, const PageLevel& from) {
     return in_place(item.a, from) && (item.rows <= 2 * kAttentionRows ||
                                       (from.keys.type == kF32 && from.values.type == kF32));
@@ -64,53 +69,53 @@ static Item make_item(const AttentionArgs* a, int r, int head, int64_t t_begin, 
     item.padded = padded_dim(a);
     item.record = item.padded + kPartExtra;
     item.keys = (float*)scratch;
-    item.values = item.keys + item.padded * kChunkKeys;
-    const int key_groups = most_groups(a, &PageLevel::keys) * kChunkKeys;
-    const int value_groups = most_groups(a, &PageLevel::values) * kChunkKeys;
-    item.key_scale = item.values + item.padded * kChunkKeys;
+    item.values = item.keys + item.padded * kBlockKeys;
+    const int key_groups = most_groups(a, &PageLevel::keys) * kBlockKeys;
+    const int value_groups = most_groups(a, &PageLevel::values) * kBlockKeys;
+    item.key_scale = item.values + item.padded * kBlockKeys;
     item.key_zero = item.key_scale + key_groups;
     item.value_scale = item.key_zero + key_groups;
     item.value_zero = item.value_scale + value_groups;
     item.weights = item.value_zero + value_groups;
-    item.parts = item.weights + kAttentionRows * kChunkKeys;
+    item.parts = item.weights + kAttentionRows * kBlockKeys;
     item.q = item.parts + kAttentionRows * item.record;
     item.states = item.q + item.rows * item.padded;
     return item;
 }
 
-// An item and the positions begin..end it goes through, chunk by chunk.
+// An item and the positions begin..end that it goes through, one key block at a time.
 struct Stretch {
     Item item;
     int64_t begin, end;
-    // Of a request that is split: the records of its head, [chunk][row][record], the position of
-    // the first of them, their number, and how many stretches are done, of how many.
+    // For a split request: the records of its head, [key block][row][record], the position of the
+    // first key block, the number of key blocks and of splits, and how many splits are done.
     float* records;
-    int64_t records_begin, chunks, runs;
+    int64_t records_begin, blocks, splits;
     int32_t* counter;
 };
 
 // Item n of request r; `split` are the records of the request.
-static Stretch stretch_at(const AttentionArgs* a, int r, const RequestShare& s, int64_t n,
+static Stretch stretch_at(const AttentionArgs* a, int r, const RequestPlan& s, int64_t n,
                           float* split, uint8_t* scratch) {
     const int head = (int)(n % a->kv_heads);
     const int64_t part = n / a->kv_heads;
     Stretch to = {};
-    if (s.runs > 1) {
+    if (s.splits > 1) {
         to.item = make_item(a, r, head, 0, s.tokens, scratch);
-        to.chunks = s.end_chunk - s.first_chunk;
-        to.runs = s.runs;
-        to.records = split + to.chunks * to.item.rows * to.item.record * head;
-        to.records_begin = s.first_chunk * kChunkKeys;
+        to.blocks = s.end_block - s.first_block;
+        to.splits = s.splits;
+        to.records = split + to.blocks * to.item.rows * to.item.record * head;
+        to.records_begin = s.first_block * kBlockKeys;
         to.counter = (int32_t*)a->shared + r * a->kv_heads + head;
-        to.begin = to.records_begin + to.chunks * part / s.runs * kChunkKeys;
-        to.end = to.records_begin + to.chunks * (part + 1) / s.runs * kChunkKeys;
+        to.begin = to.records_begin + to.blocks * part / s.splits * kBlockKeys;
+        to.end = to.records_begin + to.blocks * (part + 1) / s.splits * kBlockKeys;
     } else {
-        // The last tokens see the most keys: they go first, so that no thread ends with them.
+        // The last tokens see the most keys. They go first, so that no thread ends with them.
         const int64_t t = (s.tiles - 1 - part) * a->query_tile;
         const int64_t t_end = t + a->query_tile < s.tokens ? t + a->query_tile : s.tokens;
         to.item = make_item(a, r, head, t, t_end, scratch);
         const int64_t lowest = a->window ? to.item.position - a->window + 1 : 0;
-        to.begin = (lowest > 0 ? lowest : 0) / kChunkKeys * kChunkKeys;
+        to.begin = (lowest > 0 ? lowest : 0) / kBlockKeys * kBlockKeys;
         to.end = INT64_MAX;
     }
     const int64_t known = to.item.position + to.item.rows / to.item.group;
@@ -122,15 +127,15 @@ static Stretch stretch_at(const AttentionArgs* a, int r, const RequestShare& s, 
 struct Walk {
     const AttentionArgs* a;
     int r;               // the request
-    RequestShare share;  // its
-    int64_t item, items, left;  // of the request: the next one, all; of the thread
+    RequestPlan share;  // of the request
+    int64_t item, items, left;  // next item and items of the request; items left to the thread
     float* split;        // the request's records
 };
 
 static void enter(Walk* walk, int r) {
     walk->r = r;
-    walk->share = request_share(walk->a, r);
-    walk->items = walk->share.tiles * walk->share.runs * walk->a->kv_heads;
+    walk->share = request_plan(walk->a, r);
+    walk->items = walk->share.tiles * walk->share.splits * walk->a->kv_heads;
 }
 
 static Walk walk_from(const AttentionArgs* a, int64_t begin, int64_t end) {
@@ -156,13 +161,16 @@ static bool next_stretch(Walk* walk, uint8_t* scratch, Stretch* to) {
     return true;
 }
 
-// Pages lie scattered, so the hardware learns of each too late. The keys and values of the pages
-// that the thread will come to are asked for, a constant distance ahead, between the multiplications
-// of now: all at once they would fill the queue of misses, and memory and arithmetic would take
-// turns.
-struct Run {
+// Pages are scattered, so the hardware prefetcher finds each one too late. The keys and values of the
+// next pages are prefetched a constant distance ahead, between the current multiplications. Prefetched
+// all at once they would fill the queue of misses, and memory and arithmetic would alternate.
+struct MemoryRange {
     const uint8_t *at, *end;
 };
+
+// Pages that are read in place have whole vectors of keys (in_place).
+enum { kMinPageKeys = 4 };
+static_assert((int)kMinPageKeys <= (int)kLanes, "Ahead::ranges has room for the pages of a key block");
 
 struct Ahead {
     Walk walk;
@@ -171,25 +179,26 @@ struct Ahead {
     const uint8_t *then, *then_end;  // what the thread reads after its items
     uint8_t* scratch;
     int64_t then_bytes;     // of that, at a time
-    Run values;             // of the page whose keys were the run before
-    Run runs[2 * kChunkKeys / 4];    // of this chunk; a page has 4 keys or more
-    int count, next;  // runs; the one after `run`
-    Run run;          // what is left of it
-    int per_step;     // lines
+    MemoryRange values;     // of the page whose keys were the range before
+    MemoryRange ranges[2 * kBlockKeys / kMinPageKeys];  // keys and values of this block's pages
+    int count, next;    // ranges; the one after `range`
+    MemoryRange range;  // what is left of it
+    int per_step;       // cache lines
 };
+static_assert(sizeof(Ahead) <= 4096, "on the stack");
 
 enum { kAheadBytes = 32768 };  // most of the first-level cache
 
-// Keys of a page, at most a chunk's.
+// Keys of a page, at most those of a key block.
 INLINE int64_t page_keys(const AttentionArgs* a) {
-    return a->page_size < kChunkKeys ? a->page_size : (int64_t)kChunkKeys;
+    return a->page_size < kBlockKeys ? a->page_size : (int64_t)kBlockKeys;
 }
 
-INLINE Run run_of(const uint8_t* at, int64_t bytes) { return {at, at + bytes}; }
+INLINE MemoryRange range_of(const uint8_t* at, int64_t bytes) { return {at, at + bytes}; }
 
-// Asks for the scales of a head in a page, which are few lines; of a page longer than a chunk for
+// Prefetches the scales of a head in a page, which are few lines; for a page longer than a key block
 // another part each time.
-INLINE void ask_scales(const AttentionArgs* a, const PageSide& side, int64_t page, int head,
+INLINE void prefetch_scales(const AttentionArgs* a, const PageSide& side, int64_t page, int head,
                        int64_t slot) {
     if (!side.scales) return;
     const int groups = groups_of(side, a->head_dim);
@@ -198,11 +207,11 @@ INLINE void ask_scales(const AttentionArgs* a, const PageSide& side, int64_t pag
     for (at -= (uintptr_t)at % 64; at < end; at += 64) __builtin_prefetch(at);
 }
 
-// The keys of the cursor's page, then its values, then what follows the items; empty at the end.
-static Run next_run(Ahead* ahead) {
+// The keys of the cursor's page, then its values, then the memory after the items; empty at the end.
+static MemoryRange next_range(Ahead* ahead) {
     const AttentionArgs* a = ahead->walk.a;
     if (ahead->values.at) {
-        const Run values = ahead->values;
+        const MemoryRange values = ahead->values;
         ahead->values = {};
         return values;
     }
@@ -211,7 +220,7 @@ static Run next_run(Ahead* ahead) {
             const uint8_t* then = ahead->then;
             if (ahead->then_end - then < ahead->then_bytes) return {};
             ahead->then += ahead->then_bytes;
-            return run_of(then, ahead->then_bytes);
+            return range_of(then, ahead->then_bytes);
         }
         const bool reads = reads_pages(ahead->stretch.item, a->levels[0]);
         ahead->position = reads ? ahead->stretch.begin : ahead->stretch.end;
@@ -222,31 +231,32 @@ static Run next_run(Ahead* ahead) {
     const int64_t page = page_of(id), slot = ahead->position % a->page_size;
     const int64_t value = page * values.page + item.head * values.head + slot * values.step;
     const int64_t count = page_keys(a) * a->head_dim;
-    ask_scales(a, keys, page, item.head, slot);
-    ask_scales(a, values, page, item.head, slot);
+    prefetch_scales(a, keys, page, item.head, slot);
+    prefetch_scales(a, values, page, item.head, slot);
     ahead->position += page_keys(a);
-    ahead->values = run_of(element(values, value), page_bytes(values.type, count));
-    // of a page longer than a chunk, another part of all keys each time
-    return run_of(element(keys, page * keys.page + item.head * keys.head) +
+    ahead->values = range_of(element(values, value), page_bytes(values.type, count));
+    // for a page longer than a key block, another part of all keys each time
+    return range_of(element(keys, page * keys.page + item.head * keys.head) +
                       page_bytes(keys.type, slot * a->head_dim),
                   page_bytes(keys.type, count));
 }
 
-INLINE void ask(Ahead* ahead) {
-    for (int i = 0; i < ahead->per_step; ++i, ahead->run.at += 64) {
-        if (ahead->run.at >= ahead->run.end) {
+INLINE void prefetch_step(Ahead* ahead) {
+    for (int i = 0; i < ahead->per_step; ++i, ahead->range.at += 64) {
+        if (ahead->range.at >= ahead->range.end) {
             if (ahead->next == ahead->count) {
                 ahead->per_step = 0;
                 return;
             }
-            ahead->run = ahead->runs[ahead->next++];
+            ahead->range = ahead->ranges[ahead->next++];
         }
-        __builtin_prefetch(ahead->run.at);
+        __builtin_prefetch(ahead->range.at);
     }
 }
 
-// What the first items need is asked for at once, unless the call before has done it.
-static void look_ahead(const AttentionArgs* a, const Share& share, uint8_t* scratch, Ahead* ahead) {
+// Prefetches what the first items need, unless the previous call did.
+static void prefetch_first(const AttentionArgs* a, const ItemRange& share, uint8_t* scratch,
+                           Ahead* ahead) {
     memset(ahead, 0, sizeof *ahead);
     ahead->walk = walk_from(a, share.begin, share.reach);
     ahead->scratch = scratch;
@@ -254,28 +264,28 @@ static void look_ahead(const AttentionArgs* a, const Share& share, uint8_t* scra
     ahead->then_end = share.then_end;
     ahead->then_bytes = page_bytes(a->levels[0].keys.type, page_keys(a) * a->head_dim);
     for (int64_t bytes = 0; bytes < kAheadBytes;) {
-        const Run run = next_run(ahead);
-        if (!run.at) return;
-        bytes += run.end - run.at;
-        for (const uint8_t* at = run.at; at < run.end && !share.resumed; at += 64)
+        const MemoryRange range = next_range(ahead);
+        if (!range.at) return;
+        bytes += range.end - range.at;
+        for (const uint8_t* at = range.at; at < range.end && !share.resumed; at += 64)
             __builtin_prefetch(at);
     }
 }
 
-// While `item` works on the chunk at `begin`, as much as that reads is asked for.
-static void pace(Ahead* ahead, const Item& item, int64_t begin, int64_t end) {
+// While `item` works on the key block at `begin`, prefetches as much as the block reads.
+static void plan_prefetch(Ahead* ahead, const Item& item, int64_t begin, int64_t end) {
     const AttentionArgs* a = item.a;
-    const int64_t keys = end - begin < kChunkKeys ? end - begin : (int64_t)kChunkKeys;
+    const int64_t keys = end - begin < kBlockKeys ? end - begin : (int64_t)kBlockKeys;
     const bool reads = reads_pages(item, a->levels[0]);
     const int64_t pages = reads ? (keys + page_keys(a) - 1) / page_keys(a) : 0;
     int64_t lines = 0;
     ahead->count = ahead->next = ahead->per_step = 0;
-    ahead->run = {};
+    ahead->range = {};
     while (ahead->count < 2 * pages) {
-        const Run run = next_run(ahead);
-        if (!run.at) break;
-        lines += (run.end - run.at + 63) / 64;
-        ahead->runs[ahead->count++] = run;
+        const MemoryRange range = next_range(ahead);
+        if (!range.at) break;
+        lines += (range.end - range.at + 63) / 64;
+        ahead->ranges[ahead->count++] = range;
     }
     if (!ahead->count) return;
     const int64_t vectors = 4 * kLanes, width = a->head_dim;  // see score_rows, value_rows

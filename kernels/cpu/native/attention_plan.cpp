@@ -4,7 +4,7 @@ namespace {
 
 constexpr int64_t kItemsPerThread = 8;
 
-// A wrong length or page id would read wild memory; 256 ids take 30 ns.
+// A wrong length or page id would read outside of the pages. Checking 256 ids takes 30 ns.
 bool tables_in_range(const AttentionArgs* a, int requests) {
     for (int r = 0; r < requests; ++r) {
         const int64_t tokens = a->query_start[r + 1] - a->query_start[r];
@@ -35,32 +35,33 @@ AttentionPlan plan_attention(AttentionArgs* a, int requests, int threads) {
     }
     const int group = a->heads / a->kv_heads;
     a->query_tile = group < kQueryRows ? kQueryRows / group : 1;
-    a->run_chunks = INT32_MAX;
-    int64_t chunks = 0;
+    a->split_blocks = INT32_MAX;
+    int64_t blocks = 0;
     for (int r = 0; r < requests; ++r) {
-        const RequestShare s = request_share(a, r);
-        const int64_t all = (a->context_len[r] + kChunkKeys - 1) / kChunkKeys;
-        chunks += a->kv_heads * (s.tiles == 1 ? s.end_chunk - s.first_chunk : s.tiles * all);
+        const RequestPlan s = request_plan(a, r);
+        const int64_t all = (a->context_len[r] + kBlockKeys - 1) / kBlockKeys;
+        blocks += a->kv_heads * (s.tiles == 1 ? s.end_block - s.first_block : s.tiles * all);
         plan.work += s.tokens * a->context_len[r] * a->heads * a->head_dim;
     }
-    // No item longer than its share lets the others wait; with enough requests none is cut.
+    // Without items longer than a thread's share no thread waits; with enough requests none is split.
     if (threads > 1 && (int64_t)requests * a->kv_heads <= kMaxSplitPairs) {
-        const int64_t share = chunks / (threads * kItemsPerThread);
-        a->run_chunks = share > 1 ? (int32_t)(share < INT32_MAX ? share : INT32_MAX) : 1;
+        const int64_t share = blocks / (threads * kItemsPerThread);
+        a->split_blocks = share > 1 ? (int32_t)(share < INT32_MAX ? share : INT32_MAX) : 1;
     }
     int64_t records = 0;
     for (int r = 0; r < requests; ++r) {
-        const RequestShare s = request_share(a, r);
-        plan.items += s.tiles * s.runs * a->kv_heads;
+        const RequestPlan s = request_plan(a, r);
+        plan.items += s.tiles * s.splits * a->kv_heads;
         records += split_records(a, s);
     }
     const int64_t padded = padded_dim(a), record = padded + kPartExtra;
     const int64_t rows = (int64_t)a->query_tile * group;
     plan.shared_bytes = kMaxSplitPairs * sizeof(int32_t) + (size_t)(records * record) * 4;
     const int64_t groups = most_groups(a, &PageLevel::keys) + most_groups(a, &PageLevel::values);
-    // keys, values, their scales and zeros; weights and records of a block of rows; queries, records
-    plan.private_bytes = (size_t)((2 * padded + 2 * groups) * kChunkKeys +
-                                  8 * (kChunkKeys + record) + rows * (padded + record)) * 4;
+    // keys, values, their scales and zeros; weights and records of kAttentionRows rows; queries, states
+    plan.private_bytes = (size_t)((2 * padded + 2 * groups) * kBlockKeys +
+                                  kMostAttentionRows * (kBlockKeys + record) +
+                                  rows * (padded + record)) * 4;
     return plan;
 }
 

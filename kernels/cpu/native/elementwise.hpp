@@ -1,6 +1,6 @@
 // RMSNorm and gated activations.
 //
-// Every row (token) is computed on its own in a fixed order, so the batch never matters.
+// Every row (token) is computed alone in a fixed order, so the batch never changes a result.
 #pragma once
 
 #include "abi.hpp"
@@ -78,7 +78,7 @@ INLINE VF activate(VF x) {
     return div(x, add(set1(1.0f), exp_of(exponent)));
 }
 
-// gpt-oss' own: both inputs clamped (a NaN stays one), the sigmoid steeper, one added to `up`.
+// Of gpt-oss: both inputs clamped (a NaN stays NaN), a steeper sigmoid, one added to `up`.
 INLINE VF clamped_swiglu(VF gate, VF up) {
     gate = min(set1(7.0f), gate);
     up = max(set1(-7.0f), min(set1(7.0f), up));
@@ -100,7 +100,7 @@ static void gated_rows(const GatedArgs* args, int64_t t_begin, int64_t t_end) {
         const float* gate = args->gate_up + 2 * t * width;
         const float* up = gate + width;
         float* out = args->out + t * width;
-        if (KIND == kGelu) {  // no model we know is limited by it: the C library's erff
+        if (KIND == kGelu) {  // fast enough for all known models: the C library's erff
             for (int64_t i = 0; i < width; ++i) out[i] = gelu_of(gate[i]) * up[i];
             continue;
         }

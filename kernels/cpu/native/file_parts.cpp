@@ -8,7 +8,7 @@
 
 namespace {
 
-// Linux reads no more than this for one request, whatever its length: read_ahead_kb of most disks.
+// Linux reads at most this much per request, whatever its length: read_ahead_kb of most disks.
 constexpr uintptr_t kAskedAtOnce = 128 * 1024;
 
 uintptr_t page_size() { return (uintptr_t)sysconf(_SC_PAGESIZE); }
@@ -19,7 +19,7 @@ struct Pages {
     uintptr_t begin, end;
 };
 
-// Cut at whole pages, so that neighbouring pieces share none.
+// Rounded to whole pages, so that neighbouring ranges share none.
 Pages pages_of(const FilePart& part, int64_t begin, int64_t end, int64_t total) {
     const uintptr_t first = (uintptr_t)part.begin;
     const uintptr_t from = first + (uintptr_t)(part.bytes * begin / total);
@@ -30,18 +30,19 @@ Pages pages_of(const FilePart& part, int64_t begin, int64_t end, int64_t total) 
 // Bytes of the codes, or of the plain values, before a strip.
 int64_t strip_bytes(const Weight& w, int64_t strip) {
     if (!w.dense) return code_bytes(w, strip);
-    const int64_t row_blocks = strip * kStrip < w.row_blocks ? strip * kStrip : w.row_blocks;
-    return row_blocks * kRows * w.k * (int64_t)element_size(w.scale_type);
+    const int64_t before = strip * kStripBlocks;
+    const int64_t row_blocks = before < w.row_blocks ? before : w.row_blocks;
+    return row_blocks * kTileRows * w.k * (int64_t)element_size(w.scale_type);
 }
 
 void advise(Pages pages, int advice) {
-    // Advice: where it cannot be followed, memory is read or given back later.
+    // Advice: if the system cannot follow it, memory is read or released later.
     if (pages.begin < pages.end) madvise((void*)pages.begin, pages.end - pages.begin, advice);
 }
 
 }  // namespace
 
-void pass_on(const LinearArgs& args, const Share& share, int64_t total) {
+void stream_file_parts(const LinearArgs& args, const ItemRange& share, int64_t total) {
     if (args.file && args.file->next && args.file->next->whole) {
         const Pages pages = pages_of(*args.file->next, share.begin, share.end, total);
         for (uintptr_t at = pages.begin; at < pages.end; at += kAskedAtOnce) {
@@ -52,11 +53,11 @@ void pass_on(const LinearArgs& args, const Share& share, int64_t total) {
     if (args.done) advise(pages_of(*args.done, share.begin, share.end, total), MADV_DONTNEED);
 }
 
-void hand_back(const FilePart* part) {
+void release_part(const FilePart* part) {
     if (part) advise(pages_of(*part, 0, 1, 1), MADV_DONTNEED);
 }
 
-void hand_back_strips(const FilePart* part, const Weight& w, int64_t begin, int64_t end) {
+void release_strips(const FilePart* part, const Weight& w, int64_t begin, int64_t end) {
     if (!part || w.codes < part->begin || w.codes >= part->begin + part->bytes) return;
     const uintptr_t codes = (uintptr_t)w.codes;
     advise({page_after(codes + (uintptr_t)strip_bytes(w, begin)),

@@ -1,17 +1,17 @@
-// Weights that lie in a mapped file: what is multiplied with next is asked for, what was is handed
-// back, so that of such a model little more than one matrix is in memory at a time.
+// Weights in a mapped file: the next part is read ahead and the previous one is released, so that
+// little more than one matrix of such a model is in memory at a time.
 //
-// The mapping is shared: pages that are handed back stay in the file, and in the system's cache of it
-// for as long as nobody needs that memory. Threads do this for their own chunks, on the way.
+// The mapping is shared: released pages stay in the file, and in the system's cache of it as long as
+// nothing else needs that memory. Threads do this for their own tasks, between multiplications.
 #pragma once
 
 #include "abi.hpp"
 
-// Before items `share` of `total` of a product: asks for as large a share of what comes next and hands
-// back as much of what is done. Returns at once, whatever there is to read.
-void pass_on(const LinearArgs& args, const Share& share, int64_t total);
-// The pages of a part leave the process. Null: nothing.
-void hand_back(const FilePart* part);
-// The same for strips begin..end of the weight's codes, where those lie in the part; without the
-// pages that other strips have a share of.
-void hand_back_strips(const FilePart* part, const Weight& w, int64_t begin, int64_t end);
+// Before items `share` of `total` of a product: requests the same share of the next part and releases
+// the same share of the previous part. Returns at once, however much there is to read.
+void stream_file_parts(const LinearArgs& args, const ItemRange& share, int64_t total);
+// Releases the pages of a part. Null: nothing.
+void release_part(const FilePart* part);
+// The same for strips begin..end of the weight's codes, if these are in the part; pages that other
+// strips share are kept.
+void release_strips(const FilePart* part, const Weight& w, int64_t begin, int64_t end);

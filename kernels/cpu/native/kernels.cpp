@@ -1,5 +1,5 @@
-// Compiled once per instruction-set level (CMakeLists.txt sets LEVEL and the flags); exports one
-// table. Nothing else in this object is visible to the linker.
+// Compiled once per instruction-set level (CMakeLists.txt sets LEVEL and the flags). Exports one table;
+// nothing else in this object is visible to the linker.
 #include "attention.hpp"
 #include "elementwise.hpp"
 #include "linear_float.hpp"

@@ -3,8 +3,9 @@
 
 #include "abi.hpp"
 
-// Worst to best; the Python side names them in the same order (kernels/cpu/library.py).
+// Worst to best; kernels/cpu/library.py names them in the same order.
 enum Level { kPortable = 0, kAvx2 = 1, kAvx2Vnni = 2, kAvx512Vnni = 3, kLevelCount = 4 };
+static_assert(kLevelCount < 31, "available_levels has a bit for each");
 
 int available_levels();  // bit mask
 int best_level();

@@ -1,8 +1,8 @@
 // y = x W^T in fp32 on exact weight values: dense weights, and compute="exact" for packed ones.
 //
 // Each output sums its products by fma in order of k, 128 at a time from zero, and adds these sums in
-// order: one order for every M and level, and a shorter chain than one sum over all of k. Lanes run
-// over the rows of a block, so no horizontal sum is needed. Packed weights are decoded with the
+// order: one order for every M and level, and a shorter chain than one sum over all of k. Lanes are
+// the rows of a block, so no horizontal sum is needed. Packed weights are dequantized with the
 // operations of reference/decode.py, one rounding each, and equal it bit for bit.
 #pragma once
 
@@ -12,12 +12,14 @@ namespace LEVEL {
 
 // Two sums per row, two values and a broadcast in registers.
 enum { kMaxFloatRows = kLanes == 16 ? 8 : 4, kConvertFrom = 9 };
+static_assert(2 * kMaxFloatRows + 3 <= kRegisters, "the register tile fits the registers");
+static_assert(kMaxFloatRows == 8 || kMaxFloatRows == 4, "rows_float has these cases");
 
-// One chunk of one strip, for two vectors of rows.
+// One k panel of one strip, for two vectors of rows.
 struct FloatPanel {
     const void* values[2];  // [k][16] of TYPE, from the vector's first row on
-    const uint8_t* ahead[2];  // bytes to ask for meanwhile; null: none
-    int64_t k;              // of the chunk
+    const uint8_t* ahead[2];  // bytes to prefetch meanwhile; null: none
+    int64_t k;              // of the panel
     int64_t x_stride;
     bool first;  // sums start here
 };
@@ -31,7 +33,7 @@ __attribute__((noinline)) static void panel_float(const FloatPanel* p, const flo
 #pragma GCC unroll 8
     for (int r = 0; r < MR; ++r) acc0[r] = acc1[r] = zero();
     const uint8_t *ahead0 = p->ahead[0], *ahead1 = p->ahead[1];
-    const int64_t per_line = 64 / (element_bytes(TYPE) * kRows);  // k of a block in 64 bytes
+    const int64_t per_line = 64 / (element_bytes(TYPE) * kTileRows);  // k of a block in 64 bytes
     for (int64_t i = 0; i < k; ++i, ++x) {
         if (ahead0 && i % per_line == 0) {
             __builtin_prefetch(ahead0);
@@ -39,7 +41,7 @@ __attribute__((noinline)) static void panel_float(const FloatPanel* p, const flo
             ahead0 += 64;
             ahead1 += 64;
         }
-        const VF a = load_as(TYPE, value0, i * kRows), b = load_as(TYPE, value1, i * kRows);
+        const VF a = load_as(TYPE, value0, i * kTileRows), b = load_as(TYPE, value1, i * kTileRows);
 #pragma GCC unroll 8
         for (int r = 0; r < MR; ++r) {
             const VF each = set1(x[r * stride]);
@@ -89,7 +91,7 @@ INLINE VF column(const Weight* w, int type, const void* base, int64_t k, int64_t
     const int64_t row = k * w->scale_rows;
     if (first + kLanes <= w->scale_rows) return load_as(type, base, row + first);
     const int64_t bytes = element_bytes(type);
-    uint8_t lanes[kLanes * sizeof(float)];  // they go on with the first row
+    uint8_t lanes[kLanes * sizeof(float)];  // they continue with the first row
     for (int i = 0; i < kLanes; ++i) {
         const int64_t at = row + (first + i) % w->scale_rows;
         memcpy(lanes + i * bytes, (const uint8_t*)base + at * bytes, (size_t)bytes);
@@ -97,17 +99,18 @@ INLINE VF column(const Weight* w, int type, const void* base, int64_t k, int64_t
     return load_as(type, lanes, 0);
 }
 
-// The same as decode_blocks for weights whose every k has scales of its own.
+// The same as dequantize_blocks for weights where every k has its own scales.
 template <int BITS>
-static void decode_columns(const Weight* w, int64_t b, int64_t i, int64_t i_end, float* out) {
+static void dequantize_columns(const Weight* w, int64_t b, int64_t i, int64_t i_end, float* out) {
     const Tiles tiles = tiles_of(w, b);
     for (int h = 0; h < kPerBlock; ++h) {
-        const int64_t first = (b * kRows + h * kLanes) % w->scale_rows;
+        const int64_t first = (b * kTileRows + h * kLanes) % w->scale_rows;
         float* to = out + h * kLanes;
-        for (int64_t k = i * kDepth; k < i_end * kDepth; ++k, to += kRows) {
+        for (int64_t k = i * kTileDepth; k < i_end * kTileDepth; ++k, to += kTileRows) {
             const int64_t at = k < w->k ? k : w->k - 1;
-            const uint8_t* tile = tiles.first + k / kDepth * tiles.step;
-            const VF code = code_float(codes_of<BITS>(tile, (int)(k % kDepth / 4), h), (int)(k % 4));
+            const uint8_t* tile = tiles.first + k / kTileDepth * tiles.step;
+            const VF code =
+                code_float(codes_of<BITS>(tile, (int)(k % kTileDepth / 4), h), (int)(k % 4));
             VF value = w->zeros ? column(w, w->zeros_type, w->zeros, at, first) : set1(w->zero);
             value = mul(sub(code, value), column(w, w->scale_type, w->scale, at, first));
             if (w->minus) value = sub(value, column(w, w->minus_type, w->minus, at, first));
@@ -118,65 +121,65 @@ static void decode_columns(const Weight* w, int64_t b, int64_t i, int64_t i_end,
 
 // k blocks [i, i_end) of one row block as floats, [32 * blocks][16].
 template <int BITS>
-static void decode_blocks(const Weight* w, int64_t b, int64_t i, int64_t i_end, float* out) {
+static void dequantize_blocks(const Weight* w, int64_t b, int64_t i, int64_t i_end, float* out) {
     const Tiles tiles = tiles_of(w, b);
-    const int per_unit = w->unit / 4;  // vectors j that share a scale
-    for (; i < i_end; ++i, out += kDepth * kRows) {
+    const int per_subgroup = w->subgroup / 4;  // vectors j that share a scale
+    for (; i < i_end; ++i, out += kTileDepth * kTileRows) {
         for (int h = 0; h < kPerBlock; ++h) {
             VF scale = zero(), zero_point = zero(), minus = zero();
 #pragma GCC unroll 8
             for (int j = 0; j < 8; ++j) {
-                if (j % per_unit == 0)
-                    scale_of(w, b, i * (kDepth / w->unit) + j / per_unit, h, &scale, &zero_point,
-                             &minus);
+                if (j % per_subgroup == 0)
+                    scale_of(w, b, i * (kTileDepth / w->subgroup) + j / per_subgroup, h, &scale,
+                             &zero_point, &minus);
                 VB code = codes_of<BITS & kBitsMask>(tiles.first + i * tiles.step, j, h);
-                float* to = out + 4 * j * kRows + h * kLanes;
+                float* to = out + 4 * j * kTileRows + h * kLanes;
 #pragma GCC unroll 4
                 for (int c = 0; c < 4; ++c)
-                    store(to + c * kRows, value_of<BITS>(w, code, c, zero_point, scale, minus));
+                    store(to + c * kTileRows, value_of<BITS>(w, code, c, zero_point, scale, minus));
             }
         }
     }
 }
 
-static void decode_chunk(const Weight* w, int64_t b, int64_t i, int64_t i_end, float* out) {
-    if (w->unit == 1) {
+static void dequantize_panel(const Weight* w, int64_t b, int64_t i, int64_t i_end, float* out) {
+    if (w->subgroup == 1) {
         switch (w->bits) {
-            case 2: decode_columns<2>(w, b, i, i_end, out); break;
-            case 3: decode_columns<3>(w, b, i, i_end, out); break;
-            case 4: decode_columns<4>(w, b, i, i_end, out); break;
-            case 5: decode_columns<5>(w, b, i, i_end, out); break;
-            case 6: decode_columns<6>(w, b, i, i_end, out); break;
-            case 7: decode_columns<7>(w, b, i, i_end, out); break;
-            case 8: decode_columns<8>(w, b, i, i_end, out); break;
+            case 2: dequantize_columns<2>(w, b, i, i_end, out); break;
+            case 3: dequantize_columns<3>(w, b, i, i_end, out); break;
+            case 4: dequantize_columns<4>(w, b, i, i_end, out); break;
+            case 5: dequantize_columns<5>(w, b, i, i_end, out); break;
+            case 6: dequantize_columns<6>(w, b, i, i_end, out); break;
+            case 7: dequantize_columns<7>(w, b, i, i_end, out); break;
+            case 8: dequantize_columns<8>(w, b, i, i_end, out); break;
         }
         return;
     }
     switch (w->table ? w->bits + kLookup : w->bits) {
-        case 1 + kLookup: decode_blocks<1 + kLookup>(w, b, i, i_end, out); break;
-        case 3 + kLookup: decode_blocks<3 + kLookup>(w, b, i, i_end, out); break;
-        case 4 + kLookup: decode_blocks<4 + kLookup>(w, b, i, i_end, out); break;
-        case 2: decode_blocks<2>(w, b, i, i_end, out); break;
-        case 3: decode_blocks<3>(w, b, i, i_end, out); break;
-        case 4: decode_blocks<4>(w, b, i, i_end, out); break;
-        case 5: decode_blocks<5>(w, b, i, i_end, out); break;
-        case 6: decode_blocks<6>(w, b, i, i_end, out); break;
-        case 7: decode_blocks<7>(w, b, i, i_end, out); break;
-        case 8: decode_blocks<8>(w, b, i, i_end, out); break;
+        case 1 + kLookup: dequantize_blocks<1 + kLookup>(w, b, i, i_end, out); break;
+        case 3 + kLookup: dequantize_blocks<3 + kLookup>(w, b, i, i_end, out); break;
+        case 4 + kLookup: dequantize_blocks<4 + kLookup>(w, b, i, i_end, out); break;
+        case 2: dequantize_blocks<2>(w, b, i, i_end, out); break;
+        case 3: dequantize_blocks<3>(w, b, i, i_end, out); break;
+        case 4: dequantize_blocks<4>(w, b, i, i_end, out); break;
+        case 5: dequantize_blocks<5>(w, b, i, i_end, out); break;
+        case 6: dequantize_blocks<6>(w, b, i, i_end, out); break;
+        case 7: dequantize_blocks<7>(w, b, i, i_end, out); break;
+        case 8: dequantize_blocks<8>(w, b, i, i_end, out); break;
     }
 }
 
-// One chunk of one strip for `m` rows of x; `blocks` its two parts of [k][16] TYPE.
+// One k panel of one strip for `m` rows of x; `blocks` are its two parts, [k][16] TYPE.
 template <int TYPE>
-static void chunk_float(FloatPanel panel, const void* const* blocks, const float* x, int64_t m,
+static void multiply_float(FloatPanel panel, const void* const* blocks, const float* x, int64_t m,
                         float* sums, float* values) {
     if (TYPE != kF32 && m >= kConvertFrom) {
-        for (int b = 0; b < kStrip; ++b)
-            for (int64_t i = 0; i < panel.k * kRows; i += kLanes)
-                store(values + b * kFloatChunk * kRows + i, load_as(TYPE, blocks[b], i));
-        const void* converted[] = {values, values + kFloatChunk * kRows};
+        for (int b = 0; b < kStripBlocks; ++b)
+            for (int64_t i = 0; i < panel.k * kTileRows; i += kLanes)
+                store(values + b * kFloatPanelDepth * kTileRows + i, load_as(TYPE, blocks[b], i));
+        const void* converted[] = {values, values + kFloatPanelDepth * kTileRows};
         panel.ahead[0] = panel.ahead[1] = nullptr;
-        chunk_float<kF32>(panel, converted, x, m, sums, values);
+        multiply_float<kF32>(panel, converted, x, m, sums, values);
         return;
     }
     for (int g = 0; g < kPerBlock; ++g) {
@@ -188,48 +191,50 @@ static void chunk_float(FloatPanel panel, const void* const* blocks, const float
     }
 }
 
-static void chunk_of(int type, const FloatPanel& panel, const void* const* blocks, const float* x,
+static void multiply_as(int type, const FloatPanel& panel, const void* const* blocks, const float* x,
                      int64_t m, float* sums, float* values) {
     switch (type) {
-        case kF16: chunk_float<kF16>(panel, blocks, x, m, sums, values); break;
-        case kBF16: chunk_float<kBF16>(panel, blocks, x, m, sums, values); break;
-        case kE4M3: chunk_float<kE4M3>(panel, blocks, x, m, sums, values); break;
-        case kE5M2: chunk_float<kE5M2>(panel, blocks, x, m, sums, values); break;
-        default: chunk_float<kF32>(panel, blocks, x, m, sums, values);
+        case kF16: multiply_float<kF16>(panel, blocks, x, m, sums, values); break;
+        case kBF16: multiply_float<kBF16>(panel, blocks, x, m, sums, values); break;
+        case kE4M3: multiply_float<kE4M3>(panel, blocks, x, m, sums, values); break;
+        case kE5M2: multiply_float<kE5M2>(panel, blocks, x, m, sums, values); break;
+        default: multiply_float<kF32>(panel, blocks, x, m, sums, values);
     }
 }
 
-static void linear_float(const LinearArgs* args, const Share* strips, uint8_t* scratch) {
+static void linear_float(const LinearArgs* args, const ItemRange* strips, uint8_t* scratch) {
     const Weight* w = args->w;
     const int64_t k = w->k, pass = rows_per_pass(args->m, k ? k * 4 : 1);
     const float* const x = args->act.values ? args->act.values : args->x;
-    const int64_t row_bytes = k * kRows * element_bytes(w->scale_type);
+    const int64_t row_bytes = k * kTileRows * element_bytes(w->scale_type);
     float* sums = (float*)scratch;
     float* values = sums + pass * kStripRows;
     for (int64_t m = 0; m < args->m; m += pass) {
         const int64_t m_end = m + pass < args->m ? m + pass : args->m;
         for (int64_t s = strips->begin; s < strips->end; ++s) {
             const Strip strip = strip_at(w, s), after = strip_at(w, s + 1);
-            for (int64_t i = 0; i < k; i += kFloatChunk) {
-                const int64_t i_end = i + kFloatChunk < k ? i + kFloatChunk : k;
+            for (int64_t i = 0; i < k; i += kFloatPanelDepth) {
+                const int64_t i_end = i + kFloatPanelDepth < k ? i + kFloatPanelDepth : k;
                 FloatPanel panel = {{}, {}, i_end - i, k, i == 0};
-                const void* blocks[] = {values, values + kFloatChunk * kRows};
-                for (int b = 0; b < kStrip; ++b) {
+                const void* blocks[] = {values, values + kFloatPanelDepth * kTileRows};
+                for (int b = 0; b < kStripBlocks; ++b) {
                     if (w->dense && w->scale) {
-                        scaled_values(w, strip.block[b], i, i_end, values + b * kFloatChunk * kRows);
+                        scaled_values(w, strip.block[b], i, i_end,
+                                      values + b * kFloatPanelDepth * kTileRows);
                     } else if (w->dense) {
-                        const int64_t step = row_bytes / (k * kRows) * kRows;
+                        const int64_t step = row_bytes / (k * kTileRows) * kTileRows;
                         const Strip& next = i_end < k ? strip : after;
                         blocks[b] = w->codes + strip.block[b] * row_bytes + i * step;
                         panel.ahead[b] = w->codes + next.block[b] * row_bytes +
                                          (i_end < k ? i_end * step : 0);
                     } else {
-                        decode_chunk(w, strip.block[b], i / kDepth, (i_end + kDepth - 1) / kDepth,
-                                     values + b * kFloatChunk * kRows);
+                        dequantize_panel(w, strip.block[b], i / kTileDepth,
+                                         (i_end + kTileDepth - 1) / kTileDepth,
+                                         values + b * kFloatPanelDepth * kTileRows);
                     }
                 }
-                chunk_of(w->dense && !w->scale ? w->scale_type : (int)kF32, panel, blocks, x + m * k + i,
-                         m_end - m, sums, values);
+                multiply_as(w->dense && !w->scale ? w->scale_type : (int)kF32, panel, blocks,
+                            x + m * k + i, m_end - m, sums, values);
             }
             store_strip(args, s, strip.valid, m, m_end, sums);
         }

@@ -1,69 +1,74 @@
-// y = x W^T with activations rounded to 8 bits per 32 values and integer dot products.
+// y = x W^T with activations quantized to 8 bits per 32 values and integer dot products.
 //
-// Per output, for each block of 32 k in order, with its units u of 32 or twice 16 k:
-//     t = (codes . q - zero * sum(q)) * scale_w    summed over the units by fma, and
+// For each output and each block of 32 k in order, with its subgroups of 32 or twice 16 k:
+//     t = (codes . q - zero * sum(q)) * scale_w    summed over the subgroups by fma, and
 //     t = t - minus * sum(q)                       by fma, where there is a minimum
 //     acc = fma(t, scale_x, acc)
-// and after a chunk's blocks (below) the same for what rounding left of some of them (round_again).
-// The part in integers is exact, and so is its conversion (below 2^24), so neither the vector width
-// nor the number of rows handled at a time (MR) changes a bit: a row alone, in a batch, or in a chunk
-// gives the same result. The levels with a fused multiply-add agree bit for bit too.
+// and after the blocks of a k panel (below) the same for the second terms of some of them
+// (quantize_residuals). The integer part is exact, and so is its conversion (below 2^24). So neither
+// the vector width nor the number of rows multiplied together (MR) changes a bit: a row gives the same
+// result alone, in a batch and in chunked prefill. The levels with a fused multiply-add agree bit for
+// bit too.
 //
-// A strip of two row blocks goes through k in chunks that stay in the first-level cache: their scales
-// become floats once, from 9 rows on codes of other than 4 and 8 bits become bytes once (those that
-// index a table sooner), and each group of MR rows of x runs over the chunk with 2 * MR dot products
-// in registers. Meanwhile memory is asked for what comes next (pace), also across strips and calls: a
-// start from nothing costs 2 us.
+// A strip of two row blocks goes through k in panels that stay in the first-level cache. The scales of
+// a panel become floats once; from 9 rows on, codes of other than 4 and 8 bits become bytes once (codes
+// that index a table sooner); and each group of MR rows of x runs over the panel with 2 * MR dot
+// products in registers. Meanwhile the memory that comes next is prefetched (plan_prefetch), also
+// across strips and calls: starting without it costs 2 us.
 #pragma once
 
-#include "planes.hpp"
-#include "rounding.hpp"
-#include "unit_scales.hpp"
+#include "bit_planes.hpp"
+#include "quantize_activations.hpp"
+#include "subgroup_scales.hpp"
 
 namespace LEVEL {
 
 enum {
     // Registers: two dots and two sums per row, two codes, a broadcast, scales and minima.
     kMaxRows = kLanes == 16 ? 5 : 2,
-    kMaxFineRows = kLanes == 16 ? 4 : 2,  // units of 16 keep the first half's t as well
+    kMaxFineRows = kLanes == 16 ? 4 : 2,  // subgroups of 16 keep the first half's t as well
     kExpandFrom = 9,
-    kLookUpOnceFrom = 5,  // the same for codes that index a table; of 4 bits, others always
+    kLookUpOnceFrom = 5,  // the same for 4-bit codes that index a table; other tables always
 };
+static_assert(4 * kMaxRows + 7 <= kRegisters, "the register tile fits the registers");
+static_assert(kRegisters < 32 || 6 * kMaxFineRows + 7 <= kRegisters, "with the first half's t too");
+static_assert(kMaxRows >= kMaxFineRows && kMaxFineRows >= 2, "every level has tiles of 1 and 2 rows");
 
-// One chunk of one strip, for two vectors of rows.
+// One k panel of one strip, for two vectors of rows.
 struct Panel {
     const uint8_t* codes[2];
     int64_t step;  // bytes between tiles
-    // What to ask memory for meanwhile: `lines` of 64 bytes per block, in two stretches. `ahead` null:
-    // from where the chunk before this one ended.
+    // What to prefetch meanwhile: `lines` of 64 bytes per block, in two ranges. `ahead` null: from
+    // where the panel before this one ended.
     const uint8_t *ahead, *ahead_end, *then, *then_end;
     int64_t lines;
-    const uint8_t *chunk, *reach;  // this chunk; the end of the thread's memory
+    const uint8_t *start, *reach;  // this panel; the end of the thread's memory
     const uint8_t *later, *later_end;  // what it will read after that
     int64_t tiles;  // bytes of a block's tiles, one or two
-    bool fresh;     // little of this chunk has been asked for
-    const float* scales;   // [units][kStripRows]
+    bool fresh;     // little of this panel has been prefetched
+    const float* scales;   // [subgroups][kStripRows]
     const float* minuses;  // the same, zero points folded in
-    int64_t blocks;        // of the chunk
-    int64_t x_stride;      // records between rows of x
-    // Bits of the blocks that a row has rounded twice, words between rows; null: none has any.
-    const uint32_t* rest;
-    int64_t rest_stride, to_rest;  // to_rest: records from a block to what its rounding left
+    int64_t blocks;        // of the panel
+    int64_t x_stride;      // Q8Blocks between rows of x
+    // Bits of the blocks of a row that have a second term, words between rows; null: no row has any.
+    const uint32_t* residual;
+    int64_t residual_stride, to_residual;  // to_residual: Q8Blocks from a block to its second term
     int64_t sums_stride;   // floats between rows of sums
     int32_t zero;
     bool first;            // sums start here
-    const uint8_t* steps;  // a table's entries
+    const uint8_t* int8_table;  // a table's entries
 };
 
-// How much to ask for while a chunk goes through so many products, each of which takes it from the
-// start. With one product that is what it needs itself a little later. With more, all of the next
-// chunk, a part with each product: if everything went with the first, memory would rest afterwards.
-INLINE void pace(Panel* p, int64_t products) {
-    const int64_t bytes = p->tiles * p->blocks, left = p->reach - p->chunk;
+// How much to prefetch while a panel goes through `products` products, each of which reads it from the
+// start. With one product: what the product itself needs a little later. With more: all of the next
+// panel, a part during each product. If the first product prefetched everything, memory would be idle
+// during the others.
+INLINE void plan_prefetch(Panel* p, int64_t products) {
+    const int64_t bytes = p->tiles * p->blocks, left = p->reach - p->start;
     const int64_t further = products > 1 && bytes > kPrefetch ? bytes : (int64_t)kPrefetch;
     const int64_t beyond = bytes + further - left;  // of what comes later
-    if (!p->ahead) p->ahead = p->chunk + (further < left ? further : left);
-    p->ahead_end = beyond < 0 ? p->chunk + bytes + further : p->reach;
+    if (!p->ahead) p->ahead = p->start + (further < left ? further : left);
+    p->ahead_end = beyond < 0 ? p->start + bytes + further : p->reach;
     if (beyond > 0 && p->later)
         p->then_end = beyond < p->later_end - p->later ? p->later + beyond : p->later_end;
     const int64_t wanted = p->ahead_end - p->ahead + (p->then_end - p->then);
@@ -71,23 +76,23 @@ INLINE void pace(Panel* p, int64_t products) {
     p->lines = p->fresh ? p->tiles / 64 : (lines + steps - 1) / steps;
 }
 
-template <int BITS, int UNIT, bool MINUS, int MR>
-__attribute__((noinline)) static void panel_int(Panel* p, const Rounded* x, float* sums) {
-    const int kHalves = kDepth / UNIT;
-    // A dot is summed in this many parts, so that enough of them are under way: a vpdpbusd takes
-    // four cycles and two start in each.
-    const int kChains = kMaxRows < 5 || MR > 4 ? 1 : MR == 4 ? (UNIT == 16 ? 1 : 2) : UNIT / 8;
+template <int BITS, int SUBGROUP, bool MINUS, int MR>
+__attribute__((noinline)) static void panel_int(Panel* p, const Q8Block* x, float* sums) {
+    const int kHalves = kTileDepth / SUBGROUP;
+    // A dot is summed in this many parts, so that enough of them are in flight: a vpdpbusd takes four
+    // cycles, and two start in each cycle.
+    const int kChains = kMaxRows < 5 || MR > 4 ? 1 : MR == 4 ? (SUBGROUP == 16 ? 1 : 2) : SUBGROUP / 8;
     const bool kOffset = !MINUS || (is_wide<BITS>() && kWideOffset != 0);
     const int64_t stride = p->x_stride, sums_stride = p->sums_stride;
     const int64_t blocks = p->blocks, step = p->step, ahead_bytes = p->lines * 64;
     const uint8_t *tile0 = p->codes[0], *tile1 = p->codes[1];
-    const Rounded* const first_block = x;
-    uint32_t rest = 0;
-    for (int r = 0; p->rest && r < MR; ++r) rest |= p->rest[r * p->rest_stride];
+    const Q8Block* const first_block = x;
+    uint32_t residual = 0;
+    for (int r = 0; p->residual && r < MR; ++r) residual |= p->residual[r * p->residual_stride];
     const uint8_t *ahead = p->ahead, *ahead_end = p->ahead_end;
     const float *scales = p->scales, *minuses = p->minuses;
     const VI less = set1_int(-p->zero);
-    const VB table = table_of<BITS>(p->steps);
+    const VB table = table_of<BITS>(p->int8_table);
     VF acc0[MR], acc1[MR];
 #pragma GCC unroll 8
     for (int r = 0; r < MR; ++r) {
@@ -107,14 +112,14 @@ __attribute__((noinline)) static void panel_int(Panel* p, const Rounded* x, floa
             VI dot0[MR * kChains], dot1[MR * kChains];
 #pragma GCC unroll 8
             for (int r = 0; r < MR; ++r) {  // from -zero * sum(q) on
-                const Rounded& block = x[r * stride];
+                const Q8Block& block = x[r * stride];
                 const int32_t sum = kHalves == 1 ? block.sum : block.half[half];
                 dot0[r] = dot1[r] = kOffset ? mul_int(set1_int(sum), less) : zero_int();
             }
 #pragma GCC unroll 8
             for (int r = MR; r < MR * kChains; ++r) dot0[r] = dot1[r] = zero_int();
 #pragma GCC unroll 8
-            for (int j = half * UNIT / 4; j < (half + 1) * UNIT / 4; ++j) {
+            for (int j = half * SUBGROUP / 4; j < (half + 1) * SUBGROUP / 4; ++j) {
                 const VB code0 = operands<BITS>(tile0, j, 0, table);
                 const VB code1 = operands<BITS>(tile1, j, 0, table);
 #pragma GCC unroll 8
@@ -139,7 +144,7 @@ __attribute__((noinline)) static void panel_int(Panel* p, const Rounded* x, floa
                 t0[r] = half ? fma(value0, scale0, t0[r]) : mul(value0, scale0);
                 t1[r] = half ? fma(value1, scale1, t1[r]) : mul(value1, scale1);
                 if (MINUS) {
-                    const Rounded& block = x[r * stride];
+                    const Q8Block& block = x[r * stride];
                     const VF sum = to_float(set1_int(kHalves == 1 ? block.sum : block.half[half]));
                     t0[r] = fnma(load(minuses), sum, t0[r]);
                     t1[r] = fnma(load(minuses + kLanes), sum, t1[r]);
@@ -160,11 +165,11 @@ __attribute__((noinline)) static void panel_int(Panel* p, const Rounded* x, floa
             tile1 += step;
             continue;
         }
-        // Then the blocks that any of the rows has rounded twice; in the others what is left is 0.
-        if (!rest) break;
-        const int64_t b = __builtin_ctz(rest);
-        rest &= rest - 1;
-        x = first_block + p->to_rest + b;
+        // Then the blocks for which any row has a second term; in the other rows that term is 0.
+        if (!residual) break;
+        const int64_t b = __builtin_ctz(residual);
+        residual &= residual - 1;
+        x = first_block + p->to_residual + b;
         tile0 = p->codes[0] + b * step;
         tile1 = p->codes[1] + b * step;
         scales = p->scales + b * kHalves * kStripRows;
@@ -179,36 +184,36 @@ __attribute__((noinline)) static void panel_int(Panel* p, const Rounded* x, floa
     p->ahead_end = ahead_end;
 }
 
-// Rows of x for one product: codes of other widths and units of 16 need more registers.
-constexpr int most_rows(int bits, int unit) {
-    return unit == 32 && (bits == 4 || bits == 8 || bits == kExpanded) ? kMaxRows : kMaxFineRows;
+// Rows of x for one product: codes of other widths and subgroups of 16 need more registers.
+constexpr int most_rows(int bits, int subgroup) {
+    return subgroup == 32 && (bits == 4 || bits == 8 || bits == kExpanded) ? kMaxRows : kMaxFineRows;
 }
 
-// Rows of x for the next product, of the m that are left.
+// Rows of x for the next product; m are left.
 INLINE int rows_at_once(int most, int64_t m) {
     if (most >= 5 && (m == 8 || m == 16)) return 8;
     return most >= 5 && m >= 5 ? 5 : most >= 4 && m >= 4 ? 4 : m >= 2 ? 2 : 1;
 }
 
-template <int BITS, int UNIT, bool MINUS>
-static void panel_rows(Panel* p, const Rounded* x, int rows, float* sums) {
-    const int kMost = most_rows(BITS, UNIT);
+template <int BITS, int SUBGROUP, bool MINUS>
+static void panel_rows(Panel* p, const Q8Block* x, int rows, float* sums) {
+    const int kMost = most_rows(BITS, SUBGROUP);
     switch (rows) {
-        case 8: panel_int<BITS, UNIT, MINUS, kMost >= 5 ? 8 : 1>(p, x, sums); break;
-        case 5: panel_int<BITS, UNIT, MINUS, kMost >= 5 ? 5 : 1>(p, x, sums); break;
-        case 4: panel_int<BITS, UNIT, MINUS, kMost >= 4 ? 4 : 1>(p, x, sums); break;
-        case 2: panel_int<BITS, UNIT, MINUS, 2>(p, x, sums); break;
-        default: panel_int<BITS, UNIT, MINUS, 1>(p, x, sums);
+        case 8: panel_int<BITS, SUBGROUP, MINUS, kMost >= 5 ? 8 : 1>(p, x, sums); break;
+        case 5: panel_int<BITS, SUBGROUP, MINUS, kMost >= 5 ? 5 : 1>(p, x, sums); break;
+        case 4: panel_int<BITS, SUBGROUP, MINUS, kMost >= 4 ? 4 : 1>(p, x, sums); break;
+        case 2: panel_int<BITS, SUBGROUP, MINUS, 2>(p, x, sums); break;
+        default: panel_int<BITS, SUBGROUP, MINUS, 1>(p, x, sums);
     }
 }
 
-// All rows of one pass over one chunk, for kPerBlock vectors of each block.
-template <int BITS, int UNIT, bool MINUS>
-static void rows_int(Panel* p, const Rounded* x, int64_t m, float* sums) {
-    const int kMost = most_rows(BITS, UNIT);
+// All rows of one pass over one k panel, for kPerBlock vectors of each block.
+template <int BITS, int SUBGROUP, bool MINUS>
+static void rows_int(Panel* p, const Q8Block* x, int64_t m, float* sums) {
+    const int kMost = most_rows(BITS, SUBGROUP);
     int64_t products = 0;
     for (int64_t left = m; left > 0; left -= rows_at_once(kMost, left)) ++products;
-    pace(p, products * kPerBlock);
+    plan_prefetch(p, products * kPerBlock);
     const uint8_t* const codes[2] = {p->codes[0], p->codes[1]};
     const float *scales = p->scales, *minuses = p->minuses;
     for (int g = 0; g < kPerBlock; ++g) {
@@ -216,23 +221,23 @@ static void rows_int(Panel* p, const Rounded* x, int64_t m, float* sums) {
             p->codes[v] = codes[(2 * g + v) / kPerBlock] + (2 * g + v) % kPerBlock * kLanes * 4;
         p->scales = scales + 2 * g * kLanes;
         p->minuses = minuses + 2 * g * kLanes;
-        const Rounded* rows = x;
-        const uint32_t* const rest = p->rest;
+        const Q8Block* rows = x;
+        const uint32_t* const residual = p->residual;
         float* to = sums + 2 * g * kLanes;
         for (int64_t left = m; left > 0;) {
             const int count = rows_at_once(kMost, left);
-            panel_rows<BITS, UNIT, MINUS>(p, rows, count, to);
+            panel_rows<BITS, SUBGROUP, MINUS>(p, rows, count, to);
             left -= count;
             rows += count * p->x_stride;
             to += count * p->sums_stride;
-            if (rest) p->rest += count * p->rest_stride;
+            if (residual) p->residual += count * p->residual_stride;
         }
-        p->rest = rest;
+        p->residual = residual;
     }
     p->ahead = nullptr;
 }
 
-// Where a strip's two row blocks lie; a last strip of one block takes it twice.
+// The two row blocks of a strip; a last strip of one block uses it twice.
 struct Strip {
     int64_t block[2];
     int valid;  // rows
@@ -240,7 +245,7 @@ struct Strip {
 
 INLINE Strip strip_at(const Weight* w, int64_t index) {
     Strip strip;
-    const int64_t b = index * kStrip, rows = w->n - b * kRows;
+    const int64_t b = index * kStripBlocks, rows = w->n - b * kTileRows;
     strip.block[0] = b < w->row_blocks ? b : w->row_blocks - 1;
     strip.block[1] = b + 1 < w->row_blocks ? b + 1 : strip.block[0];
     strip.valid = rows < kStripRows ? (int)rows : (int)kStripRows;
@@ -258,8 +263,8 @@ static void store_strip(const LinearArgs* args, int64_t index, int valid, int64_
     }
 }
 
-// Makes the strip's columns of out this core's own before they are written: a row of logits is 192 KiB
-// from the next, so that each store waited for its line (the head takes 0.94 of its time, 16 rows).
+// Prefetches the strip's columns of out for writing. Rows of logits are 192 KiB apart, so each store
+// waited for its line (with this the head takes 0.94 of its time, 16 rows).
 INLINE void own_lines(const LinearArgs* args, int64_t index, int64_t m, int64_t m_end) {
     for (; m < m_end; ++m) {
         const float* to = args->out + m * args->out_stride + index * kStripRows;
@@ -267,43 +272,44 @@ INLINE void own_lines(const LinearArgs* args, int64_t index, int64_t m, int64_t 
     }
 }
 
-// One chunk of one strip for `m` rows of x.
-template <int BITS, int UNIT, bool MINUS>
-static void chunk_int(Panel* panel, const Rounded* x, int64_t m, float* sums, uint8_t* expanded) {
+// One k panel of one strip for `m` rows of x.
+template <int BITS, int SUBGROUP, bool MINUS>
+static void multiply_int(Panel* panel, const Q8Block* x, int64_t m, float* sums, uint8_t* expanded) {
     if constexpr (BITS < kLookup) {
-        if (BITS == 8 || (BITS == 4 && UNIT == 32) || m < kExpandFrom) {
-            rows_int<BITS, UNIT, MINUS>(panel, x, m, sums);
+        if (BITS == 8 || (BITS == 4 && SUBGROUP == 32) || m < kExpandFrom) {
+            rows_int<BITS, SUBGROUP, MINUS>(panel, x, m, sums);
             return;
         }
     } else if constexpr (BITS == kLookup + 4) {
         if (m < kLookUpOnceFrom) {
-            rows_int<BITS, UNIT, MINUS>(panel, x, m, sums);
+            rows_int<BITS, SUBGROUP, MINUS>(panel, x, m, sums);
             return;
         }
     }
-    const VB table = table_of<BITS>(panel->steps);
-    for (int b = 0; b < kStrip; ++b) {
-        uint8_t* to = expanded + b * kChunkBlocks * 512;
+    const VB table = table_of<BITS>(panel->int8_table);
+    for (int b = 0; b < kStripBlocks; ++b) {
+        uint8_t* to = expanded + b * kPanelBlocks * kByteTile;
         for (int64_t i = 0; i < panel->blocks; ++i)
-            expand<BITS>(panel->codes[b] + i * panel->step, to + i * 512, table);
+            expand<BITS>(panel->codes[b] + i * panel->step, to + i * kByteTile, table);
         panel->codes[b] = to;
     }
-    panel->step = 512;
-    rows_int<is_wide<BITS>() ? 8 : (int)kExpanded, UNIT, MINUS>(panel, x, m, sums);
+    panel->step = kByteTile;
+    rows_int<is_wide<BITS>() ? 8 : (int)kExpanded, SUBGROUP, MINUS>(panel, x, m, sums);
 }
 
-template <int BITS, int UNIT, bool MINUS>
-static void strips_int(const LinearArgs* args, const Share* strips, uint8_t* scratch) {
+template <int BITS, int SUBGROUP, bool MINUS>
+static void strips_int(const LinearArgs* args, const ItemRange* strips, uint8_t* scratch) {
     const Weight* w = args->w;
-    const int64_t blocks = w->k_blocks, chunks = chunks_of(blocks), row = args->planes * blocks;
-    const int64_t pass = rows_per_pass(args->m, blocks * (int64_t)sizeof(Rounded));
-    const int64_t per_block = kDepth / UNIT, row_bytes = blocks * 64 * (BITS & kBitsMask);
+    const int64_t blocks = w->k_blocks, panels = panels_of(blocks), row = args->terms * blocks;
+    const int64_t pass = rows_per_pass(args->m, blocks * (int64_t)sizeof(Q8Block));
+    const int64_t per_block = kTileDepth / SUBGROUP;
+    const int64_t row_bytes = blocks * kTileBytesPerBit * (BITS & kBitsMask);
     float* sums = (float*)scratch;
     float* scales = sums + pass * kStripRows;
-    float* minuses = scales + kChunkBlocks * per_block * kStripRows;
-    uint8_t* expanded = (uint8_t*)(minuses + kChunkBlocks * per_block * kStripRows);
-    const bool again = pass < args->m;  // over the same strips: what follows them is not next
-    const int64_t last = (again ? strips->end : strips->reach) * kStrip;
+    float* minuses = scales + kPanelBlocks * per_block * kStripRows;
+    uint8_t* expanded = (uint8_t*)(minuses + kPanelBlocks * per_block * kStripRows);
+    const bool again = pass < args->m;  // over the same strips: the strips after them do not come next
+    const int64_t last = (again ? strips->end : strips->reach) * kStripBlocks;
     for (int64_t m = 0; m < args->m; m += pass) {
         const int64_t m_end = m + pass < args->m ? m + pass : args->m;
         Panel panel;
@@ -314,38 +320,38 @@ static void strips_int(const LinearArgs* args, const Share* strips, uint8_t* scr
         panel.later_end = strips->then_end;
         panel.fresh = again || !strips->resumed;
         if (panel.fresh) {
-            const uint8_t* start = w->codes + strips->begin * kStrip * row_bytes;
+            const uint8_t* start = w->codes + strips->begin * kStripBlocks * row_bytes;
             panel.ahead = start + kPrefetch < panel.reach ? start + kPrefetch : panel.reach;
             for (; start < panel.ahead; start += 64) __builtin_prefetch(start);
         }
         for (int64_t s = strips->begin; s < strips->end; ++s) {
             const Strip strip = strip_at(w, s);
-            const bool direct = chunks == 1 && strip.valid == kStripRows;  // no sums in between
+            const bool direct = panels == 1 && strip.valid == kStripRows;  // straight into out
             float* to = direct ? args->out + m * args->out_stride + s * kStripRows : sums;
             if (direct && s + 1 < strips->end) own_lines(args, s + 1, m, m_end);
-            for (int64_t c = 0; c < chunks; ++c) {
-                const int64_t i = chunk_begin(blocks, c), i_end = chunk_begin(blocks, c + 1);
-                for (int b = 0; b < kStrip; ++b) {
+            for (int64_t c = 0; c < panels; ++c) {
+                const int64_t i = panel_begin(blocks, c), i_end = panel_begin(blocks, c + 1);
+                for (int b = 0; b < kStripBlocks; ++b) {
                     const Tiles tiles = tiles_of(w, strip.block[b]);
                     panel.codes[b] = tiles.first + i * tiles.step;
                     panel.step = panel.tiles = tiles.step;
-                    unit_scales(w, {strip.block[b], i * per_block, i_end * per_block},
-                                scales + b * kRows, minuses + b * kRows);
+                    subgroup_scales(w, {strip.block[b], i * per_block, i_end * per_block},
+                                scales + b * kTileRows, minuses + b * kTileRows);
                 }
-                panel.chunk = panel.codes[0];
+                panel.start = panel.codes[0];
                 panel.scales = scales;
                 panel.minuses = minuses;
                 panel.blocks = i_end - i;
                 panel.x_stride = row;
-                panel.rest = args->planes == 2 ? args->act.rest + m * chunks + c : nullptr;
-                panel.rest_stride = chunks;
-                panel.to_rest = blocks;
+                panel.residual = args->terms == 2 ? args->act.residual + m * panels + c : nullptr;
+                panel.residual_stride = panels;
+                panel.to_residual = blocks;
                 panel.sums_stride = direct ? args->out_stride : (int64_t)kStripRows;
                 panel.zero = (MINUS ? 0 : (int32_t)w->zero) - (is_wide<BITS>() ? kWideOffset : 0);
-                panel.steps = w->steps;
+                panel.int8_table = w->int8_table;
                 panel.first = c == 0;
-                chunk_int<BITS, UNIT, MINUS>(&panel, args->act.blocks + m * row + i, m_end - m, to,
-                                             expanded);
+                multiply_int<BITS, SUBGROUP, MINUS>(&panel, args->act.blocks + m * row + i, m_end - m,
+                                                    to, expanded);
                 panel.fresh = false;
             }
             if (!direct) store_strip(args, s, strip.valid, m, m_end, sums);
@@ -353,8 +359,8 @@ static void strips_int(const LinearArgs* args, const Share* strips, uint8_t* scr
     }
 }
 
-static void linear_int(const LinearArgs* args, const Share* strips, uint8_t* scratch) {
-    const bool fine = args->w->unit == 16, minus = args->w->minus || args->w->zeros;
+static void linear_int(const LinearArgs* args, const ItemRange* strips, uint8_t* scratch) {
+    const bool fine = args->w->subgroup == 16, minus = args->w->minus || args->w->zeros;
     if (args->w->table) {
         switch (args->w->bits) {
 #define CASE(BITS)                                                                     \

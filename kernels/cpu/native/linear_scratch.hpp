@@ -1,4 +1,4 @@
-// Sizes of the memory that matrix products work in, and how they cut their work; plain C++.
+// Sizes of the scratch memory of matrix products, and how they divide their work; plain C++.
 #pragma once
 
 #include <stddef.h>
@@ -6,64 +6,76 @@
 #include "abi.hpp"
 
 enum {
-    kChunkBlocks = 24,    // k blocks whose scales and expanded codes stay in the first-level cache
-    kFloatChunk = 128,    // the same for fp32 values, in k
-    kPassBytes = 393216,  // activations of one pass over the weights, within the second-level cache
+    kPanelBlocks = 24,       // k blocks whose scales and expanded codes stay in the first-level cache
+    kFloatPanelDepth = 128,  // the same for fp32 values, in k
+    kPassBytes = 393216,     // activations of one pass over the weights, within the second-level cache
+    kPassRows = 24,          // rows of x go through the weights in multiples of this
 };
+static_assert(kPanelBlocks <= 32, "Activations::residual has one bit per block of a k panel");
+static_assert(kPanelBlocks * (kTileDepth + 2 * (int)sizeof(float)) * kStripRows <= 32 * 1024,
+              "expanded codes, scales and minima of a strip's k panel fit a 32 KiB cache");
+static_assert(kFloatPanelDepth % kTileDepth == 0, "float panels dequantize whole k blocks");
+static_assert(kFloatPanelDepth * kStripRows * (int)sizeof(float) <= 32 * 1024, "they fit it too");
+static_assert(kPassRows % 8 == 0, "a pass is whole groups of 8, 4 and 2 rows of x");
+static_assert(kStripRows * sizeof(float) % kCacheLine == 0, "the parts of the scratch stay aligned");
+static_assert(kTileDepth * 255 * 127 * 2 < 1 << 24, "integer sums of a block convert to float exactly");
 
-// The k blocks of a row go in chunks of equal length, at most kChunkBlocks.
-static inline int64_t chunks_of(int64_t blocks) {
-    return (blocks + kChunkBlocks - 1) / kChunkBlocks;
+// The k blocks of a row are divided into k panels of equal length, at most kPanelBlocks each.
+static inline int64_t panels_of(int64_t blocks) {
+    return (blocks + kPanelBlocks - 1) / kPanelBlocks;
 }
-static inline int64_t chunk_begin(int64_t blocks, int64_t c) {
-    return blocks * c / chunks_of(blocks);
+static inline int64_t panel_begin(int64_t blocks, int64_t c) {
+    return blocks * c / panels_of(blocks);
 }
 
-// Activations become integers before the product; they are rounded and stay floats.
+// Whether activations become integers before the product; whether they are quantized but stay floats.
 static inline bool in_integers(const LinearArgs& args) { return !args.exact && !args.w->dense; }
-static inline bool in_rounded_floats(const LinearArgs& args) {
-    return !in_integers(args) && args.w->inputs.codes != kAsTheyAre;
+static inline bool in_quantized_floats(const LinearArgs& args) {
+    return !in_integers(args) && args.w->scheme.codes != kUnquantized;
 }
 
-static inline size_t rounded_bytes(const LinearArgs& args) {
-    return (size_t)(args.m * args.planes * args.w->k_blocks) * sizeof(Rounded);
+static inline size_t q8_bytes(const LinearArgs& args) {
+    return (size_t)(args.m * args.terms * args.w->k_blocks) * sizeof(Q8Block);
 }
 
 static inline size_t activation_bytes(const LinearArgs& args) {
-    if (in_rounded_floats(args)) return (size_t)(args.m * args.w->k) * sizeof(float);
-    const int64_t words = args.planes == 2 ? args.m * chunks_of(args.w->k_blocks) : 0;
-    return rounded_bytes(args) + (size_t)words * sizeof(uint32_t);
+    if (in_quantized_floats(args)) return (size_t)(args.m * args.w->k) * sizeof(float);
+    const int64_t words = args.terms == 2 ? args.m * panels_of(args.w->k_blocks) : 0;
+    return q8_bytes(args) + (size_t)words * sizeof(uint32_t);
 }
 
 // `at` is 64-byte aligned and has activation_bytes(*args).
 static inline void place_activations(LinearArgs* args, uint8_t* at) {
     args->act.k_blocks = args->w->k_blocks;
-    args->act.values = in_rounded_floats(*args) ? (float*)at : nullptr;
-    args->act.blocks = (Rounded*)at;
-    args->act.rest = (uint32_t*)(at + rounded_bytes(*args));
+    args->act.values = in_quantized_floats(*args) ? (float*)at : nullptr;
+    args->act.blocks = (Q8Block*)at;
+    args->act.residual = (uint32_t*)(at + q8_bytes(*args));
 }
 
 // Bytes of the codes before a strip.
 static inline int64_t code_bytes(const Weight& w, int64_t strip) {
-    const int64_t row_blocks = strip * kStrip;
-    return (row_blocks < w.row_blocks ? row_blocks : w.row_blocks) * w.k_blocks * 64 * w.bits;
+    const int64_t before = strip * kStripBlocks;
+    const int64_t row_blocks = before < w.row_blocks ? before : w.row_blocks;
+    return row_blocks * w.k_blocks * kTileBytesPerBit * w.bits;
 }
 
-static inline int64_t strips_of(const Weight& w) { return (w.row_blocks + kStrip - 1) / kStrip; }
+static inline int64_t strips_of(const Weight& w) {
+    return (w.row_blocks + kStripBlocks - 1) / kStripBlocks;
+}
 
 // Rows of x that go through the weights together: `row_bytes` each.
 static inline int64_t rows_per_pass(int64_t m, int64_t row_bytes) {
-    int64_t rows = kPassBytes / row_bytes / 24 * 24;
-    if (rows < 24) rows = 24;
+    int64_t rows = kPassBytes / row_bytes / kPassRows * kPassRows;
+    if (rows < kPassRows) rows = kPassRows;
     return rows < m ? rows : m;
 }
 
 // Running sums of a pass, then scales and minima and expanded codes, or values as floats.
 static inline size_t linear_private_bytes(const Weight& w, int64_t m, bool exact) {
     const bool floats = exact || w.dense;
-    const int64_t row_bytes = floats ? w.k * 4 : w.k_blocks * (int64_t)sizeof(Rounded);
+    const int64_t row_bytes = floats ? w.k * 4 : w.k_blocks * (int64_t)sizeof(Q8Block);
     const size_t sums = (size_t)rows_per_pass(m, row_bytes ? row_bytes : 1) * kStripRows * 4;
-    if (floats) return sums + (size_t)kFloatChunk * kStripRows * 4;
-    const size_t scales = (size_t)(kChunkBlocks * kDepth / w.unit) * kStripRows * 4;
-    return sums + 2 * scales + (size_t)kChunkBlocks * kDepth * kStripRows;
+    if (floats) return sums + (size_t)kFloatPanelDepth * kStripRows * 4;
+    const size_t scales = (size_t)(kPanelBlocks * kTileDepth / w.subgroup) * kStripRows * 4;
+    return sums + 2 * scales + (size_t)kPanelBlocks * kTileDepth * kStripRows;
 }

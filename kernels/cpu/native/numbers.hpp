@@ -1,4 +1,4 @@
-// Numbers of 8 and 16 bits as floats and back, one at a time.
+// Converts numbers of 8 and 16 bits to floats and back, one at a time.
 //
 // Everything here is `static inline` and inside LEVEL, as in simd.hpp.
 #pragma once

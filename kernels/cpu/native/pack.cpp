@@ -1,5 +1,5 @@
-// Packing codes into tiles, the inverse, and single rows as floats. Compiled for the baseline: moving
-// words and the loops the compiler vectorizes with SSE2 already keep packing bound by memory.
+// Packs codes into tiles and back, and gathers single rows as floats. Compiled for the baseline: moving
+// words, and loops that the compiler vectorizes with SSE2, already make packing memory-bound.
 #include "pack.hpp"
 
 #include <string.h>
@@ -8,7 +8,7 @@
 
 namespace {
 
-// Bytes before the 2-bit and 1-bit planes of a tile and where their bits belong (planes.hpp).
+// Bytes before the 2-bit and 1-bit planes of a tile and the shifts of their bits (bit_planes.hpp).
 struct Planes {
     int bits, low, mid, mid_shift, high, high_shift;
     explicit Planes(int b)
@@ -30,7 +30,7 @@ uint32_t get_code(const Planes& p, const uint8_t* tile, int row, int k) {
     return code;
 }
 
-// ggml's 256-element blocks: where the low and high bits of element i lie (ggml-common.h).
+// ggml's 256-element blocks: where the low and high bits of element i are (ggml-common.h).
 // Block layouts, in bytes: q2_k scales[16] codes[64] d dmin; q3_k high bits[32] codes[64]
 // scales[12] d; q4_k d dmin scales[12] codes[128]; q5_k d dmin scales[12] high bits[32] codes[128];
 // q6_k low bits[128] high bits[64] scales[16] d.
@@ -38,7 +38,7 @@ struct BlockBits {
     int low_byte, low_shift, low_bits, high_byte, high_shift, high_bits, nbytes;
 };
 
-BlockBits block_bits(int source, int i) {
+constexpr BlockBits block_bits(int source, int i) {
     const int half = i / 128, part = i / 32 % 4, l = i % 32;  // 128 codes share 32 bytes
     const int pair = i / 64, nibble = i / 32 % 2;             // 64 codes share 32 bytes
     switch (source) {
@@ -52,12 +52,20 @@ BlockBits block_bits(int source, int i) {
     }
 }
 
+constexpr int kQuantBlock = 256;  // values of a k-quant block
+static_assert(kQuantBlock % kTileDepth == 0, "a block is whole tiles");
+static_assert(block_bits(kQ2K, 0).nbytes == 16 + kQuantBlock / 4 + 2 + 2, "ggml's block_q2_K");
+static_assert(block_bits(kQ3K, 0).nbytes == kQuantBlock / 8 + kQuantBlock / 4 + 12 + 2, "block_q3_K");
+static_assert(block_bits(kQ4K, 0).nbytes == 2 + 2 + 12 + kQuantBlock / 2, "block_q4_K");
+static_assert(block_bits(kQ5K, 0).nbytes == 2 + 2 + 12 + kQuantBlock / 8 + kQuantBlock / 2, "block_q5_K");
+static_assert(block_bits(kQ6K, 0).nbytes == kQuantBlock / 2 + kQuantBlock / 4 + 16 + 2, "block_q6_K");
+
 uint32_t low_mask(int bits) { return (1u << bits) - 1; }
 
 // One byte per code.
 void read_row(const Weight& w, const uint8_t* row, uint8_t* codes) {
     if (w.source != kStream) {
-        for (int i = 0; i < 256; i += 32) {  // the bits of 32 codes lie in 32 bytes
+        for (int i = 0; i < 256; i += 32) {  // the bits of 32 codes are in 32 bytes
             const BlockBits b = block_bits(w.source, i);
             for (int64_t block = 0; block * 256 < w.k; ++block) {
                 const uint8_t* low = row + block * b.nbytes + b.low_byte;
@@ -176,32 +184,32 @@ float element(int type, const void* base, int64_t at) {
 }  // namespace
 
 size_t pack_scratch(const Weight& w) {
-    return (size_t)(w.k_blocks * kDepth) * kRows;
+    return (size_t)(w.k_blocks * kTileDepth) * kTileRows;
 }
 
 void pack_blocks(const Weight& w, const uint8_t* source, int64_t row_bytes, int64_t begin,
                  int64_t end, uint8_t* codes) {
-    const int64_t stride = w.k_blocks * kDepth;
+    const int64_t stride = w.k_blocks * kTileDepth;
     const ToTile to_tile = to_tile_of(w.bits);
     for (int64_t b = begin; b < end; ++b) {
-        const uint8_t* rows[kRows];
-        const int64_t left = w.n - b * kRows;
-        const int count = left < kRows ? (int)left : (int)kRows;
-        for (int r = 0; r < count; ++r) rows[r] = source + (b * kRows + r) * row_bytes;
+        const uint8_t* rows[kTileRows];
+        const int64_t left = w.n - b * kTileRows;
+        const int count = left < kTileRows ? (int)left : (int)kTileRows;
+        for (int r = 0; r < count; ++r) rows[r] = source + (b * kTileRows + r) * row_bytes;
         if (is_legacy(w.source)) {
             pack_legacy(w, b, rows, count);
             continue;
         }
         if (w.source != kStream)
             pack_k_scales(w, b, rows, count, block_bits(w.source, 0).nbytes);
-        for (int r = 0; r < kRows; ++r) {
+        for (int r = 0; r < kTileRows; ++r) {
             uint8_t* row = codes + r * stride;
             if (r < count) read_row(w, rows[r], row);
             memset(row + (r < count ? w.k : 0), 0, (size_t)(stride - (r < count ? w.k : 0)));
         }
         const Tiles tiles = tiles_of(&w, b);
         for (int64_t t = 0; t < w.k_blocks; ++t)
-            to_tile(codes + t * kDepth, stride, tiles.first + t * tiles.step);
+            to_tile(codes + t * kTileDepth, stride, tiles.first + t * tiles.step);
     }
 }
 
@@ -210,35 +218,35 @@ void unpack_blocks(const Weight& w, uint8_t* out, int64_t row_bytes, int64_t beg
     const Planes planes(w.bits);
     for (int64_t b = begin; b < end; ++b) {
         const Tiles tiles = tiles_of(&w, b);
-        for (int r = 0; r < kRows && b * kRows + r < w.n; ++r) {
+        for (int r = 0; r < kTileRows && b * kTileRows + r < w.n; ++r) {
             for (int64_t k = 0; k < w.k; ++k)
-                codes[k] = (uint8_t)get_code(planes, tiles.first + k / kDepth * tiles.step, r,
-                                             (int)(k % kDepth));
-            write_row(w, codes, out + (b * kRows + r) * row_bytes);
+                codes[k] = (uint8_t)get_code(planes, tiles.first + k / kTileDepth * tiles.step, r,
+                                             (int)(k % kTileDepth));
+            write_row(w, codes, out + (b * kTileRows + r) * row_bytes);
         }
     }
 }
 
 namespace {
 
-// Row r of a block of 16, T by T; a stretch of k whose tiles stay in the L1 cache.
+// Row r of a block of 16, T by T, 256 k at a time: that stays in the L1 cache.
 template <typename T>
 void dense_rows(const Weight& w, T* plain, bool unpack, int64_t begin, int64_t end) {
     const int64_t stretch = 256;
     for (int64_t b = begin; b < end; ++b) {
-        T* packed = (T*)w.codes + b * w.k * kRows;
-        const int64_t left = w.n - b * kRows;
+        T* packed = (T*)w.codes + b * w.k * kTileRows;
+        const int64_t left = w.n - b * kTileRows;
         for (int64_t first = 0; first < w.k; first += stretch) {
             const int64_t last = first + stretch < w.k ? first + stretch : w.k;
-            for (int r = 0; r < kRows; ++r) {
-                T* row = plain + (b * kRows + r) * w.k;
+            for (int r = 0; r < kTileRows; ++r) {
+                T* row = plain + (b * kTileRows + r) * w.k;
                 if (r >= left)
-                    for (int64_t k = first; k < last && !unpack; ++k) packed[k * kRows + r] = 0;
+                    for (int64_t k = first; k < last && !unpack; ++k) packed[k * kTileRows + r] = 0;
                 else if (unpack)
-                    for (int64_t k = first; k < last; ++k) row[k] = packed[k * kRows + r];
-                else  // a view of a file may lie at any address
+                    for (int64_t k = first; k < last; ++k) row[k] = packed[k * kTileRows + r];
+                else  // a view of a file may be unaligned
                     for (int64_t k = first; k < last; ++k)
-                        memcpy(packed + k * kRows + r, row + k, sizeof(T));
+                        memcpy(packed + k * kTileRows + r, row + k, sizeof(T));
             }
         }
     }
@@ -262,38 +270,39 @@ void dense_blocks(const Weight& w, void* plain, bool unpack, int64_t begin, int6
 void gather_rows(const Weight& w, const int64_t* ids, float* out, int64_t begin, int64_t end) {
     const Planes planes(w.bits);
     for (int64_t t = begin; t < end; ++t) {
-        const int64_t b = ids[t] / kRows;
-        const int r = (int)(ids[t] % kRows);
+        const int64_t b = ids[t] / kTileRows;
+        const int r = (int)(ids[t] % kTileRows);
         float* to = out + t * w.k;
         if (w.dense) {
             for (int64_t k = 0; k < w.k; ++k) {
-                to[k] = element(w.scale_type, w.codes, (b * w.k + k) * kRows + r);
-                const int64_t group = k / w.group_units;
-                const int64_t at = (b / w.scale_blocks * w.groups + group) * kRows + r;
+                to[k] = element(w.scale_type, w.codes, (b * w.k + k) * kTileRows + r);
+                const int64_t group = k / w.subgroups_per_group;
+                const int64_t at = (b / w.scale_blocks * w.groups + group) * kTileRows + r;
                 if (w.scale) to[k] *= element(w.super_type, w.scale, at);
             }
             continue;
         }
         const Tiles tiles = tiles_of(&w, b);
-        for (int64_t u = 0; u * w.unit < w.k; ++u) {
-            const int64_t at = w.unit == 1 ? u * w.scale_rows + ids[t] % w.scale_rows
-                                           : (b * w.groups + u / w.group_units) * kRows + r;
+        for (int64_t u = 0; u * w.subgroup < w.k; ++u) {
+            const int64_t at = w.subgroup == 1 ? u * w.scale_rows + ids[t] % w.scale_rows
+                                           : (b * w.groups + u / w.subgroups_per_group) * kTileRows + r;
             float scale = element(w.scale_type, w.scale, at);
             float minus = w.minus ? element(w.minus_type, w.minus, at) : 0.0f;
             const float zero = w.zeros ? element(w.zeros_type, w.zeros, at) : w.zero;
             if (w.scale_table) {
-                const int64_t over = (ids[t] * w.groups + u / w.group_units) / w.super_units;
+                const int64_t group = ids[t] * w.groups + u / w.subgroups_per_group;
+                const int64_t over = group / w.subgroups_per_super;
                 scale = w.scale_table[((const uint8_t*)w.scale)[at]];
                 scale = scale * ((const float*)w.super_scale)[over] + w.scale_offset[ids[t]];
             } else if (w.super_scale) {
-                const int64_t over = (b * w.supers + u / w.super_units) * kRows + r;
+                const int64_t over = (b * w.supers + u / w.subgroups_per_super) * kTileRows + r;
                 scale = element(w.super_type, w.super_scale, over) * scale;
                 if (w.super_minus) minus = element(kF16, w.super_minus, over) * minus;
             }
-            const int64_t k_end = (u + 1) * w.unit < w.k ? (u + 1) * w.unit : w.k;
-            for (int64_t k = u * w.unit; k < k_end; ++k) {
-                const uint8_t* p = tiles.first + k / kDepth * tiles.step;
-                const uint32_t code = get_code(planes, p, r, (int)(k % kDepth));
+            const int64_t k_end = (u + 1) * w.subgroup < w.k ? (u + 1) * w.subgroup : w.k;
+            for (int64_t k = u * w.subgroup; k < k_end; ++k) {
+                const uint8_t* p = tiles.first + k / kTileDepth * tiles.step;
+                const uint32_t code = get_code(planes, p, r, (int)(k % kTileDepth));
                 to[k] = w.table ? w.table[code] * scale : ((float)code - zero) * scale - minus;
             }
         }

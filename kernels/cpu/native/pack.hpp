@@ -1,4 +1,4 @@
-// Between the canonical tensors of kernels/layouts.py and the tiles of planes.hpp.
+// Converts between the canonical tensors of kernels/layouts.py and the tiles of bit_planes.hpp.
 #pragma once
 
 #include <stddef.h>
@@ -9,7 +9,7 @@
 size_t element_size(int type);
 // Bytes of the scratch memory `codes` of both below.
 size_t pack_scratch(const Weight& w);
-// Codes of row blocks begin..end from `source` rows; where these are ggml's blocks, the scales too.
+// Packs the codes of row blocks begin..end from `source` rows; for ggml's blocks the scales too.
 void pack_blocks(const Weight& w, const uint8_t* source, int64_t row_bytes, int64_t begin,
                  int64_t end, uint8_t* codes);
 // The inverse, into zeroed rows.

@@ -16,7 +16,7 @@ inline void relax() {
 #endif
 }
 
-// Spins until `ready()` or the time is over; the clock is read every 32 turns (about 1 us).
+// Spins until `ready()` or until kSpin is over; reads the clock every 32 turns (about 1 us).
 template <typename Ready>
 bool spin(Ready ready) {
     const auto deadline = std::chrono::steady_clock::now() + kSpin;
@@ -29,16 +29,20 @@ bool spin(Ready ready) {
     return false;
 }
 
+constexpr uint32_t kTaskMask = (1u << kTaskBits) - 1;
+static_assert(2 * kTaskBits == 32, "end and next are below the 32 bits of the epoch");
+static_assert(std::atomic<uint64_t>::is_always_lock_free, "claiming a task takes no lock");
+
 constexpr uint32_t epoch_of(uint64_t own) { return (uint32_t)(own >> 32); }
-constexpr uint32_t end_of(uint64_t own) { return (uint32_t)(own >> 16) & 0xffff; }
-constexpr uint32_t next_of(uint64_t own) { return (uint32_t)own & 0xffff; }
+constexpr uint32_t end_of(uint64_t own) { return (uint32_t)(own >> kTaskBits) & kTaskMask; }
+constexpr uint32_t next_of(uint64_t own) { return (uint32_t)own & kTaskMask; }
 
 }  // namespace
 
 Pool::Pool(int threads) : own_(new Own[(size_t)threads]), threads_(threads), owner_(getpid()) {
     try {
         for (int i = 1; i < threads; ++i) workers_.emplace_back(&Pool::work, this, i);
-    } catch (...) {  // the system has no more threads: run with those there are
+    } catch (...) {  // the system has no more threads: use those that started
         threads_ = (int)workers_.size() + 1;
     }
 }
@@ -57,9 +61,9 @@ void Pool::stop() {
 
 bool Pool::inherited() const { return getpid() != owner_; }
 
-// Runs phases of one chunk from `phase` on, then lets the others in to the first that has more.
+// Runs phases of one task from `phase` on, then opens the first one with more tasks to all threads.
 void Pool::open(int phase, int thread) {
-    for (; phase < count_ && phases_[phase].chunks <= 1; ++phase) {
+    for (; phase < count_ && phases_[phase].tasks <= 1; ++phase) {
         const int64_t total = phases_[phase].total;
         task_(context_, phase, {0, total, total, 0}, thread);
     }
@@ -73,44 +77,44 @@ void Pool::open(int phase, int thread) {
     }
     done_.store(0, std::memory_order_relaxed);
     const uint64_t epoch = base_ + (uint32_t)phase;
-    const int64_t chunks = phases_[phase].chunks;
+    const int64_t tasks = phases_[phase].tasks;
     for (int t = 0; t < threads_; ++t) {
-        const uint64_t next = (uint64_t)first_chunk(chunks, t);
-        const uint64_t end = (uint64_t)first_chunk(chunks, t + 1);
-        own_[t].word.store(epoch << 32 | end << 16 | next, std::memory_order_release);
+        const uint64_t next = (uint64_t)first_task(tasks, t);
+        const uint64_t end = (uint64_t)first_task(tasks, t + 1);
+        own_[t].word.store(epoch << 32 | end << kTaskBits | next, std::memory_order_release);
     }
     opened_.fetch_add(1, std::memory_order_seq_cst);
     if (sleepers_.load(std::memory_order_seq_cst)) {
         std::lock_guard<std::mutex> lock(mutex_);
         wake_.notify_all();
     }
-    // The caller may have given up spinning: it has chunks to claim again.
+    // The caller may be asleep: it has tasks to claim again.
     if (callers_.load(std::memory_order_seq_cst)) {
         std::lock_guard<std::mutex> lock(mutex_);
         end_.notify_all();
     }
 }
 
-// The next of `owner`'s chunks, if there is one left.
+// Runs the next of `owner`'s tasks, if there is one left.
 bool Pool::claim(int owner, int thread) {
     std::atomic<uint64_t>& word = own_[owner].word;
     uint64_t own = word.load(std::memory_order_acquire);
     if (next_of(own) >= end_of(own)) return false;
     own = word.fetch_add(1, std::memory_order_acq_rel);
     if (next_of(own) >= end_of(own)) return false;
-    // Our chunk is not done, so the phase cannot end: what describes the job is stable until then.
+    // Our task is not done, so the phase cannot end, and the description of the job cannot change.
     const int phase = (int)(epoch_of(own) - base_);
-    const int64_t total = phases_[phase].total, chunks = phases_[phase].chunks;
+    const int64_t total = phases_[phase].total, tasks = phases_[phase].tasks;
     const int64_t index = next_of(own);
-    Share share = {total * index / chunks, total * (index + 1) / chunks, 0, 0};
+    ItemRange share = {total * index / tasks, total * (index + 1) / tasks, 0, 0};
     share.reach = share.end;
     if (owner == thread) {
-        const Share all = this->own(phases_[phase], thread);
+        const ItemRange all = this->own(phases_[phase], thread);
         share.reach = all.reach;
         share.resumed = share.begin > all.begin;
     }
     task_(context_, phase, share, thread);
-    if (done_.fetch_add(1, std::memory_order_acq_rel) + 1 == chunks) open(phase + 1, thread);
+    if (done_.fetch_add(1, std::memory_order_acq_rel) + 1 == tasks) open(phase + 1, thread);
     return true;
 }
 
@@ -120,7 +124,7 @@ bool Pool::claim_and_run(int thread) {
     return false;
 }
 
-// Spins, then sleeps until `ready()`; `waiting` tells the others whom they have to wake.
+// Spins, then sleeps until `ready()`; `waiting` counts the threads that others have to wake.
 template <typename Ready>
 void Pool::await(std::condition_variable& signal, std::atomic<int>& waiting, Ready ready) {
     if (spin(ready)) return;
@@ -131,7 +135,7 @@ void Pool::await(std::condition_variable& signal, std::atomic<int>& waiting, Rea
 }
 
 void Pool::work(int thread) {
-    uint32_t seen = 0;  // nothing is open, and nothing read, before the constructor is done
+    uint32_t seen = 0;  // no phase is open before the constructor is done
     while (!stop_.load(std::memory_order_relaxed)) {
         await(wake_, sleepers_, [=] {
             return opened_.load(std::memory_order_seq_cst) != seen ||
@@ -142,7 +146,7 @@ void Pool::work(int thread) {
     }
 }
 
-void Pool::run(Task task, void* context, const Phase* phases, int count) {
+void Pool::run(TaskBody task, void* context, const Phase* phases, int count) {
     if (workers_.empty() || inherited()) {
         for (int i = 0; i < count; ++i)
             task(context, i, {0, phases[i].total, phases[i].total, 0}, 0);

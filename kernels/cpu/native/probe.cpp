@@ -1,4 +1,4 @@
-// What this machine can do at most: how fast memory is read, how many 8-bit multiply-adds per
+// What this runtime can do at most: how fast memory is read, how many 8-bit multiply-adds per
 // second. A benchmark's speed is a share of these; nothing here is used to compute anything.
 #include <stdint.h>
 #include <stdlib.h>
@@ -13,8 +13,6 @@
 #include <vector>
 
 #include "levels.hpp"
-
-#define EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace {
 
@@ -42,7 +40,7 @@ double sum_of_rates(int threads, const Body& body) {
         try {
             for (int i = 1; i < threads; ++i) running.emplace_back(run, i);
             run(0);
-        } catch (const std::system_error&) {  // no more threads: let those that wait go
+        } catch (const std::system_error&) {  // no more threads: release the waiting ones
             stop.store(true);
         }
         for (std::thread& thread : running) thread.join();
@@ -74,9 +72,9 @@ uint64_t read_all(const uint64_t* words, int64_t count) {
 #define TIMES_12(line)                                          \
     TIMES_4(line, 0, 1, 2, 3) TIMES_4(line, 4, 5, 6, 7) TIMES_4(line, 8, 9, 10, 11)
 
-// One call of a peak loop: `loops` times its accumulators, each in a register of its own. Written
-// in assembly, because a compiler that spills one accumulator halves the result. The operands are
-// whatever the registers hold: integers take the same time whatever their value.
+// A peak loop runs `loops` times over its accumulators, one register each. It is written in assembly,
+// because a compiler that spills one accumulator halves the result. The operands are whatever the
+// registers hold: integer instructions take the same time for all values.
 #if defined(WITH_AVX512_VNNI)
 __attribute__((target("avx512f"))) void loop_avx512_vnni(int64_t loops) {
 #define DOT(n) "vpdpbusd %%zmm30, %%zmm31, %%zmm" #n "\n"
@@ -116,7 +114,7 @@ __attribute__((target("avx2"))) void loop_avx2(int64_t loops) {
 }
 #endif
 
-// What the compiler makes of the plain loop, as for every kernel of this level.
+// The plain loop as the compiler vectorizes it, like every kernel of this level.
 void loop_portable(int64_t loops) {
     int8_t a[64];
     uint8_t b[64];
@@ -153,19 +151,19 @@ PeakLoop peak_loop(int level) {
 
 }  // namespace
 
-// Bytes per second that `threads` threads read together, each over and over through `bytes` of its
-// own for `seconds`. 0: no memory or no threads.
+// Bytes per second that `threads` threads read together, each reading its own `bytes` repeatedly for
+// `seconds`. 0: no memory or no threads.
 EXPORT double embedlm_probe_read(int64_t bytes, int threads, double seconds) {
     if (bytes < 1 || threads < 1) return 0;
     const size_t part = ((size_t)bytes + 4095) / 4096 * 4096, size = part * (size_t)threads;
     void* data = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (data == MAP_FAILED) return 0;
 #if defined(MADV_HUGEPAGE)
-    madvise(data, size, MADV_HUGEPAGE);  // as weights lie: 4 KiB pages would measure the TLB
+    madvise(data, size, MADV_HUGEPAGE);  // like packed weights: 4 KiB pages would measure the TLB
 #endif
     const double rate = sum_of_rates(threads, [=](int thread) {
         uint64_t* words = static_cast<uint64_t*>(data) + (size_t)thread * part / 8;
-        memset(words, 1, part);  // also puts the pages into the memory near this thread
+        memset(words, 1, part);  // also places the pages in memory near this thread
         int64_t passes = 0;
         double taken = 0;
         for (const auto start = Clock::now(); taken < seconds; taken = seconds_since(start)) {
@@ -180,8 +178,8 @@ EXPORT double embedlm_probe_read(int64_t bytes, int threads, double seconds) {
 }
 
 // 8-bit integer operations per second of `threads` threads with the instructions of `level`: the
-// dot product that the matrix kernels of that level are made of, from registers. 0: no threads, or
-// a level that does not run here.
+// dot product of that level's matrix kernels, from registers. 0: no threads, or a level that does not
+// run on this CPU.
 EXPORT double embedlm_probe_int8_peak(int level, int threads, double seconds) {
     if (level < 0 || level >= kLevelCount || !(available_levels() >> level & 1)) return 0;
     const PeakLoop loop = peak_loop(level);

@@ -3,32 +3,34 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <type_traits>
+
 #include "attention_plan.hpp"
-#include "experts.hpp"
+#include "moe.hpp"
 #include "file_parts.hpp"
 #include "linear_scratch.hpp"
 #include "pack.hpp"
 
 namespace {
 
-// Chunks per thread and phase: enough that a thread that loses its core delays the others little.
-constexpr int64_t kChunksPerThread = 4;
-// Work (about one per multiplication in registers, 8 per exponential) below which a second thread
-// costs more than it gives, and the least of a chunk: about 3 and 1.5 us.
+// Tasks per thread and phase: enough that a thread that loses its core delays the others little.
+constexpr int64_t kTasksPerThread = 4;
+// Work (about 1 per multiplication in registers, 8 per exponential) below which a second thread costs
+// more than it saves, and the least work of a task: about 3 and 1.5 us.
 constexpr int64_t kWorthSharing = 16384;
-constexpr int64_t kChunkWork = 8192;
-constexpr int64_t kItemWork = 262144;          // of a chunk of its items, about 10 us
+constexpr int64_t kMinTaskWork = 8192;
+constexpr int64_t kItemTaskWork = 262144;  // of a task of attention, about 10 us
 
-// Its activations are prepared before the product.
-bool rounds(const LinearArgs& args) { return in_integers(args) || in_rounded_floats(args); }
+// Whether activations are quantized before the product.
+bool quantizes(const LinearArgs& args) { return in_integers(args) || in_quantized_floats(args); }
 
-bool rounds(const Op& op) { return op.kind == kOpLinear && rounds(op.linear); }
+bool quantizes(const Op& op) { return op.kind == kOpLinear && quantizes(op.linear); }
 
 bool integer(const Op& op) { return op.kind == kOpLinear && in_integers(op.linear); }
 
-bool same_rounding(const LinearArgs& a, const LinearArgs& b) {
-    const Inputs &p = a.w->inputs, &q = b.w->inputs;
-    return in_integers(a) == in_integers(b) && a.planes == b.planes && p.codes == q.codes &&
+bool same_quantization(const LinearArgs& a, const LinearArgs& b) {
+    const ActivationScheme &p = a.w->scheme, &q = b.w->scheme;
+    return in_integers(a) == in_integers(b) && a.terms == b.terms && p.codes == q.codes &&
            p.rule == q.rule && p.bits == q.bits && p.symmetric == q.symmetric &&
            p.group == q.group && p.scale == q.scale && p.zero == q.zero &&
            p.factor == q.factor && p.limit == q.limit;
@@ -49,7 +51,7 @@ int64_t row_work(const Op& op) {
         case kOpExperts: return 2 * op.experts.each.w->k;
         case kOpBias: return op.bias.width;
         case kOpCombine: return op.combine.width * op.combine.k;
-        // keys lie transposed in their pages: every number is a store of its own
+        // keys are transposed in their pages: every number is a separate store
         case kOpRecode: return 16 * (int64_t)op.recode.head_dim;
         case kOpRope: return 4 * (op.rope.heads + 2 * op.rope.kv_heads) * (int64_t)op.rope.head_dim;
         default: return 0;
@@ -72,7 +74,7 @@ void take_columns(const TakeArgs& a, int64_t begin, int64_t end) {
     }
 }
 
-// False where a request's tokens or pages lie outside of their tensors.
+// False if a request's tokens or pages are outside of their tensors.
 bool find_places(const PlacesArgs& a, int64_t requests) {
     if (requests && a.query_start[0] < 0) return false;
     for (int64_t r = 0; r < requests; ++r) {
@@ -91,7 +93,7 @@ bool find_places(const PlacesArgs& a, int64_t requests) {
     return true;
 }
 
-// Ids of either width; a negative one converts to more than any limit.
+// Ids of either width; a negative id converts to more than any limit.
 template <typename Id>
 bool in_range(const Id* ids, int64_t count, int64_t limit) {
     bool fits = true;
@@ -99,7 +101,7 @@ bool in_range(const Id* ids, int64_t count, int64_t limit) {
     return fits;
 }
 
-// The same requests over the same pages: what was checked and planned for one layer holds.
+// The same requests over the same pages: the checks and the plan of the previous layer hold.
 bool same_plan(const AttentionArgs& a, const AttentionArgs& b) {
     return a.query_start == b.query_start && a.context_len == b.context_len &&
            a.page_table == b.page_table && a.table_width == b.table_width &&
@@ -143,11 +145,14 @@ void Scratch::release() {
 bool Scratch::reserve(size_t bytes, bool zeroed) {
     if (bytes <= size_) return true;
     free(data_);
-    data_ = static_cast<uint8_t*>(aligned_alloc(64, aligned(bytes)));
+    data_ = static_cast<uint8_t*>(aligned_alloc(kCacheLine, aligned(bytes)));
     size_ = data_ ? bytes : 0;
     if (data_ && zeroed) memset(data_, 0, bytes);
     return data_ != nullptr;
 }
+
+static_assert(std::is_trivially_copyable<Op>::value, "operators are copied as bytes");
+static_assert(alignof(Op) == alignof(void*), "no arguments need a larger alignment");
 
 bool Program::add(int kind, const void* args, Count count, int64_t per) {
     const size_t size = args_size(kind);
@@ -158,16 +163,16 @@ bool Program::add(int kind, const void* args, Count count, int64_t per) {
     op.count = count;
     op.per = per;
     memcpy(static_cast<void*>(&op.embedding), args, size);
-    const bool rounded = rounds(op) && same_activations(op);
+    const bool quantized = quantizes(op) && same_activations(op);
     ops_.push_back(op);
     const int index = (int)ops_.size() - 1;
     switch (op.kind) {
         case kOpLinear:
-            if (rounds(op) && !rounded) add_part(index, false);
+            if (quantizes(op) && !quantized) add_part(index, false);
             add_part(index, true);
             break;
         case kOpExperts:
-            if (rounds(op.experts.each)) add_part(index, false);
+            if (quantizes(op.experts.each)) add_part(index, false);
             add_part(index, true);
             break;
         case kOpAttention:
@@ -180,12 +185,12 @@ bool Program::add(int kind, const void* args, Count count, int64_t per) {
     return true;
 }
 
-// The operator before has rounded the very rows this one multiplies.
+// The previous operator has quantized the same rows that this one multiplies.
 bool Program::same_activations(const Op& op) const {
     if (ops_.empty()) return false;
     const Op& last = ops_.back();
-    return rounds(last) && last.linear.x == op.linear.x && last.linear.w->k == op.linear.w->k &&
-           same_rounding(last.linear, op.linear) && last.count == op.count && last.per == op.per;
+    return quantizes(last) && last.linear.x == op.linear.x && last.linear.w->k == op.linear.w->k &&
+           same_quantization(last.linear, op.linear) && last.count == op.count && last.per == op.per;
 }
 
 void Program::add_part(int op, bool tiles, bool alone) {
@@ -197,10 +202,10 @@ void Program::add_part(int op, bool tiles, bool alone) {
         stages_.back().last = part + 1;
         return;
     }
-    const bool announced = tiles && last_tiles_ >= 0 && integer(ops_[(size_t)op]);
-    if (announced) stages_[(size_t)last_tiles_].then = (int)stages_.size();
+    const bool hinted = tiles && last_tiles_ >= 0 && integer(ops_[(size_t)op]);
+    if (hinted) stages_[(size_t)last_tiles_].then = (int)stages_.size();
     if (tiles) last_tiles_ = (int)stages_.size();
-    stages_.push_back({part, part + 1, count, tiles, -1, announced, alone});
+    stages_.push_back({part, part + 1, count, tiles, -1, hinted, alone});
 }
 
 void Program::clear() {
@@ -210,27 +215,27 @@ void Program::clear() {
     last_tiles_ = -1;
 }
 
-bool Machine::reserve_private(size_t bytes) {
+bool Runtime::reserve_private(size_t bytes) {
     stride_ = aligned(bytes);
     return private_.reserve(stride_ * (size_t)pool.threads());
 }
 
-int64_t Machine::chunks_for(int64_t total, int64_t work) const {
+int64_t Runtime::tasks_for(int64_t total, int64_t work) const {
     if (work < kWorthSharing) return 1;
-    int64_t chunks = kChunksPerThread * pool.threads();
-    if (chunks > work / kChunkWork) chunks = work / kChunkWork;
-    const int64_t most = total < kMaxChunks ? total : (int64_t)kMaxChunks;
-    return chunks < most ? chunks : most;
+    int64_t tasks = kTasksPerThread * pool.threads();
+    if (tasks > work / kMinTaskWork) tasks = work / kMinTaskWork;
+    const int64_t most = total < kMaxTasks ? total : (int64_t)kMaxTasks;
+    return tasks < most ? tasks : most;
 }
 
-struct Machine::Frame {
-    Machine* machine;
+struct Runtime::Frame {
+    Runtime* runtime;
     const Program* program;
 };
 
-// What the operators of one run need, and what is known of it already: an index tensor that several
+// What the operators of one run need, and what was checked already: an index tensor that several
 // operators share is checked once.
-struct Machine::Needs {
+struct Runtime::Needs {
     size_t activations = 0, attention = 0, each_thread = 0;
     AttentionPlan plan = {};
     const AttentionArgs* planned = nullptr;
@@ -243,13 +248,13 @@ void at_least(size_t* bytes, size_t needed) { *bytes = needed > *bytes ? needed 
 
 }  // namespace
 
-// Cuts attention into items; layers over the same requests share one plan.
-Status Machine::plan_items(Op* op, int64_t requests, Needs* needs) {
+// Divides attention into items; layers over the same requests share one plan.
+Status Runtime::plan_items(Op* op, int64_t requests, Needs* needs) {
     AttentionArgs& args = op->attention;
     if (needs->planned && same_plan(*needs->planned, args)) {
         args.requests = needs->planned->requests;
         args.query_tile = needs->planned->query_tile;
-        args.run_chunks = needs->planned->run_chunks;
+        args.split_blocks = needs->planned->split_blocks;
     } else {
         needs->plan = plan_attention(&args, (int)requests, pool.threads());
         if (needs->plan.status != kOk) return (Status)needs->plan.status;
@@ -262,8 +267,8 @@ Status Machine::plan_items(Op* op, int64_t requests, Needs* needs) {
     return kOk;
 }
 
-// Notes the order in which parts of a file are used, from which the next step knows what comes next.
-void Machine::follow(LinearArgs* args) {
+// Records the order in which parts of a file are used: the next step then knows which part comes next.
+void Runtime::note_file_part(LinearArgs* args) {
     args->done = nullptr;
     if (!args->file) return;
     if (used_ && used_ != args->file) {
@@ -273,31 +278,31 @@ void Machine::follow(LinearArgs* args) {
     used_ = args->file;
 }
 
-// Fills in the fields of an operator that depend on the run; its indices must lie in their tensors.
-Status Machine::bind(Op* op, int64_t n, Needs* needs) {
+// Sets the fields of an operator that depend on the run and checks that its indices are in range.
+Status Runtime::bind(Op* op, int64_t n, Needs* needs) {
     bool fits = true;
     switch (op->kind) {
         case kOpLinear: {
             LinearArgs& args = op->linear;
             args.m = n;
-            follow(&args);
+            note_file_part(&args);
             at_least(&needs->each_thread, linear_private_bytes(*args.w, args.m, args.exact != 0));
-            if (rounds(args)) at_least(&needs->activations, activation_bytes(args));
+            if (quantizes(args)) at_least(&needs->activations, activation_bytes(args));
             break;
         }
         case kOpExperts: {
             LinearArgs& each = op->experts.each;
             each.m = n;
-            follow(&each);
+            note_file_part(&each);
             at_least(&needs->each_thread, expert_private_bytes(op->experts));
-            if (rounds(each)) at_least(&needs->activations, activation_bytes(each));
+            if (quantizes(each)) at_least(&needs->activations, activation_bytes(each));
             break;
         }
         case kOpGroup: op->group.rows = n; break;
         case kOpAttention: return plan_items(op, n, needs);
         case kOpPlaces: fits = find_places(op->places, n); break;
         case kOpEmbedding:
-            hand_back(op->embedding.file);  // the rows of the last step
+            release_part(op->embedding.file);  // the rows of the last step
             fits = in_range(op->embedding.ids, n, op->embedding.w->n);
             break;
         case kOpSelect: fits = in_range(op->select.rows, n, op->select.size); break;
@@ -319,30 +324,30 @@ Status Machine::bind(Op* op, int64_t n, Needs* needs) {
     return fits ? kOk : kBadIndex;
 }
 
-// Items and chunks of a stage that hands out one operator's tiles.
-Phase Machine::tile_phase(const Op& op, int64_t count) const {
+// Items and tasks of a stage that runs the tiles of one operator.
+Phase Runtime::tile_phase(const Op& op, int64_t count) const {
     if (op.kind == kOpAttention) {
-        // Items of a chunk ask for one another's memory; large ones go alone.
-        const int64_t least = kChunksPerThread * pool.threads(), fine = op.work / kItemWork;
+        // Items of a task prefetch for one another; large items get a task each.
+        const int64_t least = kTasksPerThread * pool.threads(), fine = op.work / kItemTaskWork;
         const int64_t wanted = fine > least ? fine : least;
-        const int64_t most = op.items < kMaxChunks ? op.items : (int64_t)kMaxChunks;
+        const int64_t most = op.items < kMaxTasks ? op.items : (int64_t)kMaxTasks;
         return {op.items, op.work < kWorthSharing || most < 1 ? 1 : wanted < most ? wanted : most};
     }
-    if (op.kind == kOpSample) return {count, chunks_for(count, count * op.sample.width)};
+    if (op.kind == kOpSample) return {count, tasks_for(count, count * op.sample.width)};
     if (op.kind == kOpGroup) return {1, 1};
     if (op.kind == kOpExperts) {
         const LinearArgs& each = op.experts.each;
         const int64_t strips = expert_strips(op.experts);
         const int64_t work = each.m * each.w->n * each.w->k;
-        return {strips, chunks_for(strips, work / (in_integers(each) ? 4 : 1))};
+        return {strips, tasks_for(strips, work / (in_integers(each) ? 4 : 1))};
     }
     const Weight& w = *op.linear.w;
     const int64_t strips = strips_of(w);
-    return {strips, chunks_for(strips, op.linear.m * w.n * w.k / (integer(op) ? 4 : 1))};
+    return {strips, tasks_for(strips, op.linear.m * w.n * w.k / (integer(op) ? 4 : 1))};
 }
 
 // Everything that depends on the counts of a run: fields of operators, scratch memory, phases.
-Status Machine::prepare(Program& program, const int64_t* counts) {
+Status Runtime::prepare(Program& program, const int64_t* counts) {
     Needs needs;
     for (Op& op : program.ops_) {
         const Status status = bind(&op, counts[op.count] * op.per, &needs);
@@ -353,8 +358,8 @@ Status Machine::prepare(Program& program, const int64_t* counts) {
         return kOutOfMemory;
     for (Op& op : program.ops_) {
         if (op.kind == kOpAttention) op.attention.shared = attention_.data();
-        if (rounds(op)) place_activations(&op.linear, activations_.data());
-        if (op.kind == kOpExperts && rounds(op.experts.each))
+        if (quantizes(op)) place_activations(&op.linear, activations_.data());
+        if (op.kind == kOpExperts && quantizes(op.experts.each))
             place_activations(&op.experts.each, activations_.data());
     }
     phases_.clear();
@@ -370,13 +375,13 @@ Status Machine::prepare(Program& program, const int64_t* counts) {
             const Op& op = program.ops_[(size_t)program.parts_[(size_t)i].op];
             work += count * op.per * row_work(op);
         }
-        phases_.push_back({count, chunks_for(count, work)});
+        phases_.push_back({count, tasks_for(count, work)});
     }
     return kOk;
 }
 
 // Rows begin..end of a row-wise part.
-void Machine::rows(const Op& op, int64_t begin, int64_t end) {
+void Runtime::rows(const Op& op, int64_t begin, int64_t end) {
     switch (op.kind) {
         case kOpEmbedding:
             gather_rows(*op.embedding.w, op.embedding.ids, op.embedding.out, begin, end);
@@ -389,7 +394,7 @@ void Machine::rows(const Op& op, int64_t begin, int64_t end) {
         case kOpSelect: select_rows(op.select, begin, end); break;
         case kOpTake: take_columns(op.take, begin, end); break;
         case kOpRoute: route(op.route, begin, end); break;
-        case kOpExperts: round_rows(*kernels, op.experts, begin, end); break;
+        case kOpExperts: quantize_expert_rows(*kernels, op.experts, begin, end); break;
         case kOpBias: add_biases(op.bias, begin, end); break;
         case kOpCombine: combine(op.combine, begin, end); break;
         case kOpRope: kernels->rope(&op.rope, begin, end); break;
@@ -398,19 +403,19 @@ void Machine::rows(const Op& op, int64_t begin, int64_t end) {
     }
 }
 
-void Machine::tiles(const Op& op, const Share& share, int thread) {
+void Runtime::tiles(const Op& op, const ItemRange& share, int thread) {
     uint8_t* scratch = private_scratch(thread);
     switch (op.kind) {
         case kOpLinear: {
             const LinearArgs& args = op.linear;
-            pass_on(args, share, strips_of(*args.w));
+            stream_file_parts(args, share, strips_of(*args.w));
             (integer(op) ? kernels->linear_int : kernels->linear_float)(&args, &share, scratch);
-            hand_back_strips(args.file, *args.w, share.begin, share.end);
+            release_strips(args.file, *args.w, share.begin, share.end);
             break;
         }
         case kOpAttention: kernels->attention(&op.attention, &share, scratch); break;
         case kOpExperts:
-            pass_on(op.experts.each, share, expert_strips(op.experts));
+            stream_file_parts(op.experts.each, share, expert_strips(op.experts));
             expert_tiles(*kernels, op.experts, share, scratch);
             break;
         case kOpGroup: group_rows(op.group); break;
@@ -418,43 +423,43 @@ void Machine::tiles(const Op& op, const Share& share, int thread) {
     }
 }
 
-// Says in `share` what memory the thread will read first in a stage of integer tiles.
-void Machine::announce(const Program& program, int stage, int thread, Share* share) const {
+// Sets in `share` what memory the thread will read first in a stage of integer tiles.
+void Runtime::hint_next(const Program& program, int stage, int thread, ItemRange* share) const {
     const int op = program.parts_[(size_t)program.stages_[(size_t)stage].first].op;
     const Weight& w = *program.ops_[(size_t)op].linear.w;
-    const Share strips = pool.own(phases_[(size_t)stage], thread);
+    const ItemRange strips = pool.own(phases_[(size_t)stage], thread);
     share->then = w.codes + code_bytes(w, strips.begin);
     share->then_end = w.codes + code_bytes(w, strips.end);
 }
 
-void Machine::chunk(void* context, int phase, const Share& chunk, int thread) {
+void Runtime::run_task(void* context, int phase, const ItemRange& task, int thread) {
     const Frame& frame = *static_cast<const Frame*>(context);
-    if (chunk.begin == chunk.end) return;
+    if (task.begin == task.end) return;
     const Program& program = *frame.program;
     const Program::Stage& stage = program.stages_[(size_t)phase];
-    Share share = chunk;
-    if (stage.then >= 0) frame.machine->announce(program, stage.then, thread, &share);
-    if (stage.announced) {
-        const Share own = frame.machine->pool.own(frame.machine->phases_[(size_t)phase], thread);
+    ItemRange share = task;
+    if (stage.then >= 0) frame.runtime->hint_next(program, stage.then, thread, &share);
+    if (stage.hinted) {
+        const ItemRange own = frame.runtime->pool.own(frame.runtime->phases_[(size_t)phase], thread);
         share.resumed |= share.begin == own.begin;
     }
     for (int i = stage.first; i < stage.last; ++i) {
         const Op& op = program.ops_[(size_t)program.parts_[(size_t)i].op];
-        if (stage.tiles) frame.machine->tiles(op, share, thread);
-        else frame.machine->rows(op, share.begin * op.per, share.end * op.per);
+        if (stage.tiles) frame.runtime->tiles(op, share, thread);
+        else frame.runtime->rows(op, share.begin * op.per, share.end * op.per);
     }
 }
 
-void Machine::close() {
+void Runtime::close() {
     closed = true;
     pool.stop();
     for (Scratch* memory : {&activations_, &attention_, &private_}) memory->release();
 }
 
-Status Machine::run(Program& program, const int64_t* counts) {
+Status Runtime::run(Program& program, const int64_t* counts) {
     const Status status = prepare(program, counts);
     if (status != kOk) return status;
     Frame frame = {this, &program};
-    pool.run(&Machine::chunk, &frame, phases_.data(), (int)phases_.size());
+    pool.run(&Runtime::run_task, &frame, phases_.data(), (int)phases_.size());
     return kOk;
 }

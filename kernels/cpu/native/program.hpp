@@ -1,12 +1,12 @@
-// A list of operators, run as phases: one call of a decode step, or of a single operator.
+// A list of operators that runs as phases: a whole decode step, or a single operator, in one call.
 //
 // Row-wise operators that follow one another become one phase over the rows: every thread takes some
-// tokens through all of them, and no thread waits for another in between. That is right because an
-// operator's row t needs row t of its arguments alone, and because memory that two operators of a
-// phase share holds rows of the same width (kernels/graph.py). A matrix product is one phase over
-// strips of 32 output rows; the rounding of its activations is row-wise and joins the phase before.
-// Attention is one phase over its work items (attention.hpp), a product of experts one over the strips
-// of those that have rows (experts.hpp).
+// tokens through all of them, and no thread waits for another in between. This is correct because row t
+// of an operator needs only row t of its arguments, and because memory that two operators of a phase
+// share has rows of the same width (kernels/graph.py). A matrix product is one phase over strips of 32
+// output rows; quantizing its activations is row-wise and joins the phase before. Attention is one
+// phase over its work items (attention.hpp), a product of experts one over the strips of the experts
+// that have rows (moe.hpp).
 #pragma once
 
 #include <vector>
@@ -16,9 +16,9 @@
 
 struct Op {
     OpKind kind;
-    Count count;      // what of the step it runs over
+    Count count;      // what it runs over
     int64_t per;      // rows per counted thing
-    int64_t items, work;  // of attention; filled for each run
+    int64_t items, work;  // of attention; set for each run
     union {
         EmbeddingArgs embedding;
         LinearArgs linear;
@@ -51,8 +51,8 @@ public:
     void clear();
 
 private:
-    friend class Machine;
-    // What a phase runs: row-wise parts one after another, or one operator's tiles.
+    friend class Runtime;
+    // What a phase runs: row-wise parts one after another, or the tiles of one operator.
     struct Part {
         int op;
         bool tiles;
@@ -62,8 +62,8 @@ private:
         Count count;
         bool tiles;
         int then;        // the next stage of tiles if it reads integer weights, else -1
-        bool announced;  // this stage is another's `then`
-        bool alone;      // no other part may join: its rows read other rows
+        bool hinted;  // this stage is another's `then`
+        bool alone;      // no other part may join: its rows depend on other rows
     };
     void add_part(int op, bool tiles, bool alone = false);
     bool same_activations(const Op& op) const;
@@ -74,9 +74,9 @@ private:
     int last_tiles_ = -1;  // stage
 };
 
-inline size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
+inline size_t aligned(size_t bytes) { return (bytes + kCacheLine - 1) / kCacheLine * kCacheLine; }
 
-// Memory that grows and is kept: the hot path allocates nothing.
+// Memory that grows and is reused: recorded steps allocate nothing.
 class Scratch {
 public:
     Scratch() = default;
@@ -92,10 +92,10 @@ private:
     size_t size_ = 0;
 };
 
-// Threads, kernels and scratch memory: what runs programs. One caller at a time.
-class Machine {
+// Runs programs: threads, kernels and scratch memory. One caller at a time.
+class Runtime {
 public:
-    Machine(int threads, int level) : pool(threads), kernels(kernel_table(level)), level(level) {}
+    Runtime(int threads, int level) : pool(threads), kernels(kernel_table(level)), level(level) {}
 
     Status run(Program& program, const int64_t* counts);
     // Stops the threads and frees the memory.
@@ -103,9 +103,9 @@ public:
     // Runs body(begin, end, thread) over 0..total.
     template <typename Body>
     void parallel(int64_t total, int64_t work, const Body& body) {
-        const Phase phase = {total, chunks_for(total, work)};
+        const Phase phase = {total, tasks_for(total, work)};
         pool.run(
-            [](void* context, int, const Share& share, int thread) {
+            [](void* context, int, const ItemRange& share, int thread) {
                 (*static_cast<const Body*>(context))(share.begin, share.end, thread);
             },
             const_cast<void*>(static_cast<const void*>(&body)), &phase, 1);
@@ -122,18 +122,18 @@ public:
     Program single;  // reused for calls of one operator
 
 private:
-    struct Frame;  // what the threads need to know of the run
-    int64_t chunks_for(int64_t total, int64_t work) const;
+    struct Frame;  // the run, for the threads
+    int64_t tasks_for(int64_t total, int64_t work) const;
     struct Needs;
     Status prepare(Program& program, const int64_t* counts);
     Status bind(Op* op, int64_t n, Needs* needs);
-    void follow(LinearArgs* args);
+    void note_file_part(LinearArgs* args);
     Status plan_items(Op* op, int64_t requests, Needs* needs);
     Phase tile_phase(const Op& op, int64_t count) const;
     void rows(const Op& op, int64_t begin, int64_t end);
-    void tiles(const Op& op, const Share& share, int thread);
-    void announce(const Program& program, int stage, int thread, Share* share) const;
-    static void chunk(void* context, int phase, const Share& share, int thread);
+    void tiles(const Op& op, const ItemRange& share, int thread);
+    void hint_next(const Program& program, int stage, int thread, ItemRange* share) const;
+    static void run_task(void* context, int phase, const ItemRange& share, int thread);
 
     Scratch activations_, attention_, private_;
     FilePart* used_ = nullptr;  // last

@@ -1,6 +1,6 @@
 // Rotary embedding with the write into the KV pages, and its angles.
 //
-// Every row (token) is computed on its own, so the batch never matters.
+// Every row (token) is computed alone, so the batch never changes a result.
 #pragma once
 
 #include "page_codes.hpp"

@@ -1,27 +1,31 @@
 // From logits to one token per row: argmax, or temperature, truncation and the draw.
 //
-// kernels/reference/sampling.py defines every step. A row is worked on alone, in an order that
-// knows neither the other rows, the threads nor the width of a vector.
+// kernels/reference/sampling.py defines every step. A row is computed alone, in an order that depends
+// neither on other rows nor on threads or vector width.
 //
 // A token's `gap` is (best - logit) / temperature: float32, never negative, 0 for the best token.
 // Its weight is e^-gap, 0 beyond kFar. "Likelier" means a smaller gap, then the lower id, so the
-// first tokens of that order are those whose key (bits of the gap, index) is at most some cut. The
-// row is not sorted: a first pass leaves the best of every 32 logits, which bound where the cut can
-// lie, and only the few logits within the bound become candidates.
+// first tokens of that order are those whose key (bits of the gap, index) is at most a cut. The row is
+// not sorted: a first pass finds the best of every 32 logits, which give a bound for the cut, and only
+// the few logits within the bound become candidates.
 #pragma once
 
-#include "row.hpp"
-#include "shape.hpp"
+#include "logits_row.hpp"
+#include "logit_changes.hpp"
 
 namespace LEVEL {
 
-enum { kDigit = 1024, kFew = 48, kNear = 500 };
+enum { kDigitBits = 10, kDigit = 1 << kDigitBits, kFew = 48, kNear = 500, kBinShift = 20 };
+static_assert(kBins == 1 << (31 - kBinShift), "a bin for the upper 11 bits below the sign");
+static_assert(kBinShift == 2 * kDigitBits, "sort_keys sorts the bits below a bin in two passes");
+static_assert(kFew <= kGroup, "a row has memory for at least one group of keys");
 
 static const uint64_t kAll = ~(uint64_t)0;
 
-// Sorts keys that agree but for their low 20 + 32 bits and of which equal ones are in order.
+// Sorts keys that differ only in their low 20 + 32 bits; keys with equal values must be in order
+// already.
 static void sort_keys(uint64_t* keys, uint64_t* spare, int64_t n) {
-    for (int shift = 32; shift < 52; shift += 10) {
+    for (int shift = 32; shift < 32 + kBinShift; shift += kDigitBits) {
         uint32_t starts[kDigit] = {0}, next = 0;
         for (int64_t i = 0; i < n; ++i) ++starts[keys[i] >> shift & (kDigit - 1)];
         for (int d = 0; d < kDigit; ++d) {
@@ -62,13 +66,13 @@ static uint64_t cut(const Row* row, const float* values, const float* weights, i
     if (!few) {  // only the bin in which the sum reaches the goal is sorted
         memset(row->bins, 0, kBins * sizeof(double));
         for (int64_t i = 0; i < n; ++i)
-            row->bins[bits_of(values[i]) >> 20] += weights ? (double)weights[i] : 1.0;
+            row->bins[bits_of(values[i]) >> kBinShift] += weights ? (double)weights[i] : 1.0;
         for (; bin < kBins && running + row->bins[bin] < goal; ++bin) running += row->bins[bin];
         if (bin == kBins) return kAll;
     }
     for (int64_t i = 0; i < n; ++i) {
         keys[held] = key_of(values, i);
-        held += few || keys[held] >> 52 == bin;
+        held += few || keys[held] >> (32 + kBinShift) == bin;
     }
     if (held <= kFew) insertion_sort(keys, held);
     else sort_keys(keys, row->spare, held);
@@ -79,7 +83,7 @@ static uint64_t cut(const Row* row, const float* values, const float* weights, i
     return few ? kAll : keys[held - 1];
 }
 
-// A logit below which every gap exceeds `limit`, whatever the rounding.
+// A logit below which every gap exceeds `limit`, with any rounding error.
 static float lowest(const Row* row, float limit) {
     const double gap = (double)limit * (double)row->temperature;
     double low = (double)row->best - gap * (1 + 0x1p-21) - (double)row->temperature * 0x1p-148;
@@ -153,8 +157,8 @@ static float rank_limit(Row* row, int64_t k) {
     return limit < kFar ? limit : kFar;
 }
 
-// Tokens whose surprise is closest to the entropy, up to `mass`. The surprise less the entropy is
-// the gap less the mean gap.
+// Tokens whose surprise is closest to the entropy, up to `mass`. The surprise minus the entropy is the
+// gap minus the mean gap.
 static void keep_typical(Row* row, double mass) {
     const double total = weigh_candidates(row);
     double mean = 0;
@@ -166,7 +170,7 @@ static void keep_typical(Row* row, double mass) {
     keep(row, row->distances, cut(row, row->distances, row->weights, row->count, mass * total));
 }
 
-// Of the candidates with at least `threshold` of the weight only the least likely can be drawn.
+// Of the candidates with at least `threshold` of the weight only the least likely stays.
 static void exclude_top(Row* row, double threshold, double total) {
     const double bound = threshold * total;
     uint64_t last = 0;
@@ -187,7 +191,7 @@ INLINE bool ranked(const Row* row, const Draw* draw) {
     return draw->top_k > 0 && draw->top_k < row->width;
 }
 
-// The largest gap that min_p and top_k, or else mirostat, leave; or one that top_k takes up again.
+// The largest gap that min_p and top_k, or mirostat, leave; for top_k an upper bound.
 static float limit_of(Row* row, const Draw* draw) {
     if (surprising(draw)) {  // at most mu bits of surprise, or the best
         const double most = draw->mirostat_mu * 0.6931471805599453 - log(weigh_row(row));
@@ -198,21 +202,21 @@ static float limit_of(Row* row, const Draw* draw) {
     return least < limit ? least : limit;
 }
 
-// Collects and weighs tokens that reach `mass` of the row's weight; returns the sum to be reached.
+// Collects and weighs tokens that reach `mass` of the row's weight; returns the weight to reach.
 static double collect_mass(Row* row, double mass) {
     const double total = weigh_row(row), goal = mass * total;
-    // The likeliest 500 are nearly always enough, and then nothing else is looked at twice.
+    // The likeliest 500 are nearly always enough; then no other token is read again.
     collect(row, rank_limit(row, kNear));
     if (row->count < 2 * kNear && weigh_candidates(row) >= goal) return goal;
-    // Tokens below the bound weigh less than (1 - mass) * total together, even if it were all of
-    // them. 1e-3 is more than any rounding.
+    // Tokens beyond the bound weigh less than (1 - mass) * total together, even if all were beyond it.
+    // 1e-3 is more than any rounding error.
     const double bound = -log((1 - mass) * total / (double)row->width) + 1e-3;
     collect(row, bound < kFar ? (float)bound : kFar);
     weigh_candidates(row);
     return goal;
 }
 
-// Leaves the candidates that every truncation but XTC leaves.
+// Keeps the candidates that all truncations except XTC keep.
 static void truncate(Row* row, const Draw* draw) {
     const bool plain = draw->min_p <= 0 && !ranked(row, draw) && draw->typical_p >= 1;
     double goal = 0;

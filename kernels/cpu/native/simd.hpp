@@ -1,12 +1,14 @@
 // Vectors of kLanes floats, int32 or 4-byte code groups, one set per instruction-set level.
 //
-// The kernels are written once on top of these and compiled once per level, each time inside its
-// own namespace (LEVEL). Everything here is `static inline`: a template or inline function with
-// external linkage, merged by the linker across levels, would let AVX-512 code run on a CPU without
-// it. For the same reason no C++ standard header is included.
+// The kernels are written once on top of these and compiled once per level, each time in the
+// namespace of the level (LEVEL). Everything here is `static inline`: the linker would merge a
+// template or inline function with external linkage across levels, and AVX-512 code could run on a
+// CPU without it. For the same reason no C++ standard header is included.
 #pragma once
 
 #include <math.h>
+
+#include "abi.hpp"
 
 #if defined(__AVX512VNNI__)
 #include "simd_avx512.hpp"
@@ -18,10 +20,20 @@
 
 namespace LEVEL {
 
+static_assert(sizeof(VF) == kLanes * sizeof(float) && sizeof(VI) == kLanes * sizeof(int32_t),
+              "kLanes floats or int32");
+static_assert(sizeof(VB) == kLanes * 4, "four codes per 32-bit lane");
+static_assert(sizeof(VD) == kLanes / 2 * sizeof(double), "two VD hold the lanes of a VF");
+static_assert((kLanes & (kLanes - 1)) == 0 && kLanes >= 4, "lanes are a power of two");
+static_assert(kLanes < 32, "a uint32_t holds one bit per lane, and kEvery all of them");
+static_assert(kTileRows % kLanes == 0, "a row block is whole vectors: kU2, kU4, kI6, q and scales");
+static_assert(kTileDepth % kLanes == 0 && 16 % kLanes == 0, "so are a block and a half block of k");
+static_assert(kTableSize == 16, "look_up shuffles 16 bytes, look_up_float one or two vectors");
+
 INLINE VF code_float(VB p, int b) { return to_float(code_int(p, b)); }
 
 #if defined(__AVX2__)
-// Numbers of 16 rows in fewer bits than 8 (abi.hpp), from row `lane` on.
+// Numbers of 16 rows in fewer than 8 bits (abi.hpp), from row `lane` on.
 INLINE VF load_u4(const uint8_t* p, int64_t lane) { return lanes_float(nibbles(p), lane); }
 INLINE VF load_u2(const uint8_t* p, int64_t lane) { return lanes_float(pairs(p), lane); }
 INLINE VF load_i6(const uint8_t* p, int64_t lane) {
@@ -33,18 +45,18 @@ INLINE VF load_i6(const uint8_t* p, int64_t lane) {
 // kLanes elements of any stored type, as float.
 INLINE VF load_as(int type, const void* base, int64_t index) {
     switch (type) {
-        case 0: return load_half((const uint16_t*)base + index);
-        case 1: return load_bf16((const uint16_t*)base + index);
-        case 2: return load((const float*)base + index);
-        case 3: return load_u8((const uint8_t*)base + index);
-        case 5: return load_e4m3((const uint8_t*)base + index);
-        case 6: return load_e5m2((const uint8_t*)base + index);
-        case 7: return load_low4((const uint8_t*)base + index);
-        case 8: return load_high4((const uint8_t*)base + index);
-        case 9: return load_e8m0((const uint8_t*)base + index);
-        case 11: return load_u2((const uint8_t*)base + index / 16 * 4, index % 16);
-        case 12: return load_u4((const uint8_t*)base + index / 16 * 8, index % 16);
-        case 13: return load_i6((const uint8_t*)base + index / 16 * 12, index % 16);
+        case kF16: return load_half((const uint16_t*)base + index);
+        case kBF16: return load_bf16((const uint16_t*)base + index);
+        case kF32: return load((const float*)base + index);
+        case kU8: return load_u8((const uint8_t*)base + index);
+        case kE4M3: return load_e4m3((const uint8_t*)base + index);
+        case kE5M2: return load_e5m2((const uint8_t*)base + index);
+        case kLow4: return load_low4((const uint8_t*)base + index);
+        case kHigh4: return load_high4((const uint8_t*)base + index);
+        case kE8M0: return load_e8m0((const uint8_t*)base + index);
+        case kU2: return load_u2((const uint8_t*)base + index / 16 * 4, index % 16);
+        case kU4: return load_u4((const uint8_t*)base + index / 16 * 8, index % 16);
+        case kI6: return load_i6((const uint8_t*)base + index / 16 * 12, index % 16);
         default: return load_i8((const uint8_t*)base + index);
     }
 }

@@ -5,7 +5,7 @@
 
 namespace LEVEL {
 
-enum { kLanes = 8 };
+enum { kLanes = 8, kRegisters = 16 };
 typedef __m256 VF;
 typedef __m256i VI;
 typedef __m256i VB;
@@ -114,7 +114,7 @@ INLINE VF max_bits(VF a, VF b) {
         _mm256_max_epi32(_mm256_castps_si256(a), _mm256_castps_si256(abs(b))));
 }
 // 32 values times `inverse`, rounded to nearest even, at most 127 in magnitude
-INLINE void round_block(const float* x, float inverse, int8_t* q, int32_t* sums) {
+INLINE void to_int8(const float* x, float inverse, int8_t* q, int32_t* sums) {
     const VF by = _mm256_set1_ps(inverse);
     const __m256i low = _mm256_packs_epi32(round_int(mul(load(x), by)),
                                            round_int(mul(load(x + 8), by)));
@@ -159,13 +159,15 @@ INLINE VI dot4(VI acc, VB codes, const int8_t* a) {
 INLINE VI dot4_wide(VI acc, VB codes, const int8_t* a) { return dot4(acc, codes, a); }
 enum { kWideOffset = 0 };
 #else
-// vpmaddubsw saturates at 32767; codes of up to 7 bits stay below: 2 * 127 * 127 = 32258.
+// vpmaddubsw saturates at 32767. Codes of up to 7 bits stay below it: 2 * 127 * 127 = 32258.
+static_assert(2 * 127 * 127 <= INT16_MAX, "codes of 7 bits do not saturate");
 INLINE VI dot4(VI acc, VB codes, const int8_t* a) {
     __m256i pairs = _mm256_maddubs_epi16(codes, _mm256_set1_epi32(load_int(a)));
     return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
-// 8-bit codes would saturate (2 * 255 * 127). Taken as code - 128 their magnitude is at most 128:
+// 8-bit codes would saturate (2 * 255 * 127). As code - 128 their magnitude is at most 128:
 // 2 * 128 * 127 = 32512 fits. The caller adds 128 * sum(a) back: kWideOffset.
+static_assert(2 * 255 * 127 > INT16_MAX && 2 * 128 * 127 <= INT16_MAX, "why codes are offset");
 INLINE VI dot4_wide(VI acc, VB codes, const int8_t* a) {
     __m256i c = _mm256_xor_si256(codes, _mm256_set1_epi8((char)0x80));
     __m256i signed_a = _mm256_sign_epi8(_mm256_set1_epi32(load_int(a)), c);

@@ -5,7 +5,7 @@
 
 namespace LEVEL {
 
-enum { kLanes = 16 };
+enum { kLanes = 16, kRegisters = 32 };
 typedef __m512 VF;
 typedef __m512i VI;
 typedef __m512i VB;
@@ -115,7 +115,7 @@ INLINE VF max_bits(VF a, VF b) {
         _mm512_max_epi32(_mm512_castps_si512(a), _mm512_castps_si512(_mm512_abs_ps(b))));
 }
 // 32 values times `inverse`, rounded to nearest even, at most 127 in magnitude
-INLINE void round_block(const float* x, float inverse, int8_t* q, int32_t* sums) {
+INLINE void to_int8(const float* x, float inverse, int8_t* q, int32_t* sums) {
     const VF by = _mm512_set1_ps(inverse);
     const __m128i low = _mm512_cvtepi32_epi8(round_int(mul(load(x), by)));
     const __m128i high = _mm512_cvtepi32_epi8(round_int(mul(load(x + 16), by)));

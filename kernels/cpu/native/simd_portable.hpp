@@ -1,4 +1,4 @@
-// Anywhere: 4 lanes in the compilers' own vector types, which become SSE2 or NEON.
+// Any CPU: 4 lanes in the compiler's vector types, which become SSE2 or NEON.
 #pragma once
 
 #include <math.h>
@@ -10,7 +10,7 @@
 
 namespace LEVEL {
 
-enum { kLanes = 4 };
+enum { kLanes = 4, kRegisters = 16 };  // of SSE2; NEON has 32
 typedef float VF __attribute__((vector_size(16)));
 typedef int32_t VI __attribute__((vector_size(16)));
 typedef uint8_t VB __attribute__((vector_size(16)));
@@ -114,7 +114,7 @@ INLINE VI add_int(VI a, VI b) { return a + b; }
 // The larger of a and |b| by their bits: inf and NaN are above every number.
 INLINE VF max_bits(VF a, VF b) { return select((VI)a > (VI)abs(b), a, abs(b)); }
 // 32 values times `inverse`, rounded to nearest even, at most 127 in magnitude
-INLINE void round_block(const float* x, float inverse, int8_t* q, int32_t* sums) {
+INLINE void to_int8(const float* x, float inverse, int8_t* q, int32_t* sums) {
     VI total = VI{};
     for (int i = 0; i < 32; i += kLanes) {
         const VI code = round_int(mul(load(x + i), set1(inverse)));

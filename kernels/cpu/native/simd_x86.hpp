@@ -1,4 +1,4 @@
-// What both x86 levels unpack and sum in the same way.
+// Unpacking and sums that all x86 levels share.
 #pragma once
 
 #include <immintrin.h>
@@ -7,12 +7,12 @@
 
 namespace LEVEL {
 
-// 16 numbers of 4 bits: byte i holds the i-th and, above it, the one 8 after it.
+// 16 numbers of 4 bits: byte i holds number i in its low and number i + 8 in its high half.
 INLINE __m128i nibbles(const uint8_t* p) {
     const __m128i x = _mm_loadl_epi64((const __m128i*)p);
     return _mm_and_si128(_mm_unpacklo_epi64(x, _mm_srli_epi64(x, 4)), _mm_set1_epi8(15));
 }
-// 16 numbers of 2 bits: byte i holds the i-th and, above it, those 4, 8 and 12 after it.
+// 16 numbers of 2 bits: byte i holds numbers i, i + 4, i + 8 and i + 12, from low to high.
 INLINE __m128i pairs(const uint8_t* p) {
     int32_t word;
     memcpy(&word, p, 4);

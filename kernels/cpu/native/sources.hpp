@@ -1,8 +1,8 @@
-// How ggml's blocks of 32 values, and iq4_xs's of eight times 32, become tiles (planes.hpp), 16 rows
-// at a time, and the scales of all of ggml's blocks. Included by pack.cpp alone.
+// Packs ggml's blocks of 32 values, and iq4_xs's of eight times 32, into tiles (bit_planes.hpp), 16
+// rows at a time, and the scales of all of ggml's blocks. Only pack.cpp includes this file.
 //
-// Everything is moved in words of four codes, which a 4-bit tile keeps as ggml's blocks of 32 have
-// them: byte i holds code i in its low and code i + 16 in its high nibble in both.
+// Codes are moved in words of four, which have the same layout in a 4-bit tile and in ggml's blocks of
+// 32: byte i holds code i in its low and code i + 16 in its high nibble.
 #pragma once
 
 #include <string.h>
@@ -11,12 +11,13 @@
 
 namespace {
 
-// A type whose 32 codes lie together: where its parts are, and how many times 32 values a block has.
+// A type whose 32 codes are contiguous: the offsets of its parts, and how many times 32 values a block
+// has.
 struct Legacy {
-    int nbytes, minus, fifth, codes, tiles;  // minus, fifth: 0 where there is none; the scale is at 0
+    int nbytes, minus, fifth, codes, tiles;  // minus, fifth: 0 if absent; the scale is at 0
 };
 
-Legacy legacy_of(int source) {
+constexpr Legacy legacy_of(int source) {
     switch (source) {
         case kQ4_0: case kIQ4NL: return {18, 0, 0, 2, 1};
         case kQ4_1: return {20, 2, 0, 4, 1};
@@ -28,14 +29,23 @@ Legacy legacy_of(int source) {
     }
 }
 
+static_assert(legacy_of(kQ4_0).nbytes == 2 + 16 && legacy_of(kIQ4NL).nbytes == 2 + 16, "4 bits");
+static_assert(legacy_of(kQ4_1).nbytes == 2 + 2 + 16, "scale, minimum, 4 bits");
+static_assert(legacy_of(kQ5_0).nbytes == 2 + 4 + 16, "scale, fifth bits, 4 bits");
+static_assert(legacy_of(kQ5_1).nbytes == 2 + 2 + 4 + 16, "scale, minimum, fifth bits, 4 bits");
+static_assert(legacy_of(kQ8_0).nbytes == 2 + 32, "scale, 8 bits");
+static_assert(legacy_of(kMXFP4).nbytes == 1 + 16, "power of two, 4 bits");
+static_assert(legacy_of(kIQ4XS).nbytes == 2 + 2 + 4 + 8 * 16, "super scale, 6-bit scales, 4 bits");
+static_assert(kTileDepth == 32, "a tile is one of ggml's blocks of 32");
+
 bool is_legacy(int source) { return source >= kQ4_0; }
 
-// Where the codes of tile t lie in a row, less kind.codes.
+// Offset of the codes of tile t in a row, minus kind.codes.
 int64_t tile_at(const Legacy& kind, int64_t t) {
     return t / kind.tiles * kind.nbytes + t % kind.tiles * 16;
 }
 
-// Where the float16 scale of a k-quant block and that of its minima lie (0: none).
+// Offsets of the float16 scale of a k-quant block and of that of its minima (0: none).
 struct Supers {
     int scale, minus;
 };
@@ -83,10 +93,10 @@ void legacy_tile(const Legacy& kind, int bits, uint32_t flip, const uint8_t* con
     }
 }
 
-// The scale of tile t of one row and what goes with it; null: a row of padding.
+// The scale of tile t of one row, with super scale and minimum; null: a padding row.
 void pack_tile_scale(const Weight& w, const Legacy& kind, int64_t b, int64_t t, int r,
                      const uint8_t* row) {
-    const int64_t at = (b * w.groups + t) * kRows + r;
+    const int64_t at = (b * w.groups + t) * kTileRows + r;
     const uint8_t* p = row ? row + t / kind.tiles * kind.nbytes : nullptr;
     if (w.source == kIQ4XS) {  // d, the high 2 bits of eight scales, their low 4 bits; minus 32
         const int g = (int)(t % kind.tiles);
@@ -94,7 +104,7 @@ void pack_tile_scale(const Weight& w, const Legacy& kind, int64_t b, int64_t t, 
         const int high = p ? half_at(p + 2) >> 2 * g & 3 : 2;
         ((int8_t*)const_cast<void*>(w.scale))[at] = (int8_t)((low | high << 4) - 32);
         if (g == 0)
-            ((uint16_t*)const_cast<void*>(w.super_scale))[(b * w.supers + t / 8) * kRows + r] =
+            ((uint16_t*)const_cast<void*>(w.super_scale))[(b * w.supers + t / 8) * kTileRows + r] =
                 p ? half_at(p) : 0;
     } else if (w.source == kMXFP4) {
         ((uint8_t*)const_cast<void*>(w.scale))[at] = p ? p[0] : 0;
@@ -113,9 +123,9 @@ void pack_legacy(const Weight& w, int64_t b, const uint8_t* const* rows, int cou
     const Tiles tiles = tiles_of(&w, b);
     uint8_t* codes = tiles.first;
     for (int64_t t = 0; t < w.k_blocks; ++t, codes += tiles.step) {
-        if (count < kRows) memset(codes, 0, (size_t)tile);
+        if (count < kTileRows) memset(codes, 0, (size_t)tile);
         legacy_tile(kind, w.bits, flip, rows, count, tile_at(kind, t), codes);
-        for (int r = 0; r < kRows; ++r)
+        for (int r = 0; r < kTileRows; ++r)
             pack_tile_scale(w, kind, b, t, r, r < count ? rows[r] : nullptr);
     }
 }
@@ -124,22 +134,22 @@ void pack_legacy(const Weight& w, int64_t b, const uint8_t* const* rows, int cou
 void write_legacy(const Weight& w, const uint8_t* codes, uint8_t* row) {
     const Legacy kind = legacy_of(w.source);
     uint8_t* const first = row;
-    for (int64_t t = 0; t < w.k_blocks; ++t, codes += kDepth) {
+    for (int64_t t = 0; t < w.k_blocks; ++t, codes += kTileDepth) {
         row = first + tile_at(kind, t);
         if (w.bits == 8) {
-            for (int i = 0; i < kDepth; ++i) row[kind.codes + i] = codes[i] ^ (w.flip ? 0x80 : 0);
+            for (int i = 0; i < kTileDepth; ++i) row[kind.codes + i] = codes[i] ^ (w.flip ? 0x80 : 0);
             continue;
         }
         for (int i = 0; i < 16; ++i)
             row[kind.codes + i] = (uint8_t)((codes[i] & 15) | codes[i + 16] << 4);
         if (!kind.fifth) continue;
         uint32_t fifth = 0;
-        for (int k = 0; k < kDepth; ++k) fifth |= (uint32_t)(codes[k] >> 4 & 1) << k;
+        for (int k = 0; k < kTileDepth; ++k) fifth |= (uint32_t)(codes[k] >> 4 & 1) << k;
         memcpy(row + kind.fifth, &fifth, 4);
     }
 }
 
-// The scales of one q3_k block, 6 bits each, into those of 16 rows (kI6), which are zero at row r.
+// The scales of one q3_k block, 6 bits each, into the scales of 16 rows (kI6), which are zero at row r.
 void six_bit_scales(const uint8_t* block, int r, uint8_t* scales) {
     const uint8_t *low = block + 96, *high = block + 104;
     for (int g = 0; g < 16; ++g, scales += 12) {
@@ -152,14 +162,14 @@ void six_bit_scales(const uint8_t* block, int r, uint8_t* scales) {
 void inner_scales(int source, const uint8_t* block, uint8_t* scale, uint8_t* minus) {
     if (source == kQ2K || source == kQ6K) {
         const uint8_t* bytes = block + (source == kQ6K ? 192 : 0);
-        for (int g = 0; g < 16; ++g) scale[g * kRows] = bytes[g];
+        for (int g = 0; g < 16; ++g) scale[g * kTileRows] = bytes[g];
     } else {  // 6 bits each: scales 0..3, minima 0..3, then the rest
         for (int g = 0; g < 4; ++g) {
             const int low = block[4 + g], mid = block[8 + g], high = block[12 + g];
-            scale[g * kRows] = (uint8_t)(low & 63);
-            minus[g * kRows] = (uint8_t)(mid & 63);
-            scale[(g + 4) * kRows] = (uint8_t)((high & 15) | low >> 6 << 4);
-            minus[(g + 4) * kRows] = (uint8_t)(high >> 4 | mid >> 6 << 4);
+            scale[g * kTileRows] = (uint8_t)(low & 63);
+            minus[g * kTileRows] = (uint8_t)(mid & 63);
+            scale[(g + 4) * kTileRows] = (uint8_t)((high & 15) | low >> 6 << 4);
+            minus[(g + 4) * kTileRows] = (uint8_t)(high >> 4 | mid >> 6 << 4);
         }
     }
 }
@@ -167,16 +177,16 @@ void inner_scales(int source, const uint8_t* block, uint8_t* scale, uint8_t* min
 // Both levels of scales of one k-quant row block; rows beyond `count` become zeros.
 void pack_k_scales(const Weight& w, int64_t b, const uint8_t* const* rows, int count, int nbytes) {
     const bool six = w.scale_type == kI6;
-    const int64_t bytes = six ? 12 : kRows;  // of a group
-    const int64_t groups = w.groups * bytes, supers = w.supers * kRows;
+    const int64_t bytes = six ? 12 : kTileRows;  // of a group
+    const int64_t groups = w.groups * bytes, supers = w.supers * kTileRows;
     const int64_t step = w.groups / w.supers * bytes;
     const Supers at = supers_of(w.source);
     uint8_t* scale = (uint8_t*)const_cast<void*>(w.scale) + b * groups;
     uint8_t* minus = w.minus ? (uint8_t*)const_cast<void*>(w.minus) + b * groups : nullptr;
     uint16_t* super_scale = (uint16_t*)const_cast<void*>(w.super_scale) + b * supers;
     uint16_t* super_minus = at.minus ? const_cast<uint16_t*>(w.super_minus) + b * supers : nullptr;
-    if (six || count < kRows) memset(scale, 0, (size_t)groups);
-    if (count < kRows) {
+    if (six || count < kTileRows) memset(scale, 0, (size_t)groups);
+    if (count < kTileRows) {
         if (minus) memset(minus, 0, (size_t)groups);
         memset(super_scale, 0, (size_t)supers * 2);
         if (at.minus) memset(super_minus, 0, (size_t)supers * 2);
@@ -188,8 +198,8 @@ void pack_k_scales(const Weight& w, int64_t b, const uint8_t* const* rows, int c
             else
                 inner_scales(w.source, p, scale + block * step + r,
                              minus ? minus + block * step + r : nullptr);
-            super_scale[block * kRows + r] = half_at(p + at.scale);
-            if (at.minus) super_minus[block * kRows + r] = half_at(p + at.minus);
+            super_scale[block * kTileRows + r] = half_at(p + at.scale);
+            if (at.minus) super_minus[block * kTileRows + r] = half_at(p + at.minus);
         }
     }
 }
@@ -197,11 +207,13 @@ void pack_k_scales(const Weight& w, int64_t b, const uint8_t* const* rows, int c
 // One tile from 16 rows of one byte per code, `stride` bytes apart.
 template <int BITS>
 void bytes_to_tile(const uint8_t* codes, int64_t stride, uint8_t* tile) {
+    static_assert(kTileDepth / 4 == 8 && kTileRows * 4 == 64, "the vectors j of a tile");
     uint8_t v[8][64];
-    for (int r = 0; r < kRows; ++r)
+    for (int r = 0; r < kTileRows; ++r)
         for (int j = 0; j < 8; ++j) memcpy(v[j] + 4 * r, codes + r * stride + 4 * j, 4);
     if (BITS == 8) {
-        memcpy(tile, v, 512);
+        static_assert(sizeof v == kByteTile, "one byte per code");
+        memcpy(tile, v, sizeof v);
         return;
     }
     const int mid = BITS & 4 ? 256 : 0, high = mid + (BITS & 2 ? 128 : 0);

@@ -1,8 +1,8 @@
 """Measure speed and accuracy on this machine, alone or side by side with other engines.
 
-Every engine gets the same prompt ids, the same threads and greedy decoding without end-of-text;
-rounds are interleaved and the median is reported. The machine's own limits are measured before and
-after: they bound every speed, and tell whether the machine was quiet.
+Every engine gets the same prompt ids, the same number of threads, and greedy decoding without
+end-of-text. Rounds are interleaved, and the median is reported. The machine's limits are measured
+before and after: they bound every speed, and show whether the machine was quiet.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sdk.cli.bench.suites import SUITES, measure
 from sdk.errors import RequestError
 from sdk.loading.progress import is_terminal
 
-#: Of every option that changes what is measured; a report's command repeats those that differ.
+#: Defaults of all options that affect results; a report's command lists those that differ.
 DEFAULTS: dict[str, Any] = {
     "suite": ("prefill", "decode"),
     "against": (),
@@ -82,52 +82,69 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "file",
         nargs="?",
-        help=f"the model (default: the demo model); {' and '.join(SHAPES)} make a file of random "
-        "4-bit weights, 0.5 GB, in a temporary folder; gpu measures the kernels of a GPU on random "
+        help=f"the model (default: the demo model); {' and '.join(SHAPES)} create a file of random "
+        "4-bit weights, 0.5 GB, in a temporary folder; gpu measures a GPU's kernels on random "
         "weights",
     )
     parser.add_argument(
         "--suite",
         type=parse_suites,
         metavar="NAME[,...]",
-        help=f"all, or of {', '.join(SUITES)} (default: prefill,decode)",
+        help=f"all, or names of {', '.join(SUITES)} (default: prefill,decode)",
     )
     parser.add_argument(
         "--against",
         type=parse_peers,
         metavar="NAME[=PYTHON][,...]",
-        help=f"measure these too, of {', '.join(PEERS)}, each in the interpreter that has it "
+        help=f"other engines to measure: {', '.join(PEERS)}, each with the interpreter that has it "
         "(default: this one)",
     )
     parser.add_argument(
-        "--prompt-len", metavar="N[,...]", type=parse_lengths, help="of prefill (default: 512)"
+        "--prompt-len",
+        metavar="N[,...]",
+        type=parse_lengths,
+        help="prompt tokens of the prefill suite (default: 512)",
     )
     parser.add_argument(
-        "--streams", metavar="N[,...]", type=parse_streams, help="of decode (default: 1,8)"
+        "--streams",
+        metavar="N[,...]",
+        type=parse_streams,
+        help="concurrent requests of the decode suite (default: 1,8)",
     )
     parser.add_argument(
-        "--context", metavar="N[,...]", type=parse_lengths, help="default: 256,1024,2048,4096"
+        "--context",
+        metavar="N[,...]",
+        type=parse_lengths,
+        help="prompt tokens of the context suite (default: 256,1024,2048,4096)",
     )
-    parser.add_argument("--output-len", type=parse_count, help="decoded tokens (default: 64)")
+    parser.add_argument(
+        "--output-len", type=parse_count, help="decoded tokens per request (default: 64)"
+    )
     parser.add_argument(
         "--kv-dtype",
-        help="type of keys and values, ours and llama.cpp's, where int8 is its q8_0, int4 "
-        "its q4_0 (default: auto, each engine's own)",
+        help="type of keys and values for us and llama.cpp, where int8 means q8_0 and int4 q4_0 "
+        "(default: auto, each engine's own)",
     )
-    parser.add_argument("--rounds", type=parse_count, help="default: 5")
+    parser.add_argument("--rounds", type=parse_count, help="rounds of measuring (default: 5)")
     parser.add_argument("--threads", type=parse_count, help="default: the CPUs of this process")
+    _add_gpu_arguments(parser)
+    parser.add_argument(
+        "--json", metavar="FILE", help="write all samples; - for stdout instead of the table"
+    )
+    parser.add_argument("--markdown", metavar="FILE", help="write the tables and the command")
+    parser.add_argument("--plots", metavar="FOLDER", help="draw one PNG per suite (matplotlib)")
+    parser.set_defaults(**DEFAULTS)
+
+
+def _add_gpu_arguments(parser: argparse.ArgumentParser) -> None:
     of_gpu = parser.add_argument_group("options of `bench gpu`")
-    of_gpu.add_argument("--rows", metavar="NAME[,...]", help="measure these only")
+    of_gpu.add_argument("--rows", metavar="NAME[,...]", help="measure only these rows")
     of_gpu.add_argument(
         "--seconds",
         type=parse_count,
-        help="for everything; what is left out says so (default: 540)",
+        help="time limit for all rows; rows left out are reported (default: 540)",
     )
-    of_gpu.add_argument("--log", metavar="FILE", help="what the measuring process says")
-    parser.add_argument("--json", metavar="FILE", help="write all samples; - for stdout, no table")
-    parser.add_argument("--markdown", metavar="FILE", help="write the tables with their command")
-    parser.add_argument("--plots", metavar="FOLDER", help="draw one PNG per suite (matplotlib)")
-    parser.set_defaults(**DEFAULTS)
+    of_gpu.add_argument("--log", metavar="FILE", help="write the measuring process's messages")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -148,7 +165,7 @@ def run(args: argparse.Namespace) -> int:
             rounds=args.rounds,
             kv=args.kv_dtype,
             peers=args.against,
-            streams=args.streams,
+            requests=args.streams,
             prompt_lens=args.prompt_len,
             contexts=args.context,
             output_len=args.output_len,
@@ -168,7 +185,7 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the machine does at most: 10^9 bytes read and 10^12 8-bit operations per second."""
+    """The machine's limits: 10^9 bytes read and 10^12 8-bit operations per second."""
 
     simd: str
     read: float
@@ -188,7 +205,7 @@ def machine_limits(threads: int) -> Limits:
 def make_report(
     args: argparse.Namespace, settings: Settings, before: Limits, after: Limits
 ) -> dict[str, Any]:
-    """All but the results: how to repeat the run, and the machine it ran on."""
+    """The report without results: how to repeat the run, and the machine it ran on."""
     return {
         "command": command(args),
         "model": Path(settings.model).name,
@@ -209,7 +226,7 @@ def make_report(
 
 
 def command(args: argparse.Namespace) -> str:
-    """The command line that repeats this run, without where model and interpreters lie here."""
+    """The command line that repeats this run, without local paths."""
     words = ["embedlm", "bench"]
     if args.file:
         words.append(Path(args.file).name)
@@ -225,7 +242,7 @@ def command(args: argparse.Namespace) -> str:
 
 
 def cpu_name() -> str:
-    """As the operating system calls it; the architecture where it does not say."""
+    """The CPU's name from the operating system; the architecture if there is none."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""How far an engine's logits are from exact arithmetic on the same weights."""
+"""Compares an engine's logits with exact arithmetic on the same weights."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
     from sdk.kernels.context import Compute
 
-#: English that every Python has: the text of its own help pages.
+#: English text that every Python has: its own help pages.
 TEXT = topics["assignment"][:2000]
 TOKENS = 256
-#: Tokens per forward pass of ours: like a prompt that comes in chunks.
+#: Tokens per forward pass of ours, as in chunked prefill.
 _CHUNK = 64
 
 
 def measure_accuracy(settings: Settings, engines: Engines) -> list[Result]:
-    """Keys and values in float32 unless asked otherwise: the weights' arithmetic is the question.
+    """Measures the arithmetic of the weights, so keys and values are float32 by default.
 
-    :raises RequestError: for a model without a tokenizer or with too small a context.
+    :raises RequestError: the model has no tokenizer or too small a context.
     """
     import numpy
     import torch
@@ -69,7 +69,7 @@ def english(model: str) -> list[int]:
 
 
 def compare(result: Result, exact: Tensor, logits: Tensor) -> Result:
-    """Relative error of the logits without their mean, in percent, and KL(exact || engine)."""
+    """Add the relative error of the logits without their mean, in %, and KL(exact || engine)."""
     from sdk.evaluating.divergence import divergences
 
     centred = exact - exact.mean(-1, keepdim=True)

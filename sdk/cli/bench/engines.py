@@ -1,7 +1,7 @@
-"""What the bench drives: engines in processes of their own, this package's like any other.
+"""The engines that the bench measures, each in its own process, including this package's.
 
-Every engine is a worker that is spoken to in JSON lines (``peer.py`` has the protocol), so that all
-of them start, run and are timed in the same way.
+Every engine is a worker that exchanges JSON lines (``peer.py`` has the protocol), so that all of
+them start, run and are timed in the same way.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 from sdk.errors import RequestError, SdkError
 
 OURS = "embedlm"
-#: Peers and the module each needs.
+#: Peer -> the module it needs.
 PEERS = {
     "llama.cpp": "llama_cpp",
     "vllm": "vllm",
@@ -32,13 +32,13 @@ PEERS = {
     "transformers": "transformers",
     "transformers-bf16": "transformers",
 }
-#: Threads of an OpenMP runtime spin on after their last work, longest in Intel's: 0.2 s.
+#: Threads of an OpenMP runtime go on spinning after their last work, up to 0.2 s in Intel's.
 _SETTLE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One measurement: all prompts at once, each answered with ``output_len`` tokens, greedy."""
+    """Prompts to answer concurrently, each with ``output_len`` greedy tokens."""
 
     prompts: tuple[tuple[int, ...], ...]
     output_len: int
@@ -50,7 +50,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One load's times: until every stream has its first token, and then while all decode."""
+    """The times of one load: until every request has its first token, then while all decode."""
 
     prefill_s: float
     decode_s: float
@@ -58,18 +58,18 @@ class Sample:
 
     @property
     def decode_rate(self) -> float:
-        """Tokens per second, all streams together; 0 where nothing was decoded."""
+        """Tokens per second of all requests together; 0 if nothing was decoded."""
         return self.decode_tokens / self.decode_s if self.decode_tokens else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What a worker opens. ``streams``: the most at once; ``context``: tokens per stream."""
+    """What a worker opens. ``requests``: the most concurrent ones; ``context``: tokens of each."""
 
     engine: str
     model: str
     threads: int
-    streams: int
+    requests: int
     context: int
     kv: str = "auto"
     prefix_cache: bool = False
@@ -98,7 +98,7 @@ def parse_peers(text: str) -> tuple[Peer, ...]:
 
 
 def check_peer(peer: Peer) -> None:
-    """:raises RequestError: when no interpreter was named and this one lacks the peer."""
+    """:raises RequestError: no interpreter was named, and this one does not have the peer."""
     module = PEERS[peer.engine]
     if peer.python == sys.executable and importlib.util.find_spec(module) is None:
         raise RequestError(
@@ -110,7 +110,7 @@ def check_peer(peer: Peer) -> None:
 class Worker:
     """One opened engine.
 
-    ``name`` and ``kv`` are what it says of itself; ``open_s`` is the time its constructor took.
+    It reports its ``name`` and ``kv``; ``open_s`` is the time that its constructor took.
     """
 
     def __init__(self, opening: Opening, python: str = sys.executable) -> None:
@@ -123,7 +123,7 @@ class Worker:
                 stderr=subprocess.DEVNULL,
                 text=True,
                 env=environment(opening),
-                start_new_session=True,  # Ctrl-C reaches this process, which ends the others
+                start_new_session=True,  # Ctrl-C reaches only this process, which ends the others
             )
         except OSError as error:
             raise SdkError(f"{opening.engine}: {python} cannot be started: {error}") from error
@@ -146,20 +146,20 @@ class Worker:
 
     def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # it ended; what it said last is read below
+        with contextlib.suppress(BrokenPipeError):  # it ended; its last reply is read below
             self._process.stdin.write(json.dumps(question) + "\n")
             self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
             code = self._process.wait()
-            raise SdkError(f"{self.engine}: the worker ended without a word, exit code {code}")
+            raise SdkError(f"{self.engine}: the worker ended without a reply, exit code {code}")
         reply: dict[str, Any] = json.loads(line)
         if "error" in reply:
             raise SdkError(f"{self.engine}: the worker failed: {reply['error']}")
         return reply
 
     def close(self, *, now: bool = False) -> None:
-        """End the process: by itself when it is idle, by force ``now`` or after ten seconds."""
+        """End the process: let it exit when it is idle; kill it ``now`` or after ten seconds."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 with contextlib.suppress(BrokenPipeError):
@@ -172,21 +172,21 @@ class Worker:
 
 
 def command(engine: str, python: str) -> list[str]:
-    """The worker of ``engine``: ours is a module of this package, peers run a lone script."""
+    """The command of a worker: ours is a module of this package, peers run a single script."""
     if engine == OURS:
         return [python, "-m", "sdk.cli.bench.own"]
     return [python, str(Path(__file__).with_name("peer.py"))]
 
 
 def own_environment() -> dict[str, str]:
-    """Variables of a process that runs this package, which need not be installed."""
+    """Environment of a process that runs this package, which may not be installed."""
     root = str(Path(__file__).parents[3])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path}
 
 
 def environment(opening: Opening) -> dict[str, str]:
-    """Variables of a worker: how peers are told the number of threads and to stay one process."""
+    """Environment of a worker: tells peers the number of threads, and to use one process."""
     if opening.engine == OURS:
         return own_environment()
     found = dict(os.environ)
@@ -202,7 +202,7 @@ def environment(opening: Opening) -> dict[str, str]:
 
 
 class Engines:
-    """Several workers opened together and closed together."""
+    """Several workers that are opened and closed together."""
 
     def __init__(self) -> None:
         self.opened: list[Worker] = []
@@ -214,7 +214,7 @@ class Engines:
 
     @property
     def vocab_size(self) -> int:
-        """Of the smallest vocabulary: engines pad theirs differently, and all get the same ids."""
+        """The smallest vocabulary: engines pad theirs differently, and all get the same ids."""
         return min(worker.vocab_size for worker in self.opened)
 
     def __enter__(self) -> Engines:
@@ -230,9 +230,9 @@ class Engines:
             engine.close(now=error is not None)
 
     def interleaved(self, round_number: int) -> Iterator[Worker]:
-        """All engines; every other round in reverse, so that none always runs on a warm machine.
+        """All engines; every other round in reverse, so that no engine always runs first.
 
-        Where there are several, each waits until the threads of the last one have gone to sleep.
+        If there are several, each waits until the last one's threads have gone to sleep.
         """
         for worker in self.opened if round_number % 2 == 0 else self.opened[::-1]:
             if len(self.opened) > 1:

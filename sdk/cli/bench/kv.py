@@ -1,7 +1,8 @@
-"""What smaller keys and values cost or bring: decoding after a long context, one type at a time.
+"""The speed of each KV cache type: decoding after a long context.
 
-An engine for each type, open side by side and asked in turn. The context is computed once and comes
-from the prefix cache afterwards, so that a round is short and the machine the same for all of it.
+One engine per type is open, and they are measured in turn. The context is computed once and comes
+from the prefix cache afterwards, so that a round is short and the machine in the same state for all
+types.
 """
 
 from __future__ import annotations
@@ -9,13 +10,19 @@ from __future__ import annotations
 from sdk.cli.bench.engines import OURS, Engines
 from sdk.cli.bench.report import Result
 from sdk.cli.bench.settings import Settings, make_load
+from sdk.kernels import kv_types
+from sdk.quant.spec import KVTypes
 
-#: What the others are compared with comes first.
-KV_TYPES = ("float16", "int8", "fp8", "fp8_e5m2", "k8v4", "int4")
+_CODES = [kind.name for kind in kv_types.KV_TYPES.values() if kind.scale]
+#: The baseline, then all types with scales, the largest first.
+KV_TYPES = (
+    "float16",
+    *sorted([*_CODES, "k8v4"], key=lambda text: -KVTypes.parse(text).bytes_per_value),
+)
 
 
 def measure_kv(settings: Settings, engines: Engines) -> list[Result]:
-    """One row for each type; beside ``--kv-dtype`` only float16."""
+    """One row for each type; with ``--kv-dtype`` only that type and float16."""
     from sdk.llm import LLM
 
     context = max(settings.contexts)

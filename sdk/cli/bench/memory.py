@@ -1,8 +1,8 @@
-"""What it is worth to keep keys and values instead of computing them again.
+"""Compares keeping keys and values with computing them again.
 
-A prompt's prefix comes from the cache, from the swap space or from a snapshot's file, and is timed
-to the first token beside computing all of it; a page that goes down the KV ladder is timed beside
-computing its tokens.
+A prompt's prefix comes from the cache, from the swap space or from a snapshot file. The time to the
+first token is compared with computing the whole prompt. The time to recode a page for a lower level
+of the KV ladder is compared with computing its tokens.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from sdk.cli.bench.engines import OURS, Engines
 from sdk.cli.bench.report import Result
 from sdk.cli.bench.settings import Settings, make_load
 from sdk.errors import RequestError
+from sdk.quant.spec import parse_ladder
 
 if TYPE_CHECKING:
     from sdk.llm import LLM
 
-#: Tokens of the prompt, where the model's context has room for them.
+#: Tokens of the prompt, if the model's context has room for them.
 PROMPT = 1000
-KV_TYPES = ("float16", "int8", "int4")
 LADDER = "fp16>int8>int4"
-#: Tokens that run in a first step, so that nothing is timed for the first time.
+KV_TYPES = tuple(parse_ladder(LADDER).split(">"))
+#: Tokens of a first step that is not timed.
 _WARM = 16
 
 
 def measure_memory(settings: Settings, engines: Engines) -> list[Result]:
-    """:raises RequestError: an answer did not get its prefix from where it should come."""
+    """:raises RequestError: an answer did not get its prefix from the expected source."""
     kinds = KV_TYPES if settings.kv == "auto" else (settings.kv,)
     found = [result for kv in kinds for result in _prefixes(settings, kv)]
     if settings.kv == "auto":
@@ -45,7 +46,7 @@ def _name() -> str:
 
 
 def _prefixes(settings: Settings, kv: str) -> list[Result]:
-    """One row for each place a prefix can come from."""
+    """One row for each source of a prefix."""
     from sdk.llm import LLM
 
     plan = LLM.plan(settings.model, kv_cache_dtype=kv, max_num_seqs=1)
@@ -96,7 +97,7 @@ def _prefixes(settings: Settings, kv: str) -> list[Result]:
 
 
 def _first_token(llm: LLM, prompt: tuple[int, ...], known: int) -> float:
-    """Seconds until it is there, of whose prompt ``known`` tokens need not be computed."""
+    """Seconds to the first token; ``known`` tokens of the prompt must come from the cache."""
     from sdk.params import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
@@ -111,7 +112,7 @@ def _first_token(llm: LLM, prompt: tuple[int, ...], known: int) -> float:
 
 
 def _recoding(settings: Settings) -> list[Result]:
-    """One row for each step of the ladder, of one page."""
+    """One row for each step down the ladder, for one page."""
     from sdk.engine.plan import Move
     from sdk.evaluating.logits import opened
     from sdk.kernels.ladder import LADDER_PAGE_SIZE, page_id
@@ -127,8 +128,8 @@ def _recoding(settings: Settings) -> list[Result]:
         enable_prefix_caching=False,
         skip_tokenizer_init=True,
     )
-    # The first page of an engine lies in slab 1. It goes down by way of slab 0, which is nobody's:
-    # as int8 in its first half and as int4 in its third quarter, and so as often as wanted.
+    # The first page of an engine is in slab 1. It is recoded into slab 0, which no request owns: as
+    # int8 into the first half, as int4 into the third quarter. This can be repeated.
     steps = {
         "fp16>int8": Move(page_id(0, 1), page_id(1, 0)),
         "int8>int4": Move(page_id(1, 0), page_id(2, 2)),

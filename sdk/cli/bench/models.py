@@ -1,4 +1,4 @@
-"""The model of a run: its file, what the bench makes of it for itself, and what a token costs."""
+"""The model of a run: its file, temporary versions of it, and the work per token."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from sdk.demo import demo_model
 
 
 class ModelFiles:
-    """The model ``file`` (``None``: the demo model), and what is made of it in a temporary folder.
+    """The model ``file`` (``None``: the demo model), and versions of it in a temporary folder.
 
-    A context manager: leaving it removes the folder.
+    A context manager that removes the folder at its end.
     """
 
     def __init__(self, file: str | None) -> None:
@@ -35,7 +35,7 @@ class ModelFiles:
         self._folder.cleanup()
 
     def unpacked(self) -> str:
-        """A folder that every engine reads: of a GGUF file its weights as float32, made once."""
+        """A folder that every engine can read: a GGUF file's weights as float32, made once."""
         model = Path(self.path)
         if model.suffix != ".gguf":
             return self.path
@@ -46,10 +46,10 @@ class ModelFiles:
 
 
 def write_unpacked(model: Path, folder: Path) -> None:
-    """Write the GGUF ``model`` as a folder of float32 safetensors, its weights' exact values.
+    """Write the exact weights of the GGUF ``model`` as a folder of float32 safetensors.
 
-    This is what engines that do not read GGUF, or read it slowly, are given to run. Needs twice
-    four bytes per weight while it works.
+    For engines that do not read GGUF, or read it slowly. Needs eight bytes per weight while it
+    works.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -58,8 +58,8 @@ def write_unpacked(model: Path, folder: Path) -> None:
         unpacked = AutoModelForCausalLM.from_pretrained(
             model.parent, gguf_file=model.name, dtype=torch.float32
         )
-    # The values are plain floats by now, but transformers still refuses to save what came from
-    # GGUF while the model says so.
+    # The values are plain floats now, but transformers refuses to save a model that is marked as
+    # coming from GGUF.
     del unpacked.config.quantization_config
     unpacked.hf_quantizer = None
     unpacked.is_quantized = False
@@ -69,21 +69,21 @@ def write_unpacked(model: Path, folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one token costs at least, by the headers of a model file."""
+    """The least work for one token, by the headers of a model file."""
 
-    #: Bytes of every tensor read for a decoded token: all but an embedding matrix beside a head.
+    #: Bytes of all tensors read for a decoded token: all, except an embedding separate from a head.
     bytes_per_token: int
-    #: Weights multiplied for a prompt token (the head is not) and for a decoded one.
+    #: Weights multiplied for a prompt token (without the head) and for a decoded one.
     prompt_weights: int
     decode_weights: int
-    #: Keys and values of one token, as numbers.
+    #: The number of values in the keys and values of one token.
     kv_numbers: int
 
 
 def work_of(model: str) -> Work:
-    """Read from the headers alone.
+    """The work per token, from the headers alone.
 
-    :raises CheckpointError: for a file that is missing or damaged.
+    :raises CheckpointError: the file is missing or damaged.
     """
     from sdk.cli.inspect_file import sum_parts
     from sdk.loaders.open import open_checkpoint
@@ -95,7 +95,7 @@ def work_of(model: str) -> Work:
         config = checkpoint.config
     finally:
         checkpoint.close()
-    # Of its experts a token meets some only.
+    # A token is routed to some of the experts only.
     experts = [e for e in entries if ".experts." in e.name or "_exps." in e.name]
     count = config.get("num_experts") or config.get("num_local_experts") or 1
     idle = 1 - config["num_experts_per_tok"] / count if experts else 0.0

@@ -1,4 +1,4 @@
-"""This package as the bench runs it: the worker of ``peer.py``'s protocol around an ``LLM``."""
+"""This package's worker for the bench: ``peer.py``'s protocol around an ``LLM``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class OwnEngine:
         engine: str,
         model: str,
         threads: int,
-        streams: int,
+        requests: int,
         context: int,
         kv: str,
         prefix_cache: bool,
@@ -28,12 +28,12 @@ class OwnEngine:
         from sdk.llm import LLM
 
         start = time.perf_counter()
-        # Twice the seats, so twice the pages: with none to spare the scheduler holds the last
-        # prompts back until others end, and the streams would not run together.
+        # Twice the request slots, so twice the pages: without spare pages the scheduler holds the
+        # last prompts back until others end, and the requests would not run concurrently.
         self._llm: LLM = LLM(
             model,
             num_threads=threads,
-            max_num_seqs=2 * streams,
+            max_num_seqs=2 * requests,
             max_model_len=context,
             enable_prefix_caching=prefix_cache,
             kv_cache_dtype=kv,
@@ -46,7 +46,7 @@ class OwnEngine:
         }
 
     def measure(self, prompts: list[list[int]], output_len: int) -> dict[str, float]:
-        """Decoding is timed from the first token of the last stream to the end of the first."""
+        """Decoding is timed from the first token of the last request to the end of the first."""
         from sdk.params import RequestOutputKind, SamplingParams
 
         params = SamplingParams(

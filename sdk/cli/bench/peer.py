@@ -1,14 +1,15 @@
-"""Other engines under the bench's load, one process each: requests and results are JSON lines.
+"""Runs another engine under the bench's load in its own process: JSON lines in, JSON lines out.
 
-A script, run by path in any interpreter that has the engine; imports nothing of this package. One
-reply per line in, ``{"error"}`` instead on failure, which is the last:
+A script, run by path in any interpreter that has the engine; it imports nothing from this package.
+Each line gets one reply. On failure the reply is ``{"error"}``, and it is the last one.
 
-- first ``{"engine", "model", "threads", "streams", "context", "kv", "prefix_cache"}`` (streams: the
-  most at once; context: tokens per stream; kv: the type of keys and values, or ``"auto"``) ->
-  ``{"name", "kv", "vocab_size", "open_s"}``, where ``open_s`` leaves out Python's imports;
+- First ``{"engine", "model", "threads", "requests", "context", "kv", "prefix_cache"}`` ->
+  ``{"name", "kv", "vocab_size", "open_s"}``. ``requests``: the most at once; ``context``: tokens
+  per request; ``kv``: the type of keys and values, or ``"auto"``. ``open_s`` excludes Python's
+  imports.
 - ``{"prompts": [[id, ...], ...], "output_len"}`` -> ``{"prefill_s", "decode_s", "decode_tokens"}``:
-  greedy, end-of-text ignored, all streams together;
-- ``{"logits_of": [id, ...], "path"}`` -> ``{}``, with float32 ``[ids, vocab_size]`` written there.
+  greedy, end-of-text ignored, all requests concurrently.
+- ``{"logits_of": [id, ...], "path"}`` -> ``{}``; writes float32 ``[ids, vocab_size]`` to ``path``.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ LLAMA_KV = {
 
 
 class LlamaCpp:
-    """llama.cpp through llama-cpp-python's C functions, all streams in one batch."""
+    """llama.cpp through llama-cpp-python's C functions, all requests in one batch."""
 
     def __init__(
         self,
         engine: str,
         model: str,
         threads: int,
-        streams: int,
+        requests: int,
         context: int,
         kv: str,
         prefix_cache: bool,
@@ -47,7 +48,7 @@ class LlamaCpp:
             raise ValueError(f"llama.cpp: expected kv one of {', '.join(LLAMA_KV)}, found {kv!r}")
         start = time.perf_counter()
         self.api: Any = llama_cpp
-        # Kept on self: ctypes frees a callback nothing refers to.
+        # Stored on self, because ctypes frees a callback without references.
         self._quiet = llama_cpp.llama_log_callback(lambda level, text, data: None)
         llama_cpp.llama_log_set(self._quiet, None)
         llama_cpp.llama_backend_init()
@@ -57,7 +58,7 @@ class LlamaCpp:
         if not self.model:
             raise RuntimeError(f"llama.cpp cannot load {model}")
         self.context = llama_cpp.llama_init_from_model(
-            self.model, self._params(threads, streams, context, LLAMA_KV[kv])
+            self.model, self._params(threads, requests, context, LLAMA_KV[kv])
         )
         if not self.context:
             raise RuntimeError("llama.cpp cannot make a context")
@@ -73,15 +74,15 @@ class LlamaCpp:
             "open_s": time.perf_counter() - start,
         }
 
-    def _params(self, threads: int, streams: int, context: int, kv: str) -> Any:
+    def _params(self, threads: int, requests: int, context: int, kv: str) -> Any:
         params = self.api.llama_context_default_params()
-        # Every sequence gets n_ctx / n_seq_max cells, rounded to 256 by llama.cpp.
-        params.n_ctx = streams * (-(-context // 256) * 256)
-        params.n_seq_max = streams
+        # Every sequence gets n_ctx / n_seq_max cells; llama.cpp rounds that to 256.
+        params.n_ctx = requests * (-(-context // 256) * 256)
+        params.n_seq_max = requests
         params.n_batch = params.n_ubatch = BATCH
         params.n_threads = params.n_threads_batch = threads
         params.type_k = params.type_v = getattr(self.api, f"GGML_TYPE_{kv}")
-        if kv in ("Q8_0", "Q4_0"):  # quantized values need it; elsewhere llama.cpp decides
+        if kv in ("Q8_0", "Q4_0"):  # quantized values need it; otherwise llama.cpp decides
             params.flash_attn_type = self.api.LLAMA_FLASH_ATTN_TYPE_ENABLED
         return params
 
@@ -108,11 +109,11 @@ class LlamaCpp:
                 yield self._logits(row)
 
     def _keep_prefix(self, prompts: list[list[int]]) -> int:
-        """Drop what is in the cache but the prefix of a lone prompt; how many tokens are kept."""
+        """Clear the cache, except a single prompt's prefix; the number of tokens kept."""
         memory = self.api.llama_get_memory(self.context)
         kept = 0
         if self.prefix_cache:
-            last = len(prompts[0]) - 1  # the last token always runs: its logits are wanted
+            last = len(prompts[0]) - 1  # the last token always runs, because its logits are needed
             for old, new in zip(self.cached, prompts[0][:last], strict=False):
                 if old != new:
                     break
@@ -124,7 +125,7 @@ class LlamaCpp:
         return kept
 
     def _prefill(self, prompts: list[list[int]], kept: int) -> list[int]:
-        """The first token of every stream."""
+        """The first token of every request."""
         rows = [
             (token, position, i, position == len(prompt) - 1)
             for i, prompt in enumerate(prompts)
@@ -134,19 +135,19 @@ class LlamaCpp:
         for start in range(0, len(rows), BATCH):
             chunk = rows[start : start + BATCH]
             self._decode(chunk)
-            for index, (_, _, stream, wanted) in enumerate(chunk):
-                if wanted:
-                    first[stream] = self._argmax(index)
+            for index, (_, _, request, has_logits) in enumerate(chunk):
+                if has_logits:
+                    first[request] = self._argmax(index)
         return [first[i] for i in range(len(prompts))]
 
     def _decode(self, rows: list[tuple[int, int, int, bool]]) -> None:
-        """One forward pass over (token, position, stream, wants logits)."""
+        """One forward pass over rows of (token, position, request, whether it needs logits)."""
         batch = self.batch
         batch.n_tokens = len(rows)
-        for i, (token, position, stream, wanted) in enumerate(rows):
+        for i, (token, position, request, has_logits) in enumerate(rows):
             batch.token[i], batch.pos[i] = token, position
-            batch.n_seq_id[i], batch.seq_id[i][0] = 1, stream
-            batch.logits[i] = wanted
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, request
+            batch.logits[i] = has_logits
         code = self.api.llama_decode(self.context, batch)
         if code:
             raise RuntimeError(f"llama_decode ended with {code}")
@@ -162,14 +163,14 @@ class LlamaCpp:
 
 
 class Vllm:
-    """vLLM, stepped in its own engine loop; threads are set by its environment variables."""
+    """vLLM, stepped through its own engine; environment variables set its threads."""
 
     def __init__(
         self,
         engine: str,
         model: str,
         threads: int,
-        streams: int,
+        requests: int,
         context: int,
         kv: str,
         prefix_cache: bool,
@@ -183,7 +184,7 @@ class Vllm:
             model,
             dtype=dtype,
             skip_tokenizer_init=True,
-            max_num_seqs=streams,
+            max_num_seqs=requests,
             max_model_len=context,
             enable_prefix_caching=prefix_cache,
         )
@@ -235,14 +236,14 @@ class Vllm:
 
 
 class Transformers:
-    """transformers: one padded batch (prompts are equally long), its own growing cache."""
+    """transformers: one batch of equally long prompts, with its own growing cache."""
 
     def __init__(
         self,
         engine: str,
         model: str,
         threads: int,
-        streams: int,
+        requests: int,
         context: int,
         kv: str,
         prefix_cache: bool,
@@ -252,7 +253,7 @@ class Transformers:
 
         _only_auto(engine, kv)
         if prefix_cache:
-            raise ValueError("transformers keeps no prefixes")
+            raise ValueError("transformers has no prefix cache")
         dtype = "bfloat16" if engine.endswith("-bf16") else "float32"
         start = time.perf_counter()
         self.model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -289,7 +290,9 @@ class Transformers:
 
 def _only_auto(engine: str, kv: str) -> None:
     if kv != "auto":
-        raise ValueError(f"{engine} keeps keys and values in the model's type, not in {kv}")
+        raise ValueError(
+            f"{engine}: keys and values have the model's type; expected auto, found {kv}"
+        )
 
 
 def open_peer(engine: str, **opening: Any) -> Any:
@@ -318,7 +321,7 @@ def answers(lines: Iterable[str], open_engine: Callable[..., Any]) -> Iterator[d
 
 def serve(open_engine: Callable[..., Any]) -> None:
     """Answer standard input until it ends."""
-    # Engines log to standard output, some from C: they get the error stream instead of ours.
+    # Engines log to standard output, some from C code: redirect it to standard error.
     with os.fdopen(os.dup(1), "w") as out:
         os.dup2(2, 1)
         for answer in answers(iter(sys.stdin.readline, ""), open_engine):
@@ -326,5 +329,5 @@ def serve(open_engine: Callable[..., Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # this folder: an engine must not find our modules under their short names
+    sys.path.pop(0)  # this folder: engines must not import our modules by their short names
     serve(open_peer)

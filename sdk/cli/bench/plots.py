@@ -1,4 +1,4 @@
-"""PNG plots of a run: one per suite, engines side by side, the machine's limit drawn in."""
+"""PNG plots of a run: one per suite, with all engines and the machine's limit."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from sdk.cli.bench.report import Section
 from sdk.errors import RequestError
 from sdk.quant.spec import KVTypes
 
-#: Suites drawn over their case, and what the case is called; the others are bars.
+#: Suites drawn as lines over a case: its key and label. The others are bars.
 _OVER = {
     "prefill": ("prompt", "prompt length, tokens"),
-    "decode": ("streams", "streams at once"),
+    "decode": ("requests", "concurrent requests"),
     "context": ("context", "context, tokens"),
 }
 
 
 def check_matplotlib() -> None:
-    """:raises RequestError: when it is not installed; better before a long measurement."""
+    """Call before a long measurement. :raises RequestError: it is not installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -74,7 +74,7 @@ def _draw_over(
     axes.set_xticks(range(len(cases)), [str(case) for case in cases])
     axes.set_xlabel(label)
     axes.set_ylabel(metric.heading)
-    axes.set_yscale("log")  # engines and limit lie up to a factor of 100 apart
+    axes.set_yscale("log")  # engines and limit are up to a factor of 100 apart
     axes.set_title(f"{section.title}: {report['model']}, {report['settings']['threads']} threads")
     axes.grid(True, which="both", alpha=0.3)
     axes.legend(fontsize="small")
@@ -84,20 +84,20 @@ def _draw_over(
 def limit(suite: str, case: int, machine: Mapping[str, Any], work: Work, kv_bytes: float) -> float:
     """Tokens per second that memory or the integer units allow, whichever is less.
 
-    Prompt tokens share one reading of the weights, decoded ones share it between their streams.
+    The tokens of a prompt share one read of the weights, as do the decodes of concurrent requests.
     """
     bandwidth: float = 1e9 * max(machine["read_gb_per_s"].values())
     peak: float = 1e12 * max(machine["int8_tops"].values())
     if suite == "prefill":
         return peak / (2 * work.prompt_weights)
-    streams = case if suite == "decode" else 1
+    requests = case if suite == "decode" else 1
     context = case if suite == "context" else 0
     moved = work.bytes_per_token + context * work.kv_numbers * kv_bytes
-    return min(streams * bandwidth / moved, peak / (2 * work.decode_weights))
+    return min(requests * bandwidth / moved, peak / (2 * work.decode_weights))
 
 
 def _draw_bars(path: Path, section: Section, report: Mapping[str, Any]) -> None:
-    """One panel per column: they have units of their own."""
+    """One panel per column, because their units differ."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4 * len(section.metrics), 4.5), layout="constrained")

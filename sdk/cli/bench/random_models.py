@@ -1,4 +1,4 @@
-"""Files of random weights, for what only speed is asked of; the same bytes every time."""
+"""Writes files of random weights, for measuring speed; the same bytes every time."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A Llama, or with ``experts``, ``used`` of which a token meets, a Qwen3 MoE of that ``mlp``
-    each; the head is the embedding matrix."""
+    """The shape of a Llama, or with ``experts`` of a Qwen3 MoE: a token uses ``used`` of them, each
+    of size ``mlp``. The head is the embedding matrix."""
 
     hidden: int
     layers: int
@@ -30,8 +30,8 @@ class Shape:
         return "qwen3moe" if self.experts else "llama"
 
 
-#: The shape of Llama-3.2-1B with a smaller vocabulary: 1.04 billion weights, 585 MB; and a mixture
-#: of 0.88 billion, 495 MB, of which a token meets a third.
+#: The shape of Llama-3.2-1B with a smaller vocabulary: 1.04 billion weights, 585 MB; and an MoE
+#: model of 0.88 billion, 495 MB, of which a token uses a third.
 SHAPES = {
     "random-1b": Shape(2048, 16, 32, 8, 64, 8192),
     "random-moe": Shape(1024, 16, 16, 4, 64, 512, experts=32, used=8),
@@ -41,7 +41,7 @@ SHAPES = {
 def write_random(path: Path, name: str) -> None:
     """Write the model of :data:`SHAPES` as a GGUF file, its matrices in Q4_0.
 
-    Scales are such that activations stay finite.
+    The scales keep activations finite.
     """
     import gguf
 

@@ -1,4 +1,4 @@
-"""Results and how they are written: a table for the terminal, Markdown, JSON."""
+"""Results, and their output as a table for the terminal, Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from sdk.cli.table import format_table
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One measured quantity: its column and its digits; ``ratio`` adds ours divided by the peer's.
-
-    Every case of a suite is compared with our row of the same case.
+    """One measured quantity: its column and digits. ``ratio`` adds ours divided by the peer's, for
+    our row of the same case.
     """
 
     key: str
@@ -26,7 +25,7 @@ class Metric:
 
 @dataclass(slots=True)
 class Result:
-    """All samples of one engine in one case, such as ``{"streams": 8}``."""
+    """All samples of one engine in one case, such as ``{"requests": 8}``."""
 
     engine: str
     name: str
@@ -55,7 +54,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One suite's results with what a reader needs beside them."""
+    """One suite's results, with a title and a note for readers."""
 
     title: str
     note: str
@@ -64,7 +63,7 @@ class Section:
 
 
 def ratio(result: Result, results: Iterable[Result], key: str) -> float | None:
-    """Our median divided by this peer's in the same case; ``None`` for our own row."""
+    """Our median divided by this peer's in the same case; ``None`` for our own rows."""
     if result.engine == OURS or not result.median(key):
         return None
     for other in results:
@@ -74,7 +73,7 @@ def ratio(result: Result, results: Iterable[Result], key: str) -> float | None:
 
 
 def cells(section: Section) -> tuple[list[str], list[list[str]]]:
-    """Headings and rows; ratio columns only where a peer was measured."""
+    """Headings and rows; ratio columns only if a peer was measured."""
     results = section.results
     compared = any(result.engine != OURS for result in results)
     cases = list(results[0].case) if results else []
@@ -117,7 +116,7 @@ def to_text(report: Mapping[str, Any], sections: Iterable[Section]) -> str:
 
 
 def to_markdown(report: Mapping[str, Any], sections: Iterable[Section]) -> str:
-    """Each table under its title, with the command that makes it again."""
+    """All tables with their titles, and the command that repeats the run."""
     parts = [f"```bash\n{report['command']}\n```", heading(report).replace("\n", "; ") + "."]
     for section in sections:
         head, rows = cells(section)

@@ -1,4 +1,4 @@
-"""Speeds as shares of what this machine can do at most."""
+"""Measures speeds as shares of this machine's limits."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ GEMM_TOKENS, GEMM_OUT, GEMM_IN, GEMM_GROUP = 512, 8192, 2048, 32
 
 
 def measure_roofline(settings: Settings, engines: Engines) -> list[Result]:
-    """Decode beside the file's bytes at the read bandwidth right before and after each run.
+    """Decode speed, compared with reading the file's bytes at the read bandwidth right before and
+    after each run.
 
-    A shared host's bandwidth changes by a factor of two within a second: one number for the whole
-    suite would say nothing, nor would the best tenth of a second beside an average over a run.
+    A shared host's bandwidth changes by a factor of two within a second. So neither one number for
+    the whole suite would mean anything, nor the best tenth of a second next to a run's average.
     """
     from sdk.kernels.cpu.probe import read_bandwidth
 
@@ -42,7 +43,7 @@ def measure_roofline(settings: Settings, engines: Engines) -> list[Result]:
 
 
 def measure_gemm(settings: Settings, engines: Engines) -> list[Result]:
-    """The kernel alone, from float activations to float results, in this process."""
+    """Only the kernel, from float activations to float results, in this process."""
     import torch
 
     from sdk import __version__

@@ -1,4 +1,4 @@
-"""What a run of the bench was asked for, and the rounds every suite is made of."""
+"""The settings of a bench run, and the rounds of its suites."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from dataclasses import dataclass
 from sdk.cli.bench.engines import OURS, Engines, Load, Opening, Peer, Worker
 from sdk.cli.bench.report import Result
 
-#: Tokens of context before decoding is measured, where the suite does not vary them.
+#: Tokens of context before decoding is measured, unless the suite varies them.
 DECODE_PROMPT = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """``unpacked()`` is the model as every engine reads it; ``progress`` gets one line."""
+    """The settings of one run. ``unpacked()`` returns a model that every engine can read;
+    ``progress`` gets one line of text."""
 
     model: str
     threads: int
     rounds: int
     kv: str
     peers: tuple[Peer, ...]
-    streams: tuple[int, ...]
+    requests: tuple[int, ...]
     prompt_lens: tuple[int, ...]
     contexts: tuple[int, ...]
     output_len: int
@@ -31,33 +32,33 @@ class Settings:
     progress: Callable[[str], None]
 
     def engines(self, without: Sequence[str] = ()) -> list[Peer]:
-        """Ours first, then the peers but those named in ``without`` (up to ``-bf16``)."""
+        """Ours first, then the peers except those in ``without`` and their ``-bf16`` variants."""
         fine = [p for p in self.peers if p.engine.removesuffix("-bf16") not in without]
         return [Peer(OURS), *fine]
 
     def opening(
-        self, engine: str, streams: int, context: int, *, kv: str = "", prefix: bool = False
+        self, engine: str, requests: int, context: int, *, kv: str = "", prefix: bool = False
     ) -> Opening:
-        """What ``engine`` is told to open: only llama.cpp reads the same packed file as we do."""
+        """What ``engine`` opens: llama.cpp gets the same file as we do, others unpacked weights."""
         model = self.model if engine in (OURS, "llama.cpp") else self.unpacked()
-        return Opening(engine, model, self.threads, streams, context, kv or self.kv, prefix)
+        return Opening(engine, model, self.threads, requests, context, kv or self.kv, prefix)
 
     @contextmanager
-    def opened(self, peers: Sequence[Peer], streams: int, context: int) -> Iterator[Engines]:
-        """All of ``peers`` opened side by side, without a prefix cache."""
+    def opened(self, peers: Sequence[Peer], requests: int, context: int) -> Iterator[Engines]:
+        """Open all of ``peers`` at the same time, without a prefix cache."""
         with Engines() as engines:
             for peer in peers:
                 self.progress(f"opening {peer.engine}")
-                engines.open(self.opening(peer.engine, streams, context), peer.python)
+                engines.open(self.opening(peer.engine, requests, context), peer.python)
             yield engines
 
 
-def make_load(vocab_size: int, streams: int, prompt_len: int, output_len: int, seed: int) -> Load:
-    """Random prompts, the same every time; the lowest ids (control tokens, bytes) are left out."""
+def make_load(vocab_size: int, requests: int, prompt_len: int, output_len: int, seed: int) -> Load:
+    """Random prompts, the same every time, without the lowest ids (control tokens, bytes)."""
     draw = random.Random(seed)
     low = min(1000, vocab_size // 2)
     prompts = tuple(
-        tuple(draw.randrange(low, vocab_size) for _ in range(prompt_len)) for _ in range(streams)
+        tuple(draw.randrange(low, vocab_size) for _ in range(prompt_len)) for _ in range(requests)
     )
     return Load(prompts, output_len)
 
@@ -68,7 +69,7 @@ def in_rounds(
     case: Mapping[str, int | str],
     sample: Callable[[Worker, int], dict[str, float]],
 ) -> list[Result]:
-    """``sample(engine, round)`` of every engine in every round, as one result per engine."""
+    """Call ``sample(engine, round)`` for every engine in every round; one result per engine."""
     results = {
         id(engine): Result(engine.engine, engine.name, engine.kv, case) for engine in engines.opened
     }
@@ -87,7 +88,7 @@ def same_load(
     load: Load,
     sample: Callable[[Worker, Load], dict[str, float]],
 ) -> list[Result]:
-    """:func:`in_rounds` on one load, after a first run of its prompts that is not counted."""
+    """:func:`in_rounds` with one load, after a warm-up run of its prompts."""
     for engine in engines.opened:
         engine.measure(Load(load.prompts, 2))
     return in_rounds(settings, engines, case, lambda engine, number: sample(engine, load))

@@ -1,4 +1,4 @@
-"""What can be measured: every suite with its question, its columns and how it is run."""
+"""The suites of the bench: what each measures, its columns and how it runs."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from sdk.cli.bench.report import Metric, Result, Section
 from sdk.cli.bench.roofline import measure_gemm, measure_roofline
 from sdk.cli.bench.settings import DECODE_PROMPT, Settings, in_rounds, make_load, same_load
 
-#: A prompt of the prefix suite, and how much of it the next one shares.
+#: Tokens of a prompt of the prefix suite, and how many of them the next one shares.
 PREFIX_PROMPT, PREFIX_SHARED = 1100, 1000
-#: What a start-up ends with: the first token after a short prompt.
+#: The start-up suite ends with the first token after a short prompt: its tokens, and the context.
 STARTUP_PROMPT, STARTUP_CONTEXT = 16, 512
 
 PREFILL = Metric("prefill_tok_s", "prefill tok/s")
@@ -44,11 +44,11 @@ def measure_prefill(settings: Settings, engines: Engines) -> list[Result]:
 
 def measure_decode(settings: Settings, engines: Engines) -> list[Result]:
     found = []
-    for streams in settings.streams:
+    for requests in settings.requests:
         load = make_load(
-            engines.vocab_size, streams, DECODE_PROMPT, settings.output_len, seed=streams
+            engines.vocab_size, requests, DECODE_PROMPT, settings.output_len, seed=requests
         )
-        found += same_load(settings, engines, {"streams": streams}, load, decode_rate)
+        found += same_load(settings, engines, {"requests": requests}, load, decode_rate)
     return found
 
 
@@ -73,7 +73,7 @@ def measure_busy(settings: Settings, engines: Engines) -> list[Result]:
 
 @contextmanager
 def busy_core() -> Iterator[None]:
-    """A process that never rests, on the last of this process's CPUs."""
+    """A process that is always busy, on the last of this process's CPUs."""
     busy = subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"])
     try:
         os.sched_setaffinity(busy.pid, {max(os.sched_getaffinity(0))})
@@ -84,7 +84,7 @@ def busy_core() -> Iterator[None]:
 
 
 def measure_prefix(settings: Settings, engines: Engines) -> list[Result]:
-    """Prompts of their own in every round: one that was seen before would be found whole."""
+    """Uses new prompts in every round: the cache would already hold those of an earlier round."""
     with Engines() as caching:
         for peer in settings.engines(without=["transformers"]):
             opening = settings.opening(peer.engine, 1, PREFIX_PROMPT + 20, prefix=True)
@@ -126,9 +126,9 @@ def measure_startup(settings: Settings, engines: Engines) -> list[Result]:
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """``size``: how many streams, and how many tokens of each, the engines are opened for.
+    """``size``: the number of concurrent requests, and the tokens of each, that engines open for.
 
-    Suites without a size open their own; the others share what is open when ``group`` is equal.
+    Suites without a size open their own engines; others with the same ``group`` share theirs.
     """
 
     title: str
@@ -150,15 +150,15 @@ SUITES = {
     ),
     "decode": Suite(
         "Decode",
-        f"all streams together, each after {DECODE_PROMPT} tokens, end-of-text ignored",
+        f"all requests together, each after {DECODE_PROMPT} tokens, end-of-text ignored",
         [DECODE],
         measure_decode,
-        lambda settings: (max(settings.streams), DECODE_PROMPT + settings.output_len),
+        lambda settings: (max(settings.requests), DECODE_PROMPT + settings.output_len),
         "speed",
     ),
     "busy": Suite(
         "Busy host",
-        "one stream, alone and beside a process that never rests on one of the CPUs",
+        "one request, alone and next to a process that keeps one of the CPUs busy",
         [
             Metric("quiet_tok_s", "quiet tok/s"),
             Metric("busy_tok_s", "busy tok/s"),
@@ -170,7 +170,7 @@ SUITES = {
     ),
     "roofline": Suite(
         "Roofline, decode",
-        "one stream against the time it takes to read the weights once from memory",
+        "one request, compared with the time it takes to read the weights once from memory",
         [
             DECODE,
             Metric("limit_tok_s", "limit tok/s", ratio=False),
@@ -182,7 +182,7 @@ SUITES = {
     ),
     "context": Suite(
         "Context",
-        "one stream decodes after a prompt of that many tokens",
+        "one request decodes after a prompt of that many tokens",
         [DECODE],
         measure_context,
         lambda settings: (1, max(settings.contexts) + settings.output_len),
@@ -190,8 +190,8 @@ SUITES = {
     ),
     "kv": Suite(
         "Types of keys and values",
-        "one stream decodes after the longest --context with each type; the median of a round's "
-        "speed beside float16, and what a page takes",
+        "one request decodes after the longest --context with each type; the median of a round's "
+        "speed relative to float16, and the size of a page",
         [
             DECODE,
             Metric("speed", "speed / float16", 2, ratio=False),
@@ -202,7 +202,7 @@ SUITES = {
     ),
     "gemm": Suite(
         "Roofline, matrix product",
-        "[512, 2048] by a 4-bit [8192, 2048] in groups of 32, against the 8-bit integer peak",
+        "[512, 2048] by a 4-bit [8192, 2048] in groups of 32, compared with the 8-bit integer peak",
         [
             Metric("tops", "TOPS", 3, ratio=False),
             Metric("peak_tops", "peak TOPS", 3, ratio=False),
@@ -212,7 +212,7 @@ SUITES = {
     ),
     "prefix": Suite(
         "Prefix hit",
-        f"time to first token of {PREFIX_PROMPT} tokens, and again when {PREFIX_SHARED} are known",
+        f"time to first token of {PREFIX_PROMPT} tokens, and again when {PREFIX_SHARED} are cached",
         [
             Metric("cold_ms", "cold ms"),
             Metric("hit_ms", "hit ms"),
@@ -223,7 +223,7 @@ SUITES = {
     "memory": Suite(
         "Keys and values kept",
         f"time to first token of {PROMPT} tokens, computed and with the prefix from the cache, the "
-        "swap space or a snapshot's file; a page of the KV ladder computed, and recoded",
+        "swap space or a snapshot file; a page under a kv_policy computed, and recoded",
         [
             Metric("compute_ms", "compute ms"),
             Metric("again_ms", "again ms"),
@@ -233,8 +233,8 @@ SUITES = {
     ),
     "startup": Suite(
         "Start-up",
-        "fresh process, file in the page cache: constructor to first token, and the whole process "
-        "with Python's imports",
+        "new process, file in the page cache: from the constructor to the first token, and the "
+        "whole process with Python's imports",
         [
             Metric("open_s", "open to first token s", 3),
             Metric("process_s", "process to first token s", 3),
@@ -243,8 +243,8 @@ SUITES = {
     ),
     "accuracy": Suite(
         "Accuracy",
-        "logits of 256 tokens of English against exact arithmetic on the same weights: relative "
-        "error of the centred logits, mean KL divergence",
+        "logits of 256 tokens of English, compared with exact arithmetic on the same weights: "
+        "relative error of the centered logits, mean KL divergence",
         [Metric("error", "error %", 2), Metric("kl", "KL", 5)],
         measure_accuracy,
     ),
@@ -257,8 +257,8 @@ def measure(settings: Settings, names: Sequence[str]) -> list[tuple[str, Section
     for group in dict.fromkeys(SUITES[name].group for name in names):
         suites = {name: SUITES[name] for name in names if SUITES[name].group == group}
         sizes = [suite.size(settings) for suite in suites.values() if suite.size is not None]
-        streams, context = map(max, zip(*sizes, strict=True)) if sizes else (0, 0)
-        with settings.opened(settings.engines() if sizes else [], streams, context) as engines:
+        requests, context = map(max, zip(*sizes, strict=True)) if sizes else (0, 0)
+        with settings.opened(settings.engines() if sizes else [], requests, context) as engines:
             for name, suite in suites.items():
                 settings.progress(suite.title)
                 found[name] = suite.measure(settings, engines)

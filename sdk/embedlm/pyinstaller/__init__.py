@@ -1,4 +1,4 @@
-"""Where PyInstaller finds our hooks: what a frozen application needs of embedlm."""
+"""Hooks for PyInstaller: the parts of embedlm that a frozen application needs."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ def hook_dirs() -> list[str]:
 
 
 def package() -> Path:
-    """The folder of ``sdk``, which is not imported for that."""
+    """The folder of ``sdk``, found without importing it."""
     spec = find_spec("sdk")
     assert spec is not None and spec.origin is not None
     return Path(spec.origin).parent
 
 
 def modules() -> list[str]:
-    """Every module of ``sdk``. Four of its folders have no ``__init__.py``, which PyInstaller's own
-    ``collect_submodules`` would leave out."""
+    """All modules of ``sdk``. PyInstaller's ``collect_submodules`` would leave out the four folders
+    that have no ``__init__.py``."""
     root = package()
     return sorted(
         ".".join(path.relative_to(root.parent).with_suffix("").parts).removesuffix(".__init__")

@@ -1,4 +1,4 @@
-"""Every module of ours, its source, its tables, and the native library.
+"""All modules of sdk with their source, the data files, and the native library.
 
 Modules are imported by names made at run time. Triton reads the source of its kernels.
 """

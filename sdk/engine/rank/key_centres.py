@@ -1,10 +1,11 @@
-"""What all keys of a head have in common, so that codes of 4 bits need not hold it.
+"""Measures the mean key of every head, which 4-bit codes need not represent.
 
-Keys of trained models lie around a point far from zero: most of a code's range would go to what
-does not tell one key from another. Taken from all keys alike it changes no attention; SageAttention
-(Zhang et al. 2024) takes the mean of the keys at hand, but a page is written before the next key is
-known, so here it is measured once, at load. KL divergence with int4 pages over 192 tokens, Gemma 3
-270M: 0.118 without, 0.067 with; SmolLM2 0.054 and 0.038. For int8 and fp8 the gain is below 0.001.
+The keys of trained models are spread around a point far from zero, so most of a code's range would
+go to the part that all keys share. Subtracting the same vector from all keys does not change
+attention. SageAttention (Zhang et al. 2024) subtracts the mean of the current keys. Here a page is
+written before the next key is known, so the mean is measured once, at load. KL divergence with int4
+pages over 192 tokens: Gemma 3 270M 0.118 without a centre and 0.067 with one, SmolLM2 0.054 and
+0.038. For int8 and fp8 the gain is below 0.001.
 """
 
 from __future__ import annotations
@@ -22,37 +23,37 @@ from sdk.models.decoder import CausalLM, Decoder
 from sdk.quant.spec import KVSpec
 
 _PAGE = 16
-#: Tokens that are looked at, in steps as small as any engine's; their ids are spread over the
+#: Tokens that are measured, in steps as small as any engine's; their ids are spread over the
 #: vocabulary. Real text gives 0.061 instead of 0.067.
 _TOKENS, _STEP, _STRIDE = 128, 16, 7919
 
 
 def centre_keys(cache: KVCache, model: CausalLM) -> None:
-    """Give the layers of ``cache`` whose keys are int4 a centre, where their attention allows it.
+    """Give the layers of ``cache`` whose key type is ``centred`` a centre, if attention allows it.
 
-    On a CPU the same bits for any number of threads and any options of the engine; all ranks of a
-    model must call it together.
+    On a CPU the bits are the same for any number of threads and any options of the engine. All
+    ranks of a model must call it together.
     """
     spec = cache.spec
     lowest = spec.levels[-1]
-    coarse = [lowest.parts(layer)[0].dtype == "int4" for layer in range(spec.num_layers)]
-    if not any(coarse) or not isinstance(model, Decoder) or not model.shift_invariant:
+    centred = [lowest.parts(layer)[0].type.centred for layer in range(spec.num_layers)]
+    if not any(centred) or not isinstance(model, Decoder) or not model.shift_invariant:
         return
     pages = _run(model, spec)
     cache.layers = [
         _with_centre(layer, _centre(seen)) if wanted else layer
-        for layer, seen, wanted in zip(cache.layers, pages, coarse, strict=True)
+        for layer, seen, wanted in zip(cache.layers, pages, centred, strict=True)
     ]
 
 
 def _with_centre(pages: KVPages, centre: Tensor) -> KVPages:
-    """The pages, and those of a ladder's lower levels."""
+    """The pages with this centre, also in a ladder's lower levels."""
     below = None if pages.below is None else _with_centre(pages.below, centre)
     return replace(pages, k_centre=centre, below=below)
 
 
 def _run(model: Decoder, spec: KVSpec) -> list[KVPages]:
-    """Pages that hold the keys of the tokens looked at."""
+    """Float32 pages with the keys of the measured tokens."""
     exact = replace(spec, page_size=_PAGE, dtype="float32")
     device, transposed = model.ops.device, model.ops.keys_transposed
     pages = KVCache(exact, _TOKENS // _PAGE, device, keys_transposed=transposed).layers

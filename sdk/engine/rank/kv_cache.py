@@ -21,7 +21,7 @@ from sdk.kernels.ladder import KEPT_PAGES, page_level
 from sdk.kernels.ops import Ops
 from sdk.models.config import ModelConfig
 from sdk.models.parallel import Mesh
-from sdk.quant.spec import KVPart, KVSpec, KVTypes
+from sdk.quant.spec import KVSpec, KVTypes
 
 _LINE = 64  # bytes of a cache line
 #: Address space for more pages than there is memory for: Python names the flag from 3.13 on.
@@ -29,9 +29,9 @@ _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" e
 
 
 def kv_spec(config: ModelConfig, kv_heads: int, page_size: int, dtype: str) -> KVSpec:
-    """The KV cache of a model for ``kv_heads`` of its heads: one rank's, or all ranks' together.
+    """The KV cache of a model for ``kv_heads`` of its heads: those of one rank or of all ranks.
 
-    :raises RequestError: a layer to skip that the model does not have.
+    :raises RequestError: a layer to skip does not exist in the model.
     """
     skipped = () if ">" in dtype else KVTypes.parse(dtype).skip_layers
     for layer in skipped:
@@ -64,8 +64,8 @@ def cache_of_rank(config: RunnerConfig, model: ModelConfig, mesh: Mesh, ops: Ops
 
 
 def _map(nbytes: int) -> mmap.mmap:
-    """Zeros on huge pages, as numpy asks for them: with small ones a step at a context of 4,096
-    tokens misses the address cache all the time."""
+    """Zeros on huge pages, which numpy asks for too: with small ones a step at a context of 4,096
+    tokens misses the TLB all the time."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
     try:
         mapping = mmap.mmap(-1, nbytes, flags=flags)
@@ -79,17 +79,18 @@ def _map(nbytes: int) -> mmap.mmap:
 class KVCache:
     """Keys and values of ``num_pages`` pages for every layer of one rank.
 
-    ``keys_transposed``: how a page's keys lie, as the backend wants them (see ``KVPages``).
-    One zeroed allocation of ``num_pages * spec.page_bytes`` bytes, which the operating system backs
-    with memory only where a page has been written; ``vacate`` returns that of pages, ``close`` all
-    of it at once. All layers
-    of a page lie together, so that few pages in use touch little memory: spread over the layers,
-    one token of a 30-layer model would touch 60 huge pages of 2 MiB. Within a page a layer has its
-    keys, its values, and where they are codes the scales of both.
+    ``keys_transposed``: the memory order of a page's keys that the backend needs (see ``KVPages``).
+    The cache is one zeroed allocation of ``num_pages * spec.page_bytes`` bytes. The operating
+    system backs it with memory only where a page has been written; ``vacate`` returns the memory of
+    single pages, ``close`` all of it. All layers of a page are next to each other, so that a few
+    used pages touch little memory: spread over the layers, one token of a 30-layer model would
+    touch 60 huge pages of 2 MiB. Within a page a layer has its keys, its values, and the scales of
+    both if they are codes.
 
-    ``first_head``: of the model's key/value heads, the first of this rank's. ``num_swap_pages``
-    more pages lie in swap space: see :class:`~sdk.engine.rank.swap_storage.SwapStorage`. ``keep``:
-    of a request, pages at both ends that stay in a ladder's first type.
+    ``first_head``: the first of the model's key/value heads that this rank holds.
+    ``num_swap_pages`` more pages are in swap space: see
+    :class:`~sdk.engine.rank.swap_storage.SwapStorage`. ``keep``: pages at both ends of a request
+    that stay in a ladder's first type.
     """
 
     def __init__(
@@ -116,9 +117,9 @@ class KVCache:
         self.allocate()
 
     def allocate(self) -> None:
-        """Memory for the pages, empty; once more after :meth:`close`.
+        """Allocate empty pages; may be called again after :meth:`close`.
 
-        :raises OutOfMemoryError: there is not as much.
+        :raises OutOfMemoryError: there is not enough memory.
         """
         spec, num_pages = self.spec, self.num_pages
         size = num_pages * spec.page_bytes
@@ -139,7 +140,7 @@ class KVCache:
             below = self.layers
         self._memory = memory
         num_swap_pages, swap_path = self._swap
-        self._recode: Callable[[int, int], None] | None = None  # a page, once one goes down
+        self._recode: Callable[[int, int], None] | None = None  # bound when first needed
         if num_swap_pages:
             pages = memory.view(num_pages, spec.page_bytes)
             self._storage = SwapStorage(pages, num_swap_pages, swap_path)
@@ -158,7 +159,7 @@ class KVCache:
         return self._mapping is not None and hasattr(self._mapping, "madvise")
 
     def copy(self, copies: Sequence[Copy], ops: Ops) -> None:
-        """Copy pages to and from the swap space and move those of a ladder, one after the other."""
+        """Copy pages to and from the swap space and move pages of a ladder, in the order given."""
         for one in copies:
             if isinstance(one, Swap):
                 assert self._storage is not None
@@ -172,11 +173,11 @@ class KVCache:
         return self._swap[0] > 0 and self._swap[1] is not None
 
     def unwritten(self) -> dict[int, str]:
-        """Of the last copies those that the swap file did not take: slots, and why."""
+        """The slots that the last copies could not write to the swap file, and why."""
         return {} if self._storage is None else self._storage.unwritten()
 
     def _move(self, source: int, target: int, ops: Ops) -> None:
-        """To a lower level, or as it is."""
+        """Copy a page within its level or recode it for a lower one."""
         (above, index), (below, at) = page_level(source), page_level(target)
         if above == below:
             pages = self._memory.view(self.num_pages << above, self.spec.page_bytes >> above)
@@ -189,7 +190,7 @@ class KVCache:
     def vacate(self, pages: Sequence[int]) -> None:
         """Return the memory of these pages to the system: they are zeros until they are written.
 
-        Nothing happens where it ``can_vacate`` none, as on a GPU.
+        Does nothing unless ``can_vacate``, for example on a GPU.
         """
         if self._mapping is None or not self.can_vacate:
             return
@@ -215,22 +216,8 @@ class KVCache:
             self._storage = None
 
 
-_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int4": torch.uint8}
-
-
-def page_dtype(part: KVPart) -> torch.dtype:
-    """Of the tensor with the codes of keys or values."""
-    found: torch.dtype = _DTYPES.get(part.dtype) or getattr(torch, part.dtype)
-    return found
-
-
-def page_width(part: KVPart, head_dim: int) -> int:
-    """Elements of that tensor in a head."""
-    return head_dim // 2 if part.dtype == "int4" else head_dim
-
-
 def _layer(pages: Tensor, spec: KVSpec, layer: int, begin: int, keys_transposed: bool) -> KVPages:
-    """One layer's views of ``pages [num_pages, bytes]``: it begins at byte ``begin`` of a page."""
+    """One layer's views of ``pages [num_pages, bytes]``, from byte ``begin`` of a page on."""
     heads, slots = spec.kv_heads, spec.page_size
 
     def view(dtype: torch.dtype, offset: int, shape: tuple[int, ...]) -> Tensor:
@@ -244,15 +231,14 @@ def _layer(pages: Tensor, spec: KVSpec, layer: int, begin: int, keys_transposed:
     keys, values = spec.parts(layer)
     codes, scales, offset = [], [], 0
     for part in (keys, values):
-        width = page_width(part, spec.head_dim)
+        width = spec.head_dim // part.type.packing
         transposed = keys_transposed and part is keys
         shape = (heads, width, slots) if transposed else (heads, slots, width)
-        codes.append(view(page_dtype(part), offset, shape))
+        codes.append(view(part.type.storage_dtype, offset, shape))
         offset += part.code_bytes
-    for part in (keys, values):  # float16, but for int4: a byte of scale and one of zero
-        dtype = torch.int16 if part.dtype == "int4" else torch.float16
-        groups = heads * part.groups
-        scales.append(view(dtype, offset, (groups, slots)) if groups else None)
+    for part in (keys, values):
+        rows = heads * part.groups
+        scales.append(view(part.type.scale_dtype, offset, (rows, slots)) if rows else None)
         offset += part.scale_bytes
     k = codes[0].transpose(2, 3) if keys_transposed else codes[0]
-    return KVPages(k, codes[1], scales[0], scales[1])
+    return KVPages(k, codes[1], keys.type, values.type, scales[0], scales[1])

@@ -1,12 +1,12 @@
-"""Keys and values on their way out of the pages of an engine and into those of another.
+"""Moves keys and values out of the pages of one engine and into those of another.
 
-Outside they lie token by token, so that neither the size of a page nor the number of ranks matters:
-for each layer uint8 ``[tokens, kv_heads, row]``, a row being the codes of a key, those of the
-value, and where they have them the scales of both; integers mixed and without the centre of their
-keys, floats as they are. Into pages of the same type they go bit for bit; into others as the values
-they stand for, coded anew.
+Outside of pages they are stored token by token, so that neither the page size nor the number of
+ranks matters: for each layer uint8 ``[tokens, kv_heads, row]``. A row has the codes of a key, those
+of the value, and the scales of both if there are any. Types with ``hadamard`` are mixed and have
+the centre of their keys subtracted; others are neither. Rows go into pages of the same type bit for
+bit; for other types they are decoded and encoded again.
 
-Pages of a ladder leave as rows of one type, that of the best of them.
+Pages of a ladder are read as rows of one type, that of the best of them.
 
 The functions that take a runner run on every rank (see ``Executor.on_ranks``).
 """
@@ -23,10 +23,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sdk.engine.rank.kv_cache import page_dtype, page_width
-from sdk.kernels.kv_pages import KVPages, is_mixed
+from sdk.kernels.kv_pages import KVPages
 from sdk.kernels.ladder import page_level
-from sdk.kernels.reference.page_codes import HALF_MAX, decode, encode, mixed
+from sdk.kernels.reference.page_codes import encode, mixed
 from sdk.quant.spec import KVPart, KVSpec
 
 if TYPE_CHECKING:
@@ -34,16 +33,16 @@ if TYPE_CHECKING:
 
 Bytes = NDArray[np.uint8]
 _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-#: On a CPU numpy copies, and torch converts so many values at a time: from 32,768 on it shares an
-#: operation with its threads and waits for them, spinning. On two cores with seven processes for
-#: them 1,200 tokens of SmolLM2 became int8 in 35 to 105 s that way, in 0.7 to 6 s this way (by
-#: hand, five times each, in turns).
+#: On a CPU numpy copies, and torch converts at most this many values at a time: from 32,768 on it
+#: shares an operation with its threads and spins while it waits for them. On two cores shared by
+#: seven processes, converting 1,200 tokens of SmolLM2 to int8 took 35 to 105 s that way and 0.7 to
+#: 6 s this way (measured by hand, five times each, alternating).
 _ALONE = 2**15 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """One layer: ``rows`` uint8 ``[tokens, kv_heads, row]`` and what was taken from its keys
+    """One layer: ``rows`` uint8 ``[tokens, kv_heads, row]`` and the centre subtracted from its keys
     (``KVPages.k_centre``), float32 ``[kv_heads, head_dim]``.
     """
 
@@ -53,7 +52,7 @@ class LayerKV:
 
 @dataclass(frozen=True, slots=True)
 class StoredKV:
-    """All layers and heads of a run of tokens; ``spec.page_size`` is of no consequence."""
+    """All layers and heads of consecutive tokens; ``spec.page_size`` is not used."""
 
     spec: KVSpec
     layers: tuple[LayerKV, ...]
@@ -62,48 +61,48 @@ class StoredKV:
 def row_widths(spec: KVSpec, layer: int) -> list[int]:
     """Bytes of a row's four parts: codes of key and value, scales of key and value."""
     parts = spec.parts(layer)
-    codes = [page_width(part, spec.head_dim) * page_dtype(part).itemsize for part in parts]
-    return codes + [2 * part.groups for part in parts]
+    codes = [part.type.code_bytes(spec.head_dim) for part in parts]
+    return codes + [part.groups * part.type.scale_bytes for part in parts]
 
 
 class _Side(NamedTuple):
-    """How keys or values lie: their type, whether mixed, and what was taken from each."""
+    """How keys or values are stored: type, whether mixed, and the centre that was subtracted."""
 
     part: KVPart
     mixed: bool
     centre: Tensor | None = None
 
     def like(self, other: _Side) -> bool:
-        """Whether what lies like this lies like the other too."""
+        """Whether both store the same values as the same bytes."""
         a, b = self.centre, other.centre
         same = a is b if a is None or b is None else torch.equal(a, b)
         return same and self._numerics == other._numerics
 
     @property
     def _numerics(self) -> tuple[str, int, bool]:
-        return self.part.dtype, self.part.groups, self.mixed
+        return self.part.type.name, self.part.groups, self.mixed
 
 
 def _in_pages(spec: KVSpec, layer: int, kv: KVPages) -> tuple[_Side, _Side]:
-    """Keys and values of a layer in pages of one level."""
+    """How a layer's keys and values are stored in pages of one level."""
     k, v = spec.parts(layer)
     return _Side(k, kv.k_mixed, kv.k_centre), _Side(v, kv.v_mixed)
 
 
 def _in_rows(spec: KVSpec, layer: int, centre: Tensor | None) -> tuple[_Side, _Side]:
-    """Keys and values of a layer outside of pages; ``centre``: of its keys, if they have one."""
+    """How a layer's keys and values are stored in rows; ``centre``: of its keys, if any."""
     k, v = spec.parts(layer)
-    return _Side(k, is_mixed(page_dtype(k)), centre), _Side(v, is_mixed(page_dtype(v)))
+    return _Side(k, k.type.hadamard, centre), _Side(v, v.type.hadamard)
 
 
 def read_layer(
     runner: ModelRunner, layer: int, places: list[int], level: int
 ) -> tuple[int, LayerKV]:
-    """What lies in the pages at these places, of the rank's own heads, as rows of the type of a
-    ladder's level (0 where there is none), and the first of the heads.
+    """The contents of these pages for the rank's own heads as rows of the type of a ladder's level
+    (0 without a ladder), and the first of the heads.
     """
     levels, specs = runner.kv.layers[layer].levels, runner.kv.spec.levels
-    mixes = is_mixed(page_dtype(specs[level].parts(layer)[0]))
+    mixes = specs[level].parts(layer)[0].type.hadamard
     centre = levels[0].k_centre if mixes else None
     to = _in_rows(specs[level], layer, centre)
     parts = []
@@ -127,7 +126,7 @@ def read_layer(
 def _read(
     lies: _Side, wanted: _Side, pages: tuple[Tensor, Tensor | None], at: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Rows of codes and of scales, those of floats without a column."""
+    """Rows of codes and of scales; floats have no columns of scales."""
     codes, scales = _rows(pages[0], at), pages[1]
     found = codes[..., :0] if scales is None else _rows(_by_slot(scales, codes.shape[1]), at)
     return (codes, found) if lies.like(wanted) else _converted(codes, found, lies, wanted)
@@ -155,8 +154,9 @@ def _as_bytes(x: Tensor) -> Tensor:
 def write_layer(
     runner: ModelRunner, layer: int, pages: list[int], stored: LayerKV, source: KVSpec
 ) -> None:
-    """Fill these pages, whole ones of a ladder's first type, with ``stored`` tokens of all heads,
-    of the type ``source``.
+    """Fill these pages with ``stored`` tokens of all heads, whose types are those of ``source``.
+
+    The pages are whole ones, in a ladder of its first type.
     """
     kv = runner.kv.layers[layer]
     first, count = runner.kv.first_head, kv.k.shape[1]
@@ -180,7 +180,7 @@ def write_layer(
 
 
 def _put(x: Tensor, pages: Tensor, rows: Tensor) -> None:
-    """The reverse of ``_rows``."""
+    """The inverse of ``_rows``."""
     dtype = _INTS[x.dtype.itemsize]
     _, heads, slots, width = x.shape
     shape = len(pages), slots, heads, width
@@ -192,12 +192,12 @@ def _put(x: Tensor, pages: Tensor, rows: Tensor) -> None:
 
 
 def _converted(codes: Tensor, scales: Tensor, given: _Side, wanted: _Side) -> tuple[Tensor, Tensor]:
-    """Rows that lie one way as rows that lie another way."""
+    """Rows stored one way as rows stored another way."""
     if not codes.is_cpu:
         return _convert(codes, scales, given, wanted)
     codes = torch.from_numpy(np.ascontiguousarray(codes.numpy()))
-    typed = codes.view(page_dtype(given.part))[0].numel()
-    step = max(_ALONE // (2 * typed if given.part.dtype == "int4" else typed), 1)
+    kind = given.part.type
+    step = max(_ALONE // (codes.view(kind.storage_dtype)[0].numel() * kind.packing), 1)
     pieces = zip(torch.split(codes, step), torch.split(scales, step), strict=True)
     made = [_convert(*piece, given, wanted) for piece in pieces]
     found, scaled = (np.concatenate([x.numpy() for x in side]) for side in zip(*made, strict=True))
@@ -205,27 +205,18 @@ def _converted(codes: Tensor, scales: Tensor, given: _Side, wanted: _Side) -> tu
 
 
 def _convert(codes: Tensor, scales: Tensor, given: _Side, wanted: _Side) -> tuple[Tensor, Tensor]:
-    typed = codes.contiguous().view(page_dtype(given.part))
-    if given.part.groups:
-        scale = torch.int16 if given.part.dtype == "int4" else torch.float16
-        x = decode(typed, scales.contiguous().view(scale))
-    else:
-        x = typed.to(torch.float32)
+    kind = given.part.type
+    words = scales.contiguous().view(kind.scale_dtype) if kind.scale else None
+    x = kind.decode(codes.contiguous().view(kind.storage_dtype), words)
     x = mixed(x) if given.mixed else x
     x = x if given.centre is None else x + given.centre
     x = x if wanted.centre is None else x - wanted.centre
-    dtype = page_dtype(wanted.part)
-    if wanted.part.groups:
-        made, scaled = encode(x, dtype, wanted.part.groups)
-        return _as_bytes(made), _as_bytes(scaled)
-    x = mixed(x) if wanted.mixed else x
-    if dtype == torch.float16:
-        x = x.clamp(-HALF_MAX, HALF_MAX)
-    return _as_bytes(x.to(dtype)), scales[..., :0]
+    made, scaled = encode(x, wanted.part.type, wanted.part.groups, mix=wanted.mixed)
+    return _as_bytes(made), scales[..., :0] if scaled is None else _as_bytes(scaled)
 
 
 def joined(parts: Sequence[tuple[int, LayerKV]], kv_heads: int) -> LayerKV:
-    """All heads of a layer from what the ranks have; some may have the same heads."""
+    """All heads of a layer, joined from the ranks' parts; ranks may have the same heads."""
     if len(parts) == 1:
         return parts[0][1]
     first = parts[0][1]

@@ -14,8 +14,8 @@ from sdk.kernels.ladder import KEPT_PAGES
 from sdk.kernels.offload import Offload, OnDisk, OnHost
 from sdk.kernels.ops import Ops
 from sdk.loaders.open import open_checkpoint
-from sdk.quant.at_load import packed_at_load
 from sdk.quant.checkpoint import Checkpoint
+from sdk.quant.online import online_quantized
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class RunnerConfig:
         checkpoint = open_checkpoint(
             self.model, revision=self.revision, local_files_only=self.local_files_only
         )
-        return packed_at_load(checkpoint, self.quantization)
+        return online_quantized(checkpoint, self.quantization)
 
     def open_ops(self) -> Ops:
         """The operators of this rank.

@@ -10,7 +10,7 @@ from torch import Tensor
 from sdk.engine.plan import Sampled, StepRow
 from sdk.engine.rank.request import RankRequest
 from sdk.sampling.draws import Draw
-from sdk.sampling.guidance import guide
+from sdk.sampling.guidance import apply_guidance
 from sdk.sampling.sampler import Sampler
 from sdk.sampling.state import RequestState
 
@@ -131,7 +131,7 @@ def guided_logits(batch: StepBatch, logits: Tensor) -> Tensor:
     own = {one.request.start.request_id: one for one in batch.sampled}
     for row, request_id in zip(negative, batch.negatives, strict=True):
         one = own[request_id]
-        guide(logits[one.first_output], row, one.request.start.params.guidance_scale)
+        apply_guidance(logits[one.first_output], row, one.request.start.params.guidance_scale)
     return logits
 
 

@@ -1,4 +1,4 @@
-"""The bytes of one rank's swap space: whole pages as they lie in the cache."""
+"""The bytes of one rank's swap space: whole pages, byte for byte as in the cache."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from sdk.kernels.ladder import page_level
 
 
 class SwapStorage:
-    """``num_slots`` pages beside those of a cache, ``pages`` uint8 ``[num_pages, page_bytes]``; of
-    a ladder those of its first type, or twice as many of each below.
+    """``num_slots`` pages in addition to those of a cache, ``pages`` uint8 ``[num_pages,
+    page_bytes]``. In a ladder a slot holds one page of the first type, two of the second or four
+    of the third.
 
-    Without a ``folder`` they lie in the machine's memory (of a GPU's process: pinned, and copies
-    run in the order of its stream), which the system hands out where a slot is first written. With
-    one they lie in a file there without a name, whose space is reserved now.
+    Without a ``folder`` they are in main memory, which the system provides when a slot is first
+    written. For a GPU that memory is pinned, and copies run in the order of its stream. With a
+    folder they are in an unnamed file there, whose space is reserved now.
 
-    A page that the file does not take is kept here for the copies that were decided already, and
-    :meth:`unwritten` tells which; a page that cannot be read raises OSError.
+    A page that cannot be written to the file is kept in memory for copies that were already
+    decided, and :meth:`unwritten` names it. A page that cannot be read raises OSError.
 
-    :raises OutOfMemoryError: the file cannot be made or has no room.
+    :raises OutOfMemoryError: the file cannot be created or has no room.
     """
 
     def __init__(self, pages: Tensor, num_slots: int, folder: str | None = None) -> None:
-        # Of slots that the file did not take: why, until that was told, and the pages, which may be
-        # wanted again by the copies that were decided before.
+        # For slots that could not be written: the reason, until it was reported, and the page,
+        # which copies that were already decided may read.
         self._failed: dict[int, str] = {}
         self._kept: dict[int, bytes] = {}
         self._on_gpu = pages.is_cuda
@@ -39,8 +40,8 @@ class SwapStorage:
         self._file: Any = None
         if folder is not None:
             self._file = reserved_file("swap_path", folder, size, "swap space")
-            size = self._page_bytes  # the way to a GPU and back
-        # Elsewhere numpy, which copies 370 KB in 15 us: torch wakes its threads and takes 102 us.
+            size = self._page_bytes  # buffer for copies to and from a GPU
+        # On a CPU numpy copies 370 KB in 15 us; torch wakes its threads and takes 102 us.
         self._pages: Any = pages.view(-1) if self._on_gpu else pages.view(-1).numpy()
         if self._on_gpu:
             self._memory: Any = torch.empty(size, dtype=torch.uint8, pin_memory=True)
@@ -48,7 +49,7 @@ class SwapStorage:
             self._memory = np.zeros(size, dtype=np.uint8)
 
     def run(self, swap: Swap) -> None:
-        """Make this copy."""
+        """Copy one page."""
         page, out = self._pages[self._part(swap.page)], swap.out
         part = self._part(swap.slot)
         if self._file is not None:
@@ -61,7 +62,7 @@ class SwapStorage:
             target[:] = source
 
     def _part(self, page: int) -> slice:
-        """The bytes of a page or of a slot among all."""
+        """The bytes of a page or slot within all of them."""
         level, index = page_level(page)
         size = self._page_bytes >> level
         return slice(index * size, (index + 1) * size)
@@ -87,9 +88,9 @@ class SwapStorage:
             page.copy_(self._memory[: len(page)])
 
     def unwritten(self) -> dict[int, str]:
-        """The slots that the file did not take since the last call, and why.
+        """The slots that could not be written to the file since the last call, and why.
 
-        What lies in them can be had until the next call: whoever is told asks no more for it.
+        Their pages can be read until the next call; the caller plans no further reads of them.
         """
         for slot in self._kept.keys() - self._failed.keys():
             del self._kept[slot]
@@ -97,7 +98,7 @@ class SwapStorage:
         return failed
 
     def close(self) -> None:
-        """Give memory and file back. Idempotent."""
+        """Free the memory and the file. Idempotent."""
         if self._file is not None:
             self._file.close()
         self._pages = self._memory = None

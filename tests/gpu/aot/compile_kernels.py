@@ -30,7 +30,7 @@ from sdk.kernels.gpu.dense import DenseLinear, product_dense  # noqa: E402
 from sdk.kernels.gpu.expert_tiles import Routed  # noqa: E402
 from sdk.kernels.gpu.launch import Launch  # noqa: E402
 from sdk.kernels.gpu.linear import (  # noqa: E402
-    Linear,
+    TritonLinear,
     add_chunks,
     add_up,
     decode_experts,
@@ -114,7 +114,7 @@ def launch_of(name: str, kernel: str, tokens: int, dtype: torch.dtype) -> Launch
     rows, routed = 2 * tokens if experts else tokens, None
     parts = torch.empty(rows, n, dtype=dtype) if tiles.split == 1 else torch.empty(2, rows, n)
     if experts:
-        group = Linear(torch.float16, tuning).group([packed] * 8)
+        group = TritonLinear(torch.float16, tuning).group([packed] * 8)
         routed = Routed(group.offsets, routes, routes.tokens)
     if kernel == "product":
         sums = torch.empty(64, tokens) if packed.has_minus or packed.zeros_bits == 32 else None

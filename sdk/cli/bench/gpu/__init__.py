@@ -1,10 +1,10 @@
-"""``embedlm bench gpu``: the card's limits, then every row as a share of them or beside a peer.
+"""``embedlm bench gpu``: the card's limits, then rows as shares of them or relative to a peer.
 
-Needs torch, triton, transformers, safetensors and numpy, no installation. First the rows run side
-by side so that their kernels are compiled on all cores (``rehearsal.py``). Then they are timed one
-by one in a process of their own: one that hangs, crashes or takes too long is a row that says so,
-and the next ones go on in a new process. Under ``TRITON_INTERPRET=1`` everything runs with tiny
-shapes on a CPU, which shows that it runs and measures nothing.
+Needs torch, triton, transformers, safetensors and numpy, but no installation. First the rows run
+in parallel, so that all cores compile their kernels (``rehearsal.py``). Then a separate process
+times them one by one. If a row hangs, crashes or takes too long, the report says so, and the next
+rows run in a new process. Under ``TRITON_INTERPRET=1`` everything runs with tiny shapes on a CPU:
+that tests the code but measures nothing.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from sdk.cli.table import format_table
 from sdk.errors import RequestError, SdkError
 from sdk.loading.progress import is_terminal
 
-#: Seconds for everything; nine and a half minutes with what starting and stopping takes.
+#: Seconds for all rows; starting and stopping add up to nine and a half minutes.
 BUDGET = 540
-#: The part of it in which kernels are compiled; what is left of that goes to the rows.
+#: The share of it for compiling kernels; the rows get what is left of that.
 REHEARSAL = 130 / BUDGET
-#: A row that has less is not begun.
+#: A row with fewer seconds is not started.
 _LEAST_S = 5
 
 
 def choose_rows(names: Sequence[str]) -> list[Row]:
-    """The rows of those names, in their order, the limits first; all where none is named.
+    """The rows with those names in the order of ``ROWS``, the limits first; all if none is named.
 
-    :raises RequestError: for a name that is none.
+    :raises RequestError: a name is unknown.
     """
     for name in names:
         if name not in BY_NAME:
@@ -48,7 +48,7 @@ def choose_rows(names: Sequence[str]) -> list[Row]:
 
 @dataclass
 class Report:
-    """What was found so far."""
+    """The results so far."""
 
     device: dict[str, Any] = field(default_factory=dict)
     tiny: bool = False
@@ -58,7 +58,7 @@ class Report:
 
     @property
     def measured(self) -> dict[str, float]:
-        """Every number by its name, of all rows."""
+        """All numbers of all rows, by name."""
         findings = [finding for found in self.rows.values() for finding in found]
         return {name: value for f in findings for name, value in f.numbers.items()}
 
@@ -76,10 +76,10 @@ class Report:
 
 
 class Measuring:
-    """Runs rows in workers, within a budget of seconds; ``report`` has what there is so far.
+    """Runs rows in workers, within a budget of seconds; ``report`` has the results so far.
 
-    Each row may take its share of what is left, by its own seconds and those of the rows after it:
-    one that hangs takes nothing from the others, and what one leaves is theirs.
+    Each row may take its share of the remaining time, in proportion to its own seconds and those
+    of later rows. So a row that hangs takes no time from the others, and they get what it leaves.
     """
 
     def __init__(
@@ -100,13 +100,13 @@ class Measuring:
         self._worker: Any = None
 
     def run(self) -> Iterator[Row]:
-        """Every row once it is done. :raises NoCard: before the first, without a GPU."""
+        """Yield every row once it is done. :raises NoCard: before the first row: no GPU."""
         try:
             for number, row in enumerate(self._rows):
                 self.report.rows[row.name] = []
-                wanted = sum(later.seconds for later in self._rows[number:])
+                needed = sum(later.seconds for later in self._rows[number:])
                 left = max(0.0, self._end - self._clock())
-                self._row(row, left * row.seconds / max(wanted, 1))
+                self._row(row, left * row.seconds / max(needed, 1))
                 yield row
         finally:
             self._drop()
@@ -146,7 +146,7 @@ class Measuring:
 
 
 def to_text(report: Report) -> str:
-    """The table, short enough to be the last thing on a screen."""
+    """The device and the table, short enough for a screen."""
     device = ", ".join(f"{name} {value}" for name, value in report.device.items())
     lines = [device]
     if report.tiny:
@@ -177,7 +177,7 @@ def _cells(f: Finding, tiny: bool) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """See :mod:`sdk.cli.bench`. Exit code 2 without a GPU, 130 after Ctrl-C, with what there is."""
+    """See :mod:`sdk.cli.bench`. Exit code 2 without a GPU, 130 after Ctrl-C (with results)."""
     begin = time.monotonic()
     rows = choose_rows(args.rows.split(",") if args.rows else ())
     code, budget = 0, args.seconds or BUDGET
@@ -202,7 +202,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write(args: argparse.Namespace, report: Report, begin: float) -> None:
-    """After every row: whatever ends the command leaves what was measured."""
+    """Write the results after every row, so that they stay however the command ends."""
     if args.json and args.json != "-":
         data = json.dumps(report.to_json(time.monotonic() - begin), indent=2)
         Path(args.json).write_text(data + "\n")

@@ -1,4 +1,4 @@
-"""Paged attention: the bytes of its pages against the card's bandwidth, and torch's attention."""
+"""Paged attention, relative to the card's bandwidth and to torch's attention."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from sdk.kernels.registry import choose
 from sdk.quant.spec import KVSpec
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 16
-#: Of the share of the copy bandwidth.
-_WANTED = {"bfloat16": (70, 88), "int8": (60, 80), "fp8": (60, 80)}
-#: Distance from the reference in float32 arithmetic on the same pages.
+#: Floor and goal, in % of the copy bandwidth.
+_TARGETS = {"bfloat16": (70, 88), "int8": (60, 80), "fp8": (60, 80)}
+#: The largest distance from the reference in float32 arithmetic on the same pages.
 _LIMIT = 2e-2
-#: Queries of a prompt that are compared.
+#: Queries of a prompt that are compared with the reference.
 _CHECKED = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Requests of equal length with their pages filled; ``nbytes`` of keys and values in all."""
+    """Requests of equal length with filled pages; ``nbytes`` of keys and values in total."""
 
     batch: AttentionBatch
     pages: KVPages
@@ -43,7 +43,7 @@ class Case:
 
 
 def make_case(card: Card, dtype: str, requests: int, context: int, queries: int) -> Case:
-    """``queries`` new tokens of each request, the last of its ``context``."""
+    """A batch where each request runs the last ``queries`` tokens of its ``context``."""
     heads, kv_heads = card.size(HEADS, 4), card.size(KV_HEADS, 2)
     head_dim = card.size(HEAD_DIM, 64)
     count = requests * (context // PAGE)
@@ -69,7 +69,7 @@ def make_case(card: Card, dtype: str, requests: int, context: int, queries: int)
 
 
 def _fill(card: Card, codes: Tensor, scales: Tensor | None) -> None:
-    """A page at a time, so that no second cache is needed."""
+    """Fill pages in groups, so that no second cache is needed."""
     for start in range(0, codes.shape[0], 4096):
         part = codes[start : start + 4096]
         x = card.normal(*part.shape, dtype=torch.float32)
@@ -88,7 +88,7 @@ def _seconds(card: Card, case: Case) -> float:
 
 
 def _check(card: Card, case: Case, out: Tensor, name: str) -> None:
-    """The last queries of the first request, by the reference on a CPU."""
+    """Compare the last queries of the first request with the reference on a CPU."""
     batch, pages = case.batch, case.pages
     ids = batch.page_table[0].long()
     queries = min(batch.max_query_len, _CHECKED)
@@ -110,7 +110,7 @@ def _check(card: Card, case: Case, out: Tensor, name: str) -> None:
     )
     expected = torch.empty(queries, out.shape[1])
     q = case.q[rows].cpu()
-    found = KVPages(k, v, own(pages.k_scale), own(pages.v_scale))
+    found = replace(pages, k=k, v=v, k_scale=own(pages.k_scale), v_scale=own(pages.v_scale))
     Reference().run(q, found, first, q.shape[2] ** -0.5, None, None, None, expected)
     expect_close(name, out[rows].cpu(), expected, _LIMIT)
 
@@ -118,12 +118,12 @@ def _check(card: Card, case: Case, out: Tensor, name: str) -> None:
 def measure_decode(card: Card) -> Iterator[Finding]:
     """64 requests of 4096 tokens, one query each."""
     requests, context = card.size(64, 2), card.size(4096, 64)
-    for dtype, wanted in _WANTED.items():
+    for dtype, target in _TARGETS.items():
         case = make_case(card, dtype, requests, context, 1)
         seconds = _seconds(card, case)
         what = f"decode attention {requests}x{context}, {dtype} pages"
         speed = case.nbytes / seconds / card.copy
-        yield share(what, "copy bandwidth", speed, wanted, us=seconds * 1e6)
+        yield share(what, "copy bandwidth", speed, target, us=seconds * 1e6)
         if dtype == "bfloat16":
             yield from without(_against_sdpa(card, case, what, seconds), what, "SDPA")
 
@@ -134,7 +134,7 @@ def measure_prefill(card: Card) -> Iterator[Finding]:
     case = make_case(card, "bfloat16", 1, context, context)
     seconds = _seconds(card, case)
     what = f"prefill attention {context}, bfloat16 pages"
-    operations = 2 * context * context * case.q[0].numel()  # half of the pairs, two products
+    operations = 2 * context * context * case.q[0].numel()  # two products of half of the pairs
     yield share(what, "bf16 product", operations / seconds / card.gemm, us=seconds * 1e6)
     yield from without(_against_sdpa(card, case, what, seconds), what, "SDPA")
 

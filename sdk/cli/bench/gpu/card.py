@@ -1,4 +1,4 @@
-"""The GPU under measurement, or the interpreter in its place, which shows that everything runs."""
+"""The GPU that is measured, or Triton's interpreter instead, to test that everything runs."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from sdk.errors import SdkError
 from sdk.kernels.gpu import available, matrix_type, tuning_of
 from sdk.kernels.registry import open_backends
 
-#: Buffers together are so many times the second-level cache.
+#: All buffers together are this many times the size of the second-level cache.
 _CACHES = 4
-#: Samples of a timing, and what one of them takes at least.
+#: Samples of a timing, and the least seconds of one.
 _SAMPLES, _SAMPLE_S = 7, 3e-3
 
 
 def no_card() -> str | None:
     """Why nothing can be measured here; ``None`` with a GPU or under the interpreter."""
     if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
-        import_module("triton")  # the backend looks whether it is there, and interprets
+        import_module("triton")  # the backend checks whether it is loaded, and interprets
     return None if available("cpu") is None else available("cuda")
 
 
 class Card:
-    """One device, and how long things take on it.
+    """One device, and timing on it.
 
-    ``tiny``: there is no GPU, Triton interprets. Shapes are then small and times mean nothing.
-    ``activations``: what most models' kernels hand each other on it.
-    ``measured``: what earlier rows found, by name. ``copy`` in bytes read and written per second
-    and ``gemm`` in operations per second are the limits.
-    ``rehearsing``: everything runs once, for the compiler's sake; nothing is timed.
+    ``tiny``: there is no GPU and Triton interprets; shapes are small and times mean nothing.
+    ``activations``: the type of activations in most models on it.
+    ``measured``: results of earlier rows, by name. The limits are ``copy``, in bytes read and
+    written per second, and ``gemm``, in operations per second.
+    ``rehearsing``: everything runs once to be compiled; nothing is timed.
     """
 
     def __init__(self, measured: dict[str, float], *, rehearsing: bool = False) -> None:
@@ -48,7 +48,7 @@ class Card:
         self.device = torch.device("cpu" if self.tiny else "cuda")
         self.measured, self.activations = measured, matrix_type(str(self.device))
         self.name, self.cache = "Triton's interpreter", 1 << 20
-        #: The rule for tiles, whatever the card's table says.
+        #: The rule for tile sizes, without the card's table.
         self.tuning = replace(tuning_of(str(self.device)), table=None)
         if not self.tiny:
             found = torch.cuda.get_device_properties(self.device)
@@ -65,11 +65,11 @@ class Card:
         return self.found("gemm")
 
     def found(self, name: str) -> float:
-        """What an earlier row measured. :raises SdkError: when none did."""
+        """The result of an earlier row. :raises SdkError: there is none."""
         if self.rehearsing:
             return self.measured.get(name, 1.0)
         if name not in self.measured:
-            raise SdkError(f"needs {name}, which was not measured before")
+            raise SdkError(f"expected an earlier measurement of {name}, found none")
         return self.measured[name]
 
     def close(self) -> None:
@@ -77,29 +77,29 @@ class Card:
             backend.close()
 
     def size(self, real: int, tiny: int) -> int:
-        """A dimension as it is measured, or as it is shown to run."""
+        """A dimension: ``real`` on a GPU, ``tiny`` under the interpreter."""
         return tiny if self.tiny else real
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.randn(shape, generator=self.random, device=self.device, dtype=dtype)
 
     def integers(self, low: int, high: int, *shape: int) -> Tensor:
-        """Uint8 for bytes, int64 beyond; from ``low`` up to ``high - 1``."""
+        """Random integers from ``low`` to ``high - 1``: uint8 if they fit, otherwise int64."""
         dtype = torch.uint8 if high <= 256 else torch.int64
         return torch.randint(
             low, high, shape, generator=self.random, device=self.device, dtype=dtype
         )
 
     def copies(self, nbytes: int) -> int:
-        """Buffers of so many bytes to take in turn, so that none is still in the cache."""
+        """The number of buffers of ``nbytes`` to use in turn, so that none is still cached."""
         if self.tiny or self.rehearsing:
             return 1
         return max(1, min(64, -(-_CACHES * self.cache // nbytes)))
 
     def time(self, calls: Sequence[Callable[[], Any]], *, graph: bool = True) -> float:
-        """Median seconds of one of ``calls``, which run in turn, each on buffers of its own.
+        """Median seconds of one of ``calls``, which run in turn, each on its own buffers.
 
-        ``graph``: replayed from a recording, so that launching costs nothing.
+        ``graph``: replay them from a CUDA graph, so that launching costs nothing.
         """
         for call in calls:
             call()
@@ -117,7 +117,7 @@ class Card:
         return statistics.median(_seconds(run, count) for _ in range(_SAMPLES)) / len(calls)
 
     def synchronize(self) -> None:
-        """:raises RuntimeError: when the card was lost; no other call in this process will work."""
+        """:raises RuntimeError: the card was lost; no other call in this process will work."""
         if not self.tiny:
             torch.cuda.synchronize()
 
@@ -140,7 +140,7 @@ def _recorded(calls: Sequence[Callable[[], Any]]) -> Callable[[], None]:
 
 
 def _seconds(run: Callable[[], Any], count: int) -> float:
-    """Of one ``run``, by the card's own clock."""
+    """Seconds of one ``run``, by the card's clock."""
     begin, end = (_event() for _ in range(2))
     begin.record()
     for _ in range(count):
@@ -155,8 +155,10 @@ def _event() -> torch.cuda.Event:
 
 
 def expect_close(what: str, found: Tensor, expected: Tensor, limit: float) -> None:
-    """What is timed must be right. :raises SdkError: when it is not."""
+    """Check a result before it is timed. :raises SdkError: it is wrong."""
     found, expected = found.double(), expected.double().to(found.device)
     distance = float((found - expected).norm() / expected.norm())
     if not distance <= limit:
-        raise SdkError(f"{what}: wrong by {distance:.3g} of the norm, at most {limit:g} allowed")
+        raise SdkError(
+            f"{what}: expected an error of at most {limit:g} of the norm, found {distance:.3g}"
+        )

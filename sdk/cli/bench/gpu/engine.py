@@ -1,4 +1,4 @@
-"""Whole models: one stream against the bandwidth, many requests against transformers, idle time."""
+"""Whole models: one request relative to the bandwidth, many relative to transformers, idle time."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from sdk.kernels.sized_graphs import token_buckets
 from sdk.loading.load import Loaded, load
 from sdk.params import SamplingParams
 
-#: Of one stream: tokens before and while its speed is measured.
+#: One request: tokens of its prompt, decoded before, and decoded while its speed is measured.
 _PROMPT, _FIRST, _TIMED = 256, 16, 64
-#: The load of many requests: how many, and the range of their lengths, in and out.
+#: The load of many requests: their number, and the range of their lengths, in and out.
 _REQUESTS, _SHORTEST, _LONGEST = 256, 100, 1024
 _PEER = Path(__file__).with_name("peer.py")
-#: Bytes of keys and values of an engine that is only rehearsed, next to ten others on the card.
+#: KV cache of an engine that is only rehearsed, next to ten others on the card.
 _REHEARSED_KV = "4GiB"
 
 
@@ -60,7 +60,7 @@ def add(engine: Engine, name: str, vocabulary: int, prompt: int, output: int) ->
 
 
 def finish(engine: Engine) -> int:
-    """Run until nothing is left. :raises SdkError: when a request failed."""
+    """Run until nothing is left; returns the tokens generated. :raises SdkError: one failed."""
     tokens = 0
     while engine.has_unfinished:
         for output in engine.step():
@@ -73,9 +73,9 @@ def finish(engine: Engine) -> int:
 
 
 def warm(card: Card, loaded: Loaded, requests: int) -> None:
-    """Run a step of every size once, so that no graph is captured while something is timed.
+    """Run a step of every size once, so that no graph is captured during a timing.
 
-    A prompt of each bucket of tokens comes first, then so many requests at once, of which one ends
+    First come prompts of each bucket of tokens, then ``requests`` concurrent requests that end one
     after the other.
     """
     engine, vocabulary = loaded.engine, loaded.model_config.vocab_size
@@ -89,9 +89,9 @@ def warm(card: Card, loaded: Loaded, requests: int) -> None:
 
 
 def _decoding(card: Card, loaded: Loaded) -> int:
-    """Start one stream and decode its first tokens; the length of its context then."""
+    """Start one request and decode its first tokens; returns the length of its context."""
     prompt, first = card.size(_PROMPT, 5), card.size(_FIRST, 2)
-    add(loaded.engine, "stream", loaded.model_config.vocab_size, prompt, _LONGEST)
+    add(loaded.engine, "decoding", loaded.model_config.vocab_size, prompt, _LONGEST)
     while loaded.engine.step() == []:
         pass
     for _ in range(first):
@@ -99,8 +99,8 @@ def _decoding(card: Card, loaded: Loaded) -> int:
     return prompt + first + 1
 
 
-def _one_stream(
-    card: Card, what: str, config: dict[str, Any], bits: int, wanted: tuple[float, float]
+def _one_request(
+    card: Card, what: str, config: dict[str, Any], bits: int, target: tuple[float, float]
 ) -> Iterator[Finding]:
     """Tokens per second times the bytes of weights and pages that a token reads."""
     with opened(card, config, bits, max_num_seqs=1) as loaded:
@@ -115,25 +115,25 @@ def _one_stream(
         pages = (context + steps / 2) * spec.page_bytes / spec.page_size
         numbers = {"tokens_per_s": 1 / seconds, "bytes_per_token": weights + pages}
         speed = (weights + pages) / seconds / card.copy
-        yield share(f"one stream, {what}", "copy bandwidth", speed, wanted, **numbers)
+        yield share(f"one request, {what}", "copy bandwidth", speed, target, **numbers)
 
 
 def measure_small(card: Card) -> Iterator[Finding]:
-    yield from _one_stream(card, "Qwen3-0.6B shapes bf16", qwen3_config(card), 16, (25, 45))
+    yield from _one_request(card, "Qwen3-0.6B shapes bf16", qwen3_config(card), 16, (25, 45))
 
 
 def measure_8b_w4(card: Card) -> Iterator[Finding]:
-    yield from _one_stream(card, "8B shapes W4", llama_config(card), 4, (37, 55))
+    yield from _one_request(card, "8B shapes W4", llama_config(card), 4, (37, 55))
 
 
 def measure_8b_bf16(card: Card) -> Iterator[Finding]:
-    yield from _one_stream(card, "8B shapes bf16", llama_config(card), 16, (65, 80))
+    yield from _one_request(card, "8B shapes bf16", llama_config(card), 16, (65, 80))
 
 
 def measure_idle(card: Card) -> Iterator[Finding]:
-    """The share of the time of a stream's decode steps that passes between them.
+    """The share of time that passes between the decode steps of one request.
 
-    Kernels of one launch belong to one step: gaps inside a replayed graph are not counted.
+    Kernels of one launch belong to one step, so gaps inside a replayed graph do not count.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -153,7 +153,7 @@ def measure_idle(card: Card) -> Iterator[Finding]:
 
 
 def spans_of_launches(events: Iterable[tuple[int, float, float]]) -> list[tuple[float, float]]:
-    """From the beginning of each launch's first kernel to the end of its last.
+    """The time from the beginning of each launch's first kernel to the end of its last.
 
     The profiler gives all kernels of a replayed graph the number of its launch.
     """
@@ -165,12 +165,12 @@ def spans_of_launches(events: Iterable[tuple[int, float, float]]) -> list[tuple[
 
 
 def idle_share(spans: Sequence[tuple[float, float]]) -> float:
-    """Of the time from the first beginning to the last end, what no span covers.
+    """The share of the time from the first beginning to the last end that no span covers.
 
-    :raises SdkError: without spans.
+    :raises SdkError: there are no spans.
     """
     if not spans:
-        raise SdkError("the profiler saw nothing run on the device")
+        raise SdkError("the profiler recorded nothing on the device")
     begin = reached = min(start for start, _ in spans)
     busy = 0.0
     for start, end in sorted(spans):
@@ -180,7 +180,7 @@ def idle_share(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def request_lengths(card: Card) -> list[tuple[int, int]]:
-    """Tokens in and out of every request, the same in each run."""
+    """The tokens in and out of every request, the same in each run."""
     draw = random.Random(1)
     low, high = card.size(_SHORTEST, 3), card.size(_LONGEST, 5)
     count = card.size(_REQUESTS, 2)
@@ -188,7 +188,7 @@ def request_lengths(card: Card) -> list[tuple[int, int]]:
 
 
 def measure_requests(card: Card) -> Iterator[Finding]:
-    """All requests at once, after every size of a step has run once. A rehearsal ends there."""
+    """All requests concurrently, after a step of every size has run; a rehearsal ends before."""
     lengths = request_lengths(card)
     config = qwen3_config(card)
     options = {"max_num_seqs": len(lengths), "max_num_batched_tokens": card.size(8192, 16)}
@@ -207,7 +207,7 @@ def measure_requests(card: Card) -> Iterator[Finding]:
 
 
 def _peer(card: Card, question: dict[str, Any], seconds: float) -> dict[str, float]:
-    """transformers, in a process of its own: what hangs there is ended."""
+    """transformers in a separate process, which is killed if it hangs."""
     question |= {"device": str(card.device), "config": qwen3_config(card)}
     done = subprocess.run(
         [sys.executable, str(_PEER)],
@@ -218,14 +218,14 @@ def _peer(card: Card, question: dict[str, Any], seconds: float) -> dict[str, flo
     )
     last = (done.stdout.strip().splitlines() or [""])[-1]
     if done.returncode:
-        why = (done.stderr.strip().splitlines() or ["no word"])[-1]
+        why = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise SdkError(f"transformers failed: {why[:200]}")
     found: dict[str, float] = json.loads(last)
     return found
 
 
 def measure_generate(card: Card) -> Iterator[Finding]:
-    """``generate``: one stream, and our own of the same length right after it."""
+    """``generate`` with one request, and our engine with the same lengths right after it."""
     prompt, output = card.size(_PROMPT, 5), card.size(_TIMED, 3)
     found = _peer(card, {"what": "generate", "lengths": [[prompt, output]]}, 60)
     with opened(card, qwen3_config(card), 16, max_num_seqs=1) as loaded:
@@ -237,7 +237,7 @@ def measure_generate(card: Card) -> Iterator[Finding]:
             seconds = time.perf_counter() - begin
     numbers = {"tokens_per_s": output / seconds, "peer_tokens_per_s": found["tokens_per_s"]}
     speed = output / seconds / found["tokens_per_s"]
-    what = "one stream, Qwen3-0.6B shapes bf16"
+    what = "one request, Qwen3-0.6B shapes bf16"
     yield ratio(what, "transformers generate", speed, None, **numbers)
 
 
@@ -248,5 +248,5 @@ def measure_generate_batch(card: Card) -> Iterator[Finding]:
     theirs = _peer(card, {"what": "generate_batch", "lengths": lengths}, 140)["tokens_per_s"]
     what = f"{len(lengths)} requests, Qwen3-0.6B shapes"
     numbers = {"tokens_per_s": own, "peer_tokens_per_s": theirs}
-    speed, wanted = own / theirs, (1.5, 4.0)
-    yield ratio(what, "transformers generate_batch", speed, wanted, **numbers)
+    speed, target = own / theirs, (1.5, 4.0)
+    yield ratio(what, "transformers generate_batch", speed, target, **numbers)

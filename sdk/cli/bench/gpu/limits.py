@@ -1,4 +1,4 @@
-"""What the card does at most: every other row is a share of it."""
+"""The card's limits; other rows are shares of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sdk.cli.bench.gpu.rows import Finding
 
 
 def measure_limits(card: Card) -> Iterator[Finding]:
-    """Copying 2 GiB, bytes read and written counted, and a large product, both of random data."""
+    """A copy of 2 GiB, counting bytes read and written, and a large product, of random data."""
     copy, gemm = _copy(card), _gemm(card)
     yield Finding("copy bandwidth", "", copy / 1e12, "TB/s", numbers={"copy": copy})
     yield Finding("bf16 product", "", gemm / 1e12, "TFLOP/s", numbers={"gemm": gemm})

@@ -1,4 +1,4 @@
-"""Models of real shapes with random weights, made on the card: no file is needed."""
+"""Models with real shapes and random weights, made on the card without a file."""
 
 from __future__ import annotations
 
@@ -70,16 +70,16 @@ def llama_config(card: Card) -> dict[str, Any]:
 
 
 class RandomCheckpoint:
-    """See :class:`sdk.quant.checkpoint.Checkpoint`: as from a folder of this ``config``.
+    """A :class:`sdk.quant.checkpoint.Checkpoint`, like a folder with this ``config``.
 
-    ``bits``: 16, bfloat16; 4, matrices of the layers and the head in groups of 128.
+    ``bits``: 16 for bfloat16; 4 for 4-bit layers and head, in groups of 128.
     """
 
     format = "safetensors"
     tokenizer = None
 
     def __init__(self, card: Card, config: Mapping[str, Any], bits: int) -> None:
-        self.path = Path(__file__).parent  # a folder that holds no weights
+        self.path = Path(__file__).parent  # any folder without weights
         self.config = config
         self.generation_config: Mapping[str, Any] = {}
         self.kv_scales: Mapping[str, float] = {}
@@ -107,14 +107,14 @@ class RandomCheckpoint:
     def weight(self, name: str) -> Weight:
         kind = name.rpartition(".")[2]
         if kind not in self._shapes:
-            raise CheckpointError(f"{name}: no such matrix in random weights")
+            raise CheckpointError(f"{name}: there is no such matrix in the random weights")
         n, k = self._shapes[kind]
         if self._bits == 16 or kind == "embed_tokens":
             return weight_of(Dense(self._card.normal(n, k).mul_(k**-0.5)))
         return weight_of(affine(self._card, n, k, self._bits, min(128, k)))
 
     def tensor(self, name: str) -> Tensor:
-        """A norm that changes nothing."""
+        """A norm of ones."""
         of_heads = name.endswith(("q_norm.weight", "k_norm.weight"))
         size = self.config["head_dim" if of_heads else "hidden_size"]
         return torch.ones(size, device=self._card.device)

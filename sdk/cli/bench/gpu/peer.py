@@ -1,8 +1,8 @@
-"""transformers on a model of random weights: one question as JSON on standard input, one answer.
+"""Runs transformers on a model of random weights: one JSON question on stdin, one answer.
 
-A script, run by path; imports nothing of this package. ``{"what": "generate" or "generate_batch",
-"config", "device", "lengths": [[prompt, output], ...]}`` -> ``{"tokens_per_s"}``: greedy, end of
-text ignored, after a short load that is not counted.
+A script, run by path; it imports nothing from this package. ``{"what": "generate" or
+"generate_batch", "config", "device", "lengths": [[prompt, output], ...]}`` ->
+``{"tokens_per_s"}``: greedy, end-of-text ignored, after a short warm-up.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def prompts(lengths: Sequence[Sequence[int]], vocabulary: int) -> list[list[int]
 
 
 def generate(model: Any, lengths: Sequence[Sequence[int]]) -> int:
-    """All in one batch of equal lengths; the tokens made."""
+    """All prompts in one batch of equal lengths; returns the number of tokens generated."""
     import torch
 
     ids = torch.tensor(prompts(lengths, model.config.vocab_size), device=model.device)
@@ -52,7 +52,7 @@ def generate(model: Any, lengths: Sequence[Sequence[int]]) -> int:
 
 
 def generate_batch(model: Any, lengths: Sequence[Sequence[int]]) -> int:
-    """What ``model.generate_batch`` does, with a length of its own for every request."""
+    """What ``model.generate_batch`` does, but with a separate length for every request."""
     from transformers import GenerationConfig
 
     config = GenerationConfig(
@@ -70,7 +70,7 @@ def generate_batch(model: Any, lengths: Sequence[Sequence[int]]) -> int:
             result = manager.get_result(timeout=1)
             if result is None:
                 if not manager.is_running():
-                    raise RuntimeError("its thread ended early")
+                    raise RuntimeError("the thread of transformers' manager ended early")
             elif result.is_finished():
                 if getattr(result, "error", None):
                     raise RuntimeError(str(result.error))
@@ -88,13 +88,13 @@ def answer(question: dict[str, Any]) -> dict[str, float]:
     run(model, [(prompt, min(output, 4)) for prompt, output in lengths])
     begin = time.perf_counter()
     tokens = run(model, lengths)
-    wanted = sum(output for _, output in lengths)
-    if tokens != wanted:
-        raise RuntimeError(f"expected {wanted} tokens, found {tokens}")
+    expected = sum(output for _, output in lengths)
+    if tokens != expected:
+        raise RuntimeError(f"expected {expected} tokens, found {tokens}")
     return {"tokens_per_s": tokens / (time.perf_counter() - begin)}
 
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # this folder: transformers must not find our modules under their short names
+    sys.path.pop(0)  # this folder: transformers must not import our modules by their short names
     found = answer(json.load(sys.stdin))
     print(json.dumps(found))

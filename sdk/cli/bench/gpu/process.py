@@ -1,4 +1,4 @@
-"""The process that measures, as the one that asks sees it: rows in, findings out."""
+"""The measuring process, seen from its parent: rows in, findings out."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from sdk.errors import RequestError, SdkError
 
 
 class NoCard(RequestError):
-    """There is no GPU that the kernels run on."""
+    """There is no GPU that can run the kernels."""
 
 
 class Worker:
-    """The process that measures. See ``worker.py`` for what is said."""
+    """The measuring process; ``worker.py`` has the protocol."""
 
     def __init__(
         self, measured: Mapping[str, float], log: Any, *, rehearsing: bool = False
@@ -35,7 +35,7 @@ class Worker:
             stderr=log,
             text=True,
             env=own_environment(),
-            start_new_session=True,  # Ctrl-C reaches this process, which ends the other
+            start_new_session=True,  # Ctrl-C reaches only this process, which ends the other
         )
         self._lines: Queue[str] = Queue()
         self._reader = Thread(target=self._read, daemon=True)
@@ -50,19 +50,19 @@ class Worker:
 
     def _say(self, line: str) -> None:
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it ended, which its answer says
+        with suppress(BrokenPipeError):  # it ended; reading its answer reports that
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
 
     def hello(self, seconds: float) -> dict[str, Any]:
-        """:raises NoCard: without a GPU. :raises SdkError: when the process ends or hangs."""
+        """:raises NoCard: there is no GPU. :raises SdkError: the process ends or hangs."""
         found = self._answer(time.monotonic() + seconds)
         if "no_card" in found:
             raise NoCard(f"bench gpu: {found['no_card']}")
         return found
 
     def answers(self, name: str, seconds: float) -> Iterator[dict[str, Any]]:
-        """Of one row, its end included. :raises SdkError: when the process ends or hangs."""
+        """One row's answers, including its end. :raises SdkError: the process ends or hangs."""
         end = time.monotonic() + seconds
         self._say(name)
         answer: dict[str, Any] = {}
@@ -81,7 +81,7 @@ class Worker:
         return found
 
     def kill(self) -> None:
-        """End the process and those it started, whatever they do; whoever waits for it is told."""
+        """Kill the process and those it started; a waiting thread gets an error."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""Products with packed weights: against the card's limits, cuBLAS and torch's own kernels."""
+"""Products with packed weights, relative to the card's limits, cuBLAS and torch's kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sdk.kernels.layouts import BLOCK_TYPES
 from sdk.kernels.reference.decode import unpack_codes
 
 GROUP = 128
-#: Tokens -> floor and goal of the share of the copy bandwidth, and against cuBLAS.
+#: Tokens -> floor and goal in % of the copy bandwidth, and relative to cuBLAS.
 _W4 = {
     1: ((40, 60), (2.0, 2.9)),
     8: ((40, 60), (2.0, 2.9)),
@@ -23,7 +23,7 @@ _W4 = {
     32: ((35, 55), (1.7, 2.6)),
     64: ((25, 42), (1.2, 2.0)),
 }
-#: The same against torch's 4-bit product.
+#: The same relative to torch's 4-bit product.
 _INT4PACK = {1: (0.85, 1.2), 8: (1.8, 2.5), 16: (3.0, 4.5), 64: (6.0, 10.0)}
 _FP8 = {1: (0.9, 1.2), 16: (0.9, 1.2), 64: (0.9, 1.2), 1024: (0.8, 0.95), 4096: (0.8, 0.95)}
 
@@ -55,7 +55,7 @@ def measure_w4(card: Card) -> Iterator[Finding]:
 
 
 def _library_seconds(card: Card, n: int, k: int, tokens: int) -> float:
-    """Of a plain bfloat16 product of this shape."""
+    """Seconds of a plain bfloat16 product of this shape."""
     count = card.copies(2 * n * k)
     dense = [card.normal(n, k) for _ in range(count)]
     x, out = card.normal(tokens, k), card.normal(tokens, n)
@@ -71,13 +71,13 @@ def _against_int4pack(
 ) -> Iterator[Finding]:
     """torch's own 4-bit product (tinygemm) on weights of the same format."""
     if card.tiny:
-        raise RuntimeError("only on a GPU")
+        raise RuntimeError("runs only on a GPU")
     api = torch.ops.aten
     x, packed = card.normal(tokens, k), []
     for number in range(card.copies(n * k // 2)):
         w = affine(card, n, k, 4, GROUP)
         codes = unpack_codes(w.codes, 4, k)
-        pairs = (codes[:, ::2] << 4 | codes[:, 1::2]).contiguous()  # the even column is the high
+        pairs = (codes[:, ::2] << 4 | codes[:, 1::2]).contiguous()  # even columns are the high bits
         scale = torch.stack([w.scale, torch.zeros_like(w.scale)], dim=2).transpose(0, 1)
         packed.append((api._convert_weight_to_int4pack(pairs, 8), scale.contiguous()))
         if number == 0:
@@ -94,7 +94,7 @@ def _against_int4pack(
 
 
 def measure_large(card: Card) -> Iterator[Finding]:
-    """Prompts: 4 and 8 bits against a plain product."""
+    """Prompts: 4 and 8 bits relative to a plain product."""
     n, k = _shape(card)
     for bits in (4, 8):
         weights = Weights(card, lambda bits=bits: affine(card, n, k, bits, GROUP))  # type: ignore[misc]
@@ -107,16 +107,16 @@ def measure_large(card: Card) -> Iterator[Finding]:
 
 
 def measure_fp8(card: Card) -> Iterator[Finding]:
-    """8-bit floats on both sides. Ours begins with bfloat16 inputs and rounds them; torch's
-    product is given the codes."""
+    """8-bit floats on both sides. Ours starts with bfloat16 activations and quantizes them;
+    torch's product gets them quantized."""
     n, k = _shape(card)
     weights = Weights(card, lambda: float8(card, n, k))
-    for tokens, wanted in _FP8.items():
+    for tokens, target in _FP8.items():
         what = f"FP8 W8A8 {n}x{k}, {tokens} tokens"
         seconds = weights.seconds(_tokens(card, tokens))
         speed = weights.nbytes / seconds / card.copy
         yield share(what, "copy bandwidth", speed, us=seconds * 1e6)
-        found = _against_scaled_mm(card, n, k, _tokens(card, tokens), seconds, what, wanted)
+        found = _against_scaled_mm(card, n, k, _tokens(card, tokens), seconds, what, target)
         yield from without(found, what, "_scaled_mm")
 
 
@@ -127,7 +127,7 @@ def _against_scaled_mm(
     tokens: int,
     seconds: float,
     what: str,
-    wanted: tuple[float, float],
+    target: tuple[float, float],
 ) -> Iterator[Finding]:
     x = card.normal(tokens, k).mul_(64).to(torch.float8_e4m3fn)
     of_x = torch.full((tokens, 1), 1 / 64, device=card.device)
@@ -141,11 +141,11 @@ def _against_scaled_mm(
 
     theirs = card.time([call(w.values) for w in dense])
     numbers = {"us": seconds * 1e6, "peer_us": theirs * 1e6}
-    yield ratio(what, "_scaled_mm", theirs / seconds, wanted, **numbers)
+    yield ratio(what, "_scaled_mm", theirs / seconds, target, **numbers)
 
 
 def measure_formats(card: Card) -> Iterator[Finding]:
-    """Every format of a GGUF file, one token: bytes per second beside our own 4-bit product's."""
+    """Every format of GGUF files, one token: bytes per second relative to our 4-bit product."""
     n, k = (16, 256) if card.tiny else _shape(card)
     own = Weights(card, lambda: affine(card, n, k, 4, GROUP))
     best = own.nbytes / own.seconds(1)

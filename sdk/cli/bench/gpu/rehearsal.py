@@ -1,8 +1,8 @@
-"""Rows run side by side before they are timed: the compiler works on all cores.
+"""Runs rows in parallel before they are timed, so that all cores compile kernels.
 
-Kernels of several hundred variants take a second or more each to compile, one after another where
-a single process measures. What a rehearsal compiles lies in Triton's cache on the disk, where the
-measuring process finds it. Nothing is timed: the card is shared.
+Several hundred variants of kernels take a second or more each to compile, one after another in a
+single measuring process. A rehearsal leaves them in Triton's cache on the disk, where the measuring
+process finds them. Nothing is timed, because the rows share the card.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sdk.errors import SdkError
 class Rehearsal:
     """Runs ``rows`` in as many processes as there are CPUs, for ``seconds`` at most.
 
-    ``left_out`` says which rows were not rehearsed to their end, and why.
+    ``left_out``: the rows that were not rehearsed to their end, and why.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Rehearsal:
         open_worker: Callable[..., Any] = Worker,
     ) -> None:
         self.left_out: dict[str, str] = {}
-        # the longest last, where pop() finds it first
+        # the longest row last, where pop() takes it first
         self._waiting = sorted((row for row in rows if row.rehearsed), key=lambda row: row.seconds)
         self._end = clock() + seconds
         self._log = log
@@ -44,10 +44,10 @@ class Rehearsal:
         self._workers: list[Any] = []
 
     def run(self) -> None:
-        """Return when all is done or the time is over. Nothing happens under the interpreter, which
-        compiles nothing.
+        """Return when all rows are done or the time is over. Does nothing under the interpreter,
+        which compiles nothing.
 
-        :raises NoCard: without a GPU.
+        :raises NoCard: there is no GPU.
         """
         if not self._waiting or self._clock() >= self._end:
             self._give_up("no time to rehearse it")
@@ -59,7 +59,7 @@ class Rehearsal:
         except NoCard:
             first.close()
             raise
-        except SdkError:  # the first row says so again
+        except SdkError:  # the first row reports it again
             first.close()
             first = None
         count = min(len(self._waiting), len(os.sched_getaffinity(0))) or 1
@@ -88,7 +88,7 @@ class Rehearsal:
         return worker
 
     def _rehearse(self, worker: Any) -> None:
-        """One thread's rows, in a process that is replaced where it was lost."""
+        """Run rows in one thread, in a process that is replaced if it is lost."""
         while (row := self._next()) is not None:
             left = self._end - self._clock()
             if left <= 0:
@@ -113,7 +113,7 @@ class Rehearsal:
             return self._waiting.pop() if self._waiting else None
 
     def _row(self, worker: Any, row: Row) -> bool:
-        """Whether the process is of no more use."""
+        """Run one row; returns whether the process was lost."""
         for answer in worker.answers(row.name, self._end - self._clock()):
             if answer.get("done") is not None:
                 self.left_out[row.name] = answer["done"]

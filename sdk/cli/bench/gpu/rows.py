@@ -1,4 +1,4 @@
-"""What is measured on a GPU, in the order it is measured, and what one measurement says."""
+"""The rows of `bench gpu` in the order they are measured, and their findings."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """``function`` of the module ``module`` of this folder gives findings, in ``seconds`` or its
-    share of less.
+    """One row: ``function`` in this folder's ``module`` yields findings, within ``seconds``, or
+    its share if there is less time.
 
-    A row that takes longer is ended with its process; the others go on in a new one. ``rehearsed``:
-    it has kernels that no row before it has.
+    A row that takes longer is ended with its process; the others run in a new one. ``rehearsed``:
+    whether it has kernels that no earlier row has.
     """
 
     name: str
@@ -25,10 +25,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """``value`` times what stands in ``against``, or a share of it where ``unit`` is ``%``.
+    """``value`` times the baseline ``against``, or a share of it if ``unit`` is ``%``.
 
-    ``floor`` and ``goal`` are what it should reach, or, with ``least``, stay below. ``numbers`` are
-    what it was made of. A finding without a value says in ``note`` why there is none.
+    ``floor`` and ``goal`` are values to reach, or with ``least`` to stay below. ``numbers`` are the
+    measurements behind it. A finding without a value has the reason in ``note``.
     """
 
     what: str
@@ -46,7 +46,7 @@ class Finding:
 
     @property
     def verdict(self) -> str:
-        """``goal``, ``floor`` or ``below``; nothing where nothing is asked or was measured."""
+        """``goal``, ``floor`` or ``below``; empty without a target or a measurement."""
         if self.value is None or self.floor is None or self.goal is None:
             return ""
         sign = -1.0 if self.least else 1.0
@@ -55,9 +55,9 @@ class Finding:
         return "floor" if sign * self.value >= sign * self.floor else "below"
 
 
-#: The first is measured whatever else is asked for: all shares are of what it finds.
+#: Always measured, and first: shares are relative to its results.
 LIMITS = Row("limits", "limits", "measure_limits", 40, rehearsed=False)
-#: Their seconds are 410 together, those of the default budget without the rehearsal.
+#: Together 410 seconds: the default budget without the rehearsal.
 ROWS = (
     LIMITS,
     Row("w4", "products", "measure_w4", 30),
@@ -79,7 +79,7 @@ BY_NAME = {row.name: row for row in ROWS}
 
 
 def missing(row: Row, why: str) -> Finding:
-    """A row that gave nothing."""
+    """The finding for a row that produced none."""
     return Finding(row.name, "", None, note=why)
 
 
@@ -87,11 +87,11 @@ def share(
     what: str,
     against: str,
     value: float,
-    wanted: tuple[float, float] | None = None,
+    target: tuple[float, float] | None = None,
     **numbers: float,
 ) -> Finding:
-    """A share in percent of what stands in ``against``; ``wanted``: floor and goal."""
-    floor, goal = wanted or (None, None)
+    """A share, in percent, of the baseline ``against``; ``target``: floor and goal."""
+    floor, goal = target or (None, None)
     return Finding(what, against, value * 100, "%", floor, goal, numbers=numbers)
 
 
@@ -99,16 +99,16 @@ def ratio(
     what: str,
     against: str,
     value: float,
-    wanted: tuple[float, float] | None = None,
+    target: tuple[float, float] | None = None,
     **numbers: float,
 ) -> Finding:
-    """How many times as fast as ``against``; ``wanted``: floor and goal."""
-    floor, goal = wanted or (None, None)
+    """How many times as fast as ``against``; ``target``: floor and goal."""
+    floor, goal = target or (None, None)
     return Finding(what, against, value, "x", floor, goal, numbers=numbers)
 
 
 def without(findings: Iterator[Finding], what: str, against: str) -> Iterator[Finding]:
-    """``findings`` of one baseline: where it cannot run here, a finding that says why."""
+    """``findings`` with one baseline; if that cannot run here, a finding that says why."""
     try:
         yield from findings
     except Exception as error:

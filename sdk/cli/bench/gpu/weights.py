@@ -1,4 +1,4 @@
-"""Random weights, made on the card: a format's bits, scales that keep sums near 1."""
+"""Random weights in many formats, made on the card, with scales that keep sums near 1."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from sdk.kernels.layouts import (
     inputs_of,
 )
 from sdk.kernels.reference.decode import decode
+from sdk.kernels.reference.fake_quantize import fake_quantize
 from sdk.kernels.reference.linear import slice_rows
-from sdk.kernels.reference.rounding import rounded
 from sdk.kernels.registry import choose, linear_problem
 
-#: Where the float16 scales of a block lie; the rest of it may be any bytes.
+#: Offsets of the float16 scales in a block; its other bytes may be anything.
 _SCALES_AT = {"q2_k": (80, 82), "q3_k": (108,), "q6_k": (208,), "q4_0": (0,), "q8_0": (0,)}
 _SCALES_AT |= {"q5_0": (0,), "iq4_nl": (0,), "iq4_xs": (0,)}
-#: Rows that are compared with their decoded values before anything is timed.
+#: Rows that are compared with their dequantized values before anything is timed.
 _COMPARED = 64
 
 
@@ -53,14 +53,14 @@ def blocks(card: Card, n: int, k: int, type: str) -> Blocks:
 
 
 def float8(card: Card, n: int, k: int) -> Float8:
-    """8-bit floats with a scale per row, whose file asks for 8-bit floats as inputs too."""
+    """8-bit floats with a scale per row, as in files that also want 8-bit float activations."""
     values = card.normal(n, k).mul_(64).to(torch.float8_e4m3fn)
     scale = torch.full((n, 1), 1 / (64 * k**0.5), device=card.device)
     return Float8(values, scale, (1, k), inputs=ActivationScheme("e4m3"))
 
 
 def table(card: Card, n: int, k: int, bits: int) -> Affine:
-    """The two levels of scales that IQ1 to IQ3 files have once they are loaded."""
+    """Two levels of scales, as IQ1 to IQ3 files have once they are loaded."""
     whole = affine(card, n, k, bits, 32)
     values = torch.linspace(-1, 1, 1 << bits, device=card.device) ** 3
     return Affine(
@@ -76,9 +76,9 @@ def table(card: Card, n: int, k: int, bits: int) -> Affine:
 
 
 class Weights:
-    """Weights of one shape and format in the hands of the kernel that an engine takes for them.
+    """Weights of one shape and format, packed by the kernel that an engine selects for them.
 
-    So many that none is still in the cache when its turn comes.
+    There are enough copies that none is still in the cache when its turn comes.
     """
 
     def __init__(self, card: Card, make: Callable[[], Layout]) -> None:
@@ -93,7 +93,7 @@ class Weights:
             self.packed.append(self.kernel.pack(make()))
 
     def seconds(self, tokens: int) -> float:
-        """Of one product with so many tokens, once it has been seen to be right."""
+        """Seconds of one product with this many tokens, after its result was checked."""
         n, k = self._first.shape
         x = self._card.normal(tokens, k)
         out = torch.full((tokens, n), torch.nan, device=self._card.device)
@@ -108,7 +108,7 @@ class Weights:
     def _check(self, x: Tensor, out: Tensor) -> None:
         n = self._first.shape[0]
         scheme = inputs_of(self._first)
-        seen = x.float() if scheme is None else rounded(x.float(), scheme)
+        seen = x.float() if scheme is None else fake_quantize(x.float(), scheme)
         for start in (0, max(0, n - _COMPARED)):
             rows = slice_rows(self._first, start, min(start + _COMPARED, n))
             expected = seen.double() @ decode(rows).double().t()

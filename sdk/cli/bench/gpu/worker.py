@@ -1,9 +1,9 @@
-"""A process that measures rows on the GPU, one after another: JSON lines in, JSON lines out.
+"""The process that measures rows on the GPU, one after another: JSON lines in, JSON lines out.
 
-First ``{"measured": {...}, "rehearsing": bool}``, answered by ``{"device", "tiny"}``. Then row
-names, each answered by its findings as they come, ``{"finding"}``, and an end,
-``{"done": why not or null, "lost": bool}``. A kernel that reads where it may not takes the whole
-process's card: then the worker is of no more use, which ``lost`` says.
+First comes ``{"measured": {...}, "rehearsing": bool}``, answered by ``{"device", "tiny"}``. Then
+come row names, each answered by its findings, ``{"finding"}``, and an end, ``{"done": an error or
+null, "lost": bool}``. A kernel with an invalid memory access makes the card unusable for the whole
+process; then ``lost`` is true.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sdk.cli.bench.gpu.rows import BY_NAME
 
 
 def device_facts(card: Card) -> dict[str, Any]:
-    """What a report says of the machine."""
+    """Facts about the device for a report."""
     import triton
 
     facts: dict[str, Any] = {"name": card.name, "torch": torch.__version__}
@@ -39,7 +39,7 @@ def device_facts(card: Card) -> dict[str, Any]:
 
 
 def measure(card: Card, name: str, tell: Callable[[dict[str, Any]], None]) -> None:
-    """One row: its findings, and how it ended."""
+    """Measure one row; tells its findings and how it ended."""
     row, why, lost = BY_NAME[name], None, False
     try:
         for finding in getattr(import_module(f"sdk.cli.bench.gpu.{row.module}"), row.function)(
@@ -61,7 +61,7 @@ def measure(card: Card, name: str, tell: Callable[[dict[str, Any]], None]) -> No
 
 
 def serve(lines: Iterable[str], tell: Callable[[dict[str, Any]], None]) -> None:
-    """Answer until nothing more is asked."""
+    """Answer questions until the input ends."""
     questions = iter(lines)
     first = json.loads(next(questions))
     why = no_card()
@@ -78,7 +78,7 @@ def serve(lines: Iterable[str], tell: Callable[[dict[str, Any]], None]) -> None:
 
 
 if __name__ == "__main__":
-    # What compilers and libraries print goes to the error stream, not among the answers.
+    # Compilers and libraries print to standard output: redirect it to standard error.
     with os.fdopen(os.dup(1), "w") as out:
         os.dup2(2, 1)
 

@@ -1,0 +1,102 @@
+"""Mixture of experts (MoE): ``native/moe.hpp``; the products are in :mod:`.packed_linear`."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from sdk.kernels.backend import Problem
+from sdk.kernels.cpu.elementwise import floats
+from sdk.kernels.cpu.library import BiasArgs, CombineArgs, GroupArgs, OpKind, RouteArgs
+from sdk.kernels.cpu.runtime import NativeRuntime
+from sdk.kernels.routes import Routes
+
+
+class Route:
+    """See :meth:`sdk.kernels.moe.MoEOps.route`."""
+
+    name = "cpu.route"
+
+    def __init__(self, runtime: NativeRuntime) -> None:
+        self._runtime = runtime
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def run(self, logits: Tensor, normalized: bool, chosen: Tensor, weights: Tensor) -> None:
+        logits = floats(logits, "route logits")
+        args = RouteArgs(
+            logits.data_ptr(),
+            chosen.data_ptr(),
+            weights.data_ptr(),
+            logits.shape[1],
+            chosen.shape[1],
+            normalized,
+        )
+        self._runtime.run(OpKind.ROUTE, args, logits.shape[0], "route")
+
+
+class Group:
+    """Sorts the choices of all tokens by expert."""
+
+    name = "cpu.group"
+
+    def __init__(self, runtime: NativeRuntime) -> None:
+        self._runtime = runtime
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def run(self, chosen: Tensor, routes: Routes) -> None:
+        args = GroupArgs(
+            chosen.data_ptr(),
+            routes.places.data_ptr(),
+            routes.tokens.data_ptr(),
+            routes.owners.data_ptr(),
+            routes.starts.data_ptr(),
+            routes.active.data_ptr(),
+            routes.starts.shape[0] - 1,
+            0,
+            chosen.shape[1],
+        )
+        self._runtime.run(OpKind.GROUP, args, chosen.numel(), "group")
+
+
+class AddOwnersBias:
+    """See :meth:`sdk.kernels.moe.MoEOps.add_owners_bias`."""
+
+    name = "cpu.add_owners_bias"
+
+    def __init__(self, runtime: NativeRuntime) -> None:
+        self._runtime = runtime
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def run(self, x: Tensor, bias: Tensor, routes: Routes) -> None:
+        bias = floats(bias, "add_owners_bias bias")
+        args = BiasArgs(x.data_ptr(), bias.data_ptr(), routes.owners.data_ptr(), x.shape[1])
+        self._runtime.run(OpKind.BIAS, args, x.shape[0], "add_owners_bias")
+
+
+class Combine:
+    """See :meth:`sdk.kernels.moe.MoEOps.combine`."""
+
+    name = "cpu.combine"
+
+    def __init__(self, runtime: NativeRuntime) -> None:
+        self._runtime = runtime
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def run(self, x: Tensor, routes: Routes, out: Tensor) -> None:
+        x = floats(x, "combine x")
+        args = CombineArgs(
+            x.data_ptr(),
+            routes.weights.data_ptr(),
+            routes.places.data_ptr(),
+            out.data_ptr(),
+            out.shape[1],
+            routes.weights.shape[1],
+        )
+        self._runtime.run(OpKind.COMBINE, args, out.shape[0], "combine")

@@ -1,0 +1,396 @@
+// One block of 128 keys for up to kAttentionRows rows: finds and multiplies its keys and values.
+//
+// A dot product runs over d in order, with keys as vector lanes; a sum of values runs over the keys in
+// order. Codes are multiplied before they are scaled: each part of a dot product (a group, or a part of
+// one where the high halves of a kI4 head begin inside it) is scaled and added to the previous parts,
+// and the weights are scaled for each group of values. Reading pages in place and reading converted
+// copies give the same bits.
+#pragma once
+
+#include "attention_items.hpp"
+
+namespace LEVEL {
+
+// The keys or values of a key block, as floats or as codes.
+struct BlockSide {
+    int type;
+    int64_t step;        // from one dimension of a key to the next, from one value to the next
+    const float *scale, *zero;  // [groups][128]; null: no scales; zero where `type` is kI4
+    int group, low_dims;  // dimensions that share a scale; those in low halves of kI4 pages, or all
+};
+
+// Where the keys and values of a key block are stored. Keys t of vector v are the lanes of
+// key[v] + d * keys.step; value t is value[t >> segment_shift] + (t & mask) * values.step.
+struct KeyBlock {
+    const PageLevel* from;  // the level of its pages
+    BlockSide keys, values;
+    int segment_shift;
+    const void* key[kKeyVectors];
+    const void* value[kKeyVectors];  // one per page segment: a page in place has whole vectors of slots
+};
+
+// The end of the part of a head that begins at d.
+INLINE int part_end(const BlockSide& side, int d, int width) {
+    int end = side.scale ? (d / side.group + 1) * side.group : width;
+    if (d < side.low_dims && end > side.low_dims) end = side.low_dims;
+    return end < width ? end : width;
+}
+
+// Keys lo..hi of the key block at `begin` that row i sees; none if lo >= hi.
+INLINE void visible(const Item& item, int64_t begin, int i, int* lo, int* hi) {
+    const int64_t position = item.position + i / item.group - begin;
+    const int64_t from = item.a->window ? position - item.a->window + 1 : 0;
+    *lo = from < 0 ? 0 : from > kBlockKeys ? (int)kBlockKeys : (int)from;
+    *hi = position < 0 ? 0 : position >= kBlockKeys ? (int)kBlockKeys : (int)position + 1;
+}
+
+// Points to keys and values first..count of the key block at `begin` in their pages. Vectors after the
+// last one repeat it, so that a product of several vectors reads nothing else.
+static void locate(const Item& item, int64_t begin, int count, KeyBlock* c) {
+    const AttentionArgs* a = item.a;
+    const PageSide &keys = c->from->keys, &values = c->from->values;
+    const int shift = __builtin_ctz((unsigned)a->page_size), mask = a->page_size - 1;
+    c->keys.type = keys.type;
+    c->values.type = values.type;
+    c->keys.step = keys.step;
+    c->values.step = values.step;
+    c->segment_shift = shift < kBlockShift ? shift : (int)kBlockShift;
+    for (int v = 0; v < kKeyVectors; ++v) {
+        const int t = v * kLanes < count ? v * kLanes : (count - 1) / kLanes * kLanes;
+        const int64_t position = begin + t;
+        const int64_t page = page_of(item.table[position >> shift]);
+        const int64_t at = page * keys.page + item.head * keys.head;
+        c->key[v] = element(keys, at + (position & mask));
+    }
+    for (int s = 0; s << c->segment_shift < count; ++s) {
+        const int64_t position = begin + ((int64_t)s << c->segment_shift);
+        const int64_t page = page_of(item.table[position >> shift]);
+        const int64_t at = page * values.page + item.head * values.head;
+        c->value[s] = element(values, at + (position & mask) * values.step);
+    }
+}
+
+// f16 scales times `factor` as floats.
+INLINE void widen(const uint16_t* scales, int count, float factor, float* to) {
+    int i = 0;
+    for (; i + kLanes <= count; i += kLanes) store(to + i, mul(load_half(scales + i), set1(factor)));
+    for (; i < count; ++i) to[i] = half_to_float(scales[i]) * factor;
+}
+
+// Scales and zeros of kI4 codes as floats.
+INLINE void widen_pairs(const uint16_t* scales, int count, float* scale, float* zero) {
+    int i = 0;
+    for (; i + kLanes <= count; i += kLanes) {
+        store(scale + i, load_short_scale(scales + i));
+        store(zero + i, mul(load_short_zero(scales + i), set1(0.0625f)));
+    }
+    for (; i < count; ++i) {
+        scale[i] = short_scale((uint8_t)scales[i]);
+        zero[i] = (float)(scales[i] >> 8) * 0.0625f;
+    }
+}
+
+// Scales and zeros of the key block's codes as floats; slots that no row sees may hold anything.
+static void load_scales(const Item& item, int64_t begin, int count, const PageSide& from,
+                        float* scale, float* zero, BlockSide* to) {
+    const AttentionArgs* a = item.a;
+    const int groups = groups_of(from, a->head_dim);
+    for (int t = 0; t < count && groups;) {
+        const int64_t position = begin + t, slot = position % a->page_size;
+        const int64_t page = page_of(item.table[position / a->page_size]);
+        const int run = a->page_size - slot < count - t ? (int)(a->page_size - slot) : count - t;
+        for (int g = 0; g < groups; ++g) {
+            const uint16_t* scales = from.scales + page * from.scale_page +
+                                     (item.head * groups + g) * from.scale_row + slot;
+            const int at = g * kBlockKeys + t;
+            if (from.type == kI4) widen_pairs(scales, run, scale + at, zero + at);
+            else widen(scales, run, from.type == kE4M3 ? 256.0f : 1.0f, scale + at);
+        }
+        t += run;
+    }
+    to->scale = groups ? scale : nullptr;
+    to->zero = zero;
+    to->group = from.group;
+    to->low_dims = from.type == kI4 ? a->head_dim / 2 : a->head_dim;
+}
+
+// kLanes codes or floats of a page. An e4m3 is 2^8 too small; its scale corrects that (`load_scales`).
+// This is exact and takes four instructions instead of seven.
+INLINE VF load_page(int type, const void* base, int64_t index) {
+    return type == kE4M3 ? load_e4m3_as_half((const uint8_t*)base + index)
+                         : load_as(type, base, index);
+}
+
+// Value d.. of a slot at `base`, or key d of kLanes slots.
+template <int TYPE>
+INLINE VF load_part(const void* base, int64_t index, VF zero) {
+    const VF x = load_page(TYPE, base, index);
+    return TYPE == kLow4 || TYPE == kHigh4 ? sub(x, zero) : x;
+}
+
+// The type of dimension d of a head in its page.
+INLINE int part_type(const PageSide& side, int low_dims, int d) {
+    return side.type != kI4 ? side.type : d < low_dims ? kLow4 : kHigh4;
+}
+
+// Keys first..count of a key block as floats, [head_dim][128].
+static void convert_keys(const Item& item, int64_t begin, int first, int count, const KeyBlock& c) {
+    const AttentionArgs* a = item.a;
+    const PageSide& side = c.from->keys;
+    for (int d = 0; d < a->head_dim; ++d) {
+        const BlockSide& keys = c.keys;
+        const bool nibbles = side.type == kI4;
+        const float* zeros = nibbles ? keys.zero + d / side.group * kBlockKeys : nullptr;
+        const bool high = nibbles && d >= keys.low_dims;
+        const int64_t at_d = (high ? d - keys.low_dims : d) * side.step;
+        float* to = item.keys + d * kBlockKeys;
+        if (in_place(a, *c.from)) {
+            const int type = part_type(side, keys.low_dims, d);
+            for (int v = first / kLanes; v * kLanes < count; ++v) {
+                const VF x = load_page(type, c.key[v], at_d);
+                store(to + v * kLanes, zeros ? sub(x, load(zeros + v * kLanes)) : x);
+            }
+            continue;
+        }
+        for (int t = first; t < count; ++t) {
+            const int64_t page = page_of(item.table[(begin + t) / a->page_size]);
+            const int64_t slot = (begin + t) % a->page_size;
+            const int64_t at = page * side.page + item.head * side.head + slot + at_d;
+            const float x = load_one(side, at, high);
+            to[t] = zeros ? x - zeros[t] : x;
+        }
+    }
+}
+
+// Values first..count of a key block as floats, [128][padded].
+static void convert_values(const Item& item, int64_t begin, int first, int count, const KeyBlock& c) {
+    const AttentionArgs* a = item.a;
+    const PageSide& side = c.from->values;
+    const int width = a->head_dim, low_dims = c.values.low_dims;
+    const bool nibbles = side.type == kI4, whole = !nibbles || low_dims % kLanes == 0;
+    const float* zeros = c.values.zero;
+    for (int t = first; t < count; ++t) {
+        const int64_t page = page_of(item.table[(begin + t) / a->page_size]);
+        const int64_t slot = (begin + t) % a->page_size;
+        const int64_t at = page * side.page + item.head * side.head + slot * side.step;
+        float* to = item.values + t * item.padded;
+        int d = 0;
+        for (; d + kLanes <= width && whole; d += kLanes) {
+            const int64_t from = at + (d < low_dims ? d : d - low_dims);
+            const VF x = load_page(part_type(side, low_dims, d), side.data, from);
+            store(to + d, nibbles ? sub(x, set1(zeros[d / side.group * kBlockKeys + t])) : x);
+        }
+        for (; d < width; ++d) {
+            const float x = load_one(side, at + (d < low_dims ? d : d - low_dims), d >= low_dims);
+            to[d] = nibbles ? x - zeros[d / side.group * kBlockKeys + t] : x;
+        }
+        for (; d < item.padded; ++d) to[d] = 0.0f;
+    }
+}
+
+// Copies keys and values first..count of a key block as floats, which pays off with many rows; pages of
+// odd shapes are always copied.
+static void convert(const Item& item, int64_t begin, int first, int count, KeyBlock* c) {
+    if (in_place(item.a, *c->from)) locate(item, begin, count, c);
+    convert_keys(item, begin, first, count, *c);
+    convert_values(item, begin, first, count, *c);
+    c->keys.type = c->values.type = kF32;
+    c->keys.step = kBlockKeys;
+    c->values.step = item.padded;
+    c->values.low_dims = item.a->head_dim;
+    c->segment_shift = kBlockShift;
+    c->value[0] = item.values;
+    for (int v = 0; v < kKeyVectors; ++v) c->key[v] = item.keys + v * kLanes;
+}
+
+// Dot products of MR rows, `stride` floats apart, with NV vectors of keys from `at` on, over
+// dimensions begin..end: scores[MR][128], scaled and added to the previous ones where there is a scale.
+template <int TYPE, int MR, int NV>
+static void score_vectors(const BlockSide& side, const void* const* keys, int at, const float* q,
+                          int64_t stride, int begin, int end, float* scores, Ahead* ahead) {
+    VF acc[MR][NV], zeros[NV];
+    const int row = side.scale ? begin / side.group * kBlockKeys + at : 0;
+#pragma GCC unroll 4
+    for (int c = 0; c < NV; ++c)
+        zeros[c] = TYPE == kLow4 || TYPE == kHigh4 ? load(side.zero + row + c * kLanes) : zero();
+#pragma GCC unroll 6
+    for (int r = 0; r < MR; ++r)
+#pragma GCC unroll 4
+        for (int c = 0; c < NV; ++c) acc[r][c] = zero();
+    const int64_t from = TYPE == kHigh4 ? side.low_dims : 0;
+    for (int d = begin; d < end; ++d) {
+        VF key[NV];
+#pragma GCC unroll 4
+        for (int c = 0; c < NV; ++c)
+            key[c] = load_part<TYPE>(keys[c], (d - from) * side.step, zeros[c]);
+        prefetch_step(ahead);
+#pragma GCC unroll 6
+        for (int r = 0; r < MR; ++r) {
+            VF x = set1(q[r * stride + d]);
+#pragma GCC unroll 4
+            for (int c = 0; c < NV; ++c) acc[r][c] = fma(key[c], x, acc[r][c]);
+        }
+    }
+    for (int c = 0; c < NV && side.scale; ++c) {
+        const VF scale = load(side.scale + row + c * kLanes);
+#pragma GCC unroll 6
+        for (int r = 0; r < MR; ++r) {
+            const VF before = begin ? load(scores + r * kBlockKeys + c * kLanes) : zero();
+            acc[r][c] = fma(acc[r][c], scale, before);
+        }
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < MR; ++r)
+#pragma GCC unroll 4
+        for (int c = 0; c < NV; ++c) store(scores + r * kBlockKeys + c * kLanes, acc[r][c]);
+}
+
+template <int TYPE, int MR>
+static void score_part(const KeyBlock& c, const float* q, int64_t stride, int begin, int stop,
+                       int first, int end, float* scores, Ahead* ahead) {
+    for (int v = first / kLanes; v * kLanes < end;) {
+        const void* const* keys = c.key + v;
+        float* to = scores + v * kLanes;
+        const int at = v * kLanes;
+        const bool four = v + 4 <= kKeyVectors && (v + 2) * kLanes < end;
+        if (four)
+            score_vectors<TYPE, MR, 4>(c.keys, keys, at, q, stride, begin, stop, to, ahead);
+        else if (v + 2 <= kKeyVectors)
+            score_vectors<TYPE, MR, 2>(c.keys, keys, at, q, stride, begin, stop, to, ahead);
+        else score_vectors<TYPE, MR, 1>(c.keys, keys, at, q, stride, begin, stop, to, ahead);
+        v += four ? 4 : 2;
+    }
+}
+
+template <int TYPE, int MR>
+static void score_rows(const KeyBlock& c, const float* q, int64_t stride, int width, int first,
+                       int end, float* scores, Ahead* ahead) {
+    for (int d = 0, stop; d < width; d = stop) {
+        stop = part_end(c.keys, d, width);
+        if (TYPE != kI4)
+            score_part<TYPE, MR>(c, q, stride, d, stop, first, end, scores, ahead);
+        else if (d < c.keys.low_dims)
+            score_part<kLow4, MR>(c, q, stride, d, stop, first, end, scores, ahead);
+        else score_part<kHigh4, MR>(c, q, stride, d, stop, first, end, scores, ahead);
+    }
+}
+
+// out[MR][record] += weights[MR][lo..hi) x values, NV vectors of the head from d on.
+template <int TYPE, int MR, int NV>
+static void value_vectors(const KeyBlock& c, int lo, int hi, const float* weights, int d, float* out,
+                          int64_t record, Ahead* ahead) {
+    const int mask = (1 << c.segment_shift) - 1;
+    const BlockSide& side = c.values;
+    const bool nibbles = TYPE == kLow4 || TYPE == kHigh4;
+    const float* zeros = nibbles ? side.zero + d / side.group * kBlockKeys : nullptr;
+    const int64_t from = TYPE == kHigh4 ? d - side.low_dims : d;
+    VF sum[MR][NV];
+#pragma GCC unroll 6
+    for (int r = 0; r < MR; ++r)
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; ++v) sum[r][v] = load(out + r * record + d + v * kLanes);
+    for (int t = lo; t < hi;) {
+        const void* base = c.value[t >> c.segment_shift];
+        int64_t at = (t & mask) * side.step + from;
+        const int end = (t | mask) + 1 < hi ? (t | mask) + 1 : hi;
+        for (; t < end; ++t, at += side.step) {
+            VF value[NV];
+            const VF offset = nibbles ? set1(zeros[t]) : zero();
+#pragma GCC unroll 4
+            for (int v = 0; v < NV; ++v) value[v] = load_part<TYPE>(base, at + v * kLanes, offset);
+            prefetch_step(ahead);
+#pragma GCC unroll 6
+            for (int r = 0; r < MR; ++r) {
+                VF weight = set1(weights[r * kBlockKeys + t]);
+#pragma GCC unroll 4
+                for (int v = 0; v < NV; ++v) sum[r][v] = fma(weight, value[v], sum[r][v]);
+            }
+        }
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < MR; ++r)
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; ++v) store(out + r * record + d + v * kLanes, sum[r][v]);
+}
+
+template <int TYPE, int MR>
+static void value_part(const KeyBlock& c, int lo, int hi, const float* weights, int d, int stop,
+                       float* out, int64_t record, Ahead* ahead) {
+    for (; d + 4 * kLanes <= stop; d += 4 * kLanes)
+        value_vectors<TYPE, MR, 4>(c, lo, hi, weights, d, out, record, ahead);
+    for (; d + 2 * kLanes <= stop; d += 2 * kLanes)
+        value_vectors<TYPE, MR, 2>(c, lo, hi, weights, d, out, record, ahead);
+    for (; d < stop; d += kLanes)
+        value_vectors<TYPE, MR, 1>(c, lo, hi, weights, d, out, record, ahead);
+}
+
+// weights[MR][lo..hi) times the scales of a group; the other lanes may hold anything.
+template <int MR>
+INLINE const float* scaled(const BlockSide& side, int d, int lo, int hi, const float* weights,
+                           float* to) {
+    const float* scale = side.scale + d / side.group * kBlockKeys;
+    for (int r = 0; r < MR; ++r)
+        for (int t = lo / kLanes * kLanes; t < hi; t += kLanes)
+            store(to + r * kBlockKeys + t,
+                  mul(load(weights + r * kBlockKeys + t), load(scale + t)));
+    return to;
+}
+
+template <int TYPE, int MR>
+static void value_rows(const KeyBlock& c, int lo, int hi, const float* weights, int width, float* out,
+                       int64_t record, Ahead* ahead) {
+    float products[MR * kBlockKeys];
+    for (int d = 0, stop; d < width; d = stop) {
+        stop = part_end(c.values, d, width);
+        const float* by = c.values.scale ? scaled<MR>(c.values, d, lo, hi, weights, products)
+                                         : weights;
+        if (TYPE != kI4) value_part<TYPE, MR>(c, lo, hi, by, d, stop, out, record, ahead);
+        else if (d < c.values.low_dims)
+            value_part<kLow4, MR>(c, lo, hi, by, d, stop, out, record, ahead);
+        else value_part<kHigh4, MR>(c, lo, hi, by, d, stop, out, record, ahead);
+    }
+}
+
+typedef void (*Scores)(const KeyBlock&, const float* q, int64_t stride, int width, int first, int end,
+                       float* scores, Ahead* ahead);
+typedef void (*Values)(const KeyBlock&, int lo, int hi, const float* weights, int width, float* out,
+                       int64_t record, Ahead* ahead);
+
+// The two products for one number of rows and one type.
+struct Products {
+    Scores score;
+    Values values;
+};
+
+template <int TYPE>
+static Products products_of(int rows) {
+    switch (rows) {
+        case 1: return {score_rows<TYPE, 1>, value_rows<TYPE, 1>};
+        case 2: return {score_rows<TYPE, 2>, value_rows<TYPE, 2>};
+#if defined(__AVX512VNNI__)
+        case 3: return {score_rows<TYPE, 3>, value_rows<TYPE, 3>};
+        case 4: return {score_rows<TYPE, 4>, value_rows<TYPE, 4>};
+        case 5: return {score_rows<TYPE, 5>, value_rows<TYPE, 5>};
+#endif
+        default: return {score_rows<TYPE, kAttentionRows>, value_rows<TYPE, kAttentionRows>};
+    }
+}
+
+INLINE Products products(int type, int rows) {
+    switch (type) {
+        case kF16: return products_of<kF16>(rows);
+        case kBF16: return products_of<kBF16>(rows);
+        case kF32: return products_of<kF32>(rows);
+        case kE4M3: return products_of<kE4M3>(rows);
+        case kE5M2: return products_of<kE5M2>(rows);
+        case kI4: return products_of<kI4>(rows);
+        default: return products_of<kI8>(rows);
+    }
+}
+
+// Keys and values may have different types.
+INLINE Products products(const KeyBlock& c, int rows) {
+    return {products(c.keys.type, rows).score, products(c.values.type, rows).values};
+}
+
+}  // namespace LEVEL

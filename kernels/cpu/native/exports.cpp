@@ -1,0 +1,121 @@
+// The exported functions: runtimes, and programs recorded for them.
+//
+// Nothing here throws or aborts: every function returns a Status. Calls on one runtime from several
+// threads wait for one another; runtimes are independent.
+#include <new>
+
+#include "pack.hpp"
+#include "program.hpp"
+
+namespace {
+
+// Runs body, which may allocate, and returns its status.
+template <typename Body>
+int guarded(const Body& body) {
+    try {
+        return body();
+    } catch (const std::bad_alloc&) {
+        return kOutOfMemory;
+    }
+}
+
+}  // namespace
+
+EXPORT int embedlm_abi_version() { return kAbiVersion; }
+
+// Bit i: level i runs on this CPU (levels.hpp).
+EXPORT int embedlm_levels() { return available_levels(); }
+
+// `level` -1: the best. Null if the level does not run on this CPU or memory is exhausted.
+EXPORT void* embedlm_runtime_create(int threads, int level) {
+    if (level < 0) level = best_level();
+    if (threads < 1 || level >= kLevelCount || !(available_levels() >> level & 1)) return nullptr;
+    return new (std::nothrow) Runtime(threads, level);
+}
+
+// Waits for the running call, then stops the threads and frees the memory. Later calls, including calls
+// that already wait, return kClosed; the handle stays valid until it is destroyed.
+EXPORT void embedlm_runtime_close(void* handle) {
+    Runtime* runtime = static_cast<Runtime*>(handle);
+    // A forked child has no threads to stop, and a lock that was held during the fork stays held.
+    if (runtime->pool.inherited()) {
+        runtime->closed = true;
+        return;
+    }
+    std::lock_guard<std::mutex> lock(runtime->mutex);
+    runtime->close();
+}
+
+EXPORT void embedlm_runtime_destroy(void* handle) {
+    Runtime* runtime = static_cast<Runtime*>(handle);
+    // In a forked child the threads do not exist, but the condition variables count them as waiting
+    // and their destruction would block forever: the child keeps its copy.
+    if (!runtime->pool.inherited()) delete runtime;
+}
+
+EXPORT int embedlm_runtime_level(const void* handle) {
+    return static_cast<const Runtime*>(handle)->level;
+}
+
+EXPORT int embedlm_pack(void* handle, const Weight* w, const void* source, int64_t row_bytes) {
+    Runtime* runtime = static_cast<Runtime*>(handle);
+    std::lock_guard<std::mutex> lock(runtime->mutex);
+    if (runtime->closed) return kClosed;
+    if (!runtime->reserve_private(w->dense ? 0 : pack_scratch(*w))) return kOutOfMemory;
+    runtime->parallel(w->row_blocks, w->n * w->k, [=](int64_t begin, int64_t end, int thread) {
+        if (w->dense) dense_blocks(*w, const_cast<void*>(source), false, begin, end);
+        else
+            pack_blocks(*w, static_cast<const uint8_t*>(source), row_bytes, begin, end,
+                        runtime->private_scratch(thread));
+    });
+    return kOk;
+}
+
+EXPORT int embedlm_unpack(void* handle, const Weight* w, void* out, int64_t row_bytes) {
+    Runtime* runtime = static_cast<Runtime*>(handle);
+    std::lock_guard<std::mutex> lock(runtime->mutex);
+    if (runtime->closed) return kClosed;
+    if (!runtime->reserve_private(w->dense ? 0 : pack_scratch(*w))) return kOutOfMemory;
+    runtime->parallel(w->row_blocks, w->n * w->k, [=](int64_t begin, int64_t end, int thread) {
+        if (w->dense) dense_blocks(*w, out, true, begin, end);
+        else
+            unpack_blocks(*w, static_cast<uint8_t*>(out), row_bytes, begin, end,
+                          runtime->private_scratch(thread));
+    });
+    return kOk;
+}
+
+// Runs one operator over `rows` rows (kOpAttention and kOpPlaces: requests).
+EXPORT int embedlm_run(void* handle, int kind, const void* args, int64_t rows) {
+    Runtime* runtime = static_cast<Runtime*>(handle);
+    std::lock_guard<std::mutex> lock(runtime->mutex);
+    if (runtime->closed) return kClosed;
+    return guarded([=]() -> int {
+        runtime->single.clear();
+        if (!runtime->single.add(kind, args, kTokens, 1)) return kUnknownOp;
+        const int64_t counts[kCounts] = {rows, 0, 0};
+        return runtime->run(runtime->single, counts);
+    });
+}
+
+// Bytes of the arguments of operator `kind`; 0 for a kind that does not exist.
+EXPORT int64_t embedlm_args_size(int kind) { return (int64_t)args_size(kind); }
+
+EXPORT void* embedlm_program_create() { return new (std::nothrow) Program; }
+
+EXPORT void embedlm_program_destroy(void* program) { delete static_cast<Program*>(program); }
+
+// Adds an operator: `per` rows for each of what `count` counts (Count in abi.hpp).
+EXPORT int embedlm_program_add(void* program, int kind, const void* args, int count, int64_t per) {
+    return guarded([=]() -> int {
+        return static_cast<Program*>(program)->add(kind, args, (Count)count, per) ? kOk : kUnknownOp;
+    });
+}
+
+// Runs the whole program with these counts.
+EXPORT int embedlm_program_run(void* handle, void* program, const int64_t* counts) {
+    Runtime* runtime = static_cast<Runtime*>(handle);
+    std::lock_guard<std::mutex> lock(runtime->mutex);
+    if (runtime->closed) return kClosed;
+    return guarded([=]() -> int { return runtime->run(*static_cast<Program*>(program), counts); });
+}

@@ -1,0 +1,166 @@
+#include "moe.hpp"
+
+#include <math.h>
+#include <string.h>
+
+#include "file_parts.hpp"
+
+namespace {
+
+int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// Inserts the logits of one token, one after another, into the k best; of equal ones the first wins.
+void choose(const float* logits, int64_t experts, int32_t k, int32_t* chosen, float* best) {
+    int32_t count = 0;
+    for (int32_t e = 0; e < (int32_t)experts; ++e) {
+        const float logit = logits[e];
+        if (count == k && !(logit > best[k - 1])) continue;
+        int32_t at = count < k ? count++ : k - 1;
+        for (; at > 0 && logit > best[at - 1]; --at) {
+            best[at] = best[at - 1];
+            chosen[at] = chosen[at - 1];
+        }
+        best[at] = logit;
+        chosen[at] = e;
+    }
+}
+
+// Rows of the expert's activations, contiguous as fp32 products need them.
+const float* gathered(const ExpertsArgs& args, int64_t first, int64_t rows, float* to) {
+    const int64_t k = args.each.w->k;
+    if (args.each.act.values) return args.each.act.values + first * k;
+    if (!args.each.source) return args.each.x + first * k;
+    for (int64_t m = 0; m < rows; ++m)
+        memcpy(to + m * k, args.each.x + args.each.source[first + m] * k, sizeof(float) * (size_t)k);
+    return to;
+}
+
+// Some strips of one expert, whose rows are first..end of all rows.
+void one_expert(const KernelTable& kernels, const ExpertsArgs& args, const Weight* w, int64_t first,
+                int64_t end, const ItemRange& strips, uint8_t* scratch) {
+    LinearArgs one = args.each;
+    one.w = w;
+    one.out += first * one.out_stride;
+    if (in_integers(args.each)) {
+        one.m = end - first;
+        one.act.blocks += first * one.terms * w->k_blocks;
+        if (one.terms == 2) one.act.residual += first * panels_of(w->k_blocks);
+        kernels.linear_int(&one, &strips, scratch);
+        return;
+    }
+    const int64_t pass = rows_per_pass(end - first, w->k * 4);
+    float* const x = (float*)(scratch + linear_private_bytes(*w, pass, true));
+    for (int64_t m = first; m < end; m += pass) {
+        one.m = least(pass, end - m);
+        one.x = gathered(args, m, one.m, x);
+        one.act.values = nullptr;
+        kernels.linear_float(&one, &strips, scratch);
+        one.out += one.m * one.out_stride;
+    }
+}
+
+}  // namespace
+
+void route(const RouteArgs& args, int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+        const float* logits = args.logits + t * args.experts;
+        float* weights = args.weights + t * args.k;
+        choose(logits, args.experts, args.k, args.chosen + t * args.k, weights);
+        const float peak = weights[0];
+        float total = 0.0f;
+        for (int64_t e = 0; !args.normalized && e < args.experts; ++e)
+            total += expf(logits[e] - peak);
+        for (int32_t j = 0; j < args.k; ++j) {
+            weights[j] = expf(weights[j] - peak);
+            if (args.normalized) total += weights[j];
+        }
+        for (int32_t j = 0; j < args.k; ++j) weights[j] /= total;
+    }
+}
+
+void group_rows(const GroupArgs& args) {
+    memset(args.starts, 0, sizeof(int32_t) * (size_t)(args.count + 1));
+    for (int64_t i = 0; i < args.rows; ++i) ++args.starts[args.chosen[i] + 1];
+    int32_t used = 0;
+    for (int64_t e = 0; e < args.count; ++e) {
+        if (args.starts[e + 1]) args.active[used++] = (int32_t)e;
+        args.starts[e + 1] += args.starts[e];
+    }
+    args.active[args.count] = used;
+    for (int64_t i = 0; i < args.rows; ++i) {  // starts[e] advances to the start of expert e + 1
+        const int32_t place = args.starts[args.chosen[i]]++;
+        args.places[i] = place;
+        args.tokens[place] = (int32_t)(i / args.k);
+        args.owners[place] = args.chosen[i];
+    }
+    memmove(args.starts + 1, args.starts, sizeof(int32_t) * (size_t)args.count);
+    args.starts[0] = 0;
+}
+
+void add_biases(const BiasArgs& args, int64_t begin, int64_t end) {
+    for (int64_t m = begin; m < end; ++m) {
+        float* x = args.x + m * args.width;
+        const float* bias = args.bias + args.owners[m] * args.width;
+        for (int64_t i = 0; i < args.width; ++i) x[i] += bias[i];
+    }
+}
+
+void combine(const CombineArgs& args, int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+        float* out = args.out + t * args.width;
+        for (int32_t j = 0; j < args.k; ++j) {
+            const float weight = args.weights[t * args.k + j];
+            const float* x = args.x + args.places[t * args.k + j] * args.width;
+            if (j == 0)
+                for (int64_t i = 0; i < args.width; ++i) out[i] = weight * x[i];
+            else
+                for (int64_t i = 0; i < args.width; ++i) out[i] += weight * x[i];
+        }
+    }
+}
+
+void quantize_expert_rows(const KernelTable& kernels, const ExpertsArgs& args, int64_t begin,
+                          int64_t end) {
+    LinearArgs one = args.each;
+    for (int32_t i = 0; i < args.active[args.count]; ++i) {
+        const int32_t expert = args.active[i];
+        const int64_t first = args.starts[expert], last = args.starts[expert + 1];
+        if (first >= end || last <= begin) continue;
+        one.w = args.experts[expert];
+        kernels.quantize(&one, first < begin ? begin : first, least(last, end));
+    }
+}
+
+size_t expert_private_bytes(const ExpertsArgs& args) {
+    const Weight& w = *args.each.w;
+    const int64_t most = args.each.m / args.k;
+    const size_t bytes = linear_private_bytes(w, most, args.each.exact != 0);
+    if (in_integers(args.each)) return bytes;
+    return bytes + sizeof(float) * (size_t)(rows_per_pass(most, w.k * 4) * w.k);
+}
+
+void expert_tiles(const KernelTable& kernels, const ExpertsArgs& args, const ItemRange& share,
+                  uint8_t* scratch) {
+    const int64_t strips = strips_of(*args.each.w);
+    const int64_t used = args.active[args.count] * strips;
+    const int64_t end = least(share.end, used), reach = least(share.reach, used);
+    bool resumed = share.resumed != 0;
+    for (int64_t at = share.begin; at < end;) {
+        const int64_t first = at / strips * strips, next = first + strips;
+        const int32_t* expert = args.active + at / strips;
+        ItemRange own = {at - first, least(end, next) - first, least(reach, next) - first, resumed};
+        if (reach > next) {  // this thread continues with another expert
+            const Weight& after = *args.experts[expert[1]];
+            own.then = after.codes;
+            own.then_end = after.codes + code_bytes(after, least(reach - next, strips));
+        } else {
+            own.then = share.then;
+            own.then_end = share.then_end;
+        }
+        one_expert(kernels, args, args.experts[*expert], args.starts[*expert],
+                   args.starts[*expert + 1], own, scratch);
+        release_strips(args.each.file, *args.experts[*expert], own.begin, own.end);
+        resumed = true;
+        at = next;
+    }
+}

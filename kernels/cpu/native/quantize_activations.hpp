@@ -1,0 +1,75 @@
+// Quantizes activations to 8 bits per 32 values, with a second 8-bit term where 8 bits fit badly; or
+// as the weight's file says (activation_schemes.hpp).
+#pragma once
+
+#include "activation_schemes.hpp"
+
+namespace LEVEL {
+
+static void quantize_block(const float* x, Q8Block* to) {
+    VF peak = zero();
+    for (int i = 0; i < kTileDepth; i += kLanes) peak = max_bits(peak, load(x + i));
+    const float largest = reduce_bits(peak);
+    // With a value that is not finite the scale is NaN, and so are the row's outputs. Below 1e-36 the
+    // reciprocal would overflow: such a block counts as zero.
+    if (largest > 1e-36f && largest <= 0x1.fffffep127f) {
+        to->scale = largest / 127.0f;
+        to_int8(x, 127.0f / largest, to->q, to->half);
+    } else {
+        memset(to, 0, sizeof *to);
+        if (!(largest <= 1e-36f)) to->scale = __builtin_nanf("");
+    }
+    to->sum = to->half[0] + to->half[1];
+}
+
+// Quantizes the residual of a block: x ~ scale * q + (scale / 254) * (the result's q).
+static void quantize_residual(const float* x, const Q8Block& first, Q8Block* to) {
+    const float scale = first.scale / 254.0f;
+    if (!(scale > 1e-36f)) return;  // zero, not a number, or too small to have a reciprocal
+    float rest[kTileDepth];
+    for (int i = 0; i < kTileDepth; ++i) rest[i] = __builtin_fmaf(-first.scale, first.q[i], x[i]);
+    to->scale = scale;
+    to_int8(rest, 1.0f / scale, to->q, to->half);
+    to->sum = to->half[0] + to->half[1];
+}
+
+// The second terms of a row, for blocks whose scale is above the row's root mean square. In the inputs
+// of q, k, v and the head of a language model these are a fifth of the blocks, with 4/5 of the error.
+static void quantize_residuals(const LinearArgs* args, const float* x, const Q8Block* first,
+                               Q8Block* to, uint32_t* residual) {
+    const int64_t k = args->w->k, blocks = args->act.k_blocks, panels = panels_of(blocks);
+    float padded[kTileDepth], total = 0.0f;
+    for (int64_t b = 0; b < blocks; ++b) total += first[b].scale * first[b].scale;
+    memset(to, 0, (size_t)blocks * sizeof *to);
+    for (int64_t c = 0; c < panels; ++c) {
+        const int64_t begin = panel_begin(blocks, c), end = panel_begin(blocks, c + 1);
+        residual[c] = 0;
+        for (int64_t b = begin; b < end; ++b) {
+            if (!(first[b].scale * first[b].scale * (float)blocks > total)) continue;
+            quantize_residual(padded_block(x, k, b, padded), first[b], to + b);
+            residual[c] |= 1u << (b - begin);
+        }
+    }
+}
+
+static void quantize(const LinearArgs* args, int64_t m_begin, int64_t m_end) {
+    const int64_t k = args->w->k, blocks = args->act.k_blocks;
+    float padded[kTileDepth];
+    for (int64_t m = m_begin; m < m_end; ++m) {
+        const float* x = args->x + (args->source ? args->source[m] : m) * k;
+        if (args->act.values) {
+            quantize_to_floats(args->w->scheme, x, k, args->act.values + m * k);
+            continue;
+        }
+        Q8Block* to = args->act.blocks + m * args->terms * blocks;
+        if (args->w->scheme.codes != kUnquantized) {
+            quantize_to_integers(args->w->scheme, x, k, to, args->act.residual + m * panels_of(blocks));
+            continue;
+        }
+        for (int64_t b = 0; b < blocks; ++b) quantize_block(padded_block(x, k, b, padded), to + b);
+        if (args->terms == 2)
+            quantize_residuals(args, x, to, to + blocks, args->act.residual + m * panels_of(blocks));
+    }
+}
+
+}  // namespace LEVEL

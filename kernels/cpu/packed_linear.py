@@ -1,0 +1,155 @@
+"""Matrix products on packed weights: ``native/linear_int.hpp`` and ``native/linear_float.hpp``.
+
+:mod:`.packed_weight` describes how weights are packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import Array, addressof, byref, c_void_p
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from sdk.kernels.backend import Problem
+from sdk.kernels.cpu.elementwise import floats
+from sdk.kernels.cpu.library import EmbeddingArgs, ExpertsArgs, FilePart, LinearArgs, OpKind
+from sdk.kernels.cpu.packed_weight import BLOCK_SOURCES, TILE_DEPTH, Packed, canonical, prepared
+from sdk.kernels.cpu.runtime import NativeRuntime, check
+from sdk.kernels.cpu.weight_memory import WeightMemory
+from sdk.kernels.errors import KernelError
+from sdk.kernels.layouts import TABLE_BITS, Layout, check_layout
+from sdk.kernels.routes import Routes
+
+#: Torch types of plain values.
+_VALUES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """The weights of a layer's experts, the addresses of their views for the library, and the part
+    of a file that holds them."""
+
+    weights: tuple[Packed, ...]
+    addresses: Array[c_void_p]
+    file: FilePart | None
+
+
+class PackedLinear:
+    """See :class:`sdk.kernels.registry.LinearKernel`.
+
+    ``activation_bits`` 8: activations are quantized per 32 values (quantized weights only). 16: in
+    blocks whose scale is above their row's root mean square, the residual is quantized and
+    multiplied too. With both, the values of a table are 8-bit integers (``int8_table``). 32, and
+    always for plain floats: everything is fp32.
+    """
+
+    def __init__(self, runtime: NativeRuntime, memory: WeightMemory, activation_bits: int) -> None:
+        self._runtime = runtime
+        self._memory = memory
+        self._bits = activation_bits
+        self.name = {8: "cpu.linear", 16: "cpu.linear_a16", 32: "cpu.linear_exact"}[activation_bits]
+
+    def reject(self, problem: Problem) -> str | None:
+        if problem.inputs:
+            return f"the file asks for activations in {problem.inputs}"
+        if self._bits < 32 and problem.compute == "exact":
+            return f"quantizes activations to {self._bits} bits, compute is exact"
+        plain = problem.layout in ("dense", "float8")
+        if self._bits < problem.activation_bits and not plain:
+            wanted = problem.activation_bits
+            return f"quantizes activations to {self._bits} bits, {wanted} bits were requested"
+        if problem.layout == "dense":
+            if problem.format not in _VALUES:
+                return f"dense {problem.format}: expected {', '.join(_VALUES)}"
+        elif problem.layout == "float8":
+            if problem.format not in _VALUES[3:]:
+                return f"scaled {problem.format}: expected {', '.join(_VALUES[3:])}"
+        elif problem.layout == "affine":
+            if problem.format == "table":
+                if problem.bits not in TABLE_BITS:
+                    return f"a table of {problem.bits} bits: expected one of {TABLE_BITS}"
+            elif not 2 <= problem.bits <= 8:
+                return f"{problem.bits} bits: expected 2 to 8"
+            if problem.super_group % TILE_DEPTH and problem.super_group < problem.in_features:
+                return f"super group {problem.super_group}: expected a multiple of {TILE_DEPTH}"
+            single = problem.group == 1 and not problem.super_group and problem.format != "table"
+            runs = problem.group % 16 == 0 or (single and self._bits == 32)
+            if not runs and problem.group < problem.in_features:
+                return f"group {problem.group}: expected a multiple of 16 or the whole row"
+        elif problem.layout == "blocks":
+            if problem.format not in BLOCK_SOURCES:
+                return f"block type {problem.format}: expected {', '.join(BLOCK_SOURCES)}"
+        else:
+            return f"layout {problem.layout!r}: expected dense, float8, affine or blocks"
+        return None
+
+    def pack(self, layout: Layout) -> Packed:
+        check_layout(layout)
+        file = self._memory.file
+        start = 0 if file is None else file.used
+        packed, source, row_bytes = prepared(layout, self._memory)
+        status = self._runtime.pack(
+            self._runtime.handle, byref(packed.view), source.data_ptr(), row_bytes
+        )
+        check(status, "pack")
+        return packed if file is None else replace(packed, file=file.part(start))
+
+    def unpack(self, packed: Packed) -> Layout:
+        layout, out, row_bytes = canonical(packed)
+        status = self._runtime.unpack(
+            self._runtime.handle, byref(packed.view), out.data_ptr(), row_bytes
+        )
+        check(status, "unpack")
+        if packed.file is not None and self._memory.file is not None:
+            self._memory.file.release(packed.file)
+        return layout
+
+    def matmul(self, packed: Packed, x: Tensor, out: Tensor) -> None:
+        floats(x, "linear x")
+        self._runtime.run(OpKind.LINEAR, self._arguments(packed, x, out), x.shape[0], "linear")
+
+    def group(self, packed: Sequence[Packed]) -> ExpertWeights:
+        weights = tuple(packed)
+        addresses = (c_void_p * len(weights))(*(addressof(weight.view) for weight in weights))
+        file = self._memory.file
+        part = None if file is None else file.experts([weight.file for weight in weights])
+        return ExpertWeights(weights, addresses, part)
+
+    def matmul_routed(
+        self, group: ExpertWeights, x: Tensor, routes: Routes, by_token: bool, out: Tensor
+    ) -> None:
+        floats(x, "experts x")
+        each = self._arguments(group.weights[0], x, out)
+        each.file = _address(group.file)
+        if by_token:
+            each.source = routes.tokens.data_ptr()
+        pointers = (addressof(group.addresses), routes.starts.data_ptr(), routes.active.data_ptr())
+        args = ExpertsArgs(each, *pointers, len(group.weights), routes.weights.shape[1])
+        self._runtime.run(OpKind.EXPERTS, args, out.shape[0], "experts")
+
+    def _arguments(self, packed: Packed, x: Tensor, out: Tensor) -> LinearArgs:
+        return LinearArgs(
+            w=addressof(packed.view),
+            x=x.data_ptr(),
+            out=out.data_ptr(),
+            out_stride=out.stride(0),
+            exact=self._bits == 32,
+            terms=2 if self._bits == 16 and not packed.view.dense else 1,
+            file=_address(packed.file),
+        )
+
+    def rows(self, packed: Packed, ids: Tensor, out: Tensor) -> None:
+        if ids.dtype != torch.int64:
+            raise KernelError(f"rows: expected int64 ids, found {ids.dtype}")
+        file = _address(packed.file)
+        args = EmbeddingArgs(addressof(packed.view), ids.data_ptr(), out.data_ptr(), file)
+        self._runtime.run(OpKind.EMBEDDING, args, ids.shape[0], "rows")
+
+    def nbytes(self, packed: Packed) -> int:
+        return packed.nbytes
+
+
+def _address(part: FilePart | None) -> int | None:
+    return None if part is None else addressof(part)

@@ -1,0 +1,103 @@
+"""Gemma 2: norms around each block, soft-capped scores and logits, every other layer slides.
+
+Embeddings are scaled by ``sqrt(hidden_size)``; norm weights are stored minus 1. Riviere et al.,
+"Gemma 2" (2024); transformers' modeling_gemma2.py.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from sdk.models.architecture import Architecture, ConfigRules, GgufKeys, GgufRules, TensorRules
+from sdk.models.decoder import MLP, Attention, Decoder, Step
+from sdk.models.sliding import all_but_every
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sdk.kernels.kv_pages import KVPages
+    from sdk.models.layers import Source
+
+
+class Gemma2Layer:
+    """``x += norm(attention(norm(x))); x += norm(mlp(norm(x)))``."""
+
+    attention_type: ClassVar[type[Attention]] = Attention
+
+    def __init__(self, source: Source, path: str, index: int) -> None:
+        self.ops = source.ops
+        self.eps = source.config.rms_norm_eps
+        self.input_norm = source.norm(f"{path}.input_layernorm")
+        self.attention = self.attention_type(source, f"{path}.self_attn", index)
+        self.post_attention_norm = source.norm(f"{path}.post_attention_layernorm")
+        self.pre_mlp_norm = source.norm(f"{path}.pre_feedforward_layernorm")
+        self.mlp = MLP(source, f"{path}.mlp")
+        self.post_mlp_norm = source.norm(f"{path}.post_feedforward_layernorm")
+
+    def __call__(
+        self, delta: Tensor, residual: Tensor, step: Step, pages: KVPages
+    ) -> tuple[Tensor, Tensor]:
+        x, residual = self.ops.add_rms_norm(delta, residual, self.input_norm, self.eps)
+        x = self.attention(x, step, pages)
+        delta = self.ops.rms_norm(x, self.post_attention_norm, self.eps)
+        x, residual = self.ops.add_rms_norm(delta, residual, self.pre_mlp_norm, self.eps)
+        return self.ops.rms_norm(self.mlp(x), self.post_mlp_norm, self.eps), residual
+
+
+class Model(Decoder):
+    """A :class:`sdk.models.decoder.CausalLM`."""
+
+    layer = Gemma2Layer
+
+
+#: The names of tensors in GGUF files, also of Gemma 3.
+GGUF_TENSORS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+
+
+def read_gguf_layers(config: dict[str, Any], keys: GgufKeys, period: int, largest: int) -> None:
+    """The activation, the sliding layers and the attention scale, also of Gemma 3.
+
+    Scores are divided by the square root of the head size, in the 27B models of hidden size /
+    heads. Files do not say which; the number of layers, ``largest``, does.
+    """
+    config["hidden_activation"] = config["hidden_act"] = "gelu_pytorch_tanh"
+    layers = config["num_hidden_layers"]
+    config["layer_types"] = keys.layer_types(layers, window=config["sliding_window"], period=period)
+    config["query_pre_attn_scalar"] = (
+        config["hidden_size"] // config["num_attention_heads"]
+        if layers == largest
+        else config["head_dim"]
+    )
+
+
+def _read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:
+    config["sliding_window"] = config["sliding_window"] or 4096
+    config["attn_logit_softcapping"] = keys.number("attn_logit_softcapping", 50.0)
+    config["final_logit_softcapping"] = keys.number("final_logit_softcapping", 30.0)
+    read_gguf_layers(config, keys, period=2, largest=46)
+
+
+ARCHITECTURE = Architecture(
+    "gemma2",
+    Model,
+    config=ConfigRules(
+        defaults={
+            "head_dim": 256,
+            "query_pre_attn_scalar": 256,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "tie_word_embeddings": True,
+            "hidden_activation": "gelu_pytorch_tanh",
+        },
+        sliding=all_but_every(2),
+        embedding_scale=math.sqrt,
+    ),
+    tensors=TensorRules(norms_minus_one=True),
+    gguf=GgufRules("gemma2", tensors=GGUF_TENSORS, read=_read_gguf),
+    wide_range=True,  # trained in bfloat16
+)

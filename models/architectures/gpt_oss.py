@@ -1,0 +1,86 @@
+"""gpt-oss: experts with biases and a clamped gate, and attention sinks.
+
+Every head has a sink, one more logit that takes probability and gives no value. Every other layer
+slides. OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card" (2025); transformers' modeling_gpt_oss.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sdk.models.architecture import Architecture, ConfigRules, GgufKeys, GgufRules, TensorRules
+from sdk.models.architectures.llama import LlamaLayer
+from sdk.models.config_fields import Fields
+from sdk.models.decoder import Attention, Decoder
+from sdk.models.moe import ExpertMLP
+from sdk.models.sliding import all_but_every
+from sdk.quant.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from sdk.kernels.ops import Activation
+    from sdk.models.layers import Source
+
+
+class SinkAttention(Attention):
+    def __init__(self, source: Source, path: str, index: int) -> None:
+        super().__init__(source, path, index)
+        heads = source.heads
+        sinks = source.vector(f"{path}.sinks", source.config.num_heads)
+        self.sinks = sinks[heads.start : heads.start + heads.count].contiguous()
+
+
+class GptOssLayer(LlamaLayer):
+    attention_type = SinkAttention
+
+    def feed_forward(self, source: Source, path: str, index: int) -> ExpertMLP:
+        return ExpertMLP(source, path, router="router")
+
+
+class Model(Decoder):
+    """A :class:`sdk.models.decoder.CausalLM`."""
+
+    layer = GptOssLayer
+    has_sinks = True
+
+
+def _activation(fields: Fields) -> Activation:
+    for name, expected in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
+        if fields.positive(name, default=expected) != expected:
+            found = fields.values[name]
+            raise UnsupportedError(f"config: {name}: expected {expected}, found {found}")
+    return "clamped_swiglu"
+
+
+def _read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:
+    config["layer_types"] = keys.layer_types(
+        config["num_hidden_layers"], window=config["sliding_window"], period=2
+    )
+    if config["rope_scaling"]:
+        config["rope_scaling"]["truncate"] = False
+
+
+ARCHITECTURE = Architecture(
+    "gpt_oss",
+    Model,
+    config=ConfigRules(
+        defaults={"head_dim": 64, "attention_bias": True},
+        sliding=all_but_every(2),
+        expert_width="intermediate_size",
+        activation=_activation,
+    ),
+    tensors=TensorRules(
+        shapes={"sinks": lambda sizes: (sizes.heads,)},
+        experts_transposed=True,
+        gate_up_interleaved=True,
+    ),
+    gguf=GgufRules(
+        "gpt-oss",
+        tensors={
+            "self_attn.sinks": "attn_sinks",
+            "mlp.router": "ffn_gate_inp",
+            "post_attention_layernorm": "post_attention_norm",
+        },
+        read=_read_gguf,
+        expert_gating=3,
+    ),
+)

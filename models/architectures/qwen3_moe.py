@@ -1,0 +1,67 @@
+"""Qwen 3 with experts: some layers, or all, have a mixture of experts instead of the MLP.
+
+"Qwen3 Technical Report" (2025); transformers' modeling_qwen3_moe.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from sdk.models.architecture import Architecture, ConfigRules, GgufKeys, GgufRules
+from sdk.models.architectures.qwen3 import Qwen3Layer
+from sdk.models.config_fields import Fields
+from sdk.models.decoder import MLP, Decoder
+from sdk.models.moe import ExpertMLP
+from sdk.models.sliding import all_but_every
+from sdk.quant.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from sdk.models.layers import Source
+
+
+class Qwen3MoeLayer(Qwen3Layer):
+    def feed_forward(self, source: Source, path: str, index: int) -> MLP | ExpertMLP:
+        spec = source.config.experts
+        has_experts = spec is not None and spec.layers[index]
+        return ExpertMLP(source, path) if has_experts else MLP(source, path)
+
+
+class Model(Decoder):
+    """A :class:`sdk.models.decoder.CausalLM`."""
+
+    layer = Qwen3MoeLayer
+
+
+def _sliding(fields: Fields, layers: int) -> Sequence[bool]:
+    """All layers, if ``use_sliding_window`` is set."""
+    if not fields.flag("use_sliding_window", default=False):
+        return [False] * layers
+    return all_but_every(1)(fields, layers)
+
+
+def _read_gguf(config: dict[str, Any], keys: GgufKeys) -> None:
+    config["norm_topk_prob"] = True
+
+
+def _write_gguf(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    """llama.cpp assumes experts in every layer and weights of experts that sum to 1."""
+    dense = config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1
+    if dense or not config.get("norm_topk_prob"):
+        raise UnsupportedError(
+            f"{source}: {config['model_type']} is written as a GGUF file only with norm_topk_prob "
+            "and experts in every layer: the file cannot express anything else"
+        )
+    return {}
+
+
+ARCHITECTURE = Architecture(
+    "qwen3_moe",
+    Model,
+    config=ConfigRules(
+        defaults={"norm_topk_prob": False},
+        sliding=_sliding,
+        expert_width="moe_intermediate_size",
+    ),
+    gguf=GgufRules("qwen3moe", read=_read_gguf, write=_write_gguf),
+)

@@ -1,0 +1,50 @@
+"""Which layers have a sliding attention window: by ``layer_types``, else by a model's own rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from sdk.models.config_fields import MAX_LAYERS, MAX_POSITION, Fields
+from sdk.quant.errors import UnsupportedError
+
+#: ``rule(fields, layers)``: for every layer whether it slides, where a config has no
+#: ``layer_types``.
+SlidingRule = Callable[[Fields, int], Sequence[bool]]
+
+
+def no_layer(fields: Fields, layers: int) -> list[bool]:
+    return [False] * layers
+
+
+def all_but_every(period: int) -> SlidingRule:
+    """All layers (1), or all but every ``period``-th. ``sliding_window_pattern`` overrides it."""
+
+    def rule(fields: Fields, layers: int) -> list[bool]:
+        if not fields.values.get("sliding_window"):
+            return [False] * layers
+        every = fields.count("sliding_window_pattern", MAX_LAYERS, default=period)
+        return [every == 1 or (layer + 1) % every != 0 for layer in range(layers)]
+
+    return rule
+
+
+def sliding_windows(fields: Fields, layers: int, rule: SlidingRule) -> tuple[int | None, ...]:
+    """How many tokens each layer sees, itself included; ``None`` for all."""
+    kinds = fields.values.get("layer_types")
+    if kinds is None:
+        sliding = rule(fields, layers)
+    else:
+        if not isinstance(kinds, (list, tuple)) or len(kinds) != layers:
+            found = len(kinds) if isinstance(kinds, (list, tuple)) else kinds
+            fields.fail("layer_types", f"a list of {layers} names", found)
+        unknown = [k for k in kinds if k not in ("full_attention", "sliding_attention")]
+        if unknown:
+            raise UnsupportedError(
+                "config: layer_types: expected full_attention or sliding_attention, "
+                f"found {unknown[0]!r}"
+            )
+        sliding = [kind == "sliding_attention" for kind in kinds]
+    if not any(sliding):
+        return (None,) * layers
+    window = fields.count("sliding_window", MAX_POSITION)
+    return tuple(window if slides else None for slides in sliding)

@@ -1,0 +1,42 @@
+"""The matrices of a layer's routed experts as one weight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from sdk.kernels.bound import BoundExperts
+from sdk.kernels.ops import Ops
+from sdk.kernels.routes import Routes
+from sdk.quant.weight import PackedWeight, StackedWeight, Weight
+
+
+class ExpertWeights(StackedWeight):
+    """Stacked weights of one shape; each token is multiplied by those it is routed to.
+
+    They are bound one by one, so that at most one of them exists twice while a model loads.
+    """
+
+    def __init__(self, parts: Sequence[Weight]) -> None:
+        super().__init__(parts)
+        self._grouped: BoundExperts | None = None
+
+    def bind(self, ops: Ops, activation_bits: int = 8) -> None:
+        super().bind(ops, activation_bits)
+        bound = [part.bound for part in self.parts if isinstance(part, PackedWeight)]
+        if len(bound) == len(self.parts):
+            self._grouped = ops.moe.group(bound)
+
+    def matmul_routed(self, x: Tensor, routes: Routes, *, by_token: bool) -> Tensor:
+        """``[R, out]`` sorted by expert, for x ``[T, in]`` (``by_token``) or ``[R, in]``.
+
+        One product for all experts if their layouts agree, else one per expert.
+        """
+        if self._grouped is not None:
+            return self._grouped.matmul(x, routes, by_token=by_token)
+        assert self._ops is not None, "bind() the weight before matmul_routed()"
+        out = self._ops.empty(routes.tokens.shape[0], self.parts[0].shape[0])
+        for expert, rows, own in routes.parts(x, by_token):
+            self.parts[expert].matmul(own, out[rows])
+        return out

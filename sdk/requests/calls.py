@@ -1,0 +1,162 @@
+"""Runs the requests of ``LLM``'s methods: waits for them, streams them, for threads and asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from sdk.config import ProgressCallback
+from sdk.engine.engine import Output
+from sdk.loading.progress import reporting
+from sdk.outputs import RequestOutput
+from sdk.params import RequestOutputKind, SamplingParams
+from sdk.requests.async_stream import AnswerStream, DeferredJob
+from sdk.requests.conversations import ChatOptions
+from sdk.requests.driver import Driver
+from sdk.requests.job import Job
+from sdk.requests.jobs import JobMaker, once_each, run_jobs
+from sdk.requests.mailboxes import AsyncMailbox, Mailbox
+from sdk.requests.prompts import Prompt, PromptReader
+
+T = TypeVar("T")
+
+
+class Calls:
+    """The calls of one ``LLM``."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        jobs: JobMaker,
+        reader: PromptReader,
+        on_progress: ProgressCallback | None,
+    ) -> None:
+        self._driver = driver
+        self._jobs = jobs
+        self._reader = reader
+        self._on_progress = on_progress
+
+    # ---- batches ---------------------------------------------------------------------------------
+
+    def run(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        priority: int | Sequence[int] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        """Generate for all prompts and wait; the final outputs, in the order of the prompts."""
+        jobs = self._jobs.make(prompts, once_each(params, _final_only), priority=priority)
+        return [as_text(o) for o in self.wait(jobs, "generate", use_tqdm)]
+
+    def wait(self, jobs: Sequence[Job], stage: str, use_tqdm: bool) -> list[Output]:
+        """Run jobs and wait; their last outputs. Reports progress as ``stage``."""
+        bar = use_tqdm and len(jobs) > 1
+        with reporting(stage, "request", self._on_progress, bar=bar) as report:
+            return run_jobs(self._driver, jobs, report)
+
+    async def read_without_blocking(
+        self, prompts: Any, read: Callable[..., T], *arguments: Any
+    ) -> T:
+        """What ``read`` returns. It runs in a thread if ``prompts`` are long, so that the event
+        loop goes on."""
+        self._driver.check_usable()
+        if self._reader.is_short(prompts):
+            return read(*arguments)
+        return await asyncio.to_thread(read, *arguments)
+
+    async def arun(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        priority: int | Sequence[int] | None,
+    ) -> list[RequestOutput]:
+        """:meth:`run` for an event loop."""
+        mailbox = AsyncMailbox()
+        jobs = self._jobs.make(prompts, once_each(params, _final_only), priority=priority)
+        done: dict[str, Output] = {}
+        try:
+            self._driver.submit(jobs, mailbox)
+            while len(done) < len(jobs):
+                output = await mailbox.get()
+                if output.finished:
+                    done[output.request_id] = output
+        except BaseException:
+            self._driver.abort(job.request_id for job in jobs)
+            raise
+        return [as_text(done[job.request_id]) for job in jobs]
+
+    # ---- streams ---------------------------------------------------------------------------------
+
+    def stream(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams | None,
+        priority: int | None,
+        template: Mapping[str, Any],
+    ) -> Iterator[RequestOutput]:
+        """Start one request; its outputs as they come."""
+        job = self._stream_job("stream", prompt, sampling_params, priority, template)
+        pieces = self._pieces(job)
+        next(pieces)  # submits; from here on dropping the iterator, even unread, aborts the request
+        return pieces
+
+    def _pieces(self, job: Job) -> Iterator[Any]:
+        finished, mailbox = False, Mailbox()
+        try:
+            self._driver.submit([job], mailbox)
+            yield None
+            while not finished:
+                output = as_text(mailbox.get())
+                finished = output.finished
+                yield output
+        finally:
+            if not finished:
+                self._driver.abort([job.request_id])
+
+    def astream(
+        self,
+        method: str,
+        prompt: Any,
+        sampling_params: SamplingParams | None,
+        priority: int | None,
+        template: Mapping[str, Any],
+        **how: Any,
+    ) -> AnswerStream:
+        """:meth:`stream` for an event loop; ``how``: see :meth:`_stream_job`."""
+        self._driver.check_usable()
+        ChatOptions.of(method, template)
+        self._jobs.params(sampling_params, 1)
+        make = partial(self._stream_job, method, prompt, sampling_params, priority, template, **how)
+        return AnswerStream(self._driver, DeferredJob(make, at_once=self._reader.is_short(prompt)))
+
+    def _stream_job(
+        self,
+        method: str,
+        prompt: Any,
+        sampling_params: SamplingParams | None,
+        priority: int | None,
+        template: Mapping[str, Any],
+        *,
+        request_id: str | None = None,
+        kind: RequestOutputKind = RequestOutputKind.DELTA,
+    ) -> Job:
+        """The job of one stream. Outputs are of ``kind``, unless the parameters ask for the last
+        one only."""
+        params = self._jobs.params(sampling_params, 1)[0]
+        read = self._reader.read_one(method, prompt, params, template)
+        if params.output_kind is RequestOutputKind.CUMULATIVE:
+            params = params.clone(output_kind=kind)
+        return self._jobs.make([read], [params], priority=priority, request_ids=request_id)[0]
+
+
+def as_text(output: Output) -> RequestOutput:
+    """An output of a request that generates."""
+    assert isinstance(output, RequestOutput)
+    return output
+
+
+def _final_only(params: SamplingParams) -> SamplingParams:
+    return params.clone(output_kind=RequestOutputKind.FINAL_ONLY)

@@ -1,0 +1,40 @@
+"""One request on its way to the engine, and where its outputs go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from sdk.engine.engine import Output
+from sdk.engine.plan import RequestKind
+from sdk.params import SamplingParams
+from sdk.sampling.resolved import ResolvedParams
+from sdk.text.stops import StopStrings
+
+
+class OutputSink(Protocol):
+    """Receives the outputs of requests. The thread that steps calls it: it must return at once."""
+
+    def deliver(self, output: Output) -> bool:
+        """Take one output; ``False`` means nobody reads any more, and aborts the request."""
+
+    def fail(self, request_id: str, error: Exception) -> None:
+        """The request has ended without a final output."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request, ready for the engine."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    prompt: str | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    kind: RequestKind = "generate"
+    arrival_time: float | None = None
+    resolved: ResolvedParams = field(default_factory=ResolvedParams)
+    negative_prompt_token_ids: tuple[int, ...] | None = None
+    stops: StopStrings | None = None
+    result_bytes: int = 0

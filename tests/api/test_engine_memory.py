@@ -1,0 +1,173 @@
+"""An LLM's memory while it lives: trimmed, resized, asleep; measured as the system sees it."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+
+from sdk import LLM, OutOfMemoryError, RequestError, SamplingParams
+from sdk.memory import resolve
+from sdk.memory.machine import release_free_memory
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+MIB = 2**20
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory and no file's."""
+    gc.collect()
+    release_free_memory()
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise LookupError("RssAnon")
+
+
+def prompts(count: int, length: int) -> list[dict[str, list[int]]]:
+    return [
+        {"prompt_token_ids": [3 + (7 * i + 11 * j) % 400 for j in range(length)]}
+        for i in range(count)
+    ]
+
+
+def tokens(llm: LLM, given: list[dict[str, list[int]]]) -> list[list[int]]:
+    outputs = llm.generate(given, GREEDY, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.fixture
+def filled(smollm2: Path) -> LLM:
+    """64 pages of 360 KiB, all of them written."""
+    llm = LLM(smollm2, max_model_len=256, max_num_seqs=4, skip_tokenizer_init=True)
+    tokens(llm, prompts(4, 220))
+    return llm
+
+
+def test_trim_returns_the_memory_of_pages_nobody_uses(filled: LLM) -> None:
+    before = resident()
+    answers = tokens(filled, prompts(2, 40))
+    filled.trim()
+    cache = filled.memory_plan.kv_cache
+    assert cache == 64 * filled.memory_plan.page_bytes == 22.5 * MIB
+    assert before - resident() > 0.9 * cache
+    assert filled.get_metrics()["num_pages_cached"] == 0
+    assert filled.get_metrics()["num_pages"] == 64
+    assert tokens(filled, prompts(2, 40)) == answers
+    filled.close()
+
+
+def test_asleep_an_llm_has_no_cache_or_no_weights_and_wakes_up_the_same(filled: LLM) -> None:
+    answers = tokens(filled, prompts(2, 40))
+    awake = resident()
+    filled.sleep()
+    light = resident()
+    assert awake - light > 0.9 * filled.memory_plan.kv_cache
+    for use in (lambda: filled.generate([5, 6]), filled.step, filled.explain, filled.trim):
+        with pytest.raises(RequestError, match=r"sleeps \(level 1\): call wake_up\(\) first"):
+            use()
+    filled.wake_up()
+    filled.wake_up()  # once is enough
+    assert tokens(filled, prompts(2, 40)) == answers
+    filled.sleep(2)
+    assert awake - resident() > 0.9 * (filled.memory_plan.kv_cache + filled.memory_plan.weights)
+    filled.wake_up()
+    assert tokens(filled, prompts(2, 40)) == answers
+    assert "cpu.linear" in filled.explain()
+    filled.sleep(2)
+    filled.close()
+
+
+def test_who_has_unfinished_requests_does_not_go_to_sleep(tiny_path: Path) -> None:
+    with LLM(tiny_path, max_model_len=64) as llm:
+        [request_id] = llm.enqueue([[5, 6, 7]], GREEDY)
+        with pytest.raises(RequestError, match="unfinished"):
+            llm.sleep()
+        llm.abort(request_id)
+        llm.wait_for_completion()
+        with pytest.raises(RequestError, match="expected level 1 or 2, found 3"):
+            llm.sleep(3)
+        llm.sleep()
+
+
+@pytest.mark.slow
+def test_ranks_of_their_own_processes_sleep_and_wake_up(tiny_path: Path) -> None:
+    with LLM(tiny_path, max_model_len=64, tensor_parallel_size=2, num_threads=2) as llm:
+        answers = tokens(llm, prompts(2, 20))
+        llm.sleep(2)
+        llm.wake_up()
+        assert tokens(llm, prompts(2, 20)) == answers
+
+
+def test_requests_go_on_with_the_same_answers_while_the_cache_shrinks_and_grows(
+    tiny_path: Path,
+) -> None:
+    options = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+    with LLM(tiny_path, **options) as llm:
+        answers = tokens(llm, prompts(4, 30))
+        plan = llm.memory_plan
+        fixed = plan.total - plan.kv_cache
+        llm.reset_prefix_cache()
+        llm.enqueue(prompts(4, 30), GREEDY)
+        for _ in range(3):
+            llm.step()
+        assert llm.get_metrics()["num_running"] == 4
+        smaller = llm.resize(fixed + 5 * plan.page_bytes)
+        assert smaller == llm.memory_plan
+        assert (smaller.num_pages, smaller.budget) == (5, fixed + 5 * plan.page_bytes)
+        assert llm.get_metrics()["num_running"] < 4
+        llm.step()
+        assert llm.resize(plan.total).num_pages == plan.num_pages
+        outputs = llm.wait_for_completion()
+        assert [list(output.outputs[0].token_ids) for output in outputs] == answers
+        assert llm.get_metrics()["num_preemptions"] >= 1
+
+
+def test_a_cache_grows_beyond_what_it_began_with(tiny_path: Path) -> None:
+    page = LLM.plan(tiny_path).page_bytes
+    options = {"max_model_len": 64, "max_num_seqs": 4, "kv_cache_memory_bytes": 5 * page}
+    with LLM(tiny_path, **options) as llm:
+        plan = llm.memory_plan
+        answers = tokens(llm, prompts(4, 30))
+        assert llm.resize("1GiB").num_pages == 16  # four requests of full length
+        llm.enqueue(prompts(4, 30), GREEDY)
+        llm.step()
+        assert llm.get_metrics()["num_running"] == 4
+        outputs = llm.wait_for_completion()
+        assert [list(output.outputs[0].token_ids) for output in outputs] == answers
+        assert plan.num_pages == 5
+
+
+def test_a_size_too_small_for_what_runs_changes_nothing(tiny_path: Path) -> None:
+    with LLM(tiny_path, max_model_len=64, max_num_seqs=4) as llm:
+        plan = llm.memory_plan
+        fixed = plan.total - plan.kv_cache
+        with pytest.raises(OutOfMemoryError, match="leave no room for a KV page: weights"):
+            llm.resize(fixed)
+        with pytest.raises(RequestError, match="resize: expected a size"):
+            llm.resize("much")
+        llm.enqueue(prompts(1, 50), SamplingParams(max_tokens=10, ignore_eos=True))
+        llm.step()
+        with pytest.raises(RequestError, match=r"2 KV pages of 16 tokens; expected 4"):
+            llm.resize(fixed + 2 * plan.page_bytes)
+        assert llm.memory_plan == plan
+        assert llm.get_metrics()["num_pages"] == plan.num_pages
+        assert len(llm.wait_for_completion()[0].outputs[0].token_ids) == 10
+
+
+def test_a_size_larger_than_the_machine_changes_nothing(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(tiny_path, max_model_len=64, max_num_seqs=4, kv_cache_memory_bytes="100KB") as llm:
+        plan = llm.memory_plan
+        with pytest.raises(OutOfMemoryError, match=r"at most the machine's .*, found 1024\.0 TiB"):
+            llm.resize(2**50)
+        monkeypatch.setattr(resolve, "available_memory", lambda: plan.page_bytes)
+        with pytest.raises(
+            OutOfMemoryError, match=r"KiB of new KV pages .* has only 16\.0 KiB left"
+        ):
+            llm.resize("1GiB")
+        assert llm.memory_plan == plan
+        assert llm.get_metrics()["num_pages"] == plan.num_pages
+        assert llm.resize(plan.serving + plan.page_bytes).num_pages == plan.num_pages + 1
