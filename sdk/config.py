@@ -184,9 +184,8 @@ class EngineConfig:
         if not isinstance(value, str | os.PathLike):
             raise RequestError(f"{name}: expected a folder, found {safe_repr(value)}")
         if getattr(self, option) == 0:
-            raise RequestError(
-                f"{name}={safe_repr(os.fspath(value))} needs a {option}: pass one too"
-            )
+            found = safe_repr(os.fspath(value))
+            raise RequestError(f"{name}={found} needs a {option}: pass one too")
         object.__setattr__(self, name, os.fspath(value))
 
     def _check_steps(self) -> None:
@@ -223,9 +222,8 @@ class EngineConfig:
         if not isinstance(keep, list | tuple) or [type(n) for n in keep] != [int, int]:
             raise RequestError(f"kv_keep: expected two numbers of pages, found {safe_repr(keep)}")
         if min(keep) < 0:
-            raise RequestError(
-                f"kv_keep: expected two numbers of at least 0, found {safe_repr(keep)}"
-            )
+            found = safe_repr(keep)
+            raise RequestError(f"kv_keep: expected two numbers of at least 0, found {found}")
         object.__setattr__(self, "kv_keep", tuple(keep))
         if self.kv_cache_dtype != "auto":
             raise RequestError(

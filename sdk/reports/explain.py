@@ -33,9 +33,8 @@ def explain(
     ]
     if config.dtype not in ("auto", str(ops.activations).removeprefix("torch.")):
         lines.append(f"           dtype={config.dtype!r}: activations are at least that precise")
-    lines += [
-        f"           no {name} backend: {reason}" for name, reason in ops.context.declined_backends
-    ]
+    declined = ops.context.declined_backends
+    lines += [f"           no {name} backend: {reason}" for name, reason in declined]
     lines += _steps(runner)
     lines.append(f"sampling   {defaults}")
     lines += [f"memory     {line}" for line in str(plan).splitlines()]

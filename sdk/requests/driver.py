@@ -120,8 +120,8 @@ class Driver:
             for job in jobs:
                 if job.request_id in self._sinks:
                     raise RequestError(
-                        f"request_id: {safe_repr(job.request_id)} belongs to an unfinished request; "
-                        "use another id"
+                        f"request_id: {safe_repr(job.request_id)} belongs to an unfinished "
+                        "request; use another id"
                     )
             if run:
                 self._start()
