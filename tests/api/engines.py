@@ -40,8 +40,7 @@ def settle(llm: LLM) -> None:
     llm.generate(ids(0), SHORT.clone(max_tokens=1))
     with llm._driver._step_lock:
         books(llm).check()
-        queues = books(llm).queues
-        assert queues.num_running == queues.num_waiting == 0
+        assert books(llm).queues.num_running == books(llm).queues.num_waiting == 0
         assert books(llm).pool.num_available == books(llm).pool.capacity
 
 

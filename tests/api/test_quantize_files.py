@@ -145,7 +145,7 @@ def test_a_part_that_is_cut_while_it_is_joined_is_an_error(tmp_path: Path) -> No
     write_part(path, {"a": torch.arange(100)}, {})
     [tensor], _ = read_parts([path])
     os.truncate(path, path.stat().st_size - 100)
-    message = "part: a: 100 bytes of it are missing"
+    message = "part: a: the last 100 bytes are missing"
     with pytest.raises(CheckpointError, match=message), new_file(tmp_path / "out") as out:
         copy_data(tensor, out)
     assert list(tmp_path.iterdir()) == [path], "nothing half-written"

@@ -63,7 +63,7 @@ def test_pages_with_nan_reach_neither_neighbours_nor_the_next_owner(
         llm.step()
         runner = llm._runner()
         assert runner is not None
-        [victim] = [r for r in books(llm)._running if r.request_id == names[1]]
+        [victim] = [r for r in books(llm).queues.running if r.request_id == names[1]]
         pages = list(victim.pages)
         for layer in runner.kv.layers:
             layer.k[pages] = math.nan
@@ -73,7 +73,7 @@ def test_pages_with_nan_reach_neither_neighbours_nor_the_next_owner(
         assert bad.outputs[0].finish_reason == "error" and tokens(bad) == expected[1][:1]
         llm.enqueue([ids(4), ids(5), ids(6)], SHORT)
         llm.step()
-        used = {page for request in books(llm)._running for page in request.pages}
+        used = {page for request in books(llm).queues.running for page in request.pages}
         assert used & set(pages), "the poisoned page is used again"
         assert [tokens(output) for output in llm.wait_for_completion()] == expected[3:]
         assert ask(llm, 2) == [expected[1]], "nothing of the failed request was cached"
@@ -208,7 +208,7 @@ def test_reserved_names_in_chat_template_kwargs_are_refused(
 def test_a_deadline_keeps_what_was_generated(llm: LLM) -> None:
     [expected] = ask(llm, 1)
     late = 0.0
-    books(llm).clock = lambda: time.monotonic() + late
+    books(llm).queues.clock = lambda: time.monotonic() + late
     calls = 0
 
     def pass_time(generated: Any, logits: Any) -> Any:
