@@ -40,7 +40,7 @@ _VERSIONS = {
 
 
 class GroupMemory(NamedTuple):
-    """In bytes: the tightest limit of a process's groups, and the least that one of them has left."""
+    """The tightest limit of a process's groups and the least that one has left, in bytes."""
 
     limit: int
     available: int
