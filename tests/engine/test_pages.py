@@ -132,9 +132,9 @@ def test_misuse_is_refused():
     pool = PagePool(4, 2)
     [page] = pool.acquire((), 1)
     pool.release([page])
-    with pytest.raises(ValueError, match="is released but nobody holds it"):
+    with pytest.raises(ValueError, match="is released but has no owner"):
         pool.release([page])
-    with pytest.raises(ValueError, match="is published but nobody holds it"):
+    with pytest.raises(ValueError, match="is published but has no owner"):
         pool.publish(page, chain([1, 2])[0])
 
 
