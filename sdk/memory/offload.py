@@ -30,22 +30,22 @@ def with_offload(demand: Demand, config: EngineConfig, limits: MemoryLimits) -> 
     if asked == 0:
         return demand
     assert not isinstance(asked, str) or asked == "auto"  # EngineConfig has parsed it
-    out = _excess_bytes(demand, limits) if isinstance(asked, str) else asked
+    nbytes = _excess_bytes(demand, limits) if isinstance(asked, str) else asked
     weights, count = demand.weights, 0
-    out = min(out, weights.movable)
-    if out == 0:
+    nbytes = min(nbytes, weights.movable)
+    if nbytes == 0:
         return demand
     if weights.layers:
-        count, out = _whole_layers(weights.layers, out)
-    late = max(weights.loading - out + weights.packing, weights.early)
-    kept = replace(weights, total=weights.total - out, loading=late)
-    return replace(demand, weights=kept, offloaded=out, layers_away=count)
+        count, nbytes = _whole_layers(weights.layers, nbytes)
+    late = max(weights.loading - nbytes + weights.packing, weights.early)
+    kept = replace(weights, total=weights.total - nbytes, loading=late)
+    return replace(demand, weights=kept, offloaded=nbytes, layers_away=count)
 
 
-def _whole_layers(layers: tuple[int, ...], out: int) -> tuple[int, int]:
-    """The smallest number of layers at the end with at least ``out`` bytes, and their bytes."""
+def _whole_layers(layers: tuple[int, ...], nbytes: int) -> tuple[int, int]:
+    """The smallest number of layers at the end with at least ``nbytes``, and their bytes."""
     count = total = 0
-    while total < out and count < len(layers):
+    while total < nbytes and count < len(layers):
         count += 1
         total += layers[-count]
     return count, total

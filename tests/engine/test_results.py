@@ -72,9 +72,9 @@ def test_prompts_are_scored_at_full_speed_where_nobody_decodes(rig) -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"prompt_logprobs": -1}, ["prompt_logprobs=-1", "399 prompt tokens", "enough for 85 tokens"]),
-        ({"logprobs": -1, "n": 16}, ["logprobs=-1", "16000 tokens of answers", "enough for 85 tokens"]),
-        ({"logprobs": 1024, "n": 2}, ["logprobs=1024", "2000 tokens", "enough for 1310 tokens"]),
+        ({"prompt_logprobs": -1}, ["prompt_logprobs=-1", "399 prompt tokens", "for 85 tokens;"]),
+        ({"logprobs": -1, "n": 16}, ["logprobs=-1", "16000 tokens of answers", "for 85 tokens;"]),
+        ({"logprobs": 1024, "n": 2}, ["logprobs=1024", "2000 tokens", "for 1310 tokens;"]),
         ({"logprobs": 0, "logprob_token_ids": range(4096)}, ["4096 logprob_token_ids"]),
         ({"logprobs": -1, "prompt_logprobs": 600, "max_tokens": 75}, ["together need"]),
     ],

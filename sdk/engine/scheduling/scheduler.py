@@ -86,7 +86,7 @@ class Scheduler:
         self.committer = Committer(config, self.queues, self.prefixes, self._in_flight)
         self._num_tokens = 0  # of the last plan
         self._step_id = self._num_steps = 0
-        #: A repeated request gets a page so many steps before it needs it.
+        #: In repeated batches a request gets a new page this many steps before it needs it.
         self.pages_ahead = 0
         #: Plans that may be in flight: 1, or 2 on a GPU, or the stages of a pipeline.
         self.batches_in_flight = 1
@@ -362,7 +362,7 @@ class Scheduler:
     ) -> int:
         """Put drafts after the tokens that decode, which all have pages by now. Returns how many.
 
-        ``beside``: there are prompts too.
+        ``has_prompts``: prompts need a part of the budget too.
         """
         left = most = budget // 2 if has_prompts else budget
         for index, (request, row) in enumerate(decodes):
