@@ -159,9 +159,7 @@ class Request:
         self.scheduled_ts: float | None = None
         self.first_token_ts: float | None = None
         self.last_token_ts: float | None = None
-        self.events: tuple[
-            RequestEvent, ...
-        ] = ()  # shared with the outputs, never changed in place
+        self.events: tuple[RequestEvent, ...] = ()  # shared with the outputs, so never changed
 
     def _make_negative(self, negative_prompt_token_ids: Sequence[int]) -> Request:
         negative = Request(
