@@ -90,7 +90,7 @@ def test_the_disk_is_proposed_last_and_named_as_slow(smollm2: Path) -> None:
     last = plan.alternatives[-1]
     assert dict(last.options) == {"disk_offload": "auto"}
     assert last.plan.fits and last.loss == 0 and last.keeps_limits
-    assert "disk_offload='auto' needs" in plan.problem and "tokens/s where a disk" in plan.problem
+    assert "disk_offload='auto' needs" in plan.problem and "tokens/s with a disk" in plan.problem
     assert not any("disk_offload" in other.options for other in plan.alternatives[:-1])
 
 
