@@ -1,17 +1,17 @@
-"""How the pages of a KV ladder are named: see :class:`sdk.kernels.kv_pages.KVPages`."""
+"""The page ids of a tiered KV cache: see :class:`sdk.kernels.kv_pages.KVPages`."""
 
 from __future__ import annotations
 
-#: Tokens of a page: what native attention multiplies at once, and so of one type.
+#: Tokens of a page. Native attention computes this many keys at once, so they need one type.
 LADDER_PAGE_SIZE = 128
 MAX_LEVELS = 3
-#: Of each request, pages at its beginning and full ones at its end that keep their type.
+#: How many pages at a request's beginning, and full ones at its end, stay in their tier.
 KEPT_PAGES = (1, 0)
 _LEVEL_SHIFT = 28
 
 
 def page_id(level: int, index: int) -> int:
-    """How page tables name page ``index`` of a level, 0 being the first."""
+    """The id in page tables of page ``index`` of a level; 0 is the first."""
     return index | level << _LEVEL_SHIFT
 
 

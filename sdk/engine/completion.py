@@ -11,7 +11,7 @@ from operator import attrgetter
 
 from sdk.engine.plan import Sampled
 from sdk.engine.scheduling.request import Request, RequestStatus
-from sdk.engine.scheduling.results import ResultRoom
+from sdk.engine.scheduling.results import ResultReservation
 from sdk.logprobs import Texts
 from sdk.outputs import (
     CompletionOutput,
@@ -187,7 +187,7 @@ class Generation:
         self.params = params
         self.arrival_time = arrival_time
         self.completions: list[Completion] = []
-        self.results: ResultRoom | None = None
+        self.results: ResultReservation | None = None
         self._kind = params.output_kind
         if params.num_answers > params.n:  # the best answers are known only at the end
             self._kind = RequestOutputKind.FINAL_ONLY

@@ -16,7 +16,7 @@ from sdk.engine.completion import Completion, Generation, is_watched
 from sdk.engine.plan import RequestKind
 from sdk.engine.scheduling.queues import RequestUpdate
 from sdk.engine.scheduling.request import Request
-from sdk.engine.scheduling.results import ResultRoom
+from sdk.engine.scheduling.results import ResultReservation
 from sdk.engine.scheduling.scheduler import Scheduler
 from sdk.errors import EngineClosedError, EngineDeadError, RequestError
 from sdk.executors.base import Executor
@@ -106,7 +106,7 @@ class Engine:
         children = self._fan_out(request_id, params, kind)
         arrival = self.scheduler.queues.clock() if arrival_time is None else arrival_time
         generation = Generation(request_id, prompt_text, prompt_token_ids, params, arrival)
-        generation.results = ResultRoom(result_bytes) if result_bytes else None
+        generation.results = ResultReservation(result_bytes) if result_bytes else None
         requests = [
             Request(
                 child_id,

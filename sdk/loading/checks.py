@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from sdk.config import EngineConfig
-from sdk.engine.pages.disk_space import disk_folder, room_problem
+from sdk.engine.pages.disk_space import disk_folder, disk_space_problem
 from sdk.errors import CheckpointError, OutOfMemoryError, RequestError, UnsupportedError
 from sdk.loading.sampling_defaults import sampling_defaults
 from sdk.memory.machine import available_memory
@@ -102,7 +102,7 @@ def _offload_shortage(config: EngineConfig, made: MemoryPlan) -> str:
         folder = disk_folder(config.disk_offload_path)
     except OutOfMemoryError as error:
         return str(error)
-    return room_problem("disk_offload", folder, made.offloaded, "weights")
+    return disk_space_problem("disk_offload", folder, made.offloaded, "weights")
 
 
 def _swap_shortage(config: EngineConfig, made: MemoryPlan) -> str:
@@ -116,7 +116,7 @@ def _swap_shortage(config: EngineConfig, made: MemoryPlan) -> str:
             f"{format_bytes(made.page_bytes)}, found {format_bytes(swap)}"
         )
     if config.swap_path is not None:
-        return room_problem("swap_path", config.swap_path, swap, "swap space")
+        return disk_space_problem("swap_path", config.swap_path, swap, "swap space")
     free = available_memory()
     if made.total + swap <= free:
         return ""

@@ -15,11 +15,11 @@ from sdk.config import EngineConfig
 from sdk.engine.engine import Engine
 from sdk.engine.pages.disk_space import disk_folder
 from sdk.engine.pages.elastic import ElasticPages
-from sdk.engine.pages.kept_prefixes import KeptPrefixes
+from sdk.engine.pages.prefix_store import PrefixStore
 from sdk.engine.rank.kv_cache import kv_spec
 from sdk.engine.rank.runner import ModelRunner
 from sdk.engine.rank.runner_config import RunnerConfig
-from sdk.engine.scheduling.results import ResultLimit
+from sdk.engine.scheduling.results import ResultBudget
 from sdk.engine.scheduling.scheduler import Scheduler
 from sdk.engine.scheduling.scheduler_config import SchedulerConfig
 from sdk.executors.local import LocalExecutor
@@ -58,7 +58,7 @@ class Loaded:
 
     engine: Engine
     executor: LocalExecutor[ModelRunner] | ProcessExecutor[ModelRunner]
-    kept: KeptPrefixes
+    kept: PrefixStore
     elastic: ElasticPages
     lease: Lease | None
     model_key: ModelKey
@@ -72,7 +72,7 @@ class Loaded:
     warnings: tuple[str, ...]
     kv_scales: int
     runner_device: str
-    results: ResultLimit
+    results: ResultBudget
 
     @property
     def runner(self) -> ModelRunner:
@@ -122,7 +122,7 @@ def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
             overrides=config.hf_overrides or {},
         )
         key = current_key()  # after the load: 1 ms, but up to 60 ms before the file is in memory
-        results = ResultLimit.of(memory.total, vocab_size := model.vocab_size)
+        results = ResultBudget.for_plan(memory.total, vocab_size := model.vocab_size)
         scheduler = Scheduler(_scheduler_config(config, runner_config, memory, eos, results))
         scheduler.pages_ahead, scheduler.batches_in_flight = executor.runner.ahead
         engine = Engine(scheduler, executor, tokenizer, vocab_size=vocab_size, seed=config.seed)
@@ -133,7 +133,7 @@ def load(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Loaded:
         executor=executor,
         elastic=ElasticPages(scheduler, executor),
         lease=lease,
-        kept=KeptPrefixes(scheduler, executor, spec),
+        kept=PrefixStore(scheduler, executor, spec),
         model_key=key,
         current_key=current_key,
         tokenizer=tokenizer,
@@ -153,7 +153,7 @@ def _scheduler_config(
     runner: RunnerConfig,
     memory: MemoryPlan,
     eos: frozenset[int],
-    results: ResultLimit,
+    results: ResultBudget,
 ) -> SchedulerConfig:
     return SchedulerConfig(
         num_pages=runner.num_pages,

@@ -1,1 +1,1 @@
-"""What an engine occupies: planned from headers, fitted to a budget, lent, moved and given back."""
+"""The memory of an engine: planned from file headers, fitted to a budget, shared and returned."""

@@ -1,8 +1,8 @@
-"""Plans of engines; what to change where one does not fit, and what that is expected to cost.
+"""Alternatives to a plan that does not fit: what to change, and the expected loss.
 
-Every combination of a weight format, a type of the KV cache, smaller limits and, on a GPU, steps
-that are not recorded is planned as the engine would plan it; those that fit are ranked by what they
-keep and then by what they lose.
+Every combination of a weight scheme, a KV cache type, smaller limits and, on a GPU, steps that are
+not recorded is planned as the engine would plan it. Those that fit are ranked: first those that
+keep the limits, then by expected loss.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from sdk.quant.errors import QuantizationError
 from sdk.quant.online import FLOATS, is_in_block, online_quantized, online_scheme
 from sdk.quant.rewritten_checkpoint import RewrittenCheckpoint
 
-#: Alternatives a plan names at most.
-_MOST = 8
+#: The most alternatives that a plan lists.
+_MAX_ALTERNATIVES = 8
 #: Few requests and tokens of a step, and a short context.
-_FEW: Mapping[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
-_SHORT = 256
-#: A context that a larger budget is named for where none was asked for.
-_USUAL = 2048
-#: Of what is free now so much is free a moment later too.
-_STEADY = 0.98
+_SMALL_LIMITS: Mapping[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
+_SHORT_CONTEXT = 256
+#: A larger budget is suggested for a context of at most this many tokens.
+_USUAL_CONTEXT = 2048
+#: Share of the memory free now that is assumed to be free a moment later.
+_STILL_FREE = 0.98
 
 
 def plan(config: EngineConfig) -> MemoryPlan:
-    """The memory plan of ``config``, with what would fit in its place where it does not."""
+    """The memory plan of ``config``, with alternatives if it does not fit."""
     checkpoint = open_model(config)
     try:
         made = _loadable(config, checkpoint, plan_for(config, checkpoint))
@@ -58,7 +58,7 @@ def plan(config: EngineConfig) -> MemoryPlan:
 def planned_config(
     plan: MemoryPlan | None, model: str | os.PathLike[str] | None, **options: Any
 ) -> EngineConfig:
-    """The options of an engine from its caller's, or from a plan, in whose limits it then stays.
+    """The options of an engine, from keywords or from a plan, whose limits it then keeps.
 
     :raises TypeError: both are given, or neither.
     :raises OutOfMemoryError: the plan does not fit.
@@ -69,11 +69,11 @@ def planned_config(
         return engine_config(model, **options)
     if model is not None or options:
         raise TypeError(
-            f"LLM(plan=...) takes model and options from the plan, found "
-            f"{', '.join(['a model'] * (model is not None) + list(options))} besides"
+            f"LLM(plan=...) takes model and options from the plan, found also "
+            f"{', '.join(['a model'] * (model is not None) + list(options))}; remove them"
         )
     if plan.config is None:
-        raise TypeError("plan: expected what LLM.plan() returned, found one without options")
+        raise TypeError("plan: expected a plan from LLM.plan(), found one without options")
     if not plan.fits:
         raise OutOfMemoryError(plan.problem)
     limits: dict[str, Any] = {
@@ -81,7 +81,7 @@ def planned_config(
         "kv_cache_memory_bytes": plan.kv_cache,
     }
     for name in ("disk_offload", "cpu_offload"):
-        if getattr(plan.config, name):  # "auto" would look at what memory there is now
+        if getattr(plan.config, name):  # "auto" would depend on the memory free now
             limits[name] = plan.offloaded
     if not plan.offloaded:
         limits["disk_offload_path"] = None
@@ -91,8 +91,8 @@ def planned_config(
 def checked_plan(config: EngineConfig, checkpoint: Checkpoint) -> MemoryPlan:
     """The plan of an engine about to be loaded.
 
-    :raises OutOfMemoryError: with the sums and what would help, where it is too large for its
-        budget or for what the machine can give now.
+    :raises OutOfMemoryError: the plan exceeds its budget or the memory that is free now; the
+        message has the breakdown and what would help.
     """
     made, pool = plan_for(config, checkpoint), config.memory
     if isinstance(pool, MemoryPool) and not made.fits:
@@ -109,9 +109,9 @@ def checked_plan(config: EngineConfig, checkpoint: Checkpoint) -> MemoryPlan:
 
 
 def _loadable(config: EngineConfig, checkpoint: Checkpoint, made: MemoryPlan) -> MemoryPlan:
-    """The plan; where it cannot be loaded now, with its problem and what would help.
+    """The plan; if it cannot be loaded now, with its problem and what would help.
 
-    :raises SdkError: no other amount of memory would help, see :func:`check_options`.
+    :raises SdkError: more memory would not help, see :func:`check_options`.
     """
     check_options(config, checkpoint, made)
     if made.fits:
@@ -124,14 +124,14 @@ def _loadable(config: EngineConfig, checkpoint: Checkpoint, made: MemoryPlan) ->
 def _with_help(made: MemoryPlan, config: EngineConfig, checkpoint: Checkpoint) -> MemoryPlan:
     others: tuple[Alternative, ...] = ()
     slow: tuple[Alternative, ...] = ()
-    whole = made.kv_tokens >= made.max_model_len  # as planned it holds what was asked for
+    whole = made.kv_tokens >= made.max_model_len  # the plan holds what was asked for
     helps: list[str] = []
-    if whole and made.total <= (made.budget or 0):  # it is the machine that has less
+    if whole and made.total <= (made.budget or 0):  # the machine has less than the budget
         helps = list(_smaller_budget(config, checkpoint, made))
     if not helps:
         others = alternatives(config, checkpoint, made)
         slow = _offloaded(config, checkpoint)
-        helps = [*map(str, others[:3]), *_always(config, checkpoint, made), *map(str, slow)]
+        helps = [*map(str, others[:3]), *_general_help(config, checkpoint, made), *map(str, slow)]
     lines = [f"  {line}" for line in helps]
     problem = "\n".join([made.problem, "what would help:", *lines] if lines else [made.problem])
     return replace(made, alternatives=(*others, *slow), problem=problem)
@@ -140,17 +140,17 @@ def _with_help(made: MemoryPlan, config: EngineConfig, checkpoint: Checkpoint) -
 def _smaller_budget(
     config: EngineConfig, checkpoint: Checkpoint, made: MemoryPlan
 ) -> Iterator[str]:
-    """A budget that the machine has, if these limits can do with it."""
-    left, needed = int(available_to(config) * _STEADY) >> 20, -(-made.total // 2**20)
+    """A budget that the machine has, if it is enough for these limits."""
+    left, needed = int(available_to(config) * _STILL_FREE) >> 20, -(-made.total // 2**20)
     budget = f"{min(left, needed)}MiB"
     if plan_for(replace(config, memory=budget), checkpoint).fits:
-        which = "is free now" if left < needed else "is all that these limits use"
+        which = "is free now" if left < needed else "is all that these limits need"
         yield f"memory={budget!r} {which}"
 
 
 def _offloaded(config: EngineConfig, checkpoint: Checkpoint) -> tuple[Alternative, ...]:
-    """As it was asked, with weights that do not fit left on the disk (of a GPU: with the host):
-    nothing is lost but time, so it comes last."""
+    """The plan as asked for, with the weights that do not fit on disk (for a GPU: in host memory).
+    It costs only time, but a lot, so it comes last."""
     name = "cpu_offload" if config.device == "cuda" else "disk_offload"
     options: dict[str, Any] = {name: "auto"}
     tried = replace(config, **options)
@@ -163,8 +163,8 @@ def _offloaded(config: EngineConfig, checkpoint: Checkpoint) -> tuple[Alternativ
 
 
 def expected_losses() -> tuple[dict[str, float], dict[str, float]]:
-    """Nats by weight scheme and by type of the KV cache: means of the models measured."""
-    # Also from inside a zip file; importlib.resources wants an __init__.py beside the data.
+    """Nats by weight scheme and by KV cache type: means of the measured models."""
+    # Works inside a zip file too; importlib.resources needs an __init__.py next to the data.
     table = json.loads(get_data(schemes.__name__, "expected_loss.json") or b"")
     weights, kv = (
         {name: fmean(row["kld"].values()) for name, row in table[part].items() if row["kld"]}
@@ -176,7 +176,7 @@ def expected_losses() -> tuple[dict[str, float], dict[str, float]]:
 def alternatives(
     config: EngineConfig, checkpoint: Checkpoint, asked: MemoryPlan
 ) -> tuple[Alternative, ...]:
-    """What fits in the place of ``asked``, best first; nothing that another beats in everything."""
+    """What fits instead of ``asked``, best first, without those that another one dominates."""
     fitting = list(_fitting(config, checkpoint, asked))
     fitting.sort(
         key=lambda one: (
@@ -188,13 +188,13 @@ def alternatives(
     )
     chosen: list[Alternative] = []
     for one in fitting:
-        if not any(_is_no_worse(known, one) for known in chosen):
+        if not any(_is_at_least_as_good(known, one) for known in chosen):
             chosen.append(one)
-    return tuple(chosen[:_MOST])
+    return tuple(chosen[:_MAX_ALTERNATIVES])
 
 
-def _is_no_worse(known: Alternative, one: Alternative) -> bool:
-    """Whether there is no reason to take ``one`` in the place of ``known``."""
+def _is_at_least_as_good(known: Alternative, one: Alternative) -> bool:
+    """Whether ``one`` has no advantage over ``known``."""
     return (
         known.loss <= one.loss
         and known.keeps_limits >= one.keeps_limits
@@ -222,10 +222,10 @@ def _fitting(
                 own["kv_cache_dtype"] = dtype
                 if config.kv_policy is not None:
                     own["kv_policy"] = None
-                if config.kv_keep != KEPT_PAGES:  # says nothing without a policy
+                if config.kv_keep != KEPT_PAGES:  # it has no effect without a policy
                     own["kv_keep"] = KEPT_PAGES
             if few:
-                own |= _few(config)
+                own |= _small_limits(config)
             tried = replace(config, **own)
             if short:
                 tried = replace(tried, max_model_len=None)
@@ -245,7 +245,7 @@ def _fitting(
 def _schemes(
     config: EngineConfig, checkpoint: Checkpoint, losses: Mapping[str, float]
 ) -> Iterator[str | None]:
-    """None for as it was asked, then what can pack this model while it is loaded."""
+    """``None`` (no change), then the schemes that can quantize this model while it is loaded."""
     yield None
     entries = checkpoint.entries()
     if not any(is_in_block(entry) and entry.format in FLOATS for entry in entries):
@@ -255,62 +255,64 @@ def _schemes(
             scheme = online_scheme(name)
             for entry in filter(is_in_block, entries):
                 scheme.check(entry.name, entry.shape[-1])
-        except QuantizationError:  # it makes a file, or its groups do not fit these rows
+        except QuantizationError:  # it only writes files, or its groups do not fit these rows
             continue
         if name != config.quantization:
             yield name
 
 
-def _few(config: EngineConfig) -> dict[str, Any]:
-    """Limits that take little workspace, none above what is asked for."""
-    return {name: min(few, getattr(config, name)) for name, few in _FEW.items()}
+def _small_limits(config: EngineConfig) -> dict[str, Any]:
+    """Limits with a small workspace, none above what was asked for."""
+    return {name: min(small, getattr(config, name)) for name, small in _SMALL_LIMITS.items()}
 
 
-def _always(config: EngineConfig, checkpoint: Checkpoint, asked: MemoryPlan) -> Iterator[str]:
-    """What helps whatever the model: a larger budget, or smaller weights."""
+def _general_help(config: EngineConfig, checkpoint: Checkpoint, asked: MemoryPlan) -> Iterator[str]:
+    """What helps for any model: a larger budget, or smaller weights."""
     context = config.max_model_len or model_config(config, checkpoint).max_position
-    usual = _enough(config, checkpoint, {"max_model_len": min(context, _USUAL)})
-    few = _enough(config, checkpoint, {"max_model_len": min(context, _SHORT), **_few(config)})
+    usual = _smallest_budget(config, checkpoint, {"max_model_len": min(context, _USUAL_CONTEXT)})
+    few = _smallest_budget(
+        config, checkpoint, {"max_model_len": min(context, _SHORT_CONTEXT), **_small_limits(config)}
+    )
     if usual is not None:
-        yield usual.said(config)
+        yield usual.describe(config)
     if few is not None and (usual is None or few.plan.total < usual.plan.total):
-        yield few.said(config)
+        yield few.describe(config)
     least = few or usual
     if least is not None:
-        room = (asked.budget or available_to(config)) - (least.plan.total - least.plan.weights)
-        if 0 < room < least.plan.weights:
+        left = (asked.budget or available_to(config)) - (least.plan.total - least.plan.weights)
+        if 0 < left < least.plan.weights:
             limits = least.text(config, least.limits)
-            yield f"a model whose weights take at most {format_bytes(room)}, with {limits}"
+            yield f"a model whose weights take at most {format_bytes(left)}, with {limits}"
     if asked.tokenizer:
-        silent = replace(config, skip_tokenizer_init=True)
-        if plan_for(silent, checkpoint).fits:
+        without = replace(config, skip_tokenizer_init=True)
+        if plan_for(without, checkpoint).fits:
             yield "skip_tokenizer_init=True is enough: token ids in, token ids out"
 
 
 @dataclass(frozen=True, slots=True)
 class _Budget:
-    """A budget that holds one request within ``limits``, and the plan that it is for."""
+    """A budget that is enough for one request within ``limits``, and its plan."""
 
     budget: str
     limits: Mapping[str, Any]
     plan: MemoryPlan
 
-    def said(self, config: EngineConfig) -> str:
+    def describe(self, config: EngineConfig) -> str:
         changed = self.text(config, self.limits)
         return f"memory={self.budget!r} is enough" + (f" with {changed}" if changed else "")
 
     @staticmethod
     def text(config: EngineConfig, limits: Mapping[str, Any]) -> str:
-        """Those of ``limits`` that are not as in ``config``."""
+        """The ``limits`` that differ from ``config``."""
         changed = (name for name in limits if limits[name] != getattr(config, name))
         return ", ".join(f"{name}={limits[name]!r}" for name in changed)
 
 
-def _enough(
+def _smallest_budget(
     config: EngineConfig, checkpoint: Checkpoint, limits: Mapping[str, Any]
 ) -> _Budget | None:
-    """The smallest budget for ``limits``; None where this machine does not have as much."""
-    if not config.enable_chunked_prefill:  # a step holds a whole prompt
+    """The smallest budget for ``limits``; ``None`` if it is more than this machine has."""
+    if not config.enable_chunked_prefill:  # a step runs a whole prompt
         tokens = max(config.max_num_batched_tokens, limits["max_model_len"])
         limits = {**limits, "max_num_batched_tokens": tokens}
     made = plan_for(replace(config, **limits, memory=None, kv_cache_memory_bytes=1), checkpoint)

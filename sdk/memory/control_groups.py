@@ -1,8 +1,8 @@
-"""What the control groups of this process leave it of a machine's memory: a container's limit.
+"""The memory limits of the control groups of this process, which containers use.
 
-Each group on the way up to the mounted root may have a limit of its own, and the tightest one
-counts. Of what a group uses its file pages are as good as free, since the system drops them before
-it kills anybody. ``memory.high`` counts as a limit: beyond it a process is slowed until it stands.
+Each group up to the mounted root may have its own limit, and the tightest one counts. A group's
+file pages count as free, because the system drops them before it kills a process. ``memory.high``
+counts as a limit, because the system slows a process down to a halt beyond it.
 Sources: cgroups(7), proc(5), the kernel's cgroup-v2.rst (memory.max, memory.high, memory.current)
 and cgroup-v1/memory.rst (memory.limit_in_bytes, memory.usage_in_bytes).
 """
@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-#: Version 1 says "no limit" as the largest number of pages, near 2**63.
+#: Version 1 expresses "no limit" as the largest number of pages, near 2**63.
 _NO_LIMIT = 2**60
 
 
 class _Files(NamedTuple):
-    """Where a version of the interface keeps its numbers."""
+    """The files in which a version of the interface has its numbers."""
 
     limits: tuple[str, ...]
     used: str
@@ -40,14 +40,14 @@ _VERSIONS = {
 
 
 class GroupMemory(NamedTuple):
-    """Bytes: the tightest limit of a process's groups, and the least that one of them has left."""
+    """The tightest limit of a process's groups and the least that one has left, in bytes."""
 
     limit: int
     available: int
 
 
 def group_memory(root: Path = Path("/")) -> GroupMemory | None:
-    """``None``: nothing limits this process. ``root`` is the folder that holds proc and sys."""
+    """``None``: this process has no limit. ``root`` is the folder that contains proc and sys."""
     every = (_memory(folder, files) for folder, files in _groups(root))
     found = [memory for memory in every if memory is not None]
     if not found:
@@ -64,7 +64,7 @@ def _groups(root: Path) -> Iterator[tuple[Path, _Files]]:
             continue
         top = root / fields[4].lstrip("/")
         below = PurePosixPath(path)
-        # A container sees a part of the tree, whose root need not be the group of this process.
+        # A container sees a part of the tree. Its root need not be the group of this process.
         inside = below.is_relative_to(fields[3]) and ".." not in below.parts
         folder = top / below.relative_to(fields[3]) if inside else top
         for group in (folder, *folder.parents):
@@ -74,7 +74,7 @@ def _groups(root: Path) -> Iterator[tuple[Path, _Files]]:
 
 
 def _own_groups(root: Path) -> Iterator[tuple[str, str]]:
-    """(type of file system, path of the group) of the hierarchies that may count memory."""
+    """(type of file system, path of the group) of the hierarchies that may limit memory."""
     for line in _lines(root / "proc" / "self" / "cgroup"):
         _, controllers, path = line.split(":", 2)
         if not controllers:
@@ -84,7 +84,7 @@ def _own_groups(root: Path) -> Iterator[tuple[str, str]]:
 
 
 def _mounts(root: Path) -> Iterator[tuple[list[str], str]]:
-    """Where those are mounted: the fields of mountinfo (3: root, 4: mount point), and the type."""
+    """Their mounts: the fields of mountinfo (3: root, 4: mount point), and the type."""
     for line in _lines(root / "proc" / "self" / "mountinfo"):
         before, _, after = line.partition(" - ")
         kind, _, options = after.split(" ", 2)
@@ -93,7 +93,7 @@ def _mounts(root: Path) -> Iterator[tuple[list[str], str]]:
 
 
 def _memory(folder: Path, files: _Files) -> GroupMemory | None:
-    """One group's; ``None`` where it has no limit."""
+    """The memory of one group; ``None`` if it has no limit."""
     texts = [text for name in files.limits for text in _lines(folder / name)]
     limit = min((int(text) for text in texts if text.isdigit()), default=_NO_LIMIT)
     if limit >= _NO_LIMIT:
@@ -105,7 +105,7 @@ def _memory(folder: Path, files: _Files) -> GroupMemory | None:
 
 
 def _lines(path: Path) -> list[str]:
-    """None where there is no such file, as on other systems, or it may not be read."""
+    """A file's lines; none if it does not exist, as on other systems, or cannot be read."""
     try:
         return path.read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""What a memory plan is made from, and the arithmetic of a step's workspace."""
+"""The inputs of a memory plan, and the arithmetic of a step's workspace."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ if TYPE_CHECKING:
     from sdk.models.config import ModelConfig
 
 #: The engine, its threads and Python objects, and the unused ends of huge pages: 7 to 12 MiB were
-#: measured with 1 to 32 requests. Plus bytes per word of the vocabulary, whose list is read once.
+#: measured with 1 to 32 requests. In addition, bytes per vocabulary entry: the list is read once.
 ENGINE_BYTES = 9 * 2**20
 ENGINE_WORD_BYTES = 36
-#: A tokenizer's bytes per word: 17 MiB for 49,152 words, 49 MiB for 262,144.
+#: A tokenizer's bytes per vocabulary entry: 17 MiB for 49,152 entries, 49 MiB for 262,144.
 TOKENIZER_WORD_BYTES = 160
 TOKENIZER_BYTES = 8 * 2**20
-#: At most this much for logits other than those that a step samples, see :func:`scored_rows`.
+#: At most this much for logits other than those that a step samples from: see :func:`scored_rows`.
 SCORED_BYTES = 8 * 2**20
 _SCORED_ROWS = 128
 
@@ -44,12 +44,12 @@ class WeightBytes:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a plan is made from: weights, model and limits. Bytes, if nothing else is said.
+    """The inputs of a plan: weights, model and limits. In bytes, unless stated otherwise.
 
     ``weights`` exclude the ``offloaded`` bytes; ``layers_away`` is the number of offloaded layers
-    (GPU). ``page_bytes``: one page of the KV cache, all layers and ranks. ``activation_bytes``: of
-    one number that a kernel hands to the next. ``captured_tokens``: tokens of the largest step that
-    a GPU records, or 0. ``scratch``: what a GPU's kernels need in a step.
+    (GPU). ``page_bytes``: one page of the KV cache, all layers and ranks. ``activation_bytes``: one
+    value that a kernel passes to the next. ``captured_tokens``: tokens of the largest step that a
+    GPU records, or 0. ``scratch``: what a GPU's kernels need in a step.
     """
 
     weights: WeightBytes
@@ -74,8 +74,8 @@ class Demand:
 
 
 def scored_rows(vocab_size: int) -> int:
-    """Rows of logits in addition to those that a step samples: of a prompt or a benchmark that is
-    scored, or copies for logits processors."""
+    """Rows of logits in addition to those that a step samples from: of scored prompts or
+    benchmarks, or copies for logits processors."""
     return min(_SCORED_ROWS, max(SCORED_BYTES // (4 * vocab_size), 1))
 
 
@@ -99,8 +99,8 @@ def workspace_bytes(demand: Demand, seqs: int, tokens: int) -> int:
 
 
 def scratch_bytes(demand: Demand, seqs: int, tokens: int, context: int) -> int:
-    """What a GPU's kernels need in the largest step, and in the largest recorded step: its graphs
-    keep a pool of their own."""
+    """What a GPU's kernels need in the largest step, plus the largest recorded step, because graphs
+    have a separate memory pool."""
     if demand.scratch is None:
         return 0
     rows = min(max(seqs, scored_rows(demand.model.vocab_size)), tokens)

@@ -32,7 +32,7 @@ class EngineMemory:
         if self._lease is not None:
             driver.lease, driver.give_back = self._lease, self._give_back
             self._lease.reclaim = self._reclaim
-            self._pages.lender = self._borrow
+            self._pages.on_shortage = self._borrow
 
     # Lending
 
@@ -123,7 +123,7 @@ class EngineMemory:
             if level == 2:
                 self._executor.stop()
             else:
-                self._elastic.rest()
+                self._elastic.sleep()
             self._level = level
 
         self._driver.sleep(rest, f"this LLM sleeps (level {level}): call wake_up() first")

@@ -1,4 +1,4 @@
-"""From a demand and limits to pages and a context length, or to the sums that do not fit."""
+"""Computes pages and a context length from a demand and limits, or explains what is too large."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ def plan_memory(
     max_model_len: int | None,
     available: int,
 ) -> MemoryPlan:
-    """Turn a demand and the user's limits into pages and a context length.
+    """Compute pages and a context length from a demand and the user's limits.
 
-    ``budget`` bounds everything together, ``kv_budget`` the KV alone. Without ``max_model_len`` the
-    context is the model's own, or what the KV can hold if that is less. A plan that does not fit
-    says so in ``problem``, with the sums.
+    ``budget`` limits everything together, ``kv_budget`` the KV cache alone. Without
+    ``max_model_len`` the context is the model's own, or what the KV cache can hold if that is less.
+    A plan that does not fit has the breakdown in ``problem``.
 
     :raises RequestError: ``max_model_len`` exceeds the model's context.
     """
     _check_context(demand, max_model_len)
     seqs, want_context = demand.max_num_seqs, max_model_len or demand.model.max_position
     tokens = min(demand.max_num_batched_tokens, seqs * want_context)
-    limit, working = budget or available, _working(demand, tokens, want_context)
-    room = limit - demand.weights.total - sum(working) - demand.tokenizer
-    most = max(room, 0) // demand.page_bytes
+    limit, working = budget or available, _working_memory(demand, tokens, want_context)
+    left = limit - demand.weights.total - sum(working) - demand.tokenizer
+    most = max(left, 0) // demand.page_bytes
     if kv_budget is not None:
         pages = kv_budget // demand.page_bytes
     elif budget is not None:
         pages = most
     else:
-        pages = _usual(demand, most, want_context, asked=max_model_len is not None)
+        pages = _default_pages(demand, most, want_context, asked=max_model_len is not None)
     per_request, context = -(-want_context // demand.page_size), want_context
     pages = min(pages, per_request * seqs)
     if max_model_len is None:
         context = min(context, max(pages, 1) * demand.page_size)
         tokens = min(tokens, seqs * context)
-        working = _working(demand, tokens, context)
+        working = _working_memory(demand, tokens, context)
     plan = MemoryPlan(
         budget=budget,
         weights=demand.weights.total,
@@ -64,21 +64,21 @@ def plan_memory(
     )
     if plan.kv_tokens < context or plan.total > limit:
         wanted = None if max_model_len is not None else want_context
-        return replace(plan, problem=_sums(plan, limit, wanted, kv_budget))
+        return replace(plan, problem=_breakdown(plan, limit, wanted, kv_budget))
     return plan
 
 
 def _check_context(demand: Demand, max_model_len: int | None) -> None:
     if max_model_len is not None and max_model_len > demand.model.max_position:
         raise RequestError(
-            f"max_model_len: the model's context is {demand.model.max_position} tokens, "
+            f"max_model_len: expected at most {demand.model.max_position}, the model's context, "
             f"found {max_model_len}"
         )
 
 
-def _usual(demand: Demand, most: int, context: int, *, asked: bool) -> int:
-    """Pages where nobody says how much memory there is, but that there is room for ``most``: for
-    one request at least, but not more than half of what is free, unless its length was asked for.
+def _default_pages(demand: Demand, most: int, context: int, *, asked: bool) -> int:
+    """Pages if no budget is given and ``most`` fit: enough for one request, but at most half of
+    what is free, unless its length was asked for.
     """
     per_request, half = -(-context // demand.page_size), most // 2
     if asked:
@@ -86,8 +86,8 @@ def _usual(demand: Demand, most: int, context: int, *, asked: bool) -> int:
     return min(max(DEFAULT_KV_BYTES // demand.page_bytes, per_request), half)
 
 
-def _working(demand: Demand, tokens: int, context: int) -> tuple[int, int, int]:
-    """Workspace, graphs and scratch of steps of so many tokens, of requests up to so long."""
+def _working_memory(demand: Demand, tokens: int, context: int) -> tuple[int, int, int]:
+    """Workspace, graphs and scratch of steps with ``tokens`` and requests of up to ``context``."""
     seqs = demand.max_num_seqs
     return (
         workspace_bytes(demand, seqs, tokens),
@@ -96,20 +96,22 @@ def _working(demand: Demand, tokens: int, context: int) -> tuple[int, int, int]:
     )
 
 
-def _sums(plan: MemoryPlan, limit: int, model_context: int | None, kv_budget: int | None) -> str:
-    """What is needed beside what there is; ``model_context`` where no context was asked for."""
+def _breakdown(
+    plan: MemoryPlan, limit: int, model_context: int | None, kv_budget: int | None
+) -> str:
+    """What is needed and what is available; ``model_context`` is set if no context was given."""
     kv = -(-plan.max_model_len // plan.page_size) * plan.page_bytes
-    whose = f"one request of {plan.max_model_len} tokens"
+    kv_note = f"one request of {plan.max_model_len} tokens"
     too_few = plan.kv_cache < kv
     if too_few and model_context is not None:
         whole = -(-model_context // plan.page_size) * plan.page_bytes
-        whose = f"at least; {format_bytes(whole)} for {model_context} tokens"
+        kv_note = f"at least; {format_bytes(whole)} for {model_context} tokens"
     elif kv_budget is not None and not too_few:
-        kv, whose = plan.kv_cache, "kv_cache_memory_bytes"
-    away = f"and {format_bytes(plan.offloaded)} elsewhere" if plan.offloaded else ""
+        kv, kv_note = plan.kv_cache, "kv_cache_memory_bytes"
+    offloaded = f"and {format_bytes(plan.offloaded)} offloaded" if plan.offloaded else ""
     serving = plan.fixed + kv
     rows = [
-        ("weights", plan.weights, away),
+        ("weights", plan.weights, offloaded),
         ("workspace", plan.workspace, f"largest step, {plan.max_num_seqs} requests"),
         ("tokenizer", plan.tokenizer, ""),
     ]
@@ -117,9 +119,11 @@ def _sums(plan: MemoryPlan, limit: int, model_context: int | None, kv_budget: in
         rows.append(("graphs", plan.graphs, ""))
     if plan.scratch:
         rows.append(("scratch", plan.scratch, ""))
-    rows.append(("KV cache", kv, whose))
+    rows.append(("KV cache", kv, kv_note))
     if plan.loading > serving:
-        rows.append(("loading", plan.loading, "for a moment, in place of all but the tokenizer"))
+        rows.append(
+            ("loading", plan.loading, "briefly, instead of the rows above except tokenizer")
+        )
     rows.append(("needed", max(serving, plan.loading) + plan.tokenizer, ""))
     rows.append(("available" if plan.budget is None else "budget", limit, ""))
     if kv_budget is not None and too_few:

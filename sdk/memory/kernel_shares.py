@@ -1,4 +1,4 @@
-"""Which kernels a model's matrices would have, from the headers of its files."""
+"""The kernels that would run a model's matrices, from the headers of its files."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from sdk.quant.online import is_embedding_or_head, is_router
 from sdk.quant.spec import QuantSpec
 
 _INTEGERS = re.compile(r"(?:gptq-|awq-)?w(\d)(?:a\d+)?(g\d+)?s?")
-#: Queries, keys and values, in GGUF files and in folders: models bind them as accurate ones.
+#: Queries, keys and values, in GGUF files and in folders: models bind them as accurate layers.
 _QKV = re.compile(r"\battn_(q|k|v|qkv)\b|\b(q|k|v|qkv)_proj\b")
 
 
 def kernel_shares(config: EngineConfig, checkpoint: Checkpoint) -> Iterator[KernelShare]:
-    """The matrices by format. Rounding of inputs that a file asks for is not in every header: the
-    engine may choose ``linear_as_file`` in place of what stands here."""
-    sums: dict[tuple[str, int], list[int]] = {}
+    """The matrices by format. Not every header says that a file asks for quantized activations: the
+    engine may choose ``linear_as_file`` instead of the kernel given here."""
+    sizes_of: dict[tuple[str, int], list[int]] = {}
     device = device_of(config)
     for entry in checkpoint.entries():
         if len(entry.shape) > 1:
@@ -36,10 +36,10 @@ def kernel_shares(config: EngineConfig, checkpoint: Checkpoint) -> Iterator[Kern
             )
             bits = ACCURATE if accurate else 8
             held = held_bytes(entry, device)
-            sums.setdefault((numerics_of(config, entry), bits), []).append(held)
+            sizes_of.setdefault((numerics_of(config, entry), bits), []).append(held)
     backends, _ = open_backends(device, 1)
     try:
-        for (numerics, bits), sizes in sums.items():
+        for (numerics, bits), sizes in sizes_of.items():
             kernel = _kernel(config, backends, numerics, bits)
             yield KernelShare(numerics, kernel, len(sizes), sum(sizes))
     finally:
@@ -48,7 +48,7 @@ def kernel_shares(config: EngineConfig, checkpoint: Checkpoint) -> Iterator[Kern
 
 
 def _kernel(config: EngineConfig, backends: list[Backend], numerics: str, bits: int) -> str:
-    """The kernel of a matrix, all of whose rows divide into groups."""
+    """The kernel of a matrix whose rows are multiples of the group size."""
     fields: dict[str, Any] = {"layout": "dense", "format": FLOAT_NAMES.get(numerics, "float32")}
     integers = _INTEGERS.fullmatch(numerics)
     if numerics in BLOCK_TYPES:

@@ -1,4 +1,4 @@
-"""The memory of this machine: what there is of it, what is free, and giving back."""
+"""The memory of this machine: how much is installed, how much is free, and returning some."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from sdk.memory.control_groups import group_memory
 
 
 def available_memory() -> int:
-    """Bytes this process can still get: the kernel's estimate, or less where a container's limit
-    leaves less; all of RAM where the system estimates nothing."""
+    """Bytes this process can still get: the kernel's estimate, or less if a container's limit
+    leaves less. All of RAM if the system has no estimate."""
     machine = _ram()
     with contextlib.suppress(OSError), open("/proc/meminfo") as lines:
         for line in lines:
@@ -22,7 +22,7 @@ def available_memory() -> int:
 
 
 def installed_memory() -> int:
-    """Bytes of RAM this machine has, or those that a container's limit allows of it."""
+    """Bytes of RAM of this machine, or a container's limit if that is less."""
     group = group_memory()
     return _ram() if group is None else min(_ram(), group.limit)
 
@@ -32,10 +32,10 @@ def _ram() -> int:
 
 
 def release_free_memory() -> None:
-    """Hand the C allocator's free pages back to the system.
+    """Return the C allocator's free pages to the system.
 
-    glibc keeps what was freed for the next allocation: 20 to 80 MiB after a load or a close of a
-    100 MB model. Elsewhere this does nothing.
+    glibc keeps freed memory for the next allocation: 20 to 80 MiB after loading or closing a 100 MB
+    model. With other C libraries this does nothing.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

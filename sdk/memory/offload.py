@@ -1,7 +1,7 @@
-"""Weights that do not stay in the memory of their device: how many, and what a plan is then.
+"""Offloaded weights: how many bytes a plan offloads.
 
-Embedding and head always stay. On a CPU matrices stay in the order in which a model is loaded,
-while they fit; of a GPU's model whole layers go, from the end on.
+Embedding and head always stay in the device's memory. On a CPU matrices stay, in the order in which
+a model is loaded, while they fit. On a GPU whole layers are offloaded, the last ones first.
 """
 
 from __future__ import annotations
@@ -11,48 +11,48 @@ from dataclasses import dataclass, replace
 from sdk.config import EngineConfig
 from sdk.memory.demand import Demand, graph_bytes, scratch_bytes, workspace_bytes
 
-#: ``"auto"`` makes room for a request of so many tokens, unless ``max_model_len`` says otherwise.
+#: ``"auto"`` makes room for a request of this many tokens, unless ``max_model_len`` is given.
 _CONTEXT = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What a plan has to stay within. Bytes and tokens."""
+class MemoryLimits:
+    """The limits of a plan, in bytes and tokens."""
 
     budget: int
     kv_budget: int | None
     max_model_len: int | None
 
 
-def moved_out(demand: Demand, config: EngineConfig, limits: Limits) -> Demand:
-    """The demand without the weights that ``config`` moves out."""
+def with_offload(demand: Demand, config: EngineConfig, limits: MemoryLimits) -> Demand:
+    """The demand without the weights that ``config`` offloads."""
     asked = config.disk_offload or config.cpu_offload
     if asked == 0:
         return demand
     assert not isinstance(asked, str) or asked == "auto"  # EngineConfig has parsed it
-    out = _missing(demand, limits) if isinstance(asked, str) else asked
+    nbytes = _excess_bytes(demand, limits) if isinstance(asked, str) else asked
     weights, count = demand.weights, 0
-    out = min(out, weights.movable)
-    if out == 0:
+    nbytes = min(nbytes, weights.movable)
+    if nbytes == 0:
         return demand
     if weights.layers:
-        count, out = _whole_layers(weights.layers, out)
-    late = max(weights.loading - out + weights.packing, weights.early)
-    kept = replace(weights, total=weights.total - out, loading=late)
-    return replace(demand, weights=kept, offloaded=out, layers_away=count)
+        count, nbytes = _whole_layers(weights.layers, nbytes)
+    late = max(weights.loading - nbytes + weights.packing, weights.early)
+    kept = replace(weights, total=weights.total - nbytes, loading=late)
+    return replace(demand, weights=kept, offloaded=nbytes, layers_away=count)
 
 
-def _whole_layers(layers: tuple[int, ...], out: int) -> tuple[int, int]:
-    """The fewest layers at the end that have ``out`` bytes, and their bytes."""
+def _whole_layers(layers: tuple[int, ...], nbytes: int) -> tuple[int, int]:
+    """The smallest number of layers at the end with at least ``nbytes``, and their bytes."""
     count = total = 0
-    while total < out and count < len(layers):
+    while total < nbytes and count < len(layers):
         count += 1
         total += layers[-count]
     return count, total
 
 
-def _missing(demand: Demand, limits: Limits) -> int:
-    """Bytes that have to go for a request of full length to fit."""
+def _excess_bytes(demand: Demand, limits: MemoryLimits) -> int:
+    """Bytes that must be offloaded so that a request of full length fits."""
     context = limits.max_model_len or min(demand.model.max_position, _CONTEXT)
     pages = -(-context // demand.page_size) * demand.page_bytes
     tokens = min(demand.max_num_batched_tokens, demand.max_num_seqs * context)

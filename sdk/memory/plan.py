@@ -1,10 +1,9 @@
-"""Memory as arithmetic: what an engine will occupy, known from file headers before it is loaded.
+"""Memory plans: what an engine will occupy, calculated from file headers before it is loaded.
 
-Counted against ``memory=``: the packed weights, the key-value pages, the tokenizer, the largest
-workspace of a step, on a GPU what its graphs hold and its kernels ask for, and what a load holds
-for a moment where that is more. Not counted: the Python interpreter with torch and the libraries a
-first model imports (about 230 MiB).
-``docs/memory.md`` has the sums beside what was measured.
+Counted against ``memory=``: the packed weights, the KV pages, the tokenizer, the workspace of the
+largest step, on a GPU its graphs and its kernels' scratch, and the peak of a load if that is more.
+Not counted: the Python interpreter with torch and the libraries that a first model imports (about
+230 MiB). ``docs/memory.md`` compares plans with measurements.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ if TYPE_CHECKING:
 
 #: Without a budget the KV cache takes this much, or one request of full length if that is more.
 DEFAULT_KV_BYTES = GIB
-#: Bytes a second of a disk nobody has measured: SATA's drives give half of it, NVMe's a multiple.
+#: Assumed bytes per second of a disk: SATA drives reach half of it, NVMe drives a multiple.
 DISK_BANDWIDTH = 1e9
-#: Of the read bandwidth, what decoding one stream of a small 4-bit model gets out of it.
+#: The share of the read bandwidth that decoding one stream of a small 4-bit model reaches.
 DECODE_SHARE = 0.7
 
 
 @dataclass(frozen=True, slots=True)
 class KernelShare:
-    """Matrices of one format: how many, their bytes, the kernel that multiplies with them."""
+    """The matrices of one format: their number, their bytes, and the kernel that runs them."""
 
     format: str
     kernel: str
@@ -41,10 +40,10 @@ class KernelShare:
 class Alternative:
     """Another way to run the model that fits.
 
-    ``options`` are the changed keywords of :class:`sdk.LLM`, ``plan`` what comes of them (ready for
-    ``LLM(plan=...)``). ``loss`` is the KL divergence in nats that they are expected to cost beside
-    what was asked for: the mean of the models in ``quant/expected_loss.json``. ``keeps_limits``: as
-    many requests, as long and as large steps as asked.
+    ``options`` are the changed keywords of :class:`sdk.LLM`, ``plan`` is the plan with them (ready
+    for ``LLM(plan=...)``). ``loss`` is the expected KL divergence in nats compared with what was
+    asked for: the mean of the models in ``quant/expected_loss.json``. ``keeps_limits``: the number
+    of requests, their length and the size of steps are as asked for.
     """
 
     options: Mapping[str, Any]
@@ -54,7 +53,7 @@ class Alternative:
 
     @property
     def is_eager(self) -> bool:
-        """Whether steps that would be recorded are not, for the memory their graphs hold."""
+        """Whether it saves the memory of graphs by not recording steps."""
         return "enforce_eager" in self.options
 
     def __str__(self) -> str:
@@ -64,22 +63,22 @@ class Alternative:
             f"context {self.plan.max_model_len}, expected loss {self.loss:.4f} nats"
         )
         if self.is_eager:
-            text += ", slower: no steps are recorded"
+            text += ", slower: steps are not recorded"
         if not self.plan.offloaded:
             return text
         speed = self.plan.tokens_per_second(math.inf)
         return (
             f"{text}, slow: {format_bytes(self.plan.offloaded)} are read for every token, "
-            f"about {speed:.2g} tokens/s where a disk gives {DISK_BANDWIDTH / 1e9:g} GB/s"
+            f"about {speed:.2g} tokens/s with a disk of {DISK_BANDWIDTH / 1e9:g} GB/s"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What an engine occupies at most, in bytes. ``str()`` gives the sums as a table.
+    """The most bytes that an engine occupies. ``str()`` gives the breakdown as a table.
 
-    ``problem`` says why it does not fit, empty where it does; ``alternatives`` would fit, best
-    first. ``LLM(plan=plan)`` loads just this.
+    ``problem`` says why the plan does not fit and is empty if it does. ``alternatives`` would fit,
+    best first. ``LLM(plan=plan)`` loads exactly this plan.
     """
 
     budget: int | None
@@ -113,29 +112,29 @@ class MemoryPlan:
 
     @property
     def swap_pages(self) -> int:
-        """Pages of ``page_bytes`` that the swap space has room for; no part of ``total``."""
+        """Pages of ``page_bytes`` that fit the swap space; they are not part of ``total``."""
         space = 0 if self.config is None else self.config.swap_space
         assert not isinstance(space, str)  # EngineConfig has parsed it
         return space // self.page_bytes
 
     @property
     def fixed(self) -> int:
-        """What serving takes however many pages there are, but for the tokenizer."""
+        """What serving takes whatever the number of pages, without the tokenizer."""
         return self.weights + self.workspace + self.graphs + self.scratch
 
     @property
     def serving(self) -> int:
-        """The most there is once the model is loaded."""
+        """The peak memory once the model is loaded."""
         return self.fixed + self.kv_cache + self.tokenizer
 
     @property
     def total(self) -> int:
-        """The most there is at any time: serving, or for a moment of the load."""
+        """The peak memory at any time: while serving, or briefly while loading."""
         return max(self.serving, self.loading + self.tokenizer)
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens the KV cache holds, all requests together."""
+        """Tokens that the KV cache holds, for all requests together."""
         return self.num_pages * self.page_size
 
     @property
@@ -147,17 +146,17 @@ class MemoryPlan:
     def tokens_per_second(
         self, bandwidth: float, context: int = 0, disk: float = DISK_BANDWIDTH
     ) -> float:
-        """What one stream is expected to decode behind ``context`` tokens.
+        """The expected decoding speed of one stream after ``context`` tokens.
 
-        ``bandwidth`` in bytes per second: ``sdk.kernels.cpu.probe.read_bandwidth(threads)`` has
-        that of a CPU in 0.1 s. A token reads the weights and the keys and values before it;
-        ``docs/benchmarks.md`` has 55 to 78 % of what memory gives. Weights that are not in memory
-        come at ``disk`` bytes per second, an estimate unless it is given; while the system still
-        has them in its cache of files they are faster.
+        ``bandwidth`` is in bytes per second: ``sdk.kernels.cpu.probe.read_bandwidth(threads)``
+        measures it for a CPU in 0.1 s. A token reads the weights and the keys and values before it;
+        in ``docs/benchmarks.md`` that reaches 55 to 78 % of the bandwidth. Offloaded weights are
+        read at ``disk`` bytes per second, an estimate unless given. They are faster while the
+        system still has them in its page cache.
         """
-        away = self.read * self.offloaded // max(self.weights + self.offloaded, 1)
-        nbytes = self.read - away + context * self.page_bytes // self.page_size
-        return 1 / (max(nbytes, 1) / (DECODE_SHARE * bandwidth) + away / disk)
+        on_disk = self.read * self.offloaded // max(self.weights + self.offloaded, 1)
+        nbytes = self.read - on_disk + context * self.page_bytes // self.page_size
+        return 1 / (max(nbytes, 1) / (DECODE_SHARE * bandwidth) + on_disk / disk)
 
     def __str__(self) -> str:
         rows = [
@@ -177,13 +176,15 @@ class MemoryPlan:
             ),
         ]
         if self.offloaded:
-            rows.insert(1, ("elsewhere", self.offloaded, "weights read again in every step: slow"))
+            rows.insert(1, ("offloaded", self.offloaded, "weights read again in every step: slow"))
         if self.graphs:
             rows.insert(-2, ("graphs", self.graphs, "activations and logits of recorded steps"))
         if self.scratch:
-            rows.insert(-2, ("scratch", self.scratch, "of kernels: decoded weights, partial sums"))
+            rows.insert(
+                -2, ("scratch", self.scratch, "of kernels: dequantized weights, partial sums")
+            )
         if self.loading + self.tokenizer == self.total:
-            rows.insert(-1, ("loading", self.loading, "for a moment, more than serving takes"))
+            rows.insert(-1, ("loading", self.loading, "briefly, more than serving takes"))
         lines = [
             f"{name:<10} {format_bytes(size):>10}  {note}".rstrip() for name, size, note in rows
         ]
@@ -199,7 +200,7 @@ class MemoryPlan:
         count, types = self.swap_pages, self.kv_dtype.split(">")
         small = f", {count << len(types) - 1} of {types[-1]}" if len(types) > 1 else ""
         return (
-            f"swap space {format_bytes(count * self.page_bytes):>10}  beside the total: "
+            f"swap space {format_bytes(count * self.page_bytes):>10}  not part of the total: "
             f"{count} pages of {types[0]}{small}"
         )
 

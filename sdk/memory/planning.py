@@ -19,7 +19,7 @@ from sdk.memory import resolve
 from sdk.memory.demand import Demand, WeightBytes
 from sdk.memory.fitting import plan_memory
 from sdk.memory.machine import installed_memory
-from sdk.memory.offload import Limits, moved_out
+from sdk.memory.offload import MemoryLimits, with_offload
 from sdk.memory.plan import MemoryPlan
 from sdk.memory.pool import MemoryPool
 from sdk.memory.products import products_of
@@ -55,7 +55,7 @@ def open_model(config: EngineConfig) -> Checkpoint:
 
 
 class _NoRanks:
-    """A process group without ranks: a mesh with it only says how it would split the model."""
+    """A process group without ranks, for a mesh that only computes how to split the model."""
 
     def all_reduce(self, x: Any) -> None:
         raise NotImplementedError
@@ -64,7 +64,7 @@ class _NoRanks:
         raise NotImplementedError
 
 
-def _check_cut(size: int, model: ModelConfig) -> None:
+def _check_split(size: int, model: ModelConfig) -> None:
     """Reject a number of ranks that cannot split the model, before any of them starts."""
     mesh = Mesh(0, size, _NoRanks())
     mesh.heads(model.num_heads, model.num_kv_heads)
@@ -106,7 +106,7 @@ def plan_for(
     demand = _demand(config, model, weights, activations)
     demand = replace(demand, scratch=_scratch(config, model, checkpoint, activations))
     if config.disk_offload or config.cpu_offload:
-        demand = moved_out(demand, config, Limits(limit, kv_budget, config.max_model_len))
+        demand = with_offload(demand, config, MemoryLimits(limit, kv_budget, config.max_model_len))
     made = plan_memory(
         demand,
         budget=budget,
@@ -126,13 +126,13 @@ def _within_machine(made: MemoryPlan, budget: int) -> MemoryPlan:
     """The plan, with a problem if the machine has less memory than the budget."""
     installed = installed_memory()
     if budget > installed:
-        sums = (
-            "the budget is larger than this machine:\n"
+        breakdown = (
+            "the budget is larger than this machine's memory:\n"
             f"  budget     {format_bytes(budget):>10}\n"
             f"  machine    {format_bytes(installed):>10}  or its container's limit\n"
             f"  planned    {format_bytes(made.total):>10}"
         )
-        return replace(made, problem=sums)
+        return replace(made, problem=breakdown)
     return made
 
 
@@ -142,7 +142,7 @@ def _demand(
     dtype = config.kv_policy or config.kv_cache_dtype
     if dtype == "auto":
         dtype = "float32" if compute_of(config) == "exact" else "float16"
-    _check_cut(config.tensor_parallel_size, model)
+    _check_split(config.tensor_parallel_size, model)
     # Every rank is a process on this machine: the budget contains the pages of all ranks. With
     # more ranks than heads some heads are stored twice.
     heads = max(model.num_kv_heads, config.tensor_parallel_size)

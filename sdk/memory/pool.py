@@ -1,9 +1,9 @@
-"""One budget for several models: each has what it cannot do without, pages beyond that are lent.
+"""One budget for several models: each owns a minimum and borrows KV pages beyond it.
 
-A model takes from the pool, when it is loaded, its weights, its workspace and the pages of one
-request of full length: with these it always gets on. Further pages of its KV cache are lent one by
-one as requests need them, and stay until another model needs memory: then those nobody uses are
-asked back, cached prefixes among them. A model that computes is not interrupted: it gives them back
+When a model is loaded, it takes its weights, its workspace and the pages of one request of full
+length from the pool: with these it always makes progress. It borrows further KV pages one by one as
+requests need them, and keeps them until another model needs memory. Then it gives back the unused
+ones, including cached prefixes. A model that is computing is not interrupted: it gives pages back
 before its next step.
 """
 
@@ -20,12 +20,12 @@ logger = logging.getLogger("sdk")
 
 
 class MemoryPool:
-    """A budget shared by all :class:`sdk.LLM` made with ``memory=pool``, from any thread.
+    """A budget shared by all :class:`sdk.LLM` created with ``memory=pool``, from any thread.
 
-    ``budget``: bytes or ``"6GiB"``. ``on_pressure(pool, missing)`` is called, in the thread of the
-    model that needs memory, or is to be loaded, when ``missing`` bytes are short although everybody
-    gave back what nobody uses: once, until that model got memory again. It may close or ``trim``
-    something, and the need is looked at once more. What it raises is logged.
+    ``budget``: bytes or ``"6GiB"``. ``on_pressure(pool, missing)`` is called if ``missing`` bytes
+    are still short after all models gave back their unused pages. It runs in the thread of the
+    model that needs memory or is being loaded, and only once until that model gets memory again. It
+    may close or ``trim`` models; then the pool tries again. Exceptions it raises are logged.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class MemoryPool:
         return "\n".join(f"{format_bytes(size):>10}  {name}" for name, size in rows)
 
     def lease(self, name: str, nbytes: int) -> Lease:
-        """What a model cannot do without. :raises OutOfMemoryError: with what everybody holds."""
+        """Reserve the minimum of a model. :raises OutOfMemoryError: lists what each model holds."""
         lease = Lease(self, name)
         with self._lock:
             self._leases.append(lease)
@@ -64,18 +64,18 @@ class MemoryPool:
             raise OutOfMemoryError(
                 f"{name} needs {format_bytes(nbytes)} of a memory pool, "
                 f"{format_bytes(max(self.free, 0))} are free:\n{self}\n"
-                "what would help: a larger pool, a shorter max_model_len, sleep(2) or close() of "
-                "another model"
+                "what would help: a larger pool, a shorter max_model_len, or sleep(2) or close() "
+                "of another model"
             )
         return lease
 
     def make_room(self, nbytes: int) -> None:
-        """For a model about to be loaded: what others do not use, then what the host can free."""
+        """Free memory for a model about to be loaded: unused pages first, then ``on_pressure``."""
         self.collect(nbytes)
-        self._tell(nbytes)
+        self._notify(nbytes)
 
-    def _tell(self, nbytes: int) -> None:
-        """Have the host hear of it, and act, where fewer than ``nbytes`` are free."""
+    def _notify(self, nbytes: int) -> None:
+        """Call ``on_pressure`` if fewer than ``nbytes`` are free."""
         missing = nbytes - self.free
         if missing <= 0 or self._on_pressure is None:
             return
@@ -84,10 +84,10 @@ class MemoryPool:
         except Exception:
             logger.warning("on_pressure failed", exc_info=True)
 
-    def collect(self, nbytes: int, but: Lease | None = None) -> None:
-        """Have models other than ``but`` give back pages nobody uses until ``nbytes`` are free."""
+    def collect(self, nbytes: int, borrower: Lease | None = None) -> None:
+        """Make models other than ``borrower`` return unused pages until ``nbytes`` are free."""
         with self._lock:
-            others = [lease for lease in self._leases if lease is not but]
+            others = [lease for lease in self._leases if lease is not borrower]
         for lease in others:
             missing = nbytes - self.free
             if missing > 0:
@@ -96,31 +96,31 @@ class MemoryPool:
 
 
 class Lease:
-    """What one model holds of a pool; ``wanted`` bytes others ask it to give back."""
+    """What one model holds of a pool. Other models have asked it to give back ``wanted`` bytes."""
 
     def __init__(self, pool: MemoryPool, name: str) -> None:
         self.pool = pool
         self.name = name
         self.nbytes = 0
         self.wanted = 0
-        self._told = False
-        #: Gives back now what can be, if the model is not computing.
+        self._notified = False
+        #: Gives back unused pages now, if the model is not computing.
         self.reclaim: Callable[[], None] = _nothing
 
     def take(self, nbytes: int, *, urgent: bool = False) -> bool:
-        """More of the pool, all or nothing; ``urgent`` asks the other models first."""
+        """Take more from the pool, all or nothing; ``urgent``: make other models return pages."""
         if self._add(nbytes):
-            self._told = False
+            self._notified = False
             return True
         if not urgent:
             return False
         self.pool.collect(nbytes, self)
         if self._add(nbytes):
             return True
-        if self._told:
+        if self._notified:
             return False
-        self._told = True  # not again in every step that waits for memory
-        self.pool._tell(nbytes)
+        self._notified = True  # once, not in every step that waits for memory
+        self.pool._notify(nbytes)
         return self._add(nbytes)
 
     def _add(self, nbytes: int) -> bool:
@@ -131,7 +131,7 @@ class Lease:
             return fits
 
     def give_back(self, nbytes: int) -> None:
-        """Less of the pool."""
+        """Return some bytes to the pool."""
         with self.pool._lock:
             self.nbytes -= nbytes
             self.wanted = max(self.wanted - nbytes, 0)

@@ -1,4 +1,4 @@
-"""What a model multiplies, from its config and the formats of its matrices."""
+"""The matrix products of a model, from its config and the formats of its matrices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sdk.models.config import ModelConfig
 
 #: Formats that are plain floats.
 FLOAT_NAMES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
-#: Formats of which a file may ask for rounded inputs: its headers do not always say so.
+#: Formats whose files may ask for quantized activations; their headers do not always say so.
 _INPUTS = re.compile(r"w\d|fp8|f8|mxfp|nvfp")
 
 
@@ -25,8 +25,8 @@ def products_of(
     exact: bool,
     fixed: bool,
 ) -> Products:
-    """``formats``: of the matrices of the blocks, and of embedding and head. The matrices are as
-    models bind them, q, k and v as one, and gate and up."""
+    """``formats``: of the matrices of the blocks, and of embedding and head. The matrices are
+    joined as in the models: q, k and v into one, gate and up into one."""
     blocks, ends = formats
     hidden, width, experts = model.hidden_size, model.intermediate_size, model.experts
     inner = model.num_heads * model.head_dim
@@ -57,8 +57,8 @@ def _matrix(n: int, k: int, formats: Set[str]) -> Matrix:
 
 
 def _copied(formats: Set[str], activations: torch.dtype) -> int:
-    """Bytes of a number of x as the library takes it, 0 where it takes the activations."""
+    """Bytes per value of the copy of x that torch's product needs; 0 if it needs no copy."""
     types = [getattr(torch, name) for file, name in FLOAT_NAMES.items() if file in formats]
-    if not formats <= FLOAT_NAMES.keys():  # weights that are decoded: into 16 bits
+    if not formats <= FLOAT_NAMES.keys():  # dequantized to 16 bits
         types.append(torch.float16 if activations == torch.float32 else activations)
     return max((kind.itemsize for kind in types if kind != activations), default=0)

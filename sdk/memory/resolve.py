@@ -1,4 +1,4 @@
-"""What the options of an engine mean on this machine, and for this model."""
+"""Resolves options of an engine for this machine and for a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers of bytes as people write them."""
+"""Parses and formats numbers of bytes: ``"2GiB"``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def parse_bytes(value: object, name: str = "size") -> int:
             count = float(found[1]) * _UNITS[found[2].upper()]
     if count is None or not 1 <= count < 2**63:
         raise RequestError(
-            f"{name}: expected a size such as '2GiB' or '500MB', at least a byte, "
+            f"{name}: expected a size such as '2GiB' or '500MB', at least one byte, "
             f"found {safe_repr(value)}"
         )
     return int(count)

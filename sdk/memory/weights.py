@@ -1,4 +1,4 @@
-"""How many bytes the weights of a model take, from the headers of its files."""
+"""The bytes of a model's weights, from the headers of its files."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from sdk.models.config import ModelConfig
 from sdk.quant.checkpoint import Checkpoint, TensorEntry
 from sdk.quant.online import EMBEDDINGS, FLOATS, is_embedding_or_head, is_router, online_scheme
 
-#: A load holds this many bytes of the file as they were read, or this many matrices if that is
-#: more: q, k and v, or gate and up, until they are packed together, and blocks for the next ones.
+#: While loading, this many bytes of the file are in memory unpacked, or this many matrices if that
+#: is more: q, k and v, or gate and up, until they are packed together, and the next ones.
 _READ_BYTES, _READ_MATRICES = 8 * 2**20, 4
 #: Online quantization holds this many float32 copies of a matrix (or of some rows of the head).
 _COPIES = 5
@@ -27,7 +27,7 @@ _LAYER = re.compile(r"\b(?:layers|blk)\.(\d+)\.")
 
 
 def weight_bytes(config: EngineConfig, checkpoint: Checkpoint) -> WeightBytes:
-    """What the weights of ``checkpoint`` take in an engine of ``config``."""
+    """The bytes of the weights of ``checkpoint`` in an engine with ``config``."""
     model = model_config(config, checkpoint)
     device = resolve.device_of(config)
     entries = [replace(each, held=held_bytes(each, device)) for each in checkpoint.entries()]
@@ -73,8 +73,8 @@ def _loading_bytes(
 ) -> tuple[int, int]:
     """The peaks of a load: while embedding and head are packed, and afterwards.
 
-    A matrix is in memory twice while it is packed. Embedding and head, the largest, are packed when
-    little else is in memory, the matrices of the blocks in addition to everything else.
+    A matrix is in memory twice while it is packed. Embedding and head, the largest, are packed
+    first, when little else is in memory. The matrices of the blocks come on top of everything else.
     """
     ends = [entry for entry in entries if is_embedding_or_head(entry.name)]
     others = [entry for entry in entries if not is_embedding_or_head(entry.name)]
@@ -113,7 +113,7 @@ def _window_bytes(config: EngineConfig, entry: TensorEntry, model: ModelConfig) 
 
 
 def _one_matrix(entry: TensorEntry, model: ModelConfig) -> int:
-    """Bytes of what is packed at once: a matrix, or one expert."""
+    """Bytes of the unit of packing: a matrix, or one expert."""
     stacked = model.experts is not None and _is_expert(entry.name) and len(entry.shape) > 2
     return _held(entry) // (entry.shape[0] if stacked else 1)
 
@@ -123,7 +123,7 @@ def _is_expert(name: str) -> bool:
 
 
 def _read_bytes(entry: TensorEntry, model: ModelConfig) -> float:
-    """What one token reads of a tensor: one row of an embedding that is not also the head."""
+    """Bytes that one token reads of a tensor: one row of an embedding that is not also the head."""
     held = _held(entry)
     embeds = entry.name.removesuffix(".weight").endswith(EMBEDDINGS)
     if embeds and not model.tie_word_embeddings:
@@ -134,7 +134,7 @@ def _read_bytes(entry: TensorEntry, model: ModelConfig) -> float:
 
 
 def numerics_of(config: EngineConfig, entry: TensorEntry) -> str:
-    """The format, as the report of a loaded model names it: ``q4_k``, ``gptq-w4g128``."""
+    """The format, named as in the report of a loaded model: ``q4_k``, ``gptq-w4g128``."""
     if config.quantization is None or entry.held is None or entry.format not in FLOATS:
         return entry.format.lower()
     scheme = online_scheme(config.quantization)

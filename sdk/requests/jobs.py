@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from sdk.engine.engine import Output
 from sdk.engine.plan import RequestKind
-from sdk.engine.scheduling.results import ResultLimit
+from sdk.engine.scheduling.results import ResultBudget
 from sdk.errors import RequestError
 from sdk.params import SamplingParams
 from sdk.quant.safe_repr import safe_repr
@@ -53,7 +53,7 @@ class JobMaker:
         vocab_size: int,
         eos_token_ids: frozenset[int],
         max_model_len: int,
-        results: ResultLimit,
+        results: ResultBudget,
     ) -> None:
         self._reader = reader
         self._default = default
@@ -144,7 +144,9 @@ class JobMaker:
                 resolved=resolved,
                 negative_prompt_token_ids=prompt.negative_token_ids,
                 stops=stops,
-                result_bytes=self._results.room(param, len(prompt.token_ids), self._max_model_len),
+                result_bytes=self._results.required_bytes(
+                    param, len(prompt.token_ids), self._max_model_len
+                ),
             )
             for name, prompt, param, urgency, (resolved, stops) in zip(
                 names, prompts, params, priorities, read, strict=True

@@ -220,7 +220,7 @@ def test_a_budget_larger_than_the_machine_is_refused_with_both_sizes(tiny_path: 
     memory = 2 * installed_memory()
     problem = LLM.plan(tiny_path, memory=memory, max_num_seqs=4).problem
     assert "larger than this machine" in problem
-    [enough] = re.findall(r"memory='(\w+)' is all that these limits use", problem)
+    [enough] = re.findall(r"memory='(\w+)' is all that these limits need", problem)
     assert LLM.plan(tiny_path, memory=enough, max_num_seqs=4).full_requests == 4
     with pytest.raises(OutOfMemoryError, match=r"budget +[\d.]+ \wiB\n +machine +[\d.]+ \wiB"):
         LLM(tiny_path, memory=memory)

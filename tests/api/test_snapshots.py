@@ -330,7 +330,7 @@ def test_what_is_no_file_is_not_replaced_by_a_snapshot(saved: Path, tmp_path: Pa
 
 
 def test_calls_without_a_full_page_or_a_prompt_are_refused(tiny: LLM) -> None:
-    with pytest.raises(RequestError, match="pages of 16 tokens; this one has 3"):
+    with pytest.raises(RequestError, match="pages of 16 tokens; this one has only 3"):
         tiny.snapshot([1, 2, 3])
     with pytest.raises(RequestError, match="either a prompt or a request_id"):
         tiny.snapshot()

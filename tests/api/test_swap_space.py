@@ -134,7 +134,7 @@ def test_options_that_cannot_work_are_refused(
     [
         ({"swap_space": "2KiB"}, "a page of 16 tokens, 16.0 KiB, found 2.0 KiB"),
         ({"swap_space": "900TiB"}, "swap_space: 900.0 TiB, with .* is more than the"),
-        ({"swap_space": "1MiB", "swap_path": "/nowhere"}, "no file can be made in /nowhere"),
+        ({"swap_space": "1MiB", "swap_path": "/nowhere"}, "cannot create a file in /nowhere"),
         ({"swap_space": "900TiB", "swap_path": "/tmp"}, "/tmp has no room for"),
     ],
 )

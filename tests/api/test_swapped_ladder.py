@@ -206,7 +206,7 @@ def test_a_plan_says_what_the_swap_space_holds(tiny_path: Path) -> None:
         tiny_path, **OPTIONS, kv_cache_memory_bytes=20 * size, swap_space=7 * size + size // 2
     )
     assert (plan.total, plan.swap_pages, without.swap_pages) == (without.total, 7, 0)
-    row = f"{format_bytes(7 * size)}  beside the total: 7 pages of float16, 28 of int4"
+    row = f"{format_bytes(7 * size)}  not part of the total: 7 pages of float16, 28 of int4"
     assert row in str(plan) and "swap space" not in str(without)
     with LLM(plan=plan) as llm:
         assert llm.get_metrics()["swap_pages"] == 7

@@ -104,10 +104,10 @@ def test_half_empty_slabs_become_full_ones_without_loss(rig):
     r = rig(num_pages=9, kv_bits=(16, 8), enable_prefix_caching=False, max_num_seqs=8)
     pool, ladder = r.pool, r.scheduler.ladder
     pages = pool.acquire((), 8)
-    ladder._lowest = lambda: dict.fromkeys(pages, 1)
+    ladder._lowest_tiers = lambda: dict.fromkeys(pages, 1)
     more = pool.acquire((), 4)
     assert ladder.lowered == 8 and pool.num_free == 0
-    ladder._lowest = dict
+    ladder._lowest_tiers = dict
     pool.release(pages[::2])
     assert pool.num_available == 2
     before = ladder.lowered

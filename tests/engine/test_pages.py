@@ -132,9 +132,9 @@ def test_misuse_is_refused():
     pool = PagePool(4, 2)
     [page] = pool.acquire((), 1)
     pool.release([page])
-    with pytest.raises(ValueError, match="is released but nobody holds it"):
+    with pytest.raises(ValueError, match="is released but has no owner"):
         pool.release([page])
-    with pytest.raises(ValueError, match="is published but nobody holds it"):
+    with pytest.raises(ValueError, match="is published but has no owner"):
         pool.publish(page, chain([1, 2])[0])
 
 
@@ -142,7 +142,9 @@ def test_pages_are_borrowed_before_known_ones_are_thrown_out_and_once_more_befor
     asked = []
     pool = PagePool(7, 2, limit=3)
     assert (pool.capacity, pool.num_withheld) == (2, 4)
-    pool.lender = lambda count, urgent: asked.append((count, urgent)) or (pool.grant(1) and None)
+    pool.on_shortage = lambda count, urgent: (
+        asked.append((count, urgent)) or (pool.grant(1) and None)
+    )
     pool.release(filled(pool, chain([1, 2, 3, 4])))
     assert len(pool.acquire((), 2)) == 2
     assert asked == [(2, False)]
@@ -182,7 +184,7 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = PagePool(9, 2, limit=7)
-        self.pool.lender = self.lend
+        self.pool.on_shortage = self.lend
         self.lendable = 0
         self.owners: list[tuple[list[PageKey], list[int]]] = []
         self.content: dict[int, tuple[int, ...]] = {}  # page -> all tokens up to its end
@@ -302,4 +304,4 @@ def test_no_page_is_leaked_after_5000_random_events(rig, policy, chunked):
     reasons = {request.finish_reason for request in r.requests.values()}
     assert reasons == {"stop", "length", "abort", "error", "deadline"}
     assert r.scheduler.queues.num_preemptions > 0 and r.pool.hits > 0 and r.pool.evictions > 0
-    assert r.pool.num_available == r.pool.capacity and not r.scheduler.prefixes.promised
+    assert r.pool.num_available == r.pool.capacity and not r.scheduler.prefixes.pending

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from sdk.engine.scheduling.results import ResultLimit, ResultRoom
+from sdk.engine.scheduling.results import ResultBudget, ResultReservation
 from sdk.errors import RequestError
 from sdk.params import SamplingParams
 
@@ -15,7 +15,7 @@ MIB = 2**20
 
 def test_a_request_whose_results_have_no_room_waits_and_lets_others_pass(rig) -> None:
     busy = rig(max_result_bytes=100)
-    rooms = {name: ResultRoom(nbytes) for name, nbytes in (("a", 60), ("b", 60), ("c", 30))}
+    rooms = {name: ResultReservation(nbytes) for name, nbytes in (("a", 60), ("b", 60), ("c", 30))}
     for name in ("a", "b", "c", "plain"):
         busy.add(name, [1, 2, 3], max_tokens=4).results = rooms.get(name)
     busy.step()
@@ -26,17 +26,19 @@ def test_a_request_whose_results_have_no_room_waits_and_lets_others_pass(rig) ->
     assert busy.requests["b"].status.value == "waiting"  # the caller of a has not got its results
     busy.scheduler.admission.release_results(rooms["a"])
     busy.run()
-    assert all(room.held for name, room in rooms.items() if name != "a")
+    assert all(room.active for name, room in rooms.items() if name != "a")
     busy.assert_answers()
 
 
 def test_answers_of_one_call_share_their_room_and_a_preempted_one_keeps_it(rig) -> None:
     small = rig(max_result_bytes=100, num_pages=9, max_num_batched_tokens=64)
-    room = ResultRoom(100)
+    room = ResultReservation(100)
     for first in (1, 2):
         small.add(f"{first}", [first, 2, 3, 4, 5, 6, 7], max_tokens=14).results = room
     small.run()
-    assert small.scheduler.queues.num_preemptions and small.scheduler.admission.result_bytes == 100
+    assert (
+        small.scheduler.queues.num_preemptions and small.scheduler.admission.reserved_bytes == 100
+    )
     small.assert_answers()
 
 
@@ -70,25 +72,33 @@ def test_prompts_are_scored_at_full_speed_where_nobody_decodes(rig) -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"prompt_logprobs": -1}, ["prompt_logprobs=-1", "399 prompt tokens", "85 tokens would"]),
-        ({"logprobs": -1, "n": 16}, ["logprobs=-1", "16000 tokens of answers", "85 tokens would"]),
-        ({"logprobs": 1024, "n": 2}, ["logprobs=1024", "2000 tokens", "1310 tokens would fit"]),
+        ({"prompt_logprobs": -1}, ["prompt_logprobs=-1", "399 prompt tokens", "for 85 tokens;"]),
+        ({"logprobs": -1, "n": 16}, ["logprobs=-1", "16000 tokens of answers", "for 85 tokens;"]),
+        ({"logprobs": 1024, "n": 2}, ["logprobs=1024", "2000 tokens", "for 1310 tokens;"]),
         ({"logprobs": 0, "logprob_token_ids": range(4096)}, ["4096 logprob_token_ids"]),
         ({"logprobs": -1, "prompt_logprobs": 600, "max_tokens": 75}, ["together need"]),
     ],
 )
 def test_results_beyond_the_limit_are_refused_with_what_would_fit(values, words) -> None:
-    limit = ResultLimit.of(100 * MIB, 49_152)
+    limit = ResultBudget.for_plan(100 * MIB, 49_152)
     with pytest.raises(RequestError) as caught:
-        limit.room(SamplingParams(**values), 400, 1400)
+        limit.required_bytes(SamplingParams(**values), 400, 1400)
     for word in [*words, "16.0 MiB"] if "max_tokens" not in values else words:
         assert word in str(caught.value)
 
 
 def test_what_fits_is_counted_and_short_rows_are_free() -> None:
-    limit = ResultLimit.of(800 * MIB, 49_152)
-    assert limit.room(SamplingParams(logprobs=20, prompt_logprobs=20, n=64), 10, 100_000) == 0
-    whole = limit.room(SamplingParams(logprobs=-1, max_tokens=10, n=2), 10, 8192)
+    limit = ResultBudget.for_plan(800 * MIB, 49_152)
+    assert (
+        limit.required_bytes(SamplingParams(logprobs=20, prompt_logprobs=20, n=64), 10, 100_000)
+        == 0
+    )
+    whole = limit.required_bytes(SamplingParams(logprobs=-1, max_tokens=10, n=2), 10, 8192)
     assert 20 * 4 * 49_152 <= whole <= 20 * 4 * 50_000
-    assert limit.room(SamplingParams(), 8192, 8192) == 0
-    assert ResultLimit.of(800 * MIB, 15).room(SamplingParams(logprobs=-1), 10, 100_000) == 0
+    assert limit.required_bytes(SamplingParams(), 8192, 8192) == 0
+    assert (
+        ResultBudget.for_plan(800 * MIB, 15).required_bytes(
+            SamplingParams(logprobs=-1), 10, 100_000
+        )
+        == 0
+    )

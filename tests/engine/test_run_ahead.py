@@ -283,7 +283,7 @@ def test_prompts_are_launched_beside_those_who_decode(path: Path, options: dict[
         alone = [llm.generate(*one)[0] for one in zip(prompts, wanted, strict=True)]
     with load(path, ahead=True, **wide) as llm:
         engine, scheduler = llm._driver._engine, llm._driver._engine.scheduler
-        scheduler.least_beside = 4
+        scheduler.min_concurrent_tokens = 4
         found: dict[str, Any] = {}
         both = 0
         for burst in ([0, 1], [2, 3, 4], [5, 6, 7]):
@@ -309,7 +309,7 @@ def test_an_operation_between_two_steps_waits_for_what_is_in_flight(path: Path) 
         alone = answers(llm, prompts, wanted)
     with load(path, ahead=True, **wide) as llm:
         engine, scheduler = llm._driver._engine, llm._driver._engine.scheduler
-        scheduler.least_beside = 4
+        scheduler.min_concurrent_tokens = 4
         names = [llm.enqueue(prompts[:1], wanted[:1])[0]]
         for _ in range(6):
             llm.step()

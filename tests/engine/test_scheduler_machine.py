@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 )
 
 from sdk.engine.pages.elastic import ElasticPages
-from sdk.engine.pages.kept_prefixes import KeptPrefixes
+from sdk.engine.pages.prefix_store import PrefixStore
 from sdk.engine.scheduling.drafts import Drafts
 from sdk.engine.scheduling.negative_prompt import in_prefill
 from sdk.errors import OutOfMemoryError, RequestError
@@ -74,7 +74,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         swap=st.sampled_from([0, 1, 3, 40]),
         bits=st.sampled_from([(16,), (16, 8), (16, 8, 4)]),
         in_flight=st.sampled_from([1, 1, 2, 3]),
-        least_beside=st.sampled_from([0, 1, 4]),
+        min_concurrent_tokens=st.sampled_from([0, 1, 4]),
         drafts=st.sampled_from([0, 0, 1, 4]),
     )
     def start(
@@ -91,7 +91,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         swap,
         bits,
         in_flight,
-        least_beside,
+        min_concurrent_tokens,
         drafts,
     ) -> None:
         least = max_num_seqs if chunked else max(max_num_seqs, max_model_len)
@@ -110,7 +110,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.longest = min(max_model_len - 1, pages * page_size)
         self.rig.scheduler.batches_in_flight = in_flight
-        self.rig.scheduler.least_beside = least_beside
+        self.rig.scheduler.min_concurrent_tokens = min_concurrent_tokens
         if drafts:
             self.rig.scheduler.drafts = Drafts(ScriptedDrafter(), drafts)
 
@@ -157,7 +157,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         except RequestError:
             assert prefixes.num_pinned
             return
-        self.rooms[request_id] = prefixes.room(request)
+        self.rooms[request_id] = prefixes.available_pages(request)
         self.num_added += 1
 
     def longest_guided(self, num: int, negative: int, room: int | None = None) -> int:
@@ -330,7 +330,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         tokens = request.token_ids[: pages * rig.config.page_size]
         if len(tokens) < rig.config.page_size:
             return
-        kept = KeptPrefixes(rig.scheduler, rig.runner, SPEC)
+        kept = PrefixStore(rig.scheduler, rig.runner, SPEC)
         with suppress(OutOfMemoryError):
             if kept.pin(tokens, request.salt):
                 self.pinned.append((tokens, request.salt))
@@ -340,7 +340,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def unpin(self) -> None:
         """It may have gone: the cache was reset, or a page of it had NaN."""
         tokens, salt = self.pinned.pop()
-        KeptPrefixes(self.rig.scheduler, self.rig.runner, SPEC).unpin(tokens, salt)
+        PrefixStore(self.rig.scheduler, self.rig.runner, SPEC).unpin(tokens, salt)
 
     @rule(data=st.data(), times=st.integers(1, 8))
     def have_fewer_pages_for_a_while(self, data: st.DataObject, times: int) -> None:
@@ -349,7 +349,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         elastic = ElasticPages(self.rig.scheduler, self.rig.runner)
         self.settle()
         before = pool.capacity
-        fewer = data.draw(st.integers(elastic.least, before))
+        fewer = data.draw(st.integers(elastic.min_pages, before))
         with pytest.raises(RequestError, match="resize: 0 KV pages"):
             elastic.resize(0)
         elastic.resize(fewer)
@@ -394,7 +394,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.settle()
         self.do_step()  # the ranks hear of the last that ended
         self.check_nothing_is_held()
-        assert not self.rig.scheduler.prefixes.promised
+        assert not self.rig.scheduler.prefixes.pending
         assert not self.rig.runner.requests, "a rank remembers a request that is gone"
         for request_id, request in self.rig.requests.items():
             self.check_answer(request_id, request)

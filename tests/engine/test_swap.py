@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import given, settings, strategies as st
 
+from sdk.engine.pages.buddy import BuddyAllocator
 from sdk.engine.pages.page_pool import PageKey, page_key, root_digest
-from sdk.engine.pages.slabs import Slabs
 from sdk.engine.pages.swap import SwapSpace
 from sdk.engine.plan import Copy, Swap
 from sdk.kernels.ladder import page_id, page_level
@@ -142,21 +142,21 @@ def test_slots_of_all_levels_hold_what_was_written_last_and_little_is_lost(
 def test_places_that_fit_can_be_cut_in_any_order(
     count: int, taken: list[int], back: list[int], wanted: list[int]
 ) -> None:
-    slabs, whole = Slabs(range(1, count + 1), LEVELS), range(1, count + 1)
-    held = [(one, slabs.cut(one)) for one in taken if slabs.fits([0] * one + [1])]
+    slabs, whole = BuddyAllocator(range(1, count + 1), LEVELS), range(1, count + 1)
+    held = [(one, slabs.allocate(one)) for one in taken if slabs.fits([0] * one + [1])]
     for index in back:
         if held:
-            slabs.give(*held.pop(index % len(held)))
+            slabs.release(*held.pop(index % len(held)))
     slabs.check(held, whole)
     counts = [wanted.count(one) for one in range(LEVELS)]
     fits = slabs.fits(counts)
     assert fits == _can_be_cut(slabs, wanted)
     if fits:
-        held += [(one, slabs.cut(one)) for one in wanted]
+        held += [(one, slabs.allocate(one)) for one in wanted]
     slabs.check(held, whole)
 
 
-def _can_be_cut(slabs: Slabs, wanted: list[int]) -> bool:
+def _can_be_cut(slabs: BuddyAllocator, wanted: list[int]) -> bool:
     """The largest first, each into the first run of free quarters that is one place."""
     places = [(depth, index) for depth, free in enumerate(slabs.free) for index in free]
     free = set[int]().union(*(_parts(page_id(*place)) for place in places))

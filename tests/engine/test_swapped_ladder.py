@@ -179,11 +179,11 @@ def test_a_page_that_went_down_and_was_given_up_is_nobodys_news(rig):
     r = swapped(rig)
     pool = r.pool
     pages = pool.acquire((), 2)
-    pool._lowest = lambda: dict.fromkeys(pages, 1)
+    pool._lowest_tiers = lambda: dict.fromkeys(pages, 1)
     more = pool.acquire((), 1)
     assert r.scheduler.ladder.lowered == 2
     pool.release(pages[:1])
     back = pool.acquire((), 1, levels=[1])
     assert back == pages[:1]
-    assert pool.take_lowered() == {pages[1]: 8}
+    assert pool.take_recoded() == {pages[1]: 8}
     pool.check([pages[1:], more, back])

@@ -1,1 +1,1 @@
-"""The pages of the KV cache: who holds them, what prefix is in them, where they lie."""
+"""The pages of the KV cache: their owners, the prefixes in them, and where they are in memory."""

@@ -1,4 +1,4 @@
-"""Files without a name, with room that is theirs, for what is not to be in memory."""
+"""Unnamed files with reserved disk space, for offloaded weights and swapped pages."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _MOUNTS = Path("/proc/self/mountinfo")
 
 
 def reserved_file(option: str, folder: str, size: int, what: str) -> Any:
-    """A file in ``folder`` with ``size`` bytes of room for ``what``; it goes with its last user.
+    """A file in ``folder`` with ``size`` bytes reserved for ``what``; it is deleted once unused.
 
-    :raises OutOfMemoryError: naming ``option``, when it cannot be made or has no room.
+    :raises OutOfMemoryError: it cannot be created, or the disk is too full. Names ``option``.
     """
     try:
         file = tempfile.TemporaryFile(prefix="embedlm-", dir=folder)  # noqa: SIM115
     except OSError as error:
-        raise OutOfMemoryError(f"{option}: no file can be made in {folder}: {error}") from error
+        raise OutOfMemoryError(f"{option}: cannot create a file in {folder}: {error}") from error
     try:
         os.posix_fallocate(file.fileno(), 0, size)
     except OSError as error:
@@ -37,10 +37,10 @@ def reserved_file(option: str, folder: str, size: int, what: str) -> Any:
     return file
 
 
-def room_problem(option: str, folder: str, size: int, what: str) -> str:
-    """Why :func:`reserved_file` would not get its room, as far as can be said without writing."""
+def disk_space_problem(option: str, folder: str, size: int, what: str) -> str:
+    """Why :func:`reserved_file` would fail, as far as it is known without writing; else empty."""
     if not Path(folder).is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        return f"{option}: no file can be made in {folder}: it is no folder that may be written to"
+        return f"{option}: cannot create a file in {folder}: it is not a writable folder"
     found = os.statvfs(folder)
     free = found.f_bavail * found.f_frsize
     if size <= free:
@@ -52,9 +52,9 @@ def room_problem(option: str, folder: str, size: int, what: str) -> str:
 
 
 def disk_folder(given: str | None) -> str:
-    """The folder for weights: ``given``, or the system's for temporary files that is on a disk.
+    """The folder for weights: ``given``, or the first folder for temporary files on a disk.
 
-    :raises OutOfMemoryError: files there would be in memory.
+    :raises OutOfMemoryError: the folder's files would be in memory.
     """
     folders = [given] if given is not None else [tempfile.gettempdir(), "/var/tmp"]
     for folder in folders:
@@ -62,7 +62,7 @@ def disk_folder(given: str | None) -> str:
             return folder
     raise OutOfMemoryError(
         f"disk_offload: files in {' and '.join(folders)} are kept in memory; "
-        "disk_offload_path=FOLDER names one on a disk"
+        "set disk_offload_path to a folder on a disk"
     )
 
 

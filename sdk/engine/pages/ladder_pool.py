@@ -1,22 +1,21 @@
-"""A pool whose pages go down a ladder of types before anybody loses one: ``float16>int8>int4``.
+"""A pool that stores old pages in fewer bits before it evicts any: ``float16>int8>int4``.
 
-A page of each type takes half the room of one of the type above, so that the memory is cut into
-*slabs* (``slabs.py``), each room for one page of the first type, two halves or four quarters. A
-page keeps its id for as long as somebody holds it or its content is cached; its *place*, which is
-what the kernels know it by and says its type, changes. New pages are of the first type, and only
-those are written; what comes back from the swap space does so in the type in which it went there.
+A page of each tier takes half the memory of a page of the tier above. Memory is divided into
+*slabs* (``buddy.py``), each with room for one page of the first tier, two of the second or four of
+the third. A page keeps its id while it is used or cached. Its *location* changes: the page id in
+the kernels' page tables, which contains the tier. New pages are in the first tier, and only those
+are written. A page that is swapped out is swapped in to the same tier.
 
-*Making room.* Lossless first: two slabs that are half empty become a full and an empty one. Then
-the coldest page of the first type goes down one step, then the next, until none is left that may;
-then those of the second type. Only then is the content of cached pages given up, as in any pool,
-and after that requests are preempted. Coldest are the cached pages, least recently used first, then
-those of the request that would be preempted first. A request's first page, where trained models
-leave much of their attention, and pages not yet full stay as they are (``kv_keep``: more of them at
-both ends), and so do those of a request whose ``kv_min_bits`` says so. A page that went down does
-not come up again.
+*Making room.* Lossless first: two half-empty slabs become a full and an empty one. Then the coldest
+page of the first tier moves one tier down, then the next coldest, until none is left that may; then
+those of the second tier. Only then are cached pages evicted, as in any pool, and after that
+requests are preempted. Coldest are the cached pages, least recently used first, then those of the
+request that would be preempted first. Some pages stay in their tier: a request's first page, where
+trained models put much of their attention, pages that are not full yet (``kv_keep``: more of them
+at both ends), and those of requests with a ``kv_min_bits``. No page moves back up.
 
-*It always ends.* No page takes more than a slab, whatever became of it, so the first request in
-order still gets all the pages it may need when everybody else has gone.
+*No request starves.* No page ever takes more than a slab. So the first request in order still gets
+all the pages it may need once all other requests are gone.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from sdk.engine.pages.buddy import BuddyAllocator
 from sdk.engine.pages.page_pool import PageKey, PagePool
-from sdk.engine.pages.slabs import Slabs
 from sdk.engine.plan import Move, StepPlan
 from sdk.engine.scheduling.request import Request
 from sdk.engine.scheduling.scheduler_config import SchedulerConfig
@@ -36,11 +35,11 @@ from sdk.quant.spec import KVSpec
 
 
 class LadderPool(PagePool):
-    """See above. ``bits``: of each type, the first first. ``num_pages`` and ``capacity`` count
-    pages of the first type; ``lowered`` how often a page went down. Slab 0 belongs to nobody; its
-    parts serve as the place of a page on its way within its own slab.
+    """See above. ``bits``: of each tier, the first tier first. ``num_pages`` and ``capacity`` count
+    pages of the first tier, ``lowered`` the moves to a lower tier. Slab 0 is reserved: a page
+    passes through it when it moves within its own slab.
 
-    ``lowest`` is to say how far down the pages that requests hold may be, coldest first.
+    ``lowest`` returns the lowest tier allowed for each page that a request holds, coldest first.
     """
 
     def __init__(
@@ -59,16 +58,16 @@ class LadderPool(PagePool):
         self.capacity = limit - 1
         self.bits = tuple(bits)
         self.lowered = 0
-        self._lowest = lowest
-        self._slabs = Slabs(range(1, limit), len(bits))
+        self._lowest_tiers = lowest
+        self._slabs = BuddyAllocator(range(1, limit), len(bits))
         self._num_slabs = num_pages
         self._withheld_slabs = list(range(num_pages - 1, limit - 1, -1))
-        self._places = [0] * self.num_pages  # by page
-        self._pages: dict[int, int] = {}  # by place
-        self._counts = [0] * len(bits)  # of those, by level
-        self._lowered: set[int] = set()  # pages of requests that went down
+        self._locations = [0] * self.num_pages  # by page
+        self._pages: dict[int, int] = {}  # by location
+        self._counts = [0] * len(bits)  # of those, by tier
+        self._lowered: set[int] = set()  # pages of requests that moved to a lower tier
 
-    # What there is
+    # Counts
 
     @property
     def num_free(self) -> int:
@@ -76,29 +75,29 @@ class LadderPool(PagePool):
 
     @property
     def num_available(self) -> int:
-        """Pages a new owner could get now, if all that may went down and nothing stayed cached."""
-        return self._obtainable((), self._lowest(), 0)
+        """Pages a new owner could get now, with all pages in their lowest tier and none cached."""
+        return self._obtainable_slabs((), self._lowest_tiers(), 0)
 
     @property
     def num_withheld(self) -> int:
         return len(self._withheld_slabs)
 
     def level(self, page: int) -> int:
-        """The type a page is of, 0 being the first."""
-        return page_level(self._places[page])[0]
+        """The tier of a page; 0 is the first."""
+        return page_level(self._locations[page])[0]
 
     def deepest(self, min_bits: int | None) -> int:
-        """The last level of at least so many bits; all levels for ``None``."""
+        """The lowest tier with at least ``min_bits`` bits; the lowest of all for ``None``."""
         return sum(bits >= (min_bits or 0) for bits in self.bits) - 1
 
-    def precise(self, pages: Sequence[int], deepest: int) -> list[int]:
-        """As many of the first ``pages`` as are not below this level."""
+    def leading_pages(self, pages: Sequence[int], deepest: int) -> list[int]:
+        """The leading ``pages`` that are not below a tier."""
         coarse = (i for i, page in enumerate(pages) if self.level(page) > deepest)
         return list(pages[: next(coarse, len(pages))])
 
     def metrics(self, swapped: Sequence[int]) -> dict[str, float]:
-        """How often a page went down, and those used or cached by the bits of their type; also of
-        those in the swap space, which are given by level.
+        """The moves to a lower tier, and the number of used or cached pages by bits; also of the
+        ``swapped`` pages, which are given by tier.
         """
         found: dict[str, float] = {"num_pages_lowered": self.lowered}
         for name, counts in (("num_pages", self._counts), ("swap_pages", swapped)):
@@ -110,19 +109,19 @@ class LadderPool(PagePool):
     def acquire(
         self, hits: Sequence[int], num_new: int, *, spare: int = 0, levels: Sequence[int] = ()
     ) -> list[int] | None:
-        """See :meth:`PagePool.acquire`; what must go down for it goes down."""
+        """See :meth:`PagePool.acquire`; moves pages to lower tiers to make room."""
         wanted = [*levels, *[0] * (num_new - len(levels))]
         counts = [wanted.count(level) for level in range(self._deepest + 1)]
         units = sum(self._units >> level for level in wanted)
         slabs = -(-units // self._units)
-        if self.lender is not None and not self._slabs.fits(counts):
-            self.lender(slabs - self.num_free, False)
+        if self.on_shortage is not None and not self._slabs.fits(counts):
+            self.on_shortage(slabs - self.num_free, False)
         short = slabs + spare > self.num_free
-        lowest = self._lowest() if short else {}
-        missing = spare - self._obtainable(hits, lowest, units) if short else 0
-        if missing > 0 and self.lender is not None:
-            self.lender(missing, True)
-            missing = spare - self._obtainable(hits, lowest, units)
+        lowest = self._lowest_tiers() if short else {}
+        missing = spare - self._obtainable_slabs(hits, lowest, units) if short else 0
+        if missing > 0 and self.on_shortage is not None:
+            self.on_shortage(missing, True)
+            missing = spare - self._obtainable_slabs(hits, lowest, units)
         if missing > 0:
             return None
         for page in hits:
@@ -134,13 +133,13 @@ class LadderPool(PagePool):
         new = []
         for level in wanted:
             page = self._free.pop()
-            self._put(page, page_id(level, self._slabs.cut(level)))
+            self._put(page, page_id(level, self._slabs.allocate(level)))
             self._references[page] = 1
             new.append(page)
         return [*hits, *new]
 
     def withhold(self, count: int) -> list[int]:
-        """See :meth:`PagePool.withhold`: slabs that are free, or are when cached pages go."""
+        """See :meth:`PagePool.withhold`: whole slabs, evicting cached pages if necessary."""
         taken: list[int] = []
         while len(taken) < count:
             slab = self._slabs.take(0)
@@ -160,18 +159,18 @@ class LadderPool(PagePool):
         granted = self._withheld_slabs[kept:]
         del self._withheld_slabs[kept:]
         for slab in granted:
-            self._slabs.give(0, slab)
+            self._slabs.release(0, slab)
         self.capacity += len(granted)
         return len(granted)
 
     def drop_cached(self) -> list[int]:
-        """See :meth:`PagePool.drop_cached`; all free slabs."""
+        """See :meth:`PagePool.drop_cached`; returns all free slabs."""
         while self._cached:
             self._vacate(self._evict())
         return list(self._slabs.free[0])
 
     def publish(self, page: int, key: PageKey) -> None:
-        """See :meth:`PagePool.publish`; of two pages with the same in them the better is known."""
+        """See :meth:`PagePool.publish`; of two pages with equal keys the higher tier is known."""
         known = self._known.get(key.digest)
         if known is not None and self.level(known) > self.level(page):
             self.forget([known])
@@ -180,13 +179,13 @@ class LadderPool(PagePool):
     def _vacate(self, page: int) -> None:
         super()._vacate(page)
         self._lowered.discard(page)
-        self._slabs.give(*self._leave(page))
+        self._slabs.release(*self._leave(page))
 
     # Making room
 
-    def _obtainable(self, hits: Sequence[int], lowest: Mapping[int, int], units: int) -> int:
-        """Whole slabs that could be free while ``hits`` and all pages in use stay and so many units
-        are taken; below 0 where those are not to be had.
+    def _obtainable_slabs(self, hits: Sequence[int], lowest: Mapping[int, int], units: int) -> int:
+        """Whole slabs that could be freed after ``units`` more are taken, while ``hits`` and all
+        pages in use stay; negative if the units are not available.
         """
         held = {page for page, count in enumerate(self._references) if count}
         held.update(hits)
@@ -201,14 +200,14 @@ class LadderPool(PagePool):
     def _make_room(
         self, counts: Sequence[int], staying: set[int], lowest: Mapping[int, int]
     ) -> None:
-        """Have so many free places of each level, which are known to be obtainable."""
+        """Free ``counts`` blocks of the tiers. They are known to be obtainable."""
         limits = {**dict.fromkeys(self._cached, self._deepest), **lowest}
         queues: list[deque[int]] = [deque() for _ in range(self._deepest)]
         for page, limit in limits.items():
             if page not in staying and (level := self.level(page)) < limit:
                 queues[level].append(page)
         while not self._slabs.fits(counts):
-            if self._gather():
+            if self._compact():
                 continue
             queue = next((queue for queue in queues if queue), None)
             if queue is None:
@@ -220,34 +219,37 @@ class LadderPool(PagePool):
                 queues[self.level(page)].append(page)
 
     def _lower(self, page: int) -> None:
-        """One step down: into a free place of that size, else into the first half of its own."""
-        level, index = page_level(self._places[page])
+        """Move a page one tier down: into a free block, else into the first half of its own."""
+        level, index = page_level(self._locations[page])
         free = self._slabs.take(level + 1)
         if free is None:
-            self._move(page, page_id(level + 1, 0))  # in slab 0
+            self._move(page, page_id(level + 1, 0))  # by way of slab 0
             self._move(page, page_id(level + 1, 2 * index))
-            self._slabs.give(level + 1, 2 * index + 1)
+            self._slabs.release(level + 1, 2 * index + 1)
         else:
             self._move(page, page_id(level + 1, free))
-            self._slabs.give(level, index)
+            self._slabs.release(level, index)
         self.lowered += 1
         if self._references[page]:
             self._lowered.add(page)
 
-    def _gather(self) -> bool:
-        """Make one larger place of two free ones, by what lies beside the first. False: no two."""
+    def _compact(self) -> bool:
+        """Free a larger block: move the neighbour of one free block into another free block.
+
+        False: no tier has two free blocks.
+        """
         for level in range(self._deepest, 0, -1):
             free = self._slabs.free[level]
             if len(free) >= 2:
                 (first, _), (second, _) = free.popitem(), free.popitem()
                 self._relocate(level, first ^ 1, second)
                 free[first] = None
-                self._slabs.give(level, first ^ 1)
+                self._slabs.release(level, first ^ 1)
                 return True
         return False
 
     def _relocate(self, level: int, source: int, target: int) -> None:
-        """Everything within a place, pages and free parts, goes to the same part of another."""
+        """Move everything in one block, pages and free parts, to the same parts of another."""
         for deeper in range(level, self._deepest + 1):
             parts = 1 << deeper - level
             for part in range(parts):
@@ -259,41 +261,41 @@ class LadderPool(PagePool):
                     del self._slabs.free[deeper][old]
                     self._slabs.free[deeper][new] = None
 
-    def _move(self, page: int, place: int) -> None:
-        self.copies.append(Move(self._places[page], place))
-        self.unsettled.add(page)
+    def _move(self, page: int, location: int) -> None:
+        self.copies.append(Move(self._locations[page], location))
+        self.unconfirmed.add(page)
         self._leave(page)
-        self._put(page, place)
+        self._put(page, location)
 
-    def _put(self, page: int, place: int) -> None:
-        self._places[page] = place
-        self._pages[place] = page
-        self._counts[page_level(place)[0]] += 1
+    def _put(self, page: int, location: int) -> None:
+        self._locations[page] = location
+        self._pages[location] = page
+        self._counts[page_level(location)[0]] += 1
 
     def _leave(self, page: int) -> tuple[int, int]:
-        place = self._places[page]
-        level, index = page_level(place)
-        del self._pages[place]
+        location = self._locations[page]
+        level, index = page_level(location)
+        del self._pages[location]
         self._counts[level] -= 1
         return level, index
 
     # Plans
 
-    def place(self, page: int) -> int:
-        """See :meth:`PagePool.place`."""
-        return self._places[page]
+    def location(self, page: int) -> int:
+        """See :meth:`PagePool.location`."""
+        return self._locations[page]
 
-    def placed(self, plan: StepPlan) -> StepPlan:
-        """The plan in the places of its pages."""
+    def with_locations(self, plan: StepPlan) -> StepPlan:
+        """The plan with the locations of its pages instead of their ids."""
         return plan._replace(
             started=tuple(
-                replace(start, pages=tuple(self.places(start.pages))) for start in plan.started
+                replace(start, pages=tuple(self.locations(start.pages))) for start in plan.started
             ),
-            new_pages=tuple((name, tuple(self.places(pages))) for name, pages in plan.new_pages),
+            new_pages=tuple((name, tuple(self.locations(pages))) for name, pages in plan.new_pages),
         )
 
-    def take_lowered(self) -> dict[int, int]:
-        """Pages of requests that went down since the last time, and the bits they have now."""
+    def take_recoded(self) -> dict[int, int]:
+        """Pages of requests that moved to a lower tier since the last call, and their bits now."""
         lowered, self._lowered = self._lowered, set()
         return {page: self.bits[self.level(page)] for page in lowered}
 
@@ -302,29 +304,29 @@ class LadderPool(PagePool):
         assert self.capacity + withheld == self._num_slabs - 1, "capacity is wrong"
 
     def check(self, held: Iterable[Sequence[int]] | None = None) -> None:
-        """See :meth:`PagePool.check`; and every place is free or a page's, once."""
+        """See :meth:`PagePool.check`; also that each part of memory is free or has one page."""
         super().check(held)
         used = {page for page in range(1, self.num_pages) if page not in set(self._free)}
-        assert used == set(self._pages.values()), "a page has no place, or one too many"
-        assert all(self._places[page] == place for place, page in self._pages.items())
-        taken = [page_level(place) for place in self._pages]
+        assert used == set(self._pages.values()), "a page has no location, or more than one"
+        assert all(self._locations[page] == location for location, page in self._pages.items())
+        taken = [page_level(location) for location in self._pages]
         taken += [(0, slab) for slab in self._withheld_slabs]
         self._slabs.check(taken, range(1, self._num_slabs))
 
 
-def check_floor(request: Request, config: SchedulerConfig) -> None:
-    """:raises RequestError: pages are never of as many bits as it asks for."""
+def check_min_bits(request: Request, config: SchedulerConfig) -> None:
+    """:raises RequestError: no page has as many bits as the request asks for."""
     wanted, most = request.params.kv_min_bits, config.kv_bits[0]
     if wanted is not None and wanted > most:
         raise RequestError(f"kv_min_bits={wanted}: the KV cache has {most} bits ({config.kv_type})")
 
 
-def held_pages(
+def lowest_tiers(
     running: Sequence[Request], pool: LadderPool, keep: tuple[int, int]
 ) -> dict[int, int]:
-    """How far down the pages of running requests may be; those of the last in order first.
+    """The lowest tier allowed for each page of the running requests, last request first.
 
-    ``keep``: of each, the pages at its beginning and full ones at its end that stay.
+    ``keep``: how many pages at a request's beginning, and full ones at its end, stay as they are.
     """
     first, last = keep
     lowest: dict[int, int] = {}
@@ -338,18 +340,18 @@ def held_pages(
     return lowest
 
 
-def descent(
+def moves_to_lowest_tier(
     pages: Sequence[int], num_computed: int, spec: KVSpec, keep: tuple[int, int]
 ) -> list[Move]:
-    """What takes the pages of a request, places in slabs of their own, as far down as a pool could:
-    all full ones but those to ``keep`` at the beginning and at the end.
+    """Moves that take a request's pages to the lowest tier: all full pages except those to ``keep``
+    at the beginning and at the end. Each location must be in a slab that holds nothing else.
     """
     moves: list[Move] = []
     num_levels, (first, last) = len(spec.levels), keep
     full = num_computed // spec.page_size if num_levels > 1 else 0
-    for place in pages[first : max(full - last, 0)]:
-        for level in range(page_level(place)[0] + 1, num_levels):
-            passing, below = page_id(level, 0), page_id(level, 2 * page_level(place)[1])
-            moves += [Move(place, passing), Move(passing, below)]
-            place = below
+    for location in pages[first : max(full - last, 0)]:
+        for level in range(page_level(location)[0] + 1, num_levels):
+            passing, below = page_id(level, 0), page_id(level, 2 * page_level(location)[1])
+            moves += [Move(location, passing), Move(passing, below)]
+            location = below
     return moves

@@ -1,27 +1,27 @@
-"""The pages of the KV cache: who holds them, what is in them, which may be thrown away.
+"""The pages of the KV cache: their owners, what is in them, and which may be evicted.
 
 A page is the KV of ``page_size`` consecutive tokens of one request, in every layer. It is in
-exactly one of three states: **used** (reference count > 0), **cached** (nobody holds it, but its
-content is known and a later request may want it) or **free**. ``free + cached + used == capacity``
-at all times. Pages that are **withheld** do not count: they have no memory behind them until they
-are granted again, because the cache was made smaller or its memory is lent to another model.
+exactly one of three states: **used** (reference count > 0), **cached** (no owner, but its content
+is known and a later request may use it) or **free**. ``free + cached + used == capacity`` at all
+times. **Withheld** pages do not count: they have no memory until they are granted again, because
+the cache was made smaller or its memory is lent to another model.
 
-*Prefix cache.* A full page is known by the digest of everything that determines its content: the
-tokens before it and in it, the adapter, the KV type and the caller's salt::
+*Prefix cache.* A full page is identified by the digest of everything that determines its content:
+the tokens before it and in it, the adapter, the KV type and the caller's salt::
 
     root   = sha256(adapter, KV type, salt)
     key_0  = sha256(root,         tokens of page 0)
     key_i  = sha256(digest_{i-1}, tokens of page i)
 
-On a hit the parent digest and the tokens are compared too, so that a collision gives a miss and
-never somebody else's text. A page becomes known (``publish``) only after the step that wrote it was
-committed, and is never written again while known: whoever shares it may read it at any time.
+On a hit the parent digest and the tokens are compared too, so that a collision is a miss and never
+another request's text. A page becomes known (``publish``) only after the step that wrote it was
+committed, and it is never written again while known: requests that share it may read it at any
+time.
 
-*Eviction.* Least recently used first; the pages of one request are given back tail first, so that a
+*Eviction.* Least recently used first. The pages of one request are given back tail first, so that a
 prefix loses its end before its beginning (a page whose predecessor is gone can never be hit again).
 
-*Page 0* is reserved: padding in page tables and batches may point at it, and no request ever owns
-it.
+*Page 0* is reserved for padding in page tables and batches. No request owns it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from sdk.engine.plan import Copy
 
 
 class PageKey(NamedTuple):
-    """What a full page holds: its digest, the digest of the page before it, and its own tokens."""
+    """The identity of a full page: its digest, its predecessor's digest, and its tokens."""
 
     digest: bytes
     parent: bytes
@@ -44,7 +44,7 @@ class PageKey(NamedTuple):
 
 
 def root_digest(adapter: str | None, kv_type: str, salt: str | None) -> bytes:
-    """The parent of a request's first page: requests that differ in it never share a page."""
+    """The parent of a request's first page: requests with different roots never share a page."""
     return sha256(repr((adapter, kv_type, salt)).encode("utf-8", "surrogatepass")).digest()
 
 
@@ -57,9 +57,9 @@ def page_key(parent: bytes, token_ids: Sequence[int]) -> PageKey:
 class PagePool:
     """Hands out the pages ``1 .. num_pages - 1`` and remembers what full pages hold.
 
-    The pages from ``limit`` on begin withheld. Not thread-safe. ``queries`` and ``hits`` count
-    whole pages looked up and found by requests that were admitted, ``evictions`` cached pages whose
-    content was given up for a new owner.
+    The pages from ``limit`` on are withheld at first. Not thread-safe. ``queries`` and ``hits``
+    count whole pages looked up and found by admitted requests, ``evictions`` cached pages that lost
+    their content to a new owner.
     """
 
     def __init__(
@@ -82,30 +82,31 @@ class PagePool:
         self.queries = 0
         self.hits = 0
         self.evictions = 0
-        #: Copies that the next plan is to make, in the order in which they were decided.
+        #: Copies that the next plan will make, in the order in which they were decided.
         self.copies: list[Copy] = []
-        #: Pages that copies write which may not have been made: these, and those of the last plan.
-        self.unsettled: set[int] = set()
-        #: Told of the place of a page and what is in it, before it gets another owner.
+        #: Pages whose content is the target of a copy that may not have been made yet: one of
+        #: ``copies`` or of the last plan.
+        self.unconfirmed: set[int] = set()
+        #: Called with the location and the key of a cached page before it is evicted.
         self.on_evict: Callable[[int, PageKey], None] | None = None
         self._references = [0] * num_pages
         self._keys: list[PageKey | None] = [None] * num_pages
-        #: Asked for pages before known ones are thrown out, and once more before it is refused that
-        #: there are none (``urgent``). It may ``grant`` some.
-        self.lender: Callable[[int, bool], None] | None = None
+        #: Called with a number of missing pages, before cached ones are evicted, and once more
+        #: (``urgent``) before :meth:`acquire` returns None. It may ``grant`` pages.
+        self.on_shortage: Callable[[int, bool], None] | None = None
         self._withheld = list(range(num_pages - 1, limit - 1, -1))
-        self._free = list(range(limit - 1, 0, -1))  # a stack: the page given back last goes first
+        self._free = list(range(limit - 1, 0, -1))  # a stack: last in, first out
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._known: dict[bytes, int] = {}  # digest -> page
 
     @property
     def num_free(self) -> int:
-        """Pages with nothing in them."""
+        """Pages without content."""
         return len(self._free)
 
     @property
     def num_cached(self) -> int:
-        """Pages nobody holds whose content is known."""
+        """Pages without an owner whose content is known."""
         return len(self._cached)
 
     @property
@@ -115,30 +116,30 @@ class PagePool:
 
     @property
     def num_withheld(self) -> int:
-        """Pages without memory behind them."""
+        """Pages without memory."""
         return len(self._withheld)
 
     def key(self, page: int) -> PageKey | None:
-        """What a known page holds; ``None`` for any other."""
+        """The key of a known page; ``None`` for any other."""
         return self._keys[page]
 
-    def place(self, page: int) -> int:
-        """What kernels know a page by, once all copies noted so far are made."""
+    def location(self, page: int) -> int:
+        """The kernels' id of a page, once all copies noted so far are made."""
         return page
 
-    def places(self, pages: Sequence[int]) -> list[int]:
-        """See :meth:`place`."""
-        return [self.place(page) for page in pages]
+    def locations(self, pages: Sequence[int]) -> list[int]:
+        """See :meth:`location`."""
+        return [self.location(page) for page in pages]
 
     def take_copies(self) -> tuple[Copy, ...]:
-        """The copies noted since the last time, for the plan that is about to run."""
+        """The copies noted since the last call, for the plan that is about to run."""
         copies = tuple(self.copies)
-        self.copies.clear()  # the swap space notes its own in the same list
+        self.copies.clear()  # the swap space appends to the same list
         return copies
 
-    def settle(self) -> None:
-        """The last plan was carried out: what its copies write is there."""
-        self.unsettled.clear()
+    def confirm_copies(self) -> None:
+        """The last plan was carried out, so its copies were made."""
+        self.unconfirmed.clear()
 
     def match(self, keys: Sequence[PageKey]) -> list[int]:
         """The known pages of the longest prefix of ``keys``. Changes nothing."""
@@ -153,20 +154,18 @@ class PagePool:
     def acquire(
         self, hits: Sequence[int], num_new: int, *, spare: int = 0, levels: Sequence[int] = ()
     ) -> list[int] | None:
-        """``hits`` (from ``match``, just now) shared and ``num_new`` pages of one's own, or
-        nothing.
+        """Take ``hits`` (from ``match``, just now), which are shared, and ``num_new`` new pages.
 
-        All or nothing: ``None`` changes nothing, and is returned when fewer than ``spare`` pages
-        would stay available. ``levels`` of a ladder: those of the first new pages, the others are
-        of the first type.
+        All or nothing: returns ``None`` and changes nothing if fewer than ``spare`` pages would
+        stay available. ``levels``: tiers of the first new pages; the others are in the first tier.
         """
         references, cached = self._references, self._cached
         num_idle = sum(references[page] == 0 for page in hits)
-        if num_new > len(self._free) and self.lender is not None:
-            self.lender(num_new - len(self._free), False)
+        if num_new > len(self._free) and self.on_shortage is not None:
+            self.on_shortage(num_new - len(self._free), False)
         short = num_new + num_idle + spare - len(self._free) - len(cached)
-        if short > 0 and self.lender is not None:
-            self.lender(short, True)
+        if short > 0 and self.on_shortage is not None:
+            self.on_shortage(short, True)
             short = num_new + num_idle + spare - len(self._free) - len(cached)
         if short > 0:
             return None
@@ -182,7 +181,7 @@ class PagePool:
         return pages
 
     def withhold(self, count: int) -> list[int]:
-        """Take away up to ``count`` pages that nobody holds; those taken, free ones first."""
+        """Withhold up to ``count`` pages without an owner, free ones first; returns them."""
         taken = self._free[:count]
         del self._free[:count]
         while len(taken) < count and self._cached:
@@ -192,7 +191,7 @@ class PagePool:
         return taken
 
     def grant(self, count: int) -> int:
-        """Give up to ``count`` withheld pages back; how many."""
+        """Give back up to ``count`` withheld pages; returns how many."""
         kept = max(len(self._withheld) - count, 0)
         granted = self._withheld[kept:]
         del self._withheld[kept:]
@@ -201,7 +200,7 @@ class PagePool:
         return len(granted)
 
     def drop_cached(self) -> list[int]:
-        """Forget what nobody holds; all free pages."""
+        """Evict all cached pages; returns all free pages."""
         while self._cached:
             self._free.append(self._evict())
         return list(self._free)
@@ -210,7 +209,7 @@ class PagePool:
         page, _ = self._cached.popitem(last=False)
         key = self._keys[page]
         if self.on_evict is not None and key is not None:
-            self.on_evict(self.place(page), key)
+            self.on_evict(self.location(page), key)
         self._forget(page)
         self.evictions += 1
         return page
@@ -226,7 +225,7 @@ class PagePool:
         for page in reversed(pages):  # tail first into the LRU order: the tail is evicted first
             count = self._references[page]
             if count == 0:
-                raise ValueError(f"page {page} is released but nobody holds it")
+                raise ValueError(f"page {page} is released but has no owner")
             self._references[page] = count - 1
             if count == 1:
                 if self._keys[page] is None:
@@ -235,24 +234,24 @@ class PagePool:
                     self._cached[page] = None
 
     def _vacate(self, page: int) -> None:
-        """There is nothing in it any more."""
+        """The page has no content and no owner any more."""
         self._free.append(page)
 
     def publish(self, page: int, key: PageKey) -> None:
         """Make a full page known, now that a committed step has written it.
 
-        Where another page already holds the same (two requests computed it side by side) that one
-        stays the known one and this page remains private.
+        If another page already has the same content (two requests computed it at the same time),
+        that one stays known and this page remains private.
         """
         if not self._references[page]:
-            raise ValueError(f"page {page} is published but nobody holds it")
+            raise ValueError(f"page {page} is published but has no owner")
         if not self.enable_prefix_caching or self._keys[page] is not None:
             return
         if self._known.setdefault(key.digest, page) == page:
             self._keys[page] = key
 
     def forget(self, pages: Iterable[int]) -> None:
-        """Make these pages unknown: their content is not to be trusted. Owners keep them."""
+        """Make these pages unknown, because their content may be wrong. Owners keep them."""
         for page in pages:
             self._forget(page)
             if page in self._cached:
@@ -260,7 +259,7 @@ class PagePool:
                 self._vacate(page)
 
     def reset_prefix_cache(self) -> None:
-        """Forget the content of every page; pages in use stay with their owners."""
+        """Make all pages unknown. Pages in use stay with their owners."""
         for page in self._cached:
             self._vacate(page)
         self._cached.clear()
@@ -271,7 +270,7 @@ class PagePool:
         assert self.capacity + len(self._withheld) == self.num_pages - 1, "capacity is wrong"
 
     def check(self, held: Iterable[Sequence[int]] | None = None) -> None:
-        """Assert that the books balance; ``held`` are the page tables of all owners, if given."""
+        """Assert that all counts agree. ``held``: the page tables of all owners, if given."""
         free, cached = set(self._free), set(self._cached)
         used = {page for page, count in enumerate(self._references) if count}
         assert all(count >= 0 for count in self._references), "a negative reference count"

@@ -1,13 +1,13 @@
-"""What is known of prompts before they run: the pages that hold a prefix of them, wherever it lies.
+"""The prefix cache: finds the pages that hold a prefix of a prompt before the prompt runs.
 
-A prefix is looked for among the pages of the cache, then in the swap space (``swap.py``), then
-among the pages that a running request has promised: it is about to write them, and whoever needs
-them waits for it instead of computing them again.
+A prefix is looked up in the pages of the cache, then in the swap space (``swap.py``), then in the
+pending pages, which a running request is about to write. Another request that needs those waits for
+them instead of computing them again.
 
-*Pins.* The pages of a pinned prefix have one more owner than the requests that use them, and so are
-never thrown out. They are not there for anybody else: ``room`` is what a request could get if
-everybody else went, and no request that needs more is accepted, nor a pin that leaves an accepted
-one less.
+*Pins.* The pages of a pinned prefix have one owner in addition to the requests that use them, so
+they are never evicted. No other request can have them: ``available_pages`` is what a request could
+get if all others were gone. A request that needs more is rejected, and so is a pin that would leave
+an accepted request less than it needs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sdk.engine.scheduling.request import Request
 
 
 class Prefix(NamedTuple):
-    """The known part of one sequence: pages of the cache, then pages of the swap space."""
+    """The cached part of one sequence: pages of the cache, then pages of the swap space."""
 
     pages: list[int]
     swapped: list[PageKey]
@@ -34,7 +34,7 @@ class Prefix(NamedTuple):
 
 
 class Prefixes:
-    """Finds, shares, promises and publishes the pages of prefixes. Not thread-safe."""
+    """Finds, shares, publishes and pins the pages of prefixes. Not thread-safe."""
 
     def __init__(
         self,
@@ -44,10 +44,10 @@ class Prefixes:
         ladder: LadderPool | None = None,
     ) -> None:
         self.pool = pool
-        self._ladder = ladder  # the pool, if it is one
+        self._ladder = ladder  # the pool, if it has tiers
         num_levels = 1 if ladder is None else len(ladder.bits)
         self.swap = SwapSpace(num_swap_pages, pool.copies, num_levels)
-        self.promised: dict[bytes, Request] = {}  # page digest -> the running request writing it
+        self.pending: dict[bytes, Request] = {}  # page digest -> the running request writing it
         self.restored = 0  # pages written from snapshots
         self._kv_type = kv_type
         self._pins: dict[bytes, tuple[int, ...]] = {}  # digest of the last page -> all of them
@@ -56,15 +56,15 @@ class Prefixes:
             pool.on_evict = self.swap.store
 
     def extend_keys(self, request: Request, num_pages: int) -> None:
-        """Have the keys of its first ``num_pages`` pages, all of them full."""
+        """Compute the keys of a request's first ``num_pages`` pages, all of them full."""
         root = root_digest(request.adapter, self._kv_type, request.salt)
         request.extend_keys(root, self.pool.page_size, num_pages)
 
     def find(self, request: Request) -> Prefix:
-        """The known pages it may use; sets ``waits_for`` when a running request writes the next
-        one.
+        """The cached pages that a request may use. Sets ``waits_for`` if another request is about
+        to write the next one.
 
-        At least the last token is always left to run: a step of no tokens would sample nothing.
+        At least the last token is always left to run, because a step without tokens samples none.
         """
         request.waits_for = None
         if not self.pool.enable_prefix_caching:
@@ -77,18 +77,20 @@ class Prefixes:
         pages, deepest = self.pool.match(keys), 0
         if self._ladder is not None:
             deepest = self._ladder.deepest(request.params.kv_min_bits)
-            pages = self._ladder.precise(pages, deepest)
+            pages = self._ladder.leading_pages(pages, deepest)
         rest = keys[len(pages) :]
         swapped = rest[: self.swap.match(rest, deepest)]
         known = len(pages) + len(swapped)
-        if known < len(keys) and keys[known].digest in self.promised:
+        if known < len(keys) and keys[known].digest in self.pending:
             request.waits_for = keys[known].digest
         return Prefix(pages, swapped)
 
     def acquire(self, request: Request, found: Sequence[Prefix], spare: int) -> int:
-        """Give each sequence of ``request`` pages for all its tokens: what was ``found``, the rest
-        new. Returns 0, or the number of new pages that are too many; then nothing changed. Of a
-        ladder only those of the first type count, so that it is never above what is needed.
+        """Give each sequence of ``request`` pages for all its tokens: those ``found``, then new
+        ones.
+
+        Returns 0, or the number of new pages if there are too few; then nothing changed. With tiers
+        it counts only pages of the first one, so that it is never more than what is needed.
         """
         pool, size, sequences = self.pool, self.pool.page_size, request.sequences
         num_new = [
@@ -109,8 +111,8 @@ class Prefixes:
             back, loaded = loaded[:count], loaded[count:]
             one.pages, new = prefix.pages + back + new[: num - count], new[num - count :]
             for key, page in zip(prefix.swapped, back, strict=True):
-                self.swap.load(held[key], pool.place(page))
-                pool.unsettled.add(page)
+                self.swap.load(held[key], pool.location(page))
+                pool.unconfirmed.add(page)
                 self._publish(page, key)
             one.num_computed = prefix.num_pages * size
             one.num_published = prefix.num_pages
@@ -119,45 +121,45 @@ class Prefixes:
                 pool.queries += (one.num_tokens - 1) // size
                 pool.hits += len(prefix.pages)
             for key in one.keys[prefix.num_pages :]:
-                self.promised.setdefault(key.digest, one)
+                self.pending.setdefault(key.digest, one)
         self.swap.put_back(held)
         return 0
 
     def publish(self, request: Request, num_full: int) -> None:
-        """Let others find the pages that a committed step has filled."""
+        """Make the pages known that a committed step has filled."""
         if num_full > len(request.keys):
             self.extend_keys(request, num_full)
         for index in range(request.num_published, num_full):
             key = request.keys[index]
             self._publish(request.pages[index], key)
-            if self.promised.get(key.digest) is request:
-                del self.promised[key.digest]
+            if self.pending.get(key.digest) is request:
+                del self.pending[key.digest]
         request.num_published = num_full
 
     def _publish(self, page: int, key: PageKey) -> None:
-        """Let others find a page, unless one with the same in it is pinned: that one must stay
-        known, also where this one is of more bits.
+        """Make a page known, unless one with the same key is pinned: that one must stay known, even
+        if the new one has more bits.
         """
         if not self._pinned or self._pinned.isdisjoint(self.pool.match([key])):
             self.pool.publish(page, key)
 
     def release(self, sequence: Request) -> None:
-        """Take pages and promises from a running sequence."""
+        """Take the pages of a running sequence, and those it was about to publish."""
         self.pool.release(sequence.pages)
         for key in sequence.keys[sequence.num_published :]:
-            if self.promised.get(key.digest) is sequence:
-                del self.promised[key.digest]
+            if self.pending.get(key.digest) is sequence:
+                del self.pending[key.digest]
         sequence.pages = []
 
-    def distrust(self, sequence: Request) -> None:
-        """Its pages may hold NaN: nobody must find them, and nobody keeps them."""
+    def invalidate(self, sequence: Request) -> None:
+        """Remove a sequence's pages from cache and swap space: they may hold NaN."""
         for page in sequence.pages:
             if (key := self.pool.key(page)) is not None:
                 self.swap.drop(key.digest)
         self.forget(set(sequence.pages))
 
     def forget(self, gone: set[int]) -> None:
-        """Nobody must find these pages in the cache, and nobody keeps them."""
+        """Make these pages unknown, and unpin the prefixes that contain them."""
         for last, pages in list(self._pins.items()):
             if not gone.isdisjoint(pages):
                 self._unpin(last)
@@ -168,21 +170,19 @@ class Prefixes:
         self.unpin_all()
         self.pool.reset_prefix_cache()
         self.swap.clear()
-        self.promised.clear()
+        self.pending.clear()
 
     def undo(self, copies: Iterable[Copy]) -> None:
-        """Distrust what the last plan's copies should have written: whether they were made is not
-        known.
-        """
+        """Forget the targets of the last plan's copies: it is unknown whether they were made."""
         self.swap.forget(one.slot for one in copies if isinstance(one, Swap) and one.out)
-        self.forget(self.pool.unsettled)
-        self.pool.settle()
+        self.forget(self.pool.unconfirmed)
+        self.pool.confirm_copies()
 
     # Pins
 
     @property
     def num_pinned(self) -> int:
-        """Pages that pins keep."""
+        """Pages of pinned prefixes."""
         return len(self._pinned)
 
     @property
@@ -190,23 +190,25 @@ class Prefixes:
         """The page tables of all pins."""
         return list(self._pins.values())
 
-    def room(self, request: Request) -> int:
-        """Pages it (with its guide) could get if nothing else ran: all but what others pinned."""
-        room = self.pool.capacity - len(self._pinned)
+    def available_pages(self, request: Request) -> int:
+        """Pages that a request (with its negative sequence) could get if nothing else ran: all
+        except the pinned ones that it does not share.
+        """
+        unpinned = self.pool.capacity - len(self._pinned)
         if not self._pinned:
-            return room
+            return unpinned
         own: set[int] = set()
         for sequence in request.sequences:
-            if sequence.pages:  # perhaps its own copies of the pinned ones
+            if sequence.pages:  # possibly its own copies of pinned pages
                 own.update(sequence.pages)
             elif sequence.uses_prefix_cache:
                 self.extend_keys(sequence, sequence.num_tokens // self.pool.page_size)
                 keys = sequence.keys[: (sequence.num_tokens - 1) // self.pool.page_size]
                 own.update(self.pool.match(keys))
-        return room + len(own & self._pinned)
+        return unpinned + len(own & self._pinned)
 
     def pin(self, keys: Sequence[PageKey]) -> bool:
-        """Keep these pages, all of them in the cache, until ``unpin``. False: one is not there."""
+        """Keep these cached pages until ``unpin``. False: at least one is not cached."""
         pages = self.pool.match(keys)
         if len(pages) < len(keys):
             return False
@@ -217,14 +219,14 @@ class Prefixes:
         return True
 
     def unpin(self, keys: Sequence[PageKey]) -> bool:
-        """Give up the pin of exactly these pages. False: there is none."""
+        """Remove the pin of exactly these pages. False: there is none."""
         if not keys or keys[-1].digest not in self._pins:
             return False
         self._unpin(keys[-1].digest)
         return True
 
     def unpin_all(self) -> None:
-        """Give up all pins."""
+        """Remove all pins."""
         for last in list(self._pins):
             self._unpin(last)
 

@@ -1,23 +1,22 @@
-"""Pages that lie outside the KV cache: which prefix is in which slot, and what has to be copied.
+"""The swap space: pages outside the KV cache, which prefix is in which slot, and what to copy.
 
-The second tier of the prefix cache. A page that is thrown out of the pool leaves its content in a
-slot, and a request whose prefix goes on there gets it back: 370 KB copied (SmolLM2, 16 tokens in
-float16) instead of 16 tokens computed. A slot keeps its content when it is read, so that a page
-which goes out again need not be copied again.
+When a page is evicted from the pool, its content is copied into a slot. A request that needs this
+prefix gets it back: 370 KB copied (SmolLM2, 16 tokens in float16) instead of 16 tokens computed. A
+slot keeps its content when it is read, so a page that is evicted again need not be copied again.
 
-Here are names and numbers only; every rank has the bytes of its part (``swap_storage.py``). Copies
-are noted where the pool notes its moves, in the order in which they must be made, and go into the
-next plan: first all of them, then the step.
+This module has keys and slot numbers only; every rank has the bytes of its part
+(``swap_storage.py``). Copies are appended to the pool's list of copies, in the order in which they
+must be made. They go into the next plan, which makes all of them before its step.
 
-*Ladders.* A page goes out in the type that it has then, most often the lowest, into a slot of that
-type: a quarter of a slot for one of int4. It comes back in that type, the same bits in as little
-room: to code it as the first type would take four times the room and bring nothing back of what it
-lost. Of two copies with the same in them the better is kept.
+*Tiers.* A page is swapped out in its current tier, most often the lowest, into a slot of that tier:
+an int4 page takes a quarter of a slot. It is swapped in to the same tier with the same bits. The
+first tier would take four times the memory and restore nothing of what the page lost. Of two copies
+with the same key the one in the higher tier is kept.
 
-*Eviction.* The least recently stored or read first, and of one prefix its end before its beginning,
-which is of no use without it. A full tier loses its oldest, and what is lost is computed again.
-Where a page needs the room of several smaller ones, those beside the oldest go with it: at most
-four for one.
+*Eviction.* The least recently stored or read page first, and a prefix's end before its beginning,
+because the end is useless without it. What is evicted is computed again when it is needed. If a
+page needs the memory of several smaller ones, the neighbours of the oldest are evicted with it: at
+most four for one page.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 
+from sdk.engine.pages.buddy import BuddyAllocator
 from sdk.engine.pages.page_pool import PageKey
-from sdk.engine.pages.slabs import Slabs
 from sdk.engine.plan import Copy, Swap
 from sdk.kernels.ladder import page_id, page_level
 
@@ -35,8 +34,8 @@ logger = logging.getLogger("sdk")
 
 
 class SwapSpace:
-    """``num_slots`` slots of a page of the first type each, or of smaller ones of ``num_levels``,
-    and the pages in them. Slots are named like pages; ``copies`` is where they are noted.
+    """``num_slots`` slots and the pages in them. A slot has room for a page of the first tier, or
+    for several of lower ones. Slot ids are formed like page ids. ``copies``: the pool's list.
 
     ``stored`` and ``loaded`` count pages copied out of and into the cache, ``failed`` those that
     could not be written.
@@ -48,27 +47,27 @@ class SwapSpace:
         self.loaded = 0
         self.failed = 0
         self._copies = copies
-        self._slabs = Slabs(range(num_slots), num_levels)
-        # digest -> what it is and where; least recently used first
+        self._slabs = BuddyAllocator(range(num_slots), num_levels)
+        # digest -> key and slot; least recently used first
         self._known: OrderedDict[bytes, tuple[PageKey, int]] = OrderedDict()
 
     @property
     def num_used(self) -> int:
-        """Slots with something in them."""
+        """Slots with content."""
         return self.num_slots - len(self._slabs.free[0])
 
     def counts(self) -> list[int]:
-        """Pages that are here, by level."""
-        slots = list(self._known.values())  # at once: a step may run in another thread
+        """Stored pages by tier."""
+        slots = list(self._known.values())  # in one call: a step may run in another thread
         levels = [page_level(slot)[0] for _, slot in slots]
         return [levels.count(level) for level in range(len(self._slabs.free))]
 
     def level(self, key: PageKey) -> int:
-        """Of a page that is here."""
+        """The tier of a stored page."""
         return page_level(self._known[key.digest][1])[0]
 
     def match(self, keys: Sequence[PageKey], deepest: int = 0) -> int:
-        """How many of the first ``keys`` are here, none below a level. Changes nothing."""
+        """How many of the first ``keys`` are stored, none below a tier. Changes nothing."""
         count = 0
         for key in keys:
             found = self._known.get(key.digest)
@@ -77,24 +76,24 @@ class SwapSpace:
             count += 1
         return count
 
-    def store(self, place: int, key: PageKey) -> None:
-        """Keep what lies at ``place``, which is about to get something else."""
-        level, _ = page_level(place)
+    def store(self, location: int, key: PageKey) -> None:
+        """Copy out the page at ``location``, which is about to be overwritten."""
+        level, _ = page_level(location)
         if key.digest in self._known:
             if self.level(key) <= level:
                 return
             self.drop(key.digest)
         while not self._slabs.fits([0] * level + [1]):
             if not self._known:
-                return  # all of it is being read
+                return  # all slots are being read
             self._evict(level)
-        slot = page_id(level, self._slabs.cut(level))
+        slot = page_id(level, self._slabs.allocate(level))
         self._known[key.digest] = key, slot
-        self._copies.append(Swap(place, slot, out=True))
+        self._copies.append(Swap(location, slot, out=True))
         self.stored += 1
 
     def _evict(self, level: int) -> None:
-        """Forget the oldest, and where a page of this level takes more room what lies beside it."""
+        """Forget the oldest page, and its neighbours if a page of this tier is larger."""
         oldest, (_, slot) = next(iter(self._known.items()))
         smaller, index = page_level(slot)
         if smaller <= level:
@@ -107,29 +106,29 @@ class SwapSpace:
                 self.drop(digest)
 
     def hold(self, keys: Iterable[PageKey]) -> dict[PageKey, int]:
-        """Take these (from ``match``, just now) out of reach of ``store``, with their slots."""
+        """Keep these (from ``match``, just now) from being evicted by ``store``; their slots."""
         return {key: self._known.pop(key.digest)[1] for key in dict.fromkeys(keys)}
 
     def put_back(self, held: Mapping[PageKey, int]) -> None:
-        """What was held is the most recently used now, its beginning last of all."""
+        """Return held pages as the most recently used ones, the beginning of a prefix last."""
         for key, slot in reversed(list(held.items())):
-            self.drop(key.digest)  # stored again meanwhile
+            self.drop(key.digest)  # it may have been stored again meanwhile
             self._known[key.digest] = key, slot
 
-    def load(self, slot: int, place: int) -> None:
-        """Put what a slot holds to ``place``, of the same level."""
-        self._copies.append(Swap(place, slot, out=False))
+    def load(self, slot: int, location: int) -> None:
+        """Copy a slot's page to ``location``, which is in the same tier."""
+        self._copies.append(Swap(location, slot, out=False))
         self.loaded += 1
 
     def forget(self, slots: Iterable[int]) -> None:
-        """Make these slots unknown: whether their content was written is not."""
+        """Forget the pages in these slots: it is unknown whether they were written."""
         gone = set(slots)
         for digest, (_, slot) in list(self._known.items()):
             if slot in gone:
                 self.drop(digest)
 
-    def lose(self, unwritten: Mapping[int, str]) -> None:
-        """Forget slots that could not be written, by why: their pages are computed again."""
+    def drop_unwritten(self, unwritten: Mapping[int, str]) -> None:
+        """Forget slots that could not be written; ``unwritten`` has the reason for each."""
         if unwritten and not self.failed:
             logger.warning(
                 "swap_path: a KV page cannot be written to the swap file (%s); such pages are "
@@ -141,18 +140,18 @@ class SwapSpace:
         self.forget(unwritten)
 
     def drop(self, digest: bytes) -> None:
-        """Forget a page whose content is not to be trusted, if it is here."""
+        """Forget a page, if it is stored."""
         found = self._known.pop(digest, None)
         if found is not None:
-            self._slabs.give(*page_level(found[1]))
+            self._slabs.release(*page_level(found[1]))
 
     def clear(self) -> None:
-        """Forget all of them."""
+        """Forget all pages."""
         for digest in list(self._known):
             self.drop(digest)
 
     def check(self) -> None:
-        """Assert that every slot is free or known, and once."""
+        """Assert that every slot is free or has one page."""
         slots = [page_level(slot) for _, slot in self._known.values()]
         self._slabs.check(slots, range(self.num_slots))
         assert all(digest == key.digest for digest, (key, _) in self._known.items())

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sdk.engine.pages.ladder_pool import descent
+from sdk.engine.pages.ladder_pool import moves_to_lowest_tier
 from sdk.engine.plan import RequestStart, Sampled, StepPlan, StepResult, StepRow
 from sdk.engine.rank.device_graphs import DeviceGraphs
 from sdk.engine.rank.eager import Eager
@@ -271,7 +271,7 @@ class ModelRunner:
         start = RequestStart("prompt", tuple(token_ids), count, 0, page_ids, SamplingParams())
         request = RankRequest(start)
         for begin in range(0, len(token_ids), len(self._inputs.token_ids)):
-            moves = descent(request.pages, begin, self.kv.spec, self.kv.keep)
+            moves = moves_to_lowest_tier(request.pages, begin, self.kv.spec, self.kv.keep)
             self.kv.copy(moves, self.ops)
             self._inputs.apply_moves([request], moves)
             count = min(len(token_ids) - begin, len(self._inputs.token_ids))

@@ -9,7 +9,7 @@ from sdk.engine.pages.prefixes import Prefix, Prefixes
 from sdk.engine.scheduling.negative_prompt import share
 from sdk.engine.scheduling.queues import RequestQueues
 from sdk.engine.scheduling.request import Request
-from sdk.engine.scheduling.results import ResultRoom
+from sdk.engine.scheduling.results import ResultReservation
 from sdk.engine.scheduling.scheduler_config import SchedulerConfig
 from sdk.outputs import RequestEvent
 
@@ -22,43 +22,43 @@ class Admission:
     it holds counts for none: ``max_num_seqs`` requests of full length run in exactly the pages they
     fill. No request overtakes the oldest waiting one, except in two cases. A request whose next
     page is about to be published by a running request waits for that page instead of computing it
-    again; this is how ``n`` answers share a prompt, and how a batch with one system prompt computes
-    it once. And a request whose log-probabilities have no memory yet waits for those of others.
+    again: this is how ``n`` answers share a prompt, and how a batch with one system prompt computes
+    it once. And a request waits while there is no memory for its log-probabilities.
     """
 
     def __init__(self, config: SchedulerConfig, queues: RequestQueues, prefixes: Prefixes) -> None:
         self._config = config
         self._queues = queues
         self._prefixes = prefixes
-        self.result_bytes = 0  # of the results of requests that were started
+        self.reserved_bytes = 0  # for the results of started requests
 
     def admit(
         self, budget: int, scoring: int, now: float
     ) -> Iterator[tuple[Request, list[tuple[Request, int]]]]:
         """Start waiting requests in order, within ``budget`` tokens and the free slots and pages.
 
-        Yields each with its sequences and the tokens of each to run. ``scoring``: the prompt tokens
-        that may be scored in this step.
+        Yields each started request with the scheduled tokens of each of its sequences. ``scoring``:
+        the prompt tokens that may be scored in this step.
         """
-        waiting, index, crowded = self._queues.waiting, 0, False
+        waiting, index, blocked = self._queues.waiting, 0, False
         spare = sum(map(self._may_grow, self._queues.running))
         slots = sum(len(request.sequences) for request in self._queues.running)
         pool = self._prefixes.pool
         while budget and index < len(waiting):
             request = waiting[index]
             sequences = request.sequences
-            lacks_room = self._lacks_room(request, crowded)
-            if lacks_room or (request.scores_prompt and not scoring):
-                crowded |= lacks_room
+            lacks_memory = self._lacks_result_memory(request, blocked)
+            if lacks_memory or (request.scores_prompt and not scoring):
+                blocked |= lacks_memory
                 index += 1
                 continue
             slots += len(sequences)  # a request that waits for a prefix keeps its slot
             if slots > self._config.max_num_seqs or len(sequences) > budget:
                 return
-            if request.waits_for in self._prefixes.promised:
+            if request.waits_for in self._prefixes.pending:
                 index += 1
                 continue
-            if pool.num_available < request.min_available + spare and not pool.lender:
+            if pool.num_available < request.min_available + spare and not pool.on_shortage:
                 return
             found = [self._prefixes.find(sequence) for sequence in sequences]
             request.waits_for = next((one.waits_for for one in sequences if one.waits_for), None)
@@ -83,9 +83,9 @@ class Admission:
             yield request, shares
 
     def _start(self, request: Request, found: list[Prefix], num_computed: int, now: float) -> None:
-        if request.results is not None and not request.results.held:
-            request.results.held = True
-            self.result_bytes += request.results.nbytes
+        if request.results is not None and not request.results.active:
+            request.results.active = True
+            self.reserved_bytes += request.results.nbytes
         self._queues.start(request)
         if request.num_cached is None:
             request.num_cached = num_computed
@@ -96,11 +96,11 @@ class Admission:
 
     def _swapped_in(self, found: list[Prefix], now: float) -> tuple[RequestEvent, ...]:
         """One event for each KV type among the pages that came back from the swap space."""
-        level, bits = self._prefixes.swap.level, self._config.kv_bits
-        levels = Counter(level(key) for prefix in found for key in prefix.swapped)
+        swap, bits = self._prefixes.swap, self._config.kv_bits
+        counts = Counter(swap.level(key) for prefix in found for key in prefix.swapped)
         return tuple(
-            RequestEvent(now, "swapped_in", num_pages=count, kv_bits=bits[depth])
-            for depth, count in levels.items()
+            RequestEvent(now, "swapped_in", num_pages=count, kv_bits=bits[level])
+            for level, count in counts.items()
         )
 
     def _may_grow(self, request: Request) -> int:
@@ -111,15 +111,15 @@ class Admission:
         # the last token of an answer is never read back: its KV is not stored
         return sum(len(one.pages) * size < one.max_len - 1 for one in request.sequences)
 
-    def _lacks_room(self, request: Request, crowded: bool) -> bool:
-        """Whether its results have no memory, or an earlier request waits for such memory."""
-        room = request.results
-        if room is None or room.held:
+    def _lacks_result_memory(self, request: Request, blocked: bool) -> bool:
+        """Whether there is no memory for a request's results, or an earlier one waits for it."""
+        results = request.results
+        if results is None or results.active:
             return False
-        return crowded or self.result_bytes + room.nbytes > self._config.max_result_bytes
+        return blocked or self.reserved_bytes + results.nbytes > self._config.max_result_bytes
 
-    def release_results(self, room: ResultRoom) -> None:
+    def release_results(self, results: ResultReservation) -> None:
         """The caller has the results of a request, or will never take them."""
-        if room.held:
-            room.held = False
-            self.result_bytes -= room.nbytes
+        if results.active:
+            results.active = False
+            self.reserved_bytes -= results.nbytes

@@ -93,26 +93,24 @@ class Committer:
         return updates
 
     def _take(self, result: StepResult) -> Batch:
-        """The oldest batch in flight; it no longer is."""
+        """Remove and return the oldest batch in flight."""
         batches = self._in_flight.batches
         batch = batches[0] if batches else None
         if batch is None or result.step_id != batch.plan.step_id:
-            expected = "there is none" if batch is None else f"the oldest is {batch.plan.step_id}"
-            raise RuntimeError(
-                f"commit of the result of step {result.step_id}; of those in flight {expected}"
-            )
+            expected = "none is in flight" if batch is None else f"expected {batch.plan.step_id}"
+            raise RuntimeError(f"commit: found the result of step {result.step_id}; {expected}")
         batches.popleft()
         if not batches:
-            self._prefixes.pool.settle()
+            self._prefixes.pool.confirm_copies()
         if result.unwritten:
-            self._prefixes.swap.lose(result.unwritten)
+            self._prefixes.swap.drop_unwritten(result.unwritten)
         return batch
 
     def _scored(
         self, request: Request, begin: int, found: tuple[Sampled, ...]
     ) -> tuple[Sampled, ...]:
-        """The new scores of a prompt, from the token after ``begin`` on. After a preemption the
-        first ones are computed a second time.
+        """The new scores of a prompt, from the token after ``begin`` on. The first ones may be
+        known already, because a preempted request computes them again.
         """
         scored = found[max(0, request.num_prompt_scored - begin) :]
         request.num_prompt_scored += len(scored)
@@ -163,7 +161,7 @@ class Committer:
         scored: tuple[Sampled, ...],
         updates: list[RequestUpdate],
     ) -> None:
-        """A request has new tokens: end it if the last one does, and report what was asked for."""
+        """Report a request's new tokens; end the request if the last token ends it."""
         token_id = tokens[-1]
         if details is not None:
             request.mirostat_mu = details[-1].mirostat_mu
@@ -183,7 +181,7 @@ class Committer:
     def _fail(self, request: Request, message: str, updates: list[RequestUpdate]) -> None:
         """End one request in error. Its pages may hold NaN, so they must not stay in the cache."""
         for sequence in request.sequences:
-            self._prefixes.distrust(sequence)
+            self._prefixes.invalidate(sequence)
         self._queues.end(request, "error", message)
         updates.append(RequestUpdate(request))
 

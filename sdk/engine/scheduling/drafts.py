@@ -1,9 +1,9 @@
-"""Draft tokens: what a drafter expects behind a request's tokens, run in one step to be verified.
+"""Draft tokens: a drafter guesses a request's next tokens, and one step verifies all of them.
 
 Leviathan et al. 2023 (arXiv 2211.17192) and Chen et al. 2023 (arXiv 2302.01318) accept a draft with
 a probability that keeps the model's distribution. Here a draw is a pure function of (seed,
-position), so the model's own token is drawn at every position, and a draft is right if it is that
-token: the answer is bitwise the one without drafts.
+position), so the model's own token is drawn at every position, and a draft is accepted if it equals
+that token: the answer is bitwise the one without drafts.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from sdk.engine.scheduling.request import Request
 
 
 class Drafter(Protocol):
-    """Guesses how answers go on."""
+    """Guesses the next tokens of answers."""
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
         """Up to ``most`` tokens that may follow ``request.token_ids``; fewer, or none, are fine."""
 
 
 class Drafts:
-    """Decides how many drafts of which requests a step verifies, at most ``most`` of each."""
+    """Decides how many drafts a step verifies, at most ``most`` for each request."""
 
     def __init__(self, drafter: Drafter, most: int) -> None:
         self._drafter = drafter
         self._most = most
 
     def take(self, request: Request, budget: int, pool: PagePool) -> tuple[int, ...]:
-        """The drafts behind a request that needs one token, within ``budget`` tokens.
+        """The drafts after a request that needs one token, within ``budget`` tokens.
 
-        It gets the pages they need, where there are any left: nobody is preempted for a draft, and
-        a draft that has no page is not run.
+        Also takes the pages they need, if any are left: no request is preempted for a draft, and a
+        draft without a page does not run.
         """
         known = len(request.token_ids)
         most = min(self._most, budget, request.max_len - known - 1)

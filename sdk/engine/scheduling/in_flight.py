@@ -24,8 +24,8 @@ class InFlightBatches:
 
     A batch is ``repeatable`` if it contains everything that runs, each request with one token, and
     no request came or went since. ``need_page``: its requests that need a page for the next step.
-    ``same``: the repeatable batch as planned without new pages or copies; it can be used again as
-    it is, so that nothing is built or looked at row by row.
+    ``same``: the repeatable batch, planned without new pages or copies. It can be used again
+    unchanged, so that nothing is built or read row by row.
     """
 
     def __init__(self) -> None:

@@ -57,8 +57,8 @@ def in_prefill(request: Request) -> bool:
 def share(request: Request, budget: int) -> list[tuple[Request, int]]:
     """The tokens that each sequence of a request in prefill runs within ``budget``; at least one.
 
-    The last known tokens of two sequences run in the same step, which then has the logits of both.
-    Until both fit, each sequence keeps its last token back.
+    The last known tokens of two sequences run in the same step, so that it has the logits of both.
+    Until both fit, the last token of each sequence does not run.
     """
     need = request.num_tokens - request.num_computed
     if request.negative is None:

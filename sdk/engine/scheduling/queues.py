@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
-from sdk.engine.pages.ladder_pool import check_floor
+from sdk.engine.pages.ladder_pool import check_min_bits
 from sdk.engine.pages.prefixes import Prefixes
 from sdk.engine.plan import Sampled
 from sdk.engine.scheduling.in_flight import InFlightBatches
@@ -25,7 +25,7 @@ ORDER = attrgetter("order")
 
 
 class RequestUpdate(NamedTuple):
-    """What one step (or a deadline) changed for one request; ``request`` is its state now."""
+    """What one step (or a deadline) changed for one request. ``request`` has its current state."""
 
     request: Request
     sampled: Sequence[Sampled] = ()
@@ -114,12 +114,12 @@ class RequestQueues:
                 f"the prompt has {num_tokens} tokens; max_model_len is {config.max_model_len}"
                 + (", and at least 1 must be left for the answer" if answer else "")
             )
-        check_floor(request, config)
+        check_min_bits(request, config)
 
     def _limit_length(self, request: Request) -> None:
         """Set ``max_len`` of a request and of its negative sequence, if its prompt fits at all."""
         config, num_tokens, negative = self._config, request.num_tokens, request.negative
-        available = self._prefixes.room(request)
+        available = self._prefixes.available_pages(request)
         num_pages = -(-num_tokens // config.page_size)
         if num_pages > available:
             pool, pinned = self._prefixes.pool, self._prefixes.num_pinned
@@ -170,7 +170,7 @@ class RequestQueues:
         del queue[bisect_left(queue, request.order, key=ORDER)]
 
     def _release(self, request: Request) -> None:
-        """Take the pages and promised prefixes of a running request; the ranks will forget it."""
+        """Take the pages and pending prefixes of a running request; the ranks will forget it."""
         for sequence in request.sequences:
             self._prefixes.release(sequence)
             self._dropped.append(sequence.request_id)

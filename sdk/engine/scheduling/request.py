@@ -1,9 +1,9 @@
 """One request as the scheduler sees it: token ids, counters, pages and a status. No tensors.
 
 There is no stored phase. What a request needs next follows from two counters: ``num_computed``
-tokens have their keys and values in ``pages``, ``len(token_ids)`` tokens are known. Prefill, a
-chunk of it, a prefix hit and decode differ only in how far the two are apart; a request samples in
-the step after which they are equal. Only ``Scheduler`` changes these fields.
+tokens have their keys and values in ``pages``, and ``len(token_ids)`` tokens are known. Prefill,
+chunked prefill, a prefix hit and decode differ only in the distance between the two. A request
+samples in the step after which they are equal. Only ``Scheduler`` changes these fields.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from sdk.engine.pages.page_pool import PageKey, page_key
 from sdk.engine.plan import RequestKind, RequestStart
-from sdk.engine.scheduling.results import ResultRoom
+from sdk.engine.scheduling.results import ResultReservation
 from sdk.outputs import FinishReason, RequestEvent
 from sdk.params import SamplingParams
 from sdk.sampling.resolved import ResolvedParams
@@ -22,12 +22,12 @@ from sdk.sampling.resolved import ResolvedParams
 _NOTHING_RESOLVED = ResolvedParams()
 _NEGATIVE_PARAMS = SamplingParams()
 
-#: Makes a guide's id from its request's.
+#: The id of a negative sequence is its request's id with this suffix.
 NEGATIVE_SUFFIX = "~negative"
 
 
 class RequestStatus(enum.Enum):
-    """Where a request is. The last five are final; their values are the public finish reasons."""
+    """A request's state. The last five are final; their values are the public finish reasons."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -51,13 +51,13 @@ _FINISHED: dict[RequestStatus, FinishReason] = {
 class Request:
     """One generation (one of the ``n`` answers a caller asked for) or one embedding.
 
-    With a ``guidance_scale`` it owns a ``guide``: a second sequence, with pages of its own, of the
+    With a ``guidance_scale`` it has a second sequence with its own pages, ``negative``: the
     negative prompt (default: the last prompt token) and the same answer. The two are queued,
-    admitted, preempted and ended as one; queues hold the request, never its guide.
+    admitted, preempted and ended together; queues contain the request, never its negative sequence.
 
-    ``arrival_time`` orders requests (first come, first served); ``deadline`` is a moment of the
-    scheduler's clock or infinity. ``salt`` and ``adapter`` keep prefix-cache entries apart. Of one
-    that is not ``watched`` a step reports only the end, not each token.
+    ``arrival_time`` orders requests (first come, first served). ``deadline`` is a time of the
+    scheduler's clock or infinity. ``salt`` and ``adapter`` separate entries of the prefix cache.
+    If a request is not ``watched``, steps report only its end, not each token.
     """
 
     __slots__ = (
@@ -122,36 +122,36 @@ class Request:
         self.arrival_time = arrival_time
         self.salt = salt
         self.adapter = adapter
-        self.adapter_slot = -1  # where the ranks have it while the request runs
+        self.adapter_slot = -1  # of the adapter on the ranks, while the request runs
         self.resolved = resolved
         self.watched = watched
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None
-        self.results: ResultRoom | None = None  # shared by the answers of one call
+        self.results: ResultReservation | None = None  # shared by the answers of one call
         self.negative: Request | None = None
-        self.negative_of: str | None = None  # set in a guide: the id of its request
+        self.negative_of: str | None = None  # in a negative sequence: the id of its request
         if params.guidance_scale != 1.0 and kind == "generate":
             if negative_prompt_token_ids is None:
                 negative_prompt_token_ids = prompt_token_ids[-1:]
-            self.negative = self._make_guide(negative_prompt_token_ids)
+            self.negative = self._make_negative(negative_prompt_token_ids)
 
         self.token_ids = list(prompt_token_ids)  # prompt, then output
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed = 0
-        self.num_cached: int | None = None  # the prefix hit as first reported; kept over preemption
-        self.num_prompt_scored = 0  # prompt_logprobs handed out so far
+        self.num_cached: int | None = None  # the first prefix hit; a preemption does not change it
+        self.num_prompt_scored = 0  # prompt_logprobs reported so far
         self.num_preemptions = 0
         self.mirostat_mu: float | None = None  # as of the last committed token
         self.pages: list[int] = []
         self.keys: list[PageKey] = []  # of its full pages, as far as they were needed
-        self.num_published = 0  # leading pages that need no publishing any more
+        self.num_published = 0  # leading pages that are published already
         self.publishes = False
         # Set by Scheduler.add.
         self.order: tuple[float, float, int] = (0, 0.0, 0)  # smaller runs first
-        self.max_len = 0  # finish with "length" at so many tokens
+        self.max_len = 0  # it finishes with "length" at this many tokens
         self.stop_token_ids = frozenset(params.stop_token_ids or ())
         self.deadline = math.inf
-        # Why it was not admitted last time, so that the next plan need not find out again.
+        # Why it was not admitted last time, so that the next plan need not search again.
         self.min_available = 0
         self.waits_for: bytes | None = None
 
@@ -161,16 +161,16 @@ class Request:
         self.last_token_ts: float | None = None
         self.events: tuple[RequestEvent, ...] = ()  # shared with the outputs, so never changed
 
-    def _make_guide(self, negative_prompt_token_ids: Sequence[int]) -> Request:
-        guide = Request(
+    def _make_negative(self, negative_prompt_token_ids: Sequence[int]) -> Request:
+        negative = Request(
             self.request_id + NEGATIVE_SUFFIX,
             negative_prompt_token_ids,
             _NEGATIVE_PARAMS,
             salt=self.salt,
             adapter=self.adapter,
         )
-        guide.negative_of = self.request_id
-        return guide
+        negative.negative_of = self.request_id
+        return negative
 
     def __repr__(self) -> str:
         return (
@@ -180,12 +180,12 @@ class Request:
 
     @property
     def sequences(self) -> tuple[Request, ...]:
-        """What runs for it: itself, and its guide if it has one."""
+        """The request itself, and its negative sequence if it has one."""
         return (self,) if self.negative is None else (self, self.negative)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known: prompt and output."""
+        """Known tokens: prompt and output."""
         return len(self.token_ids)
 
     @property
@@ -200,7 +200,7 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        """True when it will never run again."""
+        """Whether the request has ended and will never run again."""
         return self.status in _FINISHED
 
     @property
@@ -218,21 +218,21 @@ class Request:
 
     @property
     def takes_drafts(self) -> bool:
-        """False where a token decides more than which comes next (what a guide says of it,
-        mirostat's target), and where the host's own code would see drafts that are wrong.
+        """False if a token changes more than the next token (guidance, mirostat's target), or if a
+        caller's logits processor would see drafts that are wrong.
         """
         params = self.params
         guided = self.negative is not None or self.negative_of is not None
-        more = guided or params.mirostat_mode or params.logits_processors
-        return self.kind == "generate" and not more
+        excluded = guided or params.mirostat_mode or params.logits_processors
+        return self.kind == "generate" and not excluded
 
     @property
     def uses_prefix_cache(self) -> bool:
-        """False where every position must run: prompt logprobs, embeddings (which may pool)."""
+        """False if every position must run: for prompt logprobs and embeddings (which may pool)."""
         return self.kind == "generate" and not self.scores_prompt
 
     def start(self) -> RequestStart:
-        """What the ranks must know to run it, when they do not know it."""
+        """What ranks that do not know the request need to run it."""
         return RequestStart(
             request_id=self.request_id,
             token_ids=tuple(self.token_ids),

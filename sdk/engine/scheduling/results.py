@@ -1,4 +1,4 @@
-"""How much memory the log-probabilities of requests take until their callers have them."""
+"""The memory of requests' log-probabilities until their callers have taken them."""
 
 from __future__ import annotations
 
@@ -8,47 +8,48 @@ from sdk.errors import RequestError
 from sdk.memory.sizes import format_bytes
 from sdk.params import SamplingParams
 
-#: A row of at most so many tokens takes less than 1 KiB: it is not counted, as text is not.
+#: A row of at most this many tokens takes less than 1 KiB and is not counted, like text.
 FREE_ROW = 20
 _ENTRY_BYTES = 12  # id, logit, rank
-_WORD_BYTES = 4  # of a whole vocabulary the logits alone
+_LOGIT_BYTES = 4  # a whole vocabulary is stored as logits only
 _ROW_BYTES = 512  # the objects around them
-#: Of the memory an engine may take, results may take this share beside it.
-_SHARE = 8
-_LEAST = 16 * 2**20
-#: A step in which others decode scores prompt tokens whose logits are of at most this much.
+#: Results may take an eighth of an engine's planned memory, in addition to it.
+_BUDGET_SHARE = 8
+_MIN_BYTES = 16 * 2**20
+#: The logits of scored prompt tokens take at most this much in a step in which others decode.
 _SCORED_BYTES = 24 * 2**20
 
 
 @dataclass(slots=True, eq=False)
-class ResultRoom:
-    """What the results of one request may take; ``held`` from its start to its end."""
+class ResultReservation:
+    """Memory for the results of one request; ``active`` from its start to its end."""
 
     nbytes: int
-    held: bool = False
+    active: bool = False
 
 
-class ResultLimit:
-    """What all results of one engine may take together."""
+class ResultBudget:
+    """The memory that all results of one engine may take together."""
 
     def __init__(self, nbytes: int, vocab_size: int) -> None:
         self.nbytes = nbytes
         self._vocab_size = vocab_size
 
     @classmethod
-    def of(cls, planned: int, vocab_size: int) -> ResultLimit:
-        """For an engine of ``planned`` bytes."""
-        return cls(max(planned // _SHARE, _LEAST), vocab_size)
+    def for_plan(cls, planned: int, vocab_size: int) -> ResultBudget:
+        """The budget of an engine with ``planned`` bytes."""
+        return cls(max(planned // _BUDGET_SHARE, _MIN_BYTES), vocab_size)
 
     @property
     def scored_tokens(self) -> int:
-        """Prompt tokens to score in a step that others wait for: 128 of 49,152 words, 60 ms."""
+        """Prompt tokens to score in a step in which others decode: 128 with a vocabulary of 49,152,
+        which take 60 ms."""
         return max(_SCORED_BYTES // (4 * self._vocab_size), 1)
 
-    def room(self, params: SamplingParams, prompt: int, context: int) -> int:
-        """Bytes that the results of a request with ``prompt`` tokens may take.
+    def required_bytes(self, params: SamplingParams, prompt: int, context: int) -> int:
+        """The most bytes that the results of a request with ``prompt`` tokens may take.
 
-        :raises RequestError: they are more than all results may take, with the numbers.
+        :raises RequestError: they exceed the budget; the message has the numbers.
         """
         also = len(params.logprob_token_ids or ())
         answer = min(params.max_tokens or context, context - prompt)
@@ -65,22 +66,23 @@ class ResultLimit:
                 wanted = f"{name}={count}" + (f" with {also} logprob_token_ids" if also else "")
                 raise RequestError(
                     f"{wanted}: {tokens} {what} with up to {format_bytes(row)} each need "
-                    f"{format_bytes(tokens * row)}, and results may take "
-                    f"{format_bytes(self.nbytes)}: {self.nbytes // row} tokens would fit. Ask for "
+                    f"{format_bytes(tokens * row)}, but results may take only "
+                    f"{format_bytes(self.nbytes)}, enough for {self.nbytes // row} tokens; ask for "
                     f"fewer tokens, or for at most {FREE_ROW} log-probabilities of each"
                 )
             total += tokens * row
         if total > self.nbytes:
             raise RequestError(
-                f"prompt_logprobs and logprobs together need {format_bytes(total)}, and results "
-                f"may take {format_bytes(self.nbytes)}: ask for fewer tokens, or for one of them"
+                f"prompt_logprobs and logprobs together need {format_bytes(total)}, but results "
+                f"may take only {format_bytes(self.nbytes)}; ask for fewer tokens, or for only one "
+                "of the two"
             )
         return total
 
     def _row(self, count: int, also: int) -> int:
-        """Bytes of the log-probabilities of one position; 0 where they do not count."""
+        """Bytes of the log-probabilities of one position; 0 if they are not counted."""
         if count == -1 or count >= self._vocab_size:
             count = self._vocab_size
-            return _ROW_BYTES + _WORD_BYTES * count if count > FREE_ROW else 0
+            return _ROW_BYTES + _LOGIT_BYTES * count if count > FREE_ROW else 0
         count += also
         return _ROW_BYTES + _ENTRY_BYTES * count if count > FREE_ROW else 0

@@ -42,7 +42,7 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import chain
 
-from sdk.engine.pages.ladder_pool import LadderPool, held_pages
+from sdk.engine.pages.ladder_pool import LadderPool, lowest_tiers
 from sdk.engine.pages.page_pool import PagePool
 from sdk.engine.pages.prefixes import Prefixes
 from sdk.engine.plan import RequestStart, StepPlan, StepResult, StepRow
@@ -58,7 +58,7 @@ from sdk.outputs import RequestEvent
 
 #: From this many tokens on, a GPU computes for longer than it reads the weights: at 990 TFLOP/s and
 #: 3.35 TB/s (H100, 16 bits) from 295; by arithmetic, not measured.
-_LEAST_BESIDE = 512
+_MIN_CONCURRENT_TOKENS = 512
 _NO_SEQUENCES: frozenset[Request] = frozenset()
 
 
@@ -77,7 +77,7 @@ class Scheduler:
         self.ladder: LadderPool | None = None
         pages = config.num_pages, config.page_size, config.enable_prefix_caching
         if len(config.kv_bits) > 1:
-            self.ladder = LadderPool(*pages, config.first_pages, config.kv_bits, self._lowest)
+            self.ladder = LadderPool(*pages, config.first_pages, config.kv_bits, self._lowest_tiers)
         self.pool = self.ladder or PagePool(*pages, limit=config.first_pages)
         self.prefixes = Prefixes(self.pool, config.kv_type, config.num_swap_pages, self.ladder)
         self._in_flight = InFlightBatches()
@@ -86,14 +86,14 @@ class Scheduler:
         self.committer = Committer(config, self.queues, self.prefixes, self._in_flight)
         self._num_tokens = 0  # of the last plan
         self._step_id = self._num_steps = 0
-        #: A repeated request gets a page so many steps before it needs it.
+        #: In repeated batches a request gets a new page this many steps before it needs it.
         self.pages_ahead = 0
         #: Plans that may be in flight: 1, or 2 on a GPU, or the stages of a pipeline.
         self.batches_in_flight = 1
-        #: The least tokens of a batch that runs next to another one, all of them of prompts:
-        #: requests that decode stay in one batch, because the weights are read once for all rows.
+        #: The fewest tokens of a batch that runs next to another one. All of them are of prompts:
+        #: decoding requests stay in one batch, because the weights are read once for all rows.
         #: 0: each batch takes its share of the decoding requests (the stages of a pipeline).
-        self.least_beside = _LEAST_BESIDE
+        self.min_concurrent_tokens = _MIN_CONCURRENT_TOKENS
         #: ``None``: no drafts.
         self.drafts: Drafts | None = None
 
@@ -170,7 +170,7 @@ class Scheduler:
             in_flight.batches.append(batch)
             return batch.plan
         busy = in_flight.sequences() if in_flight.batches else _NO_SEQUENCES
-        if busy and self._tokens_beside(busy) < self.least_beside:
+        if busy and self._concurrent_tokens(busy) < self.min_concurrent_tokens:
             return None
         return self._plan_anew(most_tokens, busy)
 
@@ -194,7 +194,11 @@ class Scheduler:
             budget = min(budget, max(most_tokens - num_decodes, 2))
         if self.drafts is not None:
             budget -= self._add_drafts(
-                self.drafts, decodes, new_pages, budget, beside=bool(prefills or queues.waiting)
+                self.drafts,
+                decodes,
+                new_pages,
+                budget,
+                has_prompts=bool(prefills or queues.waiting),
             )
         # A scored row costs the head's product and a pass over the logits: 256 of them would delay
         # the requests that decode. Without such requests there is no limit.
@@ -214,7 +218,7 @@ class Scheduler:
         rows = decodes + [(sequence, _row(sequence, num)) for sequence, num in parts]
         if busy and not (rows or new_pages):
             return None
-        rows.sort(key=_several)  # of one token first
+        rows.sort(key=_has_several_tokens)  # of one token first
         batch = self._launch(rows, started, new_pages, num_decodes)
         alone = 0 < num_decodes == len(queues.running)  # no request has a negative prompt
         others = busy or prefills or started
@@ -242,30 +246,31 @@ class Scheduler:
             self.pool.take_copies(),
         )
         if self.ladder is not None:
-            plan = self._placed(plan, self.ladder)
+            plan = self._with_locations(plan, self.ladder)
         batch = Batch(plan, [sequence for sequence, _ in rows], num_decodes)
         self._in_flight.batches.append(batch)
         return batch
 
-    def _tokens_beside(self, busy: frozenset[Request]) -> int:
-        """Tokens of prompts that could run next to the batches in flight; ``least_beside`` if a
-        request waits to decode and none decodes in flight.
+    def _concurrent_tokens(self, busy: frozenset[Request]) -> int:
+        """Tokens of prompts that could run next to the batches in flight.
+
+        ``min_concurrent_tokens`` if a request waits to decode and none decodes in flight.
         """
         tokens, decoding = 0, self._in_flight.decoding
         for request in chain(self.queues.running, self.queues.waiting):
-            if tokens >= self.least_beside:
+            if tokens >= self.min_concurrent_tokens:
                 break
             if not busy.isdisjoint(request.sequences):
                 continue
             if in_prefill(request):
                 tokens += request.num_tokens - request.num_computed
             elif request.pages and not decoding:
-                return self.least_beside
+                return self.min_concurrent_tokens
         return tokens
 
-    def _placed(self, plan: StepPlan, ladder: LadderPool) -> StepPlan:
-        """The plan with the places of its pages; requests record which pages were lowered."""
-        if lowered := ladder.take_lowered():
+    def _with_locations(self, plan: StepPlan, ladder: LadderPool) -> StepPlan:
+        """The plan with its pages' locations. Requests get events for pages that were recoded."""
+        if lowered := ladder.take_recoded():
             now = self.queues.clock()
             for request in self.queues.running:
                 pages = (page for one in request.sequences for page in one.pages)
@@ -274,7 +279,7 @@ class Scheduler:
                     RequestEvent(now, "recoded", num_pages=count, kv_bits=kind)
                     for kind, count in bits.items()
                 )
-        return ladder.placed(plan)
+        return ladder.with_locations(plan)
 
     def _plan_again(self, last: Batch) -> Batch | None:
         """The rows of the last plan again. ``None``: a request may start, or pages are missing.
@@ -300,7 +305,7 @@ class Scheduler:
         copies = self.pool.take_copies()
         plan = StepPlan(self._step_id, last.plan.rows, new_pages=tuple(new_pages), copies=copies)
         if self.ladder is not None:
-            plan = self._placed(plan, self.ladder)
+            plan = self._with_locations(plan, self.ladder)
         batch = in_flight.repeatable = Batch(plan, last.sequences, last.num_decodes)
         if not (new_pages or copies):
             in_flight.same = batch
@@ -319,9 +324,9 @@ class Scheduler:
         """
         page_size, complete, running = self.config.page_size, True, self.queues.running
         most = self.config.max_num_seqs
-        if self.least_beside and self._in_flight.decoding:
+        if self.min_concurrent_tokens and self._in_flight.decoding:
             most = 0
-        elif self.batches_in_flight > 1 and not self.least_beside:
+        elif self.batches_in_flight > 1 and not self.min_concurrent_tokens:
             # an equal share for each batch
             slots = sum(len(r.sequences) for r in running if not in_prefill(r))
             most = max(-(-slots // self.batches_in_flight), 2)  # a negative prompt takes a slot too
@@ -353,13 +358,13 @@ class Scheduler:
         new_pages: list[tuple[str, tuple[int, ...]]],
         budget: int,
         *,
-        beside: bool,
+        has_prompts: bool,
     ) -> int:
         """Put drafts after the tokens that decode, which all have pages by now. Returns how many.
 
-        ``beside``: there are prompts too.
+        ``has_prompts``: prompts need a part of the budget too.
         """
-        left = most = budget // 2 if beside else budget
+        left = most = budget // 2 if has_prompts else budget
         for index, (request, row) in enumerate(decodes):
             held = len(request.pages)
             if found := drafts.take(request, left, self.pool):
@@ -411,9 +416,9 @@ class Scheduler:
             for sequence in request.sequences:
                 sequence.publishes = False
 
-    def _lowest(self) -> dict[int, int]:
+    def _lowest_tiers(self) -> dict[int, int]:
         keep = self.config.kv_keep
-        return {} if self.ladder is None else held_pages(self.queues.running, self.ladder, keep)
+        return {} if self.ladder is None else lowest_tiers(self.queues.running, self.ladder, keep)
 
     def check(self) -> None:
         """Assert that queues, pages and counters agree (tests call it after every event)."""
@@ -427,7 +432,7 @@ class Scheduler:
             held = len(one.pages) * self.config.page_size
             assert one.num_computed <= min(held, one.num_tokens - 1), "computed too much"
             assert one.num_tokens <= one.max_len, "a request is too long"
-        assert set(self.prefixes.promised.values()) <= set(sequences), (
+        assert set(self.prefixes.pending.values()) <= set(sequences), (
             "a prefix is promised by a request that does not run"
         )
 
@@ -439,5 +444,5 @@ def _row(sequence: Request, num_tokens: int) -> StepRow:
     return StepRow(sequence.request_id, num_tokens, outputs, (), sequence.adapter_slot)
 
 
-def _several(part: tuple[Request, StepRow]) -> bool:
+def _has_several_tokens(part: tuple[Request, StepRow]) -> bool:
     return part[1].num_scheduled_tokens > 1

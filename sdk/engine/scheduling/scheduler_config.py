@@ -11,9 +11,9 @@ from sdk.kernels.ladder import KEPT_PAGES
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits of one scheduler. ``num_pages`` includes the reserved page 0; lengths are tokens.
+    """Limits of one scheduler. ``num_pages`` includes the reserved page 0; lengths are in tokens.
 
-    :raises RequestError: two of them cannot be had together.
+    :raises RequestError: two limits contradict each other.
     """
 
     num_pages: int
@@ -25,18 +25,18 @@ class SchedulerConfig:
     enable_chunked_prefill: bool = True
     policy: PolicyName = "fcfs"
     kv_type: str = "auto"
-    #: Bits of each type of the KV cache's ladder; of its only type where there is none.
+    #: Bits of each tier of the KV cache; without tiers, of its only type.
     kv_bits: tuple[int, ...] = (16,)
-    #: Pages of a request that keep a ladder's first type: at its beginning, full ones at its end.
+    #: Pages of a request that stay in the first tier: at its beginning, full ones at its end.
     kv_keep: tuple[int, int] = KEPT_PAGES
-    #: Pages of the swap space: a second tier of the prefix cache, which it needs.
+    #: Pages of the swap space, which extends the prefix cache and needs it.
     num_swap_pages: int = 0
-    #: Pages to begin with, page 0 among them, where not all of ``num_pages``.
+    #: Pages at the start, including page 0. ``None``: all of ``num_pages``.
     first_pages: int | None = None
     eos_token_ids: frozenset[int] = frozenset()
-    #: Prompt tokens that are scored (``prompt_logprobs``) in a step in which others decode.
+    #: Prompt tokens that may be scored (``prompt_logprobs``) in a step in which others decode.
     max_scored_tokens: int = 2**31
-    #: What the log-probabilities of all unfinished requests may take.
+    #: Memory for the log-probabilities of all unfinished requests.
     max_result_bytes: int = 2**63
 
     def __post_init__(self) -> None:
@@ -51,7 +51,7 @@ class SchedulerConfig:
                 f"max_num_seqs ({self.max_num_seqs}): every running request decodes in every step"
             )
         if self.num_swap_pages and not self.enable_prefix_caching:
-            raise ValueError("num_swap_pages: it needs the prefix cache, which is off")
+            raise ValueError("num_swap_pages needs enable_prefix_caching=True")
         if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
             raise RequestError(
                 f"without chunked prefill max_num_batched_tokens ({self.max_num_batched_tokens}) "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sdk.engine.pages.kept_prefixes import KeptPrefixes
+from sdk.engine.pages.prefix_store import PrefixStore
 from sdk.engine.rank.kv_transfer import StoredKV
 from sdk.errors import OutOfMemoryError, RequestError
 from sdk.quant.spec import KVSpec
@@ -17,7 +17,7 @@ PREFIX = [1, 2, 3, 4, 5, 6, 7, 8]
 def small(rig):
     """Six pages of four tokens, and what keeps prefixes in them."""
     built = rig(num_pages=7)
-    return built, KeptPrefixes(built.scheduler, built.runner, SPEC)
+    return built, PrefixStore(built.scheduler, built.runner, SPEC)
 
 
 def test_a_prefix_that_is_not_there_is_not_pinned(small) -> None:
@@ -73,7 +73,7 @@ def test_a_pin_is_refused_where_a_running_request_has_pages_of_its_own_for_the_p
 
 def test_a_prefix_with_nan_is_forgotten_in_every_tier_and_unpinned(rig) -> None:
     built = rig(num_pages=7, num_swap_pages=8)
-    kept = KeptPrefixes(built.scheduler, built.runner, SPEC)
+    kept = PrefixStore(built.scheduler, built.runner, SPEC)
     swap = built.scheduler.prefixes.swap
     built.add("a", [*PREFIX, 9], max_tokens=1)
     built.run()
@@ -104,7 +104,7 @@ def test_an_interrupted_restore_costs_requests_a_restart_and_no_answer(rig) -> N
     built = rig(num_pages=9, kv_bits=(16, 8))
     one = built.add("one", [*range(20, 45)], max_tokens=6)
     built.step()
-    kept = KeptPrefixes(built.scheduler, _Broken(), SPEC)
+    kept = PrefixStore(built.scheduler, _Broken(), SPEC)
     with pytest.raises(RuntimeError, match=r"[1-9] copies"):
         kept.restore([*PREFIX, *PREFIX], None, StoredKV(SPEC, ()), pin=False)
     assert one.num_preemptions == 1 and built.pool.match(kept._keys(PREFIX, None)) == []
@@ -117,7 +117,7 @@ def test_an_interrupted_restore_costs_requests_a_restart_and_no_answer(rig) -> N
 def test_a_pin_of_lowered_pages_outlives_better_ones_that_a_floor_asked_for(rig, swap) -> None:
     """Computed again, or from the swap space: they are that request's alone."""
     built = rig(num_pages=9, kv_bits=(16, 8), num_swap_pages=swap, max_num_seqs=2)
-    kept = KeptPrefixes(built.scheduler, built.runner, SPEC)
+    kept = PrefixStore(built.scheduler, built.runner, SPEC)
     keys, pool = kept._keys(PREFIX, None), built.pool
     built.add("warm", [*PREFIX, 9], max_tokens=1)
     built.run()

@@ -1,5 +1,5 @@
-"""Memory cut into slabs, each room for one page of a ladder's first type, two halves or four
-quarters.
+"""Buddy allocation: each slab of memory holds one page of the first tier, two of the second or
+four of the third.
 """
 
 from __future__ import annotations
@@ -7,10 +7,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 
-class Slabs:
-    """The free places of ``slabs``: whole ones, halves, quarters, by level and index.
+class BuddyAllocator:
+    """The free blocks of ``slabs``: whole slabs, halves and quarters, by tier and index.
 
-    Two halves that are both free are one larger place.
+    Two free halves of a block are merged.
     """
 
     def __init__(self, slabs: range, num_levels: int) -> None:
@@ -18,19 +18,19 @@ class Slabs:
         self.free[0] = dict.fromkeys(reversed(slabs))
 
     def take(self, level: int) -> int | None:
-        """A free place of exactly this level; the last one given back goes first."""
+        """A free block of exactly this tier, the one released last."""
         return self.free[level].popitem()[0] if self.free[level] else None
 
-    def cut(self, level: int) -> int:
-        """A free place of this level, out of a larger one where there is none; it ``fits``."""
+    def allocate(self, level: int) -> int:
+        """A block of this tier; splits a larger one if necessary. It must fit (``fits``)."""
         index = self.take(level)
         if index is None:
-            index = 2 * self.cut(level - 1)
+            index = 2 * self.allocate(level - 1)
             self.free[level][index + 1] = None
         return index
 
     def fits(self, counts: Sequence[int]) -> bool:
-        """Whether so many places of each level, the first first, could be cut now."""
+        """Whether ``counts`` blocks of the tiers, first tier first, can be allocated now."""
         left = 0
         for free, count in zip(self.free, counts, strict=False):
             left = 2 * left + len(free) - count
@@ -38,22 +38,22 @@ class Slabs:
                 return False
         return True
 
-    def give(self, level: int, index: int) -> None:
-        """Give back a place, and with its other half the larger one, and so on."""
+    def release(self, level: int, index: int) -> None:
+        """Give back a block; merges it with its other half if that is free, and so on."""
         while level and index ^ 1 in self.free[level]:
             del self.free[level][index ^ 1]
             level, index = level - 1, index >> 1
         self.free[level][index] = None
 
     def check(self, taken: Iterable[tuple[int, int]], slabs: range) -> None:
-        """Assert that these places and the free ones are all of ``slabs``, each part once."""
-        places = list(taken)
-        places += [(level, index) for level, free in enumerate(self.free) for index in free]
+        """Assert that taken and free blocks together cover ``slabs`` exactly once."""
+        blocks = list(taken)
+        blocks += [(level, index) for level, free in enumerate(self.free) for index in free]
         whole = 1 << len(self.free) - 1
         parts = [
             index * (whole >> level) + part
-            for level, index in places
+            for level, index in blocks
             for part in range(whole >> level)
         ]
         expected = list(range(slabs.start * whole, slabs.stop * whole))
-        assert sorted(parts) == expected, "memory was lost or belongs to two"
+        assert sorted(parts) == expected, "memory was lost or allocated twice"
